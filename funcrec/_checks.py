@@ -1,0 +1,89 @@
+"""Checks that read values, and so wait for the device: `validate`, and the switch that `checked` turns on.
+
+The switch is a context variable: it belongs to the thread and the call that set it. Floor 2.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from funcrec._configs import FeatureConfig, TableConfig, table_shapes
+from funcrec._errors import CheckError, Problem, check
+from funcrec._jagged import offset_value_problems
+from funcrec._keyed_jagged import KeyedJaggedTensor, check_ids
+
+_checking: ContextVar[bool] = ContextVar("funcrec_checking", default=False)
+SHOWN_MAX = 3  # offenders named per feature
+
+
+def is_checking() -> bool:
+    """Whether the caller runs under `checked`."""
+    return _checking.get()
+
+
+def validate(
+    ids: KeyedJaggedTensor,
+    features: Sequence[FeatureConfig],
+    tables: Mapping[str, Tensor] | Sequence[TableConfig],
+) -> KeyedJaggedTensor:
+    """The same ids, after a look at every value: offsets ascend, bags keep `max_length`, ids are rows of their table.
+
+    Raises: CheckError that names feature, bag and id; reads the ids on the host.
+
+    Example:
+      >>> import funcrec as fr
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"item": [[0], [9]]})
+      >>> fr.validate(ids, [fr.FeatureConfig("item", table="item")], [fr.TableConfig("item", 5, 2)])
+      Traceback (most recent call last):
+      ...
+      funcrec._errors.CheckError: funcrec.validate: feature 'item' has ids outside table 'item'.
+        got   id 9 in bag 1
+        need  0 <= id < 5
+        try   hash=fr.modulo() in the feature's config, or a larger table
+
+    Source: TorchRec's validate_keyed_jagged_tensor.
+    """
+    check_ids("funcrec.validate", ids)
+    check("funcrec.validate", value_problems(ids, features, table_shapes(tables)))
+    return ids
+
+
+def value_problems(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: Mapping) -> Iterator[Problem]:
+    broken = [p._replace(kind=CheckError) for p in offset_value_problems(ids.capacity, ids.offsets, "ids.offsets")]
+    yield from broken
+    if broken:
+        return
+    for f in features:
+        bounds = ids.offsets_for(f.key)
+        first, last = int(bounds[0]), int(bounds[-1])
+        values = ids.values[first:last]
+        bags = torch.searchsorted(bounds, torch.arange(first, last, device=bounds.device), right=True) - 1
+        if f.max_length is not None and bool((bounds.diff() > f.max_length).any()):
+            at = int((bounds.diff() > f.max_length).nonzero()[0])
+            got, need = f"bag {at} with {int(bounds.diff()[at])} ids", f"at most max_length={f.max_length}"
+            yield Problem(
+                f"feature {f.name!r} has a bag that is too long.", got, need, "a larger max_length", CheckError
+            )
+        size = shapes[f.table][0]
+        outside = ((values < 0) | (values >= size)).nonzero()[:, 0].tolist() if f.hash is None else []
+        if outside:
+            shown = ", ".join(f"id {int(values[i])} in bag {int(bags[i])}" for i in outside[:SHOWN_MAX])
+            more = f" and {len(outside) - SHOWN_MAX} more" if len(outside) > SHOWN_MAX else ""
+            yield Problem(
+                f"feature {f.name!r} has ids outside table {f.table!r}.",
+                shown + more,
+                f"0 <= id < {size}",
+                "hash=fr.modulo() in the feature's config, or a larger table",
+                CheckError,
+            )
+
+
+def finite_problems(name: str, x: Tensor) -> Iterator[Problem]:
+    """x must hold no NaN and no infinity."""
+    bad = ~torch.isfinite(x)
+    if bool(bad.any()):
+        at = bad.nonzero()[0].tolist()
+        got = f"{float(x[tuple(at)])} at {at}, {int(bad.sum())} in all"
+        yield Problem(f"{name} is not finite.", got, "finite numbers", kind=CheckError)

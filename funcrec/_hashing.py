@@ -1,0 +1,50 @@
+"""ids -> rows: a pure function of the feature's config.
+
+    modulo: id mod R          multiply_shift: (((a·id + b) mod 2⁶⁴ >> 32) · R) >> 32
+
+R rows. An id of a feature without a hash is its row. Floor 2.
+"""
+
+import torch
+from torch import Tensor
+
+from funcrec._configs import Hash
+from funcrec._errors import Problem, check, describe
+from funcrec._random import GAMMA, mix, shift_right
+
+
+def hash_rows(ids: Tensor, hash: Hash | None, num_embeddings: int) -> Tensor:
+    """The rows of `ids`, any shape, of the same dtype.
+
+    Law: a hashed row is in [0, num_embeddings); without a hash it is the id.
+
+    Raises: ValueError when multiply_shift meets num_embeddings >= 2³¹, or rows that the ids' dtype cannot hold.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.hash_rows(torch.tensor([12, -1]), fr.modulo(), 10)
+      tensor([2, 9])
+    """
+    if hash is None:
+        return ids
+    check("funcrec.hash_rows", _problems(ids, hash, num_embeddings))
+    if hash.kind == "modulo":
+        return torch.remainder(ids, num_embeddings)
+    a, b = multipliers(hash.seed, ids.device)
+    high = shift_right(ids.to(torch.int64) * a + b, 32)
+    return shift_right(high * num_embeddings, 32).to(ids.dtype)
+
+
+def multipliers(seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """a (odd) and b of multiply_shift, i64[]."""
+    a, b = mix(torch.arange(2 * seed + 1, 2 * seed + 3, device=device) * GAMMA)
+    return a | 1, b
+
+
+def _problems(ids: Tensor, hash: Hash, num_embeddings: int):
+    if ids.dtype not in (torch.int32, torch.int64):
+        yield Problem("`ids` are not ids.", describe(ids), "i32 or i64", kind=TypeError)
+    if num_embeddings >= 2**31 and (hash.kind == "multiply_shift" or ids.dtype == torch.int32):
+        need = "num_embeddings < 2³¹"
+        got = f"{num_embeddings} rows, {describe(ids)}"
+        yield Problem(f"`{hash.kind}` cannot reach every row.", got, need, "i64 ids and modulo()")

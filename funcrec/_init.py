@@ -1,0 +1,150 @@
+"""How a table's rows are first drawn.
+
+    table[r] = initializer(fold_in(key, name), row r)
+
+Row r depends on the key, the table's name, r and the config, on nothing else: any shard of any mesh draws its own
+rows. Floor 1.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from funcrec import _random as random
+from funcrec._errors import check
+
+if TYPE_CHECKING:
+    from funcrec._configs import TableConfig
+
+INIT_BLOCK = 1 << 20  # elements drawn at once: the generator's i64 counters need eight bytes each
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """A distribution of rows; `fr.uniform()`, `fr.normal()`, `fr.xavier_normal()` and `fr.constant()` make them.
+
+    A table's initializer may be any hashable callable of this signature, a user's own among them.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.constant(1.0)(fr.key(0), (1, 3), start=0, num_embeddings=10)
+      tensor([[1., 1., 1.]])
+    """
+
+    kind: Literal["uniform", "normal", "xavier_normal", "constant"]
+    scale: float | None = None
+
+    def __call__(self, key: Tensor, shape: tuple[int, int], start: int, num_embeddings: int) -> Tensor:
+        """Elements start, start + 1, ... of the table's sequence, as f32[shape]."""
+        match self.kind:
+            case "uniform":
+                bound = num_embeddings**-0.5 if self.scale is None else self.scale
+                return (random.uniform(key, shape, start=start) * 2 - 1) * bound
+            case "normal":
+                return random.normal(key, shape, start=start) * self.scale
+            case "xavier_normal":
+                return random.normal(key, shape, start=start) * math.sqrt(2 / (num_embeddings + shape[1]))
+            case "constant":
+                return torch.full(shape, self.scale, device=key.device)
+
+
+def uniform(bound: float | None = None) -> Initializer:
+    """U(-bound, bound); bound defaults to sqrt(1 / num_embeddings), as TorchRec's.
+
+    Example:
+      >>> import funcrec as fr
+      >>> table = fr.TableConfig("item", 10_000, 4, initializer=fr.uniform())
+      >>> bool(fr.init(fr.key(0), [table])["item"].abs().max() <= 0.01)
+      True
+    """
+    return Initializer("uniform", bound)
+
+
+def normal(std: float = 1.0) -> Initializer:
+    """N(0, std²).
+
+    Example:
+      >>> import funcrec as fr
+      >>> table = fr.TableConfig("item", 10_000, 4, initializer=fr.normal(0.1))
+      >>> round(float(fr.init(fr.key(0), [table])["item"].std()), 2)
+      0.1
+    """
+    return Initializer("normal", std)
+
+
+def xavier_normal() -> Initializer:
+    """N(0, 2 / (num_embeddings + embedding_dim)), as torch.nn.init.xavier_normal_ of the table.
+
+    Example:
+      >>> import funcrec as fr
+      >>> table = fr.TableConfig("item", 192, 8, initializer=fr.xavier_normal())
+      >>> round(float(fr.init(fr.key(0), [table])["item"].std()), 2)
+      0.1
+    """
+    return Initializer("xavier_normal")
+
+
+def constant(value: float = 0.0) -> Initializer:
+    """The same number everywhere.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.init(fr.key(0), [fr.TableConfig("bias", 2, 1, initializer=fr.constant(0.5))])["bias"].flatten()
+      tensor([0.5000, 0.5000])
+    """
+    return Initializer("constant", value)
+
+
+def init(
+    key: Tensor, tables: Sequence["TableConfig"], *, device: torch.device | str | None = None
+) -> dict[str, Tensor]:
+    """Fresh tables: {name: [num_embeddings, embedding_dim]} of each config's dtype; on the meta device only shapes.
+
+    Law: row r of a table depends on the key, the table's name, r and the config only.
+
+    Example:
+      >>> import funcrec as fr
+      >>> weights = fr.init(fr.key(0), [fr.TableConfig("item", num_embeddings=10, embedding_dim=4)])
+      >>> weights["item"].shape
+      torch.Size([10, 4])
+    """
+    from funcrec._configs import table_list_problems
+
+    random.check_key("funcrec.init", key)
+    check("funcrec.init", table_list_problems(tables))
+    return {t.name: init_rows(key, t, 0, t.num_embeddings, device=device) for t in tables}
+
+
+def init_rows(key: Tensor, table: "TableConfig", start: int, stop: int, *, device=None) -> Tensor:
+    """Rows [start, stop) of the table that `init` makes: what a shard needs."""
+    shape = (stop - start, table.embedding_dim)
+    device = key.device if device is None else torch.device(device)
+    if device.type == "meta":
+        return torch.empty(shape, dtype=table.dtype, device=device)
+    own = random.fold_in(key, name_number(table.name)).to(device)
+
+    def draw(first: int, last: int) -> Tensor:
+        begin = first * table.embedding_dim
+        rows = table.initializer(own, (last - first, table.embedding_dim), begin, table.num_embeddings)
+        return rows.to(table.dtype)
+
+    step = max(INIT_BLOCK // table.embedding_dim, 1)
+    if shape[0] <= step:
+        return draw(start, stop)
+    out = torch.empty(shape, dtype=table.dtype, device=device)
+    for first in range(start, stop, step):
+        last = min(first + step, stop)
+        out[first - start : last - start] = draw(first, last)
+    return out
+
+
+def name_number(name: str) -> int:
+    """FNV-1a of the name in 31 bits: the same in every process, unlike `hash`."""
+    number = 0x811C9DC5
+    for byte in name.encode():
+        number = (number ^ byte) * 0x01000193 % 2**32
+    return number >> 1

@@ -1,0 +1,343 @@
+"""JaggedTensor: B bags of different lengths in one buffer.
+
+    bag b = values[offsets[b] : offsets[b + 1]],   0 = offsets[0] <= offsets[1] <= ... <= offsets[B] <= N
+
+The tail values[offsets[B]:] is padding; no operation reads it, and that is what gives static shapes. Operations here
+read no value on the host, except `to_lists`, `unpad` and the value checks that constructors make on CPU tensors.
+Shapes: B bags, N capacity of the buffer, L a fixed length. Floor 1.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec._errors import Problem, check, describe, fail, short_dtype
+from funcrec._tree import pytree
+
+INT_DTYPES = (torch.int32, torch.int64)
+
+
+@pytree(optional=("weights",))
+class JaggedTensor:
+    """Bags of ids, vectors or anything else with one jagged dimension.
+
+    Args:
+      values: [N, ...], the bags end to end, then padding.
+      offsets: i32|i64[B + 1], boundaries from 0.
+      weights: f[N], a multiplier per value, or None.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.JaggedTensor.from_lists([[1, 2], [], [3]])
+      JaggedTensor([[1, 2], [], [3]], values=i64[3])
+    """
+
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None = None
+
+    # -- constructors ------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_lists(lists: Sequence[Sequence], *, weights: Sequence[Sequence[float]] | None = None, dtype=None):
+        """`[[1, 2], []]` -> two bags. Values default to i64 for ints (and for no values at all), f32 for floats."""
+        if weights is not None:
+            check("funcrec.JaggedTensor.from_lists", list_length_problems(lists, weights))
+        values, lengths = flat_list(lists, dtype)
+        flat_weights = None if weights is None else flat_list(weights, torch.float32)[0]
+        return JaggedTensor.from_lengths(values, lengths, weights=flat_weights)
+
+    @staticmethod
+    def from_lengths(values: Tensor, lengths: Tensor, *, weights: Tensor | None = None) -> "JaggedTensor":
+        """Values [N, ...] and lengths i[B] that sum to N."""
+        check("funcrec.JaggedTensor.from_lengths", buffer_problems(values, weights), length_problems(values, lengths))
+        return JaggedTensor(values, offsets_of(lengths), weights)
+
+    @staticmethod
+    def from_offsets(values: Tensor, offsets: Tensor, *, weights: Tensor | None = None) -> "JaggedTensor":
+        """Values [N, ...] and offsets i[B + 1] with offsets[B] <= N; what lies beyond is padding."""
+        check("funcrec.JaggedTensor.from_offsets", buffer_problems(values, weights), offset_problems(values, offsets))
+        return JaggedTensor(values, offsets, weights)
+
+    @staticmethod
+    def from_padded(padded: Tensor, lengths: Tensor, *, weights: Tensor | None = None) -> "JaggedTensor":
+        """[B, L, ...] and lengths i[B] <= L -> bags in a buffer of capacity B * L. `weights` is [B, L]."""
+        check("funcrec.JaggedTensor.from_padded", padded_problems(padded, lengths, weights))
+        num_bags, length = padded.shape[:2]
+        starts = torch.arange(num_bags, device=padded.device, dtype=lengths.dtype) * length
+        flat_weights = None if weights is None else weights.flatten()
+        return take_ranges(padded.flatten(0, 1), flat_weights, starts, lengths, num_bags * length)
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    @property
+    def num_bags(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
+    def capacity(self) -> int:
+        """Rows of the buffer, padding included."""
+        return self.values.shape[0]
+
+    @property
+    def lengths(self) -> Tensor:
+        """i[B]."""
+        return self.offsets.diff()
+
+    def bag_ids(self) -> Tensor:
+        """i64[N]: the bag of each position; B for padding."""
+        return bag_ids(self.offsets, self.capacity)
+
+    def to_lists(self) -> list[list]:
+        """Read the bags on the host."""
+        return split_list(self.values, self.offsets)
+
+    def to_padded(self, length: int, fill: float | int = 0) -> Tensor:
+        """[B, length, ...]: each bag cut to `length` and filled up with `fill`."""
+        position, valid = padded_positions(self.offsets, length, self.capacity)
+        if self.capacity == 0:
+            return self.values.new_full((self.num_bags, length, *self.values.shape[1:]), fill)
+        dense = self.values.index_select(0, position.flatten()).unflatten(0, position.shape)
+        return torch.where(valid.reshape(*valid.shape, *(1,) * (dense.dim() - 2)), dense, dense.new_full((), fill))
+
+    def __getitem__(self, bags: int | slice | Sequence[int]) -> "JaggedTensor":
+        """Bags by position: `x[3]` (one bag), `x[2:5]`, `x[[4, 0, 4]]`. The capacity is N times the most repeats."""
+        chosen = bag_list(bags, self.num_bags, "funcrec.JaggedTensor.__getitem__")
+        return self.select(
+            torch.tensor(chosen, dtype=torch.int64, device=self.offsets.device),
+            capacity=self.capacity * repeats(chosen),
+        )
+
+    def select(self, bags: Tensor, *, capacity: int) -> "JaggedTensor":
+        """The bags i[K], in that order and with repeats, in a buffer of `capacity` values.
+
+        The caller owes `lengths[bags].sum() <= capacity`; what does not fit is outside the buffer.
+        """
+        starts = self.offsets[:-1].index_select(0, bags)
+        return take_ranges(self.values, self.weights, starts, self.lengths.index_select(0, bags), capacity)
+
+    # -- padding -----------------------------------------------------------------------------------------------
+
+    def pad_to(self, capacity: int) -> "JaggedTensor":
+        """A buffer of exactly `capacity` >= N values; the new ones are zero."""
+        if capacity < self.capacity:
+            fail(
+                "funcrec.JaggedTensor.pad_to", "`capacity` is smaller than the buffer.", got=f"{capacity}",
+                need=f"capacity >= {self.capacity}", hint="x.unpad().pad_to(capacity), which reads offsets on the host",
+            )  # fmt: skip
+        return JaggedTensor(grow(self.values, capacity), self.offsets, grow(self.weights, capacity))
+
+    def unpad(self) -> "JaggedTensor":
+        """Cut the padding off; reads offsets[-1] on the host."""
+        end = int(self.offsets[-1])
+        return JaggedTensor(self.values[:end], self.offsets, None if self.weights is None else self.weights[:end])
+
+    def __repr__(self) -> str:
+        return f"JaggedTensor({show_bags(self.values, self.offsets)}, {show_buffer(self)})"
+
+
+# -- the arithmetic of offsets, shared with KeyedJaggedTensor -----------------------------------------------------
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """i[B] -> i[B + 1], the exclusive cumulative sum."""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])
+
+
+def bag_ids(offsets: Tensor, capacity: int) -> Tensor:
+    """i64[capacity]: the bag of each position; B for positions at or beyond offsets[B]."""
+    position = torch.arange(capacity, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets, position, right=True) - 1
+
+
+def padded_positions(offsets: Tensor, length: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """i[B, length] positions in the buffer (clamped into it) and bool[B, length], which of them are in the bag."""
+    position = offsets[:-1, None] + torch.arange(length, device=offsets.device, dtype=offsets.dtype)
+    return position.clamp(max=max(capacity - 1, 0)), position < offsets[1:, None]
+
+
+def take_ranges(values: Tensor, weights: Tensor | None, starts: Tensor, lengths: Tensor, capacity: int) -> JaggedTensor:
+    """Bag k of the answer is values[starts[k] : starts[k] + lengths[k]]; the padding of the answer is zero."""
+    offsets = offsets_of(lengths)
+    if values.shape[0] == 0 or starts.shape[0] == 0:
+        empty = values.new_zeros((capacity, *values.shape[1:]))
+        return JaggedTensor(empty, offsets, None if weights is None else weights.new_zeros(capacity))
+    bag = bag_ids(offsets, capacity)
+    inside = bag < starts.shape[0]
+    bag = bag.clamp(max=starts.shape[0] - 1)
+    within = torch.arange(capacity, device=offsets.device) - offsets.index_select(0, bag)
+    source = torch.where(inside, starts.index_select(0, bag) + within, 0)
+
+    def take(x: Tensor) -> Tensor:
+        mask = inside.reshape(-1, *(1,) * (x.dim() - 1))
+        return torch.where(mask, x.index_select(0, source), x.new_zeros(()))
+
+    return JaggedTensor(take(values), offsets, None if weights is None else take(weights))
+
+
+def grow(x: Tensor | None, capacity: int) -> Tensor | None:
+    return None if x is None else torch.cat([x, x.new_zeros((capacity - x.shape[0], *x.shape[1:]))])
+
+
+def bag_list(bags: Any, num_bags: int, call: str) -> list[int]:
+    """An int, slice or sequence of ints as a list of positions in [0, num_bags)."""
+    if isinstance(bags, slice):
+        return list(range(*bags.indices(num_bags)))
+    chosen = [bags] if isinstance(bags, int) else list(bags)
+    if any(not isinstance(b, int) or not -num_bags <= b < num_bags for b in chosen):
+        fail(
+            call, "`bags` are not positions of bags.", got=f"{bags!r}", need=f"integers in [-{num_bags}, {num_bags})",
+            hint="select(bags, capacity=...) for positions in a tensor", kind=IndexError,
+        )  # fmt: skip
+    return [b % num_bags for b in chosen]
+
+
+def repeats(chosen: Sequence) -> int:
+    """How often the most frequent element stands in `chosen`; at least 1."""
+    return max(Counter(chosen).values(), default=1)
+
+
+# -- lists and text ----------------------------------------------------------------------------------------------
+
+
+def flat_list(lists: Sequence[Sequence], dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    flat = [v for bag in lists for v in bag]
+    if dtype is None:
+        dtype = torch.float32 if flat and torch.tensor(flat).is_floating_point() else torch.int64
+    return torch.tensor(flat, dtype=dtype), torch.tensor([len(bag) for bag in lists], dtype=torch.int64)
+
+
+def split_list(values: Tensor, offsets: Tensor) -> list[list]:
+    bounds = offsets.tolist()
+    return [values[a:b].tolist() for a, b in itertools.pairwise(bounds)]
+
+
+def is_concrete(x: Tensor) -> bool:
+    """Whether x has values that can be read without waiting for a device or breaking a trace."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    plain = type(x) in (Tensor, torch.nn.Parameter)
+    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(x) and not torch._C._len_torch_dispatch_stack()
+
+
+def show_bags(values: Tensor, offsets: Tensor, limit: int = 8) -> str:
+    """The first bags as a list; only the count when the values cannot be read."""
+    num_bags = offsets.shape[0] - 1
+    if not (is_concrete(values) and is_concrete(offsets)):
+        return f"{num_bags} bags"
+    shown = split_list(values, offsets[: limit + 1]) if values.dim() == 1 else offsets.diff()[:limit].tolist()
+    text = ", ".join(map(str, shown))
+    more = ", ..." if num_bags > limit else ""
+    return f"[{text}{more}]" if values.dim() == 1 else f"lengths=[{text}{more}]"
+
+
+def show_buffer(x: Any) -> str:
+    """`values=i64[3]`, with `weights=` and the padding where there is some."""
+    parts = [f"values={describe(x.values)}"]
+    if x.weights is not None:
+        parts.append(f"weights={describe(x.weights)}")
+    if is_concrete(x.offsets) and int(x.offsets[-1]) != x.values.shape[0]:
+        parts.append(f"{int(x.offsets[-1])} used of capacity {x.values.shape[0]}")
+    return ", ".join(parts)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def buffer_problems(values: Tensor, weights: Tensor | None, path: str = "") -> Iterator[Problem]:
+    if not isinstance(values, Tensor) or values.dim() < 1:
+        yield Problem(
+            f"`{path}values` is not a tensor with rows.", describe(values), "a tensor [N, ...]", kind=TypeError
+        )
+        return
+    if weights is None:
+        return
+    if not isinstance(weights, Tensor) or not weights.is_floating_point():
+        need = f"a floating-point tensor f[{values.shape[0]}]"
+        yield Problem(f"`{path}weights` are not floating-point numbers.", describe(weights), need, kind=TypeError)
+    elif weights.shape != values.shape[:1]:
+        yield Problem(
+            f"`{path}weights` does not match its values.",
+            f"{describe(weights)}; values is {describe(values)}",
+            "weights.shape == values.shape[:1]",
+            "weights=None, or cut the padding off first (`unpad`)",
+        )
+    elif weights.device != values.device:
+        yield Problem(f"`{path}weights` is on another device.", describe(weights), f"device {values.device}")
+
+
+def int_problems(x: Tensor, name: str, device: torch.device | None = None) -> Iterator[Problem]:
+    """x must be an i32 or i64 vector, on `device` when one is given."""
+    if not isinstance(x, Tensor) or x.dtype not in INT_DTYPES:
+        need = " or ".join(short_dtype(d) for d in INT_DTYPES)
+        yield Problem(f"`{name}` is not an integer tensor.", describe(x), need, kind=TypeError)
+    elif x.dim() != 1:
+        yield Problem(f"`{name}` is not a vector.", describe(x), "one dimension")
+    elif device is not None and x.device != device:
+        yield Problem(f"`{name}` is on another device.", f"{x.device}", f"device {device}, where the values are")
+
+
+def list_length_problems(lists: Sequence, weights: Sequence) -> Iterator[Problem]:
+    got, need = ([len(bag) for bag in x] for x in (weights, lists))
+    if got != need:
+        yield Problem("`weights` has bags of other lengths.", f"{got}", f"{need}")
+
+
+def length_problems(values: Tensor, lengths: Tensor, name: str = "lengths") -> Iterator[Problem]:
+    found = list(int_problems(lengths, name, getattr(values, "device", None)))
+    yield from found
+    if found or not is_concrete(lengths) or not isinstance(values, Tensor) or values.dim() < 1:
+        return
+    if lengths.numel() and int(lengths.min()) < 0:
+        yield Problem(f"`{name}` has a negative length.", f"{int(lengths.min())}", "lengths >= 0")
+    elif int(lengths.sum()) != values.shape[0]:
+        yield Problem(
+            f"`{name}` does not sum to the number of values.",
+            f"sum {int(lengths.sum())}; values is {describe(values)}",
+            "lengths.sum() == values.shape[0]",
+            "from_offsets, which takes padding behind the last bag",
+        )
+
+
+def offset_problems(values: Tensor, offsets: Tensor, name: str = "offsets") -> Iterator[Problem]:
+    found = list(int_problems(offsets, name, getattr(values, "device", None)))
+    yield from found
+    if found or not isinstance(values, Tensor) or values.dim() < 1:
+        return
+    if offsets.shape[0] == 0:
+        yield Problem(f"`{name}` is empty.", describe(offsets), "B + 1 boundaries, the first of them 0")
+    elif is_concrete(offsets):
+        yield from offset_value_problems(values.shape[0], offsets, name)
+
+
+def offset_value_problems(capacity: int, offsets: Tensor, name: str = "offsets") -> Iterator[Problem]:
+    """The checks that read `offsets` on the host."""
+    steps = offsets.diff()
+    if int(offsets[0]) != 0:
+        yield Problem(f"`{name}` does not begin at 0.", f"offsets[0] = {int(offsets[0])}", "offsets[0] == 0")
+    if steps.numel() and int(steps.min()) < 0:
+        at = int(steps.argmin())
+        got = f"offsets[{at}] = {int(offsets[at])}, offsets[{at + 1}] = {int(offsets[at + 1])}"
+        yield Problem(f"`{name}` descends.", got, "offsets[b] <= offsets[b + 1]", "from_lengths, if these are lengths")
+    elif int(offsets[-1]) > capacity:
+        got = f"offsets[-1] = {int(offsets[-1])}; {capacity} values"
+        yield Problem(f"`{name}` ends beyond the values.", got, "offsets[-1] <= values.shape[0]")
+
+
+def padded_problems(padded: Tensor, lengths: Tensor, weights: Tensor | None) -> Iterator[Problem]:
+    if not isinstance(padded, Tensor) or padded.dim() < 2:
+        yield Problem("`padded` has no bags and positions.", describe(padded), "a tensor [B, L, ...]", kind=TypeError)
+        return
+    yield from int_problems(lengths, "lengths", padded.device)
+    if isinstance(lengths, Tensor) and lengths.shape != padded.shape[:1]:
+        yield Problem("`lengths` does not match `padded`.", describe(lengths), f"shape [{padded.shape[0]}]")
+    elif isinstance(lengths, Tensor) and lengths.numel() and is_concrete(lengths):
+        low, high = int(lengths.min()), int(lengths.max())
+        if low < 0 or high > padded.shape[1]:
+            yield Problem("`lengths` leave the padded dimension.", f"from {low} to {high}", f"0 to {padded.shape[1]}")
+    if weights is not None and weights.shape != padded.shape[:2]:
+        yield Problem("`weights` does not match `padded`.", describe(weights), f"shape {list(padded.shape[:2])}")

@@ -1,0 +1,386 @@
+"""KeyedJaggedTensor: F features times B bags in one flat buffer, key-major.
+
+    bag b of key f = values[offsets[f * B + b] : offsets[f * B + b + 1]]
+
+The layout is TorchRec's. As in `JaggedTensor`, the tail is padding and nothing but `to_lists`, `unpad`
+ and the constructors' checks of CPU tensors reads a value on the host. Floor 1.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from funcrec._errors import Problem, check, describe, fail
+from funcrec._jagged import (
+    JaggedTensor,
+    bag_list,
+    buffer_problems,
+    flat_list,
+    grow,
+    length_problems,
+    offset_problems,
+    offsets_of,
+    repeats,
+    show_bags,
+    show_buffer,
+    split_list,
+    take_ranges,
+)
+from funcrec._tree import pytree
+
+
+@pytree(static=("keys", "strides"), optional=("weights", "inverse"))
+class KeyedJaggedTensor:
+    """The ids of a batch.
+
+    Args:
+      values: [N], bag after bag, key after key, then padding.
+      offsets: i32|i64[F * B + 1], boundaries from 0 (with `strides`, sum(strides) + 1).
+      weights: f[N], a multiplier per id, or None.
+      inverse: i[F, B], for batches whose keys have different numbers of bags: the bag of each example, or None.
+      keys: F names.
+      strides: the number of bags of each key when they differ, else None.
+
+    Example:
+      >>> import funcrec as fr
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[1, 2], []], "user": [[7], [8]]})
+      >>> ids["clicked"].to_lists(), ids[1:2].to_lists()
+      ([[1, 2], []], {'clicked': [[]], 'user': [[8]]})
+    """
+
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None = None
+    inverse: Tensor | None = None
+    keys: tuple[str, ...] = ()
+    strides: tuple[int, ...] | None = None
+
+    # -- constructors ------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_lists(lists: Mapping[str, Sequence[Sequence]], *, weights=None, dtype=None) -> "KeyedJaggedTensor":
+        """`{"clicked": [[1, 2], []]}` and, if wanted, weights of the same form."""
+        call = "funcrec.KeyedJaggedTensor.from_lists"
+        check(call, mapping_problems(lists, "lists"))
+        if weights is not None:
+            check(call, mapping_problems(weights, "weights"), same_key_problems(lists, weights))
+        keys = tuple(lists)
+        values, lengths = flat_list([bag for k in keys for bag in lists[k]], dtype)
+        flat = None if weights is None else flat_list([b for k in keys for b in weights[k]], torch.float32)[0]
+        counts = tuple(len(lists[k]) for k in keys)
+        strides = None if len(set(counts)) <= 1 else counts
+        return KeyedJaggedTensor.from_lengths(keys, values, lengths, weights=flat, strides=strides)
+
+    @staticmethod
+    def from_lengths(keys, values, lengths, *, weights=None, strides=None) -> "KeyedJaggedTensor":
+        """Values [N] and lengths i[F * B] that sum to N."""
+        keys, strides = tuple(keys), None if strides is None else tuple(strides)
+        check(
+            "funcrec.KeyedJaggedTensor.from_lengths",
+            key_problems(keys),
+            buffer_problems(values, weights),
+            length_problems(values, lengths),
+            stride_problems(keys, lengths.shape[0] if isinstance(lengths, Tensor) else 0, strides),
+        )
+        return KeyedJaggedTensor(values, offsets_of(lengths), weights, None, keys, strides)
+
+    @staticmethod
+    def from_offsets(keys, values, offsets, *, weights=None, strides=None) -> "KeyedJaggedTensor":
+        """Values [N] and offsets i[F * B + 1] with offsets[-1] <= N; what lies beyond is padding."""
+        keys, strides = tuple(keys), None if strides is None else tuple(strides)
+        check(
+            "funcrec.KeyedJaggedTensor.from_offsets",
+            key_problems(keys),
+            buffer_problems(values, weights),
+            offset_problems(values, offsets),
+            stride_problems(keys, offsets.shape[0] - 1 if isinstance(offsets, Tensor) else 0, strides),
+        )
+        return KeyedJaggedTensor(values, offsets, weights, None, keys, strides)
+
+    @staticmethod
+    def from_jagged(features: Mapping[str, JaggedTensor]) -> "KeyedJaggedTensor":
+        """One JaggedTensor per key -> one buffer; its capacity is the sum of theirs."""
+        call = "funcrec.KeyedJaggedTensor.from_jagged"
+        check(call, mapping_problems(features, "features"), jagged_problems(features))
+        parts = list(features.values())
+        weighted = bool(parts) and parts[0].weights is not None
+        counts = tuple(p.num_bags for p in parts)
+        capacities = [p.capacity for p in parts]
+        starts = [p.offsets[:-1] + base for p, base in zip(parts, accumulate([0, *capacities]), strict=False)]
+        empty = torch.zeros(0, dtype=torch.int64)
+        merged = take_ranges(
+            torch.cat([p.values for p in parts]) if parts else empty,
+            torch.cat([p.weights for p in parts]) if weighted else None,
+            torch.cat(starts) if parts else empty,
+            torch.cat([p.lengths for p in parts]) if parts else empty,
+            sum(capacities),
+        )
+        strides = None if len(set(counts)) <= 1 else counts
+        return KeyedJaggedTensor(merged.values, merged.offsets, merged.weights, None, tuple(features), strides)
+
+    @staticmethod
+    def from_padded(padded: Mapping[str, Tensor], lengths: Mapping[str, Tensor], *, weights=None):
+        """{key: [B, L]} and {key: i[B]}; the capacity is the sum of B * L."""
+        call = "funcrec.KeyedJaggedTensor.from_padded"
+        check(call, mapping_problems(padded, "padded"), same_key_problems(padded, lengths))
+        part = lambda k: JaggedTensor.from_padded(padded[k], lengths[k], weights=weights and weights[k])
+        return KeyedJaggedTensor.from_jagged({k: part(k) for k in padded})
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    @property
+    def num_bags(self) -> int:
+        """B, the bags of every key."""
+        if self.strides is not None:
+            fail(
+                "funcrec.KeyedJaggedTensor.num_bags", "the keys have different numbers of bags.",
+                got=f"strides={self.strides}", need="one number of bags", hint="ids.bags_of(key)",
+            )  # fmt: skip
+        return (self.offsets.shape[0] - 1) // max(len(self.keys), 1)
+
+    @property
+    def capacity(self) -> int:
+        """Length of the buffer, padding included."""
+        return self.values.shape[0]
+
+    @property
+    def lengths(self) -> Tensor:
+        """i[F * B], key-major."""
+        return self.offsets.diff()
+
+    def bag_range(self, key: str) -> tuple[int, int]:
+        """The bags of `key` are offsets[first : last + 1] in the buffer."""
+        f = self._position(key)
+        if self.strides is None:
+            return f * self.num_bags, (f + 1) * self.num_bags
+        return sum(self.strides[:f]), sum(self.strides[: f + 1])
+
+    def bags_of(self, key: str) -> int:
+        """The number of bags of `key`."""
+        first, last = self.bag_range(key)
+        return last - first
+
+    def offsets_for(self, key: str) -> Tensor:
+        """i[B + 1]: the boundaries of `key`'s bags in the flat buffer (they do not begin at 0)."""
+        first, last = self.bag_range(key)
+        return self.offsets[first : last + 1]
+
+    def to_lists(self) -> dict[str, list[list]]:
+        """Read the ids on the host."""
+        bags = split_list(self.values, self.offsets)
+        return {k: bags[slice(*self.bag_range(k))] for k in self.keys}
+
+    def to_dict(self) -> dict[str, JaggedTensor]:
+        """{key: its bags}, each in a buffer of this one's capacity."""
+        return {k: self[k] for k in self.keys}
+
+    def __getitem__(self, which: str | int | slice | Sequence[int]) -> "JaggedTensor | KeyedJaggedTensor":
+        """`ids["clicked"]`: one feature's JaggedTensor. `ids[2:5]`, `ids[3]`, `ids[[4, 0]]`: those bags of every key."""
+        if isinstance(which, str):
+            offsets = self.offsets_for(which)
+            return take_ranges(self.values, self.weights, offsets[:-1], offsets.diff(), self.capacity)
+        chosen = bag_list(which, self.num_bags, "funcrec.KeyedJaggedTensor.__getitem__")
+        firsts = torch.arange(len(self.keys), device=self.offsets.device) * self.num_bags
+        bags = firsts[:, None] + torch.tensor(chosen, dtype=torch.int64, device=self.offsets.device)
+        return self._take_bags(bags.flatten(), repeats(chosen), self.keys)
+
+    def _position(self, key: str) -> int:
+        if key not in self.keys:
+            fail(
+                "funcrec.KeyedJaggedTensor", "the key is not there.", got=f"{key!r}", need=f"one of {list(self.keys)}",
+                kind=KeyError,
+            )  # fmt: skip
+        return self.keys.index(key)
+
+    def _take_bags(self, bags: Tensor, most: int, keys: tuple[str, ...], strides=None) -> "KeyedJaggedTensor":
+        """The bags at these positions of the flat buffer, each at most `most` times, as the bags of `keys`."""
+        starts, lengths = self.offsets[:-1].index_select(0, bags), self.lengths.index_select(0, bags)
+        taken = take_ranges(self.values, self.weights, starts, lengths, self.capacity * most)
+        return KeyedJaggedTensor(taken.values, taken.offsets, taken.weights, None, keys, strides)
+
+    # -- keys --------------------------------------------------------------------------------------------------
+
+    def permute(self, keys: Sequence[str | int]) -> "KeyedJaggedTensor":
+        """The keys in another order, some left out, some repeated (names or positions).
+
+        Example:
+          >>> import funcrec as fr
+          >>> ids = fr.KeyedJaggedTensor.from_lists({"a": [[1]], "b": [[2, 3]]})
+          >>> ids.permute(["b"]).to_lists()
+          {'b': [[2, 3]]}
+        """
+        beyond = [k for k in keys if isinstance(k, int) and not 0 <= k < len(self.keys)]
+        if beyond:
+            fail(
+                "funcrec.KeyedJaggedTensor.permute", "`keys` are not positions of keys.", got=f"{beyond}",
+                need=f"0 to {len(self.keys) - 1}", kind=IndexError,
+            )  # fmt: skip
+        names = [self.keys[k] if isinstance(k, int) else k for k in keys]
+        ranges = [torch.arange(*self.bag_range(name), device=self.offsets.device) for name in names]
+        bags = torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64, device=self.offsets.device)
+        strides = None if self.strides is None else tuple(self.bags_of(name) for name in names)
+        out = self._take_bags(bags, repeats(names), tuple(names), strides)
+        if self.inverse is None:
+            return out
+        rows = torch.tensor([self._position(n) for n in names], device=self.inverse.device)
+        return KeyedJaggedTensor(
+            out.values, out.offsets, out.weights, self.inverse.index_select(0, rows), out.keys, strides
+        )
+
+    def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
+        """Runs of `segments[i]` keys each; the segments sum to F."""
+        if sum(segments) != len(self.keys) or any(s < 0 for s in segments):
+            fail(
+                "funcrec.KeyedJaggedTensor.split", "`segments` do not cut the keys.", got=f"{list(segments)}",
+                need=f"counts that sum to {len(self.keys)}",
+            )  # fmt: skip
+        ends = list(accumulate(segments))
+        return [self.permute(self.keys[e - s : e]) for s, e in zip(segments, ends, strict=True)]
+
+    @staticmethod
+    def concat(parts: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
+        """The keys of all parts, in order; the capacities add up."""
+        check("funcrec.KeyedJaggedTensor.concat", concat_problems(parts))
+        return KeyedJaggedTensor.from_jagged({k: part[k] for part in parts for k in part.keys})
+
+    # -- padding and movement ----------------------------------------------------------------------------------
+
+    def pad_to(self, capacity: int) -> "KeyedJaggedTensor":
+        """A buffer of exactly `capacity` >= N ids; the new ones are zero."""
+        if capacity < self.capacity:
+            fail(
+                "funcrec.KeyedJaggedTensor.pad_to", "`capacity` is smaller than the buffer.", got=f"{capacity}",
+                need=f"capacity >= {self.capacity}", hint="ids.unpad().pad_to(capacity), which reads offsets on the host",
+            )  # fmt: skip
+        return self._with_buffer(grow(self.values, capacity), grow(self.weights, capacity))
+
+    def unpad(self) -> "KeyedJaggedTensor":
+        """Cut the padding off; reads offsets[-1] on the host."""
+        end = int(self.offsets[-1])
+        return self._with_buffer(self.values[:end], None if self.weights is None else self.weights[:end])
+
+    def _with_buffer(self, values: Tensor, weights: Tensor | None) -> "KeyedJaggedTensor":
+        return KeyedJaggedTensor(values, self.offsets, weights, self.inverse, self.keys, self.strides)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{k!r}: {show_bags(self.values, self.offsets_for(k))}" for k in self.keys[:8])
+        more = ", ..." if len(self.keys) > 8 else ""
+        return f"KeyedJaggedTensor({{{shown}{more}}}, {show_buffer(self)})"
+
+
+BUCKET_MIN = 16
+
+
+def bucket(size: int, *, minimum: int = BUCKET_MIN) -> int:
+    """The next capacity: powers of two and the halves between them (16, 24, 32, 48, 64, 96, ...), at least `minimum`."""
+    power = max(minimum, 1)
+    while power < size:
+        if power * 3 // 2 >= size and power % 2 == 0:
+            return power * 3 // 2
+        power *= 2
+    return power
+
+
+def pad_to_bucket(ids: KeyedJaggedTensor, *, minimum: int = BUCKET_MIN) -> KeyedJaggedTensor:
+    """Pad to the next capacity of a short list, so that a compiled step meets few shapes. Reads offsets on the host.
+
+    Law: `pad_to_bucket(ids).to_lists() == ids.to_lists()`; at most half of the buffer's ids over `minimum` is padding.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.pad_to_bucket(fr.KeyedJaggedTensor.from_lists({"a": [[1, 2, 3]]})).capacity
+      16
+    """
+    tight = ids.unpad()
+    return tight.pad_to(bucket(tight.capacity, minimum=minimum))
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def key_problems(keys: tuple[str, ...]) -> Iterator[Problem]:
+    if any(not isinstance(k, str) for k in keys):
+        yield Problem("`keys` are not names.", f"{keys!r}", "strings", kind=TypeError)
+    elif len(set(keys)) != len(keys):
+        doubled = sorted({k for k in keys if keys.count(k) > 1})
+        yield Problem("`keys` names a feature twice.", f"{doubled} more than once", "distinct keys")
+
+
+def stride_problems(keys: tuple[str, ...], num_lengths: int, strides: tuple[int, ...] | None) -> Iterator[Problem]:
+    if strides is not None:
+        if len(strides) != len(keys) or any(s < 0 for s in strides):
+            yield Problem("`strides` does not match the keys.", f"{strides}", f"{len(keys)} counts >= 0")
+        elif sum(strides) != num_lengths:
+            need = f"{sum(strides)} (the sum of strides {strides})"
+            yield Problem("the number of bags does not match `strides`.", f"{num_lengths} bags", need)
+    elif (not keys and num_lengths) or (keys and num_lengths % len(keys)):
+        got = f"{num_lengths} bags for {len(keys)} keys"
+        yield Problem(
+            "the number of bags is no multiple of the keys.", got, "F * B bags", "strides=(...), if they differ"
+        )
+
+
+def mapping_problems(x: object, name: str) -> Iterator[Problem]:
+    if not isinstance(x, Mapping):
+        yield Problem(f"`{name}` is not a mapping from keys.", describe(x), "{key: ...}", kind=TypeError)
+
+
+def same_key_problems(a: Mapping, b: Mapping) -> Iterator[Problem]:
+    if not isinstance(b, Mapping) or set(a) != set(b):
+        got = f"{sorted(b)}" if isinstance(b, Mapping) else describe(b)
+        yield Problem("the keys of the two arguments differ.", got, f"{sorted(a)}")
+        return
+    for k in a:
+        shapes = [[len(bag) for bag in x[k]] if isinstance(x[k], Sequence) else None for x in (a, b)]
+        if None not in shapes and shapes[0] != shapes[1]:
+            yield Problem(f"`weights[{k!r}]` has bags of other lengths.", f"{shapes[1]}", f"{shapes[0]}")
+
+
+def jagged_problems(features: Mapping[str, JaggedTensor]) -> Iterator[Problem]:
+    if not isinstance(features, Mapping):
+        return
+    for k, x in features.items():
+        if not isinstance(x, JaggedTensor):
+            yield Problem(f"`features[{k!r}]` is not jagged.", describe(x), "a JaggedTensor", kind=TypeError)
+            return
+    if len({x.weights is None for x in features.values()}) > 1:
+        bare = [k for k, x in features.items() if x.weights is None]
+        yield Problem("only some of the features have weights.", f"none for {bare}", "weights for all or for none")
+    if len({(x.values.dtype, x.values.device) for x in features.values()}) > 1:
+        got = ", ".join(f"{k}: {describe(x.values)}" for k, x in features.items())
+        yield Problem("the features differ in dtype or device.", got, "one dtype on one device", kind=TypeError)
+
+
+def concat_problems(parts: Sequence[KeyedJaggedTensor]) -> Iterator[Problem]:
+    if any(not isinstance(p, KeyedJaggedTensor) for p in parts):
+        got = ", ".join(map(describe, parts))
+        yield Problem("`parts` are not keyed jagged tensors.", got, "KeyedJaggedTensors", kind=TypeError)
+        return
+    yield from key_problems(tuple(k for p in parts for k in p.keys))
+    counts = {p.num_bags for p in parts if p.keys and p.strides is None}
+    if len(counts) > 1:
+        yield Problem("`parts` have different numbers of bags.", f"{sorted(counts)}", "one number of bags")
+
+
+def check_ids(call: str, ids: object, path: str = "ids") -> None:
+    """Structure of a KeyedJaggedTensor that was built by hand or came out of a tree."""
+    if not isinstance(ids, KeyedJaggedTensor):
+        fail(
+            call, f"`{path}` is not a KeyedJaggedTensor.", got=describe(ids), need="a KeyedJaggedTensor",
+            hint="KeyedJaggedTensor.from_lists({...}) or from_jagged({...})", kind=TypeError,
+        )  # fmt: skip
+    check(
+        call,
+        key_problems(ids.keys),
+        buffer_problems(ids.values, ids.weights, f"{path}."),
+        id_dtype_problems(ids.values, path),
+        stride_problems(ids.keys, ids.offsets.shape[0] - 1, ids.strides),
+    )
+
+
+def id_dtype_problems(values: Tensor, path: str) -> Iterator[Problem]:
+    if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
+        got = describe(values)
+        yield Problem(f"`{path}.values` are not ids.", got, "i32[N] or i64[N]", "values.long()", TypeError)

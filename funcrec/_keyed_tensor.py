@@ -1,0 +1,123 @@
+"""KeyedTensor: one vector per example and key, side by side.
+
+    kt[k] = values[:, start_k : start_k + dims[k]],   values [B, ΣD]
+
+Floor 1.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from funcrec._errors import Problem, check, describe, fail
+from funcrec._tree import pytree
+
+
+@pytree(static=("keys", "dims"))
+class KeyedTensor:
+    """Pooled features: dict-like, `kt["item"]` is [B, D], but one tensor in memory.
+
+    Args:
+      values: f[B, ΣD].
+      keys: names, one per feature.
+      dims: their widths.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> kt = fr.KeyedTensor.from_dict({"user": torch.zeros(2, 4), "item": torch.ones(2, 8)})
+      >>> kt["item"].shape, kt
+      (torch.Size([2, 8]), KeyedTensor(user: 4, item: 8, values=f32[2, 12]))
+    """
+
+    values: Tensor
+    keys: tuple[str, ...]
+    dims: tuple[int, ...]
+
+    @staticmethod
+    def from_dict(features: Mapping[str, Tensor]) -> "KeyedTensor":
+        """{key: [B, D_key]} -> one [B, ΣD]."""
+        check("funcrec.KeyedTensor.from_dict", feature_problems(features))
+        dims = tuple(x.shape[-1] for x in features.values())
+        return KeyedTensor(torch.cat(list(features.values()), -1), tuple(features), dims)
+
+    def __getitem__(self, key: str) -> Tensor:
+        """[B, D]: a view."""
+        if key not in self.keys:
+            need = f"one of {list(self.keys)}"
+            fail("funcrec.KeyedTensor", "the key is not there.", got=f"{key!r}", need=need, kind=KeyError)
+        f = self.keys.index(key)
+        return self.values.narrow(-1, sum(self.dims[:f]), self.dims[f])
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """{key: [B, D]}, views."""
+        return dict(zip(self.keys, self.values.split(self.dims, -1), strict=True))
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.to_dict().items())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys
+
+    def stack(self) -> Tensor:
+        """[B, F, D], when all dims agree: what FM and dot interactions read."""
+        if len(set(self.dims)) > 1:
+            got = f"dims {dict(zip(self.keys, self.dims, strict=True))}"
+            fail("funcrec.KeyedTensor.stack", "the features differ in width.", got=got, need="one dim for all")
+        return self.values.unflatten(-1, (len(self.keys), self.dims[0] if self.dims else 0))
+
+    @staticmethod
+    def concat(parts: Sequence["KeyedTensor"]) -> "KeyedTensor":
+        """The keys of all parts, in order."""
+        names = [k for part in parts for k in part.keys]
+        doubled = sorted({k for k in names if names.count(k) > 1})
+        if doubled:
+            fail("funcrec.KeyedTensor.concat", "a key stands in several parts.", got=f"{doubled}", need="distinct keys")
+        return KeyedTensor.from_dict({k: x for part in parts for k, x in part.items()})
+
+    def __repr__(self) -> str:
+        named = ", ".join(f"{k}: {d}" for k, d in zip(self.keys, self.dims, strict=True))
+        return f"KeyedTensor({named}, values={describe(self.values)})"
+
+
+def regroup(parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
+    """The features of several KeyedTensors, gathered into groups: [B, Σ D of the group] each.
+
+    A key may stand in several groups. TorchRec's `KeyedTensor.regroup`.
+
+    Raises: KeyError for a key that no part has, ValueError for one that two parts have.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> a = fr.KeyedTensor.from_dict({"x": torch.zeros(1, 2), "y": torch.ones(1, 1)})
+      >>> [g.tolist() for g in fr.regroup([a], [["y", "x"], ["y"]])]
+      [[[1.0, 0.0, 0.0]], [[1.0]]]
+    """
+    names = [k for part in parts for k in part.keys]
+    doubled = sorted({k for k in names if names.count(k) > 1})
+    if doubled:
+        fail("funcrec.regroup", "a key stands in several parts.", got=f"{doubled}", need="each key in one part")
+    missing = [k for group in groups for k in group if k not in names]
+    if missing:
+        fail("funcrec.regroup", "`groups` names unknown keys.", got=f"{missing}", need=f"among {names}", kind=KeyError)
+    features = {k: x for part in parts for k, x in part.items()}
+    return [torch.cat([features[k] for k in group], -1) for group in groups]
+
+
+def feature_problems(features: object) -> Iterator[Problem]:
+    if not isinstance(features, Mapping) or not features:
+        yield Problem("`features` is not a mapping.", describe(features), "{key: [B, D]}, not empty", kind=TypeError)
+        return
+    for k, x in features.items():
+        if not isinstance(x, Tensor) or x.dim() < 2:
+            yield Problem(f"`features[{k!r}]` is not a matrix.", describe(x), "a tensor [B, D]", kind=TypeError)
+            return
+    batches = {k: x.shape[:-1] for k, x in features.items()}
+    if len(set(batches.values())) > 1:
+        yield Problem("the features have different numbers of rows.", f"{batches}", "one B for all")

@@ -1,0 +1,338 @@
+"""Pooled and sequence lookup, each a linear map of the tables with its transpose beside it.
+
+    acts[b, f] = Σ_{i in bag (f, b)} s_i · table_f[row_i]          lookup
+    d_table    = Σ_f Σ_b Σ_{i in bag (f, b)} s_i · e_{row_i} ⊗ d_acts[b, f]          lookup_transpose
+
+s_i is the id's weight (or 1), over the bag's length for a mean. Sums run in f32 (f64 tables: f64). An id outside the
+table reads zeros and gets no gradient; it still counts in a mean's length. Floor 2.
+Shapes: B bags, F features, N ids, D dim, M entries.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from funcrec import _checks as checks
+from funcrec._configs import (
+    FeatureConfig,
+    TableConfig,
+    feature_list_problems,
+    feature_table_problems,
+    table_shapes,
+    table_tensor_problems,
+)
+from funcrec._errors import Problem, check, describe, fail
+from funcrec._hashing import hash_rows
+from funcrec._jagged import JaggedTensor, take_ranges
+from funcrec._keyed_jagged import KeyedJaggedTensor, check_ids
+from funcrec._keyed_tensor import KeyedTensor
+from funcrec._rowgrads import RowGrads
+from funcrec._taps import open_tables
+from funcrec.kernels import ops
+
+Tables = Mapping[str, Tensor]
+
+
+def lookup(
+    tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], *, implementation: str = "reference"
+) -> KeyedTensor:
+    """Pool the rows of every bag: the features of `features` whose pooling is "sum" or "mean".
+
+    Args:
+      tables: {name: f[R, D]}; f16 and bf16 tables are kept as they are and summed in f32.
+      ids: i32 or i64, B bags per key.
+      features: those with pooling "none" are left to `lookup_sequence`.
+      implementation: of `funcrec.kernels`, chosen by name.
+
+    Returns: KeyedTensor f32[B, ΣD] (f64 when a table is), keys in the order of `features`.
+
+    Raises: TypeError, ValueError or KeyError that names every feature, table or key that does not fit.
+
+    Law: linear in the tables; ⟨lookup(x), y⟩ = ⟨x, lookup_transpose(y)⟩.
+
+    Cost: reads N ids and N · D elements of the tables, writes B · ΣD.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> tables = {"item": torch.tensor([[1.0, 2.0], [10.0, 20.0]])}
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[0, 1, 1], []]})
+      >>> fr.lookup(tables, ids, [fr.FeatureConfig("clicked", table="item")])["clicked"]
+      tensor([[21., 42.],
+              [ 0.,  0.]])
+
+    Source: torch.nn.EmbeddingBag; TorchRec's EmbeddingBagCollection. A weighted mean divides by the bag's length, as
+    FBGEMM's inference tables do.
+    """
+    tensors, tape = open_tables(tables)
+    check_lookup("funcrec.lookup", tensors, ids, features, need_tensors=True)
+    pooled = [f for f in features if f.pooling != "none"]
+    if not pooled and features:
+        _no_feature("funcrec.lookup", features, "sum", "lookup_sequence")
+    names = list(dict.fromkeys(f.table for f in pooled))
+    values = ops.pooled_lookup(
+        [tensors[n] for n in names],
+        _rows(ids, pooled, table_shapes(tensors)),
+        ids.offsets,
+        ids.weights,
+        _kernel_features(ids, pooled, names),
+        _num_bags("funcrec.lookup", ids, pooled),
+        implementation=implementation,
+    )
+    out = KeyedTensor(values, tuple(f.name for f in pooled), tuple(tensors[f.table].shape[1] for f in pooled))
+    if tape is None:
+        return out
+    shapes = {n: t for n, t in tensors.items() if n in names}
+    return tape.tap(out, lambda d: lookup_transpose(d, ids, pooled, shapes, implementation=implementation))
+
+
+def lookup_transpose(
+    d_acts: KeyedTensor,
+    ids: KeyedJaggedTensor,
+    features: Sequence[FeatureConfig],
+    tables: Tables | Sequence[TableConfig],
+    *,
+    implementation: str = "reference",
+) -> dict[str, RowGrads]:
+    """The cotangents of the tables that `lookup` read, one entry per id (not coalesced).
+
+    Args:
+      d_acts: f[B, ΣD], as `lookup` returned them.
+      tables: the configs or the tables; only shapes are read.
+
+    Returns: {table: RowGrads} for the tables of the pooled features; a bag's gradient goes to each of its ids.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> item, clicked = fr.TableConfig("item", 3, 1), fr.FeatureConfig("clicked", table="item")
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[0, 2], [2]]})
+      >>> d_acts = fr.KeyedTensor.from_dict({"clicked": torch.tensor([[1.0], [10.0]])})
+      >>> fr.lookup_transpose(d_acts, ids, [clicked], [item])["item"].to_dense().flatten()
+      tensor([ 1.,  0., 11.])
+    """
+    call = "funcrec.lookup_transpose"
+    check_lookup(call, tables, ids, features)
+    pooled = [f for f in features if f.pooling != "none"]
+    shapes = table_shapes(tables)
+    check(call, cotangent_problems(d_acts, ids, pooled, shapes))
+    names = list(dict.fromkeys(f.table for f in pooled))
+    entries = ops.pooled_lookup_transpose(
+        d_acts.values,
+        [shapes[n] for n in names],
+        _rows(ids, pooled, shapes),
+        ids.offsets,
+        ids.weights,
+        _kernel_features(ids, pooled, names),
+        implementation=implementation,
+    )
+    return _by_table(names, pooled, entries, shapes)
+
+
+def lookup_sequence(
+    tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], *, implementation: str = "reference"
+) -> dict[str, JaggedTensor]:
+    """One row per id: the features of `features` whose pooling is "none".
+
+    Returns: {feature: JaggedTensor with values f32[capacity, D]}, the bags of its column; padding is zero. With
+    `max_length` L the capacity is min(N, B · L) and bags are cut to L, else it is N.
+
+    Law: linear in the tables; lookup_sequence_transpose is its transpose.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> history = fr.FeatureConfig("history", table="item", pooling="none")
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"history": [[2, 0], [1]]})
+      >>> fr.lookup_sequence({"item": torch.eye(3)}, ids, [history])["history"].to_lists()[0]
+      [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+
+    Source: TorchRec's EmbeddingCollection, with any dim per table.
+    """
+    tensors, tape = open_tables(tables)
+    check_lookup("funcrec.lookup_sequence", tensors, ids, features, need_tensors=True)
+    sequences = [f for f in features if f.pooling == "none"]
+    if not sequences and features:
+        _no_feature("funcrec.lookup_sequence", features, "none", "lookup")
+    out = {}
+    for f in sequences:
+        bags = sequence_rows(ids, f, tensors[f.table].shape[0])
+        rows = ops.gather_rows(tensors[f.table], bags.values, implementation=implementation)
+        out[f.name] = JaggedTensor(_weigh(rows, bags), bags.offsets)
+    if tape is None:
+        return out
+    shapes = {f.table: tensors[f.table] for f in sequences}
+    tapped = tape.tap(
+        {k: x.values for k, x in out.items()},
+        lambda d: lookup_sequence_transpose(
+            {k: JaggedTensor(d[k], x.offsets) for k, x in out.items()}, ids, sequences, shapes
+        ),
+    )
+    return {k: JaggedTensor(tapped[k], x.offsets) for k, x in out.items()}
+
+
+def lookup_sequence_transpose(
+    d_sequences: Mapping[str, JaggedTensor],
+    ids: KeyedJaggedTensor,
+    features: Sequence[FeatureConfig],
+    tables: Tables | Sequence[TableConfig],
+) -> dict[str, RowGrads]:
+    """The cotangents of the tables that `lookup_sequence` read, one entry per id; padding of `d_sequences` is not read.
+
+    Args:
+      d_sequences: {feature: JaggedTensor of f[capacity, D]}, as `lookup_sequence` returned them.
+      tables: the configs or the tables; only shapes are read.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> item, history = fr.TableConfig("item", 3, 1), fr.FeatureConfig("history", table="item", pooling="none")
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"history": [[2, 0], [2]]})
+      >>> d = {"history": fr.JaggedTensor(torch.tensor([[1.0], [10.0], [100.0]]), ids.offsets)}
+      >>> fr.lookup_sequence_transpose(d, ids, [history], [item])["item"].to_dense().flatten()
+      tensor([ 10.,   0., 101.])
+    """
+    call = "funcrec.lookup_sequence_transpose"
+    check_lookup(call, tables, ids, features)
+    sequences = [f for f in features if f.pooling == "none"]
+    shapes = table_shapes(tables)
+    entries = []
+    for f in sequences:
+        bags = sequence_rows(ids, f, shapes[f.table][0])
+        if f.name not in d_sequences:
+            got = f"{list(d_sequences)}"
+            fail(
+                call, f"`d_sequences` lacks feature {f.name!r}.", got=got, need=f"{f.name!r} among them", kind=KeyError
+            )
+        d = d_sequences[f.name].values
+        if d.shape != (bags.capacity, shapes[f.table][1]):
+            need = f"f[{bags.capacity}, {shapes[f.table][1]}]"
+            fail(call, f"`d_sequences[{f.name!r}]` does not match the lookup.", got=describe(d), need=need)
+        inside = (bags.values >= 0) & (bags.values < shapes[f.table][0])
+        valid = inside & (bags.bag_ids() < bags.num_bags)
+        entries.append((torch.where(valid, bags.values, -1), _weigh(d, bags)))
+    return _by_table(list(dict.fromkeys(f.table for f in sequences)), sequences, entries, shapes)
+
+
+def sequence_rows(ids: KeyedJaggedTensor, feature: FeatureConfig, num_embeddings: int) -> JaggedTensor:
+    """The rows of a sequence feature, bag by bag; padding has row -1."""
+    bounds = ids.offsets_for(feature.key)
+    lengths, capacity = bounds.diff(), ids.capacity
+    if feature.max_length is not None:
+        lengths = lengths.clamp(max=feature.max_length)
+        capacity = min(capacity, lengths.shape[0] * feature.max_length)
+    weights = ids.weights if feature.weighted else None
+    bags = take_ranges(ids.values, weights, bounds[:-1], lengths, capacity)
+    rows = hash_rows(bags.values, feature.hash, num_embeddings)
+    return JaggedTensor(torch.where(bags.bag_ids() < bags.num_bags, rows, -1), bags.offsets, bags.weights)
+
+
+def _weigh(rows: Tensor, bags: JaggedTensor) -> Tensor:
+    return rows if bags.weights is None else rows * bags.weights[:, None].to(rows.dtype)
+
+
+# -- between configs and kernels ---------------------------------------------------------------------------------
+
+
+def _rows(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: Mapping) -> list[Tensor]:
+    """The flat buffer of rows for each feature; features that hash alike share one."""
+    made: dict = {}
+    for f in features:
+        size = shapes[f.table][0] if f.hash is not None else None
+        if (f.hash, size) not in made:
+            made[f.hash, size] = hash_rows(ids.values, f.hash, size or 0)
+    return [made[f.hash, shapes[f.table][0] if f.hash is not None else None] for f in features]
+
+
+def _kernel_features(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], names: list[str]) -> list[ops.Feature]:
+    return [
+        ops.Feature(names.index(f.table), ids.bag_range(f.key)[0], f.max_length or 0, f.pooling == "mean", f.weighted)
+        for f in features
+    ]
+
+
+def _num_bags(call: str, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> int:
+    counts = {f.name: ids.bags_of(f.key) for f in features}
+    if len(set(counts.values())) > 1:
+        hint = "one lookup for each number of bags"
+        fail(call, "the features have different numbers of bags.", got=f"{counts}", need="one B for all", hint=hint)
+    return next(iter(counts.values()), 0)
+
+
+def _by_table(names, features, entries, shapes) -> dict[str, RowGrads]:
+    """The entries of all features of a table, in the order of the features."""
+    out = {}
+    for name in names:
+        mine = [e for f, e in zip(features, entries, strict=True) if f.table == name]
+        rows, grads = (torch.cat(x) for x in zip(*mine, strict=True))
+        out[name] = RowGrads.from_entries(rows, grads, num_embeddings=shapes[name][0])
+    return out
+
+
+def _no_feature(call: str, features: Sequence[FeatureConfig], pooling: str, other: str) -> None:
+    fail(
+        call, "no feature is for this lookup.", got=f"poolings {sorted({f.pooling for f in features})}",
+        need=f"a feature with pooling={pooling!r}", hint=f"funcrec.{other}",
+    )  # fmt: skip
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def check_lookup(call: str, tables: object, ids: object, features: object, *, need_tensors: bool = False) -> None:
+    """Structure, dtypes and devices of a lookup's arguments; a transpose takes configs for tables, too."""
+    if need_tensors and not isinstance(tables, Mapping):
+        hint = "funcrec.init(key, tables) makes them of configs"
+        fail(call, "`tables` is no mapping.", got=describe(tables), need="{name: f[R, D]}", hint=hint, kind=TypeError)
+    check(call, table_tensor_problems(tables), feature_list_problems(features))
+    check_ids(call, ids)
+    check(
+        call,
+        feature_table_problems(features, tables),
+        feature_key_problems(features, ids),
+        device_problems(tables, ids),
+        row_dtype_problems(tables, ids, features),
+    )
+    if checks.is_checking():
+        check(call, checks.value_problems(ids, features, table_shapes(tables)))
+
+
+def row_dtype_problems(tables: object, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> Iterator[Problem]:
+    shapes = table_shapes(tables)
+    for f in features:
+        if f.table in shapes and shapes[f.table][0] > torch.iinfo(ids.values.dtype).max:
+            got = f"{describe(ids.values)}; table {f.table!r} has {shapes[f.table][0]} rows"
+            yield Problem(f"the ids of feature {f.name!r} cannot hold every row.", got, "i64 ids", "values.long()")
+
+
+def feature_key_problems(features: Sequence[FeatureConfig], ids: KeyedJaggedTensor) -> Iterator[Problem]:
+    for f in features:
+        if f.key not in ids.keys:
+            got = f"{f.key!r}"
+            yield Problem(f"feature {f.name!r} has no ids.", got, f"one of the keys {list(ids.keys)}", kind=KeyError)
+        if f.weighted and ids.weights is None:
+            hint = "weights=..., or weighted=False"
+            yield Problem(f"feature {f.name!r} is weighted.", "`ids.weights` is None", "a weight per id", hint)
+
+
+def device_problems(tables: object, ids: KeyedJaggedTensor) -> Iterator[Problem]:
+    if not isinstance(tables, Mapping):
+        return
+    places = {t.device for t in tables.values()} | {ids.values.device, ids.offsets.device}
+    if len(places) > 1:
+        got = f"{sorted(map(str, places))}"
+        yield Problem("tables and ids are on different devices.", got, "one device", "map the batch to the tables'")
+
+
+def cotangent_problems(d_acts, ids, features, shapes) -> Iterator[Problem]:
+    if not isinstance(d_acts, KeyedTensor):
+        yield Problem("`d_acts` is not a KeyedTensor.", describe(d_acts), "as `lookup` returned", kind=TypeError)
+        return
+    dims = {f.name: shapes[f.table][1] for f in features}
+    got = dict(zip(d_acts.keys, d_acts.dims, strict=True))
+    bags = {ids.bags_of(f.key) for f in features}
+    if features and (d_acts.values.dim() != 2 or d_acts.values.shape[0] not in bags):
+        yield Problem("`d_acts` has another number of bags than the ids.", describe(d_acts.values), f"{bags} rows")
+    if list(got.items()) != list(dims.items()):
+        yield Problem("`d_acts` has other features than the lookup.", f"{got}", f"{dims}")
+    elif d_acts.values.shape[-1] != sum(dims.values()):
+        yield Problem(
+            "`d_acts.values` does not match its dims.", describe(d_acts.values), f"f[B, {sum(dims.values())}]"
+        )

@@ -1,0 +1,93 @@
+"""What a loss reads and what training changes: two plain pytrees. Floor 2."""
+
+from typing import Any
+
+from torch import Tensor
+
+from funcrec._errors import describe
+from funcrec._keyed_jagged import KeyedJaggedTensor
+from funcrec._tree import pytree, tree_leaves
+
+
+@pytree
+class Params:
+    """What a loss takes: `tables` {name: f[R, D]} get row gradients, `dense` (any tree of floats) dense ones.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.Params(tables={"item": torch.zeros(10, 4)}, dense={"w": torch.zeros(4)})
+      Params(tables={item: f32[10, 4]}, dense=1 tensor)
+    """
+
+    tables: dict[str, Tensor]
+    dense: Any
+
+    def __repr__(self) -> str:
+        return f"Params(tables={_show_tables(self.tables)}, dense={_show_dense(self.dense)})"
+
+
+@pytree(optional=("dense",))
+class Batch:
+    """One batch of examples, as the models of `funcrec.models` and the loaders of `funcrec.data` have it.
+
+    Args:
+      ids: B bags per key.
+      label: f32[B].
+      dense: f32[B, num_dense], or None.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.Batch(fr.KeyedJaggedTensor.from_lists({"item": [[1], [2]]}), torch.tensor([0.0, 1.0])).label
+      tensor([0., 1.])
+    """
+
+    ids: KeyedJaggedTensor
+    label: Tensor
+    dense: Tensor | None = None
+
+
+@pytree
+class TrainState:
+    """Everything that a training step changes.
+
+    Args:
+      step: i64[], the steps taken.
+      tables: {name: f[R, D]}.
+      slots: the row optimizer's state, as its `init` made it.
+      dense: the dense parameters.
+      dense_opt: the dense optimizer's state.
+      key: i64[], the random key; step t draws from fold_in(key, t).
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> step = fr.train_step(lambda p, b: p.dense["w"].sum(), sparse=fr.optim.sgd(0.1),
+      ...                      dense=fr.optim.dense(torch.optim.SGD, lr=0.1))
+      >>> step.init(fr.Params(tables={}, dense={"w": torch.ones(2)})).step
+      tensor(0)
+    """
+
+    step: Tensor
+    tables: dict[str, Tensor]
+    slots: Any
+    dense: Any
+    dense_opt: Any
+    key: Tensor
+
+    @property
+    def params(self) -> Params:
+        return Params(self.tables, self.dense)
+
+    def __repr__(self) -> str:
+        shown = f"tables={_show_tables(self.tables)}, dense={_show_dense(self.dense)}"
+        return f"TrainState(step={describe(self.step)}, {shown})"
+
+
+def _show_tables(tables: Any) -> str:
+    if not isinstance(tables, dict):
+        return describe(tables)
+    return "{" + ", ".join(f"{name}: {describe(t)}" for name, t in tables.items()) + "}"
+
+
+def _show_dense(dense: Any) -> str:
+    count = len([x for x in tree_leaves(dense) if isinstance(x, Tensor)])
+    return f"{count} tensor{'s' * (count != 1)}"

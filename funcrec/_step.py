@@ -1,0 +1,120 @@
+"""train_step: a loss, a row optimizer and a dense optimizer, made one pure function of the state.
+
+    state, batch -> (loss, grads) -> (tables', slots'), (dense', dense_opt') -> state'
+
+Floor 5.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec import _random as random
+from funcrec._errors import check, describe, fail
+from funcrec._grad import params_problems, value_and_grad
+from funcrec._state import Params, TrainState
+from funcrec.optim import DenseOptimizer, RowOptimizer
+
+
+class TrainStep(NamedTuple):
+    """A step and the way to its first state: `step.init(params)`, then `step(state, batch)`.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> dense = fr.optim.dense(torch.optim.SGD, lr=0.5)
+      >>> step = fr.train_step(lambda params, batch: params.dense.square(), sparse=fr.optim.sgd(), dense=dense)
+      >>> state, metrics = step(step.init(fr.Params({}, torch.tensor(2.0))), batch=None)
+      >>> state.dense, metrics
+      (tensor(0.), {'loss': tensor(4.)})
+    """
+
+    init: Callable[..., TrainState]
+    update: Callable[[TrainState, Any], tuple[TrainState, dict]]
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+        return self.update(state, batch)
+
+
+def train_step(
+    loss_fn: Callable,
+    *,
+    sparse: RowOptimizer,
+    dense: DenseOptimizer,
+    has_aux: bool = False,
+    merge: Callable[[Any, Any], Any] | None = None,
+) -> TrainStep:
+    """One step of training as a pure function; `fr.jit(step, donate=("state",))` makes it compiled and in place.
+
+    Args:
+      loss_fn: (params, batch) -> f[], or (f[], aux) with `has_aux`. If it has a parameter `key`, it is given
+        fold_in(state.key, state.step): that is where dropout draws from.
+      sparse: updates the tables' touched rows.
+      dense: updates params.dense.
+      merge: (dense, aux) -> dense, run after the optimizer: for what a loss computes and training must keep, such as
+        running statistics.
+
+    Returns: TrainStep. `init(params, key=fr.key(0)) -> TrainState`; calling it gives (state, metrics) with
+      metrics["loss"] and, with `has_aux`, metrics["aux"].
+
+    Law: the state is everything that changes: the same state and batch give the same bits.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> item, clicked = fr.TableConfig("item", 10, 1), fr.FeatureConfig("clicked", table="item")
+      >>> loss_fn = lambda p, ids: (fr.lookup(p.tables, ids, [clicked])["clicked"] * p.dense - 1).square().mean()
+      >>> step = fr.train_step(loss_fn, sparse=fr.optim.sgd(lr=0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1))
+      >>> state = step.init(fr.Params(fr.init(fr.key(0), [item]), torch.ones(1)))
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[3], [4, 4]]})
+      >>> first = step(state, ids)[1]["loss"]
+      >>> for _ in range(50):
+      ...     state, metrics = step(state, ids)
+      >>> bool(metrics["loss"] < first / 10), state.step
+      (True, tensor(50))
+    """
+    check_optimizers(sparse, dense)
+    takes_key = "key" in inspect.signature(loss_fn).parameters
+
+    def init(params: Params, key: Tensor | None = None) -> TrainState:
+        check("funcrec.train_step.init", params_problems(params))
+        key = random.key(0) if key is None else key
+        random.check_key("funcrec.train_step.init", key)
+        device = next((t.device for t in params.tables.values()), key.device)
+        step = torch.zeros((), dtype=torch.int64, device=device)
+        slots, dense_opt = sparse.init(params.tables), dense.init(params.dense)
+        return TrainState(step, params.tables, slots, params.dense, dense_opt, key.to(device))
+
+    def update(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+        if not isinstance(state, TrainState):
+            hint = "step.init(params)"
+            fail(
+                "funcrec.train_step",
+                "`state` is not a TrainState.",
+                got=describe(state),
+                need="TrainState",
+                hint=hint,
+                kind=TypeError,
+            )
+        extra = {"key": random.fold_in(state.key, state.step)} if takes_key else {}
+        value, grads = value_and_grad(loss_fn, has_aux)(state.params, batch, **extra)
+        loss, aux = value if has_aux else (value, None)
+        tables, slots = sparse.update(grads.tables, state.slots, state.tables, state.step)
+        new_dense, dense_opt = dense.update(grads.dense, state.dense_opt, state.dense, state.step)
+        if merge is not None:
+            new_dense = merge(new_dense, aux)
+        metrics = {"loss": loss, "aux": aux} if has_aux else {"loss": loss}
+        return TrainState(state.step + 1, tables, slots, new_dense, dense_opt, state.key), metrics
+
+    return TrainStep(init, update)
+
+
+def check_optimizers(sparse: object, dense: object) -> None:
+    call = "funcrec.train_step"
+    if not isinstance(sparse, RowOptimizer):
+        need, hint = "a RowOptimizer", "fr.optim.rowwise_adagrad(lr=0.01)"
+        fail(call, "`sparse` is not a row optimizer.", got=describe(sparse), need=need, hint=hint, kind=TypeError)
+    if not isinstance(dense, DenseOptimizer):
+        need, hint = "a DenseOptimizer", "fr.optim.dense(torch.optim.Adam, lr=1e-3)"
+        fail(call, "`dense` is not a dense optimizer.", got=describe(dense), need=need, hint=hint, kind=TypeError)

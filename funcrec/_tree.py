@@ -1,0 +1,106 @@
+"""Values are frozen dataclasses that are pytrees in both registries.
+
+`unflatten(flatten(x)) == x`. torch's registry is the authority (torch.func and torch.compile use it); optree's,
+namespace "funcrec", gives users paths, prefixes and its tools. The two order dict keys differently: leaves of one
+are never zipped with leaves of the other. Floor 0.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar, dataclass_transform
+
+import optree
+import torch.utils._pytree as torch_tree
+from torch import Tensor
+
+T = TypeVar("T")
+NAMESPACE = "funcrec"
+CLASSES: dict[str, tuple[Callable, Callable]] = {}  # (flatten, unflatten) by class_name, for checkpoints
+
+tree_map = torch_tree.tree_map
+tree_flatten = torch_tree.tree_flatten
+tree_unflatten = torch_tree.tree_unflatten
+tree_leaves = torch_tree.tree_leaves
+tree_structure = torch_tree.tree_structure
+
+
+@dataclass_transform(frozen_default=True)
+def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional: tuple[str, ...] = ()) -> Any:
+    """Class decorator: a frozen dataclass that torch.func, torch.compile, `fr.jit` and optree see through.
+
+    Args:
+      static: fields kept in the tree's structure; they must be hashable and are part of the compile key.
+      optional: fields that may be None; a None there is structure, not a leaf (so `vmap` does not meet it).
+
+    Law: unflatten(flatten(x)) has the same leaves and the same static fields.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> @fr.pytree(static=("name",))
+      ... class Batch:
+      ...     label: torch.Tensor
+      ...     name: str
+      >>> torch.func.vmap(lambda b: b.label * 2)(Batch(torch.tensor([1.0, 2.0]), "train"))
+      tensor([2., 4.])
+    """
+    if cls is None:
+        return lambda c: pytree(c, static=static, optional=optional)
+    own_repr = "__repr__" in cls.__dict__
+    cls = dataclasses.dataclass(frozen=True, eq=False, repr=not own_repr)(cls)
+    names = tuple(f.name for f in dataclasses.fields(cls))
+    children = tuple(n for n in names if n not in static)
+
+    def present(value) -> tuple[str, ...]:
+        return tuple(n for n in children if n not in optional or getattr(value, n) is not None)
+
+    def flatten(value):
+        fields = present(value)
+        return [getattr(value, n) for n in fields], (fields, tuple(getattr(value, n) for n in static))
+
+    def flatten_with_keys(value):
+        leaves, context = flatten(value)
+        return [(torch_tree.GetAttrKey(n), x) for n, x in zip(context[0], leaves, strict=True)], context
+
+    def unflatten(leaves, context):
+        fields, fixed = context
+        value = object.__new__(cls)  # no __init__: leaves may be placeholders of any kind
+        for n in children:
+            object.__setattr__(value, n, None)
+        for n, x in (*zip(fields, leaves, strict=True), *zip(static, fixed, strict=True)):
+            object.__setattr__(value, n, x)
+        return value
+
+    CLASSES[class_name(cls)] = (flatten, unflatten)
+    torch_tree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=class_name(cls),
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+    optree.register_pytree_node(
+        cls,
+        lambda value: (*flatten(value), present(value)),
+        lambda context, leaves: unflatten(leaves, context),
+        path_entry_type=optree.GetAttrEntry,
+        namespace=NAMESPACE,
+    )
+    return cls
+
+
+def class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+replace = dataclasses.replace
+
+
+def paths(tree: Any) -> list[tuple[str, Any]]:
+    """`[("tables['item']", leaf), ...]` in torch's order; the paths are for people."""
+    flat, _ = torch_tree.tree_flatten_with_path(tree)
+    return [(torch_tree.keystr(path).lstrip("."), leaf) for path, leaf in flat]
+
+
+def map_tensors(fn: Callable[[Tensor], Any], tree: T) -> T:
+    """`tree_map` over the tensors of `tree`; other leaves stay."""
+    return tree_map(lambda x: fn(x) if isinstance(x, Tensor) else x, tree)

@@ -1,0 +1,29 @@
+"""Datasets as plain values, and iterators of batches over them.
+
+Row data (`num_rows`, `take`) come from `ctr_dataset`, `criteo_npy` and `random_rows`; `batches` shuffles them. Streams of
+batches come from `criteo_tsv`, `criteo_parquet` and `random_batches`. `prefetch` wraps either.
+"""
+
+from funcrec.data._criteo import CriteoArrays as CriteoArrays
+from funcrec.data._criteo import criteo_npy as criteo_npy
+from funcrec.data._criteo import criteo_tsv as criteo_tsv
+from funcrec.data._criteo import transform_dense as transform_dense
+from funcrec.data._ctr import Column as Column
+from funcrec.data._ctr import CtrData as CtrData
+from funcrec.data._ctr import CtrSplit as CtrSplit
+from funcrec.data._ctr import ctr_dataset as ctr_dataset
+from funcrec.data._loader import Position as Position
+from funcrec.data._loader import RowData as RowData
+from funcrec.data._loader import batches as batches
+from funcrec.data._loader import num_batches as num_batches
+from funcrec.data._loader import take as take
+from funcrec.data._movielens import Ratings as Ratings
+from funcrec.data._movielens import movielens_1m as movielens_1m
+from funcrec.data._parquet import criteo_parquet as criteo_parquet
+from funcrec.data._prefetch import prefetch as prefetch
+from funcrec.data._random_rows import RandomColumn as RandomColumn
+from funcrec.data._random_rows import RandomRows as RandomRows
+from funcrec.data._random_rows import random_batches as random_batches
+from funcrec.data._random_rows import random_rows as random_rows
+from funcrec.data._random_rows import vocabularies_of as vocabularies_of
+from funcrec.data._random_rows import zipf as zipf

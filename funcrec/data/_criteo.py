@@ -1,0 +1,255 @@
+"""Criteo's click logs: tab-separated text, and the .npy arrays that are made of it.
+
+    label <tab> 13 integers <tab> 26 categories of eight hexadecimal digits        an empty field is missing
+
+A category's id is its number + 1; 0 is the id of what is missing. Ids reach 2³²: features of these columns need a hash
+(`fr.modulo()`, `fr.multiply_shift()`). Shapes: B rows of a batch. Floor 6.
+
+Source: the Kaggle Display Advertising Challenge and the Criteo 1TB Click Logs; facebookresearch/dlrm for log(x + 1),
+MLPerf's DLRM-DCNv2 for log(x + 3).
+"""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funcrec._errors import Problem, check, describe, fail
+from funcrec._jagged import int_problems
+from funcrec._keyed_jagged import KeyedJaggedTensor, key_problems
+from funcrec._state import Batch
+from funcrec.data._arrow import check_batching, fixed_tables, need_file, need_pyarrow
+
+NUM_DENSE, NUM_SPARSE, DIGITS = 13, 26, 8
+CATEGORIES = tuple(f"cat_{i}" for i in range(NUM_SPARSE))
+BLOCK_BYTES = 8 << 20
+Transform = Literal["log1", "log3"] | None
+TRANSFORMS = ("log1", "log3", None)
+
+# the value of each byte as a hexadecimal digit; NO_DIGIT for others
+NO_DIGIT = 255
+HEX = np.full(256, NO_DIGIT, np.uint8)
+for _value, _digit in enumerate("0123456789abcdef"):
+    HEX[[ord(_digit), ord(_digit.upper())]] = _value
+
+
+def transform_dense(x: Tensor, transform: Transform) -> Tensor:
+    """ "log1": log(max(x, 0) + 1), of the Kaggle task; "log3": log(max(x, -2) + 3), of MLPerf; None: x.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.data import transform_dense
+      >>> transform_dense(torch.tensor([-3.0, -2.0, 0.0]), "log1")
+      tensor([0., 0., 0.])
+    """
+    if transform is None:
+        return x
+    return torch.log1p(x.clamp(min=0)) if transform == "log1" else torch.log(x.clamp(min=-2) + 3)
+
+
+def criteo_tsv(
+    path: str | os.PathLike,
+    batch_size: int,
+    *,
+    transform: Transform = "log1",
+    keys: Sequence[str] = CATEGORIES,
+    skip: int = 0,
+    drop_last: bool = False,
+) -> Iterator[Batch]:
+    """Read a file (plain, .gz or .bz2) block by block.
+
+    Args:
+      path: lines of 40 fields; nothing else, no header.
+      transform: of the integers, see `transform_dense`; a missing integer counts as 0.
+      keys: the names of the 26 columns.
+      skip: batches to leave out at the beginning, for a run that goes on.
+      drop_last: leave out a last batch that is not full.
+
+    Returns: batches with one id i64 per key and row, dense f32[B, 13], label f32[B]; every full one of the same shapes.
+
+    Raises: at the call: TypeError, ValueError, FileNotFoundError; ModuleNotFoundError without pyarrow. While reading:
+    ValueError that names the file and the line.
+    """
+    call = "funcrec.data.criteo_tsv"
+    need_pyarrow(call)
+    check_batching(call, batch_size, skip)
+    check(call, transform_problems(transform), _column_problems(keys))
+    path = need_file(call, path)
+    tables = fixed_tables(_tsv_chunks(path), batch_size, skip, drop_last)
+    return (_tsv_batch(path, first, table, transform, tuple(keys)) for first, table in tables)
+
+
+def _tsv_chunks(path: Path) -> Iterator:
+    import pyarrow as pa
+    from pyarrow import csv
+
+    ints = {f"int_{i}": pa.int64() for i in range(NUM_DENSE)}
+    types = {"label": pa.int64(), **ints, **{name: pa.binary() for name in CATEGORIES}}
+    try:
+        # one thread: only then do pyarrow's errors give the row
+        yield from csv.open_csv(
+            path,
+            read_options=csv.ReadOptions(column_names=list(types), use_threads=False, block_size=BLOCK_BYTES),
+            parse_options=csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False),
+            convert_options=csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True),
+        )
+    except pa.ArrowInvalid as error:
+        found = re.search(r"Row #(\d+): (.*)", str(error), re.DOTALL)
+        number, got = (found[1], found[2]) if found else (1, str(error))
+        _bad_line(path, number, got[:120], "a label, 13 integers and 26 categories between tabs")
+
+
+def _tsv_batch(path: Path, first: int, table, transform: Transform, keys: tuple[str, ...]) -> Batch:
+    label = _integers(table, "label", missing=-1)
+    odd = np.flatnonzero((label != 0) & (label != 1))
+    if odd.size:
+        _bad_line(
+            path, first + int(odd[0]) + 1, f"label {label[odd[0]]}" if label[odd[0]] != -1 else "no label", "0 or 1"
+        )
+    dense = np.stack([_integers(table, f"int_{i}", missing=0) for i in range(NUM_DENSE)], 1).astype(np.float32)
+    sparse = np.stack([_categories(path, first, table, name) for name in CATEGORIES])
+    return single_ids(label, dense, sparse, transform, keys)
+
+
+def _integers(table, name: str, *, missing: int) -> np.ndarray:
+    return table[name].combine_chunks().fill_null(missing).to_numpy(zero_copy_only=False)
+
+
+def _categories(path: Path, first: int, table, name: str) -> np.ndarray:
+    """i64[n]: the number of the digits + 1, or 0 for no digits."""
+    import pyarrow.compute as pc
+
+    column = table[name].combine_chunks()
+    valid = column.is_valid().to_numpy(zero_copy_only=False)
+    text = column.drop_null()
+    wrong = pc.not_equal(pc.binary_length(text), DIGITS).to_numpy(zero_copy_only=False)
+    numbers = np.zeros(len(text), np.int64)
+    if not wrong.any():
+        digits = HEX[_bytes_of(text).reshape(-1, DIGITS)]
+        wrong = (digits == NO_DIGIT).any(1)
+        numbers = (digits[:, 0::2] << 4 | digits[:, 1::2]).view(">u4").reshape(-1).astype(np.int64)
+    if wrong.any():
+        nth = int(np.flatnonzero(wrong)[0])
+        row = first + int(np.flatnonzero(valid)[nth]) + 1
+        _bad_line(path, row, f"{name} = {text[nth].as_py()!r}", "eight hexadecimal digits, or nothing")
+    out = np.zeros(len(column), np.int64)
+    out[valid] = numbers + 1
+    return out
+
+
+def _bytes_of(text) -> np.ndarray:
+    """u8: the bytes of a binary array without nulls, end to end; no copy."""
+    if len(text) == 0:
+        return np.zeros(0, np.uint8)
+    _, offsets, data = text.buffers()
+    bounds = np.frombuffer(offsets, np.int32)[text.offset : text.offset + len(text) + 1]
+    return np.frombuffer(data, np.uint8)[bounds[0] : bounds[-1]]
+
+
+def single_ids(label, dense, sparse: np.ndarray, transform: Transform, keys: tuple[str, ...]) -> Batch:
+    """label [B], dense f32[B, J], sparse [F, B] -> a batch with one id per key and row."""
+    values = torch.from_numpy(np.ascontiguousarray(sparse)).flatten()
+    values = values if values.dtype in (torch.int32, torch.int64) else values.long()
+    ids = KeyedJaggedTensor(values, torch.arange(values.shape[0] + 1), keys=keys)
+    x = transform_dense(torch.from_numpy(np.ascontiguousarray(dense, dtype=np.float32)), transform)
+    return Batch(ids, torch.from_numpy(np.ascontiguousarray(label, dtype=np.float32)), x)
+
+
+def _bad_line(path: Path, number: int | str, got: str, need: str):
+    fail("funcrec.data.criteo_tsv", f"`{path.name}`, line {number} cannot be read.", got=got, need=need)
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class CriteoArrays:
+    """Memory-mapped arrays: dense [N, J], sparse i[N, F], label [N] or [N, 1]. `batches` and `take` read them."""
+
+    dense: np.ndarray
+    sparse: np.ndarray
+    label: np.ndarray
+    transform: Transform
+    keys: tuple[str, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.sparse.shape[0]
+
+    def take(self, rows: Tensor) -> Batch:
+        """Row numbers i[B] -> the batch; ids keep their dtype, i32 or i64."""
+        check("funcrec.data.take", int_problems(rows, "rows", torch.device("cpu")))
+        at = rows.numpy()
+        return single_ids(self.label[at].reshape(-1), self.dense[at], self.sparse[at].T, self.transform, self.keys)
+
+    def __repr__(self) -> str:
+        return f"CriteoArrays({self.num_rows} rows, {self.dense.shape[1]} dense features, {len(self.keys)} columns)"
+
+
+def criteo_npy(
+    dense: str | os.PathLike,
+    sparse: str | os.PathLike,
+    label: str | os.PathLike,
+    *,
+    transform: Transform = None,
+    keys: Sequence[str] | None = None,
+) -> CriteoArrays:
+    """Open a day's three .npy files (`day_0_dense.npy`, `day_0_sparse.npy`, `day_0_labels.npy`) without reading them.
+
+    Args:
+      dense: f[N, J] or i[N, J]; the published arrays hold log(x + 3) already, hence transform=None.
+      sparse: i32 or i64 [N, F], used as ids as they are.
+      label: any numbers, [N] or [N, 1].
+      keys: F names; cat_0, cat_1, ... if None.
+
+    Raises: ValueError that names the file which is cut short, or whose shape or dtype does not fit.
+    """
+    call = "funcrec.data.criteo_npy"
+    opened = {name: _open_npy(call, path) for name, path in [("dense", dense), ("sparse", sparse), ("label", label)]}
+    keys = tuple(keys) if keys is not None else tuple(f"cat_{i}" for i in range(opened["sparse"].shape[-1]))
+    check(call, transform_problems(transform), key_problems(keys), _array_problems(**opened, keys=keys))
+    return CriteoArrays(**opened, transform=transform, keys=keys)
+
+
+def _open_npy(call: str, path: str | os.PathLike) -> np.ndarray:
+    path = need_file(call, path)
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        got = f"{path.stat().st_size} bytes; {error}"
+        fail(call, f"`{path.name}` is not a whole .npy file.", got=got, need="an array as numpy.save writes it")
+
+
+def _array_problems(dense: np.ndarray, sparse: np.ndarray, label: np.ndarray, keys: tuple) -> Iterator[Problem]:
+    show = lambda x: f"{x.dtype}{list(x.shape)}"
+    if sparse.ndim != 2 or sparse.dtype not in (np.int32, np.int64):
+        yield Problem("`sparse` does not hold ids.", show(sparse), "int32 or int64 [N, F]", kind=TypeError)
+        return
+    if sparse.shape[1] != len(keys):
+        yield Problem("`keys` do not match the columns of `sparse`.", f"{len(keys)} keys", f"{sparse.shape[1]} names")
+    if dense.ndim != 2 or dense.dtype.kind not in "fiu":
+        yield Problem("`dense` does not hold numbers.", show(dense), "floats or integers [N, J]", kind=TypeError)
+    elif dense.shape[0] != sparse.shape[0]:
+        yield Problem("`dense` and `sparse` differ in rows.", show(dense), f"{sparse.shape[0]} rows")
+    if label.size != sparse.shape[0] or label.dtype.kind not in "fiub":
+        yield Problem("`label` does not match `sparse`.", show(label), f"{sparse.shape[0]} numbers")
+
+
+def transform_problems(transform: object) -> Iterator[Problem]:
+    if transform not in TRANSFORMS:
+        yield Problem("`transform` is unknown.", f"{transform!r}", " or ".join(map(repr, TRANSFORMS)))
+
+
+def _column_problems(keys: object) -> Iterator[Problem]:
+    if isinstance(keys, str) or not isinstance(keys, Sequence):
+        yield Problem("`keys` are not names.", describe(keys), f"{NUM_SPARSE} names", kind=TypeError)
+        return
+    yield from key_problems(tuple(keys))
+    if len(keys) != NUM_SPARSE:
+        yield Problem("`keys` do not match the columns.", f"{len(keys)} keys", f"{NUM_SPARSE} names")

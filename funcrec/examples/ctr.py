@@ -1,0 +1,306 @@
+"""Click-through models on MovieLens-1M, trained by one compiled, donated, pure step.
+
+    python -m funcrec.examples.ctr --model deepfm
+
+The protocol, and the AUC to reach, are RecBole's `ml-1m_context` benchmark (`funcrec.data.ctr_dataset`). A run leaves in
+--out: checkpoint.pt (after each epoch and on Ctrl-C), result.json and curve.png. With --resume a run goes on to the
+same bits as if it had not been interrupted. Floor 6.
+"""
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import funcrec as fr
+from funcrec._tree import map_tensors, tree_map
+
+PUBLISHED = {  # test AUC, RecBole 1.1.x, benchmark/md/ml-1m_context.md
+    "lr": 0.8699,
+    "fm": 0.8935,
+    "dlrm": 0.8967,  # there: PNN with inner products
+    "widedeep": 0.8987,
+    "deepfm": 0.8997,
+    "dcnv2": 0.8998,
+}
+SPARSE = ("adam", "adamw", "partial_rowwise_adam", "adagrad", "rowwise_adagrad", "sgd", "rmsprop", "lion", "ftrl")
+EVAL_BATCH = 8192
+
+
+class Job(NamedTuple):
+    """What a run needs and never changes."""
+
+    options: argparse.Namespace
+    split: fr.data.CtrSplit
+    model: fr.models.Model
+    init: Callable  # params, key -> the first state
+    step: Callable  # compiled; takes the state's memory
+    predict: Callable
+
+
+class Run(NamedTuple):
+    """What a run changes: all of it is in the checkpoint."""
+
+    state: fr.TrainState
+    position: fr.data.Position
+    loss_sum: Tensor  # f64[], over the steps of this epoch
+    best: fr.Params
+    history: list[dict[str, float]]  # one entry per finished epoch
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    job = make_job(options)
+    run = resume(job) if options.resume else start(job)
+    stop = stop_on_interrupt()
+    while not is_finished(run, options):
+        run = train_epoch(job, run, stop)
+        fr.save(checkpoint_path(options), to_tree(job, run))
+        if stop():
+            print(f"interrupted; the same command with --resume goes on from {checkpoint_path(options)}")
+            return 130
+    report(job, run)
+    return 0
+
+
+# -- the job -----------------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m funcrec.examples.ctr", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=PUBLISHED, default="deepfm")
+    parser.add_argument("--optimizer", choices=SPARSE, default="adam", help="of the tables: touched rows only")
+    parser.add_argument("--lr", type=float, default=0.005, help="of tables and dense parameters (default %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=4096)
+    parser.add_argument("--epochs", type=int, default=100, help="at most (default %(default)s)")
+    parser.add_argument("--patience", type=int, default=10, help="epochs without a better valid AUC before the end")
+    parser.add_argument("--seed", type=int, default=0, help="of the split, the parameters, the order and dropout")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--data", help="a folder with ml-1m.inter, .user and .item; without it they are fetched once")
+    parser.add_argument("--out", type=Path, help="a folder for the results (default runs/MODEL)")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    options = parser.parse_args(argv)
+    options.out = options.out or Path("runs") / options.model
+    for name in ("batch_size", "epochs", "patience"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if options.device != "cpu" and not torch.accelerator.is_available():
+        parser.error(f"--device {options.device}: this machine has no accelerator that torch can use")
+    if options.resume and not checkpoint_path(options).exists():
+        parser.error(f"--resume: there is no {checkpoint_path(options)}")
+    import_pyplot(parser)
+    return options
+
+
+def import_pyplot(parser: argparse.ArgumentParser) -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        parser.error("the learning curve needs matplotlib: pip install 'funcrec[plots]'")
+
+
+def make_job(options: argparse.Namespace) -> Job:
+    ratings = fr.data.movielens_1m(options.data)
+    split = fr.data.ctr_dataset(ratings, seed=options.seed)
+    if options.batch_size > len(split.train):
+        raise SystemExit(f"--batch-size {options.batch_size} is more than the {len(split.train)} rows to train on")
+    split = tree_map(lambda x: x.to(options.device), split)
+    model = fr.models.ml1m(options.model)
+    step = fr.train_step(
+        fr.models.loss(model),
+        sparse=getattr(fr.optim, options.optimizer)(lr=options.lr),
+        dense=fr.optim.dense(torch.optim.Adam, lr=options.lr),
+        has_aux=True,
+        merge=fr.models.merge_stats,
+    )
+    return Job(options, split, model, step.init, fr.jit(step, donate=("state",)), fr.jit(model.apply))
+
+
+def start(job: Job) -> Run:
+    for_params, for_steps = fr.split(fr.key(job.options.seed))
+    params = map_tensors(lambda x: x.to(job.options.device), job.model.init(for_params))
+    state = job.init(params, for_steps)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=job.options.device)
+    return Run(state, fr.data.Position(), loss_sum, map_tensors(torch.clone, params), [])
+
+
+def is_finished(run: Run, options: argparse.Namespace) -> bool:
+    epochs = len(run.history)
+    return epochs >= options.epochs or (epochs > 0 and epochs - 1 - best_epoch(run.history) >= options.patience)
+
+
+def best_epoch(history: list[dict[str, float]]) -> int:
+    """The first epoch of the highest valid AUC."""
+    return max(range(len(history)), key=lambda e: (history[e]["valid_auc"], -e))
+
+
+# -- training ----------------------------------------------------------------------------------------------------
+
+
+def train_epoch(job: Job, run: Run, stop: Callable[[], bool]) -> Run:
+    """The rest of the epoch at run.position, and its evaluation; less when `stop` says so.
+
+    The first step is not timed: it may compile.
+    """
+    state, loss_sum, position = run.state, run.loss_sum, run.position
+    epoch, began, samples = position.epoch, None, 0
+    for position, batch in progress(job, run):
+        state, metrics = job.step(state, batch)
+        loss_sum = loss_sum + metrics["loss"].double()
+        if began is None:
+            began = time.perf_counter()
+        else:
+            samples += batch.label.shape[0]
+        if stop() and position.epoch == epoch:
+            return run._replace(state=state, position=position, loss_sum=loss_sum)
+    seconds = time.perf_counter() - began
+    auc, log_loss = evaluate(job, state.params, job.split.valid)
+    entry = {
+        "epoch": epoch,
+        "loss": float(loss_sum) / num_steps(job),
+        "valid_auc": auc,
+        "valid_log_loss": log_loss,
+        "seconds": seconds,
+        "samples_per_s": samples / seconds,
+    }
+    history = [*run.history, entry]
+    better = best_epoch(history) == len(history) - 1
+    best = map_tensors(torch.clone, state.params) if better else run.best
+    print(
+        f"epoch {epoch:3d}  loss {entry['loss']:.4f}  valid AUC {auc:.4f}  log loss {log_loss:.4f}"
+        f"  {entry['samples_per_s']:,.0f} samples/s{'  best' if better else ''}",
+        flush=True,
+    )
+    return Run(state, position, torch.zeros_like(loss_sum), best, history)
+
+
+def num_steps(job: Job) -> int:
+    return fr.data.num_batches(len(job.split.train), job.options.batch_size, drop_last=True)
+
+
+def progress(job: Job, run: Run) -> Iterator[tuple[fr.data.Position, fr.Batch]]:
+    """The batches of the epoch behind a progress bar; the rows of a last batch that is not full come in other epochs."""
+    batches = fr.data.batches(
+        job.split.data,
+        job.split.train,
+        job.options.batch_size,
+        key=fr.fold_in(fr.key(job.options.seed), 1),
+        position=run.position,
+        drop_last=True,
+    )
+    label, done = f"epoch {run.position.epoch:3d}", run.position.batch
+    bar = tqdm(total=num_steps(job), initial=done, desc=label, leave=False, disable=not sys.stderr.isatty())
+    with bar:
+        for item in fr.data.prefetch(batches):
+            yield item
+            bar.update()
+
+
+def evaluate(job: Job, params: fr.Params, rows: Tensor) -> tuple[float, float]:
+    """(AUC, log loss) of the model on these rows."""
+    short = -len(rows) % EVAL_BATCH
+    padded = torch.cat([rows, rows[:1].expand(short)])  # whole batches, so that one shape is compiled
+    logits = [job.predict(params, fr.data.take(job.split.data, chunk)) for chunk in padded.split(EVAL_BATCH)]
+    scores = torch.cat(logits)[: len(rows)].double()
+    labels = job.split.data.label[rows].double()
+    log_loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, labels)
+    return float(fr.metrics.exact_auc(scores, labels)), float(log_loss)
+
+
+def stop_on_interrupt() -> Callable[[], bool]:
+    """Ctrl-C asks for an end after the step under way, which may be writing to the state; a second one ends at once."""
+    asked = []
+
+    def handler(signum, frame):
+        asked.append(signum)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, handler)
+    return lambda: bool(asked)
+
+
+# -- what a run leaves -------------------------------------------------------------------------------------------
+
+
+def checkpoint_path(options: argparse.Namespace) -> Path:
+    return options.out / "checkpoint.pt"
+
+
+def fixed_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What must not change between a run and its resumption."""
+    return {name: getattr(options, name) for name in ("model", "optimizer", "lr", "batch_size", "seed")}
+
+
+def to_tree(job: Job, run: Run) -> dict[str, Any]:
+    job.options.out.mkdir(parents=True, exist_ok=True)
+    return {"options": fixed_options(job.options), **run._asdict(), "position": tuple(run.position)}
+
+
+def resume(job: Job) -> Run:
+    tree = fr.load(checkpoint_path(job.options), device=job.options.device)
+    saved, asked = tree.pop("options"), fixed_options(job.options)
+    changed = {name: (saved.get(name), asked[name]) for name in asked if saved.get(name) != asked[name]}
+    if changed:
+        told = ", ".join(f"{name} was {was!r} and is {now!r}" for name, (was, now) in changed.items())
+        raise SystemExit(f"--resume: the checkpoint is of another run: {told}")
+    run = Run(**{**tree, "position": fr.data.Position(*tree["position"])})
+    print(f"resumed at epoch {run.position.epoch}, batch {run.position.batch}")
+    return run
+
+
+def report(job: Job, run: Run) -> None:
+    """Test the best epoch; write result.json and curve.png; say the AUC."""
+    options, history = job.options, run.history
+    auc, log_loss = evaluate(job, run.best, job.split.test)
+    best = history[best_epoch(history)]
+    result = {
+        **fixed_options(options),
+        "num_parameters": fr.models.num_parameters(run.best),
+        "best_epoch": best["epoch"],
+        "valid_auc": best["valid_auc"],
+        "test_auc": auc,
+        "test_log_loss": log_loss,
+        "published_test_auc": PUBLISHED[options.model],
+        "history": history,
+        "torch": torch.__version__,
+        "num_threads": torch.get_num_threads(),
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    draw_curve(history, options)
+    print(
+        f"{options.model}: {result['num_parameters']:,} parameters, best epoch {best['epoch']}, results in {options.out}"
+    )
+    print(f"test AUC {auc:.4f} (published {PUBLISHED[options.model]:.4f})")
+
+
+def draw_curve(history: list[dict[str, float]], options: argparse.Namespace) -> None:
+    from matplotlib.figure import Figure
+
+    epochs = [h["epoch"] for h in history]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    loss, auc = figure.subplots(1, 2)
+    loss.plot(epochs, [h["loss"] for h in history], label="train")
+    loss.plot(epochs, [h["valid_log_loss"] for h in history], label="valid")
+    loss.set(xlabel="epoch", ylabel="log loss", title=options.model)
+    loss.legend()
+    auc.plot(epochs, [h["valid_auc"] for h in history], label="valid")
+    auc.axhline(PUBLISHED[options.model], linestyle="--", color="grey", label="published test")
+    auc.axvline(best_epoch(history), linestyle=":", color="grey", label="best epoch")
+    auc.set(xlabel="epoch", ylabel="AUC")
+    auc.legend()
+    for axes in (loss, auc):
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.savefig(options.out / "curve.png", dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,15 @@
+"""Metrics as values: `init`, `update`, `compute` over states that add up."""
+
+from funcrec.metrics._auc import auc as auc
+from funcrec.metrics._auc import auc_error as auc_error
+from funcrec.metrics._auc import exact_auc as exact_auc
+from funcrec.metrics._metric import Metric as Metric
+from funcrec.metrics._metric import collect as collect
+from funcrec.metrics._metric import merge as merge
+from funcrec.metrics._sums import accuracy as accuracy
+from funcrec.metrics._sums import calibration as calibration
+from funcrec.metrics._sums import ctr as ctr
+from funcrec.metrics._sums import log_loss as log_loss
+from funcrec.metrics._sums import mae as mae
+from funcrec.metrics._sums import mse as mse
+from funcrec.metrics._sums import normalized_entropy as normalized_entropy

@@ -1,0 +1,166 @@
+"""A metric is three pure functions over a state that adds up.
+
+    update(update(s, a), b) = update(s, a then b),   merge(update(0, a), update(0, b)) = update(0, a then b)
+
+A state is a tree of f64 sums whose shapes do not depend on the data: it passes through `jit`, `vmap` and `psum`. All
+functions here are traceable; the values of CPU tensors are checked when they are not being traced. Shapes: B examples.
+Floor 6.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec._errors import Problem, check, describe
+from funcrec._jagged import is_concrete
+from funcrec._tree import tree_map, tree_structure
+
+State = Any
+
+
+class Metric(NamedTuple):
+    """`init(device=None) -> state`, `update(state, predictions, labels, weights=None) -> state`, `compute(state) -> f64[]`.
+
+    predictions: f[B], probabilities (logits, where a metric was made with from_logits=True). labels: [B], floats,
+    integers or booleans in [0, 1]. weights: [B] >= 0, or None for ones; an example of weight 0 is padding. Before the first
+    example `compute` gives NaN.
+
+    Law: the state is the sum over examples, in any order and any split (to rounding: 1e-12 of it).
+
+    Example:
+      >>> import torch
+      >>> from funcrec.metrics import accuracy
+      >>> metric = accuracy()
+      >>> state = metric.update(metric.init(), torch.tensor([0.9, 0.2]), torch.tensor([1, 1]))
+      >>> metric.compute(state)
+      tensor(0.5000, dtype=torch.float64)
+    """
+
+    init: Callable[..., State]
+    update: Callable[..., State]
+    compute: Callable[[State], Any]
+
+
+def collect(metrics: Mapping[str, Metric]) -> Metric:
+    """Several metrics as one, whose state and answer are dicts.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.metrics import collect, ctr, mae
+      >>> both = collect({"ctr": ctr(), "mae": mae()})
+      >>> state = both.update(both.init(), torch.tensor([0.5, 0.5]), torch.tensor([1.0, 0.0]))
+      >>> {name: float(x) for name, x in both.compute(state).items()}
+      {'ctr': 0.5, 'mae': 0.5}
+    """
+    check("funcrec.metrics.collect", _mapping_problems(metrics))
+    metrics = dict(metrics)
+
+    def init(device=None):
+        return {name: m.init(device) for name, m in metrics.items()}
+
+    def update(state, predictions, labels, weights=None):
+        return {name: m.update(state[name], predictions, labels, weights) for name, m in metrics.items()}
+
+    def compute(state):
+        return {name: m.compute(state[name]) for name, m in metrics.items()}
+
+    return Metric(init, update, compute)
+
+
+def merge(a: State, b: State) -> State:
+    """The state of the examples of both; over the ranks of a mesh, `psum(state)` does the same.
+
+    Law: commutative, associative to rounding, and `init()` is its zero.
+    """
+    check("funcrec.metrics.merge", _structure_problems(a, b))
+    return tree_map(torch.add, a, b)
+
+
+def sums(
+    name: str,
+    terms: Callable[[Tensor, Tensor], dict[str, Tensor]],
+    compute: Callable[[dict[str, Tensor]], Tensor],
+    *,
+    from_logits: bool | None = False,
+) -> Metric:
+    """A metric of weighted sums: `terms(predictions, labels) -> {sum: f64[B]}`; the weights are summed as "weight".
+
+    `from_logits` None takes any predictions.
+    """
+    names = (*terms(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)), "weight")
+
+    def init(device=None):
+        return {n: torch.zeros((), dtype=torch.float64, device=device) for n in names}
+
+    def update(state, predictions, labels, weights=None):
+        p, y, w = as_doubles(f"funcrec.metrics.{name}.update", predictions, labels, weights, from_logits)
+        added = {**terms(p, y), "weight": torch.ones_like(w)}
+        return {n: state[n] + (w * added[n]).sum() for n in names}
+
+    return Metric(init, update, compute)
+
+
+def as_doubles(call: str, predictions, labels, weights, from_logits: bool | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The three checked, as f64[B]; where the weight is 0, whatever stood there is 0."""
+    check(call, example_problems(predictions, labels, weights, from_logits))
+    p, y = predictions.double(), labels.double()
+    if weights is None:
+        return p, y, torch.ones_like(p)
+    w = weights.double()
+    return torch.where(w == 0, 0, p), torch.where(w == 0, 0, y), w
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def example_problems(predictions, labels, weights, from_logits: bool | None, name: str = "predictions"):
+    if not isinstance(predictions, Tensor) or not predictions.is_floating_point():
+        hint = "predictions.float()" if isinstance(predictions, Tensor) else ""
+        yield Problem(f"`{name}` are not floating-point numbers.", describe(predictions), "f[B]", hint, TypeError)
+        return
+    if predictions.dim() != 1:
+        yield Problem(f"`{name}` are not a vector.", describe(predictions), "f[B]", f"{name}.flatten(), or vmap")
+        return
+    given = {"labels": labels} if weights is None else {"labels": labels, "weights": weights}
+    for other, x in given.items():
+        if not isinstance(x, Tensor) or x.is_complex():
+            yield Problem(f"`{other}` are not numbers.", describe(x), f"a tensor [{len(predictions)}]", kind=TypeError)
+        elif x.shape != predictions.shape:
+            yield Problem(f"`{other}` do not match `{name}`.", describe(x), f"shape {list(predictions.shape)}")
+        elif x.device != predictions.device:
+            yield Problem(f"`{other}` are on another device.", describe(x), f"device {predictions.device}")
+        elif other == "labels":
+            yield from range_problems(x, other, 0, 1, "labels in [0, 1]", weights)
+        else:
+            yield from range_problems(x, other, 0, float("inf"), "weights >= 0")
+    if from_logits is not None:
+        low, high = (-float("inf"), float("inf")) if from_logits else (0, 1)
+        need = "numbers, no NaN" if from_logits else "probabilities in [0, 1], no NaN"
+        hint = "" if from_logits else "from_logits=True, or predictions.sigmoid()"
+        yield from range_problems(predictions, name, low, high, need, weights, hint)
+
+
+def range_problems(x: Tensor, name: str, low: float, high: float, need: str, weights=None, hint: str = ""):
+    """Values must be in [low, high], where the weight is not 0; nothing is read of a tensor that is not concrete."""
+    if not is_concrete(x) or x.numel() == 0:
+        return
+    wrong = ~((x >= low) & (x <= high))
+    if isinstance(weights, Tensor) and weights.shape == x.shape and is_concrete(weights):
+        wrong = wrong & (weights != 0)
+    if bool(wrong.any()):
+        at = int(wrong.to(torch.int8).argmax())
+        yield Problem(f"`{name}` leave their range.", f"{name}[{at}] = {x[at].item()}", need, hint)
+
+
+def _mapping_problems(metrics: object) -> Iterator[Problem]:
+    if not isinstance(metrics, Mapping) or not all(isinstance(m, Metric) for m in metrics.values()):
+        need = "{name: Metric}"
+        yield Problem("`metrics` are not metrics by name.", describe(metrics), need, "auc(), not auc", TypeError)
+
+
+def _structure_problems(a: State, b: State) -> Iterator[Problem]:
+    if tree_structure(a) != tree_structure(b):
+        got = f"{tree_structure(a)} and {tree_structure(b)}"
+        yield Problem("`a` and `b` are states of different metrics.", got, "two states of one metric", kind=TypeError)

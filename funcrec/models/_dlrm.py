@@ -1,0 +1,100 @@
+"""DLRM: dot products of all pairs of embeddings, and of them with the dense inputs.
+
+    z = top([x_0 ... x_F, (⟨x_i, x_j⟩)_{i>j}]),   x_0 = bottom(dense)
+
+Floor 4. Shapes: B batch, F features, D dim.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec import _random as random
+from funcrec import nn
+from funcrec._configs import FeatureConfig, TableConfig
+from funcrec._errors import Problem, check
+from funcrec._lookup import lookup
+from funcrec._state import Batch, Params
+from funcrec.models._deep import deep_part, run
+from funcrec.models._model import Model, build, check_configs, equal_dim_problems
+from funcrec.nn._layer import rate_problems, size_problems
+
+
+def dlrm(
+    tables: Sequence[TableConfig],
+    features: Sequence[FeatureConfig],
+    *,
+    num_dense: int = 0,
+    bottom: Sequence[int] = (),
+    sizes: Sequence[int] = (512, 256),
+    dropout: float = 0.0,
+    batch_norm: bool = False,
+    keep: str = "all",
+) -> Model:
+    """Interactions by dot products. Without dense inputs it is the inner-product network PNN.
+
+    Args:
+      bottom: the hidden layers over the dense inputs, ReLU after each; the last must be the embeddings' dim.
+      sizes: the hidden layers over the interactions, ReLU after each; the output layer comes on top.
+      keep: what stands beside the dot products: "all" vectors, or only the "dense" one, as the paper's DLRM.
+
+    Raises: ValueError for features of different widths, or a bottom that does not end in their dim.
+
+    Example:
+      >>> import funcrec as fr
+      >>> tables = (fr.TableConfig("user", 10, 4), fr.TableConfig("item", 20, 4))
+      >>> features = (fr.FeatureConfig("user", table="user"), fr.FeatureConfig("item", table="item"))
+      >>> model = fr.models.dlrm(tables, features, num_dense=13, bottom=(8, 4), keep="dense")
+      >>> sorted(model.init(fr.key(0)).dense)
+      ['bottom', 'mlp', 'out']
+
+    Source: Naumov et al., "Deep Learning Recommendation Model" (2019); for keep="all" without dense inputs, Qu et al.,
+    "Product-based Neural Networks" (2016), §III-A.
+    """
+    call = "funcrec.models.dlrm"
+    check_configs(call, tables, features, (), num_dense)
+    check(
+        call, equal_dim_problems(features, tables), size_problems(sizes, "sizes", 1), rate_problems(dropout, "dropout")
+    )
+    dim = next(t.embedding_dim for t in tables if t.name == features[0].table)
+    check(call, bottom_problems(bottom, num_dense, dim), keep_problems(keep, num_dense))
+    count = len(features) + bool(num_dense)
+    kept = count if keep == "all" else 1
+    init_top, top = deep_part(kept * dim + count * (count - 1) // 2, sizes, dropout, batch_norm)
+    below = nn.mlp((num_dense, *bottom), final_activation=torch.relu) if num_dense else None
+
+    def init(key: Tensor) -> dict[str, Any]:
+        for_bottom, for_top = random.split(key)
+        return init_top(for_top) if below is None else {"bottom": below.init(for_bottom), **init_top(for_top)}
+
+    def forward(params: Params, batch: Batch, key: Tensor | None):
+        x = lookup(params.tables, batch.ids, features).stack()
+        if below is not None:
+            first, _ = run(below, params.dense["bottom"], batch.dense.to(x.dtype), key)
+            x = torch.cat([first[:, None], x], 1)
+        return top(params.dense, torch.cat([x[:, :kept].flatten(1), nn.dot_interaction(x)], 1), key)
+
+    return build(call, tables, features, num_dense, init, forward)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def bottom_problems(bottom: Sequence[int], num_dense: int, dim: int | None = None):
+    """`bottom` must be sizes; with dense inputs there must be one, and (given a dim) the last must be dim."""
+    found = list(size_problems(bottom, "bottom", at_least=1 if num_dense else 0))
+    yield from found
+    if not found and num_dense and dim is not None and bottom[-1] != dim:
+        need = f"bottom[-1] == {dim}, the embeddings' dim"
+        yield Problem("`bottom` does not end in the embeddings' dim.", f"{tuple(bottom)}", need)
+    if not found and not num_dense and bottom:
+        yield Problem("`bottom` has no input.", f"{tuple(bottom)} with num_dense=0", "bottom=()", "num_dense=...")
+
+
+def keep_problems(keep: object, num_dense: int):
+    if keep not in ("all", "dense"):
+        yield Problem("`keep` is unknown.", f"{keep!r}", "'all' or 'dense'")
+    elif keep == "dense" and not num_dense:
+        yield Problem("`keep` names a vector that is not there.", "'dense' with num_dense=0", "keep='all'")

@@ -1,0 +1,78 @@
+"""Six models of MovieLens-1M, as the RecBole benchmark `ml-1m_context` defines them.
+
+    z = b + Σ_f v_f [+ fm(e)] [+ mlp(e)],   7 features, dim 16
+
+Six columns of one id each share one table, so a batch's ids are offset by the vocabularies before them; genres are a
+bag of up to six. Floor 4.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from funcrec import nn
+from funcrec._configs import FeatureConfig, TableConfig
+from funcrec._errors import fail
+from funcrec._init import xavier_normal
+from funcrec._state import Params
+from funcrec.models._dcn import dcnv2
+from funcrec.models._deep import deepfm, wide_deep
+from funcrec.models._dlrm import dlrm
+from funcrec.models._model import Model, linear_twins
+from funcrec.models._shallow import fm, lr
+
+ML1M_FIELDS = {"user_id": 6041, "item_id": 3884, "age": 8, "gender": 3, "occupation": 22, "release_year": 82}
+ML1M_GENRES = 19
+ML1M_DIM = 16
+MAX_GENRES = 6
+DCNV2 = {
+    "num_cross": 2, "dropout": 0.2, "batch_norm": True, "cross_penalty": 1.0, "cross_weight": nn.normal(1.0),
+}  # fmt: skip
+
+
+def ml1m(name: str) -> Model:
+    """The benchmark's model `name`: "lr", "fm", "dlrm" (inner-product PNN), "widedeep", "deepfm" or "dcnv2".
+
+    A batch has the keys "user_id", "item_id", "age", "gender", "occupation" and "release_year" (ids offset into one
+    table of 10,040 rows) and "genre" (ids 1 ... 18). As in RecBole every model has the embeddings, the first-order
+    weights and the bias, even where it does not read them: its published parameter counts include them.
+
+    Raises: ValueError for an unknown name.
+
+    Example:
+      >>> import funcrec as fr
+      >>> [fr.models.num_parameters(fr.models.ml1m(n).init(fr.key(0))) for n in ("fm", "dlrm", "dcnv2")]
+      [171004, 337149, 292317]
+
+    Source: RUCAIBox/RecBole, benchmark/md/ml-1m_context.md.
+    """
+    single = [FeatureConfig(field, table="fields", max_length=1) for field in ML1M_FIELDS]
+    features = (*single, FeatureConfig("genre", table="genre", pooling="mean", max_length=MAX_GENRES))
+    deep = (
+        TableConfig("fields", sum(ML1M_FIELDS.values()), ML1M_DIM, initializer=xavier_normal()),
+        TableConfig("genre", ML1M_GENRES, ML1M_DIM, initializer=xavier_normal()),
+    )
+    wide, linear = linear_twins(deep, features)
+    tables, sizes = deep + wide, (256, 256, 256)
+    models = {
+        "lr": lambda: lr(tables, linear),
+        "fm": lambda: fm(tables, features, linear=linear),
+        "dlrm": lambda: with_bias(dlrm(tables, features, sizes=sizes, dropout=0.1)),
+        "widedeep": lambda: wide_deep(tables, features, linear=linear, sizes=sizes, dropout=0.2),
+        "deepfm": lambda: deepfm(tables, features, linear=linear, sizes=sizes, dropout=0.1),
+        "dcnv2": lambda: with_bias(dcnv2(tables, features, sizes=(256, 256), **DCNV2)),
+    }
+    if name not in models:
+        fail("funcrec.models.ml1m", "`name` is unknown.", got=f"{name!r}", need=f"one of {list(models)}")
+    return models[name]()
+
+
+def with_bias(model: Model) -> Model:
+    """The model with an unread dense["bias"], as RecBole's models of no first-order term have."""
+
+    def init(key: Tensor) -> Params:
+        params = model.init(key)
+        dense: dict[str, Any] = {"bias": nn.zeros(key, (1,)), **params.dense}
+        return Params(params.tables, dense)
+
+    return model._replace(init=init)

@@ -1,0 +1,222 @@
+"""What a model is, and the loss of a binary label.
+
+    loss = mean_b softplus(z_b) - y_b z_b + penalty,   z = train_apply(params, batch, key)
+
+A model is a value that holds functions; its parameters live outside, in `Params`. Floor 4. Shapes: B batch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from funcrec import _random as random
+from funcrec._configs import (
+    FeatureConfig,
+    TableConfig,
+    feature_list_problems,
+    feature_table_problems,
+    table_list_problems,
+)
+from funcrec._errors import Problem, check, describe
+from funcrec._init import init as init_tables
+from funcrec._state import Batch, Params
+from funcrec._tree import map_tensors, tree_leaves
+
+
+class Model(NamedTuple):
+    """A model of one logit per example.
+
+    tables: every table of `params.tables`.
+    features: every feature that a batch's ids must have columns for.
+    init: (key) -> Params. Its dense tree is plain dicts and lists of f32; dense["stats"], where there is batch norm,
+      holds running statistics: they get zero gradients, and `merge_stats` brings them forward.
+    apply: (params, batch) -> f32[B], as in evaluation: no dropout, running statistics.
+    train_apply: (params, batch, key) -> (f32[B], stats), as in training; stats is {} or the new dense["stats"].
+    penalty: (dense) -> f[], what the training loss adds, or None.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> tables, features = (fr.TableConfig("item", 10, 1),), (fr.FeatureConfig("item", table="item"),)
+      >>> model = fr.models.lr(tables, features)
+      >>> batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"item": [[1], [2]]}), torch.tensor([0.0, 1.0]))
+      >>> model.apply(model.init(fr.key(0)), batch).shape
+      torch.Size([2])
+    """
+
+    tables: tuple[TableConfig, ...]
+    features: tuple[FeatureConfig, ...]
+    init: Callable[[Tensor], Params]
+    apply: Callable[[Params, Batch], Tensor]
+    train_apply: Callable[[Params, Batch, Tensor], tuple[Tensor, Any]]
+    penalty: Callable[[Any], Tensor] | None = None
+
+
+def loss(model: Model) -> Callable:
+    """The training loss: binary cross entropy with logits, mean over the batch, plus the model's penalty.
+
+    Returns: loss_fn(params, batch, *, key) -> (f[], {"logits": f[B], "stats": ...}), for `value_and_grad(has_aux=True)`
+      and for `train_step(has_aux=True, merge=merge_stats)`.
+
+    Raises: from loss_fn, ValueError for labels that are not f[B].
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> model = fr.models.lr((fr.TableConfig("item", 10, 1),), (fr.FeatureConfig("item", table="item"),))
+      >>> batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"item": [[1], [2]]}), torch.tensor([0.0, 1.0]))
+      >>> grad_fn = fr.value_and_grad(fr.models.loss(model), has_aux=True)
+      >>> (loss, aux), grads = grad_fn(model.init(fr.key(0)), batch, key=fr.key(1))
+      >>> aux["logits"].shape, grads.tables["item"].rows
+      (torch.Size([2]), tensor([1, 2]))
+    """
+
+    def loss_fn(params: Params, batch: Batch, *, key: Tensor):
+        logits, stats = model.train_apply(params, batch, key)
+        check("funcrec.models.loss", label_problems(batch.label, logits))
+        value = F.binary_cross_entropy_with_logits(logits, batch.label.to(logits.dtype))
+        if model.penalty is not None:
+            value = value + model.penalty(params.dense)
+        return value, {"logits": logits, "stats": stats}
+
+    return loss_fn
+
+
+def merge_stats(dense: dict[str, Any], aux: dict[str, Any]) -> dict[str, Any]:
+    """`dense` with the running statistics that the loss gave in `aux`: what a step does after its dense optimizer.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.models.merge_stats({"bias": 1, "stats": "old"}, {"stats": "new"})
+      {'bias': 1, 'stats': 'new'}
+      >>> fr.models.merge_stats({"bias": 1}, {"stats": {}})
+      {'bias': 1}
+    """
+    return {**dense, "stats": aux["stats"]} if aux["stats"] else dense
+
+
+def num_parameters(params: Params) -> int:
+    """The numbers that training changes: all of `params` but the running statistics.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.models.num_parameters(fr.models.ml1m("deepfm").init(fr.key(0)))
+      331773
+    """
+    dense = params.dense
+    trained = {k: v for k, v in dense.items() if k != "stats"} if isinstance(dense, dict) else dense
+    return sum(x.numel() for x in tree_leaves((dict(params.tables), trained)) if isinstance(x, Tensor))
+
+
+def linear_twins(
+    tables: Sequence[TableConfig], features: Sequence[FeatureConfig]
+) -> tuple[tuple[TableConfig, ...], tuple[FeatureConfig, ...]]:
+    """A table of dim 1 for each table and a feature for each feature, reading the same column: first-order weights.
+
+    Example:
+      >>> import funcrec as fr
+      >>> tables, features = (fr.TableConfig("item", 10, 16),), (fr.FeatureConfig("item", table="item"),)
+      >>> wide_tables, wide = fr.models.linear_twins(tables, features)
+      >>> wide_tables[0].shape, wide[0].name, wide[0].key
+      ((10, 1), 'item_linear', 'item')
+    """
+    return (
+        tuple(replace(t, name=f"{t.name}_linear", embedding_dim=1) for t in tables),
+        tuple(replace(f, name=f"{f.name}_linear", table=f"{f.table}_linear", column=f.key) for f in features),
+    )
+
+
+def build(
+    call: str,
+    tables: Sequence[TableConfig],
+    features: Sequence[FeatureConfig],
+    num_dense: int,
+    init_dense: Callable[[Tensor], dict[str, Any]],
+    forward: Callable[[Params, Batch, Tensor | None], tuple[Tensor, Any]],
+    penalty: Callable[[Any], Tensor] | None = None,
+) -> Model:
+    """A Model from `forward(params, batch, key)`, where key None means evaluation."""
+    tables = tuple(tables)
+
+    def init(key: Tensor) -> Params:
+        random.check_key(f"{call}.init", key)
+        for_tables, for_dense = random.split(key)
+        dense = map_tensors(lambda x: x.to(key.device), init_dense(for_dense))
+        return Params(init_tables(for_tables, tables), dense)
+
+    def apply(params: Params, batch: Batch) -> Tensor:
+        check(f"{call}.apply", batch_problems(batch, num_dense))
+        return forward(params, batch, None)[0]
+
+    def train_apply(params: Params, batch: Batch, key: Tensor) -> tuple[Tensor, Any]:
+        check(f"{call}.train_apply", batch_problems(batch, num_dense))
+        random.check_key(f"{call}.train_apply", key)
+        logits, stats = forward(params, batch, key)
+        return logits, stats or {}
+
+    return Model(tables, tuple(features), init, apply, train_apply, penalty)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def check_configs(call: str, tables: object, features: object, linear: object = (), num_dense: object = 0) -> None:
+    """What every constructor asks of its configs: pooled features of known tables, first-order ones of dim 1."""
+    check(call, table_list_problems(tables), feature_list_problems(features), feature_list_problems(linear))
+    every = (*features, *linear)
+    check(call, feature_table_problems(every, tables), pooling_problems(every), num_dense_problems(num_dense))
+    check(call, dim_problems(linear, tables, 1, "`linear_twins(tables, features)` makes them"))
+
+
+def pooling_problems(features: Sequence[FeatureConfig]) -> Iterator[Problem]:
+    if not features:
+        yield Problem("`features` are empty.", "no feature", "at least one pooled feature")
+    for f in features:
+        if f.pooling == "none":
+            need = "pooling 'sum' or 'mean'"
+            yield Problem(f"`features[{f.name!r}]` is a sequence.", "pooling 'none'", need)
+
+
+def num_dense_problems(num_dense: object) -> Iterator[Problem]:
+    if not isinstance(num_dense, int) or isinstance(num_dense, bool):
+        yield Problem("`num_dense` is not an integer.", describe(num_dense), "an int >= 0", kind=TypeError)
+    elif num_dense < 0:
+        yield Problem("`num_dense` is negative.", f"{num_dense}", "an int >= 0")
+
+
+def dim_problems(features, tables, dim: int, hint: str) -> Iterator[Problem]:
+    dims = {t.name: t.embedding_dim for t in tables}
+    wrong = {f.name: dims[f.table] for f in features if dims[f.table] != dim}
+    if wrong:
+        yield Problem("the features' tables have another dim.", f"{wrong}", f"embedding_dim {dim} for all", hint)
+
+
+def equal_dim_problems(features: Sequence[FeatureConfig], tables: Sequence[TableConfig]) -> Iterator[Problem]:
+    dims = {t.name: t.embedding_dim for t in tables}
+    got = {f.name: dims[f.table] for f in features}
+    if len(set(got.values())) > 1:
+        hint = "one embedding_dim for the tables of these features, or a model that concatenates (wide_deep, dcnv2)"
+        yield Problem("the interacting features differ in width.", f"dims {got}", "one dim for all", hint)
+
+
+def batch_problems(batch: object, num_dense: int) -> Iterator[Problem]:
+    if not isinstance(batch, Batch):
+        yield Problem("`batch` is not a batch.", describe(batch), "Batch(ids, label, dense)", kind=TypeError)
+    elif batch.dense is None and num_dense:
+        hint = "a model with num_dense=0 needs none"
+        yield Problem("`batch.dense` is missing.", "None", f"f[B, {num_dense}]", hint)
+    elif batch.dense is not None and not num_dense:
+        hint = "Batch(ids, label), or a model with num_dense"
+        yield Problem("`batch.dense` would not be read.", describe(batch.dense), "None: num_dense is 0", hint)
+    elif batch.dense is not None and (batch.dense.dim() != 2 or batch.dense.shape[1] != num_dense):
+        yield Problem("`batch.dense` does not match the model.", describe(batch.dense), f"f[B, {num_dense}]")
+    elif batch.dense is not None and not batch.dense.is_floating_point():
+        yield Problem("`batch.dense` is not a float tensor.", describe(batch.dense), "floats", kind=TypeError)
+
+
+def label_problems(label: object, logits: Tensor) -> Iterator[Problem]:
+    if not isinstance(label, Tensor):
+        yield Problem("`batch.label` is not a tensor.", describe(label), describe(logits), kind=TypeError)
+    elif label.shape != logits.shape:
+        yield Problem("`batch.label` does not match the logits.", describe(label), describe(logits))

@@ -1,0 +1,216 @@
+"""Two towers: a query and a candidate as unit vectors, trained against the other candidates of the batch.
+
+    loss = -mean_i log softmax_j(⟨q_i, c_j⟩ / T - log Q_j)[i],   q = mlp(queries) / ‖·‖, c = mlp(candidates) / ‖·‖
+
+Q_j is how likely the batch was to hold candidate j; without the correction popular items are pushed down. Floor 4.
+Shapes: B batch, D dim of the towers' outputs.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from funcrec import _random as random
+from funcrec import nn
+from funcrec._configs import FeatureConfig, TableConfig, duplicate_problems
+from funcrec._errors import Problem, check, describe
+from funcrec._lookup import lookup
+from funcrec._state import Batch, Params
+from funcrec.models._deep import run, width
+from funcrec.models._model import batch_problems, build, check_configs
+from funcrec.nn._layer import rate_problems, size_problems
+
+
+class TwoTower(NamedTuple):
+    """A retrieval model.
+
+    tables, features: all of them; the query's features first.
+    init: (key) -> Params, dense {"query": ..., "candidate": ...}.
+    query, candidate: (params, batch) -> f[B, D], unit vectors, as in evaluation; each reads its own columns only.
+    towers: (params, batch, key) -> (f[B, D], f[B, D]), both as in training.
+    apply: (params, batch) -> f[B], ⟨q_b, c_b⟩ / temperature of each example's own pair.
+    temperature: T.
+
+    Example: see `two_tower`.
+    """
+
+    tables: tuple[TableConfig, ...]
+    features: tuple[FeatureConfig, ...]
+    init: Callable[[Tensor], Params]
+    query: Callable[[Params, Batch], Tensor]
+    candidate: Callable[[Params, Batch], Tensor]
+    towers: Callable[[Params, Batch, Tensor], tuple[Tensor, Tensor]]
+    apply: Callable[[Params, Batch], Tensor]
+    temperature: float
+
+
+def two_tower(
+    tables: Sequence[TableConfig],
+    query: Sequence[FeatureConfig],
+    candidate: Sequence[FeatureConfig],
+    *,
+    sizes: Sequence[int] = (128, 64),
+    dropout: float = 0.0,
+    temperature: float = 0.05,
+) -> TwoTower:
+    """An MLP over the query's features and another over the candidate's; both end in vectors of sizes[-1].
+
+    Args:
+      sizes: the layers of each tower, ReLU between them; the last is linear.
+      temperature: T > 0, static.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> tables = (fr.TableConfig("user", 10, 4), fr.TableConfig("item", 20, 4))
+      >>> query, candidate = (fr.FeatureConfig("user", table="user"),), (fr.FeatureConfig("item", table="item"),)
+      >>> model = fr.models.two_tower(tables, query, candidate, sizes=(8, 3))
+      >>> params = model.init(fr.key(0))
+      >>> items = fr.Batch(fr.KeyedJaggedTensor.from_lists({"item": [[0], [1]]}), torch.zeros(2))
+      >>> model.candidate(params, items).norm(dim=1).round(decimals=4)
+      tensor([1., 1.])
+
+    Source: Yi et al., "Sampling-bias-corrected neural modeling" (RecSys 2019), fig. 2.
+    """
+    call = "funcrec.models.two_tower"
+    check_towers(call, tables, query, candidate, sizes, dropout, temperature)
+    sides = {"query": tuple(query), "candidate": tuple(candidate)}
+    layers = {name: nn.mlp((width(tables, own), *sizes), dropout=dropout) for name, own in sides.items()}
+
+    def init_dense(key: Tensor) -> dict:
+        return {name: layers[name].init(k) for name, k in zip(sides, random.split(key), strict=True)}
+
+    def tower(name: str, params: Params, batch: Batch, key: Tensor | None) -> Tensor:
+        check(f"{call}.{name}", batch_problems(batch, 0))
+        acts = lookup(params.tables, batch.ids, sides[name]).values
+        return F.normalize(run(layers[name], params.dense[name], acts, key)[0], dim=-1)
+
+    def towers(params: Params, batch: Batch, key: Tensor | None) -> tuple[Tensor, Tensor]:
+        keys = (None, None) if key is None else random.split(key)
+        return tuple(tower(name, params, batch, k) for name, k in zip(sides, keys, strict=True))
+
+    def score(params: Params, batch: Batch, key: Tensor | None) -> tuple[Tensor, dict]:
+        q, c = towers(params, batch, key)
+        return (q * c).sum(-1) / temperature, {}
+
+    model = build(call, tables, (*query, *candidate), 0, init_dense, score)
+    return TwoTower(
+        model.tables,
+        model.features,
+        model.init,
+        lambda params, batch: tower("query", params, batch, None),
+        lambda params, batch: tower("candidate", params, batch, None),
+        towers,
+        model.apply,
+        temperature,
+    )
+
+
+def in_batch_softmax(
+    query: Tensor,
+    candidate: Tensor,
+    *,
+    temperature: float = 1.0,
+    log_q: Tensor | None = None,
+    candidate_ids: Tensor | None = None,
+) -> Tensor:
+    """f[]: the mean cross entropy of each query's own candidate among all candidates of the batch.
+
+    Args:
+      query, candidate: f[B, D]; row i of both belong together.
+      log_q: f[B], log of the probability that each candidate is in a batch; None for no correction.
+      candidate_ids: i[B]; another row with the same candidate is left out of the sum, not counted as a negative.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> x = torch.eye(2)
+      >>> fr.models.in_batch_softmax(x, x, temperature=0.5)
+      tensor(0.1269)
+
+    Source: Yi et al. (2019), eq. 3 and 5; Bengio and Senécal, "Quick training of probabilistic neural nets" (2003).
+    """
+    call = "funcrec.models.in_batch_softmax"
+    check(call, pair_problems(query, candidate, log_q, candidate_ids), temperature_problems(temperature))
+    logits = query @ candidate.T / temperature
+    if log_q is not None:
+        logits = logits - log_q
+    if candidate_ids is not None:
+        same = candidate_ids[:, None] == candidate_ids
+        other = ~torch.eye(same.shape[0], dtype=torch.bool, device=same.device)
+        logits = torch.where(same & other, -torch.inf, logits)
+    return (torch.logsumexp(logits, 1) - logits.diagonal()).mean()
+
+
+def in_batch_softmax_loss(
+    model: TwoTower,
+    *,
+    log_q: Callable[[Batch], Tensor] | None = None,
+    candidate_ids: Callable[[Batch], Tensor] | None = None,
+) -> Callable:
+    """The training loss of two towers: loss_fn(params, batch, *, key) -> (f[], {"logits": f[B], "stats": {}}).
+
+    Args:
+      log_q: (batch) -> f[B], for instance the log of the items' frequencies; None for no correction.
+      candidate_ids: (batch) -> i[B], to tell repeated candidates; None when repeats may count as negatives.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> tables = (fr.TableConfig("user", 10, 4), fr.TableConfig("item", 20, 4))
+      >>> query, candidate = (fr.FeatureConfig("user", table="user"),), (fr.FeatureConfig("item", table="item"),)
+      >>> model = fr.models.two_tower(tables, query, candidate, sizes=(8, 3))
+      >>> items = lambda batch: batch.ids["item"].to_padded(1)[:, 0]
+      >>> loss_fn = fr.models.in_batch_softmax_loss(model, candidate_ids=items)
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"user": [[0], [1]], "item": [[5], [5]]})
+      >>> loss_fn(model.init(fr.key(0)), fr.Batch(ids, torch.ones(2)), key=fr.key(1))[0]
+      tensor(0.)
+    """
+
+    def loss_fn(params: Params, batch: Batch, *, key: Tensor):
+        q, c = model.towers(params, batch, key)
+        value = in_batch_softmax(
+            q,
+            c,
+            temperature=model.temperature,
+            log_q=None if log_q is None else log_q(batch),
+            candidate_ids=None if candidate_ids is None else candidate_ids(batch),
+        )
+        return value, {"logits": (q * c).sum(-1) / model.temperature, "stats": {}}
+
+    return loss_fn
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def check_towers(call: str, tables, query, candidate, sizes, dropout, temperature) -> None:
+    for side in (query, candidate):
+        check_configs(call, tables, side)
+    check(
+        call,
+        duplicate_problems((*query, *candidate), "features"),
+        size_problems(sizes, "sizes"),
+        rate_problems(dropout, "dropout"),
+        temperature_problems(temperature),
+    )
+
+
+def temperature_problems(temperature: object) -> Iterator[Problem]:
+    if not isinstance(temperature, (int, float)) or isinstance(temperature, bool):
+        yield Problem("`temperature` is not a number.", describe(temperature), "a float > 0", kind=TypeError)
+    elif temperature <= 0:
+        yield Problem("`temperature` is not positive.", f"{temperature}", "a float > 0")
+
+
+def pair_problems(query, candidate, log_q, candidate_ids) -> Iterator[Problem]:
+    for name, x in (("query", query), ("candidate", candidate)):
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() != 2:
+            yield Problem(f"`{name}` is not a matrix of floats.", describe(x), "f[B, D]", kind=TypeError)
+            return
+    if query.shape != candidate.shape:
+        got = f"{describe(query)} and {describe(candidate)}"
+        yield Problem("`query` and `candidate` do not pair up.", got, "one shape f[B, D]")
+    for name, x in (("log_q", log_q), ("candidate_ids", candidate_ids)):
+        if x is not None and (not isinstance(x, Tensor) or x.shape != query.shape[:1]):
+            yield Problem(f"`{name}` does not match the batch.", describe(x), f"a tensor [{query.shape[0]}]")

@@ -1,0 +1,21 @@
+"""Layers as pairs of pure functions on plain trees of tensors.
+
+    y = layer.apply(params, x),   params = layer.init(key)
+
+Floor 4.
+"""
+
+from funcrec.nn._batch_norm import batch_norm as batch_norm
+from funcrec.nn._cross import cross as cross
+from funcrec.nn._cross import cross_network as cross_network
+from funcrec.nn._dropout import dropout as dropout
+from funcrec.nn._interactions import dot_interaction as dot_interaction
+from funcrec.nn._interactions import factorization_machine as factorization_machine
+from funcrec.nn._layer import Layer as Layer
+from funcrec.nn._layer import fan_out_normal as fan_out_normal
+from funcrec.nn._layer import normal as normal
+from funcrec.nn._layer import xavier_normal as xavier_normal
+from funcrec.nn._layer import zeros as zeros
+from funcrec.nn._mlp import linear as linear
+from funcrec.nn._mlp import mlp as mlp
+from funcrec.nn._position import position_weights as position_weights

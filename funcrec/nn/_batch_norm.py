@@ -1,0 +1,62 @@
+"""Batch norm as a pure function: the running statistics go in and come out.
+
+    y = scale · (x - mean) / √(var + eps) + shift
+
+Training takes mean and var from the batch (var over B) and gives stats' = (1 - momentum) · stats + momentum · (mean,
+var over B - 1); evaluation takes them from the stats. Floor 4.
+"""
+
+import torch
+from torch import Tensor
+
+from funcrec._errors import check, describe, fail
+from funcrec.nn._layer import Layer, ones, size_problems, width_problems, zeros
+
+
+def batch_norm(dim: int, *, momentum: float = 0.1, eps: float = 1e-5) -> Layer:
+    """Normalise each of `dim` columns of x f[B, dim] over the batch.
+
+    Returns: Layer with params {"scale", "shift"} and stats {"mean", "var"}, f[dim] each; apply(params, x, stats) and
+    train_apply(params, x, key, stats) -> (y, stats), whose key is not used.
+
+    Raises: ValueError for a training batch of one row, whose variance is unknown.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> norm = fr.nn.batch_norm(1)
+      >>> x = torch.tensor([[1.0], [3.0]])
+      >>> y, stats = norm.train_apply(norm.init(fr.key(0)), x, None, norm.init_stats())
+      >>> y.flatten(), stats["mean"]
+      (tensor([-1.0000,  1.0000]), tensor([0.2000]))
+
+    Source: Ioffe and Szegedy, "Batch Normalization" (2015), algorithm 1; torch.nn.BatchNorm1d.
+    """
+    call = "funcrec.nn.batch_norm"
+    check(call, size_problems((dim,), "dim"))
+
+    def init(key: Tensor) -> dict[str, Tensor]:
+        return {"scale": ones(key, (dim,)), "shift": zeros(key, (dim,))}
+
+    def init_stats() -> dict[str, Tensor]:
+        return {"mean": torch.zeros(dim), "var": torch.ones(dim)}
+
+    def normalise(params: dict[str, Tensor], x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        return (x - mean) * (torch.rsqrt(var + eps) * params["scale"]) + params["shift"]
+
+    def apply(params: dict[str, Tensor], x: Tensor, stats: dict[str, Tensor]) -> Tensor:
+        check(call, width_problems(x, dim))
+        return normalise(params, x, stats["mean"], stats["var"])
+
+    def train_apply(params, x: Tensor, key, stats) -> tuple[Tensor, dict[str, Tensor]]:
+        check(call, width_problems(x, dim))
+        count = x.shape[0]
+        if count < 2:
+            need = "at least two rows, for a variance"
+            fail(call, "`x` is too small a batch to train on.", got=describe(x), need=need, hint="apply(...)")
+        mean = x.mean(0)
+        var = (x - mean).square().mean(0)
+        new = {"mean": mean, "var": var * (count / (count - 1))}
+        mixed = {k: stats[k] + momentum * (new[k] - stats[k]) for k in ("mean", "var")}
+        return normalise(params, x, mean, var), mixed
+
+    return Layer(init, apply, train_apply, init_stats)

@@ -1,0 +1,123 @@
+"""What a layer is, and how its parameters are first drawn.
+
+    y = apply(params, x),   params = init(key)
+
+A draw is a function (key, shape) -> f32[shape]; a matrix is [out, in], as torch.nn.Linear's. Floor 4.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec import _random as random
+from funcrec._errors import Problem, describe
+
+Draw = Callable[[Tensor, tuple[int, ...]], Tensor]
+
+
+class Layer(NamedTuple):
+    """A layer; nothing is stored in it but sizes.
+
+    init: (key) -> params, a plain tree of f32 tensors (map it to f64 or another device as you like).
+    apply: (params, x, ...) -> y, as in evaluation: no dropout, running statistics.
+    train_apply: (params, x, key, stats) -> (y, stats), as in training; None where training is no different.
+    init_stats: () -> the running statistics at the start; [] where there are none.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> layer = fr.nn.linear(3, 2)
+      >>> layer.apply(layer.init(fr.key(0)), torch.zeros(4, 3)).shape
+      torch.Size([4, 2])
+    """
+
+    init: Callable[[Tensor], Any]
+    apply: Callable[..., Tensor]
+    train_apply: Callable[..., tuple[Tensor, Any]] | None = None
+    init_stats: Callable[[], Any] = list
+
+
+def xavier_normal(key: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """N(0, 2 / (in + out)) for a matrix [out, in]: torch.nn.init.xavier_normal_, and the weights of DLRM's MLPs.
+
+    Example:
+      >>> import funcrec as fr
+      >>> round(fr.nn.xavier_normal(fr.key(0), (100, 300)).std().item(), 3)
+      0.07
+    """
+    return random.normal(key, shape) * math.sqrt(2 / (shape[0] + shape[1]))
+
+
+def fan_out_normal(key: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """N(0, 1 / out): the biases of DLRM's MLPs.
+
+    Example:
+      >>> import funcrec as fr
+      >>> layer = fr.nn.linear(13, 512, bias=fr.nn.fan_out_normal)
+      >>> round(layer.init(fr.key(0))["bias"].std().item(), 3)
+      0.045
+
+    Source: facebookresearch/dlrm, dlrm_s_pytorch.py, create_mlp.
+    """
+    return random.normal(key, shape) * math.sqrt(1 / shape[0])
+
+
+def normal(std: float) -> Draw:
+    """N(0, std²).
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.nn.normal(1.0)(fr.key(0), (2, 3)).shape
+      torch.Size([2, 3])
+    """
+    return lambda key, shape: random.normal(key, shape) * std
+
+
+def zeros(key: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Zeros, where the key is.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.nn.zeros(fr.key(0), (2,))
+      tensor([0., 0.])
+    """
+    return torch.zeros(shape, device=key.device)
+
+
+def ones(key: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Ones, where the key is."""
+    return torch.ones(shape, device=key.device)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def size_problems(sizes: object, name: str = "sizes", at_least: int = 1) -> Iterator[Problem]:
+    """`sizes` must be a tuple or list of at least `at_least` positive integers."""
+    if not isinstance(sizes, (tuple, list)):
+        yield Problem(f"`{name}` are not sizes.", describe(sizes), "a tuple of ints >= 1", kind=TypeError)
+        return
+    for i, n in enumerate(sizes):
+        if not isinstance(n, int) or isinstance(n, bool):
+            yield Problem(f"`{name}[{i}]` is not an integer.", describe(n), "an int >= 1", kind=TypeError)
+        elif n < 1:
+            yield Problem(f"`{name}[{i}]` is too small.", f"{n}", "an int >= 1")
+    if len(sizes) < at_least:
+        yield Problem(f"`{name}` are too few.", f"{tuple(sizes)}", f"at least {at_least}")
+
+
+def rate_problems(rate: object, name: str = "rate") -> Iterator[Problem]:
+    if not isinstance(rate, (int, float)) or isinstance(rate, bool):
+        yield Problem(f"`{name}` is not a number.", describe(rate), "a float in [0, 1)", kind=TypeError)
+    elif not 0 <= rate < 1:
+        yield Problem(f"`{name}` is no probability of dropping.", f"{rate}", "a float in [0, 1)")
+
+
+def width_problems(x: object, width: int, name: str = "x") -> Iterator[Problem]:
+    """x must be f[..., width]."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        yield Problem(f"`{name}` is not a float tensor.", describe(x), f"f[..., {width}]", kind=TypeError)
+    elif x.dim() < 1 or x.shape[-1] != width:
+        yield Problem(f"`{name}` has another width than the layer.", describe(x), f"f[..., {width}]")

@@ -1,0 +1,127 @@
+"""Linear layers, and stacks of them.
+
+    linear: y = x Wᵀ + b          mlp: y = a_L(n_L(W_L d(... a_1(n_1(W_1 d(x) + b_1)) ...) + b_L))
+
+with d dropout, n batch norm and a the activation. Floor 4.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from funcrec import _random as random
+from funcrec._errors import Problem, check
+from funcrec.nn._batch_norm import batch_norm as batch_norm_layer
+from funcrec.nn._dropout import dropout as drop
+from funcrec.nn._layer import Draw, Layer, rate_problems, size_problems, width_problems, xavier_normal, zeros
+
+
+def linear(num_in: int, num_out: int, *, weight: Draw = xavier_normal, bias: Draw | None = zeros) -> Layer:
+    """x f[..., num_in] -> f[..., num_out], with params {"weight": f[out, in], "bias": f[out]}.
+
+    Args:
+      weight, bias: how they are drawn; bias=None for a layer without one.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> layer = fr.nn.linear(2, 1)
+      >>> layer.apply({"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([10.0])}, torch.ones(1, 2))
+      tensor([[13.]])
+
+    Source: torch.nn.Linear, whose state dict it reads.
+    """
+    check("funcrec.nn.linear", size_problems((num_in, num_out), "(num_in, num_out)"))
+
+    def init(key: Tensor) -> dict[str, Tensor]:
+        for_weight, for_bias = random.split(key)
+        params = {"weight": weight(for_weight, (num_out, num_in))}
+        return params if bias is None else {**params, "bias": bias(for_bias, (num_out,))}
+
+    def apply(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        check("funcrec.nn.linear", width_problems(x, num_in))
+        return F.linear(x, params["weight"], params.get("bias"))
+
+    return Layer(init, apply)
+
+
+def mlp(
+    sizes: Sequence[int],
+    *,
+    activation: Callable[[Tensor], Tensor] = torch.relu,
+    final_activation: Callable[[Tensor], Tensor] | None = None,
+    dropout: float = 0.0,
+    batch_norm: bool = False,
+    weight: Draw = xavier_normal,
+    bias: Draw = zeros,
+) -> Layer:
+    """Linear layers sizes[0] -> sizes[1] -> ... -> sizes[-1].
+
+    Args:
+      final_activation: of the last layer; None leaves it linear, and then without batch norm.
+      dropout: the rate before every linear layer.
+      batch_norm: between each linear layer and its activation.
+
+    Returns: Layer with params {"linear": [...]} and, with batch norm, "norm": [...]; apply(params, x, stats=[]) and
+    train_apply(params, x, key, stats=[]) -> (y, stats).
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> tower = fr.nn.mlp((8, 16, 1), dropout=0.1)
+      >>> params = tower.init(fr.key(0))
+      >>> y, stats = tower.train_apply(params, torch.ones(4, 8), fr.key(1))
+      >>> y.shape, stats
+      (torch.Size([4, 1]), [])
+    """
+    call = "funcrec.nn.mlp"
+    check(call, size_problems(sizes, "sizes", at_least=2), rate_problems(dropout, "dropout"))
+    count = len(sizes) - 1
+    layers = [linear(a, b, weight=weight, bias=bias) for a, b in itertools.pairwise(sizes)]
+    activations = [activation] * (count - 1) + [final_activation]
+    norms = [batch_norm_layer(n) for n, a in zip(sizes[1:], activations, strict=True) if batch_norm and a is not None]
+    stages = [(layer, i < len(norms), a) for i, (layer, a) in enumerate(zip(layers, activations, strict=True))]
+
+    def init(key: Tensor) -> dict[str, Any]:
+        keys = random.split(key, count)
+        params = {"linear": [layer.init(k) for layer, k in zip(layers, keys, strict=True)]}
+        return {**params, "norm": [n.init(key) for n in norms]} if norms else params
+
+    def apply(params: dict[str, Any], x: Tensor, stats: Sequence = ()) -> Tensor:
+        check(call, stat_problems(stats, len(norms)))
+        norm = lambda i, x: norms[i].apply(params["norm"][i], x, stats[i])
+        return _stack(stages, params["linear"], x, lambda i, x: x, norm)
+
+    def train_apply(params: dict[str, Any], x: Tensor, key: Tensor, stats: Sequence = ()) -> tuple[Tensor, list]:
+        check(call, stat_problems(stats, len(norms)))
+        keys, new = random.split(key, count) if dropout else None, []
+
+        def norm(i: int, x: Tensor) -> Tensor:
+            y, own = norms[i].train_apply(params["norm"][i], x, None, stats[i])
+            new.append(own)
+            return y
+
+        before = lambda i, x: drop(x, keys[i], dropout) if dropout else x
+        return _stack(stages, params["linear"], x, before, norm), new
+
+    return Layer(init, apply, train_apply, lambda: [n.init_stats() for n in norms])
+
+
+def _stack(stages: Sequence, params: Sequence, x: Tensor, before: Callable, norm: Callable) -> Tensor:
+    """a(norm(linear(before(x)))), stage after stage; `before` and `norm` get the stage's number."""
+    for i, (layer, normed, active) in enumerate(stages):
+        x = layer.apply(params[i], before(i, x))
+        x = norm(i, x) if normed else x
+        x = x if active is None else active(x)
+    return x
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def stat_problems(stats: Sequence, count: int) -> Iterator[Problem]:
+    if len(stats) != count:
+        hint = "stats=layer.init_stats()"
+        yield Problem("`stats` are not this layer's.", f"{len(stats)} of them", f"{count}, one per batch norm", hint)

@@ -1,0 +1,45 @@
+"""A learned weight for each place in a bag.
+
+    weights[offsets[b] + p] = w_p
+
+Floor 4. Shapes: N ids, L places.
+"""
+
+import torch
+from torch import Tensor
+
+from funcrec._errors import check, describe, fail
+from funcrec._jagged import JaggedTensor
+from funcrec.nn._layer import Layer, ones, size_problems
+
+
+def position_weights(max_length: int) -> Layer:
+    """apply(params, bags: JaggedTensor) -> f[N]: weights for a weighted feature, 0 in the padding and beyond L places.
+
+    Returns: Layer with params f[max_length], ones at first.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> bags = fr.JaggedTensor.from_lists([[7, 8], [], [9]])
+      >>> fr.nn.position_weights(3).apply(torch.tensor([1.0, 0.5, 0.2]), bags)
+      tensor([1.0000, 0.5000, 1.0000])
+
+    Source: TorchRec's PositionWeightedModule.
+    """
+    call = "funcrec.nn.position_weights"
+    check(call, size_problems((max_length,), "max_length"))
+
+    def init(key: Tensor) -> Tensor:
+        return ones(key, (max_length,))
+
+    def apply(params: Tensor, bags: JaggedTensor) -> Tensor:
+        if not isinstance(bags, JaggedTensor):
+            hint = "ids[key] for one feature of a KeyedJaggedTensor"
+            fail(call, "`bags` is not jagged.", got=describe(bags), need="a JaggedTensor", hint=hint, kind=TypeError)
+        bag = bags.bag_ids()
+        start = bags.offsets.index_select(0, bag)
+        place = torch.arange(bags.capacity, device=start.device) - start
+        inside = (bag < bags.num_bags) & (place < max_length)
+        return torch.where(inside, params.index_select(0, torch.where(inside, place, 0)), 0)
+
+    return Layer(init, apply)

@@ -1,0 +1,140 @@
+"""accumulate: one update from the gradients of several steps.
+
+    step k, 2k, ...:  update with (g₁ + ... + g_k) / k;      other steps: remember g, touch no row
+
+The gradients wait in static buffers among the slots, as entries and not as tables. Floor 3.
+Shapes: k = every, C capacity, R rows, D dim.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from funcrec._errors import Problem, check, describe
+from funcrec._rowgrads import RowGrads
+from funcrec.kernels import ops
+from funcrec.optim._row import RowOptimizer, check_optimizer, check_update, step_tensor, tables_problems
+
+ROWS, GRADS = "pending_rows", "pending_grads"
+
+
+def accumulate(optimizer: RowOptimizer, *, every: int, capacity: int | Mapping[str, int]) -> RowOptimizer:
+    """Sum the row gradients of `every` steps, divide by `every`, and update on the last of them.
+
+    Args:
+      every: k; the update comes with the steps k - 1, 2k - 1, ... (`step` counts from 0).
+      capacity: C, the entries that a step can have, for all tables or {table: C}; an entry is an id that was looked up.
+
+    Returns: RowOptimizer. Its slots are those of `optimizer` and, for each table, pending_rows i64[k, C] and
+      pending_grads f[k, C, D]. The inner optimizer is given the number of updates, step // every, as its step: bias
+      corrections and schedules count updates.
+
+    Raises: ValueError when a gradient has more entries than its table's capacity. KeyError for a table without one.
+
+    Law: k steps are one update with the mean of their gradients, bit for bit. Between updates no row or inner slot changes a bit.
+
+    Cost: each step coalesces the k · C entries of a table, whether it is the last one or not: shapes are static.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> sparse = fr.optim.accumulate(fr.optim.sgd(lr=1.0), every=2, capacity=4)
+      >>> tables = {"t": torch.zeros(2, 1)}
+      >>> slots, g = sparse.init(tables), fr.RowGrads.from_entries(torch.tensor([1]), torch.ones(1, 1), num_embeddings=2)
+      >>> for step in range(2):
+      ...     tables, slots = sparse.update({"t": g}, slots, tables, step)
+      ...     print(tables["t"].flatten())
+      tensor([0., 0.])
+      tensor([ 0., -1.])
+    """
+    call = "funcrec.optim.accumulate"
+    check_optimizer(call, ("optimizer", optimizer))
+    check(call, count_problems("every", every), capacity_problems(capacity))
+    capacity_of = lambda n: capacity[n] if isinstance(capacity, Mapping) else capacity
+
+    def init(tables):
+        check(f"{call}.init", tables_problems(tables))
+        check(f"{call}.init", missing_problems(capacity, tables))
+        made = optimizer.init(tables)
+        return {n: {**made[n], **_empty(t, every, capacity_of(n))} for n, t in tables.items()}
+
+    def update(row_grads, slots, tables, step, **kernel):
+        check_update(f"{call}.update", row_grads, slots, tables, step)
+        check(f"{call}.update", missing_problems(capacity, tables))
+        check(f"{call}.update", buffer_problems(slots, tables, every, capacity_of))
+        check(f"{call}.update", size_problems(row_grads, capacity_of))
+        summed, kept = {}, {}
+        for n, t in tables.items():
+            taken = step_tensor(step, t.device)
+            is_last = taken % every == every - 1
+            rows, grads = _put(slots[n], taken % every, row_grads.get(n))
+            due = torch.where(is_last, rows, -1).flatten()
+            entries = RowGrads.from_entries(due, grads.flatten(0, 1), num_embeddings=t.shape[0])
+            summed[n] = entries.coalesce().scale(1 / every)
+            kept[n] = {ROWS: torch.where(is_last, -1, rows), GRADS: grads}
+        inner = {n: {k: s for k, s in slots[n].items() if k not in (ROWS, GRADS)} for n in tables}
+        tables, inner = optimizer.update(summed, inner, tables, step // every, **kernel)
+        return tables, {n: {**inner[n], **kept[n]} for n in tables}
+
+    return RowOptimizer(init, update)
+
+
+def _empty(table: Tensor, every: int, capacity: int) -> dict[str, Tensor]:
+    rows = torch.full((every, capacity), -1, dtype=torch.int64, device=table.device)
+    dtype = ops.accumulation_dtype(table.dtype)
+    return {ROWS: rows, GRADS: torch.zeros(every, capacity, table.shape[1], dtype=dtype, device=table.device)}
+
+
+def _put(slots: dict[str, Tensor], place: Tensor, grads: RowGrads | None) -> tuple[Tensor, Tensor]:
+    """The buffers with a step's entries at `place`, padded to the capacity; no entries for None."""
+    rows, held = slots[ROWS], slots[GRADS]
+    new_rows, new_grads = torch.full_like(rows[:1], -1), torch.zeros_like(held[:1])
+    if grads is not None:
+        pad = rows.shape[1] - grads.rows.shape[0]
+        mine = torch.where(grads.valid, grads.rows, -1).to(rows.dtype)
+        new_rows = torch.nn.functional.pad(mine, (0, pad), value=-1)[None]
+        new_grads = torch.nn.functional.pad(grads.grads.to(held.dtype), (0, 0, 0, pad))[None]
+    at = place[None]
+    return rows.index_copy(0, at, new_rows), held.index_copy(0, at, new_grads)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def count_problems(name: str, n: object) -> Iterator[Problem]:
+    if not isinstance(n, int) or isinstance(n, bool):
+        yield Problem(f"`{name}` is not an integer.", describe(n), "an int >= 1", kind=TypeError)
+    elif n < 1:
+        yield Problem(f"`{name}` is too small.", f"{n}", "an int >= 1")
+
+
+def capacity_problems(capacity: object) -> Iterator[Problem]:
+    if isinstance(capacity, Mapping):
+        for n, c in capacity.items():
+            yield from count_problems(f"capacity[{n!r}]", c)
+    else:
+        yield from count_problems("capacity", capacity)
+
+
+def missing_problems(capacity: int | Mapping[str, int], tables: Mapping) -> Iterator[Problem]:
+    if isinstance(capacity, Mapping):
+        for n in [*(n for n in tables if n not in capacity), *(n for n in capacity if n not in tables)]:
+            what = f"`capacity[{n!r}]` is " + ("missing." if n in tables else "for no table.")
+            yield Problem(what, f"capacities for {list(capacity)}", f"one for each of {list(tables)}", kind=KeyError)
+
+
+def buffer_problems(slots: Mapping, tables: Mapping, every: int, capacity_of) -> Iterator[Problem]:
+    hint = "the slots that this optimizer's `init` made of these tables"
+    for n, t in tables.items():
+        for name, shape in [(ROWS, (every, capacity_of(n))), (GRADS, (every, capacity_of(n), t.shape[1]))]:
+            got = slots[n].get(name) if isinstance(slots[n], Mapping) else None
+            if not isinstance(got, Tensor) or tuple(got.shape) != shape:
+                what = f"`slots[{n!r}][{name!r}]` " + ("is missing." if got is None else "does not match.")
+                yield Problem(what, describe(got), f"{list(shape)}", hint)
+
+
+def size_problems(row_grads: Mapping[str, RowGrads], capacity_of) -> Iterator[Problem]:
+    for n, g in row_grads.items():
+        if g.rows.shape[0] > capacity_of(n):
+            got, hint = f"{g.rows.shape[0]} entries", "`capacity` as large as the ids of a padded batch"
+            yield Problem(f"`row_grads[{n!r}]` is over its capacity.", got, f"at most {capacity_of(n)}", hint)

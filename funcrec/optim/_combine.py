@@ -1,0 +1,162 @@
+"""Row optimizers made of row optimizers: by table, clipped, with frozen tables.
+
+    by_table({a: f}, default=g)  =  f on table a, g on the others        clip(f)(g) = f(min(1, c / ‖g‖) · g)
+
+Each keeps the contract of RowOptimizer, so they nest. Floor 3.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from funcrec._errors import Problem, check, describe, fail
+from funcrec._rowgrads import clip_by_global_norm
+from funcrec.optim._row import (
+    RowOptimizer,
+    check_optimizer,
+    check_update,
+    hyper_problems,
+    tables_problems,
+)
+
+
+def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | None = None) -> RowOptimizer:
+    """A row optimizer for each table, `default` for those that are not named.
+
+    Raises: KeyError when a name is no table, ValueError when a table is not named and there is no default.
+
+    Law: the tables of one optimizer are updated as that optimizer alone would update them.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> sparse = fr.optim.by_table({"user": fr.optim.sgd(0.1)}, default=fr.optim.adagrad(0.1))
+      >>> slots = sparse.init({"user": torch.zeros(3, 2), "item": torch.zeros(3, 2)})
+      >>> {name: list(s) for name, s in slots.items()}
+      {'user': [], 'item': ['sum']}
+    """
+    call = "funcrec.optim.by_table"
+    if not isinstance(optimizers, Mapping):
+        need = "{table: RowOptimizer}"
+        fail(call, "`optimizers` is not a dict.", got=describe(optimizers), need=need, kind=TypeError)
+    named = [(f"optimizers[{n!r}]", opt) for n, opt in optimizers.items()]
+    check_optimizer(call, *named, *([("default", default)] if default is not None else []))
+
+    def split(tables: Mapping) -> Iterator[tuple[RowOptimizer, list[str]]]:
+        """Each optimizer with its tables; the default's stay together, so that a `clip` in it sees them all."""
+        yield from ((opt, [n]) for n, opt in optimizers.items())
+        rest = [n for n in tables if n not in optimizers]
+        if rest:
+            yield default, rest
+
+    def init(tables):
+        check(f"{call}.init", tables_problems(tables))
+        check(f"{call}.init", name_problems("optimizers", optimizers, tables), cover_problems(tables))
+        made: dict = {}
+        for opt, names in split(tables):
+            made |= opt.init(_only(tables, names))
+        return _only(made, tables)
+
+    def update(row_grads, slots, tables, step, **kernel):
+        check_update(f"{call}.update", row_grads, slots, tables, step)
+        check(f"{call}.update", name_problems("optimizers", optimizers, tables), cover_problems(tables))
+        new_tables, new_slots = dict(tables), dict(slots)
+        for opt, names in split(tables):
+            mine = (_only(row_grads, names), _only(slots, names), _only(tables, names))
+            moved, own = opt.update(*mine, step, **kernel)
+            new_tables |= moved
+            new_slots |= own
+        return new_tables, new_slots
+
+    def cover_problems(tables: Mapping) -> Iterator[Problem]:
+        if default is None:
+            for n in tables:
+                if n not in optimizers:
+                    yield Problem(
+                        f"table {n!r} has no optimizer.", f"optimizers for {list(optimizers)}", "`default=...`"
+                    )
+
+    return RowOptimizer(init, update)
+
+
+def clip(optimizer: RowOptimizer, *, max_norm: float | None = None, max_value: float | None = None) -> RowOptimizer:
+    """Clip the gradients first: each element to [-max_value, max_value], then all by one factor to the norm `max_norm`.
+
+    The norm is that of all tables' gradients in the update together; an element is that of the sum over a row's ids.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> sparse = fr.optim.clip(fr.optim.sgd(lr=1.0), max_norm=1.0)
+      >>> grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.tensor([[3.0, 4.0]]), num_embeddings=1)}
+      >>> sparse.update(grads, {"t": {}}, {"t": torch.zeros(1, 2)}, step=0)[0]["t"]
+      tensor([[-0.6000, -0.8000]])
+
+    Source: torch.nn.utils.clip_grad_norm_ and clip_grad_value_; TorchRec's GradientClippingOptimizer does not clip fused tables.
+    """
+    call = "funcrec.optim.clip"
+    check_optimizer(call, ("optimizer", optimizer))
+    check(call, hyper_problems(0.0, {"max_norm": max_norm, "max_value": max_value}))
+    if max_norm is None and max_value is None:
+        fail(call, "nothing is clipped.", got="max_norm=None, max_value=None", need="one of them or both")
+
+    def update(row_grads, slots, tables, step, **kernel):
+        check_update(f"{call}.update", row_grads, slots, tables, step)
+        if max_value is not None:
+            row_grads = {n: g.clip(max_value) for n, g in row_grads.items()}
+        if max_norm is not None:
+            row_grads = clip_by_global_norm(row_grads, max_norm)
+        return optimizer.update(row_grads, slots, tables, step, **kernel)
+
+    return RowOptimizer(optimizer.init, update)
+
+
+def freeze(optimizer: RowOptimizer, *, tables: Sequence[str]) -> RowOptimizer:
+    """Leave the named `tables` as they are: they have no slots, and their gradients are ignored.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> sparse = fr.optim.freeze(fr.optim.adagrad(), tables=["user"])
+      >>> sparse.init({"user": torch.zeros(3, 2), "item": torch.zeros(1, 2)})
+      {'user': {}, 'item': {'sum': tensor([[0., 0.]])}}
+    """
+    call = "funcrec.optim.freeze"
+    check_optimizer(call, ("optimizer", optimizer))
+    check(call, frozen_problems(tables))
+    frozen = tuple(tables)
+
+    def init(all_tables):
+        check(f"{call}.init", tables_problems(all_tables))
+        check(f"{call}.init", name_problems("tables", frozen, all_tables))
+        made = optimizer.init(_without(all_tables, frozen))
+        return {n: made.get(n, {}) for n in all_tables}
+
+    def update(row_grads, slots, all_tables, step, **kernel):
+        check_update(f"{call}.update", row_grads, slots, all_tables, step)
+        check(f"{call}.update", name_problems("tables", frozen, all_tables))
+        mine = (_without(row_grads, frozen), _without(slots, frozen), _without(all_tables, frozen))
+        moved, own = optimizer.update(*mine, step, **kernel)
+        return {**all_tables, **moved}, {**slots, **own}
+
+    return RowOptimizer(init, update)
+
+
+def _only(x: Mapping, names) -> dict:
+    return {n: x[n] for n in names if n in x}
+
+
+def _without(x: Mapping, names) -> dict:
+    return {n: v for n, v in x.items() if n not in names}
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def name_problems(what: str, names, tables: Mapping) -> Iterator[Problem]:
+    for n in names:
+        if n not in tables:
+            yield Problem(f"`{what}` names no table.", repr(n), f"one of {list(tables)}", kind=KeyError)
+
+
+def frozen_problems(tables: object) -> Iterator[Problem]:
+    if isinstance(tables, str) or not isinstance(tables, Sequence) or not all(isinstance(n, str) for n in tables):
+        yield Problem("`tables` is not a list of names.", describe(tables), '["user", ...]', kind=TypeError)
+    elif len(set(tables)) < len(tables):
+        doubled = sorted({n for n in tables if list(tables).count(n) > 1})
+        yield Problem("`tables` has a name twice.", f"{doubled} more than once", "distinct names")

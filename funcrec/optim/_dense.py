@@ -1,0 +1,234 @@
+"""dense: torch.optim's maths as a pure function of trees.
+
+    dense', state' = update(grads, state, dense, step)
+
+An update makes the class anew on clones, hands it the gradients and its state, lets it step and reads the clones out. It
+is run as under torch.compile, where step counters and learning rates stay tensors, so the same code runs eagerly and
+while it is staged, without a host read. Floor 3.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from funcrec._errors import Problem, check, describe
+from funcrec._tree import paths, tree_flatten, tree_structure, tree_unflatten
+from funcrec.optim._row import range_problems, step_problems, step_tensor
+
+State = Any  # shaped as the parameters, with {name: Tensor} in the place of each leaf
+
+
+class DenseOptimizer(NamedTuple):
+    """A pair of functions that trains a tree of float tensors: dict, list, `fr.pytree` value, tensor, or an empty one.
+
+    init: (dense) -> state, a tree shaped as `dense` with a dict of tensors at each leaf.
+    update: (grads, state, dense, step) -> (dense, state); `step`, int or i64[], counts the steps taken before.
+
+    Law: `update` writes to no argument, and keeps structure, shapes and dtypes.
+    """
+
+    init: Callable[[Any], State]
+    update: Callable[[Any, State, Any, int | Tensor], tuple[Any, State]]
+
+
+def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
+    """A torch.optim class as a pure function.
+
+    Args:
+      cls: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, RMSprop, Rprop, ASGD, Muon (matrices only), or a
+        class written like them.
+      hyper: its keyword arguments. `lr` may also be a 0-dimensional tensor or a function of the step, such as `schedule`.
+
+    Raises: TypeError for a class that cannot be run so (LBFGS wants a closure, SparseAdam sparse tensors,
+      Adafactor reads its counter); whatever the class raises for its hyper-parameters. The update names every gradient and state that does not fit.
+
+    Law: k updates are k steps of the class, up to rounding: counters and bias corrections are in f64. Staged and eager
+    updates give the same bits. Not differentiable: parameters, gradients and state are detached.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> opt = fr.optim.dense(torch.optim.SGD, lr=0.5, momentum=0.9)
+      >>> params = {"w": torch.ones(2)}
+      >>> state = opt.init(params)
+      >>> params, state = opt.update({"w": torch.ones(2)}, state, params, step=0)
+      >>> params, state
+      ({'w': tensor([0.5000, 0.5000])}, {'w': {'momentum_buffer': tensor([1., 1.])}})
+    """
+    lr = hyper.get("lr")
+    check("funcrec.optim.dense", class_problems(cls, hyper))
+    fixed = hyper if not _varies(lr) else {**hyper, "lr": 1.0}
+    counters = [k for k, s in _first_state(cls, fixed, [torch.zeros(1, 1)], (), None)[0].items() if s.dim() == 0]
+    call = f"funcrec.optim.dense({cls.__name__})"
+
+    @functools.cache
+    def state_shapes(shape: torch.Size, dtype: torch.dtype) -> dict[str, torch.Size]:
+        like = torch.empty(shape, dtype=dtype, device="meta")
+        return {k: s.shape for k, s in _first_state(cls, fixed, [like], counters, None)[0].items()}
+
+    def init(params: Any) -> State:
+        check(f"{call}.init", leaf_problems("dense", params))
+        leaves, structure = tree_flatten(params)
+        rate = None
+        if _varies(lr):
+            rate = float(lr(torch.zeros((), dtype=torch.int64)) if callable(lr) else lr)
+        return tree_unflatten(_first_state(cls, fixed, leaves, counters, rate), structure)
+
+    def update(grads: Any, state: State, params: Any, step: int | Tensor) -> tuple[Any, State]:
+        check(f"{call}.update", leaf_problems("dense", params), step_problems(step))
+        check(f"{call}.update", gradient_problems(grads, params), state_problems(state, params, state_shapes))
+        leaves, structure = tree_flatten(params)
+        if not leaves:
+            return params, state
+        with _tensor_scalars():
+            opt, clones = _make(cls, fixed, leaves, tree_flatten(grads)[0])
+            for p, held in zip(clones, structure.flatten_up_to(state), strict=True):
+                if held:
+                    opt.state[p] = {k: s.detach().clone() for k, s in held.items()}
+            group, taken = opt.param_groups[0], step_tensor(step, leaves[0].device)
+            if _varies(lr):
+                rate = lr(taken) if callable(lr) else lr
+                group["lr"] = rate.to(taken.device) if isinstance(rate, Tensor) else rate
+            if group.get("dampening"):  # SGD's first step does not damp
+                group["dampening"] = group["dampening"] * (taken > 0).to(torch.float64)
+            _unhooked_step(cls)(opt)
+            states = [dict(opt.state[p]) if p in opt.state else {} for p in clones]
+        return tree_unflatten(clones, structure), tree_unflatten(states, structure)
+
+    return DenseOptimizer(init, update)
+
+
+def _make(cls, hyper: dict, leaves: list[Tensor], grads: list[Tensor]) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+    """The class on clones of the leaves, their gradients set, one tensor at a time."""
+    clones = [p.detach().clone() for p in leaves]
+    for p, g in zip(clones, grads, strict=True):
+        p.grad = g.detach().to(p.dtype)
+    opt = cls(clones, **hyper)
+    group = opt.param_groups[0]
+    group.update({k: v for k, v in {"foreach": False, "fused": False, "capturable": True}.items() if k in group})
+    return opt, clones
+
+
+def _first_state(
+    cls, hyper: dict, leaves: list[Tensor], counters: Sequence[str], rate: float | None
+) -> list[dict[str, Tensor]]:
+    """What the class would make at its first step: torch.optim makes state lazily, in `_init_group`.
+
+    `counters` are the names of those scalars that belong to no element: they are kept in f64.
+    """
+    if not leaves:
+        return []
+    opt, clones = _make(cls, hyper, leaves, [torch.zeros_like(p) for p in leaves])
+    group = opt.param_groups[0]
+    if rate is not None:
+        group["lr"] = rate
+    lists = len(inspect.signature(opt._init_group).parameters) - 1
+    opt._init_group(group, *([] for _ in range(lists)))
+    states = []
+    for p in clones:
+        state = dict(opt.state[p]) if p in opt.state else {}
+        if cls is torch.optim.SGD and group["momentum"]:
+            state["momentum_buffer"] = torch.zeros_like(p)  # momentum · 0 + g is what SGD's missing buffer means
+        states.append({k: s.to(p.device, torch.float64) if k in counters else s for k, s in state.items()})
+    return states
+
+
+def _varies(lr: object) -> bool:
+    return callable(lr) or isinstance(lr, Tensor)
+
+
+def _unhooked_step(cls: type) -> Callable:
+    """`cls.step` without the profiler's hook that Optimizer's constructor wraps around it."""
+    step = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+class _TensorScalars(TorchFunctionMode):
+    """`alpha` and `value` of add, addcmul and addcdiv may be tensors; `out=` is a copy, which vmap knows."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        for name in ("alpha", "value"):
+            if isinstance(kwargs.get(name), Tensor):
+                args = (args[0], args[1].to(args[0].dtype) * kwargs.pop(name), *args[2:])
+        out = kwargs.pop("out", None)
+        if func in _UNBATCHED and torch._C._functorch.peek_interpreter_stack() is not None:
+            out, func = args[0], _UNBATCHED[func]
+        result = func(*args, **kwargs)
+        return result if out is None else out.copy_(result)
+
+
+_UNBATCHED = {  # in-place operations without a batching rule: vmap would run them once for each member
+    getattr(Tensor, name + "_"): getattr(Tensor, name) for name in ("lerp", "addcmul", "addcdiv", "clamp")
+}
+
+
+@contextlib.contextmanager
+def _tensor_scalars() -> Iterator[None]:
+    """Run torch.optim as torch.compile does: it reads no tensor's value."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        with _TensorScalars():
+            yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def class_problems(cls: object, hyper: Mapping[str, Any]) -> Iterator[Problem]:
+    if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer):
+        yield Problem("`cls` is not a class of torch.optim.", describe(cls), "torch.optim.Adam, ...", kind=TypeError)
+        return
+    if not hasattr(cls, "_init_group") or cls in (torch.optim.SparseAdam, torch.optim.Adafactor):
+        what = f"`{cls.__name__}` cannot be run as a function of (grads, state)."
+        need = "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, RMSprop, Rprop, ASGD or Muon"
+        yield Problem(what, cls.__name__, need, "tables are trained by a RowOptimizer: fr.optim.adam", TypeError)
+    for name in ("foreach", "fused", "capturable", "differentiable"):
+        if hyper.get(name):
+            yield Problem(f"`{name}` is not yours to choose.", f"{name}={hyper[name]}", f"no {name}: `fr.jit` fuses")
+    if "lr" in hyper and not _varies(hyper["lr"]):
+        yield from range_problems("lr", hyper["lr"], ">= 0", lambda x: x >= 0)
+
+
+def leaf_problems(what: str, tree: Any) -> Iterator[Problem]:
+    for path, x in paths(tree):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            yield Problem(f"`{what}{path}` cannot be trained.", describe(x), "a float tensor", kind=TypeError)
+
+
+def gradient_problems(grads: Any, params: Any) -> Iterator[Problem]:
+    if tree_structure(grads) != tree_structure(params):
+        got, need = (f"{[p for p, _ in paths(x)]}" for x in (grads, params))
+        yield Problem("`grads` is not a tree like `dense`.", f"leaves {got}", f"leaves {need}", kind=TypeError)
+        return
+    for (path, g), (_, p) in zip(paths(grads), paths(params), strict=True):
+        if not isinstance(g, Tensor) or g.shape != p.shape:
+            yield Problem(f"`grads{path}` does not match its parameter.", describe(g), describe(p))
+
+
+def state_problems(state: Any, params: Any, state_shapes: Callable) -> Iterator[Problem]:
+    hint = "the state that this optimizer's `init` made of these parameters"
+    try:
+        states = tree_structure(params).flatten_up_to(state)
+    except ValueError:
+        got, need = (f"{[p for p, _ in paths(x)]}" for x in (state, params))
+        yield Problem("`state` is of other parameters.", f"leaves {got}", f"a dict of tensors at each of {need}", hint)
+        return
+    for (path, p), held in zip(paths(params), states, strict=True):
+        need = state_shapes(p.shape, p.dtype)
+        if not isinstance(held, Mapping) or sorted(held) != sorted(need):
+            got = f"{sorted(held)}" if isinstance(held, Mapping) else describe(held)
+            yield Problem(f"`state{path}` is another optimizer's.", got, f"{sorted(need)}", hint)
+            continue
+        for k, shape in need.items():
+            if not isinstance(held[k], Tensor) or held[k].shape != shape:
+                what = f"`state{path}[{k!r}]` does not match its parameter {describe(p)}."
+                yield Problem(what, describe(held[k]), f"{list(shape)}", hint)

@@ -1,0 +1,91 @@
+"""Rules that take a step along the gradient, or along its sign.
+
+    w ← w - lr · u        u: the gradient, its running sum, or the sign of its running mean
+
+Every rule is for one row: w, g and the slots are f[D]. Floor 3.
+"""
+
+import torch
+
+from funcrec.optim._row import Rate, RowOptimizer, norm, per_element, row_optimizer
+
+
+def sgd(lr: Rate = 0.01, *, weight_decay: float = 0.0) -> RowOptimizer:
+    """w ← w - lr · (g + weight_decay · w). No slots.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.optim.sgd(lr=0.1).init(fr.init(fr.key(0), [fr.TableConfig("item", 3, 2)]))
+      {'item': {}}
+
+    Source: torch.optim.SGD; FBGEMM's EXACT_SGD without decay.
+    """
+    return row_optimizer(init=lambda table: {}, rule=_sgd, lr=lr, name="sgd", weight_decay=weight_decay)
+
+
+def _sgd(row, grad, slots, hyper):
+    return row - hyper.lr * (grad + hyper.weight_decay * row), slots
+
+
+def momentum(
+    lr: Rate = 0.01, *, momentum: float = 0.9, weight_decay: float = 0.0, nesterov: bool = False
+) -> RowOptimizer:
+    """m ← momentum · m + g + weight_decay · w;  w ← w - lr · m, with nesterov w ← w - lr · (g + weight_decay · w + momentum · m).
+
+    Lazy: the m of a row that no id names stands still. Slots: momentum f[R, D].
+
+    Source: torch.optim.SGD with dampening 0.
+    """
+    return row_optimizer(
+        init=lambda table: {"momentum": per_element(table)}, rule=_momentum, lr=lr, name="momentum",
+        momentum=momentum, weight_decay=weight_decay, nesterov=nesterov,
+    )  # fmt: skip
+
+
+def _momentum(row, grad, slots, hyper):
+    grad = grad + hyper.weight_decay * row
+    m = hyper.momentum * slots["momentum"] + grad
+    return row - hyper.lr * (grad + hyper.momentum * m if hyper.nesterov else m), {"momentum": m}
+
+
+def lars_sgd(lr: Rate = 0.01, *, eta: float = 0.001, momentum: float = 0.9, weight_decay: float = 0.0) -> RowOptimizer:
+    """Momentum with a rate for each row in proportion to the row's length.
+
+        rate = lr · eta · ‖w‖ / (‖g‖ + weight_decay · ‖w‖);  m ← momentum · m + rate · (g + weight_decay · w);  w ← w - m
+
+    The ratio is 1 (rate = lr) for a row or a gradient of zeros. Slots: momentum f[R, D].
+
+    Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks" (2017), alg. 1, a row as a layer;
+    FBGEMM's LARS_SGD, where a row of zeros never moves.
+    """
+    return row_optimizer(
+        init=lambda table: {"momentum": per_element(table)}, rule=_lars_sgd, lr=lr, name="lars_sgd",
+        eta=eta, momentum=momentum, weight_decay=weight_decay,
+    )  # fmt: skip
+
+
+def _lars_sgd(row, grad, slots, hyper):
+    row_norm, grad_norm = norm(row), norm(grad)
+    ratio = hyper.eta * row_norm / (grad_norm + hyper.weight_decay * row_norm)
+    rate = hyper.lr * torch.where((row_norm > 0) & (grad_norm > 0), ratio, 1)
+    m = hyper.momentum * slots["momentum"] + rate * (grad + hyper.weight_decay * row)
+    return row - m, {"momentum": m}
+
+
+def lion(lr: Rate = 1e-4, *, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0) -> RowOptimizer:
+    """w ← w - lr · (sign(b1 · m + (1 - b1) · g) + weight_decay · w);  m ← b2 · m + (1 - b2) · g.
+
+    Slots: mean f[R, D].
+
+    Source: Chen et al., "Symbolic discovery of optimization algorithms" (2023), alg. 2.
+    """
+    return row_optimizer(
+        init=lambda table: {"mean": per_element(table)}, rule=_lion, lr=lr, name="lion",
+        b1=b1, b2=b2, weight_decay=weight_decay,
+    )  # fmt: skip
+
+
+def _lion(row, grad, slots, hyper):
+    direction = (hyper.b1 * slots["mean"] + (1 - hyper.b1) * grad).sign()
+    mean = hyper.b2 * slots["mean"] + (1 - hyper.b2) * grad
+    return row - hyper.lr * (direction + hyper.weight_decay * row), {"mean": mean}

@@ -1,0 +1,147 @@
+"""Comparing pytrees, and filling the padding of the jagged values in them.
+
+    op(garbage_padding(x)) = op(x)   for every operation that never reads padding
+
+Floor 6.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.utils._pytree as torch_tree
+from torch import Tensor
+
+from funcrec import _random as random
+from funcrec._errors import describe
+from funcrec._jagged import JaggedTensor
+from funcrec._keyed_jagged import KeyedJaggedTensor
+from funcrec._rowgrads import RowGrads
+from funcrec._tree import paths, replace, tree_map, tree_structure
+
+T = TypeVar("T")
+JAGGED = (JaggedTensor, KeyedJaggedTensor, RowGrads)
+
+
+def assert_trees_close(a: Any, b: Any, *, rtol: float = 0, atol: float = 0) -> None:
+    """Assert that two pytrees have one structure, and leaves of one dtype, shape and (within the tolerances) value.
+
+    |a - b| <= atol + rtol · |b|, elementwise; NaN equals NaN, and padding is compared like the rest (`zero_padding`
+    takes it out of the question). The structure is torch's, static fields included.
+
+    Raises: AssertionError with the path and the size of the first difference.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.testing import assert_trees_close
+      >>> assert_trees_close([torch.ones(2)], [torch.ones(2) + 1e-6], atol=1e-5)
+    """
+    if tree_structure(a) != tree_structure(b):
+        raise AssertionError(
+            f"the trees have different structures.\n  got   {tree_structure(a)}\n  need  {tree_structure(b)}"
+        )
+    for (path, x), (_, y) in zip(paths(a), paths(b), strict=True):
+        got, need = _difference(x, y, rtol, atol)
+        if got:
+            where = f"at `{path}`" if path else "at the root"
+            raise AssertionError(f"the trees differ {where}.\n  got   {got}\n  need  {need}")
+
+
+def _difference(x: Any, y: Any, rtol: float, atol: float) -> tuple[str, str]:
+    """(what was got, what is needed), both empty for leaves that agree."""
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        same = type(x) is type(y) and (x is y or x == y or (x != x and y != y))
+        return ("", "") if same else (repr(x), repr(y))
+    if (x.dtype, x.shape, x.device) != (y.dtype, y.shape, y.device):
+        return describe(x), describe(y)
+    apart = ~torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
+    if x.is_meta or not bool(apart.any()):
+        return "", ""
+    size = torch.where(apart, (x.double() - y.double()).abs().nan_to_num(torch.inf), -1.0).flatten()
+    worst = int(size.argmax())
+    at = [int(i) for i in torch.unravel_index(torch.tensor(worst), x.shape)]
+    values = f"{x.flatten()[worst].item()} and {y.flatten()[worst].item()}"
+    got = f"{describe(x)}, {int(apart.sum())} of {x.numel()} elements differ; "
+    got += f"the worst is {size[worst].item():.3g} apart, at {at}: {values}"
+    return got, f"equal within rtol={rtol}, atol={atol}"
+
+
+def garbage_padding(tree: T, key: Tensor | None = None) -> T:
+    """The same value with the padding of every jagged value and RowGrads in `tree` replaced by garbage.
+
+    Floats become NaN. Integers become, in turn, small ones, which could be rows, and ones of any size and sign, which
+    are out of range; `key` (an i64[], as `funcrec.key` makes them) chooses them.
+
+    Law: `garbage_padding(x)` and `x` are the same value, so op(garbage_padding(x)) == op(x) but for the answer's padding.
+
+    Example:
+      >>> import funcrec as fr
+      >>> from funcrec.testing import garbage_padding
+      >>> x = fr.JaggedTensor.from_lists([[1.0], [2.0]]).pad_to(3)
+      >>> garbage_padding(x).values, garbage_padding(x).to_lists()
+      (tensor([1., 2., nan]), [[1.0], [2.0]])
+    """
+    key = random.key(0) if key is None else key
+    return _map_padding(lambda x: _garbage(x, key), tree)
+
+
+def zero_padding(tree: T) -> T:
+    """The same value with the padding of every jagged value in `tree` zero; rows of RowGrads that count for nothing -1.
+
+    Law: assert_trees_close(zero_padding(op(garbage_padding(x))), zero_padding(op(x))) for an op with a jagged answer.
+    """
+    out = _map_padding(torch.zeros_like, tree)
+    mark = lambda x: replace(x, rows=torch.where(x.valid, x.rows, -1)) if isinstance(x, RowGrads) else x
+    return tree_map(mark, out, is_leaf=_is_jagged)
+
+
+def _is_jagged(x: Any) -> bool:
+    return isinstance(x, JAGGED)
+
+
+def _map_padding(fill: Callable[[Tensor], Tensor], tree: T) -> T:
+    def one(x: Any) -> Any:
+        if isinstance(x, RowGrads):
+            return _fill_entries(fill, x)
+        if isinstance(x, JAGGED):
+            used = torch.arange(x.capacity, device=x.values.device) < x.offsets[-1]
+            weights = None if x.weights is None else _fill(fill, x.weights, used)
+            return replace(x, values=_fill(fill, x.values, used), weights=weights)
+        return x
+
+    return tree_map(one, tree, is_leaf=_is_jagged)
+
+
+def _fill_entries(fill: Callable[[Tensor], Tensor], x: RowGrads) -> RowGrads:
+    """Entries behind `count` lose row and gradient, entries of no row their gradient."""
+    counted = torch.arange(x.rows.shape[0], device=x.rows.device) < x.count
+    repeats = None if x.repeats is None else _fill(fill, x.repeats, counted)
+    return replace(x, rows=_fill(fill, x.rows, counted), grads=_fill(fill, x.grads, x.valid), repeats=repeats)
+
+
+def _fill(fill: Callable[[Tensor], Tensor], x: Tensor, used: Tensor) -> Tensor:
+    return torch.where(used.reshape(-1, *(1,) * (x.dim() - 1)), x, fill(x))
+
+
+def _garbage(x: Tensor, key: Tensor) -> Tensor:
+    if x.is_floating_point():
+        return torch.full_like(x, torch.nan)
+    wild = random.bits(key, tuple(x.shape))
+    if x.dtype != torch.int64:
+        wild = wild >> (64 - 8 * x.dtype.itemsize)
+    plausible = random.shift_right(wild, 62)
+    even = torch.arange(x.shape[0], device=x.device).reshape(-1, *(1,) * (x.dim() - 1)) % 2 == 0
+    return torch.where(even, plausible, wild).to(x.dtype)
+
+
+def dense_leaves(tree: Any) -> dict[str, Tensor]:
+    """{path: tensor} of the float tensors, padding zero and RowGrads dense; what an inner product runs over."""
+    plain = tree_map(lambda x: x.to_dense() if isinstance(x, RowGrads) else x, tree, is_leaf=_is_jagged)
+    return {path: x for path, x in paths(zero_padding(plain)) if isinstance(x, Tensor) and x.is_floating_point()}
+
+
+def with_floats(tree: T, leaves: dict[str, Tensor]) -> T:
+    """`tree` with the float tensors at these paths replaced."""
+    flat, spec = torch_tree.tree_flatten(tree)
+    named = [path for path, _ in paths(tree)]
+    return torch_tree.tree_unflatten([leaves.get(path, x) for path, x in zip(named, flat, strict=True)], spec)

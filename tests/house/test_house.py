@@ -1,0 +1,205 @@
+"""House rules: floors, sizes, bases, imports and the public names."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+import types
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import funcrec as fr
+
+ROOT = Path(__file__).parents[2]
+PACKAGE, KERNELS = ROOT / "funcrec", ROOT / "kernels"
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+
+FLOORS = {
+    "_errors": 0, "_tree": 0, "kernels": 0,
+    "_configs": 1, "_donation": 1, "_init": 1, "_jagged": 1, "_keyed_jagged": 1, "_keyed_tensor": 1, "_random": 1,
+    "_checks": 2, "_hashing": 2, "_lookup": 2, "_rowgrads": 2, "_state": 2, "_taps": 2,
+    "_checked": 3, "_grad": 3, "_jit": 3, "optim": 3,
+    "nn": 4, "models": 4,
+    "_step": 5,
+    "_checkpoint": 6, "data": 6, "examples": 6, "metrics": 6, "testing": 6,
+}  # fmt: skip
+
+# What a module may import at its top, besides the standard library and funcrec.
+THIRD_PARTY = {"torch", "optree", "numpy", "tqdm"}
+OPTIONAL = {"testing.strategies": {"hypothesis"}}
+
+BASES = {"NamedTuple", "Protocol", "Enum", "IntEnum", "StrEnum", "Function", "TypedDict", "Exception"}
+# A donated tensor is poisoned in place, which only a subclass of Tensor can do; a mode of torch is a class.
+SUBCLASSES = {"Donated": "Tensor", "_TensorScalars": "TorchFunctionMode"}
+
+HEAVY = [
+    "triton", "fbgemm_gpu", "torchrec", "hypothesis", "matplotlib", "pyarrow", "pandas", "torch._dynamo", "torch._inductor",
+]  # fmt: skip
+
+
+def name_of(path):
+    """funcrec/optim/_row.py -> optim._row; kernels/ops.py -> kernels.ops; an __init__ is its folder."""
+    parts = path.relative_to(PACKAGE).parts if path.is_relative_to(PACKAGE) else path.relative_to(ROOT).parts
+    return ".".join(parts).removesuffix(".py").removesuffix(".__init__")
+
+
+FILES = {name_of(p): p for folder in (PACKAGE, KERNELS) for p in sorted(folder.rglob("*.py"))}
+MODULES = {n: p for n, p in FILES.items() if n != "__init__"}
+TREES = {n: ast.parse(p.read_text()) for n, p in FILES.items()}
+
+
+def floor(name):
+    return FLOORS[name.split(".")[0]]
+
+
+def is_type_checking(node):
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def imports(node, *, lazy):
+    """(module, name or None) of the imports below `node`; those inside functions only when `lazy`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from ((alias.name, None) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            yield from ((child.module, alias.name) for alias in child.names)
+        elif is_type_checking(child) or (isinstance(child, (ast.FunctionDef, ast.Lambda)) and not lazy):
+            continue
+        else:
+            yield from imports(child, lazy=lazy)
+
+
+def own_imports(name, *, lazy):
+    """The modules of funcrec that a module imports, by their names here."""
+    found = set()
+    for module, what in imports(TREES[name], lazy=lazy):
+        if module == "funcrec":
+            found.add(what)
+        elif module and module.startswith("funcrec."):
+            inner = module.removeprefix("funcrec.")
+            found.add(f"{inner}.{what}" if f"{inner}.{what}" in FILES else inner)
+    return found
+
+
+def test_every_module_has_a_floor():
+    """The table of floors and the folder agree."""
+    assert {n.split(".")[0] for n in MODULES} == set(FLOORS)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_come_from_no_higher_floor(name):
+    """A module imports only from its own floor and those below, inside functions too."""
+    for other in own_imports(name, lazy=True):
+        if name.split(".")[0] == "examples" and other not in FILES:
+            continue  # an example uses the public names, as its reader will
+        assert other in FILES, f"{name} imports funcrec.{other}, which is no module"
+        assert floor(other) <= floor(name), f"{name} (floor {floor(name)}) imports {other} (floor {floor(other)})"
+
+
+def test_imports_have_no_cycle():
+    """Modules can be read bottom-up: their imports have an order."""
+    graph = {n: own_imports(n, lazy=False) & set(MODULES) for n in MODULES}
+    tuple(TopologicalSorter(graph).static_order())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_says_what_it_is_for(name):
+    """A module has a docstring, which tells its floor; a family's __init__ and the kernels need not."""
+    doc = ast.get_docstring(TREES[name])
+    assert doc
+    if not name.startswith("kernels") and MODULES[name].name != "__init__.py":
+        assert f"Floor {floor(name)}." in doc
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_are_of_what_is_installed(name):
+    """At its top a module imports the standard library, torch, optree, numpy, tqdm and funcrec; kernels torch only."""
+    allowed = THIRD_PARTY | OPTIONAL.get(name, set()) | {"funcrec"}
+    if name.startswith("kernels"):
+        allowed = {"torch", "funcrec"}
+        assert own_imports(name, lazy=True) <= {n for n in MODULES if n.startswith("kernels")}
+    found = {module.split(".")[0] for module, _ in imports(TREES[name], lazy=name.startswith("kernels"))}
+    assert found <= allowed | sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_are_short(name):
+    """No file is longer than 400 lines."""
+    assert len(FILES[name].read_text().splitlines()) <= MAX_FILE_LINES
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_functions_are_short(name):
+    """No function is longer than 60 lines, docstring apart."""
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            documented = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
+            doc = node.body[0].end_lineno - node.body[0].lineno + 1 if documented else 0
+            assert node.end_lineno - node.lineno + 1 - doc <= MAX_FUNCTION_LINES, f"{name}.{node.name}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_there_are_no_class_hierarchies(name):
+    """A class has no base but those that make a record, a protocol, an enumeration, an error or a differentiable function."""
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.ClassDef):
+            bases = {ast.unparse(b).split("[")[0].split(".")[-1] for b in node.bases}
+            bad = {b for b in bases if b not in BASES and not b.endswith("Error") and SUBCLASSES.get(node.name) != b}
+            assert not bad, f"{name}.{node.name} has bases {sorted(bad)}"
+
+
+def test_importing_funcrec_is_light():
+    """`import funcrec` in a fresh process loads no optional package and no compiler."""
+    code = f"import sys, funcrec; print([m for m in {HEAVY} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert out.stdout.strip() == "[]"
+
+
+def test_checkers_need_no_hypothesis():
+    """funcrec.testing without its strategies works where hypothesis is not installed."""
+    code = "import sys; sys.modules['hypothesis'] = None; from funcrec.testing import check_adjoint, assert_trees_close"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def public_names():
+    """What `funcrec/__init__.py` exports, as X as X."""
+    nodes = [n for n in TREES["__init__"].body if isinstance(n, ast.ImportFrom)]
+    return sorted({alias.asname for n in nodes for alias in n.names})
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_public_names_are_documented(name):
+    """Every public name has a docstring; functions and values that hold tensors have an example, errors none."""
+    value = getattr(fr, name)
+    doc = inspect.getdoc(value)
+    assert doc
+    is_error = inspect.isclass(value) and issubclass(value, Exception)
+    if not isinstance(value, types.ModuleType) and not is_error:
+        assert ">>>" in doc, f"funcrec.{name} has no example"
+
+
+def test_public_names_are_in_the_readme():
+    """The README's table of names has every public one, in backticks."""
+    named = re.findall(r"`(?:fr\.|funcrec\.)?(\w+)", (ROOT / "README.md").read_text())
+    assert sorted(set(public_names()) - set(named)) == []
+
+
+def test_exports_are_explicit():
+    """`X as X` for every public name, and none begins with an underscore."""
+    for node in TREES["__init__"].body:
+        if isinstance(node, ast.ImportFrom):
+            assert all(a.asname == a.name and not a.name.startswith("_") for a in node.names)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda p: p.stem)
+def test_tests_say_their_law(path):
+    """The first line of every test's docstring is the law in words; test files do not import one another."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            assert ast.get_docstring(node), f"{path.name}: {node.name}"
+    modules = {m for m, _ in imports(tree, lazy=True) if m}
+    assert not any(m.startswith(("tests", "test_")) for m in modules)

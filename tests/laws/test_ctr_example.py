@@ -1,0 +1,132 @@
+"""The main job, on a small generated folder of MovieLens's format: it trains, reports, stops and goes on."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import funcrec as fr
+from funcrec.examples import ctr
+from funcrec.testing import assert_trees_close
+
+OPTIONS = ["--model", "fm", "--batch-size", "64", "--patience", "9", "--lr", "0.05"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """80 users, 60 items, 4000 ratings that a user's and an item's parity decide."""
+    path = tmp_path_factory.mktemp("ml-1m")
+    draw = random.Random(0)
+    users = [f"{u}\t{draw.choice([1, 18, 25])}\t{draw.choice('MF')}\t{draw.randrange(5)}\t12345" for u in range(1, 81)]
+    genres = ["Comedy", "Drama", "Film-Noir"]
+    items = [
+        f'{i}\t"Title" {i}, The\t{1990 + i % 7}\t{" ".join(draw.sample(genres, draw.randrange(3)))}'
+        for i in range(1, 61)
+    ]
+    pairs = draw.sample([(u, i) for u in range(1, 81) for i in range(1, 61)], 4000)
+    ratings = [f"{u}\t{i}\t{5 if (u + i) % 2 else 1}\t{978300000 + n}" for n, (u, i) in enumerate(pairs)]
+    header = {
+        "user": ("user_id:token\tage:token\tgender:token\toccupation:token\tzip_code:token", users),
+        "item": ("item_id:token\tmovie_title:token_seq\trelease_year:token\tgenre:token_seq", items),
+        "inter": ("user_id:token\titem_id:token\trating:float\ttimestamp:float", ratings),
+    }
+    for name, (first, rows) in header.items():
+        (path / f"ml-1m.{name}").write_text("\n".join([first, *rows]) + "\n")
+    return path
+
+
+@pytest.fixture
+def handlers():
+    """The interrupt handler as it was."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def run(folder, out, *more):
+    return ctr.main([*OPTIONS, "--data", str(folder), "--out", str(out), *more])
+
+
+def test_it_trains_reports_and_resumes_to_the_same_bits(folder, tmp_path, handlers, capsys):
+    """Two epochs and a resumption equal four epochs at once, and the report has what was promised."""
+    assert run(folder, tmp_path / "whole", "--epochs", "4") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"test AUC [01]\.\d{4} \(published 0\.8935\)", last)
+    assert run(folder, tmp_path / "parts", "--epochs", "2") == 0
+    assert run(folder, tmp_path / "parts", "--epochs", "4", "--resume") == 0
+    whole, parts = (fr.load(tmp_path / name / "checkpoint.pt") for name in ("whole", "parts"))
+    for key in ("state", "best", "position", "loss_sum"):
+        assert_trees_close(parts[key], whole[key])
+    result = json.loads((tmp_path / "whole" / "result.json").read_text())
+    assert result["num_parameters"] == 171_004
+    assert [h["epoch"] for h in result["history"]] == [0, 1, 2, 3]
+    assert result["history"][-1]["loss"] < result["history"][0]["loss"]
+    assert result["test_auc"] > 0.6, "the parities can be learnt"
+    assert (tmp_path / "whole" / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ctrl_c_leaves_a_checkpoint_in_the_middle_of_an_epoch(folder, tmp_path, handlers):
+    """An interrupted process exits with 130, and what it left goes on to the bits of an uninterrupted run."""
+    command = [
+        sys.executable,
+        "-m",
+        "funcrec.examples.ctr",
+        *OPTIONS,
+        "--data",
+        str(folder),
+        "--out",
+        str(tmp_path / "cut"),
+    ]
+    process = subprocess.Popen([*command, "--epochs", "100"], stdout=subprocess.PIPE, text=True, env={**os.environ})
+    assert "epoch   0" in process.stdout.readline()
+    time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "--resume" in output
+    cut = fr.load(tmp_path / "cut" / "checkpoint.pt")
+    epochs = cut["position"][0] + 1
+    assert run(folder, tmp_path / "cut", "--epochs", str(epochs), "--resume") == 0
+    assert run(folder, tmp_path / "whole", "--epochs", str(epochs)) == 0
+    whole, resumed = (fr.load(tmp_path / name / "checkpoint.pt") for name in ("whole", "cut"))
+    for key in ("state", "best"):
+        assert_trees_close(resumed[key], whole[key])
+
+
+BAD = {
+    "nothing to resume": (["--resume"], "there is no"),
+    "no accelerator": (["--device", "cuda"], "no accelerator"),
+    "unknown model": (["--model", "gpt"], "invalid choice"),
+    "no epoch": (["--epochs", "0"], "at least 1"),
+}
+
+
+@pytest.mark.parametrize("words, fragment", BAD.values(), ids=BAD.keys())
+def test_bad_options_are_told_before_any_work(words, fragment, tmp_path, capsys):
+    """Wrong options end at once, with a sentence."""
+    if "--device" in words and torch.accelerator.is_available():
+        words = ["--device", "cuda", "--resume"]
+        fragment = "there is no"
+    with pytest.raises(SystemExit):
+        ctr.main(["--out", str(tmp_path), *words])
+    assert fragment in capsys.readouterr().err
+
+
+def test_a_batch_larger_than_the_data_is_refused(folder, tmp_path):
+    """An epoch without a full batch is told before training."""
+    with pytest.raises(SystemExit, match="--batch-size 5000"):
+        run(folder, tmp_path, "--batch-size", "5000")
+
+
+def test_a_checkpoint_of_another_run_is_refused(folder, tmp_path, handlers):
+    """--resume with other settings names them."""
+    run(folder, tmp_path, "--epochs", "1")
+    with pytest.raises(SystemExit, match=r"lr was 0.05 and is 0.1"):
+        run(folder, tmp_path, "--lr", "0.1", "--resume")

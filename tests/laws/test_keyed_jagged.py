@@ -1,0 +1,186 @@
+"""KeyedJaggedTensor: its operations are those of a dict of Python's lists, and read no padding."""
+
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import funcrec as fr
+from funcrec._keyed_jagged import bucket
+from funcrec.testing import assert_trees_close, garbage_padding, zero_padding
+from funcrec.testing import strategies as frs
+
+KEYS = ("a", "b", "c")
+
+
+def each(fn):
+    return lambda lists: {k: fn(bags) for k, bags in lists.items()}
+
+
+# name: (what is done, the same on {key: lists}); every one of them must run without reading a value on the host
+ON_KEYS = {
+    "permute": (lambda x: x.permute(["c", "a", "b"]), lambda d: {k: d[k] for k in "cab"}),
+    "permute some": (lambda x: x.permute(["b"]), lambda d: {"b": d["b"]}),
+    "permute none": (lambda x: x.permute([]), lambda d: {}),
+    "permute by position": (lambda x: x.permute([2, 0]), lambda d: {"c": d["c"], "a": d["a"]}),
+    "split": (lambda x: x.split([1, 0, 2])[2], lambda d: {"b": d["b"], "c": d["c"]}),
+    "split and concat": (lambda x: fr.KeyedJaggedTensor.concat(x.split([1, 0, 2])), lambda d: d),
+    "to_dict and from_jagged": (lambda x: fr.KeyedJaggedTensor.from_jagged(x.to_dict()), lambda d: d),
+    "pad_to": (lambda x: x.pad_to(x.capacity + 3), lambda d: d),
+}
+ON_BAGS = {
+    "int": (lambda x: x[1], each(lambda bags: [bags[1]])),
+    "slice": (lambda x: x[1:], each(lambda bags: bags[1:])),
+    "none": (lambda x: x[0:0], each(lambda bags: [])),
+    "list": (lambda x: x[[1, 0, 1]], each(lambda bags: [bags[1], bags[0], bags[1]])),
+    "padded and back": (
+        lambda x: fr.KeyedJaggedTensor.from_padded(
+            {k: j.to_padded(4) for k, j in x.to_dict().items()}, {k: j.lengths for k, j in x.to_dict().items()}
+        ),
+        lambda d: d,
+    ),
+}
+OPS = ON_KEYS | ON_BAGS
+
+
+def batches(name, **options):
+    same = st.just(True) if name in ON_BAGS else st.booleans()
+    return same.flatmap(lambda s: frs.keyed_jagged_tensors(keys=KEYS, same_bags=s, min_bags=2, **options))
+
+
+@pytest.mark.parametrize("name", OPS)
+@given(data=st.data())
+def test_an_operation_is_that_of_lists(name, data):
+    """op(x).to_lists() == op(x.to_lists()), keys in order; dtypes stay."""
+    op, on_lists = OPS[name]
+    x = data.draw(batches(name, weighted=False))
+    out, want = op(x), on_lists(x.to_lists())
+    assert out.to_lists() == want and out.keys == tuple(want)
+    assert (out.values.dtype, out.offsets.dtype) == (x.values.dtype, x.offsets.dtype)
+
+
+@pytest.mark.parametrize("name", [n for n in OPS if n != "padded and back"])
+@given(data=st.data())
+def test_weights_go_with_their_values(name, data):
+    """The weights of op(x) are op of the weights."""
+    op, on_lists = OPS[name]
+    x = data.draw(batches(name, weighted=True))
+    as_values = lambda y: fr.KeyedJaggedTensor(y.weights, y.offsets, None, None, y.keys, y.strides).to_lists()
+    assert as_values(op(x)) == on_lists(as_values(x))
+
+
+@pytest.mark.parametrize("name", OPS)
+@given(data=st.data())
+def test_padding_is_never_read(name, data):
+    """op(x with garbage in its padding) == op(x)."""
+    op, _ = OPS[name]
+    x = data.draw(batches(name))
+    assert_trees_close(zero_padding(op(garbage_padding(x, fr.key(2)))), zero_padding(op(x)))
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("strides", [None, (2, 3, 1)])
+def test_an_operation_reads_nothing_on_the_host(name, strides):
+    """op traces with fake tensors, whose values cannot be read; the traced op is the op."""
+    if strides and name in ON_BAGS:
+        return
+    op, _ = OPS[name]
+    offsets = torch.tensor([0, 1, 1, 3, 3, 4, 5])
+    x = fr.KeyedJaggedTensor(torch.arange(7), offsets, torch.ones(7), None, KEYS, strides)
+    assert_trees_close(make_fx(op, tracing_mode="fake")(x)(x), op(x))
+
+
+@pytest.mark.parametrize("name", OPS)
+@given(data=st.data())
+def test_inputs_are_unchanged(name, data):
+    """op(x) leaves x as it was."""
+    x = data.draw(batches(name))
+    before = torch.utils._pytree.tree_map(torch.clone, x)
+    OPS[name][0](x)
+    assert_trees_close(x, before)
+
+
+@given(frs.keyed_jagged_tensors(weighted=False), st.booleans())
+def test_a_feature_is_its_bags(x, weighted):
+    """x[key].to_lists() == x.to_lists()[key] == x.to_dict()[key].to_lists(), in a buffer of x's capacity."""
+    for key, bags in x.to_lists().items():
+        assert x[key].to_lists() == bags == x.to_dict()[key].to_lists()
+        assert x[key].capacity == x.capacity and x[key].num_bags == x.bags_of(key) == len(bags)
+
+
+@given(frs.keyed_jagged_tensors(same_bags=False))
+def test_strides_cut_the_bags(x):
+    """With strides, key f's bags are the next strides[f] of the buffer."""
+    bags = fr.JaggedTensor(x.values, x.offsets).to_lists()
+    for key, stride in zip(x.keys, x.strides, strict=True):
+        mine, bags = bags[:stride], bags[stride:]
+        assert x[key].to_lists() == mine and x.bags_of(key) == stride
+    assert not bags
+
+
+@given(frs.keyed_jagged_tensors(dtypes=(torch.int64,), offset_dtypes=(torch.int64,)))
+def test_lists_round_trip(x):
+    """from_lists(x.to_lists()) == x.unpad(), with weights."""
+    weights = None
+    if x.weights is not None:
+        weights = fr.KeyedJaggedTensor(x.weights, x.offsets, None, None, x.keys, x.strides).to_lists()
+    assert_trees_close(fr.KeyedJaggedTensor.from_lists(x.to_lists(), weights=weights), x.unpad())
+
+
+@given(frs.keyed_jagged_tensors(keys=("a", "b")), st.lists(st.sampled_from("ab"), max_size=4))
+def test_permute_repeats_and_drops(x, keys):
+    """permute(keys) has each key's bags as often as it is named, in a buffer that holds them."""
+    out = x.permute(keys)
+    bags = x.to_lists()
+    assert fr.JaggedTensor(out.values, out.offsets).to_lists() == [bag for k in keys for bag in bags[k]]
+    assert out.keys == tuple(keys)
+
+
+@given(frs.keyed_jagged_tensors(keys=("a", "b"), min_bags=1))
+def test_permute_takes_inverse_indices_along(x):
+    """inverse[f] goes with its key."""
+    inverse = torch.arange(6).reshape(2, 3)
+    x = fr.KeyedJaggedTensor(x.values, x.offsets, x.weights, inverse, x.keys, x.strides)
+    assert x.permute(["b", "a"]).inverse.tolist() == [[3, 4, 5], [0, 1, 2]]
+    assert x.split([1, 1])[1].inverse.tolist() == [[3, 4, 5]]
+    assert x.pad_to(x.capacity + 1).inverse is inverse and x.unpad().inverse is inverse
+
+
+@given(frs.keyed_jagged_tensors(same_bags=False), st.integers(1, 20))
+def test_pad_to_bucket_keeps_the_ids(x, minimum):
+    """pad_to_bucket(x).to_lists() == x.to_lists(), in the bucket of the number of ids."""
+    out = fr.pad_to_bucket(x, minimum=minimum)
+    assert out.to_lists() == x.to_lists()
+    assert out.capacity == bucket(x.unpad().capacity, minimum=minimum)
+
+
+def test_buckets_are_few_and_tight():
+    """bucket(n) >= n, ascends with n, wastes less than half of it over the minimum, and takes few values."""
+    sizes = [bucket(n) for n in range(1, 5000)]
+    assert all(n <= b and (b == 16 or b - n < b / 2) for n, b in zip(range(1, 5000), sizes))
+    assert sizes == sorted(sizes) and sorted(set(sizes))[:6] == [16, 24, 32, 48, 64, 96] and len(set(sizes)) < 20
+    assert [bucket(n, minimum=1) for n in range(1, 9)] == [1, 2, 3, 4, 6, 6, 8, 8]
+
+
+def test_no_keys_and_no_bags():
+    """A value without keys, or without bags, is a value."""
+    empty = fr.KeyedJaggedTensor.from_lists({})
+    assert empty.to_lists() == {} and empty.num_bags == 0 and fr.pad_to_bucket(empty).capacity == 16
+    assert fr.KeyedJaggedTensor.concat([]).to_lists() == {}
+    bare = fr.KeyedJaggedTensor.from_lists({"a": [], "b": []})
+    assert bare.num_bags == 0 and bare["b"].to_lists() == [] and bare.permute(["b", "a"]).keys == ("b", "a")
+
+
+def test_work_on_keys_is_linear_in_the_bags():
+    """Twenty-six keys of 4096 bags are permuted and sliced in less than a second."""
+    x = fr.KeyedJaggedTensor.from_lengths(
+        [f"f{i}" for i in range(26)],
+        torch.zeros(26 * 4096, dtype=torch.int64),
+        torch.ones(26 * 4096, dtype=torch.int64),
+    )
+    started = time.perf_counter()
+    x.permute(x.keys[::-1])[:4000]
+    assert time.perf_counter() - started < 1.0

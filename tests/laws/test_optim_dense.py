@@ -1,0 +1,155 @@
+"""Dense optimizers: torch.optim's classes as pure functions."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import funcrec as fr
+from funcrec.optim import Stage, dense, schedule
+from funcrec.testing import assert_trees_close
+
+CLASSES = {
+    "sgd": (torch.optim.SGD, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    "nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "adam": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "amsgrad": (torch.optim.Adam, {"amsgrad": True, "maximize": True}),
+    "adamw": (torch.optim.AdamW, {}),
+    "nadam": (torch.optim.NAdam, {}),
+    "radam": (torch.optim.RAdam, {"weight_decay": 0.1}),
+    "adamax": (torch.optim.Adamax, {}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.2}),
+    "rmsprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
+    "rprop": (torch.optim.Rprop, {}),
+    "asgd": (torch.optim.ASGD, {"t0": 2.0}),
+}
+every_class = pytest.mark.parametrize("name", CLASSES)
+STEPS = 7
+RATE = schedule([Stage("linear", 4, value=0.2)], lr=0.05)
+
+
+@fr.pytree
+class Tower:
+    weight: torch.Tensor
+    biases: list
+
+
+def generated(seed: int, dtype=torch.float64):
+    """A tree of a matrix, a vector and a scalar, and STEPS gradients of it."""
+    draw = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(shape, generator=draw, dtype=dtype)
+    tree = lambda: {"tower": Tower(normal(3, 2), [normal(2), normal()])}
+    return tree(), [tree() for _ in range(STEPS)]
+
+
+def run(opt, params, grads):
+    state = opt.init(params)
+    for step, g in enumerate(grads):
+        params, state = opt.update(g, state, params, step)
+    return params, state
+
+
+def kinds(tree):
+    flat, structure = torch.utils._pytree.tree_flatten(tree)
+    return structure, [(x.shape, x.dtype) for x in flat]
+
+
+@pytest.fixture
+def double_default():
+    """torch.optim keeps its own counters in the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@every_class
+@pytest.mark.parametrize("rate", [0.05, RATE], ids=["number", "schedule"])
+def test_is_the_class(name, rate, double_default):
+    """k updates are k steps of the torch.optim class used the normal way."""
+    cls, hyper = CLASSES[name]
+    params, grads = generated(0)
+    got, _ = run(dense(cls, lr=rate, **hyper), params, grads)
+    leaves, structure = torch.utils._pytree.tree_flatten(params)
+    theirs = [torch.nn.Parameter(p.clone()) for p in leaves]
+    opt = cls(theirs, lr=float(rate(0)) if callable(rate) else rate, foreach=False, **hyper)
+    for step, g in enumerate(grads):
+        for p, d in zip(theirs, torch.utils._pytree.tree_leaves(g), strict=True):
+            p.grad = d.clone()
+        if callable(rate):
+            opt.param_groups[0]["lr"] = float(rate(step))
+        opt.step()
+    need = torch.utils._pytree.tree_unflatten([p.detach() for p in theirs], structure)
+    assert_trees_close(got, need, rtol=1e-12, atol=1e-14)
+
+
+@every_class
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pure_and_staged(name, dtype):
+    """Staged on shapes, an update gives the eager bits; it keeps structure, shapes and dtypes and writes to no argument."""
+    cls, hyper = CLASSES[name]
+    opt = dense(cls, lr=RATE, **hyper)
+    params, grads = generated(1, dtype)
+    state = opt.init(params)
+    staged = make_fx(opt.update, tracing_mode="fake", _allow_non_fake_inputs=True)(
+        grads[0], state, params, torch.tensor(0)
+    )
+    for step, g in enumerate(grads):
+        before = torch.utils._pytree.tree_map(torch.clone, (g, state, params))
+        got, need = staged(g, state, params, torch.tensor(step)), opt.update(g, state, params, step)
+        assert_trees_close((g, state, params), before)
+        assert_trees_close(got, need)
+        assert kinds(need) == kinds((params, state))
+        params, state = need
+    assert not torch.compiler.is_compiling()
+
+
+@every_class
+def test_f32_is_near_f64(name):
+    """f32 parameters stay within 1e-5 of the f64 ones."""
+    cls, hyper = CLASSES[name]
+    params, grads = generated(2, torch.float32)
+    low, _ = run(dense(cls, lr=0.05, **hyper), params, grads)
+    double = lambda t: torch.utils._pytree.tree_map(torch.Tensor.double, t)
+    high, _ = run(dense(cls, lr=0.05, **hyper), double(params), [double(g) for g in grads])
+    assert_trees_close(double(low), high, rtol=1e-5, atol=1e-5)
+
+
+@every_class
+def test_vmap(name):
+    """Mapped over an ensemble, an update is the update of each member."""
+    cls, hyper = CLASSES[name]
+    opt = dense(cls, lr=0.05, **hyper)
+    stack = lambda *xs: torch.utils._pytree.tree_map(lambda *y: torch.stack(y), *xs)
+    members = []
+    for seed in (3, 4):
+        params, grads = generated(seed, torch.float32)
+        params, state = run(opt, params, grads[:1])
+        members.append((grads[1], state, params))
+    got = torch.func.vmap(opt.update, in_dims=(0, 0, 0, None))(*stack(*members), 1)
+    assert_trees_close(got, stack(*[opt.update(*m, 1) for m in members]), rtol=1e-6, atol=1e-7)
+
+
+def test_any_tree():
+    """A single tensor, a list, and an empty tree are trees."""
+    opt = dense(torch.optim.Adam, lr=0.1)
+    one, grad = torch.ones(2), torch.tensor([1.0, -1.0])
+    moved, _ = run(opt, one, [grad])
+    assert_trees_close(run(opt, [one, one], [[grad, grad]])[0], [moved, moved])
+    for empty in ({}, [], ()):
+        assert run(opt, empty, [empty]) == (empty, empty)
+
+
+def test_parameters_that_require_grad():
+    """Leaves that require grad are read, not written: the new ones are plain tensors."""
+    p = torch.ones(2, requires_grad=True)
+    moved, _ = run(dense(torch.optim.SGD, lr=0.5), p, [torch.ones(2)])
+    assert moved.tolist() == [0.5, 0.5] and p.tolist() == [1, 1] and not moved.requires_grad and p.grad is None
+
+
+def test_rates():
+    """A number, a tensor and a function of the step that give the same rate agree."""
+    params, grads = generated(5)
+    need, _ = run(dense(torch.optim.RMSprop, lr=0.125), params, grads)
+    for rate in (torch.tensor(0.125), lambda step: 0.125, lambda step: torch.full((), 0.125)):
+        assert_trees_close(run(dense(torch.optim.RMSprop, lr=rate), params, grads)[0], need, rtol=1e-14, atol=1e-15)

@@ -1,0 +1,205 @@
+"""funcrec.testing itself: its checkers fail when they should, its strategies reach and shrink as they say."""
+
+import pytest
+import torch
+from hypothesis import Phase, find, given, settings
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close, check_adjoint, check_grads, garbage_padding, zero_padding
+from funcrec.testing import strategies as frs
+
+
+def t(*numbers, dtype=torch.float32):
+    return torch.tensor(numbers, dtype=dtype)
+
+
+DIFFERENT = {
+    "value": ({"a": t(1.0)}, {"a": t(1.5)}, "`['a']`"),
+    "nan": (t(1.0), t(float("nan")), "worst is inf"),
+    "dtype": ([t(1.0)], [t(1.0, dtype=torch.float64)], "f64[1]"),
+    "shape": ((t(1.0),), (t(1.0, 2.0),), "f32[2]"),
+    "structure": ({"a": t(1.0)}, {"b": t(1.0)}, "structures"),
+    "static field": (fr.KeyedTensor(t(1.0), ("a",), (1,)), fr.KeyedTensor(t(1.0), ("b",), (1,)), "structures"),
+    "other leaf": ({"n": 1}, {"n": 2}, "`['n']`"),
+    "number for a bool": ([1], [True], "True"),
+    "none": ([None], [t(1.0)], "None"),
+    "padding": (fr.JaggedTensor.from_lists([[1]]).pad_to(2), fr.JaggedTensor.from_lists([[1]]).pad_to(3), "values"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_trees_that_differ_are_told_apart(name):
+    """assert_trees_close raises when the trees differ in anything, and names the place."""
+    a, b, fragment = DIFFERENT[name]
+    with pytest.raises(AssertionError) as e:
+        assert_trees_close(a, b)
+    assert fragment in str(e.value)
+
+
+@given(frs.lookups())
+def test_a_tree_is_close_to_itself(it):
+    """assert_trees_close(x, x), NaN in the padding included."""
+    assert_trees_close(it._replace(features=()), it._replace(features=()))
+
+
+def test_tolerances_are_those_asked_for():
+    """|a - b| <= atol + rtol |b| passes, anything above fails."""
+    assert_trees_close(t(1.0), t(1.25), atol=0.25)
+    assert_trees_close(t(5.0), t(4.0), rtol=0.25)
+    with pytest.raises(AssertionError, match=r"0\.25 apart"):
+        assert_trees_close(t(1.0), t(1.25), atol=0.24)
+
+
+@given(frs.keyed_jagged_tensors(max_padding=8), frs.row_grads(coalesced=None, max_padding=8))
+def test_garbage_padding_changes_only_padding(x, g):
+    """garbage_padding(x) is the same value; zero_padding takes it back."""
+    assert_trees_close(garbage_padding([x])[0].to_lists(), x.to_lists())
+    assert_trees_close(garbage_padding({"g": g})["g"].to_dense(), g.to_dense())
+    assert_trees_close(zero_padding(garbage_padding((x, g))), zero_padding((x, g)))
+
+
+def test_garbage_is_in_and_out_of_range():
+    """Padding of ids holds rows of a small table and ids of none; that of weights NaN."""
+    x = fr.JaggedTensor(torch.zeros(64, dtype=torch.int32), torch.tensor([0, 4]), torch.ones(64))
+    got = garbage_padding(x, fr.key(1))
+    tail = got.values[4:]
+    assert bool((tail < -1000).any()) and bool((tail > 1000).any()) and bool(((tail >= 0) & (tail < 4)).any())
+    assert bool(got.weights[4:].isnan().all()) and not bool(got.weights[:4].isnan().any())
+
+
+def test_an_adjoint_that_is_wrong_is_found():
+    """check_adjoint raises for a wrong factor, a lost entry and a path that is not there."""
+    g = fr.RowGrads.from_entries(t(0, 2, dtype=torch.int64), torch.ones(2, 1), num_embeddings=3)
+    gather = lambda x: {"y": x["table"][[0, 2]]}
+    right = lambda y: {"table": fr.RowGrads.from_entries(g.rows, y["y"], num_embeddings=3)}
+    x = {"table": torch.randn(3, 1, dtype=torch.float64), "unused": torch.ones(2)}
+    check_adjoint(gather, right, x)
+    wrong = {
+        "factor": lambda y: {"table": right(y)["table"].scale(1 + 1e-6)},
+        "entry": lambda y: {"table": fr.RowGrads.from_entries(g.rows[:1], y["y"][:1], num_embeddings=3)},
+        "path": lambda y: {"tabel": y["y"]},
+    }
+    x = {"table": torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)}
+    for transpose in wrong.values():
+        with pytest.raises(AssertionError):
+            check_adjoint(gather, transpose, x)
+
+
+def test_an_adjoint_of_nan_is_no_adjoint():
+    """check_adjoint does not pass on NaN."""
+    with pytest.raises(AssertionError):
+        check_adjoint(lambda x: x, lambda y: y * torch.nan, torch.ones(2))
+
+
+class Wrong(torch.autograd.Function):
+    """x², with a backward of 2.01 x; its own derivative is right."""
+
+    @staticmethod
+    def forward(x):
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, d):
+        return d * 2.01 * ctx.saved_tensors[0]
+
+    @staticmethod
+    def jvp(ctx, d):
+        return d * 2.01 * ctx.saved_tensors[0]
+
+
+class WrongTwice(torch.autograd.Function):
+    """x², with a backward that is right and detached."""
+
+    @staticmethod
+    def forward(x):
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, d):
+        return d * 2 * ctx.saved_tensors[0].detach()
+
+
+@pytest.mark.parametrize("mode", ["fwd", "rev"])
+def test_a_wrong_derivative_is_found(mode):
+    """check_grads raises for a derivative that is off by half a percent, in either mode."""
+    with pytest.raises(AssertionError, match=mode):
+        check_grads(Wrong.apply, (t(1.0, 2.0),), order=1, modes=(mode,))
+
+
+def test_a_wrong_second_derivative_is_found():
+    """check_grads of order 2 sees what order 1 cannot."""
+    check_grads(WrongTwice.apply, (t(1.0, 2.0),), order=1, modes=("rev",))
+    with pytest.raises(AssertionError, match="rev of rev"):
+        check_grads(WrongTwice.apply, (t(1.0, 2.0),), order=2, modes=("rev",))
+
+
+def test_derivatives_with_integer_arguments():
+    """check_grads holds ids fixed and differentiates floats, in trees."""
+    ids = fr.KeyedJaggedTensor.from_lists({"a": [[0, 1], [1]]}, weights={"a": [[1.0, 2.0], [0.5]]})
+    features = [fr.FeatureConfig("a", table="t", weighted=True, pooling="mean")]
+    check_grads(lambda w, ids: fr.lookup(w, ids, features).values.sin(), ({"t": torch.ones(2, 3)}, ids))
+
+
+SMALLEST = {
+    "jagged_tensors": (frs.jagged_tensors(), "JaggedTensor([], values=i64[0])"),
+    "keyed_jagged_tensors": (frs.keyed_jagged_tensors(), "KeyedJaggedTensor({'a': []}, values=i64[0])"),
+    "keyed_tensors": (frs.keyed_tensors(), "KeyedTensor(a: 1, values=f32[0, 1])"),
+    "table_configs": (
+        frs.table_configs().map(lambda ts: [(t.name, *t.shape, str(t.dtype)) for t in ts]),
+        "[('t0', 1, 1, 'torch.float32')]",
+    ),
+    "row_grads": (frs.row_grads(), "RowGrads(entries, rows=i64[0], grads=f32[0, 1], of 1 rows)"),
+    "lookups": (frs.lookups().map(lambda it: it.tables), "{'t0': tensor([[0.]])}"),
+    "features": (frs.lookups().map(lambda it: it.features), f"{(fr.FeatureConfig('f0', 't0', column='a'),)}"),
+}
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_strategies_shrink_to_the_least(name):
+    """The smallest example has no bags, no padding, i64, f32, one table and one feature."""
+    strategy, text = SMALLEST[name]
+    assert str(find(strategy, lambda x: True)) == text
+
+
+REACHED = {
+    "an empty bag between others": lambda it: any([] in bags[1:-1] for bags in it.ids.to_lists().values()),
+    "repeated ids": lambda it: any(len(set(bag)) < len(bag) for bags in it.ids.to_lists().values() for bag in bags),
+    "an id outside": lambda it: -1 in it.ids.values[: it.ids.offsets[-1]].tolist(),
+    "NaN in the padding": lambda it: it.ids.weights is not None and bool(it.ids.weights.isnan().any()),
+    "i32 ids with i64 offsets": lambda it: (it.ids.values.dtype, it.ids.offsets.dtype) == (torch.int32, torch.int64),
+    "a shared table": lambda it: len({f.table for f in it.features}) < len(it.features),
+    "a column of two tables": lambda it: (
+        len({(f.key, f.table) for f in it.features}) > len({f.key for f in it.features})
+    ),
+    "pooled and sequence": lambda it: {"none", "mean"} <= {f.pooling for f in it.features},
+    "two dtypes": lambda it: len({w.dtype for w in it.tables.values()}) > 1,
+    "weighted and hashed and cut": lambda it: any(f.weighted and f.hash and f.max_length == 1 for f in it.features),
+}
+
+
+def reach(strategy, condition):
+    """Raises hypothesis.errors.NoSuchExample when no draw has it."""
+    find(strategy, condition, settings=settings(max_examples=1000, phases=[Phase.generate], derandomize=True))
+
+
+@pytest.mark.parametrize("name", REACHED)
+def test_lookups_reach_the_hard_cases(name):
+    """Within some hundred draws, lookups() shows every case it promises."""
+    reach(frs.lookups(), REACHED[name])
+
+
+def test_row_grads_reach_the_hard_cases():
+    """row_grads() has repeats, rows of no table, and garbage behind the count."""
+    reach(frs.row_grads(), lambda g: len(set(g.rows[: g.count].tolist())) < int(g.count))
+    reach(frs.row_grads(), lambda g: bool((g.rows[: g.count] < 0).any()))
+    reach(frs.row_grads(), lambda g: bool(g.grads.isnan().any()) and int(g.count) < g.rows.shape[0])
+    reach(frs.row_grads(coalesced=None), lambda g: g.coalesced and int(g.count) > 1)
