@@ -125,7 +125,8 @@ def lookup_transpose(
         _kernel_features(ids, pooled, names),
         implementation=implementation,
     )
-    return _by_table(names, pooled, entries, shapes)
+    grads = [RowGrads.from_entries(*e, num_embeddings=shapes[n][0]) for n, e in zip(names, entries, strict=True)]
+    return dict(zip(names, grads, strict=True))
 
 
 def lookup_sequence(
@@ -193,7 +194,7 @@ def lookup_sequence_transpose(
     check_lookup(call, tables, ids, features)
     sequences = [f for f in features if f.pooling == "none"]
     shapes = table_shapes(tables)
-    entries = []
+    out: dict[str, RowGrads] = {}
     for f in sequences:
         bags = sequence_rows(ids, f, shapes[f.table][0])
         if f.name not in d_sequences:
@@ -207,8 +208,10 @@ def lookup_sequence_transpose(
             fail(call, f"`d_sequences[{f.name!r}]` does not match the lookup.", got=describe(d), need=need)
         inside = (bags.values >= 0) & (bags.values < shapes[f.table][0])
         valid = inside & (bags.bag_ids() < bags.num_bags)
-        entries.append((torch.where(valid, bags.values, -1), _weigh(d, bags)))
-    return _by_table(list(dict.fromkeys(f.table for f in sequences)), sequences, entries, shapes)
+        rows = torch.where(valid, bags.values, -1)
+        grads = RowGrads.from_entries(rows, _weigh(d, bags), num_embeddings=shapes[f.table][0])
+        out[f.table] = out[f.table] + grads if f.table in out else grads
+    return out
 
 
 def sequence_rows(ids: KeyedJaggedTensor, feature: FeatureConfig, num_embeddings: int) -> JaggedTensor:
@@ -254,16 +257,6 @@ def _num_bags(call: str, ids: KeyedJaggedTensor, features: Sequence[FeatureConfi
         hint = "one lookup for each number of bags"
         fail(call, "the features have different numbers of bags.", got=f"{counts}", need="one B for all", hint=hint)
     return next(iter(counts.values()), 0)
-
-
-def _by_table(names, features, entries, shapes) -> dict[str, RowGrads]:
-    """The entries of all features of a table, in the order of the features."""
-    out = {}
-    for name in names:
-        mine = [e for f, e in zip(features, entries, strict=True) if f.table == name]
-        rows, grads = (torch.cat(x) for x in zip(*mine, strict=True))
-        out[name] = RowGrads.from_entries(rows, grads, num_embeddings=shapes[name][0])
-    return out
 
 
 def _no_feature(call: str, features: Sequence[FeatureConfig], pooling: str, other: str) -> None:

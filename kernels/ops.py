@@ -63,7 +63,7 @@ def pooled_lookup_transpose(
     *,
     implementation: str = "reference",
 ) -> list[tuple[Tensor, Tensor]]:
-    """(rows i[K], grads f[K, D]) per feature; an entry that counts for nothing has row -1."""
+    """(rows i[K], grads f[K, D]) per table, features in order; an entry that counts for nothing has row -1."""
     return _of("pooled_lookup_transpose", implementation)(d_out, shapes, rows, offsets, weights, features)
 
 

@@ -6,6 +6,7 @@ Shapes: B bags, N buffer length, K entries, R rows, D dim.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,14 +18,40 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+class Run(NamedTuple):
+    """Features that stand side by side, alike in everything: one lookup of `width` times as many bags."""
+
+    feature: tuple
+    ids: Tensor
+    width: int
+
+    def bounds(self, offsets: Tensor, num_bags: int) -> Tensor:
+        first = self.feature.first_bag
+        return offsets[first : first + self.width * num_bags + 1]
+
+
+def runs_of(features: Sequence, rows: Sequence[Tensor], num_bags: int) -> list[Run]:
+    """The features in order, neighbours joined where table, options and buffer agree and the bags follow each other."""
+    runs: list[Run] = []
+    for feature, ids in zip(features, rows, strict=True):
+        last = runs[-1] if runs else None
+        follows = last and feature == last.feature._replace(first_bag=last.feature.first_bag + last.width * num_bags)
+        if follows and ids is last.ids:
+            runs[-1] = last._replace(width=last.width + 1)
+        else:
+            runs.append(Run(feature, ids, 1))
+    return runs
+
+
 def pooled_lookup(tables, rows, offsets, weights, features, num_bags) -> Tensor:
     columns = []
-    for feature, ids in zip(features, rows, strict=True):
-        bounds = offsets[feature.first_bag : feature.first_bag + num_bags + 1]
+    for run in runs_of(features, rows, num_bags):
+        feature, bounds = run.feature, run.bounds(offsets, num_bags)
         scale = weights if feature.weighted else None
         pool = _pool_short if 0 < feature.max_length <= UNROLL_MAX else _pool_long
-        out = pool(tables[feature.table], ids, bounds, scale, feature.max_length)
-        columns.append(out / bag_lengths(bounds, feature.max_length)[:, None] if feature.mean else out)
+        out = pool(tables[feature.table], run.ids, bounds, scale, feature.max_length)
+        out = out / bag_lengths(bounds, feature.max_length)[:, None] if feature.mean else out
+        columns.append(out.unflatten(0, (run.width, num_bags)).transpose(0, 1).flatten(1))
     dtype = max((c.dtype for c in columns), key=lambda d: d.itemsize, default=torch.float32)
     return torch.cat([c.to(dtype) for c in columns], 1) if columns else offsets.new_zeros((num_bags, 0), dtype=dtype)
 
@@ -95,25 +122,36 @@ def bag_lengths(bounds: Tensor, max_length: int) -> Tensor:
 
 
 def pooled_lookup_transpose(d_out, shapes, rows, offsets, weights, features) -> list[tuple[Tensor, Tensor]]:
-    entries, column = [], 0
-    num_bags = d_out.shape[0]
-    for feature, ids in zip(features, rows, strict=True):
+    num_bags, column = d_out.shape[0], 0
+    entries: list[list] = [[] for _ in shapes]
+    for run in runs_of(features, rows, num_bags):
+        feature, bounds = run.feature, run.bounds(offsets, num_bags)
         num_rows, dim = shapes[feature.table]
-        bounds = offsets[feature.first_bag : feature.first_bag + num_bags + 1]
-        d = d_out[:, column : column + dim]
-        column += dim
+        d = d_out[:, column : column + run.width * dim]
+        d = d.unflatten(1, (run.width, dim)).transpose(0, 1).flatten(0, 1)
+        column += run.width * dim
         if feature.mean:
             d = d / bag_lengths(bounds, feature.max_length)[:, None]
-        if feature.max_length and feature.max_length * num_bags <= max(ids.shape[0], num_bags):
-            position, bag, valid = _padded_entries(bounds, feature.max_length)
-        else:
-            position, bag, valid = _flat_entries(bounds, ids.shape[0], feature.max_length)
-        grads = _take_rows(d, bag)
-        if feature.weighted:
-            grads = grads * torch.where(valid, _take(weights, position), 0)[:, None].to(grads.dtype)
-        taken = _rows_at(ids, position, valid)
-        entries.append((torch.where((taken >= 0) & (taken < num_rows), taken, -1), grads))
-    return entries
+        entries[feature.table].append(_spread(d, run.ids, bounds, weights, feature, num_rows))
+    nothing = lambda dim: (torch.zeros(0, dtype=torch.int64, device=d_out.device), d_out.new_zeros(0, dim))
+    return [
+        tuple(torch.cat(parts) for parts in zip(*each, strict=True)) if each else nothing(dim)
+        for each, (_, dim) in zip(entries, shapes, strict=True)
+    ]
+
+
+def _spread(d: Tensor, ids: Tensor, bounds: Tensor, weights, feature, num_rows: int) -> tuple[Tensor, Tensor]:
+    """A bag's cotangent for each of its ids: (rows i[K], s_i · d[bag] f[K, D])."""
+    num_bags = d.shape[0]
+    if feature.max_length and feature.max_length * num_bags <= max(ids.shape[0], num_bags):
+        position, bag, valid = _padded_entries(bounds, feature.max_length)
+    else:
+        position, bag, valid = _flat_entries(bounds, ids.shape[0], feature.max_length)
+    grads = _take_rows(d, bag)
+    if feature.weighted:
+        grads = grads * torch.where(valid, _take(weights, position), 0)[:, None].to(grads.dtype)
+    taken = _rows_at(ids, position, valid)
+    return torch.where((taken >= 0) & (taken < num_rows), taken, -1), grads
 
 
 def _take_rows(x: Tensor, index: Tensor) -> Tensor:

@@ -96,9 +96,10 @@ def test_pooled_lookup_and_its_transpose(implementation, name, size, num_bags, i
     assert_trees_close(got, want, rtol=1e-14, atol=1e-14)
 
     d = floats(num_bags, dim, dtype=torch.float64, seed=5)
-    ((entry_rows, grads),) = ops.pooled_lookup_transpose(
-        d, [t.shape for t in tables], *args, implementation=implementation
-    )
+    entries = ops.pooled_lookup_transpose(d, [t.shape for t in tables], *args, implementation=implementation)
+    entry_rows, grads = entries[feature.table]
+    unread = entries[1 - feature.table]
+    assert unread[0].shape == (0,) and unread[1].shape == (0, tables[1 - feature.table].shape[1])
     assert all(r == -1 or inside(r, num_rows) for r in entry_rows.tolist()) and entry_rows.dtype == rows.dtype
     dense, wanted = torch.zeros(num_rows, dim, dtype=torch.float64), torch.zeros(num_rows, dim, dtype=torch.float64)
     for row, grad in zip(entry_rows.tolist(), grads):
@@ -132,6 +133,23 @@ def test_features_share_a_buffer(implementation):
         ]
         size = offsets.diff()[f.first_bag : f.first_bag + 4, None].clamp(min=1) if f.mean else 1
         assert_trees_close(run([f]), torch.stack([w.expand(tables[f.table].shape[1]) for w in want]) / size)
+
+
+@pytest.mark.parametrize("max_length", [0, 1, 3, 40])
+@pytest.mark.parametrize("mean", [False, True])
+def test_neighbours_are_looked_up_as_if_alone(implementation, max_length, mean):
+    """Features whose bags follow each other give the bits of separate lookups, and their entries in the same order."""
+    table, num_bags = floats(9, 2), 5
+    rows, offsets, weights = rows_of(33, 9), bags(33, 15, 2), floats(33, seed=4)
+    features = [ops.Feature(0, f * num_bags, max_length, mean, True) for f in range(3)]
+    k = {"implementation": implementation}
+    run = lambda fs: ops.pooled_lookup([table], [rows] * len(fs), offsets, weights, fs, num_bags, **k)
+    together = run(features)
+    assert_trees_close(together, torch.cat([run([f]) for f in features], 1))
+    back = lambda d, fs: ops.pooled_lookup_transpose(d, [table.shape], [rows] * len(fs), offsets, weights, fs, **k)[0]
+    whole = ops.coalesce(*back(together, features), 9, **k)
+    parts = [back(d, [f]) for d, f in zip(together.split(2, 1), features)]
+    assert_trees_close(whole[1], ops.coalesce(*map(torch.cat, zip(*parts)), 9, **k)[1][: len(whole[1])])
 
 
 @pytest.mark.parametrize("size", SIZES)
