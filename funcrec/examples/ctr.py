@@ -82,7 +82,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=4096)
     parser.add_argument("--epochs", type=int, default=100, help="at most (default %(default)s)")
     parser.add_argument("--patience", type=int, default=10, help="epochs without a better valid AUC before the end")
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the parameters, the order and dropout")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the parameters, the order and dropout; the split is the benchmark's"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data", help="a folder with ml-1m.inter, .user and .item; without it they are fetched once")
     parser.add_argument("--out", type=Path, help="a folder for the results (default runs/MODEL)")
@@ -109,7 +111,7 @@ def import_pyplot(parser: argparse.ArgumentParser) -> None:
 
 def make_job(options: argparse.Namespace) -> Job:
     ratings = fr.data.movielens_1m(options.data)
-    split = fr.data.ctr_dataset(ratings, seed=options.seed)
+    split = fr.data.ctr_dataset(ratings)
     if options.batch_size > len(split.train):
         raise SystemExit(f"--batch-size {options.batch_size} is more than the {len(split.train)} rows to train on")
     split = tree_map(lambda x: x.to(options.device), split)
