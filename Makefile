@@ -24,7 +24,8 @@ $(VENV)/.installed: pyproject.toml .ci/constraints.txt
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(RUN) -m pip install --quiet -c .ci/constraints.txt -e ".[test,fbgemm-cpu]"
+	$(RUN) -m pip install --quiet -c .ci/constraints.txt -e ".[test,fbgemm-cpu,torchrec]"
+	$(RUN) -m pip install --quiet -c .ci/constraints.txt --no-deps torchrec
 	touch $@
 
 clean:

@@ -28,7 +28,7 @@ from funcrec._jagged import (
     split_list,
     take_ranges,
 )
-from funcrec._tree import pytree
+from funcrec._tree import pytree, replace
 
 
 @pytree(static=("keys", "strides"), optional=("weights", "inverse"))
@@ -203,7 +203,7 @@ class KeyedJaggedTensor:
     # -- keys --------------------------------------------------------------------------------------------------
 
     def permute(self, keys: Sequence[str | int]) -> "KeyedJaggedTensor":
-        """The keys in another order, some left out, some repeated (names or positions).
+        """The keys in another order, some left out, some repeated (names or positions; of repeats, a name means the first).
 
         Example:
           >>> import funcrec as fr
@@ -243,7 +243,9 @@ class KeyedJaggedTensor:
     def concat(parts: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
         """The keys of all parts, in order; the capacities add up."""
         check("funcrec.KeyedJaggedTensor.concat", concat_problems(parts))
-        return KeyedJaggedTensor.from_jagged({k: part[k] for part in parts for k in part.keys})
+        out = KeyedJaggedTensor.from_jagged({k: part[k] for part in parts for k in part.keys})
+        inverses = [part.inverse for part in parts if part.inverse is not None]
+        return replace(out, inverse=torch.cat(inverses)) if inverses else out
 
     # -- padding and movement ----------------------------------------------------------------------------------
 
@@ -359,6 +361,9 @@ def concat_problems(parts: Sequence[KeyedJaggedTensor]) -> Iterator[Problem]:
         yield Problem("`parts` are not keyed jagged tensors.", got, "KeyedJaggedTensors", kind=TypeError)
         return
     yield from key_problems(tuple(k for p in parts for k in p.keys))
+    bare = [i for i, p in enumerate(parts) if p.inverse is None]
+    if 0 < len(bare) < len(parts):
+        yield Problem("only some of `parts` have inverse indices.", f"none in parts {bare}", "all or none")
     counts = {p.num_bags for p in parts if p.keys and p.strides is None}
     if len(counts) > 1:
         yield Problem("`parts` have different numbers of bags.", f"{sorted(counts)}", "one number of bags")
@@ -373,7 +378,6 @@ def check_ids(call: str, ids: object, path: str = "ids") -> None:
         )  # fmt: skip
     check(
         call,
-        key_problems(ids.keys),
         buffer_problems(ids.values, ids.weights, f"{path}."),
         id_dtype_problems(ids.values, path),
         stride_problems(ids.keys, ids.offsets.shape[0] - 1, ids.strides),

@@ -25,7 +25,8 @@ def factorization_machine(x: Tensor) -> Tensor:
       >>> fr.nn.factorization_machine(torch.tensor([[[1.0], [2.0], [3.0]]]))
       tensor([11.])
 
-    Source: Rendle, "Factorization Machines" (2010), lemma 3.1; TorchRec's FactorizationMachine.
+    Source: Rendle, "Factorization Machines" (2010), lemma 3.1. (TorchRec's module of the name treats the F · D numbers
+    as vectors of one dimension.)
     """
     check("funcrec.nn.factorization_machine", stack_problems(x))
     return 0.5 * (x.sum(-2).square() - x.square().sum(-2)).sum(-1)
@@ -39,8 +40,8 @@ def dot_interaction(x: Tensor) -> Tensor:
       >>> fr.nn.dot_interaction(torch.tensor([[[1.0], [2.0], [3.0]]]))
       tensor([[2., 3., 6.]])
 
-    Source: Naumov et al., "Deep Learning Recommendation Model" (2019), §2.1; TorchRec's InteractionArch without the
-    dense vector that it puts in front.
+    Source: Naumov et al., "Deep Learning Recommendation Model" (2019), §2.1; TorchRec's InteractionArch has the same products
+    in the order of the upper triangle's rows, behind the dense vector.
     """
     check("funcrec.nn.dot_interaction", stack_problems(x))
     products = x @ x.transpose(-2, -1)
