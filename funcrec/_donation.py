@@ -1,18 +1,132 @@
-"""Donation: outputs that are written into the memory of inputs, and an error for whoever still holds the old name.
+"""Donation: rows that are written into the memory of inputs, and an error for whoever still holds the old name.
 
-    leaf.copy_(its successor), as the last operations of a staged graph
+    output = index_put(leaf, rows, values)   becomes   the compiled function returns (rows, values); leaf[rows] = values
 
-Floor 1.
+The compiled function itself writes to nothing: the writes come behind it, when all that reads the old values has run.
+(Written inside, torch 2.13's Inductor reorders reads and writes of one buffer in half a dozen ways.) Other outputs have
+memory of their own, and that of their donated predecessors is given up. Floor 1.
 """
 
-import re
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from funcrec._errors import DonatedError, Problem, describe, fail, message
+from funcrec._errors import DonatedError, Problem, fail, message
 from funcrec._tree import tree_leaves
+
+PUTS = {torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
+RESHAPES = {  # views that keep the order of the elements
+    getattr(torch.ops.aten, name).default
+    for name in ("view", "unsqueeze", "squeeze", "_unsafe_view", "reshape", "alias", "detach")
+} | {torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims}
+
+
+# -- rows written in place ---------------------------------------------------------------------------------------
+
+
+class Write(NamedTuple):
+    """leaf.view(shape)[indices] = values; indices and values are numbers of the compiled function's results."""
+
+    shape: tuple[int, ...]
+    indices: tuple[int | None, ...]
+    values: int
+    accumulate: bool
+
+
+class Plan(NamedTuple):
+    """What the results of a staged graph are.
+
+    writes: {output: (donated leaf, its writes in order)}; whole: {output: result}, for the outputs that are returned.
+    """
+
+    writes: dict[int, tuple[int, list[Write]]]
+    whole: dict[int, int]
+
+
+def plan_writes(graph: GraphModule, outputs: Sequence[int], donated: dict[int, Node]) -> Plan:
+    """Have the graph return rows and values where an output only replaces rows of a donated leaf.
+
+    Args:
+      outputs: the numbers of the graph's outputs, in order.
+      donated: {number of the leaf: its placeholder}.
+    """
+    end = next(iter(graph.graph.find_nodes(op="output")))
+    sources = dict(zip(outputs, end.args[0], strict=True))
+    numbers = {leaf: i for i, leaf in donated.items()}
+    results: list[Node] = []
+    plan = Plan({}, {})
+
+    def result(node: Node) -> int:
+        results.append(node)
+        return len(results) - 1
+
+    claimed = set()
+    for j, source in sources.items():
+        leaf, puts = row_writes(source)
+        alone = all(len(n.users) == 1 for n in puts) and list(sources.values()).count(source) == 1
+        if leaf not in numbers or leaf in claimed or not (alone and _same_form(source, leaf)):
+            plan.whole[j] = result(source)
+            continue
+        claimed.add(leaf)
+        plan.writes[j] = (numbers[leaf], [])
+        for put in puts:
+            if put.target in PUTS:
+                base, indices, values, *more = put.args
+                places = tuple(None if n is None else result(n) for n in indices)
+                accumulate = bool(more and more[0]) or bool(put.kwargs.get("accumulate"))
+                write = Write(tuple(base.meta["val"].shape), places, result(values), accumulate)
+                plan.writes[j][1].append(write)
+    end.args = (results,)
+    graph.recompile()
+    return plan
+
+
+def row_writes(source: Node) -> tuple[Node, list[Node]]:
+    """The leaf that `source` is, but for replaced rows, and the operations on the way, in order."""
+    way: list[Node] = []
+    node = source
+    while node.op == "call_function" and node.target in PUTS | RESHAPES:
+        way.append(node)
+        node = node.args[0]
+    put_at = [k for k, n in enumerate(way) if n.target in PUTS]
+    return (node, way[: put_at[-1] + 1][::-1]) if put_at else (source, [])
+
+
+def _same_form(source: Node, leaf: Node) -> bool:
+    a, b = source.meta["val"], leaf.meta["val"]
+    return source is leaf or (a.shape == b.shape and a.is_contiguous() and b.is_contiguous())
+
+
+def write(target: Tensor, writes: list[Write], results: Sequence[Tensor]) -> None:
+    """Replace the rows, in place."""
+    for shape, indices, values, accumulate in writes:
+        places = tuple(None if i is None else results[i] for i in indices)
+        target.view(shape).index_put_(places, results[values], accumulate)
+
+
+def shared_results(results: Sequence[Tensor], arguments: Sequence[Tensor]) -> set[int]:
+    """The results that lie in the memory of an argument or of an earlier result.
+
+    They are copied: this call's writes, or those of the next call that takes the result, would change the other too.
+    """
+    memory = {_place(x) for x in arguments}
+    shared = set()
+    for k, x in enumerate(results):
+        if _place(x) in memory:
+            shared.add(k)
+        memory.add(_place(x))
+    return shared
+
+
+def _place(x: Tensor) -> object:
+    """What tells one memory from another: its address, or the tensor itself when it has none."""
+    return x.untyped_storage().data_ptr() or id(x)
+
+
+# -- old names ---------------------------------------------------------------------------------------------------
 
 
 class Donated(Tensor):
@@ -48,109 +162,21 @@ def refuse_shared(leaves: list, donated: dict[int, str]) -> None:
     """Memory that is donated must be given once."""
     if not donated:
         return
-    seen: dict[int, int] = {}
-    for i, x in enumerate(leaves):
-        if not isinstance(x, Tensor) or not x.numel():
-            continue
-        first = seen.setdefault(x.data_ptr(), i)
-        if first != i and (i in donated or first in donated):
-            path = donated.get(i) or donated[first]
-            fail(
-                "funcrec.jit",
-                f"the memory of donated `{path}` is given twice.",
-                got="two leaves share it",
-                need="one leaf, or a clone",
-            )
+    spans = sorted((*_span(x), i) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.numel())
+    before: dict[bool, tuple[int, int]] = {}  # of donated and of other leaves, the one that reaches furthest
+    for start, end, i in spans:
+        for is_donated, (reach, first) in before.items():
+            if start < reach and (is_donated or i in donated):
+                fail(
+                    "funcrec.jit",
+                    f"the memory of donated `{donated.get(i) or donated[first]}` is given twice.",
+                    got="two leaves share it",
+                    need="one leaf, or a clone",
+                )
+        before[i in donated] = max(before.get(i in donated, (0, 0)), (end, i))
 
 
-# -- the graph ---------------------------------------------------------------------------------------------------
-
-
-def write_back(
-    call: str, graph: GraphModule, outputs: list[int], donated: dict[int, Node], names: dict[int, str]
-) -> dict[int, int]:
-    """Make a staged graph write into its donated inputs; the outputs that are not written there stay its outputs.
-
-    Args:
-      outputs: the numbers of the graph's outputs, in order.
-      donated: {number of the leaf: its placeholder}; names: {number: path}.
-
-    Returns: {output: the leaf whose memory it takes}.
-
-    Three kinds of output keep memory of their own, or Inductor (torch 2.13) gives wrong values: one that grew out of
-    another donated leaf (copies of it are dropped as no-ops, and the leaf is read after it was overwritten); one whose
-    leaf has a second scatter into it (both would be done in place); and scalars (a write to an f64 scalar is lost).
-    """
-    end = next(iter(graph.graph.find_nodes(op="output")))
-    sources = dict(zip(outputs, end.args[0], strict=True))
-    successors = match(call, sources, donated, names)
-    leaves = set(donated.values())
-
-    def is_safe(source: Node, leaf: Node) -> bool:
-        foreign = {_origins(source)[-1], _copied_from(source)} & leaves - {leaf}
-        return source is leaf or not (foreign or _rivals(graph, source, leaf) or leaf.meta["val"].dim() == 0)
-
-    taken = {j: i for j, i in successors.items() if is_safe(sources[j], donated[i])}
-    with graph.graph.inserting_before(end):
-        for j in outputs:
-            if j not in taken and _copied_from(sources[j]) in leaves:  # it may be a view of what is overwritten
-                sources[j] = graph.graph.call_function(torch.ops.aten.clone.default, (sources[j],))
-        for j, i in taken.items():
-            if sources[j] is not donated[i]:
-                graph.graph.call_function(torch.ops.aten.copy_.default, (donated[i], sources[j]))
-    end.args = ([sources[j] for j in outputs if j not in taken],)
-    graph.recompile()
-    return taken
-
-
-def match(call: str, sources: dict[int, Node], donated: dict[int, Node], names: dict[int, str]) -> dict[int, int]:
-    """{output: the donated leaf that it succeeds}: itself, else what grew out of it, else the first of its kind."""
-    kind = lambda node: (node.meta["val"].shape, node.meta["val"].dtype, node.meta["val"].device)
-    successors: dict[int, int] = {}
-    for succeeds in (
-        lambda source, leaf: source is leaf,
-        lambda source, leaf: _origins(source)[-1] is leaf and kind(source) == kind(leaf),
-        lambda source, leaf: kind(source) == kind(leaf),
-    ):
-        for i, leaf in donated.items():
-            j = next((j for j, source in sources.items() if j not in successors and succeeds(source, leaf)), None)
-            if j is not None and i not in successors.values():
-                successors[j] = i
-    for i in donated.keys() - successors.values():
-        got, need = describe(donated[i].meta["val"]), "an output of its shape and dtype"
-        fail(call, f"no output can take the place of donated `{names[i]}`.", got=got, need=need)
-    return successors
-
-
-def _origins(node: Node) -> list[Node]:
-    """The chain of first arguments of one shape that ends in `node`, backwards: what an update is an update of."""
-    chain = [node]
-    while node.op == "call_function" and node.args and isinstance(node.args[0], Node):
-        if _shape(node.args[0]) != _shape(node):
-            break
-        node = node.args[0]
-        chain.append(node)
-    return chain
-
-
-def _shape(node: Node) -> object:
-    """The shape of the node's value; of several values (a sort's), something that equals no shape."""
-    value = node.meta.get("val")
-    return value.shape if isinstance(value, Tensor) else node
-
-
-def _rivals(graph: GraphModule, source: Node, leaf: Node) -> list[Node]:
-    """Scatters into `leaf` that `source` is not made of."""
-    own = set(_origins(source))
-    scatters = [n for n in graph.graph.nodes if n.op == "call_function" and _SCATTER.search(str(n.target))]
-    return [n for n in scatters if n not in own and _origins(n)[-1] is leaf]
-
-
-_SCATTER = re.compile("index_put|scatter|index_copy|index_add|index_fill|index_reduce|masked_fill|auto_functionalized")
-
-
-def _copied_from(node: Node) -> Node:
-    """The start of the chain of operations on one tensor that ends in `node`."""
-    while node.op == "call_function" and len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
-    return node
+def _span(x: Tensor) -> tuple[int, int]:
+    """The bytes from the first to behind the last element."""
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()

@@ -65,19 +65,20 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
             _check_scalar(loss)
             leaves, structure["aux"] = tree_flatten(aux)
             structure["static"] = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
-            return loss, [x for x in leaves if isinstance(x, Tensor)]
+            saved = [x for _, x, _ in tape.sites]  # of this pass: a loss may draw its ids anew in each
+            return loss, ([x for x in leaves if isinstance(x, Tensor)], saved)
 
-        taps = [zeros for zeros, _ in sites]
-        (d_dense, d_taps), (loss, aux_tensors) = torch.func.grad_and_value(tapped, argnums=(0, 1), has_aux=True)(
-            params.dense, taps
-        )
+        taps = [zeros for zeros, _, _ in sites]
+        (d_dense, d_taps), (loss, (aux_tensors, saved)) = torch.func.grad_and_value(
+            tapped, argnums=(0, 1), has_aux=True
+        )(params.dense, taps)
         tables = {
             name: RowGrads.zeros(t.shape, dtype=ops.accumulation_dtype(t.dtype), device=t.device)
             for name, t in params.tables.items()
         }
         touched: set[str] = set()
-        for d_tap, (_, transpose) in zip(d_taps, sites, strict=True):
-            for name, grads in transpose(d_tap).items():
+        for d_tap, x, (_, _, transpose) in zip(d_taps, saved, sites, strict=True):
+            for name, grads in transpose(d_tap, x).items():
                 tables[name] = tables[name] + grads if name in touched else grads
                 touched.add(name)
         if checks.is_checking():
@@ -91,7 +92,7 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
     return run
 
 
-def _find_sites(loss_fn: Callable, params: Params, args, kwargs) -> list[tuple[Any, Callable]]:
+def _find_sites(loss_fn: Callable, params: Params, args, kwargs) -> list[tuple[Any, Any, Callable]]:
     tape = Tape()
     loss_fn(_with_refs(params.tables, params.dense, tape), *args, **kwargs)
     return tape.sites

@@ -3,12 +3,13 @@
     jit(f)(x) = f(x);     jit(f, donate=("s",))(s, x) = f(s, x), written into the memory of s
 
 A call is flattened to tensors; `make_fx` runs the function once on shapes and records its operations; `torch.compile`
-turns the flat graph into code. A donated leaf is overwritten by the output that takes its place, so that no table is
-copied: Inductor makes the final copy and the scatter before it one write in place. Floor 3.
+turns the flat graph into code. Where an output is a donated leaf with some rows replaced, the code returns the rows, and
+they are written into the leaf: no table is copied. Floor 3.
 """
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,10 +21,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcrec import _checks as checks
-from funcrec._donation import poison, refuse_donated, refuse_shared, write_back
+from funcrec._donation import Plan, plan_writes, poison, refuse_donated, refuse_shared, shared_results, write
 from funcrec._errors import Problem, describe, fail, message
 from funcrec._tree import paths, tree_flatten, tree_unflatten
 
@@ -34,14 +36,14 @@ def jit(fn: Callable, *, donate: Sequence[str] = ()) -> Callable:
     Args:
       fn: takes and returns pytrees of tensors. It reads no tensor's value on the host and writes to no argument.
         Python numbers, strings and other hashable leaves are static: a new value means a new compilation.
-      donate: names of parameters whose memory the outputs may take. The first output leaf of the same shape and dtype
-        takes the place of each donated leaf, in the order of the leaves.
+      donate: names of parameters that the call may use up. An output that is a donated leaf with rows replaced
+        (`index_put`, as every row optimizer does) takes the leaf's memory; a leaf that is returned as it is stays where
+        it is; all other outputs are new, and the old leaf's memory is given up.
 
     Returns: a function of the same arguments. `fn.num_compiled()` tells for how many shapes it was compiled.
 
     Raises: DonatedError when a value is used after it was donated, naming the argument and the call that took it.
-      ValueError for an unknown name, a donated leaf that no output can replace, memory given twice, or a function that
-      writes to its argument. TypeError for a function that reads values on the host.
+      ValueError for an unknown name, donated memory given twice, or a function that writes to its argument. TypeError for a function that reads values on the host.
 
     Law: the same values as `fn`; arguments that are not donated keep every bit; the second call with the same shapes
     compiles nothing.
@@ -98,44 +100,56 @@ class _Staged(NamedTuple):
     graph: torch.fx.GraphModule
     structure: Any
     static: list  # output leaves that are no tensors; the class Tensor stands for those that are
-    taken: dict[int, int]  # output leaf -> the input leaf whose memory it takes
+    plan: Plan
 
 
-class _Compiled(NamedTuple):
-    call: Callable
-    staged: _Staged
-    donated: dict[int, str]  # input leaf -> its path
+class _Compiled:
+    """One compilation: called with the leaves of the arguments, it gives the outputs."""
+
+    def __init__(self, staged: _Staged, donated: dict[int, str]):
+        # casts to 16 bits round as in eager mode
+        options = {"emulate_precision_casts": True}
+        self.call = torch.compile(staged.graph, fullgraph=True, dynamic=False, options=options)
+        self.staged = staged
+        self.donated = donated  # input leaf -> its path
+        self.shared: set[int] | None = None  # results to copy; known after the first call
 
     def __call__(self, leaves: list, when: str) -> Any:
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
         refuse_shared(leaves, self.donated)
+        plan, outputs = self.staged.plan, list(self.staged.static)
         with torch.no_grad():
-            fresh = iter(self.call(*tensors))
-        outputs = list(self.staged.static)
-        taken = self.staged.taken
-        for i, x in enumerate(outputs):
-            if i in taken:
-                outputs[i] = leaves[taken[i]].data  # an alias that is no view
-            elif x is Tensor:
-                outputs[i] = next(fresh)
+            tensors = [x for x in leaves if isinstance(x, Tensor)]
+            results = list(self.call(*tensors))
+            if self.shared is None:
+                self.shared = shared_results(results, tensors) if self.donated else set()
+            for k in self.shared:
+                results[k] = results[k].clone()
+            for j, k in plan.whole.items():
+                outputs[j] = results[k]
+            for j, (i, writes) in plan.writes.items():
+                outputs[j] = leaves[i].data  # an alias that is no view
+                write(outputs[j], writes, results)
         for i, path in self.donated.items():
             poison(leaves[i], f"`{path}` was donated to {when}")
         return tree_unflatten(outputs, self.staged.structure)
 
 
+def tensor_paths(bound: inspect.BoundArguments, leaves: list) -> dict[int, str]:
+    """{number of the leaf: `parameter['key'].field`} of the tensors."""
+    named = [path for path, _ in paths(dict(bound.arguments))]  # begins with ['parameter']
+    return {i: re.sub(r"^\['(\w+)'\]", r"\1", named[i]) for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+
+
 def _compile(fn, name, bound, leaves, structure, donate) -> _Compiled:
-    donated = {}
-    for i, (path, leaf) in enumerate(paths(dict(bound.arguments))):
-        parameter = next(p for p in bound.arguments if path.startswith(f"['{p}']"))
-        if parameter in donate and isinstance(leaf, Tensor):
-            donated[i] = parameter + path.removeprefix(f"['{parameter}']")
+    all_paths = tensor_paths(bound, leaves)
+    donated = {i: path for i, path in all_paths.items() if re.match(r"\w+", path)[0] in donate}
     refuse_shared(leaves, donated)
     staged = _stage(fn, name, bound, leaves, structure, donated)
-    return _Compiled(torch.compile(staged.graph, fullgraph=True, dynamic=False), staged, donated)
+    return _Compiled(staged, donated)
 
 
 def _stage(fn, name, bound, leaves, structure, donated) -> _Staged:
-    """Run fn once on shapes; append the copies into donated leaves."""
+    """Run fn once on shapes, and plan the writes into donated leaves."""
     call = f"funcrec.jit({name})"
     tensor_at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     found: dict[str, Any] = {}
@@ -144,21 +158,16 @@ def _stage(fn, name, bound, leaves, structure, donated) -> _Staged:
         mine = list(leaves)
         for i, x in zip(tensor_at, tensors, strict=True):
             mine[i] = x
-        versions = [x._version for x in tensors]
         values = dict(zip(bound.arguments, tree_unflatten(mine, structure), strict=True))
         replayed = inspect.BoundArguments(bound.signature, values)
         outputs, found["structure"] = tree_flatten(fn(*replayed.args, **replayed.kwargs))
-        if versions != [x._version for x in tensors]:
-            names = [p for p, x in paths(values) if isinstance(x, Tensor)]
-            at = [p for p, x, v in zip(names, tensors, versions, strict=True) if x._version != v]
-            fail(call, "the function writes to its argument.", got=f"an in-place write to {at}", need="a pure function")
         found["static"] = [Tensor if isinstance(x, Tensor) else x for x in outputs]
         return [x for x in outputs if isinstance(x, Tensor)]
 
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        shapes = [mode.from_tensor(leaves[i], static_shapes=True) for i in tensor_at]
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        shapes = [_like(leaves[i]) for i in tensor_at]
         try:
-            graph = make_fx(flat)(*shapes)
+            graph = make_fx(functionalize(flat, remove="mutations"))(*shapes)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             problem = Problem(
                 "the function reads a tensor's value on the host.",
@@ -168,11 +177,26 @@ def _stage(fn, name, bound, leaves, structure, donated) -> _Staged:
             )
             raise TypeError(message(call, [problem])) from error
     places = dict(zip(tensor_at, graph.graph.find_nodes(op="placeholder"), strict=True))
-    outputs = [j for j, x in enumerate(found["static"]) if x is Tensor]
-    taken = write_back(call, graph, outputs, {i: places[i] for i in donated}, donated)
+    _refuse_writes(call, graph, {places[i]: path for i, path in tensor_paths(bound, leaves).items()})
     graph.graph.eliminate_dead_code()  # the pass of `value_and_grad` that only finds lookup sites
-    graph.recompile()
-    return _Staged(graph, found["structure"], found["static"], taken)
+    outputs = [j for j, x in enumerate(found["static"]) if x is Tensor]
+    plan = plan_writes(graph, outputs, {i: places[i] for i in donated})
+    return _Staged(graph, found["structure"], found["static"], plan)
+
+
+def _refuse_writes(call: str, graph: torch.fx.GraphModule, places: dict[torch.fx.Node, str]) -> None:
+    """Functionalised, a write to an argument is a copy into its placeholder."""
+    copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    written = [places[n.args[0]] for n in copies if n.args[0] in places]
+    if written:
+        fail(
+            call, "the function writes to its argument.", got=f"an in-place write to {written}", need="a pure function"
+        )
+
+
+def _like(x: Tensor) -> Tensor:
+    """A tensor of x's form for each leaf, also where two leaves are one object: the next call's may be two."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _leaf_key(x: object) -> Any:
@@ -190,7 +214,7 @@ def _leaf_key(x: object) -> Any:
             hint=hint,
             kind=TypeError,
         )
-    return type(x), x
+    return type(x), repr(x) if isinstance(x, float) else x  # 0.0 == -0.0, and NaN equals nothing
 
 
 def _is_traced(x: object) -> bool:

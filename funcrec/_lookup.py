@@ -83,7 +83,7 @@ def lookup(
     if tape is None:
         return out
     shapes = {n: t for n, t in tensors.items() if n in names}
-    return tape.tap(out, lambda d: lookup_transpose(d, ids, pooled, shapes, implementation=implementation))
+    return tape.tap(out, ids, lambda d, ids: lookup_transpose(d, ids, pooled, shapes, implementation=implementation))
 
 
 def lookup_transpose(
@@ -163,8 +163,9 @@ def lookup_sequence(
     shapes = {f.table: tensors[f.table] for f in sequences}
     tapped = tape.tap(
         {k: x.values for k, x in out.items()},
-        lambda d: lookup_sequence_transpose(
-            {k: JaggedTensor(d[k], x.offsets) for k, x in out.items()}, ids, sequences, shapes
+        (ids, {k: x.offsets for k, x in out.items()}),
+        lambda d, saved: lookup_sequence_transpose(
+            {k: JaggedTensor(d[k], offsets) for k, offsets in saved[1].items()}, saved[0], sequences, shapes
         ),
     )
     return {k: JaggedTensor(tapped[k], x.offsets) for k, x in out.items()}

@@ -30,11 +30,11 @@ class Tape:
 
     def __init__(self, taps: list | None = None):
         self.taps = taps
-        self.sites: list[tuple[Any, Callable]] = []
+        self.sites: list[tuple[Any, Any, Callable]] = []
         self.level = _functorch_level()
 
-    def tap(self, out: Any, transpose: Callable[[Any], dict]) -> Any:
-        """Add this site's tap to `out`, a pytree of tensors."""
+    def tap(self, out: Any, saved: Any, transpose: Callable[[Any, Any], dict]) -> Any:
+        """Add this site's tap to `out`, a pytree of tensors; `transpose(d_out, saved)` reads no other tensor's value."""
         if any(_level(x) > self.level for x in tree_leaves(out)):
             fail(
                 "funcrec.value_and_grad", "a lookup stands inside a vmap or grad that is inside the loss, and reads its argument.",
@@ -42,7 +42,7 @@ class Tape:
                 hint="look up first and vmap over the activations, or vmap the whole value_and_grad",
             )  # fmt: skip
         index = len(self.sites)
-        self.sites.append((tree_map(torch.zeros_like, out), transpose))
+        self.sites.append((tree_map(torch.zeros_like, out), saved, transpose))
         return out if self.taps is None else tree_map(torch.add, out, self.taps[index])
 
 
