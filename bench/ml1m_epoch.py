@@ -92,7 +92,7 @@ def funcrec_quarter(split: fr.data.CtrSplit):
     return run
 
 
-def main(rounds: int = 16) -> None:
+def main(rounds: int = 8) -> None:
     split = fr.data.ctr_dataset(fr.data.movielens_1m())
     epoch = len(split.train) // BATCH / STEPS
     for threads in (2, 1):
