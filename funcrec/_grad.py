@@ -138,15 +138,3 @@ def gradient_problems(loss: Tensor, tables: dict[str, RowGrads], d_dense: Any) -
             got = f"rows {rows[: checks.SHOWN_MAX]}, {len(rows)} in all"
             what = f"the gradient of `params.tables[{name!r}]` is not finite."
             yield Problem(what, got, "finite numbers", kind=CheckError)
-
-
-def grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
-    """`value_and_grad` without the value: grads, or (grads, aux)."""
-    both = value_and_grad(loss_fn, has_aux)
-
-    @functools.wraps(loss_fn)
-    def run(params: Params, *args, **kwargs):
-        value, grads = both(params, *args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
-
-    return run

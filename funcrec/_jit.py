@@ -7,6 +7,7 @@ turns the flat graph into code. Where an output is a donated leaf with some rows
 they are written into the leaf: no table is copied. Floor 3.
 """
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -161,6 +162,9 @@ def _stage(fn, name, bound, leaves, structure, donated) -> _Staged:
         values = dict(zip(bound.arguments, tree_unflatten(mine, structure), strict=True))
         replayed = inspect.BoundArguments(bound.signature, values)
         outputs, found["structure"] = tree_flatten(fn(*replayed.args, **replayed.kwargs))
+        for x in outputs:
+            if not isinstance(x, Tensor):
+                refuse_opaque(x)
         found["static"] = [Tensor if isinstance(x, Tensor) else x for x in outputs]
         return [x for x in outputs if isinstance(x, Tensor)]
 
@@ -202,19 +206,18 @@ def _like(x: Tensor) -> Tensor:
 def _leaf_key(x: object) -> Any:
     if isinstance(x, Tensor):
         return x.shape, x.dtype, x.device, x.stride()
-    try:
-        hash(x)
-    except TypeError:
-        hint = "fr.pytree for a class of your own; a tensor for an array"
-        fail(
-            "funcrec.jit",
-            "a leaf is neither a tensor nor hashable.",
-            got=describe(x),
-            need="tensors and static leaves",
-            hint=hint,
-            kind=TypeError,
-        )
+    refuse_opaque(x)
     return type(x), repr(x) if isinstance(x, float) else x  # 0.0 == -0.0, and NaN equals nothing
+
+
+def refuse_opaque(x: object) -> None:
+    """A static leaf must be hashable, and may not hide tensors."""
+    if dataclasses.is_dataclass(x) or isinstance(x, torch.nn.Module) or type(x).__hash__ is None:
+        fail(
+            "funcrec.jit", "a leaf is neither a tensor nor a plain static value.", got=describe(x),
+            need="tensors, numbers, strings and the like", hint="fr.pytree for a class of your own; a tensor for an array",
+            kind=TypeError,
+        )  # fmt: skip
 
 
 def _is_traced(x: object) -> bool:

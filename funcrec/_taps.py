@@ -88,7 +88,3 @@ def _functorch_level() -> int:
 
 def _level(x: Tensor) -> int:
     return torch._C._functorch.maybe_get_level(x) if torch._C._functorch.is_functorch_wrapped_tensor(x) else 0
-
-
-def has_refs(tree: Any) -> bool:
-    return any(isinstance(leaf, TableRef) for leaf in tree_leaves(tree))

@@ -1,6 +1,7 @@
 """jit: the same values, nothing recompiled, donated memory reused and never read again."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -235,6 +236,11 @@ class _Unhashable:
     __hash__ = None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Plain:
+    x: torch.Tensor
+
+
 BAD = {
     "unknown name": (lambda: fr.jit(lambda s: s, donate=("state",)), ValueError, "names no parameter"),
     "writes to its argument": (
@@ -247,7 +253,10 @@ BAD = {
     "unique": (lambda: fr.jit(torch.unique)(torch.ones(2)), TypeError, "on the host"),
     "nonzero": (lambda: fr.jit(lambda x: x.nonzero())(torch.ones(2)), TypeError, "on the host"),
     "shared": (lambda: _share(), ValueError, "given twice"),
-    "unhashable leaf": (lambda: fr.jit(lambda x: x)(_Unhashable()), TypeError, "neither a tensor nor hashable"),
+    "unhashable leaf": (lambda: fr.jit(lambda x: x)(_Unhashable()), TypeError, "neither a tensor nor a plain"),
+    "class that is no pytree": (lambda: fr.jit(lambda x: x)(_Plain(torch.ones(1))), TypeError, "fr.pytree for a class"),
+    "such a class comes out": (lambda: fr.jit(lambda x: _Plain(x))(torch.ones(1)), TypeError, "fr.pytree for a class"),
+    "module": (lambda: fr.jit(lambda m, x: m(x))(torch.nn.Linear(1, 1), torch.ones(1)), TypeError, "neither a tensor"),
 }
 
 

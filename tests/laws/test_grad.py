@@ -8,7 +8,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 import funcrec as fr
-from funcrec import _grad
 from funcrec.testing import assert_trees_close, check_grads, garbage_padding, zero_padding
 from funcrec.testing import strategies as frs
 
@@ -129,15 +128,6 @@ def test_aux_comes_back():
     assert_trees_close(dense_tables(grads), dense_tables(want))
     assert aux["n"] == 3 and aux["name"] == "x" and aux["none"] is None
     assert_trees_close(aux["acts"], fr.lookup(TABLE, IDS, POOL))
-
-
-def test_grad_is_value_and_grad_without_the_value():
-    """grad(loss) gives grads; with has_aux, (grads, aux)."""
-    _, want = fr.value_and_grad(simple)(PARAMS, IDS)
-    assert_trees_close(_grad.grad(simple)(PARAMS, IDS), want)
-    grads, aux = _grad.grad(lambda p, ids: (simple(p, ids), 1), has_aux=True)(PARAMS, IDS)
-    assert_trees_close(grads, want)
-    assert aux == 1
 
 
 UNUSUAL = {
