@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from funcrec._errors import DonatedError, Problem, fail, message
 from funcrec._tree import tree_leaves
 
-PUTS = {torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
+PUT = torch.ops.aten.index_put.default
 RESHAPES = {  # views that keep the order of the elements
     getattr(torch.ops.aten, name).default
     for name in ("view", "unsqueeze", "squeeze", "_unsafe_view", "reshape", "alias", "detach")
@@ -73,7 +73,7 @@ def plan_writes(graph: GraphModule, outputs: Sequence[int], donated: dict[int, N
         claimed.add(leaf)
         plan.writes[j] = (numbers[leaf], [])
         for put in puts:
-            if put.target in PUTS:
+            if put.target is PUT:
                 base, indices, values, *more = put.args
                 places = tuple(None if n is None else result(n) for n in indices)
                 accumulate = bool(more and more[0]) or bool(put.kwargs.get("accumulate"))
@@ -88,10 +88,10 @@ def row_writes(source: Node) -> tuple[Node, list[Node]]:
     """The leaf that `source` is, but for replaced rows, and the operations on the way, in order."""
     way: list[Node] = []
     node = source
-    while node.op == "call_function" and node.target in PUTS | RESHAPES:
+    while node.op == "call_function" and (node.target is PUT or node.target in RESHAPES):
         way.append(node)
         node = node.args[0]
-    put_at = [k for k, n in enumerate(way) if n.target in PUTS]
+    put_at = [k for k, n in enumerate(way) if n.target is PUT]
     return (node, way[: put_at[-1] + 1][::-1]) if put_at else (source, [])
 
 
@@ -108,7 +108,7 @@ def write(target: Tensor, writes: list[Write], results: Sequence[Tensor]) -> Non
 
 
 def shared_results(results: Sequence[Tensor], arguments: Sequence[Tensor]) -> set[int]:
-    """The results that lie in the memory of an argument or of an earlier result.
+    """The results that lie in the memory of an argument, of a constant, or of an earlier result.
 
     They are copied: this call's writes, or those of the next call that takes the result, would change the other too.
     """

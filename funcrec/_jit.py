@@ -122,7 +122,7 @@ class _Compiled:
             tensors = [x for x in leaves if isinstance(x, Tensor)]
             results = list(self.call(*tensors))
             if self.shared is None:
-                self.shared = shared_results(results, tensors) if self.donated else set()
+                self.shared = shared_results(results, tensors + self.constants()) if self.donated else set()
             for k in self.shared:
                 results[k] = results[k].clone()
             for j, k in plan.whole.items():
@@ -133,6 +133,11 @@ class _Compiled:
         for i, path in self.donated.items():
             poison(leaves[i], f"`{path}` was donated to {when}")
         return tree_unflatten(outputs, self.staged.structure)
+
+    def constants(self) -> list[Tensor]:
+        """The tensors that the function closes over."""
+        graph = self.staged.graph
+        return [getattr(graph, node.target) for node in graph.graph.find_nodes(op="get_attr")]
 
 
 def tensor_paths(bound: inspect.BoundArguments, leaves: list) -> dict[int, str]:

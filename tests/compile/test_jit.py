@@ -102,6 +102,17 @@ def test_what_a_donated_call_returns_shares_nothing():
     assert_trees_close(given, {"w": torch.ones(4), "t": torch.full((4,), 2.0)})
 
 
+def test_constants_are_never_donated():
+    """A tensor that the function closes over and returns is copied: later calls write to the copy."""
+    constant = torch.ones(4)
+    fn = lambda s: {"w": constant, "t": s["w"].index_put((ONE,), s["t"][:1] + 7)}
+    step, given, expected = fr.jit(fn, donate=("s",)), state(), state()
+    for _ in range(3):
+        given, expected = step(given), fn(expected)
+        assert_trees_close(given, expected)
+    assert_trees_close(constant, torch.ones(4))
+
+
 def test_casts_round_as_in_eager_mode():
     """bf16 in the middle of a compiled function loses the bits that it loses in eager mode."""
     fn = lambda x: (x * 1.1).bfloat16().float() * 3
