@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 MODEL ?= deepfm
 
-.PHONY: train test ladder lint clean
+.PHONY: train test ladder bench bench-full gpu clean
 
 train: $(VENV)/.installed
 	$(RUN) -m funcrec.examples.ctr --model $(MODEL) --out runs/$(MODEL)
@@ -18,7 +18,27 @@ test: $(VENV)/.tested
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pytest -q -n 2
 
-$(VENV)/.installed: pyproject.toml .ci/constraints.txt
+# About ten minutes, most of it compiling: the short list (30 runs), then tables, plots and README's section.
+bench: $(VENV)/.tested
+	$(RUN) bench/run.py --report
+
+# Everything, a few hours on two cores: 54 shapes of DLRM are most of it.
+bench-full: $(VENV)/.tested
+	$(RUN) bench/run.py --set full --seconds 20
+	$(RUN) bench/donation.py
+	$(RUN) bench/ml1m_epoch.py
+	$(RUN) bench/report.py
+
+# One CUDA machine, under ten minutes: tests of CUDA first, then the short list; no case is begun after 330 s, and none lasts over 120 s.
+# GPU_PYTHON: a Python that has torch with CUDA, triton, and (for the peers) fbgemm-gpu.
+GPU_PYTHON ?= python3
+GPU_TESTS ?= tests/kernels tests/compile
+gpu:
+	timeout 120 $(GPU_PYTHON) -m pytest -q -m cuda $(GPU_TESTS)
+	$(GPU_PYTHON) bench/run.py --device cuda --groups bandwidth lookup update steps overhead --seconds 4 --limit-s 330 \
+	  --out bench/results/cuda --report
+
+$(VENV)/.installed: pyproject.toml .ci/constraints.txt $(wildcard kernels/csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet -c .ci/constraints.txt -e ".[data,plots]"
 	touch $@

@@ -1,4 +1,4 @@
-"""Interleaved timing of several functions, and a place for the results.
+"""Interleaved timing of several functions, memory, and a place for the results.
 
 ratio(a, b) = median over rounds of time(a) / time(b), a and b timed one after the other in each round
 """
@@ -16,20 +16,40 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+MB = 2**20
+Call = Callable[[], object]
 
 
-def interleave(cases: dict[str, Callable[[], object]], *, rounds: int, warmup: int = 2) -> dict[str, list[float]]:
-    """{case: seconds of each round}; every round runs every case once, in turn."""
+def wait_for(device: str) -> Callable[[], None]:
+    """Returns when all that was started on the device is done."""
+    return torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
+
+
+def interleave(
+    cases: dict[str, Call], *, rounds: int, warmup: int = 2, wait: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """{case: seconds of each round}; every round runs every case once, and another one begins it."""
     for _ in range(warmup):
         for call in cases.values():
             call()
+    wait()
     times: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(rounds):
-        for name, call in cases.items():
+    names = list(cases)
+    for r in range(rounds):
+        first = r % len(names)
+        for name in names[first:] + names[:first]:
             began = time.perf_counter()
-            call()
+            cases[name]()
+            wait()
             times[name].append(time.perf_counter() - began)
     return times
+
+
+def seconds(call: Call, wait: Callable[[], None] = lambda: None) -> float:
+    began = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - began
 
 
 def median_ms(times: list[float]) -> float:
@@ -38,23 +58,70 @@ def median_ms(times: list[float]) -> float:
 
 def median_ratio(a: list[float], b: list[float]) -> float:
     """The median of the rounds' ratios a / b."""
-    return statistics.median(x / y for x, y in zip(a, b, strict=True))
+    return statistics.median(ratios(a, b))
 
 
-def record(name: str, figures: dict) -> None:
-    """Print the figures and append them to results/NAME.jsonl with machine and commit."""
-    line = {
+def ratios(a: list[float], b: list[float]) -> list[float]:
+    return [x / y for x, y in zip(a, b, strict=True)]
+
+
+def spread(numbers: list[float], scale: float = 1.0) -> dict[str, float]:
+    """The median and the quartiles, times `scale`, to four digits."""
+    ends = statistics.quantiles(numbers, n=4) if len(numbers) > 1 else numbers * 3
+    parts = {"median": statistics.median(numbers), "q1": ends[0], "q3": ends[2]}
+    return {name: digits(x * scale) for name, x in parts.items()}
+
+
+def digits(x: float) -> float:
+    """x to four significant digits."""
+    return float(f"{x:.4g}")
+
+
+def peak_mb(call: Call, device: str) -> float | None:
+    """What one call holds at most above what stood before, in MiB; None where the system does not tell."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return digits((torch.cuda.max_memory_allocated() - before) / MB)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins anew
+        before = _status_kb("VmRSS")
+        call()
+        return digits((_status_kb("VmHWM") - before) / 1024)
+    except (OSError, StopIteration):
+        return None
+
+
+def _status_kb(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))
+
+
+def record(name: str, figures: dict, folder: Path = RESULTS) -> None:
+    """Print the figures and append them to folder/NAME.jsonl with machine and commit."""
+    line = {**machine(figures.get("device", "cpu")), **figures}
+    print(json.dumps(line, indent=2))
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{name}.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def machine(device: str = "cpu") -> dict:
+    """The date, the commit, the processor, its load before the run and the versions."""
+    about = {
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
+        "load": [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None,
         "torch": torch.__version__,
-        **figures,
     }
-    print(json.dumps(line, indent=2))
-    RESULTS.mkdir(exist_ok=True)
-    with open(RESULTS / f"{name}.jsonl", "a") as file:
-        file.write(json.dumps(line) + "\n")
+    if torch.device(device).type == "cuda":
+        about["gpu"] = torch.cuda.get_device_name()
+    return about
 
 
 def commit() -> str:

@@ -37,6 +37,7 @@ from funcrec._random import split as split
 from funcrec._rowgrads import RowGrads as RowGrads
 from funcrec._rowgrads import clip_by_global_norm as clip_by_global_norm
 from funcrec._rowgrads import global_norm as global_norm
+from funcrec._scan import scan as scan
 from funcrec._state import Batch as Batch
 from funcrec._state import Params as Params
 from funcrec._state import TrainState as TrainState

@@ -1,21 +1,25 @@
 """Donation: rows that are written into the memory of inputs, and an error for whoever still holds the old name.
 
     output = index_put(leaf, rows, values)   becomes   the compiled function returns (rows, values); leaf[rows] = values
+    outputs = fused_update(leaves, x)        becomes   the compiled function returns x; fused_update_(leaves, x)
 
 The compiled function itself writes to nothing: the writes come behind it, when all that reads the old values has run.
 (Written inside, torch 2.13's Inductor reorders reads and writes of one buffer in half a dozen ways.) Other outputs have
 memory of their own, and that of their donated predecessors is given up. Floor 1.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from funcrec._errors import DonatedError, Problem, fail, message
 from funcrec._tree import tree_leaves
+from funcrec.kernels.library import twin
 
 PUT = torch.ops.aten.index_put.default
 RESHAPES = {  # views that keep the order of the elements
@@ -27,72 +31,152 @@ RESHAPES = {  # views that keep the order of the elements
 # -- rows written in place ---------------------------------------------------------------------------------------
 
 
-class Write(NamedTuple):
-    """leaf.view(shape)[indices] = values; indices and values are numbers of the compiled function's results."""
+class Place(NamedTuple):
+    """A tensor that a write needs: a result of the compiled function, or a leaf among its arguments, seen in a shape."""
 
-    shape: tuple[int, ...]
-    indices: tuple[int | None, ...]
-    values: int
-    accumulate: bool
+    is_result: bool
+    number: int
+    shape: tuple[int, ...] | None = None
+
+
+class Write(NamedTuple):
+    """call(*arguments), which writes to donated leaves; a Place stands for each tensor."""
+
+    call: Callable
+    arguments: tuple
 
 
 class Plan(NamedTuple):
-    """What the results of a staged graph are.
+    """What becomes of the results of a staged graph.
 
-    writes: {output: (donated leaf, its writes in order)}; whole: {output: result}, for the outputs that are returned.
+    writes: in order. kept: {output: the donated leaf that it is, once written}. whole: {output: the result that it is}.
     """
 
-    writes: dict[int, tuple[int, list[Write]]]
+    writes: list[Write]
+    kept: dict[int, int]
     whole: dict[int, int]
 
 
-def plan_writes(graph: GraphModule, outputs: Sequence[int], donated: dict[int, Node]) -> Plan:
-    """Have the graph return rows and values where an output only replaces rows of a donated leaf.
+def plan_writes(graph: GraphModule, outputs: Sequence[int], inputs: dict[int, Node], donated: Iterable[int]) -> Plan:
+    """Have the graph return what writes need where an output only replaces rows of a donated leaf.
 
     Args:
       outputs: the numbers of the graph's outputs, in order.
-      donated: {number of the leaf: its placeholder}.
+      inputs: {number of the leaf: its placeholder}. donated: numbers of leaves.
     """
     end = next(iter(graph.graph.find_nodes(op="output")))
     sources = dict(zip(outputs, end.args[0], strict=True))
-    numbers = {leaf: i for i, leaf in donated.items()}
-    results: list[Node] = []
-    plan = Plan({}, {})
+    numbers = {node: i for i, node in inputs.items()}
+    leaves = {inputs[i] for i in donated}
+    ways = in_place_ways(sources, leaves)
+    results = [source for j, source in sources.items() if j not in ways]
+    whole = {j: k for k, j in enumerate(j for j in sources if j not in ways)}
+    taken: dict[Node, int] = {}
 
-    def result(node: Node) -> int:
-        results.append(node)
-        return len(results) - 1
+    def read(node: Node) -> Place:
+        if node in numbers and node not in leaves:
+            return Place(False, numbers[node])
+        if node not in taken:
+            results.append(node)
+            taken[node] = len(results) - 1
+        return Place(True, taken[node])
 
-    claimed = set()
-    for j, source in sources.items():
-        leaf, puts = row_writes(source)
-        alone = all(len(n.users) == 1 for n in puts) and list(sources.values()).count(source) == 1
-        if leaf not in numbers or leaf in claimed or not (alone and _same_form(source, leaf)):
-            plan.whole[j] = result(source)
-            continue
-        claimed.add(leaf)
-        plan.writes[j] = (numbers[leaf], [])
-        for put in puts:
-            if put.target is PUT:
-                base, indices, values, *more = put.args
-                places = tuple(None if n is None else result(n) for n in indices)
-                accumulate = bool(more and more[0]) or bool(put.kwargs.get("accumulate"))
-                write = Write(tuple(base.meta["val"].shape), places, result(values), accumulate)
-                plan.writes[j][1].append(write)
+    def written(node: Node) -> Place:
+        leaf = trace_back(node)[0]
+        shape = node.meta["val"].shape
+        return Place(False, numbers[leaf], None if shape == leaf.meta["val"].shape else tuple(shape))
+
+    on_way = {n for way in ways.values() for n in way.nodes if _replaced(n)}
+    writes = []
+    for node in (n for n in graph.graph.nodes if n in on_way):
+        call, count = (torch.ops.aten.index_put_.default, 1) if node.target is PUT else twin(node.target)
+        rest = (*node.args[count:], *node.kwargs.values())
+        writes.append(Write(call, (*map_arg(node.args[:count], written), *map_arg(rest, read))))
     end.args = (results,)
+    graph.graph.eliminate_dead_code()
     graph.recompile()
-    return plan
+    return Plan(writes, {j: numbers[way.leaf] for j, way in ways.items()}, whole)
 
 
-def row_writes(source: Node) -> tuple[Node, list[Node]]:
-    """The leaf that `source` is, but for replaced rows, and the operations on the way, in order."""
+class Way(NamedTuple):
+    """From an output back to its leaf, and the operations between them."""
+
+    leaf: Node
+    nodes: tuple[Node, ...]
+
+
+def in_place_ways(sources: dict[int, Node], leaves: set[Node]) -> dict[int, Way]:
+    """The outputs that are donated leaves with rows replaced, where nothing else reads what is written."""
+    ways: dict[int, Way] = {}
+    given = list(sources.values())
+    for j, source in sources.items():
+        leaf, nodes = trace_back(source)
+        wanted = leaf in leaves and (not nodes or any(map(_replaced, nodes))) and given.count(source) == 1
+        if wanted and _same_form(source, leaf) and all(way.leaf is not leaf for way in ways.values()):
+            ways[j] = Way(leaf, nodes)
+    while True:  # an operation is run in place when all that it writes is
+        on_way = {n for way in ways.values() for n in way.nodes}
+        ends = {sources[j] for j in ways}
+        good = {n for n in on_way if _is_private(n, on_way, ends, leaves)}
+        kept = {j: way for j, way in ways.items() if good.issuperset(way.nodes)}
+        if len(kept) == len(ways):
+            return kept
+        ways = kept
+
+
+def trace_back(node: Node) -> tuple[Node, tuple[Node, ...]]:
+    """The leaf that `node` is, but for replaced rows, and the operations on the way, from the last to the first."""
     way: list[Node] = []
-    node = source
-    while node.op == "call_function" and (node.target is PUT or node.target in RESHAPES):
-        way.append(node)
-        node = node.args[0]
-    put_at = [k for k, n in enumerate(way) if n.target is PUT]
-    return (node, way[: put_at[-1] + 1][::-1]) if put_at else (source, [])
+    while node.op == "call_function":
+        if node.target is operator.getitem and _replaced(node.args[0]):
+            way += [node, node.args[0]]
+            node = _replaced(node.args[0])[node.args[1]]
+        elif node.target in RESHAPES or len(_replaced(node)) == 1:
+            way.append(node)
+            node = node.args[0]
+        else:
+            break
+    return node, tuple(way)
+
+
+def _is_private(node: Node, on_way: set[Node], ends: set[Node], leaves: set[Node]) -> bool:
+    """Whether only the next on its way, or the output, sees this node, and what it writes to begins at donated leaves."""
+    if any(trace_back(x)[0] not in leaves for x in _replaced(node)):
+        return False
+    users = [u for u in node.users if u.op != "output"]
+    if isinstance(node.meta["val"], (list, tuple)):
+        return all(u in on_way or not u.users for u in users)
+    if node in ends:
+        return not users
+    return len(users) == len(node.users) == 1 and users[0] in on_way and _passes_on(node, users[0])
+
+
+def _passes_on(node: Node, user: Node) -> bool:
+    """Whether the user writes to the node or sees it in another shape, and does not read it besides."""
+    if user.target in RESHAPES:
+        return True
+    return node in _replaced(user) and _times(user, node) == 1
+
+
+def _times(user: Node, node: Node) -> int:
+    """How often the node stands among the user's arguments."""
+    found: list[Node] = []
+    map_arg((user.args, user.kwargs), lambda n: found.append(n) or n)
+    return found.count(node)
+
+
+def _replaced(node: Node) -> tuple[Node, ...]:
+    """The arguments that the operation replaces rows of, in the order of its outputs."""
+    if not isinstance(node, Node) or node.op != "call_function":
+        return ()
+    if node.target is PUT:
+        return (node.args[0],)
+    found = twin(node.target)
+    if found is None:
+        return ()
+    flat: list[Node] = []
+    map_arg(node.args[: found[1]], lambda n: flat.append(n) or n)
+    return tuple(flat)
 
 
 def _same_form(source: Node, leaf: Node) -> bool:
@@ -100,28 +184,48 @@ def _same_form(source: Node, leaf: Node) -> bool:
     return source is leaf or (a.shape == b.shape and a.is_contiguous() and b.is_contiguous())
 
 
-def write(target: Tensor, writes: list[Write], results: Sequence[Tensor]) -> None:
-    """Replace the rows, in place."""
-    for shape, indices, values, accumulate in writes:
-        places = tuple(None if i is None else results[i] for i in indices)
-        target.view(shape).index_put_(places, results[values], accumulate)
+def prepare_writes(plan: Plan, num_leaves: int) -> Callable[[list, list], None]:
+    """A function of (leaves, results) that replaces the rows, in place and in order."""
+
+    def getter(x: object) -> Callable[[list], object]:
+        if isinstance(x, Place):
+            at, shape = x.number + num_leaves * x.is_result, x.shape
+            return operator.itemgetter(at) if shape is None else lambda pool: pool[at].view(shape)
+        if not isinstance(x, (list, tuple)):
+            return lambda pool: x
+        getters = [getter(y) for y in x]
+        if len(x) > 1 and all(isinstance(y, Place) and y.shape is None for y in x):
+            return operator.itemgetter(*(y.number + num_leaves * y.is_result for y in x))
+        return lambda pool: [get(pool) for get in getters]
+
+    calls = [(w.call, [getter(x) for x in w.arguments]) for w in plan.writes]
+
+    def run(leaves: list, results: list) -> None:
+        pool = leaves + results
+        for call, getters in calls:
+            call(*[get(pool) for get in getters])
+
+    return run
 
 
-def shared_results(results: Sequence[Tensor], arguments: Sequence[Tensor]) -> set[int]:
-    """The results that lie in the memory of an argument, of a constant, or of an earlier result.
+def shared_results(
+    results: Sequence[Tensor], returned: set[int], arguments: Sequence[Tensor], donated: Sequence[Tensor]
+) -> set[int]:
+    """The results to copy, because this call's writes, or those of the next that takes a result, would change them.
 
-    They are copied: this call's writes, or those of the next call that takes the result, would change the other too.
+    Those that are returned must have memory of their own; those that writes read, none of a donated argument.
     """
-    memory = {_place(x) for x in arguments}
+    memory, taken = {_memory(x) for x in arguments}, {_memory(x) for x in donated}
     shared = set()
     for k, x in enumerate(results):
-        if _place(x) in memory:
+        if _memory(x) in (memory if k in returned else taken):
             shared.add(k)
-        memory.add(_place(x))
+        if k in returned:
+            memory.add(_memory(x))
     return shared
 
 
-def _place(x: Tensor) -> object:
+def _memory(x: Tensor) -> object:
     """What tells one memory from another: its address, or the tensor itself when it has none."""
     return x.untyped_storage().data_ptr() or id(x)
 
@@ -141,13 +245,15 @@ class Donated(Tensor):
         return "<donated tensor>"
 
 
-def poison(x: Tensor, why: str) -> None:
-    x.__dict__["donated"] = why
+def poison(x: Tensor, why: tuple[str, tuple[str, int]]) -> None:
+    """Make any use of x an error that says why: the argument that it was, the function and the number of the call."""
+    x.donated = why
     x.__class__ = Donated
 
 
 def donated_message(x: Donated) -> str:
-    why = x.__dict__["donated"]
+    path, (name, number) = x.__dict__["donated"]
+    why = f"`{path}` was donated to call {number} of `{name}`"
     need = "the value that the call returned in its place"
     return message("funcrec.jit", [Problem(f"{why} and is gone.", "a use after donation", need, "jit without donate=")])
 
@@ -162,7 +268,7 @@ def refuse_shared(leaves: list, donated: dict[int, str]) -> None:
     """Memory that is donated must be given once."""
     if not donated:
         return
-    spans = sorted((*_span(x), i) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.numel())
+    spans = sorted((*memory_span(x), i) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.numel())
     before: dict[bool, tuple[int, int]] = {}  # of donated and of other leaves, the one that reaches furthest
     for start, end, i in spans:
         for is_donated, (reach, first) in before.items():
@@ -176,7 +282,10 @@ def refuse_shared(leaves: list, donated: dict[int, str]) -> None:
         before[i in donated] = max(before.get(i in donated, (0, 0)), (end, i))
 
 
-def _span(x: Tensor) -> tuple[int, int]:
+def memory_span(x: Tensor) -> tuple[int, int]:
     """The bytes from the first to behind the last element."""
+    start = x.data_ptr()
+    if x.is_contiguous():
+        return start, start + x.nbytes
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+    return start, start + (last + 1) * x.element_size()

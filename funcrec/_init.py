@@ -16,6 +16,7 @@ from torch import Tensor
 
 from funcrec import _random as random
 from funcrec._errors import check
+from funcrec.kernels.memory import empty_table
 
 if TYPE_CHECKING:
     from funcrec._configs import TableConfig
@@ -135,7 +136,7 @@ def init_rows(key: Tensor, table: "TableConfig", start: int, stop: int, *, devic
     step = max(INIT_BLOCK // table.embedding_dim, 1)
     if shape[0] <= step:
         return draw(start, stop)
-    out = torch.empty(shape, dtype=table.dtype, device=device)
+    out = empty_table(shape, dtype=table.dtype, device=device)
     for first in range(start, stop, step):
         last = min(first + step, stop)
         out[first - start : last - start] = draw(first, last)

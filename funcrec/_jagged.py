@@ -8,8 +8,9 @@ Shapes: B bags, N capacity of the buffer, L a fixed length. Floor 1.
 """
 
 import itertools
+import numbers
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,8 +46,11 @@ class JaggedTensor:
     @staticmethod
     def from_lists(lists: Sequence[Sequence], *, weights: Sequence[Sequence[float]] | None = None, dtype=None):
         """`[[1, 2], []]` -> two bags. Values default to i64 for ints (and for no values at all), f32 for floats."""
+        call = "funcrec.JaggedTensor.from_lists"
+        check(call, bag_problems(lists, "lists"))
         if weights is not None:
-            check("funcrec.JaggedTensor.from_lists", list_length_problems(lists, weights))
+            check(call, bag_problems(weights, "weights"))
+            check(call, list_length_problems(lists, weights))
         values, lengths = flat_list(lists, dtype)
         flat_weights = None if weights is None else flat_list(weights, torch.float32)[0]
         return JaggedTensor.from_lengths(values, lengths, weights=flat_weights)
@@ -98,6 +102,7 @@ class JaggedTensor:
 
     def to_padded(self, length: int, fill: float | int = 0) -> Tensor:
         """[B, length, ...]: each bag cut to `length` and filled up with `fill`."""
+        check("funcrec.JaggedTensor.to_padded", integer_problems("length", length))
         position, valid = padded_positions(self.offsets, length, self.capacity)
         if self.capacity == 0:
             return self.values.new_full((self.num_bags, length, *self.values.shape[1:]), fill)
@@ -124,11 +129,7 @@ class JaggedTensor:
 
     def pad_to(self, capacity: int) -> "JaggedTensor":
         """A buffer of exactly `capacity` >= N values; the new ones are zero."""
-        if capacity < self.capacity:
-            fail(
-                "funcrec.JaggedTensor.pad_to", "`capacity` is smaller than the buffer.", got=f"{capacity}",
-                need=f"capacity >= {self.capacity}", hint="x.unpad().pad_to(capacity), which reads offsets on the host",
-            )  # fmt: skip
+        check("funcrec.JaggedTensor.pad_to", capacity_problems(capacity, self.capacity))
         return JaggedTensor(grow(self.values, capacity), self.offsets, grow(self.weights, capacity))
 
     def unpad(self) -> "JaggedTensor":
@@ -246,6 +247,34 @@ def show_buffer(x: Any) -> str:
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def bag_problems(bags: object, path: str) -> Iterator[Problem]:
+    """`bags` must be a list of lists, or of anything else that has a length."""
+    has_elements = lambda x: isinstance(x, Collection) and not isinstance(x, str) and getattr(x, "ndim", 1) > 0
+    if not has_elements(bags):
+        yield Problem(f"`{path}` is not a list of bags.", describe(bags), "[[1, 2], [], ...]", kind=TypeError)
+        return
+    for b, bag in enumerate(bags):
+        if not has_elements(bag):
+            hint = "a bag [id] for a feature with one id per example"
+            yield Problem(f"`{path}[{b}]` is not a bag.", describe(bag), "a list of values", hint, TypeError)
+            return
+
+
+def integer_problems(name: str, n: object) -> Iterator[Problem]:
+    if not isinstance(n, numbers.Integral | torch.SymInt) or isinstance(n, bool):
+        yield Problem(f"`{name}` is not an integer.", describe(n), "an int >= 0", kind=TypeError)
+    elif n < 0:
+        yield Problem(f"`{name}` is negative.", f"{n}", f"{name} >= 0")
+
+
+def capacity_problems(capacity: object, least: int) -> Iterator[Problem]:
+    found = list(integer_problems("capacity", capacity))
+    yield from found
+    if not found and capacity < least:
+        what, hint = "`capacity` is smaller than the buffer.", "unpad() first, which reads offsets on the host"
+        yield Problem(what, f"{capacity}", f"capacity >= {least}", hint)
 
 
 def buffer_problems(values: Tensor, weights: Tensor | None, path: str = "") -> Iterator[Problem]:

@@ -16,7 +16,9 @@ from funcrec._errors import Problem, check, describe, fail
 from funcrec._jagged import (
     JaggedTensor,
     bag_list,
+    bag_problems,
     buffer_problems,
+    capacity_problems,
     flat_list,
     grow,
     length_problems,
@@ -63,9 +65,10 @@ class KeyedJaggedTensor:
     def from_lists(lists: Mapping[str, Sequence[Sequence]], *, weights=None, dtype=None) -> "KeyedJaggedTensor":
         """`{"clicked": [[1, 2], []]}` and, if wanted, weights of the same form."""
         call = "funcrec.KeyedJaggedTensor.from_lists"
-        check(call, mapping_problems(lists, "lists"))
+        check(call, keyed_bag_problems(lists, "lists"))
         if weights is not None:
-            check(call, mapping_problems(weights, "weights"), same_key_problems(lists, weights))
+            check(call, keyed_bag_problems(weights, "weights"))
+            check(call, same_key_problems(lists, weights))
         keys = tuple(lists)
         values, lengths = flat_list([bag for k in keys for bag in lists[k]], dtype)
         flat = None if weights is None else flat_list([b for k in keys for b in weights[k]], torch.float32)[0]
@@ -251,11 +254,7 @@ class KeyedJaggedTensor:
 
     def pad_to(self, capacity: int) -> "KeyedJaggedTensor":
         """A buffer of exactly `capacity` >= N ids; the new ones are zero."""
-        if capacity < self.capacity:
-            fail(
-                "funcrec.KeyedJaggedTensor.pad_to", "`capacity` is smaller than the buffer.", got=f"{capacity}",
-                need=f"capacity >= {self.capacity}", hint="ids.unpad().pad_to(capacity), which reads offsets on the host",
-            )  # fmt: skip
+        check("funcrec.KeyedJaggedTensor.pad_to", capacity_problems(capacity, self.capacity))
         return self._with_buffer(grow(self.values, capacity), grow(self.weights, capacity))
 
     def unpad(self) -> "KeyedJaggedTensor":
@@ -327,6 +326,12 @@ def stride_problems(keys: tuple[str, ...], num_lengths: int, strides: tuple[int,
 def mapping_problems(x: object, name: str) -> Iterator[Problem]:
     if not isinstance(x, Mapping):
         yield Problem(f"`{name}` is not a mapping from keys.", describe(x), "{key: ...}", kind=TypeError)
+
+
+def keyed_bag_problems(x: object, name: str) -> Iterator[Problem]:
+    yield from mapping_problems(x, name)
+    for k, bags in x.items() if isinstance(x, Mapping) else ():
+        yield from bag_problems(bags, f"{name}[{k!r}]")
 
 
 def same_key_problems(a: Mapping, b: Mapping) -> Iterator[Problem]:

@@ -91,7 +91,7 @@ def regroup(parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> li
 
     A key may stand in several groups. TorchRec's `KeyedTensor.regroup`.
 
-    Raises: KeyError for a key that no part has, ValueError for one that two parts have.
+    Raises: KeyError for a key that no part has, ValueError for one that two parts have, and for a group without keys.
 
     Example:
       >>> import torch, funcrec as fr
@@ -106,6 +106,9 @@ def regroup(parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> li
     missing = [k for group in groups for k in group if k not in names]
     if missing:
         fail("funcrec.regroup", "`groups` names unknown keys.", got=f"{missing}", need=f"among {names}", kind=KeyError)
+    empty = [i for i, group in enumerate(groups) if not group]
+    if empty:
+        fail("funcrec.regroup", f"`groups{empty}` is empty.", got="no key", need="one or more keys in each group")
     features = {k: x for part in parts for k, x in part.items()}
     return [torch.cat([features[k] for k in group], -1) for group in groups]
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from funcrec import _checks as checks
+from funcrec import _primitives as primitives
 from funcrec._configs import (
     FeatureConfig,
     TableConfig,
@@ -27,15 +28,16 @@ from funcrec._hashing import hash_rows
 from funcrec._jagged import JaggedTensor, take_ranges
 from funcrec._keyed_jagged import KeyedJaggedTensor, check_ids
 from funcrec._keyed_tensor import KeyedTensor
-from funcrec._rowgrads import RowGrads
+from funcrec._rowgrads import Bags, RowGrads
 from funcrec._taps import open_tables
-from funcrec.kernels import ops
+from funcrec._tree import replace
+from funcrec.kernels.forms import Feature
 
 Tables = Mapping[str, Tensor]
 
 
 def lookup(
-    tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], *, implementation: str = "reference"
+    tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], *, implementation: str | None = None
 ) -> KeyedTensor:
     """Pool the rows of every bag: the features of `features` whose pooling is "sum" or "mean".
 
@@ -43,7 +45,7 @@ def lookup(
       tables: {name: f[R, D]}; f16 and bf16 tables are kept as they are and summed in f32.
       ids: i32 or i64, B bags per key.
       features: those with pooling "none" are left to `lookup_sequence`.
-      implementation: of `funcrec.kernels`, chosen by name.
+      implementation: of `funcrec.kernels`, chosen by name; None takes the device's own.
 
     Returns: KeyedTensor f32[B, ΣD] (f64 when a table is), keys in the order of `features`.
 
@@ -70,20 +72,17 @@ def lookup(
     if not pooled and features:
         _no_feature("funcrec.lookup", features, "sum", "lookup_sequence")
     names = list(dict.fromkeys(f.table for f in pooled))
-    values = ops.pooled_lookup(
-        [tensors[n] for n in names],
-        _rows(ids, pooled, table_shapes(tensors)),
-        ids.offsets,
-        ids.weights,
-        _kernel_features(ids, pooled, names),
-        _num_bags("funcrec.lookup", ids, pooled),
-        implementation=implementation,
+    num_bags = _num_bags("funcrec.lookup", ids, pooled)
+    buffers, kernel_features = _buffers_and_features(ids, pooled, names, table_shapes(tensors))
+    used, weights = [tensors[n] for n in names], ids.weights if any(f.weighted for f in pooled) else None
+    values = primitives.pooled_lookup(
+        used, buffers, ids.offsets, weights, kernel_features, num_bags, implementation=implementation
     )
     out = KeyedTensor(values, tuple(f.name for f in pooled), tuple(tensors[f.table].shape[1] for f in pooled))
     if tape is None:
         return out
     shapes = {n: t for n, t in tensors.items() if n in names}
-    return tape.tap(out, ids, lambda d, ids: lookup_transpose(d, ids, pooled, shapes, implementation=implementation))
+    return tape.tap(out, ids, lambda d, ids: lookup_transpose(d, ids, pooled, shapes))
 
 
 def lookup_transpose(
@@ -91,10 +90,8 @@ def lookup_transpose(
     ids: KeyedJaggedTensor,
     features: Sequence[FeatureConfig],
     tables: Tables | Sequence[TableConfig],
-    *,
-    implementation: str = "reference",
 ) -> dict[str, RowGrads]:
-    """The cotangents of the tables that `lookup` read, one entry per id (not coalesced).
+    """The cotangents of the tables that `lookup` read, as ids and cotangents: no entry is written out (nor coalesced).
 
     Args:
       d_acts: f[B, ΣD], as `lookup` returned them.
@@ -116,21 +113,19 @@ def lookup_transpose(
     shapes = table_shapes(tables)
     check(call, cotangent_problems(d_acts, ids, pooled, shapes))
     names = list(dict.fromkeys(f.table for f in pooled))
-    entries = ops.pooled_lookup_transpose(
-        d_acts.values,
-        [shapes[n] for n in names],
-        _rows(ids, pooled, shapes),
-        ids.offsets,
-        ids.weights,
-        _kernel_features(ids, pooled, names),
-        implementation=implementation,
-    )
-    grads = [RowGrads.from_entries(*e, num_embeddings=shapes[n][0]) for n, e in zip(names, entries, strict=True)]
-    return dict(zip(names, grads, strict=True))
+    buffers, kernel_features = _buffers_and_features(ids, pooled, names, shapes)
+    terms: dict[str, list[Bags]] = {n: [] for n in names}
+    for f in kernel_features:  # those of one table and one buffer that follow each other are one term
+        of_table, own = terms[names[f.table]], (f._replace(table=0, rows=0),)
+        if of_table and of_table[-1].rows is buffers[f.rows]:
+            of_table[-1] = replace(of_table[-1], features=of_table[-1].features + own)
+        else:
+            of_table.append(Bags(d_acts.values, buffers[f.rows], ids.offsets, ids.weights, own))
+    return {n: RowGrads(tuple(t), *shapes[n]) for n, t in terms.items()}
 
 
 def lookup_sequence(
-    tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], *, implementation: str = "reference"
+    tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], *, implementation: str | None = None
 ) -> dict[str, JaggedTensor]:
     """One row per id: the features of `features` whose pooling is "none".
 
@@ -156,7 +151,7 @@ def lookup_sequence(
     out = {}
     for f in sequences:
         bags = sequence_rows(ids, f, tensors[f.table].shape[0])
-        rows = ops.gather_rows(tensors[f.table], bags.values, implementation=implementation)
+        rows = primitives.gather_rows(tensors[f.table], bags.values, implementation=implementation)
         out[f.name] = JaggedTensor(_weigh(rows, bags), bags.offsets)
     if tape is None:
         return out
@@ -235,21 +230,21 @@ def _weigh(rows: Tensor, bags: JaggedTensor) -> Tensor:
 # -- between configs and kernels ---------------------------------------------------------------------------------
 
 
-def _rows(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: Mapping) -> list[Tensor]:
-    """The flat buffer of rows for each feature; features that hash alike share one."""
-    made: dict = {}
+def _buffers_and_features(
+    ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], names: list[str], shapes: Mapping
+) -> tuple[list[Tensor], list[Feature]]:
+    """The buffers of rows, one for each way to hash, and what a kernel is told of each feature."""
+    buffers: dict = {}
+    out, column = [], 0
     for f in features:
-        size = shapes[f.table][0] if f.hash is not None else None
-        if (f.hash, size) not in made:
-            made[f.hash, size] = hash_rows(ids.values, f.hash, size or 0)
-    return [made[f.hash, shapes[f.table][0] if f.hash is not None else None] for f in features]
-
-
-def _kernel_features(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], names: list[str]) -> list[ops.Feature]:
-    return [
-        ops.Feature(names.index(f.table), ids.bag_range(f.key)[0], f.max_length or 0, f.pooling == "mean", f.weighted)
-        for f in features
-    ]
+        num_embeddings, dim = shapes[f.table]
+        how = None if f.hash is None else (f.hash, num_embeddings)
+        if how not in buffers:
+            buffers[how] = hash_rows(ids.values, f.hash, num_embeddings)
+        options = (f.max_length or 0, f.pooling == "mean", f.weighted, column)
+        out.append(Feature(names.index(f.table), list(buffers).index(how), ids.bag_range(f.key)[0], *options))
+        column += dim
+    return list(buffers.values()), out
 
 
 def _num_bags(call: str, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> int:

@@ -1,32 +1,63 @@
-"""RowGrads: a table's cotangent as (row, gradient) entries.
+"""RowGrads: a table's cotangent as the sum of what its lookups sent back, not written out.
 
-    dense gradient [R, D] = Σ_i e_{rows[i]} ⊗ grads[i]
+    dense gradient [R, D] = Σ_terms Σ_i e_{rows[i]} ⊗ grads[i]
 
-An entry counts when it stands before `count` and its row is in [0, R); all others are padding. Floor 2.
-Shapes: M entries, R rows of the table, D dim.
+A term is either `Entries`, a row and a gradient each, or `Bags`: a pooled lookup's ids and the gradient of its output, from which
+the entries follow. Sums and factors keep the terms; `coalesce`, an update, or a look at `rows` and `grads` writes entries
+out. An entry counts when it stands before `count` and its row is in [0, R). Floor 2.
+Shapes: M entries, N ids, B bags, C columns, R rows of the table, D dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from funcrec._errors import describe, fail
+from funcrec._primitives import segments_of_lookup
 from funcrec._tree import pytree, replace
-from funcrec.kernels import ops
+from funcrec.kernels import ops, reference
+from funcrec.kernels.forms import Feature, Segment, Terms, capacity_of, flatten
 
 
-@pytree(static=("num_embeddings", "coalesced"), optional=("repeats",))
+@pytree(optional=("count", "repeats"))
+class Entries:
+    """rows i[M], grads f[M, D]; those behind `count`, i64[], are padding; `repeats`, i64[M], is how many ids each sums."""
+
+    rows: Tensor
+    grads: Tensor
+    count: Tensor | None = None
+    repeats: Tensor | None = None
+
+    def marked(self) -> Tensor:
+        """The rows, -1 behind `count`."""
+        if self.count is None:
+            return self.rows
+        return torch.where(torch.arange(self.rows.shape[0], device=self.rows.device) < self.count, self.rows, -1)
+
+
+@pytree(static=("features",), optional=("weights",))
+class Bags:
+    """What a pooled lookup sends one table: row rows[i] gets s_i · d[b, column : column + D] for every id i of bag b.
+
+    d: f[B, C], the cotangent of the lookup's output. rows: i[N]. offsets: the bags of all features. weights: f[N].
+    """
+
+    d: Tensor
+    rows: Tensor
+    offsets: Tensor
+    weights: Tensor | None = None
+    features: tuple[Feature, ...] = ()
+
+
+@pytree(static=("num_embeddings", "dim", "coalesced"))
 class RowGrads:
     """The gradient of one table, row by row; `dense == grads.to_dense()`.
 
     Args:
-      rows: i[M].
-      grads: f[M, D].
-      count: i64[], entries behind it are padding.
-      repeats: i64[M], how many ids each entry sums, once coalesced.
-      num_embeddings: R, the height of the table.
-      coalesced: whether rows[:count] are distinct and ascending.
+      terms: whose sum it is.
+      num_embeddings: R, the height of the table. dim: D.
+      coalesced: whether it is one term of Entries with distinct, ascending rows before its count.
 
     Example:
       >>> import torch, funcrec as fr
@@ -35,16 +66,28 @@ class RowGrads:
       tensor([1., 0., 2., 0.])
     """
 
-    rows: Tensor
-    grads: Tensor
-    count: Tensor
-    repeats: Tensor | None = None
+    terms: tuple[Entries | Bags, ...]
     num_embeddings: int = 0
+    dim: int = 0
     coalesced: bool = False
 
     @staticmethod
-    def from_entries(rows: Tensor, grads: Tensor, *, num_embeddings: int) -> "RowGrads":
-        """Entries in any order, with repeats; a row outside [0, num_embeddings) marks padding."""
+    def from_entries(
+        rows: Tensor,
+        grads: Tensor,
+        *,
+        num_embeddings: int,
+        count: Tensor | None = None,
+        repeats: Tensor | None = None,
+        coalesced: bool = False,
+    ) -> "RowGrads":
+        """Entries in any order, with repeats; a row outside [0, num_embeddings) marks padding, as does a place behind `count`.
+
+        Args:
+          rows: i32[M] or i64[M]. grads: f[M, D].
+          count: i64[]; None for M. repeats: i64[M], how many ids each entry sums; None for one.
+          coalesced: the caller's word that the rows before `count` are distinct and ascend.
+        """
         call = "funcrec.RowGrads.from_entries"
         if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64) or rows.dim() != 1:
             fail(call, "`rows` are not rows.", got=describe(rows), need="i32[M] or i64[M]", kind=TypeError)
@@ -53,51 +96,95 @@ class RowGrads:
             fail(call, "`grads` does not match its rows.", got=got, need=f"f[{rows.shape[0]}, D]")
         if num_embeddings > torch.iinfo(rows.dtype).max:
             fail(call, "`rows` cannot hold every row.", got=f"{describe(rows)}; {num_embeddings} rows", need="i64 rows")
-        count = torch.full((), rows.shape[0], dtype=torch.int64, device=rows.device)
-        return RowGrads(rows, grads, count, None, num_embeddings, False)
+        return RowGrads((Entries(rows, grads, count, repeats),), num_embeddings, grads.shape[1], coalesced)
 
     @staticmethod
     def zeros(shape: tuple[int, int], *, dtype: torch.dtype = torch.float32, device=None) -> "RowGrads":
         """The zero gradient of a table [R, D]: no entries."""
         rows = torch.zeros(0, dtype=torch.int64, device=device)
-        return RowGrads.from_entries(
-            rows, torch.zeros(0, shape[1], dtype=dtype, device=device), num_embeddings=shape[0]
-        )
+        grads = torch.zeros(0, shape[1], dtype=dtype, device=device)
+        return RowGrads((Entries(rows, grads),), shape[0], shape[1], False)
+
+    @property
+    def capacity(self) -> int:
+        """M: how many entries it is written out as."""
+        return sum(map(_capacity, self.terms))
+
+    @property
+    def has_repeats(self) -> bool:
+        """Whether an entry may stand for several ids."""
+        return any(_has_repeats(t) for t in self.terms)
+
+    def entries(self) -> Entries:
+        """All terms written out as one, in plain torch."""
+        if len(self.terms) == 1 and isinstance(self.terms[0], Entries):
+            return self.terms[0]
+        d, rows, offsets, weights, segments = terms_of([self])
+        made = reference.expand(d, rows, offsets, weights, flatten(segments), [self.num_embeddings, self.dim])
+        if not self.has_repeats:
+            return Entries(*made)
+        ones = lambda t: torch.ones(_capacity(t), dtype=torch.int64, device=made[0].device)
+        ids = [t.repeats if _has_repeats(t) else ones(t) for t in self.terms]
+        return Entries(*made, None, torch.cat(ids))
+
+    @property
+    def rows(self) -> Tensor:
+        """i[M]."""
+        return self.entries().rows
+
+    @property
+    def grads(self) -> Tensor:
+        """f[M, D]."""
+        return self.entries().grads
+
+    @property
+    def count(self) -> Tensor:
+        """i64[]: entries behind it are padding."""
+        entries = self.entries()
+        if entries.count is not None:
+            return entries.count
+        return torch.full((), entries.rows.shape[0], dtype=torch.int64, device=entries.rows.device)
+
+    @property
+    def repeats(self) -> Tensor | None:
+        """i64[M], how many ids each entry sums; None for one each."""
+        return self.entries().repeats
 
     @property
     def valid(self) -> Tensor:
         """bool[M]: the entries that count."""
-        position = torch.arange(self.rows.shape[0], device=self.rows.device)
-        return (position < self.count) & (self.rows >= 0) & (self.rows < self.num_embeddings)
+        rows = self.entries().marked()
+        return (rows >= 0) & (rows < self.num_embeddings)
 
-    def coalesce(self, *, implementation: str = "reference") -> "RowGrads":
+    def coalesce(self, *, implementation: str | None = None) -> "RowGrads":
         """One entry per distinct row, rows ascending; gradients of a row are summed in the order of their entries."""
         if self.coalesced:
             return self
-        marked = torch.where(self.valid, self.rows, -1)
-        rows, grads, count, repeats = ops.coalesce(
-            marked, self.grads, self.num_embeddings, implementation=implementation
-        )
-        if self.repeats is not None:  # a sum of coalesced gradients: its entries stand for several ids each
-            counts = self.repeats.to(torch.float64)[:, None]
-            repeats = ops.coalesce(marked, counts, self.num_embeddings)[1][:, 0].to(torch.int64)
-        return RowGrads(rows, grads, count, repeats, self.num_embeddings, True)
+        shape = (self.num_embeddings, self.dim)
+        rows, grads, count, repeats = ops.coalesce(terms_of([self]), [shape], implementation=implementation)[0]
+        if self.has_repeats:  # a sum of coalesced gradients: its entries stand for several ids
+            own = self.entries()
+            counts = RowGrads((replace(own, grads=own.repeats.to(torch.float64)[:, None], repeats=None),), shape[0], 1)
+            repeats = counts.coalesce(implementation=implementation).grads[:, 0].to(torch.int64)
+        return RowGrads((Entries(rows, grads, count, repeats),), *shape, True)
 
     def to_dense(self) -> Tensor:
         """f[R, D]."""
-        rows = torch.where(self.valid, self.rows, self.num_embeddings)
-        terms = torch.where(self.valid[:, None], self.grads, 0)
+        entries, valid = self.entries(), self.valid
+        rows = torch.where(valid, entries.rows, self.num_embeddings).long()
+        terms = torch.where(valid[:, None], entries.grads, 0)
         dense = terms.new_zeros(self.num_embeddings + 1, terms.shape[1])
         return dense.scatter_add(0, rows[:, None].expand(terms.shape), terms)[: self.num_embeddings]
 
     def scale(self, factor: float | Tensor) -> "RowGrads":
         """factor · gradient."""
-        return replace(self, grads=self.grads * factor)
+        times = lambda t: replace(t, d=t.d * factor) if isinstance(t, Bags) else replace(t, grads=t.grads * factor)
+        return replace(self, terms=tuple(map(times, self.terms)))
 
     def clip(self, max_value: float) -> "RowGrads":
         """Each element of the (coalesced) gradient clamped to [-max_value, max_value]."""
         out = self.coalesce()
-        return replace(out, grads=out.grads.clamp(-max_value, max_value))
+        return replace(out, terms=(replace(out.terms[0], grads=out.grads.clamp(-max_value, max_value)),))
 
     def squared_norm(self) -> Tensor:
         """f[]: Σ of the squares of the coalesced gradient."""
@@ -109,22 +196,69 @@ class RowGrads:
         return self.squared_norm().sqrt()
 
     def __add__(self, other: "RowGrads") -> "RowGrads":
-        """The entries of both, this one's first."""
-        shape, theirs = (self.num_embeddings, self.grads.shape[1]), (other.num_embeddings, other.grads.shape[1])
+        """The terms of both, this one's first."""
+        if not isinstance(other, RowGrads):
+            need = "RowGrads of the same table"
+            fail(
+                "funcrec.RowGrads.__add__",
+                "`other` is no row gradient.",
+                got=describe(other),
+                need=need,
+                kind=TypeError,
+            )
+        shape, theirs = (self.num_embeddings, self.dim), (other.num_embeddings, other.dim)
         if shape != theirs:
             got = f"{list(shape)} and {list(theirs)}"
             fail("funcrec.RowGrads.__add__", "the gradients are of different tables.", got=got, need="one shape")
-        mark = lambda g: torch.where(g.valid, g.rows, -1)
-        rows = torch.cat([mark(self), mark(other).to(self.rows.dtype)])
-        out = RowGrads.from_entries(rows, torch.cat([self.grads, other.grads]), num_embeddings=self.num_embeddings)
-        if self.repeats is None and other.repeats is None:
-            return out
-        ids = lambda g: torch.ones_like(g.rows, dtype=torch.int64) if g.repeats is None else g.repeats
-        return replace(out, repeats=torch.cat([ids(self), ids(other)]))
+        return RowGrads(self.terms + other.terms, *shape, False)
 
     def __repr__(self) -> str:
         state = "coalesced" if self.coalesced else "entries"
-        return f"RowGrads({state}, rows={describe(self.rows)}, grads={describe(self.grads)}, of {self.num_embeddings} rows)"
+        shape = f"[{self.capacity}, {self.dim}]"
+        return f"RowGrads({state}, at most {shape}, of {self.num_embeddings} rows)"
+
+
+def terms_of(grads: Sequence[RowGrads]) -> Terms:
+    """The terms of the gradients of several tables, numbered in order, as kernels take them; a tensor stands in its list once."""
+    out = Terms([], [], [], [], [])
+    for table, g in enumerate(grads):
+        for t in g.terms:
+            if isinstance(t, Entries):
+                places = {"d": _place(out.d, t.grads), "rows": _place(out.rows, t.marked()), "offsets": -1}
+            else:
+                places = {
+                    "d": _place(out.d, t.d),
+                    "rows": _place(out.rows, t.rows),
+                    "offsets": _place(out.offsets, t.offsets),
+                }
+            for s in _segments(t):
+                weights = _place(out.weights, t.weights) if s.weights >= 0 else -1
+                out.segments.append(s._replace(table=table, weights=weights, **places))
+    return out
+
+
+def _segments(term: Entries | Bags) -> list[Segment]:
+    """One for entries, one for each feature of bags; the tensors are not numbered yet."""
+    if isinstance(term, Entries):
+        return [Segment(0, 0, 0, 0, -1, 0, term.rows.shape[0], 0, False, -1)]
+    return segments_of_lookup(term.features, term.d.shape[0])
+
+
+def _capacity(term: Entries | Bags) -> int:
+    return sum(capacity_of(s, term.rows.shape[0]) for s in _segments(term))
+
+
+def _place(tensors: list[Tensor], x: Tensor) -> int:
+    """The number of x in the list, at whose end it is put when it is not there."""
+    for i, y in enumerate(tensors):
+        if x is y:
+            return i
+    tensors.append(x)
+    return len(tensors) - 1
+
+
+def _has_repeats(term: Entries | Bags) -> bool:
+    return isinstance(term, Entries) and term.repeats is not None
 
 
 def global_norm(grads: Mapping[str, RowGrads], *more: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """What a loss reads and what training changes: two plain pytrees. Floor 2."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from funcrec._errors import describe
+from funcrec._errors import describe, fail
 from funcrec._keyed_jagged import KeyedJaggedTensor
 from funcrec._tree import pytree, tree_leaves
 
@@ -21,6 +22,11 @@ class Params:
 
     tables: dict[str, Tensor]
     dense: Any
+
+    def __post_init__(self):
+        if not isinstance(self.tables, Mapping):
+            got, need, hint = describe(self.tables), "{name: f[R, D]}", "fr.init(key, table_configs); {} for no tables"
+            fail("funcrec.Params", "`tables` is not a dict of tables.", got=got, need=need, hint=hint, kind=TypeError)
 
     def __repr__(self) -> str:
         return f"Params(tables={_show_tables(self.tables)}, dense={_show_dense(self.dense)})"

@@ -6,7 +6,7 @@ are never zipped with leaves of the other. Floor 0.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, dataclass_transform
 
 import optree
@@ -99,6 +99,17 @@ def paths(tree: Any) -> list[tuple[str, Any]]:
     """`[("tables['item']", leaf), ...]` in torch's order; the paths are for people."""
     flat, _ = torch_tree.tree_flatten_with_path(tree)
     return [(torch_tree.keystr(path).lstrip("."), leaf) for path, leaf in flat]
+
+
+def fast_flatten(tree: Any) -> tuple[list, optree.PyTreeSpec]:
+    """(leaves, structure) in optree's order, in C++; `structure.unflatten(leaves)` is the way back."""
+    return optree.tree_flatten(tree, namespace=NAMESPACE)
+
+
+def leaf_paths(structure: optree.PyTreeSpec, names: Sequence[str]) -> dict[int, tuple[str, str]]:
+    """{number of the leaf: (name, "name['key'].field")} of a tuple flattened by `fast_flatten`, its elements called `names`."""
+    accessors = enumerate(structure.accessors())
+    return {i: (names[a[0].entry], a[1:].codify(names[a[0].entry])) for i, a in accessors}
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: T) -> T:

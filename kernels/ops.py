@@ -1,10 +1,13 @@
 """Contracts of the table operations, and the choice of an implementation.
 
-    pooled_lookup            out[b, f] = Σ_{i in bag (f, b)} s_i · table_f[rows_f[i]]
-    pooled_lookup_transpose  grads[i] = s_i · d_out[b, f]          one entry per id
-    gather_rows              out[i] = table[rows[i]]
+    pooled_lookup            out[b, column_f + j] = Σ_{i in bag (f, b)} s_i · table_f[rows_f[i], j]
+    pooled_lookup_weights    its transpose in the weights: ⟨table_f[rows_f[i]], d_out[b, f]⟩
+    expand                   its transpose in the tables: one entry (rows[i], s_i · d_out[b, f]) per id
     coalesce                 one entry per distinct row, its gradients summed in the order of their positions
+    fused_update             coalesce, and a rule on the touched rows, in one pass
+    gather_rows              out[i] = table[rows[i]]
     scatter_rows             out[rows[i]] = new[i], elsewhere the table
+    take_ranges, bucketize, to_padded, from_padded      jagged buffers
 
 with s_i the id's weight, or 1, over the bag's length for a mean. Every implementation keeps four rules:
  - a row outside [0, R) is never read or written: it counts as a row of zeros and gets no gradient;
@@ -12,31 +15,58 @@ with s_i the id's weight, or 1, over the bag's length for a mean. Every implemen
  - sums run in f32 (f64 for f64 tables), each bag's and each row's entries in the order of their positions;
  - shapes depend on shapes only.
 
-`implementation` is a static choice by name; an unknown name raises, and nothing falls back.
+`implementation` is a static choice by name; None is what `using` says, else the device's own: "cpp" for the CPU, "triton" for CUDA,
+"reference" for any other. An unknown name, or an operation that the implementation lacks, raises: nothing falls back.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 
 import torch
-from funcrec.kernels import reference
+from funcrec.kernels import library
+from funcrec.kernels.forms import RULES, Feature, Rule, Segment, Terms, accumulation_dtype, flatten
 from torch import Tensor
 
-IMPLEMENTATIONS = {"reference": reference}
+__all__ = ["RULES", "Feature", "Rule", "Segment", "Terms", "accumulation_dtype"]
+
+IMPLEMENTATIONS = tuple(library.MODULES)
+_DEVICES = {"cpu": "cpp", "cuda": "triton"}
+_using: ContextVar[str | None] = ContextVar("funcrec_implementation", default=None)
 
 
-class Feature(NamedTuple):
-    """The static part of one feature of a pooled lookup.
+@contextlib.contextmanager
+def using(implementation: str) -> Iterator[None]:
+    """Calls inside that name no implementation take this one; it belongs to the thread and the call that set it.
 
-    table: which of the tables. first_bag: its bags are offsets[first_bag : first_bag + B + 1].
-    max_length: ids read per bag, 0 for all. mean, weighted: how s_i is made.
+    Example:
+      >>> import torch
+      >>> from funcrec.kernels import ops
+      >>> with ops.using("reference"):
+      ...     ops.gather_rows(torch.eye(2), torch.tensor([1, 7]))
+      tensor([[0., 1.],
+              [0., 0.]])
     """
+    token = _using.set(check_name("using", implementation))
+    try:
+        yield
+    finally:
+        _using.reset(token)
 
-    table: int
-    first_bag: int
-    max_length: int
-    mean: bool
-    weighted: bool
+
+def chosen(implementation: str | None, device: torch.device) -> str:
+    """The name of the implementation that a call on `device` takes."""
+    return check_name("ops", implementation or _using.get() or _DEVICES.get(device.type, "reference"))
+
+
+def ambient() -> str | None:
+    """What `using` says: part of what a compiled function depends on."""
+    return _using.get()
+
+
+def has(name: str, implementation: str) -> bool:
+    """Whether the implementation has the operation."""
+    return library.operator(implementation, name) is not None
 
 
 def pooled_lookup(
@@ -47,55 +77,162 @@ def pooled_lookup(
     features: Sequence[Feature],
     num_bags: int,
     *,
-    implementation: str = "reference",
+    implementation: str | None = None,
 ) -> Tensor:
-    """f32|f64[B, ΣD] from tables f[R, D] each, rows i[N] and a flat buffer of bags; rows has one buffer per feature."""
-    return _of("pooled_lookup", implementation)(tables, rows, offsets, weights, features, num_bags)
+    """f32|f64[B, C] from tables f[R, D] each, rows i[N] and a flat buffer of bags; the features cover every column once."""
+    call = _of("pooled_lookup", implementation, offsets, *tables, weights)
+    return call(list(tables), list(rows), offsets, weights, flatten(features), num_bags)
 
 
-def pooled_lookup_transpose(
+def pooled_lookup_weights(
     d_out: Tensor,
-    shapes: Sequence[tuple[int, int]],
+    tables: Sequence[Tensor],
     rows: Sequence[Tensor],
     offsets: Tensor,
-    weights: Tensor | None,
+    weights: Tensor,
     features: Sequence[Feature],
     *,
-    implementation: str = "reference",
+    implementation: str | None = None,
+) -> Tensor:
+    """f[N]: the gradient of the weights of `pooled_lookup`; zero for ids that no weighted feature reads."""
+    call = _of("pooled_lookup_weights", implementation, d_out, *tables)
+    return call(d_out, list(tables), list(rows), offsets, weights, flatten(features))
+
+
+def expand(
+    terms: Terms, shapes: Sequence[tuple[int, int]], *, implementation: str | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """(rows i[K], grads f[K, D]) per table, features in order; an entry that counts for nothing has row -1."""
-    return _of("pooled_lookup_transpose", implementation)(d_out, shapes, rows, offsets, weights, features)
-
-
-def gather_rows(table: Tensor, rows: Tensor, *, implementation: str = "reference") -> Tensor:
-    """f32|f64[K, D]: table[rows], zeros for rows outside the table."""
-    return _of("gather_rows", implementation)(table, rows)
+    """(rows i64[K], grads f[K, D]) per table, segments in order; an entry that counts for nothing has row -1."""
+    flat = _of_terms("expand", implementation, terms)(*terms.flat(), [n for s in shapes for n in s])
+    return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def coalesce(
-    rows: Tensor, grads: Tensor, num_rows: int, *, implementation: str = "reference"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(rows i[K] ascending, grads f[K, D], count i64[], repeats i64[K]); behind `count` rows are -1, grads and repeats 0.
+    terms: Terms, shapes: Sequence[tuple[int, int]], *, implementation: str | None = None
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Per table (rows i64[K] ascending, grads f[K, D], count i64[], repeats i64[K]); K at most R.
 
-    `repeats` is the number of entries that were summed into each row.
+    Behind `count` rows are -1, grads and repeats 0. `repeats` is the number of entries that were summed into each row.
     """
-    return _of("coalesce", implementation)(rows, grads, num_rows)
+    flat = _of_terms("coalesce", implementation, terms)(*terms.flat(), [n for s in shapes for n in s])
+    return [tuple(flat[i : i + 4]) for i in range(0, len(flat), 4)]
+
+
+def fused_update(
+    tables: Sequence[Tensor],
+    slots: Sequence[Sequence[Tensor]],
+    terms: Terms,
+    lr: Tensor,
+    step: Tensor,
+    key: Tensor | None,
+    rule: str,
+    hyper: Sequence[float],
+    *,
+    implementation: str | None = None,
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """(tables, slots) with `rule` applied to every row that a term names.
+
+    Args:
+      slots: for each table, in the order of RULES[rule].slots.
+      lr: f64[]. step: i64[], the steps taken before. hyper: in the order of RULES[rule].hyper.
+      key: i64[T], one per table: 16-bit tables are rounded stochastically with its bits; None rounds to nearest.
+    """
+    if not tables:
+        return [], []
+    call = _of("fused_update", implementation, *tables)
+    flat = call(list(tables), [x for s in slots for x in s], *terms.flat(), lr, step, key, rule, list(hyper))
+    each = len(slots[0]) if slots else 0
+    parts = flat[len(tables) :]
+    return flat[: len(tables)], [parts[t * each : (t + 1) * each] for t in range(len(tables))]
+
+
+def gather_rows(table: Tensor, rows: Tensor, *, implementation: str | None = None) -> Tensor:
+    """f32|f64[K, D]: table[rows], zeros for rows outside the table."""
+    return _of("gather_rows", implementation, table)(table, rows)
 
 
 def scatter_rows(
-    table: Tensor, rows: Tensor, count: Tensor, new: Tensor, *, implementation: str = "reference"
+    table: Tensor, rows: Tensor, count: Tensor, new: Tensor, *, implementation: str | None = None
 ) -> Tensor:
     """The table with row rows[i] replaced by new[i] for i < count; rows[:count] are distinct and inside the table."""
-    return _of("scatter_rows", implementation)(table, rows, count, new)
+    return _of("scatter_rows", implementation, table)(table, rows, count, new)
 
 
-def _of(op: str, implementation: str) -> Callable:
+def take_ranges(
+    values: Tensor, starts: Tensor, lengths: Tensor, capacity: int, *, implementation: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """(values [C, ...], offsets i64[B + 1]): values[starts[b] : starts[b] + lengths[b]] one after the other, then zeros."""
+    return _of("take_ranges", implementation, values)(values, starts, lengths, capacity)
+
+
+def bucketize(
+    rows: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    num_shards: int,
+    block: int,
+    *,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows grouped by their owner, row // block, then by bag, in order: what a row-wise shard of tables is sent.
+
+    Returns: rows i[N] in the owner's own numbers, lengths i64[S · B], weights f[N] (or [0]), positions i64[N]: where each id
+      went, -1 for one that nobody owns. Behind the last row zeros.
+    """
+    return _of("bucketize", implementation, rows)(rows, offsets, weights, num_shards, block)
+
+
+def to_padded(
+    values: Tensor, offsets: Tensor, max_length: int, fill: float = 0.0, *, implementation: str | None = None
+) -> Tensor:
+    """[B, max_length, ...]: each bag from its beginning, then `fill`."""
+    return _of("to_padded", implementation, values)(values, offsets, max_length, fill)
+
+
+def from_padded(padded: Tensor, offsets: Tensor, capacity: int, *, implementation: str | None = None) -> Tensor:
+    """[capacity, ...]: the transpose of to_padded; zeros behind offsets[-1] and where a bag is longer than L."""
+    return _of("from_padded", implementation, padded)(padded, offsets, capacity)
+
+
+def _of(name: str, implementation: str | None, *tensors: Tensor | None) -> Callable:
+    mine = [x for x in tensors if x is not None]
+    device = mine[0].device if mine else torch.device("cpu")
+    choice = chosen(implementation, device)
+    call = library.operator(choice, name)
+    if call is None:
+        raise NotImplementedError(f"funcrec.kernels.{name}: implementation {choice!r} has no {name}")
+    refuse_derivatives(name, choice, mine)
+    return call
+
+
+def refuse_derivatives(name: str, implementation: str, tensors: Sequence[Tensor]) -> None:
+    """An operator would pass a derivative by without a word."""
+    if implementation != "reference" and any(map(_is_differentiated, tensors)):
+        raise TypeError(
+            f"funcrec.kernels.{name}: implementation {implementation!r} has no derivative here.\n  got   a tensor that grad"
+            " or jvp follows\n  need  plain tensors\n  try   implementation='reference'"
+        )
+
+
+def _of_terms(name: str, implementation: str | None, terms: Terms) -> Callable:
+    """Without a tensor there is nothing to do, and no operator could be called."""
+    tensors = (*terms.d, *terms.rows)
+    return _of(name, implementation if tensors else "reference", *tensors)
+
+
+def _is_differentiated(x: Tensor) -> bool:
+    """Whether autograd, grad or jvp would want a derivative; vmap wants none."""
+    if torch._C._functorch.is_gradtrackingtensor(x):
+        return True
+    if torch._C._functorch.is_batchedtensor(x):
+        return _is_differentiated(torch._C._functorch.get_unwrapped(x))
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def check_name(call: str, implementation: str) -> str:
     if implementation not in IMPLEMENTATIONS:
-        names = sorted(IMPLEMENTATIONS)
-        raise ValueError(f"funcrec.kernels.{op}: implementation {implementation!r} is unknown; there is {names}")
-    return getattr(IMPLEMENTATIONS[implementation], op)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """f32 for f32, f16 and bf16 tables, f64 for f64."""
-    return reference.accumulation_dtype(dtype)
+        raise ValueError(
+            f"funcrec.kernels.{call}: the implementation is unknown.\n  got   {implementation!r}\n  need  one of"
+            f" {list(IMPLEMENTATIONS)}"
+        )
+    return implementation

@@ -9,20 +9,25 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from funcrec.kernels.forms import Feature, Segment, accumulation_dtype, features_of, is_padded, segments_of, widest
+from funcrec.kernels.reference_jagged import bucketize, from_padded, take_ranges, to_padded
 from torch import Tensor
+
+__all__ = [
+    "bucketize", "coalesce", "expand", "from_padded", "gather_rows", "pooled_lookup", "pooled_lookup_weights",
+    "scatter_rows", "take_ranges", "to_padded",
+]  # fmt: skip
 
 UNROLL_MAX = 16  # bags of at most so many ids are summed term by term, which Inductor fuses into what reads the sum
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+# -- pooled lookup -----------------------------------------------------------------------------------------------
 
 
 class Run(NamedTuple):
     """Features that stand side by side, alike in everything: one lookup of `width` times as many bags."""
 
-    feature: tuple
-    ids: Tensor
+    feature: Feature
     width: int
 
     def bounds(self, offsets: Tensor, num_bags: int) -> Tensor:
@@ -30,29 +35,31 @@ class Run(NamedTuple):
         return offsets[first : first + self.width * num_bags + 1]
 
 
-def runs_of(features: Sequence, rows: Sequence[Tensor], num_bags: int) -> list[Run]:
-    """The features in order, neighbours joined where table, options and buffer agree and the bags follow each other."""
+def runs_of(features: Sequence[Feature], dims: Sequence[int], num_bags: int) -> list[Run]:
+    """The features by column, neighbours joined where table, options and buffer agree and the bags follow each other."""
     runs: list[Run] = []
-    for feature, ids in zip(features, rows, strict=True):
+    for feature in sorted(features, key=lambda f: f.column):
         last = runs[-1] if runs else None
-        follows = last and feature == last.feature._replace(first_bag=last.feature.first_bag + last.width * num_bags)
-        if follows and ids is last.ids:
-            runs[-1] = last._replace(width=last.width + 1)
-        else:
-            runs.append(Run(feature, ids, 1))
+        if last:
+            first, width = last.feature, last.width
+            bag, column = first.first_bag + width * num_bags, first.column + width * dims[first.table]
+            if feature == first._replace(first_bag=bag, column=column):
+                runs[-1] = last._replace(width=width + 1)
+                continue
+        runs.append(Run(feature, 1))
     return runs
 
 
 def pooled_lookup(tables, rows, offsets, weights, features, num_bags) -> Tensor:
     columns = []
-    for run in runs_of(features, rows, num_bags):
+    for run in runs_of(features_of(features), [t.shape[1] for t in tables], num_bags):
         feature, bounds = run.feature, run.bounds(offsets, num_bags)
         scale = weights if feature.weighted else None
         pool = _pool_short if 0 < feature.max_length <= UNROLL_MAX else _pool_long
-        out = pool(tables[feature.table], run.ids, bounds, scale, feature.max_length)
+        out = pool(tables[feature.table], rows[feature.rows], bounds, scale, feature.max_length)
         out = out / bag_lengths(bounds, feature.max_length)[:, None] if feature.mean else out
         columns.append(out.unflatten(0, (run.width, num_bags)).transpose(0, 1).flatten(1))
-    dtype = max((c.dtype for c in columns), key=lambda d: d.itemsize, default=torch.float32)
+    dtype = widest(columns)
     return torch.cat([c.to(dtype) for c in columns], 1) if columns else offsets.new_zeros((num_bags, 0), dtype=dtype)
 
 
@@ -78,8 +85,7 @@ def _terms(table: Tensor, ids: Tensor, position: Tensor, valid: Tensor, weights:
     """s_i · table[ids[position]], zeros where the position or the id counts for nothing."""
     out = gather_rows(table, _rows_at(ids, position, valid))
     if weights is not None:
-        scale = _take(weights, position)
-        out = out * torch.where(valid, scale, 0)[:, None].to(out.dtype)
+        out = out * _scale_at(weights, position, valid).to(out.dtype)
     return out
 
 
@@ -87,9 +93,14 @@ def _rows_at(ids: Tensor, position: Tensor, valid: Tensor) -> Tensor:
     return torch.where(valid, _take(ids, position), -1)
 
 
+def _scale_at(weights: Tensor, position: Tensor, valid: Tensor) -> Tensor:
+    return torch.where(valid, _take(weights, position), 0)[:, None]
+
+
 def _take(buffer: Tensor, position: Tensor) -> Tensor:
+    """buffer[position], the position clamped into the buffer; zeros when it is empty."""
     if buffer.shape[0] == 0:
-        return buffer.new_zeros(position.shape)
+        return buffer.new_zeros(position.shape + buffer.shape[1:])
     return buffer.index_select(0, position.clamp(0, buffer.shape[0] - 1))
 
 
@@ -121,57 +132,77 @@ def bag_lengths(bounds: Tensor, max_length: int) -> Tensor:
     return (lengths.clamp(max=max_length) if max_length else lengths).clamp(min=1).to(torch.float32)
 
 
-def pooled_lookup_transpose(d_out, shapes, rows, offsets, weights, features) -> list[tuple[Tensor, Tensor]]:
-    num_bags, column = d_out.shape[0], 0
-    entries: list[list] = [[] for _ in shapes]
-    for run in runs_of(features, rows, num_bags):
-        feature, bounds = run.feature, run.bounds(offsets, num_bags)
-        num_rows, dim = shapes[feature.table]
-        d = d_out[:, column : column + run.width * dim]
-        d = d.unflatten(1, (run.width, dim)).transpose(0, 1).flatten(0, 1)
-        column += run.width * dim
-        if feature.mean:
-            d = d / bag_lengths(bounds, feature.max_length)[:, None]
-        entries[feature.table].append(_spread(d, run.ids, bounds, weights, feature, num_rows))
-    nothing = lambda dim: (torch.zeros(0, dtype=torch.int64, device=d_out.device), d_out.new_zeros(0, dim))
-    return [
-        tuple(torch.cat(parts) for parts in zip(*each, strict=True)) if each else nothing(dim)
-        for each, (_, dim) in zip(entries, shapes, strict=True)
+def pooled_lookup_weights(d_out, tables, rows, offsets, weights, features) -> Tensor:
+    num_bags = d_out.shape[0]
+    total = torch.zeros_like(weights, dtype=accumulation_dtype(weights.dtype))
+    for f in features_of(features):
+        if not f.weighted:
+            continue
+        bounds = offsets[f.first_bag : f.first_bag + num_bags + 1]
+        position, bag, valid = _flat_entries(bounds, rows[f.rows].shape[0], f.max_length)
+        d = d_out[:, f.column : f.column + tables[f.table].shape[1]]
+        d = d / bag_lengths(bounds, f.max_length)[:, None] if f.mean else d
+        dots = (gather_rows(tables[f.table], _rows_at(rows[f.rows], position, valid)) * _take(d, bag)).sum(1)
+        total = total + torch.where(valid, dots, 0)
+    return total.to(weights.dtype)
+
+
+# -- the cotangents of tables ------------------------------------------------------------------------------------
+
+
+def expand(d, rows, offsets, weights, segments, shapes) -> list[Tensor]:
+    entries: list[list] = [[] for _ in shapes[::2]]
+    for s in segments_of(segments):
+        num_rows, dim = shapes[2 * s.table : 2 * s.table + 2]
+        taken, grads = _entries(s, d[s.d][:, s.column : s.column + dim], rows[s.rows], offsets, weights)
+        inside = (taken >= 0) & (taken < num_rows)
+        wide = accumulation_dtype(grads.dtype)
+        entries[s.table].append(
+            (torch.where(inside, taken, -1).long(), torch.where(inside[:, None], grads.to(wide), 0))
+        )
+    device = (*d, *rows, torch.empty(0))[0].device
+    nothing = lambda dim: (torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, dim, device=device))
+    out = [
+        (torch.cat([r for r, _ in each]), torch.cat([g for _, g in each])) if each else nothing(dim)
+        for each, dim in zip(entries, shapes[1::2], strict=True)
     ]
+    return [x for pair in out for x in pair]
 
 
-def _spread(d: Tensor, ids: Tensor, bounds: Tensor, weights, feature, num_rows: int) -> tuple[Tensor, Tensor]:
-    """A bag's cotangent for each of its ids: (rows i[K], s_i · d[bag] f[K, D])."""
-    num_bags = d.shape[0]
-    if feature.max_length and feature.max_length * num_bags <= max(ids.shape[0], num_bags):
-        position, bag, valid = _padded_entries(bounds, feature.max_length)
+def _entries(s: Segment, d: Tensor, ids: Tensor, offsets: Sequence[Tensor], weights: Sequence[Tensor]):
+    """(rows i[K], s_i · d[bag] f[K, D]) of one segment."""
+    d = d.to(accumulation_dtype(d.dtype))
+    scale = weights[s.weights] if s.weights >= 0 else None
+    if s.offsets < 0:
+        grads = d[: s.num_bags] if scale is None else d[: s.num_bags] * scale[: s.num_bags, None].to(d.dtype)
+        return ids[: s.num_bags], grads
+    bounds = offsets[s.offsets][s.first_bag : s.first_bag + s.num_bags + 1]
+    if s.mean:
+        d = d / bag_lengths(bounds, s.max_length)[:, None]
+    if is_padded(s, ids.shape[0]):
+        position, bag, valid = _padded_entries(bounds, s.max_length)
     else:
-        position, bag, valid = _flat_entries(bounds, ids.shape[0], feature.max_length)
-    grads = _take_rows(d, bag)
-    if feature.weighted:
-        grads = grads * torch.where(valid, _take(weights, position), 0)[:, None].to(grads.dtype)
-    taken = _rows_at(ids, position, valid)
-    return torch.where((taken >= 0) & (taken < num_rows), taken, -1), grads
+        position, bag, valid = _flat_entries(bounds, ids.shape[0], s.max_length)
+    grads = _take(d, bag)
+    return _rows_at(ids, position, valid), grads if scale is None else grads * _scale_at(scale, position, valid).to(
+        d.dtype
+    )
 
 
-def _take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x[index], index clamped into x; zeros when x has no row."""
-    if x.shape[0] == 0:
-        return x.new_zeros(index.shape[0], x.shape[1])
-    return x.index_select(0, index.clamp(0, x.shape[0] - 1))
+def coalesce(d, rows, offsets, weights, segments, shapes) -> list[Tensor]:
+    entries = expand(d, rows, offsets, weights, segments, shapes)
+    out = []
+    for taken, grads, num_rows in zip(entries[::2], entries[1::2], shapes[::2], strict=True):
+        distinct, sums, count, repeats = _coalesce_entries(taken, grads, num_rows)
+        most = min(taken.shape[0], num_rows)
+        out += [distinct[:most], sums[:most], count, repeats[:most]]
+    return out
 
 
-def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
-    inside = (rows >= 0) & (rows < table.shape[0])
-    taken = table.index_select(0, torch.where(inside, rows, 0)).to(accumulation_dtype(table.dtype))
-    return torch.where(inside[:, None], taken, 0)
-
-
-def coalesce(rows: Tensor, grads: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _coalesce_entries(rows: Tensor, grads: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if rows.shape[0] == 0:
-        return rows, grads, rows.new_zeros((), dtype=torch.int64), rows.to(torch.int64)
-    inside = (rows >= 0) & (rows < num_rows)
-    ordered, permutation = torch.sort(torch.where(inside, rows, num_rows), stable=True)
+        return rows, grads, rows.new_zeros(()), rows
+    ordered, permutation = torch.sort(torch.where(rows >= 0, rows, num_rows), stable=True)
     valid = ordered < num_rows
     first = torch.cat([torch.ones_like(valid[:1]), ordered[1:] != ordered[:-1]])
     segment = first.cumsum(0) - 1
@@ -180,6 +211,14 @@ def coalesce(rows: Tensor, grads: Tensor, num_rows: int) -> tuple[Tensor, Tensor
     distinct = torch.full_like(ordered, -1).scatter(0, segment, torch.where(valid, ordered, -1))
     repeats = torch.zeros_like(segment).scatter_add(0, segment, valid.to(segment.dtype))
     return distinct, sums, (first & valid).sum(), repeats
+
+
+# -- rows --------------------------------------------------------------------------------------------------------
+
+
+def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
+    inside = (rows >= 0) & (rows < table.shape[0])
+    return torch.where(inside[:, None], _take(table, rows).to(accumulation_dtype(table.dtype)), 0)
 
 
 def scatter_rows(table: Tensor, rows: Tensor, count: Tensor, new: Tensor) -> Tensor:
@@ -192,6 +231,3 @@ def scatter_rows(table: Tensor, rows: Tensor, count: Tensor, new: Tensor) -> Ten
     old = table.index_select(0, target)
     value = torch.where(count > 0, new.to(table.dtype).index_select(0, source), old)
     return table.index_put((target,), value)
-
-
-__all__: Sequence[str] = ["coalesce", "gather_rows", "pooled_lookup", "pooled_lookup_transpose", "scatter_rows"]

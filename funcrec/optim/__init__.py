@@ -20,6 +20,7 @@ from funcrec.optim._adam import partial_rowwise_lamb as partial_rowwise_lamb
 from funcrec.optim._combine import by_table as by_table
 from funcrec.optim._combine import clip as clip
 from funcrec.optim._combine import freeze as freeze
+from funcrec.optim._combine import stochastic_rounding as stochastic_rounding
 from funcrec.optim._dense import DenseOptimizer as DenseOptimizer
 from funcrec.optim._dense import dense as dense
 from funcrec.optim._row import RowOptimizer as RowOptimizer

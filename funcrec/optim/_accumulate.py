@@ -14,7 +14,8 @@ from torch import Tensor
 from funcrec._errors import Problem, check, describe
 from funcrec._rowgrads import RowGrads
 from funcrec.kernels import ops
-from funcrec.optim._row import RowOptimizer, check_optimizer, check_update, step_tensor, tables_problems
+from funcrec.optim._row import RowOptimizer, check_optimizer, step_tensor
+from funcrec.optim._row_checks import check_update, tables_problems
 
 ROWS, GRADS = "pending_rows", "pending_grads"
 

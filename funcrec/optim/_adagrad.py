@@ -8,7 +8,7 @@ row: w, g are f[D]. Floor 3.
 
 import torch
 
-from funcrec.optim._row import Rate, RowOptimizer, norm, per_element, per_row, row_optimizer
+from funcrec.optim._row import Rate, RowOptimizer, builtin_optimizer, norm, per_element, per_row
 
 
 def adagrad(
@@ -20,7 +20,7 @@ def adagrad(
 
     Source: Duchi, Hazan, Singer, "Adaptive subgradient methods" (2011), fig. 1; torch.optim.Adagrad; FBGEMM's EXACT_ADAGRAD.
     """
-    return row_optimizer(
+    return builtin_optimizer(
         init=lambda table: {"sum": per_element(table, initial_accumulator)}, rule=_adagrad, lr=lr, name="adagrad",
         eps=eps, weight_decay=weight_decay, initial_accumulator=initial_accumulator,
     )  # fmt: skip
@@ -50,7 +50,7 @@ def rowwise_adagrad(
 
     Source: FBGEMM's EXACT_ROWWISE_ADAGRAD, weight decay modes L2 and DECOUPLE.
     """
-    return row_optimizer(
+    return builtin_optimizer(
         init=lambda table: {"sum": per_row(table, initial_accumulator)}, rule=_rowwise_adagrad, lr=lr,
         name="rowwise_adagrad", eps=eps, weight_decay=weight_decay, decay=decay, max_norm=max_norm,
         initial_accumulator=initial_accumulator,
@@ -84,7 +84,7 @@ def rowwise_adagrad_counter(
 
     Source: FBGEMM's EXACT_ROWWISE_ADAGRAD with counter-based regularisation, without its changes to the learning rate.
     """
-    return row_optimizer(
+    return builtin_optimizer(
         init=lambda table: {"sum": per_row(table, initial_accumulator), "counter": per_row(table), "last": per_row(table)},
         rule=_rowwise_adagrad_counter, lr=lr, name="rowwise_adagrad_counter", half_life=half_life, eps=eps,
         weight_decay=weight_decay, decay=decay, initial_accumulator=initial_accumulator,
@@ -115,7 +115,7 @@ def rowwise_adagrad_cowclip(
     Source: Zheng et al., "CowClip: Reducing CTR prediction model training time" (2022), alg. 1: repeats is the number
     of ids in the batch. FBGEMM's cowclip mode has the row's decayed counter there.
     """
-    return row_optimizer(
+    return builtin_optimizer(
         init=lambda table: {"sum": per_row(table, initial_accumulator)}, rule=_rowwise_adagrad_cowclip, lr=lr,
         name="rowwise_adagrad_cowclip", clip_ratio=clip_ratio, lower_bound=lower_bound, eps=eps,
         weight_decay=weight_decay, decay=decay, initial_accumulator=initial_accumulator,
@@ -143,7 +143,7 @@ def rmsprop(
     Source: Tieleman, Hinton, "Lecture 6.5: rmsprop" (2012); torch.optim.RMSprop, whose alpha is b2.
     """
     names = ("square", "momentum") if momentum else ("square",)
-    return row_optimizer(
+    return builtin_optimizer(
         init=lambda table: {k: per_element(table) for k in names}, rule=_rmsprop, lr=lr, name="rmsprop",
         b2=b2, eps=eps, momentum=momentum, weight_decay=weight_decay,
     )  # fmt: skip
@@ -170,7 +170,7 @@ def ftrl(lr: Rate = 0.1, *, beta: float = 1.0, l1: float = 0.0, l2: float = 0.0)
 
     Source: McMahan et al., "Ad click prediction: a view from the trenches" (KDD 2013), alg. 1.
     """
-    return row_optimizer(
+    return builtin_optimizer(
         init=lambda table: {"z": per_element(table), "sum": per_element(table)}, rule=_ftrl, lr=lr, name="ftrl",
         beta=beta, l1=l1, l2=l2,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from funcrec.optim._row import Rate, RowOptimizer, norm, per_element, per_row, row_optimizer
+from funcrec.optim._row import Rate, RowOptimizer, builtin_optimizer, norm, per_element, per_row
 
 
 def adam(
@@ -86,7 +86,7 @@ def _lamb(row, grad, slots, hyper):
 
 def _build(name, rule, square, lr, b1, b2, eps, weight_decay) -> RowOptimizer:
     init = lambda table: {"mean": per_element(table), "square": square(table)}
-    return row_optimizer(init=init, rule=rule, lr=lr, name=name, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    return builtin_optimizer(init=init, rule=rule, lr=lr, name=name, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
 
 
 def _direction(grad, slots, hyper):

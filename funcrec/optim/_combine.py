@@ -1,4 +1,4 @@
-"""Row optimizers made of row optimizers: by table, clipped, with frozen tables.
+"""Row optimizers made of row optimizers: by table, clipped, with frozen tables, with stochastic rounding.
 
     by_table({a: f}, default=g)  =  f on table a, g on the others        clip(f)(g) = f(min(1, c / ‖g‖) · g)
 
@@ -7,15 +7,13 @@ Each keeps the contract of RowOptimizer, so they nest. Floor 3.
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from torch import Tensor
+
+from funcrec import _random as random
 from funcrec._errors import Problem, check, describe, fail
 from funcrec._rowgrads import clip_by_global_norm
-from funcrec.optim._row import (
-    RowOptimizer,
-    check_optimizer,
-    check_update,
-    hyper_problems,
-    tables_problems,
-)
+from funcrec.optim._row import RowOptimizer, check_optimizer
+from funcrec.optim._row_checks import check_update, hyper_problems, tables_problems
 
 
 def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | None = None) -> RowOptimizer:
@@ -135,6 +133,36 @@ def freeze(optimizer: RowOptimizer, *, tables: Sequence[str]) -> RowOptimizer:
         return {**all_tables, **moved}, {**slots, **own}
 
     return RowOptimizer(init, update)
+
+
+def stochastic_rounding(optimizer: RowOptimizer, *, key: Tensor) -> RowOptimizer:
+    """`optimizer`, with rows of f16 and bf16 tables rounded stochastically when they are written; other tables as before.
+
+    Args:
+      key: i64[], of which each step folds in its number.
+
+    Law: the mean of a rounded value over keys is the value; a value that the dtype holds is never changed; NaN and infinities stay.
+    f16 values below 2⁻¹⁴ in size are rounded to nearest.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> sparse = fr.optim.stochastic_rounding(fr.optim.sgd(lr=2.0**-10), key=fr.key(0))
+      >>> tables = {"t": torch.ones(1, 1000, dtype=torch.bfloat16)}
+      >>> g = {"t": fr.RowGrads.from_entries(torch.tensor([0]), -torch.ones(1, 1000), num_embeddings=1)}
+      >>> new = sparse.update(g, sparse.init(tables), tables, step=0)[0]["t"]
+      >>> new.unique(), 0.05 < float((new > 1).float().mean()) < 0.2  # bf16 knows nothing between 1 and 1 + 2⁻⁷
+      (tensor([1.0000, 1.0078], dtype=torch.bfloat16), True)
+
+    Source: FBGEMM's stochastic_rounding of fp16 tables.
+    """
+    call = "funcrec.optim.stochastic_rounding"
+    check_optimizer(call, ("optimizer", optimizer))
+    random.check_key(call, key)
+
+    def update(row_grads, slots, tables, step, **kernel):
+        return optimizer.update(row_grads, slots, tables, step, **{"key": random.fold_in(key, step), **kernel})
+
+    return RowOptimizer(optimizer.init, update)
 
 
 def _only(x: Mapping, names) -> dict:

@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from funcrec._errors import Problem, check, describe
 from funcrec._tree import paths, tree_flatten, tree_structure, tree_unflatten
-from funcrec.optim._row import range_problems, step_problems, step_tensor
+from funcrec.optim._row import step_tensor
+from funcrec.optim._row_checks import range_problems, step_problems
 
 State = Any  # shaped as the parameters, with {name: Tensor} in the place of each leaf
 

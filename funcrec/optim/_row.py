@@ -9,29 +9,40 @@ Shapes: R rows, D dim, M touched rows (a capacity: entries behind `count` are pa
 
 import functools
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcrec._configs import table_tensor_problems
 from funcrec._errors import Problem, check, describe
-from funcrec._rowgrads import RowGrads
+from funcrec._rowgrads import RowGrads, terms_of
 from funcrec.kernels import ops
+from funcrec.kernels.memory import full_table
+from funcrec.optim._blocks import BlockRule
+from funcrec.optim._rounding import round_stochastic, table_key
+from funcrec.optim._row_checks import (
+    Rate,
+    Tables,
+    check_update,
+    hyper_problems,
+    made_problems,
+    rule_problems,
+    rule_result_problems,
+    tables_problems,
+)
 
-Tables = Mapping[str, Tensor]
 Slots = dict[str, dict[str, Tensor]]
-Rate = float | Tensor | Callable[[Tensor], float | Tensor]
 
 
 class RowOptimizer(NamedTuple):
     """A pair of functions that trains tables from their row gradients.
 
     init: (tables) -> slots, {table: {slot: Tensor}}; f32, or f64 for f64 tables; [R] or [R, D].
-    update: (row_grads, slots, tables, step, *, implementation="reference") -> (tables, slots). `row_grads` is
+    update: (row_grads, slots, tables, step, *, implementation=None, key=None) -> (tables, slots). `row_grads` is
       {table: RowGrads}; `step`, int or i64[], is the number of steps taken before this one. A table without a gradient
-      comes back as the same tensor.
+      comes back as the same tensor. `implementation` is of `funcrec.kernels`, None for the device's own; `key` rounds 16-bit
+      tables stochastically (`stochastic_rounding`), None to nearest.
 
     Law: `update` writes to no argument; rows and slots that no entry names keep every bit; a row that is named with a
     zero gradient is touched (a lazy Adam moves it on).
@@ -90,6 +101,33 @@ def row_optimizer(
       ({'item': tensor([[ 0.0000,  0.0000],
               [-0.5000,  0.5000]])}, {'item': {'age': tensor([0., 1.])}})
     """
+    return build(init=init, rule=rule, lr=lr, name=name, hyper=hyper)
+
+
+def builtin_optimizer(*, init, rule, lr: Rate, name: str, **hyper: Any) -> RowOptimizer:
+    """A row optimizer whose rule the kernels know, too, under the same name (`ops.RULES`)."""
+    return build(init=init, rule=rule, lr=lr, name=name, hyper=hyper, kernel=Kernel(name, ops.RULES[name]))
+
+
+class Kernel(NamedTuple):
+    """The fused form of a rule."""
+
+    name: str
+    form: ops.Rule
+
+    def fits(self, hyper: Mapping[str, Any], grads: Mapping[str, RowGrads]) -> bool:
+        """Kernels take numbers, and count entries: neither tensors among `hyper`, nor entries that stand for several ids."""
+        counts = self.name == "rowwise_adagrad_cowclip"
+        return not any(isinstance(x, Tensor) for x in hyper.values()) and not (
+            counts and any(g.has_repeats for g in grads.values())
+        )
+
+    def numbers(self, hyper: Mapping[str, Any]) -> list[float]:
+        as_number = lambda x: float(x == "decoupled") if isinstance(x, str) else float(x or 0)
+        return [as_number(hyper[name]) for name in self.form.hyper]
+
+
+def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: Kernel | None = None) -> RowOptimizer:
     call = f"funcrec.optim.{name}"
     check(call, rule_problems(init, rule), hyper_problems(lr, hyper))
     make_hyper = namedtuple("Hyper", ["lr", "step", "repeats", *hyper])
@@ -103,6 +141,8 @@ def row_optimizer(
     def slot_shapes(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
         return {k: tuple(s.shape) for k, s in init_table(torch.empty(shape, dtype=dtype, device="meta")).items()}
 
+    blocks: dict[tuple[str, ...], BlockRule] = {}  # one for each set of slots
+
     def init_slots(tables: Tables) -> Slots:
         check(f"{call}.init", tables_problems(tables))
         return {n: init_table(t) for n, t in tables.items()}
@@ -113,37 +153,107 @@ def row_optimizer(
         tables: Tables,
         step: int | Tensor,
         *,
-        implementation: str = "reference",
+        implementation: str | None = None,
+        key: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], Slots]:
         check_update(f"{call}.update", row_grads, slots, tables, step, slot_shapes)
-        tables, slots = dict(tables), dict(slots)
-        numbers = functools.cache(lambda dtype, device: rate_and_step(lr, step, dtype, device))
-        for n, grads in row_grads.items():
-            if grads.rows.shape[0] > 0:
-                rate, t = numbers(ops.accumulation_dtype(tables[n].dtype), tables[n].device)
-                one = lambda row, grad, own, repeats: rule(row, grad, own, make_hyper(rate, t, repeats, **hyper))  # noqa: B023
-                tables[n], slots[n] = _update_table(call, one, grads, slots[n], tables[n], implementation)
-        return tables, slots
+        named = {n: g for n, g in row_grads.items() if g.capacity > 0}
+        if not named:
+            return dict(tables), dict(slots)
+        device = next(iter(tables.values())).device
+        choice = ops.chosen(implementation, device)
+        if kernel is not None and ops.has("fused_update", choice) and kernel.fits(hyper, named):
+            call_kernel = functools.partial(
+                ops.fused_update, rule=kernel.name, hyper=kernel.numbers(hyper), implementation=choice
+            )
+            changed = update_fused(call_kernel, kernel.form.slots, named, slots, tables, (lr, step, key))
+        elif choice == "cpp" and not any(g.has_repeats for g in named.values()) and not holds_tensors(rule, hyper):
+            one = lambda row, grad, own, rate, t, repeats: rule(row, grad, own, make_hyper(rate, t, repeats, **hyper))
+            check_rule(call, one, named, slots, tables)
+            changed = {}, {}
+            for names in dict.fromkeys(tuple(slots[n]) for n in named):
+                same = {n: g for n, g in named.items() if tuple(slots[n]) == names}
+                block_rule = blocks.get(names) or blocks.setdefault(names, BlockRule(one, names, round_stochastic))
+                part = update_fused(block_rule.update, names, same, slots, tables, (lr, step, key))
+                changed = {**changed[0], **part[0]}, {**changed[1], **part[1]}
+        else:
+            numbers = functools.cache(lambda dtype: rate_and_step(lr, step, dtype, device))
+            one = lambda dtype: (
+                lambda row, grad, s, repeats: rule(row, grad, s, make_hyper(*numbers(dtype), repeats, **hyper))
+            )
+            changed = update_rows(call, one, named, slots, tables, key, choice)
+        return {**tables, **changed[0]}, {**slots, **changed[1]}
 
     return RowOptimizer(init_slots, update)
 
 
-def _update_table(
+def update_fused(kernel: Callable, slot_names: Sequence[str], grads: Mapping, slots: Slots, tables: Tables, numbers):
+    """All tables in one call of kernel(tables, slots, terms, lr, step, keys) -> (tables, slots)."""
+    lr, step, key = numbers
+    device = next(iter(tables.values())).device
+    rate, _ = rate_and_step(lr, step, torch.float64, device)
+    taken = step_tensor(step, device).to(torch.int64)
+    keys = None if key is None else torch.stack([table_key(key, n) for n in grads])
+    names = {n: [k for k in slot_names if k in slots[n]] for n in grads}
+    given = [[slots[n][k] for k in names[n]] for n in grads]
+    new_tables, new_slots = kernel([tables[n] for n in grads], given, terms_of(list(grads.values())), rate, taken, keys)
+    made = {n: dict(zip(names[n], s, strict=True)) for n, s in zip(grads, new_slots, strict=True)}
+    return dict(zip(grads, new_tables, strict=True)), {n: {k: made[n][k] for k in slots[n]} for n in grads}
+
+
+def check_rule(call: str, rule: Callable, grads: Mapping, slots: Slots, tables: Tables) -> None:
+    """Run the rule on one row of ones for each form of table, and look at what comes back."""
+    forms = {}
+    for n in grads:
+        dtype = ops.accumulation_dtype(tables[n].dtype)
+        forms[tables[n].shape[1], dtype, tuple((k, s.shape[1:]) for k, s in slots[n].items())] = None
+    for dim, dtype, own in forms:
+        row, mine = torch.ones(1, dim, dtype=dtype), {k: torch.ones(1, *shape, dtype=dtype) for k, shape in own}
+        one = torch.ones((), dtype=dtype)
+        new = torch.func.vmap(rule, in_dims=(0, 0, 0, None, None, 0))(
+            row, row, mine, one, one, torch.ones(1, dtype=dtype)
+        )
+        check(call, rule_result_problems(*new, row, mine))
+
+
+def holds_tensors(rule: Callable, hyper: Mapping[str, Any]) -> bool:
+    """Whether a rule reads tensors besides its arguments, which then belong to the graph that is being staged."""
+    closed = (c.cell_contents for c in getattr(rule, "__closure__", None) or ())
+    return any(isinstance(x, Tensor) for x in (*closed, *hyper.values()))
+
+
+def update_rows(call: str, rule_of: Callable, grads: Mapping, slots: Slots, tables: Tables, key, implementation: str):
+    """Table by table: coalesce, gather, vmap(rule), scatter."""
+    new_tables, new_slots = {}, {}
+    for n, g in grads.items():
+        table, g = tables[n], g.coalesce(implementation=implementation)
+        rows, new, written = touched_rows(
+            call, rule_of(ops.accumulation_dtype(table.dtype)), g, slots[n], table, implementation
+        )
+        if key is not None:
+            new = round_stochastic(new, table.dtype, rows, table_key(key, n))
+        put = functools.partial(ops.scatter_rows, rows=rows, count=g.count, implementation=implementation)
+        new_tables[n] = put(table, new=new)
+        new_slots[n] = {k: put(flat(s), new=written[k]).reshape(s.shape) for k, s in slots[n].items()}
+    return new_tables, new_slots
+
+
+def touched_rows(
     call: str, rule: Callable, grads: RowGrads, slots: dict[str, Tensor], table: Tensor, implementation: str
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """coalesce, gather, vmap(rule), scatter."""
-    grads = grads.coalesce(implementation=implementation)
-    dtype = ops.accumulation_dtype(table.dtype)
+):
+    """(rows i64[M], their new values f[M, D], {slot: f[M, ...]})."""
     take = functools.partial(ops.gather_rows, rows=grads.rows, implementation=implementation)
-    put = functools.partial(ops.scatter_rows, rows=grads.rows, count=grads.count, implementation=implementation)
     row = take(table)
-    flat = {k: s.flatten(1) if s.dim() > 1 else s[:, None] for k, s in slots.items()}
-    mine = {k: take(s).reshape(-1, *slots[k].shape[1:]) for k, s in flat.items()}
+    mine = {k: take(flat(s)).reshape(-1, *s.shape[1:]) for k, s in slots.items()}
     repeats = torch.ones_like(grads.rows) if grads.repeats is None else grads.repeats
-    new_row, new_slots = torch.func.vmap(rule)(row, grads.grads.to(dtype), mine, repeats.to(dtype))
+    new_row, new_slots = torch.func.vmap(rule)(row, grads.grads.to(row.dtype), mine, repeats.to(row.dtype))
     check(call, rule_result_problems(new_row, new_slots, row, mine))
-    written = {k: put(s, new=new_slots[k].reshape(-1, s.shape[1])).reshape(slots[k].shape) for k, s in flat.items()}
-    return put(table, new=new_row), written
+    return grads.rows, new_row, {k: flat(s) for k, s in new_slots.items()}
+
+
+def flat(slot: Tensor) -> Tensor:
+    """A slot as a table [R, ...]."""
+    return slot.flatten(1) if slot.dim() > 1 else slot[:, None]
 
 
 def rate_and_step(lr: Rate, step: int | Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -155,7 +265,7 @@ def rate_and_step(lr: Rate, step: int | Tensor, dtype: torch.dtype, device: torc
 
 
 def step_tensor(step: int | Tensor, device: torch.device) -> Tensor:
-    """i64[] on `device`."""
+    """i[] on `device`."""
     return step.to(device) if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64, device=device)
 
 
@@ -166,7 +276,7 @@ def per_row(table: Tensor, value: float = 0.0) -> Tensor:
 
 def per_element(table: Tensor, value: float = 0.0) -> Tensor:
     """A slot [R, D]."""
-    return torch.full(table.shape, value, dtype=ops.accumulation_dtype(table.dtype), device=table.device)
+    return full_table(tuple(table.shape), value, dtype=ops.accumulation_dtype(table.dtype), device=table.device)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -174,132 +284,8 @@ def norm(x: Tensor) -> Tensor:
     return x.square().sum().sqrt()
 
 
-# -- validators --------------------------------------------------------------------------------------------------
-
-_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    **dict.fromkeys(("b1", "b2", "momentum"), ("in [0, 1)", lambda x: 0 <= x < 1)),
-    **dict.fromkeys(("max_norm", "max_value", "half_life"), ("> 0", lambda x: x > 0)),
-    **dict.fromkeys(
-        ("eps", "weight_decay", "eta", "initial_accumulator", "beta", "l1", "l2", "clip_ratio", "lower_bound"),
-        (">= 0", lambda x: x >= 0),
-    ),
-}
-_DECAYS = ("l2", "decoupled")
-
-
-def hyper_problems(lr: Rate, hyper: Mapping[str, Any]) -> Iterator[Problem]:
-    if not callable(lr) and not isinstance(lr, Tensor):
-        yield from range_problems("lr", lr, ">= 0", lambda x: x >= 0)
-    for name, value in hyper.items():
-        if name in ("lr", "step", "repeats"):
-            yield Problem(f"`{name}` is taken.", f"a hyper-parameter {name!r}", "another name")
-        if name == "decay" and value not in _DECAYS:
-            yield Problem("`decay` is unknown.", f"{value!r}", " or ".join(map(repr, _DECAYS)))
-        if name in _RANGES and value is not None and not isinstance(value, Tensor):
-            yield from range_problems(name, value, *_RANGES[name])
-
-
-def range_problems(name: str, value: object, need: str, is_inside: Callable[[float], bool]) -> Iterator[Problem]:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        yield Problem(f"`{name}` is not a number.", describe(value), f"a number {need}", kind=TypeError)
-    elif not is_inside(value):
-        yield Problem(f"`{name}` is out of range.", f"{value}", need)
-
-
-def rule_problems(init: object, rule: object) -> Iterator[Problem]:
-    for name, x, need in [
-        ("init", init, "(table) -> {slot: Tensor}"),
-        ("rule", rule, "(row, grad, slots, hyper) -> (row, slots)"),
-    ]:
-        if not callable(x):
-            yield Problem(f"`{name}` is not a function.", describe(x), need, kind=TypeError)
-
-
-def tables_problems(tables: object) -> Iterator[Problem]:
-    if not isinstance(tables, Mapping):
-        yield Problem("`tables` is not a dict of tables.", describe(tables), "{name: f[R, D]}", kind=TypeError)
-    else:
-        yield from table_tensor_problems(tables)
-
-
-def made_problems(made: object, table: Tensor) -> Iterator[Problem]:
-    """What a user's `init` made."""
-    if not isinstance(made, Mapping):
-        yield Problem("`init` made no slots.", describe(made), "{slot: Tensor}, {} for none", kind=TypeError)
-        return
-    for k, s in made.items():
-        if not isinstance(s, Tensor) or not s.is_floating_point() or s.dim() == 0 or s.shape[0] != table.shape[0]:
-            what = f"`init(table)[{k!r}]` is not a slot of a table {describe(table)}."
-            yield Problem(what, describe(s), f"f[{table.shape[0]}, ...]", kind=TypeError)
-
-
-def rule_result_problems(row: object, slots: object, old_row: Tensor, old_slots: dict) -> Iterator[Problem]:
-    if not isinstance(row, Tensor) or row.shape != old_row.shape:
-        got = describe(row[0]) if isinstance(row, Tensor) else describe(row)
-        yield Problem("`rule` returned another shape of row.", got, describe(old_row[0]))
-    if not isinstance(slots, Mapping) or sorted(slots) != sorted(old_slots):
-        got = f"{sorted(slots)}" if isinstance(slots, Mapping) else describe(slots)
-        yield Problem("`rule` returned other slots.", got, f"{sorted(old_slots)}")
-        return
-    for k, s in old_slots.items():
-        if not isinstance(slots[k], Tensor) or slots[k].shape != s.shape:
-            yield Problem(f"`rule` returned another shape of slot {k!r}.", describe(slots[k][0]), describe(s[0]))
-
-
 def check_optimizer(call: str, *named: tuple[str, object]) -> None:
     """Each (path, value) must be a RowOptimizer."""
     need, hint = "a RowOptimizer", "fr.optim.adam(lr=1e-3)"
     wrong = ((path, x) for path, x in named if not isinstance(x, RowOptimizer))
     check(call, (Problem(f"`{p}` is not a row optimizer.", describe(x), need, hint, kind=TypeError) for p, x in wrong))
-
-
-def check_update(call: str, row_grads, slots, tables, step, slot_shapes: Callable | None = None) -> None:
-    """The arguments of an update; with `slot_shapes` also the structure of each table's slots."""
-    check(call, tables_problems(tables))
-    check(call, gradient_problems(row_grads, tables), slot_problems(slots, tables, slot_shapes), step_problems(step))
-
-
-def step_problems(step: object) -> Iterator[Problem]:
-    counts = isinstance(step, int) and not isinstance(step, bool) and step >= 0
-    if not counts and not (isinstance(step, Tensor) and step.dim() == 0 and not step.is_floating_point()):
-        yield Problem("`step` is not a step.", describe(step), "i64[] or an int >= 0, the steps taken", kind=TypeError)
-
-
-def gradient_problems(row_grads: object, tables: Tables) -> Iterator[Problem]:
-    if not isinstance(row_grads, Mapping):
-        got, hint = describe(row_grads), "the `tables` of value_and_grad's gradients"
-        yield Problem("`row_grads` is not a dict of gradients.", got, "{table: RowGrads}", hint, kind=TypeError)
-        return
-    for n, g in row_grads.items():
-        path = f"`row_grads[{n!r}]`"
-        if n not in tables:
-            yield Problem(f"{path} is for no table.", repr(n), f"one of {list(tables)}", kind=KeyError)
-        elif not isinstance(g, RowGrads):
-            hint = "RowGrads.from_entries(rows, grads, num_embeddings=R)"
-            yield Problem(f"{path} is not a row gradient.", describe(g), "RowGrads", hint, kind=TypeError)
-        elif (g.num_embeddings, g.grads.shape[-1]) != tuple(tables[n].shape):
-            got = f"RowGrads of [{g.num_embeddings}, {g.grads.shape[-1]}]"
-            yield Problem(f"{path} does not match its table.", got, describe(tables[n]))
-
-
-def slot_problems(slots: object, tables: Tables, slot_shapes: Callable | None) -> Iterator[Problem]:
-    hint = "the slots that this optimizer's `init` made of these tables"
-    if not isinstance(slots, Mapping):
-        yield Problem("`slots` is not a dict of slots.", describe(slots), "{table: {slot: Tensor}}", hint, TypeError)
-        return
-    for n in [*tables, *(n for n in slots if n not in tables)]:
-        if n not in tables:
-            yield Problem(f"`slots[{n!r}]` is for no table.", repr(n), f"one of {list(tables)}", hint, KeyError)
-        elif n not in slots:
-            yield Problem(f"`slots[{n!r}]` is missing.", f"slots for {list(slots)}", "slots for each table", hint)
-        elif slot_shapes is not None:
-            need = slot_shapes(tuple(tables[n].shape), tables[n].dtype)
-            got = slots[n] if isinstance(slots[n], Mapping) else {}
-            if sorted(got) != sorted(need):
-                what = f"`slots[{n!r}]` are another optimizer's."
-                yield Problem(what, f"{sorted(got)}", f"{sorted(need)}", hint)
-                continue
-            for k, shape in need.items():
-                if tuple(got[k].shape) != shape:
-                    what = f"`slots[{n!r}][{k!r}]` does not match its table {describe(tables[n])}."
-                    yield Problem(what, describe(got[k]), f"f{list(shape)}", hint)

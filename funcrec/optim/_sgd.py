@@ -7,7 +7,7 @@ Every rule is for one row: w, g and the slots are f[D]. Floor 3.
 
 import torch
 
-from funcrec.optim._row import Rate, RowOptimizer, norm, per_element, row_optimizer
+from funcrec.optim._row import Rate, RowOptimizer, builtin_optimizer, norm, per_element
 
 
 def sgd(lr: Rate = 0.01, *, weight_decay: float = 0.0) -> RowOptimizer:
@@ -20,7 +20,7 @@ def sgd(lr: Rate = 0.01, *, weight_decay: float = 0.0) -> RowOptimizer:
 
     Source: torch.optim.SGD; FBGEMM's EXACT_SGD without decay.
     """
-    return row_optimizer(init=lambda table: {}, rule=_sgd, lr=lr, name="sgd", weight_decay=weight_decay)
+    return builtin_optimizer(init=lambda table: {}, rule=_sgd, lr=lr, name="sgd", weight_decay=weight_decay)
 
 
 def _sgd(row, grad, slots, hyper):
@@ -36,7 +36,7 @@ def momentum(
 
     Source: torch.optim.SGD with dampening 0.
     """
-    return row_optimizer(
+    return builtin_optimizer(
         init=lambda table: {"momentum": per_element(table)}, rule=_momentum, lr=lr, name="momentum",
         momentum=momentum, weight_decay=weight_decay, nesterov=nesterov,
     )  # fmt: skip
@@ -58,7 +58,7 @@ def lars_sgd(lr: Rate = 0.01, *, eta: float = 0.001, momentum: float = 0.9, weig
     Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks" (2017), alg. 1, a row as a layer;
     FBGEMM's LARS_SGD, where a row of zeros never moves.
     """
-    return row_optimizer(
+    return builtin_optimizer(
         init=lambda table: {"momentum": per_element(table)}, rule=_lars_sgd, lr=lr, name="lars_sgd",
         eta=eta, momentum=momentum, weight_decay=weight_decay,
     )  # fmt: skip
@@ -79,7 +79,7 @@ def lion(lr: Rate = 1e-4, *, b1: float = 0.9, b2: float = 0.99, weight_decay: fl
 
     Source: Chen et al., "Symbolic discovery of optimization algorithms" (2023), alg. 2.
     """
-    return row_optimizer(
+    return builtin_optimizer(
         init=lambda table: {"mean": per_element(table)}, rule=_lion, lr=lr, name="lion",
         b1=b1, b2=b2, weight_decay=weight_decay,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from funcrec import _random as random
 from funcrec._errors import describe
 from funcrec._jagged import JaggedTensor
 from funcrec._keyed_jagged import KeyedJaggedTensor
-from funcrec._rowgrads import RowGrads
+from funcrec._rowgrads import Bags, Entries, RowGrads
 from funcrec._tree import paths, replace, tree_map, tree_structure
 
 T = TypeVar("T")
@@ -91,7 +91,13 @@ def zero_padding(tree: T) -> T:
     Law: assert_trees_close(zero_padding(op(garbage_padding(x))), zero_padding(op(x))) for an op with a jagged answer.
     """
     out = _map_padding(torch.zeros_like, tree)
-    mark = lambda x: replace(x, rows=torch.where(x.valid, x.rows, -1)) if isinstance(x, RowGrads) else x
+
+    def mark(x: Any) -> Any:
+        if not isinstance(x, RowGrads):
+            return x
+        entries = replace(x.entries(), rows=torch.where(x.valid, x.rows, -1), count=x.count)
+        return replace(x, terms=(entries,))
+
     return tree_map(mark, out, is_leaf=_is_jagged)
 
 
@@ -102,7 +108,7 @@ def _is_jagged(x: Any) -> bool:
 def _map_padding(fill: Callable[[Tensor], Tensor], tree: T) -> T:
     def one(x: Any) -> Any:
         if isinstance(x, RowGrads):
-            return _fill_entries(fill, x)
+            return replace(x, terms=tuple(_fill_term(fill, t, x.num_embeddings) for t in x.terms))
         if isinstance(x, JAGGED):
             used = torch.arange(x.capacity, device=x.values.device) < x.offsets[-1]
             weights = None if x.weights is None else _fill(fill, x.weights, used)
@@ -112,11 +118,16 @@ def _map_padding(fill: Callable[[Tensor], Tensor], tree: T) -> T:
     return tree_map(one, tree, is_leaf=_is_jagged)
 
 
-def _fill_entries(fill: Callable[[Tensor], Tensor], x: RowGrads) -> RowGrads:
-    """Entries behind `count` lose row and gradient, entries of no row their gradient."""
-    counted = torch.arange(x.rows.shape[0], device=x.rows.device) < x.count
+def _fill_term(fill: Callable[[Tensor], Tensor], x: Entries | Bags, num_embeddings: int) -> Entries | Bags:
+    """Entries behind `count` lose row and gradient, entries of no row their gradient; ids behind the last bag are lost."""
+    if isinstance(x, Bags):
+        used = torch.arange(x.rows.shape[0], device=x.rows.device) < x.offsets[-1]
+        weights = None if x.weights is None else _fill(fill, x.weights, used)
+        return replace(x, rows=_fill(fill, x.rows, used), weights=weights)
+    one = RowGrads((x,), num_embeddings, x.grads.shape[1])
+    counted = torch.arange(x.rows.shape[0], device=x.rows.device) < one.count
     repeats = None if x.repeats is None else _fill(fill, x.repeats, counted)
-    return replace(x, rows=_fill(fill, x.rows, counted), grads=_fill(fill, x.grads, x.valid), repeats=repeats)
+    return replace(x, rows=_fill(fill, x.rows, counted), grads=_fill(fill, x.grads, one.valid), repeats=repeats)
 
 
 def _fill(fill: Callable[[Tensor], Tensor], x: Tensor, used: Tensor) -> Tensor:

@@ -295,13 +295,13 @@ def row_grads(
         repeats = None
     valid = torch.tensor([0 <= r < num_embeddings for r in rows] + [False] * padding, dtype=torch.bool)
     grads = draw(tensors((len(valid), embedding_dim), dtype=dtype))
-    return RowGrads(
+    return RowGrads.from_entries(
         torch.tensor(rows + draw(_lists(garbage(row_dtype), padding)), dtype=row_dtype),
         torch.where(valid[:, None], grads, draw(garbage(dtype))),
-        torch.tensor(len(rows)),
-        None if repeats is None else torch.tensor(repeats, dtype=torch.int64),
-        num_embeddings,
-        repeats is not None,
+        num_embeddings=num_embeddings,
+        count=torch.tensor(len(rows)),
+        repeats=None if repeats is None else torch.tensor(repeats, dtype=torch.int64),
+        coalesced=repeats is not None,
     )
 
 

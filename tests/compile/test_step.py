@@ -160,3 +160,17 @@ def test_bad_input(call, kind, fragment):
     """Each fault is told before any work."""
     with pytest.raises(kind, match=fragment):
         call()
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adamax"])
+def test_dense_updates_of_matrices_compile(name):
+    """A compiled update of a weight matrix, whose gradient is a matrix product, is the eager one."""
+    opt = fr.optim.dense(getattr(torch.optim, name), lr=0.1, weight_decay=0.01)
+    draw = torch.Generator().manual_seed(0)
+    w, x = torch.randn(4, 3, generator=draw), torch.randn(5, 4, generator=draw)
+
+    def step(w, state, x):
+        d = torch.func.grad(lambda w: (x @ w).square().mean())(w)
+        return opt.update(d, state, w, 0)
+
+    assert_trees_close(fr.jit(step)(w, opt.init(w), x), step(w, opt.init(w), x), rtol=1e-5, atol=1e-6)

@@ -19,17 +19,20 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 FLOORS = {
     "_errors": 0, "_tree": 0, "kernels": 0,
-    "_configs": 1, "_donation": 1, "_init": 1, "_jagged": 1, "_keyed_jagged": 1, "_keyed_tensor": 1, "_random": 1,
+    "_configs": 1, "_donation": 1, "_init": 1, "_primitives": 1, "_replay": 1, "_jagged": 1, "_keyed_jagged": 1, "_keyed_tensor": 1, "_random": 1,
     "_checks": 2, "_hashing": 2, "_lookup": 2, "_rowgrads": 2, "_state": 2, "_taps": 2,
-    "_checked": 3, "_grad": 3, "_jit": 3, "optim": 3,
+    "_checked": 3, "_compile": 3, "_grad": 3, "_jit": 3, "optim": 3,
     "nn": 4, "models": 4,
-    "_step": 5,
+    "_scan": 5, "_step": 5,
     "_checkpoint": 6, "data": 6, "examples": 6, "metrics": 6, "testing": 6,
 }  # fmt: skip
 
 # What a module may import at its top, besides the standard library and funcrec.
 THIRD_PARTY = {"torch", "optree", "numpy", "tqdm"}
 OPTIONAL = {"testing.strategies": {"hypothesis"}}
+
+# What the implementations are made with; nothing imports them before they are chosen.
+PEERS = {"triton": "kernels.triton", "fbgemm_gpu": "kernels.fbgemm"}
 
 BASES = {"NamedTuple", "Protocol", "Enum", "IntEnum", "StrEnum", "Function", "TypedDict", "Exception"}
 # A donated tensor is poisoned in place, which only a subclass of Tensor can do; a mode of torch is a class.
@@ -116,10 +119,10 @@ def test_a_module_says_what_it_is_for(name):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_are_of_what_is_installed(name):
-    """At its top a module imports the standard library, torch, optree, numpy, tqdm and funcrec; kernels torch only."""
+    """At its top a module imports the standard library, torch, optree, numpy, tqdm and funcrec; kernels torch and their peer."""
     allowed = THIRD_PARTY | OPTIONAL.get(name, set()) | {"funcrec"}
     if name.startswith("kernels"):
-        allowed = {"torch", "funcrec"}
+        allowed = {"torch", "funcrec"} | {own for own, folder in PEERS.items() if name.startswith(folder)}
         assert own_imports(name, lazy=True) <= {n for n in MODULES if n.startswith("kernels")}
     found = {module.split(".")[0] for module, _ in imports(TREES[name], lazy=name.startswith("kernels"))}
     assert found <= allowed | sys.stdlib_module_names

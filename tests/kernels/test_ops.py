@@ -1,307 +1,389 @@
-"""Each operation of funcrec.kernels, in every implementation, against a loop over Python's numbers in f64."""
+"""Each operation of funcrec.kernels, in every implementation, against loops over Python's numbers in f64.
+
+Tables and gradients are multiples of 1/4, weights of 1/64: sums of their products are exact in f32, and answers must agree
+to the last bit but for the divisions of means. Outputs are made of memory full of NaN (tests/conftest.py), so what is not
+written shows. Shapes: B bags, N ids, K entries, R rows, D dim.
+"""
 
 import itertools
+from typing import NamedTuple
 
 import pytest
 import torch
 from funcrec.kernels import ops
-from torch.fx.experimental.proxy_tensor import make_fx
+from funcrec.kernels.forms import capacity_of
+from torch import Tensor
 
 from funcrec.testing import assert_trees_close
 
+F32, F64, F16, BF16, I32, I64 = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64,
+)  # fmt: skip
 SIZES = [0, 1, 63, 65]
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-IMPLEMENTATIONS = sorted(ops.IMPLEMENTATIONS)
-BIG = 2**31 - 1
+INTS = [I64, I32]
+OUTSIDE = [-1, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63), 2**40]  # rows of no table; i32 holds the first three
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request):
-    return request.param
+# -- values ------------------------------------------------------------------------------------------------------
 
 
-def generator(seed):
+def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def floats(*shape, dtype=torch.float32, seed=0):
-    """Multiples of 1/4 in [-4, 4]: exact in every dtype, and so are their sums."""
-    return (torch.randint(-16, 17, shape, generator=generator(seed)) / 4).to(dtype)
+def floats(*shape: int, dtype=F32, seed=0, unit=4, most=4) -> Tensor:
+    """Multiples of 1/unit in [-most, most]."""
+    return (torch.randint(-most * unit, most * unit + 1, shape, generator=generator(seed)) / unit).to(dtype)
 
 
-def rows_of(size, num_rows, *, dtype=torch.int64, seed=1):
+def rows_of(size: int, num_rows: int, *, dtype=I64, seed=1) -> Tensor:
     """Rows with many duplicates; every fifth is outside."""
-    rows = torch.randint(0, num_rows, (size,), generator=generator(seed))
-    outside = torch.tensor([-1, num_rows, BIG, -BIG, -2])[torch.arange(size) % 5]
-    return torch.where(torch.arange(size) % 5 == 4, outside.roll(size), rows).to(dtype)
+    rows = torch.randint(0, max(num_rows, 1), (size,), generator=generator(seed))
+    wild = torch.tensor([num_rows, *OUTSIDE[: 3 if dtype == I32 else None]])
+    place = torch.arange(size)
+    return torch.where((place % 5 == 4) | (num_rows == 0), wild[(place // 5) % len(wild)], rows).to(dtype)
 
 
-def bags(size, num_bags, padding, dtype=torch.int64):
-    """Offsets of `num_bags` ragged bags (some empty) over size - padding ids."""
-    used = max(size - padding, 0)
-    cuts = torch.randint(0, used + 1, (max(num_bags - 1, 0),), generator=generator(2)).sort().values
-    bounds = torch.cat([torch.tensor([0]), cuts, torch.tensor([used])])
-    return (bounds if num_bags else bounds[:1]).to(dtype)
+def bounds_of(size: int, num_bags: int, dtype=I64, seed=2) -> Tensor:
+    """Offsets of ragged bags, some empty, with padding before and behind them."""
+    used = max(size - 3, 0)
+    return torch.randint(min(1, used), used + 1, (num_bags + 1,), generator=generator(seed)).sort().values.to(dtype)
 
 
-def inside(row, num_rows):
-    return 0 <= row < num_rows
+def garbage(x: Tensor, offsets: Tensor) -> Tensor:
+    """x with NaN, or rows of no table, in the padding."""
+    place = torch.arange(x.shape[0])
+    padding = (place < offsets[0]) | (place >= offsets[-1])
+    return torch.where(padding, torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).min, x)
 
 
-def multipliers(bounds, weights, feature):
-    """[[(position, s_i), ...], ...]: what each bag of the feature reads, and with which factor."""
-    out = []
-    for start, stop in itertools.pairwise(bounds):
-        stop = min(stop, start + feature.max_length) if feature.max_length else stop
-        size = max(stop - start, 1)
-        factor = lambda i: (weights[i] if feature.weighted else 1.0) / (size if feature.mean else 1)  # noqa: B023
-        out.append([(i, factor(i)) for i in range(start, stop)])
+def strided(x: Tensor, kind: int) -> Tensor:
+    """x as itself, as columns of a wider matrix, or transposed in memory."""
+    wide = torch.full((x.shape[0], x.shape[1] + 5), torch.nan, dtype=x.dtype)
+    wide[:, 2:-3] = x
+    return [x, wide[:, 2:-3], x.t().contiguous().t()][kind % 3]
+
+
+class Case(NamedTuple):
+    size: int
+    num_bags: int
+    ids: torch.dtype
+    bounds: torch.dtype
+    dtype: torch.dtype | None  # of the tables; None: each another
+    weights: torch.dtype = F32
+
+
+class Problem(NamedTuple):
+    tables: list[Tensor]
+    rows: list[Tensor]
+    offsets: Tensor
+    weights: Tensor
+    features: list[ops.Feature]
+    num_bags: int
+
+    @property
+    def width(self) -> int:
+        return sum(self.tables[f.table].shape[1] for f in self.features)
+
+
+CASES = [
+    Case(0, 0, I64, I64, F32), Case(0, 17, I32, I64, None), Case(1, 1, I64, I32, F64), Case(1, 17, I32, I32, BF16),
+    Case(63, 0, I64, I64, F16), Case(63, 1, I32, I32, None, F64), Case(63, 17, I64, I64, F32), Case(63, 17, I32, I64, F16),
+    Case(65, 1, I64, I32, BF16, BF16), Case(65, 17, I64, I32, None), Case(65, 17, I32, I32, F64, F64),
+    Case(65, 17, I64, I64, F32, F16), Case(65, 3, I32, I64, BF16), Case(65, 17, I32, I32, F32),
+]  # fmt: skip
+OPTIONS = [  # max_length, mean, weighted
+    (0, False, False), (0, True, False), (0, False, True), (3, True, True), (2, False, False), (5, False, True),
+    (40, True, True), (40, False, False),
+]  # fmt: skip
+
+
+def problem(known, case: Case) -> Problem:
+    """A feature for each dim, two buffers, bags shared by some of them, columns in another order than the features."""
+    turn = CASES.index(case)
+    mixed = [x for x in (F32, BF16, F64, F16) if x in known.dtypes]
+    alike = case.dtype in known.dtypes
+    dtypes = [case.dtype if alike else mixed[i % len(mixed)] for i in range(len(known.dims))]
+    tables = [floats(9, dim, dtype=dtype, seed=dim) for dim, dtype in zip(known.dims, dtypes)]
+    offsets = bounds_of(case.size, 3 * case.num_bags, case.bounds)
+    rows = [garbage(rows_of(case.size, 9, dtype=x, seed=s), offsets) for s, x in enumerate((case.ids, I64))]
+    weights = garbage(floats(case.size, dtype=case.weights, seed=4, unit=64, most=1), offsets)
+    features, column = [], 0
+    for i in reversed(range(len(tables))):
+        options = OPTIONS[(turn + i) % len(OPTIONS)]
+        features.append(ops.Feature(i, i % 2, (turn + i) % 3 * case.num_bags, *options, column))
+        column += known.dims[i]
+    return Problem(tables, rows, offsets, weights, features[::-1], case.num_bags)
+
+
+def terms_of_problem(p: Problem, dtype: torch.dtype, turn: int) -> ops.Terms:
+    """The cotangents of its tables: of the lookups, and an entry for each of the first ids, weighted for every other table."""
+    count, ids = p.rows[1].shape[0] // 2, p.rows[1].shape[0]
+    d = [strided(floats(p.num_bags, p.width, dtype=dtype, seed=5), turn), floats(ids, 200, dtype=dtype, seed=6)]
+    scales = [p.weights, floats(ids, seed=7, unit=64, most=1)]
+    segments = []
+    for f in p.features:
+        scale = 0 if f.weighted else -1
+        segments.append(
+            ops.Segment(f.table, 0, f.column, f.rows, 0, f.first_bag, p.num_bags, f.max_length, f.mean, scale)
+        )
+        entries = ops.Segment(f.table, 1, f.table, f.table % 2, -1, 0, count, 0, False, f.table % 2 or -1)
+        segments += [entries, segments[-1]._replace(max_length=2, mean=False)]
+    return ops.Terms(d, p.rows, [p.offsets], scales, segments)
+
+
+# -- loops -------------------------------------------------------------------------------------------------------
+
+
+def positions(offsets: Tensor, first_bag: int, num_bags: int, num_ids: int, max_length: int) -> list[range]:
+    """What each bag reads."""
+    bounds = [min(max(n, 0), num_ids) for n in offsets.tolist()[first_bag : first_bag + num_bags + 1]]
+    return [range(a, min(b, a + max_length) if max_length else b) for a, b in itertools.pairwise(bounds)]
+
+
+def reads(p: Problem, f: ops.Feature) -> list[tuple[int, list[tuple[int, float, Tensor]]]]:
+    """For each bag its divisor, and (position, weight, the row in f64) of each id that is inside the table."""
+    table, rows = p.tables[f.table].double(), p.rows[f.rows].tolist()
+    weights = p.weights.tolist() if f.weighted else [1.0] * len(rows)
+    bags = positions(p.offsets, f.first_bag, p.num_bags, len(rows), f.max_length)
+    inside = lambda bag: [(i, weights[i], table[rows[i]]) for i in bag if 0 <= rows[i] < len(table)]
+    return [(max(len(bag), 1) if f.mean else 1, inside(bag)) for bag in bags]
+
+
+def pooled(p: Problem, f: ops.Feature) -> Tensor:
+    """f64[B, D]: the columns of one feature."""
+    none = torch.zeros(p.tables[f.table].shape[1], dtype=F64)
+    return torch.stack([sum((s * x for _, s, x in bag), none) / n for n, bag in reads(p, f)] or [none])[: p.num_bags]
+
+
+def entries_of(terms: ops.Terms, table: int, shape: tuple[int, int]) -> list[tuple[int, Tensor]]:
+    """(row, f64[D]) in order."""
+    out, (num_rows, dim) = [], shape
+    for s in terms.segments:
+        if s.table != table:
+            continue
+        d, rows = terms.d[s.d].double()[:, s.column : s.column + dim], terms.rows[s.rows].tolist()
+        weights = terms.weights[s.weights].tolist() if s.weights >= 0 else [1.0] * len(rows)
+        if s.offsets < 0:
+            bags = [range(i, i + 1) for i in range(s.num_bags)]
+        else:
+            bags = positions(terms.offsets[s.offsets], s.first_bag, s.num_bags, len(rows), s.max_length)
+        for b, bag in enumerate(bags):
+            share = 1 / len(bag) if s.mean and bag else 1
+            out += [(rows[i], weights[i] * share * d[b]) for i in bag if 0 <= rows[i] < num_rows]
     return out
 
 
-FEATURES = {
-    "sum": ops.Feature(0, 0, 0, False, False),
-    "mean": ops.Feature(0, 0, 0, True, False),
-    "weighted": ops.Feature(1, 0, 0, False, True),
-    "weighted mean of 3": ops.Feature(0, 0, 3, True, True),
-    "sum of 2": ops.Feature(1, 0, 2, False, False),
-    "weighted sum of 5": ops.Feature(1, 0, 5, False, True),
-    "sum of 40": ops.Feature(0, 0, 40, False, True),
-}
+def eps(dtype: torch.dtype) -> float:
+    """Of the dtype that sums of tables of `dtype` run in."""
+    return torch.finfo(ops.accumulation_dtype(dtype)).eps
 
 
-@pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("num_bags", [0, 1, 17])
-@pytest.mark.parametrize("ints", [torch.int64, torch.int32])
-def test_pooled_lookup_and_its_transpose(implementation, name, size, num_bags, ints):
-    """out[b] is the factored sum of the bag's rows; grads[i] is the factored gradient of its bag; padding is not read."""
-    feature, padding = FEATURES[name], min(size, 3)
-    if num_bags == 0:
-        padding = size
-    tables = [floats(9, 5, dtype=torch.float64), floats(4, 3, dtype=torch.float64, seed=3)]
-    num_rows, dim = tables[feature.table].shape
-    rows, offsets = rows_of(size, num_rows, dtype=ints), bags(size, num_bags, padding, ints)
-    weights = floats(size, seed=4)
-    weights[size - padding :] = torch.nan
-    table, numbers, scale = tables[feature.table], rows.tolist(), weights.tolist()
-    read = multipliers(offsets.tolist(), scale, feature)
-
-    want = torch.zeros(num_bags, dim, dtype=torch.float64)
-    for b, bag in enumerate(read):
-        for i, s in bag:
-            want[b] += s * table[numbers[i]] if inside(numbers[i], num_rows) else 0
-    args = ([rows], offsets, weights, [feature])
-    got = ops.pooled_lookup(tables, *args, num_bags, implementation=implementation)
-    assert_trees_close(got, want, rtol=1e-14, atol=1e-14)
-
-    d = floats(num_bags, dim, dtype=torch.float64, seed=5)
-    entries = ops.pooled_lookup_transpose(d, [t.shape for t in tables], *args, implementation=implementation)
-    entry_rows, grads = entries[feature.table]
-    unread = entries[1 - feature.table]
-    assert unread[0].shape == (0,) and unread[1].shape == (0, tables[1 - feature.table].shape[1])
-    assert all(r == -1 or inside(r, num_rows) for r in entry_rows.tolist()) and entry_rows.dtype == rows.dtype
-    dense, wanted = torch.zeros(num_rows, dim, dtype=torch.float64), torch.zeros(num_rows, dim, dtype=torch.float64)
-    for row, grad in zip(entry_rows.tolist(), grads):
-        if row >= 0:
-            dense[row] += grad
-    for b, bag in enumerate(read):
-        for i, s in bag:
-            if inside(numbers[i], num_rows):
-                wanted[numbers[i]] += s * d[b]
-    assert_trees_close(dense, wanted, rtol=1e-14, atol=1e-13)
+def assert_within(got: Tensor, want: Tensor, bound: Tensor) -> None:
+    assert got.shape == want.shape
+    apart = (got.double() - want).abs()
+    worst = (~(apart <= bound)).nonzero()[:1].tolist()
+    assert not worst, f"at {worst[0]}: {got[tuple(worst[0])]} for {want[tuple(worst[0])]}"
 
 
-def test_features_share_a_buffer(implementation):
-    """Feature f's bags begin at first_bag; columns stand side by side, in the order of the features."""
-    tables = [floats(9, 2), floats(9, 1, seed=3)]
-    rows, offsets = rows_of(20, 9), bags(20, 8, 2)
-    features = [
-        ops.Feature(1, 4, 0, False, False),
-        ops.Feature(0, 0, 0, False, False),
-        ops.Feature(1, 2, 0, True, False),
-    ]
-    run = lambda fs: ops.pooled_lookup(tables, [rows] * len(fs), offsets, None, fs, 4, implementation=implementation)
-    assert_trees_close(run(features), torch.cat([run([f]) for f in features], 1))
+# -- lookups -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.needs("pooled_lookup", slow=2)
+def test_pooled_lookup(known, ask, case):
+    """out[b] is the sum, over the length for a mean, of the factored rows of a bag; padding is not read."""
+    p = problem(known, case)
+    got = ask("pooled_lookup", *p)
+    assert got.dtype == (F64 if any(t.dtype == F64 for t in p.tables) else F32) and got.shape[1] == p.width
+    for f in p.features:
+        want, digits = pooled(p, f), eps(p.tables[f.table].dtype) if f.mean else 0
+        assert_within(got[:, f.column : f.column + want.shape[1]], want, digits * want.abs())
+
+
+@pytest.mark.needs("pooled_lookup_weights", slow=5)
+def test_pooled_lookup_weights(known, ask, case):
+    """d_weights[i] is ⟨row, d_out⟩, over the length for a mean, summed over the features that read and weigh the id."""
+    p = problem(known, case)
+    wide = F64 if all(t.dtype == F64 for t in p.tables) else F32
+    d = strided(floats(p.num_bags, p.width, seed=5, dtype=wide), CASES.index(case))
+    got = ask("pooled_lookup_weights", d, *p[:-1])
+    want, mass = torch.zeros(2, case.size, dtype=F64)
+    for f in p.features:
+        for b, (length, bag) in enumerate(reads(p, f) if f.weighted else []):
+            for i, _, x in bag:
+                terms = x * d[b, f.column : f.column + len(x)] / length
+                want[i] += terms.sum()
+                mass[i] += terms.abs().sum() if f.mean else 0
+    assert got.dtype == case.weights
+    digits = max(eps(case.weights), eps(wide))
+    assert_within(got, want, 140 * digits * mass + max(digits, torch.finfo(case.weights).eps) * want.abs())
+
+
+@pytest.mark.needs("pooled_lookup")
+@pytest.mark.parametrize("dtype", [F32, F64, F16, BF16])
+def test_a_bag_is_summed_in_order(known, ask, dtype):
+    """A bag's rows are added one after the other, in f32 or f64: the same bits as a loop."""
+    dtype = dtype if dtype in known.dtypes else F32
+    table = torch.randn(50, 16, generator=generator(9)).to(dtype)
+    rows, offsets = torch.randint(0, 50, (200,), generator=generator(10)), torch.tensor([0, 7, 7, 200])
+    features = [ops.Feature(0, 0, 0, 0, False, False, 0), ops.Feature(0, 0, 0, 12, False, False, 16)]
+    want = torch.zeros(3, 32, dtype=ops.accumulation_dtype(dtype))
     for f in features:
-        want = [
-            sum(
-                (tables[f.table][rows[i]] for i in range(offsets[b], offsets[b + 1]) if inside(rows[i], 9)),
-                torch.zeros(1),
-            )
-            for b in range(f.first_bag, f.first_bag + 4)
-        ]
-        size = offsets.diff()[f.first_bag : f.first_bag + 4, None].clamp(min=1) if f.mean else 1
-        assert_trees_close(run([f]), torch.stack([w.expand(tables[f.table].shape[1]) for w in want]) / size)
+        for b, bag in enumerate(positions(offsets, 0, 3, 200, f.max_length)):
+            for i in bag:
+                want[b, f.column : f.column + 16] += table[rows[i]].to(want.dtype)
+    assert_trees_close(ask("pooled_lookup", [table], [rows], offsets, None, features, 3), want)
 
 
-@pytest.mark.parametrize("max_length", [0, 1, 3, 40])
-@pytest.mark.parametrize("mean", [False, True])
-def test_neighbours_are_looked_up_as_if_alone(implementation, max_length, mean):
-    """Features whose bags follow each other give the bits of separate lookups, and their entries in the same order."""
-    table, num_bags = floats(9, 2), 5
-    rows, offsets, weights = rows_of(33, 9), bags(33, 15, 2), floats(33, seed=4)
-    features = [ops.Feature(0, f * num_bags, max_length, mean, True) for f in range(3)]
-    k = {"implementation": implementation}
-    run = lambda fs: ops.pooled_lookup([table], [rows] * len(fs), offsets, weights, fs, num_bags, **k)
-    together = run(features)
-    assert_trees_close(together, torch.cat([run([f]) for f in features], 1))
-    back = lambda d, fs: ops.pooled_lookup_transpose(d, [table.shape], [rows] * len(fs), offsets, weights, fs, **k)[0]
-    whole = ops.coalesce(*back(together, features), 9, **k)
-    parts = [back(d, [f]) for d, f in zip(together.split(2, 1), features)]
-    assert_trees_close(whole[1], ops.coalesce(*map(torch.cat, zip(*parts)), 9, **k)[1][: len(whole[1])])
+@pytest.mark.needs("pooled_lookup", without="reference")
+def test_wild_offsets_read_nothing_outside(known, ask):
+    """Offsets are clamped into the buffer and a bag that ends before it begins is empty; the reference trusts its offsets."""
+    dim = known.dims[-1]
+    p = Problem([floats(9, dim)], [rows_of(20, 9)], torch.tensor([-5, 3, 2**40, 7, 4, -(2**40), 30]), floats(20), [], 6)
+    f = ops.Feature(0, 0, 0, 0, False, True, 0)
+    got = ask("pooled_lookup", *p._replace(features=[f]))
+    assert_trees_close(got, pooled(p, f).float())
 
 
+# -- rows --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.needs("gather_rows")
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gather_rows(implementation, size, dtype):
+def test_gather_rows(known, ask, size):
     """out[i] is row rows[i], in f32 or f64; zeros for a row outside, even of a table that holds NaN."""
-    table, rows = floats(7, 5, dtype=dtype), rows_of(size, 7)
-    table[0] = torch.nan
-    got = ops.gather_rows(table, rows, implementation=implementation)
-    want = [table[r].double() if inside(r, 7) else torch.zeros(5, dtype=torch.float64) for r in rows.tolist()]
-    want = torch.stack(want) if size else torch.zeros(0, 5, dtype=torch.float64)
-    assert_trees_close(got, want.to(torch.promote_types(dtype, torch.float32)))
+    for dtype, dim, ints in zip(itertools.cycle(known.dtypes), known.dims, itertools.cycle(INTS)):
+        table, rows = floats(7, dim, dtype=dtype), rows_of(size, 7, dtype=ints)
+        table[0] = torch.nan
+        want = [table[r].double() if 0 <= r < 7 else torch.zeros(dim, dtype=F64) for r in rows.tolist()]
+        want = torch.stack(want) if size else torch.zeros(0, dim)
+        assert_trees_close(ask("gather_rows", table, rows), want.to(ops.accumulation_dtype(dtype)))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("ints", [torch.int64, torch.int32])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_coalesce(implementation, size, ints, dtype):
-    """Each distinct row once, ascending, its gradients summed in order; -1 and zeros behind; NaN of no row unread."""
-    rows, grads = (
-        rows_of(size, 7, dtype=ints),
-        torch.randn(size, 5, generator=generator(6), dtype=torch.float64).to(dtype),
-    )
-    valid = torch.tensor([inside(r, 7) for r in rows.tolist()], dtype=torch.bool)
-    grads = torch.where(valid[:, None], grads, torch.nan)
-    got = ops.coalesce(rows, grads, 7, implementation=implementation)
-    sums, times = {}, {}
-    for row, grad in zip(rows.tolist(), grads):
-        if inside(row, 7):
-            sums[row] = sums[row] + grad if row in sums else grad
-            times[row] = times.get(row, 0) + 1
-    distinct, more = sorted(sums), size - len(sums)
-    want = (
-        torch.tensor(distinct + [-1] * more, dtype=ints),
-        torch.cat([torch.stack([sums[r] for r in distinct]), torch.zeros(more, 5, dtype=dtype)])
-        if distinct
-        else grads * 0,
-        torch.tensor(len(distinct)),
-        torch.tensor([times[r] for r in distinct] + [0] * more, dtype=torch.int64),
-    )
-    assert_trees_close(got, want)
-
-
+@pytest.mark.needs("scatter_rows")
 @pytest.mark.parametrize("count", [0, 1, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("ints", [torch.int64, torch.int32])
-@pytest.mark.parametrize("behind", [-1, 0, 6, BIG, -BIG])
-def test_scatter_rows(implementation, count, dtype, ints, behind):
-    """Rows before `count` are replaced, the others stay, the table is not written; garbage behind `count` is unread."""
-    table = floats(7, 5, dtype=dtype)
-    before = table.clone()
-    rows = torch.tensor([6, 0, 3, 5], dtype=ints)
-    new = floats(4, 5, seed=8)
-    garbage = torch.arange(4) >= count
-    rows, new = torch.where(garbage, behind, rows).to(ints), torch.where(garbage[:, None], torch.nan, new)
-    got = ops.scatter_rows(table, rows, torch.tensor(count), new, implementation=implementation)
-    want = before.clone()
-    for row, values in zip(rows.tolist()[:count], new):
-        want[row] = values.to(dtype)
-    assert_trees_close(got, want)
-    assert_trees_close(table, before)
+@pytest.mark.parametrize("behind", [0, -1, 2**31 - 1])
+def test_scatter_rows(known, ask, count, behind):
+    """Rows before `count` are replaced and rounded to nearest, others stay, as the table; garbage behind is unread."""
+    for dtype, dim, ints in zip(itertools.cycle(known.dtypes), known.dims, itertools.cycle(INTS)):
+        table, new = floats(7, dim, dtype=dtype), torch.randn(4, dim, generator=generator(8))
+        before, unread = table.clone(), torch.arange(4) >= count
+        rows = torch.where(unread, behind, torch.tensor([6, 0, 3, 5])).to(ints)
+        new = strided(torch.where(unread[:, None], torch.nan, new), dim)
+        want = before.index_put((rows[:count].long(),), new[:count].to(dtype))
+        got = ask("scatter_rows", table, rows, torch.tensor(count), new)
+        assert_trees_close([got, table], [want, before])
 
 
-def test_scatter_rows_of_nothing(implementation):
-    """No entries at all: the table."""
-    table = floats(3, 2)
-    none = torch.zeros(0, dtype=torch.int64)
-    got = ops.scatter_rows(table, none, torch.tensor(0), floats(0, 2), implementation=implementation)
-    assert_trees_close(got, table)
+# -- the cotangents of tables ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_short_tables_are_summed_in_f32(implementation, dtype):
-    """The error against f64 is at most that of one rounding to f32 per term, where sums in the table's dtype lose more."""
-    table = torch.randn(50, 8, generator=generator(9)).to(dtype)
-    rows, offsets = torch.randint(0, 50, (400,), generator=generator(10)), torch.tensor([0, 100, 400])
-    feature = ops.Feature(0, 0, 0, False, False)
-    run = lambda t: ops.pooled_lookup([t], [rows], offsets, None, [feature], 2, implementation=implementation)
-    exact = run(table.double())
-    bound = 300 * torch.finfo(torch.float32).eps * run(table.double().abs())
-    assert run(table).dtype == torch.float32
-    assert bool(((run(table).double() - exact).abs() <= bound).all())
+def terms_of_case(known, case: Case) -> tuple[ops.Terms, list[tuple[int, int]]]:
+    p = problem(known, case)
+    terms = terms_of_problem(p, {F64: F64, BF16: BF16}.get(case.dtype, F32), CASES.index(case))
+    return terms, [tuple(t.shape) for t in p.tables]
 
 
-def _everything(implementation):
-    """One answer of every operation, on sizes that threads would share."""
-    table = torch.randn(500, 64, generator=generator(11))
-    rows = torch.randint(-5, 505, (20_000,), generator=generator(12))
-    grads, offsets = torch.randn(20_000, 64, generator=generator(13)), bags(20_000, 700, 11)
-    weights = torch.rand(20_000, generator=generator(14))
-    features = [ops.Feature(0, 0, 0, True, True), ops.Feature(0, 0, 8, False, False)]
-    k = {"implementation": implementation}
-    pooled = ops.pooled_lookup([table], [rows] * 2, offsets, weights, features, 700, **k)
-    transposed = ops.pooled_lookup_transpose(pooled, [table.shape], [rows] * 2, offsets, weights, features, **k)
-    coalesced = ops.coalesce(rows, grads, 500, **k)
-    return (
-        pooled,
-        transposed,
-        ops.gather_rows(table, rows, **k),
-        coalesced,
-        ops.scatter_rows(table, *coalesced[:1], coalesced[2], coalesced[1], **k),
+@pytest.mark.needs("expand", slow=3)
+def test_expand(known, ask, case):
+    """Entries come in the order of segments, bags and positions; unused places have row -1 and zeros."""
+    terms, shapes = terms_of_case(known, case)
+    for t, (rows, grads) in enumerate(ask("expand", terms, shapes)):
+        want = entries_of(terms, t, shapes[t])
+        capacity = sum(capacity_of(s, len(terms.rows[s.rows])) for s in terms.segments if s.table == t)
+        assert grads.shape == (capacity, shapes[t][1]) and grads.dtype == ops.accumulation_dtype(terms.d[0].dtype)
+        assert rows.dtype == I64 and rows[rows != -1].tolist() == [row for row, _ in want]
+        assert not grads[rows == -1].any()
+        for got, (_, g) in zip(grads[rows != -1], want):
+            assert_within(got, g, 2 * eps(grads.dtype) * g.abs())
+
+
+@pytest.mark.needs("coalesce", slow=3)
+def test_coalesce(known, ask, case):
+    """Each named row once, ascending, with the sum and number of its entries; behind `count` -1, zeros and 0."""
+    terms, shapes = terms_of_case(known, case)
+    for t, (rows, grads, count, repeats) in enumerate(ask("coalesce", terms, shapes)):
+        named: dict[int, list[Tensor]] = {}
+        for row, g in entries_of(terms, t, shapes[t]):
+            named.setdefault(row, []).append(g)
+        capacity = sum(capacity_of(s, len(terms.rows[s.rows])) for s in terms.segments if s.table == t)
+        more = min(capacity, shapes[t][0]) - len(named)
+        assert (rows.dtype, repeats.dtype, count.tolist()) == (I64, I64, len(named))
+        assert rows.tolist() == sorted(named) + [-1] * more
+        assert repeats.tolist() == [len(named[r]) for r in sorted(named)] + [0] * more
+        assert not grads[len(named) :].any() and grads.dtype == ops.accumulation_dtype(terms.d[0].dtype)
+        for row, got in zip(sorted(named), grads):
+            bound = (len(named[row]) + 2) * eps(grads.dtype) * sum(g.abs() for g in named[row])
+            assert_within(got, sum(named[row]), bound)
+
+
+@pytest.mark.needs("coalesce")
+def test_a_row_is_summed_in_order(ask):
+    """Segments in order, bags in order, positions in order: the bits of a loop over what `expand` writes."""
+    for dtype in (F32, F64):
+        d, rows = [torch.randn(n, 3, generator=generator(n)).to(dtype) for n in (4, 60)], rows_of(60, 3)
+        bags = ops.Segment(0, 0, 0, 0, 0, 0, 4, 0, False, -1)
+        segments = [bags, ops.Segment(0, 1, 0, 0, -1, 0, 60, 0, False, -1), bags._replace(max_length=7, mean=True)]
+        terms, want = ops.Terms(d, [rows], [bounds_of(60, 4)], [], segments), torch.zeros(3, 3, dtype=dtype)
+        ((entries, grads),) = ask("expand", terms, [(3, 3)])
+        for row, g in zip(entries.tolist(), grads):
+            if row >= 0:
+                want[row] += g
+        assert_trees_close(ask("coalesce", terms, [(3, 3)])[0][:2], (torch.arange(3), want))
+
+
+@pytest.mark.needs("pooled_lookup", "pooled_lookup_weights", "gather_rows")
+def test_lookups_of_nothing(known, ask):
+    """No tables, features, ids, rows or columns: empty answers and zeros."""
+    dim, ids, bounds = known.dims[-1], torch.tensor([0, -1, 7]), torch.tensor([0, 2, 3])
+    empty, f, ones = torch.zeros(0, dim), [ops.Feature(0, 0, 0, 0, False, True, 0)], torch.ones(3)
+    assert_trees_close(ask("pooled_lookup", [], [], bounds, None, [], 2), torch.zeros(2, 0))
+    assert_trees_close(ask("pooled_lookup", [empty], [ids], bounds, ones, f, 2), torch.zeros(2, dim))
+    assert_trees_close(
+        ask("pooled_lookup", [floats(2, dim)], [ids[:0]], bounds * 0, ones[:0], f, 2), torch.zeros(2, dim)
     )
+    assert_trees_close(ask("pooled_lookup_weights", torch.ones(2, 0), [], [], bounds, ones, []), ones * 0)
+    assert_trees_close(ask("pooled_lookup_weights", torch.ones(2, dim), [empty], [ids], bounds, ones, f), ones * 0)
+    assert_trees_close(ask("gather_rows", empty, ids), torch.zeros(3, dim))
 
 
-def test_threads_change_no_bit(implementation):
-    """One thread and two give the same bits."""
-    threads = torch.get_num_threads()
-    try:
-        answers = []
-        for n in (1, 2):
-            torch.set_num_threads(n)
-            answers.append(_everything(implementation))
-    finally:
-        torch.set_num_threads(threads)
-    assert_trees_close(*answers)
+@pytest.mark.needs("scatter_rows", "expand", "coalesce", "fused_update")
+def test_cotangents_of_nothing(ask):
+    """No tables, segments, entries or rows: empty answers, and what was there."""
+    ids, empty, none = torch.tensor([0, -1, 7]), torch.zeros(0, 2), ops.Terms([], [], [], [], [])
+    alone = ops.Terms([torch.ones(3, 2)], [ids], [], [], [ops.Segment(0, 0, 0, 0, -1, 0, 3, 0, False, -1)])
+    assert_trees_close(ask("scatter_rows", floats(3, 2), ids[:0], torch.tensor(0), empty), floats(3, 2))
+    assert_trees_close(ask("expand", alone, [(0, 2)])[0][0], torch.full((3,), -1))
+    numbers = (torch.tensor(0.1, dtype=F64), torch.tensor(0), None, "sgd", [0.0])
+    assert_trees_close(ask("fused_update", [floats(3, 2)], [[]], none, *numbers)[0], [floats(3, 2)])
+    assert_trees_close(ask("coalesce", alone, [(0, 2)]), [(ids[:0], empty, torch.tensor(0), ids[:0])])
+    assert_trees_close(ask("coalesce", none, [(3, 2)]), [(ids[:0], empty, torch.tensor(0), ids[:0])])
+    assert_trees_close(ask("expand", none, [(3, 2)]), [(ids[:0], empty)])
+    assert ask("expand", none, []) == ask("coalesce", none, []) == ask("fused_update", [], [], none, *numbers)[0] == []
 
 
-def test_every_operation_traces(implementation):
-    """No operation reads a value on the host."""
-    table, rows, offsets = floats(5, 3), rows_of(6, 5), bags(6, 2, 1)
-    feature = ops.Feature(0, 0, 2, True, False)
-
-    def run(table, rows, offsets):
-        k = {"implementation": implementation}
-        out = ops.pooled_lookup([table], [rows], offsets, None, [feature], 2, **k)
-        ((r, g),) = ops.pooled_lookup_transpose(out, [table.shape], [rows], offsets, None, [feature], **k)
-        r, g, count, _ = ops.coalesce(r, g, 5, **k)
-        return ops.scatter_rows(table, r, count, g + ops.gather_rows(table, r, **k), **k)
-
-    traced = make_fx(run, tracing_mode="fake")(table, rows, offsets)
-    assert_trees_close(traced(table, rows, offsets), run(table, rows, offsets))
+# -- the choice --------------------------------------------------------------------------------------------------
 
 
-def test_shapes_beyond_i32(implementation):
-    """Tables of more than 2³¹ rows and elements have shapes on the meta device."""
-    table, rows = torch.empty(2**32, 64, device="meta"), torch.empty(10, dtype=torch.int64, device="meta")
-    assert ops.gather_rows(table, rows, implementation=implementation).shape == (10, 64)
-    grads = torch.empty(10, 64, device="meta")
-    r, g, count, repeats = ops.coalesce(rows, grads, 2**32, implementation=implementation)
-    assert (r.shape, g.shape, count.shape, repeats.shape) == ((10,), (10, 64), (), (10,))
-    assert ops.scatter_rows(table, r, count, g, implementation=implementation).shape == table.shape
-
-
-def test_rows_beyond_i32(implementation):
-    """coalesce keeps rows above 2³¹ apart."""
-    rows = torch.tensor([2**33, 1, 2**33, 2**33 + 1, 2**40])
-    r, g, count, repeats = ops.coalesce(rows, torch.ones(5, 1), 2**34, implementation=implementation)
-    assert r.tolist() == [1, 2**33, 2**33 + 1, -1, -1] and g.flatten().tolist() == [1.0, 2.0, 1.0, 0.0, 0.0]
-    assert int(count) == 3 and repeats.tolist() == [1, 2, 1, 0, 0]
-
-
-def test_an_unknown_implementation_is_refused():
-    """Nothing falls back: the error names what there is."""
-    with pytest.raises(ValueError, match=r"'nothing' is unknown; there is \['reference'"):
+def test_the_implementation_is_a_choice():
+    """By name, by `using`, or the device's own; an unknown one, and one that lacks the operation, is an error."""
+    device = torch.device("cpu")
+    assert ops.chosen(None, device) == "cpp" and ops.chosen("triton", device) == "triton"
+    with ops.using("reference"):
+        assert ops.chosen(None, device) == "reference" and ops.ambient() == "reference"
+    assert ops.chosen(None, torch.device("cuda")) == "triton" and ops.chosen(None, torch.device("meta")) == "reference"
+    with pytest.raises(ValueError, match="'nothing'"):
         ops.gather_rows(floats(1, 1), rows_of(1, 1), implementation="nothing")
+    with pytest.raises(NotImplementedError, match="'reference' has no fused_update"):
+        ops.fused_update([floats(1, 1)], [[]], *[None] * 4, "sgd", [0.0], implementation="reference")
+
+
+@pytest.mark.needs("gather_rows", without="reference")
+def test_a_kernel_is_not_differentiated(known, implementation):
+    """grad and jvp through an implementation raise, where a derivative would silently be zero."""
+    table, rows = floats(2, known.dims[-1]), torch.tensor([0])
+    take = lambda x: ops.gather_rows(x, rows, implementation=implementation).sum()
+    for ask in (lambda: torch.func.grad(take)(table), lambda: torch.func.jvp(take, (table,), (table,)),
+                lambda: take(table.clone().requires_grad_()), lambda: torch.func.vmap(torch.func.grad(take))(table[None])):  # fmt: skip
+        with pytest.raises(TypeError, match="has no derivative"):
+            ask()

@@ -21,7 +21,9 @@ def generated(seed: int, steps: int = 6):
     draw = torch.Generator().manual_seed(seed)
     tables = {n: torch.randn(ROWS, DIM, generator=draw) for n in NAMES}
     ids = lambda: torch.randint(-1, ROWS - 1, (ENTRIES,), generator=draw)
-    one = lambda: fr.RowGrads(ids(), torch.randn(ENTRIES, DIM, generator=draw), torch.tensor(3), None, ROWS, False)
+    one = lambda: fr.RowGrads.from_entries(
+        ids(), torch.randn(ENTRIES, DIM, generator=draw), num_embeddings=ROWS, count=torch.tensor(3)
+    )
     return tables, [{n: one() for n in (NAMES if i % 2 else NAMES[:2])} for i in range(steps)]
 
 

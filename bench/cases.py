@@ -1,0 +1,181 @@
+"""The shapes that are measured, and the ids that go with them.
+
+Uniform ids, or bounded Zipf with exponent `alpha`, spread over the rows. Shapes: T tables, R rows, D dim, B bags, L ids per bag.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import funcrec as fr
+
+NUM_BATCHES = 4
+ZIPF = 1.05
+
+
+class TableCase(NamedTuple):
+    """T tables with one feature each: what is looked up, and how it is updated."""
+
+    num_tables: int
+    num_rows: int
+    dim: int
+    batch: int
+    ids_per_bag: int
+    alpha: float = 0.0
+    dtype: str = "float32"
+    ids: str = "int64"
+    mean: bool = False
+    weighted: bool = False
+    rule: str = "rowwise_adagrad"
+
+    @property
+    def table_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def names(self) -> list[str]:
+        return [f"t{i}" for i in range(self.num_tables)]
+
+    def features(self) -> list[fr.FeatureConfig]:
+        pooling = "mean" if self.mean else "sum"
+        return [fr.FeatureConfig(n, table=n, pooling=pooling, weighted=self.weighted) for n in self.names]
+
+    def configs(self) -> list[fr.TableConfig]:
+        return [fr.TableConfig(n, self.num_rows, self.dim, dtype=self.table_dtype) for n in self.names]
+
+
+SHAPES = {  # a to e as in the first measurements
+    "a": TableCase(26, 100_000, 64, 512, 1),
+    "b": TableCase(26, 100_000, 64, 512, 20),
+    "c": TableCase(26, 100_000, 64, 4096, 1),
+    "d": TableCase(26, 100_000, 64, 4096, 1, alpha=ZIPF),
+    "e": TableCase(8, 1_000_000, 128, 1024, 20),
+}
+RULES = (
+    "sgd", "momentum", "lars_sgd", "lion", "adagrad", "rowwise_adagrad_counter", "rowwise_adagrad_cowclip", "rmsprop",
+    "ftrl", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb",
+)  # fmt: skip
+SHORT = {"f16": "float16", "bf16": "bfloat16"}
+
+LOOKUPS = {
+    **SHAPES,
+    **{f"{s}-{short}": SHAPES[s]._replace(dtype=dtype) for s in "bce" for short, dtype in SHORT.items()},
+    "b-mean": SHAPES["b"]._replace(mean=True),
+    "b-weighted": SHAPES["b"]._replace(weighted=True),
+    "b-i32": SHAPES["b"]._replace(ids="int32"),
+    "dim16": TableCase(26, 100_000, 16, 2048, 5),
+    "dim100": TableCase(26, 100_000, 100, 2048, 5),
+}
+UPDATES = {
+    **SHAPES,
+    **{f"b-{rule}": SHAPES["b"]._replace(rule=rule) for rule in RULES},
+    **{f"{s}-{short}": SHAPES[s]._replace(dtype=dtype) for s in "bce" for short, dtype in SHORT.items()},
+    "b-sgd-bf16": SHAPES["b"]._replace(rule="sgd", dtype="bfloat16"),
+    "c-adam": SHAPES["c"]._replace(rule="adam"),
+    "dim16": TableCase(26, 100_000, 16, 2048, 5),
+}
+QUICK_LOOKUPS = ("a", "b", "c", "e")
+QUICK_UPDATES = ("a", "b", "c", "e", "b-adam", "b-bf16")
+
+
+class StepCase(NamedTuple):
+    """A whole training step. model: "dlrm", or "dcnv2" with MLPerf's tables cut to `num_rows`.
+
+    precision: of the matrix products, "float32", or "bfloat16" by autocast.
+    """
+
+    model: str
+    num_rows: int
+    dim: int
+    batch: int
+    ids_per_bag: int = 0
+    alpha: float = 0.0
+    precision: str = "float32"
+
+
+def _dlrm(dim: int, batch: int, ids_per_bag: int, alpha: float) -> tuple[str, StepCase]:
+    name = f"dlrm-d{dim}-b{batch}-l{ids_per_bag}" + ("-zipf" if alpha else "")
+    return name, StepCase("dlrm", 100_000, dim, batch, ids_per_bag, alpha)
+
+
+STEPS = {
+    **dict(
+        _dlrm(d, b, n, a) for d in (16, 64, 128) for b in (512, 2048, 8192) for n in (1, 5, 20) for a in (0.0, ZIPF)
+    ),
+    "dcnv2": StepCase("dcnv2", 1_000_000, 128, 2048),
+    "dcnv2-bf16": StepCase("dcnv2", 1_000_000, 128, 2048, precision="bfloat16"),
+}
+QUICK_STEPS = ("dlrm-d64-b512-l1", "dlrm-d64-b2048-l5")
+
+
+class JaggedCase(NamedTuple):
+    """F features of B bags with 0 to L ids. op: "permute", "regroup", "bucketize", "to_padded" or "from_padded"."""
+
+    op: str
+    num_features: int
+    batch: int
+    longest: int
+    dim: int = 1
+
+
+JAGGED = {
+    "permute": JaggedCase("permute", 26, 4096, 20),
+    "permute-long": JaggedCase("permute", 8, 1024, 200),
+    "regroup": JaggedCase("regroup", 26, 4096, 0, 64),
+    "bucketize": JaggedCase("bucketize", 26, 4096, 20),
+    "to_padded": JaggedCase("to_padded", 1, 4096, 50, 64),
+    "from_padded": JaggedCase("from_padded", 1, 4096, 50, 64),
+}
+
+
+def tiny(case):
+    """A case with the same structure that takes no time: to see that everything runs."""
+    small = {"num_tables": 3, "num_rows": 500, "batch": 16, "num_features": 3, "longest": 5}
+    return case._replace(
+        **{name: min(value, getattr(case, name)) for name, value in small.items() if hasattr(case, name)}
+    )
+
+
+def table_batches(case: TableCase, device: str) -> list[fr.KeyedJaggedTensor]:
+    """NUM_BATCHES batches of ids; one key per table, each bag full."""
+    data = fr.data.random_rows(
+        fr.key(0), dict.fromkeys(case.names, case.num_rows), ids_per_bag=case.ids_per_bag, alpha=case.alpha
+    )
+    draw, batches = torch.Generator().manual_seed(1), []
+    for k in range(NUM_BATCHES):
+        ids = fr.data.take(data, torch.arange(k * case.batch, (k + 1) * case.batch)).ids
+        weights = torch.rand(ids.capacity, generator=draw) if case.weighted else None
+        values, offsets = (x.to(getattr(torch, case.ids)) for x in (ids.values, ids.offsets))
+        made = fr.KeyedJaggedTensor.from_offsets(ids.keys, values, offsets, weights=weights)
+        batches.append(to_device(made, device))
+    return batches
+
+
+def to_device(ids: fr.KeyedJaggedTensor, device: str) -> fr.KeyedJaggedTensor:
+    weights = None if ids.weights is None else ids.weights.to(device)
+    return fr.KeyedJaggedTensor(ids.values.to(device), ids.offsets.to(device), weights, None, ids.keys, ids.strides)
+
+
+def make_tables(case: TableCase, device: str) -> dict[str, Tensor]:
+    """The same numbers in every call."""
+    draw = torch.Generator(device).manual_seed(0)
+    shape = (case.num_rows, case.dim)
+    make = lambda: torch.empty(shape, device=device).uniform_(-0.05, 0.05, generator=draw).to(case.table_dtype)
+    return {n: make() for n in case.names}
+
+
+def lookup_bytes(case: TableCase) -> int:
+    """Ids (and weights) and a row per id, read; the output, written."""
+    num_ids = case.num_tables * case.batch * case.ids_per_bag
+    per_id = getattr(torch, case.ids).itemsize + case.dim * case.table_dtype.itemsize + 4 * case.weighted
+    return num_ids * per_id + 4 * case.num_tables * case.batch * case.dim
+
+
+def update_bytes(case: TableCase, ids: fr.KeyedJaggedTensor, slots: dict[str, dict[str, Tensor]]) -> int:
+    """Of a lookup and its update: the lookup's, the ids again, the gradient read, each touched row and its slots read and written."""
+    touched = sum(len(ids[n].values.unique()) for n in case.names)
+    of_slots = sum(s.element_size() * s[:1].numel() for s in slots[case.names[0]].values())
+    row = case.dim * case.table_dtype.itemsize + of_slots
+    again = ids.capacity * getattr(torch, case.ids).itemsize
+    return lookup_bytes(case) + again + 4 * case.num_tables * case.batch * case.dim + 2 * touched * row

@@ -1,0 +1,122 @@
+"""funcrec and its peers on one case: the law first, then interleaved rounds.
+
+    share = (bytes / time) / copied bytes per second,     ratio = time(peer) / time(funcrec)
+
+A case whose law is red gives no number.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import bandwidth
+import torch
+from measure import digits, interleave, peak_mb, ratios, spread, wait_for
+from torch import Tensor
+
+OURS = "funcrec"
+MIN_ROUNDS = 3
+
+
+class Contender(NamedTuple):
+    """first: one call on the first batch, and what it left behind, by name. call: one call on the next batch."""
+
+    first: Callable[[], dict[str, Tensor]]
+    call: Callable[[], object]
+
+
+class Closeness(NamedTuple):
+    """|a - b| <= atol + rtol · |b|, elementwise."""
+
+    rtol: float = 1e-4
+    atol: float = 1e-5
+
+
+class Setting(NamedTuple):
+    """How a case is run. rounds: at most, and as many as `seconds` allow, but three."""
+
+    device: str = "cpu"
+    threads: int = 1
+    rounds: int = 21
+    seconds: float = 20.0
+    tiny: bool = False
+    implementation: str | None = None  # of funcrec's kernels; None for the device's own
+
+
+class Traffic(NamedTuple):
+    """What a call must move. num_bytes: everything once. dim, dtype: of the rows, for the gather beside the copy."""
+
+    num_bytes: int
+    dim: int
+    dtype: torch.dtype
+
+
+def compete(
+    builders: Mapping[str, Callable[[], Contender]],
+    setting: Setting,
+    close: Closeness = Closeness(),  # noqa: B008 (immutable)
+    traffic: Traffic | None = None,
+) -> dict:
+    """The figures of one case.
+
+    Args:
+      builders: {name: builder}, in the order of building: the first call follows at once. A builder that raises ImportError, or NotImplementedError for what the
+        peer cannot do, makes the peer absent.
+    """
+    built, absent, compile_s = {}, {}, {}
+    wait, firsts = wait_for(setting.device), {}
+    for name, build in builders.items():
+        try:
+            built[name] = build()
+        except (ImportError, NotImplementedError) as error:
+            absent[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            continue
+        began = time.perf_counter()
+        firsts[name] = built[name].first()
+        wait()
+        compile_s[name] = digits(time.perf_counter() - began)
+    red = [line for name in firsts if name != OURS for line in differences(firsts[OURS], firsts[name], name, close)]
+    judged = sorted(set(firsts) - {OURS})
+    figures = {"absent": absent, "law": "red" if red or not judged else "green", "judged_by": judged}
+    if not judged:
+        red = ["nothing to compare with"]
+    if red:
+        return {**figures, "red": red[:8]}
+    firsts.clear()
+    built.pop("reference", None)  # it judges only
+    return {**figures, "first_call_s": compile_s, **timed(built, setting, traffic)}
+
+
+def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor], peer: str, close: Closeness) -> list[str]:
+    """What a peer's first call left otherwise than ours."""
+    found = []
+    for name in ours.keys() & theirs.keys():
+        a, b = ours[name].detach().to(torch.float64), theirs[name].detach().to(ours[name].device, torch.float64)
+        if a.shape != b.shape:
+            found.append(f"{name} is {list(a.shape)}, {peer}'s {list(b.shape)}")
+        elif not torch.allclose(a, b, rtol=close.rtol, atol=close.atol):
+            found.append(f"{name} is {float((a - b).abs().max()):.3g} from {peer}'s")
+    if not ours.keys() & theirs.keys():
+        found.append(f"nothing in common with {peer}")
+    return found
+
+
+def timed(built: dict[str, Contender], setting: Setting, traffic: Traffic | None) -> dict:
+    wait = wait_for(setting.device)
+    names = [OURS, *(name for name in built if name != OURS)]
+    calls = {name: built[name].call for name in names}
+    one_round = sum(min(times) for times in interleave(calls, rounds=1, warmup=2, wait=wait).values())
+    rounds = max(MIN_ROUNDS, min(setting.rounds, int(setting.seconds / max(one_round, 1e-9))))
+    times = interleave(calls, rounds=rounds, warmup=1, wait=wait)
+    figures = {
+        "rounds": rounds,
+        "ms": {name: spread(t, 1e3) for name, t in times.items()},
+        "ratio": {name: spread(ratios(t, times[OURS])) for name, t in times.items() if name != OURS},
+        "call_peak_mb": {name: peak_mb(call, setting.device) for name, call in calls.items()},
+    }
+    if traffic is None:
+        return figures
+    limits = bandwidth.measure(traffic.dim, traffic.dtype, setting)
+    speeds = {name: digits(traffic.num_bytes / figures["ms"][name]["median"] / 1e6) for name in times}
+    share = digits(speeds[OURS] / limits["copy_gb_per_s"])
+    return {**figures, "bytes": traffic.num_bytes, "gb_per_s": speeds, **limits, "share_of_copy": share}

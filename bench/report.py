@@ -1,0 +1,221 @@
+"""Tables, plots and README's performance section from the results that `run.py` left.
+
+    python bench/report.py                     # bench/results -> bench/results/REPORT.md, plots, README.md
+    python bench/report.py --results DIR       # DIR/REPORT.md and plots only
+
+Of each case, device and number of threads the last line counts, on the machine of the last line of all. A red case has no number.
+"""
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import geometric_mean
+
+from measure import RESULTS, digits
+
+OURS = "funcrec"
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+TABLED = ("lookup", "update", "jagged", "steps")
+TITLES = {
+    "lookup": "Pooled lookup",
+    "update": "Lookup, transpose and fused update in one call",
+    "jagged": "Jagged operations",
+    "steps": "Whole training steps",
+}
+MEAN_OF = {"lookup": ("a", "b", "c", "e"), "update": ("a", "b", "c", "e")}
+
+
+def load(folder: Path) -> list[dict]:
+    """The last line of each case, on one machine."""
+    paths = [folder / f"{name}.jsonl" for name in ("bandwidth", *TABLED, "overhead", "first_step")]
+    lines = [json.loads(text) for p in paths if p.exists() for text in p.read_text().splitlines()]
+    lines = [x for x in lines if "case" in x]
+    lines = [x for x in lines if not x.get("tiny") and not x.get("implementation")] or lines
+    if not lines:
+        return []
+    newest = max(lines, key=lambda x: x["date"])
+    here = [x for x in lines if machine_of(x) == machine_of(newest)]
+    return list({(x["group"], x["case"], x["device"], x["threads"]): x for x in here}.values())
+
+
+def machine_of(line: dict) -> tuple:
+    return line["cpu"], line["cores"], line.get("gpu")
+
+
+def tables(lines: list[dict], quick: bool = False) -> str:
+    """Markdown; `quick` for the rows of each group's SHOWN only."""
+    parts = [header(lines)]
+    for group in TABLED:
+        mine = [x for x in lines if x["group"] == group]
+        if mine:
+            shown = [x for x in mine if x["case"] in importlib.import_module(group).SHOWN] if quick else mine
+            rest = f"{len(mine) - len(shown)} more rows in bench/results/REPORT.md." if len(shown) < len(mine) else ""
+            parts += [f"**{TITLES[group]}**", table(shown), notes(shown), rest, means(group, mine)]
+    parts += [others(lines)]
+    return "\n\n".join(p for p in parts if p)
+
+
+def header(lines: list[dict]) -> str:
+    first, commits = lines[-1], sorted({x["commit"] for x in lines})
+    where = f"{first['cpu']}, {first['cores']} cores" + (f", {first['gpu']}" if first.get("gpu") else "")
+    loads = [x["load"][0] for x in lines if x.get("load")]
+    busiest = f" Load average before a case: {min(loads)} to {max(loads)}." if loads else ""
+    small = " EVERY SHAPE WAS CUT: these are no results." if any(x.get("tiny") for x in lines) else ""
+    return (
+        f"{where}, torch {first['torch']}, {max(x['date'] for x in lines)}, commit {', '.join(commits)}.{busiest}{small} "
+        "A ratio is a peer's time over funcrec's: medians of interleaved rounds, in brackets the quartiles. "
+        "GB/s counts ids, rows, state, output and gradient once; the share is of the copy's bandwidth in the same run. "
+        "Peak memory is what a call adds."
+    )
+
+
+def table(lines: list[dict]) -> str:
+    peers = list(dict.fromkeys(name for x in lines for name in [*x.get("ratio", {}), *x.get("absent", {})]))
+    speed = any("gb_per_s" in x for x in lines)
+    heads = ["case", "threads", "ms"] + (["GB/s", "share"] if speed else ["samples/s"]) + ["MiB"] + peers
+    rows = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for x in sorted(lines, key=lambda x: x["threads"]):
+        rows.append("| " + " | ".join([x["case"], str(x["threads"]), *cells(x, speed, peers)]) + " |")
+    return "\n".join(rows)
+
+
+def cells(x: dict, speed: bool, peers: Iterable[str]) -> list[str]:
+    if "ms" not in x:
+        return ["red", *["-"] * (2 if speed else 1), "-", *["-" for _ in peers]]
+    middle = [f"{x['gb_per_s'][OURS]:.1f}", f"{x['share_of_copy']:.0%}"] if speed and "gb_per_s" in x else None
+    middle = middle or (["-", "-"] if speed else [f"{x['samples_per_s'][OURS]:,}"])
+    peak = x["call_peak_mb"][OURS]
+    return [
+        f"{x['ms'][OURS]['median']:.3g}",
+        *middle,
+        "-" if peak is None else f"{peak:.0f}",
+        *(ratio(x, p) for p in peers),
+    ]
+
+
+def ratio(x: dict, peer: str) -> str:
+    if peer not in x["ratio"]:
+        return "absent" if peer in x["absent"] else "-"
+    r = x["ratio"][peer]
+    return f"{r['median']:.2f} ({r['q1']:.2f} to {r['q3']:.2f})"
+
+
+def notes(lines: list[dict]) -> str:
+    """Why a peer is absent, and why a case is red."""
+    absent: dict[str, list[str]] = {}
+    for x in lines:
+        for peer, why in x.get("absent", {}).items():
+            absent.setdefault(f"{peer}: {why.partition(': ')[2]}", []).append(x["case"])
+    said = [f"{why} ({', '.join(dict.fromkeys(names))})" for why, names in absent.items()]
+    red = [f"{x['case']}, {x['threads']} threads: {x['red'][0]}" for x in lines if x.get("law") == "red"]
+    parts = [f"Absent: {'; '.join(said)}." if said else "", f"Red: {'; '.join(red)}." if red else ""]
+    return "\n".join(p for p in parts if p)
+
+
+def means(group: str, lines: list[dict]) -> str:
+    """The geometric mean, and the least, of the ratios over the shapes that are judged together."""
+    said = []
+    for threads in sorted({x["threads"] for x in lines}):
+        mine = {x["case"]: x for x in lines if x["threads"] == threads and "ratio" in x}
+        names = MEAN_OF.get(group, tuple(mine))
+        for peer in dict.fromkeys(p for x in mine.values() for p in x["ratio"]):
+            found = [mine[n]["ratio"][peer]["median"] for n in names if n in mine and peer in mine[n]["ratio"]]
+            if len(found) > 1:
+                over = f"{len(found)} of {', '.join(names)}" if group in MEAN_OF else f"{len(found)} cases"
+                said.append(
+                    f"{peer}, {threads} threads: {digits(geometric_mean(found))}, least {digits(min(found))} ({over})"
+                )
+    return "Geometric means: " + "; ".join(said) + "." if said else ""
+
+
+def others(lines: list[dict]) -> str:
+    said = []
+    for x in lines:
+        if x["group"] == "overhead" and "overhead_us" in x:
+            said.append(
+                f"- A jitted call of {x['shape']['num_tensors']} tensors costs {x['overhead_us']} µs over the compiled function's own "
+                f"call, donated {x['overhead_donated_us']} µs ({x['threads']} threads)."
+            )
+        if x["group"] == "first_step":
+            said.append(
+                f"- {x['case']}, from nothing, nothing cached: import {x['import_s']} s, first step {x['first_call_s']} s, second "
+                f"{x['second_call_s']} s ({x['threads']} threads)."
+            )
+        if x["group"] == "bandwidth":
+            said.append(
+                f"- Memory, {x['threads']} threads: copy {x['copy_gb_per_s']} GB/s, gather of rows of {x['shape']['dim']} floats "
+                f"{x['gather_gb_per_s']}, in ascending order {x['gather_sorted_gb_per_s']}."
+            )
+    return "\n".join(said)
+
+
+def plot(lines: list[dict], folder: Path) -> list[Path]:
+    """One picture per group: the ratio to each peer, with quartiles."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    made = []
+    for group in TABLED:
+        mine = [x for x in lines if x["group"] == group and x.get("ratio")]
+        if not mine:
+            continue
+        mine.sort(key=lambda x: (x["threads"], x["case"]))
+        labels = [f"{x['case']}, {x['threads']}" for x in mine]
+        peers = list(dict.fromkeys(p for x in mine for p in x["ratio"]))
+        figure, axes = plt.subplots(figsize=(8, 1 + 0.22 * len(mine) * len(peers)))
+        for i, peer in enumerate(peers):
+            at = [(k + 0.8 * i / len(peers), x["ratio"][peer]) for k, x in enumerate(mine) if peer in x["ratio"]]
+            wide = [r["median"] for _, r in at]
+            low = [max(r["median"] - r["q1"], 0) for _, r in at]
+            high = [max(r["q3"] - r["median"], 0) for _, r in at]
+            axes.barh([y for y, _ in at], wide, 0.8 / len(peers), xerr=[low, high], label=peer)
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.set_yticks([k + 0.4 * (1 - 1 / len(peers)) for k in range(len(mine))], labels)
+        axes.invert_yaxis()
+        axes.set_xlabel("time of the peer / time of funcrec")
+        axes.set_title(f"{TITLES[group]} (case, threads)")
+        axes.legend()
+        figure.tight_layout()
+        made.append(folder / f"{group}.png")
+        figure.savefig(made[-1], dpi=110)
+        plt.close(figure)
+    return made
+
+
+def between(text: str, section: str) -> str:
+    """`text` with `section` between its markers."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise SystemExit(f"README.md needs one line {BEGIN} and one {END}: the section goes between them")
+    return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{section}\n{END}", text, flags=re.DOTALL)
+
+
+def write(folder: Path = RESULTS) -> None:
+    lines = load(folder)
+    if not lines:
+        raise SystemExit(f"{folder} holds no results: python bench/run.py")
+    plots = folder / "plots"
+    plots.mkdir(parents=True, exist_ok=True)
+    try:
+        made = plot(lines, plots)
+    except ImportError:
+        made = []
+        print('no plots: pip install "funcrec[bench]"', file=sys.stderr)
+    pictures = "\n\n".join(f"![{p.stem}](plots/{p.name})" for p in made)
+    (folder / "REPORT.md").write_text(f"# Results\n\n{tables(lines)}\n\n{pictures}\n")
+    print(f"{folder / 'REPORT.md'}, {len(made)} plots")
+    if folder.resolve() == RESULTS.resolve():
+        README.write_text(between(README.read_text(), tables(lines, quick=True)))
+        print(f"{README}: the section between its markers")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    write(parser.parse_args().results)

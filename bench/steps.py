@@ -1,0 +1,143 @@
+"""Whole training steps: lookup, dense part, backward, row-wise Adagrad on the tables, SGD (DLRM) or Adagrad (DCNv2) on the rest.
+
+funcrec: `train_step` under jit with donation. TorchRec: a fused EmbeddingBagCollection, its dense part eager and compiled.
+The law: the losses of the first two steps agree, the second of which has seen the first one's update.
+"""
+
+import contextlib
+import itertools
+
+import cases
+import torch
+import torch.nn.functional as F
+from cases import NUM_BATCHES, StepCase
+from contest import OURS, Closeness, Contender, Setting, compete
+from dense_models import DCNDense, DLRMDense
+from funcrec.kernels import ops
+from peers import EPS, LR, installed, quiet, torchrec_ids, torchrec_tables
+
+import funcrec as fr
+
+NUM_TABLES, NUM_DENSE = 26, 13
+DENSE_LR = 0.01
+DENSE_PARTS = {"dlrm": DLRMDense, "dcnv2": DCNDense}
+DENSE_OPTIMIZERS = {"dlrm": torch.optim.SGD, "dcnv2": torch.optim.Adagrad}
+
+
+def make_model(case: StepCase, tiny: bool) -> fr.models.Model:
+    if case.model == "dcnv2":
+        return fr.models.mlperf_dlrm_dcnv2(case.num_rows, embedding_dim=case.dim)
+    count = 3 if tiny else NUM_TABLES
+    tables = [fr.TableConfig(f"t{i}", case.num_rows, case.dim) for i in range(count)]
+    features = [fr.FeatureConfig(f"f{i}", table=f"t{i}", max_length=case.ids_per_bag) for i in range(count)]
+    return fr.models.dlrm(
+        tables, features, num_dense=NUM_DENSE, bottom=(512, 256, case.dim), sizes=(512, 256), keep="dense"
+    )
+
+
+def make_batches(case: StepCase, model: fr.models.Model, device: str) -> list[fr.Batch]:
+    rows = {t.name: t.num_embeddings for t in model.tables}
+    data = fr.data.random_rows(
+        fr.key(0), {f.key: rows[f.table] for f in model.features},
+        ids_per_bag={f.key: f.max_length for f in model.features}, alpha=case.alpha, num_dense=NUM_DENSE,
+    )  # fmt: skip
+    batches = []
+    for k in range(NUM_BATCHES):
+        batch = fr.data.take(data, torch.arange(k * case.batch, (k + 1) * case.batch))
+        batches.append(fr.Batch(cases.to_device(batch.ids, device), batch.label.to(device), batch.dense.to(device)))
+    return batches
+
+
+def precision(case: StepCase, device: str):
+    """How matrix products are rounded; the tables and the state stay f32."""
+    if case.precision == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(torch.device(device).type, getattr(torch, case.precision))
+
+
+def funcrec_step(
+    case: StepCase, model: fr.models.Model, params: fr.Params, batches: list, device: str, reference: bool = False
+) -> Contender:
+    """`reference`: in plain torch, and not compiled."""
+    plain = fr.models.loss(model)
+
+    def loss_fn(params, batch, *, key):
+        with precision(case, device):
+            return plain(params, batch, key=key)
+
+    step = fr.train_step(
+        loss_fn, sparse=fr.optim.rowwise_adagrad(lr=LR, eps=EPS), has_aux=True,
+        dense=fr.optim.dense(DENSE_OPTIMIZERS[case.model], lr=DENSE_LR),
+    )  # fmt: skip
+    fast = step if reference else fr.jit(step, donate=("state",))
+    held, turn = {"state": step.init(params)}, itertools.cycle(batches)
+
+    def call():
+        with ops.using("reference") if reference else contextlib.nullcontext():
+            held["state"], metrics = fast(held["state"], next(turn))
+        return metrics["loss"]
+
+    return Contender(lambda: two_losses(call), call)
+
+
+def torchrec_step(case: StepCase, model, params: fr.Params, batches: list, device: str, compiled: bool) -> Contender:
+    bags = torchrec_tables(model.features, params.tables, device)
+    dense = DENSE_PARTS[case.model](params.dense, len(model.features))
+    run_dense = torch.compile(dense) if compiled else dense
+    optimizer = DENSE_OPTIMIZERS[case.model](dense.parameters(), lr=DENSE_LR)
+    theirs = [(torchrec_ids(b.ids), b.dense, b.label) for b in batches]
+    turn = itertools.cycle(theirs)
+
+    def call():
+        ids, inputs, label = next(turn)
+        with precision(case, device):
+            logits = run_dense(inputs, bags(ids).values())
+        loss = F.binary_cross_entropy_with_logits(logits.float(), label)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    with quiet():
+        return Contender(lambda: two_losses(call), call)
+
+
+def two_losses(call) -> dict:
+    return {"loss of step 0": call(), "loss of step 1": call()}
+
+
+def closeness(case: StepCase) -> Closeness:
+    if case.precision == "float32":
+        return Closeness(1e-4, 1e-5)
+    return Closeness(2 * torch.finfo(getattr(torch, case.precision)).eps, 0.0)
+
+
+def run(case: StepCase, setting: Setting) -> dict:
+    device = setting.device
+    case = cases.tiny(case)._replace(dim=16) if setting.tiny else case
+    model = make_model(case, setting.tiny)
+    params = move(model.init(fr.key(0)), lambda x: x.to(device))
+    batches = make_batches(case, model, device)
+    builders = {
+        "torchrec": lambda: torchrec_step(case, model, params, batches, device, compiled=False),
+        "torchrec, dense compiled": lambda: torchrec_step(case, model, params, batches, device, compiled=True),
+    }
+    if not installed("torchrec"):  # then the reference judges
+        builders["reference"] = lambda: funcrec_step(case, model, params, batches, device, reference=True)
+    builders[OURS] = lambda: funcrec_step(case, model, params, batches, device)  # the last: it uses the tables up
+    figures = compete(builders, setting, closeness(case))
+    if "ms" in figures:
+        per_s = {name: case.batch / t["median"] * 1e3 for name, t in figures["ms"].items()}
+        figures["samples_per_s"] = {name: round(x) for name, x in per_s.items()}
+        figures["samples_per_s_per_thread"] = {name: round(x / setting.threads) for name, x in per_s.items()}
+    return {"shape": case._asdict(), **figures}
+
+
+def move(params: fr.Params, fn) -> fr.Params:
+    """`fn` on each tensor."""
+    each = lambda tree: torch.utils._pytree.tree_map(fn, tree)
+    return fr.Params(each(params.tables), each(params.dense))
+
+
+CASES, QUICK = cases.STEPS, cases.QUICK_STEPS
+SHOWN = (*QUICK, "dlrm-d16-b2048-l20-zipf", "dlrm-d128-b8192-l20", "dcnv2", "dcnv2-bf16")

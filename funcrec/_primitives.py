@@ -1,0 +1,225 @@
+"""Kernels as differentiable functions: linear maps whose derivatives are kernels again, or plain torch.
+
+    d_tables = lookupᵀ(d_out)         d_weights[i] = ⟨table[row_i], d_out[bag_i]⟩         tangents: the map on tangents
+
+A kernel has no derivative of its own (`funcrec.kernels`). Here it gets reverse and forward rules, and a loop for vmap, that
+hold under every nesting of torch.func. A table's dense gradient is made by the reference: `value_and_grad` never asks for it.
+Floor 1. Shapes: B bags, C columns, N ids, R rows, D dim, T tables.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._functorch import _unwrap_for_grad, _wrap_for_grad, peek_interpreter_stack
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+
+from funcrec.kernels import ops, reference
+from funcrec.kernels.forms import Feature, Segment, flatten
+
+
+class _Lookup(NamedTuple):
+    """The static part of a pooled lookup; its tensors are the tables, the buffers of rows, offsets and weights if any."""
+
+    implementation: str
+    features: tuple[Feature, ...]
+    num_bags: int
+    num_tables: int
+    num_rows: int
+
+    def parts(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor | None]:
+        t, r = self.num_tables, self.num_tables + self.num_rows
+        return list(tensors[:t]), list(tensors[t:r]), tensors[r], tensors[r + 1] if len(tensors) > r + 1 else None
+
+    def weighted_only(self) -> "_Lookup":
+        return self._replace(features=tuple(f for f in self.features if f.weighted))
+
+
+def pooled_lookup(tables, rows, offsets, weights, features, num_bags, *, implementation: str | None = None) -> Tensor:
+    """`ops.pooled_lookup`, differentiable in tables and weights."""
+    choice = ops.chosen(implementation, offsets.device)
+    if choice == "reference":
+        return ops.pooled_lookup(tables, rows, offsets, weights, features, num_bags, implementation=choice)
+    spec = _Lookup(choice, tuple(features), num_bags, len(tables), len(rows))
+    return _PooledLookup.apply(spec, *tables, *rows, offsets, *([] if weights is None else [weights]))
+
+
+def gather_rows(table: Tensor, rows: Tensor, *, implementation: str | None = None) -> Tensor:
+    """`ops.gather_rows`, differentiable in the table."""
+    choice = ops.chosen(implementation, table.device)
+    if choice == "reference":
+        return ops.gather_rows(table, rows, implementation=choice)
+    return _GatherRows.apply(choice, table, rows)
+
+
+class _PooledLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(spec, *tensors):
+        args = spec.parts(tensors)
+        return ops.pooled_lookup(*args, spec.features, spec.num_bags, implementation=spec.implementation)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _save(ctx, inputs)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        tables, _, _, weights = ctx.spec.parts(ctx.saved_tensors)
+        needed = ctx.needs_input_grad[1:]
+        grads: list[Tensor | None] = [None] * len(ctx.saved_tensors)
+        if any(needed[: len(tables)]):
+            grads[: len(tables)] = _dense_transpose(ctx.spec, d_out, ctx.saved_tensors)
+        if weights is not None and needed[-1]:
+            grads[-1] = _LookupWeights.apply(ctx.spec, d_out, *ctx.saved_tensors)
+        return None, *grads
+
+    @staticmethod
+    def jvp(ctx, _, *tangents):
+        return _below(functools.partial(_lookup_tangent, ctx.spec), ctx.saved_tensors, tangents)
+
+    @staticmethod
+    def vmap(info, in_dims, spec, *tensors):
+        return _loop(_PooledLookup, info, in_dims, spec, tensors)
+
+
+class _LookupWeights(torch.autograd.Function):
+    """d_weights of a pooled lookup: bilinear in d_out and the tables."""
+
+    @staticmethod
+    def forward(spec, d_out, *tensors):
+        args = spec.parts(tensors)
+        return ops.pooled_lookup_weights(d_out, *args, spec.features, implementation=spec.implementation)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _save(ctx, inputs)
+
+    @staticmethod
+    def backward(ctx, d_weights):
+        d_out, *tensors = ctx.saved_tensors
+        needed, t = ctx.needs_input_grad[1:], ctx.spec.num_tables
+        grads: list[Tensor | None] = [None] * len(tensors)
+        at = [*tensors[:-1], d_weights]
+        if any(needed[1 : t + 1]):
+            grads[:t] = _dense_transpose(ctx.spec.weighted_only(), d_out, at)
+        return None, _in_weights(ctx.spec, tensors, d_weights) if needed[0] else None, *grads
+
+    @staticmethod
+    def jvp(ctx, _, *tangents):
+        return _below(functools.partial(_weights_tangent, ctx.spec), ctx.saved_tensors, tangents)
+
+    @staticmethod
+    def vmap(info, in_dims, spec, *tensors):
+        return _loop(_LookupWeights, info, in_dims, spec, tensors)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(spec, table, rows):
+        return ops.gather_rows(table, rows, implementation=spec)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _save(ctx, inputs)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        table, rows = ctx.saved_tensors
+        return None, _dense_sum(rows, d_out, table), None
+
+    @staticmethod
+    def jvp(ctx, _, *tangents):
+        return _below(lambda x, t: _GatherRows.apply(ctx.spec, t[0], x[1]), ctx.saved_tensors, tangents)
+
+    @staticmethod
+    def vmap(info, in_dims, spec, *tensors):
+        return _loop(_GatherRows, info, in_dims, spec, tensors)
+
+
+def _save(ctx, inputs) -> None:
+    ctx.spec = inputs[0]
+    ctx.save_for_backward(*inputs[1:])
+    ctx.save_for_forward(*inputs[1:])
+
+
+def _below(rule, tensors, tangents):
+    """rule(tensors, tangents) as transforms further out must see it.
+
+    torch 2.13 runs a jvp rule at its own level, with forward derivatives off: jvp of jvp would be silently zero. So the rule runs
+    one level below, as torch.func runs `forward`.
+    """
+    if peek_interpreter_stack() is None:
+        return rule(tensors, tangents)
+    interpreter = retrieve_current_functorch_interpreter()
+    level = interpreter.level()
+    plain = [[x if x is None else _unwrap_for_grad(x, level) for x in xs] for xs in (tensors, tangents)]
+    with torch.enable_grad(), _set_fwd_grad_enabled(True), interpreter.lower():
+        out = rule(*plain)
+    return _wrap_for_grad(out, level)
+
+
+def _lookup_tangent(spec: _Lookup, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> Tensor:
+    t, parts = spec.num_tables, []
+    if any(x is not None for x in tangents[:t]):
+        parts.append(_PooledLookup.apply(spec, *_or_zeros(tensors[:t], tangents[:t]), *tensors[t:]))
+    if spec.parts(tensors)[3] is not None and tangents[-1] is not None:
+        parts.append(_in_weights(spec, tensors, tangents[-1]))
+    return sum(parts[1:], parts[0])
+
+
+def _weights_tangent(spec: _Lookup, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> Tensor:
+    (d_out, *rest), t, parts = tensors, spec.num_tables, []
+    if tangents[0] is not None:
+        parts.append(_LookupWeights.apply(spec, tangents[0], *rest))
+    if any(x is not None for x in tangents[1 : t + 1]):
+        parts.append(_LookupWeights.apply(spec, d_out, *_or_zeros(rest[:t], tangents[1 : t + 1]), *rest[t:]))
+    return sum(parts[1:], parts[0])
+
+
+def _or_zeros(tensors: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor]:
+    return [torch.zeros_like(x) if d is None else d for x, d in zip(tensors, tangents, strict=True)]
+
+
+def _loop(function, info, in_dims, spec, tensors):
+    """One call for each member of the batch."""
+    take = lambda x, dim, i: x if dim is None else x.select(dim, i).contiguous()
+    outs = [
+        function.apply(spec, *(take(x, dim, i) for x, dim in zip(tensors, in_dims[1:], strict=True)))
+        for i in range(info.batch_size)
+    ]
+    return torch.stack(outs), 0
+
+
+def _in_weights(spec: _Lookup, tensors: Sequence[Tensor], d_weights: Tensor) -> Tensor:
+    """The lookup is affine in the weights: f(d) - f(0) is its linear part at d."""
+    at = lambda weights: _PooledLookup.apply(spec, *tensors[:-1], weights)
+    return at(d_weights) - at(torch.zeros_like(d_weights))
+
+
+def _dense_transpose(spec: _Lookup, d_out: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The dense gradient f[R, D] of each table, in plain torch."""
+    tables, rows, offsets, weights = spec.parts(tensors)
+    scale = [] if weights is None else [weights]
+    segments = segments_of_lookup(spec.features, spec.num_bags)
+    entries = reference.expand([d_out], rows, [offsets], scale, flatten(segments), [n for t in tables for n in t.shape])
+    return [_dense_sum(r, g, t) for r, g, t in zip(entries[::2], entries[1::2], tables, strict=True)]
+
+
+def segments_of_lookup(features: Sequence[Feature], num_bags: int) -> list[Segment]:
+    """The cotangents of the tables of one lookup, with its tensors as the only ones of their kind."""
+    return [
+        Segment(f.table, 0, f.column, f.rows, 0, f.first_bag, num_bags, f.max_length, f.mean, 0 if f.weighted else -1)
+        for f in features
+    ]
+
+
+def _dense_sum(rows: Tensor, grads: Tensor, table: Tensor) -> Tensor:
+    """Σ_i e_{rows[i]} ⊗ grads[i], of the table's form; rows outside count for nothing."""
+    inside = (rows >= 0) & (rows < table.shape[0])
+    terms = torch.where(inside[:, None], grads, 0)
+    place = torch.where(inside, rows, table.shape[0]).long()
+    dense = terms.new_zeros(table.shape[0] + 1, table.shape[1])
+    return dense.scatter_add(0, place[:, None].expand(terms.shape), terms)[:-1].to(table.dtype)

@@ -1,0 +1,137 @@
+"""Validators of row optimizers: hyper-parameters, rules, and the arguments of an update.
+
+Each yields a Problem for everything that does not fit, from structure and shapes alone. Floor 3.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from funcrec._configs import table_tensor_problems
+from funcrec._errors import Problem, check, describe
+from funcrec._rowgrads import RowGrads
+
+Tables = Mapping[str, Tensor]
+Rate = float | Tensor | Callable[[Tensor], float | Tensor]
+
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    **dict.fromkeys(("b1", "b2", "momentum"), ("in [0, 1)", lambda x: 0 <= x < 1)),
+    **dict.fromkeys(("max_norm", "max_value", "half_life"), ("> 0", lambda x: x > 0)),
+    **dict.fromkeys(
+        ("eps", "weight_decay", "eta", "initial_accumulator", "beta", "l1", "l2", "clip_ratio", "lower_bound"),
+        (">= 0", lambda x: x >= 0),
+    ),
+}
+_DECAYS = ("l2", "decoupled")
+
+
+def hyper_problems(lr: Rate, hyper: Mapping[str, Any]) -> Iterator[Problem]:
+    if not callable(lr) and not isinstance(lr, Tensor):
+        yield from range_problems("lr", lr, ">= 0", lambda x: x >= 0)
+    for name, value in hyper.items():
+        if name in ("lr", "step", "repeats"):
+            yield Problem(f"`{name}` is taken.", f"a hyper-parameter {name!r}", "another name")
+        if name == "decay" and value not in _DECAYS:
+            yield Problem("`decay` is unknown.", f"{value!r}", " or ".join(map(repr, _DECAYS)))
+        if name in _RANGES and value is not None and not isinstance(value, Tensor):
+            yield from range_problems(name, value, *_RANGES[name])
+
+
+def range_problems(name: str, value: object, need: str, is_inside: Callable[[float], bool]) -> Iterator[Problem]:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        yield Problem(f"`{name}` is not a number.", describe(value), f"a number {need}", kind=TypeError)
+    elif not is_inside(value):
+        yield Problem(f"`{name}` is out of range.", f"{value}", need)
+
+
+def rule_problems(init: object, rule: object) -> Iterator[Problem]:
+    for name, x, need in [
+        ("init", init, "(table) -> {slot: Tensor}"),
+        ("rule", rule, "(row, grad, slots, hyper) -> (row, slots)"),
+    ]:
+        if not callable(x):
+            yield Problem(f"`{name}` is not a function.", describe(x), need, kind=TypeError)
+
+
+def tables_problems(tables: object) -> Iterator[Problem]:
+    if not isinstance(tables, Mapping):
+        yield Problem("`tables` is not a dict of tables.", describe(tables), "{name: f[R, D]}", kind=TypeError)
+    else:
+        yield from table_tensor_problems(tables)
+
+
+def made_problems(made: object, table: Tensor) -> Iterator[Problem]:
+    """What a user's `init` made."""
+    if not isinstance(made, Mapping):
+        yield Problem("`init` made no slots.", describe(made), "{slot: Tensor}, {} for none", kind=TypeError)
+        return
+    for k, s in made.items():
+        if not isinstance(s, Tensor) or not s.is_floating_point() or s.dim() == 0 or s.shape[0] != table.shape[0]:
+            what = f"`init(table)[{k!r}]` is not a slot of a table {describe(table)}."
+            yield Problem(what, describe(s), f"f[{table.shape[0]}, ...]", kind=TypeError)
+
+
+def rule_result_problems(row: object, slots: object, old_row: Tensor, old_slots: dict) -> Iterator[Problem]:
+    if not isinstance(row, Tensor) or row.shape != old_row.shape:
+        got = describe(row[0]) if isinstance(row, Tensor) else describe(row)
+        yield Problem("`rule` returned another shape of row.", got, describe(old_row[0]))
+    if not isinstance(slots, Mapping) or sorted(slots) != sorted(old_slots):
+        got = f"{sorted(slots)}" if isinstance(slots, Mapping) else describe(slots)
+        yield Problem("`rule` returned other slots.", got, f"{sorted(old_slots)}")
+        return
+    for k, s in old_slots.items():
+        if not isinstance(slots[k], Tensor) or slots[k].shape != s.shape:
+            yield Problem(f"`rule` returned another shape of slot {k!r}.", describe(slots[k][0]), describe(s[0]))
+
+
+def check_update(call: str, row_grads, slots, tables, step, slot_shapes: Callable | None = None) -> None:
+    """The arguments of an update; with `slot_shapes` also the structure of each table's slots."""
+    check(call, tables_problems(tables))
+    check(call, gradient_problems(row_grads, tables), slot_problems(slots, tables, slot_shapes), step_problems(step))
+
+
+def step_problems(step: object) -> Iterator[Problem]:
+    counts = isinstance(step, int) and not isinstance(step, bool) and step >= 0
+    if not counts and not (isinstance(step, Tensor) and step.dim() == 0 and not step.is_floating_point()):
+        yield Problem("`step` is not a step.", describe(step), "i64[] or an int >= 0, the steps taken", kind=TypeError)
+
+
+def gradient_problems(row_grads: object, tables: Tables) -> Iterator[Problem]:
+    if not isinstance(row_grads, Mapping):
+        got, hint = describe(row_grads), "the `tables` of value_and_grad's gradients"
+        yield Problem("`row_grads` is not a dict of gradients.", got, "{table: RowGrads}", hint, kind=TypeError)
+        return
+    for n, g in row_grads.items():
+        path = f"`row_grads[{n!r}]`"
+        if n not in tables:
+            yield Problem(f"{path} is for no table.", repr(n), f"one of {list(tables)}", kind=KeyError)
+        elif not isinstance(g, RowGrads):
+            hint = "RowGrads.from_entries(rows, grads, num_embeddings=R)"
+            yield Problem(f"{path} is not a row gradient.", describe(g), "RowGrads", hint, kind=TypeError)
+        elif (g.num_embeddings, g.grads.shape[-1]) != tuple(tables[n].shape):
+            got = f"RowGrads of [{g.num_embeddings}, {g.grads.shape[-1]}]"
+            yield Problem(f"{path} does not match its table.", got, describe(tables[n]))
+
+
+def slot_problems(slots: object, tables: Tables, slot_shapes: Callable | None) -> Iterator[Problem]:
+    hint = "the slots that this optimizer's `init` made of these tables"
+    if not isinstance(slots, Mapping):
+        yield Problem("`slots` is not a dict of slots.", describe(slots), "{table: {slot: Tensor}}", hint, TypeError)
+        return
+    for n in [*tables, *(n for n in slots if n not in tables)]:
+        if n not in tables:
+            yield Problem(f"`slots[{n!r}]` is for no table.", repr(n), f"one of {list(tables)}", hint, KeyError)
+        elif n not in slots:
+            yield Problem(f"`slots[{n!r}]` is missing.", f"slots for {list(slots)}", "slots for each table", hint)
+        elif slot_shapes is not None:
+            need = slot_shapes(tuple(tables[n].shape), tables[n].dtype)
+            got = slots[n] if isinstance(slots[n], Mapping) else {}
+            if sorted(got) != sorted(need):
+                what = f"`slots[{n!r}]` are another optimizer's."
+                yield Problem(what, f"{sorted(got)}", f"{sorted(need)}", hint)
+                continue
+            for k, shape in need.items():
+                if tuple(got[k].shape) != shape:
+                    what = f"`slots[{n!r}][{k!r}]` does not match its table {describe(tables[n])}."
+                    yield Problem(what, describe(got[k]), f"f{list(shape)}", hint)

@@ -1,0 +1,77 @@
+"""Jagged buffers in C++ (csrc/jagged.h). Elements are moved as bytes: any dtype, any trailing shape."""
+
+import torch
+from funcrec.kernels.cpp._native import call, empty, vector
+from torch import Tensor
+
+
+def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """(values [C, ...], offsets i64[B + 1]): values[starts[b] : starts[b] + lengths[b]] end to end, zeros behind."""
+    values, starts, lengths = values.contiguous(), starts.contiguous(), lengths.contiguous()
+    out = empty((capacity, *values.shape[1:]), values.dtype)
+    offsets = torch.empty(lengths.shape[0] + 1, dtype=torch.int64)
+    call(
+        "take_ranges",
+        [values.data_ptr(), values.shape[0], _bytes(values), *vector(starts), *vector(lengths), out.data_ptr(), capacity,
+         offsets.data_ptr()],
+    )  # fmt: skip
+    return out, offsets
+
+
+def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float) -> Tensor:
+    """[B, L, ...]: each bag cut to L = max_length and filled up with `fill`."""
+    values, offsets = values.contiguous(), offsets.contiguous()
+    out = empty((offsets.shape[0] - 1, max_length, *values.shape[1:]), values.dtype)
+    one = torch.full(values.shape[1:], fill, dtype=values.dtype)
+    call(
+        "to_padded",
+        [
+            values.data_ptr(),
+            values.shape[0],
+            _bytes(values),
+            *vector(offsets),
+            max_length,
+            one.data_ptr(),
+            out.data_ptr(),
+        ],
+    )
+    return out
+
+
+def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
+    """[C, ...]: the places of [B, L, ...] that are inside their bags, end to end; the transpose of `to_padded`."""
+    padded, offsets = padded.contiguous(), offsets.contiguous()
+    out = empty((capacity, *padded.shape[2:]), padded.dtype)
+    call(
+        "from_padded",
+        [padded.data_ptr(), padded.shape[1], _bytes(padded, 2), *vector(offsets),
+         out.data_ptr(), capacity],
+    )  # fmt: skip
+    return out
+
+
+def bucketize(
+    rows: Tensor, offsets: Tensor, weights: Tensor | None, num_shards: int, block: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ids grouped by (shard, bag) with shard = row // block, as rows of their shard.
+
+    Returns: rows i[N], lengths i64[S * B], weights f[N] (f32[0] without), positions i64[N]: where each id went, or -1.
+    """
+    if block < 1:
+        raise ValueError(f"funcrec.kernels.cpp.bucketize: block is {block}\n  need  at least one row per shard")
+    rows, offsets = rows.contiguous(), offsets.contiguous()
+    weights = None if weights is None else weights.contiguous()
+    out, positions = torch.empty_like(rows), torch.empty(rows.shape[0], dtype=torch.int64)
+    lengths = torch.empty(num_shards * (offsets.shape[0] - 1), dtype=torch.int64)
+    moved = torch.empty(0, dtype=torch.float32) if weights is None else torch.empty_like(weights)
+    call(
+        "bucketize",
+        [*vector(rows), *vector(offsets), num_shards, block, out.data_ptr(), 0 if weights is None else weights.data_ptr(),
+         moved.itemsize, lengths.data_ptr(), positions.data_ptr(), moved.data_ptr()],
+    )  # fmt: skip
+    return out, lengths, moved, positions
+
+
+def _bytes(x: Tensor, dims: int = 1) -> int:
+    """Bytes of one position of x, whose first `dims` dimensions count positions."""
+    return x.itemsize * x.shape[dims:].numel()

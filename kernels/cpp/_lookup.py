@@ -1,0 +1,90 @@
+"""Pooled lookups, their gradient by weights, and plain rows, in C++ (csrc/lookup.h)."""
+
+import torch
+from funcrec.kernels.cpp._native import DTYPES, call, empty, matrix, table, vector
+from torch import Tensor
+
+INTS_PER_FEATURE = 7
+F32, F64 = DTYPES[torch.float32], DTYPES[torch.float64]
+
+
+def pooled_lookup(
+    tables: list[Tensor],
+    rows: list[Tensor],
+    offsets: Tensor,
+    weights: Tensor | None,
+    features: list[int],
+    num_bags: int,
+) -> Tensor:
+    """f32|f64[B, C]; `features` are seven numbers each: see `forms.Feature`."""
+    rows, offsets = [r.contiguous() for r in rows], offsets.contiguous()
+    described, numbers = _features(tables, rows, offsets, features, num_bags)
+    of_table, columns = features[::INTS_PER_FEATURE], features[6::INTS_PER_FEATURE]
+    width = max([c + described[t][3] for t, c in zip(of_table, columns)], default=0)
+    wide = any(described[t][1] == F64 for t in of_table)
+    out = empty((num_bags, width), torch.float64 if wide else torch.float32)
+    weights = _multipliers(weights)
+    numbers += (*vector(offsets), *vector(weights), num_bags, width, F64 if wide else F32, out.data_ptr())
+    call("pooled_lookup", numbers)
+    return out
+
+
+def pooled_lookup_weights(
+    d_out: Tensor, tables: list[Tensor], rows: list[Tensor], offsets: Tensor, weights: Tensor, features: list[int]
+) -> Tensor:
+    """f[N], the gradient of the weights: <table[row], d_out[b]> summed over the weighted features that read the id."""
+    rows, offsets, d_out = [r.contiguous() for r in rows], offsets.contiguous(), _with_rows(d_out)
+    _, numbers = _features(tables, rows, offsets, features, d_out.shape[0])
+    d_weights = torch.empty(weights.shape, dtype=torch.float64 if weights.dtype == torch.float64 else torch.float32)
+    numbers += (*vector(offsets), *vector(d_weights), *matrix(d_out))
+    call("pooled_lookup_weights", numbers)
+    return d_weights.to(weights.dtype)
+
+
+def gather_rows(table_: Tensor, rows: Tensor) -> Tensor:
+    """f32|f64[K, D]: table[rows], zeros for rows outside the table."""
+    rows, dtype = rows.contiguous(), torch.float64 if table_.dtype == torch.float64 else torch.float32
+    out = empty((rows.shape[0], table_.shape[1]), dtype)
+    call("gather_rows", [*table(table_), *vector(rows), out.data_ptr()])
+    return out
+
+
+def scatter_rows_(table_: Tensor, rows: Tensor, count: Tensor, new: Tensor) -> None:
+    """table[rows[i]] = new[i], rounded to the nearest, for i < count; the rows are distinct."""
+    rows, new = rows.contiguous(), _with_rows(new)
+    call("scatter_rows", [*table(table_), *vector(rows), count.data_ptr(), *matrix(new)])
+
+
+def _features(
+    tables: list[Tensor], rows: list[Tensor], offsets: Tensor, features: list[int], num_bags: int
+) -> tuple[list[tuple], list[int]]:
+    """What describes each table, and all the numbers that both lookups begin with."""
+    need = max(features[2::INTS_PER_FEATURE], default=0) + num_bags
+    if features and need >= offsets.shape[0]:
+        raise ValueError(
+            f"funcrec.kernels.cpp: `offsets` has too few boundaries.\n  got   {offsets.shape[0]}\n"
+            f"  need  {need + 1}, one more than the last feature's last bag"
+        )
+    described = [table(t) for t in tables]
+    numbers = [len(tables)]
+    for t in described:
+        numbers += t
+    numbers.append(len(rows))
+    for r in rows:
+        numbers += vector(r)
+    numbers.append(len(features) // INTS_PER_FEATURE)
+    numbers += features
+    return described, numbers
+
+
+def _multipliers(weights: Tensor | None) -> Tensor | None:
+    """Weights as contiguous f32, f64 for f64."""
+    if weights is None:
+        return None
+    return weights.to(torch.float64 if weights.dtype == torch.float64 else torch.float32).contiguous()
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """x [M, C] in f32, f64 for f64, with contiguous rows; any stride from row to row stays."""
+    x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

@@ -1,0 +1,160 @@
+"""The compiled object: which one, how it is called, and the numbers that describe tensors to it.
+
+    call("pooled_lookup", [*table(t), *vector(rows), ...])
+
+Each call passes one array of i64; `csrc/abi.h` takes it apart. The first number, the number of threads, is put in here.
+FUNCREC_CPU=v4|v3|base forces an instruction set.
+"""
+
+import ctypes
+import functools
+import importlib.util
+import os
+import struct
+import sys
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ABI = 1  # raised with csrc/abi.h's whenever an entry point's array changes
+LEVELS = {"v4": 4, "v3": 3, "base": 0}  # best first; the least level of funcrec_level() that runs it
+DTYPES = {
+    torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3, torch.int32: 4, torch.int64: 5,
+}  # fmt: skip
+ABSENT = (0, 0, -1)
+HUGE_PAGE, MADV_HUGEPAGE, MADV_COLLAPSE = 2 << 20, 14, 25  # MADV_COLLAPSE: Linux 6.1
+MIN_ADVISED = 4 << 20  # bytes of an output
+
+
+def call(name: str, numbers: list[int]) -> None:
+    """Run the entry point `funcrec_<name>` with torch's number of threads."""
+    packed = array("q", [torch.get_num_threads(), *numbers])
+    status = _entry(name)(packed.buffer_info()[0])
+    if status:
+        raise (
+            MemoryError(f"funcrec.kernels.cpp.{name}: no memory")
+            if status == 1
+            else RuntimeError(f"funcrec.kernels.cpp.{name}: the compiled function failed with {status}")
+        )
+
+
+def table(x: Tensor) -> tuple[int, int, int, int]:
+    """Table [R, D]: pointer, dtype, R, D."""
+    if not x.is_contiguous():
+        raise ValueError(
+            f"funcrec.kernels.cpp: a table is not contiguous.\n  got   strides {x.stride()} of shape {tuple(x.shape)}\n"
+            "  need  one row after the other\n  try   table.contiguous()"
+        )
+    rows, dim = x.shape
+    return x.data_ptr(), DTYPES[x.dtype], rows, dim
+
+
+def vector(x: Tensor | None) -> tuple[int, int, int]:
+    """Contiguous vector [N] or None: pointer, dtype, N."""
+    return ABSENT if x is None else (x.data_ptr(), DTYPES[x.dtype], x.shape[0])
+
+
+def matrix(x: Tensor) -> tuple[int, int, int, int, int]:
+    """Matrix [M, C] with contiguous rows: pointer, dtype, M, C, stride of rows."""
+    rows, columns = x.shape
+    return x.data_ptr(), DTYPES[x.dtype], rows, columns, x.stride(0)
+
+
+def real(x: float) -> int:
+    """The bits of an f64 as i64."""
+    return struct.unpack("q", struct.pack("d", x))[0]
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """torch.empty for an output. New memory that is large is given 2 MiB pages: a first write to each 4 KiB costs more."""
+    out = torch.empty(shape, dtype=dtype)
+    if out.nbytes >= MIN_ADVISED:
+        _advise(out, (MADV_HUGEPAGE,))
+    return out
+
+
+def advise_huge_pages(x: Tensor) -> bool:
+    """Ask for 2 MiB pages under a contiguous tensor that was written to; whether its whole 2 MiB blocks now have them.
+
+    Rows far apart in a large table then miss the address caches less often. Linux only: elsewhere False.
+    """
+    return _advise(x, (MADV_HUGEPAGE, MADV_COLLAPSE))
+
+
+def _advise(x: Tensor, advices: tuple[int, ...]) -> bool:
+    """Whether the system took every advice about the 2 MiB blocks of x."""
+    start = -(-x.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+    size = (x.data_ptr() + x.nbytes) // HUGE_PAGE * HUGE_PAGE - start
+    if sys.platform != "linux" or x.device.type != "cpu" or not x.is_contiguous() or size <= 0:
+        return False
+    return all(_madvise()(start, size, advice) == 0 for advice in advices)
+
+
+@functools.cache
+def _madvise() -> Callable:
+    function = ctypes.CDLL(None).madvise
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
+    return function
+
+
+@functools.cache
+def _entry(name: str) -> Callable:
+    function = getattr(library(), f"funcrec_{name}")
+    function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int64
+    return function
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The object for this processor, loaded."""
+    built = {name: path for name in LEVELS if (path := _path(name))}
+    if not built:
+        raise RuntimeError(
+            "funcrec.kernels.cpp: there is no compiled object.\n"
+            f"  got   none of {', '.join('_' + name for name in LEVELS)} in {Path(__file__).parent}\n"
+            "  need  the C++ kernels, which are built when funcrec is installed\n"
+            '  try   install a C++ compiler (g++ or clang++) and reinstall funcrec, or implementation="reference"'
+        )
+    forced = os.environ.get("FUNCREC_CPU") or None
+    if forced is not None and forced not in LEVELS:
+        raise ValueError(f"FUNCREC_CPU={forced}: unknown instruction set\n  need  one of {', '.join(LEVELS)}")
+    level = _load(next(reversed(built.values()))).funcrec_level()
+    usable = [name for name in built if LEVELS[name] <= level]
+    if forced is not None and forced not in usable:
+        raise ValueError(
+            f"FUNCREC_CPU={forced}: cannot be used.\n  got   {'not built' if forced not in built else 'another processor'}"
+            f"\n  need  one of {', '.join(usable)}"
+        )
+    return _load(built[forced or usable[0]])
+
+
+def _path(name: str) -> str | None:
+    spec = importlib.util.find_spec(f"{__package__}._{name}")
+    return spec.origin if spec else None
+
+
+def _load(path: str) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(path)
+    loaded.funcrec_abi.restype = loaded.funcrec_level.restype = ctypes.c_int64
+    loaded.funcrec_start.argtypes, loaded.funcrec_start.restype = [ctypes.c_int64], None
+    if loaded.funcrec_abi() != ABI:
+        raise RuntimeError(
+            f"funcrec.kernels.cpp: the compiled object is of another version.\n  got   {loaded.funcrec_abi()} in {path}\n"
+            f"  need  {ABI}\n  try   reinstall funcrec (pip install -e . for an editable one)"
+        )
+    loaded.funcrec_start(_gomp_parallel())
+    return loaded
+
+
+def _gomp_parallel() -> int:
+    """The address of GOMP_parallel in the OpenMP runtime that torch uses, or 0 where it has none."""
+    try:
+        owner = ctypes.CDLL(
+            os.path.join(torch.__path__[0], "lib", "libtorch_cpu.so"), mode=os.RTLD_NOLOAD | os.RTLD_LAZY
+        )
+        return ctypes.cast(owner.GOMP_parallel, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0

@@ -1,0 +1,157 @@
+"""Cotangents of tables, summed by row: written out (expand, coalesce) or spent at once in an optimizer's update.
+
+w[row] ← rule(w[row], Σ gradients of the row, slots[row])        for every row that an entry names
+"""
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from funcrec.kernels.cpp import _native
+from funcrec.kernels.forms import RULES, accumulation_dtype, capacities, segments_of
+from torch import Tensor
+
+_NUMBERS = {name: i for i, name in enumerate(RULES)}  # csrc/rules.h has the same order
+_MOST_SLOTS = 3
+
+
+def fused_update_(
+    tables: Sequence[Tensor], slots: Sequence[Tensor], d: Sequence[Tensor], rows: Sequence[Tensor],
+    offsets: Sequence[Tensor], weights: Sequence[Tensor], segments: Sequence[int], lr: Tensor, step: Tensor,
+    key: Tensor | None, rule: str, hyper: Sequence[float],
+) -> None:  # fmt: skip
+    """Apply `rule` (a name of forms.RULES) to every named row, in place.
+
+    slots: each table's in the rule's order, one table after the other. lr f64[]; step i64[], the steps taken before.
+    key: i64[T], one for each 16-bit table that is to be rounded at random; None rounds to the nearest.
+    """
+    call = "fused_update_"
+    names = _slot_names(call, rule, hyper)
+    if len(slots) != len(tables) * len(names):
+        raise ValueError(
+            f"funcrec.kernels.cpp.{call}: `slots` does not match the tables.\n  got   {len(slots)} tensors\n"
+            f"  need  {names} for each of {len(tables)} tables"
+        )
+    lr, step = lr.to(torch.float64), step.to(torch.int64)
+    key = None if key is None else key.contiguous()
+    keys = 0 if key is None else key.data_ptr()
+    bad = array("q", [-1])
+    numbers = [bad.buffer_info()[0], _NUMBERS[rule], lr.data_ptr(), step.data_ptr()]
+    numbers += [len(hyper), *array("q", array("d", hyper).tobytes()), len(tables)]
+    absent = _native.ABSENT * (_MOST_SLOTS - len(names))
+    for i, x in enumerate(tables):
+        numbers += _native.table(x)
+        for slot in slots[i * len(names) : (i + 1) * len(names)]:
+            numbers += (
+                slot.data_ptr(),
+                _native.DTYPES.get(slot.dtype, -1),
+                slot.numel() if slot.is_contiguous() else -1,
+            )
+        numbers += absent
+        numbers.append(keys + 8 * i if keys and x.element_size() == 2 else 0)
+    numbers_of_terms, kept = _terms(d, rows, offsets, weights, segments)
+    _native.call("fused_update", numbers + numbers_of_terms)
+    _check_segments(call, bad[0], segments)
+    if bad[0] < -1:
+        _fail_slot(call, tables, slots, names, -2 - bad[0])
+    del kept
+
+
+def expand(
+    d: Sequence[Tensor], rows: Sequence[Tensor], offsets: Sequence[Tensor], weights: Sequence[Tensor],
+    segments: Sequence[int], shapes: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
+    """(rows i64[K], grads f[K, D]) per table: its entries in order, row -1 and zeros in unused places."""
+    return _write_out("expand", d, rows, offsets, weights, segments, shapes)
+
+
+def coalesce(
+    d: Sequence[Tensor], rows: Sequence[Tensor], offsets: Sequence[Tensor], weights: Sequence[Tensor],
+    segments: Sequence[int], shapes: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
+    """(rows i64[K] ascending, grads f[K, D], count i64[], repeats i64[K]) per table; behind count -1, zeros, 0."""
+    return _write_out("coalesce", d, rows, offsets, weights, segments, shapes)
+
+
+def _write_out(call: str, d, rows, offsets, weights, segments, shapes) -> list[Tensor]:
+    sums, dtype = call == "coalesce", accumulation_dtype(d[0].dtype) if d else torch.float32
+    bad, out = array("q", [-1]), []
+    numbers = [bad.buffer_info()[0], sums, dtype == torch.float64, len(shapes) // 2]
+    terms, num_tables = segments_of(segments), len(shapes) // 2
+    inside = [0 <= s.table < num_tables and 0 <= s.rows < len(rows) for s in terms]
+    _check_segments(call, -1 if all(inside) else inside.index(False), segments)
+    sizes = capacities(terms, rows, num_tables)
+    for capacity, num_rows, dim in zip(sizes, shapes[::2], shapes[1::2], strict=True):
+        size = min(capacity, num_rows) if sums else capacity
+        taken, grads = torch.empty(size, dtype=torch.int64), torch.empty(size, dim, dtype=dtype)
+        more = [torch.empty((), dtype=torch.int64), torch.empty(size, dtype=torch.int64)] if sums else []
+        numbers += (num_rows, dim, size, taken.data_ptr())
+        numbers += (more[0].data_ptr(), more[1].data_ptr()) if sums else (0, 0)
+        numbers.append(grads.data_ptr())
+        out += [taken, grads, *more]
+    numbers_of_terms, kept = _terms(d, rows, offsets, weights, segments)
+    _native.call("write_out", numbers + numbers_of_terms)
+    _check_segments(call, bad[0], segments)
+    del kept
+    return out
+
+
+def _terms(d, rows, offsets, weights, segments) -> tuple[list[int], object]:
+    """What `Terms` in csrc/group.h reads, and the tensors that must live as long as the call."""
+    d = [_gradient(x) for x in d]
+    if len({x.dtype for x in d}) > 1:
+        d = [x.to(torch.float64) for x in d]
+    rows, offsets = [x.contiguous() for x in rows], [x.contiguous() for x in offsets]
+    weights = [(x if x.dtype == torch.float64 else x.to(torch.float32)).contiguous() for x in weights]
+    numbers = [len(d), len(rows), len(offsets), len(weights), len(segments) // 10]
+    for x in d:
+        numbers += _native.matrix(x)
+    for x in (*rows, *offsets, *weights):
+        numbers += _native.vector(x)
+    numbers += segments
+    return numbers, (d, rows, offsets, weights)
+
+
+def _gradient(x: Tensor) -> Tensor:
+    """f32|f64 with contiguous rows."""
+    x = x if x.dtype == torch.float64 else x.to(torch.float32)
+    return x if x.shape[1] < 2 or x.stride(1) == 1 else x.contiguous()
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------
+
+
+def _slot_names(call: str, rule: str, hyper: Sequence[float]) -> tuple[str, ...]:
+    if rule not in RULES:
+        raise ValueError(
+            f"funcrec.kernels.cpp.{call}: `rule` is unknown.\n  got   {rule!r}\n  need  one of {list(RULES)}"
+        )
+    names = RULES[rule].hyper
+    if len(hyper) != len(names):
+        raise ValueError(
+            f"funcrec.kernels.cpp.{call}: `hyper` does not match rule {rule!r}.\n  got   {len(hyper)} numbers\n  need  {names}"
+        )
+    without_momentum = rule == "rmsprop" and not hyper[names.index("momentum")]
+    return RULES[rule].slots[:1] if without_momentum else RULES[rule].slots
+
+
+def _fail_slot(
+    call: str, tables: Sequence[Tensor], slots: Sequence[Tensor], names: tuple[str, ...], number: int
+) -> None:
+    table, name = divmod(number, _MOST_SLOTS)
+    slot, of = slots[table * len(names) + name], tables[table]
+    raise ValueError(
+        f"funcrec.kernels.cpp.{call}: slot {names[name]!r} of table {table} does not fit.\n"
+        f"  got   {slot.dtype}{list(slot.shape)}, strides {slot.stride()}\n"
+        f"  need  {accumulation_dtype(of.dtype)}, contiguous, a number per row or per element of {list(of.shape)} as the rule has it"
+    )
+
+
+def _check_segments(call: str, bad: int, segments: Sequence[int]) -> None:
+    if bad >= 0:
+        (segment,) = segments_of(segments[10 * bad : 10 * bad + 10])
+        raise ValueError(
+            f"funcrec.kernels.cpp.{call}: segment {bad} does not fit its tensors.\n  got   {segment}\n"
+            "  need  tensors and columns that are there, d with num_bags rows, first_bag + num_bags + 1 offsets,\n"
+            "        a weight for every row, and as many rows as entries"
+        )

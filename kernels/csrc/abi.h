@@ -1,0 +1,125 @@
+// How Python calls: each entry point takes one array of i64 (sizes, flags, pointers, bits of doubles) and returns 0,
+// or 1 for no memory, 2 for anything else. `Reader` takes the array apart in the order in which _native.py's callers
+// wrote it; the first number is always the number of threads.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <new>
+
+#define FUNCREC_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace funcrec {
+
+constexpr int64_t ABI = 1;  // raise it, here and in _native.py, whenever an entry point's array changes
+
+enum DType : int64_t { F32 = 0, F16 = 1, BF16 = 2, F64 = 3, I32 = 4, I64 = 5 };
+
+struct Half { uint16_t bits; };
+struct Bf16 { uint16_t bits; };
+
+// A type as a value, for generic lambdas: `using E = typename decltype(tag)::type`.
+template <class T> struct Type { using type = T; };
+
+// What a table's rows are summed in: f32, or f64 for f64.
+template <class E> struct AccOf { using type = float; };
+template <> struct AccOf<double> { using type = double; };
+template <class E> using Acc = typename AccOf<E>::type;
+
+// A contiguous table [rows, dim].
+struct Table {
+  char* data;
+  int64_t dtype, rows, dim;
+  template <class E> E* as() const { return reinterpret_cast<E*>(data); }
+};
+
+// A contiguous vector; size -1 stands for None.
+struct Vector {
+  char* data;
+  int64_t dtype, size;
+  explicit operator bool() const { return size >= 0; }
+  template <class E> E* as() const { return reinterpret_cast<E*>(data); }
+};
+
+// A matrix whose rows are contiguous, `stride` elements apart.
+struct Matrix {
+  char* data;
+  int64_t dtype, rows, columns, stride;
+  template <class E> E* as() const { return reinterpret_cast<E*>(data); }
+};
+
+// i32 or i64 numbers, widened when read.
+struct Ints {
+  const void* data;
+  int64_t size;
+  bool wide;
+  explicit Ints(const Vector& v) : data(v.data), size(v.size), wide(v.dtype == I64) {}
+  int64_t operator[](int64_t i) const {
+    return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  }
+};
+
+// f32 or f64 numbers, as f64 (exact).
+struct Reals {
+  const void* data = nullptr;
+  bool wide = false;
+  Reals() = default;
+  explicit Reals(const Vector& v) : data(v.data), wide(v.dtype == F64) {}
+  double operator[](int64_t i) const {
+    return wide ? static_cast<const double*>(data)[i] : static_cast<const float*>(data)[i];
+  }
+};
+
+// Positions [begin, end) of a buffer.
+struct Range {
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
+};
+
+// Bag `b` of `offsets`, inside a buffer of n positions whatever the offsets say, cut to max_length (0: not cut).
+inline Range bag(const Ints& offsets, int64_t b, int64_t n, int64_t max_length) {
+  int64_t begin = offsets[b], end = offsets[b + 1];
+  begin = begin < 0 ? 0 : begin > n ? n : begin;
+  end = end < begin ? begin : end > n ? n : end;
+  if (max_length > 0 && end - begin > max_length) end = begin + max_length;
+  return {begin, end};
+}
+
+// The numbers of one call, in order.
+struct Reader {
+  const int64_t* at;
+  int64_t number() { return *at++; }
+  double real() { double x; std::memcpy(&x, at++, 8); return x; }
+  template <class T> T* pointer() { return reinterpret_cast<T*>(*at++); }
+  Table table() { Table t{reinterpret_cast<char*>(at[0]), at[1], at[2], at[3]}; at += 4; return t; }
+  Vector vector() { Vector v{reinterpret_cast<char*>(at[0]), at[1], at[2]}; at += 3; return v; }
+  Matrix matrix() { Matrix m{reinterpret_cast<char*>(at[0]), at[1], at[2], at[3], at[4]}; at += 5; return m; }
+};
+
+// f(Type<E>) for the element type E of a table.
+template <class F> auto with_table_type(int64_t dtype, F&& f) {
+  switch (dtype) {
+    case F16: return f(Type<Half>{});
+    case BF16: return f(Type<Bf16>{});
+    case F64: return f(Type<double>{});
+    default: return f(Type<float>{});
+  }
+}
+
+// f(Type<I>) for i32 or i64.
+template <class F> auto with_int_type(int64_t dtype, F&& f) {
+  return dtype == I32 ? f(Type<int32_t>{}) : f(Type<int64_t>{});
+}
+
+// No exception may leave an entry point.
+template <class F> int64_t guarded(F&& f) {
+  try {
+    f();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  } catch (...) {
+    return 2;
+  }
+}
+
+}  // namespace funcrec

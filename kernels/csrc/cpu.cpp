@@ -1,0 +1,45 @@
+// The CPU kernels as one object per instruction set (see the ext-modules of pyproject.toml), reached through ctypes.
+#include "abi.h"
+#include "jagged.h"
+#include "lookup.h"
+#include "parallel.h"
+#include "rows.h"
+#include "update.h"
+
+using namespace funcrec;
+
+FUNCREC_EXPORT int64_t funcrec_abi() { return ABI; }
+
+FUNCREC_EXPORT void funcrec_start(int64_t gomp_parallel_address) { start_parallel(gomp_parallel_address); }
+
+// The best instruction set of this processor: 4 and 3 for x86-64-v4 and -v3, else 0.
+FUNCREC_EXPORT int64_t funcrec_level() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                  __builtin_cpu_supports("avx512vl");
+  return v3 && v4 ? 4 : v3 ? 3 : 0;
+#else
+  return 0;
+#endif
+}
+
+// Each takes the numbers of one call; the comment at the function it names tells what it does.
+#define FUNCREC_ENTRY(name) \
+  FUNCREC_EXPORT int64_t funcrec_##name(const int64_t* numbers) { return guarded([&] { name(Reader{numbers}); }); }
+
+FUNCREC_ENTRY(pooled_lookup)
+FUNCREC_ENTRY(pooled_lookup_weights)
+FUNCREC_ENTRY(gather_rows)
+FUNCREC_ENTRY(scatter_rows)
+FUNCREC_ENTRY(take_ranges)
+FUNCREC_ENTRY(to_padded)
+FUNCREC_ENTRY(from_padded)
+FUNCREC_ENTRY(bucketize)
+FUNCREC_ENTRY(fused_update)
+FUNCREC_ENTRY(write_out)
+
+// Makes the file a legal extension module without Python's headers. Nobody imports it: the functions above are plain C.
+FUNCREC_EXPORT void* FUNCREC_MODULE() { return nullptr; }

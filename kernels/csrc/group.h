@@ -1,0 +1,378 @@
+// The cotangent of tables as sums of segments (see `Segment` in forms.py), and one table's entries grouped by row.
+//   collect   a table's entries in order, (row, source): those of one class of rows
+//   sort      the same by row, entries of a row in their order
+//   coalesce  for every row that is named, the sum of its gradients;  expand  every entry written out
+// Rows are 32-bit numbers inside a block of 2^32 rows; a larger table is worked on block by block.
+#pragma once
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace funcrec {
+
+constexpr int BLOCK_BITS = 32;  // of a row's number inside its block
+constexpr int LINE_BITS = 4;    // rows whose numbers differ in these bits only are of one class: their slots share a line
+
+struct Segment {
+  int64_t table, d, column, rows, offsets, first_bag, num_bags, max_length, mean, weights;
+  int64_t capacity(int64_t num_ids) const {  // as `capacity_of` in forms.py
+    return offsets < 0 ? num_bags : is_padded(num_ids) ? max_length * num_bags : num_ids;
+  }
+  bool is_padded(int64_t num_ids) const {
+    return max_length > 0 && num_bags > 0 && max_length <= std::max(num_ids, num_bags) / num_bags;
+  }
+};
+
+// What Python passes of a cotangent, and the segments of each table.
+struct Terms {
+  std::vector<Matrix> d;
+  std::vector<Vector> rows, offsets, weights;
+  const Segment* segments;
+  int64_t num_segments;
+  std::vector<std::vector<const Segment*>> of;
+  bool is_wide;  // whether d is f64, else f32
+
+  // shapes: [R0, D0, R1, D1, ...]. `bad` becomes the number of the first segment that does not fit, else -1.
+  Terms(Reader& in, const std::vector<int64_t>& shapes, int64_t* bad) : of(shapes.size() / 2) {
+    const int64_t counts[5] = {in.number(), in.number(), in.number(), in.number(), in.number()};
+    for (int64_t i = 0; i < counts[0]; i++) d.push_back(in.matrix());
+    for (auto [list, n] : {std::pair{&rows, counts[1]}, {&offsets, counts[2]}, {&weights, counts[3]}})
+      for (int64_t i = 0; i < n; i++) list->push_back(in.vector());
+    segments = reinterpret_cast<const Segment*>(in.at);
+    num_segments = counts[4];
+    is_wide = !d.empty() && d[0].dtype == F64;
+    *bad = -1;
+    for (int64_t i = 0; i < num_segments && *bad < 0; i++) {
+      if (fits(segments[i], shapes)) of[segments[i].table].push_back(segments + i);
+      else *bad = i;
+    }
+  }
+
+  // What the gradient of position i is multiplied by.
+  double scale(const Segment& s, int64_t i, int64_t length) const {
+    return (s.weights < 0 ? 1 : Reals(weights[s.weights])[i]) / double(length);
+  }
+
+ private:
+  bool fits(const Segment& s, const std::vector<int64_t>& shapes) const {
+    const auto within = [](int64_t i, const auto& list) { return i >= 0 && i < int64_t(list.size()); };
+    if (!within(s.table, of) || !within(s.d, d) || !within(s.rows, rows)) return false;
+    if (s.column < 0 || s.column + shapes[2 * s.table + 1] > d[s.d].columns) return false;
+    if (s.num_bags < 0 || s.num_bags > d[s.d].rows || s.max_length < 0) return false;
+    if (s.weights >= 0 && (!within(s.weights, weights) || weights[s.weights].size < rows[s.rows].size)) return false;
+    if (s.offsets < 0) return s.num_bags <= rows[s.rows].size;
+    return within(s.offsets, offsets) && s.first_bag >= 0 && s.first_bag + s.num_bags < offsets[s.offsets].size;
+  }
+};
+
+// f(i, bag, length) for the positions i of a segment, in order: `length` is the bag's for a mean, else 1. However the
+// offsets run, no more positions are taken than lie between the first and the last of them.
+template <class F> FUNCREC_INLINE void positions(const Terms& terms, const Segment& s, const F& f) {
+  if (s.offsets < 0) {
+    for (int64_t i = 0; i < s.num_bags; i++) f(i, i, int64_t(1));
+    return;
+  }
+  const Ints offsets(terms.offsets[s.offsets]);
+  const int64_t n = terms.rows[s.rows].size;
+  int64_t left = std::clamp<int64_t>(offsets[s.first_bag + s.num_bags], 0, n) - std::clamp<int64_t>(offsets[s.first_bag], 0, n);
+  for (int64_t b = 0; b < s.num_bags && left > 0; b++) {
+    Range at = bag(offsets, s.first_bag + b, n, s.max_length);
+    at.end = std::min(at.end, at.begin + left);
+    left -= at.size();
+    for (int64_t i = at.begin; i < at.end; i++) f(i, b, s.mean ? at.size() : 1);
+  }
+}
+
+// How many positions at most `positions` runs over.
+inline int64_t most_positions(const Terms& terms, const Segment& s) {
+  if (s.offsets < 0) return s.num_bags;
+  const Ints offsets(terms.offsets[s.offsets]);
+  const int64_t n = terms.rows[s.rows].size, first = offsets[s.first_bag], last = offsets[s.first_bag + s.num_bags];
+  return std::max<int64_t>(0, std::clamp<int64_t>(last, 0, n) - std::clamp<int64_t>(first, 0, n));
+}
+
+// Memory that is kept from call to call, not initialised, and begins at a cache line: a vector across two is slow.
+template <class T> class Scratch {
+ public:
+  T* need(int64_t n) {
+    if (n > size_) {
+      data_.reset();
+      size_ = 0;
+      data_.reset(static_cast<T*>(::operator new(n * sizeof(T), LINE)));
+      size_ = n;
+    }
+    return data_.get();
+  }
+
+ private:
+  static constexpr std::align_val_t LINE{64};
+  struct Free { void operator()(T* p) const { ::operator delete(p, LINE); } };
+  std::unique_ptr<T, Free> data_;
+  int64_t size_ = 0;
+};
+
+// x ← by · g, or x + by · g.
+template <class A, class G, int W, bool FIRST> FUNCREC_INLINE void add_at(A* x, const G* g, A by, int64_t i) {
+  const Vec<A, W> v = convert<A, W>(load<W>(g + i)) * by;
+  store<W>(x + i, FIRST ? v : Vec<A, W>(load<W>(x + i) + v));
+}
+template <class A, class G, bool FIRST> inline void add(A* x, const G* g, A by, int64_t dim) {
+  constexpr int W = LANES<A>;
+  int64_t i = 0;
+  for (; i + W <= dim; i += W) add_at<A, G, W, FIRST>(x, g, by, i);
+  for (; i < dim; i++) add_at<A, G, 1, FIRST>(x, g, by, i);
+}
+
+struct Entry { uint32_t row, source; };  // row: inside its block
+struct Source { const char* d; double scale; };
+
+// A class of rows of one table: those of `block` whose number >> LINE_BITS is `part` modulo `parts`, a power of two.
+struct Class {
+  int64_t table, block, part, parts;
+};
+
+// The entries of a class of rows, sorted by row, and where their gradients are.
+class Group {
+ public:
+  const Entry* entries = nullptr;
+  int64_t size = 0;
+  bool is_wide = false;  // whether gradients are f64
+
+  // The gradient of an entry and what it is multiplied by.
+  const char* gradient(const Entry& e) const { return sources_ ? sources_[e.source].d : base_ + e.source * stride_; }
+  double scale(const Entry& e) const { return sources_ ? sources_[e.source].scale : 1; }
+
+  // Σ scale · gradient over entries [begin, end), in order: where a single gradient lies, or in `memory`.
+  template <class A> FUNCREC_INLINE const A* sum(int64_t begin, int64_t end, int64_t dim, A* memory) const {
+    const bool same = is_wide == (sizeof(A) == 8);
+    if (same && end - begin == 1 && scale(entries[begin]) == 1)
+      return reinterpret_cast<const A*>(gradient(entries[begin]));
+    is_wide ? add_all<A, double>(begin, end, dim, memory) : add_all<A, float>(begin, end, dim, memory);
+    return memory;
+  }
+
+  void build(const Terms& terms, const Class& c, int64_t num_rows) {
+    const auto& mine = terms.of[c.table];
+    int64_t most = 0;
+    for (const Segment* s : mine) most += most_positions(terms, *s);
+    if (most >= int64_t(UINT32_MAX)) throw std::length_error("2^32 entries of one table");
+    Entry* out = first_.need(most + 1);  // one more: a candidate is written before it is judged
+    const bool plain = mine.size() == 1 && !mine[0]->mean && mine[0]->weights < 0;
+    sources_ = plain ? nullptr : many_.need(most + 1);
+    size = 0;
+    is_wide = terms.is_wide;
+    for (const Segment* s : mine) {
+      const Matrix& d = terms.d[s->d];
+      const int64_t bytes = terms.is_wide ? 8 : 4;
+      stride_ = d.stride * bytes;
+      base_ = d.data + s->column * bytes;
+      with_int_type(terms.rows[s->rows].dtype, [&](auto tag) {
+        using I = typename decltype(tag)::type;
+        plain ? collect<I, true>(terms, *s, c, num_rows, out) : collect<I, false>(terms, *s, c, num_rows, out);
+      });
+    }
+    const int64_t in_block = std::min<int64_t>(num_rows - (c.block << BLOCK_BITS), int64_t(1) << BLOCK_BITS);
+    entries = sort(out, second_.need(size), size, in_block);
+  }
+
+ private:
+  template <class I, bool PLAIN>
+  void collect(const Terms& terms, const Segment& s, const Class& c, int64_t num_rows, Entry* out) {
+    const I* rows = terms.rows[s.rows].as<I>();
+    const uint64_t mask = c.parts - 1, part = c.part, block = c.block;
+    int64_t m = size;
+    positions(terms, s, [&](int64_t i, int64_t b, int64_t length) {
+      const uint64_t row = uint64_t(int64_t(rows[i]));
+      out[m] = {uint32_t(row), uint32_t(PLAIN ? b : m)};
+      if (!PLAIN) sources_[m] = {base_ + b * stride_, terms.scale(s, i, length)};
+      m += (row < uint64_t(num_rows)) & ((row >> LINE_BITS & mask) == part) & (row >> BLOCK_BITS == block);
+    });
+    size = m;
+  }
+
+  template <class A, class G>
+  __attribute__((noinline)) void add_all(int64_t begin, int64_t end, int64_t dim, A* memory) const {
+    for (int64_t k = begin; k < end; k++) {
+      const G* g = reinterpret_cast<const G*>(gradient(entries[k]));
+      const A by = A(scale(entries[k]));
+      k == begin ? add<A, G, true>(memory, g, by, dim) : add<A, G, false>(memory, g, by, dim);
+    }
+  }
+
+  // Stable, by digits from the least; both arrays are overwritten, and the one that holds the result is returned.
+  Entry* sort(Entry* from, Entry* to, int64_t n, int64_t num_rows) {
+    int bits = 0, width = 6;
+    while (bits < BLOCK_BITS && (int64_t(1) << bits) < num_rows) bits++;
+    while (width < 11 && (int64_t(1) << width) < n) width++;
+    const int passes = n < 2 ? 0 : (bits + width - 1) / width;
+    for (int pass = 0, shift = 0; pass < passes; pass++) {
+      const int digit = (bits - shift + passes - pass - 1) / (passes - pass);
+      const uint32_t mask = (1u << digit) - 1;
+      uint32_t* next = counts_.need(2048);
+      std::fill(next, next + mask + 1, 0);
+      for (int64_t i = 0; i < n; i++) next[from[i].row >> shift & mask]++;
+      uint32_t begin = 0;
+      for (uint32_t i = 0; i <= mask; i++) begin += std::exchange(next[i], begin);
+      for (int64_t i = 0; i < n; i++) to[next[from[i].row >> shift & mask]++] = from[i];
+      std::swap(from, to);
+      shift += digit;
+    }
+    return from;
+  }
+
+  const char* base_ = nullptr;
+  int64_t stride_ = 0;
+  Source* sources_ = nullptr;
+  Scratch<Entry> first_, second_;
+  Scratch<Source> many_;
+  Scratch<uint32_t> counts_;
+};
+
+// -- written out -------------------------------------------------------------------------------------------------
+
+// Where Python wants a table's entries: expand writes rows and grads, coalesce all.
+struct Written {
+  int64_t num_rows, dim, capacity;
+  int64_t *rows, *count, *repeats;
+  char* grads;
+};
+
+constexpr int64_t CHUNK = 256;  // entries per item of work
+
+// f(table, begin, end) for pieces of every table's capacity, in parallel.
+template <class F> void chunks(int64_t threads, const std::vector<Written>& tables, const F& f) {
+  std::vector<std::pair<int64_t, int64_t>> items;
+  for (size_t t = 0; t < tables.size(); t++)
+    for (int64_t begin = 0; begin < tables[t].capacity; begin += CHUNK) items.emplace_back(t, begin);
+  parallel_for(threads, items.size(), [&](int64_t i) {
+    const auto [t, begin] = items[i];
+    f(t, begin, std::min(begin + CHUNK, tables[t].capacity));
+  });
+}
+
+// One sorted class of rows, the begin of every run of one row, and the runs before it in its table.
+struct Runs {
+  Group group;
+  std::vector<uint32_t> begins;
+  int64_t before = 0;
+
+  // `ascending`: rows in their order; else in the order in which they are first named.
+  void build(const Terms& terms, const Class& c, int64_t num_rows) {
+    group.build(terms, c, num_rows);
+    for (int64_t k = 0; k < group.size; k++)
+      if (k == 0 || group.entries[k].row != group.entries[k - 1].row) begins.push_back(uint32_t(k));
+    begins.push_back(uint32_t(group.size));
+  }
+  int64_t size() const { return int64_t(begins.size()) - 1; }
+};
+
+template <class A> void coalesce(const Terms& terms, const std::vector<Written>& tables, int64_t threads) {
+  std::vector<Class> work;
+  std::vector<std::vector<Runs>> runs(tables.size());
+  for (int64_t t = 0; t < int64_t(tables.size()); t++) {
+    runs[t].resize(((tables[t].num_rows - 1) >> BLOCK_BITS) + 1);
+    for (size_t block = 0; block < runs[t].size(); block++) work.push_back({t, int64_t(block), 0, 1});
+  }
+  parallel_for(threads, work.size(), [&](int64_t i) {
+    runs[work[i].table][work[i].block].build(terms, work[i], tables[work[i].table].num_rows);
+  });
+  for (size_t t = 0; t < tables.size(); t++) {
+    int64_t count = 0;
+    for (Runs& each : runs[t]) {
+      each.before = count;
+      count += each.size();
+    }
+    *tables[t].count = count;
+  }
+  chunks(threads, tables, [&](int64_t t, int64_t begin, int64_t end) {
+    const Written& out = tables[t];
+    size_t block = 0;
+    for (int64_t k = begin; k < end; k++) {
+      while (block < runs[t].size() && k >= runs[t][block].before + runs[t][block].size()) block++;
+      A* const grads = reinterpret_cast<A*>(out.grads) + k * out.dim;
+      if (block == runs[t].size()) {
+        out.rows[k] = -1;
+        out.repeats[k] = 0;
+        std::fill(grads, grads + out.dim, A(0));
+        continue;
+      }
+      const Runs& mine = runs[t][block];
+      const int64_t first = mine.begins[k - mine.before], last = mine.begins[k - mine.before + 1];
+      const A* x = mine.group.sum<A>(first, last, out.dim, grads);
+      if (x != grads) std::copy(x, x + out.dim, grads);
+      out.rows[k] = (int64_t(block) << BLOCK_BITS) + mine.group.entries[first].row;
+      out.repeats[k] = last - first;
+    }
+  });
+}
+
+// Where each entry of a segment goes, and what stands there.
+inline void place(const Terms& terms, const Segment& s, const Written& out, int64_t begin, Source* sources) {
+  const Matrix& d = terms.d[s.d];
+  const int64_t bytes = terms.is_wide ? 8 : 4, num_ids = terms.rows[s.rows].size;
+  const bool padded = s.offsets >= 0 && s.is_padded(num_ids);
+  const Ints rows(terms.rows[s.rows]);
+  int64_t last = -1, inside = 0;
+  positions(terms, s, [&](int64_t i, int64_t b, int64_t length) {
+    inside = b == last ? inside + 1 : 0;
+    last = b;
+    if (rows[i] < 0 || rows[i] >= out.num_rows) return;
+    const int64_t k = begin + (padded ? b * s.max_length + inside : i);
+    out.rows[k] = rows[i];
+    sources[k] = {d.data + (s.column + b * d.stride) * bytes, terms.scale(s, i, length)};
+  });
+}
+
+template <class A> void expand(const Terms& terms, const std::vector<Written>& tables, int64_t threads) {
+  std::vector<std::vector<Source>> sources(tables.size());
+  std::vector<int64_t> begins(terms.num_segments);
+  for (size_t t = 0; t < tables.size(); t++) {
+    sources[t].assign(tables[t].capacity, Source{nullptr, 0});
+    std::fill(tables[t].rows, tables[t].rows + tables[t].capacity, -1);
+    int64_t begin = 0;
+    for (const Segment* s : terms.of[t]) {
+      begins[s - terms.segments] = begin;
+      begin += s->capacity(terms.rows[s->rows].size);
+    }
+  }
+  parallel_for(threads, terms.num_segments, [&](int64_t i) {
+    const Segment& s = terms.segments[i];
+    place(terms, s, tables[s.table], begins[i], sources[s.table].data());
+  });
+  chunks(threads, tables, [&](int64_t t, int64_t begin, int64_t end) {
+    const int64_t dim = tables[t].dim;
+    for (int64_t k = begin; k < end; k++) {
+      A* const grads = reinterpret_cast<A*>(tables[t].grads) + k * dim;
+      const auto [g, scale] = sources[t][k];
+      if (!g) std::fill(grads, grads + dim, A(0));
+      else if (terms.is_wide) add<A, double, true>(grads, reinterpret_cast<const double*>(g), A(scale), dim);
+      else add<A, float, true>(grads, reinterpret_cast<const float*>(g), A(scale), dim);
+    }
+  });
+}
+
+// [threads, bad*, whether to coalesce, whether sums are f64, T and (R, D, capacity, rows*, count*, repeats*, grads*) each, terms]
+inline void write_out(Reader in) {
+  const int64_t threads = in.number();
+  int64_t* bad = in.pointer<int64_t>();
+  const bool sums = in.number(), wide = in.number();
+  std::vector<Written> tables(in.number());
+  std::vector<int64_t> shapes;
+  for (Written& t : tables) {
+    t.num_rows = in.number(), t.dim = in.number(), t.capacity = in.number();
+    t.rows = in.pointer<int64_t>(), t.count = in.pointer<int64_t>(), t.repeats = in.pointer<int64_t>();
+    t.grads = in.pointer<char>();
+    shapes.insert(shapes.end(), {t.num_rows, t.dim});
+  }
+  const Terms terms(in, shapes, bad);
+  if (*bad >= 0) return;
+  if (sums) wide ? coalesce<double>(terms, tables, threads) : coalesce<float>(terms, tables, threads);
+  else wide ? expand<double>(terms, tables, threads) : expand<float>(terms, tables, threads);
+}
+
+}  // namespace funcrec

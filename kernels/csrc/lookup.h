@@ -1,0 +1,339 @@
+// Pooled sums of table rows, and their gradient by weights.
+//   out[b, column:column+D] = sum over positions i of bag b of s_i * table[rows[i]]
+// A panel is what one pass over a bag sums in registers: NV vectors of W lanes. A row is cut into panels; where D is no
+// multiple of W, the last panel overlaps the one before and both write the same numbers, so that there is no scalar tail.
+// The work is in blocks of bags, and in a block feature by feature: its rows of the output stay in L2 meanwhile.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <utility>
+#include <vector>
+
+#include "abi.h"
+#include "parallel.h"
+#include "simd.h"
+
+namespace funcrec {
+
+constexpr int64_t BLOCK = 64;        // bags
+constexpr int64_t FAR = 64;          // rows between the fetch into L2 and the sum
+constexpr int64_t NEAR_BYTES = 4096;  // bytes of rows between the touch and the sum
+constexpr uint64_t RING = 128;       // a power of two above FAR
+constexpr int MAX_VECTORS = 8;       // accumulators of a panel: AVX has 16 registers
+constexpr int64_t MIN_STREAM = 8 << 20;  // bytes of output above which it is written past the caches
+constexpr int64_t MIN_WORK = 32768;  // elements below which one thread is faster
+
+// What a row outside its table reads: a panel of zeros of any type.
+alignas(64) inline const char ZEROS[MAX_VECTORS * VECTOR_BYTES] = {};
+
+struct Lookup;
+struct Feature;
+class RowsAhead;
+using Kernel = void (*)(const Lookup&, const Feature&, Range bags, RowsAhead&);
+
+struct Feature {
+  Table table;
+  Ints rows;
+  int64_t first_bag, max_length, column, row_bytes;
+  bool mean, weighted, streamed;
+  Kernel kernel;
+};
+
+struct Lookup {
+  std::vector<Feature> features;
+  Ints offsets;
+  Reals weights;
+  int64_t num_bags, columns;
+  char* out;
+
+  Range bag(const Feature& f, int64_t b) const {
+    return funcrec::bag(offsets, f.first_bag + b, f.rows.size, f.max_length);
+  }
+};
+
+// A part of the work: blocks x features.
+struct Part { Range blocks, features; };
+
+inline Range bags_of(int64_t block, int64_t num_bags) {
+  return {block * BLOCK, std::min(num_bags, (block + 1) * BLOCK)};
+}
+
+// The rows of a part in the order in which they are summed, found out some rows before the sum. A row is brought near in
+// two steps: all its lines into L2, and shortly before the sum the first one is touched. Without the second step the sum's
+// own misses wait behind those of the prefetches, and up to 40 % of the bandwidth is lost. What is looked at for each row
+// must be little (registers, and a ring of addresses): loads in flight are few and are what limits here.
+class RowsAhead {
+ public:
+  // What is needed to find the next address: positions [i, end) of `rows`, rows of a table.
+  struct Cursor {
+    const void* rows = nullptr;
+    bool wide = true;
+    int64_t i = 0, end = 0;
+    uint64_t num_rows = 0;
+    const char* table = nullptr;
+    int64_t bytes = 0;
+  };
+
+  RowsAhead(const Lookup& call, Part part) : call_(call), part_(part), block_(part.blocks.begin), f_(part.features.begin) {
+    bags_ = bags_of(block_, call.num_bags);
+    int64_t most = 1;
+    for (int64_t f = part.features.begin; f < part.features.end; f++) most = std::max(most, call.features[f].row_bytes);
+    near_ = std::clamp<int64_t>(NEAR_BYTES / most, 4, 16);
+    for (int64_t k = 0; k < FAR; k++) find<0>(cursor, k);
+    for (int64_t k = 0; k < near_; k++) touch(ring_[k]);
+  }
+
+  // The address of row k of the part, for k = 0, 1, ...; USUAL bytes of a row are unrolled.
+  template <int64_t USUAL> FUNCREC_INLINE const char* next(Cursor& c, uint64_t k) {
+    find<USUAL>(c, k + FAR);
+    touch(ring_[(k + near_) % RING]);
+    return ring_[k % RING];
+  }
+
+  Cursor cursor;
+  uint64_t taken = 0;  // rows whose address was given
+
+ private:
+  template <int64_t USUAL> FUNCREC_INLINE void find(Cursor& c, uint64_t k) {
+    if (__builtin_expect(c.i >= c.end, 0)) c = next_range();
+    const uint64_t row = c.wide ? static_cast<const int64_t*>(c.rows)[c.i] : static_cast<const int32_t*>(c.rows)[c.i];
+    c.i++;
+    const char* at = __builtin_expect(row < c.num_rows, 1) ? c.table + row * c.bytes : ZEROS;
+    if (__builtin_expect(c.bytes == USUAL, 1)) prefetch<2>(at, USUAL);
+    else prefetch<2>(at, c.bytes);
+    ring_[k % RING] = at;
+  }
+
+  // Where to go on: bags of a feature while each begins where the last one ended. Behind the last row, rows of zeros.
+  __attribute__((noinline)) Cursor next_range() {
+    while (block_ < part_.blocks.end) {
+      const Feature& f = call_.features[f_];
+      Range r{0, 0};
+      for (; bags_.begin < bags_.end; bags_.begin++) {
+        const Range next = call_.bag(f, bags_.begin);
+        if (next.size() == 0) continue;
+        if (r.size() == 0) r = next;
+        else if (next.begin == r.end) r.end = next.end;
+        else break;
+      }
+      if (bags_.begin == bags_.end) {
+        if (++f_ == part_.features.end) f_ = part_.features.begin, block_++;
+        bags_ = bags_of(block_, call_.num_bags);
+      }
+      if (r.size()) return {f.rows.data, f.rows.wide, r.begin, r.end, uint64_t(f.table.rows), f.table.data, f.row_bytes};
+    }
+    static constexpr int32_t OUTSIDE[FAR] = {};  // no table has rows here, so any number will do
+    return {OUTSIDE, false, 0, FAR, 0, nullptr, 0};
+  }
+
+  const Lookup& call_;
+  const Part part_;
+  int64_t block_, f_;
+  Range bags_;
+  int64_t near_;
+  const char* ring_[RING];
+};
+
+// One panel of one bag: columns [column, column + NV * W). The first panel takes the addresses that are found ahead; the
+// others find them again, since a bag may be longer than the ring.
+template <class E, class Out, bool WEIGHTED, int NV, int W, bool FIRST>
+FUNCREC_INLINE void pool_panel(const Lookup& call, const Feature& f, Range r, int64_t column, Out* out, RowsAhead& ahead,
+                               RowsAhead::Cursor& cursor, uint64_t& taken) {
+  using A = Acc<E>;
+  Vec<A, W> sums[NV] = {};
+  for (int64_t i = r.begin; i < r.end; i++) {
+    const E* at;
+    if constexpr (FIRST) {
+      at = reinterpret_cast<const E*>(ahead.next<int64_t(NV * W * sizeof(E))>(cursor, taken++));
+    } else {
+      const uint64_t row = f.rows[i];
+      const bool inside = row < uint64_t(f.table.rows);
+      at = inside ? f.table.as<E>() + row * f.table.dim + column : reinterpret_cast<const E*>(ZEROS);
+    }
+    if constexpr (WEIGHTED) {
+      const A scale = A(call.weights[i]);
+      for (int v = 0; v < NV; v++) sums[v] += load<W>(at + v * W) * scale;
+    } else {
+      for (int v = 0; v < NV; v++) sums[v] += load<W>(at + v * W);
+    }
+  }
+  const A length = f.mean && r.size() > 1 ? A(r.size()) : A(1);
+  for (int v = 0; v < NV; v++) {
+    if (f.mean) sums[v] = sums[v] / length;
+    const auto sum = convert<Out, W>(sums[v]);
+    if (f.streamed) stream<W>(out + column + v * W, sum);
+    else store<W>(out + column + v * W, sum);
+  }
+}
+
+// Bags of one feature. A row is a panel of NV vectors, then panels of FULL, then one that overlaps.
+template <class E, class Out, bool WEIGHTED, int FULL, int NV, int W>
+void pool_bags(const Lookup& call, const Feature& f, Range bags, RowsAhead& ahead) {
+  constexpr int FIRST = NV > 0 ? NV : FULL;
+  const int64_t dim = f.table.dim;
+  Out* out = reinterpret_cast<Out*>(call.out) + bags.begin * call.columns + f.column;
+  RowsAhead::Cursor cursor = ahead.cursor;
+  uint64_t taken = ahead.taken;
+  for (int64_t b = bags.begin; b < bags.end; b++, out += call.columns) {
+    const Range r = call.bag(f, b);
+    pool_panel<E, Out, WEIGHTED, FIRST, W, true>(call, f, r, 0, out, ahead, cursor, taken);
+    int64_t c = FIRST * W;
+    for (; c + FULL * W <= dim; c += FULL * W)
+      pool_panel<E, Out, WEIGHTED, FULL, W, false>(call, f, r, c, out, ahead, cursor, taken);
+    if (c < dim) pool_panel<E, Out, WEIGHTED, 1, W, false>(call, f, r, dim - W, out, ahead, cursor, taken);
+  }
+  ahead.cursor = cursor, ahead.taken = taken;
+}
+
+template <class E, class Out, bool WEIGHTED, int W, int... NV>
+constexpr std::array<Kernel, sizeof...(NV)> kernels_by_vectors(std::integer_sequence<int, NV...>) {
+  return {pool_bags<E, Out, WEIGHTED, MAX_VECTORS, NV, W>...};
+}
+
+// The kernel for rows of `dim` elements; W halves until a row has a vector.
+template <class E, class Out, bool WEIGHTED, int W = LANES<Out>> Kernel kernel_of(int64_t dim) {
+  if constexpr (W > 1) {
+    if (dim < W) return kernel_of<E, Out, WEIGHTED, W / 2>(dim);
+  }
+  if constexpr (std::is_same_v<Out, Acc<E>> && W == LANES<Out>) {
+    static constexpr auto kernels =
+        kernels_by_vectors<E, Out, WEIGHTED, W>(std::make_integer_sequence<int, MAX_VECTORS>{});
+    return kernels[dim / W % MAX_VECTORS];
+  } else {
+    return pool_bags<E, Out, WEIGHTED, 1, 0, W>;  // narrow rows, and f64 outputs beside f64 tables: one vector at a time
+  }
+}
+
+template <class Out> Kernel kernel_of(const Feature& f) {
+  return with_table_type(f.table.dtype, [&](auto tag) -> Kernel {
+    using E = typename decltype(tag)::type;
+    if constexpr (sizeof(E) > sizeof(Out)) return nullptr;  // f64 tables have f64 outputs
+    else return f.weighted ? kernel_of<E, Out, true>(f.table.dim) : kernel_of<E, Out, false>(f.table.dim);
+  });
+}
+
+inline std::vector<Feature> read_features(Reader& in) {
+  std::vector<Table> tables(in.number());
+  for (Table& t : tables) t = in.table();
+  std::vector<Vector> rows(in.number());
+  for (Vector& r : rows) r = in.vector();
+  std::vector<Feature> features;
+  for (int64_t n = in.number(); n > 0; n--) {
+    const Table t = tables[in.number()];
+    const Ints ids(rows[in.number()]);
+    const int64_t first_bag = in.number(), max_length = in.number();
+    const bool mean = in.number(), weighted = in.number();
+    const int64_t bytes = t.dim * (t.dtype == F64 ? 8 : t.dtype == F32 ? 4 : 2);
+    features.push_back({t, ids, first_bag, max_length, in.number(), bytes, mean, weighted, false, nullptr});
+  }
+  return features;
+}
+
+// Cuts blocks x features into parts: whole blocks while there are enough of them for the threads, features else.
+inline std::vector<Part> parts_of(int64_t blocks, int64_t features, int64_t threads) {
+  const int64_t want = threads > 1 ? 4 * threads : 1;
+  const int64_t by_block = std::min(blocks, want), by_feature = std::min(features, (want + by_block - 1) / by_block);
+  std::vector<Part> parts;
+  for (int64_t i = 0; i < by_block; i++)
+    for (int64_t j = 0; j < by_feature; j++)
+      parts.push_back({{blocks * i / by_block, blocks * (i + 1) / by_block},
+                       {features * j / by_feature, features * (j + 1) / by_feature}});
+  return parts;
+}
+
+inline void pooled_lookup(Reader in) {
+  int64_t threads = in.number();
+  auto features = read_features(in);
+  const Vector offsets = in.vector(), weights = in.vector();
+  const int64_t num_bags = in.number(), columns = in.number(), out_dtype = in.number();
+  Lookup call{std::move(features), Ints(offsets), Reals(weights), num_bags, columns, in.pointer<char>()};
+  if (num_bags == 0 || call.features.empty()) return;
+  // Only whole lines are streamed: the column in which a feature may begin is a multiple of this; 0 for nowhere.
+  const int64_t bytes = out_dtype == F64 ? 8 : 4, line = 64 / bytes;
+  const bool aligned = columns % line == 0 && reinterpret_cast<uint64_t>(call.out) % 64 == 0;
+  const int64_t stream_columns = aligned && num_bags * columns * bytes > MIN_STREAM ? line : 0;
+  int64_t work = 0;
+  for (Feature& f : call.features) {
+    f.kernel = out_dtype == F64 ? kernel_of<double>(f) : kernel_of<float>(f);
+    f.streamed = stream_columns && f.column % stream_columns == 0 && f.table.dim % stream_columns == 0;
+    work += (call.bag(f, num_bags - 1).end - call.bag(f, 0).begin + num_bags) * f.table.dim;
+  }
+  if (work < MIN_WORK) threads = 1;
+  const int64_t num_features = call.features.size();
+  const auto parts = parts_of((num_bags + BLOCK - 1) / BLOCK, num_features, threads);
+  parallel_for(threads, parts.size(), [&](int64_t p) {
+    RowsAhead ahead(call, parts[p]);
+    for (int64_t block = parts[p].blocks.begin; block < parts[p].blocks.end; block++)
+      for (int64_t f = parts[p].features.begin; f < parts[p].features.end; f++)
+        call.features[f].kernel(call, call.features[f], bags_of(block, num_bags), ahead);
+    if (stream_columns) stream_end();
+  });
+}
+
+// -- the gradient of the weights --------------------------------------------------------------------------------------
+
+// <x, y> over n elements: vectors, then a tail of scalars.
+template <class A, class E, class D> FUNCREC_INLINE A dot(const E* x, const D* y, int64_t n) {
+  constexpr int W = LANES<A>;
+  Vec<A, W> sums = {};
+  int64_t c = 0;
+  for (; c + W <= n; c += W) sums += load<W>(x + c) * convert<A, W>(load<W>(y + c));
+  A total = sum<A, W>(sums);
+  for (; c < n; c++) total += load<1>(x + c) * A(y[c]);
+  return total;
+}
+
+// Adds <table[rows[i]], d[b]> to out[i] for the positions i in `part` of the bags of f.
+template <class E, class D, class G>
+void add_weight_gradients(const Lookup& call, const Feature& f, const Matrix& d, Range part, G* out) {
+  const E* table = f.table.as<E>();
+  int64_t low = 0, high = call.num_bags;  // the first bag that ends behind part.begin
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (call.offsets[f.first_bag + middle + 1] <= part.begin) low = middle + 1;
+    else high = middle;
+  }
+  for (int64_t b = low; b < call.num_bags; b++) {
+    const Range r = call.bag(f, b);
+    if (r.begin >= part.end) break;
+    const D* row_of_d = d.as<D>() + b * d.stride + f.column;
+    const Acc<E> length = f.mean && r.size() > 1 ? Acc<E>(r.size()) : Acc<E>(1);
+    for (int64_t i = std::max(r.begin, part.begin); i < std::min(r.end, part.end); i++) {
+      const int64_t row = f.rows[i];
+      if (uint64_t(row) >= uint64_t(f.table.rows)) continue;
+      if (i + FAR < r.end) prefetch<2>(f.table.data + uint64_t(f.rows[i + FAR]) * f.row_bytes, f.row_bytes);
+      out[i] += dot<Acc<E>>(table + row * f.table.dim, row_of_d, f.table.dim) / length;
+    }
+  }
+}
+
+// Parts are of positions, so that a part owns its gradients even where features share positions.
+inline void pooled_lookup_weights(Reader in) {
+  int64_t threads = in.number();
+  auto features = read_features(in);
+  const Vector offsets = in.vector(), out = in.vector();
+  const Matrix d = in.matrix();
+  const Lookup call{std::move(features), Ints(offsets), Reals(), d.rows, d.columns, nullptr};
+  int64_t dims = 0;
+  for (const Feature& f : call.features) dims += f.table.dim;
+  if (out.size * dims < MIN_WORK) threads = 1;
+  const int64_t parts = threads > 1 ? std::min(4 * threads, out.size) : 1;
+  parallel_for(threads, parts, [&](int64_t p) {
+    const Range part{out.size * p / parts, out.size * (p + 1) / parts};
+    std::memset(out.data + part.begin * (out.dtype == F64 ? 8 : 4), 0, part.size() * (out.dtype == F64 ? 8 : 4));
+    for (const Feature& f : call.features) {
+      if (!f.weighted) continue;
+      with_table_type(f.table.dtype, [&](auto tag) {
+        using E = typename decltype(tag)::type;
+        const Range mine{part.begin, std::min(part.end, f.rows.size)};
+        auto add = [&](auto d_tag, auto* to) {
+          add_weight_gradients<E, typename decltype(d_tag)::type>(call, f, d, mine, to);
+        };
+        if (d.dtype == F64) out.dtype == F64 ? add(Type<double>{}, out.as<double>()) : add(Type<double>{}, out.as<float>());
+        else out.dtype == F64 ? add(Type<float>{}, out.as<double>()) : add(Type<float>{}, out.as<float>());
+      });
+    }
+  });
+}
+
+}  // namespace funcrec

@@ -1,0 +1,134 @@
+// parallel_for(threads, items, f): f(item) for every item in [0, items), each once, items handed out in order.
+// The threads are those of the OpenMP runtime that torch has loaded (Python passes the address of its GOMP_parallel), so
+// that they are warm and nothing fights torch for the cores. Without one, and in a forked child, whose OpenMP threads are
+// gone, a small pool whose idle threads sleep. A pool that is busy with another caller's loop is not waited for: the caller
+// then works alone. Items must not depend on who runs them.
+#pragma once
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+namespace funcrec {
+
+using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
+// One loop, shared by the threads that work on it.
+struct Loop {
+  std::atomic<int64_t> next{0};
+  int64_t items;
+  void (*body)(void*, int64_t);
+  void* data;
+  std::atomic<bool> failed{false};
+  std::exception_ptr error;
+
+  Loop(int64_t items, void (*body)(void*, int64_t), void* data) : items(items), body(body), data(data) {}
+
+  void work() noexcept {
+    try {
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) body(data, i);
+    } catch (...) {
+      if (!failed.exchange(true)) error = std::current_exception();
+      next.store(items);
+    }
+  }
+};
+
+class Pool {
+ public:
+  // False when another caller has the pool.
+  bool run(int threads, Loop& loop) {
+    std::unique_lock<std::mutex> mine(busy_, std::try_to_lock);
+    if (!mine) return false;
+    std::unique_lock<std::mutex> lock(mutex_);
+    try {
+      while (int(threads_.size()) < threads - 1) {
+        const int number = int(threads_.size());
+        threads_.emplace_back([this, number, seen = generation_] { serve(number, seen); });
+      }
+    } catch (const std::exception&) {  // the system has no more threads: those there are do the work
+    }
+    loop_ = &loop;
+    wanted_ = left_ = std::min(threads - 1, int(threads_.size()));
+    generation_++;
+    wake_.notify_all();
+    lock.unlock();
+    loop.work();
+    lock.lock();
+    done_.wait(lock, [&] { return left_ == 0; });
+    return true;
+  }
+
+ private:
+  void serve(int number, uint64_t seen) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [&] { return generation_ != seen; });
+      seen = generation_;
+      if (number >= wanted_) continue;
+      Loop* loop = loop_;
+      lock.unlock();
+      loop->work();
+      lock.lock();
+      if (--left_ == 0) done_.notify_one();
+    }
+  }
+
+  std::mutex busy_, mutex_;
+  std::condition_variable wake_, done_;
+  std::vector<std::thread> threads_;
+  Loop* loop_ = nullptr;
+  int wanted_ = 0, left_ = 0;
+  uint64_t generation_ = 0;
+};
+
+// Never destroyed: its threads sleep until the process ends. A forked child starts with a new one, since a lock of the
+// parent's may have been held by a thread that the child does not have.
+inline std::atomic<Pool*>& pool() {
+  static std::atomic<Pool*> p{new Pool};
+  return p;
+}
+
+inline std::atomic<GompParallel>& gomp_parallel() {
+  static std::atomic<GompParallel> f{nullptr};
+  return f;
+}
+
+inline void after_fork() {
+  gomp_parallel() = nullptr;
+  pool() = new Pool;
+}
+
+// `address` is OpenMP's GOMP_parallel, 0 for none. To be called once, before any loop.
+inline void start_parallel(int64_t address) {
+  pool();
+  gomp_parallel() = reinterpret_cast<GompParallel>(address);
+  static const int registered = pthread_atfork(nullptr, nullptr, after_fork);
+  (void)registered;
+}
+
+template <class F> void parallel_for(int64_t threads, int64_t items, F&& f) {
+  if (threads <= 1 || items <= 1) {
+    for (int64_t i = 0; i < items; i++) f(i);
+    return;
+  }
+  using Body = std::remove_reference_t<F>;
+  auto body = [](void* data, int64_t i) { (*static_cast<Body*>(data))(i); };
+  Loop loop(items, body, const_cast<std::remove_const_t<Body>*>(&f));
+  // A team of another size than torch's would be built anew by both: always `threads`, even for fewer items.
+  if (GompParallel parallel = gomp_parallel()) {
+    parallel([](void* data) { static_cast<Loop*>(data)->work(); }, &loop, unsigned(threads), 0);
+  } else if (!pool().load()->run(int(threads), loop)) {
+    loop.work();
+  }
+  if (loop.error) std::rethrow_exception(loop.error);
+}
+
+}  // namespace funcrec

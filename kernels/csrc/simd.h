@@ -1,0 +1,223 @@
+// Vectors of the width that this object is compiled for, by the vector extensions of GCC and Clang.
+// Every function here works elementwise for any number of lanes W, one included, so one text serves AVX-512, AVX, SSE,
+// NEON and plain scalars. Intrinsics only where the compilers have no portable word: square roots, f16, stores past caches.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "abi.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define FUNCREC_INLINE inline __attribute__((always_inline))
+
+namespace funcrec {
+
+#if defined(__AVX512F__)
+constexpr int VECTOR_BYTES = 64;
+#elif defined(__AVX__)
+constexpr int VECTOR_BYTES = 32;
+#else
+constexpr int VECTOR_BYTES = 16;
+#endif
+
+template <class A, int W> struct VecOf { typedef A type __attribute__((vector_size(W * sizeof(A)))); };
+template <class A> struct VecOf<A, 1> { using type = A; };
+template <class A, int W> using Vec = typename VecOf<A, W>::type;
+
+template <class A> constexpr int LANES = VECTOR_BYTES / int(sizeof(A));  // of the widest vector
+
+template <class To, class From> FUNCREC_INLINE To bit_cast(const From& x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To y;
+  std::memcpy(&y, &x, sizeof y);
+  return y;
+}
+
+// Lane by lane conversion of numbers, W lanes.
+template <class To, int W, class V> FUNCREC_INLINE Vec<To, W> convert(const V& v) {
+  if constexpr (W == 1) return static_cast<To>(v);
+  else return __builtin_convertvector(v, Vec<To, W>);
+}
+
+// -- loads: E in memory, the accumulation type in registers ---------------------------------------------------------
+
+template <int W> FUNCREC_INLINE Vec<uint32_t, W> load_u16(const void* p) {
+  Vec<uint16_t, W> h;
+  std::memcpy(&h, p, sizeof h);
+  return convert<uint32_t, W>(h);
+}
+
+template <int W> FUNCREC_INLINE Vec<float, W> load(const float* p) {
+  Vec<float, W> v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <int W> FUNCREC_INLINE Vec<double, W> load(const double* p) {
+  Vec<double, W> v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <int W> FUNCREC_INLINE Vec<float, W> load(const Bf16* p) {
+  return bit_cast<Vec<float, W>>(Vec<uint32_t, W>(load_u16<W>(p) << 16));
+}
+
+// c ? a : b for lanes of u32; c is the result of a comparison.
+template <int W, class C> FUNCREC_INLINE Vec<uint32_t, W> choose(C c, Vec<uint32_t, W> a, Vec<uint32_t, W> b) {
+  return c ? a : b;
+}
+
+// The exponent moves from a bias of 15 to one of 127 by a product, which normalises small numbers as well.
+template <int W> FUNCREC_INLINE Vec<float, W> from_half(Vec<uint32_t, W> h) {
+  using U = Vec<uint32_t, W>;
+  const U sign = (h & 0x8000u) << 16;
+  const Vec<float, W> size = bit_cast<Vec<float, W>>(U((h & 0x7fffu) << 13)) * 0x1p112f;
+  const U bits = bit_cast<U>(size);
+  return bit_cast<Vec<float, W>>(U(choose<W>((h & 0x7c00u) == 0x7c00u, bits | 0x7f800000u, bits) | sign));
+}
+
+template <int W> FUNCREC_INLINE Vec<float, W> load(const Half* p) {
+#if defined(__F16C__)
+  if constexpr (W == 4 || W == 1) {
+    __m128i h = _mm_setzero_si128();
+    std::memcpy(&h, p, 2 * W);
+    const __m128 v = _mm_cvtph_ps(h);
+    if constexpr (W == 1) return v[0];
+    else return bit_cast<Vec<float, W>>(v);
+  }
+  if constexpr (W == 8) {
+    __m128i h;
+    std::memcpy(&h, p, 16);
+    return bit_cast<Vec<float, W>>(_mm256_cvtph_ps(h));
+  }
+#if defined(__AVX512F__)
+  if constexpr (W == 16) {
+    __m256i h;
+    std::memcpy(&h, p, 32);
+    return bit_cast<Vec<float, W>>(_mm512_cvtph_ps(h));
+  }
+#endif
+#endif
+  return from_half<W>(load_u16<W>(p));
+}
+
+// -- stores: rounded to the nearest, ties to even; NaN stays NaN ----------------------------------------------------
+
+template <int W> FUNCREC_INLINE void store_u16(void* p, const Vec<uint32_t, W>& u) {
+  const auto h = convert<uint16_t, W>(u);
+  std::memcpy(p, &h, sizeof h);
+}
+
+template <int W> FUNCREC_INLINE void store(float* p, const Vec<float, W>& v) { std::memcpy(p, &v, sizeof v); }
+template <int W> FUNCREC_INLINE void store(double* p, const Vec<double, W>& v) { std::memcpy(p, &v, sizeof v); }
+
+template <int W> FUNCREC_INLINE void store(Bf16* p, const Vec<float, W>& v) {
+  using U = Vec<uint32_t, W>;
+  const U u = bit_cast<U>(v);
+  const U rounded = (u + (0x7fffu + ((u >> 16) & 1u))) >> 16;
+  const U nan = U{} + 0x7fc0u;
+  store_u16<W>(p, choose<W>(v == v, rounded, nan));
+}
+
+// Small numbers are rounded by adding 0.5, whose last place is f16's least; large ones by the carry of the bits cut off.
+template <int W> FUNCREC_INLINE Vec<uint32_t, W> to_half(const Vec<float, W>& v) {
+  using U = Vec<uint32_t, W>;
+  const U u = bit_cast<U>(v), sign = (u >> 16) & 0x8000u, size = u & 0x7fffffffu;
+  const Vec<float, W> shifted = bit_cast<Vec<float, W>>(size) + 0.5f;
+  const U small = bit_cast<U>(shifted) - 0x3f000000u;
+  const U normal = (size + (0xc8000fffu + ((size >> 13) & 1u))) >> 13;
+  const U infinite = U{} + 0x7c00u, nan = U{} + 0x7e00u;
+  U h = choose<W>(size < 0x38800000u, small, normal);
+  h = choose<W>(size >= 0x477ff000u, infinite, h);
+  return choose<W>(size > 0x7f800000u, nan, h) | sign;
+}
+
+template <int W> FUNCREC_INLINE void store(Half* p, const Vec<float, W>& v) {
+#if defined(__AVX512F__)
+  if constexpr (W == 16) {
+    const __m256i h = _mm512_cvtps_ph(bit_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT);
+    std::memcpy(p, &h, sizeof h);
+    return;
+  }
+#endif
+#if defined(__F16C__)
+  if constexpr (W == 8) {
+    const __m128i h = _mm256_cvtps_ph(bit_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT);
+    std::memcpy(p, &h, sizeof h);
+    return;
+  }
+#endif
+  store_u16<W>(p, to_half<W>(v));
+}
+
+// -- arithmetic -------------------------------------------------------------------------------------------------------
+
+// The sum of the lanes, halves folded onto each other: a fixed order.
+template <class A, int W, class V> FUNCREC_INLINE A sum(const V& v) {
+  if constexpr (W == 1) return v;
+  else {
+    Vec<A, W / 2> low, high;
+    std::memcpy(&low, &v, sizeof low);
+    std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
+    return sum<A, W / 2>(low + high);
+  }
+}
+
+template <class A, int W> FUNCREC_INLINE Vec<A, W> square_root(const Vec<A, W>& v) {
+  if constexpr (W == 1) return std::sqrt(v);
+  else {
+#if defined(__AVX512F__)
+    if constexpr (sizeof v == 64 && sizeof(A) == 4) return bit_cast<Vec<A, W>>(_mm512_sqrt_ps(bit_cast<__m512>(v)));
+    if constexpr (sizeof v == 64 && sizeof(A) == 8) return bit_cast<Vec<A, W>>(_mm512_sqrt_pd(bit_cast<__m512d>(v)));
+#endif
+#if defined(__AVX__)
+    if constexpr (sizeof v == 32 && sizeof(A) == 4) return bit_cast<Vec<A, W>>(_mm256_sqrt_ps(bit_cast<__m256>(v)));
+    if constexpr (sizeof v == 32 && sizeof(A) == 8) return bit_cast<Vec<A, W>>(_mm256_sqrt_pd(bit_cast<__m256d>(v)));
+#endif
+#if defined(__x86_64__)
+    if constexpr (sizeof v == 16 && sizeof(A) == 4) return bit_cast<Vec<A, W>>(_mm_sqrt_ps(bit_cast<__m128>(v)));
+    if constexpr (sizeof v == 16 && sizeof(A) == 8) return bit_cast<Vec<A, W>>(_mm_sqrt_pd(bit_cast<__m128d>(v)));
+#endif
+    Vec<A, W> r;
+    for (int i = 0; i < W; i++) r[i] = std::sqrt(v[i]);
+    return r;
+  }
+}
+
+// -- memory -----------------------------------------------------------------------------------------------------------
+
+// Asks for the cache lines of `bytes` at p. LEVEL 1: into L1, 2: into L2. Never faults, so p may be any address.
+template <int LEVEL> FUNCREC_INLINE void prefetch(const void* p, int64_t bytes) {
+  const char* at = static_cast<const char*>(p);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, LEVEL == 1 ? 3 : 2);
+  asm volatile("");  // GCC takes a function that only prefetches for one without effect, and drops calls to it
+}
+
+// Reads the byte at p, which must be readable, and waits for nothing: a fetch into L1 that is never given up.
+FUNCREC_INLINE void touch(const void* p) { (void)*static_cast<const volatile char*>(p); }
+
+// A store past the caches where there is one; p is aligned to the vector. Followed by `stream_end` before others read.
+template <int W, class A> FUNCREC_INLINE void stream(A* p, const Vec<A, W>& v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof v == 64) return _mm512_stream_si512(reinterpret_cast<__m512i*>(p), bit_cast<__m512i>(v));
+#endif
+#if defined(__AVX__)
+  if constexpr (sizeof v == 32) return _mm256_stream_si256(reinterpret_cast<__m256i*>(p), bit_cast<__m256i>(v));
+#endif
+#if defined(__x86_64__)
+  if constexpr (sizeof v == 16) return _mm_stream_si128(reinterpret_cast<__m128i*>(p), bit_cast<__m128i>(v));
+#endif
+  store<W>(p, v);
+}
+
+inline void stream_end() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace funcrec

@@ -1,0 +1,215 @@
+// The fused update: for every row that a cotangent names, its gradients are summed in order, the rule is applied and the
+// row is written once. Work is handed out by classes of rows, so no two threads share a row nor a line of its slots, and
+// the bits depend neither on the threads nor on the classes.
+#pragma once
+#include "group.h"
+#include "rules.h"
+
+namespace funcrec {
+
+constexpr int64_t FETCH_AHEAD = 32;  // entries between the fetch of what one needs into L2 and its use
+constexpr int64_t LEAST_PART = 256;  // entries that are worth an item of work of their own
+
+// A table, its slots, and the key of its random bits, or none.
+struct Trained {
+  Table table;
+  Vector slots[3];
+  const int64_t* key;
+};
+
+// -- rows of 16 bits: read into f32 and written back -------------------------------------------------------------
+
+// SplitMix64's finaliser.
+template <class U> FUNCREC_INLINE U mix(U z) {
+  z = (z ^ (z >> 30)) * uint64_t(0xBF58476D1CE4E5B9);
+  z = (z ^ (z >> 27)) * uint64_t(0x94D049BB133111EB);
+  return z ^ (z >> 31);
+}
+
+// bits[c]: the 16 random bits of column c of a row; room for dim rounded up to 32.
+inline void random_bits(uint64_t key, uint64_t row, int64_t dim, uint16_t* bits) {
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "four columns' bits lie in a word from the least");
+  constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15;
+  using U = Vec<uint64_t, 8>;
+  const uint64_t words = (dim + 3) / 4;
+  U z = key + GAMMA * (row * words + 1 + U{0, 1, 2, 3, 4, 5, 6, 7});
+  for (uint64_t q = 0; q < words; q += 8, z += 8 * GAMMA) {
+    const U h = mix(z);
+    std::memcpy(bits + 4 * q, &h, sizeof h);
+  }
+}
+
+// v rounded up or down at random: bits that are cut off are carried as often as their value says. NaN and inf stay.
+template <int W> FUNCREC_INLINE void store_random(Bf16* p, const Vec<float, W>& v, const Vec<uint32_t, W>& random) {
+  using U = Vec<uint32_t, W>;
+  const U u = bit_cast<U>(v), kept = ((u + random) >> 16) << 16;
+  store<W>(p, bit_cast<Vec<float, W>>(U(choose<W>((u & 0x7f800000u) == 0x7f800000u, u, kept))));
+}
+template <int W> FUNCREC_INLINE void store_random(Half* p, const Vec<float, W>& v, const Vec<uint32_t, W>& random) {
+  using U = Vec<uint32_t, W>;
+  const U u = bit_cast<U>(v), kept = (u + (random & 0x1fffu)) & ~0x1fffu;
+  store<W>(p, bit_cast<Vec<float, W>>(U(choose<W>((u & 0x7f800000u) == 0x7f800000u, u, kept))));
+}
+
+// D: as in rules.h, the row's length where the compiler knows it, else 0.
+template <class E, int D> void read_row(const char* from, float* to, int64_t length) {
+  constexpr int W = LANES<float>;
+  const int64_t dim = D ? D : length;
+  const E* p = reinterpret_cast<const E*>(from);
+  int64_t i = 0;
+  for (; i + W <= dim; i += W) store<W>(to + i, load<W>(p + i));
+  for (; i < dim; i++) to[i] = load<1>(p + i);
+}
+
+// bits: null to round to the nearest.
+template <class E, int D> void write_row(char* to, const float* from, int64_t length, const uint16_t* bits) {
+  constexpr int W = LANES<float>;
+  const int64_t dim = D ? D : length;
+  E* p = reinterpret_cast<E*>(to);
+  int64_t i = 0;
+  if (bits) {
+    for (; i + W <= dim; i += W) store_random<W>(p + i, load<W>(from + i), load_u16<W>(bits + i));
+    for (; i < dim; i++) store_random<1>(p + i, from[i], load_u16<1>(bits + i));
+  } else {
+    for (; i + W <= dim; i += W) store<W>(p + i, load<W>(from + i));
+    for (; i < dim; i++) store<1>(p + i, from[i]);
+  }
+}
+
+template <int D> struct Codec {
+  void (*read)(const char*, float*, int64_t) = nullptr;  // null: rows are used where they are
+  void (*write)(char*, const float*, int64_t, const uint16_t*) = nullptr;
+  explicit Codec(int64_t dtype) {
+    if (dtype == F16) read = read_row<Half, D>, write = write_row<Half, D>;
+    if (dtype == BF16) read = read_row<Bf16, D>, write = write_row<Bf16, D>;
+  }
+};
+
+// -- one class of rows -------------------------------------------------------------------------------------------
+
+template <class A, class Rule, int D> void update_rows(const Trained& t, const Group& g, const Rule& rule, int64_t block) {
+  thread_local Scratch<A> row_memory;
+  thread_local Scratch<uint16_t> bits_memory;
+  const int64_t dim = D ? D : t.table.dim, element = t.table.dtype == F64 ? 8 : t.table.dtype == F32 ? 4 : 2;
+  const Codec<D> codec(t.table.dtype);
+  const int64_t row_bytes = dim * element, first = block << BLOCK_BITS, room = (dim + 31) / 32 * 32;
+  A *const sum = row_memory.need(3 * room), *const wide = sum + room;
+  uint16_t* const bits = t.key ? bits_memory.need(room) : nullptr;
+  const Entry* const e = g.entries;
+  const auto slot = [&](int64_t row, int i) { return t.slots[i].as<A>() + (Rule::width[i] == WIDE ? row * dim : row); };
+  // Inlined by force: GCC takes a function that only fetches for one without effect, and drops its calls.
+  const auto fetch = [&](int64_t k) __attribute__((always_inline)) {
+    if (k >= g.size) return;
+    const int64_t row = first + e[k].row;
+    prefetch<2>(t.table.data + row * row_bytes, row_bytes);
+    prefetch<2>(g.gradient(e[k]), dim * (g.is_wide ? 8 : 4));
+    for (int i = 0; i < Rule::slots; i++) prefetch<2>(slot(row, i), Rule::width[i] == WIDE ? dim * sizeof(A) : 1);
+  };
+  for (int64_t k = 0; k < FETCH_AHEAD; k++) fetch(k);
+  for (int64_t k = 0, end = 0; k < g.size; k = end) {
+    const int64_t row = first + e[k].row;
+    do fetch(end + FETCH_AHEAD);
+    while (++end < g.size && e[end].row == e[k].row);
+    char* const at = t.table.data + row * row_bytes;
+    Row<A> r{reinterpret_cast<A*>(at), g.sum<A>(k, end, dim, sum), {}, wide + room, dim, A(end - k)};
+    for (int i = 0; i < Rule::slots; i++) r.s[i] = slot(row, i);
+    if constexpr (sizeof(A) == 4) {
+      if (codec.read) codec.read(at, r.w = wide, dim);
+    }
+    rule.template apply<D>(r);
+    if constexpr (sizeof(A) == 4) {
+      if (!codec.write) continue;
+      if (t.key) random_bits(*t.key, row, dim, bits);
+      codec.write(at, wide, dim, bits);
+    }
+  }
+}
+
+template <class A> void update_class(const Terms& terms, const Trained& t, const Class& c, int64_t number, const Hyper& hyper) {
+  thread_local Group group;
+  group.build(terms, c, t.table.rows);
+  if (group.size == 0) return;
+  with_rule<A>(number, hyper, [&](const auto& rule) {
+    using Rule = std::decay_t<decltype(rule)>;
+    const auto update = [&](auto d) { update_rows<A, Rule, decltype(d)::value>(t, group, rule, c.block); };
+    if constexpr (sizeof(A) == 4) {
+      switch (t.table.dim) {
+        case 16: return update(std::integral_constant<int, 16>());
+        case 32: return update(std::integral_constant<int, 32>());
+        case 64: return update(std::integral_constant<int, 64>());
+        case 128: return update(std::integral_constant<int, 128>());
+      }
+    }
+    update(std::integral_constant<int, 0>());
+  });
+}
+
+// -- all tables --------------------------------------------------------------------------------------------------
+
+// Every table that has entries, cut into classes: enough for the threads, the larger tables into more.
+inline std::vector<Class> classes(const Terms& terms, const std::vector<int64_t>& shapes, int64_t threads) {
+  std::vector<int64_t> sizes;
+  int64_t all = 0;
+  for (const auto& mine : terms.of) {
+    int64_t size = 0;
+    for (const Segment* s : mine) size += most_positions(terms, *s);
+    sizes.push_back(size);
+    all += size;
+  }
+  std::vector<Class> out;
+  for (int64_t t = 0; t < int64_t(sizes.size()); t++) {
+    int64_t parts = 1;
+    while (threads > 1 && all / (4 * threads) < sizes[t] / parts && sizes[t] / parts > LEAST_PART) parts *= 2;
+    for (int64_t block = 0; sizes[t] > 0 && block << BLOCK_BITS < shapes[2 * t]; block++)
+      for (int64_t part = 0; part < parts; part++) out.push_back({t, block, part, parts});
+  }
+  return out;
+}
+
+// The first slot that is not what the rule needs of its table, 3 · table + slot, or -1.
+inline int64_t unfit_slot(const std::vector<Trained>& tables, int64_t number, const double* numbers) {
+  int64_t bad = -1;
+  with_rule<float>(number, {0, 1, numbers}, [&](const auto& rule) {
+    using Rule = std::decay_t<decltype(rule)>;
+    for (int64_t i = int64_t(tables.size()) - 1; i >= 0; i--) {
+      const Table& t = tables[i].table;
+      for (int j = Rule::slots - 1; j >= 0; j--) {
+        const Vector& slot = tables[i].slots[j];
+        const bool fits = slot.dtype == (t.dtype == F64 ? F64 : F32) && slot.size == t.rows * (Rule::width[j] == WIDE ? t.dim : 1);
+        if (!fits) bad = 3 * i + j;
+      }
+    }
+  });
+  return bad;
+}
+
+// `bad` becomes the number of a segment that does not fit, -2 - 3 · table - slot for a slot, else -1; then nothing is written.
+// [threads, bad*, rule, lr*, step*, hyper: n and n reals, tables: T and (table, 3 slots, key*) each, terms]
+inline void fused_update(Reader in) {
+  const int64_t threads = in.number();
+  int64_t* bad = in.pointer<int64_t>();
+  const int64_t number = in.number();
+  const double lr = *in.pointer<double>(), t = double(*in.pointer<int64_t>() + 1);
+  std::vector<double> numbers(in.number());
+  for (double& x : numbers) x = in.real();
+  std::vector<Trained> tables(in.number());
+  std::vector<int64_t> shapes;
+  for (Trained& each : tables) {
+    each.table = in.table();
+    for (Vector& slot : each.slots) slot = in.vector();
+    each.key = in.pointer<int64_t>();
+    shapes.insert(shapes.end(), {each.table.rows, each.table.dim});
+  }
+  const Terms terms(in, shapes, bad);
+  const int64_t slot = unfit_slot(tables, number, numbers.data());
+  if (slot >= 0 && *bad < 0) *bad = -2 - slot;
+  if (*bad != -1) return;
+  const std::vector<Class> work = classes(terms, shapes, threads);
+  parallel_for(threads, work.size(), [&](int64_t i) {
+    const Trained& mine = tables[work[i].table];
+    if (mine.table.dtype == F64) update_class<double>(terms, mine, work[i], number, {lr, t, numbers.data()});
+    else update_class<float>(terms, mine, work[i], number, {double(float(lr)), double(float(t)), numbers.data()});
+  });
+}
+
+}  // namespace funcrec

@@ -1,0 +1,128 @@
+"""The static part of an operation's arguments, as records and as the flat integers that a torch schema can hold.
+
+pooled lookups are described by a Feature each; a table's cotangent is a sum of Segments; an update has a Rule.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Feature(NamedTuple):
+    """One feature of a pooled lookup.
+
+    table, rows: which of the tables, which buffer of rows. first_bag: its bags are offsets[first_bag : first_bag + B + 1].
+    max_length: ids read per bag, 0 for all. mean, weighted: how s_i is made. column: its first column of the output.
+    """
+
+    table: int
+    rows: int
+    first_bag: int
+    max_length: int
+    mean: bool
+    weighted: bool
+    column: int
+
+
+class Segment(NamedTuple):
+    """One term of a table's cotangent: entries (rows[i], s_i · d[b, column : column + D]).
+
+    table, d, rows, offsets, weights: numbers in the lists of tensors; offsets -1: entry i belongs to d[i], and there are
+    `num_bags` of them; weights -1: none. The rest as in Feature.
+    """
+
+    table: int
+    d: int
+    column: int
+    rows: int
+    offsets: int
+    first_bag: int
+    num_bags: int
+    max_length: int
+    mean: bool
+    weights: int
+
+
+class Terms(NamedTuple):
+    """The cotangents of several tables, not written out: tensors, and the segments that say how they belong together."""
+
+    d: list[Tensor]
+    rows: list[Tensor]
+    offsets: list[Tensor]
+    weights: list[Tensor]
+    segments: list[Segment]
+
+    def flat(self) -> tuple:
+        return *self[:4], flatten(self.segments)
+
+
+class Rule(NamedTuple):
+    """A rule that implementations know: its slots and its hyper-parameters, in the order in which they are passed."""
+
+    slots: tuple[str, ...]
+    hyper: tuple[str, ...]
+
+
+_ADAM = Rule(("mean", "square"), ("b1", "b2", "eps", "weight_decay"))
+RULES = {
+    "sgd": Rule((), ("weight_decay",)),
+    "momentum": Rule(("momentum",), ("momentum", "weight_decay", "nesterov")),
+    "lars_sgd": Rule(("momentum",), ("eta", "momentum", "weight_decay")),
+    "lion": Rule(("mean",), ("b1", "b2", "weight_decay")),
+    "adagrad": Rule(("sum",), ("eps", "weight_decay")),
+    "rowwise_adagrad": Rule(("sum",), ("eps", "weight_decay", "decay", "max_norm")),
+    "rowwise_adagrad_counter": Rule(("sum", "counter", "last"), ("half_life", "eps", "weight_decay", "decay")),
+    "rowwise_adagrad_cowclip": Rule(("sum",), ("clip_ratio", "lower_bound", "eps", "weight_decay", "decay")),
+    "rmsprop": Rule(("square", "momentum"), ("b2", "eps", "momentum", "weight_decay")),
+    "ftrl": Rule(("z", "sum"), ("beta", "l1", "l2")),
+    **dict.fromkeys(("adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"), _ADAM),
+}
+
+
+def flatten(records: Sequence[NamedTuple]) -> list[int]:
+    return [int(x) for record in records for x in record]
+
+
+def features_of(flat: Sequence[int]) -> list[Feature]:
+    return [Feature(*flat[i : i + 4], *map(bool, flat[i + 4 : i + 6]), flat[i + 6]) for i in range(0, len(flat), 7)]
+
+
+def segments_of(flat: Sequence[int]) -> list[Segment]:
+    return [Segment(*flat[i : i + 8], bool(flat[i + 8]), flat[i + 9]) for i in range(0, len(flat), 10)]
+
+
+def width_of(features: Sequence[Feature], tables: Sequence[Tensor]) -> int:
+    """The number of columns of a pooled lookup's output."""
+    return max((f.column + tables[f.table].shape[1] for f in features), default=0)
+
+
+def is_padded(segment: Segment, num_ids: int) -> bool:
+    """Whether a segment of bags is written out as `max_length` entries per bag; else it is an entry per position."""
+    return 0 < segment.max_length * segment.num_bags <= max(num_ids, segment.num_bags)
+
+
+def capacity_of(segment: Segment, num_ids: int) -> int:
+    """How many entries a segment is given, from shapes alone; `num_ids` is the length of its buffer of rows."""
+    if segment.offsets < 0:
+        return segment.num_bags
+    return segment.max_length * segment.num_bags if is_padded(segment, num_ids) else num_ids
+
+
+def capacities(segments: Sequence[Segment], rows: Sequence[Tensor], num_tables: int) -> list[int]:
+    """The entries of each table."""
+    total = [0] * num_tables
+    for s in segments:
+        total[s.table] += capacity_of(s, rows[s.rows].shape[0])
+    return total
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """f32 for f32, f16 and bf16 tables, f64 for f64: what sums, rules and slots are computed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    """f64 when one of the tensors is, else f32."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32

@@ -1,0 +1,187 @@
+"""Implementations as torch operators: `torch.ops.funcrec_<implementation>.<name>`, opaque to a compiler.
+
+An implementation is a module with the functions of `SCHEMAS` (those that it has). Its operators know their shapes
+without running, are mapped over a batch by a loop, and have no derivative: `ops` refuses to be differentiated through one.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+
+import torch
+from funcrec.kernels.forms import accumulation_dtype, capacities, features_of, segments_of, widest, width_of
+from torch import Tensor
+
+MODULES = {name: f"funcrec.kernels.{name}" for name in ("reference", "cpp", "triton", "fbgemm")}
+
+TERMS = "Tensor[] d, Tensor[] rows, Tensor[] offsets, Tensor[] weights, int[] segments"
+_RULE = "Tensor lr, Tensor step, Tensor? key, str rule, float[] hyper"
+SCHEMAS = {
+    "pooled_lookup": "(Tensor[] tables, Tensor[] rows, Tensor offsets, Tensor? weights, int[] features, int num_bags) -> Tensor",
+    "pooled_lookup_weights": "(Tensor d_out, Tensor[] tables, Tensor[] rows, Tensor offsets, Tensor weights, int[] features) -> Tensor",
+    "gather_rows": "(Tensor table, Tensor rows) -> Tensor",
+    "scatter_rows": "(Tensor table, Tensor rows, Tensor count, Tensor new) -> Tensor",
+    "scatter_rows_": "(Tensor(a!) table, Tensor rows, Tensor count, Tensor new) -> ()",
+    "expand": f"({TERMS}, int[] shapes) -> Tensor[]",
+    "coalesce": f"({TERMS}, int[] shapes) -> Tensor[]",
+    "fused_update": f"(Tensor[] tables, Tensor[] slots, {TERMS}, {_RULE}) -> Tensor[]",
+    "fused_update_": f"(Tensor(a!)[] tables, Tensor(b!)[] slots, {TERMS}, {_RULE}) -> ()",
+    "take_ranges": "(Tensor values, Tensor starts, Tensor lengths, int capacity) -> (Tensor, Tensor)",
+    "bucketize": "(Tensor rows, Tensor offsets, Tensor? weights, int num_shards, int block) -> (Tensor, Tensor, Tensor, Tensor)",
+    "to_padded": "(Tensor values, Tensor offsets, int max_length, float fill) -> Tensor",
+    "from_padded": "(Tensor padded, Tensor offsets, int capacity) -> Tensor",
+}
+IN_PLACE = {"scatter_rows": "scatter_rows_", "fused_update": "fused_update_"}  # the pure one is made of its twin
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------
+
+
+def _pooled_lookup(tables, rows, offsets, weights, features, num_bags):
+    features = features_of(features)
+    dtype = widest([tables[f.table] for f in features])
+    return offsets.new_empty((num_bags, width_of(features, tables)), dtype=dtype)
+
+
+def _expand(d, rows, offsets, weights, segments, shapes):
+    sizes = capacities(segments_of(segments), rows, len(shapes) // 2)
+    return [x for k, dim in zip(sizes, shapes[1::2], strict=True) for x in _entries(k, dim, d, rows)]
+
+
+def _coalesce(d, rows, offsets, weights, segments, shapes):
+    out = []
+    sizes = capacities(segments_of(segments), rows, len(shapes) // 2)
+    for k, num_rows, dim in zip(sizes, shapes[::2], shapes[1::2], strict=True):
+        distinct, grads = _entries(min(k, num_rows), dim, d, rows)
+        out += [distinct, grads, distinct.new_empty(()), torch.empty_like(distinct)]
+    return out
+
+
+def _entries(capacity, dim, d, rows):
+    like = (*d, *rows, torch.empty(0))[0]
+    dtype = accumulation_dtype(d[0].dtype) if d else torch.float32
+    return like.new_empty(capacity, dtype=torch.int64), like.new_empty((capacity, dim), dtype=dtype)
+
+
+def _take_ranges(values, starts, lengths, capacity):
+    taken = values.new_empty((capacity, *values.shape[1:]))
+    return taken, lengths.new_empty(lengths.shape[0] + 1, dtype=torch.int64)
+
+
+def _bucketize(rows, offsets, weights, num_shards, block):
+    lengths = rows.new_empty(num_shards * (offsets.shape[0] - 1), dtype=torch.int64)
+    moved = rows.new_empty(0, dtype=torch.float32) if weights is None else torch.empty_like(weights)
+    return torch.empty_like(rows), lengths, moved, torch.empty_like(rows, dtype=torch.int64)
+
+
+FAKES: dict[str, Callable] = {
+    "pooled_lookup": _pooled_lookup,
+    "pooled_lookup_weights": lambda d_out, tables, rows, offsets, weights, features: torch.empty_like(weights),
+    "gather_rows": lambda table, rows: table.new_empty(
+        (rows.shape[0], table.shape[1]), dtype=accumulation_dtype(table.dtype)
+    ),
+    "scatter_rows": lambda table, rows, count, new: torch.empty_like(table),
+    "expand": _expand,
+    "coalesce": _coalesce,
+    "fused_update": lambda tables, slots, *rest: [torch.empty_like(x) for x in (*tables, *slots)],
+    "take_ranges": _take_ranges,
+    "bucketize": _bucketize,
+    "to_padded": lambda values, offsets, max_length, fill: values.new_empty(
+        (offsets.shape[0] - 1, max_length, *values.shape[1:])
+    ),
+    "from_padded": lambda padded, offsets, capacity: padded.new_empty((capacity, *padded.shape[2:])),
+}
+
+
+# -- registration ------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def load(implementation: str) -> object:
+    """The module of an implementation; but for the reference its operators are defined by this call, once."""
+    module = importlib.import_module(MODULES[implementation])
+    if implementation != "reference":
+        _define(f"funcrec_{implementation}", module)
+    return module
+
+
+def operator(implementation: str, name: str) -> Callable | None:
+    """What to call: the reference's own function, or the operator; None when the implementation has no such function."""
+    module = load(implementation)
+    if implementation == "reference":
+        return getattr(module, name, None)
+    if not hasattr(module, IN_PLACE.get(name, name)):
+        return None
+    return getattr(getattr(torch.ops, f"funcrec_{implementation}"), name).default
+
+
+def twin(target: object) -> tuple[Callable, int] | None:
+    """For a pure operator that has a form in place: that, as a function, and how many of the arguments it writes to."""
+    if not isinstance(target, torch._ops.OpOverload) or not target.namespace.startswith("funcrec_"):
+        return None
+    return _twins.get(target._schema.name)
+
+
+_libraries: dict[str, torch.library.Library] = {}  # an operator lives as long as its library
+_twins: dict[str, tuple[Callable, int]] = {}
+
+
+def _define(namespace: str, module: object) -> None:
+    for name, schema in SCHEMAS.items():
+        written = IN_PLACE.get(name, name)
+        if not hasattr(module, written):
+            continue
+        run, in_place = getattr(module, written), None
+        if name in IN_PLACE:
+            run, in_place = _pure(run, name), run
+        define(namespace, name, schema, run, FAKES.get(name, lambda *args: None), in_place=in_place)
+
+
+def define(
+    namespace: str, name: str, schema: str, run: Callable, fake: Callable, *, in_place: Callable | None = None
+) -> None:
+    """An operator `torch.ops.<namespace>.<name>`; `in_place` takes the same arguments and writes to the first, lists of tensors."""
+    library = _libraries.get(namespace) or _libraries.setdefault(namespace, torch.library.Library(namespace, "DEF"))
+    library.define(name + schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
+    library.impl(name, run, "CPU")
+    library.impl(name, run, "CUDA")
+    library.impl(name, fake, "Meta")
+    if in_place is not None:
+        _twins[f"{namespace}::{name}"] = in_place, 1 if name == "scatter_rows" else 2
+    if not name.endswith("_"):
+        loop = functools.partial(_loop, getattr(getattr(torch.ops, namespace), name).default)
+        torch.library.register_vmap(f"{namespace}::{name}", loop, lib=library)
+
+
+def _pure(in_place: Callable, name: str) -> Callable:
+    """The operation on copies of what it writes to."""
+    if name == "scatter_rows":
+
+        def scatter_rows(table, *rest):
+            out = table.clone()
+            in_place(out, *rest)
+            return out
+
+        return scatter_rows
+
+    def fused_update(tables, slots, *rest):
+        new_tables, new_slots = [t.clone() for t in tables], [s.clone() for s in slots]
+        in_place(new_tables, new_slots, *rest)
+        return new_tables + new_slots
+
+    return fused_update
+
+
+def _loop(op: Callable, info, in_dims, *args):
+    """One call for each member of the batch, and their results stacked."""
+    members = [op(*(_member(x, d, i) for x, d in zip(args, in_dims, strict=True))) for i in range(info.batch_size)]
+    if isinstance(members[0], Tensor):
+        return torch.stack(members), 0
+    stacked = [torch.stack(parts) for parts in zip(*members, strict=True)]
+    return (stacked, [0] * len(stacked)) if isinstance(members[0], list) else (tuple(stacked), (0,) * len(stacked))
+
+
+def _member(x, dim, index: int):
+    if isinstance(x, (list, tuple)) and isinstance(dim, (list, tuple)):
+        return [_member(y, d, index) for y, d in zip(x, dim, strict=True)]
+    return x if dim is None else x.select(dim, index).contiguous()

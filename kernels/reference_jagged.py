@@ -1,0 +1,75 @@
+"""The operations on jagged buffers in plain torch: out of place, static shapes, no host read.
+
+Shapes: B bags, N buffer length, C capacity of an output, L places of a padded bag, S shards.
+"""
+
+import torch
+from torch import Tensor
+
+
+def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    offsets = _offsets_of(lengths)
+    if values.shape[0] == 0 or starts.shape[0] == 0:
+        return values.new_zeros((capacity, *values.shape[1:])), offsets
+    place = torch.arange(capacity, device=offsets.device)
+    bag = torch.searchsorted(offsets, place, right=True) - 1
+    inside = bag < starts.shape[0]
+    bag = bag.clamp(max=starts.shape[0] - 1)
+    source = starts.index_select(0, bag) + place - offsets.index_select(0, bag)
+    inside = inside & (source >= 0) & (source < values.shape[0])
+    taken = values.index_select(0, torch.where(inside, source, 0))
+    return torch.where(_like(inside, values), taken, values.new_zeros(())), offsets
+
+
+def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float) -> Tensor:
+    position = offsets[:-1, None] + torch.arange(max_length, device=offsets.device, dtype=offsets.dtype)
+    inside = (position < offsets[1:, None]) & (position >= 0) & (position < values.shape[0])
+    if values.shape[0] == 0:
+        return values.new_full((*position.shape, *values.shape[1:]), fill)
+    taken = values.index_select(0, position.clamp(0, values.shape[0] - 1).flatten()).unflatten(0, position.shape)
+    return torch.where(_like(inside, taken), taken, torch.full((), fill, dtype=values.dtype, device=values.device))
+
+
+def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
+    num_bags, max_length = padded.shape[:2]
+    place = torch.arange(capacity, device=offsets.device, dtype=offsets.dtype)
+    if num_bags * max_length == 0:
+        return padded.new_zeros((capacity, *padded.shape[2:]))
+    bag = torch.searchsorted(offsets, place, right=True) - 1
+    inside = (bag >= 0) & (bag < num_bags)
+    bag = bag.clamp(0, num_bags - 1)
+    column = place - offsets.index_select(0, bag)
+    inside = inside & (column < max_length)
+    taken = padded.flatten(0, 1).index_select(0, bag * max_length + column.clamp(0, max_length - 1))
+    return torch.where(_like(inside, taken), taken, padded.new_zeros(()))
+
+
+def bucketize(
+    rows: Tensor, offsets: Tensor, weights: Tensor | None, num_shards: int, block: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_bags, num_ids = offsets.shape[0] - 1, rows.shape[0]
+    place = torch.arange(num_ids, device=rows.device)
+    bag = torch.searchsorted(offsets, place, right=True) - 1
+    owner = torch.div(rows, block, rounding_mode="floor").long()
+    counts = (bag >= 0) & (bag < num_bags) & (owner >= 0) & (owner < num_shards)
+    bucket = torch.where(counts, owner * num_bags + bag, num_shards * num_bags)
+    order = torch.sort(bucket, stable=True).indices
+    lengths = torch.zeros(num_shards * num_bags + 1, dtype=torch.int64, device=rows.device)
+    lengths = lengths.scatter_add(0, bucket, counts.long())[:-1]
+    kept = counts.index_select(0, order)
+    local = torch.where(kept, (rows - owner.to(rows.dtype) * block).index_select(0, order), 0)
+    moved = rows.new_zeros(0, dtype=torch.float32)
+    if weights is not None:
+        moved = torch.where(kept, weights.index_select(0, order), weights.new_zeros(()))
+    positions = torch.where(counts, torch.zeros_like(place).scatter(0, order, place), -1)
+    return local, lengths, moved, positions
+
+
+def _offsets_of(lengths: Tensor) -> Tensor:
+    """i64[B + 1] from lengths i[B]."""
+    return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+
+
+def _like(mask: Tensor, x: Tensor) -> Tensor:
+    """mask with as many dimensions as x."""
+    return mask.reshape(mask.shape + (1,) * (x.dim() - mask.dim()))

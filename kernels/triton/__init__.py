@@ -1,0 +1,33 @@
+"""The operations on tables as Triton kernels, for CUDA (and ROCm) devices.
+
+Importing this package imports triton; nothing else in funcrec does. The functions have the flat form that every
+implementation has. Common to all of them:
+ - sums run in f32 (f64 for f64 tables), each bag's and each row's terms in the order of their positions; no float is
+   added atomically, so the same arguments give the same bits. One exception is told in `group`: runs of more than
+   `group.CHUNK` entries of one row are summed in chunks;
+ - nothing is read on the host and no shape depends on a value: every function can be captured in a CUDA graph;
+ - one launch serves many tables: their addresses travel as kernel arguments into a small tensor (`launch.pack`).
+
+With TRITON_INTERPRET=1 in the environment when this package is imported, the kernels run in triton's interpreter on CPU
+tensors, slowly: that is how they are tested without a device. Without it CPU tensors are refused.
+"""
+
+import importlib.util
+
+if importlib.util.find_spec("triton") is None:
+    raise ImportError(
+        "funcrec.kernels.triton: triton is not installed.\n"
+        "  got   no module named triton\n"
+        "  need  triton >= 3.6, which torch's CUDA wheels bring\n"
+        '  try   pip install triton, or implementation="reference"'
+    )
+
+from funcrec.kernels.triton.jagged import bucketize, from_padded, take_ranges, to_padded
+from funcrec.kernels.triton.lookup import gather_rows, pooled_lookup, pooled_lookup_weights, scatter_rows_
+from funcrec.kernels.triton.segments import coalesce, expand
+from funcrec.kernels.triton.update import fused_update_
+
+__all__ = [
+    "bucketize", "coalesce", "expand", "from_padded", "fused_update_", "gather_rows", "pooled_lookup",
+    "pooled_lookup_weights", "scatter_rows_", "take_ranges", "to_padded",
+]  # fmt: skip

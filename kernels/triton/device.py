@@ -1,0 +1,129 @@
+"""What the kernels share on the device: searches, bags, sums, IEEE division and root, random bits.
+
+Addresses are i64 and become pointers where they are used; all positions are i64.
+"""
+
+import functools
+
+import triton
+import triton.language as tl
+
+GAMMA = tl.constexpr(-7046029254386353131)  # SplitMix64's constants as i64
+MIX_1 = tl.constexpr(-4658895280553007687)
+MIX_2 = tl.constexpr(-7723592293110705685)
+
+# Sizes of data: kernels are not compiled anew when one of them becomes 1 or a multiple of 16.
+SIZES = (
+    "size", "capacity", "steps", "slots", "num_bags", "num_rows", "num_ids", "num_values", "num_tables", "num_segments",
+    "num_shards", "block", "nothing", "first_key", "behind_key", "first_bag", "behind_bag", "max_length", "mean", "count",
+)  # fmt: skip
+kernel = functools.partial(triton.jit, do_not_specialize=SIZES)
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def plus(a, b):
+    return a + b
+
+
+@triton.jit
+def lanes(LANES: tl.constexpr):
+    """i64[LANES]: this program's positions along axis 0."""
+    return tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+
+
+@triton.jit
+def upper_bound(array, low, high, value, steps):
+    """For each lane the first place in [low, high) whose element is above `value`, else high."""
+    for _ in range(steps):
+        searching = low < high
+        middle = (low + high) // 2
+        above = tl.load(array + middle, mask=searching, other=0).to(tl.int64) > value
+        high = tl.where(searching & above, middle, high)
+        low = tl.where(searching & (above == 0), middle + 1, low)
+    return low
+
+
+@triton.jit
+def bag_bounds(offsets, bag, inside, num_ids, max_length):
+    """(begin, length) of bags: within [0, num_ids], cut to max_length (0 for all), 0 where bounds descend."""
+    begin = tl.load(offsets + bag, mask=inside, other=0).to(tl.int64)
+    end = tl.load(offsets + bag + 1, mask=inside, other=0).to(tl.int64)
+    begin = tl.minimum(tl.maximum(begin, 0), num_ids)
+    end = tl.minimum(tl.maximum(end, 0), num_ids)
+    length = tl.maximum(end - begin, 0)
+    return begin, tl.where(max_length > 0, tl.minimum(length, max_length), length)
+
+
+@triton.jit
+def pointers(address, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """Pointers [rows, 1] from addresses [rows] that are multiples of ALIGN bytes."""
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE))[:, None], (ALIGN, ALIGN))
+
+
+@triton.jit
+def rows_at(address, row, DIM: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """Pointers [rows, 1] to the first of DIM numbers of a row, in the table (or each row's table) at `address`."""
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    return pointers(address + row * (DIM * BYTES), DTYPE, ALIGN)
+
+
+@triton.jit
+def divide(x, y):
+    """x / y, rounded to nearest: `/` on f32 is an approximation. y is a tensor, x a tensor or a number."""
+    if y.dtype == tl.float32:
+        return tl.div_rn(x, y)
+    else:
+        return x / y
+
+
+@triton.jit
+def root(x):
+    """√x, rounded to nearest."""
+    if x.dtype == tl.float32:
+        return tl.sqrt_rn(x)
+    else:
+        return tl.sqrt(x)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """x in DTYPE, to nearest, ties to even. To bf16 by its bits: triton's interpreter would cut them off."""
+    if tl.bfloat16 == DTYPE:
+        number = x.to(tl.float32).to(tl.int32, bitcast=True)
+        finite = (number & 0x7F800000) != 0x7F800000
+        near = (number + 0x7FFF + ((number >> 16) & 1)) & -65536  # 0xFFFF0000
+        return tl.where(finite, near, number).to(tl.float32, bitcast=True).to(DTYPE)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def mix(z):
+    """SplitMix64's finaliser on i64, whose right shifts bring in zeros."""
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * MIX_1
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * MIX_2
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def random_bits(key, row, column, DIM: tl.constexpr):
+    """i32[rows, columns] in [0, 2¹⁶): four columns share one number of the key's sequence."""
+    quads: tl.constexpr = (DIM + 3) // 4
+    number = mix(key[:, None] + (row[:, None] * quads + (column // 4)[None, :] + 1) * GAMMA)
+    return ((number >> (16 * (column % 4))[None, :]) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def round_stochastically(x, bits, DTYPE: tl.constexpr):
+    """f32 to f16 or bf16, up with the probability of the part that is cut off; inf and NaN stay."""
+    number = x.to(tl.int32, bitcast=True)
+    finite = (number & 0x7F800000) != 0x7F800000
+    # the bits that the format keeps: 16 of bf16, 19 of f16 (and one rounding more where f16 is subnormal)
+    CUT: tl.constexpr = 0xFFFF if tl.bfloat16 == DTYPE else 0x1FFF
+    cut = (number + (bits & CUT)) & (-1 - CUT)
+    return tl.where(finite, cut, number).to(tl.float32, bitcast=True).to(DTYPE)

@@ -1,0 +1,110 @@
+"""What the kernels share on the host: launching, integers on the device, tiles, errors.
+
+A tile is `rows` × `columns` numbers held by one program; columns is a power of two.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # as the kernels of this package were when they were decorated
+DTYPES = {
+    torch.float32: tl.float32, torch.float64: tl.float64, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
+    torch.int32: tl.int32, torch.int64: tl.int64,
+}  # fmt: skip
+TILE = 1024  # numbers per program: 8 per thread, two loads of 16 bytes in flight
+TILE_ROWS_MAX = 128
+BLOCK = 512  # lanes of the kernels over positions
+PACKED = 64  # integers per launch of `pack`, two arguments of 4 bytes each
+HALF = 2**29 - 1
+
+
+class Tile(NamedTuple):
+    rows: int
+    columns: int
+    num_warps: int
+
+    def over(self, num_rows: int) -> int:
+        """Programs that cover so many rows."""
+        return cdiv(num_rows, self.rows)
+
+
+def tile(dim: int, *, whole_rows: bool = False) -> Tile:
+    """A tile for rows of `dim` numbers; with `whole_rows` one program holds every column."""
+    columns = triton.next_power_of_2(max(dim, 1))
+    columns = columns if whole_rows else min(columns, TILE)
+    return Tile(max(1, min(TILE // columns, TILE_ROWS_MAX)), columns, 4 if columns <= 2 * TILE else 8)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def steps(n: int) -> int:
+    """Steps of a binary search among n elements."""
+    return max(n, 0).bit_length()
+
+
+def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
+    """Run `kernel` on the device of its first tensor; a grid of nothing runs nothing.
+
+    Products and sums are not contracted, so that the bits are those of plain arithmetic: memory is the limit.
+    """
+    if 0 in grid:
+        return
+    device = next(a.device for a in args if isinstance(a, Tensor))
+    if device.type == "cpu" and not INTERPRETED:
+        fail("the tensors are on the CPU.", "device cpu", "tensors on a CUDA device", "TRITON_INTERPRET=1, for tests")
+    place = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with place:
+        kernel[grid](*args, enable_fp_fusion=False, **options)
+
+
+def pack(values: Sequence[int], device: torch.device) -> Tensor:
+    """i64[n] on `device`, of values in [0, 2⁵⁸), made of kernel arguments: no copy from the host, so a graph can hold it."""
+    values = [*values, *[0] * (-len(values) % PACKED)]
+    out = torch.empty(len(values), dtype=torch.int64, device=device)
+    for at in range(0, len(values), PACKED):
+        part = values[at : at + PACKED]
+        lows, highs = (tuple(4 * (v >> by & HALF) + 3 for v in part) for by in (0, 29))
+        launch(_pack, (1,), out[at:], lows, highs, num_warps=1)
+    return out
+
+
+@triton.jit
+def _pack(out, lows, highs):
+    # arguments are 4 · half + 3: triton would compile anew for each pattern of ones and of multiples of 16
+    for i in tl.static_range(len(lows)):
+        low, high = tl.full((), lows[i], tl.int64) >> 2, tl.full((), highs[i], tl.int64) >> 2
+        tl.store(out + i, high << 29 | low)
+
+
+def alignment(numbers: Sequence[int]) -> int:
+    """16 if every address and stride (in bytes) is a multiple of it, which allows loads of 16 bytes; else 1."""
+    return 16 if all(n % 16 == 0 for n in numbers) else 1
+
+
+def with_rows(d: Tensor, dtype: torch.dtype) -> Tensor:
+    """d in `dtype`, with its columns side by side."""
+    d = d.to(dtype)
+    return d if d.stride(1) == 1 or d.shape[1] <= 1 else d.contiguous()
+
+
+def contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t.contiguous() for t in tensors]
+
+
+def check_tables(call: str, tables: Sequence[Tensor]) -> None:
+    for i, t in enumerate(tables):
+        if not t.is_contiguous():
+            got = f"shape {list(t.shape)}, strides {list(t.stride())}"
+            fail(f"table {i} is not contiguous.", got, "a contiguous tensor", "table.contiguous()", call)
+
+
+def fail(what: str, got: str, need: str, hint: str, call: str = "funcrec.kernels.triton") -> None:
+    raise ValueError(f"{call}: {what}\n  got   {got}\n  need  {need}\n  try   {hint}")

@@ -1,0 +1,252 @@
+"""The fused update: a row's gradient is summed and its optimizer's rule applied in one program, in place.
+
+    (table[row], slots[row]) <- rule(table[row], Σ of the row's entries, slots[row])
+
+Tables of one dim and dtype share a launch. A program holds a tile of distinct rows; programs behind the last row return
+at once, so the grid is a bound from shapes: min(entries, rows).
+Cost: reads and writes the touched rows and their slots once, reads each entry's gradient once, and sorts the entries.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from funcrec.kernels.forms import accumulation_dtype, capacities, segments_of
+from funcrec.kernels.triton import launch as on
+from funcrec.kernels.triton import rules
+from funcrec.kernels.triton.device import (
+    kernel,
+    lanes,
+    random_bits,
+    round_stochastically,
+    rounded,
+    rows_at,
+    upper_bound,
+)
+from funcrec.kernels.triton.group import CHUNK, Groups, align_of, chunk_sums, group_entries, sum_entries
+from torch import Tensor
+
+CALL = "funcrec.kernels.triton.fused_update_"
+
+
+def fused_update_(
+    tables: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    d: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    segments: Sequence[int],
+    lr: Tensor,
+    step: Tensor,
+    key: Tensor | None,
+    rule: str,
+    hyper: Sequence[float],
+) -> None:
+    """Update the rows that the segments name; rows and slots of others keep every bit.
+
+    Args:
+      slots: the rule's slots of table 0, of table 1, ...; f32 (f64 for f64 tables), [R] or [R, D].
+      lr: f64[]. step: i64[], steps taken before. key: i64[T] rounds 16-bit tables stochastically, None to nearest.
+      hyper: the rule's numbers, in the order of `rules`; each set of them is compiled once.
+
+    Order of sums: see `group`.
+    """
+    num_slots = _check(tables, slots, rule, hyper)
+    rows, offsets, weights = on.contiguous(rows), on.contiguous(offsets), on.contiguous(weights)
+    parts = segments_of(segments)
+    for acc in (torch.float32, torch.float64):
+        mine = [s for s in parts if accumulation_dtype(tables[s.table].dtype) == acc]
+        if not mine:
+            continue
+        # tables of one launch get neighbouring keys
+        kinds = {t: (str(tables[t].dtype), tables[t].shape[1]) for t in {s.table for s in mine}}
+        numbers = sorted(kinds, key=lambda t: (*kinds[t], t))
+        local = [s._replace(table=numbers.index(s.table)) for s in mine]
+        x = {s.d: on.with_rows(d[s.d], acc) for s in mine}
+        x = [x.get(i, d[i]) for i in range(len(d))]
+        g = group_entries(local, x, rows, offsets, weights, [tables[t].shape[0] for t in numbers], acc)
+        scalars, entries = _scalars(lr, step, acc, rule, hyper), capacities(local, rows, len(numbers))
+        first = 0
+        while g is not None and first < len(numbers):
+            last = first + sum(kinds[t] == kinds[numbers[first]] for t in numbers)
+            own = [(tables[t], slots[t * num_slots : (t + 1) * num_slots], t) for t in numbers[first:last]]
+            bounds = (min(entries[i], tables[numbers[i]].shape[0]) for i in range(first, last))
+            capacity = min(sum(bounds), g.keys.shape[0])
+            _update_tables(g, own, range(first, last), capacity, scalars, key, rule, tuple(hyper))
+            first = last
+
+
+def _check(tables: Sequence[Tensor], slots: Sequence[Tensor], rule: str, hyper: Sequence[float]) -> int:
+    """The number of slots of each table."""
+    on.check_tables(CALL, tables)
+    on.check_tables(CALL, slots)
+    if rule not in rules.NUM_SLOTS:
+        names = ", ".join(sorted(rules.NUM_SLOTS))
+        on.fail("`rule` is unknown.", repr(rule), f"one of {names}", 'implementation="reference"', CALL)
+    count = rules.NUM_SLOTS[rule] + (rule == "rmsprop" and hyper[2] != 0)
+    if len(slots) != count * len(tables):
+        on.fail("`slots` has another length.", f"{len(slots)}", f"{count} for each table", "the rule's slots", CALL)
+    for i, s in enumerate(slots):
+        table = tables[i // count]
+        if s.dtype != accumulation_dtype(table.dtype) or s.shape not in (table.shape[:1], table.shape):
+            got = f"{s.dtype}{list(s.shape)} for a table {table.dtype}{list(table.shape)}"
+            on.fail(
+                f"slot {i} does not fit its table.", got, "f32 (f64 for f64), [R] or [R, D]", "the rule's init", CALL
+            )
+    return count
+
+
+def _scalars(lr: Tensor, step: Tensor, acc: torch.dtype, rule: str, hyper: Sequence[float]) -> Tensor:
+    """f[4] on the device: lr, t, 1 - b1ᵗ, 1 - b2ᵗ; the last two are computed in f64."""
+    t = (step + 1).to(torch.float64)
+    betas = hyper[:2] if rule in rules.MOMENTS else (0.0, 0.0)
+    return torch.stack([lr.to(torch.float64), t, *(_correction(b, t) for b in betas)]).to(acc)
+
+
+def _correction(b: float, t: Tensor) -> Tensor:
+    """1 - bᵗ without cancellation."""
+    return -torch.expm1(t * math.log(b)) if b > 0 else torch.ones_like(t)
+
+
+def _update_tables(g: Groups, own, numbers: range, capacity: int, scalars: Tensor, key, rule: str, hyper) -> None:
+    """One launch for tables `numbers`, of one dim and dtype; own: (table, slots, its number in the call) of each."""
+    table = own[0][0]
+    dim, acc = table.shape[1], scalars.dtype
+    layout = tuple(s.dim() == 1 for s in own[0][1])
+    addresses = [table.data_ptr() for table, _, _ in own]
+    for i in range(len(layout)):
+        addresses += [each[i].data_ptr() for _, each, _ in own]
+    packed = on.pack([*addresses, *(t for _, _, t in own)], table.device)
+    chunks = chunk_sums(g, g.bases[numbers[0]], g.bases[numbers[-1] + 1], dim, acc)
+    t = on.tile(dim, whole_rows=True)
+    rounds = key is not None and table.dtype in (torch.float16, torch.bfloat16)
+    on.launch(
+        _update, (t.over(capacity),), packed, len(own), g.packed[numbers[0] :], g.firsts[numbers[0] :], g.keys, g.addresses,
+        g.scales if g.scales is not None else chunks, g.starts, chunks, scalars, key if rounds else packed,
+        on.steps(len(own)), RULE=rule, HYPER=hyper, BY_ROW=layout, TABLE=on.DTYPES[table.dtype],
+        ROUND=rounds, SCALED=g.scales is not None, DIM=dim, CHUNK=CHUNK, TILE_ROWS=t.rows, TILE_COLUMNS=t.columns,
+        ALIGN=on.alignment([align_of(g, dim, acc), dim * table.element_size(), *addresses]), num_warps=t.num_warps,
+    )  # fmt: skip
+
+
+@kernel()
+def _update(
+    packed, num_tables, bases, firsts, keys, addresses, scales, starts, chunks, scalars, random_keys, steps,
+    RULE: tl.constexpr, HYPER: tl.constexpr, BY_ROW: tl.constexpr, TABLE: tl.constexpr, ROUND: tl.constexpr,
+    SCALED: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    ACC: tl.constexpr = chunks.dtype.element_ty
+    u = tl.load(firsts) + lanes(TILE_ROWS)
+    end = tl.load(firsts + num_tables)
+    if tl.load(firsts) + tl.program_id(0).to(tl.int64) * TILE_ROWS >= end:
+        return
+    used = u < end
+    start = tl.load(starts + u, mask=used, other=0)
+    length = tl.load(starts + u + 1, mask=used, other=0) - start
+    number = tl.load(keys + start, mask=used, other=0).to(tl.int64)
+    which = tl.maximum(upper_bound(bases, u * 0, u * 0 + num_tables, number, steps) - 1, 0)
+    row = number - tl.load(bases + which)
+    column = tl.arange(0, TILE_COLUMNS).to(tl.int64)
+    mask = used[:, None] & (column < DIM)[None, :]
+    w_at = rows_at(tl.load(packed + which), row, DIM, TABLE, ALIGN) + column[None, :]
+    w = tl.load(w_at, mask=mask, other=0).to(ACC)
+    g = sum_entries(
+        addresses, scales, chunks, start, length, column, SCALED, DIM, CHUNK, TILE_ROWS, TILE_COLUMNS, ALIGN
+    )
+    at_0 = slot_at(packed, which, num_tables, row, column, 0, BY_ROW, ACC, DIM, ALIGN)
+    at_1 = slot_at(packed, which, num_tables, row, column, 1, BY_ROW, ACC, DIM, ALIGN)
+    at_2 = slot_at(packed, which, num_tables, row, column, 2, BY_ROW, ACC, DIM, ALIGN)
+    s_0 = load_slot(at_0, g, used, mask, 0, BY_ROW)
+    s_1 = load_slot(at_1, g, used, mask, 1, BY_ROW)
+    s_2 = load_slot(at_2, g, used, mask, 2, BY_ROW)
+    repeats = length.to(ACC)[:, None]
+    w, s_0, s_1, s_2 = apply_rule(w, g, s_0, s_1, s_2, repeats, scalars, column, RULE, HYPER, BY_ROW, DIM)
+    if ROUND:
+        random_key = tl.load(random_keys + tl.load(packed + (1 + len(BY_ROW)) * num_tables + which))
+        new = round_stochastically(w, random_bits(random_key, row, column, DIM), TABLE)
+    else:
+        new = rounded(w, TABLE)
+    tl.store(w_at, new, mask=mask)
+    store_slot(at_0, s_0, used, mask, 0, BY_ROW)
+    store_slot(at_1, s_1, used, mask, 1, BY_ROW)
+    store_slot(at_2, s_2, used, mask, 2, BY_ROW)
+
+
+@triton.jit
+def slot_at(
+    packed, which, num_tables, row, column, NTH: tl.constexpr, BY_ROW: tl.constexpr, ACC: tl.constexpr, DIM: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Pointers to slot NTH of rows; anything for a slot that the rule has not."""
+    if len(BY_ROW) <= NTH:
+        return row
+    else:
+        address = tl.load(packed + (1 + NTH) * num_tables + which)
+        if BY_ROW[NTH]:
+            return rows_at(address, row, 1, ACC, 1)
+        else:
+            return rows_at(address, row, DIM, ACC, ALIGN) + column[None, :]
+
+
+@triton.jit
+def load_slot(at, nothing, used, mask, NTH: tl.constexpr, BY_ROW: tl.constexpr):
+    if len(BY_ROW) <= NTH:
+        return nothing
+    elif BY_ROW[NTH]:
+        return tl.load(at, mask=used[:, None], other=0)
+    else:
+        return tl.load(at, mask=mask, other=0)
+
+
+@triton.jit
+def store_slot(at, x, used, mask, NTH: tl.constexpr, BY_ROW: tl.constexpr):
+    if len(BY_ROW) > NTH:
+        if BY_ROW[NTH]:
+            tl.store(at, x, mask=used[:, None])
+        else:
+            tl.store(at, x, mask=mask)
+
+
+@triton.jit
+def apply_rule(
+    w, g, s_0, s_1, s_2, repeats, scalars, column, RULE: tl.constexpr, HYPER: tl.constexpr, BY_ROW: tl.constexpr,
+    DIM: tl.constexpr,
+):  # fmt: skip
+    """The new row and slots; slots that the rule has not pass through."""
+    lr, t = tl.load(scalars), tl.load(scalars + 1)
+    if RULE == "sgd":
+        w = w - lr * (g + HYPER[0] * w)
+    elif RULE == "momentum":
+        w, s_0 = rules.momentum(w, g, s_0, lr, HYPER)
+    elif RULE == "lars_sgd":
+        w, s_0 = rules.lars_sgd(w, g, s_0, lr, column, HYPER, DIM)
+    elif RULE == "lion":
+        w, s_0 = rules.lion(w, g, s_0, lr, HYPER)
+    elif RULE == "adagrad":
+        w, s_0 = rules.adagrad(w, g, s_0, lr, HYPER)
+    elif RULE == "rowwise_adagrad":
+        w, s_0 = rules.rowwise_adagrad(w, g, s_0, lr, column, HYPER, DIM)
+    elif RULE == "rowwise_adagrad_counter":
+        w, s_0, s_1, s_2 = rules.rowwise_adagrad_counter(w, g, s_0, s_1, s_2, lr, t, column, HYPER, DIM)
+    elif RULE == "rowwise_adagrad_cowclip":
+        w, s_0 = rules.rowwise_adagrad_cowclip(w, g, s_0, lr, repeats, column, HYPER, DIM)
+    elif RULE == "rmsprop":
+        w, s_0, s_1 = rules.rmsprop(w, g, s_0, s_1, lr, HYPER)
+    elif RULE == "ftrl":
+        w, s_0, s_1 = rules.ftrl(w, g, s_0, s_1, lr, HYPER)
+    else:
+        decayed = g + HYPER[3] * w if RULE == "adam" else g
+        u, s_0, s_1 = rules.direction(
+            decayed, s_0, s_1, tl.load(scalars + 2), tl.load(scalars + 3), column, HYPER, BY_ROW[1], DIM
+        )
+        if RULE == "adam":
+            w = w - lr * u
+        elif RULE == "lamb" or RULE == "partial_rowwise_lamb":
+            w = rules.lamb_step(w, u, lr, column, HYPER, DIM)
+        else:
+            w = w - lr * (u + HYPER[3] * w)
+    return w, s_0, s_1, s_2

@@ -1,0 +1,91 @@
+"""Which implementation is tested with what: `@pytest.mark.needs(*operations)` and the arguments
+implementation, case, operation, known, device, ask.
+
+Without a CUDA device Triton's kernels run in its interpreter, which must be asked for before triton is imported.
+"""
+
+import importlib.util
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+from funcrec.kernels import library, ops
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+MODULES = {"triton": "triton", "fbgemm": "fbgemm_gpu"}  # what an implementation needs, besides torch
+INSTALLED = [name for name in ops.IMPLEMENTATIONS if importlib.util.find_spec(MODULES.get(name, "torch"))]
+DEVICES = {"triton": "cuda"} if CUDA else {}
+
+
+class Known(NamedTuple):
+    """What an implementation supports; for the rest it raises.
+
+    dtypes, dims: of tables. padded: dtypes of to_padded and from_padded. slow: whether its tests must be few.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    dims: tuple[int, ...] = (1, 3, 16, 64, 130)
+    padded: tuple[torch.dtype, ...] = (*FLOATS, torch.int32, torch.int64, torch.bool)
+    rules: frozenset[str] = frozenset(ops.RULES)
+    unsupported: frozenset[str] = frozenset()  # hyper-parameters that must be 0, and "key"
+    slow: bool = False
+
+
+SUPPORTS = {
+    "fbgemm": Known(
+        dtypes=(torch.float32, torch.float16),
+        dims=(4, 16, 64, 132),
+        padded=(torch.float32, torch.float16, torch.bfloat16),
+        rules=frozenset({"sgd", "adagrad", "rowwise_adagrad"}),
+        unsupported=frozenset({"weight_decay", "max_norm", "key"}),
+    ),
+    "triton": Known(slow=not CUDA),
+}
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers",
+        "needs(*operations, slow=n, without=name): every implementation that has the operations; a slow one gets each n-th",
+    )
+
+
+def pytest_generate_tests(metafunc):
+    """Parametrize `implementation`; with it `case`, of the module's CASES, or `operation`, of those that it has."""
+    needs = metafunc.definition.get_closest_marker("needs")
+    if needs is None:
+        return
+    have = [i for i in INSTALLED if all(ops.has(n, i) for n in needs.args) and i != needs.kwargs.get("without")]
+    step = lambda i: needs.kwargs.get("slow", 1) if SUPPORTS.get(i, Known()).slow else 1
+    if "case" in metafunc.fixturenames:
+        found = [(i, case) for i in have for case in reversed(metafunc.module.CASES[:: -step(i)])]
+        metafunc.parametrize(("implementation", "case"), found)
+    elif "operation" in metafunc.fixturenames:
+        all_of = lambda i: [n for n in library.SCHEMAS if not n.endswith("_") and ops.has(n, i)]
+        metafunc.parametrize(("implementation", "operation"), [(i, n) for i in have for n in all_of(i)[:: step(i)]])
+    else:
+        metafunc.parametrize("implementation", have)
+
+
+@pytest.fixture
+def known(implementation) -> Known:
+    return SUPPORTS.get(implementation, Known())
+
+
+@pytest.fixture
+def device(implementation) -> str:
+    return DEVICES.get(implementation, "cpu")
+
+
+@pytest.fixture
+def ask(implementation, device):
+    """ask(name, *args): ops.<name> on the implementation's own device; the answer is on the CPU."""
+    move = lambda x, to: tree_map(lambda y: y.to(to) if isinstance(y, Tensor) else y, x)
+    return lambda name, *args: move(getattr(ops, name)(*move(args, device), implementation=implementation), "cpu")

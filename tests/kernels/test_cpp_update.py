@@ -1,0 +1,400 @@
+"""The C++ update against the Python rules, and expand and coalesce against a loop.
+
+Calls hold bags and entries, several segments per table, garbage in the padding. The truth is f64.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from funcrec.kernels.cpp import _update
+from funcrec.kernels.forms import RULES, accumulation_dtype, capacity_of, is_padded, segments_of
+from torch import Tensor
+
+import funcrec as fr
+
+OUTSIDE = (-1, -(2**63), 2**63 - 1, 2**40)  # no table has these rows
+CHOICES = {  # hyper-parameters as fr.optim names them; each rule once or more
+    "sgd": [{"weight_decay": 0.1}],
+    "momentum": [{"weight_decay": 0.1}, {"nesterov": True}],
+    "lars_sgd": [{"eta": 0.2, "weight_decay": 0.1}],
+    "lion": [{"weight_decay": 0.1}],
+    "adagrad": [{"weight_decay": 0.1, "initial_accumulator": 0.1}],
+    "rowwise_adagrad": [{}, {"weight_decay": 0.1, "max_norm": 0.5}, {"weight_decay": 0.1, "decay": "decoupled"}],
+    "rowwise_adagrad_counter": [{"half_life": 3.0, "weight_decay": 0.1, "decay": d} for d in ("l2", "decoupled")],
+    "rowwise_adagrad_cowclip": [
+        {"weight_decay": 0.1, "decay": "decoupled"},
+        {"clip_ratio": 0.1, "lower_bound": 0.01, "weight_decay": 0.1},
+    ],
+    "rmsprop": [{"weight_decay": 0.1}, {"momentum": 0.9}],
+    "ftrl": [{"l1": 0.2, "l2": 0.1}],
+    **{
+        key: [{"weight_decay": 0.1}]
+        for key in ("adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
+    },
+}
+DEFAULTS = {
+    "weight_decay": 0.0, "momentum": 0.9, "nesterov": 0, "eta": 0.001, "eps": 1e-8, "decay": 0, "max_norm": 0.0,
+    "clip_ratio": 1.0, "lower_bound": 1e-5, "beta": 1.0, "l1": 0.0, "l2": 0.0, "b1": 0.9, "b2": 0.999,
+}  # fmt: skip
+LR, STEP = 0.1, 4
+
+
+class Call(NamedTuple):
+    """The cotangents of tables of `shapes`, as the flat operations take them."""
+
+    d: list[Tensor]
+    rows: list[Tensor]
+    offsets: list[Tensor]
+    weights: list[Tensor]
+    segments: list[int]
+    shapes: list[int]
+
+
+def ids(n: int, num_rows: int, dtype: torch.dtype) -> Tensor:
+    """Ids with repeats, one in eight outside the table."""
+    inside = torch.randint(0, max(1, num_rows), (n,))
+    outside = [x for x in (*OUTSIDE, num_rows) if torch.iinfo(dtype).min <= x <= torch.iinfo(dtype).max]
+    pick = torch.tensor(outside)[torch.randint(0, len(outside), (n,))]
+    return torch.where(torch.rand(n) < (1 / 8 if num_rows else 1), pick, inside).to(dtype)
+
+
+def offsets(num_bags: int, first: int, ends: int, dtype: torch.dtype) -> Tensor:
+    cuts = torch.randint(first, ends + 1, (num_bags + 1,)).sort().values
+    return torch.cat([torch.tensor([10**6, -5]), cuts, torch.tensor([-(10**6)])]).to(dtype)
+
+
+def make(shapes: list[tuple[int, int]], dtype=torch.float32, seed=0, n=200, bags=40) -> Call:
+    """Three segments per table: bags, bags (other options), entries; dtypes and strides differ from one to the next."""
+    torch.manual_seed(seed)
+    d, rows, cuts, weights, segments = [], [], [], [], []
+    for t, (num_rows, dim) in enumerate(shapes):
+        wide = torch.randn(2 * dim + 3, bags).t().to(dtype)  # columns run across memory
+        d += [wide if t % 2 else wide.contiguous(), torch.randn(n, dim + 1, dtype=torch.float64).to(dtype)]
+        ints = (torch.int32, torch.int64)
+        rows += [ids(n, num_rows, ints[t % 2]), ids(n, num_rows, ints[(t + 1) % 2])]
+        cuts += [offsets(bags, 3, n - 4, ints[(t + 1) % 2]), offsets(bags, 0, n - 20, ints[t % 2])]
+        weights.append(torch.randn(n, dtype=torch.float64 if t % 3 == 2 else torch.float32))
+        at = 2 * t
+        segments += [t, at, 3, at, at, 2, bags, 0, 0, -1]
+        segments += [t, at, dim, at + 1, at + 1, 2, bags - 1, (0, 1, 3)[t % 3], 1, t]
+        segments += [t, at + 1, 1, at, -1, 0, n - 7, 0, 0, t if t % 2 else -1]
+    return Call(d, rows, cuts, weights, segments, [x for shape in shapes for x in shape])
+
+
+def entries(call: Call, table: int, dtype=torch.float64) -> list[tuple[int, Tensor, int]]:
+    """(row, gradient computed in `dtype`, place of the entry when it is written out), by the definition."""
+    out, begin = [], 0
+    dim = call.shapes[2 * table + 1]
+    for s in segments_of(call.segments):
+        if s.table != table:
+            continue
+        grads, rows = call.d[s.d].to(dtype)[:, s.column : s.column + dim], call.rows[s.rows].tolist()
+        weights = call.weights[s.weights].to(dtype).tolist() if s.weights >= 0 else [1.0] * len(rows)
+        if s.offsets < 0:
+            out += [(rows[i], weights[i] * grads[i], begin + i) for i in range(s.num_bags)]
+        else:
+            cuts = call.offsets[s.offsets].tolist()[s.first_bag :]
+            for b in range(s.num_bags):
+                end = min(cuts[b + 1], cuts[b] + s.max_length) if s.max_length else cuts[b + 1]
+                for i in range(cuts[b], end):
+                    scale = weights[i] / (end - cuts[b] if s.mean else 1)
+                    place = b * s.max_length + i - cuts[b] if is_padded(s, len(rows)) else i
+                    out.append((rows[i], scale * grads[b], begin + place))
+        begin += capacity_of(s, len(rows))
+    return [e for e in out if 0 <= e[0] < call.shapes[2 * table]]
+
+
+def numbers(rule: str, options: dict) -> list[float]:
+    """The hyper-parameters in the rule's order."""
+    given = {**DEFAULTS, **({"b2": 0.99} if rule in ("lion", "rmsprop") else {}), **options}
+    given["momentum"] = options.get("momentum", 0.0 if rule == "rmsprop" else 0.9)
+    given["decay"] = float(given["decay"] == "decoupled")
+    return [float(given[name]) for name in RULES[rule].hyper]
+
+
+def optimizer_of(rule: str, options: dict) -> fr.optim.RowOptimizer:
+    return getattr(fr.optim, rule)(lr=LR, **options)
+
+
+def state(call: Call, rule: str, options: dict, dtype: torch.dtype, seed: int = 1):
+    """Random tables, and slots as they are after a few steps."""
+    torch.manual_seed(seed)
+    shapes = list(zip(call.shapes[::2], call.shapes[1::2], strict=True))
+    tables = {f"t{i}": torch.randn(s).to(dtype) for i, s in enumerate(shapes)}
+    slots = optimizer_of(rule, options).init(tables)
+    for own in slots.values():
+        for name, x in own.items():
+            x.copy_(torch.randint(0, STEP, x.shape) if name in ("counter", "last") else torch.rand_like(x) / 4)
+    return tables, slots
+
+
+def run(call: Call, rule: str, options: dict, tables, slots, key=None, step=STEP) -> None:
+    names = list(slots["t0"]) if slots else []
+    flat = [slots[t][name] for t in tables for name in names]
+    lr, taken = torch.tensor(LR, dtype=torch.float64), torch.tensor(step)
+    given = (lr, taken, key, rule, numbers(rule, options))
+    _update.fused_update_(list(tables.values()), flat, *call[:5], *given)
+
+
+def expected(call: Call, rule: str, options: dict, tables, slots, dtype: torch.dtype):
+    """The Python rules, computed in `dtype`."""
+    grads = {}
+    for i, (name, x) in enumerate(tables.items()):
+        named = entries(call, i, dtype)
+        rows = torch.tensor([row for row, _, _ in named], dtype=torch.int64)
+        terms = torch.stack([g for _, g, _ in named]) if named else torch.zeros(0, x.shape[1])
+        grads[name] = fr.RowGrads.from_entries(rows, terms.to(dtype), num_embeddings=x.shape[0])
+    to = lambda x: x.to(dtype)
+    own = {name: {k: to(s) for k, s in each.items()} for name, each in slots.items()}
+    wide = {name: to(x) for name, x in tables.items()}
+    return optimizer_of(rule, options).update(grads, own, wide, STEP, implementation="reference")
+
+
+def leaves(tables, slots) -> list[Tensor]:
+    return [*tables.values(), *(x for own in slots.values() for x in own.values())]
+
+
+def clone(tables, slots):
+    return {k: x.clone() for k, x in tables.items()}, {
+        n: {k: x.clone() for k, x in o.items()} for n, o in slots.items()
+    }
+
+
+def assert_near(got: Tensor, truth: Tensor, same: Tensor, old: Tensor) -> None:
+    """|got - truth| <= 2 · (what the Python rule in f32, `same`, loses at worst + one rounding), scaled to got's digits."""
+    if got.numel() == 0:
+        return
+    eps = torch.finfo(accumulation_dtype(got.dtype)).eps
+    lost = (same.double() - truth).abs().max() * eps / torch.finfo(torch.float32).eps
+    size = truth.abs() + old.double().abs() + 1
+    rounding = torch.finfo(got.dtype).eps * truth.abs() + torch.finfo(got.dtype).tiny
+    assert ((got.double() - truth).abs() <= 2 * (lost + eps * size) + rounding).all()
+
+
+SHAPES = [(50, 64), (7, 5), (300, 16), (1, 1), (0, 8), (40, 130), (30, 32), (20, 128), (9, 256)]
+CASES = [(rule, options) for rule, each in CHOICES.items() for options in each]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("rule", "options"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "plain")
+def test_update_is_the_rule(rule, options, dtype):
+    """The update is the Python rule on each named row's summed gradient, with no more error than that rule has itself."""
+    call = make(SHAPES, accumulation_dtype(dtype))
+    tables, slots = state(call, rule, options, dtype)
+    exact = leaves(*expected(call, rule, options, tables, slots, torch.float64))
+    plain = leaves(*expected(call, rule, options, tables, slots, torch.float32))
+    before = [x.clone() for x in leaves(tables, slots)]
+    run(call, rule, options, tables, slots)
+    for got, truth, same, old in zip(leaves(tables, slots), exact, plain, before, strict=True):
+        assert_near(got, truth, same, old)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_expand_writes_every_entry(dtype):
+    """expand writes each entry in its place, with row -1 and zeros in all others."""
+    call = make(SHAPES, dtype)
+    out = _update.expand(*call)
+    for t, dim in enumerate(call.shapes[1::2]):
+        rows, grads = out[2 * t : 2 * t + 2]
+        capacity = sum(capacity_of(s, call.rows[s.rows].shape[0]) for s in segments_of(call.segments) if s.table == t)
+        truth_rows, truth = torch.full((capacity,), -1), torch.zeros(capacity, dim, dtype=torch.float64)
+        for row, g, place in entries(call, t):
+            truth_rows[place], truth[place] = row, g
+        assert torch.equal(rows, truth_rows) and rows.dtype == torch.int64
+        assert grads.dtype == accumulation_dtype(dtype)
+        torch.testing.assert_close(grads.double(), truth, rtol=2 * torch.finfo(grads.dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_coalesce_sums_each_row(dtype):
+    """coalesce gives the named rows in ascending order, each with the sum and the number of its entries."""
+    call = make(SHAPES, dtype)
+    out = _update.coalesce(*call)
+    for t, (num_rows, dim) in enumerate(zip(call.shapes[::2], call.shapes[1::2], strict=True)):
+        rows, grads, count, repeats = out[4 * t : 4 * t + 4]
+        named = entries(call, t)
+        distinct = sorted({row for row, _, _ in named})
+        terms = [[g for row, g, _ in named if row == r] for r in distinct]
+        n = len(distinct)
+        capacity = sum(capacity_of(s, call.rows[s.rows].shape[0]) for s in segments_of(call.segments) if s.table == t)
+        assert rows.shape == repeats.shape == (min(capacity, num_rows),) and grads.shape == (
+            min(capacity, num_rows),
+            dim,
+        )
+        assert int(count) == n and rows[:n].tolist() == distinct and repeats[:n].tolist() == [len(x) for x in terms]
+        assert (rows[n:] == -1).all() and (grads[n:] == 0).all() and (repeats[n:] == 0).all()
+        eps = torch.finfo(grads.dtype).eps
+        for got, each in zip(grads, terms):
+            bound = eps * (len(each) + 1) * sum(g.abs() for g in each)
+            assert ((got.double() - sum(each)).abs() <= bound).all()
+
+
+def test_sums_run_in_the_order_of_entries():
+    """A row's gradients are added one after the other, in the order of segments, bags and positions."""
+    terms = torch.tensor([[1e8], [1.0], [-1e8], [1.0], [3.0], [1e8], [-1e8]])
+    rows = torch.tensor([4, 4, 9, 4, 4, 4, 4, 4])
+    segments = [0, 0, 0, 0, 0, 0, 3, 0, 0, -1, 0, 1, 0, 1, -1, 0, 4, 0, 0, -1]
+    d, offsets = [terms[:3], terms[3:]], torch.tensor([0, 2, 4, 4])
+    for wanted in (torch.float32, torch.float64):
+        call = ([x.to(wanted) for x in d], [rows[:4], rows[4:]], [offsets], [], segments, [5, 1])
+        total = torch.zeros((), dtype=wanted)
+        for x in terms[[0, 0, 1, 3, 4, 5, 6], 0].to(wanted):
+            total = total + x
+        assert torch.equal(_update.coalesce(*call)[1][0, 0], total)
+
+
+@pytest.mark.parametrize("rule", ["rowwise_adagrad", "adam", "lamb"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_threads_change_no_bit(rule, dtype):
+    """Tables, slots, sums and entries have the same bits for any number of threads."""
+    shapes = [(3000, 64), (1, 4), (20_000, 7)]
+    call = make(shapes, n=6000, bags=900)
+    start = state(call, rule, {}, dtype)
+    key = torch.tensor([3, 5, 7])
+    results, threads = [], torch.get_num_threads()
+    try:
+        for n in (1, 2, 3, 8):
+            torch.set_num_threads(n)
+            mine = clone(*start)
+            run(call, rule, {}, *mine, key=key)
+            results.append([*leaves(*mine), *_update.expand(*call), *_update.coalesce(*call)])
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_unnamed_rows_keep_their_bits_and_zero_gradients_touch():
+    """A row that no entry names keeps every bit; a row that is named with a zero gradient moves as the rule says."""
+    call = make([(60, 8)], n=40, bags=5)
+    tables, slots = state(call, "adam", {}, torch.float32)
+    before = clone(tables, slots)
+    run(call._replace(d=[torch.zeros_like(x) for x in call.d]), "adam", {}, tables, slots)
+    named = torch.zeros(60, dtype=torch.bool)
+    named[[row for row, _, _ in entries(call, 0)]] = True
+    for got, old in zip(leaves(tables, slots), leaves(*before), strict=True):
+        assert torch.equal(got[~named], old[~named])
+        assert (got[named] != old[named]).any(1).all()
+
+
+def splitmix(key: int, i: int) -> int:
+    z = (key + 0x9E3779B97F4A7C15 * i) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+@pytest.mark.parametrize(("dtype", "cut"), [(torch.bfloat16, 16), (torch.float16, 13)], ids=str)
+@pytest.mark.parametrize("dim", [3, 32, 70])
+def test_stochastic_rounding_is_a_function_of_the_key(dtype, cut, dim):
+    """Element (row, column) is rounded with 16 bits of SplitMix64, by the row, the column and the table's key."""
+    num_rows, keys = 5, torch.tensor([-(2**62), 12345])
+    start = torch.randn(2, num_rows, dim).to(dtype)
+    grads = torch.randn(num_rows, dim)
+    grads[1, :2] = torch.tensor([torch.inf, torch.nan])
+    tables = [x.clone() for x in start]
+    rows = torch.arange(num_rows)
+    segments = [0, 0, 0, 0, -1, 0, num_rows, 0, 0, -1, 1, 0, 0, 0, -1, 0, num_rows, 0, 0, -1]
+    given = (torch.tensor(0.5, dtype=torch.float64), torch.tensor(0), keys, "sgd", [0.0])
+    _update.fused_update_(tables, [], [grads], [rows], [], [], segments, *given)
+    for t, table in enumerate(tables):
+        wide = start[t].float() - 0.5 * grads
+        words = [[splitmix(int(keys[t]), r * -(-dim // 4) + c // 4 + 1) for c in range(dim)] for r in range(num_rows)]
+        bits = torch.tensor([[word >> 16 * (c % 4) & 0xFFFF for c, word in enumerate(row)] for row in words])
+        raw = wide.view(torch.int32).long()
+        kept = (raw + bits % 2**cut) >> cut << cut
+        truth = torch.where(wide.isfinite(), kept.to(torch.int32).view(torch.float32), wide).to(dtype)
+        torch.testing.assert_close(table, truth, rtol=0, atol=0, equal_nan=True)
+
+
+def test_stochastic_rounding_is_right_in_the_mean():
+    """Steps far below the last digit add up to what they are worth."""
+    table = torch.ones(200, 16, dtype=torch.bfloat16)
+    given = ([torch.ones(200, 16)], [torch.arange(200)], [], [], [0, 0, 0, 0, -1, 0, 200, 0, 0, -1])
+    for i in range(100):
+        lr, key = torch.tensor(2.0**-12, dtype=torch.float64), torch.tensor([splitmix(i, 1) - 2**63])
+        _update.fused_update_([table], [], *given, lr, torch.tensor(i), key, "sgd", [0.0])
+    assert abs(table.double().mean() - (1 - 100 * 2.0**-12)) < 1e-3  # nearest would stay at 1
+
+
+def test_rows_beyond_32_bits():
+    """A table of more than 2³² rows is summed and updated as any other, rows in ascending order."""
+    num_rows = 2**32 + 8  # only the pages that are touched take memory
+    rows = torch.tensor([2**32 + 7, 3, 2**32 + 3, 2**32 + 8, 2**32 + 7, 2**32 - 1, 3])
+    given = ([torch.ones(7, 1)], [rows], [], [], [0, 0, 0, 0, -1, 0, 7, 0, 0, -1])
+    taken, sums, count, repeats = _update.coalesce(*given, [num_rows, 1])
+    assert taken.tolist() == [3, 2**32 - 1, 2**32 + 3, 2**32 + 7, -1, -1, -1] and int(count) == 4
+    assert repeats.tolist() == [2, 1, 1, 2, 0, 0, 0] and torch.equal(sums[:, 0], repeats.float())
+    table = torch.empty(num_rows, 1, dtype=torch.bfloat16)
+    table[taken[:4]] = 8.0
+    lr, step = torch.tensor(1.0, dtype=torch.float64), torch.tensor(0)
+    _update.fused_update_([table], [], *given, lr, step, None, "sgd", [0.0])
+    assert table[taken[:4], 0].tolist() == [6.0, 7.0, 7.0, 6.0]
+
+
+NOTHING = [make([]), make([(5, 4)], n=21, bags=1), make([(0, 4)])]
+
+
+@pytest.mark.parametrize(
+    "call", [*NOTHING, make([(5, 4)])._replace(segments=[])], ids=["tables", "bags", "rows", "terms"]
+)
+def test_nothing_to_do(call):
+    """No table, bag, row or segment is fine; what is not named stays."""
+    tables, slots = state(call, "rowwise_adagrad", {}, torch.float32)
+    truth = expected(call, "rowwise_adagrad", {}, tables, slots, torch.float32)
+    run(call, "rowwise_adagrad", {}, tables, slots)
+    for got, want in zip(leaves(tables, slots), leaves(*truth), strict=True):
+        torch.testing.assert_close(got, want)
+    assert len(_update.expand(*call)) == len(call.shapes) and len(_update.coalesce(*call)) == 2 * len(call.shapes)
+
+
+@pytest.mark.parametrize("cuts", [[5, 0, 7, 3, 99], [-(2**62), 2**62, -1, 4, 4], [9, 9, 0, 9, 0], [0, 20, 0, 20, 0]])
+def test_wild_offsets_touch_nothing_outside(cuts):
+    """Offsets that do not ascend, or leave the buffer, name rows of the buffer only, and no more than it has places."""
+    rows, d = torch.tensor([1, 2, 3, 1, 2, 3, 1, 2, 3]), torch.ones(4, 2)
+    call = ([d], [rows], [torch.tensor(cuts)], [], [0, 0, 0, 0, 0, 0, 4, 0, 0, -1], [5, 2])
+    taken, sums, count, repeats = _update.coalesce(*call)
+    assert int(repeats.sum()) <= 9 and set(taken[: int(count)].tolist()) <= {1, 2, 3}
+    assert torch.equal(sums[:, 0], repeats.float())
+    assert set(_update.expand(*call)[0].tolist()) <= {-1, 1, 2, 3}
+
+
+BAD = {
+    "table": (0, 1), "d": (1, 7), "column": (2, -1), "columns": (2, 2), "rows": (3, 1), "offsets": (4, 1),
+    "first_bag": (5, 2), "num_bags": (6, 5), "max_length": (7, -1), "weights": (9, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("at", "value"), BAD.values(), ids=BAD)
+def test_a_segment_that_does_not_fit_is_named(at, value):
+    """A segment that points outside its tensors raises with its number, before anything is written."""
+    good = [0, 0, 0, 0, 0, 0, 4, 0, 0, 0]
+    bad = [*good[:at], value, *good[at + 1 :]]
+    table, rows = torch.ones(5, 3), torch.tensor([1, 2, 3, 1])
+    given = ([torch.ones(4, 4)], [rows], [torch.tensor([0, 1, 2, 3, 4])], [torch.ones(4)])
+    rule = (torch.tensor(0.1, dtype=torch.float64), torch.tensor(0), None, "sgd", [0.0])
+    for call in (
+        lambda: _update.fused_update_([table], [], *given, good + bad, *rule),
+        lambda: _update.coalesce(*given, good + bad, [5, 3]),
+    ):
+        with pytest.raises(ValueError, match="segment 1 does not fit"):
+            call()
+    assert (table == 1).all()
+
+
+def test_unfit_slots_and_rules_are_named():
+    """A slot of another shape or dtype, too few slots, an unknown rule, a missing number: each raises."""
+    table, given = torch.ones(5, 4), ([], [], [], [], [])
+    lr, step = torch.tensor(0.1, dtype=torch.float64), torch.tensor(0)
+    update = lambda slots, rule, hyper: _update.fused_update_([table], slots, *given, lr, step, None, rule, hyper)
+    with pytest.raises(ValueError, match="slot 'sum' of table 0 does not fit"):
+        update([torch.ones(5, 4, dtype=torch.float64)], "adagrad", [0.0, 0.0])
+    with pytest.raises(ValueError, match="slot 'sum' of table 0 does not fit"):
+        update([torch.ones(5)], "adagrad", [0.0, 0.0])
+    with pytest.raises(ValueError, match="`slots` does not match"):
+        update([], "adagrad", [0.0, 0.0])
+    with pytest.raises(ValueError, match="`hyper` does not match"):
+        update([], "sgd", [])
+    with pytest.raises(ValueError, match="`rule` is unknown"):
+        update([], "adamax", [])

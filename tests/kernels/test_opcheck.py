@@ -1,0 +1,218 @@
+"""What torch must know of each implementation's operators: schema, shapes, tracing, compiling, mapping.
+
+Every operator `torch.ops.funcrec_<implementation>.*` runs on a sample of its own. Shapes: B bags, N ids, R rows, D dim.
+"""
+
+import functools
+
+import pytest
+import torch
+from funcrec.kernels import library, ops
+from funcrec.kernels.forms import Feature, Segment, flatten
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
+
+from funcrec.testing import assert_trees_close
+
+F32, F64, I64 = torch.float32, torch.float64, torch.int64
+MAPPED = {  # the numbers of the arguments, and of their members, that vmap gets a batch of
+    "pooled_lookup": [(0, 0), (1, 0), (3, None)], "pooled_lookup_weights": [(0, None), (1, 1)], "gather_rows": [(0, None)],
+    "scatter_rows": [(0, None), (3, None)], "expand": [(0, 0), (3, 0)], "coalesce": [(0, 0), (1, 0)],
+    "fused_update": [(0, 0), (1, 0), (2, 0), (7, None)], "take_ranges": [(0, None)], "bucketize": [(2, None), (0, None)],
+    "to_padded": [(0, None)], "from_padded": [(0, None)],
+}  # fmt: skip
+
+
+def samples(dim: int = 4, num_rows: int = 9) -> dict[str, tuple]:
+    """{operation: arguments in the flat form}."""
+    generator = torch.Generator().manual_seed(0)
+    floats = lambda *shape: torch.randn(shape, generator=generator)
+    tables = [floats(num_rows, dim), floats(num_rows, 2 * dim)]
+    rows, offsets = torch.randint(-1, 10, (20,), generator=generator), torch.tensor([0, 3, 3, 11, 17])
+    weights, d = floats(20), floats(2, 3 * dim)
+    features = flatten([Feature(0, 0, 0, 0, True, True, 0), Feature(1, 0, 2, 3, False, True, dim)])
+    segments = [Segment(0, 0, 0, 0, 0, 0, 2, 0, True, 0), Segment(1, 0, dim, 0, 0, 2, 2, 3, False, -1)]
+    terms = ([d], [rows.clamp(0)], [offsets], [weights], flatten(segments))
+    shapes = [num_rows, dim, num_rows, 2 * dim]
+    rule = (torch.tensor(0.1, dtype=F64), torch.tensor(3), None, "rowwise_adagrad", [1e-8, 0.0, 0.0, 0.0])
+    return {
+        "pooled_lookup": (tables, [rows], offsets, weights, features, 2),
+        "pooled_lookup_weights": (d, tables, [rows], offsets, weights, features),
+        "gather_rows": (tables[0], rows),
+        "scatter_rows": (tables[0], torch.tensor([3, 1, 5]), torch.tensor(2), floats(3, dim)),
+        "expand": (*terms, shapes),
+        "coalesce": (*terms, shapes),
+        "fused_update": (tables, [torch.ones(num_rows) for _ in tables], *terms, *rule),
+        "take_ranges": (tables[1], offsets[1:4], torch.tensor([2, 0, 3]), 7),
+        "bucketize": (rows, offsets, weights, 3, 4),
+        "to_padded": (tables[1], offsets[:3], 3, 0.5),
+        "from_padded": (floats(2, 4, dim), offsets[:3], 9),
+    }
+
+
+def clone(args):
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, args)
+
+
+def to(args, device: str):
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, args)
+
+
+@pytest.fixture
+def call(implementation, operation):
+    return library.operator(implementation, operation)
+
+
+def in_place(implementation: str, name: str):
+    """The operator that writes to its first argument, or arguments; None where there is none."""
+    return getattr(getattr(torch.ops, f"funcrec_{implementation}"), f"{name}_", None)
+
+
+@pytest.mark.needs(without="reference")
+def test_opcheck(implementation, device, operation, call):
+    """The schema tells what is written, shapes are known without running, and the operator can be traced and compiled."""
+    args = to(samples()[operation], device)
+    torch.library.opcheck(call, args)
+    writing = in_place(implementation, operation)
+    if writing is not None:
+        torch.library.opcheck(writing.default, clone(args), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.needs("fused_update")
+@pytest.mark.parametrize("name", ["scatter_rows", "fused_update"])
+def test_the_form_in_place_writes_what_the_pure_one_returns(implementation, device, name):
+    """`name_` leaves in its first arguments, with the same bits, what `name` returns; no other argument changes."""
+    call, args, before = (
+        library.operator(implementation, name),
+        to(samples()[name], device),
+        to(samples()[name], device),
+    )
+    if call is None:
+        assert in_place(implementation, name) is None
+        return
+    want = call(*args)
+    assert_trees_close(args, before)
+    assert in_place(implementation, name)(*args) is None
+    rest = 1 if name == "scatter_rows" else 2
+    assert_trees_close(args[0] if rest == 1 else [*args[0], *args[1]], want)
+    assert_trees_close(args[rest:], before[rest:])
+
+
+def huge(name: str) -> tuple[tuple, list[tuple]]:
+    """The sample with tables of 2³³ rows and buffers of 2³² ids, none of which is ever made; and the shapes of the answer."""
+    empty = functools.partial(torch.empty, device="meta")
+    num_rows, n, many = 2**33, 2**32, 2**31 + 7
+    tables, rows, offsets = [empty(num_rows, 64)], [empty(n, dtype=I64)], empty(many + 1, dtype=I64)
+    weights, d, step = empty(n), empty(many, 64), empty((), dtype=I64)
+    terms = ([d], rows, [offsets], [weights], flatten([Segment(0, 0, 0, 0, 0, 0, many, 0, True, 0)]))
+    lookup = (rows, offsets, weights, flatten([Feature(0, 0, 0, 0, True, True, 0)]))
+    rule = (empty((), dtype=F64), step, None, "rowwise_adagrad", [1e-8, 0.0, 0.0, 0.0])
+    return {
+        "pooled_lookup": ((tables, *lookup, many), [(many, 64)]),
+        "pooled_lookup_weights": ((d, tables, *lookup), [(n,)]),
+        "gather_rows": ((tables[0], rows[0]), [(n, 64)]),
+        "scatter_rows": ((tables[0], rows[0], step, empty(n, 64)), [(num_rows, 64)]),
+        "expand": ((*terms, [num_rows, 64]), [(n,), (n, 64)]),
+        "coalesce": ((*terms, [num_rows, 64]), [(n,), (n, 64), (), (n,)]),
+        "fused_update": ((tables, [empty(num_rows)], *terms, *rule), [(num_rows, 64), (num_rows,)]),
+        "take_ranges": ((weights, offsets[1:], offsets[1:], n + 1), [(n + 1,), (many + 1,)]),
+        "bucketize": ((rows[0], offsets, weights, 16, 2**29), [(n,), (16 * many,), (n,), (n,)]),
+        "to_padded": ((empty(n, 64), offsets, 9, 0.0), [(many, 9, 64)]),
+        "from_padded": ((empty(many, 9, 64), offsets, n), [(n, 64)]),
+    }[name]
+
+
+@pytest.mark.needs(without="reference")  # torch's cumsum on the meta device makes a square of its argument
+def test_shapes_beyond_i32(operation, call):
+    """Tables, buffers and offsets beyond 2³¹ have shapes that follow from shapes alone."""
+    args, shapes = huge(operation)
+    out = call(*args)
+    assert [tuple(x.shape) for x in ([out] if isinstance(out, Tensor) else out)] == shapes
+
+
+@pytest.mark.needs("coalesce")
+def test_rows_beyond_i32(ask):
+    """coalesce keeps rows above 2³¹ apart."""
+    rows = torch.tensor([2**33, 1, 2**33, 2**33 + 1, 2**40])
+    terms = ops.Terms([torch.ones(5, 1)], [rows], [], [], [Segment(0, 0, 0, 0, -1, 0, 5, 0, False, -1)])
+    ((r, g, count, repeats),) = ask("coalesce", terms, [(2**34, 1)])
+    assert r.tolist() == [1, 2**33, 2**33 + 1, -1, -1] and g.flatten().tolist() == [1.0, 2.0, 1.0, 0.0, 0.0]
+    assert int(count) == 3 and repeats.tolist() == [1, 2, 1, 0, 0]
+
+
+@pytest.mark.needs()
+def test_tracing(implementation, device, operation, call):
+    """make_fx on fake tensors reads no value; what it traced gives the same, and has an implementation's operator once."""
+    args = to(samples()[operation], device)
+    traced = make_fx(lambda *a: call(*a), tracing_mode="fake")(*args)
+    assert_trees_close(traced(*args), call(*args))
+    if implementation != "reference":
+        assert [n.target for n in traced.graph.nodes if n.op == "call_function" and n.target == call] == [call]
+
+
+@pytest.mark.needs(without="reference")
+def test_compiling(implementation, device):
+    """One compiled function of all operators gives what they give."""
+    calls = {n: c for n in samples() if (c := library.operator(implementation, n)) is not None}
+    args = to({n: samples()[n] for n in calls}, device)
+    run = lambda args: {n: call(*args[n]) for n, call in calls.items()}
+    torch.compiler.reset()
+    assert_trees_close(torch.compile(run, fullgraph=True, backend="aot_eager")(args), run(args))
+
+
+@pytest.mark.parametrize("implementation", ["cpp"])
+def test_compiling_with_inductor(implementation, device):
+    """Under Inductor an operator stands between the code that is generated before and behind it; arguments are not written."""
+    lookup, scatter = (library.operator(implementation, n) for n in ("pooled_lookup", "scatter_rows"))
+    args, (table, *rest) = to((samples()["pooled_lookup"], samples()["scatter_rows"]), device)
+    run = lambda tables, table: (lookup([2 * t for t in tables], *args[1:]) + 1, 3 * scatter(table + 1, *rest))
+    torch.compiler.reset()
+    want = run(args[0], table)
+    assert_trees_close(torch.compile(run, fullgraph=True)(args[0], table), want)
+    assert_trees_close(run(args[0], table), want)
+
+
+def with_members(args: tuple, members: dict) -> list:
+    """args with members[(number, number in the list or None)] in their places."""
+    out = [list(x) if isinstance(x, list) else x for x in args]
+    for (i, j), x in members.items():
+        if j is None:
+            out[i] = x
+        else:
+            out[i][j] = x
+    return out
+
+
+def as_list(out) -> list[Tensor]:
+    return [out] if isinstance(out, Tensor) else list(out)
+
+
+@pytest.mark.needs(without="reference", slow=4)
+def test_vmap_is_a_loop(device, operation, call, known):
+    """Any arguments may carry a batch, at any dimension, in one vmap or two: the answers of one call each, stacked."""
+    args, size = to(samples()[operation], device), 2
+    variant = lambda x, i: (1 + i) * x if x.is_floating_point() else x.roll(i, 0)
+
+    @settings(max_examples=1 if known.slow else 4)
+    @given(st.data())
+    def law(data):
+        places = data.draw(st.lists(st.sampled_from(MAPPED[operation]), min_size=1, unique=True))
+        own = {(i, j): args[i] if j is None else args[i][j] for i, j in places}
+        dims = {at: data.draw(st.integers(0, x.dim())) for at, x in own.items()}
+        calls = [call(*with_members(args, {at: variant(x, i) for at, x in own.items()})) for i in range(size)]
+        want = [torch.stack(x) for x in zip(*map(as_list, calls))]
+        batch = {at: torch.stack([variant(x, i) for i in range(size)], dims[at]) for at, x in own.items()}
+        in_dims = with_members([[None] * len(x) if isinstance(x, list) else None for x in args], dims)
+        in_dims = tuple(d if isinstance(d, int) or (d and any(x is not None for x in d)) else None for d in in_dims)
+        once = torch.func.vmap(call, in_dims=in_dims)
+        assert_trees_close(as_list(once(*with_members(args, batch))), want)
+        if not known.slow:
+            first = places[0]
+            outer = lambda x: as_list(once(*with_members(args, {**batch, first: x})))
+            twice = torch.func.vmap(outer)(torch.stack([batch[first]] * 2))
+            assert_trees_close(twice, [torch.stack([x, x]) for x in want])
+
+    law()

@@ -1,0 +1,324 @@
+"""Triton's lookups and jagged operations against loops in f64; on the CPU the kernels run in triton's interpreter.
+
+Calls have features that share a buffer, cut bags, means, weights, strided cotangents, ids far outside their tables, NaN and
+garbage in the padding. Outputs are made of memory full of NaN, so what is not written shows.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+pytest.importorskip("triton", reason="needs triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated
+
+from funcrec.kernels import triton as kernels  # noqa: E402
+from funcrec.kernels.forms import accumulation_dtype  # noqa: E402
+from funcrec.kernels.triton import launch  # noqa: E402
+
+F32, F64, F16, BF16, I32, I64 = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64,
+)  # fmt: skip
+OUTSIDE = (-1, -(2**31), 2**31 - 1, -(2**63), 2**63 - 1, 2**40)
+SIZES = (0, 1, 63, 65)
+
+
+def call(name: str, *args):
+    """One operation on DEVICE, its answer on the CPU."""
+    move = lambda to: lambda x: x.to(to) if isinstance(x, Tensor) else x
+    return tree_map(move("cpu"), getattr(kernels, name)(*tree_map(move(DEVICE), args)))
+
+
+def ids(n: int, num_rows: int, dtype: torch.dtype = I64) -> Tensor:
+    """Ids with repeats, one in eight outside the table."""
+    fits = [x for x in (*OUTSIDE, num_rows) if torch.iinfo(dtype).min <= x <= torch.iinfo(dtype).max]
+    pick = torch.tensor(fits)[torch.randint(0, len(fits), (n,))]
+    inside = torch.randint(0, max(1, num_rows), (n,))
+    return torch.where(torch.rand(n) < (1 / 8 if num_rows else 1), pick, inside).to(dtype)
+
+
+def ascending(num_bags: int, first: int, end: int, dtype: torch.dtype = I64) -> Tensor:
+    """Offsets of num_bags bags between `first` and `end`; some are empty."""
+    return torch.randint(first, end + 1, (num_bags + 1,)).sort().values.to(dtype)
+
+
+def bags(cuts: list[int], first_bag: int, num_bags: int, max_length: int) -> list[range]:
+    """The positions that each bag reads."""
+    part = cuts[first_bag : first_bag + num_bags + 1]
+    return [range(a, min(b, a + max_length) if max_length else b) for a, b in itertools.pairwise(part)]
+
+
+def assert_sums(got: Tensor, terms: list[Tensor]) -> None:
+    """got is Σ terms, with at most one rounding per term."""
+    want, size = sum(terms, torch.zeros(())), sum((t.abs() for t in terms), torch.zeros(()))
+    eps = torch.finfo(got.dtype).eps
+    assert ((got.double() - want).abs() <= eps * (len(terms) + 2) * size).all()
+
+
+# -- lookups -----------------------------------------------------------------------------------------------------
+
+
+class Lookup(NamedTuple):
+    """Four features of two dims and two dtypes: two share bags, one is cut, means and weights are mixed."""
+
+    tables: list[Tensor]
+    rows: list[Tensor]
+    offsets: Tensor
+    weights: Tensor
+    features: list[int]
+    num_bags: int
+
+
+def lookup_case(size: int, dtype: torch.dtype, ints: torch.dtype, num_bags: int) -> Lookup:
+    torch.manual_seed(size)
+    tables = [torch.randn(9, 5).to(dtype), torch.randn(4, 24).to(dtype), torch.randn(6, 5, dtype=F64)]
+    padding = min(size, 3)
+    offsets = ascending(2 * num_bags, 0, size - padding, ints)
+    offsets[0] = 0
+    weights = torch.rand(size)
+    weights[int(offsets[-1]) :] = torch.nan
+    rows = [ids(size, 9, ints), ids(size, 4)]
+    features = [0, 0, 0, 0, 0, 0, 0, 1, 1, num_bags, 0, 1, 1, 5, 2, 0, num_bags, 3, 1, 1, 34, 0, 1, 0, 2, 0, 1, 29]
+    return Lookup(tables, rows, offsets, weights, features, num_bags)
+
+
+CASES = [
+    (0, F32, I64, 0),
+    (0, F32, I64, 7),
+    (1, BF16, I32, 1),
+    (63, F16, I32, 17),
+    (65, F32, I64, 17),
+    (65, F64, I32, 3),
+]
+
+
+@pytest.mark.parametrize(("size", "dtype", "ints", "num_bags"), CASES)
+def test_pooled_lookup(size, dtype, ints, num_bags):
+    """out[b] is the factored sum of the rows of each feature's bag; padding and rows outside are not read."""
+    p = lookup_case(size, dtype, ints, num_bags)
+    got = call("pooled_lookup", *p)
+    assert got.shape == (num_bags, 39) and got.dtype == F64
+    for at in range(0, 28, 7):
+        t, r, first, most, mean, weighted, column = p.features[at : at + 7]
+        table, rows = p.tables[t].double(), p.rows[r].tolist()
+        for b, bag in enumerate(bags(p.offsets.tolist(), first, num_bags, most)):
+            read = [i for i in bag if 0 <= rows[i] < len(table)]
+            scale = lambda i: (p.weights[i].double() if weighted else 1) / (len(bag) if mean else 1)  # noqa: B023
+            terms = [scale(i) * table[rows[i]] for i in read]
+            assert_sums(got[b, column : column + table.shape[1]].to(accumulation_dtype(p.tables[t].dtype)), terms)
+
+
+@pytest.mark.parametrize(("size", "dtype", "ints", "num_bags"), CASES)
+def test_pooled_lookup_weights(size, dtype, ints, num_bags):
+    """d_weights[i] is the sum over the weighted features that hold id i of ⟨row, d_out⟩; 0 for all other ids."""
+    p = lookup_case(size, dtype, ints, num_bags)
+    d = torch.randn(num_bags, 78)[:, ::2]
+    got = call("pooled_lookup_weights", d, *p[:-1])
+    want, mass = torch.zeros(2, size, dtype=F64)
+    for at in range(0, 28, 7):
+        t, r, first, most, mean, weighted, column = p.features[at : at + 7]
+        table, rows = p.tables[t].double(), p.rows[r].tolist()
+        for b, bag in enumerate(bags(p.offsets.tolist(), first, num_bags, most)):
+            for i in bag:
+                if weighted and 0 <= rows[i] < len(table):
+                    terms = table[rows[i]] * d[b, column : column + table.shape[1]] / (len(bag) if mean else 1)
+                    want[i] += terms.sum()
+                    mass[i] += terms.abs().sum()
+    assert got.dtype == F32 and ((got - want).abs() <= 30 * torch.finfo(F32).eps * mass).all()
+
+
+def test_a_bag_is_summed_in_order():
+    """A bag's terms are added one after the other: the bits of a loop, for rows wider than a tile, too."""
+    table, rows = torch.randn(20, 1030), torch.randint(0, 20, (40,))
+    got = call("pooled_lookup", [table], [rows], torch.tensor([0, 33, 40]), None, [0, 0, 0, 0, 0, 0, 0], 2)
+    for b, bag in enumerate([range(33), range(33, 40)]):
+        total = torch.zeros(1030)
+        for i in bag:
+            total += table[rows[i]]
+        assert torch.equal(got[b], total)
+
+
+def test_wild_offsets_are_clamped():
+    """Offsets are clamped into the buffer, and a bag that ends before it begins is empty."""
+    table, wild = torch.arange(1.0, 5.0)[:, None], torch.tensor([-5, 3, 2**40, 2, 1, -(2**40), 9])
+    got = call("pooled_lookup", [table], [torch.tensor([0, 1, 2, 3])], wild, None, [0, 0, 0, 0, 0, 0, 0], 6)
+    assert got[:, 0].tolist() == [6, 4, 0, 0, 0, 10]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [F32, F64, F16, BF16], ids=str)
+def test_rows_are_gathered_and_scattered(size, dtype):
+    """gather_rows is table[rows], zeros outside; scatter_rows_ writes the rows before count, rounded, and no other."""
+    torch.manual_seed(size)
+    table, rows = torch.randn(70, 5).to(dtype), ids(size, 70, I32)
+    got = call("gather_rows", table, rows)
+    known = (rows >= 0) & (rows < 70)
+    want = torch.where(known[:, None], table[torch.where(known, rows, 0)].to(got.dtype), 0)
+    assert torch.equal(got, want) and got.dtype == accumulation_dtype(dtype)
+    count, mine = size // 2, table.clone().to(DEVICE)
+    chosen, new = torch.randperm(70)[:size], torch.randn(size, 5, dtype=F64)
+    chosen[count:], new[count:] = -(2**40), torch.nan
+    call("scatter_rows_", mine, chosen, torch.tensor(count), new)
+    table[chosen[:count]] = new[:count].to(dtype)
+    assert torch.equal(mine.cpu(), table)
+
+
+# -- jagged buffers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", [F32, F16, I32, torch.bool], ids=str)
+def test_take_ranges(n, dtype):
+    """Range b is values[starts[b] : starts[b] + lengths[b]], bit for bit; positions outside and the padding are zeros."""
+    torch.manual_seed(n)
+    values = torch.randint(0, 2**15, (n, 2, 3)).to(dtype)
+    starts, lengths = torch.randint(-2, n + 2, (6,)), torch.tensor([0, 3, 5, 0, 1, 4], dtype=I32)
+    got, offsets = call("take_ranges", values, starts, lengths, 15)
+    places = [s + i for s, length in zip(starts.tolist(), lengths.tolist()) for i in range(length)]
+    zero = torch.zeros(2, 3, dtype=dtype)
+    want = [values[p] if 0 <= p < n else zero for p in places] + [zero] * 2
+    assert torch.equal(got, torch.stack(want)) and offsets.tolist() == [0, 0, 3, 8, 8, 9, 13]
+    got, offsets = call("take_ranges", values, starts[:0], lengths[:0], 4)
+    assert got.shape == (4, 2, 3) and not got.any() and offsets.tolist() == [0]
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(("ints", "num_shards", "block"), [(I32, 3, 4), (I64, 300, 1)])
+def test_bucketize(n, ints, num_shards, block):
+    """Ids are grouped by (owner, bag), order kept, in their owner's numbers; ids of no owner and the padding go nowhere."""
+    torch.manual_seed(n)
+    rows, offsets, weights = (
+        ids(n, 12, ints),
+        ascending(5, n // 2 and 1, n - 2 * (n > 1), ints),
+        torch.rand(n, dtype=F64),
+    )
+    out, lengths, scales, positions = call("bucketize", rows, offsets, weights, num_shards, block)
+    found = [(b, i, r) for b, bag in enumerate(bags(offsets.tolist(), 0, 5, 0)) for i in bag for r in [int(rows[i])]]
+    groups = [[] for _ in range(5 * num_shards)]
+    for b, i, r in found:
+        if 0 <= r < num_shards * block:
+            groups[r // block * 5 + b].append(i)
+    order = [i for g in groups for i in g]
+    assert lengths.tolist() == [len(g) for g in groups] and lengths.dtype == I64 and out.dtype == ints
+    assert out.tolist() == [int(rows[i]) % block for i in order] + [0] * (n - len(order))
+    assert scales.tolist() == [float(weights[i]) for i in order] + [0] * (n - len(order))
+    assert positions.tolist() == [order.index(i) if i in order else -1 for i in range(n)]
+    plain = call("bucketize", rows, offsets, None, num_shards, block)
+    assert plain[2].shape == (0,) and all(torch.equal(plain[k], x) for k, x in enumerate((out, lengths)))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+def test_padded_and_back(n, dtype):
+    """to_padded cuts bags and fills them up, from_padded puts them back, and with fill 0 each is the other's transpose."""
+    torch.manual_seed(n)
+    values, offsets = torch.randn(n, 3).to(dtype), ascending(4, 0, max(n - 2, 0), I32)
+    values[int(offsets[-1]) :] = torch.nan
+    got = call("to_padded", values, offsets, 5, -1.5)
+    back = call("from_padded", got, offsets, n)
+    want, returned = torch.full((4, 5, 3), -1.5, dtype=dtype), torch.zeros(n, 3, dtype=dtype)
+    for b, bag in enumerate(bags(offsets.tolist(), 0, 4, 5)):
+        want[b, : len(bag)] = values[bag.start : bag.stop]
+        returned[bag.start : bag.stop] = values[bag.start : bag.stop]
+    assert torch.equal(got, want) and torch.equal(back, returned)
+    assert call("to_padded", values, offsets[:1], 5, 0.0).shape == (0, 5, 3)
+    assert call("from_padded", got[:, :0], offsets, n).eq(0).all()
+
+
+# -- the host's part ---------------------------------------------------------------------------------------------
+
+
+def test_integers_travel_as_arguments():
+    """pack gives on the device the integers that it was given, for any number of them, up to the size of addresses."""
+    for n in (0, 1, launch.PACKED, 3 * launch.PACKED + 1):
+        values = [(2**58 - 1) // (i + 1) if i % 3 else i for i in range(n)]
+        assert launch.pack(values, DEVICE)[:n].tolist() == values
+
+
+class NoHostReads(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(func) and "nonzero" not in str(func) and "unique" not in str(func), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_read_on_the_host():
+    """No operation asks for a value, so that each can be part of a CUDA graph."""
+    p = lookup_case(20, F32, I64, 4)
+    with NoHostReads():
+        call("pooled_lookup", *p)
+        call("pooled_lookup_weights", torch.zeros(4, 39), *p[:-1])
+        call("bucketize", p.rows[0], p.offsets, p.weights, 2, 5)
+        call("take_ranges", p.weights, p.offsets[:-1], p.offsets.diff(), 9)
+
+
+def test_tensors_on_the_cpu_are_refused(monkeypatch):
+    """Without the interpreter, tensors on the CPU get an error that tells what to do."""
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    with pytest.raises(
+        ValueError, match=r"(?s)tensors are on the CPU.*need  tensors on a CUDA device.*TRITON_INTERPRET=1"
+    ):
+        kernels.gather_rows(torch.zeros(3, 2), torch.tensor([0]))
+
+
+COMPILED = """
+import sys, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+class Hopper:
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = get_current_stream = lambda self, *_: 0
+
+triton.runtime.driver.set_active(Hopper())
+from funcrec.kernels import triton as kernels
+from funcrec.kernels.triton import launch
+launch.INTERPRETED, run, wide = True, JITFunction.run, set()
+
+def compile_only(self, *args, grid, warmup, **options):
+    made = run(self, *args, grid=grid, warmup=True, **options)
+    if ".v4" in made.asm["ptx"]:
+        wide.add(self.fn.__name__)
+
+JITFunction.run = compile_only
+tables, rows, offsets = [torch.zeros(32, 64)] * 2, [torch.zeros(256, dtype=torch.int64)], torch.zeros(33, dtype=torch.int32)
+weights, d = torch.rand(256), [torch.zeros(16, 128)]
+features = [0, 0, 0, 0, 0, 1, 0, 1, 0, 16, 2, 1, 0, 64]
+segments = [0, 0, 0, 0, 0, 0, 16, 0, 1, 0, 1, 0, 64, 0, 0, 16, 16, 2, 0, -1, 1, 0, 64, 0, -1, 0, 16, 0, 0, -1]
+kernels.pooled_lookup(tables, rows, offsets, weights, features, 16)
+kernels.pooled_lookup_weights(d[0], tables, rows, offsets, weights, features)
+kernels.scatter_rows_(tables[0], rows[0], torch.tensor(3), kernels.gather_rows(tables[0], rows[0]))
+kernels.expand(d, rows, [offsets], [weights], segments, [32, 64, 32, 64])
+kernels.coalesce(d, rows, [offsets], [weights], segments, [32, 64, 32, 64])
+number = torch.tensor(0.1, dtype=torch.float64), torch.tensor(0)
+short = [t.bfloat16() for t in tables]
+kernels.fused_update_(short, [torch.zeros(32)] * 2, d, rows, [offsets], [weights], segments, *number, torch.zeros(2, dtype=torch.int64),
+    "rowwise_adagrad", [1e-8, 0.1, 0.0, 0.0])
+kernels.fused_update_(tables, [torch.zeros(32, 64)] * 4, d, rows, [offsets], [weights], segments, *number, None, "adam", [0.9, 0.999, 1e-8, 0.0])
+counts = torch.ones(3, dtype=torch.int64)
+kernels.take_ranges(weights, counts, counts, 8)
+kernels.bucketize(rows[0], offsets, weights, 2, 5)
+kernels.from_padded(kernels.to_padded(d[0], counts, 6, 0.5), counts, 50)
+print(*sorted(wide))
+"""
+
+
+def test_kernels_compile_for_hopper(tmp_path):
+    """Every kernel compiles for sm_90, which needs no device, and those that move rows do so 16 bytes at a time."""
+    keep = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILED], capture_output=True, text=True, cwd=Path(__file__).parents[2],
+        env=keep | {"TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    moves = {"_pool", "_gather", "_scatter", "_chunk_sums", "_coalesce", "_update", "_expand"}
+    assert moves <= set(run.stdout.split())
