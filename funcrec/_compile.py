@@ -22,7 +22,10 @@ from funcrec._errors import Problem, describe, fail, message
 from funcrec._replay import Recording, capture_cuda, record, replay
 from funcrec._tree import fast_flatten, leaf_paths
 
-OPTIONS = {"emulate_precision_casts": True}  # casts to 16 bits round as in eager mode
+OPTIONS = {
+    "emulate_precision_casts": True,  # casts to 16 bits round as in eager mode
+    "realize_opcount_threshold": 16,  # a chain of key derivations, inlined, would grow by eight with each link (30 is torch's)
+}
 
 
 class Staged(NamedTuple):

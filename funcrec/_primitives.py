@@ -78,7 +78,7 @@ class _PooledLookup(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, _, *tangents):
-        return _below(functools.partial(_lookup_tangent, ctx.spec), ctx.saved_tensors, tangents)
+        return one_level_below(functools.partial(_lookup_tangent, ctx.spec), ctx.saved_tensors, tangents)
 
     @staticmethod
     def vmap(info, in_dims, spec, *tensors):
@@ -109,7 +109,7 @@ class _LookupWeights(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, _, *tangents):
-        return _below(functools.partial(_weights_tangent, ctx.spec), ctx.saved_tensors, tangents)
+        return one_level_below(functools.partial(_weights_tangent, ctx.spec), ctx.saved_tensors, tangents)
 
     @staticmethod
     def vmap(info, in_dims, spec, *tensors):
@@ -132,7 +132,7 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, _, *tangents):
-        return _below(lambda x, t: _GatherRows.apply(ctx.spec, t[0], x[1]), ctx.saved_tensors, tangents)
+        return one_level_below(lambda x, t: _GatherRows.apply(ctx.spec, t[0], x[1]), ctx.saved_tensors, tangents)
 
     @staticmethod
     def vmap(info, in_dims, spec, *tensors):
@@ -145,7 +145,7 @@ def _save(ctx, inputs) -> None:
     ctx.save_for_forward(*inputs[1:])
 
 
-def _below(rule, tensors, tangents):
+def one_level_below(rule, tensors, tangents):
     """rule(tensors, tangents) as transforms further out must see it.
 
     torch 2.13 runs a jvp rule at its own level, with forward derivatives off: jvp of jvp would be silently zero. So the rule runs

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from funcrec._errors import Problem, check, describe
+from funcrec._primitives import one_level_below
 
 
 def factorization_machine(x: Tensor) -> Tensor:
@@ -44,10 +45,50 @@ def dot_interaction(x: Tensor) -> Tensor:
     in the order of the upper triangle's rows, behind the dense vector.
     """
     check("funcrec.nn.dot_interaction", stack_problems(x))
-    products = x @ x.transpose(-2, -1)
-    # rows of the lower triangle by slices: their transpose is padding, where an index's would be atomic adds
-    rows = [products[..., i, :i] for i in range(1, x.shape[-2])]
-    return torch.cat(rows, -1) if rows else products[..., 0, :0]
+    return _DotInteraction.apply(x)
+
+
+class _DotInteraction(torch.autograd.Function):
+    """The lower triangle of x xᵀ. Its transpose, (S + Sᵀ) x, is one product, where autograd would make two and scatter into S."""
+
+    @staticmethod
+    def forward(x):
+        return _lower(x @ x.transpose(-2, -1))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, d):
+        (x,) = ctx.saved_tensors
+        return _symmetric(d, x.shape[-2]) @ x
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        rule = lambda x, t: _lower(x[0] @ t[0].transpose(-2, -1) + t[0] @ x[0].transpose(-2, -1))
+        return one_level_below(rule, ctx.saved_tensors, [tangent])
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return _DotInteraction.apply(x.movedim(in_dims[0], 0)), 0
+
+
+def _lower(square: Tensor) -> Tensor:
+    """[..., F, F] -> [..., F (F - 1) / 2], row after row."""
+    size = square.shape[-1]
+    places = [i * size + j for i in range(size) for j in range(i)]
+    return square.flatten(-2).index_select(-1, torch.tensor(places, dtype=torch.int64, device=square.device))
+
+
+def _symmetric(lower: Tensor, size: int) -> Tensor:
+    """[..., F (F - 1) / 2] -> [..., F, F], symmetric, zeros on the diagonal: every element is read, none is added to."""
+    place = lambda i, j: max(i, j) * (max(i, j) - 1) // 2 + min(i, j)
+    places = [place(i, j) if i != j else lower.shape[-1] for i in range(size) for j in range(size)]
+    padded = torch.nn.functional.pad(lower, (0, 1))
+    index = torch.tensor(places, dtype=torch.int64, device=lower.device)
+    return padded.index_select(-1, index).unflatten(-1, (size, size))
 
 
 # -- validators --------------------------------------------------------------------------------------------------
