@@ -28,6 +28,9 @@ OPTIONS = {
 }
 
 
+MOST_RECORDINGS = 4  # each holds the memory of its step; a step that swaps two leaves needs two
+
+
 class Staged(NamedTuple):
     """A function on flat tensors as a graph, and how its outputs are put together again.
 
@@ -106,7 +109,8 @@ class Compiled:
                 results = self.run(leaves)
                 returned, kept = {j: results[k] for j, k in plan.whole.items()}, plan.kept.items()
             else:
-                returned, kept = replay(recording, leaves), [(j, i) for i, j in self.fed]
+                moved = {j: i for i, j in self.successors()}
+                returned, kept = replay(recording, leaves), {**plan.kept, **moved}.items()
             for j, x in returned.items():
                 outputs[j] = x
             for j, i in kept:
@@ -129,6 +133,11 @@ class Compiled:
         self.writes(leaves, results)
         return results
 
+    def successors(self) -> list[tuple[int, int]]:
+        """(leaf, output) where a recorded call copies the output into the leaf's memory, which no other output keeps."""
+        plan = self.staged.plan
+        return [(i, j) for i, j in self.fed if j in plan.whole and i not in plan.kept.values()]
+
     def recording(self, leaves: list) -> Recording | None:
         """The recording for a state of these addresses, made when a state comes back for the first time."""
         if len(self.fed) < len(self.donated):
@@ -136,9 +145,11 @@ class Compiled:
         key = tuple(leaves[i].data_ptr() for i in self.donated)
         if key not in self.recordings:
             plan = self.staged.plan
-            moved = [(i, j) for i, j in self.fed if plan.kept.get(j) != i]
+            moved = self.successors()
             arguments = (self.run, leaves, list(self.donated), moved, plan.whole)
-            self.recordings = {key: record(*arguments, capture_cuda)}  # one: a recording holds the memory of its step
+            if len(self.recordings) == MOST_RECORDINGS:
+                self.recordings.clear()
+            self.recordings[key] = record(*arguments, capture_cuda)
         return self.recordings[key]
 
     def find_shared(self, leaves: list, results: list[Tensor]) -> set[int]:

@@ -117,7 +117,7 @@ def in_place_ways(sources: dict[int, Node], leaves: set[Node]) -> dict[int, Way]
     while True:  # an operation is run in place when all that it writes is
         on_way = {n for way in ways.values() for n in way.nodes}
         ends = {sources[j] for j in ways}
-        good = {n for n in on_way if _is_private(n, on_way, ends, leaves)}
+        good = {n for n in on_way if _is_private(n, on_way, ends) and _owns(n, on_way, ways, leaves)}
         kept = {j: way for j, way in ways.items() if good.issuperset(way.nodes)}
         if len(kept) == len(ways):
             return kept
@@ -139,10 +139,19 @@ def trace_back(node: Node) -> tuple[Node, tuple[Node, ...]]:
     return node, tuple(way)
 
 
-def _is_private(node: Node, on_way: set[Node], ends: set[Node], leaves: set[Node]) -> bool:
-    """Whether only the next on its way, or the output, sees this node, and what it writes to begins at donated leaves."""
-    if any(trace_back(x)[0] not in leaves for x in _replaced(node)):
-        return False
+def _owns(node: Node, on_way: set[Node], ways: dict[int, Way], leaves: set[Node]) -> bool:
+    """Whether what the node writes to begins at donated leaves, each of which this node's way returns, or nobody's."""
+    way_of = {way.leaf: way for way in ways.values()}
+    for leaf in (trace_back(x)[0] for x in _replaced(node)):
+        if leaf not in leaves or (leaf in way_of and node not in way_of[leaf].nodes):
+            return False
+        if leaf not in way_of and any(leaf is trace_back(x)[0] for n in on_way - {node} for x in _replaced(n)):
+            return False
+    return True
+
+
+def _is_private(node: Node, on_way: set[Node], ends: set[Node]) -> bool:
+    """Whether only the next on its way, or the output, sees this node."""
     users = [u for u in node.users if u.op != "output"]
     if isinstance(node.meta["val"], (list, tuple)):
         return all(u in on_way or not u.users for u in users)

@@ -16,7 +16,7 @@ from torch import Tensor
 class Recording(NamedTuple):
     """What a recorded call reads and writes.
 
-    inputs: {leaf: the tensor that stands for it}. replay: runs the call. returned: {output: the tensor where it is left}.
+    inputs: {leaf: the memory that stands for its own, in order}. replay: runs the call. returned: {output: where it is left}.
     """
 
     inputs: dict[int, Tensor]
@@ -40,8 +40,8 @@ def record(
       capture: (fn) -> (replay, fn's value): `capture_cuda`.
     """
     own = set(donated)
-    inputs = {i: x.clone() for i, x in enumerate(leaves) if isinstance(x, Tensor) and i not in own}
-    fixed = [inputs.get(i, x) for i, x in enumerate(leaves)]
+    inputs = {i: memory_of(x).clone() for i, x in enumerate(leaves) if isinstance(x, Tensor) and i not in own}
+    fixed = [inputs[i].as_strided(x.shape, x.stride()) if i in inputs else x for i, x in enumerate(leaves)]
     succeeded = {j for _, j in moved}
 
     def once() -> dict[int, Tensor]:
@@ -56,9 +56,15 @@ def record(
 def replay(recording: Recording, leaves: Sequence) -> dict[int, Tensor]:
     """Run the recorded call for these leaves: the outputs that are returned, in memory of their own."""
     if recording.inputs:
-        torch._foreach_copy_(list(recording.inputs.values()), [leaves[i] for i in recording.inputs])
+        torch._foreach_copy_(list(recording.inputs.values()), [memory_of(leaves[i]) for i in recording.inputs])
     recording.replay()
     return {j: x.clone() for j, x in recording.returned.items()}
+
+
+def memory_of(x: Tensor) -> Tensor:
+    """The elements from the first to the last, as they lie: a copy of them can be seen with x's strides, expanded ones too."""
+    span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return x.as_strided((span,), (1,))
 
 
 def capture_cuda(once: Callable) -> tuple[Callable[[], None], object]:
