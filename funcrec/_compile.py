@@ -8,6 +8,7 @@ Floor 3.
 import bisect
 import dataclasses
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ class Compiled:
         self.is_replayed = any(is_replayed(leaves[i]) for i in donated)
         self.recordings: dict[tuple[int, ...], Recording] = {}
         self.writes = prepare_writes(staged.plan, len(leaves))
-        self.outputs: list = []
+        self.outputs: dict[int, weakref.ref] = {}  # the last call's tensors: a state that is dropped is not kept alive
         self.fed: list[tuple[int, int]] = []  # (leaf, output): donated leaves that the last call returned
         self.others: list[int] = []  # all other leaves
         self.sizes: dict[int, int] = {}  # {address: bytes} of donated leaves that keep their memory
@@ -71,7 +72,7 @@ class Compiled:
     def admit(self, leaves: list) -> None:
         """Look at every leaf."""
         refuse_shared(leaves, self.donated)
-        number = {id(x): j for j, x in enumerate(self.outputs)}
+        number = {id(x()): j for j, x in self.outputs.items()}
         self.fed = [(i, number[id(leaves[i])]) for i in self.donated if id(leaves[i]) in number]
         known = {i for i, _ in self.fed}
         self.others = [i for i in range(len(leaves)) if i not in known]
@@ -86,7 +87,7 @@ class Compiled:
         if len(self.fed) < len(self.donated):
             return False
         for i, j in self.fed:
-            if leaves[i] is not outputs[j]:
+            if leaves[i] is not outputs[j]():
                 return False
         sizes = self.sizes | {leaves[i].data_ptr(): size for i, size in self.moved}
         starts = sorted(sizes)
@@ -117,7 +118,8 @@ class Compiled:
                 outputs[j] = leaves[i].data  # an alias that is no view
         for i, path in self.donated.items():
             poison(leaves[i], (path, when))
-        self.outputs = outputs if self.donated else []
+        if self.donated:
+            self.outputs = {j: weakref.ref(outputs[j]) for j in (*plan.kept, *plan.whole)}
         return self.staged.structure.unflatten(outputs)
 
     def run(self, leaves: list) -> list[Tensor]:

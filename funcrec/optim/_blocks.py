@@ -20,7 +20,7 @@ from funcrec._compile import compile_graph
 from funcrec.kernels import library, ops
 from funcrec.kernels.forms import Terms, accumulation_dtype, segments_of
 
-BLOCK_BYTES = 1 << 20  # of one block's rows
+BLOCK_BYTES = 1 << 19  # of one block's rows
 _numbers = itertools.count()
 _rules: WeakValueDictionary[int, "BlockRule"] = WeakValueDictionary()
 
@@ -70,21 +70,21 @@ def rule_update_(
     rule, each = _rules[number], len(slots) // max(len(tables), 1)
     terms = Terms(list(d), list(rows), list(offsets), list(weights), segments_of(segments))
     for t, table in enumerate(tables):
-        touched, grads, count, repeats = ops.coalesce(_only(terms, t), [tuple(table.shape)])[0]
-        dtype, num_touched = accumulation_dtype(table.dtype), int(count)
+        dtype, own = accumulation_dtype(table.dtype), slots[t * each : (t + 1) * each]
+        touched, grads, count, repeats = _cpp().coalesce(*_only(terms, t).flat(), list(table.shape))
+        sums, num_touched = (touched, grads.to(dtype), repeats.to(dtype)), int(count)
+        rate, taken = lr.to(dtype), (step + 1).to(dtype)
         block = min(max(BLOCK_BYTES // (table.shape[1] * dtype.itemsize), 1), next_power_of_two(num_touched))
-        targets = [table, *map(_flat, slots[t * each : (t + 1) * each])]
-        shapes = [s.shape[1:] for s in slots[t * each : (t + 1) * each]]
+        targets, shapes = [table, *map(_flat, own)], [s.shape[1:] for s in own]
         for first in range(0, num_touched, block):
-            at, x, n = (_block(y, first, block) for y in (touched, grads.to(dtype), repeats.to(dtype)))
-            row, *mine = (_cpp().gather_rows(y, at) for y in targets)
-            own = (y.reshape(-1, *shape) for y, shape in zip(mine, shapes, strict=True))
-            new, *written = rule.run((row, x, lr.to(dtype), (step + 1).to(dtype), n, *own), is_compiled)
+            at, x, n = (_block(y, first, block) for y in sums)
+            row, *mine = _cpp().gather_block(targets, at)
+            mine = (y.reshape(-1, *shape) for y, shape in zip(mine, shapes, strict=True))
+            new, *written = rule.run((row, x, rate, taken, n, *mine), is_compiled)
             if key is not None:
                 new = rule.round_rows(new, table.dtype, at, key[t])
             left = torch.full((), min(block, num_touched - first))
-            for target, y in zip(targets, (new, *map(_flat, written)), strict=True):
-                _cpp().scatter_rows_(target, at, left, y)
+            _cpp().scatter_block_(targets, at, left, [new, *map(_flat, written)])
 
 
 def _only(terms: Terms, table: int) -> Terms:

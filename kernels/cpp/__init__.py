@@ -4,9 +4,11 @@ from funcrec.kernels.cpp._jagged import bucketize as bucketize
 from funcrec.kernels.cpp._jagged import from_padded as from_padded
 from funcrec.kernels.cpp._jagged import take_ranges as take_ranges
 from funcrec.kernels.cpp._jagged import to_padded as to_padded
+from funcrec.kernels.cpp._lookup import gather_block as gather_block
 from funcrec.kernels.cpp._lookup import gather_rows as gather_rows
 from funcrec.kernels.cpp._lookup import pooled_lookup as pooled_lookup
 from funcrec.kernels.cpp._lookup import pooled_lookup_weights as pooled_lookup_weights
+from funcrec.kernels.cpp._lookup import scatter_block_ as scatter_block_
 from funcrec.kernels.cpp._lookup import scatter_rows_ as scatter_rows_
 from funcrec.kernels.cpp._update import coalesce as coalesce
 from funcrec.kernels.cpp._update import expand as expand

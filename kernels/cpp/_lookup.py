@@ -43,16 +43,32 @@ def pooled_lookup_weights(
 
 def gather_rows(table_: Tensor, rows: Tensor) -> Tensor:
     """f32|f64[K, D]: table[rows], zeros for rows outside the table."""
-    rows, dtype = rows.contiguous(), torch.float64 if table_.dtype == torch.float64 else torch.float32
-    out = empty((rows.shape[0], table_.shape[1]), dtype)
-    call("gather_rows", [*table(table_), *vector(rows), out.data_ptr()])
-    return out
+    return gather_block([table_], rows)[0]
 
 
 def scatter_rows_(table_: Tensor, rows: Tensor, count: Tensor, new: Tensor) -> None:
     """table[rows[i]] = new[i], rounded to the nearest, for i < count; the rows are distinct."""
-    rows, new = rows.contiguous(), _with_rows(new)
-    call("scatter_rows", [*table(table_), *vector(rows), count.data_ptr(), *matrix(new)])
+    scatter_block_([table_], rows, count, [new])
+
+
+def gather_block(tables: list[Tensor], rows: Tensor) -> list[Tensor]:
+    """`gather_rows` of several tables by the same rows."""
+    rows, out, numbers = rows.contiguous(), [], [len(tables)]
+    for x in tables:
+        out.append(empty((rows.shape[0], x.shape[1]), torch.float64 if x.dtype == torch.float64 else torch.float32))
+        numbers += table(x)
+        numbers += matrix(out[-1])
+    call("gather_block", [*numbers, *vector(rows)])
+    return out
+
+
+def scatter_block_(tables: list[Tensor], rows: Tensor, count: Tensor, new: list[Tensor]) -> None:
+    """`scatter_rows_` of several tables by the same rows."""
+    rows, new, numbers = rows.contiguous(), [_with_rows(x) for x in new], [len(tables)]
+    for x, y in zip(tables, new, strict=True):
+        numbers += table(x)
+        numbers += matrix(y)
+    call("scatter_block", [*numbers, *vector(rows), count.data_ptr()])
 
 
 def _features(

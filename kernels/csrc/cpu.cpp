@@ -32,8 +32,8 @@ FUNCREC_EXPORT int64_t funcrec_level() {
 
 FUNCREC_ENTRY(pooled_lookup)
 FUNCREC_ENTRY(pooled_lookup_weights)
-FUNCREC_ENTRY(gather_rows)
-FUNCREC_ENTRY(scatter_rows)
+FUNCREC_ENTRY(gather_block)
+FUNCREC_ENTRY(scatter_block)
 FUNCREC_ENTRY(take_ranges)
 FUNCREC_ENTRY(to_padded)
 FUNCREC_ENTRY(from_padded)

@@ -147,6 +147,11 @@ class Group {
   const char* gradient(const Entry& e) const { return sources_ ? sources_[e.source].d : base_ + e.source * stride_; }
   double scale(const Entry& e) const { return sources_ ? sources_[e.source].scale : 1; }
 
+  // Asks for the gradient of entry k, if there is one.
+  FUNCREC_INLINE void fetch(int64_t k, int64_t dim) const {
+    if (k < size) prefetch<2>(gradient(entries[k]), dim * (is_wide ? 8 : 4));
+  }
+
   // Σ scale · gradient over entries [begin, end), in order: where a single gradient lies, or in `memory`.
   template <class A> FUNCREC_INLINE const A* sum(int64_t begin, int64_t end, int64_t dim, A* memory) const {
     const bool same = is_wide == (sizeof(A) == 8);
@@ -243,6 +248,7 @@ struct Written {
 };
 
 constexpr int64_t CHUNK = 256;  // entries per item of work
+constexpr int64_t SUM_AHEAD = 16;  // entries between the fetch of a gradient and its sum
 
 // f(table, begin, end) for pieces of every table's capacity, in parallel.
 template <class F> void chunks(int64_t threads, const std::vector<Written>& tables, const F& f) {
@@ -296,13 +302,14 @@ template <class A> void coalesce(const Terms& terms, const std::vector<Written>&
       while (block < runs[t].size() && k >= runs[t][block].before + runs[t][block].size()) block++;
       A* const grads = reinterpret_cast<A*>(out.grads) + k * out.dim;
       if (block == runs[t].size()) {
-        out.rows[k] = -1;
-        out.repeats[k] = 0;
-        std::fill(grads, grads + out.dim, A(0));
-        continue;
+        std::fill(out.rows + k, out.rows + end, -1);
+        std::fill(out.repeats + k, out.repeats + end, 0);
+        std::fill(grads, grads + (end - k) * out.dim, A(0));
+        return;
       }
       const Runs& mine = runs[t][block];
       const int64_t first = mine.begins[k - mine.before], last = mine.begins[k - mine.before + 1];
+      mine.group.fetch(last + SUM_AHEAD, out.dim);
       const A* x = mine.group.sum<A>(first, last, out.dim, grads);
       if (x != grads) std::copy(x, x + out.dim, grads);
       out.rows[k] = (int64_t(block) << BLOCK_BITS) + mine.group.entries[first].row;

@@ -1,7 +1,8 @@
-// Plain rows of one table: read, and written.
+// Plain rows of several tables, all by one list of rows: read, and written.
 #pragma once
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "abi.h"
 #include "lookup.h"
@@ -9,6 +10,8 @@
 #include "simd.h"
 
 namespace funcrec {
+
+constexpr int64_t NEAR_ROWS = 8;  // rows between the touch and the copy
 
 // to[c] = from[c] for c < n, converted and rounded.
 template <class To, class From> FUNCREC_INLINE void copy_row(To* to, const From* from, int64_t n) {
@@ -19,50 +22,82 @@ template <class To, class From> FUNCREC_INLINE void copy_row(To* to, const From*
   for (; c < n; c++) store<1>(to + c, A(load<1>(from + c)));
 }
 
-template <class F> void for_chunks(int64_t threads, int64_t n, int64_t dim, F&& f) {
-  constexpr int64_t CHUNK = 256;
-  parallel_for(n * dim < MIN_WORK ? 1 : threads, (n + CHUNK - 1) / CHUNK,
-               [&](int64_t k) { f(k * CHUNK, std::min(n, (k + 1) * CHUNK)); });
+// A table, and as many rows as are named of what is read from it or written to it.
+struct Target {
+  Table table;
+  Matrix rows;
+};
+
+// f(target, begin, end) for pieces [begin, end) of n rows of every target.
+template <class F> void for_chunks(int64_t threads, const std::vector<Target>& targets, int64_t n, const F& f) {
+  constexpr int64_t ROWS = 256;
+  int64_t columns = 0;
+  for (const Target& t : targets) columns += t.table.dim;
+  const int64_t chunks = (n + ROWS - 1) / ROWS;
+  parallel_for(n * columns < MIN_WORK ? 1 : threads, chunks * targets.size(), [&](int64_t k) {
+    const int64_t begin = k % chunks * ROWS;
+    f(targets[k / chunks], begin, std::min(n, begin + ROWS));
+  });
 }
 
-inline void gather_rows(Reader in) {
+// f(i, row) for i in [begin, end) with a row inside the table, which is on its way; outside(i) for the others.
+template <class F, class G>
+FUNCREC_INLINE void for_rows(const Table& t, const Ints& ids, int64_t begin, int64_t end, const F& f, const G& outside) {
+  const int64_t bytes = t.dim * (t.dtype == F64 ? 8 : t.dtype == F32 ? 4 : 2);
+  const auto fetch = [&](int64_t i) __attribute__((always_inline)) {
+    if (i < end) prefetch<2>(t.data + uint64_t(ids[i]) * bytes, bytes);
+  };
+  for (int64_t i = begin; i < begin + FAR; i++) fetch(i);
+  for (int64_t i = begin; i < end; i++) {
+    fetch(i + FAR);
+    const uint64_t ahead = i + NEAR_ROWS < end ? ids[i + NEAR_ROWS] : -1;
+    if (ahead < uint64_t(t.rows)) touch(t.data + ahead * bytes);
+    if (uint64_t(ids[i]) < uint64_t(t.rows)) f(i, t.data + ids[i] * bytes);
+    else outside(i);
+  }
+}
+
+// f(number of threads, targets, ids) with what Python passes: [threads, n and (table, matrix) each, rows]
+template <class F> void with_targets(Reader& in, const F& f) {
   const int64_t threads = in.number();
-  const Table table = in.table();
-  const Vector rows = in.vector();
-  char* out = in.pointer<char>();
-  const Ints ids(rows);
-  with_table_type(table.dtype, [&](auto tag) {
-    using E = typename decltype(tag)::type;
-    const E* from = table.as<E>();
-    for_chunks(threads, rows.size, table.dim, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) {
-        if (i + FAR < rows.size)
-          prefetch<2>(table.data + uint64_t(ids[i + FAR]) * table.dim * sizeof(E), table.dim * sizeof(E));
-        Acc<E>* to = reinterpret_cast<Acc<E>*>(out) + i * table.dim;
-        if (uint64_t(ids[i]) < uint64_t(table.rows)) copy_row(to, from + ids[i] * table.dim, table.dim);
-        else std::memset(to, 0, table.dim * sizeof(*to));
-      }
+  std::vector<Target> targets(in.number());
+  for (Target& t : targets) {
+    t.table = in.table();
+    t.rows = in.matrix();
+  }
+  f(threads, targets, Ints(in.vector()));
+}
+
+inline void gather_block(Reader in) {
+  with_targets(in, [](int64_t threads, const std::vector<Target>& targets, const Ints& ids) {
+    for_chunks(threads, targets, ids.size, [&](const Target& t, int64_t begin, int64_t end) {
+      with_table_type(t.table.dtype, [&](auto tag) {
+        using E = typename decltype(tag)::type;
+        Acc<E>* const out = t.rows.as<Acc<E>>();
+        const int64_t dim = t.table.dim;
+        for_rows(t.table, ids, begin, end,
+                 [&](int64_t i, char* row) { copy_row(out + i * dim, reinterpret_cast<const E*>(row), dim); },
+                 [&](int64_t i) { std::memset(out + i * dim, 0, dim * sizeof(*out)); });
+      });
     });
   });
 }
 
-inline void scatter_rows(Reader in) {
-  const int64_t threads = in.number();
-  const Table table = in.table();
-  const Vector rows = in.vector();
-  const int64_t count = *in.pointer<int64_t>();
-  const Matrix source = in.matrix();
-  const Ints ids(rows);
-  with_table_type(table.dtype, [&](auto tag) {
-    using E = typename decltype(tag)::type;
-    E* to = table.as<E>();
-    for_chunks(threads, std::max<int64_t>(0, std::min(count, rows.size)), table.dim, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) {
-        if (uint64_t(ids[i]) >= uint64_t(table.rows)) continue;
-        E* row = to + ids[i] * table.dim;
-        if (source.dtype == F64) copy_row(row, source.as<double>() + i * source.stride, table.dim);
-        else copy_row(row, source.as<float>() + i * source.stride, table.dim);
-      }
+// Behind the rows: count*, how many of them are written.
+inline void scatter_block(Reader in) {
+  with_targets(in, [&](int64_t threads, const std::vector<Target>& targets, const Ints& ids) {
+    const int64_t n = std::clamp<int64_t>(*in.pointer<int64_t>(), 0, ids.size);
+    for_chunks(threads, targets, n, [&](const Target& t, int64_t begin, int64_t end) {
+      with_table_type(t.table.dtype, [&](auto tag) {
+        using E = typename decltype(tag)::type;
+        const Matrix& from = t.rows;
+        const int64_t dim = t.table.dim;
+        for_rows(t.table, ids, begin, end, [&](int64_t i, char* row) {
+          E* const to = reinterpret_cast<E*>(row);
+          if (from.dtype == F64) copy_row(to, from.as<double>() + i * from.stride, dim);
+          else copy_row(to, from.as<float>() + i * from.stride, dim);
+        }, [](int64_t) {});
+      });
     });
   });
 }

@@ -8,6 +8,7 @@
 namespace funcrec {
 
 constexpr int64_t FETCH_AHEAD = 32;  // entries between the fetch of what one needs into L2 and its use
+constexpr int64_t TOUCH_BYTES = 2048;  // of rows and slots between the touch and the use
 constexpr int64_t LEAST_PART = 256;  // entries that are worth an item of work of their own
 
 // A table, its slots, and the key of its random bits, or none.
@@ -58,7 +59,8 @@ template <class E, int D> void read_row(const char* from, float* to, int64_t len
   const E* p = reinterpret_cast<const E*>(from);
   int64_t i = 0;
   for (; i + W <= dim; i += W) store<W>(to + i, load<W>(p + i));
-  for (; i < dim; i++) to[i] = load<1>(p + i);
+  if constexpr (D == 0 || D % W != 0)
+    for (; i < dim; i++) to[i] = load<1>(p + i);
 }
 
 // bits: null to round to the nearest.
@@ -69,10 +71,12 @@ template <class E, int D> void write_row(char* to, const float* from, int64_t le
   int64_t i = 0;
   if (bits) {
     for (; i + W <= dim; i += W) store_random<W>(p + i, load<W>(from + i), load_u16<W>(bits + i));
-    for (; i < dim; i++) store_random<1>(p + i, from[i], load_u16<1>(bits + i));
+    if constexpr (D == 0 || D % W != 0)
+      for (; i < dim; i++) store_random<1>(p + i, from[i], load_u16<1>(bits + i));
   } else {
     for (; i + W <= dim; i += W) store<W>(p + i, load<W>(from + i));
-    for (; i < dim; i++) store<1>(p + i, from[i]);
+    if constexpr (D == 0 || D % W != 0)
+      for (; i < dim; i++) store<1>(p + i, from[i]);
   }
 }
 
@@ -105,11 +109,24 @@ template <class A, class Rule, int D> void update_rows(const Trained& t, const G
     prefetch<2>(g.gradient(e[k]), dim * (g.is_wide ? 8 : 4));
     for (int i = 0; i < Rule::slots; i++) prefetch<2>(slot(row, i), Rule::width[i] == WIDE ? dim * sizeof(A) : 1);
   };
+  // As in RowsAhead of lookup.h: a second step, or the misses of the use itself wait behind those of the prefetches.
+  const auto touch_entry = [&](int64_t k) __attribute__((always_inline)) {
+    if (k >= g.size) return;
+    const int64_t row = first + e[k].row;
+    touch(t.table.data + row * row_bytes);
+    touch(g.gradient(e[k]));
+    for (int i = 0; i < Rule::slots; i++) touch(slot(row, i));
+  };
+  int64_t bytes = row_bytes;
+  for (int i = 0; i < Rule::slots; i++) bytes += Rule::width[i] == WIDE ? dim * sizeof(A) : 0;
+  const int64_t near = std::clamp<int64_t>(TOUCH_BYTES / bytes, 4, 8);
   for (int64_t k = 0; k < FETCH_AHEAD; k++) fetch(k);
   for (int64_t k = 0, end = 0; k < g.size; k = end) {
     const int64_t row = first + e[k].row;
-    do fetch(end + FETCH_AHEAD);
-    while (++end < g.size && e[end].row == e[k].row);
+    do {
+      fetch(end + FETCH_AHEAD);
+      touch_entry(end + near);
+    } while (++end < g.size && e[end].row == e[k].row);
     char* const at = t.table.data + row * row_bytes;
     Row<A> r{reinterpret_cast<A*>(at), g.sum<A>(k, end, dim, sum), {}, wide + room, dim, A(end - k)};
     for (int i = 0; i < Rule::slots; i++) r.s[i] = slot(row, i);
@@ -146,7 +163,8 @@ template <class A> void update_class(const Terms& terms, const Trained& t, const
 
 // -- all tables --------------------------------------------------------------------------------------------------
 
-// Every table that has entries, cut into classes: enough for the threads, the larger tables into more.
+// Every table that has entries, cut into classes, none with more than a thread's share; large ones first. A class costs a
+// pass over all entries of its table, so there are no more of them than that takes.
 inline std::vector<Class> classes(const Terms& terms, const std::vector<int64_t>& shapes, int64_t threads) {
   std::vector<int64_t> sizes;
   int64_t all = 0;
@@ -159,10 +177,13 @@ inline std::vector<Class> classes(const Terms& terms, const std::vector<int64_t>
   std::vector<Class> out;
   for (int64_t t = 0; t < int64_t(sizes.size()); t++) {
     int64_t parts = 1;
-    while (threads > 1 && all / (4 * threads) < sizes[t] / parts && sizes[t] / parts > LEAST_PART) parts *= 2;
+    while (threads > 1 && all / threads < sizes[t] / parts && sizes[t] / parts > LEAST_PART) parts *= 2;
     for (int64_t block = 0; sizes[t] > 0 && block << BLOCK_BITS < shapes[2 * t]; block++)
       for (int64_t part = 0; part < parts; part++) out.push_back({t, block, part, parts});
   }
+  const auto size = [&](const Class& c) { return sizes[c.table] / c.parts; };
+  const auto larger = [&](const Class& a, const Class& b) { return size(a) > size(b); };
+  if (threads > 1) std::stable_sort(out.begin(), out.end(), larger);
   return out;
 }
 

@@ -326,10 +326,8 @@ row = st.integers(0, 3)
 operations = st.one_of(
     st.tuples(st.just("update"), leaf, st.sampled_from(sorted(RULES)), leaf, st.booleans()),
     st.tuples(st.just("put"), leaf, leaf, row, st.booleans()),
-    st.tuples(st.just("pair"), leaf, leaf),
+    st.tuples(st.sampled_from(("pair", "add", "swap")), leaf, leaf),
     st.tuples(st.just("old"), st.sampled_from((*LEAVES, "sum", "momentum"))),
-    st.tuples(st.just("add"), leaf, leaf),
-    st.tuples(st.just("swap"), leaf, leaf),
     st.tuples(st.just("read"), leaf, row),
     st.tuples(st.just("keep"), leaf),
 )
