@@ -42,7 +42,8 @@ class TableCase(NamedTuple):
         return [fr.FeatureConfig(n, table=n, pooling=pooling, weighted=self.weighted) for n in self.names]
 
     def configs(self) -> list[fr.TableConfig]:
-        return [fr.TableConfig(n, self.num_rows, self.dim, dtype=self.table_dtype) for n in self.names]
+        init = fr.uniform(0.05)
+        return [fr.TableConfig(n, self.num_rows, self.dim, self.table_dtype, init) for n in self.names]
 
 
 SHAPES = {  # a to e as in the first measurements
@@ -158,11 +159,8 @@ def to_device(ids: fr.KeyedJaggedTensor, device: str) -> fr.KeyedJaggedTensor:
 
 
 def make_tables(case: TableCase, device: str) -> dict[str, Tensor]:
-    """The same numbers in every call."""
-    draw = torch.Generator(device).manual_seed(0)
-    shape = (case.num_rows, case.dim)
-    make = lambda: torch.empty(shape, device=device).uniform_(-0.05, 0.05, generator=draw).to(case.table_dtype)
-    return {n: make() for n in case.names}
+    """The same numbers in every call, in the memory that funcrec gives its tables; peers copy them into their own."""
+    return {n: t.to(device) for n, t in fr.init(fr.key(0), case.configs()).items()}
 
 
 def lookup_bytes(case: TableCase) -> int:

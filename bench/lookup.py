@@ -34,7 +34,8 @@ def fbgemm_lookup(case: TableCase, tables: dict, batches: list, device: str) -> 
 def torch_lookup(case: TableCase, tables: dict, batches: list) -> Contender:
     parts = [torch_ids(case, ids) for ids in batches]
     turn = itertools.cycle(parts)
-    call = torch.no_grad()(lambda ids: torch_bags(case, tables, ids))
+    own = {n: t.clone() for n, t in tables.items()}
+    call = torch.no_grad()(lambda ids: torch_bags(case, own, ids))
     return Contender(lambda: {"output": call(parts[0])}, lambda: call(next(turn)))
 
 

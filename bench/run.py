@@ -94,6 +94,8 @@ def spawn(job: Job, options: argparse.Namespace) -> str | None:
     # code is generated for a number of threads: one cache of compiled code for each
     cache = Path(tempfile.gettempdir()) / f"funcrec_bench_{os.getuid()}" / f"threads{job.threads}"
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": str(job.threads)}
+    # torch and FBGEMM have an OpenMP runtime each: idle threads of one that spin would take the other's core
+    environment["OMP_WAIT_POLICY"] = "passive"
     limit = CASE_LIMIT_S if torch.device(options.device).type == "cpu" else GPU_LIMIT_S
     try:
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=limit, check=False)
