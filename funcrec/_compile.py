@@ -146,9 +146,7 @@ class Compiled:
             return None
         key = tuple(leaves[i].data_ptr() for i in self.donated)
         if key not in self.recordings:
-            plan = self.staged.plan
-            moved = self.successors()
-            arguments = (self.run, leaves, list(self.donated), moved, plan.whole)
+            arguments = (self.run, leaves, list(self.donated), self.successors(), self.staged.plan.whole)
             if len(self.recordings) == MOST_RECORDINGS:
                 self.recordings.clear()
             self.recordings[key] = record(*arguments, capture_cuda)

@@ -6,6 +6,7 @@ On CUDA the recording is one CUDA graph of the whole step: no launch, no Python,
 keeps its memory: touched rows are written in place, and other leaves are copied over their predecessors. Floor 1.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -94,6 +95,7 @@ def bring(leaves: list, device: torch.device) -> list:
     return out
 
 
+@functools.cache
 def _side_stream(device: torch.device) -> "torch.cuda.Stream":
-    """A stream of the pool, the same for each call of a thread; torch's streams are cheap."""
+    """The device's stream for copies, one for all calls: each stream keeps memory of its own."""
     return torch.cuda.Stream(device)

@@ -200,7 +200,10 @@ def _of(name: str, implementation: str | None, *tensors: Tensor | None) -> Calla
     choice = chosen(implementation, device)
     call = library.operator(choice, name)
     if call is None:
-        raise NotImplementedError(f"funcrec.kernels.{name}: implementation {choice!r} has no {name}")
+        raise NotImplementedError(
+            f"funcrec.kernels.{name}: implementation {choice!r} has no {name}.\n  got   implementation={choice!r}\n  need  one of"
+            f" {[i for i in ('reference', 'cpp', 'triton') if i != choice]}\n  try   another for this call, or None for the device's own"
+        )
     refuse_derivatives(name, choice, mine)
     return call
 

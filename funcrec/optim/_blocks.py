@@ -10,6 +10,7 @@ Shapes: T tables, R rows, D dim, M touched rows.
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakValueDictionary
 
 import torch
@@ -23,6 +24,7 @@ from funcrec.kernels.forms import Terms, accumulation_dtype, segments_of
 BLOCK_BYTES = 1 << 19  # of one block's rows
 _numbers = itertools.count()
 _rules: WeakValueDictionary[int, "BlockRule"] = WeakValueDictionary()
+_staged: dict[int, "BlockRule"] = {}  # those that a compiled function calls by number: it may outlive their optimizer
 
 
 class BlockRule:
@@ -48,14 +50,21 @@ class BlockRule:
             return self.rule(*arguments)
         form = tuple((x.shape, x.dtype) for x in arguments)
         if form not in self.compiled:
-            graph = make_fx(lambda *x: self.rule(*x))(*arguments)
-            self.compiled[form] = compile_graph(graph, list(arguments))
+            # on a thread of its own: inside an operator torch's dispatcher is in a state in which vmap cannot be staged
+            with ThreadPoolExecutor(1) as thread:
+                self.compiled[form] = thread.submit(self.compile, list(arguments)).result()
         return self.compiled[form](*arguments)
+
+    @torch.no_grad()
+    def compile(self, arguments: list[Tensor]) -> Callable:
+        return compile_graph(make_fx(lambda *x: self.rule(*x))(*arguments), arguments)
 
     def update(self, tables, slots, terms: Terms, lr: Tensor, step: Tensor, key: Tensor | None):
         """`ops.fused_update` with this rule; while a step is staged, with the rule to be compiled."""
         ops.refuse_derivatives("rule_update", "cpp", [*tables, *terms.d])
         given, staged = [x for s in slots for x in s], get_proxy_mode() is not None
+        if staged:
+            _staged[self.number] = self
         op = torch.ops.funcrec_blocks.rule_update
         out = op(list(tables), given, *terms.flat(), lr, step, key, self.number, staged)
         each = len(given) // len(tables)
@@ -75,7 +84,7 @@ def rule_update_(
         sums, num_touched = (touched, grads.to(dtype), repeats.to(dtype)), int(count)
         rate, taken = lr.to(dtype), (step + 1).to(dtype)
         block = min(max(BLOCK_BYTES // (table.shape[1] * dtype.itemsize), 1), next_power_of_two(num_touched))
-        targets, shapes = [table, *map(_flat, own)], [s.shape[1:] for s in own]
+        targets, shapes = [table, *map(flat, own)], [s.shape[1:] for s in own]
         for first in range(0, num_touched, block):
             at, x, n = (_block(y, first, block) for y in sums)
             row, *mine = _cpp().gather_block(targets, at)
@@ -84,7 +93,7 @@ def rule_update_(
             if key is not None:
                 new = rule.round_rows(new, table.dtype, at, key[t])
             left = torch.full((), min(block, num_touched - first))
-            _cpp().scatter_block_(targets, at, left, [new, *map(_flat, written)])
+            _cpp().scatter_block_(targets, at, left, [new, *map(flat, written)])
 
 
 def _only(terms: Terms, table: int) -> Terms:
@@ -96,7 +105,7 @@ def _only(terms: Terms, table: int) -> Terms:
         rows, place = terms.rows[s.rows], s._replace(table=0, rows=len(out.rows))
         if s.offsets >= 0:
             bounds = terms.offsets[s.offsets][s.first_bag : s.first_bag + s.num_bags + 1]
-            first, last = int(bounds[0]), int(bounds[-1])
+            first, last = (min(max(int(x), 0), rows.shape[0]) for x in (bounds[0], bounds[-1]))
             if s.weights < 0:
                 rows, bounds = rows[first:last], bounds - first
             out.offsets.append(bounds)
@@ -119,7 +128,7 @@ def _block(x: Tensor, first: int, size: int) -> Tensor:
     return torch.cat([part, rest])
 
 
-def _flat(slot: Tensor) -> Tensor:
+def flat(slot: Tensor) -> Tensor:
     """A slot as a table [R, ...]."""
     return slot.flatten(1) if slot.dim() > 1 else slot[:, None]
 

@@ -19,7 +19,7 @@ from funcrec._errors import Problem, check, describe
 from funcrec._rowgrads import RowGrads, terms_of
 from funcrec.kernels import ops
 from funcrec.kernels.memory import full_table
-from funcrec.optim._blocks import BlockRule
+from funcrec.optim._blocks import BlockRule, flat
 from funcrec.optim._rounding import round_stochastic, table_key
 from funcrec.optim._row_checks import (
     Rate,
@@ -249,11 +249,6 @@ def touched_rows(
     new_row, new_slots = torch.func.vmap(rule)(row, grads.grads.to(row.dtype), mine, repeats.to(row.dtype))
     check(call, rule_result_problems(new_row, new_slots, row, mine))
     return grads.rows, new_row, {k: flat(s) for k, s in new_slots.items()}
-
-
-def flat(slot: Tensor) -> Tensor:
-    """A slot as a table [R, ...]."""
-    return slot.flatten(1) if slot.dim() > 1 else slot[:, None]
 
 
 def rate_and_step(lr: Rate, step: int | Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """train_step: eager, compiled and donated are the same function; its cost follows the batch."""
 
+import gc
 import inspect
 import resource
 
@@ -174,3 +175,20 @@ def test_dense_updates_of_matrices_compile(name):
         return opt.update(d, state, w, 0)
 
     assert_trees_close(fr.jit(step)(w, opt.init(w), x), step(w, opt.init(w), x), rtol=1e-5, atol=1e-6)
+
+
+def test_an_optimizer_may_be_made_inside_the_compiled_function():
+    """A rule that is staged lives as long as the compiled function, also when its optimizer is gone."""
+
+    def update(table, rows, grads):
+        mine = fr.optim.row_optimizer(
+            init=lambda t: {}, rule=lambda row, grad, slots, hyper: (row - hyper.lr * grad.sign(), slots), lr=0.5
+        )
+        g = fr.RowGrads.from_entries(rows, grads, num_embeddings=3)
+        return mine.update({"t": g}, {"t": {}}, {"t": table}, 0)[0]["t"]
+
+    args = torch.zeros(3, 2), torch.tensor([1, 1]), torch.tensor([[1.0, -1.0], [2.0, -3.0]])
+    fast = fr.jit(update)
+    fast(*args)
+    gc.collect()
+    assert_trees_close(fast(*args), torch.tensor([[0.0, 0.0], [-0.5, 0.5], [0.0, 0.0]]))
