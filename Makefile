@@ -16,7 +16,7 @@ ladder: $(VENV)/.installed
 test: $(VENV)/.tested
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m pytest -q -n 2
+	$(RUN) -m pytest -q -n 2 --dist loadgroup
 
 # About ten minutes, most of it compiling: the short list (30 runs), then tables, plots and README's section.
 bench: $(VENV)/.tested

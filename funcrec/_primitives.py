@@ -146,7 +146,7 @@ def _save(ctx, inputs) -> None:
 
 
 def one_level_below(rule, tensors, tangents):
-    """rule(tensors, tangents) as transforms further out must see it.
+    """rule(tensors, tangents), a tensor or a tuple of them, as transforms further out must see it.
 
     torch 2.13 runs a jvp rule at its own level, with forward derivatives off: jvp of jvp would be silently zero. So the rule runs
     one level below, as torch.func runs `forward`.
@@ -158,7 +158,8 @@ def one_level_below(rule, tensors, tangents):
     plain = [[x if x is None else _unwrap_for_grad(x, level) for x in xs] for xs in (tensors, tangents)]
     with torch.enable_grad(), _set_fwd_grad_enabled(True), interpreter.lower():
         out = rule(*plain)
-    return _wrap_for_grad(out, level)
+    wrap = lambda x: None if x is None else _wrap_for_grad(x, level)
+    return tuple(map(wrap, out)) if isinstance(out, tuple) else wrap(out)
 
 
 def _lookup_tangent(spec: _Lookup, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> Tensor:

@@ -1,0 +1,211 @@
+"""The exchange behind every collective: one differentiable function, and a table of what ranks send one another.
+
+    exchange(x)[r] = Σ_s M[r, s] x[s]          exchangeᵀ is an exchange again
+
+Under emulation an axis is a vmap level, and an exchange is a movement of that level's dimension. On real ranks it is an operator of
+torch.distributed, and nothing else in funcrec calls those: their own derivatives are silently wrong under torch.func. Floor 2.
+Shapes: n ranks on the axis; x[r] is what rank r passes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed._functional_collectives
+from torch import Tensor
+
+from funcrec._mesh import Axis
+from funcrec._primitives import one_level_below
+from funcrec._tree import tree_flatten, tree_unflatten
+
+_c10d = torch.ops._c10d_functional
+
+
+class Exchange(NamedTuple):
+    """One linear collective over one axis.
+
+    start: (x, call) -> a tensor that `wait` completes, on real ranks. emulate: (x f[n, ...], call) -> (y, is_varying): what all ranks
+    get, stacked, or one value for all. transpose: the name of another exchange, and of `permuted` when it takes the inverse.
+    """
+
+    start: Callable[[Tensor, "Call"], Tensor]
+    emulate: Callable[[Tensor, "Call"], tuple[Tensor, bool]]
+    transpose: str
+
+
+class Call(NamedTuple):
+    """The static part of a collective: which one, over what. pairs: of `ppermute`, (source, destination)."""
+
+    kind: str
+    size: int
+    group: str | None
+    index: int | None
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def transposed(self) -> "Call":
+        return self._replace(kind=EXCHANGES[self.kind].transpose, pairs=tuple((d, s) for s, d in self.pairs))
+
+
+def _start_sum(x: Tensor, call: Call) -> Tensor:
+    return _c10d.all_reduce(x, "sum", call.group)
+
+
+def _emulate_sum(x: Tensor, call: Call) -> tuple[Tensor, bool]:
+    return x.sum(0, dtype=x.dtype), False
+
+
+def _start_swap(x: Tensor, call: Call) -> Tensor:
+    ones = [1] * call.size
+    return _c10d.all_to_all_single(x, ones, ones, call.group)
+
+
+def _start_permute(x: Tensor, call: Call) -> Tensor:
+    """At most one block goes out, and at most one comes in."""
+    sent = [int((call.index, r) in call.pairs) for r in range(call.size)]
+    received = [int((r, call.index) in call.pairs) for r in range(call.size)]
+    return _c10d.all_to_all_single(x[None][: sum(sent)].contiguous(), received, sent, call.group)
+
+
+def _emulate_permute(x: Tensor, call: Call) -> tuple[Tensor, bool]:
+    source = {d: s for s, d in call.pairs}
+    return torch.stack([x[source[r]] if r in source else torch.zeros_like(x[0]) for r in range(call.size)]), True
+
+
+EXCHANGES = {
+    "psum": Exchange(_start_sum, _emulate_sum, "psum"),
+    "psum_invariant": Exchange(_start_sum, _emulate_sum, "pvary"),
+    "pvary": Exchange(lambda x, call: x.clone(), lambda x, call: (x.clone(), True), "psum_invariant"),
+    "all_gather": Exchange(
+        lambda x, call: _c10d.all_gather_into_tensor(x[None], call.size, call.group),
+        lambda x, call: (x.clone(), False),
+        "psum_scatter",
+    ),
+    "psum_scatter": Exchange(
+        lambda x, call: _c10d.reduce_scatter_tensor(x, "sum", call.size, call.group),
+        lambda x, call: (x.sum(0, dtype=x.dtype), True),
+        "all_gather",
+    ),
+    "all_to_all": Exchange(_start_swap, lambda x, call: (x.transpose(0, 1), True), "all_to_all"),
+    "ppermute": Exchange(_start_permute, _emulate_permute, "ppermute"),
+}
+
+
+class _Exchange(torch.autograd.Function):
+    """A linear collective of several tensors: all are started, then all are awaited."""
+
+    @staticmethod
+    def forward(call, marker, *xs):
+        start = EXCHANGES[call.kind].start
+        begun = [start(x.contiguous(), call) for x in xs]
+        return tuple(_finish(y, x, call) for y, x in zip(begun, xs, strict=True))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.call = inputs[0]
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, *d_ys):
+        return None, None, *_Exchange.apply(ctx.call.transposed(), *ctx.saved_tensors, *d_ys)
+
+    @staticmethod
+    def jvp(ctx, _, marker, *tangents):
+        return one_level_below(lambda saved, ts: _tangents(ctx.call, saved[0], ts), ctx.saved_tensors, tangents)
+
+    @staticmethod
+    def vmap(info, in_dims, call, marker, *xs):
+        own, dims = in_dims[1] is not None, in_dims[2:]
+        if own:
+            return _emulated(call, info.batch_size, xs, dims)
+        # another level's batch: it travels behind the dimensions that are exchanged
+        xs = [x if d is None else x.movedim(d, -1) for x, d in zip(xs, dims, strict=True)]
+        ys = _Exchange.apply(call, marker, *xs)
+        return ys, tuple(None if d is None else y.dim() - 1 for y, d in zip(ys, dims, strict=True))
+
+
+def _tangents(call: Call, marker: Tensor, tangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    moving = [t for t in tangents if t is not None]
+    out = iter(_Exchange.apply(call, marker, *moving))
+    return tuple(None if t is None else next(out) for t in tangents)
+
+
+def _emulated(call: Call, size: int, xs: Sequence[Tensor], dims: Sequence[int | None]):
+    """What every rank gets; a value that all ranks share stands for n equal ones."""
+    stack = lambda x, d: x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
+    made = [EXCHANGES[call.kind].emulate(stack(x, d), call) for x, d in zip(xs, dims, strict=True)]
+    return tuple(y for y, _ in made), tuple(0 if varies else None for _, varies in made)
+
+
+def _finish(begun: Tensor, x: Tensor, call: Call) -> Tensor:
+    """The completed result, in the form that emulation gives one rank."""
+    if call.kind == "pvary":
+        return begun
+    done = _c10d.wait_tensor(begun)
+    if call.kind == "psum_scatter":
+        return done[0]
+    if call.kind == "ppermute":
+        return done[0] if done.shape[0] else torch.zeros_like(x)
+    return done
+
+
+def exchange(kind: str, tree: Any, axis: Axis, pairs: tuple = ()) -> Any:
+    """The collective on every leaf; integers apart from floats, which have derivatives."""
+    leaves, structure = tree_flatten(tree)
+    call, out = Call(kind, axis.size, axis.group, axis.index, pairs), list(leaves)
+    for is_float in (True, False):
+        at = [i for i, x in enumerate(leaves) if x.is_floating_point() == is_float]
+        if at:
+            for i, y in zip(at, _Exchange.apply(call, axis.marker, *(leaves[i] for i in at)), strict=True):
+                out[i] = y
+    return tree_unflatten(out, structure)
+
+
+class _Extremum(torch.autograd.Function):
+    """The greatest or least of all ranks' values; its derivative is shared by the ranks that have it."""
+
+    @staticmethod
+    def forward(call, marker, x):
+        return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), call.kind, call.group))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.call = inputs[0]
+        ctx.save_for_backward(*inputs[1:], output)
+        ctx.save_for_forward(*inputs[1:], output)
+
+    @staticmethod
+    def backward(ctx, d_y):
+        marker, x, y = ctx.saved_tensors
+        (total,) = _Exchange.apply(ctx.call._replace(kind="psum"), marker, d_y)
+        return None, None, _share(ctx.call, marker, x, y) * total
+
+    @staticmethod
+    def jvp(ctx, _, marker, tangent):
+        def rule(saved, tangents):
+            marker, x, y = saved
+            return _Exchange.apply(
+                ctx.call._replace(kind="psum"), marker, _share(ctx.call, marker, x, y) * tangents[0]
+            )[0]
+
+        return one_level_below(rule, ctx.saved_tensors, (tangent,))
+
+    @staticmethod
+    def vmap(info, in_dims, call, marker, x):
+        if in_dims[1] is None:
+            return _Extremum.apply(call, marker, x.movedim(in_dims[2], -1)), x.dim() - 1
+        stacked = x[None] if in_dims[2] is None else x.movedim(in_dims[2], 0)
+        return (stacked.amax(0) if call.kind == "max" else stacked.amin(0)), None
+
+
+def _share(call: Call, marker: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """1 / k on the k ranks that have the extremum, 0 elsewhere."""
+    has = (x == y).to(x.dtype)
+    return has / _Exchange.apply(call._replace(kind="psum"), marker, has)[0]
+
+
+def extremum(kind: str, tree: Any, axis: Axis) -> Any:
+    """ "max" or "min" of every leaf."""
+    leaves, structure = tree_flatten(tree)
+    call = Call(kind, axis.size, axis.group, axis.index)
+    return tree_unflatten([_Extremum.apply(call, axis.marker, x) for x in leaves], structure)

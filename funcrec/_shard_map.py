@@ -1,0 +1,311 @@
+"""shard_map: one function for one rank, run for every rank of a mesh.
+
+    shard_map(f)(x) = join_r f(cut(x)[r])        with f's collectives between the ranks
+
+On an emulated mesh f runs once, vmapped over every axis, on global values. On real ranks f runs on each, on its own shard. Floor 3.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from funcrec import _errors as errors
+from funcrec._collectives import all_gather, pmax
+from funcrec._errors import Problem, describe, fail
+from funcrec._mesh import Axis, Mesh, P, ambient_mesh, bind, bound_names
+from funcrec._sharding import Part, axis_problems, cut, flatten_parts, join, match_specs, size_problems
+from funcrec._tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+CALL = "funcrec.shard_map"
+
+
+def shard_map(
+    f: Callable,
+    *,
+    mesh: Mesh | None = None,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: Collection[str] | None = None,
+    check: bool = True,
+) -> Callable:
+    """f as each rank of a mesh runs it, with the mesh's axes bound for collectives.
+
+    Args:
+      f: takes one rank's values, gives one rank's values. It must run the same collectives on all ranks.
+      mesh: None for the one of the enclosing `with mesh:`.
+      in_specs: a P for each positional argument (a tuple), or one P for all; each may be a prefix of its argument's tree. Leaves that
+        are no tensors go to every rank as they are, under P().
+      out_specs: a P for the result, or a prefix of its tree. An axis that a P does not name promises that the value is the same all along it.
+      axis_names: the axes to bind; None for all that are not bound yet. The others are left to an enclosing or nested shard_map.
+      check: compare what out_specs promise to be the same, bit by bit. On real ranks it costs an exchange of checksums and a read on
+        the host. Only values that can be read are compared: inside `jit` and other transforms nothing is.
+
+    Returns: on an emulated mesh a function of global values; on real ranks one of this rank's shards (`shard`, `unshard`). Inside
+      another shard_map the values are global over the new axes on both.
+
+    Raises: TypeError or ValueError that names every argument, result, axis or size that does not fit; ValueError for a value
+      that was promised to be the same along an axis and is not.
+
+    Law: the same values on an emulated mesh and on real ranks.
+
+    Example: a row-wise product, its columns summed over the ranks.
+      >>> import torch, funcrec as fr
+      >>> f = lambda w, x: fr.psum(x @ w, "model")
+      >>> g = fr.shard_map(f, mesh=fr.Mesh.emulated(model=2), in_specs=(fr.P("model"), fr.P(None, "model")), out_specs=fr.P())
+      >>> g(torch.eye(4), torch.arange(4.0)[None])
+      tensor([[0., 1., 2., 3.]])
+
+    Source: jax.shard_map.
+    """
+    if not callable(f):
+        fail(CALL, "`f` is no function.", got=describe(f), need="a function", kind=TypeError)
+
+    @functools.wraps(f)
+    def run(*args):
+        where = _mesh_of(CALL, mesh)
+        names = _mapped_axes(where, axis_names)
+        parts = _arguments(f, in_specs, args)
+        errors.check(CALL, axis_problems(parts, names))
+        apply = _run_emulated if where.is_emulated else _run_nested if _is_nested(where) else _run_real
+        return apply(f, where, names, parts, args, out_specs, check)
+
+    return run
+
+
+def shard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
+    """Global values as `shard_map` takes them: on real ranks this rank's parts, on an emulated mesh the values themselves.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.shard(torch.arange(4), fr.P("data"), mesh=fr.Mesh.emulated(data=2))
+      tensor([0, 1, 2, 3])
+    """
+    where = _mesh_of("funcrec.shard", mesh)
+    parts = match_specs("funcrec.shard", "tree", specs, tree)
+    errors.check("funcrec.shard", axis_problems(parts, where.axis_names))
+    errors.check("funcrec.shard", size_problems(parts, where.shape))
+    return tree if where.is_emulated else _rebuild(tree, [_own(p, where, where.shape) for p in parts])
+
+
+def unshard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
+    """What `shard_map` gave, as global values on every rank; the inverse of `shard`.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.unshard(torch.arange(4), fr.P("data"), mesh=fr.Mesh.emulated(data=2))
+      tensor([0, 1, 2, 3])
+    """
+    where = _mesh_of("funcrec.unshard", mesh)
+    parts = match_specs("funcrec.unshard", "tree", specs, tree)
+    errors.check("funcrec.unshard", axis_problems(parts, where.axis_names))
+    if where.is_emulated:
+        return tree
+    with bind(where.bound_axes(where.axis_names, _device(parts))):
+        return _rebuild(tree, [_whole(p, where.shape) for p in parts])
+
+
+# -- one process -------------------------------------------------------------------------------------------------
+
+
+def _run_emulated(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool):
+    """f once, under a vmap for each axis, the first axis outermost."""
+    sizes = {a: mesh.shape[a] for a in names}
+    errors.check(CALL, size_problems(parts, sizes))
+    stacked = [cut(p, sizes) for p in parts]
+    leaves, structure = tree_flatten(stacked)
+    axes_of = [p.spec.axes for p, x in zip(parts, stacked, strict=True) for _ in tree_leaves(x)]
+    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    markers = [torch.arange(n, device=_device(parts)) for n in sizes.values()]
+    found: dict[str, Any] = {}
+
+    def one_rank(markers, *tensors):
+        mine = list(leaves)
+        for i, x in zip(at, tensors, strict=True):
+            mine[i] = x
+        with bind([Axis(a, sizes[a], m) for a, m in zip(names, markers, strict=True)]):
+            out = f(*_rebuild(args, tree_unflatten(mine, structure)))
+        found["tree"], found["parts"] = out, _results(out_specs, out, names)
+        return [x for p in found["parts"] for x in tree_leaves(p.value) if isinstance(x, Tensor)]
+
+    mapped = one_rank
+    for name in reversed(names):
+        dims = [0 if name in axes_of[i] else None for i in at]
+        mapped = torch.func.vmap(mapped, in_dims=([0 if a == name else None for a in names], *dims))
+    results = iter(mapped(markers, *(leaves[i] for i in at)))
+    whole = [tree_map(lambda x: next(results) if isinstance(x, Tensor) else x, p.value) for p in found["parts"]]
+    if is_checked:
+        errors.check(CALL, _unequal(found["parts"], whole, sizes))
+    first = [_drop_axes(x, p.spec, names) for p, x in zip(found["parts"], whole, strict=True)]
+    joined = [join(x, p.spec, sizes) for p, x in zip(found["parts"], first, strict=True)]
+    return _rebuild(found["tree"], joined)
+
+
+def _drop_axes(stacked: Any, spec: P, names: Sequence[str]) -> Any:
+    """Rank 0's value along the axes that the spec does not name."""
+    place = tuple(slice(None) if a in spec.axes else 0 for a in names)
+    return tree_map(lambda x: x[place] if isinstance(x, Tensor) else x, stacked)
+
+
+def _unequal(parts: Sequence[Part], stacked: Sequence[Any], sizes) -> Iterator[Problem]:
+    """The values that differ along an axis that their spec does not name."""
+    for p, value in zip(parts, stacked, strict=True):
+        for d, axis in enumerate(sizes):
+            for x in tree_leaves(value) if axis not in p.spec.axes else ():
+                # an unbatched result is one value, expanded: nothing to read
+                if isinstance(x, Tensor) and x.stride(d) != 0 and _is_readable(x):
+                    same = (_bits(x) == _bits(x.select(d, 0).unsqueeze(d))).movedim(d, 0).flatten(1).all(1)
+                    if not bool(same.all()):
+                        yield _unequal_problem(p, axis, f"rank 0 and rank {int((~same).nonzero()[0])} differ")
+
+
+# -- real ranks --------------------------------------------------------------------------------------------------
+
+
+def _run_real(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool):
+    """f on this rank's shards."""
+    with bind(mesh.bound_axes(names, _device(parts))):
+        out = f(*args)
+        results = _results(out_specs, out, names)
+        if is_checked:
+            errors.check(CALL, _unequal_over_ranks(results, names))
+    return out
+
+
+def _run_nested(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool):
+    """f on this rank's part of values that are whole along the new axes."""
+    sizes = {a: mesh.shape[a] for a in names}
+    errors.check(CALL, size_problems(parts, sizes))
+    out = _run_real(f, mesh, names, parts, _rebuild(args, [_own(p, mesh, sizes) for p in parts]), out_specs, is_checked)
+    with bind(mesh.bound_axes(names, _device(parts))):
+        return _rebuild(out, [_whole(p, sizes) for p in _results(out_specs, out, names)])
+
+
+def _own(part: Part, mesh: Mesh, sizes) -> Any:
+    """This rank's part of a global value."""
+    place = tuple(mesh.coordinates[a] for a in sizes if a in part.spec.axes)
+    return tree_map(lambda x: x[place] if isinstance(x, Tensor) else x, cut(part, sizes)) if place else part.value
+
+
+def _whole(part: Part, sizes) -> Any:
+    """The global value of which each rank has a part."""
+    axes = tuple(a for a in sizes if a in part.spec.axes)
+    if not axes:
+        return part.value
+    gathered = all_gather(part.value, axes)
+    return join(tree_map(lambda x: x.unflatten(0, [sizes[a] for a in axes]), gathered), part.spec, sizes)
+
+
+def _unequal_over_ranks(parts: Sequence[Part], names: Sequence[str]) -> Iterator[Problem]:
+    """As `_unequal`, by checksums: an equal one on all ranks is its own greatest and least."""
+    for axis in names:
+        shared = [(p, x) for p in parts if axis not in p.spec.axes for x in tree_leaves(p.value)]
+        shared = [(p, x) for p, x in shared if isinstance(x, Tensor) and _is_readable(x)]
+        if not shared:
+            continue
+        sums = torch.stack([_checksum(x) for _, x in shared])
+        most = pmax(torch.stack([sums, -sums]), axis)
+        differ = most[0] != -most[1]
+        for (p, _), wrong in zip(shared, differ.tolist(), strict=True):
+            if wrong:
+                yield _unequal_problem(p, axis, "the ranks' checksums differ")
+
+
+def _unequal_problem(part: Part, axis: str, got: str) -> Problem:
+    hint = f"psum, pmean or all_gather over {axis!r}; or name {axis!r} in out_specs"
+    return Problem(
+        f"`{part.path}` is not the same along axis {axis!r}.", got, f"equal bits, as {part.spec} promises", hint
+    )
+
+
+def _checksum(x: Tensor) -> Tensor:
+    """i64[]: of the bits, their places and the shape."""
+    bits = _bits(x).flatten().to(torch.int64)
+    places = torch.arange(bits.shape[0], device=x.device) * 2 + 1
+    shape = sum(n * (2 * i + 3) for i, n in enumerate(x.shape))
+    return (bits * places * 0x9E3779B97F4A7C1).sum() + shape
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The bits of x, as integers."""
+    if not x.is_floating_point():
+        return x
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.element_size(), torch.int8)
+    return x.contiguous().view(integer)
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether x's values may be read here: not while a transform or a trace runs."""
+    wrapped = isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return not wrapped and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------
+
+
+def _mesh_of(call: str, mesh: Mesh | None) -> Mesh:
+    where = ambient_mesh() if mesh is None else mesh
+    if not isinstance(where, Mesh):
+        got, hint = "None, and no `with mesh:`" if mesh is None else describe(mesh), "fr.Mesh.emulated(data=2)"
+        fail(call, "there is no mesh.", got=got, need="a Mesh", hint=hint, kind=TypeError)
+    return where
+
+
+def _mapped_axes(mesh: Mesh, axis_names: Collection[str] | None) -> tuple[str, ...]:
+    """The axes that a call binds, in the mesh's order."""
+    bound = bound_names()
+    chosen = [a for a in mesh.axis_names if a not in bound] if axis_names is None else list(axis_names)
+    wrong = [a for a in chosen if a not in mesh.axis_names]
+    if wrong:
+        fail(CALL, "`axis_names` are not the mesh's.", got=f"{wrong}", need=f"among {list(mesh.axis_names)}")
+    twice = [a for a in chosen if a in bound]
+    if twice or not chosen:
+        got = f"{twice or list(mesh.axis_names)}, bound by an enclosing shard_map"
+        fail(
+            CALL,
+            "an axis is bound twice.",
+            got=got,
+            need="axes that are not bound yet",
+            hint="axis_names=... of the outer call",
+        )
+    return tuple(a for a in mesh.axis_names if a in chosen)
+
+
+def _is_nested(mesh: Mesh) -> bool:
+    return any(a in bound_names() for a in mesh.axis_names)
+
+
+def _arguments(f: Callable, in_specs: Any, args: tuple) -> list[Part]:
+    if isinstance(in_specs, P):
+        in_specs = (in_specs,) * len(args)
+    if not isinstance(in_specs, tuple) or len(in_specs) != len(args):
+        got = f"{describe(in_specs)}{f' of {len(in_specs)}' if isinstance(in_specs, tuple) else ''} for {len(args)} arguments"
+        fail(
+            CALL,
+            "`in_specs` does not match the arguments.",
+            got=got,
+            need="a tuple with a spec for each",
+            kind=TypeError,
+        )
+    return [
+        p for i, (s, x) in enumerate(zip(in_specs, args, strict=True)) for p in match_specs(CALL, f"args[{i}]", s, x)
+    ]
+
+
+def _results(out_specs: Any, out: Any, names: Sequence[str]) -> list[Part]:
+    parts = match_specs(CALL, "result", out_specs, out)
+    errors.check(CALL, axis_problems(parts, names))
+    return parts
+
+
+def _rebuild(tree: Any, leaves: Sequence[Any]) -> Any:
+    """A tree of `tree`'s structure with other leaves, a jagged value being one."""
+    return tree_unflatten(list(leaves), flatten_parts(tree)[1])
+
+
+def _device(parts: Sequence[Part]) -> torch.device:
+    tensors = [x for p in parts for x in tree_leaves(p.value) if isinstance(x, Tensor)]
+    return tensors[0].device if tensors else torch.device("cpu")

@@ -1,0 +1,110 @@
+"""Bad inputs of meshes, specs and collectives: a row is the call, what it raises, and what the message says."""
+
+import pytest
+import torch
+
+import funcrec as fr
+
+MESH = fr.Mesh.emulated(a=2, b=3)
+X = torch.zeros(4, 6)
+IDS = fr.KeyedJaggedTensor.from_lists({"k": [[1], [2], [3]]})
+UNEVEN = fr.KeyedJaggedTensor.from_lists({"k": [[1], [2]], "j": [[1]]})
+
+
+def e(call, kind, *fragments):
+    return call, kind, fragments
+
+
+A = fr.P("a")
+
+
+def mapped(f, in_specs=A, out_specs=A, args=(X,), **kwargs):
+    return lambda: fr.shard_map(f, mesh=MESH, in_specs=in_specs, out_specs=out_specs, **kwargs)(*args)
+
+
+def inside(f):
+    return mapped(lambda x: f(x) * 0 + x)
+
+
+ROWS = {
+    "Mesh.emulated: no axes": e(lambda: fr.Mesh.emulated(), ValueError, "a mesh has no axes", "Mesh.emulated(data=2)"),
+    "Mesh.emulated: zero": e(lambda: fr.Mesh.emulated(a=0, b=-1), ValueError, "axis 'a' has no ranks", "axis 'b' has no ranks"),
+    "Mesh.emulated: a float": e(lambda: fr.Mesh.emulated(a=2.0), TypeError, "axis 'a' has no size", "float 2.0"),
+    "Mesh.distributed: no ranks": e(lambda: fr.Mesh.distributed(a=2), RuntimeError, "there are no ranks", "torchrun"),
+    "Mesh.coordinates: emulated": e(lambda: MESH.coordinates, ValueError, "no rank of its own", "axis_index"),
+    "P: a number": e(lambda: fr.P(0), TypeError, "a dimension has no axis", "axis names"),
+    "P: twice": e(lambda: fr.P("a", ("b", "a")), ValueError, "an axis is named twice", "['a']"),
+    "shard_map: no function": e(lambda: fr.shard_map(3, mesh=MESH, in_specs=(), out_specs=fr.P()), TypeError, "`f` is no function"),
+    "shard_map: no mesh": e(lambda: fr.shard_map(lambda: X, in_specs=(), out_specs=fr.P())(), TypeError, "there is no mesh", "with mesh"),
+    "shard_map: not a mesh": e(lambda: fr.shard_map(lambda: X, mesh=2, in_specs=(), out_specs=fr.P())(), TypeError, "int 2"),
+    "shard_map: number of specs": e(mapped(lambda x: x, in_specs=(fr.P(), fr.P())), TypeError, "`in_specs` does not match", "1 arguments"),
+    "shard_map: no spec": e(mapped(lambda x: x, in_specs=(None,)), TypeError, "`args[0]` has no spec", "P()"),
+    "shard_map: a name for a spec": e(mapped(lambda x: x, in_specs=("a",)), TypeError, "`args[0]` has no spec", "str 'a'"),
+    "shard_map: specs of another structure": e(
+        mapped(lambda x: x, in_specs=({"v": fr.P()},), args=({"w": X},)), TypeError, "no prefix", "['v']", "['w']"
+    ),
+    "shard_map: a spec too deep": e(mapped(lambda x: x, in_specs=((fr.P(), fr.P()),)), TypeError, "no prefix", "f32[4, 6]"),
+    "shard_map: unknown axis": e(mapped(lambda x: x, in_specs=fr.P("c")), ValueError, "names an axis that is not mapped", "'c'", "['a', 'b']"),
+    "shard_map: too many dimensions": e(mapped(lambda x: x, in_specs=fr.P("a", None, "b")), ValueError, "more dimensions", "at most 2"),
+    "shard_map: jagged in two dimensions": e(mapped(lambda x: x, in_specs=fr.P(None, "a"), args=(IDS,)), ValueError, "cut by its bags"),
+    "shard_map: uneven": e(mapped(lambda x: x, in_specs=fr.P("b")), ValueError, "dimension 0 of `args[0]` is not cut evenly", "b=3"),
+    "shard_map: uneven bags": e(mapped(lambda x: x, args=(IDS,)), ValueError, "2 ranks cannot share", "3 bags"),
+    "shard_map: strides": e(mapped(lambda x: x, args=(UNEVEN,)), ValueError, "different numbers of bags", "(2, 1)"),
+    "shard_map: a string cut": e(mapped(lambda x: x, args=("name",)), TypeError, "`args[0]` cannot be cut"),
+    "shard_map: result's spec": e(mapped(lambda x: {"y": x}, out_specs={"z": fr.P()}), TypeError, "`result`", "['z']", "['y']"),
+    "shard_map: result's axis": e(mapped(lambda x: x, out_specs=fr.P("c")), ValueError, "`result`", "'c'"),
+    "shard_map: result's dimensions": e(mapped(lambda x: x.sum(), out_specs=fr.P("a")), ValueError, "`result` has more dimensions"),
+    "shard_map: unknown axis_names": e(mapped(lambda x: x, axis_names={"c"}), ValueError, "`axis_names` are not the mesh's", "['c']"),
+    "shard_map: axis bound twice": e(
+        mapped(lambda x: fr.shard_map(lambda y: y, mesh=MESH, in_specs=fr.P(), out_specs=fr.P(), axis_names={"a"})(x)),
+        ValueError, "an axis is bound twice", "['a']",
+    ),
+    "shard: uneven": e(lambda: fr.shard(X, fr.P("b"), mesh=MESH), ValueError, "funcrec.shard", "not cut evenly"),
+    "unshard: axis": e(lambda: fr.unshard(X, fr.P("c"), mesh=MESH), ValueError, "funcrec.unshard", "'c'"),
+    "psum: outside": e(lambda: fr.psum(X, "a"), ValueError, "funcrec.psum: an axis is not bound", "shard_map"),
+    "psum: not a name": e(inside(lambda x: fr.psum(x, 3)), TypeError, "`axis_name` names no axes"),
+    "psum: no names": e(inside(lambda x: fr.psum(x, ())), TypeError, "`axis_name` names no axes"),
+    "psum: a name twice": e(inside(lambda x: fr.psum(x, ("a", "a"))), TypeError, "`axis_name` names no axes"),
+    "psum: a number": e(inside(lambda x: fr.psum({"v": 3}, "a")), TypeError, "`x['v']` is no tensor", "int 3"),
+    "psum: bool": e(inside(lambda x: fr.psum(x > 0, "a")), TypeError, "cannot be summed", "long()"),
+    "pmean: integers": e(inside(lambda x: fr.pmean(x.long(), "a")), TypeError, "`x` has no mean"),
+    "all_gather: dim": e(inside(lambda x: fr.all_gather(x, "a", dim=3)), IndexError, "`dim` is no dimension", "-3 to 2"),
+    "psum_scatter: size": e(inside(lambda x: fr.psum_scatter(x, "b")), ValueError, "not cut by the axis", "3, the number of ranks", "tiled=True"),
+    "psum_scatter: multiple": e(inside(lambda x: fr.psum_scatter(x, "b", tiled=True)), ValueError, "a multiple of 3"),
+    "all_to_all: size": e(inside(lambda x: fr.all_to_all(x, "b")), ValueError, "not cut by the axis"),
+    "all_to_all: concat_dim": e(inside(lambda x: fr.all_to_all(x, "a", concat_dim=2)), IndexError, "`concat_dim` is no dimension"),
+    "ppermute: beyond": e(inside(lambda x: fr.ppermute(x, "a", [(0, 2)])), ValueError, "a rank that is not there", "0 to 1"),
+    "ppermute: sends twice": e(inside(lambda x: fr.ppermute(x, "a", [(0, 0), (0, 1)])), ValueError, "sends twice"),
+    "ppermute: receives twice": e(inside(lambda x: fr.ppermute(x, "a", [(0, 1), (1, 1)])), ValueError, "receives twice"),
+    "ppermute: no pairs": e(inside(lambda x: fr.ppermute(x, "a", [0, 1])), TypeError, "no list of pairs"),
+    "axis_index: outside": e(lambda: fr.axis_index("a"), ValueError, "funcrec.axis_index", "not bound"),
+    "axis_size: unknown": e(inside(lambda x: fr.axis_size("c") * x), ValueError, "'c'; bound here: ['a', 'b']"),
+    "ragged_all_to_all: rows": e(
+        inside(lambda x: fr.ragged_all_to_all(x, x[:, :2], *[torch.zeros(2, dtype=torch.int64)] * 4, axis_name="a")),
+        ValueError, "different rows", "f32[2, 6] and f32[2, 2]",
+    ),
+    "ragged_all_to_all: sizes": e(
+        inside(lambda x: fr.ragged_all_to_all(x, x, *[torch.zeros(3, dtype=torch.int64)] * 4, axis_name="a")),
+        ValueError, "`input_offsets` is not one number per rank", "`recv_sizes` is not", "shape [2]",
+    ),
+    "ragged_all_to_all: float sizes": e(
+        inside(lambda x: fr.ragged_all_to_all(x, x, *[torch.zeros(2)] * 4, axis_name="a")), TypeError, "not an integer tensor"
+    ),
+    "ragged_all_to_all: capacity": e(
+        inside(lambda x: fr.ragged_all_to_all(x, x, *[torch.zeros(2, dtype=torch.int64)] * 4, axis_name="a", capacity=-1)),
+        ValueError, "`capacity` is negative",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_bad_input_is_refused(name):
+    """A bad argument raises before any work, and the message names it, what was got and what is needed."""
+    call, kind, fragments = ROWS[name]
+    with pytest.raises(kind) as raised:
+        call()
+    text = str(raised.value)
+    assert "  got   " in text
+    assert "  need  " in text
+    for fragment in fragments:
+        assert fragment in text
