@@ -25,6 +25,8 @@ from funcrec._tree import fast_flatten, leaf_paths
 
 OPTIONS = {
     "emulate_precision_casts": True,  # casts to 16 bits round as in eager mode
+    "reorder_for_compute_comm_overlap": True,  # ranks compute while values travel: started at once, awaited where they are read
+    "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
     "realize_opcount_threshold": 16,  # a chain of key derivations, inlined, would grow by eight with each link (30 is torch's)
 }
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from funcrec._errors import Problem, check, describe, fail
+from funcrec.kernels import library
 
 AxisName = str | tuple[str, ...]
 TIMEOUT_S = 300.0
@@ -131,6 +132,7 @@ class Mesh:
           device: "cpu" (gloo) or "cuda" (NCCL); None for CUDA where there is some.
           timeout_s: how long a collective waits for a rank that does not come, before it raises.
           debug: compare what the ranks call before every collective, and name the rank that calls another one or with another shape; slow.
+            A sum and a maximum are one collective to it.
 
         Raises: ValueError when the axes do not multiply to the number of ranks.
 
@@ -145,7 +147,8 @@ class Mesh:
         check(call, axes_problems(axes), world_problems(axes))
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         wait = timedelta(seconds=timeout_s)
-        if debug and not dist.is_initialized():
+        if debug:
+            check(call, debug_problems())
             dist.set_debug_level(dist.DebugLevel.DETAIL)
         if not dist.is_initialized():
             if kind == "cuda":
@@ -195,7 +198,7 @@ class Mesh:
         out = []
         for name in names:
             index, group = self.coordinates[name], self.device_mesh.get_group(name)
-            marker = torch.full((), index, dtype=torch.int64, device=device)
+            marker = torch.ops.funcrec_mesh.coordinate(torch.arange(self.shape[name], device=device), index)
             out.append(Axis(name, self.shape[name], marker, group.group_name, index))
         return out
 
@@ -211,6 +214,16 @@ class Mesh:
         if self.is_emulated:
             return f"Mesh.emulated({text})"
         return f"Mesh.distributed({text}) at rank {dist.get_rank()} of {self.size}"
+
+
+# An operator, so that no compiler folds this rank's place into the code: all ranks must make the same exchanges in the same order.
+library.define(
+    "funcrec_mesh",
+    "coordinate",
+    "(Tensor places, int index) -> Tensor",
+    lambda places, index: places[index].clone(),
+    lambda places, index: places.new_empty(()),
+)
 
 
 def ambient_mesh() -> Mesh | None:
@@ -284,6 +297,13 @@ def axes_problems(axes: dict[str, int]) -> Iterator[Problem]:
 def size_problems(axes: dict[str, int], num_ranks: int) -> Iterator[Problem]:
     got = f"{' · '.join(f'{k}={n}' for k, n in axes.items())} = {math.prod(axes.values())}; {num_ranks} ranks"
     yield Problem("the axes do not multiply to the number of ranks.", got, f"a product of {num_ranks}")
+
+
+def debug_problems() -> Iterator[Problem]:
+    """The level is read when a group is made."""
+    if dist.is_initialized() and dist.get_debug_level() != dist.DebugLevel.DETAIL:
+        hint = "make the mesh first, or TORCH_DISTRIBUTED_DEBUG=DETAIL"
+        yield Problem("`debug` comes too late.", "a process group made without it", "no group yet", hint, RuntimeError)
 
 
 def world_problems(axes: dict[str, int]) -> Iterator[Problem]:

@@ -32,6 +32,7 @@ class RankPool:
     Args:
       world: the number of ranks.
       timeout_s: how long a collective waits for a rank that does not come.
+      debug: compare what the ranks call before every collective, as `Mesh.distributed(debug=True)` does.
 
     A failing call ends the processes, and the next call starts new ones.
 
@@ -43,9 +44,10 @@ class RankPool:
       [0, 1]
     """
 
-    def __init__(self, world: int, *, timeout_s: float = 30.0):
+    def __init__(self, world: int, *, timeout_s: float = 30.0, debug: bool = False):
         self.world = world
         self.timeout_s = timeout_s
+        self.debug = debug
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOADED)
         self.processes: list = []
@@ -75,7 +77,7 @@ class RankPool:
         for rank in range(self.world):
             own, theirs = self.context.Pipe()
             process = self.context.Process(
-                target=_serve, args=(rank, self.world, store, theirs, self.timeout_s), daemon=True
+                target=_serve, args=(rank, self.world, store, theirs, self.timeout_s, self.debug), daemon=True
             )
             process.start()
             theirs.close()
@@ -124,9 +126,11 @@ class RankPool:
         self.kill()
 
 
-def _serve(rank: int, world: int, store: Path, connection: Any, timeout_s: float) -> None:
+def _serve(rank: int, world: int, store: Path, connection: Any, timeout_s: float, debug: bool) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    if debug:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
     wait_s = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=wait_s)
     connection.send((True, None))
