@@ -48,6 +48,15 @@ from funcrec._mesh import P as P
 from funcrec._random import fold_in as fold_in
 from funcrec._random import key as key
 from funcrec._random import split as split
+from funcrec._placement import Placement as Placement
+from funcrec._placement import Plan as Plan
+from funcrec._placement import column_wise as column_wise
+from funcrec._placement import grid as grid
+from funcrec._placement import replicated as replicated
+from funcrec._placement import row_wise as row_wise
+from funcrec._placement import table_column_wise as table_column_wise
+from funcrec._placement import table_row_wise as table_row_wise
+from funcrec._placement import table_wise as table_wise
 from funcrec._ragged import ragged_all_to_all as ragged_all_to_all
 from funcrec._rowgrads import RowGrads as RowGrads
 from funcrec._rowgrads import clip_by_global_norm as clip_by_global_norm
@@ -56,6 +65,9 @@ from funcrec._scan import scan as scan
 from funcrec._shard_map import shard as shard
 from funcrec._shard_map import shard_map as shard_map
 from funcrec._shard_map import unshard as unshard
+from funcrec._sharded import ShardedTables as ShardedTables
+from funcrec._sharded import gather_tables as gather_tables
+from funcrec._sharded import shard_tables as shard_tables
 from funcrec._state import Batch as Batch
 from funcrec._state import Params as Params
 from funcrec._state import TrainState as TrainState

@@ -18,7 +18,7 @@ from funcrec._errors import CheckError, Problem, check, describe, fail
 from funcrec._rowgrads import RowGrads
 from funcrec._state import Params
 from funcrec._taps import TableRef, Tape
-from funcrec._tree import paths, tree_flatten, tree_unflatten
+from funcrec._tree import paths, tree_flatten, tree_map, tree_unflatten
 from funcrec.kernels import ops
 
 _TENSOR = object()  # stands for a tensor among the static leaves of aux
@@ -99,7 +99,7 @@ def _find_sites(loss_fn: Callable, params: Params, args, kwargs) -> list[tuple[A
 
 
 def _with_refs(tables: dict[str, Tensor], dense: Any, tape: Tape) -> Params:
-    return Params({name: TableRef(t, tape) for name, t in tables.items()}, dense)
+    return Params(tree_map(lambda t: TableRef(t, tape), tables), dense)
 
 
 def _check_scalar(loss: object) -> None:

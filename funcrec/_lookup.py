@@ -66,6 +66,8 @@ def lookup(
     Source: torch.nn.EmbeddingBag; TorchRec's EmbeddingBagCollection. A weighted mean divides by the bag's length, as
     FBGEMM's inference tables do.
     """
+    if hasattr(tables, "lookup"):  # ShardedTables, which stand above
+        return tables.lookup(ids, features, implementation)
     tensors, tape = open_tables(tables)
     check_lookup("funcrec.lookup", tensors, ids, features, need_tensors=True)
     pooled = [f for f in features if f.pooling != "none"]

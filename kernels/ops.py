@@ -224,7 +224,9 @@ def _of_terms(name: str, implementation: str | None, terms: Terms) -> Callable:
 
 
 def _is_differentiated(x: Tensor) -> bool:
-    """Whether autograd, grad or jvp would want a derivative; vmap wants none."""
+    """Whether autograd, grad or jvp would want a derivative; vmap wants none, and integers have none."""
+    if not x.is_floating_point():
+        return False
     if torch._C._functorch.is_gradtrackingtensor(x):
         return True
     if torch._C._functorch.is_batchedtensor(x):

@@ -1,0 +1,129 @@
+"""Layout: where each row of each table lies under a plan, and tables, slots and gradients moved into and out of it.
+
+    (table, row, columns) -> (rank, bank, row of the bank)
+
+A function for one rank can only hold tensors whose shapes are the same on all ranks. So the parts of tables that have one width and one
+dtype lie in a bank, one after the other: row-wise parts on every rank, whole tables on some. On each rank a bank has as many rows as the
+fullest rank needs. A bank is what optimizers see as a table. Floor 2.
+Shapes: R rows, D dim, n ranks on a bank's axes.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec._errors import check
+from funcrec._mesh import Mesh, P
+from funcrec._placement import Plan, fit_problems
+from funcrec.kernels.memory import empty_table
+
+
+class Bank(NamedTuple):
+    """A tensor [rows, dim] on each of `num_ranks` ranks of `axes`."""
+
+    name: str
+    axes: tuple[str, ...]
+    num_ranks: int
+    rows: int
+    dim: int
+    dtype: torch.dtype
+
+    @property
+    def spec(self) -> P:
+        return P(self.axes) if self.axes else P()
+
+
+class Shard(NamedTuple):
+    """A block of a table's columns: rows [i · part, (i + 1) · part) lie on ranks[i], from row starts[i] of the bank on."""
+
+    table: str
+    bank: int
+    first: int
+    last: int
+    ranks: tuple[int, ...]
+    part: int
+    starts: tuple[int, ...]
+
+
+class Layout(NamedTuple):
+    """Static and hashable: tables {name: (R, D)} as pairs, banks, and the shards of each table, by columns."""
+
+    shapes: tuple[tuple[str, tuple[int, int]], ...]
+    banks: tuple[Bank, ...]
+    shards: tuple[Shard, ...]
+    mesh_shape: tuple[tuple[str, int], ...]
+
+    def shards_of(self, table: str) -> list[int]:
+        """The numbers of the shards of a table, by columns."""
+        return [i for i, s in enumerate(self.shards) if s.table == table]
+
+    def specs(self) -> dict[str, P]:
+        """How `shard_map` cuts the banks of an emulated mesh."""
+        return {b.name: b.spec for b in self.banks}
+
+
+def layout_of(
+    call: str,
+    shapes: Mapping[str, tuple[int, int]],
+    dtypes: Mapping[str, torch.dtype],
+    plan: Plan,
+    mesh: Mesh,
+    labels: Mapping[str, Hashable] | None = None,
+) -> Layout:
+    """The layout of a plan; tables with different `labels` share no bank."""
+    check(call, fit_problems(plan, mesh, shapes))
+    filled: dict[tuple, list[int]] = {}  # a bank -> how many rows each of its ranks has
+    names: dict[tuple, str] = {}
+    places = []
+    for table, (num_rows, dim) in shapes.items():
+        placement = plan[table]
+        n = prod(mesh.shape[a] for a in placement.axes)
+        alone = table if placement.kind == "replicated" else None  # merged, it could not be told from its parts
+        for block in placement.blocks(mesh.shape, dim):
+            width = block.last - block.first
+            key = (placement.axes, width, dtypes[table], (labels or {}).get(table), alone)
+            if key not in filled:
+                filled[key] = [0] * n
+                names[key] = table if width == dim else f"{table}[{block.first}:{block.last}]"
+            part = -(-num_rows // len(block.ranks))
+            starts = tuple(filled[key][r] for r in block.ranks)
+            for r in block.ranks:
+                filled[key][r] += part
+            places.append((key, Shard(table, 0, block.first, block.last, block.ranks, part, starts)))
+    keys = list(filled)
+    banks = [Bank(names[k], k[0], len(filled[k]), max(filled[k]), k[1], k[2]) for k in keys]
+    shards = [s._replace(bank=keys.index(k)) for k, s in places]
+    return Layout(tuple(shapes.items()), tuple(banks), tuple(shards), tuple(mesh.shape.items()))
+
+
+def pack(layout: Layout, bank: int, tables: Mapping[str, Tensor], ranks: Sequence[int]) -> Tensor:
+    """The bank's rows on `ranks`, one after the other: of tables [R, D], or of slots with one number per row [R]."""
+    own, first = layout.banks[bank], next(iter(tables.values()))
+    narrow = first.dim() == 1
+    out = empty_table((len(ranks) * own.rows, *([] if narrow else [own.dim])), dtype=first.dtype, device=first.device)
+    out.zero_()
+    for s in layout.shards:
+        if s.bank != bank:
+            continue
+        for i, (rank, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
+            if rank in ranks:
+                part = tables[s.table][i * s.part : (i + 1) * s.part]
+                at = ranks.index(rank) * own.rows + start
+                out[at : at + part.shape[0]] = part if narrow else part[:, s.first : s.last]
+    return out
+
+
+def unpack(layout: Layout, banks: Mapping[str, Tensor], table: str) -> Tensor:
+    """A table [R, D], or a slot [R], from banks of all ranks, each [n · rows, ...]."""
+    num_rows, _ = dict(layout.shapes)[table]
+    columns = []
+    for k in layout.shards_of(table):
+        s = layout.shards[k]
+        bank = layout.banks[s.bank]
+        x = banks[bank.name]
+        parts = [x[r * bank.rows + a : r * bank.rows + a + s.part] for r, a in zip(s.ranks, s.starts, strict=True)]
+        columns.append(torch.cat(parts)[:num_rows])
+    return torch.cat(columns, 1) if columns[0].dim() > 1 else columns[0]

@@ -1,0 +1,259 @@
+"""Placements: which ranks hold which rows and columns of a table, and the Plan that gives each table one.
+
+    a placement cuts a table into blocks of columns;   a block's rows go, in equal parts, to the block's ranks
+
+All placements are this one thing: table-wise is one block on one rank, row-wise one block on all ranks, column-wise a block per rank,
+the others are mixtures over two axes. Along axes that a placement does not name the table is replicated. Floor 2.
+Shapes: R rows, D dim, n ranks on the placement's axes, numbered with the first axis as the major one.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from funcrec._errors import Problem, check, describe
+from funcrec._mesh import AxisName, Mesh
+
+KINDS = (
+    "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid", "replicated",
+)  # fmt: skip
+OF_TWO_AXES = ("table_row_wise", "table_column_wise", "grid")
+
+
+class Block(NamedTuple):
+    """Columns [first, last) of a table, whose rows are cut over `ranks`, each with ceil(R / len(ranks)) of them."""
+
+    first: int
+    last: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a table lies; made by `table_wise`, `row_wise`, `column_wise`, `table_row_wise`, `table_column_wise`, `grid`, `replicated`.
+
+    Args:
+      kind: which of these.
+      axes: the mesh axes over which the table is cut; along the others it is replicated.
+      ranks: of the table, or of each column block; () for all of them. For placements that mix two axes, places on the first.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.row_wise("model")
+      Placement(kind='row_wise', axes=('model',), ranks=())
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        check(f"funcrec.{self.kind}", placement_problems(self))
+
+    def blocks(self, sizes: Mapping[str, int], dim: int) -> list[Block]:
+        """The column blocks of a table of that dim on a mesh of these sizes."""
+        n = [sizes[a] for a in self.axes]
+        inner = prod(n[1:]) if self.kind in OF_TWO_AXES else 1  # ranks that share a place on the first axis
+        node = lambda r: tuple(range(r * inner, (r + 1) * inner))
+        if self.kind in ("row_wise", "replicated"):
+            return [Block(0, dim, tuple(range(prod(n))))]
+        if self.kind in ("table_wise", "table_row_wise"):
+            return [Block(0, dim, node(self.ranks[0]))]
+        if self.kind == "table_column_wise":
+            return _columns(dim, [(r,) for r in node(self.ranks[0])])
+        places = self.ranks or tuple(range(prod(n) // inner))
+        return _columns(dim, [node(r) for r in places])  # column_wise, grid
+
+
+def _columns(dim: int, owners: Sequence[tuple[int, ...]]) -> list[Block]:
+    """Blocks as equal as can be, none of them empty."""
+    k = min(len(owners), dim)
+    bounds = [dim * i // k for i in range(k + 1)]
+    return [Block(a, b, owner) for a, b, owner in zip(bounds, bounds[1:], owners, strict=False)]
+
+
+def table_wise(axis: AxisName, *, rank: int) -> Placement:
+    """The whole table on one rank of the axis.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.table_wise("model", rank=1).blocks({"model": 2}, dim=8)
+      [Block(first=0, last=8, ranks=(1,))]
+
+    Source: TorchRec's ShardingType.TABLE_WISE.
+    """
+    return Placement("table_wise", _names(axis), (rank,))
+
+
+def row_wise(axis: AxisName) -> Placement:
+    """The rows in equal parts on all ranks of the axis, or of several axes.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.row_wise("model").blocks({"model": 2}, dim=8)
+      [Block(first=0, last=8, ranks=(0, 1))]
+
+    Source: TorchRec's ShardingType.ROW_WISE.
+    """
+    return Placement("row_wise", _names(axis))
+
+
+def column_wise(axis: AxisName, *, ranks: Sequence[int] = ()) -> Placement:
+    """The columns in equal parts on the ranks named, or on all of the axis. A row's optimizer state stays that of the whole row.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.column_wise("model", ranks=(2, 0)).blocks({"model": 4}, dim=8)
+      [Block(first=0, last=4, ranks=(2,)), Block(first=4, last=8, ranks=(0,))]
+
+    Source: TorchRec's ShardingType.COLUMN_WISE, which keeps a state for each column part.
+    """
+    return Placement("column_wise", _names(axis), tuple(ranks))
+
+
+def table_row_wise(axes: tuple[str, str], *, rank: int) -> Placement:
+    """The table on one place of the first axis, its rows in equal parts over the second.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.table_row_wise(("node", "local"), rank=1).blocks({"node": 2, "local": 2}, dim=8)
+      [Block(first=0, last=8, ranks=(2, 3))]
+
+    Source: TorchRec's ShardingType.TABLE_ROW_WISE.
+    """
+    return Placement("table_row_wise", _names(axes), (rank,))
+
+
+def table_column_wise(axes: tuple[str, str], *, rank: int) -> Placement:
+    """The table on one place of the first axis, its columns in equal parts over the second.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.table_column_wise(("node", "local"), rank=1).blocks({"node": 2, "local": 2}, dim=8)
+      [Block(first=0, last=4, ranks=(2,)), Block(first=4, last=8, ranks=(3,))]
+
+    Source: TorchRec's ShardingType.TABLE_COLUMN_WISE.
+    """
+    return Placement("table_column_wise", _names(axes), (rank,))
+
+
+def grid(axes: tuple[str, str], *, ranks: Sequence[int] = ()) -> Placement:
+    """The columns in equal parts over places of the first axis (those named, or all), each part's rows over the second.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.grid(("node", "local")).blocks({"node": 2, "local": 2}, dim=8)
+      [Block(first=0, last=4, ranks=(0, 1)), Block(first=4, last=8, ranks=(2, 3))]
+
+    Source: TorchRec's ShardingType.GRID_SHARD.
+    """
+    return Placement("grid", _names(axes), tuple(ranks))
+
+
+def replicated() -> Placement:
+    """The whole table on every rank, each of which applies the gradients of all.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.replicated()
+      Placement(kind='replicated', axes=(), ranks=())
+
+    Source: TorchRec's ShardingType.DATA_PARALLEL.
+    """
+    return Placement("replicated", ())
+
+
+def _names(axes: AxisName) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Plan:
+    """Table -> placement; static, so that it is part of the compile key.
+
+    Example:
+      >>> import funcrec as fr
+      >>> plan = fr.Plan({"item": fr.row_wise("model"), "user": fr.table_wise("model", rank=1)})
+      >>> plan["user"].ranks
+      (1,)
+
+    Source: TorchRec's ShardingPlan.
+    """
+
+    placements: tuple[tuple[str, Placement], ...]
+
+    def __init__(self, placements: Mapping[str, Placement]):
+        check("funcrec.Plan", plan_problems(placements))
+        object.__setattr__(self, "placements", tuple(placements.items()))
+
+    def __getitem__(self, table: str) -> Placement:
+        return dict(self.placements)[table]
+
+    def __repr__(self) -> str:
+        return f"Plan({dict(self.placements)})"
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def placement_problems(p: Placement) -> Iterator[Problem]:
+    if p.kind not in KINDS:
+        yield Problem("`kind` is no placement.", f"{p.kind!r}", f"one of {list(KINDS)}")
+        return
+    two = p.kind in OF_TWO_AXES
+    if any(not isinstance(a, str) for a in p.axes) or len(set(p.axes)) < len(p.axes):
+        yield Problem("the axes are no axes of a mesh.", f"{p.axes}", "distinct names", kind=TypeError)
+    elif two and len(p.axes) != 2:
+        yield Problem("the placement mixes two axes.", f"{p.axes}", "a pair of axes, the outer one first")
+    elif not two and p.kind != "replicated" and not p.axes:
+        yield Problem("the placement has no axis.", "()", "the name of an axis")
+    for r in p.ranks:
+        if not isinstance(r, int) or isinstance(r, bool):
+            yield Problem("a rank is no number.", describe(r), "a place on the axis", kind=TypeError)
+        elif r < 0:
+            yield Problem("a rank is not there.", f"{r}", "a place >= 0 on the axis")
+    if p.kind == "grid" and len(set(p.ranks)) < len(p.ranks):
+        yield Problem("a rank is named twice.", f"{p.ranks}", "distinct places")
+
+
+def plan_problems(placements: Any) -> Iterator[Problem]:
+    if not isinstance(placements, Mapping):
+        yield Problem("a plan is no mapping.", describe(placements), "{table: placement}", kind=TypeError)
+        return
+    for name, p in placements.items():
+        if not isinstance(p, Placement):
+            hint = "fr.row_wise('model')"
+            yield Problem(f"table {name!r} has no placement.", describe(p), "a Placement", hint, TypeError)
+
+
+def fit_problems(plan: Plan, mesh: Mesh, shapes: Mapping[str, tuple[int, int]]) -> Iterator[Problem]:
+    """Every table has a placement whose axes and ranks the mesh has."""
+    placements = dict(plan.placements)
+    for name in shapes:
+        if name not in placements:
+            hint = "fr.replicated(), for a small table"
+            yield Problem(
+                f"the plan lacks table {name!r}.", f"tables {list(placements)}", "a placement for each", hint, KeyError
+            )
+    for name, p in placements.items():
+        if name not in shapes:
+            yield Problem(
+                f"the plan places table {name!r}, which is not there.",
+                f"tables {list(shapes)}",
+                "one of them",
+                kind=KeyError,
+            )
+        missing = [a for a in p.axes if a not in mesh.shape]
+        if missing:
+            yield Problem(
+                f"the placement of {name!r} names an axis that the mesh lacks.",
+                f"{missing}",
+                f"among {list(mesh.axis_names)}",
+            )
+            continue
+        ranks = [mesh.shape[a] for a in p.axes]
+        most = ranks[0] if p.kind in OF_TWO_AXES else prod(ranks)
+        for r in p.ranks:
+            if r >= most:
+                yield Problem(f"the placement of {name!r} names a rank that is not there.", f"{r}", f"0 to {most - 1}")

@@ -1,0 +1,256 @@
+"""Tables under a plan: a value like the dict of tables, that lookups and steps take in its place.
+
+    lookup(shard_tables(tables, plan), ids) == lookup(tables, ids)        on every rank, for its own bags
+
+Floor 4.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec import _lookup as plain
+from funcrec._collectives import all_gather
+from funcrec._configs import FeatureConfig, TableConfig, table_tensor_problems
+from funcrec._errors import check, describe, fail
+from funcrec._keyed_jagged import KeyedJaggedTensor
+from funcrec._keyed_tensor import KeyedTensor
+from funcrec._layout import Layout, layout_of, pack, unpack
+from funcrec._mesh import Mesh, bound_names
+from funcrec._placement import Plan
+from funcrec._route import combine, combine_transpose, fetch, pool, route, routes_of
+from funcrec._rowgrads import RowGrads
+from funcrec._shard_map import unshard
+from funcrec._taps import open_tables
+from funcrec._tree import pytree, replace, tree_map
+
+
+@pytree(static=("layout", "exact", "capacity"))
+class ShardedTables:
+    """The tables of a plan, as their banks: what `shard_tables` makes, and `lookup` takes inside `shard_map`.
+
+    Args:
+      banks: {bank: f[rows, dim]}; inside a mapped function this rank's, outside on an emulated mesh those of all ranks.
+      layout: which row of which table lies where.
+      exact: whether owners send single rows and not sums, so that row-wise sums have one process's bits; more bytes where bags are long.
+      capacity: the most ids that a rank may send to another; None for all that it has.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> mesh = fr.Mesh.emulated(model=2)
+      >>> tables = fr.shard_tables({"item": torch.arange(6.0).reshape(3, 2)}, fr.Plan({"item": fr.row_wise("model")}), mesh)
+      >>> tables
+      ShardedTables({item: f32[4, 2]})
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[2, 0], [1]]})
+      >>> f = lambda tables, ids: fr.lookup(tables, ids, [fr.FeatureConfig("clicked", table="item")])["clicked"]
+      >>> specs = {"in_specs": (tables.specs(), fr.P("model")), "out_specs": fr.P("model")}
+      >>> fr.shard_map(f, mesh=mesh, **specs)(tables, ids)
+      tensor([[4., 6.],
+              [2., 3.]])
+    """
+
+    banks: dict[str, Tensor]
+    layout: Layout
+    exact: bool = False
+    capacity: int | None = None
+
+    def specs(self) -> "ShardedTables":
+        """The same with a P for each bank, for `shard_map`."""
+        return replace(self, banks=self.layout.specs())
+
+    def items(self):
+        return self.banks.items()
+
+    def keys(self):
+        return self.banks.keys()
+
+    def values(self):
+        return self.banks.values()
+
+    def __getitem__(self, bank: str) -> Tensor:
+        return self.banks[bank]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.banks)
+
+    def __len__(self) -> int:
+        return len(self.banks)
+
+    def __contains__(self, bank: object) -> bool:
+        return bank in self.banks
+
+    def __repr__(self) -> str:
+        return "ShardedTables({" + ", ".join(f"{n}: {describe(t)}" for n, t in self.banks.items()) + "})"
+
+    def lookup(
+        self, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None = None
+    ) -> KeyedTensor:
+        """`funcrec.lookup` of this rank's bags."""
+        call = "funcrec.lookup"
+        configs = tuple(TableConfig(n, *shape) for n, shape in self.layout.shapes)
+        plain.check_lookup(call, configs, ids, features)
+        self._check_bound(call)
+        pooled = tuple(f for f in features if f.pooling != "none")
+        tensors, tape = open_tables(self.banks)
+        banks = [tensors[b.name] for b in self.layout.banks]
+        parts: list[dict[int, Tensor]] = [{} for _ in pooled]
+        exchanges = []
+        for routes in routes_of(self.layout, pooled):
+            routed = route(ids, routes, self.layout, pooled, self.capacity)
+            exchanges.append(routed)
+            if self.exact:
+                lanes = fetch(banks, routed, routes, self.layout, pooled, implementation)
+            else:
+                lanes = combine(
+                    pool(banks, routed, routes, self.layout, pooled, implementation),
+                    routed,
+                    routes,
+                    self.layout,
+                    pooled,
+                )
+            for i, lane in enumerate(routes.lanes):
+                parts[lane.feature][lane.shard] = lanes[i]
+        columns = [p[s] for p in parts for s in sorted(p)]
+        dims = tuple(sum(x.shape[1] for x in p.values()) for p in parts)
+        out = KeyedTensor(torch.cat(columns, 1), tuple(f.name for f in pooled), dims)
+        if tape is None:
+            return out
+        return tape.tap(out, exchanges, lambda d, saved: self.lookup_transpose(d, saved, pooled))
+
+    def lookup_transpose(
+        self, d_acts: KeyedTensor, exchanges: Sequence, features: tuple[FeatureConfig, ...]
+    ) -> dict[str, RowGrads]:
+        """{bank: RowGrads} of this rank, from the cotangents of `lookup`'s answer on all ranks and what they were sent for it."""
+        out: dict[str, RowGrads] = {}
+        first = dict(zip((f.name for f in features), _starts(d_acts.dims), strict=True))
+        for routes, routed in zip(routes_of(self.layout, features), exchanges, strict=True):
+            d_lanes = {}
+            for i, lane in enumerate(routes.lanes):
+                s = self.layout.shards[lane.shard]
+                at = first[features[lane.feature].name]
+                d_lanes[i] = d_acts.values[:, at + s.first : at + s.last]
+            made = combine_transpose(d_lanes, routed, routes, self.layout, features)
+            out |= {self.layout.banks[b].name: g for b, g in made.items()}
+        return out
+
+    def _check_bound(self, call: str) -> None:
+        missing = [a for a, _ in self.layout.mesh_shape if a not in bound_names()]
+        if missing:
+            hint = "shard_map(f, mesh=..., in_specs=(tables.specs(), ...), ...)"
+            fail(
+                call,
+                "sharded tables are looked up outside of their mesh.",
+                got=f"axes {missing} are not bound",
+                need="a call inside shard_map",
+                hint=hint,
+            )
+
+
+Mapping.register(ShardedTables)
+
+
+def _starts(dims: Sequence[int]) -> list[int]:
+    return [sum(dims[:i]) for i in range(len(dims))]
+
+
+def shard_tables(
+    tables: Mapping[str, Tensor], plan: Plan, mesh: Mesh, *, exact: bool = False, capacity: int | None = None
+) -> ShardedTables:
+    """Tables [R, D] as the plan places them: on an emulated mesh the banks of all ranks, on real ranks this rank's.
+
+    Args: as ShardedTables; every rank passes the same tables.
+
+    Raises: KeyError for a table without a placement, ValueError for an axis or a rank that the mesh lacks.
+
+    Law: gather_tables(shard_tables(tables, plan, mesh), mesh) has tables' bits.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.shard_tables({"item": torch.ones(4, 2)}, fr.Plan({"item": fr.replicated()}), fr.Mesh.emulated(data=2))
+      ShardedTables({item: f32[4, 2]})
+    """
+    call = "funcrec.shard_tables"
+    check(call, table_tensor_problems(tables))
+    shapes = {n: (t.shape[0], t.shape[1]) for n, t in tables.items()}
+    layout = layout_of(call, shapes, {n: t.dtype for n, t in tables.items()}, plan, mesh)
+    banks = {b.name: pack(layout, i, tables, _own_ranks(b, mesh)) for i, b in enumerate(layout.banks)}
+    return ShardedTables(banks, layout, exact, capacity)
+
+
+def gather_tables(tables: ShardedTables, mesh: Mesh) -> dict[str, Tensor]:
+    """The tables [R, D], whole, on every rank; the inverse of `shard_tables`.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> mesh, plan = fr.Mesh.emulated(model=2), fr.Plan({"item": fr.column_wise("model")})
+      >>> fr.gather_tables(fr.shard_tables({"item": torch.eye(2)}, plan, mesh), mesh)
+      {'item': tensor([[1., 0.],
+              [0., 1.]])}
+    """
+    if not isinstance(tables, ShardedTables):
+        fail(
+            "funcrec.gather_tables",
+            "`tables` are not sharded.",
+            got=describe(tables),
+            need="ShardedTables",
+            hint="fr.shard_tables",
+            kind=TypeError,
+        )
+    return gather_banks(tables.layout, tables.banks, mesh)
+
+
+def gather_banks(layout: Layout, banks: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """Each table [R, D], or each table's slot [R], from this rank's banks."""
+    whole = {b.name: unshard(banks[b.name], b.spec, mesh=mesh) for b in layout.banks}
+    return {name: unpack(layout, whole, name) for name, _ in layout.shapes}
+
+
+def _own_ranks(bank, mesh: Mesh) -> list[int]:
+    if mesh.is_emulated or not bank.axes:
+        return list(range(bank.num_ranks))
+    place = 0
+    for a in bank.axes:
+        place = place * mesh.shape[a] + mesh.coordinates[a]
+    return [place]
+
+
+def sync_grads(grads: Mapping[str, RowGrads], layout: Layout) -> dict[str, RowGrads]:
+    """Every bank's gradient with the terms of all ranks that hold a copy of it, in the order of the global batch."""
+    return {b.name: _sync(grads[b.name], b, layout) for b in layout.banks if b.name in grads}
+
+
+def _sync(grads: RowGrads, bank, layout: Layout) -> RowGrads:
+    names, sizes = [a for a, _ in layout.mesh_shape], dict(layout.mesh_shape)
+    others = tuple(a for a in names if a not in bank.axes)
+    if not others or grads.capacity == 0:
+        return grads
+    gathered: dict[int, Tensor] = {}
+
+    def gather(x: Any) -> Any:
+        if isinstance(x, Tensor) and id(x) not in gathered:
+            gathered[id(x)] = all_gather(x, others)
+        return gathered[id(x)] if isinstance(x, Tensor) else x
+
+    terms = [tree_map(gather, t) for t in grads.terms]
+    copies = prod(sizes[a] for a in others)
+    placed = []
+    for i, t in enumerate(terms):
+        sender = i if len(terms) == bank.num_ranks else 0
+        for copy in range(copies):
+            where = {**_coordinates(sender, bank.axes, sizes), **_coordinates(copy, others, sizes)}
+            rank = 0
+            for a in names:
+                rank = rank * sizes[a] + where[a]
+            placed.append((rank, i, tree_map(lambda x, c=copy: x[c] if isinstance(x, Tensor) else x, t)))
+    placed.sort(key=lambda p: p[:2])
+    return replace(grads, terms=tuple(t for _, _, t in placed), coalesced=False)
+
+
+def _coordinates(place: int, axes: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
+    out = {}
+    for a in reversed(axes):
+        out[a], place = place % sizes[a], place // sizes[a]
+    return out
