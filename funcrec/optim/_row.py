@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from funcrec._errors import Problem, check, describe
 from funcrec._rowgrads import RowGrads, terms_of
 from funcrec.kernels import ops
 from funcrec.kernels.memory import full_table
-from funcrec.optim._blocks import BlockRule, flat
+from funcrec.optim._blocks import flat
 from funcrec.optim._rounding import round_stochastic, table_key
 from funcrec.optim._row_checks import (
     Rate,
@@ -31,6 +32,7 @@ from funcrec.optim._row_checks import (
     rule_result_problems,
     tables_problems,
 )
+from funcrec.optim._user_rule import UserRule
 
 Slots = dict[str, dict[str, Tensor]]
 
@@ -141,7 +143,7 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
     def slot_shapes(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
         return {k: tuple(s.shape) for k, s in init_table(torch.empty(shape, dtype=dtype, device="meta")).items()}
 
-    blocks: dict[tuple[str, ...], BlockRule] = {}  # one for each set of slots
+    rules: dict[tuple[str, ...], UserRule] = {}  # one for each set of slots
 
     def init_slots(tables: Tables) -> Slots:
         check(f"{call}.init", tables_problems(tables))
@@ -167,14 +169,14 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
                 ops.fused_update, rule=kernel.name, hyper=kernel.numbers(hyper), implementation=choice
             )
             changed = update_fused(call_kernel, kernel.form.slots, named, slots, tables, (lr, step, key))
-        elif choice == "cpp" and not any(g.has_repeats for g in named.values()) and not holds_tensors(rule, hyper):
+        elif choice == "cpp" and not any(g.has_repeats for g in named.values()) and not is_part_of_more(rule, hyper):
             one = lambda row, grad, own, rate, t, repeats: rule(row, grad, own, make_hyper(rate, t, repeats, **hyper))
             check_rule(call, one, named, slots, tables)
             changed = {}, {}
             for names in dict.fromkeys(tuple(slots[n]) for n in named):
                 same = {n: g for n, g in named.items() if tuple(slots[n]) == names}
-                block_rule = blocks.get(names) or blocks.setdefault(names, BlockRule(one, names, round_stochastic))
-                part = update_fused(block_rule.update, names, same, slots, tables, (lr, step, key))
+                user_rule = rules.get(names) or rules.setdefault(names, UserRule(call, one, names, round_stochastic))
+                part = update_fused(user_rule.update, names, same, slots, tables, (lr, step, key))
                 changed = {**changed[0], **part[0]}, {**changed[1], **part[1]}
         else:
             numbers = functools.cache(lambda dtype: rate_and_step(lr, step, dtype, device))
@@ -216,10 +218,12 @@ def check_rule(call: str, rule: Callable, grads: Mapping, slots: Slots, tables: 
         check(call, rule_result_problems(*new, row, mine))
 
 
-def holds_tensors(rule: Callable, hyper: Mapping[str, Any]) -> bool:
-    """Whether a rule reads tensors besides its arguments, which then belong to the graph that is being staged."""
+def is_part_of_more(rule: Callable, hyper: Mapping[str, Any]) -> bool:
+    """Whether a rule reads tensors that a transform or a graph being staged follows, besides its arguments."""
     closed = (c.cell_contents for c in getattr(rule, "__closure__", None) or ())
-    return any(isinstance(x, Tensor) for x in (*closed, *hyper.values()))
+    follows = torch._C._functorch.is_functorch_wrapped_tensor
+    is_followed = lambda x: isinstance(x, FakeTensor) or follows(x) or (x.requires_grad and torch.is_grad_enabled())
+    return any(isinstance(x, Tensor) and is_followed(x) for x in (*closed, *hyper.values()))
 
 
 def update_rows(call: str, rule_of: Callable, grads: Mapping, slots: Slots, tables: Tables, key, implementation: str):

@@ -10,6 +10,12 @@ from funcrec.kernels.cpp._lookup import pooled_lookup as pooled_lookup
 from funcrec.kernels.cpp._lookup import pooled_lookup_weights as pooled_lookup_weights
 from funcrec.kernels.cpp._lookup import scatter_block_ as scatter_block_
 from funcrec.kernels.cpp._lookup import scatter_rows_ as scatter_rows_
+from funcrec.kernels.cpp._generate import UnsupportedError as UnsupportedError
+from funcrec.kernels.cpp._rules import Generated as Generated
+from funcrec.kernels.cpp._rules import decompositions as decompositions
+from funcrec.kernels.cpp._rules import generate as generate
+from funcrec.kernels.cpp._update import MOST_SLOTS as MOST_SLOTS
 from funcrec.kernels.cpp._update import coalesce as coalesce
 from funcrec.kernels.cpp._update import expand as expand
 from funcrec.kernels.cpp._update import fused_update_ as fused_update_
+from funcrec.kernels.cpp._update import generated_update_ as generated_update_

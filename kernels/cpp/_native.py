@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ABI = 2  # raised with csrc/abi.h's whenever an entry point's array changes
+ABI = 3  # raised with csrc/abi.h's whenever an entry point's array changes
 LEVELS = {"v4": 4, "v3": 3, "base": 0}  # best first; the least level of funcrec_level() that runs it
 DTYPES = {
     torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3, torch.int32: 4, torch.int64: 5,
@@ -110,6 +110,12 @@ def _entry(name: str) -> Callable:
 @functools.cache
 def library() -> ctypes.CDLL:
     """The object for this processor, loaded."""
+    return _load(_path(level()))
+
+
+@functools.cache
+def level() -> str:
+    """The best of LEVELS that was built and runs here, or the one that FUNCREC_CPU names."""
     built = {name: path for name in LEVELS if (path := _path(name))}
     if not built:
         raise RuntimeError(
@@ -121,14 +127,14 @@ def library() -> ctypes.CDLL:
     forced = os.environ.get("FUNCREC_CPU") or None
     if forced is not None and forced not in LEVELS:
         raise ValueError(f"FUNCREC_CPU={forced}: unknown instruction set\n  need  one of {', '.join(LEVELS)}")
-    level = _load(next(reversed(built.values()))).funcrec_level()
-    usable = [name for name in built if LEVELS[name] <= level]
+    best = _load(next(reversed(built.values()))).funcrec_level()
+    usable = [name for name in built if LEVELS[name] <= best]
     if forced is not None and forced not in usable:
         raise ValueError(
             f"FUNCREC_CPU={forced}: cannot be used.\n  got   {'not built' if forced not in built else 'another processor'}"
             f"\n  need  one of {', '.join(usable)}"
         )
-    return _load(built[forced or usable[0]])
+    return forced or usable[0]
 
 
 def _path(name: str) -> str | None:

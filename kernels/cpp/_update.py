@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import torch
 from funcrec.kernels.cpp import _native
+from funcrec.kernels.cpp._rules import Generated
 from funcrec.kernels.forms import RULES, accumulation_dtype, capacities, segments_of
 from torch import Tensor
 
 _NUMBERS = {name: i for i, name in enumerate(RULES)}  # csrc/rules.h has the same order
-_MOST_SLOTS = 3
+_GENERATED, MOST_SLOTS = 15, 8  # as in csrc/rules.h
 
 
 def fused_update_(
@@ -32,13 +33,41 @@ def fused_update_(
             f"funcrec.kernels.cpp.{call}: `slots` does not match the tables.\n  got   {len(slots)} tensors\n"
             f"  need  {names} for each of {len(tables)} tables"
         )
+    numbers = [len(hyper), *array("q", array("d", hyper).tobytes())]
+    _update(call, tables, slots, (d, rows, offsets, weights, segments), (lr, step, key), _NUMBERS[rule], numbers, names)
+
+
+def generated_update_(
+    tables: Sequence[Tensor], slots: Sequence[Tensor], d: Sequence[Tensor], rows: Sequence[Tensor],
+    offsets: Sequence[Tensor], weights: Sequence[Tensor], segments: Sequence[int], lr: Tensor, step: Tensor,
+    key: Tensor | None, rules: Sequence[Generated],
+) -> None:  # fmt: skip
+    """`fused_update_` with a rule of each table's own, made by `generate` for its dim and dtype and as many slots each."""
+    names = tuple(str(i) for i in range(len(rules[0].sizes))) if rules else ()
+    codes, kept = [], []
+    for table, rule in zip(tables, rules, strict=True):
+        if (table.shape[1], accumulation_dtype(table.dtype)) != (rule.dim, rule.dtype):
+            raise ValueError(
+                "funcrec.kernels.cpp.generated_update_: a rule is for another table.\n"
+                f"  got   {table.dtype}{list(table.shape)}\n  need  rows of {rule.dim}, summed in {rule.dtype}"
+            )
+        constants = [x.contiguous() for x in rule.constants]
+        pointers = array("q", [x.data_ptr() for x in constants])
+        kept += (constants, pointers)
+        codes.append((rule.rule, rule.prepare, pointers.buffer_info()[0], rule.shared_bytes, *rule.sizes))
+    terms = (d, rows, offsets, weights, segments)
+    _update("generated_update_", tables, slots, terms, (lr, step, key), _GENERATED, [0], names, codes)
+    del kept
+
+
+def _update(call: str, tables, slots, terms, when, number: int, hyper, names: Sequence[str], codes=None) -> None:
+    """What `fused_update` in csrc/update.h reads; names: of a table's slots."""
+    lr, step, key = when
     lr, step = lr.to(torch.float64), step.to(torch.int64)
     key = None if key is None else key.contiguous()
     keys = 0 if key is None else key.data_ptr()
     bad = array("q", [-1])
-    numbers = [bad.buffer_info()[0], _NUMBERS[rule], lr.data_ptr(), step.data_ptr()]
-    numbers += [len(hyper), *array("q", array("d", hyper).tobytes()), len(tables)]
-    absent = _native.ABSENT * (_MOST_SLOTS - len(names))
+    numbers = [bad.buffer_info()[0], number, lr.data_ptr(), step.data_ptr(), *hyper, len(names), len(tables)]
     for i, x in enumerate(tables):
         numbers += _native.table(x)
         for slot in slots[i * len(names) : (i + 1) * len(names)]:
@@ -47,11 +76,11 @@ def fused_update_(
                 _native.DTYPES.get(slot.dtype, -1),
                 slot.numel() if slot.is_contiguous() else -1,
             )
-        numbers += absent
         numbers.append(keys + 8 * i if keys and x.element_size() == 2 else 0)
-    numbers_of_terms, kept = _terms(d, rows, offsets, weights, segments)
+        numbers += codes[i] if codes else ()
+    numbers_of_terms, kept = _terms(*terms)
     _native.call("fused_update", numbers + numbers_of_terms)
-    _check_segments(call, bad[0], segments)
+    _check_segments(call, bad[0], terms[-1])
     if bad[0] < -1:
         _fail_slot(call, tables, slots, names, -2 - bad[0])
     del kept
@@ -136,9 +165,9 @@ def _slot_names(call: str, rule: str, hyper: Sequence[float]) -> tuple[str, ...]
 
 
 def _fail_slot(
-    call: str, tables: Sequence[Tensor], slots: Sequence[Tensor], names: tuple[str, ...], number: int
+    call: str, tables: Sequence[Tensor], slots: Sequence[Tensor], names: Sequence[str], number: int
 ) -> None:
-    table, name = divmod(number, _MOST_SLOTS)
+    table, name = divmod(number, MOST_SLOTS)
     slot, of = slots[table * len(names) + name], tables[table]
     raise ValueError(
         f"funcrec.kernels.cpp.{call}: slot {names[name]!r} of table {table} does not fit.\n"

@@ -5,6 +5,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 #include "simd.h"
 
@@ -45,14 +46,28 @@ template <class A, int D, int N = LANES<A>, class F> FUNCREC_INLINE A total(int6
   }
 }
 
+constexpr int MOST_SLOTS = 8;
+
 // What a rule sees of one row.
 template <class A> struct Row {
   A* w;          // f[D]
   const A* x;    // f[D]
-  A* s[3];       // each f[D], or f[1] for a slot with one number per row
+  A* s[MOST_SLOTS];  // each f[D], or f[1] for a slot with one number per row
   A* spare;      // f[D], to be overwritten
   int64_t dim;
   A repeats;     // how many entries were summed into x
+};
+
+// A user's rule, compiled from generated text for one dim and accumulator type A (kernels/cpp/_rules.py).
+struct Code {
+  void *rule = nullptr, *prepare = nullptr;
+  const void* const* constants = nullptr;
+  int64_t slots = 0, sizes[MOST_SLOTS] = {};  // elements of each slot of a row
+  std::vector<char> shared;                   // what `prepare` finds out once per update, for all rows
+
+  template <class A> void start(A lr, A t) {
+    reinterpret_cast<void (*)(A, A, const void* const*, void*)>(prepare)(lr, t, constants, shared.data());
+  }
 };
 
 // What a rule is made of, before its constructor picks its numbers.
@@ -60,6 +75,7 @@ struct Hyper {
   double lr;          // rounded to the accumulator type already
   double t;           // 1 at the first update
   const double* h;    // the rule's own numbers, in the order of forms.RULES
+  const Code* code;   // of a user's rule
 };
 
 constexpr int WIDE = 1, NARROW = 0;   // a slot [R, D], a slot [R]
@@ -269,7 +285,25 @@ template <class A, int V> struct Lamb : Moments<A, V> {
   }
 };
 
-// f(rule) with the rule of that number in the order of forms.RULES.
+template <class A> struct Generated {
+  const int64_t slots, *const sizes;
+  void (*const rule)(A*, const A*, A* const*, A, const void*);
+  const void* const shared;
+  explicit Generated(const Hyper& n)
+      : slots(n.code->slots), sizes(n.code->sizes), rule(reinterpret_cast<decltype(rule)>(n.code->rule)),
+        shared(n.code->shared.data()) {}
+  template <int D> FUNCREC_INLINE void apply(const Row<A>& r) const { rule(r.w, r.x, r.s, r.repeats, shared); }
+};
+
+// The elements of slot i of a row.
+template <class Rule> FUNCREC_INLINE int64_t slot_size(const Rule&, int i, int64_t dim) {
+  return Rule::width[i] == WIDE ? dim : 1;
+}
+template <class A> FUNCREC_INLINE int64_t slot_size(const Generated<A>& rule, int i, int64_t) { return rule.sizes[i]; }
+
+constexpr int64_t GENERATED = 15;
+
+// f(rule) with the rule of that number in the order of forms.RULES, then GENERATED.
 template <class A, class F> void with_rule(int64_t number, const Hyper& n, const F& f) {
   switch (number) {
     case 0: return f(Sgd<A>(n));
@@ -287,6 +321,7 @@ template <class A, class F> void with_rule(int64_t number, const Hyper& n, const
     case 12: return f(Adam<A, NARROW, true>(n));
     case 13: return f(Lamb<A, WIDE>(n));
     case 14: return f(Lamb<A, NARROW>(n));
+    case GENERATED: return f(Generated<A>(n));
   }
 }
 

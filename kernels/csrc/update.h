@@ -11,11 +11,12 @@ constexpr int64_t FETCH_AHEAD = 32;  // entries between the fetch of what one ne
 constexpr int64_t TOUCH_BYTES = 2048;  // of rows and slots between the touch and the use
 constexpr int64_t LEAST_PART = 256;  // entries that are worth an item of work of their own
 
-// A table, its slots, and the key of its random bits, or none.
+// A table, its slots, the key of its random bits, or none, and its rule, if a user's.
 struct Trained {
   Table table;
-  Vector slots[3];
+  Vector slots[MOST_SLOTS];
   const int64_t* key;
+  Code code;
 };
 
 // -- rows of 16 bits: read into f32 and written back -------------------------------------------------------------
@@ -100,14 +101,14 @@ template <class A, class Rule, int D> void update_rows(const Trained& t, const G
   A *const sum = row_memory.need(3 * room), *const wide = sum + room;
   uint16_t* const bits = t.key ? bits_memory.need(room) : nullptr;
   const Entry* const e = g.entries;
-  const auto slot = [&](int64_t row, int i) { return t.slots[i].as<A>() + (Rule::width[i] == WIDE ? row * dim : row); };
+  const auto slot = [&](int64_t row, int i) { return t.slots[i].as<A>() + row * slot_size(rule, i, dim); };
   // Inlined by force: GCC takes a function that only fetches for one without effect, and drops its calls.
   const auto fetch = [&](int64_t k) __attribute__((always_inline)) {
     if (k >= g.size) return;
     const int64_t row = first + e[k].row;
     prefetch<2>(t.table.data + row * row_bytes, row_bytes);
     prefetch<2>(g.gradient(e[k]), dim * (g.is_wide ? 8 : 4));
-    for (int i = 0; i < Rule::slots; i++) prefetch<2>(slot(row, i), Rule::width[i] == WIDE ? dim * sizeof(A) : 1);
+    for (int i = 0; i < rule.slots; i++) prefetch<2>(slot(row, i), slot_size(rule, i, dim) * sizeof(A));
   };
   // As in RowsAhead of lookup.h: a second step, or the misses of the use itself wait behind those of the prefetches.
   const auto touch_entry = [&](int64_t k) __attribute__((always_inline)) {
@@ -115,10 +116,10 @@ template <class A, class Rule, int D> void update_rows(const Trained& t, const G
     const int64_t row = first + e[k].row;
     touch(t.table.data + row * row_bytes);
     touch(g.gradient(e[k]));
-    for (int i = 0; i < Rule::slots; i++) touch(slot(row, i));
+    for (int i = 0; i < rule.slots; i++) touch(slot(row, i));
   };
   int64_t bytes = row_bytes;
-  for (int i = 0; i < Rule::slots; i++) bytes += Rule::width[i] == WIDE ? dim * sizeof(A) : 0;
+  for (int i = 0; i < rule.slots; i++) bytes += slot_size(rule, i, dim) * sizeof(A);
   const int64_t near = std::clamp<int64_t>(TOUCH_BYTES / bytes, 4, 8);
   for (int64_t k = 0; k < FETCH_AHEAD; k++) fetch(k);
   for (int64_t k = 0, end = 0; k < g.size; k = end) {
@@ -129,7 +130,7 @@ template <class A, class Rule, int D> void update_rows(const Trained& t, const G
     } while (++end < g.size && e[end].row == e[k].row);
     char* const at = t.table.data + row * row_bytes;
     Row<A> r{reinterpret_cast<A*>(at), g.sum<A>(k, end, dim, sum), {}, wide + room, dim, A(end - k)};
-    for (int i = 0; i < Rule::slots; i++) r.s[i] = slot(row, i);
+    for (int i = 0; i < rule.slots; i++) r.s[i] = slot(row, i);
     if constexpr (sizeof(A) == 4) {
       if (codec.read) codec.read(at, r.w = wide, dim);
     }
@@ -187,25 +188,33 @@ inline std::vector<Class> classes(const Terms& terms, const std::vector<int64_t>
   return out;
 }
 
-// The first slot that is not what the rule needs of its table, 3 · table + slot, or -1.
+inline void read_code(Reader& in, int64_t slots, Code& code) {
+  code.rule = in.pointer<void>();
+  code.prepare = in.pointer<void>();
+  code.constants = in.pointer<const void* const>();
+  code.shared.resize(in.number());
+  code.slots = slots;
+  for (int64_t i = 0; i < slots; i++) code.sizes[i] = in.number();
+}
+
+// The first slot that is not what the rule needs of its table, MOST_SLOTS · table + slot, or -1.
 inline int64_t unfit_slot(const std::vector<Trained>& tables, int64_t number, const double* numbers) {
   int64_t bad = -1;
-  with_rule<float>(number, {0, 1, numbers}, [&](const auto& rule) {
-    using Rule = std::decay_t<decltype(rule)>;
-    for (int64_t i = int64_t(tables.size()) - 1; i >= 0; i--) {
+  for (int64_t i = int64_t(tables.size()) - 1; i >= 0; i--)
+    with_rule<float>(number, {0, 1, numbers, &tables[i].code}, [&](const auto& rule) {
       const Table& t = tables[i].table;
-      for (int j = Rule::slots - 1; j >= 0; j--) {
+      for (int j = int(rule.slots) - 1; j >= 0; j--) {
         const Vector& slot = tables[i].slots[j];
-        const bool fits = slot.dtype == (t.dtype == F64 ? F64 : F32) && slot.size == t.rows * (Rule::width[j] == WIDE ? t.dim : 1);
-        if (!fits) bad = 3 * i + j;
+        const bool fits = slot.dtype == (t.dtype == F64 ? F64 : F32) && slot.size == t.rows * slot_size(rule, j, t.dim);
+        if (!fits) bad = MOST_SLOTS * i + j;
       }
-    }
-  });
+    });
   return bad;
 }
 
-// `bad` becomes the number of a segment that does not fit, -2 - 3 · table - slot for a slot, else -1; then nothing is written.
-// [threads, bad*, rule, lr*, step*, hyper: n and n reals, tables: T and (table, 3 slots, key*) each, terms]
+// `bad` becomes the number of a segment that does not fit, -2 - MOST_SLOTS · table - slot for a slot, else -1; then nothing is
+// written. [threads, bad*, rule, lr*, step*, hyper: n and n reals, slots: n, tables: T and (table, n slots, key*, and for a user's
+// rule rule*, prepare*, constants*, bytes of the shared numbers, n sizes) each, terms]
 inline void fused_update(Reader in) {
   const int64_t threads = in.number();
   int64_t* bad = in.pointer<int64_t>();
@@ -213,23 +222,31 @@ inline void fused_update(Reader in) {
   const double lr = *in.pointer<double>(), t = double(*in.pointer<int64_t>() + 1);
   std::vector<double> numbers(in.number());
   for (double& x : numbers) x = in.real();
+  const int64_t slots = in.number();
   std::vector<Trained> tables(in.number());
   std::vector<int64_t> shapes;
   for (Trained& each : tables) {
     each.table = in.table();
-    for (Vector& slot : each.slots) slot = in.vector();
+    for (int64_t i = 0; i < slots; i++) each.slots[i] = in.vector();
     each.key = in.pointer<int64_t>();
+    if (number == GENERATED) read_code(in, slots, each.code);
     shapes.insert(shapes.end(), {each.table.rows, each.table.dim});
   }
   const Terms terms(in, shapes, bad);
   const int64_t slot = unfit_slot(tables, number, numbers.data());
   if (slot >= 0 && *bad < 0) *bad = -2 - slot;
   if (*bad != -1) return;
+  for (Trained& each : tables) {
+    if (number != GENERATED) break;
+    if (each.table.dtype == F64) each.code.start<double>(lr, t);
+    else each.code.start<float>(float(lr), float(t));
+  }
   const std::vector<Class> work = classes(terms, shapes, threads);
   parallel_for(threads, work.size(), [&](int64_t i) {
     const Trained& mine = tables[work[i].table];
-    if (mine.table.dtype == F64) update_class<double>(terms, mine, work[i], number, {lr, t, numbers.data()});
-    else update_class<float>(terms, mine, work[i], number, {double(float(lr)), double(float(t)), numbers.data()});
+    const Code* code = &mine.code;
+    if (mine.table.dtype == F64) update_class<double>(terms, mine, work[i], number, {lr, t, numbers.data(), code});
+    else update_class<float>(terms, mine, work[i], number, {double(float(lr)), double(float(t)), numbers.data(), code});
   });
 }
 

@@ -1,0 +1,130 @@
+"""A user's rule inside the row loop of the fused update: one operator, which holds the rule by number.
+
+    rule on one row → graph of aten operations → C++ (kernels/cpp/_rules.py) → the fused update of every table in one call
+
+The rule is traced and compiled once for each form of table: dim, dtype and shapes of slots. A rule with an operation that the
+translation does not know runs in blocks (_blocks.py), and a warning names the operation. Floor 3.
+"""
+
+import functools
+import itertools
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from funcrec.kernels import library, ops
+from funcrec.kernels.forms import Terms, accumulation_dtype, segments_of
+from funcrec.optim._blocks import BlockRule
+
+_numbers = itertools.count()
+_rules: WeakValueDictionary[int, "UserRule"] = WeakValueDictionary()
+_staged: dict[int, "UserRule"] = {}  # those that a compiled function calls by number: it may outlive their optimizer
+
+
+class UserRule:
+    """A rule for one row.
+
+    rule: (row f[D], grad f[D], {slot: f[...]}, lr f[], t f[], repeats f[]) -> (row, slots). names: of the slots, in order.
+    round_rows: (new f[M, D], dtype, rows i64[M], key i64[]) -> new, for stochastic rounding in blocks. call: for messages.
+    """
+
+    def __init__(self, call: str, rule: Callable, names: Sequence[str], round_rows: Callable):
+        def flat_rule(row, grad, rate, t, repeats, *slots):
+            new, written = rule(row, grad, dict(zip(names, slots, strict=True)), rate, t, repeats)
+            return [new, *(written[k] for k in names)]
+
+        self.call, self.rule = call, flat_rule
+        self.blocks = BlockRule(flat_rule, len(names), round_rows)
+        self.generated: dict = {}  # {form of a table: the compiled rule}
+        self.is_blocked = False
+        self.lock = threading.Lock()
+        self.number = next(_numbers)
+        _rules[self.number] = self
+
+    def update(self, tables, slots, terms: Terms, lr: Tensor, step: Tensor, key: Tensor | None):
+        """`ops.fused_update` with this rule."""
+        ops.refuse_derivatives("rule_update", "cpp", [*tables, *terms.d])
+        given, is_staged = [x for s in slots for x in s], get_proxy_mode() is not None
+        if is_staged:
+            _staged[self.number] = self
+        self.prepare(tables, given)
+        op = torch.ops.funcrec_rules.rule_update
+        out = op(list(tables), given, *terms.flat(), lr, step, key, self.number, is_staged)
+        each = len(given) // len(tables)
+        new = out[len(tables) :]
+        return out[: len(tables)], [new[t * each : (t + 1) * each] for t in range(len(tables))]
+
+    def prepare(self, tables: Sequence[Tensor], slots: Sequence[Tensor]) -> list | None:
+        """The compiled rule of each table; None if the rule runs in blocks."""
+        each, found = len(slots) // max(len(tables), 1), []
+        for t, table in enumerate(tables):
+            form = table.shape[1], accumulation_dtype(table.dtype), *(s.shape[1:] for s in slots[t * each : (t + 1) * each])
+            with self.lock:
+                if form not in self.generated and not self.is_blocked:
+                    # on a thread of its own: neither modes nor transforms of the caller belong into the rule's graph
+                    with ThreadPoolExecutor(1) as thread:
+                        self.generated[form] = thread.submit(self.generate, *form).result()
+            if self.is_blocked:
+                return None
+            found.append(self.generated[form])
+        return found
+
+    @torch.no_grad()
+    def generate(self, dim: int, dtype: torch.dtype, *shapes: Sequence[int]) -> object:
+        example = [torch.ones(s, dtype=dtype) for s in ((dim,), (dim,), (), (), (), *shapes)]  # a tensor each: they are told apart
+        flat = functionalize(self.rule, remove="mutations")
+        try:
+            if len(shapes) > _cpp().MOST_SLOTS:
+                raise _cpp().UnsupportedError(f"{len(shapes)} slots, more than {_cpp().MOST_SLOTS}")
+            tracer = make_fx(flat, _cpp().decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)
+            return _cpp().generate(tracer(*example))
+        except (_cpp().UnsupportedError, DataDependentOutputException, DynamicOutputShapeException) as error:
+            self.is_blocked = True
+            warnings.warn(
+                f"{self.call}: the rule is no part of the kernel, and takes two to four times as long.\n  got   {error}\n"
+                "  need  arithmetic on rows and numbers, sums over the row, slices of it",
+                stacklevel=2,
+            )
+
+
+def rule_update_(
+    tables, slots, d, rows, offsets, weights, segments, lr, step, key, number: int, is_staged: bool
+) -> None:  # fmt: skip
+    """The rule's update in place; slots are each table's, one table after the other."""
+    rule = _rules[number]
+    codes = rule.prepare(tables, slots)
+    if codes is None:
+        terms = Terms(list(d), list(rows), list(offsets), list(weights), segments_of(segments))
+        rule.blocks.update_(tables, slots, terms, lr, step, key, is_staged)
+    else:
+        _cpp().generated_update_(tables, slots, d, rows, offsets, weights, segments, lr, step, key, codes)
+
+
+@functools.cache
+def _cpp():
+    return library.load("cpp")
+
+
+def _rule_update(tables, slots, *rest) -> list[Tensor]:
+    new_tables, new_slots = [t.clone() for t in tables], [s.clone() for s in slots]
+    rule_update_(new_tables, new_slots, *rest)
+    return new_tables + new_slots
+
+
+library.define(
+    "funcrec_rules",
+    "rule_update",
+    f"(Tensor[] tables, Tensor[] slots, {library.TERMS}, Tensor lr, Tensor step, Tensor? key, int number, bool is_staged)"
+    " -> Tensor[]",
+    _rule_update,
+    lambda tables, slots, *rest: [torch.empty_like(x) for x in (*tables, *slots)],
+    in_place=rule_update_,
+)

@@ -1,0 +1,56 @@
+"""What an aten operation of a rule is in C++: a formula of its operands {0}, {1}, ...
+
+A name that ends in `_` is a function of the prelude, for f32 and f64. Formulas keep torch's NaN: max(NaN, 1) is NaN.
+"""
+
+FUNCTIONS = (
+    "sqrt", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh",
+    "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "floor", "ceil", "trunc", "nearbyint",
+)  # fmt: skip
+BINARY_FUNCTIONS = ("pow", "atan2", "fmod", "hypot", "copysign")
+
+COMPARISONS = {
+    "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}",
+    "isnan": "{0} != {0}", "isinf": "{0} == INFINITY || {0} == -INFINITY",
+}  # fmt: skip
+LOGIC = {"logical_and": "{0} && {1}", "logical_or": "{0} || {1}", "logical_xor": "{0} != {1}", "logical_not": "!{0}"}
+BITS = {"bitwise_and": "{0} & {1}", "bitwise_or": "{0} | {1}", "bitwise_xor": "{0} ^ {1}"}
+COPIES = ("_to_copy", "convert_element_type", "clone", "lift_fresh_copy", "scalar_tensor")
+FILLS = ("full", "full_like", "zeros", "zeros_like", "ones", "ones_like")
+WHERE, COPY, AT_LEAST, AT_MOST = "{0} ? {1} : {2}", "{0}", "{0} < {1} ? {1} : {0}", "{0} > {1} ? {1} : {0}"
+
+ARITHMETIC = {
+    **{name: name + "_({0})" for name in FUNCTIONS if name != "nearbyint"},
+    **{name: name + "_({0}, {1})" for name in BINARY_FUNCTIONS},
+    **dict.fromkeys(COPIES, "{0}"),
+    "add": "{0} + {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}", "mul": "{0} * {1}", "div": "{0} / {1}",
+    "abs": "abs_({0})", "neg": "-{0}", "square": "{0} * {0}", "reciprocal": "1 / {0}", "rsqrt": "1 / sqrt_({0})",
+    "sign": "({0} > 0) - ({0} < 0)", "relu": "{0} < 0 ? 0 : {0}", "round": "nearbyint_({0})", "sigmoid": "1 / (1 + exp_(-{0}))",
+    "maximum": "{0} > {1} || {0} != {0} ? {0} : {1}", "minimum": "{0} < {1} || {0} != {0} ? {0} : {1}",
+}  # fmt: skip
+INTEGRAL = {*COPIES, "add", "sub", "rsub", "mul", "abs", "neg", "square", "sign", "relu", "maximum", "minimum"}  # of integers, too
+POWERS = {2: "{0} * {0}", 3: "{0} * {0} * {0}", 1: "{0}", 0.5: "sqrt_({0})", -0.5: "1 / sqrt_({0})", -1: "1 / {0}"}
+
+# name: (start, kind of `omp simd reduction`, one step from {0} by {1})
+REDUCTIONS = {
+    "sum": ("0", "+", "{0} += {1};"), "mean": ("0", "+", "{0} += {1};"), "prod": ("1", "*", "{0} *= {1};"),
+    "amax": ("-INFINITY", "max", "{0} = {1} > {0} ? {1} : {0};"), "amin": ("INFINITY", "min", "{0} = {1} < {0} ? {1} : {0};"),
+    "any": ("false", "||", "{0} = {0} || {1};"), "all": ("true", "&&", "{0} = {0} && {1};"),
+}  # fmt: skip
+
+PRELUDE = f"""#include <stdint.h>
+#define INFINITY __builtin_inff()
+#define NAN __builtin_nanf("")
+#define UNARY(name) \\
+  static inline float name##_(float x) {{ return __builtin_##name##f(x); }} \\
+  static inline double name##_(double x) {{ return __builtin_##name(x); }}
+#define BINARY(name) \\
+  static inline float name##_(float x, float y) {{ return __builtin_##name##f(x, y); }} \\
+  static inline double name##_(double x, double y) {{ return __builtin_##name(x, y); }}
+{" ".join(f"UNARY({name})" for name in FUNCTIONS)}
+{" ".join(f"BINARY({name})" for name in BINARY_FUNCTIONS)}
+static inline float abs_(float x) {{ return __builtin_fabsf(x); }}
+static inline double abs_(double x) {{ return __builtin_fabs(x); }}
+static inline int64_t abs_(int64_t x) {{ return x < 0 ? -x : x; }}
+static inline int32_t abs_(int32_t x) {{ return x < 0 ? -x : x; }}
+"""

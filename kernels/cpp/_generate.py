@@ -1,0 +1,236 @@
+"""A rule for one row as C++: a graph of aten operations, written as loops over the row.
+
+    (row f[D], grad f[D], lr, t, repeats, slots...) → (row, slots...)    as    for (i < D) r1 += x[i] * x[i];   v2 = ..;   for (i < D) w[i] = ..;
+
+What is one number for a whole row is a scalar. Elementwise operations of one size share a loop; a reduction, or a read at
+another index, ends it: what needs the result belongs to the next level, whose scalars and loops come after. Numbers of lr, t and
+closed-over tensors alone are computed once per update, by `prepare`. No thread changes the order of a sum.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from funcrec.kernels.cpp import _formulas as formulas
+from torch import Tensor
+
+TYPES = {
+    torch.float32: "float", torch.float64: "double", torch.bool: "bool", torch.int64: "int64_t", torch.int32: "int32_t",
+}  # fmt: skip
+
+
+class UnsupportedError(Exception):
+    """A part of a rule that has no formula; the message says which."""
+
+
+class Base:
+    """Elements that a loop computes, or that lie in memory. `loop` is (level, size), None for memory; `memory` its C++ name."""
+
+    def __init__(self, text: str, dtype: torch.dtype, size: int, loop: tuple[int, int] | None, memory: str, ready: int):
+        self.text, self.dtype, self.size, self.loop, self.memory = text, dtype, size, loop, memory
+        self.ready = ready  # the first level that may read the memory
+        self.free = 0  # the first level whose loop of this size may overwrite the memory
+        self.is_kept = False  # whether a computed base has memory
+
+
+class Value(NamedTuple):
+    """A node: a number (its text; shared if no row changes it), or element (c₀, c₁, ..) of a base at offset + Σ cₖ · strideₖ."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    number: str | None = None
+    level: int = 0
+    is_shared: bool = False
+    base: Base | None = None
+    strides: tuple[int, ...] = ()
+    offset: int = 0
+
+
+class Loop(NamedTuple):
+    """for (i < size): variables before it, the kinds of its reductions, its statements, its stores."""
+
+    before: list[str]
+    kinds: list[str]
+    body: list[str]
+    stores: list[str]
+
+
+class Writer:
+    """The text of one rule."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+        self.shared: list[str] = []  # statements of `prepare`
+        self.fields = {"lr": TYPES[dtype], "t": TYPES[dtype]}  # what it gives to the rows
+        self.numbers: dict[int, list[str]] = defaultdict(list)  # the scalars of a level
+        self.loops: dict[tuple[int, int], Loop] = defaultdict(lambda: Loop([], [], [], []))
+        self.arrays: dict[str, tuple[torch.dtype, int]] = {}
+        self.count = 0
+
+    def name(self, letter: str = "v") -> str:
+        self.count += 1
+        return f"{letter}{self.count}"
+
+    def number(self, dtype: torch.dtype, shape: Sequence[int], level: int, text: str, is_shared: bool = False) -> Value:
+        name = self.name()
+        (self.shared if is_shared else self.numbers[level]).append(f"const {TYPES[dtype]} {name} = {text};")
+        if is_shared:
+            self.fields[name] = TYPES[dtype]
+        return Value(dtype, tuple(shape), name, level, is_shared)
+
+    def elements(self, dtype: torch.dtype, shape: Sequence[int], level: int, text: str) -> Value:
+        name, loop = self.name(), (level, math.prod(shape))
+        self.loops[loop].body.append(f"const {TYPES[dtype]} {name} = {text};")
+        return whole(Base(name, dtype, loop[1], loop, f"m_{name}", level + 1), shape)
+
+    def array(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Value:
+        """A tensor in memory; the few that hold one number are read at once."""
+        if math.prod(shape) == 1:
+            return self.number(dtype, shape, 0, f"{name}[0]")
+        return whole(Base(name, dtype, math.prod(shape), None, name, 0), shape)
+
+    def pointwise(self, formula: str, operands: Sequence[Value], like: Tensor, *types: torch.dtype) -> Value:
+        """formula(operands), each cast to its type of `types`, else the result's; `like` has the result's dtype and shape."""
+        dtype, shape = known(like.dtype), tuple(like.shape)
+        types = types or (dtype,) * len(operands)
+        level = max(needs(x, shape) for x in operands)
+        text = formula.format(*(self.read(x, level, shape, known(to)) for x, to in zip(operands, types, strict=True)))
+        if all(x.number is not None for x in operands):
+            return self.number(dtype, shape, level, text, all(x.is_shared for x in operands))
+        return self.elements(dtype, shape, level, text)
+
+    def read(self, x: Value, level: int, shape: tuple[int, ...], to: torch.dtype) -> str:
+        """x at place i of the loop of that level and shape."""
+        if x.number is not None:
+            return cast(x.number, x.dtype, to)
+        base = x.base
+        if is_straight(x, shape) and base.loop == (level, math.prod(shape)):
+            return cast(base.text, x.dtype, to)
+        self.keep(base, level + (not is_straight(x, shape)))
+        return cast(f"{base.memory}[{'i' if is_straight(x, shape) else place(x, shape)}]", x.dtype, to)
+
+    def keep(self, base: Base, until: int) -> None:
+        """The memory of a base is read; what overwrites it stands in no level before `until`."""
+        base.free = max(base.free, until)
+        if base.loop and not base.is_kept:
+            base.is_kept = True
+            self.arrays[base.memory] = base.dtype, base.size
+            self.loops[base.loop].stores.append(f"{base.memory}[i] = {base.text};")
+
+    def reduce(self, kind: str, x: Value, like: Tensor) -> Value:
+        """One number from all elements of x."""
+        dtype = x.dtype if kind in ("amax", "amin") else known(like.dtype)
+        if like.numel() != 1 or (kind in ("amax", "amin") and not dtype.is_floating_point):
+            raise UnsupportedError(f"{kind} of {list(x.shape)} to {like.dtype}{list(like.shape)}")
+        level = needs(x, x.shape)
+        loop, text = self.loops[level, math.prod(x.shape)], self.read(x, level, x.shape, dtype)
+        result = self.accumulate(loop, kind, dtype, text)
+        if kind in ("amax", "amin"):  # C++'s comparisons pass NaN by
+            result = f"{self.accumulate(loop, 'any', torch.bool, f'({text} != {text})')} ? NAN : {result}"
+        if kind == "mean":
+            result = f"{result} / {math.prod(x.shape)}"
+        return self.number(known(like.dtype), tuple(like.shape), level + 1, result)
+
+    def accumulate(self, loop: Loop, kind: str, dtype: torch.dtype, text: str) -> str:
+        start, operator, step = formulas.REDUCTIONS[kind]
+        name = self.name("r")
+        loop.before.append(f"{TYPES[dtype]} {name} = {start};")
+        loop.kinds.append(f"reduction({operator}:{name})")
+        loop.body.append(step.format(name, text))
+        return name
+
+    def view(self, x: Value, like: Tensor, change: Callable[[Tensor], Tensor]) -> Value:
+        """x seen as change(x), by what torch does to a tensor without data."""
+        if x.number is not None:
+            return x._replace(shape=tuple(like.shape))
+        seen = change(torch.empty(x.base.size, device="meta").as_strided(x.shape, x.strides, x.offset))
+        x = x._replace(shape=tuple(seen.shape), strides=seen.stride(), offset=seen.storage_offset())
+        if math.prod(x.shape) != 1:
+            return x
+        self.keep(x.base, x.base.ready)
+        return self.number(x.dtype, x.shape, x.base.ready, f"{x.base.memory}[{x.offset}]")
+
+    def concatenate(self, parts: Sequence[Value], dim: int, like: Tensor) -> Value:
+        name, ready, at = self.name("m"), 0, 0
+        self.arrays[name] = known(like.dtype), like.numel()
+        for x in parts:
+            target = like.new_empty(like.shape, device="meta").narrow(dim, at, x.shape[dim])
+            into = Value(like.dtype, x.shape, strides=target.stride(), offset=target.storage_offset())
+            level, at = needs(x, x.shape), at + x.shape[dim]
+            text = self.read(x, level, x.shape, like.dtype)
+            if math.prod(x.shape) == 1:
+                self.numbers[level].append(f"{name}[{into.offset}] = {text};")
+            else:
+                self.loops[level, math.prod(x.shape)].stores.append(f"{name}[{place(into, x.shape)}] = {text};")
+            ready = max(ready, level + 1)
+        return whole(Base(name, like.dtype, like.numel(), None, name, ready), like.shape)
+
+    def write(self, results: Sequence[tuple[Value, str, Value]]) -> list[str]:
+        """(new, memory, old): the new value into the memory, after all reads of the old; returns the scalars' statements."""
+        last, later = [], []
+        for new, name, old in results:
+            if math.prod(old.shape) == 1:
+                last.append(f"{name}[0] = {cast(new.number, new.dtype, self.dtype)};")
+            elif not (new.base is old.base and is_straight(new, old.shape)):
+                level = needs(new, old.shape)
+                text = self.read(new, level, old.shape, self.dtype)
+                later.append((self.elements(self.dtype, old.shape, level, text), name, old))
+        for new, name, old in later:
+            loop = max(new.base.loop[0], old.base.free), old.base.size
+            text = self.read(new, loop[0], old.shape, self.dtype)
+            self.loops[loop].stores.append(f"{name}[i] = {text};")
+        return last
+
+
+def whole(base: Base, shape: Sequence[int]) -> Value:
+    return Value(base.dtype, tuple(shape), base=base, strides=contiguous(shape))
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
+
+
+def strides_for(x: Value, shape: Sequence[int]) -> list[int]:
+    """x repeated to a larger shape: stride 0 along the repetition."""
+    own = [0 if n == 1 else s for n, s in zip(x.shape, x.strides, strict=True)]
+    return [0] * (len(shape) - len(own)) + own
+
+
+def is_straight(x: Value, shape: Sequence[int]) -> bool:
+    """Whether place i of the shape is element i of x's base."""
+    own = zip(shape, strides_for(x, shape), contiguous(shape), strict=True)
+    return x.offset == 0 and math.prod(shape) == x.base.size and all(n == 1 or s == c for n, s, c in own)
+
+
+def needs(x: Value, shape: Sequence[int]) -> int:
+    """The first level that can read x at the places of the shape."""
+    if x.number is not None:
+        return x.level
+    return x.base.loop[0] if x.base.loop and is_straight(x, shape) else x.base.ready
+
+
+def place(x: Value, shape: Sequence[int]) -> str:
+    """offset + Σ cₖ · strideₖ, c the coordinates of place i."""
+    own = zip(shape, strides_for(x, shape), contiguous(shape), strict=True)
+    return " + ".join([str(x.offset), *(f"i / {c} % {n} * {s}" for n, s, c in own if n > 1 and s)])
+
+
+def cast(text: str, of: torch.dtype, to: torch.dtype) -> str:
+    return text if of == to else f"({text} != 0)" if to == torch.bool else f"{TYPES[to]}({text})"
+
+
+def known(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in TYPES:
+        raise UnsupportedError(f"a tensor of {dtype}")
+    return dtype
+
+
+def literal(x: bool | int | float) -> Value:
+    if isinstance(x, bool):
+        return Value(torch.bool, (), str(x).lower(), 0, True)
+    if isinstance(x, int):
+        return Value(torch.int64, (), f"({x}LL)", 0, True)
+    text = repr(x) if math.isfinite(x) else "NAN" if math.isnan(x) else "INFINITY" if x > 0 else "-INFINITY"
+    return Value(torch.float64, (), f"({text})", 0, True)
