@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
@@ -79,13 +79,14 @@ class UserRule:
 
     @torch.no_grad()
     def generate(self, dim: int, dtype: torch.dtype, *shapes: Sequence[int]) -> object:
-        example = [torch.ones(s, dtype=dtype) for s in ((dim,), (dim,), (), (), (), *shapes)]  # a tensor each: they are told apart
         flat = functionalize(self.rule, remove="mutations")
         try:
             if len(shapes) > _cpp().MOST_SLOTS:
                 raise _cpp().UnsupportedError(f"{len(shapes)} slots, more than {_cpp().MOST_SLOTS}")
-            tracer = make_fx(flat, _cpp().decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)
-            return _cpp().generate(tracer(*example))
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                example = [torch.empty(s, dtype=dtype) for s in ((dim,), (dim,), (), (), (), *shapes)]
+                graph = make_fx(flat, _cpp().decompositions())(*example)
+            return _cpp().generate(graph)
         except (_cpp().UnsupportedError, DataDependentOutputException, DynamicOutputShapeException) as error:
             self.is_blocked = True
             warnings.warn(

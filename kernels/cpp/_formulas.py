@@ -33,13 +33,14 @@ POWERS = {2: "{0} * {0}", 3: "{0} * {0} * {0}", 1: "{0}", 0.5: "sqrt_({0})", -0.
 
 # name: (start, kind of `omp simd reduction`, one step from {0} by {1})
 REDUCTIONS = {
-    "sum": ("0", "+", "{0} += {1};"), "mean": ("0", "+", "{0} += {1};"), "prod": ("1", "*", "{0} *= {1};"),
+    "prod": ("1", "*", "{0} *= {1};"),
     "amax": ("-INFINITY", "max", "{0} = {1} > {0} ? {1} : {0};"), "amin": ("INFINITY", "min", "{0} = {1} < {0} ? {1} : {0};"),
     "any": ("false", "||", "{0} = {0} || {1};"), "all": ("true", "&&", "{0} = {0} && {1};"),
 }  # fmt: skip
 
 PRELUDE = f"""#include <stdint.h>
 #define INFINITY __builtin_inff()
+#define LANES 16
 #define NAN __builtin_nanf("")
 #define UNARY(name) \\
   static inline float name##_(float x) {{ return __builtin_##name##f(x); }} \\
@@ -49,6 +50,32 @@ PRELUDE = f"""#include <stdint.h>
   static inline double name##_(double x, double y) {{ return __builtin_##name(x, y); }}
 {" ".join(f"UNARY({name})" for name in FUNCTIONS)}
 {" ".join(f"BINARY({name})" for name in BINARY_FUNCTIONS)}
+template <class A, int N> struct Lanes {{
+  typedef A V __attribute__((vector_size(N * sizeof(A))));
+  static inline A sum(const A* p) {{
+    V x, y;
+    __builtin_memcpy(&x, p, sizeof x);
+    __builtin_memcpy(&y, p + N, sizeof y);
+    A both[N];
+    x += y;
+    __builtin_memcpy(both, &x, sizeof x);
+    return Lanes<A, N / 2>::sum(both);
+  }}
+}};
+template <class A> struct Lanes<A, 1> {{ static inline A sum(const A* p) {{ return p[0] + p[1]; }} }};
+template <class A> static inline A total(const A* p, int n) {{
+  typedef typename Lanes<A, LANES>::V V;
+  V lanes = {{}}, x = {{}};
+  int i = 0;
+  for (; i + LANES <= n; i += LANES) {{
+    __builtin_memcpy(&x, p + i, sizeof x);
+    lanes += x;
+  }}
+  A all[LANES];
+  __builtin_memcpy(all, &lanes, sizeof lanes);
+  for (int k = 0; i + k < n; k++) all[k] += p[i + k];
+  return Lanes<A, LANES / 2>::sum(all);
+}}
 static inline float abs_(float x) {{ return __builtin_fabsf(x); }}
 static inline double abs_(double x) {{ return __builtin_fabs(x); }}
 static inline int64_t abs_(int64_t x) {{ return x < 0 ? -x : x; }}

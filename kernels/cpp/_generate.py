@@ -126,11 +126,15 @@ class Writer:
             raise UnsupportedError(f"{kind} of {list(x.shape)} to {like.dtype}{list(like.shape)}")
         level = needs(x, x.shape)
         loop, text = self.loops[level, math.prod(x.shape)], self.read(x, level, x.shape, dtype)
+        if kind in ("sum", "mean"):  # by lanes, in an order that no compiler chooses
+            terms, size = self.name("m"), math.prod(x.shape)
+            self.arrays[terms] = dtype, size
+            loop.stores.append(f"{terms}[i] = {text};")
+            result = f"total({terms}, {size})" + (f" / {size}" if kind == "mean" else "")
+            return self.number(dtype, tuple(like.shape), level + 1, result)
         result = self.accumulate(loop, kind, dtype, text)
         if kind in ("amax", "amin"):  # C++'s comparisons pass NaN by
             result = f"{self.accumulate(loop, 'any', torch.bool, f'({text} != {text})')} ? NAN : {result}"
-        if kind == "mean":
-            result = f"{result} / {math.prod(x.shape)}"
         return self.number(known(like.dtype), tuple(like.shape), level + 1, result)
 
     def accumulate(self, loop: Loop, kind: str, dtype: torch.dtype, text: str) -> str:

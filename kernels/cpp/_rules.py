@@ -79,7 +79,7 @@ def decompositions() -> dict:
         aten.min.default: lambda x: x.amin(),
         aten.std.correction: lambda *args, **kwargs: var(*args, **kwargs).sqrt(),
     }
-    more = (aten.linalg_vector_norm, aten._softmax, aten._log_softmax, aten.gelu, aten.native_layer_norm)
+    more = (aten.linalg_vector_norm, aten._softmax, aten._log_softmax, aten.gelu, aten.elu, aten.leaky_relu)
     return {**core_aten_decompositions(), **get_decompositions(more), **own}
 
 
@@ -141,7 +141,7 @@ def operation(writer: Writer, node: Node, args: Sequence[Any], kwargs: dict[str,
         return writer.elements(like.dtype, like.shape, 0, f"{TYPES[like.dtype]}({start} + i * {step})")
     if name == "flip":
         return writer.pointwise(formulas.COPY, [flipped(first, args[1])], like)
-    if name in formulas.REDUCTIONS:
+    if name in ("sum", "mean") or name in formulas.REDUCTIONS:
         return writer.reduce(name, first, like)
     if name == "clamp":
         return clamp(writer, like, *args, **kwargs)
