@@ -48,7 +48,9 @@ class BlockRule:
     def compile(self, arguments: list[Tensor]) -> Callable:
         return compile_graph(make_fx(lambda *x: self.rule(*x))(*arguments), arguments)
 
-    def update_(self, tables, slots, terms: Terms, lr: Tensor, step: Tensor, key: Tensor | None, is_compiled: bool) -> None:
+    def update_(
+        self, tables, slots, terms: Terms, lr: Tensor, step: Tensor, key: Tensor | None, is_compiled: bool
+    ) -> None:
         """`ops.fused_update` with this rule, in place; slots are each table's, one table after the other."""
         each = len(slots) // max(len(tables), 1)
         for t, table in enumerate(tables):

@@ -66,7 +66,11 @@ class UserRule:
         """The compiled rule of each table; None if the rule runs in blocks."""
         each, found = len(slots) // max(len(tables), 1), []
         for t, table in enumerate(tables):
-            form = table.shape[1], accumulation_dtype(table.dtype), *(s.shape[1:] for s in slots[t * each : (t + 1) * each])
+            form = (
+                table.shape[1],
+                accumulation_dtype(table.dtype),
+                *(s.shape[1:] for s in slots[t * each : (t + 1) * each]),
+            )
             with self.lock:
                 if form not in self.generated and not self.is_blocked:
                     # on a thread of its own: neither modes nor transforms of the caller belong into the rule's graph

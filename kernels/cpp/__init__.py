@@ -1,5 +1,6 @@
 """Kernels for the CPU in C++: the flat form of each operation. The compiled object is loaded at the first call."""
 
+from funcrec.kernels.cpp._generate import UnsupportedError as UnsupportedError
 from funcrec.kernels.cpp._jagged import bucketize as bucketize
 from funcrec.kernels.cpp._jagged import from_padded as from_padded
 from funcrec.kernels.cpp._jagged import take_ranges as take_ranges
@@ -10,7 +11,6 @@ from funcrec.kernels.cpp._lookup import pooled_lookup as pooled_lookup
 from funcrec.kernels.cpp._lookup import pooled_lookup_weights as pooled_lookup_weights
 from funcrec.kernels.cpp._lookup import scatter_block_ as scatter_block_
 from funcrec.kernels.cpp._lookup import scatter_rows_ as scatter_rows_
-from funcrec.kernels.cpp._generate import UnsupportedError as UnsupportedError
 from funcrec.kernels.cpp._rules import Generated as Generated
 from funcrec.kernels.cpp._rules import decompositions as decompositions
 from funcrec.kernels.cpp._rules import generate as generate

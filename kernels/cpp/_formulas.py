@@ -28,7 +28,20 @@ ARITHMETIC = {
     "sign": "({0} > 0) - ({0} < 0)", "relu": "{0} < 0 ? 0 : {0}", "round": "nearbyint_({0})", "sigmoid": "1 / (1 + exp_(-{0}))",
     "maximum": "{0} > {1} || {0} != {0} ? {0} : {1}", "minimum": "{0} < {1} || {0} != {0} ? {0} : {1}",
 }  # fmt: skip
-INTEGRAL = {*COPIES, "add", "sub", "rsub", "mul", "abs", "neg", "square", "sign", "relu", "maximum", "minimum"}  # of integers, too
+INTEGRAL = {
+    *COPIES,
+    "add",
+    "sub",
+    "rsub",
+    "mul",
+    "abs",
+    "neg",
+    "square",
+    "sign",
+    "relu",
+    "maximum",
+    "minimum",
+}  # of integers, too
 POWERS = {2: "{0} * {0}", 3: "{0} * {0} * {0}", 1: "{0}", 0.5: "sqrt_({0})", -0.5: "1 / sqrt_({0})", -1: "1 / {0}"}
 
 # name: (start, kind of `omp simd reduction`, one step from {0} by {1})

@@ -187,8 +187,13 @@ def flipped(x: Value, dims: Sequence[int]) -> Value:
     return x._replace(strides=strides, offset=x.offset + sum((x.shape[d] - 1) * x.strides[d] for d in dims))
 
 
-def clamp(writer: Writer, like: Tensor, x: Value, low: Any = None, high: Any = None, *, min: Any = None, max: Any = None):
-    for formula, bound in ((formulas.AT_LEAST, min if low is None else low), (formulas.AT_MOST, max if high is None else high)):
+def clamp(
+    writer: Writer, like: Tensor, x: Value, low: Any = None, high: Any = None, *, min: Any = None, max: Any = None
+):
+    for formula, bound in (
+        (formulas.AT_LEAST, min if low is None else low),
+        (formulas.AT_MOST, max if high is None else high),
+    ):
         if isinstance(bound, Value):
             raise UnsupportedError("clamp with a tensor for a bound")
         if bound is not None:

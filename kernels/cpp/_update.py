@@ -164,9 +164,7 @@ def _slot_names(call: str, rule: str, hyper: Sequence[float]) -> tuple[str, ...]
     return RULES[rule].slots[:1] if without_momentum else RULES[rule].slots
 
 
-def _fail_slot(
-    call: str, tables: Sequence[Tensor], slots: Sequence[Tensor], names: Sequence[str], number: int
-) -> None:
+def _fail_slot(call: str, tables: Sequence[Tensor], slots: Sequence[Tensor], names: Sequence[str], number: int) -> None:
     table, name = divmod(number, MOST_SLOTS)
     slot, of = slots[table * len(names) + name], tables[table]
     raise ValueError(

@@ -53,7 +53,11 @@ def state_of(optimizer, dims, dtypes):
     slots = optimizer.init(tables)
     for own in slots.values():
         for k, x in own.items():
-            x.copy_(torch.arange(x.numel()).reshape(x.shape) % 3 if k in ("counter", "last") else noise(*x.shape).square() / 4)
+            x.copy_(
+                torch.arange(x.numel()).reshape(x.shape) % 3
+                if k in ("counter", "last")
+                else noise(*x.shape).square() / 4
+            )
     return (grads, exact), slots, tables, named
 
 
@@ -92,7 +96,9 @@ def check_rule(optimizer, dims, dtypes):
             assert x.dtype == old.dtype and near(x[named], exact[named], plain[named], old[named]), (n, x.shape)
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda i: "-".join(map(str, (CASES[i][0], *CASES[i][1].values()))))
+@pytest.mark.parametrize(
+    "number", range(len(CASES)), ids=lambda i: "-".join(map(str, (CASES[i][0], *CASES[i][1].values())))
+)
 def test_generated_rules_are_the_rules(without_kernels, number):
     """A generated rule moves every named row as eager torch does, with no more error than that has; others keep every bit."""
     rule, options = CASES[number]
@@ -157,7 +163,16 @@ def test_operations(name):
     assert_trees_close(got, need, rtol=1e-5, atol=1e-5)
 
 
-ARGUMENTS = {"log": 0.1, "log2": 0.1, "log10": 0.1, "sqrt": 0.0, "rsqrt": 0.1, "acosh": 1.1, "log1p": -0.9, "pow": 0.1}  # least ones
+ARGUMENTS = {
+    "log": 0.1,
+    "log2": 0.1,
+    "log10": 0.1,
+    "sqrt": 0.0,
+    "rsqrt": 0.1,
+    "acosh": 1.1,
+    "log1p": -0.9,
+    "pow": 0.1,
+}  # least ones
 INSIDE = ("asin", "acos", "atanh")  # of (-1, 1)
 
 
@@ -221,7 +236,11 @@ def test_generated_programs(steps, dim):
     init = lambda t: {"a": torch.zeros_like(t), "b": torch.zeros_like(t), "n": torch.zeros(len(t))}
     opt = fr.optim.row_optimizer(init=init, rule=lambda row, grad, s, h: run_steps(steps, row, grad, s))
     w, g = noise(3, dim, dtype=F64), noise(3, dim, seed=1, dtype=F64)
-    slots = {"a": noise(3, dim, seed=2, dtype=F64), "b": noise(3, dim, seed=3, dtype=F64), "n": noise(3, seed=4, dtype=F64)}
+    slots = {
+        "a": noise(3, dim, seed=2, dtype=F64),
+        "b": noise(3, dim, seed=3, dtype=F64),
+        "n": noise(3, seed=4, dtype=F64),
+    }
     grads = {"t": fr.RowGrads.from_entries(torch.arange(3), g, num_embeddings=3)}
     tables, made = opt.update(grads, {"t": slots}, {"t": w}, 0, implementation="cpp")
     for i in range(3):
@@ -236,7 +255,10 @@ def test_closed_over_tensors_are_read_in_every_update():
     """A tensor that a rule reads besides its arguments counts with the value it has when the update runs."""
     scale = torch.tensor(1.0)
     opt = fr.optim.row_optimizer(init=lambda t: {}, rule=lambda row, grad, s, h: (row - scale * grad, s))
-    grads, table = {"t": fr.RowGrads.from_entries(torch.tensor([1]), torch.ones(1, 2), num_embeddings=2)}, torch.zeros(2, 2)
+    grads, table = (
+        {"t": fr.RowGrads.from_entries(torch.tensor([1]), torch.ones(1, 2), num_embeddings=2)},
+        torch.zeros(2, 2),
+    )
     step = fr.jit(lambda table: opt.update(grads, {"t": {}}, {"t": table}, 0)[0]["t"])
     for value in (1.0, 3.0):
         scale.fill_(value)
@@ -295,10 +317,20 @@ def test_without_a_compiler(monkeypatch):
 
 def test_a_wrong_table_is_refused():
     """A generated rule is for one dim and dtype; the kernel refuses other tables and slots before it writes."""
-    opt = fr.optim.row_optimizer(init=lambda t: {"m": torch.zeros_like(t)}, rule=lambda row, grad, s, h: (row, {"m": grad}))
+    opt = fr.optim.row_optimizer(
+        init=lambda t: {"m": torch.zeros_like(t)}, rule=lambda row, grad, s, h: (row, {"m": grad})
+    )
     graph = torch.fx.experimental.proxy_tensor.make_fx(lambda w, x, lr, t, n, m: [w - x, x], tracing_mode="fake")
     rule = _rules.generate(graph(*(torch.ones(s) for s in ((3,), (3,), (), (), (), (3,)))))
-    rest = ([torch.ones(1, 3)], [torch.tensor([1])], [], [], [0, 0, 0, 0, -1, 0, 1, 0, 0, -1], torch.tensor(0.1), torch.tensor(0))
+    rest = (
+        [torch.ones(1, 3)],
+        [torch.tensor([1])],
+        [],
+        [],
+        [0, 0, 0, 0, -1, 0, 1, 0, 0, -1],
+        torch.tensor(0.1),
+        torch.tensor(0),
+    )
     table = torch.zeros(2, 3)
     with pytest.raises(ValueError, match="a rule is for another table"):
         cpp.generated_update_([table.double()], [table.clone()], *rest, None, [rule])
