@@ -8,6 +8,10 @@ FUNCTIONS = (
     "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "floor", "ceil", "trunc", "nearbyint",
 )  # fmt: skip
 BINARY_FUNCTIONS = ("pow", "atan2", "fmod", "hypot", "copysign")
+# those that Sleef, inside torch, has for vectors: how its names end (the error in tenths of a last place)
+SLEEF = {
+    **dict.fromkeys(FUNCTIONS[1:21], "_u10"), "erf": "_u10", "erfc": "_u15", "pow": "_u10", "atan2": "_u10", "fmod": "", "hypot": "_u05",
+}  # fmt: skip
 
 COMPARISONS = {
     "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}",
@@ -25,7 +29,7 @@ ARITHMETIC = {
     **dict.fromkeys(COPIES, "{0}"),
     "add": "{0} + {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}", "mul": "{0} * {1}", "div": "{0} / {1}",
     "abs": "abs_({0})", "neg": "-{0}", "square": "{0} * {0}", "reciprocal": "1 / {0}", "rsqrt": "1 / sqrt_({0})",
-    "sign": "({0} > 0) - ({0} < 0)", "relu": "{0} < 0 ? 0 : {0}", "round": "nearbyint_({0})", "sigmoid": "1 / (1 + exp_(-{0}))",
+    "sign": "({0} > 0) - ({0} < 0)", "relu": "{0} < 0 ? 0 : {0}", "round": "nearbyint_({0})",
     "maximum": "{0} > {1} || {0} != {0} ? {0} : {1}", "minimum": "{0} < {1} || {0} != {0} ? {0} : {1}",
 }  # fmt: skip
 INTEGRAL = {
@@ -44,11 +48,14 @@ INTEGRAL = {
 }  # of integers, too
 POWERS = {2: "{0} * {0}", 3: "{0} * {0} * {0}", 1: "{0}", 0.5: "sqrt_({0})", -0.5: "1 / sqrt_({0})", -1: "1 / {0}"}
 
-# name: (start, kind of `omp simd reduction`, one step from {0} by {1})
+# name: (the term of an element, the result from n of them)
+BY_LANES = {
+    "sum": ("{0}", "total({0}, {1})"), "mean": ("{0}", "total({0}, {1}) / {1}"),
+    "amax": ("{0}", "largest({0}, {1})"), "amin": ("-{0}", "-largest({0}, {1})"),
+}  # fmt: skip
+# name: (start, kind of `omp simd reduction`, one step from {0} by {1}); here the order does not matter, but for prod's last place
 REDUCTIONS = {
-    "prod": ("1", "*", "{0} *= {1};"),
-    "amax": ("-INFINITY", "max", "{0} = {1} > {0} ? {1} : {0};"), "amin": ("INFINITY", "min", "{0} = {1} < {0} ? {1} : {0};"),
-    "any": ("false", "||", "{0} = {0} || {1};"), "all": ("true", "&&", "{0} = {0} && {1};"),
+    "prod": ("1", "*", "{0} *= {1};"), "any": ("false", "||", "{0} = {0} || {1};"), "all": ("true", "&&", "{0} = {0} && {1};"),
 }  # fmt: skip
 
 PRELUDE = f"""#include <stdint.h>
@@ -88,6 +95,21 @@ template <class A> static inline A total(const A* p, int n) {{
   __builtin_memcpy(all, &lanes, sizeof lanes);
   for (int k = 0; i + k < n; k++) all[k] += p[i + k];
   return Lanes<A, LANES / 2>::sum(all);
+}}
+template <class A> static inline A largest(const A* p, int n) {{  // NaN if one is
+  typedef typename Lanes<A, LANES>::V V;
+  V most = -INFINITY - V{{}}, x = {{}};
+  int i = 0;
+  for (; i + LANES <= n; i += LANES) {{
+    __builtin_memcpy(&x, p + i, sizeof x);
+    most = (x > most) | (x != x) ? x : most;
+  }}
+  A all[LANES];
+  __builtin_memcpy(all, &most, sizeof most);
+  for (int k = 0; i + k < n; k++) all[k] = p[i + k] > all[k] || p[i + k] != p[i + k] ? p[i + k] : all[k];
+  for (int h = LANES / 2; h > 0; h /= 2)
+    for (int k = 0; k < h; k++) all[k] = all[k + h] > all[k] || all[k + h] != all[k + h] ? all[k + h] : all[k];
+  return all[0];
 }}
 static inline float abs_(float x) {{ return __builtin_fabsf(x); }}
 static inline double abs_(double x) {{ return __builtin_fabs(x); }}

@@ -67,6 +67,9 @@ class Writer:
         self.numbers: dict[int, list[str]] = defaultdict(list)  # the scalars of a level
         self.loops: dict[tuple[int, int], Loop] = defaultdict(lambda: Loop([], [], [], []))
         self.arrays: dict[str, tuple[torch.dtype, int]] = {}
+        self.functions: dict[
+            str, tuple[str, str, int]
+        ] = {}  # pointers to functions of vectors: C++ name: (symbol, type, arguments)
         self.count = 0
 
     def name(self, letter: str = "v") -> str:
@@ -101,6 +104,22 @@ class Writer:
             return self.number(dtype, shape, level, text, all(x.is_shared for x in operands))
         return self.elements(dtype, shape, level, text)
 
+    def mapped(self, symbol: str, lanes: int, operands: Sequence[Value], like: Tensor) -> Value:
+        """A function of vectors, by its symbol, on all elements: operands and result lie in memory."""
+        dtype, shape, size = like.dtype, tuple(like.shape), like.numel()
+        level, names = max(needs(x, shape) for x in operands), []
+        for x in operands:
+            names.append(self.name("m"))
+            self.arrays[names[-1]] = dtype, size
+            self.loops[level, size].stores.append(f"{names[-1]}[i] = {self.read(x, level, shape, dtype)};")
+        result, of = self.name("m"), f"V_{TYPES[dtype]}"
+        self.arrays[result] = dtype, size
+        self.functions[f"p_{symbol}"] = symbol, of, len(operands)
+        at = lambda name: f"*reinterpret_cast<{of}*>({name} + i)"
+        call = f"{at(result)} = p_{symbol}({', '.join(map(at, names))})"
+        self.numbers[level + 1].append(f"for (int i = 0; i < {size}; i += {lanes}) {call};")
+        return whole(Base(result, dtype, size, None, result, level + 1), shape)
+
     def read(self, x: Value, level: int, shape: tuple[int, ...], to: torch.dtype) -> str:
         """x at place i of the loop of that level and shape."""
         if x.number is not None:
@@ -120,30 +139,23 @@ class Writer:
             self.loops[base.loop].stores.append(f"{base.memory}[i] = {base.text};")
 
     def reduce(self, kind: str, x: Value, like: Tensor) -> Value:
-        """One number from all elements of x."""
-        dtype = x.dtype if kind in ("amax", "amin") else known(like.dtype)
+        """One number from all elements of x; sums and extremes by lanes, in an order that no compiler chooses."""
+        dtype, size = x.dtype if kind in ("amax", "amin") else known(like.dtype), math.prod(x.shape)
         if like.numel() != 1 or (kind in ("amax", "amin") and not dtype.is_floating_point):
             raise UnsupportedError(f"{kind} of {list(x.shape)} to {like.dtype}{list(like.shape)}")
         level = needs(x, x.shape)
-        loop, text = self.loops[level, math.prod(x.shape)], self.read(x, level, x.shape, dtype)
-        if kind in ("sum", "mean"):  # by lanes, in an order that no compiler chooses
-            terms, size = self.name("m"), math.prod(x.shape)
-            self.arrays[terms] = dtype, size
-            loop.stores.append(f"{terms}[i] = {text};")
-            result = f"total({terms}, {size})" + (f" / {size}" if kind == "mean" else "")
-            return self.number(dtype, tuple(like.shape), level + 1, result)
-        result = self.accumulate(loop, kind, dtype, text)
-        if kind in ("amax", "amin"):  # C++'s comparisons pass NaN by
-            result = f"{self.accumulate(loop, 'any', torch.bool, f'({text} != {text})')} ? NAN : {result}"
-        return self.number(known(like.dtype), tuple(like.shape), level + 1, result)
-
-    def accumulate(self, loop: Loop, kind: str, dtype: torch.dtype, text: str) -> str:
-        start, operator, step = formulas.REDUCTIONS[kind]
-        name = self.name("r")
-        loop.before.append(f"{TYPES[dtype]} {name} = {start};")
-        loop.kinds.append(f"reduction({operator}:{name})")
-        loop.body.append(step.format(name, text))
-        return name
+        loop, text = self.loops[level, size], self.read(x, level, x.shape, dtype)
+        if kind in formulas.BY_LANES:
+            name, term, result = self.name("m"), *formulas.BY_LANES[kind]
+            self.arrays[name] = dtype, size
+            loop.stores.append(f"{name}[i] = {term.format(text)};")
+            result = result.format(name, size)
+        else:
+            result, (start, operator, step) = self.name("r"), formulas.REDUCTIONS[kind]
+            loop.before.append(f"{TYPES[dtype]} {result} = {start};")
+            loop.kinds.append(f"reduction({operator}:{result})")
+            loop.body.append(step.format(result, text))
+        return self.number(dtype, tuple(like.shape), level + 1, result)
 
     def view(self, x: Value, like: Tensor, change: Callable[[Tensor], Tensor]) -> Value:
         """x seen as change(x), by what torch does to a tensor without data."""

@@ -155,12 +155,14 @@ def _load(path: str) -> ctypes.CDLL:
     return loaded
 
 
+def torch_library() -> ctypes.CDLL:
+    """torch's own, which is loaded already; OSError where it is built in another way."""
+    return ctypes.CDLL(os.path.join(torch.__path__[0], "lib", "libtorch_cpu.so"), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+
+
 def _gomp_parallel() -> int:
     """The address of GOMP_parallel in the OpenMP runtime that torch uses, or 0 where it has none."""
     try:
-        owner = ctypes.CDLL(
-            os.path.join(torch.__path__[0], "lib", "libtorch_cpu.so"), mode=os.RTLD_NOLOAD | os.RTLD_LAZY
-        )
-        return ctypes.cast(owner.GOMP_parallel, ctypes.c_void_p).value or 0
+        return ctypes.cast(torch_library().GOMP_parallel, ctypes.c_void_p).value or 0
     except (OSError, AttributeError):
         return 0

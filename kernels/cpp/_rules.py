@@ -27,6 +27,8 @@ FLAGS = (
 LEVEL_FLAGS = {
     "v4": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "v3": ("-march=x86-64-v3", "-mf16c", "-mfma"), "base": (),
 }  # fmt: skip
+VECTOR_BYTES = {"v4": 64, "v3": 32, "base": 0}  # for which torch has Sleef's functions
+LETTERS = {torch.float32: "f", torch.float64: "d"}
 MOST_ON_STACK = 1 << 16  # bytes of a row's intermediate values
 GIVEN = ("row", "grad", "lr", "t", "repeats")
 
@@ -50,8 +52,9 @@ class Generated(NamedTuple):
 
 def generate(graph: GraphModule) -> Generated:
     """Raises UnsupportedError where an operation has no formula."""
-    text, constants = translate(graph)
+    text, constants, symbols = translate(graph)
     library = build(text)
+    library.funcrec_link((ctypes.c_void_p * max(len(symbols), 1))(*map(sleef, symbols)))
     library.funcrec_shared_bytes.restype = ctypes.c_int64
     address = lambda f: ctypes.cast(f, ctypes.c_void_p).value
     given = [x.meta["val"] for x in graph.graph.find_nodes(op="placeholder")]
@@ -74,6 +77,7 @@ def decompositions() -> dict:
     aten = torch.ops.aten
     own = {
         aten.var.correction: var,
+        aten.sigmoid.default: lambda x: 1 / (1 + (-x).exp()),
         aten.dot.default: lambda x, y: (x * y).sum(),
         aten.max.default: lambda x: x.amax(),
         aten.min.default: lambda x: x.amin(),
@@ -86,8 +90,8 @@ def decompositions() -> dict:
 # -- nodes -------------------------------------------------------------------------------------------------------
 
 
-def translate(graph: GraphModule) -> tuple[str, list[Tensor]]:
-    """The C++ text, and the tensors that it reads by number."""
+def translate(graph: GraphModule) -> tuple[str, list[Tensor], list[str]]:
+    """The C++ text, and the tensors and symbols that it reads by number."""
     given = graph.graph.find_nodes(op="placeholder")
     dtype = given[0].meta["val"].dtype
     writer, values, constants = Writer(dtype), {}, []
@@ -109,7 +113,7 @@ def translate(graph: GraphModule) -> tuple[str, list[Tensor]]:
     results = next(iter(graph.graph.find_nodes(op="output"))).args[0]
     targets = [(values[n], name) for n, name in zip(given, memories, strict=True) if name not in ("x", *GIVEN)]
     last = writer.write([(values[r], name, old) for r, (old, name) in zip(results, targets, strict=True)])
-    return assemble(writer, last, len(given) - len(GIVEN)), constants
+    return assemble(writer, last, len(given) - len(GIVEN)), constants, [f[0] for f in writer.functions.values()]
 
 
 def constant(writer: Writer, x: Tensor, number: int) -> Value:
@@ -141,7 +145,7 @@ def operation(writer: Writer, node: Node, args: Sequence[Any], kwargs: dict[str,
         return writer.elements(like.dtype, like.shape, 0, f"{TYPES[like.dtype]}({start} + i * {step})")
     if name == "flip":
         return writer.pointwise(formulas.COPY, [flipped(first, args[1])], like)
-    if name in ("sum", "mean") or name in formulas.REDUCTIONS:
+    if name in formulas.BY_LANES or name in formulas.REDUCTIONS:
         return writer.reduce(name, first, like)
     if name == "clamp":
         return clamp(writer, like, *args, **kwargs)
@@ -170,6 +174,11 @@ def elementwise(writer: Writer, name: str, target, args: Sequence[Any], kwargs: 
     formula = formulas.BITS.get(name) or formulas.ARITHMETIC.get(name)
     if formula is None or not (like.is_floating_point() or name in formulas.INTEGRAL or name in formulas.BITS):
         raise UnsupportedError(str(target))
+    lanes = VECTOR_BYTES[_native.level()] // like.dtype.itemsize
+    if lanes and name in formulas.SLEEF and like.dtype in LETTERS and any(x.number is None for x in operands):
+        symbol = f"Sleef_{name}{LETTERS[like.dtype]}{lanes}{formulas.SLEEF[name]}"
+        if sleef(symbol):
+            return writer.mapped(symbol, lanes, operands, like)
     return writer.pointwise(formula, operands, like)
 
 
@@ -212,7 +221,8 @@ def assemble(writer: Writer, last: Sequence[str], num_slots: int) -> str:
     lines += [f"{kind} const {name} = shared->{name};" for name, kind in writer.fields.items()]
     size = sum(dtype.itemsize * n for dtype, n in writer.arrays.values())
     storage = "static thread_local " if size > MOST_ON_STACK else ""
-    lines += [f"alignas(64) {storage}{TYPES[dtype]} {name}[{n}];" for name, (dtype, n) in writer.arrays.items()]
+    arrays = {name: (TYPES[dtype], -(-n // 16) * 16) for name, (dtype, n) in writer.arrays.items()}  # whole vectors
+    lines += [f"alignas(64) {storage}{kind} {name}[{n}];" for name, (kind, n) in arrays.items()]
     for level in levels:
         lines += writer.numbers.get(level, [])
         for (at, n), loop in writer.loops.items():
@@ -222,8 +232,19 @@ def assemble(writer: Writer, last: Sequence[str], num_slots: int) -> str:
                 lines += [*loop.before, pragma, f"for (int i = 0; i < {n}; i++) {{", *inner, "}"]
     body = "\n".join(f"  {x}" for x in (*lines, *last))
     shared = "\n".join(f"  {x}" for x in writer.shared)
+    of_vectors = {p: (v, ", ".join([v] * n)) for p, (_, v, n) in writer.functions.items()}
+    pointers = "\n".join(f"static {v} (*{p})({given});" for p, (v, given) in of_vectors.items())
+    links = " ".join(
+        f"{p} = reinterpret_cast<{v} (*)({x})>(at[{i}]);" for i, (p, (v, x)) in enumerate(of_vectors.items())
+    )
+    width = VECTOR_BYTES[_native.level()] or 16
     fields = " ".join(f"{kind} {name};" for name, kind in writer.fields.items())
     return f"""{formulas.PRELUDE}
+typedef float V_float __attribute__((vector_size({width}), may_alias));
+typedef double V_double __attribute__((vector_size({width}), may_alias));
+{pointers}
+extern "C" void funcrec_link(void** at) {{ {links} }}
+
 struct Shared {{ {fields} }};
 
 extern "C" int64_t funcrec_shared_bytes() {{ return sizeof(Shared); }}
@@ -237,6 +258,14 @@ extern "C" void funcrec_rule({of}* w, const {of}* x, {of}* const* slots, {of} re
 {body}
 }}
 """
+
+
+def sleef(symbol: str) -> int | None:
+    """The address of a function of vectors that torch brings along."""
+    try:
+        return ctypes.cast(getattr(_native.torch_library(), symbol), ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
 
 
 # -- compiler ----------------------------------------------------------------------------------------------------
