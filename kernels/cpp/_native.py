@@ -113,7 +113,6 @@ def library() -> ctypes.CDLL:
     return _load(_path(level()))
 
 
-@functools.cache
 def level() -> str:
     """The best of LEVELS that was built and runs here, or the one that FUNCREC_CPU names."""
     built = {name: path for name in LEVELS if (path := _path(name))}
