@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcrec import _jagged_primitives as primitives
 from funcrec._errors import Problem, check, describe, fail, short_dtype
+from funcrec._jagged_primitives import offsets_of
 from funcrec._tree import pytree
 
 INT_DTYPES = (torch.int32, torch.int64)
@@ -71,10 +73,9 @@ class JaggedTensor:
     def from_padded(padded: Tensor, lengths: Tensor, *, weights: Tensor | None = None) -> "JaggedTensor":
         """[B, L, ...] and lengths i[B] <= L -> bags in a buffer of capacity B * L. `weights` is [B, L]."""
         check("funcrec.JaggedTensor.from_padded", padded_problems(padded, lengths, weights))
-        num_bags, length = padded.shape[:2]
-        starts = torch.arange(num_bags, device=padded.device, dtype=lengths.dtype) * length
-        flat_weights = None if weights is None else weights.flatten()
-        return take_ranges(padded.flatten(0, 1), flat_weights, starts, lengths, num_bags * length)
+        offsets, capacity = offsets_of(lengths), padded.shape[0] * padded.shape[1]
+        flat = lambda x: None if x is None else primitives.from_padded(x, offsets, capacity)
+        return JaggedTensor(flat(padded), offsets, flat(weights))
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -103,11 +104,7 @@ class JaggedTensor:
     def to_padded(self, length: int, fill: float | int = 0) -> Tensor:
         """[B, length, ...]: each bag cut to `length` and filled up with `fill`."""
         check("funcrec.JaggedTensor.to_padded", integer_problems("length", length))
-        position, valid = padded_positions(self.offsets, length, self.capacity)
-        if self.capacity == 0:
-            return self.values.new_full((self.num_bags, length, *self.values.shape[1:]), fill)
-        dense = self.values.index_select(0, position.flatten()).unflatten(0, position.shape)
-        return torch.where(valid.reshape(*valid.shape, *(1,) * (dense.dim() - 2)), dense, dense.new_full((), fill))
+        return primitives.to_padded(self.values, self.offsets, length, fill)
 
     def __getitem__(self, bags: int | slice | Sequence[int]) -> "JaggedTensor":
         """Bags by position: `x[3]` (one bag), `x[2:5]`, `x[[4, 0, 4]]`. The capacity is N times the most repeats."""
@@ -144,40 +141,17 @@ class JaggedTensor:
 # -- the arithmetic of offsets, shared with KeyedJaggedTensor -----------------------------------------------------
 
 
-def offsets_of(lengths: Tensor) -> Tensor:
-    """i[B] -> i[B + 1], the exclusive cumulative sum."""
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])
-
-
 def bag_ids(offsets: Tensor, capacity: int) -> Tensor:
     """i64[capacity]: the bag of each position; B for positions at or beyond offsets[B]."""
     position = torch.arange(capacity, device=offsets.device, dtype=offsets.dtype)
     return torch.searchsorted(offsets, position, right=True) - 1
 
 
-def padded_positions(offsets: Tensor, length: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """i[B, length] positions in the buffer (clamped into it) and bool[B, length], which of them are in the bag."""
-    position = offsets[:-1, None] + torch.arange(length, device=offsets.device, dtype=offsets.dtype)
-    return position.clamp(max=max(capacity - 1, 0)), position < offsets[1:, None]
-
-
 def take_ranges(values: Tensor, weights: Tensor | None, starts: Tensor, lengths: Tensor, capacity: int) -> JaggedTensor:
     """Bag k of the answer is values[starts[k] : starts[k] + lengths[k]]; the padding of the answer is zero."""
-    offsets = offsets_of(lengths)
-    if values.shape[0] == 0 or starts.shape[0] == 0:
-        empty = values.new_zeros((capacity, *values.shape[1:]))
-        return JaggedTensor(empty, offsets, None if weights is None else weights.new_zeros(capacity))
-    bag = bag_ids(offsets, capacity)
-    inside = bag < starts.shape[0]
-    bag = bag.clamp(max=starts.shape[0] - 1)
-    within = torch.arange(capacity, device=offsets.device) - offsets.index_select(0, bag)
-    source = torch.where(inside, starts.index_select(0, bag) + within, 0)
-
-    def take(x: Tensor) -> Tensor:
-        mask = inside.reshape(-1, *(1,) * (x.dim() - 1))
-        return torch.where(mask, x.index_select(0, source), x.new_zeros(()))
-
-    return JaggedTensor(take(values), offsets, None if weights is None else take(weights))
+    taken, offsets = primitives.take_ranges(values, starts, lengths, capacity)
+    scale = None if weights is None else primitives.take_ranges(weights, starts, lengths, capacity)[0]
+    return JaggedTensor(taken, offsets, scale)
 
 
 def grow(x: Tensor | None, capacity: int) -> Tensor | None:
@@ -199,7 +173,7 @@ def bag_list(bags: Any, num_bags: int, call: str) -> list[int]:
 
 def repeats(chosen: Sequence) -> int:
     """How often the most frequent element stands in `chosen`; at least 1."""
-    return max(Counter(chosen).values(), default=1)
+    return max([1, *Counter(chosen).values()])
 
 
 # -- lists and text ----------------------------------------------------------------------------------------------

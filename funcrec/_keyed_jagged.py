@@ -16,7 +16,6 @@ from funcrec._errors import Problem, check, describe, fail
 from funcrec._jagged import (
     JaggedTensor,
     bag_list,
-    bag_problems,
     buffer_problems,
     capacity_problems,
     flat_list,
@@ -29,6 +28,15 @@ from funcrec._jagged import (
     show_buffer,
     split_list,
     take_ranges,
+)
+from funcrec._keyed_problems import (
+    id_dtype_problems,
+    jagged_problems,
+    key_problems,
+    keyed_bag_problems,
+    mapping_problems,
+    same_key_problems,
+    stride_problems,
 )
 from funcrec._tree import pytree, replace
 
@@ -153,6 +161,11 @@ class KeyedJaggedTensor:
         """i[F * B], key-major."""
         return self.offsets.diff()
 
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        """The number of bags of each key."""
+        return (self.num_bags,) * len(self.keys) if self.strides is None else self.strides
+
     def bag_range(self, key: str) -> tuple[int, int]:
         """The bags of `key` are offsets[first : last + 1] in the buffer."""
         f = self._position(key)
@@ -182,8 +195,7 @@ class KeyedJaggedTensor:
     def __getitem__(self, which: str | int | slice | Sequence[int]) -> "JaggedTensor | KeyedJaggedTensor":
         """`ids["clicked"]`: one feature's JaggedTensor. `ids[2:5]`, `ids[3]`, `ids[[4, 0]]`: those bags of every key."""
         if isinstance(which, str):
-            offsets = self.offsets_for(which)
-            return take_ranges(self.values, self.weights, offsets[:-1], offsets.diff(), self.capacity)
+            return self._take_keys([self._position(which)], self.capacity)
         chosen = bag_list(which, self.num_bags, "funcrec.KeyedJaggedTensor.__getitem__")
         firsts = torch.arange(len(self.keys), device=self.offsets.device) * self.num_bags
         bags = firsts[:, None] + torch.tensor(chosen, dtype=torch.int64, device=self.offsets.device)
@@ -203,6 +215,29 @@ class KeyedJaggedTensor:
         taken = take_ranges(self.values, self.weights, starts, lengths, self.capacity * most)
         return KeyedJaggedTensor(taken.values, taken.offsets, taken.weights, None, keys, strides)
 
+    def _take_keys(self, positions: Sequence[int], capacity: int) -> JaggedTensor:
+        """The bags of these keys. The values of keys that follow each other are one range, whatever their bags."""
+        runs: list[list[int]] = []
+        for p in positions:
+            if runs and runs[-1][1] == p:
+                runs[-1][1] += 1
+            else:
+                runs.append([p, p + 1])
+        counts = self._counts
+        ends = [0, *accumulate(counts)]
+        if len(runs) == 1:
+            first, last = (ends[p] for p in runs[0])
+            own = self.offsets[first : last + 1]
+            starts = own[:1]
+            taken = take_ranges(self.values, self.weights, starts, own[-1:] - starts, capacity)
+            return JaggedTensor(taken.values, own - starts, taken.weights)
+        bounds, lengths = [self.offsets.narrow(0, n, 1) for n in ends], self.lengths.split(counts)
+        at = lambda keys: torch.cat([bounds[p] for p in keys] or [self.offsets[:0]])
+        starts = at(first for first, _ in runs)
+        taken = take_ranges(self.values, self.weights, starts, at(last for _, last in runs) - starts, capacity)
+        own = torch.cat([lengths[p] for p in positions] or [self.offsets[:0]])
+        return JaggedTensor(taken.values, offsets_of(own), taken.weights)
+
     # -- keys --------------------------------------------------------------------------------------------------
 
     def permute(self, keys: Sequence[str | int]) -> "KeyedJaggedTensor":
@@ -220,17 +255,14 @@ class KeyedJaggedTensor:
                 "funcrec.KeyedJaggedTensor.permute", "`keys` are not positions of keys.", got=f"{beyond}",
                 need=f"0 to {len(self.keys) - 1}", kind=IndexError,
             )  # fmt: skip
-        names = [self.keys[k] if isinstance(k, int) else k for k in keys]
-        ranges = [torch.arange(*self.bag_range(name), device=self.offsets.device) for name in names]
-        bags = torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64, device=self.offsets.device)
-        strides = None if self.strides is None else tuple(self.bags_of(name) for name in names)
-        out = self._take_bags(bags, repeats(names), tuple(names), strides)
-        if self.inverse is None:
-            return out
-        rows = torch.tensor([self._position(n) for n in names], device=self.inverse.device)
-        return KeyedJaggedTensor(
-            out.values, out.offsets, out.weights, self.inverse.index_select(0, rows), out.keys, strides
-        )
+        positions = [k if isinstance(k, int) else self._position(k) for k in keys]
+        out = self._take_keys(positions, self.capacity * repeats(positions))
+        strides = None if self.strides is None else tuple(self.strides[p] for p in positions)
+        inverse = self.inverse
+        if inverse is not None:
+            inverse = inverse.index_select(0, torch.tensor(positions, dtype=torch.int64, device=inverse.device))
+        names = tuple(self.keys[p] for p in positions)
+        return KeyedJaggedTensor(out.values, out.offsets, out.weights, inverse, names, strides)
 
     def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
         """Runs of `segments[i]` keys each; the segments sum to F."""
@@ -301,65 +333,6 @@ def pad_to_bucket(ids: KeyedJaggedTensor, *, minimum: int = BUCKET_MIN) -> Keyed
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def key_problems(keys: tuple[str, ...]) -> Iterator[Problem]:
-    if any(not isinstance(k, str) for k in keys):
-        yield Problem("`keys` are not names.", f"{keys!r}", "strings", kind=TypeError)
-    elif len(set(keys)) != len(keys):
-        doubled = sorted({k for k in keys if keys.count(k) > 1})
-        yield Problem("`keys` names a feature twice.", f"{doubled} more than once", "distinct keys")
-
-
-def stride_problems(keys: tuple[str, ...], num_lengths: int, strides: tuple[int, ...] | None) -> Iterator[Problem]:
-    if strides is not None:
-        if len(strides) != len(keys) or any(s < 0 for s in strides):
-            yield Problem("`strides` does not match the keys.", f"{strides}", f"{len(keys)} counts >= 0")
-        elif sum(strides) != num_lengths:
-            need = f"{sum(strides)} (the sum of strides {strides})"
-            yield Problem("the number of bags does not match `strides`.", f"{num_lengths} bags", need)
-    elif (not keys and num_lengths) or (keys and num_lengths % len(keys)):
-        got = f"{num_lengths} bags for {len(keys)} keys"
-        yield Problem(
-            "the number of bags is no multiple of the keys.", got, "F * B bags", "strides=(...), if they differ"
-        )
-
-
-def mapping_problems(x: object, name: str) -> Iterator[Problem]:
-    if not isinstance(x, Mapping):
-        yield Problem(f"`{name}` is not a mapping from keys.", describe(x), "{key: ...}", kind=TypeError)
-
-
-def keyed_bag_problems(x: object, name: str) -> Iterator[Problem]:
-    yield from mapping_problems(x, name)
-    for k, bags in x.items() if isinstance(x, Mapping) else ():
-        yield from bag_problems(bags, f"{name}[{k!r}]")
-
-
-def same_key_problems(a: Mapping, b: Mapping) -> Iterator[Problem]:
-    if not isinstance(b, Mapping) or set(a) != set(b):
-        got = f"{sorted(b)}" if isinstance(b, Mapping) else describe(b)
-        yield Problem("the keys of the two arguments differ.", got, f"{sorted(a)}")
-        return
-    for k in a:
-        shapes = [[len(bag) for bag in x[k]] if isinstance(x[k], Sequence) else None for x in (a, b)]
-        if None not in shapes and shapes[0] != shapes[1]:
-            yield Problem(f"`weights[{k!r}]` has bags of other lengths.", f"{shapes[1]}", f"{shapes[0]}")
-
-
-def jagged_problems(features: Mapping[str, JaggedTensor]) -> Iterator[Problem]:
-    if not isinstance(features, Mapping):
-        return
-    for k, x in features.items():
-        if not isinstance(x, JaggedTensor):
-            yield Problem(f"`features[{k!r}]` is not jagged.", describe(x), "a JaggedTensor", kind=TypeError)
-            return
-    if len({x.weights is None for x in features.values()}) > 1:
-        bare = [k for k, x in features.items() if x.weights is None]
-        yield Problem("only some of the features have weights.", f"none for {bare}", "weights for all or for none")
-    if len({(x.values.dtype, x.values.device) for x in features.values()}) > 1:
-        got = ", ".join(f"{k}: {describe(x.values)}" for k, x in features.items())
-        yield Problem("the features differ in dtype or device.", got, "one dtype on one device", kind=TypeError)
-
-
 def concat_problems(parts: Sequence[KeyedJaggedTensor]) -> Iterator[Problem]:
     if any(not isinstance(p, KeyedJaggedTensor) for p in parts):
         got = ", ".join(map(describe, parts))
@@ -387,9 +360,3 @@ def check_ids(call: str, ids: object, path: str = "ids") -> None:
         id_dtype_problems(ids.values, path),
         stride_problems(ids.keys, ids.offsets.shape[0] - 1, ids.strides),
     )
-
-
-def id_dtype_problems(values: Tensor, path: str) -> Iterator[Problem]:
-    if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
-        got = describe(values)
-        yield Problem(f"`{path}.values` are not ids.", got, "i32[N] or i64[N]", "values.long()", TypeError)

@@ -47,7 +47,8 @@ def lookup(
       features: those with pooling "none" are left to `lookup_sequence`.
       implementation: of `funcrec.kernels`, chosen by name; None takes the device's own.
 
-    Returns: KeyedTensor f32[B, ΣD] (f64 when a table is), keys in the order of `features`.
+    Returns: KeyedTensor f32[B, ΣD] (f64 when a table is), keys in the order of `features`. Without features [B, 0], with
+    B the bags of every key (0 when the keys differ).
 
     Raises: TypeError, ValueError or KeyError that names every feature, table or key that does not fit.
 
@@ -254,7 +255,8 @@ def _num_bags(call: str, ids: KeyedJaggedTensor, features: Sequence[FeatureConfi
     if len(set(counts.values())) > 1:
         hint = "one lookup for each number of bags"
         fail(call, "the features have different numbers of bags.", got=f"{counts}", need="one B for all", hint=hint)
-    return next(iter(counts.values()), 0)
+    common = set(counts.values()) or set(map(ids.bags_of, ids.keys))
+    return common.pop() if len(common) == 1 else 0
 
 
 def _no_feature(call: str, features: Sequence[FeatureConfig], pooling: str, other: str) -> None:

@@ -171,7 +171,7 @@ def bucketize(
     return out, lengths.to(torch.int64), new_weights, positions
 
 
-def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float) -> Tensor:
+def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float | int) -> Tensor:
     """f[B, max_length, D]."""
     call = "funcrec.kernels.to_padded"
     ops = _operators(call, values, offsets)

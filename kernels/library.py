@@ -26,10 +26,11 @@ SCHEMAS = {
     "coalesce": f"({TERMS}, int[] shapes) -> Tensor[]",
     "fused_update": f"(Tensor[] tables, Tensor[] slots, {TERMS}, {_RULE}) -> Tensor[]",
     "fused_update_": f"(Tensor(a!)[] tables, Tensor(b!)[] slots, {TERMS}, {_RULE}) -> ()",
-    "take_ranges": "(Tensor values, Tensor starts, Tensor lengths, int capacity) -> (Tensor, Tensor)",
+    "take_ranges": "(Tensor values, Tensor starts, Tensor lengths, SymInt capacity) -> (Tensor, Tensor)",
+    "take_ranges_transpose": "(Tensor d, Tensor starts, Tensor lengths, SymInt num_values) -> Tensor",
     "bucketize": "(Tensor rows, Tensor offsets, Tensor? weights, int num_shards, int block) -> (Tensor, Tensor, Tensor, Tensor)",
-    "to_padded": "(Tensor values, Tensor offsets, int max_length, float fill) -> Tensor",
-    "from_padded": "(Tensor padded, Tensor offsets, int capacity) -> Tensor",
+    "to_padded": "(Tensor values, Tensor offsets, SymInt max_length, Scalar fill) -> Tensor",
+    "from_padded": "(Tensor padded, Tensor offsets, SymInt capacity) -> Tensor",
 }
 IN_PLACE = {"scatter_rows": "scatter_rows_", "fused_update": "fused_update_"}  # the pure one is made of its twin
 
@@ -85,6 +86,7 @@ FAKES: dict[str, Callable] = {
     "coalesce": _coalesce,
     "fused_update": lambda tables, slots, *rest: [torch.empty_like(x) for x in (*tables, *slots)],
     "take_ranges": _take_ranges,
+    "take_ranges_transpose": lambda d, starts, lengths, num_values: d.new_empty((num_values, *d.shape[1:])),
     "bucketize": _bucketize,
     "to_padded": lambda values, offsets, max_length, fill: values.new_empty(
         (offsets.shape[0] - 1, max_length, *values.shape[1:])

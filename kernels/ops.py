@@ -7,7 +7,9 @@
     fused_update             coalesce, and a rule on the touched rows, in one pass
     gather_rows              out[i] = table[rows[i]]
     scatter_rows             out[rows[i]] = new[i], elsewhere the table
-    take_ranges, bucketize, to_padded, from_padded      jagged buffers
+    take_ranges              ranges of a buffer one after the other, and take_ranges_transpose
+    to_padded, from_padded   bags as a padded block and back: each other's transposes
+    bucketize                ids by the shard that owns them
 
 with s_i the id's weight, or 1, over the bag's length for a mean. Every implementation keeps four rules:
  - a row outside [0, R) is never read or written: it counts as a row of zeros and gets no gradient;
@@ -165,6 +167,13 @@ def take_ranges(
     return _of("take_ranges", implementation, values)(values, starts, lengths, capacity)
 
 
+def take_ranges_transpose(
+    d: Tensor, starts: Tensor, lengths: Tensor, num_values: int, *, implementation: str | None = None
+) -> Tensor:
+    """[num_values, ...] of d's dtype: for each position the sum of d [C, ...] over the ranges that hold it, in order."""
+    return _of("take_ranges_transpose", implementation, d)(d, starts, lengths, num_values)
+
+
 def bucketize(
     rows: Tensor,
     offsets: Tensor,
@@ -183,7 +192,7 @@ def bucketize(
 
 
 def to_padded(
-    values: Tensor, offsets: Tensor, max_length: int, fill: float = 0.0, *, implementation: str | None = None
+    values: Tensor, offsets: Tensor, max_length: int, fill: float | int = 0, *, implementation: str | None = None
 ) -> Tensor:
     """[B, max_length, ...]: each bag from its beginning, then `fill`."""
     return _of("to_padded", implementation, values)(values, offsets, max_length, fill)

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import torch
 from funcrec.kernels.forms import Feature, Segment, accumulation_dtype, features_of, is_padded, segments_of, widest
-from funcrec.kernels.reference_jagged import bucketize, from_padded, take_ranges, to_padded
+from funcrec.kernels.reference_jagged import bucketize, from_padded, take_ranges, take_ranges_transpose, to_padded
 from torch import Tensor
 
 __all__ = [
     "bucketize", "coalesce", "expand", "from_padded", "gather_rows", "pooled_lookup", "pooled_lookup_weights",
-    "scatter_rows", "take_ranges", "to_padded",
+    "scatter_rows", "take_ranges", "take_ranges_transpose", "to_padded",
 ]  # fmt: skip
 
 UNROLL_MAX = 16  # bags of at most so many ids are summed term by term, which Inductor fuses into what reads the sum

@@ -4,6 +4,7 @@ Shapes: B bags, N buffer length, C capacity of an output, L places of a padded b
 """
 
 import torch
+from funcrec.kernels.forms import accumulation_dtype
 from torch import Tensor
 
 
@@ -11,17 +12,34 @@ def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) 
     offsets = _offsets_of(lengths)
     if values.shape[0] == 0 or starts.shape[0] == 0:
         return values.new_zeros((capacity, *values.shape[1:])), offsets
+    source, inside = _sources(starts, offsets, capacity, values.shape[0])
+    taken = values.index_select(0, torch.where(inside, source, 0))
+    return torch.where(_like(inside, values), taken, values.new_zeros(())), offsets
+
+
+def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values: int) -> Tensor:
+    wide = d.to(accumulation_dtype(d.dtype))
+    sums = wide.new_zeros(
+        (num_values + 1, *d.shape[1:])
+    )  # positions of no range go to the last place, which is cut off
+    if starts.shape[0]:
+        source, inside = _sources(starts, _offsets_of(lengths), d.shape[0], num_values)
+        place = _like(torch.where(inside, source, num_values), wide).expand(wide.shape)
+        sums = sums.scatter_add(0, place, torch.where(_like(inside, wide), wide, 0))
+    return sums[:-1].to(d.dtype)
+
+
+def _sources(starts: Tensor, offsets: Tensor, capacity: int, num_values: int) -> tuple[Tensor, Tensor]:
+    """i64[C] positions in the buffer that the places of take_ranges' output come from, and which places have one."""
     place = torch.arange(capacity, device=offsets.device)
     bag = torch.searchsorted(offsets, place, right=True) - 1
     inside = bag < starts.shape[0]
     bag = bag.clamp(max=starts.shape[0] - 1)
     source = starts.index_select(0, bag) + place - offsets.index_select(0, bag)
-    inside = inside & (source >= 0) & (source < values.shape[0])
-    taken = values.index_select(0, torch.where(inside, source, 0))
-    return torch.where(_like(inside, values), taken, values.new_zeros(())), offsets
+    return source, inside & (source >= 0) & (source < num_values)
 
 
-def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float) -> Tensor:
+def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float | int) -> Tensor:
     position = offsets[:-1, None] + torch.arange(max_length, device=offsets.device, dtype=offsets.dtype)
     inside = (position < offsets[1:, None]) & (position >= 0) & (position < values.shape[0])
     if values.shape[0] == 0:

@@ -4,6 +4,7 @@ from funcrec.kernels.cpp._generate import UnsupportedError as UnsupportedError
 from funcrec.kernels.cpp._jagged import bucketize as bucketize
 from funcrec.kernels.cpp._jagged import from_padded as from_padded
 from funcrec.kernels.cpp._jagged import take_ranges as take_ranges
+from funcrec.kernels.cpp._jagged import take_ranges_transpose as take_ranges_transpose
 from funcrec.kernels.cpp._jagged import to_padded as to_padded
 from funcrec.kernels.cpp._lookup import gather_block as gather_block
 from funcrec.kernels.cpp._lookup import gather_rows as gather_rows

@@ -1,7 +1,8 @@
 """Jagged buffers in C++ (csrc/jagged.h). Elements are moved as bytes: any dtype, any trailing shape."""
 
 import torch
-from funcrec.kernels.cpp._native import call, empty, vector
+from funcrec.kernels.cpp._native import call, empty, matrix, vector
+from funcrec.kernels.forms import accumulation_dtype
 from torch import Tensor
 
 
@@ -18,7 +19,24 @@ def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) 
     return out, offsets
 
 
-def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float) -> Tensor:
+def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values: int) -> Tensor:
+    """[num_values, ...]: each position's cotangents from the ranges that hold it, summed in order."""
+    if not d.is_floating_point():
+        raise TypeError(
+            f"funcrec.kernels.cpp.take_ranges_transpose: the cotangents cannot be summed.\n  got   {d.dtype}\n"
+            "  need  f16, bf16, f32 or f64"
+        )
+    wide = d.to(accumulation_dtype(d.dtype)).contiguous()
+    out = empty((num_values, *d.shape[1:]), wide.dtype)
+    call(
+        "take_ranges_transpose",
+        [*matrix(wide.flatten(1) if d.dim() > 1 else wide[:, None]), *vector(starts.contiguous()),
+         *vector(lengths.contiguous()), out.data_ptr(), num_values],
+    )  # fmt: skip
+    return out.to(d.dtype)
+
+
+def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float | int) -> Tensor:
     """[B, L, ...]: each bag cut to L = max_length and filled up with `fill`."""
     values, offsets = values.contiguous(), offsets.contiguous()
     out = empty((offsets.shape[0] - 1, max_length, *values.shape[1:]), values.dtype)

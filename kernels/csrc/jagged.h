@@ -12,23 +12,46 @@
 
 namespace funcrec {
 
-constexpr int64_t BAGS_PER_ITEM = 512;
+constexpr int64_t MAX_BAGS_PER_ITEM = 512;
 constexpr int64_t MIN_BYTES = 1 << 17;  // below which one thread is faster
 
-// n bytes; the commonest sizes without a call.
+// S <= n <= 2 S bytes as two blocks of S that may overlap; all is read before anything is written.
+template <int64_t S> inline void copy_ends(char* to, const char* from, int64_t n) {
+  struct Block { char bytes[S]; } first, last;
+  std::memcpy(&first, from, S), std::memcpy(&last, from + n - S, S);
+  std::memcpy(to, &first, S), std::memcpy(to + n - S, &last, S);
+}
+
+// n bytes; few of them, as in most bags, without a call.
 inline void copy_bytes(char* to, const char* from, int64_t n) {
-  if (n == 8) std::memcpy(to, from, 8);
-  else if (n == 4) std::memcpy(to, from, 4);
-  else if (n > 0) std::memcpy(to, from, n);
+  if (n > 64) std::memcpy(to, from, n);
+  else if (n > 32) copy_ends<32>(to, from, n);
+  else if (n > 16) copy_ends<16>(to, from, n);
+  else if (n >= 8) copy_ends<8>(to, from, n);
+  else if (n >= 4) copy_ends<4>(to, from, n);
+  else for (int64_t i = 0; i < n; i++) to[i] = from[i];
 }
 
 inline void zero_bytes(char* to, int64_t n) {
-  if (n > 0) std::memset(to, 0, n);
+  static constexpr char zeros[64] = {};
+  if (n > 64) std::memset(to, 0, n);
+  else copy_bytes(to, zeros, n);
 }
 
+// The same where more than n bytes may be read and written: short ragged bags are then copied without a branch that
+// nobody can predict.
+inline void copy_bytes_within(char* to, int64_t writable, const char* from, int64_t readable, int64_t n) {
+  if (n <= 64 && writable >= 64 && readable >= 64) std::memcpy(to, from, 64);
+  else copy_bytes(to, from, n);
+}
+
+// f(b, last) for every bag; one thread takes all from b to before `last`, in order. `bytes` is what all of them write.
 template <class F> void for_bags(int64_t threads, int64_t num_bags, int64_t bytes, F&& f) {
-  parallel_for(bytes < MIN_BYTES ? 1 : threads, (num_bags + BAGS_PER_ITEM - 1) / BAGS_PER_ITEM, [&](int64_t k) {
-    for (int64_t b = k * BAGS_PER_ITEM; b < std::min(num_bags, (k + 1) * BAGS_PER_ITEM); b++) f(b);
+  const int64_t team = bytes < MIN_BYTES ? 1 : threads;
+  const int64_t each = std::max<int64_t>(1, std::min(MAX_BAGS_PER_ITEM, num_bags / (8 * team)));
+  parallel_for(team, (num_bags + each - 1) / each, [&](int64_t k) {
+    const int64_t last = std::min(num_bags, (k + 1) * each);
+    for (int64_t b = k * each; b < last; b++) f(b, last);
   });
 }
 
@@ -38,6 +61,12 @@ inline std::vector<int64_t> ascending(const Ints& offsets, int64_t n) {
   int64_t last = 0;
   for (int64_t b = 0; b < offsets.size; b++) bounds[b] = last = std::max(last, std::min(n, offsets[b]));
   return bounds;
+}
+
+// offsets[b + 1] = offsets[b] + lengths[b], from 0; sums that leave i64 wrap.
+inline void sum_lengths(const Ints& lengths, int64_t* offsets) {
+  offsets[0] = 0;
+  for (int64_t b = 0; b < lengths.size; b++) offsets[b + 1] = int64_t(uint64_t(offsets[b]) + uint64_t(lengths[b]));
 }
 
 // out = values[starts[b] : starts[b] + lengths[b]] for each b in turn, zeros behind; offsets say where each begins.
@@ -50,12 +79,15 @@ inline void take_ranges(Reader in) {
   char* out = in.pointer<char>();
   const int64_t capacity = in.number(), num_bags = lengths.size;
   int64_t* offsets = in.pointer<int64_t>();
-  offsets[0] = 0;
-  for (int64_t b = 0; b < num_bags; b++) offsets[b + 1] = int64_t(uint64_t(offsets[b]) + uint64_t(lengths[b]));
+  sum_lengths(lengths, offsets);
   const auto bounds = ascending(Ints(Vector{reinterpret_cast<char*>(offsets), I64, num_bags + 1}), capacity);
-  for_bags(threads, num_bags, capacity * bytes, [&](int64_t b) {
+  for_bags(threads, num_bags, capacity * bytes, [&](int64_t b, int64_t last) {
     const int64_t length = bounds[b + 1] - bounds[b], start = starts[b];
     char* to = out + bounds[b] * bytes;
+    if (start >= 0 && start <= num_values - length) {  // most ranges: inside the buffer
+      const int64_t writable = (bounds[last] - bounds[b]) * bytes, readable = (num_values - start) * bytes;
+      return copy_bytes_within(to, writable, values + start * bytes, readable, length * bytes);
+    }
     const int64_t before = start < 0 ? (start <= -length ? length : -start) : 0;  // positions below 0, and beyond the end
     const int64_t stop = start >= num_values ? before : std::max(before, std::min(length, num_values - start));
     zero_bytes(to, before * bytes);
@@ -63,6 +95,74 @@ inline void take_ranges(Reader in) {
     zero_bytes(to + stop * bytes, (length - stop) * bytes);
   });
   zero_bytes(out + bounds[num_bags] * bytes, (capacity - bounds[num_bags]) * bytes);
+}
+
+// out[i] = the sum of d[offsets[b] + i - starts[b]] over the ranges b that hold i, in order. A thread has a part of `out` and
+// looks at every range.
+template <class E> void add_ranges(int64_t threads, const E* d, int64_t width, const Ints& starts,
+                                   const std::vector<int64_t>& bounds, int64_t num_values, E* out) {
+  const int64_t parts = num_values * width * int64_t(sizeof(E)) < MIN_BYTES ? 1 : threads;
+  parallel_for(threads, parts, [&](int64_t k) {
+    const int64_t first = num_values * k / parts, last = num_values * (k + 1) / parts;
+    zero_bytes(reinterpret_cast<char*>(out + first * width), (last - first) * width * sizeof(E));
+    for (int64_t b = 0; b < starts.size; b++) {
+      const int64_t start = starts[b], length = bounds[b + 1] - bounds[b];
+      if (start >= last || start <= first - length) continue;
+      const int64_t begin = std::max(start, first), end = start > last - length ? last : start + length;
+      const E* from = d + (bounds[b] + begin - start) * width;
+      for (int64_t i = begin * width; i < end * width; i++) out[i] += *from++;
+    }
+  });
+}
+
+// The transpose of take_ranges, for f32 and f64.
+inline void take_ranges_transpose(Reader in) {
+  const int64_t threads = in.number();
+  const Matrix d = in.matrix();
+  const Vector starts_in = in.vector(), lengths_in = in.vector();
+  const Ints starts(starts_in), lengths(lengths_in);
+  char* out = in.pointer<char>();
+  const int64_t num_values = in.number();
+  std::vector<int64_t> offsets(lengths.size + 1);
+  sum_lengths(lengths, offsets.data());
+  const auto bounds = ascending(Ints(Vector{reinterpret_cast<char*>(offsets.data()), I64, lengths.size + 1}), d.rows);
+  auto add = [&](auto one) {
+    using E = decltype(one);
+    add_ranges(threads, d.as<E>(), d.columns, starts, bounds, num_values, reinterpret_cast<E*>(out));
+  };
+  d.dtype == F64 ? add(double{}) : add(float{});
+}
+
+// to[l] = l < length ? from[l] : fill for l < n, all of `from` being there to read: without a branch on the length.
+template <class E> inline void pad_bag(E* __restrict to, const E* __restrict from, int64_t length, int64_t n, E fill) {
+  constexpr int64_t W = 64 / sizeof(E);
+  auto block = [&](int64_t l) {
+    for (int64_t i = l; i < l + W; i++) {
+      const E x = from[i];
+      to[i] = i < length ? x : fill;
+    }
+  };
+  if (n <= W) {
+    for (int64_t l = 0; l < n; l++) {  // a conditional would become a branch here
+      const E inside = E(0) - E(l < length);
+      to[l] = (from[l] & inside) | (fill & ~inside);
+    }
+    return;
+  }
+  for (int64_t l = 0; l + W <= n; l += W) block(l);
+  if (n % W) block(n - W);
+}
+
+// Bags of single numbers.
+template <class I, class E> void pad_numbers(int64_t threads, const I* offsets, int64_t num_bags, const E* values,
+                                             int64_t num_values, int64_t max_length, E fill, E* out) {
+  for_bags(threads, num_bags, num_bags * max_length * sizeof(E), [&](int64_t b, int64_t) {
+    const int64_t begin = std::min<int64_t>(std::max<int64_t>(offsets[b], 0), num_values);
+    const int64_t length = std::min<int64_t>(offsets[b + 1], num_values) - begin;
+    E* to = out + b * max_length;
+    if (begin <= num_values - max_length) return pad_bag(to, values + begin, length, max_length, fill);
+    for (int64_t l = 0; l < max_length; l++) to[l] = l < length ? values[begin + l] : fill;
+  });
 }
 
 // out[b, l] = values[offsets[b] + l] while in bag b, else `fill`, one position's bytes.
@@ -76,11 +176,24 @@ inline void to_padded(Reader in) {
   const char* fill = in.pointer<char>();
   char* out = in.pointer<char>();
   if (max_length == 0) return;
-  for_bags(threads, num_bags, num_bags * max_length * bytes, [&](int64_t b) {
+  auto numbers = [&](auto one) {
+    using E = decltype(one);
+    std::memcpy(&one, fill, sizeof(E));
+    with_int_type(offsets_in.dtype, [&](auto tag) {
+      using I = typename decltype(tag)::type;
+      pad_numbers(threads, offsets_in.as<I>(), num_bags, reinterpret_cast<const E*>(values), num_values, max_length, one,
+                  reinterpret_cast<E*>(out));
+    });
+  };
+  if (bytes == 8) return numbers(uint64_t{});
+  if (bytes == 4) return numbers(uint32_t{});
+  const bool zeros = std::all_of(fill, fill + bytes, [](char c) { return c == 0; });
+  for_bags(threads, num_bags, num_bags * max_length * bytes, [&](int64_t b, int64_t) {
     const Range r = bag(offsets, b, num_values, max_length);
     char* to = out + b * max_length * bytes;
     copy_bytes(to, values + r.begin * bytes, r.size() * bytes);
-    for (int64_t l = r.size(); l < max_length; l++) copy_bytes(to + l * bytes, fill, bytes);
+    if (zeros) zero_bytes(to + r.size() * bytes, (max_length - r.size()) * bytes);
+    else for (int64_t l = r.size(); l < max_length; l++) copy_bytes(to + l * bytes, fill, bytes);
   });
 }
 
@@ -96,11 +209,12 @@ inline void from_padded(Reader in) {
   const int64_t capacity = in.number();
   const auto bounds = ascending(offsets, capacity);
   zero_bytes(out, bounds[0] * bytes);
-  for_bags(threads, num_bags, capacity * bytes, [&](int64_t b) {
+  for_bags(threads, num_bags, capacity * bytes, [&](int64_t b, int64_t last) {
     const int64_t length = bounds[b + 1] - bounds[b], taken = std::min(length, max_length);
+    const int64_t writable = (bounds[last] - bounds[b]) * bytes, readable = (num_bags - b) * max_length * bytes;
     char* to = out + bounds[b] * bytes;
-    copy_bytes(to, padded + b * max_length * bytes, taken * bytes);
-    zero_bytes(to + taken * bytes, (length - taken) * bytes);
+    copy_bytes_within(to, writable, padded + b * max_length * bytes, readable, taken * bytes);
+    if (length > taken) zero_bytes(to + taken * bytes, (length - taken) * bytes);
   });
   zero_bytes(out + bounds[num_bags] * bytes, (capacity - bounds[num_bags]) * bytes);
 }

@@ -22,12 +22,12 @@ if importlib.util.find_spec("triton") is None:
         '  try   pip install triton, or implementation="reference"'
     )
 
-from funcrec.kernels.triton.jagged import bucketize, from_padded, take_ranges, to_padded
+from funcrec.kernels.triton.jagged import bucketize, from_padded, take_ranges, take_ranges_transpose, to_padded
 from funcrec.kernels.triton.lookup import gather_rows, pooled_lookup, pooled_lookup_weights, scatter_rows_
 from funcrec.kernels.triton.segments import coalesce, expand
 from funcrec.kernels.triton.update import fused_update_
 
 __all__ = [
     "bucketize", "coalesce", "expand", "from_padded", "fused_update_", "gather_rows", "pooled_lookup",
-    "pooled_lookup_weights", "scatter_rows_", "take_ranges", "to_padded",
+    "pooled_lookup_weights", "scatter_rows_", "take_ranges", "take_ranges_transpose", "to_padded",
 ]  # fmt: skip

@@ -8,8 +8,11 @@ import math
 
 import torch
 import triton.language as tl
+from funcrec.kernels.forms import Segment, accumulation_dtype, flatten
 from funcrec.kernels.triton import launch as on
 from funcrec.kernels.triton.device import bag_bounds, kernel, lanes, upper_bound
+from funcrec.kernels.triton.lookup import scatter_rows_
+from funcrec.kernels.triton.segments import coalesce
 from torch import Tensor
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -61,6 +64,24 @@ def _take_ranges(
     written = (place < capacity)[:, None] & (column < width)[None, :]
     x = tl.load(values + source[:, None] * width + column[None, :], mask=written & read[:, None], other=0)
     tl.store(out + place[:, None] * width + column[None, :], x, mask=written)
+
+
+def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values: int) -> Tensor:
+    """[num_values, ...] of d's dtype: the cotangents d [C, ...] of a position, from the ranges that hold it, in order.
+
+    Cost: one stable sort of C positions; `coalesce` sums those that are equal.
+    """
+    size, width = d.shape[0], math.prod(d.shape[1:])
+    wide = d.to(accumulation_dtype(d.dtype)).reshape(size, width)
+    numbers = torch.arange(1, num_values + 1, device=d.device)
+    source = take_ranges(numbers, starts, lengths, size)[0] - 1  # where each place came from, -1 for padding
+    entries = Segment(
+        table=0, d=0, column=0, rows=0, offsets=-1, first_bag=0, num_bags=size, max_length=0, mean=False, weights=-1
+    )
+    rows, sums, count, _ = coalesce([wide], [source], [], [], flatten([entries]), [num_values, width])
+    out = torch.zeros(num_values, width, dtype=wide.dtype, device=d.device)
+    scatter_rows_(out, rows, count, sums)
+    return out.to(d.dtype).reshape(num_values, *d.shape[1:])
 
 
 def bucketize(
@@ -137,7 +158,7 @@ def _to_owners(
         tl.store(out_weights + i, tl.load(weights + source, mask=owned, other=0), mask=stored)
 
 
-def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float) -> Tensor:
+def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float | int) -> Tensor:
     """[B, L, ...]: each bag cut to max_length and filled up."""
     num_bags, dim = offsets.shape[0] - 1, math.prod(values.shape[1:])
     out = torch.empty(num_bags, max_length, *values.shape[1:], dtype=values.dtype, device=values.device)

@@ -69,6 +69,42 @@ def test_take_ranges(ask, size, num_bags):
         assert_trees_close(ask("take_ranges", values, starts, lengths, capacity), (want, offsets))
 
 
+@pytest.mark.needs("take_ranges_transpose")
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("num_bags", [0, 1, 9])
+def test_take_ranges_transpose(ask, size, num_bags):
+    """Each position gets the sum over the places that came from it; places of none, cut off or behind, are not read."""
+    shapes = itertools.cycle([(), (3,), (2, 2), (0,)])
+    for dtype, shape, ints, capacity in zip([F32, F64, BF16, F16, F32, F64], shapes, INTS * 3, [0, 40, 70] * 2):
+        starts = integers(-3, size + 3, (num_bags,), ints, 5)
+        lengths = integers(0, 8, (num_bags,), INTS[ints == I64], 6)
+        if num_bags > 1:
+            starts[1] = torch.iinfo(ints).min
+        taken = [i for a, n in zip(starts.tolist(), lengths.tolist()) for i in range(a, a + n)][:capacity]
+        d = numbers_of((capacity, *shape), dtype)
+        d[len(taken) :] = torch.nan
+        want = torch.zeros((size, *shape), dtype=dtype)
+        for place, i in enumerate(taken):
+            if 0 <= i < size:
+                want[i] += d[place]
+            else:
+                d[place] = torch.nan
+        assert_trees_close(ask("take_ranges_transpose", d, starts, lengths, size), want)
+
+
+@pytest.mark.needs("take_ranges_transpose")
+def test_take_ranges_transpose_adds_in_order(ask):
+    """Ranges that overlap are summed in f32 in their order, 16-bit cotangents rounded once: bits, on any number of threads."""
+    lengths = torch.full((60,), 50)
+    starts = integers(0, 1000, (60,), I64, 4)
+    for dtype in (F32, BF16):
+        d = torch.randn((3000, 33), generator=torch.Generator().manual_seed(1)).to(dtype)
+        want = torch.zeros(1050, 33)
+        for b, start in enumerate(starts.tolist()):
+            want[start : start + 50] += d[50 * b : 50 * b + 50].float()
+        assert_trees_close(ask("take_ranges_transpose", d, starts, lengths, 1050), want.to(dtype), rtol=0, atol=0)
+
+
 @pytest.mark.needs("bucketize")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_bags", [0, 1, 9])

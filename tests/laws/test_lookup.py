@@ -260,10 +260,12 @@ def test_different_numbers_of_bags_are_looked_up_apart():
 
 
 def test_no_features_give_no_columns():
-    """lookup of no features is a KeyedTensor without keys."""
-    ids = fr.KeyedJaggedTensor.from_lists({"a": [[0]]})
-    out = fr.lookup({"t": torch.ones(1, 1)}, ids, [])
-    assert out.keys == () and out.values.shape[1] == 0
+    """lookup of no features is a KeyedTensor [B, 0] without keys, B the bags of each key, or 0 where they differ."""
+    lists = {"a": [[0], [], [0]], "b": [[0], [0, 0], []]}
+    for bags, num_bags in [(lists, 3), ({**lists, "b": [[0]]}, 0), ({}, 0)]:
+        ids, tables = fr.KeyedJaggedTensor.from_lists(bags), {"t": torch.ones(1, 1)}
+        for out in (fr.lookup(tables, ids, []), fr.jit(lambda t, i: fr.lookup(t, i, []))(tables, ids)):
+            assert out.keys == () and out.values.shape == (num_bags, 0)
 
 
 def test_ids_on_meta_have_shapes():

@@ -1,0 +1,74 @@
+"""What is wrong with the parts of a KeyedJaggedTensor, found from metadata. Floor 1."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from funcrec._errors import Problem, describe
+from funcrec._jagged import JaggedTensor, bag_problems
+
+
+def key_problems(keys: tuple[str, ...]) -> Iterator[Problem]:
+    if any(not isinstance(k, str) for k in keys):
+        yield Problem("`keys` are not names.", f"{keys!r}", "strings", kind=TypeError)
+    elif len(set(keys)) != len(keys):
+        doubled = sorted({k for k in keys if keys.count(k) > 1})
+        yield Problem("`keys` names a feature twice.", f"{doubled} more than once", "distinct keys")
+
+
+def stride_problems(keys: tuple[str, ...], num_lengths: int, strides: tuple[int, ...] | None) -> Iterator[Problem]:
+    if strides is not None:
+        if len(strides) != len(keys) or any(s < 0 for s in strides):
+            yield Problem("`strides` does not match the keys.", f"{strides}", f"{len(keys)} counts >= 0")
+        elif sum(strides) != num_lengths:
+            need = f"{sum(strides)} (the sum of strides {strides})"
+            yield Problem("the number of bags does not match `strides`.", f"{num_lengths} bags", need)
+    elif (not keys and num_lengths) or (keys and num_lengths % len(keys)):
+        got = f"{num_lengths} bags for {len(keys)} keys"
+        yield Problem(
+            "the number of bags is no multiple of the keys.", got, "F * B bags", "strides=(...), if they differ"
+        )
+
+
+def mapping_problems(x: object, name: str) -> Iterator[Problem]:
+    if not isinstance(x, Mapping):
+        yield Problem(f"`{name}` is not a mapping from keys.", describe(x), "{key: ...}", kind=TypeError)
+
+
+def keyed_bag_problems(x: object, name: str) -> Iterator[Problem]:
+    yield from mapping_problems(x, name)
+    for k, bags in x.items() if isinstance(x, Mapping) else ():
+        yield from bag_problems(bags, f"{name}[{k!r}]")
+
+
+def same_key_problems(a: Mapping, b: Mapping) -> Iterator[Problem]:
+    if not isinstance(b, Mapping) or set(a) != set(b):
+        got = f"{sorted(b)}" if isinstance(b, Mapping) else describe(b)
+        yield Problem("the keys of the two arguments differ.", got, f"{sorted(a)}")
+        return
+    for k in a:
+        shapes = [[len(bag) for bag in x[k]] if isinstance(x[k], Sequence) else None for x in (a, b)]
+        if None not in shapes and shapes[0] != shapes[1]:
+            yield Problem(f"`weights[{k!r}]` has bags of other lengths.", f"{shapes[1]}", f"{shapes[0]}")
+
+
+def jagged_problems(features: Mapping[str, JaggedTensor]) -> Iterator[Problem]:
+    if not isinstance(features, Mapping):
+        return
+    for k, x in features.items():
+        if not isinstance(x, JaggedTensor):
+            yield Problem(f"`features[{k!r}]` is not jagged.", describe(x), "a JaggedTensor", kind=TypeError)
+            return
+    if len({x.weights is None for x in features.values()}) > 1:
+        bare = [k for k, x in features.items() if x.weights is None]
+        yield Problem("only some of the features have weights.", f"none for {bare}", "weights for all or for none")
+    if len({(x.values.dtype, x.values.device) for x in features.values()}) > 1:
+        got = ", ".join(f"{k}: {describe(x.values)}" for k, x in features.items())
+        yield Problem("the features differ in dtype or device.", got, "one dtype on one device", kind=TypeError)
+
+
+def id_dtype_problems(values: Tensor, path: str) -> Iterator[Problem]:
+    if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
+        got = describe(values)
+        yield Problem(f"`{path}.values` are not ids.", got, "i32[N] or i64[N]", "values.long()", TypeError)
