@@ -73,8 +73,21 @@ def regroup(case: JaggedCase, device: str) -> tuple[dict, int]:
         theirs = [KeyedTensor(list(p.keys), list(p.dims), p.values) for p in parts]
         return contender(torch.no_grad()(lambda: named(KeyedTensor.regroup(theirs, groups))))
 
-    moved = 2 * sum(p.values.nbytes for p in parts)
-    return {OURS: lambda: contender(lambda: named(gathered(parts))), "torchrec": torchrec}, moved
+    def fbgemm():
+        o, keys = fbgemm_operators(), [k for p in parts for k in p.keys]
+        order = torch.tensor([keys.index(k) for group in groups for k in group], device=device)
+        ends = torch.arange(len(keys) + 1, device=device) * case.dim
+        widths = [len(group) * case.dim for group in groups]
+
+        def call():
+            joined = torch.cat([p.values for p in parts], 1)
+            moved = o.permute_pooled_embs_auto_grad(joined, ends, order, ends, order.argsort())
+            return named(moved.split(widths, 1))
+
+        return contender(torch.no_grad()(call))
+
+    builders = {OURS: lambda: contender(lambda: named(gathered(parts))), "torchrec": torchrec, "fbgemm": fbgemm}
+    return builders, 2 * sum(p.values.nbytes for p in parts)
 
 
 def bucketize(case: JaggedCase, device: str) -> tuple[dict, int]:

@@ -1,10 +1,12 @@
 """Which implementation is tested with what: `@pytest.mark.needs(*operations)` and the arguments
-implementation, case, operation, known, device, ask.
+implementation, case, operation, known, device, ask. Triton's own tests take call, ids, ascending, bags, assert_sums and
+no_host_reads.
 
 Without a CUDA device Triton's kernels run in its interpreter, which must be asked for before triton is imported.
 """
 
 import importlib.util
+import itertools
 import os
 from typing import NamedTuple
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from funcrec.kernels import library, ops
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 CUDA = torch.cuda.is_available()
@@ -89,3 +92,76 @@ def ask(implementation, device):
     """ask(name, *args): ops.<name> on the implementation's own device; the answer is on the CPU."""
     move = lambda x, to: tree_map(lambda y: y.to(to) if isinstance(y, Tensor) else y, x)
     return lambda name, *args: move(getattr(ops, name)(*move(args, device), implementation=implementation), "cpu")
+
+
+# -- of Triton's own tests ---------------------------------------------------------------------------------------
+
+OUTSIDE = (-1, -(2**31), 2**31 - 1, -(2**63), 2**63 - 1, 2**40)
+
+
+@pytest.fixture
+def call():
+    """call(name, *args): one of Triton's operations where it can run, its answer on the CPU."""
+    from funcrec.kernels import triton as kernels
+
+    move = lambda to: lambda x: x.to(to) if isinstance(x, Tensor) else x
+    place = "cuda" if CUDA else "cpu"
+    return lambda name, *args: tree_map(move("cpu"), getattr(kernels, name)(*tree_map(move(place), args)))
+
+
+@pytest.fixture
+def ids():
+    """ids(n, num_rows): ids with repeats, one in eight outside the table."""
+
+    def draw(n: int, num_rows: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        fits = [x for x in (*OUTSIDE, num_rows) if torch.iinfo(dtype).min <= x <= torch.iinfo(dtype).max]
+        pick = torch.tensor(fits)[torch.randint(0, len(fits), (n,))]
+        inside = torch.randint(0, max(1, num_rows), (n,))
+        return torch.where(torch.rand(n) < (1 / 8 if num_rows else 1), pick, inside).to(dtype)
+
+    return draw
+
+
+@pytest.fixture
+def ascending():
+    """ascending(num_bags, first, end): offsets of num_bags bags between `first` and `end`; some are empty."""
+
+    def draw(num_bags: int, first: int, end: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.randint(first, end + 1, (num_bags + 1,)).sort().values.to(dtype)
+
+    return draw
+
+
+@pytest.fixture
+def bags():
+    """bags(cuts, first_bag, num_bags, max_length): the positions that each bag reads."""
+
+    def ranges(cuts: list[int], first_bag: int, num_bags: int, max_length: int) -> list[range]:
+        part = cuts[first_bag : first_bag + num_bags + 1]
+        return [range(a, min(b, a + max_length) if max_length else b) for a, b in itertools.pairwise(part)]
+
+    return ranges
+
+
+@pytest.fixture
+def assert_sums():
+    """assert_sums(got, terms): got is Σ terms, with at most one rounding per term."""
+
+    def check(got: Tensor, terms: list[Tensor]) -> None:
+        want, size = sum(terms, torch.zeros(())), sum((t.abs() for t in terms), torch.zeros(()))
+        eps = torch.finfo(got.dtype).eps
+        assert ((got.double() - want).abs() <= eps * (len(terms) + 2) * size).all()
+
+    return check
+
+
+class NoHostReads(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(func) and "nonzero" not in str(func) and "unique" not in str(func), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def no_host_reads():
+    """A context in which no operation may ask for a tensor's value."""
+    return NoHostReads

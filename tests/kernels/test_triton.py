@@ -4,7 +4,6 @@ Calls have features that share a buffer, cut bags, means, weights, strided cotan
 garbage in the padding. Outputs are made of memory full of NaN, so what is not written shows.
 """
 
-import itertools
 import os
 import subprocess
 import sys
@@ -14,8 +13,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 pytest.importorskip("triton", reason="needs triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -29,40 +26,7 @@ from funcrec.kernels.triton import launch  # noqa: E402
 F32, F64, F16, BF16, I32, I64 = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64,
 )  # fmt: skip
-OUTSIDE = (-1, -(2**31), 2**31 - 1, -(2**63), 2**63 - 1, 2**40)
 SIZES = (0, 1, 63, 65)
-
-
-def call(name: str, *args):
-    """One operation on DEVICE, its answer on the CPU."""
-    move = lambda to: lambda x: x.to(to) if isinstance(x, Tensor) else x
-    return tree_map(move("cpu"), getattr(kernels, name)(*tree_map(move(DEVICE), args)))
-
-
-def ids(n: int, num_rows: int, dtype: torch.dtype = I64) -> Tensor:
-    """Ids with repeats, one in eight outside the table."""
-    fits = [x for x in (*OUTSIDE, num_rows) if torch.iinfo(dtype).min <= x <= torch.iinfo(dtype).max]
-    pick = torch.tensor(fits)[torch.randint(0, len(fits), (n,))]
-    inside = torch.randint(0, max(1, num_rows), (n,))
-    return torch.where(torch.rand(n) < (1 / 8 if num_rows else 1), pick, inside).to(dtype)
-
-
-def ascending(num_bags: int, first: int, end: int, dtype: torch.dtype = I64) -> Tensor:
-    """Offsets of num_bags bags between `first` and `end`; some are empty."""
-    return torch.randint(first, end + 1, (num_bags + 1,)).sort().values.to(dtype)
-
-
-def bags(cuts: list[int], first_bag: int, num_bags: int, max_length: int) -> list[range]:
-    """The positions that each bag reads."""
-    part = cuts[first_bag : first_bag + num_bags + 1]
-    return [range(a, min(b, a + max_length) if max_length else b) for a, b in itertools.pairwise(part)]
-
-
-def assert_sums(got: Tensor, terms: list[Tensor]) -> None:
-    """got is Σ terms, with at most one rounding per term."""
-    want, size = sum(terms, torch.zeros(())), sum((t.abs() for t in terms), torch.zeros(()))
-    eps = torch.finfo(got.dtype).eps
-    assert ((got.double() - want).abs() <= eps * (len(terms) + 2) * size).all()
 
 
 # -- lookups -----------------------------------------------------------------------------------------------------
@@ -79,17 +43,21 @@ class Lookup(NamedTuple):
     num_bags: int
 
 
-def lookup_case(size: int, dtype: torch.dtype, ints: torch.dtype, num_bags: int) -> Lookup:
-    torch.manual_seed(size)
-    tables = [torch.randn(9, 5).to(dtype), torch.randn(4, 24).to(dtype), torch.randn(6, 5, dtype=F64)]
-    padding = min(size, 3)
-    offsets = ascending(2 * num_bags, 0, size - padding, ints)
-    offsets[0] = 0
-    weights = torch.rand(size)
-    weights[int(offsets[-1]) :] = torch.nan
-    rows = [ids(size, 9, ints), ids(size, 4)]
-    features = [0, 0, 0, 0, 0, 0, 0, 1, 1, num_bags, 0, 1, 1, 5, 2, 0, num_bags, 3, 1, 1, 34, 0, 1, 0, 2, 0, 1, 29]
-    return Lookup(tables, rows, offsets, weights, features, num_bags)
+@pytest.fixture
+def lookup_case(ascending, ids):
+    def lookup_case(size: int, dtype: torch.dtype, ints: torch.dtype, num_bags: int) -> Lookup:
+        torch.manual_seed(size)
+        tables = [torch.randn(9, 5).to(dtype), torch.randn(4, 24).to(dtype), torch.randn(6, 5, dtype=F64)]
+        padding = min(size, 3)
+        offsets = ascending(2 * num_bags, 0, size - padding, ints)
+        offsets[0] = 0
+        weights = torch.rand(size)
+        weights[int(offsets[-1]) :] = torch.nan
+        rows = [ids(size, 9, ints), ids(size, 4)]
+        features = [0, 0, 0, 0, 0, 0, 0, 1, 1, num_bags, 0, 1, 1, 5, 2, 0, num_bags, 3, 1, 1, 34, 0, 1, 0, 2, 0, 1, 29]
+        return Lookup(tables, rows, offsets, weights, features, num_bags)
+
+    return lookup_case
 
 
 CASES = [
@@ -103,7 +71,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("size", "dtype", "ints", "num_bags"), CASES)
-def test_pooled_lookup(size, dtype, ints, num_bags):
+def test_pooled_lookup(assert_sums, bags, call, lookup_case, size, dtype, ints, num_bags):
     """out[b] is the factored sum of the rows of each feature's bag; padding and rows outside are not read."""
     p = lookup_case(size, dtype, ints, num_bags)
     got = call("pooled_lookup", *p)
@@ -119,7 +87,7 @@ def test_pooled_lookup(size, dtype, ints, num_bags):
 
 
 @pytest.mark.parametrize(("size", "dtype", "ints", "num_bags"), CASES)
-def test_pooled_lookup_weights(size, dtype, ints, num_bags):
+def test_pooled_lookup_weights(bags, call, lookup_case, size, dtype, ints, num_bags):
     """d_weights[i] is the sum over the weighted features that hold id i of ⟨row, d_out⟩; 0 for all other ids."""
     p = lookup_case(size, dtype, ints, num_bags)
     d = torch.randn(num_bags, 78)[:, ::2]
@@ -137,7 +105,7 @@ def test_pooled_lookup_weights(size, dtype, ints, num_bags):
     assert got.dtype == F32 and ((got - want).abs() <= 30 * torch.finfo(F32).eps * mass).all()
 
 
-def test_a_bag_is_summed_in_order():
+def test_a_bag_is_summed_in_order(call):
     """A bag's terms are added one after the other: the bits of a loop, for rows wider than a tile, too."""
     table, rows = torch.randn(20, 1030), torch.randint(0, 20, (40,))
     got = call("pooled_lookup", [table], [rows], torch.tensor([0, 33, 40]), None, [0, 0, 0, 0, 0, 0, 0], 2)
@@ -148,7 +116,7 @@ def test_a_bag_is_summed_in_order():
         assert torch.equal(got[b], total)
 
 
-def test_wild_offsets_are_clamped():
+def test_wild_offsets_are_clamped(call):
     """Offsets are clamped into the buffer, and a bag that ends before it begins is empty."""
     table, wild = torch.arange(1.0, 5.0)[:, None], torch.tensor([-5, 3, 2**40, 2, 1, -(2**40), 9])
     got = call("pooled_lookup", [table], [torch.tensor([0, 1, 2, 3])], wild, None, [0, 0, 0, 0, 0, 0, 0], 6)
@@ -157,7 +125,7 @@ def test_wild_offsets_are_clamped():
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [F32, F64, F16, BF16], ids=str)
-def test_rows_are_gathered_and_scattered(size, dtype):
+def test_rows_are_gathered_and_scattered(call, ids, size, dtype):
     """gather_rows is table[rows], zeros outside; scatter_rows_ writes the rows before count, rounded, and no other."""
     torch.manual_seed(size)
     table, rows = torch.randn(70, 5).to(dtype), ids(size, 70, I32)
@@ -178,7 +146,7 @@ def test_rows_are_gathered_and_scattered(size, dtype):
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", [F32, F16, I32, torch.bool], ids=str)
-def test_take_ranges(n, dtype):
+def test_take_ranges(call, n, dtype):
     """Range b is values[starts[b] : starts[b] + lengths[b]], bit for bit; positions outside and the padding are zeros."""
     torch.manual_seed(n)
     values = torch.randint(0, 2**15, (n, 2, 3)).to(dtype)
@@ -194,7 +162,7 @@ def test_take_ranges(n, dtype):
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(("ints", "num_shards", "block"), [(I32, 3, 4), (I64, 300, 1)])
-def test_bucketize(n, ints, num_shards, block):
+def test_bucketize(ascending, bags, call, ids, n, ints, num_shards, block):
     """Ids are grouped by (owner, bag), order kept, in their owner's numbers; ids of no owner and the padding go nowhere."""
     torch.manual_seed(n)
     rows, offsets, weights = (
@@ -219,7 +187,7 @@ def test_bucketize(n, ints, num_shards, block):
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
-def test_padded_and_back(n, dtype):
+def test_padded_and_back(ascending, bags, call, n, dtype):
     """to_padded cuts bags and fills them up, from_padded puts them back, and with fill 0 each is the other's transpose."""
     torch.manual_seed(n)
     values, offsets = torch.randn(n, 3).to(dtype), ascending(4, 0, max(n - 2, 0), I32)
@@ -245,16 +213,10 @@ def test_integers_travel_as_arguments():
         assert launch.pack(values, DEVICE)[:n].tolist() == values
 
 
-class NoHostReads(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert "_local_scalar_dense" not in str(func) and "nonzero" not in str(func) and "unique" not in str(func), func
-        return func(*args, **(kwargs or {}))
-
-
-def test_nothing_is_read_on_the_host():
+def test_nothing_is_read_on_the_host(call, lookup_case, no_host_reads):
     """No operation asks for a value, so that each can be part of a CUDA graph."""
     p = lookup_case(20, F32, I64, 4)
-    with NoHostReads():
+    with no_host_reads():
         call("pooled_lookup", *p)
         call("pooled_lookup_weights", torch.zeros(4, 39), *p[:-1])
         call("bucketize", p.rows[0], p.offsets, p.weights, 2, 5)
