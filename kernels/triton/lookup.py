@@ -11,6 +11,7 @@ Shapes: B bags, N ids, K rows asked for, R rows of a table, D dim.
 from collections.abc import Sequence
 
 import torch
+import triton
 import triton.language as tl
 from funcrec.kernels.forms import Feature, accumulation_dtype, features_of, width_of
 from funcrec.kernels.triton import launch as on
@@ -120,18 +121,23 @@ def run_groups(kernel, groups, tables, rows, offsets, weights, other, out, strid
         at += FIELDS * len(group)
 
 
+@triton.jit
+def feature_at(packed, ROWS: tl.constexpr, FIELDS: tl.constexpr):
+    """What `run_groups` packed for this program's feature."""
+    field = packed + tl.program_id(1) * FIELDS
+    ids = tl.load(field + 2).to(tl.pointer_type(ROWS))
+    table, num_rows, num_ids = tl.load(field), tl.load(field + 1), tl.load(field + 3)
+    first_bag, max_length, mean = tl.load(field + 4), tl.load(field + 5), tl.load(field + 6)
+    return table, num_rows, ids, num_ids, first_bag, max_length, mean, tl.load(field + 7), tl.load(field + 8)
+
+
 @kernel()
 def _pool(
     packed, offsets, weights, out, num_bags, stride, TABLE: tl.constexpr, ROWS: tl.constexpr,
     ACC: tl.constexpr, WEIGHTED: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     ALIGN: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    field = packed + tl.program_id(1) * FIELDS
-    table, num_rows = tl.load(field), tl.load(field + 1)
-    ids, num_ids = tl.load(field + 2).to(tl.pointer_type(ROWS)), tl.load(field + 3)
-    first_bag, max_length, mean = tl.load(field + 4), tl.load(field + 5), tl.load(field + 6)
-    weighted, out_column = tl.load(field + 7), tl.load(field + 8)
-
+    table, num_rows, ids, num_ids, first_bag, max_length, mean, weighted, out_column = feature_at(packed, ROWS, FIELDS)
     bag = lanes(TILE_ROWS)
     inside = bag < num_bags
     column = tl.program_id(2) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
@@ -159,12 +165,7 @@ def _pool_weights(
     ACC: tl.constexpr, WEIGHTED: tl.constexpr, DIM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     ALIGN: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    field = packed + tl.program_id(1) * FIELDS
-    table, num_rows = tl.load(field), tl.load(field + 1)
-    ids, num_ids = tl.load(field + 2).to(tl.pointer_type(ROWS)), tl.load(field + 3)
-    first_bag, max_length, mean = tl.load(field + 4), tl.load(field + 5), tl.load(field + 6)
-    d_column = tl.load(field + 8)
-
+    table, num_rows, ids, num_ids, first_bag, max_length, mean, _weighted, d_column = feature_at(packed, ROWS, FIELDS)
     bag = lanes(TILE_ROWS)
     inside = bag < num_bags
     column = tl.arange(0, TILE_COLUMNS).to(tl.int64)
