@@ -81,8 +81,9 @@ def layout_of(
     for table, (num_rows, dim) in shapes.items():
         placement = plan[table]
         n = prod(mesh.shape[a] for a in placement.axes)
-        alone = table if placement.kind == "replicated" else None  # merged, it could not be told from its parts
-        for block in placement.blocks(mesh.shape, dim):
+        blocks = placement.blocks(mesh.shape, dim)
+        alone = table if len(blocks) > 1 else None  # a row's parts are found again by the table's rows
+        for block in blocks:
             width = block.last - block.first
             key = (placement.axes, width, dtypes[table], (labels or {}).get(table), alone)
             if key not in filled:

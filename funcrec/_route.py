@@ -317,7 +317,9 @@ def combine_transpose(
         for b in terms:
             own = tuple(f for k, f in enumerate(forms) if routes.banks[k] == b)
             terms[b].append(Bags(d[sender], routed.rows, routed.offsets, weights, own))
-    return {b: RowGrads(tuple(t), layout.banks[b].rows, layout.banks[b].dim) for b, t in terms.items()}
+    return {
+        b: RowGrads(tuple(t), layout.banks[b].rows, layout.banks[b].dim, False, routes.axes) for b, t in terms.items()
+    }
 
 
 def _divided(x: Tensor, routed: Routed, lane: int, feature: FeatureConfig) -> Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from funcrec._collectives import psum
 from funcrec._errors import describe, fail
 from funcrec._primitives import segments_of_lookup
 from funcrec._tree import pytree, replace
@@ -50,7 +51,7 @@ class Bags:
     features: tuple[Feature, ...] = ()
 
 
-@pytree(static=("num_embeddings", "dim", "coalesced"))
+@pytree(static=("num_embeddings", "dim", "coalesced", "axes"))
 class RowGrads:
     """The gradient of one table, row by row; `dense == grads.to_dense()`.
 
@@ -58,6 +59,7 @@ class RowGrads:
       terms: whose sum it is.
       num_embeddings: R, the height of the table. dim: D.
       coalesced: whether it is one term of Entries with distinct, ascending rows before its count.
+      axes: the mesh axes over which the table is cut, if it is one rank's part: norms are of the whole.
 
     Example:
       >>> import torch, funcrec as fr
@@ -70,6 +72,7 @@ class RowGrads:
     num_embeddings: int = 0
     dim: int = 0
     coalesced: bool = False
+    axes: tuple[str, ...] = ()
 
     @staticmethod
     def from_entries(
@@ -166,7 +169,7 @@ class RowGrads:
             own = self.entries()
             counts = RowGrads((replace(own, grads=own.repeats.to(torch.float64)[:, None], repeats=None),), shape[0], 1)
             repeats = counts.coalesce(implementation=implementation).grads[:, 0].to(torch.int64)
-        return RowGrads((Entries(rows, grads, count, repeats),), *shape, True)
+        return RowGrads((Entries(rows, grads, count, repeats),), *shape, True, self.axes)
 
     def to_dense(self) -> Tensor:
         """f[R, D]."""
@@ -189,7 +192,8 @@ class RowGrads:
     def squared_norm(self) -> Tensor:
         """f[]: Σ of the squares of the coalesced gradient."""
         out = self.coalesce()
-        return torch.where(out.valid[:, None], out.grads, 0).square().sum()
+        own = torch.where(out.valid[:, None], out.grads, 0).square().sum()
+        return psum(own, self.axes) if self.axes else own
 
     def norm(self) -> Tensor:
         """f[]: the Euclidean norm of the dense gradient."""
@@ -210,7 +214,7 @@ class RowGrads:
         if shape != theirs:
             got = f"{list(shape)} and {list(theirs)}"
             fail("funcrec.RowGrads.__add__", "the gradients are of different tables.", got=got, need="one shape")
-        return RowGrads(self.terms + other.terms, *shape, False)
+        return RowGrads(self.terms + other.terms, *shape, False, self.axes)
 
     def __repr__(self) -> str:
         state = "coalesced" if self.coalesced else "entries"

@@ -5,7 +5,7 @@
 Floor 4.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -157,11 +157,17 @@ def _starts(dims: Sequence[int]) -> list[int]:
 
 
 def shard_tables(
-    tables: Mapping[str, Tensor], plan: Plan, mesh: Mesh, *, exact: bool = False, capacity: int | None = None
+    tables: Mapping[str, Tensor],
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    exact: bool = False,
+    capacity: int | None = None,
+    labels: Mapping[str, Hashable] | None = None,
 ) -> ShardedTables:
     """Tables [R, D] as the plan places them: on an emulated mesh the banks of all ranks, on real ranks this rank's.
 
-    Args: as ShardedTables; every rank passes the same tables.
+    Args: as ShardedTables; every rank passes the same tables. Tables with different `labels` share no bank.
 
     Raises: KeyError for a table without a placement, ValueError for an axis or a rank that the mesh lacks.
 
@@ -175,7 +181,7 @@ def shard_tables(
     call = "funcrec.shard_tables"
     check(call, table_tensor_problems(tables))
     shapes = {n: (t.shape[0], t.shape[1]) for n, t in tables.items()}
-    layout = layout_of(call, shapes, {n: t.dtype for n, t in tables.items()}, plan, mesh)
+    layout = layout_of(call, shapes, {n: t.dtype for n, t in tables.items()}, plan, mesh, labels)
     banks = {b.name: pack(layout, i, tables, _own_ranks(b, mesh)) for i, b in enumerate(layout.banks)}
     return ShardedTables(banks, layout, exact, capacity)
 

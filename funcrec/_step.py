@@ -6,15 +6,18 @@ Floor 5.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcrec import _random as random
-from funcrec._errors import check, describe, fail
+from funcrec._errors import Problem, check, describe, fail
 from funcrec._grad import params_problems, value_and_grad
+from funcrec._mesh import Mesh
+from funcrec._placement import Plan
+from funcrec._sharded_step import shard_state, sharded_update
 from funcrec._state import Params, TrainState
 from funcrec.optim import DenseOptimizer, RowOptimizer
 
@@ -45,6 +48,11 @@ def train_step(
     dense: DenseOptimizer,
     has_aux: bool = False,
     merge: Callable[[Any, Any], Any] | None = None,
+    mesh: Mesh | None = None,
+    plan: Plan | None = None,
+    batch_axes: Sequence[str] | None = None,
+    exact: bool = False,
+    capacity: int | None = None,
 ) -> TrainStep:
     """One step of training as a pure function; `fr.jit(step, donate=("state",))` makes it compiled and in place.
 
@@ -55,11 +63,16 @@ def train_step(
       dense: updates params.dense.
       merge: (dense, aux) -> dense, run after the optimizer: for what a loss computes and training must keep, such as
         running statistics.
+      mesh, plan: train on the mesh's ranks with the tables where the plan places them. The loss is then that of one rank's bags, gradients
+        are those of the mean over the ranks, `aux` is averaged over them, and the key is folded with the rank.
+      batch_axes: the axes over which a batch is cut by its bags; None for all.
+      exact, capacity: as of `shard_tables`.
 
     Returns: TrainStep. `init(params, key=fr.key(0)) -> TrainState`; calling it gives (state, metrics) with
       metrics["loss"] and, with `has_aux`, metrics["aux"].
 
-    Law: the state is everything that changes: the same state and batch give the same bits.
+    Law: the state is everything that changes: the same state and batch give the same bits. A plan changes no bit: n ranks give what
+      one process gives that adds the gradients of the same n batches (row-wise tables: with exact=True).
 
     Example:
       >>> import torch, funcrec as fr
@@ -75,12 +88,18 @@ def train_step(
       (True, tensor(50))
     """
     check_optimizers(sparse, dense)
+    check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes))
     takes_key = "key" in inspect.signature(loss_fn).parameters
+    if mesh is not None:
+        axes = mesh.axis_names if batch_axes is None else tuple(batch_axes)
+        on_mesh = sharded_update(loss_fn, mesh, sparse, dense, has_aux, merge, takes_key, axes)
 
     def init(params: Params, key: Tensor | None = None) -> TrainState:
         check("funcrec.train_step.init", params_problems(params))
         key = random.key(0) if key is None else key
         random.check_key("funcrec.train_step.init", key)
+        if mesh is not None:
+            return shard_state(params, key, mesh, plan, sparse, dense, exact, capacity)
         device = next((t.device for t in params.tables.values()), key.device)
         step = torch.zeros((), dtype=torch.int64, device=device)
         slots, dense_opt = sparse.init(params.tables), dense.init(params.dense)
@@ -97,6 +116,8 @@ def train_step(
                 hint=hint,
                 kind=TypeError,
             )
+        if mesh is not None:
+            return on_mesh(state, batch)
         extra = {"key": random.fold_in(state.key, state.step)} if takes_key else {}
         value, grads = value_and_grad(loss_fn, has_aux)(state.params, batch, **extra)
         loss, aux = value if has_aux else (value, None)
@@ -108,6 +129,21 @@ def train_step(
         return TrainState(state.step + 1, tables, slots, new_dense, dense_opt, state.key), metrics
 
     return TrainStep(init, update)
+
+
+def mesh_problems(mesh: object, plan: object, batch_axes: Sequence[str] | None) -> Iterator[Problem]:
+    if (mesh is None) != (plan is None):
+        missing, there = ("plan", "mesh") if plan is None else ("mesh", "plan")
+        yield Problem(f"`{missing}` is missing.", f"`{there}` alone", "both, or neither", kind=TypeError)
+    elif mesh is not None:
+        if not isinstance(mesh, Mesh):
+            yield Problem("`mesh` is no mesh.", describe(mesh), "a Mesh", "fr.Mesh.emulated(data=2)", TypeError)
+        elif [a for a in batch_axes or () if a not in mesh.axis_names]:
+            yield Problem("`batch_axes` are not the mesh's.", f"{batch_axes}", f"among {list(mesh.axis_names)}")
+        if not isinstance(plan, Plan):
+            yield Problem(
+                "`plan` is no plan.", describe(plan), "a Plan", "fr.Plan({'item': fr.row_wise('model')})", TypeError
+            )
 
 
 def check_optimizers(sparse: object, dense: object) -> None:

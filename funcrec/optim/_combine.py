@@ -71,7 +71,11 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
                         f"table {n!r} has no optimizer.", f"optimizers for {list(optimizers)}", "`default=...`"
                     )
 
-    return RowOptimizer(init, update)
+    def label(table: str):
+        return (table, optimizers[table].label(table)) if table in optimizers else default and default.label(table)
+
+    own = (*optimizers.values(), *([] if default is None else [default]))
+    return RowOptimizer(init, update, label, all(o.is_elementwise for o in own), any(o.is_joint for o in own))
 
 
 def clip(optimizer: RowOptimizer, *, max_norm: float | None = None, max_value: float | None = None) -> RowOptimizer:
@@ -102,7 +106,7 @@ def clip(optimizer: RowOptimizer, *, max_norm: float | None = None, max_value: f
             row_grads = clip_by_global_norm(row_grads, max_norm)
         return optimizer.update(row_grads, slots, tables, step, **kernel)
 
-    return RowOptimizer(optimizer.init, update)
+    return optimizer._replace(update=update, is_joint=optimizer.is_joint or max_norm is not None)
 
 
 def freeze(optimizer: RowOptimizer, *, tables: Sequence[str]) -> RowOptimizer:
@@ -132,7 +136,8 @@ def freeze(optimizer: RowOptimizer, *, tables: Sequence[str]) -> RowOptimizer:
         moved, own = optimizer.update(*mine, step, **kernel)
         return {**all_tables, **moved}, {**slots, **own}
 
-    return RowOptimizer(init, update)
+    label = lambda table: (table,) if table in frozen else optimizer.label(table)
+    return optimizer._replace(init=init, update=update, label=label)
 
 
 def stochastic_rounding(optimizer: RowOptimizer, *, key: Tensor) -> RowOptimizer:
@@ -162,7 +167,7 @@ def stochastic_rounding(optimizer: RowOptimizer, *, key: Tensor) -> RowOptimizer
     def update(row_grads, slots, tables, step, **kernel):
         return optimizer.update(row_grads, slots, tables, step, **{"key": random.fold_in(key, step), **kernel})
 
-    return RowOptimizer(optimizer.init, update)
+    return optimizer._replace(update=update)
 
 
 def _only(x: Mapping, names) -> dict:

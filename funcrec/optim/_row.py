@@ -9,7 +9,7 @@ Shapes: R rows, D dim, M touched rows (a capacity: entries behind `count` are pa
 
 import functools
 from collections import namedtuple
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,11 @@ class RowOptimizer(NamedTuple):
       comes back as the same tensor. `implementation` is of `funcrec.kernels`, None for the device's own; `key` rounds 16-bit
       tables stochastically (`stochastic_rounding`), None to nearest.
 
+    label: (table) -> a hashable; tables of one label are updated alike, so that sharded ones may lie in one tensor.
+    is_elementwise: whether an element's new value follows from that element of row, gradient and slots alone, so that columns of a
+      row may be updated apart.
+    is_joint: whether one table's gradient acts on another table, as under a norm of all.
+
     Law: `update` writes to no argument; rows and slots that no entry names keep every bit; a row that is named with a
     zero gradient is touched (a lazy Adam moves it on).
 
@@ -66,6 +71,14 @@ class RowOptimizer(NamedTuple):
 
     init: Callable[[Tables], Slots]
     update: Callable[..., tuple[dict[str, Tensor], Slots]]
+    label: Callable[[str], Hashable] = lambda table: None
+    is_elementwise: bool = False
+    is_joint: bool = False
+
+
+ELEMENTWISE = frozenset(
+    {"sgd", "momentum", "lion", "adagrad", "rmsprop", "ftrl", "adam", "adamw"}
+)  # of the built-in ones
 
 
 def row_optimizer(
@@ -194,7 +207,7 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
             changed = update_rows(call, one, named, slots, tables, key, choice)
         return {**tables, **changed[0]}, {**slots, **changed[1]}
 
-    return RowOptimizer(init_slots, update)
+    return RowOptimizer(init_slots, update, is_elementwise=kernel is not None and name in ELEMENTWISE)
 
 
 def update_fused(kernel: Callable, slot_names: Sequence[str], grads: Mapping, slots: Slots, tables: Tables, numbers):

@@ -109,8 +109,8 @@ def gradient_problems(row_grads: object, tables: Tables) -> Iterator[Problem]:
         elif not isinstance(g, RowGrads):
             hint = "RowGrads.from_entries(rows, grads, num_embeddings=R)"
             yield Problem(f"{path} is not a row gradient.", describe(g), "RowGrads", hint, kind=TypeError)
-        elif (g.num_embeddings, g.grads.shape[-1]) != tuple(tables[n].shape):
-            got = f"RowGrads of [{g.num_embeddings}, {g.grads.shape[-1]}]"
+        elif (g.num_embeddings, g.dim) != tuple(tables[n].shape):
+            got = f"RowGrads of [{g.num_embeddings}, {g.dim}]"
             yield Problem(f"{path} does not match its table.", got, describe(tables[n]))
 
 
