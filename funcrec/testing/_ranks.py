@@ -44,7 +44,7 @@ class RankPool:
       [0, 1]
     """
 
-    def __init__(self, world: int, *, timeout_s: float = 30.0, debug: bool = False):
+    def __init__(self, world: int, *, timeout_s: float = 60.0, debug: bool = False):
         self.world = world
         self.timeout_s = timeout_s
         self.debug = debug
