@@ -1,0 +1,157 @@
+"""Collectives on emulated meshes, against the same maps of all ranks' values in plain torch."""
+
+import pytest
+import torch
+import transforms
+from transforms import COLLECTIVES, DENSE, TRANSFORMS, WIDTH, cells, dense_transforms, run, values
+
+import funcrec as fr
+from funcrec import _exchange as exchange
+from funcrec.testing import assert_trees_close
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}  # f64: sums may be taken in another order
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("name", DENSE)
+def test_a_collective_is_its_map_of_all_values(name, n):
+    """A collective, and every transform of it, gives what the map of all ranks' values gives: Σ of the ranks' losses is differentiated."""
+    got = cells(fr.Mesh.emulated(x=n), name)
+    want = {k: f(values(n)) for k, f in dense_transforms(DENSE[name]).items()}
+    assert_trees_close(got, want, **EXACT)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_compiled_collective_is_the_collective(n):
+    """jit of a mapped function, and of its gradient, changes no value."""
+    mesh = fr.Mesh.emulated(x=n)
+    compiled = transforms.compiled_cells(mesh)
+    for name in COLLECTIVES:
+        got = {"fwd": compiled["jit"][name], "grad": compiled["jit_grad"][name]}
+        assert_trees_close(got, cells(mesh, name, {k: TRANSFORMS[k] for k in got}), **EXACT)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_psum_invariant_counts_a_shared_loss_once(n):
+    """d/dx of L(psum_invariant(x)) is L'(Σ x) on each rank, and its Hessian couples all ranks."""
+    mesh, x = fr.Mesh.emulated(x=n), values(n)
+    loss = lambda total: lambda x: total(x, "x").square().sum() / 2
+    got = run(mesh, lambda x: torch.func.grad(loss(fr.psum_invariant))(x))
+    assert_trees_close(got, x.sum(0).expand_as(x), **EXACT)
+    twice = lambda x: torch.func.grad(lambda x: (torch.func.grad(loss(fr.psum_invariant))(x) * x.detach().cos()).sum())(x)
+    assert_trees_close(run(mesh, twice), x.cos().sum(0).expand_as(x), **EXACT)
+    assert_trees_close(run(mesh, lambda x: torch.func.grad(loss(fr.psum))(x)), n * x.sum(0).expand_as(x), **EXACT)
+
+
+def test_pvary_is_the_transpose_of_psum_invariant():
+    """A value that every rank holds, used by each on its own data, gets the sum of their gradients."""
+    mesh, x = fr.Mesh.emulated(x=3), values(3)
+    loss = lambda w, x: fr.psum_invariant((fr.pvary(w, "x") * x).sum(), "x")
+    f = lambda x: torch.func.grad(loss)(x.new_ones(WIDTH), x)
+    assert_trees_close(run(mesh, f), x.sum((0, 1)).expand(3, WIDTH), **EXACT)
+
+
+PAIRS = ("a", "b")
+OF_TWO_AXES = {
+    "psum": (lambda x: fr.psum(x, PAIRS), lambda x: fr.psum(x, "x")),
+    "pmean": (lambda x: fr.pmean(x, PAIRS), lambda x: fr.pmean(x, "x")),
+    "pmax": (lambda x: fr.pmax(x, PAIRS), lambda x: fr.pmax(x, "x")),
+    "all_gather": (lambda x: fr.all_gather(x, PAIRS, dim=1), lambda x: fr.all_gather(x, "x", dim=1)),
+    "psum_scatter": (lambda x: fr.psum_scatter(x, PAIRS, tiled=True), lambda x: fr.psum_scatter(x, "x", tiled=True)),
+    "all_to_all": (lambda x: fr.all_to_all(x, PAIRS, tiled=True), lambda x: fr.all_to_all(x, "x", tiled=True)),
+    "axis_index": (lambda x: fr.axis_index(PAIRS) * x, lambda x: fr.axis_index("x") * x),
+    "axis_size": (lambda x: fr.axis_size(PAIRS) * x, lambda x: fr.axis_size("x") * x),
+}
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (3, 2)])
+@pytest.mark.parametrize("name", OF_TWO_AXES)
+def test_two_axes_are_one_long_axis(name, sizes):
+    """A collective over a tuple of axes is the collective over one axis with their ranks, the first axis being the major one."""
+    two, one = OF_TWO_AXES[name]
+    n = sizes[0] * sizes[1]
+    mesh = fr.Mesh.emulated(a=sizes[0], b=sizes[1])
+    for key in ("fwd", "grad", "jvp_grad"):
+        mapped = lambda f, key=key: lambda x: TRANSFORMS[key](f, x[0])[None]
+        got = fr.shard_map(mapped(two), mesh=mesh, in_specs=fr.P(PAIRS), out_specs=fr.P(PAIRS))(values(n))
+        assert_trees_close(got, run(fr.Mesh.emulated(x=n), lambda x, key=key: TRANSFORMS[key](one, x)), **EXACT)
+
+
+def test_trees_and_integers_are_exchanged():
+    """A collective takes a tree, leaf by leaf; integers keep their dtype."""
+    mesh = fr.Mesh.emulated(x=2)
+    tree = {"ids": torch.tensor([[1, 2], [3, 4]], dtype=torch.int32), "w": torch.tensor([[1.0], [0.5]])}
+    f = lambda t: (fr.psum(t, "x"), fr.all_to_all({"ids": t["ids"][0]}, "x"), fr.pmax(t, "x"))
+    total, swapped, most = fr.shard_map(f, mesh=mesh, in_specs=fr.P("x"), out_specs=(fr.P(), fr.P("x"), fr.P()))(tree)
+    assert total["ids"].dtype == torch.int32
+    assert total["ids"].tolist() == [[4, 6]]
+    assert total["w"].tolist() == [[1.5]]
+    assert swapped["ids"].tolist() == [1, 3, 2, 4]
+    assert most["w"].tolist() == [[1.0]]
+
+
+def test_ragged_all_to_all_keeps_what_nobody_writes():
+    """Places of the output that no rank writes keep its rows, and the gradient of output flows through them only."""
+    mesh = fr.Mesh.emulated(x=2)
+
+    def f(x):
+        sizes, starts = torch.ones(2, dtype=torch.int64), torch.arange(2)
+        places = fr.axis_index("x") * torch.ones(2, dtype=torch.int64) * 2
+        loss = lambda x, out: fr.ragged_all_to_all(x, out, starts, sizes, places, sizes, axis_name="x", capacity=1)
+        y, back = torch.func.vjp(loss, x, torch.full((4,), 7.0))
+        return y, *back(torch.arange(1.0, 5.0))
+
+    y, d_x, d_out = fr.shard_map(f, mesh=mesh, in_specs=fr.P("x"), out_specs=fr.P("x"))(torch.tensor([1.0, 2, 3, 4]))
+    assert y.reshape(2, 4).tolist() == [[1, 7, 3, 7], [2, 7, 4, 7]]
+    assert d_x.tolist() == [1, 1, 3, 3]
+    assert d_out.reshape(2, 4).tolist() == [[0, 2, 0, 4], [0, 2, 0, 4]]
+
+
+def _without_transpose(kind):
+    return {kind: exchange.EXCHANGES[kind]._replace(transpose="pvary" if kind != "pvary" else "psum")}
+
+
+WRONG = {
+    "psum forgets a rank": {"psum": exchange.EXCHANGES["psum"]._replace(emulate=lambda x, call: (x[1:].sum(0), False))},
+    "all_to_all stays": {"all_to_all": exchange.EXCHANGES["all_to_all"]._replace(emulate=lambda x, call: (x, True))},
+    "all_gather in another order": {
+        "all_gather": exchange.EXCHANGES["all_gather"]._replace(emulate=lambda x, call: (x.flip(0), False))
+    },
+    "psum_scatter keeps its own": {
+        "psum_scatter": exchange.EXCHANGES["psum_scatter"]._replace(emulate=lambda x, call: (x[:, 0], True))
+    },
+    "psum's transpose is its own cotangent": _without_transpose("psum"),
+    "psum_scatter's transpose of another form": {
+        "psum_scatter": exchange.EXCHANGES["psum_scatter"]._replace(transpose="all_to_all")
+    },
+    "ppermute sends on": {
+        "ppermute": exchange.EXCHANGES["ppermute"]._replace(
+            emulate=lambda x, call: exchange._emulate_permute(x, call._replace(pairs=tuple((d, s) for s, d in call.pairs)))
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("which", WRONG)
+def test_a_wrong_rule_is_seen(which, monkeypatch):
+    """A law that compares a collective with its map fails when a rule is changed."""
+    (kind,) = WRONG[which]
+    monkeypatch.setitem(exchange.EXCHANGES, kind, WRONG[which][kind])
+    name = "ppermute_some" if kind == "ppermute" else kind
+    want = {k: f(values(4)) for k, f in dense_transforms(DENSE[name]).items()}
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_trees_close(cells(fr.Mesh.emulated(x=4), name), want, **EXACT)
+
+
+@pytest.mark.parametrize("rule", ["backward", "jvp", "vmap"])
+def test_a_dropped_rule_is_seen(rule, monkeypatch):
+    """Without the reverse, forward or batching rule of the exchange the law fails."""
+    broken = {
+        "backward": lambda ctx, *d: (None, None, *(x * 1.5 for x in d)),
+        "jvp": lambda ctx, a, b, *t: tuple(t),
+        "vmap": lambda info, dims, call, marker, *xs: (xs, dims[2:]),
+    }
+    monkeypatch.setattr(exchange._Exchange, rule, staticmethod(broken[rule]))
+    want = {k: f(values(2)) for k, f in dense_transforms(DENSE["psum"]).items()}
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_trees_close(cells(fr.Mesh.emulated(x=2), "psum"), want, **EXACT)

@@ -1,0 +1,169 @@
+"""The same functions on real ranks (gloo) and emulated, and what happens when ranks fail."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import transforms
+from transforms import COLLECTIVES, cells
+
+import funcrec as fr
+from funcrec.testing import RankError, RankPool, assert_trees_close
+
+pytestmark = pytest.mark.xdist_group("ranks")
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_real_ranks_give_what_emulation_gives(name, n, ranks):
+    """A collective, and every transform of it, has the same values on gloo ranks as under emulation, on each rank."""
+    want = cells(fr.Mesh.emulated(x=n), name)
+    for got in ranks(n).run(transforms.real_cells, name):
+        assert_trees_close(got, want, **EXACT)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_compiled_ranks_give_what_emulation_gives(n, ranks):
+    """jit of a mapped function, and of its gradient, has the same values on gloo ranks as under emulation."""
+    got = ranks(n).run(transforms.real_compiled_cells, deadline_s=500)[0]
+    mesh = fr.Mesh.emulated(x=n)
+    for name in COLLECTIVES:
+        assert_trees_close(got["jit"][name], cells(mesh, name)["fwd"], **EXACT)
+        assert_trees_close(got["jit_grad"][name], cells(mesh, name)["grad"], **EXACT)
+
+
+def grid(mesh, x):
+    """Sums over one axis, gathers over the other, and a nested call that is global over the second axis."""
+
+    def inner(y):
+        return fr.psum(y, "model") * (fr.axis_index("model") + 1)
+
+    def f(x):
+        nested = fr.shard_map(inner, mesh=mesh, in_specs=fr.P("model"), out_specs=fr.P("model"))
+        return nested(fr.psum(x, "data"))
+
+    g = fr.shard_map(f, mesh=mesh, in_specs=fr.P("data"), out_specs=fr.P(), axis_names={"data"})
+    both = fr.shard_map(
+        lambda x: (fr.all_gather(x, ("data", "model")), fr.psum(x, "model")),
+        mesh=mesh, in_specs=fr.P(("data", "model")), out_specs=(fr.P(), fr.P("data")),
+    )  # fmt: skip
+    cut = lambda spec: fr.shard(x, spec, mesh=mesh)
+    out = both(cut(fr.P(("data", "model"))))
+    return g(cut(fr.P("data"))), fr.unshard(out, (fr.P(), fr.P("data")), mesh=mesh)
+
+
+def real_grid(x):
+    return grid(fr.Mesh.distributed(data=2, model=2), x)
+
+
+def test_a_grid_of_ranks_is_the_emulated_grid(ranks):
+    """Axes of a real mesh, tuples of them and nested calls give what the emulated mesh gives."""
+    x = torch.arange(8, dtype=torch.float64)
+    want = grid(fr.Mesh.emulated(data=2, model=2), x)
+    for got in ranks(4).run(real_grid, x):
+        assert_trees_close(got, want)
+
+
+def bags(ids, mesh):
+    """Every rank turns its bags round; the keys and bags come back in order."""
+    spec = fr.P("x")
+    f = fr.shard_map(lambda ids: ids.permute(["b", "a"]), mesh=mesh, in_specs=spec, out_specs=spec)
+    return fr.unshard(f(fr.shard(ids, spec, mesh=mesh)), spec, mesh=mesh)
+
+
+def real_bags(ids):
+    return bags(ids, fr.Mesh.distributed(x=dist.get_world_size())).to_lists()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_jagged_values_are_cut_by_bags(n, ranks):
+    """A jagged value is cut by bags and joined again on real ranks as under emulation."""
+    ids = fr.KeyedJaggedTensor.from_lists({"a": [[1, 2], [], [3], [4]], "b": [[5], [6, 7, 8], [], [9]]})
+    want = {"b": ids.to_lists()["b"], "a": ids.to_lists()["a"]}
+    assert bags(ids, fr.Mesh.emulated(x=n)).to_lists() == want
+    assert ranks(n).run(real_bags, ids) == [want] * n
+
+
+def promise(varying):
+    mesh = fr.Mesh.distributed(x=2)
+    f = lambda x: {"loss": x * (fr.axis_index("x") if varying else 1)}
+    return fr.shard_map(f, mesh=mesh, in_specs=fr.P(), out_specs=fr.P())(torch.ones(3))["loss"].tolist()
+
+
+def test_a_broken_promise_is_found_on_ranks(ranks):
+    """A result that out_specs promise to be the same, and is not, is an error that names it and the axis, on every rank."""
+    with pytest.raises(RankError) as raised:
+        ranks(2).run(promise, True)
+    assert str(raised.value).count("`result['loss']` is not the same along axis 'x'.") >= 2
+    assert ranks(2).run(promise, False) == [[1.0] * 3] * 2
+
+
+def order_of_overlap():
+    """Where the compiled code starts an exchange, multiplies matrices, and waits."""
+    from torch._inductor.utils import run_and_get_code
+
+    f = lambda a, w: fr.all_to_all(a, "x", tiled=True).sin() + (w @ w).relu() @ w
+    specs = {"in_specs": (fr.P("x"), fr.P()), "out_specs": fr.P("x")}
+    g = fr.jit(fr.shard_map(f, mesh=fr.Mesh.distributed(x=2), **specs))
+    _, (code,) = run_and_get_code(g, torch.ones(4, 4), torch.ones(4, 4))
+    body = code[code.index("def call(") :]
+    return [body.index("all_to_all_single"), body.index("extern_kernels.mm"), body.index("wait_tensor.default")]
+
+
+def test_ranks_compute_while_values_travel(ranks):
+    """In a compiled function an exchange is started before work that does not need it, and awaited behind that."""
+    for places in ranks(2).run(order_of_overlap):
+        assert places == sorted(places)
+
+
+def fail_in(how):
+    """A step of two collectives, in the middle of which rank 1 does something else."""
+    mesh = fr.Mesh.distributed(x=2, timeout_s=4)
+
+    def f(x):
+        x = fr.psum(x, "x")
+        if dist.get_rank() == 1 and how == "killed":
+            os._exit(3)
+        if dist.get_rank() == 1 and how == "hangs":
+            time.sleep(60)
+        if dist.get_rank() == 1 and how == "another collective":
+            return fr.all_to_all(x[:2], "x")
+        return fr.psum(x[: 2 if how == "another shape" and dist.get_rank() == 1 else 3], "x")
+
+    return fr.shard_map(f, mesh=mesh, in_specs=fr.P(), out_specs=fr.P())(torch.ones(3))
+
+
+@pytest.mark.parametrize("how", ["killed", "hangs"])
+def test_a_lost_rank_ends_the_others(how):
+    """When a rank dies or hangs in the middle of a step, the others raise within the timeout."""
+    begin = time.monotonic()
+    with RankPool(2, timeout_s=6) as pool, pytest.raises(RankError) as raised:
+        pool.run(fail_in, how, deadline_s=20)
+    assert time.monotonic() - begin < 60
+    assert "rank 0: RuntimeError" in str(raised.value)
+    if how == "killed":
+        assert "rank 1: the process ended with exit code 3" in str(raised.value)
+
+
+@pytest.mark.parametrize("how, said", [("another collective", "ALLTOALL"), ("another shape", "TensorShape=[2]")])
+def test_a_rank_that_does_something_else_is_named(how, said):
+    """With debug=True a rank that calls another collective, or with another shape, is named with what it called."""
+    with RankPool(2, timeout_s=6, debug=True) as pool, pytest.raises(RankError) as raised:
+        pool.run(fail_in, how, deadline_s=40)
+    text = str(raised.value)
+    assert "Detected mismatch between collectives on ranks" in text
+    assert "Rank 1" in text or "rank 1" in text
+    assert said in text
+
+
+def test_ranks_must_fit_the_axes(ranks):
+    """Axes that do not multiply to the number of ranks are an error with both numbers."""
+    with pytest.raises(RankError, match="data=3"):
+        ranks(2).run(three_ranks)
+
+
+def three_ranks():
+    fr.Mesh.distributed(data=3)

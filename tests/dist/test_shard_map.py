@@ -1,0 +1,201 @@
+"""shard_map: what goes in and comes out of a mapped function, on emulated meshes."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import funcrec as fr
+from funcrec import _collectives as collectives
+from funcrec._mesh import bound_names
+from funcrec.testing import assert_trees_close
+
+X = torch.arange(24, dtype=torch.float64).reshape(4, 6)
+
+
+@st.composite
+def cuts(draw):
+    """(mesh, spec, tensor): axes of 1 to 3 ranks in any dimensions and order, of a tensor that they cut; shrinks to one axis."""
+    names = draw(st.permutations(["a", "b", "c"]))[: draw(st.integers(1, 3))]
+    sizes = {n: draw(st.integers(1, 3)) for n in names}
+    rank = draw(st.integers(1, 3))
+    dims = [[] for _ in range(rank)]
+    for name in draw(st.permutations(names))[: draw(st.integers(0, len(names)))]:
+        dims[draw(st.integers(0, rank - 1))].append(name)
+    shape = []
+    for d in dims:
+        n = draw(st.integers(0, 2))
+        for name in d:
+            n *= sizes[name]
+        shape.append(n)
+    spec = fr.P(*(tuple(d) or None for d in dims))
+    count = torch.tensor(shape).prod()
+    return fr.Mesh.emulated(**sizes), spec, torch.arange(int(count), dtype=torch.float32).reshape(shape)
+
+
+@given(cuts())
+def test_what_is_cut_is_joined_again(drawn):
+    """A mapped identity is the identity for any mesh and spec, and each rank sees the block of its place."""
+    mesh, spec, x = drawn
+    seen = fr.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+    assert_trees_close(seen, x)
+
+    def place(x):
+        first = x
+        for d, names in enumerate(spec.dims):
+            if names:
+                first = first + fr.axis_index(names) * 10.0 ** (d + 3)
+        return first
+
+    got, want = fr.shard_map(place, mesh=mesh, in_specs=spec, out_specs=spec)(x), x
+    for d, names in enumerate(spec.dims):
+        n = 1
+        for a in names:
+            n *= mesh.shape[a]
+        block = torch.arange(x.shape[d]) // max(x.shape[d] // n, 1)
+        want = want + (block * 10.0 ** (d + 3)).reshape([-1 if i == d else 1 for i in range(x.dim())]) * (n > 1)
+    assert_trees_close(got, want)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_jagged_values_are_cut_by_their_bags(n):
+    """Each rank gets B / n bags of every key; what lies in the padding of the whole goes nowhere."""
+    ids = fr.KeyedJaggedTensor.from_lists(
+        {"a": [[1, 2], [], [3], [4]], "b": [[5], [6, 7, 8], [], [9]]},
+        weights={"a": [[0.1, 0.2], [], [0.3], [0.4]], "b": [[0.5], [0.6, 0.7, 0.8], [], [0.9]]},
+    ).pad_to(20)
+    f = fr.shard_map(lambda x: x, mesh=fr.Mesh.emulated(x=n), in_specs=fr.P("x"), out_specs=fr.P("x"))
+    assert f(ids).to_lists() == ids.to_lists()
+    assert_trees_close(f(ids)["b"].unpad().weights, ids["b"].unpad().weights)
+    assert f(ids["a"]).to_lists() == ids["a"].to_lists()
+    count = fr.shard_map(
+        lambda x: torch.stack([x.offsets[-1], fr.axis_index("x")])[None],
+        mesh=fr.Mesh.emulated(x=n), in_specs=fr.P("x"), out_specs=fr.P("x"),
+    )  # fmt: skip
+    bags = [a + b for a, b in zip(ids.to_lists()["a"], ids.to_lists()["b"], strict=True)]
+    per = 4 // n
+    assert count(ids)[:, 0].tolist() == [sum(map(len, bags[r * per : (r + 1) * per])) for r in range(n)]
+
+
+def test_specs_are_prefixes():
+    """A P stands for all leaves below it; dicts, tuples, values of funcrec and leaves that are no tensors keep their place."""
+    batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1], [2, 3]]}), torch.tensor([0.0, 1.0]))
+    seen = []
+
+    def f(params, batch, name):
+        seen.append((params["w"].shape, batch.label.shape, batch.ids.num_bags, name))
+        return {"name": name, "label": batch.label, "w": (params["w"], None)}
+
+    specs = ({"w": fr.P(None, "x"), "b": fr.P()}, fr.P("x"), fr.P())
+    out_specs = {"name": fr.P(), "label": fr.P("x"), "w": (fr.P(None, "x"), fr.P())}
+    g = fr.shard_map(f, mesh=fr.Mesh.emulated(x=2), in_specs=specs, out_specs=out_specs)
+    out = g({"w": X, "b": X[0]}, batch, "run")
+    assert seen == [((4, 3), (1,), 1, "run")]
+    assert out["name"] == "run"
+    assert_trees_close((out["w"][0], out["label"]), (X, batch.label))
+
+
+def test_transforms_go_through_a_mapped_function():
+    """grad, vmap and jvp around an emulated shard_map are those of the function it stands for."""
+    mesh = fr.Mesh.emulated(x=2)
+    f = fr.shard_map(lambda x: fr.psum(x.sin().sum(0), "x"), mesh=mesh, in_specs=fr.P("x"), out_specs=fr.P())
+    plain = lambda x: x.sin().sum(0)
+    assert_trees_close(f(X), plain(X), rtol=1e-14)
+    grad = lambda f: torch.func.grad(lambda x: f(x).square().sum())(X)
+    assert_trees_close(grad(f), grad(plain), rtol=1e-12)
+    assert_trees_close(torch.func.vmap(f)(torch.stack([X, -X])), torch.stack([plain(X), plain(-X)]), rtol=1e-12, atol=1e-14)
+    assert_trees_close(torch.func.jvp(f, (X,), (X,))[1], torch.func.jvp(plain, (X,), (X,))[1], rtol=1e-12)
+
+
+def test_nested_calls_bind_the_other_axes():
+    """Inside a call that binds one axis another binds the rest, on values that are whole along it."""
+    mesh = fr.Mesh.emulated(a=2, b=3)
+
+    def f(x):
+        inner = fr.shard_map(lambda y: fr.psum(y, ("a", "b")), mesh=mesh, in_specs=fr.P(None, "b"), out_specs=fr.P())
+        return inner(x) + 0 * fr.axis_index("a")
+
+    g = fr.shard_map(f, mesh=mesh, in_specs=fr.P("a"), out_specs=fr.P("a"), axis_names={"a"})
+    want = (X[:2] + X[2:]).unflatten(1, (3, 2)).sum(1)
+    assert_trees_close(g(X), torch.cat([want, want]))
+
+
+def test_the_mesh_of_a_with_block_is_the_default():
+    """`with mesh:` gives the mesh to calls that name none, the innermost first; another thread does not see it."""
+    f = fr.shard_map(lambda: fr.axis_index("x")[None], in_specs=(), out_specs=fr.P("x"))
+    others = []
+    with fr.Mesh.emulated(x=3):
+        with fr.Mesh.emulated(x=2):
+            assert f().tolist() == [0, 1]
+
+            def elsewhere():
+                with pytest.raises(TypeError, match="there is no mesh"):
+                    f()
+                others.append(True)
+
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+        assert f().tolist() == [0, 1, 2]
+    assert others == [True]
+    assert bound_names() == ()
+
+
+def test_axes_are_unbound_after_an_error():
+    """A mapped function that raises leaves no axis bound."""
+    mesh = fr.Mesh.emulated(x=2)
+    with pytest.raises(ZeroDivisionError):
+        fr.shard_map(lambda x: x / (1 // 0), mesh=mesh, in_specs=fr.P("x"), out_specs=fr.P("x"))(torch.ones(2))
+    assert bound_names() == ()
+
+
+NOT_THE_SAME = {
+    "an index": lambda x: fr.axis_index("b") + 0 * x.sum(),
+    "its own shard": lambda x: x.sum(),
+    "a NaN on one rank": lambda x: torch.where(fr.axis_index("b") == 1, torch.nan, 0.0),
+    "a permuted value": lambda x: fr.ppermute(x, "b", [(0, 1), (1, 0)]).sum(),
+}
+THE_SAME = {
+    "a sum": lambda x: fr.psum(x, "b").sum(),
+    "a gathered value": lambda x: fr.all_gather(x, "b").sin().sum(),
+    "equal by computation": lambda x: (fr.axis_index("b") >= 0).double(),
+    "NaN on all ranks": lambda x: torch.full((), torch.nan) * fr.psum(x, "b").sum(),
+}
+
+
+@pytest.mark.parametrize("name", NOT_THE_SAME)
+def test_a_value_promised_to_be_the_same_must_be(name):
+    """out_specs that leave out an axis promise equal bits along it: an error names the result and the axis; check=False takes the first."""
+    mesh, f = fr.Mesh.emulated(a=2, b=2), lambda x: {"out": NOT_THE_SAME[name](x), "good": fr.psum(x, "b")}
+    specs = {"in_specs": fr.P(None, "b"), "out_specs": {"out": fr.P(), "good": fr.P()}}
+    with pytest.raises(ValueError, match="axis 'b'") as raised:
+        fr.shard_map(f, mesh=mesh, **specs)(X)
+    assert "`result['out']` is not the same along axis 'b'" in str(raised.value)
+    assert "good" not in str(raised.value)
+    assert "axis 'a'" not in str(raised.value)
+    fr.shard_map(f, mesh=mesh, check=False, **specs)(X)
+
+
+@pytest.mark.parametrize("name", THE_SAME)
+def test_a_value_that_is_the_same_passes(name):
+    """Equal bits along an axis keep the promise, however they were made."""
+    mesh = fr.Mesh.emulated(a=2, b=2)
+    fr.shard_map(THE_SAME[name], mesh=mesh, in_specs=fr.P(None, "b"), out_specs=fr.P())(X)
+
+
+def test_a_broken_promise_is_not_read_inside_jit():
+    """Inside jit nothing is read on the host, so promises are not compared."""
+    f = fr.shard_map(lambda x: x.sum(), mesh=fr.Mesh.emulated(x=2), in_specs=fr.P("x"), out_specs=fr.P())
+    assert float(fr.jit(f)(X)) == float(X[:2].sum())
+
+
+def test_collectives_are_called_in_one_place():
+    """No module but the exchange calls torch.distributed's collectives: their derivatives are silently wrong under torch.func."""
+    from pathlib import Path
+
+    root = Path(collectives.__file__).parent
+    calls = ("all_reduce", "all_gather_into", "reduce_scatter", "all_to_all_single", "_c10d_functional", "wait_tensor", "broadcast(")
+    found = {p.name for p in root.rglob("*.py") if any(c in p.read_text() for c in calls)}
+    assert found <= {"_exchange.py"}

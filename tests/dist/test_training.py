@@ -1,0 +1,101 @@
+"""Training under every placement, emulated and on gloo ranks, against one process that adds the gradients of the same batches."""
+
+import pytest
+import torch
+import training
+from training import OPTIMIZERS, SHAPES
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+ONE_AXIS = ("table_wise", "row_wise", "column_wise", "replicated")
+TWO_AXES = (*ONE_AXIS, "table_row_wise", "table_column_wise", "grid")
+STEPS = 20
+
+
+def plan_of(kind, axes):
+    """Every table by that placement; those on one place take turns."""
+    names, n = tuple(axes), 1
+    for size in axes.values():
+        n *= size
+    made = {
+        "table_wise": lambda i: fr.table_wise(names, rank=i % n),
+        "row_wise": lambda i: fr.row_wise(names),
+        "column_wise": lambda i: fr.column_wise(names[0]),
+        "replicated": lambda i: fr.replicated(),
+        "table_row_wise": lambda i: fr.table_row_wise(names, rank=i % 2),
+        "table_column_wise": lambda i: fr.table_column_wise(names, rank=i % 2),
+        "grid": lambda i: fr.grid(names),
+    }[kind]
+    return fr.Plan({n: made(i) for i, n in enumerate(SHAPES)})
+
+
+def assert_same_training(got, want, **tolerance):
+    for name, a, b in zip(("tables", "slots", "dense"), got, want, strict=False):
+        assert_trees_close({name: a}, {name: b}, **tolerance)
+    assert_trees_close(got[3], want[3], rtol=1e-6)  # the printed mean of the losses is added in any order
+
+
+@pytest.mark.parametrize("name", ["adam", "rowwise_adagrad", "lamb", "by_table"])
+@pytest.mark.parametrize("kind", ONE_AXIS)
+def test_two_ranks_change_no_bit(kind, name, ranks):
+    """20 steps on two ranks give the tables, slots and dense parameters of one process that adds the same two batches, bit for bit."""
+    axes = {"x": 2}
+    want = training.alone(name, 2, STEPS, 4)
+    for got in ranks(2).run(training.real, name, axes, plan_of(kind, axes), STEPS, 4, True):
+        assert_same_training(got, want)
+
+
+@pytest.mark.parametrize("name", ["adam", "rowwise_adagrad"])
+@pytest.mark.parametrize("kind", TWO_AXES)
+def test_a_grid_of_four_ranks_changes_no_bit(kind, name, ranks):
+    """20 steps on 2 x 2 ranks give what one process gives that adds the same four batches, bit for bit; without exact=True row-wise within 1e-6."""
+    axes = {"x": 2, "y": 2}
+    want = training.alone(name, 4, STEPS, 8)
+    for got in ranks(4).run(training.real, name, axes, plan_of(kind, axes), STEPS, 8, True):
+        assert_same_training(got, want)
+    rounded = {"rtol": 1e-6, "atol": 1e-6} if kind in ("row_wise", "table_row_wise", "grid") else {}
+    assert_same_training(ranks(4).run(training.real, name, axes, plan_of(kind, axes), 5, 8, False)[0], training.alone(name, 4, 5, 8), **rounded)
+
+
+@pytest.mark.parametrize("axes", [{"x": 1}, {"x": 2}, {"x": 4}, {"x": 8}, {"x": 2, "y": 2}, {"x": 2, "y": 4}], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_emulated_training_is_training(name, axes):
+    """Emulated steps under every placement differ from one process's by the rounding of dense products only."""
+    mesh = fr.Mesh.emulated(**axes)
+    want = training.alone(name, mesh.size, 5, 8)
+    for kind in TWO_AXES if len(axes) > 1 else ONE_AXIS:
+        got = training.together(name, mesh, plan_of(kind, axes), 5, 8, exact=True)
+        assert_same_training(got, want, rtol=2e-6, atol=2e-6)
+
+
+def test_a_row_cut_by_columns_keeps_one_second_moment(ranks):
+    """Under column_wise row-wise Adagrad keeps the whole row's second moment: each column's owner has the same number."""
+    mesh, axes = fr.Mesh.emulated(x=2), {"x": 2}
+    got = training.together("rowwise_adagrad", mesh, plan_of("column_wise", axes), 3, 8, exact=True)
+    plain = training.together("rowwise_adagrad", mesh, plan_of("row_wise", axes), 3, 8, exact=True)
+    assert_trees_close(got[1], plain[1], rtol=1e-6)
+
+
+def test_a_norm_of_all_gradients_is_that_of_all_ranks():
+    """clip(max_norm) on a mesh clips by the norm over all ranks' rows, under every placement of whole rows."""
+    sparse = fr.optim.clip(fr.optim.sgd(1.0), max_norm=0.01)
+    dense = fr.optim.dense(torch.optim.SGD, lr=0.0)
+    plain = fr.train_step(training.loss_fn, sparse=sparse, dense=dense)
+    want = plain(plain.init(training.params()), training.batch(0, 8))[0].tables
+    for kind in ("table_wise", "row_wise", "replicated", "column_wise"):
+        mesh = fr.Mesh.emulated(x=2)
+        step = fr.train_step(training.loss_fn, sparse=sparse, dense=dense, mesh=mesh, plan=plan_of(kind, {"x": 2}))
+        state, _ = step(step.init(training.params()), training.batch(0, 8))
+        assert_trees_close(fr.gather_tables(state.tables, mesh), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
+def test_a_compiled_step_on_ranks_is_the_step(kind, ranks):
+    """jit with donation changes a sharded step by the rounding of compiled dense parts only."""
+    axes = {"x": 2}
+    want = training.alone("rowwise_adagrad", 2, 5, 4)
+    got = ranks(2).run(training.real, "rowwise_adagrad", axes, plan_of(kind, axes), 5, 4, True, True, deadline_s=300)[0]
+    assert_same_training(got, want, rtol=1e-5, atol=1e-6)

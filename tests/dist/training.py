@@ -1,0 +1,103 @@
+"""Small models and the same training three ways: in one process, emulated, on real ranks."""
+
+import torch
+
+import funcrec as fr
+
+SHAPES = {"a": (11, 4), "b": (7, 5), "c": (5, 4)}
+FEATURES = (
+    fr.FeatureConfig("f0", table="a", column="u"),
+    fr.FeatureConfig("f1", table="b", column="v", pooling="mean"),
+    fr.FeatureConfig("f2", table="a", column="v"),
+    fr.FeatureConfig("f3", table="c", column="u", pooling="mean", hash=fr.modulo()),
+)
+OPTIMIZERS = {
+    "adam": lambda: fr.optim.adam(lr=0.01),
+    "rowwise_adagrad": lambda: fr.optim.rowwise_adagrad(lr=0.1, weight_decay=0.01),
+    "lamb": lambda: fr.optim.lamb(lr=0.01),
+    "by_table": lambda: fr.optim.by_table({"b": fr.optim.rowwise_adagrad(lr=0.1)}, default=fr.optim.sgd(0.1)),
+    "user": lambda: fr.optim.row_optimizer(
+        init=lambda t: {"age": torch.zeros(t.shape[0])},
+        rule=lambda row, grad, slots, hyper: (
+            row - hyper.lr * grad / (1 + slots["age"]) / (1e-3 + grad.square().sum().sqrt()), {"age": slots["age"] + 1},
+        ),
+        lr=0.1,
+    ),
+}  # fmt: skip
+
+
+def loss_fn(params, batch):
+    acts = fr.lookup(params.tables, batch.ids, FEATURES).values
+    logits = (acts @ params.dense["w"]).relu() @ params.dense["v"]
+    return torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
+
+
+def params():
+    tables = fr.init(fr.key(1), [fr.TableConfig(n, *s) for n, s in SHAPES.items()])
+    w = torch.linspace(-1, 1, 17 * 6).sin().reshape(17, 6)
+    return fr.Params(tables, {"w": w, "v": torch.linspace(-1, 1, 6)})
+
+
+def batch(step, num_bags):
+    """Bags of 0 to 3 ids, some outside their table."""
+    g = torch.Generator().manual_seed(step)
+    lists = {k: [torch.randint(-1, 12, (int(n),), generator=g).tolist() for n in torch.randint(0, 4, (num_bags,), generator=g)] for k in "uv"}
+    label = torch.randint(0, 2, (num_bags,), generator=g).float()
+    return fr.Batch(fr.KeyedJaggedTensor.from_lists(lists, dtype=torch.int64).pad_to(8 * num_bags), label)
+
+
+def part(whole, rank, ranks):
+    """The bags of one rank."""
+    per = whole.label.shape[0] // ranks
+    return fr.Batch(whole.ids[rank * per : (rank + 1) * per], whole.label[rank * per : (rank + 1) * per])
+
+
+def optimizers(name):
+    return {"sparse": OPTIMIZERS[name](), "dense": fr.optim.dense(torch.optim.Adam, lr=0.01)}
+
+
+def alone(name, ranks, steps, num_bags):
+    """One process that adds the gradients of the ranks' batches: (tables, slots, dense, losses)."""
+    sparse, dense = optimizers(name)["sparse"], optimizers(name)["dense"]
+    p = params()
+    tables, slots, weights, state = p.tables, sparse.init(p.tables), p.dense, dense.init(p.dense)
+    losses = []
+    for step in range(steps):
+        total, mean = None, 0.0
+        for r in range(ranks):
+            mine = part(batch(step, num_bags), r, ranks)
+            loss, grads = fr.value_and_grad(lambda p, b: loss_fn(p, b) / ranks)(fr.Params(tables, weights), mine)
+            mean += float(loss)
+            rows = grads.tables if total is None else {n: total.tables[n] + g for n, g in grads.tables.items()}
+            total = fr.Params(rows, grads.dense if total is None else {k: total.dense[k] + g for k, g in grads.dense.items()})
+        tables, slots = sparse.update(total.tables, slots, tables, step)
+        weights, state = dense.update(total.dense, state, weights, step)
+        losses.append(mean)
+    return tables, slots, weights, torch.tensor(losses)
+
+
+def together(name, mesh, plan, steps, num_bags, *, exact, compiled=False):
+    """The same by train_step on a mesh."""
+    step = fr.train_step(loss_fn, **optimizers(name), mesh=mesh, plan=plan, exact=exact)
+    state, losses = step.init(params()), []
+    run = fr.jit(step, donate=("state",)) if compiled else step
+    for i in range(steps):
+        mine = fr.shard(batch(i, num_bags), fr.P(mesh.axis_names), mesh=mesh)
+        if compiled:
+            mine = fr.Batch(mine.ids.pad_to(8 * num_bags) if not mesh.is_emulated else mine.ids, mine.label)
+        state, metrics = run(state, mine)
+        losses.append(float(metrics["loss"]))
+    layout = state.tables.layout
+    gather = lambda banks: fr._sharded.gather_banks(layout, banks, mesh)
+    names = {k for own in state.slots.values() for k in own}
+    slots = {n: {} for n, _ in layout.shapes}
+    for k in sorted(names):
+        have = {b: own[k] for b, own in state.slots.items() if k in own}
+        for n, _ in layout.shapes:
+            if all(layout.banks[layout.shards[i].bank].name in have for i in layout.shards_of(n)):
+                slots[n][k] = fr._sharded.gather_banks(layout._replace(shapes=tuple(s for s in layout.shapes if s[0] == n)), {**state.tables.banks, **have}, mesh)[n]
+    return gather(state.tables.banks), slots, state.dense, torch.tensor(losses)
+
+
+def real(name, axes, plan, steps, num_bags, exact, compiled=False):
+    return together(name, fr.Mesh.distributed(**axes), plan, steps, num_bags, exact=exact, compiled=compiled)
