@@ -2,29 +2,32 @@
 
 A lookup reads rows far apart. With pages of 4 KiB nearly each is also a miss of the address caches, which costs more than the
 row itself (two to four times as much on a virtual machine).
+
+Large tables are mapped from the system, not taken from the allocator: what that gives again has the small pages of its
+last owner, and begins anywhere, so that a table loses the large page at either end.
 """
 
+import contextlib
 import ctypes
-import functools
+import mmap
 import sys
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 HUGE_PAGE = 2 << 20  # bytes
-MADV_HUGEPAGE = 14
+MIN_MAPPED = 2 * HUGE_PAGE
 
 
 def empty_table(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
     """torch.empty, of huge pages when it is large, on the CPU and on Linux; pages are given when they are first written."""
-    out = torch.empty(shape, dtype=dtype, device=device)
-    if type(out) is Tensor and out.device.type == "cpu" and sys.platform == "linux":
-        start = -(-out.data_ptr() // HUGE_PAGE) * HUGE_PAGE
-        size = (out.data_ptr() + out.nbytes) // HUGE_PAGE * HUGE_PAGE - start
-        if size > 0:
-            _madvise()(start, size, MADV_HUGEPAGE)  # advice: a system without huge pages says no, and all is as before
-    return out
+    like = torch.empty(0, dtype=dtype, device=device)
+    size = dtype.itemsize
+    for n in shape:
+        size *= n
+    if type(like) is not Tensor or like.device.type != "cpu" or sys.platform != "linux" or size < MIN_MAPPED:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(_mapped(size), dtype=dtype).view(shape)
 
 
 def full_table(shape: tuple[int, ...], value: float, *, dtype: torch.dtype, device=None) -> Tensor:
@@ -32,8 +35,11 @@ def full_table(shape: tuple[int, ...], value: float, *, dtype: torch.dtype, devi
     return empty_table(shape, dtype=dtype, device=device).fill_(value)
 
 
-@functools.cache
-def _madvise() -> Callable:
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return function
+def _mapped(size: int) -> memoryview:
+    """`size` bytes from a multiple of HUGE_PAGE on; the last page is a huge one when it is at least half full."""
+    pages = (size + HUGE_PAGE // 2) // HUGE_PAGE
+    memory = mmap.mmap(-1, max(size, pages * HUGE_PAGE) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE
+    with contextlib.suppress(AttributeError, OSError):  # advice: a system without huge pages says no
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)[begin : begin + size]

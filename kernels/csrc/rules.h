@@ -1,10 +1,13 @@
-// The rules of the row optimizers, each for one row: w the row, x its summed gradient, s its slots, all in the accumulator type.
+// The rules of the row optimizers, each for one row: w the row, x its summed gradient, s its slots, in the accumulator type;
+// w may be a row of 16 bits, which is widened where it is read and rounded where it is written. A rule writes w once, but a
+// user's, which knows only plain pointers: its row of 16 bits is widened into `spare` and narrowed from there.
 // The formulas are those of funcrec/optim. `each` runs a formula over a row in vectors and in single elements behind them:
 // a formula is a generic lambda of a position `at`, where at(p) reads p's element(s) there and at.put(p, v)
 // writes them.
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "simd.h"
@@ -15,6 +18,11 @@ template <class A, int N> struct Position {
   int64_t i;
   FUNCREC_INLINE Vec<A, N> operator()(const A* p) const { return load<N>(p + i); }
   FUNCREC_INLINE void put(A* p, const Vec<A, N>& v) const { store<N>(p + i, v); }
+  template <class E> FUNCREC_INLINE Vec<A, N> operator()(const Narrow<E>& w) const { return load<N>(w.p + i); }
+  template <class E> FUNCREC_INLINE void put(const Narrow<E>& w, const Vec<A, N>& v) const {
+    if (w.bits) store_random<N>(w.p + i, v, load_u16<N>(w.bits + i));
+    else store<N>(w.p + i, v);
+  }
   FUNCREC_INLINE Vec<A, N> root(const Vec<A, N>& v) const { return square_root<A, N>(v); }
   FUNCREC_INLINE Vec<A, N> sign(const Vec<A, N>& v) const { return where(v > 0, one, zero) - where(v < 0, one, zero); }
   template <class C> FUNCREC_INLINE Vec<A, N> where(C c, const Vec<A, N>& a, const Vec<A, N>& b) const { return c ? a : b; }
@@ -40,6 +48,7 @@ template <class A, int D, int N = LANES<A>, class F> FUNCREC_INLINE A total(int6
     return rest;
   } else {
     Vec<A, N> lanes = {};
+    if (i + N <= end) lanes = f(Position<A, N>{i}), i += N;
     for (; i + N <= end; i += N) lanes += f(Position<A, N>{i});
     if constexpr (D == 0 || D % N != 0) rest = total<A, D, (N > 4 ? N / 2 : 1)>(dim, f, i);
     return rest + sum<A, N>(lanes);
@@ -49,8 +58,8 @@ template <class A, int D, int N = LANES<A>, class F> FUNCREC_INLINE A total(int6
 constexpr int MOST_SLOTS = 8;
 
 // What a rule sees of one row.
-template <class A> struct Row {
-  A* w;          // f[D]
+template <class A, class W = A*> struct Row {
+  W w;           // f[D], or Narrow
   const A* x;    // f[D]
   A* s[MOST_SLOTS];  // each f[D], or f[1] for a slot with one number per row
   A* spare;      // f[D], to be overwritten
@@ -80,7 +89,7 @@ struct Hyper {
 
 constexpr int WIDE = 1, NARROW = 0;   // a slot [R, D], a slot [R]
 
-template <class A> FUNCREC_INLINE A norm(int64_t dim, const A* p) {
+template <class A, class W> FUNCREC_INLINE A norm(int64_t dim, const W& p) {
   return std::sqrt(total<A, 0>(dim, [&](auto at) { auto v = at(p); return v * v; }));
 }
 
@@ -88,7 +97,7 @@ template <class A> struct Sgd {
   static constexpr int slots = 0, width[3] = {};
   A lr, decay;
   explicit Sgd(const Hyper& n) : lr(n.lr), decay(n.h[0]) {}
-  template <int D> FUNCREC_INLINE void apply(const Row<A>& r) const {
+  template <int D, class W> FUNCREC_INLINE void apply(const Row<A, W>& r) const {
     each<A, D>(r.dim, [&](auto at) { auto w = at(r.w); at.put(r.w, w - lr * (at(r.x) + decay * w)); });
   }
 };
@@ -98,7 +107,7 @@ template <class A> struct Momentum {
   A lr, b, decay;
   bool nesterov;
   explicit Momentum(const Hyper& n) : lr(n.lr), b(n.h[0]), decay(n.h[1]), nesterov(n.h[2] != 0) {}
-  template <int D> FUNCREC_INLINE void apply(const Row<A>& r) const {
+  template <int D, class W> FUNCREC_INLINE void apply(const Row<A, W>& r) const {
     const A ahead = nesterov ? b : 1, now = nesterov ? 1 : 0;   // w ← w - lr · (now · g + ahead · m)
     each<A, D>(r.dim, [&](auto at) {
       auto w = at(r.w), g = at(r.x) + decay * w, m = b * at(r.s[0]) + g;
@@ -112,8 +121,8 @@ template <class A> struct LarsSgd {
   static constexpr int slots = 1, width[3] = {WIDE};
   A lr, eta, b, decay;
   explicit LarsSgd(const Hyper& n) : lr(n.lr), eta(n.h[0]), b(n.h[1]), decay(n.h[2]) {}
-  template <int D> FUNCREC_INLINE void apply(const Row<A>& r) const {
-    const A length = norm(r.dim, r.w), slope = norm(r.dim, r.x);
+  template <int D, class W> FUNCREC_INLINE void apply(const Row<A, W>& r) const {
+    const A length = norm<A>(r.dim, r.w), slope = norm<A>(r.dim, r.x);
     const A rate = lr * (length > 0 && slope > 0 ? eta * length / (slope + decay * length) : A(1));
     each<A, D>(r.dim, [&](auto at) {
       auto w = at(r.w), m = b * at(r.s[0]) + rate * (at(r.x) + decay * w);
@@ -127,7 +136,7 @@ template <class A> struct Lion {
   static constexpr int slots = 1, width[3] = {WIDE};
   A lr, b1, c1, b2, c2, decay;
   explicit Lion(const Hyper& n) : lr(n.lr), b1(n.h[0]), c1(1 - n.h[0]), b2(n.h[1]), c2(1 - n.h[1]), decay(n.h[2]) {}
-  template <int D> FUNCREC_INLINE void apply(const Row<A>& r) const {
+  template <int D, class W> FUNCREC_INLINE void apply(const Row<A, W>& r) const {
     each<A, D>(r.dim, [&](auto at) {
       auto w = at(r.w), g = at(r.x), m = at(r.s[0]);
       at.put(r.s[0], b2 * m + c2 * g);
@@ -140,7 +149,7 @@ template <class A> struct Adagrad {
   static constexpr int slots = 1, width[3] = {WIDE};
   A lr, eps, decay;
   explicit Adagrad(const Hyper& n) : lr(n.lr), eps(n.h[0]), decay(n.h[1]) {}
-  template <int D> FUNCREC_INLINE void apply(const Row<A>& r) const {
+  template <int D, class W> FUNCREC_INLINE void apply(const Row<A, W>& r) const {
     each<A, D>(r.dim, [&](auto at) {
       auto w = at(r.w), g = at(r.x) + decay * w, n = at(r.s[0]) + g * g;
       at.put(r.s[0], n);
@@ -156,17 +165,19 @@ template <class A> struct RowwiseAdagrad {
     l2 = n.h[2] ? 0 : n.h[1];
     kept = n.h[2] ? 1 - lr * A(n.h[1]) : A(1);
   }
-  template <int D> FUNCREC_INLINE void apply(const Row<A>& r) const {
+  template <int D, class W> FUNCREC_INLINE void apply(const Row<A, W>& r) const {
     A square;
     if (l2 != 0) square = total<A, D>(r.dim, [&](auto at) { auto g = at(r.x) + l2 * at(r.w); return g * g; });
     else square = total<A, D>(r.dim, [&](auto at) { auto g = at(r.x); return g * g; });
     const A n = r.s[0][0] += square / r.dim, rate = lr / (std::sqrt(n) + eps);
-    each<A, D>(r.dim, [&](auto at) { auto w = at(r.w); at.put(r.w, kept * w - rate * (at(r.x) + l2 * w)); });
-    if (most > 0) limit<D>(r);
-  }
-  template <int D> void limit(const Row<A>& r) const {   // a row longer than `most` is scaled back to it
-    const A length = norm(r.dim, r.w);
-    if (length > most) each<A, D>(r.dim, [&](auto at) { at.put(r.w, at(r.w) * (most / length)); });
+    const auto put = [&](const auto& to) {
+      each<A, D>(r.dim, [&](auto at) { auto w = at(r.w); at.put(to, kept * w - rate * (at(r.x) + l2 * w)); });
+    };
+    if (!(most > 0)) return put(r.w);
+    put(r.spare);
+    const A length = norm<A>(r.dim, r.spare);  // a row longer than `most` is scaled back to it
+    if (length > most) each<A, D>(r.dim, [&](auto at) { at.put(r.w, at(r.spare) * (most / length)); });
+    else each<A, D>(r.dim, [&](auto at) { at.put(r.w, at(r.spare)); });
   }
 };
 
@@ -176,7 +187,7 @@ template <class A> struct RowwiseAdagradCounter {
   bool decoupled;
   explicit RowwiseAdagradCounter(const Hyper& n)
       : lr(n.lr), t(n.t), half_life(n.h[0]), eps(n.h[1]), decay(n.h[2]), decoupled(n.h[3] != 0) {}
-  template <int D> FUNCREC_INLINE void apply(const Row<A>& r) const {
+  template <int D, class W> FUNCREC_INLINE void apply(const Row<A, W>& r) const {
     A &n = *r.s[0], &counter = *r.s[1], &last = *r.s[2];
     const A passed = last == 0 ? A(1) : t - last, l2 = decoupled ? 0 : decay;
     counter = 1 + counter * std::exp2(-passed / half_life);
@@ -194,9 +205,9 @@ template <class A> struct RowwiseAdagradCowclip {
     l2 = n.h[4] ? 0 : n.h[3];
     kept = n.h[4] ? 1 - lr * A(n.h[3]) : A(1);
   }
-  template <int D> FUNCREC_INLINE void apply(const Row<A>& r) const {
+  template <int D, class W> FUNCREC_INLINE void apply(const Row<A, W>& r) const {
     const A square = total<A, D>(r.dim, [&](auto at) { auto g = at(r.x) + l2 * at(r.w); return g * g; });
-    const A n = r.s[0][0] += square / r.dim, clip = ratio * norm(r.dim, r.w);
+    const A n = r.s[0][0] += square / r.dim, clip = ratio * norm<A>(r.dim, r.w);
     const A most = r.repeats * (clip < least ? least : clip), length = std::sqrt(square);
     const A rate = (length > most ? most / length : A(1)) * lr / (std::sqrt(n) + eps);
     each<A, D>(r.dim, [&](auto at) { auto w = at(r.w); at.put(r.w, kept * w - rate * (at(r.x) + l2 * w)); });
@@ -208,7 +219,7 @@ template <class A, bool MOMENTUM> struct RmsProp {
   A lr, b, c, eps, momentum, decay;
   explicit RmsProp(const Hyper& n)
       : lr(n.lr), b(n.h[0]), c(1 - n.h[0]), eps(n.h[1]), momentum(n.h[2]), decay(n.h[3]) {}
-  template <int D> FUNCREC_INLINE void apply(const Row<A>& r) const {
+  template <int D, class W> FUNCREC_INLINE void apply(const Row<A, W>& r) const {
     each<A, D>(r.dim, [&](auto at) {
       auto w = at(r.w), g = at(r.x) + decay * w, v = b * at(r.s[0]) + c * (g * g), m = g / (at.root(v) + eps);
       at.put(r.s[0], v);
@@ -222,7 +233,7 @@ template <class A> struct Ftrl {
   static constexpr int slots = 2, width[3] = {WIDE, WIDE};
   A lr, beta, l1, l2;
   explicit Ftrl(const Hyper& n) : lr(n.lr), beta(n.h[0]), l1(n.h[1]), l2(n.h[2]) {}
-  template <int D> FUNCREC_INLINE void apply(const Row<A>& r) const {
+  template <int D, class W> FUNCREC_INLINE void apply(const Row<A, W>& r) const {
     each<A, D>(r.dim, [&](auto at) {
       auto w = at(r.w), g = at(r.x), old = at(r.s[1]), n = old + g * g, deep = at.root(n);
       auto z = at(r.s[0]) + g - (deep - at.root(old)) / lr * w;
@@ -244,7 +255,7 @@ template <class A, int V> struct Moments {
       : lr(n.lr), b1(n.h[0]), c1(1 - n.h[0]), b2(n.h[1]), c2(1 - n.h[1]), eps(n.h[2]), decay(n.h[3]),
         first(correction(n.h[0], n.t)), second(correction(n.h[1], n.t)) {}
   // then(at, w, u) for every position, u the corrected mean over the corrected root; l2 · w is added to the gradient
-  template <int D, class F> FUNCREC_INLINE void move(const Row<A>& r, A l2, const F& then) const {
+  template <int D, class W, class F> FUNCREC_INLINE void move(const Row<A, W>& r, A l2, const F& then) const {
     A under = 0;
     if constexpr (V == NARROW) {
       const A square = total<A, D>(r.dim, [&](auto at) { auto g = at(r.x) + l2 * at(r.w); return g * g; }) / r.dim;
@@ -267,7 +278,7 @@ template <class A, int V> struct Moments {
 
 template <class A, int V, bool DECOUPLED> struct Adam : Moments<A, V> {
   using Moments<A, V>::Moments;
-  template <int D> FUNCREC_INLINE void apply(const Row<A>& r) const {
+  template <int D, class W> FUNCREC_INLINE void apply(const Row<A, W>& r) const {
     const A lr = this->lr, late = DECOUPLED ? this->decay : 0;
     this->template move<D>(r, DECOUPLED ? 0 : this->decay, [&](auto at, auto w, auto u) {
       at.put(r.w, w - lr * (u + late * w));
@@ -277,10 +288,10 @@ template <class A, int V, bool DECOUPLED> struct Adam : Moments<A, V> {
 
 template <class A, int V> struct Lamb : Moments<A, V> {
   using Moments<A, V>::Moments;
-  template <int D> FUNCREC_INLINE void apply(const Row<A>& r) const {
-    const A length = norm(r.dim, r.w), decay = this->decay;
+  template <int D, class W> FUNCREC_INLINE void apply(const Row<A, W>& r) const {
+    const A length = norm<A>(r.dim, r.w), decay = this->decay;
     this->template move<D>(r, 0, [&](auto at, auto w, auto u) { at.put(r.spare, u + decay * w); });
-    const A step = norm(r.dim, r.spare), rate = this->lr * (length > 0 && step > 0 ? length / step : A(1));
+    const A step = norm<A>(r.dim, r.spare), rate = this->lr * (length > 0 && step > 0 ? length / step : A(1));
     each<A, D>(r.dim, [&](auto at) { at.put(r.w, at(r.w) - rate * at(r.spare)); });
   }
 };
@@ -292,7 +303,15 @@ template <class A> struct Generated {
   explicit Generated(const Hyper& n)
       : slots(n.code->slots), sizes(n.code->sizes), rule(reinterpret_cast<decltype(rule)>(n.code->rule)),
         shared(n.code->shared.data()) {}
-  template <int D> FUNCREC_INLINE void apply(const Row<A>& r) const { rule(r.w, r.x, r.s, r.repeats, shared); }
+  template <int D, class W> FUNCREC_INLINE void apply(const Row<A, W>& r) const {
+    if constexpr (std::is_pointer_v<W>) {
+      rule(r.w, r.x, r.s, r.repeats, shared);
+    } else {
+      each<A, D>(r.dim, [&](auto at) { at.put(r.spare, at(r.w)); });
+      rule(r.spare, r.x, r.s, r.repeats, shared);
+      each<A, D>(r.dim, [&](auto at) { at.put(r.w, at(r.spare)); });
+    }
+  }
 };
 
 // The elements of slot i of a row.

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "abi.h"
 #if defined(__x86_64__)
@@ -45,6 +46,10 @@ template <class To, int W, class V> FUNCREC_INLINE Vec<To, W> convert(const V& v
 // -- loads: E in memory, the accumulation type in registers ---------------------------------------------------------
 
 template <int W> FUNCREC_INLINE Vec<uint32_t, W> load_u16(const void* p) {
+#if defined(__AVX512F__)
+  if constexpr (W == 16)  // GCC 12 makes two halves of it
+    return bit_cast<Vec<uint32_t, W>>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p))));
+#endif
   Vec<uint16_t, W> h;
   std::memcpy(&h, p, sizeof h);
   return convert<uint32_t, W>(h);
@@ -115,12 +120,29 @@ template <int W> FUNCREC_INLINE void store_u16(void* p, const Vec<uint32_t, W>& 
 template <int W> FUNCREC_INLINE void store(float* p, const Vec<float, W>& v) { std::memcpy(p, &v, sizeof v); }
 template <int W> FUNCREC_INLINE void store(double* p, const Vec<double, W>& v) { std::memcpy(p, &v, sizeof v); }
 
+// The upper halves of the lanes: by one permutation where there is one, not by a shift and a narrowing.
+template <int W> FUNCREC_INLINE void store_high(void* p, const Vec<uint32_t, W>& u) {
+#if defined(__AVX512BW__)
+  if constexpr (W == 16) {
+    const Vec<uint16_t, 32> odd = {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+    const __m512i high = _mm512_permutexvar_epi16(bit_cast<__m512i>(odd), bit_cast<__m512i>(u));
+    _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_castsi512_si256(high));
+    return;
+  }
+#endif
+  store_u16<W>(p, u >> 16);
+}
+
+// bf16 is the upper half of an f32 after `add` was carried into it; inf, whose lower half is 0, stays.
+template <int W> FUNCREC_INLINE void store_carried(Bf16* p, const Vec<float, W>& v, const Vec<uint32_t, W>& add) {
+  using U = Vec<uint32_t, W>;
+  const U carried = bit_cast<U>(v) + add, nan = U{} + 0x7fc00000u;
+  store_high<W>(p, choose<W>(v == v, carried, nan));
+}
+
 template <int W> FUNCREC_INLINE void store(Bf16* p, const Vec<float, W>& v) {
   using U = Vec<uint32_t, W>;
-  const U u = bit_cast<U>(v);
-  const U rounded = (u + (0x7fffu + ((u >> 16) & 1u))) >> 16;
-  const U nan = U{} + 0x7fc0u;
-  store_u16<W>(p, choose<W>(v == v, rounded, nan));
+  store_carried<W>(p, v, U(((bit_cast<U>(v) >> 16) & 1u) + 0x7fffu));
 }
 
 // Small numbers are rounded by adding 0.5, whose last place is f16's least; large ones by the carry of the bits cut off.
@@ -154,16 +176,47 @@ template <int W> FUNCREC_INLINE void store(Half* p, const Vec<float, W>& v) {
   store_u16<W>(p, to_half<W>(v));
 }
 
+// v rounded up or down at random: bits that are cut off are carried as often as their value says. NaN and inf stay.
+template <int W> FUNCREC_INLINE void store_random(Bf16* p, const Vec<float, W>& v, const Vec<uint32_t, W>& random) {
+  store_carried<W>(p, v, random);
+}
+template <int W> FUNCREC_INLINE void store_random(Half* p, const Vec<float, W>& v, const Vec<uint32_t, W>& random) {
+  using U = Vec<uint32_t, W>;
+  const U u = bit_cast<U>(v), carried = (u + (random & 0x1fffu)) & ~0x1fffu;
+  store<W>(p, bit_cast<Vec<float, W>>(U(choose<W>(v == v, carried, u))));
+}
+
+// A row of 16 bits that a rule writes: rounded at random by bits[c] for column c, or to the nearest where bits is null.
+template <class E> struct Narrow {
+  E* p;
+  const uint16_t* bits;
+};
+
 // -- arithmetic -------------------------------------------------------------------------------------------------------
 
-// The sum of the lanes, halves folded onto each other: a fixed order.
+// The sum of the lanes, halves folded onto each other: a fixed order. By shuffles where the compiler has a word for them:
+// through memory, a whole vector stored and its halves loaded, it waits longer than all the additions take.
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define FUNCREC_SHUFFLES
+template <class V, int... I> FUNCREC_INLINE auto fold(const V& v, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(v, v, I...) + __builtin_shufflevector(v, v, (I + int(sizeof...(I)))...);
+}
+#endif
+#endif
+
 template <class A, int W, class V> FUNCREC_INLINE A sum(const V& v) {
   if constexpr (W == 1) return v;
+  else if constexpr (W == 2) return v[0] + v[1];
   else {
+#if defined(FUNCREC_SHUFFLES)
+    return sum<A, W / 2>(fold(v, std::make_integer_sequence<int, W / 2>()));
+#else
     Vec<A, W / 2> low, high;
     std::memcpy(&low, &v, sizeof low);
     std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
     return sum<A, W / 2>(low + high);
+#endif
   }
 }
 

@@ -19,7 +19,7 @@ struct Trained {
   Code code;
 };
 
-// -- rows of 16 bits: read into f32 and written back -------------------------------------------------------------
+// -- random bits -------------------------------------------------------------------------------------------------
 
 // SplitMix64's finaliser.
 template <class U> FUNCREC_INLINE U mix(U z) {
@@ -41,65 +41,18 @@ inline void random_bits(uint64_t key, uint64_t row, int64_t dim, uint16_t* bits)
   }
 }
 
-// v rounded up or down at random: bits that are cut off are carried as often as their value says. NaN and inf stay.
-template <int W> FUNCREC_INLINE void store_random(Bf16* p, const Vec<float, W>& v, const Vec<uint32_t, W>& random) {
-  using U = Vec<uint32_t, W>;
-  const U u = bit_cast<U>(v), kept = ((u + random) >> 16) << 16;
-  store<W>(p, bit_cast<Vec<float, W>>(U(choose<W>((u & 0x7f800000u) == 0x7f800000u, u, kept))));
-}
-template <int W> FUNCREC_INLINE void store_random(Half* p, const Vec<float, W>& v, const Vec<uint32_t, W>& random) {
-  using U = Vec<uint32_t, W>;
-  const U u = bit_cast<U>(v), kept = (u + (random & 0x1fffu)) & ~0x1fffu;
-  store<W>(p, bit_cast<Vec<float, W>>(U(choose<W>((u & 0x7f800000u) == 0x7f800000u, u, kept))));
-}
-
-// D: as in rules.h, the row's length where the compiler knows it, else 0.
-template <class E, int D> void read_row(const char* from, float* to, int64_t length) {
-  constexpr int W = LANES<float>;
-  const int64_t dim = D ? D : length;
-  const E* p = reinterpret_cast<const E*>(from);
-  int64_t i = 0;
-  for (; i + W <= dim; i += W) store<W>(to + i, load<W>(p + i));
-  if constexpr (D == 0 || D % W != 0)
-    for (; i < dim; i++) to[i] = load<1>(p + i);
-}
-
-// bits: null to round to the nearest.
-template <class E, int D> void write_row(char* to, const float* from, int64_t length, const uint16_t* bits) {
-  constexpr int W = LANES<float>;
-  const int64_t dim = D ? D : length;
-  E* p = reinterpret_cast<E*>(to);
-  int64_t i = 0;
-  if (bits) {
-    for (; i + W <= dim; i += W) store_random<W>(p + i, load<W>(from + i), load_u16<W>(bits + i));
-    if constexpr (D == 0 || D % W != 0)
-      for (; i < dim; i++) store_random<1>(p + i, from[i], load_u16<1>(bits + i));
-  } else {
-    for (; i + W <= dim; i += W) store<W>(p + i, load<W>(from + i));
-    if constexpr (D == 0 || D % W != 0)
-      for (; i < dim; i++) store<1>(p + i, from[i]);
-  }
-}
-
-template <int D> struct Codec {
-  void (*read)(const char*, float*, int64_t) = nullptr;  // null: rows are used where they are
-  void (*write)(char*, const float*, int64_t, const uint16_t*) = nullptr;
-  explicit Codec(int64_t dtype) {
-    if (dtype == F16) read = read_row<Half, D>, write = write_row<Half, D>;
-    if (dtype == BF16) read = read_row<Bf16, D>, write = write_row<Bf16, D>;
-  }
-};
-
 // -- one class of rows -------------------------------------------------------------------------------------------
 
-template <class A, class Rule, int D> void update_rows(const Trained& t, const Group& g, const Rule& rule, int64_t block) {
+// E: the row's type in memory; a row of 16 bits is narrowed as the rule writes it, never through memory.
+template <class E, class Rule, int D> void update_rows(const Trained& t, const Group& g, const Rule rule, int64_t block) {
+  using A = Acc<E>;
+  constexpr bool NARROWED = sizeof(E) == 2;
   thread_local Scratch<A> row_memory;
   thread_local Scratch<uint16_t> bits_memory;
-  const int64_t dim = D ? D : t.table.dim, element = t.table.dtype == F64 ? 8 : t.table.dtype == F32 ? 4 : 2;
-  const Codec<D> codec(t.table.dtype);
-  const int64_t row_bytes = dim * element, first = block << BLOCK_BITS, room = (dim + 31) / 32 * 32;
-  A *const sum = row_memory.need(3 * room), *const wide = sum + room;
-  uint16_t* const bits = t.key ? bits_memory.need(room) : nullptr;
+  const int64_t dim = D ? D : t.table.dim;
+  const int64_t row_bytes = dim * sizeof(E), first = block << BLOCK_BITS, room = (dim + 31) / 32 * 32;
+  A *const sum = row_memory.need(2 * room), *const spare = sum + room;
+  uint16_t* const bits = NARROWED && t.key ? bits_memory.need(room) : nullptr;
   const Entry* const e = g.entries;
   const auto slot = [&](int64_t row, int i) { return t.slots[i].as<A>() + row * slot_size(rule, i, dim); };
   // Inlined by force: GCC takes a function that only fetches for one without effect, and drops its calls.
@@ -128,32 +81,31 @@ template <class A, class Rule, int D> void update_rows(const Trained& t, const G
       fetch(end + FETCH_AHEAD);
       touch_entry(end + near);
     } while (++end < g.size && e[end].row == e[k].row);
-    char* const at = t.table.data + row * row_bytes;
-    Row<A> r{reinterpret_cast<A*>(at), g.sum<A>(k, end, dim, sum), {}, wide + room, dim, A(end - k)};
-    for (int i = 0; i < rule.slots; i++) r.s[i] = slot(row, i);
-    if constexpr (sizeof(A) == 4) {
-      if (codec.read) codec.read(at, r.w = wide, dim);
-    }
-    rule.template apply<D>(r);
-    if constexpr (sizeof(A) == 4) {
-      if (!codec.write) continue;
-      if (t.key) random_bits(*t.key, row, dim, bits);
-      codec.write(at, wide, dim, bits);
+    E* const at = t.table.as<E>() + row * dim;
+    const auto apply = [&](auto w) __attribute__((always_inline)) {
+      Row<A, decltype(w)> r{w, g.sum<A>(k, end, dim, sum), {}, spare, dim, A(end - k)};
+      for (int i = 0; i < rule.slots; i++) r.s[i] = slot(row, i);
+      rule.template apply<D>(r);
+    };
+    if constexpr (NARROWED) {
+      if (bits) random_bits(*t.key, row, dim, bits);
+      apply(Narrow<E>{at, bits});
+    } else {
+      apply(at);
     }
   }
 }
 
-template <class A> void update_class(const Terms& terms, const Trained& t, const Class& c, int64_t number, const Hyper& hyper) {
-  thread_local Group group;
-  group.build(terms, c, t.table.rows);
-  if (group.size == 0) return;
-  with_rule<A>(number, hyper, [&](const auto& rule) {
+template <class E> void update_class(const Trained& t, const Group& group, int64_t block, int64_t number, const Hyper& hyper) {
+  with_rule<Acc<E>>(number, hyper, [&](const auto& rule) {
     using Rule = std::decay_t<decltype(rule)>;
-    const auto update = [&](auto d) { update_rows<A, Rule, decltype(d)::value>(t, group, rule, c.block); };
-    if constexpr (sizeof(A) == 4) {
+    const auto update = [&](auto d) { update_rows<E, Rule, decltype(d)::value>(t, group, rule, block); };
+    if constexpr (sizeof(E) <= 4) {
+      if constexpr (sizeof(E) == 4) {
+        if (t.table.dim == 16) return update(std::integral_constant<int, 16>());
+        if (t.table.dim == 32) return update(std::integral_constant<int, 32>());
+      }
       switch (t.table.dim) {
-        case 16: return update(std::integral_constant<int, 16>());
-        case 32: return update(std::integral_constant<int, 32>());
         case 64: return update(std::integral_constant<int, 64>());
         case 128: return update(std::integral_constant<int, 128>());
       }
@@ -243,10 +195,15 @@ inline void fused_update(Reader in) {
   }
   const std::vector<Class> work = classes(terms, shapes, threads);
   parallel_for(threads, work.size(), [&](int64_t i) {
+    thread_local Group group;
     const Trained& mine = tables[work[i].table];
-    const Code* code = &mine.code;
-    if (mine.table.dtype == F64) update_class<double>(terms, mine, work[i], number, {lr, t, numbers.data(), code});
-    else update_class<float>(terms, mine, work[i], number, {double(float(lr)), double(float(t)), numbers.data(), code});
+    group.build(terms, work[i], mine.table.rows);
+    if (group.size == 0) return;
+    const bool is_wide = mine.table.dtype == F64;
+    const Hyper hyper{is_wide ? lr : float(lr), is_wide ? t : float(t), numbers.data(), &mine.code};
+    with_table_type(mine.table.dtype, [&](auto tag) {
+      update_class<typename decltype(tag)::type>(mine, group, work[i].block, number, hyper);
+    });
   });
 }
 

@@ -258,6 +258,36 @@ def test_outputs_are_written_everywhere(name, fresh, monkeypatch):
         assert not (out.isnan().any() if out.is_floating_point() else (out == torch.iinfo(out.dtype).min).any())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", SETS)
+def test_rows_of_16_bits_are_rounded_as_torch_rounds(name, dtype, fresh, monkeypatch):
+    """An update writes a row of 16 bits to the bits of torch's conversion: every upper half of an f32, around ties."""
+    monkeypatch.setenv("FUNCREC_CPU", name)
+    low = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x3000, 0x2FFF])
+    wide = ((torch.arange(2**16) << 16)[:, None] + low).to(torch.int32).view(torch.float32)
+    one, none = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
+    for dim in (64, 11, 1):
+        table, n = torch.full((wide.numel() // dim, dim), -0.0, dtype=dtype), wide.numel() // dim
+        grads = -wide.flatten()[: n * dim].view(n, dim)  # -0.0 - 1 · -x is x, zeros with their sign
+        cpp.fused_update_(
+            [table],
+            [],
+            [grads],
+            [torch.arange(n)],
+            [],
+            [],
+            [0, 0, 0, 0, -1, 0, n, 0, 0, -1],
+            one,
+            none,
+            None,
+            "sgd",
+            [0.0],
+        )
+        truth = (-grads).to(dtype)
+        assert torch.equal(table.isnan(), truth.isnan())
+        assert torch.equal(table.view(torch.int16)[~truth.isnan()], truth.view(torch.int16)[~truth.isnan()])
+
+
 def test_nothing_at_all_is_fine():
     """No tables, features, bags, ids or rows give empty or zero results."""
     none, offsets = torch.zeros(0, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
