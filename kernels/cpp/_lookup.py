@@ -2,6 +2,7 @@
 
 import torch
 from funcrec.kernels.cpp._native import DTYPES, call, empty, matrix, table, vector
+from funcrec.kernels.cpp._native import tables as described_tables
 from torch import Tensor
 
 INTS_PER_FEATURE = 7
@@ -20,8 +21,9 @@ def pooled_lookup(
     rows, offsets = [r.contiguous() for r in rows], offsets.contiguous()
     described, numbers = _features(tables, rows, offsets, features, num_bags)
     of_table, columns = features[::INTS_PER_FEATURE], features[6::INTS_PER_FEATURE]
-    width = max([c + described[t][3] for t, c in zip(of_table, columns)], default=0)
-    wide = any(described[t][1] == F64 for t in of_table)
+    dtypes, dims = described[1::4], described[3::4]
+    width = max([c + dims[t] for t, c in zip(of_table, columns)], default=0)
+    wide = F64 in dtypes and any(dtypes[t] == F64 for t in of_table)
     out = empty((num_bags, width), torch.float64 if wide else torch.float32)
     weights = _multipliers(weights)
     numbers += (*vector(offsets), *vector(weights), num_bags, width, F64 if wide else F32, out.data_ptr())
@@ -73,19 +75,16 @@ def scatter_block_(tables: list[Tensor], rows: Tensor, count: Tensor, new: list[
 
 def _features(
     tables: list[Tensor], rows: list[Tensor], offsets: Tensor, features: list[int], num_bags: int
-) -> tuple[list[tuple], list[int]]:
-    """What describes each table, and all the numbers that both lookups begin with."""
+) -> tuple[list[int], list[int]]:
+    """The numbers of the tables, four each, and all the numbers that both lookups begin with."""
     need = max(features[2::INTS_PER_FEATURE], default=0) + num_bags
     if features and need >= offsets.shape[0]:
         raise ValueError(
             f"funcrec.kernels.cpp: `offsets` has too few boundaries.\n  got   {offsets.shape[0]}\n"
             f"  need  {need + 1}, one more than the last feature's last bag"
         )
-    described = [table(t) for t in tables]
-    numbers = [len(tables)]
-    for t in described:
-        numbers += t
-    numbers.append(len(rows))
+    described = described_tables(tables)
+    numbers = [len(tables), *described, len(rows)]
     for r in rows:
         numbers += vector(r)
     numbers.append(len(features) // INTS_PER_FEATURE)

@@ -60,7 +60,7 @@ def generated_update_(
     del kept
 
 
-def _update(call: str, tables, slots, terms, when, number: int, hyper, names: Sequence[str], codes=None) -> None:
+def _update(call: str, tables, slots, terms, when, number: int, hyper, names: Sequence[str], codes=()) -> None:
     """What `fused_update` in csrc/update.h reads; names: of a table's slots."""
     lr, step, key = when
     lr, step = lr.to(torch.float64), step.to(torch.int64)
@@ -68,22 +68,30 @@ def _update(call: str, tables, slots, terms, when, number: int, hyper, names: Se
     keys = 0 if key is None else key.data_ptr()
     bad = array("q", [-1])
     numbers = [bad.buffer_info()[0], number, lr.data_ptr(), step.data_ptr(), *hyper, len(names), len(tables)]
-    for i, x in enumerate(tables):
-        numbers += _native.table(x)
-        for slot in slots[i * len(names) : (i + 1) * len(names)]:
-            numbers += (
-                slot.data_ptr(),
-                _native.DTYPES.get(slot.dtype, -1),
-                slot.numel() if slot.is_contiguous() else -1,
-            )
-        numbers.append(keys + 8 * i if keys and x.element_size() == 2 else 0)
-        numbers += codes[i] if codes else ()
+    numbers += _trained(tables, slots, len(names), keys, codes)
     numbers_of_terms, kept = _terms(*terms)
     _native.call("fused_update", numbers + numbers_of_terms)
     _check_segments(call, bad[0], terms[-1])
     if bad[0] < -1:
         _fail_slot(call, tables, slots, names, -2 - bad[0])
     del kept
+
+
+def _trained(tables: Sequence[Tensor], slots: Sequence[Tensor], each: int, keys: int, codes: Sequence) -> list[int]:
+    """What `Trained` in csrc/update.h reads, by columns: tables, `each` slots, where its key is, 0 for none, its code."""
+    before = 4 + 3 * each
+    width = before + 1 + (len(codes[0]) if codes else 0)
+    numbers = _native.tables(tables, width)
+    for j in range(each):
+        at, mine = 4 + 3 * j, slots[j::each]
+        numbers[at::width] = map(Tensor.data_ptr, mine)
+        numbers[at + 1 :: width] = [_native.DTYPES.get(x.dtype, -1) for x in mine]
+        numbers[at + 2 :: width] = [x.numel() if x.is_contiguous() else -1 for x in mine]
+    if keys:
+        numbers[before::width] = [keys + 8 * i if x.element_size() == 2 else 0 for i, x in enumerate(tables)]
+    for j, column in enumerate(zip(*codes, strict=True)):
+        numbers[before + 1 + j :: width] = column
+    return numbers
 
 
 def expand(

@@ -20,7 +20,7 @@ constexpr int64_t FAR = 64;          // rows between the fetch into L2 and the s
 constexpr int64_t NEAR_BYTES = 4096;  // bytes of rows between the touch and the sum
 constexpr uint64_t RING = 128;       // a power of two above FAR
 constexpr int MAX_VECTORS = 8;       // accumulators of a panel: AVX has 16 registers
-constexpr int64_t MIN_STREAM = 8 << 20;  // bytes of output above which it is written past the caches
+constexpr int64_t MIN_STREAM = 2 << 20;  // bytes of output above which it is written past the caches
 constexpr int64_t MIN_WORK = 32768;  // elements below which one thread is faster
 
 // What a row outside its table reads: a panel of zeros of any type.
