@@ -18,7 +18,7 @@ from funcrec._configs import FeatureConfig, TableConfig, table_tensor_problems
 from funcrec._errors import check, describe, fail
 from funcrec._keyed_jagged import KeyedJaggedTensor
 from funcrec._keyed_tensor import KeyedTensor
-from funcrec._layout import Layout, layout_of, pack, unpack
+from funcrec._layout import Bank, Layout, layout_of, pack, unpack
 from funcrec._mesh import Mesh, bound_names
 from funcrec._placement import Plan
 from funcrec._route import combine, combine_transpose, fetch, pool, route, routes_of
@@ -182,7 +182,7 @@ def shard_tables(
     check(call, table_tensor_problems(tables))
     shapes = {n: (t.shape[0], t.shape[1]) for n, t in tables.items()}
     layout = layout_of(call, shapes, {n: t.dtype for n, t in tables.items()}, plan, mesh, labels)
-    banks = {b.name: pack(layout, i, tables, _own_ranks(b, mesh)) for i, b in enumerate(layout.banks)}
+    banks = {b.name: pack(layout, i, tables, own_ranks(b, mesh)) for i, b in enumerate(layout.banks)}
     return ShardedTables(banks, layout, exact, capacity)
 
 
@@ -214,7 +214,8 @@ def gather_banks(layout: Layout, banks: Mapping[str, Tensor], mesh: Mesh) -> dic
     return {name: unpack(layout, whole, name) for name, _ in layout.shapes}
 
 
-def _own_ranks(bank, mesh: Mesh) -> list[int]:
+def own_ranks(bank: Bank, mesh: Mesh) -> list[int]:
+    """The ranks of the bank's axes that this process holds."""
     if mesh.is_emulated or not bank.axes:
         return list(range(bank.num_ranks))
     place = 0

@@ -40,16 +40,8 @@ def shard_state(
     """The first state: tables as the plan places them, slots like their rows, the rest on every rank."""
     labels = {n: sparse.label(n) for n in params.tables}
     tables = shard_tables(params.tables, plan, mesh, exact=exact, capacity=capacity, labels=labels)
+    check_whole_rows("funcrec.train_step", sparse, tables.layout)
     columns = column_banks(sparse, tables.layout)
-    if columns and sparse.is_joint:
-        hint = "row_wise or table_wise for it, or an optimizer of single elements, such as adam"
-        fail(
-            "funcrec.train_step",
-            "a norm of all gradients and rows cut by columns do not go together.",
-            got=f"tables {list(columns)} by columns",
-            need="whole rows",
-            hint=hint,
-        )
     slots = init_slots(sparse, tables, columns)
     for n, own in slots.items():
         for k, s in own.items():
@@ -108,6 +100,20 @@ def sharded_update(
         return mapped(state, batch)
 
     return update
+
+
+def check_whole_rows(call: str, sparse: RowOptimizer, layout: Layout) -> None:
+    """An optimizer with a norm over all rows sees none that is cut."""
+    columns = column_banks(sparse, layout)
+    if columns and sparse.is_joint:
+        hint = "row_wise or table_wise for it, or an optimizer of single elements, such as adam"
+        fail(
+            call,
+            "a norm of all gradients and rows cut by columns do not go together.",
+            got=f"tables {list(columns)} by columns",
+            need="whole rows",
+            hint=hint,
+        )
 
 
 def state_specs(state: TrainState) -> TrainState:

@@ -16,6 +16,18 @@ def e(call, kind, *fragments):
 
 
 A = fr.P("a")
+STATE = fr.TrainState(torch.tensor(0), {"t": X, "u": X}, {"t": {"sum": X}, "u": {"sum": X}}, {}, {}, fr.key(0))
+BY_ROWS = fr.Plan({"t": fr.row_wise("a"), "u": fr.row_wise("a")})
+BY_COLUMNS = fr.Plan({"t": fr.column_wise("a"), "u": fr.replicated()})
+SGD = fr.optim.sgd(lr=0.1)
+
+
+def resharded(state=STATE, plan=BY_ROWS, mesh=MESH, sparse=SGD, **kwargs):
+    return fr.reshard(state, plan, mesh=mesh, sparse=sparse, **kwargs)
+
+
+def state_with(**fields):
+    return fr._tree.replace(STATE, **fields)
 
 
 def mapped(f, in_specs=A, out_specs=A, args=(X,), **kwargs):
@@ -93,6 +105,32 @@ ROWS = {
     "ragged_all_to_all: capacity": e(
         inside(lambda x: fr.ragged_all_to_all(x, x, *[torch.zeros(2, dtype=torch.int64)] * 4, axis_name="a", capacity=-1)),
         ValueError, "`capacity` is negative",
+    ),
+    "gather_state: plain": e(lambda: fr.gather_state(STATE, MESH), TypeError, "`state` is not sharded", "fr.reshard"),
+    "gather_state: tables": e(lambda: fr.gather_state({"t": X}, MESH), TypeError, "`state` is not a TrainState"),
+    "gather_state: another mesh": e(
+        lambda: fr.gather_state(resharded(), fr.Mesh.emulated(b=3, a=2)), ValueError, "lies on another mesh", "{'a': 2, 'b': 3}"
+    ),
+    "reshard: all at once": e(
+        lambda: resharded({"t": X}, mesh=2, sparse=3), TypeError, "is not a TrainState", "`mesh` is no mesh", "is not a row optimizer"
+    ),
+    "reshard: another mesh": e(
+        lambda: resharded(resharded(), mesh=fr.Mesh.emulated(a=2)), ValueError, "lies on another mesh", "from_mesh"
+    ),
+    "reshard: no placement": e(lambda: resharded(plan=fr.Plan({"t": fr.replicated()})), KeyError, "the plan lacks table 'u'"),
+    "reshard: no axis": e(lambda: resharded(mesh=fr.Mesh.emulated(c=2)), ValueError, "an axis that the mesh lacks", "['a']"),
+    "reshard: no slots": e(lambda: resharded(state_with(slots={"t": {}})), ValueError, "'u' has no slots"),
+    "reshard: slots of other rows": e(
+        lambda: resharded(state_with(slots={"t": {"s": X[:2]}, "u": {"s": X.sum()}})), ValueError, "slot 's' of 't' has no rows", "[4, ...]", "of 'u'"
+    ),
+    "reshard: one label, two kinds of slots": e(
+        lambda: resharded(state_with(slots={"t": {"sum": X}, "u": {"m": X}})), ValueError, "different slots and one label", "['sum']", "['m']"
+    ),
+    "reshard: a norm over cut rows": e(
+        lambda: resharded(plan=BY_COLUMNS, sparse=fr.optim.clip(fr.optim.rowwise_adagrad(lr=0.1), max_norm=1.0)), ValueError, "a norm of all gradients", "whole rows"
+    ),
+    "reshard: slots that cannot be cut": e(
+        lambda: resharded(state_with(slots={"t": {"s": X[:, :5]}, "u": {}}), BY_COLUMNS), ValueError, "cannot be cut by columns", "[R, 6]"
     ),
 }  # fmt: skip
 

@@ -1,0 +1,77 @@
+"""Training that is moved to another plan or mesh half-way, for ranks and for one process."""
+
+import torch
+import training
+
+import funcrec as fr
+from funcrec import _reshard
+from funcrec._tree import map_tensors
+
+
+def plan_of(kind, axes):
+    """Every table of `training` by that placement; those on one place take turns."""
+    names, n = tuple(axes), 1
+    for size in axes.values():
+        n *= size
+    make = {
+        "table_wise": lambda i: fr.table_wise(names, rank=i % n),
+        "row_wise": lambda i: fr.row_wise(names),
+        "column_wise": lambda i: fr.column_wise(names),
+        "replicated": lambda i: fr.replicated(),
+        "table_row_wise": lambda i: fr.table_row_wise(names, rank=i % 2),
+        "table_column_wise": lambda i: fr.table_column_wise(names, rank=i % 2),
+        "grid": lambda i: fr.grid(names),
+    }[kind]
+    return fr.Plan({n: make(i) for i, n in enumerate(training.SHAPES)})
+
+
+def moved(name, stations, steps, num_bags, is_real):
+    """`steps` steps at each station, a pair (axes, kind), in blocks of one or two rows between them: the last state, whole."""
+    _reshard.BLOCK_BYTES = 64
+    make = fr.Mesh.distributed if is_real else fr.Mesh.emulated
+    meshes = [make(**axes) for axes, _ in stations]
+    state, done = None, 0
+    for i, (mesh, (axes, kind)) in enumerate(zip(meshes, stations, strict=True)):
+        options = {**training.optimizers(name), "mesh": mesh, "plan": plan_of(kind, axes), "exact": True}
+        step = fr.train_step(training.loss_fn, **options)
+        if state is None:
+            state = step.init(training.params())
+        else:
+            state = fr.reshard(
+                state, options["plan"], mesh=mesh, sparse=options["sparse"], from_mesh=meshes[i - 1], exact=True
+            )
+        for at in range(done, done + steps):
+            state, _ = step(state, fr.shard(training.batch(at, num_bags), fr.P(mesh.axis_names), mesh=mesh))
+        done += steps
+    return fr.gather_state(state, meshes[-1])
+
+
+def carried(state, axes, kind, others, other, name):
+    """A plain state laid out by one plan, moved to another, and made plain again, on ranks."""
+    _reshard.BLOCK_BYTES = 64
+    here, there, sparse = fr.Mesh.distributed(**axes), fr.Mesh.distributed(**others), training.OPTIMIZERS[name]()
+    first = fr.reshard(state, plan_of(kind, axes), mesh=here, sparse=sparse)
+    second = fr.reshard(first, plan_of(other, others), mesh=there, sparse=sparse, from_mesh=here)
+    return fr.gather_state(first, here), fr.gather_state(second, there)
+
+
+def full_state(name, dtype):
+    """A state whose tables and slots have every kind of bits: negative zeros, NaNs with a payload, denormals."""
+    params = training.params()
+    odd = torch.tensor([-(2**31), 0x7FC01234, 1, -4194303], dtype=torch.int32).view(torch.float32)
+
+    def fill(x):
+        bits = torch.randn(x.shape, generator=torch.Generator().manual_seed(x.numel())).to(x.dtype)
+        at = torch.arange(0, x.numel(), 3)
+        return bits.flatten().index_copy(0, at, odd[at % 4].to(x.dtype)).reshape(x.shape)
+
+    tables = map_tensors(lambda x: fill(x).to(dtype), params.tables)
+    slots = map_tensors(fill, training.OPTIMIZERS[name]().init(tables))
+    dense = fr.optim.dense(torch.optim.Adam, lr=0.01).init(params.dense)
+    return fr.TrainState(torch.tensor(3), tables, slots, params.dense, dense, fr.key(7))
+
+
+def bits(tree):
+    """The same with integers for floats, so that equal means equal bits."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return map_tensors(lambda x: x.contiguous().view(integer[x.element_size()]) if x.is_floating_point() else x, tree)

@@ -1,0 +1,106 @@
+"""States moved between plans and meshes: every bit is kept, and training goes on."""
+
+import moving
+import pytest
+import torch
+import training
+from hypothesis import given
+from hypothesis import strategies as st
+from moving import bits, plan_of
+
+import funcrec as fr
+from funcrec import _reshard
+from funcrec._tree import tree_structure
+from funcrec.testing import assert_trees_close
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+MESHES = [{"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"x": 2, "y": 2}, {"y": 2, "x": 4}]
+ONE_AXIS = ("table_wise", "row_wise", "column_wise", "replicated")
+TWO_AXES = (*ONE_AXIS, "table_row_wise", "table_column_wise", "grid")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+@st.composite
+def laid_out(draw):
+    """(axes, plan) with a placement of its own for each table; shrinks to table-wise on one rank."""
+    axes = draw(st.sampled_from(MESHES))
+    kinds = [draw(st.sampled_from(TWO_AXES if len(axes) > 1 else ONE_AXIS)) for _ in training.SHAPES]
+    return axes, fr.Plan({n: plan_of(k, axes)[n] for n, k in zip(training.SHAPES, kinds, strict=True)})
+
+
+@given(
+    st.sampled_from(list(training.OPTIMIZERS)),
+    laid_out(),
+    laid_out(),
+    st.sampled_from(DTYPES),
+    st.sampled_from([1, 100, 1 << 26]),
+)
+def test_a_state_keeps_every_bit_on_its_way(name, first, second, dtype, block):
+    """gather_state(reshard(state)) is the state, to the bit, under every placement, and so it is after another reshard to any plan and mesh."""
+    state, sparse = moving.full_state(name, dtype), training.OPTIMIZERS[name]()
+    here, there = fr.Mesh.emulated(**first[0]), fr.Mesh.emulated(**second[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_reshard, "BLOCK_BYTES", block)
+        one = fr.reshard(state, first[1], mesh=here, sparse=sparse)
+        two = fr.reshard(one, second[1], mesh=there, sparse=sparse, from_mesh=here)
+    assert_trees_close(bits(fr.gather_state(one, here)), bits(state))
+    assert_trees_close(bits(fr.gather_state(two, there)), bits(state))
+
+
+@given(st.sampled_from(list(training.OPTIMIZERS)), laid_out(), laid_out())
+def test_a_moved_state_is_laid_out_as_a_first_one(name, first, second):
+    """reshard and train_step's init give one layout, and the same first state."""
+    (axes, plan), (others, other) = first, second
+    mesh, elsewhere, opts = fr.Mesh.emulated(**axes), fr.Mesh.emulated(**others), training.optimizers(name)
+    make = lambda **where: fr.train_step(training.loss_fn, **opts, **where).init(training.params())
+    want = make(mesh=mesh, plan=plan)
+    for got in (
+        fr.reshard(make(), plan, mesh=mesh, sparse=opts["sparse"]),
+        fr.reshard(make(mesh=elsewhere, plan=other), plan, mesh=mesh, sparse=opts["sparse"], from_mesh=elsewhere),
+    ):
+        assert tree_structure(got) == tree_structure(want)
+        assert_trees_close(bits(got.tables), bits(want.tables))
+
+
+@pytest.mark.parametrize("name", ["adam", "rowwise_adagrad", "by_table"])
+def test_emulated_training_goes_on_elsewhere(name):
+    """Three steps under each of several plans differ from one process's steps by the rounding of dense products only."""
+    kinds = [({"x": 4}, "row_wise"), ({"x": 2, "y": 2}, "grid"), ({"y": 4}, "column_wise"), ({"y": 4}, "table_wise")]
+    got = moving.moved(name, kinds, 3, 8, False)
+    tables, slots, dense, _ = training.alone(name, 4, 12, 8)
+    assert_trees_close((got.tables, got.slots, got.dense), (tables, slots, dense), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["adam", "rowwise_adagrad", "lamb", "by_table"])
+def test_training_on_two_ranks_goes_on_to_the_same_bits(name, ranks):
+    """Steps on two ranks, moved from plan to plan, have the bits of one process that adds the same batches."""
+    stations = [({"x": 2}, kind) for kind in ("column_wise", "row_wise", "table_wise", "replicated", "column_wise")]
+    tables, slots, dense, _ = training.alone(name, 2, 10, 4)
+    for got in ranks(2).run(moving.moved, name, stations, 2, 4, True):
+        assert_trees_close(bits((got.tables, got.slots, got.dense)), bits((tables, slots, dense)))
+
+
+def test_training_on_four_ranks_goes_on_over_other_axes(ranks):
+    """Steps on four ranks in a grid, then in a row, then in another grid, have the bits of one process that adds the same batches."""
+    axes = {"x": 2, "y": 2}
+    stations = [
+        (axes, "grid"),
+        ({"z": 4}, "row_wise"),
+        (axes, "table_column_wise"),
+        (axes, "table_row_wise"),
+        ({"y": 1, "x": 4}, "grid"),
+    ]
+    tables, slots, dense, _ = training.alone("rowwise_adagrad", 4, 10, 8)
+    for got in ranks(4).run(moving.moved, "rowwise_adagrad", stations, 2, 8, True):
+        assert_trees_close(bits((got.tables, got.slots, got.dense)), bits((tables, slots, dense)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", TWO_AXES)
+def test_ranks_keep_every_bit_of_a_state(kind, dtype, ranks):
+    """On four ranks a state that is laid out, moved and gathered is the state, negative zeros and NaNs' payloads too, on every rank."""
+    state, axes = moving.full_state("by_table", dtype), {"x": 2, "y": 2}
+    for got in ranks(4).run(moving.carried, state, axes, kind, {"z": 4}, "row_wise", "by_table"):
+        for one in got:
+            assert_trees_close(bits(one), bits(state))
