@@ -1,10 +1,11 @@
 """Click-through models on MovieLens-1M, trained by one compiled, donated, pure step.
 
     python -m funcrec.examples.ctr --model deepfm
+    torchrun --nproc-per-node 2 -m funcrec.examples.ctr --model deepfm --plan row_wise
 
 The protocol, and the AUC to reach, are RecBole's `ml-1m_context` benchmark (`funcrec.data.ctr_dataset`). A run leaves in
 --out: checkpoint.pt (after each epoch and on Ctrl-C), result.json and curve.png. With --resume a run goes on to the
-same bits as if it had not been interrupted. Floor 6.
+same bits as if it had not been interrupted; on other ranks or under another plan too, but for their rounding. Floor 6.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from tqdm import tqdm
 
 import funcrec as fr
 from funcrec._tree import map_tensors, tree_map
+from funcrec.examples import _ranks as ranks
 
 PUBLISHED = {  # test AUC, RecBole 1.1.x, benchmark/md/ml-1m_context.md
     "lr": 0.8699,
@@ -41,7 +43,9 @@ class Job(NamedTuple):
     options: argparse.Namespace
     split: fr.data.CtrSplit
     model: fr.models.Model
+    mesh: fr.Mesh | None  # None for a lone process
     init: Callable  # params, key -> the first state
+    place: Callable  # a plain state -> one for `step`
     step: Callable  # compiled; takes the state's memory
     predict: Callable
 
@@ -60,15 +64,20 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     job = make_job(options)
     run = resume(job) if options.resume else start(job)
-    stop = stop_on_interrupt()
+    stop = ranks.agreed(stop_on_interrupt(), job.mesh, options.device)
     while not is_finished(run, options):
         run = train_epoch(job, run, stop)
-        fr.save(checkpoint_path(options), to_tree(job, run))
+        save(job, run)
         if stop():
-            print(f"interrupted; the same command with --resume goes on from {checkpoint_path(options)}")
+            say(job, f"interrupted; the same command with --resume goes on from {checkpoint_path(options)}")
             return 130
     report(job, run)
     return 0
+
+
+def say(job: Job, text: str) -> None:
+    if ranks.is_chief(job.mesh):
+        print(text, flush=True)
 
 
 # -- the job -----------------------------------------------------------------------------------------------------
@@ -89,6 +98,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", help="a folder with ml-1m.inter, .user and .item; without it they are fetched once")
     parser.add_argument("--out", type=Path, help="a folder for the results (default runs/MODEL)")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    ranks.add_options(parser)
     options = parser.parse_args(argv)
     options.out = options.out or Path("runs") / options.model
     for name in ("batch_size", "epochs", "patience"):
@@ -98,6 +108,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--device {options.device}: this machine has no accelerator that torch can use")
     if options.resume and not checkpoint_path(options).exists():
         parser.error(f"--resume: there is no {checkpoint_path(options)}")
+    ranks.settle_options(parser, options)
     import_pyplot(parser)
     return options
 
@@ -116,14 +127,32 @@ def make_job(options: argparse.Namespace) -> Job:
         raise SystemExit(f"--batch-size {options.batch_size} is more than the {len(split.train)} rows to train on")
     split = tree_map(lambda x: x.to(options.device), split)
     model = fr.models.ml1m(options.model)
+    mesh = ranks.mesh_of(options)
+    plan = None if mesh is None else ranks.plan_of(options.plan, model.tables, mesh)
+    sparse = getattr(fr.optim, options.optimizer)(lr=options.lr)
     step = fr.train_step(
-        fr.models.loss(model),
-        sparse=getattr(fr.optim, options.optimizer)(lr=options.lr),
+        loss_and_stats(model),
+        sparse=sparse,
         dense=fr.optim.dense(torch.optim.Adam, lr=options.lr),
         has_aux=True,
         merge=fr.models.merge_stats,
+        mesh=mesh,
+        plan=plan,
     )
-    return Job(options, split, model, step.init, fr.jit(step, donate=("state",)), fr.jit(model.apply))
+    place = lambda state: state if mesh is None else fr.reshard(state, plan, mesh=mesh, sparse=sparse)
+    fast = fr.jit(step, donate=("state",))
+    return Job(options, split, model, mesh, step.init, place, fast, fr.jit(model.apply))
+
+
+def loss_and_stats(model: fr.models.Model) -> Callable:
+    """The model's loss without its logits: ranks would average them."""
+    loss_fn = fr.models.loss(model)
+
+    def loss(params: fr.Params, batch: fr.Batch, *, key: Tensor):
+        value, aux = loss_fn(params, batch, key=key)
+        return value, {"stats": aux["stats"]}
+
+    return loss
 
 
 def start(job: Job) -> Run:
@@ -160,11 +189,12 @@ def train_epoch(job: Job, run: Run, stop: Callable[[], bool]) -> Run:
         if began is None:
             began = time.perf_counter()
         else:
-            samples += batch.label.shape[0]
+            samples += job.options.batch_size
         if stop() and position.epoch == epoch:
             return run._replace(state=state, position=position, loss_sum=loss_sum)
     seconds = time.perf_counter() - began
-    auc, log_loss = evaluate(job, state.params, job.split.valid)
+    params = ranks.whole_params(state, job.mesh)
+    auc, log_loss = evaluate(job, params, job.split.valid)
     entry = {
         "epoch": epoch,
         "loss": float(loss_sum) / num_steps(job),
@@ -175,11 +205,11 @@ def train_epoch(job: Job, run: Run, stop: Callable[[], bool]) -> Run:
     }
     history = [*run.history, entry]
     better = best_epoch(history) == len(history) - 1
-    best = map_tensors(torch.clone, state.params) if better else run.best
-    print(
+    best = map_tensors(torch.clone, params) if better else run.best
+    say(
+        job,
         f"epoch {epoch:3d}  loss {entry['loss']:.4f}  valid AUC {auc:.4f}  log loss {log_loss:.4f}"
         f"  {entry['samples_per_s']:,.0f} samples/s{'  best' if better else ''}",
-        flush=True,
     )
     return Run(state, position, torch.zeros_like(loss_sum), best, history)
 
@@ -191,7 +221,7 @@ def num_steps(job: Job) -> int:
 def progress(job: Job, run: Run) -> Iterator[tuple[fr.data.Position, fr.Batch]]:
     """The batches of the epoch behind a progress bar; the rows of a last batch that is not full come in other epochs."""
     batches = fr.data.batches(
-        job.split.data,
+        ranks.OwnRows(job.split.data, job.mesh),
         job.split.train,
         job.options.batch_size,
         key=fr.fold_in(fr.key(job.options.seed), 1),
@@ -199,7 +229,8 @@ def progress(job: Job, run: Run) -> Iterator[tuple[fr.data.Position, fr.Batch]]:
         drop_last=True,
     )
     label, done = f"epoch {run.position.epoch:3d}", run.position.batch
-    bar = tqdm(total=num_steps(job), initial=done, desc=label, leave=False, disable=not sys.stderr.isatty())
+    is_shown = sys.stderr.isatty() and ranks.is_chief(job.mesh)
+    bar = tqdm(total=num_steps(job), initial=done, desc=label, leave=False, disable=not is_shown)
     with bar:
         for item in fr.data.prefetch(batches):
             yield item
@@ -207,11 +238,12 @@ def progress(job: Job, run: Run) -> Iterator[tuple[fr.data.Position, fr.Batch]]:
 
 
 def evaluate(job: Job, params: fr.Params, rows: Tensor) -> tuple[float, float]:
-    """(AUC, log loss) of the model on these rows."""
-    short = -len(rows) % EVAL_BATCH
+    """(AUC, log loss) of the model on these rows; each rank takes its part of them, and knows the whole answer."""
+    short = -len(rows) % (EVAL_BATCH * ranks.num_processes(job.mesh))
     padded = torch.cat([rows, rows[:1].expand(short)])  # whole batches, so that one shape is compiled
-    logits = [job.predict(params, fr.data.take(job.split.data, chunk)) for chunk in padded.split(EVAL_BATCH)]
-    scores = torch.cat(logits)[: len(rows)].double()
+    own = ranks.own_part(padded, job.mesh).split(EVAL_BATCH)
+    logits = [job.predict(params, fr.data.take(job.split.data, chunk)) for chunk in own]
+    scores = ranks.all_parts(torch.cat(logits), job.mesh)[: len(rows)].double()
     labels = job.split.data.label[rows].double()
     log_loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, labels)
     return float(fr.metrics.exact_auc(scores, labels)), float(log_loss)
@@ -241,9 +273,13 @@ def fixed_options(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("model", "optimizer", "lr", "batch_size", "seed")}
 
 
-def to_tree(job: Job, run: Run) -> dict[str, Any]:
-    job.options.out.mkdir(parents=True, exist_ok=True)
-    return {"options": fixed_options(job.options), **run._asdict(), "position": tuple(run.position)}
+def save(job: Job, run: Run) -> None:
+    """The checkpoint, which is that of a lone process whatever the plan is."""
+    state = run.state if job.mesh is None else fr.gather_state(run.state, job.mesh)
+    tree = {**run._asdict(), "state": state, "position": tuple(run.position)}
+    if ranks.is_chief(job.mesh):
+        job.options.out.mkdir(parents=True, exist_ok=True)
+        fr.save(checkpoint_path(job.options), {"options": fixed_options(job.options), **tree})
 
 
 def resume(job: Job) -> Run:
@@ -253,8 +289,8 @@ def resume(job: Job) -> Run:
     if changed:
         told = ", ".join(f"{name} was {was!r} and is {now!r}" for name, (was, now) in changed.items())
         raise SystemExit(f"--resume: the checkpoint is of another run: {told}")
-    run = Run(**{**tree, "position": fr.data.Position(*tree["position"])})
-    print(f"resumed at epoch {run.position.epoch}, batch {run.position.batch}")
+    run = Run(**{**tree, "state": job.place(tree["state"]), "position": fr.data.Position(*tree["position"])})
+    say(job, f"resumed at epoch {run.position.epoch}, batch {run.position.batch}")
     return run
 
 
@@ -262,9 +298,13 @@ def report(job: Job, run: Run) -> None:
     """Test the best epoch; write result.json and curve.png; say the AUC."""
     options, history = job.options, run.history
     auc, log_loss = evaluate(job, run.best, job.split.test)
+    if not ranks.is_chief(job.mesh):
+        return
     best = history[best_epoch(history)]
     result = {
         **fixed_options(options),
+        "mesh": options.axes,
+        "plan": options.plan,
         "num_parameters": fr.models.num_parameters(run.best),
         "best_epoch": best["epoch"],
         "valid_auc": best["valid_auc"],

@@ -100,7 +100,73 @@ def test_ctrl_c_leaves_a_checkpoint_in_the_middle_of_an_epoch(folder, tmp_path, 
         assert_trees_close(resumed[key], whole[key])
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+SLOWLY = ["--lr", "0.003", "--patience", "9"]  # an AUC that is not yet 1
+
+
+@pytest.fixture(scope="module")
+def alone(folder, tmp_path_factory):
+    """out, result: a lone process's two epochs, with the checkpoint of the first one in out/first."""
+    out = tmp_path_factory.mktemp("alone")
+    before = signal.getsignal(signal.SIGINT)
+    run(folder, out, *SLOWLY, "--epochs", "1")
+    (out / "first").mkdir()
+    (out / "first" / "checkpoint.pt").write_bytes((out / "checkpoint.pt").read_bytes())
+    run(folder, out, *SLOWLY, "--epochs", "2", "--resume")
+    signal.signal(signal.SIGINT, before)
+    return out, json.loads((out / "result.json").read_text())
+
+
+def assert_same_run(out, alone):
+    """The AUCs within 0.001, the losses within float32's rounding of some hundred steps, and one kind of checkpoint."""
+    got, (whole, want) = json.loads((out / "result.json").read_text()), alone
+    assert 0.6 < want["test_auc"] < 0.99, "it could not tell one training from another"
+    assert got["test_auc"] == pytest.approx(want["test_auc"], abs=1e-3)
+    for mine, theirs in zip(got["history"], want["history"], strict=True):
+        assert mine["valid_auc"] == pytest.approx(theirs["valid_auc"], abs=1e-3)
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    checkpoints = [fr.load(path / "checkpoint.pt") for path in (out, whole)]
+    assert_trees_close(*(c["state"] for c in checkpoints), atol=1e-3)
+    return got
+
+
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks_train_what_one_process_trains(folder, tmp_path, alone, handlers):
+    """An epoch on two ranks of torchrun and another in one process, from the ranks' checkpoint, end as two epochs in one process."""
+    words = [*OPTIONS, *SLOWLY, "--data", str(folder), "--out", str(tmp_path), "--epochs", "1", "--plan", "row_wise"]
+    done = subprocess.run(
+        [*TORCHRUN, "-m", "funcrec.examples.ctr", *words],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("epoch   0") == done.stdout.count("test AUC") == 1, "one rank prints"
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["mesh"], result["plan"]) == ({"data": 2}, "row_wise")
+    assert run(folder, tmp_path, *SLOWLY, "--epochs", "2", "--resume") == 0
+    assert assert_same_run(tmp_path, alone)["mesh"] is None
+
+
+def test_emulated_ranks_go_on_from_a_lone_process(folder, tmp_path, alone, handlers):
+    """The second epoch on an emulated mesh, by another plan, ends as it does in one process."""
+    (tmp_path / "checkpoint.pt").write_bytes((alone[0] / "first" / "checkpoint.pt").read_bytes())
+    ranks = ["--emulate", "data=2,model=2", "--plan", "grid"]
+    assert run(folder, tmp_path, *SLOWLY, "--epochs", "2", "--resume", *ranks) == 0
+    result = assert_same_run(tmp_path, alone)
+    assert (result["mesh"], result["plan"]) == ({"data": 2, "model": 2}, "grid")
+
+
 BAD = {
+    "a plan without ranks": (["--plan", "row_wise"], "there are no ranks; torchrun"),
+    "a mesh without ranks": (["--mesh", "data=2"], "there are no ranks; torchrun"),
+    "no axes": (["--emulate", "2"], "not of the form data=2,model=2"),
+    "an empty axis": (["--emulate", "data=0"], "not of the form"),
+    "an axis twice": (["--emulate", "data=2,data=2"], "names an axis twice"),
+    "two meshes": (["--emulate", "data=2", "--mesh", "data=2"], "without torchrun and --mesh"),
+    "one axis for two": (["--emulate", "data=2", "--plan", "grid"], "mixes two axes: --emulate data=2,model=2"),
+    "a batch that ranks cannot share": (["--emulate", "data=3"], "--batch-size 4096 cannot be shared by 3 ranks"),
     "nothing to resume": (["--resume"], "there is no"),
     "no accelerator": (["--device", "cuda"], "no accelerator"),
     "unknown model": (["--model", "gpt"], "invalid choice"),

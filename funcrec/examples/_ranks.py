@@ -1,0 +1,143 @@
+"""The main job on ranks: the mesh and the plan that its options mean, and what a rank does otherwise than a lone process.
+
+    torchrun ... --plan row_wise: this process is one rank;   --emulate data=2,model=2: it is all of them;   neither: there are none
+
+All ranks run the same program on the same data. What they decide (when to stop, which epoch was best) follows from values that are the same
+on all of them, so that nobody waits for anybody but in an exchange. Floor 6.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import funcrec as fr
+
+OF_TWO_AXES = ("table_row_wise", "table_column_wise", "grid")
+PLANS = ("table_wise", "row_wise", "column_wise", *OF_TWO_AXES, "replicated")
+STEPS_PER_QUESTION = 16  # whether anyone was interrupted: an exchange and a wait
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    ranks = parser.add_argument_group("ranks", "one process for each under torchrun, or all of them in one")
+    ranks.add_argument("--plan", choices=PLANS, help="where all tables lie (default row_wise where there are ranks)")
+    ranks.add_argument("--mesh", type=parse_axes, help="the axes of torchrun's ranks (default data=RANKS)")
+    ranks.add_argument("--emulate", type=parse_axes, help="ranks in this process: data=2,model=2")
+
+
+def parse_axes(text: str) -> dict[str, int]:
+    """data=2,model=2 -> {"data": 2, "model": 2}."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name.isidentifier() and n.isdigit() and int(n) > 0 for name, _, n in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form data=2,model=2")
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} names an axis twice")
+    return {name: int(n) for name, _, n in pairs}
+
+
+def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Sets options.axes, None for a lone process, and options.plan; ends the program where they do not fit."""
+    is_launched = torch.distributed.is_torchelastic_launched()
+    num_ranks = int(os.environ.get("WORLD_SIZE", 1)) if is_launched else 1
+    if options.emulate and (is_launched or options.mesh):
+        parser.error("--emulate is for one process, without torchrun and --mesh")
+    if not is_launched and options.mesh:
+        parser.error("--mesh: there are no ranks; torchrun --nproc-per-node 2 -m funcrec.examples.ctr, or --emulate")
+    if not is_launched and options.plan and not options.emulate:
+        parser.error("--plan: there are no ranks; torchrun --nproc-per-node 2 -m funcrec.examples.ctr, or --emulate")
+    options.axes = options.emulate or options.mesh or ({"data": num_ranks} if is_launched else None)
+    if options.axes is None:
+        return
+    options.plan = options.plan or "row_wise"
+    if is_launched and prod(options.axes.values()) != num_ranks:
+        parser.error(f"--mesh {options.axes}: its sizes multiply to {prod(options.axes.values())}, not to {num_ranks}")
+    if options.plan in OF_TWO_AXES and len(options.axes) != 2:
+        option = "--mesh data=1,model=N" if is_launched else "--emulate data=2,model=2"
+        parser.error(f"--plan {options.plan} mixes two axes: {option}")
+    if options.batch_size % prod(options.axes.values()):
+        parser.error(f"--batch-size {options.batch_size} cannot be shared by {prod(options.axes.values())} ranks")
+
+
+def mesh_of(options: argparse.Namespace) -> fr.Mesh | None:
+    """The mesh of settled options; None for a lone process."""
+    if options.axes is None:
+        return None
+    if options.emulate:
+        return fr.Mesh.emulated(**options.axes)
+    return fr.Mesh.distributed(device=options.device.partition(":")[0], **options.axes)
+
+
+def plan_of(kind: str, tables: Sequence[fr.TableConfig], mesh: fr.Mesh) -> fr.Plan:
+    """All tables placed alike, over all ranks; those that lie on one place take turns."""
+    axes, first = mesh.axis_names, mesh.axes[0][1]
+    make = {
+        "table_wise": lambda i: fr.table_wise(axes, rank=i % mesh.size),
+        "row_wise": lambda i: fr.row_wise(axes),
+        "column_wise": lambda i: fr.column_wise(axes),
+        "table_row_wise": lambda i: fr.table_row_wise(axes, rank=i % first),
+        "table_column_wise": lambda i: fr.table_column_wise(axes, rank=i % first),
+        "grid": lambda i: fr.grid(axes),
+        "replicated": lambda i: fr.replicated(),
+    }[kind]
+    return fr.Plan({t.name: make(i) for i, t in enumerate(tables)})
+
+
+def is_chief(mesh: fr.Mesh | None) -> bool:
+    """Whether this process prints and writes."""
+    return mesh is None or mesh.is_emulated or not any(mesh.coordinates.values())
+
+
+def num_processes(mesh: fr.Mesh | None) -> int:
+    return 1 if mesh is None or mesh.is_emulated else mesh.size
+
+
+def own_part(x: Tensor, mesh: fr.Mesh | None) -> Tensor:
+    """This process's rows of x[N, ...]."""
+    return x if mesh is None else fr.shard(x, fr.P(mesh.axis_names), mesh=mesh)
+
+
+def all_parts(x: Tensor, mesh: fr.Mesh | None) -> Tensor:
+    """x[N, ...] of all processes' rows."""
+    return x if mesh is None else fr.unshard(x, fr.P(mesh.axis_names), mesh=mesh)
+
+
+class OwnRows(NamedTuple):
+    """Data of which a batch is this process's part of it: no rank makes another's bags."""
+
+    data: fr.data.CtrData
+    mesh: fr.Mesh | None
+
+    @property
+    def num_rows(self) -> int:
+        return self.data.num_rows
+
+    def take(self, rows: Tensor) -> fr.Batch:
+        return self.data.take(own_part(rows, self.mesh))
+
+
+def whole_params(state: fr.TrainState, mesh: fr.Mesh | None) -> fr.Params:
+    """The parameters as a lone process has them."""
+    return state.params if mesh is None else fr.Params(fr.gather_tables(state.tables, mesh), state.dense)
+
+
+def agreed(stop: Callable[[], bool], mesh: fr.Mesh | None, device: str) -> Callable[[], bool]:
+    """`stop` of any rank, at the same call on all of them."""
+    if num_processes(mesh) == 1:
+        return stop
+    any_rank = fr.shard_map(
+        lambda x: fr.pmax(x, mesh.axis_names), mesh=mesh, in_specs=fr.P(), out_specs=fr.P(), check=False
+    )
+    calls, answer = 0, False
+
+    def ask() -> bool:
+        nonlocal calls, answer
+        calls += 1
+        if not answer and calls % STEPS_PER_QUESTION == 0:
+            answer = bool(any_rank(torch.tensor(int(stop()), device=device)))
+        return answer
+
+    return ask
