@@ -73,7 +73,7 @@ def lookup(
     check_lookup("funcrec.lookup", tensors, ids, features, need_tensors=True)
     pooled = [f for f in features if f.pooling != "none"]
     if not pooled and features:
-        _no_feature("funcrec.lookup", features, "sum", "lookup_sequence")
+        no_feature("funcrec.lookup", features, "sum", "lookup_sequence")
     names = list(dict.fromkeys(f.table for f in pooled))
     num_bags = _num_bags("funcrec.lookup", ids, pooled)
     buffers, kernel_features = _buffers_and_features(ids, pooled, names, table_shapes(tensors))
@@ -146,16 +146,18 @@ def lookup_sequence(
 
     Source: TorchRec's EmbeddingCollection, with any dim per table.
     """
+    if hasattr(tables, "lookup_sequence"):
+        return tables.lookup_sequence(ids, features, implementation)
     tensors, tape = open_tables(tables)
     check_lookup("funcrec.lookup_sequence", tensors, ids, features, need_tensors=True)
     sequences = [f for f in features if f.pooling == "none"]
     if not sequences and features:
-        _no_feature("funcrec.lookup_sequence", features, "none", "lookup")
+        no_feature("funcrec.lookup_sequence", features, "none", "lookup")
     out = {}
     for f in sequences:
         bags = sequence_rows(ids, f, tensors[f.table].shape[0])
         rows = primitives.gather_rows(tensors[f.table], bags.values, implementation=implementation)
-        out[f.name] = JaggedTensor(_weigh(rows, bags), bags.offsets)
+        out[f.name] = JaggedTensor(weigh(rows, bags), bags.offsets)
     if tape is None:
         return out
     shapes = {f.table: tensors[f.table] for f in sequences}
@@ -208,7 +210,7 @@ def lookup_sequence_transpose(
         inside = (bags.values >= 0) & (bags.values < shapes[f.table][0])
         valid = inside & (bags.bag_ids() < bags.num_bags)
         rows = torch.where(valid, bags.values, -1)
-        grads = RowGrads.from_entries(rows, _weigh(d, bags), num_embeddings=shapes[f.table][0])
+        grads = RowGrads.from_entries(rows, weigh(d, bags), num_embeddings=shapes[f.table][0])
         out[f.table] = out[f.table] + grads if f.table in out else grads
     return out
 
@@ -226,7 +228,8 @@ def sequence_rows(ids: KeyedJaggedTensor, feature: FeatureConfig, num_embeddings
     return JaggedTensor(torch.where(bags.bag_ids() < bags.num_bags, rows, -1), bags.offsets, bags.weights)
 
 
-def _weigh(rows: Tensor, bags: JaggedTensor) -> Tensor:
+def weigh(rows: Tensor, bags: JaggedTensor) -> Tensor:
+    """f[N, D]: each row times its id's weight, if there are any."""
     return rows if bags.weights is None else rows * bags.weights[:, None].to(rows.dtype)
 
 
@@ -259,7 +262,7 @@ def _num_bags(call: str, ids: KeyedJaggedTensor, features: Sequence[FeatureConfi
     return common.pop() if len(common) == 1 else 0
 
 
-def _no_feature(call: str, features: Sequence[FeatureConfig], pooling: str, other: str) -> None:
+def no_feature(call: str, features: Sequence[FeatureConfig], pooling: str, other: str) -> None:
     fail(
         call, "no feature is for this lookup.", got=f"poolings {sorted({f.pooling for f in features})}",
         need=f"a feature with pooling={pooling!r}", hint=f"funcrec.{other}",

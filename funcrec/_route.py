@@ -76,6 +76,16 @@ class Routed:
         """i64[B]: of this rank's bags, for means."""
         return self.own_offsets[lane * self.num_bags : (lane + 1) * self.num_bags + 1].diff()
 
+    def rows_of(self, bank: int, routes: Routes) -> Tensor:
+        """i64[n · C]: the rows that are of that bank, -1 for the others."""
+        n, k = routes.num_ranks, len(routes.banks)
+        room = self.rows.shape[0] // n
+        bounds = self.offsets.unflatten(0, (n, -1))
+        places = torch.arange(n * room, device=bounds.device).view(n, room)
+        slot = (torch.searchsorted(bounds, places, right=True) - 1) // max(self.num_bags, 1)
+        slot, own = slot.flatten(), [i for i in range(k) if routes.banks[i] == bank]
+        return torch.where((slot >= own[0]) & (slot <= own[-1]), self.rows, -1)
+
 
 @functools.lru_cache(maxsize=256)
 def routes_of(layout: Layout, features: tuple[FeatureConfig, ...]) -> tuple[Routes, ...]:
@@ -252,19 +262,8 @@ def fetch(
     banks: Sequence[Tensor], routed: Routed, routes: Routes, layout: Layout, features, implementation: str | None
 ) -> dict[int, Tensor]:
     """{lane: f[B, width]}, pooled here from the single rows that owners send back: the sums of one process, to the bit."""
-    n, k = routes.num_ranks, len(routes.banks)
-    bounds = routed.offsets.unflatten(0, (n, -1))
-    room = routed.rows.shape[0] // n
-    slot = (
-        torch.searchsorted(bounds, (torch.arange(n * room, device=bounds.device)).view(n, room), right=True) - 1
-    ) // max(routed.num_bags, 1)
-    slot = slot.flatten()
     out = {}
-    for bank in dict.fromkeys(routes.banks):
-        own = [i for i in range(k) if routes.banks[i] == bank]
-        mine = torch.where((slot >= own[0]) & (slot <= own[-1]), routed.rows, -1)
-        rows = primitives.gather_rows(banks[bank], mine, implementation=implementation).unflatten(0, (n, room))
-        rows = (all_to_all(rows, routes.axes) if routes.axes else rows).flatten(0, 1)
+    for bank, rows in fetched(banks, routed, routes, implementation).items():
         lanes = [i for i, x in enumerate(routes.lanes) if layout.shards[x.shard].bank == bank]
         width, forms = layout.banks[bank].dim, []
         for c, i in enumerate(lanes):
@@ -282,6 +281,18 @@ def fetch(
         )
         out |= dict(zip(lanes, pooled.split(width, 1), strict=True))
     return out
+
+
+def fetched(banks: Sequence[Tensor], routed: Routed, routes: Routes, implementation: str | None) -> dict[int, Tensor]:
+    """{bank: f[n · C, dim]}: for each id that this rank sent its row, in the id's place; zeros for those of other banks."""
+    rows = {
+        b: primitives.gather_rows(banks[b], routed.rows_of(b, routes), implementation=implementation).unflatten(
+            0, (routes.num_ranks, -1)
+        )
+        for b in dict.fromkeys(routes.banks)
+    }
+    rows = all_to_all(rows, routes.axes) if routes.axes else rows
+    return {b: x.flatten(0, 1) for b, x in rows.items()}
 
 
 def combine(pooled: Tensor, routed: Routed, routes: Routes, layout: Layout, features) -> dict[int, Tensor]:

@@ -16,12 +16,14 @@ from funcrec import _lookup as plain
 from funcrec._collectives import all_gather
 from funcrec._configs import FeatureConfig, TableConfig, table_tensor_problems
 from funcrec._errors import check, describe, fail
+from funcrec._jagged import JaggedTensor
 from funcrec._keyed_jagged import KeyedJaggedTensor
 from funcrec._keyed_tensor import KeyedTensor
 from funcrec._layout import Bank, Layout, layout_of, pack, unpack
 from funcrec._mesh import Mesh, bound_names
 from funcrec._placement import Plan
 from funcrec._route import combine, combine_transpose, fetch, pool, route, routes_of
+from funcrec._route_sequence import fetch_rows, route_sequences, send_rows, sequences_of, weighted_lanes
 from funcrec._rowgrads import RowGrads
 from funcrec._shard_map import unshard
 from funcrec._taps import open_tables
@@ -136,6 +138,49 @@ class ShardedTables:
             out |= {self.layout.banks[b].name: g for b, g in made.items()}
         return out
 
+    def lookup_sequence(
+        self, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None = None
+    ) -> dict[str, JaggedTensor]:
+        """`funcrec.lookup_sequence` of this rank's bags."""
+        call = "funcrec.lookup_sequence"
+        plain.check_lookup(call, tuple(TableConfig(n, *shape) for n, shape in self.layout.shapes), ids, features)
+        self._check_bound(call)
+        sequences = tuple(f for f in features if f.pooling == "none")
+        if not sequences and features:
+            plain.no_feature(call, features, "none", "lookup")
+        tensors, tape = open_tables(self.banks)
+        banks, bags = [tensors[b.name] for b in self.layout.banks], sequences_of(ids, self.layout, sequences)
+        parts: list[dict[int, Tensor]] = [{} for _ in sequences]
+        exchanges = []
+        for routes in routes_of(self.layout, sequences):
+            routed = route_sequences(ids, routes, self.layout, sequences, self.capacity)
+            exchanges.append(routed)
+            lanes = fetch_rows(banks, bags, routed, routes, self.layout, implementation)
+            for i, lane in enumerate(routes.lanes):
+                parts[lane.feature][lane.shard] = lanes[i]
+        whole = [torch.cat([p[s] for s in sorted(p)], 1) for p in parts]
+        out = {f.name: plain.weigh(x, b) for f, x, b in zip(sequences, whole, bags, strict=True)}
+        if tape is not None:
+            out = tape.tap(
+                out, (exchanges, bags), lambda d, saved: self.lookup_sequence_transpose(d, *saved, sequences)
+            )
+        return {f.name: JaggedTensor(out[f.name], b.offsets) for f, b in zip(sequences, bags, strict=True)}
+
+    def lookup_sequence_transpose(
+        self,
+        d_sequences: Mapping[str, Tensor],
+        exchanges: Sequence,
+        bags: Sequence,
+        features: tuple[FeatureConfig, ...],
+    ) -> dict[str, RowGrads]:
+        """{bank: RowGrads} of this rank, from the cotangents of `lookup_sequence`'s values on all ranks."""
+        out: dict[str, RowGrads] = {}
+        for routes, routed in zip(routes_of(self.layout, features), exchanges, strict=True):
+            d_lanes = weighted_lanes(d_sequences, bags, routes, self.layout, features)
+            made = send_rows(d_lanes, routed, routes, self.layout)
+            out |= {self.layout.banks[b].name: g for b, g in made.items()}
+        return out
+
     def _check_bound(self, call: str) -> None:
         missing = [a for a, _ in self.layout.mesh_shape if a not in bound_names()]
         if missing:
@@ -232,8 +277,11 @@ def sync_grads(grads: Mapping[str, RowGrads], layout: Layout) -> dict[str, RowGr
 def _sync(grads: RowGrads, bank, layout: Layout) -> RowGrads:
     names, sizes = [a for a, _ in layout.mesh_shape], dict(layout.mesh_shape)
     others = tuple(a for a in names if a not in bank.axes)
-    if not others or grads.capacity == 0:
+    if grads.capacity == 0:
         return grads
+    if not others:  # each lookup has one term for every sender
+        order = sorted(range(len(grads.terms)), key=lambda i: (i % bank.num_ranks, i))
+        return replace(grads, terms=tuple(grads.terms[i] for i in order))
     gathered: dict[int, Tensor] = {}
 
     def gather(x: Any) -> Any:
@@ -245,9 +293,8 @@ def _sync(grads: RowGrads, bank, layout: Layout) -> RowGrads:
     copies = prod(sizes[a] for a in others)
     placed = []
     for i, t in enumerate(terms):
-        sender = i if len(terms) == bank.num_ranks else 0
         for copy in range(copies):
-            where = {**_coordinates(sender, bank.axes, sizes), **_coordinates(copy, others, sizes)}
+            where = {**_coordinates(i % bank.num_ranks, bank.axes, sizes), **_coordinates(copy, others, sizes)}
             rank = 0
             for a in names:
                 rank = rank * sizes[a] + where[a]

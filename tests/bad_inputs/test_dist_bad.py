@@ -11,6 +11,10 @@ IDS = fr.KeyedJaggedTensor.from_lists({"k": [[1], [2], [3]]})
 UNEVEN = fr.KeyedJaggedTensor.from_lists({"k": [[1], [2]], "j": [[1]]})
 
 
+HELD = fr.shard_tables({"t": torch.ones(4, 2)}, fr.Plan({"t": fr.row_wise("a")}), MESH)
+SEQUENCE = fr.FeatureConfig("k", table="t", pooling="none")
+
+
 def e(call, kind, *fragments):
     return call, kind, fragments
 
@@ -130,7 +134,12 @@ ROWS = {
         lambda: resharded(plan=BY_COLUMNS, sparse=fr.optim.clip(fr.optim.rowwise_adagrad(lr=0.1), max_norm=1.0)), ValueError, "a norm of all gradients", "whole rows"
     ),
     "reshard: slots that cannot be cut": e(
-        lambda: resharded(state_with(slots={"t": {"s": X[:, :5]}, "u": {}}), BY_COLUMNS), ValueError, "cannot be cut by columns", "[R, 6]"
+        lambda: resharded(state_with(slots={"t": {"s": X[:, :5]}, "u": {}}), BY_COLUMNS), ValueError, "cannot be cut by columns", "[R, 6]",
+    ),
+    "lookup_sequence: outside": e(lambda: fr.lookup_sequence(HELD, IDS, [SEQUENCE]), ValueError, "outside of their mesh", "['a', 'b'] are not bound"),
+    "lookup_sequence: pooled only": e(
+        mapped(lambda t: fr.lookup_sequence(t, IDS, [fr.FeatureConfig("k", table="t")]), (HELD.specs(),), fr.P(), (HELD,)),
+        ValueError, "no feature is for this lookup", "pooling='none'",
     ),
 }  # fmt: skip
 

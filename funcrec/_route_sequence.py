@@ -1,0 +1,96 @@
+"""Sequences under a plan: each id's row from its owner, and the transpose: each id's gradient at its row's owner.
+
+    ids ─route─▶ rows at their owners ─gather, all_to_all─▶ one row per id;     d ─all_to_all─▶ Entries, sender by sender
+
+Ids go out as those of pooled features do, in blocks of one capacity; a row comes back to the place that its id had in the block. Weights
+stay at home: they multiply rows that came, and gradients before they go. Floor 4.
+Shapes: n ranks, C rows in a block, N places of a sequence's buffer, D dim.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from funcrec._collectives import all_to_all
+from funcrec._configs import FeatureConfig
+from funcrec._jagged import JaggedTensor
+from funcrec._keyed_jagged import KeyedJaggedTensor
+from funcrec._layout import Layout
+from funcrec._lookup import sequence_rows, weigh
+from funcrec._route import Routed, Routes, _sent_blocks, fetched, route
+from funcrec._rowgrads import Entries, RowGrads
+from funcrec._tree import replace
+
+
+def route_sequences(
+    ids: KeyedJaggedTensor, routes: Routes, layout: Layout, features: Sequence[FeatureConfig], capacity: int | None
+) -> Routed:
+    """`route` of ids without their weights."""
+    plain = [replace(f, weighted=False) for f in features]
+    return route(ids, routes, layout, plain, capacity)
+
+
+def sequences_of(ids: KeyedJaggedTensor, layout: Layout, features: Sequence[FeatureConfig]) -> list[JaggedTensor]:
+    """The rows of each feature in its table, with its weights, as the plain lookup lays them out."""
+    shapes = dict(layout.shapes)
+    return [sequence_rows(ids, f, shapes[f.table][0]) for f in features]
+
+
+def fetch_rows(
+    banks: Sequence[Tensor],
+    bags: Sequence[JaggedTensor],
+    routed: Routed,
+    routes: Routes,
+    layout: Layout,
+    implementation,
+) -> dict[int, Tensor]:
+    """{lane: f[N, width]}: a row for each id of the lane's sequence, zeros for padding."""
+    rows, out = fetched(banks, routed, routes, implementation), {}
+    for i, lane in enumerate(routes.lanes):
+        places = lane_places(routed, i, bags[lane.feature].capacity)
+        have = rows[layout.shards[lane.shard].bank]
+        taken = have[places.clamp(min=0)]
+        out[i] = torch.where((places >= 0)[:, None], taken, 0)
+    return out
+
+
+def lane_places(routed: Routed, lane: int, capacity: int) -> Tensor:
+    """i64[N]: where each id of a lane stands among the n · C rows that this rank sent; -1 for padding and for ids without a place."""
+    first, last = (routed.own_offsets[k * routed.num_bags] for k in (lane, lane + 1))
+    at = first + torch.arange(capacity, device=routed.sent.device)
+    most = max(routed.sent.shape[0], 1) - 1
+    return torch.where(at < last, routed.sent[at.clamp(max=most)], -1)
+
+
+def send_rows(d_lanes: Mapping[int, Tensor], routed: Routed, routes: Routes, layout: Layout) -> dict[int, RowGrads]:
+    """{bank: RowGrads} at the owners, of Entries for each sender in turn: the transpose of `fetch_rows`."""
+    n = routes.num_ranks
+    room, sent = routed.rows.shape[0] // n, {}
+    for b in dict.fromkeys(routes.banks):
+        own = [i for i, x in enumerate(routes.lanes) if layout.shards[x.shard].bank == b]
+        places = torch.cat([lane_places(routed, i, d_lanes[i].shape[0]) for i in own])
+        d = torch.cat([d_lanes[i] for i in own])
+        sent[b] = _sent_blocks(torch.where((places >= 0)[:, None], d, 0), places, n, room)
+    got = all_to_all(sent, routes.axes) if routes.axes else sent
+    out = {}
+    for b, d in got.items():
+        rows = routed.rows_of(b, routes).unflatten(0, (n, room))
+        terms = tuple(Entries(rows[s], d[s]) for s in range(n))
+        out[b] = RowGrads(terms, layout.banks[b].rows, layout.banks[b].dim, False, routes.axes)
+    return out
+
+
+def weighted_lanes(
+    d: Mapping[str, Tensor],
+    bags: Sequence[JaggedTensor],
+    routes: Routes,
+    layout: Layout,
+    features: Sequence[FeatureConfig],
+) -> dict[int, Tensor]:
+    """{lane: f[N, width]}: each lane's columns of the sequences' cotangents, times the weights."""
+    out = {}
+    for i, lane in enumerate(routes.lanes):
+        shard = layout.shards[lane.shard]
+        out[i] = weigh(d[features[lane.feature].name], bags[lane.feature])[:, shard.first : shard.last]
+    return out

@@ -1,0 +1,353 @@
+"""Route, combine and sharded lookups under every transform: the programs that the laws compare.
+
+A program is a function of one rank's tree x of f64 tensors, and the same function of all ranks' trees at once in plain torch. Under
+"banks" x has this rank's banks (all at once: the whole tables); whatever else it has lies on each rank apart (all at once: stacked).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from transforms import direction
+
+import funcrec as fr
+from funcrec import _route as routing
+from funcrec import _sharded
+from funcrec._sharding import _stack_bags
+from funcrec._tree import replace, tree_map
+
+SHAPES = {"a": (7, 3), "b": (4, 2)}
+FEATURES = (
+    fr.FeatureConfig("f0", table="a", column="u", weighted=True),
+    fr.FeatureConfig("f1", table="b", column="v", pooling="mean"),
+    fr.FeatureConfig("f2", table="a", column="v", pooling="mean", weighted=True),
+)
+BAGS = 2  # on each rank
+ONE_AXIS = ("table_wise", "row_wise", "column_wise", "replicated")
+TWO_AXES = (*ONE_AXIS, "table_row_wise", "table_column_wise", "grid")
+
+
+class Program(NamedTuple):
+    """one: (x, ids) -> a tensor, on one rank. whole: X -> [n, ...], what all ranks get. x: X. layout: of the banks, if any."""
+
+    one: Any
+    whole: Any
+    x: dict
+    layout: Any
+
+
+def tables():
+    make = lambda i, shape: (torch.arange(shape[0] * shape[1], dtype=torch.float64) * 0.9 + i).sin().reshape(shape)
+    return {n: make(i, s) for i, (n, s) in enumerate(SHAPES.items())}
+
+
+def batch(n):
+    """The ids of n ranks: bags of 0 to 3, some ids outside their table."""
+    bag = lambda i, k: [(i * 5 + j * 3 + k) % 9 - 1 for j in range((i * 2 + k) % 4)]
+    lists = {key: [bag(i, k) for i in range(n * BAGS)] for k, key in enumerate("uv")}
+    weights = {key: [[0.6 + 0.25 * (j + len(b)) for j in range(len(b))] for b in bags] for key, bags in lists.items()}
+    ids = fr.KeyedJaggedTensor.from_lists(lists, weights=weights, dtype=torch.int64)
+    return replace(ids, weights=ids.weights.double())
+
+
+def parts(n):
+    """Each rank's ids."""
+    stacked = _stack_bags(batch(n), n)
+    return [tree_map(lambda x, r=r: x[r], stacked) for r in range(n)]
+
+
+def plan(kind, axes):
+    """Every table by that placement."""
+    names, n = tuple(axes), torch.Size(axes.values()).numel()
+    made = {
+        "table_wise": lambda i: fr.table_wise(names, rank=i % n),
+        "row_wise": lambda i: fr.row_wise(names),
+        "column_wise": lambda i: fr.column_wise(names[0]),
+        "replicated": lambda i: fr.replicated(),
+        "table_row_wise": lambda i: fr.table_row_wise(names, rank=i % 2),
+        "table_column_wise": lambda i: fr.table_column_wise(names, rank=i % 2),
+        "grid": lambda i: fr.grid(names),
+    }[kind]
+    return fr.Plan({n: made(i) for i, n in enumerate(SHAPES)})
+
+
+def names(axes):
+    """The programs of a mesh of these axes."""
+    kinds = TWO_AXES if len(axes) > 1 else ONE_AXIS
+    return ["route", "combine", *kinds, "row_wise, exact", *(["grid, exact"] if len(axes) > 1 else [])]
+
+
+def program(name, mesh):
+    """The program of that name."""
+    n, kind = mesh.size, name.split(", ")[0]
+    layout_of = lambda kind: fr.shard_tables(tables(), plan(kind, mesh.shape), fr.Mesh.emulated(**mesh.shape)).layout
+    mine = parts(n)
+    weights = torch.stack([p.weights for p in mine])
+    if name == "route":
+        return route_program(layout_of("row_wise"), mine)
+    if name == "combine":
+        return combine_program(layout_of("row_wise"), mine)
+    layout, exact = layout_of(kind), name.endswith("exact")
+
+    def one(x, ids):
+        held = fr.ShardedTables(x["banks"], layout, exact)
+        return fr.lookup(held, replace(ids, weights=x["weights"]), FEATURES).values
+
+    def whole(x):
+        own = [replace(p, weights=w) for p, w in zip(mine, x["weights"], strict=True)]
+        return torch.stack([fr.lookup(x["banks"], ids, FEATURES, implementation="reference").values for ids in own])
+
+    return Program(one, whole, {"banks": tables(), "weights": weights}, layout)
+
+
+def route_program(layout, mine):
+    """Ids' weights -> what the owners of their rows are sent."""
+    (routes,) = routing.routes_of(layout, FEATURES)
+    used = [FEATURES[x.feature] for x in routes.lanes]
+
+    def whole(x):
+        """By loops over the definition: rank r gets from s the weights of the ids that s has for r, lane by lane and bag by bag."""
+        out = []
+        for r in range(len(mine)):
+            blocks = []
+            for s, ids in enumerate(mine):
+                bags = routing.lane_bags(replace(ids, weights=x["weights"][s]), used)
+                sent = [bags.weights[i] for i in range(int(bags.offsets[-1])) if owner(layout, used, bags, i) == r]
+                blocks += [*sent, *[bags.weights.new_zeros(())] * (bags.capacity - len(sent))]
+            out.append(torch.stack(blocks))
+        return torch.stack(out)
+
+    one = lambda x, ids: routing.route(replace(ids, weights=x["weights"]), routes, layout, FEATURES, None).weights
+    return Program(one, whole, {"weights": torch.stack([p.weights for p in mine])}, None)
+
+
+def owner(layout, features, bags, i):
+    """The rank that has the row of the i-th id of the lanes' bags; None where there is no such row."""
+    lane = int(bags.bag_ids()[i]) // BAGS
+    shard, row = layout.shards[layout.shards_of(features[lane].table)[0]], int(bags.values[i])
+    return shard.ranks[row // shard.part] if 0 <= row < SHAPES[shard.table][0] else None
+
+
+def combine_program(layout, mine):
+    """What owners pooled -> each rank's bags."""
+    (routes,) = routing.routes_of(layout, FEATURES)
+    n = len(mine)
+
+    def one(x, ids):
+        routed = routing.route(ids, routes, layout, FEATURES, None)
+        lanes = routing.combine(x["pooled"], routed, routes, layout, FEATURES)
+        return torch.cat([lanes[i] for i in range(len(lanes))], 1)
+
+    def whole(x):
+        out = []
+        for r, ids in enumerate(mine):
+            row = []
+            for i, lane in enumerate(routes.lanes):
+                feature, shard = FEATURES[lane.feature], layout.shards[lane.shard]
+                at = lambda s, i=i: routes.columns[routes.slots[s].index(i)]
+                total = sum(x["pooled"][s, r, :, at(s) : at(s) + shard.last - shard.first] for s in range(n))
+                lengths = ids.offsets_for(feature.key).diff().clamp(min=1)[:, None]
+                row.append(total / lengths if feature.pooling == "mean" else total)
+            out.append(torch.cat(row, 1))
+        return torch.stack(out)
+
+    size = n * n * BAGS * routes.width
+    pooled = (torch.arange(size, dtype=torch.float64) * 1.1).cos().reshape(n, n, BAGS, routes.width)
+    return Program(one, whole, {"pooled": pooled}, None)
+
+
+# -- transforms of trees -----------------------------------------------------------------------------------------
+
+
+def sin(x):
+    return tree_map(torch.sin, x)
+
+
+def loss(y):
+    """A curved loss of one rank that weighs its elements differently."""
+    y = y.flatten()
+    return (y.square() * (torch.arange(y.shape[0], dtype=y.dtype) + 1).rsqrt()).sum()
+
+
+def scalar(f):
+    return lambda x: loss(f(sin(x)))
+
+
+def scaled(x, v, mean):
+    """x's own leaves times v[..., 1], and the banks, which all ranks read, times the ranks' mean of v[..., 0]."""
+    own = lambda a: a * v[..., 1].reshape(*v.shape[:-1], *[1] * (a.dim() - v.dim() + 1))
+    return {k: tree_map(lambda a: a * mean(v)[0], y) if k == "banks" else own(y) for k, y in x.items()}
+
+
+def inner(x, y):
+    return sum((a * b).sum() for a, b in zip(torch.utils._pytree.tree_leaves(x), torch.utils._pytree.tree_leaves(y), strict=True))
+
+
+def mean_of_ranks(v):
+    return fr.pmean(v, fr._mesh.bound_names())
+
+
+def twice(x):
+    return tree_map(lambda a: torch.stack([a, 2 * a]), x)
+
+
+# (f, x, tangent: x's form) -> a result like f's ("y"), or one or two like x ("x"); all inside the mapped function.
+TRANSFORMS = {
+    "fwd": ("y", lambda f, x, t: f(x)),
+    "grad": ("x", lambda f, x, t: [torch.func.grad(scalar(f))(x)]),
+    "vjp": ("x", lambda f, x, t: (lambda y, back: [back(direction(y, 1))[0]])(*torch.func.vjp(lambda x: f(sin(x)), x))),
+    "jvp": ("y", lambda f, x, t: torch.func.jvp(lambda x: f(sin(x)), (x,), (t,))[1]),
+    "vmap": ("y", lambda f, x, t: torch.func.vmap(f)(twice(x))),
+    "vmap_grad": (
+        "x",
+        lambda f, x, t: (lambda g: [tree_map(lambda a, i=i: a[i], g) for i in range(2)])(
+            torch.func.vmap(torch.func.grad(scalar(f)))(twice(x))
+        ),
+    ),
+    "jvp_grad": ("x", lambda f, x, t: [torch.func.jvp(torch.func.grad(scalar(f)), (x,), (t,))[1]]),
+    "grad_grad": ("x", lambda f, x, t: [torch.func.grad(lambda x: inner(torch.func.grad(scalar(f))(x), t))(x)]),
+    "hessian": ("y", lambda f, x, t: torch.func.hessian(lambda v: scalar(f)(scaled(x, v, mean_of_ranks)))(torch.ones(2).double())),
+}
+
+
+def whole_transforms(f, x, t):
+    """{transform: what all ranks get} for f of all ranks' trees: losses add up, and a tangent moves all ranks at once."""
+    losses = lambda x: torch.stack([loss(y) for y in f(sin(x))])
+    total = lambda x: losses(x).sum()
+    grad = torch.func.grad(total)
+    double = tree_map(lambda a: 2 * a, x)
+    n = f(x).shape[0]
+
+    def hessian():
+        apart = lambda v: total(scaled(x, v, lambda v: v.mean(0)))
+        along = lambda e: torch.func.jvp(torch.func.grad(apart), (torch.ones(n, 2).double(),), (e.expand(n, 2),))[1]
+        return torch.stack([along(e) for e in torch.eye(2).double()], 2)
+
+    return {
+        "fwd": lambda: f(x),
+        "grad": lambda: [grad(x)],
+        "vjp": lambda: [torch.func.vjp(lambda x: f(sin(x)), x)[1](torch.stack([direction(y, 1) for y in f(x)]))[0]],
+        "jvp": lambda: torch.func.jvp(lambda x: f(sin(x)), (x,), (t,))[1],
+        "vmap": lambda: torch.stack([f(x), f(double)], 1),
+        "vmap_grad": lambda: [grad(x), grad(double)],
+        "jvp_grad": lambda: [torch.func.jvp(grad, (x,), (t,))[1]],
+        "grad_grad": lambda: [torch.func.grad(lambda x: inner(grad(x), t))(x)],
+        "hessian": hessian,
+    }
+
+
+def tangent(x):
+    return tree_map(lambda a: direction(a, a.numel()), x)
+
+
+# -- on a mesh ---------------------------------------------------------------------------------------------------
+
+
+def prepared(mesh, name):
+    """(program, this rank's or all ranks' (x, tangent, ids), their specs)."""
+    made, everywhere = program(name, mesh), fr.P(mesh.axis_names)
+    specs = {k: made.layout.specs() if k == "banks" else everywhere for k in made.x}
+
+    def place(x):
+        held = {k: fr.shard(v, everywhere, mesh=mesh) for k, v in x.items() if k != "banks"}
+        if "banks" in x:
+            own = [_sharded._own_ranks(b, mesh) for b in made.layout.banks]
+            held["banks"] = {
+                b.name: _sharded.pack(made.layout, i, x["banks"], own[i]) for i, b in enumerate(made.layout.banks)
+            }
+        return {k: held[k] for k in x}
+
+    ids = fr.shard(batch(mesh.size), everywhere, mesh=mesh)
+    return made, (place(made.x), place(tangent(made.x)), ids), (specs, specs, everywhere)
+
+
+def mapped(made, mesh, specs, keys):
+    """(x, tangent, ids) -> {transform: result} on the mesh."""
+    everywhere = fr.P(mesh.axis_names)
+
+    def one_rank(x, t, ids):
+        own = lambda k, v: v if k == "banks" else v[0]
+        x, t = ({k: own(k, v) for k, v in y.items()} for y in (x, t))
+        out = {}
+        for key in keys:
+            kind, transform = TRANSFORMS[key]
+            result = transform(lambda x: made.one(x, ids), x, t)
+            out[key] = result[None] if kind == "y" else [summed(made, mesh, g) for g in result]
+        return out
+
+    def spec(key):
+        of_tree = {k: s if k == "banks" else everywhere for k, s in specs[0].items()}
+        return everywhere if TRANSFORMS[key][0] == "y" else [of_tree] * (2 if key == "vmap_grad" else 1)
+
+    return fr.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs={k: spec(k) for k in keys}, check=False)
+
+
+def summed(made, mesh, d):
+    """A gradient: of banks of which several ranks have a copy, the copies' sum; the rest as it is, stacked."""
+    if "banks" not in d:
+        return {k: v[None] for k, v in d.items()}
+    banks = {}
+    for b in made.layout.banks:
+        others = tuple(a for a in mesh.axis_names if a not in b.axes)
+        banks[b.name] = fr.psum(d["banks"][b.name], others) if others else d["banks"][b.name]
+    return {k: banks if k == "banks" else v[None] for k, v in d.items()}
+
+
+def on_all_ranks(made, mesh, result):
+    """Results with whole tables and all ranks' values."""
+    whole = lambda v: fr.unshard(v, fr.P(mesh.axis_names), mesh=mesh)
+    tables = lambda v: _sharded.gather_banks(made.layout, v, mesh)
+    tree = lambda x: {k: tables(v) if k == "banks" else whole(v) for k, v in x.items()}
+    return {key: [tree(x) for x in r] if isinstance(r, list) else whole(r) for key, r in result.items()}
+
+
+def cells(mesh, name, keys=tuple(TRANSFORMS)):
+    """{transform: what all ranks got} for one program."""
+    made, args, specs = prepared(mesh, name)
+    return on_all_ranks(made, mesh, mapped(made, mesh, specs, keys)(*args))
+
+
+def compiled_cells(mesh, chosen):
+    """{"jit", "jit_grad"} -> {program: what all ranks got}: all programs in one compiled function each."""
+    made = {name: prepared(mesh, name) for name in chosen}
+    out = {}
+    for key in ("fwd", "grad"):
+        fs = {name: mapped(m, mesh, specs, (key,)) for name, (m, _, specs) in made.items()}
+        results = fr.jit(lambda args, fs=fs: {name: f(*args[name]) for name, f in fs.items()})({n: m[1] for n, m in made.items()})
+        out["jit" if key == "fwd" else "jit_grad"] = {
+            n: on_all_ranks(made[n][0], mesh, r)[key] for n, r in results.items()
+        }
+    return out
+
+
+def real_cells(axes, name):
+    """`cells` on this process's ranks."""
+    return cells(fr.Mesh.distributed(**axes), name)
+
+
+def real_compiled_cells(axes, chosen):
+    return compiled_cells(fr.Mesh.distributed(**axes), chosen)
+
+
+def wanted(axes, name):
+    """{transform: what all ranks get}, in plain torch."""
+    made = program(name, fr.Mesh.emulated(**axes))
+    return {k: f() for k, f in whole_transforms(made.whole, made.x, tangent(made.x)).items()}
+
+
+def all_cells(mesh, name):
+    """`cells` and the compiled ones; instead of a result the reason why there is none."""
+    out = {}
+    for key in TRANSFORMS:
+        out |= _or_reason(lambda key=key: cells(mesh, name, (key,)), (key,))
+    return out | _or_reason(lambda: {k: x[name] for k, x in compiled_cells(mesh, [name]).items()}, ("jit", "jit_grad"))
+
+
+def _or_reason(f, keys):
+    try:
+        return f()
+    except Exception as e:  # every kind: the table prints it
+        return dict.fromkeys(keys, f"{type(e).__name__}: {e}")
+
+
+def real_all_cells(axes, name):
+    return all_cells(fr.Mesh.distributed(**axes), name)
