@@ -193,13 +193,14 @@ def real_compiled_cells():
 
 
 def main():
-    """Print which cells agree, with the plain function, on emulated and on 2 and 4 gloo ranks."""
+    """Print which cells agree, with the plain function, on emulated and on 2, 4 and 2 x 2 gloo ranks."""
+    import lookup_transforms as lookups
+
     worlds = {n: RankPool(n) for n in (2, 4)}
     columns = [*TRANSFORMS, "jit", "jit_grad"]
-    print(" " * 20, *(f"{c:>9}" for c in columns))
     emulated = {n: compiled_cells(fr.Mesh.emulated(x=n)) for n in worlds}
     real = {n: pool.run(real_compiled_cells, deadline_s=600)[0] for n, pool in worlds.items()}
-    failed = 0
+    failed = print_header(columns)
     for name in COLLECTIVES:
         row = []
         for n, pool in worlds.items():
@@ -207,19 +208,43 @@ def main():
             ours |= {k: x[name] for k, x in emulated[n].items()}
             theirs |= {k: x[name] for k, x in real[n].items()}
             row.append({k: is_close(ours[k], theirs[k]) for k in columns})
-        marks = ["equal" if all(r[k] for r in row) else "DIFFERS" for k in columns]
-        failed += marks.count("DIFFERS")
-        print(f"{name:20}", *(f"{m:>9}" for m in marks))
+        failed += print_row(name, row, columns)
+    columns = [*lookups.TRANSFORMS, "jit", "jit_grad"]
+    for axes in ({"x": 2}, {"x": 4}, {"x": 2, "y": 2}):
+        print_header(columns, "lookups, " + " x ".join(map(str, axes.values())))
+        pool = worlds[4 if axes != {"x": 2} else 2]
+        for name in lookups.names(axes):
+            want = lookups.wanted(axes, name)
+            want |= {"jit": want["fwd"], "jit_grad": want["grad"]}
+            ours = lookups.all_cells(fr.Mesh.emulated(**axes), name)
+            theirs = pool.run(lookups.real_all_cells, axes, name, deadline_s=600)[0]
+            failed += print_row(name, [{k: is_close(got[k], want[k]) for k in columns} for got in (ours, theirs)], columns)
     for pool in worlds.values():
         pool.kill()
     return failed
 
 
+def print_header(columns, title="collectives"):
+    print(f"{title:20}", *(f"{c:>9}" for c in columns))
+    return 0
+
+
+def print_row(name, row, columns):
+    """The cells that are equal everywhere, or the reason why not; returns how many differ."""
+    marks = ["equal" if all(r[k] is True for r in row) else "DIFFERS" for k in columns]
+    print(f"{name:20}", *(f"{m:>9}" for m in marks), flush=True)
+    for k in columns:
+        for why in dict.fromkeys(r[k] for r in row if r[k] is not True):
+            print(f"{'':20} {k}: {why}")
+    return marks.count("DIFFERS")
+
+
 def is_close(a, b):
+    """True, or where and how the two differ."""
     try:
         assert_trees_close(a, b, rtol=1e-12, atol=1e-12)
-    except AssertionError:
-        return False
+    except AssertionError as e:
+        return str(e)
     return True
 
 

@@ -1,0 +1,40 @@
+"""Route, combine and sharded lookups under every transform, emulated and on gloo ranks, against plain lookups of all ranks' bags."""
+
+import lookup_transforms as lookups
+import pytest
+import torch
+from lookup_transforms import names
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close
+
+pytestmark = pytest.mark.xdist_group("ranks")
+EXACT = {"rtol": 1e-12, "atol": 1e-12}  # f64: sums may be taken in another order
+MESHES = [{"x": 1}, {"x": 2}, {"x": 4}, {"x": 2, "y": 2}]
+CASES = [(axes, name) for axes in MESHES for name in names(axes)]
+
+
+@pytest.mark.parametrize("axes, name", CASES, ids=str)
+def test_a_sharded_lookup_is_the_lookup_under_every_transform(axes, name):
+    """A sharded lookup, and every transform of it in banks and weights, gives what the plain one gives for the bags of all ranks."""
+    assert_trees_close(lookups.cells(fr.Mesh.emulated(**axes), name), lookups.wanted(axes, name), **EXACT)
+
+
+RANKS = [{"x": 2}, {"x": 4}, {"x": 2, "y": 2}]
+
+
+@pytest.mark.parametrize("axes, name", [c for c in CASES if c[0] in RANKS], ids=str)
+def test_real_ranks_look_up_as_emulated_ones(axes, name, ranks):
+    """A sharded lookup, and every transform of it, has the same values on gloo ranks as under emulation, on each rank."""
+    want = lookups.cells(fr.Mesh.emulated(**axes), name)
+    for got in ranks(torch.Size(axes.values()).numel()).run(lookups.real_cells, axes, name):
+        assert_trees_close(got, want, **EXACT)
+
+
+@pytest.mark.parametrize("axes, name", [({"x": 2}, "row_wise"), ({"x": 2}, "column_wise"), ({"x": 2, "y": 2}, "grid")], ids=str)
+def test_compiled_lookups_are_lookups(axes, name, ranks):
+    """jit of a sharded lookup, and of its gradient, changes no value, emulated and on gloo ranks; `transforms.py` prints all."""
+    want = lookups.cells(fr.Mesh.emulated(**axes), name, ("fwd", "grad"))
+    real = ranks(torch.Size(axes.values()).numel()).run(lookups.real_compiled_cells, axes, [name], deadline_s=500)[0]
+    for got in (real, lookups.compiled_cells(fr.Mesh.emulated(**axes), [name])):
+        assert_trees_close({"fwd": got["jit"][name], "grad": got["jit_grad"][name]}, want, **EXACT)
