@@ -60,6 +60,7 @@ from funcrec._placement import table_wise as table_wise
 from funcrec._ragged import ragged_all_to_all as ragged_all_to_all
 from funcrec._reshard import gather_state as gather_state
 from funcrec._reshard import reshard as reshard
+from funcrec._retry import retry_overflow as retry_overflow
 from funcrec._rowgrads import RowGrads as RowGrads
 from funcrec._rowgrads import clip_by_global_norm as clip_by_global_norm
 from funcrec._rowgrads import global_norm as global_norm

@@ -72,13 +72,12 @@ def reshard(
     sparse: RowOptimizer,
     from_mesh: Mesh | None = None,
     exact: bool = False,
-    capacity: int | None = None,
 ) -> TrainState:
     """A state in the layout of a plan, from a plain one (as `gather_state` gives) or from that of another plan.
 
     Args:
       state: plain, the same on every rank; or sharded, each rank's own.
-      plan, mesh, sparse, exact, capacity: as of the `train_step` that goes on from it. Tables that `sparse` updates differently share no bank.
+      plan, mesh, sparse, exact: as of the `train_step` that goes on from it. Tables that `sparse` updates differently share no bank.
       from_mesh: of a sharded state, where it is not `mesh`.
 
     Returns: TrainState with ShardedTables. What is not tables and slots is the old state's own.
@@ -121,7 +120,7 @@ def reshard(
     for name, own in reads.items():
         for k, read in own.items():
             move(layout, {b: x[k] for b, x in banks.items() if k in x}, name, mesh, read, shapes[name])
-    tables = ShardedTables({b: own.pop("") for b, own in banks.items()}, layout, exact, capacity)
+    tables = ShardedTables({b: own.pop("") for b, own in banks.items()}, layout, exact)
     return TrainState(state.step, tables, banks, state.dense, state.dense_opt, state.key)
 
 

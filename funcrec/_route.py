@@ -58,7 +58,7 @@ class Routed:
     """What a rank was sent, and where its own ids went.
 
     rows: i64[n · C], of the banks; -1 where a block is not full. offsets: i64[n · (K · B + 1)], for each sender the boundaries of its slots'
-    bags. weights: f[n · C]; scales: the same, over the bag's length for weighted means, where there are any. overflow: i64[], own ids that found no place. own_offsets: i64[L · B + 1], the bags of this rank's lanes.
+    bags. weights: f[n · C]; scales: the same, over the bag's length for weighted means, where there are any. overflow: i64[2], how many own ids found no place, and the capacity that all would have needed. own_offsets: i64[L · B + 1], the bags of this rank's lanes.
     sent: i64[N], where each id of the lanes stands among the n · C rows that this rank sent; -1 for none. own_weights: f[N].
     """
 
@@ -129,7 +129,7 @@ def route(
     bags = lane_bags(ids, used)
     n, num_lanes, device = routes.num_ranks, len(used), bags.values.device
     num_bags, capacity_in = bags.num_bags // num_lanes, bags.capacity
-    room = capacity_in if capacity is None else capacity
+    room = min(capacity, capacity_in) if capacity is not None and routes.axes else capacity_in
     rows = _owned_rows(bags, num_bags, routes, layout, features)
     grouped, lengths, _, positions = ops.bucketize(rows, bags.offsets, None, n, NOWHERE)
     lengths = lengths.unflatten(0, (n, num_lanes, num_bags))
@@ -155,7 +155,7 @@ def route(
     got, their_lengths, *weights = all_to_all(tuple(exchanged), routes.axes) if routes.axes else tuple(exchanged)
     ends = their_lengths.cumsum(1).clamp(max=room)
     offsets = torch.cat([ends.new_zeros(n, 1), ends], 1) + torch.arange(n, device=device)[:, None] * room
-    overflow = (counts - room).clamp(min=0).sum()
+    overflow = torch.stack([(counts - room).clamp(min=0).sum(), counts.amax()])
     weights = [w.flatten() for w in weights] + [None] * (2 - len(weights))
     return Routed(got.flatten(), offsets.flatten(), overflow, bags.offsets, sent, *weights, bags.weights, num_bags)
 

@@ -51,7 +51,7 @@ class Bags:
     features: tuple[Feature, ...] = ()
 
 
-@pytree(static=("num_embeddings", "dim", "coalesced", "axes"))
+@pytree(static=("num_embeddings", "dim", "coalesced", "axes"), optional=("overflow",))
 class RowGrads:
     """The gradient of one table, row by row; `dense == grads.to_dense()`.
 
@@ -60,6 +60,8 @@ class RowGrads:
       num_embeddings: R, the height of the table. dim: D.
       coalesced: whether it is one term of Entries with distinct, ascending rows before its count.
       axes: the mesh axes over which the table is cut, if it is one rank's part: norms are of the whole.
+      overflow: i64[2], of an exchange with a capacity: how many of this rank's ids found no place, and the capacity they needed; None
+        where all have one.
 
     Example:
       >>> import torch, funcrec as fr
@@ -73,6 +75,7 @@ class RowGrads:
     dim: int = 0
     coalesced: bool = False
     axes: tuple[str, ...] = ()
+    overflow: Tensor | None = None
 
     @staticmethod
     def from_entries(
@@ -214,12 +217,28 @@ class RowGrads:
         if shape != theirs:
             got = f"{list(shape)} and {list(theirs)}"
             fail("funcrec.RowGrads.__add__", "the gradients are of different tables.", got=got, need="one shape")
-        return RowGrads(self.terms + other.terms, *shape, False, self.axes)
+        overflow = joined_overflow([self, other])
+        return RowGrads(self.terms + other.terms, *shape, False, self.axes, overflow)
+
+    def where(self, condition: Tensor) -> "RowGrads":
+        """This gradient where the condition, bool[], holds, else one that names no row."""
+        masked: dict[int, Tensor] = {}  # a tensor of several terms stays one
+        for t in self.terms:
+            masked.setdefault(id(t.rows), torch.where(condition, t.rows, -1))
+        return replace(self, terms=tuple(replace(t, rows=masked[id(t.rows)]) for t in self.terms))
 
     def __repr__(self) -> str:
         state = "coalesced" if self.coalesced else "entries"
         shape = f"[{self.capacity}, {self.dim}]"
         return f"RowGrads({state}, at most {shape}, of {self.num_embeddings} rows)"
+
+
+def joined_overflow(grads: Sequence[RowGrads]) -> Tensor | None:
+    """i64[2]: ids without a place add up, capacities needed have a greatest; None where no gradient counts them."""
+    counts = [g.overflow for g in grads if g.overflow is not None]
+    if not counts:
+        return None
+    return torch.stack([torch.stack([c[0] for c in counts]).sum(), torch.stack([c[1] for c in counts]).amax()])
 
 
 def terms_of(grads: Sequence[RowGrads]) -> Terms:

@@ -22,7 +22,7 @@ from funcrec._keyed_tensor import KeyedTensor
 from funcrec._layout import Bank, Layout, layout_of, pack, unpack
 from funcrec._mesh import Mesh, bound_names
 from funcrec._placement import Plan
-from funcrec._route import combine, combine_transpose, fetch, pool, route, routes_of
+from funcrec._route import Routed, combine, combine_transpose, fetch, pool, route, routes_of
 from funcrec._route_sequence import fetch_rows, route_sequences, send_rows, sequences_of, weighted_lanes
 from funcrec._rowgrads import RowGrads
 from funcrec._shard_map import unshard
@@ -38,7 +38,8 @@ class ShardedTables:
       banks: {bank: f[rows, dim]}; inside a mapped function this rank's, outside on an emulated mesh those of all ranks.
       layout: which row of which table lies where.
       exact: whether owners send single rows and not sums, so that row-wise sums have one process's bits; more bytes where bags are long.
-      capacity: the most ids that a rank may send to another; None for all that it has.
+      capacity: the most ids that a rank may send to another; None for all that it has. Those beyond it are missing from what a lookup
+        gives: a step with a capacity (`train_step`) counts them and does not train.
 
     Example:
       >>> import torch, funcrec as fr
@@ -135,7 +136,7 @@ class ShardedTables:
                 at = first[features[lane.feature].name]
                 d_lanes[i] = d_acts.values[:, at + s.first : at + s.last]
             made = combine_transpose(d_lanes, routed, routes, self.layout, features)
-            out |= {self.layout.banks[b].name: g for b, g in made.items()}
+            out |= self._named(made, routed)
         return out
 
     def lookup_sequence(
@@ -178,8 +179,16 @@ class ShardedTables:
         for routes, routed in zip(routes_of(self.layout, features), exchanges, strict=True):
             d_lanes = weighted_lanes(d_sequences, bags, routes, self.layout, features)
             made = send_rows(d_lanes, routed, routes, self.layout)
-            out |= {self.layout.banks[b].name: g for b, g in made.items()}
+            out |= self._named(made, routed)
         return out
+
+    def _named(self, grads: Mapping[int, RowGrads], routed: Routed) -> dict[str, RowGrads]:
+        """{bank: RowGrads} of one exchange; the first tells its overflow."""
+        named = {self.layout.banks[b].name: g for b, g in grads.items()}
+        if self.capacity is not None:
+            first = next(iter(named))
+            named[first] = replace(named[first], overflow=routed.overflow)
+        return named
 
     def _check_bound(self, call: str) -> None:
         missing = [a for a, _ in self.layout.mesh_shape if a not in bound_names()]

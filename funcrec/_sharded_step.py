@@ -18,7 +18,7 @@ from funcrec._grad import value_and_grad
 from funcrec._layout import Layout
 from funcrec._mesh import Mesh, P
 from funcrec._placement import Plan
-from funcrec._rowgrads import RowGrads
+from funcrec._rowgrads import RowGrads, joined_overflow
 from funcrec._shard_map import shard_map
 from funcrec._sharded import ShardedTables, shard_tables, sync_grads
 from funcrec._state import Params, TrainState
@@ -35,11 +35,10 @@ def shard_state(
     sparse: RowOptimizer,
     dense: DenseOptimizer,
     exact: bool,
-    capacity: int | None,
 ) -> TrainState:
     """The first state: tables as the plan places them, slots like their rows, the rest on every rank."""
     labels = {n: sparse.label(n) for n in params.tables}
-    tables = shard_tables(params.tables, plan, mesh, exact=exact, capacity=capacity, labels=labels)
+    tables = shard_tables(params.tables, plan, mesh, exact=exact, labels=labels)
     check_whole_rows("funcrec.train_step", sparse, tables.layout)
     columns = column_banks(sparse, tables.layout)
     slots = init_slots(sparse, tables, columns)
@@ -67,6 +66,7 @@ def sharded_update(
     merge: Callable | None,
     takes_key: bool,
     batch_axes: tuple[str, ...],
+    capacity: int | None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict]]:
     """(state, batch) -> (state, metrics) on a mesh; each rank differentiates its own loss over the number of ranks."""
 
@@ -79,8 +79,12 @@ def sharded_update(
         extra = (
             {"key": random.fold_in(random.fold_in(state.key, state.step), axis_index(batch_axes))} if takes_key else {}
         )
-        (loss, aux), grads = value_and_grad(local, has_aux=True)(state.params, batch, **extra)
-        row_grads = sync_grads(grads.tables, state.tables.layout)
+        params = Params(replace(state.tables, capacity=capacity), state.dense)
+        (loss, aux), grads = value_and_grad(local, has_aux=True)(params, batch, **extra)
+        metrics = overflow_metrics(grads.tables, mesh.axis_names, state.step) if capacity is not None else {}
+        fits = metrics["overflow"] == 0 if metrics else None
+        kept = grads.tables if fits is None else {n: g.where(fits) for n, g in grads.tables.items()}
+        row_grads = sync_grads(kept, state.tables.layout)
         banks, slots = update_banks(sparse, row_grads, state.slots, state.tables, state.step)
         new_dense, dense_opt = dense.update(
             ordered_sum(grads.dense, mesh.axis_names), state.dense_opt, state.dense, state.step
@@ -90,9 +94,14 @@ def sharded_update(
         )
         if merge is not None:
             new_dense = merge(new_dense, aux if has_aux else None)
-        metrics = {"loss": psum(loss, mesh.axis_names), **({"aux": aux} if has_aux else {})}
+        loss, step = psum(loss, mesh.axis_names), state.step + 1
+        if fits is not None:
+            choose = lambda new, old: tree_map(lambda a, b: torch.where(fits, a, b), new, old)
+            new_dense, dense_opt = choose(new_dense, state.dense), choose(dense_opt, state.dense_opt)
+            loss, step = torch.where(fits, loss, torch.nan), torch.where(fits, step, state.step)
+        metrics |= {"loss": loss, **({"aux": aux} if has_aux else {})}
         tables = replace(state.tables, banks=banks)
-        return TrainState(state.step + 1, tables, slots, new_dense, dense_opt, state.key), metrics
+        return TrainState(step, tables, slots, new_dense, dense_opt, state.key), metrics
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
         specs = state_specs(state)
@@ -114,6 +123,13 @@ def check_whole_rows(call: str, sparse: RowOptimizer, layout: Layout) -> None:
             need="whole rows",
             hint=hint,
         )
+
+
+def overflow_metrics(grads: Mapping[str, RowGrads], axes: Sequence[str], like: Tensor) -> dict[str, Tensor]:
+    """How many ids of all ranks found no place, and the capacity with which all would have one."""
+    own = joined_overflow(list(grads.values()))
+    counts = all_gather(torch.zeros(2, dtype=torch.int64, device=like.device) if own is None else own, tuple(axes))
+    return {"overflow": counts[:, 0].sum(), "needed": counts[:, 1].amax()}
 
 
 def state_specs(state: TrainState) -> TrainState:

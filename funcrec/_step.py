@@ -66,10 +66,13 @@ def train_step(
       mesh, plan: train on the mesh's ranks with the tables where the plan places them. The loss is then that of one rank's bags, gradients
         are those of the mean over the ranks, `aux` is averaged over them, and the key is folded with the rank.
       batch_axes: the axes over which a batch is cut by its bags; None for all.
-      exact, capacity: as of `shard_tables`.
+      exact: as of `shard_tables`.
+      capacity: the most ids that a rank may send to another in a step; None for all that it has. When some find no place the step
+        leaves the state as it was, to the bit, and its loss is NaN: run the batch again with more (`retry_overflow`).
 
     Returns: TrainStep. `init(params, key=fr.key(0)) -> TrainState`; calling it gives (state, metrics) with
-      metrics["loss"] and, with `has_aux`, metrics["aux"].
+      metrics["loss"] and, with `has_aux`, metrics["aux"]; with a `capacity` also metrics["overflow"], how many ids of all ranks found no
+      place, and metrics["needed"], the capacity that would have done (i64[]).
 
     Law: the state is everything that changes: the same state and batch give the same bits. A plan changes no bit: n ranks give what
       one process gives that adds the gradients of the same n batches (row-wise tables: with exact=True).
@@ -88,18 +91,18 @@ def train_step(
       (True, tensor(50))
     """
     check_optimizers(sparse, dense)
-    check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes))
+    check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes), capacity_problems(mesh, capacity))
     takes_key = "key" in inspect.signature(loss_fn).parameters
     if mesh is not None:
         axes = mesh.axis_names if batch_axes is None else tuple(batch_axes)
-        on_mesh = sharded_update(loss_fn, mesh, sparse, dense, has_aux, merge, takes_key, axes)
+        on_mesh = sharded_update(loss_fn, mesh, sparse, dense, has_aux, merge, takes_key, axes, capacity)
 
     def init(params: Params, key: Tensor | None = None) -> TrainState:
         check("funcrec.train_step.init", params_problems(params))
         key = random.key(0) if key is None else key
         random.check_key("funcrec.train_step.init", key)
         if mesh is not None:
-            return shard_state(params, key, mesh, plan, sparse, dense, exact, capacity)
+            return shard_state(params, key, mesh, plan, sparse, dense, exact)
         device = next((t.device for t in params.tables.values()), key.device)
         step = torch.zeros((), dtype=torch.int64, device=device)
         slots, dense_opt = sparse.init(params.tables), dense.init(params.dense)
@@ -144,6 +147,17 @@ def mesh_problems(mesh: object, plan: object, batch_axes: Sequence[str] | None) 
             yield Problem(
                 "`plan` is no plan.", describe(plan), "a Plan", "fr.Plan({'item': fr.row_wise('model')})", TypeError
             )
+
+
+def capacity_problems(mesh: object, capacity: object) -> Iterator[Problem]:
+    if capacity is None:
+        return
+    if not isinstance(capacity, int) or isinstance(capacity, bool):
+        yield Problem("`capacity` is no number.", describe(capacity), "an int >= 1, or None", kind=TypeError)
+    elif capacity < 1:
+        yield Problem("`capacity` is too small.", f"{capacity}", "an int >= 1, or None")
+    if mesh is None:
+        yield Problem("`capacity` is of an exchange.", "no `mesh`", "mesh=... and plan=..., or capacity=None")
 
 
 def check_optimizers(sparse: object, dense: object) -> None:

@@ -11,8 +11,13 @@ IDS = fr.KeyedJaggedTensor.from_lists({"k": [[1], [2], [3]]})
 UNEVEN = fr.KeyedJaggedTensor.from_lists({"k": [[1], [2]], "j": [[1]]})
 
 
-HELD = fr.shard_tables({"t": torch.ones(4, 2)}, fr.Plan({"t": fr.row_wise("a")}), MESH)
+PLAN = fr.Plan({"t": fr.row_wise("a")})
+HELD = fr.shard_tables({"t": torch.ones(4, 2)}, PLAN, MESH)
 SEQUENCE = fr.FeatureConfig("k", table="t", pooling="none")
+
+
+def step(**kwargs):
+    return fr.train_step(lambda p, b: 0, sparse=fr.optim.sgd(), dense=fr.optim.dense(torch.optim.SGD, lr=0.1), **kwargs)
 
 
 def e(call, kind, *fragments):
@@ -136,6 +141,12 @@ ROWS = {
     "reshard: slots that cannot be cut": e(
         lambda: resharded(state_with(slots={"t": {"s": X[:, :5]}, "u": {}}), BY_COLUMNS), ValueError, "cannot be cut by columns", "[R, 6]",
     ),
+    "train_step: capacity": e(lambda: step(mesh=MESH, plan=PLAN, capacity=0), ValueError, "`capacity` is too small", "int >= 1"),
+    "train_step: a float capacity": e(lambda: step(mesh=MESH, plan=PLAN, capacity=2.0), TypeError, "`capacity` is no number"),
+    "train_step: capacity without a mesh": e(lambda: step(capacity=8), ValueError, "`capacity` is of an exchange", "mesh=..."),
+    "retry_overflow: no function": e(lambda: fr.retry_overflow(3), TypeError, "`make_step` is no function", "int 3"),
+    "retry_overflow: numbers": e(lambda: fr.retry_overflow(step, capacity=0, steps=0), ValueError, "`capacity` is too small", "`steps` is too small"),
+    "retry_overflow: a name": e(lambda: fr.retry_overflow(step, capacity="auto"), TypeError, "`capacity` is no number", "'measure'"),
     "lookup_sequence: outside": e(lambda: fr.lookup_sequence(HELD, IDS, [SEQUENCE]), ValueError, "outside of their mesh", "['a', 'b'] are not bound"),
     "lookup_sequence: pooled only": e(
         mapped(lambda t: fr.lookup_sequence(t, IDS, [fr.FeatureConfig("k", table="t")]), (HELD.specs(),), fr.P(), (HELD,)),

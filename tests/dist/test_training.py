@@ -3,7 +3,7 @@
 import pytest
 import torch
 import training
-from training import OPTIMIZERS, SHAPES
+from training import OPTIMIZERS, plan_of
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close
@@ -13,23 +13,6 @@ pytestmark = pytest.mark.xdist_group("ranks")
 ONE_AXIS = ("table_wise", "row_wise", "column_wise", "replicated")
 TWO_AXES = (*ONE_AXIS, "table_row_wise", "table_column_wise", "grid")
 STEPS = 20
-
-
-def plan_of(kind, axes):
-    """Every table by that placement; those on one place take turns."""
-    names, n = tuple(axes), 1
-    for size in axes.values():
-        n *= size
-    made = {
-        "table_wise": lambda i: fr.table_wise(names, rank=i % n),
-        "row_wise": lambda i: fr.row_wise(names),
-        "column_wise": lambda i: fr.column_wise(names[0]),
-        "replicated": lambda i: fr.replicated(),
-        "table_row_wise": lambda i: fr.table_row_wise(names, rank=i % 2),
-        "table_column_wise": lambda i: fr.table_column_wise(names, rank=i % 2),
-        "grid": lambda i: fr.grid(names),
-    }[kind]
-    return fr.Plan({n: made(i) for i, n in enumerate(SHAPES)})
 
 
 def assert_same_training(got, want, **tolerance):

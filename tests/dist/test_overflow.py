@@ -1,0 +1,145 @@
+"""Steps with a capacity: what does not fit changes nothing and is counted, and is trained on when it is run again with more room."""
+
+import pytest
+import torch
+import training
+from training import plan_of
+
+import funcrec as fr
+from funcrec._tree import tree_map
+from funcrec.testing import assert_trees_close
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+ONE_AXIS = ("table_wise", "row_wise", "column_wise", "replicated")
+TWO_AXES = (*ONE_AXIS, "table_row_wise", "table_column_wise", "grid")
+CASES = [({"x": 2}, k) for k in ONE_AXIS] + [({"x": 2, "y": 2}, k) for k in TWO_AXES[4:]]
+
+
+def skewed(step, num_bags):
+    """A batch whose ids are all of row 0, so that under row_wise one rank gets them all."""
+    made = training.batch(step, num_bags)
+    return fr.Batch(fr._tree.replace(made.ids, values=torch.zeros_like(made.ids.values)), made.label)
+
+
+def step_of(mesh, kind, capacity, name="adam"):
+    return fr.train_step(
+        training.loss_fn, **training.optimizers(name), mesh=mesh, plan=plan_of(kind, mesh.shape), exact=True, capacity=capacity
+    )  # fmt: skip
+
+
+def own(batch, mesh, capacity=64):
+    mine = fr.shard(batch, fr.P(mesh.axis_names), mesh=mesh)
+    return mine if mesh.is_emulated else fr.Batch(mine.ids.pad_to(capacity), mine.label)
+
+
+def clone(state):
+    return tree_map(torch.clone, state)
+
+
+def overflown(mesh, kind, compiled=False):
+    """(the state after one ordinary step, after one that does not fit, the latter's metrics, and after the same batch with room)."""
+    wide, narrow = (step_of(mesh, kind, c) for c in (100, 1))
+    run = fr.jit(narrow, donate=("state",)) if compiled else narrow
+    before, _ = wide(wide.init(training.params()), own(training.batch(0, 8), mesh))
+    after, metrics = run(clone(before), own(skewed(1, 8), mesh))
+    return before, after, metrics, wide(before, own(skewed(1, 8), mesh))
+
+
+def real_overflown(axes, kind, compiled):
+    return overflown(fr.Mesh.distributed(**axes), kind, compiled)
+
+
+def assert_unchanged(before, after, metrics, wide, kind):
+    assert_trees_close(after, before)
+    if kind == "replicated":  # nothing is sent: there is room for all
+        return
+    assert int(metrics["overflow"]) > 0
+    assert bool(metrics["loss"].isnan())
+    state, whole = wide
+    assert int(whole["overflow"]) == 0
+    assert int(whole["needed"]) == int(metrics["needed"]) > 1
+    assert int(state.step) == int(before.step) + 1
+
+
+@pytest.mark.parametrize("axes, kind", [c for c in CASES if c[1] != "replicated"], ids=str)
+def test_a_batch_that_does_not_fit_changes_no_bit(axes, kind):
+    """A step with too small a capacity gives the state it got, bit for bit, the number of ids without a place, and a loss that is NaN."""
+    assert_unchanged(*overflown(fr.Mesh.emulated(**axes), kind), kind)
+
+
+@pytest.mark.parametrize("kind, compiled", [("row_wise", False), ("column_wise", False), ("row_wise", True)])
+def test_a_batch_that_does_not_fit_changes_no_bit_on_ranks(kind, compiled, ranks):
+    """The same on gloo ranks, also compiled and donated."""
+    for got in ranks(2).run(real_overflown, {"x": 2}, kind, compiled, deadline_s=300):
+        assert_unchanged(*got, kind)
+
+
+def test_the_overflow_is_the_ids_without_a_place():
+    """metrics["overflow"] counts, over all ranks, the ids beyond the capacity for each pair of a sender and an owner."""
+    mesh = fr.Mesh.emulated(x=2)
+    plan = fr.Plan({"t": fr.table_wise("x", rank=1)})
+    loss = lambda p, ids: fr.lookup(p.tables, ids, [fr.FeatureConfig("k", table="t")]).values.sum()
+    kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1), "mesh": mesh, "plan": plan}
+    ids = fr.KeyedJaggedTensor.from_lists({"k": [[0, 1, 2, 3, 9], [1, -1]]})  # 9 and -1 are no rows: 4 ids and 1
+    for capacity, lost in ((1, 3), (2, 2), (4, 0), (5, 0)):
+        step = fr.train_step(loss, **kind, capacity=capacity)
+        _, metrics = step(step.init(fr.Params({"t": torch.zeros(4, 1)}, {})), ids)
+        assert (int(metrics["overflow"]), int(metrics["needed"])) == (lost, 4)
+
+
+def retried(mesh, kind, capacity, steps=4):
+    """([state after each step], the capacities that steps were made for)."""
+    made = []
+    run = fr.retry_overflow(lambda c: made.append(c) or step_of(mesh, kind, c), capacity=capacity, steps=2)
+    state, out = step_of(mesh, kind, 1).init(training.params()), []
+    for i in range(steps):
+        state, _ = run(state, own((skewed if i % 2 else training.batch)(i, 8), mesh))
+        out.append(state)
+    return out, made
+
+
+def unbounded(mesh, kind, steps=4):
+    step = step_of(mesh, kind, None)
+    state, out = step.init(training.params()), []
+    for i in range(steps):
+        state, _ = step(state, own((skewed if i % 2 else training.batch)(i, 8), mesh))
+        out.append(state)
+    return out
+
+
+def real_pair(axes, kind, capacity):
+    mesh = fr.Mesh.distributed(**axes)
+    return retried(mesh, kind, capacity), unbounded(mesh, kind)
+
+
+@pytest.mark.parametrize("axes, kind, capacity", [*((*c, 1) for c in CASES), ({"x": 2}, "row_wise", "measure")], ids=str)
+def test_retried_training_is_training(axes, kind, capacity):
+    """Training from a small or a measured capacity on skewed batches gives the bits of training with room for all."""
+    mesh = fr.Mesh.emulated(**axes)
+    got, made = retried(mesh, kind, capacity)
+    assert_trees_close(got, unbounded(mesh, kind))
+    assert kind == "replicated" or len(made) > 1
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "column_wise"])
+def test_retried_training_is_training_on_ranks(kind, ranks):
+    """The same on gloo ranks, which agree when to run again."""
+    for (got, made), want in ranks(2).run(real_pair, {"x": 2}, kind, 1):
+        assert_trees_close(got, want)
+        assert len(made) > 1
+
+
+WRONG = {
+    "row gradients are not masked": (fr.RowGrads, "where", lambda self, condition: self),
+    "overflow is not counted": (fr._sharded_step, "joined_overflow", lambda grads: torch.zeros(2, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("which", WRONG)
+def test_a_wrong_rule_is_seen(which, monkeypatch):
+    """The law fails when a part of it is left out."""
+    module, name, wrong = WRONG[which]
+    monkeypatch.setattr(module, name, wrong)
+    with pytest.raises(AssertionError):
+        assert_unchanged(*overflown(fr.Mesh.emulated(x=2), "row_wise"), "row_wise")
