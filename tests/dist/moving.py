@@ -6,6 +6,7 @@ import training
 import funcrec as fr
 from funcrec import _reshard
 from funcrec._tree import map_tensors
+from funcrec.examples import _ranks
 
 
 def plan_of(kind, axes):
@@ -75,3 +76,18 @@ def bits(tree):
     """The same with integers for floats, so that equal means equal bits."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return map_tensors(lambda x: x.contiguous().view(integer[x.element_size()]) if x.is_floating_point() else x, tree)
+
+
+def questions(interrupted, count):
+    """What the main job's ranks are told at each of `count` steps, where the interrupted one is at its step 20."""
+    mesh, step = fr.Mesh.distributed(x=2), 0
+    ask = _ranks.agreed(lambda: step >= 20 and mesh.coordinates["x"] == interrupted, mesh, "cpu")
+    answers = []
+    for step in range(count):  # noqa: B007 (read by the function above)
+        answers.append(ask())
+    return answers
+
+
+def own_batch(data, rows):
+    """This rank's part of the main job's batch."""
+    return _ranks.OwnRows(data, fr.Mesh.distributed(x=2)).take(rows)

@@ -1,0 +1,46 @@
+"""What the ranks of the main job decide together, and which rows each takes."""
+
+import moving
+import pytest
+import torch
+
+import funcrec as fr
+from funcrec.examples import _ranks
+from funcrec.testing import assert_trees_close
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_ranks_stop_together(interrupted, ranks):
+    """Whichever rank is interrupted, all are told so at the same step, within 16 of it, and ever after."""
+    first, second = ranks(2).run(moving.questions, interrupted, 40)
+    assert first == second
+    assert first == [False] * 31 + [True] * 9
+
+
+def test_nobody_stops_uninterrupted(ranks):
+    """Without an interruption no rank is told to stop."""
+    assert not any(map(any, ranks(2).run(moving.questions, 2, 40)))
+
+
+def test_ranks_take_the_batch_apart(ranks):
+    """The bags that the ranks take are those of the batch, in its order."""
+    data = fr.data.random_rows(fr.key(0), {"item": 50, "user": 9}, num_rows=30)
+    rows = torch.randperm(30, generator=torch.Generator().manual_seed(0))[:12]
+    whole, parts = data.take(rows), ranks(2).run(moving.own_batch, data, rows)
+    assert_trees_close(torch.cat([p.label for p in parts]), whole.label)
+    for key in whole.ids.keys:
+        assert [bag for p in parts for bag in p.ids[key].to_lists()] == whole.ids[key].to_lists()
+
+
+@pytest.mark.parametrize("kind", _ranks.PLANS)
+def test_a_plan_places_every_table_on_the_whole_mesh(kind):
+    """Every plan of the main job fits a mesh of two axes, keeps every bit, and leaves no rank without a row."""
+    mesh = fr.Mesh.emulated(data=2, model=2)
+    configs = [fr.TableConfig(f"t{i}", 8, 4) for i in range(4)]
+    tables = fr.init(fr.key(0), configs)
+    held = fr.shard_tables(tables, _ranks.plan_of(kind, configs, mesh), mesh)
+    assert_trees_close(fr.gather_tables(held, mesh), tables)
+    used = {r for s in held.layout.shards for r in s.ranks}
+    assert used == ({0} if kind == "replicated" else {0, 1, 2, 3})
