@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcrec._donation import Plan, memory_span, plan_writes, poison, prepare_writes, refuse_shared, shared_results
 from funcrec._errors import Problem, describe, fail, message
+from funcrec._exchange import AWAIT
 from funcrec._replay import Recording, capture_cuda, record, replay
 from funcrec._tree import fast_flatten, leaf_paths
 
@@ -223,7 +224,7 @@ def compile_function(
     graph = _record(f"funcrec.jit({name})", flat, [leaves[i] for i in tensor_at])
     places = dict(zip(tensor_at, graph.graph.find_nodes(op="placeholder"), strict=True))
     _refuse_writes(f"funcrec.jit({name})", graph, {places[i]: named[i][1] for i in tensor_at})
-    graph.graph.eliminate_dead_code()  # the pass of `value_and_grad` that only finds lookup sites
+    graph.graph.eliminate_dead_code(_has_effect)  # the pass of `value_and_grad` that only finds lookup sites
     outputs = [j for j, x in enumerate(found["static"]) if x is Tensor]
     plan = plan_writes(graph, outputs, places, donated)
     inputs = tuple(i for i in tensor_at if places[i].users)
@@ -250,6 +251,14 @@ def _record(call: str, flat: Callable, leaves: list[Tensor]) -> torch.fx.GraphMo
                 "torch.where, masks and capacities",
             )
             raise TypeError(message(call, [problem])) from error
+
+
+def _has_effect(node: torch.fx.Node) -> bool:
+    """Whether a node stays though nobody reads it.
+
+    To await a collective changes nothing but its result. No rank is left alone with one: all have the same graph.
+    """
+    return node.target is not AWAIT and node.is_impure()
 
 
 ADD = torch.ops.aten.add.Tensor

@@ -19,6 +19,13 @@ from funcrec._primitives import one_level_below
 from funcrec._tree import tree_flatten, tree_unflatten
 
 _c10d = torch.ops._c10d_functional
+AWAIT = _c10d.wait_tensor.default
+LEAVES = {  # the bytes that leave each of n ranks, of an operand of x_bytes; a sum is a ring's
+    _c10d.all_to_all_single.default: lambda x_bytes, n: x_bytes * (n - 1) // n,
+    _c10d.all_gather_into_tensor.default: lambda x_bytes, n: x_bytes * (n - 1),
+    _c10d.reduce_scatter_tensor.default: lambda x_bytes, n: x_bytes * (n - 1) // n,
+    _c10d.all_reduce.default: lambda x_bytes, n: 2 * x_bytes * (n - 1) // n,
+}
 
 
 class Exchange(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from funcrec import _primitives as primitives
-from funcrec._collectives import all_to_all
+from funcrec._collectives import all_gather, all_to_all
 from funcrec._configs import FeatureConfig
 from funcrec._hashing import hash_rows
 from funcrec._jagged import JaggedTensor, bag_ids, take_ranges
@@ -145,19 +145,28 @@ def route(
     slots = torch.tensor(routes.slots, device=device)  # [n, K]
     told = torch.cat([lengths, lengths.new_zeros(n, 1, num_bags)], 1)
     told = told[torch.arange(n, device=device)[:, None], slots]  # -1 takes the zeros at the end
-    exchanged = [blocks, told.flatten(1)]
+    most = max(capacity_in, *(layout.banks[b].rows for b in routes.banks))
+    narrow = torch.int32 if most < 1 << 31 else torch.int64  # half the bytes
+    exchanged = [torch.cat([blocks, told.flatten(1)], 1).to(narrow)]
     if bags.weights is not None:
         exchanged.append(_sent_blocks(bags.weights, sent, n, room))
         if any(_is_weighted_mean(f) for f in used):
             is_wide = any(layout.banks[b].dtype == torch.float64 for b in routes.banks)
             scales = _scales(bags, used).to(torch.float64 if is_wide else bags.weights.dtype)
             exchanged.append(_sent_blocks(scales, sent, n, room))
-    got, their_lengths, *weights = all_to_all(tuple(exchanged), routes.axes) if routes.axes else tuple(exchanged)
+    both, *weights = all_to_all(tuple(exchanged), routes.axes) if routes.axes else tuple(exchanged)
+    got, their_lengths = both.long().split([room, both.shape[1] - room], 1)
     ends = their_lengths.cumsum(1).clamp(max=room)
     offsets = torch.cat([ends.new_zeros(n, 1), ends], 1) + torch.arange(n, device=device)[:, None] * room
     overflow = torch.stack([(counts - room).clamp(min=0).sum(), counts.amax()])
     weights = [w.flatten() for w in weights] + [None] * (2 - len(weights))
     return Routed(got.flatten(), offsets.flatten(), overflow, bags.offsets, sent, *weights, bags.weights, num_bags)
+
+
+def lane_of(bags: JaggedTensor, num_lanes: int) -> Tensor:
+    """i64[N]: the lane that each id stands in; the last one for padding."""
+    ends = bags.offsets[:: max(bags.num_bags // num_lanes, 1)][1:num_lanes]
+    return torch.searchsorted(ends.contiguous(), torch.arange(bags.capacity, device=ends.device), right=True)
 
 
 def _is_weighted_mean(feature: FeatureConfig) -> bool:
@@ -168,8 +177,7 @@ def _scales(bags: JaggedTensor, features: Sequence[FeatureConfig]) -> Tensor:
     """f64[N]: what an id's gradient is multiplied by: its weight, over its bag's length for a weighted mean."""
     bag = bag_ids(bags.offsets, bags.capacity).clamp(max=bags.num_bags - 1)
     lengths = bags.lengths.clamp(min=1).double()[bag]
-    is_mean = torch.tensor([_is_weighted_mean(f) for f in features], device=bag.device)
-    is_mean = is_mean[bag // max(bags.num_bags // len(features), 1)]
+    is_mean = torch.tensor([_is_weighted_mean(f) for f in features], device=bag.device)[lane_of(bags, len(features))]
     return torch.where(is_mean, bags.weights.double() / lengths, bags.weights.double())
 
 
@@ -198,8 +206,7 @@ def _unit_weights(bags: JaggedTensor, features: Sequence[FeatureConfig]) -> Jagg
     """The bags with weights of 1 for features that are not weighted."""
     if bags.weights is None or all(f.weighted for f in features):
         return bags
-    lane = bag_ids(bags.offsets, bags.capacity) // max(bags.num_bags // len(features), 1)
-    is_weighted = torch.tensor([f.weighted for f in features], device=lane.device)[lane.clamp(max=len(features) - 1)]
+    is_weighted = torch.tensor([f.weighted for f in features], device=bags.values.device)[lane_of(bags, len(features))]
     return JaggedTensor(bags.values, bags.offsets, torch.where(is_weighted, bags.weights, 1))
 
 
@@ -211,7 +218,7 @@ def _owned_rows(
     shards = [layout.shards[x.shard] for x in routes.lanes]
     most = max(len(s.ranks) for s in shards)
     wide = lambda xs: [*xs, *[0] * (most - len(xs))]
-    lane = (bag_ids(bags.offsets, bags.capacity) // max(num_bags, 1)).clamp(max=len(shards) - 1)
+    lane = lane_of(bags, len(shards))
     of_lane = lambda numbers: torch.tensor(numbers, dtype=torch.int64, device=device)[lane]
     rows = bags.values.long()
     for how in {(features[x.feature].hash, shapes[s.table][0]) for x, s in zip(routes.lanes, shards, strict=True)}:
@@ -255,7 +262,16 @@ def slot_features(routed: Routed, routes: Routes, features: Sequence[FeatureConf
     bags = routed.num_bags
     first = sender * (len(routes.banks) * bags + 1)
     is_weighted = routed.weights is not None
-    return [Feature(0, 0, first + k * bags, 0, False, is_weighted, c) for k, c in enumerate(routes.columns)]
+    longest = [_longest(features, routes, k) for k in range(len(routes.banks))]
+    return [
+        Feature(0, 0, first + k * bags, longest[k], False, is_weighted, c) for k, c in enumerate(routes.columns)
+    ]  # fmt: skip
+
+
+def _longest(features: Sequence[FeatureConfig], routes: Routes, slot: int) -> int:
+    """The most ids in a bag of a slot, 0 if nobody says: bags come cut, so it only bounds how many entries a gradient has."""
+    known = [features[routes.lanes[x[slot]].feature].max_length for x in routes.slots if x[slot] >= 0]
+    return 0 if None in known else max(known)
 
 
 def fetch(
@@ -317,11 +333,11 @@ def combine_transpose(
     d_lanes = {i: scaled(i, d) if _is_mean(features[routes.lanes[i].feature]) else d for i, d in d_lanes.items()}
     weights = routed.weights if routed.scales is None else routed.scales
     blank = [torch.zeros_like(d_lanes[0][:, :1]).expand(-1, layout.banks[b].dim) for b in routes.banks]
-    sent = [
-        torch.cat([blank[k] if i < 0 else d_lanes[i] for k, i in enumerate(slots)], 1) for slots in routes.slots
-    ]  # fmt: skip
-    d = torch.stack(sent)
-    d = all_to_all(d, routes.axes) if routes.axes else d
+    to_rank = lambda slots: torch.cat([blank[k] if i < 0 else d_lanes[i] for k, i in enumerate(slots)], 1)
+    if len(set(routes.slots)) == 1:  # every rank is sent the same
+        d = all_gather(to_rank(routes.slots[0]), routes.axes) if routes.axes else to_rank(routes.slots[0])[None]
+    else:
+        d = all_to_all(torch.stack([to_rank(slots) for slots in routes.slots]), routes.axes)
     terms: dict[int, list[Bags]] = {b: [] for b in routes.banks}
     for sender in range(routes.num_ranks):
         forms = slot_features(routed, routes, features, sender)

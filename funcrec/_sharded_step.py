@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from funcrec import _random as random
-from funcrec._collectives import all_gather, all_to_all, axis_index, axis_size, pmean, psum
+from funcrec._collectives import all_gather, all_to_all, axis_index, axis_size, pmean
 from funcrec._errors import describe, fail
 from funcrec._grad import value_and_grad
 from funcrec._layout import Layout
@@ -86,15 +86,14 @@ def sharded_update(
         kept = grads.tables if fits is None else {n: g.where(fits) for n, g in grads.tables.items()}
         row_grads = sync_grads(kept, state.tables.layout)
         banks, slots = update_banks(sparse, row_grads, state.slots, state.tables, state.step)
-        new_dense, dense_opt = dense.update(
-            ordered_sum(grads.dense, mesh.axis_names), state.dense_opt, state.dense, state.step
-        )
+        d_dense, total = ordered_sum((grads.dense, loss), mesh.axis_names)
+        new_dense, dense_opt = dense.update(d_dense, state.dense_opt, state.dense, state.step)
         aux = tree_map(
             lambda x: pmean(x, mesh.axis_names) if isinstance(x, Tensor) and x.is_floating_point() else x, aux
         )
         if merge is not None:
             new_dense = merge(new_dense, aux if has_aux else None)
-        loss, step = psum(loss, mesh.axis_names), state.step + 1
+        loss, step = total, state.step + 1
         if fits is not None:
             choose = lambda new, old: tree_map(lambda a, b: torch.where(fits, a, b), new, old)
             new_dense, dense_opt = choose(new_dense, state.dense), choose(dense_opt, state.dense_opt)
@@ -161,6 +160,18 @@ def ordered_sum(tree: Any, axes: Sequence[str]) -> Any:
     return tree_unflatten(out, structure)
 
 
+def gather_as_one(tree: Any, axes: Sequence[str]) -> Any:
+    """all_gather of every leaf, [n, ...]; all leaves of a dtype travel together."""
+    leaves, structure = tree_flatten(tree)
+    out = list(leaves)
+    for dtype in dict.fromkeys(x.dtype for x in leaves):
+        at = [i for i, x in enumerate(leaves) if x.dtype == dtype]
+        whole = all_gather(torch.cat([leaves[i].flatten() for i in at]), tuple(axes))
+        for i, x in zip(at, whole.split([leaves[i].numel() for i in at], 1), strict=True):
+            out[i] = x.reshape(x.shape[0], *leaves[i].shape)
+    return tree_unflatten(out, structure)
+
+
 def column_banks(sparse: RowOptimizer, layout: Layout) -> dict[str, list[str]]:
     """{table: its banks} of the tables cut by columns whose rows the optimizer must see whole."""
     shapes = dict(layout.shapes)
@@ -201,7 +212,7 @@ def update_banks(
     layout, columns = tables.layout, column_banks(sparse, tables.layout)
     apart = {b for own in columns.values() for b in own}
     whole = lambda x: {n: v for n, v in x.items() if n not in apart}
-    met = {t: RowsTogether.of(t, grads, slots, tables.banks, layout) for t in columns}
+    met = rows_together(columns, grads, slots, tables.banks, layout)
     new_banks, new_slots = dict(tables.banks), dict(slots)
     for turn in range(max([1, *map(len, columns.values())])):
         now = {t: met[t][own[turn]] for t, own in columns.items() if turn < len(own) and own[turn] in met[t]}
@@ -222,6 +233,19 @@ def update_banks(
     return new_banks, new_slots
 
 
+def rows_together(
+    columns: Mapping[str, list[str]], grads: Mapping[str, RowGrads], slots: Mapping, banks: Mapping, layout: Layout
+) -> "dict[str, dict[str, RowsTogether]]":
+    """{table: {bank: its rows}} of the tables cut by columns: what all ranks know of their touched rows travels at once."""
+    own = [b for b in layout.banks if b.name in {n for names in columns.values() for n in names} and b.name in grads]
+    touched = {b.name: grads[b.name].coalesce() for b in own if grads[b.name].capacity > 0}
+    taken = {n: _take(g, banks[n], slots[n]) for n, g in touched.items()}
+    gathered: dict[str, dict[str, Tensor]] = {}
+    for axes in dict.fromkeys(b.axes for b in own):
+        gathered |= gather_as_one({b.name: taken[b.name] for b in own if b.axes == axes and b.name in taken}, axes)
+    return {t: RowsTogether.of(t, touched, taken, gathered, layout) for t in columns}
+
+
 class RowsTogether(NamedTuple):
     """The touched rows of one bank of a table cut by columns, with the columns of all its banks: grads, table and slots as of a
     table of M rows. bank_grads, which, shards: where they lie in the bank, and of which shard each is."""
@@ -234,20 +258,20 @@ class RowsTogether(NamedTuple):
     shards: tuple
 
     @staticmethod
-    def of(table: str, grads: Mapping, slots: Mapping, banks: Mapping, layout: Layout) -> "dict[str, RowsTogether]":
+    def of(
+        table: str, touched: Mapping, taken: Mapping, gathered: Mapping, layout: Layout
+    ) -> "dict[str, RowsTogether]":
         """{bank: its rows}, for the banks of the table that have a gradient."""
         shards = [layout.shards[k] for k in layout.shards_of(table)]
         own = [layout.banks[b] for b in dict.fromkeys(s.bank for s in shards)]
-        touched = {b.name: grads[b.name].coalesce() for b in own if b.name in grads and grads[b.name].capacity > 0}
-        taken = {n: _take(g, banks[n], slots[n]) for n, g in touched.items()}
-        gathered = {n: all_gather(x, own[0].axes) for n, x in taken.items()}
         out = {}
-        for n, g in touched.items():
+        for n, g in ((b.name, touched[b.name]) for b in own if b.name in touched):
             mine = tuple(s for s in shards if layout.banks[s.bank].name == n)
             which, rows = _table_rows(g, mine, axis_index(own[0].axes))
             parts = [_find(rows, s, gathered[layout.banks[s.bank].name]) for s in shards]
             joined = {k: torch.cat([x[k] for x in parts], 1) for k in parts[0] if taken[n][k].dim() > 1}
-            row_slots = {k: joined.get(f"slot {k}", taken[n][f"slot {k}"]) for k in slots[n]}
+            kept = {k: joined.get(k, x) for k, x in taken[n].items()}
+            row_slots = {k.removeprefix("slot "): x for k, x in kept.items() if k.startswith("slot ")}
             places = torch.where(rows >= 0, torch.arange(rows.shape[0], device=rows.device), -1)
             entries = RowGrads.from_entries(places, joined["grads"], num_embeddings=rows.shape[0], repeats=g.repeats)
             out[n] = RowsTogether(entries, joined["table"], row_slots, g, which, mine)

@@ -42,7 +42,7 @@ class Tape:
                 hint="look up first and vmap over the activations, or vmap the whole value_and_grad",
             )  # fmt: skip
         index = len(self.sites)
-        self.sites.append((tree_map(torch.zeros_like, out), saved, transpose))
+        self.sites.append((tree_map(_zeros, out), saved, transpose))
         return out if self.taps is None else tree_map(torch.add, out, self.taps[index])
 
 
@@ -80,6 +80,11 @@ def open_tables(tables: Any) -> tuple[Any, Tape | None]:
         return tables, None
     tape = next(t.tape for t in tables.values() if isinstance(t, TableRef))
     return {name: t.table if isinstance(t, TableRef) else t for name, t in tables.items()}, tape
+
+
+def _zeros(x: Tensor) -> Tensor:
+    """Of x's form. It reads nothing of x: so the pass that makes it is dead code when staged."""
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _functorch_level() -> int:

@@ -1,0 +1,111 @@
+"""What a compiled sharded step contains: static exchanges and as few of them as can be, nothing that is read on the host."""
+
+import pytest
+import torch
+import training
+
+import funcrec as fr
+from funcrec._traffic import collectives_of
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+KINDS = ("table_wise", "row_wise", "column_wise")
+BAGS, ROOM, WORLD = 2, 32, 2
+HOST_READS = (
+    ".item(",
+    ".tolist(",
+    ".cpu(",
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "repeat_interleave",
+)
+ALL_TO_ALL, ALL_GATHER = "all_to_all_single", "all_gather_into_tensor"
+
+
+def plan_of(kind):
+    """Every table by that placement on two ranks; whole tables take turns."""
+    made = {
+        "table_wise": lambda i: fr.table_wise("x", rank=i % WORLD),
+        "row_wise": lambda i: fr.row_wise("x"),
+        "column_wise": lambda i: fr.column_wise("x"),
+    }
+    return fr.Plan({n: made[kind](i) for i, n in enumerate(training.SHAPES)})
+
+
+def staged(name, plan):
+    """(the collectives, the splits of those that have some, whether every shape is static, the generated code) of a step."""
+    from torch._inductor.utils import run_and_get_code
+
+    from funcrec import _compile
+
+    graphs, compile_graph = [], _compile.compile_graph
+    mesh = fr.Mesh.distributed(x=WORLD)
+    step = fr.train_step(training.loss_fn, **training.optimizers(name), mesh=mesh, plan=plan)
+    whole = training.batch(0, BAGS * WORLD)
+    mine = fr.shard(whole, fr.P("x"), mesh=mesh)
+    mine = fr.Batch(mine.ids.unpad().pad_to(ROOM), mine.label)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            _compile, "compile_graph", lambda graph, args: graphs.append(graph.graph) or compile_graph(graph, args)
+        )
+        state = step.init(training.params())
+        _, codes = run_and_get_code(fr.jit(step, donate=("state",)), state, mine)
+    (graph,) = graphs
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    splits = [s for n in nodes if ALL_TO_ALL in str(n.target) for s in n.args[1:3]]
+    values = [
+        v for n in nodes for v in torch.utils._pytree.tree_leaves(n.meta.get("val")) if isinstance(v, torch.Tensor)
+    ]
+    is_static = bool(values) and all(type(size) is int for v in values for size in v.shape)
+    return list(collectives_of(graph)), splits, is_static, "\n".join(codes)
+
+
+def least(kind):
+    """The collectives that a step cannot do without: ids with lengths, sums, their cotangents, dense gradients with the loss."""
+    back = (
+        ALL_GATHER if kind == "row_wise" else ALL_TO_ALL
+    )  # all owners of a row-wise table get one and the same cotangent
+    return [ALL_TO_ALL, ALL_TO_ALL, back, ALL_TO_ALL, ALL_GATHER]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_step_exchanges_once_for_each_thing(kind, ranks):
+    """A compiled step makes five exchanges with static splits, on all ranks the same, and its code reads nothing on the host."""
+    found = ranks(WORLD).run(staged, "adam", plan_of(kind), deadline_s=300)
+    for collectives, splits, is_static, code in found:
+        assert [c.kind for c in collectives] == least(kind)
+        assert splits == [[1] * WORLD] * len(splits) and len(splits) == 2 * least(kind).count(ALL_TO_ALL)
+        assert is_static
+        assert code.count("all_to_all_single.default(") == least(kind).count(ALL_TO_ALL)
+        assert not [word for word in HOST_READS if word in code]
+    assert found[0][0] == found[1][0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_sends_what_its_graph_says(kind, ranks):
+    """The bytes that leave a rank: blocks of ids and lengths, its bags' sums and their cotangents, two halves of the dense gradients."""
+    collectives = ranks(WORLD).run(staged, "adam", plan_of(kind), deadline_s=300)[0][0]
+    lookups = {  # slots, columns and ids of a rank's lookups: two features of a, one of b and of c
+        "table_wise": (3 + 1, 3 * 4 + 5, 2 * ROOM),  # rank 0 has a and c, rank 1 has b
+        "row_wise": (4, 3 * 4 + 5, 2 * ROOM),
+        "column_wise": (4 + 1, 2 + 2 + 2 + 2 + 3, 2 * 2 * ROOM),  # of b rank 0 has two columns, rank 1 three
+    }[kind]
+    slots, columns, room = lookups
+    weights = 17 * 6 + 6 + 1  # and the loss
+    even = weights + weights % WORLD
+    per_id, per_float = 4, 4
+    assert [c.sent_bytes for c in collectives] == [
+        (room + slots * BAGS) * per_id, BAGS * columns * per_float, BAGS * columns * per_float,
+        even // WORLD * per_float, even // WORLD * per_float,
+    ]  # fmt: skip
+
+
+def test_rows_cut_by_columns_travel_at_once(ranks):
+    """An optimizer that looks at whole rows adds two gathers, however many tables are cut by columns: row numbers, and all floats."""
+    plan = plan_of("column_wise")
+    for collectives, _, _, code in ranks(WORLD).run(staged, "rowwise_adagrad", plan, deadline_s=300):
+        kinds = [c.kind for c in collectives]
+        assert sorted(kinds) == sorted([*least("column_wise"), ALL_GATHER, ALL_GATHER])
+        assert not [word for word in HOST_READS if word in code]
