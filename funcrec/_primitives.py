@@ -7,9 +7,9 @@ hold under every nesting of torch.func. A table's dense gradient is made by the 
 Floor 1. Shapes: B bags, C columns, N ids, R rows, D dim, T tables.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,12 @@ from funcrec.kernels import ops, reference
 from funcrec.kernels.forms import Feature, Segment, flatten
 
 
-class _Lookup(NamedTuple):
-    """The static part of a pooled lookup; its tensors are the tables, the buffers of rows, offsets and weights if any."""
+@dataclasses.dataclass(frozen=True)
+class _Lookup:
+    """The static part of a pooled lookup; its tensors are the tables, the buffers of rows, offsets and weights if any.
+
+    No tuple: torch.func would take one apart in every call.
+    """
 
     implementation: str
     features: tuple[Feature, ...]
@@ -35,7 +39,7 @@ class _Lookup(NamedTuple):
         return list(tensors[:t]), list(tensors[t:r]), tensors[r], tensors[r + 1] if len(tensors) > r + 1 else None
 
     def weighted_only(self) -> "_Lookup":
-        return self._replace(features=tuple(f for f in self.features if f.weighted))
+        return dataclasses.replace(self, features=tuple(f for f in self.features if f.weighted))
 
 
 def pooled_lookup(tables, rows, offsets, weights, features, num_bags, *, implementation: str | None = None) -> Tensor:

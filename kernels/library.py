@@ -176,11 +176,16 @@ def _pure(in_place: Callable, name: str) -> Callable:
 
 def _loop(op: Callable, info, in_dims, *args):
     """One call for each member of the batch, and their results stacked."""
-    members = [op(*(_member(x, d, i) for x, d in zip(args, in_dims, strict=True))) for i in range(info.batch_size)]
+    dims = [None if _is_shared(d) else d for d in in_dims]  # a list of numbers may be long
+    members = [op(*(_member(x, d, i) for x, d in zip(args, dims, strict=True))) for i in range(info.batch_size)]
     if isinstance(members[0], Tensor):
         return torch.stack(members), 0
     stacked = [torch.stack(parts) for parts in zip(*members, strict=True)]
     return (stacked, [0] * len(stacked)) if isinstance(members[0], list) else (tuple(stacked), (0,) * len(stacked))
+
+
+def _is_shared(dim) -> bool:
+    return all(map(_is_shared, dim)) if isinstance(dim, (list, tuple)) else dim is None
 
 
 def _member(x, dim, index: int):
