@@ -20,12 +20,13 @@ from measure import RESULTS, digits
 OURS = "funcrec"
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-TABLED = ("lookup", "update", "jagged", "steps")
+TABLED = ("lookup", "update", "jagged", "steps", "ranks")
 TITLES = {
     "lookup": "Pooled lookup",
     "update": "Lookup, transpose and fused update in one call",
     "jagged": "Jagged operations",
     "steps": "Whole training steps",
+    "ranks": "Training steps on two ranks, by placement",
 }
 MEAN_OF = {"lookup": ("a", "b", "c", "e"), "update": ("a", "b", "c", "e")}
 
@@ -140,6 +141,12 @@ def others(lines: list[dict]) -> str:
             said.append(
                 f"- A jitted call of {x['shape']['num_tensors']} tensors costs {x['overhead_us']} µs over the compiled function's own "
                 f"call, donated {x['overhead_donated_us']} µs ({x['threads']} threads)."
+            )
+        if x["group"] == "ranks" and "sent_mb" in x:
+            busy = ", ".join(f"{p} {r['median']:.2f}" for p, r in x["cpu_ratio"].items())
+            said.append(
+                f"- {x['case']} on two ranks: {x['num_collectives']} collectives, {x['sent_mb']} MB leave a rank in a step, of which "
+                f"{x['least_mb']} must; CPU time over funcrec's {x['cpu_ms'][OURS]['median']:.3g} ms: {busy}."
             )
         if x["group"] == "first_step":
             said.append(

@@ -26,8 +26,9 @@ from contest import Setting
 from funcrec.kernels import ops
 from measure import RESULTS, machine, record
 
-GROUPS = ("bandwidth", "lookup", "update", "jagged", "steps", "overhead", "first_step")
+GROUPS = ("bandwidth", "lookup", "update", "jagged", "steps", "ranks", "overhead", "first_step")
 ON_HOST = ("overhead", "first_step")  # one number of threads will do
+ON_RANKS = ("ranks",)  # one thread on each of two ranks
 CASE_LIMIT_S = 1800  # compilation included
 GPU_LIMIT_S = 120
 
@@ -66,7 +67,8 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         names = list(module.CASES) if options.set == "full" or options.cases else list(module.QUICK)
         if options.cases:
             names = [n for n in names if any(fnmatch.fnmatch(n, p) for p in options.cases)]
-        found += [Job(group, name, n) for name in names for n in (threads[-1:] if group in ON_HOST else threads)]
+        of_group = [1] if group in ON_RANKS else threads[-1:] if group in ON_HOST else threads
+        found += [Job(group, name, n) for name in names for n in of_group]
     return found
 
 

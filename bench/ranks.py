@@ -1,0 +1,248 @@
+"""Whole training steps of a DLRM on two ranks of this machine (gloo): funcrec's sharded step beside TorchRec's DistributedModelParallel.
+
+Tables, batches and dense weights are the same, and so is the placement of the tables. The law: on every rank the losses of the first steps
+agree, each of which has seen the updates before it, and so do the tables behind them. Each round is timed from one barrier until the
+slower rank is done. Bytes are counted in the graph of the step.
+"""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from cases import StepCase
+from contest import MIN_ROUNDS, OURS, Closeness, Setting, differences
+from measure import digits, ratios, spread
+from peers import EPS, LR
+from peers_ranks import torchrec_step
+from steps import DENSE_LR, make_batches, make_model
+
+import funcrec as fr
+from funcrec import _compile
+from funcrec._jagged import bag_ids
+from funcrec._route import NOWHERE, _owned_rows, lane_bags, routes_of
+from funcrec._traffic import collectives_of
+from funcrec.testing import RankPool
+
+WORLD = 2
+LAW_STEPS = 4
+LIMIT_S = 1500.0
+CLOSE = Closeness(0.0, 1e-6)
+RULES = {"rowwise_adagrad": lambda: fr.optim.rowwise_adagrad(lr=LR, eps=EPS), "sgd": lambda: fr.optim.sgd(lr=LR)}
+
+
+class RankCase(NamedTuple):
+    """All tables by one placement."""
+
+    placement: str
+    ids_per_bag: int
+    rule: str = "rowwise_adagrad"
+    num_tables: int = 26
+    num_rows: int = 100_000
+    dim: int = 64
+    batch: int = 2048
+
+    @property
+    def is_same_optimizer(self) -> bool:
+        """Of a row that is cut by columns TorchRec keeps a second moment for each part, funcrec one: then only the first losses agree."""
+        return self.rule == "sgd" or self.placement != "column_wise"
+
+
+class Runner(NamedTuple):
+    """call: one step, which gives the loss: of all ranks, or this rank's own. tables: {name: f[R, D]}, whole. about: of its code."""
+
+    call: Callable[[], torch.Tensor]
+    tables: Callable[[], dict[str, torch.Tensor]]
+    is_own_loss: bool
+    about: dict
+
+
+def mesh_axes(placement: str) -> dict[str, int]:
+    return {"node": 1, "local": WORLD} if placement in ("table_row_wise", "grid") else {"x": WORLD}
+
+
+def plan_of(case: RankCase, names: list[str]) -> fr.Plan:
+    """Every table by the case's placement; whole tables take turns."""
+    axes = tuple(mesh_axes(case.placement))
+    made = {
+        "table_wise": lambda i: fr.table_wise(axes, rank=i % WORLD),
+        "row_wise": lambda i: fr.row_wise(axes),
+        "column_wise": lambda i: fr.column_wise(axes),
+        "replicated": lambda i: fr.replicated(),
+        "table_row_wise": lambda i: fr.table_row_wise(axes, rank=0),
+        "grid": lambda i: fr.grid(axes),
+    }[case.placement]
+    return fr.Plan({n: made(i) for i, n in enumerate(names)})
+
+
+def run(case: RankCase, setting: Setting) -> dict:
+    if setting.tiny:
+        case = case._replace(num_rows=500, dim=16, batch=16)
+    with RankPool(WORLD, timeout_s=600) as pool:
+        ranks = pool.run(one_rank, case, setting, deadline_s=LIMIT_S)
+    first = ranks[0]
+    red = [line for r in ranks for line in r["red"]]
+    figures = {
+        "shape": case._asdict(),
+        "law": "red" if red else "green",
+        **{k: first[k] for k in ("absent", "judged_by")},
+    }
+    if red or "times" not in first:
+        return {**figures, "law": "red", "red": red[:8] or ["nothing to compare with"]}
+    slowest = lambda name, i: [max(r["times"][name][k][i] for r in ranks) for k in range(len(first["times"][name]))]
+    wall, cpu = ({n: slowest(n, i) for n in first["times"]} for i in (0, 1))
+    over = lambda t: {n: spread(ratios(x, t[OURS])) for n, x in t.items() if n != OURS}
+    figures |= {
+        "rounds": len(wall[OURS]),
+        "ms": {n: spread(t, 1e3) for n, t in wall.items()},
+        "ratio": over(wall),
+        "cpu_ms": {n: spread(t, 1e3) for n, t in cpu.items()},
+        "cpu_ratio": over(cpu),
+        "call_peak_mb": {OURS: None},
+    }
+    figures["samples_per_s"] = {n: round(case.batch / t["median"] * 1e3) for n, t in figures["ms"].items()}
+    return {**figures, **first["about"]}
+
+
+def one_rank(case: RankCase, setting: Setting) -> dict:
+    """What this rank found: the law's red lines, and the seconds and CPU seconds of each round."""
+    dims = StepCase("dlrm", case.num_rows, case.dim, case.batch, case.ids_per_bag)
+    model = make_model(dims, setting.tiny)
+    params = model.init(fr.key(0))
+    batches = [own_part(b) for b in make_batches(dims, model, "cpu")]
+    builders = {
+        "torchrec": lambda: torchrec_runner(case, model, params, batches, compiled=False),
+        "torchrec, dense compiled": lambda: torchrec_runner(case, model, params, batches, compiled=True),
+        OURS: lambda: funcrec_runner(case, model, params, batches),
+    }
+    built, absent, firsts = {}, {}, {}
+    for name, build in builders.items():
+        try:
+            built[name] = build()
+        except (ImportError, NotImplementedError) as error:
+            absent[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            continue
+        firsts[name] = first_steps(built[name], case)
+    red = [line for n in firsts if n != OURS for line in differences(firsts[OURS], firsts[n], n, CLOSE)]
+    firsts.clear()
+    num_red = torch.tensor(len(red))
+    dist.all_reduce(num_red)  # all ranks go on, or none
+    out = {"red": red, "absent": absent, "judged_by": sorted(set(built) - {OURS}), "about": built[OURS].about}
+    return out if int(num_red) or len(built) == 1 else {**out, "times": timed(built, setting)}
+
+
+def own_part(batch: fr.Batch) -> fr.Batch:
+    """This rank's bags, in buffers of their own."""
+    per, rank = batch.label.shape[0] // WORLD, dist.get_rank()
+    own = slice(rank * per, (rank + 1) * per)
+    return fr.Batch(batch.ids[own].unpad(), batch.label[own].clone(), batch.dense[own].clone())
+
+
+def first_steps(runner: Runner, case: RankCase) -> dict[str, torch.Tensor]:
+    """The global losses and then the tables, as far as they can be the same."""
+    losses = [runner.call() for _ in range(LAW_STEPS)]
+    for x in losses if runner.is_own_loss else ():
+        dist.all_reduce(x)
+        x /= WORLD
+    if not case.is_same_optimizer:
+        return {"loss of step 0": losses[0]}
+    tables = {f"table {n}": t.clone() for n, t in runner.tables().items()}
+    return {**{f"loss of step {i}": x for i, x in enumerate(losses)}, **tables}
+
+
+def timed(built: dict[str, Runner], setting: Setting) -> dict[str, list[tuple[float, float]]]:
+    """{name: (seconds, CPU seconds) of each round}; all ranks run the same rounds, and another one begins each."""
+    names = [OURS, *(n for n in built if n != OURS)]
+    one_round = sum(min(timed_call(built[n])[0] for _ in range(2)) for n in names)
+    wanted = torch.tensor(max(MIN_ROUNDS, min(setting.rounds, int(setting.seconds / one_round))))
+    dist.broadcast(wanted, 0)
+    times: dict[str, list] = {n: [] for n in names}
+    for r in range(int(wanted)):
+        first = r % len(names)
+        for n in names[first:] + names[:first]:
+            times[n].append(timed_call(built[n]))
+    return times
+
+
+def timed_call(runner: Runner) -> tuple[float, float]:
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    runner.call()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def torchrec_runner(case: RankCase, model, params: fr.Params, batches: list, *, compiled: bool) -> Runner:
+    call, tables = torchrec_step(case, model, params, batches, compiled=compiled)
+    return Runner(call, tables, True, {})
+
+
+def funcrec_runner(case: RankCase, model, params: fr.Params, batches: list) -> Runner:
+    mesh = fr.Mesh.distributed(device="cpu", timeout_s=600, **mesh_axes(case.placement))
+    loss = fr.models.loss(model)
+    step = fr.train_step(
+        lambda params, batch, *, key: loss(params, batch, key=key)[0], sparse=RULES[case.rule](),
+        dense=fr.optim.dense(torch.optim.SGD, lr=DENSE_LR), mesh=mesh, plan=plan_of(case, list(params.tables)),
+    )  # fmt: skip
+    state, turn = step.init(params), itertools.cycle(batches)
+    about = {"least_mb": least_mb(batches[0].ids, state, model)}
+    held, fast = {"state": state}, fr.jit(step, donate=("state",))
+
+    def call():
+        with contextlib.nullcontext() if "sent_mb" in about else watched(about):
+            held["state"], metrics = fast(held["state"], next(turn))
+        return metrics["loss"]
+
+    return Runner(call, lambda: fr.gather_tables(held["state"].tables, mesh), False, about)
+
+
+@contextlib.contextmanager
+def watched(about: dict):
+    """Into `about`: the collectives of the step that is compiled here, and the bytes that leave a rank in one call."""
+    compile_graph, sent = _compile.compile_graph, []
+
+    def compile_seen(graph, arguments):
+        sent.extend(collectives_of(graph.graph))
+        return compile_graph(graph, arguments)
+
+    with mock.patch.object(_compile, "compile_graph", compile_seen):
+        yield
+    about |= {"num_collectives": len(sent), "sent_mb": digits(sum(x.sent_bytes for x in sent) / 1e6)}
+
+
+def least_mb(ids: fr.KeyedJaggedTensor, state, model) -> float:
+    """MB that must leave a rank, the mean over ranks: the rows (4 bytes) of ids that another rank holds, a vector for each of its bags
+    there and one for its gradient, and the dense gradients twice, of which a rank keeps its own part."""
+    layout, features, rank = state.tables.layout, tuple(model.features), dist.get_rank()
+    total = 2 * 4 * fr.models.num_parameters(fr.Params({}, state.dense)) * (WORLD - 1) / WORLD
+    for routes in routes_of(layout, features):
+        used = [features[x.feature] for x in routes.lanes]
+        bags = lane_bags(ids, used)
+        per_lane = bags.num_bags // len(used)
+        bag, owner = (
+            bag_ids(bags.offsets, bags.capacity),
+            _owned_rows(bags, per_lane, routes, layout, features) // NOWHERE,
+        )
+        dims = torch.tensor([layout.banks[layout.shards[x.shard].bank].dim for x in routes.lanes])
+        if not routes.axes:  # copies: every rank needs all others' ids and gradients
+            total += (WORLD - 1) * 4 * (len(bag) + per_lane * int(dims.sum()))
+            continue
+        away = (owner >= 0) & (owner != rank)
+        pairs = (bag[away] * WORLD + owner[away]).unique()
+        total += 4 * int(away.sum()) + 2 * 4 * int(dims[pairs // WORLD // per_lane].sum())
+    mean = torch.tensor(total / WORLD)
+    dist.all_reduce(mean)
+    return digits(float(mean) / 1e6)
+
+
+PLACEMENTS = ("table_wise", "row_wise", "column_wise", "replicated", "table_row_wise", "grid")
+RULE_OF = {"replicated": "sgd"}  # the only one that TorchRec has there
+CASES = {
+    **{f"{p}-l{n}": RankCase(p, n, RULE_OF.get(p, "rowwise_adagrad")) for p in PLACEMENTS for n in (1, 5)},
+    **{f"column_wise-sgd-l{n}": RankCase("column_wise", n, "sgd") for n in (1, 5)},
+}
+QUICK = ("table_wise-l5", "row_wise-l5")
+SHOWN = tuple(CASES)
