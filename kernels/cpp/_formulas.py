@@ -70,31 +70,30 @@ PRELUDE = f"""#include <stdint.h>
   static inline double name##_(double x, double y) {{ return __builtin_##name(x, y); }}
 {" ".join(f"UNARY({name})" for name in FUNCTIONS)}
 {" ".join(f"BINARY({name})" for name in BINARY_FUNCTIONS)}
-template <class A, int N> struct Lanes {{
-  typedef A V __attribute__((vector_size(N * sizeof(A))));
-  static inline A sum(const A* p) {{
-    V x, y;
-    __builtin_memcpy(&x, p, sizeof x);
-    __builtin_memcpy(&y, p + N, sizeof y);
-    A both[N];
-    x += y;
-    __builtin_memcpy(both, &x, sizeof x);
-    return Lanes<A, N / 2>::sum(both);
-  }}
-}};
-template <class A> struct Lanes<A, 1> {{ static inline A sum(const A* p) {{ return p[0] + p[1]; }} }};
+template <class A, int N> struct Lanes {{ typedef A V __attribute__((vector_size(N * sizeof(A)))); }};
+template <class A> static inline A fold(typename Lanes<A, LANES>::V v) {{  // by halves; through memory it takes longer
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define HALF(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+  auto eight = HALF(v, 0, 1, 2, 3, 4, 5, 6, 7) + HALF(v, 8, 9, 10, 11, 12, 13, 14, 15);
+  auto four = HALF(eight, 0, 1, 2, 3) + HALF(eight, 4, 5, 6, 7);
+  auto two = HALF(four, 0, 1) + HALF(four, 2, 3);
+  return two[0] + two[1];
+#endif
+#endif
+  for (int h = LANES / 2; h > 0; h /= 2)
+    for (int k = 0; k < h; k++) v[k] += v[k + h];
+  return v[0];
+}}
 template <class A> static inline A total(const A* p, int n) {{
-  typedef typename Lanes<A, LANES>::V V;
-  V lanes = {{}}, x = {{}};
+  typename Lanes<A, LANES>::V lanes = {{}}, x = {{}};
   int i = 0;
   for (; i + LANES <= n; i += LANES) {{
     __builtin_memcpy(&x, p + i, sizeof x);
     lanes += x;
   }}
-  A all[LANES];
-  __builtin_memcpy(all, &lanes, sizeof lanes);
-  for (int k = 0; i + k < n; k++) all[k] += p[i + k];
-  return Lanes<A, LANES / 2>::sum(all);
+  for (int k = 0; i + k < n; k++) lanes[k] += p[i + k];
+  return fold<A>(lanes);
 }}
 template <class A> static inline A largest(const A* p, int n) {{  // NaN if one is
   typedef typename Lanes<A, LANES>::V V;

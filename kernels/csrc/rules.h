@@ -1,6 +1,5 @@
 // The rules of the row optimizers, each for one row: w the row, x its summed gradient, s its slots, in the accumulator type;
-// w may be a row of 16 bits, which is widened where it is read and rounded where it is written. A rule writes w once, but a
-// user's, which knows only plain pointers: its row of 16 bits is widened into `spare` and narrowed from there.
+// w may be a row of 16 bits, which is widened where it is read and rounded where it is written. A rule writes w once.
 // The formulas are those of funcrec/optim. `each` runs a formula over a row in vectors and in single elements behind them:
 // a formula is a generic lambda of a position `at`, where at(p) reads p's element(s) there and at.put(p, v)
 // writes them.
@@ -296,6 +295,8 @@ template <class A, int V> struct Lamb : Moments<A, V> {
   }
 };
 
+// A user's rule knows only plain pointers and may write w more than once: a row of 16 bits is widened into `spare` and
+// narrowed from there.
 template <class A> struct Generated {
   const int64_t slots, *const sizes;
   void (*const rule)(A*, const A*, A* const*, A, const void*);
@@ -307,9 +308,14 @@ template <class A> struct Generated {
     if constexpr (std::is_pointer_v<W>) {
       rule(r.w, r.x, r.s, r.repeats, shared);
     } else {
-      each<A, D>(r.dim, [&](auto at) { at.put(r.spare, at(r.w)); });
-      rule(r.spare, r.x, r.s, r.repeats, shared);
-      each<A, D>(r.dim, [&](auto at) { at.put(r.w, at(r.spare)); });
+      const W w = r.w;  // the rule is given r.s: what lies in r itself would be read again behind every store
+      A* const wide = r.spare;
+      const int64_t dim = r.dim;
+      const auto narrow = [&](const W& to) { each<A, D>(dim, [&](auto at) { at.put(to, at(wide)); }); };
+      each<A, D>(dim, [&](auto at) { at.put(wide, at(w)); });
+      rule(wide, r.x, r.s, r.repeats, shared);
+      if (w.bits) narrow(w);
+      else narrow({w.p, nullptr});
     }
   }
 };

@@ -113,6 +113,27 @@ def test_every_dim(without_kernels, rule):
     check_rule(getattr(fr.optim, rule)(lr=LR), (*DIMS, 9001), (F32,))
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_rows_of_16_bits_are_rounded_once(dtype):
+    """A rule whose elements come from other places of the row is rounded as in eager torch: to the nearest, or by the same random bits."""
+    rule = lambda row, grad, s, h: (row.flip(0) * row.sum().sign() - h.lr * grad, s)
+    plain = fr.optim.row_optimizer(init=lambda t: {}, rule=rule, lr=LR)
+    rows, tables = torch.tensor([3, 39, 7, 0]), {f"t{dim}": noise(NUM_ROWS, dim, seed=dim).to(dtype) for dim in DIMS}
+    grads = {
+        n: fr.RowGrads.from_entries(rows, noise(4, t.shape[1]), num_embeddings=NUM_ROWS) for n, t in tables.items()
+    }
+    slots, seen = {n: {} for n in tables}, []
+    for opt in (
+        plain,
+        fr.optim.stochastic_rounding(plain, key=fr.key(1)),
+        fr.optim.stochastic_rounding(plain, key=fr.key(2)),
+    ):
+        got, need = [opt.update(grads, slots, tables, STEP, implementation=i)[0] for i in ("cpp", "reference")]
+        assert all(torch.equal(got[n].view(torch.int16), need[n].view(torch.int16)) for n in tables)
+        seen.append(got["t100"])
+    assert not any(torch.equal(seen[i], seen[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
 def test_threads_change_no_bit(without_kernels):
     """One and two threads give the same bits, in tables and slots."""
     optimizer, rows = fr.optim.lamb(LR), torch.randint(0, 500, (3000,), generator=torch.Generator().manual_seed(0))
