@@ -242,6 +242,8 @@ PLACEMENTS = ("table_wise", "row_wise", "column_wise", "replicated", "table_row_
 RULE_OF = {"replicated": "sgd"}  # the only one that TorchRec has there
 CASES = {
     **{f"{p}-l{n}": RankCase(p, n, RULE_OF.get(p, "rowwise_adagrad")) for p in PLACEMENTS for n in (1, 5)},
+    **{f"{p}-l20": RankCase(p, 20) for p in ("table_wise", "row_wise")},
+    **{f"{p}-small": RankCase(p, 5, num_rows=1000, dim=16, batch=128) for p in ("table_wise", "row_wise")},
     **{f"column_wise-sgd-l{n}": RankCase("column_wise", n, "sgd") for n in (1, 5)},
 }
 QUICK = ("table_wise-l5", "row_wise-l5")

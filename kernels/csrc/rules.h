@@ -88,8 +88,8 @@ struct Hyper {
 
 constexpr int WIDE = 1, NARROW = 0;   // a slot [R, D], a slot [R]
 
-template <class A, class W> FUNCREC_INLINE A norm(int64_t dim, const W& p) {
-  return std::sqrt(total<A, 0>(dim, [&](auto at) { auto v = at(p); return v * v; }));
+template <class A, int D, class W> FUNCREC_INLINE A norm(int64_t dim, const W& p) {
+  return std::sqrt(total<A, D>(dim, [&](auto at) { auto v = at(p); return v * v; }));
 }
 
 template <class A> struct Sgd {
@@ -121,7 +121,7 @@ template <class A> struct LarsSgd {
   A lr, eta, b, decay;
   explicit LarsSgd(const Hyper& n) : lr(n.lr), eta(n.h[0]), b(n.h[1]), decay(n.h[2]) {}
   template <int D, class W> FUNCREC_INLINE void apply(const Row<A, W>& r) const {
-    const A length = norm<A>(r.dim, r.w), slope = norm<A>(r.dim, r.x);
+    const A length = norm<A, D>(r.dim, r.w), slope = norm<A, D>(r.dim, r.x);
     const A rate = lr * (length > 0 && slope > 0 ? eta * length / (slope + decay * length) : A(1));
     each<A, D>(r.dim, [&](auto at) {
       auto w = at(r.w), m = b * at(r.s[0]) + rate * (at(r.x) + decay * w);
@@ -174,7 +174,7 @@ template <class A> struct RowwiseAdagrad {
     };
     if (!(most > 0)) return put(r.w);
     put(r.spare);
-    const A length = norm<A>(r.dim, r.spare);  // a row longer than `most` is scaled back to it
+    const A length = norm<A, D>(r.dim, r.spare);  // a row longer than `most` is scaled back to it
     if (length > most) each<A, D>(r.dim, [&](auto at) { at.put(r.w, at(r.spare) * (most / length)); });
     else each<A, D>(r.dim, [&](auto at) { at.put(r.w, at(r.spare)); });
   }
@@ -206,7 +206,7 @@ template <class A> struct RowwiseAdagradCowclip {
   }
   template <int D, class W> FUNCREC_INLINE void apply(const Row<A, W>& r) const {
     const A square = total<A, D>(r.dim, [&](auto at) { auto g = at(r.x) + l2 * at(r.w); return g * g; });
-    const A n = r.s[0][0] += square / r.dim, clip = ratio * norm<A>(r.dim, r.w);
+    const A n = r.s[0][0] += square / r.dim, clip = ratio * norm<A, D>(r.dim, r.w);
     const A most = r.repeats * (clip < least ? least : clip), length = std::sqrt(square);
     const A rate = (length > most ? most / length : A(1)) * lr / (std::sqrt(n) + eps);
     each<A, D>(r.dim, [&](auto at) { auto w = at(r.w); at.put(r.w, kept * w - rate * (at(r.x) + l2 * w)); });
@@ -288,9 +288,9 @@ template <class A, int V, bool DECOUPLED> struct Adam : Moments<A, V> {
 template <class A, int V> struct Lamb : Moments<A, V> {
   using Moments<A, V>::Moments;
   template <int D, class W> FUNCREC_INLINE void apply(const Row<A, W>& r) const {
-    const A length = norm<A>(r.dim, r.w), decay = this->decay;
+    const A length = norm<A, D>(r.dim, r.w), decay = this->decay;
     this->template move<D>(r, 0, [&](auto at, auto w, auto u) { at.put(r.spare, u + decay * w); });
-    const A step = norm<A>(r.dim, r.spare), rate = this->lr * (length > 0 && step > 0 ? length / step : A(1));
+    const A step = norm<A, D>(r.dim, r.spare), rate = this->lr * (length > 0 && step > 0 ? length / step : A(1));
     each<A, D>(r.dim, [&](auto at) { at.put(r.w, at(r.w) - rate * at(r.spare)); });
   }
 };
