@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from funcrec._mesh import Axis
 from funcrec._primitives import one_level_below
@@ -66,6 +68,24 @@ def _start_swap(x: Tensor, call: Call) -> Tensor:
     return _c10d.all_to_all_single(x, ones, ones, call.group)
 
 
+def _is_gloo(group: str) -> bool:
+    """There a gather copies what came twice over, and a scatter of sums is a whole all-reduce: swaps send as much in half the time."""
+    return dist.get_backend(_resolve_process_group(group)) == "gloo"
+
+
+def _start_gather(x: Tensor, call: Call) -> Tensor:
+    if _is_gloo(call.group):
+        return _start_swap(x.expand(call.size, *x.shape).contiguous(), call)
+    return _c10d.all_gather_into_tensor(x[None], call.size, call.group)
+
+
+def _start_scatter(x: Tensor, call: Call) -> Tensor:
+    """What `_finish` makes this rank's sum of."""
+    return (
+        _start_swap(x, call) if _is_gloo(call.group) else _c10d.reduce_scatter_tensor(x, "sum", call.size, call.group)
+    )
+
+
 def _start_permute(x: Tensor, call: Call) -> Tensor:
     """At most one block goes out, and at most one comes in."""
     sent = [int((call.index, r) in call.pairs) for r in range(call.size)]
@@ -83,12 +103,12 @@ EXCHANGES = {
     "psum_invariant": Exchange(_start_sum, _emulate_sum, "pvary"),
     "pvary": Exchange(lambda x, call: x.clone(), lambda x, call: (x.clone(), True), "psum_invariant"),
     "all_gather": Exchange(
-        lambda x, call: _c10d.all_gather_into_tensor(x[None], call.size, call.group),
+        _start_gather,
         lambda x, call: (x.clone(), False),
         "psum_scatter",
     ),
     "psum_scatter": Exchange(
-        lambda x, call: _c10d.reduce_scatter_tensor(x, "sum", call.size, call.group),
+        _start_scatter,
         lambda x, call: (x.sum(0, dtype=x.dtype), True),
         "all_gather",
     ),
@@ -150,7 +170,7 @@ def _finish(begun: Tensor, x: Tensor, call: Call) -> Tensor:
         return begun
     done = _c10d.wait_tensor(begun)
     if call.kind == "psum_scatter":
-        return done[0]
+        return done[0] if done.shape[0] == 1 else done.sum(0, dtype=x.dtype)
     if call.kind == "ppermute":
         return done[0] if done.shape[0] else torch.zeros_like(x)
     return done

@@ -33,21 +33,33 @@ class _Lookup:
     num_bags: int
     num_tables: int
     num_rows: int
+    blocks: int = 1
 
     def parts(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor | None]:
         t, r = self.num_tables, self.num_tables + self.num_rows
         return list(tensors[:t]), list(tensors[t:r]), tensors[r], tensors[r + 1] if len(tensors) > r + 1 else None
 
+    def call(self, tensors: Sequence[Tensor]) -> Tensor:
+        return ops.pooled_lookup(
+            *self.parts(tensors), self.features, self.num_bags, self.blocks, implementation=self.implementation
+        )
+
+    def joined(self, out: Tensor) -> Tensor:
+        """[n · B, C / n], the blocks of an output, as [B, C]."""
+        return out if self.blocks == 1 else torch.cat(out.chunk(self.blocks), 1)
+
     def weighted_only(self) -> "_Lookup":
         return dataclasses.replace(self, features=tuple(f for f in self.features if f.weighted))
 
 
-def pooled_lookup(tables, rows, offsets, weights, features, num_bags, *, implementation: str | None = None) -> Tensor:
+def pooled_lookup(
+    tables, rows, offsets, weights, features, num_bags, blocks: int = 1, *, implementation: str | None = None
+) -> Tensor:
     """`ops.pooled_lookup`, differentiable in tables and weights."""
     choice = ops.chosen(implementation, offsets.device)
     if choice == "reference":
-        return ops.pooled_lookup(tables, rows, offsets, weights, features, num_bags, implementation=choice)
-    spec = _Lookup(choice, tuple(features), num_bags, len(tables), len(rows))
+        return ops.pooled_lookup(tables, rows, offsets, weights, features, num_bags, blocks, implementation=choice)
+    spec = _Lookup(choice, tuple(features), num_bags, len(tables), len(rows), blocks)
     return _PooledLookup.apply(spec, *tables, *rows, offsets, *([] if weights is None else [weights]))
 
 
@@ -62,8 +74,7 @@ def gather_rows(table: Tensor, rows: Tensor, *, implementation: str | None = Non
 class _PooledLookup(torch.autograd.Function):
     @staticmethod
     def forward(spec, *tensors):
-        args = spec.parts(tensors)
-        return ops.pooled_lookup(*args, spec.features, spec.num_bags, implementation=spec.implementation)
+        return spec.call(tensors)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -72,12 +83,12 @@ class _PooledLookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         tables, _, _, weights = ctx.spec.parts(ctx.saved_tensors)
-        needed = ctx.needs_input_grad[1:]
+        needed, d_out, spec = ctx.needs_input_grad[1:], ctx.spec.joined(d_out), dataclasses.replace(ctx.spec, blocks=1)
         grads: list[Tensor | None] = [None] * len(ctx.saved_tensors)
         if any(needed[: len(tables)]):
-            grads[: len(tables)] = _dense_transpose(ctx.spec, d_out, ctx.saved_tensors)
+            grads[: len(tables)] = _dense_transpose(spec, d_out, ctx.saved_tensors)
         if weights is not None and needed[-1]:
-            grads[-1] = _LookupWeights.apply(ctx.spec, d_out, *ctx.saved_tensors)
+            grads[-1] = _LookupWeights.apply(spec, d_out, *ctx.saved_tensors)
         return None, *grads
 
     @staticmethod

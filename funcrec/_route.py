@@ -243,7 +243,7 @@ def _owned_rows(
 def pool(
     banks: Sequence[Tensor], routed: Routed, routes: Routes, layout: Layout, features, implementation: str | None
 ) -> Tensor:
-    """f[n, B, W]: for each sender, the sums of its bags' rows here, slot by slot."""
+    """f[n, B, W]: for each sender, the sums of its bags' rows here, slot by slot, as they are sent."""
     used = list(dict.fromkeys(routes.banks))
     forms = [
         form._replace(table=used.index(routes.banks[k]), column=sender * routes.width + form.column)
@@ -252,9 +252,9 @@ def pool(
     ]
     tables = [banks[b] for b in used]
     out = primitives.pooled_lookup(
-        tables, [routed.rows], routed.offsets, routed.weights, forms, routed.num_bags, implementation=implementation
-    )
-    return out.unflatten(1, (routes.num_ranks, routes.width)).movedim(1, 0)
+        tables, [routed.rows], routed.offsets, routed.weights, forms, routed.num_bags, routes.num_ranks, implementation=implementation
+    )  # fmt: skip
+    return out.unflatten(0, (routes.num_ranks, -1))
 
 
 def slot_features(routed: Routed, routes: Routes, features: Sequence[FeatureConfig], sender: int) -> list[Feature]:

@@ -141,8 +141,8 @@ def state_specs(state: TrainState) -> TrainState:
 def ordered_sum(tree: Any, axes: Sequence[str]) -> Any:
     """Σ over ranks of every float leaf, added in the order of the ranks, so that it has the same bits on any mesh and in one process.
 
-    All leaves of a dtype travel together: each rank adds up one part of them, and the parts are gathered. It sends what a ring's
-    all-reduce sends.
+    All leaves of a dtype travel together. Each rank adds up one part of them, and the parts are gathered: what a ring's all-reduce sends.
+    Two ranks give each other all they have: as many bytes, at once.
     """
     leaves, structure = tree_flatten(tree)
     n, out = axis_size(tuple(axes)), list(leaves)
@@ -150,14 +150,22 @@ def ordered_sum(tree: Any, axes: Sequence[str]) -> Any:
         at = [i for i, x in enumerate(leaves) if x.dtype == dtype]
         flat = torch.cat([leaves[i].flatten() for i in at])
         size = flat.shape[0]
-        parts = torch.cat([flat, flat.new_zeros(-size % n)]).unflatten(0, (n, -1))
-        first, *others = all_to_all(parts, tuple(axes)).unbind(0)
-        for x in others:
-            first = first + x
-        total = all_gather(first, tuple(axes), tiled=True)[:size]
+        if n <= 2:
+            total = _in_order(all_gather(flat, tuple(axes)))
+        else:
+            parts = torch.cat([flat, flat.new_zeros(-size % n)]).unflatten(0, (n, -1))
+            total = all_gather(_in_order(all_to_all(parts, tuple(axes))), tuple(axes), tiled=True)[:size]
         for i, x in zip(at, total.split([leaves[i].numel() for i in at]), strict=True):
             out[i] = x.reshape(leaves[i].shape)
     return tree_unflatten(out, structure)
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """Σ over the first dimension, one after the other."""
+    first, *others = parts.unbind(0)
+    for x in others:
+        first = first + x
+    return first
 
 
 def gather_as_one(tree: Any, axes: Sequence[str]) -> Any:

@@ -55,9 +55,9 @@ class Bags(NamedTuple):
 
 def pooled_lookup(
     tables: Sequence[Tensor], rows: Sequence[Tensor], offsets: Tensor, weights: Tensor | None,
-    features: Sequence[int], num_bags: int,
+    features: Sequence[int], num_bags: int, blocks: int = 1,
 ) -> Tensor:  # fmt: skip
-    """f32[B, C]."""
+    """f32[n · B, C / n]."""
     call = "funcrec.kernels.pooled_lookup"
     ops = _operators(call, *tables, *rows, offsets, weights)
     found = features_of(features)
@@ -69,7 +69,7 @@ def pooled_lookup(
         bags = _bags(ops, rows[f.rows], bounds, f.max_length, table.shape[0])
         pooled = _forward(ops, table, bags, bags.take(weights) if f.weighted else None)
         out[:, f.column : f.column + table.shape[1]] = bags.per_bag(pooled) if f.mean else pooled
-    return out
+    return out if blocks == 1 else torch.cat(out.chunk(blocks, 1))
 
 
 def pooled_lookup_weights(

@@ -98,6 +98,17 @@ def width_of(features: Sequence[Feature], tables: Sequence[Tensor]) -> int:
     return max((f.column + tables[f.table].shape[1] for f in features), default=0)
 
 
+def in_blocks(features: Sequence[int], num_bags: int, width: int, blocks: int) -> Sequence[int]:
+    """The features of an output [B, width] as of `blocks` parts [B, width / blocks], one after the other: where a feature's first
+    column lies from the beginning, as for rows of width / blocks."""
+    if blocks == 1:
+        return features
+    part = width // blocks
+    moved = list(features)
+    moved[6::7] = [c // part * num_bags * part + c % part for c in moved[6::7]]
+    return moved
+
+
 def is_padded(segment: Segment, num_ids: int) -> bool:
     """Whether a segment of bags is written out as `max_length` entries per bag; else it is an entry per position."""
     return 0 < segment.max_length * segment.num_bags <= max(num_ids, segment.num_bags)

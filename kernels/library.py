@@ -17,7 +17,7 @@ MODULES = {name: f"funcrec.kernels.{name}" for name in ("reference", "cpp", "tri
 TERMS = "Tensor[] d, Tensor[] rows, Tensor[] offsets, Tensor[] weights, int[] segments"
 _RULE = "Tensor lr, Tensor step, Tensor? key, str rule, float[] hyper"
 SCHEMAS = {
-    "pooled_lookup": "(Tensor[] tables, Tensor[] rows, Tensor offsets, Tensor? weights, int[] features, int num_bags) -> Tensor",
+    "pooled_lookup": "(Tensor[] tables, Tensor[] rows, Tensor offsets, Tensor? weights, int[] features, int num_bags, int blocks=1) -> Tensor",
     "pooled_lookup_weights": "(Tensor d_out, Tensor[] tables, Tensor[] rows, Tensor offsets, Tensor weights, int[] features) -> Tensor",
     "gather_rows": "(Tensor table, Tensor rows) -> Tensor",
     "scatter_rows": "(Tensor table, Tensor rows, Tensor count, Tensor new) -> Tensor",
@@ -38,10 +38,10 @@ IN_PLACE = {"scatter_rows": "scatter_rows_", "fused_update": "fused_update_"}  #
 # -- shapes ------------------------------------------------------------------------------------------------------
 
 
-def _pooled_lookup(tables, rows, offsets, weights, features, num_bags):
+def _pooled_lookup(tables, rows, offsets, weights, features, num_bags, blocks=1):
     features = features_of(features)
     dtype = widest([tables[f.table] for f in features])
-    return offsets.new_empty((num_bags, width_of(features, tables)), dtype=dtype)
+    return offsets.new_empty((blocks * num_bags, width_of(features, tables) // blocks), dtype=dtype)
 
 
 def _expand(d, rows, offsets, weights, segments, shapes):

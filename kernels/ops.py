@@ -78,12 +78,16 @@ def pooled_lookup(
     weights: Tensor | None,
     features: Sequence[Feature],
     num_bags: int,
+    blocks: int = 1,
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """f32|f64[B, C] from tables f[R, D] each, rows i[N] and a flat buffer of bags; the features cover every column once."""
+    """f32|f64[B, C] from tables f[R, D] each, rows i[N] and a flat buffer of bags; the features cover every column once.
+
+    blocks: n, to have the columns in n equal parts one after the other, [n · B, C / n]; no feature lies in two.
+    """
     call = _of("pooled_lookup", implementation, offsets, *tables, weights)
-    return call(list(tables), list(rows), offsets, weights, flatten(features), num_bags)
+    return call(list(tables), list(rows), offsets, weights, flatten(features), num_bags, blocks)
 
 
 def pooled_lookup_weights(

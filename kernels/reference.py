@@ -50,7 +50,7 @@ def runs_of(features: Sequence[Feature], dims: Sequence[int], num_bags: int) -> 
     return runs
 
 
-def pooled_lookup(tables, rows, offsets, weights, features, num_bags) -> Tensor:
+def pooled_lookup(tables, rows, offsets, weights, features, num_bags, blocks=1) -> Tensor:
     columns = []
     for run in runs_of(features_of(features), [t.shape[1] for t in tables], num_bags):
         feature, bounds = run.feature, run.bounds(offsets, num_bags)
@@ -60,7 +60,8 @@ def pooled_lookup(tables, rows, offsets, weights, features, num_bags) -> Tensor:
         out = out / bag_lengths(bounds, feature.max_length)[:, None] if feature.mean else out
         columns.append(out.unflatten(0, (run.width, num_bags)).transpose(0, 1).flatten(1))
     dtype = widest(columns)
-    return torch.cat([c.to(dtype) for c in columns], 1) if columns else offsets.new_zeros((num_bags, 0), dtype=dtype)
+    out = torch.cat([c.to(dtype) for c in columns], 1) if columns else offsets.new_zeros((num_bags, 0), dtype=dtype)
+    return out if blocks == 1 else torch.cat(out.chunk(blocks, 1))
 
 
 def _pool_short(table: Tensor, ids: Tensor, bounds: Tensor, weights: Tensor | None, max_length: int) -> Tensor:

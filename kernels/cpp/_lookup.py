@@ -3,6 +3,7 @@
 import torch
 from funcrec.kernels.cpp._native import DTYPES, call, empty, matrix, table, vector
 from funcrec.kernels.cpp._native import tables as described_tables
+from funcrec.kernels.forms import in_blocks
 from torch import Tensor
 
 INTS_PER_FEATURE = 7
@@ -16,15 +17,17 @@ def pooled_lookup(
     weights: Tensor | None,
     features: list[int],
     num_bags: int,
+    blocks: int = 1,
 ) -> Tensor:
-    """f32|f64[B, C]; `features` are seven numbers each: see `forms.Feature`."""
+    """f32|f64[n · B, C / n]; `features` are seven numbers each: see `forms.Feature`."""
     rows, offsets = [r.contiguous() for r in rows], offsets.contiguous()
-    described, numbers = _features(tables, rows, offsets, features, num_bags)
-    of_table, columns = features[::INTS_PER_FEATURE], features[6::INTS_PER_FEATURE]
+    described, of_table, columns = described_tables(tables), features[::INTS_PER_FEATURE], features[6::INTS_PER_FEATURE]
     dtypes, dims = described[1::4], described[3::4]
     width = max([c + dims[t] for t, c in zip(of_table, columns)], default=0)
+    numbers = _features(described, rows, offsets, in_blocks(features, num_bags, width, blocks), num_bags)
     wide = F64 in dtypes and any(dtypes[t] == F64 for t in of_table)
-    out = empty((num_bags, width), torch.float64 if wide else torch.float32)
+    width = width // blocks
+    out = empty((blocks * num_bags, width), torch.float64 if wide else torch.float32)
     weights = _multipliers(weights)
     numbers += (*vector(offsets), *vector(weights), num_bags, width, F64 if wide else F32, out.data_ptr())
     call("pooled_lookup", numbers)
@@ -36,7 +39,7 @@ def pooled_lookup_weights(
 ) -> Tensor:
     """f[N], the gradient of the weights: <table[row], d_out[b]> summed over the weighted features that read the id."""
     rows, offsets, d_out = [r.contiguous() for r in rows], offsets.contiguous(), _with_rows(d_out)
-    _, numbers = _features(tables, rows, offsets, features, d_out.shape[0])
+    numbers = _features(described_tables(tables), rows, offsets, features, d_out.shape[0])
     d_weights = torch.empty(weights.shape, dtype=torch.float64 if weights.dtype == torch.float64 else torch.float32)
     numbers += (*vector(offsets), *vector(d_weights), *matrix(d_out))
     call("pooled_lookup_weights", numbers)
@@ -74,22 +77,21 @@ def scatter_block_(tables: list[Tensor], rows: Tensor, count: Tensor, new: list[
 
 
 def _features(
-    tables: list[Tensor], rows: list[Tensor], offsets: Tensor, features: list[int], num_bags: int
-) -> tuple[list[int], list[int]]:
-    """The numbers of the tables, four each, and all the numbers that both lookups begin with."""
+    described: list[int], rows: list[Tensor], offsets: Tensor, features: list[int], num_bags: int
+) -> list[int]:
+    """All the numbers that both lookups begin with; `described` are the tables, four each."""
     need = max(features[2::INTS_PER_FEATURE], default=0) + num_bags
     if features and need >= offsets.shape[0]:
         raise ValueError(
             f"funcrec.kernels.cpp: `offsets` has too few boundaries.\n  got   {offsets.shape[0]}\n"
             f"  need  {need + 1}, one more than the last feature's last bag"
         )
-    described = described_tables(tables)
-    numbers = [len(tables), *described, len(rows)]
+    numbers = [len(described) // 4, *described, len(rows)]
     for r in rows:
         numbers += vector(r)
     numbers.append(len(features) // INTS_PER_FEATURE)
     numbers += features
-    return described, numbers
+    return numbers
 
 
 def _multipliers(weights: Tensor | None) -> Tensor | None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
-from funcrec.kernels.forms import Feature, accumulation_dtype, features_of, width_of
+from funcrec.kernels.forms import Feature, accumulation_dtype, features_of, in_blocks, width_of
 from funcrec.kernels.triton import launch as on
 from funcrec.kernels.triton.device import bag_bounds, divide, kernel, lanes, larger, plus, rounded, rows_at
 from torch import Tensor
@@ -28,8 +28,9 @@ def pooled_lookup(
     weights: Tensor | None,
     features: Sequence[int],
     num_bags: int,
+    blocks: int = 1,
 ) -> Tensor:
-    """f32|f64[B, C]: the pooled rows of every feature, 7 integers each, in its columns.
+    """f32|f64[n · B, C / n]: the pooled rows of every feature, 7 integers each, in its columns of its block.
 
     Cost: reads N rows, N ids and B offsets per feature, writes B · C numbers.
     """
@@ -42,12 +43,13 @@ def pooled_lookup(
     parts = checked_features(features, offsets, num_bags)
     used = [tables[f.table].dtype for f in parts]
     dtype = torch.float64 if torch.float64 in used else torch.float32
-    out = torch.empty(num_bags, width_of(parts, tables), dtype=dtype, device=offsets.device)
+    width = width_of(parts, tables)
+    out = torch.empty(blocks * num_bags, width // blocks, dtype=dtype, device=offsets.device)
     groups: dict = {}
-    for f in parts:
+    for f in features_of(in_blocks(features, num_bags, width, blocks)):
         table = tables[f.table]
         groups.setdefault((table.dtype, table.shape[1], rows[f.rows].dtype), []).append(f)
-    run_groups(_pool, groups, tables, rows, offsets, weights, weights, out, out.stride(0))
+    run_groups(_pool, groups, tables, rows, offsets, weights, weights, out, out.stride(0), num_bags)
     return out
 
 
@@ -80,8 +82,8 @@ def pooled_lookup_weights(
         waves.setdefault(wave, {}).setdefault((table.dtype, table.shape[1], rows[f.rows].dtype), []).append(f)
     for wave in sorted(waves):
         run_groups(
-            _pool_weights, waves[wave], tables, rows, offsets, weights, d_out, out, d_out.stride(0), whole_rows=True
-        )
+            _pool_weights, waves[wave], tables, rows, offsets, weights, d_out, out, d_out.stride(0), num_bags, whole_rows=True
+        )  # fmt: skip
     return out.to(weights.dtype)
 
 
@@ -97,9 +99,10 @@ def checked_features(features: Sequence[int], offsets: Tensor, num_bags: int) ->
     return parts
 
 
-def run_groups(kernel, groups, tables, rows, offsets, weights, other, out, stride, *, whole_rows=False) -> None:
+def run_groups(
+    kernel, groups, tables, rows, offsets, weights, other, out, stride, num_bags, *, whole_rows=False
+) -> None:
     """One launch for each group of features. `other` is the kernel's float argument; `stride` parts the rows of [B, C]."""
-    num_bags = out.shape[0] if out.dim() == 2 else other.shape[0]
     numbers = []
     for f in (f for group in groups.values() for f in group):
         table, ids = tables[f.table], rows[f.rows]

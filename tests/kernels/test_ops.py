@@ -200,6 +200,15 @@ def test_pooled_lookup(known, ask, case):
         assert_within(got[:, f.column : f.column + want.shape[1]], want, digits * want.abs())
 
 
+@pytest.mark.needs("pooled_lookup", slow=2)
+def test_pooled_lookup_in_blocks(known, ask, case):
+    """With n blocks the columns come in n equal parts, one after the other, and with the same bits."""
+    p = problem(known, case)
+    features = [f._replace(column=f.column + k * p.width) for k in range(3) for f in p.features[:: -1 if k == 1 else 1]]
+    whole = ask("pooled_lookup", *p._replace(features=features))
+    assert_trees_close(ask("pooled_lookup", *p._replace(features=features), 3), torch.cat(whole.chunk(3, 1)))
+
+
 @pytest.mark.needs("pooled_lookup_weights", slow=5)
 def test_pooled_lookup_weights(known, ask, case):
     """d_weights[i] is ⟨row, d_out⟩, over the length for a mean, summed over the features that read and weigh the id."""

@@ -27,7 +27,12 @@ LOOKUPS = {  # features over two tables of dims 2 and 3; two buffers
     "mixed": [
         Feature(1, 0, 0, 0, False, True, 4), Feature(0, 1, 3, 2, True, False, 0), Feature(0, 0, 0, 0, True, True, 2),
     ],
+    "in blocks": [
+        Feature(0, 0, 0, 0, True, True, 0), Feature(1, 1, 3, 0, False, False, 2),
+        Feature(1, 0, 3, 0, False, True, 5), Feature(0, 1, 0, 2, False, False, 8),
+    ],
 }  # fmt: skip
+BLOCKS = {"in blocks": 2}
 
 
 @functools.cache  # vmap allows no random numbers inside
@@ -45,11 +50,12 @@ def point(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return noise(4, 2, seed=seed), noise(3, 3, seed=seed + 1), weights
 
 
-def lookup_of(features: list[Feature], implementation: str) -> Callable[..., Tensor]:
+def lookup_of(name: str, implementation: str) -> Callable[..., Tensor]:
     """(table, table, weights) -> [B, C]"""
+    features, blocks = LOOKUPS[name], BLOCKS.get(name, 1)
     given = None if not any(f.weighted for f in features) else slice(None)
     return lambda a, b, w: primitives.pooled_lookup(
-        [a, b], ROWS, OFFSETS, None if given is None else w, features, NUM_BAGS, implementation=implementation
+        [a, b], ROWS, OFFSETS, None if given is None else w, features, NUM_BAGS, blocks, implementation=implementation
     )
 
 
@@ -101,7 +107,7 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], object]] = {  # of f: (t
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_pooled_lookup_under_transforms(name, transform):
     """Every nesting of transforms gives through the kernels what it gives through the reference."""
-    got, want = (TRANSFORMS[transform](lookup_of(LOOKUPS[name], i)) for i in ("cpp", "reference"))
+    got, want = (TRANSFORMS[transform](lookup_of(name, i)) for i in ("cpp", "reference"))
     assert_trees_close(got, want, **CLOSE)
 
 
@@ -120,7 +126,7 @@ def test_autograd_agrees(name):
 
     def run(implementation: str):
         x = [t.clone().requires_grad_() for t in point()]
-        loss = loss_of(lookup_of(LOOKUPS[name], implementation))(*x)
+        loss = loss_of(lookup_of(name, implementation))(*x)
         used = x if any(f.weighted for f in LOOKUPS[name]) else x[:2]
         first = torch.autograd.grad(loss, used, create_graph=True)
         return loss, first, torch.autograd.grad(sum(g.square().sum() for g in first), used)
@@ -151,11 +157,11 @@ def test_rows_and_offsets_may_carry_the_batch(name):
 def test_derivatives_are_those_of_finite_differences(name, implementation):
     """gradcheck and gradgradcheck, forward and reverse: the two implementations are not wrong together."""
     x = tuple(t.clone().requires_grad_() for t in point())
-    f = lookup_of(LOOKUPS[name], implementation)
+    f = lookup_of(name, implementation)
     f = (
         f
         if any(g.weighted for g in LOOKUPS[name])
-        else lambda a, b, w: lookup_of(LOOKUPS[name], implementation)(a, b, w) * w[:9].sum()
+        else lambda a, b, w: lookup_of(name, implementation)(a, b, w) * w[:9].sum()
     )
     torch.autograd.gradcheck(f, x, check_forward_ad=True)
     torch.autograd.gradgradcheck(f, x)
@@ -165,9 +171,7 @@ def test_derivatives_are_those_of_finite_differences(name, implementation):
 def test_gradients_have_the_dtype_of_what_they_are_of(dtype):
     """Tables of 16 and 32 bits get gradients of their own dtype, one rounding from the reference's; weights theirs."""
     tables, weights = [t.to(dtype) for t in point()[:2]], point()[2].float()
-    run = lambda i: grad(lambda *x: lookup_of(LOOKUPS["mixed"], i)(*x).square().sum(), argnums=(0, 1, 2))(
-        *tables, weights
-    )
+    run = lambda i: grad(lambda *x: lookup_of("mixed", i)(*x).square().sum(), argnums=(0, 1, 2))(*tables, weights)
     got, want = run("cpp"), run("reference")
     assert [g.dtype for g in got] == [dtype, dtype, torch.float32]
     assert_trees_close(got, want, rtol=4 * torch.finfo(dtype).eps, atol=4e-6)
