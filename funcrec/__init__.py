@@ -58,6 +58,7 @@ from funcrec._placement import table_column_wise as table_column_wise
 from funcrec._placement import table_row_wise as table_row_wise
 from funcrec._placement import table_wise as table_wise
 from funcrec._ragged import ragged_all_to_all as ragged_all_to_all
+from funcrec._replicas import sync_replicas as sync_replicas
 from funcrec._reshard import gather_state as gather_state
 from funcrec._reshard import reshard as reshard
 from funcrec._retry import retry_overflow as retry_overflow

@@ -22,7 +22,7 @@ from funcrec.kernels.memory import empty_table
 
 
 class Bank(NamedTuple):
-    """A tensor [rows, dim] on each of `num_ranks` ranks of `axes`."""
+    """A tensor [rows, dim] on each of `num_ranks` ranks of `axes`; `num_copies` of all that, over `replicas`, which train apart."""
 
     name: str
     axes: tuple[str, ...]
@@ -30,10 +30,12 @@ class Bank(NamedTuple):
     rows: int
     dim: int
     dtype: torch.dtype
+    replicas: tuple[str, ...] = ()
+    num_copies: int = 1
 
     @property
     def spec(self) -> P:
-        return P(self.axes) if self.axes else P()
+        return P((*self.replicas, *self.axes)) if self.replicas or self.axes else P()
 
 
 class Shard(NamedTuple):
@@ -55,6 +57,12 @@ class Layout(NamedTuple):
     banks: tuple[Bank, ...]
     shards: tuple[Shard, ...]
     mesh_shape: tuple[tuple[str, int], ...]
+    replicas: tuple[str, ...] = ()
+
+    @property
+    def num_copies(self) -> int:
+        """How many copies of the tables train apart."""
+        return prod(dict(self.mesh_shape)[a] for a in self.replicas)
 
     def shards_of(self, table: str) -> list[int]:
         """The numbers of the shards of a table, by columns."""
@@ -95,13 +103,17 @@ def layout_of(
                 filled[key][r] += part
             places.append((key, Shard(table, 0, block.first, block.last, block.ranks, part, starts)))
     keys = list(filled)
-    banks = [Bank(names[k], k[0], len(filled[k]), max(filled[k]), k[1], k[2]) for k in keys]
+    copies = prod(mesh.shape[a] for a in plan.replicas)
+    banks = [Bank(names[k], k[0], len(filled[k]), max(filled[k]), k[1], k[2], plan.replicas, copies) for k in keys]
     shards = [s._replace(bank=keys.index(k)) for k, s in places]
-    return Layout(tuple(shapes.items()), tuple(banks), tuple(shards), tuple(mesh.shape.items()))
+    return Layout(tuple(shapes.items()), tuple(banks), tuple(shards), tuple(mesh.shape.items()), plan.replicas)
 
 
 def pack(layout: Layout, bank: int, tables: Mapping[str, Tensor], ranks: Sequence[int]) -> Tensor:
-    """The bank's rows on `ranks`, one after the other: of tables [R, D], or of slots with one number per row [R]."""
+    """The bank's rows on `ranks`, one after the other: of tables [R, D], or of slots with one number per row [R].
+
+    A rank that is named several times gets a copy for each.
+    """
     own, first = layout.banks[bank], next(iter(tables.values()))
     narrow = first.dim() == 1
     out = empty_table((len(ranks) * own.rows, *([] if narrow else [own.dim])), dtype=first.dtype, device=first.device)
@@ -110,15 +122,14 @@ def pack(layout: Layout, bank: int, tables: Mapping[str, Tensor], ranks: Sequenc
         if s.bank != bank:
             continue
         for i, (rank, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
-            if rank in ranks:
-                part = tables[s.table][i * s.part : (i + 1) * s.part]
-                at = ranks.index(rank) * own.rows + start
+            part = tables[s.table][i * s.part : (i + 1) * s.part]
+            for at in (k * own.rows + start for k, r in enumerate(ranks) if r == rank):
                 out[at : at + part.shape[0]] = part if narrow else part[:, s.first : s.last]
     return out
 
 
 def unpack(layout: Layout, banks: Mapping[str, Tensor], table: str) -> Tensor:
-    """A table [R, D], or a slot [R], from banks of all ranks, each [n · rows, ...]."""
+    """A table [R, D], or a slot [R], from banks of all ranks, each [n · rows, ...]; of several copies the first."""
     num_rows, _ = dict(layout.shapes)[table]
     columns = []
     for k in layout.shards_of(table):

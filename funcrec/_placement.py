@@ -172,26 +172,36 @@ def _names(axes: AxisName) -> tuple[str, ...]:
 class Plan:
     """Table -> placement; static, so that it is part of the compile key.
 
+    Args:
+      placements: {table: Placement}. Along mesh axes that a placement does not name its table has copies that apply one gradient at
+        every step.
+      replicas: axes along which copies of all tables, replicated ones too, train apart: the ranks that share a place on them are a group,
+        which trains its copy on its own bags as if it were alone, until `sync_replicas`. No placement may name them.
+
     Example:
       >>> import funcrec as fr
       >>> plan = fr.Plan({"item": fr.row_wise("model"), "user": fr.table_wise("model", rank=1)})
       >>> plan["user"].ranks
       (1,)
+      >>> fr.Plan({"item": fr.row_wise("model")}, replicas="group").replicas
+      ('group',)
 
-    Source: TorchRec's ShardingPlan.
+    Source: TorchRec's ShardingPlan; `replicas`: its DMPCollection.
     """
 
     placements: tuple[tuple[str, Placement], ...]
+    replicas: tuple[str, ...]
 
-    def __init__(self, placements: Mapping[str, Placement]):
-        check("funcrec.Plan", plan_problems(placements))
+    def __init__(self, placements: Mapping[str, Placement], replicas: AxisName = ()):
+        check("funcrec.Plan", plan_problems(placements, replicas))
         object.__setattr__(self, "placements", tuple(placements.items()))
+        object.__setattr__(self, "replicas", _names(replicas))
 
     def __getitem__(self, table: str) -> Placement:
         return dict(self.placements)[table]
 
     def __repr__(self) -> str:
-        return f"Plan({dict(self.placements)})"
+        return f"Plan({dict(self.placements)}{f', replicas={self.replicas}' if self.replicas else ''})"
 
 
 # -- validators --------------------------------------------------------------------------------------------------
@@ -217,7 +227,12 @@ def placement_problems(p: Placement) -> Iterator[Problem]:
         yield Problem("a rank is named twice.", f"{p.ranks}", "distinct places")
 
 
-def plan_problems(placements: Any) -> Iterator[Problem]:
+def plan_problems(placements: Any, replicas: Any) -> Iterator[Problem]:
+    named = replicas if isinstance(replicas, tuple) else (replicas,)
+    if not all(isinstance(a, str) for a in named) or len(set(named)) < len(named):
+        need = "an axis, or a tuple of distinct axes"
+        yield Problem("`replicas` are no axes of a mesh.", f"{replicas!r}", need, kind=TypeError)
+        return
     if not isinstance(placements, Mapping):
         yield Problem("a plan is no mapping.", describe(placements), "{table: placement}", kind=TypeError)
         return
@@ -225,11 +240,18 @@ def plan_problems(placements: Any) -> Iterator[Problem]:
         if not isinstance(p, Placement):
             hint = "fr.row_wise('model')"
             yield Problem(f"table {name!r} has no placement.", describe(p), "a Placement", hint, TypeError)
+        elif set(p.axes) & set(named):
+            both, need = [a for a in p.axes if a in named], "other axes than those of `replicas`"
+            yield Problem(f"table {name!r} is cut over an axis whose copies train apart.", f"{both}", need)
 
 
 def fit_problems(plan: Plan, mesh: Mesh, shapes: Mapping[str, tuple[int, int]]) -> Iterator[Problem]:
     """Every table has a placement whose axes and ranks the mesh has."""
     placements = dict(plan.placements)
+    unknown = [a for a in plan.replicas if a not in mesh.shape]
+    if unknown:
+        need = f"among {list(mesh.axis_names)}"
+        yield Problem("`replicas` of the plan name an axis that the mesh lacks.", f"{unknown}", need)
     for name in shapes:
         if name not in placements:
             hint = "fr.replicated(), for a small table"

@@ -18,7 +18,7 @@ from funcrec._errors import Problem, check, describe
 from funcrec._layout import Layout, Shard, layout_of
 from funcrec._mesh import Mesh, bind
 from funcrec._placement import Plan
-from funcrec._sharded import ShardedTables, own_ranks
+from funcrec._sharded import ShardedTables, copy_problems, own_ranks
 from funcrec._sharded_step import check_whole_rows
 from funcrec._state import TrainState
 from funcrec.kernels.memory import empty_table
@@ -38,7 +38,8 @@ def gather_state(state: TrainState, mesh: Mesh) -> TrainState:
     Args:
       state: of a `train_step` with this mesh; every rank passes its own.
 
-    Raises: TypeError for a state that is not sharded, ValueError for one of another mesh.
+    Raises: TypeError for a state that is not sharded, ValueError for one of another mesh, and for copies that have trained apart and are
+      not equal: `sync_replicas` them first.
 
     Law: gather_state(reshard(state, plan, mesh=mesh, sparse=sparse), mesh) has state's bits.
 
@@ -58,6 +59,7 @@ def gather_state(state: TrainState, mesh: Mesh) -> TrainState:
     call = "funcrec.gather_state"
     check(call, sharded_problems(state))
     check(call, mesh_problems(state.tables.layout, mesh), slot_problems(state))
+    check(call, copy_problems(state.tables.layout, leaves_of(state), mesh))
     rows, reads = dict(state.tables.layout.shapes), readers(state, mesh)
     whole = {n: {k: read(0, rows[n][0]) for k, read in own.items()} for n, own in reads.items()}
     tables = {n: own.pop("") for n, own in whole.items()}
@@ -82,7 +84,7 @@ def reshard(
 
     Returns: TrainState with ShardedTables. What is not tables and slots is the old state's own.
 
-    Raises: as `train_step(...).init`; ValueError for a state of another mesh.
+    Raises: as `train_step(...).init`; ValueError for a state of another mesh, and for copies that have trained apart.
 
     Law: every bit is kept; training goes on as it would have, up to what the plan rounds.
 
@@ -109,6 +111,8 @@ def reshard(
         check(call, table_tensor_problems(state.tables))
         shapes = {n: tuple(t.shape) for n, t in state.tables.items()}
     check(call, slot_problems(state))
+    if isinstance(state.tables, ShardedTables):
+        check(call, copy_problems(state.tables.layout, leaves_of(state), source))
     reads = readers(state, source)
     samples = {n: {k: read(0, 0) for k, read in own.items()} for n, own in reads.items()}
     layout = layout_of(
@@ -140,6 +144,15 @@ def readers(state: TrainState, mesh: Mesh) -> dict[str, dict[str, Read]]:
     return out
 
 
+def leaves_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
+    """{"table" or a slot's name: {bank: its tensor}}."""
+    out: dict[str, dict[str, Tensor]] = {"table": dict(state.tables.banks)}
+    for n, own in state.slots.items():
+        for k, s in own.items():
+            out.setdefault(f"slot {k!r}", {})[n] = s
+    return out
+
+
 def places(layout: Layout, table: str, mesh: Mesh, first: int, last: int) -> Iterator[tuple[Shard, str, slice, slice]]:
     """Where rows [first, last) of a table lie in this process: (shard, bank, which of these rows, which of the bank)."""
     for s in (layout.shards[i] for i in layout.shards_of(table)):
@@ -147,8 +160,8 @@ def places(layout: Layout, table: str, mesh: Mesh, first: int, last: int) -> Ite
         own = own_ranks(bank, mesh)
         for i, (rank, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
             a, b = max(first, i * s.part), min(last, (i + 1) * s.part)
-            if rank in own and a < b:
-                at = own.index(rank) * bank.rows + start - i * s.part
+            for k in (k for k, r in enumerate(own) if r == rank and a < b):
+                at = k * bank.rows + start - i * s.part
                 yield s, bank.name, slice(a - first, b - first), slice(at + a, at + b)
 
 

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from funcrec import _lookup as plain
-from funcrec._collectives import all_gather
+from funcrec._collectives import all_gather, pmax
 from funcrec._configs import FeatureConfig, TableConfig, table_tensor_problems
-from funcrec._errors import check, describe, fail
+from funcrec._errors import Problem, check, describe, fail
 from funcrec._jagged import JaggedTensor
 from funcrec._keyed_jagged import KeyedJaggedTensor
 from funcrec._keyed_tensor import KeyedTensor
 from funcrec._layout import Bank, Layout, layout_of, pack, unpack
-from funcrec._mesh import Mesh, bound_names
+from funcrec._mesh import Mesh, P, bind, bound_names
 from funcrec._placement import Plan
 from funcrec._route import Routed, combine, combine_transpose, fetch, pool, route, routes_of
 from funcrec._route_sequence import fetch_rows, route_sequences, send_rows, sequences_of, weighted_lanes
 from funcrec._rowgrads import RowGrads
-from funcrec._shard_map import unshard
+from funcrec._shard_map import _bits, _checksum, unshard
 from funcrec._taps import open_tables
 from funcrec._tree import pytree, replace, tree_map
 
@@ -243,6 +243,8 @@ def shard_tables(
 def gather_tables(tables: ShardedTables, mesh: Mesh) -> dict[str, Tensor]:
     """The tables [R, D], whole, on every rank; the inverse of `shard_tables`.
 
+    Raises: ValueError for copies that have trained apart (`replicas` of the plan) and are not equal.
+
     Example:
       >>> import torch, funcrec as fr
       >>> mesh, plan = fr.Mesh.emulated(model=2), fr.Plan({"item": fr.column_wise("model")})
@@ -259,19 +261,43 @@ def gather_tables(tables: ShardedTables, mesh: Mesh) -> dict[str, Tensor]:
             hint="fr.shard_tables",
             kind=TypeError,
         )
+    check("funcrec.gather_tables", copy_problems(tables.layout, {"table": tables.banks}, mesh))
     return gather_banks(tables.layout, tables.banks, mesh)
 
 
 def gather_banks(layout: Layout, banks: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """Each table [R, D], or each table's slot [R], from this rank's banks."""
-    whole = {b.name: unshard(banks[b.name], b.spec, mesh=mesh) for b in layout.banks}
+    """Each table [R, D], or each table's slot [R], from this rank's banks; of copies that train apart this rank's, or the first."""
+    whole = {b.name: unshard(banks[b.name], P(b.axes) if b.axes else P(), mesh=mesh) for b in layout.banks}
     return {name: unpack(layout, whole, name) for name, _ in layout.shapes}
 
 
+def copy_problems(layout: Layout, leaves: Mapping[str, Mapping[str, Tensor]], mesh: Mesh) -> Iterator[Problem]:
+    """{kind: {bank: f[rows, ...]}} of which copies that train apart differ; on real ranks by checksums."""
+    flat = [(kind, n, x) for kind, own in leaves.items() for n, x in own.items()]
+    if layout.num_copies == 1 or not flat:
+        return
+    if mesh.is_emulated:
+        copies = [_bits(x).unflatten(0, (layout.num_copies, -1)) for _, _, x in flat]
+        differ = [not torch.equal(x, x[:1].expand_as(x)) for x in copies]
+    else:
+        sums = torch.stack([_checksum(x) for _, _, x in flat])
+        with bind(mesh.bound_axes(mesh.axis_names, sums.device)):
+            of_all = all_gather(sums, layout.replicas)
+            unequal = (of_all != of_all[:1]).any(0).int()
+            differ = pmax(unequal, mesh.axis_names).tolist()  # so that all ranks raise
+    names = [f"{kind} of {n!r}" for (kind, n, _), wrong in zip(flat, differ, strict=True) if wrong]
+    if names:
+        hint = "state = fr.sync_replicas(state, mesh=mesh) first"
+        got = f"{layout.num_copies} copies over {layout.replicas}; not equal: {', '.join(names)}"
+        yield Problem("the tables have copies that trained apart.", got, "copies of equal bits", hint)
+
+
 def own_ranks(bank: Bank, mesh: Mesh) -> list[int]:
-    """The ranks of the bank's axes that this process holds."""
-    if mesh.is_emulated or not bank.axes:
-        return list(range(bank.num_ranks))
+    """The ranks of the bank's axes that this process holds; all of them once for each copy that it holds."""
+    if mesh.is_emulated:
+        return list(range(bank.num_ranks)) * bank.num_copies
+    if not bank.axes:
+        return [0]
     place = 0
     for a in bank.axes:
         place = place * mesh.shape[a] + mesh.coordinates[a]
@@ -279,13 +305,16 @@ def own_ranks(bank: Bank, mesh: Mesh) -> list[int]:
 
 
 def sync_grads(grads: Mapping[str, RowGrads], layout: Layout) -> dict[str, RowGrads]:
-    """Every bank's gradient with the terms of all ranks that hold a copy of it, in the order of the global batch."""
+    """Every bank's gradient with the terms of all ranks that hold a copy of it, in the order of the global batch.
+
+    Copies that train apart have each the terms of its own group.
+    """
     return {b.name: _sync(grads[b.name], b, layout) for b in layout.banks if b.name in grads}
 
 
 def _sync(grads: RowGrads, bank, layout: Layout) -> RowGrads:
     names, sizes = [a for a, _ in layout.mesh_shape], dict(layout.mesh_shape)
-    others = tuple(a for a in names if a not in bank.axes)
+    others = tuple(a for a in names if a not in bank.axes and a not in layout.replicas)
     if grads.capacity == 0:
         return grads
     if not others:  # each lookup has one term for every sender
@@ -306,7 +335,7 @@ def _sync(grads: RowGrads, bank, layout: Layout) -> RowGrads:
             where = {**_coordinates(i % bank.num_ranks, bank.axes, sizes), **_coordinates(copy, others, sizes)}
             rank = 0
             for a in names:
-                rank = rank * sizes[a] + where[a]
+                rank = rank * sizes[a] + where.get(a, 0)
             placed.append((rank, i, tree_map(lambda x, c=copy: x[c] if isinstance(x, Tensor) else x, t)))
     placed.sort(key=lambda p: p[:2])
     return replace(grads, terms=tuple(t for _, _, t in placed), coalesced=False)

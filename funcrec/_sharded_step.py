@@ -2,10 +2,13 @@
 
     grads = Σ_r d(loss_r / n);   tables: each row's owner has all its terms, in the order of the global batch;   dense: the same sum everywhere
 
+Of a plan with replicas n and Σ are, for the tables, over the ranks of one group; for the dense parameters always over all.
+
 Floor 5. Shapes: n ranks, M touched rows, w columns of a bank, D of a table.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -66,14 +69,16 @@ def sharded_update(
     merge: Callable | None,
     takes_key: bool,
     batch_axes: tuple[str, ...],
+    replicas: tuple[str, ...],
     capacity: int | None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict]]:
-    """(state, batch) -> (state, metrics) on a mesh; each rank differentiates its own loss over the number of ranks."""
+    """(state, batch) -> (state, metrics) on a mesh; each rank differentiates its own loss over the number of ranks that train one copy."""
+    copies = prod(mesh.shape[a] for a in replicas)
 
     def local(params, batch, **extra):
         out = loss_fn(params, batch, **extra)
         loss, aux = out if has_aux else (out, ())
-        return loss / mesh.size, aux
+        return loss / (mesh.size // copies), aux
 
     def one_rank(state: TrainState, batch: Any):
         extra = (
@@ -87,6 +92,8 @@ def sharded_update(
         row_grads = sync_grads(kept, state.tables.layout)
         banks, slots = update_banks(sparse, row_grads, state.slots, state.tables, state.step)
         d_dense, total = ordered_sum((grads.dense, loss), mesh.axis_names)
+        if copies > 1:  # dense parameters follow the bags of all groups
+            d_dense, total = tree_map(lambda x: x / copies, (d_dense, total))
         new_dense, dense_opt = dense.update(d_dense, state.dense_opt, state.dense, state.step)
         aux = tree_map(
             lambda x: pmean(x, mesh.axis_names) if isinstance(x, Tensor) and x.is_floating_point() else x, aux

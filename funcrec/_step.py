@@ -64,7 +64,9 @@ def train_step(
       merge: (dense, aux) -> dense, run after the optimizer: for what a loss computes and training must keep, such as
         running statistics.
       mesh, plan: train on the mesh's ranks with the tables where the plan places them. The loss is then that of one rank's bags, gradients
-        are those of the mean over the ranks, `aux` is averaged over them, and the key is folded with the rank.
+        are those of the mean over the ranks, `aux` is averaged over them, and the key is folded with the rank. Under a plan with
+        `replicas` each group's tables follow the mean over that group's ranks alone, and differ until `sync_replicas`; dense parameters
+        follow the mean over all ranks at every step, and are the same on all.
       batch_axes: the axes over which a batch is cut by its bags; None for all.
       exact: as of `shard_tables`.
       capacity: the most ids that a rank may send to another in a step; None for all that it has. When some find no place the step
@@ -95,7 +97,7 @@ def train_step(
     takes_key = "key" in inspect.signature(loss_fn).parameters
     if mesh is not None:
         axes = mesh.axis_names if batch_axes is None else tuple(batch_axes)
-        on_mesh = sharded_update(loss_fn, mesh, sparse, dense, has_aux, merge, takes_key, axes, capacity)
+        on_mesh = sharded_update(loss_fn, mesh, sparse, dense, has_aux, merge, takes_key, axes, plan.replicas, capacity)
 
     def init(params: Params, key: Tensor | None = None) -> TrainState:
         check("funcrec.train_step.init", params_problems(params))
