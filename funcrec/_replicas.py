@@ -120,4 +120,6 @@ def argument_problems(mesh: Any, greatest: Any) -> Iterator[Problem]:
 def replica_problems(state: TrainState) -> Iterator[Problem]:
     if not state.tables.layout.replicas:
         hint = "fr.Plan(..., replicas='group')"
-        yield Problem("the tables have no copies that train apart.", "a plan without `replicas`", "a plan with some", hint)
+        yield Problem(
+            "the tables have no copies that train apart.", "a plan without `replicas`", "a plan with some", hint
+        )

@@ -27,6 +27,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument("--plan", choices=PLANS, help="where all tables lie (default row_wise where there are ranks)")
     ranks.add_argument("--mesh", type=parse_axes, help="the axes of torchrun's ranks (default data=RANKS)")
     ranks.add_argument("--emulate", type=parse_axes, help="ranks in this process: data=2,model=2")
+    ranks.add_argument("--replicas", help="axes, by commas, along which copies of all tables train apart")
+    ranks.add_argument("--sync-every", type=int, help="steps after which the copies become one (default 16)")
 
 
 def parse_axes(text: str) -> dict[str, int]:
@@ -40,7 +42,7 @@ def parse_axes(text: str) -> dict[str, int]:
 
 
 def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Sets options.axes, None for a lone process, and options.plan; ends the program where they do not fit."""
+    """Sets options.axes, None for a lone process, options.plan and options.replicas; ends the program where they do not fit."""
     is_launched = torch.distributed.is_torchelastic_launched()
     num_ranks = int(os.environ.get("WORLD_SIZE", 1)) if is_launched else 1
     if options.emulate and (is_launched or options.mesh):
@@ -50,16 +52,34 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
     if not is_launched and options.plan and not options.emulate:
         parser.error("--plan: there are no ranks; torchrun --nproc-per-node 2 -m funcrec.examples.ctr, or --emulate")
     options.axes = options.emulate or options.mesh or ({"data": num_ranks} if is_launched else None)
+    settle_replicas(parser, options)
     if options.axes is None:
         return
     options.plan = options.plan or "row_wise"
     if is_launched and prod(options.axes.values()) != num_ranks:
         parser.error(f"--mesh {options.axes}: its sizes multiply to {prod(options.axes.values())}, not to {num_ranks}")
-    if options.plan in OF_TWO_AXES and len(options.axes) != 2:
+    own = [a for a in options.axes if a not in options.replicas]
+    if not own and options.plan != "replicated":
+        parser.error(f"--plan {options.plan} has no axis besides --replicas: --mesh replica={num_ranks},model=1")
+    if options.plan in OF_TWO_AXES and len(own) != 2:
         option = "--mesh data=1,model=N" if is_launched else "--emulate data=2,model=2"
         parser.error(f"--plan {options.plan} mixes two axes: {option}")
     if options.batch_size % prod(options.axes.values()):
         parser.error(f"--batch-size {options.batch_size} cannot be shared by {prod(options.axes.values())} ranks")
+
+
+def settle_replicas(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Sets options.replicas, () for none, and options.sync_every, None without them."""
+    options.replicas = tuple(options.replicas.split(",")) if options.replicas else ()
+    if options.sync_every is not None and not options.replicas:
+        parser.error("--sync-every is of copies that train apart: --replicas AXIS")
+    unknown = [a for a in options.replicas if a not in (options.axes or {})]
+    if unknown or len(set(options.replicas)) < len(options.replicas):
+        parser.error(f"--replicas {','.join(options.replicas)}: need distinct axes among {list(options.axes or {})}")
+    if options.replicas:
+        options.sync_every = 16 if options.sync_every is None else options.sync_every
+        if options.sync_every < 1:
+            parser.error("--sync-every must be at least 1")
 
 
 def mesh_of(options: argparse.Namespace) -> fr.Mesh | None:
@@ -71,11 +91,13 @@ def mesh_of(options: argparse.Namespace) -> fr.Mesh | None:
     return fr.Mesh.distributed(device=options.device.partition(":")[0], **options.axes)
 
 
-def plan_of(kind: str, tables: Sequence[fr.TableConfig], mesh: fr.Mesh) -> fr.Plan:
-    """All tables placed alike, over all ranks; those that lie on one place take turns."""
-    axes, first = mesh.axis_names, mesh.axes[0][1]
+def plan_of(kind: str, tables: Sequence[fr.TableConfig], mesh: fr.Mesh, replicas: tuple[str, ...] = ()) -> fr.Plan:
+    """All tables placed alike, over all ranks but those of other replicas; those that lie on one place take turns."""
+    axes = tuple(a for a in mesh.axis_names if a not in replicas)
+    sizes = [mesh.shape[a] for a in axes]
+    first = sizes[0] if sizes else 1
     make = {
-        "table_wise": lambda i: fr.table_wise(axes, rank=i % mesh.size),
+        "table_wise": lambda i: fr.table_wise(axes, rank=i % prod(sizes)),
         "row_wise": lambda i: fr.row_wise(axes),
         "column_wise": lambda i: fr.column_wise(axes),
         "table_row_wise": lambda i: fr.table_row_wise(axes, rank=i % first),
@@ -83,7 +105,14 @@ def plan_of(kind: str, tables: Sequence[fr.TableConfig], mesh: fr.Mesh) -> fr.Pl
         "grid": lambda i: fr.grid(axes),
         "replicated": lambda i: fr.replicated(),
     }[kind]
-    return fr.Plan({t.name: make(i) for i, t in enumerate(tables)})
+    return fr.Plan({t.name: make(i) for i, t in enumerate(tables)}, replicas=replicas)
+
+
+def sync_of(mesh: fr.Mesh | None, replicas: tuple[str, ...]) -> Callable[[fr.TrainState], fr.TrainState]:
+    """What makes the copies of the tables one, compiled, taking the state's memory; nothing where there are none."""
+    return (
+        fr.jit(lambda state: fr.sync_replicas(state, mesh=mesh), donate=("state",)) if replicas else lambda state: state
+    )
 
 
 def is_chief(mesh: fr.Mesh | None) -> bool:

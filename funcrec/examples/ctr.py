@@ -5,7 +5,8 @@
 
 The protocol, and the AUC to reach, are RecBole's `ml-1m_context` benchmark (`funcrec.data.ctr_dataset`). A run leaves in
 --out: checkpoint.pt (after each epoch and on Ctrl-C), result.json and curve.png. With --resume a run goes on to the
-same bits as if it had not been interrupted; on other ranks or under another plan too, but for their rounding. Floor 6.
+same bits as if it had not been interrupted; on other ranks or under another plan too, but for their rounding. With --replicas copies of
+the tables train apart; they are made one every --sync-every steps of an epoch, at its end, and when a run is interrupted. Floor 6.
 """
 
 import argparse
@@ -47,6 +48,7 @@ class Job(NamedTuple):
     init: Callable  # params, key -> the first state
     place: Callable  # a plain state -> one for `step`
     step: Callable  # compiled; takes the state's memory
+    sync: Callable  # a state -> the same with equal copies of its tables
     predict: Callable
 
 
@@ -128,7 +130,7 @@ def make_job(options: argparse.Namespace) -> Job:
     split = tree_map(lambda x: x.to(options.device), split)
     model = fr.models.ml1m(options.model)
     mesh = ranks.mesh_of(options)
-    plan = None if mesh is None else ranks.plan_of(options.plan, model.tables, mesh)
+    plan = None if mesh is None else ranks.plan_of(options.plan, model.tables, mesh, options.replicas)
     sparse = getattr(fr.optim, options.optimizer)(lr=options.lr)
     step = fr.train_step(
         loss_and_stats(model),
@@ -141,7 +143,8 @@ def make_job(options: argparse.Namespace) -> Job:
     )
     place = lambda state: state if mesh is None else fr.reshard(state, plan, mesh=mesh, sparse=sparse)
     fast = fr.jit(step, donate=("state",))
-    return Job(options, split, model, mesh, step.init, place, fast, fr.jit(model.apply))
+    sync = ranks.sync_of(mesh, options.replicas)
+    return Job(options, split, model, mesh, step.init, place, fast, sync, fr.jit(model.apply))
 
 
 def loss_and_stats(model: fr.models.Model) -> Callable:
@@ -190,8 +193,11 @@ def train_epoch(job: Job, run: Run, stop: Callable[[], bool]) -> Run:
             began = time.perf_counter()
         else:
             samples += job.options.batch_size
+        if job.options.replicas and position.batch and position.batch % job.options.sync_every == 0:
+            state = job.sync(state)
         if stop() and position.epoch == epoch:
-            return run._replace(state=state, position=position, loss_sum=loss_sum)
+            return run._replace(state=job.sync(state), position=position, loss_sum=loss_sum)
+    state = job.sync(state)
     seconds = time.perf_counter() - began
     params = ranks.whole_params(state, job.mesh)
     auc, log_loss = evaluate(job, params, job.split.valid)
@@ -305,6 +311,8 @@ def report(job: Job, run: Run) -> None:
         **fixed_options(options),
         "mesh": options.axes,
         "plan": options.plan,
+        "replicas": options.replicas,
+        "sync_every": options.sync_every,
         "num_parameters": fr.models.num_parameters(run.best),
         "best_epoch": best["epoch"],
         "valid_auc": best["valid_auc"],

@@ -39,6 +39,18 @@ def state_with(**fields):
     return fr._tree.replace(STATE, **fields)
 
 
+def apart():
+    """Three copies of t and u, each over two ranks."""
+    return resharded(plan=fr.Plan(dict(BY_ROWS.placements), replicas="b"))
+
+
+def differing():
+    """Of which one has another number in t."""
+    state = apart()
+    state.tables["t"][-1, 0] = 1
+    return state
+
+
 def mapped(f, in_specs=A, out_specs=A, args=(X,), **kwargs):
     return lambda: fr.shard_map(f, mesh=MESH, in_specs=in_specs, out_specs=out_specs, **kwargs)(*args)
 
@@ -141,6 +153,26 @@ ROWS = {
     "reshard: slots that cannot be cut": e(
         lambda: resharded(state_with(slots={"t": {"s": X[:, :5]}, "u": {}}), BY_COLUMNS), ValueError, "cannot be cut by columns", "[R, 6]",
     ),
+    "Plan: replicas of a placement": e(
+        lambda: fr.Plan({"t": fr.row_wise("a"), "u": fr.replicated()}, replicas=("a", "b")), ValueError, "table 't' is cut over an axis whose copies train apart", "['a']"
+    ),
+    "Plan: replicas that are no axes": e(lambda: fr.Plan({"t": fr.replicated()}, replicas=2), TypeError, "`replicas` are no axes", "2"),
+    "Plan: a replica axis twice": e(lambda: fr.Plan({}, replicas=("a", "a")), TypeError, "`replicas` are no axes", "distinct"),
+    "shard_tables: replicas": e(
+        lambda: fr.shard_tables({"t": X}, fr.Plan({"t": fr.row_wise("a")}, replicas="c"), MESH), ValueError, "`replicas` of the plan", "lacks", "['c']"
+    ),
+    "sync_replicas: plain": e(lambda: fr.sync_replicas(STATE, mesh=MESH), TypeError, "`state` is not sharded"),
+    "sync_replicas: no state": e(lambda: fr.sync_replicas(HELD, mesh=3), TypeError, "`state` is not a TrainState", "`mesh` is no mesh"),
+    "sync_replicas: no replicas": e(lambda: fr.sync_replicas(resharded(), mesh=MESH), ValueError, "no copies that train apart", "replicas='group'"),
+    "sync_replicas: greatest": e(lambda: fr.sync_replicas(apart(), mesh=MESH, greatest="last"), TypeError, "`greatest` are no names", "('last',)"),
+    "sync_replicas: another mesh": e(
+        lambda: fr.sync_replicas(apart(), mesh=fr.Mesh.emulated(b=3, a=2)), ValueError, "lies on another mesh", "{'a': 2, 'b': 3}"
+    ),
+    "gather_tables: copies that differ": e(
+        lambda: fr.gather_tables(differing().tables, MESH), ValueError, "copies that trained apart", "3 copies over ('b',)", "table of 't'", "sync_replicas"
+    ),
+    "gather_state: copies that differ": e(lambda: fr.gather_state(differing(), MESH), ValueError, "copies that trained apart", "table of 't'"),
+    "reshard: copies that differ": e(lambda: resharded(differing()), ValueError, "funcrec.reshard", "copies that trained apart", "sync_replicas"),
     "train_step: capacity": e(lambda: step(mesh=MESH, plan=PLAN, capacity=0), ValueError, "`capacity` is too small", "int >= 1"),
     "train_step: a float capacity": e(lambda: step(mesh=MESH, plan=PLAN, capacity=2.0), TypeError, "`capacity` is no number"),
     "train_step: capacity without a mesh": e(lambda: step(capacity=8), ValueError, "`capacity` is of an exchange", "mesh=..."),

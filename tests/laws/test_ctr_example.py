@@ -158,7 +158,35 @@ def test_emulated_ranks_go_on_from_a_lone_process(folder, tmp_path, alone, handl
     assert (result["mesh"], result["plan"]) == ({"data": 2, "model": 2}, "grid")
 
 
+def test_copies_train_apart_and_go_on_in_one_process(folder, tmp_path, alone, handlers):
+    """An epoch of two emulated copies that are made one every 5 steps is another training; its checkpoint is a lone process's, which goes on to learn."""
+    ranks = ["--emulate", "replica=2,model=1", "--replicas", "replica", "--sync-every", "5"]
+    assert run(folder, tmp_path, *SLOWLY, "--epochs", "1", *ranks) == 0
+    first = json.loads((tmp_path / "result.json").read_text())
+    assert (first["replicas"], first["sync_every"], first["plan"]) == (["replica"], 5, "row_wise")
+    assert run(folder, tmp_path, *SLOWLY, "--epochs", "2", "--resume") == 0
+    one, two = json.loads((tmp_path / "result.json").read_text())["history"]
+    assert one == first["history"][0]
+    whole = alone[1]["history"]
+    assert one["loss"] == pytest.approx(whole[0]["loss"], rel=1e-2)
+    assert one["loss"] != pytest.approx(whole[0]["loss"], rel=1e-4)
+    assert two["loss"] < one["loss"] - 0.01
+    assert two["valid_auc"] > one["valid_auc"] + 0.05
+
+
 BAD = {
+    "replicas without ranks": (["--replicas", "replica"], "need distinct axes among []"),
+    "replicas of no axis": (["--emulate", "data=2", "--replicas", "replica"], "need distinct axes among ['data']"),
+    "only replicas": (["--emulate", "data=2", "--replicas", "data"], "has no axis besides --replicas"),
+    "nothing to synchronise": (["--emulate", "data=2", "--sync-every", "3"], "--sync-every is of copies"),
+    "never synchronised": (
+        ["--emulate", "a=2,b=1", "--replicas", "a", "--sync-every", "0"],
+        "--sync-every must be at least 1",
+    ),
+    "two axes of which one is a replica's": (
+        ["--emulate", "a=2,b=2", "--replicas", "a", "--plan", "grid"],
+        "mixes two axes",
+    ),
     "a plan without ranks": (["--plan", "row_wise"], "there are no ranks; torchrun"),
     "a mesh without ranks": (["--mesh", "data=2"], "there are no ranks; torchrun"),
     "no axes": (["--emulate", "2"], "not of the form data=2,model=2"),
