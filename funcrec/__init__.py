@@ -6,6 +6,7 @@ from funcrec._checkpoint import load as load
 from funcrec._checkpoint import save as save
 from funcrec._checked import checked as checked
 from funcrec._checks import validate as validate
+from funcrec._codec import Codec as Codec
 from funcrec._collectives import all_gather as all_gather
 from funcrec._collectives import all_to_all as all_to_all
 from funcrec._collectives import axis_index as axis_index

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcrec._codec import Codec, codec_problems
 from funcrec._collectives import psum
 from funcrec._configs import table_tensor_problems
 from funcrec._errors import Problem, check, describe
@@ -74,12 +75,13 @@ def reshard(
     sparse: RowOptimizer,
     from_mesh: Mesh | None = None,
     exact: bool = False,
+    codec: Codec | None = None,
 ) -> TrainState:
     """A state in the layout of a plan, from a plain one (as `gather_state` gives) or from that of another plan.
 
     Args:
       state: plain, the same on every rank; or sharded, each rank's own.
-      plan, mesh, sparse, exact: as of the `train_step` that goes on from it. Tables that `sparse` updates differently share no bank.
+      plan, mesh, sparse, exact, codec: as of the `train_step` that goes on from it. Tables that `sparse` updates differently share no bank.
       from_mesh: of a sharded state, where it is not `mesh`.
 
     Returns: TrainState with ShardedTables. What is not tables and slots is the old state's own.
@@ -103,7 +105,7 @@ def reshard(
     """
     call = "funcrec.reshard"
     source = mesh if from_mesh is None else from_mesh
-    check(call, argument_problems(state, mesh, source, sparse))
+    check(call, argument_problems(state, mesh, source, sparse), codec_problems(codec))
     if isinstance(state.tables, ShardedTables):
         check(call, mesh_problems(state.tables.layout, source))
         shapes = dict(state.tables.layout.shapes)
@@ -124,7 +126,7 @@ def reshard(
     for name, own in reads.items():
         for k, read in own.items():
             move(layout, {b: x[k] for b, x in banks.items() if k in x}, name, mesh, read, shapes[name])
-    tables = ShardedTables({b: own.pop("") for b, own in banks.items()}, layout, exact)
+    tables = ShardedTables({b: own.pop("") for b, own in banks.items()}, layout, exact, codec=codec)
     return TrainState(state.step, tables, banks, state.dense, state.dense_opt, state.key)
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from funcrec import _primitives as primitives
-from funcrec._collectives import all_gather, all_to_all
+from funcrec._codec import Codec, send
+from funcrec._collectives import all_to_all
 from funcrec._configs import FeatureConfig
 from funcrec._hashing import hash_rows
 from funcrec._jagged import JaggedTensor, bag_ids, take_ranges
@@ -51,6 +52,10 @@ class Routes(NamedTuple):
     banks: tuple[int, ...]
     columns: tuple[int, ...]
     width: int
+
+    def widths(self, layout: Layout) -> tuple[int, ...]:
+        """The columns of each slot."""
+        return tuple(layout.banks[b].dim for b in self.banks)
 
 
 @pytree(static=("num_bags",), optional=("weights", "scales", "own_weights"))
@@ -275,11 +280,17 @@ def _longest(features: Sequence[FeatureConfig], routes: Routes, slot: int) -> in
 
 
 def fetch(
-    banks: Sequence[Tensor], routed: Routed, routes: Routes, layout: Layout, features, implementation: str | None
+    banks: Sequence[Tensor],
+    routed: Routed,
+    routes: Routes,
+    layout: Layout,
+    features,
+    implementation: str | None,
+    codec: Codec | None = None,
 ) -> dict[int, Tensor]:
     """{lane: f[B, width]}, pooled here from the single rows that owners send back: the sums of one process, to the bit."""
     out = {}
-    for bank, rows in fetched(banks, routed, routes, implementation).items():
+    for bank, rows in fetched(banks, routed, routes, implementation, codec).items():
         lanes = [i for i, x in enumerate(routes.lanes) if layout.shards[x.shard].bank == bank]
         width, forms = layout.banks[bank].dim, []
         for c, i in enumerate(lanes):
@@ -299,7 +310,9 @@ def fetch(
     return out
 
 
-def fetched(banks: Sequence[Tensor], routed: Routed, routes: Routes, implementation: str | None) -> dict[int, Tensor]:
+def fetched(
+    banks: Sequence[Tensor], routed: Routed, routes: Routes, implementation: str | None, codec: Codec | None = None
+) -> dict[int, Tensor]:
     """{bank: f[n · C, dim]}: for each id that this rank sent its row, in the id's place; zeros for those of other banks."""
     rows = {
         b: primitives.gather_rows(banks[b], routed.rows_of(b, routes), implementation=implementation).unflatten(
@@ -307,13 +320,18 @@ def fetched(banks: Sequence[Tensor], routed: Routed, routes: Routes, implementat
         )
         for b in dict.fromkeys(routes.banks)
     }
-    rows = all_to_all(rows, routes.axes) if routes.axes else rows
+    if routes.axes:
+        got = send("all_to_all", list(rows.values()), routes.axes, codec, [(x.shape[-1],) for x in rows.values()])
+        rows = dict(zip(rows, got, strict=True))
     return {b: x.flatten(0, 1) for b, x in rows.items()}
 
 
-def combine(pooled: Tensor, routed: Routed, routes: Routes, layout: Layout, features) -> dict[int, Tensor]:
+def combine(
+    pooled: Tensor, routed: Routed, routes: Routes, layout: Layout, features, codec: Codec | None = None
+) -> dict[int, Tensor]:
     """{lane: f[B, width]}: this rank's bags, from what all owners pooled for it; means are divided here."""
-    back = all_to_all(pooled, routes.axes) if routes.axes else pooled
+    widths = routes.widths(layout)
+    back = send("all_to_all", [pooled], routes.axes, codec, [widths])[0] if routes.axes else pooled
     out = {}
     for i, lane in enumerate(routes.lanes):
         width = layout.banks[layout.shards[lane.shard].bank].dim
@@ -326,18 +344,21 @@ def combine(pooled: Tensor, routed: Routed, routes: Routes, layout: Layout, feat
 
 
 def combine_transpose(
-    d_lanes: dict[int, Tensor], routed: Routed, routes: Routes, layout: Layout, features
+    d_lanes: dict[int, Tensor], routed: Routed, routes: Routes, layout: Layout, features, codec: Codec | None = None
 ) -> dict[int, RowGrads]:
-    """{bank: RowGrads} at the owners, from the cotangents of `combine`'s answers."""
+    """{bank: RowGrads} at the owners, from the cotangents of `combine`'s answers; `codec.forward` is how they travel."""
     scaled = lambda i, d: _scaled(d, routed, i, layout.banks[layout.shards[routes.lanes[i].shard].bank].dtype)
     d_lanes = {i: scaled(i, d) if _is_mean(features[routes.lanes[i].feature]) else d for i, d in d_lanes.items()}
     weights = routed.weights if routed.scales is None else routed.scales
     blank = [torch.zeros_like(d_lanes[0][:, :1]).expand(-1, layout.banks[b].dim) for b in routes.banks]
     to_rank = lambda slots: torch.cat([blank[k] if i < 0 else d_lanes[i] for k, i in enumerate(slots)], 1)
-    if len(set(routes.slots)) == 1:  # every rank is sent the same
-        d = all_gather(to_rank(routes.slots[0]), routes.axes) if routes.axes else to_rank(routes.slots[0])[None]
+    if not routes.axes:
+        d = to_rank(routes.slots[0])[None]
+    elif len(set(routes.slots)) == 1:  # every rank is sent the same
+        (d,) = send("all_gather", [to_rank(routes.slots[0])], routes.axes, codec, [routes.widths(layout)])
     else:
-        d = all_to_all(torch.stack([to_rank(slots) for slots in routes.slots]), routes.axes)
+        each = torch.stack([to_rank(slots) for slots in routes.slots])
+        (d,) = send("all_to_all", [each], routes.axes, codec, [routes.widths(layout)])
     terms: dict[int, list[Bags]] = {b: [] for b in routes.banks}
     for sender in range(routes.num_ranks):
         forms = slot_features(routed, routes, features, sender)

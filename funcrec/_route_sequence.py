@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from funcrec._collectives import all_to_all
+from funcrec._codec import Codec, send
 from funcrec._configs import FeatureConfig
 from funcrec._jagged import JaggedTensor
 from funcrec._keyed_jagged import KeyedJaggedTensor
@@ -44,9 +44,10 @@ def fetch_rows(
     routes: Routes,
     layout: Layout,
     implementation,
+    codec: Codec | None = None,
 ) -> dict[int, Tensor]:
     """{lane: f[N, width]}: a row for each id of the lane's sequence, zeros for padding."""
-    rows, out = fetched(banks, routed, routes, implementation), {}
+    rows, out = fetched(banks, routed, routes, implementation, codec), {}
     for i, lane in enumerate(routes.lanes):
         places = lane_places(routed, i, bags[lane.feature].capacity)
         have = rows[layout.shards[lane.shard].bank]
@@ -63,8 +64,10 @@ def lane_places(routed: Routed, lane: int, capacity: int) -> Tensor:
     return torch.where(at < last, routed.sent[at.clamp(max=most)], -1)
 
 
-def send_rows(d_lanes: Mapping[int, Tensor], routed: Routed, routes: Routes, layout: Layout) -> dict[int, RowGrads]:
-    """{bank: RowGrads} at the owners, of Entries for each sender in turn: the transpose of `fetch_rows`."""
+def send_rows(
+    d_lanes: Mapping[int, Tensor], routed: Routed, routes: Routes, layout: Layout, codec: Codec | None = None
+) -> dict[int, RowGrads]:
+    """{bank: RowGrads} at the owners, of Entries for each sender in turn: the transpose of `fetch_rows`; `codec.forward` is how they travel."""
     n = routes.num_ranks
     room, sent = routed.rows.shape[0] // n, {}
     for b in dict.fromkeys(routes.banks):
@@ -72,9 +75,11 @@ def send_rows(d_lanes: Mapping[int, Tensor], routed: Routed, routes: Routes, lay
         places = torch.cat([lane_places(routed, i, d_lanes[i].shape[0]) for i in own])
         d = torch.cat([d_lanes[i] for i in own])
         sent[b] = _sent_blocks(torch.where((places >= 0)[:, None], d, 0), places, n, room)
-    got = all_to_all(sent, routes.axes) if routes.axes else sent
+    if routes.axes:
+        got = send("all_to_all", list(sent.values()), routes.axes, codec, [(x.shape[-1],) for x in sent.values()])
+        sent = dict(zip(sent, got, strict=True))
     out = {}
-    for b, d in got.items():
+    for b, d in sent.items():
         rows = routed.rows_of(b, routes).unflatten(0, (n, room))
         terms = tuple(Entries(rows[s], d[s]) for s in range(n))
         out[b] = RowGrads(terms, layout.banks[b].rows, layout.banks[b].dim, False, routes.axes)

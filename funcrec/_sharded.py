@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from funcrec import _lookup as plain
+from funcrec._codec import Codec, codec_problems
 from funcrec._collectives import all_gather, pmax
 from funcrec._configs import FeatureConfig, TableConfig, table_tensor_problems
 from funcrec._errors import Problem, check, describe, fail
@@ -30,7 +31,7 @@ from funcrec._taps import open_tables
 from funcrec._tree import pytree, replace, tree_map
 
 
-@pytree(static=("layout", "exact", "capacity"))
+@pytree(static=("layout", "exact", "capacity", "codec"))
 class ShardedTables:
     """The tables of a plan, as their banks: what `shard_tables` makes, and `lookup` takes inside `shard_map`.
 
@@ -40,6 +41,7 @@ class ShardedTables:
       exact: whether owners send single rows and not sums, so that row-wise sums have one process's bits; more bytes where bags are long.
       capacity: the most ids that a rank may send to another; None for all that it has. Those beyond it are missing from what a lookup
         gives: a step with a capacity (`train_step`) counts them and does not train.
+      codec: how vectors travel, there and back; None for every bit.
 
     Example:
       >>> import torch, funcrec as fr
@@ -59,6 +61,7 @@ class ShardedTables:
     layout: Layout
     exact: bool = False
     capacity: int | None = None
+    codec: Codec | None = None
 
     def specs(self) -> "ShardedTables":
         """The same with a P for each bank, for `shard_map`."""
@@ -105,7 +108,7 @@ class ShardedTables:
             routed = route(ids, routes, self.layout, pooled, self.capacity)
             exchanges.append(routed)
             if self.exact:
-                lanes = fetch(banks, routed, routes, self.layout, pooled, implementation)
+                lanes = fetch(banks, routed, routes, self.layout, pooled, implementation, self.codec)
             else:
                 lanes = combine(
                     pool(banks, routed, routes, self.layout, pooled, implementation),
@@ -113,6 +116,7 @@ class ShardedTables:
                     routes,
                     self.layout,
                     pooled,
+                    self.codec,
                 )
             for i, lane in enumerate(routes.lanes):
                 parts[lane.feature][lane.shard] = lanes[i]
@@ -135,7 +139,7 @@ class ShardedTables:
                 s = self.layout.shards[lane.shard]
                 at = first[features[lane.feature].name]
                 d_lanes[i] = d_acts.values[:, at + s.first : at + s.last]
-            made = combine_transpose(d_lanes, routed, routes, self.layout, features)
+            made = combine_transpose(d_lanes, routed, routes, self.layout, features, self._codec_back)
             out |= self._named(made, routed)
         return out
 
@@ -156,7 +160,7 @@ class ShardedTables:
         for routes in routes_of(self.layout, sequences):
             routed = route_sequences(ids, routes, self.layout, sequences, self.capacity)
             exchanges.append(routed)
-            lanes = fetch_rows(banks, bags, routed, routes, self.layout, implementation)
+            lanes = fetch_rows(banks, bags, routed, routes, self.layout, implementation, self.codec)
             for i, lane in enumerate(routes.lanes):
                 parts[lane.feature][lane.shard] = lanes[i]
         whole = [torch.cat([p[s] for s in sorted(p)], 1) for p in parts]
@@ -178,7 +182,7 @@ class ShardedTables:
         out: dict[str, RowGrads] = {}
         for routes, routed in zip(routes_of(self.layout, features), exchanges, strict=True):
             d_lanes = weighted_lanes(d_sequences, bags, routes, self.layout, features)
-            made = send_rows(d_lanes, routed, routes, self.layout)
+            made = send_rows(d_lanes, routed, routes, self.layout, self._codec_back)
             out |= self._named(made, routed)
         return out
 
@@ -189,6 +193,10 @@ class ShardedTables:
             first = next(iter(named))
             named[first] = replace(named[first], overflow=routed.overflow)
         return named
+
+    @property
+    def _codec_back(self) -> Codec | None:
+        return None if self.codec is None else self.codec.transposed()
 
     def _check_bound(self, call: str) -> None:
         missing = [a for a, _ in self.layout.mesh_shape if a not in bound_names()]
@@ -217,6 +225,7 @@ def shard_tables(
     *,
     exact: bool = False,
     capacity: int | None = None,
+    codec: Codec | None = None,
     labels: Mapping[str, Hashable] | None = None,
 ) -> ShardedTables:
     """Tables [R, D] as the plan places them: on an emulated mesh the banks of all ranks, on real ranks this rank's.
@@ -233,11 +242,11 @@ def shard_tables(
       ShardedTables({item: f32[4, 2]})
     """
     call = "funcrec.shard_tables"
-    check(call, table_tensor_problems(tables))
+    check(call, table_tensor_problems(tables), codec_problems(codec))
     shapes = {n: (t.shape[0], t.shape[1]) for n, t in tables.items()}
     layout = layout_of(call, shapes, {n: t.dtype for n, t in tables.items()}, plan, mesh, labels)
     banks = {b.name: pack(layout, i, tables, own_ranks(b, mesh)) for i, b in enumerate(layout.banks)}
-    return ShardedTables(banks, layout, exact, capacity)
+    return ShardedTables(banks, layout, exact, capacity, codec)
 
 
 def gather_tables(tables: ShardedTables, mesh: Mesh) -> dict[str, Tensor]:

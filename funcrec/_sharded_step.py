@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from funcrec import _random as random
+from funcrec._codec import Codec
 from funcrec._collectives import all_gather, all_to_all, axis_index, axis_size, pmean
 from funcrec._errors import describe, fail
 from funcrec._grad import value_and_grad
@@ -38,10 +39,11 @@ def shard_state(
     sparse: RowOptimizer,
     dense: DenseOptimizer,
     exact: bool,
+    codec: Codec | None,
 ) -> TrainState:
     """The first state: tables as the plan places them, slots like their rows, the rest on every rank."""
     labels = {n: sparse.label(n) for n in params.tables}
-    tables = shard_tables(params.tables, plan, mesh, exact=exact, labels=labels)
+    tables = shard_tables(params.tables, plan, mesh, exact=exact, codec=codec, labels=labels)
     check_whole_rows("funcrec.train_step", sparse, tables.layout)
     columns = column_banks(sparse, tables.layout)
     slots = init_slots(sparse, tables, columns)
@@ -71,6 +73,7 @@ def sharded_update(
     batch_axes: tuple[str, ...],
     replicas: tuple[str, ...],
     capacity: int | None,
+    codec: Codec | None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict]]:
     """(state, batch) -> (state, metrics) on a mesh; each rank differentiates its own loss over the number of ranks that train one copy."""
     copies = prod(mesh.shape[a] for a in replicas)
@@ -84,7 +87,8 @@ def sharded_update(
         extra = (
             {"key": random.fold_in(random.fold_in(state.key, state.step), axis_index(batch_axes))} if takes_key else {}
         )
-        params = Params(replace(state.tables, capacity=capacity), state.dense)
+        how = state.tables.codec if codec is None else codec
+        params = Params(replace(state.tables, capacity=capacity, codec=how), state.dense)
         (loss, aux), grads = value_and_grad(local, has_aux=True)(params, batch, **extra)
         metrics = overflow_metrics(grads.tables, mesh.axis_names, state.step) if capacity is not None else {}
         fits = metrics["overflow"] == 0 if metrics else None

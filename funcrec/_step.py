@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from funcrec import _random as random
+from funcrec._codec import Codec, codec_problems
 from funcrec._errors import Problem, check, describe, fail
 from funcrec._grad import params_problems, value_and_grad
 from funcrec._mesh import Mesh
@@ -53,6 +54,7 @@ def train_step(
     batch_axes: Sequence[str] | None = None,
     exact: bool = False,
     capacity: int | None = None,
+    codec: Codec | None = None,
 ) -> TrainStep:
     """One step of training as a pure function; `fr.jit(step, donate=("state",))` makes it compiled and in place.
 
@@ -71,6 +73,7 @@ def train_step(
       exact: as of `shard_tables`.
       capacity: the most ids that a rank may send to another in a step; None for all that it has. When some find no place the step
         leaves the state as it was, to the bit, and its loss is NaN: run the batch again with more (`retry_overflow`).
+      codec: how looked up vectors and their cotangents travel; None for what the state's tables say (`shard_tables`, `reshard`).
 
     Returns: TrainStep. `init(params, key=fr.key(0)) -> TrainState`; calling it gives (state, metrics) with
       metrics["loss"] and, with `has_aux`, metrics["aux"]; with a `capacity` also metrics["overflow"], how many ids of all ranks found no
@@ -94,17 +97,20 @@ def train_step(
     """
     check_optimizers(sparse, dense)
     check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes), capacity_problems(mesh, capacity))
+    check("funcrec.train_step", codec_problems(codec), coded_problems(mesh, codec))
     takes_key = "key" in inspect.signature(loss_fn).parameters
     if mesh is not None:
         axes = mesh.axis_names if batch_axes is None else tuple(batch_axes)
-        on_mesh = sharded_update(loss_fn, mesh, sparse, dense, has_aux, merge, takes_key, axes, plan.replicas, capacity)
+        on_mesh = sharded_update(
+            loss_fn, mesh, sparse, dense, has_aux, merge, takes_key, axes, plan.replicas, capacity, codec
+        )
 
     def init(params: Params, key: Tensor | None = None) -> TrainState:
         check("funcrec.train_step.init", params_problems(params))
         key = random.key(0) if key is None else key
         random.check_key("funcrec.train_step.init", key)
         if mesh is not None:
-            return shard_state(params, key, mesh, plan, sparse, dense, exact)
+            return shard_state(params, key, mesh, plan, sparse, dense, exact, codec)
         device = next((t.device for t in params.tables.values()), key.device)
         step = torch.zeros((), dtype=torch.int64, device=device)
         slots, dense_opt = sparse.init(params.tables), dense.init(params.dense)
@@ -160,6 +166,11 @@ def capacity_problems(mesh: object, capacity: object) -> Iterator[Problem]:
         yield Problem("`capacity` is too small.", f"{capacity}", "an int >= 1, or None")
     if mesh is None:
         yield Problem("`capacity` is of an exchange.", "no `mesh`", "mesh=... and plan=..., or capacity=None")
+
+
+def coded_problems(mesh: object, codec: Codec | None) -> Iterator[Problem]:
+    if mesh is None and codec is not None:
+        yield Problem("`codec` is of an exchange.", "no `mesh`", "mesh=... and plan=..., or codec=None")
 
 
 def check_optimizers(sparse: object, dense: object) -> None:

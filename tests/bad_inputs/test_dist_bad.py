@@ -179,6 +179,12 @@ ROWS = {
     "retry_overflow: no function": e(lambda: fr.retry_overflow(3), TypeError, "`make_step` is no function", "int 3"),
     "retry_overflow: numbers": e(lambda: fr.retry_overflow(step, capacity=0, steps=0), ValueError, "`capacity` is too small", "`steps` is too small"),
     "retry_overflow: a name": e(lambda: fr.retry_overflow(step, capacity="auto"), TypeError, "`capacity` is no number", "'measure'"),
+    "Codec: unknown": e(lambda: fr.Codec("fp8", "int4"), ValueError, "`forward` is no codec", "'fp8'", "`backward` is no codec", "'bfloat16'"),
+    "Codec: a dtype": e(lambda: fr.Codec(torch.bfloat16), TypeError, "`forward` is no codec", "torch.bfloat16"),
+    "shard_tables: codec": e(lambda: fr.shard_tables({"t": X}, PLAN, MESH, codec="int8"), TypeError, "`codec` is no Codec", "'int8'"),
+    "reshard: codec": e(lambda: resharded(codec="int8"), TypeError, "funcrec.reshard", "`codec` is no Codec"),
+    "train_step: codec": e(lambda: step(mesh=MESH, plan=PLAN, codec="int8"), TypeError, "`codec` is no Codec", "fr.Codec("),
+    "train_step: codec without a mesh": e(lambda: step(codec=fr.Codec("int8")), ValueError, "`codec` is of an exchange", "mesh=..."),
     "lookup_sequence: outside": e(lambda: fr.lookup_sequence(HELD, IDS, [SEQUENCE]), ValueError, "outside of their mesh", "['a', 'b'] are not bound"),
     "lookup_sequence: pooled only": e(
         mapped(lambda t: fr.lookup_sequence(t, IDS, [fr.FeatureConfig("k", table="t")]), (HELD.specs(),), fr.P(), (HELD,)),

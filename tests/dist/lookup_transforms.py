@@ -24,6 +24,8 @@ FEATURES = (
 BAGS = 2  # on each rank
 ONE_AXIS = ("table_wise", "row_wise", "column_wise", "replicated")
 TWO_AXES = (*ONE_AXIS, "table_row_wise", "table_column_wise", "grid")
+CODEC = fr.Codec(forward="float16", backward="bfloat16")
+ROUNDED = {"rtol": 0.02, "atol": 0.02}  # several roundings of 2^-8 each, of sums of a few terms
 
 
 class Program(NamedTuple):
@@ -73,7 +75,8 @@ def plan(kind, axes):
 def names(axes):
     """The programs of a mesh of these axes."""
     kinds = TWO_AXES if len(axes) > 1 else ONE_AXIS
-    return ["route", "combine", *kinds, "row_wise, exact", *(["grid, exact"] if len(axes) > 1 else [])]
+    more = ["grid, exact", "grid, coded"] if len(axes) > 1 else ["row_wise, exact, coded"]
+    return ["route", "combine", *kinds, "row_wise, exact", "row_wise, coded", *more]
 
 
 def program(name, mesh):
@@ -86,10 +89,10 @@ def program(name, mesh):
         return route_program(layout_of("row_wise"), mine)
     if name == "combine":
         return combine_program(layout_of("row_wise"), mine)
-    layout, exact = layout_of(kind), name.endswith("exact")
+    layout, exact, codec = layout_of(kind), "exact" in name, CODEC if "coded" in name else None
 
     def one(x, ids):
-        held = fr.ShardedTables(x["banks"], layout, exact)
+        held = fr.ShardedTables(x["banks"], layout, exact, codec=codec)
         return fr.lookup(held, replace(ids, weights=x["weights"]), FEATURES).values
 
     def whole(x):
@@ -250,7 +253,7 @@ def prepared(mesh, name):
     def place(x):
         held = {k: fr.shard(v, everywhere, mesh=mesh) for k, v in x.items() if k != "banks"}
         if "banks" in x:
-            own = [_sharded._own_ranks(b, mesh) for b in made.layout.banks]
+            own = [_sharded.own_ranks(b, mesh) for b in made.layout.banks]
             held["banks"] = {
                 b.name: _sharded.pack(made.layout, i, x["banks"], own[i]) for i, b in enumerate(made.layout.banks)
             }
