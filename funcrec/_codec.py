@@ -50,8 +50,9 @@ class Codec:
       tensor([[1.0078, 1.0078],
               [1.0078, 1.0078]])
 
-    Source: TorchRec's QCommsConfig, fbgemm_gpu.quantize_comm (whose int8 has an offset beside the scale); Yang et al., "Training Deep
-      Learning Recommendation Model with Quantized Collective Communications", DLP-KDD 2020.
+    Source: TorchRec's QCommsConfig, fbgemm_gpu.quantize_comm, whose int8 sends an offset beside the scale: 8 bytes, and less error for rows
+      that are far from symmetric; Yang et al., "Training Deep Learning Recommendation Model with Quantized Collective Communications",
+      DLP-KDD 2020.
     """
 
     forward: Kind | None = None
@@ -103,10 +104,11 @@ def is_coded(kind: str | None, dtype: torch.dtype) -> bool:
 def encode(x: Tensor, kind: str, widths: Sequence[int]) -> Tensor:
     """i8[..., bytes]: x[..., W] as it travels; the rows' scales behind the elements."""
     if kind == "bfloat16":
-        return x.to(torch.bfloat16).contiguous().view(torch.int8)
+        return x.to(torch.bfloat16, memory_format=torch.contiguous_format).view(torch.int8)
     if kind == "float16":
         most = torch.finfo(torch.float16).max
-        return torch.where(x.isinf(), x, x.clamp(-most, most)).to(torch.float16).contiguous().view(torch.int8)
+        kept = torch.where(x.isinf(), x, x.clamp(-most, most))
+        return kept.to(torch.float16, memory_format=torch.contiguous_format).view(torch.int8)
     x = x if x.dtype == torch.float64 else x.float()
     out = x.new_empty(encoded_shape(x.shape, kind, widths), dtype=torch.int8)
     scales = []

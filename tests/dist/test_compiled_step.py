@@ -35,7 +35,7 @@ def plan_of(kind):
     return fr.Plan({n: made[kind](i) for i, n in enumerate(training.SHAPES)})
 
 
-def staged(name, plan):
+def staged(name, plan, codec=None):
     """(the collectives, the splits of those that have some, whether every shape is static, the generated code) of a step."""
     from torch._inductor.utils import run_and_get_code
 
@@ -43,7 +43,7 @@ def staged(name, plan):
 
     graphs, compile_graph = [], _compile.compile_graph
     mesh = fr.Mesh.distributed(x=WORLD)
-    step = fr.train_step(training.loss_fn, **training.optimizers(name), mesh=mesh, plan=plan)
+    step = fr.train_step(training.loss_fn, **training.optimizers(name), mesh=mesh, plan=plan, codec=codec)
     whole = training.batch(0, BAGS * WORLD)
     mine = fr.shard(whole, fr.P("x"), mesh=mesh)
     mine = fr.Batch(mine.ids.unpad().pad_to(ROOM), mine.label)
@@ -92,6 +92,18 @@ def test_a_step_sends_what_its_graph_says(kind, ranks):
         (room + slots * BAGS) * per_id, BAGS * columns * per_float, BAGS * columns * per_float,
         weights * per_float,
     ]  # fmt: skip
+
+
+def test_a_coded_step_sends_fewer_bytes(ranks):
+    """In bfloat16 a bag's sums are half as many bytes; in int8 their cotangents are a byte each, and four for each slot. All else is the same,
+    and the number of exchanges too."""
+    codec = fr.Codec(forward="bfloat16", backward="int8")
+    columns, slots = 3 * 4 + 5, 4
+    for collectives, _, _, code in ranks(WORLD).run(staged, "adam", plan_of("row_wise"), codec, deadline_s=300):
+        assert [c.kind for c in collectives] == least("row_wise")
+        assert [c.sent_bytes for c in collectives[1:3]] == [BAGS * columns * 2, BAGS * (columns + 4 * slots)]
+        assert [c.dtype for c in collectives] == [torch.int32, torch.int8, torch.int8, torch.float32, torch.float32]
+        assert not [word for word in HOST_READS if word in code]
 
 
 def test_rows_cut_by_columns_travel_at_once(ranks):
