@@ -27,17 +27,19 @@ from funcrec import _compile
 from funcrec._jagged import bag_ids
 from funcrec._route import NOWHERE, _owned_rows, lane_bags, routes_of
 from funcrec._traffic import collectives_of
+from funcrec._tree import tree_map
 from funcrec.testing import RankPool
 
 WORLD = 2
 LAW_STEPS, TABLE_STEPS = 4, 2
 LIMIT_S = 1500.0
 CLOSE = Closeness(0.0, 1e-6)
+CODED_CLOSE = Closeness(0.0, LAW_STEPS * LR * 2.0**-7)  # a step of row-wise Adagrad is about LR long; bfloat16 rounds by 2^-8 each way
 RULES = {"rowwise_adagrad": lambda: fr.optim.rowwise_adagrad(lr=LR, eps=EPS), "sgd": lambda: fr.optim.sgd(lr=LR)}
 
 
 class RankCase(NamedTuple):
-    """All tables by one placement."""
+    """All tables by one placement; with a codec, in which vectors travel both ways, beside funcrec without."""
 
     placement: str
     ids_per_bag: int
@@ -47,6 +49,7 @@ class RankCase(NamedTuple):
     dim: int = 64
     batch: int = 2048
     sizes: tuple[int, ...] | None = None  # of the dense part; None for DLRM's
+    codec: str | None = None
 
     @property
     def is_same_optimizer(self) -> bool:
@@ -125,6 +128,9 @@ def one_rank(case: RankCase, setting: Setting) -> dict:
         "torchrec, dense compiled": lambda: torchrec_runner(case, model, params, batches, compiled=True),
         OURS: lambda: funcrec_runner(case, model, params, batches),
     }
+    if case.codec is not None:
+        whole, own = case._replace(codec=None), tree_map(torch.clone, params)  # each runner's step takes its own over
+        builders = {"every bit": lambda: funcrec_runner(whole, model, own, batches), OURS: builders[OURS]}
     built, absent, firsts = {}, {}, {}
     for name, build in builders.items():
         try:
@@ -133,7 +139,8 @@ def one_rank(case: RankCase, setting: Setting) -> dict:
             absent[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             continue
         firsts[name] = first_steps(built[name], case)
-    red = [line for n in firsts if n != OURS for line in differences(firsts[OURS], firsts[n], n, CLOSE)]
+    close = CLOSE if case.codec is None else CODED_CLOSE
+    red = [line for n in firsts if n != OURS for line in differences(firsts[OURS], firsts[n], n, close)]
     firsts.clear()
     num_red = torch.tensor(len(red))
     dist.all_reduce(num_red)  # all ranks go on, or none
@@ -195,9 +202,10 @@ def funcrec_runner(case: RankCase, model, params: fr.Params, batches: list) -> R
     step = fr.train_step(
         lambda params, batch, *, key: loss(params, batch, key=key)[0], sparse=RULES[case.rule](),
         dense=fr.optim.dense(torch.optim.SGD, lr=DENSE_LR), mesh=mesh, plan=plan_of(case, list(params.tables)),
+        codec=fr.Codec(case.codec, case.codec),
     )  # fmt: skip
     state, turn = step.init(params), itertools.cycle(batches)
-    about = {"least_mb": least_mb(batches[0].ids, state, model)}
+    about = {"least_mb": least_mb(batches[0].ids, state, model, 4 if case.codec is None else 2)}
     held, fast = {"state": state}, fr.jit(step, donate=("state",))
 
     def call():
@@ -222,7 +230,7 @@ def watched(about: dict):
     about |= {"num_collectives": len(sent), "sent_mb": digits(sum(x.sent_bytes for x in sent) / 1e6)}
 
 
-def least_mb(ids: fr.KeyedJaggedTensor, state, model) -> float:
+def least_mb(ids: fr.KeyedJaggedTensor, state, model, element_bytes: int) -> float:
     """MB that must leave a rank, the mean over ranks: the rows (4 bytes) of ids that another rank holds, a vector for each of its bags
     there and one for its gradient, and the dense gradients twice, of which a rank keeps its own part."""
     layout, features, rank = state.tables.layout, tuple(model.features), dist.get_rank()
@@ -241,7 +249,7 @@ def least_mb(ids: fr.KeyedJaggedTensor, state, model) -> float:
             continue
         away = (owner >= 0) & (owner != rank)
         pairs = (bag[away] * WORLD + owner[away]).unique()
-        total += 4 * int(away.sum()) + 2 * 4 * int(dims[pairs // WORLD // per_lane].sum())
+        total += 4 * int(away.sum()) + 2 * element_bytes * int(dims[pairs // WORLD // per_lane].sum())
     mean = torch.tensor(total / WORLD)
     dist.all_reduce(mean)
     return digits(float(mean) / 1e6)
@@ -259,6 +267,7 @@ CASES = {
         for n in (5, 20)
     },
     **{f"column_wise-sgd-l{n}": RankCase("column_wise", n, "sgd") for n in (1, 5)},
+    **{f"{p}-bf16-l5": RankCase(p, 5, codec="bfloat16") for p in ("table_wise", "row_wise")},
 }
 QUICK = ("table_wise-l5", "row_wise-l5", "table_wise-light-l5", "row_wise-light-l5")
 SHOWN = tuple(CASES)
