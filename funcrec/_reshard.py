@@ -19,7 +19,7 @@ from funcrec._errors import Problem, check, describe
 from funcrec._layout import Layout, Shard, layout_of
 from funcrec._mesh import Mesh, bind
 from funcrec._placement import Plan
-from funcrec._sharded import ShardedTables, copy_problems, own_ranks
+from funcrec._sharded import ShardedTables, copy_problems, dedup_problems, own_ranks
 from funcrec._sharded_step import check_whole_rows
 from funcrec._state import TrainState
 from funcrec.kernels.memory import empty_table
@@ -76,12 +76,14 @@ def reshard(
     from_mesh: Mesh | None = None,
     exact: bool = False,
     codec: Codec | None = None,
+    dedup: bool = False,
 ) -> TrainState:
     """A state in the layout of a plan, from a plain one (as `gather_state` gives) or from that of another plan.
 
     Args:
       state: plain, the same on every rank; or sharded, each rank's own.
-      plan, mesh, sparse, exact, codec: as of the `train_step` that goes on from it. Tables that `sparse` updates differently share no bank.
+      plan, mesh, sparse, exact, codec, dedup: as of the `train_step` that goes on from it. Tables that `sparse` updates differently share no
+        bank.
       from_mesh: of a sharded state, where it is not `mesh`.
 
     Returns: TrainState with ShardedTables. What is not tables and slots is the old state's own.
@@ -105,7 +107,7 @@ def reshard(
     """
     call = "funcrec.reshard"
     source = mesh if from_mesh is None else from_mesh
-    check(call, argument_problems(state, mesh, source, sparse), codec_problems(codec))
+    check(call, argument_problems(state, mesh, source, sparse), codec_problems(codec), dedup_problems(exact, dedup))
     if isinstance(state.tables, ShardedTables):
         check(call, mesh_problems(state.tables.layout, source))
         shapes = dict(state.tables.layout.shapes)
@@ -126,7 +128,7 @@ def reshard(
     for name, own in reads.items():
         for k, read in own.items():
             move(layout, {b: x[k] for b, x in banks.items() if k in x}, name, mesh, read, shapes[name])
-    tables = ShardedTables({b: own.pop("") for b, own in banks.items()}, layout, exact, codec=codec)
+    tables = ShardedTables({b: own.pop("") for b, own in banks.items()}, layout, exact, codec=codec, dedup=dedup)
     return TrainState(state.step, tables, banks, state.dense, state.dense_opt, state.key)
 
 

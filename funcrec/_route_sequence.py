@@ -7,7 +7,7 @@ stay at home: they multiply rows that came, and gradients before they go. Floor 
 Shapes: n ranks, C rows in a block, N places of a sequence's buffer, D dim.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,11 +24,16 @@ from funcrec._tree import replace
 
 
 def route_sequences(
-    ids: KeyedJaggedTensor, routes: Routes, layout: Layout, features: Sequence[FeatureConfig], capacity: int | None
+    ids: KeyedJaggedTensor,
+    routes: Routes,
+    layout: Layout,
+    features: Sequence[FeatureConfig],
+    capacity: int | None,
+    to_owners: Callable = route,
 ) -> Routed:
-    """`route` of ids without their weights."""
+    """`route`, or `route_rows`, of ids without their weights."""
     plain = [replace(f, weighted=False) for f in features]
-    return route(ids, routes, layout, plain, capacity)
+    return to_owners(ids, routes, layout, plain, capacity)
 
 
 def sequences_of(ids: KeyedJaggedTensor, layout: Layout, features: Sequence[FeatureConfig]) -> list[JaggedTensor]:

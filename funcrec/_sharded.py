@@ -25,13 +25,14 @@ from funcrec._mesh import Mesh, P, bind, bound_names
 from funcrec._placement import Plan
 from funcrec._route import Routed, combine, combine_transpose, fetch, pool, route, routes_of
 from funcrec._route_sequence import fetch_rows, route_sequences, send_rows, sequences_of, weighted_lanes
+from funcrec._route_unique import RoutedRows, fetch_rows_transpose, fetch_transpose, route_rows
 from funcrec._rowgrads import RowGrads
 from funcrec._shard_map import _bits, _checksum, unshard
 from funcrec._taps import open_tables
 from funcrec._tree import pytree, replace, tree_map
 
 
-@pytree(static=("layout", "exact", "capacity", "codec"))
+@pytree(static=("layout", "exact", "capacity", "codec", "dedup"))
 class ShardedTables:
     """The tables of a plan, as their banks: what `shard_tables` makes, and `lookup` takes inside `shard_map`.
 
@@ -42,6 +43,9 @@ class ShardedTables:
       capacity: the most ids that a rank may send to another; None for all that it has. Those beyond it are missing from what a lookup
         gives: a step with a capacity (`train_step`) counts them and does not train.
       codec: how vectors travel, there and back; None for every bit.
+      dedup: whether a rank sends each row's number once, however many ids name it, and is sent that row once: pooling is done here, with one
+        process's bits, and a row's gradients are added up here before they go. `capacity` is then of distinct rows; without one buffers have
+        room for every id, and bytes do not fall (`retry_overflow` finds it). Copies of replicated tables are looked up where they are.
 
     Example:
       >>> import torch, funcrec as fr
@@ -62,6 +66,7 @@ class ShardedTables:
     exact: bool = False
     capacity: int | None = None
     codec: Codec | None = None
+    dedup: bool = False
 
     def specs(self) -> "ShardedTables":
         """The same with a P for each bank, for `shard_map`."""
@@ -105,9 +110,10 @@ class ShardedTables:
         parts: list[dict[int, Tensor]] = [{} for _ in pooled]
         exchanges = []
         for routes in routes_of(self.layout, pooled):
-            routed = route(ids, routes, self.layout, pooled, self.capacity)
+            to_owners = route_rows if self.dedup and routes.axes else route
+            routed = to_owners(ids, routes, self.layout, pooled, self.capacity)
             exchanges.append(routed)
-            if self.exact:
+            if self.exact or to_owners is route_rows:
                 lanes = fetch(banks, routed, routes, self.layout, pooled, implementation, self.codec)
             else:
                 lanes = combine(
@@ -139,7 +145,8 @@ class ShardedTables:
                 s = self.layout.shards[lane.shard]
                 at = first[features[lane.feature].name]
                 d_lanes[i] = d_acts.values[:, at + s.first : at + s.last]
-            made = combine_transpose(d_lanes, routed, routes, self.layout, features, self._codec_back)
+            back = fetch_transpose if isinstance(routed, RoutedRows) else combine_transpose
+            made = back(d_lanes, routed, routes, self.layout, features, self._codec_back)
             out |= self._named(made, routed)
         return out
 
@@ -158,7 +165,8 @@ class ShardedTables:
         parts: list[dict[int, Tensor]] = [{} for _ in sequences]
         exchanges = []
         for routes in routes_of(self.layout, sequences):
-            routed = route_sequences(ids, routes, self.layout, sequences, self.capacity)
+            to_owners = route_rows if self.dedup and routes.axes else route
+            routed = route_sequences(ids, routes, self.layout, sequences, self.capacity, to_owners)
             exchanges.append(routed)
             lanes = fetch_rows(banks, bags, routed, routes, self.layout, implementation, self.codec)
             for i, lane in enumerate(routes.lanes):
@@ -182,7 +190,8 @@ class ShardedTables:
         out: dict[str, RowGrads] = {}
         for routes, routed in zip(routes_of(self.layout, features), exchanges, strict=True):
             d_lanes = weighted_lanes(d_sequences, bags, routes, self.layout, features)
-            made = send_rows(d_lanes, routed, routes, self.layout, self._codec_back)
+            back = fetch_rows_transpose if isinstance(routed, RoutedRows) else send_rows
+            made = back(d_lanes, routed, routes, self.layout, self._codec_back)
             out |= self._named(made, routed)
         return out
 
@@ -226,13 +235,14 @@ def shard_tables(
     exact: bool = False,
     capacity: int | None = None,
     codec: Codec | None = None,
+    dedup: bool = False,
     labels: Mapping[str, Hashable] | None = None,
 ) -> ShardedTables:
     """Tables [R, D] as the plan places them: on an emulated mesh the banks of all ranks, on real ranks this rank's.
 
     Args: as ShardedTables; every rank passes the same tables. Tables with different `labels` share no bank.
 
-    Raises: KeyError for a table without a placement, ValueError for an axis or a rank that the mesh lacks.
+    Raises: KeyError for a table without a placement, ValueError for an axis or a rank that the mesh lacks, and for both `exact` and `dedup`.
 
     Law: gather_tables(shard_tables(tables, plan, mesh), mesh) has tables' bits.
 
@@ -242,11 +252,11 @@ def shard_tables(
       ShardedTables({item: f32[4, 2]})
     """
     call = "funcrec.shard_tables"
-    check(call, table_tensor_problems(tables), codec_problems(codec))
+    check(call, table_tensor_problems(tables), codec_problems(codec), dedup_problems(exact, dedup))
     shapes = {n: (t.shape[0], t.shape[1]) for n, t in tables.items()}
     layout = layout_of(call, shapes, {n: t.dtype for n, t in tables.items()}, plan, mesh, labels)
     banks = {b.name: pack(layout, i, tables, own_ranks(b, mesh)) for i, b in enumerate(layout.banks)}
-    return ShardedTables(banks, layout, exact, capacity, codec)
+    return ShardedTables(banks, layout, exact, capacity, codec, dedup)
 
 
 def gather_tables(tables: ShardedTables, mesh: Mesh) -> dict[str, Tensor]:
@@ -355,3 +365,12 @@ def _coordinates(place: int, axes: Sequence[str], sizes: Mapping[str, int]) -> d
     for a in reversed(axes):
         out[a], place = place % sizes[a], place // sizes[a]
     return out
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def dedup_problems(exact: bool, dedup: bool) -> Iterator[Problem]:
+    if exact and dedup:
+        need = "one of them: dedup adds a row's gradients up rank by rank, which rounds them otherwise"
+        yield Problem("`exact` and `dedup` exclude each other.", "exact=True, dedup=True", need)

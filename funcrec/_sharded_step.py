@@ -38,12 +38,11 @@ def shard_state(
     plan: Plan,
     sparse: RowOptimizer,
     dense: DenseOptimizer,
-    exact: bool,
-    codec: Codec | None,
+    **how: Any,
 ) -> TrainState:
-    """The first state: tables as the plan places them, slots like their rows, the rest on every rank."""
+    """The first state: tables as the plan places them, slots like their rows, the rest on every rank. how: of `shard_tables`."""
     labels = {n: sparse.label(n) for n in params.tables}
-    tables = shard_tables(params.tables, plan, mesh, exact=exact, codec=codec, labels=labels)
+    tables = shard_tables(params.tables, plan, mesh, labels=labels, **how)
     check_whole_rows("funcrec.train_step", sparse, tables.layout)
     columns = column_banks(sparse, tables.layout)
     slots = init_slots(sparse, tables, columns)

@@ -18,6 +18,7 @@ from funcrec._errors import Problem, check, describe, fail
 from funcrec._grad import params_problems, value_and_grad
 from funcrec._mesh import Mesh
 from funcrec._placement import Plan
+from funcrec._sharded import dedup_problems
 from funcrec._sharded_step import shard_state, sharded_update
 from funcrec._state import Params, TrainState
 from funcrec.optim import DenseOptimizer, RowOptimizer
@@ -55,6 +56,7 @@ def train_step(
     exact: bool = False,
     capacity: int | None = None,
     codec: Codec | None = None,
+    dedup: bool = False,
 ) -> TrainStep:
     """One step of training as a pure function; `fr.jit(step, donate=("state",))` makes it compiled and in place.
 
@@ -70,7 +72,7 @@ def train_step(
         `replicas` each group's tables follow the mean over that group's ranks alone, and differ until `sync_replicas`; dense parameters
         follow the mean over all ranks at every step, and are the same on all.
       batch_axes: the axes over which a batch is cut by its bags; None for all.
-      exact: as of `shard_tables`.
+      exact, dedup: as of `shard_tables`.
       capacity: the most ids that a rank may send to another in a step; None for all that it has. When some find no place the step
         leaves the state as it was, to the bit, and its loss is NaN: run the batch again with more (`retry_overflow`).
       codec: how looked up vectors and their cotangents travel; None for what the state's tables say (`shard_tables`, `reshard`).
@@ -80,7 +82,7 @@ def train_step(
       place, and metrics["needed"], the capacity that would have done (i64[]).
 
     Law: the state is everything that changes: the same state and batch give the same bits. A plan changes no bit: n ranks give what
-      one process gives that adds the gradients of the same n batches (row-wise tables: with exact=True).
+      one process gives that adds the gradients of the same n batches (row-wise tables: with exact=True; dedup rounds gradients otherwise).
 
     Example:
       >>> import torch, funcrec as fr
@@ -97,7 +99,7 @@ def train_step(
     """
     check_optimizers(sparse, dense)
     check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes), capacity_problems(mesh, capacity))
-    check("funcrec.train_step", codec_problems(codec), coded_problems(mesh, codec))
+    check("funcrec.train_step", codec_problems(codec), exchange_problems(mesh, exact, dedup, codec))
     takes_key = "key" in inspect.signature(loss_fn).parameters
     if mesh is not None:
         axes = mesh.axis_names if batch_axes is None else tuple(batch_axes)
@@ -110,7 +112,7 @@ def train_step(
         key = random.key(0) if key is None else key
         random.check_key("funcrec.train_step.init", key)
         if mesh is not None:
-            return shard_state(params, key, mesh, plan, sparse, dense, exact, codec)
+            return shard_state(params, key, mesh, plan, sparse, dense, exact=exact, codec=codec, dedup=dedup)
         device = next((t.device for t in params.tables.values()), key.device)
         step = torch.zeros((), dtype=torch.int64, device=device)
         slots, dense_opt = sparse.init(params.tables), dense.init(params.dense)
@@ -168,9 +170,11 @@ def capacity_problems(mesh: object, capacity: object) -> Iterator[Problem]:
         yield Problem("`capacity` is of an exchange.", "no `mesh`", "mesh=... and plan=..., or capacity=None")
 
 
-def coded_problems(mesh: object, codec: Codec | None) -> Iterator[Problem]:
-    if mesh is None and codec is not None:
-        yield Problem("`codec` is of an exchange.", "no `mesh`", "mesh=... and plan=..., or codec=None")
+def exchange_problems(mesh: object, exact: bool, dedup: bool, codec: Codec | None) -> Iterator[Problem]:
+    yield from dedup_problems(exact, dedup)
+    for name, value, none in (("dedup", dedup, False), ("codec", codec, None)):
+        if value and mesh is None:
+            yield Problem(f"`{name}` is of an exchange.", "no `mesh`", f"mesh=... and plan=..., or {name}={none}")
 
 
 def check_optimizers(sparse: object, dense: object) -> None:

@@ -175,6 +175,13 @@ ROWS = {
     "reshard: copies that differ": e(lambda: resharded(differing()), ValueError, "funcrec.reshard", "copies that trained apart", "sync_replicas"),
     "train_step: capacity": e(lambda: step(mesh=MESH, plan=PLAN, capacity=0), ValueError, "`capacity` is too small", "int >= 1"),
     "train_step: a float capacity": e(lambda: step(mesh=MESH, plan=PLAN, capacity=2.0), TypeError, "`capacity` is no number"),
+    "shard_tables: exact and dedup": e(
+        lambda: fr.shard_tables({"t": torch.ones(4, 2)}, PLAN, MESH, exact=True, dedup=True),
+        ValueError, "`exact` and `dedup` exclude each other", "one of them",
+    ),
+    "train_step: exact and dedup": e(lambda: step(mesh=MESH, plan=PLAN, exact=True, dedup=True), ValueError, "exclude each other"),
+    "train_step: dedup without a mesh": e(lambda: step(dedup=True), ValueError, "`dedup` is of an exchange", "dedup=False"),
+    "reshard: exact and dedup": e(lambda: resharded(exact=True, dedup=True), ValueError, "exclude each other"),
     "train_step: capacity without a mesh": e(lambda: step(capacity=8), ValueError, "`capacity` is of an exchange", "mesh=..."),
     "retry_overflow: no function": e(lambda: fr.retry_overflow(3), TypeError, "`make_step` is no function", "int 3"),
     "retry_overflow: numbers": e(lambda: fr.retry_overflow(step, capacity=0, steps=0), ValueError, "`capacity` is too small", "`steps` is too small"),

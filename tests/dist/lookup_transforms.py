@@ -57,6 +57,11 @@ def parts(n):
     return [tree_map(lambda x, r=r: x[r], stacked) for r in range(n)]
 
 
+def with_weights(ids, weights):
+    """The ids with other weights; a buffer that is longer, as it is inside jit, is cut to theirs."""
+    return replace(ids, values=ids.values[: weights.shape[0]], weights=weights)
+
+
 def plan(kind, axes):
     """Every table by that placement."""
     names, n = tuple(axes), torch.Size(axes.values()).numel()
@@ -74,9 +79,10 @@ def plan(kind, axes):
 
 def names(axes):
     """The programs of a mesh of these axes."""
-    kinds = TWO_AXES if len(axes) > 1 else ONE_AXIS
-    more = ["grid, exact", "grid, coded"] if len(axes) > 1 else ["row_wise, exact, coded"]
-    return ["route", "combine", *kinds, "row_wise, exact", "row_wise, coded", *more]
+    kinds = [*(TWO_AXES if len(axes) > 1 else ONE_AXIS)]
+    kinds += ["row_wise, exact", "row_wise, coded", "row_wise, dedup"]
+    more = ["grid, exact", "grid, coded", "grid, dedup"] if len(axes) > 1 else ["row_wise, exact, coded"]
+    return ["route", "combine", *kinds, *more]
 
 
 def program(name, mesh):
@@ -89,11 +95,11 @@ def program(name, mesh):
         return route_program(layout_of("row_wise"), mine)
     if name == "combine":
         return combine_program(layout_of("row_wise"), mine)
-    layout, exact, codec = layout_of(kind), "exact" in name, CODEC if "coded" in name else None
+    layout, codec = layout_of(kind), CODEC if "coded" in name else None
 
     def one(x, ids):
-        held = fr.ShardedTables(x["banks"], layout, exact, codec=codec)
-        return fr.lookup(held, replace(ids, weights=x["weights"]), FEATURES).values
+        held = fr.ShardedTables(x["banks"], layout, "exact" in name, codec=codec, dedup="dedup" in name)
+        return fr.lookup(held, with_weights(ids, x["weights"]), FEATURES).values
 
     def whole(x):
         own = [replace(p, weights=w) for p, w in zip(mine, x["weights"], strict=True)]
@@ -119,7 +125,7 @@ def route_program(layout, mine):
             out.append(torch.stack(blocks))
         return torch.stack(out)
 
-    one = lambda x, ids: routing.route(replace(ids, weights=x["weights"]), routes, layout, FEATURES, None).weights
+    one = lambda x, ids: routing.route(with_weights(ids, x["weights"]), routes, layout, FEATURES, None).weights
     return Program(one, whole, {"weights": torch.stack([p.weights for p in mine])}, None)
 
 

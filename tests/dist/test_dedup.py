@@ -1,0 +1,176 @@
+"""Lookups that send each row once, under every placement, against one process."""
+
+import pytest
+import torch
+import training
+from hypothesis import given
+from placement_models import models, sharded
+from placement_models import whole as whole_pooled
+from sequence_models import fixed, mapped, sequence_models, whole
+
+import funcrec as fr
+from funcrec import _compile
+from funcrec import _route_unique as unique
+from funcrec._traffic import collectives_of
+from funcrec._tree import replace
+from funcrec.testing import assert_trees_close
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+ONE_AXIS = ("table_wise", "row_wise", "column_wise", "replicated")
+TWO_AXES = (*ONE_AXIS, "table_row_wise", "table_column_wise", "grid")
+CASES = [({"x": 2}, k) for k in ONE_AXIS] + [({"x": 2, "y": 2}, k) for k in TWO_AXES[4:]]
+BAGS, STEPS = 8, 5
+TINY = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def close(tables):
+    """How far gradients may be rounded apart."""
+    return {"rtol": 1e-12, "atol": 1e-12} if all(t.dtype == torch.float64 for t in tables.values()) else TINY
+
+
+@given(models())
+def test_lookups_by_distinct_rows_are_lookups(model):
+    """With dedup=True a sharded lookup has the bits of the plain one under every placement; gradients differ by rounding only."""
+    acts, grads = sharded(model, dedup=True)
+    want_acts, want_grads = whole_pooled(model)
+    assert_trees_close(acts, want_acts)
+    assert_trees_close(grads, want_grads, **close(model[2]))
+
+
+@given(sequence_models())
+def test_sequences_by_distinct_rows_are_sequences(model):
+    """With dedup=True sequences, whose tables pooled features share, keep their bits too."""
+    got, want = mapped(model, dedup=True), whole(model)
+    assert_trees_close(got[0], want[0])
+    assert_trees_close(got[1], want[1], **close(model[2]))
+
+
+# -- training ----------------------------------------------------------------------------------------------------
+
+
+def counting():
+    """SGD that keeps how many ids each row has had."""
+    rule = lambda row, grad, slots, hyper: (row - hyper.lr * grad, {"ids": slots["ids"] + hyper.repeats})
+    return fr.optim.row_optimizer(init=lambda t: {"ids": torch.zeros(t.shape[0])}, rule=rule, lr=0.1)
+
+
+training.OPTIMIZERS["counting"] = counting
+
+
+def options(mesh, name, kind, capacity):
+    plan = training.plan_of(kind, mesh.shape)
+    return {**training.optimizers(name), "mesh": mesh, "plan": plan, "capacity": capacity, "dedup": True}
+
+
+def trained(mesh, name, kind, capacity):
+    """(tables, slots, dense) of steps that begin with a capacity and are run again with more."""
+    make = lambda c: fr.train_step(training.loss_fn, **options(mesh, name, kind, c))
+    run, state = fr.retry_overflow(make, capacity=capacity), make(1).init(training.params())
+    for i in range(STEPS):
+        state, _ = run(state, fr.shard(training.batch(i, BAGS), fr.P(mesh.axis_names), mesh=mesh))
+    whole = fr.gather_state(state, mesh)
+    return whole.tables, whole.slots, whole.dense
+
+
+def real(name, axes, kind, capacity):
+    return trained(fr.Mesh.distributed(**axes), name, kind, capacity)
+
+
+def assert_trained(got, want, name):
+    for part, a, b in zip(("tables", "slots", "dense"), got, want, strict=False):
+        assert_trees_close({part: a}, {part: b}, **({} if (name, part) == ("counting", "slots") else TINY))
+
+
+@pytest.mark.parametrize("axes, kind", CASES, ids=str)
+def test_training_by_distinct_rows_is_training(axes, kind):
+    """Steps with dedup=True and too small a capacity at first differ from one process's by rounding; a rule is told how many ids a row had."""
+    mesh = fr.Mesh.emulated(**axes)
+    assert_trained(trained(mesh, "counting", kind, 1), training.alone("counting", mesh.size, STEPS, BAGS), "counting")
+
+
+@pytest.mark.parametrize("axes, kind, name", [
+    ({"x": 2}, "row_wise", "adam"), ({"x": 2}, "column_wise", "counting"), ({"x": 2, "y": 2}, "grid", "rowwise_adagrad"),
+], ids=str)  # fmt: skip
+def test_training_by_distinct_rows_on_ranks_is_training(axes, kind, name, ranks):
+    """The same on gloo ranks."""
+    n = torch.Size(axes.values()).numel()
+    for got in ranks(n).run(real, name, axes, kind, 1):
+        assert_trained(got, training.alone(name, n, STEPS, BAGS), name)
+
+
+def test_a_capacity_is_of_distinct_rows():
+    """metrics["needed"] is the most distinct rows that a rank has for another, and what is beyond the capacity is counted once for each row."""
+    mesh, plan = fr.Mesh.emulated(x=2), fr.Plan({"t": fr.table_wise("x", rank=1)})
+    features = [fr.FeatureConfig("k", table="t"), fr.FeatureConfig("j", table="t", column="k", pooling="mean")]
+    loss = lambda p, ids: fr.lookup(p.tables, ids, features).values.sum()
+    kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1), "mesh": mesh, "plan": plan, "dedup": True}
+    ids = fr.KeyedJaggedTensor.from_lists({"k": [[0, 1, 2, 0, 2, 9, 3], [1, 1, -1]]})  # 9 and -1 are no rows: 4 rows and 1
+    for capacity, lost in ((1, 3), (3, 1), (4, 0), (50, 0)):
+        step = fr.train_step(loss, **kind, capacity=capacity)
+        _, metrics = step(step.init(fr.Params({"t": torch.zeros(4, 1)}, {})), ids)
+        assert (int(metrics["overflow"]), int(metrics["needed"])) == (lost, 4)
+
+
+def compiled(capacity):
+    """(tables and dense after steps, compiled and not; the bytes that each exchange of a step sends)."""
+    mesh, graphs, compile_graph = fr.Mesh.distributed(x=2), [], _compile.compile_graph
+    step, out = fr.train_step(training.loss_fn, **options(mesh, "adam", "row_wise", capacity)), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_compile, "compile_graph", lambda graph, args: graphs.append(graph.graph) or compile_graph(graph, args))
+        for run in (step, fr.jit(step, donate=("state",))):
+            state = step.init(training.params())
+            for i in range(2):
+                mine = fr.shard(training.batch(i, BAGS), fr.P("x"), mesh=mesh)
+                state, _ = run(state, fr.Batch(mine.ids.unpad().pad_to(64), mine.label))
+            out.append((fr.gather_tables(state.tables, mesh), state.dense))
+    return *out, [c.sent_bytes for c in collectives_of(graphs[0])]
+
+
+def test_a_compiled_step_sends_rows_once(ranks):
+    """A compiled step is the step, and sends blocks of `capacity` rows, whatever room there is for ids: numbers, counts, vectors and their cotangents."""
+    room, banks = 20, 2  # of tables a and c with 4 columns, of b with 5
+    rows, weights = [room * 4 * 4, room * 5 * 4], 17 * 6 + 6 + 2  # with the loss, even: two halves, as without dedup
+    for eager, fast, sent in ranks(2).run(compiled, room, deadline_s=300):
+        assert_trees_close(fast, eager, rtol=1e-5, atol=1e-6)
+        assert sent == [(2 * room + banks) * 4, *rows, *rows, 2 * 8, *[weights // 2 * 4] * 2]
+
+
+# -- mutations ---------------------------------------------------------------------------------------------------
+
+WRONG = {
+    "an owner's blocks begin one row late": ("route_rows", lambda made: lambda *args: shifted(made(*args))),
+    "only one id of a row gives its gradient": ("fetch_transpose", lambda made: lambda d, routed, *args: made(d, alone_of(routed), *args)),
+    "the sums go to the next place": (
+        "_at_owners",
+        lambda made: lambda sums, routed, *args: made(sums, replace(routed, rows=routed.rows.roll(1, -1)), *args),
+    ),
+}
+
+
+def shifted(routed):
+    return replace(routed, sent=torch.where(routed.sent < 0, -1, (routed.sent + 1) % routed.rows.shape[0]))
+
+
+def alone_of(routed):
+    """The first id of each row alone is left."""
+    earlier = (routed.sent[:, None] == routed.sent[None]).tril(-1).any(1)
+    return replace(routed, sent=torch.where(earlier, -1, routed.sent))
+
+
+@pytest.mark.parametrize("which", WRONG)
+def test_a_wrong_rule_is_seen(which, monkeypatch):
+    """The law fails when a rule of the way there or back is changed."""
+    name, wrong = WRONG[which]
+    mesh, plan, tables, _, features = fixed(fr.Mesh.emulated(x=2), "row_wise")
+    lists = {k: [[(i + j * j) % 4 for j in range(3)] for i in range(4)] for k in "uv"}
+    weights = {k: [[0.1 + 0.3 * j for j in range(3)] for _ in range(4)] for k in "uv"}
+    model = mesh, plan, tables, fr.KeyedJaggedTensor.from_lists(lists, weights=weights, dtype=torch.int64), features
+    want = whole(model)
+    assert_trees_close(mapped(model, dedup=True)[1], want[1], **TINY)
+    module = unique if name == "_at_owners" else fr._sharded
+    monkeypatch.setattr(module, name, wrong(getattr(module, name)))
+    got = mapped(model, dedup=True)
+    with pytest.raises(AssertionError):
+        assert_trees_close(got[0], want[0])
+        assert_trees_close(got[1], want[1], **TINY)
