@@ -3,7 +3,7 @@
 import pytest
 import torch
 import training
-from training import plan_of
+from overflow import assert_unchanged, overflown, own, real_overflown, skewed, step_of
 
 import funcrec as fr
 from funcrec._tree import tree_map
@@ -14,52 +14,6 @@ pytestmark = pytest.mark.xdist_group("ranks")
 ONE_AXIS = ("table_wise", "row_wise", "column_wise", "replicated")
 TWO_AXES = (*ONE_AXIS, "table_row_wise", "table_column_wise", "grid")
 CASES = [({"x": 2}, k) for k in ONE_AXIS] + [({"x": 2, "y": 2}, k) for k in TWO_AXES[4:]]
-
-
-def skewed(step, num_bags):
-    """A batch whose ids are all of row 0, so that under row_wise one rank gets them all."""
-    made = training.batch(step, num_bags)
-    return fr.Batch(fr._tree.replace(made.ids, values=torch.zeros_like(made.ids.values)), made.label)
-
-
-def step_of(mesh, kind, capacity, name="adam"):
-    return fr.train_step(
-        training.loss_fn, **training.optimizers(name), mesh=mesh, plan=plan_of(kind, mesh.shape), exact=True, capacity=capacity
-    )  # fmt: skip
-
-
-def own(batch, mesh, capacity=64):
-    mine = fr.shard(batch, fr.P(mesh.axis_names), mesh=mesh)
-    return mine if mesh.is_emulated else fr.Batch(mine.ids.pad_to(capacity), mine.label)
-
-
-def clone(state):
-    return tree_map(torch.clone, state)
-
-
-def overflown(mesh, kind, compiled=False):
-    """(the state after one ordinary step, after one that does not fit, the latter's metrics, and after the same batch with room)."""
-    wide, narrow = (step_of(mesh, kind, c) for c in (100, 1))
-    run = fr.jit(narrow, donate=("state",)) if compiled else narrow
-    before, _ = wide(wide.init(training.params()), own(training.batch(0, 8), mesh))
-    after, metrics = run(clone(before), own(skewed(1, 8), mesh))
-    return before, after, metrics, wide(before, own(skewed(1, 8), mesh))
-
-
-def real_overflown(axes, kind, compiled):
-    return overflown(fr.Mesh.distributed(**axes), kind, compiled)
-
-
-def assert_unchanged(before, after, metrics, wide, kind):
-    assert_trees_close(after, before)
-    if kind == "replicated":  # nothing is sent: there is room for all
-        return
-    assert int(metrics["overflow"]) > 0
-    assert bool(metrics["loss"].isnan())
-    state, whole = wide
-    assert int(whole["overflow"]) == 0
-    assert int(whole["needed"]) == int(metrics["needed"]) > 1
-    assert int(state.step) == int(before.step) + 1
 
 
 @pytest.mark.parametrize("axes, kind", [c for c in CASES if c[1] != "replicated"], ids=str)
@@ -128,18 +82,3 @@ def test_retried_training_is_training_on_ranks(kind, ranks):
     for (got, made), want in ranks(2).run(real_pair, {"x": 2}, kind, 1):
         assert_trees_close(got, want)
         assert len(made) > 1
-
-
-WRONG = {
-    "row gradients are not masked": (fr.RowGrads, "where", lambda self, condition: self),
-    "overflow is not counted": (fr._sharded_step, "joined_overflow", lambda grads: torch.zeros(2, dtype=torch.int64)),
-}
-
-
-@pytest.mark.parametrize("which", WRONG)
-def test_a_wrong_rule_is_seen(which, monkeypatch):
-    """The law fails when a part of it is left out."""
-    module, name, wrong = WRONG[which]
-    monkeypatch.setattr(module, name, wrong)
-    with pytest.raises(AssertionError):
-        assert_unchanged(*overflown(fr.Mesh.emulated(x=2), "row_wise"), "row_wise")

@@ -1,0 +1,217 @@
+"""Rules of collectives, exchanges, sharded lookups and steps, each changed in turn: some law must turn red. The tests use the same table.
+
+    .venv/bin/python tests/dist/mutations.py
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import lookup_transforms as lookups
+import overflow
+import pytest
+import sequence_models as sequences
+import torch
+import training
+from transforms import DENSE, cells, dense_transforms, values
+
+import funcrec as fr
+from funcrec import _exchange as exchange
+from funcrec import _route as routing
+from funcrec import _route_sequence as sequence
+from funcrec import _route_unique as unique
+from funcrec import _sharded, _sharded_step
+from funcrec._tree import replace
+from funcrec.testing import assert_trees_close
+
+TINY = {"rtol": 1e-6, "atol": 1e-6}
+
+
+class Mutation(NamedTuple):
+    """owner.name, or owner[name] of a dict, becomes wrong(what it was); `law` must then raise."""
+
+    owner: Any
+    name: str
+    wrong: Callable[[Any], Any]
+    law: Callable[[], None]
+
+
+# -- laws: the first line of each is what the command prints -----------------------------------------------------
+
+
+def is_map(name, n=4):
+    """A collective and its transforms are those of the map of all ranks' values."""
+    want = {k: f(values(n)) for k, f in dense_transforms(DENSE[name]).items()}
+    assert_trees_close(cells(fr.Mesh.emulated(x=n), name), want, rtol=1e-12, atol=1e-12)
+
+
+def looks_up(name):
+    """A sharded lookup, and every transform of it, is the plain one."""
+    axes = {"x": 2}
+    assert_trees_close(lookups.cells(fr.Mesh.emulated(**axes), name), lookups.wanted(axes, name), rtol=1e-12, atol=1e-12)
+
+
+def has_bits(kind):
+    """Lookups, sequences and the gradients of their tables have one process's bits."""
+    model = sequences.fixed(fr.Mesh.emulated(x=2), kind)
+    assert_trees_close(sequences.mapped(model), sequences.whole(model))
+
+
+def is_deduplicated():
+    """With dedup=True sequences have one process's bits, and gradients differ by rounding."""
+    mesh, plan, tables, _, features = sequences.fixed(fr.Mesh.emulated(x=2), "row_wise")
+    lists = {k: [[(i + j * j) % 4 for j in range(3)] for i in range(4)] for k in "uv"}
+    weights = {k: [[0.1 + 0.3 * j for j in range(3)] for _ in range(4)] for k in "uv"}
+    model = mesh, plan, tables, fr.KeyedJaggedTensor.from_lists(lists, weights=weights, dtype=torch.int64), features
+    got, want = sequences.mapped(model, dedup=True), sequences.whole(model)
+    assert_trees_close(got[0], want[0])
+    assert_trees_close(got[1], want[1], **TINY)
+
+
+def keeps_state():
+    """A batch that does not fit changes no bit, and is counted."""
+    overflow.assert_unchanged(*overflow.overflown(fr.Mesh.emulated(x=2), "row_wise"), "row_wise")
+
+
+def trains(name, kind):
+    """Steps on a mesh are those of one process."""
+    mesh = fr.Mesh.emulated(x=2)
+    got = training.together(name, mesh, training.plan_of(kind, mesh.shape), 2, 4, exact=True)
+    assert_trees_close(got[:3], training.alone(name, 2, 2, 4)[:3], rtol=2e-6, atol=2e-6)
+
+
+def law(f, *args):
+    return functools.update_wrapper(functools.partial(f, *args), f)
+
+
+# -- mutations ---------------------------------------------------------------------------------------------------
+
+
+def _rule(kind, law_name=None, **fields):
+    return Mutation(exchange.EXCHANGES, kind, lambda made: made._replace(**fields), law(is_map, law_name or kind))
+
+
+def _turned_round(x, call):
+    return exchange._emulate_permute(x, call._replace(pairs=tuple((d, s) for s, d in call.pairs)))
+
+
+def _dropped(name, wrong):
+    return Mutation(exchange._Exchange, name, lambda made: staticmethod(wrong), law(is_map, "psum", 2))
+
+
+def _elsewhere(made):
+    """Ids sent to the rank before their owner."""
+    return lambda *args: (lambda x: torch.where(x < 0, x, (x + routing.NOWHERE) % (2 * routing.NOWHERE)))(made(*args))
+
+
+def _late(made):
+    """A block whose answers are read one place on."""
+
+    def route(*args):
+        routed = made(*args)
+        return replace(routed, sent=torch.where(routed.sent < 0, -1, (routed.sent + 1) % routed.rows.shape[0]))
+
+    return route
+
+
+def _alone(made):
+    """The first id of each row alone is left."""
+
+    def transpose(d, routed, *args):
+        earlier = (routed.sent[:, None] == routed.sent[None]).tril(-1).any(1)
+        return made(d, replace(routed, sent=torch.where(earlier, -1, routed.sent)), *args)
+
+    return transpose
+
+
+MUTATIONS = {
+    "psum forgets a rank": _rule("psum", emulate=lambda x, call: (x[1:].sum(0), False)),
+    "all_to_all stays": _rule("all_to_all", emulate=lambda x, call: (x, True)),
+    "all_gather in another order": _rule("all_gather", emulate=lambda x, call: (x.flip(0), False)),
+    "psum_scatter keeps its own": _rule("psum_scatter", emulate=lambda x, call: (x[:, 0], True)),
+    "psum's transpose is its own cotangent": _rule("psum", transpose="pvary"),
+    "psum_scatter's transpose of another form": _rule("psum_scatter", transpose="all_to_all"),
+    "ppermute sends on": _rule("ppermute", "ppermute_some", emulate=_turned_round),
+    "an exchange without its transpose": _dropped("backward", lambda ctx, *d: (None, None, *(x * 1.5 for x in d))),
+    "an exchange without its tangent": _dropped("jvp", lambda ctx, a, b, *t: tuple(t)),
+    "an exchange that does not batch": _dropped("vmap", lambda info, dims, call, marker, *xs: (xs, dims[2:])),
+    "a mean is not divided": Mutation(routing, "_divided", lambda made: lambda x, *args: x, law(looks_up, "row_wise")),
+    "a mean's gradient is not divided": Mutation(routing, "_scaled", lambda made: lambda d, *args: d, law(has_bits, "row_wise")),
+    "copies keep their own gradients": Mutation(
+        _sharded, "sync_grads", lambda made: lambda grads, layout: grads, law(has_bits, "replicated")
+    ),
+    "ids go to another rank": Mutation(routing, "_owned_rows", _elsewhere, law(has_bits, "row_wise")),
+    "a lane begins one id late": Mutation(
+        sequence, "lane_places", lambda made: lambda *args: made(*args).roll(1, -1), law(has_bits, "row_wise")
+    ),
+    "weights are forgotten on the way back": Mutation(
+        sequence, "weigh", lambda made: lambda rows, bags: rows, law(has_bits, "row_wise")
+    ),
+    "a lane's rows are another lane's": Mutation(
+        sequence, "lane_places", lambda made: lambda routed, i, n: made(routed, (i + 1) % 3, n), law(has_bits, "row_wise")
+    ),
+    "dedup: an owner's blocks begin one row late": Mutation(_sharded, "route_rows", _late, is_deduplicated),
+    "dedup: only one id of a row gives its gradient": Mutation(_sharded, "fetch_transpose", _alone, is_deduplicated),
+    "dedup: sums go to the next place": Mutation(
+        unique,
+        "_at_owners",
+        lambda made: lambda sums, routed, *args: made(sums, replace(routed, rows=routed.rows.roll(1, -1)), *args),
+        is_deduplicated,
+    ),
+    "what does not fit is trained on": Mutation(fr.RowGrads, "where", lambda made: lambda self, condition: self, keeps_state),
+    "overflow is not counted": Mutation(
+        _sharded_step, "joined_overflow", lambda made: lambda grads: torch.zeros(2, dtype=torch.int64), keeps_state
+    ),
+    "dense gradients stay on their rank": Mutation(
+        _sharded_step, "ordered_sum", lambda made: lambda tree, axes: tree, law(trains, "adam", "row_wise")
+    ),
+    "rows stay on their rank": Mutation(
+        _sharded_step, "sync_grads", lambda made: lambda grads, layout: grads, law(trains, "adam", "replicated")
+    ),
+    "a row's second moment is of its own columns": Mutation(
+        _sharded_step, "column_banks", lambda made: lambda sparse, layout: {}, law(trains, "rowwise_adagrad", "column_wise")
+    ),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def changed(mutation):
+    with pytest.MonkeyPatch.context() as patch:
+        owner, name = mutation.owner, mutation.name
+        if isinstance(owner, dict):
+            patch.setitem(owner, name, mutation.wrong(owner[name]))
+        else:
+            patch.setattr(owner, name, mutation.wrong(getattr(owner, name)))
+        yield
+
+
+def why_red(check):
+    """Why a law does not hold, in a line; None if it does."""
+    try:
+        check()
+    except (AssertionError, ValueError, RuntimeError) as error:
+        return str(error).strip().splitlines()[0][:120]
+    return None
+
+
+def main():
+    """Print each mutation, the law that it breaks and how; the exit code is how many broke none."""
+    torch.set_num_threads(1)
+    unseen, green = 0, {}
+    for which, mutation in MUTATIONS.items():
+        key = getattr(mutation.law, "func", mutation.law), getattr(mutation.law, "args", ())
+        if key not in green:
+            green[key] = why_red(mutation.law)
+        with changed(mutation):
+            why = why_red(mutation.law)
+        unseen += why is None or green[key] is not None
+        told = f"BROKEN WITHOUT IT: {green[key]}" if green[key] else f"red: {why}" if why else "NOT SEEN"
+        print(f"{which:48} {mutation.law.__doc__}\n{'':48} {told}", flush=True)
+    print(f"{len(MUTATIONS) - unseen} of {len(MUTATIONS)} mutations turn a law red")
+    return unseen
+
+
+if __name__ == "__main__":
+    sys.exit(main())

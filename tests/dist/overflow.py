@@ -1,0 +1,55 @@
+"""Steps on a batch that does not fit their capacity."""
+
+import torch
+import training
+from training import plan_of
+
+import funcrec as fr
+from funcrec._tree import tree_map
+from funcrec.testing import assert_trees_close
+
+
+def skewed(step, num_bags):
+    """A batch whose ids are all of row 0, so that under row_wise one rank gets them all."""
+    made = training.batch(step, num_bags)
+    return fr.Batch(fr._tree.replace(made.ids, values=torch.zeros_like(made.ids.values)), made.label)
+
+
+def step_of(mesh, kind, capacity, name="adam"):
+    return fr.train_step(
+        training.loss_fn, **training.optimizers(name), mesh=mesh, plan=plan_of(kind, mesh.shape), exact=True, capacity=capacity
+    )  # fmt: skip
+
+
+def own(batch, mesh, capacity=64):
+    mine = fr.shard(batch, fr.P(mesh.axis_names), mesh=mesh)
+    return mine if mesh.is_emulated else fr.Batch(mine.ids.pad_to(capacity), mine.label)
+
+
+def clone(state):
+    return tree_map(torch.clone, state)
+
+
+def overflown(mesh, kind, compiled=False):
+    """(the state after one ordinary step, after one that does not fit, the latter's metrics, and after the same batch with room)."""
+    wide, narrow = (step_of(mesh, kind, c) for c in (100, 1))
+    run = fr.jit(narrow, donate=("state",)) if compiled else narrow
+    before, _ = wide(wide.init(training.params()), own(training.batch(0, 8), mesh))
+    after, metrics = run(clone(before), own(skewed(1, 8), mesh))
+    return before, after, metrics, wide(before, own(skewed(1, 8), mesh))
+
+
+def real_overflown(axes, kind, compiled):
+    return overflown(fr.Mesh.distributed(**axes), kind, compiled)
+
+
+def assert_unchanged(before, after, metrics, wide, kind):
+    assert_trees_close(after, before)
+    if kind == "replicated":  # nothing is sent: there is room for all
+        return
+    assert int(metrics["overflow"]) > 0
+    assert bool(metrics["loss"].isnan())
+    state, whole = wide
+    assert int(whole["overflow"]) == 0
+    assert int(whole["needed"]) == int(metrics["needed"]) > 1
+    assert int(state.step) == int(before.step) + 1

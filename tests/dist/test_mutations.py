@@ -1,0 +1,20 @@
+"""Every mutation of a rule turns a law red; `mutations.py` prints them."""
+
+import functools
+
+import pytest
+from mutations import MUTATIONS, changed, why_red
+
+
+@functools.cache
+def why_red_unchanged(law, args):
+    return why_red(functools.partial(law, *args))
+
+
+@pytest.mark.parametrize("which", MUTATIONS)
+def test_a_wrong_rule_is_seen(which):
+    """A law that holds fails when one of the rules behind it is changed."""
+    mutation = MUTATIONS[which]
+    assert why_red_unchanged(getattr(mutation.law, "func", mutation.law), getattr(mutation.law, "args", ())) is None
+    with changed(mutation):
+        assert why_red(mutation.law)
