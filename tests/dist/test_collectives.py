@@ -6,7 +6,6 @@ import transforms
 from transforms import COLLECTIVES, DENSE, TRANSFORMS, WIDTH, cells, dense_transforms, run, values
 
 import funcrec as fr
-from funcrec import _exchange as exchange
 from funcrec.testing import assert_trees_close
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # f64: sums may be taken in another order

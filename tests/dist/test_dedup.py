@@ -6,13 +6,11 @@ import training
 from hypothesis import given
 from placement_models import models, sharded
 from placement_models import whole as whole_pooled
-from sequence_models import fixed, mapped, sequence_models, whole
+from sequence_models import mapped, sequence_models, whole
 
 import funcrec as fr
 from funcrec import _compile
-from funcrec import _route_unique as unique
 from funcrec._traffic import collectives_of
-from funcrec._tree import replace
 from funcrec.testing import assert_trees_close
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -6,7 +6,6 @@ import training
 from overflow import assert_unchanged, overflown, own, real_overflown, skewed, step_of
 
 import funcrec as fr
-from funcrec._tree import tree_map
 from funcrec.testing import assert_trees_close
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -7,10 +7,7 @@ from hypothesis import given
 from sequence_models import fixed, mapped, sequence_models, whole
 
 import funcrec as fr
-from funcrec import _route as routing
-from funcrec import _route_sequence as sequence
 from funcrec import _sharded
-from funcrec._tree import replace
 from funcrec.testing import assert_trees_close
 
 pytestmark = pytest.mark.xdist_group("ranks")
