@@ -87,10 +87,15 @@ def _start_scatter(x: Tensor, call: Call) -> Tensor:
 
 
 def _start_permute(x: Tensor, call: Call) -> Tensor:
-    """At most one block goes out, and at most one comes in."""
+    """At most one block goes out, and one comes in: without a source a rank's own, of zeros, so that what it sends is nowhere dead code."""
     sent = [int((call.index, r) in call.pairs) for r in range(call.size)]
     received = [int((r, call.index) in call.pairs) for r in range(call.size)]
-    return _c10d.all_to_all_single(x[None][: sum(sent)].contiguous(), received, sent, call.group)
+    blocks = [x if n else None for n in sent]
+    if not any(received):
+        blocks[call.index] = torch.zeros_like(x)
+        sent[call.index] = received[call.index] = 1
+    going = [b for b in blocks if b is not None]
+    return _c10d.all_to_all_single(torch.stack(going) if going else x[None][:0], received, sent, call.group)
 
 
 def _emulate_permute(x: Tensor, call: Call) -> tuple[Tensor, bool]:
@@ -171,9 +176,7 @@ def _finish(begun: Tensor, x: Tensor, call: Call) -> Tensor:
     done = _c10d.wait_tensor(begun)
     if call.kind == "psum_scatter":
         return done[0] if done.shape[0] == 1 else done.sum(0, dtype=x.dtype)
-    if call.kind == "ppermute":
-        return done[0] if done.shape[0] else torch.zeros_like(x)
-    return done
+    return done[0] if call.kind == "ppermute" else done
 
 
 def exchange(kind: str, tree: Any, axis: Axis, pairs: tuple = ()) -> Any:

@@ -7,7 +7,7 @@ groups. Floor 5.
 Shapes: C copies.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from funcrec._shard_map import shard_map
 from funcrec._state import TrainState
 from funcrec._tree import replace
 from funcrec.kernels import ops
+
+BUCKET = 1 << 25  # elements that travel at once: what a call needs besides the state and its tables
 
 
 def sync_replicas(
@@ -45,8 +47,9 @@ def sync_replicas(
     Law: all copies have the same bits, on emulated and on real ranks. Rows that no copy trained, and so a second call's, keep every bit.
       Under plain SGD with a call after every step the tables are those of one copy over all ranks, up to rounding.
 
-    Cost: two exchanges over the replica axes for each dtype (four with slots of `greatest`), of each rank's rows; they send what a ring's all-reduce sends. The sums are
-      in the dtype that rows are summed in (f32 for 16 bits); besides the state there are three times its tables in memory.
+    Cost: for each dtype two exchanges over the replica axes for every 2^25 elements (and two more for slots of `greatest`), of each rank's
+      rows; they send what a ring's all-reduce sends. The sums are in the dtype that rows are summed in (f32 for 16 bits). In memory the new
+      tables stand beside the old ones, and one of them twice.
 
     Example: two copies, each with a batch of its own.
       >>> import torch, funcrec as fr
@@ -84,18 +87,36 @@ def sync_replicas(
 
 
 def unite(xs: list[Tensor], is_greatest: list[bool], axes: tuple[str, ...]) -> list[Tensor]:
-    """Every tensor as all copies are to have it; those of a dtype travel together. Each rank does a part, and the parts are gathered."""
-    n, out = axis_size(axes), list(xs)
+    """Every tensor as all copies are to have it. Each rank does a part of every bucket, and the parts are gathered."""
+    n = axis_size(axes)
+    parts: list[list[Tensor]] = [[] for _ in xs]
     kinds = [(x.dtype, most or not x.is_floating_point()) for x, most in zip(xs, is_greatest, strict=True)]
     for kind in dict.fromkeys(kinds):
-        at = [i for i, k in enumerate(kinds) if k == kind]
-        flat = torch.cat([xs[i].flatten() for i in at])
-        size = flat.shape[0]
-        copies = all_to_all(torch.cat([flat, flat.new_zeros(-size % n)]).unflatten(0, (n, -1)), axes)
-        whole = all_gather(copies.amax(0) if kind[1] else mean_of(copies), axes, tiled=True)[:size]
-        for i, x in zip(at, whole.split([xs[i].numel() for i in at]), strict=True):
-            out[i] = x.reshape(xs[i].shape)
-    return out
+        for bucket in buckets([i for i, k in enumerate(kinds) if k == kind], xs):
+            flat = torch.cat([xs[i].flatten()[at] for i, at in bucket])
+            size = flat.shape[0]
+            copies = all_to_all(torch.cat([flat, flat.new_zeros(-size % n)]).unflatten(0, (n, -1)), axes)
+            whole = all_gather(copies.amax(0) if kind[1] else mean_of(copies), axes, tiled=True)[:size]
+            for (i, _), x in zip(bucket, whole.split([at.stop - at.start for _, at in bucket]), strict=True):
+                parts[i].append(x)
+    return [torch.cat(own).reshape(x.shape) if own else x for own, x in zip(parts, xs, strict=True)]
+
+
+def buckets(at: Sequence[int], xs: Sequence[Tensor]) -> Iterator[list[tuple[int, slice]]]:
+    """The elements of xs[i], for all i of `at`, in turn: as lists of (i, slice) of at most BUCKET elements."""
+    bucket: list[tuple[int, slice]] = []
+    room = BUCKET
+    for i in at:
+        start, size = 0, xs[i].numel()
+        while start < size:
+            stop = min(size, start + room)
+            bucket.append((i, slice(start, stop)))
+            room, start = room - (stop - start), stop
+            if room == 0:
+                yield bucket
+                bucket, room = [], BUCKET
+    if bucket:
+        yield bucket
 
 
 def mean_of(copies: Tensor) -> Tensor:

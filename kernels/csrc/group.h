@@ -131,9 +131,54 @@ template <class A, class G, bool FIRST> inline void add(A* x, const G* g, A by, 
 struct Entry { uint32_t row, source; };  // row: inside its block
 struct Source { const char* d; double scale; };
 
-// A class of rows of one table: those of `block` whose number >> LINE_BITS is `part` modulo `parts`, a power of two.
+// Segments of one table, in their order, and a range [first, last] that holds all their rows.
+struct Cluster {
+  std::vector<const Segment*> segments;
+  int64_t first, last;
+};
+
+// A table's segments by ranges of rows that do not meet: where many tables lie in one, each has entries of its own, which are few enough
+// for the caches. Ranges end at whole lines of slots.
+inline std::vector<Cluster> clusters(const Terms& terms, int64_t table, int64_t num_rows) {
+  const auto& mine = terms.of[table];
+  if (mine.size() < 2) return {{mine, 0, num_rows - 1}};
+  std::vector<Cluster> spans, out;
+  for (const Segment* s : mine) {
+    Cluster span{{s}, num_rows, -1};
+    with_int_type(terms.rows[s->rows].dtype, [&](auto tag) {
+      const auto* rows = terms.rows[s->rows].as<typename decltype(tag)::type>();
+      positions(terms, *s, [&](int64_t i, int64_t, int64_t) {
+        const int64_t row = rows[i];
+        const bool inside = row >= 0 && row < num_rows;
+        span.first = inside ? std::min(span.first, row) : span.first;
+        span.last = inside ? std::max(span.last, row) : span.last;
+      });
+    });
+    span.first &= ~((int64_t(1) << LINE_BITS) - 1), span.last |= (int64_t(1) << LINE_BITS) - 1;
+    if (span.first <= span.last) spans.push_back(std::move(span));
+  }
+  std::stable_sort(spans.begin(), spans.end(), [](const Cluster& a, const Cluster& b) { return a.first < b.first; });
+  for (Cluster& span : spans) {
+    if (out.empty() || span.first > out.back().last) {
+      out.push_back(std::move(span));
+      continue;
+    }
+    out.back().segments.push_back(span.segments[0]);
+    out.back().last = std::max(out.back().last, span.last);
+  }
+  for (Cluster& c : out) {
+    std::sort(c.segments.begin(), c.segments.end());
+    c.last = std::min(c.last, num_rows - 1);
+  }
+  return out;
+}
+
+// A class of rows of one table: those of a cluster that lie in `block` and whose number >> LINE_BITS is `part` modulo `parts`, a
+// power of two.
 struct Class {
-  int64_t table, block, part, parts;
+  int64_t table;
+  const Cluster* cluster;
+  int64_t block, part, parts;
 };
 
 // The entries of a class of rows, sorted by row, and where their gradients are.
@@ -162,7 +207,7 @@ class Group {
   }
 
   void build(const Terms& terms, const Class& c, int64_t num_rows) {
-    const auto& mine = terms.of[c.table];
+    const auto& mine = c.cluster->segments;
     int64_t most = 0;
     for (const Segment* s : mine) most += most_positions(terms, *s);
     if (most >= int64_t(UINT32_MAX)) throw std::length_error("2^32 entries of one table");
@@ -181,8 +226,9 @@ class Group {
         plain ? collect<I, true>(terms, *s, c, num_rows, out) : collect<I, false>(terms, *s, c, num_rows, out);
       });
     }
-    const int64_t in_block = std::min<int64_t>(num_rows - (c.block << BLOCK_BITS), int64_t(1) << BLOCK_BITS);
-    entries = sort(out, second_.need(size), size, in_block);
+    const int64_t begin = c.block << BLOCK_BITS, first = std::max<int64_t>(c.cluster->first - begin, 0);
+    const int64_t last = std::min<int64_t>(c.cluster->last - begin, (int64_t(1) << BLOCK_BITS) - 1);
+    entries = sort(out, second_.need(size), size, uint32_t(first), last - first + 1);
   }
 
  private:
@@ -209,8 +255,9 @@ class Group {
     }
   }
 
-  // Stable, by digits from the least; both arrays are overwritten, and the one that holds the result is returned.
-  Entry* sort(Entry* from, Entry* to, int64_t n, int64_t num_rows) {
+  // Rows lie in [first, first + num_rows). Stable, by digits from the least; both arrays are overwritten, and the one that holds the
+  // result is returned.
+  Entry* sort(Entry* from, Entry* to, int64_t n, uint32_t first, int64_t num_rows) {
     int bits = 0, width = 6;
     while (bits < BLOCK_BITS && (int64_t(1) << bits) < num_rows) bits++;
     while (width < 11 && (int64_t(1) << width) < n) width++;
@@ -220,10 +267,10 @@ class Group {
       const uint32_t mask = (1u << digit) - 1;
       uint32_t* next = counts_.need(2048);
       std::fill(next, next + mask + 1, 0);
-      for (int64_t i = 0; i < n; i++) next[from[i].row >> shift & mask]++;
+      for (int64_t i = 0; i < n; i++) next[(from[i].row - first) >> shift & mask]++;
       uint32_t begin = 0;
       for (uint32_t i = 0; i <= mask; i++) begin += std::exchange(next[i], begin);
-      for (int64_t i = 0; i < n; i++) to[next[from[i].row >> shift & mask]++] = from[i];
+      for (int64_t i = 0; i < n; i++) to[next[(from[i].row - first) >> shift & mask]++] = from[i];
       std::swap(from, to);
       shift += digit;
     }
@@ -279,10 +326,12 @@ struct Runs {
 
 template <class A> void coalesce(const Terms& terms, const std::vector<Written>& tables, int64_t threads) {
   std::vector<Class> work;
+  std::vector<Cluster> whole;
   std::vector<std::vector<Runs>> runs(tables.size());
+  for (int64_t t = 0; t < int64_t(tables.size()); t++) whole.push_back({terms.of[t], 0, tables[t].num_rows - 1});
   for (int64_t t = 0; t < int64_t(tables.size()); t++) {
     runs[t].resize(((tables[t].num_rows - 1) >> BLOCK_BITS) + 1);
-    for (size_t block = 0; block < runs[t].size(); block++) work.push_back({t, int64_t(block), 0, 1});
+    for (size_t block = 0; block < runs[t].size(); block++) work.push_back({t, &whole[t], int64_t(block), 0, 1});
   }
   parallel_for(threads, work.size(), [&](int64_t i) {
     runs[work[i].table][work[i].block].build(terms, work[i], tables[work[i].table].num_rows);

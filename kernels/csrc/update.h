@@ -116,27 +116,31 @@ template <class E> void update_class(const Trained& t, const Group& group, int64
 
 // -- all tables --------------------------------------------------------------------------------------------------
 
-// Every table that has entries, cut into classes, none with more than a thread's share; large ones first. A class costs a
-// pass over all entries of its table, so there are no more of them than that takes.
-inline std::vector<Class> classes(const Terms& terms, const std::vector<int64_t>& shapes, int64_t threads) {
-  std::vector<int64_t> sizes;
-  int64_t all = 0;
-  for (const auto& mine : terms.of) {
+// Every cluster that has entries, cut into classes, none with more than a thread's share; large ones first. A class costs a
+// pass over all entries of its cluster, so there are no more of them than that takes.
+inline std::vector<Class> classes(const Terms& terms, const std::vector<std::vector<Cluster>>& of, int64_t threads) {
+  const auto entries = [&](const Cluster& c) {
     int64_t size = 0;
-    for (const Segment* s : mine) size += most_positions(terms, *s);
-    sizes.push_back(size);
-    all += size;
+    for (const Segment* s : c.segments) size += most_positions(terms, *s);
+    return size;
+  };
+  int64_t all = 0;
+  for (const auto& mine : of)
+    for (const Cluster& c : mine) all += entries(c);
+  std::vector<std::pair<int64_t, Class>> sized;
+  for (int64_t t = 0; t < int64_t(of.size()); t++) {
+    for (const Cluster& c : of[t]) {
+      const int64_t size = entries(c);
+      int64_t parts = 1;
+      while (threads > 1 && all / threads < size / parts && size / parts > LEAST_PART) parts *= 2;
+      for (int64_t block = c.first >> BLOCK_BITS; size > 0 && block <= c.last >> BLOCK_BITS; block++)
+        for (int64_t part = 0; part < parts; part++) sized.push_back({size / parts, {t, &c, block, part, parts}});
+    }
   }
+  const auto larger = [](const auto& a, const auto& b) { return a.first > b.first; };
+  if (threads > 1) std::stable_sort(sized.begin(), sized.end(), larger);
   std::vector<Class> out;
-  for (int64_t t = 0; t < int64_t(sizes.size()); t++) {
-    int64_t parts = 1;
-    while (threads > 1 && all / threads < sizes[t] / parts && sizes[t] / parts > LEAST_PART) parts *= 2;
-    for (int64_t block = 0; sizes[t] > 0 && block << BLOCK_BITS < shapes[2 * t]; block++)
-      for (int64_t part = 0; part < parts; part++) out.push_back({t, block, part, parts});
-  }
-  const auto size = [&](const Class& c) { return sizes[c.table] / c.parts; };
-  const auto larger = [&](const Class& a, const Class& b) { return size(a) > size(b); };
-  if (threads > 1) std::stable_sort(out.begin(), out.end(), larger);
+  for (const auto& each : sized) out.push_back(each.second);
   return out;
 }
 
@@ -193,7 +197,9 @@ inline void fused_update(Reader in) {
     if (each.table.dtype == F64) each.code.start<double>(lr, t);
     else each.code.start<float>(float(lr), float(t));
   }
-  const std::vector<Class> work = classes(terms, shapes, threads);
+  std::vector<std::vector<Cluster>> of;
+  for (int64_t t = 0; t < int64_t(tables.size()); t++) of.push_back(clusters(terms, t, tables[t].table.rows));
+  const std::vector<Class> work = classes(terms, of, threads);
   parallel_for(threads, work.size(), [&](int64_t i) {
     thread_local Group group;
     const Trained& mine = tables[work[i].table];

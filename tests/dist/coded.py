@@ -3,7 +3,7 @@
 import lookup_transforms as lookups
 import torch
 from placement_models import zeros_like
-from test_sequences import FIXED, activations
+from sequence_models import FIXED, activations
 
 import funcrec as fr
 from funcrec._tree import replace

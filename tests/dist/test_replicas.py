@@ -227,12 +227,18 @@ def test_a_wrong_rule_is_seen(which, monkeypatch):
 
 @pytest.mark.parametrize("name, want", [("sgd", 1), ("adam", 1), ("counter", 2)])
 def test_a_synchronisation_exchanges_once(name, want, monkeypatch):
-    """All tables and slots of one dtype are in one all_to_all and one all_gather; slots of which the greatest is taken in another pair."""
+    """All tables and slots of one dtype are in one all_to_all and one all_gather; slots of which the greatest is taken in another pair.
+
+    Cut into small buckets they have the same bits, in more exchanges.
+    """
     mesh = fr.Mesh.emulated(r=2, x=2)
     state, _ = trained(mesh, plan_of("row_wise", mesh.shape, ("r",)), [], apart.optimizers(name))
     calls = []
     for collective in ("all_to_all", "all_gather"):
         whole = getattr(fr._replicas, collective)
         monkeypatch.setattr(fr._replicas, collective, lambda *args, f=whole, **kwargs: calls.append(f.__name__) or f(*args, **kwargs))
-    fr.sync_replicas(state, mesh=mesh)
+    at_once = fr.sync_replicas(state, mesh=mesh)
     assert calls == ["all_to_all", "all_gather"] * want
+    monkeypatch.setattr(fr._replicas, "BUCKET", 7)
+    assert_trees_close(fr.sync_replicas(state, mesh=mesh), at_once, rtol=0, atol=0)
+    assert len(calls) > 4 * want

@@ -331,6 +331,10 @@ def test_rows_beyond_32_bits():
     lr, step = torch.tensor(1.0, dtype=torch.float64), torch.tensor(0)
     _update.fused_update_([table], [], *given, lr, step, None, "sgd", [0.0])
     assert table[taken[:4], 0].tolist() == [6.0, 7.0, 7.0, 6.0]
+    one = [0, 0, 0, 0, -1, 0, 4, 0, 0, -1]  # two terms, whose rows lie apart: row 3 here, the others there
+    given = ([torch.ones(4, 1)] * 2, [rows[[1, 6, 1, 3]], rows[[0, 2, 5, 4]]], [], [], [*one, 0, 1, 0, 1, *one[4:]])
+    _update.fused_update_([table], [], *given, lr, step, None, "sgd", [0.0])
+    assert table[taken[:4], 0].tolist() == [3.0, 6.0, 6.0, 4.0]
 
 
 NOTHING = [make([]), make([(5, 4)], n=21, bags=1), make([(0, 4)])]

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 import funcrec as fr
 from funcrec._rowgrads import Bags, Entries, RowGrads, terms_of
+from funcrec._tree import replace
 from funcrec.optim._rounding import round_stochastic, table_key
 from funcrec.testing import assert_trees_close
 
@@ -193,6 +194,36 @@ def test_update_is_coalesce_and_the_rule(implementation, known, device, rule):
         summed = {n: to(g).coalesce(implementation=implementation) for n, g in grads.items()}
         each = [run(optimizer, g, slots, tables, 4, implementation, device) for g in (grads, summed)]
         assert_trees_close(*each)
+
+    law()
+
+
+@pytest.mark.needs("fused_update")
+@pytest.mark.parametrize("rule", ["rowwise_adagrad", "adagrad"])
+def test_tables_in_one_are_tables_apart(implementation, known, device, rule):
+    """Tables one behind the other in a larger one are updated with the bits that they have apart, in whatever order their terms stand."""
+    optimizer = optimizer_of(rule, {})
+
+    @settings(max_examples=1 if known.slow else 8)
+    @given(st.data())
+    def law(data):
+        dim, heights = known.dims[2], data.draw(st.lists(st.sampled_from([1, 7, 40, 100]), min_size=2, max_size=4))
+        grads = {f"t{i}": data.draw(row_grads(r, dim, F32)) for i, r in enumerate(heights)}
+        tables, slots, _ = state_of(optimizer, grads, [F32] * len(grads), 4)
+        starts, terms = dict(zip(grads, [sum(heights[:i]) for i in range(len(heights))])), []
+        for name, g in grads.items():
+            for at, t in enumerate(g.terms):
+                inside = (t.rows >= 0) & (t.rows < g.num_embeddings)
+                moved = torch.where(inside, t.rows.long() + starts[name], -1).to(t.rows.dtype)
+                terms.append((at, replace(t, rows=moved)))
+        terms = tuple(t for _, t in sorted(terms, key=lambda x: x[0]))
+        together = lambda xs: {"one": torch.cat(list(xs))}
+        own = {k: torch.cat([s[k] for s in slots.values()]) for k in slots["t0"]}
+        one = {"one": RowGrads(terms, sum(heights), dim, False)}
+        got = run(optimizer, one, {"one": own}, together(tables.values()), 4, implementation, device)
+        apart = run(optimizer, grads, slots, tables, 4, implementation, device)
+        want = together(apart[0].values()), {"one": {k: torch.cat([s[k] for s in apart[1].values()]) for k in own}}
+        assert_trees_close(got, want)
 
     law()
 
