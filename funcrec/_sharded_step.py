@@ -7,6 +7,7 @@ Of a plan with replicas n and Σ are, for the tables, over the ranks of one grou
 Floor 5. Shapes: n ranks, M touched rows, w columns of a bank, D of a table.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -61,14 +62,23 @@ def shard_state(
     return TrainState(step, tables, slots, params.dense, dense.init(params.dense), key)
 
 
+class Recipe(NamedTuple):
+    """What a step does, wherever it runs: the arguments of `train_step` that know of no mesh."""
+
+    loss_fn: Callable
+    sparse: RowOptimizer
+    dense: DenseOptimizer
+    has_aux: bool
+    merge: Callable | None
+
+    @property
+    def takes_key(self) -> bool:
+        return "key" in inspect.signature(self.loss_fn).parameters
+
+
 def sharded_update(
-    loss_fn: Callable,
+    recipe: Recipe,
     mesh: Mesh,
-    sparse: RowOptimizer,
-    dense: DenseOptimizer,
-    has_aux: bool,
-    merge: Callable | None,
-    takes_key: bool,
     batch_axes: tuple[str, ...],
     replicas: tuple[str, ...],
     capacity: int | None,
@@ -76,6 +86,8 @@ def sharded_update(
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict]]:
     """(state, batch) -> (state, metrics) on a mesh; each rank differentiates its own loss over the number of ranks that train one copy."""
     copies = prod(mesh.shape[a] for a in replicas)
+    loss_fn, sparse, dense, has_aux, merge = recipe
+    takes_key = recipe.takes_key
 
     def local(params, batch, **extra):
         out = loss_fn(params, batch, **extra)
@@ -83,9 +95,8 @@ def sharded_update(
         return loss / (mesh.size // copies), aux
 
     def one_rank(state: TrainState, batch: Any):
-        extra = (
-            {"key": random.fold_in(random.fold_in(state.key, state.step), axis_index(batch_axes))} if takes_key else {}
-        )
+        at_step = lambda: random.fold_in(random.fold_in(state.key, state.step), axis_index(batch_axes))
+        extra = {"key": at_step()} if takes_key else {}
         how = state.tables.codec if codec is None else codec
         params = Params(replace(state.tables, capacity=capacity, codec=how), state.dense)
         (loss, aux), grads = value_and_grad(local, has_aux=True)(params, batch, **extra)

@@ -5,7 +5,6 @@
 Floor 5.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from funcrec._grad import params_problems, value_and_grad
 from funcrec._mesh import Mesh
 from funcrec._placement import Plan
 from funcrec._sharded import dedup_problems
-from funcrec._sharded_step import shard_state, sharded_update
+from funcrec._sharded_step import Recipe, shard_state, sharded_update
 from funcrec._state import Params, TrainState
 from funcrec.optim import DenseOptimizer, RowOptimizer
 
@@ -100,12 +99,11 @@ def train_step(
     check_optimizers(sparse, dense)
     check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes), capacity_problems(mesh, capacity))
     check("funcrec.train_step", codec_problems(codec), exchange_problems(mesh, exact, dedup, codec))
-    takes_key = "key" in inspect.signature(loss_fn).parameters
+    recipe = Recipe(loss_fn, sparse, dense, has_aux, merge)
+    takes_key = recipe.takes_key
     if mesh is not None:
         axes = mesh.axis_names if batch_axes is None else tuple(batch_axes)
-        on_mesh = sharded_update(
-            loss_fn, mesh, sparse, dense, has_aux, merge, takes_key, axes, plan.replicas, capacity, codec
-        )
+        on_mesh = sharded_update(recipe, mesh, axes, plan.replicas, capacity, codec)
 
     def init(params: Params, key: Tensor | None = None) -> TrainState:
         check("funcrec.train_step.init", params_problems(params))
