@@ -73,6 +73,7 @@ from funcrec._shard_map import unshard as unshard
 from funcrec._sharded import ShardedTables as ShardedTables
 from funcrec._sharded import gather_tables as gather_tables
 from funcrec._sharded import shard_tables as shard_tables
+from funcrec._sharded_dense import DenseShard as DenseShard
 from funcrec._state import Batch as Batch
 from funcrec._state import Params as Params
 from funcrec._state import TrainState as TrainState

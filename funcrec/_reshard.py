@@ -20,6 +20,7 @@ from funcrec._layout import Layout, Shard, layout_of
 from funcrec._mesh import Mesh, bind
 from funcrec._placement import Plan
 from funcrec._sharded import ShardedTables, copy_problems, dedup_problems, own_ranks
+from funcrec._sharded_dense import cut_dense, cut_state, dense_axes_problems, join_dense
 from funcrec._sharded_step import check_whole_rows
 from funcrec._state import TrainState
 from funcrec.kernels.memory import empty_table
@@ -64,7 +65,9 @@ def gather_state(state: TrainState, mesh: Mesh) -> TrainState:
     rows, reads = dict(state.tables.layout.shapes), readers(state, mesh)
     whole = {n: {k: read(0, rows[n][0]) for k, read in own.items()} for n, own in reads.items()}
     tables = {n: own.pop("") for n, own in whole.items()}
-    return TrainState(state.step, tables, whole, state.dense, state.dense_opt, state.key)
+    return TrainState(
+        state.step, tables, whole, join_dense(state.dense, mesh), join_dense(state.dense_opt, mesh), state.key
+    )
 
 
 def reshard(
@@ -77,12 +80,13 @@ def reshard(
     exact: bool = False,
     codec: Codec | None = None,
     dedup: bool = False,
+    dense_axes: Sequence[str] = (),
 ) -> TrainState:
     """A state in the layout of a plan, from a plain one (as `gather_state` gives) or from that of another plan.
 
     Args:
       state: plain, the same on every rank; or sharded, each rank's own.
-      plan, mesh, sparse, exact, codec, dedup: as of the `train_step` that goes on from it. Tables that `sparse` updates differently share no
+      plan, mesh, sparse, exact, codec, dedup, dense_axes: as of the `train_step` that goes on from it. Tables that `sparse` updates differently share no
         bank.
       from_mesh: of a sharded state, where it is not `mesh`.
 
@@ -108,6 +112,7 @@ def reshard(
     call = "funcrec.reshard"
     source = mesh if from_mesh is None else from_mesh
     check(call, argument_problems(state, mesh, source, sparse), codec_problems(codec), dedup_problems(exact, dedup))
+    check(call, dense_axes_problems(mesh, dense_axes))
     if isinstance(state.tables, ShardedTables):
         check(call, mesh_problems(state.tables.layout, source))
         shapes = dict(state.tables.layout.shapes)
@@ -129,7 +134,11 @@ def reshard(
         for k, read in own.items():
             move(layout, {b: x[k] for b, x in banks.items() if k in x}, name, mesh, read, shapes[name])
     tables = ShardedTables({b: own.pop("") for b, own in banks.items()}, layout, exact, codec=codec, dedup=dedup)
-    return TrainState(state.step, tables, banks, state.dense, state.dense_opt, state.key)
+    kept, kept_opt = join_dense(state.dense, source), join_dense(state.dense_opt, source)
+    if dense_axes:
+        axes = tuple(dense_axes)
+        kept, kept_opt = cut_dense(kept, mesh, axes), cut_state(kept_opt, kept, mesh, axes)
+    return TrainState(state.step, tables, banks, kept, kept_opt, state.key)
 
 
 def readers(state: TrainState, mesh: Mesh) -> dict[str, dict[str, Read]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from funcrec import _random as random
 from funcrec._codec import Codec
-from funcrec._collectives import all_gather, all_to_all, axis_index, axis_size, pmean
+from funcrec._collectives import all_gather, axis_index, pmean
 from funcrec._errors import describe, fail
 from funcrec._grad import value_and_grad
 from funcrec._layout import Layout
@@ -26,6 +26,7 @@ from funcrec._placement import Plan
 from funcrec._rowgrads import RowGrads, joined_overflow
 from funcrec._shard_map import shard_map
 from funcrec._sharded import ShardedTables, shard_tables, sync_grads
+from funcrec._sharded_dense import cut_dense, dense_specs, gather_dense, own_dense, sum_dense
 from funcrec._state import Params, TrainState
 from funcrec._tree import replace, tree_flatten, tree_map, tree_unflatten
 from funcrec.kernels import ops
@@ -39,9 +40,10 @@ def shard_state(
     plan: Plan,
     sparse: RowOptimizer,
     dense: DenseOptimizer,
+    dense_axes: tuple[str, ...],
     **how: Any,
 ) -> TrainState:
-    """The first state: tables as the plan places them, slots like their rows, the rest on every rank. how: of `shard_tables`."""
+    """The first state: tables as the plan places them, slots like their rows, the rest on every rank, or cut. how: of `shard_tables`."""
     labels = {n: sparse.label(n) for n in params.tables}
     tables = shard_tables(params.tables, plan, mesh, labels=labels, **how)
     check_whole_rows("funcrec.train_step", sparse, tables.layout)
@@ -59,7 +61,8 @@ def shard_state(
                     hint=hint,
                 )
     step = torch.zeros((), dtype=torch.int64, device=key.device)
-    return TrainState(step, tables, slots, params.dense, dense.init(params.dense), key)
+    kept = cut_dense(params.dense, mesh, dense_axes) if dense_axes else params.dense
+    return TrainState(step, tables, slots, kept, dense.init(kept), key)
 
 
 class Recipe(NamedTuple):
@@ -98,14 +101,14 @@ def sharded_update(
         at_step = lambda: random.fold_in(random.fold_in(state.key, state.step), axis_index(batch_axes))
         extra = {"key": at_step()} if takes_key else {}
         how = state.tables.codec if codec is None else codec
-        params = Params(replace(state.tables, capacity=capacity, codec=how), state.dense)
+        params = Params(replace(state.tables, capacity=capacity, codec=how), gather_dense(state.dense))
         (loss, aux), grads = value_and_grad(local, has_aux=True)(params, batch, **extra)
         metrics = overflow_metrics(grads.tables, mesh.axis_names, state.step) if capacity is not None else {}
         fits = metrics["overflow"] == 0 if metrics else None
         kept = grads.tables if fits is None else {n: g.where(fits) for n, g in grads.tables.items()}
         row_grads = sync_grads(kept, state.tables.layout)
         banks, slots = update_banks(sparse, row_grads, state.slots, state.tables, state.step)
-        d_dense, total = ordered_sum((grads.dense, loss), mesh.axis_names)
+        d_dense, total = sum_dense(grads.dense, loss, state.dense, mesh.shape)
         if copies > 1:  # dense parameters follow the bags of all groups
             d_dense, total = tree_map(lambda x: x / copies, (d_dense, total))
         new_dense, dense_opt = dense.update(d_dense, state.dense_opt, state.dense, state.step)
@@ -113,7 +116,7 @@ def sharded_update(
             lambda x: pmean(x, mesh.axis_names) if isinstance(x, Tensor) and x.is_floating_point() else x, aux
         )
         if merge is not None:
-            new_dense = merge(new_dense, aux if has_aux else None)
+            new_dense = own_dense(merge(gather_dense(new_dense), aux if has_aux else None), new_dense)
         loss, step = total, state.step + 1
         if fits is not None:
             choose = lambda new, old: tree_map(lambda a, b: torch.where(fits, a, b), new, old)
@@ -153,40 +156,10 @@ def overflow_metrics(grads: Mapping[str, RowGrads], axes: Sequence[str], like: T
 
 
 def state_specs(state: TrainState) -> TrainState:
-    """A P for each part of a sharded state: banks and slots by their axes, the rest whole."""
+    """A P for each part of a sharded state: banks, slots and cut parameters by their axes, the rest whole."""
     banks = state.tables.layout.specs()
     slots = {n: dict.fromkeys(own, banks[n]) for n, own in state.slots.items()}
-    return TrainState(P(), state.tables.specs(), slots, P(), P(), P())
-
-
-def ordered_sum(tree: Any, axes: Sequence[str]) -> Any:
-    """Σ over ranks of every float leaf, added in the order of the ranks, so that it has the same bits on any mesh and in one process.
-
-    All leaves of a dtype travel together. Each rank adds up one part of them, and the parts are gathered: what a ring's all-reduce sends.
-    Two ranks give each other all they have: as many bytes, at once.
-    """
-    leaves, structure = tree_flatten(tree)
-    n, out = axis_size(tuple(axes)), list(leaves)
-    for dtype in dict.fromkeys(x.dtype for x in leaves):
-        at = [i for i, x in enumerate(leaves) if x.dtype == dtype]
-        flat = torch.cat([leaves[i].flatten() for i in at])
-        size = flat.shape[0]
-        if n <= 2:
-            total = _in_order(all_gather(flat, tuple(axes)))
-        else:
-            parts = torch.cat([flat, flat.new_zeros(-size % n)]).unflatten(0, (n, -1))
-            total = all_gather(_in_order(all_to_all(parts, tuple(axes))), tuple(axes), tiled=True)[:size]
-        for i, x in zip(at, total.split([leaves[i].numel() for i in at]), strict=True):
-            out[i] = x.reshape(leaves[i].shape)
-    return tree_unflatten(out, structure)
-
-
-def _in_order(parts: Tensor) -> Tensor:
-    """Σ over the first dimension, one after the other."""
-    first, *others = parts.unbind(0)
-    for x in others:
-        first = first + x
-    return first
+    return TrainState(P(), state.tables.specs(), slots, dense_specs(state.dense), dense_specs(state.dense_opt), P())
 
 
 def gather_as_one(tree: Any, axes: Sequence[str]) -> Any:

@@ -18,6 +18,7 @@ from funcrec._grad import params_problems, value_and_grad
 from funcrec._mesh import Mesh
 from funcrec._placement import Plan
 from funcrec._sharded import dedup_problems
+from funcrec._sharded_dense import dense_axes_problems
 from funcrec._sharded_step import Recipe, shard_state, sharded_update
 from funcrec._state import Params, TrainState
 from funcrec.optim import DenseOptimizer, RowOptimizer
@@ -56,6 +57,7 @@ def train_step(
     capacity: int | None = None,
     codec: Codec | None = None,
     dedup: bool = False,
+    dense_axes: Sequence[str] = (),
 ) -> TrainStep:
     """One step of training as a pure function; `fr.jit(step, donate=("state",))` makes it compiled and in place.
 
@@ -74,6 +76,8 @@ def train_step(
       exact, dedup: as of `shard_tables`.
       capacity: the most ids that a rank may send to another in a step; None for all that it has. When some find no place the step
         leaves the state as it was, to the bit, and its loss is NaN: run the batch again with more (`retry_overflow`).
+      dense_axes: axes over which dense parameters and their optimizer's state are cut: each rank keeps an equal part of every leaf (`DenseShard`)
+        and gathers the whole for the loss; () for all of them on every rank. For optimizers that treat each element alone.
       codec: how looked up vectors and their cotangents travel; None for what the state's tables say (`shard_tables`, `reshard`).
 
     Returns: TrainStep. `init(params, key=fr.key(0)) -> TrainState`; calling it gives (state, metrics) with
@@ -99,6 +103,7 @@ def train_step(
     check_optimizers(sparse, dense)
     check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes), capacity_problems(mesh, capacity))
     check("funcrec.train_step", codec_problems(codec), exchange_problems(mesh, exact, dedup, codec))
+    check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
     recipe = Recipe(loss_fn, sparse, dense, has_aux, merge)
     takes_key = recipe.takes_key
     if mesh is not None:
@@ -110,7 +115,8 @@ def train_step(
         key = random.key(0) if key is None else key
         random.check_key("funcrec.train_step.init", key)
         if mesh is not None:
-            return shard_state(params, key, mesh, plan, sparse, dense, exact=exact, codec=codec, dedup=dedup)
+            cut, how = tuple(dense_axes), {"exact": exact, "codec": codec, "dedup": dedup}
+            return shard_state(params, key, mesh, plan, sparse, dense, cut, **how)
         device = next((t.device for t in params.tables.values()), key.device)
         step = torch.zeros((), dtype=torch.int64, device=device)
         slots, dense_opt = sparse.init(params.tables), dense.init(params.dense)

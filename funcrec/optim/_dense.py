@@ -99,9 +99,17 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
                 group["dampening"] = group["dampening"] * (taken > 0).to(torch.float64)
             _unhooked_step(cls)(opt)
             states = [dict(opt.state[p]) if p in opt.state else {} for p in clones]
+            if _varies(lr):
+                clones = [_mended(*xs, group["lr"]) for xs in zip(clones, leaves, tree_flatten(grads)[0], strict=True)]
         return tree_unflatten(clones, structure), tree_unflatten(states, structure)
 
     return DenseOptimizer(init, update)
+
+
+def _mended(new: Tensor, old: Tensor, grad: Tensor, rate: Any) -> Tensor:
+    """At a rate of 0 torch's Adam, as it is written for graphs, divides 0 by 0 where a gradient is 0."""
+    still = torch.as_tensor(rate, device=old.device) == 0
+    return torch.where(still & new.isnan() & grad.isfinite(), old, new)
 
 
 def _make(cls, hyper: dict, leaves: list[Tensor], grads: list[Tensor]) -> tuple[torch.optim.Optimizer, list[Tensor]]:

@@ -22,7 +22,7 @@ from funcrec import _exchange as exchange
 from funcrec import _route as routing
 from funcrec import _route_sequence as sequence
 from funcrec import _route_unique as unique
-from funcrec import _sharded, _sharded_step
+from funcrec import _sharded, _sharded_dense, _sharded_step
 from funcrec._tree import replace
 from funcrec.testing import assert_trees_close
 
@@ -165,7 +165,7 @@ MUTATIONS = {
         _sharded_step, "joined_overflow", lambda made: lambda grads: torch.zeros(2, dtype=torch.int64), keeps_state
     ),
     "dense gradients stay on their rank": Mutation(
-        _sharded_step, "ordered_sum", lambda made: lambda tree, axes: tree, law(trains, "adam", "row_wise")
+        _sharded_dense, "ordered_sum", lambda made: lambda tree, axes: tree, law(trains, "adam", "row_wise")
     ),
     "rows stay on their rank": Mutation(
         _sharded_step, "sync_grads", lambda made: lambda grads, layout: grads, law(trains, "adam", "replicated")

@@ -147,6 +147,20 @@ def test_parameters_that_require_grad():
     assert moved.tolist() == [0.5, 0.5] and p.tolist() == [1, 1] and not moved.requires_grad and p.grad is None
 
 
+@every_class
+def test_a_rate_of_zero_makes_no_nan(name):
+    """While a schedule says 0, parameters whose gradient is 0 stay what they are, and none becomes NaN."""
+    cls, hyper = CLASSES[name]
+    opt, params = (
+        dense(cls, lr=schedule([Stage("constant", 2, value=0.0)], lr=0.1), **hyper),
+        [torch.tensor([1.0, -2.0, 0.0])],
+    )
+    got, _ = run(opt, params, [[torch.tensor([0.0, 1.0, 0.0])]] * 2)
+    assert got[0].isfinite().all()
+    still = "weight_decay" not in hyper and name != "asgd"  # both pull a parameter without a gradient
+    assert not still or torch.equal(got[0][[0, 2]], params[0][[0, 2]])
+
+
 def test_rates():
     """A number, a tensor and a function of the step that give the same rate agree."""
     params, grads = generated(5)

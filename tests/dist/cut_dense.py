@@ -1,0 +1,56 @@
+"""Training with dense parameters cut over ranks, and with all of them on every rank."""
+
+import torch
+import training
+
+import funcrec as fr
+
+DENSE = {
+    "sgd": lambda: fr.optim.dense(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adam": lambda: fr.optim.dense(torch.optim.AdamW, lr=fr.optim.schedule([fr.optim.Stage("linear", max_iters=3, value=0.0)], lr=0.01)),
+    "adagrad": lambda: fr.optim.dense(torch.optim.Adagrad, lr=0.1),
+}
+
+
+def loss_fn(params, batch):
+    """That of `training`, with a parameter of no dimension and one that counts nothing."""
+    loss = training.loss_fn(params, batch) * params.dense["scale"]
+    return loss, {"mean": batch.label.mean()}
+
+
+def merge(dense, aux):
+    """Keeps a running mean, which no gradient moves."""
+    return {**dense, "running": 0.9 * dense["running"] + 0.1 * aux["mean"].to(dense["running"].dtype)}
+
+
+def params():
+    made = training.params()
+    more = {"scale": torch.tensor(0.5), "running": torch.zeros(3, dtype=torch.float64)}
+    return fr.Params(made.tables, {**made.dense, **more})
+
+
+def options(name, mesh, axes, **more):
+    plan = training.plan_of("row_wise", mesh.shape)
+    kind = {"sparse": fr.optim.adagrad(lr=0.1), "dense": DENSE[name](), "has_aux": True, "merge": merge, "exact": True}
+    return {**kind, "mesh": mesh, "plan": plan, "dense_axes": axes, **more}
+
+
+def trained(name, mesh, axes, steps, *, compiled=False, state=None, first=0, **more):
+    """(the state, metrics of the last step) after steps of 2 bags on every rank."""
+    step = fr.train_step(loss_fn, **options(name, mesh, axes, **more))
+    state = step.init(params()) if state is None else state
+    run = fr.jit(step, donate=("state",)) if compiled else step
+    for i in range(first, first + steps):
+        mine = fr.shard(training.batch(i, 2 * mesh.size), fr.P(mesh.axis_names), mesh=mesh)
+        if compiled:
+            mine = fr.Batch(mine.ids.unpad().pad_to(32), mine.label)
+        state, metrics = run(state, mine)
+    return state, metrics
+
+
+def real(name, sizes, axes, steps, compiled):
+    """(the whole state, how many elements of each leaf this rank keeps, the last loss) on this process's ranks."""
+    mesh = fr.Mesh.distributed(**sizes)
+    state, metrics = trained(name, mesh, axes, steps, compiled=compiled)
+    kept = {k: x.flat.numel() if isinstance(x, fr.DenseShard) else x.numel() for k, x in state.dense.items()}
+    return fr.gather_state(state, mesh), kept, metrics["loss"]
