@@ -6,9 +6,11 @@ Both kinds are one value, so that a function written for named axes does not kno
 thread and the call that bound them. Floor 1.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
@@ -24,6 +26,7 @@ from funcrec.kernels import library
 
 AxisName = str | tuple[str, ...]
 TIMEOUT_S = 300.0
+LET_GO_S = 0.25
 
 
 class Axis(NamedTuple):
@@ -156,6 +159,9 @@ class Mesh:
             dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=wait)
         if dist.get_world_size() != math.prod(axes.values()):
             check(call, size_problems(axes, dist.get_world_size()))
+        if kind == "cpu":
+            atexit.unregister(_let_go)
+            atexit.register(_let_go)
         made = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
         for name in axes:
             dist.distributed_c10d._set_pg_timeout(wait, made.get_group(name))
@@ -279,6 +285,12 @@ def bound_axes(call: str, names: AxisName) -> list[Axis]:
 
 def _is_names(x: Any) -> bool:
     return isinstance(x, tuple) and all(isinstance(a, str) for a in x)
+
+
+def _let_go() -> None:
+    """Time, at a process's end, for gloo's threads to let go of the last call's tensors: that takes Python's lock, and a thread that asks for
+    it when Python is gone ends the process with an abort (pybind11's gil_scoped_acquire before Python 3.14)."""
+    time.sleep(LET_GO_S)
 
 
 # -- validators --------------------------------------------------------------------------------------------------

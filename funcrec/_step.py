@@ -6,7 +6,7 @@ Floor 5.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -124,15 +124,7 @@ def train_step(
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
         if not isinstance(state, TrainState):
-            hint = "step.init(params)"
-            fail(
-                "funcrec.train_step",
-                "`state` is not a TrainState.",
-                got=describe(state),
-                need="TrainState",
-                hint=hint,
-                kind=TypeError,
-            )
+            not_a_state(state)
         if mesh is not None:
             return on_mesh(state, batch)
         extra = {"key": random.fold_in(state.key, state.step)} if takes_key else {}
@@ -146,6 +138,13 @@ def train_step(
         return TrainState(state.step + 1, tables, slots, new_dense, dense_opt, state.key), metrics
 
     return TrainStep(init, update)
+
+
+def not_a_state(state: object) -> NoReturn:
+    need, hint = "TrainState", "step.init(params)"
+    fail(
+        "funcrec.train_step", "`state` is not a TrainState.", got=describe(state), need=need, hint=hint, kind=TypeError
+    )
 
 
 def mesh_problems(mesh: object, plan: object, batch_axes: Sequence[str] | None) -> Iterator[Problem]:
