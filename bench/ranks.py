@@ -258,7 +258,10 @@ def least_mb(ids: fr.KeyedJaggedTensor, state, model, element_bytes: int) -> flo
 
 
 PLACEMENTS = ("table_wise", "row_wise", "column_wise", "replicated", "table_row_wise", "grid")
-RULE_OF = {"replicated": "sgd"}  # the only one that TorchRec has there
+RULE_OF = {
+    "replicated": "sgd",
+    "grid": "sgd",
+}  # the only one that TorchRec has there; it cuts a row in two, as by columns
 CASES = {
     **{f"{p}-l{n}": RankCase(p, n, RULE_OF.get(p, "rowwise_adagrad")) for p in PLACEMENTS for n in (1, 5)},
     **{f"{p}-l20": RankCase(p, 20) for p in ("table_wise", "row_wise")},

@@ -127,6 +127,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(call, marker, *xs):
+        if call.size == 1:
+            return tuple(_alone(x, call) for x in xs)
         start = EXCHANGES[call.kind].start
         begun = [start(x.contiguous(), call) for x in xs]
         return tuple(_finish(y, x, call) for y, x in zip(begun, xs, strict=True))
@@ -167,6 +169,12 @@ def _emulated(call: Call, size: int, xs: Sequence[Tensor], dims: Sequence[int | 
     stack = lambda x, d: x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
     made = [EXCHANGES[call.kind].emulate(stack(x, d), call) for x, d in zip(xs, dims, strict=True)]
     return tuple(y for y, _ in made), tuple(0 if varies else None for _, varies in made)
+
+
+def _alone(x: Tensor, call: Call) -> Tensor:
+    """What the only rank of an axis gets."""
+    y, varies = EXCHANGES[call.kind].emulate(x[None], call)
+    return y[0].clone() if varies else y
 
 
 def _finish(begun: Tensor, x: Tensor, call: Call) -> Tensor:

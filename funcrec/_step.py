@@ -72,6 +72,7 @@ def train_step(
         are those of the mean over the ranks, `aux` is averaged over them, and the key is folded with the rank. Under a plan with
         `replicas` each group's tables follow the mean over that group's ranks alone, and differ until `sync_replicas`; dense parameters
         follow the mean over all ranks at every step, and are the same on all.
+        All ranks' batches have the same shapes, ids the same capacity (`pad_to`); `Mesh.distributed(debug=True)` names a rank that has not.
       batch_axes: the axes over which a batch is cut by its bags; None for all.
       exact, dedup: as of `shard_tables`.
       capacity: the most ids that a rank may send to another in a step; None for all that it has. When some find no place the step
