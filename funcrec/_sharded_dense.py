@@ -14,10 +14,10 @@ import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec._collectives import all_gather, all_to_all, axis_index, axis_size
-from funcrec._errors import Problem
+from funcrec._errors import Problem, fail
 from funcrec._mesh import Mesh, P
 from funcrec._shard_map import shard, unshard
-from funcrec._tree import pytree, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from funcrec._tree import pytree, tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
 from funcrec.optim import DenseOptimizer
 
 PROBE = ((0, 1e-3), (1, 1e3), (10**6, 1e-3), (10**6 + 1, 1e3))  # (step, size of its gradients)
@@ -107,10 +107,17 @@ def gather_dense(tree: Any) -> Any:
 
 
 def own_dense(whole: Any, like: Any) -> Any:
-    """This rank's parts of a tree of whole leaves, inside a mapped function; `like` is what it was gathered from."""
+    """This rank's parts of what `merge` made of a tree of whole leaves, inside a mapped function; `like` is what it was gathered from."""
     leaves, structure = torch_tree.tree_flatten(like, is_leaf=is_shard)
+    try:
+        found = structure.flatten_up_to(whole)
+    except ValueError:
+        got, need = f"{tree_structure(whole)}", f"{structure}, as it was given"
+        fail(
+            "funcrec.train_step", "`merge` gives another tree than it takes.", got=got, need=need, hint="{**dense, ...}"
+        )
     out = []
-    for x, held in zip(tree_leaves(whole), leaves, strict=True):
+    for x, held in zip(found, leaves, strict=True):
         if is_shard(held):
             blocks = _padded(x, _size(held)).unflatten(0, (_size(held), -1))
             x = DenseShard(blocks.index_select(0, axis_index(held.axes)[None])[0], held.shape, held.axes)

@@ -19,8 +19,8 @@ def loss_fn(params, batch):
 
 
 def merge(dense, aux):
-    """Keeps a running mean, which no gradient moves."""
-    return {**dense, "running": 0.9 * dense["running"] + 0.1 * aux["mean"].to(dense["running"].dtype)}
+    """Keeps a running mean, which no gradient moves; its keys are in another order."""
+    return {"running": 0.9 * dense["running"] + 0.1 * aux["mean"].to(dense["running"].dtype), **{k: x for k, x in dense.items() if k != "running"}}
 
 
 def params():

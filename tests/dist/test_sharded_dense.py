@@ -93,6 +93,15 @@ def test_an_optimizer_of_more_than_elements_is_refused():
         fr.train_step(lambda p, b: p, **{**options("sgd", mesh, ("x",)), "dense": norm_clipped()})
 
 
+@pytest.mark.parametrize("axes", [(), ("x",)])
+def test_merge_keeps_the_tree(axes):
+    """A merge that loses or adds a leaf is an error that says so, before any state is made."""
+    mesh = fr.Mesh.emulated(x=2)
+    for wrong in (lambda dense, aux: {"w": dense["w"]}, lambda dense, aux: {**dense, "more": dense["w"]}):
+        with pytest.raises(ValueError, match="`merge` gives another tree than it takes"):
+            trained("sgd", mesh, axes, 1, merge=wrong)
+
+
 def test_a_wrong_sum_is_seen(monkeypatch):
     """Parts of a rank's own gradient alone, not of the sum, train otherwise."""
     mesh, cut = fr.Mesh.emulated(x=2), fr._sharded_dense
