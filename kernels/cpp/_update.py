@@ -134,7 +134,7 @@ def _write_out(call: str, d, rows, offsets, weights, segments, shapes) -> list[T
 
 
 def _terms(d, rows, offsets, weights, segments) -> tuple[list[int], object]:
-    """What `Terms` in csrc/group.h reads, and the tensors that must live as long as the call."""
+    """What `Terms` in csrc/terms.h reads, and the tensors that must live as long as the call."""
     d = [_gradient(x) for x in d]
     if len({x.dtype for x in d}) > 1:
         d = [x.to(torch.float64) for x in d]
