@@ -118,8 +118,9 @@ def one_rank(case: RankCase, setting: Setting) -> dict:
     dims = StepCase("dlrm", case.num_rows, case.dim, case.batch, case.ids_per_bag)
     model = make_model(dims, setting.tiny)
     if case.sizes is not None:
+        n = len(model.tables) if setting.tiny else case.num_tables
         model = fr.models.dlrm(
-            model.tables, model.features, num_dense=NUM_DENSE, bottom=(case.dim,), sizes=case.sizes, keep="dense"
+            model.tables[:n], model.features[:n], num_dense=NUM_DENSE, bottom=(case.dim,), sizes=case.sizes, keep="dense"
         )
     params = model.init(fr.key(0))
     batches = [own_part(b) for b in make_batches(dims, model, "cpu")]
@@ -271,7 +272,12 @@ CASES = {
         for p in PLACEMENTS
         for n in (5, 20)
     },
+    **{  # three tables, four bags on a rank: what a step costs apart from its work
+        f"{p}-least": RankCase(p, 2, RULE_OF.get(p, "rowwise_adagrad"), 3, 20, 8, 8, (16,)) for p in PLACEMENTS
+    },
     **{f"column_wise-sgd-l{n}": RankCase("column_wise", n, "sgd") for n in (1, 5)},
+    "column_wise-sgd-light-l5": RankCase("column_wise", 5, "sgd", sizes=(16,)),
+    "column_wise-sgd-least": RankCase("column_wise", 2, "sgd", 3, 20, 8, 8, (16,)),
     **{f"{p}-bf16-l5": RankCase(p, 5, codec="bfloat16") for p in ("table_wise", "row_wise")},
 }
 QUICK = ("table_wise-l5", "row_wise-l5", "table_wise-light-l5", "row_wise-light-l5")

@@ -20,14 +20,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcrec._donation import Plan, memory_span, plan_writes, poison, prepare_writes, refuse_shared, shared_results
 from funcrec._errors import Problem, describe, fail, message
-from funcrec._exchange import AWAIT
+from funcrec._exchange import has_effect
+from funcrec._exchange_passes import fewer_exchanges, fill_waits
 from funcrec._replay import Recording, capture_cuda, record, replay
 from funcrec._tree import fast_flatten, leaf_paths
 
 OPTIONS = {
     "emulate_precision_casts": True,  # casts to 16 bits round as in eager mode
     "reorder_for_compute_comm_overlap": True,  # ranks compute while values travel: started at once, awaited where they are read
-    "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
+    "reorder_for_compute_comm_overlap_passes": [fill_waits],
     "realize_opcount_threshold": 16,  # a chain of key derivations, inlined, would grow by eight with each link (30 is torch's)
 }
 
@@ -224,7 +225,7 @@ def compile_function(
     graph = _record(f"funcrec.jit({name})", flat, [leaves[i] for i in tensor_at])
     places = dict(zip(tensor_at, graph.graph.find_nodes(op="placeholder"), strict=True))
     _refuse_writes(f"funcrec.jit({name})", graph, {places[i]: named[i][1] for i in tensor_at})
-    graph.graph.eliminate_dead_code(_has_effect)  # the pass of `value_and_grad` that only finds lookup sites
+    graph.graph.eliminate_dead_code(has_effect)  # the pass of `value_and_grad` that only finds lookup sites
     outputs = [j for j, x in enumerate(found["static"]) if x is Tensor]
     plan = plan_writes(graph, outputs, places, donated)
     inputs = tuple(i for i in tensor_at if places[i].users)
@@ -232,6 +233,7 @@ def compile_function(
         if not node.users:
             graph.graph.erase_node(node)
     graph.recompile()
+    fewer_exchanges(graph)
     constants = [getattr(graph, node.target) for node in graph.graph.find_nodes(op="get_attr")]
     return Compiled(Staged(graph, inputs, found["structure"], found["static"], constants, plan), donated, leaves)
 
@@ -251,14 +253,6 @@ def _record(call: str, flat: Callable, leaves: list[Tensor]) -> torch.fx.GraphMo
                 "torch.where, masks and capacities",
             )
             raise TypeError(message(call, [problem])) from error
-
-
-def _has_effect(node: torch.fx.Node) -> bool:
-    """Whether a node stays though nobody reads it.
-
-    To await a collective changes nothing but its result. No rank is left alone with one: all have the same graph.
-    """
-    return node.target is not AWAIT and node.is_impure()
 
 
 ADD = torch.ops.aten.add.Tensor

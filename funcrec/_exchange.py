@@ -21,13 +21,21 @@ from funcrec._primitives import one_level_below
 from funcrec._tree import tree_flatten, tree_unflatten
 
 _c10d = torch.ops._c10d_functional
-AWAIT = _c10d.wait_tensor.default
-LEAVES = {  # the bytes that leave each of n ranks, of an operand of x_bytes; a sum is a ring's
-    _c10d.all_to_all_single.default: lambda x_bytes, n: x_bytes * (n - 1) // n,
-    _c10d.all_gather_into_tensor.default: lambda x_bytes, n: x_bytes * (n - 1),
-    _c10d.reduce_scatter_tensor.default: lambda x_bytes, n: x_bytes * (n - 1) // n,
-    _c10d.all_reduce.default: lambda x_bytes, n: 2 * x_bytes * (n - 1) // n,
+AWAIT, SWAP = _c10d.wait_tensor.default, _c10d.all_to_all_single.default
+LEAVES = {  # the bytes that leave each of n ranks, of an operand of x_bytes; a sum is a ring's; a swap's parts say to whom they go
+    SWAP: lambda x_bytes, group, _, parts: x_bytes * (sum(parts) - parts[group.rank()]) // max(sum(parts), 1),
+    _c10d.all_gather_into_tensor.default: lambda x_bytes, group, _: x_bytes * (group.size() - 1),
+    _c10d.reduce_scatter_tensor.default: lambda x_bytes, group, *_: x_bytes * (group.size() - 1) // group.size(),
+    _c10d.all_reduce.default: lambda x_bytes, group, _: 2 * x_bytes * (group.size() - 1) // group.size(),
 }
+
+
+def has_effect(node: torch.fx.Node) -> bool:
+    """Whether a node of a graph stays though nobody reads it.
+
+    To await a collective changes nothing but its result. No rank is left alone with one: all have the same graph.
+    """
+    return node.target is not AWAIT and node.is_impure()
 
 
 class Exchange(NamedTuple):

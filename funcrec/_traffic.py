@@ -28,7 +28,7 @@ def collectives_of(graph: torch.fx.Graph) -> Iterator[Sent]:
     """The collectives of a staged graph, in its order."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in LEAVES:
-            x: Tensor = node.args[0].meta["val"]
-            n = _resolve_process_group(node.args[-1]).size()
+            operand, *how, group = node.args
+            x: Tensor = operand.meta["val"]
             name = node.target.name().partition("::")[2]
-            yield Sent(name, tuple(x.shape), x.dtype, LEAVES[node.target](x.numel() * x.element_size(), n))
+            yield Sent(name, tuple(x.shape), x.dtype, LEAVES[node.target](x.nbytes, _resolve_process_group(group), *how))

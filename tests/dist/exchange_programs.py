@@ -1,0 +1,67 @@
+"""Programs of exchanges, and what compiling makes of them on this process's ranks."""
+
+from unittest import mock
+
+import torch
+
+import funcrec as fr
+from funcrec import _compile
+from funcrec._traffic import collectives_of
+
+# What one exchange of a program does with its operand f[n, SIZE, ...].
+KINDS = {
+    "swap": lambda x: fr.all_to_all(x, "x").flip(0),
+    "gather": lambda x: fr.all_gather(x[0], "x") * 2,
+    "sum": lambda x: fr.psum(x, "x") - x,
+    "scatter": lambda x: fr.psum_scatter(x, "x").expand_as(x) + 1,
+    "blocks": lambda x: torch.stack(fr.all_to_all(x, "x").unbind(0)[::-1]),
+    "first": lambda x: x + fr.all_gather(x[0], "x")[0],
+    "ends": lambda x: x + (lambda y: y[0] - y[-1])(fr.all_gather(x[0], "x")),
+}
+
+
+def run(steps, x):
+    """[(kind, number of an earlier value, size, dtype)] -> all values; value 0 is x f64[n, 8]."""
+    values = [x]
+    for kind, source, size, dtype in steps:
+        of = values[source % len(values)].to(dtype)
+        values.append(KINDS[kind](of.repeat(1, -(-size // of.shape[1]))[:, :size].contiguous()))
+    return values[1:]
+
+
+def compiled(programs):
+    """For each program: (its values without the passes, with them, what it sends without, with)."""
+    n = torch.distributed.get_world_size()
+    mesh, out = fr.Mesh.distributed(x=n), []
+    for steps in programs:
+        both = []
+        for passes in (False, True):
+            sent = []
+
+            def seen(graph, args, sent=sent, compile_graph=_compile.compile_graph):
+                sent += collectives_of(graph.graph)
+                return compile_graph(graph, args)
+
+            x = torch.linspace(-1, 1, n * 8, dtype=torch.float64).reshape(n, 8) * (1 + torch.distributed.get_rank())
+            f = fr.jit(lambda x, steps=steps: fr.shard_map(lambda x: run(steps, x), mesh=mesh, in_specs=fr.P(), out_specs=fr.P("x"), check=False)(x))
+            change = {} if passes else {"fewer_exchanges": lambda graph: None, "OPTIONS": {}}
+            with mock.patch.multiple(_compile, compile_graph=seen, **change):
+                both.append((f(x), sent))
+        (plain, many), (fast, few) = both
+        out.append((plain, fast, many, few))
+    return out
+
+
+def code_of_two_rounds():
+    """The generated code of two exchanges, one behind the other, and a matrix product that only the end needs."""
+    from torch._inductor.utils import run_and_get_code
+
+    mesh = fr.Mesh.distributed(x=torch.distributed.get_world_size())
+
+    def two(x, w):
+        y = fr.all_gather(x @ x, "x").sum(0)
+        return fr.all_gather(y @ y, "x").sum(0) + w @ w
+
+    f = fr.jit(fr.shard_map(two, mesh=mesh, in_specs=fr.P(), out_specs=fr.P(), check=False))
+    _, (code,) = run_and_get_code(f, torch.eye(200), torch.eye(200))
+    return code

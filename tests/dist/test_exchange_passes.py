@@ -1,0 +1,71 @@
+"""Compiled exchanges: fewer and smaller ones, the same bits."""
+
+import re
+
+import exchange_programs
+import pytest
+import torch
+
+import funcrec as fr
+
+pytestmark = pytest.mark.xdist_group("ranks")
+F32, F64 = torch.float32, torch.float64
+LARGE = 20_000  # f64 of two blocks: more than is joined
+
+
+def generated(count=14):
+    """Programs of up to five exchanges, each of an earlier value, small ones and large ones of two dtypes."""
+    g = torch.Generator().manual_seed(0)
+    pick = lambda xs: xs[int(torch.randint(0, len(xs), (), generator=g))]
+    kinds = list(exchange_programs.KINDS)
+    return [
+        [(pick(kinds), pick(range(5)), pick((1, 7, 40, LARGE)), pick((F32, F64))) for _ in range(pick(range(1, 6)))]
+        for _ in range(count)
+    ]
+
+
+def same(xs, ys):
+    return all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_fewer_exchanges_change_no_bit(n, ranks):
+    """A program with its exchanges joined and cut has the values of the program as it was staged, and sends no byte more."""
+    for found in ranks(n).run(exchange_programs.compiled, generated(), deadline_s=500):
+        for plain, fast, many, few in found:
+            assert same(plain, fast)
+            assert len(few) <= len(many)
+            assert sum(x.sent_bytes for x in few) <= sum(x.sent_bytes for x in many)
+        assert any(len(few) < len(many) for _, _, many, few in found)
+
+
+def test_independent_small_exchanges_travel_as_one(ranks):
+    """Exchanges of one value are one; a chain stays a chain; a large one, and one of another dtype, go by themselves."""
+    star = [("swap", 0, 8, F64), ("gather", 0, 3, F64), ("blocks", 0, 1, F64)]
+    chain = [("swap", 0, 8, F64), ("swap", 1, 8, F64)]
+    programs = [star, chain, [*star, ("swap", 0, LARGE, F64), ("swap", 0, 8, F32)], [*chain, ("swap", 0, 2, F64)]]
+    for found in ranks(2).run(exchange_programs.compiled, programs, deadline_s=300):
+        assert [len(few) for *_, few in found] == [1, 2, 3, 2]
+
+
+def test_of_two_ranks_each_sends_what_the_other_has_not(ranks):
+    """A large gather that is read block by block sends this rank's value once, and its operand is no copy for itself."""
+    for found in ranks(2).run(exchange_programs.compiled, [[("ends", 0, LARGE, F64)]], deadline_s=300):
+        ((_, _, before, after),) = found
+        assert {x.shape for x in before} == {(2, LARGE)}
+        assert {x.shape for x in after} == {(1, LARGE)}
+        assert {x.sent_bytes for x in (*before, *after)} == {8 * LARGE}
+
+
+def test_a_rank_computes_while_values_travel(ranks):
+    """What only the end needs is computed while the last exchange is under way, not before it, nor behind it."""
+    (code, _) = ranks(2).run(exchange_programs.code_of_two_rounds, deadline_s=300)
+    call = code[code.index("def call(") :]
+    marks = re.findall(r"all_to_all_single\.default\(|wait_tensor\.default\(|extern_kernels\.mm\(", call)
+    assert [m[:4] for m in marks] == ["exte", "all_", "wait", "exte", "all_", "exte", "wait"]
+
+
+def test_the_same_bits_on_one_rank():
+    """A function without exchanges is staged as it is."""
+    f = lambda x: (x @ x).sin()
+    assert torch.equal(fr.jit(f)(torch.eye(3)), f(torch.eye(3)))
