@@ -68,6 +68,14 @@ class Layout(NamedTuple):
         """The numbers of the shards of a table, by columns."""
         return [i for i, s in enumerate(self.shards) if s.table == table]
 
+    def with_whole_rows(self, banks: Sequence[str]) -> "Layout":
+        """Where gradients lie that come, of these banks, with all columns of their tables."""
+        dims = {s.bank: dict(self.shapes)[s.table][1] for s in self.shards if self.banks[s.bank].name in banks}
+        return self._replace(
+            banks=tuple(b._replace(dim=dims.get(i, b.dim)) for i, b in enumerate(self.banks)),
+            shards=tuple(s._replace(first=0, last=dims[s.bank]) if s.bank in dims else s for s in self.shards),
+        )
+
     def specs(self) -> dict[str, P]:
         """How `shard_map` cuts the banks of an emulated mesh."""
         return {b.name: b.spec for b in self.banks}

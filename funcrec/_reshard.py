@@ -14,6 +14,7 @@ from torch import Tensor
 
 from funcrec._codec import Codec, codec_problems
 from funcrec._collectives import psum
+from funcrec._column_update import check_whole_rows
 from funcrec._configs import table_tensor_problems
 from funcrec._errors import Problem, check, describe
 from funcrec._layout import Layout, Shard, layout_of
@@ -21,7 +22,6 @@ from funcrec._mesh import Mesh, bind
 from funcrec._placement import Plan
 from funcrec._sharded import ShardedTables, copy_problems, dedup_problems, own_ranks
 from funcrec._sharded_dense import cut_dense, cut_state, dense_axes_problems, join_dense
-from funcrec._sharded_step import check_whole_rows
 from funcrec._state import TrainState
 from funcrec.kernels.memory import empty_table
 from funcrec.optim import RowOptimizer

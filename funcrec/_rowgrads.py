@@ -51,7 +51,7 @@ class Bags:
     features: tuple[Feature, ...] = ()
 
 
-@pytree(static=("num_embeddings", "dim", "coalesced", "axes"), optional=("overflow",))
+@pytree(static=("num_embeddings", "dim", "coalesced", "axes"), optional=("overflow", "first"))
 class RowGrads:
     """The gradient of one table, row by row; `dense == grads.to_dense()`.
 
@@ -62,6 +62,8 @@ class RowGrads:
       axes: the mesh axes over which the table is cut, if it is one rank's part: norms are of the whole.
       overflow: i64[2], of an exchange with a capacity: how many of this rank's ids found no place, and the capacity they needed; None
         where all have one.
+      first: i64[], for a table that holds columns [first, first + width) of rows of D columns, all of which the gradient has, for
+        optimizers that look at it as a whole (`RowOptimizer.is_gradient_wise`); None for a table of whole rows.
 
     Example:
       >>> import torch, funcrec as fr
@@ -76,6 +78,7 @@ class RowGrads:
     coalesced: bool = False
     axes: tuple[str, ...] = ()
     overflow: Tensor | None = None
+    first: Tensor | None = None
 
     @staticmethod
     def from_entries(
@@ -172,7 +175,7 @@ class RowGrads:
             own = self.entries()
             counts = RowGrads((replace(own, grads=own.repeats.to(torch.float64)[:, None], repeats=None),), shape[0], 1)
             repeats = counts.coalesce(implementation=implementation).grads[:, 0].to(torch.int64)
-        return RowGrads((Entries(rows, grads, count, repeats),), *shape, True, self.axes)
+        return RowGrads((Entries(rows, grads, count, repeats),), *shape, True, self.axes, first=self.first)
 
     def to_dense(self) -> Tensor:
         """f[R, D]."""

@@ -32,7 +32,7 @@ from funcrec._taps import open_tables
 from funcrec._tree import pytree, replace, tree_map
 
 
-@pytree(static=("layout", "exact", "capacity", "codec", "dedup"))
+@pytree(static=("layout", "exact", "capacity", "codec", "dedup", "whole"))
 class ShardedTables:
     """The tables of a plan, as their banks: what `shard_tables` makes, and `lookup` takes inside `shard_map`.
 
@@ -46,6 +46,7 @@ class ShardedTables:
       dedup: whether a rank sends each row's number once, however many ids name it, and is sent that row once: pooling is done here, with one
         process's bits, and a row's gradients are added up here before they go. `capacity` is then of distinct rows; without one buffers have
         room for every id, and bytes do not fall (`retry_overflow` finds it). Copies of replicated tables are looked up where they are.
+      whole: banks of tables cut by columns whose gradients come with all columns of the rows; `train_step` asks for them.
 
     Example:
       >>> import torch, funcrec as fr
@@ -67,6 +68,7 @@ class ShardedTables:
     capacity: int | None = None
     codec: Codec | None = None
     dedup: bool = False
+    whole: tuple[str, ...] = ()
 
     def specs(self) -> "ShardedTables":
         """The same with a P for each bank, for `shard_map`."""
@@ -139,14 +141,15 @@ class ShardedTables:
         """{bank: RowGrads} of this rank, from the cotangents of `lookup`'s answer on all ranks and what they were sent for it."""
         out: dict[str, RowGrads] = {}
         first = dict(zip((f.name for f in features), _starts(d_acts.dims), strict=True))
-        for routes, routed in zip(routes_of(self.layout, features), exchanges, strict=True):
+        layout = self.layout.with_whole_rows(self.whole)
+        for routes, routed in zip(routes_of(layout, features), exchanges, strict=True):
             d_lanes = {}
             for i, lane in enumerate(routes.lanes):
-                s = self.layout.shards[lane.shard]
+                s = layout.shards[lane.shard]
                 at = first[features[lane.feature].name]
                 d_lanes[i] = d_acts.values[:, at + s.first : at + s.last]
             back = fetch_transpose if isinstance(routed, RoutedRows) else combine_transpose
-            made = back(d_lanes, routed, routes, self.layout, features, self._codec_back)
+            made = back(d_lanes, routed, routes, layout, features, self._codec_back)
             out |= self._named(made, routed)
         return out
 
@@ -188,10 +191,11 @@ class ShardedTables:
     ) -> dict[str, RowGrads]:
         """{bank: RowGrads} of this rank, from the cotangents of `lookup_sequence`'s values on all ranks."""
         out: dict[str, RowGrads] = {}
-        for routes, routed in zip(routes_of(self.layout, features), exchanges, strict=True):
-            d_lanes = weighted_lanes(d_sequences, bags, routes, self.layout, features)
+        layout = self.layout.with_whole_rows(self.whole)
+        for routes, routed in zip(routes_of(layout, features), exchanges, strict=True):
+            d_lanes = weighted_lanes(d_sequences, bags, routes, layout, features)
             back = fetch_rows_transpose if isinstance(routed, RoutedRows) else send_rows
-            made = back(d_lanes, routed, routes, self.layout, self._codec_back)
+            made = back(d_lanes, routed, routes, layout, self._codec_back)
             out |= self._named(made, routed)
         return out
 

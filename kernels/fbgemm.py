@@ -111,10 +111,11 @@ def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
 def fused_update_(
     tables: Sequence[Tensor], slots: Sequence[Tensor], d: Sequence[Tensor], rows: Sequence[Tensor],
     offsets: Sequence[Tensor], weights: Sequence[Tensor], segments: Sequence[int], lr: Tensor, step: Tensor,
-    key: Tensor | None, rule: str, hyper: Sequence[float],
+    key: Tensor | None, rule: str, hyper: Sequence[float], first: Tensor | None = None, dims: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """All of a table's segments are one call of its operator: one feature with the bags of all of them."""
     call = "funcrec.kernels.fused_update_"
+    _check_whole_rows(call, tables, dims)
     ops = _operators(call, *tables, *slots, *d, *rows, *offsets, *weights, lr)
     numbers = _check_rule(call, rule, hyper)
     of_table: list[list[Segment]] = [[] for _ in tables]
@@ -369,6 +370,12 @@ def _check_rule(call: str, rule: str, hyper: Sequence[float]) -> dict[str, float
             what = f"FBGEMM's CPU operators drop `{name}`."
             _fail(call, what, f"{name}={numbers[name]}", f"{name}=0", "another implementation")
     return numbers
+
+
+def _check_whole_rows(call: str, tables: Sequence[Tensor], dims: Sequence[int]) -> None:
+    if any(dim != t.shape[1] for t, dim in zip(tables, dims)):
+        got = f"gradients of {list(dims)} columns for tables of {[t.shape[1] for t in tables]}"
+        _fail(call, "FBGEMM's CPU operators know no columns of a row.", got, "whole rows", "another implementation")
 
 
 def _check_rounding(call: str, table: Tensor, key: Tensor | None) -> None:

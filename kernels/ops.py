@@ -133,20 +133,29 @@ def fused_update(
     key: Tensor | None,
     rule: str,
     hyper: Sequence[float],
+    first: Tensor | None = None,
+    dims: Sequence[int] = (),
     *,
     implementation: str | None = None,
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
     """(tables, slots) with `rule` applied to every row that a term names.
 
+    A table that holds columns [first, first + D) of rows whose gradients have all columns is updated by what the rule makes of rows of
+    zeros with the table's columns, and the slots', in their places: right for rules that see no other column but in the gradient.
+
     Args:
       slots: for each table, in the order of RULES[rule].slots.
       lr: f64[]. step: i64[], the steps taken before. hyper: in the order of RULES[rule].hyper.
       key: i64[T], one per table: 16-bit tables are rounded stochastically with its bits; None rounds to nearest.
+      first: i64[T], where each table's columns begin among those of its gradients, and dims: how many those have. None and () for tables
+        of whole rows.
     """
     if not tables:
         return [], []
     call = _of("fused_update", implementation, *tables)
-    flat = call(list(tables), [x for s in slots for x in s], *terms.flat(), lr, step, key, rule, list(hyper))
+    flat = call(
+        list(tables), [x for s in slots for x in s], *terms.flat(), lr, step, key, rule, list(hyper), first, list(dims)
+    )
     each = len(slots[0]) if slots else 0
     parts = flat[len(tables) :]
     return flat[: len(tables)], [parts[t * each : (t + 1) * each] for t in range(len(tables))]

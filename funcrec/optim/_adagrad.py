@@ -52,9 +52,14 @@ def rowwise_adagrad(
     """
     return builtin_optimizer(
         init=lambda table: {"sum": per_row(table, initial_accumulator)}, rule=_rowwise_adagrad, lr=lr,
-        name="rowwise_adagrad", eps=eps, weight_decay=weight_decay, decay=decay, max_norm=max_norm,
-        initial_accumulator=initial_accumulator,
+        name="rowwise_adagrad", is_gradient_wise=_adds_no_row(weight_decay, decay) and max_norm is None, eps=eps,
+        weight_decay=weight_decay, decay=decay, max_norm=max_norm, initial_accumulator=initial_accumulator,
     )  # fmt: skip
+
+
+def _adds_no_row(weight_decay, decay: str) -> bool:
+    """Whether the square that is kept for a row is of its gradient alone."""
+    return decay == "decoupled" or (not isinstance(weight_decay, torch.Tensor) and weight_decay == 0)
 
 
 def _rowwise_adagrad(row, grad, slots, hyper):
@@ -86,7 +91,8 @@ def rowwise_adagrad_counter(
     """
     return builtin_optimizer(
         init=lambda table: {"sum": per_row(table, initial_accumulator), "counter": per_row(table), "last": per_row(table)},
-        rule=_rowwise_adagrad_counter, lr=lr, name="rowwise_adagrad_counter", half_life=half_life, eps=eps,
+        rule=_rowwise_adagrad_counter, lr=lr, name="rowwise_adagrad_counter",
+        is_gradient_wise=_adds_no_row(weight_decay, decay), half_life=half_life, eps=eps,
         weight_decay=weight_decay, decay=decay, initial_accumulator=initial_accumulator,
     )  # fmt: skip
 

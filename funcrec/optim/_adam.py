@@ -86,7 +86,10 @@ def _lamb(row, grad, slots, hyper):
 
 def _build(name, rule, square, lr, b1, b2, eps, weight_decay) -> RowOptimizer:
     init = lambda table: {"mean": per_element(table), "square": square(table)}
-    return builtin_optimizer(init=init, rule=rule, lr=lr, name=name, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    return builtin_optimizer(
+        init=init, rule=rule, lr=lr, name=name, is_gradient_wise=name == "partial_rowwise_adam", b1=b1, b2=b2, eps=eps,
+        weight_decay=weight_decay,
+    )  # fmt: skip
 
 
 def _direction(grad, slots, hyper):

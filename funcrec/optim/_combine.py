@@ -75,7 +75,9 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
         return (table, optimizers[table].label(table)) if table in optimizers else default and default.label(table)
 
     own = (*optimizers.values(), *([] if default is None else [default]))
-    return RowOptimizer(init, update, label, all(o.is_elementwise for o in own), any(o.is_joint for o in own))
+    of_all = lambda name: all(getattr(o, name) for o in own)
+    is_joint = any(o.is_joint for o in own)
+    return RowOptimizer(init, update, label, of_all("is_elementwise"), is_joint, of_all("is_gradient_wise"))
 
 
 def clip(optimizer: RowOptimizer, *, max_norm: float | None = None, max_value: float | None = None) -> RowOptimizer:

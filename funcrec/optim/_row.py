@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from funcrec._errors import Problem, check, describe
 from funcrec._rowgrads import RowGrads, terms_of
+from funcrec._tree import tree_map
 from funcrec.kernels import ops
 from funcrec.kernels.memory import full_table
 from funcrec.optim._blocks import flat
@@ -50,6 +51,8 @@ class RowOptimizer(NamedTuple):
     is_elementwise: whether an element's new value follows from that element of row, gradient and slots alone, so that columns of a
       row may be updated apart.
     is_joint: whether one table's gradient acts on another table, as under a norm of all.
+    is_gradient_wise: whether an element's new value follows from that element of row and slots, the slots with one number per row, and the
+      row's gradient, so that columns of a row may be updated apart where that is known as a whole (`RowGrads.first`).
 
     Law: `update` writes to no argument; rows and slots that no entry names keep every bit; a row that is named with a
     zero gradient is touched (a lazy Adam moves it on).
@@ -74,6 +77,7 @@ class RowOptimizer(NamedTuple):
     label: Callable[[str], Hashable] = lambda table: None
     is_elementwise: bool = False
     is_joint: bool = False
+    is_gradient_wise: bool = False
 
 
 ELEMENTWISE = frozenset(
@@ -127,9 +131,15 @@ def row_optimizer(
     return build(init=init, rule=rule, lr=lr, name=name, hyper=hyper)
 
 
-def builtin_optimizer(*, init, rule, lr: Rate, name: str, **hyper: Any) -> RowOptimizer:
-    """A row optimizer whose rule the kernels know, too, under the same name (`ops.RULES`)."""
-    return build(init=init, rule=rule, lr=lr, name=name, hyper=hyper, kernel=Kernel(name, ops.RULES[name]))
+def builtin_optimizer(
+    *, init, rule, lr: Rate, name: str, is_gradient_wise: bool = False, **hyper: Any
+) -> RowOptimizer:  # fmt: skip
+    """A row optimizer whose rule the kernels know, too, under the same name (`ops.RULES`).
+
+    is_gradient_wise: whether the rule, with these numbers, is so; never with a tensor among them, for which there is no kernel.
+    """
+    apart = (is_gradient_wise or name in ELEMENTWISE) and not any(isinstance(x, Tensor) for x in hyper.values())
+    return build(init=init, rule=rule, lr=lr, name=name, hyper=hyper, kernel=Kernel(name, ops.RULES[name], apart))
 
 
 class Kernel(NamedTuple):
@@ -137,6 +147,7 @@ class Kernel(NamedTuple):
 
     name: str
     form: ops.Rule
+    is_gradient_wise: bool
 
     def fits(self, hyper: Mapping[str, Any], grads: Mapping[str, RowGrads]) -> bool:
         """Kernels take numbers, and count entries: neither tensors among `hyper`, nor entries that stand for several ids."""
@@ -151,7 +162,7 @@ class Kernel(NamedTuple):
 
 
 def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: Kernel | None = None) -> RowOptimizer:
-    call = f"funcrec.optim.{name}"
+    call, is_gradient_wise = f"funcrec.optim.{name}", kernel is not None and kernel.is_gradient_wise
     check(call, rule_problems(init, rule), hyper_problems(lr, hyper))
     make_hyper = namedtuple("Hyper", ["lr", "step", "repeats", *hyper])
 
@@ -179,7 +190,7 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
         implementation: str | None = None,
         key: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], Slots]:
-        check_update(f"{call}.update", row_grads, slots, tables, step, slot_shapes)
+        check_update(f"{call}.update", row_grads, slots, tables, step, slot_shapes, is_gradient_wise)
         named = {n: g for n, g in row_grads.items() if g.capacity > 0}
         if not named:
             return dict(tables), dict(slots)
@@ -207,7 +218,8 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
             changed = update_rows(call, one, named, slots, tables, key, choice)
         return {**tables, **changed[0]}, {**slots, **changed[1]}
 
-    return RowOptimizer(init_slots, update, is_elementwise=kernel is not None and name in ELEMENTWISE)
+    is_elementwise = kernel is not None and name in ELEMENTWISE
+    return RowOptimizer(init_slots, update, is_elementwise=is_elementwise, is_gradient_wise=is_gradient_wise)
 
 
 def update_fused(kernel: Callable, slot_names: Sequence[str], grads: Mapping, slots: Slots, tables: Tables, numbers):
@@ -217,11 +229,22 @@ def update_fused(kernel: Callable, slot_names: Sequence[str], grads: Mapping, sl
     rate, _ = rate_and_step(lr, step, torch.float64, device)
     taken = step_tensor(step, device).to(torch.int64)
     keys = None if key is None else torch.stack([table_key(key, n) for n in grads])
+    windows = windows_of(grads, device)
     names = {n: [k for k in slot_names if k in slots[n]] for n in grads}
     given = [[slots[n][k] for k in names[n]] for n in grads]
-    new_tables, new_slots = kernel([tables[n] for n in grads], given, terms_of(list(grads.values())), rate, taken, keys)
+    terms = terms_of(list(grads.values()))
+    new_tables, new_slots = kernel([tables[n] for n in grads], given, terms, rate, taken, keys, **windows)
     made = {n: dict(zip(names[n], s, strict=True)) for n, s in zip(grads, new_slots, strict=True)}
     return dict(zip(grads, new_tables, strict=True)), {n: {k: made[n][k] for k in slots[n]} for n in grads}
+
+
+def windows_of(grads: Mapping[str, RowGrads], device: torch.device) -> dict[str, Any]:
+    """`first` and `dims` of the kernel, where some gradient has more columns than its table."""
+    if all(g.first is None for g in grads.values()):
+        return {}
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    first = torch.stack([zero if g.first is None else g.first for g in grads.values()])
+    return {"first": first, "dims": [g.dim for g in grads.values()]}
 
 
 def check_rule(call: str, rule: Callable, grads: Mapping, slots: Slots, tables: Tables) -> None:
@@ -270,10 +293,22 @@ def touched_rows(
     take = functools.partial(ops.gather_rows, rows=grads.rows, implementation=implementation)
     row = take(table)
     mine = {k: take(flat(s)).reshape(-1, *s.shape[1:]) for k, s in slots.items()}
+    if grads.first is not None:
+        width, is_wide = row.shape[1], lambda x: x.dim() > 1
+        row, mine = tree_map(lambda x: put_columns(x, grads.first, grads.dim) if is_wide(x) else x, (row, mine))
     repeats = torch.ones_like(grads.rows) if grads.repeats is None else grads.repeats
     new_row, new_slots = torch.func.vmap(rule)(row, grads.grads.to(row.dtype), mine, repeats.to(row.dtype))
     check(call, rule_result_problems(new_row, new_slots, row, mine))
+    if grads.first is not None:
+        own = grads.first + torch.arange(width, device=row.device)
+        new_row, new_slots = tree_map(lambda x: x[:, own] if is_wide(x) else x, (new_row, new_slots))
     return grads.rows, new_row, {k: flat(s) for k, s in new_slots.items()}
+
+
+def put_columns(x: Tensor, first: Tensor, dim: int) -> Tensor:
+    """f[M, dim]: x[M, w] from column `first` on, zeros elsewhere."""
+    place = torch.arange(dim, device=x.device) - first
+    return torch.where((place >= 0) & (place < x.shape[1]), x[:, place.clamp(0, x.shape[1] - 1)], 0)
 
 
 def rate_and_step(lr: Rate, step: int | Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

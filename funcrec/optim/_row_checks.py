@@ -85,10 +85,17 @@ def rule_result_problems(row: object, slots: object, old_row: Tensor, old_slots:
             yield Problem(f"`rule` returned another shape of slot {k!r}.", describe(slots[k][0]), describe(s[0]))
 
 
-def check_update(call: str, row_grads, slots, tables, step, slot_shapes: Callable | None = None) -> None:
+def check_update(
+    call: str, row_grads, slots, tables, step, slot_shapes: Callable | None = None, is_gradient_wise: bool = True
+) -> None:  # fmt: skip
     """The arguments of an update; with `slot_shapes` also the structure of each table's slots."""
     check(call, tables_problems(tables))
-    check(call, gradient_problems(row_grads, tables), slot_problems(slots, tables, slot_shapes), step_problems(step))
+    check(
+        call,
+        gradient_problems(row_grads, tables, is_gradient_wise),
+        slot_problems(slots, tables, slot_shapes),
+        step_problems(step),
+    )
 
 
 def step_problems(step: object) -> Iterator[Problem]:
@@ -97,7 +104,7 @@ def step_problems(step: object) -> Iterator[Problem]:
         yield Problem("`step` is not a step.", describe(step), "i64[] or an int >= 0, the steps taken", kind=TypeError)
 
 
-def gradient_problems(row_grads: object, tables: Tables) -> Iterator[Problem]:
+def gradient_problems(row_grads: object, tables: Tables, is_gradient_wise: bool) -> Iterator[Problem]:
     if not isinstance(row_grads, Mapping):
         got, hint = describe(row_grads), "the `tables` of value_and_grad's gradients"
         yield Problem("`row_grads` is not a dict of gradients.", got, "{table: RowGrads}", hint, kind=TypeError)
@@ -109,9 +116,16 @@ def gradient_problems(row_grads: object, tables: Tables) -> Iterator[Problem]:
         elif not isinstance(g, RowGrads):
             hint = "RowGrads.from_entries(rows, grads, num_embeddings=R)"
             yield Problem(f"{path} is not a row gradient.", describe(g), "RowGrads", hint, kind=TypeError)
-        elif (g.num_embeddings, g.dim) != tuple(tables[n].shape):
+        elif g.num_embeddings != tables[n].shape[0] or not fits_columns(g, tables[n]):
             got = f"RowGrads of [{g.num_embeddings}, {g.dim}]"
             yield Problem(f"{path} does not match its table.", got, describe(tables[n]))
+        elif g.first is not None and not is_gradient_wise:
+            need = "whole rows, or an optimizer that sees other columns in the gradient only (`is_gradient_wise`)"
+            yield Problem(f"{path} is of rows whose columns lie apart.", "`first` is not None", need)
+
+
+def fits_columns(grads: RowGrads, table: Tensor) -> bool:
+    return grads.dim == table.shape[1] if grads.first is None else grads.dim >= table.shape[1]
 
 
 def slot_problems(slots: object, tables: Tables, slot_shapes: Callable | None) -> Iterator[Problem]:

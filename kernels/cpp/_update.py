@@ -19,12 +19,13 @@ _GENERATED, MOST_SLOTS = 15, 8  # as in csrc/rules.h
 def fused_update_(
     tables: Sequence[Tensor], slots: Sequence[Tensor], d: Sequence[Tensor], rows: Sequence[Tensor],
     offsets: Sequence[Tensor], weights: Sequence[Tensor], segments: Sequence[int], lr: Tensor, step: Tensor,
-    key: Tensor | None, rule: str, hyper: Sequence[float],
+    key: Tensor | None, rule: str, hyper: Sequence[float], first: Tensor | None = None, dims: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """Apply `rule` (a name of forms.RULES) to every named row, in place.
 
     slots: each table's in the rule's order, one table after the other. lr f64[]; step i64[], the steps taken before.
     key: i64[T], one for each 16-bit table that is to be rounded at random; None rounds to the nearest.
+    first: i64[T], and dims, the columns of each table's gradients, as of `ops.fused_update`; None and () for tables of whole rows.
     """
     call = "fused_update_"
     names = _slot_names(call, rule, hyper)
@@ -34,7 +35,8 @@ def fused_update_(
             f"  need  {names} for each of {len(tables)} tables"
         )
     numbers = [len(hyper), *array("q", array("d", hyper).tobytes())]
-    _update(call, tables, slots, (d, rows, offsets, weights, segments), (lr, step, key), _NUMBERS[rule], numbers, names)
+    windows, terms = windows_of(call, tables, first, dims), (d, rows, offsets, weights, segments)
+    _update(call, tables, slots, terms, (lr, step, key), _NUMBERS[rule], numbers, names, windows=windows)
 
 
 def generated_update_(
@@ -60,27 +62,43 @@ def generated_update_(
     del kept
 
 
-def _update(call: str, tables, slots, terms, when, number: int, hyper, names: Sequence[str], codes=()) -> None:
+def _update(
+    call: str, tables, slots, terms, when, number: int, hyper, names: Sequence[str], codes=(), windows=None
+) -> None:  # fmt: skip
     """What `fused_update` in csrc/update.h reads; names: of a table's slots."""
     lr, step, key = when
     lr, step = lr.to(torch.float64), step.to(torch.int64)
     key = None if key is None else key.contiguous()
     keys = 0 if key is None else key.data_ptr()
-    bad = array("q", [-1])
+    bad = array("q", [-1, -1])
     numbers = [bad.buffer_info()[0], number, lr.data_ptr(), step.data_ptr(), *hyper, len(names), len(tables)]
-    numbers += _trained(tables, slots, len(names), keys, codes)
+    numbers += _trained(tables, slots, len(names), keys, codes, windows)
     numbers_of_terms, kept = _terms(*terms)
     _native.call("fused_update", numbers + numbers_of_terms)
     _check_segments(call, bad[0], terms[-1])
     if bad[0] < -1:
         _fail_slot(call, tables, slots, names, -2 - bad[0])
+    if bad[1] >= 0:
+        _fail_window(call, tables[bad[1]], int(windows[0][bad[1]]), windows[1][bad[1]])
     del kept
 
 
-def _trained(tables: Sequence[Tensor], slots: Sequence[Tensor], each: int, keys: int, codes: Sequence) -> list[int]:
-    """What `Trained` in csrc/update.h reads, by columns: tables, `each` slots, where its key is, 0 for none, its code."""
+def windows_of(call: str, tables: Sequence[Tensor], first: Tensor | None, dims: Sequence[int]):
+    """(first, dims) if some table holds a part of its rows' columns, else None."""
+    if len(dims) not in (0, len(tables)) or (len(dims) > 0 and (first is None or first.shape != (len(tables),))):
+        raise ValueError(
+            f"funcrec.kernels.cpp.{call}: the windows do not match the tables.\n"
+            f"  got   {len(dims)} dims, first {None if first is None else list(first.shape)}\n  need  one for each of {len(tables)} tables"
+        )
+    return (first.to(torch.int64).contiguous(), dims) if dims else None
+
+
+def _trained(
+    tables: Sequence[Tensor], slots: Sequence[Tensor], each: int, keys: int, codes: Sequence, windows
+) -> list[int]:  # fmt: skip
+    """What `Trained` in csrc/update.h reads, by columns: tables, `each` slots, where its key is, 0 for none, its window, its code."""
     before = 4 + 3 * each
-    width = before + 1 + (len(codes[0]) if codes else 0)
+    width = before + 3 + (len(codes[0]) if codes else 0)
     numbers = _native.tables(tables, width)
     for j in range(each):
         at, mine = 4 + 3 * j, slots[j::each]
@@ -89,8 +107,13 @@ def _trained(tables: Sequence[Tensor], slots: Sequence[Tensor], each: int, keys:
         numbers[at + 2 :: width] = [x.numel() if x.is_contiguous() else -1 for x in mine]
     if keys:
         numbers[before::width] = [keys + 8 * i if x.element_size() == 2 else 0 for i, x in enumerate(tables)]
+    if windows is None:
+        numbers[before + 1 :: width] = numbers[3::width]
+    else:
+        numbers[before + 1 :: width] = windows[1]
+        numbers[before + 2 :: width] = [windows[0].data_ptr() + 8 * i for i in range(len(tables))]
     for j, column in enumerate(zip(*codes, strict=True)):
-        numbers[before + 1 + j :: width] = column
+        numbers[before + 3 + j :: width] = column
     return numbers
 
 
@@ -179,6 +202,13 @@ def _fail_slot(call: str, tables: Sequence[Tensor], slots: Sequence[Tensor], nam
         f"funcrec.kernels.cpp.{call}: slot {names[name]!r} of table {table} does not fit.\n"
         f"  got   {slot.dtype}{list(slot.shape)}, strides {slot.stride()}\n"
         f"  need  {accumulation_dtype(of.dtype)}, contiguous, a number per row or per element of {list(of.shape)} as the rule has it"
+    )
+
+
+def _fail_window(call: str, table: Tensor, first: int, dim: int) -> None:
+    raise ValueError(
+        f"funcrec.kernels.cpp.{call}: a table's columns are not among those of its gradients.\n"
+        f"  got   columns [{first}, {first + table.shape[1]}) of gradients with {dim}\n  need  0 <= first, first + {table.shape[1]} <= {dim}"
     )
 
 

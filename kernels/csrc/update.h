@@ -3,7 +3,7 @@
 // the bits depend neither on the threads nor on the classes.
 #pragma once
 #include "group.h"
-#include "rules.h"
+#include "window.h"
 
 namespace funcrec {
 
@@ -11,12 +11,16 @@ constexpr int64_t FETCH_AHEAD = 32;  // entries between the fetch of what one ne
 constexpr int64_t TOUCH_BYTES = 2048;  // of rows and slots between the touch and the use
 constexpr int64_t LEAST_PART = 256;  // entries that are worth an item of work of their own
 
-// A table, its slots, the key of its random bits, or none, and its rule, if a user's.
+// A table, its slots, the key of its random bits, or none, and its rule, if a user's. Its gradients have `wide` columns; where those are
+// more than its own, its own begin at *first.
 struct Trained {
   Table table;
   Vector slots[MOST_SLOTS];
-  const int64_t* key;
+  const int64_t *key, *first;
+  int64_t wide;
   Code code;
+
+  bool is_window() const { return wide > table.dim; }
 };
 
 // -- random bits -------------------------------------------------------------------------------------------------
@@ -49,9 +53,9 @@ template <class E, class Rule, int D> void update_rows(const Trained& t, const G
   constexpr bool NARROWED = sizeof(E) == 2;
   thread_local Scratch<A> row_memory;
   thread_local Scratch<uint16_t> bits_memory;
-  const int64_t dim = D ? D : t.table.dim;
-  const int64_t row_bytes = dim * sizeof(E), first = block << BLOCK_BITS, room = (dim + 31) / 32 * 32;
-  A *const sum = row_memory.need(2 * room), *const spare = sum + room;
+  const int64_t dim = D ? D : t.table.dim, wide = gradient_size(rule, dim);
+  const int64_t row_bytes = dim * sizeof(E), first = block << BLOCK_BITS, room = (wide + 31) / 32 * 32;
+  A *const sum = row_memory.need((1 + spare_rows(rule)) * room), *const spare = sum + room;
   uint16_t* const bits = NARROWED && t.key ? bits_memory.need(room) : nullptr;
   const Entry* const e = g.entries;
   const auto slot = [&](int64_t row, int i) { return t.slots[i].as<A>() + row * slot_size(rule, i, dim); };
@@ -60,7 +64,7 @@ template <class E, class Rule, int D> void update_rows(const Trained& t, const G
     if (k >= g.size) return;
     const int64_t row = first + e[k].row;
     prefetch<2>(t.table.data + row * row_bytes, row_bytes);
-    prefetch<2>(g.gradient(e[k]), dim * (g.is_wide ? 8 : 4));
+    prefetch<2>(g.gradient(e[k]), wide * (g.is_wide ? 8 : 4));
     for (int i = 0; i < rule.slots; i++) prefetch<2>(slot(row, i), slot_size(rule, i, dim) * sizeof(A));
   };
   // As in RowsAhead of lookup.h: a second step, or the misses of the use itself wait behind those of the prefetches.
@@ -83,7 +87,7 @@ template <class E, class Rule, int D> void update_rows(const Trained& t, const G
     } while (++end < g.size && e[end].row == e[k].row);
     E* const at = t.table.as<E>() + row * dim;
     const auto apply = [&](auto w) __attribute__((always_inline)) {
-      Row<A, decltype(w)> r{w, g.sum<A>(k, end, dim, sum), {}, spare, dim, A(end - k)};
+      Row<A, decltype(w)> r{w, g.sum<A>(k, end, wide, sum), {}, spare, dim, A(end - k)};
       for (int i = 0; i < rule.slots; i++) r.s[i] = slot(row, i);
       rule.template apply<D>(r);
     };
@@ -99,6 +103,13 @@ template <class E, class Rule, int D> void update_rows(const Trained& t, const G
 template <class E> void update_class(const Trained& t, const Group& group, int64_t block, int64_t number, const Hyper& hyper) {
   with_rule<Acc<E>>(number, hyper, [&](const auto& rule) {
     using Rule = std::decay_t<decltype(rule)>;
+    if (t.is_window()) {
+      if constexpr (!std::is_same_v<Rule, Generated<Acc<E>>>) {
+        using Window = Windowed<Acc<E>>;
+        update_rows<E, Window, 0>(t, group, Window(rule, t.wide, *t.first), block);
+      }
+      return;
+    }
     const auto update = [&](auto d) { update_rows<E, Rule, decltype(d)::value>(t, group, rule, block); };
     if constexpr (sizeof(E) <= 4) {
       if constexpr (sizeof(E) == 4) {
@@ -168,9 +179,19 @@ inline int64_t unfit_slot(const std::vector<Trained>& tables, int64_t number, co
   return bad;
 }
 
-// `bad` becomes the number of a segment that does not fit, -2 - MOST_SLOTS · table - slot for a slot, else -1; then nothing is
-// written. [threads, bad*, rule, lr*, step*, hyper: n and n reals, slots: n, tables: T and (table, n slots, key*, and for a user's
-// rule rule*, prepare*, constants*, bytes of the shared numbers, n sizes) each, terms]
+// The first table whose columns are not among those of its gradients, or -1.
+inline int64_t unfit_window(const std::vector<Trained>& tables) {
+  for (size_t i = 0; i < tables.size(); i++) {
+    const Trained& t = tables[i];
+    if (t.wide < t.table.dim || (t.is_window() && (*t.first < 0 || *t.first + t.table.dim > t.wide))) return int64_t(i);
+  }
+  return -1;
+}
+
+// bad[0] becomes the number of a segment that does not fit, -2 - MOST_SLOTS · table - slot for a slot, else -1; bad[1] that of a table
+// whose columns are not among its gradients', else -1; unless both are -1, nothing is written. [threads, bad*, rule, lr*, step*,
+// hyper: n and n reals, slots: n, tables: T and (table, n slots, key*, wide, first*, and for a user's rule rule*, prepare*, constants*,
+// bytes of the shared numbers, n sizes) each, terms]
 inline void fused_update(Reader in) {
   const int64_t threads = in.number();
   int64_t* bad = in.pointer<int64_t>();
@@ -185,13 +206,16 @@ inline void fused_update(Reader in) {
     each.table = in.table();
     for (int64_t i = 0; i < slots; i++) each.slots[i] = in.vector();
     each.key = in.pointer<int64_t>();
+    each.wide = in.number();
+    each.first = in.pointer<int64_t>();
     if (number == GENERATED) read_code(in, slots, each.code);
-    shapes.insert(shapes.end(), {each.table.rows, each.table.dim});
+    shapes.insert(shapes.end(), {each.table.rows, each.wide});
   }
   const Terms terms(in, shapes, bad);
   const int64_t slot = unfit_slot(tables, number, numbers.data());
   if (slot >= 0 && *bad < 0) *bad = -2 - slot;
-  if (*bad != -1) return;
+  bad[1] = unfit_window(tables);
+  if (bad[0] != -1 || bad[1] != -1) return;
   for (Trained& each : tables) {
     if (number != GENERATED) break;
     if (each.table.dtype == F64) each.code.start<double>(lr, t);

@@ -112,10 +112,10 @@ def mix(z):
 
 @triton.jit
 def random_bits(key, row, column, DIM: tl.constexpr):
-    """i32[rows, columns] in [0, 2¹⁶): four columns share one number of the key's sequence."""
+    """i32[rows, columns] in [0, 2¹⁶) for i64[rows or 1, columns]: four columns share one number of the key's sequence."""
     quads: tl.constexpr = (DIM + 3) // 4
-    number = mix(key[:, None] + (row[:, None] * quads + (column // 4)[None, :] + 1) * GAMMA)
-    return ((number >> (16 * (column % 4))[None, :]) & 0xFFFF).to(tl.int32)
+    number = mix(key[:, None] + (row[:, None] * quads + column // 4 + 1) * GAMMA)
+    return ((number >> (16 * (column % 4))) & 0xFFFF).to(tl.int32)
 
 
 @triton.jit

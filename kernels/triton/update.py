@@ -44,6 +44,8 @@ def fused_update_(
     key: Tensor | None,
     rule: str,
     hyper: Sequence[float],
+    first: Tensor | None = None,
+    dims: Sequence[int] = (),
 ) -> None:
     """Update the rows that the segments name; rows and slots of others keep every bit.
 
@@ -51,10 +53,13 @@ def fused_update_(
       slots: the rule's slots of table 0, of table 1, ...; f32 (f64 for f64 tables), [R] or [R, D].
       lr: f64[]. step: i64[], steps taken before. key: i64[T] rounds 16-bit tables stochastically, None to nearest.
       hyper: the rule's numbers, in the order of `rules`; each set of them is compiled once.
+      first: i64[T], and dims, the columns of each table's gradients, as of `ops.fused_update`; None and () for tables of whole rows.
 
     Order of sums: see `group`.
     """
     num_slots = _check(tables, slots, rule, hyper)
+    wide = _wide(tables, first, dims)
+    first = first.to(torch.int64).contiguous() if dims else None
     rows, offsets, weights = on.contiguous(rows), on.contiguous(offsets), on.contiguous(weights)
     parts = segments_of(segments)
     for acc in (torch.float32, torch.float64):
@@ -62,21 +67,22 @@ def fused_update_(
         if not mine:
             continue
         # tables of one launch get neighbouring keys
-        kinds = {t: (str(tables[t].dtype), tables[t].shape[1]) for t in {s.table for s in mine}}
+        kinds = {t: (str(tables[t].dtype), tables[t].shape[1], wide[t]) for t in {s.table for s in mine}}
         numbers = sorted(kinds, key=lambda t: (*kinds[t], t))
         local = [s._replace(table=numbers.index(s.table)) for s in mine]
         x = {s.d: on.with_rows(d[s.d], acc) for s in mine}
         x = [x.get(i, d[i]) for i in range(len(d))]
         g = group_entries(local, x, rows, offsets, weights, [tables[t].shape[0] for t in numbers], acc)
         scalars, entries = _scalars(lr, step, acc, rule, hyper), capacities(local, rows, len(numbers))
-        first = 0
-        while g is not None and first < len(numbers):
-            last = first + sum(kinds[t] == kinds[numbers[first]] for t in numbers)
-            own = [(tables[t], slots[t * num_slots : (t + 1) * num_slots], t) for t in numbers[first:last]]
-            bounds = (min(entries[i], tables[numbers[i]].shape[0]) for i in range(first, last))
+        begin = 0
+        while g is not None and begin < len(numbers):
+            end = begin + sum(kinds[t] == kinds[numbers[begin]] for t in numbers)
+            own = [(tables[t], slots[t * num_slots : (t + 1) * num_slots], t) for t in numbers[begin:end]]
+            bounds = (min(entries[i], tables[numbers[i]].shape[0]) for i in range(begin, end))
             capacity = min(sum(bounds), g.keys.shape[0])
-            _update_tables(g, own, range(first, last), capacity, scalars, key, rule, tuple(hyper))
-            first = last
+            window = wide[numbers[begin]], first
+            _update_tables(g, own, range(begin, end), capacity, scalars, key, rule, tuple(hyper), window)
+            begin = end
 
 
 def _check(tables: Sequence[Tensor], slots: Sequence[Tensor], rule: str, hyper: Sequence[float]) -> int:
@@ -99,6 +105,19 @@ def _check(tables: Sequence[Tensor], slots: Sequence[Tensor], rule: str, hyper: 
     return count
 
 
+def _wide(tables: Sequence[Tensor], first: Tensor | None, dims: Sequence[int]) -> list[int]:
+    """The columns of each table's gradients."""
+    own = [t.shape[1] for t in tables]
+    if not dims:
+        return own
+    if len(dims) != len(own) or first is None or first.shape != (len(own),) or any(a < b for a, b in zip(dims, own)):
+        got = f"{list(dims)} columns, first {None if first is None else list(first.shape)}, for tables of {own}"
+        on.fail(
+            "the windows do not match the tables.", got, "one for each table, inside its gradients", "dims=()", CALL
+        )
+    return list(dims)
+
+
 def _scalars(lr: Tensor, step: Tensor, acc: torch.dtype, rule: str, hyper: Sequence[float]) -> Tensor:
     """f[4] on the device: lr, t, 1 - b1ᵗ, 1 - b2ᵗ; the last two are computed in f64."""
     t = (step + 1).to(torch.float64)
@@ -111,10 +130,13 @@ def _correction(b: float, t: Tensor) -> Tensor:
     return -torch.expm1(t * math.log(b)) if b > 0 else torch.ones_like(t)
 
 
-def _update_tables(g: Groups, own, numbers: range, capacity: int, scalars: Tensor, key, rule: str, hyper) -> None:
-    """One launch for tables `numbers`, of one dim and dtype; own: (table, slots, its number in the call) of each."""
-    table = own[0][0]
-    dim, acc = table.shape[1], scalars.dtype
+def _update_tables(
+    g: Groups, own, numbers: range, capacity: int, scalars: Tensor, key, rule: str, hyper, window
+) -> None:
+    """One launch for tables `numbers`, of one dim and dtype; own: (table, slots, its number in the call) of each; window: how many columns
+    their gradients have, and where each table's begin among them."""
+    table, (dim, first) = own[0][0], window
+    width, acc = table.shape[1], scalars.dtype
     layout = tuple(s.dim() == 1 for s in own[0][1])
     addresses = [table.data_ptr() for table, _, _ in own]
     for i in range(len(layout)):
@@ -126,18 +148,19 @@ def _update_tables(g: Groups, own, numbers: range, capacity: int, scalars: Tenso
     on.launch(
         _update, (t.over(capacity),), packed, len(own), g.packed[numbers[0] :], g.firsts[numbers[0] :], g.keys, g.addresses,
         g.scales if g.scales is not None else chunks, g.starts, chunks, scalars, key if rounds else packed,
-        on.steps(len(own)), RULE=rule, HYPER=hyper, BY_ROW=layout, TABLE=on.DTYPES[table.dtype],
-        ROUND=rounds, SCALED=g.scales is not None, DIM=dim, CHUNK=CHUNK, TILE_ROWS=t.rows, TILE_COLUMNS=t.columns,
-        ALIGN=on.alignment([align_of(g, dim, acc), dim * table.element_size(), *addresses]), num_warps=t.num_warps,
+        first if dim > width else packed, on.steps(len(own)), RULE=rule, HYPER=hyper, BY_ROW=layout,
+        TABLE=on.DTYPES[table.dtype], ROUND=rounds, SCALED=g.scales is not None, DIM=dim, WIDTH=width, CHUNK=CHUNK,
+        TILE_ROWS=t.rows, TILE_COLUMNS=t.columns,
+        ALIGN=on.alignment([align_of(g, dim, acc), width * table.element_size(), *addresses]), num_warps=t.num_warps,
     )  # fmt: skip
 
 
 @kernel()
 def _update(
-    packed, num_tables, bases, firsts, keys, addresses, scales, starts, chunks, scalars, random_keys, steps,
-    RULE: tl.constexpr, HYPER: tl.constexpr, BY_ROW: tl.constexpr, TABLE: tl.constexpr, ROUND: tl.constexpr,
-    SCALED: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    ALIGN: tl.constexpr,
+    packed, num_tables, bases, firsts, keys, addresses, scales, starts, chunks, scalars, random_keys, begins,
+    steps, RULE: tl.constexpr, HYPER: tl.constexpr, BY_ROW: tl.constexpr, TABLE: tl.constexpr, ROUND: tl.constexpr,
+    SCALED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     ACC: tl.constexpr = chunks.dtype.element_ty
     u = tl.load(firsts) + lanes(TILE_ROWS)
@@ -151,23 +174,28 @@ def _update(
     which = tl.maximum(upper_bound(bases, u * 0, u * 0 + num_tables, number, steps) - 1, 0)
     row = number - tl.load(bases + which)
     column = tl.arange(0, TILE_COLUMNS).to(tl.int64)
+    numbers = packed + (1 + len(BY_ROW)) * num_tables + which
+    own = column[None, :]  # a column's place in the table
     mask = used[:, None] & (column < DIM)[None, :]
-    w_at = rows_at(tl.load(packed + which), row, DIM, TABLE, ALIGN) + column[None, :]
+    if WIDTH < DIM:
+        own = own - tl.load(begins + tl.load(numbers))[:, None]
+        mask = mask & (own >= 0) & (own < WIDTH)
+    w_at = rows_at(tl.load(packed + which), row, WIDTH, TABLE, ALIGN) + own
     w = tl.load(w_at, mask=mask, other=0).to(ACC)
     g = sum_entries(
         addresses, scales, chunks, start, length, column, SCALED, DIM, CHUNK, TILE_ROWS, TILE_COLUMNS, ALIGN
     )
-    at_0 = slot_at(packed, which, num_tables, row, column, 0, BY_ROW, ACC, DIM, ALIGN)
-    at_1 = slot_at(packed, which, num_tables, row, column, 1, BY_ROW, ACC, DIM, ALIGN)
-    at_2 = slot_at(packed, which, num_tables, row, column, 2, BY_ROW, ACC, DIM, ALIGN)
+    at_0 = slot_at(packed, which, num_tables, row, own, 0, BY_ROW, ACC, WIDTH, ALIGN)
+    at_1 = slot_at(packed, which, num_tables, row, own, 1, BY_ROW, ACC, WIDTH, ALIGN)
+    at_2 = slot_at(packed, which, num_tables, row, own, 2, BY_ROW, ACC, WIDTH, ALIGN)
     s_0 = load_slot(at_0, g, used, mask, 0, BY_ROW)
     s_1 = load_slot(at_1, g, used, mask, 1, BY_ROW)
     s_2 = load_slot(at_2, g, used, mask, 2, BY_ROW)
     repeats = length.to(ACC)[:, None]
     w, s_0, s_1, s_2 = apply_rule(w, g, s_0, s_1, s_2, repeats, scalars, column, RULE, HYPER, BY_ROW, DIM)
     if ROUND:
-        random_key = tl.load(random_keys + tl.load(packed + (1 + len(BY_ROW)) * num_tables + which))
-        new = round_stochastically(w, random_bits(random_key, row, column, DIM), TABLE)
+        random_key = tl.load(random_keys + tl.load(numbers))
+        new = round_stochastically(w, random_bits(random_key, row, tl.maximum(own, 0), WIDTH), TABLE)
     else:
         new = rounded(w, TABLE)
     tl.store(w_at, new, mask=mask)
@@ -178,7 +206,7 @@ def _update(
 
 @triton.jit
 def slot_at(
-    packed, which, num_tables, row, column, NTH: tl.constexpr, BY_ROW: tl.constexpr, ACC: tl.constexpr, DIM: tl.constexpr,
+    packed, which, num_tables, row, own, NTH: tl.constexpr, BY_ROW: tl.constexpr, ACC: tl.constexpr, WIDTH: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Pointers to slot NTH of rows; anything for a slot that the rule has not."""
@@ -189,7 +217,7 @@ def slot_at(
         if BY_ROW[NTH]:
             return rows_at(address, row, 1, ACC, 1)
         else:
-            return rows_at(address, row, DIM, ACC, ALIGN) + column[None, :]
+            return rows_at(address, row, WIDTH, ACC, ALIGN) + own
 
 
 @triton.jit

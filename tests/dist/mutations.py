@@ -22,7 +22,7 @@ from funcrec import _exchange as exchange
 from funcrec import _route as routing
 from funcrec import _route_sequence as sequence
 from funcrec import _route_unique as unique
-from funcrec import _sharded, _sharded_dense, _sharded_step
+from funcrec import _column_update, _sharded, _sharded_dense, _sharded_step
 from funcrec._tree import replace
 from funcrec.testing import assert_trees_close
 
@@ -171,7 +171,7 @@ MUTATIONS = {
         _sharded_step, "sync_grads", lambda made: lambda grads, layout: grads, law(trains, "adam", "replicated")
     ),
     "a row's second moment is of its own columns": Mutation(
-        _sharded_step, "column_banks", lambda made: lambda sparse, layout: {}, law(trains, "rowwise_adagrad", "column_wise")
+        _column_update, "column_banks", lambda made: lambda sparse, layout: {}, law(trains, "rowwise_adagrad", "column_wise")
     ),
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ FEATURES = (
 OPTIMIZERS = {
     "adam": lambda: fr.optim.adam(lr=0.01),
     "rowwise_adagrad": lambda: fr.optim.rowwise_adagrad(lr=0.1, weight_decay=0.01),
+    "partial": lambda: fr.optim.partial_rowwise_adam(lr=0.01, weight_decay=0.01),
     "lamb": lambda: fr.optim.lamb(lr=0.01),
     "by_table": lambda: fr.optim.by_table({"b": fr.optim.rowwise_adagrad(lr=0.1)}, default=fr.optim.sgd(0.1)),
     "user": lambda: fr.optim.row_optimizer(
