@@ -116,9 +116,8 @@ def update_banks(
     new_banks, new_slots = dict(tables.banks), dict(slots)
     for turn in range(max([1, *map(len, columns.values())])):
         now = {t: met[t][own[turn]] for t, own in columns.items() if turn < len(own) and own[turn] in met[t]}
-        rest = {
-            t: met[t][own[0]] for t, own in columns.items() if t not in now and own[0] in met[t]
-        }  # named, not updated
+        unmoved = lambda t, b: met[t][b] if b in met[t] else OwnColumns(None, tables.banks[b], slots[b])
+        rest = {t: unmoved(t, own[0]) for t, own in columns.items() if t not in now}  # named, not updated
         mini = {**rest, **now}
         given = ({} if turn else whole(grads)) | {t: r.grads for t, r in now.items() if r.grads is not None}
         own_slots = whole(slots) | {t: r.slots for t, r in mini.items()}

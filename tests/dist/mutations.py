@@ -170,6 +170,12 @@ MUTATIONS = {
     "rows stay on their rank": Mutation(
         _sharded_step, "sync_grads", lambda made: lambda grads, layout: grads, law(trains, "adam", "replicated")
     ),
+    "columns in place: gradients are of the own columns": Mutation(
+        _sharded_step, "whole_banks", lambda made: lambda sparse, layout: (), law(trains, "partial", "column_wise")
+    ),
+    "columns in place: all owners take the first ones": Mutation(
+        _column_update, "first_column", lambda made: lambda *args: 0 * made(*args), law(trains, "partial", "column_wise")
+    ),
     "a row's second moment is of its own columns": Mutation(
         _column_update, "column_banks", lambda made: lambda sparse, layout: {}, law(trains, "rowwise_adagrad", "column_wise")
     ),

@@ -106,8 +106,17 @@ def test_a_coded_step_sends_fewer_bytes(ranks):
         assert not [word for word in HOST_READS if word in code]
 
 
+def test_columns_in_place_cost_whole_cotangents(ranks):
+    """An optimizer that looks at gradients of whole rows adds no exchange: the cotangents of the sums have all columns of their tables."""
+    whole = 2 * 4 + 2 * 5 + 4  # of b rank 0 has two columns, rank 1 three, which are two banks
+    for collectives, _, _, code in ranks(WORLD).run(staged, "partial", plan_of("column_wise"), deadline_s=300):
+        assert [c.kind for c in collectives] == LEAST
+        assert collectives[2].sent_bytes == BAGS * whole * 4
+        assert not [word for word in HOST_READS if word in code]
+
+
 def test_rows_cut_by_columns_travel_at_once(ranks):
-    """An optimizer that looks at whole rows adds two gathers, however many tables are cut by columns: row numbers, and all floats."""
+    """An optimizer that looks at whole rows, here for its weight decay, adds two gathers, however many tables are cut by columns: row numbers, and all floats."""
     plan = plan_of("column_wise")
     for collectives, _, _, code in ranks(WORLD).run(staged, "rowwise_adagrad", plan, deadline_s=300):
         kinds = [c.kind for c in collectives]
