@@ -70,18 +70,15 @@ def tables_in_place(sparse: RowOptimizer, columns: Mapping[str, list[str]], layo
 def whole_banks(sparse: RowOptimizer, layout: Layout) -> tuple[str, ...]:
     """The banks whose cotangents go to every owner with all columns of the row; the same on all ranks."""
     columns = column_banks(sparse, layout)
-    return (
-        () if sparse.is_elementwise else tuple(b for t in tables_in_place(sparse, columns, layout) for b in columns[t])
-    )
+    tables = () if sparse.is_elementwise else tables_in_place(sparse, columns, layout)
+    return tuple(b for t in tables for b in columns[t])
 
 
 def first_column(layout: Layout, bank: int) -> Tensor:
     """i64[]: where the columns begin that this rank holds of a bank's table; 0 where it holds none."""
     firsts = [layout.shards[own[0]].first if own else 0 for own in places(layout, bank)]
-    rank = axis_index(layout.banks[bank].axes)
-    return torch.tensor(firsts, device=rank.device)[rank[None]][
-        0
-    ]  # a number alone for an index would be read on the host
+    rank = axis_index(layout.banks[bank].axes)[None]  # a number alone for an index would be read on the host
+    return torch.tensor(firsts, device=rank.device)[rank][0]
 
 
 def as_tables(banks: Mapping[str, Any], columns: Mapping[str, list[str]]) -> dict[str, Any]:
@@ -113,10 +110,10 @@ def update_banks(
     together = {t: own for t, own in columns.items() if t not in in_place}
     met = {t: {n: OwnColumns.of(n, grads, slots, tables) for n in columns[t]} for t in in_place}
     met |= rows_together(together, grads, slots, tables.banks, layout)
+    unmoved = lambda t, b: met[t][b] if b in met[t] else OwnColumns(None, tables.banks[b], slots[b])
     new_banks, new_slots = dict(tables.banks), dict(slots)
     for turn in range(max([1, *map(len, columns.values())])):
         now = {t: met[t][own[turn]] for t, own in columns.items() if turn < len(own) and own[turn] in met[t]}
-        unmoved = lambda t, b: met[t][b] if b in met[t] else OwnColumns(None, tables.banks[b], slots[b])
         rest = {t: unmoved(t, own[0]) for t, own in columns.items() if t not in now}  # named, not updated
         mini = {**rest, **now}
         given = ({} if turn else whole(grads)) | {t: r.grads for t, r in now.items() if r.grads is not None}

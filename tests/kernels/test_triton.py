@@ -265,6 +265,8 @@ number = torch.tensor(0.1, dtype=torch.float64), torch.tensor(0)
 short = [t.bfloat16() for t in tables]
 kernels.fused_update_(short, [torch.zeros(32)] * 2, d, rows, [offsets], [weights], segments, *number, torch.zeros(2, dtype=torch.int64),
     "rowwise_adagrad", [1e-8, 0.1, 0.0, 0.0])
+kernels.fused_update_(tables, [torch.zeros(32)] * 2, [torch.zeros(16, 192)], rows, [offsets], [weights], segments, *number, None,
+    "rowwise_adagrad", [1e-8, 0.0, 0.0, 0.0], torch.zeros(2, dtype=torch.int64), [128, 128])
 kernels.fused_update_(tables, [torch.zeros(32, 64)] * 4, d, rows, [offsets], [weights], segments, *number, None, "adam", [0.9, 0.999, 1e-8, 0.0])
 counts = torch.ones(3, dtype=torch.int64)
 kernels.take_ranges(weights, counts, counts, 8)
