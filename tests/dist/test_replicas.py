@@ -23,7 +23,7 @@ MESHES = [
     ({"r": 2, "x": 1, "s": 2}, ("s", "r")),
     ({"x": 2, "r": 2, "y": 2}, ("r",)),
 ]
-NAMES = ("adam", "rowwise_adagrad", "by_table", "lamb", "user", "counter", "sgd")
+NAMES = ("adam", "rowwise_adagrad", "partial", "by_table", "lamb", "user", "counter", "sgd")
 
 
 @st.composite
