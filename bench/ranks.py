@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from cases import StepCase
 from contest import MIN_ROUNDS, OURS, Closeness, Setting, differences
+from funcrec.kernels.owners import NOWHERE
 from measure import digits, ratios, spread
 from peers import EPS, LR
 from peers_ranks import torchrec_step
@@ -25,7 +26,8 @@ from steps import DENSE_LR, NUM_DENSE, make_batches, make_model
 import funcrec as fr
 from funcrec import _compile
 from funcrec._jagged import bag_ids
-from funcrec._route import NOWHERE, _owned_rows, lane_bags, routes_of
+from funcrec._route import routes_of
+from funcrec._route_ids import lane_bags, owned_rows
 from funcrec._traffic import collectives_of
 from funcrec._tree import tree_map
 from funcrec.testing import RankPool
@@ -242,10 +244,8 @@ def least_mb(ids: fr.KeyedJaggedTensor, state, model, element_bytes: int) -> flo
         used = [features[x.feature] for x in routes.lanes]
         bags = lane_bags(ids, used)
         per_lane = bags.num_bags // len(used)
-        bag, owner = (
-            bag_ids(bags.offsets, bags.capacity),
-            _owned_rows(bags, per_lane, routes, layout, features) // NOWHERE,
-        )
+        bag = bag_ids(bags.offsets, bags.capacity)
+        owner = owned_rows(bags, used, [layout.shards[x.shard] for x in routes.lanes], layout) // NOWHERE
         dims = torch.tensor([layout.banks[layout.shards[x.shard].bank].dim for x in routes.lanes])
         if not routes.axes:  # copies: every rank needs all others' ids and gradients
             total += (WORLD - 1) * 4 * (len(bag) + per_lane * int(dims.sum()))

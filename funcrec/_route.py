@@ -19,16 +19,13 @@ from funcrec import _primitives as primitives
 from funcrec._codec import Codec, send
 from funcrec._collectives import all_to_all
 from funcrec._configs import FeatureConfig
-from funcrec._hashing import hash_rows
-from funcrec._jagged import JaggedTensor, bag_ids, take_ranges
 from funcrec._keyed_jagged import KeyedJaggedTensor
 from funcrec._layout import Layout
+from funcrec._route_ids import is_weighted_mean, read_ids, weight_scales
 from funcrec._rowgrads import Bags, RowGrads
 from funcrec._tree import pytree
 from funcrec.kernels import ops
 from funcrec.kernels.forms import Feature
-
-NOWHERE = 1 << 40  # more than a bank's rows: owner · NOWHERE + row is one number
 
 
 class Lane(NamedTuple):
@@ -58,20 +55,20 @@ class Routes(NamedTuple):
         return tuple(layout.banks[b].dim for b in self.banks)
 
 
-@pytree(static=("num_bags",), optional=("weights", "scales", "own_weights"))
+@pytree(static=("num_bags",), optional=("sent", "weights", "scales", "own_weights"))
 class Routed:
     """What a rank was sent, and where its own ids went.
 
-    rows: i64[n · C], of the banks; -1 where a block is not full. offsets: i64[n · (K · B + 1)], for each sender the boundaries of its slots'
+    rows: i[n · C], of the banks; -1 where a block is not full. offsets: i64[n · (K · B + 1)], for each sender the boundaries of its slots'
     bags. weights: f[n · C]; scales: the same, over the bag's length for weighted means, where there are any. overflow: i64[2], how many own ids found no place, and the capacity that all would have needed. own_offsets: i64[L · B + 1], the bags of this rank's lanes.
-    sent: i64[N], where each id of the lanes stands among the n · C rows that this rank sent; -1 for none. own_weights: f[N].
+    sent: i64[N], where each id of the lanes stands among the n · C rows that this rank sent, -1 for none; if anybody asks. own_weights: f[N].
     """
 
     rows: Tensor
     offsets: Tensor
     overflow: Tensor
     own_offsets: Tensor
-    sent: Tensor
+    sent: Tensor | None = None
     weights: Tensor | None = None
     scales: Tensor | None = None
     own_weights: Tensor | None = None
@@ -82,7 +79,7 @@ class Routed:
         return self.own_offsets[lane * self.num_bags : (lane + 1) * self.num_bags + 1].diff()
 
     def rows_of(self, bank: int, routes: Routes) -> Tensor:
-        """i64[n · C]: the rows that are of that bank, -1 for the others."""
+        """i[n · C]: the rows that are of that bank, -1 for the others."""
         n, k = routes.num_ranks, len(routes.banks)
         room = self.rows.shape[0] // n
         bounds = self.offsets.unflatten(0, (n, -1))
@@ -124,66 +121,48 @@ def _routes(layout: Layout, axes: tuple[str, ...], lanes: Sequence[Lane]) -> Rou
 
 
 def route(
-    ids: KeyedJaggedTensor, routes: Routes, layout: Layout, features: Sequence[FeatureConfig], capacity: int | None
+    ids: KeyedJaggedTensor,
+    routes: Routes,
+    layout: Layout,
+    features: Sequence[FeatureConfig],
+    capacity: int | None,
+    *,
+    placed: bool = True,
 ) -> Routed:
     """This rank's ids, sent to the owners of their rows.
 
-    capacity: C; None for all ids of a rank to one owner, which always suffices.
+    capacity: C; None for all ids of a rank to one owner, which always suffices. placed: whether `sent` is asked for.
     """
     used = [features[x.feature] for x in routes.lanes]
-    bags = lane_bags(ids, used)
-    n, num_lanes, device = routes.num_ranks, len(used), bags.values.device
-    num_bags, capacity_in = bags.num_bags // num_lanes, bags.capacity
-    room = min(capacity, capacity_in) if capacity is not None and routes.axes else capacity_in
-    rows = _owned_rows(bags, num_bags, routes, layout, features)
-    grouped, lengths, _, positions = ops.bucketize(rows, bags.offsets, None, n, NOWHERE)
-    lengths = lengths.unflatten(0, (n, num_lanes, num_bags))
-    counts = lengths.flatten(1).sum(1)
-    before = counts.cumsum(0) - counts
-    within = torch.arange(room, device=device)
-    place = torch.where(within < counts[:, None], before[:, None] + within, capacity_in)
-    blocks = torch.cat([grouped, grouped.new_full((1,), -1)])[place]
-    # an id at position p of those grouped stands at (owner, p - before[owner]) of what is sent
-    owner = torch.div(rows, NOWHERE, rounding_mode="floor").clamp(min=0)
-    inner = positions - before[owner]
-    sent = torch.where((positions >= 0) & (inner < room), owner * room + inner, -1)
-    slots = torch.tensor(routes.slots, device=device)  # [n, K]
-    told = torch.cat([lengths, lengths.new_zeros(n, 1, num_bags)], 1)
-    told = told[torch.arange(n, device=device)[:, None], slots]  # -1 takes the zeros at the end
-    most = max(capacity_in, *(layout.banks[b].rows for b in routes.banks))
-    narrow = torch.int32 if most < 1 << 31 else torch.int64  # half the bytes
-    exchanged = [torch.cat([blocks, told.flatten(1)], 1).to(narrow)]
-    if bags.weights is not None:
-        exchanged.append(_sent_blocks(bags.weights, sent, n, room))
-        if any(_is_weighted_mean(f) for f in used):
+    read = read_ids(ids, used, [layout.shards[x.shard] for x in routes.lanes], layout, placed=placed)
+    weights, n, device = read.bags.weights, routes.num_ranks, ids.values.device
+    room = min(capacity, read.capacity) if capacity is not None and routes.axes else read.capacity
+    most = max(read.capacity, *(layout.banks[b].rows for b in routes.banks))
+    blocks, counts, sent = ops.owner_blocks(
+        read.bags.values,
+        read.bags.offsets,
+        read.lanes,
+        routes.slots,
+        read.num_bags,
+        room,
+        wide=most >= 1 << 31,  # else half the bytes
+        placed=read.is_placed,
+    )
+    exchanged = [blocks]
+    if weights is not None:
+        exchanged.append(_sent_blocks(weights, sent, n, room))
+        if any(map(is_weighted_mean, used)):
             is_wide = any(layout.banks[b].dtype == torch.float64 for b in routes.banks)
-            scales = _scales(bags, used).to(torch.float64 if is_wide else bags.weights.dtype)
+            scales = weight_scales(read.bags, used).to(torch.float64 if is_wide else weights.dtype)
             exchanged.append(_sent_blocks(scales, sent, n, room))
-    both, *weights = all_to_all(tuple(exchanged), routes.axes) if routes.axes else tuple(exchanged)
-    got, their_lengths = both.long().split([room, both.shape[1] - room], 1)
+    both, *theirs = all_to_all(tuple(exchanged), routes.axes) if routes.axes else tuple(exchanged)
+    got, their_lengths = both.split([room, both.shape[1] - room], 1)
     ends = their_lengths.cumsum(1).clamp(max=room)
     offsets = torch.cat([ends.new_zeros(n, 1), ends], 1) + torch.arange(n, device=device)[:, None] * room
     overflow = torch.stack([(counts - room).clamp(min=0).sum(), counts.amax()])
-    weights = [w.flatten() for w in weights] + [None] * (2 - len(weights))
-    return Routed(got.flatten(), offsets.flatten(), overflow, bags.offsets, sent, *weights, bags.weights, num_bags)
-
-
-def lane_of(bags: JaggedTensor, num_lanes: int) -> Tensor:
-    """i64[N]: the lane that each id stands in; the last one for padding."""
-    ends = bags.offsets[:: max(bags.num_bags // num_lanes, 1)][1:num_lanes]
-    return torch.searchsorted(ends.contiguous(), torch.arange(bags.capacity, device=ends.device), right=True)
-
-
-def _is_weighted_mean(feature: FeatureConfig) -> bool:
-    return feature.weighted and feature.pooling == "mean"
-
-
-def _scales(bags: JaggedTensor, features: Sequence[FeatureConfig]) -> Tensor:
-    """f64[N]: what an id's gradient is multiplied by: its weight, over its bag's length for a weighted mean."""
-    bag = bag_ids(bags.offsets, bags.capacity).clamp(max=bags.num_bags - 1)
-    lengths = bags.lengths.clamp(min=1).double()[bag]
-    is_mean = torch.tensor([_is_weighted_mean(f) for f in features], device=bag.device)[lane_of(bags, len(features))]
-    return torch.where(is_mean, bags.weights.double() / lengths, bags.weights.double())
+    theirs = [w.flatten() for w in theirs] + [None] * (2 - len(theirs))
+    sent = sent if read.is_placed else None
+    return Routed(got.flatten(), offsets.flatten(), overflow, read.bounds, sent, *theirs, weights, read.num_bags)
 
 
 def _sent_blocks(x: Tensor, sent: Tensor, n: int, room: int) -> Tensor:
@@ -191,55 +170,6 @@ def _sent_blocks(x: Tensor, sent: Tensor, n: int, room: int) -> Tensor:
     place = torch.where(sent < 0, n * room, sent)
     out = x.new_zeros(n * room + 1, *x.shape[1:])
     return torch.index_put(out, (place,), x)[:-1].unflatten(0, (n, room))
-
-
-def lane_bags(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> JaggedTensor:
-    """The bags of every feature, one feature after the other, cut to its max_length; the buffer itself where nothing has to move."""
-    keys = [f.key for f in features]
-    is_weighted = any(f.weighted for f in features)
-    weights = ids.weights if is_weighted else None
-    if tuple(keys) == ids.keys and all(f.max_length is None for f in features):
-        return _unit_weights(JaggedTensor(ids.values, ids.offsets, weights), features)
-    starts = torch.cat([ids.offsets_for(k)[:-1] for k in keys])
-    cut = lambda lengths, most: lengths if most is None else lengths.clamp(max=most)
-    lengths = [cut(ids.offsets_for(f.key).diff(), f.max_length) for f in features]
-    most = max(keys.count(k) for k in keys)
-    return _unit_weights(take_ranges(ids.values, weights, starts, torch.cat(lengths), ids.capacity * most), features)
-
-
-def _unit_weights(bags: JaggedTensor, features: Sequence[FeatureConfig]) -> JaggedTensor:
-    """The bags with weights of 1 for features that are not weighted."""
-    if bags.weights is None or all(f.weighted for f in features):
-        return bags
-    is_weighted = torch.tensor([f.weighted for f in features], device=bags.values.device)[lane_of(bags, len(features))]
-    return JaggedTensor(bags.values, bags.offsets, torch.where(is_weighted, bags.weights, 1))
-
-
-def _owned_rows(
-    bags: JaggedTensor, num_bags: int, routes: Routes, layout: Layout, features: Sequence[FeatureConfig]
-) -> Tensor:
-    """i64[N]: owner · NOWHERE + row of the owner's bank, for every id; -1 where there is no such row."""
-    shapes, device = dict(layout.shapes), bags.values.device
-    shards = [layout.shards[x.shard] for x in routes.lanes]
-    most = max(len(s.ranks) for s in shards)
-    wide = lambda xs: [*xs, *[0] * (most - len(xs))]
-    lane = lane_of(bags, len(shards))
-    of_lane = lambda numbers: torch.tensor(numbers, dtype=torch.int64, device=device)[lane]
-    rows = bags.values.long()
-    for how in {(features[x.feature].hash, shapes[s.table][0]) for x, s in zip(routes.lanes, shards, strict=True)}:
-        if how[0] is not None:
-            mine = [
-                (features[x.feature].hash, shapes[s.table][0]) == how for x, s in zip(routes.lanes, shards, strict=True)
-            ]
-            rows = torch.where(of_lane(mine).bool(), hash_rows(bags.values, *how).long(), rows)
-    is_row = (rows >= 0) & (rows < of_lane([shapes[s.table][0] for s in shards]))
-    rows = torch.where(is_row, rows, 0)
-    part = of_lane([s.part for s in shards])
-    which = torch.div(rows, part, rounding_mode="floor")
-    flat = lane * most + which
-    owner = torch.tensor([wide(s.ranks) for s in shards], device=device).flatten()[flat]
-    start = torch.tensor([wide(s.starts) for s in shards], device=device).flatten()[flat]
-    return torch.where(is_row, owner * NOWHERE + rows - which * part + start, -1)
 
 
 # -- pooled at the owner -----------------------------------------------------------------------------------------

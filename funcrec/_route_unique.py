@@ -18,11 +18,13 @@ from funcrec._collectives import all_to_all
 from funcrec._configs import FeatureConfig
 from funcrec._keyed_jagged import KeyedJaggedTensor
 from funcrec._layout import Layout
-from funcrec._route import NOWHERE, Routes, _owned_rows, lane_bags, lane_of
+from funcrec._route import Routes
+from funcrec._route_ids import lane_bags, lane_of, owned_rows
 from funcrec._route_sequence import lane_places
 from funcrec._rowgrads import Bags, Entries, RowGrads
 from funcrec._tree import pytree
 from funcrec.kernels.forms import Feature
+from funcrec.kernels.owners import NOWHERE
 
 
 @pytree(static=("num_bags",), optional=("own_weights",))
@@ -69,11 +71,12 @@ def route_rows(
     num_bags, device = bags.num_bags // len(used), bags.values.device
     room = bags.capacity if capacity is None else min(capacity, bags.capacity)
     is_id = torch.arange(bags.capacity, device=device) < bags.offsets[-1]
-    owned = torch.where(is_id, _owned_rows(bags, num_bags, routes, layout, features), -1)
+    shards = [layout.shards[x.shard] for x in routes.lanes]
+    owned = torch.where(is_id, owned_rows(bags, used, shards, layout), -1)
     # owner · total + start of the bank + row: small numbers are sorted faster
     starts = [sum(layout.banks[b].rows for b in banks[:k]) for k in range(len(banks) + 1)]
     total = starts.pop()
-    of_lane = torch.tensor([starts[banks.index(layout.shards[x.shard].bank)] for x in routes.lanes], device=device)
+    of_lane = torch.tensor([starts[banks.index(s.bank)] for s in shards], device=device)
     owner = torch.div(owned, NOWHERE, rounding_mode="floor")
     numbers = owner * total + of_lane[lane_of(bags, len(used))] + owned % NOWHERE
     ordered, order = torch.sort(torch.where(owned < 0, n * total, numbers), stable=True)

@@ -112,10 +112,12 @@ class ShardedTables:
         parts: list[dict[int, Tensor]] = [{} for _ in pooled]
         exchanges = []
         for routes in routes_of(self.layout, pooled):
-            to_owners = route_rows if self.dedup and routes.axes else route
-            routed = to_owners(ids, routes, self.layout, pooled, self.capacity)
+            if self.dedup and routes.axes:
+                routed = route_rows(ids, routes, self.layout, pooled, self.capacity)
+            else:
+                routed = route(ids, routes, self.layout, pooled, self.capacity, placed=self.exact)
             exchanges.append(routed)
-            if self.exact or to_owners is route_rows:
+            if self.exact or isinstance(routed, RoutedRows):
                 lanes = fetch(banks, routed, routes, self.layout, pooled, implementation, self.codec)
             else:
                 lanes = combine(

@@ -81,6 +81,23 @@ RULES = {
 }
 
 
+class Owners(NamedTuple):
+    """Where the ids of a feature go: row r < num_rows lies on ranks[r // part], as its row r % part + starts[r // part].
+
+    first_bag, max_length: as in Feature. part · len(ranks) >= num_rows.
+    """
+
+    first_bag: int
+    max_length: int
+    num_rows: int
+    part: int
+    ranks: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    def flat(self) -> list[int]:
+        return [*self[:4], len(self.ranks), *self.ranks, *self.starts]
+
+
 def flatten(records: Sequence[NamedTuple]) -> list[int]:
     return [int(x) for record in records for x in record]
 
@@ -91,6 +108,16 @@ def features_of(flat: Sequence[int]) -> list[Feature]:
 
 def segments_of(flat: Sequence[int]) -> list[Segment]:
     return [Segment(*flat[i : i + 8], bool(flat[i + 8]), flat[i + 9]) for i in range(0, len(flat), 10)]
+
+
+def owners_of(flat: Sequence[int]) -> list[Owners]:
+    found, at = [], 0
+    while at < len(flat):
+        first, last = at + 5, at + 5 + flat[at + 4]
+        end = 2 * last - first
+        found.append(Owners(*flat[at : at + 4], tuple(flat[first:last]), tuple(flat[last:end])))
+        at = end
+    return found
 
 
 def width_of(features: Sequence[Feature], tables: Sequence[Tensor]) -> int:

@@ -29,6 +29,7 @@ SCHEMAS = {
     "take_ranges": "(Tensor values, Tensor starts, Tensor lengths, SymInt capacity) -> (Tensor, Tensor)",
     "take_ranges_transpose": "(Tensor d, Tensor starts, Tensor lengths, SymInt num_values) -> Tensor",
     "bucketize": "(Tensor rows, Tensor offsets, Tensor? weights, int num_shards, int block) -> (Tensor, Tensor, Tensor, Tensor)",
+    "owner_blocks": "(Tensor ids, Tensor offsets, int[] lanes, int[] slots, int num_bags, int num_ranks, SymInt room, bool wide, bool placed) -> (Tensor, Tensor, Tensor)",
     "to_padded": "(Tensor values, Tensor offsets, SymInt max_length, Scalar fill) -> Tensor",
     "from_padded": "(Tensor padded, Tensor offsets, SymInt capacity) -> Tensor",
 }
@@ -75,6 +76,12 @@ def _bucketize(rows, offsets, weights, num_shards, block):
     return torch.empty_like(rows), lengths, moved, torch.empty_like(rows, dtype=torch.int64)
 
 
+def _owner_blocks(ids, offsets, lanes, slots, num_bags, num_ranks, room, wide, placed):
+    columns = room + len(slots) // max(num_ranks, 1) * num_bags
+    blocks = ids.new_empty((num_ranks, columns), dtype=torch.int64 if wide else torch.int32)
+    return blocks, *(ids.new_empty(n, dtype=torch.int64) for n in (num_ranks, ids.shape[0] if placed else 0))
+
+
 FAKES: dict[str, Callable] = {
     "pooled_lookup": _pooled_lookup,
     "pooled_lookup_weights": lambda d_out, tables, rows, offsets, weights, features: torch.empty_like(weights),
@@ -88,6 +95,7 @@ FAKES: dict[str, Callable] = {
     "take_ranges": _take_ranges,
     "take_ranges_transpose": lambda d, starts, lengths, num_values: d.new_empty((num_values, *d.shape[1:])),
     "bucketize": _bucketize,
+    "owner_blocks": _owner_blocks,
     "to_padded": lambda values, offsets, max_length, fill: values.new_empty(
         (offsets.shape[0] - 1, max_length, *values.shape[1:])
     ),

@@ -10,6 +10,7 @@
     take_ranges              ranges of a buffer one after the other, and take_ranges_transpose
     to_padded, from_padded   bags as a padded block and back: each other's transposes
     bucketize                ids by the shard that owns them
+    owner_blocks             the same of many tables, as blocks of one size for each rank, with the lengths of the bags
 
 with s_i the id's weight, or 1, over the bag's length for a mean. Every implementation keeps four rules:
  - a row outside [0, R) is never read or written: it counts as a row of zeros and gets no gradient;
@@ -27,10 +28,10 @@ from contextvars import ContextVar
 
 import torch
 from funcrec.kernels import library
-from funcrec.kernels.forms import RULES, Feature, Rule, Segment, Terms, accumulation_dtype, flatten
+from funcrec.kernels.forms import RULES, Feature, Owners, Rule, Segment, Terms, accumulation_dtype, flatten
 from torch import Tensor
 
-__all__ = ["RULES", "Feature", "Rule", "Segment", "Terms", "accumulation_dtype"]
+__all__ = ["RULES", "Feature", "Owners", "Rule", "Segment", "Terms", "accumulation_dtype"]
 
 IMPLEMENTATIONS = tuple(library.MODULES)
 _DEVICES = {"cpu": "cpp", "cuda": "triton"}
@@ -202,6 +203,36 @@ def bucketize(
       went, -1 for one that nobody owns. Behind the last row zeros.
     """
     return _of("bucketize", implementation, rows)(rows, offsets, weights, num_shards, block)
+
+
+def owner_blocks(
+    ids: Tensor,
+    offsets: Tensor,
+    lanes: Sequence[Owners],
+    slots: Sequence[Sequence[int]],
+    num_bags: int,
+    room: int,
+    *,
+    wide: bool = False,
+    placed: bool = False,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a rank sends to each of n ranks: the rows of its ids there, lane by lane and bag by bag, and the bags' lengths.
+
+    Args:
+      ids: i[N], and offsets, i[M + 1], their bags; lane l reads `num_bags` of them from lanes[l].first_bag on.
+      slots: for each of the n ranks, equally many lanes, those that it is told of (each at most once); -1 for none.
+      room: C, the rows that a rank can be sent; those beyond are counted and left out.
+      wide: i64, not i32, of what is sent: the caller's word that rows and lengths fit.
+      placed: whether to say where each id went: no two lanes then read the same id.
+
+    Returns: [n, C + K · B], C rows (of the owner's bank, -1 where there are fewer), then B lengths for each of K slots, of
+      all rows and not only those sent; i64[n], how many rows each rank owns; i64[N], the place among the n · C of each id,
+      -1 for none, or [0] if not `placed`. An id outside its table is nobody's.
+    """
+    flat, told = [n for x in lanes for n in x.flat()], [n for x in slots for n in x]
+    call = _of("owner_blocks", implementation, ids)
+    return call(ids, offsets, flat, told, num_bags, len(slots), room, wide, placed)
 
 
 def to_padded(

@@ -10,16 +10,19 @@ from typing import NamedTuple
 
 import torch
 from funcrec.kernels.forms import Feature, Segment, accumulation_dtype, features_of, is_padded, segments_of, widest
+from funcrec.kernels.owners import blocks_by
 from funcrec.kernels.reference_jagged import bucketize, from_padded, take_ranges, take_ranges_transpose, to_padded
 from torch import Tensor
 
 __all__ = [
-    "bucketize", "coalesce", "expand", "from_padded", "gather_rows", "pooled_lookup", "pooled_lookup_weights",
+    "bucketize", "coalesce", "expand", "from_padded", "gather_rows", "owner_blocks", "pooled_lookup", "pooled_lookup_weights",
     "scatter_rows", "take_ranges", "take_ranges_transpose", "to_padded",
 ]  # fmt: skip
 
 UNROLL_MAX = 16  # bags of at most so many ids are summed term by term, which Inductor fuses into what reads the sum
 
+
+owner_blocks = blocks_by(take_ranges, bucketize)
 
 # -- pooled lookup -----------------------------------------------------------------------------------------------
 

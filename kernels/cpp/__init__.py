@@ -3,6 +3,7 @@
 from funcrec.kernels.cpp._generate import UnsupportedError as UnsupportedError
 from funcrec.kernels.cpp._jagged import bucketize as bucketize
 from funcrec.kernels.cpp._jagged import from_padded as from_padded
+from funcrec.kernels.cpp._jagged import owner_blocks as owner_blocks
 from funcrec.kernels.cpp._jagged import take_ranges as take_ranges
 from funcrec.kernels.cpp._jagged import take_ranges_transpose as take_ranges_transpose
 from funcrec.kernels.cpp._jagged import to_padded as to_padded

@@ -90,6 +90,31 @@ def bucketize(
     return out, lengths, moved, positions
 
 
+def owner_blocks(
+    ids: Tensor,
+    offsets: Tensor,
+    lanes: list[int],
+    slots: list[int],
+    num_bags: int,
+    num_ranks: int,
+    room: int,
+    wide: bool,
+    placed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What each rank is sent, i[n, C + K * B], how many rows it owns, i64[n], and where each id went, i64[N] (csrc/owners.h)."""
+    ids, offsets = ids.contiguous(), offsets.contiguous()
+    columns = room + len(slots) // max(num_ranks, 1) * num_bags
+    blocks = empty((num_ranks, columns), torch.int64 if wide else torch.int32)
+    counts = torch.empty(num_ranks, dtype=torch.int64)
+    places = torch.empty(ids.shape[0] if placed else 0, dtype=torch.int64)
+    call(
+        "owner_blocks",
+        [*vector(ids), *vector(offsets), len(lanes), *lanes, len(slots), *slots, num_bags, num_ranks, room,
+         *matrix(blocks), counts.data_ptr(), placed, places.data_ptr()],
+    )  # fmt: skip
+    return blocks, counts, places
+
+
 def _bytes(x: Tensor, dims: int = 1) -> int:
     """Bytes of one position of x, whose first `dims` dimensions count positions."""
     return x.itemsize * x.shape[dims:].numel()

@@ -2,6 +2,7 @@
 #include "abi.h"
 #include "jagged.h"
 #include "lookup.h"
+#include "owners.h"
 #include "parallel.h"
 #include "rows.h"
 #include "update.h"
@@ -39,6 +40,7 @@ FUNCREC_ENTRY(take_ranges_transpose)
 FUNCREC_ENTRY(to_padded)
 FUNCREC_ENTRY(from_padded)
 FUNCREC_ENTRY(bucketize)
+FUNCREC_ENTRY(owner_blocks)
 FUNCREC_ENTRY(fused_update)
 FUNCREC_ENTRY(write_out)
 

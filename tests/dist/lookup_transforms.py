@@ -11,6 +11,7 @@ from transforms import direction
 
 import funcrec as fr
 from funcrec import _route as routing
+from funcrec._route_ids import lane_bags
 from funcrec import _sharded
 from funcrec._sharding import _stack_bags
 from funcrec._tree import replace, tree_map
@@ -119,7 +120,7 @@ def route_program(layout, mine):
         for r in range(len(mine)):
             blocks = []
             for s, ids in enumerate(mine):
-                bags = routing.lane_bags(replace(ids, weights=x["weights"][s]), used)
+                bags = lane_bags(replace(ids, weights=x["weights"][s]), used)
                 sent = [bags.weights[i] for i in range(int(bags.offsets[-1])) if owner(layout, used, bags, i) == r]
                 blocks += [*sent, *[bags.weights.new_zeros(())] * (bags.capacity - len(sent))]
             out.append(torch.stack(blocks))
@@ -188,7 +189,10 @@ def scaled(x, v, mean):
 
 
 def inner(x, y):
-    return sum((a * b).sum() for a, b in zip(torch.utils._pytree.tree_leaves(x), torch.utils._pytree.tree_leaves(y), strict=True))
+    return sum(
+        (a * b).sum()
+        for a, b in zip(torch.utils._pytree.tree_leaves(x), torch.utils._pytree.tree_leaves(y), strict=True)
+    )
 
 
 def mean_of_ranks(v):
@@ -214,7 +218,10 @@ TRANSFORMS = {
     ),
     "jvp_grad": ("x", lambda f, x, t: [torch.func.jvp(torch.func.grad(scalar(f)), (x,), (t,))[1]]),
     "grad_grad": ("x", lambda f, x, t: [torch.func.grad(lambda x: inner(torch.func.grad(scalar(f))(x), t))(x)]),
-    "hessian": ("y", lambda f, x, t: torch.func.hessian(lambda v: scalar(f)(scaled(x, v, mean_of_ranks)))(torch.ones(2).double())),
+    "hessian": (
+        "y",
+        lambda f, x, t: torch.func.hessian(lambda v: scalar(f)(scaled(x, v, mean_of_ranks)))(torch.ones(2).double()),
+    ),
 }
 
 
@@ -321,7 +328,9 @@ def compiled_cells(mesh, chosen):
     out = {}
     for key in ("fwd", "grad"):
         fs = {name: mapped(m, mesh, specs, (key,)) for name, (m, _, specs) in made.items()}
-        results = fr.jit(lambda args, fs=fs: {name: f(*args[name]) for name, f in fs.items()})({n: m[1] for n, m in made.items()})
+        results = fr.jit(lambda args, fs=fs: {name: f(*args[name]) for name, f in fs.items()})(
+            {n: m[1] for n, m in made.items()}
+        )
         out["jit" if key == "fwd" else "jit_grad"] = {
             n: on_all_ranks(made[n][0], mesh, r)[key] for n, r in results.items()
         }

@@ -1,6 +1,6 @@
 """Rules of collectives, exchanges, sharded lookups and steps, each changed in turn: some law must turn red. The tests use the same table.
 
-    .venv/bin/python tests/dist/mutations.py
+.venv/bin/python tests/dist/mutations.py
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from transforms import DENSE, cells, dense_transforms, values
 import funcrec as fr
 from funcrec import _exchange as exchange
 from funcrec import _route as routing
+from funcrec import _route_ids as route_ids
 from funcrec import _route_sequence as sequence
 from funcrec import _route_unique as unique
 from funcrec import _column_update, _sharded, _sharded_dense, _sharded_step
@@ -50,7 +51,9 @@ def is_map(name, n=4):
 def looks_up(name):
     """A sharded lookup, and every transform of it, is the plain one."""
     axes = {"x": 2}
-    assert_trees_close(lookups.cells(fr.Mesh.emulated(**axes), name), lookups.wanted(axes, name), rtol=1e-12, atol=1e-12)
+    assert_trees_close(
+        lookups.cells(fr.Mesh.emulated(**axes), name), lookups.wanted(axes, name), rtol=1e-12, atol=1e-12
+    )
 
 
 def has_bits(kind):
@@ -102,8 +105,8 @@ def _dropped(name, wrong):
 
 
 def _elsewhere(made):
-    """Ids sent to the rank before their owner."""
-    return lambda *args: (lambda x: torch.where(x < 0, x, (x + routing.NOWHERE) % (2 * routing.NOWHERE)))(made(*args))
+    """Ids sent to the rank of the two that does not own them."""
+    return lambda *args: (lambda x: x._replace(ranks=tuple(1 - r for r in x.ranks)))(made(*args))
 
 
 def _late(made):
@@ -142,7 +145,7 @@ MUTATIONS = {
     "copies keep their own gradients": Mutation(
         _sharded, "sync_grads", lambda made: lambda grads, layout: grads, law(has_bits, "replicated")
     ),
-    "ids go to another rank": Mutation(routing, "_owned_rows", _elsewhere, law(has_bits, "row_wise")),
+    "ids go to another rank": Mutation(route_ids, "owners_at", _elsewhere, law(has_bits, "row_wise")),
     "a lane begins one id late": Mutation(
         sequence, "lane_places", lambda made: lambda *args: made(*args).roll(1, -1), law(has_bits, "row_wise")
     ),

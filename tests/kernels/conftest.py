@@ -91,7 +91,8 @@ def device(implementation) -> str:
 def ask(implementation, device):
     """ask(name, *args): ops.<name> on the implementation's own device; the answer is on the CPU."""
     move = lambda x, to: tree_map(lambda y: y.to(to) if isinstance(y, Tensor) else y, x)
-    return lambda name, *args: move(getattr(ops, name)(*move(args, device), implementation=implementation), "cpu")
+    call = lambda name, *args, **how: getattr(ops, name)(*move(args, device), **how, implementation=implementation)
+    return lambda *args, **how: move(call(*args, **how), "cpu")
 
 
 # -- of Triton's own tests ---------------------------------------------------------------------------------------

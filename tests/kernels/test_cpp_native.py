@@ -69,6 +69,9 @@ def all_outputs() -> list:
         padded,
         cpp.from_padded(padded, bags, 1500),
         *cpp.bucketize(ids, many, torch.randn(ids.shape[0], generator=torch.Generator().manual_seed(1)), 7, 8),
+        *cpp.owner_blocks(
+            ids, many, [0, 0, 50, 17, 3, 1, 0, 2, 0, 1, 2], [0, 0, 0], many.shape[0] - 1, 3, 900, False, True
+        ),
     ]
 
 
@@ -240,6 +243,10 @@ for at_end in (True, False):
     wild = guarded(torch.tensor([-3, 49, 2**62, 0]), at_end)
     cpp.take_ranges_transpose(guarded(torch.rand(20, 5), at_end), wild, guarded(torch.tensor([5, 9, 4, 60]), at_end), 50)
     cpp.bucketize(rows, guarded(torch.tensor([-3, 900, 7, 2**40]), at_end), weights, 3, 2**30)
+    bounds = guarded(torch.tensor([-3, 900, 7, 2**40, 1, 40, 900]), at_end)
+    for room in (0, 7, 400):
+        lanes = [0, 0, 2**40, 2**39, 2, 1, 0, 5, 0, 3, 9, 2**40, 2**40, 1, 1, 0]
+        cpp.owner_blocks(rows, bounds, lanes, [0, 1, 1, 0], 3, 2, room, True, room == 7)
 print("alive")
 """
 
@@ -299,6 +306,7 @@ def test_nothing_at_all_is_fine():
     assert cpp.to_padded(torch.ones(0, 2), offsets, 2, 7.0).eq(7).all()
     assert cpp.from_padded(torch.ones(3, 0, 2), offsets, 2).eq(0).all()
     assert [x.numel() for x in cpp.bucketize(none, offsets, None, 2, 5)] == [0, 6, 0, 0]
+    assert [x.tolist() for x in cpp.owner_blocks(none, offsets, [], [], 3, 1, 2, False, True)] == [[[-1, -1]], [0], []]
 
 
 def test_importing_funcrec_loads_no_object():

@@ -21,7 +21,7 @@ F32, F64, I64 = torch.float32, torch.float64, torch.int64
 MAPPED = {  # the numbers of the arguments, and of their members, that vmap gets a batch of
     "pooled_lookup": [(0, 0), (1, 0), (3, None)], "pooled_lookup_weights": [(0, None), (1, 1)], "gather_rows": [(0, None)],
     "scatter_rows": [(0, None), (3, None)], "expand": [(0, 0), (3, 0)], "coalesce": [(0, 0), (1, 0)],
-    "fused_update": [(0, 0), (1, 0), (2, 0), (7, None)], "take_ranges": [(0, None)], "take_ranges_transpose": [(0, None)], "bucketize": [(2, None), (0, None)],
+    "fused_update": [(0, 0), (1, 0), (2, 0), (7, None)], "take_ranges": [(0, None)], "take_ranges_transpose": [(0, None)], "bucketize": [(2, None), (0, None)], "owner_blocks": [(0, None)],
     "to_padded": [(0, None)], "from_padded": [(0, None)],
 }  # fmt: skip
 
@@ -49,6 +49,17 @@ def samples(dim: int = 4, num_rows: int = 9) -> dict[str, tuple]:
         "take_ranges": (tables[1], offsets[1:4], torch.tensor([2, 0, 3]), 7),
         "take_ranges_transpose": (floats(7, dim, 2), offsets[1:4], torch.tensor([2, 0, 3]), num_rows),
         "bucketize": (rows, offsets, weights, 3, 4),
+        "owner_blocks": (
+            rows,
+            offsets,
+            [0, 0, 9, 5, 2, 1, 0, 0, 3, 2, 2, 7, 7, 1, 0, 4],
+            [0, 1, -1, 0],
+            2,
+            2,
+            6,
+            False,
+            True,
+        ),
         "to_padded": (tables[1], offsets[:3], 3, 0.5),
         "from_padded": (floats(2, 4, dim), offsets[:3], 9),
     }
@@ -122,6 +133,10 @@ def huge(name: str) -> tuple[tuple, list[tuple]]:
         "take_ranges": ((weights, offsets[1:], offsets[1:], n + 1), [(n + 1,), (many + 1,)]),
         "take_ranges_transpose": ((empty(n, 64), offsets[1:], offsets[1:], n + 1), [(n + 1, 64)]),
         "bucketize": ((rows[0], offsets, weights, 16, 2**29), [(n,), (16 * many,), (n,), (n,)]),
+        "owner_blocks": (
+            (rows[0], offsets, [0, 0, 9, 9, 1, 0, 0], [0], many, 1, n, False, True),
+            [(1, n + many), (1,), (n,)],
+        ),
         "to_padded": ((empty(n, 64), offsets, 9, 0.0), [(many, 9, 64)]),
         "from_padded": ((empty(many, 9, 64), offsets, n), [(n, 64)]),
     }[name]
