@@ -221,17 +221,21 @@ inline void from_padded(Reader in) {
 
 // -- bucketize --------------------------------------------------------------------------------------------------------
 
-// row -> its shard, -1 for nobody. A quotient by multiplication is off by one at most: shards are fewer than 2^31.
+// row -> its shard, -1 for nobody. Rows below 2^32: exact with 64 bits of 1 / block. Else a quotient by multiplication is off by
+// one at most: shards are fewer than 2^31.
 struct Owner {
   int64_t block, num_shards;
   uint64_t end;  // rows of all shards
+  uint64_t scale = 0;  // 2^64 / block, rounded up
   double inverse;
   Owner(int64_t block, int64_t num_shards) : block(block), num_shards(num_shards), inverse(1.0 / double(block)) {
     const int64_t most = std::numeric_limits<int64_t>::max();
     end = num_shards > 0 && block > most / num_shards ? most : block * num_shards;
+    if (end <= uint64_t(1) << 32 && block > 1) scale = ~uint64_t(0) / uint64_t(block) + 1;
   }
   int64_t operator()(int64_t row) const {
     if (uint64_t(row) >= end) return -1;
+    if (scale) return int64_t((unsigned __int128)(uint64_t(row)) * scale >> 64);
     int64_t shard = int64_t(double(row) * inverse);
     const int64_t rest = row - shard * block;
     return shard + (rest >= block) - (rest < 0);

@@ -64,18 +64,22 @@ template <class I, class O>
 void write_parts(const OwnerBlocks& to, const OwnedLane& lane, Range bags, int64_t* next, const int64_t*) {
   const I* ids = to.ids.as<I>();
   O* const blocks = to.blocks.as<O>();
+  const Owner owner = lane.owner;  // what is written below could be any of these, for all that a compiler knows
+  const OwnedPart* const parts = lane.parts.data();
+  int64_t* const places = to.places;
+  const int64_t room = to.room, stride = to.blocks.stride;
   for (int64_t b = bags.begin; b < bags.end; b++) {
     const Range r = to.bag_of(lane, b);
     for (int64_t i = r.begin; i < r.end; i++) {
-      const int64_t row = ids[i], part = lane.owner(row);
+      const int64_t row = ids[i], part = owner(row);
       if (part < 0) continue;
-      const OwnedPart& p = lane.parts[part];
+      const OwnedPart p = parts[part];
       const int64_t place = next[p.rank]++;
-      O* block = blocks + p.rank * to.blocks.stride;
+      O* block = blocks + p.rank * stride;
       if (p.told >= 0) block[p.told + b]++;
-      if (place >= to.room) continue;
+      if (place >= room) continue;
       block[place] = O(row + p.shift);
-      if (to.places) to.places[i] = p.rank * to.room + place;
+      if (places) places[i] = p.rank * room + place;
     }
   }
 }
