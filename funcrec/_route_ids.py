@@ -41,27 +41,35 @@ def read_ids(
     ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shards: Sequence[Shard], layout: Layout, *, placed: bool
 ) -> ReadIds:
     """Of ids that nobody asks for again nothing is moved: lanes read them, and cut them, where they are."""
-    hows = {(f.hash, dict(layout.shapes)[s.table][0]) for f, s in zip(features, shards, strict=True)}
+    shapes = dict(layout.shapes)
+    num_rows = [shapes[s.table][0] for s in shards]
+    hows = {(f.hash, n) for f, n in zip(features, num_rows, strict=True)}
     is_weighted = any(f.weighted for f in features)
     if placed or is_weighted or (len(hows) > 1 and any(f.hash for f in features)):
         bags = lane_bags(ids, features)
         num_bags = bags.num_bags // len(features)
-        lanes = [owners_at(i * num_bags, 0, s, layout) for i, s in enumerate(shards)]
-        bags = replace(bags, values=hashed(bags, features, shards, layout))
+        lanes = lanes_of(shards, num_rows, num_bags)
+        bags = replace(bags, values=hashed(bags, features, num_rows))
         return ReadIds(bags, lanes, num_bags, bags.capacity, bags.offsets, placed or is_weighted)
     ranges = [ids.bag_range(f.key) for f in features]
-    lanes = [owners_at(a, f.max_length or 0, s, layout) for (a, _), f, s in zip(ranges, features, shards, strict=True)]
+    lanes = [
+        owners_at(first, f.max_length or 0, s, n)
+        for (first, _), f, s, n in zip(ranges, features, shards, num_rows, strict=True)
+    ]
     keys = [f.key for f in features]
     bounds = ids.offsets if _is_in_order(ids, features) else _offsets_of(torch.cat(_lengths(ids, features)))
     capacity = ids.capacity * max(keys.count(k) for k in keys)
-    num_rows = dict(layout.shapes)[shards[0].table][0]
-    bags = JaggedTensor(hash_rows(ids.values, features[0].hash, num_rows), ids.offsets)
+    bags = JaggedTensor(hash_rows(ids.values, features[0].hash, num_rows[0]), ids.offsets)
     return ReadIds(bags, lanes, ranges[0][1] - ranges[0][0], capacity, bounds, False)
 
 
-def owners_at(first_bag: int, max_length: int, shard: Shard, layout: Layout) -> Owners:
-    """A lane that reads the bags from `first_bag` on."""
-    num_rows = dict(layout.shapes)[shard.table][0]
+def lanes_of(shards: Sequence[Shard], num_rows: Sequence[int], num_bags: int) -> list[Owners]:
+    """Lanes that read their bags one lane after the other."""
+    return [owners_at(i * num_bags, 0, s, n) for i, (s, n) in enumerate(zip(shards, num_rows, strict=True))]
+
+
+def owners_at(first_bag: int, max_length: int, shard: Shard, num_rows: int) -> Owners:
+    """A lane that reads the bags from `first_bag` on; num_rows: of its table."""
     return Owners(first_bag, max_length, num_rows, shard.part, shard.ranks, shard.starts)
 
 
@@ -69,15 +77,15 @@ def owned_rows(
     bags: JaggedTensor, features: Sequence[FeatureConfig], shards: Sequence[Shard], layout: Layout
 ) -> Tensor:
     """i64[N]: owner · NOWHERE + row of the owner's bank, for every id of the lanes' bags; -1 where there is no such row."""
-    num_bags = bags.num_bags // len(features)
-    lanes = [owners_at(i * num_bags, 0, s, layout) for i, s in enumerate(shards)]
-    return owners.owned_rows(hashed(bags, features, shards, layout), bags.offsets, lanes)
+    shapes = dict(layout.shapes)
+    num_rows = [shapes[s.table][0] for s in shards]
+    lanes = lanes_of(shards, num_rows, bags.num_bags // len(features))
+    return owners.owned_rows(hashed(bags, features, num_rows), bags.offsets, lanes)
 
 
-def hashed(bags: JaggedTensor, features: Sequence[FeatureConfig], shards: Sequence[Shard], layout: Layout) -> Tensor:
+def hashed(bags: JaggedTensor, features: Sequence[FeatureConfig], num_rows: Sequence[int]) -> Tensor:
     """i[N]: the rows of the ids of the lanes' bags in their tables, hashed where a feature says so."""
-    shapes, rows = dict(layout.shapes), bags.values
-    hows = [(f.hash, shapes[s.table][0]) for f, s in zip(features, shards, strict=True)]
+    rows, hows = bags.values, [(f.hash, n) for f, n in zip(features, num_rows, strict=True)]
     for how in {x for x in hows if x[0] is not None}:
         mine = torch.tensor([x == how for x in hows], device=rows.device)[lane_of(bags, len(hows))]
         rows = torch.where(mine, hash_rows(bags.values, *how), rows)

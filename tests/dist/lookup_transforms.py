@@ -189,10 +189,7 @@ def scaled(x, v, mean):
 
 
 def inner(x, y):
-    return sum(
-        (a * b).sum()
-        for a, b in zip(torch.utils._pytree.tree_leaves(x), torch.utils._pytree.tree_leaves(y), strict=True)
-    )
+    return sum((a * b).sum() for a, b in zip(torch.utils._pytree.tree_leaves(x), torch.utils._pytree.tree_leaves(y), strict=True))
 
 
 def mean_of_ranks(v):
@@ -218,10 +215,7 @@ TRANSFORMS = {
     ),
     "jvp_grad": ("x", lambda f, x, t: [torch.func.jvp(torch.func.grad(scalar(f)), (x,), (t,))[1]]),
     "grad_grad": ("x", lambda f, x, t: [torch.func.grad(lambda x: inner(torch.func.grad(scalar(f))(x), t))(x)]),
-    "hessian": (
-        "y",
-        lambda f, x, t: torch.func.hessian(lambda v: scalar(f)(scaled(x, v, mean_of_ranks)))(torch.ones(2).double()),
-    ),
+    "hessian": ("y", lambda f, x, t: torch.func.hessian(lambda v: scalar(f)(scaled(x, v, mean_of_ranks)))(torch.ones(2).double())),
 }
 
 
@@ -328,9 +322,7 @@ def compiled_cells(mesh, chosen):
     out = {}
     for key in ("fwd", "grad"):
         fs = {name: mapped(m, mesh, specs, (key,)) for name, (m, _, specs) in made.items()}
-        results = fr.jit(lambda args, fs=fs: {name: f(*args[name]) for name, f in fs.items()})(
-            {n: m[1] for n, m in made.items()}
-        )
+        results = fr.jit(lambda args, fs=fs: {name: f(*args[name]) for name, f in fs.items()})({n: m[1] for n, m in made.items()})
         out["jit" if key == "fwd" else "jit_grad"] = {
             n: on_all_ranks(made[n][0], mesh, r)[key] for n, r in results.items()
         }

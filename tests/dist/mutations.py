@@ -1,6 +1,6 @@
 """Rules of collectives, exchanges, sharded lookups and steps, each changed in turn: some law must turn red. The tests use the same table.
 
-.venv/bin/python tests/dist/mutations.py
+    .venv/bin/python tests/dist/mutations.py
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from funcrec import _route_sequence as sequence
 from funcrec import _route_unique as unique
 from funcrec import _column_update, _sharded, _sharded_dense, _sharded_step
 from funcrec._tree import replace
+from funcrec.kernels import ops
 from funcrec.testing import assert_trees_close
 
 TINY = {"rtol": 1e-6, "atol": 1e-6}
@@ -51,9 +52,7 @@ def is_map(name, n=4):
 def looks_up(name):
     """A sharded lookup, and every transform of it, is the plain one."""
     axes = {"x": 2}
-    assert_trees_close(
-        lookups.cells(fr.Mesh.emulated(**axes), name), lookups.wanted(axes, name), rtol=1e-12, atol=1e-12
-    )
+    assert_trees_close(lookups.cells(fr.Mesh.emulated(**axes), name), lookups.wanted(axes, name), rtol=1e-12, atol=1e-12)
 
 
 def has_bits(kind):
@@ -107,6 +106,16 @@ def _dropped(name, wrong):
 def _elsewhere(made):
     """Ids sent to the rank of the two that does not own them."""
     return lambda *args: (lambda x: x._replace(ranks=tuple(1 - r for r in x.ranks)))(made(*args))
+
+
+def _uncounted(made):
+    """Only ids that find room are counted."""
+
+    def owner_blocks(*args, **how):
+        blocks, counts, sent = made(*args, **how)
+        return blocks, counts.clamp(max=args[5]), sent
+
+    return owner_blocks
 
 
 def _late(made):
@@ -164,6 +173,7 @@ MUTATIONS = {
         is_deduplicated,
     ),
     "what does not fit is trained on": Mutation(fr.RowGrads, "where", lambda made: lambda self, condition: self, keeps_state),
+    "ids without room are not counted": Mutation(ops, "owner_blocks", _uncounted, keeps_state),
     "overflow is not counted": Mutation(
         _sharded_step, "joined_overflow", lambda made: lambda grads: torch.zeros(2, dtype=torch.int64), keeps_state
     ),
