@@ -5,6 +5,8 @@
 R rows. An id of a feature without a hash is its row. Floor 2.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,27 @@ def hash_rows(ids: Tensor, hash: Hash | None, num_embeddings: int) -> Tensor:
     a, b = multipliers(hash.seed, ids.device)
     high = shift_right(ids.to(torch.int64) * a + b, 32)
     return shift_right(high * num_embeddings, 32).to(ids.dtype)
+
+
+def hash_lanes(ids: Tensor, lane: Tensor, hows: Sequence[tuple[Hash | None, int]]) -> Tensor:
+    """The rows of the ids i[N] of several features, in one pass: id i by the hash and the num_embeddings of hows[lane[i]].
+
+    Law: hash_lanes(ids, lane, hows)[i] == hash_rows(ids, *hows[lane[i]])[i].
+    """
+    for hash, num_embeddings in hows:
+        if hash is not None:
+            check("funcrec.hash_rows", _problems(ids, hash, num_embeddings))
+    of_lane = lambda numbers: torch.tensor(numbers, device=ids.device)[lane]
+    kinds = [None if hash is None else hash.kind for hash, _ in hows]
+    sizes, rows = of_lane([1 if k is None else n for k, (_, n) in zip(kinds, hows, strict=True)]), ids
+    if "modulo" in kinds:
+        rows = torch.where(of_lane([k == "modulo" for k in kinds]), torch.remainder(ids, sizes.to(ids.dtype)), rows)
+    if "multiply_shift" in kinds:
+        ab = torch.stack([torch.stack(multipliers(hash.seed if hash else 0, ids.device)) for hash, _ in hows])[lane]
+        high = shift_right(ids.to(torch.int64) * ab[:, 0] + ab[:, 1], 32)
+        shifted = shift_right(high * sizes, 32).to(ids.dtype)
+        rows = torch.where(of_lane([k == "multiply_shift" for k in kinds]), shifted, rows)
+    return rows
 
 
 def multipliers(seed: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec._configs import FeatureConfig
-from funcrec._hashing import hash_rows
+from funcrec._configs import FeatureConfig, Hash
+from funcrec._hashing import hash_lanes
 from funcrec._jagged import JaggedTensor, bag_ids, take_ranges
 from funcrec._keyed_jagged import KeyedJaggedTensor
 from funcrec._layout import Layout, Shard
@@ -43,13 +43,15 @@ def read_ids(
     """Of ids that nobody asks for again nothing is moved: lanes read them, and cut them, where they are."""
     shapes = dict(layout.shapes)
     num_rows = [shapes[s.table][0] for s in shards]
-    hows = {(f.hash, n) for f, n in zip(features, num_rows, strict=True)}
+    hows = [(f.hash, n if f.hash else 0) for f, n in zip(features, num_rows, strict=True)]
+    of_key = {f.key: how for f, how in zip(features, hows, strict=True)}
+    is_one_each = ids.strides is None and all(of_key[f.key] == how for f, how in zip(features, hows, strict=True))
     is_weighted = any(f.weighted for f in features)
-    if placed or is_weighted or (len(hows) > 1 and any(f.hash for f in features)):
+    if placed or is_weighted or not is_one_each:
         bags = lane_bags(ids, features)
         num_bags = bags.num_bags // len(features)
         lanes = lanes_of(shards, num_rows, num_bags)
-        bags = replace(bags, values=hashed(bags, features, num_rows))
+        bags = replace(bags, values=hashed(bags, hows))
         return ReadIds(bags, lanes, num_bags, bags.capacity, bags.offsets, placed or is_weighted)
     ranges = [ids.bag_range(f.key) for f in features]
     lanes = [
@@ -59,7 +61,8 @@ def read_ids(
     keys = [f.key for f in features]
     bounds = ids.offsets if _is_in_order(ids, features) else _offsets_of(torch.cat(_lengths(ids, features)))
     capacity = ids.capacity * max(keys.count(k) for k in keys)
-    bags = JaggedTensor(hash_rows(ids.values, features[0].hash, num_rows[0]), ids.offsets)
+    bags = JaggedTensor(ids.values, ids.offsets)
+    bags = replace(bags, values=hashed(bags, [of_key.get(k, (None, 0)) for k in ids.keys]))
     return ReadIds(bags, lanes, ranges[0][1] - ranges[0][0], capacity, bounds, False)
 
 
@@ -80,16 +83,15 @@ def owned_rows(
     shapes = dict(layout.shapes)
     num_rows = [shapes[s.table][0] for s in shards]
     lanes = lanes_of(shards, num_rows, bags.num_bags // len(features))
-    return owners.owned_rows(hashed(bags, features, num_rows), bags.offsets, lanes)
+    hows = [(f.hash, n) for f, n in zip(features, num_rows, strict=True)]
+    return owners.owned_rows(hashed(bags, hows), bags.offsets, lanes)
 
 
-def hashed(bags: JaggedTensor, features: Sequence[FeatureConfig], num_rows: Sequence[int]) -> Tensor:
-    """i[N]: the rows of the ids of the lanes' bags in their tables, hashed where a feature says so."""
-    rows, hows = bags.values, [(f.hash, n) for f, n in zip(features, num_rows, strict=True)]
-    for how in {x for x in hows if x[0] is not None}:
-        mine = torch.tensor([x == how for x in hows], device=rows.device)[lane_of(bags, len(hows))]
-        rows = torch.where(mine, hash_rows(bags.values, *how), rows)
-    return rows
+def hashed(bags: JaggedTensor, hows: Sequence[tuple[Hash | None, int]]) -> Tensor:
+    """i[N]: the rows of the ids in their tables; hows: for equally many bags each, the hash and the height of the table."""
+    if all(hash is None for hash, _ in hows):
+        return bags.values
+    return hash_lanes(bags.values, lane_of(bags, len(hows)), hows)
 
 
 def lane_of(bags: JaggedTensor, num_lanes: int) -> Tensor:

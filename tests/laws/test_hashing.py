@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrec as fr
-from funcrec._hashing import multipliers
+from funcrec._hashing import hash_lanes, multipliers
 from funcrec.testing import assert_trees_close
 
 ANY_I64 = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6)
@@ -44,6 +44,17 @@ def test_i32_and_i64_ids_agree(name, ids, size):
     short, long = (torch.tensor(ids, dtype=d) for d in (torch.int32, torch.int64))
     rows = fr.hash_rows(short, HASHES[name], size)
     assert rows.dtype == torch.int32 and rows.tolist() == fr.hash_rows(long, HASHES[name], size).tolist()
+
+
+@given(st.data(), st.sampled_from([torch.int32, torch.int64]))
+def test_ids_of_several_features_are_hashed_as_each_alone(data, dtype):
+    """hash_lanes gives every id the row that its feature's hash gives it."""
+    hashes = st.sampled_from([None, *HASHES.values()])
+    hows = data.draw(st.lists(st.tuples(hashes, st.integers(1, 2**31 - 1)), min_size=1, max_size=4))
+    ids = torch.tensor(data.draw(ANY_I32 if dtype == torch.int32 else ANY_I64), dtype=dtype)
+    lane = torch.tensor([data.draw(st.integers(0, len(hows) - 1)) for _ in ids], dtype=torch.int64)
+    want = [fr.hash_rows(ids[i], *hows[k]) for i, k in enumerate(lane.tolist())]
+    assert_trees_close(hash_lanes(ids, lane, hows), torch.stack(want) if want else ids)
 
 
 @given(ANY_I64)
