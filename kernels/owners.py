@@ -12,13 +12,17 @@ from torch import Tensor
 NOWHERE = 1 << 40  # more than a rank's rows: owner · NOWHERE + row is one number
 
 
-def blocks_by(take_ranges: Callable, bucketize: Callable) -> Callable:
-    """`owner_blocks` in its flat form, of an implementation's own parts."""
+def integers(values: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def blocks_by(take_ranges: Callable, bucketize: Callable, integers: Callable = integers) -> Callable:
+    """`owner_blocks` in its flat form, of an implementation's own parts; integers(values, device): i64, of values from 0 on."""
 
     def owner_blocks(ids, offsets, lanes, slots, num_bags, num_ranks, room, wide, placed):
         lanes, num_ids = owners_of(lanes), ids.shape[0]
-        taken, bounds = _lane_bags(ids, offsets, lanes, num_bags, take_ranges)
-        rows = owned_rows(ids if taken is None else ids[taken], bounds, lanes)
+        taken, bounds = _lane_bags(ids, offsets, lanes, num_bags, take_ranges, integers)
+        rows = owned_rows(ids if taken is None else ids[taken], bounds, lanes, integers)
         grouped, lengths, _, positions = bucketize(rows, bounds, None, num_ranks, NOWHERE)
         lengths = lengths.unflatten(0, (num_ranks, len(lanes), num_bags))
         counts = lengths.flatten(1).sum(1)
@@ -27,8 +31,8 @@ def blocks_by(take_ranges: Callable, bucketize: Callable) -> Callable:
         place = torch.where(within < counts[:, None], before[:, None] + within, grouped.shape[0])
         blocks = torch.cat([grouped, grouped.new_full((1,), -1)])[place]
         told = torch.cat([lengths, lengths.new_zeros(num_ranks, 1, num_bags)], 1)
-        slots = torch.tensor(slots, dtype=torch.int64, device=ids.device).view(num_ranks, len(slots) // num_ranks)
-        told = told[torch.arange(num_ranks, device=ids.device)[:, None], slots]  # -1 takes the zeros at the end
+        slots = integers([k if k >= 0 else len(lanes) for k in slots], ids.device)  # nobody's: the zeros at the end
+        told = told[torch.arange(num_ranks, device=ids.device)[:, None], slots.view(num_ranks, len(slots) // num_ranks)]
         blocks = torch.cat([blocks, told.flatten(1)], 1).to(torch.int64 if wide else torch.int32)
         if not placed:
             return blocks, counts, counts.new_empty(0)
@@ -45,7 +49,7 @@ def blocks_by(take_ranges: Callable, bucketize: Callable) -> Callable:
 
 
 def _lane_bags(
-    ids: Tensor, offsets: Tensor, lanes: Sequence[Owners], num_bags: int, take_ranges: Callable
+    ids: Tensor, offsets: Tensor, lanes: Sequence[Owners], num_bags: int, take_ranges: Callable, integers: Callable
 ) -> tuple[Tensor | None, Tensor]:
     """Positions of the ids that the lanes read, one lane after the other, and i64[L · B + 1]; None where those are all that there are."""
     if all(x.first_bag == i * num_bags and x.max_length == 0 for i, x in enumerate(lanes)):
@@ -53,26 +57,25 @@ def _lane_bags(
     bounds = offsets.long()
     starts = torch.cat([bounds[x.first_bag : x.first_bag + num_bags] for x in lanes])
     ends = torch.cat([bounds[x.first_bag + 1 : x.first_bag + num_bags + 1] for x in lanes])
-    most = torch.tensor([x.max_length or ids.shape[0] for x in lanes], device=ids.device)
+    most = integers([x.max_length or ids.shape[0] for x in lanes], ids.device)
     lengths = torch.minimum((ends - starts).clamp(min=0), most.repeat_interleave(num_bags))
     capacity = ids.shape[0] * max(sum(y.first_bag == x.first_bag for y in lanes) for x in lanes)
     return take_ranges(torch.arange(ids.shape[0], device=ids.device), starts, lengths, capacity)
 
 
-def owned_rows(ids: Tensor, bounds: Tensor, lanes: Sequence[Owners]) -> Tensor:
+def owned_rows(ids: Tensor, bounds: Tensor, lanes: Sequence[Owners], integers: Callable = integers) -> Tensor:
     """i64[N]: owner · NOWHERE + row of the owner's, for every id of the lanes' bags, [L · B + 1]; -1 where there is no such row."""
     most = max(len(x.ranks) for x in lanes)
-    padded = lambda xs: [*xs, *[0] * (most - len(xs))]
+    of_parts = lambda parts: integers([n for xs in parts for n in (*xs, *[0] * (most - len(xs)))], ids.device)
     lane = lane_of(bounds, ids.shape[0], len(lanes))
-    of_lane = lambda numbers: torch.tensor(numbers, dtype=torch.int64, device=ids.device)[lane]
+    of_lane = lambda numbers: integers(numbers, ids.device)[lane]
     rows = ids.long()
     is_row = (rows >= 0) & (rows < of_lane([min(x.num_rows, x.part * len(x.ranks)) for x in lanes]))
     rows = torch.where(is_row, rows, 0)
     part = of_lane([max(x.part, 1) for x in lanes])
     which = torch.div(rows, part, rounding_mode="floor")
     flat = lane * most + which
-    owner = torch.tensor([padded(x.ranks) for x in lanes], device=ids.device).flatten()[flat]
-    start = torch.tensor([padded(x.starts) for x in lanes], device=ids.device).flatten()[flat]
+    owner, start = of_parts([x.ranks for x in lanes])[flat], of_parts([x.starts for x in lanes])[flat]
     return torch.where(is_row, owner * NOWHERE + rows - which * part + start, -1)
 
 

@@ -23,12 +23,13 @@ if importlib.util.find_spec("triton") is None:
     )
 
 from funcrec.kernels.owners import blocks_by
+from funcrec.kernels.triton import launch
 from funcrec.kernels.triton.jagged import bucketize, from_padded, take_ranges, take_ranges_transpose, to_padded
 from funcrec.kernels.triton.lookup import gather_rows, pooled_lookup, pooled_lookup_weights, scatter_rows_
 from funcrec.kernels.triton.segments import coalesce, expand
 from funcrec.kernels.triton.update import fused_update_
 
-owner_blocks = blocks_by(take_ranges, bucketize)
+owner_blocks = blocks_by(take_ranges, bucketize, lambda values, device: launch.pack(values, device)[: len(values)])
 
 __all__ = [
     "bucketize", "coalesce", "expand", "from_padded", "fused_update_", "gather_rows", "owner_blocks", "pooled_lookup",

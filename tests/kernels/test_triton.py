@@ -220,6 +220,7 @@ def test_nothing_is_read_on_the_host(call, lookup_case, no_host_reads):
         call("pooled_lookup", *p)
         call("pooled_lookup_weights", torch.zeros(4, 39), *p[:-1])
         call("bucketize", p.rows[0], p.offsets, p.weights, 2, 5)
+        call("owner_blocks", p.rows[0], p.offsets, [0, 2, 9, 5, 2, 1, 0, 0, 3], [0, 0], 4, 2, 6, False, True)
         call("take_ranges", p.weights, p.offsets[:-1], p.offsets.diff(), 9)
 
 
