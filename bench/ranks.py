@@ -122,7 +122,12 @@ def one_rank(case: RankCase, setting: Setting) -> dict:
     if case.sizes is not None:
         n = len(model.tables) if setting.tiny else case.num_tables
         model = fr.models.dlrm(
-            model.tables[:n], model.features[:n], num_dense=NUM_DENSE, bottom=(case.dim,), sizes=case.sizes, keep="dense"
+            model.tables[:n],
+            model.features[:n],
+            num_dense=NUM_DENSE,
+            bottom=(case.dim,),
+            sizes=case.sizes,
+            keep="dense",
         )
     params = model.init(fr.key(0))
     batches = [own_part(b) for b in make_batches(dims, model, "cpu")]

@@ -17,7 +17,9 @@ from torch.fx.node import map_arg
 
 from funcrec._exchange import AWAIT, SWAP, has_effect
 
-MOST_JOINED = 1 << 16  # bytes of an operand: sent one after the other they would take less than a second exchange's 0.2 ms
+MOST_JOINED = (
+    1 << 16
+)  # bytes of an operand: sent one after the other they would take less than a second exchange's 0.2 ms
 aten = torch.ops.aten
 
 
@@ -73,7 +75,10 @@ def _join(graph: Graph, waits: list[Node]) -> None:
     swap = waits[-1].args[0]
     with graph.inserting_before(swap):
         call = lambda target, *args: _call(graph, target, *args)
-        flat = [call(aten.reshape.default, w.args[0].args[0], [shapes[0][0], size]) for w, size in zip(waits, sizes, strict=True)]
+        flat = [
+            call(aten.reshape.default, w.args[0].args[0], [shapes[0][0], size])
+            for w, size in zip(waits, sizes, strict=True)
+        ]
         both = call(AWAIT, call(SWAP, call(aten.cat.default, flat, 1), *swap.args[1:]))
         parts = call(aten.split_with_sizes.default, both, sizes, 1)
         for i, (w, shape) in enumerate(zip(waits, shapes, strict=True)):
@@ -151,7 +156,10 @@ def fill_waits(steps: list) -> list:
     maker = {name: s for s in steps for name in s.get_buffer_names()}
     needs = {s: {maker[d.name] for d in s.unmet_dependencies if d.name in maker} - {s} for s in steps}
     done: dict = {}
-    for goal in (*sorted(filter(contains_collective, steps), key=lambda s: s.min_order), None):  # as staged: alike on all ranks
+    for goal in (
+        *sorted(filter(contains_collective, steps), key=lambda s: s.min_order),
+        None,
+    ):  # as staged: alike on all ranks
         wanted = all_needs(goal, needs) if goal else set(steps)
         left = [s for s in steps if s in wanted and s not in done]
         waits: dict = {}

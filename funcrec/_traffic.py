@@ -31,4 +31,6 @@ def collectives_of(graph: torch.fx.Graph) -> Iterator[Sent]:
             operand, *how, group = node.args
             x: Tensor = operand.meta["val"]
             name = node.target.name().partition("::")[2]
-            yield Sent(name, tuple(x.shape), x.dtype, LEAVES[node.target](x.nbytes, _resolve_process_group(group), *how))
+            yield Sent(
+                name, tuple(x.shape), x.dtype, LEAVES[node.target](x.nbytes, _resolve_process_group(group), *how)
+            )
