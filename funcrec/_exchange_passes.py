@@ -50,7 +50,7 @@ def swaps_of(graph: Graph) -> Iterator[Node]:
 
 
 def join_small(graph: Graph) -> None:
-    """One exchange of all small ones over the same ranks and of one dtype that have as many exchanges before them.
+    """One exchange of all small ones over the same ranks that have as many exchanges before them.
 
     A result that an exchange needs is of one before it: what is joined waits for nothing of its own, nor do two that are joined wait
     for each other.
@@ -62,27 +62,36 @@ def join_small(graph: Graph) -> None:
         before[node] = max((before[x] for x in node.all_input_nodes), default=0) + (node in awaits)
         x = node.meta.get("val")
         if node in awaits and x.nbytes <= MOST_JOINED:
-            together.setdefault((before[node], node.args[0].args[-1], x.dtype), []).append(node)
+            together.setdefault((before[node], node.args[0].args[-1]), []).append(node)
     for waits in together.values():
         if len(waits) > 1:
             _join(graph, waits)
 
 
 def _join(graph: Graph, waits: list[Node]) -> None:
-    """Behind the last of their operands; the graph has to be put in order again."""
-    shapes = [w.meta["val"].shape for w in waits]
-    sizes = [s[1:].numel() for s in shapes]
+    """Behind the last of their operands; the graph has to be put in order again. Values of several dtypes travel as their bits."""
+    like = [w.meta["val"] for w in waits]
+    dtypes = {x.dtype for x in like}
+    unit = (
+        next(iter(dtypes))
+        if len(dtypes) == 1
+        else torch.int32
+        if all(d.itemsize % 4 == 0 for d in dtypes)
+        else torch.int8
+    )
+    sizes = [x[0].nbytes // unit.itemsize for x in like]
     swap = waits[-1].args[0]
     with graph.inserting_before(swap):
         call = lambda target, *args: _call(graph, target, *args)
-        flat = [
-            call(aten.reshape.default, w.args[0].args[0], [shapes[0][0], size])
-            for w, size in zip(waits, sizes, strict=True)
-        ]
-        both = call(AWAIT, call(SWAP, call(aten.cat.default, flat, 1), *swap.args[1:]))
-        parts = call(aten.split_with_sizes.default, both, sizes, 1)
-        for i, (w, shape) in enumerate(zip(waits, shapes, strict=True)):
-            w.replace_all_uses_with(call(aten.reshape.default, call(operator.getitem, parts, i), list(shape)))
+        seen_as = lambda x, dtype: (
+            x if x.meta["val"].dtype == dtype else call(aten.view.dtype, call(aten.clone.default, x), dtype)
+        )
+        rows = lambda x: call(aten.reshape.default, x, [like[0].shape[0], -1])
+        both = call(aten.cat.default, [seen_as(rows(w.args[0].args[0]), unit) for w in waits], 1)
+        parts = call(aten.split_with_sizes.default, call(AWAIT, call(SWAP, both, *swap.args[1:])), sizes, 1)
+        for i, (w, x) in enumerate(zip(waits, like, strict=True)):
+            part = seen_as(call(operator.getitem, parts, i), x.dtype)
+            w.replace_all_uses_with(call(aten.reshape.default, part, list(x.shape)))
     for w in waits:
         graph.erase_node(w)
 

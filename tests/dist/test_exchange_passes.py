@@ -19,7 +19,7 @@ def generated(count=14):
     pick = lambda xs: xs[int(torch.randint(0, len(xs), (), generator=g))]
     kinds = list(exchange_programs.KINDS)
     return [
-        [(pick(kinds), pick(range(5)), pick((1, 7, 40, LARGE)), pick((F32, F64))) for _ in range(pick(range(1, 6)))]
+        [(pick(kinds), pick(range(5)), pick((1, 7, 40, LARGE)), pick((F32, F64, torch.float16, torch.int64))) for _ in range(pick(range(1, 6)))]
         for _ in range(count)
     ]
 
@@ -40,12 +40,12 @@ def test_fewer_exchanges_change_no_bit(n, ranks):
 
 
 def test_independent_small_exchanges_travel_as_one(ranks):
-    """Exchanges of one value are one; a chain stays a chain; a large one, and one of another dtype, go by themselves."""
+    """Exchanges of one value are one, of another dtype too; a chain stays a chain; a large one goes by itself."""
     star = [("swap", 0, 8, F64), ("gather", 0, 3, F64), ("blocks", 0, 1, F64)]
     chain = [("swap", 0, 8, F64), ("swap", 1, 8, F64)]
     programs = [star, chain, [*star, ("swap", 0, LARGE, F64), ("swap", 0, 8, F32)], [*chain, ("swap", 0, 2, F64)]]
     for found in ranks(2).run(exchange_programs.compiled, programs, deadline_s=300):
-        assert [len(few) for *_, few in found] == [1, 2, 3, 2]
+        assert [len(few) for *_, few in found] == [1, 2, 2, 2]
 
 
 def test_of_two_ranks_each_sends_what_the_other_has_not(ranks):
