@@ -1,5 +1,5 @@
-"""Exchanges of a staged graph, made cheaper: small ones that need not wait for one another travel as one, and of two ranks each sends only
-what the other has not.
+"""Exchanges of a staged graph, made cheaper: small ones that need not wait for one another travel as one, of two ranks each sends only
+what the other has not, and a rank computes while values travel.
 
     wait(swap(x)), wait(swap(y))  →  split(wait(swap([x | y])));      wait(swap(x))[own]  →  x[own]
 
@@ -71,21 +71,13 @@ def join_small(graph: Graph) -> None:
 def _join(graph: Graph, waits: list[Node]) -> None:
     """Behind the last of their operands; the graph has to be put in order again. Values of several dtypes travel as their bits."""
     like = [w.meta["val"] for w in waits]
-    dtypes = {x.dtype for x in like}
-    unit = (
-        next(iter(dtypes))
-        if len(dtypes) == 1
-        else torch.int32
-        if all(d.itemsize % 4 == 0 for d in dtypes)
-        else torch.int8
-    )
+    unit = _unit({x.dtype for x in like})
     sizes = [x[0].nbytes // unit.itemsize for x in like]
     swap = waits[-1].args[0]
     with graph.inserting_before(swap):
         call = lambda target, *args: _call(graph, target, *args)
-        seen_as = lambda x, dtype: (
-            x if x.meta["val"].dtype == dtype else call(aten.view.dtype, call(aten.clone.default, x), dtype)
-        )
+        is_of = lambda x, dtype: x.meta["val"].dtype == dtype
+        seen_as = lambda x, dtype: x if is_of(x, dtype) else call(aten.view.dtype, call(aten.clone.default, x), dtype)
         rows = lambda x: call(aten.reshape.default, x, [like[0].shape[0], -1])
         both = call(aten.cat.default, [seen_as(rows(w.args[0].args[0]), unit) for w in waits], 1)
         parts = call(aten.split_with_sizes.default, call(AWAIT, call(SWAP, both, *swap.args[1:])), sizes, 1)
@@ -94,6 +86,13 @@ def _join(graph: Graph, waits: list[Node]) -> None:
             w.replace_all_uses_with(call(aten.reshape.default, part, list(x.shape)))
     for w in waits:
         graph.erase_node(w)
+
+
+def _unit(dtypes: set[torch.dtype]) -> torch.dtype:
+    """As which values of all these dtypes can be seen."""
+    if len(dtypes) == 1:
+        return next(iter(dtypes))
+    return torch.int32 if all(d.itemsize % 4 == 0 for d in dtypes) else torch.int8
 
 
 def _call(graph: Graph, target, *args) -> Node:
@@ -165,10 +164,8 @@ def fill_waits(steps: list) -> list:
     maker = {name: s for s in steps for name in s.get_buffer_names()}
     needs = {s: {maker[d.name] for d in s.unmet_dependencies if d.name in maker} - {s} for s in steps}
     done: dict = {}
-    for goal in (
-        *sorted(filter(contains_collective, steps), key=lambda s: s.min_order),
-        None,
-    ):  # as staged: alike on all ranks
+    exchanges = sorted(filter(contains_collective, steps), key=lambda s: s.min_order)  # as staged: alike on all ranks
+    for goal in (*exchanges, None):
         wanted = all_needs(goal, needs) if goal else set(steps)
         left = [s for s in steps if s in wanted and s not in done]
         waits: dict = {}
