@@ -69,7 +69,7 @@ class Runner(NamedTuple):
 
 
 def mesh_axes(placement: str) -> dict[str, int]:
-    return {"node": 1, "local": WORLD} if placement in ("table_row_wise", "grid") else {"x": WORLD}
+    return {"node": 1, "local": WORLD} if placement in ("table_row_wise", "table_column_wise", "grid") else {"x": WORLD}
 
 
 def plan_of(case: RankCase, names: list[str]) -> fr.Plan:
@@ -81,6 +81,7 @@ def plan_of(case: RankCase, names: list[str]) -> fr.Plan:
         "column_wise": lambda i: fr.column_wise(axes),
         "replicated": lambda i: fr.replicated(),
         "table_row_wise": lambda i: fr.table_row_wise(axes, rank=0),
+        "table_column_wise": lambda i: fr.table_column_wise(axes, rank=0),
         "grid": lambda i: fr.grid(axes),
     }[case.placement]
     return fr.Plan({n: made(i) for i, n in enumerate(names)})
@@ -263,11 +264,12 @@ def least_mb(ids: fr.KeyedJaggedTensor, state, model, element_bytes: int) -> flo
     return digits(float(mean) / 1e6)
 
 
-PLACEMENTS = ("table_wise", "row_wise", "column_wise", "replicated", "table_row_wise", "grid")
-RULE_OF = {
+PLACEMENTS = ("table_wise", "row_wise", "column_wise", "replicated", "table_row_wise", "table_column_wise", "grid")
+RULE_OF = {  # the only one that TorchRec has there; those of which it cuts a row in two, as by columns
     "replicated": "sgd",
+    "table_column_wise": "sgd",
     "grid": "sgd",
-}  # the only one that TorchRec has there; it cuts a row in two, as by columns
+}
 CASES = {
     **{f"{p}-l{n}": RankCase(p, n, RULE_OF.get(p, "rowwise_adagrad")) for p in PLACEMENTS for n in (1, 5)},
     **{f"{p}-l20": RankCase(p, 20) for p in ("table_wise", "row_wise")},

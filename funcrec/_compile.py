@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from funcrec._donation import Plan, memory_span, plan_writes, poison, prepare_writes, refuse_shared, shared_results
 from funcrec._errors import Problem, describe, fail, message
 from funcrec._exchange import has_effect
-from funcrec._exchange_passes import fewer_exchanges, fill_waits
+from funcrec._exchange_passes import fill_waits, smaller_exchanges
 from funcrec._replay import Recording, capture_cuda, record, replay
 from funcrec._tree import fast_flatten, leaf_paths
 
@@ -233,7 +233,7 @@ def compile_function(
         if not node.users:
             graph.graph.erase_node(node)
     graph.recompile()
-    fewer_exchanges(graph)
+    smaller_exchanges(graph)
     constants = [getattr(graph, node.target) for node in graph.graph.find_nodes(op="get_attr")]
     return Compiled(Staged(graph, inputs, found["structure"], found["static"], constants, plan), donated, leaves)
 

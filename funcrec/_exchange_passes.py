@@ -1,13 +1,11 @@
-"""Exchanges of a staged graph, made cheaper: small ones that need not wait for one another travel as one, of two ranks each sends only
-what the other has not, and a rank computes while values travel.
+"""Exchanges of a staged graph, made cheaper: of two ranks each sends only what the other has not, and a rank computes while values travel.
 
-    wait(swap(x)), wait(swap(y))  →  split(wait(swap([x | y])));      wait(swap(x))[own]  →  x[own]
+    wait(swap(x))[own]  →  x[own]
 
-An exchange costs about 0.2 ms on gloo however small it is. Bits are those of the graph as it was. Floor 3.
+Bits are those of the graph as it was. Floor 3.
 Shapes: n ranks in a group; a swap's operand is [n, ...], a block for each rank.
 """
 
-import operator
 from collections.abc import Iterator
 
 import torch
@@ -17,20 +15,13 @@ from torch.fx.node import map_arg
 
 from funcrec._exchange import AWAIT, SWAP, has_effect
 
-MOST_JOINED = (
-    1 << 16
-)  # bytes of an operand: sent one after the other they would take less than a second exchange's 0.2 ms
 aten = torch.ops.aten
 
 
-def fewer_exchanges(graph: GraphModule) -> None:
-    """The same function with fewer and smaller exchanges, in place; every rank's graph changes alike."""
+def smaller_exchanges(graph: GraphModule) -> None:
+    """The same function with smaller exchanges, in place; every rank's graph changes alike."""
     if not any(True for _ in swaps_of(graph.graph)):
         return
-    from torch._inductor.pattern_matcher import stable_topological_sort  # slow to import, and only needed to compile
-
-    join_small(graph.graph)
-    stable_topological_sort(graph.graph)
     keep_own_blocks(graph.graph)
     graph.graph.eliminate_dead_code(has_effect)
     graph.recompile()
@@ -46,61 +37,19 @@ def swaps_of(graph: Graph) -> Iterator[Node]:
                 yield node
 
 
-# -- together --------------------------------------------------------------------------------------------------------
-
-
-def join_small(graph: Graph) -> None:
-    """One exchange of all small ones over the same ranks that have as many exchanges before them.
-
-    A result that an exchange needs is of one before it: what is joined waits for nothing of its own, nor do two that are joined wait
-    for each other.
-    """
-    together: dict[tuple, list[Node]] = {}
-    before: dict[Node, int] = {}
-    awaits = set(swaps_of(graph))
-    for node in graph.nodes:
-        before[node] = max((before[x] for x in node.all_input_nodes), default=0) + (node in awaits)
-        x = node.meta.get("val")
-        if node in awaits and x.nbytes <= MOST_JOINED:
-            together.setdefault((before[node], node.args[0].args[-1]), []).append(node)
-    for waits in together.values():
-        if len(waits) > 1:
-            _join(graph, waits)
-
-
-def _join(graph: Graph, waits: list[Node]) -> None:
-    """Behind the last of their operands; the graph has to be put in order again. Values of several dtypes travel as their bits."""
-    like = [w.meta["val"] for w in waits]
-    unit = _unit({x.dtype for x in like})
-    sizes = [x[0].nbytes // unit.itemsize for x in like]
-    swap = waits[-1].args[0]
-    with graph.inserting_before(swap):
-        call = lambda target, *args: _call(graph, target, *args)
-        is_of = lambda x, dtype: x.meta["val"].dtype == dtype
-        seen_as = lambda x, dtype: x if is_of(x, dtype) else call(aten.view.dtype, call(aten.clone.default, x), dtype)
-        rows = lambda x: call(aten.reshape.default, x, [like[0].shape[0], -1])
-        both = call(aten.cat.default, [seen_as(rows(w.args[0].args[0]), unit) for w in waits], 1)
-        parts = call(aten.split_with_sizes.default, call(AWAIT, call(SWAP, both, *swap.args[1:])), sizes, 1)
-        for i, (w, x) in enumerate(zip(waits, like, strict=True)):
-            part = seen_as(call(operator.getitem, parts, i), x.dtype)
-            w.replace_all_uses_with(call(aten.reshape.default, part, list(x.shape)))
-    for w in waits:
-        graph.erase_node(w)
-
-
-def _unit(dtypes: set[torch.dtype]) -> torch.dtype:
-    """As which values of all these dtypes can be seen."""
-    if len(dtypes) == 1:
-        return next(iter(dtypes))
-    return torch.int32 if all(d.itemsize % 4 == 0 for d in dtypes) else torch.int8
-
-
-def _call(graph: Graph, target, *args) -> Node:
+def _call(graph: Graph, target, *args, **kwargs) -> Node:
     """A node with the form of its value, which is computed from those of its arguments."""
-    node = graph.call_function(target, args)
+    node = graph.call_function(target, args, kwargs)
     with next(n.meta["val"].fake_mode for n in graph.nodes if hasattr(n.meta.get("val"), "fake_mode")):
-        node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
+        node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]), **kwargs)
     return node
+
+
+def _whole(graph: Graph, x: Node) -> Node:
+    """The value in one piece, as an exchange's result is, and as what reads it may need it."""
+    if x.meta["val"].is_contiguous():
+        return x
+    return _call(graph, aten.clone.default, x, memory_format=torch.contiguous_format)
 
 
 # -- own blocks ------------------------------------------------------------------------------------------------------
@@ -140,9 +89,8 @@ def _blocks(graph: Graph, x: Node, own: int) -> tuple[Node, Node]:
     """What the other rank is sent, [1, ...], and what this one keeps, [...]: the value itself where all blocks are one."""
     source = x.args[0] if x.target is aten.clone.default else None
     if source is not None and source.target is aten.expand.default and _is_repeated(source):
-        kept = source.args[0]
-        whole = kept if kept.meta["val"].is_contiguous() else _call(graph, aten.clone.default, kept)
-        return _call(graph, aten.unsqueeze.default, whole, 0), kept
+        kept = _whole(graph, source.args[0])
+        return _call(graph, aten.unsqueeze.default, kept, 0), kept
     return _call(graph, aten.slice.Tensor, x, 0, 1 - own, 2 - own), _call(graph, aten.select.int, x, 0, own)
 
 

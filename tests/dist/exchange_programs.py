@@ -46,7 +46,7 @@ def compiled(programs):
 
             x = torch.linspace(-1, 1, n * 8, dtype=torch.float64).reshape(n, 8) * (1 + torch.distributed.get_rank())
             f = fr.jit(lambda x, steps=steps: fr.shard_map(lambda x: run(steps, x), mesh=mesh, in_specs=fr.P(), out_specs=fr.P("x"), check=False)(x))
-            change = {} if passes else {"fewer_exchanges": lambda graph: None, "OPTIONS": _compile.OPTIONS | {OVERLAP: []}}
+            change = {} if passes else {"smaller_exchanges": lambda graph: None, "OPTIONS": _compile.OPTIONS | {OVERLAP: []}}
             with mock.patch.multiple(_compile, compile_graph=seen, **change):
                 both.append((f(x), sent))
         (plain, many), (fast, few) = both
