@@ -196,10 +196,10 @@ def _finish(begun: Tensor, x: Tensor, call: Call) -> Tensor:
 
 
 def exchange(kind: str, tree: Any, axis: Axis, pairs: tuple = ()) -> Any:
-    """The collective on every leaf; integers apart from floats, which have derivatives."""
+    """The collective on every leaf; integers apart from floats, which have derivatives, and first: they are known earlier."""
     leaves, structure = tree_flatten(tree)
     call, out = Call(kind, axis.size, axis.group, axis.index, pairs), list(leaves)
-    for is_float in (True, False):
+    for is_float in (False, True):
         at = [i for i, x in enumerate(leaves) if x.is_floating_point() == is_float]
         if at:
             for i, y in zip(at, _Exchange.apply(call, axis.marker, *(leaves[i] for i in at)), strict=True):

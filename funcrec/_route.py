@@ -290,11 +290,11 @@ def combine_transpose(
         each = torch.stack([to_rank(slots) for slots in routes.slots])
         (d,) = send("all_to_all", [each], routes.axes, codec, [routes.widths(layout)])
     terms: dict[int, list[Bags]] = {b: [] for b in routes.banks}
-    for sender in range(routes.num_ranks):
+    for sender, d_sender in enumerate(d.unbind(0)):  # one tensor for all banks: it may travel on
         forms = slot_features(routed, routes, features, sender)
         for b in terms:
             own = tuple(f for k, f in enumerate(forms) if routes.banks[k] == b)
-            terms[b].append(Bags(d[sender], routed.rows, routed.offsets, weights, own))
+            terms[b].append(Bags(d_sender, routed.rows, routed.offsets, weights, own))
     return {
         b: RowGrads(tuple(t), layout.banks[b].rows, layout.banks[b].dim, False, routes.axes) for b, t in terms.items()
     }

@@ -6,8 +6,6 @@ Floor 4.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +27,7 @@ from funcrec._route_unique import RoutedRows, fetch_rows_transpose, fetch_transp
 from funcrec._rowgrads import RowGrads
 from funcrec._shard_map import _bits, _checksum, unshard
 from funcrec._taps import open_tables
-from funcrec._tree import pytree, replace, tree_map
+from funcrec._tree import pytree, replace
 
 
 @pytree(static=("layout", "exact", "capacity", "codec", "dedup", "whole"))
@@ -327,50 +325,6 @@ def own_ranks(bank: Bank, mesh: Mesh) -> list[int]:
     for a in bank.axes:
         place = place * mesh.shape[a] + mesh.coordinates[a]
     return [place]
-
-
-def sync_grads(grads: Mapping[str, RowGrads], layout: Layout) -> dict[str, RowGrads]:
-    """Every bank's gradient with the terms of all ranks that hold a copy of it, in the order of the global batch.
-
-    Copies that train apart have each the terms of its own group.
-    """
-    return {b.name: _sync(grads[b.name], b, layout) for b in layout.banks if b.name in grads}
-
-
-def _sync(grads: RowGrads, bank, layout: Layout) -> RowGrads:
-    names, sizes = [a for a, _ in layout.mesh_shape], dict(layout.mesh_shape)
-    others = tuple(a for a in names if a not in bank.axes and a not in layout.replicas)
-    if grads.capacity == 0:
-        return grads
-    if not others:  # each lookup has one term for every sender
-        order = sorted(range(len(grads.terms)), key=lambda i: (i % bank.num_ranks, i))
-        return replace(grads, terms=tuple(grads.terms[i] for i in order))
-    gathered: dict[int, Tensor] = {}
-
-    def gather(x: Any) -> Any:
-        if isinstance(x, Tensor) and id(x) not in gathered:
-            gathered[id(x)] = all_gather(x, others)
-        return gathered[id(x)] if isinstance(x, Tensor) else x
-
-    terms = [tree_map(gather, t) for t in grads.terms]
-    copies = prod(sizes[a] for a in others)
-    placed = []
-    for i, t in enumerate(terms):
-        for copy in range(copies):
-            where = {**_coordinates(i % bank.num_ranks, bank.axes, sizes), **_coordinates(copy, others, sizes)}
-            rank = 0
-            for a in names:
-                rank = rank * sizes[a] + where.get(a, 0)
-            placed.append((rank, i, tree_map(lambda x, c=copy: x[c] if isinstance(x, Tensor) else x, t)))
-    placed.sort(key=lambda p: p[:2])
-    return replace(grads, terms=tuple(t for _, _, t in placed), coalesced=False)
-
-
-def _coordinates(place: int, axes: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
-    out = {}
-    for a in reversed(axes):
-        out[a], place = place % sizes[a], place // sizes[a]
-    return out
 
 
 # -- validators --------------------------------------------------------------------------------------------------

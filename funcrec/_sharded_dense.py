@@ -125,15 +125,18 @@ def own_dense(whole: Any, like: Any) -> Any:
     return tree_unflatten(out, structure)
 
 
-def sum_dense(grads: Any, loss: Tensor, like: Any, sizes: Mapping[str, int]) -> tuple[Any, Tensor]:
-    """(Σ over all ranks of every leaf's gradient, of cut leaves this rank's part; that of the loss), added in the order of the ranks."""
-    leaves, (held, structure) = tree_leaves(grads), torch_tree.tree_flatten(like, is_leaf=is_shard)
-    at = [i for i, x in enumerate(held) if is_shard(x)]
-    rest = [i for i in range(len(held)) if i not in at]
-    *summed, total = ordered_sum([*(leaves[i] for i in rest), loss], tuple(sizes))
-    parts = sum_to_parts([leaves[i] for i in at], [held[i] for i in at], sizes)
-    out = dict(zip([*rest, *at], [*summed, *parts], strict=True))
-    return tree_unflatten([out[i] for i in range(len(held))], structure), total
+def whole_leaves(grads: Any, like: Any) -> list[Tensor]:
+    """The gradients of the leaves that are not cut."""
+    held = torch_tree.tree_leaves(like, is_leaf=is_shard)
+    return [g for g, x in zip(tree_leaves(grads), held, strict=True) if not is_shard(x)]
+
+
+def sum_dense(grads: Any, summed: Sequence[Tensor], like: Any, sizes: Mapping[str, int]) -> Any:
+    """Σ over all ranks of every leaf's gradient, of cut leaves this rank's part, added in the order of the ranks; summed: of the others."""
+    held, structure = torch_tree.tree_flatten(like, is_leaf=is_shard)
+    cut = [(g, x) for g, x in zip(tree_leaves(grads), held, strict=True) if is_shard(x)]
+    parts, rest = iter(sum_to_parts([g for g, _ in cut], [x for _, x in cut], sizes)), iter(summed)
+    return tree_unflatten([next(parts) if is_shard(x) else next(rest) for x in held], structure)
 
 
 def sum_to_parts(leaves: Sequence[Tensor], held: Sequence[DenseShard], sizes: Mapping[str, int]) -> list[DenseShard]:
@@ -146,7 +149,7 @@ def sum_to_parts(leaves: Sequence[Tensor], held: Sequence[DenseShard], sizes: Ma
         others = tuple(a for a in sizes if a not in axes)
         got = all_to_all(torch.cat([_padded(leaves[i], n).unflatten(0, (n, -1)) for i in at], 1), axes)
         got = all_gather(got, others) if others else got[None]  # [other ranks, n, ...]
-        total = _added(torch.stack([got[other, own] for other, own in _in_order(sizes, others, axes)]))
+        total = added([got[other, own] for other, own in _in_order(sizes, others, axes)])
         for i, x in zip(at, total.split([-(-leaves[i].numel() // n) for i in at]), strict=True):
             out[i] = DenseShard(x, held[i].shape, axes)
     return out
@@ -165,18 +168,18 @@ def ordered_sum(tree: Any, axes: Sequence[str]) -> Any:
         flat = torch.cat([leaves[i].flatten() for i in at])
         size = flat.shape[0]
         if n <= 2:
-            total = _added(all_gather(flat, tuple(axes)))
+            total = added(all_gather(flat, tuple(axes)).unbind(0))
         else:
             parts = torch.cat([flat, flat.new_zeros(-size % n)]).unflatten(0, (n, -1))
-            total = all_gather(_added(all_to_all(parts, tuple(axes))), tuple(axes), tiled=True)[:size]
+            total = all_gather(added(all_to_all(parts, tuple(axes)).unbind(0)), tuple(axes), tiled=True)[:size]
         for i, x in zip(at, total.split([leaves[i].numel() for i in at]), strict=True):
             out[i] = x.reshape(leaves[i].shape)
     return tree_unflatten(out, structure)
 
 
-def _added(parts: Tensor) -> Tensor:
-    """Σ over the first dimension, one after the other."""
-    first, *others = parts.unbind(0)
+def added(parts: Sequence[Tensor]) -> Tensor:
+    """Σ, one after the other."""
+    first, *others = parts
     for x in others:
         first = first + x
     return first

@@ -25,9 +25,19 @@ from funcrec._mesh import Mesh, P
 from funcrec._placement import Plan
 from funcrec._rowgrads import RowGrads, joined_overflow
 from funcrec._shard_map import shard_map
-from funcrec._sharded import shard_tables, sync_grads
-from funcrec._sharded_dense import cut_dense, dense_specs, gather_dense, own_dense, sum_dense
+from funcrec._sharded import shard_tables
+from funcrec._sharded_dense import (
+    added,
+    cut_dense,
+    dense_specs,
+    gather_dense,
+    ordered_sum,
+    own_dense,
+    sum_dense,
+    whole_leaves,
+)
 from funcrec._state import Params, TrainState
+from funcrec._sync_grads import is_small, sync_grads
 from funcrec._tree import replace, tree_map
 from funcrec.optim import DenseOptimizer, RowOptimizer
 
@@ -107,9 +117,12 @@ def sharded_update(
         metrics = overflow_metrics(grads.tables, mesh.axis_names, state.step) if capacity is not None else {}
         fits = metrics["overflow"] == 0 if metrics else None
         kept = grads.tables if fits is None else {n: g.where(fits) for n, g in grads.tables.items()}
-        row_grads = sync_grads(kept, state.tables.layout)
+        own = [*whole_leaves(grads.dense, state.dense), loss]
+        along = own if is_small(own, mesh.size) else []
+        row_grads, of_all = sync_grads(kept, state.tables.layout, along)
         banks, slots = update_banks(sparse, row_grads, state.slots, state.tables, state.step)
-        d_dense, total = sum_dense(grads.dense, loss, state.dense, mesh.shape)
+        *summed, total = list(map(added, of_all)) if along else ordered_sum(own, mesh.axis_names)
+        d_dense = sum_dense(grads.dense, summed, state.dense, mesh.shape)
         if copies > 1:  # dense parameters follow the bags of all groups
             d_dense, total = tree_map(lambda x: x / copies, (d_dense, total))
         new_dense, dense_opt = dense.update(d_dense, state.dense_opt, state.dense, state.step)

@@ -23,7 +23,7 @@ from funcrec import _route as routing
 from funcrec import _route_ids as route_ids
 from funcrec import _route_sequence as sequence
 from funcrec import _route_unique as unique
-from funcrec import _column_update, _sharded, _sharded_dense, _sharded_step
+from funcrec import _column_update, _sharded, _sharded_step, _sync_grads
 from funcrec._tree import replace
 from funcrec.kernels import ops
 from funcrec.testing import assert_trees_close
@@ -77,10 +77,12 @@ def keeps_state():
     overflow.assert_unchanged(*overflow.overflown(fr.Mesh.emulated(x=2), "row_wise"), "row_wise")
 
 
-def trains(name, kind):
+def trains(name, kind, most_joined=_sync_grads.MOST_JOINED):
     """Steps on a mesh are those of one process."""
     mesh = fr.Mesh.emulated(x=2)
-    got = training.together(name, mesh, training.plan_of(kind, mesh.shape), 2, 4, exact=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_sync_grads, "MOST_JOINED", most_joined)
+        got = training.together(name, mesh, training.plan_of(kind, mesh.shape), 2, 4, exact=True)
     assert_trees_close(got[:3], training.alone(name, 2, 2, 4)[:3], rtol=2e-6, atol=2e-6)
 
 
@@ -101,6 +103,15 @@ def _turned_round(x, call):
 
 def _dropped(name, wrong):
     return Mutation(exchange._Exchange, name, lambda made: staticmethod(wrong), law(is_map, "psum", 2))
+
+
+def _kept_apart(made):
+    return lambda grads, layout, told=(): (grads, made({}, layout, told)[1])
+
+
+def _cut_late(made):
+    late = lambda x: x.flatten().roll(1).reshape(x.shape)
+    return lambda *args: {i: tuple(map(late, of_x)) for i, of_x in made(*args).items()}
 
 
 def _elsewhere(made):
@@ -152,7 +163,7 @@ MUTATIONS = {
     "a mean is not divided": Mutation(routing, "_divided", lambda made: lambda x, *args: x, law(looks_up, "row_wise")),
     "a mean's gradient is not divided": Mutation(routing, "_scaled", lambda made: lambda d, *args: d, law(has_bits, "row_wise")),
     "copies keep their own gradients": Mutation(
-        _sharded, "sync_grads", lambda made: lambda grads, layout: grads, law(has_bits, "replicated")
+        _sync_grads, "sync_grads", _kept_apart, law(has_bits, "replicated")
     ),
     "ids go to another rank": Mutation(route_ids, "owners_at", _elsewhere, law(has_bits, "row_wise")),
     "a lane begins one id late": Mutation(
@@ -178,10 +189,16 @@ MUTATIONS = {
         _sharded_step, "joined_overflow", lambda made: lambda grads: torch.zeros(2, dtype=torch.int64), keeps_state
     ),
     "dense gradients stay on their rank": Mutation(
-        _sharded_dense, "ordered_sum", lambda made: lambda tree, axes: tree, law(trains, "adam", "row_wise")
+        _sharded_step, "added", lambda made: lambda parts: parts[0], law(trains, "adam", "row_wise")
+    ),
+    "large dense gradients stay on their rank": Mutation(
+        _sharded_step, "ordered_sum", lambda made: lambda tree, axes: tree, law(trains, "adam", "row_wise", 0)
     ),
     "rows stay on their rank": Mutation(
-        _sharded_step, "sync_grads", lambda made: lambda grads, layout: grads, law(trains, "adam", "replicated")
+        _sharded_step, "sync_grads", _kept_apart, law(trains, "adam", "replicated")
+    ),
+    "what travels together is cut one element late": Mutation(
+        _sync_grads, "gather_each", _cut_late, law(trains, "adam", "replicated")
     ),
     "columns in place: gradients are of the own columns": Mutation(
         _sharded_step, "whole_banks", lambda made: lambda sparse, layout: (), law(trains, "partial", "column_wise")

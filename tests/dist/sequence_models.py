@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from placement_models import models, zeros_like
 
 import funcrec as fr
-from funcrec import _sharded
+from funcrec import _sharded, _sync_grads
 from funcrec._tree import replace
 
 
@@ -38,7 +38,7 @@ def mapped(model, capacity=None, dedup=False):
 
     def one_rank(held, ids):
         _, grads = fr.value_and_grad(lambda p, ids: loss(p.tables, ids, features))(fr.Params(held, {}), ids)
-        dense = {b: g.coalesce().to_dense() for b, g in _sharded.sync_grads(grads.tables, held.layout).items()}
+        dense = {b: g.coalesce().to_dense() for b, g in _sync_grads.sync_grads(grads.tables, held.layout)[0].items()}
         sequences = {k: (x.values[None], x.offsets[None]) for k, x in fr.lookup_sequence(held, ids, features).items()}
         return sequences, {b.name: dense.get(b.name, zeros_like(held[b.name])) for b in held.layout.banks}
 

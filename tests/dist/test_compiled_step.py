@@ -95,6 +95,17 @@ def test_a_step_sends_what_its_graph_says(kind, ranks):
     ]  # fmt: skip
 
 
+def test_copies_are_told_of_everything_at_once(ranks):
+    """A small step with a copy of all tables on every rank makes one exchange: ids and their bounds, cotangents, dense gradients, the loss."""
+    plan = fr.Plan(dict.fromkeys(training.SHAPES, fr.replicated()))
+    ids, floats = 2 * ROOM + 4 * BAGS + 1, BAGS * 17 + WEIGHTS  # two features of each key
+    for collectives, splits, is_static, code in ranks(WORLD).run(staged, "adam", plan, deadline_s=300):
+        assert [(c.kind, c.dtype, c.sent_bytes) for c in collectives] == [(ALL_TO_ALL, torch.float32, 4 * (ids + floats))]
+        assert all(type(n) is int for own in splits for n in own)
+        assert is_static
+        assert not [word for word in HOST_READS if word in code]
+
+
 def test_a_coded_step_sends_fewer_bytes(ranks):
     """In bfloat16 a bag's sums are half as many bytes; in int8 their cotangents are a byte each, and four for each slot. All else is the same."""
     codec = fr.Codec(forward="bfloat16", backward="int8")

@@ -209,9 +209,9 @@ WRONG = {
 }
 
 
-def shared(grads, layout):
+def shared(grads, layout, told):
     """As if the replica axes were ordinary ones."""
-    return fr._sharded.sync_grads(grads, layout._replace(replicas=()))
+    return fr._sync_grads.sync_grads(grads, layout._replace(replicas=()), told)
 
 
 @pytest.mark.parametrize("which", WRONG)

@@ -1,8 +1,10 @@
 """Small models and the same training three ways: in one process, emulated, on real ranks."""
 
+import pytest
 import torch
 
 import funcrec as fr
+from funcrec import _sync_grads
 
 SHAPES = {"a": (11, 4), "b": (7, 5), "c": (5, 4)}
 FEATURES = (
@@ -119,3 +121,10 @@ def together(name, mesh, plan, steps, num_bags, *, exact, compiled=False):
 
 def real(name, axes, plan, steps, num_bags, exact, compiled=False):
     return together(name, fr.Mesh.distributed(**axes), plan, steps, num_bags, exact=exact, compiled=compiled)
+
+
+def real_apart(name, axes, plan, steps, num_bags):
+    """The same where nothing travels together."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_sync_grads, "MOST_JOINED", 0)
+        return real(name, axes, plan, steps, num_bags, True)

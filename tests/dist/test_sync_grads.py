@@ -1,0 +1,57 @@
+"""What ranks tell one another of their gradients: together or apart, the same."""
+
+import pytest
+import torch
+import training
+from hypothesis import given
+from hypothesis import strategies as st
+from training import plan_of
+
+import funcrec as fr
+from funcrec import _sync_grads
+from funcrec.testing import assert_trees_close
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+DTYPES = (torch.float32, torch.int32, torch.int64, torch.float64, torch.bfloat16)
+
+
+@given(
+    axes=st.sampled_from([{"x": 1}, {"x": 2}, {"x": 3}, {"x": 2, "y": 2}]),
+    forms=st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=3), st.sampled_from(DTYPES)), max_size=5),
+    most=st.sampled_from([0, 64, 1 << 16]),
+)
+def test_every_rank_gets_each_tensor_of_all(axes, forms, most):
+    """Tensors of any shapes and dtypes, none among them, come as each rank has them, in its shape and dtype, wherever the bound between small and large lies."""
+    mesh = fr.Mesh.emulated(**axes)
+    made = [(torch.arange(mesh.size * 27) - 40).reshape(mesh.size, 27)[:, : torch.Size(s).numel()].to(d) for s, d in forms]
+    own = tuple(x.reshape(mesh.size, *s) for x, (s, _) in zip(made, forms, strict=True))
+
+    def one_rank(xs):
+        xs = [x[0] for x in xs]
+        got = _sync_grads.gather_each([*xs, *xs], tuple(axes), {}) if xs else {}
+        assert all(y.shape == x.shape and y.dtype == x.dtype for x in xs for y in got[id(x)])
+        return [torch.stack(got[id(x)]) for x in xs]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_sync_grads, "MOST_JOINED", most)
+        mapped = fr.shard_map(one_rank, mesh=mesh, in_specs=fr.P(tuple(axes)), out_specs=fr.P())
+        assert_trees_close(mapped(own), list(own))
+
+
+@pytest.mark.parametrize("axes", [{"x": 2}, {"x": 2, "y": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["replicated", "row_wise"])
+def test_what_travels_apart_trains_alike(kind, axes, ranks):
+    """With an exchange for every tensor, as large ones have, training on ranks has one process's bits too."""
+    world = 2 ** len(axes)
+    want = training.alone("adam", world, 5, 2 * world)
+    for got in ranks(world).run(training.real_apart, "adam", axes, plan_of(kind, axes), 5, 2 * world):
+        assert_trees_close(got[:3], want[:3])
+
+
+def test_bounds_are_narrow_where_rows_are():
+    """Bounds travel as i32 beside rows of i32, and come back as i64; beside rows of i64 they stay."""
+    for dtype, sent in ((torch.int32, torch.int32), (torch.int64, None)):
+        bags = fr._rowgrads.Bags(torch.zeros(2, 3), torch.zeros(4, dtype=dtype), torch.tensor([0, 1, 4]))
+        narrow = _sync_grads.narrow_bounds([bags])
+        assert {i: x.dtype for i, x in narrow.items()} == ({} if sent is None else {id(bags.offsets): sent})
