@@ -25,7 +25,24 @@ from funcrec._exchange_passes import fill_waits, smaller_exchanges
 from funcrec._replay import Recording, capture_cuda, record, replay
 from funcrec._tree import fast_flatten, leaf_paths
 
+
+def remember_writes(steps: list) -> list:
+    """Inductor's steps before fusion: each that reads what another wrote in place is told so once more.
+
+    torch 2.13 recomputes what a step reads when it fuses loops of different shapes, and of one without such a dependency forgets that
+    the buffer it names has been written since: it then runs before the write.
+    """
+    from torch._inductor.dependencies import WeakDep
+
+    for step in (s for group in steps for s in group.get_nodes()):
+        written = {d.name for d in step.read_writes.reads} & set(step.mutation_renames.values())
+        for name in sorted(written):
+            step.add_fake_dep(WeakDep(name, mutating_buf=step.get_name(), is_fake=True))
+    return steps
+
+
 OPTIONS = {
+    "_pre_fusion_custom_pass": remember_writes,
     "emulate_precision_casts": True,  # casts to 16 bits round as in eager mode
     "reorder_for_compute_comm_overlap": True,  # ranks compute while values travel: started at once, awaited where they are read
     "reorder_for_compute_comm_overlap_passes": [fill_waits],

@@ -120,6 +120,27 @@ def test_casts_round_as_in_eager_mode():
     assert_trees_close(fr.jit(fn)(x), fn(x))
 
 
+WRITES = {
+    "index_put": lambda x, at, rows: x.index_put((at,), rows, accumulate=True),
+    "index_add": lambda x, at, rows: x.index_add(0, at, rows),
+    "scatter_add": lambda x, at, rows: x.scatter_add(0, at[:, None].expand(rows.shape), rows),
+    "scatter_reduce": lambda x, at, rows: x.scatter_reduce(0, at[:, None].expand(rows.shape), rows, "amax"),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_written_rows_are_read_after_the_write(write):
+    """What reads scattered rows, in loops that it shares with code of another shape, gets them as they are then."""
+
+    def fn(x, wide, at, rows):
+        y = x.cos()
+        return wide[:, :3] * y, write(x.new_zeros(7, 3), at, rows)[:6] * y
+
+    x, rows, wide = (torch.linspace(-1, 2, a * b).reshape(a, b) for a, b in ((6, 3), (12, 3), (6, 5)))
+    at = torch.arange(12) * 5 % 7
+    assert_trees_close(fr.jit(fn)(x, wide, at, rows), fn(x, wide, at, rows), rtol=1e-6, atol=1e-6)
+
+
 def test_one_tensor_in_two_places_is_two_arguments():
     """A first call with one tensor twice does not tie the two arguments together for later calls."""
     subtract = fr.jit(lambda a, b: a - 2 * b)
