@@ -43,6 +43,7 @@ def remember_writes(steps: list) -> list:
 
 OPTIONS = {
     "_pre_fusion_custom_pass": remember_writes,
+    "disabled_passes": "reinplace_inplaceable_ops",  # it writes into rows that their own new values, or parts of a cat, still read
     "emulate_precision_casts": True,  # casts to 16 bits round as in eager mode
     "reorder_for_compute_comm_overlap": True,  # ranks compute while values travel: started at once, awaited where they are read
     "reorder_for_compute_comm_overlap_passes": [fill_waits],

@@ -16,8 +16,7 @@ from funcrec._layout import Bank, Layout
 from funcrec._rowgrads import Bags, Entries, RowGrads
 from funcrec._tree import replace, tree_leaves, tree_map
 
-MOST_JOINED = 1 << 16  # bytes of a tensor, of all ranks together: they take less time than an exchange of their own
-
+MOST_JOINED = 1 << 16  # bytes of all ranks together, which take less time than an exchange of their own
 BITS = {torch.int32: torch.float32, torch.int64: torch.float64}
 
 
@@ -47,8 +46,8 @@ def copy_axes(bank: Bank, layout: Layout) -> tuple[str, ...]:
 
 
 def is_small(xs: Sequence[Tensor], num_ranks: int) -> bool:
-    """Whether all these are sent together with others of their dtype."""
-    return all(x.nbytes * num_ranks <= MOST_JOINED for x in xs)
+    """Whether these are sent together with others of their dtype."""
+    return sum(x.nbytes for x in xs) * num_ranks <= MOST_JOINED
 
 
 def gather_each(

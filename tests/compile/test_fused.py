@@ -296,7 +296,6 @@ def test_compiled_programs_around_updates(name):
     assert_trees_close(calls_of(name, program_runs(("tables", "slots"))), calls_of(name, program_runs(None)))
 
 
-@pytest.mark.xfail(strict=True, reason="torch 2.13's Inductor writes into the rows that index_put still reads")
 def test_rows_of_a_table_are_added_to_itself():
     """index_put may add a compiled table's own rows to it."""
     at = (torch.tensor([1, 2]),)

@@ -141,6 +141,19 @@ def test_written_rows_are_read_after_the_write(write):
     assert_trees_close(fr.jit(fn)(x, wide, at, rows), fn(x, wide, at, rows), rtol=1e-6, atol=1e-6)
 
 
+def test_parts_of_a_cat_outlive_a_write_to_it():
+    """Rows put into a cat are not put into its parts, whose memory it may be."""
+
+    def fn(x, wide, at):
+        part = wide[:, 1:4].index_add(0, at[:6] % 6, wide[:, :3])
+        put = torch.cat([wide[:, :3], part]).index_put((at,), torch.cat([part, wide[:, :3]]), accumulate=True)
+        return torch.cat([put[5:11], part.index_put((at[:3] % 6,), x[:3])])
+
+    x, wide = (torch.linspace(-1, 2, 6 * n).sin().reshape(6, n) for n in (3, 5))
+    at = torch.arange(12) * 5 % 12
+    assert_trees_close(fr.jit(fn)(x, wide, at), fn(x, wide, at), rtol=1e-6, atol=1e-6)
+
+
 def test_one_tensor_in_two_places_is_two_arguments():
     """A first call with one tensor twice does not tie the two arguments together for later calls."""
     subtract = fr.jit(lambda a, b: a - 2 * b)

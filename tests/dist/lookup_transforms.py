@@ -344,13 +344,11 @@ def wanted(axes, name):
     return {k: f() for k, f in whole_transforms(made.whole, made.x, tangent(made.x)).items()}
 
 
-def all_cells(mesh, name, is_compiled):
-    """`cells` and, if asked for, the compiled ones; instead of a result the reason why there is none."""
+def all_cells(mesh, name):
+    """`cells` and the compiled ones; instead of a result the reason why there is none."""
     out = {}
     for key in TRANSFORMS:
         out |= _or_reason(lambda key=key: cells(mesh, name, (key,)), (key,))
-    if not is_compiled:
-        return out
     return out | _or_reason(lambda: {k: x[name] for k, x in compiled_cells(mesh, [name]).items()}, ("jit", "jit_grad"))
 
 
@@ -361,5 +359,5 @@ def _or_reason(f, keys):
         return dict.fromkeys(keys, f"{type(e).__name__}: {e}")
 
 
-def real_all_cells(axes, name, is_compiled):
-    return all_cells(fr.Mesh.distributed(**axes), name, is_compiled)
+def real_all_cells(axes, name):
+    return all_cells(fr.Mesh.distributed(**axes), name)
