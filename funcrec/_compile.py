@@ -21,35 +21,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from funcrec._donation import Plan, memory_span, plan_writes, poison, prepare_writes, refuse_shared, shared_results
 from funcrec._errors import Problem, describe, fail, message
 from funcrec._exchange import has_effect
-from funcrec._exchange_passes import fill_waits, smaller_exchanges
+from funcrec._exchange_passes import smaller_exchanges
+from funcrec._inductor import DECOMPOSITIONS, compile_graph
 from funcrec._replay import Recording, capture_cuda, record, replay
 from funcrec._tree import fast_flatten, leaf_paths
-
-
-def remember_writes(steps: list) -> list:
-    """Inductor's steps before fusion: each that reads what another wrote in place is told so once more.
-
-    torch 2.13 recomputes what a step reads when it fuses loops of different shapes, and of one without such a dependency forgets that
-    the buffer it names has been written since: it then runs before the write.
-    """
-    from torch._inductor.dependencies import WeakDep
-
-    for step in (s for group in steps for s in group.get_nodes()):
-        written = {d.name for d in step.read_writes.reads} & set(step.mutation_renames.values())
-        for name in sorted(written):
-            step.add_fake_dep(WeakDep(name, mutating_buf=step.get_name(), is_fake=True))
-    return steps
-
-
-OPTIONS = {
-    "_pre_fusion_custom_pass": remember_writes,
-    "disabled_passes": "reinplace_inplaceable_ops",  # it writes into rows that their own new values, or parts of a cat, still read
-    "emulate_precision_casts": True,  # casts to 16 bits round as in eager mode
-    "reorder_for_compute_comm_overlap": True,  # ranks compute while values travel: started at once, awaited where they are read
-    "reorder_for_compute_comm_overlap_passes": [fill_waits],
-    "realize_opcount_threshold": 16,  # a chain of key derivations, inlined, would grow by eight with each link (30 is torch's)
-}
-
 
 MOST_RECORDINGS = 4  # each holds the memory of its step; a step that swaps two leaves needs two
 
@@ -187,13 +162,6 @@ def is_replayed(donated: Tensor) -> bool:
     return donated.is_cuda
 
 
-def compile_graph(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callable:
-    """The graph as code for arguments of these forms."""
-    import torch._inductor  # slow to import, and only needed to compile
-
-    return torch._inductor.compile(graph, arguments, OPTIONS)
-
-
 def leaf_key(x: object) -> Any:
     """What a compilation depends on."""
     if isinstance(x, Tensor):
@@ -262,7 +230,7 @@ def _record(call: str, flat: Callable, leaves: list[Tensor]) -> torch.fx.GraphMo
         shapes = [_like(x) for x in leaves]
         try:
             recorded = make_fx(flat)(*shapes)  # first as it is: rules of autograd.Function are unknown to functionalize
-            return make_fx(functionalize(recorded, remove="mutations"), {ADD: _add_with_product})(*shapes)
+            return make_fx(functionalize(recorded, remove="mutations"), DECOMPOSITIONS)(*shapes)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             problem = Problem(
                 "the function reads a tensor's value on the host.",
@@ -271,14 +239,6 @@ def _record(call: str, flat: Callable, leaves: list[Tensor]) -> torch.fx.GraphMo
                 "torch.where, masks and capacities",
             )
             raise TypeError(message(call, [problem])) from error
-
-
-ADD = torch.ops.aten.add.Tensor
-
-
-def _add_with_product(x, y, *, alpha=1):
-    """x + alpha · y without `alpha`: torch 2.13's Inductor drops it when y is a matrix product (addition and product become addmm)."""
-    return NotImplemented if alpha == 1 else x + y * alpha
 
 
 def _refuse_writes(call: str, graph: torch.fx.GraphModule, places: dict[torch.fx.Node, str]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcrec._compile import compile_graph
+from funcrec._inductor import compile_graph
 from funcrec.kernels import library
 from funcrec.kernels.forms import Terms, accumulation_dtype
 

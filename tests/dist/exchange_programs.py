@@ -5,7 +5,7 @@ from unittest import mock
 import torch
 
 import funcrec as fr
-from funcrec import _compile
+from funcrec import _compile, _inductor
 from funcrec._traffic import collectives_of
 
 OVERLAP = "reorder_for_compute_comm_overlap_passes"
@@ -46,8 +46,9 @@ def compiled(programs):
 
             x = torch.linspace(-1, 1, n * 8, dtype=torch.float64).reshape(n, 8) * (1 + torch.distributed.get_rank())
             f = fr.jit(lambda x, steps=steps: fr.shard_map(lambda x: run(steps, x), mesh=mesh, in_specs=fr.P(), out_specs=fr.P("x"), check=False)(x))
-            change = {} if passes else {"smaller_exchanges": lambda graph: None, "OPTIONS": _compile.OPTIONS | {OVERLAP: []}}
-            with mock.patch.multiple(_compile, compile_graph=seen, **change):
+            change = {} if passes else {"smaller_exchanges": lambda graph: None}
+            options = _inductor.OPTIONS if passes else _inductor.OPTIONS | {OVERLAP: []}
+            with mock.patch.multiple(_compile, compile_graph=seen, **change), mock.patch.object(_inductor, "OPTIONS", options):
                 both.append((f(x), sent))
         (plain, many), (fast, few) = both
         out.append((plain, fast, many, few))
