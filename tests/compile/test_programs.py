@@ -40,7 +40,9 @@ OPERATIONS = {
     "transpose of rows": lambda p, q, k: torch.func.vjp(lambda t: t[SOME], p)[1](q)[0],
 }  # fmt: skip
 number = st.integers(0, 99)
-programs = st.lists(st.tuples(st.sampled_from(sorted(OPERATIONS)), number, number, st.integers(0, N - 1)), min_size=10, max_size=16)
+programs = st.lists(
+    st.tuples(st.sampled_from(sorted(OPERATIONS)), number, number, st.integers(0, N - 1)), min_size=10, max_size=16
+)
 
 
 def run(program, x):
