@@ -51,7 +51,13 @@ def test_what_travels_apart_trains_alike(kind, axes, ranks):
 
 def test_bounds_are_narrow_where_rows_are():
     """Bounds travel as i32 beside rows of i32, and come back as i64; beside rows of i64 they stay."""
-    for dtype, sent in ((torch.int32, torch.int32), (torch.int64, None)):
-        bags = fr._rowgrads.Bags(torch.zeros(2, 3), torch.zeros(4, dtype=dtype), torch.tensor([0, 1, 4]))
-        narrow = _sync_grads.narrow_bounds([bags])
-        assert {i: x.dtype for i, x in narrow.items()} == ({} if sent is None else {id(bags.offsets): sent})
+    mesh, bounds = fr.Mesh.emulated(x=2), torch.tensor([[0, 1, 4], [0, 2, 3]])
+    for dtype, is_narrow in ((torch.int32, True), (torch.int64, False)):
+
+        def one_rank(own, dtype=dtype, is_narrow=is_narrow):
+            bags = fr._rowgrads.Bags(torch.zeros(2, 3), torch.zeros(4, dtype=dtype), own[0])
+            narrow = _sync_grads.narrow_bounds([bags])
+            assert [x.dtype for x in narrow.values()] == [torch.int32] * is_narrow
+            return torch.stack(_sync_grads.gather_each([bags.offsets], ("x",), narrow)[id(bags.offsets)])
+
+        assert_trees_close(fr.shard_map(one_rank, mesh=mesh, in_specs=fr.P("x"), out_specs=fr.P())(bounds), bounds)

@@ -75,7 +75,7 @@ def test_a_norm_of_all_gradients_is_that_of_all_ranks():
         assert_trees_close(fr.gather_tables(state.tables, mesh), want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
+@pytest.mark.parametrize("kind", ONE_AXIS)
 def test_a_compiled_step_on_ranks_is_the_step(kind, ranks):
     """jit with donation changes a sharded step by the rounding of compiled dense parts only."""
     axes = {"x": 2}
