@@ -1,0 +1,72 @@
+"""Whether a derivative of a value is wanted: what is tracked is differentiated, or refused.
+
+A tensor is tracked if plain autograd, a level of torch.func (grad, vjp, jvp, under any nesting and vmap), or a forward tangent
+follows it. Integers and booleans never are.
+"""
+
+import contextlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
+    maybe_get_level,
+    peek_interpreter_stack,
+)
+from torch.autograd import forward_ad
+
+
+def is_transforming() -> bool:
+    """Whether some transform of torch.func runs, or a forward level is open."""
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def is_tracked(x: Tensor) -> bool:
+    """Whether a derivative of x is wanted. In an outer level of jvp every tensor of that level counts."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return False
+    if torch.compiler.is_dynamo_compiling():
+        return is_gradtrackingtensor(x) or (x.requires_grad and torch.is_grad_enabled())
+    if not is_transforming():
+        return x.requires_grad and torch.is_grad_enabled()
+    stack = get_interpreter_stack() or ()
+    jvps = {i.level() for i in stack if i.key() == TransformType.Jvp}
+    current = stack[-1].level() if stack else 0
+    while is_functorch_wrapped_tensor(x):
+        if is_gradtrackingtensor(x):
+            level = maybe_get_level(x)
+            if x.requires_grad and (level != current or torch.is_grad_enabled()):
+                return True
+            if level in jvps and (level != current or _has_tangent(x)):
+                return True
+        x = get_unwrapped(x)
+    return (x.requires_grad and torch.is_grad_enabled()) or (forward_ad._current_level >= 0 and _has_tangent(x))
+
+
+def any_tracked(tensors: Iterable) -> bool:
+    """Whether one of them is; what is no tensor is not."""
+    return any(isinstance(x, Tensor) and is_tracked(x) for x in tensors)
+
+
+def is_forward() -> bool:
+    """Whether a forward level is open: what is returned from it comes with tangents, in which integers are zeros."""
+    return forward_ad._current_level >= 0
+
+
+def is_followed(x: Tensor) -> bool:
+    """Whether a transform sees x, or a graph that is being staged: x stands for more than its value."""
+    return is_tracked(x) or is_functorch_wrapped_tensor(x) or torch._C._functorch.is_functionaltensor(x) or _is_fake(x)
+
+
+def _is_fake(x: Tensor) -> bool:
+    return isinstance(x, torch._subclasses.fake_tensor.FakeTensor)
+
+
+def _has_tangent(x: Tensor) -> bool:
+    with torch._C._DisableFuncTorch() if not is_functorch_wrapped_tensor(x) else contextlib.nullcontext():
+        return torch._VF._unpack_dual(x, level=0)[1] is not None

@@ -1,0 +1,89 @@
+"""Laws of what is tracked: every way in which torch can want a derivative is seen, and constants are not."""
+
+import functools
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from funcrec._tracked import has_tracked, is_tracked, reading
+
+ONES = torch.ones(2)
+
+
+def under_grad(f):
+    torch.func.grad(lambda x: (f(x), x.sum())[1])(ONES)
+
+
+def under_jvp(f):
+    torch.func.jvp(lambda x: (f(x), x)[1], (ONES,), (ONES,))
+
+
+def under_dual(f):
+    with forward_ad.dual_level():
+        f(forward_ad.make_dual(ONES, ONES))
+
+
+FOLLOWED = {"autograd": lambda f: f(ONES.clone().requires_grad_()), "grad": under_grad, "jvp": under_jvp, "dual": under_dual}  # fmt: skip
+INSIDE = {
+    "nothing": lambda f: f(ONES),
+    "grad": under_grad,
+    "jvp": under_jvp,
+    "vmap": lambda f: torch.func.vmap(lambda x: (f(x), x)[1])(ONES),
+}
+
+
+NESTED = [(o, i) for o in FOLLOWED for i in INSIDE if (o, i) != ("dual", "jvp")]  # torch has no such nesting
+
+
+@pytest.mark.parametrize(("outer", "inner"), NESTED)
+def test_a_followed_tensor_is_tracked_at_every_depth(outer, inner):
+    """What an outer transform follows is tracked inside an inner one, itself and in what is computed from it."""
+    seen = []
+    FOLLOWED[outer](
+        lambda x: INSIDE[inner](lambda y: seen.extend([is_tracked(x), is_tracked(x * y), is_tracked(x * 2)]))
+    )
+    assert seen == [True] * 3
+
+
+@pytest.mark.parametrize("outer", FOLLOWED)
+def test_constants_are_not_tracked(outer):
+    """A constant, a detached value and integers inside a transform are not tracked; with grad mode off nothing of autograd is."""
+    seen = []
+
+    def look(x):
+        seen.extend([is_tracked(ONES), is_tracked(x.detach()), is_tracked(torch.ones(2) * 3), is_tracked(x.long())])
+        with torch.no_grad():
+            seen.append(outer in ("autograd", "grad") and is_tracked(x))
+
+    FOLLOWED[outer](look)
+    assert seen == [False] * 5
+
+
+def test_a_tree_is_tracked_by_any_leaf():
+    """One tracked leaf is enough; leaves that are no tensors count for nothing."""
+    assert has_tracked({"a": [ONES, 1.0, "x"]}, ONES.clone().requires_grad_())
+    assert not has_tracked({"a": [ONES, 1.0, "x", None]})
+
+
+def scaled(weights, x):
+    return x * weights["w"] + weights["list"][0]
+
+
+class Learned:
+    def __init__(self, weights):
+        self.weights = weights
+
+    def __call__(self, x):
+        return scaled(self.weights, x)
+
+
+def test_what_a_function_reads_is_found():
+    """Tensors that a function reads besides its arguments are found in a dict, an object, a partial and a closure."""
+    weights = {"w": torch.ones(2), "list": [torch.zeros(2)]}
+    for f in (lambda x: scaled(weights, x), functools.partial(scaled, weights), Learned(weights)):
+        out, found = reading(f, ONES)
+        assert [id(x) for x in found] == [id(weights["w"]), id(weights["list"][0])]
+        assert torch.equal(out, ONES)
+    assert [id(x) for x in reading(lambda x: weights["w"], ONES)[1]] == [id(weights["w"])]
+    assert reading(lambda x: (x + 1) * x, ONES)[1] == []
