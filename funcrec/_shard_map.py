@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from funcrec import _errors as errors
-from funcrec._collectives import all_gather, pmax
+from funcrec._collectives import all_gather
 from funcrec._errors import Problem, describe, fail
-from funcrec._mesh import Axis, Mesh, P, ambient_mesh, bind, bound_names
+from funcrec._mesh import Axis, Mesh, P, ambient_mesh, bind, bound_axis, bound_names
+from funcrec._same import is_readable, unequal, unequal_over_ranks
 from funcrec._sharding import Part, axis_problems, cut, flatten_parts, join, match_specs, size_problems
 from funcrec._tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -41,14 +42,16 @@ def shard_map(
         are no tensors go to every rank as they are, under P().
       out_specs: a P for the result, or a prefix of its tree. An axis that a P does not name promises that the value is the same all along it.
       axis_names: the axes to bind; None for all that are not bound yet. The others are left to an enclosing or nested shard_map.
-      check: compare what out_specs promise to be the same, bit by bit. On real ranks it costs an exchange of checksums and a read on
-        the host. Only values that can be read are compared: inside `jit` and other transforms nothing is.
+      check: hold out_specs to what they promise to be the same: bit by bit, under transforms too. On real ranks it costs an exchange of
+        checksums and a read on the host. Inside `jit`, where no value can be read, a result may follow along such an axis from nothing but
+        arguments whole along it and what psum, pmean, pmax, pmin and all_gather made so; what is the same for another reason wants
+        check=False.
 
     Returns: on an emulated mesh a function of global values; on real ranks one of this rank's shards (`shard`, `unshard`). Inside
       another shard_map the values are global over the new axes on both.
 
     Raises: TypeError or ValueError that names every argument, result, axis or size that does not fit; ValueError for a value
-      that was promised to be the same along an axis and is not.
+      that was promised to be the same along an axis and is not, or inside `jit` need not be.
 
     Law: the same values on an emulated mesh and on real ranks.
 
@@ -59,7 +62,7 @@ def shard_map(
       >>> g(torch.eye(4), torch.arange(4.0)[None])
       tensor([[0., 1., 2., 3.]])
 
-    Source: jax.shard_map.
+    Source: jax.shard_map, with check_vma inside `jit`.
     """
     if not callable(f):
         fail(CALL, "`f` is no function.", got=describe(f), need="a function", kind=TypeError)
@@ -112,10 +115,18 @@ def unshard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
 
 
 def _run_emulated(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool):
-    """f once, under a vmap for each axis, the first axis outermost."""
+    """f once, on values that are cut first."""
     sizes = {a: mesh.shape[a] for a in names}
     errors.check(CALL, size_problems(parts, sizes))
-    stacked = [cut(p, sizes) for p in parts]
+    tree, results, whole = _emulate(f, sizes, parts, [cut(p, sizes) for p in parts], args, out_specs)
+    if is_checked:
+        errors.check(CALL, unequal(results, whole, sizes))
+    first = [_drop_axes(x, p.spec, names) for p, x in zip(results, whole, strict=True)]
+    return _rebuild(tree, [join(x, p.spec, sizes) for p, x in zip(results, first, strict=True)])
+
+
+def _emulate(f, sizes, parts: Sequence[Part], stacked: Sequence[Any], args, out_specs):
+    """f under a vmap for each axis, the first outermost: the tree of one rank's results, its parts, and each with all axes in front."""
     leaves, structure = tree_flatten(stacked)
     axes_of = [p.spec.axes for p, x in zip(parts, stacked, strict=True) for _ in tree_leaves(x)]
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -126,40 +137,24 @@ def _run_emulated(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, 
         mine = list(leaves)
         for i, x in zip(at, tensors, strict=True):
             mine[i] = x
-        with bind([Axis(a, sizes[a], m) for a, m in zip(names, markers, strict=True)]):
+        with bind([Axis(a, n, m) for (a, n), m in zip(sizes.items(), markers, strict=True)]):
             out = f(*_rebuild(args, tree_unflatten(mine, structure)))
-        found["tree"], found["parts"] = out, _results(out_specs, out, names)
+        found["tree"], found["parts"] = out, _results(out_specs, out, tuple(sizes))
         return [x for p in found["parts"] for x in tree_leaves(p.value) if isinstance(x, Tensor)]
 
     mapped = one_rank
-    for name in reversed(names):
+    for name in reversed(sizes):
         dims = [0 if name in axes_of[i] else None for i in at]
-        mapped = torch.func.vmap(mapped, in_dims=([0 if a == name else None for a in names], *dims))
+        mapped = torch.func.vmap(mapped, in_dims=([0 if a == name else None for a in sizes], *dims))
     results = iter(mapped(markers, *(leaves[i] for i in at)))
     whole = [tree_map(lambda x: next(results) if isinstance(x, Tensor) else x, p.value) for p in found["parts"]]
-    if is_checked:
-        errors.check(CALL, _unequal(found["parts"], whole, sizes))
-    first = [_drop_axes(x, p.spec, names) for p, x in zip(found["parts"], whole, strict=True)]
-    joined = [join(x, p.spec, sizes) for p, x in zip(found["parts"], first, strict=True)]
-    return _rebuild(found["tree"], joined)
+    return found["tree"], found["parts"], whole
 
 
 def _drop_axes(stacked: Any, spec: P, names: Sequence[str]) -> Any:
     """Rank 0's value along the axes that the spec does not name."""
     place = tuple(slice(None) if a in spec.axes else 0 for a in names)
     return tree_map(lambda x: x[place] if isinstance(x, Tensor) else x, stacked)
-
-
-def _unequal(parts: Sequence[Part], stacked: Sequence[Any], sizes) -> Iterator[Problem]:
-    """The values that differ along an axis that their spec does not name."""
-    for p, value in zip(parts, stacked, strict=True):
-        for d, axis in enumerate(sizes):
-            for x in tree_leaves(value) if axis not in p.spec.axes else ():
-                # an unbatched result is one value, expanded: nothing to read
-                if isinstance(x, Tensor) and x.stride(d) != 0 and _is_readable(x):
-                    same = (_bits(x) == _bits(x.select(d, 0).unsqueeze(d))).movedim(d, 0).flatten(1).all(1)
-                    if not bool(same.all()):
-                        yield _unequal_problem(p, axis, f"rank 0 and rank {int((~same).nonzero()[0])} differ")
 
 
 # -- real ranks --------------------------------------------------------------------------------------------------
@@ -170,9 +165,21 @@ def _run_real(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_c
     with bind(mesh.bound_axes(names, _device(parts))):
         out = f(*args)
         results = _results(out_specs, out, names)
-        if is_checked:
-            errors.check(CALL, _unequal_over_ranks(results, names))
+        if is_checked and all(is_readable(x) for p in results for x in _tensors(p)):
+            errors.check(CALL, unequal_over_ranks(results, names))
+        elif is_checked:
+            errors.check(CALL, _unequal_in_emulation(f, mesh, names, parts, args, out_specs))
     return out
+
+
+def _unequal_in_emulation(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs) -> Iterator[Problem]:
+    """What need not be the same, found out while f is staged: f is run for all ranks at once on shapes alone, and leaves no operation behind."""
+    sizes = {a: mesh.shape[a] for a in names}
+    cut_by = lambda p: [sizes[a] for a in sizes if a in p.spec.axes]
+    some = lambda p: tree_map(lambda x: x.new_empty([*cut_by(p), *x.shape]) if isinstance(x, Tensor) else x, p.value)
+    with disable_proxy_modes_tracing():
+        _, results, whole = _emulate(f, sizes, parts, list(map(some, parts)), args, out_specs)
+    yield from unequal(results, whole, sizes)
 
 
 def _run_nested(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool):
@@ -199,50 +206,6 @@ def _whole(part: Part, sizes) -> Any:
     return join(tree_map(lambda x: x.unflatten(0, [sizes[a] for a in axes]), gathered), part.spec, sizes)
 
 
-def _unequal_over_ranks(parts: Sequence[Part], names: Sequence[str]) -> Iterator[Problem]:
-    """As `_unequal`, by checksums: an equal one on all ranks is its own greatest and least."""
-    for axis in names:
-        shared = [(p, x) for p in parts if axis not in p.spec.axes for x in tree_leaves(p.value)]
-        shared = [(p, x) for p, x in shared if isinstance(x, Tensor) and _is_readable(x)]
-        if not shared:
-            continue
-        sums = torch.stack([_checksum(x) for _, x in shared])
-        most = pmax(torch.stack([sums, -sums]), axis)
-        differ = most[0] != -most[1]
-        for (p, _), wrong in zip(shared, differ.tolist(), strict=True):
-            if wrong:
-                yield _unequal_problem(p, axis, "the ranks' checksums differ")
-
-
-def _unequal_problem(part: Part, axis: str, got: str) -> Problem:
-    hint = f"psum, pmean or all_gather over {axis!r}; or name {axis!r} in out_specs"
-    return Problem(
-        f"`{part.path}` is not the same along axis {axis!r}.", got, f"equal bits, as {part.spec} promises", hint
-    )
-
-
-def _checksum(x: Tensor) -> Tensor:
-    """i64[]: of the bits, their places and the shape."""
-    bits = _bits(x).flatten().to(torch.int64)
-    places = torch.arange(bits.shape[0], device=x.device) * 2 + 1
-    shape = sum(n * (2 * i + 3) for i, n in enumerate(x.shape))
-    return (bits * places * 0x9E3779B97F4A7C1).sum() + shape
-
-
-def _bits(x: Tensor) -> Tensor:
-    """The bits of x, as integers."""
-    if not x.is_floating_point():
-        return x
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.element_size(), torch.int8)
-    return x.contiguous().view(integer)
-
-
-def _is_readable(x: Tensor) -> bool:
-    """Whether x's values may be read here: not while a transform or a trace runs."""
-    wrapped = isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x)
-    return not wrapped and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
-
-
 # -- arguments ---------------------------------------------------------------------------------------------------
 
 
@@ -251,7 +214,9 @@ def _mesh_of(call: str, mesh: Mesh | None) -> Mesh:
     if not isinstance(where, Mesh):
         got, hint = "None, and no `with mesh:`" if mesh is None else describe(mesh), "fr.Mesh.emulated(data=2)"
         fail(call, "there is no mesh.", got=got, need="a Mesh", hint=hint, kind=TypeError)
-    return where
+    # real ranks may be emulated for a look at shapes (`_unequal_in_emulation`): then so are the axes of calls within
+    bound = [bound_axis(call, a) for a in where.axis_names if a in bound_names()]
+    return Mesh(where.axes) if any(a.group is None for a in bound) else where
 
 
 def _mapped_axes(mesh: Mesh, axis_names: Collection[str] | None) -> tuple[str, ...]:
@@ -306,6 +271,10 @@ def _rebuild(tree: Any, leaves: Sequence[Any]) -> Any:
     return tree_unflatten(list(leaves), flatten_parts(tree)[1])
 
 
+def _tensors(part: Part) -> list[Tensor]:
+    return [x for x in tree_leaves(part.value) if isinstance(x, Tensor)]
+
+
 def _device(parts: Sequence[Part]) -> torch.device:
-    tensors = [x for p in parts for x in tree_leaves(p.value) if isinstance(x, Tensor)]
+    tensors = [x for p in parts for x in _tensors(p)]
     return tensors[0].device if tensors else torch.device("cpu")

@@ -35,7 +35,7 @@ def test_compiled_ranks_give_what_emulation_gives(n, ranks):
         assert_trees_close(got["jit_grad"][name], cells(mesh, name)["grad"], **EXACT)
 
 
-def grid(mesh, x):
+def grid(mesh, x, through=lambda f: f):
     """Sums over one axis, gathers over the other, and a nested call that is global over the second axis."""
 
     def inner(y):
@@ -51,20 +51,22 @@ def grid(mesh, x):
         mesh=mesh, in_specs=fr.P(("data", "model")), out_specs=(fr.P(), fr.P("data")),
     )  # fmt: skip
     cut = lambda spec: fr.shard(x, spec, mesh=mesh)
-    out = both(cut(fr.P(("data", "model"))))
-    return g(cut(fr.P("data"))), fr.unshard(out, (fr.P(), fr.P("data")), mesh=mesh)
+    out = through(both)(cut(fr.P(("data", "model"))))
+    return through(g)(cut(fr.P("data"))), fr.unshard(out, (fr.P(), fr.P("data")), mesh=mesh)
 
 
 def real_grid(x):
-    return grid(fr.Mesh.distributed(data=2, model=2), x)
+    mesh = fr.Mesh.distributed(data=2, model=2)
+    return grid(mesh, x), grid(mesh, x, fr.jit)
 
 
 def test_a_grid_of_ranks_is_the_emulated_grid(ranks):
-    """Axes of a real mesh, tuples of them and nested calls give what the emulated mesh gives."""
+    """Axes of a real mesh, tuples of them and nested calls give what the emulated mesh gives, compiled too."""
     x = torch.arange(8, dtype=torch.float64)
     want = grid(fr.Mesh.emulated(data=2, model=2), x)
-    for got in ranks(4).run(real_grid, x):
+    for got, compiled in ranks(4).run(real_grid, x):
         assert_trees_close(got, want)
+        assert_trees_close(compiled, want)
 
 
 def bags(ids, mesh):
@@ -99,6 +101,58 @@ def test_a_broken_promise_is_found_on_ranks(ranks):
         ranks(2).run(promise, True)
     assert str(raised.value).count("`result['loss']` is not the same along axis 'x'.") >= 2
     assert ranks(2).run(promise, False) == [[1.0] * 3] * 2
+
+
+def promises_below(name, how):
+    """None, or what was raised, and that what is kept passes: a program of test_shard_map's, on real ranks."""
+    mesh, x = fr.Mesh.distributed(x=2), torch.arange(6.0).reshape(3, 2) + dist.get_rank()
+    specs = {"mesh": mesh, "in_specs": (fr.P("x"), fr.P()), "out_specs": fr.P()}
+    kept = fr.shard_map(lambda x, w: fr.psum((x * w).sum(), "x"), **specs)
+    broken = {
+        "own shard": lambda x, w: (x * w).sum(),
+        "place": lambda x, w: fr.psum((x * w).sum(), "x") * (fr.axis_index("x") + 1),
+    }
+    through = {
+        "grad": lambda f: torch.func.grad(f)(x, x[0]),
+        "vmap": lambda f: torch.func.vmap(f)(torch.stack([x, x]), torch.stack([x[0], x[1]])),
+        "jvp": lambda f: torch.func.jvp(f, (x, x[0]), (x, x[0])),
+        "jit": lambda f: fr.jit(f)(x, x[0]),
+        "jit of grad": lambda f: fr.jit(torch.func.grad(f))(x, x[0]),
+        "jit of vmap": lambda f: fr.jit(torch.func.vmap(f))(torch.stack([x, x]), torch.stack([x[0], x[1]])),
+    }[how]
+    through(kept)
+    through(fr.shard_map(broken[name], check=False, **specs))
+    try:
+        through(fr.shard_map(broken[name], **specs))
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("how", ["grad", "vmap", "jvp", "jit", "jit of grad", "jit of vmap"])
+@pytest.mark.parametrize("name", ["own shard", "place"])
+def test_a_broken_promise_is_found_below_transforms(name, how, ranks):
+    """On real ranks, too, a false promise is refused under every transform and inside jit; a kept one passes."""
+    for said in ranks(2).run(promises_below, name, how):
+        assert "`result` is not the same along axis 'x'" in said
+
+
+def staged_with_promises():
+    """The exchanges of a compiled function whose promises are looked at, and of the same without."""
+    from torch._inductor.utils import run_and_get_code
+
+    specs = {"mesh": fr.Mesh.distributed(x=2), "in_specs": fr.P("x"), "out_specs": fr.P()}
+    f = lambda x: fr.psum(x.sin().sum(), "x")
+    counts = []
+    for check in (True, False):
+        _, (code,) = run_and_get_code(fr.jit(fr.shard_map(f, check=check, **specs)), torch.ones(4))
+        counts.append(code.count("all_reduce"))
+    return counts
+
+
+def test_a_promise_costs_a_compiled_step_nothing(ranks):
+    """Promises are looked at while a function is staged: its compiled code has no exchange more."""
+    for checked, unchecked in ranks(2).run(staged_with_promises):
+        assert checked == unchecked > 0
 
 
 def order_of_overlap():

@@ -185,10 +185,53 @@ def test_a_value_that_is_the_same_passes(name):
     fr.shard_map(THE_SAME[name], mesh=mesh, in_specs=fr.P(None, "b"), out_specs=fr.P())(X)
 
 
-def test_a_broken_promise_is_not_read_inside_jit():
-    """Inside jit nothing is read on the host, so promises are not compared."""
-    f = fr.shard_map(lambda x: x.sum(), mesh=fr.Mesh.emulated(x=2), in_specs=fr.P("x"), out_specs=fr.P())
-    assert float(fr.jit(f)(X)) == float(X[:2].sum())
+BELOW = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "vmap": lambda f, x: torch.func.vmap(f, in_dims=1)(torch.stack([x, x + 1], 1)),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(torch.stack([x, x + 1])),
+    "requires grad": lambda f, x: f(x.clone().requires_grad_()),
+    "jit": lambda f, x: fr.jit(f)(x),
+    "jit of grad": lambda f, x: fr.jit(torch.func.grad(lambda x: f(x).sum()))(x),
+    "grad of jit": lambda f, x: torch.func.grad(lambda x: fr.jit(f)(x).sum())(x),
+}
+
+
+@pytest.mark.parametrize("how", BELOW)
+@pytest.mark.parametrize("name", NOT_THE_SAME)
+def test_a_broken_promise_is_found_below_transforms(name, how):
+    """A value that out_specs promise to be the same, and is not, is refused under every transform and inside jit, as it is outside."""
+    mesh, specs = fr.Mesh.emulated(a=2, b=2), {"in_specs": fr.P(None, "b"), "out_specs": {"out": fr.P(), "good": fr.P()}}
+    both = lambda x: {"out": NOT_THE_SAME[name](x), "good": fr.psum(x, "b")}
+    f = lambda check: lambda x: fr.shard_map(both, mesh=mesh, check=check, **specs)(x)["out"]
+    with pytest.raises(ValueError, match=r"`result\['out'\]` is not the same along axis 'b'") as raised:
+        BELOW[how](f(True), X)
+    assert "good" not in str(raised.value)
+    BELOW[how](f(False), X)
+
+
+@pytest.mark.parametrize("how", BELOW)
+@pytest.mark.parametrize("name", ["a sum", "a gathered value"])
+def test_a_kept_promise_passes_below_transforms(name, how):
+    """What psum and all_gather made the same passes under every transform and inside jit."""
+    f = fr.shard_map(THE_SAME[name], mesh=fr.Mesh.emulated(a=2, b=2), in_specs=fr.P(None, "b"), out_specs=fr.P())
+    BELOW[how](f, X)
+
+
+def test_inside_jit_what_cannot_be_read_is_refused():
+    """Inside jit a value that is the same only by its computation is refused, as JAX's check_vma does; check=False takes rank 0's."""
+    same, specs = lambda x: (fr.axis_index("x") >= 0).double() + 0 * x, {"in_specs": fr.P(), "out_specs": fr.P()}
+    mapped = lambda check: fr.shard_map(same, mesh=fr.Mesh.emulated(x=2), check=check, **specs)
+    assert_trees_close(mapped(True)(X), torch.ones_like(X))
+    with pytest.raises(ValueError, match="follows from the rank's place"):
+        fr.jit(mapped(True))(X)
+    assert_trees_close(fr.jit(mapped(False))(X), torch.ones_like(X))
+
+
+def test_axes_of_one_rank_keep_every_promise():
+    """Along an axis of one rank every value is the same, inside jit too."""
+    f = fr.shard_map(lambda x: x.sum() + fr.axis_index("x"), mesh=fr.Mesh.emulated(x=1), in_specs=fr.P("x"), out_specs=fr.P())
+    assert_trees_close(fr.jit(f)(X), X.sum())
 
 
 def test_collectives_are_called_in_one_place():

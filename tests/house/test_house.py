@@ -21,7 +21,7 @@ FLOORS = {
     "_errors": 0, "_tracked": 0, "_tree": 0, "kernels": 0,
     "_configs": 1, "_donation": 1, "_init": 1, "_primitives": 1, "_replay": 1, "_jagged": 1, "_jagged_primitives": 1, "_keyed_jagged": 1, "_keyed_problems": 1, "_mesh": 1, "_keyed_tensor": 1, "_random": 1,
     "_checks": 2, "_collectives": 2, "_exchange": 2, "_hashing": 2, "_layout": 2, "_lookup": 2, "_placement": 2, "_ragged": 2, "_rowgrads": 2, "_sharding": 2, "_state": 2, "_taps": 2,
-    "_checked": 3, "_codec": 3, "_compile": 3, "_exchange_passes": 3, "_grad": 3, "_inductor": 3, "_jit": 3, "_shard_map": 3, "_traffic": 3, "optim": 3,
+    "_checked": 3, "_codec": 3, "_compile": 3, "_exchange_passes": 3, "_grad": 3, "_inductor": 3, "_jit": 3, "_same": 3, "_shard_map": 3, "_traffic": 3, "optim": 3,
     "_route": 4, "_route_ids": 4, "_route_sequence": 4, "_route_unique": 4, "_sharded": 4, "_sharded_dense": 4, "nn": 4, "models": 4,
     "_column_update": 5, "_replicas": 5, "_reshard": 5, "_retry": 5, "_scan": 5, "_sharded_step": 5, "_step": 5, "_sync_grads": 5,
     "_checkpoint": 6, "data": 6, "examples": 6, "metrics": 6, "testing": 6,
@@ -206,3 +206,17 @@ def test_tests_say_their_law(path):
             assert ast.get_docstring(node), f"{path.name}: {node.name}"
     modules = {m for m, _ in imports(tree, lazy=True) if m}
     assert not any(m.startswith(("tests", "test_")) for m in modules)
+
+
+def test_every_test_file_is_collected(request):
+    """pytest, as `make test` calls it, passes by no folder and no file of tests; "dist" and "build" stand on its own list of those it does."""
+    config = request.config
+    ignored = lambda path: config.hook.pytest_ignore_collect(collection_path=path, config=config)
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    assert {p.parent.name for p in files} >= {"dist", "compile", "kernels", "laws"}
+    for path in files:
+        assert not any(ignored(p) for p in (path, *path.parents) if p.is_relative_to(ROOT / "tests")), path
+        assert any(path.match(pattern) for pattern in config.getini("python_files")), path
+    assert config.getini("testpaths") == ["tests", "funcrec"]
+    (command,) = re.findall(r"-m pytest (.*)", (ROOT / "Makefile").read_text().split("# About")[0])
+    assert command == "-q -n 2 --dist loadgroup"
