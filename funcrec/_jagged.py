@@ -10,7 +10,7 @@ Shapes: B bags, N capacity of the buffer, L a fixed length. Floor 1.
 import itertools
 import numbers
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from funcrec import _jagged_primitives as primitives
 from funcrec._errors import Problem, check, describe, fail, short_dtype
-from funcrec._jagged_primitives import offsets_of
+from funcrec._jagged_primitives import is_concrete, offsets_of
+from funcrec._lists import flat_list
 from funcrec._tree import pytree
 
 INT_DTYPES = (torch.int32, torch.int64)
@@ -42,19 +43,31 @@ class JaggedTensor:
     values: Tensor
     offsets: Tensor
     weights: Tensor | None = None
+    part = None  # of `_parts`: what it was taken from; no field
 
     # -- constructors ------------------------------------------------------------------------------------------
 
     @staticmethod
     def from_lists(lists: Sequence[Sequence], *, weights: Sequence[Sequence[float]] | None = None, dtype=None):
-        """`[[1, 2], []]` -> two bags. Values default to i64 for ints (and for no values at all), f32 for floats."""
+        """`[[1, 2], []]` -> two bags; a bag may be a list, a NumPy array or a tensor, and so may its values.
+
+        Tensors and arrays keep their dtype and tensors their derivative; Python's numbers become i64, f32 (weights always) or
+        bool, and no values at all i64, unless `dtype` says otherwise.
+
+        Raises: TypeError for dtypes that are mixed; ValueError for a number that the dtype does not hold.
+
+        Example:
+          >>> import torch, funcrec as fr
+          >>> fr.JaggedTensor.from_lists([torch.tensor([0.5], dtype=torch.float64), []]).values
+          tensor([0.5000], dtype=torch.float64)
+        """
         call = "funcrec.JaggedTensor.from_lists"
         check(call, bag_problems(lists, "lists"))
         if weights is not None:
             check(call, bag_problems(weights, "weights"))
             check(call, list_length_problems(lists, weights))
-        values, lengths = flat_list(lists, dtype)
-        flat_weights = None if weights is None else flat_list(weights, torch.float32)[0]
+        values, lengths = flat_list(call, lists, "lists", dtype)
+        flat_weights = None if weights is None else flat_list(call, weights, "weights", None, torch.float32)[0]
         return JaggedTensor.from_lengths(values, lengths, weights=flat_weights)
 
     @staticmethod
@@ -162,8 +175,8 @@ def bag_list(bags: Any, num_bags: int, call: str) -> list[int]:
     """An int, slice or sequence of ints as a list of positions in [0, num_bags)."""
     if isinstance(bags, slice):
         return list(range(*bags.indices(num_bags)))
-    chosen = [bags] if isinstance(bags, int) else list(bags)
-    if any(not isinstance(b, int) or not -num_bags <= b < num_bags for b in chosen):
+    chosen = [bags] if isinstance(bags, int) else list(bags) if isinstance(bags, Iterable) else [None]
+    if any(type(b) is not int or not -num_bags <= b < num_bags for b in chosen):
         fail(
             call, "`bags` are not positions of bags.", got=f"{bags!r}", need=f"integers in [-{num_bags}, {num_bags})",
             hint="select(bags, capacity=...) for positions in a tensor", kind=IndexError,
@@ -179,24 +192,9 @@ def repeats(chosen: Sequence) -> int:
 # -- lists and text ----------------------------------------------------------------------------------------------
 
 
-def flat_list(lists: Sequence[Sequence], dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    flat = [v for bag in lists for v in bag]
-    if dtype is None:
-        dtype = torch.float32 if flat and torch.tensor(flat).is_floating_point() else torch.int64
-    return torch.tensor(flat, dtype=dtype), torch.tensor([len(bag) for bag in lists], dtype=torch.int64)
-
-
 def split_list(values: Tensor, offsets: Tensor) -> list[list]:
     bounds = offsets.tolist()
     return [values[a:b].tolist() for a, b in itertools.pairwise(bounds)]
-
-
-def is_concrete(x: Tensor) -> bool:
-    """Whether x has values that can be read without waiting for a device or breaking a trace."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    plain = type(x) in (Tensor, torch.nn.Parameter)
-    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(x) and not torch._C._len_torch_dispatch_stack()
 
 
 def show_bags(values: Tensor, offsets: Tensor, limit: int = 8) -> str:
@@ -225,7 +223,8 @@ def show_buffer(x: Any) -> str:
 
 def bag_problems(bags: object, path: str) -> Iterator[Problem]:
     """`bags` must be a list of lists, or of anything else that has a length."""
-    has_elements = lambda x: isinstance(x, Collection) and not isinstance(x, str) and getattr(x, "ndim", 1) > 0
+    unordered = (str, bytes, bytearray, Mapping, Set)
+    has_elements = lambda x: isinstance(x, Collection) and not isinstance(x, unordered) and getattr(x, "ndim", 1) > 0
     if not has_elements(bags):
         yield Problem(f"`{path}` is not a list of bags.", describe(bags), "[[1, 2], [], ...]", kind=TypeError)
         return
@@ -297,10 +296,10 @@ def length_problems(values: Tensor, lengths: Tensor, name: str = "lengths") -> I
         return
     if lengths.numel() and int(lengths.min()) < 0:
         yield Problem(f"`{name}` has a negative length.", f"{int(lengths.min())}", "lengths >= 0")
-    elif int(lengths.sum()) != values.shape[0]:
-        yield Problem(
+    elif (lengths.numel() and int(lengths.max()) > values.shape[0]) or int(lengths.sum()) != values.shape[0]:
+        yield Problem(  # no sum of lengths within the buffer overflows
             f"`{name}` does not sum to the number of values.",
-            f"sum {int(lengths.sum())}; values is {describe(values)}",
+            f"sum {sum(lengths.tolist())}; values is {describe(values)}",
             "lengths.sum() == values.shape[0]",
             "from_offsets, which takes padding behind the last bag",
         )
@@ -319,11 +318,11 @@ def offset_problems(values: Tensor, offsets: Tensor, name: str = "offsets") -> I
 
 def offset_value_problems(capacity: int, offsets: Tensor, name: str = "offsets") -> Iterator[Problem]:
     """The checks that read `offsets` on the host."""
-    steps = offsets.diff()
+    falls = offsets[1:] < offsets[:-1]  # compared, since a difference may overflow
     if int(offsets[0]) != 0:
         yield Problem(f"`{name}` does not begin at 0.", f"offsets[0] = {int(offsets[0])}", "offsets[0] == 0")
-    if steps.numel() and int(steps.min()) < 0:
-        at = int(steps.argmin())
+    if bool(falls.any()):
+        at = int(falls.to(torch.int8).argmax())
         got = f"offsets[{at}] = {int(offsets[at])}, offsets[{at + 1}] = {int(offsets[at + 1])}"
         yield Problem(f"`{name}` descends.", got, "offsets[b] <= offsets[b + 1]", "from_lengths, if these are lengths")
     elif int(offsets[-1]) > capacity:

@@ -74,6 +74,14 @@ def _chosen(x: Tensor) -> str:
     return "reference" if torch.compiler.is_dynamo_compiling() else ops.chosen(None, x.device)
 
 
+def is_concrete(x: Tensor) -> bool:
+    """Whether x has values that can be read without waiting for a device or breaking a trace."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    plain = type(x) in (Tensor, torch.nn.Parameter)
+    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(x) and not torch._C._len_torch_dispatch_stack()
+
+
 def offsets_of(lengths: Tensor) -> Tensor:
     """i[B] -> i[B + 1], the exclusive cumulative sum."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])

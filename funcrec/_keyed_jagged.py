@@ -18,7 +18,6 @@ from funcrec._jagged import (
     bag_list,
     buffer_problems,
     capacity_problems,
-    flat_list,
     grow,
     length_problems,
     offset_problems,
@@ -38,7 +37,9 @@ from funcrec._keyed_problems import (
     same_key_problems,
     stride_problems,
 )
-from funcrec._tree import pytree, replace
+from funcrec._lists import flat_list
+from funcrec._parts import as_part, join
+from funcrec._tree import pytree
 
 
 @pytree(static=("keys", "strides"), optional=("weights", "inverse"))
@@ -66,20 +67,23 @@ class KeyedJaggedTensor:
     inverse: Tensor | None = None
     keys: tuple[str, ...] = ()
     strides: tuple[int, ...] | None = None
+    part = None  # of `_parts`: what it was taken from; no field
 
     # -- constructors ------------------------------------------------------------------------------------------
 
     @staticmethod
     def from_lists(lists: Mapping[str, Sequence[Sequence]], *, weights=None, dtype=None) -> "KeyedJaggedTensor":
-        """`{"clicked": [[1, 2], []]}` and, if wanted, weights of the same form."""
+        """`{"clicked": [[1, 2], []]}` and, if wanted, weights of the same form; dtypes as `JaggedTensor.from_lists`."""
         call = "funcrec.KeyedJaggedTensor.from_lists"
         check(call, keyed_bag_problems(lists, "lists"))
         if weights is not None:
             check(call, keyed_bag_problems(weights, "weights"))
             check(call, same_key_problems(lists, weights))
         keys = tuple(lists)
-        values, lengths = flat_list([bag for k in keys for bag in lists[k]], dtype)
-        flat = None if weights is None else flat_list([b for k in keys for b in weights[k]], torch.float32)[0]
+        values, lengths = flat_list(call, (bag for k in keys for bag in lists[k]), "lists", dtype)
+        flat = None
+        if weights is not None:
+            flat = flat_list(call, (b for k in keys for b in weights[k]), "weights", None, torch.float32)[0]
         counts = tuple(len(lists[k]) for k in keys)
         strides = None if len(set(counts)) <= 1 else counts
         return KeyedJaggedTensor.from_lengths(keys, values, lengths, weights=flat, strides=strides)
@@ -112,24 +116,14 @@ class KeyedJaggedTensor:
 
     @staticmethod
     def from_jagged(features: Mapping[str, JaggedTensor]) -> "KeyedJaggedTensor":
-        """One JaggedTensor per key -> one buffer; its capacity is the sum of theirs."""
+        """One JaggedTensor per key -> one buffer. Its capacity is the sum of theirs; features of one buffer share its capacity.
+
+        Law: `from_jagged(ids.to_dict())` has the bags and the capacity of `ids`.
+        """
         call = "funcrec.KeyedJaggedTensor.from_jagged"
         check(call, mapping_problems(features, "features"), jagged_problems(features))
-        parts = list(features.values())
-        weighted = bool(parts) and parts[0].weights is not None
-        counts = tuple(p.num_bags for p in parts)
-        capacities = [p.capacity for p in parts]
-        starts = [p.offsets[:-1] + base for p, base in zip(parts, accumulate([0, *capacities]), strict=False)]
-        empty = torch.zeros(0, dtype=torch.int64)
-        merged = take_ranges(
-            torch.cat([p.values for p in parts]) if parts else empty,
-            torch.cat([p.weights for p in parts]) if weighted else None,
-            torch.cat(starts) if parts else empty,
-            torch.cat([p.lengths for p in parts]) if parts else empty,
-            sum(capacities),
-        )
-        strides = None if len(set(counts)) <= 1 else counts
-        return KeyedJaggedTensor(merged.values, merged.offsets, merged.weights, None, tuple(features), strides)
+        check(call, key_problems(tuple(features)))
+        return _joined(tuple(features), list(features.values()), tuple(x.num_bags for x in features.values()))
 
     @staticmethod
     def from_padded(padded: Mapping[str, Tensor], lengths: Mapping[str, Tensor], *, weights=None):
@@ -195,7 +189,8 @@ class KeyedJaggedTensor:
     def __getitem__(self, which: str | int | slice | Sequence[int]) -> "JaggedTensor | KeyedJaggedTensor":
         """`ids["clicked"]`: one feature's JaggedTensor. `ids[2:5]`, `ids[3]`, `ids[[4, 0]]`: those bags of every key."""
         if isinstance(which, str):
-            return self._take_keys([self._position(which)], self.capacity)
+            positions = [self._position(which)]
+            return as_part(self._take_keys(positions, self.capacity), self, positions)
         chosen = bag_list(which, self.num_bags, "funcrec.KeyedJaggedTensor.__getitem__")
         firsts = torch.arange(len(self.keys), device=self.offsets.device) * self.num_bags
         bags = firsts[:, None] + torch.tensor(chosen, dtype=torch.int64, device=self.offsets.device)
@@ -262,7 +257,9 @@ class KeyedJaggedTensor:
         if inverse is not None:
             inverse = inverse.index_select(0, torch.tensor(positions, dtype=torch.int64, device=inverse.device))
         names = tuple(self.keys[p] for p in positions)
-        return KeyedJaggedTensor(out.values, out.offsets, out.weights, inverse, names, strides)
+        return as_part(
+            KeyedJaggedTensor(out.values, out.offsets, out.weights, inverse, names, strides), self, positions
+        )
 
     def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
         """Runs of `segments[i]` keys each; the segments sum to F."""
@@ -276,11 +273,15 @@ class KeyedJaggedTensor:
 
     @staticmethod
     def concat(parts: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
-        """The keys of all parts, in order; the capacities add up."""
+        """The keys of all parts, in order. The capacities add up; parts of one value (`split`) share its capacity.
+
+        Law: `concat(ids.split(segments))` has the bags and the capacity of `ids`, and `concat([a, b])` the sum of both.
+        """
         check("funcrec.KeyedJaggedTensor.concat", concat_problems(parts))
-        out = KeyedJaggedTensor.from_jagged({k: part[k] for part in parts for k in part.keys})
+        counts = tuple(n for part in parts for n in part._counts)
         inverses = [part.inverse for part in parts if part.inverse is not None]
-        return replace(out, inverse=torch.cat(inverses)) if inverses else out
+        inverse = torch.cat(inverses) if inverses else None
+        return _joined(tuple(k for part in parts for k in part.keys), [p for p in parts if p.keys], counts, inverse)
 
     # -- padding and movement ----------------------------------------------------------------------------------
 
@@ -301,6 +302,15 @@ class KeyedJaggedTensor:
         shown = ", ".join(f"{k!r}: {show_bags(self.values, self.offsets_for(k))}" for k in self.keys[:8])
         more = ", ..." if len(self.keys) > 8 else ""
         return f"KeyedJaggedTensor({{{shown}{more}}}, {show_buffer(self)})"
+
+
+def _joined(keys: tuple[str, ...], parts: Sequence, counts: tuple[int, ...], inverse: Tensor | None = None):
+    """The bags of `parts` in one buffer, as those of `keys`, which have `counts` of them."""
+    if not parts:
+        return KeyedJaggedTensor(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    strides = None if len(set(counts)) <= 1 else counts
+    values, offsets, weights = join(parts)
+    return KeyedJaggedTensor(values, offsets, weights, inverse, keys, strides)
 
 
 BUCKET_MIN = 16
@@ -339,6 +349,9 @@ def concat_problems(parts: Sequence[KeyedJaggedTensor]) -> Iterator[Problem]:
         yield Problem("`parts` are not keyed jagged tensors.", got, "KeyedJaggedTensors", kind=TypeError)
         return
     yield from key_problems(tuple(k for p in parts for k in p.keys))
+    yield from jagged_problems(
+        {f"parts[{i}]": p for i, p in enumerate(parts) if p.keys}, "the parts", KeyedJaggedTensor
+    )
     bare = [i for i, p in enumerate(parts) if p.inverse is None]
     if 0 < len(bare) < len(parts):
         yield Problem("only some of `parts` have inverse indices.", f"none in parts {bare}", "all or none")

@@ -1,6 +1,7 @@
 """What is wrong with the parts of a KeyedJaggedTensor, found from metadata. Floor 1."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,19 +54,24 @@ def same_key_problems(a: Mapping, b: Mapping) -> Iterator[Problem]:
             yield Problem(f"`weights[{k!r}]` has bags of other lengths.", f"{shapes[1]}", f"{shapes[0]}")
 
 
-def jagged_problems(features: Mapping[str, JaggedTensor]) -> Iterator[Problem]:
+def jagged_problems(
+    features: Mapping[str, Any], what: str = "the features", kind: type = JaggedTensor
+) -> Iterator[Problem]:
+    """Values that go into one buffer: all or none with weights, of one dtype, on one device, with rows of one shape."""
     if not isinstance(features, Mapping):
         return
     for k, x in features.items():
-        if not isinstance(x, JaggedTensor):
+        if not isinstance(x, kind):
             yield Problem(f"`features[{k!r}]` is not jagged.", describe(x), "a JaggedTensor", kind=TypeError)
             return
     if len({x.weights is None for x in features.values()}) > 1:
         bare = [k for k, x in features.items() if x.weights is None]
-        yield Problem("only some of the features have weights.", f"none for {bare}", "weights for all or for none")
+        yield Problem(f"only some of {what} have weights.", f"none for {bare}", "weights for all or for none")
+    got = ", ".join(f"{k}: {describe(x.values)}" for k, x in features.items())
     if len({(x.values.dtype, x.values.device) for x in features.values()}) > 1:
-        got = ", ".join(f"{k}: {describe(x.values)}" for k, x in features.items())
-        yield Problem("the features differ in dtype or device.", got, "one dtype on one device", kind=TypeError)
+        yield Problem(f"{what} differ in dtype or device.", got, "one dtype on one device", kind=TypeError)
+    elif len({x.values.shape[1:] for x in features.values()}) > 1:
+        yield Problem(f"{what} have values of different shapes.", got, "one shape")
 
 
 def id_dtype_problems(values: Tensor, path: str) -> Iterator[Problem]:
