@@ -124,8 +124,8 @@ def pack(layout: Layout, bank: int, tables: Mapping[str, Tensor], ranks: Sequenc
     """
     own, first = layout.banks[bank], next(iter(tables.values()))
     narrow = first.dim() == 1
-    out = empty_table((len(ranks) * own.rows, *([] if narrow else [own.dim])), dtype=first.dtype, device=first.device)
-    out.zero_()
+    shape = (len(ranks) * own.rows, *([] if narrow else [own.dim]))
+    out = blank(shape, [first, *(tables[s.table] for s in layout.shards if s.bank == bank)])
     for s in layout.shards:
         if s.bank != bank:
             continue
@@ -134,6 +134,16 @@ def pack(layout: Layout, bank: int, tables: Mapping[str, Tensor], ranks: Sequenc
             for at in (k * own.rows + start for k, r in enumerate(ranks) if r == rank):
                 out[at : at + part.shape[0]] = part if narrow else part[:, s.first : s.last]
     return out
+
+
+def blank(shape: Sequence[int], like: Sequence[Tensor]) -> Tensor:
+    """Zeros of the first one's dtype, into which rows of all may be written: batched where one of them is."""
+    batched = [x.new_zeros(shape) for x in like if torch._C._functorch.is_functorch_wrapped_tensor(x)]
+    return (
+        sum(batched[1:], batched[0])
+        if batched
+        else empty_table(shape, dtype=like[0].dtype, device=like[0].device).zero_()
+    )
 
 
 def unpack(layout: Layout, banks: Mapping[str, Tensor], table: str) -> Tensor:

@@ -17,13 +17,12 @@ from funcrec._collectives import psum
 from funcrec._column_update import check_whole_rows
 from funcrec._configs import table_tensor_problems
 from funcrec._errors import Problem, check, describe
-from funcrec._layout import Layout, Shard, layout_of
+from funcrec._layout import Layout, Shard, blank, layout_of
 from funcrec._mesh import Mesh, bind
 from funcrec._placement import Plan
 from funcrec._sharded import ShardedTables, copy_problems, dedup_problems, own_ranks
 from funcrec._sharded_dense import cut_dense, cut_state, dense_axes_problems, join_dense
 from funcrec._state import TrainState
-from funcrec.kernels.memory import empty_table
 from funcrec.optim import RowOptimizer
 
 BLOCK_BYTES = 1 << 26  # what a rank holds besides the two states
@@ -184,7 +183,8 @@ def rows_of(layout: Layout, banks: Mapping[str, Tensor], table: str, mesh: Mesh,
     axes = layout.banks[shards[0].bank].axes
     old = banks[layout.banks[shards[0].bank].name]
     is_cut = len(shards) > 1 and old.dim() > 1
-    out = old.new_zeros(last - first, *([dict(layout.shapes)[table][1]] if is_cut else old.shape[1:]))
+    width = [dict(layout.shapes)[table][1]] if is_cut else old.shape[1:]
+    out = blank([last - first, *width], [banks[layout.banks[s.bank].name] for s in shards])
     for s, bank, here, there in places(layout, table, mesh, first, last):
         if is_cut:
             out[here, s.first : s.last] = banks[bank][there]
@@ -201,17 +201,11 @@ def blank_banks(
 ) -> dict[str, dict[str, Tensor]]:
     """{bank: {"": the bank, slot: its slot}} of zeros; samples: of each table, no rows of each."""
     out: dict[str, dict[str, Tensor]] = {}
-    for s in layout.shards:
-        bank = layout.banks[s.bank]
-        rows = len(own_ranks(bank, mesh)) * bank.rows
-        is_cut = bank.dim < dict(layout.shapes)[s.table][1]
-        if bank.name not in out:
-            out[bank.name] = {
-                k: empty_table(
-                    (rows, *([bank.dim] if is_cut and x.dim() > 1 else x.shape[1:])), dtype=x.dtype, device=x.device
-                ).zero_()
-                for k, x in samples[s.table].items()
-            }
+    for i, bank in enumerate(layout.banks):
+        rows, within = len(own_ranks(bank, mesh)) * bank.rows, [s.table for s in layout.shards if s.bank == i]
+        is_cut = bank.dim < dict(layout.shapes)[within[0]][1]
+        shape = lambda x: (rows, *([bank.dim] if is_cut and x.dim() > 1 else x.shape[1:]))  # noqa: B023
+        out[bank.name] = {k: blank(shape(x), [samples[n][k] for n in within]) for k, x in samples[within[0]].items()}
     return out
 
 

@@ -25,7 +25,7 @@ from funcrec._route import Routed, combine, combine_transpose, fetch, pool, rout
 from funcrec._route_sequence import fetch_rows, route_sequences, send_rows, sequences_of, weighted_lanes
 from funcrec._route_unique import RoutedRows, fetch_rows_transpose, fetch_transpose, route_rows
 from funcrec._rowgrads import RowGrads
-from funcrec._same import bits_of, checksum
+from funcrec._same import bits_of, checksum, value_below
 from funcrec._shard_map import unshard
 from funcrec._taps import open_tables
 from funcrec._tree import pytree, replace
@@ -302,9 +302,9 @@ def copy_problems(layout: Layout, leaves: Mapping[str, Mapping[str, Tensor]], me
         return
     if mesh.is_emulated:
         copies = [bits_of(x).unflatten(0, (layout.num_copies, -1)) for _, _, x in flat]
-        differ = [not torch.equal(x, x[:1].expand_as(x)) for x in copies]
+        differ = [bool(value_below((x != x[:1]).any()).any()) for x in copies]
     else:
-        sums = torch.stack([checksum(x) for _, _, x in flat])
+        sums = torch.stack([checksum(value_below(x)) for _, _, x in flat])
         with bind(mesh.bound_axes(mesh.axis_names, sums.device)):
             of_all = all_gather(sums, layout.replicas)
             unequal = (of_all != of_all[:1]).any(0).int()

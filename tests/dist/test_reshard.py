@@ -104,3 +104,49 @@ def test_ranks_keep_every_bit_of_a_state(kind, dtype, ranks):
     for got in ranks(4).run(moving.carried, state, axes, kind, {"z": 4}, "row_wise", "by_table"):
         for one in got:
             assert_trees_close(bits(one), bits(state))
+
+
+COTANGENTS = {
+    n: torch.linspace(-1, 1, r * d, dtype=torch.float64).reshape(r, d) for n, (r, d) in training.SHAPES.items()
+}
+
+
+def there_and_back(axes, plan, other, replicas=()):
+    """{name: functions of tables that are ⟨tables, COTANGENTS⟩, by way of a sharded state}."""
+    mesh, sparse = fr.Mesh.emulated(**axes), fr.optim.adagrad(lr=0.1)
+    apart = lambda plan: fr.Plan(dict(plan.placements), replicas=replicas)
+    plan, other = apart(plan), apart(other)
+    step = fr.train_step(
+        lambda p, b: p.dense.sum(), sparse=sparse, dense=fr.optim.dense(torch.optim.SGD, lr=0.1), mesh=mesh, plan=plan
+    )
+    inner = lambda tables: sum((tables[n] * c).sum() for n, c in COTANGENTS.items())
+    state = lambda tables: step.init(fr.Params(tables, torch.ones(1, dtype=torch.float64)))
+    move = lambda s: fr.reshard(s, other, mesh=mesh, sparse=sparse)
+    return {
+        "gather_tables(shard_tables)": lambda t: inner(fr.gather_tables(fr.shard_tables(t, plan, mesh), mesh)),
+        "gather_state(init)": lambda t: inner(fr.gather_state(state(t), mesh).tables),
+        "reshard": lambda t: inner(fr.gather_state(move(state(t)), mesh).tables),
+        "sync_replicas": lambda t: inner(fr.gather_tables(fr.sync_replicas(state(t), mesh=mesh).tables, mesh)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gather_tables(shard_tables)", "gather_state(init)", "reshard", "sync_replicas"])
+@pytest.mark.parametrize(
+    "kinds", [("row_wise", "column_wise"), ("grid", "table_wise"), ("table_row_wise", "replicated")]
+)
+def test_moved_tables_have_derivatives(kinds, name):
+    """Tables that are sharded, moved and gathered again are themselves: gradient, tangent and every member of a batch go with them."""
+    axes, replicas = {"x": 2, "y": 2}, ("x",) if name == "sync_replicas" else ()
+    own = {a: n for a, n in axes.items() if a not in replicas}
+    first, second = (plan_of(k if len(own) > 1 or k in ONE_AXIS else "row_wise", own) for k in kinds)
+    f = there_and_back(axes, first, second, replicas)[name]
+    tables = {n: c.square() for n, c in COTANGENTS.items()}
+    exact = {"rtol": 1e-12, "atol": 1e-12}
+    assert_trees_close(torch.func.grad(f)(tables), COTANGENTS, **exact)
+    assert_trees_close(torch.func.jvp(f, (tables,), (COTANGENTS,))[1], f(COTANGENTS), **exact)
+    for batched in (set(tables), set(list(tables)[1:2])):
+        stacked = {n: torch.stack([t, 2 * t, -t]) if n in batched else t for n, t in tables.items()}
+        dims = {n: 0 if n in batched else None for n in tables}
+        member = lambda i: {n: t[i] if n in batched else t for n, t in stacked.items()}  # noqa: B023
+        want = torch.stack([f(member(i)) for i in range(3)])
+        assert_trees_close(torch.func.vmap(f, in_dims=(dims,))(stacked), want, **exact)
