@@ -17,8 +17,8 @@ from funcrec import _checks as checks
 from funcrec._errors import CheckError, Problem, check, describe, fail
 from funcrec._rowgrads import RowGrads
 from funcrec._state import Params
-from funcrec._taps import TableRef, Tape
-from funcrec._tree import paths, tree_flatten, tree_map, tree_unflatten
+from funcrec._taps import Site, TableRef, Tape, plain_tables, summed
+from funcrec._tree import map_with_names, paths, tree_flatten, tree_unflatten
 from funcrec.kernels import ops
 
 _TENSOR = object()  # stands for a tensor among the static leaves of aux
@@ -34,10 +34,12 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
     Returns: a function of the same arguments that gives (loss, grads) or ((loss, aux), grads); grads is Params with
       tables {name: RowGrads} (not coalesced) and dense as `params.dense`.
 
-    Raises: TypeError for a table used densely, a dense leaf that is no float tensor, or a loss that is no scalar.
+    Raises: TypeError for a table used densely, a dense leaf that is no float tensor, or a loss that is no scalar; ValueError for a
+      loss that looks up other tables, or other shapes, when it is called again with the same arguments.
 
     Law: grads.tables[name].to_dense() is the gradient that torch.func.grad gives for the table as a dense leaf.
-    It composes with torch.func.vmap, jvp and `fr.jit`.
+    It composes with torch.func.vmap, jvp and `fr.jit`. Lookups may stand inside grad, jvp, vmap and value_and_grad that the loss
+    calls itself, of the loss's own tables too. The gradient is the table's, whatever a lookup calls it: {"a": params.tables["b"]}.
 
     Cost: the forward twice when not compiled.
 
@@ -59,16 +61,17 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
         structure: dict[str, Any] = {}
 
         def tapped(dense, taps):
-            tape = Tape(taps)
+            tape = structure["tape"] = Tape(sites, taps)
             out = loss_fn(_with_refs(params.tables, dense, tape), *args, **kwargs)
+            tape.finish()
             loss, aux = out if has_aux else (out, ())
             _check_scalar(loss)
             leaves, structure["aux"] = tree_flatten(aux)
             structure["static"] = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
-            saved = [x for _, x, _ in tape.sites]  # of this pass: a loss may draw its ids anew in each
+            saved = [site.saved for site in tape.sites]  # of this pass: a loss may draw its ids anew in each
             return loss, ([x for x in leaves if isinstance(x, Tensor)], saved)
 
-        taps = [zeros for zeros, _, _ in sites]
+        taps = [site.zeros() for site in sites]
         (d_dense, d_taps), (loss, (aux_tensors, saved)) = torch.func.grad_and_value(
             tapped, argnums=(0, 1), has_aux=True
         )(params.dense, taps)
@@ -76,11 +79,9 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
             name: RowGrads.zeros(t.shape, dtype=ops.accumulation_dtype(t.dtype), device=t.device)
             for name, t in params.tables.items()
         }
-        touched: set[str] = set()
-        for d_tap, x, (_, _, transpose) in zip(d_taps, saved, sites, strict=True):
-            for name, grads in transpose(d_tap, x).items():
-                tables[name] = tables[name] + grads if name in touched else grads
-                touched.add(name)
+        of_sites = zip(structure["tape"].sites, d_taps, saved, strict=True)
+        made = (item for site, d, x in of_sites for grads in site.cotangents(d, x) for item in grads.items())
+        tables |= summed(made)
         if checks.is_checking():
             check("funcrec.value_and_grad", gradient_problems(loss, tables, d_dense))
         if not has_aux:
@@ -92,14 +93,14 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
     return run
 
 
-def _find_sites(loss_fn: Callable, params: Params, args, kwargs) -> list[tuple[Any, Any, Callable]]:
+def _find_sites(loss_fn: Callable, params: Params, args, kwargs) -> list[Site]:
     tape = Tape()
-    loss_fn(_with_refs(params.tables, params.dense, tape), *args, **kwargs)
+    loss_fn(_with_refs(plain_tables(params.tables), params.dense, tape), *args, **kwargs)
     return tape.sites
 
 
 def _with_refs(tables: dict[str, Tensor], dense: Any, tape: Tape) -> Params:
-    return Params(tree_map(lambda t: TableRef(t, tape), tables), dense)
+    return Params(map_with_names(lambda name, t: TableRef(t, name, tape), tables), dense)
 
 
 def _check_scalar(loss: object) -> None:
@@ -115,6 +116,8 @@ def params_problems(params: object) -> Iterator[Problem]:
         yield Problem("`params` is not Params.", describe(params), "Params(tables=..., dense=...)", kind=TypeError)
         return
     for name, t in params.tables.items():
+        if isinstance(t, TableRef):  # of a loss around this one
+            continue
         if not isinstance(t, Tensor) or t.dim() != 2 or not t.is_floating_point():
             got = describe(t)
             yield Problem(f"`params.tables[{name!r}]` is not a table.", got, "f[num_embeddings, dim]", kind=TypeError)

@@ -25,11 +25,11 @@ from funcrec._configs import (
 )
 from funcrec._errors import Problem, check, describe, fail
 from funcrec._hashing import hash_rows
-from funcrec._jagged import JaggedTensor, take_ranges
+from funcrec._jagged import JaggedTensor, bag_ids, take_ranges
 from funcrec._keyed_jagged import KeyedJaggedTensor, check_ids
 from funcrec._keyed_tensor import KeyedTensor
 from funcrec._rowgrads import Bags, RowGrads
-from funcrec._taps import open_tables
+from funcrec._taps import Owner, is_followed_inside, open_tables, summed, tapped
 from funcrec._tree import replace
 from funcrec.kernels.forms import Feature
 
@@ -69,7 +69,7 @@ def lookup(
     """
     if hasattr(tables, "lookup"):  # ShardedTables, which stand above
         return tables.lookup(ids, features, implementation)
-    tensors, tape = open_tables(tables)
+    tensors, owners = open_tables(tables)
     check_lookup("funcrec.lookup", tensors, ids, features, need_tensors=True)
     pooled = [f for f in features if f.pooling != "none"]
     if not pooled and features:
@@ -78,14 +78,16 @@ def lookup(
     num_bags = _num_bags("funcrec.lookup", ids, pooled)
     buffers, kernel_features = _buffers_and_features(ids, pooled, names, table_shapes(tensors))
     used, weights = [tensors[n] for n in names], ids.weights if any(f.weighted for f in pooled) else None
+    if by_rows := [o for o in owners if is_followed_inside(weights, o)]:
+        reading = (ids, pooled, kernel_features, num_bags)
+        used, buffers, kernel_features = _tapped_rows(by_rows, names, used, buffers, reading, implementation)
+    owners = [o for o in owners if o not in by_rows]
     values = primitives.pooled_lookup(
         used, buffers, ids.offsets, weights, kernel_features, num_bags, implementation=implementation
     )
     out = KeyedTensor(values, tuple(f.name for f in pooled), tuple(tensors[f.table].shape[1] for f in pooled))
-    if tape is None:
-        return out
     shapes = {n: t for n, t in tensors.items() if n in names}
-    return tape.tap(out, ids, lambda d, ids: lookup_transpose(d, ids, pooled, shapes))
+    return tapped(owners, out, ids, lambda d, ids: lookup_transpose(d, ids, pooled, shapes), "lookup", tuple(pooled))
 
 
 def lookup_transpose(
@@ -148,27 +150,25 @@ def lookup_sequence(
     """
     if hasattr(tables, "lookup_sequence"):
         return tables.lookup_sequence(ids, features, implementation)
-    tensors, tape = open_tables(tables)
+    tensors, owners = open_tables(tables)
     check_lookup("funcrec.lookup_sequence", tensors, ids, features, need_tensors=True)
     sequences = [f for f in features if f.pooling == "none"]
     if not sequences and features:
         no_feature("funcrec.lookup_sequence", features, "none", "lookup")
-    out = {}
-    for f in sequences:
-        bags = sequence_rows(ids, f, tensors[f.table].shape[0])
-        rows = primitives.gather_rows(tensors[f.table], bags.values, implementation=implementation)
-        out[f.name] = JaggedTensor(weigh(rows, bags), bags.offsets)
-    if tape is None:
-        return out
-    shapes = {f.table: tensors[f.table] for f in sequences}
-    tapped = tape.tap(
-        {k: x.values for k, x in out.items()},
-        (ids, {k: x.offsets for k, x in out.items()}),
-        lambda d, saved: lookup_sequence_transpose(
-            {k: JaggedTensor(d[k], offsets) for k, offsets in saved[1].items()}, saved[0], sequences, shapes
-        ),
-    )
-    return {k: JaggedTensor(tapped[k], x.offsets) for k, x in out.items()}
+    bags = {f.name: sequence_rows(ids, f, tensors[f.table].shape[0]) for f in sequences}
+    rows = {
+        f.name: primitives.gather_rows(tensors[f.table], bags[f.name].values, implementation=implementation)
+        for f in sequences
+    }
+    if owners:
+        heights = {f.name: tensors[f.table].shape[0] for f in sequences}
+        numbers = {k: _marked(x.values, heights[k]) for k, x in bags.items()}
+        entries = lambda d, numbers: summed(
+            (f.table, RowGrads.from_entries(numbers[f.name], d[f.name], num_embeddings=heights[f.name]))
+            for f in sequences
+        )
+        rows = tapped(owners, rows, numbers, entries, "lookup_sequence", tuple(sequences))
+    return {k: JaggedTensor(weigh(rows[k], x), x.offsets) for k, x in bags.items()}
 
 
 def lookup_sequence_transpose(
@@ -207,9 +207,7 @@ def lookup_sequence_transpose(
         if d.shape != (bags.capacity, shapes[f.table][1]):
             need = f"f[{bags.capacity}, {shapes[f.table][1]}]"
             fail(call, f"`d_sequences[{f.name!r}]` does not match the lookup.", got=describe(d), need=need)
-        inside = (bags.values >= 0) & (bags.values < shapes[f.table][0])
-        valid = inside & (bags.bag_ids() < bags.num_bags)
-        rows = torch.where(valid, bags.values, -1)
+        rows = _marked(bags.values, shapes[f.table][0])
         grads = RowGrads.from_entries(rows, weigh(d, bags), num_embeddings=shapes[f.table][0])
         out[f.table] = out[f.table] + grads if f.table in out else grads
     return out
@@ -226,6 +224,11 @@ def sequence_rows(ids: KeyedJaggedTensor, feature: FeatureConfig, num_embeddings
     bags = take_ranges(ids.values, weights, bounds[:-1], lengths, capacity)
     rows = hash_rows(bags.values, feature.hash, num_embeddings)
     return JaggedTensor(torch.where(bags.bag_ids() < bags.num_bags, rows, -1), bags.offsets, bags.weights)
+
+
+def _marked(rows: Tensor, num_embeddings: int) -> Tensor:
+    """The rows, -1 for those outside the table."""
+    return torch.where((rows >= 0) & (rows < num_embeddings), rows, -1)
 
 
 def weigh(rows: Tensor, bags: JaggedTensor) -> Tensor:
@@ -251,6 +254,44 @@ def _buffers_and_features(
         out.append(Feature(names.index(f.table), list(buffers).index(how), ids.bag_range(f.key)[0], *options))
         column += dim
     return list(buffers.values()), out
+
+
+def _tapped_rows(
+    owners: Sequence[Owner],
+    names: list[str],
+    tables: list[Tensor],
+    buffers: list[Tensor],
+    reading: tuple,
+    implementation,
+) -> tuple[list[Tensor], list[Tensor], list[Feature]]:
+    """(tables, buffers, features) of the same lookup in a copy of the rows that it reads, with the taps on those.
+
+    Where a derivative inside the loss goes by the weights, the tables are in it: a tap on what the lookup gives would not be.
+    """
+    ids, configs, features, num_bags = reading
+    pairs = list(dict.fromkeys((f.table, f.rows) for f in features))
+    numbers = []
+    for t, r in pairs:
+        own = [_is_read(ids, f, num_bags) for f in features if (f.table, f.rows) == (t, r)]
+        numbers.append(_marked(torch.where(torch.stack(own).any(0), buffers[r], -1), tables[t].shape[0]))
+    rows = [primitives.gather_rows(tables[t], x, implementation=implementation) for (t, _), x in zip(pairs, numbers)]
+    heights = [t.shape[0] for t in tables]
+    entries = lambda d, saved: summed(
+        (names[t], RowGrads.from_entries(x, g, num_embeddings=heights[t])) for (t, _), g, x in zip(pairs, d, saved)
+    )
+    rows = tapped(owners, rows, numbers, entries, "lookup of rows", tuple(configs))
+    places = torch.arange(ids.capacity, device=ids.values.device)
+    return rows, [places], [f._replace(table=pairs.index((f.table, f.rows)), rows=0) for f in features]
+
+
+def _is_read(ids: KeyedJaggedTensor, feature: Feature, num_bags: int) -> Tensor:
+    """bool[N]: the positions of the buffer that a feature reads."""
+    bounds = ids.offsets[feature.first_bag : feature.first_bag + num_bags + 1]
+    bag, place = bag_ids(bounds, ids.capacity), torch.arange(ids.capacity, device=bounds.device)
+    inside = (bag >= 0) & (bag < num_bags)
+    if not feature.max_length:
+        return inside
+    return inside & (place - bounds.index_select(0, bag.clamp(0, num_bags)) < feature.max_length)
 
 
 def _num_bags(call: str, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> int:

@@ -27,7 +27,7 @@ from funcrec._route_unique import RoutedRows, fetch_rows_transpose, fetch_transp
 from funcrec._rowgrads import RowGrads
 from funcrec._same import bits_of, checksum, value_below
 from funcrec._shard_map import unshard
-from funcrec._taps import open_tables
+from funcrec._taps import Owner, is_followed_inside, open_tables, tapped
 from funcrec._tree import pytree, replace
 
 
@@ -106,7 +106,7 @@ class ShardedTables:
         plain.check_lookup(call, configs, ids, features)
         self._check_bound(call)
         pooled = tuple(f for f in features if f.pooling != "none")
-        tensors, tape = open_tables(self.banks)
+        tensors, owners = open_tables(self.banks)
         banks = [tensors[b.name] for b in self.layout.banks]
         parts: list[dict[int, Tensor]] = [{} for _ in pooled]
         exchanges = []
@@ -132,9 +132,9 @@ class ShardedTables:
         columns = [p[s] for p in parts for s in sorted(p)]
         dims = tuple(sum(x.shape[1] for x in p.values()) for p in parts)
         out = KeyedTensor(torch.cat(columns, 1), tuple(f.name for f in pooled), dims)
-        if tape is None:
-            return out
-        return tape.tap(out, exchanges, lambda d, saved: self.lookup_transpose(d, saved, pooled))
+        refuse_followed(call, owners, exchanges)
+        back = lambda d, saved: self.lookup_transpose(d, saved, pooled)
+        return tapped(owners, out, exchanges, back, "lookup", pooled)
 
     def lookup_transpose(
         self, d_acts: KeyedTensor, exchanges: Sequence, features: tuple[FeatureConfig, ...]
@@ -164,7 +164,7 @@ class ShardedTables:
         sequences = tuple(f for f in features if f.pooling == "none")
         if not sequences and features:
             plain.no_feature(call, features, "none", "lookup")
-        tensors, tape = open_tables(self.banks)
+        tensors, owners = open_tables(self.banks)
         banks, bags = [tensors[b.name] for b in self.layout.banks], sequences_of(ids, self.layout, sequences)
         parts: list[dict[int, Tensor]] = [{} for _ in sequences]
         exchanges = []
@@ -175,13 +175,13 @@ class ShardedTables:
             lanes = fetch_rows(banks, bags, routed, routes, self.layout, implementation, self.codec)
             for i, lane in enumerate(routes.lanes):
                 parts[lane.feature][lane.shard] = lanes[i]
-        whole = [torch.cat([p[s] for s in sorted(p)], 1) for p in parts]
-        out = {f.name: plain.weigh(x, b) for f, x, b in zip(sequences, whole, bags, strict=True)}
-        if tape is not None:
-            out = tape.tap(
-                out, (exchanges, bags), lambda d, saved: self.lookup_sequence_transpose(d, *saved, sequences)
-            )
-        return {f.name: JaggedTensor(out[f.name], b.offsets) for f, b in zip(sequences, bags, strict=True)}
+        rows = {f.name: torch.cat([p[s] for s in sorted(p)], 1) for f, p in zip(sequences, parts, strict=True)}
+        back = lambda d, saved: self.lookup_sequence_transpose(d, *saved, sequences)
+        unweighted = [replace(b, weights=None) for b in bags]
+        rows = tapped(owners, rows, (exchanges, unweighted), back, "lookup_sequence", sequences)
+        return {
+            f.name: JaggedTensor(plain.weigh(rows[f.name], b), b.offsets) for f, b in zip(sequences, bags, strict=True)
+        }
 
     def lookup_sequence_transpose(
         self,
@@ -190,7 +190,7 @@ class ShardedTables:
         bags: Sequence,
         features: tuple[FeatureConfig, ...],
     ) -> dict[str, RowGrads]:
-        """{bank: RowGrads} of this rank, from the cotangents of `lookup_sequence`'s values on all ranks."""
+        """{bank: RowGrads} of this rank, from the cotangents of the sequences' rows, on all ranks; `bags` may carry weights to multiply by."""
         out: dict[str, RowGrads] = {}
         layout = self.layout.with_whole_rows(self.whole)
         for routes, routed in zip(routes_of(layout, features), exchanges, strict=True):
@@ -226,6 +226,16 @@ class ShardedTables:
 
 
 Mapping.register(ShardedTables)
+
+
+def refuse_followed(call: str, owners: Sequence[Owner], exchanges: Sequence) -> None:
+    """Pooled at their owners, rows are not here for a tap."""
+    if any(is_followed_inside(exchanges, o) for o in owners):
+        fail(
+            call, "weights of ids are differentiated inside the loss, and the tables are sharded: their gradient would be lost.",
+            got="`ids.weights` that a grad or jvp inside the loss follows", need="weights that only the loss as a whole is differentiated by",
+            hint="lookup_sequence, then times the weights and a sum over each bag; or tables in one process", kind=TypeError,
+        )  # fmt: skip
 
 
 def _starts(dims: Sequence[int]) -> list[int]:

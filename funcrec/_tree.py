@@ -101,6 +101,12 @@ def paths(tree: Any) -> list[tuple[str, Any]]:
     return [(torch_tree.keystr(path).lstrip("."), leaf) for path, leaf in flat]
 
 
+def map_with_names(fn: Callable[[str, Any], Any], tree: T) -> T:
+    """`tree_map` of fn(name, leaf), the name being the last key or field on the leaf's path."""
+    name = lambda path: getattr(path[-1], "key", None) if hasattr(path[-1], "key") else path[-1].name
+    return torch_tree.tree_map_with_path(lambda path, x: fn(name(path), x), tree)
+
+
 def fast_flatten(tree: Any) -> tuple[list, optree.PyTreeSpec]:
     """(leaves, structure) in optree's order, in C++; `structure.unflatten(leaves)` is the way back."""
     return optree.tree_flatten(tree, namespace=NAMESPACE)
