@@ -1,5 +1,7 @@
 """Checkpoints: whole or not there, and the same bits."""
 
+import errno
+import os
 import zipfile
 
 import pytest
@@ -31,13 +33,13 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(TypeError, match=r"`tree\['f'\]` cannot be saved"):
         fr.save(tmp_path / "a.pt", {"f": object()})
 
-    def broken(content, file):
-        file.write(b"half")
-        raise OSError("disk full")
+    def broken(fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", broken)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match=r"the disk of .* is full[^$]*the file that is there is whole") as error:
         fr.save(tmp_path / "a.pt", {"x": torch.zeros(2)})
+    assert error.value.errno == errno.ENOSPC
     assert_trees_close(fr.load(tmp_path / "a.pt"), {"x": torch.ones(2)})
     assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
 
@@ -81,4 +83,31 @@ def test_a_state_of_another_config_is_refused(tmp_path):
     with pytest.raises(ValueError) as error:
         fr.load(path, like={"w": torch.ones(3), "v": torch.ones(1, dtype=torch.float64), "new": torch.ones(1)})
     for fragment in ("['w']", "['v']", "`['new']` is missing", "`['old']` is not expected"):
+        assert fragment in str(error.value)
+
+
+LIKE = {
+    "a list for a tuple": ([1], (1,), "`tree` is another kind of value", "list", "tuple"),
+    "a number for a tensor": ({"n": 1}, {"n": torch.ones(1)}, "`['n']` has another shape or dtype", "int", "f32[1]"),
+    "a tensor for a number": ({"n": torch.ones(1)}, {"n": 1}, "`['n']` has another shape or dtype", "f32[1]", "int"),
+    "an empty dict for a list": ({"n": {}}, {"n": []}, "`['n']` has another", "dict", "list"),
+    "other static fields": (
+        fr.KeyedJaggedTensor.from_lists({"a": [[1]]}),
+        fr.KeyedJaggedTensor.from_lists({"b": [[1]]}),
+        "`tree` is another kind",
+        "'a'",
+        "'b'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_like_compares_more_than_shapes(tmp_path, name):
+    """`like` tells of nodes of another kind, and of other static fields, as of shapes."""
+    found, wanted, *fragments = LIKE[name]
+    path = fr.save(tmp_path / "a.pt", found)
+    assert_trees_close(fr.load(path, like=found), found)
+    with pytest.raises(ValueError) as error:
+        fr.load(path, like=wanted)
+    for fragment in fragments:
         assert fragment in str(error.value)

@@ -1,0 +1,330 @@
+"""Files of checkpoints: many writers, full disks, damaged and crafted files."""
+
+import contextlib
+import errno
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+
+import pytest
+import torch
+
+import funcrec as fr
+from funcrec import _checkpoint, _files
+
+
+@pytest.fixture
+def deadline():
+    """An error after 20 s: whatever waits for ever is told apart from what is slow."""
+
+    def ring(signum, frame):
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+# -- many writers ------------------------------------------------------------------------------------------------
+
+
+def test_many_writers_and_readers_of_one_path(tmp_path, monkeypatch):
+    """Savers of one path that share a process id all succeed, readers see whole files only, and the last one saved stays."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # as in containers
+    path, failures, done = tmp_path / "a.pt", [], threading.Event()
+    fr.save(path, {"n": -1, "x": torch.full((5000,), -1)})
+
+    def guarded(work):
+        try:
+            work()
+        except Exception as error:
+            failures.append(error)
+
+    def write(first):
+        for n in range(first, first + 10):
+            fr.save(path, {"n": n, "x": torch.full((5000,), n)})
+
+    def read():
+        while not done.is_set():
+            found = fr.load(path)
+            assert bool((found["x"] == found["n"]).all())
+
+    writers = [threading.Thread(target=guarded, args=(lambda i=i: write(10 * i),)) for i in range(8)]
+    readers = [threading.Thread(target=guarded, args=(read,)) for _ in range(2)]
+    for thread in (*writers, *readers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    done.set()
+    for thread in readers:
+        thread.join()
+    assert failures == []
+    assert fr.load(path)["n"] % 10 == 9
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_what_killed_writers_left_is_removed(tmp_path):
+    """A save removes old temporary files that nobody holds; young ones, locked ones and files of other names stay."""
+    old, young, held, pipe = (tmp_path / f".{name}{_files.SUFFIX}" for name in ("old", "young", "held", "pipe"))
+    other = tmp_path / ".other.tmp"
+    for path in (old, young, held, other):
+        path.write_bytes(b"half")
+    os.mkfifo(pipe)
+    long_ago = time.time() - 2 * _files.STALE_S
+    for path in (old, held, other, pipe):
+        os.utime(path, (long_ago, long_ago))
+    with open(held, "rb") as file:
+        _files.fcntl.flock(file, _files.fcntl.LOCK_EX)
+        fr.save(tmp_path / "a.pt", 1)
+    left = {p.name for p in tmp_path.iterdir()}
+    assert left == {"a.pt", young.name, held.name, pipe.name, other.name}
+
+
+def test_a_killed_writer_leaves_the_old_file(tmp_path):
+    """SIGKILL in the midst of saves: what is at the path is whole."""
+    code = "import sys, torch, funcrec as fr\nfor n in range(10**6): fr.save(sys.argv[1], {'n': n, 'x': torch.full((20000,), n)}); print(n, flush=True)"
+    for wait in (0.0, 0.006):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / "a.pt")], stdout=subprocess.PIPE, text=True
+        )
+        process.stdout.readline()
+        time.sleep(wait)
+        process.kill()
+        process.communicate()
+        found = fr.load(tmp_path / "a.pt")
+        assert bool((found["x"] == found["n"]).all())
+
+
+# -- disks -------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_told_and_the_old_file_stays(tmp_path):
+    """Past the room that there is, the error says so in four parts, the old file is whole, and nothing else is left."""
+    code = """
+import resource, signal, sys, torch, funcrec as fr
+fr.save(sys.argv[1], {"x": torch.ones(100)})
+resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+try:
+    fr.save(sys.argv[1], {"x": torch.zeros(10**6)})
+except OSError as error:
+    print(type(error).__name__, error.errno, error)
+print(fr.load(sys.argv[1])["x"].sum())
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.pt")], capture_output=True, text=True)
+    first, *rest = done.stdout.splitlines()
+    assert first.startswith(f"OSError {errno.EFBIG} funcrec.save: the disk of "), done.stderr
+    assert [line.split()[0] for line in rest[:3]] == ["got", "need", "try"]
+    assert "the file that is there is whole" in rest[2]
+    assert rest[3] == "tensor(100.)"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+
+
+def make_socket(folder):
+    """The path of a socket, in the folder whatever its length."""
+    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(folder):
+        made.bind("socket")
+    return folder / "socket"
+
+
+PLACES = {  # what is given as the path of both, made in a folder: (save's error, load's error, a fragment of both)
+    "number": (lambda at: 3, TypeError, TypeError, "`path` is not a path"),
+    "bytes": (lambda at: os.fsencode(at / "a.pt"), TypeError, TypeError, "`path` is not a path"),
+    "none": (lambda at: None, TypeError, TypeError, "`path` is not a path"),
+    "empty": (lambda at: "", ValueError, ValueError, "names no file"),
+    "root": (lambda at: "/", ValueError, ValueError, "names no file"),
+    "null byte": (lambda at: f"{at}/a\0b", ValueError, ValueError, "names no file"),
+    "folder": (lambda at: at, IsADirectoryError, IsADirectoryError, "is not a file"),
+    "pipe": (lambda at: os.mkfifo(at / "pipe") or at / "pipe", OSError, ValueError, "is not a file"),
+    "socket": (make_socket, OSError, OSError, "socket` "),
+    "no folder": (lambda at: at / "no" / "a.pt", FileNotFoundError, FileNotFoundError, "is not there"),
+    "a file as the folder": (lambda at: fr.save(at / "f", 1) / "a.pt", OSError, NotADirectoryError, "a.pt`"),
+    "a long name": (lambda at: at / ("a" * 300), OSError, OSError, "cannot be"),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_bad_path_is_told(name, tmp_path, deadline):
+    """Whatever is no file's path is an error of four parts, for save and for load, without waiting and without a file left."""
+    make, of_save, of_load, fragment = PLACES[name]
+    place = make(tmp_path)
+    before = {p.name for p in tmp_path.iterdir()}
+    for call, kind in ((lambda: fr.save(place, 1), of_save), (lambda: fr.load(place), of_load)):
+        with pytest.raises(kind) as error:
+            call()
+        text = str(error.value)
+        assert text.startswith(("funcrec.save: ", "funcrec.load: ")) and fragment in text, text
+        assert "\n  got   " in text and "\n  need  " in text
+    assert {p.name for p in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_a_path_without_permission_is_told(call, tmp_path, monkeypatch):
+    """What the system refuses is said with the system's reason and kind of error."""
+    path = fr.save(tmp_path / "a.pt", 1)
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(PermissionError, match=rf"funcrec.{call}: [^$]*got   Permission denied") as error:
+        fr.save(path, 2) if call == "save" else fr.load(path)
+    assert error.value.errno == errno.EACCES
+
+
+def test_a_new_file_has_the_usual_mode(tmp_path):
+    """A checkpoint's permissions are those of any new file."""
+    (tmp_path / "plain").write_text("x")
+    assert fr.save(tmp_path / "a.pt", 1).stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+# -- damage ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def whole(tmp_path, monkeypatch):
+    """(path, its bytes) of a small checkpoint, with an error for memory asked for beyond the file's size."""
+    tree = {
+        "w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([True, False]), "n": [1, 2.5, None, ("x", {3: "é"})],
+        "ids": fr.KeyedJaggedTensor.from_lists({"a": [[1], []]}),
+    }  # fmt: skip
+    path = fr.save(tmp_path / "a.pt", tree)
+    empty_table = _checkpoint.empty_table
+
+    def bounded(shape, **options):
+        assert shape[0] * options["dtype"].itemsize <= os.path.getsize(path), "memory beyond the file's"
+        return empty_table(shape, **options)
+
+    monkeypatch.setattr(_checkpoint, "empty_table", bounded)
+    return path, path.read_bytes()
+
+
+def refused(path, content):
+    """Whether load refuses the content, by its own error."""
+    path.write_bytes(content)
+    try:
+        fr.load(path)
+    except ValueError as error:
+        assert str(error).startswith("funcrec.load: ") and "\n  got   " in str(error), str(error)
+        return True
+    return False
+
+
+def test_every_damaged_file_is_refused(whole):
+    """Each byte changed, every cut, bytes put in, taken out and put behind: all are refused by load's own error."""
+    path, good = whole
+    draw = random.Random(0)
+    for i in range(len(good)):
+        assert refused(path, good[:i] + bytes([good[i] ^ 1 << draw.randrange(8)]) + good[i + 1 :]), i
+        assert refused(path, good[:i]), i
+    for _ in range(1000):
+        content = bytearray(good)
+        for _ in range(draw.randrange(1, 4)):
+            at, size = draw.randrange(len(content) + 1), draw.randrange(1, 20)
+            match draw.randrange(4):
+                case 0:
+                    content[at:at] = draw.randbytes(size)
+                case 1:
+                    del content[at : at + size]
+                case 2:
+                    content[at : at + size] = draw.randbytes(size)
+                case 3:
+                    content += draw.randbytes(size)
+        assert bytes(content) == good or refused(path, bytes(content))
+    assert not refused(path, good)
+
+
+def crafted(data, header):
+    """A file with right checksums."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return _checkpoint.MAGIC + data + text + _checkpoint.FOOTER.pack(len(text), zlib.crc32(text))
+
+
+BOMB = ["f32", "float32", [1 << 40], [2**62, 4], [0, 2**62, 2**62], [-1], [True], 2**70, {}, [], "cpu", "cuda:99", "meta",
+        "x" * 100, None, float("nan"), ["tensor"], ["list", []], ["dict", [[1, 2], [1, 3]]], ["dict", [[["list", []], 1]]],
+        ["class", "os.system", ["a"], [1], ["tuple", []]], ["int", "zz"], ["int", "0x" + "f" * 5000], ["list"],
+        ["class", "funcrec._state.Params", ["__class__", "__dict__"], [1, ["dict", []]], ["tuple", []]],
+        ["class", "funcrec._state.Params", ["tables"], [1], ["tuple", []]],
+        ["class", "funcrec._state.Params", ["tables", "dense"], [1, 2], ["tuple", [1]]],
+        ["class", "funcrec._state.Params", [["list"], 3], [1, 2], 7], ["tuple", [[[]]]], ["tensor", 0]]  # fmt: skip
+
+
+def replaced(draw, node, value):
+    """The node with one of its parts, at any depth, put in another's place."""
+    if isinstance(node, dict) and node and draw.random() < 0.9:
+        key = draw.choice(list(node))
+        return {**node, key: replaced(draw, node[key], value)}
+    if isinstance(node, list) and node and draw.random() < 0.9:
+        at = draw.randrange(len(node))
+        match draw.randrange(8):
+            case 0:
+                return node[:at] + node[at + 1 :]
+            case 1:
+                return [*node, value]
+        return [*node[:at], replaced(draw, node[at], value), *node[at + 1 :]]
+    return value
+
+
+def test_crafted_headers_are_refused_or_read(whole):
+    """Headers with right checksums whose parts are others: load's own error or a tree, and no memory beyond the file's size."""
+    path, good = whole
+    length, _ = _checkpoint.FOOTER.unpack(good[-_checkpoint.FOOTER.size :])
+    at = len(good) - _checkpoint.FOOTER.size - length
+    data, header = good[len(_checkpoint.MAGIC) : at], json.loads(good[at : at + length])
+    draw, outcomes = random.Random(1), {True: 0, False: 0}
+    for _ in range(1500):
+        outcomes[refused(path, crafted(data, replaced(draw, header, draw.choice(BOMB))))] += 1
+    assert outcomes[True] > 1000 and outcomes[False] > 10, outcomes
+
+
+CRAFTED = {
+    "no header": crafted(b"", b""),
+    "no JSON": crafted(b"", b"{"),
+    "a list": crafted(b"", []),
+    "no tree": crafted(b"", {"tensors": []}),
+    "no tensors": crafted(b"", {"tree": 1}),
+    "deep": crafted(b"", b"[" * 100_000),
+    "deep and closed": crafted(b"", b'{"tensors": [], "tree": ' + b'["list", [' * 400 + b"]]" * 400 + b"}"),
+    "no text": crafted(b"", b"\xff\xfe"),
+    "a tebibyte": crafted(b"", {"tensors": [["float32", [1 << 38], "cpu", 0]], "tree": ["tensor"]}),
+    "more than all memory": crafted(b"", {"tensors": [["float32", [1 << 40] * 9, "cpu", 0]], "tree": ["tensor"]}),
+    "a tensor twice": crafted(b"\0", {"tensors": [["uint8", [1], "cpu", zlib.crc32(b"\0")]], "tree": ["list", [["tensor"]] * 2]}),
+    "a tensor nowhere": crafted(b"\0", {"tensors": [["uint8", [1], "cpu", zlib.crc32(b"\0")]], "tree": 1}),
+    "no bool": crafted(b"\2", {"tensors": [["bool", [1], "cpu", zlib.crc32(b"\2")]], "tree": ["tensor"]}),
+    "a device that is none": crafted(b"", {"tensors": [["uint8", [0], "x:y", 0]], "tree": ["tensor"]}),
+    "a header before the file": _checkpoint.MAGIC + struct.pack("<QI", 2**63, 0),
+    "only the beginning": _checkpoint.MAGIC,
+    "nothing": b"",
+    "zeros": bytes(1000),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_a_crafted_file_is_refused(name, whole):
+    """A file made to mislead is refused by load's own error, before memory is asked for."""
+    assert refused(whole[0], CRAFTED[name])
+
+
+def test_a_pickle_is_not_run(tmp_path):
+    """torch.save's files are told to be another program's, and no code in them is run."""
+    torch.save({"x": torch.ones(1)}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"a zip archive, as torch\.save and older funcrecs write"):
+        fr.load(tmp_path / "a.pt")
+
+
+def test_a_device_that_is_not_here_is_told(tmp_path):
+    """A wrong device is told with what to write in its place."""
+    path = fr.save(tmp_path / "a.pt", torch.ones(1))
+    for device in ("cuda:99", "nowhere", 3.5):
+        with pytest.raises(ValueError, match=r"the device cannot be used[^$]*device=\"cpu\""):
+            fr.load(path, device=device)
+    assert fr.load(path, device="cpu").device.type == "cpu"
