@@ -7,7 +7,7 @@ differentiated. Under `jit` the first pass is dead code and the zeros fold away.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -114,6 +114,10 @@ def _check_scalar(loss: object) -> None:
 def params_problems(params: object) -> Iterator[Problem]:
     if not isinstance(params, Params):
         yield Problem("`params` is not Params.", describe(params), "Params(tables=..., dense=...)", kind=TypeError)
+        return
+    if not isinstance(params.tables, Mapping):
+        got, hint = describe(params.tables), "fr.init(key, table_configs); {} for no tables"
+        yield Problem("`params.tables` is not a dict of tables.", got, "{name: f[R, D]}", hint, TypeError)
         return
     for name, t in params.tables.items():
         if isinstance(t, TableRef):  # of a loss around this one

@@ -363,9 +363,13 @@ def concat_problems(parts: Sequence[KeyedJaggedTensor]) -> Iterator[Problem]:
 def check_ids(call: str, ids: object, path: str = "ids") -> None:
     """Structure of a KeyedJaggedTensor that was built by hand or came out of a tree."""
     if not isinstance(ids, KeyedJaggedTensor):
+        got, hint = describe(ids), "KeyedJaggedTensor.from_lists({...}) or from_jagged({...})"
+        if type(ids).__name__ == KeyedJaggedTensor.__name__:  # TorchRec's
+            got = f"{type(ids).__module__}.KeyedJaggedTensor"
+            hint = "fr.KeyedJaggedTensor.from_lengths(x.keys(), x.values(), x.lengths(), weights=x.weights_or_none())"
         fail(
-            call, f"`{path}` is not a KeyedJaggedTensor.", got=describe(ids), need="a KeyedJaggedTensor",
-            hint="KeyedJaggedTensor.from_lists({...}) or from_jagged({...})", kind=TypeError,
+            call, f"`{path}` is not a KeyedJaggedTensor.", got=got, need="a funcrec.KeyedJaggedTensor", hint=hint,
+            kind=TypeError,
         )  # fmt: skip
     check(
         call,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from funcrec._errors import describe, fail
 from funcrec._keyed_jagged import KeyedJaggedTensor
+from funcrec._mesh import P
 from funcrec._tree import pytree, tree_leaves
 
 
@@ -24,7 +25,7 @@ class Params:
     dense: Any
 
     def __post_init__(self):
-        if not isinstance(self.tables, Mapping):
+        if not isinstance(self.tables, Mapping) and not _is_spec(self.tables):
             got, need, hint = describe(self.tables), "{name: f[R, D]}", "fr.init(key, table_configs); {} for no tables"
             fail("funcrec.Params", "`tables` is not a dict of tables.", got=got, need=need, hint=hint, kind=TypeError)
 
@@ -86,6 +87,11 @@ class TrainState:
     def __repr__(self) -> str:
         shown = f"tables={_show_tables(self.tables)}, dense={_show_dense(self.dense)}"
         return f"TrainState(step={describe(self.step)}, {shown})"
+
+
+def _is_spec(x: object) -> bool:
+    """What stands for all tables in the arguments of a transform: Params(0, 0) of vmap, Params(P(), P()) of shard_map."""
+    return x is None or isinstance(x, P) or (isinstance(x, int) and not isinstance(x, bool))
 
 
 def _show_tables(tables: Any) -> str:

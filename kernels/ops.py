@@ -266,7 +266,8 @@ def refuse_derivatives(name: str, implementation: str, tensors: Sequence[Tensor]
     if implementation != "reference" and any(map(_is_differentiated, tensors)):
         raise TypeError(
             f"funcrec.kernels.{name}: implementation {implementation!r} has no derivative here.\n  got   a tensor that grad"
-            " or jvp follows\n  need  plain tensors\n  try   implementation='reference'"
+            " or jvp follows (an nn.Parameter is one)\n  need  plain tensors\n  try   x.detach() where no derivative is wanted, as for"
+            " the tables of a training step; implementation='reference' where one is"
         )
 
 

@@ -104,6 +104,7 @@ ROWS = {
     "regroup: twice": e(lambda: fr.regroup([KT.from_dict({"a": f32(2, 1)})] * 2, [["a"]]), ValueError, "several parts"),
     "regroup: empty group": e(lambda: fr.regroup([KT.from_dict({"a": f32(2, 1)})], [["a"], []]), ValueError, "`groups[1]` is empty", "one or more keys"),
     # states
+    "value_and_grad: tables of a transform": e(lambda: fr.value_and_grad(lambda p: p.dense)(fr.Params(0, f32())), TypeError, "`params.tables` is not a dict of tables", "int 0", "{name: f[R, D]}"),
     "Params: tables": e(lambda: fr.Params([f32(1, 1)], {}), TypeError, "`tables` is not a dict of tables", "list", "{name: f[R, D]}"),
     # configs
     "TableConfig: name": e(lambda: TC("", 1, 1), TypeError, "`name` is not a name"),

@@ -1,17 +1,78 @@
-"""The README's program runs and prints what its comments say."""
+"""The README's code runs, all of it, and prints what its comments say."""
 
+import ast
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import pytest
+import torch
+from funcrec.kernels import ops
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close
+
+TEXT = (Path(__file__).parents[2] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+PRINT = re.compile(r"^ *print\(.*\)(?:  # (.*))?$", re.MULTILINE)
 
 
-def test_the_readme_program_runs(capsys):
-    """Each python block of the README runs as it stands; the training in it learns."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
-    first, last, mean = capsys.readouterr().out.splitlines()
-    assert [first, mean] == [re.search(r"print\((?:grads|f).*# (.*)", b)[1] for b in blocks]
-    assert float(last) < 0.5, "ln 2 is where it began"
+def is_code(span):
+    """Whether an inline span is code that a reader could type: an import, or an expression that calls something and leaves nothing out."""
+    try:
+        nodes = list(ast.walk(ast.parse(span)))
+    except SyntaxError:
+        return False
+    left_out = any(isinstance(n, ast.Constant) and n.value is ... for n in nodes)
+    return not left_out and any(isinstance(n, (ast.Call, ast.ImportFrom, ast.Import)) for n in nodes)
+
+
+SPANS = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
+INLINE = [x for x in SPANS if is_code(x)]
+COMMANDS = re.findall(r"python -c \"([^\"]*)\"", TEXT)
+
+
+@pytest.fixture(scope="module")
+def session():
+    """The names after all blocks were run one after the other, as a reader runs them, and what each print gave."""
+    names, printed = {"__name__": "readme"}, []
+    names["print"] = lambda *x: printed.append(" ".join(map(str, x)))
+    for block in BLOCKS:
+        exec(compile(block, "README.md", "exec"), names)
+    return names, printed
+
+
+def test_the_blocks_run(session):
+    """The python blocks, one after the other, print what stands behind each print; the training in them learns."""
+    told = [want for block in BLOCKS for want in PRINT.findall(block)]
+    printed = session[1]
+    assert len(BLOCKS) >= 3 and len(told) == len(printed)
+    assert [want or got for want, got in zip(told, printed, strict=True)] == printed
+    assert float(printed[1]) < 0.5, "ln 2 is where it began"
+
+
+@pytest.mark.parametrize("code", INLINE + COMMANDS)
+def test_inline_code_runs(code, session):
+    """Every import and every call between backticks runs after the blocks; so does every `python -c`."""
+    names = {**session[0], "ops": ops, "fn": session[0]["loss_fn"]}
+    exec(compile(code, "README.md", "exec"), names)
+
+
+def test_there_is_inline_code():
+    """The rule finds the lines that it is for, and leaves out what only shows a form."""
+    assert any("vmap" in x for x in INLINE) and any(x.startswith("from ") for x in INLINE) and COMMANDS
+    assert not is_code("jit(donate=...)") and not is_code("exact=True") and not is_code("an ensemble")
+
+
+def test_the_ensemble_is_a_loop(session):
+    """The README's vmap of value_and_grad over stacked parameters is a loop over them."""
+    names = session[0]
+    (code,) = [x for x in INLINE if x.startswith("torch.func.vmap(fr.value_and_grad(")]
+    states, batch, loss_fn = names["states"], names["batch"], names["loss_fn"]
+    losses, grads = eval(code, dict(names))(states.params, batch)
+    for i in range(8):
+        one = torch.utils._pytree.tree_map(lambda x, i=i: x[i], states.params)
+        loss, want = fr.value_and_grad(loss_fn)(one, batch)
+        assert_trees_close(losses[i], loss, rtol=1e-6, atol=1e-6)
+        assert_trees_close(grads.dense["w"][i], want.dense["w"], rtol=1e-5, atol=1e-6)
+        mine = torch.utils._pytree.tree_map(lambda x, i=i: x[i], grads.tables["item"])
+        assert_trees_close(mine.to_dense(), want.tables["item"].to_dense(), rtol=1e-5, atol=1e-6)

@@ -348,3 +348,39 @@ def test_per_example_gradients_inside_the_loss():
         return (each**2).mean()
 
     assert_is_torch(lambda p: loss(p, fr.value_and_grad), lambda p: loss(p, dense_of))
+
+
+# -- tables of other libraries -----------------------------------------------------------------------------------
+
+
+def test_tables_of_modules_are_differentiated_or_refused():
+    """An nn.Parameter for a table: lookup and value_and_grad have torch's derivatives; an update names `.detach()`."""
+    table = torch.nn.Parameter(TABLES["x"])
+    loss = lambda p: bent(vectors(p.tables, pooled("x")), p.dense)
+    dense = torch.nn.Parameter(PARAMS.dense["s"].clone())
+    value, grads = fr.value_and_grad(loss)(fr.Params({"x": table}, dense))
+    plain = fr.value_and_grad(loss)(fr.Params({"x": TABLES["x"]}, PARAMS.dense["s"]))[1]
+    assert_trees_close(grads.tables["x"].to_dense().detach(), plain.tables["x"].to_dense(), **CLOSE)
+    assert_trees_close(torch.autograd.grad(value, [table])[0], plain.tables["x"].to_dense(), **CLOSE)
+    step = fr.train_step(
+        lambda p, _: loss(p), sparse=fr.optim.sgd(lr=0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1)
+    )
+    with pytest.raises(TypeError) as e:
+        fr.optim.sgd(lr=0.1).update(grads.tables, {"x": {}}, {"x": table}, 0)
+    assert ".detach()" in str(e.value) and "nn.Parameter" in str(e.value)
+    state, _ = step(step.init(fr.Params({"x": table.detach()}, dense.detach())), None)
+    assert_trees_close(state.tables["x"], TABLES["x"] - 0.1 * plain.tables["x"].to_dense(), **CLOSE)
+
+
+def test_ids_of_torchrec_are_named():
+    """TorchRec's class of the same name is told apart by its module, and the way to ours is named; it leads there."""
+    torchrec = pytest.importorskip("torchrec")
+    lengths = torch.tensor([2, 0, 1, 1])
+    theirs = torchrec.KeyedJaggedTensor.from_lengths_sync(["a", "b"], torch.tensor([0, 2, 1, 1]), lengths)
+    with pytest.raises(TypeError) as e:
+        fr.lookup(TABLES, theirs, pooled("x", weighted=False))
+    assert "got   torchrec.sparse.jagged_tensor.KeyedJaggedTensor" in str(e.value)
+    assert "need  a funcrec.KeyedJaggedTensor" in str(e.value)
+    hint = str(e.value).rsplit("try   ", 1)[1]
+    ours = eval(hint, {"fr": fr, "x": theirs})
+    assert ours.to_lists() == {"a": [[0, 2], []], "b": [[1], [1]]}
