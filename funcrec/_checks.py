@@ -5,14 +5,23 @@ The switch is a context variable: it belongs to the thread and the call that set
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from funcrec._configs import FeatureConfig, TableConfig, table_shapes
-from funcrec._errors import CheckError, Problem, check
+from funcrec._configs import (
+    FeatureConfig,
+    TableConfig,
+    feature_list_problems,
+    feature_table_problems,
+    table_shapes,
+    table_tensor_problems,
+)
+from funcrec._errors import CheckError, Problem, check, describe
 from funcrec._jagged import offset_value_problems
 from funcrec._keyed_jagged import KeyedJaggedTensor, check_ids
+from funcrec._state import Batch
 
 _checking: ContextVar[bool] = ContextVar("funcrec_checking", default=False)
 SHOWN_MAX = 3  # offenders named per feature
@@ -23,14 +32,20 @@ def is_checking() -> bool:
     return _checking.get()
 
 
+Ids = TypeVar("Ids")
+
+
 def validate(
-    ids: KeyedJaggedTensor,
+    ids: Ids,
     features: Sequence[FeatureConfig],
     tables: Mapping[str, Tensor] | Sequence[TableConfig],
-) -> KeyedJaggedTensor:
+) -> Ids:
     """The same ids, after a look at every value: offsets ascend, bags keep `max_length`, ids are rows of their table.
 
-    Raises: CheckError that names feature, bag and id; reads the ids on the host.
+    Args:
+      ids: a KeyedJaggedTensor, or a Batch: its labels are then looked at as well, numbers in [0, 1], and its dense inputs, finite.
+
+    Raises: CheckError that names feature, bag and id, or the label; reads the values on the host.
 
     Example:
       >>> import funcrec as fr
@@ -45,9 +60,37 @@ def validate(
 
     Source: TorchRec's validate_keyed_jagged_tensor.
     """
-    check_ids("funcrec.validate", ids)
-    check("funcrec.validate", value_problems(ids, features, table_shapes(tables)))
+    call, found = "funcrec.validate", ids.ids if isinstance(ids, Batch) else ids
+    check_ids(call, found, "ids.ids" if isinstance(ids, Batch) else "ids")
+    check(call, feature_list_problems(features), table_tensor_problems(tables))
+    check(call, feature_table_problems(features, tables))
+    labels = batch_value_problems(ids) if isinstance(ids, Batch) else ()
+    check(call, value_problems(found, features, table_shapes(tables)), labels)
     return ids
+
+
+def batch_value_problems(batch: Batch) -> Iterator[Problem]:
+    label = batch.label
+    if not isinstance(label, Tensor) or label.dim() != 1:
+        yield Problem("`batch.label` is not a vector.", describe(label), "f[B]", kind=TypeError)
+    else:
+        yield from label_value_problems(label, "batch.label", CheckError)
+        keys = batch.ids.keys if batch.ids.strides is None else ()
+        if keys and label.shape[0] != batch.ids.num_bags:
+            yield Problem(
+                "`batch.label` does not match its ids.", describe(label), f"one for each of {batch.ids.num_bags} bags"
+            )
+    if isinstance(batch.dense, Tensor):
+        yield from finite_problems("`batch.dense`", batch.dense)
+
+
+def label_value_problems(label: Tensor, path: str, kind: type[Exception] = ValueError) -> Iterator[Problem]:
+    """The labels of clicks: 0, 1, or a number between, for a chance."""
+    wrong = ~((label >= 0) & (label <= 1))
+    if bool(wrong.any()):
+        at = int(wrong.to(torch.int8).argmax())
+        got, need = f"{path}[{at}] = {label[at].item()}, {int(wrong.sum())} in all", "labels in [0, 1]"
+        yield Problem(f"`{path}` are no labels of clicks.", got, need, "label >= 4, say, if these are ratings", kind)
 
 
 def value_problems(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: Mapping) -> Iterator[Problem]:

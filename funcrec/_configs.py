@@ -15,6 +15,7 @@ from funcrec._errors import Problem, check, describe
 from funcrec._init import Initializer
 
 TABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+SEED_MAX = 2**61
 POOLINGS = ("sum", "mean", "none")
 DEFAULT_INITIALIZER = Initializer("uniform")
 
@@ -31,6 +32,9 @@ class Hash:
 
     kind: Literal["modulo", "multiply_shift"]
     seed: int = 0
+
+    def __post_init__(self):
+        check("funcrec.Hash", hash_kind_problems(self))
 
 
 def modulo() -> Hash:
@@ -140,11 +144,26 @@ def table_problems(t: TableConfig) -> Iterator[Problem]:
         yield Problem("`initializer` is not callable.", describe(t.initializer), need, kind=TypeError)
 
 
-def count_problems(n: object, field: str) -> Iterator[Problem]:
+def count_problems(n: object, field: str, least: int = 1) -> Iterator[Problem]:
     if not isinstance(n, int) or isinstance(n, bool):
-        yield Problem(f"`{field}` is not an integer.", describe(n), "an int >= 1", kind=TypeError)
-    elif n < 1:
-        yield Problem(f"`{field}` is too small.", f"{n}", "an int >= 1")
+        yield Problem(f"`{field}` is not an integer.", describe(n), f"an int >= {least}", kind=TypeError)
+    elif n < least:
+        yield Problem(f"`{field}` is too small.", f"{n}", f"an int >= {least}")
+
+
+def flag_problems(x: object, field: str) -> Iterator[Problem]:
+    """A flag is True or False: no other value that Python takes for one."""
+    if not isinstance(x, bool):
+        yield Problem(f"`{field}` is neither True nor False.", f"{x!r}"[:60], "a bool", kind=TypeError)
+
+
+def hash_kind_problems(h: Hash) -> Iterator[Problem]:
+    if h.kind not in ("modulo", "multiply_shift"):
+        yield Problem("`kind` is unknown.", f"{h.kind!r}", "'modulo' or 'multiply_shift'", "fr.multiply_shift(seed)")
+    if not isinstance(h.seed, int) or isinstance(h.seed, bool):
+        yield Problem("`seed` is not an integer.", describe(h.seed), "an int", kind=TypeError)
+    elif not -SEED_MAX < h.seed < SEED_MAX:
+        yield Problem("`seed` is too large.", f"{h.seed}", "an int between -2⁶¹ and 2⁶¹")
 
 
 def feature_problems(f: FeatureConfig) -> Iterator[Problem]:
@@ -152,10 +171,11 @@ def feature_problems(f: FeatureConfig) -> Iterator[Problem]:
         name = getattr(f, field)
         if not (isinstance(name, str) and name) and not (field == "column" and name is None):
             yield Problem(f"`{field}` is not a name.", describe(name), "a non-empty string", kind=TypeError)
-    if f.pooling not in POOLINGS:
+    if not isinstance(f.pooling, str) or f.pooling not in POOLINGS:
         yield Problem("`pooling` is unknown.", f"{f.pooling!r}", " or ".join(map(repr, POOLINGS)))
     if f.max_length is not None:
         yield from count_problems(f.max_length, "max_length")
+    yield from flag_problems(f.weighted, "weighted")
     if f.hash is not None and not isinstance(f.hash, Hash):
         yield Problem("`hash` is not a hash.", describe(f.hash), "fr.modulo() or fr.multiply_shift()", kind=TypeError)
 

@@ -5,12 +5,12 @@
 R rows. An id of a feature without a hash is its row. Floor 2.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from funcrec._configs import Hash
+from funcrec._configs import Hash, count_problems
 from funcrec._errors import Problem, check, describe
 from funcrec._random import GAMMA, mix, shift_right
 
@@ -27,9 +27,9 @@ def hash_rows(ids: Tensor, hash: Hash | None, num_embeddings: int) -> Tensor:
       >>> fr.hash_rows(torch.tensor([12, -1]), fr.modulo(), 10)
       tensor([2, 9])
     """
+    check("funcrec.hash_rows", _problems(ids, hash, num_embeddings))
     if hash is None:
         return ids
-    check("funcrec.hash_rows", _problems(ids, hash, num_embeddings))
     if hash.kind == "modulo":
         return torch.remainder(ids, num_embeddings)
     a, b = multipliers(hash.seed, ids.device)
@@ -43,8 +43,7 @@ def hash_lanes(ids: Tensor, lane: Tensor, hows: Sequence[tuple[Hash | None, int]
     Law: hash_lanes(ids, lane, hows)[i] == hash_rows(ids, *hows[lane[i]])[i].
     """
     for hash, num_embeddings in hows:
-        if hash is not None:
-            check("funcrec.hash_rows", _problems(ids, hash, num_embeddings))
+        check("funcrec.hash_rows", _problems(ids, hash, num_embeddings))
     of_lane = lambda numbers: torch.tensor(numbers, device=ids.device)[lane]
     kinds = [None if hash is None else hash.kind for hash, _ in hows]
     sizes, rows = of_lane([1 if k is None else n for k, (_, n) in zip(kinds, hows, strict=True)]), ids
@@ -64,10 +63,23 @@ def multipliers(seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return a | 1, b
 
 
-def _problems(ids: Tensor, hash: Hash, num_embeddings: int):
-    if ids.dtype not in (torch.int32, torch.int64):
+def _problems(ids: Tensor, hash: Hash | None, num_embeddings: int) -> Iterator[Problem]:
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
         yield Problem("`ids` are not ids.", describe(ids), "i32 or i64", kind=TypeError)
-    if num_embeddings >= 2**31 and (hash.kind == "multiply_shift" or ids.dtype == torch.int32):
+        return
+    if hash is not None and not isinstance(hash, Hash):
+        yield Problem(
+            "`hash` is not a hash.", describe(hash), "fr.modulo() or fr.multiply_shift(), or None", kind=TypeError
+        )
+        return
+    found = list(count_problems(num_embeddings, "num_embeddings"))
+    yield from found
+    if (
+        not found
+        and hash is not None
+        and num_embeddings >= 2**31
+        and (hash.kind == "multiply_shift" or ids.dtype == torch.int32)
+    ):
         need = "num_embeddings < 2³¹"
         got = f"{num_embeddings} rows, {describe(ids)}"
         yield Problem(f"`{hash.kind}` cannot reach every row.", got, need, "i64 ids and modulo()")

@@ -7,7 +7,7 @@ rows. Floor 1.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from funcrec import _random as random
-from funcrec._errors import check
+from funcrec._errors import Problem, check, describe
 from funcrec.kernels.memory import empty_table
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ class Initializer:
 
     kind: Literal["uniform", "normal", "xavier_normal", "constant"]
     scale: float | None = None
+
+    def __post_init__(self):
+        check(f"funcrec.{self.kind}", _initializer_problems(self.kind, self.scale))
 
     def __call__(self, key: Tensor, shape: tuple[int, int], start: int, num_embeddings: int) -> Tensor:
         """Elements start, start + 1, ... of the table's sequence, as f32[shape]."""
@@ -149,3 +152,21 @@ def name_number(name: str) -> int:
     for byte in name.encode():
         number = (number ^ byte) * 0x01000193 % 2**32
     return number >> 1
+
+
+SCALES = {"uniform": "bound", "normal": "std", "constant": "value", "xavier_normal": ""}
+
+
+def _initializer_problems(kind: object, scale: object) -> Iterator[Problem]:
+    if not isinstance(kind, str) or kind not in SCALES:
+        yield Problem("`kind` is unknown.", f"{kind!r}", f"one of {list(SCALES)}", "fr.uniform(bound)")
+        return
+    name = SCALES[kind]
+    if scale is None and kind in ("uniform", "xavier_normal"):
+        return
+    least = -math.inf if kind == "constant" else 0
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool):
+        yield Problem(f"`{name}` is not a number.", describe(scale), "a float", kind=TypeError)
+    elif not (math.isfinite(scale) and scale >= least):
+        need = "a finite number" if kind == "constant" else "a finite number >= 0"
+        yield Problem(f"`{name}` is no scale of a distribution.", f"{scale}", need)

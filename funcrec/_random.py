@@ -51,6 +51,10 @@ def split(key: Tensor, num: int = 2) -> Tensor:
       (torch.Size([]), False)
     """
     check_key("funcrec.split", key)
+    if not isinstance(num, int) or isinstance(num, bool):
+        fail("funcrec.split", "`num` is not an integer.", got=describe(num), need="an int >= 0", kind=TypeError)
+    if num < 0:
+        fail("funcrec.split", "`num` is too small.", got=f"{num}", need="an int >= 0")
     return bits(mix(~key), (num,))
 
 
@@ -63,6 +67,10 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
       True
     """
     check_key("funcrec.fold_in", key)
+    whole = not data.is_floating_point() if isinstance(data, Tensor) else isinstance(data, int)
+    if not whole or isinstance(data, bool):
+        need = "an int, or an integer tensor"
+        fail("funcrec.fold_in", "`data` is not an integer.", got=describe(data), need=need, kind=TypeError)
     step = GAMMA * (data.to(torch.int64) + 1) if isinstance(data, Tensor) else wrap(GAMMA * (data + 1))
     return mix(mix(key) + step)
 

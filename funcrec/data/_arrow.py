@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from funcrec._configs import count_problems
+from funcrec._configs import count_problems, flag_problems
 from funcrec._errors import Problem, check, fail
 
 
@@ -27,8 +27,9 @@ def need_file(call: str, path: str | os.PathLike) -> Path:
     return path
 
 
-def check_batching(call: str, batch_size: object, skip: object) -> None:
+def check_batching(call: str, batch_size: object, skip: object, **flags: object) -> None:
     check(call, count_problems(batch_size, "batch_size"), _skip_problems(skip))
+    check(call, *(flag_problems(x, name) for name, x in flags.items()))
 
 
 def _skip_problems(skip: object) -> Iterator[Problem]:
@@ -36,8 +37,13 @@ def _skip_problems(skip: object) -> Iterator[Problem]:
         yield Problem("`skip` is no number of batches.", f"{skip!r}", "an int >= 0", "skip=position.batch")
 
 
-def fixed_tables(chunks: Iterable, batch_size: int, skip: int, drop_last: bool) -> Iterator[tuple[int, object]]:
-    """Record batches of any size -> (number of the first row, table of `batch_size` rows); the first `skip` are left out."""
+def fixed_tables(
+    call: str, path: Path, chunks: Iterable, batch_size: int, skip: int, drop_last: bool
+) -> Iterator[tuple[int, object]]:
+    """Record batches of any size -> (number of the first row, table of `batch_size` rows); the first `skip` are left out.
+
+    Raises: ValueError for a file that has no batch, or less than `skip` of them: who reads it again and again would never come on.
+    """
     import pyarrow
 
     pending, have, first = [], 0, 0
@@ -52,3 +58,11 @@ def fixed_tables(chunks: Iterable, batch_size: int, skip: int, drop_last: bool) 
             have, first = have - batch_size, first + batch_size
     if have and not drop_last and first >= skip * batch_size:
         yield first, pyarrow.Table.from_batches(pending)
+    rows = first + have
+    count = rows // batch_size if drop_last else -(-rows // batch_size)
+    if not count or count < skip:
+        need = (
+            f"at least {batch_size if drop_last else 1} rows" if not count else f"at least {skip} batches, to skip them"
+        )
+        got, hint = f"{rows} rows, batches of {batch_size}", "a smaller batch_size, or drop_last=False"
+        fail(call, f"`{path.name}` does not make a batch.", got=got, need=need, hint=hint)

@@ -11,7 +11,7 @@ MLPerf's DLRM-DCNv2 for log(x + 3).
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from funcrec._errors import Problem, check, describe, fail
-from funcrec._jagged import int_problems
 from funcrec._keyed_jagged import KeyedJaggedTensor, key_problems
 from funcrec._state import Batch
 from funcrec.data._arrow import check_batching, fixed_tables, need_file, need_pyarrow
+from funcrec.data._rows import Vocabularies, need_finite, need_ids, need_labels, row_problems, vocabulary_problems
 
 NUM_DENSE, NUM_SPARSE, DIGITS = 13, 26, 8
 CATEGORIES = tuple(f"cat_{i}" for i in range(NUM_SPARSE))
@@ -48,6 +48,7 @@ def transform_dense(x: Tensor, transform: Transform) -> Tensor:
       >>> transform_dense(torch.tensor([-3.0, -2.0, 0.0]), "log1")
       tensor([0., 0., 0.])
     """
+    check("funcrec.data.transform_dense", transform_problems(transform))
     if transform is None:
         return x
     return torch.log1p(x.clamp(min=0)) if transform == "log1" else torch.log(x.clamp(min=-2) + 3)
@@ -61,8 +62,9 @@ def criteo_tsv(
     keys: Sequence[str] = CATEGORIES,
     skip: int = 0,
     drop_last: bool = False,
+    vocabularies: Vocabularies = None,
 ) -> Iterator[Batch]:
-    """Read a file (plain, .gz or .bz2) block by block.
+    """Read a file (plain, .gz or .bz2) block by block. Ids reach 2³²: a feature of these columns needs a hash.
 
     Args:
       path: lines of 40 fields; nothing else, no header.
@@ -70,6 +72,8 @@ def criteo_tsv(
       keys: the names of the 26 columns.
       skip: batches to leave out at the beginning, for a run that goes on.
       drop_last: leave out a last batch that is not full.
+      vocabularies: {column: V}, to have an id outside [0, V) be an error instead of a row of zeros: `vocabularies_of(tables, features)`
+        for features without a hash.
 
     Returns: batches with one id i64 per key and row, dense f32[B, 13], label f32[B]; every full one of the same shapes.
 
@@ -78,11 +82,12 @@ def criteo_tsv(
     """
     call = "funcrec.data.criteo_tsv"
     need_pyarrow(call)
-    check_batching(call, batch_size, skip)
+    check_batching(call, batch_size, skip, drop_last=drop_last)
     check(call, transform_problems(transform), _column_problems(keys))
+    check(call, vocabulary_problems(vocabularies, keys))
     path = need_file(call, path)
-    tables = fixed_tables(_tsv_chunks(path), batch_size, skip, drop_last)
-    return (_tsv_batch(path, first, table, transform, tuple(keys)) for first, table in tables)
+    tables = fixed_tables(call, path, _tsv_chunks(path), batch_size, skip, drop_last)
+    return (_tsv_batch(path, first, table, transform, tuple(keys), vocabularies or {}) for first, table in tables)
 
 
 def _tsv_chunks(path: Path) -> Iterator:
@@ -99,13 +104,13 @@ def _tsv_chunks(path: Path) -> Iterator:
             parse_options=csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False),
             convert_options=csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True),
         )
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
         found = re.search(r"Row #(\d+): (.*)", str(error), re.DOTALL)
         number, got = (found[1], found[2]) if found else (1, str(error))
         _bad_line(path, number, got[:120], "a label, 13 integers and 26 categories between tabs")
 
 
-def _tsv_batch(path: Path, first: int, table, transform: Transform, keys: tuple[str, ...]) -> Batch:
+def _tsv_batch(path: Path, first: int, table, transform: Transform, keys: tuple[str, ...], sizes: Mapping) -> Batch:
     label = _integers(table, "label", missing=-1)
     odd = np.flatnonzero((label != 0) & (label != 1))
     if odd.size:
@@ -114,6 +119,9 @@ def _tsv_batch(path: Path, first: int, table, transform: Transform, keys: tuple[
         )
     dense = np.stack([_integers(table, f"int_{i}", missing=0) for i in range(NUM_DENSE)], 1).astype(np.float32)
     sparse = np.stack([_categories(path, first, table, name) for name in CATEGORIES])
+    for key, ids in zip(keys, sparse, strict=True):
+        refuse = lambda row, name, got, need: _bad_line(path, first + row + 1, f"{name}: {got}", need)
+        need_ids(ids, sizes.get(key), key, refuse)
     return single_ids(label, dense, sparse, transform, keys)
 
 
@@ -177,6 +185,7 @@ class CriteoArrays:
     label: np.ndarray
     transform: Transform
     keys: tuple[str, ...]
+    vocabularies: Vocabularies = None
 
     @property
     def num_rows(self) -> int:
@@ -184,9 +193,20 @@ class CriteoArrays:
 
     def take(self, rows: Tensor) -> Batch:
         """Row numbers i[B] -> the batch; ids keep their dtype, i32 or i64."""
-        check("funcrec.data.take", int_problems(rows, "rows", torch.device("cpu")))
+        check("funcrec.data.take", row_problems(rows, self.num_rows, torch.device("cpu")))
         at = rows.numpy()
-        return single_ids(self.label[at].reshape(-1), self.dense[at], self.sparse[at].T, self.transform, self.keys)
+        label, sparse = self.label.reshape(-1)[at], self.sparse[at].T
+        with np.errstate(over="ignore"):  # what no f32 holds is infinite, and named
+            dense = self.dense[at].astype(np.float32)
+
+        def refuse(row: int, name: str, got: str, need: str) -> None:
+            fail("funcrec.data.take", f"row {at[row]}, `{name}` cannot be read.", got=got, need=need)
+
+        need_labels(label, "label", refuse)
+        need_finite(dense, [f"dense[{i}]" for i in range(dense.shape[1])], refuse)
+        for key, ids in zip(self.keys, sparse, strict=True):
+            need_ids(ids, (self.vocabularies or {}).get(key), key, refuse)
+        return single_ids(label, dense, sparse, self.transform, self.keys)
 
     def __repr__(self) -> str:
         return f"CriteoArrays({self.num_rows} rows, {self.dense.shape[1]} dense features, {len(self.keys)} columns)"
@@ -199,22 +219,28 @@ def criteo_npy(
     *,
     transform: Transform = None,
     keys: Sequence[str] | None = None,
+    vocabularies: Vocabularies = None,
 ) -> CriteoArrays:
     """Open a day's three .npy files (`day_0_dense.npy`, `day_0_sparse.npy`, `day_0_labels.npy`) without reading them.
 
     Args:
       dense: f[N, J] or i[N, J]; the published arrays hold log(x + 3) already, hence transform=None.
-      sparse: i32 or i64 [N, F], used as ids as they are.
-      label: any numbers, [N] or [N, 1].
+      sparse: i32 or i64 [N, F], used as ids as they are: a feature whose table has fewer rows than there are ids needs a hash.
+      label: numbers in [0, 1], [N] or [N, 1].
       keys: F names; cat_0, cat_1, ... if None.
+      vocabularies: as in `criteo_tsv`.
 
-    Raises: ValueError that names the file which is cut short, or whose shape or dtype does not fit.
+    Raises: ValueError that names the file which is cut short, or whose shape or dtype does not fit; from `take`, one that names the row
+      with a label outside [0, 1], a dense feature that is not finite in f32, or an id outside its vocabulary.
     """
     call = "funcrec.data.criteo_npy"
     opened = {name: _open_npy(call, path) for name, path in [("dense", dense), ("sparse", sparse), ("label", label)]}
+    if isinstance(keys, str):
+        fail(call, "`keys` are not names.", got=describe(keys), need="a sequence of names", kind=TypeError)
     keys = tuple(keys) if keys is not None else tuple(f"cat_{i}" for i in range(opened["sparse"].shape[-1]))
     check(call, transform_problems(transform), key_problems(keys), _array_problems(**opened, keys=keys))
-    return CriteoArrays(**opened, transform=transform, keys=keys)
+    check(call, vocabulary_problems(vocabularies, keys))
+    return CriteoArrays(**opened, transform=transform, keys=keys, vocabularies=vocabularies)
 
 
 def _open_npy(call: str, path: str | os.PathLike) -> np.ndarray:
@@ -242,7 +268,7 @@ def _array_problems(dense: np.ndarray, sparse: np.ndarray, label: np.ndarray, ke
 
 
 def transform_problems(transform: object) -> Iterator[Problem]:
-    if transform not in TRANSFORMS:
+    if not isinstance(transform, str | None) or transform not in TRANSFORMS:
         yield Problem("`transform` is unknown.", f"{transform!r}", " or ".join(map(repr, TRANSFORMS)))
 
 

@@ -9,18 +9,21 @@ batch, U users, I items, L the most genres of an item. Floor 6.
 Source: RUCAIBox/RecBole, branch 1.1.x, benchmark/md/ml-1m_context.md.
 """
 
+import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcrec import _random as random
-from funcrec._errors import check, describe, fail
-from funcrec._jagged import int_problems, offsets_of
+from funcrec._errors import Problem, check, describe, fail
+from funcrec._jagged import offsets_of
 from funcrec._keyed_jagged import KeyedJaggedTensor
 from funcrec._state import Batch
 from funcrec._tree import pytree
 from funcrec.data._movielens import Ratings
+from funcrec.data._rows import row_problems
 
 SPLIT_SEED = 2020  # RecBole's; another split moves a test AUC by up to 0.004
 USER_COLUMNS = ("user_id", "age", "gender", "occupation")
@@ -109,6 +112,7 @@ def ctr_dataset(
     if not isinstance(ratings, Ratings):
         need = "Ratings, as movielens_1m() returns them"
         fail(call, "`ratings` are not ratings.", got=describe(ratings), need=need, kind=TypeError)
+    check(call, _split_problems(seed, drop, threshold, holdout))
     if not 0 < holdout < 0.5:
         fail(call, "`holdout` leaves a part empty.", got=f"{holdout}", need="0 < holdout < 0.5")
     kept = ~torch.isin(ratings.rating, torch.tensor(drop))
@@ -119,6 +123,17 @@ def ctr_dataset(
         fail(call, "there are too few rows to split.", got=got, need="one row for each part, or more")
     order = torch.randperm(data.num_rows, generator=torch.Generator().manual_seed(seed))
     return CtrSplit(data, *order.split([data.num_rows - 2 * held, held, held]))
+
+
+def _split_problems(seed: object, drop: object, threshold: object, holdout: object) -> Iterator[Problem]:
+    is_number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        yield Problem("`seed` is not an integer.", describe(seed), "an int", kind=TypeError)
+    if not isinstance(drop, (tuple, list)) or not all(map(is_number, drop)):
+        yield Problem("`drop` are not ratings.", f"{drop!r}"[:60], "a tuple of numbers", "drop=(3.0,)", TypeError)
+    for name, x in (("threshold", threshold), ("holdout", holdout)):
+        if not is_number(x):
+            yield Problem(f"`{name}` is no number.", f"{x!r}"[:60], "a finite number", kind=TypeError)
 
 
 def ctr_data(ratings: Ratings, kept: Tensor, threshold: float) -> CtrData:
@@ -156,7 +171,7 @@ def take_rows(data: CtrData, rows: Tensor) -> Batch:
 
     Cost: reads and writes about 20 ids per row; 0.4 ms for 4096 rows on one core.
     """
-    check("funcrec.data.take", int_problems(rows, "rows", data.label.device))
+    check("funcrec.data.take", row_problems(rows, data.num_rows, data.label.device))
     num_rows, most = rows.shape[0], data.genre.shape[1]
     user, item = data.user.index_select(0, rows), data.item.index_select(0, rows)
     fields = {name: ids.index_select(0, user) for name, ids in data.user_columns.items()}

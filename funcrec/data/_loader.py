@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from funcrec import _random as random
+from funcrec._configs import count_problems, flag_problems
 from funcrec._errors import Problem, check, describe
 from funcrec._jagged import int_problems
 from funcrec._keyed_jagged import pad_to_bucket
 from funcrec._state import Batch
 from funcrec._tree import replace
 from funcrec.data._ctr import random_order
+from funcrec.data._rows import row_problems
 
 
 class RowData(Protocol):
@@ -40,6 +42,9 @@ class Position(NamedTuple):
 def take(data: RowData, rows: Tensor) -> Batch:
     """The batch of these row numbers i[B], in their order and with repeats.
 
+    Raises: TypeError for rows that are no integers; ValueError for rows that the data has not (inside `jit`, where no value can be
+      read, the caller owes them).
+
     Law: bag b of every key, and label b, depend on rows[b] only.
 
     Example:
@@ -49,6 +54,8 @@ def take(data: RowData, rows: Tensor) -> Batch:
       >>> take(data, torch.tensor([7, 7])).ids.num_bags
       2
     """
+    check("funcrec.data.take", data_problems(data))
+    check("funcrec.data.take", row_problems(rows, data.num_rows))
     return data.take(rows)
 
 
@@ -73,7 +80,8 @@ def batches(
         compiles once more for it.
       bucket: pad the ids by `fr.pad_to_bucket`, for data whose batches differ in their number of ids.
 
-    Raises: TypeError or ValueError at the call, not at the first batch.
+    Raises: TypeError or ValueError at the call, not at the first batch: for a row that the data has not, a position behind the
+      epoch's last batch, an epoch without a batch.
 
     Law: every row once per epoch; beginning at a position gives exactly the batches that would have followed it.
 
@@ -85,16 +93,22 @@ def batches(
       [(Position(epoch=0, batch=1), 4), (Position(epoch=0, batch=2), 4), (Position(epoch=1, batch=0), 2)]
     """
     call = "funcrec.data.batches"
-    check(call, batch_problems(data, rows, batch_size, position))
+    check(call, data_problems(data), batch_problems(rows, batch_size, position))
+    check(call, flag_problems(drop_last, "drop_last"), flag_problems(bucket, "bucket"))
+    check(call, row_problems(rows.cpu(), data.num_rows) if rows is not None else ())
     if key is not None:
         random.check_key(call, key)
     rows = torch.arange(data.num_rows) if rows is None else rows
     count = num_batches(rows.shape[0], batch_size, drop_last=drop_last)
+    check(call, epoch_problems(rows.shape[0], batch_size, count, position))
     return _epoch(data, rows, batch_size, key, Position(*position), count, bucket)
 
 
 def num_batches(num_rows: int, batch_size: int, *, drop_last: bool = False) -> int:
     """The batches of an epoch."""
+    call = "funcrec.data.num_batches"
+    check(call, count_problems(num_rows, "num_rows", 0), count_problems(batch_size, "batch_size"))
+    check(call, flag_problems(drop_last, "drop_last"))
     return num_rows // batch_size if drop_last else -(-num_rows // batch_size)
 
 
@@ -109,16 +123,28 @@ def _epoch(data, rows, batch_size, key, position, count, bucket) -> Iterator[tup
         yield Position(epoch, i + 1) if i + 1 < count else Position(epoch + 1, 0), batch
 
 
-def batch_problems(data: RowData, rows: Tensor | None, batch_size: int, position: Position) -> Iterator[Problem]:
+def data_problems(data: object) -> Iterator[Problem]:
     if not (hasattr(data, "num_rows") and hasattr(data, "take")):
         yield Problem("`data` has no rows.", describe(data), "a value with `num_rows` and `take(rows)`", kind=TypeError)
+
+
+def epoch_problems(num_rows: int, batch_size: int, count: int, position: Position) -> Iterator[Problem]:
+    """An epoch must have a batch, and the position must be before its end: a loop over epochs would never come on."""
+    if count == 0:
+        need = f"at least {batch_size} rows" if num_rows else "a row or more"
+        yield Problem(
+            "`rows` do not make a batch.", f"{num_rows} rows", need, "drop_last=False, or a smaller batch_size"
+        )
+    elif position[1] >= count:
+        need, hint = f"batch < {count}, the batches of an epoch", "the position that came with the last batch"
+        yield Problem("`position` is behind the end of its epoch.", f"{tuple(position)}", need, hint)
+
+
+def batch_problems(rows: Tensor | None, batch_size: int, position: Position) -> Iterator[Problem]:
     if rows is not None:
         yield from int_problems(rows, "rows")
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool):
-        yield Problem("`batch_size` is not an integer.", describe(batch_size), "an int >= 1", kind=TypeError)
-    elif batch_size < 1:
-        yield Problem("`batch_size` is too small.", f"{batch_size}", "an int >= 1")
-    whole = isinstance(position, tuple) and len(position) == 2 and all(isinstance(x, int) for x in position)
+    yield from count_problems(batch_size, "batch_size")
+    whole = isinstance(position, tuple) and len(position) == 2 and all(type(x) is int for x in position)
     if not whole:
         yield Problem("`position` is no position.", describe(position), "Position(epoch, batch)", kind=TypeError)
     elif min(position) < 0:

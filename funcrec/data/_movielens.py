@@ -8,6 +8,7 @@ U users and I items, both with the padding id. Floor 6.
 Source: F. M. Harper, J. A. Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 5(4), 2015.
 """
 
+import math
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -115,7 +116,7 @@ def read_ratings(inter: Path, user: Path, item: Path) -> Ratings:
     numbers = {name: {token: i for i, token in enumerate(tokens)} for name, tokens in vocabularies.items()}
     attribute = lambda name, tokens: torch.tensor([0, *(numbers[name][t] for t in tokens)], dtype=torch.int32)
     kinds = {"user_id": numbers["user_id"].__getitem__, "item_id": numbers["item_id"].__getitem__}
-    users, items, ratings, times = read_numbers(inter, {**kinds, "rating": float, "timestamp": float}, "iifd")
+    users, items, ratings, times = read_numbers(inter, {**kinds, "rating": number, "timestamp": seconds}, "iifd")
     return Ratings(
         user=torch.frombuffer(users, dtype=torch.int32),
         item=torch.frombuffer(items, dtype=torch.int32),
@@ -128,6 +129,22 @@ def read_ratings(inter: Path, user: Path, item: Path) -> Ratings:
                                       dtype=torch.int32),
         vocabularies=vocabularies,
     )  # fmt: skip
+
+
+def number(text: str) -> float:
+    """A finite number; float() takes "nan" and "inf" as well."""
+    x = float(text)
+    if not math.isfinite(x):
+        raise ValueError(text)
+    return x
+
+
+def seconds(text: str) -> float:
+    """A whole number of seconds."""
+    x = number(text)
+    if x != round(x):
+        raise ValueError(text)
+    return x
 
 
 def vocabulary(tokens: Iterable[str]) -> tuple[str, ...]:
@@ -145,6 +162,9 @@ def lines(path: Path, names: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]
                 "funcrec.data.movielens_1m", f"`{path.name}` has no column {', '.join(absent)}.", got=f"{header}",
                 need=f"a header with {', '.join(names)}", hint="a tab-separated file with `name:type` in its first line",
             )  # fmt: skip
+        doubled = [name for name in names if header.count(name) > 1]
+        if doubled:
+            bad_line(path, 1, f"{header}", f"one column {', '.join(doubled)}")
         at = [header.index(name) for name in names]
         for number, line in enumerate(f, 2):
             fields = line.rstrip("\r\n").split("\t")

@@ -25,14 +25,16 @@ from funcrec._configs import (
     count_problems,
     feature_list_problems,
     feature_table_problems,
+    flag_problems,
     table_list_problems,
 )
 from funcrec._errors import Problem, check, describe
 from funcrec._init import name_number
-from funcrec._jagged import int_problems, offsets_of
+from funcrec._jagged import offsets_of
 from funcrec._keyed_jagged import KeyedJaggedTensor
 from funcrec._state import Batch
 from funcrec._tree import pytree
+from funcrec.data._rows import row_problems
 
 HEAD = 1024  # ranks with exact weights; beyond, the midpoint rule errs by alpha (alpha + 1) / (24 · 1024²) of a weight
 LABEL_SCALE = 2.0  # s: logits of standard deviation 2
@@ -61,12 +63,12 @@ class RandomRows:
 
     def take(self, rows: Tensor) -> Batch:
         """Row numbers i64[B] -> the batch; shapes depend on B only. Row r is the same in every batch."""
-        check("funcrec.data.take", int_problems(rows, "rows", self.key.device))
+        check("funcrec.data.take", row_problems(rows, self.num_rows, self.key.device))
         return generate(self, rows)[0]
 
     def logits(self, rows: Tensor) -> Tensor:
         """f32[B]: the logits that the labels were drawn from, the best that a model can learn."""
-        check("funcrec.data.RandomRows.logits", int_problems(rows, "rows", self.key.device))
+        check("funcrec.data.RandomRows.logits", row_problems(rows, self.num_rows, self.key.device))
         return generate(self, rows)[1]
 
     def __repr__(self) -> str:
@@ -107,7 +109,7 @@ def random_rows(
     check(call, _vocabulary_problems(vocabularies))
     of = lambda setting, name: setting.get(name) if isinstance(setting, Mapping) else setting
     counts = {name: of(ids_per_bag, name) for name in vocabularies}
-    counts = {name: (c, c) if isinstance(c, int) else c for name, c in counts.items()}
+    counts = {name: (c, c) if type(c) is int else c for name, c in counts.items()}
     alphas = {name: of(alpha, name) for name in vocabularies}
     check(
         call,
@@ -115,6 +117,11 @@ def random_rows(
         _alpha_problems(alphas),
         count_problems(num_rows, "num_rows"),
         _dense_problems(num_dense),
+        flag_problems(scatter, "scatter"),
+        *(
+            _setting_problems(name, setting, vocabularies)
+            for name, setting in (("ids_per_bag", ids_per_bag), ("alpha", alpha))
+        ),
     )
     columns = tuple(RandomColumn(n, v, *counts[n], float(alphas[n])) for n, v in vocabularies.items())
     return RandomRows(key, columns, num_dense, num_rows, scatter)
@@ -132,7 +139,7 @@ def random_batches(key: Tensor, vocabularies: Mapping[str, int], batch_size: int
     check("funcrec.data.random_batches", count_problems(batch_size, "batch_size"))
     data = random_rows(key, vocabularies, **settings)
     rows = torch.arange(batch_size, device=key.device)
-    return (data.take(rows + i * batch_size) for i in count())
+    return (generate(data, rows + i * batch_size)[0] for i in count())
 
 
 def vocabularies_of(tables: Sequence[TableConfig], features: Sequence[FeatureConfig]) -> dict[str, int]:
@@ -251,13 +258,13 @@ def _vocabulary_problems(vocabularies: object) -> Iterator[Problem]:
         return
     for name, size in vocabularies.items():
         yield from count_problems(size, f"vocabularies[{name!r}]")
-        if isinstance(size, int) and size >= 2**31:
+        if type(size) is int and size >= 2**31:
             yield Problem(f"`vocabularies[{name!r}]` is too large.", f"{size}", "fewer than 2³¹ ids")
 
 
 def _count_problems(counts: Mapping) -> Iterator[Problem]:
     for name, c in counts.items():
-        pair = isinstance(c, tuple) and len(c) == 2 and all(isinstance(x, int) for x in c)
+        pair = isinstance(c, tuple) and len(c) == 2 and all(type(x) is int for x in c)
         if not pair:
             need = "an int, or (fewest, most)"
             yield Problem(f"`ids_per_bag` of {name!r} is no number of ids.", describe(c), need, kind=TypeError)
@@ -267,10 +274,16 @@ def _count_problems(counts: Mapping) -> Iterator[Problem]:
 
 def _alpha_problems(alphas: Mapping) -> Iterator[Problem]:
     for name, a in alphas.items():
-        if not isinstance(a, (int, float)):
+        if not isinstance(a, (int, float)) or isinstance(a, bool):
             yield Problem(f"`alpha` of {name!r} is no number.", describe(a), "a number >= 0", kind=TypeError)
         elif not 0 <= a < math.inf:
             yield Problem(f"`alpha` of {name!r} is no exponent.", f"{a}", "0 <= alpha < ∞")
+
+
+def _setting_problems(name: str, setting: object, vocabularies: Mapping) -> Iterator[Problem]:
+    unknown = [k for k in setting if k not in vocabularies] if isinstance(setting, Mapping) else []
+    if unknown:
+        yield Problem(f"`{name}` names columns that are not there.", f"{unknown}", f"among {list(vocabularies)}")
 
 
 def _dense_problems(num_dense: object) -> Iterator[Problem]:

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from funcrec import _random as random
 from funcrec import nn
-from funcrec._configs import FeatureConfig, TableConfig, count_problems, modulo
+from funcrec._configs import FeatureConfig, TableConfig, count_problems, flag_problems, modulo
 from funcrec._errors import check
 from funcrec._lookup import lookup
 from funcrec._state import Batch, Params
 from funcrec.models._deep import deep_part, run, width, with_dense
 from funcrec.models._dlrm import bottom_problems
 from funcrec.models._model import Model, build, check_configs
-from funcrec.nn._layer import Draw, rate_problems, size_problems
+from funcrec.nn._layer import Draw, number_problems, rate_problems, size_problems
 
 
 def dcnv2(
@@ -54,7 +54,13 @@ def dcnv2(
     """
     call = "funcrec.models.dcnv2"
     check_configs(call, tables, features, (), num_dense)
-    check(call, size_problems(sizes, "sizes"), rate_problems(dropout, "dropout"))
+    check(
+        call,
+        size_problems(sizes, "sizes", 1),
+        rate_problems(dropout, "dropout"),
+        flag_problems(batch_norm, "batch_norm"),
+    )
+    check(call, number_problems(cross_penalty, "cross_penalty", 0))
     num_in = width(tables, features) + num_dense
     cross = nn.cross_network(num_in, num_cross, rank, weight=cross_weight)
     init_deep, deep = deep_part(num_in, sizes, dropout, batch_norm)
@@ -100,7 +106,7 @@ def dlrm_dcnv2(
     """
     call = "funcrec.models.dlrm_dcnv2"
     check_configs(call, tables, features, (), num_dense)
-    check(call, size_problems(sizes, "sizes"), bottom_problems(bottom, num_dense))
+    check(call, size_problems(sizes, "sizes", 1), bottom_problems(bottom, num_dense))
     num_in = width(tables, features) + (bottom[-1] if num_dense else 0)
     below = nn.mlp((num_dense, *bottom), final_activation=torch.relu, bias=nn.fan_out_normal) if num_dense else None
     cross = nn.cross_network(num_in, num_cross, rank)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from funcrec import _random as random
 from funcrec import nn
-from funcrec._configs import FeatureConfig, TableConfig
+from funcrec._configs import FeatureConfig, TableConfig, flag_problems
 from funcrec._errors import check
 from funcrec._lookup import lookup
 from funcrec._state import Batch, Params
@@ -49,7 +49,12 @@ def wide_deep(
     """
     call = "funcrec.models.wide_deep"
     check_configs(call, tables, features, linear, num_dense)
-    check(call, size_problems(sizes, "sizes"), rate_problems(dropout, "dropout"))
+    check(
+        call,
+        size_problems(sizes, "sizes", 1),
+        rate_problems(dropout, "dropout"),
+        flag_problems(batch_norm, "batch_norm"),
+    )
     init_wide, wide = first_order(linear, num_dense)
     init_deep, deep = deep_part(width(tables, features) + num_dense, sizes, dropout, batch_norm)
 
@@ -88,7 +93,13 @@ def deepfm(
     """
     call = "funcrec.models.deepfm"
     check_configs(call, tables, features, linear, num_dense)
-    check(call, equal_dim_problems(features, tables), size_problems(sizes, "sizes"), rate_problems(dropout, "dropout"))
+    check(
+        call,
+        equal_dim_problems(features, tables),
+        size_problems(sizes, "sizes", 1),
+        rate_problems(dropout, "dropout"),
+        flag_problems(batch_norm, "batch_norm"),
+    )
     init_wide, wide = first_order(linear, num_dense)
     init_deep, deep = deep_part(width(tables, features) + num_dense, sizes, dropout, batch_norm)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from funcrec import _random as random
 from funcrec import nn
-from funcrec._configs import FeatureConfig, TableConfig
+from funcrec._configs import FeatureConfig, TableConfig, flag_problems
 from funcrec._errors import Problem, check
 from funcrec._lookup import lookup
 from funcrec._state import Batch, Params
@@ -56,7 +56,11 @@ def dlrm(
     call = "funcrec.models.dlrm"
     check_configs(call, tables, features, (), num_dense)
     check(
-        call, equal_dim_problems(features, tables), size_problems(sizes, "sizes", 1), rate_problems(dropout, "dropout")
+        call,
+        equal_dim_problems(features, tables),
+        size_problems(sizes, "sizes", 1),
+        rate_problems(dropout, "dropout"),
+        flag_problems(batch_norm, "batch_norm"),
     )
     dim = next(t.embedding_dim for t in tables if t.name == features[0].table)
     check(call, bottom_problems(bottom, num_dense, dim), keep_problems(keep, num_dense))
@@ -94,7 +98,7 @@ def bottom_problems(bottom: Sequence[int], num_dense: int, dim: int | None = Non
 
 
 def keep_problems(keep: object, num_dense: int):
-    if keep not in ("all", "dense"):
+    if not isinstance(keep, str) or keep not in ("all", "dense"):
         yield Problem("`keep` is unknown.", f"{keep!r}", "'all' or 'dense'")
     elif keep == "dense" and not num_dense:
         yield Problem("`keep` names a vector that is not there.", "'dense' with num_dense=0", "keep='all'")

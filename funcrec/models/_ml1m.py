@@ -62,7 +62,7 @@ def ml1m(name: str) -> Model:
         "deepfm": lambda: deepfm(tables, features, linear=linear, sizes=sizes, dropout=0.1),
         "dcnv2": lambda: with_bias(dcnv2(tables, features, sizes=(256, 256), **DCNV2)),
     }
-    if name not in models:
+    if not isinstance(name, str) or name not in models:
         fail("funcrec.models.ml1m", "`name` is unknown.", got=f"{name!r}", need=f"one of {list(models)}")
     return models[name]()
 

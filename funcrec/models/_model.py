@@ -5,14 +5,16 @@
 A model is a value that holds functions; its parameters live outside, in `Params`. Floor 4. Shapes: B batch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from funcrec import _random as random
+from funcrec._checks import label_value_problems
 from funcrec._configs import (
     FeatureConfig,
     TableConfig,
@@ -20,8 +22,9 @@ from funcrec._configs import (
     feature_table_problems,
     table_list_problems,
 )
-from funcrec._errors import Problem, check, describe
+from funcrec._errors import Problem, check, describe, fail
 from funcrec._init import init as init_tables
+from funcrec._jagged import is_concrete
 from funcrec._state import Batch, Params
 from funcrec._tree import map_tensors, tree_leaves
 
@@ -60,7 +63,8 @@ def loss(model: Model) -> Callable:
     Returns: loss_fn(params, batch, *, key) -> (f[], {"logits": f[B], "stats": ...}), for `value_and_grad(has_aux=True)`
       and for `train_step(has_aux=True, merge=merge_stats)`.
 
-    Raises: from loss_fn, ValueError for labels that are not f[B].
+    Raises: from loss_fn, ValueError for labels that are not f[B] in [0, 1]; where no value can be read (under `jit`, on a GPU), a label
+      outside [0, 1] makes the loss NaN.
 
     Example:
       >>> import torch, funcrec as fr
@@ -72,15 +76,28 @@ def loss(model: Model) -> Callable:
       (torch.Size([2]), tensor([1, 2]))
     """
 
+    if not isinstance(model, Model):
+        need, hint = "a Model", "fr.models.deepfm(tables, features)"
+        fail(
+            "funcrec.models.loss", "`model` is not a model.", got=describe(model), need=need, hint=hint, kind=TypeError
+        )
+
     def loss_fn(params: Params, batch: Batch, *, key: Tensor):
         logits, stats = model.train_apply(params, batch, key)
         check("funcrec.models.loss", label_problems(batch.label, logits))
-        value = F.binary_cross_entropy_with_logits(logits, batch.label.to(logits.dtype))
+        value = F.binary_cross_entropy_with_logits(logits, clicks(batch.label).to(logits.dtype))
         if model.penalty is not None:
             value = value + model.penalty(params.dense)
         return value, {"logits": logits, "stats": stats}
 
     return loss_fn
+
+
+def clicks(label: Tensor) -> Tensor:
+    """The labels; NaN where one is outside [0, 1], which has no cross entropy."""
+    if not label.is_floating_point():
+        label = label.float()
+    return torch.where((label >= 0) & (label <= 1), label, torch.nan)
 
 
 def merge_stats(dense: dict[str, Any], aux: dict[str, Any]) -> dict[str, Any]:
@@ -93,6 +110,11 @@ def merge_stats(dense: dict[str, Any], aux: dict[str, Any]) -> dict[str, Any]:
       >>> fr.models.merge_stats({"bias": 1}, {"stats": {}})
       {'bias': 1}
     """
+    call, hint = "funcrec.models.merge_stats", "a loss of `fr.models.loss(model)`, or of model.train_apply"
+    if not isinstance(aux, Mapping) or "stats" not in aux:
+        fail(call, "`aux` has no statistics.", got=describe(aux), need='{"stats": ...}', hint=hint, kind=TypeError)
+    if isinstance(dense, Mapping) and dense.get("stats") and not aux["stats"]:
+        fail(call, "the loss gave no statistics for those of `dense`.", got="{}", need="the new ones", hint=hint)
     return {**dense, "stats": aux["stats"]} if aux["stats"] else dense
 
 
@@ -220,3 +242,5 @@ def label_problems(label: object, logits: Tensor) -> Iterator[Problem]:
         yield Problem("`batch.label` is not a tensor.", describe(label), describe(logits), kind=TypeError)
     elif label.shape != logits.shape:
         yield Problem("`batch.label` does not match the logits.", describe(label), describe(logits))
+    elif is_concrete(label):
+        yield from label_value_problems(label, "batch.label")

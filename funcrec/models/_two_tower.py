@@ -6,6 +6,7 @@ Q_j is how likely the batch was to hold candidate j; without the correction popu
 Shapes: B batch, D dim of the towers' outputs.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -190,7 +191,7 @@ def check_towers(call: str, tables, query, candidate, sizes, dropout, temperatur
     check(
         call,
         duplicate_problems((*query, *candidate), "features"),
-        size_problems(sizes, "sizes"),
+        size_problems(sizes, "sizes", 1),
         rate_problems(dropout, "dropout"),
         temperature_problems(temperature),
     )
@@ -199,7 +200,7 @@ def check_towers(call: str, tables, query, candidate, sizes, dropout, temperatur
 def temperature_problems(temperature: object) -> Iterator[Problem]:
     if not isinstance(temperature, (int, float)) or isinstance(temperature, bool):
         yield Problem("`temperature` is not a number.", describe(temperature), "a float > 0", kind=TypeError)
-    elif temperature <= 0:
+    elif not 0 < temperature < math.inf:
         yield Problem("`temperature` is not positive.", f"{temperature}", "a float > 0")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcrec._errors import check, describe, fail
-from funcrec.nn._layer import Layer, ones, size_problems, width_problems, zeros
+from funcrec.nn._layer import Layer, number_problems, ones, size_problems, width_problems, zeros
 
 
 def batch_norm(dim: int, *, momentum: float = 0.1, eps: float = 1e-5) -> Layer:
@@ -33,6 +33,7 @@ def batch_norm(dim: int, *, momentum: float = 0.1, eps: float = 1e-5) -> Layer:
     """
     call = "funcrec.nn.batch_norm"
     check(call, size_problems((dim,), "dim"))
+    check(call, number_problems(momentum, "momentum", 0, 1), number_problems(eps, "eps", 0))
 
     def init(key: Tensor) -> dict[str, Tensor]:
         return {"scale": ones(key, (dim,)), "shift": zeros(key, (dim,))}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funcrec import _random as random
 from funcrec._errors import check
-from funcrec.nn._layer import Draw, Layer, size_problems, width_problems, xavier_normal, zeros
+from funcrec.nn._layer import Draw, Layer, function_problems, size_problems, width_problems, xavier_normal, zeros
 
 
 def cross(dim: int, rank: int | None = None, *, weight: Draw = xavier_normal) -> Layer:
@@ -35,6 +35,7 @@ def cross(dim: int, rank: int | None = None, *, weight: Draw = xavier_normal) ->
     Source: Wang et al., "DCN V2" (WWW 2021), §3.2 and §3.4; TorchRec's CrossNet and LowRankCrossNet.
     """
     check("funcrec.nn.cross", size_problems((dim,), "dim"), size_problems((1 if rank is None else rank,), "rank"))
+    check("funcrec.nn.cross", function_problems(weight=weight))
 
     def init(key: Tensor) -> dict[str, Tensor]:
         first, second = random.split(key)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from funcrec import _random as random
-from funcrec._errors import Problem, describe
+from funcrec._errors import Problem, check, describe
 
 Draw = Callable[[Tensor, tuple[int, ...]], Tensor]
 
@@ -72,6 +72,7 @@ def normal(std: float) -> Draw:
       >>> fr.nn.normal(1.0)(fr.key(0), (2, 3)).shape
       torch.Size([2, 3])
     """
+    check("funcrec.nn.normal", number_problems(std, "std", 0))
     return lambda key, shape: random.normal(key, shape) * std
 
 
@@ -113,6 +114,21 @@ def rate_problems(rate: object, name: str = "rate") -> Iterator[Problem]:
         yield Problem(f"`{name}` is not a number.", describe(rate), "a float in [0, 1)", kind=TypeError)
     elif not 0 <= rate < 1:
         yield Problem(f"`{name}` is no probability of dropping.", f"{rate}", "a float in [0, 1)")
+
+
+def number_problems(x: object, name: str, least: float, most: float = math.inf) -> Iterator[Problem]:
+    """x must be a finite number in [least, most]."""
+    need = f"a finite number >= {least:g}" if most == math.inf else f"a number in [{least:g}, {most:g}]"
+    if not isinstance(x, (int, float)) or isinstance(x, bool):
+        yield Problem(f"`{name}` is not a number.", describe(x), need, kind=TypeError)
+    elif not (least <= x <= most and math.isfinite(x)):
+        yield Problem(f"`{name}` is outside its range.", f"{x}", need)
+
+
+def function_problems(**functions: object) -> Iterator[Problem]:
+    for name, fn in functions.items():
+        if not callable(fn):
+            yield Problem(f"`{name}` is no function.", describe(fn), "a function of tensors", kind=TypeError)
 
 
 def width_problems(x: object, width: int, name: str = "x") -> Iterator[Problem]:

@@ -14,10 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funcrec import _random as random
+from funcrec._configs import flag_problems
 from funcrec._errors import Problem, check
 from funcrec.nn._batch_norm import batch_norm as batch_norm_layer
 from funcrec.nn._dropout import dropout as drop
-from funcrec.nn._layer import Draw, Layer, rate_problems, size_problems, width_problems, xavier_normal, zeros
+from funcrec.nn._layer import (
+    Draw,
+    Layer,
+    function_problems,
+    rate_problems,
+    size_problems,
+    width_problems,
+    xavier_normal,
+    zeros,
+)
 
 
 def linear(num_in: int, num_out: int, *, weight: Draw = xavier_normal, bias: Draw | None = zeros) -> Layer:
@@ -34,7 +44,8 @@ def linear(num_in: int, num_out: int, *, weight: Draw = xavier_normal, bias: Dra
 
     Source: torch.nn.Linear, whose state dict it reads.
     """
-    check("funcrec.nn.linear", size_problems((num_in, num_out), "(num_in, num_out)"))
+    drawn = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    check("funcrec.nn.linear", size_problems((num_in, num_out), "(num_in, num_out)"), function_problems(**drawn))
 
     def init(key: Tensor) -> dict[str, Tensor]:
         for_weight, for_bias = random.split(key)
@@ -78,6 +89,9 @@ def mlp(
     """
     call = "funcrec.nn.mlp"
     check(call, size_problems(sizes, "sizes", at_least=2), rate_problems(dropout, "dropout"))
+    functions = {"activation": activation, "weight": weight, "bias": bias}
+    functions |= {} if final_activation is None else {"final_activation": final_activation}
+    check(call, flag_problems(batch_norm, "batch_norm"), function_problems(**functions))
     count = len(sizes) - 1
     layers = [linear(a, b, weight=weight, bias=bias) for a, b in itertools.pairwise(sizes)]
     activations = [activation] * (count - 1) + [final_activation]

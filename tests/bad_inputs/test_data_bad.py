@@ -9,24 +9,28 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec.data import _fetch as fetching
 from funcrec.data import (
+    Ratings,
     batches,
     criteo_npy,
     criteo_parquet,
     criteo_tsv,
     ctr_dataset,
     movielens_1m,
+    num_batches,
     prefetch,
     random_batches,
     random_rows,
     take,
+    transform_dense,
     vocabularies_of,
     zipf,
 )
+from funcrec.data import _fetch as fetching
 
 KEY, VOCABULARY = fr.key(0), {"a": 5}
 DATA = random_rows(KEY, VOCABULARY, num_rows=10)
+RATINGS = Ratings(*[torch.ones(3)] * 4, {}, {}, fr.JaggedTensor.from_lists([[1]]), {})
 ROWS = [
     ("batch size 0", lambda: batches(DATA, None, 0), ValueError, "`batch_size` is too small"),
     ("batch size float", lambda: batches(DATA, None, 4.0), TypeError, "`batch_size` is not an integer"),
@@ -37,6 +41,28 @@ ROWS = [
     ("number for position", lambda: batches(DATA, None, 2, position=3), TypeError, "`position` is no position"),
     ("list of rows", lambda: take(DATA, [1, 2]), TypeError, "`rows` is not an integer tensor"),
     ("matrix of rows", lambda: take(DATA, torch.ones(2, 2).long()), ValueError, "`rows` is not a vector"),
+    ("row -1", lambda: take(DATA, torch.tensor([-1])), ValueError, "`rows` has a row that is not there"),
+    ("row behind the last", lambda: take(DATA, torch.tensor([3, 10])), ValueError, "row 10"),
+    ("mask of rows", lambda: take(DATA, torch.ones(10) > 0), TypeError, "`rows` is not an integer tensor"),
+    ("own row -1", lambda: DATA.take(torch.tensor([-1])), ValueError, "0 <= row < 10"),
+    ("logits of row -1", lambda: DATA.logits(torch.tensor([-1])), ValueError, "0 <= row < 10"),
+    ("take of a list", lambda: take([1], torch.tensor([0])), TypeError, "`data` has no rows"),
+    ("batches of row -1", lambda: batches(DATA, torch.tensor([0, -1]), 1), ValueError, "row -1"),
+    ("batches of row 10", lambda: batches(DATA, torch.tensor([0, 10]), 1), ValueError, "row 10"),
+    ("batches by a mask", lambda: batches(DATA, torch.ones(10) > 0, 1), TypeError, "`rows` is not an integer tensor"),
+    ("no full batch", lambda: batches(DATA, None, 11, drop_last=True), ValueError, "`rows` do not make a batch"),
+    ("no rows", lambda: batches(DATA, torch.zeros(0).long(), 2), ValueError, "`rows` do not make a batch"),
+    ("position behind the end", lambda: batches(DATA, None, 5, position=(0, 2)), ValueError, "behind the end"),
+    (
+        "position of booleans",
+        lambda: batches(DATA, None, 5, position=(0, True)),
+        TypeError,
+        "`position` is no position",
+    ),
+    ("drop_last in words", lambda: batches(DATA, None, 5, drop_last="no"), TypeError, "`drop_last` is neither"),
+    ("bucket in words", lambda: batches(DATA, None, 5, bucket="no"), TypeError, "`bucket` is neither"),
+    ("batches of -3 rows", lambda: num_batches(-3, 2), ValueError, "`num_rows` is too small"),
+    ("batches of 0", lambda: num_batches(3, 0), ValueError, "`batch_size` is too small"),
     ("prefetch of a number", lambda: prefetch(3), TypeError, "`items` cannot be iterated"),
     ("prefetch depth 0", lambda: prefetch([], depth=0), ValueError, "`depth` is too small"),
     ("no vocabularies", lambda: random_rows(KEY, {}), TypeError, "`vocabularies` are not sizes by name"),
@@ -45,6 +71,15 @@ ROWS = [
     ("descending bag", lambda: random_rows(KEY, VOCABULARY, ids_per_bag=(3, 1)), ValueError, "`ids_per_bag` of 'a'"),
     ("column without bag", lambda: random_rows(KEY, VOCABULARY, ids_per_bag={}), TypeError, "`ids_per_bag` of 'a'"),
     ("negative alpha", lambda: random_rows(KEY, VOCABULARY, alpha=-1.0), ValueError, "`alpha` of 'a'"),
+    ("NaN alpha", lambda: random_rows(KEY, VOCABULARY, alpha=float("nan")), ValueError, "`alpha` of 'a'"),
+    ("alpha True", lambda: random_rows(KEY, VOCABULARY, alpha=True), TypeError, "`alpha` of 'a'"),
+    ("bag of True", lambda: random_rows(KEY, VOCABULARY, ids_per_bag=True), TypeError, "`ids_per_bag` of 'a'"),
+    ("bag of another column", lambda: random_rows(KEY, VOCABULARY, ids_per_bag={"a": 1, "b": 2}), ValueError, "['b']"),
+    ("scatter in words", lambda: random_rows(KEY, VOCABULARY, scatter="no"), TypeError, "`scatter` is neither"),
+    ("unknown transform", lambda: transform_dense(torch.ones(2), "log2"), ValueError, "`transform` is unknown"),
+    ("NaN threshold", lambda: ctr_dataset(RATINGS, threshold=float("nan")), TypeError, "`threshold` is no number"),
+    ("seed in words", lambda: ctr_dataset(RATINGS, seed="x"), TypeError, "`seed` is not an integer"),
+    ("one rating to drop", lambda: ctr_dataset(RATINGS, drop=3.0), TypeError, "`drop` are not ratings"),
     ("negative dense", lambda: random_rows(KEY, VOCABULARY, num_dense=-1), ValueError, "`num_dense` is negative"),
     ("batch of -1", lambda: random_batches(KEY, VOCABULARY, -1), ValueError, "`batch_size` is too small"),
     ("unknown table", lambda: vocabularies_of([], [fr.FeatureConfig("a", "t")]), KeyError, ".table` is not a table"),

@@ -1,0 +1,67 @@
+"""What every reader asks of its numbers: rows that are there, labels of a click, ids that a table has.
+
+    0 <= row < num_rows,   0 <= label <= 1,   |dense| < ∞,   0 <= id < V
+
+Floor 6.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funcrec._configs import count_problems
+from funcrec._errors import Problem, describe
+from funcrec._jagged import int_problems, is_concrete
+
+Vocabularies = Mapping[str, int] | None
+Refuse = Callable[[int, str, str, str], None]  # (row of the batch, column, got, need): raises
+
+
+def row_problems(rows: Tensor, num_rows: int, device: torch.device | None = None) -> Iterator[Problem]:
+    """`rows` must be numbers of rows; their values are looked at where that waits for nothing."""
+    found = list(int_problems(rows, "rows", device))
+    yield from found
+    if not found and is_concrete(rows) and rows.numel():
+        low, high = (int(x) for x in rows.aminmax())
+        if low < 0 or high >= num_rows:
+            got = f"row {low if low < 0 else high}"
+            yield Problem("`rows` has a row that is not there.", got, f"0 <= row < {num_rows}, the rows of the data")
+
+
+def vocabulary_problems(vocabularies: object, keys: Sequence[str]) -> Iterator[Problem]:
+    """`vocabularies` must be {column: V} of some of the columns, or None."""
+    if vocabularies is None:
+        return
+    if not isinstance(vocabularies, Mapping):
+        hint = "vocabularies_of(tables, features)"
+        yield Problem("`vocabularies` are not sizes by name.", describe(vocabularies), "{column: V}", hint, TypeError)
+        return
+    for name, size in vocabularies.items():
+        yield from count_problems(size, f"vocabularies[{name!r}]")
+    unknown = [name for name in vocabularies if name not in keys]
+    if unknown:
+        yield Problem("`vocabularies` names columns that are not read.", f"{unknown}", f"among {list(keys)}")
+
+
+def need_ids(ids: np.ndarray, size: int | None, name: str, refuse: Refuse, row: Callable[[int], int] = int) -> None:
+    """The ids of one column are in [0, size). row: the row of the batch that an id belongs to."""
+    if size is None or not ids.size or (ids.min() >= 0 and ids.max() < size):
+        return
+    at = int(np.flatnonzero((ids < 0) | (ids >= size))[0])
+    refuse(row(at), name, f"id {ids[at]}", f"0 <= id < {size}; a hash in the feature's config, or a larger table")
+
+
+def need_labels(label: np.ndarray, name: str, refuse: Refuse) -> None:
+    wrong = ~((label >= 0) & (label <= 1))
+    if wrong.any():
+        at = int(np.flatnonzero(wrong)[0])
+        refuse(at, name, f"label {label[at]}", "a number in [0, 1]")
+
+
+def need_finite(dense: np.ndarray, names: Sequence[str], refuse: Refuse) -> None:
+    """f32[B, J] without NaN and infinity."""
+    if not np.isfinite(dense).all():
+        at, column = (int(i) for i in np.argwhere(~np.isfinite(dense))[0])
+        refuse(at, names[column], f"{dense[at, column]}", "a finite f32")

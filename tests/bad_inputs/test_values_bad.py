@@ -1,0 +1,79 @@
+"""Arguments of configs, hashes, initial rows, layers and models that are no numbers, flags or functions: named, never taken for one."""
+
+import math
+
+import pytest
+import torch
+
+import funcrec as fr
+
+NAN, INF = math.nan, math.inf
+TABLE, FEATURE = fr.TableConfig("t", 5, 4), fr.FeatureConfig("f", table="t")
+T, F = (TABLE,), (FEATURE,)
+IDS = torch.tensor([1, 2])
+feature = lambda **options: fr.FeatureConfig("f", table="t", **options)
+
+WRONG = {  # call: (kind, what the text names)
+    "weighted in words": (lambda: feature(weighted="no"), TypeError, "`weighted` is neither"),
+    "weighted 1": (lambda: feature(weighted=1), TypeError, "`weighted` is neither"),
+    "max_length True": (lambda: feature(max_length=True), TypeError, "`max_length` is not an integer"),
+    "pooling list": (lambda: feature(pooling=["sum"]), ValueError, "`pooling` is unknown"),
+    "hash in words": (lambda: feature(hash="modulo"), TypeError, "`hash` is not a hash"),
+    "seed in words": (lambda: fr.multiply_shift(seed="x"), TypeError, "`seed` is not an integer"),
+    "seed True": (lambda: fr.multiply_shift(True), TypeError, "`seed` is not an integer"),
+    "seed 1.5": (lambda: fr.multiply_shift(1.5), TypeError, "`seed` is not an integer"),
+    "seed 2⁶³": (lambda: fr.multiply_shift(2**63), ValueError, "`seed` is too large"),
+    "hash of -1 rows": (lambda: fr.hash_rows(IDS, fr.modulo(), -1), ValueError, "`num_embeddings` is too small"),
+    "hash of 0 rows": (lambda: fr.hash_rows(IDS, fr.multiply_shift(), 0), ValueError, "`num_embeddings` is too small"),
+    "no hash of -1 rows": (lambda: fr.hash_rows(IDS, None, -1), ValueError, "`num_embeddings` is too small"),
+    "hash of 2.5 rows": (lambda: fr.hash_rows(IDS, fr.modulo(), 2.5), TypeError, "`num_embeddings` is not an integer"),
+    "hash by a word": (lambda: fr.hash_rows(IDS, "modulo", 5), TypeError, "`hash` is not a hash"),
+    "hash of floats": (lambda: fr.hash_rows(IDS.float(), fr.modulo(), 5), TypeError, "`ids` are not ids"),
+    "hash of a list": (lambda: fr.hash_rows([1], fr.modulo(), 5), TypeError, "`ids` are not ids"),
+    "bound in words": (lambda: fr.uniform("x"), TypeError, "`bound` is not a number"),
+    "bound NaN": (lambda: fr.uniform(NAN), ValueError, "`bound` is no scale"),
+    "bound -1": (lambda: fr.uniform(-1.0), ValueError, "`bound` is no scale"),
+    "std True": (lambda: fr.normal(True), TypeError, "`std` is not a number"),
+    "std infinite": (lambda: fr.normal(INF), ValueError, "`std` is no scale"),
+    "std None": (lambda: fr.normal(None), TypeError, "`std` is not a number"),
+    "constant NaN": (lambda: fr.constant(NAN), ValueError, "`value` is no scale"),
+    "split in 2.5": (lambda: fr.split(fr.key(0), 2.5), TypeError, "`num` is not an integer"),
+    "split in -1": (lambda: fr.split(fr.key(0), -1), ValueError, "`num` is too small"),
+    "fold in a float": (lambda: fr.fold_in(fr.key(0), 0.5), TypeError, "`data` is not an integer"),
+    "fold in a float tensor": (lambda: fr.fold_in(fr.key(0), torch.tensor(0.5)), TypeError, "`data` is not an integer"),
+    "momentum NaN": (lambda: fr.nn.batch_norm(2, momentum=NAN), ValueError, "`momentum` is outside its range"),
+    "momentum 2": (lambda: fr.nn.batch_norm(2, momentum=2), ValueError, "`momentum` is outside its range"),
+    "eps -1": (lambda: fr.nn.batch_norm(2, eps=-1.0), ValueError, "`eps` is outside its range"),
+    "eps in words": (lambda: fr.nn.batch_norm(2, eps="x"), TypeError, "`eps` is not a number"),
+    "dropout NaN": (lambda: fr.nn.mlp((2, 1), dropout=NAN), ValueError, "`dropout` is no probability"),
+    "batch_norm in words": (lambda: fr.nn.mlp((2, 1), batch_norm="no"), TypeError, "`batch_norm` is neither"),
+    "activation in words": (lambda: fr.nn.mlp((2, 1), activation="relu"), TypeError, "`activation` is no function"),
+    "last activation": (lambda: fr.nn.mlp((2, 1), final_activation=1), TypeError, "`final_activation` is no function"),
+    "weight of 0": (lambda: fr.nn.linear(2, 1, weight=0), TypeError, "`weight` is no function"),
+    "bias False": (lambda: fr.nn.linear(2, 1, bias=False), TypeError, "`bias` is no function"),
+    "mlp's bias": (lambda: fr.nn.mlp((2, 1), bias=True), TypeError, "`bias` is no function"),
+    "cross' weight": (lambda: fr.nn.cross(2, weight=1.0), TypeError, "`weight` is no function"),
+    "normal of NaN": (lambda: fr.nn.normal(NAN), ValueError, "`std` is outside its range"),
+    "deep batch_norm": (lambda: fr.models.wide_deep(T, F, batch_norm="no"), TypeError, "`batch_norm` is neither"),
+    "deepfm batch_norm": (lambda: fr.models.deepfm(T, F, batch_norm=1), TypeError, "`batch_norm` is neither"),
+    "dcnv2 batch_norm": (lambda: fr.models.dcnv2(T, F, batch_norm=None), TypeError, "`batch_norm` is neither"),
+    "dlrm batch_norm": (lambda: fr.models.dlrm(T, F, batch_norm=1), TypeError, "`batch_norm` is neither"),
+    "dlrm keep": (lambda: fr.models.dlrm(T, F, keep=["all"]), ValueError, "`keep` is unknown"),
+    "penalty NaN": (lambda: fr.models.dcnv2(T, F, cross_penalty=NAN), ValueError, "`cross_penalty` is outside"),
+    "penalty in words": (lambda: fr.models.dcnv2(T, F, cross_penalty="1"), TypeError, "`cross_penalty` is not a number"),
+    "temperature NaN": (lambda: fr.models.two_tower(T, F, (fr.FeatureConfig("g", table="t"),), temperature=NAN), ValueError, "`temperature`"),
+    "no sizes": (lambda: fr.models.wide_deep(T, F, sizes=()), ValueError, "`sizes` are too few"),
+    "no model": (lambda: fr.models.ml1m(["lr"]), ValueError, "`name` is unknown"),
+    "loss of no model": (lambda: fr.models.loss(3), TypeError, "`model` is not a model"),
+    "merge of no aux": (lambda: fr.models.merge_stats({}, None), TypeError, "`aux` has no statistics"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_argument_is_named(name):
+    """What is no number, flag or function of its range is an error at the call that says what was got and needed."""
+    call, kind, fragment = WRONG[name]
+    with pytest.raises(kind) as error:
+        call()
+    text = error.value.args[0]
+    assert all(f in text for f in (fragment, "funcrec", "\n  got   ", "\n  need  ")), text
