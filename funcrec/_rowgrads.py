@@ -120,6 +120,12 @@ class RowGrads:
         return sum(map(_capacity, self.terms))
 
     @property
+    def floats(self) -> list[Tensor]:
+        """The tensors that it is linear in, and weights: those that a derivative can be wanted of."""
+        own = lambda t: (t.d, t.weights) if isinstance(t, Bags) else (t.grads,)
+        return [x for t in self.terms for x in own(t) if x is not None]
+
+    @property
     def has_repeats(self) -> bool:
         """Whether an entry may stand for several ids."""
         return any(_has_repeats(t) for t in self.terms)
@@ -203,7 +209,7 @@ class RowGrads:
 
     def norm(self) -> Tensor:
         """f[]: the Euclidean norm of the dense gradient."""
-        return self.squared_norm().sqrt()
+        return root(self.squared_norm())
 
     def __add__(self, other: "RowGrads") -> "RowGrads":
         """The terms of both, this one's first."""
@@ -297,7 +303,13 @@ def global_norm(grads: Mapping[str, RowGrads], *more: Tensor) -> Tensor:
       tensor(5.)
     """
     squares = [g.squared_norm() for g in grads.values()] + [g.square().sum() for g in more]
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+    return root(torch.stack(squares).sum()) if squares else torch.zeros(())
+
+
+def root(x: Tensor) -> Tensor:
+    """√x, whose derivative at 0 is 0: that of ‖v‖ = √(v · v) at v = 0 by central differences, where torch has a NaN."""
+    is_zero = x == 0
+    return torch.where(is_zero, 0, torch.where(is_zero, 1, x).sqrt())
 
 
 def clip_by_global_norm(grads: Mapping[str, RowGrads], max_norm: float) -> dict[str, RowGrads]:

@@ -1,15 +1,17 @@
 """Implementations as torch operators: `torch.ops.funcrec_<implementation>.<name>`, opaque to a compiler.
 
 An implementation is a module with the functions of `SCHEMAS` (those that it has). Its operators know their shapes
-without running, are mapped over a batch by a loop, and have no derivative: `ops` refuses to be differentiated through one.
+without running, are mapped over a batch by a loop, and have no derivative: with an input that is tracked they raise.
 """
 
 import functools
 import importlib
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from funcrec.kernels.forms import accumulation_dtype, capacities, features_of, segments_of, widest, width_of
+from funcrec.kernels.tracked import is_differentiating, is_tracked_here
 from torch import Tensor
 
 MODULES = {name: f"funcrec.kernels.{name}" for name in ("reference", "cpp", "triton", "fbgemm")}
@@ -156,11 +158,40 @@ def define(
     library.impl(name, run, "CPU")
     library.impl(name, run, "CUDA")
     library.impl(name, fake, "Meta")
+    library.impl(name, _without_derivative(namespace, name), "Autograd", with_keyset=True)
     if in_place is not None:
         _twins[f"{namespace}::{name}"] = in_place, 1 if name == "scatter_rows" else 2
     if not name.endswith("_"):
         loop = functools.partial(_loop, getattr(getattr(torch.ops, namespace), name).default)
         torch.library.register_vmap(f"{namespace}::{name}", loop, lib=library)
+
+
+def _without_derivative(namespace: str, name: str) -> Callable:
+    """What autograd and each level of torch.func calls: the operator, unless a derivative is wanted of one of its arguments."""
+    packet = getattr(getattr(torch.ops, namespace), name)
+
+    def run(keyset, *args, **kwargs):
+        if is_differentiating():
+            for x in args:
+                if any(map(is_tracked_here, x if isinstance(x, (list, tuple)) else (x,))):
+                    refuse_derivatives(name, namespace.removeprefix("funcrec_"))
+        return packet.default.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+    return run
+
+
+def refuse_derivatives(name: str, implementation: str) -> NoReturn:
+    """The reference has derivatives; without one of this operation, an update of funcrec.optim has them."""
+    known = hasattr(load("reference"), name)
+    hint = (
+        "implementation='reference', or None, which takes it for such tensors"
+        if known
+        else "an update of `funcrec.optim`"
+    )
+    raise TypeError(
+        f"funcrec.kernels.{name}: implementation {implementation!r} has no derivative here.\n  got   a tensor that grad"
+        f" or jvp follows\n  need  plain tensors\n  try   {hint}"
+    )
 
 
 def _pure(in_place: Callable, name: str) -> Callable:

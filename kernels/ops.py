@@ -19,7 +19,8 @@ with s_i the id's weight, or 1, over the bag's length for a mean. Every implemen
  - shapes depend on shapes only.
 
 `implementation` is a static choice by name; None is what `using` says, else the device's own: "cpp" for the CPU, "triton" for CUDA,
-"reference" for any other. An unknown name, or an operation that the implementation lacks, raises: nothing falls back.
+"reference" for any other, and for a call with a tracked input (`tracked`): only the reference has derivatives, of every order and mode.
+An implementation named for such a call, an unknown name, or an operation that the implementation lacks, raises: nothing falls back.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ from contextvars import ContextVar
 import torch
 from funcrec.kernels import library
 from funcrec.kernels.forms import RULES, Feature, Owners, Rule, Segment, Terms, accumulation_dtype, flatten
+from funcrec.kernels.tracked import any_tracked
 from torch import Tensor
 
 __all__ = ["RULES", "Feature", "Owners", "Rule", "Segment", "Terms", "accumulation_dtype"]
@@ -102,7 +104,7 @@ def pooled_lookup_weights(
     implementation: str | None = None,
 ) -> Tensor:
     """f[N]: the gradient of the weights of `pooled_lookup`; zero for ids that no weighted feature reads."""
-    call = _of("pooled_lookup_weights", implementation, d_out, *tables)
+    call = _of("pooled_lookup_weights", implementation, d_out, *tables, weights)
     return call(d_out, list(tables), list(rows), offsets, weights, flatten(features))
 
 
@@ -153,10 +155,9 @@ def fused_update(
     """
     if not tables:
         return [], []
-    call = _of("fused_update", implementation, *tables)
-    flat = call(
-        list(tables), [x for s in slots for x in s], *terms.flat(), lr, step, key, rule, list(hyper), first, list(dims)
-    )
+    given = [x for s in slots for x in s]
+    call = _of("fused_update", implementation, *tables, *given, *terms.d, *terms.weights, lr)
+    flat = call(list(tables), given, *terms.flat(), lr, step, key, rule, list(hyper), first, list(dims))
     each = len(slots[0]) if slots else 0
     parts = flat[len(tables) :]
     return flat[: len(tables)], [parts[t * each : (t + 1) * each] for t in range(len(tables))]
@@ -171,7 +172,7 @@ def scatter_rows(
     table: Tensor, rows: Tensor, count: Tensor, new: Tensor, *, implementation: str | None = None
 ) -> Tensor:
     """The table with row rows[i] replaced by new[i] for i < count; rows[:count] are distinct and inside the table."""
-    return _of("scatter_rows", implementation, table)(table, rows, count, new)
+    return _of("scatter_rows", implementation, table, new)(table, rows, count, new)
 
 
 def take_ranges(
@@ -202,7 +203,7 @@ def bucketize(
     Returns: rows i[N] in the owner's own numbers, lengths i64[S · B], weights f[N] (or [0]), positions i64[N]: where each id
       went, -1 for one that nobody owns. Behind the last row zeros.
     """
-    return _of("bucketize", implementation, rows)(rows, offsets, weights, num_shards, block)
+    return _of("bucketize", implementation, rows, weights)(rows, offsets, weights, num_shards, block)
 
 
 def owner_blocks(
@@ -248,44 +249,32 @@ def from_padded(padded: Tensor, offsets: Tensor, capacity: int, *, implementatio
 
 
 def _of(name: str, implementation: str | None, *tensors: Tensor | None) -> Callable:
+    """What to call; `tensors` are all that a derivative could be wanted of, the first on the call's device."""
     mine = [x for x in tensors if x is not None]
     device = mine[0].device if mine else torch.device("cpu")
     choice = chosen(implementation, device)
+    if choice != "reference" and any_tracked(mine):
+        if not (is_free(implementation) and has(name, "reference")):
+            library.refuse_derivatives(name, choice)
+        choice = "reference"
     call = library.operator(choice, name)
     if call is None:
         raise NotImplementedError(
             f"funcrec.kernels.{name}: implementation {choice!r} has no {name}.\n  got   implementation={choice!r}\n  need  one of"
             f" {[i for i in ('reference', 'cpp', 'triton') if i != choice]}\n  try   another for this call, or None for the device's own"
         )
-    refuse_derivatives(name, choice, mine)
     return call
 
 
-def refuse_derivatives(name: str, implementation: str, tensors: Sequence[Tensor]) -> None:
-    """An operator would pass a derivative by without a word."""
-    if implementation != "reference" and any(map(_is_differentiated, tensors)):
-        raise TypeError(
-            f"funcrec.kernels.{name}: implementation {implementation!r} has no derivative here.\n  got   a tensor that grad"
-            " or jvp follows (an nn.Parameter is one)\n  need  plain tensors\n  try   x.detach() where no derivative is wanted, as for"
-            " the tables of a training step; implementation='reference' where one is"
-        )
+def is_free(implementation: str | None) -> bool:
+    """Whether nobody named an implementation, so that a call whose input is tracked may take the one that has derivatives."""
+    return implementation is None and ambient() is None
 
 
 def _of_terms(name: str, implementation: str | None, terms: Terms) -> Callable:
     """Without a tensor there is nothing to do, and no operator could be called."""
-    tensors = (*terms.d, *terms.rows)
+    tensors = (*terms.d, *terms.rows, *terms.weights)
     return _of(name, implementation if tensors else "reference", *tensors)
-
-
-def _is_differentiated(x: Tensor) -> bool:
-    """Whether autograd, grad or jvp would want a derivative; vmap wants none, and integers have none."""
-    if not x.is_floating_point():
-        return False
-    if torch._C._functorch.is_gradtrackingtensor(x):
-        return True
-    if torch._C._functorch.is_batchedtensor(x):
-        return _is_differentiated(torch._C._functorch.get_unwrapped(x))
-    return x.requires_grad and torch.is_grad_enabled()
 
 
 def check_name(call: str, implementation: str) -> str:

@@ -226,12 +226,16 @@ def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
 
 
 def scatter_rows(table: Tensor, rows: Tensor, count: Tensor, new: Tensor) -> Tensor:
-    """Entries behind `count` write again what entry 0 writes; with no entry, row 0 is written with itself."""
-    if rows.shape[0] == 0:
+    """Entries behind `count` write what stands there to rows that none before it names, each to another: no place is written twice."""
+    most = min(rows.shape[0], table.shape[0])
+    if most == 0:
         return table
-    entry = torch.arange(rows.shape[0], device=rows.device)
-    source = torch.where(entry < count, entry, 0)
-    target = rows.index_select(0, source).clamp(0, table.shape[0] - 1)
-    old = table.index_select(0, target)
-    value = torch.where(count > 0, new.to(table.dtype).index_select(0, source), old)
+    entry = torch.arange(most, device=rows.device)
+    named = entry < count
+    # the j-th row that is not named is j + (how many named rows have at most j unnamed ones below them)
+    ordered = torch.sort(torch.where(named, rows[:most].long(), 2 * table.shape[0] + entry)).values
+    spare = (entry - count).clamp(min=0)
+    spare = (spare + torch.searchsorted(ordered - entry, spare, right=True)).clamp(max=table.shape[0] - 1)
+    target = torch.where(named, rows[:most].long().clamp(0, table.shape[0] - 1), spare)
+    value = torch.where(named[:, None], new[:most].to(table.dtype), table.index_select(0, target))
     return table.index_put((target,), value)

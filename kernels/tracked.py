@@ -18,6 +18,7 @@ from torch._C._functorch import (
     maybe_get_level,
     peek_interpreter_stack,
 )
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 
@@ -58,13 +59,26 @@ def is_forward() -> bool:
     return forward_ad._current_level >= 0
 
 
+def is_differentiating() -> bool:
+    """Whether anything can be tracked at all."""
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0
+
+
+def is_tracked_here(x: object) -> bool:
+    """Of an argument of an operator's autograd kernel, which each level calls in turn: whether this level wants its derivative."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return False
+    return (x.requires_grad and torch.is_grad_enabled()) or (forward_ad._current_level >= 0 and _has_tangent(x))
+
+
+def is_transformed(x: Tensor) -> bool:
+    """Whether x is tracked, or one of a batch of vmap's."""
+    return is_tracked(x) or is_functorch_wrapped_tensor(x)
+
+
 def is_followed(x: Tensor) -> bool:
     """Whether a transform sees x, or a graph that is being staged: x stands for more than its value."""
-    return is_tracked(x) or is_functorch_wrapped_tensor(x) or torch._C._functorch.is_functionaltensor(x) or _is_fake(x)
-
-
-def _is_fake(x: Tensor) -> bool:
-    return isinstance(x, torch._subclasses.fake_tensor.FakeTensor)
+    return is_transformed(x) or isinstance(x, FakeTensor)
 
 
 def _has_tangent(x: Tensor) -> bool:

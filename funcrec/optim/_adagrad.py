@@ -8,6 +8,7 @@ row: w, g are f[D]. Floor 3.
 
 import torch
 
+from funcrec._rowgrads import root
 from funcrec.optim._row import Rate, RowOptimizer, builtin_optimizer, norm, per_element, per_row
 
 
@@ -29,7 +30,7 @@ def adagrad(
 def _adagrad(row, grad, slots, hyper):
     grad = grad + hyper.weight_decay * row
     total = slots["sum"] + grad.square()
-    return row - hyper.lr * grad / (total.sqrt() + hyper.eps), {"sum": total}
+    return row - hyper.lr * grad / (root(total) + hyper.eps), {"sum": total}
 
 
 def rowwise_adagrad(
@@ -57,6 +58,12 @@ def rowwise_adagrad(
     )  # fmt: skip
 
 
+def _shrink(length, most):
+    """f[]: what takes a length to at most `most`; its derivatives exist at length 0."""
+    is_long = length > most
+    return torch.where(is_long, most / torch.where(is_long, length, 1), 1)
+
+
 def _adds_no_row(weight_decay, decay: str) -> bool:
     """Whether the square that is kept for a row is of its gradient alone."""
     return decay == "decoupled" or (not isinstance(weight_decay, torch.Tensor) and weight_decay == 0)
@@ -67,10 +74,10 @@ def _rowwise_adagrad(row, grad, slots, hyper):
         grad = grad + hyper.weight_decay * row
     total = slots["sum"] + grad.square().mean()
     kept = row if hyper.decay == "l2" else (1 - hyper.lr * hyper.weight_decay) * row
-    new = kept - hyper.lr / (total.sqrt() + hyper.eps) * grad
+    new = kept - hyper.lr / (root(total) + hyper.eps) * grad
     if hyper.max_norm is not None:
         length = norm(new)
-        new = new * torch.where(length > hyper.max_norm, hyper.max_norm / length, 1)
+        new = new * _shrink(length, hyper.max_norm)
     return new, {"sum": total}
 
 
@@ -103,7 +110,7 @@ def _rowwise_adagrad_counter(row, grad, slots, hyper):
     penalty = hyper.half_life / counter * hyper.weight_decay
     decayed = grad + hyper.weight_decay * row if hyper.decay == "l2" else grad
     total = slots["sum"] + decayed.square().mean()
-    rate = hyper.lr / (total.sqrt() + hyper.eps)
+    rate = hyper.lr / (root(total) + hyper.eps)
     kept = 1 - (rate if hyper.decay == "l2" else hyper.lr) * penalty
     return kept * row - rate * grad, {"sum": total, "counter": counter, "last": hyper.step.expand_as(counter)}
 
@@ -134,9 +141,9 @@ def _rowwise_adagrad_cowclip(row, grad, slots, hyper):
     total = slots["sum"] + grad.square().mean()
     threshold = hyper.repeats * (hyper.clip_ratio * norm(row)).clamp(min=hyper.lower_bound)
     length = norm(grad)
-    factor = torch.where(length > threshold, threshold / length, 1)
+    factor = _shrink(length, threshold)
     kept = row if hyper.decay == "l2" else (1 - hyper.lr * hyper.weight_decay) * row
-    return kept - factor * hyper.lr / (total.sqrt() + hyper.eps) * grad, {"sum": total}
+    return kept - factor * hyper.lr / (root(total) + hyper.eps) * grad, {"sum": total}
 
 
 def rmsprop(
@@ -158,7 +165,7 @@ def rmsprop(
 def _rmsprop(row, grad, slots, hyper):
     grad = grad + hyper.weight_decay * row
     square = hyper.b2 * slots["square"] + (1 - hyper.b2) * grad.square()
-    m = grad / (square.sqrt() + hyper.eps)
+    m = grad / (root(square) + hyper.eps)
     if "momentum" not in slots:
         return row - hyper.lr * m, {"square": square}
     m = hyper.momentum * slots["momentum"] + m
@@ -184,6 +191,6 @@ def ftrl(lr: Rate = 0.1, *, beta: float = 1.0, l1: float = 0.0, l2: float = 0.0)
 
 def _ftrl(row, grad, slots, hyper):
     total = slots["sum"] + grad.square()
-    z = slots["z"] + grad - (total.sqrt() - slots["sum"].sqrt()) / hyper.lr * row
-    new = -(z - z.sign() * hyper.l1) / ((hyper.beta + total.sqrt()) / hyper.lr + hyper.l2)
+    z = slots["z"] + grad - (root(total) - root(slots["sum"])) / hyper.lr * row
+    new = -(z - z.sign() * hyper.l1) / ((hyper.beta + root(total)) / hyper.lr + hyper.l2)
     return torch.where(z.abs() <= hyper.l1, 0, new), {"z": z, "sum": total}

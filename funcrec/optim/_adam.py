@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from funcrec._rowgrads import root
 from funcrec.optim._row import Rate, RowOptimizer, builtin_optimizer, norm, per_element, per_row
 
 
@@ -80,7 +81,8 @@ def _lamb(row, grad, slots, hyper):
     direction, slots = _direction(grad, slots, hyper)
     direction = direction + hyper.weight_decay * row
     row_norm, length = norm(row), norm(direction)
-    ratio = torch.where((row_norm > 0) & (length > 0), row_norm / length, 1)
+    used = (row_norm > 0) & (length > 0)
+    ratio = torch.where(used, row_norm / torch.where(used, length, 1), 1)
     return row - hyper.lr * ratio * direction, slots
 
 
@@ -97,8 +99,8 @@ def _direction(grad, slots, hyper):
     square = grad.square() if slots["square"].dim() else grad.square().mean()
     m = hyper.b1 * slots["mean"] + (1 - hyper.b1) * grad
     v = hyper.b2 * slots["square"] + (1 - hyper.b2) * square
-    root = (v / _correction(hyper.b2, hyper.step)).sqrt()
-    return m / _correction(hyper.b1, hyper.step) / (root + hyper.eps), {"mean": m, "square": v}
+    denominator = root(v / _correction(hyper.b2, hyper.step))
+    return m / _correction(hyper.b1, hyper.step) / (denominator + hyper.eps), {"mean": m, "square": v}
 
 
 def _correction(b, step):

@@ -18,10 +18,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from funcrec._errors import Problem, check, describe
-from funcrec._tree import paths, tree_flatten, tree_structure, tree_unflatten
+from funcrec._rowgrads import root
+from funcrec._tracked import has_tracked, is_followed, is_transformed, is_transforming
+from funcrec._tree import paths, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 from funcrec.optim._row import step_tensor
 from funcrec.optim._row_checks import range_problems, step_problems
 
+DIFFERENTIABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop)
 State = Any  # shaped as the parameters, with {name: Tensor} in the place of each leaf
 
 
@@ -50,7 +53,8 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
       Adafactor reads its counter); whatever the class raises for its hyper-parameters. The update names every gradient and state that does not fit.
 
     Law: k updates are k steps of the class, up to rounding: counters and bias corrections are in f64. Staged and eager
-    updates give the same bits. Not differentiable: parameters, gradients and state are detached.
+    updates give the same bits. SGD, Adam, AdamW, Adagrad and RMSprop are differentiable with respect to parameters, gradients, state
+    and lr, of any order and in any mode; any other class raises a TypeError when one of these is tracked (requires grad, or of torch.func).
 
     Example:
       >>> import torch, funcrec as fr
@@ -66,6 +70,8 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
     fixed = hyper if not _varies(lr) else {**hyper, "lr": 1.0}
     counters = [k for k, s in _first_state(cls, fixed, [torch.zeros(1, 1)], (), None)[0].items() if s.dim() == 0]
     call = f"funcrec.optim.dense({cls.__name__})"
+    one = [torch.ones(1, 1)]
+    keeps_rate = _varies(lr) and not _same(*(_first_state(cls, fixed, one, counters, r) for r in (1.0, 2.0)))
 
     @functools.cache
     def state_shapes(shape: torch.Size, dtype: torch.dtype) -> dict[str, torch.Size]:
@@ -76,8 +82,10 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
         check(f"{call}.init", leaf_problems("dense", params))
         leaves, structure = tree_flatten(params)
         rate = None
-        if _varies(lr):
-            rate = float(lr(torch.zeros((), dtype=torch.int64)) if callable(lr) else lr)
+        if _varies(lr) and keeps_rate:
+            rate = lr(torch.zeros((), dtype=torch.int64)) if callable(lr) else lr
+            check(f"{call}.init", rate_problems(cls, rate))
+            rate = float(rate)
         return tree_unflatten(_first_state(cls, fixed, leaves, counters, rate), structure)
 
     def update(grads: Any, state: State, params: Any, step: int | Tensor) -> tuple[Any, State]:
@@ -86,24 +94,57 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
         leaves, structure = tree_flatten(params)
         if not leaves:
             return params, state
-        with _tensor_scalars():
-            opt, clones = _make(cls, fixed, leaves, tree_flatten(grads)[0])
-            for p, held in zip(clones, structure.flatten_up_to(state), strict=True):
-                if held:
-                    opt.state[p] = {k: s.detach().clone() for k, s in held.items()}
-            group, taken = opt.param_groups[0], step_tensor(step, leaves[0].device)
+        taken, own_grads, held = step_tensor(step, leaves[0].device), tree_leaves(grads), structure.flatten_up_to(state)
+        rate = lr(taken) if callable(lr) else lr
+        rate = rate.to(taken.device) if isinstance(rate, Tensor) else rate
+        tracked = has_tracked(leaves, own_grads, state, rate, fixed)
+        check(f"{call}.update", derivative_problems(cls, fixed) if tracked else ())
+        is_apart = cls in DIFFERENTIABLE and isinstance(rate, Tensor) and is_transformed(rate)
+        if is_transforming():
+            leaves, held = _alike(leaves, own_grads, held, 0.0 if is_apart else rate)
+        with _tensor_scalars(tracked):
+            opt, clones = _make(cls, fixed, leaves, own_grads, tracked)
+            for p, mine in zip(clones, held, strict=True):
+                if mine:
+                    opt.state[p] = {k: _copy(s, tracked) for k, s in mine.items()}
+            group = opt.param_groups[0]
             if _varies(lr):
-                rate = lr(taken) if callable(lr) else lr
-                group["lr"] = rate.to(taken.device) if isinstance(rate, Tensor) else rate
+                group["lr"] = 1.0 if is_apart else rate
             if group.get("dampening"):  # SGD's first step does not damp
                 group["dampening"] = group["dampening"] * (taken > 0).to(torch.float64)
             _unhooked_step(cls)(opt)
             states = [dict(opt.state[p]) if p in opt.state else {} for p in clones]
-            if _varies(lr):
-                clones = [_mended(*xs, group["lr"]) for xs in zip(clones, leaves, tree_flatten(grads)[0], strict=True)]
+            if is_apart:
+                clones = [_scaled(*xs, rate) for xs in zip(clones, leaves, strict=True)]
+            elif _varies(lr):
+                clones = [_mended(*xs, rate) for xs in zip(clones, leaves, own_grads, strict=True)]
         return tree_unflatten(clones, structure), tree_unflatten(states, structure)
 
     return DenseOptimizer(init, update)
+
+
+def _alike(leaves: list[Tensor], grads: list[Tensor], held: list[dict], rate: Any) -> tuple[list[Tensor], list[dict]]:
+    """Parameters and states with a member for each of a batch that their gradients or the rate have: what is written in place cannot
+    grow one."""
+    rates = [rate] if isinstance(rate, Tensor) else []
+    new_leaves, states = [], []
+    for p, g, mine in zip(leaves, grads, held, strict=True):
+        own = {k: s for k, s in mine.items() if s.shape == p.shape}
+        new_leaves.append(_as_batched(p, g, *own.values(), *rates))
+        states.append({k: _as_batched(s, p, g) if k in own else s for k, s in mine.items()})
+    return new_leaves, states
+
+
+def _as_batched(x: Tensor, *others: Tensor) -> Tensor:
+    """x, with the batches of the others."""
+    for other in others:
+        x = torch.where(torch.ones_like(other, dtype=torch.bool), x, other.to(x.dtype))
+    return x
+
+
+def _scaled(new: Tensor, old: Tensor, rate: Tensor) -> Tensor:
+    """A step at this rate, from the step at rate 1: those of DIFFERENTIABLE are affine in it, and their states do not know it."""
+    return old + rate.to(old.dtype) * (new - old)
 
 
 def _mended(new: Tensor, old: Tensor, grad: Tensor, rate: Any) -> Tensor:
@@ -112,12 +153,18 @@ def _mended(new: Tensor, old: Tensor, grad: Tensor, rate: Any) -> Tensor:
     return torch.where(still & new.isnan() & grad.isfinite(), old, new)
 
 
-def _make(cls, hyper: dict, leaves: list[Tensor], grads: list[Tensor]) -> tuple[torch.optim.Optimizer, list[Tensor]]:
-    """The class on clones of the leaves, their gradients set, one tensor at a time."""
-    clones = [p.detach().clone() for p in leaves]
+def _copy(x: Tensor, tracked: bool) -> Tensor:
+    return x.clone() if tracked else x.detach().clone()
+
+
+def _make(
+    cls, hyper: dict, leaves: list[Tensor], grads: list[Tensor], tracked: bool = False
+) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+    """The class on clones of the leaves, their gradients set, one tensor at a time; tracked: such as derivatives pass through."""
+    clones = [_copy(p, tracked) for p in leaves]
     for p, g in zip(clones, grads, strict=True):
-        p.grad = g.detach().to(p.dtype)
-    opt = cls(clones, **hyper)
+        p.grad = (g if tracked else g.detach()).to(p.dtype)
+    opt = cls(clones, **hyper, **({"differentiable": True} if tracked else {}))
     group = opt.param_groups[0]
     group.update({k: v for k, v in {"foreach": False, "fused": False, "capturable": True}.items() if k in group})
     return opt, clones
@@ -147,6 +194,10 @@ def _first_state(
     return states
 
 
+def _same(a: list[dict[str, Tensor]], b: list[dict[str, Tensor]]) -> bool:
+    return all(torch.equal(x[k], y[k]) for x, y in zip(a, b, strict=True) for k in x)
+
+
 def _varies(lr: object) -> bool:
     return callable(lr) or isinstance(lr, Tensor)
 
@@ -158,13 +209,22 @@ def _unhooked_step(cls: type) -> Callable:
 
 
 class _TensorScalars(TorchFunctionMode):
-    """`alpha` and `value` of add, addcmul and addcdiv may be tensors; `out=` is a copy, which vmap knows."""
+    """`alpha` and `value` of add, addcmul and addcdiv may be tensors; `out=` is a copy, which vmap knows.
+
+    tracked: a square root has derivative 0 at 0: what it divides there is 0, too, and torch's own would make it 0 · ∞.
+    """
+
+    def __init__(self, tracked: bool):
+        super().__init__()
+        self.tracked = tracked
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         for name in ("alpha", "value"):
             if isinstance(kwargs.get(name), Tensor):
                 args = (args[0], args[1].to(args[0].dtype) * kwargs.pop(name), *args[2:])
+        if self.tracked and func in (Tensor.sqrt, Tensor.sqrt_, torch.sqrt):
+            func = root
         out = kwargs.pop("out", None)
         if func in _UNBATCHED and torch._C._functorch.peek_interpreter_stack() is not None:
             out, func = args[0], _UNBATCHED[func]
@@ -178,12 +238,12 @@ _UNBATCHED = {  # in-place operations without a batching rule: vmap would run th
 
 
 @contextlib.contextmanager
-def _tensor_scalars() -> Iterator[None]:
+def _tensor_scalars(tracked: bool = False) -> Iterator[None]:
     """Run torch.optim as torch.compile does: it reads no tensor's value."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
-        with _TensorScalars():
+        with _TensorScalars(tracked):
             yield
     finally:
         torch.compiler._is_compiling_flag = before
@@ -205,6 +265,26 @@ def class_problems(cls: object, hyper: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(f"`{name}` is not yours to choose.", f"{name}={hyper[name]}", f"no {name}: `fr.jit` fuses")
     if "lr" in hyper and not _varies(hyper["lr"]):
         yield from range_problems("lr", hyper["lr"], ">= 0", lambda x: x >= 0)
+
+
+def rate_problems(cls: type, rate: Any) -> Iterator[Problem]:
+    if isinstance(rate, Tensor) and is_followed(rate):
+        what = f"the first state of {cls.__name__} holds the learning rate, as a number."
+        hint = "`init` outside of the transform, with a plain learning rate; SGD, Adam, AdamW, Adagrad and RMSprop hold none"
+        yield Problem(what, "an `lr` inside vmap, grad, jvp or jit", "a plain number or tensor", hint, TypeError)
+
+
+def derivative_problems(cls: type, fixed: Mapping[str, Any]) -> Iterator[Problem]:
+    """What is wrong with a tracked update."""
+    names = ", ".join(c.__name__ for c in DIFFERENTIABLE)
+    if cls not in DIFFERENTIABLE:
+        hint = f"one of {names}; or detach what goes in, if no derivative of the update is meant"
+        got = f"{cls.__name__}, and a tensor that grad or jvp follows"
+        yield Problem("the update has no derivative.", got, "plain tensors", hint, TypeError)
+    for name, x in fixed.items():
+        if has_tracked(x):
+            what, hint = f"`{name}` is not differentiated.", "`lr` may be; else a number"
+            yield Problem(what, f"a tracked `{name}`", "a plain number or tensor", hint, TypeError)
 
 
 def leaf_problems(what: str, tree: Any) -> Iterator[Problem]:

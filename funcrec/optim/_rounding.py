@@ -12,6 +12,7 @@ from torch import Tensor
 
 from funcrec import _random as random
 from funcrec._init import name_number
+from funcrec._tracked import is_tracked
 
 PER_HASH = 4  # columns that share the 64 bits of one hash
 F16_DROPPED = 0x1FFF  # the bits of f32's fraction that f16 has not
@@ -23,15 +24,21 @@ def table_key(key: Tensor, name: str) -> Tensor:
 
 
 def round_stochastic(x: Tensor, dtype: torch.dtype, rows: Tensor, key: Tensor) -> Tensor:
-    """f32[M, D] whose values `dtype` holds (for f32 and f64: x itself); row i draws the bits of row rows[i] of its table."""
+    """f32[M, D] whose values `dtype` holds (for f32 and f64: x itself); row i draws the bits of row rows[i] of its table.
+
+    Its derivative is 1, as torch has it for a cast: that of the mean over keys, which is x.
+    """
     if dtype not in (torch.float16, torch.bfloat16):
         return x
     x = x.to(torch.float32)
     noise = row_bits(key, rows, x.shape[1])
-    number = x.view(torch.int32)
+    number = x.detach().view(torch.int32)
     dropped = 0xFFFF if dtype == torch.bfloat16 else F16_DROPPED
     moved = (number + (noise & dropped)) & ~dropped
-    return torch.where(torch.isfinite(x), moved.view(torch.float32), x).to(dtype).to(torch.float32)
+    rounded = moved.view(torch.float32)
+    if is_tracked(x):
+        rounded = rounded.detach() + (x - x.detach())
+    return torch.where(torch.isfinite(x), rounded, x).to(dtype).to(torch.float32)
 
 
 def row_bits(key: Tensor, rows: Tensor, dim: int) -> Tensor:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from funcrec._errors import Problem, check, describe
-from funcrec._rowgrads import RowGrads, terms_of
+from funcrec._errors import Problem, check, describe, fail
+from funcrec._rowgrads import RowGrads, root, terms_of
+from funcrec._tracked import any_tracked, is_followed, reading
 from funcrec._tree import tree_map
 from funcrec.kernels import ops
 from funcrec.kernels.memory import full_table
@@ -46,6 +46,9 @@ class RowOptimizer(NamedTuple):
       {table: RowGrads}; `step`, int or i64[], is the number of steps taken before this one. A table without a gradient
       comes back as the same tensor. `implementation` is of `funcrec.kernels`, None for the device's own; `key` rounds 16-bit
       tables stochastically (`stochastic_rounding`), None to nearest.
+      Derivatives: an update with a tracked input (requires grad, or of torch.func: gradients, slots, tables, lr, a tensor among the
+      hyper-parameters or one that the rule reads) is differentiated with respect to it, of any order and in any mode, by running the
+      rule in plain torch ("reference"). With another implementation, by argument or `ops.using`, it raises a TypeError before any work.
 
     label: (table) -> a hashable; tables of one label are updated alike, so that sharded ones may lie in one tensor.
     is_elementwise: whether an element's new value follows from that element of row, gradient and slots alone, so that columns of a
@@ -195,27 +198,28 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
         if not named:
             return dict(tables), dict(slots)
         device = next(iter(tables.values())).device
-        choice = ops.chosen(implementation, device)
-        if kernel is not None and ops.has("fused_update", choice) and kernel.fits(hyper, named):
+        one = lambda row, grad, own, rate, t, repeats: rule(row, grad, own, make_hyper(rate, t, repeats, **hyper))
+        fits = kernel is not None and kernel.fits(hyper, named)
+        read = [] if fits else check_rule(call, one, named, slots, tables)
+        given = [x for n, g in named.items() for x in (tables[n], *slots[n].values(), *g.floats)]
+        rate, _ = rate_and_step(lr, step, torch.float64, device)
+        choice = chosen_for(call, implementation, device, [rate, *read, *given])
+        if fits and ops.has("fused_update", choice):
             call_kernel = functools.partial(
                 ops.fused_update, rule=kernel.name, hyper=kernel.numbers(hyper), implementation=choice
             )
-            changed = update_fused(call_kernel, kernel.form.slots, named, slots, tables, (lr, step, key))
-        elif choice == "cpp" and not any(g.has_repeats for g in named.values()) and not is_part_of_more(rule, hyper):
-            one = lambda row, grad, own, rate, t, repeats: rule(row, grad, own, make_hyper(rate, t, repeats, **hyper))
-            check_rule(call, one, named, slots, tables)
+            changed = update_fused(call_kernel, kernel.form.slots, named, slots, tables, (rate, step, key))
+        elif choice == "cpp" and not any(g.has_repeats for g in named.values()) and not any(map(is_followed, read)):
             changed = {}, {}
             for names in dict.fromkeys(tuple(slots[n]) for n in named):
                 same = {n: g for n, g in named.items() if tuple(slots[n]) == names}
                 user_rule = rules.get(names) or rules.setdefault(names, UserRule(call, one, names, round_stochastic))
-                part = update_fused(user_rule.update, names, same, slots, tables, (lr, step, key))
+                part = update_fused(user_rule.update, names, same, slots, tables, (rate, step, key))
                 changed = {**changed[0], **part[0]}, {**changed[1], **part[1]}
         else:
-            numbers = functools.cache(lambda dtype: rate_and_step(lr, step, dtype, device))
-            one = lambda dtype: (
-                lambda row, grad, s, repeats: rule(row, grad, s, make_hyper(*numbers(dtype), repeats, **hyper))
-            )
-            changed = update_rows(call, one, named, slots, tables, key, choice)
+            numbers = functools.cache(lambda dtype: rate_and_step(rate, step, dtype, device))
+            of = lambda dtype: lambda row, grad, own, repeats: one(row, grad, own, *numbers(dtype), repeats)
+            changed = update_rows(call, of, named, slots, tables, key, choice)
         return {**tables, **changed[0]}, {**slots, **changed[1]}
 
     is_elementwise = kernel is not None and name in ELEMENTWISE
@@ -224,9 +228,8 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
 
 def update_fused(kernel: Callable, slot_names: Sequence[str], grads: Mapping, slots: Slots, tables: Tables, numbers):
     """All tables in one call of kernel(tables, slots, terms, lr, step, keys) -> (tables, slots)."""
-    lr, step, key = numbers
+    rate, step, key = numbers
     device = next(iter(tables.values())).device
-    rate, _ = rate_and_step(lr, step, torch.float64, device)
     taken = step_tensor(step, device).to(torch.int64)
     keys = None if key is None else torch.stack([table_key(key, n) for n in grads])
     windows = windows_of(grads, device)
@@ -247,27 +250,36 @@ def windows_of(grads: Mapping[str, RowGrads], device: torch.device) -> dict[str,
     return {"first": first, "dims": [g.dim for g in grads.values()]}
 
 
-def check_rule(call: str, rule: Callable, grads: Mapping, slots: Slots, tables: Tables) -> None:
-    """Run the rule on one row of ones for each form of table, and look at what comes back."""
-    forms = {}
+def chosen_for(call: str, implementation: str | None, device: torch.device, tensors: Sequence[Tensor]) -> str:
+    """The implementation of an update: the reference where a derivative is wanted of one of the tensors."""
+    choice = ops.chosen(implementation, device)
+    if choice == "reference" or not any_tracked(tensors):
+        return choice
+    if not ops.is_free(implementation):
+        got, need = f"implementation={choice!r}, and a tensor that grad or jvp follows", "plain tensors"
+        hint = "implementation=None or 'reference', which run the rule in plain torch"
+        fail(f"{call}.update", "the kernel has no derivative.", got=got, need=need, hint=hint, kind=TypeError)
+    return "reference"
+
+
+def check_rule(call: str, rule: Callable, grads: Mapping, slots: Slots, tables: Tables) -> list[Tensor]:
+    """Run the rule on one row of ones for each form of table, and look at what comes back; returns the tensors that it reads besides."""
+    forms, read = {}, []
     for n in grads:
         dtype = ops.accumulation_dtype(tables[n].dtype)
-        forms[tables[n].shape[1], dtype, tuple((k, s.shape[1:]) for k, s in slots[n].items())] = None
-    for dim, dtype, own in forms:
-        row, mine = torch.ones(1, dim, dtype=dtype), {k: torch.ones(1, *shape, dtype=dtype) for k, shape in own}
-        one = torch.ones((), dtype=dtype)
-        new = torch.func.vmap(rule, in_dims=(0, 0, 0, None, None, 0))(
-            row, row, mine, one, one, torch.ones(1, dtype=dtype)
-        )
+        forms[grads[n].dim, dtype, tables[n].device, tuple((k, s.shape[1:]) for k, s in slots[n].items())] = None
+
+    def watched(*args):
+        out, found = reading(rule, *args)
+        read.extend(found)
+        return out
+
+    for dim, dtype, device, own in forms:
+        ones = functools.partial(torch.ones, dtype=dtype, device=device)
+        row, mine = ones(1, dim), {k: ones(1, *shape) for k, shape in own}
+        new = torch.func.vmap(watched, in_dims=(0, 0, 0, None, None, 0))(row, row, mine, ones(()), ones(()), ones(1))
         check(call, rule_result_problems(*new, row, mine))
-
-
-def is_part_of_more(rule: Callable, hyper: Mapping[str, Any]) -> bool:
-    """Whether a rule reads tensors that a transform or a graph being staged follows, besides its arguments."""
-    closed = (c.cell_contents for c in getattr(rule, "__closure__", None) or ())
-    follows = torch._C._functorch.is_functorch_wrapped_tensor
-    is_followed = lambda x: isinstance(x, FakeTensor) or follows(x) or (x.requires_grad and torch.is_grad_enabled())
-    return any(isinstance(x, Tensor) and is_followed(x) for x in (*closed, *hyper.values()))
+    return read
 
 
 def update_rows(call: str, rule_of: Callable, grads: Mapping, slots: Slots, tables: Tables, key, implementation: str):
@@ -297,7 +309,10 @@ def touched_rows(
         width, is_wide = row.shape[1], lambda x: x.dim() > 1
         row, mine = tree_map(lambda x: put_columns(x, grads.first, grads.dim) if is_wide(x) else x, (row, mine))
     repeats = torch.ones_like(grads.rows) if grads.repeats is None else grads.repeats
-    new_row, new_slots = torch.func.vmap(rule)(row, grads.grads.to(row.dtype), mine, repeats.to(row.dtype))
+    given = (row, grads.grads.to(row.dtype), mine, repeats.to(row.dtype))
+    if implementation == "reference":  # padding is ones, where a rule is smooth: at zeros a derivative may be 0 · ∞
+        given = tree_map(lambda x: torch.where(grads.valid.view(-1, *[1] * (x.dim() - 1)), x, 1), given)
+    new_row, new_slots = torch.func.vmap(rule)(*given)
     check(call, rule_result_problems(new_row, new_slots, row, mine))
     if grads.first is not None:
         own = grads.first + torch.arange(width, device=row.device)
@@ -336,7 +351,7 @@ def per_element(table: Tensor, value: float = 0.0) -> Tensor:
 
 def norm(x: Tensor) -> Tensor:
     """f[]: the Euclidean norm of a row."""
-    return x.square().sum().sqrt()
+    return root(x.square().sum())
 
 
 def check_optimizer(call: str, *named: tuple[str, object]) -> None:

@@ -53,7 +53,7 @@ def lars_sgd(lr: Rate = 0.01, *, eta: float = 0.001, momentum: float = 0.9, weig
 
         rate = lr · eta · ‖w‖ / (‖g‖ + weight_decay · ‖w‖);  m ← momentum · m + rate · (g + weight_decay · w);  w ← w - m
 
-    The ratio is 1 (rate = lr) for a row or a gradient of zeros. Slots: momentum f[R, D].
+    The rate is lr for a row of zeros, and where the divisor is 0. Slots: momentum f[R, D].
 
     Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks" (2017), alg. 1, a row as a layer;
     FBGEMM's LARS_SGD, where a row of zeros never moves.
@@ -65,9 +65,10 @@ def lars_sgd(lr: Rate = 0.01, *, eta: float = 0.001, momentum: float = 0.9, weig
 
 
 def _lars_sgd(row, grad, slots, hyper):
-    row_norm, grad_norm = norm(row), norm(grad)
-    ratio = hyper.eta * row_norm / (grad_norm + hyper.weight_decay * row_norm)
-    rate = hyper.lr * torch.where((row_norm > 0) & (grad_norm > 0), ratio, 1)
+    row_norm = norm(row)
+    pull = norm(grad) + hyper.weight_decay * row_norm
+    used = (row_norm > 0) & (pull > 0)
+    rate = hyper.lr * torch.where(used, hyper.eta * row_norm / torch.where(used, pull, 1), 1)
     m = hyper.momentum * slots["momentum"] + rate * (grad + hyper.weight_decay * row)
     return row - m, {"momentum": m}
 

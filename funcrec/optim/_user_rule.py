@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from funcrec.kernels import library, ops
+from funcrec.kernels import library
 from funcrec.kernels.forms import Terms, accumulation_dtype, segments_of
 from funcrec.optim._blocks import BlockRule
 
@@ -51,7 +51,6 @@ class UserRule:
 
     def update(self, tables, slots, terms: Terms, lr: Tensor, step: Tensor, key: Tensor | None):
         """`ops.fused_update` with this rule."""
-        ops.refuse_derivatives("rule_update", "cpp", [*tables, *terms.d])
         given, is_staged = [x for s in slots for x in s], get_proxy_mode() is not None
         if is_staged:
             _staged[self.number] = self

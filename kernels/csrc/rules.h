@@ -122,7 +122,8 @@ template <class A> struct LarsSgd {
   explicit LarsSgd(const Hyper& n) : lr(n.lr), eta(n.h[0]), b(n.h[1]), decay(n.h[2]) {}
   template <int D, class W> FUNCREC_INLINE void apply(const Row<A, W>& r) const {
     const A length = norm<A, D>(r.dim, r.w), slope = norm<A, D>(r.dim, r.x);
-    const A rate = lr * (length > 0 && slope > 0 ? eta * length / (slope + decay * length) : A(1));
+    const A pull = slope + decay * length;
+    const A rate = lr * (length > 0 && pull > 0 ? eta * length / pull : A(1));
     each<A, D>(r.dim, [&](auto at) {
       auto w = at(r.w), m = b * at(r.s[0]) + rate * (at(r.x) + decay * w);
       at.put(r.s[0], m);

@@ -52,8 +52,9 @@ def momentum(w, g, m, lr, HYPER: tl.constexpr):
 @triton.jit
 def lars_sgd(w, g, m, lr, column, HYPER: tl.constexpr, DIM: tl.constexpr):
     row_norm, grad_norm = norm(w, column, DIM), norm(g, column, DIM)
-    used = (row_norm > 0) & (grad_norm > 0)
-    ratio = divide(HYPER[0] * row_norm, tl.where(used, grad_norm + HYPER[2] * row_norm, 1))
+    pull = grad_norm + HYPER[2] * row_norm
+    used = (row_norm > 0) & (pull > 0)
+    ratio = divide(HYPER[0] * row_norm, tl.where(used, pull, 1))
     m = HYPER[1] * m + lr * tl.where(used, ratio, 1) * (g + HYPER[2] * w)
     return w - m, m
 

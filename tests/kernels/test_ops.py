@@ -384,7 +384,9 @@ def test_the_implementation_is_a_choice():
     with pytest.raises(ValueError, match="'nothing'"):
         ops.gather_rows(floats(1, 1), rows_of(1, 1), implementation="nothing")
     with pytest.raises(NotImplementedError, match="'reference' has no fused_update"):
-        ops.fused_update([floats(1, 1)], [[]], *[None] * 4, "sgd", [0.0], implementation="reference")
+        ops.fused_update(
+            [floats(1, 1)], [[]], ops.Terms([], [], [], [], []), *[None] * 3, "sgd", [0.0], implementation="reference"
+        )
 
 
 @pytest.mark.needs("gather_rows", without="reference")

@@ -141,10 +141,12 @@ def test_any_tree():
 
 
 def test_parameters_that_require_grad():
-    """Leaves that require grad are read, not written: the new ones are plain tensors."""
+    """Leaves that require grad are read, not written: the new ones are functions of them, and of those detached they are plain."""
     p = torch.ones(2, requires_grad=True)
-    moved, _ = run(dense(torch.optim.SGD, lr=0.5), p, [torch.ones(2)])
-    assert moved.tolist() == [0.5, 0.5] and p.tolist() == [1, 1] and not moved.requires_grad and p.grad is None
+    moved, _ = run(dense(torch.optim.SGD, lr=0.5, weight_decay=0.2), p, [torch.ones(2)])
+    assert moved.tolist() == pytest.approx([0.4, 0.4]) and p.tolist() == [1, 1] and p.grad is None
+    assert torch.autograd.grad(moved.sum(), p)[0].tolist() == pytest.approx([0.9, 0.9])
+    assert not run(dense(torch.optim.SGD, lr=0.5), p.detach(), [torch.ones(2)])[0].requires_grad
 
 
 @every_class

@@ -36,7 +36,7 @@ def nesterov(w, s, g, t, n):
 def lars(w, s, g, t, n):
     lw, lg = length(w), length(g)
     with np.errstate(invalid="ignore", divide="ignore"):
-        ratio = np.where((lw > 0) & (lg > 0), 0.02 * lw / (lg + 0.1 * lw), 1.0)
+        ratio = np.where((lw > 0) & (lg + 0.1 * lw > 0), 0.02 * lw / (lg + 0.1 * lw), 1.0)
     m = 0.8 * s["momentum"] + LR * ratio * (g + 0.1 * w)
     return w - m, {"momentum": m}
 
@@ -374,3 +374,23 @@ def test_slots_of_another_precision_are_cast():
     opt = row_optimizer(init=lambda t: {"m": torch.zeros_like(t)}, rule=lambda w, g, s, h: (w, s))
     tables = {"half": torch.zeros(2, 1, dtype=torch.bfloat16), "double": torch.zeros(2, 1, dtype=torch.float64)}
     assert {n: s["m"].dtype for n, s in opt.init(tables).items()} == {"half": torch.float32, "double": torch.float64}
+
+
+@pytest.mark.parametrize("implementation", ["cpp", "reference"])
+def test_lars_at_a_zero_gradient(implementation):
+    """A gradient of zeros moves a row as ever smaller ones do: by FBGEMM's lr · eta · ‖w‖ / (‖g‖ + decay · ‖w‖) · decay · w."""
+    lr, eta, decay, w = 0.1, 0.001, 0.01, torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    optimizer, tables = fr.optim.lars_sgd(lr, eta=eta, momentum=0.0, weight_decay=decay), {"t": w}
+
+    def moved(size):
+        grads = fr.RowGrads.from_entries(torch.tensor([0, 1]), torch.full((2, 2), size), num_embeddings=2)
+        return (
+            w - optimizer.update({"t": grads}, optimizer.init(tables), tables, 0, implementation=implementation)[0]["t"]
+        )
+
+    need = lr * eta * 5 / (decay * 5) * decay * w
+    torch.testing.assert_close(moved(0.0), need, rtol=2e-3, atol=1e-12)
+    torch.testing.assert_close(moved(1e-9), need + torch.tensor([[0.0, 0.0], [1e-10, 1e-10]]), rtol=2e-3, atol=1e-12)
+    still = fr.optim.lars_sgd(lr, eta=eta)
+    grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.zeros(1, 2), num_embeddings=2)}
+    assert torch.equal(still.update(grads, still.init(tables), tables, 0, implementation=implementation)[0]["t"], w)
