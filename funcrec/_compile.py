@@ -6,58 +6,78 @@ Floor 3.
 """
 
 import bisect
-import dataclasses
+import contextlib
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.func import functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcrec._donation import Plan, memory_span, plan_writes, poison, prepare_writes, refuse_shared, shared_results
-from funcrec._errors import Problem, describe, fail, message
 from funcrec._exchange import has_effect
 from funcrec._exchange_passes import smaller_exchanges
-from funcrec._inductor import DECOMPOSITIONS, compile_graph
+from funcrec._inductor import compile_graph
 from funcrec._replay import Recording, capture_cuda, record, replay
+from funcrec._staging import refuse_form, stage
+from funcrec._static import static_key
 from funcrec._tree import fast_flatten, leaf_paths
 
+_AS_IT_IS = contextlib.nullcontext()
 MOST_RECORDINGS = 4  # each holds the memory of its step; a step that swaps two leaves needs two
+
+
+LOCK = threading.RLock()  # torch compiles one program at a time
 
 
 class Staged(NamedTuple):
     """A function on flat tensors as a graph, and how its outputs are put together again.
 
-    inputs: the leaves that the graph reads, by number. static: the output leaves that are no tensors; the class Tensor stands
-    for those that are. structure: of the outputs. constants: the tensors that the function closes over.
+    inputs: the leaves that the graph reads, by number; those that the function closes over come behind the arguments'. static: the output
+    leaves that are no tensors; the class Tensor stands for those that are. structure: of the outputs.
     """
 
     graph: torch.fx.GraphModule
     inputs: tuple[int, ...]
     structure: Any
     static: list
-    constants: list[Tensor]
     plan: Plan
 
 
+class Followed(NamedTuple):
+    """What stands for a compilation of a function that closes over tensors which autograd follows: there is none."""
+
+    captured: list[Tensor]
+    used = 0
+
+    def is_current(self) -> bool:
+        return any(x.requires_grad for x in self.captured)
+
+
 class Compiled:
-    """A staged function, compiled; called with the leaves of the arguments, it gives the outputs.
+    """A staged function, compiled; called with the leaves of the arguments and the tensors that it closes over, it gives the outputs.
 
     A state that a call returned is most often the next call's argument. `follows` knows its leaves again, so that what `admit`
     found out about them need not be looked at twice.
     """
 
-    def __init__(self, staged: Staged, donated: dict[int, str], leaves: list):
+    def __init__(self, staged: Staged, donated: dict[int, str], leaves: list, captured: list[Tensor]):
         self.staged = staged
         self.donated = donated  # input leaf -> its path
-        self.keys = {i: leaf_key(x) for i, x in enumerate(leaves)}
+        self.captured = captured
+        self.forms = [leaf_key(x) for x in captured]
+        self.used = 0  # the number of the last call
+        self.lock = threading.RLock()  # of donating calls: each looks for what the last one returned
+        leaves = leaves + captured
+        self.constants = [(i, leaf_key(x)) for i, x in enumerate(leaves) if not isinstance(x, Tensor)]
+        self.tensor_at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self.tracks = [leaves[i].requires_grad for i in self.tensor_at]
+        self.guard = guard([leaves[i] for i in self.tensor_at])
         self.shared: set[int] | None = None  # results to copy; known after the first call
         self.call: Callable | None = None
-        self.is_replayed = any(is_replayed(leaves[i]) for i in donated)
+        self.is_replayed = any(is_replayed(leaves[i]) for i in donated) and all(map(is_replayed, captured))
         self.recordings: dict[tuple[int, ...], Recording] = {}
         self.writes = prepare_writes(staged.plan, len(leaves))
         self.outputs: dict[int, weakref.ref] = {}  # the last call's tensors: a state that is dropped is not kept alive
@@ -80,24 +100,38 @@ class Compiled:
 
     def follows(self, leaves: list) -> bool:
         """Whether the donated leaves are the last call's outputs, and the others have known forms and memory of their own."""
-        outputs, keys = self.outputs, self.keys
+        outputs = self.outputs
         if len(self.fed) < len(self.donated):
             return False
         for i, j in self.fed:
             if leaves[i] is not outputs[j]():
                 return False
+        if not self.has_forms(leaves):
+            return False
+        if not self.donated:
+            return True
         sizes = self.sizes | {leaves[i].data_ptr(): size for i, size in self.moved}
         starts = sorted(sizes)
         for i in self.others:
             x = leaves[i]
-            if leaf_key(x) != keys[i]:
-                return False
             if isinstance(x, Tensor) and starts:
                 start, end = memory_span(x)
                 before = bisect.bisect_left(starts, end) - 1
                 if before >= 0 and starts[before] + sizes[starts[before]] > start:
                     return False
         return True
+
+    def has_forms(self, leaves: list) -> bool:
+        """Whether leaves and captured tensors have the forms that were compiled for, and no tensor is there twice."""
+        tensors = leaves if not self.constants else [leaves[i] for i in self.tensor_at]
+        if not self.guard.check(*tensors):
+            return False
+        if not torch.is_grad_enabled() and [x.requires_grad for x in tensors] != self.tracks:
+            return False  # the guard asks only for what autograd would follow
+        return all(leaf_key(leaves[i]) == key for i, key in self.constants)
+
+    def is_current(self) -> bool:
+        return [leaf_key(x) for x in self.captured] == self.forms
 
     def __call__(self, leaves: list, when: tuple[str, int]) -> Any:
         plan, outputs = self.staged.plan, list(self.staged.static)
@@ -122,9 +156,13 @@ class Compiled:
     def run(self, leaves: list) -> list[Tensor]:
         """The results, those that may not share memory copied; the rows are written."""
         mine = [leaves[i] for i in self.staged.inputs]
-        if self.call is None:
-            self.call = compile_graph(self.staged.graph, mine)
-        results = list(self.call(*mine))
+        with (
+            torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else _AS_IT_IS
+        ):  # its casts are in the graph
+            if self.call is None:
+                with LOCK, clean_surroundings():
+                    self.call = self.call or compile_graph(self.staged.graph, mine)
+            results = list(self.call(*mine))
         if self.shared is None:
             self.shared = self.find_shared(leaves, results)
         for k in self.shared:
@@ -141,9 +179,10 @@ class Compiled:
         """The recording for a state of these addresses, made when a state comes back for the first time."""
         if len(self.fed) < len(self.donated):
             return None
-        key = tuple(leaves[i].data_ptr() for i in self.donated)
+        fixed = [*self.donated, *range(len(leaves) - len(self.captured), len(leaves))]
+        key = tuple(leaves[i].data_ptr() for i in fixed)
         if key not in self.recordings:
-            arguments = (self.run, leaves, list(self.donated), self.successors(), self.staged.plan.whole)
+            arguments = (self.run, leaves, fixed, self.successors(), self.staged.plan.whole)
             if len(self.recordings) == MOST_RECORDINGS:
                 self.recordings.clear()
             self.recordings[key] = record(*arguments, capture_cuda)
@@ -153,31 +192,36 @@ class Compiled:
         own = [leaves[i] for i in self.donated]
         if not own:
             return set()
-        arguments = [x for x in leaves if isinstance(x, Tensor)] + self.staged.constants
+        arguments = [x for x in leaves if isinstance(x, Tensor)]
         return shared_results(results, set(self.staged.plan.whole.values()), arguments, own)
 
 
-def is_replayed(donated: Tensor) -> bool:
-    """Whether calls that take this leaf are recorded."""
-    return donated.is_cuda
+def is_replayed(x: Tensor) -> bool:
+    """Whether calls that take this tensor are recorded."""
+    return x.is_cuda
+
+
+def guard(tensors: list[Tensor]) -> Any:
+    """A check of types, forms and devices of tensors, in C++; a tensor given twice does not pass.
+
+    torch.compile's own; this module is not imported for it before something is compiled.
+    """
+    from torch._C._dynamo.guards import TensorGuards
+
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
 def leaf_key(x: object) -> Any:
     """What a compilation depends on."""
     if isinstance(x, Tensor):
-        return type(x), x.shape, x.dtype, x.device, x.stride()
-    refuse_opaque(x)
-    return type(x), repr(x) if isinstance(x, float) else x  # 0.0 == -0.0, and NaN equals nothing
+        return type(x), x.shape, x.dtype, x.device, x.stride(), x.requires_grad, x.is_inference()
+    return static_key(x)
 
 
-def refuse_opaque(x: object) -> None:
-    """A static leaf must be hashable, and may not hide tensors."""
-    if dataclasses.is_dataclass(x) or isinstance(x, torch.nn.Module) or type(x).__hash__ is None:
-        fail(
-            "funcrec.jit", "a leaf is neither a tensor nor a plain static value.", got=describe(x),
-            need="tensors, numbers, strings and the like", hint="fr.pytree for a class of your own; a tensor for an array",
-            kind=TypeError,
-        )  # fmt: skip
+def clean_surroundings() -> contextlib.AbstractContextManager:
+    """The compiler makes tensors of its own: not on the caller's default device."""
+    return torch.device("cpu") if torch._C._len_torch_function_stack() else _AS_IT_IS
 
 
 def compile_function(
@@ -188,9 +232,9 @@ def compile_function(
     leaves: list,
     structure: Any,
     donate: Sequence[str],
-) -> Compiled:
+) -> Compiled | Followed:
     """Run fn once on shapes, and plan the writes into donated leaves."""
-    named = leaf_paths(structure, names)
+    call, named = f"funcrec.jit({name})", leaf_paths(structure, names)
     donated = {i: path for i, (root, path) in named.items() if root in donate and isinstance(leaves[i], Tensor)}
     refuse_shared(leaves, donated)
     tensor_at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -203,54 +247,30 @@ def compile_function(
         replayed = inspect.BoundArguments(signature, dict(zip(names, structure.unflatten(mine), strict=True)))
         outputs, found["structure"] = fast_flatten(fn(*replayed.args, **replayed.kwargs))
         for x in outputs:
-            if not isinstance(x, Tensor):
-                refuse_opaque(x)
+            if isinstance(x, Tensor):
+                refuse_form(call, x, "an output")
+            else:
+                static_key(x)
         found["static"] = [Tensor if isinstance(x, Tensor) else x for x in outputs]
         return [x for x in outputs if isinstance(x, Tensor)]
 
-    graph = _record(f"funcrec.jit({name})", flat, [leaves[i] for i in tensor_at])
-    places = dict(zip(tensor_at, graph.graph.find_nodes(op="placeholder"), strict=True))
-    _refuse_writes(f"funcrec.jit({name})", graph, {places[i]: named[i][1] for i in tensor_at})
+    graph, captured = stage(call, flat, [leaves[i] for i in tensor_at], [named[i][1] for i in tensor_at])
+    if graph is None:
+        return Followed(captured)
+    places = dict(
+        zip(
+            [*tensor_at, *range(len(leaves), len(leaves) + len(captured))],
+            graph.graph.find_nodes(op="placeholder"),
+            strict=True,
+        )
+    )
     graph.graph.eliminate_dead_code(has_effect)  # the pass of `value_and_grad` that only finds lookup sites
     outputs = [j for j, x in enumerate(found["static"]) if x is Tensor]
     plan = plan_writes(graph, outputs, places, donated)
-    inputs = tuple(i for i in tensor_at if places[i].users)
+    inputs = tuple(i for i, node in places.items() if node.users)
     for node in graph.graph.find_nodes(op="placeholder"):
         if not node.users:
             graph.graph.erase_node(node)
     graph.recompile()
     smaller_exchanges(graph)
-    constants = [getattr(graph, node.target) for node in graph.graph.find_nodes(op="get_attr")]
-    return Compiled(Staged(graph, inputs, found["structure"], found["static"], constants, plan), donated, leaves)
-
-
-def _record(call: str, flat: Callable, leaves: list[Tensor]) -> torch.fx.GraphModule:
-    """The graph of flat's operations, without writes to intermediate values."""
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        shapes = [_like(x) for x in leaves]
-        try:
-            recorded = make_fx(flat)(*shapes)  # first as it is: rules of autograd.Function are unknown to functionalize
-            return make_fx(functionalize(recorded, remove="mutations"), DECOMPOSITIONS)(*shapes)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            problem = Problem(
-                "the function reads a tensor's value on the host.",
-                f"{error}",
-                "shapes and branches that do not depend on values",
-                "torch.where, masks and capacities",
-            )
-            raise TypeError(message(call, [problem])) from error
-
-
-def _refuse_writes(call: str, graph: torch.fx.GraphModule, places: dict[torch.fx.Node, str]) -> None:
-    """Functionalised, a write to an argument is a copy into its placeholder."""
-    copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    written = [places[n.args[0]] for n in copies if n.args[0] in places]
-    if written:
-        fail(
-            call, "the function writes to its argument.", got=f"an in-place write to {written}", need="a pure function"
-        )
-
-
-def _like(x: Tensor) -> Tensor:
-    """A tensor of x's form for each leaf, also where two leaves are one object: the next call's may be two."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return Compiled(Staged(graph, inputs, found["structure"], found["static"], plan), donated, leaves, captured)

@@ -9,20 +9,26 @@ they are written into the leaf: no table is copied. Floor 3.
 
 import functools
 import inspect
+import itertools
+import sys
+import types
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from funcrec import _checks as checks
-from funcrec._compile import Compiled, compile_function, leaf_key
+from funcrec._compile import LOCK, Compiled, Followed, compile_function, leaf_key
 from funcrec._donation import refuse_donated
-from funcrec._errors import fail
+from funcrec._errors import Problem, describe, fail, message, short_dtype
 from funcrec._replay import bring
-from funcrec._tree import fast_flatten
-from funcrec.kernels import ops
+from funcrec._staging import refuse_form
+from funcrec._surroundings import differences, is_transformed, surroundings
+from funcrec._tree import fast_flatten, leaf_paths
+
+MANY, MOST = 10, 128  # compilations of one function: from when on it is warned, and how many are kept
 
 
 def jit(fn: Callable, *, donate: Sequence[str] = ()) -> Callable:
@@ -55,51 +61,218 @@ def jit(fn: Callable, *, donate: Sequence[str] = ()) -> Callable:
       ...
       funcrec._errors.DonatedError: ...
     """
-    name = getattr(fn, "__name__", type(fn).__name__)
-    signature = inspect.signature(fn)
-    donate = (donate,) if isinstance(donate, str) else tuple(donate)
-    unknown = [d for d in donate if d not in signature.parameters]
-    if unknown:
-        need = f"among {list(signature.parameters)}"
-        fail(f"funcrec.jit({name})", "`donate` names no parameter.", got=f"{unknown}", need=need)
-    positional = tuple(signature.parameters) if _all_positional(signature) else None
-    compiled: dict[Any, Compiled] = {}
-    recent: dict[Any, Compiled] = {}  # the last one used for each structure: most calls repeat its shapes
-    calls = 0
+    return Jitted(fn, (donate,) if isinstance(donate, str) else tuple(donate))
 
-    @functools.wraps(fn)
-    def run(*args, **kwargs):
-        nonlocal calls
-        if not kwargs and positional is not None and len(args) == len(positional):
-            names, arguments = positional, args
+
+class Jitted:
+    """A function that `jit` made. It pickles as the function and its options, and compiles anew where it is loaded."""
+
+    def __init__(self, fn: Callable, donate: tuple[str, ...]):
+        _check_function(fn)
+        functools.update_wrapper(self, fn)
+        self.fn, self.donate = fn, donate
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self.signature = _signature_of(fn)
+        parameters = self.signature.parameters
+        unknown = [d for d in donate if d not in parameters]
+        if unknown:
+            got, need = f"{unknown}", f"among {list(parameters)}"
+            fail(f"funcrec.jit({self.name})", "`donate` names no parameter.", got=got, need=need)
+        is_plain = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values())
+        self.positional = tuple(parameters) if is_plain else None
+        self.compiled: dict[Any, Compiled | Followed] = {}  # the last MOST that were used
+        self.recent: dict[Any, Compiled] = {}  # the last one used for each structure: most calls repeat its shapes
+        self.last: Any = None  # the key of the last compilation
+        self.calls, self.compilations = itertools.count(1), 0
+
+    def __call__(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return self.fn(*args, **kwargs)
+        if not kwargs and self.positional is not None and len(args) == len(self.positional):
+            names, arguments = self.positional, args
         else:
-            bound = signature.bind(*args, **kwargs)
+            bound = self.signature.bind(*args, **kwargs)
             names, arguments = tuple(bound.arguments), tuple(bound.arguments.values())
         leaves, structure = fast_flatten(arguments)
-        if donate and torch.cuda.is_initialized():
+        if is_transformed():
+            refuse_donated(leaves)
+            return self.fn(*args, **kwargs)
+        if self.donate and torch.cuda.is_initialized():
             leaves = bring_to_cuda(leaves)
-        calls += 1
-        when, here = (name, calls), (names, structure, *_surroundings())
-        entry = recent.get(here)
-        if entry is not None and torch._C._functorch.peek_interpreter_stack() is None and entry.follows(leaves):
-            return entry(leaves, when)
+        when, here = (self.name, next(self.calls)), (names, structure, surroundings())
+        entry = self.recent.get(here)
+        with entry.lock if entry is not None and self.donate else nullcontext():
+            if entry is not None:
+                entry.used, known = when[1], leaves + entry.captured
+                if entry.follows(known):
+                    return entry(known, when)
+        return self.look(args, kwargs, leaves, here, when)
+
+    def look(self, args: tuple, kwargs: dict, leaves: list, here: tuple, when: tuple[str, int]) -> Any:
+        """A call whose leaves are looked at one by one."""
         refuse_donated(leaves)
-        if checks.is_checking() or torch.compiler.is_compiling() or any(map(_is_traced, leaves)):
-            return fn(*args, **kwargs)
+        call, (names, structure, _) = f"funcrec.jit({self.name})", here
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        tracked = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if any(x.is_meta for x in tensors):
+            return self.fn(*args, **kwargs)
+        entry = None
+        if not tracked:
+            for i, x in enumerate(leaves):
+                if isinstance(x, Tensor):
+                    refuse_form(call, x, f"`{leaf_paths(structure, names)[i][1]}`" if _is_odd(x) else "")
+            leaves = [x.resolve_conj().resolve_neg() if isinstance(x, Tensor) else x for x in leaves]
+            entry = self.find(leaves, here)
+        if tracked or isinstance(entry, Followed):
+            if self.donate:
+                paths = [f"`{path}`" for i, (_, path) in leaf_paths(structure, names).items() if _is_tracked(leaves[i])]
+                got = ", ".join(paths) or f"{', '.join(map(describe, entry.captured))}, closed over"
+                hint = "`.detach()` or `requires_grad_(False)`, torch.no_grad(), or jit without donate="
+                fail(
+                    call,
+                    "a donating call is followed by autograd.",
+                    got=f"requires_grad of {got}",
+                    need="plain values",
+                    hint=hint,
+                    kind=TypeError,
+                )
+            return self.fn(*args, **kwargs)
+        refuse_donated(entry.captured)
+        with entry.lock if self.donate else nullcontext():
+            refuse_donated(leaves)
+            entry.used, self.recent[here] = when[1], entry
+            entry.admit(leaves + entry.captured)
+            return entry(leaves + entry.captured, when)
+
+    def find(self, leaves: list, here: tuple) -> Compiled | Followed:
+        """The compilation for these leaves, made if there is none, or if what the function closes over has another form by now."""
         key = (here, tuple(map(leaf_key, leaves)))
-        entry = compiled.get(key)
-        if entry is None:
-            entry = compiled[key] = compile_function(fn, name, signature, names, leaves, structure, donate)
-        recent[here] = entry
-        entry.admit(leaves)
-        return entry(leaves, when)
+        entry = self.compiled.get(key)
+        if entry is not None and entry.is_current():
+            return entry
+        with LOCK:
+            entry = self.compiled.get(key)
+            if entry is None or not entry.is_current():
+                names, structure, _ = here
+                entry = compile_function(self.fn, self.name, self.signature, names, leaves, structure, self.donate)
+                self.keep(key, entry)
+        return entry
 
-    run.num_compiled = lambda: len(compiled)
-    return run
+    def keep(self, key: tuple, entry: Compiled | Followed) -> None:
+        if isinstance(entry, Compiled):
+            self.compilations += 1
+            if self.compilations == MANY:
+                warnings.warn(many_compilations(self.name, self.last, key), stacklevel=_frames_here())
+            self.last = key
+        self.compiled[key] = entry
+        if len(self.compiled) > MOST:
+            oldest = min((k for k in self.compiled if k != key), key=lambda k: self.compiled[k].used)
+            gone = self.compiled.pop(oldest)
+            self.recent = {k: e for k, e in self.recent.items() if e is not gone}
+
+    def num_compiled(self) -> int:
+        """How many times it was compiled."""
+        return self.compilations
+
+    def __get__(self, owner, kind=None):
+        return self if owner is None else types.MethodType(self, owner)
+
+    def __reduce__(self):
+        name = getattr(self.fn, "__qualname__", "")
+        found = sys.modules.get(getattr(self.fn, "__module__", None))
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return name if found is self else (Jitted, (self.fn, self.donate))
+
+    def __repr__(self) -> str:
+        return f"<funcrec.jit of {self.fn!r}>"
 
 
-def _all_positional(signature: inspect.Signature) -> bool:
-    return all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in signature.parameters.values())
+def _check_function(fn: Callable) -> None:
+    call = "funcrec.jit"
+    if not callable(fn):
+        fail(call, "`fn` is no function.", got=describe(fn), need="a function of pytrees", kind=TypeError)
+    kinds = {
+        "coroutine": inspect.iscoroutinefunction,
+        "generator": inspect.isgeneratorfunction,
+        "asynchronous generator": inspect.isasyncgenfunction,
+    }
+    for kind, is_one in kinds.items():
+        if is_one(fn) or is_one(getattr(fn, "__call__", None)):  # noqa: B004
+            need, hint = "a function that returns its values", "collect them in a list, and return that"
+            fail(
+                call,
+                f"`fn` is a {kind}.",
+                got=getattr(fn, "__name__", describe(fn)),
+                need=need,
+                hint=hint,
+                kind=TypeError,
+            )
+
+
+def _signature_of(fn: Callable) -> inspect.Signature:
+    try:
+        return inspect.signature(fn)
+    except ValueError:  # a builtin function that tells none
+        return inspect.signature(lambda *args, **kwargs: None)
+
+
+def _is_tracked(x: object) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _is_odd(x: Tensor) -> bool:
+    return type(x) is not Tensor or x.layout != torch.strided or x.is_nested or x.is_quantized
+
+
+def _frames_here() -> int:
+    """How far away, in frames, the caller of the jitted function is."""
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame, count = frame.f_back, count + 1
+    return count
+
+
+def many_compilations(name: str, before: tuple, now: tuple) -> str:
+    """What differs between the keys of two compilations, and what to do about it."""
+    (names, structure, around), leaves = now
+    (names_before, structure_before, around_before), leaves_before = before
+    other = differences(around_before, around)
+    hint = "call it in one and the same surroundings"
+    if other:
+        got = "; ".join(f"{what}: {a}, then {b}" for what, (a, b) in other.items())
+    elif names != names_before or structure != structure_before:
+        got, hint = "another structure of the arguments", "the same keys in the same order, and the same static fields"
+    else:
+        i = next((i for i, (a, b) in enumerate(zip(leaves_before, leaves, strict=True)) if a != b), None)
+        if i is None:
+            got, hint = "another form of a tensor that it closes over", "pass it as an argument"
+        else:
+            a, b = _show_key(leaves_before[i]), _show_key(leaves[i])
+            got = (
+                f"`{leaf_paths(structure, names)[i][1]}`: {a}, then {b}"
+                if a != b
+                else f"`{leaf_paths(structure, names)[i][1]}`: other strides"
+            )
+            is_tensor = len(leaves[i]) > 2 and isinstance(leaves[i][1], torch.Size)
+            hint = (
+                "fr.pad_to_bucket for ids, and batches of one size"
+                if is_tensor
+                else "pass it as a tensor: its values are not compiled in"
+            )
+    problem = Problem(
+        f"compiled {MANY} times; it keeps the last {MOST}.", got, "few different forms of arguments", hint
+    )
+    return message(f"funcrec.jit({name})", [problem])
+
+
+def _show_key(key: tuple) -> str:
+    """A leaf, by its key."""
+    if len(key) > 2 and isinstance(key[1], torch.Size):
+        return f"{short_dtype(key[2])}[{', '.join(map(str, key[1]))}]" + (
+            "" if key[3].type == "cpu" else f" on {key[3]}"
+        )
+    return f"{key[0].__name__} {key[1]}"
 
 
 def bring_to_cuda(leaves: list) -> list:
@@ -107,14 +280,3 @@ def bring_to_cuda(leaves: list) -> list:
     devices = {x.device for x in leaves if isinstance(x, Tensor)}
     on_cuda = [d for d in devices if d.type == "cuda"]
     return bring(leaves, on_cuda[0]) if len(devices) > 1 and len(on_cuda) == 1 else leaves
-
-
-def _surroundings() -> tuple:
-    """What the compiled code depends on besides its arguments."""
-    return ops.ambient(), checks.is_checking(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-
-
-def _is_traced(x: object) -> bool:
-    if not isinstance(x, Tensor):
-        return False
-    return torch._C._functorch.is_functorch_wrapped_tensor(x) or isinstance(x, FakeTensor)

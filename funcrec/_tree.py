@@ -13,9 +13,15 @@ import optree
 import torch.utils._pytree as torch_tree
 from torch import Tensor
 
+from funcrec._static import fix, loosen
+
 T = TypeVar("T")
 NAMESPACE = "funcrec"
+CALLS = "funcrec.jit"  # the namespace of a jitted call's arguments: what a program can tell apart has two structures
 CLASSES: dict[str, tuple[Callable, Callable]] = {}  # (flatten, unflatten) by class_name, for checkpoints
+
+_as_written = optree.dict_insertion_ordered(True, namespace=CALLS)  # entered for good
+_as_written.__enter__()
 
 tree_map = torch_tree.tree_map
 tree_flatten = torch_tree.tree_flatten
@@ -85,6 +91,18 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
         path_entry_type=optree.GetAttrEntry,
         namespace=NAMESPACE,
     )
+
+    def flatten_call(value):
+        leaves, (fields, fixed) = flatten(value)
+        return leaves, (fields, fix(fixed)), fields
+
+    optree.register_pytree_node(
+        cls,
+        flatten_call,
+        lambda context, leaves: unflatten(leaves, (context[0], loosen(context[1]))),
+        path_entry_type=optree.GetAttrEntry,
+        namespace=CALLS,
+    )
     return cls
 
 
@@ -108,8 +126,11 @@ def map_with_names(fn: Callable[[str, Any], Any], tree: T) -> T:
 
 
 def fast_flatten(tree: Any) -> tuple[list, optree.PyTreeSpec]:
-    """(leaves, structure) in optree's order, in C++; `structure.unflatten(leaves)` is the way back."""
-    return optree.tree_flatten(tree, namespace=NAMESPACE)
+    """(leaves, structure) in C++, dicts in their own order; `structure.unflatten(leaves)` is the way back.
+
+    Two structures are equal only when a program cannot tell them apart: the order of a dict's keys counts, and the types of static fields.
+    """
+    return optree.tree_flatten(tree, namespace=CALLS)
 
 
 def leaf_paths(structure: optree.PyTreeSpec, names: Sequence[str]) -> dict[int, tuple[str, str]]:

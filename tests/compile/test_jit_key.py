@@ -1,0 +1,288 @@
+"""What a staged program could see is in jit's key, or refused: the first compilation never answers for another call."""
+
+import contextlib
+import enum
+import itertools
+import math
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """The staged graph is run as it stands: what it was staged for matters here, not the code."""
+    monkeypatch.setattr("funcrec._compile.compile_graph", lambda graph, arguments: graph)
+
+
+@contextlib.contextmanager
+def set_to(setter, value, before):
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+def half():
+    return set_to(lambda d: torch.set_autocast_dtype("cpu", d), torch.float16, torch.get_autocast_dtype("cpu"))
+
+
+def inner_autocast(x):
+    with torch.autocast("cpu"):
+        return x @ x
+
+
+def mapped(x):
+    return fr.shard_map(lambda y: y * fr.axis_size("a"), in_specs=fr.P("a"), out_specs=fr.P("a"))(x)
+
+
+PLAIN = contextlib.nullcontext
+mesh = lambda n: lambda: fr.Mesh.emulated(a=n)
+precision = torch.set_float32_matmul_precision
+fill = lambda value: set_to(lambda v: setattr(torch.utils.deterministic, "fill_uninitialized_memory", v), value, True)
+
+# name: (program of f32[4, 4], the surroundings that it can tell apart)
+SURROUNDINGS = {
+    "autocast": (lambda x: x @ x, [PLAIN, lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.autocast("cpu", torch.float16)]),
+    "autocast's dtype": (inner_autocast, [PLAIN, half]),
+    "default dtype": (lambda x: x.sum() + torch.ones(2), [PLAIN, lambda: set_to(torch.set_default_dtype, torch.float64, torch.float32)]),
+    "default device": (lambda x: x + torch.ones(1).is_meta, [PLAIN, lambda: torch.device("meta"), lambda: torch.device("cpu")]),
+    "grad mode": (lambda x: x + torch.is_grad_enabled(), [PLAIN, torch.no_grad]),
+    "inference mode": (lambda x: x + torch.is_inference_mode_enabled(), [PLAIN, torch.inference_mode]),
+    "ambient mesh": (mapped, [mesh(2), mesh(4)]),
+    "precision of products": (
+        lambda x: x + (torch.get_float32_matmul_precision() == "high"),
+        [lambda p=p: set_to(precision, p, "highest") for p in ("highest", "high", "medium")],
+    ),
+    "threads": (lambda x: x + torch.get_num_threads(), [PLAIN, lambda: set_to(torch.set_num_threads, 2, 1)]),
+    "deterministic": (
+        lambda x: x + torch.are_deterministic_algorithms_enabled(),
+        [PLAIN, lambda: set_to(torch.use_deterministic_algorithms, True, False)],
+    ),
+    "deterministic fill": (
+        lambda x: x + torch.utils.deterministic.fill_uninitialized_memory,
+        [PLAIN, lambda: fill(False)],
+    ),
+    "attention": (
+        lambda x: x + torch.backends.cuda.flash_sdp_enabled(),
+        [PLAIN, lambda: sdpa_kernel(SDPBackend.MATH)],
+    ),
+    "oneDNN": (lambda x: x + torch.backends.mkldnn.enabled, [PLAIN, lambda: torch.backends.mkldnn.flags(enabled=False)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_surroundings_are_part_of_the_key(name, is_reversed):
+    """In any surroundings a jitted function is what the function is there, whichever it was compiled in first; each is compiled once."""
+    program, places = SURROUNDINGS[name]
+    jitted, x = fr.jit(program), torch.linspace(-1, 2, 16).reshape(4, 4) * 100
+    for _ in range(2):
+        for place in reversed(places) if is_reversed else places:
+            with place():
+                got, need = [jitted(x) for _ in range(2)], program(x)
+            for y in got:
+                assert y.dtype == need.dtype and torch.equal(y, need)
+    assert jitted.num_compiled() == len(places)
+
+
+@pytest.mark.parametrize("name", ["autocast", "default dtype", "inference mode", "default device"])
+def test_compiled_code_is_of_its_surroundings(name, monkeypatch):
+    """The same with code that is compiled."""
+    monkeypatch.undo()
+    program, places = SURROUNDINGS[name]
+    jitted, x = fr.jit(program), torch.linspace(-1, 2, 16).reshape(4, 4) * 100
+    for place in places[:2]:
+        with place():
+            assert_trees_close(jitted(x), program(x), rtol=1e-2)
+            assert jitted(x).dtype == program(x).dtype
+            assert jitted(x).is_inference() == program(x).is_inference()
+
+
+def test_autocast_inside_is_applied_once():
+    """What a program shuts out of autocast stays out of it, in the graph and when it runs."""
+
+    def program(x):
+        with torch.autocast("cpu", enabled=False):
+            y = x @ x
+        return y, y @ x
+
+    x = torch.linspace(-1, 2, 16).reshape(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        jitted = fr.jit(program)
+        for _ in range(2):
+            for got, need in zip(jitted(x), program(x), strict=True):
+                assert got.dtype == need.dtype and torch.equal(got, need)
+
+
+def test_axes_of_shard_map_are_seen():
+    """A jitted function inside shard_map sees this mesh's axis: its size, this rank's place, its neighbours."""
+    program = fr.jit(lambda x: (x * fr.axis_size("a") + fr.axis_index("a")) + fr.psum(x, "a"))
+    for n in (2, 4, 1):
+        got = fr.shard_map(program, mesh=fr.Mesh.emulated(a=n), in_specs=fr.P("a"), out_specs=fr.P("a"))(torch.ones(4))
+        rank = torch.arange(n).repeat_interleave(4 // n)
+        assert_trees_close(got, (n + rank + n).float())
+
+
+def test_the_order_of_a_dict_is_seen():
+    """A program that goes through a dict in its order gets the dict in its order, and gives dicts in theirs."""
+    program = lambda d: {f"{i} {k}": v * i for i, (k, v) in enumerate(d.items())}
+    jitted, a, b = fr.jit(program), torch.ones(2), torch.full((2,), 5.0)
+    for d in ({"a": a, "b": b}, {"b": b, "a": a}, {"a": a, "b": b}):
+        assert list(jitted(d)) == list(program(d))
+        assert_trees_close(jitted(d), program(d))
+    named = fr.jit(lambda **d: program(d))
+    assert list(named(a=a, b=b)) == ["0 a", "1 b"] and list(named(b=b, a=a)) == ["0 b", "1 a"]
+
+
+@fr.pytree(static=("fixed",))
+class Value:
+    x: torch.Tensor
+    fixed: object = None
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
+nan = float("nan")
+ALIKE = [
+    (1, 1.0, True, Number.ONE, complex(1, 0)), (0.0, -0.0, 0, False), (nan, -nan, 0.5), ("1", b"1", 1, None), (Colour.RED, Colour.BLUE),
+    (torch.float32, torch.float64), (torch.device("cpu"), torch.device("meta")), (slice(1), slice(True), slice(0, 1), slice(1.0)),
+    ((1, 2), (1.0, 2), (True, 2)), (2**70, 2.0**70, 2**70 + 1), (range(0), range(1, 1)), (int, float), (..., None), (math.inf, -math.inf),
+]  # fmt: skip
+
+
+def see(x, s):
+    """A value that tells apart all static values."""
+    if isinstance(s, tuple):
+        return sum(see(x, v) for v in s)
+    return x + sum(map(ord, f"{type(s).__name__} {s!r}")) / 7
+
+
+@pytest.mark.parametrize("values", ALIKE, ids=lambda v: " ".join(map(str, v)))
+@pytest.mark.parametrize("place", ["argument", "field", "default"])
+def test_static_values_that_compare_equal_are_told_apart(place, values):
+    """Each static value has its own compilation, and only one, as an argument and as a static field."""
+    give = {
+        "argument": lambda f, s: f(torch.zeros(2), s),
+        "field": lambda f, s: f(Value(torch.zeros(2), s), None),
+        "default": lambda f, s: f(torch.zeros(2), s=s),
+    }[place]
+    jitted = fr.jit(lambda v, s: see(v.x, v.fixed) if isinstance(v, Value) else see(v, s))
+    for s in (*values, *reversed(values)):
+        assert_trees_close(give(jitted, s), see(torch.zeros(2), s))
+    distinct = {(type(s), str(s)) for s in values}
+    assert jitted.num_compiled() == len(distinct)
+
+
+class Box:
+    def __init__(self, held):
+        self.held = held
+
+
+class Slotted:
+    __slots__ = ("held",)
+
+    def __init__(self, held):
+        self.held = held
+
+
+class Equal(Box):
+    __eq__ = lambda self, other: True
+    __hash__ = lambda self: 0
+
+
+class Callable(Box):
+    __call__ = lambda self, x: self.held * x
+
+
+class Pair(tuple):
+    pass
+
+
+ONE = torch.ones(2)
+OPAQUE = {
+    "plain object": lambda: Box(ONE), "of slots": lambda: Slotted(ONE), "equal to all": lambda: Equal(ONE), "callable": lambda: Callable(ONE),
+    "no tensor inside yet": lambda: Box(1), "tuple of another class": lambda: Pair([ONE]), "frozenset": lambda: frozenset([ONE]),
+    "generator": lambda: (i for i in range(3)), "counter": itertools.count, "torch.Generator": torch.Generator, "set": lambda: {1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_what_changes_behind_its_name_is_refused(name):
+    """An object whose state the key cannot hold is a TypeError, as an argument, a static field and a result."""
+    for call in (
+        lambda: fr.jit(lambda x, b: x + 1)(ONE, OPAQUE[name]()),
+        lambda: fr.jit(lambda v: v.x + 1)(Value(ONE, OPAQUE[name]())),
+        lambda: fr.jit(lambda x: [x, OPAQUE[name]()])(ONE),
+    ):
+        with pytest.raises(TypeError, match="neither a tensor nor a plain static value"):
+            call()
+
+
+def test_functions_are_static():
+    """A function as an argument is known by its identity; what it closes over is read in every call."""
+    scale = torch.tensor(2.0)
+    apply, twice, cube = fr.jit(lambda f, x: f(x)), lambda x: x * scale, lambda x: x**3
+    for _ in range(2):
+        assert_trees_close(apply(twice, ONE * 2), torch.full((2,), 2 * float(scale)))
+        assert_trees_close(apply(cube, ONE * 2), torch.full((2,), 8.0))
+        scale.mul_(2)
+    assert apply.num_compiled() == 2
+
+
+class CountCalls(TorchFunctionMode):
+    seen = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+class CountOperations(TorchDispatchMode):
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += func is torch.ops.aten.sin.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [CountCalls, CountOperations])
+def test_modes_of_torch_follow_the_function_itself(mode):
+    """Inside a mode that follows torch's operations the function runs as it is, before and after it was compiled."""
+    jitted = fr.jit(lambda x: x.sin().sin())
+    for _ in range(2):
+        with mode() as counter:
+            assert_trees_close(jitted(ONE), ONE.sin().sin())
+        assert counter.seen >= 2
+        assert_trees_close(jitted(ONE), ONE.sin().sin())
+    assert jitted.num_compiled() == 1
+
+
+def test_draws_from_the_generator_are_refused():
+    """Random numbers that no argument determines are a TypeError that names keys; torch's generator is as it was."""
+    before = torch.get_rng_state()
+    for draw in (
+        lambda x: x + torch.rand(2),
+        lambda x: torch.nn.functional.dropout(x),
+        lambda x: x.bernoulli(),
+        lambda x: torch.randperm(3),
+    ):
+        with pytest.raises(TypeError, match=r"draws from torch's generator(.|\n)*fr.key"):
+            fr.jit(draw)(ONE)
+    assert torch.equal(torch.get_rng_state(), before)
+    key = fr.key(0)
+    assert_trees_close(fr.jit(lambda x, k: fr.nn.dropout(x, k, 0.5))(ONE, key), fr.nn.dropout(ONE, key, 0.5))
