@@ -21,7 +21,7 @@ from funcrec._exchange import has_effect
 from funcrec._exchange_passes import smaller_exchanges
 from funcrec._inductor import compile_graph
 from funcrec._replay import Recording, capture_cuda, record, replay
-from funcrec._staging import refuse_form, stage
+from funcrec._staging import is_odd, refuse_odd, stage
 from funcrec._static import static_key
 from funcrec._tree import fast_flatten, leaf_paths
 
@@ -247,10 +247,10 @@ def compile_function(
         replayed = inspect.BoundArguments(signature, dict(zip(names, structure.unflatten(mine), strict=True)))
         outputs, found["structure"] = fast_flatten(fn(*replayed.args, **replayed.kwargs))
         for x in outputs:
-            if isinstance(x, Tensor):
-                refuse_form(call, x, "an output")
-            else:
+            if not isinstance(x, Tensor):
                 static_key(x)
+            elif is_odd(x):
+                refuse_odd(call, x, "an output")
         found["static"] = [Tensor if isinstance(x, Tensor) else x for x in outputs]
         return [x for x in outputs if isinstance(x, Tensor)]
 

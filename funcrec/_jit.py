@@ -24,8 +24,9 @@ from funcrec._compile import LOCK, Compiled, Followed, compile_function, leaf_ke
 from funcrec._donation import refuse_donated
 from funcrec._errors import Problem, describe, fail, message, short_dtype
 from funcrec._replay import bring
-from funcrec._staging import refuse_form
+from funcrec._staging import is_odd, refuse_odd
 from funcrec._surroundings import differences, is_transformed, surroundings
+from funcrec._tracked import any_tracked
 from funcrec._tree import fast_flatten, leaf_paths
 
 MANY, MOST = 10, 128  # compilations of one function: from when on it is warned, and how many are kept
@@ -111,38 +112,41 @@ class Jitted:
     def look(self, args: tuple, kwargs: dict, leaves: list, here: tuple, when: tuple[str, int]) -> Any:
         """A call whose leaves are looked at one by one."""
         refuse_donated(leaves)
-        call, (names, structure, _) = f"funcrec.jit({self.name})", here
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        tracked = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        if any(x.is_meta for x in tensors):
-            return self.fn(*args, **kwargs)
-        entry = None
-        if not tracked:
-            for i, x in enumerate(leaves):
-                if isinstance(x, Tensor):
-                    refuse_form(call, x, f"`{leaf_paths(structure, names)[i][1]}`" if _is_odd(x) else "")
-            leaves = [x.resolve_conj().resolve_neg() if isinstance(x, Tensor) else x for x in leaves]
-            entry = self.find(leaves, here)
-        if tracked or isinstance(entry, Followed):
+        names, structure, _ = here
+        if any_tracked(leaves):
             if self.donate:
-                paths = [f"`{path}`" for i, (_, path) in leaf_paths(structure, names).items() if _is_tracked(leaves[i])]
-                got = ", ".join(paths) or f"{', '.join(map(describe, entry.captured))}, closed over"
-                hint = "`.detach()` or `requires_grad_(False)`, torch.no_grad(), or jit without donate="
-                fail(
-                    call,
-                    "a donating call is followed by autograd.",
-                    got=f"requires_grad of {got}",
-                    need="plain values",
-                    hint=hint,
-                    kind=TypeError,
-                )
+                paths = leaf_paths(structure, names)
+                self.refuse_tracked(", ".join(f"`{paths[i][1]}`" for i, x in enumerate(leaves) if any_tracked([x])))
             return self.fn(*args, **kwargs)
-        refuse_donated(entry.captured)
+        if any(isinstance(x, Tensor) and x.is_meta for x in leaves):
+            return self.fn(*args, **kwargs)
+        leaves = self.in_memory(leaves, here)
+        entry = self.find(leaves, here)
+        if isinstance(entry, Followed):
+            if self.donate:
+                self.refuse_tracked(f"{', '.join(map(describe, entry.captured))}, closed over")
+            return self.fn(*args, **kwargs)
         with entry.lock if self.donate else nullcontext():
-            refuse_donated(leaves)
+            known = leaves + entry.captured
+            refuse_donated(known)
             entry.used, self.recent[here] = when[1], entry
-            entry.admit(leaves + entry.captured)
-            return entry(leaves + entry.captured, when)
+            entry.admit(known)
+            return entry(known, when)
+
+    def refuse_tracked(self, which: str) -> None:
+        what, need = "a donating call is followed by autograd.", "values that nothing is differentiated by"
+        hint = "`.detach()` or `requires_grad_(False)`, torch.no_grad(), or jit without donate="
+        fail(f"funcrec.jit({self.name})", what, got=f"requires_grad of {which}", need=need, hint=hint, kind=TypeError)
+
+    def in_memory(self, leaves: list, here: tuple) -> list:
+        """The leaves as plain memory: what is lazily conjugate or negative is computed, other forms are refused."""
+        out = list(leaves)
+        for i, x in enumerate(leaves):
+            if isinstance(x, Tensor):
+                if is_odd(x):
+                    refuse_odd(f"funcrec.jit({self.name})", x, f"`{leaf_paths(here[1], here[0])[i][1]}`")
+                out[i] = x.resolve_conj().resolve_neg()
+        return out
 
     def find(self, leaves: list, here: tuple) -> Compiled | Followed:
         """The compilation for these leaves, made if there is none, or if what the function closes over has another form by now."""
@@ -215,14 +219,6 @@ def _signature_of(fn: Callable) -> inspect.Signature:
         return inspect.signature(fn)
     except ValueError:  # a builtin function that tells none
         return inspect.signature(lambda *args, **kwargs: None)
-
-
-def _is_tracked(x: object) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
-
-
-def _is_odd(x: Tensor) -> bool:
-    return type(x) is not Tensor or x.layout != torch.strided or x.is_nested or x.is_quantized
 
 
 def _frames_here() -> int:

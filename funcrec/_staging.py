@@ -36,6 +36,7 @@ COPIES = {
     torch.ops.aten.lift_fresh.default,
 }  # of numbers written in the function
 SETS = {"__set__", "requires_grad_", "register_hook", "retain_grad"}  # they change a tensor, and no graph shows it
+PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
 HOST = Problem(
     "the function reads a tensor's value on the host.",
     "",
@@ -111,7 +112,8 @@ class _Lift(TorchFunctionMode):
 
     def stand_in(self, x: Tensor) -> FakeTensor:
         if id(x) not in self.stand_ins:
-            refuse_form(self.call, x, f"{describe(x)}, which the function closes over,")
+            if is_odd(x):
+                refuse_odd(self.call, x, f"{describe(x)}, which the function closes over,")
             if x.is_conj() or x.is_neg():
                 need, got = "plain memory", "a lazy conjugate or negative"
                 fail(
@@ -175,18 +177,16 @@ def lift_constants(graph: GraphModule, lift: _Lift) -> list[Tensor]:
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 
-def refuse_form(call: str, x: Tensor, what: str) -> None:
-    """A tensor of a compiled call is dense memory with strides."""
-    if (
-        type(x) in (Tensor, torch.nn.Parameter, FakeTensor)
-        and x.layout == torch.strided
-        and not (x.is_nested or x.is_quantized)
-    ):
-        return
-    form = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
-    got = f"a {type(x).__name__} of layout {form}" if type(x) is Tensor else f"a {type(x).__name__}, {form}"
+def is_odd(x: Tensor) -> bool:
+    """Whether x is anything but dense memory with strides."""
+    return type(x) not in PLAIN or x.layout != torch.strided or x.is_nested or x.is_quantized
+
+
+def refuse_odd(call: str, x: Tensor, what: str) -> None:
+    form = "nested" if x.is_nested else "quantized" if x.is_quantized else f"layout {x.layout}"
     hint = "`.to_dense()`, `.dequantize()`, a JaggedTensor for nested ones, or the function without jit"
-    fail(call, f"{what} is no plain tensor.", got=got, need="a strided torch.Tensor", hint=hint, kind=TypeError)
+    got, need = f"{type(x).__name__}, {form}", "a torch.Tensor of layout torch.strided"
+    fail(call, f"{what} is no plain tensor.", got=got, need=need, hint=hint, kind=TypeError)
 
 
 def _refuse_draws(call: str, graph: Graph) -> None:

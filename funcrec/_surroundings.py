@@ -10,13 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from funcrec import _checks as checks
 from funcrec._mesh import _ambient, _bound
+from funcrec._tracked import is_transforming
 from funcrec.kernels import ops
 
 
@@ -80,8 +79,7 @@ def differences(before: tuple, now: tuple) -> dict[str, tuple[Any, Any]]:
 def is_transformed() -> bool:
     """Whether something follows what a program does: a transform of torch.func, forward derivatives, `checked`, or a mode of torch."""
     return (
-        peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
+        is_transforming()
         or checks.is_checking()
         or torch._C._len_torch_dispatch_stack() > 0
         or (torch._C._len_torch_function_stack() > 0 and _is_followed())

@@ -36,7 +36,12 @@ PEERS = {"triton": "kernels.triton", "fbgemm_gpu": "kernels.fbgemm"}
 
 BASES = {"NamedTuple", "Protocol", "Enum", "IntEnum", "StrEnum", "Function", "TypedDict", "Exception"}
 # A donated tensor is poisoned in place, which only a subclass of Tensor can do; a mode of torch is a class.
-SUBCLASSES = {"Donated": "Tensor", "_TensorScalars": "TorchFunctionMode", "_Reads": "TorchFunctionMode", "_Lift": "TorchFunctionMode"}
+SUBCLASSES = {
+    "Donated": "Tensor",
+    "_TensorScalars": "TorchFunctionMode",
+    "_Reads": "TorchFunctionMode",
+    "_Lift": "TorchFunctionMode",
+}
 
 HEAVY = [
     "triton", "fbgemm_gpu", "torchrec", "hypothesis", "matplotlib", "pyarrow", "pandas", "torch._dynamo", "torch._inductor",
