@@ -44,6 +44,7 @@ from funcrec._lookup import lookup as lookup
 from funcrec._lookup import lookup_sequence as lookup_sequence
 from funcrec._lookup import lookup_sequence_transpose as lookup_sequence_transpose
 from funcrec._lookup import lookup_transpose as lookup_transpose
+from funcrec._memory import copy as copy
 from funcrec._mesh import Mesh as Mesh
 from funcrec._mesh import P as P
 from funcrec._random import fold_in as fold_in

@@ -9,6 +9,7 @@ import bisect
 import contextlib
 import inspect
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,10 +17,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec._donation import Plan, memory_span, plan_writes, poison, prepare_writes, refuse_shared, shared_results
+from funcrec._donation import (
+    Plan,
+    held_message,
+    memory_span,
+    plan_writes,
+    prepare_writes,
+    refuse_shared,
+    shared_results,
+    take,
+)
 from funcrec._exchange import has_effect
 from funcrec._exchange_passes import smaller_exchanges
 from funcrec._inductor import compile_graph
+from funcrec._memory import Hold, copied, hold, is_alone, shared_leaves
 from funcrec._replay import Recording, capture_cuda, record, replay
 from funcrec._staging import is_odd, refuse_odd, stage
 from funcrec._static import static_key
@@ -56,11 +67,28 @@ class Followed(NamedTuple):
         return any(x.requires_grad for x in self.captured)
 
 
+class Link(NamedTuple):
+    """What was found out about a call's leaves, and holds for the next call's if they are this call's outputs.
+
+    fed: (leaf, output), the donated leaves that the call before returned. others: all other leaves. sizes: {address: bytes} of donated leaves
+    that keep their memory. moved: (leaf, bytes) of donated leaves whose memory is new in every call. hold: on what is written to.
+    """
+
+    fed: list[tuple[int, int]]
+    others: list[int]
+    sizes: dict[int, int]
+    moved: list[tuple[int, int]]
+    hold: Hold
+
+
 class Compiled:
     """A staged function, compiled; called with the leaves of the arguments and the tensors that it closes over, it gives the outputs.
 
     A state that a call returned is most often the next call's argument. `follows` knows its leaves again, so that what `admit`
     found out about them need not be looked at twice.
+
+    A call has the donated leaves whole or has not begun: first what may fail without harm (copies of memory that others hold, the compiled
+    code), then all leaves are taken in one step, then the writes.
     """
 
     def __init__(self, staged: Staged, donated: dict[int, str], leaves: list, captured: list[Tensor]):
@@ -80,46 +108,50 @@ class Compiled:
         self.is_replayed = any(is_replayed(leaves[i]) for i in donated) and all(map(is_replayed, captured))
         self.recordings: dict[tuple[int, ...], Recording] = {}
         self.writes = prepare_writes(staged.plan, len(leaves))
-        self.outputs: dict[int, weakref.ref] = {}  # the last call's tensors: a state that is dropped is not kept alive
-        self.fed: list[tuple[int, int]] = []  # (leaf, output): donated leaves that the last call returned
-        self.others: list[int] = []  # all other leaves
-        self.sizes: dict[int, int] = {}  # {address: bytes} of donated leaves that keep their memory
-        self.moved: list[tuple[int, int]] = []  # (leaf, bytes): donated leaves whose memory is new in every call
+        self.written = list(donated) if self.is_replayed else sorted(staged.plan.written)
+        self.stay = sorted({*self.written, *staged.plan.kept.values()})  # leaves whose memory becomes the outputs'
+        self.told: set[int] = set()  # leaves whose copies were spoken of
+        nothing = Link([], list(range(len(leaves))), {}, [], hold(leaves, []))
+        self.last: tuple[Link, dict[int, weakref.ref]] = (
+            nothing,
+            {},
+        )  # the last call's, and its outputs, which are not kept alive
 
-    def admit(self, leaves: list) -> None:
+    def admit(self, leaves: list) -> Link:
         """Look at every leaf."""
         refuse_shared(leaves, self.donated)
-        number = {id(x()): j for j, x in self.outputs.items()}
-        self.fed = [(i, number[id(leaves[i])]) for i in self.donated if id(leaves[i]) in number]
-        known = {i for i, _ in self.fed}
-        self.others = [i for i in range(len(leaves)) if i not in known]
+        number = {id(x()): j for j, x in self.last[1].items()}
+        fed = [(i, number[id(leaves[i])]) for i in self.donated if id(leaves[i]) in number]
+        known = {i for i, _ in fed}
+        others = [i for i in range(len(leaves)) if i not in known]
         kept = set(self.staged.plan.kept.items())
-        spans = {i: memory_span(leaves[i]) for i, _ in self.fed}
-        self.moved = [(i, spans[i][1] - spans[i][0]) for i, j in self.fed if (j, i) not in kept]
-        self.sizes = {spans[i][0]: spans[i][1] - spans[i][0] for i, j in self.fed if (j, i) in kept}
+        spans = {i: memory_span(leaves[i]) for i, _ in fed}
+        moved = [(i, spans[i][1] - spans[i][0]) for i, j in fed if (j, i) not in kept]
+        sizes = {spans[i][0]: spans[i][1] - spans[i][0] for i, j in fed if (j, i) in kept}
+        return Link(fed, others, sizes, moved, hold(leaves, self.written))
 
-    def follows(self, leaves: list) -> bool:
-        """Whether the donated leaves are the last call's outputs, and the others have known forms and memory of their own."""
-        outputs = self.outputs
-        if len(self.fed) < len(self.donated):
-            return False
-        for i, j in self.fed:
+    def follows(self, leaves: list) -> Link | None:
+        """What is known of the leaves, if the donated ones are the last call's outputs and the others have known forms and their own memory."""
+        link, outputs = self.last
+        if len(link.fed) < len(self.donated):
+            return None
+        for i, j in link.fed:
             if leaves[i] is not outputs[j]():
-                return False
+                return None
         if not self.has_forms(leaves):
-            return False
+            return None
         if not self.donated:
-            return True
-        sizes = self.sizes | {leaves[i].data_ptr(): size for i, size in self.moved}
+            return link
+        sizes = link.sizes | {leaves[i].data_ptr(): size for i, size in link.moved}
         starts = sorted(sizes)
-        for i in self.others:
+        for i in link.others:
             x = leaves[i]
             if isinstance(x, Tensor) and starts:
                 start, end = memory_span(x)
                 before = bisect.bisect_left(starts, end) - 1
                 if before >= 0 and starts[before] + sizes[starts[before]] > start:
-                    return False
-        return True
+                    return None
+        return link
 
     def has_forms(self, leaves: list) -> bool:
         """Whether leaves and captured tensors have the forms that were compiled for, and no tensor is there twice."""
@@ -133,28 +165,44 @@ class Compiled:
     def is_current(self) -> bool:
         return [leaf_key(x) for x in self.captured] == self.forms
 
-    def __call__(self, leaves: list, when: tuple[str, int]) -> Any:
-        plan, outputs = self.staged.plan, list(self.staged.static)
-        with torch.no_grad():
-            recording = self.recording(leaves) if self.is_replayed else None
-            if recording is None:
-                results = self.run(leaves)
-                returned, kept = {j: results[k] for j, k in plan.whole.items()}, plan.kept.items()
-            else:
-                moved = {j: i for i, j in self.successors()}
-                returned, kept = replay(recording, leaves), {**plan.kept, **moved}.items()
-            for j, x in returned.items():
-                outputs[j] = x
-            for j, i in kept:
-                outputs[j] = leaves[i].data  # an alias that is no view
-        for i, path in self.donated.items():
-            poison(leaves[i], (path, when))
+    def __call__(self, leaves: list, when: tuple[str, int], link: Link) -> Any:
+        """The outputs, put together; grad mode is as before, whenever a signal comes (a `with` has moments when it is not)."""
+        was = torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(False)
+            return self.run(leaves, when, link)
+        finally:
+            torch._C._set_grad_enabled(was)
+
+    def run(self, given: list, when: tuple[str, int], link: Link) -> Any:
+        plan, outputs, leaves = self.staged.plan, list(self.staged.static), given
+        foreign = shared_leaves(link.hold, leaves)
+        if foreign:
+            leaves = self.with_copies(leaves, foreign, when[0])
+            link = self.admit(leaves)
+        recording = self.recording(leaves, link) if self.is_replayed else None
+        results = self.compute(leaves) if recording is None else []
+        mine = {i: leaves[i].data for i in self.stay}  # aliases that are no views
         if self.donated:
-            self.outputs = {j: weakref.ref(outputs[j]) for j in (*plan.kept, *plan.whole)}
+            left = [given[i] for i in self.stay if i not in foreign and is_alone(given[i])]
+            left += [x._base for x in (given[i] for i in link.hold.views if i not in foreign) if x._base is not None]
+            take([given[i] for i in self.donated], self.donated.values(), when, left)
+        if recording is None:
+            self.write(leaves, mine, results)
+            returned, kept = {j: results[k] for j, k in plan.whole.items()}, plan.kept.items()
+        else:
+            moved = {j: i for i, j in self.successors(link)}
+            returned, kept = replay(recording, leaves), {**plan.kept, **moved}.items()
+        for j, x in returned.items():
+            outputs[j] = x
+        for j, i in kept:
+            outputs[j] = mine[i]
+        if self.donated:
+            self.last = link, {j: weakref.ref(outputs[j]) for j in (*plan.kept, *plan.whole)}
         return self.staged.structure.unflatten(outputs)
 
-    def run(self, leaves: list) -> list[Tensor]:
-        """The results, those that may not share memory copied; the rows are written."""
+    def compute(self, leaves: list) -> list[Tensor]:
+        """The results, those that may not share memory copied. Nothing is written."""
         mine = [leaves[i] for i in self.staged.inputs]
         with (
             torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else _AS_IT_IS
@@ -167,22 +215,43 @@ class Compiled:
             self.shared = self.find_shared(leaves, results)
         for k in self.shared:
             results[k] = results[k].clone()
+        return results
+
+    def write(self, leaves: list, mine: dict[int, Tensor], results: list[Tensor]) -> None:
+        """Replace the rows; what fails here has taken the donated leaves."""
+        try:
+            self.writes([mine.get(i, x) for i, x in enumerate(leaves)], results)
+        except BaseException as error:
+            error.add_note("funcrec.jit: the call had begun to write to what was donated to it, which is gone.")
+            raise
+
+    def with_copies(self, leaves: list, shared: dict[int, bool], name: str) -> list:
+        """The leaves, `shared` ones in memory of their own; said once, where it is somebody in this process who would see the writes."""
+        told = {i for i, is_held in shared.items() if is_held} - self.told
+        if told:
+            self.told |= told
+            warnings.warn(held_message(name, [(self.donated[i], leaves[i]) for i in sorted(told)]), stacklevel=5)
+        return [copied(x) if i in shared else x for i, x in enumerate(leaves)]
+
+    def step(self, leaves: list) -> list[Tensor]:
+        """What is recorded: the results, and the writes."""
+        results = self.compute(leaves)
         self.writes(leaves, results)
         return results
 
-    def successors(self) -> list[tuple[int, int]]:
+    def successors(self, link: Link) -> list[tuple[int, int]]:
         """(leaf, output) where a recorded call copies the output into the leaf's memory, which no other output keeps."""
         plan = self.staged.plan
-        return [(i, j) for i, j in self.fed if j in plan.whole and i not in plan.kept.values()]
+        return [(i, j) for i, j in link.fed if j in plan.whole and i not in plan.kept.values()]
 
-    def recording(self, leaves: list) -> Recording | None:
+    def recording(self, leaves: list, link: Link) -> Recording | None:
         """The recording for a state of these addresses, made when a state comes back for the first time."""
-        if len(self.fed) < len(self.donated):
+        if len(link.fed) < len(self.donated):
             return None
         fixed = [*self.donated, *range(len(leaves) - len(self.captured), len(leaves))]
         key = tuple(leaves[i].data_ptr() for i in fixed)
         if key not in self.recordings:
-            arguments = (self.run, leaves, fixed, self.successors(), self.staged.plan.whole)
+            arguments = (self.step, leaves, fixed, self.successors(link), self.staged.plan.whole)
             if len(self.recordings) == MOST_RECORDINGS:
                 self.recordings.clear()
             self.recordings[key] = record(*arguments, capture_cuda)

@@ -8,7 +8,10 @@ The compiled function itself writes to nothing: the writes come behind it, when 
 memory of their own, and that of their donated predecessors is given up. Floor 1.
 """
 
+import collections
+import itertools
 import operator
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -49,10 +52,12 @@ class Write(NamedTuple):
 class Plan(NamedTuple):
     """What becomes of the results of a staged graph.
 
-    writes: in order. kept: {output: the donated leaf that it is, once written}. whole: {output: the result that it is}.
+    writes: in order. written: the leaves that they change. kept: {output: the donated leaf that it is, once written}.
+    whole: {output: the result that it is}.
     """
 
     writes: list[Write]
+    written: set[int]
     kept: dict[int, int]
     whole: dict[int, int]
 
@@ -72,6 +77,7 @@ def plan_writes(graph: GraphModule, outputs: Sequence[int], inputs: dict[int, No
     results = [source for j, source in sources.items() if j not in ways]
     whole = {j: k for k, j in enumerate(j for j in sources if j not in ways)}
     taken: dict[Node, int] = {}
+    changed: set[int] = set()
 
     def read(node: Node) -> Place:
         if node in numbers and node not in leaves:
@@ -84,6 +90,7 @@ def plan_writes(graph: GraphModule, outputs: Sequence[int], inputs: dict[int, No
     def written(node: Node) -> Place:
         leaf = trace_back(node)[0]
         shape = node.meta["val"].shape
+        changed.add(numbers[leaf])
         return Place(False, numbers[leaf], None if shape == leaf.meta["val"].shape else tuple(shape))
 
     on_way = {n for way in ways.values() for n in way.nodes if _replaced(n)}
@@ -95,7 +102,7 @@ def plan_writes(graph: GraphModule, outputs: Sequence[int], inputs: dict[int, No
     end.args = (results,)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return Plan(writes, {j: numbers[way.leaf] for j, way in ways.items()}, whole)
+    return Plan(writes, changed, {j: numbers[way.leaf] for j, way in ways.items()}, whole)
 
 
 class Way(NamedTuple):
@@ -254,10 +261,27 @@ class Donated(Tensor):
         return "<donated tensor>"
 
 
-def poison(x: Tensor, why: tuple[str, tuple[str, int]]) -> None:
-    """Make any use of x an error that says why: the argument that it was, the function and the number of the call."""
-    x.donated = why
-    x.__class__ = Donated
+_taking = threading.Lock()
+GONE = torch.empty(
+    (), dtype=torch.uint1
+)  # what a taken tensor holds instead of its memory: no operation of torch reads this dtype
+
+
+def take(given: Sequence[Tensor], paths: Iterable[str], when: tuple[str, int], emptied: Sequence[Tensor]) -> None:
+    """Make any use of the given tensors an error that says why: the argument that it was, the function and the number of the call.
+
+    All are taken or none: by one call of C, which no signal interrupts. Where two threads give the same tensors, one has them.
+    `emptied`: those of `given` whose memory is another tensor's from now on. Code that knows tensors by their C++ part alone
+    (torch.tensor) finds nothing there.
+    """
+    steps = itertools.chain(
+        zip(given, itertools.repeat("donated"), zip(paths, itertools.repeat(when), strict=False), strict=False),
+        zip(emptied, itertools.repeat("data"), itertools.repeat(GONE), strict=False),
+        zip(given, itertools.repeat("__class__"), itertools.repeat(Donated), strict=False),
+    )
+    with _taking:
+        refuse_donated(given)
+        collections.deque(itertools.starmap(setattr, steps), 0)
 
 
 def donated_message(x: Donated) -> str:
@@ -267,10 +291,18 @@ def donated_message(x: Donated) -> str:
     return message("funcrec.jit", [Problem(f"{why} and is gone.", "a use after donation", need, "jit without donate=")])
 
 
-def refuse_donated(leaves: list) -> None:
+def refuse_donated(leaves: Sequence) -> None:
     for x in leaves:
         if type(x) is Donated:
             raise DonatedError(donated_message(x))
+
+
+def held_message(name: str, leaves: Sequence[tuple[str, Tensor]]) -> str:
+    size = sum(x.nbytes for _, x in leaves)
+    what = f"the memory of donated {', '.join(f'`{path}`' for path, _ in leaves)} is held elsewhere, and was copied."
+    got = f"{size:,} bytes that a view, a detach(), an array or a traceback sees; it keeps the old values"
+    need, hint = "leaves that only the state holds", "fr.copy of what is to be kept, and no other name for the rest"
+    return message(f"funcrec.jit({name})", [Problem(what, got, need, hint)])
 
 
 def refuse_shared(leaves: list, donated: dict[int, str]) -> None:

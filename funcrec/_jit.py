@@ -40,7 +40,11 @@ def jit(fn: Callable, *, donate: Sequence[str] = ()) -> Callable:
         Python numbers, strings and other hashable leaves are static: a new value means a new compilation.
       donate: names of parameters that the call may use up. An output that is a donated leaf with rows replaced
         (`index_put`, as every row optimizer does) takes the leaf's memory; a leaf that is returned as it is stays where
-        it is; all other outputs are new, and the old leaf's memory is given up.
+        it is; all other outputs are new, and the old leaf's memory is given up. A call has what is donated whole or has not begun: if it
+        is interrupted or fails, the old value is as it was, or every part of it raises. Memory that others hold too (a view, a `detach()`,
+        a numpy array, a file) is copied before it is written to, with a warning, and they keep what they see; `fr.copy` says so
+        at once. Not seen are a bare `data_ptr()` or storage, and another thread that reads the value meanwhile. Under vmap, grad, jvp,
+        another jit and `fr.checked` nothing is taken.
 
     Returns: a function of the same arguments. `fn.num_compiled()` tells for how many shapes it was compiled.
 
@@ -105,8 +109,9 @@ class Jitted:
         with entry.lock if entry is not None and self.donate else nullcontext():
             if entry is not None:
                 entry.used, known = when[1], leaves + entry.captured
-                if entry.follows(known):
-                    return entry(known, when)
+                link = entry.follows(known)
+                if link is not None:
+                    return entry(known, when, link)
         return self.look(args, kwargs, leaves, here, when)
 
     def look(self, args: tuple, kwargs: dict, leaves: list, here: tuple, when: tuple[str, int]) -> Any:
@@ -130,8 +135,7 @@ class Jitted:
             known = leaves + entry.captured
             refuse_donated(known)
             entry.used, self.recent[here] = when[1], entry
-            entry.admit(known)
-            return entry(known, when)
+            return entry(known, when, entry.admit(known))
 
     def refuse_tracked(self, which: str) -> None:
         what, need = "a donating call is followed by autograd.", "values that nothing is differentiated by"

@@ -11,12 +11,14 @@ import contextlib
 import ctypes
 import mmap
 import sys
+import weakref
 
 import torch
 from torch import Tensor
 
 HUGE_PAGE = 2 << 20  # bytes
 MIN_MAPPED = 2 * HUGE_PAGE
+_all_mapped: "weakref.WeakValueDictionary[int, mmap.mmap]" = weakref.WeakValueDictionary()
 
 
 def empty_table(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
@@ -35,11 +37,18 @@ def full_table(shape: tuple[int, ...], value: float, *, dtype: torch.dtype, devi
     return empty_table(shape, dtype=dtype, device=device).fill_(value)
 
 
+def is_mapped(address: int) -> bool:
+    """Whether a table from here begins at the address."""
+    return address in _all_mapped
+
+
 def _mapped(size: int) -> memoryview:
     """`size` bytes from a multiple of HUGE_PAGE on; the last page is a huge one when it is at least half full."""
     pages = (size + HUGE_PAGE // 2) // HUGE_PAGE
     memory = mmap.mmap(-1, max(size, pages * HUGE_PAGE) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    begin = -address % HUGE_PAGE
+    _all_mapped[address + begin] = memory
     with contextlib.suppress(AttributeError, OSError):  # advice: a system without huge pages says no
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)[begin : begin + size]

@@ -44,6 +44,12 @@ def places(tree) -> list[int]:
     return [x.data_ptr() for x in torch.utils._pytree.tree_leaves(tree)]
 
 
+def address_of(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same memory that does not keep it."""
+    memory = torch._C._construct_storage_from_data_pointer(x.data_ptr(), x.device, x.nbytes)
+    return torch.empty(0, dtype=x.dtype).set_(memory, 0, x.shape, x.stride())
+
+
 @pytest.fixture
 def recordings(monkeypatch):
     """Calls are recorded as on CUDA, by a stand-in that runs nothing while it records; the list of what was recorded."""
@@ -59,12 +65,13 @@ def recordings(monkeypatch):
         made.append(out)
         return replay, out
 
-    def record_aliases(run, leaves, *rest):
-        """The stand-in runs after the call, when the leaves are donated and may not be used by their names."""
-        return record(run, [x.data if isinstance(x, torch.Tensor) else x for x in leaves], *rest)
+    def record_addresses(run, leaves, donated, *rest):
+        """As a graph of the device does, the stand-in knows the leaves by their addresses and holds nothing of them."""
+        at = [address_of(x) if i in donated else x for i, x in enumerate(leaves)]
+        return record(run, at, donated, *rest)
 
     monkeypatch.setattr("funcrec._compile.is_replayed", lambda donated: True)
-    monkeypatch.setattr("funcrec._compile.record", record_aliases)
+    monkeypatch.setattr("funcrec._compile.record", record_addresses)
     monkeypatch.setattr("funcrec._compile.capture_cuda", capture)
     return made
 
