@@ -13,6 +13,7 @@ from torch import Tensor
 
 from funcrec import _random as random
 from funcrec._codec import Codec, codec_problems
+from funcrec._configs import flag_problems
 from funcrec._errors import Problem, check, describe, fail
 from funcrec._grad import params_problems, value_and_grad
 from funcrec._mesh import Mesh
@@ -21,6 +22,7 @@ from funcrec._sharded import dedup_problems
 from funcrec._sharded_dense import dense_axes_problems
 from funcrec._sharded_step import Recipe, shard_state, sharded_update
 from funcrec._state import Params, TrainState
+from funcrec.nn._batch_norm import merge_problems
 from funcrec.optim import DenseOptimizer, RowOptimizer
 
 
@@ -66,8 +68,8 @@ def train_step(
         fold_in(state.key, state.step): that is where dropout draws from.
       sparse: updates the tables' touched rows.
       dense: updates params.dense.
-      merge: (dense, aux) -> dense, run after the optimizer: for what a loss computes and training must keep, such as
-        running statistics.
+      merge: (dense, aux) -> dense, run after the optimizer: for what a loss computes and training must keep. With running statistics of
+        `nn.batch_norm` in `dense` it must be there: `fr.models.merge_stats`.
       mesh, plan: train on the mesh's ranks with the tables where the plan places them. The loss is then that of one rank's bags, gradients
         are those of the mean over the ranks, `aux` is averaged over them, and the key is folded with the rank. Under a plan with
         `replicas` each group's tables follow the mean over that group's ranks alone, and differ until `sync_replicas`; dense parameters
@@ -104,7 +106,11 @@ def train_step(
     check_optimizers(sparse, dense)
     check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes), capacity_problems(mesh, capacity))
     check("funcrec.train_step", codec_problems(codec), exchange_problems(mesh, exact, dedup, codec))
-    check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
+    check(
+        "funcrec.train_step",
+        dense_axes_problems(mesh, dense_axes, dense),
+        step_flag_problems(has_aux, exact, dedup, merge),
+    )
     recipe = Recipe(loss_fn, sparse, dense, has_aux, merge)
     takes_key = recipe.takes_key
     if mesh is not None:
@@ -113,6 +119,7 @@ def train_step(
 
     def init(params: Params, key: Tensor | None = None) -> TrainState:
         check("funcrec.train_step.init", params_problems(params))
+        check("funcrec.train_step.init", merge_problems(params.dense, merge))
         key = random.key(0) if key is None else key
         random.check_key("funcrec.train_step.init", key)
         if mesh is not None:
@@ -126,6 +133,7 @@ def train_step(
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
         if not isinstance(state, TrainState):
             not_a_state(state)
+        check("funcrec.train_step", merge_problems(state.dense, merge))
         if mesh is not None:
             return on_mesh(state, batch)
         extra = {"key": random.fold_in(state.key, state.step)} if takes_key else {}
@@ -139,6 +147,14 @@ def train_step(
         return TrainState(state.step + 1, tables, slots, new_dense, dense_opt, state.key), metrics
 
     return TrainStep(init, update)
+
+
+def step_flag_problems(has_aux: object, exact: object, dedup: object, merge: object) -> Iterator[Problem]:
+    for name, x in (("has_aux", has_aux), ("exact", exact), ("dedup", dedup)):
+        yield from flag_problems(x, name)
+    if merge is not None and not callable(merge):
+        need, hint = "(dense, aux) -> dense, or None", "merge=fr.models.merge_stats"
+        yield Problem("`merge` is no function.", describe(merge), need, hint, TypeError)
 
 
 def not_a_state(state: object) -> NoReturn:

@@ -11,6 +11,7 @@ the tables train apart; they are made one every --sync-every steps of an epoch, 
 
 import argparse
 import json
+import math
 import signal
 import sys
 import time
@@ -172,8 +173,9 @@ def is_finished(run: Run, options: argparse.Namespace) -> bool:
 
 
 def best_epoch(history: list[dict[str, float]]) -> int:
-    """The first epoch of the highest valid AUC."""
-    return max(range(len(history)), key=lambda e: (history[e]["valid_auc"], -e))
+    """The first epoch of the highest valid AUC; NaN is below every number."""
+    auc = [h["valid_auc"] for h in history]
+    return max(range(len(history)), key=lambda e: (not math.isnan(auc[e]), auc[e], -e))
 
 
 # -- training ----------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ bins. Floor 6.
 import torch
 from torch import Tensor
 
-from funcrec._configs import count_problems
+from funcrec._configs import count_problems, flag_problems
 from funcrec._errors import check
-from funcrec.metrics._metric import Metric, as_doubles, example_problems
+from funcrec.metrics._metric import Metric, as_doubles, example_problems, examples
 
 LOGIT_RANGE = 16.0  # of the bins; f32 probabilities end near ±16
 
@@ -32,17 +32,16 @@ def auc(num_bins: int = 2**16, *, from_logits: bool = False) -> Metric:
       >>> m.compute(m.update(m.init(), torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1])))
       tensor(0.7500, dtype=torch.float64)
     """
-    check("funcrec.metrics.auc", count_problems(num_bins, "num_bins"))
+    check("funcrec.metrics.auc", count_problems(num_bins, "num_bins"), flag_problems(from_logits, "from_logits"))
 
     def init(device=None):
         return torch.zeros((2, num_bins), dtype=torch.float64, device=device)
 
     def update(state, predictions, labels, weights=None):
         p, y, w = as_doubles("funcrec.metrics.auc.update", predictions, labels, weights, from_logits)
-        logits = p if from_logits else torch.logit(p)
+        logits = p if from_logits else torch.logit(p)  # of what has no weight or no value, that of 0
         place = (logits.clamp(-LOGIT_RANGE, LOGIT_RANGE) / (2 * LOGIT_RANGE) + 0.5) * num_bins
         bins = place.long().clamp(0, num_bins - 1)
-        w = torch.where(p.isnan(), p, w)  # a NaN score is no score: let it show
         counts = [torch.zeros_like(state[0]).scatter_add(0, bins, x) for x in (w * (1 - y), w * y)]
         return state + torch.stack(counts)
 
@@ -84,10 +83,9 @@ def exact_auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> 
       tensor(0.7500, dtype=torch.float64)
     """
     check("funcrec.metrics.exact_auc", example_problems(scores, labels, weights, True, "scores"))
-    order = scores.argsort()
-    ranked, y = scores.index_select(0, order), labels.double().index_select(0, order)
-    w = torch.ones_like(y) if weights is None else weights.double().index_select(0, order)
-    y = torch.where(w == 0, 0, y)
+    p, y, w = examples(scores, labels, weights, True)
+    order = p.argsort()
+    ranked, y, w = (x.index_select(0, order) for x in (p, y, w))
     negative, positive = w * (1 - y), w * y
     before = torch.cat([negative.new_zeros(1), negative.cumsum(0)])  # before[i]: the negatives among the first i
     first, last = torch.searchsorted(ranked, ranked), torch.searchsorted(ranked, ranked, right=True)

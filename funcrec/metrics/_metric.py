@@ -7,25 +7,30 @@ functions here are traceable; the values of CPU tensors are checked when they ar
 Floor 6.
 """
 
+import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from funcrec._configs import flag_problems
 from funcrec._errors import Problem, check, describe
 from funcrec._jagged import is_concrete
-from funcrec._tree import tree_map, tree_structure
+from funcrec._tree import tree_leaves, tree_map, tree_structure
 
 State = Any
+RANGES = {True: (-math.inf, math.inf), False: (0.0, 1.0), None: (-math.inf, math.inf)}  # of predictions, by from_logits
 
 
 class Metric(NamedTuple):
     """`init(device=None) -> state`, `update(state, predictions, labels, weights=None) -> state`, `compute(state) -> f64[]`.
 
     predictions: f[B], probabilities (logits, where a metric was made with from_logits=True). labels: [B], floats,
-    integers or booleans in [0, 1]. weights: [B] >= 0, or None for ones; an example of weight 0 is padding. Before the first
-    example `compute` gives NaN.
+    integers or booleans in [0, 1]. weights: [B] >= 0 and finite, or None for ones; an example of weight 0 is padding. `compute` gives
+    NaN before the first example, when all weights are 0, and wherever a quotient has no value: never a number that could be the best. Where
+    no value can be read (traced, on a GPU), an example that is out of range makes the answer NaN instead of an error.
 
     Law: the state is the sum over examples, in any order and any split (to rounding: 1e-12 of it).
 
@@ -89,6 +94,8 @@ def sums(
 
     `from_logits` None takes any predictions.
     """
+    if from_logits is not None:
+        check(f"funcrec.metrics.{name}", flag_problems(from_logits, "from_logits"))
     names = (*terms(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)), "weight")
 
     def init(device=None):
@@ -103,13 +110,19 @@ def sums(
 
 
 def as_doubles(call: str, predictions, labels, weights, from_logits: bool | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The three checked, as f64[B]; where the weight is 0, whatever stood there is 0."""
+    """The three, checked, as `examples` makes them."""
     check(call, example_problems(predictions, labels, weights, from_logits))
+    return examples(predictions, labels, weights, from_logits)
+
+
+def examples(predictions, labels, weights, from_logits: bool | None) -> tuple[Tensor, Tensor, Tensor]:
+    """f64[B] each: 0 with weight 0 for padding, and 0 with weight NaN for what is out of range, so that it shows in every sum."""
     p, y = predictions.double(), labels.double()
-    if weights is None:
-        return p, y, torch.ones_like(p)
-    w = weights.double()
-    return torch.where(w == 0, 0, p), torch.where(w == 0, 0, y), w
+    w = torch.ones_like(p) if weights is None else weights.double()
+    low, high = RANGES[from_logits]
+    valid = (p >= low) & (p <= high) & (y >= 0) & (y <= 1) & (w >= 0) & (w < torch.inf)
+    used = valid & (w != 0)
+    return torch.where(used, p, 0), torch.where(used, y, 0), torch.where(valid | (w == 0), w, torch.nan)
 
 
 # -- validators --------------------------------------------------------------------------------------------------
@@ -134,12 +147,10 @@ def example_problems(predictions, labels, weights, from_logits: bool | None, nam
         elif other == "labels":
             yield from range_problems(x, other, 0, 1, "labels in [0, 1]", weights)
         else:
-            yield from range_problems(x, other, 0, float("inf"), "weights >= 0")
-    if from_logits is not None:
-        low, high = (-float("inf"), float("inf")) if from_logits else (0, 1)
-        need = "numbers, no NaN" if from_logits else "probabilities in [0, 1], no NaN"
-        hint = "" if from_logits else "from_logits=True, or predictions.sigmoid()"
-        yield from range_problems(predictions, name, low, high, need, weights, hint)
+            yield from range_problems(x, other, 0, sys.float_info.max, "finite weights >= 0")
+    need = "probabilities in [0, 1], no NaN" if from_logits is False else "numbers, no NaN"
+    hint = "from_logits=True, or predictions.sigmoid()" if from_logits is False else ""
+    yield from range_problems(predictions, name, *RANGES[from_logits], need, weights, hint)
 
 
 def range_problems(x: Tensor, name: str, low: float, high: float, need: str, weights=None, hint: str = ""):
@@ -161,6 +172,7 @@ def _mapping_problems(metrics: object) -> Iterator[Problem]:
 
 
 def _structure_problems(a: State, b: State) -> Iterator[Problem]:
-    if tree_structure(a) != tree_structure(b):
-        got = f"{tree_structure(a)} and {tree_structure(b)}"
+    shapes = [[x.shape if isinstance(x, Tensor) else None for x in tree_leaves(s)] for s in (a, b)]
+    if tree_structure(a) != tree_structure(b) or shapes[0] != shapes[1]:
+        got = f"{tree_structure(a)} and {tree_structure(b)}, {shapes[0]} and {shapes[1]}"
         yield Problem("`a` and `b` are states of different metrics.", got, "two states of one metric", kind=TypeError)

@@ -17,8 +17,9 @@ PROBABILITY_EPS = torch.finfo(torch.float32).eps
 
 def cross_entropy(predictions: Tensor, labels: Tensor, from_logits: bool) -> Tensor:
     """f64[B]: each example's log loss; a probability is held PROBABILITY_EPS away from 0 and 1."""
-    if from_logits:
-        return F.softplus(predictions) - labels * predictions
+    if from_logits:  # 0 · ∞ = 0: an infinite logit of the right sign costs nothing
+        cost = lambda label, z: torch.where(label == 0, 0, label * F.softplus(z))
+        return cost(labels, -predictions) + cost(1 - labels, predictions)
     p = predictions.clamp(PROBABILITY_EPS, 1 - PROBABILITY_EPS)
     return -(torch.xlogy(labels, p) + torch.xlogy(1 - labels, 1 - p))
 
@@ -43,7 +44,7 @@ def log_loss(*, from_logits: bool = False) -> Metric:
 def normalized_entropy(*, from_logits: bool = False) -> Metric:
     """Log loss over the log loss of the base rate: below 1 is better than knowing only the base rate.
 
-    NaN or infinite while all labels are the same.
+    NaN while all labels are the same: no model is then better than another, and NaN is below no best value.
 
     Source: He et al., "Practical lessons from predicting clicks on ads at Facebook" (ADKDD 2014), §3; TorchRec's NE.
     """
@@ -51,15 +52,21 @@ def normalized_entropy(*, from_logits: bool = False) -> Metric:
 
     def compute(s):
         rate = s["positive"] / s["weight"]
-        return s["loss"] / s["weight"] / -(torch.xlogy(rate, rate) + torch.xlogy(1 - rate, 1 - rate))
+        base = -(torch.xlogy(rate, rate) + torch.xlogy(1 - rate, 1 - rate))
+        return torch.where(base > 0, s["loss"] / s["weight"] / base, torch.nan)
 
     return sums("normalized_entropy", terms, compute, from_logits=from_logits)
 
 
 def calibration(*, from_logits: bool = False) -> Metric:
-    """Predicted clicks over clicks; 1 is right, above is too many. Source: TorchRec's calibration."""
+    """Predicted clicks over clicks; 1 is right, above is too many. NaN without a click. Source: TorchRec's calibration."""
     terms = lambda p, y: {"predicted": _probability(p, from_logits), "positive": y}
-    return sums("calibration", terms, lambda s: s["predicted"] / s["positive"], from_logits=from_logits)
+    return sums(
+        "calibration",
+        terms,
+        lambda s: torch.where(s["positive"] > 0, s["predicted"] / s["positive"], torch.nan),
+        from_logits=from_logits,
+    )
 
 
 def ctr() -> Metric:
@@ -69,7 +76,7 @@ def ctr() -> Metric:
 
 def accuracy(threshold: float = 0.5, *, from_logits: bool = False) -> Metric:
     """The part of the examples where (probability >= threshold) is (label >= 0.5)."""
-    if not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
+    if not isinstance(threshold, (int, float)) or isinstance(threshold, bool) or not 0 <= threshold <= 1:
         fail(
             "funcrec.metrics.accuracy",
             "`threshold` is no probability.",

@@ -1,0 +1,149 @@
+"""Metrics of one class, of nothing, of padding, of infinite logits and of what is no number: as stated, and never the best."""
+
+import math
+import warnings
+
+import pytest
+import sklearn.metrics as sklearn
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.func import vmap
+
+import funcrec as fr
+from funcrec import metrics
+from funcrec.examples import ctr
+
+NAN, INF = math.nan, math.inf
+METRICS = {
+    "auc": metrics.auc(64), "log_loss": metrics.log_loss(), "normalized_entropy": metrics.normalized_entropy(),
+    "calibration": metrics.calibration(), "ctr": metrics.ctr(), "accuracy": metrics.accuracy(), "mse": metrics.mse(),
+    "mae": metrics.mae(),
+}  # fmt: skip
+EXACT = {"exact_auc": metrics.exact_auc}
+ALL = {**{n: (lambda p, y, w=None, m=m: m.compute(m.update(m.init(), p, y, w))) for n, m in METRICS.items()}, **EXACT}
+every = pytest.mark.parametrize("name", ALL)
+f64 = lambda *numbers: torch.tensor(numbers, dtype=torch.float64)
+
+# of labels that are all 0 and all 1, with predictions .2 and .6
+ONE_CLASS = {
+    "auc": (NAN, NAN), "exact_auc": (NAN, NAN), "normalized_entropy": (NAN, NAN), "calibration": (NAN, 0.4),
+    "ctr": (0.0, 1.0), "accuracy": (0.5, 0.5), "mse": (0.2, 0.4), "mae": (0.4, 0.6),
+    "log_loss": ((-math.log(0.8) - math.log(0.4)) / 2, (-math.log(0.2) - math.log(0.6)) / 2),
+}  # fmt: skip
+
+
+@every
+def test_one_class(name):
+    """With labels of one class a metric is what it says: NaN where the quotient has no value, never an infinite score."""
+    for label, want in zip((0.0, 1.0), ONE_CLASS[name], strict=True):
+        for weights in (None, f64(2, 2)):
+            found = ALL[name](f64(0.2, 0.6), f64(label, label), weights)
+            torch.testing.assert_close(found, f64(want)[0], equal_nan=True)
+
+
+@every
+def test_nothing(name):
+    """Of no examples, and of examples that all have weight 0, a metric is NaN."""
+    assert ALL[name](f64(), f64()).isnan()
+    assert ALL[name](f64(0.2, NAN), f64(0, 1), f64(0, 0)).isnan()
+
+
+@every
+def test_nan_is_never_the_best(name):
+    """Early stopping by `better`, and by the example's best epoch, never takes an evaluation that has no value."""
+    nan = float(ALL["normalized_entropy"](f64(0.2, 0.6), f64(1, 1)))
+    for values in ([nan, 0.7, 0.8], [0.7, nan, 0.8], [0.7, 0.8, nan], [nan, nan, 0.8]):
+        best = ctr.best_epoch([{"valid_auc": v} for v in values])
+        assert values[best] == 0.8
+        lowest = INF
+        for v in values:
+            lowest = v if v < lowest else lowest
+        assert lowest == min(v for v in values if v == v)
+    assert ctr.best_epoch([{"valid_auc": nan}, {"valid_auc": nan}]) == 0
+
+
+BAD_ROWS = {  # predictions, labels, weights, of which the second example means nothing
+    "NaN prediction": (f64(0.3, NAN, 0.6), f64(0, 1, 1), None),
+    "label 5": (f64(0.3, 0.5, 0.6), f64(0, 5, 1), None),
+    "label -1": (f64(0.3, 0.5, 0.6), f64(0, -1, 1), None),
+    "NaN label": (f64(0.3, 0.5, 0.6), f64(0, NAN, 1), None),
+    "negative weight": (f64(0.3, 0.5, 0.6), f64(0, 1, 1), f64(1, -1, 2)),
+    "NaN weight": (f64(0.3, 0.5, 0.6), f64(0, 1, 1), f64(1, NAN, 2)),
+    "infinite weight": (f64(0.3, 0.5, 0.6), f64(0, 1, 1), f64(1, INF, 2)),
+    "no probability": (f64(0.3, 1.5, 0.6), f64(0, 1, 1), None),
+}
+ANY_PREDICTION = ("ctr", "mse", "mae", "exact_auc")
+
+
+@every
+@pytest.mark.parametrize("bad", BAD_ROWS)
+def test_what_means_nothing_is_refused_or_shows(name, bad):
+    """A row that means nothing is refused where values can be read; traced, mapped or compiled, the answer is NaN, no number."""
+    if bad == "no probability" and name in ANY_PREDICTION:
+        return
+    rows = [x for x in BAD_ROWS[bad] if x is not None]
+    with pytest.raises(ValueError, match=r"leave their range(.|\n)*\[1\]"):
+        ALL[name](*rows)
+    stacked = [torch.stack([x, x]) for x in rows]
+    assert vmap(ALL[name])(*stacked).isnan().all()
+    if bad == "label 5" and name in ("accuracy", "exact_auc"):
+        assert fr.jit(ALL[name])(*rows).isnan()
+
+
+@every
+@given(seed=st.integers(0, 999), num=st.integers(1, 12), junk=st.sampled_from([NAN, INF, -INF, 7.0]))
+def test_padding_is_never_read(name, seed, num, junk):
+    """Rows of weight 0 change nothing, whatever stands in them and wherever they are."""
+    g = torch.Generator().manual_seed(seed)
+    p, y = torch.rand(num, generator=g).double(), torch.randint(0, 2, (num,), generator=g).double()
+    w = torch.randint(0, 3, (num,), generator=g).double()
+    kept = w > 0
+    filled = lambda x: torch.where(kept, x, junk)
+    torch.testing.assert_close(ALL[name](filled(p), filled(y), w), ALL[name](p[kept], y[kept], w[kept]), equal_nan=True)
+
+
+def test_infinite_logits():
+    """A logit of ±∞ costs nothing when right and infinitely when wrong, and counts as the highest or lowest score."""
+    loss = ALL["log_loss"], metrics.log_loss(from_logits=True)
+    of = lambda m, z, y: m.compute(m.update(m.init(), z, y))
+    assert of(loss[1], f64(INF, -INF, 0), f64(1, 0, 1)) == f64(math.log(2) / 3)[0]
+    assert of(loss[1], f64(INF), f64(0)) == INF and of(loss[1], f64(-INF), f64(0.5)) == INF
+    assert of(metrics.auc(from_logits=True), f64(INF, -INF, 0), f64(1, 0, 1)) == 1
+    assert metrics.exact_auc(f64(INF, -INF, 0), f64(1, 0, 1)) == 1
+
+
+@given(seed=st.integers(0, 999), num=st.integers(2, 30), weighted=st.booleans())
+def test_sklearn_where_it_has_a_value(seed, num, weighted):
+    """Ties, weights of 0 and one class are scikit-learn's: its value where it has one, NaN where it raises or warns."""
+    g = torch.Generator().manual_seed(seed)
+    p = (torch.rand(num, generator=g) * 4).round().double() / 4
+    y = torch.randint(0, 2, (num,), generator=g)
+    w = torch.randint(0, 3, (num,), generator=g).double() if weighted else torch.ones(num).double()
+    used = w > 0
+    if not bool(used.any()):
+        return
+    found = float(metrics.exact_auc(p, y, w))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if len(set(y[used].tolist())) < 2:
+            assert math.isnan(found)
+        else:
+            assert abs(found - sklearn.roc_auc_score(y[used], p[used], sample_weight=w[used])) < 1e-12
+    assert abs(float(ALL["accuracy"](p, y, w)) - sklearn.accuracy_score(y, p >= 0.5, sample_weight=w)) < 1e-12
+    assert abs(float(ALL["mse"](p, y, w)) - sklearn.mean_squared_error(y, p, sample_weight=w)) < 1e-12
+
+
+def test_states_of_other_shapes_do_not_merge():
+    """States of auc with other numbers of bins are not of one metric."""
+    with pytest.raises(TypeError, match="states of different metrics"):
+        metrics.merge(metrics.auc(1).init(), metrics.auc(8).init())
+
+
+@pytest.mark.parametrize(
+    "make", [metrics.auc, metrics.log_loss, metrics.normalized_entropy, metrics.calibration, metrics.accuracy]
+)
+def test_from_logits_is_a_flag(make):
+    """from_logits is True or False."""
+    with pytest.raises(TypeError, match="`from_logits` is neither"):
+        make(from_logits="no")
