@@ -63,10 +63,21 @@ def validate(
     call, found = "funcrec.validate", ids.ids if isinstance(ids, Batch) else ids
     check_ids(call, found, "ids.ids" if isinstance(ids, Batch) else "ids")
     check(call, feature_list_problems(features), table_tensor_problems(tables))
-    check(call, feature_table_problems(features, tables))
+    check(call, feature_table_problems(features, tables), feature_key_problems(features, found))
     labels = batch_value_problems(ids) if isinstance(ids, Batch) else ()
     check(call, value_problems(found, features, table_shapes(tables)), labels)
     return ids
+
+
+def feature_key_problems(features: Sequence[FeatureConfig], ids: KeyedJaggedTensor) -> Iterator[Problem]:
+    for f in features:
+        if f.key not in ids.keys:
+            got, need = f"{f.key!r}", f"one of the keys {list(ids.keys)}"
+            hint = "column=..., the key of its ids, in the feature's config"
+            yield Problem(f"feature {f.name!r} has no ids.", got, need, hint, KeyError)
+        if f.weighted and ids.weights is None:
+            hint = "weights=..., or weighted=False"
+            yield Problem(f"feature {f.name!r} is weighted.", "`ids.weights` is None", "a weight per id", hint)
 
 
 def batch_value_problems(batch: Batch) -> Iterator[Problem]:

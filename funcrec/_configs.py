@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from funcrec._arguments import typed
 from funcrec._errors import Problem, check, describe
 from funcrec._init import Initializer
 
@@ -48,6 +49,7 @@ def modulo() -> Hash:
     return Hash("modulo")
 
 
+@typed
 def multiply_shift(seed: int = 0) -> Hash:
     """row = (((a·id + b) mod 2⁶⁴ >> 32) · num_embeddings) >> 32, a odd; a and b from the seed; num_embeddings < 2³¹.
 

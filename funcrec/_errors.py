@@ -4,11 +4,14 @@ A validator is a generator of `Problem`s read from metadata; `check` drains the 
 and raises every problem at once. Floor 0.
 """
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from funcrec._examples import EXAMPLES as EXAMPLES
 
 
 class DonatedError(RuntimeError):
@@ -51,7 +54,11 @@ def short_dtype(dtype: torch.dtype) -> str:
 def describe(x: object) -> str:
     """`f32[118]` for a tensor, the type's name for anything else; the device is named when it is not the CPU."""
     if not isinstance(x, Tensor):
-        return f"{type(x).__name__} {x!r}" if isinstance(x, (int, float, str, bool)) else type(x).__name__
+        if isinstance(x, type):
+            return f"the class {x.__name__}"
+        own = type(x).__module__.split(".")[0] in ("builtins", "funcrec", "__main__")
+        name = type(x).__name__ if own else f"{type(x).__module__}.{type(x).__name__}"
+        return f"{name} {x!r}" if isinstance(x, (int, float, str, bool)) else name
     shape = ", ".join(map(str, x.shape))
     place = "" if x.device.type == "cpu" else f" on {x.device}"
     return f"{short_dtype(x.dtype)}[{shape}]{place}"
@@ -61,9 +68,17 @@ def message(call: str, problems: Iterable[Problem]) -> str:
     """The four-part text of all `problems` of one `call`."""
     blocks = []
     for p in problems:
-        lines = [f"{call}: {p.what}", f"  got   {p.got}", f"  need  {p.need}"]
-        blocks.append("\n".join(lines + ([f"  try   {p.hint}"] if p.hint else [])))
+        lines, hint = [f"{call}: {p.what}", f"  got   {p.got}", f"  need  {p.need}"], p.hint or example_of(p)
+        blocks.append("\n".join(lines + ([f"  try   {hint}"] if hint else [])))
     return "\n".join(blocks)
+
+
+def example_of(problem: Problem) -> str:
+    """`name=...` for an argument of another type that has an example."""
+    found = re.match(r"`(\w+)[`\[]", problem.what)
+    if problem.kind is not TypeError or found is None or found[1] not in EXAMPLES:
+        return ""
+    return f"{found[1]}={EXAMPLES[found[1]]}"
 
 
 def check(call: str, *validators: Iterable[Problem]) -> None:

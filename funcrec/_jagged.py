@@ -11,12 +11,13 @@ import itertools
 import numbers
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from funcrec import _jagged_primitives as primitives
+from funcrec._arguments import PARTS, Form, Size, typed
 from funcrec._errors import Problem, check, describe, fail, short_dtype
 from funcrec._jagged_primitives import is_concrete, offsets_of
 from funcrec._lists import flat_list
@@ -114,9 +115,9 @@ class JaggedTensor:
         """Read the bags on the host."""
         return split_list(self.values, self.offsets)
 
-    def to_padded(self, length: int, fill: float | int = 0) -> Tensor:
+    @typed
+    def to_padded(self, length: Size, fill: float | int = 0) -> Tensor:
         """[B, length, ...]: each bag cut to `length` and filled up with `fill`."""
-        check("funcrec.JaggedTensor.to_padded", integer_problems("length", length))
         return primitives.to_padded(self.values, self.offsets, length, fill)
 
     def __getitem__(self, bags: int | slice | Sequence[int]) -> "JaggedTensor":
@@ -127,7 +128,8 @@ class JaggedTensor:
             capacity=self.capacity * repeats(chosen),
         )
 
-    def select(self, bags: Tensor, *, capacity: int) -> "JaggedTensor":
+    @typed
+    def select(self, bags: Annotated[Tensor, Form("i[K]")], *, capacity: Size) -> "JaggedTensor":
         """The bags i[K], in that order and with repeats, in a buffer of `capacity` values.
 
         The caller owes `lengths[bags].sum() <= capacity`; what does not fit is outside the buffer.
@@ -343,3 +345,21 @@ def padded_problems(padded: Tensor, lengths: Tensor, weights: Tensor | None) -> 
             yield Problem("`lengths` leave the padded dimension.", f"from {low} to {high}", f"0 to {padded.shape[1]}")
     if weights is not None and weights.shape != padded.shape[:2]:
         yield Problem("`weights` does not match `padded`.", describe(weights), f"shape {list(padded.shape[:2])}")
+
+
+def jagged_parts(x: JaggedTensor, path: str) -> Iterator[Problem]:
+    """What is wrong with the fields of one that was made by hand, or came out of a tree."""
+    yield from buffer_problems(x.values, x.weights, f"{path}.")
+    yield from offset_form_problems(x.offsets, getattr(x.values, "device", None), f"{path}.offsets")
+
+
+def offset_form_problems(offsets: object, device: torch.device | None, path: str) -> Iterator[Problem]:
+    """`offsets` must be integers i[B + 1], B >= 0, where the values are."""
+    found = list(int_problems(offsets, path, device))
+    yield from found
+    if not found and offsets.shape[0] == 0:
+        hint = "torch.zeros(1, dtype=torch.int64), for no bags"
+        yield Problem(f"`{path}` is empty.", describe(offsets), "B + 1 boundaries, the first of them 0", hint)
+
+
+PARTS[JaggedTensor] = jagged_parts

@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from funcrec._arguments import PARTS, Size, typed
 from funcrec._errors import Problem, check, describe, fail
 from funcrec._jagged import (
     JaggedTensor,
@@ -33,6 +34,8 @@ from funcrec._keyed_problems import (
     jagged_problems,
     key_problems,
     keyed_bag_problems,
+    keyed_hint,
+    keyed_parts,
     mapping_problems,
     same_key_problems,
     stride_problems,
@@ -89,7 +92,15 @@ class KeyedJaggedTensor:
         return KeyedJaggedTensor.from_lengths(keys, values, lengths, weights=flat, strides=strides)
 
     @staticmethod
-    def from_lengths(keys, values, lengths, *, weights=None, strides=None) -> "KeyedJaggedTensor":
+    @typed
+    def from_lengths(
+        keys: Sequence[str],
+        values: Tensor,
+        lengths: Tensor,
+        *,
+        weights: Tensor | None = None,
+        strides: Sequence[Size] | None = None,
+    ) -> "KeyedJaggedTensor":
         """Values [N] and lengths i[F * B] that sum to N."""
         keys, strides = tuple(keys), None if strides is None else tuple(strides)
         check(
@@ -102,7 +113,15 @@ class KeyedJaggedTensor:
         return KeyedJaggedTensor(values, offsets_of(lengths), weights, None, keys, strides)
 
     @staticmethod
-    def from_offsets(keys, values, offsets, *, weights=None, strides=None) -> "KeyedJaggedTensor":
+    @typed
+    def from_offsets(
+        keys: Sequence[str],
+        values: Tensor,
+        offsets: Tensor,
+        *,
+        weights: Tensor | None = None,
+        strides: Sequence[Size] | None = None,
+    ) -> "KeyedJaggedTensor":
         """Values [N] and offsets i[F * B + 1] with offsets[-1] <= N; what lies beyond is padding."""
         keys, strides = tuple(keys), None if strides is None else tuple(strides)
         check(
@@ -126,10 +145,15 @@ class KeyedJaggedTensor:
         return _joined(tuple(features), list(features.values()), tuple(x.num_bags for x in features.values()))
 
     @staticmethod
-    def from_padded(padded: Mapping[str, Tensor], lengths: Mapping[str, Tensor], *, weights=None):
+    @typed
+    def from_padded(
+        padded: Mapping[str, Tensor], lengths: Mapping[str, Tensor], *, weights: Mapping[str, Tensor] | None = None
+    ):
         """{key: [B, L]} and {key: i[B]}; the capacity is the sum of B * L."""
         call = "funcrec.KeyedJaggedTensor.from_padded"
-        check(call, mapping_problems(padded, "padded"), same_key_problems(padded, lengths))
+        check(
+            call, same_key_problems(padded, lengths), same_key_problems(padded, padded if weights is None else weights)
+        )
         part = lambda k: JaggedTensor.from_padded(padded[k], lengths[k], weights=weights and weights[k])
         return KeyedJaggedTensor.from_jagged({k: part(k) for k in padded})
 
@@ -235,6 +259,7 @@ class KeyedJaggedTensor:
 
     # -- keys --------------------------------------------------------------------------------------------------
 
+    @typed
     def permute(self, keys: Sequence[str | int]) -> "KeyedJaggedTensor":
         """The keys in another order, some left out, some repeated (names or positions; of repeats, a name means the first).
 
@@ -261,17 +286,20 @@ class KeyedJaggedTensor:
             KeyedJaggedTensor(out.values, out.offsets, out.weights, inverse, names, strides), self, positions
         )
 
-    def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
+    @typed
+    def split(self, segments: Sequence[Size]) -> list["KeyedJaggedTensor"]:
         """Runs of `segments[i]` keys each; the segments sum to F."""
-        if sum(segments) != len(self.keys) or any(s < 0 for s in segments):
+        if sum(segments) != len(self.keys):
             fail(
                 "funcrec.KeyedJaggedTensor.split", "`segments` do not cut the keys.", got=f"{list(segments)}",
                 need=f"counts that sum to {len(self.keys)}",
+                hint=f"segments=[1] * {len(self.keys)}, for a part of each key",
             )  # fmt: skip
         ends = list(accumulate(segments))
         return [self.permute(self.keys[e - s : e]) for s, e in zip(segments, ends, strict=True)]
 
     @staticmethod
+    @typed
     def concat(parts: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
         """The keys of all parts, in order. The capacities add up; parts of one value (`split`) share its capacity.
 
@@ -326,7 +354,8 @@ def bucket(size: int, *, minimum: int = BUCKET_MIN) -> int:
     return power
 
 
-def pad_to_bucket(ids: KeyedJaggedTensor, *, minimum: int = BUCKET_MIN) -> KeyedJaggedTensor:
+@typed
+def pad_to_bucket(ids: KeyedJaggedTensor, *, minimum: Size = BUCKET_MIN) -> KeyedJaggedTensor:
     """Pad to the next capacity of a short list, so that a compiled step meets few shapes. Reads offsets on the host.
 
     Law: `pad_to_bucket(ids).to_lists() == ids.to_lists()`; at most half of the buffer's ids over `minimum` is padding.
@@ -344,10 +373,6 @@ def pad_to_bucket(ids: KeyedJaggedTensor, *, minimum: int = BUCKET_MIN) -> Keyed
 
 
 def concat_problems(parts: Sequence[KeyedJaggedTensor]) -> Iterator[Problem]:
-    if any(not isinstance(p, KeyedJaggedTensor) for p in parts):
-        got = ", ".join(map(describe, parts))
-        yield Problem("`parts` are not keyed jagged tensors.", got, "KeyedJaggedTensors", kind=TypeError)
-        return
     yield from key_problems(tuple(k for p in parts for k in p.keys))
     yield from jagged_problems(
         {f"parts[{i}]": p for i, p in enumerate(parts) if p.keys}, "the parts", KeyedJaggedTensor
@@ -363,17 +388,9 @@ def concat_problems(parts: Sequence[KeyedJaggedTensor]) -> Iterator[Problem]:
 def check_ids(call: str, ids: object, path: str = "ids") -> None:
     """Structure of a KeyedJaggedTensor that was built by hand or came out of a tree."""
     if not isinstance(ids, KeyedJaggedTensor):
-        got, hint = describe(ids), "KeyedJaggedTensor.from_lists({...}) or from_jagged({...})"
-        if type(ids).__name__ == KeyedJaggedTensor.__name__:  # TorchRec's
-            got = f"{type(ids).__module__}.KeyedJaggedTensor"
-            hint = "fr.KeyedJaggedTensor.from_lengths(x.keys(), x.values(), x.lengths(), weights=x.weights_or_none())"
-        fail(
-            call, f"`{path}` is not a KeyedJaggedTensor.", got=got, need="a funcrec.KeyedJaggedTensor", hint=hint,
-            kind=TypeError,
-        )  # fmt: skip
-    check(
-        call,
-        buffer_problems(ids.values, ids.weights, f"{path}."),
-        id_dtype_problems(ids.values, path),
-        stride_problems(ids.keys, ids.offsets.shape[0] - 1, ids.strides),
-    )
+        what, need = f"`{path}` is not a KeyedJaggedTensor.", "a funcrec.KeyedJaggedTensor"
+        fail(call, what, got=describe(ids), need=need, hint=keyed_hint(ids, path), kind=TypeError)
+    check(call, keyed_parts(ids, path), id_dtype_problems(ids.values, path))
+
+
+PARTS[KeyedJaggedTensor] = keyed_parts

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from funcrec._errors import Problem, describe
-from funcrec._jagged import JaggedTensor, bag_problems
+from funcrec._jagged import JaggedTensor, bag_problems, buffer_problems, offset_form_problems
 
 
 def key_problems(keys: tuple[str, ...]) -> Iterator[Problem]:
@@ -20,7 +20,10 @@ def key_problems(keys: tuple[str, ...]) -> Iterator[Problem]:
 
 def stride_problems(keys: tuple[str, ...], num_lengths: int, strides: tuple[int, ...] | None) -> Iterator[Problem]:
     if strides is not None:
-        if len(strides) != len(keys) or any(s < 0 for s in strides):
+        if not isinstance(strides, tuple) or not all(isinstance(s, int) for s in strides):
+            need, hint = "a tuple of counts, one for each key", "strides=None, where all keys have one number of bags"
+            yield Problem("`strides` are not counts.", describe(strides), need, hint, TypeError)
+        elif len(strides) != len(keys) or any(s < 0 for s in strides):
             yield Problem("`strides` does not match the keys.", f"{strides}", f"{len(keys)} counts >= 0")
         elif sum(strides) != num_lengths:
             need = f"{sum(strides)} (the sum of strides {strides})"
@@ -52,6 +55,39 @@ def same_key_problems(a: Mapping, b: Mapping) -> Iterator[Problem]:
         shapes = [[len(bag) for bag in x[k]] if isinstance(x[k], Sequence) else None for x in (a, b)]
         if None not in shapes and shapes[0] != shapes[1]:
             yield Problem(f"`weights[{k!r}]` has bags of other lengths.", f"{shapes[1]}", f"{shapes[0]}")
+
+
+def keyed_parts(ids: Any, path: str) -> Iterator[Problem]:
+    """What is wrong with the fields of a KeyedJaggedTensor."""
+    yield from buffer_problems(ids.values, ids.weights, f"{path}.")
+    found = list(offset_form_problems(ids.offsets, getattr(ids.values, "device", None), f"{path}.offsets"))
+    yield from found
+    if not isinstance(ids.keys, tuple):
+        hint = f"tuple({path}.keys)" if isinstance(ids.keys, list) else "KeyedJaggedTensor.from_offsets(keys, ...)"
+        yield Problem(f"`{path}.keys` are not names.", describe(ids.keys), "a tuple of strings", hint, TypeError)
+    elif not found:
+        yield from stride_problems(ids.keys, ids.offsets.shape[0] - 1, ids.strides)
+    if ids.inverse is not None:
+        yield from inverse_problems(ids.inverse, path)
+
+
+def inverse_problems(inverse: object, path: str) -> Iterator[Problem]:
+    if not isinstance(inverse, Tensor) or inverse.is_floating_point() or inverse.dim() != 2:
+        hint = "inverse=None, where all keys have one number of bags"
+        yield Problem(f"`{path}.inverse` is not a matrix of bags.", describe(inverse), "i[F, B]", hint, TypeError)
+
+
+def keyed_hint(ids: object, path: str) -> str:
+    """How to make a KeyedJaggedTensor of what was got."""
+    if type(ids).__name__ == "KeyedJaggedTensor":  # TorchRec's
+        return "fr.KeyedJaggedTensor.from_lengths(x.keys(), x.values(), x.lengths(), weights=x.weights_or_none())"
+    if isinstance(ids, JaggedTensor):
+        return f'fr.KeyedJaggedTensor.from_jagged({{"clicked": {path}}})'
+    if isinstance(ids, Mapping) and ids and all(isinstance(x, JaggedTensor) for x in ids.values()):
+        return f"fr.KeyedJaggedTensor.from_jagged({path})"
+    if hasattr(ids, "ids"):
+        return f"`{path}.ids`, the ids of a batch"
+    return "KeyedJaggedTensor.from_lists({...}) or from_jagged({...})"
 
 
 def jagged_problems(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from funcrec._arguments import typed
 from funcrec._errors import Problem, check, describe, fail
 from funcrec._tree import pytree
 
@@ -73,6 +74,7 @@ class KeyedTensor:
         return self.values.unflatten(-1, (len(self.keys), self.dims[0] if self.dims else 0))
 
     @staticmethod
+    @typed
     def concat(parts: Sequence["KeyedTensor"]) -> "KeyedTensor":
         """The keys of all parts, in order."""
         names = [k for part in parts for k in part.keys]
@@ -86,6 +88,7 @@ class KeyedTensor:
         return f"KeyedTensor({named}, values={describe(self.values)})"
 
 
+@typed
 def regroup(parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
     """The features of several KeyedTensors, gathered into groups: [B, Σ D of the group] each.
 
@@ -102,7 +105,13 @@ def regroup(parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> li
     names = [k for part in parts for k in part.keys]
     doubled = sorted({k for k in names if names.count(k) > 1})
     if doubled:
-        fail("funcrec.regroup", "a key stands in several parts.", got=f"{doubled}", need="each key in one part")
+        fail(
+            "funcrec.regroup",
+            "a key stands in several parts.",
+            got=f"{doubled}",
+            need="each key in one part",
+            hint="one part for each key",
+        )
     missing = [k for group in groups for k in group if k not in names]
     if missing:
         fail("funcrec.regroup", "`groups` names unknown keys.", got=f"{missing}", need=f"among {names}", kind=KeyError)

@@ -323,7 +323,7 @@ def check_lookup(call: str, tables: object, ids: object, features: object, *, ne
     check(
         call,
         feature_table_problems(features, tables),
-        feature_key_problems(features, ids),
+        checks.feature_key_problems(features, ids),
         device_problems(tables, ids),
         row_dtype_problems(tables, ids, features),
     )
@@ -337,16 +337,6 @@ def row_dtype_problems(tables: object, ids: KeyedJaggedTensor, features: Sequenc
         if f.table in shapes and shapes[f.table][0] > torch.iinfo(ids.values.dtype).max:
             got = f"{describe(ids.values)}; table {f.table!r} has {shapes[f.table][0]} rows"
             yield Problem(f"the ids of feature {f.name!r} cannot hold every row.", got, "i64 ids", "values.long()")
-
-
-def feature_key_problems(features: Sequence[FeatureConfig], ids: KeyedJaggedTensor) -> Iterator[Problem]:
-    for f in features:
-        if f.key not in ids.keys:
-            got = f"{f.key!r}"
-            yield Problem(f"feature {f.name!r} has no ids.", got, f"one of the keys {list(ids.keys)}", kind=KeyError)
-        if f.weighted and ids.weights is None:
-            hint = "weights=..., or weighted=False"
-            yield Problem(f"feature {f.name!r} is weighted.", "`ids.weights` is None", "a weight per id", hint)
 
 
 def device_problems(tables: object, ids: KeyedJaggedTensor) -> Iterator[Problem]:

@@ -9,10 +9,12 @@ Shapes: M entries, N ids, B bags, C columns, R rows of the table, D dim.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from funcrec._arguments import Device, Form, NotNegative, Positive, Size, typed
 from funcrec._collectives import psum
 from funcrec._errors import describe, fail
 from funcrec._primitives import segments_of_lookup
@@ -81,13 +83,14 @@ class RowGrads:
     first: Tensor | None = None
 
     @staticmethod
+    @typed
     def from_entries(
         rows: Tensor,
         grads: Tensor,
         *,
-        num_embeddings: int,
-        count: Tensor | None = None,
-        repeats: Tensor | None = None,
+        num_embeddings: Size,
+        count: Annotated[Tensor, Form("i[]")] | None = None,
+        repeats: Annotated[Tensor, Form("i[M]")] | None = None,
         coalesced: bool = False,
     ) -> "RowGrads":
         """Entries in any order, with repeats; a row outside [0, num_embeddings) marks padding, as does a place behind `count`.
@@ -108,7 +111,10 @@ class RowGrads:
         return RowGrads((Entries(rows, grads, count, repeats),), num_embeddings, grads.shape[1], coalesced)
 
     @staticmethod
-    def zeros(shape: tuple[int, int], *, dtype: torch.dtype = torch.float32, device=None) -> "RowGrads":
+    @typed
+    def zeros(
+        shape: tuple[Size, Size], *, dtype: torch.dtype = torch.float32, device: Device | None = None
+    ) -> "RowGrads":
         """The zero gradient of a table [R, D]: no entries."""
         rows = torch.zeros(0, dtype=torch.int64, device=device)
         grads = torch.zeros(0, shape[1], dtype=dtype, device=device)
@@ -191,12 +197,14 @@ class RowGrads:
         dense = terms.new_zeros(self.num_embeddings + 1, terms.shape[1])
         return dense.scatter_add(0, rows[:, None].expand(terms.shape), terms)[: self.num_embeddings]
 
-    def scale(self, factor: float | Tensor) -> "RowGrads":
+    @typed
+    def scale(self, factor: float | Annotated[Tensor, Form("f[]")]) -> "RowGrads":
         """factor · gradient."""
         times = lambda t: replace(t, d=t.d * factor) if isinstance(t, Bags) else replace(t, grads=t.grads * factor)
         return replace(self, terms=tuple(map(times, self.terms)))
 
-    def clip(self, max_value: float) -> "RowGrads":
+    @typed
+    def clip(self, max_value: NotNegative) -> "RowGrads":
         """Each element of the (coalesced) gradient clamped to [-max_value, max_value]."""
         out = self.coalesce()
         return replace(out, terms=(replace(out.terms[0], grads=out.grads.clamp(-max_value, max_value)),))
@@ -229,7 +237,8 @@ class RowGrads:
         overflow = joined_overflow([self, other])
         return RowGrads(self.terms + other.terms, *shape, False, self.axes, overflow)
 
-    def where(self, condition: Tensor) -> "RowGrads":
+    @typed
+    def where(self, condition: Annotated[Tensor, Form("b[]")]) -> "RowGrads":
         """This gradient where the condition, bool[], holds, else one that names no row."""
         masked: dict[int, Tensor] = {}  # a tensor of several terms stays one
         for t in self.terms:
@@ -293,7 +302,8 @@ def _has_repeats(term: Entries | Bags) -> bool:
     return isinstance(term, Entries) and term.repeats is not None
 
 
-def global_norm(grads: Mapping[str, RowGrads], *more: Tensor) -> Tensor:
+@typed
+def global_norm(grads: Mapping[Any, RowGrads], *more: Annotated[Tensor, Form("f[...]")]) -> Tensor:
     """f[]: the norm over all tables, and over dense gradients if given.
 
     Example:
@@ -312,7 +322,8 @@ def root(x: Tensor) -> Tensor:
     return torch.where(is_zero, 0, torch.where(is_zero, 1, x).sqrt())
 
 
-def clip_by_global_norm(grads: Mapping[str, RowGrads], max_norm: float) -> dict[str, RowGrads]:
+@typed
+def clip_by_global_norm(grads: Mapping[Any, RowGrads], max_norm: Positive) -> dict[str, RowGrads]:
     """Scale all tables' gradients by min(1, max_norm / global norm).
 
     Example:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from funcrec import _random as random
+from funcrec._arguments import typed
 from funcrec._errors import describe, fail
 from funcrec._tree import paths
 from funcrec.testing._trees import dense_leaves, with_floats
@@ -26,6 +27,7 @@ RTOL = ATOL = 1e-6
 Leaves = dict[str, Tensor]
 
 
+@typed
 def check_adjoint(
     forward: Callable[[Any], Any],
     transpose: Callable[[Any], Any],
@@ -81,6 +83,7 @@ def check_adjoint(
         )
 
 
+@typed
 def check_grads(
     f: Callable,
     args: Sequence[Any],

@@ -13,6 +13,7 @@ import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec import _random as random
+from funcrec._arguments import typed
 from funcrec._errors import describe
 from funcrec._jagged import JaggedTensor
 from funcrec._keyed_jagged import KeyedJaggedTensor
@@ -23,6 +24,7 @@ T = TypeVar("T")
 JAGGED = (JaggedTensor, KeyedJaggedTensor, RowGrads)
 
 
+@typed
 def assert_trees_close(a: Any, b: Any, *, rtol: float = 0, atol: float = 0) -> None:
     """Assert that two pytrees have one structure, and leaves of one dtype, shape and (within the tolerances) value.
 
@@ -66,6 +68,7 @@ def _difference(x: Any, y: Any, rtol: float, atol: float) -> tuple[str, str]:
     return got, f"equal within rtol={rtol}, atol={atol}"
 
 
+@typed
 def garbage_padding(tree: T, key: Tensor | None = None) -> T:
     """The same value with the padding of every jagged value and RowGrads in `tree` replaced by garbage.
 

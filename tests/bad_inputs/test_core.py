@@ -58,7 +58,7 @@ ROWS = {
     "JaggedTensor.pad_to: smaller": e(lambda: JT.from_lists([[1, 2]]).pad_to(1), ValueError, "`capacity` is smaller", "capacity >= 2", "unpad"),
     "JaggedTensor.pad_to: text": e(lambda: JT.from_lists([[1, 2]]).pad_to("4"), TypeError, "`capacity` is not an integer", "str '4'"),
     "JaggedTensor.pad_to: negative": e(lambda: JT.from_lists([]).pad_to(-1), ValueError, "`capacity` is negative", "capacity >= 0"),
-    "JaggedTensor.to_padded: negative": e(lambda: JT.from_lists([[1, 2]]).to_padded(-1), ValueError, "`length` is negative", "-1", "length >= 0"),
+    "JaggedTensor.to_padded: negative": e(lambda: JT.from_lists([[1, 2]]).to_padded(-1), ValueError, "`length` is out of range", "-1", "an int >= 0"),
     "JaggedTensor.to_padded: float": e(lambda: JT.from_lists([[1, 2]]).to_padded(2.0), TypeError, "`length` is not an integer", "float 2.0"),
     # KeyedJaggedTensor
     "KeyedJaggedTensor.from_lists: list": e(lambda: KJT.from_lists([[1]]), TypeError, "`lists` is not a mapping"),
@@ -69,7 +69,7 @@ ROWS = {
     "KeyedJaggedTensor.from_lists: weights' keys": e(lambda: KJT.from_lists({"a": [[1]]}, weights={"b": [[1.0]]}), ValueError, "keys of the two arguments differ"),
     "KeyedJaggedTensor.from_lists: weights' bags": e(lambda: KJT.from_lists({"a": [[1], []]}, weights={"a": [[], [1.0]]}), ValueError, "`weights['a']` has bags of other lengths", "[0, 1]", "[1, 0]"),
     "KeyedJaggedTensor.from_lengths: duplicate keys": e(lambda: KJT.from_lengths(["a", "a"], i64(), i64(0, 0)), ValueError, "names a feature twice", "['a']"),
-    "KeyedJaggedTensor.from_lengths: keys": e(lambda: KJT.from_lengths([1], i64(), i64(0)), TypeError, "`keys` are not names"),
+    "KeyedJaggedTensor.from_lengths: keys": e(lambda: KJT.from_lengths([1], i64(), i64(0)), TypeError, "`keys[0]` is not a string", "int 1"),
     "KeyedJaggedTensor.from_lengths: multiple": e(lambda: KJT.from_lengths(["a", "b"], i64(), i64(0, 0, 0)), ValueError, "no multiple of the keys", "3 bags for 2 keys", "strides"),
     "KeyedJaggedTensor.from_lengths: no keys": e(lambda: KJT.from_lengths([], i64(), i64(0)), ValueError, "1 bags for 0 keys"),
     "KeyedJaggedTensor.from_lengths: strides": e(lambda: KJT.from_lengths(["a", "b"], i64(), i64(0, 0, 0), strides=(1, 1)), ValueError, "does not match `strides`"),
@@ -90,7 +90,7 @@ ROWS = {
     "KeyedJaggedTensor.split": e(lambda: IDS.split([1]), ValueError, "do not cut the keys", "sum to 2"),
     "KeyedJaggedTensor.concat: keys": e(lambda: KJT.concat([IDS, IDS]), ValueError, "names a feature twice"),
     "KeyedJaggedTensor.concat: bags": e(lambda: KJT.concat([IDS, KJT.from_lists({"c": [[1]]})]), ValueError, "different numbers of bags", "[1, 2]"),
-    "KeyedJaggedTensor.concat: type": e(lambda: KJT.concat([IDS, 3]), TypeError, "`parts` are not keyed jagged tensors"),
+    "KeyedJaggedTensor.concat: type": e(lambda: KJT.concat([IDS, 3]), TypeError, "`parts[1]` is not a KeyedJaggedTensor", "int 3"),
     "KeyedJaggedTensor.pad_to: smaller": e(lambda: IDS.pad_to(1), ValueError, "capacity >= 4"),
     "KeyedJaggedTensor.pad_to: text": e(lambda: IDS.pad_to("4"), TypeError, "`capacity` is not an integer", "str '4'"),
     # KeyedTensor

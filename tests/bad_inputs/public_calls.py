@@ -1,0 +1,295 @@
+"""One good call of every public function, constructor and method: what a sweep of wrong arguments begins with.
+
+A row is a name, a function and its keyword arguments. Values that are trees (`Params`, `JaggedTensor`, ...) have no row for their own
+constructor: their fields may be anything that stands in a tree (a P, an axis for vmap), and functions look at them when they are used.
+"""
+
+import inspect
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import funcrec as fr
+from funcrec import data, metrics, models, nn, optim, testing
+
+JT, KJT, KT, RG = fr.JaggedTensor, fr.KeyedJaggedTensor, fr.KeyedTensor, fr.RowGrads
+FC, TC, P = fr.FeatureConfig, fr.TableConfig, fr.P
+i64 = lambda *numbers: torch.tensor(numbers, dtype=torch.int64)
+f32 = lambda *shape: torch.ones(shape)
+
+MESH = fr.Mesh.emulated(a=2, b=2)
+KEY = fr.key(0)
+CONFIGS = (TC("t", 6, 4), TC("u", 5, 4))
+TABLES = fr.init(KEY, CONFIGS)
+FEATURES = (FC("x", table="t"), FC("y", table="u", pooling="mean"))
+SEQUENCES = (FC("x", table="t", pooling="none"),)
+IDS = KJT.from_lists({"x": [[0, 1], [], [2], [5]], "y": [[2], [0, 4], [1], [1]]})
+WEIGHTED = KJT.from_lists({"x": [[0, 1], []]}, weights={"x": [[0.5, 2.0], []]})
+BAGS = JT.from_lists([[1, 2], [], [3]])
+ACTS = fr.lookup(TABLES, IDS, FEATURES)
+ROWS = fr.lookup_sequence(TABLES, IDS, SEQUENCES)
+DENSE = {"w": f32(8), "b": f32()}
+PARAMS = fr.Params(TABLES, DENSE)
+BATCH = fr.Batch(IDS, f32(4))
+GRADS = fr.lookup_transpose(ACTS, IDS, FEATURES, CONFIGS)
+PLAN = fr.Plan({"t": fr.row_wise("a"), "u": fr.table_wise("b", rank=1)})
+SPARSE, OPT = optim.adagrad(lr=0.1), optim.dense(torch.optim.Adam, lr=0.1)
+
+
+def loss_fn(params, batch):
+    z = fr.lookup(params.tables, batch.ids, FEATURES).values @ params.dense["w"] + params.dense["b"]
+    return (z - batch.label).square().mean()
+
+
+STEP = fr.train_step(loss_fn, sparse=SPARSE, dense=OPT)
+STATE = STEP.init(PARAMS)
+ON_MESH = fr.train_step(loss_fn, sparse=SPARSE, dense=OPT, mesh=MESH, plan=PLAN)
+HELD = ON_MESH.init(PARAMS)
+COPIES = fr.Plan({"t": fr.replicated(), "u": fr.replicated()}, replicas="b")
+APART = fr.reshard(STATE, COPIES, mesh=MESH, sparse=SPARSE)
+SHARDED = fr.shard_tables(TABLES, PLAN, MESH)
+MODEL = models.lr((TC("t", 6, 1), TC("u", 5, 1)), FEATURES)
+MODEL_PARAMS = MODEL.init(KEY)
+TOWERS = models.two_tower(CONFIGS, FEATURES[:1], FEATURES[1:], sizes=(8, 3))
+TOWER_PARAMS = TOWERS.init(KEY)
+RANDOM = data.random_rows(KEY, {"x": 6, "y": 5}, num_rows=8)
+RATINGS = data.Ratings(
+    user=i64(*range(20)) % 3, item=i64(*range(20)) % 4, rating=torch.arange(20) % 5 + 1.0, timestamp=i64(*range(20)),
+    users={n: i64(0, 1, 0) for n in ("age", "gender", "occupation", "zip_code")}, items={"release_year": i64(0, 0, 1, 1)},
+    genre=JT.from_lists([[0], [1], [0, 1], []]),
+    vocabularies=dict.fromkeys(("user_id", "item_id", "age", "gender", "occupation", "zip_code", "release_year", "genre"), ("p", "q", "r", "s")),
+)  # fmt: skip
+SCORES, LABELS = torch.tensor([0.2, 0.8, 0.5]), torch.tensor([0.0, 1.0, 1.0])
+AUC, LOSS = metrics.auc(16), metrics.log_loss()
+MLP = nn.mlp((4, 3, 1), dropout=0.1, batch_norm=True)
+MLP_PARAMS, MLP_STATS = MLP.init(KEY), MLP.init_stats()
+LINEAR, CROSS, NORM, POSITION = nn.linear(4, 2), nn.cross(4), nn.batch_norm(4), nn.position_weights(3)
+
+
+class Call(NamedTuple):
+    """`fn(**good)` works. `skip` names arguments whose wrong values are another row's."""
+
+    name: str
+    fn: Any
+    good: dict
+    skip: tuple[str, ...] = ()
+
+
+def on_ranks(f):
+    """A function of keywords that calls f with x as one rank of MESH has it."""
+
+    def run(**kwargs):
+        x = kwargs.pop("x", f32(4, 4))
+        if isinstance(x, torch.Tensor) and x.shape == (4, 4):
+            inside = lambda x: (f(x, **kwargs), fr.psum(f32(), ("a", "b")))[1]
+            return fr.shard_map(inside, mesh=MESH, in_specs=P(), out_specs=P())(x)
+        return fr.shard_map(lambda: (f(x, **kwargs), f32())[1], mesh=MESH, in_specs=(), out_specs=P())()
+
+    return _like(f, run)
+
+
+def _like(f, run):
+    run.__signature__, run.__wrapped__ = inspect.signature(f), f
+    return run
+
+
+def first(f):
+    """f's first item: what it says at the call, and what at the first batch."""
+    return _like(f, lambda **kwargs: next(iter(f(**kwargs))))
+
+
+def rows(prefix: str, **calls) -> list[Call]:
+    return [Call(f"{prefix}.{name}", *spec) if isinstance(spec, tuple) else spec for name, spec in calls.items()]
+
+
+def collective(name: str, **more) -> tuple:
+    return on_ranks(getattr(fr, name)), {"x": f32(4, 4), "axis_name": "a", **more}
+
+
+def values() -> list[Call]:
+    take = lambda value, which: value[which]
+    return [
+        *rows("JaggedTensor", from_lists=(JT.from_lists, {"lists": [[1, 2], []], "weights": [[0.5, 1.0], []], "dtype": None}),
+              from_lengths=(JT.from_lengths, {"values": f32(3), "lengths": i64(1, 2), "weights": f32(3)}),
+              from_offsets=(JT.from_offsets, {"values": f32(3), "offsets": i64(0, 1, 3), "weights": f32(3)}),
+              from_padded=(JT.from_padded, {"padded": f32(2, 3), "lengths": i64(1, 3), "weights": f32(2, 3)}),
+              to_padded=(BAGS.to_padded, {"length": 2, "fill": 0}), select=(BAGS.select, {"bags": i64(0, 2), "capacity": 4}),
+              pad_to=(BAGS.pad_to, {"capacity": 4}), getitem=(lambda which: take(BAGS, which), {"which": [0, 1]})),
+        *rows("KeyedJaggedTensor", from_lists=(KJT.from_lists, {"lists": {"x": [[1], []]}, "weights": {"x": [[0.5], []]}, "dtype": None}),
+              from_lengths=(KJT.from_lengths, {"keys": ("x", "y"), "values": i64(1, 2), "lengths": i64(1, 0, 1), "weights": f32(2), "strides": (2, 1)}),
+              from_offsets=(KJT.from_offsets, {"keys": ("x", "y"), "values": i64(1, 2), "offsets": i64(0, 1, 1, 2), "weights": f32(2), "strides": (2, 1)}),
+              from_jagged=(KJT.from_jagged, {"features": {"x": BAGS}}),
+              from_padded=(KJT.from_padded, {"padded": {"x": i64(1, 2)[None]}, "lengths": {"x": i64(2)}, "weights": {"x": f32(1, 2)}}),
+              bag_range=(IDS.bag_range, {"key": "x"}), bags_of=(IDS.bags_of, {"key": "x"}), offsets_for=(IDS.offsets_for, {"key": "x"}),
+              permute=(IDS.permute, {"keys": ["y", "x"]}), split=(IDS.split, {"segments": [1, 1]}),
+              concat=(KJT.concat, {"parts": [WEIGHTED, KJT.from_lists({"z": [[1], [2]]}, weights={"z": [[1.0], [1.0]]})]}),
+              pad_to=(IDS.pad_to, {"capacity": 12}), getitem=(lambda which: take(IDS, which), {"which": "x"}), bags=(lambda which: take(IDS, which), {"which": [0, 1]})),
+        *rows("KeyedTensor", from_dict=(KT.from_dict, {"features": {"x": f32(2, 3), "y": f32(2, 1)}}), concat=(KT.concat, {"parts": [ACTS]}),
+              getitem=(lambda which: take(ACTS, which), {"which": "x"})),
+        *rows("RowGrads", from_entries=(RG.from_entries, {"rows": i64(0, 2), "grads": f32(2, 4), "num_embeddings": 6, "count": i64(2)[0], "repeats": i64(1, 1), "coalesced": False}),
+              zeros=(RG.zeros, {"shape": (6, 4), "dtype": torch.float32, "device": None}), scale=(GRADS["t"].scale, {"factor": 2.0}),
+              clip=(GRADS["t"].clip, {"max_value": 1.0}), where=(GRADS["t"].where, {"condition": torch.tensor(True)}),
+              coalesce=(GRADS["t"].coalesce, {"implementation": None})),
+        Call("RowGrads.add", lambda other: GRADS["t"] + other, {"other": GRADS["t"]}),
+        *rows("", regroup=(fr.regroup, {"parts": [ACTS], "groups": [["x"], ["y", "x"]]}), pad_to_bucket=(fr.pad_to_bucket, {"ids": IDS, "minimum": 16}),
+              global_norm=(lambda grads, more: fr.global_norm(grads, more), {"grads": GRADS, "more": f32(2)}),
+              clip_by_global_norm=(fr.clip_by_global_norm, {"grads": GRADS, "max_norm": 1.0}), validate=(fr.validate, {"ids": IDS, "features": FEATURES, "tables": CONFIGS}),
+              pytree=(fr.pytree, {"cls": type("V", (), {"__annotations__": {"a": int}}), "static": (), "optional": ()}), checked=(fr.checked, {"fn": loss_fn})),
+    ]  # fmt: skip
+
+
+def functions() -> list[Call]:
+    return rows("", key=(fr.key, {"seed": 3}), split=(fr.split, {"key": KEY, "num": 2}), fold_in=(fr.fold_in, {"key": KEY, "data": 7}),
+        TableConfig=(TC, {"name": "t", "num_embeddings": 3, "embedding_dim": 2, "dtype": torch.float32, "initializer": fr.uniform()}),
+        FeatureConfig=(FC, {"name": "x", "table": "t", "pooling": "sum", "max_length": 3, "weighted": False, "hash": fr.modulo(), "column": "x"}),
+        Hash=(fr.Hash, {"kind": "modulo", "seed": 0}), multiply_shift=(fr.multiply_shift, {"seed": 0}), Codec=(fr.Codec, {"forward": "int8", "backward": None}),
+        hash_rows=(fr.hash_rows, {"ids": i64(1, 9), "hash": fr.modulo(), "num_embeddings": 5}), Initializer=(fr.Initializer, {"kind": "normal", "scale": 1.0}),
+        initialize=(fr.normal(), {"key": KEY, "shape": (2, 3), "start": 0, "num_embeddings": 6}),
+        constant=(fr.constant, {"value": 0.0}), normal=(fr.normal, {"std": 1.0}), uniform=(fr.uniform, {"bound": 1.0}), init=(fr.init, {"key": KEY, "tables": CONFIGS, "device": None}),
+        lookup=(fr.lookup, {"tables": TABLES, "ids": IDS, "features": FEATURES, "implementation": None}),
+        lookup_transpose=(fr.lookup_transpose, {"d_acts": ACTS, "ids": IDS, "features": FEATURES, "tables": CONFIGS}),
+        lookup_sequence=(fr.lookup_sequence, {"tables": TABLES, "ids": IDS, "features": SEQUENCES, "implementation": None}),
+        lookup_sequence_transpose=(fr.lookup_sequence_transpose, {"d_sequences": ROWS, "ids": IDS, "features": SEQUENCES, "tables": TABLES}),
+        value_and_grad=(fr.value_and_grad, {"loss_fn": loss_fn, "has_aux": False}), grad_fn=(fr.value_and_grad(loss_fn), {"params": PARAMS, "batch": BATCH}),
+        train_step=(fr.train_step, {"loss_fn": loss_fn, "sparse": SPARSE, "dense": OPT, "has_aux": False, "merge": None, "mesh": MESH, "plan": PLAN, "batch_axes": ("a", "b"),
+                                    "exact": False, "capacity": 8, "codec": fr.Codec("int8"), "dedup": False, "dense_axes": ("a",)}),
+        step_init=(STEP.init, {"params": PARAMS, "key": KEY}), step=(STEP, {"state": STATE, "batch": BATCH}), step_on_mesh=(ON_MESH, {"state": HELD, "batch": BATCH}),
+        TrainStep=(fr.TrainStep, {"init": STEP.init, "update": STEP.update}), jit=(fr.jit, {"fn": loss_fn, "donate": ("params",)}),
+        scan=(fr.scan, {"step": lambda s, x: (s + x.sum(), {"m": s}), "state": f32(), "batches": f32(3, 2)}),
+        retry_overflow=(fr.retry_overflow, {"make_step": lambda n: STEP, "capacity": "measure", "steps": 4}),
+    )  # fmt: skip
+
+
+def meshes() -> list[Call]:
+    axes = lambda f: lambda a, b: f(a=a, b=b)
+    return rows("", Mesh_emulated=(axes(fr.Mesh.emulated), {"a": 2, "b": 2}), P=(lambda a, b: P(a, b), {"a": "a", "b": None}),
+        Mesh_distributed=(lambda a, **k: fr.Mesh.distributed(a=a, **k), {"a": 2, "device": "cpu", "timeout_s": 9.0, "debug": False}),
+        Placement=(fr.Placement, {"kind": "table_wise", "axes": ("a",), "ranks": (1,)}), table_wise=(fr.table_wise, {"axis": "a", "rank": 1}),
+        row_wise=(fr.row_wise, {"axis": "a"}), column_wise=(fr.column_wise, {"axis": "a", "ranks": (1, 0)}), grid=(fr.grid, {"axes": ("a", "b"), "ranks": (1, 0)}),
+        table_row_wise=(fr.table_row_wise, {"axes": ("a", "b"), "rank": 1}), table_column_wise=(fr.table_column_wise, {"axes": ("a", "b"), "rank": 1}),
+        blocks=(fr.row_wise("a").blocks, {"sizes": {"a": 2}, "dim": 4}), Plan=(fr.Plan, {"placements": {"t": fr.row_wise("a")}, "replicas": ("b",)}),
+        Plan_getitem=(lambda table: PLAN[table], {"table": "t"}), shard=(fr.shard, {"tree": {"v": f32(4)}, "specs": P("a"), "mesh": MESH}),
+        unshard=(fr.unshard, {"tree": {"v": f32(4)}, "specs": P("a"), "mesh": MESH}),
+        shard_map=(lambda x, **k: fr.shard_map(**k)(x), {"f": lambda x: x * 2, "mesh": MESH, "in_specs": P("a"), "out_specs": P("a"), "axis_names": {"a"}, "check": True, "x": f32(4)}),
+        shard_tables=(fr.shard_tables, {"tables": TABLES, "plan": PLAN, "mesh": MESH, "exact": False, "capacity": 8, "codec": None, "dedup": False, "labels": {"t": 1, "u": 2}}),
+        gather_tables=(fr.gather_tables, {"tables": SHARDED, "mesh": MESH}), gather_state=(fr.gather_state, {"state": HELD, "mesh": MESH}),
+        reshard=(fr.reshard, {"state": STATE, "plan": PLAN, "mesh": MESH, "sparse": SPARSE, "from_mesh": MESH, "exact": False, "codec": None, "dedup": False, "dense_axes": ("a",)}),
+        sync_replicas=(fr.sync_replicas, {"state": APART, "mesh": MESH, "slots": True, "greatest": ("last",)}), sharded_getitem=(lambda bank: SHARDED[bank], {"bank": next(iter(SHARDED.banks))}),
+        psum=collective("psum"), psum_invariant=collective("psum_invariant"), pmean=collective("pmean"), pmax=collective("pmax"), pmin=collective("pmin"), pvary=collective("pvary"),
+        all_gather=collective("all_gather", dim=0, tiled=True), all_to_all=collective("all_to_all", split_dim=0, concat_dim=0, tiled=True),
+        psum_scatter=collective("psum_scatter", dim=0, tiled=True), ppermute=collective("ppermute", perm=[(0, 1), (1, 0)]),
+        axis_index=(on_ranks(lambda x, axis_name: fr.axis_index(axis_name)), {"axis_name": "a"}), axis_size=(on_ranks(lambda x, axis_name: fr.axis_size(axis_name)), {"axis_name": "a"}),
+        ragged_all_to_all=(on_ranks(lambda x, **k: fr.ragged_all_to_all(**k)), {"operand": f32(4, 2), "output": f32(4, 2), "input_offsets": i64(0, 2), "send_sizes": i64(2, 2),
+                           "output_offsets": i64(0, 2), "recv_sizes": i64(2, 2), "axis_name": "a", "capacity": 2}),
+    )  # fmt: skip
+
+
+def optimizers() -> list[Call]:
+    defaults = lambda f: {n: p.default for n, p in inspect.signature(f).parameters.items() if p.default is not p.empty}
+    names = (
+        "sgd",
+        "momentum",
+        "adagrad",
+        "adam",
+        "adamw",
+        "partial_rowwise_adam",
+        "lamb",
+        "partial_rowwise_lamb",
+        "lars_sgd",
+        "ftrl",
+        "rmsprop",
+        "lion",
+        "rowwise_adagrad",
+        "rowwise_adagrad_cowclip",
+    )
+    step = {"row_grads": GRADS, "slots": STATE.slots, "tables": TABLES, "step": 3}
+    update = lambda opt: (opt.update, {**step, "slots": opt.init(TABLES)})
+    own = optim.row_optimizer(init=lambda table: {}, rule=lambda row, grad, slots, hyper: (row - grad, {}))
+    dense = {"grads": DENSE, "state": STATE.dense_opt, "params": DENSE, "step": 3}
+    stage = {
+        "policy": "interpolate",
+        "max_iters": 9,
+        "value": 1.0,
+        "lr_scale": 1.0,
+        "decay_iters": 1,
+        "sgdr_period": 1,
+        "start_interpolating_iters": 1,
+        "end_value": 0.5,
+    }
+    return rows("optim", **{n: (getattr(optim, n), defaults(getattr(optim, n))) for n in names},
+        rowwise_adagrad_counter=(optim.rowwise_adagrad_counter, {**defaults(optim.rowwise_adagrad_counter), "half_life": 3.0}),
+        row_optimizer=(optim.row_optimizer, {"init": lambda table: {}, "rule": lambda row, grad, slots, hyper: (row, {}), "lr": 0.1, "name": "mine"}),
+        init=(SPARSE.init, {"tables": TABLES}), update=update(SPARSE), update_own=(lambda **k: own.update(**k, implementation="reference"), {**step, "slots": own.init(TABLES)}),
+        by_table=(optim.by_table, {"optimizers": {"t": SPARSE}, "default": SPARSE}), update_by_table=update(optim.by_table({"t": SPARSE}, default=optim.sgd())),
+        clip=(optim.clip, {"optimizer": SPARSE, "max_norm": 1.0, "max_value": 1.0}), update_clip=update(optim.clip(SPARSE, max_norm=1.0)),
+        freeze=(optim.freeze, {"optimizer": SPARSE, "tables": ["t"]}), accumulate=(optim.accumulate, {"optimizer": SPARSE, "every": 2, "capacity": 8}),
+        update_accumulate=update(optim.accumulate(SPARSE, every=2, capacity=8)), stochastic_rounding=(optim.stochastic_rounding, {"optimizer": SPARSE, "key": KEY}),
+        dense=(optim.dense, {"cls": torch.optim.Adam, "lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0}), dense_init=(OPT.init, {"params": DENSE}), dense_update=(OPT.update, dense),
+        Stage=(optim.Stage, stage), schedule=(optim.schedule, {"stages": [optim.Stage(max_iters=3)], "lr": 0.1}), rate=(optim.schedule([optim.Stage()]), {"step": 3}),
+    )  # fmt: skip
+
+
+def layers() -> list[Call]:
+    model = {"tables": (TC("t", 6, 1), TC("u", 5, 1)), "features": FEATURES}
+    deep = {"tables": CONFIGS, "features": FEATURES, "num_dense": 0}
+    sized = {"sizes": (8,), "dropout": 0.1, "batch_norm": True}
+    at = {"params": MODEL_PARAMS, "batch": BATCH}
+    return [*rows("nn", linear=(nn.linear, {"num_in": 4, "num_out": 2, "weight": nn.xavier_normal, "bias": nn.zeros}), linear_apply=(LINEAR.apply, {"params": LINEAR.init(KEY), "x": f32(3, 4)}),
+        linear_init=(LINEAR.init, {"key": KEY}), batch_norm=(nn.batch_norm, {"dim": 4, "momentum": 0.1, "eps": 1e-5}),
+        norm_apply=(NORM.apply, {"params": NORM.init(KEY), "x": f32(3, 4), "stats": NORM.init_stats()}), cross=(nn.cross, {"dim": 4, "rank": 2, "weight": nn.xavier_normal}),
+        cross_apply=(CROSS.apply, {"params": CROSS.init(KEY), "x0": f32(3, 4), "x": f32(3, 4)}), cross_network=(nn.cross_network, {"dim": 4, "num_layers": 2, "rank": 2, "weight": nn.xavier_normal}),
+        dot_interaction=(nn.dot_interaction, {"x": f32(2, 3, 4)}), factorization_machine=(nn.factorization_machine, {"x": f32(2, 3, 4)}), dropout=(nn.dropout, {"x": f32(3), "key": KEY, "rate": 0.5}),
+        fan_out_normal=(nn.fan_out_normal, {"key": KEY, "shape": (2, 3)}), xavier_normal=(nn.xavier_normal, {"key": KEY, "shape": (2, 3)}), zeros=(nn.zeros, {"key": KEY, "shape": (2, 3)}),
+        normal=(nn.normal, {"std": 1.0}), position_weights=(nn.position_weights, {"max_length": 3}), position_apply=(POSITION.apply, {"params": POSITION.init(KEY), "bags": WEIGHTED["x"]}),
+        mlp=(nn.mlp, {"sizes": (4, 3, 1), "activation": torch.relu, "final_activation": None, "dropout": 0.1, "batch_norm": False, "weight": nn.xavier_normal, "bias": nn.zeros}),
+        mlp_apply=(MLP.apply, {"params": MLP_PARAMS, "x": f32(3, 4), "stats": MLP_STATS}), mlp_train=(MLP.train_apply, {"params": MLP_PARAMS, "x": f32(3, 4), "key": KEY, "stats": MLP_STATS})),
+        *rows("models", lr=(models.lr, {**model, "num_dense": 0}), fm=(models.fm, {**deep, "linear": ()}), wide_deep=(models.wide_deep, {**deep, **sized, "linear": ()}),
+        deepfm=(models.deepfm, {**deep, **sized, "linear": ()}), dlrm=(models.dlrm, {**deep, **sized, "bottom": (), "keep": "all"}),
+        dcnv2=(models.dcnv2, {**deep, "sizes": (8,), "dropout": 0.1}), linear_twins=(models.linear_twins, model), loss=(models.loss, {"model": MODEL}),
+        loss_fn=(models.loss(MODEL), {**at, "key": KEY}), init=(MODEL.init, {"key": KEY}), apply=(MODEL.apply, at), train_apply=(MODEL.train_apply, {**at, "key": KEY}),
+        merge_stats=(models.merge_stats, {"dense": DENSE, "aux": {"stats": {}}}), num_parameters=(models.num_parameters, {"params": PARAMS}), ml1m=(models.ml1m, {"name": "lr"}),
+        mlperf_dlrm_dcnv2=(models.mlperf_dlrm_dcnv2, {"max_rows": 10, "embedding_dim": 8}),
+        two_tower=(models.two_tower, {"tables": CONFIGS, "query": FEATURES[:1], "candidate": FEATURES[1:], "sizes": (8, 3), "dropout": 0.0, "temperature": 0.1}),
+        query=(TOWERS.query, {"params": TOWER_PARAMS, "batch": fr.Batch(IDS, f32(4))}), towers=(TOWERS.towers, {"params": TOWER_PARAMS, "batch": BATCH, "key": KEY}),
+        in_batch_softmax=(models.in_batch_softmax, {"query": f32(3, 2), "candidate": f32(3, 2), "temperature": 1.0, "log_q": f32(3), "candidate_ids": i64(0, 1, 2)}),
+        in_batch_softmax_loss=(models.in_batch_softmax_loss, {"model": TOWERS, "log_q": None, "candidate_ids": None}))]  # fmt: skip
+
+
+def inputs(folder) -> list[Call]:
+    """Data, metrics, checkpoints; the files lie in `folder`."""
+    np.save(folder / "dense.npy", np.ones((4, 2), np.float32))
+    np.save(folder / "sparse.npy", np.ones((4, 2), np.int64))
+    np.save(folder / "label.npy", np.ones(4, np.float32))
+    fr.save(folder / "tree.pt", {"w": f32(2)})
+    (folder / "day.tsv").write_text("\t".join(["1"] + ["3"] * 13 + ["0000000a"] * 26) + "\n")
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"label": [0.0, 1.0], "int_0": [1.0, 2.0], "cat_0": [1, 2]}), folder / "day.parquet")
+    npy = {n: str(folder / f"{n}.npy") for n in ("dense", "sparse", "label")}
+    examples = {"predictions": SCORES, "labels": LABELS, "weights": f32(3)}
+    criteo = {"batch_size": 1, "transform": "log1", "skip": 0, "drop_last": False}
+    return [*rows("data", batches=(first(data.batches), {"data": RANDOM, "rows": i64(0, 1, 2), "batch_size": 2, "key": KEY, "position": data.Position(), "drop_last": False, "bucket": False}),
+        num_batches=(data.num_batches, {"num_rows": 9, "batch_size": 2, "drop_last": False}), take=(data.take, {"data": RANDOM, "rows": i64(0, 1)}), RandomRows_take=(RANDOM.take, {"rows": i64(0, 1)}),
+        RandomRows_logits=(RANDOM.logits, {"rows": i64(0, 1)}), ctr_dataset=(data.ctr_dataset, {"ratings": RATINGS, "seed": 1, "drop": (3.0,), "threshold": 4.0, "holdout": 0.2}),
+        prefetch=(first(data.prefetch), {"items": [1, 2], "depth": 2, "pin_memory": False, "device": None}), transform_dense=(data.transform_dense, {"x": f32(2), "transform": "log1"}),
+        random_rows=(data.random_rows, {"key": KEY, "vocabularies": {"x": 5}, "num_rows": 9, "ids_per_bag": (0, 2), "alpha": 1.0, "num_dense": 1, "scatter": True}),
+        random_batches=(first(data.random_batches), {"key": KEY, "vocabularies": {"x": 5}, "batch_size": 2}), zipf=(data.zipf, {"key": KEY, "shape": (3,), "size": 9, "alpha": 1.0}),
+        vocabularies_of=(data.vocabularies_of, {"tables": CONFIGS, "features": FEATURES}), criteo_npy=(data.criteo_npy, {**npy, "transform": None, "keys": ("p", "q")}),
+        criteo_arrays_take=(data.criteo_npy(**npy).take, {"rows": i64(0, 1)}), criteo_tsv=(first(data.criteo_tsv), {"path": str(folder / "day.tsv"), "keys": [f"c{i}" for i in range(26)], **criteo}, ("keys[*]",)),
+        criteo_parquet=(first(data.criteo_parquet), {"path": str(folder / "day.parquet"), "label": "label", "dense": ["int_0"], "sparse": ["cat_0"], "missing": 0, "bucket": False, **criteo})),
+        *rows("metrics", collect=(metrics.collect, {"metrics": {"auc": AUC}}), merge=(metrics.merge, {"a": LOSS.init(), "b": LOSS.init()}), auc=(metrics.auc, {"num_bins": 16, "from_logits": False}),
+        auc_update=(AUC.update, {"state": AUC.init(), **examples}), auc_compute=(AUC.compute, {"state": AUC.init()}), auc_error=(metrics.auc_error, {"state": AUC.init()}),
+        exact_auc=(metrics.exact_auc, {"scores": SCORES, "labels": LABELS, "weights": f32(3)}), accuracy=(metrics.accuracy, {"threshold": 0.5, "from_logits": False}),
+        log_loss=(metrics.log_loss, {"from_logits": False}), update=(LOSS.update, {"state": LOSS.init(), **examples}), compute=(LOSS.compute, {"state": LOSS.init()}),
+        init=(LOSS.init, {"device": None}), calibration=(metrics.calibration, {"from_logits": False}), normalized_entropy=(metrics.normalized_entropy, {"from_logits": False})),
+        *rows("", save=(fr.save, {"path": str(folder / "new.pt"), "tree": {"w": f32(2)}}), load=(fr.load, {"path": str(folder / "tree.pt"), "like": {"w": f32(2)}, "device": None})),
+        *rows("testing", assert_trees_close=(testing.assert_trees_close, {"a": f32(2), "b": f32(2), "rtol": 0.0, "atol": 0.0}), garbage_padding=(testing.garbage_padding, {"tree": BAGS, "key": KEY}),
+        check_adjoint=(testing.check_adjoint, {"forward": lambda x: x * 2, "transpose": lambda x: x * 2, "x": f32(2), "y": f32(2), "key": KEY}), zero_padding=(testing.zero_padding, {"tree": BAGS}),
+        check_grads=(testing.check_grads, {"f": lambda x: x * x, "args": (torch.ones(2, dtype=torch.float64),), "order": 1, "modes": ("fwd", "rev"), "key": KEY, "rtol": 1e-5, "atol": 1e-5}))]  # fmt: skip
+
+
+def public_calls(folder) -> list[Call]:
+    """All of them."""
+    return [*values(), *functions(), *meshes(), *optimizers(), *layers(), *inputs(folder)]

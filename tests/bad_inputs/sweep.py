@@ -1,0 +1,176 @@
+"""Every argument of every public call, and every field and element of one, replaced by what does not belong there."""
+
+import contextlib
+import dataclasses
+import inspect
+import io
+import os
+import signal
+import types
+import typing
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import funcrec as fr
+
+LIMIT_S = 10
+TREES = (fr.JaggedTensor, fr.KeyedJaggedTensor, fr.KeyedTensor, fr.Params, fr.Batch, fr.TrainState)
+
+
+class Opaque:
+    def __repr__(self):
+        return "Opaque()"
+
+
+def wrong_values() -> dict[str, Any]:
+    own = {
+        "None": None, "'no'": "no", "7": 7, "-1": -1, "0": 0, "True": True, "nan": float("nan"), "[1.5, 'a']": [1.5, "a"],
+        "()": (), "{'q': 1}": {"q": 1}, "object": Opaque(), "f32[1, 1, 1, 1]": torch.ones(1, 1, 1, 1), "bool[3]": torch.ones(3) > 0,
+        "c64[2]": torch.ones(2, dtype=torch.complex64), "i64[17]": torch.arange(17), "f32[0]": torch.ones(0), "f64[]": torch.tensor(0.5).double(),
+        "meta": torch.ones(2, 2, device="meta"), "numpy": np.ones((2, 3)), "JaggedTensor": fr.JaggedTensor.from_lists([[0.5], []]),
+        "mesh": fr.Mesh.emulated(z=2), "function": lambda *args, **kwargs: None, "class": dict,
+    }  # fmt: skip
+    with contextlib.suppress(ImportError), contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchrec import KeyedJaggedTensor
+
+        own["torchrec"] = KeyedJaggedTensor(["x"], torch.tensor([1]), lengths=torch.tensor([1]))
+    return own
+
+
+class Outcome(NamedTuple):
+    """What came of one wrong call. kind: "returned", "said" (got and need), "raw". whole: all four parts."""
+
+    call: str
+    path: str
+    wrong: str
+    kind: str
+    whole: bool
+    text: str
+    fits: bool
+
+
+def places(good: dict) -> Iterator[tuple[str, Callable[[Any], dict], Any]]:
+    """(path, wrong value -> arguments, annotation key) of each argument, and of each element or field one level below."""
+    for name, value in good.items():
+        yield name, lambda x, n=name: {**good, n: x}
+        if isinstance(value, Mapping) and type(value) is dict:
+            for k in value:
+                yield f"{name}[{k!r}]", lambda x, n=name, k=k, v=value: {**good, n: {**v, k: x}}
+        elif type(value) in (list, tuple):
+            for i in range(min(len(value), 2)):
+                yield f"{name}[{i}]", lambda x, n=name, i=i, v=value: {**good, n: type(v)([*v[:i], x, *v[i + 1 :]])}
+        elif type(value) in TREES:
+            for f in dataclasses.fields(value):
+                yield f"{name}.{f.name}", lambda x, n=name, f=f.name, v=value: {**good, n: with_field(v, f, x)}
+
+
+def with_field(value: Any, field: str, x: Any) -> Any:
+    """As a tree operation makes it: no constructor is run."""
+    made = object.__new__(type(value))
+    for f in dataclasses.fields(value):
+        object.__setattr__(made, f.name, x if f.name == field else getattr(value, f.name))
+    return made
+
+
+@contextlib.contextmanager
+def limited():
+    def ring(*_):
+        raise TimeoutError(f"longer than {LIMIT_S} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(LIMIT_S)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def attempt(call, path: str, wrong: str, arguments: dict, fits: bool) -> Outcome:
+    try:
+        with limited():
+            call.fn(**arguments)
+    except Exception as error:
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        says = "\n  got   " in text and "\n  need  " in text
+        return Outcome(
+            call.name, path, wrong, "said" if says else "raw", says and "\n  try   " in text,
+            text if says else f"{type(error).__name__}: {text}", fits,
+        )  # fmt: skip
+    return Outcome(call.name, path, wrong, "returned", False, "", fits)
+
+
+def sweep(calls, folder) -> Iterator[Outcome]:
+    """Run in `folder`, where a file that appears is told of."""
+    values = wrong_values()
+    os.chdir(folder)
+    for call in calls:
+        with limited():
+            call.fn(**call.good)
+        hints = annotations(call.fn)
+        for path, replaced in places(call.good):
+            if path in call.skip:
+                continue
+            for name, x in values.items():
+                fits = path in hints and is_a(x, hints[path])
+                yield attempt(call, path, name, replaced(x), fits)
+
+
+# -- what signatures say -----------------------------------------------------------------------------------------
+
+
+def annotations(fn: Any) -> dict[str, Any]:
+    fn = fn.__init__ if inspect.isclass(fn) and not hasattr(fn, "_fields") else fn
+    inner = inspect.unwrap(fn)
+    try:
+        return typing.get_type_hints(getattr(inner, "__func__", inner))
+    except Exception:
+        return {}
+
+
+def is_a(x: Any, hint: Any) -> bool:
+    """Whether a value is what an annotation says, one level deep; numbers of any kind for float."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or hint is object or isinstance(hint, typing.TypeVar):
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(is_a(x, a) for a in args)
+    if origin is typing.Literal:
+        return any(x is a or (isinstance(x, str) and x == a) for a in args)
+    if origin in (Sequence, Collection, list, tuple, Iterable):
+        kinds = args[:1] if origin is not tuple or args[1:] == (...,) else args
+        if isinstance(x, str) or not isinstance(x, tuple if origin is tuple else origin):
+            return False
+        if len(kinds) > 1 and len(kinds) != len(x):
+            return False
+        return all(is_a(e, kinds[i % len(kinds)]) for i, e in enumerate(x)) if kinds else True
+    if origin in (Mapping, dict):
+        return isinstance(x, Mapping) and all(is_a(k, args[0]) and is_a(v, args[1]) for k, v in x.items())
+    if origin is Callable or hint is Callable:
+        return callable(x)
+    if origin is type:
+        return isinstance(x, type)
+    if hint is float:
+        return isinstance(x, (int, float)) and not isinstance(x, bool)
+    if hint is int:
+        return isinstance(x, int) and not isinstance(x, bool)
+    try:
+        return isinstance(x, hint)
+    except TypeError:
+        return True
+
+
+def figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    raised = [o for o in outcomes if o.kind != "returned"]
+    said = sum(o.kind == "said" for o in raised)
+    return {
+        "calls": len(outcomes), "returned": len(outcomes) - len(raised), "raised": len(raised),
+        "got and need": said / max(len(raised), 1), "all four": sum(o.whole for o in raised) / max(len(raised), 1),
+    }  # fmt: skip
