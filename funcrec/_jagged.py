@@ -118,6 +118,7 @@ class JaggedTensor:
     @typed
     def to_padded(self, length: Size, fill: float | int = 0) -> Tensor:
         """[B, length, ...]: each bag cut to `length` and filled up with `fill`."""
+        check("funcrec.JaggedTensor.to_padded", fill_problems(fill, self.values.dtype))
         return primitives.to_padded(self.values, self.offsets, length, fill)
 
     def __getitem__(self, bags: int | slice | Sequence[int]) -> "JaggedTensor":
@@ -132,8 +133,10 @@ class JaggedTensor:
     def select(self, bags: Annotated[Tensor, Form("i[K]")], *, capacity: Size) -> "JaggedTensor":
         """The bags i[K], in that order and with repeats, in a buffer of `capacity` values.
 
-        The caller owes `lengths[bags].sum() <= capacity`; what does not fit is outside the buffer.
+        Raises: for values on the CPU, ValueError for a bag that is not there, or bags that the buffer does not hold; where nothing can be
+          read, the caller owes them.
         """
+        check("funcrec.JaggedTensor.select", select_problems(self.offsets, bags, capacity))
         starts = self.offsets[:-1].index_select(0, bags)
         return take_ranges(self.values, self.weights, starts, self.lengths.index_select(0, bags), capacity)
 
@@ -332,6 +335,33 @@ def offset_value_problems(capacity: int, offsets: Tensor, name: str = "offsets")
         yield Problem(f"`{name}` ends beyond the values.", got, "offsets[-1] <= values.shape[0]")
 
 
+def fill_problems(fill: object, dtype: torch.dtype) -> Iterator[Problem]:
+    """What stands behind a bag must be a value of the buffer's dtype: no fraction is cut, no integer wrapped."""
+    what, got = f"`fill` is no {short_dtype(dtype)}.", describe(fill)
+    floats = dtype.is_floating_point or dtype.is_complex
+    if not isinstance(fill, (int, float) if floats else int):
+        yield Problem(what, got, "a number" if floats else "an integer", "values.float() first", TypeError)
+    elif not floats:
+        low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        if not low <= fill <= high:
+            yield Problem(what, got, f"{low} to {high}", "values.long() first")
+
+
+def select_problems(offsets: Tensor, bags: Tensor, capacity: int) -> Iterator[Problem]:
+    found = [*int_problems(bags, "bags"), *integer_problems("capacity", capacity)]
+    yield from found
+    if found or not (is_concrete(bags) and is_concrete(offsets)) or not bags.numel():
+        return
+    low, high, count = int(bags.min()), int(bags.max()), offsets.shape[0] - 1
+    if low < 0 or high >= count:
+        got = f"bag {low if low < 0 else high}"
+        yield Problem("`bags` has a bag that is not there.", got, f"0 <= bag < {count}", "the bags of this value")
+        return
+    total = int(offsets.diff().index_select(0, bags).sum())
+    if total > capacity:
+        yield Problem("`capacity` does not hold the bags.", f"{capacity}", f"capacity >= {total}", f"capacity={total}")
+
+
 def padded_problems(padded: Tensor, lengths: Tensor, weights: Tensor | None) -> Iterator[Problem]:
     if not isinstance(padded, Tensor) or padded.dim() < 2:
         yield Problem("`padded` has no bags and positions.", describe(padded), "a tensor [B, L, ...]", kind=TypeError)
@@ -343,7 +373,10 @@ def padded_problems(padded: Tensor, lengths: Tensor, weights: Tensor | None) -> 
         low, high = int(lengths.min()), int(lengths.max())
         if low < 0 or high > padded.shape[1]:
             yield Problem("`lengths` leave the padded dimension.", f"from {low} to {high}", f"0 to {padded.shape[1]}")
-    if weights is not None and weights.shape != padded.shape[:2]:
+    if weights is not None and not (isinstance(weights, Tensor) and weights.is_floating_point()):
+        need = f"f{list(padded.shape[:2])}"
+        yield Problem("`weights` are not floating-point numbers.", describe(weights), need, kind=TypeError)
+    elif weights is not None and weights.shape != padded.shape[:2]:
         yield Problem("`weights` does not match `padded`.", describe(weights), f"shape {list(padded.shape[:2])}")
 
 

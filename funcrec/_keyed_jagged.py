@@ -269,7 +269,7 @@ class KeyedJaggedTensor:
           >>> ids.permute(["b"]).to_lists()
           {'b': [[2, 3]]}
         """
-        beyond = [k for k in keys if isinstance(k, int) and not 0 <= k < len(self.keys)]
+        beyond = [k for k in keys if isinstance(k, int) and (isinstance(k, bool) or not 0 <= k < len(self.keys))]
         if beyond:
             fail(
                 "funcrec.KeyedJaggedTensor.permute", "`keys` are not positions of keys.", got=f"{beyond}",

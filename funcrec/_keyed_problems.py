@@ -20,7 +20,7 @@ def key_problems(keys: tuple[str, ...]) -> Iterator[Problem]:
 
 def stride_problems(keys: tuple[str, ...], num_lengths: int, strides: tuple[int, ...] | None) -> Iterator[Problem]:
     if strides is not None:
-        if not isinstance(strides, tuple) or not all(isinstance(s, int) for s in strides):
+        if not isinstance(strides, tuple) or not all(type(s) is int for s in strides):
             need, hint = "a tuple of counts, one for each key", "strides=None, where all keys have one number of bags"
             yield Problem("`strides` are not counts.", describe(strides), need, hint, TypeError)
         elif len(strides) != len(keys) or any(s < 0 for s in strides):

@@ -35,6 +35,9 @@ class KeyedTensor:
     keys: tuple[str, ...]
     dims: tuple[int, ...]
 
+    def __post_init__(self):
+        check("funcrec.KeyedTensor", column_problems(self.values, self.keys, self.dims))
+
     @staticmethod
     def from_dict(features: Mapping[str, Tensor]) -> "KeyedTensor":
         """{key: [B, D_key]} -> one [B, ΣD]."""
@@ -119,7 +122,18 @@ def regroup(parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> li
     if empty:
         fail("funcrec.regroup", f"`groups{empty}` is empty.", got="no key", need="one or more keys in each group")
     features = {k: x for part in parts for k, x in part.items()}
+    if features:
+        check("funcrec.regroup", feature_problems(features))
     return [torch.cat([features[k] for k in group], -1) for group in groups]
+
+
+def column_problems(values: object, keys: Sequence[str], dims: Sequence[int]) -> Iterator[Problem]:
+    """The dims must cut the columns of the values, one for each key."""
+    if len(set(keys)) != len(keys):
+        yield Problem("`keys` names a feature twice.", f"{list(keys)}", "distinct keys")
+    if len(keys) != len(dims) or (isinstance(values, Tensor) and (values.dim() < 1 or values.shape[-1] != sum(dims))):
+        got = f"dims {list(dims)} of {len(keys)} keys; values is {describe(values)}"
+        yield Problem("`values` does not match its dims.", got, "values [B, sum(dims)], a dim for each key")
 
 
 def feature_problems(features: object) -> Iterator[Problem]:
@@ -130,6 +144,10 @@ def feature_problems(features: object) -> Iterator[Problem]:
         if not isinstance(x, Tensor) or x.dim() < 2:
             yield Problem(f"`features[{k!r}]` is not a matrix.", describe(x), "a tensor [B, D]", kind=TypeError)
             return
+    if len({x.dtype for x in features.values()}) > 1:
+        got = ", ".join(f"{k}: {describe(x)}" for k, x in features.items())
+        hint = "x.float() for each of them"
+        yield Problem("the features differ in dtype.", got, "one dtype for all", hint, TypeError)
     batches = {k: x.shape[:-1] for k, x in features.items()}
     if len(set(batches.values())) > 1:
         yield Problem("the features have different numbers of rows.", f"{batches}", "one B for all")
