@@ -30,10 +30,11 @@ def checked(fn: Callable) -> Callable:
 
     @functools.wraps(fn)
     def run(*args, **kwargs):
-        token = _checking.set(True)
-        try:
+        before = _checking.get()
+        try:  # from before the switch on, so that an interrupt finds it on the way back
+            _checking.set(True)
             return fn(*args, **kwargs)
         finally:
-            _checking.reset(token)
+            _checking.set(before)
 
     return run

@@ -240,11 +240,12 @@ def ambient_mesh() -> Mesh | None:
 @contextlib.contextmanager
 def bind(axes: Sequence[Axis]) -> Iterator[None]:
     """The axes are bound while the body runs, besides those that are bound already."""
-    token = _bound.set({**_bound.get(), **{a.name: a for a in axes}})
+    before = _bound.get()
     try:
+        _bound.set({**before, **{a.name: a for a in axes}})
         yield
     finally:
-        _bound.reset(token)
+        _bound.set(before)
 
 
 def bound_names() -> tuple[str, ...]:

@@ -5,14 +5,19 @@
 Floor 5.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils._pytree as torch_tree
 from torch import Tensor
 
-from funcrec._errors import describe, fail
-from funcrec._tree import map_tensors, tree_leaves, tree_map
+from funcrec._errors import Problem, check, describe, fail
+from funcrec._jagged import JaggedTensor
+from funcrec._keyed_jagged import KeyedJaggedTensor
+from funcrec._tree import map_tensors, paths, tree_leaves
+
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Any) -> tuple[Any, Any]:
@@ -22,9 +27,11 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Any) 
       step: (state, batch) -> (state, metrics), such as `train_step(...)` or `jit` of it; a donating one takes `state`.
       batches: a pytree whose tensors have a leading dimension k: k batches of one shape, stacked.
 
-    Returns: the last state, and the metrics stacked, each f[k, ...].
+    Returns: the last state, and the metrics stacked, each f[k, ...]; numbers become i64, f64 or bool[k]. What is neither
+      (a name, None) is the same in every step, and comes back as it is.
 
-    Raises: ValueError when the tensors of `batches` have no common leading dimension, or k is 0.
+    Raises: ValueError when the tensors of `batches` have no common leading dimension, or k is 0, and when a metric that is no number
+      changes, or its shape; TypeError for arrays in `batches`, and when a metric is of another class in some step.
 
     Law: the same bits as k calls of `step`.
 
@@ -36,13 +43,74 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Any) 
 
     Source: jax.lax.scan, with the carry first.
     """
-    tensors = [x for x in tree_leaves(batches) if isinstance(x, Tensor)]
-    sizes = {x.shape[0] if x.dim() else None for x in tensors}
-    if len(sizes) != 1 or sizes & {None, 0}:
-        got, need = f"{sorted({describe(x) for x in tensors})}", "tensors [k, ...] of one k >= 1"
-        fail("funcrec.scan", "`batches` is not a stack of batches.", got=got, need=need, hint="torch.stack each leaf")
+    check("funcrec.scan", batches_problems(batches))
+    k = next(x.shape[0] for x in tree_leaves(batches) if isinstance(x, Tensor))
     collected = []
-    for k in range(sizes.pop()):
-        state, metrics = step(state, map_tensors(lambda x: x[k], batches))  # noqa: B023
+    for i in range(k):
+        state, metrics = step(state, map_tensors(lambda x: x[i], batches))  # noqa: B023
         collected.append(metrics)
-    return state, tree_map(lambda *xs: torch.stack(xs) if isinstance(xs[0], Tensor) else xs[0], *collected)
+    return state, stack_metrics(collected)
+
+
+def batches_problems(batches: Any) -> Iterator[Problem]:
+    """`batches` is one value for each batch: tensors [k, ...], and what is the same in all."""
+    leaves = paths(batches)
+    sizes = {x.shape[0] if x.dim() else None for _, x in leaves if isinstance(x, Tensor)}
+    if len(sizes) != 1 or sizes & {None, 0}:
+        got = f"{sorted({describe(x) for _, x in leaves if isinstance(x, Tensor)})}"
+        need, hint = "tensors [k, ...] of one k >= 1", "torch.stack each leaf"
+        yield Problem("`batches` is not a stack of batches.", got, need, hint)
+    for path, x in leaves:
+        if not isinstance(x, Tensor) and hasattr(x, "__array__"):
+            hint = "torch.as_tensor(x)"
+            what = f"`{_at('batches', path)}` is an array, which each step would get whole."
+            yield Problem(what, describe(x), "a tensor [k, ...]", hint, TypeError)
+    jagged = torch_tree.tree_leaves(batches, is_leaf=lambda x: isinstance(x, JaggedTensor | KeyedJaggedTensor))
+    for x in jagged:
+        if isinstance(x, JaggedTensor | KeyedJaggedTensor) and x.offsets.dim() != 2:
+            got, need = f"{type(x).__name__} with offsets {describe(x.offsets)}", "offsets [k, ...] of k batches"
+            yield Problem("`batches` is not a stack of batches.", got, need, "torch.stack each of their tensors")
+
+
+def stack_metrics(collected: list) -> Any:
+    """The metrics of all steps: tensors and numbers stacked, anything else as it is in every one."""
+    (first, structure), *others = map(torch_tree.tree_flatten, collected)
+    wrong = next((i for i, (_, other) in enumerate(others, 1) if other != structure), None)
+    if wrong is not None:
+        got = f"{structure} from step 0, {others[wrong - 1][1]} from step {wrong}"
+        fail("funcrec.scan", "`metrics` have another structure in some steps.", got=got, need="one", kind=TypeError)
+    columns = list(zip(first, *(leaves for leaves, _ in others), strict=True))
+    check(
+        "funcrec.scan",
+        (p for (path, _), xs in zip(paths(collected[0]), columns, strict=True) for p in _mixed(path, xs)),
+    )
+    return torch_tree.tree_unflatten([_stack(xs) for xs in columns], structure)
+
+
+def _stack(xs: tuple) -> Any:
+    if isinstance(xs[0], Tensor):
+        return torch.stack(xs)
+    return torch.tensor(xs, dtype=NUMBERS[type(xs[0])]) if type(xs[0]) in NUMBERS else xs[0]
+
+
+def _mixed(path: str, xs: tuple) -> Iterator[Problem]:
+    """The metric must be one thing in all steps."""
+    x = xs[0]
+    forms = [(type(y), y.shape, y.dtype) if isinstance(y, Tensor) else type(y) for y in xs]
+    other = next((i for i, form in enumerate(forms) if form != forms[0]), None)
+    if other is None and not isinstance(x, Tensor) and type(x) not in NUMBERS:
+        other = next((i for i, y in enumerate(xs) if y is not x and not _is_equal(x, y)), None)
+    if other is not None:
+        got, need = f"{describe(x)} from step 0, {describe(xs[other])} from step {other}", "one form in all steps"
+        hint = "a tensor, or a number"
+        kind = TypeError if type(x) is not type(xs[other]) else ValueError
+        yield Problem(f"`{_at('metrics', path)}` differs between steps.", got, need, hint, kind)
+
+
+def _is_equal(x: object, y: object) -> bool:
+    """Only where x says so with a plain bool: arrays do not."""
+    return (x == y) is True
+
+
+def _at(root: str, path: str) -> str:
+    return root + path if path.startswith("[") or not path else f"{root}.{path}"

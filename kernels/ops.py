@@ -52,11 +52,12 @@ def using(implementation: str) -> Iterator[None]:
       tensor([[0., 1.],
               [0., 0.]])
     """
-    token = _using.set(check_name("using", implementation))
+    before = _using.get()
     try:
+        _using.set(check_name("using", implementation))
         yield
     finally:
-        _using.reset(token)
+        _using.set(before)
 
 
 def chosen(implementation: str | None, device: torch.device) -> str:

@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,6 +76,57 @@ def test_scan_passes_static_leaves_on():
     assert_trees_close(got, (torch.tensor(9.0), {"name": "a", "total": torch.tensor([0.0, 3.0])}))
 
 
+def test_numbers_among_metrics_are_stacked():
+    """A Python number of each step is one element of a tensor, of its own value."""
+    count = iter(range(3))
+
+    def step(total, x):
+        i = next(count)
+        return total + x, {"int": i, "float": i / 3, "bool": i == 1, "big": 2**60 + i, "none": None, "pair": (i, "a")}
+
+    _, got = fr.scan(step, torch.tensor(0.0), torch.ones(3))
+    need = {
+        "int": torch.tensor([0, 1, 2]),
+        "float": torch.tensor([0.0, 1 / 3, 2 / 3], dtype=torch.float64),
+        "bool": torch.tensor([False, True, False]),
+        "big": torch.tensor([2**60, 2**60 + 1, 2**60 + 2]),
+        "none": None,
+        "pair": (torch.tensor([0, 1, 2]), "a"),
+    }
+    assert_trees_close(got, need)
+
+
+CHANGING = {
+    "a name": (lambda i: f"step {i}", ValueError, r"`metrics\['x'\]` differs between steps.\n  got .* from step 1"),
+    "number, then tensor": (lambda i: torch.tensor(1.0) if i else 1.0, TypeError, r"`metrics\['x'\]` differs"),
+    "int, then float": (lambda i: 1.5 if i else 1, TypeError, r"got   int 1 from step 0, float 1.5 from step 1"),
+    "another shape": (lambda i: torch.ones(i + 1), ValueError, r"got   f32\[1\] from step 0, f32\[2\] from step 1"),
+    "another dtype": (lambda i: torch.ones(1).to([torch.float64, torch.float32][i]), ValueError, "differs between"),
+    "arrays": (lambda i: np.ones(2), ValueError, r"`metrics\['x'\]` differs between steps"),
+    "another structure": (lambda i: {"y": i} if i else i, TypeError, "another structure in some steps"),
+    "None at last": (lambda i: None if i else 1, TypeError, "differs between"),
+}
+
+
+@pytest.mark.parametrize("metric, kind, fragment", CHANGING.values(), ids=CHANGING)
+def test_metrics_that_change_their_kind(metric, kind, fragment):
+    """What cannot be stacked, and is not the same in every step, is told: never the first step's for all."""
+    count = iter(range(2))
+    with pytest.raises(kind, match=fragment):
+        fr.scan(lambda total, x: (total, {"x": metric(next(count))}), torch.tensor(0.0), torch.ones(2))
+
+
+def test_scan_of_jagged_values():
+    """Stacked jagged values, weighted and with empty bags, are k batches; so are tensors without elements."""
+    make = lambda i: fr.JaggedTensor.from_lists([[1.0 * i, 2.0], [], [3.0]])
+    stacked = tree_map(lambda *xs: torch.stack(xs), *map(make, range(3)))
+    step = lambda total, b: (total + b[0].values.sum(), (b[0].offsets, b[1].sum()))
+    total, (offsets, sums) = fr.scan(step, torch.tensor(0.0), (stacked, torch.ones(3, 0)))
+    assert_trees_close(total, torch.tensor(0.0 + 1 + 2 + 3 * 5))
+    assert_trees_close(offsets, make(0).offsets.expand(3, 4).clone())
+    assert_trees_close(sums, torch.zeros(3))
+
+
 def test_scan_composes():
     """Scans nest, and a scan can be differentiated and mapped."""
     add = lambda total, x: (total + x * x, total)
@@ -93,6 +145,7 @@ BAD = {
     "a scalar": torch.tensor(1.0),
     "another k": {"x": torch.ones(2), "y": torch.ones(3)},
     "no batch": torch.ones(0, 3),
+    "jagged values of one batch": fr.KeyedJaggedTensor.from_lists({"a": [[1, 2]]}),
 }
 
 
@@ -104,4 +157,12 @@ def test_bad_batches(batches):
         ValueError, match=r"funcrec.scan: `batches` is not a stack of batches.\n  got .*\n  need .*\n  try "
     ):
         fr.scan(lambda state, batch: called.append(batch), None, batches)
+    assert not called
+
+
+def test_arrays_are_no_batches():
+    """An array, which every step would get whole, is told before the first step."""
+    called = []
+    with pytest.raises(TypeError, match=r"`batches\['y'\]` is an array"):
+        fr.scan(lambda state, batch: called.append(batch), None, {"x": torch.ones(2), "y": np.ones(2)})
     assert not called
