@@ -43,7 +43,7 @@ def take(data: RowData, rows: Tensor) -> Batch:
     """The batch of these row numbers i[B], in their order and with repeats.
 
     Raises: TypeError for rows that are no integers; ValueError for rows that the data has not (inside `jit`, where no value can be
-      read, the caller owes them).
+      read, the label of such a row is NaN).
 
     Law: bag b of every key, and label b, depend on rows[b] only.
 

@@ -33,8 +33,8 @@ from funcrec._init import name_number
 from funcrec._jagged import offsets_of
 from funcrec._keyed_jagged import KeyedJaggedTensor
 from funcrec._state import Batch
-from funcrec._tree import pytree
-from funcrec.data._rows import row_problems
+from funcrec._tree import pytree, replace
+from funcrec.data._rows import marked, row_problems, there
 
 HEAD = 1024  # ranks with exact weights; beyond, the midpoint rule errs by alpha (alpha + 1) / (24 · 1024²) of a weight
 LABEL_SCALE = 2.0  # s: logits of standard deviation 2
@@ -64,12 +64,13 @@ class RandomRows:
     def take(self, rows: Tensor) -> Batch:
         """Row numbers i64[B] -> the batch; shapes depend on B only. Row r is the same in every batch."""
         check("funcrec.data.take", row_problems(rows, self.num_rows, self.key.device))
-        return generate(self, rows)[0]
+        batch = generate(self, rows)[0]
+        return replace(batch, label=marked(batch.label, there(rows, self.num_rows)[1]))
 
     def logits(self, rows: Tensor) -> Tensor:
         """f32[B]: the logits that the labels were drawn from, the best that a model can learn."""
         check("funcrec.data.RandomRows.logits", row_problems(rows, self.num_rows, self.key.device))
-        return generate(self, rows)[1]
+        return marked(generate(self, rows)[1], there(rows, self.num_rows)[1])
 
     def __repr__(self) -> str:
         return f"RandomRows({self.num_rows} rows, {len(self.columns)} columns, {self.num_dense} dense features)"

@@ -30,6 +30,19 @@ def row_problems(rows: Tensor, num_rows: int, device: torch.device | None = None
             yield Problem("`rows` has a row that is not there.", got, f"0 <= row < {num_rows}, the rows of the data")
 
 
+def there(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor | None]:
+    """Rows that can be read, and which of them were asked for (None: all): what could not be looked at is marked, not invented."""
+    if is_concrete(rows):
+        return rows, None
+    inside = (rows >= 0) & (rows < num_rows)
+    return torch.where(inside, rows, 0), inside
+
+
+def marked(label: Tensor, inside: Tensor | None) -> Tensor:
+    """The labels, NaN of rows that are not there."""
+    return label if inside is None else torch.where(inside, label, torch.nan)
+
+
 def vocabulary_problems(vocabularies: object, keys: Sequence[str]) -> Iterator[Problem]:
     """`vocabularies` must be {column: V} of some of the columns, or None."""
     if vocabularies is None:

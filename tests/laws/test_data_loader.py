@@ -98,6 +98,18 @@ def test_take_is_row_wise():
     assert part.label.tolist() == whole.label[chosen].tolist()
 
 
+def test_rows_that_are_not_there_show_when_traced():
+    """Compiled and mapped, where rows cannot be looked at, a row that is not there has label NaN and the others are as they were."""
+    rows = torch.tensor([3, -1, 22, 23])
+    want = DATA.take(torch.tensor([3, 22])).label
+    for label in (
+        fr.jit(lambda r: DATA.take(r).label)(rows),
+        torch.func.vmap(lambda r: DATA.take(r).label)(rows[None])[0],
+    ):
+        assert label.isnan().tolist() == [False, True, False, True] and torch.equal(label[[0, 2]], want)
+    assert fr.jit(DATA.logits)(rows).isnan().tolist() == [False, True, False, True]
+
+
 # -- prefetch ----------------------------------------------------------------------------------------------------
 
 

@@ -108,6 +108,17 @@ def test_ctr_static_shapes(folder):
         assert torch.equal(a, b)
 
 
+def test_ctr_rows_that_are_not_there(folder):
+    """A row that the data has not is refused; mapped, where it cannot be looked at, its label is NaN."""
+    data = ctr_dataset(movielens_1m(folder)).data
+    n = data.num_rows
+    for bad in (-1, n):
+        with pytest.raises(ValueError, match=f"row {bad}"):
+            data.take(torch.tensor([0, bad]))
+    labels = torch.func.vmap(lambda r: data.take(r).label)(torch.tensor([[0, -1, n, n - 1]]))[0]
+    assert labels.isnan().tolist() == [False, True, True, False] and torch.equal(labels[[0, 3]], data.label[[0, n - 1]])
+
+
 def test_ctr_data_is_a_value(folder):
     """The data are a pytree: they move between devices like any other."""
     data = ctr_dataset(movielens_1m(folder)).data
