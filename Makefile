@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 MODEL ?= deepfm
 
-.PHONY: train test ladder bench bench-full gpu clean
+.PHONY: train test sanitize ladder bench bench-full gpu clean
 
 train: $(VENV)/.installed
 	$(RUN) -m funcrec.examples.ctr --model $(MODEL) --out runs/$(MODEL)
@@ -17,6 +17,11 @@ test: $(VENV)/.tested
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pytest -q -n 2 --dist loadgroup
+
+# The C++ kernels with the compiler's sanitizers: 100,000 generated calls, then data races. Not part of `test`: it builds them twice.
+sanitize: $(VENV)/.tested
+	$(RUN) tests/kernels/sanitize.py --mode address
+	$(RUN) tests/kernels/sanitize.py --mode thread
 
 # About ten minutes, most of it compiling: the short list (30 runs), then tables, plots and README's section.
 bench: $(VENV)/.tested

@@ -12,9 +12,11 @@
     bucketize                ids by the shard that owns them
     owner_blocks             the same of many tables, as blocks of one size for each rank, with the lengths of the bags
 
-with s_i the id's weight, or 1, over the bag's length for a mean. Every implementation keeps four rules:
+with s_i the id's weight, or 1, over the bag's length for a mean. Every implementation keeps five rules:
  - a row outside [0, R) is never read or written: it counts as a row of zeros and gets no gradient;
  - positions beyond offsets[-1], and beyond `max_length` in a bag, are never read;
+ - offsets may hold anything: they count as their running maximum, cut to the buffer ("triton" cuts each bag to it by itself), and
+   nothing outside a tensor is read or written;
  - sums run in f32 (f64 for f64 tables), each bag's and each row's entries in the order of their positions;
  - shapes depend on shapes only.
 

@@ -11,7 +11,14 @@ from typing import NamedTuple
 import torch
 from funcrec.kernels.forms import Feature, Segment, accumulation_dtype, features_of, is_padded, segments_of, widest
 from funcrec.kernels.owners import blocks_by
-from funcrec.kernels.reference_jagged import bucketize, from_padded, take_ranges, take_ranges_transpose, to_padded
+from funcrec.kernels.reference_jagged import (
+    ascending,
+    bucketize,
+    from_padded,
+    take_ranges,
+    take_ranges_transpose,
+    to_padded,
+)
 from torch import Tensor
 
 __all__ = [
@@ -22,7 +29,12 @@ __all__ = [
 UNROLL_MAX = 16  # bags of at most so many ids are summed term by term, which Inductor fuses into what reads the sum
 
 
-owner_blocks = blocks_by(take_ranges, bucketize)
+_owner_blocks = blocks_by(take_ranges, bucketize)
+
+
+def owner_blocks(ids, offsets, *how):
+    return _owner_blocks(ids, ascending(offsets).clamp(0, ids.shape[0]), *how)
+
 
 # -- pooled lookup -----------------------------------------------------------------------------------------------
 
@@ -54,9 +66,10 @@ def runs_of(features: Sequence[Feature], dims: Sequence[int], num_bags: int) -> 
 
 
 def pooled_lookup(tables, rows, offsets, weights, features, num_bags, blocks=1) -> Tensor:
-    columns = []
+    columns, offsets = [], ascending(offsets)
     for run in runs_of(features_of(features), [t.shape[1] for t in tables], num_bags):
-        feature, bounds = run.feature, run.bounds(offsets, num_bags)
+        feature = run.feature
+        bounds = run.bounds(offsets, num_bags).clamp(0, rows[feature.rows].shape[0])
         scale = weights if feature.weighted else None
         pool = _pool_short if 0 < feature.max_length <= UNROLL_MAX else _pool_long
         out = pool(tables[feature.table], rows[feature.rows], bounds, scale, feature.max_length)
@@ -138,11 +151,11 @@ def bag_lengths(bounds: Tensor, max_length: int) -> Tensor:
 
 def pooled_lookup_weights(d_out, tables, rows, offsets, weights, features) -> Tensor:
     num_bags = d_out.shape[0]
-    total = torch.zeros_like(weights, dtype=accumulation_dtype(weights.dtype))
+    offsets, total = ascending(offsets), torch.zeros_like(weights, dtype=accumulation_dtype(weights.dtype))
     for f in features_of(features):
         if not f.weighted:
             continue
-        bounds = offsets[f.first_bag : f.first_bag + num_bags + 1]
+        bounds = offsets[f.first_bag : f.first_bag + num_bags + 1].clamp(0, rows[f.rows].shape[0])
         position, bag, valid = _flat_entries(bounds, rows[f.rows].shape[0], f.max_length)
         d = d_out[:, f.column : f.column + tables[f.table].shape[1]]
         d = d / bag_lengths(bounds, f.max_length)[:, None] if f.mean else d
@@ -159,11 +172,10 @@ def expand(d, rows, offsets, weights, segments, shapes) -> list[Tensor]:
     for s in segments_of(segments):
         num_rows, dim = shapes[2 * s.table : 2 * s.table + 2]
         taken, grads = _entries(s, d[s.d][:, s.column : s.column + dim], rows[s.rows], offsets, weights)
+        taken = taken.long()  # an i32 is compared with R as an i32, into which it may not fit
         inside = (taken >= 0) & (taken < num_rows)
         wide = accumulation_dtype(grads.dtype)
-        entries[s.table].append(
-            (torch.where(inside, taken, -1).long(), torch.where(inside[:, None], grads.to(wide), 0))
-        )
+        entries[s.table].append((torch.where(inside, taken, -1), torch.where(inside[:, None], grads.to(wide), 0)))
     device = (*d, *rows, torch.empty(0))[0].device
     nothing = lambda dim: (torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, dim, device=device))
     out = [
@@ -180,7 +192,7 @@ def _entries(s: Segment, d: Tensor, ids: Tensor, offsets: Sequence[Tensor], weig
     if s.offsets < 0:
         grads = d[: s.num_bags] if scale is None else d[: s.num_bags] * scale[: s.num_bags, None].to(d.dtype)
         return ids[: s.num_bags], grads
-    bounds = offsets[s.offsets][s.first_bag : s.first_bag + s.num_bags + 1]
+    bounds = ascending(offsets[s.offsets])[s.first_bag : s.first_bag + s.num_bags + 1].clamp(0, ids.shape[0])
     if s.mean:
         d = d / bag_lengths(bounds, s.max_length)[:, None]
     if is_padded(s, ids.shape[0]):
@@ -221,7 +233,7 @@ def _coalesce_entries(rows: Tensor, grads: Tensor, num_rows: int) -> tuple[Tenso
 
 
 def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
-    inside = (rows >= 0) & (rows < table.shape[0])
+    inside = (rows >= 0) & (rows.long() < table.shape[0])
     return torch.where(inside[:, None], _take(table, rows).to(accumulation_dtype(table.dtype)), 0)
 
 

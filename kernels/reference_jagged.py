@@ -8,9 +8,14 @@ from funcrec.kernels.forms import accumulation_dtype
 from torch import Tensor
 
 
+def ascending(offsets: Tensor) -> Tensor:
+    """Offsets as every operation reads them: their running maximum."""
+    return offsets.cummax(0).values
+
+
 def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     offsets = _offsets_of(lengths)
-    if values.shape[0] == 0 or starts.shape[0] == 0:
+    if values.shape[0] == 0 or starts.shape[0] == 0 or capacity == 0:
         return values.new_zeros((capacity, *values.shape[1:])), offsets
     source, inside = _sources(starts, offsets, capacity, values.shape[0])
     taken = values.index_select(0, torch.where(inside, source, 0))
@@ -31,17 +36,18 @@ def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values
 
 def _sources(starts: Tensor, offsets: Tensor, capacity: int, num_values: int) -> tuple[Tensor, Tensor]:
     """i64[C] positions in the buffer that the places of take_ranges' output come from, and which places have one."""
-    place = torch.arange(capacity, device=offsets.device)
-    bag = torch.searchsorted(offsets, place, right=True) - 1
-    inside = bag < starts.shape[0]
-    bag = bag.clamp(max=starts.shape[0] - 1)
-    source = starts.index_select(0, bag) + place - offsets.index_select(0, bag)
+    place, bounds = torch.arange(capacity, device=offsets.device), ascending(offsets).clamp(0, capacity)
+    bag = torch.searchsorted(bounds, place, right=True) - 1
+    inside = (bag >= 0) & (bag < starts.shape[0])
+    bag = bag.clamp(0, starts.shape[0] - 1)
+    source = starts.long().index_select(0, bag) + (place - bounds.index_select(0, bag))
     return source, inside & (source >= 0) & (source < num_values)
 
 
 def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float | int) -> Tensor:
-    position = offsets[:-1, None] + torch.arange(max_length, device=offsets.device, dtype=offsets.dtype)
-    inside = (position < offsets[1:, None]) & (position >= 0) & (position < values.shape[0])
+    bounds = ascending(offsets).clamp(0, values.shape[0]).long()
+    position = bounds[:-1, None] + torch.arange(max_length, device=offsets.device)
+    inside = position < bounds[1:, None]
     if values.shape[0] == 0:
         return values.new_full((*position.shape, *values.shape[1:]), fill)
     taken = values.index_select(0, position.clamp(0, values.shape[0] - 1).flatten()).unflatten(0, position.shape)
@@ -50,9 +56,9 @@ def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float | in
 
 def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
     num_bags, max_length = padded.shape[:2]
-    place = torch.arange(capacity, device=offsets.device, dtype=offsets.dtype)
     if num_bags * max_length == 0:
         return padded.new_zeros((capacity, *padded.shape[2:]))
+    place, offsets = torch.arange(capacity, device=offsets.device), ascending(offsets).clamp(0, capacity).long()
     bag = torch.searchsorted(offsets, place, right=True) - 1
     inside = (bag >= 0) & (bag < num_bags)
     bag = bag.clamp(0, num_bags - 1)
@@ -67,15 +73,15 @@ def bucketize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_bags, num_ids = offsets.shape[0] - 1, rows.shape[0]
     place = torch.arange(num_ids, device=rows.device)
-    bag = torch.searchsorted(offsets, place, right=True) - 1
-    owner = torch.div(rows, block, rounding_mode="floor").long()
+    bag = torch.searchsorted(ascending(offsets).long(), place, right=True) - 1
+    owner = torch.div(rows.long(), block, rounding_mode="floor")
     counts = (bag >= 0) & (bag < num_bags) & (owner >= 0) & (owner < num_shards)
     bucket = torch.where(counts, owner * num_bags + bag, num_shards * num_bags)
     order = torch.sort(bucket, stable=True).indices
     lengths = torch.zeros(num_shards * num_bags + 1, dtype=torch.int64, device=rows.device)
     lengths = lengths.scatter_add(0, bucket, counts.long())[:-1]
     kept = counts.index_select(0, order)
-    local = torch.where(kept, (rows - owner.to(rows.dtype) * block).index_select(0, order), 0)
+    local = torch.where(kept, (rows.long() - owner * block).to(rows.dtype).index_select(0, order), 0)
     moved = rows.new_zeros(0, dtype=torch.float32)
     if weights is not None:
         moved = torch.where(kept, weights.index_select(0, order), weights.new_zeros(()))

@@ -1,7 +1,9 @@
 """Pooled lookups, their gradient by weights, and plain rows, in C++ (csrc/lookup.h)."""
 
+import functools
+
 import torch
-from funcrec.kernels.cpp._native import DTYPES, call, empty, matrix, table, vector
+from funcrec.kernels.cpp._native import DTYPES, bounds, call, empty, fail, ints, matrix, reals, table
 from funcrec.kernels.cpp._native import tables as described_tables
 from funcrec.kernels.forms import in_blocks
 from torch import Tensor
@@ -21,15 +23,15 @@ def pooled_lookup(
 ) -> Tensor:
     """f32|f64[n · B, C / n]; `features` are seven numbers each: see `forms.Feature`."""
     rows, offsets = [r.contiguous() for r in rows], offsets.contiguous()
-    described, of_table, columns = described_tables(tables), features[::INTS_PER_FEATURE], features[6::INTS_PER_FEATURE]
+    described, of_table = described_tables(tables), features[::INTS_PER_FEATURE]
     dtypes, dims = described[1::4], described[3::4]
-    width = max([c + dims[t] for t, c in zip(of_table, columns)], default=0)
+    width = _width(tuple(features), tuple(dims), len(rows), blocks)
     numbers = _features(described, rows, offsets, in_blocks(features, num_bags, width, blocks), num_bags)
     wide = F64 in dtypes and any(dtypes[t] == F64 for t in of_table)
     width = width // blocks
     out = empty((blocks * num_bags, width), torch.float64 if wide else torch.float32)
-    weights = _multipliers(weights)
-    numbers += (*vector(offsets), *vector(weights), num_bags, width, F64 if wide else F32, out.data_ptr())
+    weights = _multipliers("pooled_lookup", weights, rows, features)
+    numbers += (*bounds(offsets), *reals(weights), num_bags, width, F64 if wide else F32, out.data_ptr())
     call("pooled_lookup", numbers)
     return out
 
@@ -39,9 +41,11 @@ def pooled_lookup_weights(
 ) -> Tensor:
     """f[N], the gradient of the weights: <table[row], d_out[b]> summed over the weighted features that read the id."""
     rows, offsets, d_out = [r.contiguous() for r in rows], offsets.contiguous(), _with_rows(d_out)
-    numbers = _features(described_tables(tables), rows, offsets, features, d_out.shape[0])
+    described = described_tables(tables)
+    _width(tuple(features), tuple(described[3::4]), len(rows), of=d_out.shape[1])
+    numbers = _features(described, rows, offsets, features, d_out.shape[0])
     d_weights = torch.empty(weights.shape, dtype=torch.float64 if weights.dtype == torch.float64 else torch.float32)
-    numbers += (*vector(offsets), *vector(d_weights), *matrix(d_out))
+    numbers += (*bounds(offsets), *reals(d_weights), *matrix(d_out))
     call("pooled_lookup_weights", numbers)
     return d_weights.to(weights.dtype)
 
@@ -59,21 +63,33 @@ def scatter_rows_(table_: Tensor, rows: Tensor, count: Tensor, new: Tensor) -> N
 def gather_block(tables: list[Tensor], rows: Tensor) -> list[Tensor]:
     """`gather_rows` of several tables by the same rows."""
     rows, out, numbers = rows.contiguous(), [], [len(tables)]
+    named = ints(rows)
     for x in tables:
         out.append(empty((rows.shape[0], x.shape[1]), torch.float64 if x.dtype == torch.float64 else torch.float32))
         numbers += table(x)
         numbers += matrix(out[-1])
-    call("gather_block", [*numbers, *vector(rows)])
+    call("gather_block", [*numbers, *named])
     return out
 
 
 def scatter_block_(tables: list[Tensor], rows: Tensor, count: Tensor, new: list[Tensor]) -> None:
     """`scatter_rows_` of several tables by the same rows."""
     rows, new, numbers = rows.contiguous(), [_with_rows(x) for x in new], [len(tables)]
+    count = count.to(torch.int64)
+    if count.numel() != 1 or not count.is_cpu:
+        fail("scatter_rows_", "`count` is not one number.", list(count.shape), "i64[] on cpu", "torch.tensor(n)")
     for x, y in zip(tables, new, strict=True):
+        if y.shape != (rows.shape[0], x.shape[1]):
+            fail(
+                "scatter_rows_",
+                "`new` does not match.",
+                list(y.shape),
+                [*rows.shape, x.shape[1]],
+                "a row for each of `rows`",
+            )
         numbers += table(x)
         numbers += matrix(y)
-    call("scatter_block", [*numbers, *vector(rows), count.data_ptr()])
+    call("scatter_block", [*numbers, *ints(rows), count.data_ptr()])
 
 
 def _features(
@@ -88,14 +104,46 @@ def _features(
         )
     numbers = [len(described) // 4, *described, len(rows)]
     for r in rows:
-        numbers += vector(r)
+        numbers += ints(r)
     numbers.append(len(features) // INTS_PER_FEATURE)
     numbers += features
     return numbers
 
 
-def _multipliers(weights: Tensor | None) -> Tensor | None:
-    """Weights as contiguous f32, f64 for f64."""
+@functools.lru_cache(maxsize=1024)
+def _width(
+    features: tuple[int, ...], dims: tuple[int, ...], num_buffers: int, blocks: int = 1, of: int | None = None
+) -> int:
+    """The columns that features cover, each once, none across two of the `blocks`; or `of`, those that there are, each any times."""
+    found = [features[i : i + INTS_PER_FEATURE] for i in range(0, len(features), INTS_PER_FEATURE)]
+    for i, (t, r, first_bag, max_length, _, _, column) in enumerate(found):
+        is_there = 0 <= t < len(dims) and 0 <= r < num_buffers and min(first_bag, max_length, column) >= 0
+        if not is_there or (of is not None and column + dims[t] > of):
+            _fail_feature(i, found[i], f"{len(dims)} tables, {num_buffers} buffers of rows, {of} columns")
+    if of is not None:
+        return of
+    spans = sorted((column, column + dims[t], i) for i, (t, *_, column) in enumerate(found))
+    width = max([end for _, end, _ in spans], default=0)
+    part, at = width // max(blocks, 1), 0
+    for begin, end, i in spans:
+        if begin != at or blocks < 1 or width % blocks or (begin < end and begin // part != (end - 1) // part):
+            _fail_feature(i, found[i], f"columns without gaps, in {blocks} blocks of {width}")
+        at = end
+    return width
+
+
+def _fail_feature(i: int, feature: tuple[int, ...], there: str) -> None:
+    fail("lookup", f"feature {i} does not fit.", feature, f"what is there: {there}", "the numbers of forms.Feature")
+
+
+def _multipliers(call: str, weights: Tensor | None, rows: list[Tensor], features: list[int]) -> Tensor | None:
+    """Weights as contiguous f32, f64 for f64; enough of them for every feature that has weights."""
+    need = max((rows[r].shape[0] for r, is_weighted in zip(features[1::7], features[5::7]) if is_weighted), default=0)
+    if need > (0 if weights is None else weights.shape[0]):
+        got = None if weights is None else list(weights.shape)
+        fail(
+            call, "`weights` is missing or short.", got, f"a number for each of {need} ids", "features without weights"
+        )
     if weights is None:
         return None
     return weights.to(torch.float64 if weights.dtype == torch.float64 else torch.float32).contiguous()
@@ -104,4 +152,4 @@ def _multipliers(weights: Tensor | None) -> Tensor | None:
 def _with_rows(x: Tensor) -> Tensor:
     """x [M, C] in f32, f64 for f64, with contiguous rows; any stride from row to row stays."""
     x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+    return x if x.dim() != 2 or x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

@@ -14,6 +14,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ LEVELS = {"v4": 4, "v3": 3, "base": 0}  # best first; the least level of funcrec
 DTYPES = {
     torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3, torch.int32: 4, torch.int64: 5,
 }  # fmt: skip
+INTS, REALS = (torch.int32, torch.int64), (torch.float32, torch.float64)
+FLOATS = (*REALS, torch.float16, torch.bfloat16)
 ABSENT = (0, 0, -1)
 HUGE_PAGE, MADV_HUGEPAGE, MADV_COLLAPSE = 2 << 20, 14, 25  # MADV_COLLAPSE: Linux 6.1
 MIN_ADVISED = 4 << 20  # bytes of an output
@@ -33,12 +36,35 @@ def call(name: str, numbers: list[int]) -> None:
     numbers = (torch.get_num_threads(), *numbers)
     packed = struct.pack(f"{len(numbers)}q", *numbers)  # a quarter of the time of array("q", numbers)
     status = _entry(name)(packed)
-    if status:
-        raise (
-            MemoryError(f"funcrec.kernels.cpp.{name}: no memory")
-            if status == 1
-            else RuntimeError(f"funcrec.kernels.cpp.{name}: the compiled function failed with {status}")
+    if status == 1:
+        raise MemoryError(f"funcrec.kernels.cpp.{name}: no memory")
+    if status == 3:
+        fail(
+            name,
+            "the numbers do not fit each other.",
+            "those of this call",
+            "lanes, bags, ranks that are there",
+            "see ops",
         )
+    if status:
+        raise RuntimeError(f"funcrec.kernels.cpp.{name}: the compiled function failed with {status}")
+
+
+def fail(call: str, what: str, got: object, need: str, attempt: str, error: type[Exception] = ValueError) -> NoReturn:
+    raise error(f"funcrec.kernels.cpp.{call}: {what}\n  got   {got}\n  need  {need}\n  try   {attempt}")
+
+
+def check(x: Tensor, dims: int, dtypes: Sequence[torch.dtype]) -> int:
+    """The address of a tensor whose numbers the compiled object may read as they lie in memory."""
+    at = x.data_ptr() if x.is_cpu else 0
+    if x.dtype in dtypes and x.dim() == dims and x.is_cpu and not at % x.itemsize:
+        return at
+    got, names = f"{x.dtype}{list(x.shape)} on {x.device}", ", ".join(map(str, dtypes))
+    if x.dtype not in dtypes or not x.is_cpu:
+        fail("call", "a tensor is of another kind.", got, f"{names} on cpu", f"x.to({dtypes[0]})", TypeError)
+    if x.dim() != dims:
+        fail("call", "a tensor has another number of dimensions.", got, str(dims), "see its contract in ops")
+    fail("call", "numbers lie across their addresses.", f"{got} at {at}", f"a multiple of {x.itemsize}", "x.clone()")
 
 
 def table(x: Tensor) -> tuple[int, int, int, int]:
@@ -48,8 +74,7 @@ def table(x: Tensor) -> tuple[int, int, int, int]:
             f"funcrec.kernels.cpp: a table is not contiguous.\n  got   strides {x.stride()} of shape {tuple(x.shape)}\n"
             "  need  one row after the other\n  try   table.contiguous()"
         )
-    rows, dim = x.shape
-    return x.data_ptr(), DTYPES[x.dtype], rows, dim
+    return check(x, 2, FLOATS), DTYPES[x.dtype], *x.shape
 
 
 def tables(xs: Sequence[Tensor], width: int = 4) -> list[int]:
@@ -58,20 +83,31 @@ def tables(xs: Sequence[Tensor], width: int = 4) -> list[int]:
         return [n for x in xs for n in (*table(x), *[0] * (width - 4))]
     out = [0] * (width * len(xs))
     if xs:
-        out[::width], out[1::width] = map(Tensor.data_ptr, xs), [DTYPES[x.dtype] for x in xs]
+        out[::width], out[1::width] = [check(x, 2, FLOATS) for x in xs], [DTYPES[x.dtype] for x in xs]
         out[2::width], out[3::width] = zip(*[x.shape for x in xs])
     return out
 
 
-def vector(x: Tensor | None) -> tuple[int, int, int]:
-    """Contiguous vector [N] or None: pointer, dtype, N."""
-    return ABSENT if x is None else (x.data_ptr(), DTYPES[x.dtype], x.shape[0])
+def ints(x: Tensor) -> tuple[int, int, int]:
+    """Contiguous i32|i64[N]: pointer, dtype, N."""
+    return check(x, 1, INTS), DTYPES[x.dtype], x.shape[0]
+
+
+def bounds(x: Tensor) -> tuple[int, int, int]:
+    """Contiguous offsets, i32|i64[B + 1]."""
+    if x.shape == (0,):
+        fail("call", "offsets have no boundary.", "an empty tensor", "one more than there are bags", "torch.zeros(1)")
+    return ints(x)
+
+
+def reals(x: Tensor | None) -> tuple[int, int, int]:
+    """Contiguous f32|f64[N] or None: pointer, dtype, N."""
+    return ABSENT if x is None else (check(x, 1, REALS), DTYPES[x.dtype], x.shape[0])
 
 
 def matrix(x: Tensor) -> tuple[int, int, int, int, int]:
-    """Matrix [M, C] with contiguous rows: pointer, dtype, M, C, stride of rows."""
-    rows, columns = x.shape
-    return x.data_ptr(), DTYPES[x.dtype], rows, columns, x.stride(0)
+    """Matrix f32|f64|i32|i64[M, C] with contiguous rows: pointer, dtype, M, C, stride of rows."""
+    return check(x, 2, (*REALS, *INTS)), DTYPES[x.dtype], *x.shape, x.stride(0)
 
 
 def real(x: float) -> int:

@@ -69,6 +69,7 @@ def _update(
     lr, step, key = when
     lr, step = lr.to(torch.float64), step.to(torch.int64)
     key = None if key is None else key.contiguous()
+    _check_numbers(call, (lr, step), key, tables, names)
     keys = 0 if key is None else key.data_ptr()
     bad = array("q", [-1, -1])
     numbers = [bad.buffer_info()[0], number, lr.data_ptr(), step.data_ptr(), *hyper, len(names), len(tables)]
@@ -81,6 +82,21 @@ def _update(
     if bad[1] >= 0:
         _fail_window(call, tables[bad[1]], int(windows[0][bad[1]]), windows[1][bad[1]])
     del kept
+
+
+def _check_numbers(call: str, numbers: Sequence[Tensor], key: Tensor | None, tables, names: Sequence[str]) -> None:
+    if not all(x.numel() == 1 and x.is_cpu for x in numbers):
+        got = [f"{list(x.shape)} on {x.device}" for x in numbers]
+        _native.fail(call, "`lr` or `step` is not one number.", got, "f64[] and i64[] on cpu", "torch.tensor(lr)")
+    if key is not None and (key.dtype, key.shape, key.is_cpu) != (torch.int64, (len(tables),), True):
+        got = f"{key.dtype}{list(key.shape)} on {key.device}"
+        _native.fail(
+            call, "`key` does not match.", got, f"i64[{len(tables)}], one for each table", "None to round to nearest"
+        )
+    if len(names) > MOST_SLOTS:
+        _native.fail(
+            call, "a rule has too many slots.", len(names), f"at most {MOST_SLOTS}", "one wider slot for several"
+        )
 
 
 def windows_of(call: str, tables: Sequence[Tensor], first: Tensor | None, dims: Sequence[int]):
@@ -104,7 +120,8 @@ def _trained(
         at, mine = 4 + 3 * j, slots[j::each]
         numbers[at::width] = map(Tensor.data_ptr, mine)
         numbers[at + 1 :: width] = [_native.DTYPES.get(x.dtype, -1) for x in mine]
-        numbers[at + 2 :: width] = [x.numel() if x.is_contiguous() else -1 for x in mine]
+        is_fit = lambda x: x.is_contiguous() and x.is_cpu and not x.data_ptr() % x.itemsize
+        numbers[at + 2 :: width] = [x.numel() if is_fit(x) else -1 for x in mine]
     if keys:
         numbers[before::width] = [keys + 8 * i if x.element_size() == 2 else 0 for i, x in enumerate(tables)]
     if windows is None:
@@ -166,8 +183,9 @@ def _terms(d, rows, offsets, weights, segments) -> tuple[list[int], object]:
     numbers = [len(d), len(rows), len(offsets), len(weights), len(segments) // 10]
     for x in d:
         numbers += _native.matrix(x)
-    for x in (*rows, *offsets, *weights):
-        numbers += _native.vector(x)
+    for describe, each in ((_native.ints, rows), (_native.bounds, offsets), (_native.reals, weights)):
+        for x in each:
+            numbers += describe(x)
     numbers += segments
     return numbers, (d, rows, offsets, weights)
 
@@ -175,7 +193,7 @@ def _terms(d, rows, offsets, weights, segments) -> tuple[list[int], object]:
 def _gradient(x: Tensor) -> Tensor:
     """f32|f64 with contiguous rows."""
     x = x if x.dtype == torch.float64 else x.to(torch.float32)
-    return x if x.shape[1] < 2 or x.stride(1) == 1 else x.contiguous()
+    return x if x.dim() != 2 or x.shape[1] < 2 or x.stride(1) == 1 else x.contiguous()
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 // How Python calls: each entry point takes one array of i64 (sizes, flags, pointers, bits of doubles) and returns 0,
-// or 1 for no memory, 2 for anything else. `Reader` takes the array apart in the order in which _native.py's callers
+// or 1 for no memory, 3 for numbers that do not fit each other, 2 for anything else. `Reader` takes the array apart in the order in which _native.py's callers
 // wrote it; the first number is always the number of threads.
 #pragma once
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <stdexcept>
+#include <vector>
 
 #define FUNCREC_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -53,6 +55,7 @@ struct Ints {
   int64_t size;
   bool wide;
   explicit Ints(const Vector& v) : data(v.data), size(v.size), wide(v.dtype == I64) {}
+  explicit Ints(const std::vector<int64_t>& v) : data(v.data()), size(v.size()), wide(true) {}
   int64_t operator[](int64_t i) const {
     return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
   }
@@ -69,13 +72,31 @@ struct Reals {
   }
 };
 
+template <class I> bool ascends(const I* x, int64_t n) {
+  I descents = 0;  // counted without a branch, in vectors
+  for (int64_t i = 1; i < n; i++) descents |= x[i] < x[i - 1];
+  return descents == 0;
+}
+
+// Offsets as every operation reads them: their running maximum, so that bags share no position. Those that ascend are that already;
+// for others it is made in `memory`. What lies outside a buffer is cut off where a bag is read.
+inline Ints ascending(const Ints& offsets, std::vector<int64_t>& memory) {
+  const int64_t n = offsets.size;
+  if (offsets.wide ? ascends(static_cast<const int64_t*>(offsets.data), n) : ascends(static_cast<const int32_t*>(offsets.data), n))
+    return offsets;
+  memory.resize(n);
+  int64_t last = offsets[0];
+  for (int64_t b = 0; b < n; b++) memory[b] = last = offsets[b] > last ? offsets[b] : last;
+  return Ints(memory);
+}
+
 // Positions [begin, end) of a buffer.
 struct Range {
   int64_t begin, end;
   int64_t size() const { return end - begin; }
 };
 
-// Bag `b` of `offsets`, inside a buffer of n positions whatever the offsets say, cut to max_length (0: not cut).
+// Bag `b` of ascending offsets, inside a buffer of n positions whatever they say, cut to max_length (0: not cut).
 inline Range bag(const Ints& offsets, int64_t b, int64_t n, int64_t max_length) {
   int64_t begin = offsets[b], end = offsets[b + 1];
   begin = begin < 0 ? 0 : begin > n ? n : begin;
@@ -92,7 +113,8 @@ struct Reader {
   template <class T> T* pointer() { return reinterpret_cast<T*>(*at++); }
   Table table() { Table t{reinterpret_cast<char*>(at[0]), at[1], at[2], at[3]}; at += 4; return t; }
   Vector vector() { Vector v{reinterpret_cast<char*>(at[0]), at[1], at[2]}; at += 3; return v; }
-  Matrix matrix() { Matrix m{reinterpret_cast<char*>(at[0]), at[1], at[2], at[3], at[4]}; at += 5; return m; }
+  // Rows without columns lie at its beginning, which may be null.
+  Matrix matrix() { Matrix m{reinterpret_cast<char*>(at[0]), at[1], at[2], at[3], at[3] ? at[4] : 0}; at += 5; return m; }
 };
 
 // f(Type<E>) for the element type E of a table.
@@ -117,6 +139,8 @@ template <class F> int64_t guarded(F&& f) {
     return 0;
   } catch (const std::bad_alloc&) {
     return 1;
+  } catch (const std::out_of_range&) {
+    return 3;
   } catch (...) {
     return 2;
   }

@@ -55,8 +55,8 @@ template <class F> void for_bags(int64_t threads, int64_t num_bags, int64_t byte
   });
 }
 
-// Boundaries that ascend within [0, n], whatever `offsets` holds: bags then share no position.
-inline std::vector<int64_t> ascending(const Ints& offsets, int64_t n) {
+// Boundaries that ascend within [0, n], whatever `offsets` holds.
+inline std::vector<int64_t> bounds_of(const Ints& offsets, int64_t n) {
   std::vector<int64_t> bounds(offsets.size);
   int64_t last = 0;
   for (int64_t b = 0; b < offsets.size; b++) bounds[b] = last = std::max(last, std::min(n, offsets[b]));
@@ -80,7 +80,8 @@ inline void take_ranges(Reader in) {
   const int64_t capacity = in.number(), num_bags = lengths.size;
   int64_t* offsets = in.pointer<int64_t>();
   sum_lengths(lengths, offsets);
-  const auto bounds = ascending(Ints(Vector{reinterpret_cast<char*>(offsets), I64, num_bags + 1}), capacity);
+  if (bytes == 0) return;
+  const auto bounds = bounds_of(Ints(Vector{reinterpret_cast<char*>(offsets), I64, num_bags + 1}), capacity);
   for_bags(threads, num_bags, capacity * bytes, [&](int64_t b, int64_t last) {
     const int64_t length = bounds[b + 1] - bounds[b], start = starts[b];
     char* to = out + bounds[b] * bytes;
@@ -88,11 +89,11 @@ inline void take_ranges(Reader in) {
       const int64_t writable = (bounds[last] - bounds[b]) * bytes, readable = (num_values - start) * bytes;
       return copy_bytes_within(to, writable, values + start * bytes, readable, length * bytes);
     }
-    const int64_t before = start < 0 ? (start <= -length ? length : -start) : 0;  // positions below 0, and beyond the end
-    const int64_t stop = start >= num_values ? before : std::max(before, std::min(length, num_values - start));
+    const int64_t before = start < 0 ? (start <= -length ? length : -start) : 0;  // positions below 0
+    const int64_t from = start < 0 ? 0 : std::min(start, num_values), taken = std::min(length - before, num_values - from);
     zero_bytes(to, before * bytes);
-    copy_bytes(to + before * bytes, values + (start + before) * bytes, (stop - before) * bytes);
-    zero_bytes(to + stop * bytes, (length - stop) * bytes);
+    copy_bytes(to + before * bytes, values + from * bytes, taken * bytes);
+    zero_bytes(to + (before + taken) * bytes, (length - before - taken) * bytes);
   });
   zero_bytes(out + bounds[num_bags] * bytes, (capacity - bounds[num_bags]) * bytes);
 }
@@ -125,7 +126,7 @@ inline void take_ranges_transpose(Reader in) {
   const int64_t num_values = in.number();
   std::vector<int64_t> offsets(lengths.size + 1);
   sum_lengths(lengths, offsets.data());
-  const auto bounds = ascending(Ints(Vector{reinterpret_cast<char*>(offsets.data()), I64, lengths.size + 1}), d.rows);
+  const auto bounds = bounds_of(Ints(offsets), d.rows);
   auto add = [&](auto one) {
     using E = decltype(one);
     add_ranges(threads, d.as<E>(), d.columns, starts, bounds, num_values, reinterpret_cast<E*>(out));
@@ -133,19 +134,31 @@ inline void take_ranges_transpose(Reader in) {
   d.dtype == F64 ? add(double{}) : add(float{});
 }
 
+// An array of numbers at any address.
+template <class E> struct Unaligned {
+  char* p;
+  E operator[](int64_t i) const {
+    E x;
+    std::memcpy(&x, p + i * int64_t(sizeof(E)), sizeof(E));
+    return x;
+  }
+  void put(int64_t i, E x) const { std::memcpy(p + i * int64_t(sizeof(E)), &x, sizeof(E)); }
+};
+
 // to[l] = l < length ? from[l] : fill for l < n, all of `from` being there to read: without a branch on the length.
-template <class E> inline void pad_bag(E* __restrict to, const E* __restrict from, int64_t length, int64_t n, E fill) {
+template <class E> inline void pad_bag(char* __restrict to_bytes, char* __restrict from_bytes, int64_t length, int64_t n, E fill) {
   constexpr int64_t W = 64 / sizeof(E);
+  const Unaligned<E> to{to_bytes}, from{from_bytes};
   auto block = [&](int64_t l) {
     for (int64_t i = l; i < l + W; i++) {
       const E x = from[i];
-      to[i] = i < length ? x : fill;
+      to.put(i, i < length ? x : fill);
     }
   };
   if (n <= W) {
     for (int64_t l = 0; l < n; l++) {  // a conditional would become a branch here
       const E inside = E(0) - E(l < length);
-      to[l] = (from[l] & inside) | (fill & ~inside);
+      to.put(l, (from[l] & inside) | (fill & ~inside));
     }
     return;
   }
@@ -153,37 +166,32 @@ template <class E> inline void pad_bag(E* __restrict to, const E* __restrict fro
   if (n % W) block(n - W);
 }
 
-// Bags of single numbers.
-template <class I, class E> void pad_numbers(int64_t threads, const I* offsets, int64_t num_bags, const E* values,
-                                             int64_t num_values, int64_t max_length, E fill, E* out) {
-  for_bags(threads, num_bags, num_bags * max_length * sizeof(E), [&](int64_t b, int64_t) {
-    const int64_t begin = std::min<int64_t>(std::max<int64_t>(offsets[b], 0), num_values);
-    const int64_t length = std::min<int64_t>(offsets[b + 1], num_values) - begin;
-    E* to = out + b * max_length;
-    if (begin <= num_values - max_length) return pad_bag(to, values + begin, length, max_length, fill);
-    for (int64_t l = 0; l < max_length; l++) to[l] = l < length ? values[begin + l] : fill;
+// Bags of positions with the bytes of one number, whatever they hold.
+template <class E> void pad_numbers(int64_t threads, const Ints& offsets, int64_t num_bags, char* values, int64_t num_values,
+                                    int64_t max_length, E fill, char* out) {
+  constexpr int64_t bytes = sizeof(E);
+  for_bags(threads, num_bags, num_bags * max_length * bytes, [&](int64_t b, int64_t) {
+    const Range r = bag(offsets, b, num_values, 0);
+    char *const to = out + b * max_length * bytes, *const from = values + r.begin * bytes;
+    if (r.begin <= num_values - max_length) return pad_bag(to, from, r.size(), max_length, fill);
+    for (int64_t l = 0; l < max_length; l++) Unaligned<E>{to}.put(l, l < r.size() ? Unaligned<E>{from}[l] : fill);
   });
 }
 
 // out[b, l] = values[offsets[b] + l] while in bag b, else `fill`, one position's bytes.
 inline void to_padded(Reader in) {
   const int64_t threads = in.number();
-  const char* values = in.pointer<char>();
+  char* const values = in.pointer<char>();
   const int64_t num_values = in.number(), bytes = in.number();
-  const Vector offsets_in = in.vector();
-  const Ints offsets(offsets_in);
+  std::vector<int64_t> memory;
+  const Ints offsets = ascending(Ints(in.vector()), memory);
   const int64_t max_length = in.number(), num_bags = offsets.size - 1;
   const char* fill = in.pointer<char>();
   char* out = in.pointer<char>();
-  if (max_length == 0) return;
+  if (max_length == 0 || bytes == 0) return;
   auto numbers = [&](auto one) {
-    using E = decltype(one);
-    std::memcpy(&one, fill, sizeof(E));
-    with_int_type(offsets_in.dtype, [&](auto tag) {
-      using I = typename decltype(tag)::type;
-      pad_numbers(threads, offsets_in.as<I>(), num_bags, reinterpret_cast<const E*>(values), num_values, max_length, one,
-                  reinterpret_cast<E*>(out));
-    });
+    std::memcpy(&one, fill, sizeof one);
+    pad_numbers(threads, offsets, num_bags, values, num_values, max_length, one, out);
   };
   if (bytes == 8) return numbers(uint64_t{});
   if (bytes == 4) return numbers(uint32_t{});
@@ -207,7 +215,8 @@ inline void from_padded(Reader in) {
   const int64_t num_bags = offsets.size - 1;
   char* out = in.pointer<char>();
   const int64_t capacity = in.number();
-  const auto bounds = ascending(offsets, capacity);
+  if (bytes == 0) return;
+  const auto bounds = bounds_of(offsets, capacity);
   zero_bytes(out, bounds[0] * bytes);
   for_bags(threads, num_bags, capacity * bytes, [&](int64_t b, int64_t last) {
     const int64_t length = bounds[b + 1] - bounds[b], taken = std::min(length, max_length);
@@ -230,14 +239,14 @@ struct Owner {
   double inverse;
   Owner(int64_t block, int64_t num_shards) : block(block), num_shards(num_shards), inverse(1.0 / double(block)) {
     const int64_t most = std::numeric_limits<int64_t>::max();
-    end = num_shards > 0 && block > most / num_shards ? most : block * num_shards;
+    end = num_shards > 0 && block > most / num_shards ? uint64_t(most) + 1 : block * num_shards;
     if (end <= uint64_t(1) << 32 && block > 1) scale = ~uint64_t(0) / uint64_t(block) + 1;
   }
   int64_t operator()(int64_t row) const {
     if (uint64_t(row) >= end) return -1;
     if (scale) return int64_t((unsigned __int128)(uint64_t(row)) * scale >> 64);
     int64_t shard = int64_t(double(row) * inverse);
-    const int64_t rest = row - shard * block;
+    const int64_t rest = int64_t(uint64_t(row) - uint64_t(shard) * uint64_t(block));  // shard · block may be 2^63
     return shard + (rest >= block) - (rest < 0);
   }
 };
@@ -294,7 +303,7 @@ inline void bucketize(Reader in) {
   Buckets to;
   to.weights = in.pointer<char>(), to.weight_bytes = in.number();
   to.lengths = in.pointer<int64_t>(), to.positions = in.pointer<int64_t>(), to.new_weights = in.pointer<char>();
-  const auto bounds = ascending(Ints(offsets), rows.size);
+  const auto bounds = bounds_of(Ints(offsets), rows.size);
   zero_bytes(reinterpret_cast<char*>(to.lengths), num_shards * (offsets.size - 1) * 8);
   with_int_type(rows.dtype, [&](auto tag) {
     using I = typename decltype(tag)::type;

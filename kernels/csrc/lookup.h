@@ -224,7 +224,8 @@ inline std::vector<Feature> read_features(Reader& in) {
     const int64_t first_bag = in.number(), max_length = in.number();
     const bool mean = in.number(), weighted = in.number();
     const int64_t bytes = t.dim * (t.dtype == F64 ? 8 : t.dtype == F32 ? 4 : 2);
-    features.push_back({t, ids, first_bag, max_length, in.number(), bytes, mean, weighted, false, nullptr});
+    const Feature f{t, ids, first_bag, max_length, in.number(), bytes, mean, weighted, false, nullptr};
+    if (t.dim > 0) features.push_back(f);
   }
   return features;
 }
@@ -246,7 +247,8 @@ inline void pooled_lookup(Reader in) {
   auto features = read_features(in);
   const Vector offsets = in.vector(), weights = in.vector();
   const int64_t num_bags = in.number(), columns = in.number(), out_dtype = in.number();
-  Lookup call{std::move(features), Ints(offsets), Reals(weights), num_bags, columns, in.pointer<char>()};
+  std::vector<int64_t> memory;
+  Lookup call{std::move(features), ascending(Ints(offsets), memory), Reals(weights), num_bags, columns, in.pointer<char>()};
   if (num_bags == 0 || call.features.empty()) return;
   // Only whole lines are streamed: the column in which a feature may begin is a multiple of this; 0 for nowhere.
   const int64_t bytes = out_dtype == F64 ? 8 : 4, line = 64 / bytes;
@@ -301,7 +303,7 @@ void add_weight_gradients(const Lookup& call, const Feature& f, const Matrix& d,
     for (int64_t i = std::max(r.begin, part.begin); i < std::min(r.end, part.end); i++) {
       const int64_t row = f.rows[i];
       if (uint64_t(row) >= uint64_t(f.table.rows)) continue;
-      if (i + FAR < r.end) prefetch<2>(f.table.data + uint64_t(f.rows[i + FAR]) * f.row_bytes, f.row_bytes);
+      if (i + FAR < r.end) prefetch<2>(row_address(f.table.data, f.rows[i + FAR], f.row_bytes), f.row_bytes);
       out[i] += dot<Acc<E>>(table + row * f.table.dim, row_of_d, f.table.dim) / length;
     }
   }
@@ -313,14 +315,16 @@ inline void pooled_lookup_weights(Reader in) {
   auto features = read_features(in);
   const Vector offsets = in.vector(), out = in.vector();
   const Matrix d = in.matrix();
-  const Lookup call{std::move(features), Ints(offsets), Reals(), d.rows, d.columns, nullptr};
+  std::vector<int64_t> memory;
+  const Lookup call{std::move(features), ascending(Ints(offsets), memory), Reals(), d.rows, d.columns, nullptr};
   int64_t dims = 0;
   for (const Feature& f : call.features) dims += f.table.dim;
   if (out.size * dims < MIN_WORK) threads = 1;
   const int64_t parts = threads > 1 ? std::min(4 * threads, out.size) : 1;
   parallel_for(threads, parts, [&](int64_t p) {
     const Range part{out.size * p / parts, out.size * (p + 1) / parts};
-    std::memset(out.data + part.begin * (out.dtype == F64 ? 8 : 4), 0, part.size() * (out.dtype == F64 ? 8 : 4));
+    if (out.dtype == F64) std::fill(out.as<double>() + part.begin, out.as<double>() + part.end, 0.0);
+    else std::fill(out.as<float>() + part.begin, out.as<float>() + part.end, 0.0f);
     for (const Feature& f : call.features) {
       if (!f.weighted) continue;
       with_table_type(f.table.dtype, [&](auto tag) {

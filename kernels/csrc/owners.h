@@ -100,7 +100,7 @@ void write_whole(const OwnerBlocks& to, const OwnedLane& lane, Range bags, int64
     if (place + r.size() <= limit && !to.places) {
       for (int64_t i = r.begin; i < r.end; i++) {
         const int64_t row = ids[i];
-        block[place] = O(row + p.shift);
+        block[place] = O(uint64_t(row) + uint64_t(p.shift));  // a row outside is any number
         place += uint64_t(row) < end;
       }
     } else {
@@ -157,15 +157,27 @@ inline std::vector<OwnedLane> owned_lanes(Reader in, int64_t num_numbers) {
   const int64_t* end = in.at + num_numbers;
   std::vector<OwnedLane> lanes;
   while (in.at < end) {
+    if (end - in.at < 5 || in.at[4] < 0 || in.at[4] > (end - in.at - 5) / 2) throw std::out_of_range("a lane's parts");
     const int64_t first_bag = in.number(), max_length = in.number(), num_rows = in.number(), part = in.number();
     const int64_t num_parts = in.number();
     OwnedLane lane{first_bag, max_length, Owner(std::max<int64_t>(part, 1), num_parts), {}};
     lane.owner.end = std::min(lane.owner.end, uint64_t(std::max<int64_t>(num_rows, 0)));
-    for (int64_t i = 0; i < num_parts; i++) lane.parts.push_back({in.at[i], in.at[num_parts + i] - i * part, -1});
+    for (int64_t i = 0; i < num_parts; i++)
+      lane.parts.push_back({in.at[i], int64_t(uint64_t(in.at[num_parts + i]) - uint64_t(i) * uint64_t(part)), -1});
     in.at += 2 * num_parts;
     lanes.push_back(std::move(lane));
   }
   return lanes;
+}
+
+// Whether two lanes read the same bags.
+inline bool is_shared(const std::vector<OwnedLane>& lanes, int64_t num_bags) {
+  std::vector<int64_t> firsts;
+  for (const OwnedLane& lane : lanes) firsts.push_back(lane.first_bag);
+  std::sort(firsts.begin(), firsts.end());
+  for (size_t i = 1; i < firsts.size(); i++)
+    if (firsts[i - 1] >= 0 && firsts[i] - firsts[i - 1] < num_bags) return true;
+  return false;
 }
 
 // ids [N], offsets -> blocks [n, room + K * B]: each rank's rows, lane by lane and bag by bag, -1 behind them, then the
@@ -173,7 +185,8 @@ inline std::vector<OwnedLane> owned_lanes(Reader in, int64_t num_numbers) {
 inline void owner_blocks(Reader in) {
   const int64_t threads = in.number();
   const Vector ids = in.vector(), offsets = in.vector();
-  OwnerBlocks to{ids, Ints(offsets), {}, 0, 0, 0, {}, nullptr, nullptr};
+  std::vector<int64_t> memory;
+  OwnerBlocks to{ids, ascending(Ints(offsets), memory), {}, 0, 0, 0, {}, nullptr, nullptr};
   const int64_t num_numbers = in.number();
   to.lanes = owned_lanes(in, num_numbers), in.at += num_numbers;
   const int64_t num_slots = in.number();
@@ -185,8 +198,9 @@ inline void owner_blocks(Reader in) {
   to.places = in.pointer<int64_t>();
   if (!placed) to.places = nullptr;
   const int64_t each = num_slots / std::max<int64_t>(to.num_ranks, 1);
+  if (placed && is_shared(to.lanes, to.num_bags)) throw std::out_of_range("ids of two lanes");
   for (OwnedLane& lane : to.lanes) {
-    if (lane.first_bag < 0 || lane.first_bag + to.num_bags >= std::max<int64_t>(offsets.size, 1))
+    if (lane.first_bag < 0 || lane.first_bag > offsets.size - 1 - to.num_bags)
       throw std::out_of_range("a lane's bags");
     for (OwnedPart& p : lane.parts) {
       if (p.rank < 0 || p.rank >= to.num_ranks) throw std::out_of_range("a rank");

@@ -45,7 +45,7 @@ template <class F, class G>
 FUNCREC_INLINE void for_rows(const Table& t, const Ints& ids, int64_t begin, int64_t end, const F& f, const G& outside) {
   const int64_t bytes = t.dim * (t.dtype == F64 ? 8 : t.dtype == F32 ? 4 : 2);
   const auto fetch = [&](int64_t i) __attribute__((always_inline)) {
-    if (i < end) prefetch<2>(t.data + uint64_t(ids[i]) * bytes, bytes);
+    if (i < end) prefetch<2>(row_address(t.data, ids[i], bytes), bytes);
   };
   for (int64_t i = begin; i < begin + FAR; i++) fetch(i);
   for (int64_t i = begin; i < end; i++) {
@@ -60,10 +60,10 @@ FUNCREC_INLINE void for_rows(const Table& t, const Ints& ids, int64_t begin, int
 // f(number of threads, targets, ids) with what Python passes: [threads, n and (table, matrix) each, rows]
 template <class F> void with_targets(Reader& in, const F& f) {
   const int64_t threads = in.number();
-  std::vector<Target> targets(in.number());
-  for (Target& t : targets) {
-    t.table = in.table();
-    t.rows = in.matrix();
+  std::vector<Target> targets;
+  for (int64_t n = in.number(); n > 0; n--) {
+    const Target t{in.table(), in.matrix()};
+    if (t.table.dim > 0) targets.push_back(t);
   }
   f(threads, targets, Ints(in.vector()));
 }

@@ -245,9 +245,14 @@ template <class A, int W> FUNCREC_INLINE Vec<A, W> square_root(const Vec<A, W>& 
 
 // Asks for the cache lines of `bytes` at p. LEVEL 1: into L1, 2: into L2. Never faults, so p may be any address.
 template <int LEVEL> FUNCREC_INLINE void prefetch(const void* p, int64_t bytes) {
-  const char* at = static_cast<const char*>(p);
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, LEVEL == 1 ? 3 : 2);
+  const uintptr_t at = reinterpret_cast<uintptr_t>(p);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const void*>(at + i), 0, LEVEL == 1 ? 3 : 2);
   asm volatile("");  // GCC takes a function that only prefetches for one without effect, and drops calls to it
+}
+
+// Where row `row` of `bytes` each would lie, for a prefetch: the row may be any number.
+FUNCREC_INLINE const void* row_address(const void* rows, uint64_t row, int64_t bytes) {
+  return reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(rows) + row * uint64_t(bytes));
 }
 
 // Reads the byte at p, which must be readable, and waits for nothing: a fetch into L1 that is never given up.

@@ -25,7 +25,8 @@ struct Segment {
 // What Python passes of a cotangent, and the segments of each table.
 struct Terms {
   std::vector<Matrix> d;
-  std::vector<Vector> rows, offsets, weights;
+  std::vector<Vector> rows, weights;
+  std::vector<Ints> offsets;
   const Segment* segments;
   int64_t num_segments;
   std::vector<std::vector<const Segment*>> of;
@@ -35,8 +36,10 @@ struct Terms {
   Terms(Reader& in, const std::vector<int64_t>& shapes, int64_t* bad) : of(shapes.size() / 2) {
     const int64_t counts[5] = {in.number(), in.number(), in.number(), in.number(), in.number()};
     for (int64_t i = 0; i < counts[0]; i++) d.push_back(in.matrix());
-    for (auto [list, n] : {std::pair{&rows, counts[1]}, {&offsets, counts[2]}, {&weights, counts[3]}})
-      for (int64_t i = 0; i < n; i++) list->push_back(in.vector());
+    for (int64_t i = 0; i < counts[1]; i++) rows.push_back(in.vector());
+    memory_.resize(counts[2]);
+    for (auto& memory : memory_) offsets.push_back(ascending(Ints(in.vector()), memory));
+    for (int64_t i = 0; i < counts[3]; i++) weights.push_back(in.vector());
     segments = reinterpret_cast<const Segment*>(in.at);
     num_segments = counts[4];
     is_wide = !d.empty() && d[0].dtype == F64;
@@ -56,28 +59,26 @@ struct Terms {
   bool fits(const Segment& s, const std::vector<int64_t>& shapes) const {
     const auto within = [](int64_t i, const auto& list) { return i >= 0 && i < int64_t(list.size()); };
     if (!within(s.table, of) || !within(s.d, d) || !within(s.rows, rows)) return false;
-    if (s.column < 0 || s.column + shapes[2 * s.table + 1] > d[s.d].columns) return false;
+    if (s.column < 0 || s.column > d[s.d].columns - shapes[2 * s.table + 1]) return false;
     if (s.num_bags < 0 || s.num_bags > d[s.d].rows || s.max_length < 0) return false;
     if (s.weights >= 0 && (!within(s.weights, weights) || weights[s.weights].size < rows[s.rows].size)) return false;
     if (s.offsets < 0) return s.num_bags <= rows[s.rows].size;
-    return within(s.offsets, offsets) && s.first_bag >= 0 && s.first_bag + s.num_bags < offsets[s.offsets].size;
+    return within(s.offsets, offsets) && s.first_bag >= 0 && s.first_bag < offsets[s.offsets].size - s.num_bags;
   }
+
+  std::vector<std::vector<int64_t>> memory_;
 };
 
-// f(i, bag, length) for the positions i of a segment, in order: `length` is the bag's for a mean, else 1. However the
-// offsets run, no more positions are taken than lie between the first and the last of them.
+// f(i, bag, length) for the positions i of a segment, in order: `length` is the bag's for a mean, else 1.
 template <class F> FUNCREC_INLINE void positions(const Terms& terms, const Segment& s, const F& f) {
   if (s.offsets < 0) {
     for (int64_t i = 0; i < s.num_bags; i++) f(i, i, int64_t(1));
     return;
   }
-  const Ints offsets(terms.offsets[s.offsets]);
+  const Ints offsets = terms.offsets[s.offsets];
   const int64_t n = terms.rows[s.rows].size;
-  int64_t left = std::clamp<int64_t>(offsets[s.first_bag + s.num_bags], 0, n) - std::clamp<int64_t>(offsets[s.first_bag], 0, n);
-  for (int64_t b = 0; b < s.num_bags && left > 0; b++) {
-    Range at = bag(offsets, s.first_bag + b, n, s.max_length);
-    at.end = std::min(at.end, at.begin + left);
-    left -= at.size();
+  for (int64_t b = 0; b < s.num_bags; b++) {
+    const Range at = bag(offsets, s.first_bag + b, n, s.max_length);
     for (int64_t i = at.begin; i < at.end; i++) f(i, b, s.mean ? at.size() : 1);
   }
 }
@@ -85,9 +86,9 @@ template <class F> FUNCREC_INLINE void positions(const Terms& terms, const Segme
 // How many positions at most `positions` runs over.
 inline int64_t most_positions(const Terms& terms, const Segment& s) {
   if (s.offsets < 0) return s.num_bags;
-  const Ints offsets(terms.offsets[s.offsets]);
+  const Ints& offsets = terms.offsets[s.offsets];
   const int64_t n = terms.rows[s.rows].size, first = offsets[s.first_bag], last = offsets[s.first_bag + s.num_bags];
-  return std::max<int64_t>(0, std::clamp<int64_t>(last, 0, n) - std::clamp<int64_t>(first, 0, n));
+  return std::clamp<int64_t>(last, 0, n) - std::clamp<int64_t>(first, 0, n);
 }
 
 // Segments of one table, in their order, and a range [first, last] that holds all their rows.

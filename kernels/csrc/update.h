@@ -183,7 +183,7 @@ inline int64_t unfit_slot(const std::vector<Trained>& tables, int64_t number, co
 inline int64_t unfit_window(const std::vector<Trained>& tables) {
   for (size_t i = 0; i < tables.size(); i++) {
     const Trained& t = tables[i];
-    if (t.wide < t.table.dim || (t.is_window() && (*t.first < 0 || *t.first + t.table.dim > t.wide))) return int64_t(i);
+    if (t.wide < t.table.dim || (t.is_window() && (*t.first < 0 || *t.first > t.wide - t.table.dim))) return int64_t(i);
   }
   return -1;
 }
@@ -222,7 +222,10 @@ inline void fused_update(Reader in) {
     else each.code.start<float>(float(lr), float(t));
   }
   std::vector<std::vector<Cluster>> of;
-  for (int64_t t = 0; t < int64_t(tables.size()); t++) of.push_back(clusters(terms, t, tables[t].table.rows));
+  for (int64_t t = 0; t < int64_t(tables.size()); t++) {
+    const bool is_empty = tables[t].table.dim == 0;  // rows without columns: nothing to write, nor an address
+    of.push_back(is_empty ? std::vector<Cluster>() : clusters(terms, t, tables[t].table.rows));
+  }
   const std::vector<Class> work = classes(terms, of, threads);
   parallel_for(threads, work.size(), [&](int64_t i) {
     thread_local Group group;

@@ -139,5 +139,5 @@ def test_a_rank_that_is_not_there():
     """The C++ kernel refuses a lane of a rank, or of bags, that the call does not have: it would write outside its answer."""
     ids, offsets = torch.arange(4), torch.tensor([0, 2, 4])
     for lane in (Owners(0, 0, 4, 4, (1,), (0,)), Owners(1, 0, 4, 4, (0,), (0,)), Owners(-1, 0, 4, 4, (0,), (0,))):
-        with pytest.raises(RuntimeError, match="owner_blocks"):
+        with pytest.raises(ValueError, match="owner_blocks"):
             ops.owner_blocks(ids, offsets, [lane], [[0]], 2, 4, implementation="cpp")

@@ -30,7 +30,7 @@ def ids(n: int, num_rows: int, dtype: torch.dtype) -> Tensor:
 
 def offsets(num_bags: int, first: int, ends: int, dtype: torch.dtype) -> Tensor:
     cuts = torch.randint(first, ends + 1, (num_bags + 1,)).sort().values
-    return torch.cat([torch.tensor([10**6, -5]), cuts, torch.tensor([-(10**6)])]).to(dtype)
+    return torch.cat([torch.tensor([-(10**6), -5]), cuts, torch.tensor([-(10**6)])]).to(dtype)
 
 
 def make(shapes: list[tuple[int, int]], dtype=torch.float32, seed=0, n=200, bags=40) -> Call:

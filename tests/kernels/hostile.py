@@ -1,0 +1,216 @@
+"""Generated calls of every C++ operation on whatever its types allow: each against the reference, and on one and on two threads.
+
+    check(operation, seed, place)       for operation in OPERATIONS
+
+Offsets descend, are negative, lie beyond the buffer or are the least and largest integers; so are ids; sizes are 0, null pointers
+come with them; inputs have strides. `place` puts each input where reading beyond it is found out (guarded.py, a sanitizer). What
+moves numbers must be the reference's, bit for bit; what sums them must be as near to the reference in f64 as its precision lets it;
+two threads must give the bits of one. Shapes: B bags, N ids, R rows, D dim.
+"""
+
+from collections.abc import Callable
+
+import torch
+from funcrec.kernels import library, ops, reference
+from funcrec.kernels.forms import accumulation_dtype
+from hostile_draw import BF16, EXTREMES, F32, F64, FLOATS, I32, I64, MOVED, Draw, Result, padded_weights, size, wide
+from hostile_updates import UPDATES
+from torch import Tensor
+
+library.load("cpp")  # torch.ops.funcrec_cpp
+
+# -- lookups -----------------------------------------------------------------------------------------------------
+
+
+def lookup_inputs(draw: Draw, weights_dtype: torch.dtype):
+    num_bags, n = draw.size(), draw.size()
+    tables = [draw.table() for _ in range(draw.one(1, 2, 4))]
+    rows = [draw.ids(n, draw.one(*tables).shape[0]) for _ in range(draw.one(1, 2))]
+    first = [draw.random.randint(0, 2) * num_bags + draw.one(0, 1) for _ in range(draw.one(0, 1, 2, 5))]
+    offsets = draw.offsets(max(first, default=0) + num_bags, n)
+    features, column = [], 0
+    for at in first:
+        t = draw.random.randrange(len(tables))
+        cut, mean, weighted = draw.one(0, 0, 1, 3, 16, 17), draw.one(False, True), draw.one(False, True)
+        features.append(ops.Feature(t, draw.random.randrange(len(rows)), at, cut, mean, weighted, column))
+        column += tables[t].shape[1]
+    return tables, rows, offsets, padded_weights(draw, offsets, n, weights_dtype), features, num_bags, column
+
+
+def pooled_lookup(draw: Draw) -> Result:
+    *given, features, num_bags, _ = lookup_inputs(draw, draw.one(F32, F64, BF16))
+    flat = [int(x) for f in features for x in f]
+    how = (flat, num_bags)
+    if features and draw.one(0, 0, 1):  # equal parts of the columns, one feature in each
+        given[0] = [draw.place(draw.noise(7, 16, dtype=draw.one(*FLOATS))) for _ in given[0]]
+        flat = [int(x) for i, f in enumerate(features) for x in f._replace(column=16 * i)]
+        how = (flat, num_bags, len(features))
+    run = lambda: [torch.ops.funcrec_cpp.pooled_lookup(*given, *how)]
+    acc, call = F64 if all(x.dtype == F64 for x in given[0]) else F32, reference.pooled_lookup
+    return Result(run, [call(*wide(given), *how)], [call(*size(given), *how)], given[1][0].shape[0], acc)
+
+
+def pooled_lookup_weights(draw: Draw) -> Result:
+    tables, rows, offsets, weights, features, num_bags, columns = lookup_inputs(draw, draw.one(*FLOATS))
+    d = draw.noise(columns, num_bags, dtype=draw.one(F32, F64, BF16)).t()
+    d = draw.place(d.contiguous()) if draw.one(0, 1) else draw.place(d.t().contiguous()).t()
+    given, flat = (d, tables, rows, offsets, weights), [int(x) for f in features for x in f]
+    call = reference.pooled_lookup_weights
+    run = lambda: [torch.ops.funcrec_cpp.pooled_lookup_weights(*given, flat)]
+    acc = F64 if all(x.dtype == F64 for x in (d, *tables)) else F32
+    return Result(run, [call(*wide(given), flat)], [call(*size(given), flat)], 5 * (columns + 1), acc)
+
+
+def gather_rows(draw: Draw) -> Result:
+    table = draw.table()
+    rows = draw.ids(draw.size(), table.shape[0])
+    run = lambda: [torch.ops.funcrec_cpp.gather_rows(table, rows)]
+    return Result(run, [reference.gather_rows(table, rows)])
+
+
+def scatter_rows(draw: Draw) -> Result:
+    table = draw.table()
+    num_rows, dim = table.shape
+    n = min(draw.size(), num_rows)
+    rows = draw.mix(torch.randperm(num_rows, generator=draw.generator)[:n].to(draw.one(I32, I64)), 0.2, num_rows)
+    count = draw.one(0, n, n // 2, -1, n + 1, *EXTREMES)
+    new, want = draw.noise(n, dim, dtype=draw.one(F32, F64)), table.clone()
+    for i, row in enumerate(rows.tolist()[: max(count, 0)]):
+        if 0 <= row < num_rows:
+            want[row] = new[i].to(accumulation_dtype(new.dtype)).to(table.dtype)
+    given = (table, draw.put(rows), draw.place(torch.tensor(count)), draw.place(new))
+    return Result(lambda: [torch.ops.funcrec_cpp.scatter_rows(*given)], [want])
+
+
+# -- jagged buffers ----------------------------------------------------------------------------------------------
+
+
+def trailing(draw: Draw) -> tuple[int, ...]:
+    return draw.one((), (), (1,), (2,), (3,), (2, 2), (0,), (20,))
+
+
+def ranges(draw: Draw, n: int) -> tuple[Tensor, Tensor]:
+    num_bags = draw.size()
+    starts = torch.randint(-3, n + 3, (num_bags,), generator=draw.generator).to(draw.one(I32, I64))
+    lengths = torch.randint(-1, 6, (num_bags,), generator=draw.generator).to(draw.one(I32, I64))
+    share = draw.one(0, 0, 0.2)
+    return draw.put(draw.mix(starts, share)), draw.put(draw.mix(lengths, share))
+
+
+def take_ranges(draw: Draw) -> Result:
+    values = draw.place(draw.numbers(draw.size(), *trailing(draw), dtype=draw.one(*MOVED)))
+    given = (values, *ranges(draw, values.shape[0]), draw.size())
+    return Result(lambda: [*torch.ops.funcrec_cpp.take_ranges(*given)], [*reference.take_ranges(*given)])
+
+
+def take_ranges_transpose(draw: Draw) -> Result:
+    d, n = draw.place(draw.noise(draw.size(), *trailing(draw), dtype=draw.one(*FLOATS))), draw.size()
+    given = (d, *ranges(draw, n), n)
+    call = reference.take_ranges_transpose
+    return Result(
+        lambda: [torch.ops.funcrec_cpp.take_ranges_transpose(*given)],
+        [call(*wide(given))],
+        [call(*size(given))],
+        d.shape[0],
+    )
+
+
+def to_padded(draw: Draw) -> Result:
+    values = draw.place(draw.numbers(draw.size(), *trailing(draw), dtype=draw.one(*MOVED)))
+    longest = draw.one(0, 1, 2, 5, 16, 17, 40)
+    given = (values, draw.offsets(draw.size(), values.shape[0]), longest, draw.one(0, 1))
+    return Result(lambda: [torch.ops.funcrec_cpp.to_padded(*given)], [reference.to_padded(*given)])
+
+
+def from_padded(draw: Draw) -> Result:
+    num_bags, capacity = draw.size(), draw.size()
+    shape = (num_bags, draw.one(0, 1, 2, 5, 16, 17), *trailing(draw))
+    given = (draw.place(draw.numbers(*shape, dtype=draw.one(*MOVED))), draw.offsets(num_bags, capacity), capacity)
+    return Result(lambda: [torch.ops.funcrec_cpp.from_padded(*given)], [reference.from_padded(*given)])
+
+
+def bucketize(draw: Draw) -> Result:
+    n, block = draw.size() * (5 if draw.is_large else 1), draw.one(1, 3, 8, 2**20, 2**33, 2**62, 2**63 - 1)
+    rows = torch.randint(0, 3 * min(block, 2**40), (n,), generator=draw.generator)
+    rows = draw.put(draw.mix(rows if block > 2**20 else rows.to(draw.one(I32, I64)), draw.one(0, 0.3)))
+    weights = draw.one(None, draw.put(draw.noise(n, dtype=draw.one(*FLOATS))))
+    given = (rows, draw.offsets(draw.size(), n), weights, draw.one(0, 1, 2, 7), block)
+    return Result(lambda: [*torch.ops.funcrec_cpp.bucketize(*given)], [*reference.bucketize(*given)])
+
+
+def owner_blocks(draw: Draw) -> Result:
+    n, num_bags, num_ids = draw.one(1, 2, 5), draw.size(), draw.size() * (6 if draw.is_large else 1)
+    placed, num_groups = draw.one(False, True), draw.one(1, 2, 4)
+    groups = [*range(num_groups)] if placed else [draw.random.randrange(num_groups) for _ in range(draw.one(1, 3, 5))]
+    lanes = []
+    for group in groups:
+        ranks, num_rows = draw.random.sample(range(n), draw.random.randint(1, n)), draw.one(1, 5, 40)
+        starts = [draw.random.randrange(20) for _ in ranks]
+        lanes.append(
+            (group * num_bags, draw.one(0, 2), num_rows, -(-num_rows // len(ranks)), len(ranks), *ranks, *starts)
+        )
+    served = [[i for i, x in enumerate(lanes) if r in x[5 : 5 + x[4]]] for r in range(n)]
+    slots = [k for own in served for k in own + [-1] * (max(map(len, served)) - len(own))]
+    flat, room = [x for lane in lanes for x in lane], draw.one(0, 1, 5, num_ids)
+    given = (draw.ids(num_ids, 40), draw.offsets(num_groups * num_bags, num_ids), flat, slots, num_bags, n, room)
+    given = (*given, draw.one(False, True), placed)
+    return Result(lambda: [*torch.ops.funcrec_cpp.owner_blocks(*given)], [*reference.owner_blocks(*given)])
+
+
+OPERATIONS = {
+    f.__name__: f
+    for f in (
+        pooled_lookup, pooled_lookup_weights, gather_rows, scatter_rows, take_ranges, take_ranges_transpose, to_padded,
+        from_padded, bucketize, owner_blocks, *UPDATES,
+    )
+}  # fmt: skip
+
+
+# -- comparison --------------------------------------------------------------------------------------------------
+
+
+def on_threads(number: int, run: Callable[[], list[Tensor]]) -> list[Tensor]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        return run()
+    finally:
+        torch.set_num_threads(before)
+
+
+def is_same(x: Tensor, y: Tensor) -> bool:
+    """Equal in dtype, shape and every bit."""
+    as_bytes = lambda z: z.new_empty(z.numel()).copy_(z.flatten()).view(torch.uint8)
+    return x.dtype == y.dtype and x.shape == y.shape and torch.equal(as_bytes(x), as_bytes(y))
+
+
+def is_near(x: Tensor, want: Tensor, magnitude: Tensor, terms: int, acc: torch.dtype | None) -> bool:
+    """Within one rounding for each term of the sum, and one to 16 bits."""
+    acc, own = torch.finfo(acc or accumulation_dtype(x.dtype)), torch.finfo(x.dtype)
+    bound = ((terms + 8) * acc.eps + own.eps) * magnitude + own.tiny
+    return x.shape == want.shape and bool(((x.double() - want).abs() <= bound).all())
+
+
+def is_right(x: Tensor, want: Tensor, made: Result, i: int) -> bool:
+    if made.bounds is not None:
+        return x.shape == want.shape and bool(((x.double() - want).abs() <= made.bounds[i]).all())
+    is_sum = made.sizes is not None and made.sizes[i] is not None
+    return is_near(x, want, made.sizes[i], made.terms, made.acc) if is_sum else is_same(x, want)
+
+
+def check(
+    operation: str,
+    seed: int,
+    place: Callable[[Tensor], Tensor] = torch.clone,
+    threads: int = 2,
+    on_threads: Callable[..., list[Tensor]] = on_threads,
+) -> None:
+    """Raises where a call is not the reference's, or not the same on several threads."""
+    made = OPERATIONS[operation](Draw(seed, place))
+    got = on_threads(1, made.run)
+    for i, (x, want) in enumerate(zip(got, made.want, strict=True)):
+        good = is_right(x, want, made, i)
+        assert good, f"{operation} {seed}: result {i} is not the reference's: {x.dtype}{list(x.shape)}\n{x}\n{want}"
+    again = on_threads(threads, made.run)
+    same = all(map(is_same, got, again))
+    assert same, f"{operation} {seed}: {threads} threads give other bits"

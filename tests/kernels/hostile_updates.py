@@ -1,0 +1,210 @@
+"""Generated calls of the operations on tables' cotangents: written out, summed, and spent in an update by every rule. See hostile.py.
+
+Shapes: B bags, N ids, R rows, D dim.
+"""
+
+from collections.abc import Mapping
+from unittest import mock
+
+import torch
+from funcrec.kernels import ops, reference
+from hostile_draw import BF16, F16, F32, F64, FLOATS, Draw, Result, bounds_of, size, wide
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+import funcrec as fr
+from funcrec._rowgrads import Bags, Entries, RowGrads
+from funcrec.optim import _row
+
+LR, DECAY = 0.125, {"weight_decay": 0.1}
+RULES = [
+    ("sgd", {}), ("sgd", DECAY), ("momentum", DECAY), ("momentum", {"nesterov": True}), ("lars_sgd", {"eta": 0.2, **DECAY}),
+    ("lion", DECAY), ("adagrad", DECAY), ("rowwise_adagrad", {}),
+    *(("rowwise_adagrad", {**DECAY, "max_norm": 0.5, "decay": d}) for d in ("l2", "decoupled")),
+    *(("rowwise_adagrad_counter", {**DECAY, "half_life": 3.0, "decay": d}) for d in ("l2", "decoupled")),
+    *(("rowwise_adagrad_cowclip", {**DECAY, "clip_ratio": 0.1, "lower_bound": 0.01, "decay": d}) for d in ("l2", "decoupled")),
+    ("rmsprop", DECAY), ("rmsprop", {"momentum": 0.9}), ("ftrl", {"l1": 0.2, "l2": 0.1}),
+    *((k, DECAY) for k in ("adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")),
+]  # fmt: skip
+WINDOWED = [x for x in RULES if getattr(fr.optim, x[0])(lr=LR, **x[1]).is_gradient_wise]
+DIMS = (1, 3, 16, 17, 32, 64, 65, 128, 130)
+
+
+# -- written out and summed --------------------------------------------------------------------------------------
+
+
+def cotangents(draw: Draw, shapes: list[tuple[int, int]], dtype: torch.dtype) -> tuple:
+    """(d, rows, offsets, weights, segments) of up to three segments for each table."""
+    d, rows, offsets, weights, segments = [], [], [], [], []
+    for t, (num_rows, dim) in enumerate(shapes):
+        for _ in range(draw.one(1, 2, 3) if t == 0 else draw.one(0, 1, 3)):
+            n, num_bags, first = draw.size(), draw.size(), draw.one(0, 2)
+            is_bags, weighted, column = draw.one(False, True), draw.one(False, True), draw.one(0, 2)
+            num_bags = num_bags if is_bags else max(n - 2, 0)
+            x = draw.noise(num_bags, dim + 3, dtype=dtype)
+            d.append(draw.place(x) if draw.one(0, 1) else draw.place(x.t().contiguous()).t())
+            rows.append(draw.ids(n, num_rows))
+            w, longest, mean = draw.noise(n, dtype=draw.one(F32, F64)), 0, False
+            if is_bags:
+                offsets.append(draw.offsets(first + num_bags, n))
+                bounds = bounds_of(offsets[-1], n)
+                w[: bounds[first]] = w[bounds[-1] :] = torch.nan
+                longest, mean = draw.one(0, 1, 3, 40), draw.one(False, True)
+            if weighted:
+                weights.append(draw.put(w))
+            at = [t, len(d) - 1, column, len(rows) - 1, len(offsets) - 1 if is_bags else -1, first if is_bags else 0]
+            segments += [*at, num_bags, longest, int(mean), len(weights) - 1 if weighted else -1]
+    return d, rows, offsets, weights, segments
+
+
+def written_out(draw: Draw, name: str, each: int) -> Result:
+    shapes = [(draw.one(0, 1, 7, 50, 2**33), draw.one(0, 1, 3, 16, 65)) for _ in range(draw.one(1, 2))]
+    given, flat = cotangents(draw, shapes, draw.one(F32, F64, BF16)), [x for s in shapes for x in s]
+    call, run = getattr(reference, name), getattr(torch.ops.funcrec_cpp, name)
+    *tensors, segments = given
+    sizes = call(*size(tensors), segments, flat)
+    sizes = [x if i % each == 1 else None for i, x in enumerate(sizes)]
+    terms = sum(x.shape[0] for x in given[1])
+    return Result(lambda: run(*given, flat), call(*wide(tensors), segments, flat), sizes, terms)
+
+
+def expand(draw: Draw) -> Result:
+    return written_out(draw, "expand", 2)
+
+
+def coalesce(draw: Draw) -> Result:
+    return written_out(draw, "coalesce", 4)
+
+
+# -- updates -----------------------------------------------------------------------------------------------------
+
+
+def gradient(draw: Draw, num_rows: int, dim: int, dtype: torch.dtype) -> RowGrads:
+    """A table's: bags and entries, all of whose numbers lie where `draw` puts them."""
+    terms = []
+    for _ in range(draw.one(1, 2, 3)):
+        n, num_bags = draw.size(), draw.size()
+        rows = draw.ids(n, num_rows)
+        if draw.one(False, True):
+            count = draw.one(None, draw.place(torch.tensor(max(n - 2, 0))))
+            terms.append(Entries(rows, draw.place(draw.noise(n, dim, dtype=dtype)), count))
+            continue
+        offsets, weighted = draw.offsets(num_bags, n), draw.one(False, True)
+        weights = draw.noise(n, dtype=F32)
+        bounds = bounds_of(offsets, n)
+        weights[: bounds[0]] = weights[bounds[-1] :] = torch.nan
+        f = ops.Feature(0, 0, 0, draw.one(0, 1, 3, 40), draw.one(False, True), weighted, draw.one(0, 2))
+        d = draw.place(draw.noise(num_bags, dim + 3, dtype=dtype))
+        terms.append(Bags(d, rows, offsets, draw.put(weights) if weighted else None, (f,)))
+    return RowGrads(tuple(terms), num_rows, dim, False)
+
+
+def state(draw: Draw, optimizer, tables: Mapping[str, Tensor], step: int) -> dict[str, dict[str, Tensor]]:
+    """Slots as they are after some steps."""
+    numbers = lambda k, x: (
+        torch.randint(0, max(step, 1), x.shape, generator=draw.generator).to(x.dtype)
+        if k in ("counter", "last")
+        else draw.noise(*x.shape, dtype=x.dtype).square() / 4
+    )
+    made = optimizer.init({n: x.clone() for n, x in tables.items()})
+    return {n: {k: draw.place(numbers(k, x)) for k, x in own.items()} for n, own in made.items()}
+
+
+def cast(tree, dtype: torch.dtype):
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
+
+
+def leaves(tables, slots) -> list[Tensor]:
+    return [*tables.values(), *(x for own in slots.values() for x in own.values())]
+
+
+def allowed(truth: Tensor, same: Tensor, old: Tensor, random: bool) -> Tensor:
+    """4 · (what the rule in eager f32 loses, and some roundings), and one rounding to 16 bits, or two that are drawn."""
+    acc, own = torch.finfo(F64 if old.dtype == F64 else F32), torch.finfo(old.dtype)
+    lost = (same.double() - truth).abs().max() if truth.numel() and old.dtype != F64 else 0
+    bound = 4 * (lost + 64 * acc.eps * (truth.abs() + old.double().abs())) + 1e-30
+    return bound + ((1 + random) * own.eps * truth.abs() + own.tiny) * (old.dtype in (F16, BF16))
+
+
+def updated(draw: Draw, optimizer, dims=DIMS, dtypes=None, *, generated=False) -> Result:
+    dtypes = dtypes or draw.one((F32,), (F64,), (F32, F16, BF16))
+    step, acc = draw.one(0, 4, 1000), F64 if F64 in dtypes else F32
+    shapes = [(draw.one(1, 7, 50, 300), draw.one(*dims)) for _ in dtypes]
+    tables = {f"t{i}": draw.place(draw.noise(*s, dtype=t)) for i, (s, t) in enumerate(zip(shapes, dtypes))}
+    grads = {f"t{i}": gradient(draw, *s, acc) for i, s in enumerate(shapes)}
+    slots = state(draw, optimizer, tables, step)
+    key = fr.key(draw.random.randrange(99)) if draw.one(0, 0, 1) else None
+
+    def run() -> list[Tensor]:
+        with mock.patch.object(_row.Kernel, "fits", lambda *a: False) if generated else mock.MagicMock():
+            return leaves(*optimizer.update(grads, slots, tables, step, implementation="cpp", key=key))
+
+    plain = lambda dtype: leaves(
+        *optimizer.update(*cast((grads, slots, tables), dtype), step, implementation="reference")
+    )
+    truth, same, old = plain(F64), plain(acc), leaves(tables, slots)
+    return Result(run, truth, bounds=[allowed(*x, key is not None) for x in zip(truth, same, old, strict=True)])
+
+
+def fused_update(draw: Draw) -> Result:
+    rule, options = draw.one(*RULES)
+    return updated(draw, getattr(fr.optim, rule)(lr=LR, **options))
+
+
+def users_rule(row, grad, slots, h):
+    n = slots["sum"] + (grad * grad).mean()
+    return row - h.lr * (grad + grad.flip(0).tanh()) / (n.sqrt() + 1e-3) * torch.exp(-row.square().sum().sqrt()), {
+        "sum": n
+    }
+
+
+USERS = fr.optim.row_optimizer(init=lambda t: {"sum": torch.zeros(t.shape[0])}, rule=users_rule, lr=LR)
+
+
+def generated_update(draw: Draw) -> Result:
+    """Rules as C++ that is made of them, for few dims: each is compiled."""
+    rule, options = draw.one(*RULES, ("", {}))
+    optimizer = getattr(fr.optim, rule)(lr=LR, **options) if rule else USERS
+    dims, dtypes = draw.one(((16,), (F64,)), ((33,), (F32, BF16)), ((64,), (F32, F16)))
+    return updated(draw, optimizer, dims, dtypes, generated=True)
+
+
+def windowed_update(draw: Draw) -> Result:
+    """A table with columns [a, b) of its rows, and the gradient of all."""
+    rule, options = draw.one(*WINDOWED)
+    optimizer, dtype, dim = getattr(fr.optim, rule)(lr=LR, **options), draw.one(*FLOATS), draw.one(2, 5, 17, 64, 130)
+    num_rows, step, acc, a = (
+        draw.one(1, 7, 50),
+        draw.one(0, 4),
+        F64 if dtype == F64 else F32,
+        draw.random.randrange(dim),
+    )
+    b = draw.random.randint(a + 1, dim)
+    table, grads = {"t": draw.noise(num_rows, dim, dtype=dtype)}, {"t": gradient(draw, num_rows, dim, acc)}
+    slots = state(draw, optimizer, table, step)
+    cut = lambda tree: tree_map(lambda x: draw.place(x[:, a:b].contiguous() if x.dim() > 1 else x), tree)
+    window = RowGrads(grads["t"].terms, num_rows, dim, False, first=draw.place(torch.tensor(a)))
+    own = cut((slots, table))
+    run = lambda: leaves(*optimizer.update({"t": window}, *own, step, implementation="cpp"))
+    plain = lambda dtype: optimizer.update(*cast((grads, slots, table), dtype), step, implementation="reference")
+    truth, same = [[x[:, a:b] if x.dim() > 1 else x for x in leaves(*plain(t))] for t in (F64, acc)]
+    bounds = [allowed(*x, False) for x in zip(truth, same, leaves(*own[::-1]), strict=True)]
+    return Result(run, truth, bounds=bounds)
+
+
+def empty_update(draw: Draw) -> Result:
+    """Tables without rows or without columns, and no entries: nothing is written."""
+    shapes = [draw.one((0, 5), (7, 0), (0, 0), (5, 3)) for _ in range(draw.one(1, 2, 3))]
+    tables = [draw.place(draw.noise(*s, dtype=draw.one(*FLOATS))) for s in shapes]
+    tables = [x.to(F32) for x in tables]
+    *terms, segments = cotangents(draw, shapes, F32)
+    terms[1] = [torch.full_like(x, -1) if draw.one(0, 1) else x + 5 for x in terms[1]]
+    terms[1] = [torch.where((x >= 0) & (x < 5), -1, x) for x in terms[1]]
+    lr, step = draw.place(torch.tensor(0.1, dtype=F64)), draw.place(torch.tensor(0))
+    rule, hyper, each = draw.one(("sgd", [0.0], 0), ("rowwise_adagrad", [0.0, 0.0, 0.0, 0.0], 1))
+    slots = [draw.place(torch.ones(x.shape[0])) for x in tables] * each
+    given = (tables, slots, *terms, segments, lr, step, None, rule, hyper)
+    return Result(lambda: [*torch.ops.funcrec_cpp.fused_update(*given)], [*tables, *slots])
+
+
+UPDATES = (expand, coalesce, fused_update, generated_update, windowed_update, empty_update)

@@ -1,0 +1,140 @@
+"""The C++ kernels on whatever their types allow: nothing outside a tensor is read or written, and the answer is the reference's.
+
+`python tests/kernels/sanitize.py` makes many more of these calls with the kernels built with sanitizers.
+"""
+
+import re
+
+import hostile
+import pytest
+import torch
+from funcrec.kernels import cpp
+from guarded import Guards, outputs
+
+FEW = {"generated_update": 4, "fused_update": 80, "windowed_update": 40, "empty_update": 40, "pooled_lookup": 150}
+
+
+@pytest.mark.parametrize("operation", hostile.OPERATIONS)
+def test_any_offsets_and_ids(operation):
+    """Hostile offsets, ids and sizes, between pages without access: the reference's answer, by the same bits on one and two threads."""
+    guards, run = Guards(), hostile.on_threads
+    for seed in range(FEW.get(operation, 300)):
+        guards.reset(at_end=seed % 3 > 0)
+
+        def guarded_run(number, call):
+            with outputs(guards):
+                return run(number, call)
+
+        hostile.check(operation, seed, guards.place, on_threads=guarded_run)
+
+
+def test_to_padded_does_not_read_foreign_memory():
+    """Offsets that descend to the least integer are read as their running maximum: what lies around the buffer never comes back."""
+    for dtype in (torch.int64, torch.int32, torch.float32):
+        memory = torch.full((300,), 7).to(dtype)
+        memory[100:105] = torch.arange(1, 6).to(dtype)
+        for bad in (-(2**63), 2**63 - 1, -1, 2**40):
+            out = cpp.to_padded(memory[100:105], torch.tensor([0, 5, bad]), 8, 0)
+            assert out.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [0] * 8]
+
+
+ROWS, OFFSETS, TABLE, FEATURE = torch.zeros(4, dtype=torch.int64), torch.tensor([0, 2, 4]), torch.ones(3, 2), [0] * 7
+LINE = [0, 0, 4, 4, 1, 0, 0]
+e = lambda fn, *args, **kwargs: (fn, args, kwargs)
+MISFITS = [
+    (e(cpp.pooled_lookup, [TABLE], [ROWS.float()], OFFSETS, None, FEATURE, 2), TypeError, "float32"),
+    (e(cpp.pooled_lookup, [TABLE], [ROWS], OFFSETS.half(), None, FEATURE, 2), TypeError, "float16"),
+    (e(cpp.pooled_lookup, [TABLE.long()], [ROWS], OFFSETS, None, FEATURE, 2), TypeError, "int64.*need.*float32"),
+    (e(cpp.pooled_lookup, [TABLE], [ROWS], OFFSETS, None, [0, 0, 0, 0, 0, 1, 0], 2), ValueError, "weights"),
+    (e(cpp.pooled_lookup, [TABLE], [ROWS], OFFSETS, torch.ones(3), [0, 0, 0, 0, 0, 1, 0], 2), ValueError, "4 ids"),
+    (e(cpp.pooled_lookup, [TABLE], [ROWS], OFFSETS, None, [-1, *FEATURE[1:]], 2), ValueError, "feature 0"),
+    (e(cpp.pooled_lookup, [TABLE], [ROWS], OFFSETS, None, [0, 1, 0, 0, 0, 0, 0], 2), ValueError, "feature 0"),
+    (e(cpp.pooled_lookup, [TABLE], [ROWS], OFFSETS, None, [0, 0, -1, 0, 0, 0, 0], 2), ValueError, "feature 0"),
+    (e(cpp.pooled_lookup, [TABLE], [ROWS], OFFSETS, None, [0, 0, 0, 0, 0, 0, 1], 2), ValueError, "without gaps"),
+    (e(cpp.pooled_lookup, [TABLE], [ROWS], OFFSETS, None, FEATURE * 2, 2), ValueError, "without gaps"),
+    (e(cpp.pooled_lookup, [TABLE], [ROWS], OFFSETS, None, FEATURE, 2, 2), ValueError, "blocks"),
+    (
+        e(cpp.pooled_lookup_weights, TABLE[:2, :1], [TABLE], [ROWS], OFFSETS, torch.ones(4), FEATURE),
+        ValueError,
+        "1 columns",
+    ),
+    (e(cpp.gather_rows, TABLE, ROWS.to(torch.int16)), TypeError, "int16"),
+    (e(cpp.gather_rows, TABLE, ROWS.view(2, 2)), ValueError, "dimensions"),
+    (e(cpp.gather_rows, TABLE, torch.zeros(33, dtype=torch.uint8)[1:].view(torch.uint8)), TypeError, "uint8"),
+    (e(cpp.scatter_rows_, TABLE, ROWS, torch.tensor(4), torch.ones(3, 2)), ValueError, "new"),
+    (e(cpp.scatter_rows_, TABLE, ROWS, torch.ones(2), torch.ones(4, 2)), ValueError, "count"),
+    (e(cpp.take_ranges, ROWS, OFFSETS[:2], OFFSETS, 4), ValueError, "lengths"),
+    (e(cpp.take_ranges_transpose, TABLE, OFFSETS[:2], OFFSETS, 4), ValueError, "lengths"),
+    (e(cpp.to_padded, ROWS, OFFSETS.double(), 2, 0), TypeError, "float64"),
+    (e(cpp.to_padded, ROWS, OFFSETS[:0], 2, 0), ValueError, "no boundary"),
+    (e(cpp.from_padded, TABLE, OFFSETS, 4), ValueError, "offsets"),
+    (e(cpp.bucketize, ROWS, OFFSETS, torch.ones(3), 2, 4), ValueError, "weights"),
+    (e(cpp.owner_blocks, ROWS, OFFSETS, [0, 0, 4, 4, 9, 0, 0], [0], 2, 1, 4, True, False), ValueError, "fit"),
+    (e(cpp.owner_blocks, ROWS, OFFSETS, [2**63 - 1, *LINE[1:]], [0], 2, 1, 4, True, False), ValueError, "fit"),
+    (e(cpp.owner_blocks, ROWS, OFFSETS, LINE * 2, [0], 2, 1, 4, True, True), ValueError, "fit"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "said"), MISFITS, ids=[f"{c[0].__name__}-{s}" for c, _, s in MISFITS])
+def test_what_does_not_fit_is_refused(call, kind, said):
+    """Tensors of another dtype, shape or number than a kernel would read are refused before it is called, in four parts."""
+    fn, args, kwargs = call
+    with pytest.raises(kind) as error:
+        fn(*args, **kwargs)
+    text = str(error.value)
+    assert re.search(f"(?s){said}", text) and re.search(r"(?s)funcrec.kernels.*\n  got .*\n  need .*\n  try ", text)
+
+
+def test_numbers_across_their_addresses_are_refused():
+    """A view whose numbers lie at no multiple of their size is refused: processors and compilers may count on it."""
+    memory = bytearray(65)
+    across = torch.frombuffer(memory, dtype=torch.int64, offset=1, count=4)
+    with pytest.raises(ValueError, match=r"(?s)across their addresses.*clone"):
+        cpp.gather_rows(TABLE, across)
+    assert cpp.gather_rows(TABLE, across.clone()).eq(1).all()
+
+
+def update(**changed):
+    """The arguments of an update of one table, some of them changed."""
+    given = {
+        "tables": [torch.ones(3, 2)], "slots": [], "d": [torch.ones(4, 2)], "rows": [ROWS], "offsets": [OFFSETS],
+        "weights": [torch.ones(4)], "segments": [0, 0, 0, 0, 0, 0, 2, 0, 0, 0], "lr": torch.tensor(0.1), "step": torch.tensor(0),
+        "key": None, "rule": "sgd", "hyper": [0.0],
+    }  # fmt: skip
+    return {**given, **changed}
+
+
+SEGMENTS = [
+    [1, 0, 0, 0, 0, 0, 2, 0, 0, 0], [0, 1, 0, 0, 0, 0, 2, 0, 0, 0], [0, 0, 1, 0, 0, 0, 2, 0, 0, 0], [0, 0, -1, 0, 0, 0, 2, 0, 0, 0],
+    [0, 0, 2**63 - 1, 0, 0, 0, 2, 0, 0, 0], [0, 0, 0, 1, 0, 0, 2, 0, 0, 0], [0, 0, 0, 0, 1, 0, 2, 0, 0, 0], [0, 0, 0, 0, 0, 1, 2, 0, 0, 0],
+    [0, 0, 0, 0, 0, 2**63 - 1, 2, 0, 0, 0], [0, 0, 0, 0, 0, -1, 2, 0, 0, 0], [0, 0, 0, 0, 0, 0, 5, 0, 0, 0], [0, 0, 0, 0, 0, 0, -1, 0, 0, 0],
+    [0, 0, 0, 0, 0, 0, 2, -1, 0, 0], [0, 0, 0, 0, 0, 0, 2, 0, 0, 1], [0, 0, 0, 0, -1, 0, 5, 0, 0, 0],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *({"segments": s} for s in SEGMENTS),
+        {"rows": [ROWS.float()]},
+        {"offsets": [OFFSETS.half()]},
+        {"offsets": [OFFSETS[:0]]},
+        {"weights": [torch.ones(3)]},
+        {"lr": torch.ones(0)},
+        {"step": torch.ones(2)},
+        {"key": torch.zeros(1)},
+        {"key": torch.zeros(2, dtype=torch.int64)},
+        {"tables": [torch.ones(3, 2, dtype=torch.int32)]},
+        {"rule": "adagrad", "hyper": [0.0, 0.0], "slots": [torch.ones(3, 1)]},
+        {"rule": "adagrad", "hyper": [0.0, 0.0], "slots": [torch.ones(3, 2, dtype=torch.float64)]},
+    ],
+    ids=str,
+)
+def test_an_update_that_does_not_fit_is_refused(changed):
+    """Segments that name what is not there, and numbers of another kind: refused, and no table is written to."""
+    given = update(**changed)
+    before = [x.clone() for x in given["tables"]]
+    with pytest.raises((TypeError, ValueError)):
+        cpp.fused_update_(**given)
+    assert all(map(torch.equal, given["tables"], before))
+    cpp.fused_update_(**update())
