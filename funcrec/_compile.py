@@ -11,7 +11,7 @@ import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from funcrec._donation import (
     shared_results,
     take,
 )
+from funcrec._errors import Problem, check
 from funcrec._exchange import has_effect
 from funcrec._exchange_passes import smaller_exchanges
 from funcrec._inductor import compile_graph
@@ -112,10 +113,8 @@ class Compiled:
         self.stay = sorted({*self.written, *staged.plan.kept.values()})  # leaves whose memory becomes the outputs'
         self.told: set[int] = set()  # leaves whose copies were spoken of
         nothing = Link([], list(range(len(leaves))), {}, [], hold(leaves, []))
-        self.last: tuple[Link, dict[int, weakref.ref]] = (
-            nothing,
-            {},
-        )  # the last call's, and its outputs, which are not kept alive
+        # the last call's, and its outputs, which are not kept alive
+        self.last: tuple[Link, dict[int, weakref.ref]] = (nothing, {})
 
     def admit(self, leaves: list) -> Link:
         """Look at every leaf."""
@@ -204,9 +203,8 @@ class Compiled:
     def compute(self, leaves: list) -> list[Tensor]:
         """The results, those that may not share memory copied. Nothing is written."""
         mine = [leaves[i] for i in self.staged.inputs]
-        with (
-            torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else _AS_IT_IS
-        ):  # its casts are in the graph
+        casts_are_in_the_graph = torch._C._is_any_autocast_enabled()
+        with torch._C._DisableAutocast() if casts_are_in_the_graph else _AS_IT_IS:
             if self.call is None:
                 with LOCK, clean_surroundings():
                     self.call = self.call or compile_graph(self.staged.graph, mine)
@@ -288,6 +286,13 @@ def leaf_key(x: object) -> Any:
     return static_key(x)
 
 
+def inference_problems(donated: dict[str, Tensor]) -> Iterator[Problem]:
+    for path, x in donated.items():
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            what, got = f"donated `{path}` is an inference tensor.", "torch writes to none outside of inference mode"
+            yield Problem(what, got, "a tensor that may be written to", "`.clone()`", TypeError)
+
+
 def clean_surroundings() -> contextlib.AbstractContextManager:
     """The compiler makes tensors of its own: not on the caller's default device."""
     return torch.device("cpu") if torch._C._len_torch_function_stack() else _AS_IT_IS
@@ -306,6 +311,7 @@ def compile_function(
     call, named = f"funcrec.jit({name})", leaf_paths(structure, names)
     donated = {i: path for i, (root, path) in named.items() if root in donate and isinstance(leaves[i], Tensor)}
     refuse_shared(leaves, donated)
+    check(call, inference_problems({path: leaves[i] for i, path in donated.items()}))
     tensor_at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     found: dict[str, Any] = {}
 

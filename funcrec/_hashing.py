@@ -43,7 +43,8 @@ def hash_lanes(ids: Tensor, lane: Tensor, hows: Sequence[tuple[Hash | None, int]
     Law: hash_lanes(ids, lane, hows)[i] == hash_rows(ids, *hows[lane[i]])[i].
     """
     for hash, num_embeddings in hows:
-        check("funcrec.hash_rows", _problems(ids, hash, num_embeddings))
+        if hash is not None:  # a lane of ids that are rows already has no height to be hashed to
+            check("funcrec.hash_rows", _problems(ids, hash, num_embeddings))
     of_lane = lambda numbers: torch.tensor(numbers, device=ids.device)[lane]
     kinds = [None if hash is None else hash.kind for hash, _ in hows]
     sizes, rows = of_lane([1 if k is None else n for k, (_, n) in zip(kinds, hows, strict=True)]), ids

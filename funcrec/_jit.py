@@ -36,8 +36,11 @@ def jit(fn: Callable, *, donate: Sequence[str] = ()) -> Callable:
     """Compile a pure function of pytrees.
 
     Args:
-      fn: takes and returns pytrees of tensors. It reads no tensor's value on the host and writes to no argument.
-        Python numbers, strings and other hashable leaves are static: a new value means a new compilation.
+      fn: takes and returns pytrees of tensors. It reads no tensor's value on the host, writes to no argument and to nothing that it closes
+        over, and draws from no generator of torch. Python numbers, strings and other values that cannot change are static: a new one means
+        a new compilation. Tensors that it closes over are read in every call. All else that it reads from outside (a variable that is
+        bound anew, an attribute, a numpy array) is read when it is compiled, and what it does to Python's objects, such as to append to a
+        list, it does then only.
       donate: names of parameters that the call may use up. An output that is a donated leaf with rows replaced
         (`index_put`, as every row optimizer does) takes the leaf's memory; a leaf that is returned as it is stays where
         it is; all other outputs are new, and the old leaf's memory is given up. A call has what is donated whole or has not begun: if it
@@ -46,10 +49,19 @@ def jit(fn: Callable, *, donate: Sequence[str] = ()) -> Callable:
         at once. Not seen are a bare `data_ptr()` or storage, and another thread that reads the value meanwhile. Under vmap, grad, jvp,
         another jit and `fr.checked` nothing is taken.
 
-    Returns: a function of the same arguments. `fn.num_compiled()` tells for how many shapes it was compiled.
+    Returns: a function of the same arguments, safe to call from several threads; it pickles where `fn` does. `fn.num_compiled()` tells how
+      often it was compiled: once for each form of the arguments (shapes, dtypes, strides, static values, order of keys) in each surroundings
+      (grad and inference mode, autocast, default dtype and device, precision of products, meshes, bound axes, threads). From the tenth on it
+      warns, and it keeps the last 128. Results may share memory with arguments, as those of `fn` may, unless something is donated.
+
+    What follows `fn` sees `fn` itself, not compiled and donating nothing: transforms of torch.func, `checked`, modes of torch, torch.compile,
+    and autograd where an argument or a tensor that is closed over requires grad (a donating call then raises). Tensors that are made inside
+    are not followed: a result requires no grad for their sake.
 
     Raises: DonatedError when a value is used after it was donated, naming the argument and the call that took it.
-      ValueError for an unknown name, donated memory given twice, or a function that writes to its argument. TypeError for a function that reads values on the host.
+      ValueError for an unknown name, donated memory given twice, or a function that writes to what it was given or closes over. TypeError for
+      a function that reads values on the host or draws random numbers without a key, for a donating call that autograd follows, for objects
+      that may change behind their name, and for tensors that are no dense memory (sparse, nested, quantized, subclasses).
 
     Law: the same values as `fn`; arguments that are not donated keep every bit; the second call with the same shapes
     compiles nothing.

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -28,6 +29,7 @@ from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from funcrec._donation import Donated
 from funcrec._errors import Problem, describe, fail, message
 from funcrec._inductor import DECOMPOSITIONS
 
@@ -36,6 +38,7 @@ COPIES = {
     torch.ops.aten.lift_fresh.default,
 }  # of numbers written in the function
 SETS = {"__set__", "requires_grad_", "register_hook", "retain_grad"}  # they change a tensor, and no graph shows it
+MADE = (FakeTensor, FunctionalTensor, Donated)  # by staging, or what speaks for itself
 PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
 HOST = Problem(
     "the function reads a tensor's value on the host.",
@@ -66,6 +69,8 @@ def stage(call: str, flat: Callable, leaves: Sequence[Tensor], paths: Sequence[s
                 graph = make_fx(flat)(*shapes)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise TypeError(message(call, [HOST._replace(got=f"{error}")])) from error
+            except TypeError as error:  # Python's operators have words of their own for one of a tensor's
+                raise lift.refused or error from None
         captured = lift_constants(graph, lift)
         if torch.is_grad_enabled() and any(c.requires_grad for c in captured):
             return Recorded(None, captured)
@@ -95,6 +100,7 @@ class _Lift(TorchFunctionMode):
             int, tuple[Tensor, FakeTensor, object]
         ] = {}  # by id; the tensor, its stand-in, the grad of that
         self.origins: dict[int, Tensor] = {}  # by the id of the stand-in
+        self.refused: TypeError | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if args and getattr(func, "__name__", "") in SETS and is_closed_over(args[0]):
@@ -113,7 +119,11 @@ class _Lift(TorchFunctionMode):
     def stand_in(self, x: Tensor) -> FakeTensor:
         if id(x) not in self.stand_ins:
             if is_odd(x):
-                refuse_odd(self.call, x, f"{describe(x)}, which the function closes over,")
+                try:
+                    refuse_odd(self.call, x, "a tensor that the function closes over")
+                except TypeError as error:
+                    self.refused = error
+                    raise
             if x.is_conj() or x.is_neg():
                 need, got = "plain memory", "a lazy conjugate or negative"
                 fail(
@@ -145,10 +155,9 @@ class _Lift(TorchFunctionMode):
 
 def is_closed_over(x: object) -> bool:
     """Whether x is a tensor with memory of its own, which staging did not make."""
-    kind = type(x)
-    if kind is not Tensor and kind is not torch.nn.Parameter:
+    if not isinstance(x, Tensor) or isinstance(x, MADE):
         return False
-    return not (is_functorch_wrapped_tensor(x) or torch._is_functional_tensor(x) or isinstance(x, FakeTensor))
+    return not (is_functorch_wrapped_tensor(x) or torch._is_functional_tensor(x))
 
 
 def lift_constants(graph: GraphModule, lift: _Lift) -> list[Tensor]:

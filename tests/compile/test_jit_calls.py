@@ -1,0 +1,370 @@
+"""jit's calls at their edges: threads, many shapes, pickles, forms of tensors, kinds of functions, what fails on the way."""
+
+import copy
+import functools
+import pickle
+import threading
+import warnings
+
+import pytest
+import torch
+import training_step
+
+import funcrec as fr
+from funcrec._tree import tree_leaves
+from funcrec.testing import assert_trees_close
+
+X = torch.tensor([2.0, 3.0])
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The staged graph is run as it stands: what it is called with matters here, not the code."""
+    monkeypatch.setattr("funcrec._compile.compile_graph", lambda graph, arguments: graph)
+
+
+def together(*calls):
+    """What the calls return, each in a thread of its own, begun at one time."""
+    barrier, out = threading.Barrier(len(calls)), [None] * len(calls)
+
+    def run(i, call):
+        barrier.wait()
+        try:
+            out[i] = call()
+        except BaseException as error:
+            out[i] = error
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(calls)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    return out
+
+
+# -- threads -----------------------------------------------------------------------------------------------------
+
+
+def test_first_compilations_in_threads():
+    """Threads that compile one function, and others, at once get their values; each form is compiled once, and torch compiles afterwards."""
+    one, other = fr.jit(lambda x: x.sin() * 2), fr.jit(lambda x: x.cos() + x)
+    a, b = torch.ones(3), torch.ones(4)
+    got = together(*(lambda: one(a), lambda: one(b)) * 2, *(lambda: other(a),) * 2)
+    assert_trees_close(got, [*(a.sin() * 2, b.sin() * 2) * 2, *(a.cos() + a,) * 2], rtol=1e-6)
+    assert one.num_compiled() == 2 and other.num_compiled() == 1
+    assert_trees_close(torch.compile(lambda x: x.sin() + 1)(X), X.sin() + 1, rtol=1e-6)
+
+
+def test_threads_with_states_of_their_own(interpreted):
+    """Threads that drive one donating function, each with its own state, get their own sums; none sees another's."""
+    step = fr.jit(
+        lambda s, x: {"t": s["t"].index_put((torch.tensor([0]),), s["t"][:1] + x), "n": s["n"] + 1}, donate=("s",)
+    )
+
+    def drive(x):
+        state = {"t": torch.zeros(3), "n": torch.tensor(0)}
+        for _ in range(200):
+            state = step(state, torch.tensor([x]))
+        return state
+
+    got = together(*(functools.partial(drive, float(i)) for i in range(4)))
+    assert_trees_close(got, [{"t": torch.tensor([200.0 * i, 0, 0]), "n": torch.tensor(200)} for i in range(4)])
+
+
+def test_one_state_given_by_two_threads_is_taken_once(interpreted):
+    """Of two threads that donate one value, one has it, and the other a DonatedError."""
+    step = fr.jit(lambda s: s + 1, donate=("s",))
+    for _ in range(50):
+        state = torch.zeros(2)
+        got = together(lambda: step(state), lambda: step(state))  # noqa: B023
+        assert sorted(isinstance(x, fr.DonatedError) for x in got) == [False, True]
+
+
+def test_grad_mode_of_threads(interpreted):
+    """Surroundings are of the thread that calls: one with autograd and one without do not mix."""
+    w = torch.ones(2, requires_grad=True)
+    f = fr.jit(lambda x: x * w)
+
+    def many(place):
+        with place():
+            return [f(X).requires_grad for _ in range(50)]
+
+    follows, does_not = together(lambda: many(torch.enable_grad), lambda: many(torch.no_grad))
+    assert all(follows) and not any(does_not)
+
+
+# -- many forms --------------------------------------------------------------------------------------------------
+
+MANY = {
+    "shapes": (lambda f, i: f({"ids": torch.ones(i + 1)}, 1.0), r"`x\['ids'\]`: f32\[9\], then f32\[10\](.|\n)*pad_to_bucket"),
+    "numbers": (lambda f, i: f({"ids": X}, i / 8), r"`lr`: float 1.0, then float 1.125(.|\n)*pass it as a tensor"),
+    "structures": (lambda f, i: f({"ids": X, str(i): X}, 1.0), r"another structure(.|\n)*the same keys"),
+    "surroundings": (lambda f, i: _in_mesh(f, i), r"the mesh of `with mesh:`: (.|\n)*one and the same surroundings"),
+}  # fmt: skip
+
+
+def _in_mesh(f, i):
+    with fr.Mesh.emulated(a=i + 1):
+        return f({"ids": X}, 1.0)
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_many_compilations_are_told_once(name, interpreted):
+    """From the tenth compilation on one warning, at the caller's line, says what differed and what to do."""
+    call, text = MANY[name]
+    f = fr.jit(lambda x, lr: x["ids"] * lr)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for i in range(9):
+            call(f, i)
+        assert not told
+        for i in range(9, 15):
+            call(f, i)
+    assert len(told) == 1 and told[0].filename == __file__
+    with pytest.warns(UserWarning, match=text):
+        warnings.warn(told[0].message, stacklevel=1)
+
+
+def test_compilations_are_bounded(interpreted, monkeypatch):
+    """The least used ones are forgotten, and made again when they are called for; num_compiled tells how many were made."""
+    monkeypatch.setattr("funcrec._jit.MOST", 4)
+    f = fr.jit(lambda x, n: x * n)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for n in range(20):
+            assert_trees_close(f(X, n), X * n)
+            assert_trees_close(f(X, 0), X * 0)
+    assert len(f.compiled) == 4 and len(f.recent) <= 4 and f.num_compiled() == 20
+    f(X, 1)
+    assert f.num_compiled() == 21
+
+
+# -- pickles -----------------------------------------------------------------------------------------------------
+
+
+def test_jitted_functions_pickle(interpreted):
+    """A jitted function pickles as its function and options, made by a call or by a decorator; copies are functions of their own."""
+    step = fr.jit(training_step.add, donate=("state",))
+    step(X.clone(), X)
+    for again in (pickle.loads(pickle.dumps(step)), copy.deepcopy(step)):
+        assert again.num_compiled() == 0
+        given = X.clone()
+        assert_trees_close(again(given, X), X * 2)
+        with pytest.raises(fr.DonatedError):
+            given + 1
+    assert pickle.loads(pickle.dumps(training_step.decorated)) is training_step.decorated
+    assert_trees_close(training_step.decorated(X), X * 3)
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pickle.dumps(fr.jit(lambda x: x))
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------------
+
+
+def test_torch_compile_sees_through():
+    """torch.compile of a step, and around a jitted function, donating or not, is the plain function compiled, with the same values."""
+    step = training_step.plain()
+    state, ids = training_step.state_of(step), training_step.IDS
+    (new, metrics), (got, told) = step(state, ids), torch.compile(step)(state, ids)
+    assert_trees_close((got.dense, got.tables, told), (new.dense, new.tables, metrics), rtol=1e-5, atol=1e-6)
+    inner = fr.jit(lambda s, x: s * x, donate=("s",))
+    assert_trees_close(torch.compile(fr.jit(lambda s: inner(s, X) + 1), fullgraph=True)(X), X * X + 1)
+
+
+# -- forms of tensors --------------------------------------------------------------------------------------------
+
+Z = torch.tensor([1 + 2j, 3 - 1j])
+FORMS = {
+    "empty": torch.ones(0), "scalar": torch.tensor(2.0), "expanded": torch.ones(1).expand(3), "strided": torch.arange(12.0)[::3], "transposed": torch.arange(6.0).view(2, 3).t(),
+    "f64": X.double(), "f16": X.half(), "bf16": X.bfloat16(), "i64": torch.tensor([1, 2]), "u8": torch.tensor([1, 2], dtype=torch.uint8), "bool": torch.tensor([True, False]),
+    "complex": Z, "conjugate": Z.conj(), "negative": Z.conj().imag, "meta": torch.ones(2, device="meta"), "inference": torch.inference_mode()(X.clone)(),
+    "parameter": torch.nn.Parameter(X.clone(), requires_grad=False), "no batch": torch.ones(0, 3), "view at an offset": torch.arange(6.0)[1:5],
+}  # fmt: skip
+
+
+def test_forms_of_tensors():
+    """Tensors of any dtype, strides or laziness give the function's values and dtypes, twice, and are as they were."""
+    fn = lambda given: {name: (x * 2, x, x[..., :1]) for name, x in given.items()}
+    jitted, given = fr.jit(fn), {name: x if x.dim() else x[None] for name, x in FORMS.items() if not x.is_meta}
+    before = {name: x.clone() for name, x in given.items()}
+    for _ in range(2):
+        for got, need in zip(tree_leaves(jitted(given)), tree_leaves(fn(given)), strict=True):
+            assert got.dtype == need.dtype and got.device == need.device and torch.equal(got, need)
+    assert_trees_close({n: x.resolve_neg() for n, x in given.items()}, before)
+    assert jitted.num_compiled() == 1
+    meta = fr.jit(lambda x: x[1:])(FORMS["meta"])
+    assert meta.is_meta and meta.shape == (1,)
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+ODD = {
+    "sparse": lambda: X.to_sparse(), "csr": lambda: torch.eye(2).to_sparse_csr(), "nested": lambda: torch.nested.nested_tensor([X, X], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_tensor(X, 1.0, 0, torch.quint8), "subclass": lambda: X.as_subclass(Sub), "mkldnn": lambda: X.to_mkldnn(),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ODD)
+def test_odd_tensors_are_refused(name, interpreted):
+    """What is no dense memory with strides is a TypeError that names it, as an argument and closed over."""
+    odd = ODD[name]()
+    with pytest.raises(TypeError, match=r"`x\['a'\]` is no plain tensor(.|\n)*to_dense"):
+        fr.jit(lambda x: x["a"] * 2)({"a": odd})
+    with pytest.raises(TypeError, match=r"closes over is no plain tensor"):
+        fr.jit(lambda x: x + (odd * 2).sum())(X)
+
+
+def test_lazy_tensors_that_are_closed_over_are_refused(interpreted):
+    """A conjugate that is not computed yet is refused where it is closed over."""
+    lazy = Z.conj()
+    with pytest.raises(ValueError, match=r"is not there yet(.|\n)*resolve_conj"):
+        fr.jit(lambda x: x * lazy)(X)
+
+
+DONATED = {
+    "a view": lambda: torch.arange(6.0)[1:4], "strided": lambda: torch.arange(6.0)[::2], "expanded": lambda: torch.ones(1).expand(3), "empty rows": lambda: torch.ones(3)[:3],
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", DONATED)
+def test_donated_views(name, interpreted):
+    """A donated view, strided or expanded, gives the right values, and nobody else's memory changes."""
+    fn = lambda s, x: {"t": s["t"].index_put((torch.tensor([1]),), x), "n": s["t"].sum()}
+    step, given = fr.jit(fn, donate=("s",)), DONATED[name]()
+    whole = given._base if given._base is not None else given
+    before, need = whole.clone(), fn({"t": given.clone()}, X[:1])
+    got = step({"t": given}, X[:1])
+    assert_trees_close(got, need)
+    if type(whole) is torch.Tensor:
+        assert_trees_close(whole, before)
+    assert_trees_close(step({"t": got["t"]}, X[1:]), fn(need, X[1:]))
+
+
+def test_donated_inference_tensors(interpreted):
+    """An inference tensor cannot be written to outside of inference mode: refused before anything is taken; inside it is donated."""
+    step = fr.jit(lambda s: s.index_put((torch.tensor([1]),), X[:1]), donate=("s",))
+    given = torch.inference_mode()(X.clone)()
+    with pytest.raises(TypeError, match=r"`s` is an inference tensor(.|\n)*clone"):
+        step(given)
+    assert_trees_close(given, X)
+    with torch.inference_mode():
+        assert_trees_close(step(given), torch.tensor([2.0, 2.0]))
+
+
+# -- kinds of functions ------------------------------------------------------------------------------------------
+
+
+class Scaled:
+    def __init__(self):
+        self.w = torch.tensor(2.0)
+
+    def times(self, x, /, y=1.0, *more, scale=1, **named):
+        return x * self.w * y * scale + sum(more) + sum(named.values())
+
+    __call__ = times
+
+    @classmethod
+    def of_class(cls, x):
+        return x + 1
+
+    @staticmethod
+    def alone(x):
+        return x + 2
+
+
+one, two = Scaled(), functools.partial(Scaled().times, scale=3)
+KINDS = {
+    "bound method": (one.times, [((X,), {}), ((X, 2.0), {}), ((X, 2.0, X, X), {"scale": 2, "z": X}), ((X,), {"y": X})]),
+    "callable object": (one, [((X,), {}), ((X,), {"scale": 2})]), "partial": (two, [((X,), {}), ((X,), {"y": X})]),
+    "class method": (Scaled.of_class, [((X,), {})]), "static method": (Scaled.alone, [((X,), {})]), "builtin": (torch.add, [((X, X), {}), ((X, 2), {"alpha": 3})]),
+    "module": (torch.nn.Linear(2, 1).requires_grad_(False), [((X,), {})]), "jitted": (fr.jit(one.times), [((X,), {})]), "no tensor": (lambda n: n + 1, [((3,), {})]),
+    "nothing": (lambda: None, [((), {})]), "a constant": (lambda: torch.arange(3), [((), {})]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_functions(name, interpreted):
+    """Methods, partials, callable objects, modules and builtins, with positional, default and keyword arguments, are what they are plainly."""
+    fn, calls = KINDS[name]
+    jitted = fr.jit(fn)
+    for args, kwargs in calls * 2:
+        assert_trees_close(jitted(*args, **kwargs), fn(*args, **kwargs))
+    assert jitted.num_compiled() == len(calls)
+
+
+async def later(x):
+    return x
+
+
+def each(x):
+    yield x
+
+
+REFUSED = {
+    "coroutine": (lambda: fr.jit(later), "`fn` is a coroutine"), "generator": (lambda: fr.jit(each), "`fn` is a generator"),
+    "no function": (lambda: fr.jit(torch.ones(2)), "`fn` is no function"), "a result that is a generator": (lambda: fr.jit(lambda x: (v for v in x))(X), "neither a tensor"),
+    "self": (lambda: _method(), "neither a tensor"),
+}  # fmt: skip
+
+
+def _method():
+    class Model:
+        w = 1
+        forward = fr.jit(lambda self, x: x * self.w)
+
+        def __init__(self):
+            self.w = 2
+
+    Model().forward(X)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_functions_that_cannot_be_staged(name, interpreted):
+    """Coroutines, generators, and methods of objects that can change are refused by name."""
+    call, text = REFUSED[name]
+    with pytest.raises(TypeError, match=text):
+        call()
+
+
+# -- what fails on the way ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["plain", "vmap", "grad", "no_grad", "autocast"])
+def test_a_failure_in_staging_leaves_no_trace(kind, place, interpreted):
+    """After an exception inside a function that is staged, torch's state is as before, and the next call is right."""
+    fails = True
+
+    def stop(x):
+        if fails:
+            raise kind("stop")
+        return x * 2
+
+    def fn(x):
+        if place == "vmap":
+            return torch.func.vmap(stop)(x)
+        if place == "grad":
+            return torch.func.grad(lambda y: stop(y).sum())(x)
+        with (
+            torch.no_grad()
+            if place == "no_grad"
+            else torch.autocast("cpu")
+            if place == "autocast"
+            else warnings.catch_warnings()
+        ):
+            return stop(x)
+
+    state = lambda: (
+        torch.is_grad_enabled(), torch._C._functorch.peek_interpreter_stack(), torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack(),
+        torch.is_autocast_enabled("cpu"), torch.autograd.forward_ad._current_level,
+    )  # fmt: skip
+    before, jitted, given = state(), fr.jit(fn, donate=("x",)), X.clone()
+    for _ in range(2):
+        with pytest.raises(kind, match="stop"):
+            jitted(given)
+        assert state() == before
+    fails = False
+    need = fn(given)
+    assert_trees_close(jitted(given), need)
