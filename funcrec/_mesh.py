@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -156,7 +157,7 @@ class Mesh:
         if not dist.is_initialized():
             if kind == "cuda":
                 torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
-            dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=wait)
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=wait, **fresh_store())
         if dist.get_world_size() != math.prod(axes.values()):
             check(call, size_problems(axes, dist.get_world_size()))
         if kind == "cpu":
@@ -286,6 +287,15 @@ def bound_axes(call: str, names: AxisName) -> list[Axis]:
 
 def _is_names(x: Any) -> bool:
     return isinstance(x, tuple) and all(isinstance(a, str) for a in x)
+
+
+def fresh_store() -> dict:
+    """What a restarted rank tells `init_process_group`: in torchrun's store are the addresses of the ranks before it, too."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0":
+        return {}
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    return {"store": dist.PrefixStore(f"restart {restarts}", store), "rank": rank, "world_size": world_size}
 
 
 def _let_go() -> None:

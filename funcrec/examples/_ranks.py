@@ -8,6 +8,9 @@ on all of them, so that nobody waits for anybody but in an exchange. Floor 6.
 
 import argparse
 import os
+import socket
+import time
+import zlib
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
@@ -16,10 +19,12 @@ import torch
 from torch import Tensor
 
 import funcrec as fr
+from funcrec.examples._folder import checkpoint_path
 
 OF_TWO_AXES = ("table_row_wise", "table_column_wise", "grid")
 PLANS = ("table_wise", "row_wise", "column_wise", *OF_TWO_AXES, "replicated")
 STEPS_PER_QUESTION = 16  # whether anyone was interrupted: an exchange and a wait
+WAIT_S = 5.0  # from an exchange that broke off to the end of the process that broke it
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -153,20 +158,81 @@ def whole_params(state: fr.TrainState, mesh: fr.Mesh | None) -> fr.Params:
     return state.params if mesh is None else fr.Params(fr.gather_tables(state.tables, mesh), state.dense)
 
 
-def agreed(stop: Callable[[], bool], mesh: fr.Mesh | None, device: str) -> Callable[[], bool]:
-    """`stop` of any rank, at the same call on all of them."""
+def is_resumed(options: argparse.Namespace, mesh: fr.Mesh | None) -> bool:
+    """Whether the run goes on from a checkpoint, which all ranks must see; before any of them writes one."""
+    is_there = bool(options.resume) and checkpoint_path(options).exists()
+    if num_processes(mesh) == 1:
+        return is_there
+    seen = all_parts(torch.tensor([int(is_there)], device=options.device), mesh).tolist()
+    if len(set(seen)) > 1:
+        there = [rank for rank, x in enumerate(seen) if x]
+        raise SystemExit(
+            f"{checkpoint_path(options)} is seen by the ranks {there} only: --out must be on a disk that all of them share"
+        )
+    return is_there
+
+
+# -- ranks that end ----------------------------------------------------------------------------------------------
+
+
+def meet(mesh: fr.Mesh | None, device: str) -> Tensor | None:
+    """i64[ranks, 3]: each rank's number, machine and process; None for a lone process."""
+    if num_processes(mesh) == 1:
+        return None
+    own = torch.tensor([[torch.distributed.get_rank(), this_machine(), os.getpid()]], device=device)
+    return all_parts(own, mesh).cpu()
+
+
+def this_machine() -> int:
+    """A number of the machine, or of the container that numbers its own processes."""
+    space = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
+    return zlib.crc32(f"{socket.gethostname()} {space}".encode())
+
+
+def cause(error: Exception, crew: Tensor | None) -> str:
+    """The ranks of this machine that ended, in a sentence; empty where none did within WAIT_S."""
+    if crew is None or not isinstance(error, RuntimeError):
+        return ""
+    others = [(rank, pid) for rank, where, pid in crew.tolist() if where == this_machine() and pid != os.getpid()]
+    end = time.monotonic() + WAIT_S
+    while not (gone := [f"rank {rank} (process {pid})" for rank, pid in others if not is_running(pid)]):
+        if time.monotonic() > end:
+            return ""
+        time.sleep(0.05)
+    time.sleep(1.0)  # the other ranks look, too, and are not to find this one gone
+    return f"{' and '.join(gone)} ended, and no rank can go on alone; its own output says why."
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        if os.path.exists("/proc/self/stat"):
+            return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def agreed(stop: Callable[[], int], mesh: fr.Mesh | None, device: str) -> Callable[[], int]:
+    """`stop` of any rank, at the same call on all of them; the largest number where they differ."""
     if num_processes(mesh) == 1:
         return stop
     any_rank = fr.shard_map(
         lambda x: fr.pmax(x, mesh.axis_names), mesh=mesh, in_specs=fr.P(), out_specs=fr.P(), check=False
     )
-    calls, answer = 0, False
+    calls, answer = 0, 0
 
-    def ask() -> bool:
+    def ask() -> int:
         nonlocal calls, answer
         calls += 1
         if not answer and calls % STEPS_PER_QUESTION == 0:
-            answer = bool(any_rank(torch.tensor(int(stop()), device=device)))
+            answer = int(any_rank(torch.tensor(int(stop()), device=device)))
         return answer
 
     return ask

@@ -4,19 +4,17 @@
     torchrun --nproc-per-node 2 -m funcrec.examples.ctr --model deepfm --plan row_wise
 
 The protocol, and the AUC to reach, are RecBole's `ml-1m_context` benchmark (`funcrec.data.ctr_dataset`). A run leaves in
---out: checkpoint.pt (after each epoch and on Ctrl-C), result.json and curve.png. With --resume a run goes on to the
-same bits as if it had not been interrupted; on other ranks or under another plan too, but for their rounding. With --replicas copies of
-the tables train apart; they are made one every --sync-every steps of an epoch, at its end, and when a run is interrupted. Floor 6.
+--out: checkpoint.pt (before the first step, after each epoch, and on Ctrl-C and SIGTERM), result.json and curve.png. With --resume a run
+goes on to the same bits as if it had not been interrupted; on other ranks or under another plan too, but for their rounding. With
+--replicas copies of the tables train apart; they are made one every --sync-every steps of an epoch, at its end, and when a run is
+interrupted. Exit codes: 130 after Ctrl-C, 143 after SIGTERM, 1 for what went wrong, 2 for wrong options. Floor 6.
 """
 
 import argparse
-import json
 import math
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +23,9 @@ from tqdm import tqdm
 
 import funcrec as fr
 from funcrec._tree import map_tensors, tree_map
+from funcrec.examples import _folder as folder
 from funcrec.examples import _ranks as ranks
+from funcrec.examples import _signals as signals
 
 PUBLISHED = {  # test AUC, RecBole 1.1.x, benchmark/md/ml-1m_context.md
     "lr": 0.8699,
@@ -46,6 +46,7 @@ class Job(NamedTuple):
     split: fr.data.CtrSplit
     model: fr.models.Model
     mesh: fr.Mesh | None  # None for a lone process
+    crew: Tensor | None  # the processes of all ranks; None for a lone one
     init: Callable  # params, key -> the first state
     place: Callable  # a plain state -> one for `step`
     step: Callable  # compiled; takes the state's memory
@@ -64,18 +65,43 @@ class Run(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parse(argv)
-    job = make_job(options)
-    run = resume(job) if options.resume else start(job)
-    stop = ranks.agreed(stop_on_interrupt(), job.mesh, options.device)
-    while not is_finished(run, options):
+    with signals.listen() as heard:
+        options = parse(argv)
+        job = make_job(options)
+        try:
+            return train(job, heard)
+        except Exception as error:  # whatever it is, a rank that ended or a signal is the cause
+            gone = ranks.cause(error, job.crew)
+            if not gone and not heard.asked():
+                raise
+            told = gone or f"interrupted in the midst of {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            print(f"{told}\n{how_to_go_on(options)}", file=sys.stderr, flush=True)
+            return 1 if gone else 128 + heard.asked()
+
+
+def train(job: Job, heard: signals.Heard) -> int:
+    """Begin or go on, to the end or to a signal: the exit code."""
+    options, is_new = job.options, not ranks.is_resumed(job.options, job.mesh)
+    run = start(job) if is_new else resume(job)
+    look_at_first_batch(job, run)
+    heard.hold()
+    if is_new:
+        save(job, run)
+        if ranks.is_chief(job.mesh):
+            folder.remove_results(options)
+    stop = ranks.agreed(heard.asked, job.mesh, options.device)
+    while not (is_finished(run, options) or stop()):
         run = train_epoch(job, run, stop)
         save(job, run)
-        if stop():
-            say(job, f"interrupted; the same command with --resume goes on from {checkpoint_path(options)}")
-            return 130
+    if stop():
+        say(job, f"interrupted; {how_to_go_on(options)}")
+        return 128 + stop()
     report(job, run)
     return 0
+
+
+def how_to_go_on(options: argparse.Namespace) -> str:
+    return f"the same command with --resume goes on from {folder.checkpoint_path(options)}"
 
 
 def say(job: Job, text: str) -> None:
@@ -99,20 +125,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data", help="a folder with ml-1m.inter, .user and .item; without it they are fetched once")
-    parser.add_argument("--out", type=Path, help="a folder for the results (default runs/MODEL)")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    folder.add_options(parser)
     ranks.add_options(parser)
     options = parser.parse_args(argv)
-    options.out = options.out or Path("runs") / options.model
     for name in ("batch_size", "epochs", "patience"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if options.device != "cpu" and not torch.accelerator.is_available():
         parser.error(f"--device {options.device}: this machine has no accelerator that torch can use")
-    if options.resume and not checkpoint_path(options).exists():
-        parser.error(f"--resume: there is no {checkpoint_path(options)}")
     ranks.settle_options(parser, options)
     import_pyplot(parser)
+    folder.settle_options(parser, options)
     return options
 
 
@@ -124,8 +147,10 @@ def import_pyplot(parser: argparse.ArgumentParser) -> None:
 
 
 def make_job(options: argparse.Namespace) -> Job:
-    ratings = fr.data.movielens_1m(options.data)
-    split = fr.data.ctr_dataset(ratings)
+    try:
+        split = fr.data.ctr_dataset(fr.data.movielens_1m(options.data))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{error}") from error
     if options.batch_size > len(split.train):
         raise SystemExit(f"--batch-size {options.batch_size} is more than the {len(split.train)} rows to train on")
     split = tree_map(lambda x: x.to(options.device), split)
@@ -145,7 +170,8 @@ def make_job(options: argparse.Namespace) -> Job:
     place = lambda state: state if mesh is None else fr.reshard(state, plan, mesh=mesh, sparse=sparse)
     fast = fr.jit(step, donate=("state",))
     sync = ranks.sync_of(mesh, options.replicas)
-    return Job(options, split, model, mesh, step.init, place, fast, sync, fr.jit(model.apply))
+    crew = ranks.meet(mesh, options.device)
+    return Job(options, split, model, mesh, crew, step.init, place, fast, sync, fr.jit(model.apply))
 
 
 def loss_and_stats(model: fr.models.Model) -> Callable:
@@ -165,6 +191,15 @@ def start(job: Job) -> Run:
     state = job.init(params, for_steps)
     loss_sum = torch.zeros((), dtype=torch.float64, device=job.options.device)
     return Run(state, fr.data.Position(), loss_sum, map_tensors(torch.clone, params), [])
+
+
+def look_at_first_batch(job: Job, run: Run) -> None:
+    """The values of the whole batch, as every rank sees it: ids outside a table would read zeros, and nothing would be learnt."""
+    _, batch = next(batches_of(job, run, job.split.data))
+    try:
+        fr.validate(batch, job.model.features, job.model.tables)
+    except fr.CheckError as error:
+        raise SystemExit(f"the first batch: {error}") from error
 
 
 def is_finished(run: Run, options: argparse.Namespace) -> bool:
@@ -228,14 +263,7 @@ def num_steps(job: Job) -> int:
 
 def progress(job: Job, run: Run) -> Iterator[tuple[fr.data.Position, fr.Batch]]:
     """The batches of the epoch behind a progress bar; the rows of a last batch that is not full come in other epochs."""
-    batches = fr.data.batches(
-        ranks.OwnRows(job.split.data, job.mesh),
-        job.split.train,
-        job.options.batch_size,
-        key=fr.fold_in(fr.key(job.options.seed), 1),
-        position=run.position,
-        drop_last=True,
-    )
+    batches = batches_of(job, run, ranks.OwnRows(job.split.data, job.mesh))
     label, done = f"epoch {run.position.epoch:3d}", run.position.batch
     is_shown = sys.stderr.isatty() and ranks.is_chief(job.mesh)
     bar = tqdm(total=num_steps(job), initial=done, desc=label, leave=False, disable=not is_shown)
@@ -243,6 +271,13 @@ def progress(job: Job, run: Run) -> Iterator[tuple[fr.data.Position, fr.Batch]]:
         for item in fr.data.prefetch(batches):
             yield item
             bar.update()
+
+
+def batches_of(job: Job, run: Run, data: fr.data.RowData) -> Iterator[tuple[fr.data.Position, fr.Batch]]:
+    key = fr.fold_in(fr.key(job.options.seed), 1)
+    return fr.data.batches(
+        data, job.split.train, job.options.batch_size, key=key, position=run.position, drop_last=True
+    )
 
 
 def evaluate(job: Job, params: fr.Params, rows: Tensor) -> tuple[float, float]:
@@ -257,28 +292,7 @@ def evaluate(job: Job, params: fr.Params, rows: Tensor) -> tuple[float, float]:
     return float(fr.metrics.exact_auc(scores, labels)), float(log_loss)
 
 
-def stop_on_interrupt() -> Callable[[], bool]:
-    """Ctrl-C asks for an end after the step under way, which may be writing to the state; a second one ends at once."""
-    asked = []
-
-    def handler(signum, frame):
-        asked.append(signum)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    signal.signal(signal.SIGINT, handler)
-    return lambda: bool(asked)
-
-
 # -- what a run leaves -------------------------------------------------------------------------------------------
-
-
-def checkpoint_path(options: argparse.Namespace) -> Path:
-    return options.out / "checkpoint.pt"
-
-
-def fixed_options(options: argparse.Namespace) -> dict[str, Any]:
-    """What must not change between a run and its resumption."""
-    return {name: getattr(options, name) for name in ("model", "optimizer", "lr", "batch_size", "seed")}
 
 
 def save(job: Job, run: Run) -> None:
@@ -286,17 +300,11 @@ def save(job: Job, run: Run) -> None:
     state = run.state if job.mesh is None else fr.gather_state(run.state, job.mesh)
     tree = {**run._asdict(), "state": state, "position": tuple(run.position)}
     if ranks.is_chief(job.mesh):
-        job.options.out.mkdir(parents=True, exist_ok=True)
-        fr.save(checkpoint_path(job.options), {"options": fixed_options(job.options), **tree})
+        folder.write_checkpoint(job.options, tree)
 
 
 def resume(job: Job) -> Run:
-    tree = fr.load(checkpoint_path(job.options), device=job.options.device)
-    saved, asked = tree.pop("options"), fixed_options(job.options)
-    changed = {name: (saved.get(name), asked[name]) for name in asked if saved.get(name) != asked[name]}
-    if changed:
-        told = ", ".join(f"{name} was {was!r} and is {now!r}" for name, (was, now) in changed.items())
-        raise SystemExit(f"--resume: the checkpoint is of another run: {told}")
+    tree = folder.read_checkpoint(job.options)
     run = Run(**{**tree, "state": job.place(tree["state"]), "position": fr.data.Position(*tree["position"])})
     say(job, f"resumed at epoch {run.position.epoch}, batch {run.position.batch}")
     return run
@@ -310,7 +318,7 @@ def report(job: Job, run: Run) -> None:
         return
     best = history[best_epoch(history)]
     result = {
-        **fixed_options(options),
+        **folder.fixed_options(options),
         "mesh": options.axes,
         "plan": options.plan,
         "replicas": options.replicas,
@@ -325,16 +333,14 @@ def report(job: Job, run: Run) -> None:
         "torch": torch.__version__,
         "num_threads": torch.get_num_threads(),
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    draw_curve(history, options)
+    folder.write_results(options, result, draw_curve(history, options))
     print(
         f"{options.model}: {result['num_parameters']:,} parameters, best epoch {best['epoch']}, results in {options.out}"
     )
     print(f"test AUC {auc:.4f} (published {PUBLISHED[options.model]:.4f})")
 
 
-def draw_curve(history: list[dict[str, float]], options: argparse.Namespace) -> None:
+def draw_curve(history: list[dict[str, float]], options: argparse.Namespace) -> Any:
     from matplotlib.figure import Figure
 
     epochs = [h["epoch"] for h in history]
@@ -351,7 +357,7 @@ def draw_curve(history: list[dict[str, float]], options: argparse.Namespace) -> 
     auc.legend()
     for axes in (loss, auc):
         axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.savefig(options.out / "curve.png", dpi=120)
+    return figure
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,45 +16,22 @@ import funcrec as fr
 from funcrec.examples import ctr
 from funcrec.testing import assert_trees_close
 
+sys.path.insert(0, str(Path(__file__).parent))
+import small_movielens
+
 OPTIONS = ["--model", "fm", "--batch-size", "64", "--patience", "9", "--lr", "0.05"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """80 users, 60 items, 4000 ratings that a user's and an item's parity decide."""
-    path = tmp_path_factory.mktemp("ml-1m")
-    draw = random.Random(0)
-    users = [f"{u}\t{draw.choice([1, 18, 25])}\t{draw.choice('MF')}\t{draw.randrange(5)}\t12345" for u in range(1, 81)]
-    genres = ["Comedy", "Drama", "Film-Noir"]
-    items = [
-        f'{i}\t"Title" {i}, The\t{1990 + i % 7}\t{" ".join(draw.sample(genres, draw.randrange(3)))}'
-        for i in range(1, 61)
-    ]
-    pairs = draw.sample([(u, i) for u in range(1, 81) for i in range(1, 61)], 4000)
-    ratings = [f"{u}\t{i}\t{5 if (u + i) % 2 else 1}\t{978300000 + n}" for n, (u, i) in enumerate(pairs)]
-    header = {
-        "user": ("user_id:token\tage:token\tgender:token\toccupation:token\tzip_code:token", users),
-        "item": ("item_id:token\tmovie_title:token_seq\trelease_year:token\tgenre:token_seq", items),
-        "inter": ("user_id:token\titem_id:token\trating:float\ttimestamp:float", ratings),
-    }
-    for name, (first, rows) in header.items():
-        (path / f"ml-1m.{name}").write_text("\n".join([first, *rows]) + "\n")
-    return path
-
-
-@pytest.fixture
-def handlers():
-    """The interrupt handler as it was."""
-    before = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, before)
+    return small_movielens.write(tmp_path_factory.mktemp("ml-1m"))
 
 
 def run(folder, out, *more):
     return ctr.main([*OPTIONS, "--data", str(folder), "--out", str(out), *more])
 
 
-def test_it_trains_reports_and_resumes_to_the_same_bits(folder, tmp_path, handlers, capsys):
+def test_it_trains_reports_and_resumes_to_the_same_bits(folder, tmp_path, capsys):
     """Two epochs and a resumption equal four epochs at once, and the report has what was promised."""
     assert run(folder, tmp_path / "whole", "--epochs", "4") == 0
     last = capsys.readouterr().out.splitlines()[-1]
@@ -72,7 +49,7 @@ def test_it_trains_reports_and_resumes_to_the_same_bits(folder, tmp_path, handle
     assert (tmp_path / "whole" / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_ctrl_c_leaves_a_checkpoint_in_the_middle_of_an_epoch(folder, tmp_path, handlers):
+def test_ctrl_c_leaves_a_checkpoint_in_the_middle_of_an_epoch(folder, tmp_path):
     """An interrupted process exits with 130, and what it left goes on to the bits of an uninterrupted run."""
     command = [
         sys.executable,
@@ -108,12 +85,10 @@ SLOWLY = ["--lr", "0.003", "--patience", "9"]  # an AUC that is not yet 1
 def alone(folder, tmp_path_factory):
     """out, result: a lone process's two epochs, with the checkpoint of the first one in out/first."""
     out = tmp_path_factory.mktemp("alone")
-    before = signal.getsignal(signal.SIGINT)
     run(folder, out, *SLOWLY, "--epochs", "1")
     (out / "first").mkdir()
     (out / "first" / "checkpoint.pt").write_bytes((out / "checkpoint.pt").read_bytes())
     run(folder, out, *SLOWLY, "--epochs", "2", "--resume")
-    signal.signal(signal.SIGINT, before)
     return out, json.loads((out / "result.json").read_text())
 
 
@@ -131,7 +106,7 @@ def assert_same_run(out, alone):
 
 
 @pytest.mark.xdist_group("ranks")
-def test_two_ranks_train_what_one_process_trains(folder, tmp_path, alone, handlers):
+def test_two_ranks_train_what_one_process_trains(folder, tmp_path, alone):
     """An epoch on two ranks of torchrun and another in one process, from the ranks' checkpoint, end as two epochs in one process."""
     words = [*OPTIONS, *SLOWLY, "--data", str(folder), "--out", str(tmp_path), "--epochs", "1", "--plan", "row_wise"]
     done = subprocess.run(
@@ -149,7 +124,7 @@ def test_two_ranks_train_what_one_process_trains(folder, tmp_path, alone, handle
     assert assert_same_run(tmp_path, alone)["mesh"] is None
 
 
-def test_emulated_ranks_go_on_from_a_lone_process(folder, tmp_path, alone, handlers):
+def test_emulated_ranks_go_on_from_a_lone_process(folder, tmp_path, alone):
     """The second epoch on an emulated mesh, by another plan, ends as it does in one process."""
     (tmp_path / "checkpoint.pt").write_bytes((alone[0] / "first" / "checkpoint.pt").read_bytes())
     ranks = ["--emulate", "data=2,model=2", "--plan", "grid"]
@@ -158,7 +133,7 @@ def test_emulated_ranks_go_on_from_a_lone_process(folder, tmp_path, alone, handl
     assert (result["mesh"], result["plan"]) == ({"data": 2, "model": 2}, "grid")
 
 
-def test_copies_train_apart_and_go_on_in_one_process(folder, tmp_path, alone, handlers):
+def test_copies_train_apart_and_go_on_in_one_process(folder, tmp_path, alone):
     """An epoch of two emulated copies that are made one every 5 steps is another training; its checkpoint is a lone process's, which goes on to learn."""
     ranks = ["--emulate", "replica=2,model=1", "--replicas", "replica", "--sync-every", "5"]
     assert run(folder, tmp_path, *SLOWLY, "--epochs", "1", *ranks) == 0
@@ -219,7 +194,7 @@ def test_a_batch_larger_than_the_data_is_refused(folder, tmp_path):
         run(folder, tmp_path, "--batch-size", "5000")
 
 
-def test_a_checkpoint_of_another_run_is_refused(folder, tmp_path, handlers):
+def test_a_checkpoint_of_another_run_is_refused(folder, tmp_path):
     """--resume with other settings names them."""
     run(folder, tmp_path, "--epochs", "1")
     with pytest.raises(SystemExit, match=r"lr was 0.05 and is 0.1"):

@@ -1,0 +1,77 @@
+"""SIGINT and SIGTERM: the first asks for an end, which comes between two steps; the second is the end.
+
+    with listen() as heard:     before heard.hold() a signal ends the program; behind it, heard.asked() tells the first one's number
+
+The interpreter hears a signal only when its main thread runs Python; a thread of its own reads them from a pipe, so that a second one ends a
+program that waits for other ranks, too, and the first one where there is nothing to save yet. Exit codes are a shell's: 128 + the signal. Floor 6.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAME_S = 1.0  # one request may be sent twice: to the program and to its group
+SAME_LAUNCHED_S = 5.0  # by a scheduler, and by the launcher that heard it from the scheduler
+LEAVE_S = 2.0  # from a signal before hold() to the end of a main thread that runs Python
+
+
+class Heard(NamedTuple):
+    """asked: () -> the first signal, 0 for none. hold: from now on there is something to save."""
+
+    asked: Callable[[], int]
+    hold: Callable[[], None]
+
+
+@contextlib.contextmanager
+def listen(same_s: float | None = None) -> Iterator[Heard]:
+    """Listen inside the block; signals within `same_s` seconds of the first are taken for the same request."""
+    if same_s is None:
+        same_s = SAME_LAUNCHED_S if torch.distributed.is_torchelastic_launched() else SAME_S
+    if threading.current_thread() is not threading.main_thread():
+        yield Heard(lambda: 0, lambda: None)
+        return
+    first: list[tuple[int, float]] = []
+    is_held, is_left = threading.Event(), threading.Event()
+
+    def handler(signum, frame):
+        note(signum)
+        if not is_held.is_set():
+            raise SystemExit(128 + signum)
+
+    def note(signum):
+        if not first:
+            first.append((signum, time.monotonic()))
+
+    def read_signals():
+        while heard := os.read(source, 64):
+            for signum in (s for s in heard if s in SIGNALS):
+                if first and time.monotonic() - first[0][1] > same_s:
+                    os.write(2, b"a second signal: ended at once; the last checkpoint is whole\n")
+                    os._exit(128 + signum)
+                note(signum)
+                if not is_held.is_set() and not is_left.wait(LEAVE_S) and not is_held.is_set():
+                    os._exit(128 + signum)
+
+    source, sink = os.pipe()
+    os.set_blocking(sink, False)
+    thread = threading.Thread(target=read_signals, name="funcrec.signals", daemon=True)
+    thread.start()
+    before = {s: signal.signal(s, handler) for s in SIGNALS}
+    wakeup = signal.set_wakeup_fd(sink)
+    try:
+        yield Heard(lambda: first[0][0] if first else 0, is_held.set)
+    finally:
+        is_left.set()
+        signal.set_wakeup_fd(wakeup)
+        for signum, old in before.items():
+            signal.signal(signum, old)
+        os.close(sink)
+        thread.join()
+        os.close(source)

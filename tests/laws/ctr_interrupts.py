@@ -1,0 +1,134 @@
+"""Signals at random moments of the main job: afterwards it goes on to the bits of a run that was left alone.
+
+    python tests/laws/ctr_interrupts.py --count 500
+
+The job is compiled once, here; every run is a fork, which gets SIGINT, SIGTERM (some of them twice) or SIGKILL after a random time, then is
+begun again with --resume=auto, perhaps interrupted again, and in the end left alone.
+"""
+
+import argparse
+import collections
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import funcrec as fr
+from funcrec.examples import ctr
+
+sys.path.insert(0, str(Path(__file__).parent))
+import small_movielens
+
+WORDS = ["--model", "deepfm", "--batch-size", "64", "--patience", "9", "--lr", "0.01", "--epochs", "3", "--resume=auto"]
+KEYS = ("state", "best", "position", "loss_sum")
+
+
+def bits(path):
+    """The checkpoint's tensors as bytes, its numbers without times."""
+    tree = fr.load(path)
+    leaves = torch.utils._pytree.tree_leaves({k: tree[k] for k in KEYS})
+    whole = [x.reshape(-1).view(torch.uint8).numpy().tobytes() if isinstance(x, torch.Tensor) else x for x in leaves]
+    return whole, [(h["epoch"], h["loss"], h["valid_auc"], h["valid_log_loss"]) for h in tree["history"]]
+
+
+def forked(words, log):
+    """The process of a run in a fork of this one."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        with open(log, "a", buffering=1) as sys.stdout:
+            sys.stderr = sys.stdout
+            os.dup2(sys.stdout.fileno(), 2)
+            try:
+                code = ctr.main(words)
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else print(end.code) or 1
+            except KeyboardInterrupt:  # before it listens
+                code = 130
+            except BaseException as error:
+                print(repr(error))
+    finally:
+        os._exit(code)
+
+
+def interrupted(draw, pid, lasts):
+    """Send signals at random moments: (what was sent, exit code)."""
+    kind = draw.choices(["int", "term", "both", "twice", "kill"], [6, 6, 2, 2, 3])[0]
+    time.sleep(draw.uniform(0, lasts))
+    sent = {
+        "int": [signal.SIGINT], "term": [signal.SIGTERM], "both": [signal.SIGTERM, signal.SIGINT],
+        "twice": [signal.SIGINT, signal.SIGINT], "kill": [signal.SIGKILL],
+    }[kind]  # fmt: skip
+    for i, signum in enumerate(sent):
+        if i:
+            time.sleep(draw.choice([0, draw.uniform(0, 0.02), draw.uniform(1.0, 1.2)]))
+        try:
+            os.kill(pid, signum)
+        except ProcessLookupError:
+            break
+    return sent, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def trial(draw, out, data, lasts, told):
+    """One run, interrupted once to three times, then left alone to its end."""
+    words, log = [*WORDS, "--data", str(data), "--out", str(out)], out.with_suffix(".log")
+    for _ in range(draw.choice([1, 1, 2, 3])):
+        sent, code = interrupted(draw, forked(words, log), lasts)
+        allowed = {0} | {-s if s == signal.SIGKILL else 128 + s for s in sent}
+        if signal.SIGTERM in sent and not out.exists():
+            allowed.add(-signal.SIGTERM)  # before it listens
+        assert code in allowed, (sent, code, log.read_text())
+        place = "nothing"
+        if (out / "checkpoint.pt").exists():
+            epoch, batch = fr.load(out / "checkpoint.pt")["position"]
+            place = "the beginning" if (epoch, batch) == (0, 0) else "between steps" if batch else "between epochs"
+        told[f"exit code {code}, checkpoint of {place}"] += 1
+    code = os.waitstatus_to_exitcode(os.waitpid(forked(words, log), 0)[1])
+    assert code == 0, log.read_text()
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data"
+        data.mkdir()
+        small_movielens.write(data)
+        make_job, made = ctr.make_job, []
+
+        def once(settled):
+            made.append(made[0] if made else make_job(settled))
+            return made[0]._replace(options=settled)
+
+        ctr.make_job = once
+        for name in ("first", "whole"):  # the first compiles
+            began = time.monotonic()
+            assert ctr.main([*WORDS, "--data", str(data), "--out", str(Path(folder) / name)]) == 0
+        lasts, want = time.monotonic() - began, bits(Path(folder) / "whole" / "checkpoint.pt")
+        assert bits(Path(folder) / "first" / "checkpoint.pt") == want
+        draw, told = random.Random(options.seed), collections.Counter()
+        for i in range(options.count):
+            out = Path(folder) / f"{i}"
+            trial(draw, out, data, lasts, told)
+            assert bits(out / "checkpoint.pt") == want, f"run {i}"
+        ctr.make_job = make_job
+    print(
+        f"a run lasts {lasts:.2f} s; {sum(told.values())} interrupts in {options.count} runs, all of them went on to the same bits:"
+    )
+    for line, count in sorted(told.items()):
+        print(f"{count:6d}  {line}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,329 @@
+"""How the main job begins and ends: folders that hold a run, signals, disks, ranks that end, first batches."""
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import funcrec as fr
+from funcrec._tree import replace
+from funcrec.examples import _folder, _ranks, ctr
+from funcrec.testing import assert_trees_close
+
+sys.path.insert(0, str(Path(__file__).parent))
+import small_movielens
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = ["--model", "lr", "--batch-size", "64", "--lr", "0.05", "--epochs", "1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return small_movielens.write(tmp_path_factory.mktemp("ml-1m"))
+
+
+@pytest.fixture(scope="module")
+def finished(folder, tmp_path_factory):
+    """The folder of a run of one epoch."""
+    out = tmp_path_factory.mktemp("finished")
+    assert ctr.main([*OPTIONS, "--data", str(folder), "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture
+def no_data(monkeypatch):
+    """Data that nobody may read."""
+
+    def read(*args):
+        raise AssertionError("data were read")
+
+    monkeypatch.setattr(fr.data, "movielens_1m", read)
+
+
+def files(path):
+    return {p.name: p.read_bytes() for p in path.iterdir()}
+
+
+# -- beginning ---------------------------------------------------------------------------------------------------
+
+HELD = {
+    "again": ([], ["holds a run (checkpoint.pt, result.json, curve.png)", "--resume goes on", "--overwrite begins again"]),
+    "both": (["--resume", "--overwrite"], ["not allowed with argument --resume"]),
+    "both, auto": (["--overwrite", "--resume=auto"], ["not allowed with argument --overwrite"]),
+    "another word": (["--resume=never"], ["invalid choice: 'never'"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_folder_that_holds_a_run_is_kept(name, finished, no_data, capsys):
+    """Without --resume or --overwrite a run is not begun where one is, which is said before data are read; every file stays."""
+    words, fragments = HELD[name]
+    before = files(finished)
+    with pytest.raises(SystemExit) as end:
+        ctr.main([*OPTIONS, "--out", str(finished), *words])
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and all(f in told for f in fragments), told
+    assert files(finished) == before
+
+
+@pytest.mark.parametrize("left", ["result.json", "curve.png"])
+@pytest.mark.parametrize("words", [[], ["--resume=auto"]], ids=["plain", "auto"])
+def test_results_without_a_checkpoint_are_kept(left, words, tmp_path, no_data, capsys):
+    """What a run reported is not overwritten without --overwrite, though its checkpoint is gone."""
+    (tmp_path / left).write_text("kept")
+    with pytest.raises(SystemExit):
+        ctr.main([*OPTIONS, "--out", str(tmp_path), *words])
+    assert f"holds a run ({left})" in capsys.readouterr().err
+    assert files(tmp_path) == {left: b"kept"}
+
+
+def test_overwrite_begins_again(folder, finished, tmp_path):
+    """--overwrite trains from the beginning, to the bits of a run in an empty folder, and leaves no result of the old run."""
+    fr.save(tmp_path / "checkpoint.pt", {"other": 1})
+    (tmp_path / "result.json").write_text("old")
+    assert ctr.main([*OPTIONS, "--data", str(folder), "--out", str(tmp_path), "--overwrite"]) == 0
+    a, b = (fr.load(path / "checkpoint.pt") for path in (tmp_path, finished))
+    assert_trees_close({k: a[k] for k in ("state", "best")}, {k: b[k] for k in ("state", "best")})
+    assert (tmp_path / "result.json").read_text().startswith("{")
+
+
+def test_results_of_the_old_run_are_gone_before_the_new_one_has_any(folder, tmp_path, monkeypatch):
+    """After --overwrite an interrupted run's folder has no results of another run beside its checkpoint."""
+    for name in ("result.json", "curve.png"):
+        (tmp_path / name).write_text("old")
+    monkeypatch.setattr(ctr, "train_epoch", lambda job, run, stop: os.kill(os.getpid(), signal.SIGTERM) or run)
+    assert ctr.main([*OPTIONS, "--data", str(folder), "--out", str(tmp_path), "--overwrite"]) == 143
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+def test_overwrite_is_not_for_restarts(tmp_path, monkeypatch, capsys):
+    """Under torchrun --max-restarts, --overwrite would lose what was trained at each restart."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(SystemExit):
+        ctr.main([*OPTIONS, "--out", str(tmp_path), "--overwrite"])
+    assert "--resume=auto" in capsys.readouterr().err
+
+
+def test_resume_auto_begins_or_goes_on(folder, finished, tmp_path, capsys):
+    """--resume=auto begins in an empty folder, goes on where there is a checkpoint, and both end at the same bits."""
+    words = [*OPTIONS, "--data", str(folder), "--out", str(tmp_path), "--resume=auto"]
+    assert ctr.main(words) == 0
+    assert "resumed" not in capsys.readouterr().out
+    assert ctr.main([*words, "--epochs", "2"]) == 0
+    assert "resumed at epoch 1, batch 0" in capsys.readouterr().out
+    assert [h["epoch"] for h in fr.load(tmp_path / "checkpoint.pt")["history"]] == [0, 1]
+
+
+def test_a_folder_that_cannot_be_written_is_told_first(tmp_path, no_data, capsys, monkeypatch):
+    """An --out that is no folder, or on a disk that refuses, ends at once with the reason."""
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(SystemExit):
+        ctr.main([*OPTIONS, "--out", str(tmp_path / "file" / "out")])
+    assert "cannot be written: Not a directory" in capsys.readouterr().err
+
+    def refuse(**kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(_folder.tempfile, "TemporaryFile", refuse)
+    with pytest.raises(SystemExit):
+        ctr.main([*OPTIONS, "--out", str(tmp_path / "out")])
+    assert "cannot be written: Read-only file system" in capsys.readouterr().err
+
+
+DAMAGED = {
+    "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-9]), "not a whole checkpoint"),
+    "of another program": (lambda path: fr.save(path, {"x": 1}), "is no checkpoint of this program"),
+    "of no dict": (lambda path: fr.save(path, 3), "is no checkpoint of this program"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_checkpoint_is_told(name, folder, finished, tmp_path):
+    """--resume from a file that is no whole checkpoint of this program says so, and leaves it."""
+    damage, fragment = DAMAGED[name]
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes((finished / "checkpoint.pt").read_bytes())
+    damage(path)
+    before = path.read_bytes()
+    with pytest.raises(SystemExit, match=fragment):
+        ctr.main([*OPTIONS, "--data", str(folder), "--out", str(tmp_path), "--resume=auto"])
+    assert path.read_bytes() == before
+
+
+def test_data_that_cannot_be_read_are_told_without_a_traceback(tmp_path):
+    """A --data folder without the files ends the program with the reader's error."""
+    (tmp_path / "data").mkdir()
+    with pytest.raises(SystemExit, match=r"`data_dir` lacks ml-1m.inter"):
+        ctr.main([*OPTIONS, "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")])
+
+
+FIRST = {
+    "ids outside": (lambda d: replace(d, user_columns={**d.user_columns, "user_id": d.user_columns["user_id"] + 20_000}), "feature 'user_id_linear' has ids outside"),
+    "ids below": (lambda d: replace(d, genre=d.genre - 50), "feature 'genre_linear' has ids outside"),
+    "labels of five": (lambda d: replace(d, label=d.label * 5), "= 5.0"),
+    "labels of nan": (lambda d: replace(d, label=d.label * torch.nan), "batch.label[0] = nan, 64 in all"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_the_first_batch_is_looked_at(name, folder, tmp_path, monkeypatch):
+    """Ids outside their table and labels that are no clicks end the program before a step, and no checkpoint is written."""
+    change, fragment = FIRST[name]
+    make = fr.data.ctr_dataset
+    monkeypatch.setattr(fr.data, "ctr_dataset", lambda r: (s := make(r))._replace(data=change(s.data)))
+    with pytest.raises(SystemExit, match=re.escape(fragment)):
+        ctr.main([*OPTIONS, "--data", str(folder), "--out", str(tmp_path)])
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- disks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_a_full_disk_ends_the_run_and_is_told(room, folder, tmp_path, monkeypatch):
+    """Without room for a first checkpoint nothing is trained; without room for a later one, the one before is named as whole."""
+    save, calls = fr.save, []
+
+    def full(path, tree):
+        calls.append(path)
+        return save(path, tree) if len(calls) <= room else broken(path)
+
+    def broken(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(_folder.fr, "save", full)
+    if not room:
+        monkeypatch.setattr(ctr, "train_epoch", None)
+    with pytest.raises(SystemExit) as end:
+        ctr.main([*OPTIONS, "--data", str(folder), "--out", str(tmp_path)])
+    assert "No space left on device" in str(end.value)
+    assert ("--resume goes on from it" in str(end.value)) == bool(room)
+    assert len(list(tmp_path.iterdir())) == room
+
+
+# -- signals -----------------------------------------------------------------------------------------------------
+
+LISTENER = """
+import sys, time, torch
+from funcrec.examples import _signals
+_signals.LEAVE_S = 0.5
+with _signals.listen(0.2) as heard:
+    if "held" in sys.argv:
+        heard.hold()
+    print("ready", flush=True)
+    if "in C" in sys.argv:
+        torch.linalg.svd(torch.randn(6000, 6000))
+    while not heard.asked():
+        time.sleep(0.01)
+    time.sleep(0.5)
+sys.exit(100 + heard.asked())
+"""
+INT, TERM = signal.SIGINT, signal.SIGTERM
+ENDS = {  # the listener's words, what it is sent, the seconds between, its exit code
+    "nothing to save": ([], [INT], 0, 130),
+    "nothing to save, in C": (["in C"], [TERM], 0, 143),
+    "the first asks": (["held"], [INT], 0, 102),
+    "twice at once is once": (["held"], [TERM, TERM], 0, 115),
+    "the second ends": (["held", "in C"], [TERM, INT], 0.5, 130),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_signals_ask_and_then_end(name):
+    """Where nothing can be lost a signal ends the program; else the first asks, and a later one ends it; both though it is busy in C."""
+    words, sent, wait, code = ENDS[name]
+    process = subprocess.Popen(
+        [sys.executable, "-c", LISTENER, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    process.stdout.readline()
+    began = time.monotonic()
+    for signum in sent:
+        process.send_signal(signum)
+        time.sleep(wait)
+    process.communicate(timeout=60)
+    assert process.returncode == code
+    assert time.monotonic() - began < 15
+
+
+def test_handlers_are_given_back(folder, tmp_path):
+    """After the main job signals do what they did before."""
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    assert ctr.main([*OPTIONS, "--data", str(folder), "--out", str(tmp_path)]) == 0
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_interrupts_at_random_moments_lose_nothing():
+    """SIGINT, SIGTERM and SIGKILL at random moments: every run goes on to the bits of one that was left alone."""
+    command = [sys.executable, str(Path(__file__).parent / "ctr_interrupts.py"), "--count", "5"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all of them went on to the same bits" in done.stdout
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------
+
+
+def children(pid):
+    """{RANK: process} of a launcher's processes."""
+    found = {}
+    for at in Path("/proc").iterdir():
+        try:
+            if int(at.joinpath("stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                variables = dict(v.partition("=")[::2] for v in at.joinpath("environ").read_text().split("\0"))
+                found[int(variables["RANK"])] = int(at.name)
+        except (OSError, ValueError, KeyError):
+            continue
+    return found
+
+
+def read_until(process, fragment):
+    lines = []
+    while not lines or fragment not in lines[-1]:
+        lines.append(process.stdout.readline())
+        assert lines[-1], process.stderr.read()
+    return "".join(lines)
+
+
+@pytest.mark.xdist_group("ranks")
+def test_ranks_that_are_killed_go_on_and_those_that_are_asked_save(folder, tmp_path):
+    """A rank whose sibling was killed says which and how to go on; --max-restarts with --resume=auto does; SIGTERM to the launcher saves."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    words = ["--data", str(folder), "--out", str(tmp_path), "--epochs", "9999", "--patience", "9999", "--resume=auto"]
+    process = subprocess.Popen(
+        [sys.executable, *launcher, "-m", "funcrec.examples.ctr", *OPTIONS, *words], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT,
+    )  # fmt: skip
+    read_until(process, "epoch   0 ")
+    killed = children(process.pid)[1]
+    os.kill(killed, signal.SIGKILL)
+    read_until(process, "resumed at epoch")
+    begun = int(re.search(r"epoch +(\d+) ", read_until(process, "valid AUC"))[1])
+    process.terminate()
+    output, errors = process.communicate(timeout=100)
+    assert f"rank 1 (process {killed}) ended" in errors and "--resume goes on from" in errors
+    assert "interrupted; the same command with --resume goes on from" in output
+    saved = fr.load(tmp_path / "checkpoint.pt")
+    assert saved["position"][0] > begun
+    assert [h["epoch"] for h in saved["history"]] == list(range(saved["position"][0]))
+
+
+def test_a_process_that_ended_is_told_from_one_that_runs():
+    """A process is running until it ends, also while nobody has asked for its exit code."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert _ranks.is_running(process.pid) and _ranks.is_running(os.getpid())
+    process.kill()
+    end = time.monotonic() + 20
+    while _ranks.is_running(process.pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not _ranks.is_running(process.pid)
+    process.wait()
+    assert not _ranks.is_running(process.pid)
