@@ -48,6 +48,8 @@ def transform_dense(x: Tensor, transform: Transform) -> Tensor:
       >>> transform_dense(torch.tensor([-3.0, -2.0, 0.0]), "log1")
       tensor([0., 0., 0.])
     """
+    if not isinstance(x, Tensor):
+        fail("funcrec.data.transform_dense", "`x` is not a tensor.", got=describe(x), need="f[B, J]", kind=TypeError)
     check("funcrec.data.transform_dense", transform_problems(transform))
     if transform is None:
         return x

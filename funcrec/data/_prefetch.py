@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from funcrec._configs import flag_problems
 from funcrec._errors import Problem, check, describe
 from funcrec._tree import map_tensors, tree_leaves
 
@@ -44,7 +45,7 @@ def prefetch(
       >>> list(prefetch(range(3)))
       [0, 1, 2]
     """
-    check("funcrec.data.prefetch", _problems(items, depth))
+    check("funcrec.data.prefetch", _problems(items, depth), flag_problems(pin_memory, "pin_memory"))
     return _consume(items, depth, pin_memory, None if device is None else torch.device(device))
 
 

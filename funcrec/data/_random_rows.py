@@ -155,6 +155,7 @@ def vocabularies_of(tables: Sequence[TableConfig], features: Sequence[FeatureCon
 
 def zipf(key: Tensor, shape: tuple[int, ...], size: int, alpha: float) -> Tensor:
     """i64[shape] in [0, size): k - 1 with probability proportional to k^-alpha, k = 1 .. size."""
+    random.check_key("funcrec.data.zipf", key)
     check("funcrec.data.zipf", count_problems(size, "size"), _alpha_problems({"zipf": alpha}))
     return zipf_ranks(random.uniform(key, shape, dtype=torch.float64), size, alpha)
 

@@ -21,7 +21,8 @@ from funcrec._jagged import is_concrete
 from funcrec._tree import tree_leaves, tree_map, tree_structure
 
 State = Any
-RANGES = {True: (-math.inf, math.inf), False: (0.0, 1.0), None: (-math.inf, math.inf)}  # of predictions, by from_logits
+ANY = object()  # in place of a flag: predictions may be any numbers
+RANGES = {True: (-math.inf, math.inf), False: (0.0, 1.0), ANY: (-math.inf, math.inf)}  # of predictions, by from_logits
 
 
 class Metric(NamedTuple):
@@ -88,13 +89,13 @@ def sums(
     terms: Callable[[Tensor, Tensor], dict[str, Tensor]],
     compute: Callable[[dict[str, Tensor]], Tensor],
     *,
-    from_logits: bool | None = False,
+    from_logits: bool | object = False,
 ) -> Metric:
     """A metric of weighted sums: `terms(predictions, labels) -> {sum: f64[B]}`; the weights are summed as "weight".
 
-    `from_logits` None takes any predictions.
+    from_logits: ANY takes any predictions.
     """
-    if from_logits is not None:
+    if from_logits is not ANY:
         check(f"funcrec.metrics.{name}", flag_problems(from_logits, "from_logits"))
     names = (*terms(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)), "weight")
 
@@ -109,13 +110,13 @@ def sums(
     return Metric(init, update, compute)
 
 
-def as_doubles(call: str, predictions, labels, weights, from_logits: bool | None) -> tuple[Tensor, Tensor, Tensor]:
+def as_doubles(call: str, predictions, labels, weights, from_logits: bool | object) -> tuple[Tensor, Tensor, Tensor]:
     """The three, checked, as `examples` makes them."""
     check(call, example_problems(predictions, labels, weights, from_logits))
     return examples(predictions, labels, weights, from_logits)
 
 
-def examples(predictions, labels, weights, from_logits: bool | None) -> tuple[Tensor, Tensor, Tensor]:
+def examples(predictions, labels, weights, from_logits: bool | object) -> tuple[Tensor, Tensor, Tensor]:
     """f64[B] each: 0 with weight 0 for padding, and 0 with weight NaN for what is out of range, so that it shows in every sum."""
     p, y = predictions.double(), labels.double()
     w = torch.ones_like(p) if weights is None else weights.double()
@@ -128,7 +129,7 @@ def examples(predictions, labels, weights, from_logits: bool | None) -> tuple[Te
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def example_problems(predictions, labels, weights, from_logits: bool | None, name: str = "predictions"):
+def example_problems(predictions, labels, weights, from_logits: bool | object, name: str = "predictions"):
     if not isinstance(predictions, Tensor) or not predictions.is_floating_point():
         hint = "predictions.float()" if isinstance(predictions, Tensor) else ""
         yield Problem(f"`{name}` are not floating-point numbers.", describe(predictions), "f[B]", hint, TypeError)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funcrec._errors import fail
-from funcrec.metrics._metric import Metric, sums
+from funcrec.metrics._metric import ANY, Metric, sums
 
 PROBABILITY_EPS = torch.finfo(torch.float32).eps
 
@@ -71,7 +71,7 @@ def calibration(*, from_logits: bool = False) -> Metric:
 
 def ctr() -> Metric:
     """The base rate: the weighted mean of the labels."""
-    return sums("ctr", lambda p, y: {"positive": y}, lambda s: s["positive"] / s["weight"], from_logits=None)
+    return sums("ctr", lambda p, y: {"positive": y}, lambda s: s["positive"] / s["weight"], from_logits=ANY)
 
 
 def accuracy(threshold: float = 0.5, *, from_logits: bool = False) -> Metric:
@@ -89,12 +89,12 @@ def accuracy(threshold: float = 0.5, *, from_logits: bool = False) -> Metric:
 
 def mse() -> Metric:
     """The mean of (prediction - label)², of any predictions."""
-    return sums("mse", lambda p, y: {"square": (p - y).square()}, lambda s: s["square"] / s["weight"], from_logits=None)
+    return sums("mse", lambda p, y: {"square": (p - y).square()}, lambda s: s["square"] / s["weight"], from_logits=ANY)
 
 
 def mae() -> Metric:
     """The mean of |prediction - label|, of any predictions."""
-    return sums("mae", lambda p, y: {"error": (p - y).abs()}, lambda s: s["error"] / s["weight"], from_logits=None)
+    return sums("mae", lambda p, y: {"error": (p - y).abs()}, lambda s: s["error"] / s["weight"], from_logits=ANY)
 
 
 def _probability(p: Tensor, from_logits: bool) -> Tensor:

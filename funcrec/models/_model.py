@@ -143,6 +143,8 @@ def linear_twins(
       >>> wide_tables[0].shape, wide[0].name, wide[0].key
       ((10, 1), 'item_linear', 'item')
     """
+    call = "funcrec.models.linear_twins"
+    check(call, table_list_problems(tables), feature_list_problems(features))
     return (
         tuple(replace(t, name=f"{t.name}_linear", embedding_dim=1) for t in tables),
         tuple(replace(f, name=f"{f.name}_linear", table=f"{f.table}_linear", column=f.key) for f in features),

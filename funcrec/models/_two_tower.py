@@ -17,12 +17,12 @@ from torch import Tensor
 from funcrec import _random as random
 from funcrec import nn
 from funcrec._configs import FeatureConfig, TableConfig, duplicate_problems
-from funcrec._errors import Problem, check, describe
+from funcrec._errors import Problem, check, describe, fail
 from funcrec._lookup import lookup
 from funcrec._state import Batch, Params
 from funcrec.models._deep import run, width
 from funcrec.models._model import batch_problems, build, check_configs
-from funcrec.nn._layer import rate_problems, size_problems
+from funcrec.nn._layer import function_problems, rate_problems, size_problems
 
 
 class TwoTower(NamedTuple):
@@ -167,6 +167,13 @@ def in_batch_softmax_loss(
       >>> loss_fn(model.init(fr.key(0)), fr.Batch(ids, torch.ones(2)), key=fr.key(1))[0]
       tensor(0.)
     """
+
+    call = "funcrec.models.in_batch_softmax_loss"
+    if not isinstance(model, TwoTower):
+        need, hint = "a TwoTower", "fr.models.two_tower(tables, query, candidate)"
+        fail(call, "`model` is no two towers.", got=describe(model), need=need, hint=hint, kind=TypeError)
+    given = {"log_q": log_q, "candidate_ids": candidate_ids}
+    check(call, function_problems(**{name: fn for name, fn in given.items() if fn is not None}))
 
     def loss_fn(params: Params, batch: Batch, *, key: Tensor):
         q, c = model.towers(params, batch, key)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcrec import _random as random
-from funcrec._errors import check
+from funcrec._errors import check, describe, fail
 from funcrec.nn._layer import rate_problems
 
 
@@ -35,6 +35,8 @@ def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
     """
     check("funcrec.nn.dropout", rate_problems(rate))
     random.check_key("funcrec.nn.dropout", key)
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        fail("funcrec.nn.dropout", "`x` is not a float tensor.", got=describe(x), need="f[...]", kind=TypeError)
     if rate == 0:
         return x
     # u < 1 - rate, as a comparison of whole 64-bit numbers: no shift, no conversion to float

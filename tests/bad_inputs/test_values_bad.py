@@ -10,6 +10,7 @@ import funcrec as fr
 NAN, INF = math.nan, math.inf
 TABLE, FEATURE = fr.TableConfig("t", 5, 4), fr.FeatureConfig("f", table="t")
 T, F = (TABLE,), (FEATURE,)
+TOWERS = fr.models.two_tower(T, F, (fr.FeatureConfig("g", table="t"),))
 IDS = torch.tensor([1, 2])
 feature = lambda **options: fr.FeatureConfig("f", table="t", **options)
 
@@ -65,6 +66,20 @@ WRONG = {  # call: (kind, what the text names)
     "no sizes": (lambda: fr.models.wide_deep(T, F, sizes=()), ValueError, "`sizes` are too few"),
     "no model": (lambda: fr.models.ml1m(["lr"]), ValueError, "`name` is unknown"),
     "loss of no model": (lambda: fr.models.loss(3), TypeError, "`model` is not a model"),
+    "no flag of log_loss": (lambda: fr.metrics.log_loss(from_logits=None), TypeError, "`from_logits` is neither"),
+    "no flag of accuracy": (lambda: fr.metrics.accuracy(from_logits=None), TypeError, "`from_logits` is neither"),
+    "any logits": (lambda: fr.metrics.calibration(from_logits="any"), TypeError, "`from_logits` is neither"),
+    "threshold True": (lambda: fr.metrics.accuracy(True), ValueError, "`threshold` is no probability"),
+    "bins True": (lambda: fr.metrics.auc(True), TypeError, "`num_bins` is not an integer"),
+    "pinned in words": (lambda: fr.data.prefetch([], pin_memory="no"), TypeError, "`pin_memory` is neither"),
+    "towers of no model": (lambda: fr.models.in_batch_softmax_loss(3), TypeError, "`model` is no two towers"),
+    "towers' log_q": (lambda: fr.models.in_batch_softmax_loss(TOWERS, log_q=torch.ones(2)), TypeError, "`log_q` is no function"),
+    "towers' ids": (lambda: fr.models.in_batch_softmax_loss(TOWERS, candidate_ids="item"), TypeError, "`candidate_ids` is no function"),
+    "twins of names": (lambda: fr.models.linear_twins(T, ["f"]), TypeError, "`features` are not feature configs"),
+    "dropout of a list": (lambda: fr.nn.dropout([1.0], fr.key(0), 0.5), TypeError, "`x` is not a float tensor"),
+    "dropout of integers": (lambda: fr.nn.dropout(IDS, fr.key(0), 0.5), TypeError, "`x` is not a float tensor"),
+    "transform of a list": (lambda: fr.data.transform_dense([1.0], None), TypeError, "`x` is not a tensor"),
+    "zipf of a seed": (lambda: fr.data.zipf(3, (2,), 5, 1.0), TypeError, "`key` is not a key"),
     "merge of no aux": (lambda: fr.models.merge_stats({}, None), TypeError, "`aux` has no statistics"),
 }  # fmt: skip
 
