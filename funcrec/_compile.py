@@ -110,9 +110,7 @@ class Compiled:
         self.recordings: dict[tuple[int, ...], Recording] = {}
         self.writes = prepare_writes(staged.plan, len(leaves))
         self.written = list(donated) if self.is_replayed else sorted(staged.plan.written)
-        self.emptied = [i for i in self.written if not leaves[i].requires_grad]
-        self.idle = sorted({*staged.plan.kept.values()} - {*self.written})
-        self.stay = [*self.written, *self.idle]  # leaves whose memory becomes the outputs'
+        self.stay = sorted({*self.written, *staged.plan.kept.values()})  # leaves whose memory becomes the outputs'
         self.told: set[int] = set()  # leaves whose copies were spoken of
         nothing = Link([], list(range(len(leaves))), {}, [], hold(leaves, []))
         # the last call's, and its outputs, which are not kept alive
@@ -185,16 +183,11 @@ class Compiled:
         results = self.compute(leaves) if recording is None else []
         mine = {i: leaves[i].data for i in self.stay}  # aliases that are no views
         if self.donated:
-            left = [given[i] for i in self.emptied if i not in foreign]
-            left += [given[i] for i in self.idle if is_alone(given[i])]
-            if link.hold.views:
-                left += [
-                    x._base for x in (given[i] for i in link.hold.views if i not in foreign) if x._base is not None
-                ]
+            left = [given[i] for i in self.stay if i not in foreign and is_alone(given[i])]
+            left += [x._base for x in (given[i] for i in link.hold.views if i not in foreign) if x._base is not None]
             take([given[i] for i in self.donated], self.donated.values(), when, left)
         if recording is None:
-            if self.staged.plan.writes:
-                self.write(leaves, mine, results)
+            self.write(leaves, mine, results)
             returned, kept = {j: results[k] for j, k in plan.whole.items()}, plan.kept.items()
         else:
             moved = {j: i for i, j in self.successors(link)}
@@ -224,11 +217,8 @@ class Compiled:
 
     def write(self, leaves: list, mine: dict[int, Tensor], results: list[Tensor]) -> None:
         """Replace the rows; what fails here has taken the donated leaves."""
-        leaves = list(leaves)
-        for i, x in mine.items():
-            leaves[i] = x
         try:
-            self.writes(leaves, results)
+            self.writes([mine.get(i, x) for i, x in enumerate(leaves)], results)
         except BaseException as error:
             error.add_note("funcrec.jit: the call had begun to write to what was donated to it, which is gone.")
             raise

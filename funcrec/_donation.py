@@ -274,16 +274,14 @@ def take(given: Sequence[Tensor], paths: Iterable[str], when: tuple[str, int], e
     `emptied`: those of `given` whose memory is another tensor's from now on. Code that knows tensors by their C++ part alone
     (torch.tensor) finds nothing there.
     """
-    repeat = itertools.repeat
     steps = itertools.chain(
-        map(setattr, given, repeat("donated"), zip(paths, repeat(when), strict=False)),
-        map(setattr, emptied, repeat("data"), repeat(GONE)),
-        map(setattr, given, repeat("__class__"), repeat(Donated)),
+        zip(given, itertools.repeat("donated"), zip(paths, itertools.repeat(when), strict=False), strict=False),
+        zip(emptied, itertools.repeat("data"), itertools.repeat(GONE), strict=False),
+        zip(given, itertools.repeat("__class__"), itertools.repeat(Donated), strict=False),
     )
     with _taking:
-        if Donated in map(type, given):
-            refuse_donated(given)
-        collections.deque(steps, 0)
+        refuse_donated(given)
+        collections.deque(itertools.starmap(setattr, steps), 0)
 
 
 def donated_message(x: Donated) -> str:

@@ -85,8 +85,6 @@ def hold(leaves: Sequence, written: Sequence[int]) -> Hold:
 
 def shared_leaves(known: Hold, leaves: Sequence) -> dict[int, bool]:
     """{leaf that is written to, but whose memory is not the call's own: whether somebody here holds it, too}."""
-    if not known.written:
-        return {}
     mine = [leaves[i] for i in known.written]
     storages = [*map(_address, mine)]
     if storages == known.storages and [*map(_num_holders, storages)] == known.counts and {*map(_uses, mine)} <= {1}:

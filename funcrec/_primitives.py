@@ -2,8 +2,8 @@
 
     d_tables = lookupᵀ(d_out)         d_weights[i] = ⟨table[row_i], d_out[bag_i]⟩         tangents: the map on tangents
 
-A kernel has no derivative of its own (`funcrec.kernels`). Here it gets reverse and forward rules, and a loop for vmap, that
-hold under every nesting of torch.func. A table's dense gradient is made by the reference: `value_and_grad` never asks for it.
+A kernel has no derivative of its own (`funcrec.kernels`). Here it gets reverse and forward rules, and for vmap one call in which the
+members are more tables, buffers and features; they hold under every nesting of torch.func. A table's dense gradient is made by the reference: `value_and_grad` never asks for it.
 Floor 1. Shapes: B bags, C columns, N ids, R rows, D dim, T tables.
 """
 
@@ -18,7 +18,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from funcrec.kernels import ops, reference
-from funcrec.kernels.forms import Feature, Segment, flatten
+from funcrec.kernels.forms import Feature, Segment, flatten, widest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,13 @@ class _PooledLookup(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, spec, *tensors):
-        return _loop(_PooledLookup, info, in_dims, spec, tensors)
+        members = _Members(spec, info.batch_size, in_dims[1:], tensors)
+        if members.num == 0:
+            return members.no_output(), 0
+        if members.are_weighted_apart and not members.fit():
+            return _loop(_PooledLookup, info, in_dims, spec, tensors)
+        out = _PooledLookup.apply(*members.call(members.are_weighted_apart))
+        return out.unflatten(0, (members.num, spec.blocks * spec.num_bags)), 0
 
 
 class _LookupWeights(torch.autograd.Function):
@@ -127,8 +133,18 @@ class _LookupWeights(torch.autograd.Function):
         return one_level_below(functools.partial(_weights_tangent, ctx.spec), ctx.saved_tensors, tangents)
 
     @staticmethod
-    def vmap(info, in_dims, spec, *tensors):
-        return _loop(_LookupWeights, info, in_dims, spec, tensors)
+    def vmap(info, in_dims, spec, d_out, *tensors):
+        _, of_d, *dims = in_dims
+        members = _Members(spec, info.batch_size, dims, tensors)
+        if members.num == 0:
+            return members.parts[3].new_zeros(0, members.parts[3].shape[-1]), 0
+        if not members.fit():
+            return _loop(_LookupWeights, info, in_dims, spec, (d_out, *tensors))
+        # the members' columns side by side
+        wide = d_out[:, None].expand(-1, members.num, -1) if of_d is None else d_out.movedim(of_d, 1)
+        call, *rest = members.call(True, wide.shape[2])
+        out = _LookupWeights.apply(dataclasses.replace(call, blocks=1), wide.flatten(1), *rest)
+        return out.unflatten(0, (members.num, -1)), 0
 
 
 class _GatherRows(torch.autograd.Function):
@@ -150,8 +166,83 @@ class _GatherRows(torch.autograd.Function):
         return one_level_below(lambda x, t: _GatherRows.apply(ctx.spec, t[0], x[1]), ctx.saved_tensors, tangents)
 
     @staticmethod
-    def vmap(info, in_dims, spec, *tensors):
-        return _loop(_GatherRows, info, in_dims, spec, tensors)
+    def vmap(info, in_dims, spec, table, rows):
+        _, of_table, of_rows = in_dims
+        if of_rows is not None:
+            rows = rows.movedim(of_rows, 0)
+        k, num_ids = info.batch_size, rows.shape[-1]
+        if of_table is not None:  # one tall table
+            table = table.movedim(of_table, 0)
+            inside = (rows >= 0) & (rows < table.shape[1])
+            first = torch.arange(k, device=rows.device)[:, None] * table.shape[1]
+            rows, table = torch.where(inside, rows.long() + first, -1), table.flatten(0, 1)
+        return _GatherRows.apply(spec, table, rows.reshape(-1)).unflatten(0, (k, num_ids)), 0
+
+
+class _Members:
+    """The members of a batch of lookups, as one lookup: K times the features, over the tables and buffers of all.
+
+    Tables and buffers stand one by one, each shared one once. Where the weights differ from member to member, and for what has a place for
+    each of them (`apart`), the members' ids lie in one buffer behind each other.
+    """
+
+    def __init__(self, spec: _Lookup, num: int, dims: Sequence[int | None], tensors: Sequence[Tensor]):
+        self.spec, self.num = spec, num
+        self.dims = spec.parts(dims)
+        moved = [x if d is None or d == 0 else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
+        self.parts = spec.parts(moved)
+        self.are_weighted_apart = self.dims[3] is not None
+
+    def fit(self) -> bool:
+        """Whether every id has a weight, and every weight an id."""
+        return all(r.shape[-1] == self.parts[3].shape[-1] for r in self.parts[1])
+
+    def no_output(self) -> Tensor:
+        tables, _, offsets, _ = self.parts
+        widths = [f.column + tables[f.table].shape[-1] for f in self.spec.features]
+        shape = (0, self.spec.blocks * self.spec.num_bags, max(widths, default=0) // self.spec.blocks)
+        return offsets.new_zeros(shape, dtype=widest(tables))
+
+    def call(self, apart: bool, width: int | None = None) -> tuple:
+        """The lookup and its tensors. width: of a member's columns, if not that of its output."""
+        spec, k, (tables, rows, offsets, weights) = self.spec, self.num, self.parts
+        if width is None:
+            width = max((f.column + tables[f.table].shape[-1] for f in spec.features), default=0)
+        of_tables, of_rows, of_offsets, _ = self.dims
+        one_by_one = lambda x, d: [x] if d is None else [y.contiguous() for y in x.unbind(0)]
+        flat_tables = [y for x, d in zip(tables, of_tables, strict=True) for y in one_by_one(x, d)]
+        if apart:
+            behind = torch.arange(k, device=offsets.device)[:, None] * weights.shape[-1]
+            flat_rows = [x.expand(k, x.shape[-1]).reshape(-1) for x in rows]
+            offsets = (offsets.long().clamp(max=weights.shape[-1]) + behind).flatten()
+            weights, of_rows, of_offsets = weights.expand(k, weights.shape[-1]).reshape(-1), [None] * len(rows), 0
+        else:
+            flat_rows = [y for x, d in zip(rows, of_rows, strict=True) for y in one_by_one(x, d)]
+            offsets = offsets if of_offsets is None else offsets.flatten()
+        bags = 0 if of_offsets is None else offsets.shape[0] // k
+        stacks = tuple(d is not None for d in of_tables), tuple(d is not None for d in of_rows)
+        features = _features_of_members(spec.features, k, stacks, bags, width)
+        sizes = {"num_tables": len(flat_tables), "num_rows": len(flat_rows), "blocks": spec.blocks * k}
+        flat = [*flat_tables, *flat_rows, offsets, *([] if weights is None else [weights])]
+        return dataclasses.replace(spec, features=features, **sizes), *flat
+
+
+@functools.lru_cache(maxsize=256)
+def _features_of_members(
+    features: tuple[Feature, ...], k: int, stacks: tuple[tuple[bool, ...], ...], bags: int, width: int
+) -> tuple[Feature, ...]:
+    """Each member's features, one member after the other. bags: how many offsets further a member's begin."""
+    tables, rows = ([sum(k if s else 1 for s in own[:i]) for i in range(len(own))] for own in stacks)
+    return tuple(
+        f._replace(
+            table=tables[f.table] + i * stacks[0][f.table],
+            rows=rows[f.rows] + i * stacks[1][f.rows],
+            first_bag=f.first_bag + i * bags,
+            column=f.column + i * width,
+        )
+        for i in range(k)
+        for f in features
+    )
 
 
 def _save(ctx, inputs) -> None:

@@ -83,7 +83,7 @@ def train_step(
         and gathers the whole for the loss; () for all of them on every rank. For optimizers that treat each element alone.
       codec: how looked up vectors and their cotangents travel; None for what the state's tables say (`shard_tables`, `reshard`).
 
-    Returns: TrainStep. `init(params, key=fr.key(0)) -> TrainState`, of the params' own tensors (a donated step takes them, or copies what is not torch's); calling it gives (state, metrics) with
+    Returns: TrainStep. `init(params, key=fr.key(0)) -> TrainState`; calling it gives (state, metrics) with
       metrics["loss"] and, with `has_aux`, metrics["aux"]; with a `capacity` also metrics["overflow"], how many ids of all ranks found no
       place, and metrics["needed"], the capacity that would have done (i64[]).
 

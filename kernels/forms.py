@@ -3,6 +3,7 @@
 pooled lookups are described by a Feature each; a table's cotangent is a sum of Segments; an update has a Rule.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -99,7 +100,12 @@ class Owners(NamedTuple):
 
 
 def flatten(records: Sequence[NamedTuple]) -> list[int]:
-    return [int(x) for record in records for x in record]
+    return list(_flat(tuple(records)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _flat(records: tuple[NamedTuple, ...]) -> tuple[int, ...]:
+    return tuple(int(x) for record in records for x in record)
 
 
 def features_of(flat: Sequence[int]) -> list[Feature]:

@@ -1,15 +1,17 @@
 """Implementations as torch operators: `torch.ops.funcrec_<implementation>.<name>`, opaque to a compiler.
 
 An implementation is a module with the functions of `SCHEMAS` (those that it has). Its operators know their shapes
-without running, are mapped over a batch by a loop, and have no derivative: with an input that is tracked they raise.
+without running, are mapped over a batch as stacks (`stacks`) or by a loop, and have no derivative: with an input that is
+tracked they raise.
 """
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
+from funcrec.kernels import stacks
 from funcrec.kernels.forms import accumulation_dtype, capacities, features_of, segments_of, widest, width_of
 from funcrec.kernels.tracked import is_differentiating, is_tracked_here
 from torch import Tensor
@@ -35,6 +37,13 @@ SCHEMAS = {
     "to_padded": "(Tensor values, Tensor offsets, SymInt max_length, Scalar fill) -> Tensor",
     "from_padded": "(Tensor padded, Tensor offsets, SymInt capacity) -> Tensor",
 }
+SUMS = ("coalesce", "expand")
+STACKED = {  # the arguments of those that take stacks
+    **dict.fromkeys(SUMS, ("d", "rows", "offsets", "weights", "segments", "shapes")),
+    "fused_update": (
+        "tables", "slots", "d", "rows", "offsets", "weights", "segments", "lr", "step", "key", "rule", "hyper", "first", "dims",
+    ),
+}  # fmt: skip
 IN_PLACE = {"scatter_rows": "scatter_rows_", "fused_update": "fused_update_"}  # the pure one is made of its twin
 
 
@@ -143,16 +152,30 @@ def _define(namespace: str, module: object) -> None:
         written = IN_PLACE.get(name, name)
         if not hasattr(module, written):
             continue
-        run, in_place = getattr(module, written), None
+        run, in_place, fake = getattr(module, written), None, FAKES.get(name, lambda *args: None)
+        if written == "fused_update_":
+            run = stacks.update_of_members(run, lambda rule, *rest: rule in stacks.TIMED)
+        elif name in SUMS:
+            run, fake = stacks.sums_of_members(run), stacks.sums_of_members(fake)
         if name in IN_PLACE:
             run, in_place = _pure(run, name), run
-        define(namespace, name, schema, run, FAKES.get(name, lambda *args: None), in_place=in_place)
+        define(namespace, name, schema, run, fake, in_place=in_place, stacked=STACKED.get(name, ()))
 
 
 def define(
-    namespace: str, name: str, schema: str, run: Callable, fake: Callable, *, in_place: Callable | None = None
+    namespace: str,
+    name: str,
+    schema: str,
+    run: Callable,
+    fake: Callable,
+    *,
+    in_place: Callable | None = None,
+    stacked: Sequence[str] = (),
 ) -> None:
-    """An operator `torch.ops.<namespace>.<name>`; `in_place` takes the same arguments and writes to the first, lists of tensors."""
+    """An operator `torch.ops.<namespace>.<name>`; `in_place` takes the same arguments and writes to the first, lists of tensors.
+
+    stacked: the names of its arguments, if it takes stacks.
+    """
     library = _libraries.get(namespace) or _libraries.setdefault(namespace, torch.library.Library(namespace, "DEF"))
     library.define(name + schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
     library.impl(name, run, "CPU")
@@ -162,8 +185,10 @@ def define(
     if in_place is not None:
         _twins[f"{namespace}::{name}"] = in_place, 1 if name == "scatter_rows" else 2
     if not name.endswith("_"):
-        loop = functools.partial(_loop, getattr(getattr(torch.ops, namespace), name).default)
-        torch.library.register_vmap(f"{namespace}::{name}", loop, lib=library)
+        op = getattr(getattr(torch.ops, namespace), name).default
+        loop = functools.partial(_loop, op)
+        rule = stacks.map_of(op, stacked, loop) if stacked else loop
+        torch.library.register_vmap(f"{namespace}::{name}", rule, lib=library)
 
 
 def _without_derivative(namespace: str, name: str) -> Callable:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from funcrec.kernels import library
+from funcrec.kernels import library, stacks
 from funcrec.kernels.forms import Terms, accumulation_dtype, segments_of
 from funcrec.optim._blocks import BlockRule
 
@@ -117,9 +117,12 @@ def _cpp():
     return library.load("cpp")
 
 
+_rule_update_ = stacks.update_of_members(rule_update_, lambda *rest: True)
+
+
 def _rule_update(tables, slots, *rest) -> list[Tensor]:
     new_tables, new_slots = [t.clone() for t in tables], [s.clone() for s in slots]
-    rule_update_(new_tables, new_slots, *rest)
+    _rule_update_(new_tables, new_slots, *rest)
     return new_tables + new_slots
 
 
@@ -130,5 +133,6 @@ library.define(
     " -> Tensor[]",
     _rule_update,
     lambda tables, slots, *rest: [torch.empty_like(x) for x in (*tables, *slots)],
-    in_place=rule_update_,
+    in_place=_rule_update_,
+    stacked=(*library.STACKED["fused_update"][:10], "number", "is_staged"),
 )

@@ -21,7 +21,7 @@ F32, F64, I64 = torch.float32, torch.float64, torch.int64
 MAPPED = {  # the numbers of the arguments, and of their members, that vmap gets a batch of
     "pooled_lookup": [(0, 0), (1, 0), (3, None)], "pooled_lookup_weights": [(0, None), (1, 1)], "gather_rows": [(0, None)],
     "scatter_rows": [(0, None), (3, None)], "expand": [(0, 0), (3, 0)], "coalesce": [(0, 0), (1, 0)],
-    "fused_update": [(0, 0), (1, 0), (2, 0), (7, None)], "take_ranges": [(0, None)], "take_ranges_transpose": [(0, None)], "bucketize": [(2, None), (0, None)], "owner_blocks": [(0, None)],
+    "fused_update": [(0, 0), (0, 1), (1, 0), (2, 0), (3, 0), (5, 0), (7, None), (8, None)], "take_ranges": [(0, None)], "take_ranges_transpose": [(0, None)], "bucketize": [(2, None), (0, None)], "owner_blocks": [(0, None)],
     "to_padded": [(0, None)], "from_padded": [(0, None)],
 }  # fmt: skip
 
@@ -211,7 +211,7 @@ def as_list(out) -> list[Tensor]:
 def test_vmap_is_a_loop(device, operation, call, known):
     """Any arguments may carry a batch, at any dimension, in one vmap or two: the answers of one call each, stacked."""
     args, size = to(samples()[operation], device), 2
-    variant = lambda x, i: (1 + i) * x if x.is_floating_point() else x.roll(i, 0)
+    variant = lambda x, i: (1 + i) * x if x.is_floating_point() else x.roll(i, 0) if x.dim() else x + i
 
     @settings(max_examples=1 if known.slow else 4)
     @given(st.data())

@@ -353,23 +353,20 @@ def test_per_example_gradients_inside_the_loss():
 # -- tables of other libraries -----------------------------------------------------------------------------------
 
 
-def test_tables_of_modules_are_differentiated_or_refused():
-    """An nn.Parameter for a table: lookup and value_and_grad have torch's derivatives; an update names `.detach()`."""
-    table = torch.nn.Parameter(TABLES["x"])
-    loss = lambda p: bent(vectors(p.tables, pooled("x")), p.dense)
-    dense = torch.nn.Parameter(PARAMS.dense["s"].clone())
+def test_tables_of_modules_are_differentiated():
+    """An nn.Parameter for a table: lookup, value_and_grad and a training step have torch's derivatives; detached, it is a plain table."""
+    table, dense = torch.nn.Parameter(TABLES["x"]), torch.nn.Parameter(PARAMS.dense["s"].clone())
+    loss = lambda p, _=None: bent(vectors(p.tables, pooled("x")), p.dense)
     value, grads = fr.value_and_grad(loss)(fr.Params({"x": table}, dense))
     plain = fr.value_and_grad(loss)(fr.Params({"x": TABLES["x"]}, PARAMS.dense["s"]))[1]
     assert_trees_close(grads.tables["x"].to_dense().detach(), plain.tables["x"].to_dense(), **CLOSE)
     assert_trees_close(torch.autograd.grad(value, [table])[0], plain.tables["x"].to_dense(), **CLOSE)
-    step = fr.train_step(
-        lambda p, _: loss(p), sparse=fr.optim.sgd(lr=0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1)
-    )
-    with pytest.raises(TypeError) as e:
-        fr.optim.sgd(lr=0.1).update(grads.tables, {"x": {}}, {"x": table}, 0)
-    assert ".detach()" in str(e.value) and "nn.Parameter" in str(e.value)
-    state, _ = step(step.init(fr.Params({"x": table.detach()}, dense.detach())), None)
-    assert_trees_close(state.tables["x"], TABLES["x"] - 0.1 * plain.tables["x"].to_dense(), **CLOSE)
+    step = fr.train_step(loss, sparse=fr.optim.sgd(lr=0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1))
+    new = lambda x, s: step(step.init(fr.Params({"x": x}, s)), None)[0].tables["x"]
+    assert_trees_close(new(table.detach(), dense.detach()), TABLES["x"] - 0.1 * plain.tables["x"].to_dense(), **CLOSE)
+    moved = lambda x: x - 0.1 * torch.func.grad(lambda y: loss(fr.Params({"x": y}, dense.detach())))(x)
+    want = torch.func.vjp(moved, TABLES["x"])[1](torch.ones_like(TABLES["x"]))[0]
+    assert_trees_close(torch.autograd.grad(new(table, dense).sum(), [table])[0], want, **CLOSE)
 
 
 def test_ids_of_torchrec_are_named():

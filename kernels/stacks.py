@@ -1,0 +1,164 @@
+"""Stacks: what vmap makes of an update or a sum of row gradients, as one call for all members.
+
+    fused_update(tables [K, R, D]) = stack over k of fused_update(tables[k])        coalesce likewise
+
+An operand with one dimension more than it has by itself, in front, is a stack of K; one without is every member's. Nothing is copied:
+to an implementation the members are K times as many tables, cotangents, buffers of rows and segments.
+Shapes: K members, T tables of one member.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from funcrec.kernels.forms import segments_of
+from torch import Tensor
+
+RANKS = {"tables": 2, "d": 2, "rows": 1, "offsets": 1, "weights": 1, "lr": 0, "step": 0, "key": 1, "first": 1}
+TIMED = frozenset(  # rules whose formula has the step in it
+    {"adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb", "rowwise_adagrad_counter"}
+)
+_TERMS = ("d", "rows", "offsets", "weights")
+
+
+def num_members(**operands: object) -> int | None:
+    """K, if one of the operands (named as in RANKS; tensors, lists of them or None) is a stack."""
+    for name, own in operands.items():
+        for x in own if isinstance(own, (list, tuple)) else (own,):
+            if x is not None and x.dim() > RANKS[name]:
+                return x.shape[0]
+    return None
+
+
+def update_of_members(update: Callable, is_timed: Callable[..., bool]) -> Callable:
+    """An update in place that takes stacks, of one that takes none.
+
+    update(tables, slots, d, rows, offsets, weights, segments, lr, step, key, *rest), where `rest` are the rule and what belongs to it.
+    Members with rates of their own, or steps of their own under a rule that reads the step, are a call each.
+    """
+
+    def run(tables, slots, d, rows, offsets, weights, segments, lr, step, key, *rest):
+        terms = d, rows, offsets, weights
+        k = num_members(tables=tables)
+        if k is None:
+            return update(tables, slots, *terms, segments, lr, step, key, *rest)
+        own = _each(tables, k), _each(slots, k)
+        if lr.dim() or (step.dim() and is_timed(*rest)):
+            for i in range(k):
+                mine = [[_of_member(x, i, RANKS[n]) for x in xs] for n, xs in zip(_TERMS, terms, strict=True)]
+                when = _of_member(lr, i, 0), _of_member(step, i, 0), _of_member(key, i, 1)
+                update(own[0][i], own[1][i], *mine, segments, *when, *_rest_of_member(rest, i))
+            return None
+        flat, numbers = spread(terms, segments, k, len(tables))
+        keys = None if key is None else key.expand(k, len(tables)).reshape(-1)
+        together = [x for xs in own[0] for x in xs], [x for xs in own[1] for x in xs]
+        return update(*together, *flat, numbers, lr, step[0] if step.dim() else step, keys, *_rest_of_all(rest, k))
+
+    return run
+
+
+def sums_of_members(written_out: Callable) -> Callable:
+    """`coalesce` or `expand` that takes stacks, and then gives them, of one that takes none."""
+
+    def run(d, rows, offsets, weights, segments, shapes):
+        k = num_members(d=d, rows=rows, offsets=offsets, weights=weights)
+        if k is None:
+            return written_out(d, rows, offsets, weights, segments, shapes)
+        flat, numbers = spread((d, rows, offsets, weights), segments, k, len(shapes) // 2)
+        parts = written_out(*flat, numbers, list(shapes) * k)
+        each = len(parts) // k
+        return [torch.stack(parts[i::each]) for i in range(each)]
+
+    return run
+
+
+def spread(
+    terms: Sequence[Sequence[Tensor]], segments: Sequence[int], k: int, num_tables: int
+) -> tuple[list, list[int]]:
+    """The terms of all members' tables (table t of member i is number i · T + t): tensors one by one, and segments."""
+    flat, places = [], []
+    for name, xs in zip(_TERMS, terms, strict=True):
+        own, at = [], []
+        for x in xs:
+            is_stack = x.dim() > RANKS[name]
+            at.append((len(own), int(is_stack)))
+            own += x.unbind(0) if is_stack else [x]
+        flat.append(own)
+        places.append(tuple(at))
+    return flat, list(_segments_of_members(tuple(segments), tuple(places), k, num_tables))
+
+
+@functools.lru_cache(maxsize=256)
+def _segments_of_members(segments: tuple[int, ...], places: tuple, k: int, num_tables: int) -> tuple[int, ...]:
+    d, rows, offsets, weights = places
+    at = lambda where, number, i: number if number < 0 else where[number][0] + i * where[number][1]
+    out: list[int] = []
+    for i in range(k):
+        for s in segments_of(segments):
+            moved = s._replace(
+                table=i * num_tables + s.table,
+                d=at(d, s.d, i),
+                rows=at(rows, s.rows, i),
+                offsets=at(offsets, s.offsets, i),
+                weights=at(weights, s.weights, i),
+            )
+            out += map(int, moved)
+    return tuple(out)
+
+
+def _each(stacks: Sequence[Tensor], k: int) -> list[list[Tensor]]:
+    """The members' parts, as views."""
+    parts = [x.unbind(0) for x in stacks]
+    return [[xs[i] for xs in parts] for i in range(k)]
+
+
+def _of_member(x: Tensor | None, i: int, rank: int) -> Tensor | None:
+    return x[i] if x is not None and x.dim() > rank else x
+
+
+def _rest_of_member(rest: tuple, i: int) -> tuple:
+    """Of (rule, hyper, first, dims), `first` may be a stack; the last two may not be there."""
+    return rest if len(rest) < 3 else (*rest[:2], _of_member(rest[2], i, 1), *rest[3:])
+
+
+def _rest_of_all(rest: tuple, k: int) -> tuple:
+    if len(rest) < 4:
+        return rest
+    rule, hyper, first, dims = rest
+    return rule, hyper, None if first is None else first.expand(k, len(dims)).reshape(-1), list(dims) * k
+
+
+# -- vmap --------------------------------------------------------------------------------------------------------
+
+
+def map_of(op: Callable, names: Sequence[str], loop: Callable) -> Callable:
+    """The rule for vmap of an operator whose arguments have these names: one call on stacks, and `loop` for stacks of stacks."""
+
+    def rule(info, in_dims, *args):
+        named = list(zip(names, args, in_dims, strict=False))
+        if any(name in RANKS and _is_stack(x, dim, RANKS[name]) for name, x, dim in named):
+            return loop(info, in_dims, *args)
+        made = op(*(_stacked(x, dim, info.batch_size, name in ("tables", "slots")) for name, x, dim in named))
+        return made, [0] * len(made)
+
+    return rule
+
+
+def _is_stack(x: object, dim: object, rank: int) -> bool:
+    """Whether an operand, or one of a list, has a dimension too many besides the one that is mapped."""
+    if isinstance(x, (list, tuple)):
+        return any(_is_stack(y, d, rank) for y, d in zip(x, _dims(x, dim), strict=True))
+    return isinstance(x, Tensor) and x.dim() - (dim is not None) > rank
+
+
+def _stacked(x: object, dim: object, k: int, must: bool) -> object:
+    """The operand with the mapped dimension in front; `must`: also where it is every member's."""
+    if isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x):
+        return [_stacked(y, d, k, must) for y, d in zip(x, _dims(x, dim), strict=True)]
+    if not isinstance(x, Tensor) or (dim is None and not must):
+        return x
+    return x.expand(k, *x.shape) if dim is None else x.movedim(dim, 0).contiguous() if dim else x
+
+
+def _dims(xs: Sequence, dim: object) -> Sequence:
+    return dim if isinstance(dim, (list, tuple)) else [dim] * len(xs)

@@ -1,0 +1,299 @@
+"""vmap of lookups and updates: one kernel call for all members, the loop's bits, whatever is stacked and wherever.
+
+vmap(f)(stacked) = stack over k of f(member k),   with one call of each operator
+"""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from funcrec.kernels import ops, stacks
+from funcrec.kernels.forms import RULES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.func import grad, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close
+from funcrec.testing import strategies as frs
+
+F64 = torch.float64
+
+
+class Counted(TorchDispatchMode):
+    """How often each of funcrec's operators is called inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace.startswith("funcrec"):
+            name = func.name().split("::")[1]
+            self.calls[name] = self.calls.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def stack(trees, dim=0):
+    return tree_map(lambda *x: torch.stack(x, min(dim, x[0].dim())), *trees)
+
+
+def member(tree, i):
+    return tree_map(lambda x: x[i], tree)
+
+
+def members(it, k):
+    """(tables, ids) of k members: other numbers, other ids (some outside), other bags, other weights."""
+    tables = [{n: w * (1 + i) + i for n, w in it.tables.items()} for i in range(k)]
+    last = int(it.ids.offsets[-1])
+    other = [
+        fr.KeyedJaggedTensor(
+            it.ids.values.roll(i) - i % 2,
+            it.ids.offsets.clamp(max=max(last - i, 0)),
+            None if it.ids.weights is None else it.ids.weights.nan_to_num(0.5).roll(i) * (1 + i),
+            None,
+            it.ids.keys,
+        )
+        for i in range(k)
+    ]
+    return tables, other
+
+
+STACKED = [("tables",), ("ids",), ("tables", "ids"), ("weights",), ("tables", "weights"), ("offsets",), ("values",)]
+
+
+def given_members(it, k, what, dim):
+    """(arguments, in_dims, the arguments of member i): tables, values, offsets, weights, those of `what` stacked at `dim`."""
+    tables, ids = members(it, k)
+    parts = [tables, [x.values for x in ids], [x.offsets for x in ids], [x.weights for x in ids]]
+    names = [{"tables"}, {"ids", "values"}, {"ids", "offsets"}, {"ids", "weights"}]
+    mapped = [bool(names[j] & set(what)) and parts[j][0] is not None for j in range(4)]
+    place = lambda x: min(dim, x.dim())
+    args = [stack(p, dim) if m else p[0] for p, m in zip(parts, mapped, strict=True)]
+    dims = [tree_map(place, p[0]) if m else None for p, m in zip(parts, mapped, strict=True)]
+    return args, tuple(dims), lambda i: [p[i] if m else p[0] for p, m in zip(parts, mapped, strict=True)]
+
+
+def looked_up(it):
+    def run(tables, values, offsets, weights):
+        return fr.lookup(tables, fr.KeyedJaggedTensor(values, offsets, weights, None, it.ids.keys), it.features).values
+
+    return run
+
+
+@pytest.mark.parametrize("what", STACKED, ids="+".join)
+@settings(max_examples=15)
+@given(it=frs.lookups(poolings=("sum", "mean"), dtypes=(torch.float32, torch.bfloat16)), k=st.integers(1, 3), dim=st.integers(0, 2), out=st.integers(0, 2))  # fmt: skip
+def test_a_lookup_of_stacks_is_one_call(what, it, k, dim, out):
+    """Stacked tables, ids, bags, weights at any dimension: the loop's bits, by one kernel call."""
+    args, dims, of_member = given_members(it, k, what, dim)
+    if all(d is None for d in dims):
+        return
+    run = looked_up(it)
+    with Counted() as counted:
+        got = vmap(run, in_dims=dims, out_dims=out)(*args)
+    assert counted.calls["pooled_lookup"] == 1
+    want = torch.stack([run(*of_member(i)) for i in range(k)], out)
+    assert_trees_close(got, want)
+
+
+@settings(max_examples=15)
+@given(frs.lookups(poolings=("none",), dtypes=(torch.float32,)), st.sampled_from(STACKED[:3]), st.integers(1, 3))
+def test_rows_of_stacks_are_one_call(it, what, k):
+    """lookup_sequence of stacks: the loop's bits, by one call for each feature."""
+    args, dims, of_member = given_members(it, k, what, 0)
+
+    def run(tables, values, offsets, weights):
+        ids = fr.KeyedJaggedTensor(values, offsets, weights, None, it.ids.keys)
+        return {n: x.values for n, x in fr.lookup_sequence(tables, ids, it.features).items()}
+
+    with Counted() as counted:
+        got = vmap(run, in_dims=dims)(*args)
+    assert counted.calls["gather_rows"] == len(it.features)
+    assert_trees_close(got, stack([run(*of_member(i)) for i in range(k)]))
+
+
+TRANSFORMS = {
+    "grad": lambda f, *x: grad(lambda *y: f(*y).sin().sum(), argnums=(0, 3))(*x),
+    "jvp": lambda f, *x: jvp(lambda t, w: f(t, x[1], x[2], w), (x[0], x[3]), (x[0], x[3] * 2)),
+    "grad of grad": lambda f, *x: grad(
+        lambda t, w: (grad(lambda v: f(t, x[1], x[2], v).sin().sum())(w) ** 2).sum(), argnums=(0, 1)
+    )(x[0], x[3]),
+}
+BAG = fr.KeyedJaggedTensor.from_lists({"a": [[0, 2, 2], [], [1]], "b": [[1], [0, -1, 3], [9]]}).pad_to(12)
+FEATURES = [
+    fr.FeatureConfig("a", table="x", weighted=True), fr.FeatureConfig("b", table="y", pooling="mean"),
+    fr.FeatureConfig("c", table="x", column="b", weighted=True, pooling="mean", max_length=2),
+]  # fmt: skip
+
+
+def at(i):
+    """Tables, values, offsets and weights of member i, in f64."""
+    wave = lambda *shape: (torch.arange(float(torch.Size(shape).numel()), dtype=F64) * (0.7 + i)).sin().reshape(shape)
+    return [{"x": wave(3, 2), "y": wave(4, 3)}, (BAG.values + i) % 4 - 1, BAG.offsets, wave(12) + 1]
+
+
+def plainly(*x):
+    tables, values, offsets, weights = x
+    return fr.lookup(tables, fr.KeyedJaggedTensor(values, offsets, weights, None, BAG.keys), FEATURES).values
+
+
+@pytest.mark.parametrize("mapped", [(0, 0, 0, 0), (0, None, None, None), (None, 0, 0, None), (None, None, None, 0), (0, None, None, 0)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_derivatives_of_stacks(name, mapped):
+    """Derivatives inside a vmap, and of one, are the loop's and the reference's, to the second order, in f64."""
+    k, each = 3, [at(i) for i in range(3)]
+    args = [stack([x[j] for x in each]) if d == 0 else each[0][j] for j, d in enumerate(mapped)]
+    mine = lambda i: [each[i][j] if d == 0 else each[0][j] for j, d in enumerate(mapped)]
+    one = functools.partial(TRANSFORMS[name], plainly)
+    want = stack([one(*mine(i)) for i in range(k)])
+    close = {"rtol": 1e-11, "atol": 1e-11}
+    assert_trees_close(vmap(one, in_dims=mapped)(*args), want, **close)
+    with ops.using("reference"):
+        assert_trees_close(stack([one(*mine(i)) for i in range(k)]), want, **close)
+    if all(d is None for j, d in enumerate(mapped) if j in (0, 3)):
+        return
+    total = lambda t, w: vmap(plainly, in_dims=mapped)(t, args[1], args[2], w).sin().sum()
+    loop = lambda t, w: sum(
+        plainly(member(t, i) if mapped[0] == 0 else t, *mine(i)[1:3], w[i] if mapped[3] == 0 else w).sin().sum()
+        for i in range(k)
+    )
+    got, sure = (grad(f, argnums=(0, 1))(args[0], args[3]) for f in (total, loop))
+    assert_trees_close(got, sure, **close)
+    penalty = lambda f: grad(lambda t, w: (grad(f, argnums=1)(t, w) ** 2).sum(), argnums=(0, 1))(args[0], args[3])
+    assert_trees_close(penalty(total), penalty(loop), **close)
+
+
+def test_nothing_to_map_over():
+    """A batch of no members, of one, and bags without ids."""
+    args = at(0)
+    for k in (0, 1):
+        many = [tree_map(lambda x, k=k: x.expand(k, *x.shape), y) for y in args]
+        assert_trees_close(vmap(plainly)(*many), plainly(*args).expand(k, -1, -1))
+        rows = lambda t, v: fr._primitives.gather_rows(t["x"], v)
+        assert_trees_close(vmap(rows)(*many[:2]), rows(*args[:2]).expand(k, -1, -1))
+        of_weights = lambda w: grad(lambda v: plainly(*args[:3], v).sin().sum())(w)
+        assert_trees_close(vmap(of_weights)(many[3]), of_weights(args[3]).expand(k, -1))
+    empty = [args[0], args[1][:0], torch.zeros_like(args[2]), args[3][:0]]
+    assert_trees_close(vmap(plainly)(*[stack([x, x]) for x in empty]), plainly(*empty).expand(2, -1, -1))
+
+
+# -- sums and updates --------------------------------------------------------------------------------------------
+
+
+def row_grads(i, dtype=torch.float32):
+    """Gradients of member i for two tables: bags, and entries with repeats, some outside."""
+    d = fr.KeyedTensor.from_dict({"a": torch.ones(3, 2) * (1 + i), "b": torch.full((3, 3), 0.5 - i)})
+    ids = fr.KeyedJaggedTensor((BAG.values + i) % 5 - 1, BAG.offsets, None, None, BAG.keys)
+    of = fr.lookup_transpose(d, ids, [fr.FeatureConfig("a", table="x"), fr.FeatureConfig("b", table="y")], TABLES)
+    more = fr.RowGrads.from_entries(torch.tensor([2, 0, 2, 7]) - i % 2, torch.ones(4, 2) * (i + 2), num_embeddings=4)
+    return {"x": of["x"] + more, "y": of["y"]}
+
+
+TABLES = {"x": torch.arange(8.0).reshape(4, 2).sin(), "y": torch.arange(15.0).reshape(5, 3).cos()}
+K = 3
+GRADS = [row_grads(i) for i in range(K)]
+STACKS = {n: torch.stack([t * (1 + i) for i in range(K)]) for n, t in TABLES.items()}
+
+
+def test_a_sum_of_stacks_is_one_call():
+    """coalesce under vmap: one call for each table, the loop's bits."""
+    run = lambda g: {n: (x.rows, x.grads, x.count, x.repeats) for n, x in ((n, x.coalesce()) for n, x in g.items())}
+    with Counted() as counted:
+        got = vmap(run)(stack(GRADS))
+    assert counted.calls == {"coalesce": 2}
+    assert_trees_close(got, stack([run(g) for g in GRADS]))
+
+
+OPTIMIZERS = {
+    name: (lambda name=name: getattr(fr.optim, name)(lr=0.1, **({"half_life": 5.0} if "counter" in name else {})))
+    for name in RULES
+} | {
+    "scheduled": lambda: fr.optim.sgd(lr=lambda step: 0.1 / (1 + step)),
+    "own": lambda: fr.optim.row_optimizer(
+        init=lambda t: {"age": torch.zeros(t.shape[0])},
+        rule=lambda row, g, s, h: (row - h.lr * g / h.step, {"age": s["age"] + h.repeats}),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mapped", ["all", "gradients", "steps apart"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_of_stacks_is_one_call(name, mapped):
+    """Stacked tables, slots, gradients and steps: the loop's bits, by one operator call for all tables of all members."""
+    opt = OPTIMIZERS[name]()
+    slots = [opt.init(member(STACKS, i)) for i in range(K)]
+    slots = [tree_map(lambda s, i=i: s + 0.1 * i, own) for i, own in enumerate(slots)]
+    steps = torch.tensor([4, 4, 4] if mapped != "steps apart" else [0, 3, 9])
+    stacked = (stack(GRADS), stack(slots), STACKS, steps)
+    dims = (0, None, None, None) if mapped == "gradients" else (0, 0, 0, 0)
+    args = [x if d == 0 else member(x, 0) for x, d in zip(stacked, dims, strict=True)]
+    with Counted() as counted:
+        got = vmap(lambda g, s, t, n: opt.update(g, s, t, n), in_dims=dims)(*args)
+    updates = {n: c for n, c in counted.calls.items() if "update" in n}
+    assert list(updates.values()) == [1], counted.calls
+    each = [[member(x, i) if d == 0 else y for x, y, d in zip(stacked, args, dims, strict=True)] for i in range(K)]
+    assert_trees_close(got, stack([opt.update(*x) for x in each]))
+
+
+def test_the_rules_that_read_the_step_are_known():
+    """A rule gives other rows at another step exactly when it is among those that say so."""
+    for name, rule in RULES.items():
+        hyper = [0.5] * len(rule.hyper)
+        table, slots = torch.tensor([[1.0, 1.0], [1.0, 2.0]]), [torch.full((2,), 0.5), torch.full((2, 2), 0.5)]
+        per_row = {"sum", "counter", "last"} if "rowwise" in name else set()
+        per_row |= {"square"} if name.startswith("partial") else set()
+        given = [slots[0] if s in per_row else slots[1] for s in rule.slots]
+        grads = fr.RowGrads.from_entries(torch.tensor([1]), torch.tensor([[0.3, -1.0]]), num_embeddings=2)
+        terms = fr._rowgrads.terms_of([grads])
+        lr = torch.tensor(0.1, dtype=F64)
+        at = lambda t: tree_leaves(ops.fused_update([table], [given], terms, lr, torch.tensor(t), None, name, hyper))  # noqa: B023
+        differs = any(not torch.equal(a, b) for a, b in zip(at(0), at(7), strict=True))
+        assert differs == (name in stacks.TIMED), name
+
+
+def test_random_rounding_is_the_members_own():
+    """16-bit tables are rounded with each member's key, as in the loop."""
+    opt = fr.optim.stochastic_rounding(fr.optim.rowwise_adagrad(lr=0.1), key=fr.key(3))
+    tables = {n: t.bfloat16() for n, t in STACKS.items()}
+    slots = stack([opt.init(member(tables, i)) for i in range(K)])
+    for steps in (torch.tensor([1, 1, 1]), torch.tensor([0, 1, 2])):
+        got = vmap(opt.update)(stack(GRADS), slots, tables, steps)
+        want = [opt.update(GRADS[i], member(slots, i), member(tables, i), steps[i]) for i in range(K)]
+        assert_trees_close(got, stack(want))
+
+
+# -- whole steps -------------------------------------------------------------------------------------------------
+
+
+def make_step(sparse):
+    features = [fr.FeatureConfig("a", table="x"), fr.FeatureConfig("b", table="y", pooling="mean")]
+    loss = lambda p, ids: ((fr.lookup(p.tables, ids, features).values * p.dense["w"]).sin()).mean()
+    return fr.train_step(loss, sparse=sparse, dense=fr.optim.dense(torch.optim.Adam, lr=0.1))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_an_ensemble_is_its_members(compiled):
+    """vmap of a training step over stacked states: each member's own steps, by one update; donated, in place."""
+    step = make_step(fr.optim.adam(lr=0.1))
+    states = [step.init(fr.Params(member(STACKS, i), {"w": torch.arange(5.0) + i})) for i in range(K)]
+    together, ids = stack(states), BAG
+    many = vmap(step, in_dims=(0, None))
+    if compiled:
+        many = fr.jit(many, donate=("state",))
+    places = [x.data_ptr() for x in together.tables.values()]
+    for _ in range(3):
+        with contextlib.nullcontext() if compiled else Counted() as counted:
+            together, metrics = many(together, ids)
+        assert compiled or counted.calls == {"pooled_lookup": 2, "fused_update": 1}
+        losses = []
+        for i in range(K):
+            states[i], own = step(states[i], ids)
+            losses.append(own["loss"])
+        assert_trees_close(metrics["loss"], torch.stack(losses), rtol=1e-5, atol=1e-6)
+    assert_trees_close(together, stack(states), rtol=1e-5, atol=1e-6)
+    if compiled:
+        assert [x.data_ptr() for x in together.tables.values()] == places and many.num_compiled() == 1
