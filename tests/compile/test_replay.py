@@ -1,6 +1,8 @@
 """Replayed steps: recorded for a state's addresses and run again, they give the values of steps that are not recorded."""
 
 import functools
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,9 @@ import funcrec as fr
 from funcrec._replay import record
 from funcrec._tree import map_tensors
 from funcrec.testing import assert_trees_close
+
+sys.path.insert(0, str(Path(__file__).parent))
+import interrupts
 
 CALLS = 5
 FEATURES = (fr.FeatureConfig("clicked", table="item"), fr.FeatureConfig("user", table="user", weighted=True))
@@ -126,6 +131,14 @@ def test_an_old_state_is_gone(recordings, interpreted):
         with pytest.raises(fr.DonatedError):
             step(old, make_batch(i))
     assert_trees_close(state.step, torch.tensor(3))
+
+
+@pytest.mark.parametrize("moment", [interrupts.AtEvent, interrupts.AtOperation])
+def test_an_interrupted_replay(recordings, interpreted, moment):
+    """A recorded call that is interrupted has its state whole or has not begun, and the next call is right."""
+    trial = interrupts.Trial()
+    ends = interrupts.at_every(trial, moment, step=23)
+    assert ends["whole"] > 10 and ends["gone"] > 10 and recordings
 
 
 PROGRAMS = {
