@@ -18,6 +18,7 @@ from funcrec._arguments import Device, Form, NotNegative, Positive, Size, typed
 from funcrec._collectives import psum
 from funcrec._errors import describe, fail
 from funcrec._primitives import segments_of_lookup
+from funcrec._tracked import is_forward, plain
 from funcrec._tree import pytree, replace
 from funcrec.kernels import ops, reference
 from funcrec.kernels.forms import Feature, Segment, Terms, capacity_of, flatten
@@ -53,7 +54,7 @@ class Bags:
     features: tuple[Feature, ...] = ()
 
 
-@pytree(static=("num_embeddings", "dim", "coalesced", "axes"), optional=("overflow", "first"))
+@pytree(static=("num_embeddings", "dim", "coalesced", "axes"), optional=("overflow", "first", "mark"))
 class RowGrads:
     """The gradient of one table, row by row; `dense == grads.to_dense()`.
 
@@ -66,6 +67,8 @@ class RowGrads:
         where all have one.
       first: i64[], for a table that holds columns [first, first + width) of rows of D columns, all of which the gradient has, for
         optimizers that look at it as a whole (`RowOptimizer.is_gradient_wise`); None for a table of whole rows.
+      mark: i64[], 1, made where forward derivatives are taken (jvp). Their tangents have the tree of what they are of with zeros for
+        integers: mark 0, and no rows. Such are refused wherever rows are read; take `to_dense` inside of the jvp.
 
     Example:
       >>> import torch, funcrec as fr
@@ -81,6 +84,11 @@ class RowGrads:
     axes: tuple[str, ...] = ()
     overflow: Tensor | None = None
     first: Tensor | None = None
+    mark: Tensor | None = None
+
+    def __post_init__(self):
+        if is_forward() and self.mark is None:
+            object.__setattr__(self, "mark", torch.ones((), dtype=torch.int64))
 
     @staticmethod
     @typed
@@ -138,6 +146,7 @@ class RowGrads:
 
     def entries(self) -> Entries:
         """All terms written out as one, in plain torch."""
+        self = usable(self)
         if len(self.terms) == 1 and isinstance(self.terms[0], Entries):
             return self.terms[0]
         d, rows, offsets, weights, segments = terms_of([self])
@@ -235,7 +244,8 @@ class RowGrads:
             got = f"{list(shape)} and {list(theirs)}"
             fail("funcrec.RowGrads.__add__", "the gradients are of different tables.", got=got, need="one shape")
         overflow = joined_overflow([self, other])
-        return RowGrads(self.terms + other.terms, *shape, False, self.axes, overflow)
+        mine, theirs = usable(self), usable(other)
+        return RowGrads(mine.terms + theirs.terms, *shape, False, self.axes, overflow)
 
     @typed
     def where(self, condition: Annotated[Tensor, Form("b[]")]) -> "RowGrads":
@@ -251,6 +261,25 @@ class RowGrads:
         return f"RowGrads({state}, at most {shape}, of {self.num_embeddings} rows)"
 
 
+def usable(grads: RowGrads) -> RowGrads:
+    """The gradient, of which rows may be read: no tangent, and not of a whole batch at once."""
+    what = hint = ""
+    for t in grads.terms:
+        if (t.d if isinstance(t, Bags) else t.grads).dim() != 2:
+            what, got = "the row gradients are stacked, one for each member of a vmap.", describe(grads.floats[0])
+            hint = "torch.func.vmap(lambda g: g.to_dense())(grads), or use them inside of the mapped function"
+    if grads.mark is not None and not what:
+        mark = plain(grads.mark)
+        if mark is None:  # a graph is being staged
+            return grads.scale(torch.where(grads.mark == 1, 1.0, torch.nan))
+        if bool((mark == 0).any()):
+            what, got = "these are tangents of row gradients, whose rows are not among them.", "RowGrads from a jvp"
+            hint = "take `to_dense`, norms or updates inside of the function that is differentiated"
+    if what:
+        fail("funcrec.RowGrads", what, got=got, need="row gradients of one table", hint=hint, kind=TypeError)
+    return grads
+
+
 def joined_overflow(grads: Sequence[RowGrads]) -> Tensor | None:
     """i64[2]: ids without a place add up, capacities needed have a greatest; None where no gradient counts them."""
     counts = [g.overflow for g in grads if g.overflow is not None]
@@ -263,7 +292,7 @@ def terms_of(grads: Sequence[RowGrads]) -> Terms:
     """The terms of the gradients of several tables, numbered in order, as kernels take them; a tensor stands in its list once."""
     out = Terms([], [], [], [], [])
     for table, g in enumerate(grads):
-        for t in g.terms:
+        for t in usable(g).terms:
             if isinstance(t, Entries):
                 places = {"d": _place(out.d, t.grads), "rows": _place(out.rows, t.marked()), "offsets": -1}
             else:

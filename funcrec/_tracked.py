@@ -18,6 +18,7 @@ from funcrec.kernels.tracked import is_forward as is_forward
 from funcrec.kernels.tracked import is_tracked as is_tracked
 from funcrec.kernels.tracked import is_transformed as is_transformed
 from funcrec.kernels.tracked import is_transforming as is_transforming
+from funcrec.kernels.tracked import plain as plain
 
 
 def has_tracked(*trees: Any) -> bool:

@@ -81,6 +81,13 @@ def is_followed(x: Tensor) -> bool:
     return is_transformed(x) or isinstance(x, FakeTensor)
 
 
+def plain(x: Tensor) -> Tensor | None:
+    """What the levels around x hold, of a whole batch under vmap; None where there is no value to be read."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return None if isinstance(x, FakeTensor) or x.is_meta else x
+
+
 def _has_tangent(x: Tensor) -> bool:
     with torch._C._DisableFuncTorch() if not is_functorch_wrapped_tensor(x) else contextlib.nullcontext():
         return torch._VF._unpack_dual(x, level=0)[1] is not None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from funcrec._errors import Problem, check, describe
+from funcrec._recipe import remade
 from funcrec._rowgrads import RowGrads
 from funcrec.kernels import ops
 from funcrec.optim._row import RowOptimizer, check_optimizer, step_tensor
@@ -20,6 +21,7 @@ from funcrec.optim._row_checks import check_update, tables_problems
 ROWS, GRADS = "pending_rows", "pending_grads"
 
 
+@remade
 def accumulate(optimizer: RowOptimizer, *, every: int, capacity: int | Mapping[str, int]) -> RowOptimizer:
     """Sum the row gradients of `every` steps, divide by `every`, and update on the last of them.
 

@@ -8,10 +8,12 @@ row: w, g are f[D]. Floor 3.
 
 import torch
 
+from funcrec._recipe import remade
 from funcrec._rowgrads import root
 from funcrec.optim._row import Rate, RowOptimizer, builtin_optimizer, norm, per_element, per_row
 
 
+@remade
 def adagrad(
     lr: Rate = 0.01, *, eps: float = 1e-8, weight_decay: float = 0.0, initial_accumulator: float = 0.0
 ) -> RowOptimizer:
@@ -33,6 +35,7 @@ def _adagrad(row, grad, slots, hyper):
     return row - hyper.lr * grad / (root(total) + hyper.eps), {"sum": total}
 
 
+@remade
 def rowwise_adagrad(
     lr: Rate = 0.01,
     *,
@@ -81,6 +84,7 @@ def _rowwise_adagrad(row, grad, slots, hyper):
     return new, {"sum": total}
 
 
+@remade
 def rowwise_adagrad_counter(
     lr: Rate = 0.01, *, half_life: float, eps: float = 1e-8, weight_decay: float = 0.0, decay: str = "l2",
     initial_accumulator: float = 0.0,
@@ -115,6 +119,7 @@ def _rowwise_adagrad_counter(row, grad, slots, hyper):
     return kept * row - rate * grad, {"sum": total, "counter": counter, "last": hyper.step.expand_as(counter)}
 
 
+@remade
 def rowwise_adagrad_cowclip(
     lr: Rate = 0.01, *, clip_ratio: float = 1.0, lower_bound: float = 1e-5, eps: float = 1e-8,
     weight_decay: float = 0.0, decay: str = "l2", initial_accumulator: float = 0.0,
@@ -146,6 +151,7 @@ def _rowwise_adagrad_cowclip(row, grad, slots, hyper):
     return kept - factor * hyper.lr / (root(total) + hyper.eps) * grad, {"sum": total}
 
 
+@remade
 def rmsprop(
     lr: Rate = 0.01, *, b2: float = 0.99, eps: float = 1e-8, momentum: float = 0.0, weight_decay: float = 0.0
 ) -> RowOptimizer:
@@ -172,6 +178,7 @@ def _rmsprop(row, grad, slots, hyper):
     return row - hyper.lr * m, {"square": square, "momentum": m}
 
 
+@remade
 def ftrl(lr: Rate = 0.1, *, beta: float = 1.0, l1: float = 0.0, l2: float = 0.0) -> RowOptimizer:
     """Follow the regularised leader, proximal, for each coordinate.
 

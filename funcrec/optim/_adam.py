@@ -10,10 +10,12 @@ import math
 
 import torch
 
+from funcrec._recipe import remade
 from funcrec._rowgrads import root
 from funcrec.optim._row import Rate, RowOptimizer, builtin_optimizer, norm, per_element, per_row
 
 
+@remade
 def adam(
     lr: Rate = 1e-3, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> RowOptimizer:
@@ -29,6 +31,7 @@ def _adam(row, grad, slots, hyper):
     return row - hyper.lr * direction, slots
 
 
+@remade
 def adamw(
     lr: Rate = 1e-3, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
 ) -> RowOptimizer:
@@ -44,6 +47,7 @@ def _adamw(row, grad, slots, hyper):
     return row - hyper.lr * (direction + hyper.weight_decay * row), slots
 
 
+@remade
 def partial_rowwise_adam(
     lr: Rate = 1e-3, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> RowOptimizer:
@@ -54,6 +58,7 @@ def partial_rowwise_adam(
     return _build("partial_rowwise_adam", _adamw, per_row, lr, b1, b2, eps, weight_decay)
 
 
+@remade
 def lamb(
     lr: Rate = 1e-3, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
 ) -> RowOptimizer:
@@ -67,6 +72,7 @@ def lamb(
     return _build("lamb", _lamb, per_element, lr, b1, b2, eps, weight_decay)
 
 
+@remade
 def partial_rowwise_lamb(
     lr: Rate = 1e-3, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
 ) -> RowOptimizer:

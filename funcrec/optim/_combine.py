@@ -11,11 +11,13 @@ from torch import Tensor
 
 from funcrec import _random as random
 from funcrec._errors import Problem, check, describe, fail
+from funcrec._recipe import remade
 from funcrec._rowgrads import clip_by_global_norm
 from funcrec.optim._row import RowOptimizer, check_optimizer
 from funcrec.optim._row_checks import check_update, hyper_problems, tables_problems
 
 
+@remade
 def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | None = None) -> RowOptimizer:
     """A row optimizer for each table, `default` for those that are not named.
 
@@ -80,6 +82,7 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
     return RowOptimizer(init, update, label, of_all("is_elementwise"), is_joint, of_all("is_gradient_wise"))
 
 
+@remade
 def clip(optimizer: RowOptimizer, *, max_norm: float | None = None, max_value: float | None = None) -> RowOptimizer:
     """Clip the gradients first: each element to [-max_value, max_value], then all by one factor to the norm `max_norm`.
 
@@ -111,6 +114,7 @@ def clip(optimizer: RowOptimizer, *, max_norm: float | None = None, max_value: f
     return optimizer._replace(update=update, is_joint=optimizer.is_joint or max_norm is not None)
 
 
+@remade
 def freeze(optimizer: RowOptimizer, *, tables: Sequence[str]) -> RowOptimizer:
     """Leave the named `tables` as they are: they have no slots, and their gradients are ignored.
 
@@ -142,6 +146,7 @@ def freeze(optimizer: RowOptimizer, *, tables: Sequence[str]) -> RowOptimizer:
     return optimizer._replace(init=init, update=update, label=label)
 
 
+@remade
 def stochastic_rounding(optimizer: RowOptimizer, *, key: Tensor) -> RowOptimizer:
     """`optimizer`, with rows of f16 and bf16 tables rounded stochastically when they are written; other tables as before.
 

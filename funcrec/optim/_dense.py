@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from funcrec._errors import Problem, check, describe
+from funcrec._recipe import reduced, remade
 from funcrec._rowgrads import root
 from funcrec._tracked import has_tracked, is_followed, is_transformed, is_transforming
 from funcrec._tree import paths, tree_flatten, tree_leaves, tree_structure, tree_unflatten
@@ -40,7 +41,11 @@ class DenseOptimizer(NamedTuple):
     init: Callable[[Any], State]
     update: Callable[[Any, State, Any, int | Tensor], tuple[Any, State]]
 
+    def __reduce__(self):
+        return reduced(self)
 
+
+@remade
 def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
     """A torch.optim class as a pure function.
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from funcrec._errors import Problem, check, describe, fail
+from funcrec._recipe import reduced, remade
 from funcrec._rowgrads import RowGrads, root, terms_of
 from funcrec._tracked import any_tracked, is_followed, reading
 from funcrec._tree import tree_map
@@ -82,12 +83,16 @@ class RowOptimizer(NamedTuple):
     is_joint: bool = False
     is_gradient_wise: bool = False
 
+    def __reduce__(self):
+        return reduced(self)
+
 
 ELEMENTWISE = frozenset(
     {"sgd", "momentum", "lion", "adagrad", "rmsprop", "ftrl", "adam", "adamw"}
 )  # of the built-in ones
 
 
+@remade
 def row_optimizer(
     *,
     init: Callable[[Tensor], dict[str, Tensor]],
@@ -256,8 +261,11 @@ def chosen_for(call: str, implementation: str | None, device: torch.device, tens
     if choice == "reference" or not any_tracked(tensors):
         return choice
     if not ops.is_free(implementation):
-        got, need = f"implementation={choice!r}, and a tensor that grad or jvp follows", "plain tensors"
-        hint = "implementation=None or 'reference', which run the rule in plain torch"
+        got = f"implementation={choice!r}, and a tensor that grad or jvp follows (an nn.Parameter is one)"
+        need, hint = (
+            "plain tensors",
+            "implementation=None or 'reference', which run the rule in plain torch; or x.detach()",
+        )
         fail(f"{call}.update", "the kernel has no derivative.", got=got, need=need, hint=hint, kind=TypeError)
     return "reference"
 

@@ -5,6 +5,7 @@
 Tensor in, tensor out: the rate is computed inside a compiled step, and no step makes a new graph. Floor 3.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -74,16 +75,15 @@ def schedule(stages: Sequence[Stage], *, lr: float = 1.0) -> Callable[[int | Ten
     Source: TorchRec's WarmupOptimizer.
     """
     check("funcrec.optim.schedule", schedule_problems(stages, lr))
-    stages = tuple(stages)
+    return functools.partial(_rate, tuple(stages), lr)
 
-    def rate(step: int | Tensor) -> Tensor:
-        t = step if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64)
-        factor = torch.ones_like(t, dtype=torch.float64)
-        for stage in reversed(stages):
-            factor = torch.where(t <= stage.max_iters, _factor(stage, t) * stage.lr_scale, factor)
-        return factor * lr
 
-    return rate
+def _rate(stages: tuple[Stage, ...], lr: float, step: int | Tensor) -> Tensor:
+    t = step if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64)
+    factor = torch.ones_like(t, dtype=torch.float64)
+    for stage in reversed(stages):
+        factor = torch.where(t <= stage.max_iters, _factor(stage, t) * stage.lr_scale, factor)
+    return factor * lr
 
 
 def _factor(stage: Stage, step: Tensor) -> Tensor:

@@ -7,9 +7,11 @@ Every rule is for one row: w, g and the slots are f[D]. Floor 3.
 
 import torch
 
+from funcrec._recipe import remade
 from funcrec.optim._row import Rate, RowOptimizer, builtin_optimizer, norm, per_element
 
 
+@remade
 def sgd(lr: Rate = 0.01, *, weight_decay: float = 0.0) -> RowOptimizer:
     """w ← w - lr · (g + weight_decay · w). No slots.
 
@@ -27,6 +29,7 @@ def _sgd(row, grad, slots, hyper):
     return row - hyper.lr * (grad + hyper.weight_decay * row), slots
 
 
+@remade
 def momentum(
     lr: Rate = 0.01, *, momentum: float = 0.9, weight_decay: float = 0.0, nesterov: bool = False
 ) -> RowOptimizer:
@@ -48,6 +51,7 @@ def _momentum(row, grad, slots, hyper):
     return row - hyper.lr * (grad + hyper.momentum * m if hyper.nesterov else m), {"momentum": m}
 
 
+@remade
 def lars_sgd(lr: Rate = 0.01, *, eta: float = 0.001, momentum: float = 0.9, weight_decay: float = 0.0) -> RowOptimizer:
     """Momentum with a rate for each row in proportion to the row's length.
 
@@ -73,6 +77,7 @@ def _lars_sgd(row, grad, slots, hyper):
     return row - m, {"momentum": m}
 
 
+@remade
 def lion(lr: Rate = 1e-4, *, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0) -> RowOptimizer:
     """w ← w - lr · (sign(b1 · m + (1 - b1) · g) + weight_decay · w);  m ← b2 · m + (1 - b2) · g.
 

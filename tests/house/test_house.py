@@ -18,7 +18,7 @@ PACKAGE, KERNELS = ROOT / "funcrec", ROOT / "kernels"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 FLOORS = {
-    "_arguments": 0, "_errors": 0, "_examples": 0, "_files": 0, "_static": 0, "_tracked": 0, "_tree": 0, "kernels": 0,
+    "_arguments": 0, "_errors": 0, "_examples": 0, "_files": 0, "_recipe": 0, "_static": 0, "_tracked": 0, "_tree": 0, "kernels": 0,
     "_configs": 1, "_donation": 1, "_memory": 1, "_init": 1, "_primitives": 1, "_replay": 1, "_jagged": 1, "_jagged_primitives": 1, "_keyed_jagged": 1, "_keyed_problems": 1, "_lists": 1, "_mesh": 1, "_parts": 1, "_keyed_tensor": 1, "_random": 1,
     "_checks": 2, "_collectives": 2, "_exchange": 2, "_hashing": 2, "_layout": 2, "_lookup": 2, "_placement": 2, "_ragged": 2, "_rowgrads": 2, "_sharding": 2, "_state": 2, "_taps": 2, "_tree_code": 2,
     "_checked": 3, "_codec": 3, "_compile": 3, "_exchange_passes": 3, "_grad": 3, "_inductor": 3, "_jit": 3, "_same": 3, "_shard_map": 3, "_staging": 3, "_surroundings": 3, "_traffic": 3, "optim": 3,

@@ -367,6 +367,8 @@ def test_tables_of_modules_are_differentiated():
     moved = lambda x: x - 0.1 * torch.func.grad(lambda y: loss(fr.Params({"x": y}, dense.detach())))(x)
     want = torch.func.vjp(moved, TABLES["x"])[1](torch.ones_like(TABLES["x"]))[0]
     assert_trees_close(torch.autograd.grad(new(table, dense).sum(), [table])[0], want, **CLOSE)
+    with pytest.raises(TypeError, match=r"nn.Parameter(.|\n)*x.detach\(\)"):
+        fr.optim.sgd(lr=0.1).update(plain.tables, {"x": {}}, {"x": table}, 0, implementation="cpp")
 
 
 def test_ids_of_torchrec_are_named():
