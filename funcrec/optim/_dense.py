@@ -106,7 +106,7 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
         check(f"{call}.update", derivative_problems(cls, fixed) if tracked else ())
         is_apart = cls in DIFFERENTIABLE and isinstance(rate, Tensor) and is_transformed(rate)
         if is_transforming():
-            leaves, held = _alike(leaves, own_grads, held, 0.0 if is_apart else rate)
+            leaves, held = _alike(leaves, own_grads, held, counters, 0.0 if is_apart else rate)
         with _tensor_scalars(tracked):
             opt, clones = _make(cls, fixed, leaves, own_grads, tracked)
             for p, mine in zip(clones, held, strict=True):
@@ -128,13 +128,15 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
     return DenseOptimizer(init, update)
 
 
-def _alike(leaves: list[Tensor], grads: list[Tensor], held: list[dict], rate: Any) -> tuple[list[Tensor], list[dict]]:
+def _alike(
+    leaves: list[Tensor], grads: list[Tensor], held: list[dict], counters: Sequence[str], rate: Any
+) -> tuple[list[Tensor], list[dict]]:
     """Parameters and states with a member for each of a batch that their gradients or the rate have: what is written in place cannot
     grow one."""
     rates = [rate] if isinstance(rate, Tensor) else []
     new_leaves, states = [], []
     for p, g, mine in zip(leaves, grads, held, strict=True):
-        own = {k: s for k, s in mine.items() if s.shape == p.shape}
+        own = {k: s for k, s in mine.items() if s.shape == p.shape and k not in counters}
         new_leaves.append(_as_batched(p, g, *own.values(), *rates))
         states.append({k: _as_batched(s, p, g) if k in own else s for k, s in mine.items()})
     return new_leaves, states

@@ -159,3 +159,45 @@ def test_row_grads_map_and_trace(g):
     stacked = torch.utils._pytree.tree_map(lambda *x: torch.stack(x), g, g.scale(2.0))
     got = torch.func.vmap(lambda x: x.coalesce().to_dense())(stacked)
     assert_trees_close(got, torch.stack([g.to_dense(), g.scale(2.0).to_dense()]))
+
+
+def loss_of_bags(params, ids):
+    return (fr.lookup(params.tables, ids, [fr.FeatureConfig("a", table="t")])["a"] * params.dense).square().sum()
+
+
+def bags_of(dense):
+    params = fr.Params({"t": torch.ones(3, 1)}, dense)
+    return fr.value_and_grad(loss_of_bags)(params, fr.KeyedJaggedTensor.from_lists({"a": [[2, 2], [0]]}))[1].tables["t"]
+
+
+USES = {
+    "to_dense": lambda g: g.to_dense(),
+    "coalesce": lambda g: g.coalesce(),
+    "norm": lambda g: g.norm(),
+    "rows": lambda g: g.rows,
+    "+": lambda g: g + g,
+    "scaled": lambda g: g.scale(2.0).to_dense(),
+    "update": lambda g: fr.optim.sgd(0.1).update({"t": g}, {"t": {}}, {"t": torch.ones(3, 1)}, 0),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_tangents_of_row_gradients_are_refused(use):
+    """The tangents that jvp returns for RowGrads have no rows: every use says so; their primals are as ever, and inside all is right."""
+    x, one = torch.tensor(5.0), torch.ones(())
+    primal, tangent = torch.func.jvp(bags_of, (x,), (one,))
+    USES[use](primal)
+    with pytest.raises(TypeError, match="inside of the function that is differentiated"):
+        USES[use](tangent)
+    dense = torch.func.jvp(lambda x: bags_of(x).to_dense(), (x,), (one,))
+    assert dense[1].flatten().tolist() == [20.0, 0.0, 80.0] and torch.equal(dense[0], primal.to_dense())
+
+
+@pytest.mark.parametrize("use", USES)
+def test_stacked_row_gradients_are_refused(use):
+    """RowGrads that vmap stacked are used under vmap; elsewhere the error says how."""
+    stacked = torch.func.vmap(bags_of)(torch.tensor([1.0, 5.0]))
+    with pytest.raises(TypeError, match=r"torch.func.vmap\(lambda g: g.to_dense\(\)\)\(grads\)"):
+        USES[use](stacked)
+    dense = torch.func.vmap(lambda g: g.to_dense())(stacked)
+    assert torch.equal(dense[1], bags_of(torch.tensor(5.0)).to_dense())

@@ -1,0 +1,102 @@
+"""The sweep: every public function of float tensors, and every kernel operation, is differentiated rightly or raises.
+
+python tests/laws/test_right_or_raises.py        counts the triples (function, input, mode)
+"""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+sys.path.insert(0, str(Path(__file__).parent))  # `differences`, `float_functions`, `float_updates`
+from differences import MODES, RAISED, RIGHT, Case, count, draw, sweep
+from float_functions import ROWS, of_kernels, of_lookups, of_values
+from float_updates import of_dense, of_rows, of_steps
+from funcrec.kernels import library
+
+import funcrec as fr
+
+CASES = [*of_kernels(), *of_lookups(), *of_values(), *of_rows(), *of_dense(), *of_steps()]
+COVERED = {c.name.split(" ")[0].split(".")[0] for c in CASES} | {c.name.split(" ")[0].split("(")[0] for c in CASES}
+NOT_HERE = {
+    "takes no float tensor, or only holds one": [
+        "Codec", "CheckError", "DonatedError", "FeatureConfig", "Hash", "Initializer", "Mesh", "P", "Placement", "Plan", "TableConfig",
+        "axis_index", "axis_size", "column_wise", "constant", "fold_in", "grid", "hash_rows", "init", "key", "modulo", "multiply_shift",
+        "normal", "replicated", "row_wise", "split", "table_column_wise", "table_row_wise", "table_wise", "uniform", "xavier_normal",
+        "Params", "TrainState", "TrainStep", "DenseShard", "pytree", "optim.DenseOptimizer", "optim.RowOptimizer", "optim.Stage",
+    ],
+    "writes and reads files": ["save", "load"],
+    "stages a function: tests/compile has its laws of tracked inputs": ["jit"],
+    "runs a step again, which is here": ["retry_overflow"],
+    "of a mesh: tests/dist holds each against its definition, under every transform and on ranks": [
+        "ShardedTables", "gather_state", "psum_invariant", "pvary", "ragged_all_to_all", "reshard", "shard", "shard_tables", "sync_replicas",
+        "unshard",
+    ],
+    "a folder, made of what is here": ["copy", "data", "kernels", "metrics", "models", "nn", "optim"],
+}  # fmt: skip
+
+
+def wrong(case: Case, found: dict) -> list[str]:
+    may = lambda which: case.refused == "*" or which in case.refused
+    return [f"{k}: {o}" for k, o in found.items() if o != RIGHT and not (o.startswith(RAISED) and may(k[0]))]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{i}-{c.name}" for i, c in enumerate(CASES)])
+def test_right_or_raises(case):
+    """Every mode's derivative by every float input is what central differences say; where a case says so it may raise instead."""
+    assert not wrong(case, sweep(case))
+
+
+@pytest.mark.parametrize("outside", ["torch.enable_grad", "torch.func.grad", "torch.func.jvp", "forward_ad.dual_level"])
+@pytest.mark.parametrize("implementation", ["cpp", "fbgemm"])
+def test_no_operator_passes_a_derivative_by(implementation, outside):
+    """`torch.ops.funcrec_*`, called directly with a tracked tensor, raises before it runs, whatever tracks it."""
+    if implementation == "fbgemm":
+        pytest.importorskip("fbgemm_gpu")
+    library.load(implementation)
+    operator = library.operator(implementation, "gather_rows")
+    table = draw("a table", (5, 3)).float()
+    calls = {
+        "torch.enable_grad": lambda: operator(table.clone().requires_grad_(), ROWS),
+        "torch.func.grad": lambda: torch.func.grad(lambda x: operator(table * x, ROWS).sum())(torch.ones(())),
+        "torch.func.jvp": lambda: torch.func.jvp(
+            lambda x: operator(table * x, ROWS), (torch.ones(()),), (torch.ones(()),)
+        ),
+        "forward_ad.dual_level": lambda: dual_call(operator, table),
+    }
+    if operator is None:
+        pytest.fail(f"{implementation} has no gather_rows")
+    with pytest.raises(TypeError, match="has no derivative here"):
+        calls[outside]()
+
+
+def dual_call(operator, table):
+    with forward_ad.dual_level():
+        return operator(forward_ad.make_dual(table, table), ROWS)
+
+
+def test_every_name_is_swept():
+    """Every public name of funcrec and funcrec.optim is in the sweep, or in the list of what has no place there, and in one only."""
+    names = {n for n in dir(fr) if not n.startswith("_")} | {
+        f"optim.{n}" for n in dir(fr.optim) if not n.startswith("_")
+    }
+    elsewhere = [n for group in NOT_HERE.values() for n in group]
+    assert not names - COVERED - set(elsewhere)
+    assert not COVERED & set(elsewhere) - {"optim"}
+    assert len(elsewhere) == len(set(elsewhere))
+
+
+if __name__ == "__main__":
+    total: Counter = Counter()
+    for case in CASES:
+        found = sweep(case)
+        total += count(found)
+        print(
+            f"{case.name:40} {len(case.inputs)} inputs × {len(MODES)} modes: {dict(count(found))}",
+            *wrong(case, found),
+            sep="\n  ",
+        )
+    print(f"{sum(total.values())} triples: {dict(total)}")
