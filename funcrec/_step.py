@@ -87,7 +87,8 @@ def train_step(
       metrics["loss"] and, with `has_aux`, metrics["aux"]; with a `capacity` also metrics["overflow"], how many ids of all ranks found no
       place, and metrics["needed"], the capacity that would have done (i64[]).
 
-    Law: the state is everything that changes: the same state and batch give the same bits. A plan changes no bit: n ranks give what
+    Law: the state is everything that changes: the same state and batch give the same bits on the same number of threads (what happens to
+      tables, given the loss's cotangents, on any number). A plan changes no bit: n ranks give what
       one process gives that adds the gradients of the same n batches (row-wise tables: with exact=True; dedup rounds gradients otherwise).
 
     Example:

@@ -1,0 +1,119 @@
+"""What threads and hash seeds may change.
+
+sparse stages    nothing: the same bits on any number of threads, for the same cotangents
+whole steps      nothing on one number of threads, whatever PYTHONHASHSEED is; on another, torch's own sums over many numbers (a mean
+                 loss, norms, the gradients of batch and layer norm) are cut into as many parts, and round in another way
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import funcrec as fr
+from funcrec._tree import replace
+from funcrec.testing import assert_trees_close
+
+NUM_BAGS = 1500
+TABLES = (
+    fr.TableConfig("item", num_embeddings=300, embedding_dim=33),
+    fr.TableConfig("user", num_embeddings=900, embedding_dim=16, dtype=torch.bfloat16),
+)
+FEATURES = (
+    fr.FeatureConfig("clicked", table="item", pooling="mean"),
+    fr.FeatureConfig("shown", table="item", max_length=3),
+    fr.FeatureConfig("user", table="user", weighted=True),
+)
+
+
+def inputs():
+    """Tables, slots, ids with many repeats, and cotangents: enough for the kernels to share out."""
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 9, (3 * NUM_BAGS,), generator=draw)
+    n = int(lengths.sum())
+    values, weights = torch.randint(0, 320, (n,), generator=draw), torch.rand(n, generator=draw)
+    ids = fr.KeyedJaggedTensor.from_lengths(["clicked", "shown", "user"], values, lengths, weights=weights)
+    tables = fr.init(fr.key(0), TABLES)
+    return tables, ids, torch.randn(NUM_BAGS, 2 * 33 + 16, generator=draw)
+
+
+def sparse_stages(sparse):
+    """f(tables, slots, ids, d): all that happens to tables in a step, but for the loss."""
+
+    def stages(tables, slots, ids, d):
+        acts = fr.lookup(tables, ids, FEATURES)
+        grads = fr.lookup_transpose(replace(acts, values=d), ids, FEATURES, TABLES)
+        summed = {name: g.coalesce() for name, g in grads.items()}
+        return acts, summed, sparse.update(grads, slots, tables, step=3)
+
+    return stages
+
+
+@pytest.fixture
+def on_threads():
+    before = torch.get_num_threads()
+
+    def run(number, call):
+        torch.set_num_threads(number)
+        return call()
+
+    yield run
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rule", ["rowwise_adagrad", "adam", "lamb"])
+def test_threads_change_no_bit_of_sparse_stages(on_threads, rule):
+    """Lookups, their transposes, sums by row and updates give the same bits on one, two and three threads."""
+    sparse, (tables, ids, d) = getattr(fr.optim, rule)(lr=0.1), inputs()
+    stages, slots = sparse_stages(sparse), sparse.init(tables)
+    first, *others = [on_threads(n, lambda: stages(tables, slots, ids, d)) for n in (1, 2, 3)]
+    for other in others:
+        assert_trees_close(other, first)
+
+
+def test_threads_change_no_bit_of_compiled_sparse_stages(on_threads):
+    """The same compiled, which is done anew for each number of threads; and eager and compiled agree."""
+    sparse, (tables, ids, d) = fr.optim.rowwise_adagrad(lr=0.1), inputs()
+    stages, slots = sparse_stages(sparse), sparse.init(tables)
+    fast, eager = fr.jit(stages), stages(tables, slots, ids, d)
+    for n in (1, 2, 3):
+        assert_trees_close(on_threads(n, lambda: fast(tables, slots, ids, d)), eager)
+
+
+def digest_of_steps() -> str:
+    """Of the state and the losses after three eager and two compiled steps."""
+    tables, ids, _ = inputs()
+    draw = torch.Generator().manual_seed(1)
+    dense = {
+        k: torch.randn(n, m, generator=draw) / 10 for k, (n, m) in {"a": (82, 32), "b": (32, 8), "c": (8, 1)}.items()
+    }
+    batch = fr.Batch(ids, torch.randint(0, 2, (NUM_BAGS,), generator=draw).float())
+
+    def loss_fn(params, batch):
+        x = fr.lookup(params.tables, batch.ids, FEATURES).values
+        for name in ("a", "b", "c"):
+            x = torch.relu(x) @ params.dense[name]
+        return torch.nn.functional.binary_cross_entropy_with_logits(x[:, 0], batch.label)
+
+    step = fr.train_step(loss_fn, sparse=fr.optim.adam(lr=0.1), dense=fr.optim.dense(torch.optim.Adam, lr=0.01))
+    state, seen = step.init(fr.Params(tables, dense)), []
+    for run in (step, step, step, fast := fr.jit(step), fast):
+        state, metrics = run(state, batch)
+        seen.append(metrics)
+    leaves = [x for x in torch.utils._pytree.tree_leaves((state, seen)) if isinstance(x, torch.Tensor)]
+    data = [x.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() for x in leaves if x.numel()]
+    return hashlib.sha256(b"".join(data)).hexdigest()
+
+
+def test_the_hash_seed_changes_no_bit():
+    """Two processes with other PYTHONHASHSEEDs on two threads give the same bits after eager and compiled steps."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import torch; torch.set_num_threads(2); import test_threads as t; print(t.digest_of_steps())"
+    command = [sys.executable, "-c", code, os.path.dirname(__file__)]
+    start = lambda seed: subprocess.Popen(
+        command, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    said = [p.communicate(timeout=600) for p in [start("1"), start("2")]]
+    assert said[0][0] == said[1][0] and len(said[0][0].strip()) == 64, said
