@@ -3,9 +3,11 @@
 import functools
 from collections.abc import Callable
 
+from funcrec._arguments import typed
 from funcrec._checks import _checking
 
 
+@typed
 def checked(fn: Callable) -> Callable:
     """The same function, run uncompiled, with every lookup's ids and every gradient checked by value.
 

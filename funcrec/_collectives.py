@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcrec._arguments import typed
 from funcrec._errors import Problem, check, describe
 from funcrec._exchange import exchange, extremum
 from funcrec._mesh import Axis, AxisName, bound_axes, bound_axis
@@ -139,6 +140,7 @@ def pmin(x: T, axis_name: AxisName) -> T:
     return x
 
 
+@typed
 def all_gather(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False) -> T:
     """All ranks' values, on each of them, in the order of the axis.
 
@@ -178,6 +180,7 @@ def _cut(x: Tensor, dim: int, n: int, tiled: bool) -> Tensor:
     return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
 
 
+@typed
 def psum_scatter(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False) -> T:
     """The sum over the ranks, of which each keeps its own part: psum_scatter(x)[r] = Σ_s x[s][r].
 
@@ -204,6 +207,7 @@ def psum_scatter(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False
     return x
 
 
+@typed
 def all_to_all(
     x: T, axis_name: AxisName, *, split_dim: int = 0, concat_dim: int | None = None, tiled: bool = False
 ) -> T:

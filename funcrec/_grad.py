@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from funcrec import _checks as checks
-from funcrec._errors import CheckError, Problem, check, describe, fail
+from funcrec._errors import CheckError, Problem, check, describe, fail, message
 from funcrec._rowgrads import RowGrads
 from funcrec._state import Params
 from funcrec._taps import Site, TableRef, Tape, plain_tables, summed
@@ -95,8 +95,20 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
 
 def _find_sites(loss_fn: Callable, params: Params, args, kwargs) -> list[Site]:
     tape = Tape()
-    loss_fn(_with_refs(plain_tables(params.tables), params.dense, tape), *args, **kwargs)
+    try:
+        loss_fn(_with_refs(plain_tables(params.tables), params.dense, tape), *args, **kwargs)
+    except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
+        if "\n  need  " not in str(error):  # the loss's own: what it was given is said with it
+            error.add_note(message("funcrec.value_and_grad", given_problems(loss_fn, args, kwargs)))
+        raise
     return tape.sites
+
+
+def given_problems(loss_fn: Callable, args: tuple, kwargs: dict) -> Iterator[Problem]:
+    got = ", ".join(["Params", *map(describe, args), *(f"{k}={describe(x)}" for k, x in kwargs.items())])
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    hint = f"{name}(params, ...) alone: it fails in the same way"
+    yield Problem(f"`{name}` failed on its arguments.", got, "the batch that it reads", hint)
 
 
 def _with_refs(tables: dict[str, Tensor], dense: Any, tape: Tape) -> Params:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from funcrec import _random as random
+from funcrec._arguments import Count, Device, Key, Size, typed
 from funcrec._errors import Problem, check, describe
 from funcrec.kernels.memory import empty_table
 
@@ -42,7 +43,8 @@ class Initializer:
     def __post_init__(self):
         check(f"funcrec.{self.kind}", _initializer_problems(self.kind, self.scale))
 
-    def __call__(self, key: Tensor, shape: tuple[int, int], start: int, num_embeddings: int) -> Tensor:
+    @typed
+    def __call__(self, key: Key, shape: tuple[Size, Size], start: Size, num_embeddings: Count) -> Tensor:
         """Elements start, start + 1, ... of the table's sequence, as f32[shape]."""
         match self.kind:
             case "uniform":
@@ -103,9 +105,8 @@ def constant(value: float = 0.0) -> Initializer:
     return Initializer("constant", value)
 
 
-def init(
-    key: Tensor, tables: Sequence["TableConfig"], *, device: torch.device | str | None = None
-) -> dict[str, Tensor]:
+@typed
+def init(key: Key, tables: Sequence["TableConfig"], *, device: Device | None = None) -> dict[str, Tensor]:
     """Fresh tables: {name: [num_embeddings, embedding_dim]} of each config's dtype; on the meta device only shapes.
 
     Law: row r of a table depends on the key, the table's name, r and the config only.

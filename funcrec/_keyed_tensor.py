@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from funcrec._arguments import typed
+from funcrec._arguments import PARTS, typed
 from funcrec._errors import Problem, check, describe, fail
 from funcrec._tree import pytree
 
@@ -151,3 +151,22 @@ def feature_problems(features: object) -> Iterator[Problem]:
     batches = {k: x.shape[:-1] for k, x in features.items()}
     if len(set(batches.values())) > 1:
         yield Problem("the features have different numbers of rows.", f"{batches}", "one B for all")
+
+
+def keyed_tensor_parts(x: KeyedTensor, path: str) -> Iterator[Problem]:
+    """What is wrong with the fields of one that was made by hand, or came out of a tree."""
+    hint = "KeyedTensor.from_dict({...})"
+    if not isinstance(x.values, Tensor) or x.values.dim() < 1:
+        yield Problem(f"`{path}.values` is not a tensor.", describe(x.values), "f[B, ΣD]", hint, TypeError)
+    pairs = (("keys", x.keys, str, "names"), ("dims", x.dims, int, "widths"))
+    for name, field, kind, words in pairs:
+        if not isinstance(field, tuple) or not all(isinstance(e, kind) for e in field):
+            got = describe(field)
+            yield Problem(f"`{path}.{name}` are not {words}.", got, f"a tuple of {words}", hint, TypeError)
+            return
+    if len(x.keys) != len(x.dims):
+        got = f"{len(x.keys)} keys, {len(x.dims)} dims"
+        yield Problem(f"`{path}.dims` do not match its keys.", got, "one width for each key", hint)
+
+
+PARTS[KeyedTensor] = keyed_tensor_parts

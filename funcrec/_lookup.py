@@ -15,6 +15,7 @@ from torch import Tensor
 
 from funcrec import _checks as checks
 from funcrec import _primitives as primitives
+from funcrec._arguments import kind_of
 from funcrec._configs import (
     FeatureConfig,
     TableConfig,
@@ -23,11 +24,11 @@ from funcrec._configs import (
     table_shapes,
     table_tensor_problems,
 )
-from funcrec._errors import Problem, check, describe, fail
+from funcrec._errors import EXAMPLES, Problem, check, describe, fail
 from funcrec._hashing import hash_rows
 from funcrec._jagged import JaggedTensor, bag_ids, take_ranges
 from funcrec._keyed_jagged import KeyedJaggedTensor, check_ids
-from funcrec._keyed_tensor import KeyedTensor
+from funcrec._keyed_tensor import KeyedTensor, keyed_tensor_parts
 from funcrec._rowgrads import Bags, RowGrads
 from funcrec._taps import Owner, is_followed_inside, open_tables, summed, tapped
 from funcrec._tree import replace
@@ -192,6 +193,7 @@ def lookup_sequence_transpose(
       tensor([ 10.,   0., 101.])
     """
     call = "funcrec.lookup_sequence_transpose"
+    check(call, kind_of(Mapping[str, JaggedTensor]).find("d_sequences", d_sequences))
     check_lookup(call, tables, ids, features)
     sequences = [f for f in features if f.pooling == "none"]
     shapes = table_shapes(tables)
@@ -350,7 +352,17 @@ def device_problems(tables: object, ids: KeyedJaggedTensor) -> Iterator[Problem]
 
 def cotangent_problems(d_acts, ids, features, shapes) -> Iterator[Problem]:
     if not isinstance(d_acts, KeyedTensor):
-        yield Problem("`d_acts` is not a KeyedTensor.", describe(d_acts), "as `lookup` returned", kind=TypeError)
+        yield Problem(
+            "`d_acts` is not a KeyedTensor.",
+            describe(d_acts),
+            "as `lookup` returned",
+            EXAMPLES["KeyedTensor"],
+            TypeError,
+        )
+        return
+    found = list(keyed_tensor_parts(d_acts, "d_acts"))
+    yield from found
+    if found:
         return
     dims = {f.name: shapes[f.table][1] for f in features}
     got = dict(zip(d_acts.keys, d_acts.dims, strict=True))

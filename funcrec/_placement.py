@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from funcrec._errors import Problem, check, describe
+from funcrec._arguments import Count, Size, field_problems, typed
+from funcrec._errors import Problem, check, describe, fail
 from funcrec._mesh import AxisName, Mesh
 
 KINDS = (
@@ -49,10 +50,24 @@ class Placement:
     ranks: tuple[int, ...] = ()
 
     def __post_init__(self):
-        check(f"funcrec.{self.kind}", placement_problems(self))
+        name = self.kind if isinstance(self.kind, str) else "Placement"
+        check(f"funcrec.{name}", field_problems(self))
+        check(f"funcrec.{name}", placement_problems(self))
 
-    def blocks(self, sizes: Mapping[str, int], dim: int) -> list[Block]:
+    @typed
+    def blocks(self, sizes: Mapping[str, Count], dim: Count) -> list[Block]:
         """The column blocks of a table of that dim on a mesh of these sizes."""
+        missing = [a for a in self.axes if a not in sizes]
+        if missing:
+            got, hint = f"sizes of {list(sizes)}", "mesh.shape"
+            fail(
+                "funcrec.Placement.blocks",
+                f"`sizes` lacks {missing}.",
+                got=got,
+                need=f"{list(self.axes)}",
+                hint=hint,
+                kind=KeyError,
+            )
         n = [sizes[a] for a in self.axes]
         inner = prod(n[1:]) if self.kind in OF_TWO_AXES else 1  # ranks that share a place on the first axis
         node = lambda r: tuple(range(r * inner, (r + 1) * inner))
@@ -73,7 +88,8 @@ def _columns(dim: int, owners: Sequence[tuple[int, ...]]) -> list[Block]:
     return [Block(a, b, owner) for a, b, owner in zip(bounds, bounds[1:], owners, strict=False)]
 
 
-def table_wise(axis: AxisName, *, rank: int) -> Placement:
+@typed
+def table_wise(axis: AxisName, *, rank: Size) -> Placement:
     """The whole table on one rank of the axis.
 
     Example:
@@ -86,6 +102,7 @@ def table_wise(axis: AxisName, *, rank: int) -> Placement:
     return Placement("table_wise", _names(axis), (rank,))
 
 
+@typed
 def row_wise(axis: AxisName) -> Placement:
     """The rows in equal parts on all ranks of the axis, or of several axes.
 
@@ -99,7 +116,8 @@ def row_wise(axis: AxisName) -> Placement:
     return Placement("row_wise", _names(axis))
 
 
-def column_wise(axis: AxisName, *, ranks: Sequence[int] = ()) -> Placement:
+@typed
+def column_wise(axis: AxisName, *, ranks: Sequence[Size] = ()) -> Placement:
     """The columns in equal parts on the ranks named, or on all of the axis. A row's optimizer state stays that of the whole row.
 
     Example:
@@ -112,7 +130,8 @@ def column_wise(axis: AxisName, *, ranks: Sequence[int] = ()) -> Placement:
     return Placement("column_wise", _names(axis), tuple(ranks))
 
 
-def table_row_wise(axes: tuple[str, str], *, rank: int) -> Placement:
+@typed
+def table_row_wise(axes: tuple[str, str], *, rank: Size) -> Placement:
     """The table on one place of the first axis, its rows in equal parts over the second.
 
     Example:
@@ -125,7 +144,8 @@ def table_row_wise(axes: tuple[str, str], *, rank: int) -> Placement:
     return Placement("table_row_wise", _names(axes), (rank,))
 
 
-def table_column_wise(axes: tuple[str, str], *, rank: int) -> Placement:
+@typed
+def table_column_wise(axes: tuple[str, str], *, rank: Size) -> Placement:
     """The table on one place of the first axis, its columns in equal parts over the second.
 
     Example:
@@ -138,7 +158,8 @@ def table_column_wise(axes: tuple[str, str], *, rank: int) -> Placement:
     return Placement("table_column_wise", _names(axes), (rank,))
 
 
-def grid(axes: tuple[str, str], *, ranks: Sequence[int] = ()) -> Placement:
+@typed
+def grid(axes: tuple[str, str], *, ranks: Sequence[Size] = ()) -> Placement:
     """The columns in equal parts over places of the first axis (those named, or all), each part's rows over the second.
 
     Example:
@@ -198,7 +219,18 @@ class Plan:
         object.__setattr__(self, "replicas", _names(replicas))
 
     def __getitem__(self, table: str) -> Placement:
-        return dict(self.placements)[table]
+        own = dict(self.placements)
+        if not isinstance(table, str) or table not in own:
+            hint = f"{table!r}: fr.replicated() among the placements" if isinstance(table, str) else "a table's name"
+            fail(
+                "funcrec.Plan",
+                "the plan has no such table.",
+                got=describe(table),
+                need=f"one of {list(own)}",
+                hint=hint,
+                kind=KeyError,
+            )
+        return own[table]
 
     def __repr__(self) -> str:
         return f"Plan({dict(self.placements)}{f', replicas={self.replicas}' if self.replicas else ''})"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcrec._arguments import typed
 from funcrec._collectives import all_gather, all_to_all, axis_size
 from funcrec._errors import Problem, check, describe
 from funcrec._mesh import Mesh
@@ -25,6 +26,7 @@ from funcrec.kernels import ops
 BUCKET = 1 << 25  # elements that travel at once: what a call needs besides the state and its tables
 
 
+@typed
 def sync_replicas(
     state: TrainState, *, mesh: Mesh, slots: bool = True, greatest: Collection[str] = ("last",)
 ) -> TrainState:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcrec._arguments import typed
 from funcrec._codec import Codec, codec_problems
 from funcrec._collectives import psum
 from funcrec._column_update import check_whole_rows
@@ -31,6 +32,7 @@ INTEGERS = {4: torch.int32, 8: torch.int64}  # of an element's bytes; gloo sums 
 Read = Callable[[int, int], Tensor]
 
 
+@typed
 def gather_state(state: TrainState, mesh: Mesh) -> TrainState:
     """A sharded state as one process has it, on every rank: tables {name: f[R, D]}, slots {name: {slot: f[R, ...]}}.
 
@@ -69,6 +71,7 @@ def gather_state(state: TrainState, mesh: Mesh) -> TrainState:
     )
 
 
+@typed
 def reshard(
     state: TrainState,
     plan: Plan,

@@ -12,6 +12,7 @@ import torch
 import torch.utils._pytree as torch_tree
 from torch import Tensor
 
+from funcrec._arguments import typed
 from funcrec._errors import Problem, check, describe, fail
 from funcrec._jagged import JaggedTensor
 from funcrec._keyed_jagged import KeyedJaggedTensor
@@ -20,6 +21,7 @@ from funcrec._tree import map_tensors, paths, tree_leaves
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
+@typed
 def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Any) -> tuple[Any, Any]:
     """Run a step over stacked batches, without waiting for the device in between.
 

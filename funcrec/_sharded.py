@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from funcrec import _lookup as plain
+from funcrec._arguments import Count, typed
 from funcrec._codec import Codec, codec_problems
 from funcrec._collectives import all_gather, pmax
 from funcrec._configs import FeatureConfig, TableConfig, table_tensor_problems
@@ -83,6 +84,16 @@ class ShardedTables:
         return self.banks.values()
 
     def __getitem__(self, bank: str) -> Tensor:
+        if not isinstance(bank, str) or bank not in self.banks:
+            need, hint = f"one of {list(self.banks)}", "fr.gather_tables(tables, mesh), for the tables by their names"
+            fail(
+                "funcrec.ShardedTables",
+                "there is no such bank.",
+                got=describe(bank),
+                need=need,
+                hint=hint,
+                kind=KeyError,
+            )
         return self.banks[bank]
 
     def __iter__(self) -> Iterator[str]:
@@ -242,13 +253,14 @@ def _starts(dims: Sequence[int]) -> list[int]:
     return [sum(dims[:i]) for i in range(len(dims))]
 
 
+@typed
 def shard_tables(
     tables: Mapping[str, Tensor],
     plan: Plan,
     mesh: Mesh,
     *,
     exact: bool = False,
-    capacity: int | None = None,
+    capacity: Count | None = None,
     codec: Codec | None = None,
     dedup: bool = False,
     labels: Mapping[str, Hashable] | None = None,
@@ -274,6 +286,7 @@ def shard_tables(
     return ShardedTables(banks, layout, exact, capacity, codec, dedup)
 
 
+@typed
 def gather_tables(tables: ShardedTables, mesh: Mesh) -> dict[str, Tensor]:
     """The tables [R, D], whole, on every rank; the inverse of `shard_tables`.
 

@@ -1,12 +1,15 @@
 """What a loss reads and what training changes: two plain pytrees. Floor 2."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from funcrec._errors import describe, fail
+from funcrec._arguments import PARTS
+from funcrec._errors import Problem, describe, fail
 from funcrec._keyed_jagged import KeyedJaggedTensor
+from funcrec._keyed_problems import keyed_hint, keyed_parts
 from funcrec._mesh import P
 from funcrec._tree import pytree, tree_leaves
 
@@ -103,3 +106,40 @@ def _show_tables(tables: Any) -> str:
 def _show_dense(dense: Any) -> str:
     count = len([x for x in tree_leaves(dense) if isinstance(x, Tensor)])
     return f"{count} tensor{'s' * (count != 1)}"
+
+
+def state_parts(x: TrainState, path: str) -> Iterator[Problem]:
+    """What is wrong with the fields that every step reads."""
+    hint = "step.init(params) makes them"
+    for name in ("step", "key"):
+        t = getattr(x, name)
+        if not isinstance(t, Tensor) or t.is_floating_point() or t.is_complex() or t.dtype == torch.bool or t.dim():
+            yield Problem(f"`{path}.{name}` is not an integer tensor.", describe(t), "i64[]", hint, TypeError)
+    for name, words in (("tables", "{name: f[R, D]}"), ("slots", "{table: {slot: f[R, ...]}}")):
+        if not isinstance(getattr(x, name), Mapping):
+            yield Problem(f"`{path}.{name}` is not a mapping.", describe(getattr(x, name)), words, hint, TypeError)
+    for n, own in x.slots.items() if isinstance(x.slots, Mapping) else ():
+        if not isinstance(own, Mapping):
+            yield Problem(
+                f"`{path}.slots[{n!r}]` is not a mapping.", describe(own), "{slot: f[R, ...]}", hint, TypeError
+            )
+
+
+def batch_parts(x: Batch, path: str) -> Iterator[Problem]:
+    """What is wrong with the fields of one that was made by hand, or came out of a tree."""
+    hint = "fr.Batch(ids, label, dense)"
+    if not isinstance(x.ids, KeyedJaggedTensor):
+        need = "a KeyedJaggedTensor"
+        yield Problem(
+            f"`{path}.ids` is not a KeyedJaggedTensor.", describe(x.ids), need, keyed_hint(x.ids, "ids"), TypeError
+        )
+    else:
+        yield from keyed_parts(x.ids, f"{path}.ids")
+    for name in ("label", "dense"):
+        t = getattr(x, name)
+        if not isinstance(t, Tensor) and not (name == "dense" and t is None):
+            yield Problem(f"`{path}.{name}` is not a tensor.", describe(t), "a tensor [B, ...]", hint, TypeError)
+
+
+PARTS[TrainState] = state_parts
+PARTS[Batch] = batch_parts

@@ -6,7 +6,7 @@ Floor 5.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from funcrec._placement import Plan
 from funcrec._sharded import dedup_problems
 from funcrec._sharded_dense import dense_axes_problems
 from funcrec._sharded_step import Recipe, shard_state, sharded_update
-from funcrec._state import Params, TrainState
+from funcrec._state import Params, TrainState, state_parts
 from funcrec.nn._batch_norm import merge_problems
 from funcrec.optim import DenseOptimizer, RowOptimizer
 
@@ -132,8 +132,7 @@ def train_step(
         return TrainState(step, params.tables, slots, params.dense, dense_opt, key.to(device))
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
-        if not isinstance(state, TrainState):
-            not_a_state(state)
+        check("funcrec.train_step", state_problems(state))
         check("funcrec.train_step", merge_problems(state.dense, merge))
         if mesh is not None:
             return on_mesh(state, batch)
@@ -158,11 +157,11 @@ def step_flag_problems(has_aux: object, exact: object, dedup: object, merge: obj
         yield Problem("`merge` is no function.", describe(merge), need, hint, TypeError)
 
 
-def not_a_state(state: object) -> NoReturn:
-    need, hint = "TrainState", "step.init(params)"
-    fail(
-        "funcrec.train_step", "`state` is not a TrainState.", got=describe(state), need=need, hint=hint, kind=TypeError
-    )
+def state_problems(state: object) -> Iterator[Problem]:
+    if isinstance(state, TrainState):
+        yield from state_parts(state, "state")
+    else:
+        yield Problem("`state` is not a TrainState.", describe(state), "TrainState", "step.init(params)", TypeError)
 
 
 def mesh_problems(mesh: object, plan: object, batch_axes: Sequence[str] | None) -> Iterator[Problem]:

@@ -6,13 +6,14 @@ are never zipped with leaves of the other. Floor 0.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, dataclass_transform
 
 import optree
 import torch.utils._pytree as torch_tree
 from torch import Tensor
 
+from funcrec._errors import Problem, check, describe
 from funcrec._static import fix, loosen
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
     """
     if cls is None:
         return lambda c: pytree(c, static=static, optional=optional)
+    check("funcrec.pytree", class_problems(cls, static, optional))
     own_repr = "__repr__" in cls.__dict__
     cls = dataclasses.dataclass(frozen=True, eq=False, repr=not own_repr)(cls)
     names = tuple(f.name for f in dataclasses.fields(cls))
@@ -104,6 +106,16 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
         namespace=CALLS,
     )
     return cls
+
+
+def class_problems(cls: object, static: object, optional: object) -> Iterator[Problem]:
+    if not isinstance(cls, type):
+        hint = "@fr.pytree above a class, or @fr.pytree(static=(...,))"
+        yield Problem("`cls` is not a class.", describe(cls), "a class with annotated fields", hint, TypeError)
+    for name, x in (("static", static), ("optional", optional)):
+        if not isinstance(x, tuple) or not all(isinstance(n, str) for n in x):
+            hint = f'{name}=("name",), with a comma'
+            yield Problem(f"`{name}` are not names of fields.", describe(x), "a tuple of strings", hint, TypeError)
 
 
 def class_name(cls: type) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from funcrec._configs import count_problems, flag_problems
-from funcrec._errors import Problem, check, fail
+from funcrec._errors import Problem, check, describe, fail
 
 
 def need_pyarrow(call: str):
@@ -21,9 +21,19 @@ def need_pyarrow(call: str):
 
 
 def need_file(call: str, path: str | os.PathLike) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        need, hint = "a path", 'path="day_0.tsv"'
+        fail(call, "`path` is not a path.", got=describe(path), need=need, hint=hint, kind=TypeError)
     path = Path(path).expanduser()
     if not path.is_file():
-        fail(call, "there is no such file.", got=f"{str(path)!r}", need="a file", kind=FileNotFoundError)
+        fail(
+            call,
+            "there is no such file.",
+            got=f"{str(path)!r}",
+            need="a file",
+            hint="a path from here, or a whole one",
+            kind=FileNotFoundError,
+        )
     return path
 
 

@@ -14,12 +14,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from funcrec._arguments import Form, typed
 from funcrec._errors import Problem, check, describe, fail
 from funcrec._keyed_jagged import KeyedJaggedTensor, key_problems
 from funcrec._state import Batch
@@ -39,7 +40,8 @@ for _value, _digit in enumerate("0123456789abcdef"):
     HEX[[ord(_digit), ord(_digit.upper())]] = _value
 
 
-def transform_dense(x: Tensor, transform: Transform) -> Tensor:
+@typed
+def transform_dense(x: Annotated[Tensor, Form("x[...]")], transform: Transform) -> Tensor:
     """ "log1": log(max(x, 0) + 1), of the Kaggle task; "log3": log(max(x, -2) + 3), of MLPerf; None: x.
 
     Example:
@@ -214,6 +216,7 @@ class CriteoArrays:
         return f"CriteoArrays({self.num_rows} rows, {self.dense.shape[1]} dense features, {len(self.keys)} columns)"
 
 
+@typed
 def criteo_npy(
     dense: str | os.PathLike,
     sparse: str | os.PathLike,

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from funcrec._arguments import Device, typed
 from funcrec._configs import flag_problems
 from funcrec._errors import Problem, check, describe
 from funcrec._tree import map_tensors, tree_leaves
@@ -19,12 +20,13 @@ from funcrec._tree import map_tensors, tree_leaves
 T = TypeVar("T")
 
 
+@typed
 def prefetch(
     items: Iterable[T],
     *,
     depth: int = 2,
     pin_memory: bool = False,
-    device: torch.device | str | None = None,
+    device: Device | None = None,
 ) -> Iterator[T]:
     """`items`, of which up to `depth` are ready ahead of the consumer.
 
@@ -59,7 +61,7 @@ class _Ready:
 
 def _consume(items: Iterable[T], depth: int, pin_memory: bool, device: torch.device | None) -> Iterator[T]:
     ready = _Ready()
-    work = lambda: _produce(iter(items), ready, depth, pin_memory, device)
+    work = lambda: _produce(items, ready, depth, pin_memory, device)
     thread = threading.Thread(target=work, name="funcrec.data.prefetch", daemon=True)
     thread.start()
     try:
@@ -82,8 +84,10 @@ def _consume(items: Iterable[T], depth: int, pin_memory: bool, device: torch.dev
         thread.join()
 
 
-def _produce(items: Iterator, ready: _Ready, depth: int, pin_memory: bool, device: torch.device | None) -> None:
+def _produce(source: Iterable, ready: _Ready, depth: int, pin_memory: bool, device: torch.device | None) -> None:
+    items = None
     try:
+        items = iter(source)
         stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
         for item in items:
             made = _move(item, pin_memory, device, stream)

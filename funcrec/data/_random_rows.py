@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from funcrec import _random as random
+from funcrec._arguments import Key, Shape, typed
 from funcrec._configs import (
     FeatureConfig,
     TableConfig,
@@ -153,7 +154,8 @@ def vocabularies_of(tables: Sequence[TableConfig], features: Sequence[FeatureCon
     return out
 
 
-def zipf(key: Tensor, shape: tuple[int, ...], size: int, alpha: float) -> Tensor:
+@typed
+def zipf(key: Key, shape: Shape, size: int, alpha: float) -> Tensor:
     """i64[shape] in [0, size): k - 1 with probability proportional to k^-alpha, k = 1 .. size."""
     random.check_key("funcrec.data.zipf", key)
     check("funcrec.data.zipf", count_problems(size, "size"), _alpha_problems({"zipf": alpha}))

@@ -6,11 +6,13 @@ P and N are the weights of positive and of negative examples. `exact_auc` has al
 bins. Floor 6.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from funcrec._configs import count_problems, flag_problems
-from funcrec._errors import check
+from funcrec._errors import Problem, check, describe
 from funcrec.metrics._metric import Metric, as_doubles, example_problems, examples
 
 LOGIT_RANGE = 16.0  # of the bins; f32 probabilities end near ±16
@@ -38,6 +40,7 @@ def auc(num_bins: int = 2**16, *, from_logits: bool = False) -> Metric:
         return torch.zeros((2, num_bins), dtype=torch.float64, device=device)
 
     def update(state, predictions, labels, weights=None):
+        check("funcrec.metrics.auc.update", histogram_problems(state, num_bins))
         p, y, w = as_doubles("funcrec.metrics.auc.update", predictions, labels, weights, from_logits)
         logits = p if from_logits else torch.logit(p)  # of what has no weight or no value, that of 0
         place = (logits.clamp(-LOGIT_RANGE, LOGIT_RANGE) / (2 * LOGIT_RANGE) + 0.5) * num_bins
@@ -46,6 +49,7 @@ def auc(num_bins: int = 2**16, *, from_logits: bool = False) -> Metric:
         return state + torch.stack(counts)
 
     def compute(state):
+        check("funcrec.metrics.auc.compute", histogram_problems(state, num_bins))
         negative, positive = state
         below = negative.cumsum(0) - negative
         return (positive * (below + negative / 2)).sum() / (positive.sum() * negative.sum())
@@ -58,6 +62,7 @@ def auc_error(state: Tensor) -> Tensor:
 
     Law: |auc().compute(state) - exact_auc(...)| <= auc_error(state) + rounding.
     """
+    check("funcrec.metrics.auc_error", histogram_problems(state))
     negative, positive = state
     return (positive * negative).sum() / 2 / (positive.sum() * negative.sum())
 
@@ -91,3 +96,11 @@ def exact_auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> 
     first, last = torch.searchsorted(ranked, ranked), torch.searchsorted(ranked, ranked, right=True)
     below, upto = before.index_select(0, first), before.index_select(0, last)
     return (positive * (below + upto) / 2).sum() / (positive.sum() * negative.sum())
+
+
+def histogram_problems(state: object, num_bins: int | None = None) -> Iterator[Problem]:
+    need, hint = f"f64[2, {num_bins or 'num_bins'}]", "state = auc(num_bins).init()"
+    if not isinstance(state, Tensor) or not state.is_floating_point():
+        yield Problem("`state` is not a histogram.", describe(state), need, hint, TypeError)
+    elif state.dim() != 2 or state.shape[0] != 2 or num_bins not in (None, state.shape[1]):
+        yield Problem("`state` is not a histogram of these bins.", describe(state), need, hint)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcrec._arguments import Device, typed
 from funcrec._configs import flag_problems
 from funcrec._errors import Problem, check, describe
 from funcrec._jagged import is_concrete
@@ -99,15 +100,21 @@ def sums(
         check(f"funcrec.metrics.{name}", flag_problems(from_logits, "from_logits"))
     names = (*terms(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)), "weight")
 
-    def init(device=None):
+    @typed
+    def init(device: Device | None = None):
         return {n: torch.zeros((), dtype=torch.float64, device=device) for n in names}
 
     def update(state, predictions, labels, weights=None):
+        check(f"funcrec.metrics.{name}.update", state_problems(state, names))
         p, y, w = as_doubles(f"funcrec.metrics.{name}.update", predictions, labels, weights, from_logits)
         added = {**terms(p, y), "weight": torch.ones_like(w)}
         return {n: state[n] + (w * added[n]).sum() for n in names}
 
-    return Metric(init, update, compute)
+    def checked_compute(state):
+        check(f"funcrec.metrics.{name}.compute", state_problems(state, names))
+        return compute(state)
+
+    return Metric(init, update, checked_compute)
 
 
 def as_doubles(call: str, predictions, labels, weights, from_logits: bool | object) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,6 +177,23 @@ def _mapping_problems(metrics: object) -> Iterator[Problem]:
     if not isinstance(metrics, Mapping) or not all(isinstance(m, Metric) for m in metrics.values()):
         need = "{name: Metric}"
         yield Problem("`metrics` are not metrics by name.", describe(metrics), need, "auc(), not auc", TypeError)
+
+
+def state_problems(state: object, names: tuple[str, ...]) -> Iterator[Problem]:
+    """`state` must be what `init` or `update` of the same metric made."""
+    if not isinstance(state, Mapping) or set(state) != set(names):
+        got, hint = f"{list(state)}" if isinstance(state, Mapping) else describe(state), "state = metric.init()"
+        yield Problem("`state` is not this metric's.", got, f"a dict of {', '.join(names)}", hint, TypeError)
+        return
+    for n in names:
+        if not isinstance(state[n], Tensor) or not state[n].is_floating_point():
+            yield Problem(
+                f"`state[{n!r}]` is not a float tensor.",
+                describe(state[n]),
+                "f64[]",
+                "state = metric.init()",
+                TypeError,
+            )
 
 
 def _structure_problems(a: State, b: State) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funcrec import _random as random
+from funcrec._arguments import typed
 from funcrec._checks import label_value_problems
 from funcrec._configs import (
     FeatureConfig,
@@ -25,7 +26,7 @@ from funcrec._configs import (
 from funcrec._errors import Problem, check, describe, fail
 from funcrec._init import init as init_tables
 from funcrec._jagged import is_concrete
-from funcrec._state import Batch, Params
+from funcrec._state import Batch, Params, batch_parts
 from funcrec._tree import map_tensors, tree_leaves
 
 
@@ -118,6 +119,7 @@ def merge_stats(dense: dict[str, Any], aux: dict[str, Any]) -> dict[str, Any]:
     return {**dense, "stats": aux["stats"]} if aux["stats"] else dense
 
 
+@typed
 def num_parameters(params: Params) -> int:
     """The numbers that training changes: all of `params` but the running statistics.
 
@@ -131,6 +133,7 @@ def num_parameters(params: Params) -> int:
     return sum(x.numel() for x in tree_leaves((dict(params.tables), trained)) if isinstance(x, Tensor))
 
 
+@typed
 def linear_twins(
     tables: Sequence[TableConfig], features: Sequence[FeatureConfig]
 ) -> tuple[tuple[TableConfig, ...], tuple[FeatureConfig, ...]]:
@@ -226,8 +229,14 @@ def equal_dim_problems(features: Sequence[FeatureConfig], tables: Sequence[Table
 
 def batch_problems(batch: object, num_dense: int) -> Iterator[Problem]:
     if not isinstance(batch, Batch):
-        yield Problem("`batch` is not a batch.", describe(batch), "Batch(ids, label, dense)", kind=TypeError)
-    elif batch.dense is None and num_dense:
+        hint = "fr.Batch(ids, label, dense)"
+        yield Problem("`batch` is not a batch.", describe(batch), "a Batch", hint, kind=TypeError)
+        return
+    found = list(batch_parts(batch, "batch"))
+    yield from found
+    if found:
+        return
+    if batch.dense is None and num_dense:
         hint = "a model with num_dense=0 needs none"
         yield Problem("`batch.dense` is missing.", "None", f"f[B, {num_dense}]", hint)
     elif batch.dense is not None and not num_dense:

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from funcrec import _random as random
 from funcrec._errors import check
-from funcrec.nn._layer import Draw, Layer, function_problems, size_problems, width_problems, xavier_normal, zeros
+from funcrec.nn._layer import (
+    Draw,
+    Layer,
+    function_problems,
+    param_problems,
+    size_problems,
+    width_problems,
+    xavier_normal,
+    zeros,
+)
 
 
 def cross(dim: int, rank: int | None = None, *, weight: Draw = xavier_normal) -> Layer:
@@ -37,6 +46,8 @@ def cross(dim: int, rank: int | None = None, *, weight: Draw = xavier_normal) ->
     check("funcrec.nn.cross", size_problems((dim,), "dim"), size_problems((1 if rank is None else rank,), "rank"))
     check("funcrec.nn.cross", function_problems(weight=weight))
 
+    named = ("weight", "bias") if rank is None else ("u", "v", "bias")
+
     def init(key: Tensor) -> dict[str, Tensor]:
         first, second = random.split(key)
         bias = zeros(key, (dim,))
@@ -45,7 +56,7 @@ def cross(dim: int, rank: int | None = None, *, weight: Draw = xavier_normal) ->
         return {"u": weight(first, (dim, rank)), "v": weight(second, (rank, dim)), "bias": bias}
 
     def apply(params: dict[str, Tensor], x0: Tensor, x: Tensor) -> Tensor:
-        check("funcrec.nn.cross", width_problems(x0, dim, "x0"), width_problems(x, dim))
+        check("funcrec.nn.cross", width_problems(x0, dim, "x0"), width_problems(x, dim), param_problems(params, *named))
         if rank is None:
             return x0 * F.linear(x, params["weight"], params["bias"]) + x
         return x0 * F.linear(F.linear(x, params["v"]), params["u"], params["bias"]) + x

@@ -6,13 +6,14 @@ A draw is a function (key, shape) -> f32[shape]; a matrix is [out, in], as torch
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcrec import _random as random
+from funcrec._arguments import Key, Shape, typed
 from funcrec._errors import Problem, check, describe
 
 Draw = Callable[[Tensor, tuple[int, ...]], Tensor]
@@ -39,7 +40,8 @@ class Layer(NamedTuple):
     init_stats: Callable[[], Any] = list
 
 
-def xavier_normal(key: Tensor, shape: tuple[int, ...]) -> Tensor:
+@typed
+def xavier_normal(key: Key, shape: Shape) -> Tensor:
     """N(0, 2 / (in + out)) for a matrix [out, in]: torch.nn.init.xavier_normal_, and the weights of DLRM's MLPs.
 
     Example:
@@ -50,7 +52,8 @@ def xavier_normal(key: Tensor, shape: tuple[int, ...]) -> Tensor:
     return random.normal(key, shape) * math.sqrt(2 / (shape[0] + shape[1]))
 
 
-def fan_out_normal(key: Tensor, shape: tuple[int, ...]) -> Tensor:
+@typed
+def fan_out_normal(key: Key, shape: Shape) -> Tensor:
     """N(0, 1 / out): the biases of DLRM's MLPs.
 
     Example:
@@ -76,7 +79,8 @@ def normal(std: float) -> Draw:
     return lambda key, shape: random.normal(key, shape) * std
 
 
-def zeros(key: Tensor, shape: tuple[int, ...]) -> Tensor:
+@typed
+def zeros(key: Key, shape: Shape) -> Tensor:
     """Zeros, where the key is.
 
     Example:
@@ -87,7 +91,8 @@ def zeros(key: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.zeros(shape, device=key.device)
 
 
-def ones(key: Tensor, shape: tuple[int, ...]) -> Tensor:
+@typed
+def ones(key: Key, shape: Shape) -> Tensor:
     """Ones, where the key is."""
     return torch.ones(shape, device=key.device)
 
@@ -137,3 +142,24 @@ def width_problems(x: object, width: int, name: str = "x") -> Iterator[Problem]:
         yield Problem(f"`{name}` is not a float tensor.", describe(x), f"f[..., {width}]", kind=TypeError)
     elif x.dim() < 1 or x.shape[-1] != width:
         yield Problem(f"`{name}` has another width than the layer.", describe(x), f"f[..., {width}]")
+
+
+def param_problems(params: object, *needed: str, name: str = "params") -> Iterator[Problem]:
+    """`params` must hold a tensor under each name."""
+    hint = "layer.init(key)" if name == "params" else "layer.init_stats()"
+    if not isinstance(params, Mapping) or any(n not in params for n in needed):
+        got = f"{list(params)}" if isinstance(params, Mapping) else describe(params)
+        yield Problem(f"`{name}` are not this layer's.", got, f"a dict of {', '.join(needed)}", hint, TypeError)
+        return
+    for n in needed:
+        if not isinstance(params[n], Tensor) or not params[n].is_floating_point():
+            yield Problem(f"`{name}[{n!r}]` is not a float tensor.", describe(params[n]), "f[...]", hint, TypeError)
+
+
+def part_problems(params: object, part: str, count: int) -> Iterator[Problem]:
+    """`params` must hold a list of `count` layers' parameters under the name."""
+    own = params.get(part) if isinstance(params, Mapping) else None
+    if not isinstance(own, list | tuple) or len(own) != count:
+        got = describe(own) if isinstance(params, Mapping) else describe(params)
+        what, need = f"`params[{part!r}]` are not this layer's.", f"{count} layers' parameters"
+        yield Problem(what, got, need, "layer.init(key)", TypeError)

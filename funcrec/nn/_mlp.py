@@ -15,13 +15,15 @@ from torch import Tensor
 
 from funcrec import _random as random
 from funcrec._configs import flag_problems
-from funcrec._errors import Problem, check
+from funcrec._errors import Problem, check, describe
 from funcrec.nn._batch_norm import batch_norm as batch_norm_layer
 from funcrec.nn._dropout import dropout as drop
 from funcrec.nn._layer import (
     Draw,
     Layer,
     function_problems,
+    param_problems,
+    part_problems,
     rate_problems,
     size_problems,
     width_problems,
@@ -47,13 +49,15 @@ def linear(num_in: int, num_out: int, *, weight: Draw = xavier_normal, bias: Dra
     drawn = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     check("funcrec.nn.linear", size_problems((num_in, num_out), "(num_in, num_out)"), function_problems(**drawn))
 
+    named = ("weight",) if bias is None else ("weight", "bias")
+
     def init(key: Tensor) -> dict[str, Tensor]:
         for_weight, for_bias = random.split(key)
         params = {"weight": weight(for_weight, (num_out, num_in))}
         return params if bias is None else {**params, "bias": bias(for_bias, (num_out,))}
 
     def apply(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        check("funcrec.nn.linear", width_problems(x, num_in))
+        check("funcrec.nn.linear", width_problems(x, num_in), param_problems(params, *named))
         return F.linear(x, params["weight"], params.get("bias"))
 
     return Layer(init, apply)
@@ -98,18 +102,23 @@ def mlp(
     norms = [batch_norm_layer(n) for n, a in zip(sizes[1:], activations, strict=True) if batch_norm and a is not None]
     stages = [(layer, i < len(norms), a) for i, (layer, a) in enumerate(zip(layers, activations, strict=True))]
 
+    def own_problems(params: object) -> Iterator[Problem]:
+        yield from part_problems(params, "linear", count)
+        if norms:
+            yield from part_problems(params, "norm", len(norms))
+
     def init(key: Tensor) -> dict[str, Any]:
         keys = random.split(key, count)
         params = {"linear": [layer.init(k) for layer, k in zip(layers, keys, strict=True)]}
         return {**params, "norm": [n.init(key) for n in norms]} if norms else params
 
     def apply(params: dict[str, Any], x: Tensor, stats: Sequence = ()) -> Tensor:
-        check(call, stat_problems(stats, len(norms)))
+        check(call, stat_problems(stats, len(norms)), own_problems(params))
         norm = lambda i, x: norms[i].apply(params["norm"][i], x, stats[i])
         return _stack(stages, params["linear"], x, lambda i, x: x, norm)
 
     def train_apply(params: dict[str, Any], x: Tensor, key: Tensor, stats: Sequence = ()) -> tuple[Tensor, list]:
-        check(call, stat_problems(stats, len(norms)))
+        check(call, stat_problems(stats, len(norms)), own_problems(params))
         keys, new = random.split(key, count) if dropout else None, []
 
         def norm(i: int, x: Tensor) -> Tensor:
@@ -136,6 +145,10 @@ def _stack(stages: Sequence, params: Sequence, x: Tensor, before: Callable, norm
 
 
 def stat_problems(stats: Sequence, count: int) -> Iterator[Problem]:
+    if not isinstance(stats, list | tuple):
+        hint = "stats=layer.init_stats()"
+        yield Problem("`stats` is not a list.", describe(stats), f"{count}, one per batch norm", hint, TypeError)
+        return
     if len(stats) != count:
         hint = "stats=layer.init_stats()"
         yield Problem("`stats` are not this layer's.", f"{len(stats)} of them", f"{count}, one per batch norm", hint)

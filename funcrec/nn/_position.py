@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcrec._errors import check, describe, fail
-from funcrec._jagged import JaggedTensor
+from funcrec._jagged import JaggedTensor, jagged_parts
 from funcrec.nn._layer import Layer, ones, size_problems
 
 
@@ -36,6 +36,7 @@ def position_weights(max_length: int) -> Layer:
         if not isinstance(bags, JaggedTensor):
             hint = "ids[key] for one feature of a KeyedJaggedTensor"
             fail(call, "`bags` is not jagged.", got=describe(bags), need="a JaggedTensor", hint=hint, kind=TypeError)
+        check(call, jagged_parts(bags, "bags"))
         bag = bags.bag_ids()
         start = bags.offsets.index_select(0, bag)
         place = torch.arange(bags.capacity, device=start.device) - start

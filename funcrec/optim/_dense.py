@@ -73,6 +73,7 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
     lr = hyper.get("lr")
     check("funcrec.optim.dense", class_problems(cls, hyper))
     fixed = hyper if not _varies(lr) else {**hyper, "lr": 1.0}
+    check("funcrec.optim.dense", hyper_problems(cls, fixed))
     counters = [k for k, s in _first_state(cls, fixed, [torch.zeros(1, 1)], (), None)[0].items() if s.dim() == 0]
     call = f"funcrec.optim.dense({cls.__name__})"
     one = [torch.ones(1, 1)]
@@ -257,6 +258,23 @@ def _tensor_scalars(tracked: bool = False) -> Iterator[None]:
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def hyper_problems(cls: type, hyper: dict) -> Iterator[Problem]:
+    """What the class itself says to its hyper-parameters."""
+    try:
+        _first_state(cls, hyper, [torch.zeros(1, 1)], (), None)
+    except Exception as error:  # whatever a class raises
+        got = ", ".join(f"{k}={describe(v) if isinstance(v, Tensor) else repr(v)}" for k, v in hyper.items())
+        what, need = f"torch.optim.{cls.__name__} does not take these hyper-parameters.", str(error).splitlines()[0]
+        hint = f"what torch.optim.{cls.__name__}([torch.zeros(1)], ...) takes"
+        yield Problem(
+            what,
+            got[:200],
+            need or type(error).__name__,
+            hint,
+            type(error) if isinstance(error, ValueError) else TypeError,
+        )
 
 
 def class_problems(cls: object, hyper: Mapping[str, Any]) -> Iterator[Problem]:

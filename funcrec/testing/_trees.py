@@ -13,8 +13,8 @@ import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec import _random as random
-from funcrec._arguments import typed
-from funcrec._errors import describe
+from funcrec._arguments import PARTS, typed
+from funcrec._errors import check, describe
 from funcrec._jagged import JaggedTensor
 from funcrec._keyed_jagged import KeyedJaggedTensor
 from funcrec._rowgrads import Bags, Entries, RowGrads
@@ -113,6 +113,7 @@ def _map_padding(fill: Callable[[Tensor], Tensor], tree: T) -> T:
         if isinstance(x, RowGrads):
             return replace(x, terms=tuple(_fill_term(fill, t, x.num_embeddings) for t in x.terms))
         if isinstance(x, JAGGED):
+            check("funcrec.testing", PARTS[type(x)](x, "tree"))
             used = torch.arange(x.capacity, device=x.values.device) < x.offsets[-1]
             weights = None if x.weights is None else _fill(fill, x.weights, used)
             return replace(x, values=_fill(fill, x.values, used), weights=weights)

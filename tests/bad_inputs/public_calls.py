@@ -164,7 +164,6 @@ def functions() -> list[Call]:
 def meshes() -> list[Call]:
     axes = lambda f: lambda a, b: f(a=a, b=b)
     return rows("", Mesh_emulated=(axes(fr.Mesh.emulated), {"a": 2, "b": 2}), P=(lambda a, b: P(a, b), {"a": "a", "b": None}),
-        Mesh_distributed=(lambda a, **k: fr.Mesh.distributed(a=a, **k), {"a": 2, "device": "cpu", "timeout_s": 9.0, "debug": False}),
         Placement=(fr.Placement, {"kind": "table_wise", "axes": ("a",), "ranks": (1,)}), table_wise=(fr.table_wise, {"axis": "a", "rank": 1}),
         row_wise=(fr.row_wise, {"axis": "a"}), column_wise=(fr.column_wise, {"axis": "a", "ranks": (1, 0)}), grid=(fr.grid, {"axes": ("a", "b"), "ranks": (1, 0)}),
         table_row_wise=(fr.table_row_wise, {"axes": ("a", "b"), "rank": 1}), table_column_wise=(fr.table_column_wise, {"axes": ("a", "b"), "rank": 1}),
@@ -224,7 +223,7 @@ def optimizers() -> list[Call]:
         by_table=(optim.by_table, {"optimizers": {"t": SPARSE}, "default": SPARSE}), update_by_table=update(optim.by_table({"t": SPARSE}, default=optim.sgd())),
         clip=(optim.clip, {"optimizer": SPARSE, "max_norm": 1.0, "max_value": 1.0}), update_clip=update(optim.clip(SPARSE, max_norm=1.0)),
         freeze=(optim.freeze, {"optimizer": SPARSE, "tables": ["t"]}), accumulate=(optim.accumulate, {"optimizer": SPARSE, "every": 2, "capacity": 8}),
-        update_accumulate=update(optim.accumulate(SPARSE, every=2, capacity=8)), stochastic_rounding=(optim.stochastic_rounding, {"optimizer": SPARSE, "key": KEY}),
+        update_accumulate=update(optim.accumulate(SPARSE, every=2, capacity=16)), stochastic_rounding=(optim.stochastic_rounding, {"optimizer": SPARSE, "key": KEY}),
         dense=(optim.dense, {"cls": torch.optim.Adam, "lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0}), dense_init=(OPT.init, {"params": DENSE}), dense_update=(OPT.update, dense),
         Stage=(optim.Stage, stage), schedule=(optim.schedule, {"stages": [optim.Stage(max_iters=3)], "lr": 0.1}), rate=(optim.schedule([optim.Stage()]), {"step": 3}),
     )  # fmt: skip
@@ -282,12 +281,12 @@ def inputs(folder) -> list[Call]:
         *rows("metrics", collect=(metrics.collect, {"metrics": {"auc": AUC}}), merge=(metrics.merge, {"a": LOSS.init(), "b": LOSS.init()}), auc=(metrics.auc, {"num_bins": 16, "from_logits": False}),
         auc_update=(AUC.update, {"state": AUC.init(), **examples}), auc_compute=(AUC.compute, {"state": AUC.init()}), auc_error=(metrics.auc_error, {"state": AUC.init()}),
         exact_auc=(metrics.exact_auc, {"scores": SCORES, "labels": LABELS, "weights": f32(3)}), accuracy=(metrics.accuracy, {"threshold": 0.5, "from_logits": False}),
-        log_loss=(metrics.log_loss, {"from_logits": False}), update=(LOSS.update, {"state": LOSS.init(), **examples}), compute=(LOSS.compute, {"state": LOSS.init()}),
+        log_loss=(metrics.log_loss, {"from_logits": False}), update=(LOSS.update, {"state": LOSS.init(), **examples}), compute=(lambda state: LOSS.compute(state), {"state": LOSS.init()}),
         init=(LOSS.init, {"device": None}), calibration=(metrics.calibration, {"from_logits": False}), normalized_entropy=(metrics.normalized_entropy, {"from_logits": False})),
         *rows("", save=(fr.save, {"path": str(folder / "new.pt"), "tree": {"w": f32(2)}}), load=(fr.load, {"path": str(folder / "tree.pt"), "like": {"w": f32(2)}, "device": None})),
         *rows("testing", assert_trees_close=(testing.assert_trees_close, {"a": f32(2), "b": f32(2), "rtol": 0.0, "atol": 0.0}), garbage_padding=(testing.garbage_padding, {"tree": BAGS, "key": KEY}),
         check_adjoint=(testing.check_adjoint, {"forward": lambda x: x * 2, "transpose": lambda x: x * 2, "x": f32(2), "y": f32(2), "key": KEY}), zero_padding=(testing.zero_padding, {"tree": BAGS}),
-        check_grads=(testing.check_grads, {"f": lambda x: x * x, "args": (torch.ones(2, dtype=torch.float64),), "order": 1, "modes": ("fwd", "rev"), "key": KEY, "rtol": 1e-5, "atol": 1e-5}))]  # fmt: skip
+        check_grads=(testing.check_grads, {"f": lambda x: x * x, "args": (torch.ones(2, dtype=torch.float64),), "order": 1, "modes": ("fwd", "rev"), "key": KEY, "rtol": 1e-5, "atol": 1e-5}, ("args[0]", "f", "order", "key", "rtol", "atol", "modes[0]", "modes[1]")))]  # fmt: skip
 
 
 def public_calls(folder) -> list[Call]:

@@ -114,7 +114,7 @@ def sweep(calls, folder) -> Iterator[Outcome]:
     for call in calls:
         with limited():
             call.fn(**call.good)
-        hints = annotations(call.fn)
+        hints = annotations(call.fn) | inner_annotations(call)
         for path, replaced in places(call.good):
             if path in call.skip:
                 continue
@@ -135,6 +135,25 @@ def annotations(fn: Any) -> dict[str, Any]:
         return {}
 
 
+def inner_annotations(call) -> dict[str, Any]:
+    """{path: annotation} one level below the arguments."""
+    out = {}
+    for name, value in call.good.items():
+        if type(value) in TREES:
+            out |= {f"{name}.{n}": t for n, t in typing.get_type_hints(type(value)).items()}
+        hint = annotations(call.fn).get(name)
+        inner = typing.get_args(hint)
+        if inner and type(value) is dict and typing.get_origin(hint) in (dict, Mapping):
+            out |= {f"{name}[{k!r}]": inner[1] for k in value}
+        elif inner and type(value) in (list, tuple) and typing.get_origin(hint) in (Sequence, tuple, list):
+            out |= {
+                f"{name}[{i}]": inner[min(i, len(inner) - 1)] if inner[-1] is not ... else inner[0] for i in range(2)
+            }
+        elif hint is Any and type(value) in (dict, list, tuple):
+            out |= {path: Any for path, _ in places({name: value})}
+    return out
+
+
 def is_a(x: Any, hint: Any) -> bool:
     """Whether a value is what an annotation says, one level deep; numbers of any kind for float."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -146,11 +165,13 @@ def is_a(x: Any, hint: Any) -> bool:
         return any(x is a or (isinstance(x, str) and x == a) for a in args)
     if origin in (Sequence, Collection, list, tuple, Iterable):
         kinds = args[:1] if origin is not tuple or args[1:] == (...,) else args
-        if isinstance(x, str) or not isinstance(x, tuple if origin is tuple else origin):
+        if isinstance(x, str | torch.Tensor) or not isinstance(x, tuple if origin is tuple else origin):
             return False
         if len(kinds) > 1 and len(kinds) != len(x):
             return False
-        return all(is_a(e, kinds[i % len(kinds)]) for i, e in enumerate(x)) if kinds else True
+        return (
+            all(is_a(e, kinds[i % len(kinds)]) for i, e in enumerate(x)) if kinds and origin is not Iterable else True
+        )
     if origin in (Mapping, dict):
         return isinstance(x, Mapping) and all(is_a(k, args[0]) and is_a(v, args[1]) for k, v in x.items())
     if origin is Callable or hint is Callable:
@@ -163,7 +184,7 @@ def is_a(x: Any, hint: Any) -> bool:
         return isinstance(x, int) and not isinstance(x, bool)
     try:
         return isinstance(x, hint)
-    except TypeError:
+    except TypeError:  # a protocol
         return True
 
 

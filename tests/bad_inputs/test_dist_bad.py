@@ -133,7 +133,7 @@ ROWS = {
         lambda: fr.gather_state(resharded(), fr.Mesh.emulated(b=3, a=2)), ValueError, "lies on another mesh", "{'a': 2, 'b': 3}"
     ),
     "reshard: all at once": e(
-        lambda: resharded({"t": X}, mesh=2, sparse=3), TypeError, "is not a TrainState", "`mesh` is no mesh", "is not a row optimizer"
+        lambda: resharded({"t": X}, mesh=2, sparse=3), TypeError, "is not a TrainState", "`mesh` is not a Mesh", "is not a RowOptimizer"
     ),
     "reshard: another mesh": e(
         lambda: resharded(resharded(), mesh=fr.Mesh.emulated(a=2)), ValueError, "lies on another mesh", "from_mesh"
@@ -162,9 +162,9 @@ ROWS = {
         lambda: fr.shard_tables({"t": X}, fr.Plan({"t": fr.row_wise("a")}, replicas="c"), MESH), ValueError, "`replicas` of the plan", "lacks", "['c']"
     ),
     "sync_replicas: plain": e(lambda: fr.sync_replicas(STATE, mesh=MESH), TypeError, "`state` is not sharded"),
-    "sync_replicas: no state": e(lambda: fr.sync_replicas(HELD, mesh=3), TypeError, "`state` is not a TrainState", "`mesh` is no mesh"),
+    "sync_replicas: no state": e(lambda: fr.sync_replicas(HELD, mesh=3), TypeError, "`state` is not a TrainState", "`mesh` is not a Mesh"),
     "sync_replicas: no replicas": e(lambda: fr.sync_replicas(resharded(), mesh=MESH), ValueError, "no copies that train apart", "replicas='group'"),
-    "sync_replicas: greatest": e(lambda: fr.sync_replicas(apart(), mesh=MESH, greatest="last"), TypeError, "`greatest` are no names", "('last',)"),
+    "sync_replicas: greatest": e(lambda: fr.sync_replicas(apart(), mesh=MESH, greatest="last"), TypeError, "`greatest` is not a sequence", '("last",)'),
     "sync_replicas: another mesh": e(
         lambda: fr.sync_replicas(apart(), mesh=fr.Mesh.emulated(b=3, a=2)), ValueError, "lies on another mesh", "{'a': 2, 'b': 3}"
     ),
@@ -197,8 +197,8 @@ ROWS = {
     "retry_overflow: a name": e(lambda: fr.retry_overflow(step, capacity="auto"), TypeError, "`capacity` is no number", "'measure'"),
     "Codec: unknown": e(lambda: fr.Codec("fp8", "int4"), ValueError, "`forward` is no codec", "'fp8'", "`backward` is no codec", "'bfloat16'"),
     "Codec: a dtype": e(lambda: fr.Codec(torch.bfloat16), TypeError, "`forward` is no codec", "torch.bfloat16"),
-    "shard_tables: codec": e(lambda: fr.shard_tables({"t": X}, PLAN, MESH, codec="int8"), TypeError, "`codec` is no Codec", "'int8'"),
-    "reshard: codec": e(lambda: resharded(codec="int8"), TypeError, "funcrec.reshard", "`codec` is no Codec"),
+    "shard_tables: codec": e(lambda: fr.shard_tables({"t": X}, PLAN, MESH, codec="int8"), TypeError, "`codec` is not a Codec", "'int8'"),
+    "reshard: codec": e(lambda: resharded(codec="int8"), TypeError, "funcrec.reshard", "`codec` is not a Codec"),
     "train_step: codec": e(lambda: step(mesh=MESH, plan=PLAN, codec="int8"), TypeError, "`codec` is no Codec", "fr.Codec("),
     "train_step: codec without a mesh": e(lambda: step(codec=fr.Codec("int8")), ValueError, "`codec` is of an exchange", "mesh=..."),
     "lookup_sequence: outside": e(lambda: fr.lookup_sequence(HELD, IDS, [SEQUENCE]), ValueError, "outside of their mesh", "['a', 'b'] are not bound"),

@@ -1,0 +1,80 @@
+"""Wrong arguments to every public function: each argument, field and element in turn is what does not belong there."""
+
+from collections import defaultdict
+
+import pytest
+from public_calls import public_calls
+from sweep import figures, sweep
+
+import funcrec as fr
+from funcrec._examples import EXAMPLES
+
+LEAST_GOT_AND_NEED, LEAST_FOUR_PARTS, LEAST_CALLS = 0.95, 0.60, 20_000
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield list(sweep(public_calls(folder), folder))
+
+
+def test_errors_on_wrong_arguments_say_what_is_wrong(outcomes):
+    """Of the errors on wrong arguments at least 95 % say what was got and needed, and 60 % what to try as well."""
+    by_call = defaultdict(list)
+    for o in outcomes:
+        by_call[o.call].append(o)
+    worst = sorted(by_call, key=lambda n: sum(o.kind == "raw" for o in by_call[n]), reverse=True)[:12]
+    found = figures(outcomes)
+    lines = [f"{n}: {figures(by_call[n])}" for n in worst]
+    print(found, *lines, sep="\n")
+    assert found["calls"] >= LEAST_CALLS
+    assert found["got and need"] >= LEAST_GOT_AND_NEED and found["all four"] >= LEAST_FOUR_PARTS, "\n".join(lines)
+
+
+def test_no_wrong_argument_hangs(outcomes):
+    """A wrong argument is answered within seconds."""
+    assert [o for o in outcomes if "TimeoutError" in o.text] == []
+
+
+def test_no_function_is_left_without_words(outcomes):
+    """No public function answers most of its wrong arguments with another library's error."""
+    by_call = defaultdict(list)
+    for o in outcomes:
+        if o.kind != "returned":
+            by_call[o.call].append(o.kind == "said")
+    assert {
+        n: sum(said) / len(said) for n, said in by_call.items() if sum(said) < len(said) / 2 and len(said) > 20
+    } == {}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_errors_say_to_try_is_python(name):
+    """Each example of the table compiles; the names in it are those of the reader's own program."""
+    compile(EXAMPLES[name], name, "eval")
+
+
+@pytest.mark.parametrize("name", [n for n in EXAMPLES if n[0].isupper()])
+def test_the_example_of_a_class_is_one(name):
+    """An example of a class, run, is a value of that class, or names what the reader has."""
+    import torch
+
+    ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[1], [2]]})
+    tables = (fr.TableConfig("item", 4, 2),)
+    mesh, plan = fr.Mesh.emulated(model=2), fr.Plan({"item": fr.row_wise("model")})
+    kinds = {"sparse": fr.optim.sgd(), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
+    step = fr.train_step(lambda params, batch: params.dense, **kinds)
+    own = {
+        "fr": fr, "torch": torch, "ids": ids, "mesh": mesh, "plan": plan, "step": step, "loss_fn": lambda params, batch: 0, **kinds,
+        "params": fr.Params({}, torch.ones(())), "tables": fr.init(fr.key(0), tables) if name == "ShardedTables" else tables,
+    }  # fmt: skip
+    assert type(eval(EXAMPLES[name], own)).__name__ == name
+
+
+def test_a_loss_that_cannot_read_its_batch_says_what_it_was_given():
+    """A loss's own error keeps its type, and a note names the call, what the loss was given and what to try."""
+    with pytest.raises(AttributeError) as error:
+        fr.value_and_grad(lambda params, batch: batch.label)(fr.Params({}, {}), [3])
+    note = "\n".join(error.value.__notes__)
+    assert note.startswith("funcrec.value_and_grad") and "got   Params, list" in note and "  try   " in note
