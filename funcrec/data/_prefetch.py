@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from funcrec._arguments import Device, typed
+from funcrec._arguments import Device, kind_of
 from funcrec._configs import flag_problems
 from funcrec._errors import Problem, check, describe
 from funcrec._tree import map_tensors, tree_leaves
@@ -20,7 +20,6 @@ from funcrec._tree import map_tensors, tree_leaves
 T = TypeVar("T")
 
 
-@typed
 def prefetch(
     items: Iterable[T],
     *,
@@ -47,6 +46,7 @@ def prefetch(
       >>> list(prefetch(range(3)))
       [0, 1, 2]
     """
+    check("funcrec.data.prefetch", kind_of(Device | None).find("device", device))
     check("funcrec.data.prefetch", _problems(items, depth), flag_problems(pin_memory, "pin_memory"))
     return _consume(items, depth, pin_memory, None if device is None else torch.device(device))
 

@@ -63,7 +63,7 @@ ROWS = [
     ("bucket in words", lambda: batches(DATA, None, 5, bucket="no"), TypeError, "`bucket` is neither"),
     ("batches of -3 rows", lambda: num_batches(-3, 2), ValueError, "`num_rows` is too small"),
     ("batches of 0", lambda: num_batches(3, 0), ValueError, "`batch_size` is too small"),
-    ("prefetch of a number", lambda: prefetch(3), TypeError, "`items` is not iterable"),
+    ("prefetch of a number", lambda: prefetch(3), TypeError, "`items` cannot be iterated"),
     ("prefetch depth 0", lambda: prefetch([], depth=0), ValueError, "`depth` is too small"),
     ("no vocabularies", lambda: random_rows(KEY, {}), TypeError, "`vocabularies` are not sizes by name"),
     ("empty vocabulary", lambda: random_rows(KEY, {"a": 0}), ValueError, "`vocabularies['a']` is too small"),
