@@ -75,7 +75,7 @@ WRONG = {  # call: (kind, what the text names)
     "towers of no model": (lambda: fr.models.in_batch_softmax_loss(3), TypeError, "`model` is no two towers"),
     "towers' log_q": (lambda: fr.models.in_batch_softmax_loss(TOWERS, log_q=torch.ones(2)), TypeError, "`log_q` is no function"),
     "towers' ids": (lambda: fr.models.in_batch_softmax_loss(TOWERS, candidate_ids="item"), TypeError, "`candidate_ids` is no function"),
-    "twins of names": (lambda: fr.models.linear_twins(T, ["f"]), TypeError, "`features` are not feature configs"),
+    "twins of names": (lambda: fr.models.linear_twins(T, ["f"]), TypeError, "`features[0]` is not a FeatureConfig"),
     "dropout of a list": (lambda: fr.nn.dropout([1.0], fr.key(0), 0.5), TypeError, "`x` is not a float tensor"),
     "dropout of integers": (lambda: fr.nn.dropout(IDS, fr.key(0), 0.5), TypeError, "`x` is not a float tensor"),
     "transform of a list": (lambda: fr.data.transform_dense([1.0], None), TypeError, "`x` is not a tensor"),
