@@ -18,6 +18,7 @@ from funcrec._errors import Problem, check, describe, fail
 from funcrec._grad import params_problems, value_and_grad
 from funcrec._mesh import Mesh
 from funcrec._placement import Plan
+from funcrec._recipe import reduced, remade
 from funcrec._sharded import dedup_problems
 from funcrec._sharded_dense import dense_axes_problems
 from funcrec._sharded_step import Recipe, shard_state, sharded_update
@@ -44,7 +45,11 @@ class TrainStep(NamedTuple):
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
         return self.update(state, batch)
 
+    def __reduce__(self):
+        return reduced(self)
 
+
+@remade
 def train_step(
     loss_fn: Callable,
     *,

@@ -156,6 +156,21 @@ def test_jitted_functions_pickle(interpreted):
         pickle.dumps(fr.jit(lambda x: x))
 
 
+def test_steps_pickle():
+    """A TrainStep and its jitted form, on one process and on a mesh, pickle; what is loaded takes the same step, to the bit."""
+    for step in (training_step.plain(), training_step.on_mesh()):
+        again = pickle.loads(pickle.dumps(step))
+        state, ids = training_step.state_of(step), training_step.IDS
+        assert_trees_close(training_step.state_of(again), state)
+        assert_trees_close(again(state, ids), step(state, ids))
+        assert pickle.loads(pickle.dumps(fr.jit(step, donate=("state",)))).donate == ("state",)
+    local = fr.train_step(
+        lambda p, b: p.dense.sum(), sparse=fr.optim.sgd(), dense=fr.optim.dense(torch.optim.SGD, lr=0.1)
+    )
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pickle.dumps(local)
+
+
 # -- torch.compile -----------------------------------------------------------------------------------------------
 
 
