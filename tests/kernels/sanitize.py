@@ -11,7 +11,7 @@ built with the sanitizer, which therefore does not know that an OpenMP loop of t
 every such loop. So the kernels run on their own pool, and then on a stand-in for OpenMP's entry that starts threads and joins them:
 the same loop, handed out in the same way. What torch's and Python's own objects do is not reported (`ignore_noninstrumented_modules`).
 
-Ends with 1 and the reports if there is a finding. `--object` takes an object that was built before, and builds none.
+First a fault is made on purpose, which must be found. Ends with 1 and the reports if there is another. `--object` takes an object that was built before, and builds none.
 """
 
 import argparse
@@ -101,26 +101,39 @@ def launch(mode: str, count: int, given: Path | None, more: list[str]) -> int:
         "--inside",
         *more,
     ]
-    done = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace")
-    said = []
-    for line in done.stderr:
-        said.append(line)
-        print(line, end="", file=sys.stderr, flush=True)
-    status, findings = done.wait(), sum(bool(FINDING.search(x)) for x in said)
+    if not watch([*command, "--probe"], environment, is_quiet=True)[1]:
+        print(f"{mode}: a fault made on purpose is not found")
+        return 1
+    status, findings = watch(command, environment)
     print(f"{mode}: {findings} findings, exit {status}, {time.monotonic() - begin:.0f} s")
     return int(findings > 0 or status != 0)
+
+
+def watch(command: list[str], environment: dict[str, str], is_quiet: bool = False) -> tuple[int, int]:
+    """(exit status, findings) of a process, whose reports are shown."""
+    out, findings = subprocess.DEVNULL if is_quiet else None, 0
+    process = subprocess.Popen(
+        command, env=environment, stdout=out, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+    for line in process.stderr:
+        findings += bool(FINDING.search(line))
+        if not is_quiet:
+            print(line, end="", file=sys.stderr, flush=True)
+    return process.wait(), findings
 
 
 # -- inside the process ------------------------------------------------------------------------------------------
 
 
-def inside(mode: str, count: int, built: Path, first: int, without: list[str]) -> None:
+def inside(mode: str, count: int, built: Path, first: int, without: list[str], is_probe: bool) -> None:
     from funcrec.kernels.cpp import _native, _rules
 
     del os.environ["LD_PRELOAD"]  # the compiler of generated rules is no part of this
     loaded = _native._load(str(built))
     _native.library = lambda: loaded
     _rules.FLAGS = (*_rules.FLAGS, SANITIZERS[mode][0], "-g1", "-fno-omit-frame-pointer")
+    if is_probe:
+        return do_wrong(mode)
     import hostile
 
     names = [name for name in hostile.OPERATIONS if name not in without]
@@ -144,6 +157,22 @@ def inside(mode: str, count: int, built: Path, first: int, without: list[str]) -
         at_once(work, failed)
         if failed:
             raise failed[0]
+
+
+def do_wrong(mode: str) -> None:
+    """A fault that the sanitizer must find: a row behind the last one, or one row that two threads write."""
+    import torch
+    from funcrec.kernels.cpp import _native
+
+    table, out = torch.ones(5, 3), torch.zeros(4, 3)
+    rows = torch.full((4,), 5 if mode == "address" else 0)
+    if mode == "address":
+        pointer, dtype, num_rows, dim = _native.table(table)
+        _native.call("gather_block", [1, pointer, dtype, num_rows + 1, dim, *_native.matrix(out), *_native.ints(rows)])
+        return
+    count = torch.tensor(4)
+    numbers = [1, *_native.table(table), *_native.matrix(out), *_native.ints(rows), count.data_ptr()]
+    at_once(lambda each: [_native.call("scatter_block", numbers) for _ in range(20_000)], [])
 
 
 def at_once(work, failed: list) -> None:
@@ -178,10 +207,11 @@ if __name__ == "__main__":
     parser.add_argument("--first", type=int, default=0, help="the number of the first call")
     parser.add_argument("--without", nargs="*", default=[], help="operations to leave out")
     parser.add_argument("--inside", action="store_true")
+    parser.add_argument("--probe", action="store_true", help="do wrong, which must be found")
     asked = parser.parse_args()
     how_many = asked.count or COUNTS[asked.mode]
     if asked.inside:
-        inside(asked.mode, how_many, asked.object, asked.first, asked.without)
+        inside(asked.mode, how_many, asked.object, asked.first, asked.without, asked.probe)
     else:
         sys.path[:0] = [str(ROOT), str(HERE)]
         more = ["--first", str(asked.first), *(["--without", *asked.without] if asked.without else [])]
