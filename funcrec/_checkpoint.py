@@ -21,6 +21,7 @@ from torch import Tensor
 
 from funcrec._errors import Problem, check, describe, fail
 from funcrec._files import as_path, open_file, write_whole
+from funcrec._first_format import read_first
 from funcrec._tree import CLASSES, class_name
 from funcrec._tree_code import DTYPES, CodeError, decode, encode, show, transform_problems
 from funcrec.kernels.memory import empty_table
@@ -61,7 +62,7 @@ def save(path: str | os.PathLike, tree: Any) -> Path:
 
 
 def load(path: str | os.PathLike, *, like: Any = None, device: torch.device | str | None = None) -> Any:
-    """Read what `save` wrote.
+    """Read what `save` wrote, files of the first format too.
 
     Args:
       like: a tree to compare with; every path whose kind, shape or dtype differs, or that only one has, is told.
@@ -86,8 +87,7 @@ def load(path: str | os.PathLike, *, like: Any = None, device: torch.device | st
     place = None if device is None else _device(device)
     with open_file("funcrec.load", path) as file:
         try:
-            entries, code = _read_header(file)
-            tensors = (_read_tensor(file, e, place or _device(e.device)) for e in entries)
+            tensors, code = _read(file, place)
             tree = decode(code, tensors)
             if next(tensors, None) is not None:
                 raise CodeError("more tensors in the file than in its tree")
@@ -138,13 +138,22 @@ def _chunks(x: Tensor) -> Iterator[memoryview]:
         yield from (data[i : i + CHUNK] for i in range(0, len(data), CHUNK))
 
 
+def _read(file: BinaryIO, place: torch.device | None) -> tuple[Iterator[Tensor], Any]:
+    """The tensors, each made when it is asked for, and the code of the tree."""
+    if file.read(2) == b"PK":
+        tensors, code = read_first(file, place)
+        return (_blank(x.nbytes).view(x.dtype).view(x.shape).to(x.device).copy_(x) for x in tensors), code
+    file.seek(0)
+    entries, code = _read_header(file)
+    return (_read_tensor(file, e, place or _device(e.device)) for e in entries), code
+
+
 def _read_header(file: BinaryIO) -> tuple[list[Entry], Any]:
     """The tensors and the tree of an opened file, which then stands at its first tensor; nothing is larger than the file has bytes for."""
     size = os.fstat(file.fileno()).st_size
     begin = file.read(len(MAGIC))
     if begin != MAGIC:
-        is_zip = begin.startswith(b"PK")
-        raise CodeError("a zip archive, as torch.save and older funcrecs write" if is_zip else "another kind of file")
+        raise CodeError("another kind of file")
     if size < len(MAGIC) + FOOTER.size:
         raise CodeError("a file that is cut off")
     file.seek(size - FOOTER.size)
@@ -191,13 +200,17 @@ def _device(device: torch.device | str) -> torch.device:
     return found
 
 
-def _read_tensor(file: BinaryIO, e: Entry, device: torch.device) -> Tensor:
-    nbytes = prod(e.shape) * DTYPES[e.dtype].itemsize
+def _blank(nbytes: int) -> Tensor:
+    """u8[nbytes] where rows are read fast, as those of `init`."""
     try:
-        memory = empty_table((nbytes,), dtype=torch.uint8, device="cpu")  # where rows are read fast, as those of `init`
+        return empty_table((nbytes,), dtype=torch.uint8, device="cpu")
     except (RuntimeError, OSError) as error:
         got = f"{nbytes:,} bytes: {str(error).splitlines()[0]}"
         fail("funcrec.load", "there is no memory for a tensor.", got=got, need="free memory", kind=MemoryError)
+
+
+def _read_tensor(file: BinaryIO, e: Entry, device: torch.device) -> Tensor:
+    memory = _blank(prod(e.shape) * DTYPES[e.dtype].itemsize)
     x = memory.view(DTYPES[e.dtype]).view(e.shape)
     crc = 0
     for chunk in _chunks(x):

@@ -23,7 +23,7 @@ FLOORS = {
     "_checks": 2, "_collectives": 2, "_exchange": 2, "_hashing": 2, "_layout": 2, "_lookup": 2, "_placement": 2, "_ragged": 2, "_rowgrads": 2, "_sharding": 2, "_state": 2, "_taps": 2, "_tree_code": 2,
     "_checked": 3, "_codec": 3, "_compile": 3, "_exchange_passes": 3, "_grad": 3, "_inductor": 3, "_jit": 3, "_same": 3, "_shard_map": 3, "_staging": 3, "_surroundings": 3, "_traffic": 3, "optim": 3,
     "_route": 4, "_route_ids": 4, "_route_sequence": 4, "_route_unique": 4, "_sharded": 4, "_sharded_dense": 4, "nn": 4, "models": 4,
-    "_column_update": 5, "_replicas": 5, "_reshard": 5, "_retry": 5, "_scan": 5, "_sharded_step": 5, "_step": 5, "_sync_grads": 5,
+    "_column_update": 5, "_first_format": 5, "_replicas": 5, "_reshard": 5, "_retry": 5, "_scan": 5, "_sharded_step": 5, "_step": 5, "_sync_grads": 5,
     "_checkpoint": 6, "data": 6, "examples": 6, "metrics": 6, "testing": 6,
 }  # fmt: skip
 
