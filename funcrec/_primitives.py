@@ -100,9 +100,9 @@ class _PooledLookup(torch.autograd.Function):
         members = _Members(spec, info.batch_size, in_dims[1:], tensors)
         if members.num == 0:
             return members.no_output(), 0
-        if members.are_weighted_apart and not members.fit():
+        if members.are_apart and not members.fit():
             return _loop(_PooledLookup, info, in_dims, spec, tensors)
-        out = _PooledLookup.apply(*members.call(members.are_weighted_apart))
+        out = _PooledLookup.apply(*members.call(members.are_apart))
         return out.unflatten(0, (members.num, spec.blocks * spec.num_bags)), 0
 
 
@@ -182,8 +182,8 @@ class _GatherRows(torch.autograd.Function):
 class _Members:
     """The members of a batch of lookups, as one lookup: K times the features, over the tables and buffers of all.
 
-    Tables and buffers stand one by one, each shared one once. Where the weights differ from member to member, and for what has a place for
-    each of them (`apart`), the members' ids lie in one buffer behind each other.
+    Tables and buffers stand one by one, each shared one once. Where offsets or weights differ from member to member, and for what has a place
+    for each weight (`apart`), the members' ids lie in one buffer behind each other: offsets ascend from the first to the last.
     """
 
     def __init__(self, spec: _Lookup, num: int, dims: Sequence[int | None], tensors: Sequence[Tensor]):
@@ -191,11 +191,12 @@ class _Members:
         self.dims = spec.parts(dims)
         moved = [x if d is None or d == 0 else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
         self.parts = spec.parts(moved)
-        self.are_weighted_apart = self.dims[3] is not None
+        self.are_apart = self.dims[2] is not None or self.dims[3] is not None
 
     def fit(self) -> bool:
-        """Whether every id has a weight, and every weight an id."""
-        return all(r.shape[-1] == self.parts[3].shape[-1] for r in self.parts[1])
+        """Whether all buffers have one length: every id a weight, and every weight an id."""
+        _, rows, _, weights = self.parts
+        return len({x.shape[-1] for x in (*rows, *([] if weights is None else [weights]))}) <= 1
 
     def no_output(self) -> Tensor:
         tables, _, offsets, _ = self.parts
@@ -212,13 +213,13 @@ class _Members:
         one_by_one = lambda x, d: [x] if d is None else [y.contiguous() for y in x.unbind(0)]
         flat_tables = [y for x, d in zip(tables, of_tables, strict=True) for y in one_by_one(x, d)]
         if apart:
-            behind = torch.arange(k, device=offsets.device)[:, None] * weights.shape[-1]
-            flat_rows = [x.expand(k, x.shape[-1]).reshape(-1) for x in rows]
-            offsets = (offsets.long().clamp(max=weights.shape[-1]) + behind).flatten()
-            weights, of_rows, of_offsets = weights.expand(k, weights.shape[-1]).reshape(-1), [None] * len(rows), 0
+            together = lambda x: x.expand(k, x.shape[-1]).reshape(-1)
+            size = max((x.shape[-1] for x in rows), default=0)
+            offsets = (offsets.long().clamp(0, size) + torch.arange(k, device=offsets.device)[:, None] * size).flatten()
+            flat_rows, of_rows, of_offsets = [together(x) for x in rows], [None] * len(rows), 0
+            weights = None if weights is None else together(weights)
         else:
             flat_rows = [y for x, d in zip(rows, of_rows, strict=True) for y in one_by_one(x, d)]
-            offsets = offsets if of_offsets is None else offsets.flatten()
         bags = 0 if of_offsets is None else offsets.shape[0] // k
         stacks = tuple(d is not None for d in of_tables), tuple(d is not None for d in of_rows)
         features = _features_of_members(spec.features, k, stacks, bags, width)
