@@ -98,7 +98,7 @@ def _batch(path: Path, first: int, table, columns: tuple, how: tuple) -> Batch:
     ids = KeyedJaggedTensor(torch.from_numpy(np.concatenate(values)), offsets_of(lengths), keys=sparse)
     x = None
     if dense:
-        x = np.stack([_numbers(table[n].combine_chunks().fill_null(0)) for n in dense], 1)
+        x = np.stack([_numbers(table[n].combine_chunks(), 0) for n in dense], 1)
         need_finite(x, dense, refuse)
         x = transform_dense(torch.from_numpy(x), transform)
     labels = table[label].combine_chunks()
@@ -109,7 +109,9 @@ def _batch(path: Path, first: int, table, columns: tuple, how: tuple) -> Batch:
     return Batch(pad_to_bucket(ids) if bucket else ids, torch.from_numpy(_numbers(labels)), x)
 
 
-def _numbers(column) -> np.ndarray:
+def _numbers(column, missing: int | None = None) -> np.ndarray:
+    if missing is not None and column.null_count:
+        column = column.fill_null(bool(missing) if str(column.type) == "bool" else missing)
     with np.errstate(over="ignore"):  # what no f32 holds is infinite, and named
         return np.array(column.to_numpy(zero_copy_only=False), dtype=np.float32)
 

@@ -155,6 +155,9 @@ def make_job(options: argparse.Namespace) -> Job:
         raise SystemExit(f"--batch-size {options.batch_size} is more than the {len(split.train)} rows to train on")
     split = tree_map(lambda x: x.to(options.device), split)
     model = fr.models.ml1m(options.model)
+    for table in model.tables:
+        if (ids := split.data.table_sizes.get(table.name, 0)) > table.num_embeddings:
+            raise SystemExit(f"--data: table '{table.name}' has {table.num_embeddings} rows, and the data {ids} ids")
     mesh = ranks.mesh_of(options)
     plan = None if mesh is None else ranks.plan_of(options.plan, model.tables, mesh, options.replicas)
     sparse = getattr(fr.optim, options.optimizer)(lr=options.lr)

@@ -183,6 +183,17 @@ def test_the_first_batch_is_looked_at(name, folder, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_data_of_more_ids_than_the_model_has_rows_are_refused(tmp_path):
+    """An id that no row stands for is found however rare it is: in the sizes of the data, before a step."""
+    data = small_movielens.write(tmp_path)
+    with open(data / "ml-1m.item", "a") as items, open(data / "ml-1m.inter", "a") as ratings:
+        items.write(f"61\tLast\t1990\t{' '.join(f'genre{i}' for i in range(20))}\n")
+        ratings.write("80\t61\t5\t978400000\n")
+    with pytest.raises(SystemExit, match=re.escape("table 'genre' has 19 rows, and the data 24 ids")):
+        ctr.main([*OPTIONS, "--data", str(data), "--out", str(tmp_path / "out")])
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 # -- disks -------------------------------------------------------------------------------------------------------
 
 

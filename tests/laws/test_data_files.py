@@ -43,6 +43,14 @@ def tables(draw):
     return pa.table({name: columns[name] for name in order}), rows
 
 
+def test_booleans_are_numbers(tmp_path):
+    """A dense column of booleans is read as 0 and 1, a missing one as 0."""
+    dense = pa.array([True, None, False])
+    parquet.write_table(pa.table({"label": [1, 0, 1], "int_0": dense, "cat_0": [1, 2, 3]}), tmp_path / "x.parquet")
+    (batch,) = criteo_parquet(tmp_path / "x.parquet", 3)
+    assert batch.dense.tolist() == [[1.0], [0.0], [0.0]]
+
+
 @settings(max_examples=60)
 @given(made=tables(), data=st.data())
 def test_parquet_is_read_as_written(tmp_path_factory, made, data):
