@@ -58,14 +58,19 @@ def gather_each(
     sent = {i: narrow.get(i, x) for i, x in apart.items()}
     large = {i: x for i, x in sent.items() if not is_small([x], n)}
     together = by_carrier({i: x for i, x in sent.items() if i not in large})
-    joined = [torch.cat([x.flatten().view(dtype) for x in own.values()]) for dtype, own in together.items()]
+    joined = [torch.cat([as_bits(x.flatten(), dtype) for x in own.values()]) for dtype, own in together.items()]
     got = [x.unbind(0) for x in all_gather((*large.values(), *joined), axes)]
     of_all = dict(zip(large, got, strict=False))
     for own, whole in zip(together.values(), got[len(large) :], strict=True):
         sizes = [x.numel() for x in own.values()]
         for (i, x), parts in zip(own.items(), zip(*(w.split(sizes) for w in whole), strict=True), strict=True):
-            of_all[i] = tuple(p.view(x.dtype).reshape(x.shape) for p in parts)
+            of_all[i] = tuple(as_bits(p, x.dtype).reshape(x.shape) for p in parts)
     return {i: tuple(y.to(apart[i].dtype) for y in ys) for i, ys in of_all.items()}
+
+
+def as_bits(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x read as another dtype of its size; x itself where it has that dtype, for `view` to a dtype has no derivative."""
+    return x if x.dtype == dtype else x.view(dtype)
 
 
 def by_carrier(xs: Mapping[int, Tensor]) -> dict[torch.dtype, dict[int, Tensor]]:
