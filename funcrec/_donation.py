@@ -254,8 +254,10 @@ class Donated(Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        gone = next(x for x in tree_leaves((args, kwargs)) if type(x) is Donated)
-        raise DonatedError(donated_message(gone))
+        own = [x for x in args if type(x) is Donated]  # first: what others lie in may be half made, as deepcopy's memo
+        raise DonatedError(
+            donated_message(own[0] if own else next(x for x in tree_leaves((args, kwargs)) if type(x) is Donated))
+        )
 
     def __repr__(self, *, tensor_contents=None):
         return "<donated tensor>"

@@ -337,14 +337,15 @@ def offset_value_problems(capacity: int, offsets: Tensor, name: str = "offsets")
 
 def fill_problems(fill: object, dtype: torch.dtype) -> Iterator[Problem]:
     """What stands behind a bag must be a value of the buffer's dtype: no fraction is cut, no integer wrapped."""
-    what, got = f"`fill` is no {short_dtype(dtype)}.", describe(fill)
     floats = dtype.is_floating_point or dtype.is_complex
     if not isinstance(fill, (int, float) if floats else int):
-        yield Problem(what, got, "a number" if floats else "an integer", "values.float() first", TypeError)
+        what, need = f"`fill` is no {short_dtype(dtype)}.", "a number" if floats else "an integer"
+        yield Problem(what, describe(fill), need, "values.float() first", TypeError)
     elif not floats:
         low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
         if not low <= fill <= high:
-            yield Problem(what, got, f"{low} to {high}", "values.long() first")
+            what = f"`fill` is no {short_dtype(dtype)}."
+            yield Problem(what, describe(fill), f"{low} to {high}", "values.long() first")
 
 
 def select_problems(offsets: Tensor, bags: Tensor, capacity: int) -> Iterator[Problem]:

@@ -71,7 +71,7 @@ def shard_state(
                 )
     step = torch.zeros((), dtype=torch.int64, device=key.device)
     kept = cut_dense(params.dense, mesh, dense_axes) if dense_axes else params.dense
-    return TrainState(step, tables, slots, kept, dense.init(kept), key)
+    return TrainState(step, tables, slots, kept, dense.init(kept), key.clone())
 
 
 class Recipe(NamedTuple):

@@ -134,7 +134,7 @@ def train_step(
         device = next((t.device for t in params.tables.values()), key.device)
         step = torch.zeros((), dtype=torch.int64, device=device)
         slots, dense_opt = sparse.init(params.tables), dense.init(params.dense)
-        return TrainState(step, params.tables, slots, params.dense, dense_opt, key.to(device))
+        return TrainState(step, params.tables, slots, params.dense, dense_opt, key.to(device, copy=True))
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
         check("funcrec.train_step", state_problems(state))

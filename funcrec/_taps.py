@@ -26,7 +26,8 @@ _DENSE_USE = Problem(
     "a table is used densely inside `value_and_grad`.",
     "an operation on the table itself",
     "tables are only read by `lookup` and `lookup_sequence`, so that their gradients stay rows",
-    "move a tied or regularised matrix into `params.dense` and gather from it there, or use weight_decay",
+    "a matrix that is tied or regularised: in `params.dense`, or weight_decay; a fixed copy (a target network): a lookup under "
+    "torch.no_grad(); a gradient in the loss by the tables: fr.value_and_grad there",
     TypeError,
 )
 

@@ -98,7 +98,7 @@ def batches(
     check(call, row_problems(rows.cpu(), data.num_rows) if rows is not None else ())
     if key is not None:
         random.check_key(call, key)
-    rows = torch.arange(data.num_rows) if rows is None else rows
+    rows = torch.arange(data.num_rows) if rows is None else rows.clone()  # what was looked at is what is read
     count = num_batches(rows.shape[0], batch_size, drop_last=drop_last)
     check(call, epoch_problems(rows.shape[0], batch_size, count, position))
     return _epoch(data, rows, batch_size, key, Position(*position), count, bucket)

@@ -1,5 +1,6 @@
 """train_step: eager, compiled and donated are the same function; its cost follows the batch."""
 
+import copy
 import gc
 import inspect
 import resource
@@ -192,3 +193,28 @@ def test_an_optimizer_may_be_made_inside_the_compiled_function():
     fast(*args)
     gc.collect()
     assert_trees_close(fast(*args), torch.tensor([[0.0, 0.0], [-0.5, 0.5], [0.0, 0.0]]))
+
+
+def test_a_users_key_is_not_donated():
+    """The key that a state begins with is copied: it stays the user's own, and may begin other states, whatever becomes of them."""
+    key, params = fr.key(3), fr.Params({}, torch.ones(2))
+    step = fr.train_step(
+        lambda p, b: p.dense.square().sum(), sparse=fr.optim.sgd(), dense=fr.optim.dense(torch.optim.SGD, lr=0.1)
+    )
+    fast = fr.jit(step, donate=("state",))
+    one, two = step.init(params, key), step.init(fr.copy(params), key)
+    one, _ = fast(one, None)
+    two, _ = fast(two, None)
+    assert_trees_close((one.key, two.key), (fr.key(3), fr.key(3)))
+    assert_trees_close(fr.split(key), fr.split(fr.key(3)))
+
+
+def test_a_deep_copy_of_what_is_gone_raises():
+    """copy.deepcopy of a donated state says what became of it, and by which call."""
+    step = fr.train_step(
+        lambda p, b: p.dense.square().sum(), sparse=fr.optim.sgd(), dense=fr.optim.dense(torch.optim.SGD, lr=0.1)
+    )
+    old = step.init(fr.Params({}, torch.ones(2)))
+    fr.jit(step, donate=("state",))(old, None)
+    with pytest.raises(fr.DonatedError, match="was donated to call 1"):
+        copy.deepcopy(old)

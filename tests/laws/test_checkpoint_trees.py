@@ -73,7 +73,7 @@ REFUSED = {  # what cannot be saved, made anew each time, and a word of the erro
     "set": (lambda: {1}, "set"),
     "bytes": (lambda: b"x", "bytes"),
     "complex": (lambda: 1j, "complex"),
-    "type": (lambda: int, "type"),
+    "class": (lambda: int, "the class int"),
     "function": (lambda: print, "builtin"),
     "dtype": (lambda: torch.float32, "dtype"),
     "named tuple": (lambda: Pair(1, 2), "tuple(x)"),

@@ -188,7 +188,7 @@ BAD_NPY = {
     "id beyond the table": ((ONE, TWO, np.zeros(2)), {"vocabularies": {"cat_0": 2}}, ("row 1", "id 2", "0 <= id < 2")),
     "uint64 ids": ((ONE, TWO.astype(np.uint64), np.zeros(2)), {}, ("`sparse` does not hold ids",)),
     "float ids": ((ONE, ONE, np.zeros(2)), {}, ("`sparse` does not hold ids",)),
-    "keys in a string": ((ONE, TWO, np.zeros(2)), {"keys": "a"}, ("`keys` are not names",)),
+    "keys in a string": ((ONE, TWO, np.zeros(2)), {"keys": "a"}, ("`keys` is not a sequence",)),
     "complex label": ((ONE, TWO, np.zeros(2, complex)), {}, ("`label` does not match",)),
 }  # fmt: skip
 

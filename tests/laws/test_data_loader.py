@@ -277,3 +277,13 @@ def test_generation_traces():
     rows = torch.arange(6)
     traced = make_fx(lambda d, r: d.take(r), tracing_mode="fake")(DATA, rows)
     assert_trees_close(traced(DATA, rows + 1), DATA.take(rows + 1), rtol=0, atol=0)
+
+
+def test_rows_are_those_of_the_call():
+    """What is written to `rows` after the call is not read: the rows that were looked at are those that come."""
+    data, rows = random_rows(fr.key(0), {"item": 50}, num_rows=8, num_dense=1), torch.arange(8)
+    read = batches(data, rows, 2)
+    first = next(read)[1]
+    rows.zero_()
+    want = [b for _, b in batches(data, torch.arange(8), 2)]
+    assert_trees_close([first, *(b for _, b in read)], want)

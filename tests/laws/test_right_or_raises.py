@@ -4,6 +4,7 @@ python tests/laws/test_right_or_raises.py        counts the triples (function, i
 """
 
 import sys
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -80,9 +81,10 @@ def dual_call(operator, table):
 
 def test_every_name_is_swept():
     """Every public name of funcrec and funcrec.optim is in the sweep, or in the list of what has no place there, and in one only."""
-    names = {n for n in dir(fr) if not n.startswith("_")} | {
-        f"optim.{n}" for n in dir(fr.optim) if not n.startswith("_")
+    public = lambda module, prefix="": {
+        prefix + n for n, x in vars(module).items() if not n.startswith("_") and not isinstance(x, types.ModuleType)
     }
+    names = public(fr) | public(fr.optim, "optim.")
     elsewhere = [n for group in NOT_HERE.values() for n in group]
     assert not names - COVERED - set(elsewhere)
     assert not COVERED & set(elsewhere) - {"optim"}
