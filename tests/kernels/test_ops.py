@@ -16,11 +16,9 @@ from torch import Tensor
 
 from funcrec.testing import assert_trees_close
 
-F32, F64, F16, BF16, I32, I64 = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64,
-)  # fmt: skip
-SIZES = [0, 1, 63, 65]
-INTS = [I64, I32]
+F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
+I32, I64 = torch.int32, torch.int64
+SIZES, INTS = [0, 1, 63, 65], [I64, I32]
 OUTSIDE = [-1, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63), 2**40]  # rows of no table; i32 holds the first three
 
 

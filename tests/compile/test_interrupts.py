@@ -1,0 +1,194 @@
+"""Donated calls that are interrupted, fail, or run in several threads: their arguments are whole, or gone."""
+
+import ctypes
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from funcrec.kernels import ops
+from funcrec.kernels.cpp import _native
+
+import funcrec as fr
+from funcrec import _mesh
+from funcrec.testing import assert_trees_close
+
+sys.path.insert(0, str(Path(__file__).parent))
+import interrupts
+from interrupts import AtEvent, AtOperation, Interrupt, Trial
+
+
+def put(s):
+    """Row 1 of w grows by one, in place; t is new."""
+    return {"w": s["w"].index_put((torch.tensor([1]),), s["w"][1:2] + 1), "t": s["t"] + 1}
+
+
+def state() -> dict:
+    return {"w": torch.arange(4.0), "t": torch.zeros(2)}
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The staged graph is run as it stands: what is written matters here, not the code."""
+    monkeypatch.setattr("funcrec._compile.compile_graph", lambda graph, arguments: graph)
+
+
+@pytest.fixture(scope="module")
+def trial():
+    return Trial()
+
+
+def test_interrupted_at_random_moments(trial):
+    """A signal at any moment of a donated step leaves the state whole or gone, every switch as it was, and the next call right."""
+    ends = interrupts.at_random(trial, 150)
+    assert ends["whole"] + ends["gone"] > 30 and sum(ends.values()) == 150
+
+
+@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize("moment", [AtEvent, AtOperation])
+def test_interrupted_at_every_moment(trial, moment, follows):
+    """So does an exception wherever CPython may see a signal: all of these moments in turn (here every third)."""
+    ends = interrupts.at_every(trial, moment, follows, step=3)
+    assert ends["whole"] > 100 and ends["gone"] > 20
+
+
+def test_interrupted_from_another_thread(trial):
+    """So does an exception that another thread sets."""
+
+    class Asynchronous:
+        def __init__(self, after_s):
+            me = ctypes.c_ulong(threading.get_ident())
+            raise_here = lambda: ctypes.pythonapi.PyThreadState_SetAsyncExc(me, ctypes.py_object(Interrupt))
+            self.timer = threading.Timer(after_s, raise_here)
+
+        def __enter__(self):
+            self.timer.start()
+
+        def __exit__(self, *_):
+            self.timer.join()
+            for _ in range(100):
+                time.sleep(0)  # what comes late comes here
+
+    ends = [trial.run(Asynchronous(1.5 * trial.lasts_s * i / 40)) for i in range(40)]
+    assert len(ends) == 40
+
+
+def test_a_kernel_that_fails(trial, monkeypatch):
+    """A kernel without memory leaves the state whole before the writes, and gone in them; the error says which."""
+    run, ends = _native._entry, []
+    for k in range(20):
+        left = [k]
+
+        def entry(name, left=left):
+            left[0] -= 1
+            return run(name) if left[0] >= 0 else lambda packed: 1  # "no memory"
+
+        state, _ = trial.fast(fr.copy(trial.first), trial.batches[0])
+        with monkeypatch.context() as patched:
+            patched.setattr(_native, "_entry", entry)
+            try:
+                trial.fast(state, trial.batches[1])
+            except MemoryError as error:
+                (gone,) = {interrupts.is_gone(x) for x in torch.utils._pytree.tree_leaves(state)}
+                assert ("is gone" in "".join(getattr(error, "__notes__", ""))) == gone
+                ends.append(gone)
+        if left[0] >= 0:
+            break
+    assert set(ends) == {True, False} and left[0] >= 0
+
+
+def test_a_write_that_fails(interpreted):
+    """A row outside its leaf: the state is gone, not torn, and the error says so."""
+    at = torch.tensor([1, 9])
+    fn = lambda s, at: {"w": s["w"].index_put((at,), s["t"]), "t": s["t"] + 1}
+    step, given = fr.jit(fn, donate=("s",)), state()
+    with pytest.raises((IndexError, RuntimeError)) as caught:
+        step(given, at)
+    assert "which is gone" in "".join(caught.value.__notes__)
+    for x in given.values():
+        with pytest.raises(fr.DonatedError):
+            x + 1
+
+
+def in_using():
+    with ops.using("reference"):
+        ops.gather_rows(torch.eye(2), torch.tensor([1]))
+
+
+def in_bind():
+    with _mesh.bind([]), _mesh.bind([_mesh.Axis("data", 2, torch.zeros(2))]):
+        _mesh.bound_names()
+
+
+SWITCHED = {"checked": fr.checked(lambda: torch.ones(2).sum()), "using": in_using, "bind": in_bind}
+
+
+@pytest.mark.parametrize("moment", [AtEvent, AtOperation])
+@pytest.mark.parametrize("call", SWITCHED.values(), ids=SWITCHED)
+def test_switches_of_the_package(call, moment):
+    """Wherever a call that sets a switch is interrupted, the switch is as it was when the exception is dealt with."""
+    before, count = interrupts.switches(), 0
+    while True:
+        now = moment(count)
+        try:
+            with now:
+                call()
+        except Interrupt:
+            pass
+        assert interrupts.switches() == before
+        if now.left >= 0:
+            break
+        count += 1
+    assert count > 3
+
+
+# -- threads -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:funcrec.jit")  # a thread's operation holds what another takes
+def test_two_threads_with_one_state(interpreted):
+    """Of threads that give the same state to a call one has it, and the others are told that it is gone; it is written to once."""
+    step, rounds = fr.jit(put, donate=("s",)), 50
+    step(state())
+    for _ in range(rounds):
+        given, ends, start = state(), [], threading.Barrier(3)
+
+        def call(given=given, ends=ends, start=start):
+            start.wait()
+            try:
+                ends.append(step(given))
+            except fr.DonatedError as error:
+                ends.append(error)
+
+        threads = [threading.Thread(target=call) for _ in range(3)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        (out,) = [x for x in ends if isinstance(x, dict)]
+        assert len(ends) == 3
+        assert_trees_close(out, put(state()))
+
+
+def test_threads_with_a_state_each(interpreted):
+    """One jitted function serves several threads, each with a state of its own."""
+    step, results = fr.jit(put, donate=("s",)), {}
+    step(state())
+
+    def train(k):
+        given = {"w": torch.arange(4.0) + k, "t": torch.zeros(2)}
+        for _ in range(50):
+            given = step(given)
+        results[k] = given
+
+    threads = [threading.Thread(target=train, args=(k,)) for k in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for k in range(3):
+        need = torch.arange(4.0) + k
+        need[1] += 50
+        assert_trees_close(results[k]["w"], need)
