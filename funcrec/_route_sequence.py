@@ -17,7 +17,7 @@ from funcrec._configs import FeatureConfig
 from funcrec._jagged import JaggedTensor
 from funcrec._keyed_jagged import KeyedJaggedTensor
 from funcrec._layout import Layout
-from funcrec._lookup import sequence_rows, weigh
+from funcrec._lookup import sequence_rows
 from funcrec._route import Routed, Routes, _sent_blocks, fetched, route
 from funcrec._rowgrads import Entries, RowGrads
 from funcrec._tree import replace
@@ -91,16 +91,12 @@ def send_rows(
     return out
 
 
-def weighted_lanes(
-    d: Mapping[str, Tensor],
-    bags: Sequence[JaggedTensor],
-    routes: Routes,
-    layout: Layout,
-    features: Sequence[FeatureConfig],
+def lane_columns(
+    d: Mapping[str, Tensor], routes: Routes, layout: Layout, features: Sequence[FeatureConfig]
 ) -> dict[int, Tensor]:
-    """{lane: f[N, width]}: each lane's columns of the sequences' cotangents, times the weights."""
+    """{lane: f[N, width]}: each lane's columns of the cotangents of the sequences' rows."""
     out = {}
     for i, lane in enumerate(routes.lanes):
         shard = layout.shards[lane.shard]
-        out[i] = weigh(d[features[lane.feature].name], bags[lane.feature])[:, shard.first : shard.last]
+        out[i] = d[features[lane.feature].name][:, shard.first : shard.last]
     return out

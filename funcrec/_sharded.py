@@ -23,7 +23,7 @@ from funcrec._layout import Bank, Layout, layout_of, pack, unpack
 from funcrec._mesh import Mesh, P, bind, bound_names
 from funcrec._placement import Plan
 from funcrec._route import Routed, combine, combine_transpose, fetch, pool, route, routes_of
-from funcrec._route_sequence import fetch_rows, route_sequences, send_rows, sequences_of, weighted_lanes
+from funcrec._route_sequence import fetch_rows, lane_columns, route_sequences, send_rows, sequences_of
 from funcrec._route_unique import RoutedRows, fetch_rows_transpose, fetch_transpose, route_rows
 from funcrec._rowgrads import RowGrads
 from funcrec._same import bits_of, checksum, value_below
@@ -187,25 +187,23 @@ class ShardedTables:
             for i, lane in enumerate(routes.lanes):
                 parts[lane.feature][lane.shard] = lanes[i]
         rows = {f.name: torch.cat([p[s] for s in sorted(p)], 1) for f, p in zip(sequences, parts, strict=True)}
-        back = lambda d, saved: self.lookup_sequence_transpose(d, *saved, sequences)
-        unweighted = [replace(b, weights=None) for b in bags]
-        rows = tapped(owners, rows, (exchanges, unweighted), back, "lookup_sequence", sequences)
+        back = lambda d, saved: self.lookup_sequence_transpose(d, saved, sequences)
+        rows = tapped(owners, rows, exchanges, back, "lookup_sequence", sequences)
         return {
             f.name: JaggedTensor(plain.weigh(rows[f.name], b), b.offsets) for f, b in zip(sequences, bags, strict=True)
         }
 
     def lookup_sequence_transpose(
         self,
-        d_sequences: Mapping[str, Tensor],
+        d_rows: Mapping[str, Tensor],
         exchanges: Sequence,
-        bags: Sequence,
         features: tuple[FeatureConfig, ...],
     ) -> dict[str, RowGrads]:
-        """{bank: RowGrads} of this rank, from the cotangents of the sequences' rows, on all ranks; `bags` may carry weights to multiply by."""
+        """{bank: RowGrads} of this rank, from the cotangents of the sequences' rows, before their weights, on all ranks."""
         out: dict[str, RowGrads] = {}
         layout = self.layout.with_whole_rows(self.whole)
         for routes, routed in zip(routes_of(layout, features), exchanges, strict=True):
-            d_lanes = weighted_lanes(d_sequences, bags, routes, layout, features)
+            d_lanes = lane_columns(d_rows, routes, layout, features)
             back = fetch_rows_transpose if isinstance(routed, RoutedRows) else send_rows
             made = back(d_lanes, routed, routes, layout, self._codec_back)
             out |= self._named(made, routed)

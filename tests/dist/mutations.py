@@ -1,6 +1,6 @@
 """Rules of collectives, exchanges, sharded lookups and steps, each changed in turn: some law must turn red. The tests use the same table.
 
-    .venv/bin/python tests/dist/mutations.py
+.venv/bin/python tests/dist/mutations.py
 """
 
 import contextlib
@@ -52,7 +52,9 @@ def is_map(name, n=4):
 def looks_up(name):
     """A sharded lookup, and every transform of it, is the plain one."""
     axes = {"x": 2}
-    assert_trees_close(lookups.cells(fr.Mesh.emulated(**axes), name), lookups.wanted(axes, name), rtol=1e-12, atol=1e-12)
+    assert_trees_close(
+        lookups.cells(fr.Mesh.emulated(**axes), name), lookups.wanted(axes, name), rtol=1e-12, atol=1e-12
+    )
 
 
 def has_bits(kind):
@@ -168,9 +170,6 @@ MUTATIONS = {
     "ids go to another rank": Mutation(route_ids, "owners_at", _elsewhere, law(has_bits, "row_wise")),
     "a lane begins one id late": Mutation(
         sequence, "lane_places", lambda made: lambda *args: made(*args).roll(1, -1), law(has_bits, "row_wise")
-    ),
-    "weights are forgotten on the way back": Mutation(
-        sequence, "weigh", lambda made: lambda rows, bags: rows, law(has_bits, "row_wise")
     ),
     "a lane's rows are another lane's": Mutation(
         sequence, "lane_places", lambda made: lambda routed, i, n: made(routed, (i + 1) % 3, n), law(has_bits, "row_wise")
