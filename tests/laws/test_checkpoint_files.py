@@ -314,11 +314,27 @@ def test_a_crafted_file_is_refused(name, whole):
     assert refused(whole[0], CRAFTED[name])
 
 
-def test_a_pickle_is_not_run(tmp_path):
+class Runs:
+    """Its pickle makes a folder where it is read."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+@pytest.mark.parametrize(
+    "around", [lambda x: x, lambda x: {"format": "funcrec checkpoint 1", "tree": x, "tensors": []}]
+)
+def test_a_pickle_is_not_run(around, tmp_path):
     """torch.save's files are told to be another program's, and no code in them is run."""
-    torch.save({"x": torch.ones(1)}, tmp_path / "a.pt")
-    with pytest.raises(ValueError, match=r"a zip archive, as torch\.save and older funcrecs write"):
-        fr.load(tmp_path / "a.pt")
+    torch.save(around({"x": torch.ones(1)}), tmp_path / "a.pt")
+    torch.save(around(Runs(str(tmp_path / "ran"))), tmp_path / "b.pt")
+    for name in ("a.pt", "b.pt"):
+        with pytest.raises(ValueError, match=rf"`{name}` is not a whole checkpoint"):
+            fr.load(tmp_path / name)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_device_that_is_not_here_is_told(tmp_path):
