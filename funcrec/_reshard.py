@@ -24,6 +24,7 @@ from funcrec._placement import Plan
 from funcrec._sharded import ShardedTables, copy_problems, dedup_problems, own_ranks
 from funcrec._sharded_dense import cut_dense, cut_state, dense_axes_problems, join_dense
 from funcrec._state import TrainState
+from funcrec._tracked import is_tracked
 from funcrec.optim import RowOptimizer
 
 BLOCK_BYTES = 1 << 26  # what a rank holds besides the two states
@@ -195,6 +196,7 @@ def rows_of(layout: Layout, banks: Mapping[str, Tensor], table: str, mesh: Mesh,
             out[here] = banks[bank][there]
     if mesh.is_emulated or not axes or first == last:
         return out
+    check("funcrec.reshard", tracked_problems(table, out))
     with bind(mesh.bound_axes(axes, out.device)):
         return psum(out.view(INTEGERS.get(out.element_size(), torch.int8)), axes).view(out.dtype)
 
@@ -225,6 +227,15 @@ def move(layout: Layout, banks: Mapping[str, Tensor], table: str, mesh: Mesh, re
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def tracked_problems(table: str, rows: Tensor) -> Iterator[Problem]:
+    """Real ranks send a row's bits, which have no derivative."""
+    if is_tracked(rows):
+        what, hint = f"table {table!r}, or a slot of it, is differentiated.", "`.detach()`, or Mesh.emulated(...)"
+        yield Problem(
+            what, "a tensor that autograd or torch.func follows", "plain tensors on real ranks", hint, TypeError
+        )
 
 
 def sharded_problems(state: Any) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ import training
 
 import funcrec as fr
 from funcrec import _reshard
-from funcrec._tree import map_tensors
+from funcrec._tree import map_tensors, replace
 from funcrec.examples import _ranks
 
 
@@ -91,3 +91,20 @@ def questions(interrupted, count):
 def own_batch(data, rows):
     """This rank's part of the main job's batch."""
     return _ranks.OwnRows(data, fr.Mesh.distributed(x=2)).take(rows)
+
+
+def differentiated(kind):
+    """What is said of a derivative through gather_state on real ranks."""
+    axes = {"x": 2}
+    step = fr.train_step(
+        training.loss_fn,
+        **training.optimizers(next(iter(training.OPTIMIZERS))),
+        mesh=fr.Mesh.distributed(**axes),
+        plan=plan_of(kind, axes),
+    )
+    state, mesh = step.init(training.params()), fr.Mesh.distributed(**axes)
+    whole = lambda banks: fr.gather_state(replace(state, tables=replace(state.tables, banks=banks)), mesh).tables
+    try:
+        torch.func.grad(lambda banks: sum(t.sum() for t in whole(banks).values()))(state.tables.banks)
+    except TypeError as error:
+        return str(error)

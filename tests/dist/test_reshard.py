@@ -150,3 +150,10 @@ def test_moved_tables_have_derivatives(kinds, name):
         member = lambda i: {n: t[i] if n in batched else t for n, t in stacked.items()}  # noqa: B023
         want = torch.stack([f(member(i)) for i in range(3)])
         assert_trees_close(torch.func.vmap(f, in_dims=(dims,))(stacked), want, **exact)
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "column_wise"])
+def test_a_derivative_of_moved_bits_is_refused(kind, ranks):
+    """On real ranks rows travel as bits, which have no derivative: a state that is differentiated is refused, never cut off."""
+    for said in ranks(2).run(moving.differentiated, kind):
+        assert "is differentiated" in said
