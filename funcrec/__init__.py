@@ -88,3 +88,7 @@ from funcrec import metrics as metrics
 from funcrec import models as models
 from funcrec import nn as nn
 from funcrec import optim as optim
+
+import funcrec._tree as _tree
+
+_tree.publish(globals())

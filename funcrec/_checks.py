@@ -53,7 +53,7 @@ def validate(
       >>> fr.validate(ids, [fr.FeatureConfig("item", table="item")], [fr.TableConfig("item", 5, 2)])
       Traceback (most recent call last):
       ...
-      funcrec._errors.CheckError: funcrec.validate: feature 'item' has ids outside table 'item'.
+      funcrec.CheckError: funcrec.validate: feature 'item' has ids outside table 'item'.
         got   id 9 in bag 1
         need  0 <= id < 5
         try   hash=fr.modulo() in the feature's config, or a larger table

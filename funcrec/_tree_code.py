@@ -16,7 +16,7 @@ from torch import Tensor
 from funcrec._donation import Donated, donated_message
 from funcrec._errors import DonatedError, Problem, describe
 from funcrec._tracked import is_tracked
-from funcrec._tree import CLASSES, class_name
+from funcrec._tree import CLASSES, class_name, name_in_checkpoints
 
 PLAIN = (int, float, str, bool, type(None))
 MAX_DEPTH = 100
@@ -221,9 +221,10 @@ def _decode_dict(items: list, inside: Callable) -> dict:
 
 
 def _decode_class(name: str, fields: list, parts: list, static: Any) -> Any:
-    if name not in CLASSES:
+    found = CLASSES.get(name_in_checkpoints(name))
+    if found is None:
         raise CodeError(f"the class {name!r:.100}, which is not imported here")
-    flatten, unflatten = CLASSES[name]
+    flatten, unflatten = found
     try:
         value = unflatten(parts, (tuple(fields), static))
         same = flatten(value)[1] == (tuple(fields), static)

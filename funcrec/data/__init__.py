@@ -4,6 +4,7 @@ Row data (`num_rows`, `take`) come from `ctr_dataset`, `criteo_npy` and `random_
 batches come from `criteo_tsv`, `criteo_parquet` and `random_batches`. `prefetch` wraps either.
 """
 
+import funcrec._tree as _tree
 from funcrec.data._criteo import CriteoArrays as CriteoArrays
 from funcrec.data._criteo import criteo_npy as criteo_npy
 from funcrec.data._criteo import criteo_tsv as criteo_tsv
@@ -27,3 +28,5 @@ from funcrec.data._random_rows import random_batches as random_batches
 from funcrec.data._random_rows import random_rows as random_rows
 from funcrec.data._random_rows import vocabularies_of as vocabularies_of
 from funcrec.data._random_rows import zipf as zipf
+
+_tree.publish(globals())

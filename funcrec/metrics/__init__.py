@@ -1,5 +1,6 @@
 """Metrics as values: `init`, `update`, `compute` over states that add up."""
 
+import funcrec._tree as _tree
 from funcrec.metrics._auc import auc as auc
 from funcrec.metrics._auc import auc_error as auc_error
 from funcrec.metrics._auc import exact_auc as exact_auc
@@ -13,3 +14,5 @@ from funcrec.metrics._sums import log_loss as log_loss
 from funcrec.metrics._sums import mae as mae
 from funcrec.metrics._sums import mse as mse
 from funcrec.metrics._sums import normalized_entropy as normalized_entropy
+
+_tree.publish(globals())

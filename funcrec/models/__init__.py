@@ -5,6 +5,7 @@
 Floor 4.
 """
 
+import funcrec._tree as _tree
 from funcrec.models._dcn import dcnv2 as dcnv2
 from funcrec.models._dcn import dlrm_dcnv2 as dlrm_dcnv2
 from funcrec.models._dcn import mlperf_dlrm_dcnv2 as mlperf_dlrm_dcnv2
@@ -23,3 +24,5 @@ from funcrec.models._two_tower import TwoTower as TwoTower
 from funcrec.models._two_tower import in_batch_softmax as in_batch_softmax
 from funcrec.models._two_tower import in_batch_softmax_loss as in_batch_softmax_loss
 from funcrec.models._two_tower import two_tower as two_tower
+
+_tree.publish(globals())

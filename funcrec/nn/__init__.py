@@ -5,6 +5,7 @@
 Floor 4.
 """
 
+import funcrec._tree as _tree
 from funcrec.nn._batch_norm import batch_norm as batch_norm
 from funcrec.nn._cross import cross as cross
 from funcrec.nn._cross import cross_network as cross_network
@@ -19,3 +20,5 @@ from funcrec.nn._layer import zeros as zeros
 from funcrec.nn._mlp import linear as linear
 from funcrec.nn._mlp import mlp as mlp
 from funcrec.nn._position import position_weights as position_weights
+
+_tree.publish(globals())

@@ -5,6 +5,7 @@ tables', slots' = sparse.update(row_grads, slots, tables, step)        dense', s
 Each is a pair of functions, `init` and `update`; combinators take pairs and give pairs. Floor 3.
 """
 
+import funcrec._tree as _tree
 from funcrec.optim._accumulate import accumulate as accumulate
 from funcrec.optim._adagrad import adagrad as adagrad
 from funcrec.optim._adagrad import ftrl as ftrl
@@ -31,3 +32,5 @@ from funcrec.optim._sgd import lars_sgd as lars_sgd
 from funcrec.optim._sgd import lion as lion
 from funcrec.optim._sgd import momentum as momentum
 from funcrec.optim._sgd import sgd as sgd
+
+_tree.publish(globals())

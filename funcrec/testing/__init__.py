@@ -36,6 +36,7 @@ AssertionError: the trees differ at `['item']`.
   need  equal within rtol=0, atol=0
 """
 
+import funcrec._tree as _tree
 from funcrec.testing._calculus import check_adjoint as check_adjoint
 from funcrec.testing._calculus import check_grads as check_grads
 from funcrec.testing._ranks import RankError as RankError
@@ -43,3 +44,5 @@ from funcrec.testing._ranks import RankPool as RankPool
 from funcrec.testing._trees import assert_trees_close as assert_trees_close
 from funcrec.testing._trees import garbage_padding as garbage_padding
 from funcrec.testing._trees import zero_padding as zero_padding
+
+_tree.publish(globals())

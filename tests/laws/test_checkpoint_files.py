@@ -252,10 +252,10 @@ def crafted(data, header):
 BOMB = ["f32", "float32", [1 << 40], [2**62, 4], [0, 2**62, 2**62], [-1], [True], 2**70, {}, [], "cpu", "cuda:99", "meta",
         "x" * 100, None, float("nan"), ["tensor"], ["list", []], ["dict", [[1, 2], [1, 3]]], ["dict", [[["list", []], 1]]],
         ["class", "os.system", ["a"], [1], ["tuple", []]], ["int", "zz"], ["int", "0x" + "f" * 5000], ["list"],
-        ["class", "funcrec._state.Params", ["__class__", "__dict__"], [1, ["dict", []]], ["tuple", []]],
-        ["class", "funcrec._state.Params", ["tables"], [1], ["tuple", []]],
-        ["class", "funcrec._state.Params", ["tables", "dense"], [1, 2], ["tuple", [1]]],
-        ["class", "funcrec._state.Params", [["list"], 3], [1, 2], 7], ["tuple", [[[]]]], ["tensor", 0]]  # fmt: skip
+        ["class", "funcrec.Params", ["__class__", "__dict__"], [1, ["dict", []]], ["tuple", []]],
+        ["class", "funcrec.Params", ["tables"], [1], ["tuple", []]],
+        ["class", "funcrec.Params", ["tables", "dense"], [1, 2], ["tuple", [1]]],
+        ["class", "funcrec.Params", [["list"], 3], [1, 2], 7], ["tuple", [[[]]]], ["tensor", 0]]  # fmt: skip
 
 
 def replaced(draw, node, value):
