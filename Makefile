@@ -23,7 +23,7 @@ sanitize: $(VENV)/.tested
 	$(RUN) tests/kernels/sanitize.py --mode address
 	$(RUN) tests/kernels/sanitize.py --mode thread
 
-# About ten minutes, most of it compiling: the short list (30 runs), then tables, plots and README's section.
+# About ten minutes, most of it compiling: the short list (30 runs), then tables and plots.
 bench: $(VENV)/.tested
 	$(RUN) bench/run.py --report
 

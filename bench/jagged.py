@@ -158,4 +158,3 @@ def run(case: JaggedCase, setting: Setting) -> dict:
 
 
 CASES, QUICK = cases.JAGGED, ("permute", "to_padded")
-SHOWN = tuple(CASES)

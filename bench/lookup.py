@@ -61,4 +61,3 @@ def run(case: TableCase, setting: Setting) -> dict:
 
 
 CASES, QUICK = cases.LOOKUPS, cases.QUICK_LOOKUPS
-SHOWN = (*QUICK, "b-bf16", "b-weighted")

@@ -288,4 +288,3 @@ CASES = {
     **{f"{p}-bf16-l5": RankCase(p, 5, codec="bfloat16") for p in ("table_wise", "row_wise")},
 }
 QUICK = ("table_wise-l5", "row_wise-l5", "table_wise-light-l5", "row_wise-light-l5")
-SHOWN = tuple(CASES)

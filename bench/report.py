@@ -1,15 +1,13 @@
-"""Tables, plots and README's performance section from the results that `run.py` left.
+"""Tables and plots from the results that `run.py` left.
 
-    python bench/report.py                     # bench/results -> bench/results/REPORT.md, plots, README.md
-    python bench/report.py --results DIR       # DIR/REPORT.md and plots only
+    python bench/report.py                     # bench/results -> bench/results/REPORT.md, plots
+    python bench/report.py --results DIR       # DIR/REPORT.md, plots
 
 Of each case, device and number of threads the last line counts, on the machine of the last line of all. A red case has no number.
 """
 
 import argparse
-import importlib
 import json
-import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,8 +16,6 @@ from statistics import geometric_mean
 from measure import RESULTS, digits
 
 OURS = "funcrec"
-README = Path(__file__).parents[1] / "README.md"
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 TABLED = ("lookup", "update", "jagged", "steps", "ranks")
 TITLES = {
     "lookup": "Pooled lookup",
@@ -48,15 +44,13 @@ def machine_of(line: dict) -> tuple:
     return line["cpu"], line["cores"], line.get("gpu")
 
 
-def tables(lines: list[dict], quick: bool = False) -> str:
-    """Markdown; `quick` for the rows of each group's SHOWN only."""
+def tables(lines: list[dict]) -> str:
+    """Markdown."""
     parts = [header(lines)]
     for group in TABLED:
         mine = [x for x in lines if x["group"] == group]
         if mine:
-            shown = [x for x in mine if x["case"] in importlib.import_module(group).SHOWN] if quick else mine
-            rest = f"{len(mine) - len(shown)} more rows in bench/results/REPORT.md." if len(shown) < len(mine) else ""
-            parts += [f"**{TITLES[group]}**", table(shown), notes(shown), rest, means(group, mine)]
+            parts += [f"**{TITLES[group]}**", table(mine), notes(mine), means(group, mine)]
     parts += [others(lines)]
     return "\n\n".join(p for p in parts if p)
 
@@ -196,13 +190,6 @@ def plot(lines: list[dict], folder: Path) -> list[Path]:
     return made
 
 
-def between(text: str, section: str) -> str:
-    """`text` with `section` between its markers."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise SystemExit(f"README.md needs one line {BEGIN} and one {END}: the section goes between them")
-    return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{section}\n{END}", text, flags=re.DOTALL)
-
-
 def write(folder: Path = RESULTS) -> None:
     lines = load(folder)
     if not lines:
@@ -217,9 +204,6 @@ def write(folder: Path = RESULTS) -> None:
     pictures = "\n\n".join(f"![{p.stem}](plots/{p.name})" for p in made)
     (folder / "REPORT.md").write_text(f"# Results\n\n{tables(lines)}\n\n{pictures}\n")
     print(f"{folder / 'REPORT.md'}, {len(made)} plots")
-    if folder.resolve() == RESULTS.resolve():
-        README.write_text(between(README.read_text(), tables(lines, quick=True)))
-        print(f"{README}: the section between its markers")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="cut every shape: only to see that everything runs")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="start no case after so many seconds")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
-    parser.add_argument("--report", action="store_true", help="then write the tables, the plots and README's section")
+    parser.add_argument("--report", action="store_true", help="then write the tables and the plots")
     parser.add_argument("--one", nargs=3, metavar=("GROUP", "CASE", "THREADS"), help=argparse.SUPPRESS)
     return parser.parse_args(words)
 

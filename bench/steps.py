@@ -140,4 +140,3 @@ def move(params: fr.Params, fn) -> fr.Params:
 
 
 CASES, QUICK = cases.STEPS, cases.QUICK_STEPS
-SHOWN = (*QUICK, "dlrm-d16-b2048-l20-zipf", "dlrm-d128-b8192-l20", "dcnv2", "dcnv2-bf16")

@@ -130,4 +130,3 @@ def run(case: TableCase, setting: Setting) -> dict:
 
 
 CASES, QUICK = cases.UPDATES, cases.QUICK_UPDATES
-SHOWN = (*QUICK, "b-sgd", "b-adagrad", "c-adam")

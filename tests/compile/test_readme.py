@@ -1,4 +1,4 @@
-"""The README's code runs, all of it, and prints what its comments say."""
+"""The code of the READMEs runs, all of it, and prints what its comments say."""
 
 import ast
 import re
@@ -11,7 +11,9 @@ from funcrec.kernels import ops
 import funcrec as fr
 from funcrec.testing import assert_trees_close
 
-TEXT = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+READMES = ["README.md", "funcrec/README.md", "funcrec/examples/README.md", "kernels/README.md"]
+TEXT = "\n".join((ROOT / name).read_text() for name in READMES)
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 PRINT = re.compile(r"^ *print\(.*\)(?:  # (.*))?$", re.MULTILINE)
 
@@ -57,9 +59,18 @@ def test_inline_code_runs(code, session):
     exec(compile(code, "README.md", "exec"), names)
 
 
+def test_the_readme_is_short():
+    """The README fits on two screens, and each file and folder that it points to is there."""
+    text = (ROOT / READMES[0]).read_text()
+    assert len(text.encode()) <= 8 * 1024
+    for name in READMES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / name).read_text()):
+            assert (ROOT / name).parent.joinpath(target).exists(), f"{name}: {target}"
+
+
 def test_there_is_inline_code():
     """The rule finds the lines that it is for, and leaves out what only shows a form."""
-    assert any("vmap" in x for x in INLINE) and any(x.startswith("from ") for x in INLINE) and COMMANDS
+    assert any("vmap" in x for x in INLINE) and COMMANDS
     assert not is_code("jit(donate=...)") and not is_code("exact=True") and not is_code("an ensemble")
 
 
