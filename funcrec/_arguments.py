@@ -109,7 +109,7 @@ def typed(fn: Callable) -> Callable:
 
     @functools.wraps(fn)
     def run(*args, **kwargs):
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return fn(*args, **kwargs)
         good = all([test(x) for test, x in zip(tests, args, strict=False)])  # noqa: C419 (a list is faster)
         if len(args) > len(names):

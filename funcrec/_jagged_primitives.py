@@ -76,7 +76,7 @@ def _chosen(x: Tensor) -> str:
 
 def is_concrete(x: Tensor) -> bool:
     """Whether x has values that can be read without waiting for a device or breaking a trace."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+    if x.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return False
     plain = type(x) in (Tensor, torch.nn.Parameter)
     return plain and not torch._C._functorch.is_functorch_wrapped_tensor(x) and not torch._C._len_torch_dispatch_stack()

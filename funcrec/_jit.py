@@ -26,6 +26,7 @@ from funcrec._errors import Problem, describe, fail, message, short_dtype
 from funcrec._replay import bring
 from funcrec._staging import is_odd, refuse_odd
 from funcrec._surroundings import differences, is_transformed, surroundings
+from funcrec._taps import TableRef
 from funcrec._tracked import any_tracked
 from funcrec._tree import fast_flatten, leaf_paths
 
@@ -54,9 +55,9 @@ def jit(fn: Callable, *, donate: Sequence[str] = ()) -> Callable:
       (grad and inference mode, autocast, default dtype and device, precision of products, meshes, bound axes, threads). From the tenth on it
       warns, and it keeps the last 128. Results may share memory with arguments, as those of `fn` may, unless something is donated.
 
-    What follows `fn` sees `fn` itself, not compiled and donating nothing: transforms of torch.func, `checked`, modes of torch, torch.compile,
-    and autograd where an argument or a tensor that is closed over requires grad (a donating call then raises). Tensors that are made inside
-    are not followed: a result requires no grad for their sake.
+    What follows `fn` sees `fn` itself, not compiled and donating nothing: transforms of torch.func, `value_and_grad`, `checked`, modes of
+    torch, torch.compile, and autograd where an argument or a tensor that is closed over requires grad (a donating call then raises).
+    Tensors that are made inside are not followed: a result requires no grad for their sake.
 
     Raises: DonatedError when a value is used after it was donated, naming the argument and the call that took it.
       ValueError for an unknown name, donated memory given twice, or a function that writes to what it was given or closes over. TypeError for
@@ -103,7 +104,7 @@ class Jitted:
         self.calls, self.compilations = itertools.count(1), 0
 
     def __call__(self, *args, **kwargs):
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self.fn(*args, **kwargs)
         if not kwargs and self.positional is not None and len(args) == len(self.positional):
             names, arguments = self.positional, args
@@ -129,6 +130,8 @@ class Jitted:
     def look(self, args: tuple, kwargs: dict, leaves: list, here: tuple, when: tuple[str, int]) -> Any:
         """A call whose leaves are looked at one by one."""
         refuse_donated(leaves)
+        if any(isinstance(x, TableRef) for x in leaves):  # of a loss that value_and_grad calls
+            return self.fn(*args, **kwargs)
         names, structure, _ = here
         if any_tracked(leaves):
             if self.donate:

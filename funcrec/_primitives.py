@@ -82,13 +82,14 @@ class _PooledLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out):
-        tables, _, _, weights = ctx.spec.parts(ctx.saved_tensors)
+        saved = ctx.saved_tensors  # once: torch.utils.checkpoint gives them no second time
+        tables, _, _, weights = ctx.spec.parts(saved)
         needed, d_out, spec = ctx.needs_input_grad[1:], ctx.spec.joined(d_out), dataclasses.replace(ctx.spec, blocks=1)
-        grads: list[Tensor | None] = [None] * len(ctx.saved_tensors)
+        grads: list[Tensor | None] = [None] * len(saved)
         if any(needed[: len(tables)]):
-            grads[: len(tables)] = _dense_transpose(spec, d_out, ctx.saved_tensors)
+            grads[: len(tables)] = _dense_transpose(spec, d_out, saved)
         if weights is not None and needed[-1]:
-            grads[-1] = _LookupWeights.apply(spec, d_out, *ctx.saved_tensors)
+            grads[-1] = _LookupWeights.apply(spec, d_out, *saved)
         return None, *grads
 
     @staticmethod

@@ -10,6 +10,7 @@ while it is staged, without a host read. Floor 3.
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -248,13 +249,31 @@ _UNBATCHED = {  # in-place operations without a batching rule: vmap would run th
 @contextlib.contextmanager
 def _tensor_scalars(tracked: bool = False) -> Iterator[None]:
     """Run torch.optim as torch.compile does: it reads no tensor's value."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
     try:
+        _run_as_compiled(True)
         with _TensorScalars(tracked):
             yield
     finally:
-        torch.compiler._is_compiling_flag = before
+        _run_as_compiled(False)
+
+
+class _Running:
+    """The threads that run an optimizer, and torch's flag as the first of them found it."""
+
+    threads: set[int] = set()
+    before = False
+    lock = threading.Lock()
+
+
+def _run_as_compiled(begins: bool) -> None:
+    """torch's flag is the process's: the first thread that runs an optimizer sets it, the last one puts it back."""
+    if torch.compiler.is_dynamo_compiling():
+        return
+    with _Running.lock:
+        if begins and not _Running.threads:
+            _Running.before = torch.compiler._is_compiling_flag
+        (_Running.threads.add if begins else _Running.threads.discard)(threading.get_ident())
+        torch.compiler._is_compiling_flag = bool(_Running.threads) or _Running.before
 
 
 # -- validators --------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close, check_grads, garbage_padding, zero_padding
@@ -328,3 +329,28 @@ def test_a_ref_has_a_shape():
     seen = []
     fr.value_and_grad(lambda p: (seen.append((p.tables["t"].shape, p.tables["t"].dtype)), p.dense.sum())[1])(PARAMS)
     assert set(seen) == {((3, 2), torch.float64)}
+
+
+@pytest.mark.parametrize("pooling", ["sum", "none"])
+def test_a_lookup_may_be_checkpointed(pooling):
+    """torch.utils.checkpoint around a lookup, which keeps its arguments only, changes no derivative."""
+    features = [fr.FeatureConfig("a", table="t", pooling=pooling, weighted=True)]
+    weighted = lambda w: fr.KeyedJaggedTensor(IDS.values, IDS.offsets, w, None, IDS.keys)
+    read = fr.lookup if pooling == "sum" else fr.lookup_sequence
+    bend = lambda table, w: sum(x.sin().sum() for x in tensors(read({"t": table}, weighted(w), features)))
+    tensors = lambda tree: [x for x in tree_leaves(tree) if x.is_floating_point()]
+    leaves = [x.clone().requires_grad_() for x in (TABLE["t"], torch.linspace(0.5, 2, IDS.capacity).double())]
+    kept = checkpoint(bend, *leaves, use_reentrant=False)
+    assert_trees_close(torch.autograd.grad(kept, leaves), torch.autograd.grad(bend(*leaves), leaves))
+
+
+@pytest.mark.parametrize("donate", [(), ("p",)])
+def test_a_jitted_loss_is_differentiated(donate):
+    """value_and_grad(jit(loss)) = value_and_grad(loss), called before or not, and nothing is donated."""
+    params = fr.Params(TABLE, W)
+    jitted = fr.jit(lambda p, ids: simple(p, ids), donate=donate)
+    for warm in range(2):
+        if warm:
+            jitted(fr.copy(params), IDS)
+        (loss, grads), (want, want_grads) = fr.value_and_grad(jitted)(params, IDS), fr.value_and_grad(simple)(params, IDS)
+        assert_trees_close((loss, dense_tables(grads), grads.dense), (want, dense_tables(want_grads), want_grads.dense))

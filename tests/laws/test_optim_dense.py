@@ -1,11 +1,14 @@
 """Dense optimizers: torch.optim's classes as pure functions."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrec as fr
 from funcrec.optim import Stage, dense, schedule
+from funcrec.optim._dense import _tensor_scalars
 from funcrec.testing import assert_trees_close
 
 CLASSES = {
@@ -169,3 +172,24 @@ def test_rates():
     need, _ = run(dense(torch.optim.RMSprop, lr=0.125), params, grads)
     for rate in (torch.tensor(0.125), lambda step: 0.125, lambda step: torch.full((), 0.125)):
         assert_trees_close(run(dense(torch.optim.RMSprop, lr=rate), params, grads)[0], need, rtol=1e-14, atol=1e-15)
+
+
+def test_threads_update_at_once():
+    """Optimizers that run in two threads leave each other, `jit` and torch's own flag alone, in whatever order they end."""
+    opt, params = fr.optim.dense(torch.optim.Adam, lr=0.1), {"w": torch.ones(2)}
+    update = lambda: opt.update(params, opt.init(params), params, step=0)
+    want, state = update(), torch.zeros(2)
+    with ThreadPoolExecutor(1) as other:
+        mine, others = _tensor_scalars(), _tensor_scalars()
+        mine.__enter__()
+        other.submit(others.__enter__).result()
+        mine.__exit__(None, None, None)
+        assert_trees_close(update(), want)
+        assert torch.compiler.is_compiling(), "the other thread runs its optimizer still"
+        assert_trees_close(fr.jit(lambda state: state + 1, donate=("state",))(state), torch.ones(2))
+        with pytest.raises(fr.DonatedError):
+            state.sum()
+        with pytest.raises(TypeError, match="`x` is not a float tensor"):
+            fr.nn.dropout("x", fr.key(0), 0.5)
+        other.submit(others.__exit__, None, None, None).result()
+    assert not torch.compiler.is_compiling()
