@@ -72,7 +72,9 @@ def value_below(x: Tensor) -> Tensor:
 def is_readable(x: Tensor) -> bool:
     """Whether the value below x can be read here: not while a function is staged or compiled."""
     return not (
-        isinstance(value_below(x), FakeTensor) or torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack()
+        isinstance(value_below(x), FakeTensor)
+        or torch.compiler.is_dynamo_compiling()
+        or torch._C._len_torch_dispatch_stack()
     )
 
 

@@ -352,5 +352,8 @@ def test_a_jitted_loss_is_differentiated(donate):
     for warm in range(2):
         if warm:
             jitted(fr.copy(params), IDS)
-        (loss, grads), (want, want_grads) = fr.value_and_grad(jitted)(params, IDS), fr.value_and_grad(simple)(params, IDS)
+        (loss, grads), (want, want_grads) = (
+            fr.value_and_grad(jitted)(params, IDS),
+            fr.value_and_grad(simple)(params, IDS),
+        )
         assert_trees_close((loss, dense_tables(grads), grads.dense), (want, dense_tables(want_grads), want_grads.dense))
