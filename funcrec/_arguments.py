@@ -260,7 +260,7 @@ def _union(args: tuple, owner: Any) -> Kind:
             return
         near = next((m for m in members if m.accepts(x)), None)
         if near is not None:
-            yield from near.find(path, x)
+            yield from (p._replace(need=need) if p.what.startswith(f"`{path}` ") else p for p in near.find(path, x))
         else:
             yield next(members[0].find(path, x))._replace(need=need, kind=TypeError)
 
@@ -308,7 +308,7 @@ def _sequence(origin: Any, args: tuple, owner: Any) -> Kind:
     inner = [k.need for k in kinds]
     need = f"({', '.join(inner)})" if is_fixed else f"a sequence, each {inner[0]}"
     example = f"[{kinds[0].example}]" if kinds[0].example else ""
-    is_one = lambda x: isinstance(x, classes) and not isinstance(x, str | Mapping)
+    is_one = lambda x: isinstance(x, classes) and not isinstance(x, str | Mapping | Tensor)
 
     def find(path: str, x: Any) -> Iterator[Problem]:
         if not is_one(x):

@@ -81,6 +81,7 @@ def load(path: str | os.PathLike, *, like: Any = None, device: torch.device | st
       ValueError: funcrec.load: `['w']` has another shape or dtype.
         got   f32[2]
         need  f32[3]
+        try   like=None, which loads what there is
     """
     path = as_path("funcrec.load", path)
     check("funcrec.load", transform_problems())
@@ -231,14 +232,15 @@ def difference_problems(tree: Any, like: Any) -> Iterator[Problem]:
     """Every node in which two trees differ in place, kind, shape or dtype."""
     found, wanted = dict(_nodes(tree, "")), dict(_nodes(like, ""))
     leaves = lambda nodes: [p for p, (_, is_leaf) in nodes.items() if is_leaf]
+    hint = "like=None, which loads what there is"
     for path in [p for p in leaves(wanted) if p not in found]:
-        yield Problem(f"`{path}` is missing.", "nothing", wanted[path][0])
+        yield Problem(f"`{path}` is missing.", "nothing", wanted[path][0], hint)
     for path in [p for p in leaves(found) if p not in wanted]:
-        yield Problem(f"`{path}` is not expected.", found[path][0], "nothing")
+        yield Problem(f"`{path}` is not expected.", found[path][0], "nothing", hint)
     for path, (need, is_leaf) in wanted.items():
         if path in found and found[path][0] != need:
             differs = "has another shape or dtype" if is_leaf and found[path][1] else "is another kind of value"
-            yield Problem(f"`{path or 'tree'}` {differs}.", found[path][0], need)
+            yield Problem(f"`{path or 'tree'}` {differs}.", found[path][0], need, hint)
 
 
 def _nodes(node: Any, path: str) -> Iterator[tuple[str, tuple[str, bool]]]:

@@ -239,7 +239,8 @@ def all_to_all(
     return tree_unflatten(out, structure)
 
 
-def ppermute(x: T, axis_name: str, perm: Sequence[tuple[int, int]]) -> T:
+@typed
+def ppermute(x: T, axis_name: AxisName, perm: Sequence[Sequence[int]]) -> T:
     """Send x from rank to rank: for (source, destination) in `perm`, ppermute(x)[destination] = x[source]; zeros elsewhere.
 
     One sender sends to one destination at most, one receiver gets from one source at most. Its transpose permutes back.
@@ -339,7 +340,7 @@ def part_problems(x: T, dim: int, n: int, tiled: bool):
 
 def permutation_problems(perm: Sequence, n: int):
     pairs = list(perm)
-    if any(not isinstance(p, Sequence) or len(p) != 2 for p in pairs):
+    if any(len(p) != 2 for p in pairs):
         yield Problem("`perm` is no list of pairs.", f"{pairs}", "(source, destination) pairs", kind=TypeError)
         return
     if any(not 0 <= r < n for p in pairs for r in p):

@@ -133,12 +133,15 @@ class FeatureConfig:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
+TABLE_HINT = "fr.init(key, table_configs), which makes {name: f[num_embeddings, dim]}"
+
+
 def table_problems(t: TableConfig) -> Iterator[Problem]:
     if not isinstance(t.name, str) or not t.name:
         yield Problem("`name` is not a name.", describe(t.name), "a non-empty string", kind=TypeError)
     for field in ("num_embeddings", "embedding_dim"):
         yield from count_problems(getattr(t, field), field)
-    if t.dtype not in TABLE_DTYPES:
+    if not isinstance(t.dtype, torch.dtype) or t.dtype not in TABLE_DTYPES:
         need = ", ".join(map(str, TABLE_DTYPES))
         yield Problem("`dtype` cannot be trained.", f"{t.dtype}", need, "`quantize` for integer rows", TypeError)
     if not callable(t.initializer):
@@ -160,7 +163,7 @@ def flag_problems(x: object, field: str) -> Iterator[Problem]:
 
 
 def hash_kind_problems(h: Hash) -> Iterator[Problem]:
-    if h.kind not in ("modulo", "multiply_shift"):
+    if not isinstance(h.kind, str) or h.kind not in ("modulo", "multiply_shift"):
         yield Problem("`kind` is unknown.", f"{h.kind!r}", "'modulo' or 'multiply_shift'", "fr.multiply_shift(seed)")
     if not isinstance(h.seed, int) or isinstance(h.seed, bool):
         yield Problem("`seed` is not an integer.", describe(h.seed), "an int", kind=TypeError)
@@ -218,7 +221,8 @@ def table_tensor_problems(tables: object) -> Iterator[Problem]:
         return
     for name, t in tables.items():
         if not isinstance(t, Tensor) or t.dim() != 2 or not t.is_floating_point():
-            yield Problem(f"`tables[{name!r}]` is not a table.", describe(t), "f[num_embeddings, dim]", kind=TypeError)
+            hint = TABLE_HINT
+            yield Problem(f"`tables[{name!r}]` is not a table.", describe(t), "f[num_embeddings, dim]", hint, TypeError)
 
 
 def feature_table_problems(features: Sequence[FeatureConfig], tables: object) -> Iterator[Problem]:
@@ -227,5 +231,6 @@ def feature_table_problems(features: Sequence[FeatureConfig], tables: object) ->
     for f in features:
         if f.table not in names:
             yield Problem(
-                f"`features[{f.name!r}].table` is not a table.", f"{f.table!r}", f"one of {names}", kind=KeyError
-            )
+                f"`features[{f.name!r}].table` is not a table.", f"{f.table!r}", f"one of {names}",
+                "" if names else f"a table named {f.table!r}", KeyError,
+            )  # fmt: skip

@@ -4,8 +4,10 @@ A validator is a generator of `Problem`s read from metadata; `check` drains the 
 and raises every problem at once. Floor 0.
 """
 
+import contextlib
+import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,11 +76,39 @@ def message(call: str, problems: Iterable[Problem]) -> str:
 
 
 def example_of(problem: Problem) -> str:
-    """`name=...` for an argument of another type that has an example."""
-    found = re.match(r"`(\w+)[`\[]", problem.what)
-    if problem.kind is not TypeError or found is None or found[1] not in EXAMPLES:
-        return ""
-    return f"{found[1]}={EXAMPLES[found[1]]}"
+    """What to try where a problem does not say it: one of the names that are needed, or `name=...` with an example."""
+    found = re.match(r"`([\w.]+)[`\[]", problem.what)
+    path = found[1] if found else ""
+    name = path.split(".")[-1]
+    if problem.need == "a bool":
+        return f"{path}=True, or False"
+    if re.match(r"(None, or )?(one of |among |some of )?[\[']", problem.need) and re.search(r"'[^']*'", problem.need):
+        near = nearest(problem.got, re.findall(r"'([^']*)'", problem.need))
+        return f"{path}={near!r}" if path and problem.kind is not KeyError else repr(near)
+    is_fixed = _IN_RANGE.search(problem.what) and re.match(r"[\d.]", EXAMPLES.get(name, ""))
+    least = re.search(r"> ?=? (\d+)", problem.need)
+    if is_fixed and least and float(EXAMPLES[name]) < float(least[1]):  # a name of two meanings
+        return f"{name}={least[1]}"
+    if name in EXAMPLES and (problem.kind is TypeError or is_fixed):
+        return f"{name}={EXAMPLES[name]}"
+    known = next((EXAMPLES[n] for n in re.findall(r"[A-Z]\w+", problem.need) if n in EXAMPLES), "")
+    return (
+        f"{name}=[{known}]"
+        if known and name and "sequence of" in problem.need
+        else f"{name}={known}"
+        if known and name
+        else ""
+    )
+
+
+_IN_RANGE = re.compile(
+    r"out of range|outside its range|too small|negative|not positive|no (probability|scale|exponent)"
+)
+
+
+def nearest(got: str, names: Sequence[str]) -> str:
+    """The name most like what was got; the first, where none is."""
+    return next(iter(difflib.get_close_matches(got.strip("'"), names, 1)), names[0])
 
 
 def check(call: str, *validators: Iterable[Problem]) -> None:
@@ -87,6 +117,19 @@ def check(call: str, *validators: Iterable[Problem]) -> None:
     if problems:
         kind = MissingKeyError if problems[0].kind is KeyError else problems[0].kind
         raise kind(message(call, problems))
+
+
+@contextlib.contextmanager
+def own_errors(call: str, fn: Callable, *given: object, need: str) -> Iterator[None]:
+    """Errors of a function that `call` was given, `fn`, with a note of what it was given; those that say so themselves as they are."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        if "\n  need  " not in str(error) and not any(call in note for note in getattr(error, "__notes__", ())):
+            name = getattr(fn, "__name__", type(fn).__name__)
+            got, hint = ", ".join(map(describe, given)), f"{name}(...) alone: it fails in the same way"
+            error.add_note(message(call, [Problem(f"`{name}` failed on its arguments.", got, need, hint)]))
+        raise
 
 
 def fail(call: str, what: str, *, got: str, need: str, hint: str = "", kind: type[Exception] = ValueError):

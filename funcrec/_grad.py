@@ -14,16 +14,19 @@ import torch
 from torch import Tensor
 
 from funcrec import _checks as checks
-from funcrec._errors import CheckError, Problem, check, describe, fail, message
+from funcrec._arguments import typed
+from funcrec._configs import TABLE_HINT
+from funcrec._errors import CheckError, Problem, check, describe, fail, own_errors
 from funcrec._rowgrads import RowGrads
 from funcrec._state import Params
-from funcrec._taps import Site, TableRef, Tape, plain_tables, summed
+from funcrec._taps import Site, TableRef, Tape, handed_over, plain_tables, summed
 from funcrec._tree import map_with_names, paths, tree_flatten, tree_unflatten
 from funcrec.kernels import ops
 
 _TENSOR = object()  # stands for a tensor among the static leaves of aux
 
 
+@typed
 def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
     """The loss and its gradients, with lookups anywhere in the loss.
 
@@ -95,20 +98,13 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
 
 def _find_sites(loss_fn: Callable, params: Params, args, kwargs) -> list[Site]:
     tape = Tape()
-    try:
-        loss_fn(_with_refs(plain_tables(params.tables), params.dense, tape), *args, **kwargs)
-    except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
-        if "\n  need  " not in str(error):  # the loss's own: what it was given is said with it
-            error.add_note(message("funcrec.value_and_grad", given_problems(loss_fn, args, kwargs)))
-        raise
+    refs = _with_refs(plain_tables(params.tables), params.dense, tape)
+    with (
+        handed_over(),
+        own_errors("funcrec.value_and_grad", loss_fn, params, *args, *kwargs.values(), need="the batch that it reads"),
+    ):
+        loss_fn(refs, *args, **kwargs)
     return tape.sites
-
-
-def given_problems(loss_fn: Callable, args: tuple, kwargs: dict) -> Iterator[Problem]:
-    got = ", ".join(["Params", *map(describe, args), *(f"{k}={describe(x)}" for k, x in kwargs.items())])
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    hint = f"{name}(params, ...) alone: it fails in the same way"
-    yield Problem(f"`{name}` failed on its arguments.", got, "the batch that it reads", hint)
 
 
 def _with_refs(tables: dict[str, Tensor], dense: Any, tape: Tape) -> Params:
@@ -135,8 +131,8 @@ def params_problems(params: object) -> Iterator[Problem]:
         if isinstance(t, TableRef):  # of a loss around this one
             continue
         if not isinstance(t, Tensor) or t.dim() != 2 or not t.is_floating_point():
-            got = describe(t)
-            yield Problem(f"`params.tables[{name!r}]` is not a table.", got, "f[num_embeddings, dim]", kind=TypeError)
+            what, need = f"`params.tables[{name!r}]` is not a table.", "f[num_embeddings, dim]"
+            yield Problem(what, describe(t), need, TABLE_HINT, TypeError)
     for path, leaf in paths(params.dense):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             hint = "numbers and integer tensors belong in the batch or in the loss's closure"

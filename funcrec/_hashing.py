@@ -66,7 +66,7 @@ def multipliers(seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _problems(ids: Tensor, hash: Hash | None, num_embeddings: int) -> Iterator[Problem]:
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
-        yield Problem("`ids` are not ids.", describe(ids), "i32 or i64", kind=TypeError)
+        yield Problem("`ids` are not ids.", describe(ids), "i32 or i64", "ids.long(), or torch.tensor(ids)", TypeError)
         return
     if hash is not None and not isinstance(hash, Hash):
         yield Problem(

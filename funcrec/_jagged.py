@@ -10,7 +10,7 @@ Shapes: B bags, N capacity of the buffer, L a fixed length. Floor 1.
 import itertools
 import numbers
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Annotated, Any
 
 import torch
@@ -180,7 +180,7 @@ def bag_list(bags: Any, num_bags: int, call: str) -> list[int]:
     """An int, slice or sequence of ints as a list of positions in [0, num_bags)."""
     if isinstance(bags, slice):
         return list(range(*bags.indices(num_bags)))
-    chosen = [bags] if isinstance(bags, int) else list(bags) if isinstance(bags, Iterable) else [None]
+    chosen = [bags] if isinstance(bags, int) else list(bags) if isinstance(bags, Sequence) else [None]
     if any(type(b) is not int or not -num_bags <= b < num_bags for b in chosen):
         fail(
             call, "`bags` are not positions of bags.", got=f"{bags!r}", need=f"integers in [-{num_bags}, {num_bags})",
@@ -280,8 +280,9 @@ def buffer_problems(values: Tensor, weights: Tensor | None, path: str = "") -> I
 def int_problems(x: Tensor, name: str, device: torch.device | None = None) -> Iterator[Problem]:
     """x must be an i32 or i64 vector, on `device` when one is given."""
     if not isinstance(x, Tensor) or x.dtype not in INT_DTYPES:
-        need = " or ".join(short_dtype(d) for d in INT_DTYPES)
-        yield Problem(f"`{name}` is not an integer tensor.", describe(x), need, kind=TypeError)
+        is_mask = name in ("rows", "bags") and describe(x).startswith("bool[")
+        hint = f"{name}.nonzero()[:, 0], where the mask is True" if is_mask else ""
+        yield Problem(f"`{name}` is not an integer tensor.", describe(x), "i32 or i64", hint, TypeError)
     elif x.dim() != 1:
         yield Problem(f"`{name}` is not a vector.", describe(x), "one dimension")
     elif device is not None and x.device != device:
@@ -291,7 +292,7 @@ def int_problems(x: Tensor, name: str, device: torch.device | None = None) -> It
 def list_length_problems(lists: Sequence, weights: Sequence) -> Iterator[Problem]:
     got, need = ([len(bag) for bag in x] for x in (weights, lists))
     if got != need:
-        yield Problem("`weights` has bags of other lengths.", f"{got}", f"{need}")
+        yield Problem("`weights` has bags of other lengths.", f"{got}", f"{need}", "a weight for each value")
 
 
 def length_problems(values: Tensor, lengths: Tensor, name: str = "lengths") -> Iterator[Problem]:

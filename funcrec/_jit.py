@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcrec._arguments import typed
 from funcrec._compile import LOCK, Compiled, Followed, compile_function, leaf_key
 from funcrec._donation import refuse_donated
 from funcrec._errors import Problem, describe, fail, message, short_dtype
@@ -33,15 +34,16 @@ from funcrec._tree import fast_flatten, leaf_paths
 MANY, MOST = 10, 128  # compilations of one function: from when on it is warned, and how many are kept
 
 
-def jit(fn: Callable, *, donate: Sequence[str] = ()) -> Callable:
+@typed
+def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
     """Compile a pure function of pytrees.
 
     Args:
       fn: takes and returns pytrees of tensors. It reads no tensor's value on the host, writes to no argument and to nothing that it closes
         over, and draws from no generator of torch. Python numbers, strings and other values that cannot change are static: a new one means
         a new compilation. Tensors that it closes over are read in every call. All else that it reads from outside (a variable that is
-        bound anew, an attribute, a numpy array) is read when it is compiled, and what it does to Python's objects, such as to append to a
-        list, it does then only.
+        bound anew, an attribute, a numpy array, `random.random()`, the time, whether a module is in `train()` or `eval()`) is read when it
+        is compiled, and stays; what it does to Python's objects, such as to append to a list, it does then only.
       donate: names of parameters that the call may use up. An output that is a donated leaf with rows replaced
         (`index_put`, as every row optimizer does) takes the leaf's memory; a leaf that is returned as it is stays where
         it is; all other outputs are new, and the old leaf's memory is given up. A call has what is donated whole or has not begun: if it

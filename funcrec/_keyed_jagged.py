@@ -108,7 +108,7 @@ class KeyedJaggedTensor:
             key_problems(keys),
             buffer_problems(values, weights),
             length_problems(values, lengths),
-            stride_problems(keys, lengths.shape[0] if isinstance(lengths, Tensor) else 0, strides),
+            stride_problems(keys, lengths.shape[0] if isinstance(lengths, Tensor) and lengths.dim() else 0, strides),
         )
         return KeyedJaggedTensor(values, offsets_of(lengths), weights, None, keys, strides)
 
@@ -129,7 +129,9 @@ class KeyedJaggedTensor:
             key_problems(keys),
             buffer_problems(values, weights),
             offset_problems(values, offsets),
-            stride_problems(keys, offsets.shape[0] - 1 if isinstance(offsets, Tensor) else 0, strides),
+            stride_problems(
+                keys, offsets.shape[0] - 1 if isinstance(offsets, Tensor) and offsets.dim() else 0, strides
+            ),
         )
         return KeyedJaggedTensor(values, offsets, weights, None, keys, strides)
 
@@ -221,7 +223,7 @@ class KeyedJaggedTensor:
         return self._take_bags(bags.flatten(), repeats(chosen), self.keys)
 
     def _position(self, key: str) -> int:
-        if key not in self.keys:
+        if not isinstance(key, str) or key not in self.keys:
             fail(
                 "funcrec.KeyedJaggedTensor", "the key is not there.", got=f"{key!r}", need=f"one of {list(self.keys)}",
                 kind=KeyError,

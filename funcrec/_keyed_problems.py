@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec._errors import Problem, describe
+from funcrec._errors import EXAMPLES, Problem, describe
 from funcrec._jagged import JaggedTensor, bag_problems, buffer_problems, offset_form_problems
 
 
@@ -37,7 +37,13 @@ def stride_problems(keys: tuple[str, ...], num_lengths: int, strides: tuple[int,
 
 def mapping_problems(x: object, name: str) -> Iterator[Problem]:
     if not isinstance(x, Mapping):
-        yield Problem(f"`{name}` is not a mapping from keys.", describe(x), "{key: ...}", kind=TypeError)
+        yield Problem(
+            f"`{name}` is not a mapping from keys.",
+            describe(x),
+            "{key: ...}",
+            "{'clicked': fr.JaggedTensor.from_lists([[1, 2], []])}",
+            TypeError,
+        )
 
 
 def keyed_bag_problems(x: object, name: str) -> Iterator[Problem]:
@@ -98,7 +104,8 @@ def jagged_problems(
         return
     for k, x in features.items():
         if not isinstance(x, kind):
-            yield Problem(f"`features[{k!r}]` is not jagged.", describe(x), "a JaggedTensor", kind=TypeError)
+            hint = EXAMPLES["JaggedTensor"]
+            yield Problem(f"`features[{k!r}]` is not jagged.", describe(x), "a JaggedTensor", hint, TypeError)
             return
     if len({x.weights is None for x in features.values()}) > 1:
         bare = [k for k, x in features.items() if x.weights is None]
@@ -111,6 +118,6 @@ def jagged_problems(
 
 
 def id_dtype_problems(values: Tensor, path: str) -> Iterator[Problem]:
-    if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
+    if isinstance(values, Tensor) and (values.dtype not in (torch.int32, torch.int64) or values.dim() != 1):
         got = describe(values)
         yield Problem(f"`{path}.values` are not ids.", got, "i32[N] or i64[N]", "values.long()", TypeError)

@@ -47,7 +47,7 @@ class KeyedTensor:
 
     def __getitem__(self, key: str) -> Tensor:
         """[B, D]: a view."""
-        if key not in self.keys:
+        if not isinstance(key, str) or key not in self.keys:
             need = f"one of {list(self.keys)}"
             fail("funcrec.KeyedTensor", "the key is not there.", got=f"{key!r}", need=need, kind=KeyError)
         f = self.keys.index(key)
@@ -136,13 +136,16 @@ def column_problems(values: object, keys: Sequence[str], dims: Sequence[int]) ->
         yield Problem("`values` does not match its dims.", got, "values [B, sum(dims)], a dim for each key")
 
 
+KEYED = "{key: torch.zeros(num_bags, embedding_dim)}"
+
+
 def feature_problems(features: object) -> Iterator[Problem]:
     if not isinstance(features, Mapping) or not features:
-        yield Problem("`features` is not a mapping.", describe(features), "{key: [B, D]}, not empty", kind=TypeError)
+        yield Problem("`features` is not a mapping.", describe(features), "{key: [B, D]}, not empty", KEYED, TypeError)
         return
     for k, x in features.items():
         if not isinstance(x, Tensor) or x.dim() < 2:
-            yield Problem(f"`features[{k!r}]` is not a matrix.", describe(x), "a tensor [B, D]", kind=TypeError)
+            yield Problem(f"`features[{k!r}]` is not a matrix.", describe(x), "a tensor [B, D]", KEYED, TypeError)
             return
     if len({x.dtype for x in features.values()}) > 1:
         got = ", ".join(f"{k}: {describe(x)}" for k, x in features.items())
@@ -150,7 +153,9 @@ def feature_problems(features: object) -> Iterator[Problem]:
         yield Problem("the features differ in dtype.", got, "one dtype for all", hint, TypeError)
     batches = {k: x.shape[:-1] for k, x in features.items()}
     if len(set(batches.values())) > 1:
-        yield Problem("the features have different numbers of rows.", f"{batches}", "one B for all")
+        yield Problem(
+            "the features have different numbers of rows.", f"{batches}", "one B for all", "features of one batch"
+        )
 
 
 def keyed_tensor_parts(x: KeyedTensor, path: str) -> Iterator[Problem]:

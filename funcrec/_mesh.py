@@ -69,6 +69,7 @@ class P:
                 "a dimension has no axis.",
                 got=f"{wrong}",
                 need="axis names, tuples of them, or None",
+                hint='fr.P("data", None), fr.P(("data", "model"))',
                 kind=TypeError,
             )
         named = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims)
@@ -312,9 +313,9 @@ def axes_problems(axes: dict[str, int]) -> Iterator[Problem]:
         yield Problem("a mesh has no axes.", "no keyword", "a size for each axis", "Mesh.emulated(data=2)")
     for name, n in axes.items():
         if not isinstance(n, int) or isinstance(n, bool):
-            yield Problem(f"axis {name!r} has no size.", describe(n), "an int >= 1", kind=TypeError)
+            yield Problem(f"axis {name!r} has no size.", describe(n), "an int >= 1", f"{name}=2", TypeError)
         elif n < 1:
-            yield Problem(f"axis {name!r} has no ranks.", f"{n}", "a size >= 1")
+            yield Problem(f"axis {name!r} has no ranks.", f"{n}", "a size >= 1", f"{name}=2")
 
 
 def size_problems(axes: dict[str, int], num_ranks: int) -> Iterator[Problem]:

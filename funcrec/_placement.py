@@ -266,7 +266,13 @@ def plan_problems(placements: Any, replicas: Any) -> Iterator[Problem]:
         yield Problem("`replicas` are no axes of a mesh.", f"{replicas!r}", need, kind=TypeError)
         return
     if not isinstance(placements, Mapping):
-        yield Problem("a plan is no mapping.", describe(placements), "{table: placement}", kind=TypeError)
+        yield Problem(
+            "a plan is no mapping.",
+            describe(placements),
+            "{table: placement}",
+            '{"item": fr.row_wise("model")}',
+            TypeError,
+        )
         return
     for name, p in placements.items():
         if not isinstance(p, Placement):

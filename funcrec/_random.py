@@ -67,10 +67,12 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
       True
     """
     check_key("funcrec.fold_in", key)
-    whole = not data.is_floating_point() if isinstance(data, Tensor) else isinstance(data, int)
-    if not whole or isinstance(data, bool):
-        need = "an int, or an integer tensor"
-        fail("funcrec.fold_in", "`data` is not an integer.", got=describe(data), need=need, kind=TypeError)
+    no_int = (
+        data.is_floating_point() or data.is_complex() or data.dtype == torch.bool if isinstance(data, Tensor) else None
+    )
+    if no_int or (no_int is None and (not isinstance(data, int) or isinstance(data, bool))):
+        need, hint = "an int, or an integer tensor", "data=step, or data=7"
+        fail("funcrec.fold_in", "`data` is not an integer.", got=describe(data), need=need, hint=hint, kind=TypeError)
     step = GAMMA * (data.to(torch.int64) + 1) if isinstance(data, Tensor) else wrap(GAMMA * (data + 1))
     return mix(mix(key) + step)
 

@@ -22,7 +22,7 @@ from funcrec._layout import Layout, Shard, blank, layout_of
 from funcrec._mesh import Mesh, bind
 from funcrec._placement import Plan
 from funcrec._sharded import ShardedTables, copy_problems, dedup_problems, own_ranks
-from funcrec._sharded_dense import cut_dense, cut_state, dense_axes_problems, join_dense
+from funcrec._sharded_dense import cut_dense, cut_state, dense_axes_problems, join_dense, leaf_problems
 from funcrec._state import TrainState
 from funcrec._tracked import is_tracked
 from funcrec.optim import RowOptimizer
@@ -140,6 +140,7 @@ def reshard(
     kept, kept_opt = join_dense(state.dense, source), join_dense(state.dense_opt, source)
     if dense_axes:
         axes = tuple(dense_axes)
+        check(call, leaf_problems(kept, kept_opt))
         kept, kept_opt = cut_dense(kept, mesh, axes), cut_state(kept_opt, kept, mesh, axes)
     return TrainState(state.step, tables, banks, kept, kept_opt, state.key)
 

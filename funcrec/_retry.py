@@ -8,6 +8,7 @@ Floor 5.
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+from funcrec._arguments import typed
 from funcrec._errors import Problem, check, describe
 from funcrec._keyed_jagged import bucket
 
@@ -15,6 +16,7 @@ UNBOUNDED = 1 << 62  # a step takes no more room than there are ids
 MEASURED = 4  # steps
 
 
+@typed
 def retry_overflow(
     make_step: Callable[[int], Callable], *, capacity: int | Literal["measure"] = "measure", steps: int = MEASURED
 ) -> Callable[[Any, Any], tuple[Any, dict]]:

@@ -114,6 +114,13 @@ class RowGrads:
         if not isinstance(grads, Tensor) or grads.dim() != 2 or grads.shape[0] != rows.shape[0]:
             got = f"{describe(grads)}; rows is {describe(rows)}"
             fail(call, "`grads` does not match its rows.", got=got, need=f"f[{rows.shape[0]}, D]")
+        if not grads.is_floating_point() or grads.device != rows.device:
+            got, need = f"{describe(grads)}; rows is {describe(rows)}", "floats, where the rows are"
+            hint = "grads.float()" if grads.device == rows.device else "grads.to(rows.device)"
+            fail(call, "`grads` are not gradients of these rows.", got=got, need=need, hint=hint, kind=TypeError)
+        if repeats is not None and repeats.shape != rows.shape:
+            got, need = f"{describe(repeats)}; rows is {describe(rows)}", f"i64[{rows.shape[0]}]"
+            fail(call, "`repeats` does not match its rows.", got=got, need=need, hint="repeats=None, for one id each")
         if num_embeddings > torch.iinfo(rows.dtype).max:
             fail(call, "`rows` cannot hold every row.", got=f"{describe(rows)}; {num_embeddings} rows", need="i64 rows")
         return RowGrads((Entries(rows, grads, count, repeats),), num_embeddings, grads.shape[1], coalesced)
@@ -261,11 +268,16 @@ class RowGrads:
         return f"RowGrads({state}, at most {shape}, of {self.num_embeddings} rows)"
 
 
+def is_stacked(term: "Entries | Bags") -> bool:
+    """Whether it is of all members of a vmap, outside of it."""
+    return (term.d if isinstance(term, Bags) else term.grads).dim() != 2
+
+
 def usable(grads: RowGrads) -> RowGrads:
     """The gradient, of which rows may be read: no tangent, and not of a whole batch at once."""
     what = hint = ""
     for t in grads.terms:
-        if (t.d if isinstance(t, Bags) else t.grads).dim() != 2:
+        if is_stacked(t):
             what, got = "the row gradients are stacked, one for each member of a vmap.", describe(grads.floats[0])
             hint = "torch.func.vmap(lambda g: g.to_dense())(grads), or use them inside of the mapped function"
     if grads.mark is not None and not what:

@@ -13,7 +13,7 @@ import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec._arguments import typed
-from funcrec._errors import Problem, check, describe, fail
+from funcrec._errors import Problem, check, describe, fail, own_errors
 from funcrec._jagged import JaggedTensor
 from funcrec._keyed_jagged import KeyedJaggedTensor
 from funcrec._tree import map_tensors, paths, tree_leaves
@@ -49,8 +49,15 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Any) 
     k = next(x.shape[0] for x in tree_leaves(batches) if isinstance(x, Tensor))
     collected = []
     for i in range(k):
-        state, metrics = step(state, map_tensors(lambda x: x[i], batches))  # noqa: B023
-        collected.append(metrics)
+        batch = map_tensors(lambda x: x[i], batches)  # noqa: B023
+        with own_errors("funcrec.scan", step, state, batch, need="the state and the batch that it reads"):
+            out = step(state, batch)
+        if not isinstance(out, tuple | list) or len(out) != 2:
+            what, hint = "`step` returned no pair.", "lambda state, batch: (new_state, {})"
+            got = f"{len(out)} values" if isinstance(out, tuple | list) else describe(out)
+            fail("funcrec.scan", what, got=got, need="(state, metrics)", hint=hint, kind=TypeError)
+        state = out[0]
+        collected.append(out[1])
     return state, stack_metrics(collected)
 
 
@@ -100,6 +107,10 @@ def _mixed(path: str, xs: tuple) -> Iterator[Problem]:
     x = xs[0]
     forms = [(type(y), y.shape, y.dtype) if isinstance(y, Tensor) else type(y) for y in xs]
     other = next((i for i, form in enumerate(forms) if form != forms[0]), None)
+    large = next((i for i, y in enumerate(xs) if type(y) is int and not -(2**63) <= y < 2**63), None)
+    if large is not None:
+        got, hint = f"{xs[large]} from step {large}", "float(x), or x % 2**63"
+        yield Problem(f"`{_at('metrics', path)}` is too large for i64.", got, "integers from -2⁶³ to 2⁶³ - 1", hint)
     if other is None and not isinstance(x, Tensor) and type(x) not in NUMBERS:
         other = next((i for i, y in enumerate(xs) if y is not x and not _is_equal(x, y)), None)
     if other is not None:

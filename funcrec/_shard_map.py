@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from funcrec import _errors as errors
+from funcrec._arguments import typed
 from funcrec._collectives import all_gather
 from funcrec._errors import Problem, describe, fail
 from funcrec._mesh import Axis, Mesh, P, ambient_mesh, bind, bound_axis, bound_names
@@ -24,6 +25,7 @@ from funcrec._tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 CALL = "funcrec.shard_map"
 
 
+@typed
 def shard_map(
     f: Callable,
     *,
@@ -64,8 +66,6 @@ def shard_map(
 
     Source: jax.shard_map, with check_vma inside `jit`.
     """
-    if not callable(f):
-        fail(CALL, "`f` is no function.", got=describe(f), need="a function", kind=TypeError)
 
     @functools.wraps(f)
     def run(*args):

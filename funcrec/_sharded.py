@@ -278,6 +278,7 @@ def shard_tables(
     """
     call = "funcrec.shard_tables"
     check(call, table_tensor_problems(tables), codec_problems(codec), dedup_problems(exact, dedup))
+    check(call, one_device_problems(tables))
     shapes = {n: (t.shape[0], t.shape[1]) for n, t in tables.items()}
     layout = layout_of(call, shapes, {n: t.dtype for n, t in tables.items()}, plan, mesh, labels)
     banks = {b.name: pack(layout, i, tables, own_ranks(b, mesh)) for i, b in enumerate(layout.banks)}
@@ -350,6 +351,12 @@ def own_ranks(bank: Bank, mesh: Mesh) -> list[int]:
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def one_device_problems(tables: Mapping[str, Tensor]) -> Iterator[Problem]:
+    if len({t.device for t in tables.values()}) > 1:
+        got = ", ".join(f"{n}: {describe(t)}" for n, t in tables.items())
+        yield Problem("`tables` are on different devices.", got, "one device", "table.to(device), for each")
 
 
 def dedup_problems(exact: bool, dedup: bool) -> Iterator[Problem]:

@@ -14,10 +14,10 @@ import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec._collectives import all_gather, all_to_all, axis_index, axis_size
-from funcrec._errors import Problem, fail
+from funcrec._errors import Problem, describe, fail
 from funcrec._mesh import Mesh, P
 from funcrec._shard_map import shard, unshard
-from funcrec._tree import pytree, tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
+from funcrec._tree import paths, pytree, tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
 from funcrec.optim import DenseOptimizer
 
 PROBE = ((0, 1e-3), (1, 1e3), (10**6, 1e-3), (10**6 + 1, 1e3))  # (step, size of its gradients)
@@ -222,9 +222,7 @@ def dense_axes_problems(mesh: Any, axes: Any, dense: DenseOptimizer | None = Non
     """The axes are the mesh's, and the optimizer takes every element for itself."""
     if not axes:
         return
-    if isinstance(axes, str) or not all(isinstance(a, str) for a in axes):
-        yield Problem("`dense_axes` are no names.", repr(axes), "names of axes", "('data',)", TypeError)
-    elif not isinstance(mesh, Mesh):
+    if not isinstance(mesh, Mesh):
         yield Problem("`dense_axes` are of a mesh.", "no `mesh`", "mesh=... and plan=..., or dense_axes=()")
     elif [a for a in axes if a not in mesh.axis_names] or len(set(axes)) < len(axes):
         yield Problem(
@@ -240,6 +238,24 @@ def dense_axes_problems(mesh: Any, axes: Any, dense: DenseOptimizer | None = Non
             yield Problem(
                 "`dense` looks at more than one element at a time.", reason, "one that has the same answer for every cut", hint
             )  # fmt: skip
+
+
+def leaf_problems(dense: Any, state: Any) -> Iterator[Problem]:
+    """What is cut are float tensors, and their optimizer's states."""
+    hint = "the `dense` and `dense_opt` of one state: step.init(params)"
+    for path, x in paths(dense):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            need = "a float tensor"
+            yield Problem(f"`state.dense{path}` cannot be cut.", describe(x), need, hint, TypeError)
+    try:
+        held = tree_structure(dense).flatten_up_to(state)
+        fits = all(isinstance(x, Mapping) and all(isinstance(s, Tensor) for s in x.values()) for x in held)
+    except ValueError:
+        fits = False
+    if not fits:
+        got, need = (f"{[p for p, _ in paths(x)]}" for x in (state, dense))
+        what = "`state.dense_opt` is of other parameters."
+        yield Problem(what, f"leaves {got}", f"a dict of tensors at each of {need}", hint)
 
 
 def is_elementwise(dense: DenseOptimizer) -> bool:

@@ -85,7 +85,10 @@ class Recipe(NamedTuple):
 
     @property
     def takes_key(self) -> bool:
-        return "key" in inspect.signature(self.loss_fn).parameters
+        try:
+            return "key" in inspect.signature(self.loss_fn).parameters
+        except ValueError:  # a builtin tells none
+            return False
 
 
 def sharded_update(

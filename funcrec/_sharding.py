@@ -67,9 +67,12 @@ def _match(spec: Any, tree: Any, path: str, problems: list[Problem]) -> Iterator
             + (f" of {[torch_tree.keystr(k) for k, _ in below(x)]}" if not torch_tree.tree_is_leaf(x) else "")
         )
         what = f"the specs of `{path}` are no prefix of it."
-        problems.append(
-            Problem(what, f"specs {show(spec)}; value {show(tree)}", "one structure down to the Ps", kind=TypeError)
+        got, need, hint = (
+            f"specs {show(spec)}; value {show(tree)}",
+            "one structure down to the Ps",
+            "one P, for all of it",
         )
+        problems.append(Problem(what, got, need, hint, TypeError))
     else:
         for (key, s), (_, t) in zip(below(spec), below(tree), strict=True):
             yield from _match(s, t, path + torch_tree.keystr(key), problems)
@@ -171,7 +174,13 @@ def axis_problems(parts: Sequence[Part], names: Sequence[str]) -> Iterator[Probl
                 )
         if not isinstance(p.value, Tensor) and not is_jagged(p.value):
             if p.spec.axes:
-                yield Problem(f"`{p.path}` cannot be cut.", describe(p.value), "a tensor, or P()", kind=TypeError)
+                yield Problem(
+                    f"`{p.path}` cannot be cut.",
+                    describe(p.value),
+                    "a tensor, or P()",
+                    "fr.P() for it, which goes to every rank",
+                    TypeError,
+                )
             continue
         dims = 1 if is_jagged(p.value) else p.value.dim()
         if len(p.spec.dims) > dims:

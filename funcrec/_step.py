@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from funcrec import _random as random
-from funcrec._codec import Codec, codec_problems
-from funcrec._configs import flag_problems
-from funcrec._errors import Problem, check, describe, fail
+from funcrec._arguments import Count, typed
+from funcrec._codec import Codec
+from funcrec._errors import Problem, check, describe
 from funcrec._grad import params_problems, value_and_grad
 from funcrec._mesh import Mesh
 from funcrec._placement import Plan
 from funcrec._recipe import reduced, remade
-from funcrec._sharded import dedup_problems
+from funcrec._sharded import ShardedTables, dedup_problems
 from funcrec._sharded_dense import dense_axes_problems
 from funcrec._sharded_step import Recipe, shard_state, sharded_update
 from funcrec._state import Params, TrainState, state_parts
@@ -50,6 +50,7 @@ class TrainStep(NamedTuple):
 
 
 @remade
+@typed
 def train_step(
     loss_fn: Callable,
     *,
@@ -61,7 +62,7 @@ def train_step(
     plan: Plan | None = None,
     batch_axes: Sequence[str] | None = None,
     exact: bool = False,
-    capacity: int | None = None,
+    capacity: Count | None = None,
     codec: Codec | None = None,
     dedup: bool = False,
     dense_axes: Sequence[str] = (),
@@ -109,14 +110,9 @@ def train_step(
       >>> bool(metrics["loss"] < first / 10), state.step
       (True, tensor(50))
     """
-    check_optimizers(sparse, dense)
     check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes), capacity_problems(mesh, capacity))
-    check("funcrec.train_step", codec_problems(codec), exchange_problems(mesh, exact, dedup, codec))
-    check(
-        "funcrec.train_step",
-        dense_axes_problems(mesh, dense_axes, dense),
-        step_flag_problems(has_aux, exact, dedup, merge),
-    )
+    check("funcrec.train_step", exchange_problems(mesh, exact, dedup, codec))
+    check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
     recipe = Recipe(loss_fn, sparse, dense, has_aux, merge)
     takes_key = recipe.takes_key
     if mesh is not None:
@@ -140,6 +136,7 @@ def train_step(
         check("funcrec.train_step", state_problems(state))
         check("funcrec.train_step", merge_problems(state.dense, merge))
         if mesh is not None:
+            check("funcrec.train_step", sharded_problems(state))
             return on_mesh(state, batch)
         extra = {"key": random.fold_in(state.key, state.step)} if takes_key else {}
         value, grads = value_and_grad(loss_fn, has_aux)(state.params, batch, **extra)
@@ -154,14 +151,6 @@ def train_step(
     return TrainStep(init, update)
 
 
-def step_flag_problems(has_aux: object, exact: object, dedup: object, merge: object) -> Iterator[Problem]:
-    for name, x in (("has_aux", has_aux), ("exact", exact), ("dedup", dedup)):
-        yield from flag_problems(x, name)
-    if merge is not None and not callable(merge):
-        need, hint = "(dense, aux) -> dense, or None", "merge=fr.models.merge_stats"
-        yield Problem("`merge` is no function.", describe(merge), need, hint, TypeError)
-
-
 def state_problems(state: object) -> Iterator[Problem]:
     if isinstance(state, TrainState):
         yield from state_parts(state, "state")
@@ -169,29 +158,22 @@ def state_problems(state: object) -> Iterator[Problem]:
         yield Problem("`state` is not a TrainState.", describe(state), "TrainState", "step.init(params)", TypeError)
 
 
-def mesh_problems(mesh: object, plan: object, batch_axes: Sequence[str] | None) -> Iterator[Problem]:
+def sharded_problems(state: TrainState) -> Iterator[Problem]:
+    if not isinstance(state.tables, ShardedTables):
+        need, hint = "a ShardedTables", "fr.reshard(state, plan, mesh=mesh, sparse=sparse), or step.init(params)"
+        yield Problem("`state.tables` are not sharded.", describe(state.tables), need, hint, TypeError)
+
+
+def mesh_problems(mesh: Mesh | None, plan: Plan | None, batch_axes: Sequence[str] | None) -> Iterator[Problem]:
     if (mesh is None) != (plan is None):
         missing, there = ("plan", "mesh") if plan is None else ("mesh", "plan")
         yield Problem(f"`{missing}` is missing.", f"`{there}` alone", "both, or neither", kind=TypeError)
-    elif mesh is not None:
-        if not isinstance(mesh, Mesh):
-            yield Problem("`mesh` is no mesh.", describe(mesh), "a Mesh", "fr.Mesh.emulated(data=2)", TypeError)
-        elif [a for a in batch_axes or () if a not in mesh.axis_names]:
-            yield Problem("`batch_axes` are not the mesh's.", f"{batch_axes}", f"among {list(mesh.axis_names)}")
-        if not isinstance(plan, Plan):
-            yield Problem(
-                "`plan` is no plan.", describe(plan), "a Plan", "fr.Plan({'item': fr.row_wise('model')})", TypeError
-            )
+    elif mesh is not None and [a for a in batch_axes or () if a not in mesh.axis_names]:
+        yield Problem("`batch_axes` are not the mesh's.", f"{batch_axes}", f"among {list(mesh.axis_names)}")
 
 
-def capacity_problems(mesh: object, capacity: object) -> Iterator[Problem]:
-    if capacity is None:
-        return
-    if not isinstance(capacity, int) or isinstance(capacity, bool):
-        yield Problem("`capacity` is no number.", describe(capacity), "an int >= 1, or None", kind=TypeError)
-    elif capacity < 1:
-        yield Problem("`capacity` is too small.", f"{capacity}", "an int >= 1, or None")
-    if mesh is None:
+def capacity_problems(mesh: Mesh | None, capacity: int | None) -> Iterator[Problem]:
+    if capacity is not None and mesh is None:
         yield Problem("`capacity` is of an exchange.", "no `mesh`", "mesh=... and plan=..., or capacity=None")
 
 
@@ -200,13 +182,3 @@ def exchange_problems(mesh: object, exact: bool, dedup: bool, codec: Codec | Non
     for name, value, none in (("dedup", dedup, False), ("codec", codec, None)):
         if value and mesh is None:
             yield Problem(f"`{name}` is of an exchange.", "no `mesh`", f"mesh=... and plan=..., or {name}={none}")
-
-
-def check_optimizers(sparse: object, dense: object) -> None:
-    call = "funcrec.train_step"
-    if not isinstance(sparse, RowOptimizer):
-        need, hint = "a RowOptimizer", "fr.optim.rowwise_adagrad(lr=0.01)"
-        fail(call, "`sparse` is not a row optimizer.", got=describe(sparse), need=need, hint=hint, kind=TypeError)
-    if not isinstance(dense, DenseOptimizer):
-        need, hint = "a DenseOptimizer", "fr.optim.dense(torch.optim.Adam, lr=1e-3)"
-        fail(call, "`dense` is not a dense optimizer.", got=describe(dense), need=need, hint=hint, kind=TypeError)

@@ -10,6 +10,7 @@ A site may stand inside transforms that the loss makes itself. Inside a vmap the
 for each; a grad or jvp inside takes the tap for a constant, as it does the table. Floor 2.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -115,6 +116,22 @@ def _show(form: tuple) -> str:
     shapes = [list(shape) for shape, _, _ in leaves]
     read = dict(names)
     return f"{kind} of tables {[read.get(f.table, 'a constant') for f in features]} by {[f.name for f in features]}, shapes {shapes}"
+
+
+@contextlib.contextmanager
+def handed_over() -> Iterator[None]:
+    """A transform of torch.func takes tensors: one that was handed a table of the loss says what to write instead."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        if TableRef.__name__ not in str(error):
+            raise
+        problem = _DENSE_USE._replace(
+            what="a transform of torch was given tables of a loss inside `value_and_grad`.", got=str(error).splitlines()[0],
+            need="a transform of a function of other tensors, whose lookups read the tables from outside",
+            hint="fr.value_and_grad(f)(params) there, which is differentiable too; or torch.func.grad by `params.dense`",
+        )  # fmt: skip
+        raise TypeError(message("funcrec.value_and_grad", [problem])) from error
 
 
 class TableRef:

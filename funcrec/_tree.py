@@ -113,6 +113,10 @@ def class_problems(cls: object, static: object, optional: object) -> Iterator[Pr
     if not isinstance(cls, type):
         hint = "@fr.pytree above a class, or @fr.pytree(static=(...,))"
         yield Problem("`cls` is not a class.", describe(cls), "a class with annotated fields", hint, TypeError)
+    elif cls.__module__ == "builtins" or "__dataclass_params__" in vars(cls):
+        own = "a dataclass or a pytree already" if cls.__module__ != "builtins" else "Python's own"
+        what, need = f"`cls` is {own}.", "a plain class with annotated fields"
+        yield Problem(what, describe(cls), need, "class State: table: torch.Tensor", TypeError)
     for name, x in (("static", static), ("optional", optional)):
         if not isinstance(x, tuple) or not all(isinstance(n, str) for n in x):
             hint = f'{name}=("name",), with a comma'

@@ -64,7 +64,8 @@ def using(implementation: str) -> Iterator[None]:
 
 def chosen(implementation: str | None, device: torch.device) -> str:
     """The name of the implementation that a call on `device` takes."""
-    return check_name("ops", implementation or _using.get() or _DEVICES.get(device.type, "reference"))
+    own = _using.get() or _DEVICES.get(device.type, "reference")
+    return check_name("ops", own if implementation is None else implementation)
 
 
 def ambient() -> str | None:
@@ -281,9 +282,9 @@ def _of_terms(name: str, implementation: str | None, terms: Terms) -> Callable:
 
 
 def check_name(call: str, implementation: str) -> str:
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
+    if not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:
+        raise (ValueError if isinstance(implementation, str) else TypeError)(
             f"funcrec.kernels.{call}: the implementation is unknown.\n  got   {implementation!r}\n  need  one of"
-            f" {list(IMPLEMENTATIONS)}"
+            f" {list(IMPLEMENTATIONS)}\n  try   implementation='reference', or None for the device's own"
         )
     return implementation

@@ -125,7 +125,13 @@ def _epoch(data, rows, batch_size, key, position, count, bucket) -> Iterator[tup
 
 def data_problems(data: object) -> Iterator[Problem]:
     if not (hasattr(data, "num_rows") and hasattr(data, "take")):
-        yield Problem("`data` has no rows.", describe(data), "a value with `num_rows` and `take(rows)`", kind=TypeError)
+        yield Problem(
+            "`data` has no rows.",
+            describe(data),
+            "a value with `num_rows` and `take(rows)`",
+            "fr.data.random_rows(fr.key(0), {'item': 100}, num_rows=50)",
+            TypeError,
+        )
 
 
 def epoch_problems(num_rows: int, batch_size: int, count: int, position: Position) -> Iterator[Problem]:

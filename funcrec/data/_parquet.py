@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from funcrec._arguments import typed
 from funcrec._errors import Problem, check, describe, fail
 from funcrec._jagged import offsets_of
 from funcrec._keyed_jagged import KeyedJaggedTensor, pad_to_bucket
@@ -23,6 +24,7 @@ from funcrec.data._rows import Vocabularies, need_finite, need_ids, need_labels,
 CALL = "funcrec.data.criteo_parquet"
 
 
+@typed
 def criteo_parquet(
     path: str | os.PathLike,
     batch_size: int,

@@ -186,9 +186,9 @@ def state_problems(state: object, names: tuple[str, ...]) -> Iterator[Problem]:
         yield Problem("`state` is not this metric's.", got, f"a dict of {', '.join(names)}", hint, TypeError)
         return
     for n in names:
-        if not isinstance(state[n], Tensor) or not state[n].is_floating_point():
+        if not isinstance(state[n], Tensor) or not state[n].is_floating_point() or state[n].dim():
             yield Problem(
-                f"`state[{n!r}]` is not a float tensor.",
+                f"`state[{n!r}]` is not a sum.",
                 describe(state[n]),
                 "f64[]",
                 "state = metric.init()",
@@ -200,4 +200,8 @@ def _structure_problems(a: State, b: State) -> Iterator[Problem]:
     shapes = [[x.shape if isinstance(x, Tensor) else None for x in tree_leaves(s)] for s in (a, b)]
     if tree_structure(a) != tree_structure(b) or shapes[0] != shapes[1]:
         got = f"{tree_structure(a)} and {tree_structure(b)}, {shapes[0]} and {shapes[1]}"
-        yield Problem("`a` and `b` are states of different metrics.", got, "two states of one metric", kind=TypeError)
+        what, hint = (
+            "`a` and `b` are states of different metrics.",
+            "states of one `metric`: metric.init(), or what its `update` gave",
+        )
+        yield Problem(what, got, "two states of one metric", hint, TypeError)

@@ -19,7 +19,7 @@ from funcrec._lookup import lookup
 from funcrec._state import Batch, Params
 from funcrec.models._deep import deep_part, run, width, with_dense
 from funcrec.models._dlrm import bottom_problems
-from funcrec.models._model import Model, build, check_configs
+from funcrec.models._model import Model, build, check_configs, part
 from funcrec.nn._layer import Draw, number_problems, rate_problems, size_problems
 
 
@@ -71,7 +71,7 @@ def dcnv2(
 
     def forward(params: Params, batch: Batch, key: Tensor | None):
         x = with_dense(lookup(params.tables, batch.ids, features).values, batch)
-        return deep(params.dense, cross.apply(params.dense["cross"], x), key)
+        return deep(params.dense, cross.apply(part(params.dense, "cross"), x), key)
 
     def penalty(dense: dict[str, Any]) -> Tensor:
         matrices = [w for layer in dense["cross"] for name, w in layer.items() if name != "bias"]
@@ -120,9 +120,9 @@ def dlrm_dcnv2(
     def forward(params: Params, batch: Batch, key: Tensor | None):
         x = lookup(params.tables, batch.ids, features).values
         if below is not None:
-            first, _ = run(below, params.dense["bottom"], batch.dense.to(x.dtype), key)
+            first, _ = run(below, part(params.dense, "bottom"), batch.dense.to(x.dtype), key)
             x = torch.cat([first, x], 1)
-        z, _ = run(top, params.dense["top"], cross.apply(params.dense["cross"], x), key)
+        z, _ = run(top, part(params.dense, "top"), cross.apply(part(params.dense, "cross"), x), key)
         return z.squeeze(-1), {}
 
     return build(call, tables, features, num_dense, init, forward)

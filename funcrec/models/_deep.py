@@ -17,7 +17,7 @@ from funcrec._configs import FeatureConfig, TableConfig, flag_problems
 from funcrec._errors import check
 from funcrec._lookup import lookup
 from funcrec._state import Batch, Params
-from funcrec.models._model import Model, build, check_configs, equal_dim_problems
+from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part
 from funcrec.models._shallow import first_order
 from funcrec.nn._layer import Layer, rate_problems, size_problems
 
@@ -127,8 +127,8 @@ def deep_part(num_in: int, sizes: Sequence[int], dropout: float, batch_norm: boo
         return {**params, "stats": hidden.init_stats()} if batch_norm else params
 
     def apply(dense: dict[str, Any], x: Tensor, key: Tensor | None) -> tuple[Tensor, Any]:
-        h, stats = run(hidden, dense["mlp"], x, key, dense.get("stats", []))
-        return out.apply(dense["out"], h).squeeze(-1), stats
+        h, stats = run(hidden, part(dense, "mlp"), x, key, dense.get("stats", []))
+        return out.apply(part(dense, "out"), h).squeeze(-1), stats
 
     return init, apply
 

@@ -18,7 +18,7 @@ from funcrec._errors import Problem, check
 from funcrec._lookup import lookup
 from funcrec._state import Batch, Params
 from funcrec.models._deep import deep_part, run
-from funcrec.models._model import Model, build, check_configs, equal_dim_problems
+from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part
 from funcrec.nn._layer import rate_problems, size_problems
 
 
@@ -76,7 +76,7 @@ def dlrm(
     def forward(params: Params, batch: Batch, key: Tensor | None):
         x = lookup(params.tables, batch.ids, features).stack()
         if below is not None:
-            first, _ = run(below, params.dense["bottom"], batch.dense.to(x.dtype), key)
+            first, _ = run(below, part(params.dense, "bottom"), batch.dense.to(x.dtype), key)
             x = torch.cat([first[:, None], x], 1)
         return top(params.dense, torch.cat([x[:, :kept].flatten(1), nn.dot_interaction(x)], 1), key)
 

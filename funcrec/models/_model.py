@@ -24,10 +24,11 @@ from funcrec._configs import (
     table_list_problems,
 )
 from funcrec._errors import Problem, check, describe, fail
+from funcrec._grad import params_problems
 from funcrec._init import init as init_tables
 from funcrec._jagged import is_concrete
 from funcrec._state import Batch, Params, batch_parts
-from funcrec._tree import map_tensors, tree_leaves
+from funcrec._tree import map_tensors, tree_leaves, tree_structure
 
 
 class Model(NamedTuple):
@@ -114,9 +115,19 @@ def merge_stats(dense: dict[str, Any], aux: dict[str, Any]) -> dict[str, Any]:
     call, hint = "funcrec.models.merge_stats", "a loss of `fr.models.loss(model)`, or of model.train_apply"
     if not isinstance(aux, Mapping) or "stats" not in aux:
         fail(call, "`aux` has no statistics.", got=describe(aux), need='{"stats": ...}', hint=hint, kind=TypeError)
-    if isinstance(dense, Mapping) and dense.get("stats") and not aux["stats"]:
+    if not isinstance(dense, Mapping):
+        need = "the dense parameters of a model, {name: ...}"
+        fail(call, "`dense` is not a mapping.", got=describe(dense), need=need, hint="state.dense", kind=TypeError)
+    new, old = aux["stats"], dense.get("stats")
+    is_none = lambda x: x is None or (isinstance(x, Mapping | list | tuple) and not x)
+    if is_none(new) and not is_none(old):
         fail(call, "the loss gave no statistics for those of `dense`.", got="{}", need="the new ones", hint=hint)
-    return {**dense, "stats": aux["stats"]} if aux["stats"] else dense
+    if is_none(new):
+        return dense
+    if is_none(old) or tree_structure(new) != tree_structure(old):
+        got, need = describe(new), "statistics like those of `dense`" if not is_none(old) else "none: `dense` has none"
+        fail(call, "`aux['stats']` are not those of `dense`.", got=got, need=need, hint=hint, kind=TypeError)
+    return {**dense, "stats": new}
 
 
 @typed
@@ -129,6 +140,7 @@ def num_parameters(params: Params) -> int:
       331773
     """
     dense = params.dense
+    check("funcrec.models.num_parameters", params_problems(params))
     trained = {k: v for k, v in dense.items() if k != "stats"} if isinstance(dense, dict) else dense
     return sum(x.numel() for x in tree_leaves((dict(params.tables), trained)) if isinstance(x, Tensor))
 
@@ -154,6 +166,29 @@ def linear_twins(
     )
 
 
+def part(dense: Any, name: str, shape: tuple[int, ...] | None = None) -> Any:
+    """dense[name], the parameters of one part of a model; those that are a tensor have a shape."""
+    own = dense.get(name) if isinstance(dense, Mapping) else None
+    need = f"{name!r}: parameters of its own" if shape is None else f"{name!r}: f{list(shape)}"
+    fits = own is not None if shape is None else isinstance(own, Tensor) and own.shape == shape
+    if not fits:
+        got = (
+            (f"names {list(dense)}" if own is None else describe(own))
+            if isinstance(dense, Mapping)
+            else describe(dense)
+        )
+        kind = ValueError if isinstance(own, Tensor) else TypeError
+        fail(
+            "funcrec.models",
+            "`params.dense` is not this model's.",
+            got=got,
+            need=need,
+            hint="model.init(key)",
+            kind=kind,
+        )
+    return own
+
+
 def build(
     call: str,
     tables: Sequence[TableConfig],
@@ -173,11 +208,11 @@ def build(
         return Params(init_tables(for_tables, tables), dense)
 
     def apply(params: Params, batch: Batch) -> Tensor:
-        check(f"{call}.apply", batch_problems(batch, num_dense))
+        check(f"{call}.apply", own_problems(params), batch_problems(batch, num_dense))
         return forward(params, batch, None)[0]
 
     def train_apply(params: Params, batch: Batch, key: Tensor) -> tuple[Tensor, Any]:
-        check(f"{call}.train_apply", batch_problems(batch, num_dense))
+        check(f"{call}.train_apply", own_problems(params), batch_problems(batch, num_dense))
         random.check_key(f"{call}.train_apply", key)
         logits, stats = forward(params, batch, key)
         return logits, stats or {}
@@ -225,6 +260,12 @@ def equal_dim_problems(features: Sequence[FeatureConfig], tables: Sequence[Table
     if len(set(got.values())) > 1:
         hint = "one embedding_dim for the tables of these features, or a model that concatenates (wide_deep, dcnv2)"
         yield Problem("the interacting features differ in width.", f"dims {got}", "one dim for all", hint)
+
+
+def own_problems(params: object) -> Iterator[Problem]:
+    if not isinstance(params, Params):
+        need, hint = "Params(tables=..., dense=...)", "model.init(key)"
+        yield Problem("`params` is not Params.", describe(params), need, hint, TypeError)
 
 
 def batch_problems(batch: object, num_dense: int) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from funcrec._configs import FeatureConfig, TableConfig
 from funcrec._errors import check
 from funcrec._lookup import lookup
 from funcrec._state import Batch, Params
-from funcrec.models._model import Model, build, check_configs, equal_dim_problems
+from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part
 
 
 def lr(tables: Sequence[TableConfig], features: Sequence[FeatureConfig], *, num_dense: int = 0) -> Model:
@@ -76,9 +76,9 @@ def first_order(linear: Sequence[FeatureConfig], num_dense: int) -> tuple[Callab
         return {**bias, "linear": nn.xavier_normal(key, (1, num_dense))} if num_dense else bias
 
     def term(params: Params, batch: Batch) -> Tensor:
-        total = params.dense["bias"]
+        total = part(params.dense, "bias", (1,))
         if num_dense:
-            total = total + (batch.dense * params.dense["linear"]).sum(1)
+            total = total + (batch.dense * part(params.dense, "linear", (1, num_dense))).sum(1)
         if linear:
             total = total + lookup(params.tables, batch.ids, linear).values.sum(1)
         return total

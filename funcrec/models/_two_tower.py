@@ -21,7 +21,7 @@ from funcrec._errors import Problem, check, describe, fail
 from funcrec._lookup import lookup
 from funcrec._state import Batch, Params
 from funcrec.models._deep import run, width
-from funcrec.models._model import batch_problems, build, check_configs
+from funcrec.models._model import batch_problems, build, check_configs, own_problems, part
 from funcrec.nn._layer import function_problems, rate_problems, size_problems
 
 
@@ -84,9 +84,9 @@ def two_tower(
         return {name: layers[name].init(k) for name, k in zip(sides, random.split(key), strict=True)}
 
     def tower(name: str, params: Params, batch: Batch, key: Tensor | None) -> Tensor:
-        check(f"{call}.{name}", batch_problems(batch, 0))
+        check(f"{call}.{name}", own_problems(params), batch_problems(batch, 0))
         acts = lookup(params.tables, batch.ids, sides[name]).values
-        return F.normalize(run(layers[name], params.dense[name], acts, key)[0], dim=-1)
+        return F.normalize(run(layers[name], part(params.dense, name), acts, key)[0], dim=-1)
 
     def towers(params: Params, batch: Batch, key: Tensor | None) -> tuple[Tensor, Tensor]:
         keys = (None, None) if key is None else random.split(key)
@@ -220,5 +220,9 @@ def pair_problems(query, candidate, log_q, candidate_ids) -> Iterator[Problem]:
         got = f"{describe(query)} and {describe(candidate)}"
         yield Problem("`query` and `candidate` do not pair up.", got, "one shape f[B, D]")
     for name, x in (("log_q", log_q), ("candidate_ids", candidate_ids)):
-        if x is not None and (not isinstance(x, Tensor) or x.shape != query.shape[:1]):
-            yield Problem(f"`{name}` does not match the batch.", describe(x), f"a tensor [{query.shape[0]}]")
+        is_kind = lambda x: x.is_floating_point() if name == "log_q" else x.dtype in (torch.int32, torch.int64)  # noqa: B023
+        if x is not None and (not isinstance(x, Tensor) or x.shape != query.shape[:1] or not is_kind(x)):
+            need = f"{'f' if name == 'log_q' else 'i64'}[{query.shape[0]}], one for each candidate; or None"
+            hint = f"{name}=None" if name == "log_q" else "candidate_ids=batch.ids[key].values, one id in each bag"
+            kind = ValueError if isinstance(x, Tensor) and is_kind(x) else TypeError
+            yield Problem(f"`{name}` does not match the batch.", describe(x), need, hint, kind)

@@ -39,7 +39,7 @@ def batch_norm(dim: int, *, momentum: float = 0.1, eps: float = 1e-5) -> Layer:
     check(call, size_problems((dim,), "dim"))
     check(call, number_problems(momentum, "momentum", 0, 1), number_problems(eps, "eps", 0))
 
-    stats_problems = lambda stats: param_problems(stats, "mean", "var", name="stats")
+    stats_problems = lambda stats: param_problems(stats, "stats", mean=(dim,), var=(dim,))
 
     def init(key: Tensor) -> dict[str, Tensor]:
         return {"scale": ones(key, (dim,)), "shift": zeros(key, (dim,))}
@@ -51,11 +51,11 @@ def batch_norm(dim: int, *, momentum: float = 0.1, eps: float = 1e-5) -> Layer:
         return (x - mean) * (torch.rsqrt(var + eps) * params["scale"]) + params["shift"]
 
     def apply(params: dict[str, Tensor], x: Tensor, stats: dict[str, Tensor]) -> Tensor:
-        check(call, width_problems(x, dim), param_problems(params, "scale", "shift"), stats_problems(stats))
+        check(call, width_problems(x, dim), param_problems(params, scale=(dim,), shift=(dim,)), stats_problems(stats))
         return normalise(params, x, stats["mean"], stats["var"])
 
     def train_apply(params, x: Tensor, key, stats) -> tuple[Tensor, dict[str, Tensor]]:
-        check(call, width_problems(x, dim), param_problems(params, "scale", "shift"), stats_problems(stats))
+        check(call, width_problems(x, dim), param_problems(params, scale=(dim,), shift=(dim,)), stats_problems(stats))
         count = x.shape[0]
         if count < 2:
             need = "at least two rows, for a variance"

@@ -46,7 +46,8 @@ def cross(dim: int, rank: int | None = None, *, weight: Draw = xavier_normal) ->
     check("funcrec.nn.cross", size_problems((dim,), "dim"), size_problems((1 if rank is None else rank,), "rank"))
     check("funcrec.nn.cross", function_problems(weight=weight))
 
-    named = ("weight", "bias") if rank is None else ("u", "v", "bias")
+    own = {"weight": (dim, dim)} if rank is None else {"u": (dim, rank), "v": (rank, dim)}
+    needed = {**own, "bias": (dim,)}
 
     def init(key: Tensor) -> dict[str, Tensor]:
         first, second = random.split(key)
@@ -56,7 +57,9 @@ def cross(dim: int, rank: int | None = None, *, weight: Draw = xavier_normal) ->
         return {"u": weight(first, (dim, rank)), "v": weight(second, (rank, dim)), "bias": bias}
 
     def apply(params: dict[str, Tensor], x0: Tensor, x: Tensor) -> Tensor:
-        check("funcrec.nn.cross", width_problems(x0, dim, "x0"), width_problems(x, dim), param_problems(params, *named))
+        check(
+            "funcrec.nn.cross", width_problems(x0, dim, "x0"), width_problems(x, dim), param_problems(params, **needed)
+        )
         if rank is None:
             return x0 * F.linear(x, params["weight"], params["bias"]) + x
         return x0 * F.linear(F.linear(x, params["v"]), params["u"], params["bias"]) + x

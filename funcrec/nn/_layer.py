@@ -6,7 +6,7 @@ A draw is a function (key, shape) -> f32[shape]; a matrix is [out, in], as torch
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +49,8 @@ def xavier_normal(key: Key, shape: Shape) -> Tensor:
       >>> round(fr.nn.xavier_normal(fr.key(0), (100, 300)).std().item(), 3)
       0.07
     """
-    return random.normal(key, shape) * math.sqrt(2 / (shape[0] + shape[1]))
+    check("funcrec.nn.xavier_normal", shape_problems(shape, 2))
+    return random.normal(key, shape) * math.sqrt(2 / max(shape[0] + shape[1], 1))
 
 
 @typed
@@ -64,7 +65,8 @@ def fan_out_normal(key: Key, shape: Shape) -> Tensor:
 
     Source: facebookresearch/dlrm, dlrm_s_pytorch.py, create_mlp.
     """
-    return random.normal(key, shape) * math.sqrt(1 / shape[0])
+    check("funcrec.nn.fan_out_normal", shape_problems(shape, 1))
+    return random.normal(key, shape) * math.sqrt(1 / max(shape[0], 1))
 
 
 def normal(std: float) -> Draw:
@@ -100,18 +102,25 @@ def ones(key: Key, shape: Shape) -> Tensor:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
+def shape_problems(shape: Sequence[int], least: int) -> Iterator[Problem]:
+    if len(shape) < least:
+        need = f"{least} dimensions or more, the first for what goes out"
+        yield Problem("`shape` has too few dimensions.", f"{tuple(shape)}", need, "shape=(100, 8)")
+
+
 def size_problems(sizes: object, name: str = "sizes", at_least: int = 1) -> Iterator[Problem]:
-    """`sizes` must be a tuple or list of at least `at_least` positive integers."""
+    """`sizes` must be a tuple or list of at least `at_least` positive integers; a size alone has a `name` of its own."""
     if not isinstance(sizes, (tuple, list)):
         yield Problem(f"`{name}` are not sizes.", describe(sizes), "a tuple of ints >= 1", kind=TypeError)
         return
     for i, n in enumerate(sizes):
+        path = f"{name}[{i}]" if name in ("sizes", "bottom") else name
         if not isinstance(n, int) or isinstance(n, bool):
-            yield Problem(f"`{name}[{i}]` is not an integer.", describe(n), "an int >= 1", kind=TypeError)
+            yield Problem(f"`{path}` is not an integer.", describe(n), "an int >= 1", kind=TypeError)
         elif n < 1:
-            yield Problem(f"`{name}[{i}]` is too small.", f"{n}", "an int >= 1")
+            yield Problem(f"`{path}` is too small.", f"{n}", "an int >= 1")
     if len(sizes) < at_least:
-        yield Problem(f"`{name}` are too few.", f"{tuple(sizes)}", f"at least {at_least}")
+        yield Problem(f"`{name}` are too few.", f"{tuple(sizes)}", f"at least {at_least}", f"{name}=(64, 16)")
 
 
 def rate_problems(rate: object, name: str = "rate") -> Iterator[Problem]:
@@ -130,30 +139,44 @@ def number_problems(x: object, name: str, least: float, most: float = math.inf) 
         yield Problem(f"`{name}` is outside its range.", f"{x}", need)
 
 
+FUNCTION = {
+    "log_q": "lambda batch: log_frequency[batch.ids['item'].values]",
+    "candidate_ids": "lambda batch: batch.ids['item'].values",
+}
+
+
 def function_problems(**functions: object) -> Iterator[Problem]:
     for name, fn in functions.items():
         if not callable(fn):
-            yield Problem(f"`{name}` is no function.", describe(fn), "a function of tensors", kind=TypeError)
+            yield Problem(
+                f"`{name}` is no function.", describe(fn), "a function of tensors", FUNCTION.get(name, ""), TypeError
+            )
 
 
 def width_problems(x: object, width: int, name: str = "x") -> Iterator[Problem]:
     """x must be f[..., width]."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        yield Problem(f"`{name}` is not a float tensor.", describe(x), f"f[..., {width}]", kind=TypeError)
+        hint = f"{name}.float()" if isinstance(x, Tensor) else f"torch.zeros(2, {width})"
+        yield Problem(f"`{name}` is not a float tensor.", describe(x), f"f[..., {width}]", hint, TypeError)
     elif x.dim() < 1 or x.shape[-1] != width:
-        yield Problem(f"`{name}` has another width than the layer.", describe(x), f"f[..., {width}]")
+        hint = f"a layer of {x.shape[-1]} inputs" if x.dim() else "x[None]"
+        yield Problem(f"`{name}` has another width than the layer.", describe(x), f"f[..., {width}]", hint)
 
 
-def param_problems(params: object, *needed: str, name: str = "params") -> Iterator[Problem]:
-    """`params` must hold a tensor under each name."""
+def param_problems(params: object, name: str = "params", **needed: tuple[int, ...]) -> Iterator[Problem]:
+    """`params` must hold a tensor of its shape under each name that is needed."""
     hint = "layer.init(key)" if name == "params" else "layer.init_stats()"
     if not isinstance(params, Mapping) or any(n not in params for n in needed):
         got = f"{list(params)}" if isinstance(params, Mapping) else describe(params)
         yield Problem(f"`{name}` are not this layer's.", got, f"a dict of {', '.join(needed)}", hint, TypeError)
         return
-    for n in needed:
+    for n, shape in needed.items():
         if not isinstance(params[n], Tensor) or not params[n].is_floating_point():
-            yield Problem(f"`{name}[{n!r}]` is not a float tensor.", describe(params[n]), "f[...]", hint, TypeError)
+            yield Problem(
+                f"`{name}[{n!r}]` is not a float tensor.", describe(params[n]), f"f{list(shape)}", hint, TypeError
+            )
+        elif params[n].shape != shape:
+            yield Problem(f"`{name}[{n!r}]` is not this layer's.", describe(params[n]), f"f{list(shape)}", hint)
 
 
 def part_problems(params: object, part: str, count: int) -> Iterator[Problem]:

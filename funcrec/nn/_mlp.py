@@ -47,9 +47,14 @@ def linear(num_in: int, num_out: int, *, weight: Draw = xavier_normal, bias: Dra
     Source: torch.nn.Linear, whose state dict it reads.
     """
     drawn = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    check("funcrec.nn.linear", size_problems((num_in, num_out), "(num_in, num_out)"), function_problems(**drawn))
+    check(
+        "funcrec.nn.linear",
+        size_problems((num_in,), "num_in"),
+        size_problems((num_out,), "num_out"),
+        function_problems(**drawn),
+    )
 
-    named = ("weight",) if bias is None else ("weight", "bias")
+    needed = {"weight": (num_out, num_in)} if bias is None else {"weight": (num_out, num_in), "bias": (num_out,)}
 
     def init(key: Tensor) -> dict[str, Tensor]:
         for_weight, for_bias = random.split(key)
@@ -57,7 +62,7 @@ def linear(num_in: int, num_out: int, *, weight: Draw = xavier_normal, bias: Dra
         return params if bias is None else {**params, "bias": bias(for_bias, (num_out,))}
 
     def apply(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        check("funcrec.nn.linear", width_problems(x, num_in), param_problems(params, *named))
+        check("funcrec.nn.linear", width_problems(x, num_in), param_problems(params, **needed))
         return F.linear(x, params["weight"], params.get("bias"))
 
     return Layer(init, apply)

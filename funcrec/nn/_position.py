@@ -36,6 +36,13 @@ def position_weights(max_length: int) -> Layer:
         if not isinstance(bags, JaggedTensor):
             hint = "ids[key] for one feature of a KeyedJaggedTensor"
             fail(call, "`bags` is not jagged.", got=describe(bags), need="a JaggedTensor", hint=hint, kind=TypeError)
+        if not isinstance(params, Tensor) or not params.is_floating_point() or params.shape != (max_length,):
+            got, need, kind = (
+                describe(params),
+                f"f[{max_length}]",
+                TypeError if not isinstance(params, Tensor) else ValueError,
+            )
+            fail(call, "`params` are not this layer's.", got=got, need=need, hint="layer.init(key)", kind=kind)
         check(call, jagged_parts(bags, "bags"))
         bag = bags.bag_ids()
         start = bags.offsets.index_select(0, bag)

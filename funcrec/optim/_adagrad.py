@@ -19,7 +19,7 @@ def adagrad(
 ) -> RowOptimizer:
     """g ← g + weight_decay · w;  n ← n + g²;  w ← w - lr · g / (√n + eps).
 
-    Slots: sum f[R, D], which begins at `initial_accumulator`.
+    Slots: sum f[R, D], which begins at `initial_accumulator`. The default eps is FBGEMM's; torch.optim.Adagrad's is 1e-10.
 
     Source: Duchi, Hazan, Singer, "Adaptive subgradient methods" (2011), fig. 1; torch.optim.Adagrad; FBGEMM's EXACT_ADAGRAD.
     """
@@ -50,7 +50,8 @@ def rowwise_adagrad(
         n ← n + mean(g²);  k = lr / (√n + eps);  w ← w - k · g
 
     With decay="l2" g is g + weight_decay · w everywhere; with "decoupled" w is first scaled by 1 - lr · weight_decay. With
-    `max_norm` a row that has become longer is then scaled back to that length. Slots: sum f[R].
+    `max_norm` a row that has become longer is then scaled back to that length. Slots: sum f[R]. The default eps is FBGEMM's, 1e-8, not
+    the 1e-10 of torch.optim.Adagrad.
 
     Source: FBGEMM's EXACT_ROWWISE_ADAGRAD, weight decay modes L2 and DECOUPLE.
     """
@@ -69,7 +70,8 @@ def _shrink(length, most):
 
 def _adds_no_row(weight_decay, decay: str) -> bool:
     """Whether the square that is kept for a row is of its gradient alone."""
-    return decay == "decoupled" or (not isinstance(weight_decay, torch.Tensor) and weight_decay == 0)
+    is_none = isinstance(weight_decay, int | float) and weight_decay == 0
+    return is_none or (isinstance(decay, str) and decay == "decoupled")
 
 
 def _rowwise_adagrad(row, grad, slots, hyper):
@@ -161,7 +163,7 @@ def rmsprop(
 
     Source: Tieleman, Hinton, "Lecture 6.5: rmsprop" (2012); torch.optim.RMSprop, whose alpha is b2.
     """
-    names = ("square", "momentum") if momentum else ("square",)
+    names = ("square",) if isinstance(momentum, int | float) and momentum == 0 else ("square", "momentum")
     return builtin_optimizer(
         init=lambda table: {k: per_element(table) for k in names}, rule=_rmsprop, lr=lr, name="rmsprop",
         b2=b2, eps=eps, momentum=momentum, weight_decay=weight_decay,

@@ -69,9 +69,8 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
         if default is None:
             for n in tables:
                 if n not in optimizers:
-                    yield Problem(
-                        f"table {n!r} has no optimizer.", f"optimizers for {list(optimizers)}", "`default=...`"
-                    )
+                    got, hint = f"optimizers for {list(optimizers)}", "default=fr.optim.sgd(lr=0.1)"
+                    yield Problem(f"table {n!r} has no optimizer.", got, "one for each table, or `default`", hint)
 
     def label(table: str):
         return (table, optimizers[table].label(table)) if table in optimizers else default and default.label(table)
@@ -196,7 +195,9 @@ def name_problems(what: str, names, tables: Mapping) -> Iterator[Problem]:
 
 def frozen_problems(tables: object) -> Iterator[Problem]:
     if isinstance(tables, str) or not isinstance(tables, Sequence) or not all(isinstance(n, str) for n in tables):
-        yield Problem("`tables` is not a list of names.", describe(tables), '["user", ...]', kind=TypeError)
+        yield Problem(
+            "`tables` is not a list of names.", describe(tables), "a list of strings", 'tables=["user"]', TypeError
+        )
     elif len(set(tables)) < len(tables):
         doubled = sorted({n for n in tables if list(tables).count(n) > 1})
         yield Problem("`tables` has a name twice.", f"{doubled} more than once", "distinct names")

@@ -24,7 +24,8 @@ from funcrec._rowgrads import root
 from funcrec._tracked import has_tracked, is_followed, is_transformed, is_transforming
 from funcrec._tree import paths, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 from funcrec.optim._row import step_tensor
-from funcrec.optim._row_checks import range_problems, step_problems
+from funcrec.optim._row_checks import hyper_problems as row_hyper_problems
+from funcrec.optim._row_checks import rate_at, step_problems
 
 DIFFERENTIABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop)
 State = Any  # shaped as the parameters, with {name: Tensor} in the place of each leaf
@@ -90,7 +91,7 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
         leaves, structure = tree_flatten(params)
         rate = None
         if _varies(lr) and keeps_rate:
-            rate = lr(torch.zeros((), dtype=torch.int64)) if callable(lr) else lr
+            rate = rate_at(call, lr, torch.zeros((), dtype=torch.int64))
             check(f"{call}.init", rate_problems(cls, rate))
             rate = float(rate)
         return tree_unflatten(_first_state(cls, fixed, leaves, counters, rate), structure)
@@ -102,7 +103,7 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
         if not leaves:
             return params, state
         taken, own_grads, held = step_tensor(step, leaves[0].device), tree_leaves(grads), structure.flatten_up_to(state)
-        rate = lr(taken) if callable(lr) else lr
+        rate = rate_at(call, lr, taken)
         rate = rate.to(taken.device) if isinstance(rate, Tensor) else rate
         tracked = has_tracked(leaves, own_grads, state, rate, fixed)
         check(f"{call}.update", derivative_problems(cls, fixed) if tracked else ())
@@ -307,8 +308,10 @@ def class_problems(cls: object, hyper: Mapping[str, Any]) -> Iterator[Problem]:
     for name in ("foreach", "fused", "capturable", "differentiable"):
         if hyper.get(name):
             yield Problem(f"`{name}` is not yours to choose.", f"{name}={hyper[name]}", f"no {name}: `fr.jit` fuses")
-    if "lr" in hyper and not _varies(hyper["lr"]):
-        yield from range_problems("lr", hyper["lr"], ">= 0", lambda x: x >= 0)
+    yield from row_hyper_problems(hyper.get("lr", 0.0), {})
+    for name, x in hyper.items():
+        if name != "lr" and isinstance(x, Tensor) and x.dim():
+            yield Problem(f"`{name}` is not one number.", describe(x), "a number, or a tensor f[]", f"{name}=0.01")
 
 
 def rate_problems(cls: type, rate: Any) -> Iterator[Problem]:
@@ -334,17 +337,20 @@ def derivative_problems(cls: type, fixed: Mapping[str, Any]) -> Iterator[Problem
 def leaf_problems(what: str, tree: Any) -> Iterator[Problem]:
     for path, x in paths(tree):
         if not isinstance(x, Tensor) or not x.is_floating_point():
-            yield Problem(f"`{what}{path}` cannot be trained.", describe(x), "a float tensor", kind=TypeError)
+            hint = "x.float(); numbers and integer tensors belong in the batch or in the loss's closure"
+            yield Problem(f"`{what}{path}` cannot be trained.", describe(x), "a float tensor", hint, TypeError)
 
 
 def gradient_problems(grads: Any, params: Any) -> Iterator[Problem]:
     if tree_structure(grads) != tree_structure(params):
         got, need = (f"{[p for p, _ in paths(x)]}" for x in (grads, params))
-        yield Problem("`grads` is not a tree like `dense`.", f"leaves {got}", f"leaves {need}", kind=TypeError)
+        hint = "the `dense` of value_and_grad's gradients"
+        yield Problem("`grads` is not a tree like `dense`.", f"leaves {got}", f"leaves {need}", hint, TypeError)
         return
     for (path, g), (_, p) in zip(paths(grads), paths(params), strict=True):
         if not isinstance(g, Tensor) or g.shape != p.shape:
-            yield Problem(f"`grads{path}` does not match its parameter.", describe(g), describe(p))
+            hint = "the `dense` of value_and_grad's gradients"
+            yield Problem(f"`grads{path}` does not match its parameter.", describe(g), describe(p), hint)
 
 
 def state_problems(state: Any, params: Any, state_shapes: Callable) -> Iterator[Problem]:

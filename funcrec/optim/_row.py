@@ -30,6 +30,7 @@ from funcrec.optim._row_checks import (
     check_update,
     hyper_problems,
     made_problems,
+    rate_at,
     rule_problems,
     rule_result_problems,
     tables_problems,
@@ -108,10 +109,10 @@ def row_optimizer(
       rule: (row f[D], grad f[D], {slot: f[...]}, hyper) -> (row, slots), without host reads. `grad` is the sum over all
         ids of the batch that name the row; `hyper` is a NamedTuple of `lr` (f[]), `step` (f[], 1 at the first update),
         `repeats` (f[], how many entries were summed into the row) and the optimizer's own `hyper`.
-      lr: a number, a 0-dimensional tensor, or a function of the step (i64[], 0 at the first update), such as `schedule`.
+      lr: a number, a tensor f[], or a function of the step (i64[], 0 at the first update) that gives one, such as `schedule`.
       name: what errors call it.
       hyper: the optimizer's own numbers. Those with a name of the field's (b1, b2, eps, weight_decay, decay, momentum, eta,
-        max_norm, initial_accumulator) are checked.
+        max_norm, initial_accumulator) are checked: numbers in their range, or tensors f[] (under vmap, one for each member).
 
     On a CPU the rule becomes C++ inside the kernel of the built-in optimizers, once for each dim, dtype and shape of slots: eager
     and compiled updates then give the same bits. In it may stand arithmetic, comparisons, `where`, `clamp`, powers, the elementary
@@ -171,7 +172,7 @@ class Kernel(NamedTuple):
 
 def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: Kernel | None = None) -> RowOptimizer:
     call, is_gradient_wise = f"funcrec.optim.{name}", kernel is not None and kernel.is_gradient_wise
-    check(call, rule_problems(init, rule), hyper_problems(lr, hyper))
+    check(call, rule_problems(init, rule, name), hyper_problems(lr, hyper))
     make_hyper = namedtuple("Hyper", ["lr", "step", "repeats", *hyper])
 
     def init_table(table: Tensor) -> dict[str, Tensor]:
@@ -207,7 +208,7 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
         fits = kernel is not None and kernel.fits(hyper, named)
         read = [] if fits else check_rule(call, one, named, slots, tables)
         given = [x for n, g in named.items() for x in (tables[n], *slots[n].values(), *g.floats)]
-        rate, _ = rate_and_step(lr, step, torch.float64, device)
+        rate, _ = rate_and_step(call, lr, step, torch.float64, device)
         choice = chosen_for(call, implementation, device, [rate, *read, *given])
         if fits and ops.has("fused_update", choice):
             call_kernel = functools.partial(
@@ -222,7 +223,7 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
                 part = update_fused(user_rule.update, names, same, slots, tables, (rate, step, key))
                 changed = {**changed[0], **part[0]}, {**changed[1], **part[1]}
         else:
-            numbers = functools.cache(lambda dtype: rate_and_step(rate, step, dtype, device))
+            numbers = functools.cache(lambda dtype: rate_and_step(call, rate, step, dtype, device))
             of = lambda dtype: lambda row, grad, own, repeats: one(row, grad, own, *numbers(dtype), repeats)
             changed = update_rows(call, of, named, slots, tables, key, choice)
         return {**tables, **changed[0]}, {**slots, **changed[1]}
@@ -334,10 +335,12 @@ def put_columns(x: Tensor, first: Tensor, dim: int) -> Tensor:
     return torch.where((place >= 0) & (place < x.shape[1]), x[:, place.clamp(0, x.shape[1] - 1)], 0)
 
 
-def rate_and_step(lr: Rate, step: int | Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def rate_and_step(
+    call: str, lr: Rate, step: int | Tensor, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """lr f[] and t = step + 1 f[], tensors on `device`, so that a compiled step does not freeze them."""
     taken = step_tensor(step, device)
-    rate = lr(taken) if callable(lr) else lr
+    rate = rate_at(call, lr, taken)
     rate = rate.to(device, dtype) if isinstance(rate, Tensor) else torch.full((), rate, dtype=dtype, device=device)
     return rate, (taken + 1).to(dtype)
 

@@ -4,59 +4,65 @@ Each yields a Problem for everything that does not fit, from structure and shape
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from torch import Tensor
 
-from funcrec._configs import table_tensor_problems
+from funcrec._arguments import Form, NotNegative, Positive, Share, kind_of
+from funcrec._configs import TABLE_HINT, table_tensor_problems
 from funcrec._errors import Problem, check, describe
-from funcrec._rowgrads import RowGrads
+from funcrec._rowgrads import RowGrads, is_stacked
 
 Tables = Mapping[str, Tensor]
-Rate = float | Tensor | Callable[[Tensor], float | Tensor]
-
-_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    **dict.fromkeys(("b1", "b2", "momentum"), ("in [0, 1)", lambda x: 0 <= x < 1)),
-    **dict.fromkeys(("max_norm", "max_value", "half_life"), ("> 0", lambda x: x > 0)),
-    **dict.fromkeys(
-        ("eps", "weight_decay", "eta", "initial_accumulator", "beta", "l1", "l2", "clip_ratio", "lower_bound"),
-        (">= 0", lambda x: x >= 0),
-    ),
+Scalar = Annotated[Tensor, Form("f[]", "a number")]
+Rate = NotNegative | Scalar | Callable[[Tensor], float | Tensor]
+_OF = {
+    NotNegative | Scalar: "eps weight_decay eta initial_accumulator beta l1 l2 clip_ratio lower_bound",
+    Share | Scalar: "b1 b2 momentum",
+    Positive | Scalar: "half_life",
+    Positive | Scalar | None: "max_norm max_value",
+    bool: "nesterov",
+    Literal["l2", "decoupled"]: "decay",
 }
-_DECAYS = ("l2", "decoupled")
+_KINDS = {"lr": kind_of(Rate)} | {name: kind_of(hint) for hint, names in _OF.items() for name in names.split()}
+_MADE = kind_of(NotNegative | Scalar)  # what a function of the step gives
 
 
-def hyper_problems(lr: Rate, hyper: Mapping[str, Any]) -> Iterator[Problem]:
-    if not callable(lr) and not isinstance(lr, Tensor):
-        yield from range_problems("lr", lr, ">= 0", lambda x: x >= 0)
+def hyper_problems(lr: object, hyper: Mapping[str, Any]) -> Iterator[Problem]:
+    """Numbers, or tensors of one number each, in their ranges; what a tensor holds is not read."""
+    yield from _KINDS["lr"].find("lr", lr)
     for name, value in hyper.items():
         if name in ("lr", "step", "repeats"):
             yield Problem(f"`{name}` is taken.", f"a hyper-parameter {name!r}", "another name")
-        if name == "decay" and value not in _DECAYS:
-            yield Problem("`decay` is unknown.", f"{value!r}", " or ".join(map(repr, _DECAYS)))
-        if name in _RANGES and value is not None and not isinstance(value, Tensor):
-            yield from range_problems(name, value, *_RANGES[name])
+        if name in _KINDS and name != "lr":
+            yield from _KINDS[name].find(name, value)
 
 
-def range_problems(name: str, value: object, need: str, is_inside: Callable[[float], bool]) -> Iterator[Problem]:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        yield Problem(f"`{name}` is not a number.", describe(value), f"a number {need}", kind=TypeError)
-    elif not is_inside(value):
-        yield Problem(f"`{name}` is out of range.", f"{value}", need)
+def rate_at(call: str, lr: Any, step: Tensor) -> float | Tensor:
+    """The learning rate of a step."""
+    if not callable(lr):
+        return lr
+    rate = lr(step)
+    if not _MADE.fits(rate):
+        check(call, _MADE.find("lr(step)", rate))
+    return rate
 
 
-def rule_problems(init: object, rule: object) -> Iterator[Problem]:
-    for name, x, need in [
+def rule_problems(init: object, rule: object, name: object) -> Iterator[Problem]:
+    if not isinstance(name, str):
+        yield Problem("`name` is not a string.", describe(name), "a string", kind=TypeError)
+    for part, x, need in [
         ("init", init, "(table) -> {slot: Tensor}"),
         ("rule", rule, "(row, grad, slots, hyper) -> (row, slots)"),
     ]:
         if not callable(x):
-            yield Problem(f"`{name}` is not a function.", describe(x), need, kind=TypeError)
+            hint = "init=lambda table: {}, for no slots" if part == "init" else ""
+            yield Problem(f"`{part}` is not a function.", describe(x), need, hint, kind=TypeError)
 
 
 def tables_problems(tables: object) -> Iterator[Problem]:
     if not isinstance(tables, Mapping):
-        yield Problem("`tables` is not a dict of tables.", describe(tables), "{name: f[R, D]}", kind=TypeError)
+        yield Problem("`tables` is not a dict of tables.", describe(tables), "{name: f[R, D]}", TABLE_HINT, TypeError)
     else:
         yield from table_tensor_problems(tables)
 
@@ -116,6 +122,10 @@ def gradient_problems(row_grads: object, tables: Tables, is_gradient_wise: bool)
         elif not isinstance(g, RowGrads):
             hint = "RowGrads.from_entries(rows, grads, num_embeddings=R)"
             yield Problem(f"{path} is not a row gradient.", describe(g), "RowGrads", hint, kind=TypeError)
+        elif any(map(is_stacked, g.terms)):
+            hint = "torch.func.vmap(optimizer.update, in_dims=(0, 0, 0, None))(row_grads, slots, tables, step)"
+            got = f"RowGrads of {describe(g.floats[0])}, one for each member of a vmap"
+            yield Problem(f"{path} is stacked.", got, "RowGrads of one table", hint, kind=TypeError)
         elif g.num_embeddings != tables[n].shape[0] or not fits_columns(g, tables[n]):
             got = f"RowGrads of [{g.num_embeddings}, {g.dim}]"
             yield Problem(f"{path} does not match its table.", got, describe(tables[n]))
@@ -140,12 +150,15 @@ def slot_problems(slots: object, tables: Tables, slot_shapes: Callable | None) -
             yield Problem(f"`slots[{n!r}]` is missing.", f"slots for {list(slots)}", "slots for each table", hint)
         elif slot_shapes is not None:
             need = slot_shapes(tuple(tables[n].shape), tables[n].dtype)
-            got = slots[n] if isinstance(slots[n], Mapping) else {}
-            if sorted(got) != sorted(need):
-                what = f"`slots[{n!r}]` are another optimizer's."
-                yield Problem(what, f"{sorted(got)}", f"{sorted(need)}", hint)
+            got = slots[n]
+            if not isinstance(got, Mapping) or set(got) != set(need):
+                what, found = (
+                    f"`slots[{n!r}]` are another optimizer's.",
+                    list(got) if isinstance(got, Mapping) else None,
+                )
+                yield Problem(what, describe(got) if found is None else f"{found}", f"{sorted(need)}", hint)
                 continue
             for k, shape in need.items():
-                if tuple(got[k].shape) != shape:
+                if not isinstance(got[k], Tensor) or tuple(got[k].shape) != shape:
                     what = f"`slots[{n!r}][{k!r}]` does not match its table {describe(tables[n])}."
                     yield Problem(what, describe(got[k]), f"f{list(shape)}", hint)

@@ -60,7 +60,7 @@ class Stage:
 
 
 def schedule(stages: Sequence[Stage], *, lr: float = 1.0) -> Callable[[int | Tensor], Tensor]:
-    """A function from the steps taken (int or i64[]) to the learning rate, f64[]; give it as any optimizer's `lr`.
+    """A function from the steps taken (int or i64[], or i64[...] for many) to the learning rate, f64[]; give it as any optimizer's `lr`.
 
     Raises: ValueError when `max_iters` does not rise from stage to stage.
 
@@ -79,6 +79,7 @@ def schedule(stages: Sequence[Stage], *, lr: float = 1.0) -> Callable[[int | Ten
 
 
 def _rate(stages: tuple[Stage, ...], lr: float, step: int | Tensor) -> Tensor:
+    check("funcrec.optim.schedule", count_problems(step))
     t = step if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64)
     factor = torch.ones_like(t, dtype=torch.float64)
     for stage in reversed(stages):
@@ -112,9 +113,19 @@ def _factor(stage: Stage, step: Tensor) -> Tensor:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
+def count_problems(step: object) -> Iterator[Problem]:
+    if isinstance(step, Tensor):
+        counts = not (step.is_floating_point() or step.is_complex() or step.dtype == torch.bool)
+    else:
+        counts = isinstance(step, int) and not isinstance(step, bool) and step >= 0
+    if not counts:
+        need = "an int >= 0, or an integer tensor, the steps taken"
+        yield Problem("`step` is not a step.", describe(step), need, kind=TypeError)
+
+
 def stage_problems(s: Stage) -> Iterator[Problem]:
     policies = Policy.__args__
-    if s.policy not in policies:
+    if not isinstance(s.policy, str) or s.policy not in policies:
         yield Problem("`policy` is unknown.", f"{s.policy!r}", " or ".join(map(repr, policies)))
     for name in ("max_iters", "sgdr_period", "decay_iters"):
         n = getattr(s, name)
@@ -126,13 +137,17 @@ def stage_problems(s: Stage) -> Iterator[Problem]:
             yield Problem(f"`{name}` is too small.", f"{n}", "an int >= 1")
     for name in ("value", "lr_scale", "end_value"):
         x = getattr(s, name)
-        if not isinstance(x, (int, float)) and not (name == "end_value" and x is None):
+        is_number = isinstance(x, int | float) and not isinstance(x, bool)
+        if not is_number and not (name == "end_value" and x is None):
             yield Problem(f"`{name}` is not a number.", describe(x), "a number", kind=TypeError)
+        elif is_number and not 0 <= x < math.inf:
+            yield Problem(f"`{name}` is out of range.", f"{x}", "a finite number >= 0")
     if s.policy == "interpolate":
         start = s.start_interpolating_iters
-        if not isinstance(start, int) or s.end_value is None:
+        if not isinstance(start, int) or isinstance(start, bool) or start < 0 or s.end_value is None:
             got = f"start_interpolating_iters={start}, end_value={s.end_value}"
-            yield Problem("`interpolate` does not know from where to where.", got, "both")
+            need, hint = "an int >= 0 and a number", "start_interpolating_iters=10, end_value=0.0"
+            yield Problem("`interpolate` does not know from where to where.", got, need, hint)
         elif isinstance(s.max_iters, int) and start >= s.max_iters:
             yield Problem("`start_interpolating_iters` is too late.", f"{start}", f"< max_iters = {s.max_iters}")
 
@@ -140,8 +155,8 @@ def stage_problems(s: Stage) -> Iterator[Problem]:
 def schedule_problems(stages: object, lr: object) -> Iterator[Problem]:
     if not isinstance(lr, (int, float)) or isinstance(lr, bool):
         yield Problem("`lr` is not a number.", describe(lr), "a number >= 0", kind=TypeError)
-    elif lr < 0:
-        yield Problem("`lr` is out of range.", f"{lr}", ">= 0")
+    elif not 0 <= lr < math.inf:
+        yield Problem("`lr` is out of range.", f"{lr}", "a finite number >= 0")
     if not isinstance(stages, Sequence) or not all(isinstance(s, Stage) for s in stages):
         yield Problem("`stages` are not stages.", describe(stages), "a sequence of fr.optim.Stage", kind=TypeError)
         return

@@ -13,7 +13,7 @@ from funcrec.optim._row import Rate, RowOptimizer, builtin_optimizer, norm, per_
 
 @remade
 def sgd(lr: Rate = 0.01, *, weight_decay: float = 0.0) -> RowOptimizer:
-    """w ← w - lr · (g + weight_decay · w). No slots.
+    """w ← w - lr · (g + weight_decay · w). No slots. The default lr is 0.01; torch.optim.SGD's is 0.001.
 
     Example:
       >>> import funcrec as fr

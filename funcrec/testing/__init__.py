@@ -34,6 +34,7 @@ Traceback (most recent call last):
 AssertionError: the trees differ at `['item']`.
   got   f32[2], 1 of 2 elements differ; the worst is 0.5 apart, at [1]: 0.0 and 0.5
   need  equal within rtol=0, atol=0
+  try   rtol=1e-5, atol=1e-6, where rounding may differ
 """
 
 import funcrec._tree as _tree

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from funcrec import _random as random
-from funcrec._arguments import typed
-from funcrec._errors import describe, fail
+from funcrec._arguments import Count, Key, NotNegative, typed
+from funcrec._errors import describe, fail, own_errors
 from funcrec._tree import paths
 from funcrec.testing._trees import dense_leaves, with_floats
 
@@ -34,7 +34,7 @@ def check_adjoint(
     x: Any,
     y: Any = None,
     *,
-    key: Tensor | None = None,
+    key: Key | None = None,
 ) -> None:
     """Assert that `transpose` is the transpose of the linear map `forward`: ⟨forward(x), y⟩ = ⟨x, transpose(y)⟩.
 
@@ -60,18 +60,29 @@ def check_adjoint(
       AssertionError: `transpose` is not the transpose of `forward`.
         got   ⟨Lx, y⟩ = 3, ⟨x, Lᵀy⟩ = 4
         need  a difference of at most 2.31e-05
+        try   torch.func.vjp(forward, x)[1], which is the transpose where `forward` is linear
     """
-    lx = forward(x)
+    call, one = "funcrec.testing.check_adjoint", "a tree of tensors that it takes"
+    with own_errors(call, forward, x, need=one):
+        lx = forward(x)
     if y is None:
         y = with_floats(lx, _normal(dict(_floats(lx)), random.key(0) if key is None else key))
-    lty = transpose(y)
+    with own_errors(call, transpose, y, need=one):
+        lty = transpose(y)
     x_, y_, lx_, lty_ = map(dense_leaves, (x, y, lx, lty))
     extra = sorted((set(lty_) - set(x_)) | (set(lx_) ^ set(y_)))
     if extra:
+        hint = "trees with the same names on both sides: y as forward(x) is, or y=None"
         fail(
-            "funcrec.testing.check_adjoint", "the paths of the trees do not match.", got=f"{extra} in one tree only",
-            need="forward(x) like y, transpose(y) like x", kind=AssertionError,
+            call, "the paths of the trees do not match.", got=f"{extra} in one tree only",
+            need="forward(x) like y, transpose(y) like x", hint=hint, kind=AssertionError,
         )  # fmt: skip
+    for (path, a), b in zip(
+        [*lx_.items(), *lty_.items()], [*(y_[k] for k in lx_), *(x_[k] for k in lty_)], strict=True
+    ):
+        if a.shape != b.shape:
+            what, hint = f"the shapes at `{path}` do not match.", "y as forward(x) is, or y=None"
+            fail(call, what, got=f"{describe(a)} and {describe(b)}", need="one shape", hint=hint, kind=AssertionError)
     left, right = _inner(lx_, y_), _inner(x_, lty_)
     leaves = [t for tree in (x_, y_, lx_, lty_) for t in tree.values()]
     eps = max((torch.finfo(t.dtype).eps for t in leaves), default=0.0)
@@ -79,7 +90,8 @@ def check_adjoint(
     if not abs(left - right) <= bound:
         raise AssertionError(
             "`transpose` is not the transpose of `forward`.\n"
-            f"  got   ⟨Lx, y⟩ = {left:.9g}, ⟨x, Lᵀy⟩ = {right:.9g}\n  need  a difference of at most {bound:.3g}"
+            f"  got   ⟨Lx, y⟩ = {left:.9g}, ⟨x, Lᵀy⟩ = {right:.9g}\n  need  a difference of at most {bound:.3g}\n"
+            "  try   torch.func.vjp(forward, x)[1], which is the transpose where `forward` is linear"
         )
 
 
@@ -88,11 +100,11 @@ def check_grads(
     f: Callable,
     args: Sequence[Any],
     *,
-    order: int = 2,
+    order: Count = 2,
     modes: Sequence[Literal["fwd", "rev"]] = ("fwd", "rev"),
-    key: Tensor | None = None,
-    rtol: float = RTOL,
-    atol: float = ATOL,
+    key: Key | None = None,
+    rtol: NotNegative = RTOL,
+    atol: NotNegative = ATOL,
 ) -> None:
     """Assert that torch.func's derivatives of `f` at `args` are what differences in f64 say, up to `order`.
 

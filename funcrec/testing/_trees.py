@@ -13,7 +13,7 @@ import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec import _random as random
-from funcrec._arguments import PARTS, typed
+from funcrec._arguments import PARTS, Key, NotNegative, typed
 from funcrec._errors import check, describe
 from funcrec._jagged import JaggedTensor
 from funcrec._keyed_jagged import KeyedJaggedTensor
@@ -25,7 +25,7 @@ JAGGED = (JaggedTensor, KeyedJaggedTensor, RowGrads)
 
 
 @typed
-def assert_trees_close(a: Any, b: Any, *, rtol: float = 0, atol: float = 0) -> None:
+def assert_trees_close(a: Any, b: Any, *, rtol: NotNegative = 0, atol: NotNegative = 0) -> None:
     """Assert that two pytrees have one structure, and leaves of one dtype, shape and (within the tolerances) value.
 
     |a - b| <= atol + rtol · |b|, elementwise; NaN equals NaN, and padding is compared like the rest (`zero_padding`
@@ -40,13 +40,15 @@ def assert_trees_close(a: Any, b: Any, *, rtol: float = 0, atol: float = 0) -> N
     """
     if tree_structure(a) != tree_structure(b):
         raise AssertionError(
-            f"the trees have different structures.\n  got   {tree_structure(a)}\n  need  {tree_structure(b)}"
+            f"the trees have different structures.\n  got   {tree_structure(a)}\n  need  {tree_structure(b)}\n"
+            "  try   the same classes, keys and static fields in both"
         )
     for (path, x), (_, y) in zip(paths(a), paths(b), strict=True):
         got, need = _difference(x, y, rtol, atol)
         if got:
             where = f"at `{path}`" if path else "at the root"
-            raise AssertionError(f"the trees differ {where}.\n  got   {got}\n  need  {need}")
+            hint = "rtol=1e-5, atol=1e-6, where rounding may differ"
+            raise AssertionError(f"the trees differ {where}.\n  got   {got}\n  need  {need}\n  try   {hint}")
 
 
 def _difference(x: Any, y: Any, rtol: float, atol: float) -> tuple[str, str]:
@@ -69,7 +71,7 @@ def _difference(x: Any, y: Any, rtol: float, atol: float) -> tuple[str, str]:
 
 
 @typed
-def garbage_padding(tree: T, key: Tensor | None = None) -> T:
+def garbage_padding(tree: T, key: Key | None = None) -> T:
     """The same value with the padding of every jagged value and RowGrads in `tree` replaced by garbage.
 
     Floats become NaN. Integers become, in turn, small ones, which could be rows, and ones of any size and sign, which

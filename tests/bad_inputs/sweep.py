@@ -43,7 +43,10 @@ def wrong_values() -> dict[str, Any]:
 
 
 class Outcome(NamedTuple):
-    """What came of one wrong call. kind: "returned", "said" (got and need), "raw". whole: all four parts."""
+    """What came of one wrong call. kind: "returned", "said" (got and need), "raw". whole: all four parts.
+
+    fits: "closed" where the annotation names the value's class, and not for being a tensor or anything; "open" where it does not.
+    """
 
     call: str
     path: str
@@ -51,7 +54,7 @@ class Outcome(NamedTuple):
     kind: str
     whole: bool
     text: str
-    fits: bool
+    fits: str
 
 
 def places(good: dict) -> Iterator[tuple[str, Callable[[Any], dict], Any]]:
@@ -93,7 +96,7 @@ def limited():
         signal.signal(signal.SIGALRM, before)
 
 
-def attempt(call, path: str, wrong: str, arguments: dict, fits: bool) -> Outcome:
+def attempt(call, path: str, wrong: str, arguments: dict, fits: str) -> Outcome:
     try:
         with limited():
             call.fn(**arguments)
@@ -119,7 +122,7 @@ def sweep(calls, folder) -> Iterator[Outcome]:
             if path in call.skip:
                 continue
             for name, x in values.items():
-                fits = path in hints and is_a(x, hints[path])
+                fits = how_it_fits(x, hints[path]) if path in hints else ""
                 yield attempt(call, path, name, replaced(x), fits)
 
 
@@ -152,6 +155,15 @@ def inner_annotations(call) -> dict[str, Any]:
         elif hint is Any and type(value) in (dict, list, tuple):
             out |= {path: Any for path, _ in places({name: value})}
     return out
+
+
+def how_it_fits(x: Any, hint: Any) -> str:
+    if x != x if isinstance(x, float) else False:  # a number that is none
+        return ""
+    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    fitting = [m for m in members if is_a(x, m)]
+    is_open = lambda m: m in (Any, object, torch.Tensor) or isinstance(m, typing.TypeVar) or Any in typing.get_args(m)
+    return "" if not fitting else "open" if all(map(is_open, fitting)) else "closed"
 
 
 def is_a(x: Any, hint: Any) -> bool:

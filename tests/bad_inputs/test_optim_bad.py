@@ -35,7 +35,7 @@ ROWS = [
     ("adam(lr=-1)", lambda: o.adam(lr=-1), ValueError, "optim.adam: `lr` is out of range"),
     ("adam(lr='fast')", lambda: o.adam(lr="fast"), TypeError, "`lr` is not a number"),
     ("adam(b1=1.0)", lambda: o.adam(b1=1.0), ValueError, "`b1` is out of range"),
-    ("adam(b2=-0.1)", lambda: o.adam(b2=-0.1), ValueError, "need  in [0, 1)"),
+    ("adam(b2=-0.1)", lambda: o.adam(b2=-0.1), ValueError, "need  a number in [0, 1)"),
     ("adam(lr=nan)", lambda: o.adam(lr=float("nan")), ValueError, "`lr` is out of range"),
     ("adam(b1=1, b2=2)", lambda: o.adam(b1=1, b2=2), ValueError, "`b2` is out of range"),
     ("momentum(1.0)", lambda: o.momentum(momentum=1.0), ValueError, "optim.momentum: `momentum` is out of range"),

@@ -319,7 +319,7 @@ def each(x):
 
 REFUSED = {
     "coroutine": (lambda: fr.jit(later), "`fn` is a coroutine"), "generator": (lambda: fr.jit(each), "`fn` is a generator"),
-    "no function": (lambda: fr.jit(torch.ones(2)), "`fn` is no function"), "a result that is a generator": (lambda: fr.jit(lambda x: (v for v in x))(X), "neither a tensor"),
+    "no function": (lambda: fr.jit(torch.ones(2)), "`fn` is not a function"), "a result that is a generator": (lambda: fr.jit(lambda x: (v for v in x))(X), "neither a tensor"),
     "self": (lambda: _method(), "neither a tensor"),
 }  # fmt: skip
 

@@ -197,7 +197,7 @@ def test_tangents_of_row_gradients_are_refused(use):
 def test_stacked_row_gradients_are_refused(use):
     """RowGrads that vmap stacked are used under vmap; elsewhere the error says how."""
     stacked = torch.func.vmap(bags_of)(torch.tensor([1.0, 5.0]))
-    with pytest.raises(TypeError, match=r"torch.func.vmap\(lambda g: g.to_dense\(\)\)\(grads\)"):
+    with pytest.raises(TypeError, match=r"try   torch\.func\.vmap\((lambda g: g\.to_dense\(\)\)|optimizer\.update, )"):
         USES[use](stacked)
     dense = torch.func.vmap(lambda g: g.to_dense())(stacked)
     assert torch.equal(dense[1], bags_of(torch.tensor(5.0)).to_dense())
