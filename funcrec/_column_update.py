@@ -21,6 +21,7 @@ from funcrec._rowgrads import RowGrads
 from funcrec._sharded import ShardedTables
 from funcrec._tree import replace, tree_flatten, tree_unflatten
 from funcrec.kernels import ops
+from funcrec.kernels.reference_jagged import place_among
 from funcrec.optim import RowOptimizer
 
 
@@ -232,7 +233,7 @@ def _find(rows: Tensor, shard, gathered: Mapping[str, Tensor]) -> dict[str, Tens
     known = gathered["rows"]  # ascending on each rank, -1 behind
     known = torch.where(known < 0, torch.iinfo(known.dtype).max, known)
     most = known.shape[1]
-    place = torch.searchsorted(known, row.expand(known.shape[0], -1).contiguous())  # [n, M]: on every rank
+    place = place_among(known, row.expand(known.shape[0], -1).contiguous(), right=False)  # [n, M]: on every rank
     place = place.gather(0, owner[None])[0].clamp(max=most - 1)
     return {k: x[owner, place] for k, x in gathered.items()}
 

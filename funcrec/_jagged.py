@@ -22,6 +22,7 @@ from funcrec._errors import Problem, check, describe, fail, short_dtype
 from funcrec._jagged_primitives import is_concrete, offsets_of
 from funcrec._lists import flat_list
 from funcrec._tree import pytree
+from funcrec.kernels.reference_jagged import place_among
 
 INT_DTYPES = (torch.int32, torch.int64)
 
@@ -161,8 +162,7 @@ class JaggedTensor:
 
 def bag_ids(offsets: Tensor, capacity: int) -> Tensor:
     """i64[capacity]: the bag of each position; B for positions at or beyond offsets[B]."""
-    position = torch.arange(capacity, device=offsets.device, dtype=offsets.dtype)
-    return torch.searchsorted(offsets, position, right=True) - 1
+    return place_among(offsets, torch.arange(capacity, device=offsets.device, dtype=offsets.dtype)) - 1
 
 
 def take_ranges(values: Tensor, weights: Tensor | None, starts: Tensor, lengths: Tensor, capacity: int) -> JaggedTensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from funcrec._errors import check
 from funcrec._mesh import Mesh, P
 from funcrec._placement import Plan, fit_problems
+from funcrec._tracked import is_tracked
 from funcrec.kernels.memory import empty_table
 
 
@@ -137,13 +138,15 @@ def pack(layout: Layout, bank: int, tables: Mapping[str, Tensor], ranks: Sequenc
 
 
 def blank(shape: Sequence[int], like: Sequence[Tensor]) -> Tensor:
-    """Zeros of the first one's dtype, into which rows of all may be written: batched where one of them is."""
+    """Zeros of the first one's dtype, into which rows of all may be written: batched where one of them is, and tracked.
+
+    So a bank is followed on every rank, whoever has rows in it: a derivative's exchanges are those of all ranks.
+    """
     batched = [x.new_zeros(shape) for x in like if torch._C._functorch.is_functorch_wrapped_tensor(x)]
-    return (
-        sum(batched[1:], batched[0])
-        if batched
-        else empty_table(shape, dtype=like[0].dtype, device=like[0].device).zero_()
-    )
+    none = [x.flatten()[:0].sum() for x in like if is_tracked(x)]
+    if batched or none:
+        return sum([*batched, *none], torch.zeros(shape, dtype=like[0].dtype, device=like[0].device))
+    return empty_table(shape, dtype=like[0].dtype, device=like[0].device).zero_()
 
 
 def unpack(layout: Layout, banks: Mapping[str, Tensor], table: str) -> Tensor:

@@ -20,6 +20,7 @@ from funcrec._mesh import Mesh
 from funcrec._reshard import mesh_problems, sharded_problems
 from funcrec._shard_map import shard_map
 from funcrec._state import TrainState
+from funcrec._tracked import is_tracked
 from funcrec._tree import replace
 from funcrec.kernels import ops
 
@@ -122,12 +123,17 @@ def buckets(at: Sequence[int], xs: Sequence[Tensor]) -> Iterator[list[tuple[int,
 
 
 def mean_of(copies: Tensor) -> Tensor:
-    """The mean of f[C, N], added in the order of the copies; elements that are equal in all copies stay as they are."""
-    first, *others = copies.to(ops.accumulation_dtype(copies.dtype)).unbind(0)
+    """The mean of f[C, N], added in the order of the copies; elements that are equal in all copies stay as they are.
+
+    Of equal ones the greatest is any, and its derivative is the mean's.
+    """
+    wide = copies.to(ops.accumulation_dtype(copies.dtype))
+    first, *others = wide.unbind(0)
     total, is_same = first, torch.ones_like(first, dtype=torch.bool)
     for x in others:
         total, is_same = total + x, is_same & (x == first)
-    return torch.where(is_same, first, total / copies.shape[0]).to(copies.dtype)
+    same = wide.amax(0) if is_tracked(wide) else first
+    return torch.where(is_same, same, total / copies.shape[0]).to(copies.dtype)
 
 
 # -- validators --------------------------------------------------------------------------------------------------

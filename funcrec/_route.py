@@ -26,6 +26,7 @@ from funcrec._rowgrads import Bags, RowGrads
 from funcrec._tree import pytree
 from funcrec.kernels import ops
 from funcrec.kernels.forms import Feature
+from funcrec.kernels.reference_jagged import place_among
 
 
 class Lane(NamedTuple):
@@ -84,7 +85,7 @@ class Routed:
         room = self.rows.shape[0] // n
         bounds = self.offsets.unflatten(0, (n, -1))
         places = torch.arange(n * room, device=bounds.device).view(n, room)
-        slot = (torch.searchsorted(bounds, places, right=True) - 1) // max(self.num_bags, 1)
+        slot = (place_among(bounds, places) - 1) // max(self.num_bags, 1)
         slot, own = slot.flatten(), [i for i in range(k) if routes.banks[i] == bank]
         return torch.where((slot >= own[0]) & (slot <= own[-1]), self.rows, -1)
 

@@ -19,6 +19,7 @@ from funcrec.kernels.tracked import is_tracked as is_tracked
 from funcrec.kernels.tracked import is_transformed as is_transformed
 from funcrec.kernels.tracked import is_transforming as is_transforming
 from funcrec.kernels.tracked import plain as plain
+from funcrec.kernels.tracked import vmaps_of as vmaps_of
 
 
 def has_tracked(*trees: Any) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from funcrec.kernels.forms import Owners, owners_of
+from funcrec.kernels.reference_jagged import place_among
 from torch import Tensor
 
 NOWHERE = 1 << 40  # more than a rank's rows: owner · NOWHERE + row is one number
@@ -82,4 +83,4 @@ def owned_rows(ids: Tensor, bounds: Tensor, lanes: Sequence[Owners], integers: C
 def lane_of(bounds: Tensor, num_ids: int, num_lanes: int) -> Tensor:
     """i64[N]: the lane that each id stands in; the last one for padding."""
     ends = bounds[:: max((bounds.shape[0] - 1) // num_lanes, 1)][1:num_lanes]
-    return torch.searchsorted(ends.contiguous(), torch.arange(num_ids, device=ends.device), right=True)
+    return place_among(ends.contiguous(), torch.arange(num_ids, device=ends.device))

@@ -15,6 +15,7 @@ from funcrec.kernels.reference_jagged import (
     ascending,
     bucketize,
     from_padded,
+    place_among,
     take_ranges,
     take_ranges_transpose,
     to_padded,
@@ -125,7 +126,7 @@ def _flat_entries(bounds: Tensor, capacity: int, max_length: int) -> tuple[Tenso
     """One entry per position of the buffer: its position, its bag (B for none) and whether it counts."""
     num_bags = bounds.shape[0] - 1
     position = torch.arange(capacity, device=bounds.device, dtype=bounds.dtype)
-    bag = torch.searchsorted(bounds, position, right=True) - 1
+    bag = place_among(bounds, position) - 1
     valid = (bag >= 0) & (bag < num_bags)
     bag = torch.where(valid, bag, num_bags)
     if max_length:

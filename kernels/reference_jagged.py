@@ -5,12 +5,21 @@ Shapes: B bags, N buffer length, C capacity of an output, L places of a padded b
 
 import torch
 from funcrec.kernels.forms import accumulation_dtype
+from funcrec.kernels.tracked import is_transforming
 from torch import Tensor
 
 
 def ascending(offsets: Tensor) -> Tensor:
     """Offsets as every operation reads them: their running maximum."""
     return offsets.cummax(0).values
+
+
+def place_among(bounds: Tensor, position: Tensor, right: bool = True) -> Tensor:
+    """How many of the ascending bounds are less than the position, or at most it. Under vmap both get memory of their own: torch asks for it."""
+    if is_transforming():
+        none = (bounds[..., :1] * 0).sum() + (position[..., :1] * 0).sum()
+        bounds, position = (bounds + none).contiguous(), (position + none).contiguous()
+    return torch.searchsorted(bounds, position, right=right)
 
 
 def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
@@ -37,7 +46,7 @@ def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values
 def _sources(starts: Tensor, offsets: Tensor, capacity: int, num_values: int) -> tuple[Tensor, Tensor]:
     """i64[C] positions in the buffer that the places of take_ranges' output come from, and which places have one."""
     place, bounds = torch.arange(capacity, device=offsets.device), ascending(offsets).clamp(0, capacity)
-    bag = torch.searchsorted(bounds, place, right=True) - 1
+    bag = place_among(bounds, place) - 1
     inside = (bag >= 0) & (bag < starts.shape[0])
     bag = bag.clamp(0, starts.shape[0] - 1)
     source = starts.long().index_select(0, bag) + (place - bounds.index_select(0, bag))
@@ -59,7 +68,7 @@ def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
     if num_bags * max_length == 0:
         return padded.new_zeros((capacity, *padded.shape[2:]))
     place, offsets = torch.arange(capacity, device=offsets.device), ascending(offsets).clamp(0, capacity).long()
-    bag = torch.searchsorted(offsets, place, right=True) - 1
+    bag = place_among(offsets, place) - 1
     inside = (bag >= 0) & (bag < num_bags)
     bag = bag.clamp(0, num_bags - 1)
     column = place - offsets.index_select(0, bag)
@@ -73,7 +82,7 @@ def bucketize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_bags, num_ids = offsets.shape[0] - 1, rows.shape[0]
     place = torch.arange(num_ids, device=rows.device)
-    bag = torch.searchsorted(ascending(offsets).long(), place, right=True) - 1
+    bag = place_among(ascending(offsets).long(), place) - 1
     owner = torch.div(rows.long(), block, rounding_mode="floor")
     counts = (bag >= 0) & (bag < num_bags) & (owner >= 0) & (owner < num_shards)
     bucket = torch.where(counts, owner * num_bags + bag, num_shards * num_bags)

@@ -13,6 +13,7 @@ from torch._C._functorch import (
     TransformType,
     get_interpreter_stack,
     get_unwrapped,
+    is_batchedtensor,
     is_functorch_wrapped_tensor,
     is_gradtrackingtensor,
     maybe_get_level,
@@ -79,6 +80,17 @@ def is_transformed(x: Tensor) -> bool:
 def is_followed(x: Tensor) -> bool:
     """Whether a transform sees x, or a graph that is being staged: x stands for more than its value."""
     return is_transformed(x) or isinstance(x, FakeTensor)
+
+
+def vmaps_of(tensors: Iterable) -> frozenset[int]:
+    """The levels of vmap at which one of the tensors differs from member to member."""
+    levels = set()
+    for x in tensors if is_transforming() else ():
+        while isinstance(x, Tensor) and is_functorch_wrapped_tensor(x):
+            if is_batchedtensor(x):
+                levels.add(maybe_get_level(x))
+            x = get_unwrapped(x)
+    return frozenset(levels)
 
 
 def plain(x: Tensor) -> Tensor | None:

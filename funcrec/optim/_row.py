@@ -18,8 +18,8 @@ from torch import Tensor
 from funcrec._errors import Problem, check, describe, fail
 from funcrec._recipe import reduced, remade
 from funcrec._rowgrads import RowGrads, root, terms_of
-from funcrec._tracked import any_tracked, is_followed, reading
-from funcrec._tree import tree_map
+from funcrec._tracked import any_tracked, is_followed, reading, vmaps_of
+from funcrec._tree import tree_leaves, tree_map
 from funcrec.kernels import ops
 from funcrec.kernels.memory import full_table
 from funcrec.optim._blocks import flat
@@ -233,8 +233,17 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
 
 
 def update_fused(kernel: Callable, slot_names: Sequence[str], grads: Mapping, slots: Slots, tables: Tables, numbers):
-    """All tables in one call of kernel(tables, slots, terms, lr, step, keys) -> (tables, slots)."""
+    """All tables in one call of kernel(tables, slots, terms, lr, step, keys) -> (tables, slots).
+
+    Under vmap one for the tables that are alike in all members, which stay so, and one for the others.
+    """
     rate, step, key = numbers
+    alike: dict[frozenset[int], dict] = {}
+    for n, g in grads.items():
+        alike.setdefault(vmaps_of([tables[n], *slots[n].values(), *tree_leaves(g)]), {})[n] = g
+    if len(alike) > 1:
+        made = [update_fused(kernel, slot_names, own, slots, tables, numbers) for own in alike.values()]
+        return {n: t for own, _ in made for n, t in own.items()}, {n: s for _, own in made for n, s in own.items()}
     device = next(iter(tables.values())).device
     taken = step_tensor(step, device).to(torch.int64)
     keys = None if key is None else torch.stack([table_key(key, n) for n in grads])

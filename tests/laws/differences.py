@@ -125,13 +125,14 @@ def outcome(s: Callable, mode: str, needs: dict) -> str:
         return f"{RAISED}: {type(error).__name__} {str(error)[:400]}"
     if difference not in needs:
         needs[difference] = difference(s)
-    need, size = needs[difference], max(1.0, float(s(ZERO).detach().abs()))
+    return compared(got.detach(), needs[difference], s, mode)
+
+
+def compared(got: Tensor, need: Tensor, s: Callable, mode: str) -> str:
+    """RIGHT, or the two numbers, as far as differences of s can tell."""
+    size = max(1.0, float(s(ZERO).detach().abs()))
     tolerance = (RTOL2 if mode in SECOND else RTOL) * (size + float(need.abs()))
-    return (
-        RIGHT
-        if bool((got.detach() - need).abs() <= tolerance)
-        else f"got {float(got):.8g}, difference {float(need):.8g}"
-    )
+    return RIGHT if bool((got - need).abs() <= tolerance) else f"got {float(got):.8g}, difference {float(need):.8g}"
 
 
 def sweep(case: Case, modes=tuple(MODES)) -> dict[tuple[str, str], str]:

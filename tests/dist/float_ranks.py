@@ -1,0 +1,257 @@
+"""Public functions of a mesh as cases of the sweep `differences`, on an emulated mesh and on real ranks.
+
+An input is whole on every rank, which takes its own part of it. On real ranks a mode gives each rank the part of the derivative that goes
+through its own input (reverse) or output (forward): over the ranks they add up to the derivative of Σ_r s_r.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "laws"))  # `differences`
+import differences
+from differences import RAISED, Case, along, draw
+
+import funcrec as fr
+from funcrec._tree import replace, tree_leaves, tree_map
+
+SHAPES = {"a": (5, 2), "b": (4, 2), "c": (3, 3), "d": (5, 2)}  # nobody has id 3 for d
+PLAN = fr.Plan({"a": fr.row_wise("x"), "b": fr.column_wise("x"), "c": fr.table_wise("x", rank=1), "d": fr.replicated()})
+COPIES = fr.Plan(dict.fromkeys("abcd", fr.replicated()), replicas="x")
+OTHER = fr.Plan(
+    {"a": fr.replicated(), "b": fr.table_wise("x", rank=0), "c": fr.row_wise("x"), "d": fr.column_wise("x")}
+)
+POOLED = (
+    fr.FeatureConfig("f0", table="a", column="u", weighted=True),
+    fr.FeatureConfig("f1", table="b", column="v", pooling="mean"),
+    fr.FeatureConfig("f2", table="c", column="v", pooling="mean", weighted=True),
+    fr.FeatureConfig("f3", table="d", column="u"),
+    fr.FeatureConfig("f4", table="a", column="v"),
+)
+LISTED = (
+    fr.FeatureConfig("s0", table="a", column="u", pooling="none", weighted=True),
+    fr.FeatureConfig("s1", table="b", column="v", pooling="none"),
+)
+BAGS = {"u": [[0, 4, 4], [], [2], [1, -1, 0]], "v": [[3], [1, 0], [], [2, 2, 9]]}
+TABLES = {n: draw(f"table {n}", s) for n, s in SHAPES.items()}
+DENSE = {"w": draw("w", (11,)), "bias": draw("b", (4,))}
+WEIGHTS = draw("weights", (13,)).square() + 0.5
+number = lambda x: torch.tensor(x, dtype=torch.float64)
+
+
+def ids(weights: Tensor) -> fr.KeyedJaggedTensor:
+    return replace(fr.KeyedJaggedTensor.from_lists(BAGS, dtype=torch.int64), weights=weights)
+
+
+def cut(tree, mesh: fr.Mesh):
+    return fr.shard(tree, fr.P("x"), mesh=mesh)
+
+
+def bent(x: Tensor) -> Tensor:
+    return torch.sin(x) + 0.05 * x.square()
+
+
+def loss_fn(params, batch):
+    pooled = fr.lookup(params.tables, batch, POOLED).values
+    lists = fr.lookup_sequence(params.tables, batch, LISTED)
+    bias = params.dense["bias"]
+    return (
+        bent(pooled * params.dense["w"]).mean()
+        + bent(torch.cat([lists[k].to_padded(3).sum(1) for k in ("s0", "s1")], 1) * bias).mean()
+    )
+
+
+def with_aux(params, batch):
+    return loss_fn(params, batch), {"seen": batch.weights.mean()}
+
+
+def merge(dense, aux):
+    return {**dense, "bias": dense["bias"] + 0.1 * aux["seen"]}
+
+
+# -- collectives -------------------------------------------------------------------------------------------------
+
+SIZES = torch.tensor([[1, 2], [1, 1]])
+RAGGED = {
+    "starts": torch.tensor([[0, 1], [0, 1]]),
+    "sizes": SIZES,
+    "places": torch.tensor([[0, 0], [1, 2]]),
+    "got": SIZES.t(),
+}
+
+
+def ragged(x: Tensor) -> Tensor:
+    starts, sizes, places, got = (t[fr.axis_index("x")[None]][0] for t in RAGGED.values())
+    return fr.ragged_all_to_all(x, torch.zeros_like(x), starts, sizes, places, got, axis_name="x").square()
+
+
+COLLECTIVES = {  # of x f[4, 2] on each of two ranks
+    "psum": lambda x: fr.psum(bent(x), "x"),
+    "psum_invariant, pvary": lambda x: fr.pvary(fr.psum_invariant(bent(x), "x"), "x").square(),
+    "pmean": lambda x: fr.pmean(bent(x), "x"),
+    "pmax": lambda x: fr.pmax(bent(x), "x") * x,
+    "pmin": lambda x: fr.pmin(bent(x), "x").square(),
+    "all_gather": lambda x: fr.all_gather(x, "x").square(),
+    "all_gather, tiled": lambda x: bent(fr.all_gather(x, "x", dim=1, tiled=True)),
+    "psum_scatter": lambda x: fr.psum_scatter(bent(x), "x", tiled=True).square(),
+    "all_to_all": lambda x: fr.all_to_all(bent(x), "x", concat_dim=1, tiled=True).square(),
+    "ppermute": lambda x: fr.ppermute(bent(x), "x", [(0, 1)]) * x,
+    "ragged_all_to_all": ragged,
+    "axis_index": lambda x: bent(x) * fr.axis_index("x"),
+}
+
+
+def collectives(mesh: fr.Mesh, x: Tensor, names=tuple(COLLECTIVES)):
+    one = lambda x: {n: COLLECTIVES[n](x)[None] for n in names}
+    return fr.shard_map(one, mesh=mesh, in_specs=fr.P("x"), out_specs=fr.P("x"))(cut(x, mesh))
+
+
+# -- tables ------------------------------------------------------------------------------------------------------
+
+
+def of_tables(tensors: dict) -> dict:
+    return {n: tensors[n] for n in SHAPES}
+
+
+def looked_up(mesh, *, weights, exact=False, dedup=False, **tables):
+    held = fr.shard_tables(of_tables(tables), PLAN, mesh, exact=exact, dedup=dedup)
+
+    def one(held, ids):
+        listed = fr.lookup_sequence(held, ids, LISTED)
+        return fr.lookup(held, ids, POOLED).values, {n: x.to_padded(3) for n, x in listed.items()}
+
+    mapped = fr.shard_map(one, mesh=mesh, in_specs=(held.specs(), fr.P("x")), out_specs=fr.P("x"))
+    return tree_map(bent, mapped(held, cut(ids(weights), mesh)))
+
+
+def gradients(mesh, *, weights, w, bias, **tables):
+    """Rows' gradients of every rank, and those of the dense parameters."""
+    held = fr.shard_tables(of_tables(tables), PLAN, mesh)
+
+    def one(held, dense, ids):
+        loss, grads = fr.value_and_grad(loss_fn)(fr.Params(held, dense), ids)
+        return loss[None], {n: g.to_dense() for n, g in grads.tables.items()}, tree_map(lambda x: x[None], grads.dense)
+
+    specs = (held.specs(), fr.P(), fr.P("x"))
+    return fr.shard_map(one, mesh=mesh, in_specs=specs, out_specs=fr.P("x"))(
+        held, {"w": w, "bias": bias}, cut(ids(weights), mesh)
+    )
+
+
+def moved(mesh, *, is_whole, w, slot, **tables):
+    """A state, cut and whole again: by `gather_state`, by `reshard`, or its tables alone."""
+    sparse, dense = fr.optim.adagrad(lr=0.1), fr.optim.dense(torch.optim.SGD, lr=0.1)
+    step = fr.train_step(loss_fn, sparse=sparse, dense=dense, mesh=mesh, plan=PLAN, dense_axes=("x",))
+    state = step.init(fr.Params(of_tables(tables), {"w": w}))
+    slots = {n: {k: s + slot for k, s in own.items()} for n, own in state.slots.items()}
+    state = replace(state, slots=slots)
+    if not is_whole:
+        state = fr.reshard(state, OTHER, mesh=mesh, sparse=sparse)
+        return [bent(x) for x in tree_leaves(state.tables.banks)], state.slots, state.dense
+    state = fr.gather_state(state, mesh)
+    return tree_map(bent, state.tables), state.slots, tree_map(bent, state.dense)
+
+
+def whole_again(mesh, **tables):
+    return tree_map(bent, fr.gather_tables(fr.shard_tables(of_tables(tables), PLAN, mesh), mesh))
+
+
+def united(mesh, *, lr, apart, **tables):
+    """Copies that trained apart, then united; the copies of `apart` differ."""
+    options = {
+        "sparse": fr.optim.adagrad(lr=lr, initial_accumulator=0.1),
+        "dense": fr.optim.dense(torch.optim.SGD, lr=0.1),
+    }
+    step = fr.train_step(loss_fn, **options, mesh=mesh, plan=COPIES)
+    state = step.init(fr.Params(of_tables(tables), DENSE))
+    state, _ = step(state, cut(ids(WEIGHTS), mesh))
+    banks = {n: x + own_part(apart, x, mesh) for n, x in state.tables.items()}
+    state = fr.sync_replicas(replace(state, tables=replace(state.tables, banks=banks)), mesh=mesh)
+    return tree_map(bent, state.tables.banks), state.slots
+
+
+def own_part(apart: Tensor, x: Tensor, mesh: fr.Mesh) -> Tensor:
+    """apart f[2], one number for each copy, of x's rows on this process."""
+    return cut(apart, mesh).repeat_interleave(x.shape[0] // (2 if mesh.is_emulated else 1))[:, None]
+
+
+STEPS = {
+    "plain": ("SGD", {}),
+    "dense_axes, merge, capacity": ("Adam", {"dense_axes": ("x",), "merge": merge, "has_aux": True, "capacity": 16}),
+}
+
+
+def trained(mesh, *, how, steps, weights, w, bias, lr, dense_lr, jit=False, **tables):
+    name, more = STEPS[how]
+    dense = fr.optim.dense(getattr(torch.optim, name), lr=dense_lr, **({"eps": 0.5} if name == "Adam" else {}))
+    options = {"sparse": fr.optim.adagrad(lr=lr, initial_accumulator=0.1), "dense": dense}
+    step = fr.train_step(with_aux if "merge" in more else loss_fn, **options, **more, mesh=mesh, plan=PLAN)
+    run = fr.jit(step) if jit else step
+    state = step.init(fr.Params(of_tables(tables), {"w": w, "bias": bias}))
+    for _ in range(steps):
+        state, metrics = run(state, cut(ids(weights), mesh))
+    return tree_map(bent, (state.tables.banks, state.slots, state.dense)), metrics["loss"], metrics.get("aux")
+
+
+def at_once(f, inputs: dict[str, Tensor]):
+    """f of one vector: what a mode loses of any input, the difference has."""
+    sizes = [x.numel() for x in inputs.values()]
+    apart = lambda x: {k: p.reshape(y.shape) for (k, y), p in zip(inputs.items(), x.split(sizes), strict=True)}
+    return lambda x: f(**apart(x)), {"x": torch.cat([x.flatten() for x in inputs.values()])}
+
+
+LOOKED = {**TABLES, "weights": WEIGHTS}
+LOSS = {**LOOKED, **DENSE}
+TRAINED = {**LOSS, "lr": number(0.1), "dense_lr": number(0.02)}
+MOVED = {**TABLES, "w": DENSE["w"], "slot": number(0.3)}
+CASES = {  # {name: (f of the mesh and the inputs, inputs)}
+    "collectives": (collectives, {"x": draw("x", (8, 2))}),
+    "lookups": (looked_up, LOOKED),
+    "lookups, exact": (partial(looked_up, exact=True), LOOKED),
+    "lookups, dedup": (partial(looked_up, dedup=True), LOOKED),
+    "value_and_grad": (gradients, LOSS),
+    "gather_state": (partial(moved, is_whole=True), MOVED),
+    "reshard": (partial(moved, is_whole=False), MOVED),
+    "gather_tables": (whole_again, TABLES),
+    "sync_replicas": (united, {**TABLES, "lr": number(0.1), "apart": number(0.2).expand(2).clone()}),
+    "train_step": (partial(trained, how="plain", steps=1), TRAINED),
+    "train_step, all options": (partial(trained, how="dense_axes, merge, capacity", steps=1), TRAINED),
+}
+BITS = ("gather_state", "reshard")  # between real ranks rows travel as bits: refused
+FEW = ("grad", "autograd", "jvp", "vmap", "vmap of grad", "jvp of grad")
+
+
+def case_of(name: str, mesh: fr.Mesh) -> Case:
+    f, inputs = CASES[name]
+    return Case(name, *at_once(partial(f, mesh), inputs), "*" if name in BITS and not mesh.is_emulated else ())
+
+
+# -- real ranks --------------------------------------------------------------------------------------------------
+
+
+def over_ranks(x: Tensor) -> Tensor:
+    """Σ_r x, of plain numbers."""
+    total = x.detach().clone()
+    torch.distributed.all_reduce(total)
+    return total
+
+
+def outcomes(name: str, modes: tuple[str, ...]) -> dict[tuple[str, str], str]:
+    """`differences.sweep` on this process's ranks, derivatives and differences added over them."""
+    s, needs, found = along(case_of(name, fr.Mesh.distributed(x=torch.distributed.get_world_size())), "x"), {}, {}
+    total = lambda t: over_ranks(s(t))
+    total(differences.ZERO)  # the sweep's own numbers are drawn outside of transforms
+    for mode in modes:
+        derivative, difference = differences.MODES[mode]
+        try:
+            got = over_ranks(derivative(s))
+        except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+            found["x", mode] = f"{RAISED}: {type(error).__name__} {str(error)[:400]}"
+            continue
+        if difference not in needs:
+            needs[difference] = difference(total)
+        found["x", mode] = differences.compared(got, needs[difference], total, mode)
+    return found

@@ -1,0 +1,90 @@
+"""Plans that place each table otherwise: lookups and steps against plain torch in one process, and what jit sees of them."""
+
+import warnings
+from unittest import mock
+
+import torch
+from float_ranks import DENSE, PLAN, TABLES, WEIGHTS, ids, loss_fn
+from hypothesis import given, settings
+from placement_models import models
+
+import funcrec as fr
+from funcrec import _compile
+from funcrec._tree import replace
+from funcrec.testing import assert_trees_close
+
+
+def bag_sum(table, feature, bag, weights):
+    """Σ w · table[id] over the bag's first ids, those outside the table being zeros; of a mean over all of them."""
+    bag = bag[: feature.max_length]
+    total = table.new_zeros(table.shape[1])
+    for i, w in zip(bag, weights, strict=False):
+        if 0 <= i < table.shape[0]:
+            total = total + (w if feature.weighted else 1.0) * table[i]
+    return total / max(len(bag), 1) if feature.pooling == "mean" else total
+
+
+def in_plain_torch(tables, ids, features):
+    """f[B, ΣD], bag by bag."""
+    bags = ids.to_lists()
+    weights = iter([1.0] * ids.capacity if ids.weights is None else ids.weights.tolist())
+    own = {k: [[next(weights) for _ in bag] for bag in column] for k, column in bags.items()}
+    column = lambda f: [bag_sum(tables[f.table], f, b, w) for b, w in zip(bags[f.key], own[f.key], strict=True)]
+    return torch.cat([torch.stack(column(f)) for f in features], 1)
+
+
+@settings(max_examples=12)
+@given(models())
+def test_a_step_of_any_plan_is_plain_torchs(model):
+    """Loss, tables and dense parameters after a step of SGD are those of plain torch, bag by bag, however each table is placed."""
+    mesh, plan, tables, ids, features = model
+    tables = {n: t.double() for n, t in tables.items()}
+    ids = ids if ids.weights is None else replace(ids, weights=ids.weights.double())
+    features = [replace(f, hash=None) for f in features]
+    w = torch.linspace(-1, 1, sum(tables[f.table].shape[1] for f in features), dtype=torch.float64)
+
+    def loss_fn(params, ids, look=lambda *args: fr.lookup(*args).values):
+        return torch.sin(look(params.tables, ids, features) * params.dense).sum(1).mean()
+
+    options = {"sparse": fr.optim.sgd(0.3), "dense": fr.optim.dense(torch.optim.SGD, lr=0.2)}
+    step = fr.train_step(loss_fn, **options, mesh=mesh, plan=plan)
+    state, metrics = step(step.init(fr.Params(tables, w)), ids)
+    followed = {n: t.clone().requires_grad_() for n, t in tables.items()}
+    dense = w.clone().requires_grad_()
+    loss = loss_fn(fr.Params(followed, dense), ids, in_plain_torch)
+    loss.backward()
+    close = {"rtol": 1e-9, "atol": 1e-9}
+    assert_trees_close(metrics["loss"], loss.detach(), **close)
+    assert_trees_close(state.dense, w - 0.2 * dense.grad, **close)
+    moved = {n: t if followed[n].grad is None else t - 0.3 * followed[n].grad for n, t in tables.items()}
+    assert_trees_close(fr.gather_tables(state.tables, mesh), moved, **close)
+
+
+def test_a_step_with_copies_beside_cut_tables_is_staged():
+    """jit knows that the copies of a replicated table stay alike though one kernel updates other tables, which differ, with it."""
+    mesh = fr.Mesh.emulated(x=2)
+    options = {"sparse": fr.optim.adagrad(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
+    step = fr.train_step(loss_fn, **options, mesh=mesh, plan=PLAN)
+    state = step.init(fr.Params(TABLES, DENSE))
+    with mock.patch.object(_compile, "compile_graph", lambda graph, args: graph):  # the staged graph itself
+        staged = fr.jit(step)(state, ids(WEIGHTS))
+    assert_trees_close(staged, step(state, ids(WEIGHTS)), rtol=1e-12, atol=1e-12)
+
+
+def test_nothing_warns_of_an_emulated_step():
+    """A step on an emulated mesh, columns that travel together too, calls nothing that torch warns of."""
+    mesh = fr.Mesh.emulated(x=2)
+    torch.set_warn_always(True)
+    try:
+        options = {
+            "sparse": fr.optim.rowwise_adagrad(0.1, max_norm=1.0),
+            "dense": fr.optim.dense(torch.optim.SGD, lr=0.1),
+        }
+        step = fr.train_step(
+            loss_fn, **options, mesh=mesh, plan=fr.Plan({**dict(PLAN.placements), "d": fr.column_wise("x")})
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(step.init(fr.Params(TABLES, DENSE)), ids(WEIGHTS))
+    finally:
+        torch.set_warn_always(False)
