@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec._errors import EXAMPLES, Problem, check, describe
+from funcrec._errors import EXAMPLES, Problem, check, describe, example_at
 
 PARTS: dict[
     type, Callable[[Any, str], Iterator[Problem]]
@@ -159,7 +159,7 @@ def kind_of(hint: Any, owner: Any = None) -> Kind:
     if origin in (Sequence, Collection, tuple, list):
         return _sequence(origin, args, owner)
     if origin is Callable or hint is Callable:
-        return _instance(callable, "a function", "a function")
+        return _instance(callable, "a function", "a function", Callable)
     plain = origin if origin in _PLAIN else hint
     if plain in _PLAIN:
         is_number, (classes, noun, need) = plain in (int, float), _PLAIN[plain]
@@ -209,7 +209,7 @@ def _annotated(hint: Any, more: Any, owner: Any) -> Kind:
         found = [p._replace(need=more.need) for p in inner.find(path, x)]
         yield from found
         if not found and not more.holds(x):
-            yield Problem(f"`{path}` is out of range.", f"{x}", more.need, _example(path))
+            yield Problem(f"`{path}` is out of range.", f"{x}", more.need, conversion(path, None, hint))
 
     return Kind(more.need, find, lambda x: inner.fits(x) and more.holds(x), inner.accepts)
 
@@ -286,7 +286,9 @@ def _mapping(args: tuple, owner: Any) -> Kind:
 
     def find(path: str, x: Any) -> Iterator[Problem]:
         if not isinstance(x, Mapping):
-            hint = _example(path) or _example(path, example)
+            own = _example(path).removeprefix(f"{path}=")
+            text = own if own.startswith("{") else example or (f'{{"item": {own}}}' if own else "")
+            hint = _example(path, text) if text else ""
             yield Problem(f"`{path}` is not a mapping.", describe(x), need, hint, TypeError)
             return
         for k, v in x.items():
@@ -352,10 +354,21 @@ def conversion(path: str, x: Any, cls: Any) -> str:
         return f"torch.tensor({path})"
     if cls is int and isinstance(x, Tensor) and x.dim() == 0:
         return f"int({path}), which waits for the device"
-    return f"{path}=True, or False" if cls is bool else _example(path)
+    if cls is bool:
+        return f"{path}=True, or False"
+    own, (begins, plain) = _example(path), _LOOKS.get(cls, ((), ""))
+    is_other = plain and own.startswith(f"{path}=") and not own.startswith(tuple(f"{path}={b}" for b in begins))
+    return _example(path, plain) if is_other else own  # a name may have two meanings
+
+
+_LOOKS: dict[Any, tuple[Sequence[str], str]] = {  # how an example begins, and one
+    int: ("0123456789", "2"),
+    float: ("0123456789", "0.5"),
+    str: ('"', '"item"'),
+    Callable: (("lambda", "fr.", "torch."), "lambda *args: args"),
+}
 
 
 def _example(path: str, text: str = "") -> str:
-    """`path=text`, or `name=...` with an example of the whole argument that `path` begins with."""
-    name = path.split("[")[0].split(".")[-1]
-    return f"{path}={text}" if text else f"{name}={EXAMPLES[name]}" if name in EXAMPLES else ""
+    """`path=text`, or an example of the argument that `path` begins with."""
+    return f"{path}={text}" if text else example_at(path.split(".")[-1])

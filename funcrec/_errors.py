@@ -77,28 +77,35 @@ def message(call: str, problems: Iterable[Problem]) -> str:
 
 def example_of(problem: Problem) -> str:
     """What to try where a problem does not say it: one of the names that are needed, or `name=...` with an example."""
-    found = re.match(r"`([\w.]+)[`\[]", problem.what)
-    path = found[1] if found else ""
-    name = path.split(".")[-1]
-    if problem.need == "a bool":
-        return f"{path}=True, or False"
-    if re.match(r"(None, or )?(one of |among |some of )?[\[']", problem.need) and re.search(r"'[^']*'", problem.need):
-        near = nearest(problem.got, re.findall(r"'([^']*)'", problem.need))
-        return f"{path}={near!r}" if path and problem.kind is not KeyError else repr(near)
-    is_fixed = _IN_RANGE.search(problem.what) and re.match(r"[\d.]", EXAMPLES.get(name, ""))
-    least = re.search(r"> ?=? (\d+)", problem.need)
-    if is_fixed and least and float(EXAMPLES[name]) < float(least[1]):  # a name of two meanings
-        return f"{name}={least[1]}"
-    if name in EXAMPLES and (problem.kind is TypeError or is_fixed):
-        return f"{name}={EXAMPLES[name]}"
-    known = next((EXAMPLES[n] for n in re.findall(r"[A-Z]\w+", problem.need) if n in EXAMPLES), "")
-    return (
-        f"{name}=[{known}]"
-        if known and name and "sequence of" in problem.need
-        else f"{name}={known}"
-        if known and name
-        else ""
-    )
+    found = re.match(r"`([\w.]+)(\[.*?\])?`", problem.what)
+    path, part = (found[1], found[2] or "") if found else ("", "")
+    name, need = path.split(".")[-1], problem.need
+    if need == "a bool":
+        return f"{path}{part}=True, or False"
+    if re.match(r"(None, or )?(one of |among |some of )?[\[']", need) and re.search(r"'[^']*'", need):
+        near = repr(nearest(problem.got, re.findall(r"'([^']*)'", need)))
+        takes_many = name == "axis_names" or EXAMPLES.get(name, "").startswith('("')
+        several = takes_many and need.startswith(("among", "some of"))
+        is_bare = not path or problem.kind is KeyError or (need.startswith("among") and not several)
+        return near if is_bare else f"{path}=({near},)" if several else f"{path}={near}"
+    least, is_range = re.search(r">=? (\d+)", need), _IN_RANGE.search(problem.what)
+    is_number = is_range and re.match(r"[\d.]", EXAMPLES.get(name, ""))
+    if is_number and least and float(EXAMPLES[name]) < float(least[1]):  # a name of two meanings
+        return f"{name}{part}={least[1]}"
+    if problem.kind is not TypeError:
+        return example_at(name + part) if is_number else ""
+    known = next((EXAMPLES[n] for n in re.findall(r"[A-Z]\w+", need) if n in EXAMPLES), "")
+    if name in EXAMPLES or not known or not name:
+        return example_at(name + part)
+    return f"{name}=[{known}]" if "sequence of" in need else f"{name}{part}={known}"
+
+
+def example_at(path: str) -> str:
+    """`path=...` with the example of its name; of the whole argument where that is a container, and `path` an element of it."""
+    name = re.split(r"[\[.]", path)[0]
+    text = EXAMPLES.get(name, "")
+    whole = text.startswith("{") if "['" in path else text[:1] in "[({"
+    return f"{name if whole else path}={text}" if text else ""
 
 
 _IN_RANGE = re.compile(

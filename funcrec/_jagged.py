@@ -285,7 +285,7 @@ def int_problems(x: Tensor, name: str, device: torch.device | None = None) -> It
         yield Problem(f"`{name}` is not an integer tensor.", describe(x), "i32 or i64", hint, TypeError)
     elif x.dim() != 1:
         yield Problem(f"`{name}` is not a vector.", describe(x), "one dimension")
-    elif device is not None and x.device != device:
+    elif isinstance(device, torch.device) and x.device != device:
         yield Problem(f"`{name}` is on another device.", f"{x.device}", f"device {device}, where the values are")
 
 

@@ -126,6 +126,20 @@ def sweep(calls, folder) -> Iterator[Outcome]:
                 yield attempt(call, path, name, replaced(x), fits)
 
 
+def tried(calls, outcomes: Sequence[Outcome], own: dict) -> Iterator[tuple[Outcome, Outcome]]:
+    """(what came of a wrong argument, what came of the value that its error says to try) of each text that is one; `own`: its names."""
+    by_name, seen = {call.name: call for call in calls}, set()
+    for o in outcomes:
+        given = [line.partition("=")[2] for line in o.text.split("\n") if line.startswith(f"  try   {o.path}=")]
+        for text in given:
+            if (o.call, o.path, text) not in seen and o.path in by_name[o.call].good:
+                seen.add((o.call, o.path, text))
+                with contextlib.suppress(NameError, SyntaxError):  # of the reader's own program
+                    x = eval(text, dict(own))
+                    call = by_name[o.call]
+                    yield o, attempt(call, o.path, text, {**call.good, o.path: x}, "")
+
+
 # -- what signatures say -----------------------------------------------------------------------------------------
 
 

@@ -3,9 +3,10 @@
 from collections import defaultdict
 
 import pytest
+import torch
 from may_return import MAY_RETURN, reasons
 from public_calls import public_calls
-from sweep import figures, sweep
+from sweep import figures, sweep, tried
 
 import funcrec as fr
 from funcrec._examples import EXAMPLES
@@ -14,11 +15,17 @@ LEAST_GOT_AND_NEED, LEAST_FOUR_PARTS, LEAST_OF_A_CALL, LEAST_CALLS = 0.995, 0.97
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def swept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        yield list(sweep(public_calls(folder), folder))
+        calls = public_calls(folder)
+        yield calls, list(sweep(calls, folder))
+
+
+@pytest.fixture
+def outcomes(swept):
+    return swept[1]
 
 
 def test_errors_on_wrong_arguments_say_what_is_wrong(outcomes):
@@ -66,6 +73,14 @@ def test_nothing_is_allowed_in_vain(outcomes):
     assert [row.why for row in MAY_RETURN if not seen[row.why] or unused[row.why]] == []
 
 
+def test_what_errors_say_to_try_gets_further(swept):
+    """A value that an error says to try, given instead, does not meet the same error."""
+    first = lambda o: o.text.split("\n")[0]
+    pairs = list(tried(*swept, {"fr": fr, "torch": torch}))
+    assert len(pairs) >= 400
+    assert [(first(a), b.wrong) for a, b in pairs if b.kind != "returned" and first(a) == first(b)] == []
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_what_errors_say_to_try_is_python(name):
     """Each example of the table compiles; the names in it are those of the reader's own program."""
@@ -75,8 +90,6 @@ def test_what_errors_say_to_try_is_python(name):
 @pytest.mark.parametrize("name", [n for n in EXAMPLES if n[0].isupper()])
 def test_the_example_of_a_class_is_one(name):
     """An example of a class, run, is a value of that class, or names what the reader has."""
-    import torch
-
     ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[1], [2]]})
     tables = (fr.TableConfig("item", 4, 2),)
     mesh, plan = fr.Mesh.emulated(model=2), fr.Plan({"item": fr.row_wise("model")})
