@@ -2,9 +2,12 @@
 
     python bench/ensemble.py
 
-Four tables of 1,000 rows x 16, 128 bags of 4 ids each, a small MLP, row-wise Adagrad and Adam. The cases: a lookup in stacked tables, a
-lookup of stacked ids, and training steps, eager and compiled with donation. The law comes first: the ensemble is the eight runs.
+Small: four tables of 1,000 rows x 16, 128 bags of 4 ids each. Large: 26 tables of 20,000 rows x 16, 512 bags of 4 ids each. The cases: a
+lookup in stacked tables and a lookup of stacked ids, of both sizes, eager and compiled; and training steps of the small size (an MLP,
+row-wise Adagrad and Adam), eager and compiled with donation. The law comes first: the ensemble is the eight runs.
 """
+
+from typing import NamedTuple
 
 import torch
 from measure import interleave, median_ms, ratios, record, spread
@@ -13,15 +16,37 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import funcrec as fr
 
-MEMBERS, TABLES, ROWS, DIM, BATCH, BAG = 8, 4, 1000, 16, 128, 4
-NAMES = [f"f{i}" for i in range(TABLES)]
-CONFIGS = [fr.TableConfig(n, ROWS, DIM) for n in NAMES]
-FEATURES = [fr.FeatureConfig(n, table=n, max_length=BAG) for n in NAMES]
+MEMBERS = 8
 
 
-def make_step(hidden) -> fr.TrainStep:
+class Size(NamedTuple):
+    tables: int
+    rows: int
+    dim: int
+    batch: int
+    ids_per_bag: int
+
+    @property
+    def names(self) -> list[str]:
+        return [f"f{i}" for i in range(self.tables)]
+
+    @property
+    def configs(self) -> list[fr.TableConfig]:
+        return [fr.TableConfig(n, self.rows, self.dim) for n in self.names]
+
+    @property
+    def features(self) -> list[fr.FeatureConfig]:
+        return [fr.FeatureConfig(n, table=n, max_length=self.ids_per_bag) for n in self.names]
+
+
+SMALL, LARGE = Size(4, 1000, 16, 128, 4), Size(26, 20_000, 16, 512, 4)
+
+
+def make_step(hidden, size: Size) -> fr.TrainStep:
+    features = size.features
+
     def loss_fn(params, batch):
-        acts = fr.lookup(params.tables, batch.ids, FEATURES).values
+        acts = fr.lookup(params.tables, batch.ids, features).values
         logits = hidden.apply(params.dense, acts).squeeze(-1)
         return torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
 
@@ -29,25 +54,36 @@ def make_step(hidden) -> fr.TrainStep:
     return fr.train_step(loss_fn, sparse=fr.optim.rowwise_adagrad(lr=0.01), dense=dense)
 
 
-def make_batch(seed: int) -> fr.Batch:
+def make_batch(size: Size, seed: int) -> fr.Batch:
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randint(0, ROWS, (TABLES * BATCH * BAG,), generator=generator)
-    ids = fr.KeyedJaggedTensor.from_lengths(NAMES, values, torch.full((TABLES * BATCH,), BAG))
-    return fr.Batch(ids, torch.rand(BATCH, generator=generator).round())
+    values = torch.randint(0, size.rows, (size.tables * size.batch * size.ids_per_bag,), generator=generator)
+    lengths = torch.full((size.tables * size.batch,), size.ids_per_bag)
+    ids = fr.KeyedJaggedTensor.from_lengths(size.names, values, lengths)
+    return fr.Batch(ids, torch.rand(size.batch, generator=generator).round())
 
 
 def stack(trees):
     return tree_map(lambda *x: torch.stack(x), *trees)
 
 
-def lookups(states, batches) -> dict:
-    acts = lambda tables, ids: fr.lookup(tables, ids, FEATURES).values
-    tables, ids = [s.tables for s in states], [b.ids for b in batches[:MEMBERS]]
-    all_tables, all_ids = stack(tables), stack(ids)
-    return {
-        "lookup, stacked tables": (lambda: vmap(acts, in_dims=(0, None))(all_tables, ids[0]), lambda: stack([acts(t, ids[0]) for t in tables])),
-        "lookup, stacked ids": (lambda: vmap(acts, in_dims=(None, 0))(tables[0], all_ids), lambda: stack([acts(tables[0], i) for i in ids])),
-    }  # fmt: skip
+def lookups(size: Size) -> dict:
+    """{case: (a lookup of the ensemble, one of each member)}; the members' tables are parts of the stacks."""
+    features = size.features
+    acts = lambda tables, ids: fr.lookup(tables, ids, features).values
+    all_tables = stack([fr.init(key, size.configs) for key in fr.split(fr.key(0), MEMBERS)])
+    tables = [{n: w[i] for n, w in all_tables.items()} for i in range(MEMBERS)]
+    ids = [make_batch(size, seed).ids for seed in range(MEMBERS)]
+    all_ids, by_tables, by_ids = stack(ids), vmap(acts, in_dims=(0, None)), vmap(acts, in_dims=(None, 0))
+    cases = {}
+    for how, wrap in {"eager": lambda f: f, "compiled": fr.jit}.items():
+        one, of_tables, of_ids = wrap(acts), wrap(by_tables), wrap(by_ids)
+        cases[f"lookup, stacked tables, {how}"] = (
+            lambda f=of_tables: f(all_tables, ids[0]), lambda f=one: [f(t, ids[0]) for t in tables],
+        )  # fmt: skip
+        cases[f"lookup, stacked ids, {how}"] = (
+            lambda f=of_ids: f(tables[0], all_ids), lambda f=one: [f(tables[0], i) for i in ids],
+        )  # fmt: skip
+    return cases
 
 
 def training(step, states, batches, compiled: bool) -> tuple:
@@ -67,36 +103,42 @@ def training(step, states, batches, compiled: bool) -> tuple:
         made = [one(s, batch) for s in held["each"]]
         held["each"] = [s for s, _ in made]
         held["each turn"] += 1
-        return torch.stack([m["loss"] for _, m in made])
+        return [m["loss"] for _, m in made]
 
     return ensemble, runs
 
 
-def main(rounds: int = 40) -> None:
-    torch.set_num_threads(1)
-    hidden = fr.nn.mlp((TABLES * DIM, 64, 32, 1))
-    step, batches = make_step(hidden), [make_batch(seed) for seed in range(16)]
-    fresh = lambda key: step.init(fr.Params(fr.init(key, CONFIGS), hidden.init(key)), key)
-    states = [fresh(key) for key in fr.split(fr.key(0), MEMBERS)]
-    cases = lookups(states, batches)
-    cases["step, eager"] = training(step, states, batches, compiled=False)
-    cases["step, compiled and donated"] = training(step, states, batches, compiled=True)
+def measured(cases: dict, rounds: int) -> dict:
     figures = {}
     for name, (ensemble, runs) in cases.items():
         for _ in range(3):
-            torch.testing.assert_close(ensemble(), runs(), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(ensemble(), torch.stack(runs()), rtol=1e-4, atol=1e-5)
         times = interleave({"ensemble": ensemble, "runs": runs}, rounds=rounds)
         figures[name] = {
             "ensemble_ms": round(median_ms(times["ensemble"]), 3),
             "runs_ms": round(median_ms(times["runs"]), 3),
             "ratio": spread(ratios(times["ensemble"], times["runs"])),
         }
-    parameters = sum(x.numel() for x in tree_leaves(states[0].params))
-    shape = {"members": MEMBERS, "tables": TABLES, "rows": ROWS, "dim": DIM, "batch": BATCH, "ids_per_bag": BAG}
-    record(
-        "ensemble",
-        {"shape": shape, "parameters": parameters, "threads": 1, "rounds": rounds, "law": "green", "cases": figures},
-    )
+    return figures
+
+
+def main(rounds: int = 40, rounds_of_lookups: int = 400) -> None:
+    torch.set_num_threads(1)
+    for name, size in {"small": SMALL, "large": LARGE}.items():
+        figures, about = measured(lookups(size), rounds_of_lookups), {}
+        if size is SMALL:
+            hidden = fr.nn.mlp((size.tables * size.dim, 64, 32, 1))
+            step, batches = make_step(hidden, size), [make_batch(size, seed) for seed in range(16)]
+            fresh = lambda key: step.init(fr.Params(fr.init(key, SMALL.configs), hidden.init(key)), key)
+            states = [fresh(key) for key in fr.split(fr.key(0), MEMBERS)]
+            steps = {
+                "step, eager": training(step, states, batches, compiled=False),
+                "step, compiled and donated": training(step, states, batches, compiled=True),
+            }
+            figures |= measured(steps, rounds)
+            about = {"parameters": sum(x.numel() for x in tree_leaves(states[0].params))}
+        about |= {"threads": 1, "rounds": rounds, "rounds_of_lookups": rounds_of_lookups, "law": "green"}
+        record("ensemble", {"size": name, "shape": {"members": MEMBERS, **size._asdict()}, **about, "cases": figures})
 
 
 if __name__ == "__main__":

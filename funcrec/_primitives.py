@@ -13,12 +13,15 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._C._functorch import _unwrap_for_grad, _wrap_for_grad, peek_interpreter_stack
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._C._functorch import TransformType, _unwrap_batched, _unwrap_for_grad, _wrap_for_grad, peek_interpreter_stack
+from torch._functorch.autograd_function import VmapInfo
+from torch._functorch.predispatch import _add_batch_dim
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter, temporarily_pop_interpreter_stack
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
-from funcrec.kernels import ops, reference
-from funcrec.kernels.forms import Feature, Segment, flatten, widest
+from funcrec._tracked import any_tracked
+from funcrec.kernels import ops, reference, stacks
+from funcrec.kernels.forms import Feature, Segment, features_of, flatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +63,26 @@ def pooled_lookup(
     if choice == "reference":
         return ops.pooled_lookup(tables, rows, offsets, weights, features, num_bags, blocks, implementation=choice)
     spec = _Lookup(choice, tuple(features), num_bags, len(tables), len(rows), blocks)
-    return _PooledLookup.apply(spec, *tables, *rows, offsets, *([] if weights is None else [weights]))
+    return looked_up(spec, *tables, *rows, offsets, *([] if weights is None else [weights]))
+
+
+def looked_up(spec: _Lookup, *tensors: Tensor) -> Tensor:
+    """The lookup; where no derivative is wanted the operator itself, of all members of a batch at once."""
+    if torch.compiler.is_dynamo_compiling() or any_tracked(tensors):
+        return _PooledLookup.apply(spec, *tensors)
+    top = peek_interpreter_stack()
+    if top is None:
+        return spec.call(tensors)
+    if top.key() != TransformType.Vmap:
+        return _PooledLookup.apply(spec, *tensors)
+    level = top.level()
+    tensors, dims = zip(*(_unwrap_batched(x, level) for x in tensors), strict=True)
+    with temporarily_pop_interpreter_stack():
+        if all(d is None for d in dims):
+            return looked_up(spec, *tensors)
+        sizes = {x.shape[d] for x, d in zip(tensors, dims, strict=True) if d is not None}
+        out, _ = _PooledLookup.vmap(VmapInfo(sizes.pop(), "error"), (None, *dims), spec, *tensors)
+    return _add_batch_dim(out, 0, level)
 
 
 def gather_rows(table: Tensor, rows: Tensor, *, implementation: str | None = None) -> Tensor:
@@ -99,11 +121,13 @@ class _PooledLookup(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, spec, *tensors):
         members = _Members(spec, info.batch_size, in_dims[1:], tensors)
+        if peek_interpreter_stack() is None and not any_tracked(tensors):
+            return spec.call(members.stacks), 0
         if members.num == 0:
             return members.no_output(), 0
         if members.are_apart and not members.fit():
             return _loop(_PooledLookup, info, in_dims, spec, tensors)
-        out = _PooledLookup.apply(*members.call(members.are_apart))
+        out = looked_up(*members.call(members.are_apart))
         return out.unflatten(0, (members.num, spec.blocks * spec.num_bags)), 0
 
 
@@ -181,70 +205,30 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _Members:
-    """The members of a batch of lookups, as one lookup: K times the features, over the tables and buffers of all.
-
-    Tables and buffers stand one by one, each shared one once. Where offsets or weights differ from member to member, and for what has a place
-    for each weight (`apart`), the members' ids lie in one buffer behind each other: offsets ascend from the first to the last.
-    """
+    """The members of a batch of lookups, as one lookup: of stacks, or K times the features over the tables and buffers of all."""
 
     def __init__(self, spec: _Lookup, num: int, dims: Sequence[int | None], tensors: Sequence[Tensor]):
         self.spec, self.num = spec, num
         self.dims = spec.parts(dims)
-        moved = [x if d is None or d == 0 else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
-        self.parts = spec.parts(moved)
+        self.stacks = [x if not d else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
+        self.parts = spec.parts(self.stacks)
         self.are_apart = self.dims[2] is not None or self.dims[3] is not None
 
     def fit(self) -> bool:
-        """Whether all buffers have one length: every id a weight, and every weight an id."""
-        _, rows, _, weights = self.parts
-        return len({x.shape[-1] for x in (*rows, *([] if weights is None else [weights]))}) <= 1
+        return stacks.fit(self.parts[1], self.parts[3])
 
     def no_output(self) -> Tensor:
         tables, _, offsets, _ = self.parts
-        widths = [f.column + tables[f.table].shape[-1] for f in self.spec.features]
-        shape = (0, self.spec.blocks * self.spec.num_bags, max(widths, default=0) // self.spec.blocks)
-        return offsets.new_zeros(shape, dtype=widest(tables))
+        return stacks.no_members(tables, offsets, flatten(self.spec.features), self.spec.num_bags, self.spec.blocks)
 
     def call(self, apart: bool, width: int | None = None) -> tuple:
-        """The lookup and its tensors. width: of a member's columns, if not that of its output."""
-        spec, k, (tables, rows, offsets, weights) = self.spec, self.num, self.parts
-        if width is None:
-            width = max((f.column + tables[f.table].shape[-1] for f in spec.features), default=0)
-        of_tables, of_rows, of_offsets, _ = self.dims
-        one_by_one = lambda x, d: [x] if d is None else [y.contiguous() for y in x.unbind(0)]
-        flat_tables = [y for x, d in zip(tables, of_tables, strict=True) for y in one_by_one(x, d)]
-        if apart:
-            together = lambda x: x.expand(k, x.shape[-1]).reshape(-1)
-            size = max((x.shape[-1] for x in rows), default=0)
-            offsets = (offsets.long().clamp(0, size) + torch.arange(k, device=offsets.device)[:, None] * size).flatten()
-            flat_rows, of_rows, of_offsets = [together(x) for x in rows], [None] * len(rows), 0
-            weights = None if weights is None else together(weights)
-        else:
-            flat_rows = [y for x, d in zip(rows, of_rows, strict=True) for y in one_by_one(x, d)]
-        bags = 0 if of_offsets is None else offsets.shape[0] // k
-        stacks = tuple(d is not None for d in of_tables), tuple(d is not None for d in of_rows)
-        features = _features_of_members(spec.features, k, stacks, bags, width)
-        sizes = {"num_tables": len(flat_tables), "num_rows": len(flat_rows), "blocks": spec.blocks * k}
-        flat = [*flat_tables, *flat_rows, offsets, *([] if weights is None else [weights])]
-        return dataclasses.replace(spec, features=features, **sizes), *flat
-
-
-@functools.lru_cache(maxsize=256)
-def _features_of_members(
-    features: tuple[Feature, ...], k: int, stacks: tuple[tuple[bool, ...], ...], bags: int, width: int
-) -> tuple[Feature, ...]:
-    """Each member's features, one member after the other. bags: how many offsets further a member's begin."""
-    tables, rows = ([sum(k if s else 1 for s in own[:i]) for i in range(len(own))] for own in stacks)
-    return tuple(
-        f._replace(
-            table=tables[f.table] + i * stacks[0][f.table],
-            rows=rows[f.rows] + i * stacks[1][f.rows],
-            first_bag=f.first_bag + i * bags,
-            column=f.column + i * width,
-        )
-        for i in range(k)
-        for f in features
-    )
+        """The lookup and its tensors; see `stacks.lookups_together`."""
+        spec, k = self.spec, self.num
+        own = flatten(spec.features)
+        tables, rows, offsets, weights, numbers = stacks.lookups_together(*self.parts, own, k, apart, width)
+        sizes = {"num_tables": len(tables), "num_rows": len(rows), "blocks": spec.blocks * k}
+        flat = [*tables, *rows, offsets, *([] if weights is None else [weights])]
+        return dataclasses.replace(spec, features=tuple(features_of(numbers)), **sizes), *flat
 
 
 def _save(ctx, inputs) -> None:

@@ -39,6 +39,7 @@ SCHEMAS = {
 }
 SUMS = ("coalesce", "expand")
 STACKED = {  # the arguments of those that take stacks
+    "pooled_lookup": ("tables", "rows", "offsets", "weights", "features", "num_bags", "blocks"),
     **dict.fromkeys(SUMS, ("d", "rows", "offsets", "weights", "segments", "shapes")),
     "fused_update": (
         "tables", "slots", "d", "rows", "offsets", "weights", "segments", "lr", "step", "key", "rule", "hyper", "first", "dims",
@@ -157,6 +158,9 @@ def _define(namespace: str, module: object) -> None:
             run = stacks.update_of_members(run, lambda rule, *rest: rule in stacks.TIMED)
         elif name in SUMS:
             run, fake = stacks.sums_of_members(run), stacks.sums_of_members(fake)
+        elif name == "pooled_lookup":
+            run = stacks.lookup_of_members(run, getattr(module, "READS_STACKS", False))
+            fake = stacks.lookup_of_members(fake)
         if name in IN_PLACE:
             run, in_place = _pure(run, name), run
         define(namespace, name, schema, run, fake, in_place=in_place, stacked=STACKED.get(name, ()))

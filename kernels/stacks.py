@@ -1,6 +1,6 @@
-"""Stacks: what vmap makes of an update or a sum of row gradients, as one call for all members.
+"""Stacks: what vmap makes of a lookup, an update or a sum of row gradients, as one call for all members.
 
-    fused_update(tables [K, R, D]) = stack over k of fused_update(tables[k])        coalesce likewise
+    fused_update(tables [K, R, D]) = stack over k of fused_update(tables[k])        pooled_lookup and coalesce likewise
 
 An operand with one dimension more than it has by itself, in front, is a stack of K; one without is every member's. Nothing is copied:
 to an implementation the members are K times as many tables, cotangents, buffers of rows and segments.
@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from funcrec.kernels.forms import segments_of
+from funcrec.kernels.forms import features_of, flatten, segments_of, widest
 from torch import Tensor
 
 RANKS = {"tables": 2, "d": 2, "rows": 1, "offsets": 1, "weights": 1, "lr": 0, "step": 0, "key": 1, "first": 1}
@@ -55,6 +55,101 @@ def update_of_members(update: Callable, is_timed: Callable[..., bool]) -> Callab
         return update(*together, *flat, numbers, lr, step[0] if step.dim() else step, keys, *_rest_of_all(rest, k))
 
     return run
+
+
+def lookup_of_members(lookup: Callable, reads_stacks: bool = False) -> Callable:
+    """`pooled_lookup` that takes stacks, and then gives one, of one that takes none, or `reads_stacks` of tables in one piece."""
+
+    def run(tables, rows, offsets, weights, features, num_bags, blocks=1):
+        k = num_members(tables=tables, rows=rows, offsets=offsets, weights=weights)
+        if k is None:
+            return lookup(tables, rows, offsets, weights, features, num_bags, blocks)
+        if k == 0:
+            return no_members(tables, offsets, features, num_bags, blocks)
+        apart = offsets.dim() > 1 or (weights is not None and weights.dim() > 1)
+        if apart and not fit(rows, weights):
+            mine = lambda x, i, name: x[i].contiguous() if x is not None and x.dim() > RANKS[name] else x
+            parts = []
+            for i in range(k):
+                own = [[mine(x, i, name) for x in xs] for name, xs in (("tables", tables), ("rows", rows))]
+                own += [mine(offsets, i, "offsets"), mine(weights, i, "weights")]
+                parts.append(lookup(*own, features, num_bags, blocks))
+            return torch.stack(parts)
+        *flat, numbers = lookups_together(tables, rows, offsets, weights, features, k, apart, reads_stacks=reads_stacks)
+        return lookup(*flat, numbers, num_bags, blocks * k).unflatten(0, (k, blocks * num_bags))
+
+    return run
+
+
+def fit(rows: Sequence[Tensor], weights: Tensor | None) -> bool:
+    """Whether all buffers have one length: every id a weight, and every weight an id."""
+    return len({x.shape[-1] for x in (*rows, *([] if weights is None else [weights]))}) <= 1
+
+
+def no_members(tables: Sequence[Tensor], offsets: Tensor, features: Sequence[int], num_bags: int, blocks: int) -> Tensor:
+    """The output of a lookup of stacks of none."""
+    shape = (0, blocks * num_bags, _width(features, tables) // blocks)
+    return offsets.new_zeros(shape, dtype=widest(tables))
+
+
+def lookups_together(
+    tables: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    offsets: Tensor,
+    weights: Tensor | None,
+    features: Sequence[int],
+    k: int,
+    apart: bool,
+    width: int | None = None,
+    reads_stacks: bool = False,
+) -> tuple:
+    """The lookups of all members as one: tables and buffers one by one, each shared one once, offsets, weights, K times the features.
+
+    apart: where offsets or weights are stacks, or an id has a place for each member: the members' ids lie in one buffer behind each
+    other, so that offsets ascend from the first to the last. width: of a member's columns, if not that of its output. reads_stacks:
+    stacks of tables in one piece stay, and count as K tables.
+    """
+    width = _width(features, tables) if width is None else width
+    of_tables, of_rows = (tuple(x.dim() > rank for x in xs) for xs, rank in ((tables, 2), (rows, 1)))
+    bags = 0
+    if apart:
+        together = lambda x: x.expand(k, x.shape[-1]).reshape(-1)
+        size = max((x.shape[-1] for x in rows), default=0)
+        offsets = (offsets.long().clamp(0, size) + torch.arange(k, device=offsets.device)[:, None] * size).flatten()
+        rows, of_rows = [together(x) for x in rows], (False,) * len(rows)
+        weights, bags = None if weights is None else together(weights), offsets.shape[0] // k
+    rows = _one_by_one(rows, 1) if any(of_rows) else rows
+    if not (reads_stacks and all(map(Tensor.is_contiguous, tables))):
+        tables = _one_by_one(tables, 2)
+    return tables, rows, offsets, weights, _features_of_members(tuple(features), k, (of_tables, of_rows), bags, width)
+
+
+def _width(features: Sequence[int], tables: Sequence[Tensor]) -> int:
+    return max((c + tables[t].shape[-1] for t, c in zip(features[::7], features[6::7], strict=True)), default=0)
+
+
+def _one_by_one(xs: Sequence[Tensor], rank: int) -> list[Tensor]:
+    whole = lambda x: x.unbind(0) if x.is_contiguous() else [y.contiguous() for y in x.unbind(0)]
+    return [y for x in xs for y in (whole(x) if x.dim() > rank else (x,))]
+
+
+@functools.lru_cache(maxsize=256)
+def _features_of_members(
+    features: tuple[int, ...], k: int, stacks: tuple[tuple[bool, ...], ...], bags: int, width: int
+) -> tuple[int, ...]:
+    """Each member's features, one member after the other. bags: how many offsets further a member's begin."""
+    tables, rows = ([sum(k if s else 1 for s in own[:i]) for i in range(len(own))] for own in stacks)
+    moved = (
+        f._replace(
+            table=tables[f.table] + i * stacks[0][f.table],
+            rows=rows[f.rows] + i * stacks[1][f.rows],
+            first_bag=f.first_bag + i * bags,
+            column=f.column + i * width,
+        )
+        for i in range(k)
+        for f in features_of(features)
+    )
+    return tuple(flatten(moved))
 
 
 def sums_of_members(written_out: Callable) -> Callable:
@@ -138,8 +233,9 @@ def map_of(op: Callable, names: Sequence[str], loop: Callable) -> Callable:
         named = list(zip(names, args, in_dims, strict=False))
         if any(name in RANKS and _is_stack(x, dim, RANKS[name]) for name, x, dim in named):
             return loop(info, in_dims, *args)
-        made = op(*(_stacked(x, dim, info.batch_size, name in ("tables", "slots")) for name, x, dim in named))
-        return made, [0] * len(made)
+        must = ("tables", "slots") if "slots" in names else ()  # what is written
+        made = op(*(_stacked(x, dim, info.batch_size, name in must) for name, x, dim in named))
+        return made, [0] * len(made) if isinstance(made, list) else 0
 
     return rule
 

@@ -3,7 +3,7 @@
 import functools
 
 import torch
-from funcrec.kernels.cpp._native import DTYPES, bounds, call, empty, fail, ints, matrix, reals, table
+from funcrec.kernels.cpp._native import DTYPES, bounds, call, empty, fail, ints, matrix, reals, stacks, table
 from funcrec.kernels.cpp._native import tables as described_tables
 from funcrec.kernels.forms import in_blocks
 from torch import Tensor
@@ -21,9 +21,9 @@ def pooled_lookup(
     num_bags: int,
     blocks: int = 1,
 ) -> Tensor:
-    """f32|f64[n · B, C / n]; `features` are seven numbers each: see `forms.Feature`."""
+    """f32|f64[n · B, C / n]; `features` are seven numbers each: see `forms.Feature`. A stack of tables counts as K."""
     rows, offsets = [r.contiguous() for r in rows], offsets.contiguous()
-    described, of_table = described_tables(tables), features[::INTS_PER_FEATURE]
+    described, of_table = stacks(tables), features[::INTS_PER_FEATURE]
     dtypes, dims = described[1::4], described[3::4]
     width = _width(tuple(features), tuple(dims), len(rows), blocks)
     numbers = _features(described, rows, offsets, in_blocks(features, num_bags, width, blocks), num_bags)

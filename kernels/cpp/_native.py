@@ -88,6 +88,22 @@ def tables(xs: Sequence[Tensor], width: int = 4) -> list[int]:
     return out
 
 
+def stacks(xs: Sequence[Tensor]) -> list[int]:
+    """`tables`, in which a stack [K, R, D] counts as K."""
+    if not any(x.dim() == 3 for x in xs):
+        return tables(xs)
+    out = []
+    for x in xs:
+        if x.dim() != 3 or not x.is_contiguous():
+            out += table(x)
+            continue
+        at, (k, *shape) = check(x, 3, FLOATS), x.shape
+        size, described = shape[0] * shape[1] * x.itemsize, (DTYPES[x.dtype], *shape)
+        for i in range(k):
+            out += (at + i * size, *described)
+    return out
+
+
 def ints(x: Tensor) -> tuple[int, int, int]:
     """Contiguous i32|i64[N]: pointer, dtype, N."""
     return check(x, 1, INTS), DTYPES[x.dtype], x.shape[0]

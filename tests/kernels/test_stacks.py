@@ -13,6 +13,7 @@ from funcrec.kernels.forms import RULES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -24,13 +25,15 @@ F64 = torch.float64
 
 
 class Counted(TorchDispatchMode):
-    """How often each of funcrec's operators is called inside."""
+    """How often each of funcrec's operators is called inside; `others`: the names of torch's own."""
 
     def __init__(self):
         super().__init__()
-        self.calls = {}
+        self.calls, self.others = {}, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.namespace.startswith("funcrec"):
+            self.others.add(func.name())
         if func.namespace.startswith("funcrec"):
             name = func.name().split("::")[1]
             self.calls[name] = self.calls.get(name, 0) + 1
@@ -98,6 +101,44 @@ def test_a_lookup_of_stacks_is_one_call(what, it, k, dim, out):
     assert counted.calls["pooled_lookup"] == 1
     want = torch.stack([run(*of_member(i)) for i in range(k)], out)
     assert_trees_close(got, want)
+
+
+def test_stacked_tables_are_read_where_they_lie():
+    """A lookup in stacked tables calls its kernel and nothing else of torch; so does a graph that is made of it."""
+    (tables, *rest), run = at(0), lambda t, *x: vmap(plainly, in_dims=(0, None, None, None))(t, *x)
+    many = {n: torch.stack([t, t + 1]) for n, t in tables.items()}
+    with Counted() as counted:
+        run(many, *rest)
+    assert counted.calls == {"pooled_lookup": 1}
+    assert counted.others <= {"aten::detach"}, counted.others
+    graph = make_fx(run)(many, *rest).graph
+    assert [n.target for n in graph.nodes if n.op == "call_function"] == [torch.ops.funcrec_cpp.pooled_lookup.default]
+
+
+@pytest.mark.parametrize("what", ["tables", "rows", "offsets", "weights", "weights, buffers of two lengths", "all", "none"])
+def test_the_operator_takes_stacks(what):
+    """pooled_lookup of stacks, in blocks too: the stack of the members' calls, of no members as well; so has its fake the form, and its vmap the values."""
+    k, op = 3, torch.ops.funcrec_cpp.pooled_lookup.default
+    each = [
+        ([torch.arange(12.0).reshape(4, 3).sin() + i, torch.arange(15.0).reshape(5, 3) * (i + 1)],
+         [torch.tensor([0, 3, 1, 9, 2, 2]).roll(i), torch.tensor([1, 1, 4, 0, -1, 2] + [7] * ("two" in what)).roll(i)],
+         torch.tensor([0, 2, 2, 5, 6]) - torch.tensor([0, 0, 0, 0, i]), torch.arange(6.0 + ("two" in what)) + i)
+        for i in range(k)
+    ]  # fmt: skip
+    features = [0, 0, 0, 0, 0, 1, 0, 1, 1, 2, 2, 1, 1, 3]
+    mapped = [what == "all" or what.split(",")[0] == name for name in ("tables", "rows", "offsets", "weights")]
+    given = [stack([x[j] for x in each]) if m else each[0][j] for j, m in enumerate(mapped)]
+    of_member = lambda i: [each[i][j] if m else each[0][j] for j, m in enumerate(mapped)]
+    for blocks in (1, 2):
+        run = lambda *x, blocks=blocks: op(*x, features, 2, blocks)
+        want = torch.stack([run(*of_member(i)) for i in range(k)]) if any(mapped) else run(*given)
+        assert_trees_close(run(*given), want)
+        assert run(*tree_map(lambda x: x.to("meta"), given)).shape == want.shape
+        if any(mapped):
+            none = [tree_map(lambda x: x[:0], x) if m else x for x, m in zip(given, mapped, strict=True)]
+            assert run(*none).shape == (0, *want.shape[1:])
+            turned = [tree_map(lambda x: x.movedim(0, -1), x) if m else x for x, m in zip(given, mapped, strict=True)]
+            assert_trees_close(vmap(run, in_dims=tuple(-1 if m else None for m in mapped))(*turned), want)
 
 
 @settings(max_examples=15)
