@@ -122,23 +122,29 @@ def measured(cases: dict, rounds: int) -> dict:
     return figures
 
 
+def training_cases(size: Size) -> tuple[dict, int]:
+    """(the cases of whole steps, the parameters of a member)"""
+    hidden = fr.nn.mlp((size.tables * size.dim, 64, 32, 1))
+    step, batches = make_step(hidden, size), [make_batch(size, seed) for seed in range(16)]
+    fresh = lambda key: step.init(fr.Params(fr.init(key, size.configs), hidden.init(key)), key)
+    states = [fresh(key) for key in fr.split(fr.key(0), MEMBERS)]
+    cases = {
+        "step, eager": training(step, states, batches, compiled=False),
+        "step, compiled and donated": training(step, states, batches, compiled=True),
+    }
+    return cases, sum(x.numel() for x in tree_leaves(states[0].params))
+
+
 def main(rounds: int = 40, rounds_of_lookups: int = 400) -> None:
     torch.set_num_threads(1)
+    how = {"threads": 1, "rounds": rounds, "rounds_of_lookups": rounds_of_lookups, "law": "green"}
     for name, size in {"small": SMALL, "large": LARGE}.items():
         figures, about = measured(lookups(size), rounds_of_lookups), {}
         if size is SMALL:
-            hidden = fr.nn.mlp((size.tables * size.dim, 64, 32, 1))
-            step, batches = make_step(hidden, size), [make_batch(size, seed) for seed in range(16)]
-            fresh = lambda key: step.init(fr.Params(fr.init(key, SMALL.configs), hidden.init(key)), key)
-            states = [fresh(key) for key in fr.split(fr.key(0), MEMBERS)]
-            steps = {
-                "step, eager": training(step, states, batches, compiled=False),
-                "step, compiled and donated": training(step, states, batches, compiled=True),
-            }
-            figures |= measured(steps, rounds)
-            about = {"parameters": sum(x.numel() for x in tree_leaves(states[0].params))}
-        about |= {"threads": 1, "rounds": rounds, "rounds_of_lookups": rounds_of_lookups, "law": "green"}
-        record("ensemble", {"size": name, "shape": {"members": MEMBERS, **size._asdict()}, **about, "cases": figures})
+            cases, about["parameters"] = training_cases(size)
+            figures |= measured(cases, rounds)
+        shape = {"members": MEMBERS, **size._asdict()}
+        record("ensemble", {"size": name, "shape": shape, **about, **how, "cases": figures})
 
 
 if __name__ == "__main__":

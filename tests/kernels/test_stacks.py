@@ -115,7 +115,10 @@ def test_stacked_tables_are_read_where_they_lie():
     assert [n.target for n in graph.nodes if n.op == "call_function"] == [torch.ops.funcrec_cpp.pooled_lookup.default]
 
 
-@pytest.mark.parametrize("what", ["tables", "rows", "offsets", "weights", "weights, buffers of two lengths", "all", "none"])
+WHICH = ["tables", "rows", "offsets", "weights", "weights, buffers of two lengths", "all", "none"]
+
+
+@pytest.mark.parametrize("what", WHICH)
 def test_the_operator_takes_stacks(what):
     """pooled_lookup of stacks, in blocks too: the stack of the members' calls, of no members as well; so has its fake the form, and its vmap the values."""
     k, op = 3, torch.ops.funcrec_cpp.pooled_lookup.default
