@@ -86,7 +86,9 @@ def fit(rows: Sequence[Tensor], weights: Tensor | None) -> bool:
     return len({x.shape[-1] for x in (*rows, *([] if weights is None else [weights]))}) <= 1
 
 
-def no_members(tables: Sequence[Tensor], offsets: Tensor, features: Sequence[int], num_bags: int, blocks: int) -> Tensor:
+def no_members(
+    tables: Sequence[Tensor], offsets: Tensor, features: Sequence[int], num_bags: int, blocks: int
+) -> Tensor:
     """The output of a lookup of stacks of none."""
     shape = (0, blocks * num_bags, _width(features, tables) // blocks)
     return offsets.new_zeros(shape, dtype=widest(tables))
