@@ -20,6 +20,7 @@ test: $(VENV)/.tested
 
 # The C++ kernels with the compiler's sanitizers: 100,000 generated calls, then data races. Not part of `test`: it builds them twice.
 sanitize: $(VENV)/.tested
+	command -v cmake && command -v ninja || $(RUN) -m pip install --quiet cmake ninja
 	$(RUN) tests/kernels/sanitize.py --mode address
 	$(RUN) tests/kernels/sanitize.py --mode thread
 
@@ -43,7 +44,7 @@ gpu:
 	$(GPU_PYTHON) bench/run.py --device cuda --groups bandwidth lookup update steps overhead --seconds 4 --limit-s 330 \
 	  --out bench/results/cuda --report
 
-$(VENV)/.installed: pyproject.toml .ci/constraints.txt $(wildcard kernels/csrc/*)
+$(VENV)/.installed: pyproject.toml .ci/constraints.txt kernels/CMakeLists.txt kernels/cpp/levels.json $(wildcard kernels/csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet -c .ci/constraints.txt -e ".[data,plots]"
 	touch $@

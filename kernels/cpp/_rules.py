@@ -5,6 +5,7 @@ The rule is a graph of aten operations on one row: (row f[D], grad f[D], lr, t, 
 
 import ctypes
 import hashlib
+import json
 import math
 import os
 import subprocess
@@ -24,9 +25,7 @@ FLAGS = (
     "-O3", "-std=c++17", "-shared", "-fPIC", "-g0", "-w", "-fopenmp-simd", "-fwrapv", "-ffp-contract=off",
     "-fno-math-errno", "-fno-trapping-math",
 )  # fmt: skip
-LEVEL_FLAGS = {
-    "v4": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "v3": ("-march=x86-64-v3", "-mf16c", "-mfma"), "base": (),
-}  # fmt: skip
+LEVEL_FLAGS = json.loads(Path(__file__).with_name("levels.json").read_text())  # CMakeLists.txt reads it, too
 VECTOR_BYTES = {"v4": 64, "v3": 32, "base": 0}  # for which torch has Sleef's functions
 LETTERS = {torch.float32: "f", torch.float64: "d"}
 MOST_ON_STACK = 1 << 16  # bytes of a row's intermediate values

@@ -1,4 +1,4 @@
-// The CPU kernels as one object per instruction set (see the ext-modules of pyproject.toml), reached through ctypes.
+// The CPU kernels as one object per instruction set (CMakeLists.txt), reached through ctypes: plain C functions, no extension module.
 #include "abi.h"
 #include "jagged.h"
 #include "lookup.h"
@@ -43,6 +43,3 @@ FUNCREC_ENTRY(bucketize)
 FUNCREC_ENTRY(owner_blocks)
 FUNCREC_ENTRY(fused_update)
 FUNCREC_ENTRY(write_out)
-
-// Makes the file a legal extension module without Python's headers. Nobody imports it: the functions above are plain C.
-FUNCREC_EXPORT void* FUNCREC_MODULE() { return nullptr; }

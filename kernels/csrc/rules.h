@@ -28,28 +28,47 @@ template <class A, int N> struct Position {
   const Vec<A, N> zero = {}, one = zero + A(1);
 };
 
+// The lanes of the vectors behind those of N lanes.
+template <int N> constexpr int NARROWER = N > 4 ? N / 2 : 1;
+
+// f(i) for i = begin, begin + N, .. while N elements are left before end, at most MOST times; returns where it stopped. A compiler that is
+// not told of MOST makes vectors of the single elements behind vectors once more: half of its work, and it never runs.
+template <int N, int MOST, class F> FUNCREC_INLINE int64_t at_most(int64_t i, int64_t end, const F& f) {
+  if constexpr (MOST == 1) {
+    if (i + N <= end) f(i), i += N;
+  } else {
+#pragma GCC unroll 1
+    for (int k = 0; k < MOST && i + N <= end; i += N, k++) f(i);
+  }
+  return i;
+}
+
 // f at every position of a row; D is the row's length where the compiler knows it, else 0.
-template <class A, int D, int N = LANES<A>, class F> FUNCREC_INLINE void each(int64_t dim, const F& f, int64_t begin = 0) {
+template <class A, int D, int N = LANES<A>, int MOST = 0, class F>
+FUNCREC_INLINE void each(int64_t dim, const F& f, int64_t begin = 0) {
   const int64_t end = D ? D : dim;
   int64_t i = begin;
-  for (; i + N <= end; i += N) f(Position<A, N>{i});
-  if constexpr (N > 4 && (D == 0 || D % N != 0)) each<A, D, N / 2>(dim, f, i);
-  else if constexpr (N > 1 && (D == 0 || D % N != 0)) each<A, D, 1>(dim, f, i);
+  if constexpr (MOST) i = at_most<N, MOST>(i, end, [&](int64_t k) __attribute__((always_inline)) { f(Position<A, N>{k}); });
+  else
+    for (; i + N <= end; i += N) f(Position<A, N>{i});
+  if constexpr (N > 1 && (D == 0 || D % N != 0)) each<A, D, NARROWER<N>, N / NARROWER<N> - 1>(dim, f, i);
 }
 
 // Σ f over a row: one partial sum per lane, then the lanes; the order depends on nothing but the row's length.
-template <class A, int D, int N = LANES<A>, class F> FUNCREC_INLINE A total(int64_t dim, const F& f, int64_t begin = 0) {
+template <class A, int D, int N = LANES<A>, int MOST = 0, class F>
+FUNCREC_INLINE A total(int64_t dim, const F& f, int64_t begin = 0) {
   const int64_t end = D ? D : dim;
   int64_t i = begin;
   A rest = 0;
   if constexpr (N == 1) {
-    for (; i < end; i++) rest += f(Position<A, 1>{i});
+    at_most<1, MOST>(i, end, [&](int64_t k) __attribute__((always_inline)) { rest += f(Position<A, 1>{k}); });
     return rest;
   } else {
     Vec<A, N> lanes = {};
     if (i + N <= end) lanes = f(Position<A, N>{i}), i += N;
-    for (; i + N <= end; i += N) lanes += f(Position<A, N>{i});
-    if constexpr (D == 0 || D % N != 0) rest = total<A, D, (N > 4 ? N / 2 : 1)>(dim, f, i);
+    if constexpr (MOST != 1)
+      for (; i + N <= end; i += N) lanes += f(Position<A, N>{i});
+    if constexpr (D == 0 || D % N != 0) rest = total<A, D, NARROWER<N>, N / NARROWER<N> - 1>(dim, f, i);
     return rest + sum<A, N>(lanes);
   }
 }

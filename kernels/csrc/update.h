@@ -2,128 +2,16 @@
 // row is written once. Work is handed out by classes of rows, so no two threads share a row nor a line of its slots, and
 // the bits depend neither on the threads nor on the classes.
 #pragma once
-#include "group.h"
-#include "window.h"
+#include "update_rows.h"
 
 namespace funcrec {
 
-constexpr int64_t FETCH_AHEAD = 32;  // entries between the fetch of what one needs into L2 and its use
-constexpr int64_t TOUCH_BYTES = 2048;  // of rows and slots between the touch and the use
 constexpr int64_t LEAST_PART = 256;  // entries that are worth an item of work of their own
 
-// A table, its slots, the key of its random bits, or none, and its rule, if a user's. Its gradients have `wide` columns; where those are
-// more than its own, its own begin at *first.
-struct Trained {
-  Table table;
-  Vector slots[MOST_SLOTS];
-  const int64_t *key, *first;
-  int64_t wide;
-  Code code;
-
-  bool is_window() const { return wide > table.dim; }
-};
-
-// -- random bits -------------------------------------------------------------------------------------------------
-
-// SplitMix64's finaliser.
-template <class U> FUNCREC_INLINE U mix(U z) {
-  z = (z ^ (z >> 30)) * uint64_t(0xBF58476D1CE4E5B9);
-  z = (z ^ (z >> 27)) * uint64_t(0x94D049BB133111EB);
-  return z ^ (z >> 31);
-}
-
-// bits[c]: the 16 random bits of column c of a row; room for dim rounded up to 32.
-inline void random_bits(uint64_t key, uint64_t row, int64_t dim, uint16_t* bits) {
-  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "four columns' bits lie in a word from the least");
-  constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15;
-  using U = Vec<uint64_t, 8>;
-  const uint64_t words = (dim + 3) / 4;
-  U z = key + GAMMA * (row * words + 1 + U{0, 1, 2, 3, 4, 5, 6, 7});
-  for (uint64_t q = 0; q < words; q += 8, z += 8 * GAMMA) {
-    const U h = mix(z);
-    std::memcpy(bits + 4 * q, &h, sizeof h);
-  }
-}
-
-// -- one class of rows -------------------------------------------------------------------------------------------
-
-// E: the row's type in memory; a row of 16 bits is narrowed as the rule writes it, never through memory.
-template <class E, class Rule, int D> void update_rows(const Trained& t, const Group& g, const Rule rule, int64_t block) {
-  using A = Acc<E>;
-  constexpr bool NARROWED = sizeof(E) == 2;
-  thread_local Scratch<A> row_memory;
-  thread_local Scratch<uint16_t> bits_memory;
-  const int64_t dim = D ? D : t.table.dim, wide = gradient_size(rule, dim);
-  const int64_t row_bytes = dim * sizeof(E), first = block << BLOCK_BITS, room = (wide + 31) / 32 * 32;
-  A *const sum = row_memory.need((1 + spare_rows(rule)) * room), *const spare = sum + room;
-  uint16_t* const bits = NARROWED && t.key ? bits_memory.need(room) : nullptr;
-  const Entry* const e = g.entries;
-  const auto slot = [&](int64_t row, int i) { return t.slots[i].as<A>() + row * slot_size(rule, i, dim); };
-  // Inlined by force: GCC takes a function that only fetches for one without effect, and drops its calls.
-  const auto fetch = [&](int64_t k) __attribute__((always_inline)) {
-    if (k >= g.size) return;
-    const int64_t row = first + e[k].row;
-    prefetch<2>(t.table.data + row * row_bytes, row_bytes);
-    prefetch<2>(g.gradient(e[k]), wide * (g.is_wide ? 8 : 4));
-    for (int i = 0; i < rule.slots; i++) prefetch<2>(slot(row, i), slot_size(rule, i, dim) * sizeof(A));
-  };
-  // As in RowsAhead of lookup.h: a second step, or the misses of the use itself wait behind those of the prefetches.
-  const auto touch_entry = [&](int64_t k) __attribute__((always_inline)) {
-    if (k >= g.size) return;
-    const int64_t row = first + e[k].row;
-    touch(t.table.data + row * row_bytes);
-    touch(g.gradient(e[k]));
-    for (int i = 0; i < rule.slots; i++) touch(slot(row, i));
-  };
-  int64_t bytes = row_bytes;
-  for (int i = 0; i < rule.slots; i++) bytes += slot_size(rule, i, dim) * sizeof(A);
-  const int64_t near = std::clamp<int64_t>(TOUCH_BYTES / bytes, 4, 8);
-  for (int64_t k = 0; k < FETCH_AHEAD; k++) fetch(k);
-  for (int64_t k = 0, end = 0; k < g.size; k = end) {
-    const int64_t row = first + e[k].row;
-    do {
-      fetch(end + FETCH_AHEAD);
-      touch_entry(end + near);
-    } while (++end < g.size && e[end].row == e[k].row);
-    E* const at = t.table.as<E>() + row * dim;
-    const auto apply = [&](auto w) __attribute__((always_inline)) {
-      Row<A, decltype(w)> r{w, g.sum<A>(k, end, wide, sum), {}, spare, dim, A(end - k)};
-      for (int i = 0; i < rule.slots; i++) r.s[i] = slot(row, i);
-      rule.template apply<D>(r);
-    };
-    if constexpr (NARROWED) {
-      if (bits) random_bits(*t.key, row, dim, bits);
-      apply(Narrow<E>{at, bits});
-    } else {
-      apply(at);
-    }
-  }
-}
-
-template <class E> void update_class(const Trained& t, const Group& group, int64_t block, int64_t number, const Hyper& hyper) {
-  with_rule<Acc<E>>(number, hyper, [&](const auto& rule) {
-    using Rule = std::decay_t<decltype(rule)>;
-    if (t.is_window()) {
-      if constexpr (!std::is_same_v<Rule, Generated<Acc<E>>>) {
-        using Window = Windowed<Acc<E>>;
-        update_rows<E, Window, 0>(t, group, Window(rule, t.wide, *t.first), block);
-      }
-      return;
-    }
-    const auto update = [&](auto d) { update_rows<E, Rule, decltype(d)::value>(t, group, rule, block); };
-    if constexpr (sizeof(E) <= 4) {
-      if constexpr (sizeof(E) == 4) {
-        if (t.table.dim == 16) return update(std::integral_constant<int, 16>());
-        if (t.table.dim == 32) return update(std::integral_constant<int, 32>());
-      }
-      switch (t.table.dim) {
-        case 64: return update(std::integral_constant<int, 64>());
-        case 128: return update(std::integral_constant<int, 128>());
-      }
-    }
-    update(std::integral_constant<int, 0>());
-  });
-}
+// In files of their own, which are compiled side by side.
+extern template void update_class<float>(const Trained&, const Group&, int64_t, int64_t, const Hyper&);
+extern template void update_class<Half>(const Trained&, const Group&, int64_t, int64_t, const Hyper&);
+extern template void update_class<Bf16>(const Trained&, const Group&, int64_t, int64_t, const Hyper&);
 
 // -- all tables --------------------------------------------------------------------------------------------------
 

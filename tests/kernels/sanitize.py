@@ -19,11 +19,11 @@ import ctypes
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
 import time
-import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -52,24 +52,21 @@ extern "C" __attribute__((visibility("default"))) void stand_in(void (*f)(void*)
 
 
 def build(mode: str, level: str) -> Path:
-    """The object for an instruction set with pyproject.toml's own flags, but for the optimisation, and the sanitizer's."""
-    modules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
-    (flags,) = [m["extra-compile-args"] for m in modules if m["name"].endswith(f"._{level}")]
-    flags = [{"-O3": "-O1", "-g0": "-g1"}.get(f, f) for f in flags]
-    folder = ROOT / "build" / "sanitize"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "stand_in.cpp").write_text(STAND_IN)
-    out, sources = folder / f"{mode}_{level}.so", [ROOT / "kernels" / "csrc" / "cpu.cpp", folder / "stand_in.cpp"]
-    command = [
-        os.environ.get("CXX", "g++"),
-        "-shared",
-        "-fPIC",
-        "-DFUNCREC_MODULE=sanitized",
-        *flags,
-        SANITIZERS[mode][0],
-    ]
-    subprocess.run([*command, "-fno-omit-frame-pointer", *map(str, sources), "-o", str(out)], check=True)
-    return out
+    """The object for an instruction set, by the kernels' own CMakeLists with the sanitizer; the stand-in lies beside it."""
+    folder = ROOT / "build" / f"sanitize-{mode}"
+    flag, find = SANITIZERS[mode][0], os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    cmake, environment = shutil.which("cmake", path=find), {**os.environ, "PATH": find}
+    if cmake is None:
+        sys.exit("sanitize.py: there is no cmake\n  try   pip install cmake ninja")
+    run = lambda *command: subprocess.run([*map(str, command)], check=True, env=environment)
+    what = (f"-DFUNCREC_LEVELS={level}", f"-DFUNCREC_SANITIZE={flag.removeprefix('-fsanitize=')}")
+    run(cmake, "-G", "Ninja", "-S", ROOT / "kernels", "-B", folder, "-DCMAKE_BUILD_TYPE=Release", *what)
+    run(cmake, "--build", folder)
+    source = folder / "csrc" / "stand_in.cpp"
+    source.write_text(STAND_IN)
+    command = (os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-O1", "-g1", "-pthread", flag)
+    run(*command, source, "-o", source.with_suffix(".so"))
+    return folder / "csrc" / f"_{level}.so"
 
 
 def launch(mode: str, count: int, given: Path | None, more: list[str]) -> int:
@@ -101,9 +98,10 @@ def launch(mode: str, count: int, given: Path | None, more: list[str]) -> int:
         "--inside",
         *more,
     ]
-    if not watch([*command, "--probe"], environment, is_quiet=True)[1]:
-        print(f"{mode}: a fault made on purpose is not found")
-        return 1
+    for what in ("kernel", "rule"):
+        if not watch([*command, "--probe", what], environment, is_quiet=True)[1]:
+            print(f"{mode}: a fault made on purpose in a {what} is not found")
+            return 1
     status, findings = watch(command, environment)
     print(f"{mode}: {findings} findings, exit {status}, {time.monotonic() - begin:.0f} s")
     return int(findings > 0 or status != 0)
@@ -125,33 +123,60 @@ def watch(command: list[str], environment: dict[str, str], is_quiet: bool = Fals
 # -- inside the process ------------------------------------------------------------------------------------------
 
 
-def inside(mode: str, count: int, built: Path, first: int, without: list[str], is_probe: bool) -> None:
+def inside(mode: str, count: int, built: Path, first: int, without: list[str], probe: str | None) -> None:
     from funcrec.kernels.cpp import _native, _rules
 
     del os.environ["LD_PRELOAD"]  # the compiler of generated rules is no part of this
     loaded = _native._load(str(built))
     _native.library = lambda: loaded
-    _rules.FLAGS = (*_rules.FLAGS, SANITIZERS[mode][0], "-g1", "-fno-omit-frame-pointer")
-    if is_probe:
-        return do_wrong(mode)
+    own = [{"-O3": "-O1", "-g0": "-g1", "-fwrapv": "-fno-wrapv"}.get(f, f) for f in _rules.FLAGS]
+    _rules.FLAGS = (*own, SANITIZERS[mode][0], "-fno-omit-frame-pointer")
+    if probe:
+        return do_wrong(mode, probe)
     import hostile
 
-    names = [name for name in hostile.OPERATIONS if name not in without]
+    names, rules = [name for name in hostile.OPERATIONS if name not in without], counted_rules()
     if mode == "address":
-        repeat(
-            lambda i: hostile.check(names[i % len(names)], i // len(names)),
-            range(first, first + count),
-            "calls on 1 and 2 threads",
-        )
-        return
-    stand_in = ctypes.cast(loaded.stand_in, ctypes.c_void_p).value
+        check = lambda i: hostile.check(names[i % len(names)], i // len(names))
+        repeat(check, range(first, first + count), "calls on 1 and 2 threads")
+    else:
+        check_at_once(hostile.check, names, count, built)
+    print(f"  {rules['updates']} updates by {rules['compiled']} generated rules", flush=True)
+    if "generated_update" in names and count >= 8 * len(names) and not (rules["updates"] and rules["compiled"]):
+        raise SystemExit("no generated rule was among the calls")
+
+
+def counted_rules() -> dict[str, int]:
+    """How many rules are compiled with the sanitizer from here on, and how often one of them is called."""
+    from funcrec.kernels import cpp
+    from funcrec.kernels.cpp import _rules
+
+    seen = {"compiled": 0, "updates": 0}
+
+    def counted(name: str, call):
+        def run(*args):
+            seen[name] += 1
+            return call(*args)
+
+        return run
+
+    _rules.build = counted("compiled", _rules.build)
+    cpp.generated_update_ = counted("updates", cpp.generated_update_)
+    return seen
+
+
+def check_at_once(check, names: list[str], count: int, built: Path) -> None:
+    """Half of the calls on the kernels' own pool, half on the stand-in; two Python threads share each half."""
+    from funcrec.kernels.cpp import _native
+
+    stand_in = ctypes.cast(ctypes.CDLL(str(built.with_name("stand_in.so"))).stand_in, ctypes.c_void_p).value
     is_large = lambda seed: random.Random(seed).random() < 0.02  # as Draw has it
     large = [seed for seed in range(50 * count) if is_large(seed)]
     numbers = [seed for pair in zip(large, range(count)) for seed in pair][: count // 2]
     for name, address in (("pool", 0), ("stand-in", stand_in)):
-        loaded.funcrec_start(address)
+        _native.library().funcrec_start(address)
         work = lambda each, name=name: repeat(
-            lambda i: hostile.check(names[i % len(names)], numbers[i]), range(each, len(numbers), 2), f"calls, {name}"
+            lambda i: check(names[i % len(names)], numbers[i]), range(each, len(numbers), 2), f"calls, {name}"
         )
         failed: list[BaseException] = []
         at_once(work, failed)
@@ -159,20 +184,32 @@ def inside(mode: str, count: int, built: Path, first: int, without: list[str], i
             raise failed[0]
 
 
-def do_wrong(mode: str) -> None:
-    """A fault that the sanitizer must find: a row behind the last one, or one row that two threads write."""
+WRONG = """extern "C" void wrong(float* row) {
+  for (int i = 0; i < 1000; i++) *static_cast<volatile float*>(row) = i;
+}
+"""
+
+
+def do_wrong(mode: str, where: str) -> None:
+    """A fault that the sanitizer must find: a row behind the last one, or one row that two threads write; in a kernel, or in a rule."""
     import torch
-    from funcrec.kernels.cpp import _native
+    from funcrec.kernels.cpp import _native, _rules
 
     table, out = torch.ones(5, 3), torch.zeros(4, 3)
-    rows = torch.full((4,), 5 if mode == "address" else 0)
-    if mode == "address":
+    rows, count = torch.full((4,), 5 if mode == "address" else 0), torch.tensor(4)
+    if where == "rule":
+        wrong, row = _rules.build(WRONG).wrong, table.data_ptr() + (table.nbytes if mode == "address" else 0)
+        work = lambda: wrong(ctypes.c_void_p(row))
+    elif mode == "address":
         pointer, dtype, num_rows, dim = _native.table(table)
-        _native.call("gather_block", [1, pointer, dtype, num_rows + 1, dim, *_native.matrix(out), *_native.ints(rows)])
-        return
-    count = torch.tensor(4)
-    numbers = [1, *_native.table(table), *_native.matrix(out), *_native.ints(rows), count.data_ptr()]
-    at_once(lambda each: [_native.call("scatter_block", numbers) for _ in range(20_000)], [])
+        numbers = [1, pointer, dtype, num_rows + 1, dim, *_native.matrix(out), *_native.ints(rows)]
+        work = lambda: _native.call("gather_block", numbers)
+    else:
+        numbers = [1, *_native.table(table), *_native.matrix(out), *_native.ints(rows), count.data_ptr()]
+        work = lambda: _native.call("scatter_block", numbers)
+    if mode == "address":
+        return work()
+    at_once(lambda each: [work() for _ in range(20_000)], [])
 
 
 def at_once(work, failed: list) -> None:
@@ -207,7 +244,7 @@ if __name__ == "__main__":
     parser.add_argument("--first", type=int, default=0, help="the number of the first call")
     parser.add_argument("--without", nargs="*", default=[], help="operations to leave out")
     parser.add_argument("--inside", action="store_true")
-    parser.add_argument("--probe", action="store_true", help="do wrong, which must be found")
+    parser.add_argument("--probe", choices=("kernel", "rule"), help="do wrong there, which must be found")
     asked = parser.parse_args()
     how_many = asked.count or COUNTS[asked.mode]
     if asked.inside:
