@@ -68,7 +68,8 @@ def criteo_tsv(
     drop_last: bool = False,
     vocabularies: Vocabularies = None,
 ) -> Iterator[Batch]:
-    """Read a file (plain, .gz or .bz2) block by block. Ids reach 2³²: a feature of these columns needs a hash.
+    """Read a file (plain, .gz or .bz2) block by block. A category's id is its number + 1, and 0 what is missing: ids reach
+    2³², so a feature of these columns needs a hash.
 
     Args:
       path: lines of 40 fields; nothing else, no header.

@@ -65,7 +65,8 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
         parser.error(f"--mesh {options.axes}: its sizes multiply to {prod(options.axes.values())}, not to {num_ranks}")
     own = [a for a in options.axes if a not in options.replicas]
     if not own and options.plan != "replicated":
-        parser.error(f"--plan {options.plan} has no axis besides --replicas: --mesh replica={num_ranks},model=1")
+        option = f"--mesh replica={num_ranks},model=1" if is_launched else "--emulate replica=2,model=1"
+        parser.error(f"--plan {options.plan} has no axis besides --replicas: {option}")
     if options.plan in OF_TWO_AXES and len(own) != 2:
         option = "--mesh data=1,model=N" if is_launched else "--emulate data=2,model=2"
         parser.error(f"--plan {options.plan} mixes two axes: {option}")

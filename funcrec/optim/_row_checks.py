@@ -8,14 +8,15 @@ from typing import Annotated, Any, Literal
 
 from torch import Tensor
 
-from funcrec._arguments import Form, NotNegative, Positive, Share, kind_of
+from funcrec._arguments import Form, NotNegative, Positive, Share, Within, kind_of
 from funcrec._configs import TABLE_HINT, table_tensor_problems
 from funcrec._errors import Problem, check, describe
 from funcrec._rowgrads import RowGrads, is_stacked
 
 Tables = Mapping[str, Tensor]
 Scalar = Annotated[Tensor, Form("f[]", "a number")]
-Rate = NotNegative | Scalar | Callable[[Tensor], float | Tensor]
+FiniteRate = Annotated[float, Within("a finite number >= 0", lambda x: 0 <= x < float("inf"))]
+Rate = FiniteRate | Scalar | Callable[[Tensor], float | Tensor]
 _OF = {
     NotNegative | Scalar: "eps weight_decay eta initial_accumulator beta l1 l2 clip_ratio lower_bound",
     Share | Scalar: "b1 b2 momentum",
@@ -25,7 +26,7 @@ _OF = {
     Literal["l2", "decoupled"]: "decay",
 }
 _KINDS = {"lr": kind_of(Rate)} | {name: kind_of(hint) for hint, names in _OF.items() for name in names.split()}
-_MADE = kind_of(NotNegative | Scalar)  # what a function of the step gives
+_MADE = kind_of(FiniteRate | Scalar)  # what a function of the step gives
 
 
 def hyper_problems(lr: object, hyper: Mapping[str, Any]) -> Iterator[Problem]:

@@ -37,6 +37,7 @@ ROWS = [
     ("adam(b1=1.0)", lambda: o.adam(b1=1.0), ValueError, "`b1` is out of range"),
     ("adam(b2=-0.1)", lambda: o.adam(b2=-0.1), ValueError, "need  a number in [0, 1)"),
     ("adam(lr=nan)", lambda: o.adam(lr=float("nan")), ValueError, "`lr` is out of range"),
+    ("adam(lr=inf)", lambda: o.adam(lr=float("inf")), ValueError, "`lr` is out of range"),
     ("adam(b1=1, b2=2)", lambda: o.adam(b1=1, b2=2), ValueError, "`b2` is out of range"),
     ("momentum(1.0)", lambda: o.momentum(momentum=1.0), ValueError, "optim.momentum: `momentum` is out of range"),
     ("adagrad(eps=-1)", lambda: o.adagrad(eps=-1.0), ValueError, "`eps` is out of range"),
