@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from funcrec._arguments import typed
-from funcrec._errors import Problem, check, describe, fail
+from funcrec._errors import Problem, check, fail
 from funcrec._jagged import offsets_of
 from funcrec._keyed_jagged import KeyedJaggedTensor, pad_to_bucket
 from funcrec._state import Batch
@@ -66,8 +66,8 @@ def criteo_parquet(
     except (pyarrow.ArrowException, OSError) as error:
         fail(CALL, f"`{path.name}` is not a whole parquet file.", got=str(error)[:120], need="a parquet file")
     schema = file.schema_arrow
-    dense = tuple(n for n in schema.names if n.startswith("int_")) if dense is None else _names(dense, "dense")
-    sparse = tuple(n for n in schema.names if n.startswith("cat_")) if sparse is None else _names(sparse, "sparse")
+    dense = tuple(n for n in schema.names if n.startswith("int_")) if dense is None else tuple(dense)
+    sparse = tuple(n for n in schema.names if n.startswith("cat_")) if sparse is None else tuple(sparse)
     check(CALL, transform_problems(transform), _schema_problems(path, schema, label, dense, sparse))
     check(CALL, vocabulary_problems(vocabularies, sparse), _missing_problems(missing))
     chunks = _chunks(path, file, batch_size, [label, *dense, *sparse])
@@ -149,12 +149,6 @@ def _row_of(lengths: np.ndarray, at: int) -> int:
     return int(np.searchsorted(np.cumsum(lengths), at, side="right"))
 
 
-def _names(names: object, which: str) -> tuple[str, ...]:
-    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):
-        fail(CALL, f"`{which}` are not names.", got=describe(names), need="a sequence of names", kind=TypeError)
-    return tuple(names)
-
-
 def _is_list(kind) -> bool:
     import pyarrow.types as kinds
 
@@ -188,10 +182,8 @@ def _schema_problems(path: Path, schema, label: str, dense: tuple, sparse: tuple
             yield Problem(f"column `{n}` does not hold ids.", f"{kind}", "integers or lists of them", kind=TypeError)
 
 
-def _missing_problems(missing: object) -> Iterator[Problem]:
-    if missing is not None and (not isinstance(missing, int) or isinstance(missing, bool)):
-        yield Problem("`missing` is no id.", describe(missing), "an int, or None", kind=TypeError)
-    elif missing is not None and not -(2**63) <= missing < 2**63:
+def _missing_problems(missing: int | None) -> Iterator[Problem]:
+    if missing is not None and not -(2**63) <= missing < 2**63:
         yield Problem("`missing` is no id.", f"{missing}", "an int of 64 bits")
 
 

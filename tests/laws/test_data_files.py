@@ -91,15 +91,15 @@ BAD_PARQUET = {  # columns, options of the reader, what the error says
     "floats for ids": ({"label": [0], "cat_0": [1.0]}, {}, ("`cat_0` does not hold ids",)),
     "a column twice": (TWICE, {}, ("twice", "cat_0")),
     "a name twice": ({"label": [0], "cat_0": [1]}, {"sparse": ["cat_0", "cat_0"]}, ("twice", "cat_0")),
-    "names in a string": ({"label": [0], "c": [1]}, {"sparse": "c"}, ("`sparse` are not names",)),
+    "names in a string": ({"label": [0], "c": [1]}, {"sparse": "c"}, ("`sparse` is not a sequence", "each a string")),
     "no rows": ({"label": pa.array([], pa.int64()), "cat_0": pa.array([], pa.int64())}, {}, ("does not make a batch", "0 rows")),
     "no full batch": ({"label": [0], "cat_0": [1]}, {"drop_last": True}, ("does not make a batch", "1 rows")),
     "skip beyond the file": ({"label": [0], "cat_0": [1]}, {"skip": 2}, ("does not make a batch", "at least 2 batches")),
     "id beyond the table": ({"label": [0, 1], "cat_0": [[], [3, 7]]}, {"vocabularies": {"cat_0": 7}}, ("row 1", "id 7", "0 <= id < 7")),
     "id below the table": ({"label": [0, 1], "cat_0": [0, -1]}, {"vocabularies": {"cat_0": 7}}, ("row 1", "id -1", "hash")),
     "vocabulary of nothing": ({"label": [0], "cat_0": [1]}, {"vocabularies": {"cat_1": 7}}, ("not read", "cat_1")),
-    "missing in words": ({"label": [0], "cat_0": [1]}, {"missing": "x"}, ("`missing` is no id",)),
-    "bucket in words": ({"label": [0], "cat_0": [1]}, {"bucket": "no"}, ("`bucket` is neither",)),
+    "missing in words": ({"label": [0], "cat_0": [1]}, {"missing": "x"}, ("`missing` is not an integer", "missing=0")),
+    "bucket in words": ({"label": [0], "cat_0": [1]}, {"bucket": "no"}, ("`bucket` is not a truth value", "True or False")),
 }  # fmt: skip
 
 
