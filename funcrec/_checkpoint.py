@@ -35,7 +35,8 @@ def save(path: str | os.PathLike, tree: Any) -> Path:
     """Write a tree (dicts, lists, tuples, funcrec's values, tensors, numbers, strings) to one file.
 
     The bytes go to a temporary file beside `path`, are flushed to the disk and then take its name: an interrupted save
-    leaves the old file whole, readers never see half of one, and of several savers at once the last to finish stays.
+    leaves the old file whole, readers never see half of one, and of several savers at once the last to finish stays. Of a symbolic
+    link the file that it names is written, and the link stays.
 
     Each tensor is written by value: a view without the rest of its memory, one that stands in two places twice. As
     loaded, each is contiguous and has memory of its own.

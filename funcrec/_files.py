@@ -40,7 +40,11 @@ def as_path(call: str, path: str | os.PathLike) -> Path:
 
 
 def write_whole(call: str, path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Write a file by `write(file)`: afterwards it is at `path`, whole, or an error was raised and what was at `path` still is."""
+    """Write a file by `write(file)`: afterwards it is at `path`, whole, or an error was raised and what was at `path` still is.
+
+    A symbolic link at `path` stays: the file that it names is the one that is written.
+    """
+    path = Path(os.path.realpath(path)) if os.path.islink(path) else path
     check(call, place_problems(path))
     temporary = path.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
     try:

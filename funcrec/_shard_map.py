@@ -47,7 +47,7 @@ def shard_map(
       check: hold out_specs to what they promise to be the same: bit by bit, under transforms too. On real ranks it costs an exchange of
         checksums and a read on the host. Inside `jit`, where no value can be read, a result may follow along such an axis from nothing but
         arguments whole along it and what psum, pmean, pmax, pmin and all_gather made so; what is the same for another reason wants
-        check=False.
+        check=False. (JAX lets what all_gather made count as different on each rank.)
 
     Returns: on an emulated mesh a function of global values; on real ranks one of this rank's shards (`shard`, `unshard`). Inside
       another shard_map the values are global over the new axes on both.

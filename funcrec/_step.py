@@ -23,6 +23,8 @@ from funcrec._sharded import ShardedTables, dedup_problems
 from funcrec._sharded_dense import dense_axes_problems
 from funcrec._sharded_step import Recipe, shard_state, sharded_update
 from funcrec._state import Params, TrainState, state_parts
+from funcrec._tracked import vmaps_of
+from funcrec._tree import map_tensors, tree_leaves
 from funcrec.nn._batch_norm import merge_problems
 from funcrec.optim import DenseOptimizer, RowOptimizer
 
@@ -130,7 +132,8 @@ def train_step(
         device = next((t.device for t in params.tables.values()), key.device)
         step = torch.zeros((), dtype=torch.int64, device=device)
         slots, dense_opt = sparse.init(params.tables), dense.init(params.dense)
-        return TrainState(step, params.tables, slots, params.dense, dense_opt, key.to(device, copy=True))
+        step, slots, dense_opt, key = own_memory((step, slots, dense_opt, key.to(device, copy=True)), params)
+        return TrainState(step, params.tables, slots, params.dense, dense_opt, key)
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
         check("funcrec.train_step", state_problems(state))
@@ -149,6 +152,14 @@ def train_step(
         return TrainState(state.step + 1, tables, slots, new_dense, dense_opt, state.key), metrics
 
     return TrainStep(init, update)
+
+
+def own_memory(tree: Any, params: Params) -> Any:
+    """Under vmap over params: what begins alike in all members, as memory of each, which a donated step can write to."""
+    mapped = [x for x in tree_leaves(params) if vmaps_of([x])]
+    none = sum(x.flatten()[:0].sum() for x in mapped)
+    own = lambda x: x if vmaps_of([x]) else x + none.to(x.dtype)
+    return map_tensors(own, tree) if mapped else tree
 
 
 def state_problems(state: object) -> Iterator[Problem]:

@@ -37,7 +37,10 @@ def prefetch(
         awaits: no host wait.
 
     Returns: an iterator whose thread starts with its first item and ends with its last, or when it is closed or
-    dropped. An exception of `items` is raised where its item would have been.
+    dropped. An exception of `items` is raised where its item would have been. One thread at a time takes items of it: a second
+    one that asks while the first waits gets ValueError, as of any generator.
+
+    Raises: TypeError or ValueError for an argument that does not fit, and for a GPU that is not there, before the thread starts.
 
     Law: the same items in the same order.
 
@@ -48,6 +51,7 @@ def prefetch(
     """
     check("funcrec.data.prefetch", kind_of(Device | None).find("device", device))
     check("funcrec.data.prefetch", _problems(items, depth), flag_problems(pin_memory, "pin_memory"))
+    check("funcrec.data.prefetch", device_problems(device))
     return _consume(items, depth, pin_memory, None if device is None else torch.device(device))
 
 
@@ -126,6 +130,12 @@ def _await_copy(item, copied, device: torch.device) -> None:
     for x in tree_leaves(item):
         if isinstance(x, torch.Tensor) and x.is_cuda:
             x.record_stream(stream)
+
+
+def device_problems(device: Device | None) -> Iterator[Problem]:
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        got, need = f"{str(device)!r}, and no GPU that torch can use", "a device of this machine"
+        yield Problem("`device` is not there.", got, need, "device=None, or 'cpu'")
 
 
 def _problems(items: object, depth: object) -> Iterator[Problem]:

@@ -131,6 +131,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in ("batch_size", "epochs", "patience"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if not 0 <= options.lr < math.inf:
+        parser.error(f"--lr must be a finite number of at least 0, and is {options.lr}")
     if options.device != "cpu" and not torch.accelerator.is_available():
         parser.error(f"--device {options.device}: this machine has no accelerator that torch can use")
     ranks.settle_options(parser, options)

@@ -240,3 +240,10 @@ def test_download_fails(tmp_path, monkeypatch):
     with pytest.raises(OSError) as error:
         movielens_1m(cache=tmp_path)
     check_text(error, "ERROR: Could not find a version", "data_dir=...")
+
+
+def test_a_gpu_that_is_not_there_is_named_before_the_thread_starts(monkeypatch):
+    """prefetch to a GPU without one raises at the call, and says what is there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="`device` is not there"):
+        fr.data.prefetch(iter([]), device="cuda")

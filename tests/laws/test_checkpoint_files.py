@@ -344,3 +344,14 @@ def test_a_device_that_is_not_here_is_told(tmp_path):
         with pytest.raises(ValueError, match=r"the device cannot be used[^$]*device=\"cpu\""):
             fr.load(path, device=device)
     assert fr.load(path, device="cpu").device.type == "cpu"
+
+
+def test_a_link_is_followed(tmp_path):
+    """Saving to a symbolic link writes the file that it names, there or not yet, and leaves the link."""
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "latest.pt"
+    link.symlink_to(tmp_path / "there" / "state.pt")
+    for epoch in (1, 2):
+        fr.save(link, {"epoch": epoch})
+        assert link.is_symlink() and fr.load(tmp_path / "there" / "state.pt") == {"epoch": epoch}
+    assert [p.name for p in (tmp_path / "there").iterdir()] == ["state.pt"]

@@ -338,3 +338,11 @@ def test_a_process_that_ended_is_told_from_one_that_runs():
     assert not _ranks.is_running(process.pid)
     process.wait()
     assert not _ranks.is_running(process.pid)
+
+
+@pytest.mark.parametrize("lr", ["nan", "inf", "-1"])
+def test_a_learning_rate_that_is_none_is_a_usage_error(lr, capsys):
+    """--lr that is not finite, or negative, is refused before anything is read."""
+    with pytest.raises(SystemExit):
+        ctr.main(["--lr", lr])
+    assert "--lr must be a finite number of at least 0" in capsys.readouterr().err
