@@ -31,7 +31,7 @@ from funcrec._errors import Problem, check
 from funcrec._exchange import has_effect
 from funcrec._exchange_passes import smaller_exchanges
 from funcrec._inductor import compile_graph
-from funcrec._memory import Hold, copied, hold, is_alone, shared_leaves
+from funcrec._memory import Hold, alone, copied, hold, shared_leaves
 from funcrec._replay import Recording, capture_cuda, record, replay
 from funcrec._staging import is_odd, refuse_odd, stage
 from funcrec._static import static_key
@@ -141,7 +141,10 @@ class Compiled:
             return None
         if not self.donated:
             return link
-        sizes = link.sizes | {leaves[i].data_ptr(): size for i, size in link.moved}
+        sizes = link.sizes
+        if link.moved:
+            numbers, lengths = zip(*link.moved, strict=True)
+            sizes = sizes | dict(zip(map(Tensor.data_ptr, map(leaves.__getitem__, numbers)), lengths, strict=True))
         starts = sorted(sizes)
         for i in link.others:
             x = leaves[i]
@@ -183,21 +186,25 @@ class Compiled:
         results = self.compute(leaves) if recording is None else []
         mine = {i: leaves[i].data for i in self.stay}  # aliases that are no views
         if self.donated:
-            left = [given[i] for i in self.stay if i not in foreign and is_alone(given[i])]
+            left = alone([given[i] for i in self.stay if i not in foreign])
             left += [x._base for x in (given[i] for i in link.hold.views if i not in foreign) if x._base is not None]
             take([given[i] for i in self.donated], self.donated.values(), when, left)
         if recording is None:
             self.write(leaves, mine, results)
-            returned, kept = {j: results[k] for j, k in plan.whole.items()}, plan.kept.items()
+            returned, kept = (
+                zip(plan.whole, map(results.__getitem__, plan.whole.values()), strict=True),
+                plan.kept.items(),
+            )
         else:
             moved = {j: i for i, j in self.successors(link)}
-            returned, kept = replay(recording, leaves), {**plan.kept, **moved}.items()
-        for j, x in returned.items():
+            returned, kept = replay(recording, leaves).items(), {**plan.kept, **moved}.items()
+        for j, x in returned:
             outputs[j] = x
         for j, i in kept:
             outputs[j] = mine[i]
         if self.donated:
-            self.last = link, {j: weakref.ref(outputs[j]) for j in (*plan.kept, *plan.whole)}
+            numbers = (*plan.kept, *plan.whole)
+            self.last = link, dict(zip(numbers, map(weakref.ref, map(outputs.__getitem__, numbers)), strict=True))
         return self.staged.structure.unflatten(outputs)
 
     def compute(self, leaves: list) -> list[Tensor]:
@@ -218,7 +225,11 @@ class Compiled:
     def write(self, leaves: list, mine: dict[int, Tensor], results: list[Tensor]) -> None:
         """Replace the rows; what fails here has taken the donated leaves."""
         try:
-            self.writes([mine.get(i, x) for i, x in enumerate(leaves)], results)
+            if self.staged.plan.writes:
+                leaves = list(leaves)
+                for i, x in mine.items():
+                    leaves[i] = x
+                self.writes(leaves, results)
         except BaseException as error:
             error.add_note("funcrec.jit: the call had begun to write to what was donated to it, which is gone.")
             raise

@@ -203,11 +203,14 @@ def _same_form(source: Node, leaf: Node) -> bool:
 def prepare_writes(plan: Plan, num_leaves: int) -> Callable[[list, list], None]:
     """A function of (leaves, results) that replaces the rows, in place and in order."""
 
+    def has_place(x: object) -> bool:
+        return isinstance(x, Place) or (isinstance(x, (list, tuple)) and any(map(has_place, x)))
+
     def getter(x: object) -> Callable[[list], object]:
         if isinstance(x, Place):
             at, shape = x.number + num_leaves * x.is_result, x.shape
             return operator.itemgetter(at) if shape is None else lambda pool: pool[at].view(shape)
-        if not isinstance(x, (list, tuple)):
+        if not has_place(x):
             return lambda pool: x
         getters = [getter(y) for y in x]
         if len(x) > 1 and all(isinstance(y, Place) and y.shape is None for y in x):
@@ -294,9 +297,8 @@ def donated_message(x: Donated) -> str:
 
 
 def refuse_donated(leaves: Sequence) -> None:
-    for x in leaves:
-        if type(x) is Donated:
-            raise DonatedError(donated_message(x))
+    if Donated in map(type, leaves):
+        raise DonatedError(donated_message(next(x for x in leaves if type(x) is Donated)))
 
 
 def held_message(name: str, leaves: Sequence[tuple[str, Tensor]]) -> str:

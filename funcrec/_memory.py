@@ -5,6 +5,7 @@ one more is a view, a `detach()`, a numpy array or a saved graph, which would se
 """
 
 import functools
+import operator
 import sys
 import weakref
 from collections import Counter
@@ -19,7 +20,7 @@ from funcrec.kernels.memory import empty_table, is_mapped
 
 _address = torch._C._storage_address
 _num_holders = torch._C._storage_Use_Count
-_uses = Tensor._use_count
+_uses, _requires_grad = Tensor._use_count, operator.attrgetter("requires_grad")
 
 
 def copy(tree: T) -> T:
@@ -95,9 +96,13 @@ def shared_leaves(known: Hold, leaves: Sequence) -> dict[int, bool]:
     return {i: held[i] for i, n in zip(known.written, known.counts, strict=True) if held[i] or n < 0}
 
 
-def is_alone(x: Tensor) -> bool:
-    """Whether x's C++ part has no other user, so that its memory can be taken away."""
-    return _uses(x) == 1 and not x.requires_grad
+def alone(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Those whose C++ part has no other user, so that their memory can be taken away."""
+    return [
+        x
+        for x, uses, follows in zip(leaves, map(_uses, leaves), map(_requires_grad, leaves), strict=True)
+        if uses == 1 and not follows
+    ]
 
 
 def _expected(mine: dict[int, Tensor]) -> int:

@@ -24,9 +24,9 @@ _TERMS = ("d", "rows", "offsets", "weights")
 def num_members(**operands: object) -> int | None:
     """K, if one of the operands (named as in RANKS; tensors, lists of them or None) is a stack."""
     for name, own in operands.items():
-        for x in own if isinstance(own, (list, tuple)) else (own,):
-            if x is not None and x.dim() > RANKS[name]:
-                return x.shape[0]
+        xs = own if isinstance(own, (list, tuple)) else () if own is None else (own,)
+        if max(map(Tensor.dim, xs), default=0) > RANKS[name]:
+            return next(x.shape[0] for x in xs if x.dim() > RANKS[name])
     return None
 
 

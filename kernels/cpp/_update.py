@@ -118,10 +118,13 @@ def _trained(
     numbers = _native.tables(tables, width)
     for j in range(each):
         at, mine = 4 + 3 * j, slots[j::each]
-        numbers[at::width] = map(Tensor.data_ptr, mine)
+        found, is_fit = (
+            [*map(Tensor.data_ptr, mine)],
+            lambda x, at: x.is_contiguous() and x.is_cpu and not at % x.itemsize,
+        )
+        numbers[at::width] = found
         numbers[at + 1 :: width] = [_native.DTYPES.get(x.dtype, -1) for x in mine]
-        is_fit = lambda x: x.is_contiguous() and x.is_cpu and not x.data_ptr() % x.itemsize
-        numbers[at + 2 :: width] = [x.numel() if is_fit(x) else -1 for x in mine]
+        numbers[at + 2 :: width] = [x.numel() if is_fit(x, a) else -1 for x, a in zip(mine, found, strict=True)]
     if keys:
         numbers[before::width] = [keys + 8 * i if x.element_size() == 2 else 0 for i, x in enumerate(tables)]
     if windows is None:
