@@ -103,6 +103,8 @@ class _Lift(TorchFunctionMode):
         self.refused: TypeError | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not is_recording():
+            return func(*args, **(kwargs or {}))
         if args and getattr(func, "__name__", "") in SETS and is_closed_over(args[0]):
             got, need = f"`{func.__name__}` of {describe(args[0])}", "a pure function"
             fail(self.call, "the function changes a tensor that it closes over.", got=got, need=need)
@@ -151,6 +153,13 @@ class _Lift(TorchFunctionMode):
                     need=need,
                     hint=hint,
                 )
+
+
+def is_recording() -> bool:
+    """Whether operations are the staged function's own. Within an operation its mode is away, and what torch makes there is torch's: lifted,
+    a result of its kernels for shapes would be kept, on the device "meta", as the result of that operation for the rest of the process."""
+    keys = torch._C._TorchDispatchModeKey
+    return all(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY))
 
 
 def is_closed_over(x: object) -> bool:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transforms
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transforms import COLLECTIVES, cells
 
 import funcrec as fr
@@ -101,6 +102,21 @@ def test_a_broken_promise_is_found_on_ranks(ranks):
         ranks(2).run(promise, True)
     assert str(raised.value).count("`result['loss']` is not the same along axis 'x'.") >= 2
     assert ranks(2).run(promise, False) == [[1.0] * 3] * 2
+
+
+def staged_then_differentiated(size):
+    """The device of a gradient on shapes, behind a function staged on real ranks whose result is `size` equal values."""
+    mesh, x = fr.Mesh.distributed(x=2), torch.ones(())
+    f = fr.shard_map(lambda x: (x, x + 1), mesh=mesh, in_specs=fr.P(), out_specs=fr.P())
+    assert fr.jit(lambda x: torch.func.vmap(lambda _: f(x)[1])(torch.ones(size)))(x).tolist() == [2.0] * size
+    fr.jit(f)(x)
+    with FakeTensorMode():
+        return [torch.func.grad(lambda x: x.mean())(torch.ones(n)).device.type for n in (2, size)]
+
+
+def test_staging_leaves_what_torch_remembers_right(ranks):
+    """What torch remembers of its operations' results on shapes is right after staging on ranks: gradients there are on their own device."""
+    assert ranks(2).run(staged_then_differentiated, 7) == [["cpu", "cpu"]] * 2
 
 
 def promises_below(name, how):
