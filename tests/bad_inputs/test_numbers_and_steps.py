@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import funcrec as fr
+import funcrec.testing
 from funcrec import optim
 
 IDS = fr.KeyedJaggedTensor.from_lists({"x": [[0], [1, 2]]})
@@ -59,7 +60,8 @@ def test_what_a_function_of_the_step_gives_is_a_rate(rate):
         (optim.dense(torch.optim.SGD, lr=lambda step: rate), (torch.ones(2), {}, torch.ones(2))),
     ):
         with pytest.raises(
-            (TypeError, ValueError), match=r"`lr\(step\)` is (not a number|out of range)[\s\S]*\n  need  a finite number >= 0"
+            (TypeError, ValueError),
+            match=r"`lr\(step\)` is (not a number|out of range)[\s\S]*\n  need  a finite number >= 0",
         ):
             opt.update(*args, 0)
 
