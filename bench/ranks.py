@@ -24,12 +24,12 @@ from peers_ranks import torchrec_step
 from steps import DENSE_LR, NUM_DENSE, make_batches, make_model
 
 import funcrec as fr
-from funcrec import _compile
-from funcrec._jagged import bag_ids
-from funcrec._route import routes_of
-from funcrec._route_ids import lane_bags, owned_rows
-from funcrec._traffic import collectives_of
-from funcrec._tree import tree_map
+from funcrec.compile import _program
+from funcrec.compile._traffic import collectives_of
+from funcrec.core._tree import tree_map
+from funcrec.jagged._jagged import bag_ids
+from funcrec.sharding._lanes import lane_bags, owned_rows
+from funcrec.sharding._route import routes_of
 from funcrec.testing import RankPool
 
 WORLD = 2
@@ -230,13 +230,13 @@ def funcrec_runner(case: RankCase, model, params: fr.Params, batches: list) -> R
 @contextlib.contextmanager
 def watched(about: dict):
     """Into `about`: the collectives of the step that is compiled here, and the bytes that leave a rank in one call."""
-    compile_graph, sent = _compile.compile_graph, []
+    compile_graph, sent = _program.compile_graph, []
 
     def compile_seen(graph, arguments):
         sent.extend(collectives_of(graph.graph))
         return compile_graph(graph, arguments)
 
-    with mock.patch.object(_compile, "compile_graph", compile_seen):
+    with mock.patch.object(_program, "compile_graph", compile_seen):
         yield
     about |= {"num_collectives": len(sent), "sent_mb": digits(sum(x.sent_bytes for x in sent) / 1e6)}
 

@@ -4,7 +4,7 @@ Row data (`num_rows`, `take`) come from `ctr_dataset`, `criteo_npy` and `random_
 batches come from `criteo_tsv`, `criteo_parquet` and `random_batches`. `prefetch` wraps either.
 """
 
-import funcrec._tree as _tree
+import funcrec.core as _core
 from funcrec.data._criteo import CriteoArrays as CriteoArrays
 from funcrec.data._criteo import criteo_npy as criteo_npy
 from funcrec.data._criteo import criteo_tsv as criteo_tsv
@@ -29,4 +29,4 @@ from funcrec.data._random_rows import random_rows as random_rows
 from funcrec.data._random_rows import vocabularies_of as vocabularies_of
 from funcrec.data._random_rows import zipf as zipf
 
-_tree.publish(globals())
+_core.publish(globals())

@@ -1,11 +1,10 @@
-"""What the readers of files share: pyarrow when it is there, and batches of a fixed number of rows. Floor 6."""
+"""What the readers of files share: pyarrow when it is there, and batches of a fixed number of rows."""
 
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from funcrec._configs import count_problems, flag_problems
-from funcrec._errors import Problem, check, describe, fail
+from funcrec.core import Problem, check, count_problems, describe, fail, flag_problems
 
 
 def need_pyarrow(call: str):

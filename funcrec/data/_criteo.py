@@ -3,7 +3,7 @@
     label <tab> 13 integers <tab> 26 categories of eight hexadecimal digits        an empty field is missing
 
 A category's id is its number + 1; 0 is the id of what is missing. Ids reach 2³²: features of these columns need a hash
-(`fr.modulo()`, `fr.multiply_shift()`). Shapes: B rows of a batch. Floor 6.
+(`fr.modulo()`, `fr.multiply_shift()`). Shapes: B rows of a batch.
 
 Source: the Kaggle Display Advertising Challenge and the Criteo 1TB Click Logs; facebookresearch/dlrm for log(x + 1),
 MLPerf's DLRM-DCNv2 for log(x + 3).
@@ -20,12 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec._arguments import Form, typed
-from funcrec._errors import Problem, check, describe, fail
-from funcrec._keyed_jagged import KeyedJaggedTensor, key_problems
-from funcrec._state import Batch
+from funcrec.core import Form, Problem, check, describe, fail, typed
 from funcrec.data._arrow import check_batching, fixed_tables, need_file, need_pyarrow
 from funcrec.data._rows import Vocabularies, need_finite, need_ids, need_labels, row_problems, vocabulary_problems
+from funcrec.jagged import KeyedJaggedTensor, key_problems
+from funcrec.tables import Batch
 
 NUM_DENSE, NUM_SPARSE, DIGITS = 13, 26, 8
 CATEGORIES = tuple(f"cat_{i}" for i in range(NUM_SPARSE))

@@ -4,7 +4,7 @@
 
 Seven columns: the genres of the item (several ids, a table of their own) and six columns of one id each, which share one
 table: the id of column c is offset_c + number, offset_c the sum of the vocabularies before it. Shapes: N rows, B rows of a
-batch, U users, I items, L the most genres of an item. Floor 6.
+batch, U users, I items, L the most genres of an item.
 
 Source: RUCAIBox/RecBole, branch 1.1.x, benchmark/md/ml-1m_context.md.
 """
@@ -16,14 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec import _random as random
-from funcrec._errors import Problem, check, describe, fail
-from funcrec._jagged import offsets_of
-from funcrec._keyed_jagged import KeyedJaggedTensor
-from funcrec._state import Batch
-from funcrec._tree import pytree
+from funcrec.core import Problem, check, describe, fail, pytree, random
 from funcrec.data._movielens import Ratings
 from funcrec.data._rows import marked, row_problems, there
+from funcrec.jagged import KeyedJaggedTensor, offsets_of
+from funcrec.tables import Batch
 
 SPLIT_SEED = 2020  # RecBole's; another split moves a test AUC by up to 0.004
 USER_COLUMNS = ("user_id", "age", "gender", "occupation")

@@ -3,7 +3,7 @@
     folder = cache/name,   sha256(folder/file) = the pinned one, for each file
 
 Files are written under a temporary name and renamed, so that a file of the right name is whole, and two processes may
-fetch at once. A file that is missing, cut short or changed is fetched again. Floor 6.
+fetch at once. A file that is missing, cut short or changed is fetched again.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from funcrec._errors import fail
+from funcrec.core import fail
 
 
 class Source(NamedTuple):

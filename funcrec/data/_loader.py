@@ -3,7 +3,7 @@
     batch i of epoch e = take(data, rows[order(key, e)][i · B : (i + 1) · B])
 
 The order depends on the key and the epoch only, so a position, two integers, is all there is to save. Shapes: N rows,
-B rows of a batch. Floor 6.
+B rows of a batch.
 """
 
 from collections.abc import Iterator
@@ -12,15 +12,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from funcrec import _random as random
-from funcrec._configs import count_problems, flag_problems
-from funcrec._errors import Problem, check, describe
-from funcrec._jagged import int_problems
-from funcrec._keyed_jagged import pad_to_bucket
-from funcrec._state import Batch
-from funcrec._tree import replace
+from funcrec.core import Problem, check, count_problems, describe, flag_problems, random, replace
 from funcrec.data._ctr import random_order
 from funcrec.data._rows import row_problems
+from funcrec.jagged import int_problems, pad_to_bucket
+from funcrec.tables import Batch
 
 
 class RowData(Protocol):

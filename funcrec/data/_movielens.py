@@ -3,7 +3,7 @@
     rating n: user[n] gave item[n] rating[n] stars at timestamp[n]
 
 Users, items and every attribute are numbered from 1 in the order of the files; 0 is the padding id. Shapes: N ratings,
-U users and I items, both with the padding id. Floor 6.
+U users and I items, both with the padding id.
 
 Source: F. M. Harper, J. A. Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 5(4), 2015.
 """
@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from funcrec._errors import fail
-from funcrec._jagged import JaggedTensor
+from funcrec.core import fail
 from funcrec.data._fetch import Source, fetch
+from funcrec.jagged import JaggedTensor
 
 PADDING = "[PAD]"
 

@@ -2,7 +2,7 @@
 
     row r, column c: an id -> a bag of one;   a list -> that bag;   an empty or missing list -> an empty bag
 
-Shapes: B rows of a batch. Floor 6.
+Shapes: B rows of a batch.
 """
 
 import os
@@ -12,14 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from funcrec._arguments import typed
-from funcrec._errors import Problem, check, fail
-from funcrec._jagged import offsets_of
-from funcrec._keyed_jagged import KeyedJaggedTensor, pad_to_bucket
-from funcrec._state import Batch
+from funcrec.core import Problem, check, fail, typed
 from funcrec.data._arrow import check_batching, fixed_tables, need_file, need_pyarrow
 from funcrec.data._criteo import Transform, transform_dense, transform_problems
 from funcrec.data._rows import Vocabularies, need_finite, need_ids, need_labels, vocabulary_problems
+from funcrec.jagged import KeyedJaggedTensor, offsets_of, pad_to_bucket
+from funcrec.tables import Batch
 
 CALL = "funcrec.data.criteo_parquet"
 

@@ -1,8 +1,6 @@
 """The next items of an iterator, made in a thread while the present one is used.
 
-    list(prefetch(items)) == list(items)
-
-Floor 6.
+list(prefetch(items)) == list(items)
 """
 
 import threading
@@ -12,10 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from funcrec._arguments import Device, kind_of
-from funcrec._configs import flag_problems
-from funcrec._errors import Problem, check, describe
-from funcrec._tree import map_tensors, tree_leaves
+from funcrec.core import Device, Problem, check, describe, flag_problems, kind_of, map_tensors, tree_leaves
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@
     label ~ Bernoulli(sigmoid(s · (Σ_f mean of effect_f(id) + Σ_j w_j x_j) / √(F + J)))
 
 effect and w are fixed normal numbers of the key: a model that embeds the ids can learn them. Shapes: B rows of a batch,
-F columns, V ids of a column, L the most ids of a bag, J dense features. Floor 6.
+F columns, V ids of a column, L the most ids of a bag, J dense features.
 
 Source: the tail's inverse by the midpoint rule, as in Hörmann and Derflinger, "Rejection-inversion to generate variates
 from monotone discrete distributions" (1996), without the rejection.
@@ -18,24 +18,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec import _random as random
-from funcrec._arguments import Key, Shape, typed
-from funcrec._configs import (
+from funcrec.core import (
+    Key,
+    Problem,
+    Shape,
+    check,
+    count_problems,
+    describe,
+    flag_problems,
+    pytree,
+    random,
+    replace,
+    typed,
+)
+from funcrec.data._rows import marked, row_problems, there
+from funcrec.jagged import KeyedJaggedTensor, offsets_of
+from funcrec.tables import (
+    Batch,
     FeatureConfig,
     TableConfig,
-    count_problems,
     feature_list_problems,
     feature_table_problems,
-    flag_problems,
+    name_number,
     table_list_problems,
 )
-from funcrec._errors import Problem, check, describe
-from funcrec._init import name_number
-from funcrec._jagged import offsets_of
-from funcrec._keyed_jagged import KeyedJaggedTensor
-from funcrec._state import Batch
-from funcrec._tree import pytree, replace
-from funcrec.data._rows import marked, row_problems, there
 
 HEAD = 1024  # ranks with exact weights; beyond, the midpoint rule errs by alpha (alpha + 1) / (24 · 1024²) of a weight
 LABEL_SCALE = 2.0  # s: logits of standard deviation 2

@@ -1,8 +1,6 @@
 """What every reader asks of its numbers: rows that are there, labels of a click, ids that a table has.
 
-    0 <= row < num_rows,   0 <= label <= 1,   |dense| < ∞,   0 <= id < V
-
-Floor 6.
+0 <= row < num_rows,   0 <= label <= 1,   |dense| < ∞,   0 <= id < V
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec._configs import count_problems
-from funcrec._errors import Problem, describe
-from funcrec._jagged import int_problems, is_concrete
+from funcrec.core import Problem, count_problems, describe
+from funcrec.jagged import int_problems, is_concrete
 
 Vocabularies = Mapping[str, int] | None
 Refuse = Callable[[int, str, str, str], None]  # (row of the batch, column, got, need): raises

@@ -1,6 +1,6 @@
 """The folder of a run of the main job: checkpoint.pt, result.json, curve.png.
 
-A run is neither overwritten nor gone on with unless that was asked for, and what cannot be written is found before any training. Floor 6.
+A run is neither overwritten nor gone on with unless that was asked for, and what cannot be written is found before any training.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import funcrec as fr
-from funcrec._files import write_whole
+from funcrec.checkpoint import write_whole
 
 PARTS = {"options", "state", "position", "loss_sum", "best", "history"}
 

@@ -3,7 +3,7 @@
     torchrun ... --plan row_wise: this process is one rank;   --emulate data=2,model=2: it is all of them;   neither: there are none
 
 All ranks run the same program on the same data. What they decide (when to stop, which epoch was best) follows from values that are the same
-on all of them, so that nobody waits for anybody but in an exchange. Floor 6.
+on all of them, so that nobody waits for anybody but in an exchange.
 """
 
 import argparse

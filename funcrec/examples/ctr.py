@@ -7,7 +7,7 @@ The protocol, and the AUC to reach, are RecBole's `ml-1m_context` benchmark (`fu
 --out: checkpoint.pt (before the first step, after each epoch, and on Ctrl-C and SIGTERM), result.json and curve.png. With --resume a run
 goes on to the same bits as if it had not been interrupted; on other ranks or under another plan too, but for their rounding. With
 --replicas copies of the tables train apart; they are made one every --sync-every steps of an epoch, at its end, and when a run is
-interrupted. Exit codes: 130 after Ctrl-C, 143 after SIGTERM, 1 for what went wrong, 2 for wrong options. Floor 6.
+interrupted. Exit codes: 130 after Ctrl-C, 143 after SIGTERM, 1 for what went wrong, 2 for wrong options.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import funcrec as fr
-from funcrec._tree import map_tensors, tree_map
+from funcrec.core import map_tensors, tree_map
 from funcrec.examples import _folder as folder
 from funcrec.examples import _ranks as ranks
 from funcrec.examples import _signals as signals

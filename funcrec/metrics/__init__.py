@@ -1,6 +1,6 @@
 """Metrics as values: `init`, `update`, `compute` over states that add up."""
 
-import funcrec._tree as _tree
+import funcrec.core as _core
 from funcrec.metrics._auc import auc as auc
 from funcrec.metrics._auc import auc_error as auc_error
 from funcrec.metrics._auc import exact_auc as exact_auc
@@ -15,4 +15,4 @@ from funcrec.metrics._sums import mae as mae
 from funcrec.metrics._sums import mse as mse
 from funcrec.metrics._sums import normalized_entropy as normalized_entropy
 
-_tree.publish(globals())
+_core.publish(globals())

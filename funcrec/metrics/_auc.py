@@ -3,7 +3,7 @@
     AUC = Σ_i Σ_j w_i y_i · w_j (1 - y_j) · ([s_i > s_j] + ½ [s_i = s_j]) / (P · N)
 
 P and N are the weights of positive and of negative examples. `exact_auc` has all scores at once; `auc` counts them in
-bins. Floor 6.
+bins.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from funcrec._configs import count_problems, flag_problems
-from funcrec._errors import Problem, check, describe
+from funcrec.core import Problem, check, count_problems, describe, flag_problems
 from funcrec.metrics._metric import Metric, as_doubles, example_problems, examples
 
 LOGIT_RANGE = 16.0  # of the bins; f32 probabilities end near ±16

@@ -4,7 +4,7 @@
 
 A state is a tree of f64 sums whose shapes do not depend on the data: it passes through `jit`, `vmap` and `psum`. All
 functions here are traceable; the values of CPU tensors are checked when they are not being traced. Shapes: B examples.
-Floor 6.
+
 """
 
 import math
@@ -15,11 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec._arguments import Device, typed
-from funcrec._configs import flag_problems
-from funcrec._errors import Problem, check, describe
-from funcrec._jagged import is_concrete
-from funcrec._tree import tree_leaves, tree_map, tree_structure
+from funcrec.core import Device, Problem, check, describe, flag_problems, tree_leaves, tree_map, tree_structure, typed
+from funcrec.jagged import is_concrete
 
 State = Any
 ANY = object()  # in place of a flag: predictions may be any numbers

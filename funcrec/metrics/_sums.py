@@ -2,14 +2,14 @@
 
     log loss = -Σ w (y ln p + (1 - y) ln(1 - p)) / Σ w,   NE = log loss / H(Σ w y / Σ w),   calibration = Σ w p / Σ w y
 
-H(q) = -q ln q - (1 - q) ln(1 - q), the log loss of always saying q. Floor 6.
+H(q) = -q ln q - (1 - q) ln(1 - q), the log loss of always saying q.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec._errors import fail
+from funcrec.core import fail
 from funcrec.metrics._metric import ANY, Metric, sums
 
 PROBABILITY_EPS = torch.finfo(torch.float32).eps

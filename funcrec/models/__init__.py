@@ -1,11 +1,9 @@
 """Models of click-through and retrieval: tables, features and three pure functions.
 
-    logits = model.apply(params, batch),   params = model.init(key)
-
-Floor 4.
+logits = model.apply(params, batch),   params = model.init(key)
 """
 
-import funcrec._tree as _tree
+import funcrec.core as _core
 from funcrec.models._dcn import dcnv2 as dcnv2
 from funcrec.models._dcn import dlrm_dcnv2 as dlrm_dcnv2
 from funcrec.models._dcn import mlperf_dlrm_dcnv2 as mlperf_dlrm_dcnv2
@@ -25,4 +23,4 @@ from funcrec.models._two_tower import in_batch_softmax as in_batch_softmax
 from funcrec.models._two_tower import in_batch_softmax_loss as in_batch_softmax_loss
 from funcrec.models._two_tower import two_tower as two_tower
 
-_tree.publish(globals())
+_core.publish(globals())

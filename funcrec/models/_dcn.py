@@ -2,7 +2,7 @@
 
     z = mlp(cross([e_1 ... e_F, x_0])),   x_0 = dense, or bottom(dense)
 
-Floor 4. Shapes: B batch, F features, D dim.
+Shapes: B batch, F features, D dim.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec import _random as random
 from funcrec import nn
-from funcrec._configs import FeatureConfig, TableConfig, count_problems, flag_problems, modulo
-from funcrec._errors import check
-from funcrec._lookup import lookup
-from funcrec._state import Batch, Params
+from funcrec.core import (
+    Draw,
+    check,
+    count_problems,
+    flag_problems,
+    number_problems,
+    random,
+    rate_problems,
+    size_problems,
+)
 from funcrec.models._deep import deep_part, run, width, with_dense
 from funcrec.models._dlrm import bottom_problems
 from funcrec.models._model import Model, build, check_configs, part
-from funcrec.nn._layer import Draw, number_problems, rate_problems, size_problems
+from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup, modulo
 
 
 def dcnv2(

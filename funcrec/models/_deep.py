@@ -2,7 +2,7 @@
 
     wide_deep: z = lr + mlp([e_1 ... e_F, dense])          deepfm: z = lr + fm(e) + mlp([e_1 ... e_F, dense])
 
-Floor 4. Shapes: B batch, F features, D dim.
+Shapes: B batch, F features, D dim.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,15 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec import _random as random
 from funcrec import nn
-from funcrec._configs import FeatureConfig, TableConfig, flag_problems
-from funcrec._errors import check
-from funcrec._lookup import lookup
-from funcrec._state import Batch, Params
+from funcrec.core import check, flag_problems, random, rate_problems, size_problems
 from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part
 from funcrec.models._shallow import first_order
-from funcrec.nn._layer import Layer, rate_problems, size_problems
+from funcrec.nn import Layer
+from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
 
 
 def wide_deep(

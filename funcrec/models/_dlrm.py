@@ -2,7 +2,7 @@
 
     z = top([x_0 ... x_F, (⟨x_i, x_j⟩)_{i>j}]),   x_0 = bottom(dense)
 
-Floor 4. Shapes: B batch, F features, D dim.
+Shapes: B batch, F features, D dim.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec import _random as random
 from funcrec import nn
-from funcrec._configs import FeatureConfig, TableConfig, flag_problems
-from funcrec._errors import Problem, check
-from funcrec._lookup import lookup
-from funcrec._state import Batch, Params
+from funcrec.core import Problem, check, flag_problems, random, rate_problems, size_problems
 from funcrec.models._deep import deep_part, run
 from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part
-from funcrec.nn._layer import rate_problems, size_problems
+from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
 
 
 def dlrm(

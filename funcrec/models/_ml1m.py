@@ -3,7 +3,7 @@
     z = b + Σ_f v_f [+ fm(e)] [+ mlp(e)],   7 features, dim 16
 
 Six columns of one id each share one table, so a batch's ids are offset by the vocabularies before them; genres are a
-bag of up to six. Floor 4.
+bag of up to six.
 """
 
 from typing import Any
@@ -11,15 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from funcrec import nn
-from funcrec._configs import FeatureConfig, TableConfig
-from funcrec._errors import fail
-from funcrec._init import xavier_normal
-from funcrec._state import Params
+from funcrec.core import fail
 from funcrec.models._dcn import dcnv2
 from funcrec.models._deep import deepfm, wide_deep
 from funcrec.models._dlrm import dlrm
 from funcrec.models._model import Model, linear_twins
 from funcrec.models._shallow import fm, lr
+from funcrec.tables import FeatureConfig, Params, TableConfig, xavier_normal
 
 ML1M_FIELDS = {"user_id": 6041, "item_id": 3884, "age": 8, "gender": 3, "occupation": 22, "release_year": 82}
 ML1M_GENRES = 19

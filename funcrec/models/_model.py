@@ -2,7 +2,7 @@
 
     loss = mean_b softplus(z_b) - y_b z_b + penalty,   z = train_apply(params, batch, key)
 
-A model is a value that holds functions; its parameters live outside, in `Params`. Floor 4. Shapes: B batch.
+A model is a value that holds functions; its parameters live outside, in `Params`. Shapes: B batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,22 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec import _random as random
-from funcrec._arguments import typed
-from funcrec._checks import label_value_problems
-from funcrec._configs import (
+from funcrec.core import Problem, check, describe, fail, map_tensors, random, tree_leaves, tree_structure, typed
+from funcrec.jagged import is_concrete
+from funcrec.tables import (
+    Batch,
     FeatureConfig,
+    Params,
     TableConfig,
+    batch_parts,
     feature_list_problems,
     feature_table_problems,
+    label_value_problems,
+    params_problems,
     table_list_problems,
 )
-from funcrec._errors import Problem, check, describe, fail
-from funcrec._grad import params_problems
-from funcrec._init import init as init_tables
-from funcrec._jagged import is_concrete
-from funcrec._state import Batch, Params, batch_parts
-from funcrec._tree import map_tensors, tree_leaves, tree_structure
+from funcrec.tables import init as init_tables
 
 
 class Model(NamedTuple):

@@ -2,7 +2,7 @@
 
     lr: z = b + ⟨w, dense⟩ + Σ_f v_f          fm: z = lr + Σ_{i<j} ⟨e_i, e_j⟩
 
-with v_f a pooled first-order weight (dim 1) and e_f a pooled embedding. Floor 4. Shapes: B batch, F features, D dim.
+with v_f a pooled first-order weight (dim 1) and e_f a pooled embedding. Shapes: B batch, F features, D dim.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from funcrec import nn
-from funcrec._configs import FeatureConfig, TableConfig
-from funcrec._errors import check
-from funcrec._lookup import lookup
-from funcrec._state import Batch, Params
+from funcrec.core import check
 from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part
+from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
 
 
 def lr(tables: Sequence[TableConfig], features: Sequence[FeatureConfig], *, num_dense: int = 0) -> Model:

@@ -2,7 +2,7 @@
 
     loss = -mean_i log softmax_j(⟨q_i, c_j⟩ / T - log Q_j)[i],   q = mlp(queries) / ‖·‖, c = mlp(candidates) / ‖·‖
 
-Q_j is how likely the batch was to hold candidate j; without the correction popular items are pushed down. Floor 4.
+Q_j is how likely the batch was to hold candidate j; without the correction popular items are pushed down.
 Shapes: B batch, D dim of the towers' outputs.
 """
 
@@ -14,15 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec import _random as random
 from funcrec import nn
-from funcrec._configs import FeatureConfig, TableConfig, duplicate_problems
-from funcrec._errors import Problem, check, describe, fail
-from funcrec._lookup import lookup
-from funcrec._state import Batch, Params
+from funcrec.core import Problem, check, describe, fail, function_problems, random, rate_problems, size_problems
 from funcrec.models._deep import run, width
 from funcrec.models._model import batch_problems, build, check_configs, own_problems, part
-from funcrec.nn._layer import function_problems, rate_problems, size_problems
+from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, duplicate_problems, lookup
 
 
 class TwoTower(NamedTuple):

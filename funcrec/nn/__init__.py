@@ -1,11 +1,9 @@
 """Layers as pairs of pure functions on plain trees of tensors.
 
-    y = layer.apply(params, x),   params = layer.init(key)
-
-Floor 4.
+y = layer.apply(params, x),   params = layer.init(key)
 """
 
-import funcrec._tree as _tree
+import funcrec.core as _core
 from funcrec.nn._batch_norm import batch_norm as batch_norm
 from funcrec.nn._cross import cross as cross
 from funcrec.nn._cross import cross_network as cross_network
@@ -21,4 +19,4 @@ from funcrec.nn._mlp import linear as linear
 from funcrec.nn._mlp import mlp as mlp
 from funcrec.nn._position import position_weights as position_weights
 
-_tree.publish(globals())
+_core.publish(globals())

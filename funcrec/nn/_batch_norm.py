@@ -3,18 +3,14 @@
     y = scale · (x - mean) / √(var + eps) + shift
 
 Training takes mean and var from the batch (var over B) and gives stats' = (1 - momentum) · stats + momentum · (mean,
-var over B - 1); evaluation takes them from the stats. Floor 4.
+var over B - 1); evaluation takes them from the stats.
 """
-
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcrec._errors import Problem, check, describe, fail
-from funcrec._tree import tree_leaves
-from funcrec.nn._layer import Layer, number_problems, ones, param_problems, size_problems, width_problems, zeros
+from funcrec.core import check, describe, fail, number_problems, size_problems
+from funcrec.nn._layer import Layer, ones, param_problems, width_problems, zeros
 
 
 def batch_norm(dim: int, *, momentum: float = 0.1, eps: float = 1e-5) -> Layer:
@@ -67,19 +63,3 @@ def batch_norm(dim: int, *, momentum: float = 0.1, eps: float = 1e-5) -> Layer:
         return normalise(params, x, mean, var), mixed
 
     return Layer(init, apply, train_apply, init_stats)
-
-
-def is_stats(x: Any) -> bool:
-    """Whether x is what `init_stats` and `train_apply` of a batch norm give."""
-    return isinstance(x, dict) and x.keys() == {"mean", "var"}
-
-
-def merge_problems(dense: Any, merge: Any) -> Iterator[Problem]:
-    """Running statistics among the dense parameters get no gradient: a step without `merge` would never move them."""
-    if merge is None and any(map(is_stats, tree_leaves(dense, is_leaf=is_stats))):
-        yield Problem(
-            "`merge` is missing: `dense` holds running statistics, which no optimizer moves.",
-            "merge=None and a dict of `mean` and `var` in `dense`",
-            "merge(dense, aux) -> dense with the statistics that the loss gave",
-            "has_aux=True, merge=fr.models.merge_stats; merge=lambda dense, aux: dense to keep them as they are",
-        )

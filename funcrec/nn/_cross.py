@@ -2,7 +2,7 @@
 
     x_{l+1} = x_0 ⊙ (W_l x_l + b_l) + x_l,      W_l a matrix, or U_l V_lᵀ of low rank
 
-Floor 4. Shapes: B batch, d width, r rank.
+Shapes: B batch, d width, r rank.
 """
 
 from typing import Any
@@ -10,18 +10,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec import _random as random
-from funcrec._errors import check
-from funcrec.nn._layer import (
-    Draw,
-    Layer,
-    function_problems,
-    param_problems,
-    size_problems,
-    width_problems,
-    xavier_normal,
-    zeros,
-)
+from funcrec.core import Draw, check, function_problems, random, size_problems
+from funcrec.nn._layer import Layer, param_problems, width_problems, xavier_normal, zeros
 
 
 def cross(dim: int, rank: int | None = None, *, weight: Draw = xavier_normal) -> Layer:

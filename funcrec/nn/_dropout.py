@@ -1,16 +1,12 @@
 """Dropout by an explicit key.
 
-    y_i = x_i / (1 - rate) where u_i < 1 - rate, else 0,   u = uniform(key)
-
-Floor 4.
+y_i = x_i / (1 - rate) where u_i < 1 - rate, else 0,   u = uniform(key)
 """
 
 import torch
 from torch import Tensor
 
-from funcrec import _random as random
-from funcrec._errors import check, describe, fail
-from funcrec.nn._layer import rate_problems
+from funcrec.core import check, describe, fail, random, rate_problems
 
 
 def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:

@@ -2,7 +2,7 @@
 
     fm(x) = Σ_{i<j} ⟨x_i, x_j⟩ = ½ Σ_d ((Σ_i x_id)² - Σ_i x_id²)          dot(x) = (⟨x_i, x_j⟩)_{i>j}
 
-Floor 4. Shapes: B batch, F features, D dim.
+Shapes: B batch, F features, D dim.
 """
 
 from collections.abc import Iterator
@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from funcrec._errors import Problem, check, describe
-from funcrec._primitives import one_level_below
+from funcrec.core import Problem, check, describe, one_level_below
 
 
 def factorization_machine(x: Tensor) -> Tensor:

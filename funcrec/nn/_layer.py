@@ -2,7 +2,7 @@
 
     y = apply(params, x),   params = init(key)
 
-A draw is a function (key, shape) -> f32[shape]; a matrix is [out, in], as torch.nn.Linear's. Floor 4.
+A draw is a function (key, shape) -> f32[shape]; a matrix is [out, in], as torch.nn.Linear's.
 """
 
 import math
@@ -12,11 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec import _random as random
-from funcrec._arguments import Key, Shape, typed
-from funcrec._errors import Problem, check, describe
-
-Draw = Callable[[Tensor, tuple[int, ...]], Tensor]
+from funcrec.core import Draw, Key, Problem, Shape, check, describe, number_problems, random, typed
 
 
 class Layer(NamedTuple):
@@ -106,51 +102,6 @@ def shape_problems(shape: Sequence[int], least: int) -> Iterator[Problem]:
     if len(shape) < least:
         need = f"{least} dimensions or more, the first for what goes out"
         yield Problem("`shape` has too few dimensions.", f"{tuple(shape)}", need, "shape=(100, 8)")
-
-
-def size_problems(sizes: object, name: str = "sizes", at_least: int = 1) -> Iterator[Problem]:
-    """`sizes` must be a tuple or list of at least `at_least` positive integers; a size alone has a `name` of its own."""
-    if not isinstance(sizes, (tuple, list)):
-        yield Problem(f"`{name}` are not sizes.", describe(sizes), "a tuple of ints >= 1", kind=TypeError)
-        return
-    for i, n in enumerate(sizes):
-        path = f"{name}[{i}]" if name in ("sizes", "bottom") else name
-        if not isinstance(n, int) or isinstance(n, bool):
-            yield Problem(f"`{path}` is not an integer.", describe(n), "an int >= 1", kind=TypeError)
-        elif n < 1:
-            yield Problem(f"`{path}` is too small.", f"{n}", "an int >= 1")
-    if len(sizes) < at_least:
-        yield Problem(f"`{name}` are too few.", f"{tuple(sizes)}", f"at least {at_least}", f"{name}=(64, 16)")
-
-
-def rate_problems(rate: object, name: str = "rate") -> Iterator[Problem]:
-    if not isinstance(rate, (int, float)) or isinstance(rate, bool):
-        yield Problem(f"`{name}` is not a number.", describe(rate), "a float in [0, 1)", kind=TypeError)
-    elif not 0 <= rate < 1:
-        yield Problem(f"`{name}` is no probability of dropping.", f"{rate}", "a float in [0, 1)")
-
-
-def number_problems(x: object, name: str, least: float, most: float = math.inf) -> Iterator[Problem]:
-    """x must be a finite number in [least, most]."""
-    need = f"a finite number >= {least:g}" if most == math.inf else f"a number in [{least:g}, {most:g}]"
-    if not isinstance(x, (int, float)) or isinstance(x, bool):
-        yield Problem(f"`{name}` is not a number.", describe(x), need, kind=TypeError)
-    elif not (least <= x <= most and math.isfinite(x)):
-        yield Problem(f"`{name}` is outside its range.", f"{x}", need)
-
-
-FUNCTION = {
-    "log_q": "lambda batch: log_frequency[batch.ids['item'].values]",
-    "candidate_ids": "lambda batch: batch.ids['item'].values",
-}
-
-
-def function_problems(**functions: object) -> Iterator[Problem]:
-    for name, fn in functions.items():
-        if not callable(fn):
-            yield Problem(
-                f"`{name}` is no function.", describe(fn), "a function of tensors", FUNCTION.get(name, ""), TypeError
-            )
 
 
 def width_problems(x: object, width: int, name: str = "x") -> Iterator[Problem]:

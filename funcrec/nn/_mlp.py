@@ -2,7 +2,7 @@
 
     linear: y = x Wᵀ + b          mlp: y = a_L(n_L(W_L d(... a_1(n_1(W_1 d(x) + b_1)) ...) + b_L))
 
-with d dropout, n batch norm and a the activation. Floor 4.
+with d dropout, n batch norm and a the activation.
 """
 
 import itertools
@@ -13,23 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec import _random as random
-from funcrec._configs import flag_problems
-from funcrec._errors import Problem, check, describe
-from funcrec.nn._batch_norm import batch_norm as batch_norm_layer
-from funcrec.nn._dropout import dropout as drop
-from funcrec.nn._layer import (
+from funcrec.core import (
     Draw,
-    Layer,
+    Problem,
+    check,
+    describe,
+    flag_problems,
     function_problems,
-    param_problems,
-    part_problems,
+    random,
     rate_problems,
     size_problems,
-    width_problems,
-    xavier_normal,
-    zeros,
 )
+from funcrec.nn._batch_norm import batch_norm as batch_norm_layer
+from funcrec.nn._dropout import dropout as drop
+from funcrec.nn._layer import Layer, param_problems, part_problems, width_problems, xavier_normal, zeros
 
 
 def linear(num_in: int, num_out: int, *, weight: Draw = xavier_normal, bias: Draw | None = zeros) -> Layer:

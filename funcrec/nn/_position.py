@@ -2,15 +2,15 @@
 
     weights[offsets[b] + p] = w_p
 
-Floor 4. Shapes: N ids, L places.
+Shapes: N ids, L places.
 """
 
 import torch
 from torch import Tensor
 
-from funcrec._errors import check, describe, fail
-from funcrec._jagged import JaggedTensor, jagged_parts
-from funcrec.nn._layer import Layer, ones, size_problems
+from funcrec.core import check, describe, fail, size_problems
+from funcrec.jagged import JaggedTensor, jagged_parts
+from funcrec.nn._layer import Layer, ones
 
 
 def position_weights(max_length: int) -> Layer:

@@ -2,10 +2,10 @@
 
 tables', slots' = sparse.update(row_grads, slots, tables, step)        dense', state' = dense.update(grads, state, dense, step)
 
-Each is a pair of functions, `init` and `update`; combinators take pairs and give pairs. Floor 3.
+Each is a pair of functions, `init` and `update`; combinators take pairs and give pairs.
 """
 
-import funcrec._tree as _tree
+import funcrec.core as _core
 from funcrec.optim._accumulate import accumulate as accumulate
 from funcrec.optim._adagrad import adagrad as adagrad
 from funcrec.optim._adagrad import ftrl as ftrl
@@ -33,4 +33,4 @@ from funcrec.optim._sgd import lion as lion
 from funcrec.optim._sgd import momentum as momentum
 from funcrec.optim._sgd import sgd as sgd
 
-_tree.publish(globals())
+_core.publish(globals())

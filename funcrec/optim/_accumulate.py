@@ -2,7 +2,7 @@
 
     step k, 2k, ...:  update with (g₁ + ... + g_k) / k;      other steps: remember g, touch no row
 
-The gradients wait in static buffers among the slots, as entries and not as tables. Floor 3.
+The gradients wait in static buffers among the slots, as entries and not as tables.
 Shapes: k = every, C capacity, R rows, D dim.
 """
 
@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from funcrec._errors import Problem, check, describe
-from funcrec._recipe import remade
-from funcrec._rowgrads import RowGrads
+from funcrec.core import Problem, check, describe, remade
 from funcrec.kernels import ops
+from funcrec.optim._problems import check_update, tables_problems
 from funcrec.optim._row import RowOptimizer, check_optimizer, step_tensor
-from funcrec.optim._row_checks import check_update, tables_problems
+from funcrec.tables import RowGrads
 
 ROWS, GRADS = "pending_rows", "pending_grads"
 

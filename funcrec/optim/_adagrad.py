@@ -3,14 +3,14 @@
     n ← n + g²;   w ← w - lr · g / (√n + eps)
 
 Row-wise variants keep one n for each row, the mean of g² over its elements: D times less state. Every rule is for one
-row: w, g are f[D]. Floor 3.
+row: w, g are f[D].
 """
 
 import torch
 
-from funcrec._recipe import remade
-from funcrec._rowgrads import root
+from funcrec.core import remade
 from funcrec.optim._row import Rate, RowOptimizer, builtin_optimizer, norm, per_element, per_row
+from funcrec.tables import root
 
 
 @remade

@@ -3,16 +3,16 @@
     m ← b1 · m + (1 - b1) · g;   v ← b2 · v + (1 - b2) · g²;   u = m / (1 - b1ᵗ) / (√(v / (1 - b2ᵗ)) + eps)
 
 They are lazy, as FBGEMM's: only rows that the batch names move on, while t counts every step. Partial row-wise variants
-keep one v for each row, the running mean of mean(g²). Every rule is for one row: w, g, m, u are f[D]. Floor 3.
+keep one v for each row, the running mean of mean(g²). Every rule is for one row: w, g, m, u are f[D].
 """
 
 import math
 
 import torch
 
-from funcrec._recipe import remade
-from funcrec._rowgrads import root
+from funcrec.core import remade
 from funcrec.optim._row import Rate, RowOptimizer, builtin_optimizer, norm, per_element, per_row
+from funcrec.tables import root
 
 
 @remade

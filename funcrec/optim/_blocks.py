@@ -3,7 +3,7 @@
     for each table: rows, x = coalesce(terms);   for each block of rows: scatter(rule(gather(rows), x))
 
 On a CPU the number of touched rows may be read, so nothing is done for places that hold no row, and a block stays in the caches
-between the three steps. Floor 3.
+between the three steps.
 Shapes: T tables, R rows, D dim, M touched rows.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcrec._inductor import compile_graph
+from funcrec.compile import compile_graph
 from funcrec.kernels import library
 from funcrec.kernels.forms import Terms, accumulation_dtype
 

@@ -2,19 +2,17 @@
 
     by_table({a: f}, default=g)  =  f on table a, g on the others        clip(f)(g) = f(min(1, c / ‖g‖) · g)
 
-Each keeps the contract of RowOptimizer, so they nest. Floor 3.
+Each keeps the contract of RowOptimizer, so they nest.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from funcrec import _random as random
-from funcrec._errors import Problem, check, describe, fail
-from funcrec._recipe import remade
-from funcrec._rowgrads import clip_by_global_norm
+from funcrec.core import Problem, check, describe, fail, random, remade
+from funcrec.optim._problems import check_update, hyper_problems, tables_problems
 from funcrec.optim._row import RowOptimizer, check_optimizer
-from funcrec.optim._row_checks import check_update, hyper_problems, tables_problems
+from funcrec.tables import clip_by_global_norm
 
 
 @remade

@@ -4,7 +4,7 @@
 
 An update makes the class anew on clones, hands it the gradients and its state, lets it step and reads the clones out. It
 is run as under torch.compile, where step counters and learning rates stay tensors, so the same code runs eagerly and
-while it is staged, without a host read. Floor 3.
+while it is staged, without a host read.
 """
 
 import contextlib
@@ -18,14 +18,26 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from funcrec._errors import Problem, check, describe
-from funcrec._recipe import reduced, remade
-from funcrec._rowgrads import root
-from funcrec._tracked import has_tracked, is_followed, is_transformed, is_transforming
-from funcrec._tree import paths, tree_flatten, tree_leaves, tree_structure, tree_unflatten
+from funcrec.core import (
+    Problem,
+    check,
+    describe,
+    has_tracked,
+    is_followed,
+    is_transformed,
+    is_transforming,
+    paths,
+    reduced,
+    remade,
+    tree_flatten,
+    tree_leaves,
+    tree_structure,
+    tree_unflatten,
+)
+from funcrec.optim._problems import hyper_problems as row_hyper_problems
+from funcrec.optim._problems import rate_at, step_problems
 from funcrec.optim._row import step_tensor
-from funcrec.optim._row_checks import hyper_problems as row_hyper_problems
-from funcrec.optim._row_checks import rate_at, step_problems
+from funcrec.tables import root
 
 DIFFERENTIABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop)
 State = Any  # shaped as the parameters, with {name: Tensor} in the place of each leaf

@@ -3,16 +3,15 @@
     P(round up) = (x - below) / (above - below)
 
 Small updates, which rounding to nearest would lose, then add up. The bits depend on the key, the table's name, the row and
-the column alone: the same on every device, mesh and thread count. Floor 3.
+the column alone: the same on every device, mesh and thread count.
 Shapes: M rows, D dim.
 """
 
 import torch
 from torch import Tensor
 
-from funcrec import _random as random
-from funcrec._init import name_number
-from funcrec._tracked import is_tracked
+from funcrec.core import is_tracked, random
+from funcrec.tables import name_number
 
 PER_HASH = 4  # columns that share the 64 bits of one hash
 F16_DROPPED = 0x1FFF  # the bits of f32's fraction that f16 has not

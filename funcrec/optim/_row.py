@@ -3,7 +3,7 @@
     (row', slots') = rule(row, grad, slots, hyper)        for every row in the coalesced gradient; all others keep their bits
 
 A rule sees one row in f32 (f64 for f64 tables) and is mapped over the touched rows by `torch.func.vmap`; the result is
-rounded once, when it is written. Built-in optimizers and a user's own are made by the same function. Floor 3.
+rounded once, when it is written. Built-in optimizers and a user's own are made by the same function.
 Shapes: R rows, D dim, M touched rows (a capacity: entries behind `count` are padding).
 """
 
@@ -15,16 +15,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec._errors import Problem, check, describe, fail
-from funcrec._recipe import reduced, remade
-from funcrec._rowgrads import RowGrads, root, terms_of
-from funcrec._tracked import any_tracked, is_followed, reading, vmaps_of
-from funcrec._tree import tree_leaves, tree_map
+from funcrec.core import (
+    Problem,
+    any_tracked,
+    check,
+    describe,
+    fail,
+    is_followed,
+    reading,
+    reduced,
+    remade,
+    tree_leaves,
+    tree_map,
+    vmaps_of,
+)
 from funcrec.kernels import ops
 from funcrec.kernels.memory import full_table
 from funcrec.optim._blocks import flat
-from funcrec.optim._rounding import round_stochastic, table_key
-from funcrec.optim._row_checks import (
+from funcrec.optim._problems import (
     Rate,
     Tables,
     check_update,
@@ -35,7 +43,9 @@ from funcrec.optim._row_checks import (
     rule_result_problems,
     tables_problems,
 )
+from funcrec.optim._rounding import round_stochastic, table_key
 from funcrec.optim._user_rule import UserRule
+from funcrec.tables import RowGrads, root, terms_of
 
 Slots = dict[str, dict[str, Tensor]]
 

@@ -2,7 +2,7 @@
 
     lr(step) = lr · factor_s(step) · lr_scale_s,    s the first stage with step <= max_iters_s; after the last, lr
 
-Tensor in, tensor out: the rate is computed inside a compiled step, and no step makes a new graph. Floor 3.
+Tensor in, tensor out: the rate is computed inside a compiled step, and no step makes a new graph.
 """
 
 import functools
@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from funcrec._errors import Problem, check, describe
+from funcrec.core import Problem, check, describe
 
 Policy = Literal[
     "none", "linear", "constant", "poly", "step", "inv_sqrt", "cosine_annealing_warm_restarts", "interpolate"

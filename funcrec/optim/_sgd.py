@@ -2,12 +2,12 @@
 
     w ← w - lr · u        u: the gradient, its running sum, or the sign of its running mean
 
-Every rule is for one row: w, g and the slots are f[D]. Floor 3.
+Every rule is for one row: w, g and the slots are f[D].
 """
 
 import torch
 
-from funcrec._recipe import remade
+from funcrec.core import remade
 from funcrec.optim._row import Rate, RowOptimizer, builtin_optimizer, norm, per_element
 
 

@@ -3,7 +3,7 @@
     rule on one row → graph of aten operations → C++ (kernels/cpp/_rules.py) → the fused update of every table in one call
 
 The rule is traced and compiled once for each form of table: dim, dtype and shapes of slots. A rule with an operation that the
-translation does not know runs in blocks (_blocks.py), and a warning names the operation. Floor 3.
+translation does not know runs in blocks (_blocks.py), and a warning names the operation.
 """
 
 import functools

@@ -3,7 +3,7 @@
     ⟨Lx, y⟩ = ⟨x, Lᵀy⟩        op(x) = op(x with garbage in its padding)        op'(x)·t = lim (op(x + h·t) - op(x - h·t)) / 2h
 
 funcrec tests itself with these; they are for your own operations too. The checkers need torch only, the strategies
-(`from funcrec.testing import strategies as frs`) need hypothesis, which is imported nowhere else. Floor 6.
+(`from funcrec.testing import strategies as frs`) need hypothesis, which is imported nowhere else.
 
 Say that you have written a sum of each bag, and its transpose:
 
@@ -37,7 +37,7 @@ AssertionError: the trees differ at `['item']`.
   try   rtol=1e-5, atol=1e-6, where rounding may differ
 """
 
-import funcrec._tree as _tree
+import funcrec.core as _core
 from funcrec.testing._calculus import check_adjoint as check_adjoint
 from funcrec.testing._calculus import check_grads as check_grads
 from funcrec.testing._ranks import RankError as RankError
@@ -46,4 +46,4 @@ from funcrec.testing._trees import assert_trees_close as assert_trees_close
 from funcrec.testing._trees import garbage_padding as garbage_padding
 from funcrec.testing._trees import zero_padding as zero_padding
 
-_tree.publish(globals())
+_core.publish(globals())

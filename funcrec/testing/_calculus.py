@@ -1,8 +1,6 @@
 """Linear maps against their transposes, and derivatives against differences.
 
-    ⟨Lx, y⟩ = ⟨x, Lᵀy⟩            f'(x)·t = (f(x + h·t) - f(x - h·t)) / 2h + O(h²)
-
-Floor 6.
+⟨Lx, y⟩ = ⟨x, Lᵀy⟩            f'(x)·t = (f(x + h·t) - f(x - h·t)) / 2h + O(h²)
 """
 
 from collections.abc import Callable, Sequence
@@ -11,10 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from funcrec import _random as random
-from funcrec._arguments import Count, Key, NotNegative, typed
-from funcrec._errors import describe, fail, own_errors
-from funcrec._tree import paths
+from funcrec.core import Count, Key, NotNegative, describe, fail, own_errors, paths, random, typed
 from funcrec.testing._trees import dense_leaves, with_floats
 
 ADJOINT_ULPS = 16  # roundings that an inner product may lose, in units of the coarsest dtype's epsilon

@@ -1,6 +1,6 @@
 """RankPool: real ranks for tests, kept alive between them.
 
-Starting processes costs seconds, most of it importing torch; a call on ranks that are there costs milliseconds. Floor 6.
+Starting processes costs seconds, most of it importing torch; a call on ranks that are there costs milliseconds.
 """
 
 import multiprocessing

@@ -1,8 +1,6 @@
 """Comparing pytrees, and filling the padding of the jagged values in them.
 
-    op(garbage_padding(x)) = op(x)   for every operation that never reads padding
-
-Floor 6.
+op(garbage_padding(x)) = op(x)   for every operation that never reads padding
 """
 
 from collections.abc import Callable
@@ -12,13 +10,21 @@ import torch
 import torch.utils._pytree as torch_tree
 from torch import Tensor
 
-from funcrec import _random as random
-from funcrec._arguments import PARTS, Key, NotNegative, typed
-from funcrec._errors import check, describe
-from funcrec._jagged import JaggedTensor
-from funcrec._keyed_jagged import KeyedJaggedTensor
-from funcrec._rowgrads import Bags, Entries, RowGrads
-from funcrec._tree import paths, replace, tree_map, tree_structure
+from funcrec.core import (
+    PARTS,
+    Key,
+    NotNegative,
+    check,
+    describe,
+    paths,
+    random,
+    replace,
+    tree_map,
+    tree_structure,
+    typed,
+)
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
+from funcrec.tables import Bags, Entries, RowGrads
 
 T = TypeVar("T")
 JAGGED = (JaggedTensor, KeyedJaggedTensor, RowGrads)

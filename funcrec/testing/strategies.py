@@ -5,7 +5,7 @@ ids outside the table, padding full of garbage, i32 beside i64, one row, one dim
 columns that feed several. All shrink to the least of what their options allow: no bags, no padding, i64, f32, no
 weights, one table, one feature, a plain sum.
 
-Numbers are small multiples of 1/4: exact in every dtype here, and so are their sums. Floor 6.
+Numbers are small multiples of 1/4: exact in every dtype here, and so are their sums.
 Shapes: B bags, N capacity, R rows, D dim.
 """
 
@@ -16,12 +16,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from funcrec._configs import FeatureConfig, TableConfig, modulo, multiply_shift
-from funcrec._jagged import JaggedTensor
-from funcrec._keyed_jagged import KeyedJaggedTensor
-from funcrec._keyed_tensor import KeyedTensor
-from funcrec._lookup import lookup
-from funcrec._rowgrads import RowGrads
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from funcrec.tables import FeatureConfig, RowGrads, TableConfig, lookup, modulo, multiply_shift
 
 INT_DTYPES = (torch.int64, torch.int32)
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -55,7 +55,6 @@ MAY_RETURN = (
     Row("a sum in another float dtype", "metrics.*", r"(a|b|state)\[.*", {"f64[]"}),
     # positions, names, defaults
     Row("positions count from both ends; none is none", r"(Keyed)?JaggedTensor.(getitem|bags)", r"which.*", {"-1", "0", "()"}),
-    Row("no table is a set of tables", r"\.init", "tables", {"()"}),
     Row("an initializer is any function", r"\.TableConfig|\.train_step", "initializer|merge", {"function", "class"}),
     Row("None is the default", r".*", "weights|dtype|device|axis_names|capacity|like|y|a|b", {"None"}),
     Row("a name of an axis or a column", r"\.P|\.Plan|\.sync_replicas|data.criteo_npy", r"a|b|replicas\[0\]|greatest\[0\]|keys.*", {"'no'", "()"}),

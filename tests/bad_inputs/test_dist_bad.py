@@ -36,7 +36,7 @@ def resharded(state=STATE, plan=BY_ROWS, mesh=MESH, sparse=SGD, **kwargs):
 
 
 def state_with(**fields):
-    return fr._tree.replace(STATE, **fields)
+    return fr.core._tree.replace(STATE, **fields)
 
 
 def apart():

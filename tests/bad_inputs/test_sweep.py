@@ -9,7 +9,7 @@ from public_calls import public_calls
 from sweep import figures, sweep, tried
 
 import funcrec as fr
-from funcrec._examples import EXAMPLES
+from funcrec.core._examples import EXAMPLES
 
 LEAST_GOT_AND_NEED, LEAST_FOUR_PARTS, LEAST_OF_A_CALL, LEAST_CALLS = 0.995, 0.97, 0.6, 20_000
 

@@ -22,8 +22,9 @@ import torch
 from funcrec.kernels import ops
 
 import funcrec as fr
-from funcrec import _checks, _mesh
-from funcrec._tree import tree_leaves
+from funcrec.core import _checked
+from funcrec.core._tree import tree_leaves
+from funcrec.mesh import _mesh
 
 FEATURES = (fr.FeatureConfig("clicked", table="item"), fr.FeatureConfig("user", table="user", weighted=True))
 LEAST_S = 2e-6
@@ -66,9 +67,9 @@ def switches() -> tuple:
         torch._C._len_torch_dispatch_stack(),
         torch._C._len_torch_function_stack(),
         torch.get_num_threads(),
-        _checks.is_checking(),
+        _checked.is_checking(),
         ops.ambient(),
-        len(_mesh._bound.get()),
+        len(_mesh.bound.get()),
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from funcrec.kernels import ops
 
 import funcrec as fr
-from funcrec._tree import map_tensors
+from funcrec.core._tree import map_tensors
 from funcrec.testing import assert_trees_close
 
 copied = functools.partial(map_tensors, torch.clone)
@@ -17,15 +17,15 @@ copied = functools.partial(map_tensors, torch.clone)
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     """The staged graph is run as it stands: what is looked at before the call matters here, not the code."""
-    monkeypatch.setattr("funcrec._compile.compile_graph", lambda graph, arguments: graph)
+    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
 
 
 @pytest.fixture
 def looks(monkeypatch):
     """How many calls looked at every leaf."""
-    made, admit = [], fr._compile.Compiled.admit
+    made, admit = [], fr.compile._program.Compiled.admit
     monkeypatch.setattr(
-        "funcrec._compile.Compiled.admit", lambda self, leaves: (made.append(1), admit(self, leaves))[1]
+        "funcrec.compile._program.Compiled.admit", lambda self, leaves: (made.append(1), admit(self, leaves))[1]
     )
     return made
 

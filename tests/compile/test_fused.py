@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import funcrec as fr
 from funcrec import optim
-from funcrec._tree import map_tensors
+from funcrec.core._tree import map_tensors
 from funcrec.testing import assert_trees_close
 
 DTYPES = {"item": torch.float32, "user": torch.bfloat16, "page": torch.float64}
@@ -95,7 +95,7 @@ def run_steps(name: str, kind: str, implementation: str, is_compiled: bool = Tru
     state, out, places = first_state(name), [], []
     with ops.using(implementation), pytest.MonkeyPatch.context() as patch:
         if not is_compiled:
-            patch.setattr("funcrec._compile.compile_graph", lambda graph, arguments: graph)
+            patch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
         for i in range(CALLS):
             state, metrics = step(state, make_batch(i))
             out.append(copied((state, metrics)))
@@ -262,7 +262,7 @@ def program_runs(donate: tuple[str, ...] | None, is_compiled: bool = True):
     """[(tables, slots, extra)] of three calls, and where the tables lay."""
     with pytest.MonkeyPatch.context() as patch:
         if not is_compiled:
-            patch.setattr("funcrec._compile.compile_graph", lambda graph, arguments: graph)
+            patch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
         return run_programs(donate)
 
 
@@ -382,7 +382,7 @@ def test_generated_programs(program):
     """jit(program, donate) is the program, over three calls: its plan of writes, with the graph interpreted."""
     fn = functools.partial(run_program, program)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("funcrec._compile.compile_graph", lambda graph, arguments: graph)
+        patch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
         same_as_eager(fn, fr.jit(fn, donate=("state",)), start())
 
 

@@ -12,7 +12,7 @@ from funcrec.kernels import ops
 from funcrec.kernels.cpp import _native
 
 import funcrec as fr
-from funcrec import _mesh
+from funcrec.mesh import _mesh
 from funcrec.testing import assert_trees_close
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -32,7 +32,7 @@ def state() -> dict:
 @pytest.fixture
 def interpreted(monkeypatch):
     """The staged graph is run as it stands: what is written matters here, not the code."""
-    monkeypatch.setattr("funcrec._compile.compile_graph", lambda graph, arguments: graph)
+    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
 
 
 @pytest.fixture(scope="module")

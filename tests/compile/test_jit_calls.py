@@ -11,7 +11,7 @@ import torch
 import training_step
 
 import funcrec as fr
-from funcrec._tree import tree_leaves
+from funcrec.core._tree import tree_leaves
 from funcrec.testing import assert_trees_close
 
 X = torch.tensor([2.0, 3.0])
@@ -20,7 +20,7 @@ X = torch.tensor([2.0, 3.0])
 @pytest.fixture
 def interpreted(monkeypatch):
     """The staged graph is run as it stands: what it is called with matters here, not the code."""
-    monkeypatch.setattr("funcrec._compile.compile_graph", lambda graph, arguments: graph)
+    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
 
 
 def together(*calls):
@@ -125,7 +125,7 @@ def test_many_compilations_are_told_once(name, interpreted):
 
 def test_compilations_are_bounded(interpreted, monkeypatch):
     """The least used ones are forgotten, and made again when they are called for; num_compiled tells how many were made."""
-    monkeypatch.setattr("funcrec._jit.MOST", 4)
+    monkeypatch.setattr("funcrec.compile._jit.MOST", 4)
     f = fr.jit(lambda x, n: x * n)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -18,7 +18,7 @@ from funcrec.testing import assert_trees_close
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     """The staged graph is run as it stands: what it was staged for matters here, not the code."""
-    monkeypatch.setattr("funcrec._compile.compile_graph", lambda graph, arguments: graph)
+    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec._replay import record
-from funcrec._tree import map_tensors
+from funcrec.compile._replay import record
+from funcrec.core._tree import map_tensors
 from funcrec.testing import assert_trees_close
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -75,16 +75,16 @@ def recordings(monkeypatch):
         at = [address_of(x) if i in donated else x for i, x in enumerate(leaves)]
         return record(run, at, donated, *rest)
 
-    monkeypatch.setattr("funcrec._compile.is_replayed", lambda donated: True)
-    monkeypatch.setattr("funcrec._compile.record", record_addresses)
-    monkeypatch.setattr("funcrec._compile.capture_cuda", capture)
+    monkeypatch.setattr("funcrec.compile._program.is_replayed", lambda donated: True)
+    monkeypatch.setattr("funcrec.compile._program.record", record_addresses)
+    monkeypatch.setattr("funcrec.compile._program.capture_cuda", capture)
     return made
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
     """The staged graph is run as it stands: what is recorded matters here, not the code."""
-    monkeypatch.setattr("funcrec._compile.compile_graph", lambda graph, arguments: graph)
+    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
 
 
 def test_replayed_steps_are_eager_ones(recordings):

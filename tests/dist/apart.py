@@ -5,7 +5,7 @@ import training
 from moving import plan_of as over
 
 import funcrec as fr
-from funcrec._tree import map_tensors, replace
+from funcrec.core._tree import map_tensors, replace
 
 
 def plan_of(kind, axes, replicas):

@@ -6,7 +6,7 @@ from placement_models import zeros_like
 from sequence_models import FIXED, activations
 
 import funcrec as fr
-from funcrec._tree import replace
+from funcrec.core._tree import replace
 
 
 def looked_up(model, d, codec=None, exact=False):
@@ -22,12 +22,12 @@ def looked_up(model, d, codec=None, exact=False):
     specs = {"in_specs": (held.specs(), everywhere, everywhere), "out_specs": (everywhere, held.layout.specs())}
     own = fr.shard((ids, d), everywhere, mesh=mesh)
     acts, grads = fr.shard_map(one_rank, mesh=mesh, **specs)(held, *own)
-    return fr.unshard(acts, everywhere, mesh=mesh), fr._sharded.gather_banks(held.layout, grads, mesh)
+    return fr.unshard(acts, everywhere, mesh=mesh), fr.sharding._tables.gather_banks(held.layout, grads, mesh)
 
 
 def dense(grads, held):
     """{bank: f[rows, dim]}."""
-    made = {b: g.coalesce().to_dense() for b, g in fr._sync_grads.sync_grads(grads, held.layout)[0].items()}
+    made = {b: g.coalesce().to_dense() for b, g in fr.sharding._sync.sync_grads(grads, held.layout)[0].items()}
     return {b.name: made.get(b.name, zeros_like(held[b.name])) for b in held.layout.banks}
 
 
@@ -51,7 +51,7 @@ def sequences(mesh, kind, codec):
 
     specs = {"in_specs": (held.specs(), everywhere), "out_specs": (everywhere, held.layout.specs())}
     got, grads = fr.shard_map(one_rank, mesh=mesh, **specs)(held, fr.shard(ids, everywhere, mesh=mesh))
-    return fr.unshard(got, everywhere, mesh=mesh), fr._sharded.gather_banks(held.layout, grads, mesh)
+    return fr.unshard(got, everywhere, mesh=mesh), fr.sharding._tables.gather_banks(held.layout, grads, mesh)
 
 
 def cases(mesh, kinds, codecs):

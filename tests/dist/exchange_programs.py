@@ -5,8 +5,8 @@ from unittest import mock
 import torch
 
 import funcrec as fr
-from funcrec import _compile, _inductor
-from funcrec._traffic import collectives_of
+from funcrec.compile import _inductor, _program
+from funcrec.compile._traffic import collectives_of
 
 OVERLAP = "reorder_for_compute_comm_overlap_passes"
 
@@ -40,7 +40,7 @@ def compiled(programs):
         for passes in (False, True):
             sent = []
 
-            def seen(graph, args, sent=sent, compile_graph=_compile.compile_graph):
+            def seen(graph, args, sent=sent, compile_graph=_program.compile_graph):
                 sent += collectives_of(graph.graph)
                 return compile_graph(graph, args)
 
@@ -48,7 +48,7 @@ def compiled(programs):
             f = fr.jit(lambda x, steps=steps: fr.shard_map(lambda x: run(steps, x), mesh=mesh, in_specs=fr.P(), out_specs=fr.P("x"), check=False)(x))
             change = {} if passes else {"smaller_exchanges": lambda graph: None}
             options = _inductor.OPTIONS if passes else _inductor.OPTIONS | {OVERLAP: []}
-            with mock.patch.multiple(_compile, compile_graph=seen, **change), mock.patch.object(_inductor, "OPTIONS", options):
+            with mock.patch.multiple(_program, compile_graph=seen, **change), mock.patch.object(_inductor, "OPTIONS", options):
                 both.append((f(x), sent))
         (plain, many), (fast, few) = both
         out.append((plain, fast, many, few))

@@ -16,7 +16,7 @@ import differences
 from differences import RAISED, Case, along, draw
 
 import funcrec as fr
-from funcrec._tree import replace, tree_leaves, tree_map
+from funcrec.core._tree import replace, tree_leaves, tree_map
 
 SHAPES = {"a": (5, 2), "b": (4, 2), "c": (3, 3), "d": (5, 2)}  # nobody has id 3 for d
 PLAN = fr.Plan({"a": fr.row_wise("x"), "b": fr.column_wise("x"), "c": fr.table_wise("x", rank=1), "d": fr.replicated()})

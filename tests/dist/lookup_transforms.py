@@ -10,11 +10,11 @@ import torch
 from transforms import direction
 
 import funcrec as fr
-from funcrec import _route as routing
-from funcrec._route_ids import lane_bags
-from funcrec import _sharded
-from funcrec._sharding import _stack_bags
-from funcrec._tree import replace, tree_map
+from funcrec.sharding import _route as routing
+from funcrec.sharding._lanes import lane_bags
+from funcrec.sharding import _tables
+from funcrec.mesh._parts import _stack_bags
+from funcrec.core._tree import replace, tree_map
 
 SHAPES = {"a": (7, 3), "b": (4, 2)}
 FEATURES = (
@@ -193,7 +193,7 @@ def inner(x, y):
 
 
 def mean_of_ranks(v):
-    return fr.pmean(v, fr._mesh.bound_names())
+    return fr.pmean(v, fr.mesh._mesh.bound_names())
 
 
 def twice(x):
@@ -260,9 +260,9 @@ def prepared(mesh, name):
     def place(x):
         held = {k: fr.shard(v, everywhere, mesh=mesh) for k, v in x.items() if k != "banks"}
         if "banks" in x:
-            own = [_sharded.own_ranks(b, mesh) for b in made.layout.banks]
+            own = [_tables.own_ranks(b, mesh) for b in made.layout.banks]
             held["banks"] = {
-                b.name: _sharded.pack(made.layout, i, x["banks"], own[i]) for i, b in enumerate(made.layout.banks)
+                b.name: _tables.pack(made.layout, i, x["banks"], own[i]) for i, b in enumerate(made.layout.banks)
             }
         return {k: held[k] for k in x}
 
@@ -305,7 +305,7 @@ def summed(made, mesh, d):
 def on_all_ranks(made, mesh, result):
     """Results with whole tables and all ranks' values."""
     whole = lambda v: fr.unshard(v, fr.P(mesh.axis_names), mesh=mesh)
-    tables = lambda v: _sharded.gather_banks(made.layout, v, mesh)
+    tables = lambda v: _tables.gather_banks(made.layout, v, mesh)
     tree = lambda x: {k: tables(v) if k == "banks" else whole(v) for k, v in x.items()}
     return {key: [tree(x) for x in r] if isinstance(r, list) else whole(r) for key, r in result.items()}
 

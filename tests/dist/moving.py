@@ -4,8 +4,8 @@ import torch
 import training
 
 import funcrec as fr
-from funcrec import _reshard
-from funcrec._tree import map_tensors, replace
+from funcrec.train import _reshard
+from funcrec.core._tree import map_tensors, replace
 from funcrec.examples import _ranks
 
 

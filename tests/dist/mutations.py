@@ -18,13 +18,14 @@ import training
 from transforms import DENSE, cells, dense_transforms, values
 
 import funcrec as fr
-from funcrec import _exchange as exchange
-from funcrec import _route as routing
-from funcrec import _route_ids as route_ids
-from funcrec import _route_sequence as sequence
-from funcrec import _route_unique as unique
-from funcrec import _column_update, _sharded, _sharded_step, _sync_grads
-from funcrec._tree import replace
+from funcrec.mesh import _exchange as exchange
+from funcrec.sharding import _route as routing
+from funcrec.sharding import _lanes as route_ids
+from funcrec.sharding import _sequences as sequence
+from funcrec.sharding import _distinct as unique
+from funcrec.sharding import _sync, _tables, _update
+from funcrec.train import _rank_step
+from funcrec.core._tree import replace
 from funcrec.kernels import ops
 from funcrec.testing import assert_trees_close
 
@@ -79,11 +80,11 @@ def keeps_state():
     overflow.assert_unchanged(*overflow.overflown(fr.Mesh.emulated(x=2), "row_wise"), "row_wise")
 
 
-def trains(name, kind, most_joined=_sync_grads.MOST_JOINED):
+def trains(name, kind, most_joined=_sync.MOST_JOINED):
     """Steps on a mesh are those of one process."""
     mesh = fr.Mesh.emulated(x=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_sync_grads, "MOST_JOINED", most_joined)
+        patch.setattr(_sync, "MOST_JOINED", most_joined)
         got = training.together(name, mesh, training.plan_of(kind, mesh.shape), 2, 4, exact=True)
     assert_trees_close(got[:3], training.alone(name, 2, 2, 4)[:3], rtol=2e-6, atol=2e-6)
 
@@ -165,7 +166,7 @@ MUTATIONS = {
     "a mean is not divided": Mutation(routing, "_divided", lambda made: lambda x, *args: x, law(looks_up, "row_wise")),
     "a mean's gradient is not divided": Mutation(routing, "_scaled", lambda made: lambda d, *args: d, law(has_bits, "row_wise")),
     "copies keep their own gradients": Mutation(
-        _sync_grads, "sync_grads", _kept_apart, law(has_bits, "replicated")
+        _sync, "sync_grads", _kept_apart, law(has_bits, "replicated")
     ),
     "ids go to another rank": Mutation(route_ids, "owners_at", _elsewhere, law(has_bits, "row_wise")),
     "a lane begins one id late": Mutation(
@@ -174,8 +175,8 @@ MUTATIONS = {
     "a lane's rows are another lane's": Mutation(
         sequence, "lane_places", lambda made: lambda routed, i, n: made(routed, (i + 1) % 3, n), law(has_bits, "row_wise")
     ),
-    "dedup: an owner's blocks begin one row late": Mutation(_sharded, "route_rows", _late, is_deduplicated),
-    "dedup: only one id of a row gives its gradient": Mutation(_sharded, "fetch_transpose", _alone, is_deduplicated),
+    "dedup: an owner's blocks begin one row late": Mutation(_tables, "route_rows", _late, is_deduplicated),
+    "dedup: only one id of a row gives its gradient": Mutation(_tables, "fetch_transpose", _alone, is_deduplicated),
     "dedup: sums go to the next place": Mutation(
         unique,
         "_at_owners",
@@ -185,28 +186,28 @@ MUTATIONS = {
     "what does not fit is trained on": Mutation(fr.RowGrads, "where", lambda made: lambda self, condition: self, keeps_state),
     "ids without room are not counted": Mutation(ops, "owner_blocks", _uncounted, keeps_state),
     "overflow is not counted": Mutation(
-        _sharded_step, "joined_overflow", lambda made: lambda grads: torch.zeros(2, dtype=torch.int64), keeps_state
+        _rank_step, "joined_overflow", lambda made: lambda grads: torch.zeros(2, dtype=torch.int64), keeps_state
     ),
     "dense gradients stay on their rank": Mutation(
-        _sharded_step, "added", lambda made: lambda parts: parts[0], law(trains, "adam", "row_wise")
+        _rank_step, "added", lambda made: lambda parts: parts[0], law(trains, "adam", "row_wise")
     ),
     "large dense gradients stay on their rank": Mutation(
-        _sharded_step, "ordered_sum", lambda made: lambda tree, axes: tree, law(trains, "adam", "row_wise", 0)
+        _rank_step, "ordered_sum", lambda made: lambda tree, axes: tree, law(trains, "adam", "row_wise", 0)
     ),
     "rows stay on their rank": Mutation(
-        _sharded_step, "sync_grads", _kept_apart, law(trains, "adam", "replicated")
+        _rank_step, "sync_grads", _kept_apart, law(trains, "adam", "replicated")
     ),
     "what travels together is cut one element late": Mutation(
-        _sync_grads, "gather_each", _cut_late, law(trains, "adam", "replicated")
+        _sync, "gather_each", _cut_late, law(trains, "adam", "replicated")
     ),
     "columns in place: gradients are of the own columns": Mutation(
-        _sharded_step, "whole_banks", lambda made: lambda sparse, layout: (), law(trains, "partial", "column_wise")
+        _rank_step, "whole_banks", lambda made: lambda sparse, layout: (), law(trains, "partial", "column_wise")
     ),
     "columns in place: all owners take the first ones": Mutation(
-        _column_update, "first_column", lambda made: lambda *args: 0 * made(*args), law(trains, "partial", "column_wise")
+        _update, "first_column", lambda made: lambda *args: 0 * made(*args), law(trains, "partial", "column_wise")
     ),
     "a row's second moment is of its own columns": Mutation(
-        _column_update, "column_banks", lambda made: lambda sparse, layout: {}, law(trains, "rowwise_adagrad", "column_wise")
+        _update, "column_banks", lambda made: lambda sparse, layout: {}, law(trains, "rowwise_adagrad", "column_wise")
     ),
 }  # fmt: skip
 

@@ -5,14 +5,14 @@ import training
 from training import plan_of
 
 import funcrec as fr
-from funcrec._tree import tree_map
+from funcrec.core._tree import tree_map
 from funcrec.testing import assert_trees_close
 
 
 def skewed(step, num_bags):
     """A batch whose ids are all of row 0, so that under row_wise one rank gets them all."""
     made = training.batch(step, num_bags)
-    return fr.Batch(fr._tree.replace(made.ids, values=torch.zeros_like(made.ids.values)), made.label)
+    return fr.Batch(fr.core._tree.replace(made.ids, values=torch.zeros_like(made.ids.values)), made.label)
 
 
 def step_of(mesh, kind, capacity, name="adam"):

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from placement_models import models, zeros_like
 
 import funcrec as fr
-from funcrec import _sharded, _sync_grads
-from funcrec._tree import replace
+from funcrec.sharding import _sync, _tables
+from funcrec.core._tree import replace
 
 
 @st.composite
@@ -38,25 +38,25 @@ def mapped(model, capacity=None, dedup=False):
 
     def one_rank(held, ids):
         _, grads = fr.value_and_grad(lambda p, ids: loss(p.tables, ids, features))(fr.Params(held, {}), ids)
-        dense = {b: g.coalesce().to_dense() for b, g in _sync_grads.sync_grads(grads.tables, held.layout)[0].items()}
+        dense = {b: g.coalesce().to_dense() for b, g in _sync.sync_grads(grads.tables, held.layout)[0].items()}
         sequences = {k: (x.values[None], x.offsets[None]) for k, x in fr.lookup_sequence(held, ids, features).items()}
         return sequences, {b.name: dense.get(b.name, zeros_like(held[b.name])) for b in held.layout.banks}
 
     specs = {"in_specs": (held.specs(), everywhere), "out_specs": (everywhere, held.layout.specs())}
     sequences, grads = fr.shard_map(one_rank, mesh=mesh, **specs)(held, fr.shard(ids, everywhere, mesh=mesh))
-    return fr.unshard(sequences, everywhere, mesh=mesh), _sharded.gather_banks(held.layout, grads, mesh)
+    return fr.unshard(sequences, everywhere, mesh=mesh), _tables.gather_banks(held.layout, grads, mesh)
 
 
 def whole(model):
     """The same in one process, rank after rank."""
     mesh, _, tables, ids, features = model
-    stacked, total, sequences = fr._sharding._stack_bags(ids, mesh.size), None, []
+    stacked, total, sequences = fr.mesh._parts._stack_bags(ids, mesh.size), None, []
     for r in range(mesh.size):
-        mine = fr._tree.tree_map(lambda x, r=r: x[r], stacked)
+        mine = fr.core._tree.tree_map(lambda x, r=r: x[r], stacked)
         sequences.append({k: (x.values, x.offsets) for k, x in fr.lookup_sequence(tables, mine, features).items()})
         _, grads = fr.value_and_grad(lambda p, ids: loss(p.tables, ids, features))(fr.Params(tables, {}), mine)
         total = grads.tables if total is None else {n: total[n] + g for n, g in grads.tables.items()}
-    stacked = fr._tree.tree_map(lambda *xs: torch.stack(xs), *sequences)
+    stacked = fr.core._tree.tree_map(lambda *xs: torch.stack(xs), *sequences)
     return stacked, {n: g.coalesce().to_dense() for n, g in total.items()}
 
 

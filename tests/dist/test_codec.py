@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from placement_models import KINDS, models
 
 import funcrec as fr
-from funcrec import _codec
+from funcrec.mesh import _codec
 from funcrec.testing import assert_trees_close
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -12,9 +12,9 @@ from placement_models import models
 from sequence_models import loss as loss_with_sequences
 
 import funcrec as fr
-from funcrec import _column_update
-from funcrec._layout import layout_of
-from funcrec._tree import replace, tree_map
+from funcrec.sharding import _update
+from funcrec.sharding._layout import layout_of
+from funcrec.core._tree import replace, tree_map
 from funcrec.testing import assert_trees_close
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -71,7 +71,7 @@ def trained(model, name, **options):
 def alone(model, name):
     """The same in one process, which adds the gradients of the ranks' bags."""
     mesh, _, tables, ids, features = model
-    sparse, stacked = OPTIMIZERS[name](), fr._sharding._stack_bags(ids, mesh.size)
+    sparse, stacked = OPTIMIZERS[name](), fr.mesh._parts._stack_bags(ids, mesh.size)
     slots = sparse.init(tables)
     for step in range(STEPS):
         total = None
@@ -91,7 +91,7 @@ def test_columns_in_place_are_rows_put_together(model, name, options):
     not, by every exchange; with exact=True those of one process."""
     got = trained(model, name, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_column_update, "tables_in_place", lambda sparse, columns, layout: [])
+        patch.setattr(_update, "tables_in_place", lambda sparse, columns, layout: [])
         assert_trees_close(got, trained(model, name, **options))
     if options.get("exact"):
         assert_trees_close(got, alone(model, name))
@@ -102,15 +102,15 @@ def test_which_tables_are_updated_in_place():
     mesh, shapes = fr.Mesh.emulated(x=2), {"a": (5, 8), "b": (5, 9), "c": (5, 4)}
     plan = fr.Plan({"a": fr.column_wise("x"), "b": fr.column_wise("x", ranks=(0, 0, 1)), "c": fr.row_wise("x")})
     layout = layout_of("", shapes, dict.fromkeys(shapes, torch.float32), plan, mesh)
-    in_place = lambda sparse: _column_update.tables_in_place(
-        sparse, _column_update.column_banks(sparse, layout), layout
+    in_place = lambda sparse: _update.tables_in_place(
+        sparse, _update.column_banks(sparse, layout), layout
     )
     elementwise = fr.optim.freeze(fr.optim.adagrad(), tables=["a"])
-    assert in_place(elementwise) == ["a", "b"] and _column_update.whole_banks(elementwise, layout) == ()
+    assert in_place(elementwise) == ["a", "b"] and _update.whole_banks(elementwise, layout) == ()
     gradient_wise = fr.optim.rowwise_adagrad()
-    assert in_place(gradient_wise) == ["a"] and _column_update.whole_banks(gradient_wise, layout) == ("a[0:4]",)
+    assert in_place(gradient_wise) == ["a"] and _update.whole_banks(gradient_wise, layout) == ("a[0:4]",)
     for sparse in (fr.optim.lamb(), fr.optim.rowwise_adagrad(max_norm=1.0), fr.optim.rowwise_adagrad(weight_decay=0.1)):
-        assert in_place(sparse) == [] and _column_update.whole_banks(sparse, layout) == ()
+        assert in_place(sparse) == [] and _update.whole_banks(sparse, layout) == ()
 
 
 @pytest.mark.parametrize("kind", ["column_wise", "grid"])

@@ -5,7 +5,7 @@ import torch
 import training
 
 import funcrec as fr
-from funcrec._traffic import collectives_of
+from funcrec.compile._traffic import collectives_of
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -40,9 +40,9 @@ def staged(name, plan, codec=None):
     """(the collectives, the splits of those that have some, whether every shape is static, the generated code) of a step."""
     from torch._inductor.utils import run_and_get_code
 
-    from funcrec import _compile
+    from funcrec.compile import _program
 
-    graphs, compile_graph = [], _compile.compile_graph
+    graphs, compile_graph = [], _program.compile_graph
     mesh = fr.Mesh.distributed(x=WORLD)
     step = fr.train_step(training.loss_fn, **training.optimizers(name), mesh=mesh, plan=plan, codec=codec)
     whole = training.batch(0, BAGS * WORLD)
@@ -50,7 +50,7 @@ def staged(name, plan, codec=None):
     mine = fr.Batch(mine.ids.unpad().pad_to(ROOM), mine.label)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            _compile, "compile_graph", lambda graph, args: graphs.append(graph.graph) or compile_graph(graph, args)
+            _program, "compile_graph", lambda graph, args: graphs.append(graph.graph) or compile_graph(graph, args)
         )
         state = step.init(training.params())
         _, codes = run_and_get_code(fr.jit(step, donate=("state",)), state, mine)

@@ -9,8 +9,8 @@ from placement_models import whole as whole_pooled
 from sequence_models import mapped, sequence_models, whole
 
 import funcrec as fr
-from funcrec import _compile
-from funcrec._traffic import collectives_of
+from funcrec.compile import _program
+from funcrec.compile._traffic import collectives_of
 from funcrec.testing import assert_trees_close
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -112,10 +112,10 @@ def test_a_capacity_is_of_distinct_rows():
 
 def compiled(capacity):
     """(tables and dense after steps, compiled and not; the bytes that each exchange of a step sends)."""
-    mesh, graphs, compile_graph = fr.Mesh.distributed(x=2), [], _compile.compile_graph
+    mesh, graphs, compile_graph = fr.Mesh.distributed(x=2), [], _program.compile_graph
     step, out = fr.train_step(training.loss_fn, **options(mesh, "adam", "row_wise", capacity)), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_compile, "compile_graph", lambda graph, args: graphs.append(graph.graph) or compile_graph(graph, args))
+        patch.setattr(_program, "compile_graph", lambda graph, args: graphs.append(graph.graph) or compile_graph(graph, args))
         for run in (step, fr.jit(step, donate=("state",))):
             state = step.init(training.params())
             for i in range(2):

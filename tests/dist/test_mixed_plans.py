@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from placement_models import models
 
 import funcrec as fr
-from funcrec import _compile
-from funcrec._tree import replace
+from funcrec.compile import _program
+from funcrec.core._tree import replace
 from funcrec.testing import assert_trees_close
 
 
@@ -66,7 +66,7 @@ def test_a_step_with_copies_beside_cut_tables_is_staged():
     options = {"sparse": fr.optim.adagrad(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
     step = fr.train_step(loss_fn, **options, mesh=mesh, plan=PLAN)
     state = step.init(fr.Params(TABLES, DENSE))
-    with mock.patch.object(_compile, "compile_graph", lambda graph, args: graph):  # the staged graph itself
+    with mock.patch.object(_program, "compile_graph", lambda graph, args: graph):  # the staged graph itself
         staged = fr.jit(step)(state, ids(WEIGHTS))
     assert_trees_close(staged, step(state, ids(WEIGHTS)), rtol=1e-12, atol=1e-12)
 

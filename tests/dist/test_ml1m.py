@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec._tree import replace
+from funcrec.core._tree import replace
 from funcrec.data import Column, CtrData
 from funcrec.examples import _ranks, ctr
 from funcrec.models._ml1m import ML1M_FIELDS, ML1M_GENRES
@@ -80,7 +80,7 @@ def alone(data, name, ranks):
 
 
 def added(a, b):
-    return fr.Params({n: a.tables[n] + g for n, g in b.tables.items()}, fr._tree.tree_map(torch.add, a.dense, b.dense))
+    return fr.Params({n: a.tables[n] + g for n, g in b.tables.items()}, fr.core._tree.tree_map(torch.add, a.dense, b.dense))
 
 
 def together(data, name, axes, kind, exact):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moving import bits
 
 import funcrec as fr
-from funcrec._tree import map_tensors
+from funcrec.core._tree import map_tensors
 from funcrec.testing import RankError, assert_trees_close
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -204,14 +204,14 @@ def test_ranks_refuse_copies_that_differ(ranks):
 
 
 WRONG = {
-    "groups share their gradients": lambda axes: (fr._sharded_step, "sync_grads", shared),
-    "the mean is of all ranks": lambda axes: (fr._sharded_step, "prod", lambda xs: 1),
+    "groups share their gradients": lambda axes: (fr.train._rank_step, "sync_grads", shared),
+    "the mean is of all ranks": lambda axes: (fr.train._rank_step, "prod", lambda xs: 1),
 }
 
 
 def shared(grads, layout, told):
     """As if the replica axes were ordinary ones."""
-    return fr._sync_grads.sync_grads(grads, layout._replace(replicas=()), told)
+    return fr.sharding._sync.sync_grads(grads, layout._replace(replicas=()), told)
 
 
 @pytest.mark.parametrize("which", WRONG)
@@ -235,10 +235,10 @@ def test_a_synchronisation_exchanges_once(name, want, monkeypatch):
     state, _ = trained(mesh, plan_of("row_wise", mesh.shape, ("r",)), [], apart.optimizers(name))
     calls = []
     for collective in ("all_to_all", "all_gather"):
-        whole = getattr(fr._replicas, collective)
-        monkeypatch.setattr(fr._replicas, collective, lambda *args, f=whole, **kwargs: calls.append(f.__name__) or f(*args, **kwargs))
+        whole = getattr(fr.train._replicas, collective)
+        monkeypatch.setattr(fr.train._replicas, collective, lambda *args, f=whole, **kwargs: calls.append(f.__name__) or f(*args, **kwargs))
     at_once = fr.sync_replicas(state, mesh=mesh)
     assert calls == ["all_to_all", "all_gather"] * want
-    monkeypatch.setattr(fr._replicas, "BUCKET", 7)
+    monkeypatch.setattr(fr.train._replicas, "BUCKET", 7)
     assert_trees_close(fr.sync_replicas(state, mesh=mesh), at_once, rtol=0, atol=0)
     assert len(calls) > 4 * want

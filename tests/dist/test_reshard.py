@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from moving import bits, plan_of
 
 import funcrec as fr
-from funcrec import _reshard
-from funcrec._tree import tree_structure
+from funcrec.train import _reshard
+from funcrec.core._tree import tree_structure
 from funcrec.testing import assert_trees_close
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -7,7 +7,7 @@ from hypothesis import given
 from sequence_models import fixed, mapped, sequence_models, whole
 
 import funcrec as fr
-from funcrec import _sync_grads
+from funcrec.sharding import _sync
 from funcrec.testing import assert_trees_close
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -46,7 +46,7 @@ def test_terms_of_several_lookups_are_added_rank_by_rank(monkeypatch):
     model = mesh, plan, tables, ids, features
     want = whole(model)
     assert_trees_close(mapped(model), want)
-    monkeypatch.setattr(_sync_grads, "sync_grads", lambda grads, layout: (grads, []))
+    monkeypatch.setattr(_sync, "sync_grads", lambda grads, layout: (grads, []))
     with pytest.raises(AssertionError):
         assert_trees_close(mapped(model)[1], want[1])
     assert_trees_close(mapped(model)[1], want[1], rtol=1e-6, atol=1e-6)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from training import plan_of
 
 import funcrec as fr
-from funcrec import _sync_grads
+from funcrec.sharding import _sync
 from funcrec.testing import assert_trees_close
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -29,12 +29,12 @@ def test_every_rank_gets_each_tensor_of_all(axes, forms, most):
 
     def one_rank(xs):
         xs = [x[0] for x in xs]
-        got = _sync_grads.gather_each([*xs, *xs], tuple(axes), {}) if xs else {}
+        got = _sync.gather_each([*xs, *xs], tuple(axes), {}) if xs else {}
         assert all(y.shape == x.shape and y.dtype == x.dtype for x in xs for y in got[id(x)])
         return [torch.stack(got[id(x)]) for x in xs]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_sync_grads, "MOST_JOINED", most)
+        patch.setattr(_sync, "MOST_JOINED", most)
         mapped = fr.shard_map(one_rank, mesh=mesh, in_specs=fr.P(tuple(axes)), out_specs=fr.P())
         assert_trees_close(mapped(own), list(own))
 
@@ -55,9 +55,9 @@ def test_bounds_are_narrow_where_rows_are():
     for dtype, is_narrow in ((torch.int32, True), (torch.int64, False)):
 
         def one_rank(own, dtype=dtype, is_narrow=is_narrow):
-            bags = fr._rowgrads.Bags(torch.zeros(2, 3), torch.zeros(4, dtype=dtype), own[0])
-            narrow = _sync_grads.narrow_bounds([bags])
+            bags = fr.tables._rowgrads.Bags(torch.zeros(2, 3), torch.zeros(4, dtype=dtype), own[0])
+            narrow = _sync.narrow_bounds([bags])
             assert [x.dtype for x in narrow.values()] == [torch.int32] * is_narrow
-            return torch.stack(_sync_grads.gather_each([bags.offsets], ("x",), narrow)[id(bags.offsets)])
+            return torch.stack(_sync.gather_each([bags.offsets], ("x",), narrow)[id(bags.offsets)])
 
         assert_trees_close(fr.shard_map(one_rank, mesh=mesh, in_specs=fr.P("x"), out_specs=fr.P())(bounds), bounds)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec import _sync_grads
+from funcrec.sharding import _sync
 
 SHAPES = {"a": (11, 4), "b": (7, 5), "c": (5, 4)}
 FEATURES = (
@@ -108,14 +108,14 @@ def together(name, mesh, plan, steps, num_bags, *, exact, compiled=False):
         state, metrics = run(state, mine)
         losses.append(float(metrics["loss"]))
     layout = state.tables.layout
-    gather = lambda banks: fr._sharded.gather_banks(layout, banks, mesh)
+    gather = lambda banks: fr.sharding._tables.gather_banks(layout, banks, mesh)
     names = {k for own in state.slots.values() for k in own}
     slots = {n: {} for n, _ in layout.shapes}
     for k in sorted(names):
         have = {b: own[k] for b, own in state.slots.items() if k in own}
         for n, _ in layout.shapes:
             if all(layout.banks[layout.shards[i].bank].name in have for i in layout.shards_of(n)):
-                slots[n][k] = fr._sharded.gather_banks(layout._replace(shapes=tuple(s for s in layout.shapes if s[0] == n)), {**state.tables.banks, **have}, mesh)[n]
+                slots[n][k] = fr.sharding._tables.gather_banks(layout._replace(shapes=tuple(s for s in layout.shapes if s[0] == n)), {**state.tables.banks, **have}, mesh)[n]
     return gather(state.tables.banks), slots, state.dense, torch.tensor(losses)
 
 
@@ -126,5 +126,5 @@ def real(name, axes, plan, steps, num_bags, exact, compiled=False):
 def real_apart(name, axes, plan, steps, num_bags):
     """The same where nothing travels together."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_sync_grads, "MOST_JOINED", 0)
+        patch.setattr(_sync, "MOST_JOINED", 0)
         return real(name, axes, plan, steps, num_bags, True)

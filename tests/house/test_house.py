@@ -1,4 +1,4 @@
-"""House rules: floors, sizes, bases, imports and the public names."""
+"""House rules: folders and their order, sizes, bases, imports and the public names."""
 
 import ast
 import inspect
@@ -17,15 +17,21 @@ ROOT = Path(__file__).parents[2]
 PACKAGE, KERNELS = ROOT / "funcrec", ROOT / "kernels"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
-FLOORS = {
-    "_arguments": 0, "_errors": 0, "_examples": 0, "_files": 0, "_recipe": 0, "_static": 0, "_tracked": 0, "_tree": 0, "kernels": 0,
-    "_configs": 1, "_donation": 1, "_memory": 1, "_init": 1, "_primitives": 1, "_replay": 1, "_jagged": 1, "_jagged_primitives": 1, "_keyed_jagged": 1, "_keyed_problems": 1, "_lists": 1, "_mesh": 1, "_parts": 1, "_keyed_tensor": 1, "_random": 1,
-    "_checks": 2, "_collectives": 2, "_exchange": 2, "_hashing": 2, "_layout": 2, "_lookup": 2, "_placement": 2, "_ragged": 2, "_rowgrads": 2, "_sharding": 2, "_state": 2, "_taps": 2, "_tree_code": 2,
-    "_checked": 3, "_codec": 3, "_compile": 3, "_exchange_passes": 3, "_grad": 3, "_inductor": 3, "_jit": 3, "_same": 3, "_shard_map": 3, "_staging": 3, "_surroundings": 3, "_traffic": 3, "optim": 3,
-    "_route": 4, "_route_ids": 4, "_route_sequence": 4, "_route_unique": 4, "_sharded": 4, "_sharded_dense": 4, "nn": 4, "models": 4,
-    "_column_update": 5, "_first_format": 5, "_replicas": 5, "_reshard": 5, "_retry": 5, "_scan": 5, "_sharded_step": 5, "_step": 5, "_sync_grads": 5,
-    "_checkpoint": 6, "data": 6, "examples": 6, "metrics": 6, "testing": 6,
-}  # fmt: skip
+# Folders in the order of the data flow: each imports from those in rows above its own, and by their faces.
+ORDER = (
+    ("kernels",),
+    ("core",),
+    ("jagged",),
+    ("mesh",),
+    ("tables",),
+    ("compile",),
+    ("optim", "nn", "data", "metrics", "checkpoint"),
+    ("sharding", "models"),
+    ("train",),
+    ("testing",),
+    ("examples",),
+)
+FLOORS = {folder: floor for floor, row in enumerate(ORDER) for folder in row}
 
 # What a module may import at its top, besides the standard library and funcrec.
 THIRD_PARTY = {"torch", "optree", "numpy", "tqdm"}
@@ -59,8 +65,8 @@ MODULES = {n: p for n, p in FILES.items() if n != "__init__"}
 TREES = {n: ast.parse(p.read_text()) for n, p in FILES.items()}
 
 
-def floor(name):
-    return FLOORS[name.split(".")[0]]
+def folder_of(name):
+    return name.split(".")[0]
 
 
 def is_type_checking(node):
@@ -80,31 +86,60 @@ def imports(node, *, lazy):
             yield from imports(child, lazy=lazy)
 
 
+def imported(name):
+    """(module, name or None) of all that a module imports of funcrec, inside functions too; modules by their names here."""
+    for module, what in imports(TREES[name], lazy=True):
+        if module and module.split(".")[0] == "funcrec":
+            yield module.removeprefix("funcrec").removeprefix("."), what
+
+
 def own_imports(name, *, lazy):
     """The modules of funcrec that a module imports, by their names here."""
     found = set()
     for module, what in imports(TREES[name], lazy=lazy):
-        if module == "funcrec":
-            found.add(what)
-        elif module and module.startswith("funcrec."):
-            inner = module.removeprefix("funcrec.")
-            found.add(f"{inner}.{what}" if f"{inner}.{what}" in FILES else inner)
+        if module and module.split(".")[0] == "funcrec":
+            inner = module.removeprefix("funcrec").removeprefix(".")
+            whole = f"{inner}.{what}".removeprefix(".")
+            found.add(whole if whole in FILES else inner)
     return found
 
 
-def test_every_module_has_a_floor():
-    """The table of floors and the folder agree."""
-    assert {n.split(".")[0] for n in MODULES} == set(FLOORS)
+def test_every_folder_has_a_place():
+    """The order and the listing agree, and beside the folders stands nothing but funcrec's own face."""
+    assert {folder_of(n) for n in MODULES} == set(FLOORS)
+    assert [p.name for p in PACKAGE.glob("*.py")] == ["__init__.py"]
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_imports_come_from_no_higher_floor(name):
-    """A module imports only from its own floor and those below, inside functions too."""
+def test_folders_import_from_those_above(name):
+    """A module imports from its own folder and those above it in the order, inside functions too."""
     for other in own_imports(name, lazy=True):
-        if name.split(".")[0] == "examples" and other not in FILES:
+        if folder_of(name) == "examples" and other == "":
             continue  # an example uses the public names, as its reader will
-        assert other in FILES, f"{name} imports funcrec.{other}, which is no module"
-        assert floor(other) <= floor(name), f"{name} (floor {floor(name)}) imports {other} (floor {floor(other)})"
+        assert other in MODULES, f"{name} imports funcrec.{other}, which is no module"
+        mine, floor = FLOORS[folder_of(name)], FLOORS[folder_of(other)]
+        assert folder_of(other) == folder_of(name) or floor < mine, (
+            f"{name} imports {other}, which does not stand above it"
+        )
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_folders_are_imported_by_their_faces(name):
+    """What a module imports from another folder has no underscore: it is of the folder's face, or a public module."""
+    for module, what in imported(name):
+        if folder_of(module or what or "") != folder_of(name):
+            hidden = [part for part in (*module.split("."), what or "") if part.startswith("_")]
+            assert not hidden, f"{name} imports {what} of funcrec.{module}"
+
+
+def test_faces_export_what_others_import():
+    """A folder that is no public namespace exports only what some module outside of it imports."""
+    public = {what for module, what in imported("__init__") if not module}
+    used = {(module, what) for name in FILES for module, what in imported(name) if folder_of(module) != folder_of(name)}
+    for folder in set(FLOORS) - public - {"kernels", "testing", "examples"}:
+        exported = {a.asname for n in TREES[folder].body if isinstance(n, ast.ImportFrom) for a in n.names}
+        spare = {n for n in exported if (folder, n) not in used} - {"publish"}
+        assert not spare, f"funcrec.{folder} exports {sorted(spare)}"
 
 
 def test_imports_have_no_cycle():
@@ -115,11 +150,8 @@ def test_imports_have_no_cycle():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_says_what_it_is_for(name):
-    """A module has a docstring, which tells its floor; a family's __init__ and the kernels need not."""
-    doc = ast.get_docstring(TREES[name])
-    assert doc
-    if not name.startswith("kernels") and MODULES[name].name != "__init__.py":
-        assert f"Floor {floor(name)}." in doc
+    """A module has a docstring."""
+    assert ast.get_docstring(TREES[name])
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -3,7 +3,7 @@
 import torch
 
 import funcrec as fr
-from funcrec import _init
+from funcrec.tables import _init
 
 
 def test_empty_memory_is_nan_inside_funcrec():

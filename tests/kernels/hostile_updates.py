@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import funcrec as fr
-from funcrec._rowgrads import Bags, Entries, RowGrads
 from funcrec.optim import _row
+from funcrec.tables._rowgrads import Bags, Entries, RowGrads
 
 LR, DECAY = 0.125, {"weight_decay": 0.1}
 RULES = [

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import funcrec as fr
-from funcrec._rowgrads import Entries
 from funcrec.optim import _row
+from funcrec.tables._rowgrads import Entries
 from funcrec.testing import assert_trees_close
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16

@@ -1,4 +1,4 @@
-"""funcrec._jagged_primitives: the kernels on jagged buffers under every transform of torch.func, against the reference, in f64.
+"""funcrec.jagged._primitives: the kernels on jagged buffers under every transform of torch.func, against the reference, in f64.
 
     a transform of a map by the C++ kernels = the same transform of the reference
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import funcrec as fr
-from funcrec import _jagged_primitives as primitives
+from funcrec.jagged import _primitives as primitives
 from funcrec.testing import assert_trees_close, check_adjoint
 
 F64 = torch.float64

@@ -1,4 +1,4 @@
-"""funcrec._primitives: the C++ kernels under every transform of torch.func, against the reference, in f64.
+"""funcrec.tables._primitives: the C++ kernels under every transform of torch.func, against the reference, in f64.
 
     a transform of pooled_lookup(..., implementation="cpp") = the same transform of the reference
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._pytree import tree_map
 
-from funcrec import _primitives as primitives
+from funcrec.tables import _primitives as primitives
 from funcrec.testing import assert_trees_close
 
 F64 = torch.float64

@@ -217,7 +217,7 @@ def test_nothing_to_map_over():
     for k in (0, 1):
         many = [tree_map(lambda x, k=k: x.expand(k, *x.shape), y) for y in args]
         assert_trees_close(vmap(plainly)(*many), plainly(*args).expand(k, -1, -1))
-        rows = lambda t, v: fr._primitives.gather_rows(t["x"], v)
+        rows = lambda t, v: fr.tables._primitives.gather_rows(t["x"], v)
         assert_trees_close(vmap(rows)(*many[:2]), rows(*args[:2]).expand(k, -1, -1))
         of_weights = lambda w: grad(lambda v: plainly(*args[:3], v).sin().sum())(w)
         assert_trees_close(vmap(of_weights)(many[3]), of_weights(args[3]).expand(k, -1))
@@ -292,7 +292,7 @@ def test_the_rules_that_read_the_step_are_known():
         per_row |= {"square"} if name.startswith("partial") else set()
         given = [slots[0] if s in per_row else slots[1] for s in rule.slots]
         grads = fr.RowGrads.from_entries(torch.tensor([1]), torch.tensor([[0.3, -1.0]]), num_embeddings=2)
-        terms = fr._rowgrads.terms_of([grads])
+        terms = fr.tables._rowgrads.terms_of([grads])
         lr = torch.tensor(0.1, dtype=F64)
         at = lambda t: tree_leaves(ops.fused_update([table], [given], terms, lr, torch.tensor(t), None, name, hyper))  # noqa: B023
         differs = any(not torch.equal(a, b) for a, b in zip(at(0), at(7), strict=True))

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import funcrec as fr
-from funcrec._rowgrads import Bags, Entries, RowGrads, terms_of
-from funcrec._tree import replace
+from funcrec.core._tree import replace
 from funcrec.optim._rounding import round_stochastic, table_key
+from funcrec.tables._rowgrads import Bags, Entries, RowGrads, terms_of
 from funcrec.testing import assert_trees_close
 
 F32, F64, F16, BF16, I32, I64 = (

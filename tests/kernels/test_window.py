@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import funcrec as fr
-from funcrec._rowgrads import Bags, Entries, RowGrads, terms_of
-from funcrec._tree import replace, tree_map
+from funcrec.core._tree import replace, tree_map
 from funcrec.optim._rounding import round_stochastic, table_key
+from funcrec.tables._rowgrads import Bags, Entries, RowGrads, terms_of
 from funcrec.testing import assert_trees_close
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16

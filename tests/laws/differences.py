@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 
-from funcrec._init import name_number
-from funcrec._tree import tree_leaves
+from funcrec.core._tree import tree_leaves
+from funcrec.tables._init import name_number
 
 H, H2 = 1e-5, 3e-4  # of first and second differences
 RTOL, RTOL2 = 1e-6, 2e-5  # of the size of the derivative, and of s, which the differences are taken of

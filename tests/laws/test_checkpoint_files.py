@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec import _checkpoint, _files
+from funcrec.checkpoint import _checkpoint, _files
 
 
 @pytest.fixture

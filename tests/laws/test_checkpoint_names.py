@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree as torch_tree
 
 import funcrec as fr
-from funcrec._tree import CLASSES, class_name
+from funcrec.core._tree import CLASSES, class_name
 from funcrec.testing import assert_trees_close
 
 KEPT = Path(__file__).parent / "data" / "checkpoint_2.pt"

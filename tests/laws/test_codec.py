@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from funcrec import _codec
-from funcrec._codec import KINDS, STEPS
+from funcrec.mesh import _codec
+from funcrec.mesh._codec import KINDS, STEPS
 from funcrec.testing import assert_trees_close
 
 HALF_STEP = 2.0**-8, 2.0**-11  # of bfloat16 and float16, of an element

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec._tree import replace
+from funcrec.core._tree import replace
 from funcrec.examples import _folder, _ranks, ctr
 from funcrec.testing import assert_trees_close
 

@@ -9,7 +9,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrec as fr
-from funcrec._tree import map_tensors, tree_leaves
+from funcrec.core._tree import map_tensors, tree_leaves
 from funcrec.data import batches, ctr_dataset, movielens_1m, take
 from funcrec.data._fetch import Source, fetch
 

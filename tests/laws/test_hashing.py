@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrec as fr
-from funcrec._hashing import hash_lanes, multipliers
+from funcrec.tables._hashing import hash_lanes, multipliers
 from funcrec.testing import assert_trees_close
 
 ANY_I64 = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6)

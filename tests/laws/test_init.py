@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import funcrec as fr
-from funcrec import _init
+from funcrec.tables import _init
 from funcrec.testing import assert_trees_close
 from funcrec.testing import strategies as frs
 

@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrec as fr
 from funcrec import metrics
-from funcrec._tree import tree_leaves, tree_map
+from funcrec.core._tree import tree_leaves, tree_map
 
 METRICS = {
     "auc": metrics.auc(512),

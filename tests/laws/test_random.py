@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import funcrec as fr
-from funcrec import _random as random
+from funcrec.core import random
 from funcrec.testing import assert_trees_close
 
 SEEDS = st.integers(-(2**63), 2**64)

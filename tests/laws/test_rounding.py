@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import funcrec as fr
-from funcrec._random import GAMMA, MIX, wrap
+from funcrec.core.random import GAMMA, MIX, wrap
 from funcrec.optim._rounding import round_stochastic, row_bits, table_key
 from funcrec.testing import assert_trees_close
 

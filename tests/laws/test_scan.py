@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec._tree import map_tensors, tree_map
+from funcrec.core._tree import map_tensors, tree_map
 from funcrec.testing import assert_trees_close
 
 FEATURES = (fr.FeatureConfig("item", table="item"),)
@@ -64,7 +64,7 @@ def test_scan_of_a_jitted_donating_step():
 
 def test_a_jitted_scan(monkeypatch):
     """jit(scan) with the state donated stages all k steps in one graph, with the eager bits."""
-    monkeypatch.setattr("funcrec._compile.compile_graph", lambda graph, arguments: graph)
+    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
     whole = fr.jit(lambda state, batches: fr.scan(STEP, state, batches), donate=("state",))
     assert_trees_close(whole(first_state(), BATCHES), calls())
 

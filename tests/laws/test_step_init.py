@@ -3,7 +3,7 @@
 import torch
 
 import funcrec as fr
-from funcrec._tree import tree_leaves
+from funcrec.core._tree import tree_leaves
 
 
 def test_the_first_state_of_an_ensemble_has_memory_of_its_own():

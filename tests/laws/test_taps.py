@@ -125,7 +125,7 @@ def test_banks_may_be_swapped(plan, kind):
     def run(tables, dense):
         def loss(p):
             renamed = {first: p.tables[second], second: p.tables[first]}
-            return bent(vectors(fr._tree.replace(p.tables, banks=renamed), kind("x", "y")), p.dense["s"])
+            return bent(vectors(fr.core._tree.replace(p.tables, banks=renamed), kind("x", "y")), p.dense["s"])
 
         return {n: g.to_dense() for n, g in fr.value_and_grad(loss)(fr.Params(tables, dense))[1].tables.items()}
 

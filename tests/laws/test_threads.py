@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec._tree import replace
+from funcrec.core._tree import replace
 from funcrec.testing import assert_trees_close
 
 NUM_BAGS = 1500

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from funcrec._tracked import has_tracked, is_tracked, reading
+from funcrec.core._tracked import has_tracked, is_tracked, reading
 
 ONES = torch.ones(2)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import funcrec as fr
-from funcrec import _tree
+from funcrec.core import _tree
 from funcrec.testing import assert_trees_close
 from funcrec.testing import strategies as frs
 

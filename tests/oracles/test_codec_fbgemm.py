@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from funcrec import _codec
+from funcrec.mesh import _codec
 from funcrec.testing import assert_trees_close
 
 comm = pytest.importorskip("fbgemm_gpu.quantize_comm")

@@ -1,0 +1,5 @@
+"""Checkpoints: any tree in one file that is whole or not there."""
+
+from funcrec.checkpoint._checkpoint import load as load
+from funcrec.checkpoint._checkpoint import save as save
+from funcrec.checkpoint._files import write_whole as write_whole

@@ -1,0 +1,157 @@
+"""Files that are whole or not there.
+
+    write_whole(path, write): whoever opens `path` finds all of the old file or all of the new one, whatever breaks off, and whoever else writes
+
+Each write goes to a file of its own beside `path`, locked while it lives, which is flushed to the disk and then takes the name: the last one
+that was finished stays. Errors of the system come in four parts, as the same kind of OSError.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from funcrec.core import Problem, check, describe, fail, message
+
+try:
+    import fcntl
+except ImportError:  # a system without it: files are left to its user
+    fcntl = None
+
+SUFFIX = ".funcrec.tmp"
+STALE_S = 600  # since the last write to it; besides, nobody holds its lock
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def as_path(call: str, path: str | os.PathLike) -> Path:
+    """The path of a file."""
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        fail(call, "`path` is not a path.", got=describe(path), need="str or pathlib.Path", kind=TypeError)
+    text = os.fspath(path)
+    if not text or "\0" in text or not Path(text).name:
+        got, need = f"{text!r}", "the name of a file"
+        fail(call, "`path` names no file.", got=got, need=need, hint='a file in the folder, as "folder/state.pt"')
+    return Path(text)
+
+
+def write_whole(call: str, path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Write a file by `write(file)`: afterwards it is at `path`, whole, or an error was raised and what was at `path` still is.
+
+    A symbolic link at `path` stays: the file that it names is the one that is written.
+    """
+    path = Path(os.path.realpath(path)) if os.path.islink(path) else path
+    check(call, place_problems(path))
+    temporary = path.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
+    try:
+        remove_stale(path.parent)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            if fcntl is not None:
+                with contextlib.suppress(OSError):  # a disk without locks: its age protects the file
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            os.utime(temporary)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        is_full = error.errno in FULL
+        what = f"the disk of `{path}` is full." if is_full else f"`{path}` cannot be written."
+        hint = "free some space, or another folder; " if is_full else "another folder; "
+        raise_os(call, error, what, "room for the whole file" if is_full else "a folder to write to", hint + kept(path))
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def kept(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return "the file that is there is whole" if path.exists() else "nothing is there"
+    return "what was there is as it was"
+
+
+def place_problems(path: Path) -> Iterator[Problem]:
+    """A file can be at `path`: its folder is there, and nothing but a file is in its place."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        if not path.parent.is_dir():
+            yield Problem(
+                f"the folder of `{path}` is not there.", f"{str(path.parent)!r}", "a folder",
+                "os.makedirs(folder, exist_ok=True)", FileNotFoundError,
+            )  # fmt: skip
+        return
+    if not stat.S_ISREG(mode):
+        kind = IsADirectoryError if stat.S_ISDIR(mode) else OSError
+        yield Problem(
+            f"`{path}` is not a file.", kind_of(mode), "the name of a file", 'a file in it, as "folder/state.pt"', kind
+        )
+
+
+def open_file(call: str, path: Path) -> BinaryIO:
+    """A file, opened for reading; what is no file is refused without waiting for it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            near = sorted(p.name for p in path.parent.glob("*") if p.is_file())[:5] if path.parent.is_dir() else []
+            hint = f"beside it: {', '.join(near)}" if near else "the path that save returned"
+            raise_os(call, error, f"`{path}` is not there.", "a file that save wrote", hint)
+        raise_os(call, error, f"`{path}` cannot be read.", "a file that this user may read", "another path")
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        kind = IsADirectoryError if stat.S_ISDIR(mode) else ValueError
+        need = "a file that save wrote"
+        fail(call, f"`{path}` is not a file.", got=kind_of(mode), need=need, hint="a file in it", kind=kind)
+    return os.fdopen(fd, "rb")
+
+
+def kind_of(mode: int) -> str:
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def raise_os(call: str, error: OSError, what: str, need: str, hint: str):
+    """The system's error with its kind and number, in four parts."""
+    new = type(error)(message(call, [Problem(what, error.strerror or str(error), need, hint)]))
+    new.errno = error.errno
+    raise new from error
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove what writers that were killed left in the folder: nobody holds its lock, and it has not been written to for a while."""
+    if fcntl is None:
+        return
+    with os.scandir(folder) as entries:
+        found = [e.path for e in entries if e.name.startswith(".") and e.name.endswith(SUFFIX)]
+    for path in found:
+        with contextlib.suppress(OSError):  # another cleaner was first, or the file is not ours
+            status = os.lstat(path)
+            if not stat.S_ISREG(status.st_mode) or time.time() - status.st_mtime < STALE_S:
+                continue
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+            finally:
+                os.close(fd)
+
+
+def sync_folder(folder: Path) -> None:
+    """The new name reaches the disk, too."""
+    if os.name != "posix":
+        return
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a disk that knows no such thing
+            raise
+    finally:
+        os.close(fd)

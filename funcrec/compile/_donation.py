@@ -1,0 +1,335 @@
+"""Donation: rows that are written into the memory of inputs, and an error for whoever still holds the old name.
+
+    output = index_put(leaf, rows, values)   becomes   the compiled function returns (rows, values); leaf[rows] = values
+    outputs = fused_update(leaves, x)        becomes   the compiled function returns x; fused_update_(leaves, x)
+
+The compiled function itself writes to nothing: the writes come behind it, when all that reads the old values has run.
+(Written inside, torch 2.13's Inductor reorders reads and writes of one buffer in half a dozen ways.) Other outputs have
+memory of their own, and that of their donated predecessors is given up.
+"""
+
+import collections
+import itertools
+import operator
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from funcrec.core import DonatedError, Problem, fail, message, tree_leaves
+from funcrec.kernels.library import twin
+
+PUT = torch.ops.aten.index_put.default
+RESHAPES = {  # views that keep the order of the elements
+    getattr(torch.ops.aten, name).default
+    for name in ("view", "unsqueeze", "squeeze", "_unsafe_view", "reshape", "alias", "detach")
+} | {torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims}
+
+
+# -- rows written in place ---------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """A tensor that a write needs: a result of the compiled function, or a leaf among its arguments, seen in a shape."""
+
+    is_result: bool
+    number: int
+    shape: tuple[int, ...] | None = None
+
+
+class Write(NamedTuple):
+    """call(*arguments), which writes to donated leaves; a Place stands for each tensor."""
+
+    call: Callable
+    arguments: tuple
+
+
+class Plan(NamedTuple):
+    """What becomes of the results of a staged graph.
+
+    writes: in order. written: the leaves that they change. kept: {output: the donated leaf that it is, once written}.
+    whole: {output: the result that it is}.
+    """
+
+    writes: list[Write]
+    written: set[int]
+    kept: dict[int, int]
+    whole: dict[int, int]
+
+
+def plan_writes(graph: GraphModule, outputs: Sequence[int], inputs: dict[int, Node], donated: Iterable[int]) -> Plan:
+    """Have the graph return what writes need where an output only replaces rows of a donated leaf.
+
+    Args:
+      outputs: the numbers of the graph's outputs, in order.
+      inputs: {number of the leaf: its placeholder}. donated: numbers of leaves.
+    """
+    end = next(iter(graph.graph.find_nodes(op="output")))
+    sources = dict(zip(outputs, end.args[0], strict=True))
+    numbers = {node: i for i, node in inputs.items()}
+    leaves = {inputs[i] for i in donated}
+    ways = in_place_ways(sources, leaves)
+    results = [source for j, source in sources.items() if j not in ways]
+    whole = {j: k for k, j in enumerate(j for j in sources if j not in ways)}
+    taken: dict[Node, int] = {}
+    changed: set[int] = set()
+
+    def read(node: Node) -> Place:
+        if node in numbers and node not in leaves:
+            return Place(False, numbers[node])
+        if node not in taken:
+            results.append(node)
+            taken[node] = len(results) - 1
+        return Place(True, taken[node])
+
+    def written(node: Node) -> Place:
+        leaf = trace_back(node)[0]
+        shape = node.meta["val"].shape
+        changed.add(numbers[leaf])
+        return Place(False, numbers[leaf], None if shape == leaf.meta["val"].shape else tuple(shape))
+
+    on_way = {n for way in ways.values() for n in way.nodes if _replaced(n)}
+    writes = []
+    for node in (n for n in graph.graph.nodes if n in on_way):
+        call, count = (torch.ops.aten.index_put_.default, 1) if node.target is PUT else twin(node.target)
+        rest = (*node.args[count:], *node.kwargs.values())
+        writes.append(Write(call, (*map_arg(node.args[:count], written), *map_arg(rest, read))))
+    end.args = (results,)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return Plan(writes, changed, {j: numbers[way.leaf] for j, way in ways.items()}, whole)
+
+
+class Way(NamedTuple):
+    """From an output back to its leaf, and the operations between them."""
+
+    leaf: Node
+    nodes: tuple[Node, ...]
+
+
+def in_place_ways(sources: dict[int, Node], leaves: set[Node]) -> dict[int, Way]:
+    """The outputs that are donated leaves with rows replaced, where nothing else reads what is written."""
+    ways: dict[int, Way] = {}
+    given = list(sources.values())
+    for j, source in sources.items():
+        leaf, nodes = trace_back(source)
+        wanted = leaf in leaves and (not nodes or any(map(_replaced, nodes))) and given.count(source) == 1
+        if wanted and _same_form(source, leaf) and all(way.leaf is not leaf for way in ways.values()):
+            ways[j] = Way(leaf, nodes)
+    while True:  # an operation is run in place when all that it writes is
+        on_way = {n for way in ways.values() for n in way.nodes}
+        ends = {sources[j] for j in ways}
+        good = {n for n in on_way if _is_private(n, on_way, ends) and _owns(n, on_way, ways, leaves)}
+        kept = {j: way for j, way in ways.items() if good.issuperset(way.nodes)}
+        if len(kept) == len(ways):
+            return kept
+        ways = kept
+
+
+def trace_back(node: Node) -> tuple[Node, tuple[Node, ...]]:
+    """The leaf that `node` is, but for replaced rows, and the operations on the way, from the last to the first."""
+    way: list[Node] = []
+    while node.op == "call_function":
+        if node.target is operator.getitem and _replaced(node.args[0]):
+            way += [node, node.args[0]]
+            node = _replaced(node.args[0])[node.args[1]]
+        elif node.target in RESHAPES or len(_replaced(node)) == 1:
+            way.append(node)
+            node = node.args[0]
+        else:
+            break
+    return node, tuple(way)
+
+
+def _owns(node: Node, on_way: set[Node], ways: dict[int, Way], leaves: set[Node]) -> bool:
+    """Whether what the node writes to begins at donated leaves, each of which this node's way returns, or nobody's."""
+    way_of = {way.leaf: way for way in ways.values()}
+    for leaf in (trace_back(x)[0] for x in _replaced(node)):
+        if leaf not in leaves or (leaf in way_of and node not in way_of[leaf].nodes):
+            return False
+        if leaf not in way_of and any(leaf is trace_back(x)[0] for n in on_way - {node} for x in _replaced(n)):
+            return False
+    return True
+
+
+def _is_private(node: Node, on_way: set[Node], ends: set[Node]) -> bool:
+    """Whether only the next on its way, or the output, sees this node."""
+    users = [u for u in node.users if u.op != "output"]
+    if isinstance(node.meta["val"], (list, tuple)):
+        return all(u in on_way or not u.users for u in users)
+    if node in ends:
+        return not users
+    return len(users) == len(node.users) == 1 and users[0] in on_way and _passes_on(node, users[0])
+
+
+def _passes_on(node: Node, user: Node) -> bool:
+    """Whether the user writes to the node or sees it in another shape, and does not read it besides."""
+    if user.target in RESHAPES:
+        return True
+    return node in _replaced(user) and _times(user, node) == 1
+
+
+def _times(user: Node, node: Node) -> int:
+    """How often the node stands among the user's arguments."""
+    found: list[Node] = []
+    map_arg((user.args, user.kwargs), lambda n: found.append(n) or n)
+    return found.count(node)
+
+
+def _replaced(node: Node) -> tuple[Node, ...]:
+    """The arguments that the operation replaces rows of, in the order of its outputs."""
+    if not isinstance(node, Node) or node.op != "call_function":
+        return ()
+    if node.target is PUT:
+        return (node.args[0],)
+    found = twin(node.target)
+    if found is None:
+        return ()
+    flat: list[Node] = []
+    map_arg(node.args[: found[1]], lambda n: flat.append(n) or n)
+    return tuple(flat)
+
+
+def _same_form(source: Node, leaf: Node) -> bool:
+    a, b = source.meta["val"], leaf.meta["val"]
+    return source is leaf or (a.shape == b.shape and a.is_contiguous() and b.is_contiguous())
+
+
+def prepare_writes(plan: Plan, num_leaves: int) -> Callable[[list, list], None]:
+    """A function of (leaves, results) that replaces the rows, in place and in order."""
+
+    def has_place(x: object) -> bool:
+        return isinstance(x, Place) or (isinstance(x, (list, tuple)) and any(map(has_place, x)))
+
+    def getter(x: object) -> Callable[[list], object]:
+        if isinstance(x, Place):
+            at, shape = x.number + num_leaves * x.is_result, x.shape
+            return operator.itemgetter(at) if shape is None else lambda pool: pool[at].view(shape)
+        if not has_place(x):
+            return lambda pool: x
+        getters = [getter(y) for y in x]
+        if len(x) > 1 and all(isinstance(y, Place) and y.shape is None for y in x):
+            return operator.itemgetter(*(y.number + num_leaves * y.is_result for y in x))
+        return lambda pool: [get(pool) for get in getters]
+
+    calls = [(w.call, [getter(x) for x in w.arguments]) for w in plan.writes]
+
+    def run(leaves: list, results: list) -> None:
+        pool = leaves + results
+        for call, getters in calls:
+            call(*[get(pool) for get in getters])
+
+    return run
+
+
+def shared_results(
+    results: Sequence[Tensor], returned: set[int], arguments: Sequence[Tensor], donated: Sequence[Tensor]
+) -> set[int]:
+    """The results to copy, because this call's writes, or those of the next that takes a result, would change them.
+
+    Those that are returned must have memory of their own; those that writes read, none of a donated argument.
+    """
+    memory, taken = {_memory(x) for x in arguments}, {_memory(x) for x in donated}
+    shared = set()
+    for k, x in enumerate(results):
+        if _memory(x) in (memory if k in returned else taken):
+            shared.add(k)
+        if k in returned:
+            memory.add(_memory(x))
+    return shared
+
+
+def _memory(x: Tensor) -> object:
+    """What tells one memory from another: its address, or the tensor itself when it has none."""
+    return x.untyped_storage().data_ptr() or id(x)
+
+
+# -- old names ---------------------------------------------------------------------------------------------------
+
+
+class Donated(Tensor):
+    """What a donated tensor becomes: any use raises."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        own = [x for x in args if type(x) is Donated]  # first: what others lie in may be half made, as deepcopy's memo
+        raise DonatedError(
+            donated_message(own[0] if own else next(x for x in tree_leaves((args, kwargs)) if type(x) is Donated))
+        )
+
+    def __repr__(self, *, tensor_contents=None):
+        return "<donated tensor>"
+
+
+_taking = threading.Lock()
+GONE = torch.empty(
+    (), dtype=torch.uint1
+)  # what a taken tensor holds instead of its memory: no operation of torch reads this dtype
+
+
+def take(given: Sequence[Tensor], paths: Iterable[str], when: tuple[str, int], emptied: Sequence[Tensor]) -> None:
+    """Make any use of the given tensors an error that says why: the argument that it was, the function and the number of the call.
+
+    All are taken or none: by one call of C, which no signal interrupts. Where two threads give the same tensors, one has them.
+    `emptied`: those of `given` whose memory is another tensor's from now on. Code that knows tensors by their C++ part alone
+    (torch.tensor) finds nothing there.
+    """
+    steps = itertools.chain(
+        zip(given, itertools.repeat("donated"), zip(paths, itertools.repeat(when), strict=False), strict=False),
+        zip(emptied, itertools.repeat("data"), itertools.repeat(GONE), strict=False),
+        zip(given, itertools.repeat("__class__"), itertools.repeat(Donated), strict=False),
+    )
+    with _taking:
+        refuse_donated(given)
+        collections.deque(itertools.starmap(setattr, steps), 0)
+
+
+def donated_message(x: Donated) -> str:
+    path, (name, number) = x.__dict__["donated"]
+    why = f"`{path}` was donated to call {number} of `{name}`"
+    need = "the value that the call returned in its place"
+    return message("funcrec.jit", [Problem(f"{why} and is gone.", "a use after donation", need, "jit without donate=")])
+
+
+def refuse_donated(leaves: Sequence) -> None:
+    if Donated in map(type, leaves):
+        raise DonatedError(donated_message(next(x for x in leaves if type(x) is Donated)))
+
+
+def held_message(name: str, leaves: Sequence[tuple[str, Tensor]]) -> str:
+    size = sum(x.nbytes for _, x in leaves)
+    what = f"the memory of donated {', '.join(f'`{path}`' for path, _ in leaves)} is held elsewhere, and was copied."
+    got = f"{size:,} bytes that a view, a detach(), an array or a traceback sees; it keeps the old values"
+    need, hint = "leaves that only the state holds", "fr.copy of what is to be kept, and no other name for the rest"
+    return message(f"funcrec.jit({name})", [Problem(what, got, need, hint)])
+
+
+def refuse_shared(leaves: list, donated: dict[int, str]) -> None:
+    """Memory that is donated must be given once."""
+    if not donated:
+        return
+    spans = sorted((*memory_span(x), i) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.numel())
+    before: dict[bool, tuple[int, int]] = {}  # of donated and of other leaves, the one that reaches furthest
+    for start, end, i in spans:
+        for is_donated, (reach, first) in before.items():
+            if start < reach and (is_donated or i in donated):
+                fail(
+                    "funcrec.jit",
+                    f"the memory of donated `{donated.get(i) or donated[first]}` is given twice.",
+                    got="two leaves share it",
+                    need="one leaf, or a clone",
+                )
+        before[i in donated] = max(before.get(i in donated, (0, 0)), (end, i))
+
+
+def memory_span(x: Tensor) -> tuple[int, int]:
+    """The bytes from the first to behind the last element."""
+    start = x.data_ptr()
+    if x.is_contiguous():
+        return start, start + x.nbytes
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return start, start + (last + 1) * x.element_size()

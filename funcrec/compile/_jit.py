@@ -1,0 +1,296 @@
+"""jit: a pure function staged once per shape, compiled, and with donated arguments updated in place.
+
+    jit(f)(x) = f(x);     jit(f, donate=("s",))(s, x) = f(s, x), written into the memory of s
+
+A call is flattened to tensors; `make_fx` runs the function once on shapes and records its operations; Inductor turns the
+flat graph into code. Where an output is a donated leaf with some rows replaced, the code returns the rows, and
+they are written into the leaf: no table is copied.
+"""
+
+import functools
+import inspect
+import itertools
+import sys
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.compile._donation import refuse_donated
+from funcrec.compile._program import LOCK, Compiled, Followed, compile_function, leaf_key
+from funcrec.compile._replay import bring
+from funcrec.compile._staging import is_odd, refuse_odd
+from funcrec.compile._surroundings import differences, is_transformed, surroundings
+from funcrec.core import Problem, any_tracked, describe, fail, fast_flatten, leaf_paths, message, short_dtype, typed
+from funcrec.tables import TableRef
+
+MANY, MOST = 10, 128  # compilations of one function: from when on it is warned, and how many are kept
+
+
+@typed
+def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
+    """Compile a pure function of pytrees.
+
+    Args:
+      fn: takes and returns pytrees of tensors. It reads no tensor's value on the host, writes to no argument and to nothing that it closes
+        over, and draws from no generator of torch. Python numbers, strings and other values that cannot change are static: a new one means
+        a new compilation. Tensors that it closes over are read in every call. All else that it reads from outside (a variable that is
+        bound anew, an attribute, a numpy array, `random.random()`, the time, whether a module is in `train()` or `eval()`) is read when it
+        is compiled, and stays; what it does to Python's objects, such as to append to a list, it does then only.
+      donate: names of parameters that the call may use up. An output that is a donated leaf with rows replaced
+        (`index_put`, as every row optimizer does) takes the leaf's memory; a leaf that is returned as it is stays where
+        it is; all other outputs are new, and the old leaf's memory is given up. A call has what is donated whole or has not begun: if it
+        is interrupted or fails, the old value is as it was, or every part of it raises. Memory that others hold too (a view, a `detach()`,
+        a numpy array, a file) is copied before it is written to, with a warning, and they keep what they see; `fr.copy` says so
+        at once. Not seen are a bare `data_ptr()` or storage, and another thread that reads the value meanwhile. Under vmap, grad, jvp,
+        another jit and `fr.checked` nothing is taken.
+
+    Returns: a function of the same arguments, safe to call from several threads; it pickles where `fn` does. `fn.num_compiled()` tells how
+      often it was compiled: once for each form of the arguments (shapes, dtypes, strides, static values, order of keys) in each surroundings
+      (grad and inference mode, autocast, default dtype and device, precision of products, meshes, bound axes, threads). From the tenth on it
+      warns, and it keeps the last 128. Results may share memory with arguments, as those of `fn` may, unless something is donated.
+
+    What follows `fn` sees `fn` itself, not compiled and donating nothing: transforms of torch.func, `value_and_grad`, `checked`, modes of
+    torch, torch.compile, and autograd where an argument or a tensor that is closed over requires grad (a donating call then raises).
+    Tensors that are made inside are not followed: a result requires no grad for their sake.
+
+    Raises: DonatedError when a value is used after it was donated, naming the argument and the call that took it.
+      ValueError for an unknown name, donated memory given twice, or a function that writes to what it was given or closes over. TypeError for
+      a function that reads values on the host or draws random numbers without a key, for a donating call that autograd follows, for objects
+      that may change behind their name, and for tensors that are no dense memory (sparse, nested, quantized, subclasses).
+
+    Law: the same values as `fn`; arguments that are not donated keep every bit; the second call with the same shapes
+    compiles nothing.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> step = fr.jit(lambda state, x: state + x, donate=("state",))
+      >>> old = torch.zeros(2)
+      >>> new = step(old, torch.ones(2))
+      >>> new
+      tensor([1., 1.])
+      >>> old + 1  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+      ...
+      funcrec.DonatedError: ...
+    """
+    return Jitted(fn, (donate,) if isinstance(donate, str) else tuple(donate))
+
+
+class Jitted:
+    """A function that `jit` made. It pickles as the function and its options, and compiles anew where it is loaded."""
+
+    def __init__(self, fn: Callable, donate: tuple[str, ...]):
+        _check_function(fn)
+        functools.update_wrapper(self, fn)
+        self.fn, self.donate = fn, donate
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self.signature = _signature_of(fn)
+        parameters = self.signature.parameters
+        unknown = [d for d in donate if d not in parameters]
+        if unknown:
+            got, need = f"{unknown}", f"among {list(parameters)}"
+            fail(f"funcrec.jit({self.name})", "`donate` names no parameter.", got=got, need=need)
+        is_plain = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values())
+        self.positional = tuple(parameters) if is_plain else None
+        self.compiled: dict[Any, Compiled | Followed] = {}  # the last MOST that were used
+        self.recent: dict[Any, Compiled] = {}  # the last one used for each structure: most calls repeat its shapes
+        self.last: Any = None  # the key of the last compilation
+        self.calls, self.compilations = itertools.count(1), 0
+
+    def __call__(self, *args, **kwargs):
+        if torch.compiler.is_dynamo_compiling():
+            return self.fn(*args, **kwargs)
+        if not kwargs and self.positional is not None and len(args) == len(self.positional):
+            names, arguments = self.positional, args
+        else:
+            bound = self.signature.bind(*args, **kwargs)
+            names, arguments = tuple(bound.arguments), tuple(bound.arguments.values())
+        leaves, structure = fast_flatten(arguments)
+        if is_transformed():
+            refuse_donated(leaves)
+            return self.fn(*args, **kwargs)
+        if self.donate and torch.cuda.is_initialized():
+            leaves = bring_to_cuda(leaves)
+        when, here = (self.name, next(self.calls)), (names, structure, surroundings())
+        entry = self.recent.get(here)
+        with entry.lock if entry is not None and self.donate else nullcontext():
+            if entry is not None:
+                entry.used, known = when[1], leaves + entry.captured
+                link = entry.follows(known)
+                if link is not None:
+                    return entry(known, when, link)
+        return self.look(args, kwargs, leaves, here, when)
+
+    def look(self, args: tuple, kwargs: dict, leaves: list, here: tuple, when: tuple[str, int]) -> Any:
+        """A call whose leaves are looked at one by one."""
+        refuse_donated(leaves)
+        if any(isinstance(x, TableRef) for x in leaves):  # of a loss that value_and_grad calls
+            return self.fn(*args, **kwargs)
+        names, structure, _ = here
+        if any_tracked(leaves):
+            if self.donate:
+                paths = leaf_paths(structure, names)
+                self.refuse_tracked(", ".join(f"`{paths[i][1]}`" for i, x in enumerate(leaves) if any_tracked([x])))
+            return self.fn(*args, **kwargs)
+        if any(isinstance(x, Tensor) and x.is_meta for x in leaves):
+            return self.fn(*args, **kwargs)
+        leaves = self.in_memory(leaves, here)
+        entry = self.find(leaves, here)
+        if isinstance(entry, Followed):
+            if self.donate:
+                self.refuse_tracked(f"{', '.join(map(describe, entry.captured))}, closed over")
+            return self.fn(*args, **kwargs)
+        with entry.lock if self.donate else nullcontext():
+            known = leaves + entry.captured
+            refuse_donated(known)
+            entry.used, self.recent[here] = when[1], entry
+            return entry(known, when, entry.admit(known))
+
+    def refuse_tracked(self, which: str) -> None:
+        what, need = "a donating call is followed by autograd.", "values that nothing is differentiated by"
+        hint = "`.detach()` or `requires_grad_(False)`, torch.no_grad(), or jit without donate="
+        fail(f"funcrec.jit({self.name})", what, got=f"requires_grad of {which}", need=need, hint=hint, kind=TypeError)
+
+    def in_memory(self, leaves: list, here: tuple) -> list:
+        """The leaves as plain memory: what is lazily conjugate or negative is computed, other forms are refused."""
+        out = list(leaves)
+        for i, x in enumerate(leaves):
+            if isinstance(x, Tensor):
+                if is_odd(x):
+                    refuse_odd(f"funcrec.jit({self.name})", x, f"`{leaf_paths(here[1], here[0])[i][1]}`")
+                out[i] = x.resolve_conj().resolve_neg()
+        return out
+
+    def find(self, leaves: list, here: tuple) -> Compiled | Followed:
+        """The compilation for these leaves, made if there is none, or if what the function closes over has another form by now."""
+        key = (here, tuple(map(leaf_key, leaves)))
+        entry = self.compiled.get(key)
+        if entry is not None and entry.is_current():
+            return entry
+        with LOCK:
+            entry = self.compiled.get(key)
+            if entry is None or not entry.is_current():
+                names, structure, _ = here
+                entry = compile_function(self.fn, self.name, self.signature, names, leaves, structure, self.donate)
+                self.keep(key, entry)
+        return entry
+
+    def keep(self, key: tuple, entry: Compiled | Followed) -> None:
+        if isinstance(entry, Compiled):
+            self.compilations += 1
+            if self.compilations == MANY:
+                warnings.warn(many_compilations(self.name, self.last, key), stacklevel=_frames_here())
+            self.last = key
+        self.compiled[key] = entry
+        if len(self.compiled) > MOST:
+            oldest = min((k for k in self.compiled if k != key), key=lambda k: self.compiled[k].used)
+            gone = self.compiled.pop(oldest)
+            self.recent = {k: e for k, e in self.recent.items() if e is not gone}
+
+    def num_compiled(self) -> int:
+        """How many times it was compiled."""
+        return self.compilations
+
+    def __get__(self, owner, kind=None):
+        return self if owner is None else types.MethodType(self, owner)
+
+    def __reduce__(self):
+        name = getattr(self.fn, "__qualname__", "")
+        found = sys.modules.get(getattr(self.fn, "__module__", None))
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return name if found is self else (Jitted, (self.fn, self.donate))
+
+    def __repr__(self) -> str:
+        return f"<funcrec.jit of {self.fn!r}>"
+
+
+def _check_function(fn: Callable) -> None:
+    call = "funcrec.jit"
+    if not callable(fn):
+        fail(call, "`fn` is no function.", got=describe(fn), need="a function of pytrees", kind=TypeError)
+    kinds = {
+        "coroutine": inspect.iscoroutinefunction,
+        "generator": inspect.isgeneratorfunction,
+        "asynchronous generator": inspect.isasyncgenfunction,
+    }
+    for kind, is_one in kinds.items():
+        if is_one(fn) or is_one(getattr(fn, "__call__", None)):  # noqa: B004
+            need, hint = "a function that returns its values", "collect them in a list, and return that"
+            fail(
+                call,
+                f"`fn` is a {kind}.",
+                got=getattr(fn, "__name__", describe(fn)),
+                need=need,
+                hint=hint,
+                kind=TypeError,
+            )
+
+
+def _signature_of(fn: Callable) -> inspect.Signature:
+    try:
+        return inspect.signature(fn)
+    except ValueError:  # a builtin function that tells none
+        return inspect.signature(lambda *args, **kwargs: None)
+
+
+def _frames_here() -> int:
+    """How far away, in frames, the caller of the jitted function is."""
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame, count = frame.f_back, count + 1
+    return count
+
+
+def many_compilations(name: str, before: tuple, now: tuple) -> str:
+    """What differs between the keys of two compilations, and what to do about it."""
+    (names, structure, around), leaves = now
+    (names_before, structure_before, around_before), leaves_before = before
+    other = differences(around_before, around)
+    hint = "call it in one and the same surroundings"
+    if other:
+        got = "; ".join(f"{what}: {a}, then {b}" for what, (a, b) in other.items())
+    elif names != names_before or structure != structure_before:
+        got, hint = "another structure of the arguments", "the same keys in the same order, and the same static fields"
+    else:
+        i = next((i for i, (a, b) in enumerate(zip(leaves_before, leaves, strict=True)) if a != b), None)
+        if i is None:
+            got, hint = "another form of a tensor that it closes over", "pass it as an argument"
+        else:
+            a, b = _show_key(leaves_before[i]), _show_key(leaves[i])
+            got = (
+                f"`{leaf_paths(structure, names)[i][1]}`: {a}, then {b}"
+                if a != b
+                else f"`{leaf_paths(structure, names)[i][1]}`: other strides"
+            )
+            is_tensor = len(leaves[i]) > 2 and isinstance(leaves[i][1], torch.Size)
+            hint = (
+                "fr.pad_to_bucket for ids, and batches of one size"
+                if is_tensor
+                else "pass it as a tensor: its values are not compiled in"
+            )
+    problem = Problem(
+        f"compiled {MANY} times; it keeps the last {MOST}.", got, "few different forms of arguments", hint
+    )
+    return message(f"funcrec.jit({name})", [problem])
+
+
+def _show_key(key: tuple) -> str:
+    """A leaf, by its key."""
+    if len(key) > 2 and isinstance(key[1], torch.Size):
+        return f"{short_dtype(key[2])}[{', '.join(map(str, key[1]))}]" + (
+            "" if key[3].type == "cpu" else f" on {key[3]}"
+        )
+    return f"{key[0].__name__} {key[1]}"
+
+
+def bring_to_cuda(leaves: list) -> list:
+    """The leaves, those on the host brought to the one CUDA device that others are on."""
+    devices = {x.device for x in leaves if isinstance(x, Tensor)}
+    on_cuda = [d for d in devices if d.type == "cuda"]
+    return bring(leaves, on_cuda[0]) if len(devices) > 1 and len(on_cuda) == 1 else leaves

@@ -1,0 +1,149 @@
+"""Whose memory a tensor's is: deep copies, and who else holds what a donated call is to write to.
+
+A storage knows how many hold it. Of one that a call has for itself they are the call's own leaves, and the tensors that these are views of;
+one more is a view, a `detach()`, a numpy array or a saved graph, which would see the writes.
+"""
+
+import functools
+import operator
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec.core import T, map_tensors
+from funcrec.kernels.memory import empty_table, is_mapped
+
+_address = torch._C._storage_address
+_num_holders = torch._C._storage_Use_Count
+_uses, _requires_grad = Tensor._use_count, operator.attrgetter("requires_grad")
+
+
+def copy(tree: T) -> T:
+    """The same tree with every tensor copied: nothing that happens to one is seen in the other.
+
+    It is for what must outlive a donated call: a moving average, the best state so far, a second run from one beginning.
+
+    Law: equal values in memory of their own; leaves that are no tensors stay.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> step = fr.jit(lambda state: {"w": state["w"] + 1}, donate=("state",))
+      >>> state = {"w": torch.zeros(2)}
+      >>> mean = fr.copy(state)  # a moving average begins where the state does, in its own memory
+      >>> for _ in range(2):
+      ...     state = step(state)
+      ...     mean = {name: 0.5 * mean[name] + 0.5 * w for name, w in state.items()}
+      >>> mean["w"], state["w"]
+      (tensor([1.2500, 1.2500]), tensor([2., 2.]))
+    """
+    return map_tensors(copied, tree)
+
+
+def copied(x: Tensor) -> Tensor:
+    """A copy; a plain table's is in pages as large as `fr.init` takes."""
+    if type(x) is Tensor and x.dim() == 2 and x.is_contiguous() and x.device.type == "cpu" and not x.requires_grad:
+        return empty_table(tuple(x.shape), dtype=x.dtype).copy_(x)
+    return x.clone()
+
+
+class Hold(NamedTuple):
+    """The memory of the leaves that a call writes to, when the call has it for itself.
+
+    written: those leaves. views: those of them that are views. storages: where theirs are. counts: how many hold each, negative for
+    memory that neither torch nor funcrec gave.
+    """
+
+    written: list[int]
+    views: list[int]
+    storages: list[int]
+    counts: list[int]
+
+
+# Storages that were looked at once and are not foreign: one that numpy has seen looks so later.
+_known: dict[int, weakref.ref] = {}
+MOST_KNOWN = 4096
+
+
+def hold(leaves: Sequence, written: Sequence[int]) -> Hold:
+    """How many hold the memory of the written leaves when nobody does besides `leaves`."""
+    out = Hold(list(written), [i for i in written if leaves[i]._base is not None], [], [])
+    members: dict[int, dict[int, Tensor]] = {}
+    for x in leaves if written else ():
+        if isinstance(x, Tensor):
+            members.setdefault(_address(x), {})[id(x)] = x
+    for i in written:
+        address = _address(leaves[i])
+        out.storages.append(address)
+        is_foreign = _is_foreign(leaves[i].untyped_storage(), address)
+        out.counts.append((-1 if is_foreign else 1) * _expected(members[address]))
+    return out
+
+
+def shared_leaves(known: Hold, leaves: Sequence) -> dict[int, bool]:
+    """{leaf that is written to, but whose memory is not the call's own: whether somebody here holds it, too}."""
+    mine = [leaves[i] for i in known.written]
+    storages = [*map(_address, mine)]
+    if storages == known.storages and [*map(_num_holders, storages)] == known.counts and {*map(_uses, mine)} <= {1}:
+        return {}
+    known = hold(leaves, known.written)
+    found = zip(known.written, known.storages, known.counts, strict=True)
+    held = {i: _num_holders(a) != abs(n) or _uses(leaves[i]) != 1 for i, a, n in found}
+    return {i: held[i] for i, n in zip(known.written, known.counts, strict=True) if held[i] or n < 0}
+
+
+def alone(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Those whose C++ part has no other user, so that their memory can be taken away."""
+    return [
+        x
+        for x, uses, follows in zip(leaves, map(_uses, leaves), map(_requires_grad, leaves), strict=True)
+        if uses == 1 and not follows
+    ]
+
+
+def _expected(mine: dict[int, Tensor]) -> int:
+    """How many hold a storage if only these tensors do, and tensors that are nothing but what these are views of."""
+    views = [x for x in mine.values() if x._base is not None and id(x._base) not in mine]
+    num_views = Counter(x._base._cdata for x in views)
+    uses, references = _private_base()
+    private = {x._base._cdata for x in views if _base_holders(x) == (uses + num_views[x._base._cdata], references)}
+    return _wrappers() + len(mine) + len(private)
+
+
+def _base_holders(view: Tensor) -> tuple[int, int]:
+    base = view._base
+    return _uses(base), sys.getrefcount(base)
+
+
+@functools.cache
+def _private_base() -> tuple[int, int]:
+    """What `_base_holders` gives for a tensor that has no name, less its views."""
+    with torch.inference_mode(False):
+        uses, references = _base_holders(torch.empty(2).view(2, 1))
+    return uses - 1, references
+
+
+@functools.cache
+def _wrappers() -> int:
+    """How often a storage that Python has seen is held besides by tensors."""
+    x = torch.empty(1)
+    x.untyped_storage()
+    return _num_holders(_address(x)) - 1
+
+
+def _is_foreign(storage: torch.UntypedStorage, address: int) -> bool:
+    """Whether the memory is an array's, a file's or another library's, who would see writes and cannot be counted."""
+    seen = _known.get(address)
+    if seen is not None and seen() is storage:
+        return False
+    if not (storage.resizable() or is_mapped(storage.data_ptr())):
+        return True
+    if len(_known) >= MOST_KNOWN:
+        for a in [a for a, ref in _known.items() if ref() is None]:
+            del _known[a]
+    _known[address] = weakref.ref(storage)
+    return False

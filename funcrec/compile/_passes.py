@@ -1,0 +1,133 @@
+"""Exchanges of a staged graph, made cheaper: of two ranks each sends only what the other has not, and a rank computes while values travel.
+
+    wait(swap(x))[own]  →  x[own]
+
+Bits are those of the graph as it was.
+Shapes: n ranks in a group; a swap's operand is [n, ...], a block for each rank.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from funcrec.mesh import AWAIT, SWAP, has_effect
+
+aten = torch.ops.aten
+
+
+def smaller_exchanges(graph: GraphModule) -> None:
+    """The same function with smaller exchanges, in place; every rank's graph changes alike."""
+    if not any(True for _ in swaps_of(graph.graph)):
+        return
+    keep_own_blocks(graph.graph)
+    graph.graph.eliminate_dead_code(has_effect)
+    graph.recompile()
+
+
+def swaps_of(graph: Graph) -> Iterator[Node]:
+    """The awaits of exchanges that give each rank one block of equal size."""
+    for node in graph.nodes:
+        if node.target is AWAIT and node.args[0].target is SWAP:
+            sent, *splits, group = node.args[0].args
+            n = _resolve_process_group(group).size()
+            if splits == [[1] * n] * 2 and sent.meta["val"].shape[0] == n:
+                yield node
+
+
+def _call(graph: Graph, target, *args, **kwargs) -> Node:
+    """A node with the form of its value, which is computed from those of its arguments."""
+    node = graph.call_function(target, args, kwargs)
+    with next(n.meta["val"].fake_mode for n in graph.nodes if hasattr(n.meta.get("val"), "fake_mode")):
+        node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]), **kwargs)
+    return node
+
+
+def _whole(graph: Graph, x: Node) -> Node:
+    """The value in one piece, as an exchange's result is, and as what reads it may need it."""
+    if x.meta["val"].is_contiguous():
+        return x
+    return _call(graph, aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+# -- own blocks ------------------------------------------------------------------------------------------------------
+
+
+def keep_own_blocks(graph: Graph) -> None:
+    """Of two ranks' exchange whose result is only read block by block, the block that stays is taken from the operand."""
+    for wait in list(swaps_of(graph)):
+        swap = wait.args[0]
+        x, *_, group = swap.args
+        own, reads = _resolve_process_group(group).rank(), list(block_reads(wait))
+        if x.meta["val"].shape[0] != 2 or None in reads or {block for _, block in reads} != {0, 1}:
+            continue  # were one block not read, the exchange would be dead code on the rank that has the other
+        splits = [int(r != own) for r in range(2)]
+        with graph.inserting_before(swap):
+            sent, kept = _blocks(graph, x, own)
+            received = _call(graph, AWAIT, _call(graph, SWAP, sent, splits, splits, group))
+            other = _call(graph, aten.select.int, received, 0, 0)
+        for node, block in reads:
+            node.replace_all_uses_with(kept if block == own else other)
+
+
+def block_reads(node: Node) -> Iterator[tuple[Node, int] | None]:
+    """(reader, block) of every use of two ranks' result; None for one that is not of a single block."""
+    for user in node.users:
+        if user.target is aten.permute.default and user.args[1] == list(range(len(user.args[1]))):
+            yield from block_reads(user)
+        elif user.target is aten.select.int and user.args[1] == 0:
+            yield user, user.args[2] % 2
+        elif user.target is aten.unbind.int and (*user.args, 0)[1] == 0:
+            yield from ((part, part.args[1]) for part in user.users)
+        else:
+            yield None
+
+
+def _blocks(graph: Graph, x: Node, own: int) -> tuple[Node, Node]:
+    """What the other rank is sent, [1, ...], and what this one keeps, [...]: the value itself where all blocks are one."""
+    source = x.args[0] if x.target is aten.clone.default else None
+    if source is not None and source.target is aten.expand.default and _is_repeated(source):
+        kept = _whole(graph, source.args[0])
+        return _call(graph, aten.unsqueeze.default, kept, 0), kept
+    return _call(graph, aten.slice.Tensor, x, 0, 1 - own, 2 - own), _call(graph, aten.select.int, x, 0, own)
+
+
+def _is_repeated(expand: Node) -> bool:
+    return tuple(expand.meta["val"].shape[1:]) == tuple(expand.args[0].meta["val"].shape)
+
+
+# -- in order ----------------------------------------------------------------------------------------------------------
+
+
+def fill_waits(steps: list) -> list:
+    """The steps of the generated code in an order in which a rank computes while values travel: before an exchange only what it needs,
+    and while it is under way what the next one needs besides.
+
+    steps: Inductor's, each with its needs before it; a pass of `reorder_for_compute_comm_overlap_passes`.
+    """
+    from torch._inductor.utils import contains_collective, contains_wait
+
+    maker = {name: s for s in steps for name in s.get_buffer_names()}
+    needs = {s: {maker[d.name] for d in s.unmet_dependencies if d.name in maker} - {s} for s in steps}
+    done: dict = {}
+    exchanges = sorted(filter(contains_collective, steps), key=lambda s: s.min_order)  # as staged: alike on all ranks
+    for goal in (*exchanges, None):
+        wanted = all_needs(goal, needs) if goal else set(steps)
+        left = [s for s in steps if s in wanted and s not in done]
+        waits: dict = {}
+        for s in left:
+            waits[s] = contains_wait(s) or any(waits.get(x, False) for x in needs[s])
+        done |= dict.fromkeys(sorted(left, key=waits.get))
+    return list(done)
+
+
+def all_needs(step: object, needs: dict) -> set:
+    """The step, and all that has to come before it."""
+    seen, left = {step}, [step]
+    while left:
+        new = needs[left.pop()] - seen
+        seen |= new
+        left += new
+    return seen

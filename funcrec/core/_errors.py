@@ -1,0 +1,144 @@
+"""Errors that say what was wrong, what was got, what is needed and what to try.
+
+A validator is a generator of `Problem`s read from metadata; `check` drains the validators of one call
+and raises every problem at once.
+"""
+
+import contextlib
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec.core._examples import EXAMPLES as EXAMPLES
+
+
+class DonatedError(RuntimeError):
+    """A value was used after `jit(donate=...)` had taken it; the message names the argument and the call."""
+
+
+class CheckError(ValueError):
+    """A value check of `checked(fn)` failed: an id out of range, a NaN gradient, descending offsets."""
+
+
+class MissingKeyError(KeyError):
+    """A name that is not there; its text prints as it stands, where a KeyError's would be quoted."""
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+class Problem(NamedTuple):
+    """One violation: `what` is a sentence that begins with the path of the offender in backticks."""
+
+    what: str
+    got: str
+    need: str
+    hint: str = ""
+    kind: type[Exception] = ValueError
+
+
+_SHORT = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",
+    torch.uint8: "u8", torch.bool: "bool",
+}  # fmt: skip
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """`torch.float32` -> `f32`."""
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def describe(x: object) -> str:
+    """`f32[118]` for a tensor, the type's name for anything else; the device is named when it is not the CPU."""
+    if not isinstance(x, Tensor):
+        if isinstance(x, type):
+            return f"the class {x.__name__}"
+        own = type(x).__module__.split(".")[0] in ("builtins", "funcrec", "__main__")
+        name = type(x).__name__ if own else f"{type(x).__module__}.{type(x).__name__}"
+        return f"{name} {x!r}" if isinstance(x, (int, float, str, bool)) else name
+    shape = ", ".join(map(str, x.shape))
+    place = "" if x.device.type == "cpu" else f" on {x.device}"
+    return f"{short_dtype(x.dtype)}[{shape}]{place}"
+
+
+def message(call: str, problems: Iterable[Problem]) -> str:
+    """The four-part text of all `problems` of one `call`."""
+    blocks = []
+    for p in problems:
+        lines, hint = [f"{call}: {p.what}", f"  got   {p.got}", f"  need  {p.need}"], p.hint or example_of(p)
+        blocks.append("\n".join(lines + ([f"  try   {hint}"] if hint else [])))
+    return "\n".join(blocks)
+
+
+def example_of(problem: Problem) -> str:
+    """What to try where a problem does not say it: one of the names that are needed, or `name=...` with an example."""
+    found = re.match(r"`([\w.]+)(\[.*?\])?`", problem.what)
+    path, part = (found[1], found[2] or "") if found else ("", "")
+    name, need = path.split(".")[-1], problem.need
+    if need == "a bool":
+        return f"{path}{part}=True, or False"
+    if re.match(r"(None, or )?(one of |among |some of )?[\[']", need) and re.search(r"'[^']*'", need):
+        near = repr(nearest(problem.got, re.findall(r"'([^']*)'", need)))
+        takes_many = name == "axis_names" or EXAMPLES.get(name, "").startswith('("')
+        several = takes_many and need.startswith(("among", "some of"))
+        is_bare = not path or problem.kind is KeyError or (need.startswith("among") and not several)
+        return near if is_bare else f"{path}=({near},)" if several else f"{path}={near}"
+    least, is_range = re.search(r">=? (\d+)", need), _IN_RANGE.search(problem.what)
+    is_number = is_range and re.match(r"[\d.]", EXAMPLES.get(name, ""))
+    if is_number and least and float(EXAMPLES[name]) < float(least[1]):  # a name of two meanings
+        return f"{name}{part}={least[1]}"
+    if problem.kind is not TypeError:
+        return example_at(name + part) if is_number else ""
+    known = next((EXAMPLES[n] for n in re.findall(r"[A-Z]\w+", need) if n in EXAMPLES), "")
+    if name in EXAMPLES or not known or not name:
+        return example_at(name + part)
+    return f"{name}=[{known}]" if "sequence of" in need else f"{name}{part}={known}"
+
+
+def example_at(path: str) -> str:
+    """`path=...` with the example of its name; of the whole argument where that is a container, and `path` an element of it."""
+    name = re.split(r"[\[.]", path)[0]
+    text = EXAMPLES.get(name, "")
+    whole = text.startswith("{") if "['" in path else text[:1] in "[({"
+    return f"{name if whole else path}={text}" if text else ""
+
+
+_IN_RANGE = re.compile(
+    r"out of range|outside its range|too small|negative|not positive|no (probability|scale|exponent)"
+)
+
+
+def nearest(got: str, names: Sequence[str]) -> str:
+    """The name most like what was got; the first, where none is."""
+    return next(iter(difflib.get_close_matches(got.strip("'"), names, 1)), names[0])
+
+
+def check(call: str, *validators: Iterable[Problem]) -> None:
+    """Raise all problems that the `validators` find, as one error of the first problem's kind."""
+    problems = [p for validator in validators for p in validator]
+    if problems:
+        kind = MissingKeyError if problems[0].kind is KeyError else problems[0].kind
+        raise kind(message(call, problems))
+
+
+@contextlib.contextmanager
+def own_errors(call: str, fn: Callable, *given: object, need: str) -> Iterator[None]:
+    """Errors of a function that `call` was given, `fn`, with a note of what it was given; those that say so themselves as they are."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        if "\n  need  " not in str(error) and not any(call in note for note in getattr(error, "__notes__", ())):
+            name = getattr(fn, "__name__", type(fn).__name__)
+            got, hint = ", ".join(map(describe, given)), f"{name}(...) alone: it fails in the same way"
+            error.add_note(message(call, [Problem(f"`{name}` failed on its arguments.", got, need, hint)]))
+        raise
+
+
+def fail(call: str, what: str, *, got: str, need: str, hint: str = "", kind: type[Exception] = ValueError):
+    """Raise one problem."""
+    check(call, [Problem(what, got, need, hint, kind)])

@@ -1,0 +1,63 @@
+"""What is wrong with sizes, rates, numbers, flags and functions that a call was given."""
+
+import math
+from collections.abc import Iterator
+
+from funcrec.core._errors import Problem, describe
+
+FUNCTION = {
+    "log_q": "lambda batch: log_frequency[batch.ids['item'].values]",
+    "candidate_ids": "lambda batch: batch.ids['item'].values",
+}
+
+
+def size_problems(sizes: object, name: str = "sizes", at_least: int = 1) -> Iterator[Problem]:
+    """`sizes` must be a tuple or list of at least `at_least` positive integers; a size alone has a `name` of its own."""
+    if not isinstance(sizes, (tuple, list)):
+        yield Problem(f"`{name}` are not sizes.", describe(sizes), "a tuple of ints >= 1", kind=TypeError)
+        return
+    for i, n in enumerate(sizes):
+        path = f"{name}[{i}]" if name in ("sizes", "bottom") else name
+        if not isinstance(n, int) or isinstance(n, bool):
+            yield Problem(f"`{path}` is not an integer.", describe(n), "an int >= 1", kind=TypeError)
+        elif n < 1:
+            yield Problem(f"`{path}` is too small.", f"{n}", "an int >= 1")
+    if len(sizes) < at_least:
+        yield Problem(f"`{name}` are too few.", f"{tuple(sizes)}", f"at least {at_least}", f"{name}=(64, 16)")
+
+
+def rate_problems(rate: object, name: str = "rate") -> Iterator[Problem]:
+    if not isinstance(rate, (int, float)) or isinstance(rate, bool):
+        yield Problem(f"`{name}` is not a number.", describe(rate), "a float in [0, 1)", kind=TypeError)
+    elif not 0 <= rate < 1:
+        yield Problem(f"`{name}` is no probability of dropping.", f"{rate}", "a float in [0, 1)")
+
+
+def number_problems(x: object, name: str, least: float, most: float = math.inf) -> Iterator[Problem]:
+    """x must be a finite number in [least, most]."""
+    need = f"a finite number >= {least:g}" if most == math.inf else f"a number in [{least:g}, {most:g}]"
+    if not isinstance(x, (int, float)) or isinstance(x, bool):
+        yield Problem(f"`{name}` is not a number.", describe(x), need, kind=TypeError)
+    elif not (least <= x <= most and math.isfinite(x)):
+        yield Problem(f"`{name}` is outside its range.", f"{x}", need)
+
+
+def function_problems(**functions: object) -> Iterator[Problem]:
+    for name, fn in functions.items():
+        if not callable(fn):
+            yield Problem(
+                f"`{name}` is no function.", describe(fn), "a function of tensors", FUNCTION.get(name, ""), TypeError
+            )
+
+
+def count_problems(n: object, field: str, least: int = 1) -> Iterator[Problem]:
+    if not isinstance(n, int) or isinstance(n, bool):
+        yield Problem(f"`{field}` is not an integer.", describe(n), f"an int >= {least}", kind=TypeError)
+    elif n < least:
+        yield Problem(f"`{field}` is too small.", f"{n}", f"an int >= {least}")
+
+
+def flag_problems(x: object, field: str) -> Iterator[Problem]:
+    """A flag is True or False: no other value that Python takes for one."""
+    if not isinstance(x, bool):
+        yield Problem(f"`{field}` is neither True nor False.", f"{x!r}"[:60], "a bool", kind=TypeError)

@@ -1,0 +1,41 @@
+"""Pairs of functions that know how they were made, and so pickle: what is pickled is the call that makes them again.
+
+    optimizer  =  maker(*args, **kwargs)        pickle(optimizer)  =  pickle((maker, args, kwargs))
+
+Functions that close over their arguments do not pickle; the public function that made them does, by its name.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+F = TypeVar("F", bound=Callable)
+
+
+class Recipe(NamedTuple):
+    """The call that made a tuple of functions."""
+
+    maker: Callable
+    args: tuple
+    kwargs: dict
+    made: tuple
+
+
+def remade(maker: F) -> F:
+    """Decorator of a public function that makes a NamedTuple with a function `update` of its own: note how it was called."""
+
+    @functools.wraps(maker)
+    def run(*args, **kwargs):
+        made = maker(*args, **kwargs)
+        made.update.recipe = Recipe(run, args, kwargs, made)
+        return made
+
+    return run
+
+
+def reduced(value: Any) -> tuple:
+    """`__reduce__` of such a NamedTuple: its recipe, if it still is what that made; else its fields."""
+    recipe = getattr(value.update, "recipe", None)
+    if recipe is None or not all(x is y for x, y in zip(recipe.made, value, strict=True)):
+        return type(value), tuple(value)
+    return functools.partial(recipe.maker, *recipe.args, **recipe.kwargs), ()

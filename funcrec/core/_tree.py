@@ -1,0 +1,177 @@
+"""Values are frozen dataclasses that are pytrees in both registries.
+
+`unflatten(flatten(x)) == x`. torch's registry is the authority (torch.func and torch.compile use it); optree's,
+namespace "funcrec", gives users paths, prefixes and its tools. The two order dict keys differently: leaves of one
+are never zipped with leaves of the other.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
+from typing import Any, TypeVar, dataclass_transform
+
+import optree
+import torch.utils._pytree as torch_tree
+from torch import Tensor
+
+from funcrec.core._errors import Problem, check, describe
+from funcrec.core._static import fix, loosen
+
+T = TypeVar("T")
+NAMESPACE = "funcrec"
+CALLS = "funcrec.jit"  # the namespace of a jitted call's arguments: what a program can tell apart has two structures
+CLASSES: dict[str, tuple[Callable, Callable]] = {}  # (flatten, unflatten) by class_name, for checkpoints
+
+_as_written = optree.dict_insertion_ordered(True, namespace=CALLS)  # entered for good
+_as_written.__enter__()
+
+tree_map = torch_tree.tree_map
+tree_flatten = torch_tree.tree_flatten
+tree_unflatten = torch_tree.tree_unflatten
+tree_leaves = torch_tree.tree_leaves
+tree_structure = torch_tree.tree_structure
+
+
+@dataclass_transform(frozen_default=True)
+def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional: tuple[str, ...] = ()) -> Any:
+    """Class decorator: a frozen dataclass that torch.func, torch.compile, `fr.jit` and optree see through.
+
+    Args:
+      static: fields kept in the tree's structure; they must be hashable and are part of the compile key.
+      optional: fields that may be None; a None there is structure, not a leaf (so `vmap` does not meet it).
+
+    Law: unflatten(flatten(x)) has the same leaves and the same static fields.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> @fr.pytree(static=("name",))
+      ... class Batch:
+      ...     label: torch.Tensor
+      ...     name: str
+      >>> torch.func.vmap(lambda b: b.label * 2)(Batch(torch.tensor([1.0, 2.0]), "train"))
+      tensor([2., 4.])
+    """
+    if cls is None:
+        return lambda c: pytree(c, static=static, optional=optional)
+    check("funcrec.pytree", class_problems(cls, static, optional))
+    own_repr = "__repr__" in cls.__dict__
+    cls = dataclasses.dataclass(frozen=True, eq=False, repr=not own_repr)(cls)
+    names = tuple(f.name for f in dataclasses.fields(cls))
+    children = tuple(n for n in names if n not in static)
+
+    def present(value) -> tuple[str, ...]:
+        return tuple(n for n in children if n not in optional or getattr(value, n) is not None)
+
+    def flatten(value):
+        fields = present(value)
+        return [getattr(value, n) for n in fields], (fields, tuple(getattr(value, n) for n in static))
+
+    def flatten_with_keys(value):
+        leaves, context = flatten(value)
+        return [(torch_tree.GetAttrKey(n), x) for n, x in zip(context[0], leaves, strict=True)], context
+
+    def unflatten(leaves, context):
+        fields, fixed = context
+        value = object.__new__(cls)  # no __init__: leaves may be placeholders of any kind
+        for n in children:
+            object.__setattr__(value, n, None)
+        for n, x in (*zip(fields, leaves, strict=True), *zip(static, fixed, strict=True)):
+            object.__setattr__(value, n, x)
+        return value
+
+    CLASSES[class_name(cls)] = (flatten, unflatten)
+    torch_tree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=class_name(cls),
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+    optree.register_pytree_node(
+        cls,
+        lambda value: (*flatten(value), present(value)),
+        lambda context, leaves: unflatten(leaves, context),
+        path_entry_type=optree.GetAttrEntry,
+        namespace=NAMESPACE,
+    )
+
+    def flatten_call(value):
+        leaves, (fields, fixed) = flatten(value)
+        return leaves, (fields, fix(fixed)), fields
+
+    optree.register_pytree_node(
+        cls,
+        flatten_call,
+        lambda context, leaves: unflatten(leaves, (context[0], loosen(context[1]))),
+        path_entry_type=optree.GetAttrEntry,
+        namespace=CALLS,
+    )
+    return cls
+
+
+def class_problems(cls: object, static: object, optional: object) -> Iterator[Problem]:
+    if not isinstance(cls, type):
+        hint = "@fr.pytree above a class, or @fr.pytree(static=(...,))"
+        yield Problem("`cls` is not a class.", describe(cls), "a class with annotated fields", hint, TypeError)
+    elif cls.__module__ == "builtins" or "__dataclass_params__" in vars(cls):
+        own = "a dataclass or a pytree already" if cls.__module__ != "builtins" else "Python's own"
+        what, need = f"`cls` is {own}.", "a plain class with annotated fields"
+        yield Problem(what, describe(cls), need, "class State: table: torch.Tensor", TypeError)
+    for name, x in (("static", static), ("optional", optional)):
+        if not isinstance(x, tuple) or not all(isinstance(n, str) for n in x):
+            hint = f'{name}=("name",), with a comma'
+            yield Problem(f"`{name}` are not names of fields.", describe(x), "a tuple of strings", hint, TypeError)
+
+
+def class_name(cls: type) -> str:
+    """What checkpoints call a class."""
+    return name_in_checkpoints(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def name_in_checkpoints(name: str) -> str:
+    """A class of funcrec goes by its name alone, for files may move; what an older file says of its module is passed over."""
+    return f"funcrec.{name.rsplit('.', 1)[1]}" if name.startswith("funcrec.") else name
+
+
+def publish(face: dict[str, Any]) -> None:
+    """The classes of a public module, given as its `globals()`, and their methods say that they are of it: so pickles and messages call them."""
+    here = face["__name__"]
+    for cls in [x for x in face.values() if isinstance(x, type) and x.__module__.startswith(f"{here}.")]:
+        inside = (getattr(x, "__func__", x) for x in vars(cls).values())
+        for x in [x for x in inside if isinstance(x, FunctionType) and x.__module__ == cls.__module__]:
+            x.__module__ = here
+        cls.__module__ = here
+
+
+replace = dataclasses.replace
+
+
+def paths(tree: Any) -> list[tuple[str, Any]]:
+    """`[("tables['item']", leaf), ...]` in torch's order; the paths are for people."""
+    flat, _ = torch_tree.tree_flatten_with_path(tree)
+    return [(torch_tree.keystr(path).lstrip("."), leaf) for path, leaf in flat]
+
+
+def map_with_names(fn: Callable[[str, Any], Any], tree: T) -> T:
+    """`tree_map` of fn(name, leaf), the name being the last key or field on the leaf's path."""
+    name = lambda path: getattr(path[-1], "key", None) if hasattr(path[-1], "key") else path[-1].name
+    return torch_tree.tree_map_with_path(lambda path, x: fn(name(path), x), tree)
+
+
+def fast_flatten(tree: Any) -> tuple[list, optree.PyTreeSpec]:
+    """(leaves, structure) in C++, dicts in their own order; `structure.unflatten(leaves)` is the way back.
+
+    Two structures are equal only when a program cannot tell them apart: the order of a dict's keys counts, and the types of static fields.
+    """
+    return optree.tree_flatten(tree, namespace=CALLS)
+
+
+def leaf_paths(structure: optree.PyTreeSpec, names: Sequence[str]) -> dict[int, tuple[str, str]]:
+    """{number of the leaf: (name, "name['key'].field")} of a tuple flattened by `fast_flatten`, its elements called `names`."""
+    accessors = enumerate(structure.accessors())
+    return {i: (names[a[0].entry], a[1:].codify(names[a[0].entry])) for i, a in accessors}
+
+
+def map_tensors(fn: Callable[[Tensor], Any], tree: T) -> T:
+    """`tree_map` over the tensors of `tree`; other leaves stay."""
+    return tree_map(lambda x: fn(x) if isinstance(x, Tensor) else x, tree)

@@ -1,0 +1,123 @@
+"""Random numbers as pure functions of an explicit key.
+
+    bits(key)[i] = mix(key + (i + 1) * GAMMA)        SplitMix64, counter-based
+
+A key is an i64 scalar tensor, a leaf like any other: it enters compiled steps, checkpoints and vmap. The same key gives
+the same numbers on every device, mesh and thread count.
+
+Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), fig. 17 for the constants.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from funcrec.core._errors import describe, fail
+
+Draw = Callable[[Tensor, tuple[int, ...]], Tensor]
+
+GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as i64
+GAMMA_INVERSE = -1018231460777725123  # GAMMA · GAMMA_INVERSE = 1 mod 2⁶⁴
+MIX = ((30, -4658895280553007687), (27, -7723592293110705685))  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+LAST_SHIFT = 31
+DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def key(seed: int) -> Tensor:
+    """A key, i64[], from a seed.
+
+    Example:
+      >>> import funcrec as fr
+      >>> a, b = fr.split(fr.key(0), 2)
+      >>> bool(a == b)
+      False
+    """
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        fail("funcrec.key", "`seed` is not an integer.", got=describe(seed), need="an int", kind=TypeError)
+    return mix(torch.tensor(wrap(seed), dtype=torch.int64) + GAMMA)
+
+
+def wrap(n: int) -> int:
+    """n modulo 2⁶⁴, in i64's range."""
+    return (n + 2**63) % 2**64 - 2**63
+
+
+def split(key: Tensor, num: int = 2) -> Tensor:
+    """i64[num]: independent keys, to be unpacked or iterated over.
+
+    Example:
+      >>> import funcrec as fr
+      >>> for_tables, for_dense = fr.split(fr.key(0))
+      >>> for_tables.shape, bool(for_tables == for_dense)
+      (torch.Size([]), False)
+    """
+    check_key("funcrec.split", key)
+    if not isinstance(num, int) or isinstance(num, bool):
+        fail("funcrec.split", "`num` is not an integer.", got=describe(num), need="an int >= 0", kind=TypeError)
+    if num < 0:
+        fail("funcrec.split", "`num` is too small.", got=f"{num}", need="an int >= 0")
+    return bits(mix(~key), (num,))
+
+
+def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+    """A key made of a key and an integer (a step, a rank, a table's number).
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> bool(fr.fold_in(fr.key(0), 7) == fr.fold_in(fr.key(0), torch.tensor(7)))
+      True
+    """
+    check_key("funcrec.fold_in", key)
+    no_int = (
+        data.is_floating_point() or data.is_complex() or data.dtype == torch.bool if isinstance(data, Tensor) else None
+    )
+    if no_int or (no_int is None and (not isinstance(data, int) or isinstance(data, bool))):
+        need, hint = "an int, or an integer tensor", "data=step, or data=7"
+        fail("funcrec.fold_in", "`data` is not an integer.", got=describe(data), need=need, hint=hint, kind=TypeError)
+    step = GAMMA * (data.to(torch.int64) + 1) if isinstance(data, Tensor) else wrap(GAMMA * (data + 1))
+    return mix(mix(key) + step)
+
+
+def mix(z: Tensor) -> Tensor:
+    """SplitMix64's finaliser: a bijection of i64."""
+    for shift, factor in MIX:
+        z = (z ^ shift_right(z, shift)) * factor
+    return z ^ shift_right(z, LAST_SHIFT)
+
+
+def shift_right(z: Tensor, by: int) -> Tensor:
+    """Logical shift of i64: zeros come in from the left."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+def bits(key: Tensor, shape: tuple[int, ...], *, start: int = 0) -> Tensor:
+    """i64[shape]: numbers start, start + 1, ... of the key's sequence."""
+    count = math.prod(shape)
+    counter = torch.arange(start + 1, start + count + 1, device=key.device, dtype=torch.int64)
+    # = key + counter · GAMMA; the sum comes first because Inductor would fold arange · GAMMA without wrapping it
+    return mix((counter + key * GAMMA_INVERSE) * GAMMA).reshape(shape)
+
+
+def uniform(key: Tensor, shape: tuple[int, ...], *, start: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """f[shape], in [0, 1): 24 random bits for f32, 53 for f64."""
+    digits = DIGITS[dtype]
+    return shift_right(bits(key, shape, start=start), 64 - digits).to(dtype) * 2.0**-digits
+
+
+def normal(key: Tensor, shape: tuple[int, ...], *, start: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """f[shape], mean 0 and variance 1: the inverse of the normal distribution's integral, at cell midpoints."""
+    digits = 52 if dtype == torch.float64 else 24  # with 53, the midpoint of the last cell would round to 1
+    u = shift_right(bits(key, shape, start=start), 64 - digits).to(torch.float64)
+    return (math.sqrt(2) * torch.erfinv((u + 0.5) * 2.0 ** (1 - digits) - 1)).to(dtype)
+
+
+def bernoulli(key: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
+    """bool[shape]: True with probability p."""
+    return uniform(key, shape) < p
+
+
+def check_key(call: str, key: object) -> None:
+    if not isinstance(key, Tensor) or key.dtype != torch.int64 or key.dim() != 0:
+        fail(call, "`key` is not a key.", got=describe(key), need="i64[], from funcrec.key(seed)", kind=TypeError)

@@ -1,0 +1,61 @@
+"""Jagged values side by side, and how large a buffer holds them.
+
+    capacity = Σ over buffers of min(Σ capacities of its parts, N · most repeats of a key)
+
+A part (`ids["a"]`, `ids.split(...)[0]`, `ids.permute(...)`) could hold every id of the buffer that it was taken from, so its own
+buffer is as large. The parts of one buffer together hold no more than one part: they say what they were taken from, and are put
+together again in the room of one. What a tree makes of a part (a `tree_map`, an argument of `jit`) is a value of its own.
+
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec.jagged import _primitives as primitives
+
+INT32_MAX = 2**31 - 1
+
+
+class Part(NamedTuple):
+    """The keys at `positions` of the buffer that `whole` cuts into bags; `capacity` is what holds each of them once."""
+
+    whole: Tensor
+    capacity: int
+    positions: tuple[int, ...]
+
+
+def as_part(taken: Any, source: Any, positions: Sequence[int]) -> Any:
+    """`taken`, which says that it is the keys at `positions` of `source`."""
+    of = source.part or Part(source.offsets, source.capacity, tuple(range(len(source.keys))))
+    object.__setattr__(taken, "part", of._replace(positions=tuple(of.positions[p] for p in positions)))
+    return taken
+
+
+def joined_capacity(values: Sequence[Any]) -> int:
+    """The capacity that holds all `values`, JaggedTensors and KeyedJaggedTensors; it depends on shapes alone."""
+    sums, wholes, positions = Counter(), {}, {}
+    for n, x in enumerate(values):
+        of = x.part or Part(x.offsets, x.capacity, (n,))
+        name = id(of.whole) if x.part else (n,)
+        sums[name] += x.capacity
+        wholes[name] = max(of.capacity, wholes.get(name, 0))
+        positions.setdefault(name, Counter()).update(of.positions)
+    return sum(min(sums[name], wholes[name] * max(positions[name].values(), default=0)) for name in sums)
+
+
+def join(values: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(values, offsets, weights) of one buffer with the bags of all `values` (one or more), in order."""
+    capacity, room = joined_capacity(values), [x.capacity for x in values]
+    lengths = torch.cat([x.offsets.diff() for x in values])
+    used = torch.cat([x.offsets[-1:] for x in values])
+    if sum(room) > INT32_MAX:
+        lengths, used = lengths.long(), used.long()
+    starts = torch.tensor([0, *accumulate(room)][:-1], dtype=used.dtype, device=used.device)
+    take = lambda x: primitives.take_ranges(torch.cat(x), starts, used, capacity)[0]
+    weights = None if values[0].weights is None else take([x.weights for x in values])
+    return take([x.values for x in values]), primitives.offsets_of(lengths), weights

@@ -1,0 +1,396 @@
+"""KeyedJaggedTensor: F features times B bags in one flat buffer, key-major.
+
+    bag b of key f = values[offsets[f * B + b] : offsets[f * B + b + 1]]
+
+The layout is TorchRec's. As in `JaggedTensor`, the tail is padding and nothing but `to_lists`, `unpad`
+ and the constructors' checks of CPU tensors reads a value on the host.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from funcrec.core import PARTS, Problem, Size, check, describe, fail, pytree, typed
+from funcrec.jagged._jagged import (
+    JaggedTensor,
+    bag_list,
+    buffer_problems,
+    capacity_problems,
+    grow,
+    length_problems,
+    offset_problems,
+    offsets_of,
+    repeats,
+    show_bags,
+    show_buffer,
+    split_list,
+    take_ranges,
+)
+from funcrec.jagged._join import as_part, join
+from funcrec.jagged._lists import flat_list
+from funcrec.jagged._problems import (
+    id_dtype_problems,
+    jagged_problems,
+    key_problems,
+    keyed_bag_problems,
+    keyed_hint,
+    keyed_parts,
+    mapping_problems,
+    same_key_problems,
+    stride_problems,
+)
+
+
+@pytree(static=("keys", "strides"), optional=("weights", "inverse"))
+class KeyedJaggedTensor:
+    """The ids of a batch.
+
+    Args:
+      values: [N], bag after bag, key after key, then padding.
+      offsets: i32|i64[F * B + 1], boundaries from 0 (with `strides`, sum(strides) + 1).
+      weights: f[N], a multiplier per id, or None.
+      inverse: i[F, B], for batches whose keys have different numbers of bags: the bag of each example, or None.
+      keys: F names.
+      strides: the number of bags of each key when they differ, else None.
+
+    Example:
+      >>> import funcrec as fr
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[1, 2], []], "user": [[7], [8]]})
+      >>> ids["clicked"].to_lists(), ids[1:2].to_lists()
+      ([[1, 2], []], {'clicked': [[]], 'user': [[8]]})
+    """
+
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None = None
+    inverse: Tensor | None = None
+    keys: tuple[str, ...] = ()
+    strides: tuple[int, ...] | None = None
+    part = None  # of `_parts`: what it was taken from; no field
+
+    # -- constructors ------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_lists(lists: Mapping[str, Sequence[Sequence]], *, weights=None, dtype=None) -> "KeyedJaggedTensor":
+        """`{"clicked": [[1, 2], []]}` and, if wanted, weights of the same form; dtypes as `JaggedTensor.from_lists`."""
+        call = "funcrec.KeyedJaggedTensor.from_lists"
+        check(call, keyed_bag_problems(lists, "lists"))
+        if weights is not None:
+            check(call, keyed_bag_problems(weights, "weights"))
+            check(call, same_key_problems(lists, weights))
+        keys = tuple(lists)
+        values, lengths = flat_list(call, (bag for k in keys for bag in lists[k]), "lists", dtype)
+        flat = None
+        if weights is not None:
+            flat = flat_list(call, (b for k in keys for b in weights[k]), "weights", None, torch.float32)[0]
+        counts = tuple(len(lists[k]) for k in keys)
+        strides = None if len(set(counts)) <= 1 else counts
+        return KeyedJaggedTensor.from_lengths(keys, values, lengths, weights=flat, strides=strides)
+
+    @staticmethod
+    @typed
+    def from_lengths(
+        keys: Sequence[str],
+        values: Tensor,
+        lengths: Tensor,
+        *,
+        weights: Tensor | None = None,
+        strides: Sequence[Size] | None = None,
+    ) -> "KeyedJaggedTensor":
+        """Values [N] and lengths i[F * B] that sum to N."""
+        keys, strides = tuple(keys), None if strides is None else tuple(strides)
+        check(
+            "funcrec.KeyedJaggedTensor.from_lengths",
+            key_problems(keys),
+            buffer_problems(values, weights),
+            length_problems(values, lengths),
+            stride_problems(keys, lengths.shape[0] if isinstance(lengths, Tensor) and lengths.dim() else 0, strides),
+        )
+        return KeyedJaggedTensor(values, offsets_of(lengths), weights, None, keys, strides)
+
+    @staticmethod
+    @typed
+    def from_offsets(
+        keys: Sequence[str],
+        values: Tensor,
+        offsets: Tensor,
+        *,
+        weights: Tensor | None = None,
+        strides: Sequence[Size] | None = None,
+    ) -> "KeyedJaggedTensor":
+        """Values [N] and offsets i[F * B + 1] with offsets[-1] <= N; what lies beyond is padding."""
+        keys, strides = tuple(keys), None if strides is None else tuple(strides)
+        check(
+            "funcrec.KeyedJaggedTensor.from_offsets",
+            key_problems(keys),
+            buffer_problems(values, weights),
+            offset_problems(values, offsets),
+            stride_problems(
+                keys, offsets.shape[0] - 1 if isinstance(offsets, Tensor) and offsets.dim() else 0, strides
+            ),
+        )
+        return KeyedJaggedTensor(values, offsets, weights, None, keys, strides)
+
+    @staticmethod
+    def from_jagged(features: Mapping[str, JaggedTensor]) -> "KeyedJaggedTensor":
+        """One JaggedTensor per key -> one buffer. Its capacity is the sum of theirs; features of one buffer share its capacity.
+
+        Law: `from_jagged(ids.to_dict())` has the bags and the capacity of `ids`.
+        """
+        call = "funcrec.KeyedJaggedTensor.from_jagged"
+        check(call, mapping_problems(features, "features"), jagged_problems(features))
+        check(call, key_problems(tuple(features)))
+        return _joined(tuple(features), list(features.values()), tuple(x.num_bags for x in features.values()))
+
+    @staticmethod
+    @typed
+    def from_padded(
+        padded: Mapping[str, Tensor], lengths: Mapping[str, Tensor], *, weights: Mapping[str, Tensor] | None = None
+    ):
+        """{key: [B, L]} and {key: i[B]}; the capacity is the sum of B * L."""
+        call = "funcrec.KeyedJaggedTensor.from_padded"
+        check(
+            call, same_key_problems(padded, lengths), same_key_problems(padded, padded if weights is None else weights)
+        )
+        part = lambda k: JaggedTensor.from_padded(padded[k], lengths[k], weights=weights and weights[k])
+        return KeyedJaggedTensor.from_jagged({k: part(k) for k in padded})
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    @property
+    def num_bags(self) -> int:
+        """B, the bags of every key."""
+        if self.strides is not None:
+            fail(
+                "funcrec.KeyedJaggedTensor.num_bags", "the keys have different numbers of bags.",
+                got=f"strides={self.strides}", need="one number of bags", hint="ids.bags_of(key)",
+            )  # fmt: skip
+        return (self.offsets.shape[0] - 1) // max(len(self.keys), 1)
+
+    @property
+    def capacity(self) -> int:
+        """Length of the buffer, padding included."""
+        return self.values.shape[0]
+
+    @property
+    def lengths(self) -> Tensor:
+        """i[F * B], key-major."""
+        return self.offsets.diff()
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        """The number of bags of each key."""
+        return (self.num_bags,) * len(self.keys) if self.strides is None else self.strides
+
+    def bag_range(self, key: str) -> tuple[int, int]:
+        """The bags of `key` are offsets[first : last + 1] in the buffer."""
+        f = self._position(key)
+        if self.strides is None:
+            return f * self.num_bags, (f + 1) * self.num_bags
+        return sum(self.strides[:f]), sum(self.strides[: f + 1])
+
+    def bags_of(self, key: str) -> int:
+        """The number of bags of `key`."""
+        first, last = self.bag_range(key)
+        return last - first
+
+    def offsets_for(self, key: str) -> Tensor:
+        """i[B + 1]: the boundaries of `key`'s bags in the flat buffer (they do not begin at 0)."""
+        first, last = self.bag_range(key)
+        return self.offsets[first : last + 1]
+
+    def to_lists(self) -> dict[str, list[list]]:
+        """Read the ids on the host."""
+        bags = split_list(self.values, self.offsets)
+        return {k: bags[slice(*self.bag_range(k))] for k in self.keys}
+
+    def to_dict(self) -> dict[str, JaggedTensor]:
+        """{key: its bags}, each in a buffer of this one's capacity."""
+        return {k: self[k] for k in self.keys}
+
+    def __getitem__(self, which: str | int | slice | Sequence[int]) -> "JaggedTensor | KeyedJaggedTensor":
+        """`ids["clicked"]`: one feature's JaggedTensor. `ids[2:5]`, `ids[3]`, `ids[[4, 0]]`: those bags of every key."""
+        if isinstance(which, str):
+            positions = [self._position(which)]
+            return as_part(self._take_keys(positions, self.capacity), self, positions)
+        chosen = bag_list(which, self.num_bags, "funcrec.KeyedJaggedTensor.__getitem__")
+        firsts = torch.arange(len(self.keys), device=self.offsets.device) * self.num_bags
+        bags = firsts[:, None] + torch.tensor(chosen, dtype=torch.int64, device=self.offsets.device)
+        return self._take_bags(bags.flatten(), repeats(chosen), self.keys)
+
+    def _position(self, key: str) -> int:
+        if not isinstance(key, str) or key not in self.keys:
+            fail(
+                "funcrec.KeyedJaggedTensor", "the key is not there.", got=f"{key!r}", need=f"one of {list(self.keys)}",
+                kind=KeyError,
+            )  # fmt: skip
+        return self.keys.index(key)
+
+    def _take_bags(self, bags: Tensor, most: int, keys: tuple[str, ...], strides=None) -> "KeyedJaggedTensor":
+        """The bags at these positions of the flat buffer, each at most `most` times, as the bags of `keys`."""
+        starts, lengths = self.offsets[:-1].index_select(0, bags), self.lengths.index_select(0, bags)
+        taken = take_ranges(self.values, self.weights, starts, lengths, self.capacity * most)
+        return KeyedJaggedTensor(taken.values, taken.offsets, taken.weights, None, keys, strides)
+
+    def _take_keys(self, positions: Sequence[int], capacity: int) -> JaggedTensor:
+        """The bags of these keys. The values of keys that follow each other are one range, whatever their bags."""
+        runs: list[list[int]] = []
+        for p in positions:
+            if runs and runs[-1][1] == p:
+                runs[-1][1] += 1
+            else:
+                runs.append([p, p + 1])
+        counts = self._counts
+        ends = [0, *accumulate(counts)]
+        if len(runs) == 1:
+            first, last = (ends[p] for p in runs[0])
+            own = self.offsets[first : last + 1]
+            starts = own[:1]
+            taken = take_ranges(self.values, self.weights, starts, own[-1:] - starts, capacity)
+            return JaggedTensor(taken.values, own - starts, taken.weights)
+        bounds, lengths = [self.offsets.narrow(0, n, 1) for n in ends], self.lengths.split(counts)
+        at = lambda keys: torch.cat([bounds[p] for p in keys] or [self.offsets[:0]])
+        starts = at(first for first, _ in runs)
+        taken = take_ranges(self.values, self.weights, starts, at(last for _, last in runs) - starts, capacity)
+        own = torch.cat([lengths[p] for p in positions] or [self.offsets[:0]])
+        return JaggedTensor(taken.values, offsets_of(own), taken.weights)
+
+    # -- keys --------------------------------------------------------------------------------------------------
+
+    @typed
+    def permute(self, keys: Sequence[str | int]) -> "KeyedJaggedTensor":
+        """The keys in another order, some left out, some repeated (names or positions; of repeats, a name means the first).
+
+        Example:
+          >>> import funcrec as fr
+          >>> ids = fr.KeyedJaggedTensor.from_lists({"a": [[1]], "b": [[2, 3]]})
+          >>> ids.permute(["b"]).to_lists()
+          {'b': [[2, 3]]}
+        """
+        beyond = [k for k in keys if isinstance(k, int) and (isinstance(k, bool) or not 0 <= k < len(self.keys))]
+        if beyond:
+            fail(
+                "funcrec.KeyedJaggedTensor.permute", "`keys` are not positions of keys.", got=f"{beyond}",
+                need=f"0 to {len(self.keys) - 1}", kind=IndexError,
+            )  # fmt: skip
+        positions = [k if isinstance(k, int) else self._position(k) for k in keys]
+        out = self._take_keys(positions, self.capacity * repeats(positions))
+        strides = None if self.strides is None else tuple(self.strides[p] for p in positions)
+        inverse = self.inverse
+        if inverse is not None:
+            inverse = inverse.index_select(0, torch.tensor(positions, dtype=torch.int64, device=inverse.device))
+        names = tuple(self.keys[p] for p in positions)
+        return as_part(
+            KeyedJaggedTensor(out.values, out.offsets, out.weights, inverse, names, strides), self, positions
+        )
+
+    @typed
+    def split(self, segments: Sequence[Size]) -> list["KeyedJaggedTensor"]:
+        """Runs of `segments[i]` keys each; the segments sum to F."""
+        if sum(segments) != len(self.keys):
+            fail(
+                "funcrec.KeyedJaggedTensor.split", "`segments` do not cut the keys.", got=f"{list(segments)}",
+                need=f"counts that sum to {len(self.keys)}",
+                hint=f"segments=[1] * {len(self.keys)}, for a part of each key",
+            )  # fmt: skip
+        ends = list(accumulate(segments))
+        return [self.permute(self.keys[e - s : e]) for s, e in zip(segments, ends, strict=True)]
+
+    @staticmethod
+    @typed
+    def concat(parts: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
+        """The keys of all parts, in order. The capacities add up; parts of one value (`split`) share its capacity.
+
+        Law: `concat(ids.split(segments))` has the bags and the capacity of `ids`, and `concat([a, b])` the sum of both.
+        """
+        check("funcrec.KeyedJaggedTensor.concat", concat_problems(parts))
+        counts = tuple(n for part in parts for n in part._counts)
+        inverses = [part.inverse for part in parts if part.inverse is not None]
+        inverse = torch.cat(inverses) if inverses else None
+        return _joined(tuple(k for part in parts for k in part.keys), [p for p in parts if p.keys], counts, inverse)
+
+    # -- padding and movement ----------------------------------------------------------------------------------
+
+    def pad_to(self, capacity: int) -> "KeyedJaggedTensor":
+        """A buffer of exactly `capacity` >= N ids; the new ones are zero."""
+        check("funcrec.KeyedJaggedTensor.pad_to", capacity_problems(capacity, self.capacity))
+        return self._with_buffer(grow(self.values, capacity), grow(self.weights, capacity))
+
+    def unpad(self) -> "KeyedJaggedTensor":
+        """Cut the padding off; reads offsets[-1] on the host."""
+        end = int(self.offsets[-1])
+        return self._with_buffer(self.values[:end], None if self.weights is None else self.weights[:end])
+
+    def _with_buffer(self, values: Tensor, weights: Tensor | None) -> "KeyedJaggedTensor":
+        return KeyedJaggedTensor(values, self.offsets, weights, self.inverse, self.keys, self.strides)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{k!r}: {show_bags(self.values, self.offsets_for(k))}" for k in self.keys[:8])
+        more = ", ..." if len(self.keys) > 8 else ""
+        return f"KeyedJaggedTensor({{{shown}{more}}}, {show_buffer(self)})"
+
+
+def _joined(keys: tuple[str, ...], parts: Sequence, counts: tuple[int, ...], inverse: Tensor | None = None):
+    """The bags of `parts` in one buffer, as those of `keys`, which have `counts` of them."""
+    if not parts:
+        return KeyedJaggedTensor(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    strides = None if len(set(counts)) <= 1 else counts
+    values, offsets, weights = join(parts)
+    return KeyedJaggedTensor(values, offsets, weights, inverse, keys, strides)
+
+
+BUCKET_MIN = 16
+
+
+def bucket(size: int, *, minimum: int = BUCKET_MIN) -> int:
+    """The next capacity: powers of two and the halves between them (16, 24, 32, 48, 64, 96, ...), at least `minimum`."""
+    power = max(minimum, 1)
+    while power < size:
+        if power * 3 // 2 >= size and power % 2 == 0:
+            return power * 3 // 2
+        power *= 2
+    return power
+
+
+@typed
+def pad_to_bucket(ids: KeyedJaggedTensor, *, minimum: Size = BUCKET_MIN) -> KeyedJaggedTensor:
+    """Pad to the next capacity of a short list, so that a compiled step meets few shapes. Reads offsets on the host.
+
+    Law: `pad_to_bucket(ids).to_lists() == ids.to_lists()`; at most half of the buffer's ids over `minimum` is padding.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.pad_to_bucket(fr.KeyedJaggedTensor.from_lists({"a": [[1, 2, 3]]})).capacity
+      16
+    """
+    tight = ids.unpad()
+    return tight.pad_to(bucket(tight.capacity, minimum=minimum))
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def concat_problems(parts: Sequence[KeyedJaggedTensor]) -> Iterator[Problem]:
+    yield from key_problems(tuple(k for p in parts for k in p.keys))
+    yield from jagged_problems(
+        {f"parts[{i}]": p for i, p in enumerate(parts) if p.keys}, "the parts", KeyedJaggedTensor
+    )
+    bare = [i for i, p in enumerate(parts) if p.inverse is None]
+    if 0 < len(bare) < len(parts):
+        yield Problem("only some of `parts` have inverse indices.", f"none in parts {bare}", "all or none")
+    counts = {p.num_bags for p in parts if p.keys and p.strides is None}
+    if len(counts) > 1:
+        yield Problem("`parts` have different numbers of bags.", f"{sorted(counts)}", "one number of bags")
+
+
+def check_ids(call: str, ids: object, path: str = "ids") -> None:
+    """Structure of a KeyedJaggedTensor that was built by hand or came out of a tree."""
+    if not isinstance(ids, KeyedJaggedTensor):
+        what, need = f"`{path}` is not a KeyedJaggedTensor.", "a funcrec.KeyedJaggedTensor"
+        fail(call, what, got=describe(ids), need=need, hint=keyed_hint(ids, path), kind=TypeError)
+    check(call, keyed_parts(ids, path), id_dtype_problems(ids.values, path))
+
+
+PARTS[KeyedJaggedTensor] = keyed_parts

@@ -1,0 +1,173 @@
+"""KeyedTensor: one vector per example and key, side by side.
+
+kt[k] = values[:, start_k : start_k + dims[k]],   values [B, ΣD]
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from funcrec.core import PARTS, Problem, check, describe, fail, pytree, typed
+
+
+@pytree(static=("keys", "dims"))
+class KeyedTensor:
+    """Pooled features: dict-like, `kt["item"]` is [B, D], but one tensor in memory.
+
+    Args:
+      values: f[B, ΣD].
+      keys: names, one per feature.
+      dims: their widths.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> kt = fr.KeyedTensor.from_dict({"user": torch.zeros(2, 4), "item": torch.ones(2, 8)})
+      >>> kt["item"].shape, kt
+      (torch.Size([2, 8]), KeyedTensor(user: 4, item: 8, values=f32[2, 12]))
+    """
+
+    values: Tensor
+    keys: tuple[str, ...]
+    dims: tuple[int, ...]
+
+    def __post_init__(self):
+        check("funcrec.KeyedTensor", column_problems(self.values, self.keys, self.dims))
+
+    @staticmethod
+    def from_dict(features: Mapping[str, Tensor]) -> "KeyedTensor":
+        """{key: [B, D_key]} -> one [B, ΣD]."""
+        check("funcrec.KeyedTensor.from_dict", feature_problems(features))
+        dims = tuple(x.shape[-1] for x in features.values())
+        return KeyedTensor(torch.cat(list(features.values()), -1), tuple(features), dims)
+
+    def __getitem__(self, key: str) -> Tensor:
+        """[B, D]: a view."""
+        if not isinstance(key, str) or key not in self.keys:
+            need = f"one of {list(self.keys)}"
+            fail("funcrec.KeyedTensor", "the key is not there.", got=f"{key!r}", need=need, kind=KeyError)
+        f = self.keys.index(key)
+        return self.values.narrow(-1, sum(self.dims[:f]), self.dims[f])
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """{key: [B, D]}, views."""
+        return dict(zip(self.keys, self.values.split(self.dims, -1), strict=True))
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.to_dict().items())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys
+
+    def stack(self) -> Tensor:
+        """[B, F, D], when all dims agree: what FM and dot interactions read."""
+        if len(set(self.dims)) > 1:
+            got = f"dims {dict(zip(self.keys, self.dims, strict=True))}"
+            fail("funcrec.KeyedTensor.stack", "the features differ in width.", got=got, need="one dim for all")
+        return self.values.unflatten(-1, (len(self.keys), self.dims[0] if self.dims else 0))
+
+    @staticmethod
+    @typed
+    def concat(parts: Sequence["KeyedTensor"]) -> "KeyedTensor":
+        """The keys of all parts, in order."""
+        names = [k for part in parts for k in part.keys]
+        doubled = sorted({k for k in names if names.count(k) > 1})
+        if doubled:
+            fail("funcrec.KeyedTensor.concat", "a key stands in several parts.", got=f"{doubled}", need="distinct keys")
+        return KeyedTensor.from_dict({k: x for part in parts for k, x in part.items()})
+
+    def __repr__(self) -> str:
+        named = ", ".join(f"{k}: {d}" for k, d in zip(self.keys, self.dims, strict=True))
+        return f"KeyedTensor({named}, values={describe(self.values)})"
+
+
+@typed
+def regroup(parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
+    """The features of several KeyedTensors, gathered into groups: [B, Σ D of the group] each.
+
+    A key may stand in several groups. TorchRec's `KeyedTensor.regroup`.
+
+    Raises: KeyError for a key that no part has, ValueError for one that two parts have, and for a group without keys.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> a = fr.KeyedTensor.from_dict({"x": torch.zeros(1, 2), "y": torch.ones(1, 1)})
+      >>> [g.tolist() for g in fr.regroup([a], [["y", "x"], ["y"]])]
+      [[[1.0, 0.0, 0.0]], [[1.0]]]
+    """
+    names = [k for part in parts for k in part.keys]
+    doubled = sorted({k for k in names if names.count(k) > 1})
+    if doubled:
+        fail(
+            "funcrec.regroup",
+            "a key stands in several parts.",
+            got=f"{doubled}",
+            need="each key in one part",
+            hint="one part for each key",
+        )
+    missing = [k for group in groups for k in group if k not in names]
+    if missing:
+        fail("funcrec.regroup", "`groups` names unknown keys.", got=f"{missing}", need=f"among {names}", kind=KeyError)
+    empty = [i for i, group in enumerate(groups) if not group]
+    if empty:
+        fail("funcrec.regroup", f"`groups{empty}` is empty.", got="no key", need="one or more keys in each group")
+    features = {k: x for part in parts for k, x in part.items()}
+    if features:
+        check("funcrec.regroup", feature_problems(features))
+    return [torch.cat([features[k] for k in group], -1) for group in groups]
+
+
+def column_problems(values: object, keys: Sequence[str], dims: Sequence[int]) -> Iterator[Problem]:
+    """The dims must cut the columns of the values, one for each key."""
+    if len(set(keys)) != len(keys):
+        yield Problem("`keys` names a feature twice.", f"{list(keys)}", "distinct keys")
+    if len(keys) != len(dims) or (isinstance(values, Tensor) and (values.dim() < 1 or values.shape[-1] != sum(dims))):
+        got = f"dims {list(dims)} of {len(keys)} keys; values is {describe(values)}"
+        yield Problem("`values` does not match its dims.", got, "values [B, sum(dims)], a dim for each key")
+
+
+KEYED = "{key: torch.zeros(num_bags, embedding_dim)}"
+
+
+def feature_problems(features: object) -> Iterator[Problem]:
+    if not isinstance(features, Mapping) or not features:
+        yield Problem("`features` is not a mapping.", describe(features), "{key: [B, D]}, not empty", KEYED, TypeError)
+        return
+    for k, x in features.items():
+        if not isinstance(x, Tensor) or x.dim() < 2:
+            yield Problem(f"`features[{k!r}]` is not a matrix.", describe(x), "a tensor [B, D]", KEYED, TypeError)
+            return
+    if len({x.dtype for x in features.values()}) > 1:
+        got = ", ".join(f"{k}: {describe(x)}" for k, x in features.items())
+        hint = "x.float() for each of them"
+        yield Problem("the features differ in dtype.", got, "one dtype for all", hint, TypeError)
+    batches = {k: x.shape[:-1] for k, x in features.items()}
+    if len(set(batches.values())) > 1:
+        yield Problem(
+            "the features have different numbers of rows.", f"{batches}", "one B for all", "features of one batch"
+        )
+
+
+def keyed_tensor_parts(x: KeyedTensor, path: str) -> Iterator[Problem]:
+    """What is wrong with the fields of one that was made by hand, or came out of a tree."""
+    hint = "KeyedTensor.from_dict({...})"
+    if not isinstance(x.values, Tensor) or x.values.dim() < 1:
+        yield Problem(f"`{path}.values` is not a tensor.", describe(x.values), "f[B, ΣD]", hint, TypeError)
+    pairs = (("keys", x.keys, str, "names"), ("dims", x.dims, int, "widths"))
+    for name, field, kind, words in pairs:
+        if not isinstance(field, tuple) or not all(isinstance(e, kind) for e in field):
+            got = describe(field)
+            yield Problem(f"`{path}.{name}` are not {words}.", got, f"a tuple of {words}", hint, TypeError)
+            return
+    if len(x.keys) != len(x.dims):
+        got = f"{len(x.keys)} keys, {len(x.dims)} dims"
+        yield Problem(f"`{path}.dims` do not match its keys.", got, "one width for each key", hint)
+
+
+PARTS[KeyedTensor] = keyed_tensor_parts

@@ -1,0 +1,126 @@
+"""Python's lists, NumPy's arrays and tensors as one buffer: every value as it was, or refused.
+
+    dtype of the buffer = the one asked for; else that of the tensors and arrays; else i64, f32 or bool for Python's numbers
+
+Floats may be rounded to the dtype; an integer is never changed.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, check, describe, fail, short_dtype
+from funcrec.jagged._primitives import is_concrete
+
+
+def flat_list(
+    call: str, bags: Iterable, path: str, dtype: torch.dtype | None, numbers: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """(values [N, ...], lengths i64[B]) of the bags. numbers: the dtype of Python's numbers, when not i64, f32 or bool."""
+    check(call, dtype_problems(dtype))
+    bags = list(bags)
+    lengths = torch.tensor([len(bag) for bag in bags], dtype=torch.int64)
+    if not any(_has_dtype(bag) or any(map(_has_dtype, bag)) for bag in bags):
+        return _of_numbers(call, [v for bag in bags for v in bag], path, dtype or numbers), lengths
+    full = [_of_bag(call, bag, path) for bag in bags if len(bag)]
+    pieces = full or [_of_array(call, bag, path) for bag in bags if _has_dtype(bag)]
+    check(call, piece_problems(pieces, path))
+    flat = torch.cat(pieces)
+    return (flat if dtype is None else _convert(call, flat, path, dtype)), lengths
+
+
+def _has_dtype(x: Any) -> bool:
+    return isinstance(x, (Tensor, np.ndarray, np.generic))
+
+
+def _of_array(call: str, x: Any, path: str) -> Tensor:
+    if isinstance(x, Tensor):
+        return x
+    kind, size = x.dtype.kind, x.dtype.itemsize
+    if kind not in "biuf" or (kind == "u" and size > 1) or size > 8:
+        need, hint = "i8 to i64, u8, f16 to f64 or bool", "x.astype(numpy.int64)"
+        fail(call, f"`{path}` holds an array of another kind.", got=f"{x.dtype}", need=need, hint=hint, kind=TypeError)
+    return torch.from_numpy(np.array(x, dtype=x.dtype.newbyteorder("=")))
+
+
+def _of_bag(call: str, bag: Any, path: str) -> Tensor:
+    """A bag that is not empty, with the dtype and the derivative of what is in it."""
+    if _has_dtype(bag):
+        return _of_array(call, bag, path)
+    odd = [x for x in bag if not _has_dtype(x)]
+    if odd:
+        fail(
+            call, f"`{path}` mixes numbers with tensors or arrays.", got=describe(odd[0]), need="one kind of values",
+            hint="torch.tensor(x) of the dtype that is wanted", kind=TypeError,
+        )  # fmt: skip
+    values = [_of_array(call, x, path) for x in bag]
+    check(call, piece_problems(values, path))
+    if len({x.shape for x in values}) > 1:
+        fail(call, f"`{path}` has values of different shapes.", got=_shown(values), need="one shape")
+    return torch.stack(values)
+
+
+def _of_numbers(call: str, flat: list, path: str, dtype: torch.dtype | None) -> Tensor:
+    """Python's numbers, or lists of them that are all as long."""
+    leaves = list(_leaves(flat))
+    kinds = set(map(type, leaves))
+    odd = [x for x in leaves if not isinstance(x, (bool, int, float))]
+    if odd or (bool in kinds and len(kinds) > 1):
+        got = describe(odd[0]) if odd else "booleans and numbers"
+        need = "integers, floats or booleans; NumPy's arrays; tensors"
+        fail(call, f"`{path}` holds what is no number.", got=got, need=need, hint="[[1, 2], [], ...]", kind=TypeError)
+    try:
+        x = torch.tensor(flat, dtype=torch.float64 if float in kinds else torch.bool if bool in kinds else torch.int64)
+    except (ValueError, RuntimeError, OverflowError) as error:
+        need = "integers within i64, vectors of one length"
+        fail(call, f"`{path}` cannot be one buffer.", got=str(error)[:120], need=need)
+    dtype = dtype or (torch.float32 if float in kinds else x.dtype)
+    if float in kinds and len(kinds) > 1:  # integers beside floats are to be kept as well
+        _convert(call, torch.tensor([n for n in leaves if isinstance(n, int)], dtype=torch.int64), path, dtype)
+    return _convert(call, x, path, dtype)
+
+
+def _leaves(flat: Iterable) -> Iterator:
+    for x in flat:
+        if isinstance(x, (list, tuple)):
+            yield from _leaves(x)
+        else:
+            yield x
+
+
+def _convert(call: str, x: Tensor, path: str, dtype: torch.dtype) -> Tensor:
+    """x as `dtype`: floats become the nearest float that is finite, all else stays what it was."""
+    out = x.to(dtype)
+    if x.dtype == dtype or not is_concrete(x):
+        return out
+    is_rounded = x.is_floating_point() and dtype.is_floating_point
+    changed = out.isinf() & ~x.isinf() if is_rounded else out.to(x.dtype) != x
+    if bool(changed.any()):
+        value, name = x[changed].flatten()[0].item(), short_dtype(dtype)
+        fail(call, f"`{path}` has a value that {name} does not hold.", got=f"{value}", need=name, hint="dtype=...")
+    return out
+
+
+def _shown(values: Sequence[Tensor]) -> str:
+    return ", ".join(dict.fromkeys(map(describe, values)))[:120]
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def dtype_problems(dtype: object) -> Iterator[Problem]:
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype.is_complex):
+        need = "torch.int64, torch.float32, ... or None"
+        yield Problem("`dtype` is no dtype of values.", f"{dtype!r}", need, kind=TypeError)
+
+
+def piece_problems(pieces: Sequence[Tensor], path: str) -> Iterator[Problem]:
+    """The tensors must have one dtype, on one device, and rows of one shape."""
+    if len({(x.dtype, x.device) for x in pieces}) > 1:
+        hint = "x.to(torch.int64), say, for each of them"
+        yield Problem(f"`{path}` mixes dtypes or devices.", _shown(pieces), "one dtype on one device", hint, TypeError)
+    elif len({x.shape[1:] for x in pieces}) > 1:
+        yield Problem(f"`{path}` has values of different shapes.", _shown(pieces), "one shape")

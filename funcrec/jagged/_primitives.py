@@ -1,0 +1,135 @@
+"""Kernels on jagged buffers as differentiable functions: each is linear in the values, and its transpose is another one.
+
+    take_ranges ↔ take_ranges_transpose          to_padded ↔ from_padded
+
+Reverse and forward rules hold under every nesting of torch.func; vmap over the values alone is one call, in which the members
+stand side by side as columns, and over offsets a loop. Integers are moved the same way.
+Shapes: B bags, N values, C capacity of an output, L places of a padded bag.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+
+from funcrec.core import one_level_below
+from funcrec.kernels import ops, reference
+
+TRANSPOSES = {
+    "take_ranges": "take_ranges_transpose",
+    "take_ranges_transpose": "take_ranges",
+    "to_padded": "from_padded",
+    "from_padded": "to_padded",
+}
+
+
+class _Map(NamedTuple):
+    """The static part of a call. size: C, N or L of the output. fill: what to_padded puts behind a bag."""
+
+    name: str
+    implementation: str
+    size: int
+    fill: float | int = 0
+
+    def run(self, x: Tensor, *ints: Tensor) -> Tensor:
+        fill = (self.fill,) if self.name == "to_padded" else ()
+        out = _operation(self.name, self.implementation)(x, *ints, self.size, *fill)
+        return out[0] if self.name == "take_ranges" else out
+
+    def transpose(self, size: int) -> "_Map":
+        return _Map(TRANSPOSES[self.name], self.implementation, size)
+
+
+def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """`ops.take_ranges`, differentiable in values; the offsets have the dtype of the lengths."""
+    choice = _chosen(values)
+    if choice == "reference" or not _is_transformed(values):
+        taken, offsets = _operation("take_ranges", choice)(values, starts, lengths, capacity)
+        return taken, offsets.to(lengths.dtype)
+    return _Linear.apply(_Map("take_ranges", choice, capacity), values, starts, lengths), offsets_of(lengths)
+
+
+def to_padded(values: Tensor, offsets: Tensor, length: int, fill: float | int) -> Tensor:
+    """`ops.to_padded`, differentiable in values."""
+    return _call(_Map("to_padded", _chosen(values), length, fill), values, offsets)
+
+
+def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
+    """`ops.from_padded`, differentiable in the block."""
+    return _call(_Map("from_padded", _chosen(padded), capacity), padded, offsets)
+
+
+def _operation(name: str, implementation: str) -> Callable:
+    if implementation == "reference":
+        return getattr(reference, name)
+    return functools.partial(getattr(ops, name), implementation=implementation)
+
+
+def _chosen(x: Tensor) -> str:
+    """The implementation; for Dynamo the reference, since it follows no choice and ignores rules (`backward`) of ours."""
+    return "reference" if torch.compiler.is_dynamo_compiling() else ops.chosen(None, x.device)
+
+
+def is_concrete(x: Tensor) -> bool:
+    """Whether x has values that can be read without waiting for a device or breaking a trace."""
+    if x.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
+        return False
+    plain = type(x) in (Tensor, torch.nn.Parameter)
+    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(x) and not torch._C._len_torch_dispatch_stack()
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """i[B] -> i[B + 1], the exclusive cumulative sum."""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])
+
+
+def _call(spec: _Map, x: Tensor, *ints: Tensor) -> Tensor:
+    if spec.implementation == "reference" or not _is_transformed(x):
+        return spec.run(x, *ints)
+    return _Linear.apply(spec, x, *ints)
+
+
+def _is_transformed(x: Tensor) -> bool:
+    """Whether a derivative of x may be wanted, or x be one of a batch."""
+    follows = x.requires_grad and torch.is_grad_enabled()
+    return follows or peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(spec, x, *ints):
+        return spec.run(x, *ints)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        spec, x, *ints = inputs
+        ctx.spec, ctx.size = spec, x.shape[1] if spec.name == "from_padded" else x.shape[0]
+        ctx.save_for_backward(*ints)
+        ctx.save_for_forward(*ints)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        ints = ctx.saved_tensors
+        return None, _Linear.apply(ctx.spec.transpose(ctx.size), d_out, *ints), *(None for _ in ints)
+
+    @staticmethod
+    def jvp(ctx, _, tangent, *no_tangents):
+        linear = ctx.spec._replace(fill=0)
+        return one_level_below(lambda ints, t: _Linear.apply(linear, t[0], *ints), ctx.saved_tensors, [tangent])
+
+    @staticmethod
+    def vmap(info, in_dims, spec, x, *ints):
+        _, dim, *int_dims = in_dims
+        if all(d is None for d in int_dims):
+            column = 2 if spec.name == "from_padded" else 1
+            return _Linear.apply(spec, x.movedim(dim, column), *ints), 2 if spec.name == "to_padded" else 1
+        member = lambda t, d, i: t if d is None else t.select(d, i)
+        outs = [
+            _Linear.apply(spec, *(member(t, d, i) for t, d in zip((x, *ints), (dim, *int_dims), strict=True)))
+            for i in range(info.batch_size)
+        ]
+        return torch.stack(outs), 0

@@ -1,0 +1,35 @@
+"""Ranks in a grid with named axes: exchanges between them, collectives, and one rank's function run on all."""
+
+from funcrec.mesh._codec import Codec as Codec
+from funcrec.mesh._codec import codec_problems as codec_problems
+from funcrec.mesh._codec import send as send
+from funcrec.mesh._collectives import all_gather as all_gather
+from funcrec.mesh._collectives import all_to_all as all_to_all
+from funcrec.mesh._collectives import axis_index as axis_index
+from funcrec.mesh._collectives import axis_size as axis_size
+from funcrec.mesh._collectives import pmax as pmax
+from funcrec.mesh._collectives import pmean as pmean
+from funcrec.mesh._collectives import pmin as pmin
+from funcrec.mesh._collectives import ppermute as ppermute
+from funcrec.mesh._collectives import psum as psum
+from funcrec.mesh._collectives import psum_invariant as psum_invariant
+from funcrec.mesh._collectives import psum_scatter as psum_scatter
+from funcrec.mesh._collectives import pvary as pvary
+from funcrec.mesh._exchange import AWAIT as AWAIT
+from funcrec.mesh._exchange import LEAVES as LEAVES
+from funcrec.mesh._exchange import SWAP as SWAP
+from funcrec.mesh._exchange import has_effect as has_effect
+from funcrec.mesh._mesh import AxisName as AxisName
+from funcrec.mesh._mesh import Mesh as Mesh
+from funcrec.mesh._mesh import P as P
+from funcrec.mesh._mesh import ambient as ambient
+from funcrec.mesh._mesh import bind as bind
+from funcrec.mesh._mesh import bound as bound
+from funcrec.mesh._mesh import bound_names as bound_names
+from funcrec.mesh._ragged import ragged_all_to_all as ragged_all_to_all
+from funcrec.mesh._same import bits_of as bits_of
+from funcrec.mesh._same import checksum as checksum
+from funcrec.mesh._same import value_below as value_below
+from funcrec.mesh._shard_map import shard as shard
+from funcrec.mesh._shard_map import shard_map as shard_map
+from funcrec.mesh._shard_map import unshard as unshard

@@ -1,0 +1,349 @@
+"""Collectives over a named axis: what ranks send one another, as functions with derivatives.
+
+    psum(x)[r] = Σ_s x[s]      all_gather(x)[r] = (x[0], ..., x[n-1])      all_to_all(x)[r] = (x[0][r], ..., x[n-1][r])
+
+They are called inside `shard_map`, which binds the axes. All take trees, and a tuple of axis names for the ranks of several axes (the first
+is the major one).
+Shapes: n ranks on the axis; x[r] is what rank r passes.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, check, describe, paths, tree_flatten, tree_unflatten, typed
+from funcrec.mesh._exchange import exchange, extremum
+from funcrec.mesh._mesh import Axis, AxisName, bound_axes, bound_axis
+
+T = Any  # a pytree of tensors
+
+
+def psum(x: T, axis_name: AxisName) -> T:
+    """The sum over the ranks of an axis, on each of them.
+
+    psum(x)[r] = Σ_s x[s]. One sender's x goes into every rank's sum; one receiver gets the sum of all. Its transpose is psum: the
+    cotangents of all ranks are added, as each of them got the sum. Where all ranks go on to compute one and the same loss that counts
+    once, use `psum_invariant`.
+
+    Args:
+      x: a tree of tensors, of one shape on all ranks.
+      axis_name: a name, or a tuple of names for the ranks of all of them.
+
+    Example: two ranks that hold 1 and 2.
+      >>> import torch, funcrec as fr
+      >>> mesh = fr.Mesh.emulated(data=2)
+      >>> f = fr.shard_map(lambda x: fr.psum(x, "data"), mesh=mesh, in_specs=fr.P("data"), out_specs=fr.P())
+      >>> f(torch.tensor([1.0, 2.0]))
+      tensor([3.])
+
+    Source: jax.lax.psum.
+    """
+    return _reduce("psum", x, axis_name)
+
+
+def psum_invariant(x: T, axis_name: AxisName) -> T:
+    """`psum` whose result counts once, whoever reads it: its transpose is `pvary`, each rank's own cotangent.
+
+    For a loss that every rank computes alike from the sum: d/dx[r] L(psum_invariant(x)) = L'(Σ x), not n · L'(Σ x).
+
+    Example: the gradient of (x[0] + x[1])², by `psum_invariant` and by `psum`.
+      >>> import torch, funcrec as fr
+      >>> mesh, x = fr.Mesh.emulated(data=2), torch.tensor([1.0, 2.0])
+      >>> by = lambda total: torch.func.grad(lambda x: total(x, "data").square().sum())
+      >>> [fr.shard_map(by(f), mesh=mesh, in_specs=fr.P("data"), out_specs=fr.P("data"))(x) for f in (fr.psum_invariant, fr.psum)]
+      [tensor([6., 6.]), tensor([12., 12.])]
+
+    Source: jax.lax.psum under check_vma; Megatron-LM's reduce_from_model_parallel_region.
+    """
+    return _reduce("psum_invariant", x, axis_name)
+
+
+def pvary(x: T, axis_name: AxisName) -> T:
+    """x, as a value of which each rank uses its own copy: the transpose of `psum_invariant`, which is its transpose.
+
+    For a parameter that all ranks hold alike and that each uses on its own data, inside a differentiated function.
+
+    Example: d/dw Σ_r w · x[r].
+      >>> import torch, funcrec as fr
+      >>> loss = lambda w, x: fr.psum_invariant((fr.pvary(w, "data") * x).sum(), "data")
+      >>> f = fr.shard_map(torch.func.grad(loss), mesh=fr.Mesh.emulated(data=2), in_specs=(fr.P(), fr.P("data")), out_specs=fr.P())
+      >>> f(torch.tensor(1.0), torch.tensor([1.0, 2.0]))
+      tensor(3.)
+
+    Source: jax.lax.pvary.
+    """
+    axes = _prepare("pvary", x, axis_name)
+    for a in axes:
+        x = exchange("pvary", x, a)
+    return x
+
+
+def pmean(x: T, axis_name: AxisName) -> T:
+    """The mean over the ranks of an axis, on each of them: psum(x) / n, with psum's transpose.
+
+    Example: two ranks that hold 1 and 2.
+      >>> import torch, funcrec as fr
+      >>> f = fr.shard_map(lambda x: fr.pmean(x, "data"), mesh=fr.Mesh.emulated(data=2), in_specs=fr.P("data"), out_specs=fr.P())
+      >>> f(torch.tensor([1.0, 2.0]))
+      tensor([1.5000])
+
+    Source: jax.lax.pmean.
+    """
+    axes = _prepare("pmean", x, axis_name, need_float=True)
+    n = 1
+    for a in axes:
+        x, n = exchange("psum", x, a), n * a.size
+    leaves, structure = tree_flatten(x)
+    return tree_unflatten([y / n for y in leaves], structure)
+
+
+def _reduce(kind: str, x: T, axis_name: AxisName) -> T:
+    for a in _prepare(kind, x, axis_name):
+        x = exchange(kind, x, a)
+    return x
+
+
+def pmax(x: T, axis_name: AxisName) -> T:
+    """The greatest of the ranks' values, element by element, on each of them; ranks that share it share its derivative.
+
+    Example: two ranks that hold [1, 5] and [3, 2].
+      >>> import torch, funcrec as fr
+      >>> f = fr.shard_map(lambda x: fr.pmax(x, "data"), mesh=fr.Mesh.emulated(data=2), in_specs=fr.P("data"), out_specs=fr.P())
+      >>> f(torch.tensor([[1.0, 5.0], [3.0, 2.0]]))
+      tensor([[3., 5.]])
+
+    Source: jax.lax.pmax.
+    """
+    for a in _prepare("pmax", x, axis_name):
+        x = extremum("max", x, a)
+    return x
+
+
+def pmin(x: T, axis_name: AxisName) -> T:
+    """The least of the ranks' values, element by element, on each of them; ranks that share it share its derivative.
+
+    Example: two ranks that hold [1, 5] and [3, 2].
+      >>> import torch, funcrec as fr
+      >>> f = fr.shard_map(lambda x: fr.pmin(x, "data"), mesh=fr.Mesh.emulated(data=2), in_specs=fr.P("data"), out_specs=fr.P())
+      >>> f(torch.tensor([[1.0, 5.0], [3.0, 2.0]]))
+      tensor([[1., 2.]])
+
+    Source: jax.lax.pmin.
+    """
+    for a in _prepare("pmin", x, axis_name):
+        x = extremum("min", x, a)
+    return x
+
+
+@typed
+def all_gather(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False) -> T:
+    """All ranks' values, on each of them, in the order of the axis.
+
+    One sender's x becomes element r of everyone's result; one receiver gets n values: stacked along a new dimension `dim`, or joined
+    along the old one with `tiled`. Its transpose is `psum_scatter`.
+
+    Example: two ranks that hold [1] and [2].
+      >>> import torch, funcrec as fr
+      >>> f = fr.shard_map(lambda x: fr.all_gather(x, "data", tiled=True), mesh=fr.Mesh.emulated(data=2),
+      ...                  in_specs=fr.P("data"), out_specs=fr.P())
+      >>> f(torch.tensor([1.0, 2.0]))
+      tensor([1., 2.])
+
+    Source: jax.lax.all_gather.
+    """
+    axes = _prepare("all_gather", x, axis_name)
+    check("funcrec.all_gather", dim_problems(x, dim, extra=0 if tiled else 1))
+    for a in reversed(axes):
+        x = exchange("all_gather", x, a)
+    leaves, structure = tree_flatten(x)
+    return tree_unflatten([_join(y.flatten(0, len(axes) - 1), dim, tiled) for y in leaves], structure)
+
+
+def _join(x: Tensor, dim: int, tiled: bool) -> Tensor:
+    """[n, ...] with its first dimension at `dim`, joined with the one that stands there if `tiled`."""
+    if not tiled:
+        return x.movedim(0, dim)
+    dim = dim % (x.dim() - 1)
+    return x.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _cut(x: Tensor, dim: int, n: int, tiled: bool) -> Tensor:
+    """The inverse of `_join`: [n, ...]."""
+    if not tiled:
+        return x.movedim(dim, 0)
+    dim = dim % x.dim()
+    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
+
+
+@typed
+def psum_scatter(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False) -> T:
+    """The sum over the ranks, of which each keeps its own part: psum_scatter(x)[r] = Σ_s x[s][r].
+
+    One sender's x is n parts, along `dim` (of size n, which goes; with `tiled` of a multiple of n, which is cut); part r goes into
+    rank r's sum. Its transpose is `all_gather`.
+
+    Example: two ranks that hold [1, 2] and [10, 20].
+      >>> import torch, funcrec as fr
+      >>> f = fr.shard_map(lambda x: fr.psum_scatter(x[0], "data", tiled=True), mesh=fr.Mesh.emulated(data=2),
+      ...                  in_specs=fr.P("data"), out_specs=fr.P("data"))
+      >>> f(torch.tensor([[1.0, 2.0], [10.0, 20.0]]))
+      tensor([11., 22.])
+
+    Source: jax.lax.psum_scatter.
+    """
+    axes = _prepare("psum_scatter", x, axis_name)
+    sizes = [a.size for a in axes]
+    n = prod(sizes)
+    check("funcrec.psum_scatter", part_problems(x, dim, n, tiled))
+    leaves, structure = tree_flatten(x)
+    x = tree_unflatten([_cut(y, dim, n, tiled).unflatten(0, sizes) for y in leaves], structure)
+    for a in axes:
+        x = exchange("psum_scatter", x, a)
+    return x
+
+
+@typed
+def all_to_all(
+    x: T, axis_name: AxisName, *, split_dim: int = 0, concat_dim: int | None = None, tiled: bool = False
+) -> T:
+    """A transposition over ranks: all_to_all(x)[r][s] = x[s][r].
+
+    One sender's x is n parts along `split_dim` (of size n; with `tiled` of a multiple of n, which is cut); part r goes to rank r. One
+    receiver puts the parts of all senders, in their order, along `concat_dim` (default: split_dim). Its transpose is itself.
+
+    Example: two ranks that hold [1, 2] and [10, 20].
+      >>> import torch, funcrec as fr
+      >>> f = fr.shard_map(lambda x: fr.all_to_all(x, "data", tiled=True), mesh=fr.Mesh.emulated(data=2),
+      ...                  in_specs=fr.P("data"), out_specs=fr.P("data"))
+      >>> f(torch.tensor([1.0, 2.0, 10.0, 20.0]))
+      tensor([ 1., 10.,  2., 20.])
+
+    Source: jax.lax.all_to_all.
+    """
+    axes = _prepare("all_to_all", x, axis_name)
+    sizes = [a.size for a in axes]
+    n = prod(sizes)
+    concat_dim = split_dim if concat_dim is None else concat_dim
+    check("funcrec.all_to_all", part_problems(x, split_dim, n, tiled), dim_problems(x, concat_dim, name="concat_dim"))
+    leaves, structure = tree_flatten(x)
+    parts = [_cut(y, split_dim, n, tiled).unflatten(0, sizes) for y in leaves]
+    for i, a in enumerate(axes):
+        moved = tree_unflatten([p.movedim(i, 0) for p in parts], structure)
+        parts = [p.movedim(0, i) for p in tree_flatten(exchange("all_to_all", moved, a))[0]]
+    out = [_join(p.flatten(0, len(axes) - 1), concat_dim, tiled) for p in parts]
+    return tree_unflatten(out, structure)
+
+
+@typed
+def ppermute(x: T, axis_name: AxisName, perm: Sequence[Sequence[int]]) -> T:
+    """Send x from rank to rank: for (source, destination) in `perm`, ppermute(x)[destination] = x[source]; zeros elsewhere.
+
+    One sender sends to one destination at most, one receiver gets from one source at most. Its transpose permutes back.
+
+    Example: two ranks that hold 1 and 2.
+      >>> import torch, funcrec as fr
+      >>> f = fr.shard_map(lambda x: fr.ppermute(x, "data", [(0, 1)]), mesh=fr.Mesh.emulated(data=2),
+      ...                  in_specs=fr.P("data"), out_specs=fr.P("data"))
+      >>> f(torch.tensor([1.0, 2.0]))
+      tensor([0., 1.])
+
+    Source: jax.lax.ppermute.
+    """
+    axis = bound_axis("funcrec.ppermute", axis_name)
+    check("funcrec.ppermute", leaf_problems(x), permutation_problems(perm, axis.size))
+    return exchange("ppermute", x, axis, tuple((int(s), int(d)) for s, d in perm))
+
+
+def axis_index(axis_name: AxisName) -> Tensor:
+    """i64[]: this rank's place on the axis; of several axes the place among their ranks, the first axis being the major one.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.shard_map(lambda: fr.axis_index("data")[None], mesh=fr.Mesh.emulated(data=3), in_specs=(), out_specs=fr.P("data"))()
+      tensor([0, 1, 2])
+
+    Source: jax.lax.axis_index.
+    """
+    first, *others = bound_axes("funcrec.axis_index", axis_name)
+    place = first.marker
+    for a in others:
+        place = place * a.size + a.marker
+    return place
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """The number of ranks on the axis, or on all axes of a tuple.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> f = lambda x: x * fr.axis_size("data")
+      >>> fr.shard_map(f, mesh=fr.Mesh.emulated(data=2), in_specs=fr.P("data"), out_specs=fr.P("data"))(torch.ones(2))
+      tensor([2., 2.])
+
+    Source: jax.lax.axis_size.
+    """
+    return prod([a.size for a in bound_axes("funcrec.axis_size", axis_name)])
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def _prepare(name: str, x: T, axis_name: AxisName, need_float: bool = False) -> list[Axis]:
+    """The axes, after a look at the leaves."""
+    axes = bound_axes(f"funcrec.{name}", axis_name)
+    check(f"funcrec.{name}", leaf_problems(x, name.startswith("psum"), need_float))
+    return axes
+
+
+def leaf_problems(x: T, is_sum: bool = False, need_float: bool = False):
+    for path, leaf in paths(x):
+        where = f"`x{path}`" if path.startswith("[") or not path else f"`x.{path}`"
+        if not isinstance(leaf, Tensor):
+            yield Problem(f"{where} is no tensor.", describe(leaf), "a tree of tensors", kind=TypeError)
+        elif is_sum and leaf.dtype == torch.bool:
+            yield Problem(f"{where} cannot be summed.", describe(leaf), "numbers", "x.long()", TypeError)
+        elif need_float and not leaf.is_floating_point():
+            yield Problem(f"{where} has no mean.", describe(leaf), "floats", "x.float()", TypeError)
+
+
+def dim_problems(x: T, dim: int, *, extra: int = 0, name: str = "dim"):
+    for path, leaf in paths(x):
+        rank = leaf.dim() + extra
+        if not -rank <= dim < rank:
+            yield Problem(
+                f"`{name}` is no dimension of `x{path}`.",
+                f"{dim}; {describe(leaf)}",
+                f"{-rank} to {rank - 1}",
+                kind=IndexError,
+            )
+
+
+def part_problems(x: T, dim: int, n: int, tiled: bool):
+    found = list(dim_problems(x, dim))
+    yield from found
+    for path, leaf in paths(x) if not found else ():
+        size = leaf.shape[dim]
+        if size % n if tiled else size != n:
+            need = f"a multiple of {n}, the number of ranks" if tiled else f"{n}, the number of ranks"
+            yield Problem(
+                f"dimension {dim} of `x{path}` is not cut by the axis.",
+                describe(leaf),
+                need,
+                "" if tiled else "tiled=True",
+            )
+
+
+def permutation_problems(perm: Sequence, n: int):
+    pairs = list(perm)
+    if any(len(p) != 2 for p in pairs):
+        yield Problem("`perm` is no list of pairs.", f"{pairs}", "(source, destination) pairs", kind=TypeError)
+        return
+    if any(not 0 <= r < n for p in pairs for r in p):
+        yield Problem("`perm` names a rank that is not there.", f"{pairs}", f"0 to {n - 1}")
+    for side, what in enumerate(("sends", "receives")):
+        ranks = [p[side] for p in pairs]
+        if len(set(ranks)) < len(ranks):
+            yield Problem(f"a rank {what} twice in `perm`.", f"{pairs}", "each at most once")

@@ -1,0 +1,256 @@
+"""The exchange behind every collective: one differentiable function, and a table of what ranks send one another.
+
+    exchange(x)[r] = Σ_s M[r, s] x[s]          exchangeᵀ is an exchange again
+
+Under emulation an axis is a vmap level, and an exchange is a movement of that level's dimension. On real ranks it is an operator of
+torch.distributed, and nothing else in funcrec calls those: their own derivatives are silently wrong under torch.func.
+Shapes: n ranks on the axis; x[r] is what rank r passes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from funcrec.core import one_level_below, tree_flatten, tree_unflatten
+from funcrec.mesh._mesh import Axis
+
+_c10d = torch.ops._c10d_functional
+AWAIT, SWAP = _c10d.wait_tensor.default, _c10d.all_to_all_single.default
+LEAVES = {  # the bytes that leave each of n ranks, of an operand of x_bytes; a sum is a ring's; a swap's parts say to whom they go
+    SWAP: lambda x_bytes, group, _, parts: x_bytes * (sum(parts) - parts[group.rank()]) // max(sum(parts), 1),
+    _c10d.all_gather_into_tensor.default: lambda x_bytes, group, _: x_bytes * (group.size() - 1),
+    _c10d.reduce_scatter_tensor.default: lambda x_bytes, group, *_: x_bytes * (group.size() - 1) // group.size(),
+    _c10d.all_reduce.default: lambda x_bytes, group, _: 2 * x_bytes * (group.size() - 1) // group.size(),
+}
+
+
+def has_effect(node: torch.fx.Node) -> bool:
+    """Whether a node of a graph stays though nobody reads it.
+
+    To await a collective changes nothing but its result. No rank is left alone with one: all have the same graph.
+    """
+    return node.target is not AWAIT and node.is_impure()
+
+
+class Exchange(NamedTuple):
+    """One linear collective over one axis.
+
+    start: (x, call) -> a tensor that `wait` completes, on real ranks. emulate: (x f[n, ...], call) -> (y, is_varying): what all ranks
+    get, stacked, or one value for all. transpose: the name of another exchange, and of `permuted` when it takes the inverse.
+    """
+
+    start: Callable[[Tensor, "Call"], Tensor]
+    emulate: Callable[[Tensor, "Call"], tuple[Tensor, bool]]
+    transpose: str
+
+
+class Call(NamedTuple):
+    """The static part of a collective: which one, over what. pairs: of `ppermute`, (source, destination)."""
+
+    kind: str
+    size: int
+    group: str | None
+    index: int | None
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def transposed(self) -> "Call":
+        return self._replace(kind=EXCHANGES[self.kind].transpose, pairs=tuple((d, s) for s, d in self.pairs))
+
+
+def _start_sum(x: Tensor, call: Call) -> Tensor:
+    return _c10d.all_reduce(x, "sum", call.group)
+
+
+def _emulate_sum(x: Tensor, call: Call) -> tuple[Tensor, bool]:
+    return x.sum(0, dtype=x.dtype), False
+
+
+def _start_swap(x: Tensor, call: Call) -> Tensor:
+    ones = [1] * call.size
+    return _c10d.all_to_all_single(x, ones, ones, call.group)
+
+
+def _is_gloo(group: str) -> bool:
+    """There a gather copies what came twice over, and a scatter of sums is a whole all-reduce: swaps send as much in half the time."""
+    return dist.get_backend(_resolve_process_group(group)) == "gloo"
+
+
+def _start_gather(x: Tensor, call: Call) -> Tensor:
+    if _is_gloo(call.group):
+        return _start_swap(x.expand(call.size, *x.shape).contiguous(), call)
+    return _c10d.all_gather_into_tensor(x[None], call.size, call.group)
+
+
+def _start_scatter(x: Tensor, call: Call) -> Tensor:
+    """What `_finish` makes this rank's sum of."""
+    return (
+        _start_swap(x, call) if _is_gloo(call.group) else _c10d.reduce_scatter_tensor(x, "sum", call.size, call.group)
+    )
+
+
+def _start_permute(x: Tensor, call: Call) -> Tensor:
+    """At most one block goes out, and one comes in: without a source a rank's own, of zeros, so that what it sends is nowhere dead code."""
+    sent = [int((call.index, r) in call.pairs) for r in range(call.size)]
+    received = [int((r, call.index) in call.pairs) for r in range(call.size)]
+    blocks = [x if n else None for n in sent]
+    if not any(received):
+        blocks[call.index] = torch.zeros_like(x)
+        sent[call.index] = received[call.index] = 1
+    going = [b for b in blocks if b is not None]
+    return _c10d.all_to_all_single(torch.stack(going) if going else x[None][:0], received, sent, call.group)
+
+
+def _emulate_permute(x: Tensor, call: Call) -> tuple[Tensor, bool]:
+    source = {d: s for s, d in call.pairs}
+    return torch.stack([x[source[r]] if r in source else torch.zeros_like(x[0]) for r in range(call.size)]), True
+
+
+EXCHANGES = {
+    "psum": Exchange(_start_sum, _emulate_sum, "psum"),
+    "psum_invariant": Exchange(_start_sum, _emulate_sum, "pvary"),
+    "pvary": Exchange(lambda x, call: x.clone(), lambda x, call: (x.clone(), True), "psum_invariant"),
+    "all_gather": Exchange(
+        _start_gather,
+        lambda x, call: (x.clone(), False),
+        "psum_scatter",
+    ),
+    "psum_scatter": Exchange(
+        _start_scatter,
+        lambda x, call: (x.sum(0, dtype=x.dtype), True),
+        "all_gather",
+    ),
+    "all_to_all": Exchange(_start_swap, lambda x, call: (x.transpose(0, 1), True), "all_to_all"),
+    "ppermute": Exchange(_start_permute, _emulate_permute, "ppermute"),
+}
+
+
+class _Exchange(torch.autograd.Function):
+    """A linear collective of several tensors: all are started, then all are awaited."""
+
+    @staticmethod
+    def forward(call, marker, *xs):
+        if call.size == 1:
+            return tuple(_alone(x, call) for x in xs)
+        start = EXCHANGES[call.kind].start
+        begun = [start(x.contiguous(), call) for x in xs]
+        return tuple(_finish(y, x, call) for y, x in zip(begun, xs, strict=True))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.call = inputs[0]
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, *d_ys):
+        return None, None, *_Exchange.apply(ctx.call.transposed(), *ctx.saved_tensors, *d_ys)
+
+    @staticmethod
+    def jvp(ctx, _, marker, *tangents):
+        return one_level_below(lambda saved, ts: _tangents(ctx.call, saved[0], ts), ctx.saved_tensors, tangents)
+
+    @staticmethod
+    def vmap(info, in_dims, call, marker, *xs):
+        own, dims = in_dims[1] is not None, in_dims[2:]
+        if own:
+            return _emulated(call, info.batch_size, xs, dims)
+        # another level's batch: it travels behind the dimensions that are exchanged
+        xs = [x if d is None else x.movedim(d, -1) for x, d in zip(xs, dims, strict=True)]
+        ys = _Exchange.apply(call, marker, *xs)
+        return ys, tuple(None if d is None else y.dim() - 1 for y, d in zip(ys, dims, strict=True))
+
+
+def _tangents(call: Call, marker: Tensor, tangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    moving = [t for t in tangents if t is not None]
+    out = iter(_Exchange.apply(call, marker, *moving))
+    return tuple(None if t is None else next(out) for t in tangents)
+
+
+def _emulated(call: Call, size: int, xs: Sequence[Tensor], dims: Sequence[int | None]):
+    """What every rank gets; a value that all ranks share stands for n equal ones."""
+    stack = lambda x, d: x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
+    made = [EXCHANGES[call.kind].emulate(stack(x, d), call) for x, d in zip(xs, dims, strict=True)]
+    return tuple(y for y, _ in made), tuple(0 if varies else None for _, varies in made)
+
+
+def _alone(x: Tensor, call: Call) -> Tensor:
+    """What the only rank of an axis gets."""
+    y, varies = EXCHANGES[call.kind].emulate(x[None], call)
+    return y[0].clone() if varies else y
+
+
+def _finish(begun: Tensor, x: Tensor, call: Call) -> Tensor:
+    """The completed result, in the form that emulation gives one rank."""
+    if call.kind == "pvary":
+        return begun
+    done = _c10d.wait_tensor(begun)
+    if call.kind == "psum_scatter":
+        return done[0] if done.shape[0] == 1 else done.sum(0, dtype=x.dtype)
+    return done[0] if call.kind == "ppermute" else done
+
+
+def exchange(kind: str, tree: Any, axis: Axis, pairs: tuple = ()) -> Any:
+    """The collective on every leaf; integers apart from floats, which have derivatives, and first: they are known earlier."""
+    leaves, structure = tree_flatten(tree)
+    call, out = Call(kind, axis.size, axis.group, axis.index, pairs), list(leaves)
+    for is_float in (False, True):
+        at = [i for i, x in enumerate(leaves) if x.is_floating_point() == is_float]
+        if at:
+            for i, y in zip(at, _Exchange.apply(call, axis.marker, *(leaves[i] for i in at)), strict=True):
+                out[i] = y
+    return tree_unflatten(out, structure)
+
+
+class _Extremum(torch.autograd.Function):
+    """The greatest or least of all ranks' values; its derivative is shared by the ranks that have it."""
+
+    @staticmethod
+    def forward(call, marker, x):
+        return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), call.kind, call.group))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.call = inputs[0]
+        ctx.save_for_backward(*inputs[1:], output)
+        ctx.save_for_forward(*inputs[1:], output)
+
+    @staticmethod
+    def backward(ctx, d_y):
+        marker, x, y = ctx.saved_tensors
+        (total,) = _Exchange.apply(ctx.call._replace(kind="psum"), marker, d_y)
+        return None, None, _share(ctx.call, marker, x, y) * total
+
+    @staticmethod
+    def jvp(ctx, _, marker, tangent):
+        def rule(saved, tangents):
+            marker, x, y = saved
+            return _Exchange.apply(
+                ctx.call._replace(kind="psum"), marker, _share(ctx.call, marker, x, y) * tangents[0]
+            )[0]
+
+        return one_level_below(rule, ctx.saved_tensors, (tangent,))
+
+    @staticmethod
+    def vmap(info, in_dims, call, marker, x):
+        if in_dims[1] is None:
+            return _Extremum.apply(call, marker, x.movedim(in_dims[2], -1)), x.dim() - 1
+        stacked = x[None] if in_dims[2] is None else x.movedim(in_dims[2], 0)
+        return (stacked.amax(0) if call.kind == "max" else stacked.amin(0)), None
+
+
+def _share(call: Call, marker: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """1 / k on the k ranks that have the extremum, 0 elsewhere."""
+    has = (x == y).to(x.dtype)
+    return has / _Exchange.apply(call._replace(kind="psum"), marker, has)[0]
+
+
+def extremum(kind: str, tree: Any, axis: Axis) -> Any:
+    """ "max" or "min" of every leaf."""
+    leaves, structure = tree_flatten(tree)
+    call = Call(kind, axis.size, axis.group, axis.index)
+    return tree_unflatten([_Extremum.apply(call, axis.marker, x) for x in leaves], structure)

@@ -1,0 +1,212 @@
+"""Cutting global values into the ranks' parts and joining them again, by a P for each value.
+
+    join(cut(x, spec), spec) == x        cut(x, P("a", None))[i] = rows i · (R/n) to (i + 1) · (R/n)
+
+A jagged value is one thing, whose only dimension is its bags: P("data") gives each rank B / n of every key's bags, in a
+buffer of one capacity.
+Shapes: n ranks on an axis; a stacked value has one leading dimension for each axis that cuts it, in the mesh's order.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as torch_tree
+from torch import Tensor
+
+from funcrec.core import Problem, check, describe, tree_map
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, bucket, is_concrete, take_ranges
+from funcrec.mesh._mesh import P
+
+Sizes = Mapping[str, int]
+
+
+class Part(NamedTuple):
+    """A leaf of an argument or a result, where it stands, and how it is cut."""
+
+    path: str
+    spec: P
+    value: Any
+
+
+def is_jagged(x: Any) -> bool:
+    return isinstance(x, JaggedTensor | KeyedJaggedTensor)
+
+
+def flatten_parts(tree: Any) -> tuple[list, Any]:
+    """The leaves, a jagged value being one, and the structure."""
+    return torch_tree.tree_flatten(tree, is_leaf=is_jagged)
+
+
+def match_specs(call: str, name: str, specs: Any, tree: Any) -> list[Part]:
+    """The leaves of `tree`, each with its P: `specs` is a prefix of `tree` whose leaves are Ps."""
+    problems: list[Problem] = []
+    parts = list(_match(specs, tree, name, problems))
+    check(call, problems)
+    return parts
+
+
+def _match(spec: Any, tree: Any, path: str, problems: list[Problem]) -> Iterator[Part]:
+    if isinstance(spec, P):
+        flat, _ = torch_tree.tree_flatten_with_path(tree, is_leaf=is_jagged)
+        for keys, leaf in flat:
+            yield Part(path + torch_tree.keystr(keys), spec, leaf)
+        return
+    below = lambda x: torch_tree.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)[0]
+    if not isinstance(spec, tuple | list | dict) and torch_tree.tree_is_leaf(spec):
+        hint = "P() for a value that every rank has whole"
+        problems.append(
+            Problem(f"`{path}` has no spec.", describe(spec), "a P, or a container of them", hint, TypeError)
+        )
+    elif type(spec) is not type(tree) or [k for k, _ in below(spec)] != [k for k, _ in below(tree)]:
+        show = lambda x: (
+            describe(x)
+            + (f" of {[torch_tree.keystr(k) for k, _ in below(x)]}" if not torch_tree.tree_is_leaf(x) else "")
+        )
+        what = f"the specs of `{path}` are no prefix of it."
+        got, need, hint = (
+            f"specs {show(spec)}; value {show(tree)}",
+            "one structure down to the Ps",
+            "one P, for all of it",
+        )
+        problems.append(Problem(what, got, need, hint, TypeError))
+    else:
+        for (key, s), (_, t) in zip(below(spec), below(tree), strict=True):
+            yield from _match(s, t, path + torch_tree.keystr(key), problems)
+
+
+def cut(part: Part, sizes: Sizes) -> Any:
+    """The stacked value: leading dimensions for the axes of the spec, in the order of `sizes`."""
+    if is_jagged(part.value):
+        n = prod(sizes[a] for a in part.spec.axes)
+        stacked = _stack_bags(part.value, n)
+        return tree_map(
+            lambda x: _lead(x.unflatten(0, [sizes[a] for a in part.spec.axes]), part.spec.axes, sizes), stacked
+        )
+    if not isinstance(part.value, Tensor):
+        return part.value
+    return _lead(*_split(part.value, part.spec, sizes), sizes) if part.spec.axes else part.value
+
+
+def _split(x: Tensor, spec: P, sizes: Sizes) -> tuple[Tensor, tuple[str, ...]]:
+    """Every dimension's axes as leading dimensions, in the spec's order."""
+    front, at = [], 0
+    for d, names in reversed(list(enumerate(spec.dims))):
+        if names:
+            n = [sizes[a] for a in names]
+            x = x.unflatten(d, (*n, x.shape[d] // prod(n)))
+    for names in spec.dims:
+        front += range(at, at + len(names))
+        at += len(names) + 1
+    local = [d for d in range(x.dim()) if d not in front]
+    return x.permute(*front, *local), spec.axes
+
+
+def _lead(x: Tensor, axes: Sequence[str], sizes: Sizes) -> Tensor:
+    """Leading dimensions of `axes` put into the order of `sizes`."""
+    order = [axes.index(a) for a in sizes if a in axes]
+    return x.permute(*order, *range(len(axes), x.dim()))
+
+
+def join(stacked: Any, spec: P, sizes: Sizes) -> Any:
+    """The global value of one that has a leading dimension for each axis of the spec, in the order of `sizes`."""
+    axes = spec.axes
+    order = [a for a in sizes if a in axes]
+    back = lambda x: x.permute(*(order.index(a) for a in axes), *range(len(axes), x.dim()))  # the spec's order
+    if is_jagged(stacked):
+        if not axes:
+            return stacked
+        flat = tree_map(lambda x: back(x).flatten(0, len(axes) - 1), stacked)
+        return join_bags([tree_map(lambda x, i=i: x[i], flat) for i in range(prod(sizes[a] for a in axes))])
+    if not isinstance(stacked, Tensor) or not axes:
+        return stacked
+    x, at = back(stacked), 0
+    for d, names in enumerate(spec.dims):
+        if names:  # its leading dimensions stand at the front: move them before dimension d and merge
+            rest = len(axes) - at - len(names)
+            for _ in names:
+                x = x.movedim(0, rest + len(names) - 1 + d)
+            x = x.flatten(rest + d, rest + d + len(names))
+            at += len(names)
+    return x
+
+
+def _stack_bags(x: Any, n: int) -> Any:
+    """n parts of the bags, stacked. Their capacity is a bucket of what the fullest needs, or the whole where lengths cannot be read."""
+    bags = x.num_bags // n
+    parts = [x[i * bags : (i + 1) * bags] for i in range(n)]
+    if is_concrete(x.values) and is_concrete(x.offsets):
+        capacity = min(bucket(max(int(p.offsets[-1]) for p in parts)), x.capacity)
+        parts = [p.unpad().pad_to(capacity) for p in parts]
+    return tree_map(lambda *xs: torch.stack(xs), *parts)
+
+
+def join_bags(parts: Sequence[Any]) -> Any:
+    """The bags of all parts, key by key; the capacities add up."""
+    first = parts[0]
+    weights = None if first.weights is None else torch.cat([p.weights for p in parts])
+    base = [i * first.capacity for i in range(len(parts))]
+    keys = len(first.keys) if isinstance(first, KeyedJaggedTensor) else 1
+    grid = lambda xs: torch.stack([x.reshape(keys, -1) for x in xs], 1).flatten()
+    starts = grid([p.offsets[:-1] + b for p, b in zip(parts, base, strict=True)])
+    values = torch.cat([p.values for p in parts])
+    out = take_ranges(values, weights, starts, grid([p.lengths for p in parts]), values.shape[0])
+    if isinstance(first, JaggedTensor):
+        return out
+    return KeyedJaggedTensor(out.values, out.offsets, out.weights, None, first.keys)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def axis_problems(parts: Sequence[Part], names: Sequence[str]) -> Iterator[Problem]:
+    """Every spec names axes of the mesh, and no more dimensions than its value has."""
+    for p in parts:
+        for a in p.spec.axes:
+            if a not in names:
+                yield Problem(
+                    f"the spec of `{p.path}` names an axis that is not mapped.",
+                    f"{a!r} in {p.spec}",
+                    f"one of {list(names)}",
+                )
+        if not isinstance(p.value, Tensor) and not is_jagged(p.value):
+            if p.spec.axes:
+                yield Problem(
+                    f"`{p.path}` cannot be cut.",
+                    describe(p.value),
+                    "a tensor, or P()",
+                    "fr.P() for it, which goes to every rank",
+                    TypeError,
+                )
+            continue
+        dims = 1 if is_jagged(p.value) else p.value.dim()
+        if len(p.spec.dims) > dims:
+            got = f"{p.spec} for {describe(p.value)}"
+            hint = "a jagged value is cut by its bags: P('data')" if is_jagged(p.value) else "P() for a scalar"
+            yield Problem(f"the spec of `{p.path}` has more dimensions than it.", got, f"at most {dims}", hint)
+
+
+def size_problems(parts: Sequence[Part], sizes: Sizes) -> Iterator[Problem]:
+    """Every dimension that is cut is a multiple of the ranks that cut it."""
+    for p in parts:
+        for d, names in enumerate(p.spec.dims):
+            n = prod(sizes[a] for a in names)
+            if is_jagged(p.value):
+                if getattr(p.value, "strides", None) is not None:
+                    yield Problem(
+                        f"`{p.path}` has keys with different numbers of bags.",
+                        f"strides={p.value.strides}",
+                        "one number of bags",
+                    )
+                elif p.value.num_bags % n:
+                    yield Problem(
+                        f"`{p.path}` has bags that {n} ranks cannot share.",
+                        f"{p.value.num_bags} bags",
+                        f"a multiple of {n}",
+                    )
+            elif p.value.shape[d] % n:
+                got = f"{describe(p.value)}; {' · '.join(f'{a}={sizes[a]}' for a in names)}"
+                yield Problem(
+                    f"dimension {d} of `{p.path}` is not cut evenly.", got, f"a multiple of {n}", "pad it first"
+                )

@@ -1,0 +1,95 @@
+"""ragged_all_to_all: rows of any number from every rank to every rank, in buffers of fixed size.
+
+    output[r][output_offsets[s][r] + j] = operand[s][input_offsets[s][r] + j]      for j < send_sizes[s][r]
+
+Sizes stay on the device. What travels is a block of `capacity` rows for each pair of ranks, so that no shape depends on a value.
+Shapes: n ranks, N rows of the operand, M rows of the output, K the capacity.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, check, describe
+from funcrec.jagged import capacity_problems, int_problems
+from funcrec.mesh._collectives import all_to_all, axis_size
+
+
+def ragged_all_to_all(
+    operand: Tensor,
+    output: Tensor,
+    input_offsets: Tensor,
+    send_sizes: Tensor,
+    output_offsets: Tensor,
+    recv_sizes: Tensor,
+    *,
+    axis_name: str,
+    capacity: int | None = None,
+) -> Tensor:
+    """A copy of `output` into which every rank has put the rows that it sends here.
+
+    One sender s: for each rank r it takes `send_sizes[r]` rows of its operand from `input_offsets[r]` on, and they land in r's output
+    from `output_offsets[r]` on. One receiver r: rank s sends it `recv_sizes[s]` rows; places that nobody writes keep output's rows.
+    The caller owes that sender and receiver agree, that all ranges are inside their buffers, and that those of one output do not overlap:
+    `recv_sizes == all_to_all(send_sizes)`.
+
+    Args:
+      operand: [N, ...]. output: [M, ...], of the same dtype and trailing shape.
+      input_offsets, send_sizes, output_offsets, recv_sizes: i32[n] or i64[n].
+      capacity: the most rows that any pair of ranks exchanges; None for N. It is what is sent, so a tight one saves bytes; rows beyond it
+        are lost, which `capacity=None` excludes.
+
+    Returns: [M, ...].
+
+    Law: linear in operand and output; its transpose sends every row back. With capacity=None nothing is lost.
+
+    Cost: every rank sends n · K rows.
+
+    Example: rank 0 holds [1, 2, 2] and sends one row to itself and two to rank 1; rank 1 holds [3, 4, 0] and sends one to each.
+      >>> import torch, funcrec as fr
+      >>> def f(x, starts, sizes, places, received):
+      ...     out = fr.ragged_all_to_all(x, torch.zeros(4), starts[0], sizes[0], places[0], received[0], axis_name="x")
+      ...     return out
+      >>> starts, sizes = torch.tensor([[0, 1], [0, 1]]), torch.tensor([[1, 2], [1, 1]])
+      >>> places, received = torch.tensor([[0, 0], [1, 2]]), torch.tensor([[1, 1], [2, 1]])
+      >>> g = fr.shard_map(f, mesh=fr.Mesh.emulated(x=2), in_specs=fr.P("x"), out_specs=fr.P("x"))
+      >>> g(torch.tensor([1.0, 2, 2, 3, 4, 0]), starts, sizes, places, received).reshape(2, 4)
+      tensor([[1., 3., 0., 0.],
+              [2., 2., 4., 0.]])
+
+    Source: jax.lax.ragged_all_to_all.
+    """
+    call, n = "funcrec.ragged_all_to_all", axis_size(axis_name)
+    named = {
+        "input_offsets": input_offsets, "send_sizes": send_sizes, "output_offsets": output_offsets, "recv_sizes": recv_sizes,
+    }  # fmt: skip
+    check(call, operand_problems(operand, output))
+    check(call, *(count_problems(x, name, n) for name, x in named.items()))
+    rows = operand.shape[0] if capacity is None else capacity
+    check(call, capacity_problems(rows, 0))
+    within = torch.arange(rows, device=operand.device)
+    blank = operand.new_zeros(1, *operand.shape[1:])
+    source = torch.where(within < send_sizes[:, None], input_offsets[:, None] + within, operand.shape[0])
+    sent = torch.cat([operand, blank])[source.clamp(max=operand.shape[0])]
+    received, first = all_to_all((sent, output_offsets), axis_name)
+    place = torch.where(within < recv_sizes[:, None], first[:, None] + within, output.shape[0])
+    place = place.clamp(max=output.shape[0]).flatten()
+    return torch.index_put(torch.cat([output, blank]), (place,), received.flatten(0, 1))[:-1]
+
+
+def operand_problems(operand: Tensor, output: Tensor) -> Iterator[Problem]:
+    for name, x in (("operand", operand), ("output", output)):
+        if not isinstance(x, Tensor) or x.dim() < 1:
+            yield Problem(f"`{name}` has no rows.", describe(x), "a tensor [N, ...]", kind=TypeError)
+            return
+    if operand.shape[1:] != output.shape[1:] or operand.dtype != output.dtype:
+        got = f"{describe(operand)} and {describe(output)}"
+        yield Problem("`operand` and `output` have different rows.", got, "one dtype and trailing shape")
+
+
+def count_problems(x: Tensor, name: str, n: int) -> Iterator[Problem]:
+    found = list(int_problems(x, name))
+    yield from found
+    if not found and x.shape[0] != n:
+        yield Problem(f"`{name}` is not one number per rank.", describe(x), f"shape [{n}]")

@@ -1,0 +1,100 @@
+"""What out_specs promise to be the same along an axis, held to it.
+
+    x[0] = x[1] = ... = x[n-1], bit by bit
+
+Under a transform the values at its bottom are compared. While a function is staged there are none: then a result is the same when it
+follows from nothing that is cut along the axis, which the axis's vmap level knows.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
+
+from funcrec.core import Problem, tree_leaves
+from funcrec.mesh._collectives import pmax
+from funcrec.mesh._parts import Part
+
+
+def unequal(parts: Sequence[Part], stacked: Sequence[Any], sizes: dict[str, int]) -> Iterator[Problem]:
+    """The results that differ along an axis that their spec does not name; those that may, where no value can be read.
+
+    stacked: each result with all axes in front, as emulation gives them.
+    """
+    for p, value in zip(parts, stacked, strict=True):
+        for d, axis in enumerate(sizes):
+            for x in tree_leaves(value) if axis not in p.spec.axes else ():
+                # a result that is not batched is one value, expanded: the same, whatever it is
+                got = _difference(x, d) if isinstance(x, Tensor) and x.shape[d] > 1 and x.stride(d) != 0 else ""
+                if got:
+                    yield _problem(p, axis, got)
+
+
+def _difference(x: Tensor, d: int) -> str:
+    """What differs along dimension d; "" when nothing does."""
+    if not is_readable(x):
+        return "a value that follows from the rank's place, or from what is cut along the axis"
+    others = (bits_of(x) != bits_of(x.select(d, 0).unsqueeze(d))).movedim(d, 0)
+    differs = value_below(others[..., None].flatten(1).any(1))
+    if not bool(differs.any()):
+        return ""
+    return f"rank 0 and rank {int(differs.nonzero()[0, -1])} differ"
+
+
+def unequal_over_ranks(parts: Sequence[Part], names: Sequence[str]) -> Iterator[Problem]:
+    """As `unequal`, on real ranks, by checksums: an equal one on all ranks is its own greatest and least."""
+    for axis in names:
+        shared = [
+            (p, x) for p in parts if axis not in p.spec.axes for x in tree_leaves(p.value) if isinstance(x, Tensor)
+        ]
+        if not shared:
+            continue
+        with temporarily_clear_interpreter_stack():
+            sums = torch.stack([checksum(value_below(x)) for _, x in shared])
+            most = pmax(torch.stack([sums, -sums]), axis)
+            differ = (most[0] != -most[1]).tolist()
+        for (p, _), wrong in zip(shared, differ, strict=True):
+            if wrong:
+                yield _problem(p, axis, "the ranks' checksums differ")
+
+
+def value_below(x: Tensor) -> Tensor:
+    """The tensor below all transforms: a batch, under vmap."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x.detach()
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether the value below x can be read here: not while a function is staged or compiled."""
+    return not (
+        isinstance(value_below(x), FakeTensor)
+        or torch.compiler.is_dynamo_compiling()
+        or torch._C._len_torch_dispatch_stack()
+    )
+
+
+def _problem(part: Part, axis: str, got: str) -> Problem:
+    hint = f"psum, pmean or all_gather over {axis!r}; or name {axis!r} in out_specs"
+    return Problem(
+        f"`{part.path}` is not the same along axis {axis!r}.", got, f"equal bits, as {part.spec} promises", hint
+    )
+
+
+def checksum(x: Tensor) -> Tensor:
+    """i64[]: of the bits, their places and the shape."""
+    bits = bits_of(x).flatten().to(torch.int64)
+    places = torch.arange(bits.shape[0], device=x.device) * 2 + 1
+    shape = sum(n * (2 * i + 3) for i, n in enumerate(x.shape))
+    return (bits * places * 0x9E3779B97F4A7C1).sum() + shape
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """The bits of x, as integers."""
+    if not x.is_floating_point():
+        return x
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.element_size(), torch.int8)
+    return x.contiguous().view(integer)

@@ -1,0 +1,278 @@
+"""shard_map: one function for one rank, run for every rank of a mesh.
+
+    shard_map(f)(x) = join_r f(cut(x)[r])        with f's collectives between the ranks
+
+On an emulated mesh f runs once, vmapped over every axis, on global values. On real ranks f runs on each, on its own shard.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+from funcrec.core import Problem, describe, fail, tree_flatten, tree_leaves, tree_map, tree_unflatten, typed
+from funcrec.core import check as raise_for
+from funcrec.mesh._collectives import all_gather
+from funcrec.mesh._mesh import Axis, Mesh, P, ambient_mesh, bind, bound_axis, bound_names
+from funcrec.mesh._parts import Part, axis_problems, cut, flatten_parts, join, match_specs, size_problems
+from funcrec.mesh._same import is_readable, unequal, unequal_over_ranks
+
+CALL = "funcrec.shard_map"
+
+
+@typed
+def shard_map(
+    f: Callable,
+    *,
+    mesh: Mesh | None = None,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: Collection[str] | None = None,
+    check: bool = True,
+) -> Callable:
+    """f as each rank of a mesh runs it, with the mesh's axes bound for collectives.
+
+    Args:
+      f: takes one rank's values, gives one rank's values. It must run the same collectives on all ranks.
+      mesh: None for the one of the enclosing `with mesh:`.
+      in_specs: a P for each positional argument (a tuple), or one P for all; each may be a prefix of its argument's tree. Leaves that
+        are no tensors go to every rank as they are, under P().
+      out_specs: a P for the result, or a prefix of its tree. An axis that a P does not name promises that the value is the same all along it.
+      axis_names: the axes to bind; None for all that are not bound yet. The others are left to an enclosing or nested shard_map.
+      check: hold out_specs to what they promise to be the same: bit by bit, under transforms too. On real ranks it costs an exchange of
+        checksums and a read on the host. Inside `jit`, where no value can be read, a result may follow along such an axis from nothing but
+        arguments whole along it and what psum, pmean, pmax, pmin and all_gather made so; what is the same for another reason wants
+        check=False. (JAX lets what all_gather made count as different on each rank.)
+
+    Returns: on an emulated mesh a function of global values; on real ranks one of this rank's shards (`shard`, `unshard`). Inside
+      another shard_map the values are global over the new axes on both.
+
+    Raises: TypeError or ValueError that names every argument, result, axis or size that does not fit; ValueError for a value
+      that was promised to be the same along an axis and is not, or inside `jit` need not be.
+
+    Law: the same values on an emulated mesh and on real ranks.
+
+    Example: a row-wise product, its columns summed over the ranks.
+      >>> import torch, funcrec as fr
+      >>> f = lambda w, x: fr.psum(x @ w, "model")
+      >>> g = fr.shard_map(f, mesh=fr.Mesh.emulated(model=2), in_specs=(fr.P("model"), fr.P(None, "model")), out_specs=fr.P())
+      >>> g(torch.eye(4), torch.arange(4.0)[None])
+      tensor([[0., 1., 2., 3.]])
+
+    Source: jax.shard_map, with check_vma inside `jit`.
+    """
+
+    @functools.wraps(f)
+    def run(*args):
+        where = _mesh_of(CALL, mesh)
+        names = _mapped_axes(where, axis_names)
+        parts = _arguments(f, in_specs, args)
+        raise_for(CALL, axis_problems(parts, names))
+        apply = _run_emulated if where.is_emulated else _run_nested if _is_nested(where) else _run_real
+        return apply(f, where, names, parts, args, out_specs, check)
+
+    return run
+
+
+def shard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
+    """Global values as `shard_map` takes them: on real ranks this rank's parts, on an emulated mesh the values themselves.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.shard(torch.arange(4), fr.P("data"), mesh=fr.Mesh.emulated(data=2))
+      tensor([0, 1, 2, 3])
+    """
+    where = _mesh_of("funcrec.shard", mesh)
+    parts = match_specs("funcrec.shard", "tree", specs, tree)
+    raise_for("funcrec.shard", axis_problems(parts, where.axis_names))
+    raise_for("funcrec.shard", size_problems(parts, where.shape))
+    return tree if where.is_emulated else _rebuild(tree, [_own(p, where, where.shape) for p in parts])
+
+
+def unshard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
+    """What `shard_map` gave, as global values on every rank; the inverse of `shard`.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.unshard(torch.arange(4), fr.P("data"), mesh=fr.Mesh.emulated(data=2))
+      tensor([0, 1, 2, 3])
+    """
+    where = _mesh_of("funcrec.unshard", mesh)
+    parts = match_specs("funcrec.unshard", "tree", specs, tree)
+    raise_for("funcrec.unshard", axis_problems(parts, where.axis_names))
+    if where.is_emulated:
+        return tree
+    with bind(where.bound_axes(where.axis_names, _device(parts))):
+        return _rebuild(tree, [_whole(p, where.shape) for p in parts])
+
+
+# -- one process -------------------------------------------------------------------------------------------------
+
+
+def _run_emulated(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool):
+    """f once, on values that are cut first."""
+    sizes = {a: mesh.shape[a] for a in names}
+    raise_for(CALL, size_problems(parts, sizes))
+    tree, results, whole = _emulate(f, sizes, parts, [cut(p, sizes) for p in parts], args, out_specs)
+    if is_checked:
+        raise_for(CALL, unequal(results, whole, sizes))
+    first = [_drop_axes(x, p.spec, names) for p, x in zip(results, whole, strict=True)]
+    return _rebuild(tree, [join(x, p.spec, sizes) for p, x in zip(results, first, strict=True)])
+
+
+def _emulate(f, sizes, parts: Sequence[Part], stacked: Sequence[Any], args, out_specs):
+    """f under a vmap for each axis, the first outermost: the tree of one rank's results, its parts, and each with all axes in front."""
+    leaves, structure = tree_flatten(stacked)
+    axes_of = [p.spec.axes for p, x in zip(parts, stacked, strict=True) for _ in tree_leaves(x)]
+    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    markers = [torch.arange(n, device=_device(parts)) for n in sizes.values()]
+    found: dict[str, Any] = {}
+
+    def one_rank(markers, *tensors):
+        mine = list(leaves)
+        for i, x in zip(at, tensors, strict=True):
+            mine[i] = x
+        with bind([Axis(a, n, m) for (a, n), m in zip(sizes.items(), markers, strict=True)]):
+            out = f(*_rebuild(args, tree_unflatten(mine, structure)))
+        found["tree"], found["parts"] = out, _results(out_specs, out, tuple(sizes))
+        return [x for p in found["parts"] for x in tree_leaves(p.value) if isinstance(x, Tensor)]
+
+    mapped = one_rank
+    for name in reversed(sizes):
+        dims = [0 if name in axes_of[i] else None for i in at]
+        mapped = torch.func.vmap(mapped, in_dims=([0 if a == name else None for a in sizes], *dims))
+    results = iter(mapped(markers, *(leaves[i] for i in at)))
+    whole = [tree_map(lambda x: next(results) if isinstance(x, Tensor) else x, p.value) for p in found["parts"]]
+    return found["tree"], found["parts"], whole
+
+
+def _drop_axes(stacked: Any, spec: P, names: Sequence[str]) -> Any:
+    """Rank 0's value along the axes that the spec does not name."""
+    place = tuple(slice(None) if a in spec.axes else 0 for a in names)
+    return tree_map(lambda x: x[place] if isinstance(x, Tensor) else x, stacked)
+
+
+# -- real ranks --------------------------------------------------------------------------------------------------
+
+
+def _run_real(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool):
+    """f on this rank's shards."""
+    with bind(mesh.bound_axes(names, _device(parts))):
+        out = f(*args)
+        results = _results(out_specs, out, names)
+        if is_checked and all(is_readable(x) for p in results for x in _tensors(p)):
+            raise_for(CALL, unequal_over_ranks(results, names))
+        elif is_checked:
+            raise_for(CALL, _unequal_in_emulation(f, mesh, names, parts, args, out_specs))
+    return out
+
+
+def _unequal_in_emulation(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs) -> Iterator[Problem]:
+    """What need not be the same, found out while f is staged: f is run for all ranks at once on shapes alone, and leaves no operation behind."""
+    sizes = {a: mesh.shape[a] for a in names}
+    cut_by = lambda p: [sizes[a] for a in sizes if a in p.spec.axes]
+    some = lambda p: tree_map(lambda x: x.new_empty([*cut_by(p), *x.shape]) if isinstance(x, Tensor) else x, p.value)
+    with disable_proxy_modes_tracing():
+        _, results, whole = _emulate(f, sizes, parts, list(map(some, parts)), args, out_specs)
+    yield from unequal(results, whole, sizes)
+
+
+def _run_nested(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool):
+    """f on this rank's part of values that are whole along the new axes."""
+    sizes = {a: mesh.shape[a] for a in names}
+    raise_for(CALL, size_problems(parts, sizes))
+    out = _run_real(f, mesh, names, parts, _rebuild(args, [_own(p, mesh, sizes) for p in parts]), out_specs, is_checked)
+    with bind(mesh.bound_axes(names, _device(parts))):
+        return _rebuild(out, [_whole(p, sizes) for p in _results(out_specs, out, names)])
+
+
+def _own(part: Part, mesh: Mesh, sizes) -> Any:
+    """This rank's part of a global value."""
+    place = tuple(mesh.coordinates[a] for a in sizes if a in part.spec.axes)
+    return tree_map(lambda x: x[place] if isinstance(x, Tensor) else x, cut(part, sizes)) if place else part.value
+
+
+def _whole(part: Part, sizes) -> Any:
+    """The global value of which each rank has a part."""
+    axes = tuple(a for a in sizes if a in part.spec.axes)
+    if not axes:
+        return part.value
+    gathered = all_gather(part.value, axes)
+    return join(tree_map(lambda x: x.unflatten(0, [sizes[a] for a in axes]), gathered), part.spec, sizes)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------
+
+
+def _mesh_of(call: str, mesh: Mesh | None) -> Mesh:
+    where = ambient_mesh() if mesh is None else mesh
+    if not isinstance(where, Mesh):
+        got, hint = "None, and no `with mesh:`" if mesh is None else describe(mesh), "fr.Mesh.emulated(data=2)"
+        fail(call, "there is no mesh.", got=got, need="a Mesh", hint=hint, kind=TypeError)
+    # real ranks may be emulated for a look at shapes (`_unequal_in_emulation`): then so are the axes of calls within
+    bound = [bound_axis(call, a) for a in where.axis_names if a in bound_names()]
+    return Mesh(where.axes) if any(a.group is None for a in bound) else where
+
+
+def _mapped_axes(mesh: Mesh, axis_names: Collection[str] | None) -> tuple[str, ...]:
+    """The axes that a call binds, in the mesh's order."""
+    bound = bound_names()
+    chosen = [a for a in mesh.axis_names if a not in bound] if axis_names is None else list(axis_names)
+    wrong = [a for a in chosen if a not in mesh.axis_names]
+    if wrong:
+        fail(CALL, "`axis_names` are not the mesh's.", got=f"{wrong}", need=f"among {list(mesh.axis_names)}")
+    twice = [a for a in chosen if a in bound]
+    if twice or not chosen:
+        got = f"{twice or list(mesh.axis_names)}, bound by an enclosing shard_map"
+        fail(
+            CALL,
+            "an axis is bound twice.",
+            got=got,
+            need="axes that are not bound yet",
+            hint="axis_names=... of the outer call",
+        )
+    return tuple(a for a in mesh.axis_names if a in chosen)
+
+
+def _is_nested(mesh: Mesh) -> bool:
+    return any(a in bound_names() for a in mesh.axis_names)
+
+
+def _arguments(f: Callable, in_specs: Any, args: tuple) -> list[Part]:
+    if isinstance(in_specs, P):
+        in_specs = (in_specs,) * len(args)
+    if not isinstance(in_specs, tuple) or len(in_specs) != len(args):
+        got = f"{describe(in_specs)}{f' of {len(in_specs)}' if isinstance(in_specs, tuple) else ''} for {len(args)} arguments"
+        fail(
+            CALL,
+            "`in_specs` does not match the arguments.",
+            got=got,
+            need="a tuple with a spec for each",
+            kind=TypeError,
+        )
+    return [
+        p for i, (s, x) in enumerate(zip(in_specs, args, strict=True)) for p in match_specs(CALL, f"args[{i}]", s, x)
+    ]
+
+
+def _results(out_specs: Any, out: Any, names: Sequence[str]) -> list[Part]:
+    parts = match_specs(CALL, "result", out_specs, out)
+    raise_for(CALL, axis_problems(parts, names))
+    return parts
+
+
+def _rebuild(tree: Any, leaves: Sequence[Any]) -> Any:
+    """A tree of `tree`'s structure with other leaves, a jagged value being one."""
+    return tree_unflatten(list(leaves), flatten_parts(tree)[1])
+
+
+def _tensors(part: Part) -> list[Tensor]:
+    return [x for x in tree_leaves(part.value) if isinstance(x, Tensor)]
+
+
+def _device(parts: Sequence[Part]) -> torch.device:
+    tensors = [x for p in parts for x in _tensors(p)]
+    return tensors[0].device if tensors else torch.device("cpu")

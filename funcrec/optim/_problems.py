@@ -1,0 +1,163 @@
+"""Validators of row optimizers: hyper-parameters, rules, and the arguments of an update.
+
+Each yields a Problem for everything that does not fit, from structure and shapes alone.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from torch import Tensor
+
+from funcrec.core import Form, NotNegative, Positive, Problem, Share, Within, check, describe, kind_of
+from funcrec.tables import TABLE_HINT, RowGrads, is_stacked, table_tensor_problems
+
+Tables = Mapping[str, Tensor]
+Scalar = Annotated[Tensor, Form("f[]", "a number")]
+FiniteRate = Annotated[float, Within("a finite number >= 0", lambda x: 0 <= x < float("inf"))]
+Rate = FiniteRate | Scalar | Callable[[Tensor], float | Tensor]
+_OF = {
+    NotNegative | Scalar: "eps weight_decay eta initial_accumulator beta l1 l2 clip_ratio lower_bound",
+    Share | Scalar: "b1 b2 momentum",
+    Positive | Scalar: "half_life",
+    Positive | Scalar | None: "max_norm max_value",
+    bool: "nesterov",
+    Literal["l2", "decoupled"]: "decay",
+}
+_KINDS = {"lr": kind_of(Rate)} | {name: kind_of(hint) for hint, names in _OF.items() for name in names.split()}
+_MADE = kind_of(FiniteRate | Scalar)  # what a function of the step gives
+
+
+def hyper_problems(lr: object, hyper: Mapping[str, Any]) -> Iterator[Problem]:
+    """Numbers, or tensors of one number each, in their ranges; what a tensor holds is not read."""
+    yield from _KINDS["lr"].find("lr", lr)
+    for name, value in hyper.items():
+        if name in ("lr", "step", "repeats"):
+            yield Problem(f"`{name}` is taken.", f"a hyper-parameter {name!r}", "another name")
+        if name in _KINDS and name != "lr":
+            yield from _KINDS[name].find(name, value)
+
+
+def rate_at(call: str, lr: Any, step: Tensor) -> float | Tensor:
+    """The learning rate of a step."""
+    if not callable(lr):
+        return lr
+    rate = lr(step)
+    if not _MADE.fits(rate):
+        check(call, _MADE.find("lr(step)", rate))
+    return rate
+
+
+def rule_problems(init: object, rule: object, name: object) -> Iterator[Problem]:
+    if not isinstance(name, str):
+        yield Problem("`name` is not a string.", describe(name), "a string", kind=TypeError)
+    for part, x, need in [
+        ("init", init, "(table) -> {slot: Tensor}"),
+        ("rule", rule, "(row, grad, slots, hyper) -> (row, slots)"),
+    ]:
+        if not callable(x):
+            hint = "init=lambda table: {}, for no slots" if part == "init" else ""
+            yield Problem(f"`{part}` is not a function.", describe(x), need, hint, kind=TypeError)
+
+
+def tables_problems(tables: object) -> Iterator[Problem]:
+    if not isinstance(tables, Mapping):
+        yield Problem("`tables` is not a dict of tables.", describe(tables), "{name: f[R, D]}", TABLE_HINT, TypeError)
+    else:
+        yield from table_tensor_problems(tables)
+
+
+def made_problems(made: object, table: Tensor) -> Iterator[Problem]:
+    """What a user's `init` made."""
+    if not isinstance(made, Mapping):
+        yield Problem("`init` made no slots.", describe(made), "{slot: Tensor}, {} for none", kind=TypeError)
+        return
+    for k, s in made.items():
+        if not isinstance(s, Tensor) or not s.is_floating_point() or s.dim() == 0 or s.shape[0] != table.shape[0]:
+            what = f"`init(table)[{k!r}]` is not a slot of a table {describe(table)}."
+            yield Problem(what, describe(s), f"f[{table.shape[0]}, ...]", kind=TypeError)
+
+
+def rule_result_problems(row: object, slots: object, old_row: Tensor, old_slots: dict) -> Iterator[Problem]:
+    if not isinstance(row, Tensor) or row.shape != old_row.shape:
+        got = describe(row[0]) if isinstance(row, Tensor) else describe(row)
+        yield Problem("`rule` returned another shape of row.", got, describe(old_row[0]))
+    if not isinstance(slots, Mapping) or sorted(slots) != sorted(old_slots):
+        got = f"{sorted(slots)}" if isinstance(slots, Mapping) else describe(slots)
+        yield Problem("`rule` returned other slots.", got, f"{sorted(old_slots)}")
+        return
+    for k, s in old_slots.items():
+        if not isinstance(slots[k], Tensor) or slots[k].shape != s.shape:
+            yield Problem(f"`rule` returned another shape of slot {k!r}.", describe(slots[k][0]), describe(s[0]))
+
+
+def check_update(
+    call: str, row_grads, slots, tables, step, slot_shapes: Callable | None = None, is_gradient_wise: bool = True
+) -> None:  # fmt: skip
+    """The arguments of an update; with `slot_shapes` also the structure of each table's slots."""
+    check(call, tables_problems(tables))
+    check(
+        call,
+        gradient_problems(row_grads, tables, is_gradient_wise),
+        slot_problems(slots, tables, slot_shapes),
+        step_problems(step),
+    )
+
+
+def step_problems(step: object) -> Iterator[Problem]:
+    counts = isinstance(step, int) and not isinstance(step, bool) and step >= 0
+    if not counts and not (isinstance(step, Tensor) and step.dim() == 0 and not step.is_floating_point()):
+        yield Problem("`step` is not a step.", describe(step), "i64[] or an int >= 0, the steps taken", kind=TypeError)
+
+
+def gradient_problems(row_grads: object, tables: Tables, is_gradient_wise: bool) -> Iterator[Problem]:
+    if not isinstance(row_grads, Mapping):
+        got, hint = describe(row_grads), "the `tables` of value_and_grad's gradients"
+        yield Problem("`row_grads` is not a dict of gradients.", got, "{table: RowGrads}", hint, kind=TypeError)
+        return
+    for n, g in row_grads.items():
+        path = f"`row_grads[{n!r}]`"
+        if n not in tables:
+            yield Problem(f"{path} is for no table.", repr(n), f"one of {list(tables)}", kind=KeyError)
+        elif not isinstance(g, RowGrads):
+            hint = "RowGrads.from_entries(rows, grads, num_embeddings=R)"
+            yield Problem(f"{path} is not a row gradient.", describe(g), "RowGrads", hint, kind=TypeError)
+        elif any(map(is_stacked, g.terms)):
+            hint = "torch.func.vmap(optimizer.update, in_dims=(0, 0, 0, None))(row_grads, slots, tables, step)"
+            got = f"RowGrads of {describe(g.floats[0])}, one for each member of a vmap"
+            yield Problem(f"{path} is stacked.", got, "RowGrads of one table", hint, kind=TypeError)
+        elif g.num_embeddings != tables[n].shape[0] or not fits_columns(g, tables[n]):
+            got = f"RowGrads of [{g.num_embeddings}, {g.dim}]"
+            yield Problem(f"{path} does not match its table.", got, describe(tables[n]))
+        elif g.first is not None and not is_gradient_wise:
+            need = "whole rows, or an optimizer that sees other columns in the gradient only (`is_gradient_wise`)"
+            yield Problem(f"{path} is of rows whose columns lie apart.", "`first` is not None", need)
+
+
+def fits_columns(grads: RowGrads, table: Tensor) -> bool:
+    return grads.dim == table.shape[1] if grads.first is None else grads.dim >= table.shape[1]
+
+
+def slot_problems(slots: object, tables: Tables, slot_shapes: Callable | None) -> Iterator[Problem]:
+    hint = "the slots that this optimizer's `init` made of these tables"
+    if not isinstance(slots, Mapping):
+        yield Problem("`slots` is not a dict of slots.", describe(slots), "{table: {slot: Tensor}}", hint, TypeError)
+        return
+    for n in [*tables, *(n for n in slots if n not in tables)]:
+        if n not in tables:
+            yield Problem(f"`slots[{n!r}]` is for no table.", repr(n), f"one of {list(tables)}", hint, KeyError)
+        elif n not in slots:
+            yield Problem(f"`slots[{n!r}]` is missing.", f"slots for {list(slots)}", "slots for each table", hint)
+        elif slot_shapes is not None:
+            need = slot_shapes(tuple(tables[n].shape), tables[n].dtype)
+            got = slots[n]
+            if not isinstance(got, Mapping) or set(got) != set(need):
+                what, found = (
+                    f"`slots[{n!r}]` are another optimizer's.",
+                    list(got) if isinstance(got, Mapping) else None,
+                )
+                yield Problem(what, describe(got) if found is None else f"{found}", f"{sorted(need)}", hint)
+                continue
+            for k, shape in need.items():
+                if not isinstance(got[k], Tensor) or tuple(got[k].shape) != shape:
+                    what = f"`slots[{n!r}][{k!r}]` does not match its table {describe(tables[n])}."
+                    yield Problem(what, describe(got[k]), f"f{list(shape)}", hint)

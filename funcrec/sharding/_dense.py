@@ -1,0 +1,281 @@
+"""Dense parameters cut over ranks: each rank keeps an equal part of every leaf and of its optimizer's state, and the whole for one loss.
+
+    whole = all_gather(parts)        d_part[r] = Σ_s d_whole[s][part r], in the order of the ranks s        part' = update(d_part, part)
+
+Shapes: n ranks on the axes, N elements of a leaf, C = ceil(N / n) of them on a rank.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.utils._pytree as torch_tree
+from torch import Tensor
+
+from funcrec.core import (
+    Problem,
+    describe,
+    fail,
+    paths,
+    pytree,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_structure,
+    tree_unflatten,
+)
+from funcrec.mesh import Mesh, P, all_gather, all_to_all, axis_index, axis_size, shard, unshard, value_below
+from funcrec.optim import DenseOptimizer
+
+PROBE = ((0, 1e-3), (1, 1e3), (10**6, 1e-3), (10**6 + 1, 1e3))  # (step, size of its gradients)
+
+
+@pytree(static=("shape", "axes"))
+class DenseShard:
+    """A dense parameter, cut over the ranks of `axes`: what `train_step(dense_axes=...)` keeps in `state.dense`.
+
+    Args:
+      flat: f[C], the rank's elements, in the order of the whole; zeros behind the last. On an emulated mesh f[n · C], those of all ranks.
+        In the state of an optimizer a dict of such tensors, and of counters i[] or f[].
+      shape: of the whole.
+      axes: of the mesh, the first one the major.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> mesh, plan = fr.Mesh.emulated(data=2), fr.Plan({})
+      >>> opts = {"sparse": fr.optim.sgd(0.1), "dense": fr.optim.dense(torch.optim.Adam, lr=0.1)}
+      >>> step = fr.train_step(lambda params, batch: params.dense.sum(), **opts, mesh=mesh, plan=plan, dense_axes=("data",))
+      >>> state = step.init(fr.Params({}, torch.ones(3)))
+      >>> state.dense
+      DenseShard(flat=tensor([1., 1., 1., 0.]), shape=(3,), axes=('data',))
+      >>> fr.gather_state(state, mesh).dense
+      tensor([1., 1., 1.])
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020 (its third stage).
+    """
+
+    flat: Any
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+
+
+def is_shard(x: Any) -> bool:
+    return isinstance(x, DenseShard)
+
+
+def map_shards(fn, tree: Any) -> Any:
+    """fn of every DenseShard; other leaves stay."""
+    return torch_tree.tree_map(lambda x: fn(x) if is_shard(x) else x, tree, is_leaf=is_shard)
+
+
+def cut_dense(tree: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+    """Every leaf as a DenseShard of this process's ranks; those without a dimension stay."""
+    n, spec = prod(mesh.shape[a] for a in axes), P(axes)
+    cut = lambda x: DenseShard(shard(_padded(x, n), spec, mesh=mesh).clone(), tuple(x.shape), axes)
+    return tree_map(lambda x: cut(x) if x.dim() else x, tree)
+
+
+def cut_state(opt_state: Any, whole: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+    """A dense optimizer's state, a dict of tensors for each leaf of `whole`, cut like these; counters stay."""
+    leaves, structure = tree_flatten(whole)
+    out = []
+    for x, own in zip(leaves, structure.flatten_up_to(opt_state), strict=True):
+        cut = {k: cut_dense(s, mesh, axes).flat if s.dim() else s for k, s in own.items()}
+        out.append(DenseShard(cut, tuple(x.shape), axes) if x.dim() else own)
+    return tree_unflatten(out, structure)
+
+
+def join_dense(tree: Any, mesh: Mesh) -> Any:
+    """Every DenseShard whole again, on every rank, outside a mapped function; of an optimizer's state, every tensor of its dict."""
+
+    def join(x: DenseShard) -> Any:
+        whole = lambda flat: _whole(unshard(flat, P(x.axes), mesh=mesh), x.shape) if flat.dim() else flat
+        return tree_map(whole, x.flat)
+
+    return map_shards(join, tree)
+
+
+def dense_specs(tree: Any) -> Any:
+    """A P for each leaf, for `shard_map`: parts by their axes, the rest whole."""
+    cut = lambda x: tree_map(lambda t: P(x.axes) if t.dim() else P(), x)
+    return torch_tree.tree_map(lambda x: cut(x) if is_shard(x) else P(), tree, is_leaf=is_shard)
+
+
+def gather_dense(tree: Any) -> Any:
+    """The same inside a mapped function, where every rank has its part; all leaves of a dtype travel together."""
+    leaves, structure = torch_tree.tree_flatten(tree, is_leaf=is_shard)
+    out, at = list(leaves), [i for i, x in enumerate(leaves) if is_shard(x)]
+    for dtype in dict.fromkeys(leaves[i].flat.dtype for i in at):
+        own = [i for i in at if leaves[i].flat.dtype == dtype]
+        parts = all_gather(torch.cat([leaves[i].flat for i in own]), leaves[own[0]].axes)
+        for i, x in zip(own, parts.split([leaves[i].flat.shape[0] for i in own], 1), strict=True):
+            out[i] = _whole(x.flatten(), leaves[i].shape)
+    return tree_unflatten(out, structure)
+
+
+def own_dense(whole: Any, like: Any) -> Any:
+    """This rank's parts of what `merge` made of a tree of whole leaves, inside a mapped function; `like` is what it was gathered from."""
+    leaves, structure = torch_tree.tree_flatten(like, is_leaf=is_shard)
+    try:
+        found = structure.flatten_up_to(whole)
+    except ValueError:
+        got, need = f"{tree_structure(whole)}", f"{structure}, as it was given"
+        fail(
+            "funcrec.train_step", "`merge` gives another tree than it takes.", got=got, need=need, hint="{**dense, ...}"
+        )
+    out = []
+    for x, held in zip(found, leaves, strict=True):
+        if is_shard(held):
+            blocks = _padded(x, _size(held)).unflatten(0, (_size(held), -1))
+            x = DenseShard(blocks.index_select(0, axis_index(held.axes)[None])[0], held.shape, held.axes)
+        out.append(x)
+    return tree_unflatten(out, structure)
+
+
+def whole_leaves(grads: Any, like: Any) -> list[Tensor]:
+    """The gradients of the leaves that are not cut."""
+    held = torch_tree.tree_leaves(like, is_leaf=is_shard)
+    return [g for g, x in zip(tree_leaves(grads), held, strict=True) if not is_shard(x)]
+
+
+def sum_dense(grads: Any, summed: Sequence[Tensor], like: Any, sizes: Mapping[str, int]) -> Any:
+    """Σ over all ranks of every leaf's gradient, of cut leaves this rank's part, added in the order of the ranks; summed: of the others."""
+    held, structure = torch_tree.tree_flatten(like, is_leaf=is_shard)
+    cut = [(g, x) for g, x in zip(tree_leaves(grads), held, strict=True) if is_shard(x)]
+    parts, rest = iter(sum_to_parts([g for g, _ in cut], [x for _, x in cut], sizes)), iter(summed)
+    return tree_unflatten([next(parts) if is_shard(x) else next(rest) for x in held], structure)
+
+
+def sum_to_parts(leaves: Sequence[Tensor], held: Sequence[DenseShard], sizes: Mapping[str, int]) -> list[DenseShard]:
+    """Of every leaf this rank's part of the sum. It sends what the first half of a ring's all-reduce sends; over axes that do not cut the
+    leaves, parts are gathered."""
+    out: list[DenseShard] = list(held)
+    for dtype in dict.fromkeys(x.dtype for x in leaves):
+        at = [i for i, x in enumerate(leaves) if x.dtype == dtype]
+        axes, n = held[0].axes, _size(held[0])
+        others = tuple(a for a in sizes if a not in axes)
+        got = all_to_all(torch.cat([_padded(leaves[i], n).unflatten(0, (n, -1)) for i in at], 1), axes)
+        got = all_gather(got, others) if others else got[None]  # [other ranks, n, ...]
+        total = added([got[other, own] for other, own in _in_order(sizes, others, axes)])
+        for i, x in zip(at, total.split([-(-leaves[i].numel() // n) for i in at]), strict=True):
+            out[i] = DenseShard(x, held[i].shape, axes)
+    return out
+
+
+def ordered_sum(tree: Any, axes: Sequence[str]) -> Any:
+    """Σ over ranks of every float leaf, added in the order of the ranks, so that it has the same bits on any mesh and in one process.
+
+    All leaves of a dtype travel together. Each rank adds up one part of them, and the parts are gathered: what a ring's all-reduce sends.
+    Two ranks give each other all they have: as many bytes, at once.
+    """
+    leaves, structure = tree_flatten(tree)
+    n, out = axis_size(tuple(axes)), list(leaves)
+    for dtype in dict.fromkeys(x.dtype for x in leaves):
+        at = [i for i, x in enumerate(leaves) if x.dtype == dtype]
+        flat = torch.cat([leaves[i].flatten() for i in at])
+        size = flat.shape[0]
+        if n <= 2:
+            total = added(all_gather(flat, tuple(axes)).unbind(0))
+        else:
+            parts = torch.cat([flat, flat.new_zeros(-size % n)]).unflatten(0, (n, -1))
+            total = all_gather(added(all_to_all(parts, tuple(axes)).unbind(0)), tuple(axes), tiled=True)[:size]
+        for i, x in zip(at, total.split([leaves[i].numel() for i in at]), strict=True):
+            out[i] = x.reshape(leaves[i].shape)
+    return tree_unflatten(out, structure)
+
+
+def added(parts: Sequence[Tensor]) -> Tensor:
+    """Σ, one after the other."""
+    first, *others = parts
+    for x in others:
+        first = first + x
+    return first
+
+
+def _in_order(sizes: Mapping[str, int], *groups: Sequence[str]) -> Iterator[tuple[int, ...]]:
+    """For every rank of the mesh, in order, its place on each group of axes."""
+    for rank in range(prod(sizes.values())):
+        where, left = {}, rank
+        for a in reversed(sizes):
+            where[a], left = left % sizes[a], left // sizes[a]
+        places = []
+        for group in groups:
+            place = 0
+            for a in group:
+                place = place * sizes[a] + where[a]
+            places.append(place)
+        yield tuple(places)
+
+
+def _size(x: DenseShard) -> int:
+    """n: how many parts of C elements make the whole; inside a mapped function."""
+    return axis_size(x.axes)
+
+
+def _padded(x: Tensor, n: int) -> Tensor:
+    """f[n · C]."""
+    flat = x.flatten()
+    return torch.cat([flat, flat.new_zeros(-flat.shape[0] % n)])
+
+
+def _whole(flat: Tensor, shape: Sequence[int]) -> Tensor:
+    return flat[: prod(shape)].reshape(shape)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def dense_axes_problems(mesh: Any, axes: Any, dense: DenseOptimizer | None = None) -> Iterator[Problem]:
+    """The axes are the mesh's, and the optimizer takes every element for itself."""
+    if not axes:
+        return
+    if not isinstance(mesh, Mesh):
+        yield Problem("`dense_axes` are of a mesh.", "no `mesh`", "mesh=... and plan=..., or dense_axes=()")
+    elif [a for a in axes if a not in mesh.axis_names] or len(set(axes)) < len(axes):
+        yield Problem(
+            "`dense_axes` are not the mesh's.", f"{tuple(axes)}", f"some of {list(mesh.axis_names)}, each once"
+        )
+    elif isinstance(dense, DenseOptimizer):
+        try:
+            reason = "" if is_elementwise(dense) else "parts that move otherwise than the whole"
+        except (TypeError, ValueError) as error:  # Muon: matrices only
+            reason = str(error).splitlines()[0]
+        if reason:
+            hint = "dense_axes=(), or torch.optim.Adam"
+            yield Problem(
+                "`dense` looks at more than one element at a time.", reason, "one that has the same answer for every cut", hint
+            )  # fmt: skip
+
+
+def leaf_problems(dense: Any, state: Any) -> Iterator[Problem]:
+    """What is cut are float tensors, and their optimizer's states."""
+    hint = "the `dense` and `dense_opt` of one state: step.init(params)"
+    for path, x in paths(dense):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            need = "a float tensor"
+            yield Problem(f"`state.dense{path}` cannot be cut.", describe(x), need, hint, TypeError)
+    try:
+        held = tree_structure(dense).flatten_up_to(state)
+        fits = all(isinstance(x, Mapping) and all(isinstance(s, Tensor) for s in x.values()) for x in held)
+    except ValueError:
+        fits = False
+    if not fits:
+        got, need = (f"{[p for p, _ in paths(x)]}" for x in (state, dense))
+        what = "`state.dense_opt` is of other parameters."
+        yield Problem(what, f"leaves {got}", f"a dict of tensors at each of {need}", hint)
+
+
+def is_elementwise(dense: DenseOptimizer) -> bool:
+    """Whether steps with a tensor, early and late ones, by small and by large gradients, are those with its two halves apart."""
+    x, g = torch.linspace(-1, 2, 6), torch.linspace(3, -2, 6)
+    whole, first, last = (_moved(dense, x[at], g[at]) for at in (slice(0, 6), slice(0, 3), slice(3, 6)))
+    differ = (whole - torch.cat([first, last])).abs() > 1e-4 * (whole - x).abs().max()
+    return not bool(value_below(differ).any())
+
+
+def _moved(dense: DenseOptimizer, x: Tensor, g: Tensor) -> Tensor:
+    params, state = [x], dense.init([x])
+    for step, size in PROBE:
+        params, state = dense.update([g * size], state, params, step)
+    return params[0]

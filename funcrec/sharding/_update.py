@@ -1,0 +1,249 @@
+"""The update of tables on a mesh; of those cut by columns, by what their optimizer looks at.
+
+    an element at a time     each owner updates its columns as a table
+    the row's gradient       cotangents go to every owner with all columns; each updates its own (`RowGrads.first`)
+    the whole row            every owner is sent gradients, rows and slots of the touched rows, updates them whole, and keeps its columns
+
+What is one number per row among the slots comes out the same on all owners of the row.
+Shapes: n ranks, M touched rows, w columns of a bank, D of a table.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec.core import fail, replace, tree_flatten, tree_unflatten
+from funcrec.kernels import ops
+from funcrec.kernels.reference_jagged import place_among
+from funcrec.mesh import all_gather, axis_index
+from funcrec.optim import RowOptimizer
+from funcrec.sharding._layout import Layout
+from funcrec.sharding._tables import ShardedTables
+from funcrec.tables import RowGrads
+
+
+def check_whole_rows(call: str, sparse: RowOptimizer, layout: Layout) -> None:
+    """An optimizer with a norm over all rows sees none that is cut."""
+    columns = column_banks(sparse, layout)
+    if columns and sparse.is_joint:
+        hint = "row_wise or table_wise for it, or an optimizer of single elements, such as adam"
+        fail(
+            call,
+            "a norm of all gradients and rows cut by columns do not go together.",
+            got=f"tables {list(columns)} by columns",
+            need="whole rows",
+            hint=hint,
+        )
+
+
+def column_banks(sparse: RowOptimizer, layout: Layout) -> dict[str, list[str]]:
+    """{table: its banks} of the tables cut by columns that the optimizer must be shown as tables: it looks beyond elements, or at names."""
+    shapes = dict(layout.shapes)
+    if sparse.is_elementwise and all(sparse.label(n) is None for n in shapes):
+        return {}
+    out: dict[str, list[str]] = {}
+    for s in layout.shards:
+        if s.last - s.first < shapes[s.table][1] and layout.banks[s.bank].name not in out.setdefault(s.table, []):
+            out[s.table].append(layout.banks[s.bank].name)
+    return out
+
+
+def places(layout: Layout, bank: int) -> list[list[int]]:
+    """For each rank the shards, by their numbers, that it holds of a bank."""
+    shards = [(i, s) for i, s in enumerate(layout.shards) if s.bank == bank]
+    return [[i for i, s in shards if r in s.ranks] for r in range(layout.banks[bank].num_ranks)]
+
+
+def tables_in_place(sparse: RowOptimizer, columns: Mapping[str, list[str]], layout: Layout) -> list[str]:
+    """The tables of `columns` that each owner updates where they lie. Under an optimizer that looks at the gradients of rows a rank must
+    hold no two blocks of columns in one bank, as it does where a placement names it twice: one number tells a bank's columns."""
+    if sparse.is_elementwise:
+        return list(columns)
+    crowded = {
+        s.table for s in layout.shards if s.table in columns and any(len(own) > 1 for own in places(layout, s.bank))
+    }
+    return [t for t in columns if sparse.is_gradient_wise and t not in crowded]
+
+
+def whole_banks(sparse: RowOptimizer, layout: Layout) -> tuple[str, ...]:
+    """The banks whose cotangents go to every owner with all columns of the row; the same on all ranks."""
+    columns = column_banks(sparse, layout)
+    tables = () if sparse.is_elementwise else tables_in_place(sparse, columns, layout)
+    return tuple(b for t in tables for b in columns[t])
+
+
+def first_column(layout: Layout, bank: int) -> Tensor:
+    """i64[]: where the columns begin that this rank holds of a bank's table; 0 where it holds none."""
+    firsts = [layout.shards[own[0]].first if own else 0 for own in places(layout, bank)]
+    rank = axis_index(layout.banks[bank].axes)[None]  # a number alone for an index would be read on the host
+    return torch.tensor(firsts, device=rank.device)[rank][0]
+
+
+def as_tables(banks: Mapping[str, Any], columns: Mapping[str, list[str]]) -> dict[str, Any]:
+    """The banks as the optimizer names them: a table cut by columns under its own name, with the first of its banks."""
+    apart = {b for own in columns.values() for b in own}
+    return {n: x for n, x in banks.items() if n not in apart} | {
+        t: banks[own[0]] for t, own in columns.items() if own[0] in banks
+    }
+
+
+def init_slots(sparse: RowOptimizer, tables: ShardedTables, columns: Mapping[str, list[str]]) -> dict:
+    """{bank: slots}."""
+    base = as_tables(tables.banks, columns)
+    first = sparse.init(base)
+    out = {n: first[n] for n in tables.banks if n in first}
+    for table, own in columns.items():
+        out |= {b: sparse.init({**base, table: tables.banks[b]})[table] for b in own}
+    return {n: out[n] for n in tables.banks}
+
+
+def update_banks(
+    sparse: RowOptimizer, grads: Mapping[str, RowGrads], slots: Mapping, tables: ShardedTables, step: Tensor
+):
+    """(banks, slots): banks of whole rows at once; tables cut by columns bank by bank, each under its table's name."""
+    layout, columns = tables.layout, column_banks(sparse, tables.layout)
+    apart = {b for own in columns.values() for b in own}
+    whole = lambda x: {n: v for n, v in x.items() if n not in apart}
+    in_place = tables_in_place(sparse, columns, layout)
+    together = {t: own for t, own in columns.items() if t not in in_place}
+    met = {t: {n: OwnColumns.of(n, grads, slots, tables) for n in columns[t]} for t in in_place}
+    met |= rows_together(together, grads, slots, tables.banks, layout)
+    unmoved = lambda t, b: met[t][b] if b in met[t] else OwnColumns(None, tables.banks[b], slots[b])
+    new_banks, new_slots = dict(tables.banks), dict(slots)
+    for turn in range(max([1, *map(len, columns.values())])):
+        now = {t: met[t][own[turn]] for t, own in columns.items() if turn < len(own) and own[turn] in met[t]}
+        rest = {t: unmoved(t, own[0]) for t, own in columns.items() if t not in now}  # named, not updated
+        mini = {**rest, **now}
+        given = ({} if turn else whole(grads)) | {t: r.grads for t, r in now.items() if r.grads is not None}
+        own_slots = whole(slots) | {t: r.slots for t, r in mini.items()}
+        moved, made = sparse.update(given, own_slots, whole(tables.banks) | {t: r.table for t, r in mini.items()}, step)
+        if not turn:
+            new_banks |= whole({n: moved[n] for n in moved if n in new_banks})
+            new_slots |= whole({n: made[n] for n in made if n in new_slots})
+        for t, r in now.items():
+            b = columns[t][turn]
+            new_banks[b] = r.put(tables.banks[b], moved[t])
+            new_slots[b] = {k: r.put(s, made[t][k]) for k, s in slots[b].items()}
+    return new_banks, new_slots
+
+
+class OwnColumns(NamedTuple):
+    """A bank of a table cut by columns, as the table that its owner updates."""
+
+    grads: RowGrads | None
+    table: Tensor
+    slots: dict[str, Tensor]
+
+    @staticmethod
+    def of(name: str, grads: Mapping[str, RowGrads], slots: Mapping, tables: ShardedTables) -> "OwnColumns":
+        own, bank = grads.get(name), tables.banks[name]
+        if own is not None and own.dim > bank.shape[1]:
+            number = next(i for i, b in enumerate(tables.layout.banks) if b.name == name)
+            own = replace(own, first=first_column(tables.layout, number))
+        return OwnColumns(own, bank, slots[name])
+
+    def put(self, old: Tensor, new: Tensor) -> Tensor:
+        return new
+
+
+def rows_together(
+    columns: Mapping[str, list[str]], grads: Mapping[str, RowGrads], slots: Mapping, banks: Mapping, layout: Layout
+) -> "dict[str, dict[str, RowsTogether]]":
+    """{table: {bank: its rows}} of the tables cut by columns: what all ranks know of their touched rows travels at once."""
+    own = [b for b in layout.banks if b.name in {n for names in columns.values() for n in names} and b.name in grads]
+    touched = {b.name: grads[b.name].coalesce() for b in own if grads[b.name].capacity > 0}
+    taken = {n: _take(g, banks[n], slots[n]) for n, g in touched.items()}
+    gathered: dict[str, dict[str, Tensor]] = {}
+    for axes in dict.fromkeys(b.axes for b in own):
+        gathered |= gather_as_one({b.name: taken[b.name] for b in own if b.axes == axes and b.name in taken}, axes)
+    return {t: RowsTogether.of(t, touched, taken, gathered, layout) for t in columns}
+
+
+class RowsTogether(NamedTuple):
+    """The touched rows of one bank of a table cut by columns, with the columns of all its banks: grads, table and slots as of a
+    table of M rows. bank_grads, which, shards: where they lie in the bank, and of which shard each is."""
+
+    grads: RowGrads
+    table: Tensor
+    slots: dict[str, Tensor]
+    bank_grads: RowGrads
+    which: Tensor
+    shards: tuple
+
+    @staticmethod
+    def of(
+        table: str, touched: Mapping, taken: Mapping, gathered: Mapping, layout: Layout
+    ) -> "dict[str, RowsTogether]":
+        """{bank: its rows}, for the banks of the table that have a gradient."""
+        shards = [layout.shards[k] for k in layout.shards_of(table)]
+        own = [layout.banks[b] for b in dict.fromkeys(s.bank for s in shards)]
+        out = {}
+        for n, g in ((b.name, touched[b.name]) for b in own if b.name in touched):
+            mine = tuple(s for s in shards if layout.banks[s.bank].name == n)
+            which, rows = _table_rows(g, mine, axis_index(own[0].axes))
+            parts = [_find(rows, s, gathered[layout.banks[s.bank].name]) for s in shards]
+            joined = {k: torch.cat([x[k] for x in parts], 1) for k in parts[0] if taken[n][k].dim() > 1}
+            kept = {k: joined.get(k, x) for k, x in taken[n].items()}
+            row_slots = {k.removeprefix("slot "): x for k, x in kept.items() if k.startswith("slot ")}
+            places = torch.where(rows >= 0, torch.arange(rows.shape[0], device=rows.device), -1)
+            entries = RowGrads.from_entries(places, joined["grads"], num_embeddings=rows.shape[0], repeats=g.repeats)
+            out[n] = RowsTogether(entries, joined["table"], row_slots, g, which, mine)
+        return out
+
+    def put(self, old: Tensor, new: Tensor) -> Tensor:
+        """The bank, or a slot of it, with the rows' own columns of `new`, [M, D] or [M]."""
+        flat = lambda x: x if x.dim() > 1 else x[:, None]
+        own = flat(new)
+        if new.dim() > 1:
+            own = new[:, self.shards[0].first : self.shards[0].last]
+            for k, s in enumerate(self.shards[1:], 1):
+                own = torch.where((self.which == k)[:, None], new[:, s.first : s.last], own)
+        rows, count = self.bank_grads.rows, self.bank_grads.count
+        return ops.scatter_rows(flat(old), rows=rows, count=count, new=own).reshape(old.shape)
+
+
+def _take(grads: RowGrads, bank: Tensor, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What is known of the touched rows here: their numbers, gradients, values and slots."""
+    rows = torch.where(grads.valid, grads.rows, -1)
+    take = lambda x: ops.gather_rows(x if x.dim() > 1 else x[:, None], rows).reshape(-1, *x.shape[1:])
+    return {"rows": rows, "grads": grads.grads, "table": take(bank).to(bank.dtype)} | {
+        f"slot {k}": take(s) for k, s in slots.items()
+    }
+
+
+def _table_rows(grads: RowGrads, shards: Sequence, rank: Tensor) -> tuple[Tensor, Tensor]:
+    """For each touched row of this rank's bank, which of the shards it is of, and its row in the table; -1 for none."""
+    which = rows = torch.full_like(grads.rows, -1)
+    for k, s in enumerate(shards):
+        for i, (r, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
+            inside = grads.valid & (rank == r) & (grads.rows >= start) & (grads.rows < start + s.part)
+            rows = torch.where(inside, grads.rows - start + i * s.part, rows)
+            which = torch.where(inside, k, which)
+    return which, rows
+
+
+def _find(rows: Tensor, shard, gathered: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The shard's columns of those rows of the table, from what all ranks know of theirs."""
+    part = torch.div(rows.clamp(min=0), shard.part, rounding_mode="floor")
+    owner = torch.tensor(shard.ranks, device=rows.device)[part]
+    row = rows.clamp(min=0) - part * shard.part + torch.tensor(shard.starts, device=rows.device)[part]
+    known = gathered["rows"]  # ascending on each rank, -1 behind
+    known = torch.where(known < 0, torch.iinfo(known.dtype).max, known)
+    most = known.shape[1]
+    place = place_among(known, row.expand(known.shape[0], -1).contiguous(), right=False)  # [n, M]: on every rank
+    place = place.gather(0, owner[None])[0].clamp(max=most - 1)
+    return {k: x[owner, place] for k, x in gathered.items()}
+
+
+def gather_as_one(tree: Any, axes: Sequence[str]) -> Any:
+    """all_gather of every leaf, [n, ...]; all leaves of a dtype travel together."""
+    leaves, structure = tree_flatten(tree)
+    out = list(leaves)
+    for dtype in dict.fromkeys(x.dtype for x in leaves):
+        at = [i for i, x in enumerate(leaves) if x.dtype == dtype]
+        whole = all_gather(torch.cat([leaves[i].flatten() for i in at]), tuple(axes))
+        for i, x in zip(at, whole.split([leaves[i].numel() for i in at], 1), strict=True):
+            out[i] = x.reshape(x.shape[0], *leaves[i].shape)
+    return tree_unflatten(out, structure)

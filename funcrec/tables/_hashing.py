@@ -1,0 +1,85 @@
+"""ids -> rows: a pure function of the feature's config.
+
+    modulo: id mod R          multiply_shift: (((a·id + b) mod 2⁶⁴ >> 32) · R) >> 32
+
+R rows. An id of a feature without a hash is its row.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from funcrec.core import GAMMA, Problem, check, count_problems, describe, mix, shift_right
+from funcrec.tables._configs import Hash
+
+
+def hash_rows(ids: Tensor, hash: Hash | None, num_embeddings: int) -> Tensor:
+    """The rows of `ids`, any shape, of the same dtype.
+
+    Law: a hashed row is in [0, num_embeddings); without a hash it is the id.
+
+    Raises: ValueError when multiply_shift meets num_embeddings >= 2³¹, or rows that the ids' dtype cannot hold.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.hash_rows(torch.tensor([12, -1]), fr.modulo(), 10)
+      tensor([2, 9])
+    """
+    check("funcrec.hash_rows", _problems(ids, hash, num_embeddings))
+    if hash is None:
+        return ids
+    if hash.kind == "modulo":
+        return torch.remainder(ids, num_embeddings)
+    a, b = multipliers(hash.seed, ids.device)
+    high = shift_right(ids.to(torch.int64) * a + b, 32)
+    return shift_right(high * num_embeddings, 32).to(ids.dtype)
+
+
+def hash_lanes(ids: Tensor, lane: Tensor, hows: Sequence[tuple[Hash | None, int]]) -> Tensor:
+    """The rows of the ids i[N] of several features, in one pass: id i by the hash and the num_embeddings of hows[lane[i]].
+
+    Law: hash_lanes(ids, lane, hows)[i] == hash_rows(ids, *hows[lane[i]])[i].
+    """
+    for hash, num_embeddings in hows:
+        if hash is not None:  # a lane of ids that are rows already has no height to be hashed to
+            check("funcrec.hash_rows", _problems(ids, hash, num_embeddings))
+    of_lane = lambda numbers: torch.tensor(numbers, device=ids.device)[lane]
+    kinds = [None if hash is None else hash.kind for hash, _ in hows]
+    sizes, rows = of_lane([1 if k is None else n for k, (_, n) in zip(kinds, hows, strict=True)]), ids
+    if "modulo" in kinds:
+        rows = torch.where(of_lane([k == "modulo" for k in kinds]), torch.remainder(ids, sizes.to(ids.dtype)), rows)
+    if "multiply_shift" in kinds:
+        ab = torch.stack([torch.stack(multipliers(hash.seed if hash else 0, ids.device)) for hash, _ in hows])[lane]
+        high = shift_right(ids.to(torch.int64) * ab[:, 0] + ab[:, 1], 32)
+        shifted = shift_right(high * sizes, 32).to(ids.dtype)
+        rows = torch.where(of_lane([k == "multiply_shift" for k in kinds]), shifted, rows)
+    return rows
+
+
+def multipliers(seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """a (odd) and b of multiply_shift, i64[]."""
+    a, b = mix(torch.arange(2 * seed + 1, 2 * seed + 3, device=device) * GAMMA)
+    return a | 1, b
+
+
+def _problems(ids: Tensor, hash: Hash | None, num_embeddings: int) -> Iterator[Problem]:
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
+        yield Problem("`ids` are not ids.", describe(ids), "i32 or i64", "ids.long(), or torch.tensor(ids)", TypeError)
+        return
+    if hash is not None and not isinstance(hash, Hash):
+        yield Problem(
+            "`hash` is not a hash.", describe(hash), "fr.modulo() or fr.multiply_shift(), or None", kind=TypeError
+        )
+        return
+    found = list(count_problems(num_embeddings, "num_embeddings"))
+    yield from found
+    if (
+        not found
+        and hash is not None
+        and num_embeddings >= 2**31
+        and (hash.kind == "multiply_shift" or ids.dtype == torch.int32)
+    ):
+        need = "num_embeddings < 2³¹"
+        got = f"{num_embeddings} rows, {describe(ids)}"
+        yield Problem(f"`{hash.kind}` cannot reach every row.", got, need, "i64 ids and modulo()")

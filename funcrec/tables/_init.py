@@ -1,0 +1,66 @@
+"""How a table's rows are first drawn.
+
+    table[r] = initializer(fold_in(key, name), row r)
+
+Row r depends on the key, the table's name, r and the config, on nothing else: any shard of any mesh draws its own
+rows.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Device, Key, check, random, typed
+from funcrec.kernels.memory import empty_table
+from funcrec.tables._configs import TableConfig, table_list_problems
+
+INIT_BLOCK = 1 << 20  # elements drawn at once: the generator's i64 counters need eight bytes each
+
+
+@typed
+def init(key: Key, tables: Sequence[TableConfig], *, device: Device | None = None) -> dict[str, Tensor]:
+    """Fresh tables: {name: [num_embeddings, embedding_dim]} of each config's dtype; on the meta device only shapes.
+
+    Law: row r of a table depends on the key, the table's name, r and the config only.
+
+    Example:
+      >>> import funcrec as fr
+      >>> weights = fr.init(fr.key(0), [fr.TableConfig("item", num_embeddings=10, embedding_dim=4)])
+      >>> weights["item"].shape
+      torch.Size([10, 4])
+    """
+    random.check_key("funcrec.init", key)
+    check("funcrec.init", table_list_problems(tables))
+    return {t.name: init_rows(key, t, 0, t.num_embeddings, device=device) for t in tables}
+
+
+def init_rows(key: Tensor, table: TableConfig, start: int, stop: int, *, device=None) -> Tensor:
+    """Rows [start, stop) of the table that `init` makes: what a shard needs."""
+    shape = (stop - start, table.embedding_dim)
+    device = key.device if device is None else torch.device(device)
+    if device.type == "meta":
+        return torch.empty(shape, dtype=table.dtype, device=device)
+    own = random.fold_in(key, name_number(table.name)).to(device)
+
+    def draw(first: int, last: int) -> Tensor:
+        begin = first * table.embedding_dim
+        rows = table.initializer(own, (last - first, table.embedding_dim), begin, table.num_embeddings)
+        return rows.to(table.dtype)
+
+    step = max(INIT_BLOCK // table.embedding_dim, 1)
+    if shape[0] <= step:
+        return draw(start, stop)
+    out = empty_table(shape, dtype=table.dtype, device=device)
+    for first in range(start, stop, step):
+        last = min(first + step, stop)
+        out[first - start : last - start] = draw(first, last)
+    return out
+
+
+def name_number(name: str) -> int:
+    """FNV-1a of the name in 31 bits: the same in every process, unlike `hash`."""
+    number = 0x811C9DC5
+    for byte in name.encode():
+        number = (number ^ byte) * 0x01000193 % 2**32
+    return number >> 1

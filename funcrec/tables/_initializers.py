@@ -1,0 +1,111 @@
+"""Distributions of a table's rows.
+
+table[r] = initializer(fold_in(key, name), row r)"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Count, Key, Problem, Size, check, describe, random, typed
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """A distribution of rows; `fr.uniform()`, `fr.normal()`, `fr.xavier_normal()` and `fr.constant()` make them.
+
+    A table's initializer may be any hashable callable of this signature, a user's own among them.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.constant(1.0)(fr.key(0), (1, 3), start=0, num_embeddings=10)
+      tensor([[1., 1., 1.]])
+    """
+
+    kind: Literal["uniform", "normal", "xavier_normal", "constant"]
+    scale: float | None = None
+
+    def __post_init__(self):
+        check(f"funcrec.{self.kind}", _initializer_problems(self.kind, self.scale))
+
+    @typed
+    def __call__(self, key: Key, shape: tuple[Size, Size], start: Size, num_embeddings: Count) -> Tensor:
+        """Elements start, start + 1, ... of the table's sequence, as f32[shape]."""
+        match self.kind:
+            case "uniform":
+                bound = num_embeddings**-0.5 if self.scale is None else self.scale
+                return (random.uniform(key, shape, start=start) * 2 - 1) * bound
+            case "normal":
+                return random.normal(key, shape, start=start) * self.scale
+            case "xavier_normal":
+                return random.normal(key, shape, start=start) * math.sqrt(2 / (num_embeddings + shape[1]))
+            case "constant":
+                return torch.full(shape, self.scale, device=key.device)
+
+
+def uniform(bound: float | None = None) -> Initializer:
+    """U(-bound, bound); bound defaults to sqrt(1 / num_embeddings), as TorchRec's.
+
+    Example:
+      >>> import funcrec as fr
+      >>> table = fr.TableConfig("item", 10_000, 4, initializer=fr.uniform())
+      >>> bool(fr.init(fr.key(0), [table])["item"].abs().max() <= 0.01)
+      True
+    """
+    return Initializer("uniform", bound)
+
+
+def normal(std: float = 1.0) -> Initializer:
+    """N(0, std²).
+
+    Example:
+      >>> import funcrec as fr
+      >>> table = fr.TableConfig("item", 10_000, 4, initializer=fr.normal(0.1))
+      >>> round(float(fr.init(fr.key(0), [table])["item"].std()), 2)
+      0.1
+    """
+    return Initializer("normal", std)
+
+
+def xavier_normal() -> Initializer:
+    """N(0, 2 / (num_embeddings + embedding_dim)), as torch.nn.init.xavier_normal_ of the table.
+
+    Example:
+      >>> import funcrec as fr
+      >>> table = fr.TableConfig("item", 192, 8, initializer=fr.xavier_normal())
+      >>> round(float(fr.init(fr.key(0), [table])["item"].std()), 2)
+      0.1
+    """
+    return Initializer("xavier_normal")
+
+
+def constant(value: float = 0.0) -> Initializer:
+    """The same number everywhere.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.init(fr.key(0), [fr.TableConfig("bias", 2, 1, initializer=fr.constant(0.5))])["bias"].flatten()
+      tensor([0.5000, 0.5000])
+    """
+    return Initializer("constant", value)
+
+
+SCALES = {"uniform": "bound", "normal": "std", "constant": "value", "xavier_normal": ""}
+
+
+def _initializer_problems(kind: object, scale: object) -> Iterator[Problem]:
+    if not isinstance(kind, str) or kind not in SCALES:
+        yield Problem("`kind` is unknown.", f"{kind!r}", f"one of {list(SCALES)}", "fr.uniform(bound)")
+        return
+    name = SCALES[kind]
+    if scale is None and kind in ("uniform", "xavier_normal"):
+        return
+    least = -math.inf if kind == "constant" else 0
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool):
+        yield Problem(f"`{name}` is not a number.", describe(scale), "a float", kind=TypeError)
+    elif not (math.isfinite(scale) and scale >= least):
+        need = "a finite number" if kind == "constant" else "a finite number >= 0"
+        yield Problem(f"`{name}` is no scale of a distribution.", f"{scale}", need)

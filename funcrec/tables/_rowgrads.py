@@ -1,0 +1,391 @@
+"""RowGrads: a table's cotangent as the sum of what its lookups sent back, not written out.
+
+    dense gradient [R, D] = Σ_terms Σ_i e_{rows[i]} ⊗ grads[i]
+
+A term is either `Entries`, a row and a gradient each, or `Bags`: a pooled lookup's ids and the gradient of its output, from which
+the entries follow. Sums and factors keep the terms; `coalesce`, an update, or a look at `rows` and `grads` writes entries
+out. An entry counts when it stands before `count` and its row is in [0, R).
+Shapes: M entries, N ids, B bags, C columns, R rows of the table, D dim.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from funcrec.core import (
+    Device,
+    Form,
+    NotNegative,
+    Positive,
+    Size,
+    describe,
+    fail,
+    is_forward,
+    plain,
+    pytree,
+    replace,
+    typed,
+)
+from funcrec.kernels import ops, reference
+from funcrec.kernels.forms import Feature, Segment, Terms, capacity_of, flatten
+from funcrec.mesh import psum
+from funcrec.tables._primitives import segments_of_lookup
+
+
+@pytree(optional=("count", "repeats"))
+class Entries:
+    """rows i[M], grads f[M, D]; those behind `count`, i64[], are padding; `repeats`, i64[M], is how many ids each sums."""
+
+    rows: Tensor
+    grads: Tensor
+    count: Tensor | None = None
+    repeats: Tensor | None = None
+
+    def marked(self) -> Tensor:
+        """The rows, -1 behind `count`."""
+        if self.count is None:
+            return self.rows
+        return torch.where(torch.arange(self.rows.shape[0], device=self.rows.device) < self.count, self.rows, -1)
+
+
+@pytree(static=("features",), optional=("weights",))
+class Bags:
+    """What a pooled lookup sends one table: row rows[i] gets s_i · d[b, column : column + D] for every id i of bag b.
+
+    d: f[B, C], the cotangent of the lookup's output. rows: i[N]. offsets: the bags of all features. weights: f[N].
+    """
+
+    d: Tensor
+    rows: Tensor
+    offsets: Tensor
+    weights: Tensor | None = None
+    features: tuple[Feature, ...] = ()
+
+
+@pytree(static=("num_embeddings", "dim", "coalesced", "axes"), optional=("overflow", "first", "mark"))
+class RowGrads:
+    """The gradient of one table, row by row; `dense == grads.to_dense()`.
+
+    Args:
+      terms: whose sum it is.
+      num_embeddings: R, the height of the table. dim: D.
+      coalesced: whether it is one term of Entries with distinct, ascending rows before its count.
+      axes: the mesh axes over which the table is cut, if it is one rank's part: norms are of the whole.
+      overflow: i64[2], of an exchange with a capacity: how many of this rank's ids found no place, and the capacity they needed; None
+        where all have one.
+      first: i64[], for a table that holds columns [first, first + width) of rows of D columns, all of which the gradient has, for
+        optimizers that look at it as a whole (`RowOptimizer.is_gradient_wise`); None for a table of whole rows.
+      mark: i64[], 1, made where forward derivatives are taken (jvp). Their tangents have the tree of what they are of with zeros for
+        integers: mark 0, and no rows. Such are refused wherever rows are read; take `to_dense` inside of the jvp.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> g = fr.RowGrads.from_entries(torch.tensor([2, 0, 2]), torch.ones(3, 1), num_embeddings=4)
+      >>> g.coalesce().to_dense().flatten()
+      tensor([1., 0., 2., 0.])
+    """
+
+    terms: tuple[Entries | Bags, ...]
+    num_embeddings: int = 0
+    dim: int = 0
+    coalesced: bool = False
+    axes: tuple[str, ...] = ()
+    overflow: Tensor | None = None
+    first: Tensor | None = None
+    mark: Tensor | None = None
+
+    def __post_init__(self):
+        if is_forward() and self.mark is None:
+            object.__setattr__(self, "mark", torch.ones((), dtype=torch.int64))
+
+    @staticmethod
+    @typed
+    def from_entries(
+        rows: Tensor,
+        grads: Tensor,
+        *,
+        num_embeddings: Size,
+        count: Annotated[Tensor, Form("i[]")] | None = None,
+        repeats: Annotated[Tensor, Form("i[M]")] | None = None,
+        coalesced: bool = False,
+    ) -> "RowGrads":
+        """Entries in any order, with repeats; a row outside [0, num_embeddings) marks padding, as does a place behind `count`.
+
+        Args:
+          rows: i32[M] or i64[M]. grads: f[M, D].
+          count: i64[]; None for M. repeats: i64[M], how many ids each entry sums; None for one.
+          coalesced: the caller's word that the rows before `count` are distinct and ascend.
+        """
+        call = "funcrec.RowGrads.from_entries"
+        if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64) or rows.dim() != 1:
+            fail(call, "`rows` are not rows.", got=describe(rows), need="i32[M] or i64[M]", kind=TypeError)
+        if not isinstance(grads, Tensor) or grads.dim() != 2 or grads.shape[0] != rows.shape[0]:
+            got = f"{describe(grads)}; rows is {describe(rows)}"
+            fail(call, "`grads` does not match its rows.", got=got, need=f"f[{rows.shape[0]}, D]")
+        if not grads.is_floating_point() or grads.device != rows.device:
+            got, need = f"{describe(grads)}; rows is {describe(rows)}", "floats, where the rows are"
+            hint = "grads.float()" if grads.device == rows.device else "grads.to(rows.device)"
+            fail(call, "`grads` are not gradients of these rows.", got=got, need=need, hint=hint, kind=TypeError)
+        if repeats is not None and repeats.shape != rows.shape:
+            got, need = f"{describe(repeats)}; rows is {describe(rows)}", f"i64[{rows.shape[0]}]"
+            fail(call, "`repeats` does not match its rows.", got=got, need=need, hint="repeats=None, for one id each")
+        if num_embeddings > torch.iinfo(rows.dtype).max:
+            fail(call, "`rows` cannot hold every row.", got=f"{describe(rows)}; {num_embeddings} rows", need="i64 rows")
+        return RowGrads((Entries(rows, grads, count, repeats),), num_embeddings, grads.shape[1], coalesced)
+
+    @staticmethod
+    @typed
+    def zeros(
+        shape: tuple[Size, Size], *, dtype: torch.dtype = torch.float32, device: Device | None = None
+    ) -> "RowGrads":
+        """The zero gradient of a table [R, D]: no entries."""
+        rows = torch.zeros(0, dtype=torch.int64, device=device)
+        grads = torch.zeros(0, shape[1], dtype=dtype, device=device)
+        return RowGrads((Entries(rows, grads),), shape[0], shape[1], False)
+
+    @property
+    def capacity(self) -> int:
+        """M: how many entries it is written out as."""
+        return sum(map(_capacity, self.terms))
+
+    @property
+    def floats(self) -> list[Tensor]:
+        """The tensors that it is linear in, and weights: those that a derivative can be wanted of."""
+        own = lambda t: (t.d, t.weights) if isinstance(t, Bags) else (t.grads,)
+        return [x for t in self.terms for x in own(t) if x is not None]
+
+    @property
+    def has_repeats(self) -> bool:
+        """Whether an entry may stand for several ids."""
+        return any(_has_repeats(t) for t in self.terms)
+
+    def entries(self) -> Entries:
+        """All terms written out as one, in plain torch."""
+        self = usable(self)
+        if len(self.terms) == 1 and isinstance(self.terms[0], Entries):
+            return self.terms[0]
+        d, rows, offsets, weights, segments = terms_of([self])
+        made = reference.expand(d, rows, offsets, weights, flatten(segments), [self.num_embeddings, self.dim])
+        if not self.has_repeats:
+            return Entries(*made)
+        ones = lambda t: torch.ones(_capacity(t), dtype=torch.int64, device=made[0].device)
+        ids = [t.repeats if _has_repeats(t) else ones(t) for t in self.terms]
+        return Entries(*made, None, torch.cat(ids))
+
+    @property
+    def rows(self) -> Tensor:
+        """i[M]."""
+        return self.entries().rows
+
+    @property
+    def grads(self) -> Tensor:
+        """f[M, D]."""
+        return self.entries().grads
+
+    @property
+    def count(self) -> Tensor:
+        """i64[]: entries behind it are padding."""
+        entries = self.entries()
+        if entries.count is not None:
+            return entries.count
+        return torch.full((), entries.rows.shape[0], dtype=torch.int64, device=entries.rows.device)
+
+    @property
+    def repeats(self) -> Tensor | None:
+        """i64[M], how many ids each entry sums; None for one each."""
+        return self.entries().repeats
+
+    @property
+    def valid(self) -> Tensor:
+        """bool[M]: the entries that count."""
+        rows = self.entries().marked()
+        return (rows >= 0) & (rows < self.num_embeddings)
+
+    def coalesce(self, *, implementation: str | None = None) -> "RowGrads":
+        """One entry per distinct row, rows ascending; gradients of a row are summed in the order of their entries."""
+        if self.coalesced:
+            return self
+        shape = (self.num_embeddings, self.dim)
+        rows, grads, count, repeats = ops.coalesce(terms_of([self]), [shape], implementation=implementation)[0]
+        if self.has_repeats:  # a sum of coalesced gradients: its entries stand for several ids
+            own = self.entries()
+            counts = RowGrads((replace(own, grads=own.repeats.to(torch.float64)[:, None], repeats=None),), shape[0], 1)
+            repeats = counts.coalesce(implementation=implementation).grads[:, 0].to(torch.int64)
+        return RowGrads((Entries(rows, grads, count, repeats),), *shape, True, self.axes, first=self.first)
+
+    def to_dense(self) -> Tensor:
+        """f[R, D]."""
+        entries, valid = self.entries(), self.valid
+        rows = torch.where(valid, entries.rows, self.num_embeddings).long()
+        terms = torch.where(valid[:, None], entries.grads, 0)
+        dense = terms.new_zeros(self.num_embeddings + 1, terms.shape[1])
+        return dense.scatter_add(0, rows[:, None].expand(terms.shape), terms)[: self.num_embeddings]
+
+    @typed
+    def scale(self, factor: float | Annotated[Tensor, Form("f[]")]) -> "RowGrads":
+        """factor · gradient."""
+        times = lambda t: replace(t, d=t.d * factor) if isinstance(t, Bags) else replace(t, grads=t.grads * factor)
+        return replace(self, terms=tuple(map(times, self.terms)))
+
+    @typed
+    def clip(self, max_value: NotNegative) -> "RowGrads":
+        """Each element of the (coalesced) gradient clamped to [-max_value, max_value]."""
+        out = self.coalesce()
+        return replace(out, terms=(replace(out.terms[0], grads=out.grads.clamp(-max_value, max_value)),))
+
+    def squared_norm(self) -> Tensor:
+        """f[]: Σ of the squares of the coalesced gradient."""
+        out = self.coalesce()
+        own = torch.where(out.valid[:, None], out.grads, 0).square().sum()
+        return psum(own, self.axes) if self.axes else own
+
+    def norm(self) -> Tensor:
+        """f[]: the Euclidean norm of the dense gradient."""
+        return root(self.squared_norm())
+
+    def __add__(self, other: "RowGrads") -> "RowGrads":
+        """The terms of both, this one's first."""
+        if not isinstance(other, RowGrads):
+            need = "RowGrads of the same table"
+            fail(
+                "funcrec.RowGrads.__add__",
+                "`other` is no row gradient.",
+                got=describe(other),
+                need=need,
+                kind=TypeError,
+            )
+        shape, theirs = (self.num_embeddings, self.dim), (other.num_embeddings, other.dim)
+        if shape != theirs:
+            got = f"{list(shape)} and {list(theirs)}"
+            fail("funcrec.RowGrads.__add__", "the gradients are of different tables.", got=got, need="one shape")
+        overflow = joined_overflow([self, other])
+        mine, theirs = usable(self), usable(other)
+        return RowGrads(mine.terms + theirs.terms, *shape, False, self.axes, overflow)
+
+    @typed
+    def where(self, condition: Annotated[Tensor, Form("b[]")]) -> "RowGrads":
+        """This gradient where the condition, bool[], holds, else one that names no row."""
+        masked: dict[int, Tensor] = {}  # a tensor of several terms stays one
+        for t in self.terms:
+            masked.setdefault(id(t.rows), torch.where(condition, t.rows, -1))
+        return replace(self, terms=tuple(replace(t, rows=masked[id(t.rows)]) for t in self.terms))
+
+    def __repr__(self) -> str:
+        state = "coalesced" if self.coalesced else "entries"
+        shape = f"[{self.capacity}, {self.dim}]"
+        return f"RowGrads({state}, at most {shape}, of {self.num_embeddings} rows)"
+
+
+def is_stacked(term: "Entries | Bags") -> bool:
+    """Whether it is of all members of a vmap, outside of it."""
+    return (term.d if isinstance(term, Bags) else term.grads).dim() != 2
+
+
+def usable(grads: RowGrads) -> RowGrads:
+    """The gradient, of which rows may be read: no tangent, and not of a whole batch at once."""
+    what = hint = ""
+    for t in grads.terms:
+        if is_stacked(t):
+            what, got = "the row gradients are stacked, one for each member of a vmap.", describe(grads.floats[0])
+            hint = "torch.func.vmap(lambda g: g.to_dense())(grads), or use them inside of the mapped function"
+    if grads.mark is not None and not what:
+        mark = plain(grads.mark)
+        if mark is None:  # a graph is being staged
+            return grads.scale(torch.where(grads.mark == 1, 1.0, torch.nan))
+        if bool((mark == 0).any()):
+            what, got = "these are tangents of row gradients, whose rows are not among them.", "RowGrads from a jvp"
+            hint = "take `to_dense`, norms or updates inside of the function that is differentiated"
+    if what:
+        fail("funcrec.RowGrads", what, got=got, need="row gradients of one table", hint=hint, kind=TypeError)
+    return grads
+
+
+def joined_overflow(grads: Sequence[RowGrads]) -> Tensor | None:
+    """i64[2]: ids without a place add up, capacities needed have a greatest; None where no gradient counts them."""
+    counts = [g.overflow for g in grads if g.overflow is not None]
+    if not counts:
+        return None
+    return torch.stack([torch.stack([c[0] for c in counts]).sum(), torch.stack([c[1] for c in counts]).amax()])
+
+
+def terms_of(grads: Sequence[RowGrads]) -> Terms:
+    """The terms of the gradients of several tables, numbered in order, as kernels take them; a tensor stands in its list once."""
+    out = Terms([], [], [], [], [])
+    for table, g in enumerate(grads):
+        for t in usable(g).terms:
+            if isinstance(t, Entries):
+                places = {"d": _place(out.d, t.grads), "rows": _place(out.rows, t.marked()), "offsets": -1}
+            else:
+                places = {
+                    "d": _place(out.d, t.d),
+                    "rows": _place(out.rows, t.rows),
+                    "offsets": _place(out.offsets, t.offsets),
+                }
+            for s in _segments(t):
+                weights = _place(out.weights, t.weights) if s.weights >= 0 else -1
+                out.segments.append(s._replace(table=table, weights=weights, **places))
+    return out
+
+
+def _segments(term: Entries | Bags) -> list[Segment]:
+    """One for entries, one for each feature of bags; the tensors are not numbered yet."""
+    if isinstance(term, Entries):
+        return [Segment(0, 0, 0, 0, -1, 0, term.rows.shape[0], 0, False, -1)]
+    return segments_of_lookup(term.features, term.d.shape[0])
+
+
+def _capacity(term: Entries | Bags) -> int:
+    return sum(capacity_of(s, term.rows.shape[0]) for s in _segments(term))
+
+
+def _place(tensors: list[Tensor], x: Tensor) -> int:
+    """The number of x in the list, at whose end it is put when it is not there."""
+    for i, y in enumerate(tensors):
+        if x is y:
+            return i
+    tensors.append(x)
+    return len(tensors) - 1
+
+
+def _has_repeats(term: Entries | Bags) -> bool:
+    return isinstance(term, Entries) and term.repeats is not None
+
+
+@typed
+def global_norm(grads: Mapping[Any, RowGrads], *more: Annotated[Tensor, Form("f[...]")]) -> Tensor:
+    """f[]: the norm over all tables, and over dense gradients if given.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> g = fr.RowGrads.from_entries(torch.tensor([1]), torch.tensor([[3.0]]), num_embeddings=2)
+      >>> fr.global_norm({"item": g}, torch.tensor([4.0]))
+      tensor(5.)
+    """
+    squares = [g.squared_norm() for g in grads.values()] + [g.square().sum() for g in more]
+    return root(torch.stack(squares).sum()) if squares else torch.zeros(())
+
+
+def root(x: Tensor) -> Tensor:
+    """√x, whose derivative at 0 is 0: that of ‖v‖ = √(v · v) at v = 0 by central differences, where torch has a NaN."""
+    is_zero = x == 0
+    return torch.where(is_zero, 0, torch.where(is_zero, 1, x).sqrt())
+
+
+@typed
+def clip_by_global_norm(grads: Mapping[Any, RowGrads], max_norm: Positive) -> dict[str, RowGrads]:
+    """Scale all tables' gradients by min(1, max_norm / global norm).
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> g = fr.RowGrads.from_entries(torch.tensor([0]), torch.tensor([[3.0, 4.0]]), num_embeddings=1)
+      >>> fr.clip_by_global_norm({"t": g}, 1.0)["t"].to_dense()
+      tensor([[0.6000, 0.8000]])
+    """
+    coalesced = {name: g.coalesce() for name, g in grads.items()}
+    factor = (max_norm / (global_norm(coalesced) + CLIP_EPS)).clamp(max=1)
+    return {name: g.scale(factor) for name, g in coalesced.items()}
+
+
+CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s

@@ -1,0 +1,253 @@
+"""Tables that remember who looked them up.
+
+    acts = lookup(tables) + tap          d_loss/d_tap is the cotangent of that lookup
+
+`value_and_grad` hands its loss tables of `TableRef`s. Each lookup of refs is a site: its output gets a zero tap, and
+its transpose turns the tap's cotangent into RowGrads of the tables that the refs stand for, whatever the lookup calls them.
+A ref is no tensor: any other use of it is an error that says what to do. No global state: the tape travels in the refs.
+
+A site may stand inside transforms that the loss makes itself. Inside a vmap the tap has the vmap's dimensions, one member's tap
+for each; a grad or jvp inside takes the tap for a constant, as it does the table.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+
+from funcrec.core import Problem, fail, message, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from funcrec.tables._rowgrads import RowGrads
+
+_DENSE_USE = Problem(
+    "a table is used densely inside `value_and_grad`.",
+    "an operation on the table itself",
+    "tables are only read by `lookup` and `lookup_sequence`, so that their gradients stay rows",
+    "a matrix that is tied or regularised: in `params.dense`, or weight_decay; a fixed copy (a target network): a lookup under "
+    "torch.no_grad(); a gradient in the loss by the tables: fr.value_and_grad there",
+    TypeError,
+)
+
+
+class Site(NamedTuple):
+    """One lookup of refs.
+
+    form: what must be the same in both passes: names, features, and the taps' (shape, dtype, device). structure: of the taps.
+    saved: what the transpose reads, as it is below all vmaps in between. dims: for each of its leaves the dimensions of those vmaps
+    (None where the leaf is the same for all members), the outermost first. sizes: of those vmaps.
+    """
+
+    form: tuple
+    structure: Any
+    saved: Any
+    dims: list[tuple[int | None, ...]]
+    sizes: tuple[int, ...]
+    transpose: Callable[[Any, Any], dict[str, RowGrads]]
+
+    def zeros(self) -> Any:
+        """The taps. They read nothing of the output: so the pass that finds the sites is dead code when staged."""
+        like = lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
+        return tree_unflatten([like(*leaf) for leaf in self.form[-1]], self.structure)
+
+    def cotangents(self, d_taps: Any, saved: Any) -> Iterator[dict[str, RowGrads]]:
+        """Those of the tables, for each member of the vmaps in between."""
+        leaves, structure = tree_flatten(saved)
+        for member in itertools.product(*map(range, self.sizes)):
+            mine = [_member(x, dims, member) for x, dims in zip(leaves, self.dims, strict=True)]
+            d = tree_map(lambda x: x[member], d_taps) if member else d_taps  # noqa: B023
+            yield self.transpose(d, tree_unflatten(mine, structure))
+
+
+class Tape:
+    """The lookup sites of one evaluation, in order; with those of the pass before, each gets a tap."""
+
+    def __init__(self, found: Sequence[Site] | None = None, taps: Sequence | None = None):
+        self.found = found
+        self.taps = taps
+        self.sites: list[Site] = []
+        self.level = functorch.maybe_current_level() or 0
+
+    def tap(self, out: Any, saved: Any, transpose: Callable[[Any, Any], dict], what: tuple) -> Any:
+        """Add this site's tap to `out`, a pytree of tensors; `transpose(d_out, saved)` reads no other tensor's value."""
+        outs, structure = tree_flatten(out)
+        leaves, saved_structure = tree_flatten(saved)
+        maps: dict[int, int] = {}
+        for x in (*outs, *leaves):
+            maps |= {level: size for level, _, size in _maps_above(x, self.level)[1]}
+        levels = sorted(maps)
+        sizes = tuple(maps[v] for v in levels)
+        stripped = [_maps_above(x, self.level) for x in leaves]
+        dims = [tuple({v: d for v, d, _ in own}.get(v) for v in levels) for _, own in stripped]
+        forms = tuple(((*sizes, *x.shape), x.dtype, x.device) for x in outs)
+        kept = tree_unflatten([x for x, _ in stripped], saved_structure)
+        site = Site((*what, sizes, forms), structure, kept, dims, sizes, transpose)
+        self.sites.append(site)
+        if self.found is None:
+            return out
+        if len(self.sites) > len(self.found) or site.form != self.found[len(self.sites) - 1].form:
+            self.refuse_impure()
+        tap = tree_map(lambda x: _mapped(x, levels), self.taps[len(self.sites) - 1])
+        return tree_map(torch.add, out, tap)
+
+    def refuse_impure(self) -> None:
+        """Name the first site that differs from the pass before."""
+        show = lambda sites, i: _show(sites[i].form) if i < len(sites) else "no lookup"
+        pairs = zip(self.found, self.sites, strict=False)
+        first = next((i for i, (a, b) in enumerate(pairs) if a.form != b.form), min(len(self.found), len(self.sites)))
+        fail(
+            "funcrec.value_and_grad", f"the loss is not a function of its arguments: lookup {first} of its second pass is another one.",
+            got=f"first {show(self.found, first)}; then {show(self.sites, first)}",
+            need="the same lookups, of the same tables and shapes, whenever the loss is called with the same arguments",
+            hint="pass what changes (a counter, a choice of table) as an argument; random ids may be drawn anew",
+        )  # fmt: skip
+
+    def finish(self) -> None:
+        """After the second pass: were there as many sites?"""
+        if len(self.sites) < len(self.found):
+            self.refuse_impure()
+
+
+def _show(form: tuple) -> str:
+    kind, names, features, _, leaves = form
+    shapes = [list(shape) for shape, _, _ in leaves]
+    read = dict(names)
+    return f"{kind} of tables {[read.get(f.table, 'a constant') for f in features]} by {[f.name for f in features]}, shapes {shapes}"
+
+
+@contextlib.contextmanager
+def handed_over() -> Iterator[None]:
+    """A transform of torch.func takes tensors: one that was handed a table of the loss says what to write instead."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        if TableRef.__name__ not in str(error):
+            raise
+        problem = _DENSE_USE._replace(
+            what="a transform of torch was given tables of a loss inside `value_and_grad`.", got=str(error).splitlines()[0],
+            need="a transform of a function of other tensors, whose lookups read the tables from outside",
+            hint="fr.value_and_grad(f)(params) there, which is differentiable too; or torch.func.grad by `params.dense`",
+        )  # fmt: skip
+        raise TypeError(message("funcrec.value_and_grad", [problem])) from error
+
+
+class TableRef:
+    """A table inside a differentiated loss: it can be looked up, and has a shape, a dtype and a device."""
+
+    def __init__(self, table: "Tensor | TableRef", name: str, tape: Tape):
+        self.table = table
+        self.name = name
+        self.tape = tape
+
+    shape = property(lambda self: self.table.shape)
+    dtype = property(lambda self: self.table.dtype)
+    device = property(lambda self: self.table.device)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise TypeError(message("funcrec.value_and_grad", [_DENSE_USE]))
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise TypeError(message("funcrec.value_and_grad", [_DENSE_USE]))
+
+    def _dense_use(self, *args):
+        raise TypeError(message("funcrec.value_and_grad", [_DENSE_USE]))
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _dense_use
+    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = __getitem__ = _dense_use
+    __len__ = __iter__ = __float__ = __int__ = __bool__ = __lt__ = __le__ = __gt__ = __ge__ = _dense_use
+
+
+class Owner(NamedTuple):
+    """A tape some of whose tables a lookup reads; names: (the lookup's name, the tape's own), of those."""
+
+    tape: Tape
+    names: tuple[tuple[str, str], ...]
+
+
+def open_tables(tables: Any) -> tuple[Any, list[Owner]]:
+    """The plain tables, and who waits for the cotangents of which: nested losses have a tape each, the outermost first."""
+    if not isinstance(tables, Mapping):
+        return tables, []
+    found: dict[int, tuple[Tape, list]] = {}
+    while refs := {n: t for n, t in tables.items() if isinstance(t, TableRef)}:
+        for n, t in refs.items():
+            found.setdefault(id(t.tape), (t.tape, []))[1].append((n, t.name))
+        tables = {n: t.table if isinstance(t, TableRef) else t for n, t in tables.items()}
+    owners = [Owner(tape, tuple(names)) for tape, names in found.values()]
+    return tables, sorted(owners, key=lambda o: o.tape.level)
+
+
+def tapped(owners: Sequence[Owner], out: Any, saved: Any, transpose: Callable[[Any, Any], dict], *what: Any) -> Any:
+    """`out` with the taps of all owners; `what` tells the lookup from others: its kind and its features."""
+    kind, features = what
+    for tape, names in owners:
+        out = tape.tap(out, saved, _by_own_names(transpose, names), (kind, names, features))
+    return out
+
+
+def _by_own_names(
+    transpose: Callable[[Any, Any], dict], names: Sequence[tuple[str, str]]
+) -> Callable[[Any, Any], dict]:
+    """The transpose's cotangents of those tables, under the names of their owner."""
+
+    def run(d: Any, saved: Any) -> dict[str, RowGrads]:
+        made = transpose(d, saved)
+        return summed((own, made[n]) for n, own in names if n in made)
+
+    return run
+
+
+def summed(grads: Iterator[tuple[str, RowGrads]]) -> dict[str, RowGrads]:
+    """{name: the sum of its gradients}, in order."""
+    out: dict[str, RowGrads] = {}
+    for name, g in grads:
+        out[name] = out[name] + g if name in out else g
+    return out
+
+
+def plain_tables(tables: Any) -> Any:
+    """Without their owners."""
+    return tree_map(lambda t: plain_tables(t.table) if isinstance(t, TableRef) else t, tables)
+
+
+def is_followed_inside(x: Any, owner: Owner) -> bool:
+    """Whether a grad or jvp that began inside the owner's loss follows a leaf of x: then the tables enter by its derivative, too."""
+    for y in (y for y in tree_leaves(x) if isinstance(y, Tensor) and y.is_floating_point()):
+        while _level(y) > owner.tape.level:
+            if not functorch.is_batchedtensor(y):
+                return True
+            y = functorch.get_unwrapped(y)
+    return False
+
+
+def _maps_above(x: Tensor, level: int) -> tuple[Tensor, list[tuple[int, int, int]]]:
+    """x below all transforms above `level`, and (level, dimension, size) of those that are vmaps, the outermost first."""
+    maps = []
+    while _level(x) > level:
+        own, dim = _level(x), functorch.maybe_get_bdim(x) if functorch.is_batchedtensor(x) else None
+        x = functorch.get_unwrapped(x)
+        if dim is not None:
+            maps.append((own, dim, x.shape[dim]))
+    return x, maps[::-1]
+
+
+def _mapped(x: Tensor, levels: Sequence[int]) -> Tensor:
+    """x [K, ..., rest] as vmaps of these levels see it: [rest]."""
+    for level in levels:
+        x = functorch._add_batch_dim(x, 0, level)
+    return x
+
+
+def _member(x: Tensor, dims: Sequence[int | None], member: Sequence[int]) -> Tensor:
+    for dim, i in zip(dims, member, strict=True):
+        x = x if dim is None else x.select(dim, i)
+    return x
+
+
+def _level(x: Tensor) -> int:
+    return functorch.maybe_get_level(x) if functorch.is_functorch_wrapped_tensor(x) else 0

@@ -1,0 +1,10 @@
+"""Training: the state, a step, a step on ranks, k steps in one call, and states moved between plans."""
+
+from funcrec.train._overflow import retry_overflow as retry_overflow
+from funcrec.train._replicas import sync_replicas as sync_replicas
+from funcrec.train._reshard import gather_state as gather_state
+from funcrec.train._reshard import reshard as reshard
+from funcrec.train._scan import scan as scan
+from funcrec.train._state import TrainState as TrainState
+from funcrec.train._step import TrainStep as TrainStep
+from funcrec.train._step import train_step as train_step

@@ -1,0 +1,84 @@
+"""Steps with a small capacity that lose nothing: what does not fit is run again with more.
+
+step_C(state, batch) = (state, overflow > 0)   ->   step_C'(state, batch),   C' = bucket(needed)
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from funcrec.core import Problem, check, describe, typed
+from funcrec.jagged import bucket
+
+UNBOUNDED = 1 << 62  # a step takes no more room than there are ids
+MEASURED = 4  # steps
+
+
+@typed
+def retry_overflow(
+    make_step: Callable[[int], Callable], *, capacity: int | Literal["measure"] = "measure", steps: int = MEASURED
+) -> Callable[[Any, Any], tuple[Any, dict]]:
+    """(state, batch) -> (state, metrics) that trains on every batch whole, with buffers as small as batches allow.
+
+    Args:
+      make_step: (capacity) -> a step, such as `lambda c: fr.jit(fr.train_step(..., capacity=c), donate=("state",))`. It is called once
+        for each capacity; capacities are buckets (16, 24, 32, 48, ...), so there are few.
+      capacity: the first one; "measure" takes room for everything in the first `steps` steps, and then what they needed.
+
+    A batch that does not fit leaves the state as it was and is run again with the capacity that it needs, which later batches keep.
+
+    Law: the states are those of steps with capacity=None, to the bit.
+
+    Cost: reads metrics["overflow"] on the host once per run, so a step waits for the one before it; a batch that does not fit is
+    computed twice.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> mesh, plan = fr.Mesh.emulated(model=2), fr.Plan({"item": fr.table_wise("model", rank=1)})
+      >>> loss_fn = lambda p, ids: fr.lookup(p.tables, ids, [fr.FeatureConfig("clicked", table="item")]).values.sum()
+      >>> kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1), "mesh": mesh, "plan": plan}
+      >>> make_step = lambda capacity: fr.train_step(loss_fn, **kind, capacity=capacity)
+      >>> state = make_step(1).init(fr.Params({"item": torch.zeros(3, 1)}, {}))
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[0, 1, 1], [2]]})
+      >>> make_step(1)(state, ids)[1]["overflow"]
+      tensor(2)
+      >>> state, metrics = fr.retry_overflow(make_step, capacity=1)(state, ids)
+      >>> metrics["overflow"], fr.gather_tables(state.tables, mesh)["item"].flatten()
+      (tensor(0), tensor([-0.5000, -1.0000, -0.5000]))
+    """
+    check("funcrec.retry_overflow", retry_problems(make_step, capacity, steps))
+    made: dict[int, Callable] = {}
+    size, most, measured = capacity, 1, 0
+
+    def run(state: Any, batch: Any) -> tuple[Any, dict]:
+        nonlocal size, most, measured
+        while True:
+            now = UNBOUNDED if size == "measure" else size
+            if now not in made:
+                made[now] = make_step(now)
+            state, metrics = made[now](state, batch)
+            is_whole = int(metrics["overflow"]) == 0
+            if size == "measure":
+                most, measured = max(most, int(metrics["needed"])), measured + 1
+                size = bucket(most) if measured == steps else size
+            elif not is_whole:
+                size = bucket(int(metrics["needed"]))
+            if is_whole:
+                return state, metrics
+
+    return run
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def retry_problems(make_step: object, capacity: object, steps: object) -> Iterator[Problem]:
+    if not callable(make_step):
+        yield Problem("`make_step` is no function.", describe(make_step), "(capacity) -> step", kind=TypeError)
+    for name, x in (("capacity", capacity), ("steps", steps)):
+        if name == "capacity" and x == "measure":
+            continue
+        if not isinstance(x, int) or isinstance(x, bool):
+            need = "an int >= 1, or 'measure'" if name == "capacity" else "an int >= 1"
+            yield Problem(f"`{name}` is no number.", describe(x), need, kind=TypeError)
+        elif x < 1:
+            yield Problem(f"`{name}` is too small.", f"{x}", ">= 1")

@@ -1,0 +1,149 @@
+"""Copies of tables that train apart, made one again: two-dimensional parallelism, groups of ranks × copies.
+
+    sync_replicas(state).tables[c] = 1/C Σ_c' state.tables[c']        on every copy c, the same bits
+
+Between two calls each group of ranks trains its copy as if it were alone, so what leaves a group per step does not grow with the number of
+groups.
+Shapes: C copies.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, check, describe, is_tracked, replace, typed
+from funcrec.kernels import ops
+from funcrec.mesh import Mesh, all_gather, all_to_all, axis_size, shard_map
+from funcrec.train._reshard import mesh_problems, sharded_problems
+from funcrec.train._state import TrainState
+
+BUCKET = 1 << 25  # elements that travel at once: what a call needs besides the state and its tables
+
+
+@typed
+def sync_replicas(
+    state: TrainState, *, mesh: Mesh, slots: bool = True, greatest: Collection[str] = ("last",)
+) -> TrainState:
+    """The state with the mean of all copies of its tables in each of them.
+
+        x'[c] = x[0] where all copies of the element are equal, else (x[0] + ... + x[C - 1]) / C
+
+    It is a function of its own and no part of the step: the loop calls it every k steps, `fr.jit` compiles it, and may donate the state.
+
+    Args:
+      state: of a `train_step` whose plan has `replicas`; every rank passes its own.
+      slots: whether the slots become one, too; without it each copy keeps its own, and the state cannot be gathered.
+      greatest: slots of which the greatest is taken and no mean, besides all that are integers: step numbers, such as `last` of
+        `rowwise_adagrad_counter`.
+
+    Returns: TrainState; what is not tables and slots is the old state's own, as it is the same on all ranks.
+
+    Raises: TypeError for a state that is not sharded; ValueError for one of another mesh, or of a plan without replicas.
+
+    Law: all copies have the same bits, on emulated and on real ranks. Rows that no copy trained, and so a second call's, keep every bit.
+      Under plain SGD with a call after every step the tables are those of one copy over all ranks, up to rounding.
+
+    Cost: for each dtype two exchanges over the replica axes for every 2^25 elements (and two more for slots of `greatest`), of each rank's
+      rows; they send what a ring's all-reduce sends. The sums are in the dtype that rows are summed in (f32 for 16 bits). In memory the new
+      tables stand beside the old ones, and one of them twice.
+
+    Example: two copies, each with a batch of its own.
+      >>> import torch, funcrec as fr
+      >>> mesh, plan = fr.Mesh.emulated(copy=2), fr.Plan({"item": fr.replicated()}, replicas="copy")
+      >>> loss_fn = lambda p, ids: -fr.lookup(p.tables, ids, [fr.FeatureConfig("k", table="item")]).values.sum()
+      >>> kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
+      >>> step = fr.train_step(loss_fn, **kind, mesh=mesh, plan=plan)
+      >>> state = step.init(fr.Params({"item": torch.zeros(3, 1)}, {}))
+      >>> state, _ = step(state, fr.KeyedJaggedTensor.from_lists({"k": [[0, 2], [2]]}))
+      >>> state.tables["item"].view(2, 3)
+      tensor([[1., 0., 1.],
+              [0., 0., 1.]])
+      >>> state = fr.sync_replicas(state, mesh=mesh)
+      >>> state.tables["item"].view(2, 3)
+      tensor([[0.5000, 0.0000, 1.0000],
+              [0.5000, 0.0000, 1.0000]])
+
+    Source: TorchRec's DMPCollection.sync.
+    """
+    call = "funcrec.sync_replicas"
+    check(call, sharded_problems(state), argument_problems(mesh, greatest))
+    check(call, mesh_problems(state.tables.layout, mesh), replica_problems(state))
+    axes, specs = state.tables.layout.replicas, state.tables.layout.specs()
+    leaves = {("", n): (t, specs[n]) for n, t in state.tables.items()}
+    if slots:
+        leaves |= {(k, n): (s, specs[n]) for n, own in state.slots.items() for k, s in own.items()}
+    is_greatest = [k in greatest for k, _ in leaves]
+    own_specs = [spec for _, spec in leaves.values()]
+    one_rank = lambda xs: unite(xs, is_greatest, axes)
+    made = shard_map(one_rank, mesh=mesh, in_specs=(own_specs,), out_specs=own_specs)([x for x, _ in leaves.values()])
+    new = dict(zip(leaves, made, strict=True))
+    tables = replace(state.tables, banks={n: new["", n] for n in state.tables})
+    own_slots = {n: {k: new.get((k, n), s) for k, s in own.items()} for n, own in state.slots.items()}
+    return replace(state, tables=tables, slots=own_slots)
+
+
+def unite(xs: list[Tensor], is_greatest: list[bool], axes: tuple[str, ...]) -> list[Tensor]:
+    """Every tensor as all copies are to have it. Each rank does a part of every bucket, and the parts are gathered."""
+    n = axis_size(axes)
+    parts: list[list[Tensor]] = [[] for _ in xs]
+    kinds = [(x.dtype, most or not x.is_floating_point()) for x, most in zip(xs, is_greatest, strict=True)]
+    for kind in dict.fromkeys(kinds):
+        for bucket in buckets([i for i, k in enumerate(kinds) if k == kind], xs):
+            flat = torch.cat([xs[i].flatten()[at] for i, at in bucket])
+            size = flat.shape[0]
+            copies = all_to_all(torch.cat([flat, flat.new_zeros(-size % n)]).unflatten(0, (n, -1)), axes)
+            whole = all_gather(copies.amax(0) if kind[1] else mean_of(copies), axes, tiled=True)[:size]
+            for (i, _), x in zip(bucket, whole.split([at.stop - at.start for _, at in bucket]), strict=True):
+                parts[i].append(x)
+    return [torch.cat(own).reshape(x.shape) if own else x for own, x in zip(parts, xs, strict=True)]
+
+
+def buckets(at: Sequence[int], xs: Sequence[Tensor]) -> Iterator[list[tuple[int, slice]]]:
+    """The elements of xs[i], for all i of `at`, in turn: as lists of (i, slice) of at most BUCKET elements."""
+    bucket: list[tuple[int, slice]] = []
+    room = BUCKET
+    for i in at:
+        start, size = 0, xs[i].numel()
+        while start < size:
+            stop = min(size, start + room)
+            bucket.append((i, slice(start, stop)))
+            room, start = room - (stop - start), stop
+            if room == 0:
+                yield bucket
+                bucket, room = [], BUCKET
+    if bucket:
+        yield bucket
+
+
+def mean_of(copies: Tensor) -> Tensor:
+    """The mean of f[C, N], added in the order of the copies; elements that are equal in all copies stay as they are.
+
+    Of equal ones the greatest is any, and its derivative is the mean's.
+    """
+    wide = copies.to(ops.accumulation_dtype(copies.dtype))
+    first, *others = wide.unbind(0)
+    total, is_same = first, torch.ones_like(first, dtype=torch.bool)
+    for x in others:
+        total, is_same = total + x, is_same & (x == first)
+    same = wide.amax(0) if is_tracked(wide) else first
+    return torch.where(is_same, same, total / copies.shape[0]).to(copies.dtype)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def argument_problems(mesh: Any, greatest: Any) -> Iterator[Problem]:
+    if not isinstance(mesh, Mesh):
+        yield Problem("`mesh` is no mesh.", describe(mesh), "a Mesh", "fr.Mesh.emulated(data=2)", TypeError)
+    if isinstance(greatest, str) or not isinstance(greatest, Collection):
+        yield Problem("`greatest` are no names.", describe(greatest), "names of slots", "('last',)", TypeError)
+
+
+def replica_problems(state: TrainState) -> Iterator[Problem]:
+    if not state.tables.layout.replicas:
+        hint = "fr.Plan(..., replicas='group')"
+        yield Problem(
+            "the tables have no copies that train apart.", "a plan without `replicas`", "a plan with some", hint
+        )

@@ -1,0 +1,298 @@
+"""States moved between plans: whole on every rank, or from one plan's banks into another's, a block of rows at a time.
+
+    gather_state(reshard(state, plan)) == state        bit for bit
+
+Rows travel as integers: a sum of which all but one are zero keeps every bit, that of a NaN or of -0.0 too.
+Shapes: R rows, D dim.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, check, describe, is_tracked, typed
+from funcrec.mesh import Codec, Mesh, bind, codec_problems, psum
+from funcrec.optim import RowOptimizer
+from funcrec.sharding import (
+    Layout,
+    Plan,
+    Shard,
+    ShardedTables,
+    blank,
+    check_whole_rows,
+    copy_problems,
+    cut_dense,
+    cut_state,
+    dedup_problems,
+    dense_axes_problems,
+    join_dense,
+    layout_of,
+    leaf_problems,
+    own_ranks,
+)
+from funcrec.tables import table_tensor_problems
+from funcrec.train._state import TrainState
+
+BLOCK_BYTES = 1 << 26  # what a rank holds besides the two states
+INTEGERS = {4: torch.int32, 8: torch.int64}  # of an element's bytes; gloo sums no int16: others are bytes
+
+Read = Callable[[int, int], Tensor]
+
+
+@typed
+def gather_state(state: TrainState, mesh: Mesh) -> TrainState:
+    """A sharded state as one process has it, on every rank: tables {name: f[R, D]}, slots {name: {slot: f[R, ...]}}.
+
+    It depends on no plan: this is what checkpoints hold.
+
+    Args:
+      state: of a `train_step` with this mesh; every rank passes its own.
+
+    Raises: TypeError for a state that is not sharded, ValueError for one of another mesh, and for copies that have trained apart and are
+      not equal: `sync_replicas` them first.
+
+    Law: gather_state(reshard(state, plan, mesh=mesh, sparse=sparse), mesh) has state's bits.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> mesh, plan = fr.Mesh.emulated(model=2), fr.Plan({"item": fr.row_wise("model")})
+      >>> opts = {"sparse": fr.optim.adagrad(lr=0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
+      >>> step = fr.train_step(lambda params, batch: params.dense.sum(), **opts, mesh=mesh, plan=plan)
+      >>> state = step.init(fr.Params({"item": torch.ones(3, 2)}, torch.ones(1)))
+      >>> state.tables, fr.gather_state(state, mesh).tables
+      (ShardedTables({item: f32[4, 2]}), {'item': tensor([[1., 1.],
+              [1., 1.],
+              [1., 1.]])})
+
+    Source: TorchRec's state_dict, whose shards a checkpoint joins.
+    """
+    call = "funcrec.gather_state"
+    check(call, sharded_problems(state))
+    check(call, mesh_problems(state.tables.layout, mesh), slot_problems(state))
+    check(call, copy_problems(state.tables.layout, leaves_of(state), mesh))
+    rows, reads = dict(state.tables.layout.shapes), readers(state, mesh)
+    whole = {n: {k: read(0, rows[n][0]) for k, read in own.items()} for n, own in reads.items()}
+    tables = {n: own.pop("") for n, own in whole.items()}
+    return TrainState(
+        state.step, tables, whole, join_dense(state.dense, mesh), join_dense(state.dense_opt, mesh), state.key
+    )
+
+
+@typed
+def reshard(
+    state: TrainState,
+    plan: Plan,
+    *,
+    mesh: Mesh,
+    sparse: RowOptimizer,
+    from_mesh: Mesh | None = None,
+    exact: bool = False,
+    codec: Codec | None = None,
+    dedup: bool = False,
+    dense_axes: Sequence[str] = (),
+) -> TrainState:
+    """A state in the layout of a plan, from a plain one (as `gather_state` gives) or from that of another plan.
+
+    Args:
+      state: plain, the same on every rank; or sharded, each rank's own.
+      plan, mesh, sparse, exact, codec, dedup, dense_axes: as of the `train_step` that goes on from it. Tables that `sparse` updates differently share no
+        bank.
+      from_mesh: of a sharded state, where it is not `mesh`.
+
+    Returns: TrainState with ShardedTables. What is not tables and slots is the old state's own.
+
+    Raises: as `train_step(...).init`; ValueError for a state of another mesh, and for copies that have trained apart.
+
+    Law: every bit is kept; training goes on as it would have, up to what the plan rounds.
+
+    Cost: every rank sees every row once, 64 MiB at a time, whoever keeps it.
+
+    Example: from rows on two ranks to columns on three.
+      >>> import torch, funcrec as fr
+      >>> two, three, sparse = fr.Mesh.emulated(x=2), fr.Mesh.emulated(y=3), fr.optim.adagrad(lr=0.1)
+      >>> zero = torch.tensor(0)
+      >>> state = fr.TrainState(zero, {"item": torch.eye(3)}, sparse.init({"item": torch.eye(3)}), {}, {}, fr.key(0))
+      >>> by_rows = fr.reshard(state, fr.Plan({"item": fr.row_wise("x")}), mesh=two, sparse=sparse)
+      >>> fr.reshard(by_rows, fr.Plan({"item": fr.column_wise("y")}), mesh=three, sparse=sparse, from_mesh=two).tables
+      ShardedTables({item[0:1]: f32[9, 1]})
+
+    Source: TorchRec's dynamic sharding, `DMP.reshard`.
+    """
+    call = "funcrec.reshard"
+    source = mesh if from_mesh is None else from_mesh
+    check(call, argument_problems(state, mesh, source, sparse), codec_problems(codec), dedup_problems(exact, dedup))
+    check(call, dense_axes_problems(mesh, dense_axes))
+    if isinstance(state.tables, ShardedTables):
+        check(call, mesh_problems(state.tables.layout, source))
+        shapes = dict(state.tables.layout.shapes)
+    else:
+        check(call, table_tensor_problems(state.tables))
+        shapes = {n: tuple(t.shape) for n, t in state.tables.items()}
+    check(call, slot_problems(state))
+    if isinstance(state.tables, ShardedTables):
+        check(call, copy_problems(state.tables.layout, leaves_of(state), source))
+    reads = readers(state, source)
+    samples = {n: {k: read(0, 0) for k, read in own.items()} for n, own in reads.items()}
+    layout = layout_of(
+        call, shapes, {n: own[""].dtype for n, own in samples.items()}, plan, mesh, {n: sparse.label(n) for n in shapes}
+    )
+    check_whole_rows(call, sparse, layout)
+    check(call, bank_problems(layout, samples))
+    banks = blank_banks(layout, samples, mesh)
+    for name, own in reads.items():
+        for k, read in own.items():
+            move(layout, {b: x[k] for b, x in banks.items() if k in x}, name, mesh, read, shapes[name])
+    tables = ShardedTables({b: own.pop("") for b, own in banks.items()}, layout, exact, codec=codec, dedup=dedup)
+    kept, kept_opt = join_dense(state.dense, source), join_dense(state.dense_opt, source)
+    if dense_axes:
+        axes = tuple(dense_axes)
+        check(call, leaf_problems(kept, kept_opt))
+        kept, kept_opt = cut_dense(kept, mesh, axes), cut_state(kept_opt, kept, mesh, axes)
+    return TrainState(state.step, tables, banks, kept, kept_opt, state.key)
+
+
+def readers(state: TrainState, mesh: Mesh) -> dict[str, dict[str, Read]]:
+    """{table: {"": rows of the table, slot: rows of it}}: functions of (first, last), which every rank calls alike."""
+    tables = state.tables
+    if not isinstance(tables, ShardedTables):
+        cut = lambda x: lambda first, last: x[first:last]
+        return {n: {"": cut(t)} | {k: cut(s) for k, s in state.slots[n].items()} for n, t in tables.items()}
+    layout = tables.layout
+    out = {}
+    for name, _ in layout.shapes:
+        own = [layout.banks[layout.shards[i].bank].name for i in layout.shards_of(name)]
+        leaves = {"": tables.banks} | {k: {b: state.slots[b][k] for b in own} for k in state.slots[own[0]]}
+        read = lambda x, n=name: lambda first, last: rows_of(layout, x, n, mesh, first, last)
+        out[name] = {k: read(x) for k, x in leaves.items()}
+    return out
+
+
+def leaves_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
+    """{"table" or a slot's name: {bank: its tensor}}."""
+    out: dict[str, dict[str, Tensor]] = {"table": dict(state.tables.banks)}
+    for n, own in state.slots.items():
+        for k, s in own.items():
+            out.setdefault(f"slot {k!r}", {})[n] = s
+    return out
+
+
+def places(layout: Layout, table: str, mesh: Mesh, first: int, last: int) -> Iterator[tuple[Shard, str, slice, slice]]:
+    """Where rows [first, last) of a table lie in this process: (shard, bank, which of these rows, which of the bank)."""
+    for s in (layout.shards[i] for i in layout.shards_of(table)):
+        bank = layout.banks[s.bank]
+        own = own_ranks(bank, mesh)
+        for i, (rank, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
+            a, b = max(first, i * s.part), min(last, (i + 1) * s.part)
+            for k in (k for k, r in enumerate(own) if r == rank and a < b):
+                at = k * bank.rows + start - i * s.part
+                yield s, bank.name, slice(a - first, b - first), slice(at + a, at + b)
+
+
+def rows_of(layout: Layout, banks: Mapping[str, Tensor], table: str, mesh: Mesh, first: int, last: int) -> Tensor:
+    """Rows [first, last) of a table f[R, D], or of a slot of it, on every rank, from this rank's banks."""
+    shards = [layout.shards[i] for i in layout.shards_of(table)]
+    axes = layout.banks[shards[0].bank].axes
+    old = banks[layout.banks[shards[0].bank].name]
+    is_cut = len(shards) > 1 and old.dim() > 1
+    width = [dict(layout.shapes)[table][1]] if is_cut else old.shape[1:]
+    out = blank([last - first, *width], [banks[layout.banks[s.bank].name] for s in shards])
+    for s, bank, here, there in places(layout, table, mesh, first, last):
+        if is_cut:
+            out[here, s.first : s.last] = banks[bank][there]
+        elif s == shards[0]:  # one number per row is the same with all of its columns
+            out[here] = banks[bank][there]
+    if mesh.is_emulated or not axes or first == last:
+        return out
+    check("funcrec.reshard", tracked_problems(table, out))
+    with bind(mesh.bound_axes(axes, out.device)):
+        return psum(out.view(INTEGERS.get(out.element_size(), torch.int8)), axes).view(out.dtype)
+
+
+def blank_banks(
+    layout: Layout, samples: Mapping[str, Mapping[str, Tensor]], mesh: Mesh
+) -> dict[str, dict[str, Tensor]]:
+    """{bank: {"": the bank, slot: its slot}} of zeros; samples: of each table, no rows of each."""
+    out: dict[str, dict[str, Tensor]] = {}
+    for i, bank in enumerate(layout.banks):
+        rows, within = len(own_ranks(bank, mesh)) * bank.rows, [s.table for s in layout.shards if s.bank == i]
+        is_cut = bank.dim < dict(layout.shapes)[within[0]][1]
+        shape = lambda x: (rows, *([bank.dim] if is_cut and x.dim() > 1 else x.shape[1:]))  # noqa: B023
+        out[bank.name] = {k: blank(shape(x), [samples[n][k] for n in within]) for k, x in samples[within[0]].items()}
+    return out
+
+
+def move(layout: Layout, banks: Mapping[str, Tensor], table: str, mesh: Mesh, read: Read, shape: Sequence[int]) -> None:
+    """Write a table, or a slot of it, into banks that are this function's own; a block of rows at a time."""
+    num_rows, dim = shape
+    block = max(1, BLOCK_BYTES // (8 * dim))
+    for first in range(0, num_rows, block):
+        last = min(first + block, num_rows)
+        rows = read(first, last)
+        for s, bank, here, there in places(layout, table, mesh, first, last):
+            is_cut = rows.dim() > 1 and s.last - s.first < dim
+            banks[bank][there] = rows[here, s.first : s.last] if is_cut else rows[here]
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def tracked_problems(table: str, rows: Tensor) -> Iterator[Problem]:
+    """Real ranks send a row's bits, which have no derivative."""
+    if is_tracked(rows):
+        what, hint = f"table {table!r}, or a slot of it, is differentiated.", "`.detach()`, or Mesh.emulated(...)"
+        yield Problem(
+            what, "a tensor that autograd or torch.func follows", "plain tensors on real ranks", hint, TypeError
+        )
+
+
+def sharded_problems(state: Any) -> Iterator[Problem]:
+    if not isinstance(state, TrainState):
+        yield Problem("`state` is not a TrainState.", describe(state), "TrainState", "step.init(params)", TypeError)
+    elif not isinstance(state.tables, ShardedTables):
+        yield Problem("`state` is not sharded.", repr(state), "ShardedTables in it", "fr.reshard", TypeError)
+
+
+def argument_problems(state: Any, mesh: Any, source: Any, sparse: Any) -> Iterator[Problem]:
+    if not isinstance(state, TrainState):
+        yield Problem("`state` is not a TrainState.", describe(state), "TrainState", "step.init(params)", TypeError)
+    for name, x in {"mesh": mesh, "from_mesh": source}.items():
+        if not isinstance(x, Mesh):
+            yield Problem(f"`{name}` is no mesh.", describe(x), "a Mesh", "fr.Mesh.emulated(data=2)", TypeError)
+    if not isinstance(sparse, RowOptimizer):
+        hint = "fr.optim.rowwise_adagrad(lr=0.01)"
+        yield Problem("`sparse` is not a row optimizer.", describe(sparse), "a RowOptimizer", hint, TypeError)
+
+
+def mesh_problems(layout: Layout, mesh: Mesh) -> Iterator[Problem]:
+    if layout.mesh_shape != mesh.axes:
+        hint = "from_mesh=..., of `reshard`"
+        yield Problem("`state` lies on another mesh.", f"{mesh!r}", f"axes {dict(layout.mesh_shape)}", hint)
+
+
+def slot_problems(state: TrainState) -> Iterator[Problem]:
+    """Every table, or bank, has slots of one entry per row."""
+    for n, t in state.tables.items():
+        if not isinstance(state.slots, Mapping) or n not in state.slots:
+            yield Problem(f"{n!r} has no slots.", describe(state.slots), f"{n!r} in `state.slots`, {{}} for none")
+            continue
+        for k, s in state.slots[n].items():
+            if not isinstance(s, Tensor) or s.dim() == 0 or s.shape[0] != t.shape[0]:
+                yield Problem(f"slot {k!r} of {n!r} has no rows of its table.", describe(s), f"[{t.shape[0]}, ...]")
+
+
+def bank_problems(layout: Layout, samples: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Problem]:
+    """Tables of one bank have the same slots, and those of a table that is cut by columns can be cut."""
+    kinds = lambda own: {k: (x.dtype, tuple(x.shape[1:])) for k, x in own.items()}
+    first: dict[int, str] = {}
+    for s in layout.shards:
+        before, dim = first.setdefault(s.bank, s.table), dict(layout.shapes)[s.table][1]
+        if kinds(samples[s.table]) != kinds(samples[before]):
+            got = f"{before!r}: {list(samples[before])[1:]}, {s.table!r}: {list(samples[s.table])[1:]}"
+            what = f"tables {before!r} and {s.table!r} have different slots and one label."
+            yield Problem(what, got, "the row optimizer that made them", "sparse=...")
+        for k, x in samples[s.table].items():
+            if s.last - s.first < dim and x.dim() > 1 and tuple(x.shape[1:]) != (dim,):
+                what = f"slot {k!r} of {s.table!r} cannot be cut by columns."
+                yield Problem(what, describe(x), f"[R] or [R, {dim}]", "row_wise or table_wise for it")

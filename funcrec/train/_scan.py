@@ -1,0 +1,124 @@
+"""scan: k steps in one call.
+
+state_k, [m_1 ... m_k] = scan(step, state_0, [b_1 ... b_k])
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as torch_tree
+from torch import Tensor
+
+from funcrec.core import Problem, check, describe, fail, map_tensors, own_errors, paths, tree_leaves, typed
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
+
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+@typed
+def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Any) -> tuple[Any, Any]:
+    """Run a step over stacked batches, without waiting for the device in between.
+
+    Args:
+      step: (state, batch) -> (state, metrics), such as `train_step(...)` or `jit` of it; a donating one takes `state`.
+      batches: a pytree whose tensors have a leading dimension k: k batches of one shape, stacked.
+
+    Returns: the last state, and the metrics stacked, each f[k, ...]; numbers become i64, f64 or bool[k]. What is neither
+      (a name, None) is the same in every step, and comes back as it is.
+
+    Raises: ValueError when the tensors of `batches` have no common leading dimension, or k is 0, and when a metric that is no number
+      changes, or its shape; TypeError for arrays in `batches`, and when a metric is of another class in some step.
+
+    Law: the same bits as k calls of `step`.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> add = lambda total, x: (total + x, {"total": total + x})
+      >>> fr.scan(add, torch.tensor(0), torch.tensor([1, 2, 3]))
+      (tensor(6), {'total': tensor([1, 3, 6])})
+
+    Source: jax.lax.scan, with the carry first.
+    """
+    check("funcrec.scan", batches_problems(batches))
+    k = next(x.shape[0] for x in tree_leaves(batches) if isinstance(x, Tensor))
+    collected = []
+    for i in range(k):
+        batch = map_tensors(lambda x: x[i], batches)  # noqa: B023
+        with own_errors("funcrec.scan", step, state, batch, need="the state and the batch that it reads"):
+            out = step(state, batch)
+        if not isinstance(out, tuple | list) or len(out) != 2:
+            what, hint = "`step` returned no pair.", "lambda state, batch: (new_state, {})"
+            got = f"{len(out)} values" if isinstance(out, tuple | list) else describe(out)
+            fail("funcrec.scan", what, got=got, need="(state, metrics)", hint=hint, kind=TypeError)
+        state = out[0]
+        collected.append(out[1])
+    return state, stack_metrics(collected)
+
+
+def batches_problems(batches: Any) -> Iterator[Problem]:
+    """`batches` is one value for each batch: tensors [k, ...], and what is the same in all."""
+    leaves = paths(batches)
+    sizes = {x.shape[0] if x.dim() else None for _, x in leaves if isinstance(x, Tensor)}
+    if len(sizes) != 1 or sizes & {None, 0}:
+        got = f"{sorted({describe(x) for _, x in leaves if isinstance(x, Tensor)})}"
+        need, hint = "tensors [k, ...] of one k >= 1", "torch.stack each leaf"
+        yield Problem("`batches` is not a stack of batches.", got, need, hint)
+    for path, x in leaves:
+        if not isinstance(x, Tensor) and hasattr(x, "__array__"):
+            hint = "torch.as_tensor(x)"
+            what = f"`{_at('batches', path)}` is an array, which each step would get whole."
+            yield Problem(what, describe(x), "a tensor [k, ...]", hint, TypeError)
+    jagged = torch_tree.tree_leaves(batches, is_leaf=lambda x: isinstance(x, JaggedTensor | KeyedJaggedTensor))
+    for x in jagged:
+        if isinstance(x, JaggedTensor | KeyedJaggedTensor) and x.offsets.dim() != 2:
+            got, need = f"{type(x).__name__} with offsets {describe(x.offsets)}", "offsets [k, ...] of k batches"
+            yield Problem("`batches` is not a stack of batches.", got, need, "torch.stack each of their tensors")
+
+
+def stack_metrics(collected: list) -> Any:
+    """The metrics of all steps: tensors and numbers stacked, anything else as it is in every one."""
+    (first, structure), *others = map(torch_tree.tree_flatten, collected)
+    wrong = next((i for i, (_, other) in enumerate(others, 1) if other != structure), None)
+    if wrong is not None:
+        got = f"{structure} from step 0, {others[wrong - 1][1]} from step {wrong}"
+        fail("funcrec.scan", "`metrics` have another structure in some steps.", got=got, need="one", kind=TypeError)
+    columns = list(zip(first, *(leaves for leaves, _ in others), strict=True))
+    check(
+        "funcrec.scan",
+        (p for (path, _), xs in zip(paths(collected[0]), columns, strict=True) for p in _mixed(path, xs)),
+    )
+    return torch_tree.tree_unflatten([_stack(xs) for xs in columns], structure)
+
+
+def _stack(xs: tuple) -> Any:
+    if isinstance(xs[0], Tensor):
+        return torch.stack(xs)
+    return torch.tensor(xs, dtype=NUMBERS[type(xs[0])]) if type(xs[0]) in NUMBERS else xs[0]
+
+
+def _mixed(path: str, xs: tuple) -> Iterator[Problem]:
+    """The metric must be one thing in all steps."""
+    x = xs[0]
+    forms = [(type(y), y.shape, y.dtype) if isinstance(y, Tensor) else type(y) for y in xs]
+    other = next((i for i, form in enumerate(forms) if form != forms[0]), None)
+    large = next((i for i, y in enumerate(xs) if type(y) is int and not -(2**63) <= y < 2**63), None)
+    if large is not None:
+        got, hint = f"{xs[large]} from step {large}", "float(x), or x % 2**63"
+        yield Problem(f"`{_at('metrics', path)}` is too large for i64.", got, "integers from -2⁶³ to 2⁶³ - 1", hint)
+    if other is None and not isinstance(x, Tensor) and type(x) not in NUMBERS:
+        other = next((i for i, y in enumerate(xs) if y is not x and not _is_equal(x, y)), None)
+    if other is not None:
+        got, need = f"{describe(x)} from step 0, {describe(xs[other])} from step {other}", "one form in all steps"
+        hint = "a tensor, or a number"
+        kind = TypeError if type(x) is not type(xs[other]) else ValueError
+        yield Problem(f"`{_at('metrics', path)}` differs between steps.", got, need, hint, kind)
+
+
+def _is_equal(x: object, y: object) -> bool:
+    """Only where x says so with a plain bool: arrays do not."""
+    return (x == y) is True
+
+
+def _at(root: str, path: str) -> str:
+    return root + path if path.startswith("[") or not path else f"{root}.{path}"

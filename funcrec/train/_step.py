@@ -1,0 +1,212 @@
+"""train_step: a loss, a row optimizer and a dense optimizer, made one pure function of the state.
+
+state, batch -> (loss, grads) -> (tables', slots'), (dense', dense_opt') -> state'
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec.core import (
+    Count,
+    Problem,
+    check,
+    describe,
+    map_tensors,
+    random,
+    reduced,
+    remade,
+    tree_leaves,
+    typed,
+    vmaps_of,
+)
+from funcrec.mesh import Codec, Mesh
+from funcrec.optim import DenseOptimizer, RowOptimizer
+from funcrec.sharding import Plan, ShardedTables, dedup_problems, dense_axes_problems
+from funcrec.tables import Params, params_problems, value_and_grad
+from funcrec.train._rank_step import Recipe, shard_state, sharded_update
+from funcrec.train._state import TrainState, state_parts
+
+
+class TrainStep(NamedTuple):
+    """A step and the way to its first state: `step.init(params)`, then `step(state, batch)`.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> dense = fr.optim.dense(torch.optim.SGD, lr=0.5)
+      >>> step = fr.train_step(lambda params, batch: params.dense.square(), sparse=fr.optim.sgd(), dense=dense)
+      >>> state, metrics = step(step.init(fr.Params({}, torch.tensor(2.0))), batch=None)
+      >>> state.dense, metrics
+      (tensor(0.), {'loss': tensor(4.)})
+    """
+
+    init: Callable[..., TrainState]
+    update: Callable[[TrainState, Any], tuple[TrainState, dict]]
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+        return self.update(state, batch)
+
+    def __reduce__(self):
+        return reduced(self)
+
+
+@remade
+@typed
+def train_step(
+    loss_fn: Callable,
+    *,
+    sparse: RowOptimizer,
+    dense: DenseOptimizer,
+    has_aux: bool = False,
+    merge: Callable[[Any, Any], Any] | None = None,
+    mesh: Mesh | None = None,
+    plan: Plan | None = None,
+    batch_axes: Sequence[str] | None = None,
+    exact: bool = False,
+    capacity: Count | None = None,
+    codec: Codec | None = None,
+    dedup: bool = False,
+    dense_axes: Sequence[str] = (),
+) -> TrainStep:
+    """One step of training as a pure function; `fr.jit(step, donate=("state",))` makes it compiled and in place.
+
+    Args:
+      loss_fn: (params, batch) -> f[], or (f[], aux) with `has_aux`. If it has a parameter `key`, it is given
+        fold_in(state.key, state.step): that is where dropout draws from.
+      sparse: updates the tables' touched rows.
+      dense: updates params.dense.
+      merge: (dense, aux) -> dense, run after the optimizer: for what a loss computes and training must keep. With running statistics of
+        `nn.batch_norm` in `dense` it must be there: `fr.models.merge_stats`.
+      mesh, plan: train on the mesh's ranks with the tables where the plan places them. The loss is then that of one rank's bags, gradients
+        are those of the mean over the ranks, `aux` is averaged over them, and the key is folded with the rank. Under a plan with
+        `replicas` each group's tables follow the mean over that group's ranks alone, and differ until `sync_replicas`; dense parameters
+        follow the mean over all ranks at every step, and are the same on all.
+        All ranks' batches have the same shapes, ids the same capacity (`pad_to`); `Mesh.distributed(debug=True)` names a rank that has not.
+      batch_axes: the axes over which a batch is cut by its bags; None for all.
+      exact, dedup: as of `shard_tables`.
+      capacity: the most ids that a rank may send to another in a step; None for all that it has. When some find no place the step
+        leaves the state as it was, to the bit, and its loss is NaN: run the batch again with more (`retry_overflow`).
+      dense_axes: axes over which dense parameters and their optimizer's state are cut: each rank keeps an equal part of every leaf (`DenseShard`)
+        and gathers the whole for the loss; () for all of them on every rank. For optimizers that treat each element alone.
+      codec: how looked up vectors and their cotangents travel; None for what the state's tables say (`shard_tables`, `reshard`).
+
+    Returns: TrainStep. `init(params, key=fr.key(0)) -> TrainState`; calling it gives (state, metrics) with
+      metrics["loss"] and, with `has_aux`, metrics["aux"]; with a `capacity` also metrics["overflow"], how many ids of all ranks found no
+      place, and metrics["needed"], the capacity that would have done (i64[]).
+
+    Law: the state is everything that changes: the same state and batch give the same bits on the same number of threads (what happens to
+      tables, given the loss's cotangents, on any number). A plan changes no bit: n ranks give what
+      one process gives that adds the gradients of the same n batches (row-wise tables: with exact=True; dedup rounds gradients otherwise).
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> item, clicked = fr.TableConfig("item", 10, 1), fr.FeatureConfig("clicked", table="item")
+      >>> loss_fn = lambda p, ids: (fr.lookup(p.tables, ids, [clicked])["clicked"] * p.dense - 1).square().mean()
+      >>> step = fr.train_step(loss_fn, sparse=fr.optim.sgd(lr=0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1))
+      >>> state = step.init(fr.Params(fr.init(fr.key(0), [item]), torch.ones(1)))
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[3], [4, 4]]})
+      >>> first = step(state, ids)[1]["loss"]
+      >>> for _ in range(50):
+      ...     state, metrics = step(state, ids)
+      >>> bool(metrics["loss"] < first / 10), state.step
+      (True, tensor(50))
+    """
+    check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes), capacity_problems(mesh, capacity))
+    check("funcrec.train_step", exchange_problems(mesh, exact, dedup, codec))
+    check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
+    recipe = Recipe(loss_fn, sparse, dense, has_aux, merge)
+    takes_key = recipe.takes_key
+    if mesh is not None:
+        axes = mesh.axis_names if batch_axes is None else tuple(batch_axes)
+        on_mesh = sharded_update(recipe, mesh, axes, plan.replicas, capacity, codec)
+
+    def init(params: Params, key: Tensor | None = None) -> TrainState:
+        check("funcrec.train_step.init", params_problems(params))
+        check("funcrec.train_step.init", merge_problems(params.dense, merge))
+        key = random.key(0) if key is None else key
+        random.check_key("funcrec.train_step.init", key)
+        if mesh is not None:
+            cut, how = tuple(dense_axes), {"exact": exact, "codec": codec, "dedup": dedup}
+            return shard_state(params, key, mesh, plan, sparse, dense, cut, **how)
+        device = next((t.device for t in params.tables.values()), key.device)
+        step = torch.zeros((), dtype=torch.int64, device=device)
+        slots, dense_opt = sparse.init(params.tables), dense.init(params.dense)
+        step, slots, dense_opt, key = own_memory((step, slots, dense_opt, key.to(device, copy=True)), params)
+        return TrainState(step, params.tables, slots, params.dense, dense_opt, key)
+
+    def update(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+        check("funcrec.train_step", state_problems(state))
+        check("funcrec.train_step", merge_problems(state.dense, merge))
+        if mesh is not None:
+            check("funcrec.train_step", sharded_problems(state))
+            return on_mesh(state, batch)
+        extra = {"key": random.fold_in(state.key, state.step)} if takes_key else {}
+        value, grads = value_and_grad(loss_fn, has_aux)(state.params, batch, **extra)
+        loss, aux = value if has_aux else (value, None)
+        tables, slots = sparse.update(grads.tables, state.slots, state.tables, state.step)
+        new_dense, dense_opt = dense.update(grads.dense, state.dense_opt, state.dense, state.step)
+        if merge is not None:
+            new_dense = merge(new_dense, aux)
+        metrics = {"loss": loss, "aux": aux} if has_aux else {"loss": loss}
+        return TrainState(state.step + 1, tables, slots, new_dense, dense_opt, state.key), metrics
+
+    return TrainStep(init, update)
+
+
+def own_memory(tree: Any, params: Params) -> Any:
+    """Under vmap over params: what begins alike in all members, as memory of each, which a donated step can write to."""
+    mapped = [x for x in tree_leaves(params) if vmaps_of([x])]
+    none = sum(x.flatten()[:0].sum() for x in mapped)
+    own = lambda x: x if vmaps_of([x]) else x + none.to(x.dtype)
+    return map_tensors(own, tree) if mapped else tree
+
+
+def state_problems(state: object) -> Iterator[Problem]:
+    if isinstance(state, TrainState):
+        yield from state_parts(state, "state")
+    else:
+        yield Problem("`state` is not a TrainState.", describe(state), "TrainState", "step.init(params)", TypeError)
+
+
+def sharded_problems(state: TrainState) -> Iterator[Problem]:
+    if not isinstance(state.tables, ShardedTables):
+        need, hint = "a ShardedTables", "fr.reshard(state, plan, mesh=mesh, sparse=sparse), or step.init(params)"
+        yield Problem("`state.tables` are not sharded.", describe(state.tables), need, hint, TypeError)
+
+
+def mesh_problems(mesh: Mesh | None, plan: Plan | None, batch_axes: Sequence[str] | None) -> Iterator[Problem]:
+    if (mesh is None) != (plan is None):
+        missing, there = ("plan", "mesh") if plan is None else ("mesh", "plan")
+        yield Problem(f"`{missing}` is missing.", f"`{there}` alone", "both, or neither", kind=TypeError)
+    elif mesh is not None and [a for a in batch_axes or () if a not in mesh.axis_names]:
+        yield Problem("`batch_axes` are not the mesh's.", f"{batch_axes}", f"among {list(mesh.axis_names)}")
+
+
+def capacity_problems(mesh: Mesh | None, capacity: int | None) -> Iterator[Problem]:
+    if capacity is not None and mesh is None:
+        yield Problem("`capacity` is of an exchange.", "no `mesh`", "mesh=... and plan=..., or capacity=None")
+
+
+def exchange_problems(mesh: object, exact: bool, dedup: bool, codec: Codec | None) -> Iterator[Problem]:
+    yield from dedup_problems(exact, dedup)
+    for name, value, none in (("dedup", dedup, False), ("codec", codec, None)):
+        if value and mesh is None:
+            yield Problem(f"`{name}` is of an exchange.", "no `mesh`", f"mesh=... and plan=..., or {name}={none}")
+
+
+def is_stats(x: Any) -> bool:
+    """Whether x is what `init_stats` and `train_apply` of a batch norm give."""
+    return isinstance(x, dict) and x.keys() == {"mean", "var"}
+
+
+def merge_problems(dense: Any, merge: Any) -> Iterator[Problem]:
+    """Running statistics among the dense parameters get no gradient: a step without `merge` would never move them."""
+    if merge is None and any(map(is_stats, tree_leaves(dense, is_leaf=is_stats))):
+        yield Problem(
+            "`merge` is missing: `dense` holds running statistics, which no optimizer moves.",
+            "merge=None and a dict of `mean` and `var` in `dense`",
+            "merge(dense, aux) -> dense with the statistics that the loss gave",
+            "has_aux=True, merge=fr.models.merge_stats; merge=lambda dense, aux: dense to keep them as they are",
+        )
