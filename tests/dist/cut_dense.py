@@ -7,7 +7,9 @@ import funcrec as fr
 
 DENSE = {
     "sgd": lambda: fr.optim.dense(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "adam": lambda: fr.optim.dense(torch.optim.AdamW, lr=fr.optim.schedule([fr.optim.Stage("linear", max_iters=3, value=0.0)], lr=0.01)),
+    "adam": lambda: fr.optim.dense(
+        torch.optim.AdamW, lr=fr.optim.schedule([fr.optim.Stage("linear", max_iters=3, value=0.0)], lr=0.01)
+    ),
     "adagrad": lambda: fr.optim.dense(torch.optim.Adagrad, lr=0.1),
 }
 
@@ -20,7 +22,10 @@ def loss_fn(params, batch):
 
 def merge(dense, aux):
     """Keeps a running mean, which no gradient moves; its keys are in another order."""
-    return {"running": 0.9 * dense["running"] + 0.1 * aux["mean"].to(dense["running"].dtype), **{k: x for k, x in dense.items() if k != "running"}}
+    return {
+        "running": 0.9 * dense["running"] + 0.1 * aux["mean"].to(dense["running"].dtype),
+        **{k: x for k, x in dense.items() if k != "running"},
+    }
 
 
 def params():

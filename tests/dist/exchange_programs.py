@@ -45,10 +45,17 @@ def compiled(programs):
                 return compile_graph(graph, args)
 
             x = torch.linspace(-1, 1, n * 8, dtype=torch.float64).reshape(n, 8) * (1 + torch.distributed.get_rank())
-            f = fr.jit(lambda x, steps=steps: fr.shard_map(lambda x: run(steps, x), mesh=mesh, in_specs=fr.P(), out_specs=fr.P("x"), check=False)(x))
+            f = fr.jit(
+                lambda x, steps=steps: fr.shard_map(
+                    lambda x: run(steps, x), mesh=mesh, in_specs=fr.P(), out_specs=fr.P("x"), check=False
+                )(x)
+            )
             change = {} if passes else {"smaller_exchanges": lambda graph: None}
             options = _inductor.OPTIONS if passes else _inductor.OPTIONS | {OVERLAP: []}
-            with mock.patch.multiple(_program, compile_graph=seen, **change), mock.patch.object(_inductor, "OPTIONS", options):
+            with (
+                mock.patch.multiple(_program, compile_graph=seen, **change),
+                mock.patch.object(_inductor, "OPTIONS", options),
+            ):
                 both.append((f(x), sent))
         (plain, many), (fast, few) = both
         out.append((plain, fast, many, few))

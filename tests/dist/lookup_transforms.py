@@ -10,11 +10,11 @@ import torch
 from transforms import direction
 
 import funcrec as fr
-from funcrec.sharding import _route as routing
-from funcrec.sharding._lanes import lane_bags
-from funcrec.sharding import _tables
-from funcrec.mesh._parts import _stack_bags
 from funcrec.core._tree import replace, tree_map
+from funcrec.mesh._parts import _stack_bags
+from funcrec.sharding import _route as routing
+from funcrec.sharding import _tables
+from funcrec.sharding._lanes import lane_bags
 
 SHAPES = {"a": (7, 3), "b": (4, 2)}
 FEATURES = (
@@ -189,7 +189,10 @@ def scaled(x, v, mean):
 
 
 def inner(x, y):
-    return sum((a * b).sum() for a, b in zip(torch.utils._pytree.tree_leaves(x), torch.utils._pytree.tree_leaves(y), strict=True))
+    return sum(
+        (a * b).sum()
+        for a, b in zip(torch.utils._pytree.tree_leaves(x), torch.utils._pytree.tree_leaves(y), strict=True)
+    )
 
 
 def mean_of_ranks(v):
@@ -215,7 +218,10 @@ TRANSFORMS = {
     ),
     "jvp_grad": ("x", lambda f, x, t: [torch.func.jvp(torch.func.grad(scalar(f)), (x,), (t,))[1]]),
     "grad_grad": ("x", lambda f, x, t: [torch.func.grad(lambda x: inner(torch.func.grad(scalar(f))(x), t))(x)]),
-    "hessian": ("y", lambda f, x, t: torch.func.hessian(lambda v: scalar(f)(scaled(x, v, mean_of_ranks)))(torch.ones(2).double())),
+    "hessian": (
+        "y",
+        lambda f, x, t: torch.func.hessian(lambda v: scalar(f)(scaled(x, v, mean_of_ranks)))(torch.ones(2).double()),
+    ),
 }
 
 
@@ -322,7 +328,9 @@ def compiled_cells(mesh, chosen):
     out = {}
     for key in ("fwd", "grad"):
         fs = {name: mapped(m, mesh, specs, (key,)) for name, (m, _, specs) in made.items()}
-        results = fr.jit(lambda args, fs=fs: {name: f(*args[name]) for name, f in fs.items()})({n: m[1] for n, m in made.items()})
+        results = fr.jit(lambda args, fs=fs: {name: f(*args[name]) for name, f in fs.items()})(
+            {n: m[1] for n, m in made.items()}
+        )
         out["jit" if key == "fwd" else "jit_grad"] = {
             n: on_all_ranks(made[n][0], mesh, r)[key] for n, r in results.items()
         }

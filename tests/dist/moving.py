@@ -4,9 +4,9 @@ import torch
 import training
 
 import funcrec as fr
-from funcrec.train import _reshard
 from funcrec.core._tree import map_tensors, replace
 from funcrec.examples import _ranks
+from funcrec.train import _reshard
 
 
 def plan_of(kind, axes):

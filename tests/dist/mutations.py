@@ -15,19 +15,19 @@ import pytest
 import sequence_models as sequences
 import torch
 import training
+from funcrec.kernels import ops
 from transforms import DENSE, cells, dense_transforms, values
 
 import funcrec as fr
-from funcrec.mesh import _exchange as exchange
-from funcrec.sharding import _route as routing
-from funcrec.sharding import _lanes as route_ids
-from funcrec.sharding import _sequences as sequence
-from funcrec.sharding import _distinct as unique
-from funcrec.sharding import _sync, _tables, _update
-from funcrec.train import _rank_step
 from funcrec.core._tree import replace
-from funcrec.kernels import ops
+from funcrec.mesh import _exchange as exchange
+from funcrec.sharding import _distinct as unique
+from funcrec.sharding import _lanes as route_ids
+from funcrec.sharding import _route as routing
+from funcrec.sharding import _sequences as sequence
+from funcrec.sharding import _sync, _tables, _update
 from funcrec.testing import assert_trees_close
+from funcrec.train import _rank_step
 
 TINY = {"rtol": 1e-6, "atol": 1e-6}
 

@@ -68,11 +68,20 @@ def sharded(model, **options):
     def one_rank(held, ids, d):
         loss = lambda params, ids: (fr.lookup(params.tables, ids, features).values * d).sum()
         _, grads = fr.value_and_grad(loss)(fr.Params(held, {}), ids)
-        dense = {b: g.coalesce().to_dense() for b, g in fr.sharding._sync.sync_grads(grads.tables, held.layout)[0].items()}
-        return fr.lookup(held, ids, features).values, {b.name: dense.get(b.name, zeros_like(held[b.name])) for b in held.layout.banks}
+        dense = {
+            b: g.coalesce().to_dense() for b, g in fr.sharding._sync.sync_grads(grads.tables, held.layout)[0].items()
+        }
+        return fr.lookup(held, ids, features).values, {
+            b.name: dense.get(b.name, zeros_like(held[b.name])) for b in held.layout.banks
+        }
 
     d = direction(model)
-    f = fr.shard_map(one_rank, mesh=mesh, in_specs=(held.specs(), everywhere, everywhere), out_specs=(everywhere, held.layout.specs()))
+    f = fr.shard_map(
+        one_rank,
+        mesh=mesh,
+        in_specs=(held.specs(), everywhere, everywhere),
+        out_specs=(everywhere, held.layout.specs()),
+    )
     acts, grads = f(held, ids, d)
     return acts, fr.sharding._tables.gather_banks(held.layout, grads, mesh)
 

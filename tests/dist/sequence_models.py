@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from placement_models import models, zeros_like
 
 import funcrec as fr
-from funcrec.sharding import _sync, _tables
 from funcrec.core._tree import replace
+from funcrec.sharding import _sync, _tables
 
 
 @st.composite
@@ -34,7 +34,10 @@ def loss(tables, ids, features):
 def mapped(model, capacity=None, dedup=False):
     """(each rank's sequences as lists and offsets, {table: dense gradient}) by a mapped function on the plan's mesh."""
     mesh, plan, tables, ids, features = model
-    held, everywhere = fr.shard_tables(tables, plan, mesh, exact=not dedup, capacity=capacity, dedup=dedup), fr.P(mesh.axis_names)
+    held, everywhere = (
+        fr.shard_tables(tables, plan, mesh, exact=not dedup, capacity=capacity, dedup=dedup),
+        fr.P(mesh.axis_names),
+    )
 
     def one_rank(held, ids):
         _, grads = fr.value_and_grad(lambda p, ids: loss(p.tables, ids, features))(fr.Params(held, {}), ids)

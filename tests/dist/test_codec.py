@@ -79,13 +79,17 @@ def test_coded_sequences_are_near(kind):
 def test_copies_send_nothing():
     """A codec changes no bit of replicated tables: nothing of a lookup is sent."""
     mesh = fr.Mesh.emulated(x=2)
-    assert_trees_close(coded.sequences(mesh, "replicated", fr.Codec("int8", "int8")), coded.sequences(mesh, "replicated", None))
+    assert_trees_close(
+        coded.sequences(mesh, "replicated", fr.Codec("int8", "int8")), coded.sequences(mesh, "replicated", None)
+    )
 
 
 CODECS = (fr.Codec("bfloat16", "int8"), fr.Codec("int8", "float16"), fr.Codec(None, "bfloat16"))
 
 
-@pytest.mark.parametrize("axes, kinds", [({"x": 2}, KINDS[:3]), ({"x": 2, "y": 2}, ("grid", "table_row_wise"))], ids=str)
+@pytest.mark.parametrize(
+    "axes, kinds", [({"x": 2}, KINDS[:3]), ({"x": 2, "y": 2}, ("grid", "table_row_wise"))], ids=str
+)
 def test_coded_ranks_have_the_bits_of_emulated_ones(axes, kinds, ranks):
     """Coded lookups, pooled, exact and of sequences, and their gradients have the same bits on gloo ranks as under emulation."""
     want = coded.cases(fr.Mesh.emulated(**axes), kinds, CODECS)
@@ -138,7 +142,9 @@ def logistic(num_bags, steps, codec):
     label = torch.randint(0, 2, (steps, num_bags), generator=g).float()
     counts = torch.stack([torch.nn.functional.one_hot(torch.tensor(bags), rows).sum(1) for bags in lists]).double()
     smooth = 0.25 / num_bags * max(float(torch.linalg.matrix_norm(c, 2)) ** 2 for c in counts) * float(v.square().sum())
-    loss_fn = lambda p, b: torch.nn.functional.binary_cross_entropy_with_logits(fr.lookup(p.tables, b.ids, [feature]).values @ v, b.label)
+    loss_fn = lambda p, b: torch.nn.functional.binary_cross_entropy_with_logits(
+        fr.lookup(p.tables, b.ids, [feature]).values @ v, b.label
+    )
     step = fr.train_step(
         loss_fn, sparse=fr.optim.sgd(1 / smooth), dense=fr.optim.dense(torch.optim.SGD, lr=0.0),
         mesh=mesh, plan=fr.Plan({"t": fr.row_wise("x")}), codec=codec,
@@ -170,7 +176,11 @@ WRONG = {
     "cotangents travel as values do": (fr.Codec, "transposed", lambda self: self),
     "cotangents are not coded": (fr.ShardedTables, "_codec_back", None),
     "values are cut, not rounded": (_codec, "_encode", lambda x, *how: torch.ops.funcrec_codec.encode(x * 0.996, *how)),
-    "rows have another row's scale": (_codec, "_decode", lambda x, *how: torch.ops.funcrec_codec.decode(x.roll(1, -2), *how)),
+    "rows have another row's scale": (
+        _codec,
+        "_decode",
+        lambda x, *how: torch.ops.funcrec_codec.decode(x.roll(1, -2), *how),
+    ),
 }
 
 

@@ -37,7 +37,9 @@ def test_psum_invariant_counts_a_shared_loss_once(n):
     loss = lambda total: lambda x: total(x, "x").square().sum() / 2
     got = run(mesh, lambda x: torch.func.grad(loss(fr.psum_invariant))(x))
     assert_trees_close(got, x.sum(0).expand_as(x), **EXACT)
-    twice = lambda x: torch.func.grad(lambda x: (torch.func.grad(loss(fr.psum_invariant))(x) * x.detach().cos()).sum())(x)
+    twice = lambda x: torch.func.grad(lambda x: (torch.func.grad(loss(fr.psum_invariant))(x) * x.detach().cos()).sum())(
+        x
+    )
     assert_trees_close(run(mesh, twice), x.cos().sum(0).expand_as(x), **EXACT)
     assert_trees_close(run(mesh, lambda x: torch.func.grad(loss(fr.psum))(x)), n * x.sum(0).expand_as(x), **EXACT)
 

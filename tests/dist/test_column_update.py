@@ -12,9 +12,9 @@ from placement_models import models
 from sequence_models import loss as loss_with_sequences
 
 import funcrec as fr
+from funcrec.core._tree import replace, tree_map
 from funcrec.sharding import _update
 from funcrec.sharding._layout import layout_of
-from funcrec.core._tree import replace, tree_map
 from funcrec.testing import assert_trees_close
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -102,9 +102,7 @@ def test_which_tables_are_updated_in_place():
     mesh, shapes = fr.Mesh.emulated(x=2), {"a": (5, 8), "b": (5, 9), "c": (5, 4)}
     plan = fr.Plan({"a": fr.column_wise("x"), "b": fr.column_wise("x", ranks=(0, 0, 1)), "c": fr.row_wise("x")})
     layout = layout_of("", shapes, dict.fromkeys(shapes, torch.float32), plan, mesh)
-    in_place = lambda sparse: _update.tables_in_place(
-        sparse, _update.column_banks(sparse, layout), layout
-    )
+    in_place = lambda sparse: _update.tables_in_place(sparse, _update.column_banks(sparse, layout), layout)
     elementwise = fr.optim.freeze(fr.optim.adagrad(), tables=["a"])
     assert in_place(elementwise) == ["a", "b"] and _update.whole_banks(elementwise, layout) == ()
     gradient_wise = fr.optim.rowwise_adagrad()

@@ -100,7 +100,9 @@ def test_copies_are_told_of_everything_at_once(ranks):
     plan = fr.Plan(dict.fromkeys(training.SHAPES, fr.replicated()))
     ids, floats = 2 * ROOM + 4 * BAGS + 1, BAGS * 17 + WEIGHTS  # two features of each key
     for collectives, splits, is_static, code in ranks(WORLD).run(staged, "adam", plan, deadline_s=300):
-        assert [(c.kind, c.dtype, c.sent_bytes) for c in collectives] == [(ALL_TO_ALL, torch.float32, 4 * (ids + floats))]
+        assert [(c.kind, c.dtype, c.sent_bytes) for c in collectives] == [
+            (ALL_TO_ALL, torch.float32, 4 * (ids + floats))
+        ]
         assert all(type(n) is int for own in splits for n in own)
         assert is_static
         assert not [word for word in HOST_READS if word in code]

@@ -102,8 +102,16 @@ def test_a_capacity_is_of_distinct_rows():
     mesh, plan = fr.Mesh.emulated(x=2), fr.Plan({"t": fr.table_wise("x", rank=1)})
     features = [fr.FeatureConfig("k", table="t"), fr.FeatureConfig("j", table="t", column="k", pooling="mean")]
     loss = lambda p, ids: fr.lookup(p.tables, ids, features).values.sum()
-    kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1), "mesh": mesh, "plan": plan, "dedup": True}
-    ids = fr.KeyedJaggedTensor.from_lists({"k": [[0, 1, 2, 0, 2, 9, 3], [1, 1, -1]]})  # 9 and -1 are no rows: 4 rows and 1
+    kind = {
+        "sparse": fr.optim.sgd(1.0),
+        "dense": fr.optim.dense(torch.optim.SGD, lr=0.1),
+        "mesh": mesh,
+        "plan": plan,
+        "dedup": True,
+    }
+    ids = fr.KeyedJaggedTensor.from_lists(
+        {"k": [[0, 1, 2, 0, 2, 9, 3], [1, 1, -1]]}
+    )  # 9 and -1 are no rows: 4 rows and 1
     for capacity, lost in ((1, 3), (3, 1), (4, 0), (50, 0)):
         step = fr.train_step(loss, **kind, capacity=capacity)
         _, metrics = step(step.init(fr.Params({"t": torch.zeros(4, 1)}, {})), ids)
@@ -115,7 +123,9 @@ def compiled(capacity):
     mesh, graphs, compile_graph = fr.Mesh.distributed(x=2), [], _program.compile_graph
     step, out = fr.train_step(training.loss_fn, **options(mesh, "adam", "row_wise", capacity)), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_program, "compile_graph", lambda graph, args: graphs.append(graph.graph) or compile_graph(graph, args))
+        patch.setattr(
+            _program, "compile_graph", lambda graph, args: graphs.append(graph.graph) or compile_graph(graph, args)
+        )
         for run in (step, fr.jit(step, donate=("state",))):
             state = step.init(training.params())
             for i in range(2):

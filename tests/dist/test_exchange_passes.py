@@ -17,7 +17,10 @@ def generated(count=14):
     pick = lambda xs: xs[int(torch.randint(0, len(xs), (), generator=g))]
     kinds = list(exchange_programs.KINDS)
     return [
-        [(pick(kinds), pick(range(5)), pick((1, 7, 40, LARGE)), pick((F32, F64, torch.float16, torch.int64))) for _ in range(pick(range(1, 6)))]
+        [
+            (pick(kinds), pick(range(5)), pick((1, 7, 40, LARGE)), pick((F32, F64, torch.float16, torch.int64)))
+            for _ in range(pick(range(1, 6)))
+        ]
         for _ in range(count)
     ]
 

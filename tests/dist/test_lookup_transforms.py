@@ -32,7 +32,9 @@ def test_real_ranks_look_up_as_emulated_ones(axes, name, ranks):
         assert_trees_close(got, want, **EXACT)
 
 
-@pytest.mark.parametrize("axes, name", [({"x": 2}, "row_wise"), ({"x": 2}, "column_wise"), ({"x": 2, "y": 2}, "grid")], ids=str)
+@pytest.mark.parametrize(
+    "axes, name", [({"x": 2}, "row_wise"), ({"x": 2}, "column_wise"), ({"x": 2, "y": 2}, "grid")], ids=str
+)
 def test_compiled_lookups_are_lookups(axes, name, ranks):
     """jit of a sharded lookup, and of its gradient, changes no value, emulated and on gloo ranks; `transforms.py` prints all."""
     want = lookups.cells(fr.Mesh.emulated(**axes), name, ("fwd", "grad"))

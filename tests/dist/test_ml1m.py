@@ -41,7 +41,10 @@ def generated():
         columns.append(Column(name, "fields", n, start))
         start += n
     user, item = sizes["user_id"], sizes["item_id"]
-    ids = {c.name: draw(c.vocabulary, item if c.name in ("item_id", "release_year") else user).long() + c.offset for c in columns[1:]}
+    ids = {
+        c.name: draw(c.vocabulary, item if c.name in ("item_id", "release_year") else user).long() + c.offset
+        for c in columns[1:]
+    }
     return CtrData(
         user=draw(user, STEPS * BATCH), item=draw(item, STEPS * BATCH), label=(torch.rand(STEPS * BATCH, generator=g) < 0.7).float(),
         user_columns={k: x for k, x in ids.items() if x.shape[0] == user}, item_columns={k: x for k, x in ids.items() if x.shape[0] == item},
@@ -80,7 +83,9 @@ def alone(data, name, ranks):
 
 
 def added(a, b):
-    return fr.Params({n: a.tables[n] + g for n, g in b.tables.items()}, fr.core._tree.tree_map(torch.add, a.dense, b.dense))
+    return fr.Params(
+        {n: a.tables[n] + g for n, g in b.tables.items()}, fr.core._tree.tree_map(torch.add, a.dense, b.dense)
+    )
 
 
 def together(data, name, axes, kind, exact):
@@ -118,4 +123,6 @@ def test_a_grid_changes_no_bit_of_the_main_job(trained, ranks):
 def test_sums_at_the_owners_change_the_main_job_by_rounding(trained, ranks):
     """Without exact=True row-wise training by SGD differs within 1e-6. (Adam divides a gradient by its size: where all of it is rounding, so is the step.)"""
     data, want = trained
-    assert_same(ranks(2).run(together, data, "sgd", {"data": 2}, "row_wise", False)[0], want("sgd", 2), rtol=1e-6, atol=1e-6)
+    assert_same(
+        ranks(2).run(together, data, "sgd", {"data": 2}, "row_wise", False)[0], want("sgd", 2), rtol=1e-6, atol=1e-6
+    )

@@ -66,7 +66,9 @@ def real_pair(axes, kind, capacity):
     return retried(mesh, kind, capacity), unbounded(mesh, kind)
 
 
-@pytest.mark.parametrize("axes, kind, capacity", [*((*c, 1) for c in CASES), ({"x": 2}, "row_wise", "measure")], ids=str)
+@pytest.mark.parametrize(
+    "axes, kind, capacity", [*((*c, 1) for c in CASES), ({"x": 2}, "row_wise", "measure")], ids=str
+)
 def test_retried_training_is_training(axes, kind, capacity):
     """Training from a small or a measured capacity on skewed batches gives the bits of training with room for all."""
     mesh = fr.Mesh.emulated(**axes)

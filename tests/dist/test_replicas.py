@@ -69,7 +69,9 @@ def test_synchronising_every_step_is_the_synchronous_plan(where):
 
 
 @settings(max_examples=15)
-@given(plans(), st.sampled_from(NAMES), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), st.integers(0, 9))
+@given(
+    plans(), st.sampled_from(NAMES), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), st.integers(0, 9)
+)
 def test_synchronised_copies_are_their_mean(where, name, dtype, seed):
     """A synchronisation gives all copies one value, bit for bit: their mean, or what they have in common; a second one changes no bit."""
     axes, replicas, kind = where
@@ -166,7 +168,10 @@ def test_an_overflow_in_one_group_holds_all_groups(kind):
         assert_trees_close(copy_of(leaves(got), 1, 2), copy_of(leaves(state), 1, 2))
 
 
-@pytest.mark.parametrize("kind, name", [("row_wise", "adam"), ("column_wise", "rowwise_adagrad"), ("table_wise", "by_table"), ("replicated", "adam")])
+@pytest.mark.parametrize(
+    "kind, name",
+    [("row_wise", "adam"), ("column_wise", "rowwise_adagrad"), ("table_wise", "by_table"), ("replicated", "adam")],
+)
 def test_a_group_of_ranks_trains_as_if_it_were_alone(kind, name, ranks):
     """On 2 x 2 gloo ranks each copy's tables and slots have the bits of two ranks alone on that group's batches."""
     axes, alone = {"r": 2, "x": 2}, {"x": 2}
@@ -184,7 +189,9 @@ def test_a_group_of_ranks_trains_as_if_it_were_alone(kind, name, ranks):
 def test_ranks_synchronise_as_emulated_ones(axes, kind, name, compiled, ranks):
     """Five steps on gloo ranks with a synchronisation after every two, compiled and donated too, are the emulated ones within 1e-6; a synchronisation of the same copies has the same bits, and dense parameters are the same on all ranks."""
     mesh, options = fr.Mesh.emulated(**axes), apart.optimizers(name, 0.1)
-    want, losses = trained(mesh, plan_of(kind, axes, ("r",)), [training.batch(i, 8) for i in range(5)], options, every=2)
+    want, losses = trained(
+        mesh, plan_of(kind, axes, ("r",)), [training.batch(i, 8) for i in range(5)], options, every=2
+    )
     found = ranks(mesh.size).run(apart.real, axes, kind, ("r",), name, 5, 2, compiled, deadline_s=300)
     close = {"rtol": 1e-5, "atol": 1e-6} if compiled else {"rtol": 1e-6, "atol": 1e-6}
     for before, after, dense, real_losses in found:
@@ -199,7 +206,9 @@ def test_ranks_refuse_copies_that_differ(ranks):
     with pytest.raises(RankError) as raised:
         ranks(4).run(apart.real_refused, {"r": 2, "x": 2}, ("r",))
     for rank in range(4):
-        assert f"rank {rank}: ValueError: funcrec.gather_state: the tables have copies that trained apart." in str(raised.value)
+        assert f"rank {rank}: ValueError: funcrec.gather_state: the tables have copies that trained apart." in str(
+            raised.value
+        )
     assert "sync_replicas" in str(raised.value)
 
 
@@ -236,7 +245,11 @@ def test_a_synchronisation_exchanges_once(name, want, monkeypatch):
     calls = []
     for collective in ("all_to_all", "all_gather"):
         whole = getattr(fr.train._replicas, collective)
-        monkeypatch.setattr(fr.train._replicas, collective, lambda *args, f=whole, **kwargs: calls.append(f.__name__) or f(*args, **kwargs))
+        monkeypatch.setattr(
+            fr.train._replicas,
+            collective,
+            lambda *args, f=whole, **kwargs: calls.append(f.__name__) or f(*args, **kwargs),
+        )
     at_once = fr.sync_replicas(state, mesh=mesh)
     assert calls == ["all_to_all", "all_gather"] * want
     monkeypatch.setattr(fr.train._replicas, "BUCKET", 7)

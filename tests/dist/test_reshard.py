@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from moving import bits, plan_of
 
 import funcrec as fr
-from funcrec.train import _reshard
 from funcrec.core._tree import tree_structure
 from funcrec.testing import assert_trees_close
+from funcrec.train import _reshard
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -4,10 +4,10 @@ import functools
 
 import pytest
 import torch
+from differences import MODES, RAISED, RIGHT, Case, along, sweep
 from float_ranks import BITS, CASES, FEW, TRAINED, at_once, case_of, outcomes, trained
 
 import funcrec as fr
-from differences import MODES, RAISED, RIGHT, Case, along, sweep
 from funcrec.testing import assert_trees_close
 
 pytestmark = pytest.mark.xdist_group("ranks")

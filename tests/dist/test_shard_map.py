@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import funcrec as fr
-from funcrec.mesh import _collectives as collectives
 from funcrec.mesh._mesh import bound_names
 from funcrec.testing import assert_trees_close
 
@@ -105,7 +104,9 @@ def test_transforms_go_through_a_mapped_function():
     assert_trees_close(f(X), plain(X), rtol=1e-14)
     grad = lambda f: torch.func.grad(lambda x: f(x).square().sum())(X)
     assert_trees_close(grad(f), grad(plain), rtol=1e-12)
-    assert_trees_close(torch.func.vmap(f)(torch.stack([X, -X])), torch.stack([plain(X), plain(-X)]), rtol=1e-12, atol=1e-14)
+    assert_trees_close(
+        torch.func.vmap(f)(torch.stack([X, -X])), torch.stack([plain(X), plain(-X)]), rtol=1e-12, atol=1e-14
+    )
     assert_trees_close(torch.func.jvp(f, (X,), (X,))[1], torch.func.jvp(plain, (X,), (X,))[1], rtol=1e-12)
 
 
@@ -201,7 +202,10 @@ BELOW = {
 @pytest.mark.parametrize("name", NOT_THE_SAME)
 def test_a_broken_promise_is_found_below_transforms(name, how):
     """A value that out_specs promise to be the same, and is not, is refused under every transform and inside jit, as it is outside."""
-    mesh, specs = fr.Mesh.emulated(a=2, b=2), {"in_specs": fr.P(None, "b"), "out_specs": {"out": fr.P(), "good": fr.P()}}
+    mesh, specs = (
+        fr.Mesh.emulated(a=2, b=2),
+        {"in_specs": fr.P(None, "b"), "out_specs": {"out": fr.P(), "good": fr.P()}},
+    )
     both = lambda x: {"out": NOT_THE_SAME[name](x), "good": fr.psum(x, "b")}
     f = lambda check: lambda x: fr.shard_map(both, mesh=mesh, check=check, **specs)(x)["out"]
     with pytest.raises(ValueError, match=r"`result\['out'\]` is not the same along axis 'b'") as raised:
@@ -230,7 +234,9 @@ def test_inside_jit_what_cannot_be_read_is_refused():
 
 def test_axes_of_one_rank_keep_every_promise():
     """Along an axis of one rank every value is the same, inside jit too."""
-    f = fr.shard_map(lambda x: x.sum() + fr.axis_index("x"), mesh=fr.Mesh.emulated(x=1), in_specs=fr.P("x"), out_specs=fr.P())
+    f = fr.shard_map(
+        lambda x: x.sum() + fr.axis_index("x"), mesh=fr.Mesh.emulated(x=1), in_specs=fr.P("x"), out_specs=fr.P()
+    )
     assert_trees_close(fr.jit(f)(X), X.sum())
 
 
@@ -239,6 +245,14 @@ def test_collectives_are_called_in_one_place():
     from pathlib import Path
 
     root = Path(fr.__file__).parent
-    calls = ("all_reduce", "all_gather_into", "reduce_scatter", "all_to_all_single", "_c10d_functional", "wait_tensor", "broadcast(")
+    calls = (
+        "all_reduce",
+        "all_gather_into",
+        "reduce_scatter",
+        "all_to_all_single",
+        "_c10d_functional",
+        "wait_tensor",
+        "broadcast(",
+    )
     found = {p.name for p in root.rglob("*.py") if any(c in p.read_text() for c in calls)}
     assert found <= {"_exchange.py"}

@@ -5,7 +5,7 @@ torch rounds an element in the middle of a vector and at its end differently, so
 
 import pytest
 import torch
-from cut_dense import DENSE, options, params, real, trained
+from cut_dense import DENSE, options, real, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moving import bits
@@ -30,7 +30,9 @@ def test_cut_parameters_train_as_whole_ones(sizes, axes, name):
     assert all(x.axes == axes if k != "scale" else x.dim() == 0 for k, x in cut.dense.items())
 
 
-@pytest.mark.parametrize("sizes, axes", [({"x": 2}, ("x",)), ({"x": 2, "y": 2}, ("y",)), ({"x": 2, "y": 2}, ("y", "x"))], ids=str)
+@pytest.mark.parametrize(
+    "sizes, axes", [({"x": 2}, ("x",)), ({"x": 2, "y": 2}, ("y",)), ({"x": 2, "y": 2}, ("y", "x"))], ids=str
+)
 def test_ranks_keep_their_parts(sizes, axes, ranks):
     """On gloo ranks cut parameters train as whole ones do, and each rank keeps ceil(N / n) elements of a leaf of N."""
     n, world = torch.tensor([sizes[a] for a in axes]).prod().item(), 2 if len(sizes) == 1 else 4
@@ -58,7 +60,9 @@ def test_states_move_between_cuts(before, after, to_whole):
     state, _ = trained("adam", source, axes, 2)
     whole = fr.gather_state(state, source)
     given_to = options("adam", mesh, new_axes)
-    moved = fr.reshard(state, given_to["plan"], mesh=mesh, sparse=given_to["sparse"], from_mesh=source, exact=True, dense_axes=new_axes)
+    moved = fr.reshard(
+        state, given_to["plan"], mesh=mesh, sparse=given_to["sparse"], from_mesh=source, exact=True, dense_axes=new_axes
+    )
     assert_trees_close(bits(fr.gather_state(moved, mesh)), bits(whole))
     direct = fr.reshard(whole, given_to["plan"], mesh=mesh, sparse=given_to["sparse"], exact=True)
     got, _ = trained("adam", mesh, new_axes, 2, state=moved, first=2)

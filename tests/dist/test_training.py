@@ -40,7 +40,11 @@ def test_a_grid_of_four_ranks_changes_no_bit(kind, name, ranks):
     for got in ranks(4).run(training.real, name, axes, plan_of(kind, axes), STEPS, 8, True):
         assert_same_training(got, want)
     rounded = {"rtol": 1e-6, "atol": 1e-6} if kind in ("row_wise", "table_row_wise", "grid") else {}
-    assert_same_training(ranks(4).run(training.real, name, axes, plan_of(kind, axes), 5, 8, False)[0], training.alone(name, 4, 5, 8), **rounded)
+    assert_same_training(
+        ranks(4).run(training.real, name, axes, plan_of(kind, axes), 5, 8, False)[0],
+        training.alone(name, 4, 5, 8),
+        **rounded,
+    )
 
 
 @pytest.mark.parametrize("axes", [{"x": 1}, {"x": 2}, {"x": 4}, {"x": 8}, {"x": 2, "y": 2}, {"x": 2, "y": 4}], ids=str)

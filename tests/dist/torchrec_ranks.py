@@ -24,11 +24,16 @@ LR, EPS, DENSE_LR = 0.1, 1e-8, 0.1
 
 def features(kind):
     """Table b's feature is a mean; not under grid, where TorchRec's mean is another number."""
-    return [fr.FeatureConfig(f"f{t}", table=t, pooling="mean" if t == "b" and kind != "grid" else "sum") for t in SHAPES]
+    return [
+        fr.FeatureConfig(f"f{t}", table=t, pooling="mean" if t == "b" and kind != "grid" else "sum") for t in SHAPES
+    ]
 
 
 def params():
-    tables = {n: torch.linspace(-1, 1, r * d).mul(37 * (i + 1)).sin().reshape(r, d) for i, (n, (r, d)) in enumerate(SHAPES.items())}
+    tables = {
+        n: torch.linspace(-1, 1, r * d).mul(37 * (i + 1)).sin().reshape(r, d)
+        for i, (n, (r, d)) in enumerate(SHAPES.items())
+    }
     return fr.Params(tables, {"w": torch.linspace(-1, 1, 24)})
 
 
@@ -36,7 +41,9 @@ def batch(step, rank, bags=5):
     g = torch.Generator().manual_seed(10 * step + rank)
     lists = {f"f{t}": [torch.randint(0, r, (int(n),), generator=g).tolist() for n in torch.randint(0, 5, (bags,), generator=g)]
              for t, (r, _) in SHAPES.items()}  # fmt: skip
-    return fr.Batch(fr.KeyedJaggedTensor.from_lists(lists).pad_to(64), torch.randint(0, 2, (bags,), generator=g).float())
+    return fr.Batch(
+        fr.KeyedJaggedTensor.from_lists(lists).pad_to(64), torch.randint(0, 2, (bags,), generator=g).float()
+    )
 
 
 def loss_of(pooled, w, label):
@@ -50,7 +57,9 @@ def ours(kind, steps):
     make = {"table_wise": lambda i: fr.table_wise("x", rank=i % 2), "row_wise": lambda i: fr.row_wise("x"),
             "column_wise": lambda i: fr.column_wise("x"), "replicated": lambda i: fr.replicated(), "grid": lambda i: fr.grid(names),
             "table_row_wise": lambda i: fr.table_row_wise(names, rank=0), "table_column_wise": lambda i: fr.table_column_wise(names, rank=0)}  # fmt: skip
-    sparse = {"rowwise_adagrad": lambda: fr.optim.rowwise_adagrad(lr=LR, eps=EPS), "sgd": lambda: fr.optim.sgd(lr=LR)}[KINDS[kind][1]]()
+    sparse = {"rowwise_adagrad": lambda: fr.optim.rowwise_adagrad(lr=LR, eps=EPS), "sgd": lambda: fr.optim.sgd(lr=LR)}[
+        KINDS[kind][1]
+    ]()
     step = fr.train_step(
         lambda p, b: loss_of(fr.lookup(p.tables, b.ids, features(kind)).values, p.dense["w"], b.label), sparse=sparse,
         dense=fr.optim.dense(torch.optim.SGD, lr=DENSE_LR), mesh=mesh, plan=fr.Plan({n: make[kind](i) for i, n in enumerate(SHAPES)}),
@@ -130,13 +139,21 @@ def parallel(kind, rule, pooling):
             return self.bags(ids)
 
     kernel = "dense" if kind == "data_parallel" else "fused"
-    fused = {"optimizer": {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}[rule], "learning_rate": LR, "eps": EPS}
+    fused = {
+        "optimizer": {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}[rule],
+        "learning_rate": LR,
+        "eps": EPS,
+    }
     sharder, model = Sharder(fused_params=None if kernel == "dense" else fused), Model()
     limits = {n: ParameterConstraints(sharding_types=[kind], compute_kernels=[kernel], min_partition=4) for n in SHAPES}
     topology = Topology(world_size=2, compute_device="cpu", local_world_size=2)
-    plan = EmbeddingShardingPlanner(topology=topology, constraints=limits, batch_size=5).collective_plan(model, [sharder], dist.group.WORLD)
+    plan = EmbeddingShardingPlanner(topology=topology, constraints=limits, batch_size=5).collective_plan(
+        model, [sharder], dist.group.WORLD
+    )
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return DistributedModelParallel(module=model, env=env, device=torch.device("cpu"), plan=plan, sharders=[sharder], init_data_parallel=True)
+    return DistributedModelParallel(
+        module=model, env=env, device=torch.device("cpu"), plan=plan, sharders=[sharder], init_data_parallel=True
+    )
 
 
 def parts(model):

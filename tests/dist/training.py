@@ -61,7 +61,13 @@ def params():
 def batch(step, num_bags):
     """Bags of 0 to 3 ids, some outside their table."""
     g = torch.Generator().manual_seed(step)
-    lists = {k: [torch.randint(-1, 12, (int(n),), generator=g).tolist() for n in torch.randint(0, 4, (num_bags,), generator=g)] for k in "uv"}
+    lists = {
+        k: [
+            torch.randint(-1, 12, (int(n),), generator=g).tolist()
+            for n in torch.randint(0, 4, (num_bags,), generator=g)
+        ]
+        for k in "uv"
+    }
     label = torch.randint(0, 2, (num_bags,), generator=g).float()
     return fr.Batch(fr.KeyedJaggedTensor.from_lists(lists, dtype=torch.int64).pad_to(8 * num_bags), label)
 
@@ -89,7 +95,9 @@ def alone(name, ranks, steps, num_bags):
             loss, grads = fr.value_and_grad(lambda p, b: loss_fn(p, b) / ranks)(fr.Params(tables, weights), mine)
             mean += float(loss)
             rows = grads.tables if total is None else {n: total.tables[n] + g for n, g in grads.tables.items()}
-            total = fr.Params(rows, grads.dense if total is None else {k: total.dense[k] + g for k, g in grads.dense.items()})
+            total = fr.Params(
+                rows, grads.dense if total is None else {k: total.dense[k] + g for k, g in grads.dense.items()}
+            )
         tables, slots = sparse.update(total.tables, slots, tables, step)
         weights, state = dense.update(total.dense, state, weights, step)
         losses.append(mean)
@@ -115,7 +123,11 @@ def together(name, mesh, plan, steps, num_bags, *, exact, compiled=False):
         have = {b: own[k] for b, own in state.slots.items() if k in own}
         for n, _ in layout.shapes:
             if all(layout.banks[layout.shards[i].bank].name in have for i in layout.shards_of(n)):
-                slots[n][k] = fr.sharding._tables.gather_banks(layout._replace(shapes=tuple(s for s in layout.shapes if s[0] == n)), {**state.tables.banks, **have}, mesh)[n]
+                slots[n][k] = fr.sharding._tables.gather_banks(
+                    layout._replace(shapes=tuple(s for s in layout.shapes if s[0] == n)),
+                    {**state.tables.banks, **have},
+                    mesh,
+                )[n]
     return gather(state.tables.banks), slots, state.dense, torch.tensor(losses)
 
 

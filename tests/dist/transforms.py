@@ -1,6 +1,6 @@
 """Every collective under every transform, on emulated and on real ranks: the programs that the laws compare, and the table of them.
 
-    .venv/bin/python tests/dist/transforms.py
+.venv/bin/python tests/dist/transforms.py
 """
 
 import sys
@@ -79,7 +79,9 @@ DENSE = {
     "all_to_all": lambda x: x.unflatten(1, (WIDTH, x.shape[0])).permute(2, 0, 1, 3),
     "all_to_all_tiled": lambda x: blocks(x).permute(1, 2, 0, 3).flatten(2),
     "ppermute": lambda x: x.roll(1, 0),
-    "ppermute_some": lambda x: x if len(x) == 1 else torch.cat([torch.zeros_like(x[:1]), x[:1], torch.zeros_like(x[2:])]),
+    "ppermute_some": lambda x: (
+        x if len(x) == 1 else torch.cat([torch.zeros_like(x[:1]), x[:1], torch.zeros_like(x[2:])])
+    ),
     "ragged_all_to_all": dense_ragged,
 }
 
