@@ -322,11 +322,11 @@ def cells(mesh, name, keys=tuple(TRANSFORMS)):
     return on_all_ranks(made, mesh, mapped(made, mesh, specs, keys)(*args))
 
 
-def compiled_cells(mesh, chosen):
+def compiled_cells(mesh, chosen, keys=("fwd", "grad")):
     """{"jit", "jit_grad"} -> {program: what all ranks got}: all programs in one compiled function each."""
     made = {name: prepared(mesh, name) for name in chosen}
     out = {}
-    for key in ("fwd", "grad"):
+    for key in keys:
         fs = {name: mapped(m, mesh, specs, (key,)) for name, (m, _, specs) in made.items()}
         results = fr.jit(lambda args, fs=fs: {name: f(*args[name]) for name, f in fs.items()})(
             {n: m[1] for n, m in made.items()}
@@ -342,8 +342,8 @@ def real_cells(axes, name):
     return cells(fr.Mesh.distributed(**axes), name)
 
 
-def real_compiled_cells(axes, chosen):
-    return compiled_cells(fr.Mesh.distributed(**axes), chosen)
+def real_compiled_cells(axes, chosen, keys=("fwd", "grad")):
+    return compiled_cells(fr.Mesh.distributed(**axes), chosen, keys)
 
 
 def wanted(axes, name):

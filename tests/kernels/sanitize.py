@@ -24,6 +24,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -69,8 +70,8 @@ def build(mode: str, level: str) -> Path:
     return folder / "csrc" / f"_{level}.so"
 
 
-def launch(mode: str, count: int, given: Path | None, more: list[str]) -> int:
-    """Build, make the calls in a process that begins with the sanitizer, and look at what it says."""
+def launch(mode: str, count: int, given: Path | None, first: int, jobs: int, more: list[str]) -> int:
+    """Build, make the calls in processes that begin with the sanitizer, and look at what it says."""
     from funcrec.kernels.cpp import _native
 
     begin = time.monotonic()
@@ -91,8 +92,6 @@ def launch(mode: str, count: int, given: Path | None, more: list[str]) -> int:
         __file__,
         "--mode",
         mode,
-        "--count",
-        str(count),
         "--object",
         str(built),
         "--inside",
@@ -102,9 +101,14 @@ def launch(mode: str, count: int, given: Path | None, more: list[str]) -> int:
         if not watch([*command, "--probe", what], environment, is_quiet=True)[1]:
             print(f"{mode}: a fault made on purpose in a {what} is not found")
             return 1
-    status, findings = watch(command, environment)
-    print(f"{mode}: {findings} findings, exit {status}, {time.monotonic() - begin:.0f} s")
-    return int(findings > 0 or status != 0)
+    parts = [(first + count * k // jobs, count * (k + 1) // jobs - count * k // jobs) for k in range(jobs)]
+    part = lambda at: watch([*command, "--first", str(at[0]), "--count", str(at[1])], environment)
+    with ThreadPoolExecutor(jobs) as pool:
+        statuses, findings = zip(*pool.map(part, parts), strict=True)
+    print(
+        f"{mode}: {count} calls, {sum(findings)} findings, exit {max(map(abs, statuses))}, {time.monotonic() - begin:.0f} s"
+    )
+    return int(any(findings) or any(statuses))
 
 
 def watch(command: list[str], environment: dict[str, str], is_quiet: bool = False) -> tuple[int, int]:
@@ -242,6 +246,7 @@ if __name__ == "__main__":
     parser.add_argument("--count", type=int)
     parser.add_argument("--object", type=Path)
     parser.add_argument("--first", type=int, default=0, help="the number of the first call")
+    parser.add_argument("--jobs", type=int, help="processes at once; two for address, one for thread")
     parser.add_argument("--without", nargs="*", default=[], help="operations to leave out")
     parser.add_argument("--inside", action="store_true")
     parser.add_argument("--probe", choices=("kernel", "rule"), help="do wrong there, which must be found")
@@ -251,5 +256,6 @@ if __name__ == "__main__":
         inside(asked.mode, how_many, asked.object, asked.first, asked.without, asked.probe)
     else:
         sys.path[:0] = [str(ROOT), str(HERE)]
-        more = ["--first", str(asked.first), *(["--without", *asked.without] if asked.without else [])]
-        sys.exit(launch(asked.mode, how_many, asked.object, more))
+        jobs = asked.jobs or {"address": 2, "thread": 1}[asked.mode]
+        more = ["--without", *asked.without] if asked.without else []
+        sys.exit(launch(asked.mode, how_many, asked.object, asked.first, jobs, more))
