@@ -7,6 +7,7 @@ import pytest
 
 from funcrec.testing import RankPool
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "laws"))  # `differences`
 sys.path.insert(0, str(Path(__file__).parent))  # `transforms`: the ranks import it by name
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 
@@ -37,10 +38,11 @@ class Case(NamedTuple):
     refused: tuple[str, ...] = ()
 
 
-@functools.cache  # drawn once, outside of every transform
+@functools.cache  # drawn once, outside of every transform, whichever it is first asked for in
 def draw(name: str, shape) -> Tensor:
     generator = torch.Generator().manual_seed(name_number(name) % 2**31)
-    return torch.randn(shape, dtype=torch.float64, generator=generator)
+    with temporarily_clear_interpreter_stack():
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
 def projected(tree: Any, name: str) -> Tensor:
