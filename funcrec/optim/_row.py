@@ -127,9 +127,10 @@ def row_optimizer(
     On a CPU the rule becomes C++ inside the kernel of the built-in optimizers, once for each dim, dtype and shape of slots: eager
     and compiled updates then give the same bits. In it may stand arithmetic, comparisons, `where`, `clamp`, powers, the elementary
     functions, sums, means, products, extremes and norms over the whole row, slices, `cat`, `stack`, `flip` and reshapes, casts
-    among f32, f64 and integers, and tensors that it closes over, whose values are read in every update. Python numbers, branches
-    and which tensors these are stay those of the first, as in `fr.jit`: write to a tensor, do not put another in its place. A rule with any other operation (sort, cumsum, a matrix product, a number read on the host),
-    or with more than eight slots, runs on blocks of rows in two to four times the time, and a warning says why.
+    among f32, f64 and integers, and tensors that it closes over, whose values are read in every update. Python numbers,
+    branches and which tensors these are stay those of the first, as in `fr.jit`: write to a tensor, do not put another in
+    its place. A rule with any other operation (sort, cumsum, a matrix product, a number read on the host), or with more
+    than eight slots, runs on blocks of rows in two to four times the time, and a warning says why.
 
     Raises: TypeError or ValueError that tells every hyper-parameter out of its range. RuntimeError without a C++ compiler, at
       the first update on a CPU. The update names every table,
