@@ -37,6 +37,7 @@ from funcrec.core._numbers import size_problems as size_problems
 from funcrec.core._recipe import reduced as reduced
 from funcrec.core._recipe import remade as remade
 from funcrec.core._static import static_key as static_key
+from funcrec.core._tracked import Reading as Reading
 from funcrec.core._tracked import any_tracked as any_tracked
 from funcrec.core._tracked import has_tracked as has_tracked
 from funcrec.core._tracked import is_followed as is_followed

@@ -5,13 +5,15 @@
 Right or refused: a function whose input is tracked differentiates it, or raises before any work.
 """
 
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from funcrec.core._tree import tree_leaves
+from funcrec.core._tree import tree_flatten, tree_leaves
 from funcrec.kernels.tracked import any_tracked as any_tracked
 from funcrec.kernels.tracked import is_followed as is_followed
 from funcrec.kernels.tracked import is_forward as is_forward
@@ -27,28 +29,51 @@ def has_tracked(*trees: Any) -> bool:
     return any_tracked(x for tree in trees for x in tree_leaves(tree))
 
 
+class Reading(NamedTuple):
+    """What a function did with tensors. tensors: those that it read besides its arguments. calls: every operation with all that it was
+    given, tensors by their number; two runs that differ in anything but the values of tensors differ here, or in `tensors`."""
+
+    tensors: tuple[Tensor, ...]
+    calls: tuple
+
+    def is_same(self, other: "Reading") -> bool:
+        """Whether the same operations read the same tensors."""
+        return self.calls == other.calls and all(map(operator.is_, self.tensors, other.tensors))
+
+
 class _Reads(TorchFunctionMode):
-    """Notes every tensor that an operation reads and that no earlier one made."""
+    """Notes every operation, and every tensor that one reads and that no earlier one made."""
 
     def __init__(self, given: list[Tensor]):
         super().__init__()
-        self.known = {id(x): x for x in given}  # kept, so that no id is given twice
-        self.found: dict[int, Tensor] = {}
+        self.known = {id(x): (i, x) for i, x in enumerate(given)}  # kept, so that no id is given twice
+        self.found: list[Tensor] = []
+        self.calls: list[tuple] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        for x in tree_leaves((args, kwargs)):
-            if isinstance(x, Tensor) and id(x) not in self.known:
-                self.found[id(x)] = x
+        leaves, structure = tree_flatten((args, kwargs or {}))
+        self.calls.append((func, structure, tuple(map(self.mark, leaves))))
         out = func(*args, **(kwargs or {}))
-        self.known |= {id(x): x for x in tree_leaves(out) if isinstance(x, Tensor) and id(x) not in self.found}
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and id(x) not in self.known:
+                self.known[id(x)] = len(self.known), x
         return out
 
+    def mark(self, x: Any) -> Any:
+        """What stands for a leaf: a number for a tensor, and the form of one that is read; type and text of anything else."""
+        if not isinstance(x, Tensor):
+            return type(x), x.tobytes() if isinstance(x, np.ndarray) else repr(x)
+        if id(x) in self.known:
+            return self.known[id(x)][0]
+        self.known[id(x)] = len(self.known), x
+        self.found.append(x)
+        return self.known[id(x)][0], x.dtype, tuple(x.shape), x.device
 
-def reading(fn: Callable, *args: Any) -> tuple[Any, list[Tensor]]:
-    """(fn(*args), the tensors that it read besides `args`): closed over, in a dict, an object, a partial or a module, wherever they lie."""
+
+def reading(fn: Callable, *args: Any) -> tuple[Any, Reading]:
+    """(fn(*args), what it read besides `args`): closed over, in a dict, an object, a partial or a module, wherever they lie."""
     with _Reads([x for x in tree_leaves(args) if isinstance(x, Tensor)]) as reads:
         out = fn(*args)
-    return out, [
-        *reads.found.values(),
-        *(x for x in tree_leaves(out) if isinstance(x, Tensor) and id(x) not in reads.known),
-    ]
+    leaves, structure = tree_flatten(out)
+    calls = (*reads.calls, (structure, *map(reads.mark, leaves)))
+    return out, Reading(tuple(reads.found), calls)

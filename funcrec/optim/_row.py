@@ -17,6 +17,7 @@ from torch import Tensor
 
 from funcrec.core import (
     Problem,
+    Reading,
     any_tracked,
     check,
     describe,
@@ -44,7 +45,7 @@ from funcrec.optim._problems import (
     tables_problems,
 )
 from funcrec.optim._rounding import round_stochastic, table_key
-from funcrec.optim._user_rule import UserRule
+from funcrec.optim._user_rule import RuleMemory
 from funcrec.tables import RowGrads, root, terms_of
 
 Slots = dict[str, dict[str, Tensor]]
@@ -127,9 +128,9 @@ def row_optimizer(
     On a CPU the rule becomes C++ inside the kernel of the built-in optimizers, once for each dim, dtype and shape of slots: eager
     and compiled updates then give the same bits. In it may stand arithmetic, comparisons, `where`, `clamp`, powers, the elementary
     functions, sums, means, products, extremes and norms over the whole row, slices, `cat`, `stack`, `flip` and reshapes, casts
-    among f32, f64 and integers, and tensors that it closes over, whose values are read in every update. Python numbers,
-    branches and which tensors these are stay those of the first, as in `fr.jit`: write to a tensor, do not put another in
-    its place. A rule with any other operation (sort, cumsum, a matrix product, a number read on the host), or with more
+    among f32, f64 and integers, and whatever it closes over: every eager update reads that anew (the C++ is made again for another number
+    or branch, not for another tensor), a program that `fr.jit` compiled reads the values of the tensors that it was compiled
+    with. A rule with any other operation (sort, cumsum, a matrix product, a number read on the host), or with more
     than eight slots, runs on blocks of rows in two to four times the time, and a warning says why.
 
     Raises: TypeError or ValueError that tells every hyper-parameter out of its range. RuntimeError without a C++ compiler, at
@@ -195,7 +196,8 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
     def slot_shapes(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
         return {k: tuple(s.shape) for k, s in init_table(torch.empty(shape, dtype=dtype, device="meta")).items()}
 
-    rules: dict[tuple[str, ...], UserRule] = {}  # one for each set of slots
+    one = lambda row, grad, own, rate, t, repeats: rule(row, grad, own, make_hyper(rate, t, repeats, **hyper))
+    rules = RuleMemory(call, one, round_stochastic)
 
     def init_slots(tables: Tables) -> Slots:
         check(f"{call}.init", tables_problems(tables))
@@ -215,9 +217,9 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
         if not named:
             return dict(tables), dict(slots)
         device = next(iter(tables.values())).device
-        one = lambda row, grad, own, rate, t, repeats: rule(row, grad, own, make_hyper(rate, t, repeats, **hyper))
         fits = kernel is not None and kernel.fits(hyper, named)
-        read = [] if fits else check_rule(call, one, named, slots, tables)
+        readings = {} if fits else check_rule(call, one, named, slots, tables)
+        read = [x for r in readings.values() for x in r.tensors]
         given = [x for n, g in named.items() for x in (tables[n], *slots[n].values(), *g.floats)]
         rate, _ = rate_and_step(call, lr, step, torch.float64, device)
         choice = chosen_for(call, implementation, device, [rate, *read, *given])
@@ -230,8 +232,7 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
             changed = {}, {}
             for names in dict.fromkeys(tuple(slots[n]) for n in named):
                 same = {n: g for n, g in named.items() if tuple(slots[n]) == names}
-                user_rule = rules.get(names) or rules.setdefault(names, UserRule(call, one, names, round_stochastic))
-                part = update_fused(user_rule.update, names, same, slots, tables, (rate, step, key))
+                part = update_fused(rules.find(names, readings).update, names, same, slots, tables, (rate, step, key))
                 changed = {**changed[0], **part[0]}, {**changed[1], **part[1]}
         else:
             numbers = functools.cache(lambda dtype: rate_and_step(call, rate, step, dtype, device))
@@ -291,24 +292,25 @@ def chosen_for(call: str, implementation: str | None, device: torch.device, tens
     return "reference"
 
 
-def check_rule(call: str, rule: Callable, grads: Mapping, slots: Slots, tables: Tables) -> list[Tensor]:
-    """Run the rule on one row of ones for each form of table, and look at what comes back; returns the tensors that it reads besides."""
-    forms, read = {}, []
+def check_rule(call: str, rule: Callable, grads: Mapping, slots: Slots, tables: Tables) -> dict[tuple, Reading]:
+    """Run the rule on one row of ones for each form of table, and look at what comes back; returns what it does with each."""
+    forms = {}
     for n in grads:
         dtype = ops.accumulation_dtype(tables[n].dtype)
         forms[grads[n].dim, dtype, tables[n].device, tuple((k, s.shape[1:]) for k, s in slots[n].items())] = None
 
-    def watched(*args):
-        out, found = reading(rule, *args)
-        read.extend(found)
-        return out
+    for form in forms:
 
-    for dim, dtype, device, own in forms:
+        def watched(*args):
+            out, forms[form] = reading(rule, *args)  # noqa: B023
+            return out
+
+        dim, dtype, device, own = form
         ones = functools.partial(torch.ones, dtype=dtype, device=device)
         row, mine = ones(1, dim), {k: ones(1, *shape) for k, shape in own}
         new = torch.func.vmap(watched, in_dims=(0, 0, 0, None, None, 0))(row, row, mine, ones(()), ones(()), ones(1))
         check(call, rule_result_problems(*new, row, mine))
-    return read
+    return forms
 
 
 def update_rows(call: str, rule_of: Callable, grads: Mapping, slots: Slots, tables: Tables, key, implementation: str):

@@ -10,7 +10,7 @@ import functools
 import itertools
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakValueDictionary
 
@@ -20,13 +20,44 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from funcrec.core import Reading
 from funcrec.kernels import library, stacks
 from funcrec.kernels.forms import Terms, accumulation_dtype, segments_of
 from funcrec.optim._blocks import BlockRule
 
+MOST = 16  # states of what a rule closes over
 _numbers = itertools.count()
 _rules: WeakValueDictionary[int, "UserRule"] = WeakValueDictionary()
 _staged: dict[int, "UserRule"] = {}  # those that a compiled function calls by number: it may outlive their optimizer
+
+
+class RuleMemory:
+    """A rule, once for each state of what it closes over: numbers, branches, and which tensors there are. The last MOST are kept.
+
+    call, rule, round_rows: of `UserRule`.
+    """
+
+    def __init__(self, call: str, rule: Callable, round_rows: Callable):
+        self.call, self.make = call, lambda names: UserRule(call, rule, names, round_rows)
+        self.made: dict[tuple[str, ...], list[UserRule]] = {}
+        self.lock = threading.Lock()
+
+    def find(self, names: tuple[str, ...], readings: Mapping[tuple, Reading]) -> "UserRule":
+        """The rule for slots of these names that did, wherever it was run before, what it does now: `readings`, {form of a table: what}."""
+        with self.lock:
+            known = self.made.setdefault(names, [])
+            for rule in reversed(known):
+                if rule.is_blocked and get_proxy_mode() is None:  # it is run as it stands
+                    return rule
+                if all(form not in rule.readings or rule.readings[form].is_same(r) for form, r in readings.items()):
+                    rule.readings |= readings
+                    return rule
+            rule = self.make(names)
+            rule.readings |= readings
+            if known:
+                rule.generated |= known[-1].with_tensors(readings)
+            self.made[names] = [*known, rule][-MOST:]
+            return rule
 
 
 class UserRule:
@@ -42,6 +73,7 @@ class UserRule:
             return [new, *(written[k] for k in names)]
 
         self.call, self.rule = call, flat_rule
+        self.readings: dict[tuple, Reading] = {}  # {form of a table: what it did there}
         self.blocks = BlockRule(flat_rule, len(names), round_rows)
         self.generated: dict = {}  # {form of a table: the compiled rule}
         self.is_blocked = False
@@ -79,6 +111,20 @@ class UserRule:
                 return None
             found.append(self.generated[form])
         return found
+
+    def with_tensors(self, readings: Mapping[tuple, Reading]) -> dict:
+        """`generated`, where now the same is done with other tensors."""
+        made = {}
+        for form, now in readings.items():
+            dim, dtype, _, slots = form
+            own = (dim, dtype, *(shape for _, shape in slots))
+            rule, before = self.generated.get(own), self.readings.get(form)
+            if rule is None or before is None or before.calls != now.calls:
+                continue
+            other = {id(x): y for x, y in zip(before.tensors, now.tensors, strict=True)}
+            if other.keys() <= set(map(id, rule.constants)):
+                made[own] = rule._replace(constants=tuple(other.get(id(x), x) for x in rule.constants))
+        return made
 
     @torch.no_grad()
     def generate(self, dim: int, dtype: torch.dtype, *shapes: Sequence[int]) -> object:

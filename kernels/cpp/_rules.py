@@ -36,7 +36,7 @@ class Generated(NamedTuple):
     """A compiled rule for one dim and dtype.
 
     rule, prepare: addresses. sizes: elements of each slot of a row. shared_bytes: what `prepare` writes once per update.
-    constants: tensors that the rule reads besides its arguments; their values are read in every update.
+    constants: tensors that the rule reads besides its arguments; their values are read in every update. forms: dtype and shape of each.
     """
 
     rule: int
@@ -44,6 +44,7 @@ class Generated(NamedTuple):
     sizes: tuple[int, ...]
     shared_bytes: int
     constants: tuple[Tensor, ...]
+    forms: tuple[tuple[torch.dtype, torch.Size], ...]
     dim: int
     dtype: torch.dtype
     library: ctypes.CDLL
@@ -59,7 +60,7 @@ def generate(graph: GraphModule) -> Generated:
     given = [x.meta["val"] for x in graph.graph.find_nodes(op="placeholder")]
     return Generated(
         address(library.funcrec_rule), address(library.funcrec_prepare), tuple(x.numel() for x in given[len(GIVEN) :]),
-        library.funcrec_shared_bytes(), tuple(constants), given[0].numel(), given[0].dtype, library,
+        library.funcrec_shared_bytes(), tuple(constants), tuple((x.dtype, x.shape) for x in constants), given[0].numel(), given[0].dtype, library,
     )  # fmt: skip
 
 

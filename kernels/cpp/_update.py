@@ -53,6 +53,12 @@ def generated_update_(
                 "funcrec.kernels.cpp.generated_update_: a rule is for another table.\n"
                 f"  got   {table.dtype}{list(table.shape)}\n  need  rows of {rule.dim}, summed in {rule.dtype}"
             )
+        now = [(x.dtype, x.shape) for x in rule.constants]
+        if now != [*rule.forms]:
+            need = f"{[*rule.forms]}, as when the rule was compiled"
+            _native.fail(
+                "generated_update_", "a tensor that a rule reads has another form.", now, need, "another tensor"
+            )
         constants = [x.contiguous() for x in rule.constants]
         pointers = array("q", [x.data_ptr() for x in constants])
         kept += (constants, pointers)

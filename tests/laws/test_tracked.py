@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -83,7 +84,24 @@ def test_what_a_function_reads_is_found():
     weights = {"w": torch.ones(2), "list": [torch.zeros(2)]}
     for f in (lambda x: scaled(weights, x), functools.partial(scaled, weights), Learned(weights)):
         out, found = reading(f, ONES)
-        assert [id(x) for x in found] == [id(weights["w"]), id(weights["list"][0])]
+        assert [id(x) for x in found.tensors] == [id(weights["w"]), id(weights["list"][0])]
         assert torch.equal(out, ONES)
-    assert [id(x) for x in reading(lambda x: weights["w"], ONES)[1]] == [id(weights["w"])]
-    assert reading(lambda x: (x + 1) * x, ONES)[1] == []
+    assert [id(x) for x in reading(lambda x: weights["w"], ONES)[1].tensors] == [id(weights["w"])]
+    assert reading(lambda x: (x + 1) * x, ONES)[1].tensors == ()
+
+
+def test_two_runs_are_told_apart():
+    """Two runs of a function are the same where operations, numbers and tensors are; the values of tensors do not count, their shapes do."""
+    a, b = torch.ones(2), torch.ones(2)
+    held = {"n": 1.0, "w": a, "array": np.ones(2), "flip": False}
+    ends = lambda x, z: x - z if held["flip"] else z - x
+    run = lambda: reading(lambda x: ends(x, x * held["n"] + held["w"] - torch.tensor(held["array"])), ONES)[1]
+    before = run()
+    a.fill_(3.0)
+    assert run().is_same(before)
+    for name, other in (("n", 1), ("n", -0.0), ("n", float("nan")), ("w", b), ("array", np.zeros(2)), ("flip", True)):
+        was, held[name] = held[name], other
+        assert not run().is_same(before) and run().is_same(run())
+        held[name] = was
+    a.resize_(1)
+    assert not run().is_same(before)
