@@ -14,7 +14,16 @@ import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec.compile import Donated, donated_message
-from funcrec.core import CLASSES, DonatedError, Problem, class_name, describe, is_tracked, name_in_checkpoints
+from funcrec.core import (
+    CLASSES,
+    DonatedError,
+    Problem,
+    class_name,
+    describe,
+    is_in_transform,
+    is_tracked,
+    name_in_checkpoints,
+)
 
 PLAIN = (int, float, str, bool, type(None))
 MAX_DEPTH = 100
@@ -162,7 +171,7 @@ def tensor_problems(x: Tensor, path: str) -> Iterator[Problem]:
 
 def transform_problems() -> Iterator[Problem]:
     """Values are read, and made, outside of transforms."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_in_transform():
         got, need = "a call inside vmap, grad or another transform of torch.func", "a call outside of them"
         yield Problem(
             "a file cannot be part of what is transformed.", got, need, "return the value, and save it then", TypeError

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -31,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from funcrec.compile._donation import Donated
 from funcrec.compile._inductor import DECOMPOSITIONS
-from funcrec.core import Problem, describe, fail, message
+from funcrec.core import Problem, describe, fail, is_wrapped, message, outside_transforms
 
 COPIES = {
     torch.ops.aten.lift_fresh_copy.default,
@@ -135,7 +133,7 @@ class _Lift(TorchFunctionMode):
                     need=need,
                     hint="resolve_conj().resolve_neg()",
                 )
-            with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch._C.DisableTorchFunction():
+            with outside_transforms(), _disable_current_modes(), torch._C.DisableTorchFunction():
                 made = self.fake.from_tensor(x)
                 self.stand_ins[id(x)] = (x, made, made.grad)
             self.origins[id(made)] = x
@@ -166,7 +164,7 @@ def is_closed_over(x: object) -> bool:
     """Whether x is a tensor with memory of its own, which staging did not make."""
     if not isinstance(x, Tensor) or isinstance(x, MADE):
         return False
-    return not (is_functorch_wrapped_tensor(x) or torch._is_functional_tensor(x))
+    return not (is_wrapped(x) or torch._is_functional_tensor(x))
 
 
 def lift_constants(graph: GraphModule, lift: _Lift) -> list[Tensor]:

@@ -27,7 +27,17 @@ from funcrec.core._errors import fail as fail
 from funcrec.core._errors import message as message
 from funcrec.core._errors import own_errors as own_errors
 from funcrec.core._errors import short_dtype as short_dtype
+from funcrec.core._functorch import by_vmap_rule as by_vmap_rule
+from funcrec.core._functorch import current_level as current_level
+from funcrec.core._functorch import is_differentiated_above as is_differentiated_above
+from funcrec.core._functorch import is_in_transform as is_in_transform
+from funcrec.core._functorch import is_in_vmap as is_in_vmap
+from funcrec.core._functorch import is_wrapped as is_wrapped
 from funcrec.core._functorch import one_level_below as one_level_below
+from funcrec.core._functorch import outside_transforms as outside_transforms
+from funcrec.core._functorch import under_vmaps as under_vmaps
+from funcrec.core._functorch import value_below as value_below
+from funcrec.core._functorch import vmaps_above as vmaps_above
 from funcrec.core._numbers import count_problems as count_problems
 from funcrec.core._numbers import flag_problems as flag_problems
 from funcrec.core._numbers import function_problems as function_problems

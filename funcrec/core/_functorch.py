@@ -1,9 +1,100 @@
-"""What is asked of torch's private levels of transforms."""
+"""What is asked of torch's private levels of transforms: all of it stands here, for the next release may change it.
+
+    x at levels 1, 2, ... of vmap, grad, jvp, ...  =  a tensor wrapped once for each of them that it belongs to, the innermost outside
+
+(What the kernels ask, which import torch only, stands in `kernels/tracked.py`.)
+"""
+
+from collections.abc import Callable, Sequence
 
 import torch
-from torch._C._functorch import _unwrap_for_grad, _wrap_for_grad, peek_interpreter_stack
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch import Tensor
+from torch._C import _functorch
+from torch._functorch.autograd_function import VmapInfo
+from torch._functorch.predispatch import _add_batch_dim
+from torch._functorch.pyfunctorch import (
+    retrieve_current_functorch_interpreter,
+    temporarily_clear_interpreter_stack,
+    temporarily_pop_interpreter_stack,
+)
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
+
+outside_transforms = temporarily_clear_interpreter_stack
+
+
+def is_in_transform() -> bool:
+    """Whether a transform of torch.func runs; a forward level alone is none."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def is_in_vmap() -> bool:
+    """Whether the innermost transform is a vmap."""
+    top = _functorch.peek_interpreter_stack()
+    return top is not None and top.key() == _functorch.TransformType.Vmap
+
+
+def current_level() -> int:
+    """The number of the innermost transform; 0 outside of all."""
+    return _functorch.maybe_current_level() or 0
+
+
+def level_of(x: Tensor) -> int:
+    """The innermost level that x belongs to; 0 for none."""
+    return _functorch.maybe_get_level(x) if is_wrapped(x) else 0
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Whether x belongs to some level."""
+    return _functorch.is_functorch_wrapped_tensor(x)
+
+
+def value_below(x: Tensor) -> Tensor:
+    """The tensor below all transforms: a batch, under vmap."""
+    while is_wrapped(x):
+        x = _functorch.get_unwrapped(x)
+    return x.detach()
+
+
+def is_differentiated_above(x: Tensor, level: int) -> bool:
+    """Whether a grad or jvp inside `level` follows x."""
+    while level_of(x) > level:
+        if not _functorch.is_batchedtensor(x):
+            return True
+        x = _functorch.get_unwrapped(x)
+    return False
+
+
+def vmaps_above(x: Tensor, level: int) -> tuple[Tensor, list[tuple[int, int, int]]]:
+    """x below all transforms above `level`, and (level, dimension, size) of those that are vmaps, the outermost first."""
+    maps = []
+    while level_of(x) > level:
+        own, dim = level_of(x), _functorch.maybe_get_bdim(x) if _functorch.is_batchedtensor(x) else None
+        x = _functorch.get_unwrapped(x)
+        if dim is not None:
+            maps.append((own, dim, x.shape[dim]))
+    return x, maps[::-1]
+
+
+def under_vmaps(x: Tensor, levels: Sequence[int]) -> Tensor:
+    """x [K, ..., rest] as vmaps of these levels see it: [rest]."""
+    for level in levels:
+        x = _functorch._add_batch_dim(x, 0, level)
+    return x
+
+
+def by_vmap_rule(fn: Callable[..., Tensor], rule: Callable, tensors: Sequence[Tensor]) -> Tensor:
+    """fn(*tensors) below the innermost transform, a vmap; by rule(info, dims, *tensors) -> (out, 0) where one of them is a batch of it.
+
+    It is what an autograd.Function's `vmap` is called with, without the Function around it.
+    """
+    level = _functorch.peek_interpreter_stack().level()
+    tensors, dims = zip(*(_functorch._unwrap_batched(x, level) for x in tensors), strict=True)
+    with temporarily_pop_interpreter_stack():
+        if all(d is None for d in dims):
+            return fn(*tensors)
+        sizes = {x.shape[d] for x, d in zip(tensors, dims, strict=True) if d is not None}
+        out, _ = rule(VmapInfo(sizes.pop(), "error"), dims, *tensors)
+    return _add_batch_dim(out, 0, level)
 
 
 def one_level_below(rule, tensors, tangents):
@@ -12,12 +103,12 @@ def one_level_below(rule, tensors, tangents):
     torch 2.13 runs a jvp rule at its own level, with forward derivatives off: jvp of jvp would be silently zero. So the rule runs
     one level below, as torch.func runs `forward`.
     """
-    if peek_interpreter_stack() is None:
+    if not is_in_transform():
         return rule(tensors, tangents)
     interpreter = retrieve_current_functorch_interpreter()
     level = interpreter.level()
-    plain = [[x if x is None else _unwrap_for_grad(x, level) for x in xs] for xs in (tensors, tangents)]
+    plain = [[x if x is None else _functorch._unwrap_for_grad(x, level) for x in xs] for xs in (tensors, tangents)]
     with torch.enable_grad(), _set_fwd_grad_enabled(True), interpreter.lower():
         out = rule(*plain)
-    wrap = lambda x: None if x is None else _wrap_for_grad(x, level)
+    wrap = lambda x: None if x is None else _functorch._wrap_for_grad(x, level)
     return tuple(map(wrap, out)) if isinstance(out, tuple) else wrap(out)

@@ -13,10 +13,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
 
-from funcrec.core import one_level_below
+from funcrec.core import is_transforming, is_wrapped, one_level_below
 from funcrec.kernels import ops, reference
 
 TRANSPOSES = {
@@ -79,7 +77,7 @@ def is_concrete(x: Tensor) -> bool:
     if x.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return False
     plain = type(x) in (Tensor, torch.nn.Parameter)
-    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(x) and not torch._C._len_torch_dispatch_stack()
+    return plain and not is_wrapped(x) and not torch._C._len_torch_dispatch_stack()
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
@@ -96,7 +94,7 @@ def _call(spec: _Map, x: Tensor, *ints: Tensor) -> Tensor:
 def _is_transformed(x: Tensor) -> bool:
     """Whether a derivative of x may be wanted, or x be one of a batch."""
     follows = x.requires_grad and torch.is_grad_enabled()
-    return follows or peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return follows or is_transforming()
 
 
 class _Linear(torch.autograd.Function):

@@ -29,7 +29,6 @@ from funcrec.mesh._mesh import bound_names as bound_names
 from funcrec.mesh._ragged import ragged_all_to_all as ragged_all_to_all
 from funcrec.mesh._same import bits_of as bits_of
 from funcrec.mesh._same import checksum as checksum
-from funcrec.mesh._same import value_below as value_below
 from funcrec.mesh._shard_map import shard as shard
 from funcrec.mesh._shard_map import shard_map as shard_map
 from funcrec.mesh._shard_map import unshard as unshard

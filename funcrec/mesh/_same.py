@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 
-from funcrec.core import Problem, tree_leaves
+from funcrec.core import Problem, outside_transforms, tree_leaves, value_below
 from funcrec.mesh._collectives import pmax
 from funcrec.mesh._parts import Part
 
@@ -52,20 +51,13 @@ def unequal_over_ranks(parts: Sequence[Part], names: Sequence[str]) -> Iterator[
         ]
         if not shared:
             continue
-        with temporarily_clear_interpreter_stack():
+        with outside_transforms():
             sums = torch.stack([checksum(value_below(x)) for _, x in shared])
             most = pmax(torch.stack([sums, -sums]), axis)
             differ = (most[0] != -most[1]).tolist()
         for (p, _), wrong in zip(shared, differ, strict=True):
             if wrong:
                 yield _problem(p, axis, "the ranks' checksums differ")
-
-
-def value_below(x: Tensor) -> Tensor:
-    """The tensor below all transforms: a batch, under vmap."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x.detach()
 
 
 def is_readable(x: Tensor) -> bool:

@@ -24,6 +24,7 @@ from funcrec.core import (
     describe,
     has_tracked,
     is_followed,
+    is_in_transform,
     is_transformed,
     is_transforming,
     paths,
@@ -248,7 +249,7 @@ class _TensorScalars(TorchFunctionMode):
         if self.tracked and func in (Tensor.sqrt, Tensor.sqrt_, torch.sqrt):
             func = root
         out = kwargs.pop("out", None)
-        if func in _UNBATCHED and torch._C._functorch.peek_interpreter_stack() is not None:
+        if func in _UNBATCHED and is_in_transform():
             out, func = args[0], _UNBATCHED[func]
         result = func(*args, **kwargs)
         return result if out is None else out.copy_(result)

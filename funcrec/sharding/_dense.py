@@ -24,8 +24,9 @@ from funcrec.core import (
     tree_map,
     tree_structure,
     tree_unflatten,
+    value_below,
 )
-from funcrec.mesh import Mesh, P, all_gather, all_to_all, axis_index, axis_size, shard, unshard, value_below
+from funcrec.mesh import Mesh, P, all_gather, all_to_all, axis_index, axis_size, shard, unshard
 from funcrec.optim import DenseOptimizer
 
 PROBE = ((0, 1e-3), (1, 1e3), (10**6, 1e-3), (10**6 + 1, 1e3))  # (step, size of its gradients)

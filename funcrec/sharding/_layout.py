@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import check, is_tracked
+from funcrec.core import check, is_tracked, is_wrapped
 from funcrec.kernels.memory import empty_table
 from funcrec.mesh import Mesh, P
 from funcrec.sharding._placement import Plan, fit_problems
@@ -141,7 +141,7 @@ def blank(shape: Sequence[int], like: Sequence[Tensor]) -> Tensor:
 
     So a bank is followed on every rank, whoever has rows in it: a derivative's exchanges are those of all ranks.
     """
-    batched = [x.new_zeros(shape) for x in like if torch._C._functorch.is_functorch_wrapped_tensor(x)]
+    batched = [x.new_zeros(shape) for x in like if is_wrapped(x)]
     none = [x.flatten()[:0].sum() for x in like if is_tracked(x)]
     if batched or none:
         return sum([*batched, *none], torch.zeros(shape, dtype=like[0].dtype, device=like[0].device))

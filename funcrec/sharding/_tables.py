@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, check, describe, fail, pytree, replace, typed
+from funcrec.core import Count, Problem, check, describe, fail, pytree, replace, typed, value_below
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from funcrec.mesh import (
     Codec,
@@ -22,7 +22,6 @@ from funcrec.mesh import (
     codec_problems,
     pmax,
     unshard,
-    value_below,
 )
 from funcrec.sharding._distinct import RoutedRows, fetch_rows_transpose, fetch_transpose, route_rows
 from funcrec.sharding._layout import Bank, Layout, layout_of, pack, unpack

@@ -13,12 +13,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, _unwrap_batched, peek_interpreter_stack
-from torch._functorch.autograd_function import VmapInfo
-from torch._functorch.predispatch import _add_batch_dim
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
-from funcrec.core import any_tracked, one_level_below
+from funcrec.core import any_tracked, by_vmap_rule, is_in_transform, is_in_vmap, one_level_below
 from funcrec.kernels import ops, reference, stacks
 from funcrec.kernels.forms import Feature, Segment, features_of, flatten
 
@@ -67,21 +63,13 @@ def pooled_lookup(
 
 def looked_up(spec: _Lookup, *tensors: Tensor) -> Tensor:
     """The lookup; where no derivative is wanted the operator itself, of all members of a batch at once."""
-    if torch.compiler.is_dynamo_compiling() or any_tracked(tensors):
-        return _PooledLookup.apply(spec, *tensors)
-    top = peek_interpreter_stack()
-    if top is None:
+    is_followed = torch.compiler.is_dynamo_compiling() or any_tracked(tensors)
+    if not is_followed and not is_in_transform():
         return spec.call(tensors)
-    if top.key() != TransformType.Vmap:
+    if is_followed or not is_in_vmap():
         return _PooledLookup.apply(spec, *tensors)
-    level = top.level()
-    tensors, dims = zip(*(_unwrap_batched(x, level) for x in tensors), strict=True)
-    with temporarily_pop_interpreter_stack():
-        if all(d is None for d in dims):
-            return looked_up(spec, *tensors)
-        sizes = {x.shape[d] for x, d in zip(tensors, dims, strict=True) if d is not None}
-        out, _ = _PooledLookup.vmap(VmapInfo(sizes.pop(), "error"), (None, *dims), spec, *tensors)
-    return _add_batch_dim(out, 0, level)
+    rule = lambda info, dims, *xs: _PooledLookup.vmap(info, (None, *dims), spec, *xs)
+    return by_vmap_rule(functools.partial(looked_up, spec), rule, tensors)
 
 
 def gather_rows(table: Tensor, rows: Tensor, *, implementation: str | None = None) -> Tensor:
@@ -120,7 +108,7 @@ class _PooledLookup(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, spec, *tensors):
         members = _Members(spec, info.batch_size, in_dims[1:], tensors)
-        if peek_interpreter_stack() is None and not any_tracked(tensors):
+        if not is_in_transform() and not any_tracked(tensors):
             return spec.call(members.stacks), 0
         if members.num == 0:
             return members.no_output(), 0

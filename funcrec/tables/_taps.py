@@ -17,9 +17,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch
 
-from funcrec.core import Problem, fail, message, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from funcrec.core import (
+    Problem,
+    current_level,
+    fail,
+    is_differentiated_above,
+    message,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    under_vmaps,
+    vmaps_above,
+)
 from funcrec.tables._rowgrads import RowGrads
 
 _DENSE_USE = Problem(
@@ -68,7 +79,7 @@ class Tape:
         self.found = found
         self.taps = taps
         self.sites: list[Site] = []
-        self.level = functorch.maybe_current_level() or 0
+        self.level = current_level()
 
     def tap(self, out: Any, saved: Any, transpose: Callable[[Any, Any], dict], what: tuple) -> Any:
         """Add this site's tap to `out`, a pytree of tensors; `transpose(d_out, saved)` reads no other tensor's value."""
@@ -76,10 +87,10 @@ class Tape:
         leaves, saved_structure = tree_flatten(saved)
         maps: dict[int, int] = {}
         for x in (*outs, *leaves):
-            maps |= {level: size for level, _, size in _maps_above(x, self.level)[1]}
+            maps |= {level: size for level, _, size in vmaps_above(x, self.level)[1]}
         levels = sorted(maps)
         sizes = tuple(maps[v] for v in levels)
-        stripped = [_maps_above(x, self.level) for x in leaves]
+        stripped = [vmaps_above(x, self.level) for x in leaves]
         dims = [tuple({v: d for v, d, _ in own}.get(v) for v in levels) for _, own in stripped]
         forms = tuple(((*sizes, *x.shape), x.dtype, x.device) for x in outs)
         kept = tree_unflatten([x for x, _ in stripped], saved_structure)
@@ -89,7 +100,7 @@ class Tape:
             return out
         if len(self.sites) > len(self.found) or site.form != self.found[len(self.sites) - 1].form:
             self.refuse_impure()
-        tap = tree_map(lambda x: _mapped(x, levels), self.taps[len(self.sites) - 1])
+        tap = tree_map(lambda x: under_vmaps(x, levels), self.taps[len(self.sites) - 1])
         return tree_map(torch.add, out, tap)
 
     def refuse_impure(self) -> None:
@@ -217,37 +228,11 @@ def plain_tables(tables: Any) -> Any:
 
 def is_followed_inside(x: Any, owner: Owner) -> bool:
     """Whether a grad or jvp that began inside the owner's loss follows a leaf of x: then the tables enter by its derivative, too."""
-    for y in (y for y in tree_leaves(x) if isinstance(y, Tensor) and y.is_floating_point()):
-        while _level(y) > owner.tape.level:
-            if not functorch.is_batchedtensor(y):
-                return True
-            y = functorch.get_unwrapped(y)
-    return False
-
-
-def _maps_above(x: Tensor, level: int) -> tuple[Tensor, list[tuple[int, int, int]]]:
-    """x below all transforms above `level`, and (level, dimension, size) of those that are vmaps, the outermost first."""
-    maps = []
-    while _level(x) > level:
-        own, dim = _level(x), functorch.maybe_get_bdim(x) if functorch.is_batchedtensor(x) else None
-        x = functorch.get_unwrapped(x)
-        if dim is not None:
-            maps.append((own, dim, x.shape[dim]))
-    return x, maps[::-1]
-
-
-def _mapped(x: Tensor, levels: Sequence[int]) -> Tensor:
-    """x [K, ..., rest] as vmaps of these levels see it: [rest]."""
-    for level in levels:
-        x = functorch._add_batch_dim(x, 0, level)
-    return x
+    floats = (y for y in tree_leaves(x) if isinstance(y, Tensor) and y.is_floating_point())
+    return any(is_differentiated_above(y, owner.tape.level) for y in floats)
 
 
 def _member(x: Tensor, dims: Sequence[int | None], member: Sequence[int]) -> Tensor:
     for dim, i in zip(dims, member, strict=True):
         x = x if dim is None else x.select(dim, i)
     return x
-
-
-def _level(x: Tensor) -> int:
-    return functorch.maybe_get_level(x) if functorch.is_functorch_wrapped_tensor(x) else 0

@@ -165,6 +165,15 @@ def test_imports_are_of_what_is_installed(name):
     assert found <= allowed | sys.stdlib_module_names
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_torchs_private_levels_are_asked_in_one_place(name):
+    """`torch._functorch` and `torch._C._functorch` are named in core/_functorch.py alone, and for the kernels in their tracked.py."""
+    named = [f"{m}.{what}" for m, what in imports(TREES[name], lazy=True)]
+    named += [ast.unparse(node) for node in ast.walk(TREES[name]) if isinstance(node, ast.Attribute)]
+    found = [x for x in named if re.match(r"torch\.(_C\.)?_functorch\b", x)]
+    assert not found or name in ("core._functorch", "kernels.tracked")
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_files_are_short(name):
     """No file is longer than 400 lines."""
