@@ -13,10 +13,12 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import torch
+import tqdm
 
 import funcrec as fr
 from funcrec.examples import ctr
@@ -102,6 +104,7 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
+    tqdm.tqdm.set_lock(threading.RLock())  # its own is shared by all forks: one that is killed would hold it for ever
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         data.mkdir()
