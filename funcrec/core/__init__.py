@@ -15,6 +15,7 @@ from funcrec.core._arguments import Within as Within
 from funcrec.core._arguments import field_problems as field_problems
 from funcrec.core._arguments import kind_of as kind_of
 from funcrec.core._arguments import typed as typed
+from funcrec.core._arguments import typed_fields as typed_fields
 from funcrec.core._checked import checked as checked
 from funcrec.core._checked import is_checking as is_checking
 from funcrec.core._errors import EXAMPLES as EXAMPLES
@@ -39,6 +40,7 @@ from funcrec.core._functorch import under_vmaps as under_vmaps
 from funcrec.core._functorch import value_below as value_below
 from funcrec.core._functorch import vmaps_above as vmaps_above
 from funcrec.core._numbers import count_problems as count_problems
+from funcrec.core._numbers import device_problems as device_problems
 from funcrec.core._numbers import flag_problems as flag_problems
 from funcrec.core._numbers import function_problems as function_problems
 from funcrec.core._numbers import number_problems as number_problems

@@ -124,8 +124,24 @@ def typed(fn: Callable) -> Callable:
     return run
 
 
+def typed_fields(cls: type) -> type:
+    """A NamedTuple, its constructor held to the annotations of its fields."""
+    make = cls.__new__
+
+    @functools.wraps(make)
+    def new(owner, *args, **kwargs):
+        value = make(owner, *args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling():
+            hint = EXAMPLES.get(cls.__name__, "")
+            check(call_name(cls), (p._replace(hint=hint or p.hint) for p in field_problems(value)))
+        return value
+
+    cls.__new__ = staticmethod(new)
+    return cls
+
+
 def field_problems(value: Any) -> Iterator[Problem]:
-    """What is wrong with the fields of a dataclass, by their annotations; for `__post_init__`."""
+    """What is wrong with the fields of a dataclass or a NamedTuple, by their annotations."""
     for name, kind in _field_kinds(type(value)).items():
         yield from kind.find(name, getattr(value, name))
 
@@ -133,7 +149,7 @@ def field_problems(value: Any) -> Iterator[Problem]:
 @functools.cache
 def _field_kinds(cls: type) -> dict[str, Kind]:
     hints = typing.get_type_hints(cls, include_extras=True)
-    return {n: kind_of(hints[n], cls) for n in cls.__dataclass_fields__}
+    return {n: kind_of(hints[n], cls) for n in getattr(cls, "_fields", None) or cls.__dataclass_fields__}
 
 
 def call_name(fn: Callable) -> str:

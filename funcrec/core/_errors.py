@@ -54,16 +54,18 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 def describe(x: object) -> str:
-    """`f32[118]` for a tensor, the type's name for anything else; the device is named when it is not the CPU."""
+    """`f32[118]` for a tensor, the type's name for anything else; device and layout are named when they are not CPU and strided."""
     if not isinstance(x, Tensor):
         if isinstance(x, type):
             return f"the class {x.__name__}"
         own = type(x).__module__.split(".")[0] in ("builtins", "funcrec", "__main__")
         name = type(x).__name__ if own else f"{type(x).__module__}.{type(x).__name__}"
         return f"{name} {x!r}" if isinstance(x, (int, float, str, bool)) else name
-    shape = ", ".join(map(str, x.shape))
+    is_ragged = x.is_nested and x.layout == torch.strided  # such a tensor has no shape
+    shape = f"{x.size(0)}, ..." if is_ragged else ", ".join(map(str, x.shape))
     place = "" if x.device.type == "cpu" else f" on {x.device}"
-    return f"{short_dtype(x.dtype)}[{shape}]{place}"
+    odd = f", {'nested' if x.is_nested else x.layout}" if x.is_nested or x.layout != torch.strided else ""
+    return f"{short_dtype(x.dtype)}[{shape}]{place}{odd}"
 
 
 def message(call: str, problems: Iterable[Problem]) -> str:
@@ -128,11 +130,11 @@ def check(call: str, *validators: Iterable[Problem]) -> None:
 
 @contextlib.contextmanager
 def own_errors(call: str, fn: Callable, *given: object, need: str) -> Iterator[None]:
-    """Errors of a function that `call` was given, `fn`, with a note of what it was given; those that say so themselves as they are."""
+    """Errors of a function that `call` was given, `fn`, with a note of what it was given; those that say so, or have such a note, as they are."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        if "\n  need  " not in str(error) and not any(call in note for note in getattr(error, "__notes__", ())):
+        if not any("\n  need  " in text for text in (str(error), *getattr(error, "__notes__", ()))):
             name = getattr(fn, "__name__", type(fn).__name__)
             got, hint = ", ".join(map(describe, given)), f"{name}(...) alone: it fails in the same way"
             error.add_note(message(call, [Problem(f"`{name}` failed on its arguments.", got, need, hint)]))

@@ -10,6 +10,7 @@ EXAMPLES: dict[str, str] = {
     "JaggedTensor": "fr.JaggedTensor.from_lists([[1, 2], []])",
     "KeyedJaggedTensor": 'fr.KeyedJaggedTensor.from_lists({"clicked": [[1, 2], []]})',
     "KeyedTensor": 'fr.KeyedTensor.from_dict({"clicked": torch.zeros(2, 8)})',
+    "Layer": "fr.nn.linear(8, 1)",
     "Mesh": "fr.Mesh.emulated(data=2)",
     "Metric": "fr.metrics.auc()",
     "Model": "fr.models.ml1m('lr')",
@@ -24,6 +25,7 @@ EXAMPLES: dict[str, str] = {
     "TableConfig": 'fr.TableConfig("item", num_embeddings=100, embedding_dim=8)',
     "TrainState": "step.init(params)",
     "TrainStep": "fr.train_step(loss_fn, sparse=sparse, dense=dense)",
+    "TwoTower": "fr.models.two_tower(tables, features[:1], features[1:], sizes=(64, 32))",
     # arguments of one meaning throughout
     "activation": "torch.relu",
     "args": "(torch.ones(2, dtype=torch.float64),)",

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from funcrec.core._errors import Problem, describe
 
 FUNCTION = {
@@ -40,6 +42,16 @@ def number_problems(x: object, name: str, least: float, most: float = math.inf) 
         yield Problem(f"`{name}` is not a number.", describe(x), need, kind=TypeError)
     elif not (least <= x <= most and math.isfinite(x)):
         yield Problem(f"`{name}` is outside its range.", f"{x}", need)
+
+
+def device_problems(**tensors: Tensor) -> Iterator[Problem]:
+    """All must be where the first is."""
+    named = list(tensors.items())
+    for other, x in named[1:]:
+        name, first = named[0]
+        if x.device != first.device:
+            need = f"a tensor on {first.device}, where `{name}` is"
+            yield Problem(f"`{other}` is on another device.", f"{x.device}", need, f"{other}.to({name}.device)")
 
 
 def function_problems(**functions: object) -> Iterator[Problem]:

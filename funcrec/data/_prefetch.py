@@ -134,7 +134,7 @@ def device_problems(device: Device | None) -> Iterator[Problem]:
 
 
 def _problems(items: object, depth: object) -> Iterator[Problem]:
-    if not isinstance(items, Iterable):
+    if not isinstance(items, Iterable) or (isinstance(items, torch.Tensor) and not items.dim()):
         yield Problem("`items` cannot be iterated.", describe(items), "an iterable of batches", kind=TypeError)
     if not isinstance(depth, int) or isinstance(depth, bool):
         yield Problem("`depth` is not an integer.", describe(depth), "an int >= 1", kind=TypeError)

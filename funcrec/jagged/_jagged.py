@@ -366,10 +366,11 @@ def padded_problems(padded: Tensor, lengths: Tensor, weights: Tensor | None) -> 
     if not isinstance(padded, Tensor) or padded.dim() < 2:
         yield Problem("`padded` has no bags and positions.", describe(padded), "a tensor [B, L, ...]", kind=TypeError)
         return
-    yield from int_problems(lengths, "lengths", padded.device)
+    found = list(int_problems(lengths, "lengths", padded.device))
+    yield from found
     if isinstance(lengths, Tensor) and lengths.shape != padded.shape[:1]:
         yield Problem("`lengths` does not match `padded`.", describe(lengths), f"shape [{padded.shape[0]}]")
-    elif isinstance(lengths, Tensor) and lengths.numel() and is_concrete(lengths):
+    elif not found and lengths.numel() and is_concrete(lengths):
         low, high = int(lengths.min()), int(lengths.max())
         if low < 0 or high > padded.shape[1]:
             yield Problem("`lengths` leave the padded dimension.", f"from {low} to {high}", f"0 to {padded.shape[1]}")

@@ -147,6 +147,11 @@ def feature_problems(features: object) -> Iterator[Problem]:
         got = ", ".join(f"{k}: {describe(x)}" for k, x in features.items())
         hint = "x.float() for each of them"
         yield Problem("the features differ in dtype.", got, "one dtype for all", hint, TypeError)
+    if len({x.device for x in features.values()}) > 1:
+        got = ", ".join(f"{k}: {x.device}" for k, x in features.items())
+        yield Problem(
+            "the features are on different devices.", got, "one device for all", "x.to(device) for each of them"
+        )
     batches = {k: x.shape[:-1] for k, x in features.items()}
     if len(set(batches.values())) > 1:
         yield Problem(

@@ -253,7 +253,7 @@ def ppermute(x: T, axis_name: AxisName, perm: Sequence[Sequence[int]]) -> T:
     Source: jax.lax.ppermute.
     """
     axis = bound_axis("funcrec.ppermute", axis_name)
-    check("funcrec.ppermute", leaf_problems(x), permutation_problems(perm, axis.size))
+    check("funcrec.ppermute", leaf_problems(x, "ppermute"), permutation_problems(perm, axis.size))
     return exchange("ppermute", x, axis, tuple((int(s), int(d)) for s, d in perm))
 
 
@@ -294,17 +294,19 @@ def axis_size(axis_name: AxisName) -> int:
 def _prepare(name: str, x: T, axis_name: AxisName, need_float: bool = False) -> list[Axis]:
     """The axes, after a look at the leaves."""
     axes = bound_axes(f"funcrec.{name}", axis_name)
-    check(f"funcrec.{name}", leaf_problems(x, name.startswith("psum"), need_float))
+    check(f"funcrec.{name}", leaf_problems(x, name, need_float))
     return axes
 
 
-def leaf_problems(x: T, is_sum: bool = False, need_float: bool = False):
+def leaf_problems(x: T, name: str, need_float: bool = False):
     for path, leaf in paths(x):
         where = f"`x{path}`" if path.startswith("[") or not path else f"`x.{path}`"
         if not isinstance(leaf, Tensor):
             yield Problem(f"{where} is no tensor.", describe(leaf), "a tree of tensors", kind=TypeError)
-        elif is_sum and leaf.dtype == torch.bool:
+        elif name.startswith("psum") and leaf.dtype == torch.bool:
             yield Problem(f"{where} cannot be summed.", describe(leaf), "numbers", "x.long()", TypeError)
+        elif name in ("pmax", "pmin") and leaf.is_complex():
+            yield Problem(f"{where} has no order.", describe(leaf), "real numbers", "x.abs()", TypeError)
         elif need_float and not leaf.is_floating_point():
             yield Problem(f"{where} has no mean.", describe(leaf), "floats", "x.float()", TypeError)
 

@@ -78,15 +78,15 @@ def _match(spec: Any, tree: Any, path: str, problems: list[Problem]) -> Iterator
 
 def cut(part: Part, sizes: Sizes) -> Any:
     """The stacked value: leading dimensions for the axes of the spec, in the order of `sizes`."""
+    if (not isinstance(part.value, Tensor) and not is_jagged(part.value)) or not part.spec.axes:
+        return part.value
     if is_jagged(part.value):
         n = prod(sizes[a] for a in part.spec.axes)
         stacked = _stack_bags(part.value, n)
         return tree_map(
             lambda x: _lead(x.unflatten(0, [sizes[a] for a in part.spec.axes]), part.spec.axes, sizes), stacked
         )
-    if not isinstance(part.value, Tensor):
-        return part.value
-    return _lead(*_split(part.value, part.spec, sizes), sizes) if part.spec.axes else part.value
+    return _lead(*_split(part.value, part.spec, sizes), sizes)
 
 
 def _split(x: Tensor, spec: P, sizes: Sizes) -> tuple[Tensor, tuple[str, ...]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe
+from funcrec.core import Problem, check, describe, device_problems
 from funcrec.jagged import capacity_problems, int_problems
 from funcrec.mesh._collectives import all_to_all, axis_size
 
@@ -66,6 +66,7 @@ def ragged_all_to_all(
     }  # fmt: skip
     check(call, operand_problems(operand, output))
     check(call, *(count_problems(x, name, n) for name, x in named.items()))
+    check(call, device_problems(operand=operand, output=output, **named))
     rows = operand.shape[0] if capacity is None else capacity
     check(call, capacity_problems(rows, 0))
     within = torch.arange(rows, device=operand.device)

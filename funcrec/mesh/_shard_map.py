@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from funcrec.core import Problem, describe, fail, tree_flatten, tree_leaves, tree_map, tree_unflatten, typed
+from funcrec.core import Problem, describe, fail, own_errors, tree_flatten, tree_leaves, tree_map, tree_unflatten, typed
 from funcrec.core import check as raise_for
 from funcrec.mesh._collectives import all_gather
 from funcrec.mesh._mesh import Axis, Mesh, P, ambient_mesh, bind, bound_axis, bound_names
@@ -136,7 +136,7 @@ def _emulate(f, sizes, parts: Sequence[Part], stacked: Sequence[Any], args, out_
         for i, x in zip(at, tensors, strict=True):
             mine[i] = x
         with bind([Axis(a, n, m) for (a, n), m in zip(sizes.items(), markers, strict=True)]):
-            out = f(*_rebuild(args, tree_unflatten(mine, structure)))
+            out = _call(f, *_rebuild(args, tree_unflatten(mine, structure)))
         found["tree"], found["parts"] = out, _results(out_specs, out, tuple(sizes))
         return [x for p in found["parts"] for x in tree_leaves(p.value) if isinstance(x, Tensor)]
 
@@ -161,7 +161,7 @@ def _drop_axes(stacked: Any, spec: P, names: Sequence[str]) -> Any:
 def _run_real(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool):
     """f on this rank's shards."""
     with bind(mesh.bound_axes(names, _device(parts))):
-        out = f(*args)
+        out = _call(f, *args)
         results = _results(out_specs, out, names)
         if is_checked and all(is_readable(x) for p in results for x in _tensors(p)):
             raise_for(CALL, unequal_over_ranks(results, names))
@@ -205,6 +205,11 @@ def _whole(part: Part, sizes) -> Any:
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------
+
+
+def _call(f: Callable, *args: Any) -> Any:
+    with own_errors(CALL, f, *args, need="one rank's part of each argument"):
+        return f(*args)
 
 
 def _mesh_of(call: str, mesh: Mesh | None) -> Mesh:

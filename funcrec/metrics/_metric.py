@@ -15,7 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Device, Problem, check, describe, flag_problems, tree_leaves, tree_map, tree_structure, typed
+from funcrec.core import (
+    Device,
+    Problem,
+    check,
+    describe,
+    flag_problems,
+    tree_leaves,
+    tree_map,
+    tree_structure,
+    typed,
+    typed_fields,
+)
 from funcrec.jagged import is_concrete
 
 State = Any
@@ -23,6 +34,7 @@ ANY = object()  # in place of a flag: predictions may be any numbers
 RANGES = {True: (-math.inf, math.inf), False: (0.0, 1.0), ANY: (-math.inf, math.inf)}  # of predictions, by from_logits
 
 
+@typed_fields
 class Metric(NamedTuple):
     """`init(device=None) -> state`, `update(state, predictions, labels, weights=None) -> state`, `compute(state) -> f64[]`.
 

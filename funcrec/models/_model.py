@@ -13,7 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, fail, map_tensors, random, tree_leaves, tree_structure, typed
+from funcrec.core import (
+    Problem,
+    check,
+    describe,
+    fail,
+    map_tensors,
+    random,
+    tree_leaves,
+    tree_structure,
+    typed,
+    typed_fields,
+)
 from funcrec.jagged import is_concrete
 from funcrec.tables import (
     Batch,
@@ -30,6 +41,7 @@ from funcrec.tables import (
 from funcrec.tables import init as init_tables
 
 
+@typed_fields
 class Model(NamedTuple):
     """A model of one logit per example.
 

@@ -15,12 +15,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import Problem, check, describe, fail, function_problems, random, rate_problems, size_problems
+from funcrec.core import (
+    Positive,
+    Problem,
+    check,
+    describe,
+    fail,
+    function_problems,
+    random,
+    rate_problems,
+    size_problems,
+    typed_fields,
+)
 from funcrec.models._deep import run, width
 from funcrec.models._model import batch_problems, build, check_configs, own_problems, part
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, duplicate_problems, lookup
 
 
+@typed_fields
 class TwoTower(NamedTuple):
     """A retrieval model.
 
@@ -41,7 +53,7 @@ class TwoTower(NamedTuple):
     candidate: Callable[[Params, Batch], Tensor]
     towers: Callable[[Params, Batch, Tensor], tuple[Tensor, Tensor]]
     apply: Callable[[Params, Batch], Tensor]
-    temperature: float
+    temperature: Positive
 
 
 def two_tower(

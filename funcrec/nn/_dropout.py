@@ -6,7 +6,7 @@ y_i = x_i / (1 - rate) where u_i < 1 - rate, else 0,   u = uniform(key)
 import torch
 from torch import Tensor
 
-from funcrec.core import check, describe, fail, random, rate_problems
+from funcrec.core import check, describe, device_problems, fail, random, rate_problems
 
 
 def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
@@ -33,6 +33,7 @@ def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
     random.check_key("funcrec.nn.dropout", key)
     if not isinstance(x, Tensor) or not x.is_floating_point():
         fail("funcrec.nn.dropout", "`x` is not a float tensor.", got=describe(x), need="f[...]", kind=TypeError)
+    check("funcrec.nn.dropout", device_problems(x=x, key=key))
     if rate == 0:
         return x
     # u < 1 - rate, as a comparison of whole 64-bit numbers: no shift, no conversion to float

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Draw, Key, Problem, Shape, check, describe, number_problems, random, typed
+from funcrec.core import Draw, Key, Problem, Shape, check, describe, number_problems, random, typed, typed_fields
 
 
+@typed_fields
 class Layer(NamedTuple):
     """A layer; nothing is stored in it but sizes.
 

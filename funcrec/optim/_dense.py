@@ -30,10 +30,12 @@ from funcrec.core import (
     paths,
     reduced,
     remade,
+    short_dtype,
     tree_flatten,
     tree_leaves,
     tree_structure,
     tree_unflatten,
+    typed_fields,
 )
 from funcrec.optim._problems import hyper_problems as row_hyper_problems
 from funcrec.optim._problems import rate_at, step_problems
@@ -44,6 +46,7 @@ DIFFERENTIABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.op
 State = Any  # shaped as the parameters, with {name: Tensor} in the place of each leaf
 
 
+@typed_fields
 class DenseOptimizer(NamedTuple):
     """A pair of functions that trains a tree of float tensors: dict, list, `fr.pytree` value, tensor, or an empty one.
 
@@ -95,9 +98,8 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
     keeps_rate = _varies(lr) and not _same(*(_first_state(cls, fixed, one, counters, r) for r in (1.0, 2.0)))
 
     @functools.cache
-    def state_shapes(shape: torch.Size, dtype: torch.dtype) -> dict[str, torch.Size]:
-        like = torch.empty(shape, dtype=dtype, device="meta")
-        return {k: s.shape for k, s in _first_state(cls, fixed, [like], counters, None)[0].items()}
+    def first_state(shape: torch.Size, dtype: torch.dtype) -> dict[str, Tensor]:
+        return _first_state(cls, fixed, [torch.empty(shape, dtype=dtype, device="meta")], counters, None)[0]
 
     def init(params: Any) -> State:
         check(f"{call}.init", leaf_problems("dense", params))
@@ -111,7 +113,7 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
 
     def update(grads: Any, state: State, params: Any, step: int | Tensor) -> tuple[Any, State]:
         check(f"{call}.update", leaf_problems("dense", params), step_problems(step))
-        check(f"{call}.update", gradient_problems(grads, params), state_problems(state, params, state_shapes))
+        check(f"{call}.update", gradient_problems(grads, params), state_problems(state, params, first_state))
         leaves, structure = tree_flatten(params)
         if not leaves:
             return params, state
@@ -366,7 +368,7 @@ def gradient_problems(grads: Any, params: Any) -> Iterator[Problem]:
             yield Problem(f"`grads{path}` does not match its parameter.", describe(g), describe(p), hint)
 
 
-def state_problems(state: Any, params: Any, state_shapes: Callable) -> Iterator[Problem]:
+def state_problems(state: Any, params: Any, first_state: Callable) -> Iterator[Problem]:
     hint = "the state that this optimizer's `init` made of these parameters"
     try:
         states = tree_structure(params).flatten_up_to(state)
@@ -375,12 +377,12 @@ def state_problems(state: Any, params: Any, state_shapes: Callable) -> Iterator[
         yield Problem("`state` is of other parameters.", f"leaves {got}", f"a dict of tensors at each of {need}", hint)
         return
     for (path, p), held in zip(paths(params), states, strict=True):
-        need = state_shapes(p.shape, p.dtype)
+        need = first_state(p.shape, p.dtype)
         if not isinstance(held, Mapping) or sorted(held) != sorted(need):
             got = f"{sorted(held)}" if isinstance(held, Mapping) else describe(held)
             yield Problem(f"`state{path}` is another optimizer's.", got, f"{sorted(need)}", hint)
             continue
-        for k, shape in need.items():
-            if not isinstance(held[k], Tensor) or held[k].shape != shape:
+        for k, x in need.items():
+            if not isinstance(held[k], Tensor) or (held[k].shape, held[k].dtype) != (x.shape, x.dtype):
                 what = f"`state{path}[{k!r}]` does not match its parameter {describe(p)}."
-                yield Problem(what, describe(held[k]), f"{list(shape)}", hint)
+                yield Problem(what, describe(held[k]), f"{short_dtype(x.dtype)}{list(x.shape)}", hint)

@@ -28,6 +28,7 @@ from funcrec.core import (
     remade,
     tree_leaves,
     tree_map,
+    typed_fields,
     vmaps_of,
 )
 from funcrec.kernels import ops
@@ -51,6 +52,7 @@ from funcrec.tables import RowGrads, root, terms_of
 Slots = dict[str, dict[str, Tensor]]
 
 
+@typed_fields
 class RowOptimizer(NamedTuple):
     """A pair of functions that trains tables from their row gradients.
 

@@ -127,6 +127,7 @@ def stage_problems(s: Stage) -> Iterator[Problem]:
     policies = Policy.__args__
     if not isinstance(s.policy, str) or s.policy not in policies:
         yield Problem("`policy` is unknown.", f"{s.policy!r}", " or ".join(map(repr, policies)))
+        return
     for name in ("max_iters", "sgdr_period", "decay_iters"):
         n = getattr(s, name)
         if name == "decay_iters" and n is None:

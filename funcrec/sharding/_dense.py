@@ -100,6 +100,8 @@ def join_dense(tree: Any, mesh: Mesh) -> Any:
 def dense_specs(tree: Any) -> Any:
     """A P for each leaf, for `shard_map`: parts by their axes, the rest whole."""
     cut = lambda x: tree_map(lambda t: P(x.axes) if t.dim() else P(), x)
+    if not any(map(is_shard, torch_tree.tree_leaves(tree, is_leaf=is_shard))):
+        return P()
     return torch_tree.tree_map(lambda x: cut(x) if is_shard(x) else P(), tree, is_leaf=is_shard)
 
 

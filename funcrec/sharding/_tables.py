@@ -37,6 +37,7 @@ from funcrec.tables import (
     is_followed_inside,
     no_feature,
     open_tables,
+    row_problems,
     table_tensor_problems,
     tapped,
     weigh,
@@ -287,7 +288,7 @@ def shard_tables(
     """
     call = "funcrec.shard_tables"
     check(call, table_tensor_problems(tables), codec_problems(codec), dedup_problems(exact, dedup))
-    check(call, one_device_problems(tables))
+    check(call, row_problems(tables), one_device_problems(tables))
     shapes = {n: (t.shape[0], t.shape[1]) for n, t in tables.items()}
     layout = layout_of(call, shapes, {n: t.dtype for n, t in tables.items()}, plan, mesh, labels)
     banks = {b.name: pack(layout, i, tables, own_ranks(b, mesh)) for i, b in enumerate(layout.banks)}

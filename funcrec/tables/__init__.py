@@ -9,6 +9,7 @@ from funcrec.tables._configs import feature_list_problems as feature_list_proble
 from funcrec.tables._configs import feature_table_problems as feature_table_problems
 from funcrec.tables._configs import modulo as modulo
 from funcrec.tables._configs import multiply_shift as multiply_shift
+from funcrec.tables._configs import row_problems as row_problems
 from funcrec.tables._configs import table_list_problems as table_list_problems
 from funcrec.tables._configs import table_tensor_problems as table_tensor_problems
 from funcrec.tables._grad import params_problems as params_problems

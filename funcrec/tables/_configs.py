@@ -206,9 +206,25 @@ def table_tensor_problems(tables: object) -> Iterator[Problem]:
         yield from table_list_problems(tables)
         return
     for name, t in tables.items():
-        if not isinstance(t, Tensor) or t.dim() != 2 or not t.is_floating_point():
-            hint = TABLE_HINT
-            yield Problem(f"`tables[{name!r}]` is not a table.", describe(t), "f[num_embeddings, dim]", hint, TypeError)
+        yield from tensor_problems(t, f"tables[{name!r}]")
+
+
+def tensor_problems(t: object, path: str) -> Iterator[Problem]:
+    """`t` must be f[R, D], and dense memory."""
+    if isinstance(t, Tensor) and (t.layout != torch.strided or t.is_nested):
+        dense = f"torch.nested.to_padded_tensor({path}, 0.0)" if t.is_nested else f"{path}.to_dense()"
+        hint = f"{dense}: a table is dense memory, and its gradient is its rows"
+        yield Problem(f"`{path}` is not a table.", describe(t), "f[num_embeddings, dim]", hint, TypeError)
+    elif not isinstance(t, Tensor) or t.dim() != 2 or not t.is_floating_point():
+        yield Problem(f"`{path}` is not a table.", describe(t), "f[num_embeddings, dim]", TABLE_HINT, TypeError)
+
+
+def row_problems(tables: Mapping[str, Tensor]) -> Iterator[Problem]:
+    """Every table must have a row, for ids to find."""
+    for name, t in tables.items():
+        if not t.shape[0]:
+            hint = f"fr.TableConfig({name!r}, num_embeddings=1, embedding_dim={t.shape[1]}), or more rows"
+            yield Problem(f"`tables[{name!r}]` has no row.", describe(t), "one row or more", hint)
 
 
 def feature_table_problems(features: Sequence[FeatureConfig], tables: object) -> Iterator[Problem]:

@@ -29,7 +29,7 @@ from funcrec.core import (
 )
 from funcrec.kernels import ops
 from funcrec.tables import _validate as checks
-from funcrec.tables._configs import TABLE_HINT
+from funcrec.tables._configs import tensor_problems
 from funcrec.tables._params import Params
 from funcrec.tables._rowgrads import RowGrads
 from funcrec.tables._taps import Site, TableRef, Tape, handed_over, plain_tables, summed
@@ -141,9 +141,7 @@ def params_problems(params: object) -> Iterator[Problem]:
     for name, t in params.tables.items():
         if isinstance(t, TableRef):  # of a loss around this one
             continue
-        if not isinstance(t, Tensor) or t.dim() != 2 or not t.is_floating_point():
-            what, need = f"`params.tables[{name!r}]` is not a table.", "f[num_embeddings, dim]"
-            yield Problem(what, describe(t), need, TABLE_HINT, TypeError)
+        yield from tensor_problems(t, f"params.tables[{name!r}]")
     for path, leaf in paths(params.dense):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             hint = "numbers and integer tensors belong in the batch or in the loss's closure"

@@ -31,6 +31,7 @@ from funcrec.tables._configs import (
     TableConfig,
     feature_list_problems,
     feature_table_problems,
+    row_problems,
     table_shapes,
     table_tensor_problems,
 )
@@ -328,6 +329,7 @@ def check_lookup(call: str, tables: object, ids: object, features: object, *, ne
     check_ids(call, ids)
     check(
         call,
+        row_problems(tables) if isinstance(tables, Mapping) else (),
         feature_table_problems(features, tables),
         checks.feature_key_problems(features, ids),
         device_problems(tables, ids),

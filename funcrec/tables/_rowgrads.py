@@ -20,7 +20,9 @@ from funcrec.core import (
     NotNegative,
     Positive,
     Size,
+    check,
     describe,
+    device_problems,
     fail,
     is_forward,
     plain,
@@ -363,6 +365,8 @@ def global_norm(grads: Mapping[Any, RowGrads], *more: Annotated[Tensor, Form("f[
       >>> fr.global_norm({"item": g}, torch.tensor([4.0]))
       tensor(5.)
     """
+    named = {f"grads[{n!r}]": g.grads for n, g in grads.items()} | {f"more[{i}]": g for i, g in enumerate(more)}
+    check("funcrec.global_norm", device_problems(**named))
     squares = [g.squared_norm() for g in grads.values()] + [g.square().sum() for g in more]
     return root(torch.stack(squares).sum()) if squares else torch.zeros(())
 

@@ -100,7 +100,7 @@ def _stack(xs: tuple) -> Any:
 def _mixed(path: str, xs: tuple) -> Iterator[Problem]:
     """The metric must be one thing in all steps."""
     x = xs[0]
-    forms = [(type(y), y.shape, y.dtype) if isinstance(y, Tensor) else type(y) for y in xs]
+    forms = [(type(y), y.shape, y.dtype, y.device) if isinstance(y, Tensor) else type(y) for y in xs]
     other = next((i for i, form in enumerate(forms) if form != forms[0]), None)
     large = next((i for i, y in enumerate(xs) if type(y) is int and not -(2**63) <= y < 2**63), None)
     if large is not None:

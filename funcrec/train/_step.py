@@ -20,6 +20,7 @@ from funcrec.core import (
     remade,
     tree_leaves,
     typed,
+    typed_fields,
     vmaps_of,
 )
 from funcrec.mesh import Codec, Mesh
@@ -30,6 +31,7 @@ from funcrec.train._rank_step import Recipe, shard_state, sharded_update
 from funcrec.train._state import TrainState, state_parts
 
 
+@typed_fields
 class TrainStep(NamedTuple):
     """A step and the way to its first state: `step.init(params)`, then `step(state, batch)`.
 

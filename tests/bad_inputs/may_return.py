@@ -34,7 +34,6 @@ MAY_RETURN = (
     Row("a model's other parameters go through", "models.merge_stats", r"dense.*"),
     Row("no statistics at all", "models.merge_stats", r"aux\['stats'\]", {"None", "()"}),
     Row("a label is any hashable", r"\.shard_tables", r"labels\[.*"),
-    Row("a tuple of functions holds what it is given; `train_step` makes them", r"\.TrainStep", "init|update"),
     # values, which `validate` reads and no other call
     Row("whether offsets fit the values is in their values", ".*", r"(ids|bags|tree)\.(values|offsets)", TENSORS - {"f64[]", "meta"}),
     Row("values of a feature are of any dtype until a table is looked up", r"(Keyed)?JaggedTensor.*", "values", {"bool[3]", "c64[2]"}),

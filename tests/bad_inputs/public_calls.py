@@ -96,7 +96,7 @@ def _like(f, run):
 
 def first(f):
     """f's first item: what it says at the call, and what at the first batch."""
-    return _like(f, lambda **kwargs: next(iter(f(**kwargs))))
+    return _like(f, lambda **kwargs: next(iter(f(**kwargs)), None))
 
 
 def rows(prefix: str, **calls) -> list[Call]:
@@ -224,6 +224,7 @@ def optimizers() -> list[Call]:
         clip=(optim.clip, {"optimizer": SPARSE, "max_norm": 1.0, "max_value": 1.0}), update_clip=update(optim.clip(SPARSE, max_norm=1.0)),
         freeze=(optim.freeze, {"optimizer": SPARSE, "tables": ["t"]}), accumulate=(optim.accumulate, {"optimizer": SPARSE, "every": 2, "capacity": 8}),
         update_accumulate=update(optim.accumulate(SPARSE, every=2, capacity=16)), stochastic_rounding=(optim.stochastic_rounding, {"optimizer": SPARSE, "key": KEY}),
+        RowOptimizer=(optim.RowOptimizer, SPARSE._asdict()), DenseOptimizer=(optim.DenseOptimizer, OPT._asdict()),
         dense=(optim.dense, {"cls": torch.optim.Adam, "lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0}), dense_init=(OPT.init, {"params": DENSE}), dense_update=(OPT.update, dense),
         Stage=(optim.Stage, stage), schedule=(optim.schedule, {"stages": [optim.Stage(max_iters=3)], "lr": 0.1}), rate=(optim.schedule([optim.Stage()]), {"step": 3}),
     )  # fmt: skip
@@ -234,7 +235,7 @@ def layers() -> list[Call]:
     deep = {"tables": CONFIGS, "features": FEATURES, "num_dense": 0}
     sized = {"sizes": (8,), "dropout": 0.1, "batch_norm": True}
     at = {"params": MODEL_PARAMS, "batch": BATCH}
-    return [*rows("nn", linear=(nn.linear, {"num_in": 4, "num_out": 2, "weight": nn.xavier_normal, "bias": nn.zeros}), linear_apply=(LINEAR.apply, {"params": LINEAR.init(KEY), "x": f32(3, 4)}),
+    return [*rows("nn", Layer=(nn.Layer, LINEAR._asdict()), linear=(nn.linear, {"num_in": 4, "num_out": 2, "weight": nn.xavier_normal, "bias": nn.zeros}), linear_apply=(LINEAR.apply, {"params": LINEAR.init(KEY), "x": f32(3, 4)}),
         linear_init=(LINEAR.init, {"key": KEY}), batch_norm=(nn.batch_norm, {"dim": 4, "momentum": 0.1, "eps": 1e-5}),
         norm_apply=(NORM.apply, {"params": NORM.init(KEY), "x": f32(3, 4), "stats": NORM.init_stats()}), cross=(nn.cross, {"dim": 4, "rank": 2, "weight": nn.xavier_normal}),
         cross_apply=(CROSS.apply, {"params": CROSS.init(KEY), "x0": f32(3, 4), "x": f32(3, 4)}), cross_network=(nn.cross_network, {"dim": 4, "num_layers": 2, "rank": 2, "weight": nn.xavier_normal}),
@@ -243,7 +244,7 @@ def layers() -> list[Call]:
         normal=(nn.normal, {"std": 1.0}), position_weights=(nn.position_weights, {"max_length": 3}), position_apply=(POSITION.apply, {"params": POSITION.init(KEY), "bags": WEIGHTED["x"]}),
         mlp=(nn.mlp, {"sizes": (4, 3, 1), "activation": torch.relu, "final_activation": None, "dropout": 0.1, "batch_norm": False, "weight": nn.xavier_normal, "bias": nn.zeros}),
         mlp_apply=(MLP.apply, {"params": MLP_PARAMS, "x": f32(3, 4), "stats": MLP_STATS}), mlp_train=(MLP.train_apply, {"params": MLP_PARAMS, "x": f32(3, 4), "key": KEY, "stats": MLP_STATS})),
-        *rows("models", lr=(models.lr, {**model, "num_dense": 0}), fm=(models.fm, {**deep, "linear": ()}), wide_deep=(models.wide_deep, {**deep, **sized, "linear": ()}),
+        *rows("models", Model=(models.Model, MODEL._asdict()), TwoTower=(models.TwoTower, TOWERS._asdict()), lr=(models.lr, {**model, "num_dense": 0}), fm=(models.fm, {**deep, "linear": ()}), wide_deep=(models.wide_deep, {**deep, **sized, "linear": ()}),
         deepfm=(models.deepfm, {**deep, **sized, "linear": ()}), dlrm=(models.dlrm, {**deep, **sized, "bottom": (), "keep": "all"}),
         dcnv2=(models.dcnv2, {**deep, "sizes": (8,), "dropout": 0.1}), linear_twins=(models.linear_twins, model), loss=(models.loss, {"model": MODEL}),
         loss_fn=(models.loss(MODEL), {**at, "key": KEY}), init=(MODEL.init, {"key": KEY}), apply=(MODEL.apply, at), train_apply=(MODEL.train_apply, {**at, "key": KEY}),
@@ -278,7 +279,7 @@ def inputs(folder) -> list[Call]:
         vocabularies_of=(data.vocabularies_of, {"tables": CONFIGS, "features": FEATURES}), criteo_npy=(data.criteo_npy, {**npy, "transform": None, "keys": ("p", "q")}),
         criteo_arrays_take=(data.criteo_npy(**npy).take, {"rows": i64(0, 1)}), criteo_tsv=(first(data.criteo_tsv), {"path": str(folder / "day.tsv"), "keys": [f"c{i}" for i in range(26)], **criteo}, ("keys[*]",)),
         criteo_parquet=(first(data.criteo_parquet), {"path": str(folder / "day.parquet"), "label": "label", "dense": ["int_0"], "sparse": ["cat_0"], "missing": 0, "bucket": False, **criteo})),
-        *rows("metrics", collect=(metrics.collect, {"metrics": {"auc": AUC}}), merge=(metrics.merge, {"a": LOSS.init(), "b": LOSS.init()}), auc=(metrics.auc, {"num_bins": 16, "from_logits": False}),
+        *rows("metrics", Metric=(metrics.Metric, AUC._asdict()), collect=(metrics.collect, {"metrics": {"auc": AUC}}), merge=(metrics.merge, {"a": LOSS.init(), "b": LOSS.init()}), auc=(metrics.auc, {"num_bins": 16, "from_logits": False}),
         auc_update=(AUC.update, {"state": AUC.init(), **examples}), auc_compute=(AUC.compute, {"state": AUC.init()}), auc_error=(metrics.auc_error, {"state": AUC.init()}),
         exact_auc=(metrics.exact_auc, {"scores": SCORES, "labels": LABELS, "weights": f32(3)}), accuracy=(metrics.accuracy, {"threshold": 0.5, "from_logits": False}),
         log_loss=(metrics.log_loss, {"from_logits": False}), update=(LOSS.update, {"state": LOSS.init(), **examples}), compute=(lambda state: LOSS.compute(state), {"state": LOSS.init()}),

@@ -176,7 +176,11 @@ def how_it_fits(x: Any, hint: Any) -> str:
         return ""
     members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     fitting = [m for m in members if is_a(x, m)]
-    is_open = lambda m: m in (Any, object, torch.Tensor) or isinstance(m, typing.TypeVar) or Any in typing.get_args(m)
+    is_open = lambda m: (
+        m in (Any, object, torch.Tensor)
+        or isinstance(m, typing.TypeVar)
+        or (typing.get_origin(m) is not Callable and Any in typing.get_args(m))
+    )
     return "" if not fitting else "open" if all(map(is_open, fitting)) else "closed"
 
 

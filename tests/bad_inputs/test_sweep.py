@@ -11,7 +11,7 @@ from sweep import figures, sweep, tried
 import funcrec as fr
 from funcrec.core._examples import EXAMPLES
 
-LEAST_GOT_AND_NEED, LEAST_FOUR_PARTS, LEAST_OF_A_CALL, LEAST_CALLS = 0.995, 0.97, 0.6, 20_000
+LEAST_FOUR_PARTS, LEAST_OF_A_CALL, LEAST_CALLS = 0.97, 0.6, 20_000
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def outcomes(swept):
 
 
 def test_errors_on_wrong_arguments_say_what_is_wrong(outcomes):
-    """Of the errors on wrong arguments at least 99.5 % say what was got and needed, and 97 % what to try as well."""
+    """Every error on wrong arguments says what was got and needed, and 97 % of them what to try as well."""
     by_call = defaultdict(list)
     for o in outcomes:
         by_call[o.call].append(o)
@@ -38,7 +38,8 @@ def test_errors_on_wrong_arguments_say_what_is_wrong(outcomes):
     lines = [f"{n}: {figures(by_call[n])}" for n in worst]
     print(found, *lines, sep="\n")
     assert found["calls"] >= LEAST_CALLS
-    assert found["got and need"] >= LEAST_GOT_AND_NEED and found["all four"] >= LEAST_FOUR_PARTS, "\n".join(lines)
+    assert [(o.call, o.path, o.wrong, o.text) for o in outcomes if o.kind == "raw"] == []
+    assert found["all four"] >= LEAST_FOUR_PARTS, "\n".join(lines)
 
 
 def test_no_wrong_argument_hangs(outcomes):
@@ -96,7 +97,8 @@ def test_the_example_of_a_class_is_one(name):
     kinds = {"sparse": fr.optim.sgd(), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
     step = fr.train_step(lambda params, batch: params.dense, **kinds)
     own = {
-        "fr": fr, "torch": torch, "ids": ids, "mesh": mesh, "plan": plan, "step": step, "loss_fn": lambda params, batch: 0, **kinds,
+        "fr": fr, "torch": torch, "ids": ids, "mesh": mesh, "plan": plan, "step": step,
+        "features": [fr.FeatureConfig(n, table="item") for n in ("clicked", "liked")], "loss_fn": lambda params, batch: 0, **kinds,
         "params": fr.Params({}, torch.ones(())), "tables": fr.init(fr.key(0), tables) if name == "ShardedTables" else tables,
     }  # fmt: skip
     assert type(eval(EXAMPLES[name], own)).__name__ == name

@@ -58,6 +58,21 @@ def test_what_is_cut_is_joined_again(drawn):
     assert_trees_close(got, want)
 
 
+def test_a_jagged_value_may_go_to_every_rank_whole():
+    """Under P() each rank gets all bags, padding and all, and gives them back."""
+    bags, ids = (
+        fr.JaggedTensor.from_lists([[1, 2], [], [3]]),
+        fr.KeyedJaggedTensor.from_lists({"a": [[1], [2]]}).pad_to(4),
+    )
+    both = fr.shard_map(
+        lambda x, y: (x, y, y.values[None] + fr.axis_index("x")), mesh=fr.Mesh.emulated(x=2), in_specs=fr.P(),
+        out_specs=(fr.P(), fr.P(), fr.P("x")),
+    )  # fmt: skip
+    got = both(bags, ids)
+    assert_trees_close(got[:2], (bags, ids))
+    assert got[2].tolist() == [[x + r for x in ids.values.tolist()] for r in range(2)]
+
+
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_jagged_values_are_cut_by_their_bags(n):
     """Each rank gets B / n bags of every key; what lies in the padding of the whole goes nowhere."""
