@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from funcrec.core import (
     Problem,
@@ -94,8 +95,7 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
     check("funcrec.optim.dense", hyper_problems(cls, fixed))
     counters = [k for k, s in _first_state(cls, fixed, [torch.zeros(1, 1)], (), None)[0].items() if s.dim() == 0]
     call = f"funcrec.optim.dense({cls.__name__})"
-    one = [torch.ones(1, 1)]
-    keeps_rate = _varies(lr) and not _same(*(_first_state(cls, fixed, one, counters, r) for r in (1.0, 2.0)))
+    keeps_rate = _varies(lr) and _keeps_rate(cls, fixed, counters)
 
     @functools.cache
     def first_state(shape: torch.Size, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -219,8 +219,11 @@ def _first_state(
     return states
 
 
-def _same(a: list[dict[str, Tensor]], b: list[dict[str, Tensor]]) -> bool:
-    return all(torch.equal(x[k], y[k]) for x, y in zip(a, b, strict=True) for k in x)
+def _keeps_rate(cls, hyper: dict, counters: Sequence[str]) -> bool:
+    """Whether the first state holds the learning rate."""
+    with _disable_current_modes():  # values are compared, also of an optimizer that a staged function makes
+        (a,), (b,) = (_first_state(cls, hyper, [torch.ones(1, 1)], counters, rate) for rate in (1.0, 2.0))
+        return not all(torch.equal(a[k], b[k]) for k in a)
 
 
 def _varies(lr: object) -> bool:

@@ -101,6 +101,8 @@ def train_step(
     Law: the state is everything that changes: the same state and batch give the same bits on the same number of threads (what happens to
       tables, given the loss's cotangents, on any number). A plan changes no bit: n ranks give what
       one process gives that adds the gradients of the same n batches (row-wise tables: with exact=True; dedup rounds gradients otherwise).
+      Under torch.func.vmap over states (`vmap(step.init)` makes them) every member takes its own step, by one update for all members;
+      under vmap of vmap by one for each member of the outer.
 
     Example:
       >>> import torch, funcrec as fr
@@ -131,12 +133,11 @@ def train_step(
         random.check_key("funcrec.train_step.init", key)
         if mesh is not None:
             cut, how = tuple(dense_axes), {"exact": exact, "codec": codec, "dedup": dedup}
-            return shard_state(params, key, mesh, plan, sparse, dense, cut, **how)
+            return own_memory(shard_state(params, key, mesh, plan, sparse, dense, cut, **how))
         device = next((t.device for t in params.tables.values()), key.device)
         step = torch.zeros((), dtype=torch.int64, device=device)
         slots, dense_opt = sparse.init(params.tables), dense.init(params.dense)
-        step, slots, dense_opt, key = own_memory((step, slots, dense_opt, key.to(device, copy=True)), params)
-        return TrainState(step, params.tables, slots, params.dense, dense_opt, key)
+        return own_memory(TrainState(step, params.tables, slots, params.dense, dense_opt, key.to(device, copy=True)))
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
         check("funcrec.train_step", state_problems(state))
@@ -157,12 +158,13 @@ def train_step(
     return TrainStep(init, update)
 
 
-def own_memory(tree: Any, params: Params) -> Any:
-    """Under vmap over params: what begins alike in all members, as memory of each, which a donated step can write to."""
-    mapped = [x for x in tree_leaves(params) if vmaps_of([x])]
-    none = sum(x.flatten()[:0].sum() for x in mapped)
-    own = lambda x: x if vmaps_of([x]) else x + none.to(x.dtype)
-    return map_tensors(own, tree) if mapped else tree
+def own_memory(state: TrainState) -> TrainState:
+    """Under vmap: what begins alike in all members, as memory of each, which a donated step can write to."""
+    leaves = tree_leaves(state)
+    levels = vmaps_of(leaves)
+    none = sum(x.flatten()[:0].sum() for x in leaves if vmaps_of([x]))
+    own = lambda x: x if vmaps_of([x]) == levels else torch.where(none == 0, x, none.to(x.dtype))
+    return map_tensors(own, state) if levels else state
 
 
 def state_problems(state: object) -> Iterator[Problem]:

@@ -1,11 +1,14 @@
 """What is learnt through a training step: MAML, a rate for each table, weights of examples; each against central differences in f64."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
 
 import funcrec as fr
+from funcrec.compile import _program
+from funcrec.core._tree import map_tensors
 
 F64 = torch.float64
 H = 1e-6
@@ -65,10 +68,14 @@ def by_hand(sparse, params, data, lr, loss=loss_fn, steps=2):
     return fr.Params(tables, dense)
 
 
-def assert_differences(f, x):
-    """grad, jacfwd and plain autograd of f at x are central differences, element by element."""
+def differences(f, x):
     unit = torch.eye(x.numel(), dtype=F64).view(-1, *x.shape)
-    need = torch.stack([(f(x + H * e) - f(x - H * e)) / (2 * H) for e in unit]).view(x.shape)
+    return torch.stack([(f(x + H * e) - f(x - H * e)) / (2 * H) for e in unit]).view(x.shape)
+
+
+def assert_differences(f, x, need=None):
+    """grad, jacfwd and plain autograd of f at x are central differences, element by element."""
+    need = differences(f, x) if need is None else need
     assert bool((need.abs() > 1e-5).any())
     leaf = x.clone().requires_grad_()
     f(leaf).backward()
@@ -122,6 +129,63 @@ def test_learning_to_reweight(rule, how):
         return loss_fn(after, QUERY)
 
     assert_differences(outer, torch.tensor([0.5, 0.2, 0.3], dtype=F64))
+
+
+# -- through jit and scan ----------------------------------------------------------------------------------------
+
+RUNS = {  # a step on a batch, or two
+    "once": lambda step, state, data: step(state, data)[0],
+    "eager": lambda step, state, data: step(step(state, data)[0], data)[0],
+    "jit": lambda step, state, data: fr.jit(step)(fr.jit(step)(state, data)[0], data)[0],
+    "scan": lambda step, state, data: fr.scan(step, state, twice(data))[0],
+    "scan of jit": lambda step, state, data: fr.scan(fr.jit(step), state, twice(data))[0],
+    "scan of a donating jit": lambda step, state, data: fr.scan(fr.jit(step, donate="state"), state, twice(data))[0],
+}
+LEARNT = {"item": TABLES["item"], "w": DENSE["w"], "rates": torch.tensor([0.2, 0.3, 0.05], dtype=F64)}
+LEARNT["weights"] = torch.tensor([0.5, 0.2, 0.3], dtype=F64)
+AT = torch.cat([x.flatten() for x in LEARNT.values()])
+
+
+def twice(data):
+    return map_tensors(lambda x: torch.stack([x, x]), data)
+
+
+def learnt(how, dense=torch.optim.SGD):
+    """x -> the loss after the steps, x being a table, dense parameters, a rate for each table and weights of examples, in one vector."""
+
+    def outer(flat):
+        parts = flat.split([x.numel() for x in LEARNT.values()])
+        item, w, rates, weights = (p.view(x.shape) for p, x in zip(parts, LEARNT.values(), strict=True))
+        sparse = fr.optim.by_table({"user": fr.optim.adagrad(lr=rates[0])}, default=fr.optim.sgd(lr=rates[1]))
+        step = step_of(sparse, rates[2], weighted_loss, dense)
+        state = step.init(fr.Params({**TABLES, "item": item}, {**DENSE, "w": w}))
+        return loss_fn(RUNS[how](step, state, (SUPPORT, weights)).params, QUERY)
+
+    return outer
+
+
+def test_meta_gradients_of_jitted_and_scanned_steps():
+    """MAML, learned rates and weights of examples through `fr.jit` and `fr.scan`; autograd through a donating step is refused."""
+    need = differences(learnt("eager"), AT)
+    for how in ("jit", "scan", "scan of jit"):
+        assert_differences(learnt(how), AT, need)
+    donating = learnt("scan of a donating jit")
+    torch.testing.assert_close(torch.func.grad(donating)(AT), need, rtol=1e-6, atol=1e-8)
+    with pytest.raises(TypeError, match=r"a donating call is followed by autograd"):
+        donating(AT.clone().requires_grad_())
+
+
+def test_meta_gradients_are_compiled():
+    """jit around all their gradients, an optimizer with a learnt rate being made inside, is compiled once and gives their values."""
+    grad = torch.func.grad(learnt("once"))
+    compiled = fr.jit(grad)
+    for x in (AT, AT * 0.9):
+        torch.testing.assert_close(compiled(x), grad(x), rtol=1e-10, atol=1e-12)
+    assert compiled.num_compiled() == 1
+    for how, cls in (("scan", torch.optim.SGD), ("eager", torch.optim.Adam)):
+        grad = torch.func.grad(learnt(how, cls))
+        with mock.patch.object(_program, "compile_graph", lambda graph, args: graph):  # the staged graph itself
+            torch.testing.assert_close(fr.jit(grad)(AT), grad(AT), rtol=1e-10, atol=1e-12)
 
 
 def test_the_derivative_of_many_tasks():
