@@ -6,12 +6,10 @@ of zero may be on for one and off for the other, and the rows of that sample dif
 slower rank is done. Bytes are counted in the graph of the step.
 """
 
-import contextlib
 import itertools
 import time
 from collections.abc import Callable
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,8 +22,6 @@ from peers_ranks import torchrec_step
 from steps import DENSE_LR, NUM_DENSE, make_batches, make_model
 
 import funcrec as fr
-from funcrec.compile import _program
-from funcrec.compile._traffic import collectives_of
 from funcrec.core._tree import tree_map
 from funcrec.jagged._jagged import bag_ids
 from funcrec.sharding._lanes import lane_bags, owned_rows
@@ -216,29 +212,16 @@ def funcrec_runner(case: RankCase, model, params: fr.Params, batches: list) -> R
         codec=fr.Codec(case.codec, case.codec),
     )  # fmt: skip
     state, turn = step.init(params), itertools.cycle(batches)
-    about = {"least_mb": least_mb(batches[0].ids, state, model, 4 if case.codec is None else 2)}
     held, fast = {"state": state}, fr.jit(step, donate=("state",))
+    lowered = fast.lower(state, batches[0])
+    about = {"least_mb": least_mb(batches[0].ids, state, model, 4 if case.codec is None else 2)}
+    about |= {"num_collectives": len(lowered.exchanges), "sent_mb": digits(lowered.sent_bytes / 1e6)}
 
     def call():
-        with contextlib.nullcontext() if "sent_mb" in about else watched(about):
-            held["state"], metrics = fast(held["state"], next(turn))
+        held["state"], metrics = fast(held["state"], next(turn))
         return metrics["loss"]
 
     return Runner(call, lambda: fr.gather_tables(held["state"].tables, mesh), False, about)
-
-
-@contextlib.contextmanager
-def watched(about: dict):
-    """Into `about`: the collectives of the step that is compiled here, and the bytes that leave a rank in one call."""
-    compile_graph, sent = _program.compile_graph, []
-
-    def compile_seen(graph, arguments):
-        sent.extend(collectives_of(graph.graph))
-        return compile_graph(graph, arguments)
-
-    with mock.patch.object(_program, "compile_graph", compile_seen):
-        yield
-    about |= {"num_collectives": len(sent), "sent_mb": digits(sum(x.sent_bytes for x in sent) / 1e6)}
 
 
 def least_mb(ids: fr.KeyedJaggedTensor, state, model, element_bytes: int) -> float:

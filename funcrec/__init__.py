@@ -58,6 +58,7 @@ from funcrec.tables import value_and_grad as value_and_grad
 from funcrec.tables import xavier_normal as xavier_normal
 from funcrec.compile import copy as copy
 from funcrec.compile import jit as jit
+from funcrec.compile import Lowered as Lowered
 from funcrec.sharding import column_wise as column_wise
 from funcrec.sharding import DenseShard as DenseShard
 from funcrec.sharding import gather_tables as gather_tables

@@ -20,15 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.compile._donation import refuse_donated
-from funcrec.compile._program import LOCK, Compiled, Followed, compile_function, leaf_key
+from funcrec.compile._donated import refuse_donated
+from funcrec.compile._keys import leaf_key, many_compilations, refuse_other
+from funcrec.compile._lower import Lowered, lowered
+from funcrec.compile._program import LOCK, Compiled, Followed, compile_function
 from funcrec.compile._replay import bring
 from funcrec.compile._staging import is_odd, refuse_odd
-from funcrec.compile._surroundings import differences, is_transformed, surroundings
-from funcrec.core import Problem, any_tracked, describe, fail, fast_flatten, leaf_paths, message, short_dtype, typed
+from funcrec.compile._surroundings import is_transformed, surroundings
+from funcrec.core import any_tracked, describe, fail, fast_flatten, leaf_paths, typed
 from funcrec.tables import TableRef
 
 MANY, MOST = 10, 128  # compilations of one function: from when on it is warned, and how many are kept
+TRANSFORM = "a transform, funcrec.checked or a mode of torch"
 
 
 @typed
@@ -53,6 +56,7 @@ def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
       often it was compiled: once for each form of the arguments (shapes, dtypes, strides, static values, order of keys) in each surroundings
       (grad and inference mode, autocast, default dtype and device, precision of products, meshes, bound axes, threads). From the tenth on it
       warns, and it keeps the last 128. Results may share memory with arguments, as those of `fn` may, unless something is donated.
+      `fn.lower(*args)` gives the program that the call would run, without compiling or taking anything: `Lowered`.
 
     What follows `fn` sees `fn` itself, not compiled and donating nothing: transforms of torch.func, `value_and_grad`, `checked`, modes of
     torch, torch.compile, and autograd where an argument or a tensor that is closed over requires grad (a donating call then raises).
@@ -101,9 +105,11 @@ class Jitted:
         self.recent: dict[Any, Compiled] = {}  # the last one used for each structure: most calls repeat its shapes
         self.last: Any = None  # the key of the last compilation
         self.calls, self.compilations = itertools.count(1), 0
+        self.is_one = False  # whether the first form is the only one, as of what `lower` made
 
     def __call__(self, *args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
+            self.step_aside("torch.compile")
             return self.fn(*args, **kwargs)
         if not kwargs and self.positional is not None and len(args) == len(self.positional):
             names, arguments = self.positional, args
@@ -113,6 +119,7 @@ class Jitted:
         leaves, structure = fast_flatten(arguments)
         if is_transformed():
             refuse_donated(leaves)
+            self.step_aside(TRANSFORM)
             return self.fn(*args, **kwargs)
         if self.donate and torch.cuda.is_initialized():
             leaves = bring_to_cuda(leaves)
@@ -128,22 +135,8 @@ class Jitted:
 
     def look(self, args: tuple, kwargs: dict, leaves: list, here: tuple, when: tuple[str, int]) -> Any:
         """A call whose leaves are looked at one by one."""
-        refuse_donated(leaves)
-        if any(isinstance(x, TableRef) for x in leaves):  # of a loss that value_and_grad calls
-            return self.fn(*args, **kwargs)
-        names, structure, _ = here
-        if any_tracked(leaves):
-            if self.donate:
-                paths = leaf_paths(structure, names)
-                self.refuse_tracked(", ".join(f"`{paths[i][1]}`" for i, x in enumerate(leaves) if any_tracked([x])))
-            return self.fn(*args, **kwargs)
-        if any(isinstance(x, Tensor) and x.is_meta for x in leaves):
-            return self.fn(*args, **kwargs)
-        leaves = self.in_memory(leaves, here)
-        entry = self.find(leaves, here)
-        if isinstance(entry, Followed):
-            if self.donate:
-                self.refuse_tracked(f"{', '.join(map(describe, entry.captured))}, closed over")
+        entry, leaves = self.staged(leaves, here)
+        if entry is None:
             return self.fn(*args, **kwargs)
         with entry.lock if self.donate else nullcontext():
             known = leaves + entry.captured
@@ -151,10 +144,68 @@ class Jitted:
             entry.used, self.recent[here] = when[1], entry
             return entry(known, when, entry.admit(known))
 
+    def staged(self, leaves: list, here: tuple) -> tuple[Compiled | None, list]:
+        """The program for these leaves, and they as plain memory; no program where something follows `fn`, which sees `fn` itself."""
+        refuse_donated(leaves)
+        if any(isinstance(x, TableRef) for x in leaves):  # of a loss that value_and_grad calls
+            return self.step_aside("value_and_grad"), leaves
+        if any_tracked(leaves):
+            if self.donate or self.is_one:
+                paths = leaf_paths(here[1], here[0])
+                self.refuse_tracked(", ".join(f"`{paths[i][1]}`" for i, x in enumerate(leaves) if any_tracked([x])))
+            return None, leaves
+        if any(isinstance(x, Tensor) and x.is_meta for x in leaves):
+            return self.step_aside("tensors on the device meta"), leaves
+        leaves = self.in_memory(leaves, here)
+        entry = self.find(leaves, here)
+        if isinstance(entry, Followed):
+            if self.donate or self.is_one:
+                self.refuse_tracked(f"{', '.join(map(describe, entry.captured))}, closed over")
+            return None, leaves
+        return entry, leaves
+
+    def step_aside(self, follower: str) -> None:
+        """Leave the call to `fn` itself, unless it must be a program's."""
+        if self.is_one:
+            what, need = "a program of `lower` has something to follow it.", "a call that nothing follows"
+            hint = "fr.jit(fn) itself, which then runs `fn`"
+            fail(f"funcrec.jit({self.name}).lower", what, got=follower, need=need, hint=hint, kind=TypeError)
+
     def refuse_tracked(self, which: str) -> None:
-        what, need = "a donating call is followed by autograd.", "values that nothing is differentiated by"
-        hint = "`.detach()` or `requires_grad_(False)`, torch.no_grad(), or jit without donate="
-        fail(f"funcrec.jit({self.name})", what, got=f"requires_grad of {which}", need=need, hint=hint, kind=TypeError)
+        call = f"funcrec.jit({self.name})" + (".lower" if self.is_one else "")
+        what = f"{'a program of `lower`' if self.is_one else 'a donating call'} is followed by autograd."
+        need, hint = (
+            "values that nothing is differentiated by",
+            "`.detach()` or `requires_grad_(False)`, torch.no_grad(), ",
+        )
+        hint += "or fr.jit(fn) itself" if self.is_one else "or jit without donate="
+        fail(call, what, got=f"requires_grad of {which}", need=need, hint=hint, kind=TypeError)
+
+    def lower(self, *args, **kwargs) -> Lowered:
+        """The program that a call with these arguments runs: staged anew, neither compiled nor run, and nothing is taken. See `Lowered`."""
+        bound = self.signature.bind(*args, **kwargs)
+        leaves, structure = fast_flatten(tuple(bound.arguments.values()))
+        program = Jitted(self.fn, self.donate)
+        program.is_one = True
+        if is_transformed():
+            refuse_donated(leaves)
+            program.step_aside(TRANSFORM)
+        if self.donate and torch.cuda.is_initialized():
+            leaves = bring_to_cuda(leaves)
+        here = (tuple(bound.arguments), structure, surroundings())
+        entry, _ = program.staged(leaves, here)
+
+        (key,) = program.compiled
+
+        def compile() -> Jitted:
+            now = ((*here[:2], surroundings()), key[1])
+            if now != key:
+                refuse_other(self.name, key, now)
+            with torch.no_grad(), torch._C._DisableAutocast():
+                entry.code([x.meta["val"] for x in entry.staged.graph.graph.find_nodes(op="placeholder")])
+            return program
+
+        return lowered(entry, leaf_paths(structure, here[0]), key[1], compile)
 
     def in_memory(self, leaves: list, here: tuple) -> list:
         """The leaves as plain memory: what is lazily conjugate or negative is computed, other forms are refused."""
@@ -175,6 +226,8 @@ class Jitted:
         with LOCK:
             entry = self.compiled.get(key)
             if entry is None or not entry.is_current():
+                if self.is_one and self.compiled:
+                    refuse_other(self.name, *self.compiled, key)
                 names, structure, _ = here
                 entry = compile_function(self.fn, self.name, self.signature, names, leaves, structure, self.donate)
                 self.keep(key, entry)
@@ -184,7 +237,7 @@ class Jitted:
         if isinstance(entry, Compiled):
             self.compilations += 1
             if self.compilations == MANY:
-                warnings.warn(many_compilations(self.name, self.last, key), stacklevel=_frames_here())
+                warnings.warn(many_compilations(self.name, MANY, MOST, self.last, key), stacklevel=_frames_here())
             self.last = key
         self.compiled[key] = entry
         if len(self.compiled) > MOST:
@@ -200,6 +253,9 @@ class Jitted:
         return self if owner is None else types.MethodType(self, owner)
 
     def __reduce__(self):
+        if self.is_one:
+            got, need = "a program of `lower`", "fr.jit(fn), which pickles, and compiles where it is loaded"
+            fail(f"funcrec.jit({self.name}).lower", "a program does not pickle.", got=got, need=need, kind=TypeError)
         name = getattr(self.fn, "__qualname__", "")
         found = sys.modules.get(getattr(self.fn, "__module__", None))
         for part in name.split("."):
@@ -245,48 +301,6 @@ def _frames_here() -> int:
     while frame.f_back is not None and frame.f_code.co_filename == __file__:
         frame, count = frame.f_back, count + 1
     return count
-
-
-def many_compilations(name: str, before: tuple, now: tuple) -> str:
-    """What differs between the keys of two compilations, and what to do about it."""
-    (names, structure, around), leaves = now
-    (names_before, structure_before, around_before), leaves_before = before
-    other = differences(around_before, around)
-    hint = "call it in one and the same surroundings"
-    if other:
-        got = "; ".join(f"{what}: {a}, then {b}" for what, (a, b) in other.items())
-    elif names != names_before or structure != structure_before:
-        got, hint = "another structure of the arguments", "the same keys in the same order, and the same static fields"
-    else:
-        i = next((i for i, (a, b) in enumerate(zip(leaves_before, leaves, strict=True)) if a != b), None)
-        if i is None:
-            got, hint = "another form of a tensor that it closes over", "pass it as an argument"
-        else:
-            a, b = _show_key(leaves_before[i]), _show_key(leaves[i])
-            got = (
-                f"`{leaf_paths(structure, names)[i][1]}`: {a}, then {b}"
-                if a != b
-                else f"`{leaf_paths(structure, names)[i][1]}`: other strides"
-            )
-            is_tensor = len(leaves[i]) > 2 and isinstance(leaves[i][1], torch.Size)
-            hint = (
-                "fr.pad_to_bucket for ids, and batches of one size"
-                if is_tensor
-                else "pass it as a tensor: its values are not compiled in"
-            )
-    problem = Problem(
-        f"compiled {MANY} times; it keeps the last {MOST}.", got, "few different forms of arguments", hint
-    )
-    return message(f"funcrec.jit({name})", [problem])
-
-
-def _show_key(key: tuple) -> str:
-    """A leaf, by its key."""
-    if len(key) > 2 and isinstance(key[1], torch.Size):
-        return f"{short_dtype(key[2])}[{', '.join(map(str, key[1]))}]" + (
-            "" if key[3].type == "cpu" else f" on {key[3]}"
-        )
-    return f"{key[0].__name__} {key[1]}"
 
 
 def bring_to_cuda(leaves: list) -> list:

@@ -15,21 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.compile._donation import (
-    Plan,
-    held_message,
-    memory_span,
-    plan_writes,
-    prepare_writes,
-    refuse_shared,
-    shared_results,
-    take,
-)
+from funcrec.compile._donated import held_message, memory_span, refuse_shared, take
 from funcrec.compile._inductor import compile_graph
+from funcrec.compile._keys import leaf_key
 from funcrec.compile._memory import Hold, alone, copied, hold, shared_leaves
 from funcrec.compile._passes import smaller_exchanges
 from funcrec.compile._replay import Recording, capture_cuda, record, replay
 from funcrec.compile._staging import is_odd, refuse_odd, stage
+from funcrec.compile._writes import Plan, plan_writes, prepare_writes, shared_results
 from funcrec.core import Problem, check, fast_flatten, leaf_paths, static_key
 from funcrec.mesh import has_effect
 
@@ -208,15 +201,19 @@ class Compiled:
         mine = [leaves[i] for i in self.staged.inputs]
         casts_are_in_the_graph = torch._C._is_any_autocast_enabled()
         with torch._C._DisableAutocast() if casts_are_in_the_graph else _AS_IT_IS:
-            if self.call is None:
-                with LOCK, clean_surroundings():
-                    self.call = self.call or compile_graph(self.staged.graph, mine)
-            results = list(self.call(*mine))
+            results = list(self.code(mine)(*mine))
         if self.shared is None:
             self.shared = self.find_shared(leaves, results)
         for k in self.shared:
             results[k] = results[k].clone()
         return results
+
+    def code(self, like: list[Tensor]) -> Callable:
+        """The graph, compiled once, for arguments of these forms; to be asked for as it is called, without grad mode and autocast."""
+        if self.call is None:
+            with LOCK, clean_surroundings():
+                self.call = self.call or compile_graph(self.staged.graph, like)
+        return self.call
 
     def write(self, leaves: list, mine: dict[int, Tensor], results: list[Tensor]) -> None:
         """Replace the rows; what fails here has taken the donated leaves."""
@@ -284,13 +281,6 @@ def guard(tensors: list[Tensor]) -> Any:
 
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-
-
-def leaf_key(x: object) -> Any:
-    """What a compilation depends on."""
-    if isinstance(x, Tensor):
-        return type(x), x.shape, x.dtype, x.device, x.stride(), x.requires_grad, x.is_inference()
-    return static_key(x)
 
 
 def inference_problems(donated: dict[str, Tensor]) -> Iterator[Problem]:

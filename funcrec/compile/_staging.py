@@ -27,7 +27,7 @@ from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from funcrec.compile._donation import Donated
+from funcrec.compile._donated import Donated
 from funcrec.compile._inductor import DECOMPOSITIONS
 from funcrec.core import Problem, describe, fail, is_wrapped, message, outside_transforms
 

@@ -164,6 +164,11 @@ ROWS = {
     "check_grads: no floats": e(lambda: check_grads(lambda x: x, (i64(1),)), TypeError, "no float tensor"),
     "check_adjoint: paths": e(lambda: check_adjoint(lambda x: {"y": x}, lambda y: y["y"], f32(2), {"z": f32(2)}), (AssertionError, KeyError), "y"),
     "assert_trees_close: structure": e(lambda: assert_trees_close([f32(1)], (f32(1),)), AssertionError, "structures"),
+    # jit(f).lower
+    "lower: requires grad": e(lambda: fr.jit(lambda x: x * 2).lower(f32(2).requires_grad_()), TypeError, "followed by autograd", "requires_grad of `x`", "detach"),
+    "lower: the device meta": e(lambda: fr.jit(lambda x: x * 2).lower(f32(2).to(META)), TypeError, "something to follow it", "the device meta", "a call that nothing follows", "fr.jit(fn)"),
+    "lower: under vmap": e(lambda: torch.vmap(fr.jit(lambda x: x * 2).lower)(f32(2)), TypeError, "something to follow it", "a transform", "fr.jit(fn)"),
+    "lower: another shape": e(lambda: fr.jit(lambda x: x * 2).lower(f32(2)).compile()(f32(3)), TypeError, "this is another", "`x`: f32[2], then f32[3]", "`lower` once more"),
 }  # fmt: skip
 
 

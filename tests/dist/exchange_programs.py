@@ -6,7 +6,6 @@ import torch
 
 import funcrec as fr
 from funcrec.compile import _inductor, _program
-from funcrec.compile._traffic import collectives_of
 
 OVERLAP = "reorder_for_compute_comm_overlap_passes"
 
@@ -38,25 +37,20 @@ def compiled(programs):
     for steps in programs:
         both = []
         for passes in (False, True):
-            sent = []
-
-            def seen(graph, args, sent=sent, compile_graph=_program.compile_graph):
-                sent += collectives_of(graph.graph)
-                return compile_graph(graph, args)
-
             x = torch.linspace(-1, 1, n * 8, dtype=torch.float64).reshape(n, 8) * (1 + torch.distributed.get_rank())
             f = fr.jit(
                 lambda x, steps=steps: fr.shard_map(
                     lambda x: run(steps, x), mesh=mesh, in_specs=fr.P(), out_specs=fr.P("x"), check=False
                 )(x)
             )
-            change = {} if passes else {"smaller_exchanges": lambda graph: None}
+            smaller = _program.smaller_exchanges if passes else lambda graph: None
             options = _inductor.OPTIONS if passes else _inductor.OPTIONS | {OVERLAP: []}
             with (
-                mock.patch.multiple(_program, compile_graph=seen, **change),
+                mock.patch.object(_program, "smaller_exchanges", smaller),
                 mock.patch.object(_inductor, "OPTIONS", options),
             ):
-                both.append((f(x), sent))
+                lowered = f.lower(x)
+                both.append((lowered.compile()(x), lowered.exchanges))
         (plain, many), (fast, few) = both
         out.append((plain, fast, many, few))
     return out

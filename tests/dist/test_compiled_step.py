@@ -5,7 +5,6 @@ import torch
 import training
 
 import funcrec as fr
-from funcrec.compile._traffic import collectives_of
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -36,32 +35,33 @@ def plan_of(kind):
     return fr.Plan({n: made[kind](i) for i, n in enumerate(training.SHAPES)})
 
 
-def staged(name, plan, codec=None):
-    """(the collectives, the splits of those that have some, whether every shape is static, the generated code) of a step."""
-    from torch._inductor.utils import run_and_get_code
-
-    from funcrec.compile import _program
-
-    graphs, compile_graph = [], _program.compile_graph
+def lowered(name, plan, codec=None):
+    """(a donating step, lowered; its arguments)."""
     mesh = fr.Mesh.distributed(x=WORLD)
     step = fr.train_step(training.loss_fn, **training.optimizers(name), mesh=mesh, plan=plan, codec=codec)
     whole = training.batch(0, BAGS * WORLD)
     mine = fr.shard(whole, fr.P("x"), mesh=mesh)
-    mine = fr.Batch(mine.ids.unpad().pad_to(ROOM), mine.label)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            _program, "compile_graph", lambda graph, args: graphs.append(graph.graph) or compile_graph(graph, args)
-        )
-        state = step.init(training.params())
-        _, codes = run_and_get_code(fr.jit(step, donate=("state",)), state, mine)
-    (graph,) = graphs
-    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    arguments = step.init(training.params()), fr.Batch(mine.ids.unpad().pad_to(ROOM), mine.label)
+    return fr.jit(step, donate=("state",)).lower(*arguments), arguments
+
+
+def sent(name, plan):
+    return lowered(name, plan)[0].exchanges
+
+
+def staged(name, plan, codec=None):
+    """(the collectives, the splits of those that have some, whether every shape is static, the generated code) of a step."""
+    from torch._inductor.utils import run_and_get_code
+
+    step, arguments = lowered(name, plan, codec)
+    _, codes = run_and_get_code(lambda: step.compile()(*arguments))
+    nodes = [n for n in step.graph.graph.nodes if n.op == "call_function"]
     splits = [s for n in nodes if ALL_TO_ALL in str(n.target) for s in n.args[1:3]]
     values = [
         v for n in nodes for v in torch.utils._pytree.tree_leaves(n.meta.get("val")) if isinstance(v, torch.Tensor)
     ]
     is_static = bool(values) and all(type(size) is int for v in values for size in v.shape)
-    return list(collectives_of(graph)), splits, is_static, "\n".join(codes)
+    return step.exchanges, splits, is_static, "\n".join(codes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,7 +81,7 @@ def test_a_compiled_step_exchanges_once_for_each_thing(kind, ranks):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_sends_what_its_graph_says(kind, ranks):
     """The bytes that leave a rank: blocks of ids and lengths, its bags' sums and their cotangents, the dense gradients."""
-    collectives = ranks(WORLD).run(staged, "adam", plan_of(kind), deadline_s=300)[0][0]
+    collectives = ranks(WORLD).run(sent, "adam", plan_of(kind), deadline_s=300)[0]
     lookups = {  # slots, columns and ids of a rank's lookups: two features of a, one of b and of c
         "table_wise": (3 + 1, 3 * 4 + 5, 2 * ROOM),  # rank 0 has a and c, rank 1 has b
         "row_wise": (4, 3 * 4 + 5, 2 * ROOM),

@@ -9,8 +9,6 @@ from placement_models import whole as whole_pooled
 from sequence_models import mapped, sequence_models, whole
 
 import funcrec as fr
-from funcrec.compile import _program
-from funcrec.compile._traffic import collectives_of
 from funcrec.testing import assert_trees_close
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -120,19 +118,17 @@ def test_a_capacity_is_of_distinct_rows():
 
 def compiled(capacity):
     """(tables and dense after steps, compiled and not; the bytes that each exchange of a step sends)."""
-    mesh, graphs, compile_graph = fr.Mesh.distributed(x=2), [], _program.compile_graph
-    step, out = fr.train_step(training.loss_fn, **options(mesh, "adam", "row_wise", capacity)), []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            _program, "compile_graph", lambda graph, args: graphs.append(graph.graph) or compile_graph(graph, args)
-        )
-        for run in (step, fr.jit(step, donate=("state",))):
-            state = step.init(training.params())
-            for i in range(2):
-                mine = fr.shard(training.batch(i, BAGS), fr.P("x"), mesh=mesh)
-                state, _ = run(state, fr.Batch(mine.ids.unpad().pad_to(64), mine.label))
-            out.append((fr.gather_tables(state.tables, mesh), state.dense))
-    return *out, [c.sent_bytes for c in collectives_of(graphs[0])]
+    mesh, out = fr.Mesh.distributed(x=2), []
+    step = fr.train_step(training.loss_fn, **options(mesh, "adam", "row_wise", capacity))
+    mine = [fr.shard(training.batch(i, BAGS), fr.P("x"), mesh=mesh) for i in range(2)]
+    mine = [fr.Batch(x.ids.unpad().pad_to(64), x.label) for x in mine]
+    lowered = fr.jit(step, donate=("state",)).lower(step.init(training.params()), mine[0])
+    for run in (step, lowered.compile()):
+        state = step.init(training.params())
+        for own in mine:
+            state, _ = run(state, own)
+        out.append((fr.gather_tables(state.tables, mesh), state.dense))
+    return *out, [x.sent_bytes for x in lowered.exchanges]
 
 
 def test_a_compiled_step_sends_rows_once(ranks):

@@ -1,4 +1,4 @@
-"""Donation: rows that are written into the memory of inputs, and an error for whoever still holds the old name.
+"""Rows that are written into the memory of donated inputs, behind the compiled function.
 
     output = index_put(leaf, rows, values)   becomes   the compiled function returns (rows, values); leaf[rows] = values
     outputs = fused_update(leaves, x)        becomes   the compiled function returns x; fused_update_(leaves, x)
@@ -8,10 +8,7 @@ The compiled function itself writes to nothing: the writes come behind it, when 
 memory of their own, and that of their donated predecessors is given up.
 """
 
-import collections
-import itertools
 import operator
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -20,7 +17,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from funcrec.core import DonatedError, Problem, fail, message, tree_leaves
 from funcrec.kernels.library import twin
 
 PUT = torch.ops.aten.index_put.default
@@ -28,9 +24,6 @@ RESHAPES = {  # views that keep the order of the elements
     getattr(torch.ops.aten, name).default
     for name in ("view", "unsqueeze", "squeeze", "_unsafe_view", "reshape", "alias", "detach")
 } | {torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims}
-
-
-# -- rows written in place ---------------------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
@@ -199,6 +192,21 @@ def _same_form(source: Node, leaf: Node) -> bool:
     return source is leaf or (a.shape == b.shape and a.is_contiguous() and b.is_contiguous())
 
 
+def leaves_read(plan: Plan) -> set[int]:
+    """The leaves that the writes read, and leave as they are."""
+    found: set[int] = set()
+
+    def look(x: object) -> None:
+        if isinstance(x, Place):
+            found.update(() if x.is_result else (x.number,))
+        elif isinstance(x, (list, tuple)):
+            for y in x:
+                look(y)
+
+    look([w.arguments for w in plan.writes])
+    return found - plan.written
+
+
 def prepare_writes(plan: Plan, num_leaves: int) -> Callable[[list, list], None]:
     """A function of (leaves, results) that replaces the rows, in place and in order."""
 
@@ -246,90 +254,3 @@ def shared_results(
 def _memory(x: Tensor) -> object:
     """What tells one memory from another: its address, or the tensor itself when it has none."""
     return x.untyped_storage().data_ptr() or id(x)
-
-
-# -- old names ---------------------------------------------------------------------------------------------------
-
-
-class Donated(Tensor):
-    """What a donated tensor becomes: any use raises."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        own = [x for x in args if type(x) is Donated]  # first: what others lie in may be half made, as deepcopy's memo
-        raise DonatedError(
-            donated_message(own[0] if own else next(x for x in tree_leaves((args, kwargs)) if type(x) is Donated))
-        )
-
-    def __repr__(self, *, tensor_contents=None):
-        return "<donated tensor>"
-
-
-_taking = threading.Lock()
-GONE = torch.empty(
-    (), dtype=torch.uint1
-)  # what a taken tensor holds instead of its memory: no operation of torch reads this dtype
-
-
-def take(given: Sequence[Tensor], paths: Iterable[str], when: tuple[str, int], emptied: Sequence[Tensor]) -> None:
-    """Make any use of the given tensors an error that says why: the argument that it was, the function and the number of the call.
-
-    All are taken or none: by one call of C, which no signal interrupts. Where two threads give the same tensors, one has them.
-    `emptied`: those of `given` whose memory is another tensor's from now on. Code that knows tensors by their C++ part alone
-    (torch.tensor) finds nothing there.
-    """
-    steps = itertools.chain(
-        zip(given, itertools.repeat("donated"), zip(paths, itertools.repeat(when), strict=False), strict=False),
-        zip(emptied, itertools.repeat("data"), itertools.repeat(GONE), strict=False),
-        zip(given, itertools.repeat("__class__"), itertools.repeat(Donated), strict=False),
-    )
-    with _taking:
-        refuse_donated(given)
-        collections.deque(itertools.starmap(setattr, steps), 0)
-
-
-def donated_message(x: Donated) -> str:
-    path, (name, number) = x.__dict__["donated"]
-    why = f"`{path}` was donated to call {number} of `{name}`"
-    need = "the value that the call returned in its place"
-    return message("funcrec.jit", [Problem(f"{why} and is gone.", "a use after donation", need, "jit without donate=")])
-
-
-def refuse_donated(leaves: Sequence) -> None:
-    if Donated in map(type, leaves):
-        raise DonatedError(donated_message(next(x for x in leaves if type(x) is Donated)))
-
-
-def held_message(name: str, leaves: Sequence[tuple[str, Tensor]]) -> str:
-    size = sum(x.nbytes for _, x in leaves)
-    what = f"the memory of donated {', '.join(f'`{path}`' for path, _ in leaves)} is held elsewhere, and was copied."
-    got = f"{size:,} bytes that a view, a detach(), an array or a traceback sees; it keeps the old values"
-    need, hint = "leaves that only the state holds", "fr.copy of what is to be kept, and no other name for the rest"
-    return message(f"funcrec.jit({name})", [Problem(what, got, need, hint)])
-
-
-def refuse_shared(leaves: list, donated: dict[int, str]) -> None:
-    """Memory that is donated must be given once."""
-    if not donated:
-        return
-    spans = sorted((*memory_span(x), i) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.numel())
-    before: dict[bool, tuple[int, int]] = {}  # of donated and of other leaves, the one that reaches furthest
-    for start, end, i in spans:
-        for is_donated, (reach, first) in before.items():
-            if start < reach and (is_donated or i in donated):
-                fail(
-                    "funcrec.jit",
-                    f"the memory of donated `{donated.get(i) or donated[first]}` is given twice.",
-                    got="two leaves share it",
-                    need="one leaf, or a clone",
-                )
-        before[i in donated] = max(before.get(i in donated, (0, 0)), (end, i))
-
-
-def memory_span(x: Tensor) -> tuple[int, int]:
-    """The bytes from the first to behind the last element."""
-    start = x.data_ptr()
-    if x.is_contiguous():
-        return start, start + x.nbytes
-    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    return start, start + (last + 1) * x.element_size()

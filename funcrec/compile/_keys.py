@@ -1,0 +1,63 @@
+"""Keys of compilations: what of its arguments and surroundings a program was staged for, and how two such keys differ.
+
+key = ((names of the arguments, their structure, surroundings), the form of each leaf)
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.compile._surroundings import differences
+from funcrec.core import Problem, fail, leaf_paths, message, short_dtype, static_key
+
+
+def leaf_key(x: object) -> Any:
+    """What a compilation depends on."""
+    if isinstance(x, Tensor):
+        return type(x), x.shape, x.dtype, x.device, x.stride(), x.requires_grad, x.is_inference()
+    return static_key(x)
+
+
+def what_differs(before: tuple, now: tuple) -> tuple[str, str]:
+    """What differs between two keys, and what to do about it."""
+    (names, structure, around), leaves = now
+    (names_before, structure_before, around_before), leaves_before = before
+    other = differences(around_before, around)
+    if other:
+        got = "; ".join(f"{what}: {a}, then {b}" for what, (a, b) in other.items())
+        return got, "call it in one and the same surroundings"
+    if names != names_before or structure != structure_before:
+        return "another structure of the arguments", "the same keys in the same order, and the same static fields"
+    i = next((i for i, (a, b) in enumerate(zip(leaves_before, leaves, strict=True)) if a != b), None)
+    if i is None:
+        return "another form of a tensor that it closes over", "pass it as an argument"
+    a, b = show_key(leaves_before[i]), show_key(leaves[i])
+    path = leaf_paths(structure, names)[i][1]
+    got = f"`{path}`: {a}, then {b}" if a != b else f"`{path}`: other strides"
+    if len(leaves[i]) > 2 and isinstance(leaves[i][1], torch.Size):
+        return got, "fr.pad_to_bucket for ids, and batches of one size"
+    return got, "pass it as a tensor: its values are not compiled in"
+
+
+def many_compilations(name: str, count: int, most: int, before: tuple, now: tuple) -> str:
+    """What is said when a function is compiled for the `count`-th time, and keeps `most`."""
+    got, hint = what_differs(before, now)
+    what, need = f"compiled {count} times; it keeps the last {most}.", "few different forms of arguments"
+    return message(f"funcrec.jit({name})", [Problem(what, got, need, hint)])
+
+
+def refuse_other(name: str, lowered: tuple, now: tuple) -> None:
+    """A program was lowered with one key, and is called with another."""
+    got, _ = what_differs(lowered, now)
+    what, need = "a program has one form of arguments, and this is another.", "what it was lowered with"
+    hint = "`lower` once more with these arguments, or fr.jit(fn) itself"
+    fail(f"funcrec.jit({name}).lower", what, got=got, need=need, hint=hint, kind=TypeError)
+
+
+def show_key(key: tuple) -> str:
+    """A leaf, by its key."""
+    if len(key) > 2 and isinstance(key[1], torch.Size):
+        place = "" if key[3].type == "cpu" else f" on {key[3]}"
+        return f"{short_dtype(key[2])}[{', '.join(map(str, key[1]))}]{place}"
+    return f"{key[0].__name__} {key[1]}"

@@ -1,0 +1,85 @@
+"""Lowered: the program of a call before it is compiled, to be read, counted and compiled.
+
+jit(f).lower(x).compile()(x) = jit(f)(x)
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from funcrec.compile._keys import show_key
+from funcrec.compile._program import Compiled
+from funcrec.compile._traffic import Sent, collectives_of
+from funcrec.compile._writes import leaves_read
+
+
+class Lowered(NamedTuple):
+    """The program that a call of a jitted function runs, as `fr.jit(f).lower(*args)` stages it: what it computes, reads, writes and sends.
+
+    Lowering runs `f` once on shapes. Nothing is compiled, no argument is taken or kept alive, and `fr.jit(f)` remembers nothing of it.
+
+    Args:
+      graph: flat tensors -> flat tensors, operation by operation; it writes to nothing. What is written in place is written behind it.
+      reads: {path: form} of the tensors that a call reads. First the graph's inputs, in order: tensors of the arguments, then those that `f`
+        closes over. Behind them what only the writes read.
+      donated: paths of the tensors that a call uses up.
+      written: those of them that keep their memory and have rows replaced in it.
+      exchanges: what leaves this rank, in the graph's order, each (kind, shape, dtype, sent_bytes); of emulated ranks nothing does.
+      compile: () -> the program as code, a function of the same arguments. Called once more it gives the same.
+
+    Raises: `lower` what the call would raise before it runs, and TypeError where the call would run `f` itself: under a transform, for tensors
+      that require grad where autograd would follow them, for tensors on the device meta. The program TypeError for the same, and for another form of
+      arguments or other surroundings than it was lowered in; so does `compile` for surroundings.
+
+    Law: `fr.jit(f).lower(*args).compile()(*args)` is `fr.jit(f)(*args)`: the same values, and what is donated is taken alike.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> def count(state, ids):
+      ...     return {"seen": state["seen"].index_put((ids,), state["seen"][ids] + 1)}
+      >>> state, ids = {"seen": torch.zeros(4)}, torch.tensor([2])
+      >>> lowered = fr.jit(count, donate=("state",)).lower(state, ids)
+      >>> lowered.reads
+      {"state['seen']": 'f32[4]', 'ids': 'i64[1]'}
+      >>> lowered.written, lowered.sent_bytes
+      (("state['seen']",), 0)
+      >>> lowered.compile()(state, ids)
+      {'seen': tensor([0., 0., 1., 0.])}
+    """
+
+    graph: torch.fx.GraphModule
+    reads: dict[str, str]
+    donated: tuple[str, ...]
+    written: tuple[str, ...]
+    exchanges: tuple[Sent, ...]
+    compile: Callable[[], Callable]
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that leave this rank in a call."""
+        return sum(x.sent_bytes for x in self.exchanges)
+
+    def as_text(self) -> str:
+        """What it reads, writes and sends, then the graph, line by line, with the forms of its values."""
+        return f"# {self!r}\n{self.graph.print_readable(print_output=False)}"
+
+    def __repr__(self) -> str:
+        reads = ", ".join(f"{path} {form}" for path, form in self.reads.items())
+        uses = f"uses up {', '.join(self.donated) or 'nothing'}; writes {', '.join(self.written) or 'nothing'} in place"
+        sends = f"sends {self.sent_bytes:,} bytes in {len(self.exchanges)} exchanges"
+        return f"Lowered(reads {reads}; {uses}; {sends})"
+
+
+def lowered(
+    entry: Compiled, paths: dict[int, tuple[str, str]], forms: tuple, compile: Callable[[], Callable]
+) -> Lowered:
+    """What there is to know of a staged program; paths: {leaf of the arguments: (argument, path)}, forms: those leaves' keys."""
+    staged, first = entry.staged, len(paths)
+    path_of = lambda i: paths[i][1] if i < first else f"captured_{i - first}"
+    forms = (*forms, *entry.forms)
+    inputs = [*staged.inputs, *sorted(leaves_read(staged.plan) - set(staged.inputs))]
+    reads = {path_of(i): show_key(forms[i]) for i in inputs}
+    written = tuple(path_of(i) for i in sorted(staged.plan.written))
+    exchanges = tuple(collectives_of(staged.graph.graph))
+    return Lowered(staged.graph, reads, tuple(entry.donated.values()), written, exchanges, compile)

@@ -1,0 +1,193 @@
+"""jit(f).lower: the program of a call, told and compiled without the call."""
+
+import pickle
+import weakref
+
+import pytest
+import torch
+import training_step
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close
+
+ONE = torch.tensor([1])
+SHIFT = torch.tensor(0.5)
+PARAMETER = torch.nn.Parameter(torch.ones(2))
+
+
+def state():
+    return {"w": torch.arange(4.0), "t": torch.zeros(4)}
+
+
+def rows(s, x, power=1):
+    return {"w": s["w"].index_put((ONE,), s["t"][:1] + x**power), "t": s["t"] + SHIFT}, s["w"].sum()
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The staged graph is run as it stands: what is told of it matters here, not the code."""
+    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"power": 2}], ids=str)
+def test_the_program_is_the_call(kwargs):
+    """lower(...).compile()(...) is the call: its values, twice on what it returned, and what it was given is gone as after the call."""
+    made, (program, fn) = [], (fr.jit(rows, donate=("s",)) for _ in range(2))
+    x, other = torch.tensor(2.0), torch.tensor(3.0)
+    program = program.lower(state(), x, **kwargs).compile()
+    for run in (rows, fn, program):
+        given = s = state()
+        for each in (x, other):
+            s, total = run(s, each, **kwargs)
+        made.append((s, total))
+        assert run is rows or [type(v).__name__ for v in given.values()] == ["Donated"] * 2
+    assert_trees_close(made[0], made[1])
+    assert_trees_close(made[1], made[2], rtol=0, atol=0)
+    with pytest.raises(fr.DonatedError, match=r"`s\['w'\]` was donated to call 1 of `rows`"):
+        given["w"].sum()
+
+
+def test_lowering_compiles_and_takes_nothing(monkeypatch):
+    """lower runs no compiler, takes and keeps no argument, and jit compiles as if it had not been; compiling leaves the graph as it was told."""
+    fn, given = fr.jit(rows, donate=("s",)), state()
+    with monkeypatch.context() as patch:
+        patch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: 1 / 0)
+        lowered = fn.lower(given, SHIFT)
+        with pytest.raises(ZeroDivisionError):
+            lowered.compile()
+    assert_trees_close(given, state())
+    assert fn.num_compiled() == 0
+    text, seen = lowered.as_text(), weakref.ref(given["w"])
+    del given
+    assert seen() is None
+    lowered.compile()(state(), SHIFT)
+    assert lowered.as_text() == text
+    assert fn.num_compiled() == 0
+
+
+def test_what_is_read_and_written_is_told(interpreted):
+    """A lowered program names what it reads, forms and closed-over tensors too, what it uses up, and what it writes in place; the graph takes what it reads."""
+    given, x = state(), torch.tensor(2.0)
+    lowered = fr.jit(lambda s, x, unread: rows(s, x), donate=("s",)).lower(given, x, torch.ones(3))
+    inputs = {"s['t']": given["t"], "s['w']": given["w"], "x": x, "captured_1": SHIFT}
+    forms = {"s['t']": "f32[4]", "s['w']": "f32[4]", "x": "f32[]", "captured_1": "f32[]", "captured_0": "i64[1]"}
+    assert lowered.reads == forms and list(lowered.reads)[4:] == ["captured_0"]  # which only the write reads
+    outputs = lowered.graph(*[inputs[path] for path in list(lowered.reads)[:4]])
+    assert any(torch.equal(out, given["t"] + SHIFT) for out in outputs)
+    assert lowered.donated == ("s['w']", "s['t']")
+    assert lowered.written == ("s['w']",)
+    assert lowered.exchanges == () and lowered.sent_bytes == 0
+    assert all(form in lowered.as_text() for form in lowered.reads.values())
+
+
+def test_a_training_step_writes_its_tables_and_slots(interpreted):
+    """A donated training step uses its whole state up, and writes the tables and their slots in place."""
+    step = training_step.plain()
+    lowered = fr.jit(step, donate=("state",)).lower(training_step.state_of(step), training_step.IDS)
+    in_place = [p for p in lowered.donated if p.startswith(("state.tables", "state.slots"))]
+    assert len(in_place) == 3 and set(lowered.written) == set(in_place)
+    assert set(lowered.donated) > set(in_place)
+
+
+def squares(x):
+    return (x * x).sum()
+
+
+def followed(x):
+    return (x * PARAMETER).sum()
+
+
+X = torch.ones(2)
+FOLLOWED = {
+    "vmap": (squares, lambda f: torch.vmap(f)(torch.ones(3, 2))),
+    "grad": (squares, lambda f: torch.func.grad(f)(X)),
+    "jvp": (squares, lambda f: torch.func.jvp(f, (X,), (X,))),
+    "a forward tangent": (squares, lambda f: forward(f)),
+    "requires_grad": (squares, lambda f: f(torch.ones(2, requires_grad=True))),
+    "a closed-over Parameter": (followed, lambda f: f(X)),
+    "the device meta": (squares, lambda f: f(torch.ones(2, device="meta"))),
+    "another jit": (squares, lambda f: fr.jit(lambda x: f(x))(X)),
+    "checked": (squares, lambda f: fr.checked(f)(X)),
+    "torch.compile": (squares, lambda f: torch.compile(f, backend="eager", fullgraph=True)(X)),
+}
+
+
+def forward(f):
+    with torch.autograd.forward_ad.dual_level():
+        return f(torch.autograd.forward_ad.make_dual(X, X))
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_program_is_of_plain_calls_alone(name, interpreted):
+    """Where a call of jit runs the function itself, lower raises, and so does a program that was lowered before: neither cuts a derivative off."""
+    fn, call = FOLLOWED[name]
+    if name != "torch.compile":  # lower is no part of a graph
+        with pytest.raises(TypeError, match=r"funcrec\.jit\(\w+\)\.lower: .*(?s:.*)  try "):
+            call(lambda *args: fr.jit(fn).lower(*args) and args[0].sum())
+    with torch.no_grad():
+        program = fr.jit(fn).lower(X).compile()
+        assert_trees_close(program(X), fn(X), rtol=0, atol=0)
+    if fn is squares:
+        program = fr.jit(fn).lower(X).compile()
+        with pytest.raises((TypeError, torch._dynamo.exc.TorchDynamoException), match="program of `lower`"):
+            call(program)
+
+
+OTHERS = {
+    "shape": (lambda p: p(torch.ones(3)), r"`x`: f32\[2\], then f32\[3\]"),
+    "dtype": (lambda p: p(X.double()), r"`x`: f32\[2\], then f64\[2\]"),
+    "structure": (lambda p: p({"a": X}), "another structure"),
+    "names": (lambda p: p(X, power=3), "another structure"),
+    "surroundings": (lambda p: elsewhere(p), "the number of threads: 1, then 2"),
+}
+
+
+def elsewhere(call):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        return call(X)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_program_has_one_form(name, interpreted):
+    """A program refuses arguments and surroundings that it was not lowered with, and says what differs; it compiles nothing for them."""
+    call, got = OTHERS[name]
+    program = fr.jit(lambda x, power=2: x**power).lower(X).compile()
+    with pytest.raises(TypeError, match=rf"\.lower: a program has one form.*\n  got   {got}"):
+        call(program)
+    assert program.num_compiled() == 1
+    assert_trees_close(program(X), X**2)
+
+
+def test_a_program_has_one_form_of_what_it_closes_over(interpreted):
+    """A program refuses to run when a tensor that it closes over has another form by now."""
+    held = torch.ones(2)
+    program = fr.jit(lambda x: x + held.sum()).lower(X).compile()
+    held.resize_(3)
+    with pytest.raises(TypeError, match="another form of a tensor that it closes over"):
+        program(X)
+
+
+def test_a_program_is_compiled_where_it_was_lowered(interpreted):
+    """compile refuses surroundings other than the lowering's, for its code would be another."""
+    lowered = fr.jit(squares).lower(X)
+    with pytest.raises(TypeError, match="the number of threads: 1, then 2"):
+        elsewhere(lambda x: lowered.compile())
+    assert_trees_close(lowered.compile()(X), squares(X))
+
+
+def test_what_cannot_be_lowered_says_why(interpreted):
+    """lower raises what the call raises: for used up values, host reads and unknown arguments; a program does not pickle."""
+    fn, given = fr.jit(rows, donate=("s",)), state()
+    fn(given, SHIFT)
+    with pytest.raises(fr.DonatedError, match=r"`s\['w'\]` was donated to call 1"):
+        fn.lower(given, SHIFT)
+    with pytest.raises(TypeError, match="reads a tensor's value on the host"):
+        fr.jit(lambda x: x.sum().item()).lower(X)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
+        fn.lower(state(), SHIFT, y=1)
+    with pytest.raises(TypeError, match="a program does not pickle"):
+        pickle.dumps(fr.jit(squares).lower(X).compile())
