@@ -7,22 +7,29 @@ read no value on the host, except `to_lists`, `unpad` and the value checks that 
 Shapes: B bags, N capacity of the buffer, L a fixed length.
 """
 
-import itertools
-import numbers
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from funcrec.core import PARTS, Form, Problem, Size, check, describe, fail, pytree, short_dtype, typed
+from funcrec.core import PARTS, Form, Size, check, pytree, typed
 from funcrec.jagged import _primitives as primitives
-from funcrec.jagged._lists import flat_list
-from funcrec.jagged._primitives import is_concrete, offsets_of
+from funcrec.jagged._lists import bag_list, flat_list, repeats, show_bags, show_buffer, split_list
+from funcrec.jagged._primitives import offsets_of
+from funcrec.jagged._problems import (
+    bag_problems,
+    buffer_problems,
+    capacity_problems,
+    fill_problems,
+    jagged_parts,
+    length_problems,
+    list_length_problems,
+    offset_problems,
+    padded_problems,
+    select_problems,
+)
 from funcrec.kernels.reference_jagged import place_among
-
-INT_DTYPES = (torch.int32, torch.int64)
 
 
 @pytree(optional=("weights",))
@@ -172,228 +179,6 @@ def take_ranges(values: Tensor, weights: Tensor | None, starts: Tensor, lengths:
 
 def grow(x: Tensor | None, capacity: int) -> Tensor | None:
     return None if x is None else torch.cat([x, x.new_zeros((capacity - x.shape[0], *x.shape[1:]))])
-
-
-def bag_list(bags: Any, num_bags: int, call: str) -> list[int]:
-    """An int, slice or sequence of ints as a list of positions in [0, num_bags)."""
-    if isinstance(bags, slice):
-        return list(range(*bags.indices(num_bags)))
-    chosen = [bags] if isinstance(bags, int) else list(bags) if isinstance(bags, Sequence) else [None]
-    if any(type(b) is not int or not -num_bags <= b < num_bags for b in chosen):
-        fail(
-            call, "`bags` are not positions of bags.", got=f"{bags!r}", need=f"integers in [-{num_bags}, {num_bags})",
-            hint="select(bags, capacity=...) for positions in a tensor", kind=IndexError,
-        )  # fmt: skip
-    return [b % num_bags for b in chosen]
-
-
-def repeats(chosen: Sequence) -> int:
-    """How often the most frequent element stands in `chosen`; at least 1."""
-    return max([1, *Counter(chosen).values()])
-
-
-# -- lists and text ----------------------------------------------------------------------------------------------
-
-
-def split_list(values: Tensor, offsets: Tensor) -> list[list]:
-    bounds = offsets.tolist()
-    return [values[a:b].tolist() for a, b in itertools.pairwise(bounds)]
-
-
-def show_bags(values: Tensor, offsets: Tensor, limit: int = 8) -> str:
-    """The first bags as a list; only the count when the values cannot be read."""
-    num_bags = offsets.shape[0] - 1
-    if not (is_concrete(values) and is_concrete(offsets)):
-        return f"{num_bags} bags"
-    shown = split_list(values, offsets[: limit + 1]) if values.dim() == 1 else offsets.diff()[:limit].tolist()
-    text = ", ".join(map(str, shown))
-    more = ", ..." if num_bags > limit else ""
-    return f"[{text}{more}]" if values.dim() == 1 else f"lengths=[{text}{more}]"
-
-
-def show_buffer(x: Any) -> str:
-    """`values=i64[3]`, with `weights=` and the padding where there is some."""
-    parts = [f"values={describe(x.values)}"]
-    if x.weights is not None:
-        parts.append(f"weights={describe(x.weights)}")
-    if is_concrete(x.offsets) and int(x.offsets[-1]) != x.values.shape[0]:
-        parts.append(f"{int(x.offsets[-1])} used of capacity {x.values.shape[0]}")
-    return ", ".join(parts)
-
-
-# -- validators --------------------------------------------------------------------------------------------------
-
-
-def bag_problems(bags: object, path: str) -> Iterator[Problem]:
-    """`bags` must be a list of lists, or of anything else that has a length."""
-    unordered = (str, bytes, bytearray, Mapping, Set)
-    has_elements = lambda x: isinstance(x, Collection) and not isinstance(x, unordered) and getattr(x, "ndim", 1) > 0
-    if not has_elements(bags):
-        yield Problem(f"`{path}` is not a list of bags.", describe(bags), "[[1, 2], [], ...]", kind=TypeError)
-        return
-    for b, bag in enumerate(bags):
-        if not has_elements(bag):
-            hint = "a bag [id] for a feature with one id per example"
-            yield Problem(f"`{path}[{b}]` is not a bag.", describe(bag), "a list of values", hint, TypeError)
-            return
-
-
-def integer_problems(name: str, n: object) -> Iterator[Problem]:
-    if not isinstance(n, numbers.Integral | torch.SymInt) or isinstance(n, bool):
-        yield Problem(f"`{name}` is not an integer.", describe(n), "an int >= 0", kind=TypeError)
-    elif n < 0:
-        yield Problem(f"`{name}` is negative.", f"{n}", f"{name} >= 0")
-
-
-def capacity_problems(capacity: object, least: int) -> Iterator[Problem]:
-    found = list(integer_problems("capacity", capacity))
-    yield from found
-    if not found and capacity < least:
-        what, hint = "`capacity` is smaller than the buffer.", "unpad() first, which reads offsets on the host"
-        yield Problem(what, f"{capacity}", f"capacity >= {least}", hint)
-
-
-def buffer_problems(values: Tensor, weights: Tensor | None, path: str = "") -> Iterator[Problem]:
-    if not isinstance(values, Tensor) or values.dim() < 1:
-        yield Problem(
-            f"`{path}values` is not a tensor with rows.", describe(values), "a tensor [N, ...]", kind=TypeError
-        )
-        return
-    if weights is None:
-        return
-    if not isinstance(weights, Tensor) or not weights.is_floating_point():
-        need = f"a floating-point tensor f[{values.shape[0]}]"
-        yield Problem(f"`{path}weights` are not floating-point numbers.", describe(weights), need, kind=TypeError)
-    elif weights.shape != values.shape[:1]:
-        yield Problem(
-            f"`{path}weights` does not match its values.",
-            f"{describe(weights)}; values is {describe(values)}",
-            "weights.shape == values.shape[:1]",
-            "weights=None, or cut the padding off first (`unpad`)",
-        )
-    elif weights.device != values.device:
-        yield Problem(f"`{path}weights` is on another device.", describe(weights), f"device {values.device}")
-
-
-def int_problems(x: Tensor, name: str, device: torch.device | None = None) -> Iterator[Problem]:
-    """x must be an i32 or i64 vector, on `device` when one is given."""
-    if not isinstance(x, Tensor) or x.dtype not in INT_DTYPES:
-        is_mask = name in ("rows", "bags") and describe(x).startswith("bool[")
-        hint = f"{name}.nonzero()[:, 0], where the mask is True" if is_mask else ""
-        yield Problem(f"`{name}` is not an integer tensor.", describe(x), "i32 or i64", hint, TypeError)
-    elif x.dim() != 1:
-        yield Problem(f"`{name}` is not a vector.", describe(x), "one dimension")
-    elif isinstance(device, torch.device) and x.device != device:
-        yield Problem(f"`{name}` is on another device.", f"{x.device}", f"device {device}, where the values are")
-
-
-def list_length_problems(lists: Sequence, weights: Sequence) -> Iterator[Problem]:
-    got, need = ([len(bag) for bag in x] for x in (weights, lists))
-    if got != need:
-        yield Problem("`weights` has bags of other lengths.", f"{got}", f"{need}", "a weight for each value")
-
-
-def length_problems(values: Tensor, lengths: Tensor, name: str = "lengths") -> Iterator[Problem]:
-    found = list(int_problems(lengths, name, getattr(values, "device", None)))
-    yield from found
-    if found or not is_concrete(lengths) or not isinstance(values, Tensor) or values.dim() < 1:
-        return
-    if lengths.numel() and int(lengths.min()) < 0:
-        yield Problem(f"`{name}` has a negative length.", f"{int(lengths.min())}", "lengths >= 0")
-    elif (lengths.numel() and int(lengths.max()) > values.shape[0]) or int(lengths.sum()) != values.shape[0]:
-        yield Problem(  # no sum of lengths within the buffer overflows
-            f"`{name}` does not sum to the number of values.",
-            f"sum {sum(lengths.tolist())}; values is {describe(values)}",
-            "lengths.sum() == values.shape[0]",
-            "from_offsets, which takes padding behind the last bag",
-        )
-
-
-def offset_problems(values: Tensor, offsets: Tensor, name: str = "offsets") -> Iterator[Problem]:
-    found = list(int_problems(offsets, name, getattr(values, "device", None)))
-    yield from found
-    if found or not isinstance(values, Tensor) or values.dim() < 1:
-        return
-    if offsets.shape[0] == 0:
-        yield Problem(f"`{name}` is empty.", describe(offsets), "B + 1 boundaries, the first of them 0")
-    elif is_concrete(offsets):
-        yield from offset_value_problems(values.shape[0], offsets, name)
-
-
-def offset_value_problems(capacity: int, offsets: Tensor, name: str = "offsets") -> Iterator[Problem]:
-    """The checks that read `offsets` on the host."""
-    falls = offsets[1:] < offsets[:-1]  # compared, since a difference may overflow
-    if int(offsets[0]) != 0:
-        yield Problem(f"`{name}` does not begin at 0.", f"offsets[0] = {int(offsets[0])}", "offsets[0] == 0")
-    if bool(falls.any()):
-        at = int(falls.to(torch.int8).argmax())
-        got = f"offsets[{at}] = {int(offsets[at])}, offsets[{at + 1}] = {int(offsets[at + 1])}"
-        yield Problem(f"`{name}` descends.", got, "offsets[b] <= offsets[b + 1]", "from_lengths, if these are lengths")
-    elif int(offsets[-1]) > capacity:
-        got = f"offsets[-1] = {int(offsets[-1])}; {capacity} values"
-        yield Problem(f"`{name}` ends beyond the values.", got, "offsets[-1] <= values.shape[0]")
-
-
-def fill_problems(fill: object, dtype: torch.dtype) -> Iterator[Problem]:
-    """What stands behind a bag must be a value of the buffer's dtype: no fraction is cut, no integer wrapped."""
-    floats = dtype.is_floating_point or dtype.is_complex
-    if not isinstance(fill, (int, float) if floats else int):
-        what, need = f"`fill` is no {short_dtype(dtype)}.", "a number" if floats else "an integer"
-        yield Problem(what, describe(fill), need, "values.float() first", TypeError)
-    elif not floats:
-        low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-        if not low <= fill <= high:
-            what = f"`fill` is no {short_dtype(dtype)}."
-            yield Problem(what, describe(fill), f"{low} to {high}", "values.long() first")
-
-
-def select_problems(offsets: Tensor, bags: Tensor, capacity: int) -> Iterator[Problem]:
-    found = [*int_problems(bags, "bags"), *integer_problems("capacity", capacity)]
-    yield from found
-    if found or not (is_concrete(bags) and is_concrete(offsets)) or not bags.numel():
-        return
-    low, high, count = int(bags.min()), int(bags.max()), offsets.shape[0] - 1
-    if low < 0 or high >= count:
-        got = f"bag {low if low < 0 else high}"
-        yield Problem("`bags` has a bag that is not there.", got, f"0 <= bag < {count}", "the bags of this value")
-        return
-    total = int(offsets.diff().index_select(0, bags).sum())
-    if total > capacity:
-        yield Problem("`capacity` does not hold the bags.", f"{capacity}", f"capacity >= {total}", f"capacity={total}")
-
-
-def padded_problems(padded: Tensor, lengths: Tensor, weights: Tensor | None) -> Iterator[Problem]:
-    if not isinstance(padded, Tensor) or padded.dim() < 2:
-        yield Problem("`padded` has no bags and positions.", describe(padded), "a tensor [B, L, ...]", kind=TypeError)
-        return
-    found = list(int_problems(lengths, "lengths", padded.device))
-    yield from found
-    if isinstance(lengths, Tensor) and lengths.shape != padded.shape[:1]:
-        yield Problem("`lengths` does not match `padded`.", describe(lengths), f"shape [{padded.shape[0]}]")
-    elif not found and lengths.numel() and is_concrete(lengths):
-        low, high = int(lengths.min()), int(lengths.max())
-        if low < 0 or high > padded.shape[1]:
-            yield Problem("`lengths` leave the padded dimension.", f"from {low} to {high}", f"0 to {padded.shape[1]}")
-    if weights is not None and not (isinstance(weights, Tensor) and weights.is_floating_point()):
-        need = f"f{list(padded.shape[:2])}"
-        yield Problem("`weights` are not floating-point numbers.", describe(weights), need, kind=TypeError)
-    elif weights is not None and weights.shape != padded.shape[:2]:
-        yield Problem("`weights` does not match `padded`.", describe(weights), f"shape {list(padded.shape[:2])}")
-
-
-def jagged_parts(x: JaggedTensor, path: str) -> Iterator[Problem]:
-    """What is wrong with the fields of one that was made by hand, or came out of a tree."""
-    yield from buffer_problems(x.values, x.weights, f"{path}.")
-    yield from offset_form_problems(x.offsets, getattr(x.values, "device", None), f"{path}.offsets")
-
-
-def offset_form_problems(offsets: object, device: torch.device | None, path: str) -> Iterator[Problem]:
-    """`offsets` must be integers i[B + 1], B >= 0, where the values are."""
-    found = list(int_problems(offsets, path, device))
-    yield from found
-    if not found and offsets.shape[0] == 0:
-        hint = "torch.zeros(1, dtype=torch.int64), for no bags"
-        yield Problem(f"`{path}` is empty.", describe(offsets), "B + 1 boundaries, the first of them 0", hint)
 
 
 PARTS[JaggedTensor] = jagged_parts

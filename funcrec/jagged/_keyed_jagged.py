@@ -2,8 +2,7 @@
 
     bag b of key f = values[offsets[f * B + b] : offsets[f * B + b + 1]]
 
-The layout is TorchRec's. As in `JaggedTensor`, the tail is padding and nothing but `to_lists`, `unpad`
- and the constructors' checks of CPU tensors reads a value on the host.
+The layout is TorchRec's. As in `JaggedTensor`, the tail is padding and nothing but `to_lists`, `unpad` and the constructors' checks of CPU tensors reads a value on the host.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,24 +12,9 @@ import torch
 from torch import Tensor
 
 from funcrec.core import PARTS, Problem, Size, check, describe, fail, pytree, typed
-from funcrec.jagged._jagged import (
-    JaggedTensor,
-    bag_list,
-    buffer_problems,
-    capacity_problems,
-    grow,
-    length_problems,
-    offset_problems,
-    offsets_of,
-    repeats,
-    show_bags,
-    show_buffer,
-    split_list,
-    take_ranges,
-)
+from funcrec.jagged._jagged import JaggedTensor, grow, take_ranges
 from funcrec.jagged._join import as_part, join
-from funcrec.jagged._lists import flat_list
-from funcrec.jagged._problems import (
+from funcrec.jagged._keyed_problems import (
     id_dtype_problems,
     jagged_problems,
     key_problems,
@@ -41,6 +25,9 @@ from funcrec.jagged._problems import (
     same_key_problems,
     stride_problems,
 )
+from funcrec.jagged._lists import bag_list, flat_list, repeats, show_bags, show_buffer, split_list
+from funcrec.jagged._primitives import offsets_of
+from funcrec.jagged._problems import buffer_problems, capacity_problems, length_problems, offset_problems
 
 
 @pytree(static=("keys", "strides"), optional=("weights", "inverse"))
@@ -339,34 +326,6 @@ def _joined(keys: tuple[str, ...], parts: Sequence, counts: tuple[int, ...], inv
     strides = None if len(set(counts)) <= 1 else counts
     values, offsets, weights = join(parts)
     return KeyedJaggedTensor(values, offsets, weights, inverse, keys, strides)
-
-
-BUCKET_MIN = 16
-
-
-def bucket(size: int, *, minimum: int = BUCKET_MIN) -> int:
-    """The next capacity: powers of two and the halves between them (16, 24, 32, 48, 64, 96, ...), at least `minimum`."""
-    power = max(minimum, 1)
-    while power < size:
-        if power * 3 // 2 >= size and power % 2 == 0:
-            return power * 3 // 2
-        power *= 2
-    return power
-
-
-@typed
-def pad_to_bucket(ids: KeyedJaggedTensor, *, minimum: Size = BUCKET_MIN) -> KeyedJaggedTensor:
-    """Pad to the next capacity of a short list, so that a compiled step meets few shapes. Reads offsets on the host.
-
-    Law: `pad_to_bucket(ids).to_lists() == ids.to_lists()`; at most half of the buffer's ids over `minimum` is padding.
-
-    Example:
-      >>> import funcrec as fr
-      >>> fr.pad_to_bucket(fr.KeyedJaggedTensor.from_lists({"a": [[1, 2, 3]]})).capacity
-      16
-    """
-    tight = ids.unpad()
-    return tight.pad_to(bucket(tight.capacity, minimum=minimum))
 
 
 # -- validators --------------------------------------------------------------------------------------------------

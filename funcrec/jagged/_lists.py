@@ -5,6 +5,8 @@
 Floats may be rounded to the dtype; an integer is never changed.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -106,6 +108,53 @@ def _convert(call: str, x: Tensor, path: str, dtype: torch.dtype) -> Tensor:
 
 def _shown(values: Sequence[Tensor]) -> str:
     return ", ".join(dict.fromkeys(map(describe, values)))[:120]
+
+
+# -- bags, read and shown -----------------------------------------------------------------------------------------
+
+
+def bag_list(bags: Any, num_bags: int, call: str) -> list[int]:
+    """An int, slice or sequence of ints as a list of positions in [0, num_bags)."""
+    if isinstance(bags, slice):
+        return list(range(*bags.indices(num_bags)))
+    chosen = [bags] if isinstance(bags, int) else list(bags) if isinstance(bags, Sequence) else [None]
+    if any(type(b) is not int or not -num_bags <= b < num_bags for b in chosen):
+        fail(
+            call, "`bags` are not positions of bags.", got=f"{bags!r}", need=f"integers in [-{num_bags}, {num_bags})",
+            hint="select(bags, capacity=...) for positions in a tensor", kind=IndexError,
+        )  # fmt: skip
+    return [b % num_bags for b in chosen]
+
+
+def repeats(chosen: Sequence) -> int:
+    """How often the most frequent element stands in `chosen`; at least 1."""
+    return max([1, *Counter(chosen).values()])
+
+
+def split_list(values: Tensor, offsets: Tensor) -> list[list]:
+    bounds = offsets.tolist()
+    return [values[a:b].tolist() for a, b in itertools.pairwise(bounds)]
+
+
+def show_bags(values: Tensor, offsets: Tensor, limit: int = 8) -> str:
+    """The first bags as a list; only the count when the values cannot be read."""
+    num_bags = offsets.shape[0] - 1
+    if not (is_concrete(values) and is_concrete(offsets)):
+        return f"{num_bags} bags"
+    shown = split_list(values, offsets[: limit + 1]) if values.dim() == 1 else offsets.diff()[:limit].tolist()
+    text = ", ".join(map(str, shown))
+    more = ", ..." if num_bags > limit else ""
+    return f"[{text}{more}]" if values.dim() == 1 else f"lengths=[{text}{more}]"
+
+
+def show_buffer(x: Any) -> str:
+    """`values=i64[3]`, with `weights=` and the padding where there is some."""
+    parts = [f"values={describe(x.values)}"]
+    if x.weights is not None:
+        parts.append(f"weights={describe(x.weights)}")
+    if is_concrete(x.offsets) and int(x.offsets[-1]) != x.values.shape[0]:
+        parts.append(f"{int(x.offsets[-1])} used of capacity {x.values.shape[0]}")
+    return ", ".join(parts)
 
 
 # -- validators --------------------------------------------------------------------------------------------------

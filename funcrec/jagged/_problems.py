@@ -1,123 +1,188 @@
-"""What is wrong with the parts of a KeyedJaggedTensor, found from metadata."""
+"""What is wrong with a buffer of bags: its values, weights, offsets, lengths and capacity.
 
-from collections.abc import Iterator, Mapping, Sequence
+Forms are found from metadata; values are read where they lie on the host.
+"""
+
+import numbers
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcrec.core import EXAMPLES, Problem, describe
-from funcrec.jagged._jagged import JaggedTensor, bag_problems, buffer_problems, offset_form_problems
+from funcrec.core import Problem, describe, short_dtype
+from funcrec.jagged._primitives import is_concrete
+
+INT_DTYPES = (torch.int32, torch.int64)
 
 
-def key_problems(keys: tuple[str, ...]) -> Iterator[Problem]:
-    if any(not isinstance(k, str) for k in keys):
-        yield Problem("`keys` are not names.", f"{keys!r}", "strings", kind=TypeError)
-    elif len(set(keys)) != len(keys):
-        doubled = sorted({k for k in keys if keys.count(k) > 1})
-        yield Problem("`keys` names a feature twice.", f"{doubled} more than once", "distinct keys")
-
-
-def stride_problems(keys: tuple[str, ...], num_lengths: int, strides: tuple[int, ...] | None) -> Iterator[Problem]:
-    if strides is not None:
-        if not isinstance(strides, tuple) or not all(type(s) is int for s in strides):
-            need, hint = "a tuple of counts, one for each key", "strides=None, where all keys have one number of bags"
-            yield Problem("`strides` are not counts.", describe(strides), need, hint, TypeError)
-        elif len(strides) != len(keys) or any(s < 0 for s in strides):
-            yield Problem("`strides` does not match the keys.", f"{strides}", f"{len(keys)} counts >= 0")
-        elif sum(strides) != num_lengths:
-            need = f"{sum(strides)} (the sum of strides {strides})"
-            yield Problem("the number of bags does not match `strides`.", f"{num_lengths} bags", need)
-    elif (not keys and num_lengths) or (keys and num_lengths % len(keys)):
-        got = f"{num_lengths} bags for {len(keys)} keys"
-        yield Problem(
-            "the number of bags is no multiple of the keys.", got, "F * B bags", "strides=(...), if they differ"
-        )
-
-
-def mapping_problems(x: object, name: str) -> Iterator[Problem]:
-    if not isinstance(x, Mapping):
-        yield Problem(
-            f"`{name}` is not a mapping from keys.",
-            describe(x),
-            "{key: ...}",
-            "{'clicked': fr.JaggedTensor.from_lists([[1, 2], []])}",
-            TypeError,
-        )
-
-
-def keyed_bag_problems(x: object, name: str) -> Iterator[Problem]:
-    yield from mapping_problems(x, name)
-    for k, bags in x.items() if isinstance(x, Mapping) else ():
-        yield from bag_problems(bags, f"{name}[{k!r}]")
-
-
-def same_key_problems(a: Mapping, b: Mapping) -> Iterator[Problem]:
-    if not isinstance(b, Mapping) or set(a) != set(b):
-        got = f"{sorted(b)}" if isinstance(b, Mapping) else describe(b)
-        yield Problem("the keys of the two arguments differ.", got, f"{sorted(a)}")
+def bag_problems(bags: object, path: str) -> Iterator[Problem]:
+    """`bags` must be a list of lists, or of anything else that has a length."""
+    unordered = (str, bytes, bytearray, Mapping, Set)
+    has_elements = lambda x: isinstance(x, Collection) and not isinstance(x, unordered) and getattr(x, "ndim", 1) > 0
+    if not has_elements(bags):
+        yield Problem(f"`{path}` is not a list of bags.", describe(bags), "[[1, 2], [], ...]", kind=TypeError)
         return
-    for k in a:
-        shapes = [[len(bag) for bag in x[k]] if isinstance(x[k], Sequence) else None for x in (a, b)]
-        if None not in shapes and shapes[0] != shapes[1]:
-            yield Problem(f"`weights[{k!r}]` has bags of other lengths.", f"{shapes[1]}", f"{shapes[0]}")
-
-
-def keyed_parts(ids: Any, path: str) -> Iterator[Problem]:
-    """What is wrong with the fields of a KeyedJaggedTensor."""
-    yield from buffer_problems(ids.values, ids.weights, f"{path}.")
-    found = list(offset_form_problems(ids.offsets, getattr(ids.values, "device", None), f"{path}.offsets"))
-    yield from found
-    if not isinstance(ids.keys, tuple):
-        hint = f"tuple({path}.keys)" if isinstance(ids.keys, list) else "KeyedJaggedTensor.from_offsets(keys, ...)"
-        yield Problem(f"`{path}.keys` are not names.", describe(ids.keys), "a tuple of strings", hint, TypeError)
-    elif not found:
-        yield from stride_problems(ids.keys, ids.offsets.shape[0] - 1, ids.strides)
-    if ids.inverse is not None:
-        yield from inverse_problems(ids.inverse, path)
-
-
-def inverse_problems(inverse: object, path: str) -> Iterator[Problem]:
-    if not isinstance(inverse, Tensor) or inverse.is_floating_point() or inverse.dim() != 2:
-        hint = "inverse=None, where all keys have one number of bags"
-        yield Problem(f"`{path}.inverse` is not a matrix of bags.", describe(inverse), "i[F, B]", hint, TypeError)
-
-
-def keyed_hint(ids: object, path: str) -> str:
-    """How to make a KeyedJaggedTensor of what was got."""
-    if type(ids).__name__ == "KeyedJaggedTensor":  # TorchRec's
-        return "fr.KeyedJaggedTensor.from_lengths(x.keys(), x.values(), x.lengths(), weights=x.weights_or_none())"
-    if isinstance(ids, JaggedTensor):
-        return f'fr.KeyedJaggedTensor.from_jagged({{"clicked": {path}}})'
-    if isinstance(ids, Mapping) and ids and all(isinstance(x, JaggedTensor) for x in ids.values()):
-        return f"fr.KeyedJaggedTensor.from_jagged({path})"
-    if hasattr(ids, "ids"):
-        return f"`{path}.ids`, the ids of a batch"
-    return "KeyedJaggedTensor.from_lists({...}) or from_jagged({...})"
-
-
-def jagged_problems(
-    features: Mapping[str, Any], what: str = "the features", kind: type = JaggedTensor
-) -> Iterator[Problem]:
-    """Values that go into one buffer: all or none with weights, of one dtype, on one device, with rows of one shape."""
-    if not isinstance(features, Mapping):
-        return
-    for k, x in features.items():
-        if not isinstance(x, kind):
-            hint = EXAMPLES["JaggedTensor"]
-            yield Problem(f"`features[{k!r}]` is not jagged.", describe(x), "a JaggedTensor", hint, TypeError)
+    for b, bag in enumerate(bags):
+        if not has_elements(bag):
+            hint = "a bag [id] for a feature with one id per example"
+            yield Problem(f"`{path}[{b}]` is not a bag.", describe(bag), "a list of values", hint, TypeError)
             return
-    if len({x.weights is None for x in features.values()}) > 1:
-        bare = [k for k, x in features.items() if x.weights is None]
-        yield Problem(f"only some of {what} have weights.", f"none for {bare}", "weights for all or for none")
-    got = ", ".join(f"{k}: {describe(x.values)}" for k, x in features.items())
-    if len({(x.values.dtype, x.values.device) for x in features.values()}) > 1:
-        yield Problem(f"{what} differ in dtype or device.", got, "one dtype on one device", kind=TypeError)
-    elif len({x.values.shape[1:] for x in features.values()}) > 1:
-        yield Problem(f"{what} have values of different shapes.", got, "one shape")
 
 
-def id_dtype_problems(values: Tensor, path: str) -> Iterator[Problem]:
-    if isinstance(values, Tensor) and (values.dtype not in (torch.int32, torch.int64) or values.dim() != 1):
-        got = describe(values)
-        yield Problem(f"`{path}.values` are not ids.", got, "i32[N] or i64[N]", "values.long()", TypeError)
+def integer_problems(name: str, n: object) -> Iterator[Problem]:
+    if not isinstance(n, numbers.Integral | torch.SymInt) or isinstance(n, bool):
+        yield Problem(f"`{name}` is not an integer.", describe(n), "an int >= 0", kind=TypeError)
+    elif n < 0:
+        yield Problem(f"`{name}` is negative.", f"{n}", f"{name} >= 0")
+
+
+def capacity_problems(capacity: object, least: int) -> Iterator[Problem]:
+    found = list(integer_problems("capacity", capacity))
+    yield from found
+    if not found and capacity < least:
+        what, hint = "`capacity` is smaller than the buffer.", "unpad() first, which reads offsets on the host"
+        yield Problem(what, f"{capacity}", f"capacity >= {least}", hint)
+
+
+def buffer_problems(values: Tensor, weights: Tensor | None, path: str = "") -> Iterator[Problem]:
+    if not isinstance(values, Tensor) or values.dim() < 1:
+        yield Problem(
+            f"`{path}values` is not a tensor with rows.", describe(values), "a tensor [N, ...]", kind=TypeError
+        )
+        return
+    if weights is None:
+        return
+    if not isinstance(weights, Tensor) or not weights.is_floating_point():
+        need = f"a floating-point tensor f[{values.shape[0]}]"
+        yield Problem(f"`{path}weights` are not floating-point numbers.", describe(weights), need, kind=TypeError)
+    elif weights.shape != values.shape[:1]:
+        yield Problem(
+            f"`{path}weights` does not match its values.",
+            f"{describe(weights)}; values is {describe(values)}",
+            "weights.shape == values.shape[:1]",
+            "weights=None, or cut the padding off first (`unpad`)",
+        )
+    elif weights.device != values.device:
+        yield Problem(f"`{path}weights` is on another device.", describe(weights), f"device {values.device}")
+
+
+def int_problems(x: Tensor, name: str, device: torch.device | None = None) -> Iterator[Problem]:
+    """x must be an i32 or i64 vector, on `device` when one is given."""
+    if not isinstance(x, Tensor) or x.dtype not in INT_DTYPES:
+        is_mask = name in ("rows", "bags") and describe(x).startswith("bool[")
+        hint = f"{name}.nonzero()[:, 0], where the mask is True" if is_mask else ""
+        yield Problem(f"`{name}` is not an integer tensor.", describe(x), "i32 or i64", hint, TypeError)
+    elif x.dim() != 1:
+        yield Problem(f"`{name}` is not a vector.", describe(x), "one dimension")
+    elif isinstance(device, torch.device) and x.device != device:
+        yield Problem(f"`{name}` is on another device.", f"{x.device}", f"device {device}, where the values are")
+
+
+def list_length_problems(lists: Sequence, weights: Sequence) -> Iterator[Problem]:
+    got, need = ([len(bag) for bag in x] for x in (weights, lists))
+    if got != need:
+        yield Problem("`weights` has bags of other lengths.", f"{got}", f"{need}", "a weight for each value")
+
+
+def length_problems(values: Tensor, lengths: Tensor, name: str = "lengths") -> Iterator[Problem]:
+    found = list(int_problems(lengths, name, getattr(values, "device", None)))
+    yield from found
+    if found or not is_concrete(lengths) or not isinstance(values, Tensor) or values.dim() < 1:
+        return
+    if lengths.numel() and int(lengths.min()) < 0:
+        yield Problem(f"`{name}` has a negative length.", f"{int(lengths.min())}", "lengths >= 0")
+    elif (lengths.numel() and int(lengths.max()) > values.shape[0]) or int(lengths.sum()) != values.shape[0]:
+        yield Problem(  # no sum of lengths within the buffer overflows
+            f"`{name}` does not sum to the number of values.",
+            f"sum {sum(lengths.tolist())}; values is {describe(values)}",
+            "lengths.sum() == values.shape[0]",
+            "from_offsets, which takes padding behind the last bag",
+        )
+
+
+def offset_problems(values: Tensor, offsets: Tensor, name: str = "offsets") -> Iterator[Problem]:
+    found = list(int_problems(offsets, name, getattr(values, "device", None)))
+    yield from found
+    if found or not isinstance(values, Tensor) or values.dim() < 1:
+        return
+    if offsets.shape[0] == 0:
+        yield Problem(f"`{name}` is empty.", describe(offsets), "B + 1 boundaries, the first of them 0")
+    elif is_concrete(offsets):
+        yield from offset_value_problems(values.shape[0], offsets, name)
+
+
+def offset_value_problems(capacity: int, offsets: Tensor, name: str = "offsets") -> Iterator[Problem]:
+    """The checks that read `offsets` on the host."""
+    falls = offsets[1:] < offsets[:-1]  # compared, since a difference may overflow
+    if int(offsets[0]) != 0:
+        yield Problem(f"`{name}` does not begin at 0.", f"offsets[0] = {int(offsets[0])}", "offsets[0] == 0")
+    if bool(falls.any()):
+        at = int(falls.to(torch.int8).argmax())
+        got = f"offsets[{at}] = {int(offsets[at])}, offsets[{at + 1}] = {int(offsets[at + 1])}"
+        yield Problem(f"`{name}` descends.", got, "offsets[b] <= offsets[b + 1]", "from_lengths, if these are lengths")
+    elif int(offsets[-1]) > capacity:
+        got = f"offsets[-1] = {int(offsets[-1])}; {capacity} values"
+        yield Problem(f"`{name}` ends beyond the values.", got, "offsets[-1] <= values.shape[0]")
+
+
+def fill_problems(fill: object, dtype: torch.dtype) -> Iterator[Problem]:
+    """What stands behind a bag must be a value of the buffer's dtype: no fraction is cut, no integer wrapped."""
+    floats = dtype.is_floating_point or dtype.is_complex
+    if not isinstance(fill, (int, float) if floats else int):
+        what, need = f"`fill` is no {short_dtype(dtype)}.", "a number" if floats else "an integer"
+        yield Problem(what, describe(fill), need, "values.float() first", TypeError)
+    elif not floats:
+        low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        if not low <= fill <= high:
+            what = f"`fill` is no {short_dtype(dtype)}."
+            yield Problem(what, describe(fill), f"{low} to {high}", "values.long() first")
+
+
+def select_problems(offsets: Tensor, bags: Tensor, capacity: int) -> Iterator[Problem]:
+    found = [*int_problems(bags, "bags"), *integer_problems("capacity", capacity)]
+    yield from found
+    if found or not (is_concrete(bags) and is_concrete(offsets)) or not bags.numel():
+        return
+    low, high, count = int(bags.min()), int(bags.max()), offsets.shape[0] - 1
+    if low < 0 or high >= count:
+        got = f"bag {low if low < 0 else high}"
+        yield Problem("`bags` has a bag that is not there.", got, f"0 <= bag < {count}", "the bags of this value")
+        return
+    total = int(offsets.diff().index_select(0, bags).sum())
+    if total > capacity:
+        yield Problem("`capacity` does not hold the bags.", f"{capacity}", f"capacity >= {total}", f"capacity={total}")
+
+
+def padded_problems(padded: Tensor, lengths: Tensor, weights: Tensor | None) -> Iterator[Problem]:
+    if not isinstance(padded, Tensor) or padded.dim() < 2:
+        yield Problem("`padded` has no bags and positions.", describe(padded), "a tensor [B, L, ...]", kind=TypeError)
+        return
+    found = list(int_problems(lengths, "lengths", padded.device))
+    yield from found
+    if isinstance(lengths, Tensor) and lengths.shape != padded.shape[:1]:
+        yield Problem("`lengths` does not match `padded`.", describe(lengths), f"shape [{padded.shape[0]}]")
+    elif not found and lengths.numel() and is_concrete(lengths):
+        low, high = int(lengths.min()), int(lengths.max())
+        if low < 0 or high > padded.shape[1]:
+            yield Problem("`lengths` leave the padded dimension.", f"from {low} to {high}", f"0 to {padded.shape[1]}")
+    if weights is not None and not (isinstance(weights, Tensor) and weights.is_floating_point()):
+        need = f"f{list(padded.shape[:2])}"
+        yield Problem("`weights` are not floating-point numbers.", describe(weights), need, kind=TypeError)
+    elif weights is not None and weights.shape != padded.shape[:2]:
+        yield Problem("`weights` does not match `padded`.", describe(weights), f"shape {list(padded.shape[:2])}")
+
+
+def jagged_parts(x: Any, path: str) -> Iterator[Problem]:
+    """What is wrong with the fields of a JaggedTensor that was made by hand, or came out of a tree."""
+    yield from buffer_problems(x.values, x.weights, f"{path}.")
+    yield from offset_form_problems(x.offsets, getattr(x.values, "device", None), f"{path}.offsets")
+
+
+def offset_form_problems(offsets: object, device: torch.device | None, path: str) -> Iterator[Problem]:
+    """`offsets` must be integers i[B + 1], B >= 0, where the values are."""
+    found = list(int_problems(offsets, path, device))
+    yield from found
+    if not found and offsets.shape[0] == 0:
+        hint = "torch.zeros(1, dtype=torch.int64), for no bags"
+        yield Problem(f"`{path}` is empty.", describe(offsets), "B + 1 boundaries, the first of them 0", hint)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrec as fr
-from funcrec.jagged._keyed_jagged import bucket
+from funcrec.jagged._buckets import bucket
 from funcrec.testing import assert_trees_close, garbage_padding, zero_padding
 from funcrec.testing import strategies as frs
 

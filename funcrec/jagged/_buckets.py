@@ -1,0 +1,34 @@
+"""Buckets: few capacities, so that a compiled step meets few shapes.
+
+capacity(N) = the least of 16, 24, 32, 48, 64, 96, ... that holds N
+"""
+
+from funcrec.core import Size, typed
+from funcrec.jagged._keyed_jagged import KeyedJaggedTensor
+
+BUCKET_MIN = 16
+
+
+def bucket(size: int, *, minimum: int = BUCKET_MIN) -> int:
+    """The next capacity: powers of two and the halves between them (16, 24, 32, 48, 64, 96, ...), at least `minimum`."""
+    power = max(minimum, 1)
+    while power < size:
+        if power * 3 // 2 >= size and power % 2 == 0:
+            return power * 3 // 2
+        power *= 2
+    return power
+
+
+@typed
+def pad_to_bucket(ids: KeyedJaggedTensor, *, minimum: Size = BUCKET_MIN) -> KeyedJaggedTensor:
+    """Pad to the next capacity of a short list, so that a compiled step meets few shapes. Reads offsets on the host.
+
+    Law: `pad_to_bucket(ids).to_lists() == ids.to_lists()`; at most half of the buffer's ids over `minimum` is padding.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.pad_to_bucket(fr.KeyedJaggedTensor.from_lists({"a": [[1, 2, 3]]})).capacity
+      16
+    """
+    tight = ids.unpad()
+    return tight.pad_to(bucket(tight.capacity, minimum=minimum))

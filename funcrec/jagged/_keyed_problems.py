@@ -1,0 +1,124 @@
+"""What is wrong with the parts of a KeyedJaggedTensor, found from metadata."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.core import EXAMPLES, Problem, describe
+from funcrec.jagged._jagged import JaggedTensor
+from funcrec.jagged._problems import bag_problems, buffer_problems, offset_form_problems
+
+
+def key_problems(keys: tuple[str, ...]) -> Iterator[Problem]:
+    if any(not isinstance(k, str) for k in keys):
+        yield Problem("`keys` are not names.", f"{keys!r}", "strings", kind=TypeError)
+    elif len(set(keys)) != len(keys):
+        doubled = sorted({k for k in keys if keys.count(k) > 1})
+        yield Problem("`keys` names a feature twice.", f"{doubled} more than once", "distinct keys")
+
+
+def stride_problems(keys: tuple[str, ...], num_lengths: int, strides: tuple[int, ...] | None) -> Iterator[Problem]:
+    if strides is not None:
+        if not isinstance(strides, tuple) or not all(type(s) is int for s in strides):
+            need, hint = "a tuple of counts, one for each key", "strides=None, where all keys have one number of bags"
+            yield Problem("`strides` are not counts.", describe(strides), need, hint, TypeError)
+        elif len(strides) != len(keys) or any(s < 0 for s in strides):
+            yield Problem("`strides` does not match the keys.", f"{strides}", f"{len(keys)} counts >= 0")
+        elif sum(strides) != num_lengths:
+            need = f"{sum(strides)} (the sum of strides {strides})"
+            yield Problem("the number of bags does not match `strides`.", f"{num_lengths} bags", need)
+    elif (not keys and num_lengths) or (keys and num_lengths % len(keys)):
+        got = f"{num_lengths} bags for {len(keys)} keys"
+        yield Problem(
+            "the number of bags is no multiple of the keys.", got, "F * B bags", "strides=(...), if they differ"
+        )
+
+
+def mapping_problems(x: object, name: str) -> Iterator[Problem]:
+    if not isinstance(x, Mapping):
+        yield Problem(
+            f"`{name}` is not a mapping from keys.",
+            describe(x),
+            "{key: ...}",
+            "{'clicked': fr.JaggedTensor.from_lists([[1, 2], []])}",
+            TypeError,
+        )
+
+
+def keyed_bag_problems(x: object, name: str) -> Iterator[Problem]:
+    yield from mapping_problems(x, name)
+    for k, bags in x.items() if isinstance(x, Mapping) else ():
+        yield from bag_problems(bags, f"{name}[{k!r}]")
+
+
+def same_key_problems(a: Mapping, b: Mapping) -> Iterator[Problem]:
+    if not isinstance(b, Mapping) or set(a) != set(b):
+        got = f"{sorted(b)}" if isinstance(b, Mapping) else describe(b)
+        yield Problem("the keys of the two arguments differ.", got, f"{sorted(a)}")
+        return
+    for k in a:
+        shapes = [[len(bag) for bag in x[k]] if isinstance(x[k], Sequence) else None for x in (a, b)]
+        if None not in shapes and shapes[0] != shapes[1]:
+            yield Problem(f"`weights[{k!r}]` has bags of other lengths.", f"{shapes[1]}", f"{shapes[0]}")
+
+
+def keyed_parts(ids: Any, path: str) -> Iterator[Problem]:
+    """What is wrong with the fields of a KeyedJaggedTensor."""
+    yield from buffer_problems(ids.values, ids.weights, f"{path}.")
+    found = list(offset_form_problems(ids.offsets, getattr(ids.values, "device", None), f"{path}.offsets"))
+    yield from found
+    if not isinstance(ids.keys, tuple):
+        hint = f"tuple({path}.keys)" if isinstance(ids.keys, list) else "KeyedJaggedTensor.from_offsets(keys, ...)"
+        yield Problem(f"`{path}.keys` are not names.", describe(ids.keys), "a tuple of strings", hint, TypeError)
+    elif not found:
+        yield from stride_problems(ids.keys, ids.offsets.shape[0] - 1, ids.strides)
+    if ids.inverse is not None:
+        yield from inverse_problems(ids.inverse, path)
+
+
+def inverse_problems(inverse: object, path: str) -> Iterator[Problem]:
+    if not isinstance(inverse, Tensor) or inverse.is_floating_point() or inverse.dim() != 2:
+        hint = "inverse=None, where all keys have one number of bags"
+        yield Problem(f"`{path}.inverse` is not a matrix of bags.", describe(inverse), "i[F, B]", hint, TypeError)
+
+
+def keyed_hint(ids: object, path: str) -> str:
+    """How to make a KeyedJaggedTensor of what was got."""
+    if type(ids).__name__ == "KeyedJaggedTensor":  # TorchRec's
+        return "fr.KeyedJaggedTensor.from_lengths(x.keys(), x.values(), x.lengths(), weights=x.weights_or_none())"
+    if isinstance(ids, JaggedTensor):
+        return f'fr.KeyedJaggedTensor.from_jagged({{"clicked": {path}}})'
+    if isinstance(ids, Mapping) and ids and all(isinstance(x, JaggedTensor) for x in ids.values()):
+        return f"fr.KeyedJaggedTensor.from_jagged({path})"
+    if hasattr(ids, "ids"):
+        return f"`{path}.ids`, the ids of a batch"
+    return "KeyedJaggedTensor.from_lists({...}) or from_jagged({...})"
+
+
+def jagged_problems(
+    features: Mapping[str, Any], what: str = "the features", kind: type = JaggedTensor
+) -> Iterator[Problem]:
+    """Values that go into one buffer: all or none with weights, of one dtype, on one device, with rows of one shape."""
+    if not isinstance(features, Mapping):
+        return
+    for k, x in features.items():
+        if not isinstance(x, kind):
+            hint = EXAMPLES["JaggedTensor"]
+            yield Problem(f"`features[{k!r}]` is not jagged.", describe(x), "a JaggedTensor", hint, TypeError)
+            return
+    if len({x.weights is None for x in features.values()}) > 1:
+        bare = [k for k, x in features.items() if x.weights is None]
+        yield Problem(f"only some of {what} have weights.", f"none for {bare}", "weights for all or for none")
+    got = ", ".join(f"{k}: {describe(x.values)}" for k, x in features.items())
+    if len({(x.values.dtype, x.values.device) for x in features.values()}) > 1:
+        yield Problem(f"{what} differ in dtype or device.", got, "one dtype on one device", kind=TypeError)
+    elif len({x.values.shape[1:] for x in features.values()}) > 1:
+        yield Problem(f"{what} have values of different shapes.", got, "one shape")
+
+
+def id_dtype_problems(values: Tensor, path: str) -> Iterator[Problem]:
+    if isinstance(values, Tensor) and (values.dtype not in (torch.int32, torch.int64) or values.dim() != 1):
+        got = describe(values)
+        yield Problem(f"`{path}.values` are not ids.", got, "i32[N] or i64[N]", "values.long()", TypeError)
