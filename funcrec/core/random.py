@@ -113,11 +113,6 @@ def normal(key: Tensor, shape: tuple[int, ...], *, start: int = 0, dtype: torch.
     return (math.sqrt(2) * torch.erfinv((u + 0.5) * 2.0 ** (1 - digits) - 1)).to(dtype)
 
 
-def bernoulli(key: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
-    """bool[shape]: True with probability p."""
-    return uniform(key, shape) < p
-
-
 def check_key(call: str, key: object) -> None:
     if not isinstance(key, Tensor) or key.dtype != torch.int64 or key.dim() != 0:
         fail(call, "`key` is not a key.", got=describe(key), need="i64[], from funcrec.key(seed)", kind=TypeError)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import replace
-from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, bag_ids, take_ranges
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, bag_ids, offsets_of, take_ranges
 from funcrec.kernels import owners
 from funcrec.kernels.ops import Owners
 from funcrec.sharding._layout import Layout, Shard
@@ -55,7 +55,7 @@ def read_ids(
         for (first, _), f, s, n in zip(ranges, features, shards, num_rows, strict=True)
     ]
     keys = [f.key for f in features]
-    bounds = ids.offsets if _is_in_order(ids, features) else _offsets_of(torch.cat(_lengths(ids, features)))
+    bounds = ids.offsets if _is_in_order(ids, features) else offsets_of(torch.cat(_lengths(ids, features)))
     capacity = ids.capacity * max(keys.count(k) for k in keys)
     bags = JaggedTensor(ids.values, ids.offsets)
     bags = replace(bags, values=hashed(bags, [of_key.get(k, (None, 0)) for k in ids.keys]))
@@ -127,10 +127,6 @@ def _lengths(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> list[
     """i[B] of each feature's bags, cut."""
     lengths = [ids.offsets_for(f.key).diff() for f in features]
     return [x if f.max_length is None else x.clamp(max=f.max_length) for x, f in zip(lengths, features, strict=True)]
-
-
-def _offsets_of(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def _unit_weights(bags: JaggedTensor, features: Sequence[FeatureConfig]) -> JaggedTensor:

@@ -171,7 +171,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         table, rows = ctx.saved_tensors
-        return None, _dense_sum(rows, d_out, table), None
+        return None, dense_sum(rows, d_out, table.shape[0]).to(table.dtype), None
 
     @staticmethod
     def jvp(ctx, _, *tangents):
@@ -268,7 +268,8 @@ def _dense_transpose(spec: _Lookup, d_out: Tensor, tensors: Sequence[Tensor]) ->
     scale = [] if weights is None else [weights]
     segments = segments_of_lookup(spec.features, spec.num_bags)
     entries = reference.expand([d_out], rows, [offsets], scale, flatten(segments), [n for t in tables for n in t.shape])
-    return [_dense_sum(r, g, t) for r, g, t in zip(entries[::2], entries[1::2], tables, strict=True)]
+    each = zip(entries[::2], entries[1::2], tables, strict=True)
+    return [dense_sum(rows, grads, t.shape[0]).to(t.dtype) for rows, grads, t in each]
 
 
 def segments_of_lookup(features: Sequence[Feature], num_bags: int) -> list[Segment]:
@@ -279,10 +280,10 @@ def segments_of_lookup(features: Sequence[Feature], num_bags: int) -> list[Segme
     ]
 
 
-def _dense_sum(rows: Tensor, grads: Tensor, table: Tensor) -> Tensor:
-    """Σ_i e_{rows[i]} ⊗ grads[i], of the table's form; rows outside count for nothing."""
-    inside = (rows >= 0) & (rows < table.shape[0])
+def dense_sum(rows: Tensor, grads: Tensor, num_rows: int) -> Tensor:
+    """f[R, D]: Σ_i e_{rows[i]} ⊗ grads[i]; rows outside count for nothing."""
+    inside = (rows >= 0) & (rows < num_rows)
+    place = torch.where(inside, rows, num_rows).long()
     terms = torch.where(inside[:, None], grads, 0)
-    place = torch.where(inside, rows, table.shape[0]).long()
-    dense = terms.new_zeros(table.shape[0] + 1, table.shape[1])
-    return dense.scatter_add(0, place[:, None].expand(terms.shape), terms)[:-1].to(table.dtype)
+    dense = terms.new_zeros(num_rows + 1, terms.shape[1])
+    return dense.scatter_add(0, place[:, None].expand(terms.shape), terms)[:num_rows]

@@ -33,7 +33,7 @@ from funcrec.core import (
 from funcrec.kernels import ops, reference
 from funcrec.kernels.forms import Feature, Segment, Terms, capacity_of, flatten
 from funcrec.mesh import psum
-from funcrec.tables._primitives import segments_of_lookup
+from funcrec.tables._primitives import dense_sum, segments_of_lookup
 
 
 @pytree(optional=("count", "repeats"))
@@ -219,11 +219,8 @@ class RowGrads:
 
     def to_dense(self) -> Tensor:
         """f[R, D]."""
-        entries, valid = self.entries(), self.valid
-        rows = torch.where(valid, entries.rows, self.num_embeddings).long()
-        terms = torch.where(valid[:, None], entries.grads, 0)
-        dense = terms.new_zeros(self.num_embeddings + 1, terms.shape[1])
-        return dense.scatter_add(0, rows[:, None].expand(terms.shape), terms)[: self.num_embeddings]
+        entries = self.entries()
+        return dense_sum(entries.marked(), entries.grads, self.num_embeddings)
 
     @typed
     def scale(self, factor: float | Annotated[Tensor, Form("f[]")]) -> "RowGrads":

@@ -29,7 +29,7 @@ INTS, REALS = (torch.int32, torch.int64), (torch.float32, torch.float64)
 FLOATS = (*REALS, torch.float16, torch.bfloat16)
 _FLOATS, _dtype, _is_cpu = frozenset(FLOATS), operator.attrgetter("dtype"), operator.attrgetter("is_cpu")
 ABSENT = (0, 0, -1)
-HUGE_PAGE, MADV_HUGEPAGE, MADV_COLLAPSE = 2 << 20, 14, 25  # MADV_COLLAPSE: Linux 6.1
+HUGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14
 MIN_ADVISED = 4 << 20  # bytes of an output
 
 
@@ -147,25 +147,16 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """torch.empty for an output. New memory that is large is given 2 MiB pages: a first write to each 4 KiB costs more."""
     out = torch.empty(shape, dtype=dtype)
     if out.nbytes >= MIN_ADVISED:
-        _advise(out, (MADV_HUGEPAGE,))
+        _advise_huge_pages(out)
     return out
 
 
-def advise_huge_pages(x: Tensor) -> bool:
-    """Ask for 2 MiB pages under a contiguous tensor that was written to; whether its whole 2 MiB blocks now have them.
-
-    Rows far apart in a large table then miss the address caches less often. Linux only: elsewhere False.
-    """
-    return _advise(x, (MADV_HUGEPAGE, MADV_COLLAPSE))
-
-
-def _advise(x: Tensor, advices: tuple[int, ...]) -> bool:
-    """Whether the system took every advice about the 2 MiB blocks of x."""
+def _advise_huge_pages(x: Tensor) -> None:
+    """Ask for 2 MiB pages under the 2 MiB blocks of a contiguous tensor; a system that has none says no, and nothing is lost."""
     start = -(-x.data_ptr() // HUGE_PAGE) * HUGE_PAGE
     size = (x.data_ptr() + x.nbytes) // HUGE_PAGE * HUGE_PAGE - start
-    if sys.platform != "linux" or x.device.type != "cpu" or not x.is_contiguous() or size <= 0:
-        return False
-    return all(_madvise()(start, size, advice) == 0 for advice in advices)
+    if sys.platform == "linux" and size > 0:
+        _madvise()(start, size, MADV_HUGEPAGE)
 
 
 @functools.cache

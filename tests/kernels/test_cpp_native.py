@@ -355,12 +355,3 @@ def test_bad_arguments_are_refused():
         cpp.pooled_lookup([torch.ones(2, 2)], [rows], offsets, None, [0] * 7, 3)
     with pytest.raises(ValueError, match="block is 0"):
         cpp.bucketize(rows, offsets, None, 2, 0)
-
-
-def test_huge_pages_keep_the_values():
-    """advise_huge_pages changes no value; a tensor smaller than a page is left as it is."""
-    large, small = torch.randn(3, 2**20), torch.randn(100)
-    before = large.clone()
-    assert _native.advise_huge_pages(large) in (True, False)
-    assert torch.equal(large, before)
-    assert not _native.advise_huge_pages(small)

@@ -113,12 +113,6 @@ def test_normal_is_finite_at_its_ends(monkeypatch):
         assert bool(x.isfinite().all()) and x[0] == -x[1]
 
 
-def test_bernoulli_has_its_mean():
-    """bernoulli(p) is True with probability p; never for 0, always for 1."""
-    assert abs(random.bernoulli(fr.key(5), 0.3, (N,)).double().mean() - 0.3) < 4.5 * (0.21 / N) ** 0.5
-    assert not random.bernoulli(fr.key(5), 0.0, (N,)).any() and random.bernoulli(fr.key(5), 1.0, (N,)).all()
-
-
 def test_keys_map():
     """vmap over keys gives each key's numbers."""
     keys = fr.split(fr.key(6), 3)
