@@ -3,6 +3,7 @@
 state, batch -> (loss, grads) -> (tables', slots'), (dense', dense_opt') -> state'
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -162,8 +163,9 @@ def own_memory(state: TrainState) -> TrainState:
     """Under vmap: what begins alike in all members, as memory of each, which a donated step can write to."""
     leaves = tree_leaves(state)
     levels = vmaps_of(leaves)
-    none = sum(x.flatten()[:0].sum() for x in leaves if vmaps_of([x]))
-    own = lambda x: x if vmaps_of([x]) == levels else torch.where(none == 0, x, none.to(x.dtype))
+    # True in all members, and followed by no derivative
+    every = [x.flatten()[:0].sum() == 0 for x in leaves if vmaps_of([x])]
+    own = lambda x: x if vmaps_of([x]) == levels else torch.where(functools.reduce(torch.logical_and, every), x, x)
     return map_tensors(own, state) if levels else state
 
 

@@ -189,7 +189,7 @@ def test_meta_gradients_are_compiled():
 
 
 def test_the_derivative_of_many_tasks():
-    """MAML over a batch of tasks by vmap is the mean of its tasks one by one."""
+    """MAML over a batch of tasks by vmap is the mean of its tasks one by one; over many first tables, each one's own."""
     step = step_of(fr.optim.sgd(lr=0.3))
     labels = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.3, 2.0]], dtype=F64)
 
@@ -202,6 +202,9 @@ def test_the_derivative_of_many_tasks():
     alone = torch.stack([torch.func.grad(outer)(item, label) for label in labels]).mean(0)
     torch.testing.assert_close(many, alone, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(outer), in_dims=(None, 0))(item, labels).mean(0), alone)
+    items = torch.stack([item, 2 * item])
+    each = torch.stack([torch.func.grad(outer)(x, labels[0]) for x in items])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(outer), in_dims=(0, None))(items, labels[0]), each)
 
 
 def test_rates_of_an_ensemble():
