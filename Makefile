@@ -21,8 +21,8 @@ test: $(VENV)/.tested
 # The C++ kernels with the compiler's sanitizers: 100,000 generated calls, then data races. Not part of `test`: it builds them twice.
 sanitize: $(VENV)/.tested
 	command -v cmake && command -v ninja || $(RUN) -m pip install --quiet cmake ninja
-	$(RUN) tests/kernels/sanitize.py --mode address
-	$(RUN) tests/kernels/sanitize.py --mode thread
+	PYTHONPATH=tests $(RUN) -m programs.sanitize --mode address
+	PYTHONPATH=tests $(RUN) -m programs.sanitize --mode thread
 
 # About ten minutes, most of it compiling: the short list (30 runs), then tables and plots.
 bench: $(VENV)/.tested

@@ -4,9 +4,9 @@ from collections import defaultdict
 
 import pytest
 import torch
-from may_return import MAY_RETURN, reasons
-from public_calls import public_calls
-from sweep import figures, sweep, tried
+from programs.may_return import MAY_RETURN, reasons
+from programs.public_calls import public_calls
+from programs.sweep import figures, sweep, tried
 
 import funcrec as fr
 from funcrec.core._examples import EXAMPLES

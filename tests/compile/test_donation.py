@@ -2,19 +2,15 @@
 
 import copy
 import pickle
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from programs import interrupts
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close
-
-sys.path.insert(0, str(Path(__file__).parent))
-import interrupts
 
 ONE = torch.tensor([1])
 

@@ -1,23 +1,19 @@
 """Donated calls that are interrupted, fail, or run in several threads: their arguments are whole, or gone."""
 
 import ctypes
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from funcrec.kernels import ops
 from funcrec.kernels.cpp import _native
+from programs import interrupts
+from programs.interrupts import AtEvent, AtOperation, Interrupt, Trial
 
 import funcrec as fr
 from funcrec.mesh import _mesh
 from funcrec.testing import assert_trees_close
-
-sys.path.insert(0, str(Path(__file__).parent))
-import interrupts
-from interrupts import AtEvent, AtOperation, Interrupt, Trial
 
 
 def put(s):

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-import training_step
+from programs import training_step
 
 import funcrec as fr
 from funcrec.core._tree import tree_leaves

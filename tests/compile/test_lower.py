@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-import training_step
+from programs import training_step
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close

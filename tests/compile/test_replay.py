@@ -1,19 +1,15 @@
 """Replayed steps: recorded for a state's addresses and run again, they give the values of steps that are not recorded."""
 
 import functools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from programs import interrupts
 
 import funcrec as fr
 from funcrec.compile._replay import record
 from funcrec.core._tree import map_tensors
 from funcrec.testing import assert_trees_close
-
-sys.path.insert(0, str(Path(__file__).parent))
-import interrupts
 
 CALLS = 5
 FEATURES = (fr.FeatureConfig("clicked", table="item"), fr.FeatureConfig("user", table="user", weighted=True))

@@ -1,14 +1,8 @@
 """Real ranks, kept alive for the session, and the programs that they and the emulation run."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from funcrec.testing import RankPool
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "laws"))  # `differences`
-sys.path.insert(0, str(Path(__file__).parent))  # `transforms`: the ranks import it by name
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,11 @@
 """Sharded lookups whose vectors travel coded: near the plain ones, each direction on its own, the same bits emulated and on gloo ranks."""
 
-import coded
 import pytest
 import torch
-import training
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement_models import KINDS, models
+from programs import coded, training
+from programs.placement_models import KINDS, models
 
 import funcrec as fr
 from funcrec.mesh import _codec

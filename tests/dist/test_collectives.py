@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-import transforms
-from transforms import COLLECTIVES, DENSE, TRANSFORMS, WIDTH, cells, dense_transforms, run, values
+from programs import transforms
+from programs.transforms import COLLECTIVES, DENSE, TRANSFORMS, WIDTH, cells, dense_transforms, run, values
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close

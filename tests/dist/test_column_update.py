@@ -5,11 +5,11 @@ update(columns of a row, the row's gradient)  =  columns of update(row, the row'
 
 import pytest
 import torch
-import training
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement_models import models
-from sequence_models import loss as loss_with_sequences
+from programs import training
+from programs.placement_models import models
+from programs.sequence_models import loss as loss_with_sequences
 
 import funcrec as fr
 from funcrec.core._tree import replace, tree_map

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import training
+from programs import training
 
 import funcrec as fr
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-import training
 from hypothesis import given
-from placement_models import models, sharded
-from placement_models import whole as whole_pooled
-from sequence_models import mapped, sequence_models, whole
+from programs import training
+from programs.placement_models import models, sharded
+from programs.placement_models import whole as whole_pooled
+from programs.sequence_models import mapped, sequence_models, whole
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close

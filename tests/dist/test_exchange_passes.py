@@ -2,9 +2,9 @@
 
 import re
 
-import exchange_programs
 import pytest
 import torch
+from programs import exchange_programs
 
 pytestmark = pytest.mark.xdist_group("ranks")
 F32, F64 = torch.float32, torch.float64

@@ -1,9 +1,9 @@
 """Route, combine and sharded lookups under every transform, emulated and on gloo ranks, against plain lookups of all ranks' bags."""
 
-import lookup_transforms as lookups
 import pytest
 import torch
-from lookup_transforms import names
+from programs import lookup_transforms as lookups
+from programs.lookup_transforms import names
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close

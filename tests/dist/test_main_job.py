@@ -1,8 +1,8 @@
 """What the ranks of the main job decide together, and which rows each takes."""
 
-import moving
 import pytest
 import torch
+from programs import moving
 
 import funcrec as fr
 from funcrec.examples import _ranks

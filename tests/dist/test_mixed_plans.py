@@ -4,9 +4,9 @@ import warnings
 from unittest import mock
 
 import torch
-from float_ranks import DENSE, PLAN, TABLES, WEIGHTS, ids, loss_fn
 from hypothesis import given, settings
-from placement_models import models
+from programs.float_ranks import DENSE, PLAN, TABLES, WEIGHTS, ids, loss_fn
+from programs.placement_models import models
 
 import funcrec as fr
 from funcrec.compile import _program

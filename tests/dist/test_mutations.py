@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from mutations import MUTATIONS, changed, why_red
+from programs.mutations import MUTATIONS, changed, why_red
 
 
 @functools.cache

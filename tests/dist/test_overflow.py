@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-import training
-from overflow import assert_unchanged, overflown, own, real_overflown, skewed, step_of
+from programs import training
+from programs.overflow import assert_unchanged, overflown, own, real_overflown, skewed, step_of
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close

@@ -1,7 +1,7 @@
 """Sharded lookups and their gradients under every placement, on emulated meshes, against one process."""
 
 from hypothesis import given
-from placement_models import models, sharded, whole
+from programs.placement_models import models, sharded, whole
 
 from funcrec.testing import assert_trees_close
 

@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-import transforms
+from programs import transforms
+from programs.transforms import COLLECTIVES, cells
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transforms import COLLECTIVES, cells
 
 import funcrec as fr
 from funcrec.testing import RankError, RankPool, assert_trees_close

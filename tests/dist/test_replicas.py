@@ -1,13 +1,12 @@
 """Copies of tables that train apart, and are made one: emulated, on gloo ranks, beside a group alone and beside the synchronous plan."""
 
-import apart
 import pytest
 import torch
-import training
-from apart import copy_of, leaves, plan_of, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moving import bits
+from programs import apart, training
+from programs.apart import copy_of, leaves, plan_of, trained
+from programs.moving import bits
 
 import funcrec as fr
 from funcrec.core._tree import map_tensors

@@ -1,12 +1,11 @@
 """States moved between plans and meshes: every bit is kept, and training goes on."""
 
-import moving
 import pytest
 import torch
-import training
 from hypothesis import given
 from hypothesis import strategies as st
-from moving import bits, plan_of
+from programs import moving, training
+from programs.moving import bits, plan_of
 
 import funcrec as fr
 from funcrec.core._tree import tree_structure

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
-from differences import MODES, RAISED, RIGHT, Case, along, sweep
-from float_ranks import BITS, CASES, FEW, TRAINED, at_once, case_of, outcomes, trained
+from programs.differences import MODES, RAISED, RIGHT, Case, along, sweep
+from programs.float_ranks import BITS, CASES, FEW, TRAINED, at_once, case_of, outcomes, trained
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close

@@ -1,10 +1,10 @@
 """Sharded sequences, alone and beside pooled features of the same tables, under every placement, against one process."""
 
-import lookup_transforms as lookups
 import pytest
 import torch
 from hypothesis import given
-from sequence_models import fixed, mapped, sequence_models, whole
+from programs import lookup_transforms as lookups
+from programs.sequence_models import fixed, mapped, sequence_models, whole
 
 import funcrec as fr
 from funcrec.sharding import _sync

@@ -5,10 +5,10 @@ torch rounds an element in the middle of a vector and at its end differently, so
 
 import pytest
 import torch
-from cut_dense import DENSE, options, real, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moving import bits
+from programs.cut_dense import DENSE, options, real, trained
+from programs.moving import bits
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import training
 from hypothesis import given
 from hypothesis import strategies as st
-from training import plan_of
+from programs import training
+from programs.training import plan_of
 
 import funcrec as fr
 from funcrec.sharding import _sync

@@ -1,7 +1,7 @@
 """Sharded training beside TorchRec's DistributedModelParallel: the same weights, batches and ranks."""
 
 import pytest
-import torchrec_ranks
+from programs import torchrec_ranks
 
 from funcrec.testing import assert_trees_close
 

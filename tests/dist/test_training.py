@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-import training
-from training import OPTIMIZERS, plan_of
+from programs import training
+from programs.training import OPTIMIZERS, plan_of
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close

@@ -254,6 +254,13 @@ def test_tests_say_their_law(path):
     assert not any(m.startswith(("tests", "test_")) for m in modules)
 
 
+def test_what_tests_share_is_a_package():
+    """Files of tests are tests, or stand in `tests/programs`, which is on the path; none changes the path."""
+    files = [p for p in (ROOT / "tests").rglob("*.py") if p.parent.name != "programs"]
+    assert [p.name for p in files if not re.match(r"test_|conftest", p.name)] == []
+    assert [p.name for p in (ROOT / "tests").rglob("*.py") if "sys" + ".path" in p.read_text()] == []
+
+
 def test_every_test_file_is_collected(request):
     """pytest, as `make test` calls it, passes by no folder and no file of tests; "dist" and "build" stand on its own list of those it does."""
     config = request.config

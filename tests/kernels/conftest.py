@@ -8,8 +8,6 @@ Without a CUDA device Triton's kernels run in its interpreter, which must be ask
 import importlib.util
 import itertools
 import os
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-sys.path.insert(0, str(Path(__file__).parent))  # `update_calls`
 CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from funcrec.kernels.cpp import _update
 from funcrec.kernels.forms import RULES, accumulation_dtype, capacity_of, segments_of
+from programs.update_calls import Call, entries, make
 from torch import Tensor
-from update_calls import Call, entries, make
 
 import funcrec as fr
 

@@ -1,15 +1,15 @@
 """The C++ kernels on whatever their types allow: nothing outside a tensor is read or written, and the answer is the reference's.
 
-`python tests/kernels/sanitize.py` makes many more of these calls with the kernels built with sanitizers.
+`make sanitize` makes many more of these calls with the kernels built with sanitizers.
 """
 
 import re
 
-import hostile
 import pytest
 import torch
 from funcrec.kernels import cpp
-from guarded import Guards, outputs
+from programs import hostile
+from programs.guarded import Guards, outputs
 
 FEW = {"generated_update": 4, "fused_update": 80, "windowed_update": 40, "empty_update": 40, "pooled_lookup": 150}
 

@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import small_movielens
 
 import funcrec as fr
 from funcrec.core._tree import replace
 from funcrec.examples import _folder, _ranks, ctr
 from funcrec.testing import assert_trees_close
-
-sys.path.insert(0, str(Path(__file__).parent))
-import small_movielens
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ["--model", "lr", "--batch-size", "64", "--lr", "0.05", "--epochs", "1"]
@@ -273,8 +271,8 @@ def test_handlers_are_given_back(folder, tmp_path):
 
 def test_interrupts_at_random_moments_lose_nothing():
     """SIGINT, SIGTERM and SIGKILL at random moments: every run goes on to the bits of one that was left alone."""
-    command = [sys.executable, str(Path(__file__).parent / "ctr_interrupts.py"), "--count", "5"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "programs.ctr_interrupts", "--count", "5"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all of them went on to the same bits" in done.stdout

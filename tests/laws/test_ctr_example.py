@@ -7,17 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from programs import small_movielens
 
 import funcrec as fr
 from funcrec.examples import ctr
 from funcrec.testing import assert_trees_close
-
-sys.path.insert(0, str(Path(__file__).parent))
-import small_movielens
 
 OPTIONS = ["--model", "fm", "--batch-size", "64", "--patience", "9", "--lr", "0.05"]
 

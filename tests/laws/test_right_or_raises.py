@@ -1,22 +1,18 @@
 """The sweep: every public function of float tensors, and every kernel operation, is differentiated rightly or raises.
 
-python tests/laws/test_right_or_raises.py        counts the triples (function, input, mode)
+PYTHONPATH=tests python tests/laws/test_right_or_raises.py        counts the triples (function, input, mode)
 """
 
-import sys
 import types
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
-from torch.autograd import forward_ad
-
-sys.path.insert(0, str(Path(__file__).parent))  # `differences`, `float_functions`, `float_updates`
-from differences import MODES, RAISED, RIGHT, Case, count, draw, sweep
-from float_functions import ROWS, of_kernels, of_lookups, of_values
-from float_updates import of_dense, of_rows, of_steps
 from funcrec.kernels import library
+from programs.differences import MODES, RAISED, RIGHT, Case, count, draw, sweep
+from programs.float_functions import ROWS, of_kernels, of_lookups, of_values
+from programs.float_updates import of_dense, of_rows, of_steps
+from torch.autograd import forward_ad
 
 import funcrec as fr
 

@@ -110,8 +110,8 @@ def digest_of_steps() -> str:
 
 def test_the_hash_seed_changes_no_bit():
     """Two processes with other PYTHONHASHSEEDs on two threads give the same bits after eager and compiled steps."""
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import torch; torch.set_num_threads(2); import test_threads as t; print(t.digest_of_steps())"
-    command = [sys.executable, "-c", code, os.path.dirname(__file__)]
+    code = "import runpy, sys, torch; torch.set_num_threads(2); print(runpy.run_path(sys.argv[1])['digest_of_steps']())"
+    command = [sys.executable, "-c", code, __file__]
     start = lambda seed: subprocess.Popen(
         command, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

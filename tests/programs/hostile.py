@@ -13,9 +13,24 @@ from collections.abc import Callable
 import torch
 from funcrec.kernels import library, ops, reference
 from funcrec.kernels.forms import accumulation_dtype
-from hostile_draw import BF16, EXTREMES, F32, F64, FLOATS, I32, I64, MOVED, Draw, Result, padded_weights, size, wide
-from hostile_updates import UPDATES
 from torch import Tensor
+
+from programs.hostile_draw import (
+    BF16,
+    EXTREMES,
+    F32,
+    F64,
+    FLOATS,
+    I32,
+    I64,
+    MOVED,
+    Draw,
+    Result,
+    padded_weights,
+    size,
+    wide,
+)
+from programs.hostile_updates import UPDATES
 
 library.load("cpp")  # torch.ops.funcrec_cpp
 

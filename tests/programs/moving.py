@@ -1,12 +1,12 @@
 """Training that is moved to another plan or mesh half-way, for ranks and for one process."""
 
 import torch
-import training
 
 import funcrec as fr
 from funcrec.core._tree import map_tensors, replace
 from funcrec.examples import _ranks
 from funcrec.train import _reshard
+from programs import training
 
 
 def plan_of(kind, axes):

@@ -1,12 +1,12 @@
 """Coded lookups and their gradients, emulated and on ranks, and a model whose training is a convex problem."""
 
-import lookup_transforms as lookups
 import torch
-from placement_models import zeros_like
-from sequence_models import FIXED, activations
 
 import funcrec as fr
 from funcrec.core._tree import replace
+from programs import lookup_transforms as lookups
+from programs.placement_models import zeros_like
+from programs.sequence_models import FIXED, activations
 
 
 def looked_up(model, d, codec=None, exact=False):

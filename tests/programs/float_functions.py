@@ -1,11 +1,11 @@
 """Every public function that takes float tensors, as a case of the sweep `differences`. R rows, D dim, N ids, B bags."""
 
 import torch
-from differences import Case, draw
 from funcrec.kernels import library, ops
 from funcrec.kernels.forms import Feature, Segment, Terms
 
 import funcrec as fr
+from programs.differences import Case, draw
 
 F64 = torch.float64
 ROWS = torch.tensor([2, 0, 2, -1, 3, 0])  # with repeats, and one that is padding

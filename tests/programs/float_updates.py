@@ -3,11 +3,11 @@
 import functools
 
 import torch
-from differences import Case, draw
-from float_functions import DENSE, GRADS, LOSS, TABLE, WEIGHTS, ids, loss_fn, number, row_grads
 
 import funcrec as fr
 from funcrec.core._tree import tree_map
+from programs.differences import Case, draw
+from programs.float_functions import DENSE, GRADS, LOSS, TABLE, WEIGHTS, ids, loss_fn, number, row_grads
 
 RULES = {
     "sgd": {}, "momentum": {"nesterov": True}, "lars_sgd": {"eta": 0.2}, "lion": {}, "adagrad": {"eps": 1e-3}, "rmsprop": {"momentum": 0.5},

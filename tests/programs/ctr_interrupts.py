@@ -1,6 +1,6 @@
 """Signals at random moments of the main job: afterwards it goes on to the bits of a run that was left alone.
 
-    python tests/laws/ctr_interrupts.py --count 500
+    PYTHONPATH=tests python -m programs.ctr_interrupts --count 500
 
 The job is compiled once, here; every run is a fork, which gets SIGINT, SIGTERM (some of them twice) or SIGKILL after a random time, then is
 begun again with --resume=auto, perhaps interrupted again, and in the end left alone.
@@ -22,9 +22,7 @@ import tqdm
 
 import funcrec as fr
 from funcrec.examples import ctr
-
-sys.path.insert(0, str(Path(__file__).parent))
-import small_movielens
+from programs import small_movielens
 
 WORDS = ["--model", "deepfm", "--batch-size", "64", "--patience", "9", "--lr", "0.01", "--epochs", "3", "--resume=auto"]
 KEYS = ("state", "best", "position", "loss_sum")

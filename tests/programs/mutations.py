@@ -1,6 +1,6 @@
 """Rules of collectives, exchanges, sharded lookups and steps, each changed in turn: some law must turn red. The tests use the same table.
 
-.venv/bin/python tests/dist/mutations.py
+PYTHONPATH=tests .venv/bin/python -m programs.mutations
 """
 
 import contextlib
@@ -9,14 +9,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import lookup_transforms as lookups
-import overflow
 import pytest
-import sequence_models as sequences
 import torch
-import training
 from funcrec.kernels import ops
-from transforms import DENSE, cells, dense_transforms, values
 
 import funcrec as fr
 from funcrec.core._tree import replace
@@ -28,6 +23,10 @@ from funcrec.sharding import _sequences as sequence
 from funcrec.sharding import _sync, _tables, _update
 from funcrec.testing import assert_trees_close
 from funcrec.train import _rank_step
+from programs import lookup_transforms as lookups
+from programs import overflow, training
+from programs import sequence_models as sequences
+from programs.transforms import DENSE, cells, dense_transforms, values
 
 TINY = {"rtol": 1e-6, "atol": 1e-6}
 

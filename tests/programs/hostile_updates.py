@@ -8,13 +8,13 @@ from unittest import mock
 
 import torch
 from funcrec.kernels import ops, reference
-from hostile_draw import BF16, F16, F32, F64, FLOATS, Draw, Result, bounds_of, size, wide
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import funcrec as fr
 from funcrec.optim import _row
 from funcrec.tables._rowgrads import Bags, Entries, RowGrads
+from programs.hostile_draw import BF16, F16, F32, F64, FLOATS, Draw, Result, bounds_of, size, wide
 
 LR, DECAY = 0.125, {"weight_decay": 0.1}
 RULES = [

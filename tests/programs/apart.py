@@ -1,11 +1,11 @@
 """Training whose tables have copies that train apart, for ranks and for one process."""
 
 import torch
-import training
-from moving import plan_of as over
 
 import funcrec as fr
 from funcrec.core._tree import map_tensors, replace
+from programs import training
+from programs.moving import plan_of as over
 
 
 def plan_of(kind, axes, replicas):

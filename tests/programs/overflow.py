@@ -1,12 +1,12 @@
 """Steps on a batch that does not fit their capacity."""
 
 import torch
-import training
-from training import plan_of
 
 import funcrec as fr
 from funcrec.core._tree import tree_map
 from funcrec.testing import assert_trees_close
+from programs import training
+from programs.training import plan_of
 
 
 def skewed(step, num_bags):

@@ -4,19 +4,15 @@ An input is whole on every rank, which takes its own part of it. On real ranks a
 through its own input (reverse) or output (forward): over the ranks they add up to the derivative of Σ_r s_r.
 """
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "laws"))  # `differences`
-import differences
-from differences import RAISED, Case, along, draw
-
 import funcrec as fr
 from funcrec.core._tree import replace, tree_leaves, tree_map
+from programs import differences
+from programs.differences import RAISED, Case, along, draw
 
 SHAPES = {"a": (5, 2), "b": (4, 2), "c": (3, 3), "d": (5, 2)}  # nobody has id 3 for d
 PLAN = fr.Plan({"a": fr.row_wise("x"), "b": fr.column_wise("x"), "c": fr.table_wise("x", rank=1), "d": fr.replicated()})

@@ -1,7 +1,7 @@
 """The C++ kernels under the compilers' sanitizers: `make sanitize`, or
 
-    python tests/kernels/sanitize.py --mode address [--count 100000]     reads and writes outside memory, undefined behaviour
-    python tests/kernels/sanitize.py --mode thread [--count 8000]        data races
+    PYTHONPATH=tests python -m programs.sanitize --mode address [--count 100000]     reads and writes outside memory, undefined behaviour
+    PYTHONPATH=tests python -m programs.sanitize --mode thread [--count 8000]        data races
 
 Address: every call of hostile.py once on one thread and once on two, on torch's own threads; the generated rules are built with the
 sanitizers too. Inputs are memory of their own, so that one byte too far is found. Leaks are not looked for: Python ends with many.
@@ -27,8 +27,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SANITIZERS = {
     "address": ("-fsanitize=address,undefined", "libasan.so", "libubsan.so"),
     "thread": ("-fsanitize=thread", "libtsan.so"),
@@ -85,11 +84,12 @@ def launch(mode: str, count: int, given: Path | None, first: int, jobs: int, mor
         **os.environ,
         **OPTIONS,
         "LD_PRELOAD": runtimes,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
     command = [
         sys.executable,
-        __file__,
+        "-m",
+        "programs.sanitize",
         "--mode",
         mode,
         "--object",
@@ -137,7 +137,7 @@ def inside(mode: str, count: int, built: Path, first: int, without: list[str], p
     _rules.FLAGS = (*own, SANITIZERS[mode][0], "-fno-omit-frame-pointer")
     if probe:
         return do_wrong(mode, probe)
-    import hostile
+    from programs import hostile
 
     names, rules = [name for name in hostile.OPERATIONS if name not in without], counted_rules()
     if mode == "address":
@@ -255,7 +255,6 @@ if __name__ == "__main__":
     if asked.inside:
         inside(asked.mode, how_many, asked.object, asked.first, asked.without, asked.probe)
     else:
-        sys.path[:0] = [str(ROOT), str(HERE)]
         jobs = asked.jobs or {"address": 2, "thread": 1}[asked.mode]
         more = ["--without", *asked.without] if asked.without else []
         sys.exit(launch(asked.mode, how_many, asked.object, asked.first, jobs, more))

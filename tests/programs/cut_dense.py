@@ -1,9 +1,9 @@
 """Training with dense parameters cut over ranks, and with all of them on every rank."""
 
 import torch
-import training
 
 import funcrec as fr
+from programs import training
 
 DENSE = {
     "sgd": lambda: fr.optim.dense(torch.optim.SGD, lr=0.1, momentum=0.9),

@@ -1,13 +1,13 @@
 """Models with sequences, and their lookups and gradients on a mesh and in one process."""
 
-import lookup_transforms as lookups
 import torch
 from hypothesis import strategies as st
-from placement_models import models, zeros_like
 
 import funcrec as fr
 from funcrec.core._tree import replace
 from funcrec.sharding import _sync, _tables
+from programs import lookup_transforms as lookups
+from programs.placement_models import models, zeros_like
 
 
 @st.composite

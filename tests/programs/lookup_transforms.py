@@ -7,7 +7,6 @@ A program is a function of one rank's tree x of f64 tensors, and the same functi
 from typing import Any, NamedTuple
 
 import torch
-from transforms import direction
 
 import funcrec as fr
 from funcrec.core._tree import replace, tree_map
@@ -15,6 +14,7 @@ from funcrec.mesh._parts import _stack_bags
 from funcrec.sharding import _route as routing
 from funcrec.sharding import _tables
 from funcrec.sharding._lanes import lane_bags
+from programs.transforms import direction
 
 SHAPES = {"a": (7, 3), "b": (4, 2)}
 FEATURES = (

@@ -1,6 +1,6 @@
 """Every collective under every transform, on emulated and on real ranks: the programs that the laws compare, and the table of them.
 
-.venv/bin/python tests/dist/transforms.py
+PYTHONPATH=tests .venv/bin/python -m programs.transforms
 """
 
 import sys
@@ -227,7 +227,7 @@ def print_collectives(worlds):
 
 def print_lookups(pool, axes):
     """All transforms of the programs of a mesh."""
-    import lookup_transforms as lookups
+    from programs import lookup_transforms as lookups
 
     columns, failed = [*lookups.TRANSFORMS, "jit", "jit_grad"], 0
     print_header(columns, "lookups, " + " x ".join(map(str, axes.values())))

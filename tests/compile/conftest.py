@@ -1,6 +1,0 @@
-"""Programs that tests of compiled functions import by name."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
