@@ -26,7 +26,7 @@ DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat1
 
 
 def key(seed: int) -> Tensor:
-    """A key, i64[], from a seed.
+    """i64[]: a key, from a seed.
 
     Example:
       >>> import funcrec as fr
@@ -62,7 +62,7 @@ def split(key: Tensor, num: int = 2) -> Tensor:
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
-    """A key made of a key and an integer (a step, a rank, a table's number).
+    """i64[]: a key made of a key i64[] and an integer (a step, a rank, a table's number).
 
     Example:
       >>> import torch, funcrec as fr

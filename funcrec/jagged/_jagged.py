@@ -91,7 +91,7 @@ class JaggedTensor:
 
     @staticmethod
     def from_padded(padded: Tensor, lengths: Tensor, *, weights: Tensor | None = None) -> "JaggedTensor":
-        """[B, L, ...] and lengths i[B] <= L -> bags in a buffer of capacity B * L. `weights` is [B, L]."""
+        """Bags of padded [B, L, ...] with lengths i[B] <= L, in a buffer of capacity B * L; weights f[B, L]."""
         check("funcrec.JaggedTensor.from_padded", padded_problems(padded, lengths, weights))
         offsets, capacity = offsets_of(lengths), padded.shape[0] * padded.shape[1]
         flat = lambda x: None if x is None else primitives.from_padded(x, offsets, capacity)

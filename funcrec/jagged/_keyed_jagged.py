@@ -38,7 +38,7 @@ class KeyedJaggedTensor:
       values: [N], bag after bag, key after key, then padding.
       offsets: i32|i64[F * B + 1], boundaries from 0 (with `strides`, sum(strides) + 1).
       weights: f[N], a multiplier per id, or None.
-      inverse: i[F, B], for batches whose keys have different numbers of bags: the bag of each example, or None.
+      inverse: i[F, E], for batches of E examples whose keys have different numbers of bags: the bag of each example, or None.
       keys: F names.
       strides: the number of bags of each key when they differ, else None.
 
@@ -136,7 +136,7 @@ class KeyedJaggedTensor:
     def from_padded(
         padded: Mapping[str, Tensor], lengths: Mapping[str, Tensor], *, weights: Mapping[str, Tensor] | None = None
     ):
-        """{key: [B, L]} and {key: i[B]}; the capacity is the sum of B * L."""
+        """Bags of padded {key: [B, L]} with lengths {key: i[B]}, weights {key: f[B, L]}; the capacity is the sum of B * L."""
         call = "funcrec.KeyedJaggedTensor.from_padded"
         check(
             call, same_key_problems(padded, lengths), same_key_problems(padded, padded if weights is None else weights)

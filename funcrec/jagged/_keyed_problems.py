@@ -81,7 +81,7 @@ def keyed_parts(ids: Any, path: str) -> Iterator[Problem]:
 def inverse_problems(inverse: object, path: str) -> Iterator[Problem]:
     if not isinstance(inverse, Tensor) or inverse.is_floating_point() or inverse.dim() != 2:
         hint = "inverse=None, where all keys have one number of bags"
-        yield Problem(f"`{path}.inverse` is not a matrix of bags.", describe(inverse), "i[F, B]", hint, TypeError)
+        yield Problem(f"`{path}.inverse` is not a matrix of bags.", describe(inverse), "i[F, E]", hint, TypeError)
 
 
 def keyed_hint(ids: object, path: str) -> str:

@@ -36,7 +36,7 @@ class KeyedTensor:
 
     @staticmethod
     def from_dict(features: Mapping[str, Tensor]) -> "KeyedTensor":
-        """{key: [B, D_key]} -> one [B, ΣD]."""
+        """Features {key: [B, D]} -> one [B, ΣD]."""
         check("funcrec.KeyedTensor.from_dict", feature_problems(features))
         dims = tuple(x.shape[-1] for x in features.values())
         return KeyedTensor(torch.cat(list(features.values()), -1), tuple(features), dims)
@@ -89,9 +89,11 @@ class KeyedTensor:
 
 @typed
 def regroup(parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
-    """The features of several KeyedTensors, gathered into groups: [B, Σ D of the group] each.
+    """The features of several KeyedTensors, gathered into groups.
 
     A key may stand in several groups. TorchRec's `KeyedTensor.regroup`.
+
+    Returns: [B, W] for each group, W the sum of its features' dims.
 
     Raises: KeyError for a key that no part has, ValueError for one that two parts have, and for a group without keys.
 

@@ -32,6 +32,8 @@ def psum(x: T, axis_name: AxisName) -> T:
       x: a tree of tensors, of one shape on all ranks.
       axis_name: a name, or a tuple of names for the ranks of all of them.
 
+    Shapes: x [...] -> [...].
+
     Example: two ranks that hold 1 and 2.
       >>> import torch, funcrec as fr
       >>> mesh = fr.Mesh.emulated(data=2)
@@ -48,6 +50,8 @@ def psum_invariant(x: T, axis_name: AxisName) -> T:
     """`psum` whose result counts once, whoever reads it: its transpose is `pvary`, each rank's own cotangent.
 
     For a loss that every rank computes alike from the sum: d/dx[r] L(psum_invariant(x)) = L'(Σ x), not n · L'(Σ x).
+
+    Shapes: x [...] -> [...].
 
     Example: the gradient of (x[0] + x[1])², by `psum_invariant` and by `psum`.
       >>> import torch, funcrec as fr
@@ -66,6 +70,8 @@ def pvary(x: T, axis_name: AxisName) -> T:
 
     For a parameter that all ranks hold alike and that each uses on its own data, inside a differentiated function.
 
+    Shapes: x [...] -> [...].
+
     Example: d/dw Σ_r w · x[r].
       >>> import torch, funcrec as fr
       >>> loss = lambda w, x: fr.psum_invariant((fr.pvary(w, "data") * x).sum(), "data")
@@ -83,6 +89,8 @@ def pvary(x: T, axis_name: AxisName) -> T:
 
 def pmean(x: T, axis_name: AxisName) -> T:
     """The mean over the ranks of an axis, on each of them: psum(x) / n, with psum's transpose.
+
+    Shapes: x [...] -> [...].
 
     Example: two ranks that hold 1 and 2.
       >>> import torch, funcrec as fr
@@ -109,6 +117,8 @@ def _reduce(kind: str, x: T, axis_name: AxisName) -> T:
 def pmax(x: T, axis_name: AxisName) -> T:
     """The greatest of the ranks' values, element by element, on each of them; ranks that share it share its derivative.
 
+    Shapes: x [...] -> [...].
+
     Example: two ranks that hold [1, 5] and [3, 2].
       >>> import torch, funcrec as fr
       >>> f = fr.shard_map(lambda x: fr.pmax(x, "data"), mesh=fr.Mesh.emulated(data=2), in_specs=fr.P("data"), out_specs=fr.P())
@@ -124,6 +134,8 @@ def pmax(x: T, axis_name: AxisName) -> T:
 
 def pmin(x: T, axis_name: AxisName) -> T:
     """The least of the ranks' values, element by element, on each of them; ranks that share it share its derivative.
+
+    Shapes: x [...] -> [...].
 
     Example: two ranks that hold [1, 5] and [3, 2].
       >>> import torch, funcrec as fr
@@ -144,6 +156,8 @@ def all_gather(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False) 
 
     One sender's x becomes element r of everyone's result; one receiver gets n values: stacked along a new dimension `dim`, or joined
     along the old one with `tiled`. Its transpose is `psum_scatter`.
+
+    Shapes along dim 0: x [K, ...] -> [n, K, ...], or [n · K, ...] with `tiled`.
 
     Example: two ranks that hold [1] and [2].
       >>> import torch, funcrec as fr
@@ -185,6 +199,8 @@ def psum_scatter(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False
     One sender's x is n parts, along `dim` (of size n, which goes; with `tiled` of a multiple of n, which is cut); part r goes into
     rank r's sum. Its transpose is `all_gather`.
 
+    Shapes along dim 0: x [M, ...] -> [...], or [K, ...] with `tiled`, where M = n · K.
+
     Example: two ranks that hold [1, 2] and [10, 20].
       >>> import torch, funcrec as fr
       >>> f = fr.shard_map(lambda x: fr.psum_scatter(x[0], "data", tiled=True), mesh=fr.Mesh.emulated(data=2),
@@ -214,6 +230,8 @@ def all_to_all(
     One sender's x is n parts along `split_dim` (of size n; with `tiled` of a multiple of n, which is cut); part r goes to rank r. One
     receiver puts the parts of all senders, in their order, along `concat_dim` (default: split_dim). Its transpose is itself.
 
+    Shapes where `concat_dim` is `split_dim`: x [...] -> [...].
+
     Example: two ranks that hold [1, 2] and [10, 20].
       >>> import torch, funcrec as fr
       >>> f = fr.shard_map(lambda x: fr.all_to_all(x, "data", tiled=True), mesh=fr.Mesh.emulated(data=2),
@@ -242,6 +260,8 @@ def ppermute(x: T, axis_name: AxisName, perm: Sequence[Sequence[int]]) -> T:
     """Send x from rank to rank: for (source, destination) in `perm`, ppermute(x)[destination] = x[source]; zeros elsewhere.
 
     One sender sends to one destination at most, one receiver gets from one source at most. Its transpose permutes back.
+
+    Shapes: x [...] -> [...].
 
     Example: two ranks that hold 1 and 2.
       >>> import torch, funcrec as fr

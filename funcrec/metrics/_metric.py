@@ -86,7 +86,7 @@ def collect(metrics: Mapping[str, Metric]) -> Metric:
 
 
 def merge(a: State, b: State) -> State:
-    """The state of the examples of both; over the ranks of a mesh, `psum(state)` does the same.
+    """The state of the examples of both, a, b [...] -> [...]; over the ranks of a mesh, `psum(state)` does the same.
 
     Law: commutative, associative to rounding, and `init()` is its zero.
     """

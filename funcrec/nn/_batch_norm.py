@@ -14,7 +14,7 @@ from funcrec.nn._layer import Layer, ones, param_problems, width_problems, zeros
 
 
 def batch_norm(dim: int, *, momentum: float = 0.1, eps: float = 1e-5) -> Layer:
-    """Normalise each of `dim` columns of x f[B, dim] over the batch.
+    """x f[B, dim] -> f[B, dim], each column normalised over the batch.
 
     Returns: Layer with params {"scale", "shift"} and stats {"mean", "var"}, f[dim] each; apply(params, x, stats) and
     train_apply(params, x, key, stats) -> (y, stats), whose key is not used.

@@ -15,7 +15,7 @@ from funcrec.nn._layer import Layer, param_problems, width_problems, xavier_norm
 
 
 def cross(dim: int, rank: int | None = None, *, weight: Draw = xavier_normal) -> Layer:
-    """One cross layer: apply(params, x0, x) f[..., dim].
+    """One cross layer, x0, x f[..., dim] -> f[..., dim].
 
     Args:
       rank: None for the full matrix W f[d, d]; r for U f[d, r] and V f[r, d], with W = U V.
@@ -58,7 +58,7 @@ def cross(dim: int, rank: int | None = None, *, weight: Draw = xavier_normal) ->
 
 
 def cross_network(dim: int, num_layers: int, rank: int | None = None, *, weight: Draw = xavier_normal) -> Layer:
-    """`num_layers` cross layers on one x0: apply(params, x0) f[..., dim], params a list.
+    """`num_layers` cross layers on one x0 f[..., dim] -> f[..., dim]; params are a list.
 
     Example:
       >>> import torch, funcrec as fr

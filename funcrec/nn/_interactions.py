@@ -33,7 +33,7 @@ def factorization_machine(x: Tensor) -> Tensor:
 
 
 def dot_interaction(x: Tensor) -> Tensor:
-    """x f[B, F, D] -> f[B, F (F - 1) / 2]: ⟨x_1, x_0⟩, ⟨x_2, x_0⟩, ⟨x_2, x_1⟩, ...
+    """x f[B, F, D] -> f[B, F · (F - 1) / 2]: ⟨x_1, x_0⟩, ⟨x_2, x_0⟩, ⟨x_2, x_1⟩, ...
 
     Example:
       >>> import torch, funcrec as fr

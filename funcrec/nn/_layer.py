@@ -39,7 +39,7 @@ class Layer(NamedTuple):
 
 @typed
 def xavier_normal(key: Key, shape: Shape) -> Tensor:
-    """N(0, 2 / (in + out)) for a matrix [out, in]: torch.nn.init.xavier_normal_, and the weights of DLRM's MLPs.
+    """f32[shape]: N(0, 2 / (in + out)) for a matrix [out, in], as torch.nn.init.xavier_normal_, and the weights of DLRM's MLPs.
 
     Example:
       >>> import funcrec as fr
@@ -52,7 +52,7 @@ def xavier_normal(key: Key, shape: Shape) -> Tensor:
 
 @typed
 def fan_out_normal(key: Key, shape: Shape) -> Tensor:
-    """N(0, 1 / out): the biases of DLRM's MLPs.
+    """f32[shape]: N(0, 1 / out), the biases of DLRM's MLPs.
 
     Example:
       >>> import funcrec as fr
@@ -80,7 +80,7 @@ def normal(std: float) -> Draw:
 
 @typed
 def zeros(key: Key, shape: Shape) -> Tensor:
-    """Zeros, where the key is.
+    """f32[shape]: zeros, where the key is.
 
     Example:
       >>> import funcrec as fr

@@ -30,7 +30,7 @@ from funcrec.nn._layer import Layer, param_problems, part_problems, width_proble
 
 
 def linear(num_in: int, num_out: int, *, weight: Draw = xavier_normal, bias: Draw | None = zeros) -> Layer:
-    """x f[..., num_in] -> f[..., num_out], with params {"weight": f[out, in], "bias": f[out]}.
+    """x f[..., num_in] -> f[..., num_out], with params {"weight": f[num_out, num_in], "bias": f[num_out]}.
 
     Args:
       weight, bias: how they are drawn; bias=None for a layer without one.
@@ -75,7 +75,7 @@ def mlp(
     weight: Draw = xavier_normal,
     bias: Draw = zeros,
 ) -> Layer:
-    """Linear layers sizes[0] -> sizes[1] -> ... -> sizes[-1].
+    """x f[..., num_in] -> f[..., num_out] by linear layers sizes[0] -> sizes[1] -> ... -> sizes[-1].
 
     Args:
       final_activation: of the last layer; None leaves it linear, and then without batch norm.

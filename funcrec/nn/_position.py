@@ -14,9 +14,9 @@ from funcrec.nn._layer import Layer, ones
 
 
 def position_weights(max_length: int) -> Layer:
-    """apply(params, bags: JaggedTensor) -> f[N]: weights for a weighted feature, 0 in the padding and beyond L places.
+    """apply(params f[max_length], bags) -> f[N]: weights for a weighted feature, by the places of its bags; 0 in the padding and beyond.
 
-    Returns: Layer with params f[max_length], ones at first.
+    Returns: Layer whose params are ones at first; `bags` is a JaggedTensor.
 
     Example:
       >>> import torch, funcrec as fr

@@ -51,8 +51,9 @@ State = Any  # shaped as the parameters, with {name: Tensor} in the place of eac
 class DenseOptimizer(NamedTuple):
     """A pair of functions that trains a tree of float tensors: dict, list, `fr.pytree` value, tensor, or an empty one.
 
-    init: (dense) -> state, a tree shaped as `dense` with a dict of tensors at each leaf.
-    update: (grads, state, dense, step) -> (dense, state); `step`, int or i64[], counts the steps taken before.
+    init: (params) -> state, a tree shaped as `params` with a dict of tensors at each leaf.
+    update: (grads, state, params, step) -> (params, state), leaf by leaf of grads, params f[...]; `step`, int or i64[], counts the steps
+      taken before.
 
     Law: `update` writes to no argument, and keeps structure, shapes and dtypes.
     """

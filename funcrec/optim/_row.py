@@ -57,7 +57,7 @@ class RowOptimizer(NamedTuple):
     """A pair of functions that trains tables from their row gradients.
 
     init: (tables) -> slots, {table: {slot: Tensor}}; f32, or f64 for f64 tables; [R] or [R, D].
-    update: (row_grads, slots, tables, step, *, implementation=None, key=None) -> (tables, slots). `row_grads` is
+    update: (row_grads, slots, tables, step, *, implementation=None, key=None) -> (tables, slots). `tables` is {table: f[R, D]}, `row_grads`
       {table: RowGrads}; `step`, int or i64[], is the number of steps taken before this one. A table without a gradient
       comes back as the same tensor. `implementation` is of `funcrec.kernels`, None for the device's own; `key` rounds 16-bit
       tables stochastically (`stochastic_rounding`), None to nearest.

@@ -297,7 +297,7 @@ def shard_tables(
 
 @typed
 def gather_tables(tables: ShardedTables, mesh: Mesh) -> dict[str, Tensor]:
-    """The tables [R, D], whole, on every rank; the inverse of `shard_tables`.
+    """{table: [R, D]}: the tables, whole, on every rank; the inverse of `shard_tables`.
 
     Raises: ValueError for copies that have trained apart (`replicas` of the plan) and are not equal.
 

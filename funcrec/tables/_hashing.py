@@ -15,7 +15,7 @@ from funcrec.tables._configs import Hash
 
 
 def hash_rows(ids: Tensor, hash: Hash | None, num_embeddings: int) -> Tensor:
-    """The rows of `ids`, any shape, of the same dtype.
+    """The rows of ids i[...] -> i[...], of the same dtype.
 
     Law: a hashed row is in [0, num_embeddings); without a hash it is the id.
 

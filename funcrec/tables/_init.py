@@ -20,7 +20,7 @@ INIT_BLOCK = 1 << 20  # elements drawn at once: the generator's i64 counters nee
 
 @typed
 def init(key: Key, tables: Sequence[TableConfig], *, device: Device | None = None) -> dict[str, Tensor]:
-    """Fresh tables: {name: [num_embeddings, embedding_dim]} of each config's dtype; on the meta device only shapes.
+    """{name: [num_embeddings, embedding_dim]}: fresh tables, of each config's dtype; on the meta device only shapes.
 
     Law: row r of a table depends on the key, the table's name, r and the config only.
 

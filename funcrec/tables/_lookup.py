@@ -53,7 +53,7 @@ def lookup(
       features: those with pooling "none" are left to `lookup_sequence`.
       implementation: of `funcrec.kernels`, chosen by name; None takes the device's own.
 
-    Returns: KeyedTensor f32[B, ΣD] (f64 when a table is), keys in the order of `features`. Without features [B, 0], with
+    Returns: KeyedTensor f32|f64[B, ΣD] (f64 when a table is), keys in the order of `features`. Without features it is [B, 0], with
     B the bags of every key (0 when the keys differ).
 
     Raises: TypeError, ValueError or KeyError that names every feature, table or key that does not fit.
@@ -140,7 +140,7 @@ def lookup_sequence(
 ) -> dict[str, JaggedTensor]:
     """One row per id: the features of `features` whose pooling is "none".
 
-    Returns: {feature: JaggedTensor with values f32[capacity, D]}, the bags of its column; padding is zero. With
+    Returns: {feature: JaggedTensor with values f32|f64[capacity, D]}, the bags of its column; padding is zero. With
     `max_length` L the capacity is min(N, B · L) and bags are cut to L, else it is N.
 
     Law: linear in the tables; lookup_sequence_transpose is its transpose.

@@ -224,7 +224,7 @@ class RowGrads:
 
     @typed
     def scale(self, factor: float | Annotated[Tensor, Form("f[]")]) -> "RowGrads":
-        """factor · gradient."""
+        """The gradient times a number, or a factor f[]."""
         times = lambda t: replace(t, d=t.d * factor) if isinstance(t, Bags) else replace(t, grads=t.grads * factor)
         return replace(self, terms=tuple(map(times, self.terms)))
 
@@ -265,7 +265,7 @@ class RowGrads:
 
     @typed
     def where(self, condition: Annotated[Tensor, Form("b[]")]) -> "RowGrads":
-        """This gradient where the condition, bool[], holds, else one that names no row."""
+        """This gradient where condition bool[] holds, else one that names no row."""
         masked: dict[int, Tensor] = {}  # a tensor of several terms stays one
         for t in self.terms:
             masked.setdefault(id(t.rows), torch.where(condition, t.rows, -1))

@@ -1,0 +1,108 @@
+"""The shapes in docstrings and annotations are those that calls have: one letter is one size throughout a call."""
+
+import re
+
+import pytest
+from programs.doc_calls import doc_of, has_tensors, names_of, public, record
+from programs.doc_shapes import DTYPES, Shape, Statement, shapes_in, statements_of, violations
+
+import funcrec as fr
+
+# Functions of bare tensors that say nothing of their shapes, and why.
+SAID_ELSEWHERE = {
+    **dict.fromkeys(("save", "load", "shard", "unshard"), "any tree of tensors"),
+    **dict.fromkeys(("Layer.init", "Layer.init_stats", "Layer.apply", "Layer.train_apply"), "by what makes the layer"),
+    **dict.fromkeys(("Model.init", "TwoTower.init", "models.merge_stats"), "each model's own parameters"),
+    **dict.fromkeys(("TrainStep.init", "TrainStep.update"), "fields of a TrainState; metrics by train_step"),
+    "Metric.init": "each metric's own sums",
+    "RowGrads.floats": "of all terms, of any shapes",
+    "ShardedTables.__getitem__": "by the field `banks`",
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder := tmp_path_factory.mktemp("shapes"))
+        return record(folder)
+
+
+def test_calls_have_the_shapes_that_docstrings_say(said):
+    """What docstrings and annotations say of shapes and dtypes holds in every public call, and in the examples."""
+    assert {
+        n: found for n, s in said.items() if (found := {v for c in s.calls for v in violations(s.statements, c)})
+    } == {}
+    assert sum(len(s.statements) for s in said.values()) > 150
+
+
+def test_no_statement_holds_whatever_a_call_has(said):
+    """Each statement, with one dimension more or with dtypes that are no numbers', is false in some call: all are held against values."""
+    more = lambda shape: Shape(shape.dtypes, (*shape.dims, "7919"))
+    other = lambda shape: Shape("f" if "b" in shape.dtypes else "bool", shape.dims) if shape.dtypes else more(shape)
+    for name, s in said.items():
+        for i, (subject, shapes) in enumerate(s.statements):
+            for change in (more, other):
+                false = Statement(subject, tuple(map(change, shapes)))
+                wrong = [*s.statements[:i], false, *s.statements[i + 1 :]]
+                assert any(any(violations(wrong, call)) for call in s.calls), f"{name}: {false} for {s.statements[i]}"
+
+
+def test_functions_of_tensors_say_their_shapes(said):
+    """A public function or method that takes or gives a tensor says of which shape; values have shapes for their fields."""
+    silent = {n for n, s in said.items() if has_tensors(s) and not s.statements and ": " not in n}
+    assert silent == set(SAID_ELSEWHERE)
+    for name, x in public():  # functions that others make were called, too
+        assert "Slots: " not in doc_of(x) or f"{name}: slots" in said, name
+        assert not (name.startswith("nn.") and "] -> f[" in doc_of(x)) or {name, f"{name}: apply"} & set(said), name
+    values = (
+        fr.JaggedTensor,
+        fr.KeyedJaggedTensor,
+        fr.KeyedTensor,
+        fr.RowGrads,
+        fr.Batch,
+        fr.TrainState,
+        fr.ShardedTables,
+    )
+    assert all(said[x.__name__].statements for x in values)
+
+
+WRONG = {
+    "lookup": ("[B, ΣD]", "[F, ΣD]"),
+    "lookup_transpose": ("f[B, ΣD]", "f[B, F]"),
+    "global_norm": ("f[]", "f[T]"),
+    "split": ("i64[num]", "i64[num + 1]"),
+    "hash_rows": ("-> i[...]", "-> i[N, ...]"),
+    "JaggedTensor": ("[B + 1]", "[B]"),
+    "KeyedJaggedTensor": ("[F * B + 1]", "[B + 1]"),
+    "regroup": ("[B, W]", "[W, B]"),
+    "all_gather": ("or [n · K, ...]", "or [K, ...]"),
+    "nn.dot_interaction": ("(F - 1)", "(F + 1)"),
+    "nn.factorization_machine": ("f[B]", "f[D]"),
+    "metrics.exact_auc": ("labels: [B]", "labels: [B, 1]"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_docstring_is_seen(name, said):
+    """A docstring with one letter of a shape wrong does not hold in the calls of its function."""
+    x = dict(public())[name]
+    right = doc_of(x)
+    assert WRONG[name][0] in right
+    statements = statements_of(right.replace(*WRONG[name]), names_of(x))
+    assert any(any(violations(statements, call)) for call in said[name].calls)
+
+
+def test_every_shape_in_a_docstring_is_read():
+    """What begins as a shape, a dtype and a bracket, is one that the other tests here understand."""
+    for name, x in public():
+        doc = doc_of(x).split("Example:")[0]
+        begun = [m.start() for m in re.finditer(rf"(?<![\w\])|])(?:{'|'.join(DTYPES)})(?:\|\w+)*\[", doc)]
+        assert set(begun) <= {start for start, _, _ in shapes_in(doc)}, name
+
+
+def test_what_is_no_shape_is_not_read_as_one():
+    """Lists of numbers, indexing, intervals and types in brackets are no shapes."""
+    assert shapes_in("[[1, 2], []], x[r], [0, 1], `offsets[B]`, dict[str, Tensor], [0, n)") == []
+    assert [str(s) for *_, s in shapes_in("f[B, ΣD] and i32|i64[F * B + 1] or [B, L, ...], f[]")] == [
+        "f[B, ΣD]", "i32|i64[F * B + 1]", "[B, L, ...]", "f[]"
+    ]  # fmt: skip
