@@ -24,8 +24,7 @@ from steps import DENSE_LR, NUM_DENSE, make_batches, make_model
 import funcrec as fr
 from funcrec.core._tree import tree_map
 from funcrec.jagged._jagged import bag_ids
-from funcrec.sharding._lanes import lane_bags, owned_rows
-from funcrec.sharding._route import routes_of
+from funcrec.sharding._lanes import lane_bags, owned_rows, routes_of
 from funcrec.testing import RankPool
 
 WORLD = 2
@@ -230,12 +229,12 @@ def least_mb(ids: fr.KeyedJaggedTensor, state, model, element_bytes: int) -> flo
     layout, features, rank = state.tables.layout, tuple(model.features), dist.get_rank()
     total = 2 * 4 * fr.models.num_parameters(fr.Params({}, state.dense)) * (WORLD - 1) / WORLD
     for routes in routes_of(layout, features):
-        used = [features[x.feature] for x in routes.lanes]
+        used = [x.feature for x in routes.lanes]
         bags = lane_bags(ids, used)
         per_lane = bags.num_bags // len(used)
         bag = bag_ids(bags.offsets, bags.capacity)
-        owner = owned_rows(bags, used, [layout.shards[x.shard] for x in routes.lanes], layout) // NOWHERE
-        dims = torch.tensor([layout.banks[layout.shards[x.shard].bank].dim for x in routes.lanes])
+        owner = owned_rows(bags, routes.lanes) // NOWHERE
+        dims = torch.tensor([x.bank.dim for x in routes.lanes])
         if not routes.axes:  # copies: every rank needs all others' ids and gradients
             total += (WORLD - 1) * 4 * (len(bag) + per_lane * int(dims.sum()))
             continue

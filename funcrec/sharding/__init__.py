@@ -1,5 +1,6 @@
 """Tables on a mesh: placements and layouts, ids to their owners and pooled rows back, and the update of rows and of dense parts."""
 
+from funcrec.sharding._copies import copy_problems as copy_problems
 from funcrec.sharding._dense import DenseShard as DenseShard
 from funcrec.sharding._dense import added as added
 from funcrec.sharding._dense import cut_dense as cut_dense
@@ -17,6 +18,7 @@ from funcrec.sharding._layout import Layout as Layout
 from funcrec.sharding._layout import Shard as Shard
 from funcrec.sharding._layout import blank as blank
 from funcrec.sharding._layout import layout_of as layout_of
+from funcrec.sharding._layout import own_ranks as own_ranks
 from funcrec.sharding._placement import Placement as Placement
 from funcrec.sharding._placement import Plan as Plan
 from funcrec.sharding._placement import column_wise as column_wise
@@ -29,11 +31,10 @@ from funcrec.sharding._placement import table_wise as table_wise
 from funcrec.sharding._sync import is_small as is_small
 from funcrec.sharding._sync import sync_grads as sync_grads
 from funcrec.sharding._tables import ShardedTables as ShardedTables
-from funcrec.sharding._tables import copy_problems as copy_problems
-from funcrec.sharding._tables import dedup_problems as dedup_problems
 from funcrec.sharding._tables import gather_tables as gather_tables
-from funcrec.sharding._tables import own_ranks as own_ranks
 from funcrec.sharding._tables import shard_tables as shard_tables
+from funcrec.sharding._transport import dedup_problems as dedup_problems
+from funcrec.sharding._transport import transport_of as transport_of
 from funcrec.sharding._update import check_whole_rows as check_whole_rows
 from funcrec.sharding._update import column_banks as column_banks
 from funcrec.sharding._update import init_slots as init_slots

@@ -3,26 +3,24 @@
     ids ─sort─▶ distinct rows ─all_to_all─▶ owners ─rows─▶ pooled here;     d_acts ─sum over a row's ids─▶ all_to_all ─▶ Entries
 
 The first bytes are a row number and a count for each distinct row, the answer and its cotangent a vector for each; weights and lengths
-stay at home. No shape depends on an id: blocks have room for `capacity` rows. `fetch` and `fetch_rows` read the answer: here several ids
-stand at one place.
+stay at home. No shape depends on an id: blocks have room for `capacity` rows. `fetch` reads the answer: here several ids stand at one place.
 Shapes: n ranks, B bags on each, L lanes, U banks, N ids of the lanes, C rows in a block.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from funcrec.core import pytree
 from funcrec.jagged import KeyedJaggedTensor
-from funcrec.kernels.forms import Feature
 from funcrec.kernels.owners import NOWHERE
 from funcrec.mesh import Codec, all_to_all, send
-from funcrec.sharding._lanes import lane_bags, lane_of, owned_rows
-from funcrec.sharding._layout import Layout
-from funcrec.sharding._route import Routes
+from funcrec.sharding._combine import lane_forms
+from funcrec.sharding._lanes import Routes, lane_bags, lane_of, owned_rows
+from funcrec.sharding._layout import Bank
 from funcrec.sharding._sequences import lane_places
-from funcrec.tables import Bags, Entries, FeatureConfig, RowGrads
+from funcrec.tables import Bags, Entries, RowGrads
 
 
 @pytree(static=("num_bags",), optional=("own_weights",))
@@ -44,37 +42,30 @@ class RoutedRows:
     own_weights: Tensor | None = None
     num_bags: int = 0
 
-    def rows_of(self, bank: int, routes: Routes) -> Tensor:
+    def rows_of(self, bank: Bank, routes: Routes) -> Tensor:
         """i64[n · C]: the rows that are of that bank, -1 for the others."""
-        k, rows = _banks(routes).index(bank), self.rows.unflatten(0, (routes.num_ranks, -1))
+        k, rows = list(routes.lanes_of_banks).index(bank), self.rows.unflatten(0, (routes.num_ranks, -1))
         place = torch.arange(rows.shape[1], device=rows.device)
         return torch.where(
             (place >= self.bounds[:, k, None]) & (place < self.bounds[:, k + 1, None]), rows, -1
         ).flatten()
 
 
-def _banks(routes: Routes) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(routes.banks))
-
-
-def route_rows(
-    ids: KeyedJaggedTensor, routes: Routes, layout: Layout, features: Sequence[FeatureConfig], capacity: int | None
-) -> RoutedRows:
+def route_rows(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None) -> RoutedRows:
     """The distinct rows of this rank's ids, sent to their owners.
 
     capacity: C; None for as many as there are ids, which always suffices.
     """
-    used = [features[x.feature] for x in routes.lanes]
-    bags, n, banks = lane_bags(ids, used), routes.num_ranks, _banks(routes)
+    used = [x.feature for x in routes.lanes]
+    bags, n, banks = lane_bags(ids, used), routes.num_ranks, list(routes.lanes_of_banks)
     num_bags, device = bags.num_bags // len(used), bags.values.device
     room = bags.capacity if capacity is None else min(capacity, bags.capacity)
     is_id = torch.arange(bags.capacity, device=device) < bags.offsets[-1]
-    shards = [layout.shards[x.shard] for x in routes.lanes]
-    owned = torch.where(is_id, owned_rows(bags, used, shards, layout), -1)
+    owned = torch.where(is_id, owned_rows(bags, routes.lanes), -1)
     # owner · total + start of the bank + row: small numbers are sorted faster
-    starts = [sum(layout.banks[b].rows for b in banks[:k]) for k in range(len(banks) + 1)]
+    starts = [sum(b.rows for b in banks[:k]) for k in range(len(banks) + 1)]
     total = starts.pop()
-    of_lane = torch.tensor([starts[banks.index(s.bank)] for s in shards], device=device)
+    of_lane = torch.tensor([starts[banks.index(x.bank)] for x in routes.lanes], device=device)
     owner = torch.div(owned, NOWHERE, rounding_mode="floor")
     numbers = owner * total + of_lane[lane_of(bags, len(used))] + owned % NOWHERE
     ordered, order = torch.sort(torch.where(owned < 0, n * total, numbers), stable=True)
@@ -92,7 +83,7 @@ def route_rows(
     rows = blank.scatter(0, torch.where(is_first & (place >= 0), place, n * room), owned[order] % NOWHERE)[:-1]
     repeats = (blank + 1).scatter_add(0, torch.where(place < 0, n * room, place), torch.ones_like(place))[:-1]
     told = ends.diff().unflatten(0, (n, len(banks)))
-    narrow = torch.int32 if max(bags.capacity, *(layout.banks[b].rows for b in banks)) < 1 << 31 else torch.int64
+    narrow = torch.int32 if max(bags.capacity, *(b.rows for b in banks)) < 1 << 31 else torch.int64
     both = torch.cat([rows.unflatten(0, (n, room)), repeats.unflatten(0, (n, room)), told], 1).to(narrow)
     got, their_repeats, their_counts = all_to_all(both, routes.axes).long().split([room, room, len(banks)], 1)
     bounds = torch.cat([got.new_zeros(n, 1), their_counts.cumsum(1)], 1).clamp(max=room)
@@ -103,47 +94,32 @@ def route_rows(
 
 
 def fetch_transpose(
-    d_lanes: Mapping[int, Tensor],
-    routed: RoutedRows,
-    routes: Routes,
-    layout: Layout,
-    features: Sequence[FeatureConfig],
-    codec: Codec | None = None,
-) -> dict[int, RowGrads]:
-    """{bank: RowGrads} at the owners, from the cotangents of `fetch`'s answers: the transpose of a lookup among the rows that came."""
+    d_lanes: Mapping[int, Tensor], routed: RoutedRows, routes: Routes, codec: Codec | None = None
+) -> dict[str, RowGrads]:
+    """{bank: RowGrads} at the owners, from the cotangents of bags that were pooled here: the transpose of a lookup among the rows that came."""
     sums = {}
-    for b, lanes in _lanes_of(routes, layout).items():
-        width, forms = layout.banks[b].dim, []
-        for c, i in enumerate(lanes):
-            is_mean = features[routes.lanes[i].feature].pooling == "mean"
-            is_weighted = routed.own_weights is not None
-            forms.append(Feature(0, 0, i * routed.num_bags, 0, is_mean, is_weighted, c * width))
-        d = torch.cat([d_lanes[i] for i in lanes], 1)
-        term = Bags(d, routed.sent, routed.own_offsets, routed.own_weights, tuple(forms))
-        sums[b] = RowGrads((term,), routed.rows.shape[0], width)
-    return _at_owners(sums, routed, routes, layout, codec)
+    for bank, lanes in routes.lanes_of_banks.items():
+        d, forms = torch.cat([d_lanes[i] for i in lanes], 1), tuple(lane_forms(routed, routes, bank))
+        term = Bags(d, routed.sent, routed.own_offsets, routed.own_weights, forms)
+        sums[bank] = RowGrads((term,), routed.rows.shape[0], bank.dim)
+    return _at_owners(sums, routed, routes, codec)
 
 
 def fetch_rows_transpose(
-    d_lanes: Mapping[int, Tensor], routed: RoutedRows, routes: Routes, layout: Layout, codec: Codec | None = None
-) -> dict[int, RowGrads]:
-    """The same for `fetch_rows`."""
+    d_lanes: Mapping[int, Tensor], routed: RoutedRows, routes: Routes, codec: Codec | None = None
+) -> dict[str, RowGrads]:
+    """The same for the rows of sequences."""
     sums = {}
-    for b, lanes in _lanes_of(routes, layout).items():
+    for bank, lanes in routes.lanes_of_banks.items():
         places = torch.cat([lane_places(routed, i, d_lanes[i].shape[0]) for i in lanes])
         d = torch.cat([d_lanes[i] for i in lanes])
-        sums[b] = RowGrads.from_entries(places, d, num_embeddings=routed.rows.shape[0])
-    return _at_owners(sums, routed, routes, layout, codec)
-
-
-def _lanes_of(routes: Routes, layout: Layout) -> dict[int, list[int]]:
-    bank_of = lambda i: layout.shards[routes.lanes[i].shard].bank
-    return {b: [i for i in range(len(routes.lanes)) if bank_of(i) == b] for b in _banks(routes)}
+        sums[bank] = RowGrads.from_entries(places, d, num_embeddings=routed.rows.shape[0])
+    return _at_owners(sums, routed, routes, codec)
 
 
 def _at_owners(
-    sums: Mapping[int, RowGrads], routed: RoutedRows, routes: Routes, layout: Layout, codec: Codec | None
-) -> dict[int, RowGrads]:
+    sums: Mapping[Bank, RowGrads], routed: RoutedRows, routes: Routes, codec: Codec | None
+) -> dict[str, RowGrads]:
     """What each place of the blocks adds up to here, sent to the row's owner: Entries for each sender in turn."""
     apart = lambda x: x.unflatten(0, (routes.num_ranks, -1))
     own = [apart(g.coalesce().to_dense()) for g in sums.values()]
@@ -152,5 +128,5 @@ def _at_owners(
     for b, d in zip(sums, got, strict=True):
         rows = apart(routed.rows_of(b, routes))
         terms = tuple(Entries(rows[s], d[s], repeats=repeats[s]) for s in range(routes.num_ranks))
-        out[b] = RowGrads(terms, layout.banks[b].rows, layout.banks[b].dim, False, routes.axes)
+        out[b.name] = RowGrads(terms, b.rows, b.dim, False, routes.axes)
     return out

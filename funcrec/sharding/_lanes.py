@@ -1,9 +1,10 @@
-"""The ids of a lookup before they are sent: which of them its lanes read, and where the rows of each lane lie.
+"""Lanes, and the ids of a lookup before they are sent: which of them the lanes read, and where the rows of each lane lie.
 
     a lane = a feature on a shard of its table: bags, and the ranks and banks' rows of the shard's parts (`Owners`)
-Shapes: B bags, L lanes, N ids.
+Shapes: B bags, L lanes, N ids, W columns that a rank sends back.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,8 +15,66 @@ from funcrec.core import replace
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, bag_ids, offsets_of, take_ranges
 from funcrec.kernels import owners
 from funcrec.kernels.ops import Owners
-from funcrec.sharding._layout import Layout, Shard
+from funcrec.sharding._layout import Bank, Layout, Shard
 from funcrec.tables import FeatureConfig, Hash, hash_lanes
+
+
+class Lane(NamedTuple):
+    """A feature on a shard of its table, and the bank that the shard lies in; num_rows: of the table."""
+
+    feature: FeatureConfig
+    shard: Shard
+    bank: Bank
+    num_rows: int
+
+
+class Routes(NamedTuple):
+    """What is known of an exchange before any id: static.
+
+    lanes: by bank, then by feature. slots: for each rank the lanes it serves, by their numbers, -1 where it has fewer than others; slot k is
+    of one bank, banks[k], on all ranks. columns: where slot k's columns begin among the W that a rank sends back for a bag.
+    """
+
+    axes: tuple[str, ...]
+    num_ranks: int
+    lanes: tuple[Lane, ...]
+    slots: tuple[tuple[int, ...], ...]
+    banks: tuple[Bank, ...]
+    columns: tuple[int, ...]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The columns of each slot, together W."""
+        return tuple(b.dim for b in self.banks)
+
+    @property
+    def lanes_of_banks(self) -> dict[Bank, list[int]]:
+        """The banks that the exchange reads, in order, and the numbers of their lanes."""
+        return {b: [i for i, x in enumerate(self.lanes) if x.bank == b] for b in dict.fromkeys(self.banks)}
+
+
+@functools.lru_cache(maxsize=256)
+def routes_of(layout: Layout, features: tuple[FeatureConfig, ...]) -> tuple[Routes, ...]:
+    """The exchanges of a lookup, one for each set of axes that its tables are cut over."""
+    num_rows, lanes = {n: rows for n, (rows, _) in layout.shapes}, {}
+    for f in features:
+        for s in (layout.shards[i] for i in layout.shards_of(f.table)):
+            lane = Lane(f, s, layout.banks[s.bank], num_rows[f.table])
+            lanes.setdefault(lane.bank.axes, []).append(lane)
+    return tuple(_routes(axes, sorted(own, key=lambda x: x.shard.bank)) for axes, own in lanes.items())
+
+
+def _routes(axes: tuple[str, ...], lanes: Sequence[Lane]) -> Routes:
+    n, banks = lanes[0].bank.num_ranks, []
+    slots: list[list[int]] = [[] for _ in range(n)]
+    for bank in dict.fromkeys(x.bank for x in lanes):
+        own = [[i for i, x in enumerate(lanes) if x.bank == bank and r in x.shard.ranks] for r in range(n)]
+        most = max(map(len, own))
+        banks += [bank] * most
+        for r in range(n):
+            slots[r] += own[r] + [-1] * (most - len(own[r]))
+    columns = tuple(sum(b.dim for b in banks[:k]) for k in range(len(banks)))
+    return Routes(axes, n, tuple(lanes), tuple(map(tuple, slots)), tuple(banks), columns)
 
 
 class ReadIds(NamedTuple):
@@ -33,54 +92,44 @@ class ReadIds(NamedTuple):
     is_placed: bool
 
 
-def read_ids(
-    ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shards: Sequence[Shard], layout: Layout, *, placed: bool
-) -> ReadIds:
+def read_ids(ids: KeyedJaggedTensor, lanes: Sequence[Lane], *, placed: bool) -> ReadIds:
     """Of ids that nobody asks for again nothing is moved: lanes read them, and cut them, where they are."""
-    shapes = dict(layout.shapes)
-    num_rows = [shapes[s.table][0] for s in shards]
-    hows = [(f.hash, n if f.hash else 0) for f, n in zip(features, num_rows, strict=True)]
+    features = [x.feature for x in lanes]
+    hows = [(x.feature.hash, x.num_rows if x.feature.hash else 0) for x in lanes]
     of_key = {f.key: how for f, how in zip(features, hows, strict=True)}
     is_one_each = ids.strides is None and all(of_key[f.key] == how for f, how in zip(features, hows, strict=True))
     is_weighted = any(f.weighted for f in features)
     if placed or is_weighted or not is_one_each:
         bags = lane_bags(ids, features)
         num_bags = bags.num_bags // len(features)
-        lanes = lanes_of(shards, num_rows, num_bags)
+        owners_of = lanes_of(lanes, num_bags)
         bags = replace(bags, values=hashed(bags, hows))
-        return ReadIds(bags, lanes, num_bags, bags.capacity, bags.offsets, placed or is_weighted)
+        return ReadIds(bags, owners_of, num_bags, bags.capacity, bags.offsets, placed or is_weighted)
     ranges = [ids.bag_range(f.key) for f in features]
-    lanes = [
-        owners_at(first, f.max_length or 0, s, n)
-        for (first, _), f, s, n in zip(ranges, features, shards, num_rows, strict=True)
-    ]
+    owners_of = [owners_at(first, x.feature.max_length or 0, x) for (first, _), x in zip(ranges, lanes, strict=True)]
     keys = [f.key for f in features]
     bounds = ids.offsets if _is_in_order(ids, features) else offsets_of(torch.cat(_lengths(ids, features)))
     capacity = ids.capacity * max(keys.count(k) for k in keys)
     bags = JaggedTensor(ids.values, ids.offsets)
     bags = replace(bags, values=hashed(bags, [of_key.get(k, (None, 0)) for k in ids.keys]))
-    return ReadIds(bags, lanes, ranges[0][1] - ranges[0][0], capacity, bounds, False)
+    return ReadIds(bags, owners_of, ranges[0][1] - ranges[0][0], capacity, bounds, False)
 
 
-def lanes_of(shards: Sequence[Shard], num_rows: Sequence[int], num_bags: int) -> list[Owners]:
+def lanes_of(lanes: Sequence[Lane], num_bags: int) -> list[Owners]:
     """Lanes that read their bags one lane after the other."""
-    return [owners_at(i * num_bags, 0, s, n) for i, (s, n) in enumerate(zip(shards, num_rows, strict=True))]
+    return [owners_at(i * num_bags, 0, x) for i, x in enumerate(lanes)]
 
 
-def owners_at(first_bag: int, max_length: int, shard: Shard, num_rows: int) -> Owners:
-    """A lane that reads the bags from `first_bag` on; num_rows: of its table."""
-    return Owners(first_bag, max_length, num_rows, shard.part, shard.ranks, shard.starts)
+def owners_at(first_bag: int, max_length: int, lane: Lane) -> Owners:
+    """A lane that reads the bags from `first_bag` on."""
+    shard = lane.shard
+    return Owners(first_bag, max_length, lane.num_rows, shard.part, shard.ranks, shard.starts)
 
 
-def owned_rows(
-    bags: JaggedTensor, features: Sequence[FeatureConfig], shards: Sequence[Shard], layout: Layout
-) -> Tensor:
+def owned_rows(bags: JaggedTensor, lanes: Sequence[Lane]) -> Tensor:
     """i64[N]: owner · NOWHERE + row of the owner's bank, for every id of the lanes' bags; -1 where there is no such row."""
-    shapes = dict(layout.shapes)
-    num_rows = [shapes[s.table][0] for s in shards]
-    lanes = lanes_of(shards, num_rows, bags.num_bags // len(features))
-    hows = [(f.hash, n) for f, n in zip(features, num_rows, strict=True)]
-    return owners.owned_rows(hashed(bags, hows), bags.offsets, lanes)
+    hows = [(x.feature.hash, x.num_rows) for x in lanes]
+    return owners.owned_rows(hashed(bags, hows), bags.offsets, lanes_of(lanes, bags.num_bags // len(lanes)))
 
 
 def hashed(bags: JaggedTensor, hows: Sequence[tuple[Hash | None, int]]) -> Tensor:

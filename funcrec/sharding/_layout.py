@@ -159,3 +159,15 @@ def unpack(layout: Layout, banks: Mapping[str, Tensor], table: str) -> Tensor:
         parts = [x[r * bank.rows + a : r * bank.rows + a + s.part] for r, a in zip(s.ranks, s.starts, strict=True)]
         columns.append(torch.cat(parts)[:num_rows])
     return torch.cat(columns, 1) if columns[0].dim() > 1 else columns[0]
+
+
+def own_ranks(bank: Bank, mesh: Mesh) -> list[int]:
+    """The ranks of the bank's axes that this process holds; all of them once for each copy that it holds."""
+    if mesh.is_emulated:
+        return list(range(bank.num_ranks)) * bank.num_copies
+    if not bank.axes:
+        return [0]
+    place = 0
+    for a in bank.axes:
+        place = place * mesh.shape[a] + mesh.coordinates[a]
+    return [place]

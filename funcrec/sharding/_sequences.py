@@ -7,53 +7,32 @@ stay at home: they multiply rows that came, and gradients before they go.
 Shapes: n ranks, C rows in a block, N places of a sequence's buffer, D dim.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from funcrec.core import replace
-from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
 from funcrec.mesh import Codec, send
-from funcrec.sharding._layout import Layout
-from funcrec.sharding._route import Routed, Routes, _sent_blocks, fetched, route
-from funcrec.tables import Entries, FeatureConfig, RowGrads, sequence_rows
+from funcrec.sharding._lanes import Routes, routes_of
+from funcrec.sharding._layout import Bank, Layout
+from funcrec.sharding._route import Routed, sent_blocks
+from funcrec.tables import Entries, FeatureConfig, RowGrads
 
 
-def route_sequences(
-    ids: KeyedJaggedTensor,
-    routes: Routes,
-    layout: Layout,
-    features: Sequence[FeatureConfig],
-    capacity: int | None,
-    to_owners: Callable = route,
-) -> Routed:
-    """`route`, or `route_rows`, of ids without their weights."""
-    plain = [replace(f, weighted=False) for f in features]
-    return to_owners(ids, routes, layout, plain, capacity)
+def sequence_routes(layout: Layout, features: Sequence[FeatureConfig]) -> tuple[Routes, ...]:
+    """The exchanges of a lookup of sequences: of ids without their weights."""
+    return routes_of(layout, tuple(replace(f, weighted=False) for f in features))
 
 
-def sequences_of(ids: KeyedJaggedTensor, layout: Layout, features: Sequence[FeatureConfig]) -> list[JaggedTensor]:
-    """The rows of each feature in its table, with its weights, as the plain lookup lays them out."""
-    shapes = dict(layout.shapes)
-    return [sequence_rows(ids, f, shapes[f.table][0]) for f in features]
-
-
-def fetch_rows(
-    banks: Sequence[Tensor],
-    bags: Sequence[JaggedTensor],
-    routed: Routed,
-    routes: Routes,
-    layout: Layout,
-    implementation,
-    codec: Codec | None = None,
+def lane_rows(
+    rows: Mapping[Bank, Tensor], routed: Routed, routes: Routes, sizes: Mapping[str, int]
 ) -> dict[int, Tensor]:
-    """{lane: f[N, width]}: a row for each id of the lane's sequence, zeros for padding."""
-    rows, out = fetched(banks, routed, routes, implementation, codec), {}
+    """{lane: f[N, width]}: of the rows that came one for each id of the lane's sequence, zeros for padding; sizes: N of each feature."""
+    out = {}
     for i, lane in enumerate(routes.lanes):
-        places = lane_places(routed, i, bags[lane.feature].capacity)
-        have = rows[layout.shards[lane.shard].bank]
-        taken = have[places.clamp(min=0)]
+        places = lane_places(routed, i, sizes[lane.feature.name])
+        taken = rows[lane.bank][places.clamp(min=0)]
         out[i] = torch.where((places >= 0)[:, None], taken, 0)
     return out
 
@@ -67,16 +46,16 @@ def lane_places(routed: Routed, lane: int, capacity: int) -> Tensor:
 
 
 def send_rows(
-    d_lanes: Mapping[int, Tensor], routed: Routed, routes: Routes, layout: Layout, codec: Codec | None = None
-) -> dict[int, RowGrads]:
-    """{bank: RowGrads} at the owners, of Entries for each sender in turn: the transpose of `fetch_rows`; `codec.forward` is how they travel."""
+    d_lanes: Mapping[int, Tensor], routed: Routed, routes: Routes, codec: Codec | None = None
+) -> dict[str, RowGrads]:
+    """{bank: RowGrads} at the owners, of Entries for each sender in turn: the transpose of rows that came; `codec.forward` is how they travel."""
     n = routes.num_ranks
     room, sent = routed.rows.shape[0] // n, {}
-    for b in dict.fromkeys(routes.banks):
-        own = [i for i, x in enumerate(routes.lanes) if layout.shards[x.shard].bank == b]
+    for b, own in routes.lanes_of_banks.items():
         places = torch.cat([lane_places(routed, i, d_lanes[i].shape[0]) for i in own])
         d = torch.cat([d_lanes[i] for i in own])
-        sent[b] = _sent_blocks(torch.where((places >= 0)[:, None], d, 0), places, n, room)
+        # d_row of each id goes to the place in the block that the id had: rows came from there, and one place is one id's
+        sent[b] = sent_blocks(torch.where((places >= 0)[:, None], d, 0), places, n, room)
     if routes.axes:
         got = send("all_to_all", list(sent.values()), routes.axes, codec, [(x.shape[-1],) for x in sent.values()])
         sent = dict(zip(sent, got, strict=True))
@@ -84,16 +63,5 @@ def send_rows(
     for b, d in sent.items():
         rows = routed.rows_of(b, routes).unflatten(0, (n, room))
         terms = tuple(Entries(rows[s], d[s]) for s in range(n))
-        out[b] = RowGrads(terms, layout.banks[b].rows, layout.banks[b].dim, False, routes.axes)
-    return out
-
-
-def lane_columns(
-    d: Mapping[str, Tensor], routes: Routes, layout: Layout, features: Sequence[FeatureConfig]
-) -> dict[int, Tensor]:
-    """{lane: f[N, width]}: each lane's columns of the cotangents of the sequences' rows."""
-    out = {}
-    for i, lane in enumerate(routes.lanes):
-        shard = layout.shards[lane.shard]
-        out[i] = d[features[lane.feature].name][:, shard.first : shard.last]
+        out[b.name] = RowGrads(terms, b.rows, b.dim, False, routes.axes)
     return out

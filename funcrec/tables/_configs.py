@@ -4,12 +4,11 @@ A table is a matrix with a name; a feature is a column of ids, a table and a way
 table, one column may feed many tables. Both are frozen and hashable: they are part of the compile key.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from funcrec.core import Problem, check, count_problems, describe, flag_problems, typed
 from funcrec.tables._initializers import Initializer
@@ -169,70 +168,3 @@ def feature_problems(f: FeatureConfig) -> Iterator[Problem]:
     yield from flag_problems(f.weighted, "weighted")
     if f.hash is not None and not isinstance(f.hash, Hash):
         yield Problem("`hash` is not a hash.", describe(f.hash), "fr.modulo() or fr.multiply_shift()", kind=TypeError)
-
-
-def duplicate_problems(configs: Sequence, what: str) -> Iterator[Problem]:
-    names = [c.name for c in configs]
-    doubled = sorted({n for n in names if names.count(n) > 1})
-    if doubled:
-        yield Problem(f"`{what}` has a name twice.", f"{doubled} more than once", "distinct names")
-
-
-def table_list_problems(tables: object) -> Iterator[Problem]:
-    if not isinstance(tables, Sequence) or not all(isinstance(t, TableConfig) for t in tables):
-        yield Problem("`tables` are not table configs.", describe(tables), "a sequence of TableConfig", kind=TypeError)
-    else:
-        yield from duplicate_problems(tables, "tables")
-
-
-def feature_list_problems(features: object) -> Iterator[Problem]:
-    if not isinstance(features, Sequence) or not all(isinstance(f, FeatureConfig) for f in features):
-        got = describe(features)
-        yield Problem("`features` are not feature configs.", got, "a sequence of FeatureConfig", kind=TypeError)
-    else:
-        yield from duplicate_problems(features, "features")
-
-
-def table_shapes(tables: object) -> dict[str, tuple[int, int]]:
-    """{name: (num_embeddings, embedding_dim)} from configs or from the tables themselves."""
-    if isinstance(tables, Mapping):
-        return {name: tuple(t.shape) for name, t in tables.items()}
-    return {t.name: t.shape for t in tables}
-
-
-def table_tensor_problems(tables: object) -> Iterator[Problem]:
-    """`tables` must be {name: f[R, D]} or a sequence of TableConfig."""
-    if not isinstance(tables, Mapping):
-        yield from table_list_problems(tables)
-        return
-    for name, t in tables.items():
-        yield from tensor_problems(t, f"tables[{name!r}]")
-
-
-def tensor_problems(t: object, path: str) -> Iterator[Problem]:
-    """`t` must be f[R, D], and dense memory."""
-    if isinstance(t, Tensor) and (t.layout != torch.strided or t.is_nested):
-        dense = f"torch.nested.to_padded_tensor({path}, 0.0)" if t.is_nested else f"{path}.to_dense()"
-        hint = f"{dense}: a table is dense memory, and its gradient is its rows"
-        yield Problem(f"`{path}` is not a table.", describe(t), "f[num_embeddings, dim]", hint, TypeError)
-    elif not isinstance(t, Tensor) or t.dim() != 2 or not t.is_floating_point():
-        yield Problem(f"`{path}` is not a table.", describe(t), "f[num_embeddings, dim]", TABLE_HINT, TypeError)
-
-
-def row_problems(tables: Mapping[str, Tensor]) -> Iterator[Problem]:
-    """Every table must have a row, for ids to find."""
-    for name, t in tables.items():
-        if not t.shape[0]:
-            hint = f"fr.TableConfig({name!r}, num_embeddings=1, embedding_dim={t.shape[1]}), or more rows"
-            yield Problem(f"`tables[{name!r}]` has no row.", describe(t), "one row or more", hint)
-
-
-def feature_table_problems(features: Sequence[FeatureConfig], tables: object) -> Iterator[Problem]:
-    """Every feature's table must be there."""
-    names = [t.name for t in tables] if not isinstance(tables, Mapping) else list(tables)
-    for f in features:
-        if f.table not in names:
-            yield Problem(
-                f"`features[{f.name!r}].table` is not a table.", f"{f.table!r}", f"one of {names}",
-                "" if names else f"a table named {f.table!r}", KeyError,
-            )  # fmt: skip

@@ -29,8 +29,8 @@ from funcrec.core import (
 )
 from funcrec.kernels import ops
 from funcrec.tables import _validate as checks
-from funcrec.tables._configs import tensor_problems
 from funcrec.tables._params import Params
+from funcrec.tables._problems import tensor_problems
 from funcrec.tables._rowgrads import RowGrads
 from funcrec.tables._taps import Site, TableRef, Tape, handed_over, plain_tables, summed
 

@@ -31,6 +31,7 @@ from funcrec.core import (
     under_vmaps,
     vmaps_above,
 )
+from funcrec.tables._kinds import Read, with_parts
 from funcrec.tables._rowgrads import RowGrads
 
 _DENSE_USE = Problem(
@@ -188,16 +189,16 @@ def open_tables(tables: Any) -> tuple[Any, list[Owner]]:
     while refs := {n: t for n, t in tables.items() if isinstance(t, TableRef)}:
         for n, t in refs.items():
             found.setdefault(id(t.tape), (t.tape, []))[1].append((n, t.name))
-        tables = {n: t.table if isinstance(t, TableRef) else t for n, t in tables.items()}
+        tables = with_parts(tables, {n: t.table if isinstance(t, TableRef) else t for n, t in tables.items()})
     owners = [Owner(tape, tuple(names)) for tape, names in found.values()]
     return tables, sorted(owners, key=lambda o: o.tape.level)
 
 
-def tapped(owners: Sequence[Owner], out: Any, saved: Any, transpose: Callable[[Any, Any], dict], *what: Any) -> Any:
-    """`out` with the taps of all owners; `what` tells the lookup from others: its kind and its features."""
-    kind, features = what
+def tapped(owners: Sequence[Owner], read: Read, what: str, features: tuple) -> Any:
+    """What was read, with the taps of all owners; `what` and `features` tell the lookup from others."""
+    out, saved = read.out, read.saved() if owners else None
     for tape, names in owners:
-        out = tape.tap(out, saved, _by_own_names(transpose, names), (kind, names, features))
+        out = tape.tap(out, saved, _by_own_names(read.transpose, names), (what, names, features))
     return out
 
 

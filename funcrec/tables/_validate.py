@@ -8,15 +8,15 @@ from torch import Tensor
 
 from funcrec.core import CheckError, Problem, check, describe
 from funcrec.jagged import KeyedJaggedTensor, check_ids, offset_value_problems
-from funcrec.tables._configs import (
-    FeatureConfig,
-    TableConfig,
+from funcrec.tables._configs import FeatureConfig, TableConfig
+from funcrec.tables._kinds import table_shapes
+from funcrec.tables._params import Batch
+from funcrec.tables._problems import (
+    feature_key_problems,
     feature_list_problems,
     feature_table_problems,
-    table_shapes,
     table_tensor_problems,
 )
-from funcrec.tables._params import Batch
 
 SHOWN_MAX = 3  # offenders named per feature
 
@@ -56,17 +56,6 @@ def validate(
     labels = batch_value_problems(ids) if isinstance(ids, Batch) else ()
     check(call, value_problems(found, features, table_shapes(tables)), labels)
     return ids
-
-
-def feature_key_problems(features: Sequence[FeatureConfig], ids: KeyedJaggedTensor) -> Iterator[Problem]:
-    for f in features:
-        if f.key not in ids.keys:
-            got, need = f"{f.key!r}", f"one of the keys {list(ids.keys)}"
-            hint = "column=..., the key of its ids, in the feature's config"
-            yield Problem(f"feature {f.name!r} has no ids.", got, need, hint, KeyError)
-        if f.weighted and ids.weights is None:
-            hint = "weights=..., or weighted=False"
-            yield Problem(f"feature {f.name!r} is weighted.", "`ids.weights` is None", "a weight per id", hint)
 
 
 def batch_value_problems(batch: Batch) -> Iterator[Problem]:

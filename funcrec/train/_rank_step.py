@@ -111,9 +111,9 @@ def sharded_update(
     def one_rank(state: TrainState, batch: Any):
         at_step = lambda: random.fold_in(random.fold_in(state.key, state.step), axis_index(batch_axes))
         extra = {"key": at_step()} if takes_key else {}
-        how = state.tables.codec if codec is None else codec
-        whole = whole_banks(sparse, state.tables.layout)
-        tables = replace(state.tables, capacity=capacity, codec=how, whole=whole)
+        held = state.tables.transport
+        transport = held._replace(capacity=capacity, codec=held.codec if codec is None else codec)
+        tables = replace(state.tables, transport=transport, whole=whole_banks(sparse, state.tables.layout))
         params = Params(tables, gather_dense(state.dense))
         (loss, aux), grads = value_and_grad(local, has_aux=True)(params, batch, **extra)
         metrics = overflow_metrics(grads.tables, mesh.axis_names, state.step) if capacity is not None else {}

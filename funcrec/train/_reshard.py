@@ -31,6 +31,7 @@ from funcrec.sharding import (
     layout_of,
     leaf_problems,
     own_ranks,
+    transport_of,
 )
 from funcrec.tables import table_tensor_problems
 from funcrec.train._state import TrainState
@@ -144,7 +145,8 @@ def reshard(
     for name, own in reads.items():
         for k, read in own.items():
             move(layout, {b: x[k] for b, x in banks.items() if k in x}, name, mesh, read, shapes[name])
-    tables = ShardedTables({b: own.pop("") for b, own in banks.items()}, layout, exact, codec=codec, dedup=dedup)
+    transport = transport_of(exact, dedup, codec=codec)
+    tables = ShardedTables({b: own.pop("") for b, own in banks.items()}, layout, transport)
     kept, kept_opt = join_dense(state.dense, source), join_dense(state.dense_opt, source)
     if dense_axes:
         axes = tuple(dense_axes)

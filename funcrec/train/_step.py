@@ -27,7 +27,7 @@ from funcrec.core import (
 from funcrec.mesh import Codec, Mesh
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.sharding import Plan, ShardedTables, dedup_problems, dense_axes_problems
-from funcrec.tables import Params, params_problems, value_and_grad
+from funcrec.tables import Params, params_problems, value_and_grad, with_parts
 from funcrec.train._rank_step import Recipe, shard_state, sharded_update
 from funcrec.train._state import TrainState, state_parts
 
@@ -154,6 +154,7 @@ def train_step(
         if merge is not None:
             new_dense = merge(new_dense, aux)
         metrics = {"loss": loss, "aux": aux} if has_aux else {"loss": loss}
+        tables = with_parts(state.tables, tables)
         return TrainState(state.step + 1, tables, slots, new_dense, dense_opt, state.key), metrics
 
     return TrainStep(init, update)

@@ -113,17 +113,17 @@ def test_a_codec_goes_where_its_tables_go():
     make = lambda **kwargs: fr.train_step(training.loss_fn, **opts, mesh=mesh, plan=plan, **kwargs)
     one, plain = make(codec=codec), make()
     state = one.init(training.params())
-    assert state.tables.codec == codec and state.tables.specs().codec == codec
+    assert state.tables.transport.codec == codec and state.tables.specs().transport.codec == codec
     whole = fr.gather_state(state, mesh)
     moved = fr.reshard(whole, plan, mesh=mesh, sparse=opts["sparse"], codec=codec)
     assert_trees_close(moved, state)
     batch = training.batch(0, 8)
     want = one(state, batch)[0]
-    assert want.tables.codec == codec
+    assert want.tables.transport.codec == codec
     assert_trees_close(plain(moved, batch)[0], want)
     bare = fr.reshard(whole, plan, mesh=mesh, sparse=opts["sparse"])
     after = one(bare, batch)[0]
-    assert after.tables.codec is None
+    assert after.tables.transport.codec is None
     assert_trees_close(fr.gather_state(after, mesh), fr.gather_state(want, mesh))
     assert not torch.equal(plain(bare, batch)[0].tables["a"], want.tables["a"])
 
@@ -173,7 +173,7 @@ def test_coded_training_stays_near():
 
 WRONG = {
     "cotangents travel as values do": (fr.Codec, "transposed", lambda self: self),
-    "cotangents are not coded": (fr.ShardedTables, "_codec_back", None),
+    "cotangents are not coded": (fr.sharding._transport.Transport, "codec_back", None),
     "values are cut, not rounded": (_codec, "_encode", lambda x, *how: torch.ops.funcrec_codec.encode(x * 0.996, *how)),
     "rows have another row's scale": (
         _codec,

@@ -50,3 +50,27 @@ def test_terms_of_several_lookups_are_added_rank_by_rank(monkeypatch):
     with pytest.raises(AssertionError):
         assert_trees_close(mapped(model)[1], want[1])
     assert_trees_close(mapped(model)[1], want[1], rtol=1e-6, atol=1e-6)
+
+
+UNEQUAL = fr.KeyedJaggedTensor.from_lists({"u": [[0], [1]], "v": [[2], [3], [1]]})
+
+
+@pytest.mark.parametrize(
+    "lookup, pooling", [(fr.lookup, "sum"), (fr.lookup_sequence, "none")], ids=["pooled", "sequence"]
+)
+def test_features_of_different_numbers_of_bags_are_refused_on_a_mesh(lookup, pooling):
+    """Lanes of an exchange have one number of bags: ids whose keys differ raise, where bags were passed over without a word; nothing to look up is no error."""
+    mesh, plan, tables, _, _ = fixed(fr.Mesh.emulated(x=2), "row_wise")
+    held = fr.shard_tables(tables, plan, mesh)
+    features = [fr.FeatureConfig(k, table="b", pooling=pooling) for k in "uv"]
+    look = lambda ids, features: fr.shard_map(
+        lambda t: [x.values[None] for x in values(lookup(t, ids, features))], mesh=mesh, in_specs=(held.specs(),), out_specs=fr.P("x")
+    )(held)  # fmt: skip
+    values = lambda out: [out] if isinstance(out, fr.KeyedTensor) else list(out.values())
+    with pytest.raises(ValueError, match="different numbers of bags"):
+        look(UNEQUAL, features)
+    assert_trees_close(
+        look(UNEQUAL, features[:1]),
+        [x.values[None].expand(2, -1, -1) for x in values(lookup(tables, UNEQUAL, features[:1]))],
+    )
+    assert [x.shape[-1] for x in look(UNEQUAL.permute(["u"]), [])] == ([0] if pooling == "sum" else [])

@@ -11,9 +11,11 @@ import torch
 import funcrec as fr
 from funcrec.core._tree import replace, tree_map
 from funcrec.mesh._parts import _stack_bags
-from funcrec.sharding import _route as routing
 from funcrec.sharding import _tables
-from funcrec.sharding._lanes import lane_bags
+from funcrec.sharding._combine import combine
+from funcrec.sharding._lanes import lane_bags, routes_of
+from funcrec.sharding._route import route
+from funcrec.sharding._transport import transport_of
 from programs.transforms import direction
 
 SHAPES = {"a": (7, 3), "b": (4, 2)}
@@ -99,7 +101,7 @@ def program(name, mesh):
     layout, codec = layout_of(kind), CODEC if "coded" in name else None
 
     def one(x, ids):
-        held = fr.ShardedTables(x["banks"], layout, "exact" in name, codec=codec, dedup="dedup" in name)
+        held = fr.ShardedTables(x["banks"], layout, transport_of("exact" in name, "dedup" in name, codec=codec))
         return fr.lookup(held, with_weights(ids, x["weights"]), FEATURES).values
 
     def whole(x):
@@ -111,8 +113,8 @@ def program(name, mesh):
 
 def route_program(layout, mine):
     """Ids' weights -> what the owners of their rows are sent."""
-    (routes,) = routing.routes_of(layout, FEATURES)
-    used = [FEATURES[x.feature] for x in routes.lanes]
+    (routes,) = routes_of(layout, FEATURES)
+    used = [x.feature for x in routes.lanes]
 
     def whole(x):
         """By loops over the definition: rank r gets from s the weights of the ids that s has for r, lane by lane and bag by bag."""
@@ -126,7 +128,7 @@ def route_program(layout, mine):
             out.append(torch.stack(blocks))
         return torch.stack(out)
 
-    one = lambda x, ids: routing.route(with_weights(ids, x["weights"]), routes, layout, FEATURES, None).weights
+    one = lambda x, ids: route(with_weights(ids, x["weights"]), routes, None).weights
     return Program(one, whole, {"weights": torch.stack([p.weights for p in mine])}, None)
 
 
@@ -139,12 +141,11 @@ def owner(layout, features, bags, i):
 
 def combine_program(layout, mine):
     """What owners pooled -> each rank's bags."""
-    (routes,) = routing.routes_of(layout, FEATURES)
+    (routes,) = routes_of(layout, FEATURES)
     n = len(mine)
 
     def one(x, ids):
-        routed = routing.route(ids, routes, layout, FEATURES, None)
-        lanes = routing.combine(x["pooled"], routed, routes, layout, FEATURES)
+        lanes = combine(x["pooled"], route(ids, routes, None), routes)
         return torch.cat([lanes[i] for i in range(len(lanes))], 1)
 
     def whole(x):
@@ -152,7 +153,7 @@ def combine_program(layout, mine):
         for r, ids in enumerate(mine):
             row = []
             for i, lane in enumerate(routes.lanes):
-                feature, shard = FEATURES[lane.feature], layout.shards[lane.shard]
+                feature, shard = lane.feature, lane.shard
                 at = lambda s, i=i: routes.columns[routes.slots[s].index(i)]
                 total = sum(x["pooled"][s, r, :, at(s) : at(s) + shard.last - shard.first] for s in range(n))
                 lengths = ids.offsets_for(feature.key).diff().clamp(min=1)[:, None]
@@ -160,8 +161,8 @@ def combine_program(layout, mine):
             out.append(torch.cat(row, 1))
         return torch.stack(out)
 
-    size = n * n * BAGS * routes.width
-    pooled = (torch.arange(size, dtype=torch.float64) * 1.1).cos().reshape(n, n, BAGS, routes.width)
+    width = sum(routes.widths)
+    pooled = (torch.arange(n * n * BAGS * width, dtype=torch.float64) * 1.1).cos().reshape(n, n, BAGS, width)
     return Program(one, whole, {"pooled": pooled}, None)
 
 

@@ -16,11 +16,11 @@ from funcrec.kernels import ops
 import funcrec as fr
 from funcrec.core._tree import replace
 from funcrec.mesh import _exchange as exchange
+from funcrec.sharding import _combine, _sync, _update
 from funcrec.sharding import _distinct as unique
 from funcrec.sharding import _lanes as route_ids
-from funcrec.sharding import _route as routing
 from funcrec.sharding import _sequences as sequence
-from funcrec.sharding import _sync, _tables, _update
+from funcrec.sharding._transport import POOLED
 from funcrec.testing import assert_trees_close
 from funcrec.train import _rank_step
 from programs import lookup_transforms as lookups
@@ -135,10 +135,10 @@ def _late(made):
     """A block whose answers are read one place on."""
 
     def route(*args):
-        routed = made(*args)
+        routed = made.route(*args)
         return replace(routed, sent=torch.where(routed.sent < 0, -1, (routed.sent + 1) % routed.rows.shape[0]))
 
-    return route
+    return made._replace(route=route)
 
 
 def _alone(made):
@@ -146,9 +146,9 @@ def _alone(made):
 
     def transpose(d, routed, *args):
         earlier = (routed.sent[:, None] == routed.sent[None]).tril(-1).any(1)
-        return made(d, replace(routed, sent=torch.where(earlier, -1, routed.sent)), *args)
+        return made.transpose(d, replace(routed, sent=torch.where(earlier, -1, routed.sent)), *args)
 
-    return transpose
+    return made._replace(transpose=transpose)
 
 
 MUTATIONS = {
@@ -162,8 +162,8 @@ MUTATIONS = {
     "an exchange without its transpose": _dropped("backward", lambda ctx, *d: (None, None, *(x * 1.5 for x in d))),
     "an exchange without its tangent": _dropped("jvp", lambda ctx, a, b, *t: tuple(t)),
     "an exchange that does not batch": _dropped("vmap", lambda info, dims, call, marker, *xs: (xs, dims[2:])),
-    "a mean is not divided": Mutation(routing, "_divided", lambda made: lambda x, *args: x, law(looks_up, "row_wise")),
-    "a mean's gradient is not divided": Mutation(routing, "_scaled", lambda made: lambda d, *args: d, law(has_bits, "row_wise")),
+    "a mean is not divided": Mutation(_combine, "_divided", lambda made: lambda x, *args: x, law(looks_up, "row_wise")),
+    "a mean's gradient is not divided": Mutation(_combine, "_scaled", lambda made: lambda d, *args: d, law(has_bits, "row_wise")),
     "copies keep their own gradients": Mutation(
         _sync, "sync_grads", _kept_apart, law(has_bits, "replicated")
     ),
@@ -174,8 +174,8 @@ MUTATIONS = {
     "a lane's rows are another lane's": Mutation(
         sequence, "lane_places", lambda made: lambda routed, i, n: made(routed, (i + 1) % 3, n), law(has_bits, "row_wise")
     ),
-    "dedup: an owner's blocks begin one row late": Mutation(_tables, "route_rows", _late, is_deduplicated),
-    "dedup: only one id of a row gives its gradient": Mutation(_tables, "fetch_transpose", _alone, is_deduplicated),
+    "dedup: an owner's blocks begin one row late": Mutation(POOLED, "distinct", _late, is_deduplicated),
+    "dedup: only one id of a row gives its gradient": Mutation(POOLED, "distinct", _alone, is_deduplicated),
     "dedup: sums go to the next place": Mutation(
         unique,
         "_at_owners",

@@ -1,0 +1,162 @@
+"""combine: rows that came to their owners, as pooled bags back where their ids are, and the transpose.
+
+    sums:  acts[b] = 1/len_b · Σ_owners Σ_{i of b there} s_i · row_i      pooled at the owners, added here, divided here for a mean
+    rows:  acts[b] = 1/len_b · Σ_{i of b} s_i · row_i                     owners send single rows, pooled here as one process pools them
+    d_acts[b] ─▶ every owner of rows of b ─▶ Bags: s_i / len_b · e_{row_i} ⊗ d_acts[b]
+
+Shapes: n ranks, B bags on each, L lanes, K lanes on a rank, W their columns, C rows in a block.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from funcrec.kernels import ops
+from funcrec.kernels.forms import Feature
+from funcrec.mesh import Codec, send
+from funcrec.sharding._lanes import Lane, Routes
+from funcrec.sharding._layout import Bank
+from funcrec.sharding._route import Routed
+from funcrec.tables import Bags, FeatureConfig, RowGrads, gather_rows, pooled_lookup
+
+Banks = Mapping[str, Tensor]
+
+
+def pooled_there(
+    banks: Banks, routed: Routed, routes: Routes, implementation: str | None, codec: Codec | None = None
+) -> dict[int, Tensor]:
+    """{lane: f[B, width]}, from the sums that owners send back."""
+    return combine(pool(banks, routed, routes, implementation), routed, routes, codec)
+
+
+def pool(banks: Banks, routed: Routed, routes: Routes, implementation: str | None) -> Tensor:
+    """f[n, B, W]: for each sender, the sums of its bags' rows here, slot by slot, as they are sent."""
+    used, width = list(routes.lanes_of_banks), sum(routes.widths)
+    forms = [
+        form._replace(table=used.index(routes.banks[k]), column=sender * width + form.column)
+        for sender in range(routes.num_ranks)
+        for k, form in enumerate(slot_forms(routed, routes, sender))
+    ]
+    tables = [banks[b.name] for b in used]
+    out = pooled_lookup(
+        tables, [routed.rows], routed.offsets, routed.weights, forms, routed.num_bags, routes.num_ranks, implementation=implementation
+    )  # fmt: skip
+    return out.unflatten(0, (routes.num_ranks, -1))
+
+
+def slot_forms(routed: Routed, routes: Routes, sender: int) -> list[Feature]:
+    """The slots as features of a kernel, of one sender's bags: weighted sums, for a mean is divided where its bag is."""
+    bags = routed.num_bags
+    first = sender * (len(routes.banks) * bags + 1)  # each sender's boundaries are one more than its bags
+    is_weighted = routed.weights is not None
+    return [
+        Feature(0, 0, first + k * bags, _longest(routes, k), False, is_weighted, column)
+        for k, column in enumerate(routes.columns)
+    ]
+
+
+def _longest(routes: Routes, slot: int) -> int:
+    """The most ids in a bag of a slot, 0 if nobody says: bags come cut, so it only bounds how many entries a gradient has."""
+    known = [routes.lanes[x[slot]].feature.max_length for x in routes.slots if x[slot] >= 0]
+    return 0 if None in known else max(known)
+
+
+def pooled_here(
+    banks: Banks, routed: Routed, routes: Routes, implementation: str | None, codec: Codec | None = None
+) -> dict[int, Tensor]:
+    """{lane: f[B, width]}, from the single rows that owners send back: the sums of one process, to the bit."""
+    rows, out = fetch(banks, routed, routes, implementation, codec), {}
+    for bank, lanes in routes.lanes_of_banks.items():
+        pooled = pooled_lookup(
+            [rows[bank]],
+            [routed.sent],
+            routed.own_offsets,
+            routed.own_weights,
+            lane_forms(routed, routes, bank),
+            routed.num_bags,
+            implementation=implementation,
+        )
+        out |= dict(zip(lanes, pooled.split(bank.dim, 1), strict=True))
+    return out
+
+
+def lane_forms(routed: Routed, routes: Routes, bank: Bank) -> list[Feature]:
+    """The lanes of a bank, side by side, as features of a kernel that reads rows at `sent` for this rank's own bags."""
+    is_weighted = routed.own_weights is not None
+    return [
+        Feature(0, 0, i * routed.num_bags, 0, routes.lanes[i].feature.pooling == "mean", is_weighted, c * bank.dim)
+        for c, i in enumerate(routes.lanes_of_banks[bank])
+    ]
+
+
+def fetch(
+    banks: Banks, routed: Routed, routes: Routes, implementation: str | None, codec: Codec | None = None
+) -> dict[Bank, Tensor]:
+    """{bank: f[n · C, dim]}: for each id that this rank sent its row, in the id's place; zeros for those of other banks."""
+    rows = {
+        b: gather_rows(banks[b.name], routed.rows_of(b, routes), implementation=implementation).unflatten(
+            0, (routes.num_ranks, -1)
+        )
+        for b in routes.lanes_of_banks
+    }
+    if routes.axes:
+        got = send("all_to_all", list(rows.values()), routes.axes, codec, [(x.shape[-1],) for x in rows.values()])
+        rows = dict(zip(rows, got, strict=True))
+    return {b: x.flatten(0, 1) for b, x in rows.items()}
+
+
+def combine(pooled: Tensor, routed: Routed, routes: Routes, codec: Codec | None = None) -> dict[int, Tensor]:
+    """{lane: f[B, width]}: this rank's bags, from what all owners pooled for it; means are divided here."""
+    back = send("all_to_all", [pooled], routes.axes, codec, [routes.widths])[0] if routes.axes else pooled
+    out = {}
+    for i, lane in enumerate(routes.lanes):
+        # Σ over the owners of the table's parts, in the order of the parts: not in that of the bag's ids, so other bits than one process's
+        at = [(r, routes.columns[routes.slots[r].index(i)]) for r in lane.shard.ranks]
+        total = back[at[0][0], :, at[0][1] : at[0][1] + lane.bank.dim]
+        for r, c in at[1:]:
+            total = total + back[r, :, c : c + lane.bank.dim]
+        out[i] = _divided(total, routed, i, lane.feature)
+    return out
+
+
+def combine_transpose(
+    d_lanes: Mapping[int, Tensor], routed: Routed, routes: Routes, codec: Codec | None = None
+) -> dict[str, RowGrads]:
+    """{bank: RowGrads} at the owners, from the cotangents of the bags; `codec.forward` is how they travel."""
+    # d_acts / len_b is divided before it is sent, but for weighted means, whose terms have s_i / len_b already (`scales`)
+    d_lanes = {
+        i: _scaled(d, routed, i, routes.lanes[i]) if _is_mean(routes.lanes[i]) else d for i, d in d_lanes.items()
+    }
+    weights = routed.weights if routed.scales is None else routed.scales
+    blank = [torch.zeros_like(d_lanes[0][:, :1]).expand(-1, b.dim) for b in routes.banks]
+    to_rank = lambda slots: torch.cat([blank[k] if i < 0 else d_lanes[i] for k, i in enumerate(slots)], 1)
+    if not routes.axes:
+        d = to_rank(routes.slots[0])[None]
+    elif len(set(routes.slots)) == 1:  # every rank is sent the same
+        (d,) = send("all_gather", [to_rank(routes.slots[0])], routes.axes, codec, [routes.widths])
+    else:
+        each = torch.stack([to_rank(slots) for slots in routes.slots])
+        (d,) = send("all_to_all", [each], routes.axes, codec, [routes.widths])
+    terms: dict[Bank, list[Bags]] = {b: [] for b in routes.banks}
+    # a term for each sender in turn: the order of the global batch, in which `coalesce` adds a row's gradients up
+    for sender, d_sender in enumerate(d.unbind(0)):  # one tensor for all banks: it may travel on
+        forms = slot_forms(routed, routes, sender)
+        for b in terms:
+            own = tuple(f for k, f in enumerate(forms) if routes.banks[k] == b)
+            terms[b].append(Bags(d_sender, routed.rows, routed.offsets, weights, own))
+    return {b.name: RowGrads(tuple(t), b.rows, b.dim, False, routes.axes) for b, t in terms.items()}
+
+
+def _divided(x: Tensor, routed: Routed, lane: int, feature: FeatureConfig) -> Tensor:
+    return x / routed.lengths(lane).clamp(min=1)[:, None].to(x.dtype) if feature.pooling == "mean" else x
+
+
+def _is_mean(lane: Lane) -> bool:
+    return lane.feature.pooling == "mean" and not lane.feature.weighted
+
+
+def _scaled(d: Tensor, routed: Routed, i: int, lane: Lane) -> Tensor:
+    """d over the bags' lengths, as the kernels do it: by one factor, in the dtype that the table's rows are summed in."""
+    acc = ops.accumulation_dtype(lane.bank.dtype)
+    return d.to(acc) * (1 / routed.lengths(i).clamp(min=1).double())[:, None].to(acc)

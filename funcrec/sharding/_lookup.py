@@ -1,0 +1,129 @@
+"""How a lookup reads sharded tables: a rank's bags, by one exchange for each set of axes that their tables are cut over.
+
+    ids ─route─▶ rows at their owners ─fetch─▶ each lane's columns ─▶ acts;     d_acts ─▶ each lane's columns ─transpose─▶ {bank: RowGrads}
+
+Shapes: B bags on this rank, D dim.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.core import check, fail, replace
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from funcrec.mesh import bound_names
+from funcrec.sharding._lanes import Lane, Routes, routes_of
+from funcrec.sharding._layout import Layout
+from funcrec.sharding._sequences import lane_rows, sequence_routes
+from funcrec.sharding._transport import POOLED, SEQUENCES, Steps, Transport, steps_of
+from funcrec.tables import FeatureConfig, Read, RowGrads, bag_count_problems, sequence_rows
+
+
+def read_sharded(
+    tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConfig, ...], implementation: str | None = None
+) -> Read:
+    """What a lookup gives of this rank's bags; its transpose takes the cotangents of all ranks' to the owners of the rows.
+
+    tables: ShardedTables. features: all pooled, or all sequences.
+    """
+    is_sequence = features[0].pooling == "none"
+    check_bound("funcrec.lookup_sequence" if is_sequence else "funcrec.lookup", tables.layout)
+    return (read_sequences if is_sequence else read_pooled)(tables, ids, features, implementation)
+
+
+def read_pooled(tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConfig, ...], implementation) -> Read:
+    lanes_of = lambda lanes, routed, routes: lanes
+    each = routes_of(tables.layout, features)
+    columns, exchanges = exchanged(tables, ids, features, each, POOLED, lanes_of, implementation)
+    dims = {name: sum(x.shape[1] for x in own) for name, own in columns.items()}
+    out = KeyedTensor(torch.cat([x for own in columns.values() for x in own], 1), tuple(dims), tuple(dims.values()))
+    starts = dict(zip(dims, accumulate(dims.values(), initial=0), strict=False))
+
+    def transpose(d_acts: KeyedTensor, exchanges: Sequence) -> dict[str, RowGrads]:
+        at = lambda x: starts[x.feature.name]
+        own = lambda x: d_acts.values[:, at(x) + x.shard.first : at(x) + x.shard.last]
+        return sent_back(tables.transport, POOLED, routes_of(whole_rows(tables), features), exchanges, own)
+
+    return Read(out, lambda: exchanges, transpose)
+
+
+def read_sequences(tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConfig, ...], implementation) -> Read:
+    check("funcrec.lookup_sequence", bag_count_problems(features, ids))  # lanes stand one after the other, B bags each
+    num_rows = {n: rows for n, (rows, _) in tables.layout.shapes}
+    bags = {f.name: sequence_rows(ids, f, num_rows[f.table]) for f in features}
+    lanes_of = lambda rows, routed, routes: lane_rows(rows, routed, routes, {k: x.capacity for k, x in bags.items()})
+    each = sequence_routes(tables.layout, features)
+    columns, exchanges = exchanged(tables, ids, features, each, SEQUENCES, lanes_of, implementation)
+    out = {k: JaggedTensor(torch.cat(columns[k], 1), x.offsets, x.weights) for k, x in bags.items()}
+
+    def transpose(d_rows: Mapping[str, Tensor], exchanges: Sequence) -> dict[str, RowGrads]:
+        own = lambda x: d_rows[x.feature.name][:, x.shard.first : x.shard.last]
+        return sent_back(tables.transport, SEQUENCES, sequence_routes(whole_rows(tables), features), exchanges, own)
+
+    return Read(out, lambda: exchanges, transpose)
+
+
+def exchanged(
+    tables: Any,
+    ids: KeyedJaggedTensor,
+    features: Sequence[FeatureConfig],
+    each: Sequence[Routes],
+    answers: Mapping[str, Steps],
+    lanes_of: Callable[[Any, Any, Routes], Mapping[int, Tensor]],
+    implementation: str | None,
+) -> tuple[dict[str, list[Tensor]], list]:
+    """({feature: its blocks of columns, in order}, what this rank was sent in each exchange); lanes_of: (what was fetched, routed, routes)."""
+    blocks: dict[str, dict[int, Tensor]] = {f.name: {} for f in features}
+    exchanges = []
+    for routes in each:
+        steps = steps_of(answers, tables.transport, routes)
+        routed = steps.route(ids, routes, tables.transport.capacity)
+        exchanges.append(routed)
+        fetched = steps.fetch(tables.banks, routed, routes, implementation, tables.transport.codec)
+        for i, block in lanes_of(fetched, routed, routes).items():
+            lane = routes.lanes[i]
+            blocks[lane.feature.name][lane.shard.first] = block
+    return {name: [own[first] for first in sorted(own)] for name, own in blocks.items()}, exchanges
+
+
+def sent_back(
+    transport: Transport,
+    answers: Mapping[str, Steps],
+    each: Sequence[Routes],
+    exchanges: Sequence,
+    own: Callable[[Lane], Tensor],
+) -> dict[str, RowGrads]:
+    """{bank: RowGrads} of this rank. own: a lane's columns of the cotangent; what an exchange was sent for the lookup says where they go."""
+    out: dict[str, RowGrads] = {}
+    for routes, routed in zip(each, exchanges, strict=True):
+        transpose = steps_of(answers, transport, routes).transpose
+        made = transpose({i: own(x) for i, x in enumerate(routes.lanes)}, routed, routes, transport.codec_back)
+        if transport.capacity is not None:
+            first = next(iter(made))
+            made[first] = replace(made[first], overflow=routed.overflow)
+        out |= made
+    return out
+
+
+def whole_rows(tables: Any) -> Layout:
+    """Where gradients lie: those of `whole` banks have all columns of their rows."""
+    return tables.layout.with_whole_rows(tables.whole)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def check_bound(call: str, layout: Layout) -> None:
+    missing = [a for a, _ in layout.mesh_shape if a not in bound_names()]
+    if missing:
+        hint = "shard_map(f, mesh=..., in_specs=(tables.specs(), ...), ...)"
+        fail(
+            call,
+            "sharded tables are looked up outside of their mesh.",
+            got=f"axes {missing} are not bound",
+            need="a call inside shard_map",
+            hint=hint,
+        )

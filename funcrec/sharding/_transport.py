@@ -1,0 +1,83 @@
+"""Transport: what an exchange of a sharded lookup sends, as one value.
+
+    answer       an owner sends back                    first bytes                      gradients come as
+    "sums"       the sum of a bag's rows there          a row number for each id         d_acts of each bag
+    "rows"       the row of each id                     a row number for each id         d_acts of each bag
+    "distinct"   each row that was named, once          each row number once, a count    the sum over a row's ids
+
+How an answer is had stands in two tables, of pooled features and of sequences, whose "sums" are their rows.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, NamedTuple
+
+from funcrec.core import Problem
+from funcrec.mesh import Codec
+from funcrec.sharding._combine import combine_transpose, fetch, pooled_here, pooled_there
+from funcrec.sharding._distinct import fetch_rows_transpose, fetch_transpose, route_rows
+from funcrec.sharding._lanes import Routes
+from funcrec.sharding._route import route
+from funcrec.sharding._sequences import send_rows
+
+
+class Transport(NamedTuple):
+    """What an exchange sends; static and hashable.
+
+    answer: see above. capacity: the most ids, or distinct rows, that a rank may send to another; None for all that it has. codec: how vectors
+    travel, there and back; None for every bit.
+    """
+
+    answer: Literal["sums", "rows", "distinct"] = "sums"
+    capacity: int | None = None
+    codec: Codec | None = None
+
+    @property
+    def codec_back(self) -> Codec | None:
+        """How cotangents travel, as they are sent."""
+        return None if self.codec is None else self.codec.transposed()
+
+
+class Steps(NamedTuple):
+    """How an answer is had.
+
+    route: (ids, routes, capacity) -> routed, what the owners were sent, and where this rank's ids went. fetch: (banks, routed, routes,
+    implementation, codec) -> {lane: f[B, width]}, of sequences {bank: f[n · C, dim]}. transpose: ({lane: d}, routed, routes, codec) ->
+    {bank: RowGrads} at the owners.
+    """
+
+    route: Callable
+    fetch: Callable
+    transpose: Callable
+
+
+POOLED = {
+    "sums": Steps(functools.partial(route, placed=False), pooled_there, combine_transpose),
+    "rows": Steps(route, pooled_here, combine_transpose),
+    "distinct": Steps(route_rows, pooled_here, fetch_transpose),
+}
+SEQUENCES = {
+    "sums": Steps(route, fetch, send_rows),
+    "rows": Steps(route, fetch, send_rows),
+    "distinct": Steps(route_rows, fetch, fetch_rows_transpose),
+}
+
+
+def steps_of(answers: Mapping[str, Steps], transport: Transport, routes: Routes) -> Steps:
+    """Those of an exchange. Copies of replicated tables are looked up where they are: there is no row to send only once."""
+    is_local = transport.answer == "distinct" and not routes.axes
+    return answers["sums" if is_local else transport.answer]
+
+
+def transport_of(exact: bool, dedup: bool, capacity: int | None = None, codec: Codec | None = None) -> Transport:
+    """By the public keywords."""
+    return Transport("distinct" if dedup else "rows" if exact else "sums", capacity, codec)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def dedup_problems(exact: bool, dedup: bool) -> Iterator[Problem]:
+    if exact and dedup:
+        need = "one of them: dedup adds a row's gradients up rank by rank, which rounds them otherwise"
+        yield Problem("`exact` and `dedup` exclude each other.", "exact=True, dedup=True", need)

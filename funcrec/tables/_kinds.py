@@ -1,0 +1,70 @@
+"""Kinds of tables: what a lookup needs of tables is one function.
+
+    (ids, features) -> (out, saved, transpose)          d_parts = transpose(d_out, saved)
+
+`KINDS` has an entry for each type that stands for tables; every other Mapping is read as a dict {name: f[R, D]}. It is a dict of functions, and
+neither a Protocol nor a base class: a plain dict has no method that a Protocol could ask for; a value stays data, which any function may read;
+and a type is in the dict or not, while "has an attribute `lookup`" is also true of what has it by chance. An entry stands beside its type.
+
+A type in `KINDS` is a pytree and a Mapping of its parts {part: f[rows, dim]}, each named as the last key or field on its path: the tensors
+that get RowGrads, and that row optimizers update. What a feature calls a table may be made of several parts, or lie in part of one.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from funcrec.core import map_with_names
+from funcrec.tables._rowgrads import RowGrads
+
+
+class Read(NamedTuple):
+    """What a lookup gives, and its way back.
+
+    out: of pooled features a KeyedTensor f[B, ΣD], keys in the features' order; of sequences {feature: JaggedTensor of f[capacity, D]}, each id's
+      row, and beside it the id's weight, by which `lookup_sequence` multiplies.
+    saved: () -> a tree of tensors, all that `transpose` reads; called where somebody waits for cotangents. `transpose` runs outside of the vmaps
+      that stand between the lookup and the loss, once for each member.
+    transpose: (d_out, saved) -> {part: RowGrads}; d_out is d_acts, a KeyedTensor, or {feature: f[capacity, D]}.
+    """
+
+    out: Any
+    saved: Callable[[], Any]
+    transpose: Callable[[Any, Any], dict[str, RowGrads]]
+
+
+class Kind(NamedTuple):
+    """How tables of a type are read.
+
+    shapes: tables -> {table: (R, D)}, by the names that features use: what `lookup` checks features and ids against, once, for every kind.
+    read: (tables, ids, features, implementation) -> Read. The features are checked, not empty for other kinds than plain tables, and all of
+      them pooled ("sum", "mean") or all sequences ("none").
+    """
+
+    shapes: Callable[[Any], Mapping[str, tuple[int, int]]]
+    read: Callable[..., Read]
+
+
+KINDS: dict[type, Kind] = {}
+
+
+def kind_of_tables(tables: object) -> Kind:
+    return KINDS.get(type(tables), KINDS[dict])
+
+
+def is_plain(tables: object) -> bool:
+    """Whether the parts are the tables."""
+    return kind_of_tables(tables) is KINDS[dict]
+
+
+def with_parts(tables: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> Any:
+    """The same tables made of other parts."""
+    return dict(parts) if is_plain(tables) else map_with_names(lambda name, _: parts[name], tables)
+
+
+def table_shapes(tables: Any) -> dict[str, tuple[int, int]]:
+    """{table: (R, D)}, of tables of any kind or of their configs."""
+    if isinstance(tables, Mapping):
+        return dict(kind_of_tables(tables).shapes(tables))
+    return {t.name: t.shape for t in tables}

@@ -1,0 +1,175 @@
+"""Plain tables {name: f[R, D]}: how a lookup reads them, and how its cotangents go back.
+
+    acts[b, f] = Σ_{i in bag (f, b)} s_i · table_f[row_i]          pooled
+    rows[i]    = table_f[row_i]                                    sequences
+
+s_i is the id's weight (or 1), over the bag's length for a mean.
+Shapes: B bags, F features, N ids, D dim.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from funcrec.core import replace
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, bag_ids, take_ranges
+from funcrec.kernels.forms import Feature
+from funcrec.tables import _primitives as primitives
+from funcrec.tables._configs import FeatureConfig
+from funcrec.tables._hashing import hash_rows
+from funcrec.tables._kinds import KINDS, Kind, Read, table_shapes
+from funcrec.tables._rowgrads import Bags, RowGrads
+from funcrec.tables._taps import summed
+
+Tables = Mapping[str, Tensor]
+
+
+def read_plain(
+    tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None = None
+) -> Read:
+    """What a lookup gives of plain tables; `features` are all pooled, or all sequences."""
+    if features and features[0].pooling == "none":
+        return read_sequences(tables, ids, features, implementation)
+    names = list(dict.fromkeys(f.table for f in features))
+    buffers, forms = _buffers_and_forms(ids, features, names, table_shapes(tables))
+    return _pooled(tables, [tables[n] for n in names], buffers, forms, ids, features, implementation)
+
+
+KINDS[dict] = Kind(lambda tables: {n: tuple(t.shape) for n, t in tables.items()}, read_plain)
+
+
+def _pooled(
+    tables: Tables,
+    used: list[Tensor],
+    buffers: list[Tensor],
+    forms: list[Feature],
+    ids: KeyedJaggedTensor,
+    features: Sequence[FeatureConfig],
+    implementation: str | None,
+) -> Read:
+    """Bags of the rows of `used`, as `forms` tell; the gradients are those of `tables`."""
+    weights = ids.weights if any(f.weighted for f in features) else None
+    values = primitives.pooled_lookup(
+        used, buffers, ids.offsets, weights, forms, num_bags_of(ids, features), implementation=implementation
+    )
+    out = KeyedTensor(values, tuple(f.name for f in features), tuple(tables[f.table].shape[1] for f in features))
+    shapes = {n: tuple(tables[n].shape) for n in dict.fromkeys(f.table for f in features)}
+    return Read(out, lambda: ids, lambda d, ids: pooled_transpose(d, ids, features, shapes))
+
+
+def pooled_transpose(
+    d_acts: KeyedTensor,
+    ids: KeyedJaggedTensor,
+    features: Sequence[FeatureConfig],
+    shapes: Mapping[str, tuple[int, int]],
+) -> dict[str, RowGrads]:
+    """Σ_f Σ_b Σ_{i in bag (f, b)} s_i · e_{row_i} ⊗ d_acts[b, f], as its ids and d_acts: no entry is written out."""
+    names = list(dict.fromkeys(f.table for f in features))
+    buffers, forms = _buffers_and_forms(ids, features, names, shapes)
+    terms: dict[str, list[Bags]] = {n: [] for n in names}
+    for f in forms:  # those of one table and one buffer that follow each other are one term
+        of_table, own = terms[names[f.table]], (f._replace(table=0, rows=0),)
+        if of_table and of_table[-1].rows is buffers[f.rows]:
+            of_table[-1] = replace(of_table[-1], features=of_table[-1].features + own)
+        else:
+            of_table.append(Bags(d_acts.values, buffers[f.rows], ids.offsets, ids.weights, own))
+    return {n: RowGrads(tuple(t), *shapes[n]) for n, t in terms.items()}
+
+
+def read_rows(
+    tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
+) -> tuple[Read, Callable[[list[Tensor]], Read]]:
+    """(the rows that a pooled lookup reads, apart from one another; the lookup in a copy of them).
+
+    Where a derivative inside the loss goes by the weights, the tables are in it: a tap on what the lookup gives would not be.
+    """
+    names = list(dict.fromkeys(f.table for f in features))
+    buffers, forms = _buffers_and_forms(ids, features, names, table_shapes(tables))
+    pairs = list(dict.fromkeys((f.table, f.rows) for f in forms))
+    heights, numbers, num_bags = [tables[n].shape[0] for n in names], [], num_bags_of(ids, features)
+    for t, r in pairs:
+        own = [_is_read(ids, f, num_bags) for f in forms if (f.table, f.rows) == (t, r)]
+        numbers.append(marked(torch.where(torch.stack(own).any(0), buffers[r], -1), heights[t]))
+    rows = [
+        primitives.gather_rows(tables[names[t]], x, implementation=implementation)
+        for (t, _), x in zip(pairs, numbers, strict=True)
+    ]
+    entries = lambda d, saved: summed(
+        (names[t], RowGrads.from_entries(x, g, num_embeddings=heights[t]))
+        for (t, _), g, x in zip(pairs, d, saved, strict=True)
+    )
+    places = torch.arange(ids.capacity, device=ids.values.device)
+    of_copy = [f._replace(table=pairs.index((f.table, f.rows)), rows=0) for f in forms]
+    return Read(rows, lambda: numbers, entries), lambda rows: _pooled(
+        tables, rows, [places], of_copy, ids, features, implementation
+    )
+
+
+def read_sequences(
+    tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
+) -> Read:
+    """Each id's row, beside its weight; the transpose is of the rows alone."""
+    bags = {f.name: sequence_rows(ids, f, tables[f.table].shape[0]) for f in features}
+    rows = {
+        f.name: primitives.gather_rows(tables[f.table], bags[f.name].values, implementation=implementation)
+        for f in features
+    }
+    heights = {f.name: tables[f.table].shape[0] for f in features}
+    numbers = lambda: {k: marked(x.values, heights[k]) for k, x in bags.items()}
+    entries = lambda d, numbers: summed(
+        (f.table, RowGrads.from_entries(numbers[f.name], d[f.name], num_embeddings=heights[f.name])) for f in features
+    )
+    out = {k: JaggedTensor(rows[k], x.offsets, x.weights) for k, x in bags.items()}
+    return Read(out, numbers, entries)
+
+
+def sequence_rows(ids: KeyedJaggedTensor, feature: FeatureConfig, num_embeddings: int) -> JaggedTensor:
+    """The rows of a sequence feature, bag by bag; padding has row -1."""
+    bounds = ids.offsets_for(feature.key)
+    lengths, capacity = bounds.diff(), ids.capacity
+    if feature.max_length is not None:
+        lengths = lengths.clamp(max=feature.max_length)
+        capacity = min(capacity, lengths.shape[0] * feature.max_length)
+    weights = ids.weights if feature.weighted else None
+    bags = take_ranges(ids.values, weights, bounds[:-1], lengths, capacity)
+    rows = hash_rows(bags.values, feature.hash, num_embeddings)
+    return JaggedTensor(torch.where(bags.bag_ids() < bags.num_bags, rows, -1), bags.offsets, bags.weights)
+
+
+def marked(rows: Tensor, num_embeddings: int) -> Tensor:
+    """The rows, -1 for those outside the table."""
+    return torch.where((rows >= 0) & (rows < num_embeddings), rows, -1)
+
+
+def num_bags_of(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> int:
+    """B; without features that of every key, 0 where they differ."""
+    common = {ids.bags_of(k) for k in ([f.key for f in features] or ids.keys)}
+    return common.pop() if len(common) == 1 else 0
+
+
+def _buffers_and_forms(
+    ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], names: list[str], shapes: Mapping
+) -> tuple[list[Tensor], list[Feature]]:
+    """The buffers of rows, one for each way to hash, and what a kernel is told of each feature."""
+    buffers: dict = {}
+    out, column = [], 0
+    for f in features:
+        num_embeddings, dim = shapes[f.table]
+        how = None if f.hash is None else (f.hash, num_embeddings)
+        if how not in buffers:
+            buffers[how] = hash_rows(ids.values, f.hash, num_embeddings)
+        options = (f.max_length or 0, f.pooling == "mean", f.weighted, column)
+        out.append(Feature(names.index(f.table), list(buffers).index(how), ids.bag_range(f.key)[0], *options))
+        column += dim
+    return list(buffers.values()), out
+
+
+def _is_read(ids: KeyedJaggedTensor, feature: Feature, num_bags: int) -> Tensor:
+    """bool[N]: the positions of the buffer that a feature reads."""
+    bounds = ids.offsets[feature.first_bag : feature.first_bag + num_bags + 1]
+    bag, place = bag_ids(bounds, ids.capacity), torch.arange(ids.capacity, device=bounds.device)
+    inside = (bag >= 0) & (bag < num_bags)
+    if not feature.max_length:
+        return inside
+    return inside & (place - bounds.index_select(0, bag.clamp(0, num_bags)) < feature.max_length)

@@ -1,0 +1,144 @@
+"""What is wrong with the arguments of lookups and their transposes, from shapes and dtypes alone.
+
+Shapes: B bags, N ids, R rows, D dim.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from funcrec.core import EXAMPLES, Problem, describe, fail
+from funcrec.jagged import KeyedJaggedTensor, KeyedTensor, keyed_tensor_parts
+from funcrec.tables._configs import TABLE_HINT, FeatureConfig, TableConfig
+from funcrec.tables._kinds import table_shapes
+
+
+def duplicate_problems(configs: Sequence, what: str) -> Iterator[Problem]:
+    names = [c.name for c in configs]
+    doubled = sorted({n for n in names if names.count(n) > 1})
+    if doubled:
+        yield Problem(f"`{what}` has a name twice.", f"{doubled} more than once", "distinct names")
+
+
+def table_list_problems(tables: object) -> Iterator[Problem]:
+    if not isinstance(tables, Sequence) or not all(isinstance(t, TableConfig) for t in tables):
+        yield Problem("`tables` are not table configs.", describe(tables), "a sequence of TableConfig", kind=TypeError)
+    else:
+        yield from duplicate_problems(tables, "tables")
+
+
+def feature_list_problems(features: object) -> Iterator[Problem]:
+    if not isinstance(features, Sequence) or not all(isinstance(f, FeatureConfig) for f in features):
+        got = describe(features)
+        yield Problem("`features` are not feature configs.", got, "a sequence of FeatureConfig", kind=TypeError)
+    else:
+        yield from duplicate_problems(features, "features")
+
+
+def table_tensor_problems(tables: object) -> Iterator[Problem]:
+    """`tables` must be {name: f[R, D]} or a sequence of TableConfig."""
+    if not isinstance(tables, Mapping):
+        yield from table_list_problems(tables)
+        return
+    for name, t in tables.items():
+        yield from tensor_problems(t, f"tables[{name!r}]")
+
+
+def tensor_problems(t: object, path: str) -> Iterator[Problem]:
+    """`t` must be f[R, D], and dense memory."""
+    if isinstance(t, Tensor) and (t.layout != torch.strided or t.is_nested):
+        dense = f"torch.nested.to_padded_tensor({path}, 0.0)" if t.is_nested else f"{path}.to_dense()"
+        hint = f"{dense}: a table is dense memory, and its gradient is its rows"
+        yield Problem(f"`{path}` is not a table.", describe(t), "f[num_embeddings, dim]", hint, TypeError)
+    elif not isinstance(t, Tensor) or t.dim() != 2 or not t.is_floating_point():
+        yield Problem(f"`{path}` is not a table.", describe(t), "f[num_embeddings, dim]", TABLE_HINT, TypeError)
+
+
+def row_problems(tables: Mapping[str, Tensor]) -> Iterator[Problem]:
+    """Every table must have a row, for ids to find."""
+    for name, t in tables.items():
+        if not t.shape[0]:
+            hint = f"fr.TableConfig({name!r}, num_embeddings=1, embedding_dim={t.shape[1]}), or more rows"
+            yield Problem(f"`tables[{name!r}]` has no row.", describe(t), "one row or more", hint)
+
+
+def feature_table_problems(features: Sequence[FeatureConfig], tables: object) -> Iterator[Problem]:
+    """Every feature's table must be there."""
+    names = list(table_shapes(tables))
+    for f in features:
+        if f.table not in names:
+            yield Problem(
+                f"`features[{f.name!r}].table` is not a table.", f"{f.table!r}", f"one of {names}",
+                "" if names else f"a table named {f.table!r}", KeyError,
+            )  # fmt: skip
+
+
+def feature_key_problems(features: Sequence[FeatureConfig], ids: KeyedJaggedTensor) -> Iterator[Problem]:
+    for f in features:
+        if f.key not in ids.keys:
+            got, need = f"{f.key!r}", f"one of the keys {list(ids.keys)}"
+            hint = "column=..., the key of its ids, in the feature's config"
+            yield Problem(f"feature {f.name!r} has no ids.", got, need, hint, KeyError)
+        if f.weighted and ids.weights is None:
+            hint = "weights=..., or weighted=False"
+            yield Problem(f"feature {f.name!r} is weighted.", "`ids.weights` is None", "a weight per id", hint)
+
+
+def bag_count_problems(features: Sequence[FeatureConfig], ids: KeyedJaggedTensor) -> Iterator[Problem]:
+    """What is pooled stands side by side: a row for each bag."""
+    counts = {f.name: ids.bags_of(f.key) for f in features}
+    if len(set(counts.values())) > 1:
+        hint = "one lookup for each number of bags"
+        yield Problem("the features have different numbers of bags.", f"{counts}", "one B for all", hint)
+
+
+def row_dtype_problems(tables: object, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> Iterator[Problem]:
+    shapes = table_shapes(tables)
+    for f in features:
+        if f.table in shapes and shapes[f.table][0] > torch.iinfo(ids.values.dtype).max:
+            got = f"{describe(ids.values)}; table {f.table!r} has {shapes[f.table][0]} rows"
+            yield Problem(f"the ids of feature {f.name!r} cannot hold every row.", got, "i64 ids", "values.long()")
+
+
+def device_problems(tables: object, ids: KeyedJaggedTensor) -> Iterator[Problem]:
+    if not isinstance(tables, Mapping):
+        return
+    places = {t.device for t in tables.values()} | {ids.values.device, ids.offsets.device}
+    if len(places) > 1:
+        got = f"{sorted(map(str, places))}"
+        yield Problem("tables and ids are on different devices.", got, "one device", "map the batch to the tables'")
+
+
+def cotangent_problems(d_acts, ids, features, shapes) -> Iterator[Problem]:
+    if not isinstance(d_acts, KeyedTensor):
+        yield Problem(
+            "`d_acts` is not a KeyedTensor.",
+            describe(d_acts),
+            "as `lookup` returned",
+            EXAMPLES["KeyedTensor"],
+            TypeError,
+        )
+        return
+    found = list(keyed_tensor_parts(d_acts, "d_acts"))
+    yield from found
+    if found:
+        return
+    dims = {f.name: shapes[f.table][1] for f in features}
+    got = dict(zip(d_acts.keys, d_acts.dims, strict=True))
+    bags = {ids.bags_of(f.key) for f in features}
+    if features and (d_acts.values.dim() != 2 or d_acts.values.shape[0] not in bags):
+        yield Problem("`d_acts` has another number of bags than the ids.", describe(d_acts.values), f"{bags} rows")
+    if list(got.items()) != list(dims.items()):
+        yield Problem("`d_acts` has other features than the lookup.", f"{got}", f"{dims}")
+    elif d_acts.values.shape[-1] != sum(dims.values()):
+        yield Problem(
+            "`d_acts.values` does not match its dims.", describe(d_acts.values), f"f[B, {sum(dims.values())}]"
+        )
+
+
+def no_feature(call: str, features: Sequence[FeatureConfig], pooling: str, other: str) -> None:
+    fail(
+        call, "no feature is for this lookup.", got=f"poolings {sorted({f.pooling for f in features})}",
+        need=f"a feature with pooling={pooling!r}", hint=f"funcrec.{other}",
+    )  # fmt: skip
