@@ -34,6 +34,7 @@ from funcrec.sharding._tables import ShardedTables as ShardedTables
 from funcrec.sharding._tables import gather_tables as gather_tables
 from funcrec.sharding._tables import shard_tables as shard_tables
 from funcrec.sharding._transport import dedup_problems as dedup_problems
+from funcrec.sharding._transport import joined_overflow as joined_overflow
 from funcrec.sharding._transport import transport_of as transport_of
 from funcrec.sharding._update import check_whole_rows as check_whole_rows
 from funcrec.sharding._update import column_banks as column_banks

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import check, fail, replace
+from funcrec.core import check, fail
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from funcrec.mesh import bound_names
 from funcrec.sharding._lanes import Lane, Routes, routes_of
@@ -47,7 +47,7 @@ def read_pooled(tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConf
         own = lambda x: d_acts.values[:, at(x) + x.shard.first : at(x) + x.shard.last]
         return sent_back(tables.transport, POOLED, routes_of(whole_rows(tables), features), exchanges, own)
 
-    return Read(out, lambda: exchanges, transpose)
+    return Read(out, lambda: exchanges, transpose, overflows_of(tables.transport, exchanges))
 
 
 def read_sequences(tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConfig, ...], implementation) -> Read:
@@ -63,7 +63,7 @@ def read_sequences(tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureC
         own = lambda x: d_rows[x.feature.name][:, x.shard.first : x.shard.last]
         return sent_back(tables.transport, SEQUENCES, sequence_routes(whole_rows(tables), features), exchanges, own)
 
-    return Read(out, lambda: exchanges, transpose)
+    return Read(out, lambda: exchanges, transpose, overflows_of(tables.transport, exchanges))
 
 
 def exchanged(
@@ -100,12 +100,13 @@ def sent_back(
     out: dict[str, RowGrads] = {}
     for routes, routed in zip(each, exchanges, strict=True):
         transpose = steps_of(answers, transport, routes).transpose
-        made = transpose({i: own(x) for i, x in enumerate(routes.lanes)}, routed, routes, transport.codec_back)
-        if transport.capacity is not None:
-            first = next(iter(made))
-            made[first] = replace(made[first], overflow=routed.overflow)
-        out |= made
+        out |= transpose({i: own(x) for i, x in enumerate(routes.lanes)}, routed, routes, transport.codec_back)
     return out
+
+
+def overflows_of(transport: Transport, exchanges: Sequence) -> tuple[Tensor, ...]:
+    """Of exchanges that are sure to have room nobody asks."""
+    return () if transport.capacity is None else tuple(x.overflow for x in exchanges)
 
 
 def whole_rows(tables: Any) -> Layout:

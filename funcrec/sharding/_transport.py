@@ -9,8 +9,11 @@ How an answer is had stands in two tables, of pooled features and of sequences, 
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
 
 from funcrec.core import Problem
 from funcrec.mesh import Codec
@@ -72,6 +75,13 @@ def steps_of(answers: Mapping[str, Steps], transport: Transport, routes: Routes)
 def transport_of(exact: bool, dedup: bool, capacity: int | None = None, codec: Codec | None = None) -> Transport:
     """By the public keywords."""
     return Transport("distinct" if dedup else "rows" if exact else "sums", capacity, codec)
+
+
+def joined_overflow(overflows: Sequence[Tensor]) -> Tensor | None:
+    """i64[2] of several exchanges: ids without a place add up, capacities needed have a greatest; None where no exchange counts them."""
+    if not overflows:
+        return None
+    return torch.stack([torch.stack([x[0] for x in overflows]).sum(), torch.stack([x[1] for x in overflows]).amax()])
 
 
 # -- validators --------------------------------------------------------------------------------------------------

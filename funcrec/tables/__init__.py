@@ -8,6 +8,7 @@ from funcrec.tables._configs import modulo as modulo
 from funcrec.tables._configs import multiply_shift as multiply_shift
 from funcrec.tables._grad import params_problems as params_problems
 from funcrec.tables._grad import value_and_grad as value_and_grad
+from funcrec.tables._grad import value_grad_and_overflows as value_grad_and_overflows
 from funcrec.tables._hashing import hash_lanes as hash_lanes
 from funcrec.tables._hashing import hash_rows as hash_rows
 from funcrec.tables._init import init as init
@@ -46,7 +47,6 @@ from funcrec.tables._rowgrads import RowGrads as RowGrads
 from funcrec.tables._rowgrads import clip_by_global_norm as clip_by_global_norm
 from funcrec.tables._rowgrads import global_norm as global_norm
 from funcrec.tables._rowgrads import is_stacked as is_stacked
-from funcrec.tables._rowgrads import joined_overflow as joined_overflow
 from funcrec.tables._rowgrads import root as root
 from funcrec.tables._rowgrads import terms_of as terms_of
 from funcrec.tables._taps import TableRef as TableRef

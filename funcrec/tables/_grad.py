@@ -68,7 +68,19 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
       (tensor(10.), tensor(2.), tensor([ 0.,  0., 10.]))
     """
 
+    with_overflows = value_grad_and_overflows(loss_fn, has_aux)
+
     @functools.wraps(loss_fn)
+    def run(params: Params, *args, **kwargs):
+        value, grads, _ = with_overflows(params, *args, **kwargs)
+        return value, grads
+
+    return run
+
+
+def value_grad_and_overflows(loss_fn: Callable, has_aux: bool) -> Callable:
+    """`value_and_grad`'s function, which gives besides the overflows of all lookups: i64[2] of each exchange with a capacity."""
+
     def run(params: Params, *args, **kwargs):
         check("funcrec.value_and_grad", params_problems(params))
         sites = _find_sites(loss_fn, params, args, kwargs)
@@ -94,15 +106,16 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
             for name, t in params.tables.items()
         }
         of_sites = zip(structure["tape"].sites, d_taps, saved, strict=True)
-        made = (item for site, d, x in of_sites for grads in site.cotangents(d, x) for item in grads.items())
-        tables |= summed(made)
+        made = [member for site, d, x in of_sites for member in site.cotangents(d, x)]
+        tables |= summed(item for grads, _ in made for item in grads.items())
+        overflows = [x for _, own in made for x in own]
         if is_checking():
             check("funcrec.value_and_grad", gradient_problems(loss, tables, d_dense))
         if not has_aux:
-            return loss, Params(tables, d_dense)
+            return loss, Params(tables, d_dense), overflows
         tensors = iter(aux_tensors)
         leaves = [next(tensors) if x is _TENSOR else x for x in structure["static"]]
-        return (loss, tree_unflatten(leaves, structure["aux"])), Params(tables, d_dense)
+        return (loss, tree_unflatten(leaves, structure["aux"])), Params(tables, d_dense), overflows
 
     return run
 

@@ -27,11 +27,14 @@ class Read(NamedTuple):
     saved: () -> a tree of tensors, all that `transpose` reads; called where somebody waits for cotangents. `transpose` runs outside of the vmaps
       that stand between the lookup and the loss, once for each member.
     transpose: (d_out, saved) -> {part: RowGrads}; d_out is d_acts, a KeyedTensor, or {feature: f[capacity, D]}.
+    overflows: i64[2] of each exchange that has a capacity: how many ids found no place, and the capacity that all would have needed. Whoever
+      differentiates gets them beside the gradients, and must not train on what is not whole.
     """
 
     out: Any
     saved: Callable[[], Any]
     transpose: Callable[[Any, Any], dict[str, RowGrads]]
+    overflows: tuple[Tensor, ...] = ()
 
 
 class Kind(NamedTuple):

@@ -66,7 +66,7 @@ class Bags:
     features: tuple[Feature, ...] = ()
 
 
-@pytree(static=("num_embeddings", "dim", "coalesced", "axes"), optional=("overflow", "first", "mark"))
+@pytree(static=("num_embeddings", "dim", "coalesced", "axes"), optional=("first", "mark"))
 class RowGrads:
     """The gradient of one table, row by row; `dense == grads.to_dense()`.
 
@@ -75,8 +75,6 @@ class RowGrads:
       num_embeddings: R, the height of the table. dim: D.
       coalesced: whether it is one term of Entries with distinct, ascending rows before its count.
       axes: the mesh axes over which the table is cut, if it is one rank's part: norms are of the whole.
-      overflow: i64[2], of an exchange with a capacity: how many of this rank's ids found no place, and the capacity they needed; None
-        where all have one.
       first: i64[], for a table that holds columns [first, first + width) of rows of D columns, all of which the gradient has, for
         optimizers that look at it as a whole (`RowOptimizer.is_gradient_wise`); None for a table of whole rows.
       mark: i64[], 1, made where forward derivatives are taken (jvp). Their tangents have the tree of what they are of with zeros for
@@ -94,7 +92,6 @@ class RowGrads:
     dim: int = 0
     coalesced: bool = False
     axes: tuple[str, ...] = ()
-    overflow: Tensor | None = None
     first: Tensor | None = None
     mark: Tensor | None = None
 
@@ -259,9 +256,8 @@ class RowGrads:
         if shape != theirs:
             got = f"{list(shape)} and {list(theirs)}"
             fail("funcrec.RowGrads.__add__", "the gradients are of different tables.", got=got, need="one shape")
-        overflow = joined_overflow([self, other])
         mine, theirs = usable(self), usable(other)
-        return RowGrads(mine.terms + theirs.terms, *shape, False, self.axes, overflow)
+        return RowGrads(mine.terms + theirs.terms, *shape, False, self.axes)
 
     @typed
     def where(self, condition: Annotated[Tensor, Form("b[]")]) -> "RowGrads":
@@ -299,14 +295,6 @@ def usable(grads: RowGrads) -> RowGrads:
     if what:
         fail("funcrec.RowGrads", what, got=got, need="row gradients of one table", hint=hint, kind=TypeError)
     return grads
-
-
-def joined_overflow(grads: Sequence[RowGrads]) -> Tensor | None:
-    """i64[2]: ids without a place add up, capacities needed have a greatest; None where no gradient counts them."""
-    counts = [g.overflow for g in grads if g.overflow is not None]
-    if not counts:
-        return None
-    return torch.stack([torch.stack([c[0] for c in counts]).sum(), torch.stack([c[1] for c in counts]).amax()])
 
 
 def terms_of(grads: Sequence[RowGrads]) -> Terms:

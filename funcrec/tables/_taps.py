@@ -48,7 +48,7 @@ class Site(NamedTuple):
     """One lookup of refs.
 
     form: what must be the same in both passes: names, features, and the taps' (shape, dtype, device). structure: of the taps.
-    saved: what the transpose reads, as it is below all vmaps in between. dims: for each of its leaves the dimensions of those vmaps
+    saved: (what the transpose reads, overflows), as it is below all vmaps in between. dims: for each of its leaves the dimensions of those vmaps
     (None where the leaf is the same for all members), the outermost first. sizes: of those vmaps.
     """
 
@@ -64,13 +64,14 @@ class Site(NamedTuple):
         like = lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
         return tree_unflatten([like(*leaf) for leaf in self.form[-1]], self.structure)
 
-    def cotangents(self, d_taps: Any, saved: Any) -> Iterator[dict[str, RowGrads]]:
-        """Those of the tables, for each member of the vmaps in between."""
+    def cotangents(self, d_taps: Any, saved: Any) -> Iterator[tuple[dict[str, RowGrads], tuple[Tensor, ...]]]:
+        """(those of the tables, the overflows of the lookup), for each member of the vmaps in between."""
         leaves, structure = tree_flatten(saved)
         for member in itertools.product(*map(range, self.sizes)):
             mine = [_member(x, dims, member) for x, dims in zip(leaves, self.dims, strict=True)]
             d = tree_map(lambda x: x[member], d_taps) if member else d_taps  # noqa: B023
-            yield self.transpose(d, tree_unflatten(mine, structure))
+            read, overflows = tree_unflatten(mine, structure)
+            yield self.transpose(d, read), overflows
 
 
 class Tape:
@@ -196,7 +197,7 @@ def open_tables(tables: Any) -> tuple[Any, list[Owner]]:
 
 def tapped(owners: Sequence[Owner], read: Read, what: str, features: tuple) -> Any:
     """What was read, with the taps of all owners; `what` and `features` tell the lookup from others."""
-    out, saved = read.out, read.saved() if owners else None
+    out, saved = read.out, (read.saved(), read.overflows) if owners else None
     for tape, names in owners:
         out = tape.tap(out, saved, _by_own_names(read.transpose, names), (what, names, features))
     return out

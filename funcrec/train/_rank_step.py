@@ -8,7 +8,7 @@ Shapes: n ranks.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from funcrec.sharding import (
     gather_dense,
     init_slots,
     is_small,
+    joined_overflow,
     ordered_sum,
     own_dense,
     shard_tables,
@@ -37,7 +38,7 @@ from funcrec.sharding import (
     whole_banks,
     whole_leaves,
 )
-from funcrec.tables import Params, RowGrads, joined_overflow, value_and_grad
+from funcrec.tables import Params, value_grad_and_overflows
 from funcrec.train._state import TrainState
 
 
@@ -115,8 +116,8 @@ def sharded_update(
         transport = held._replace(capacity=capacity, codec=held.codec if codec is None else codec)
         tables = replace(state.tables, transport=transport, whole=whole_banks(sparse, state.tables.layout))
         params = Params(tables, gather_dense(state.dense))
-        (loss, aux), grads = value_and_grad(local, has_aux=True)(params, batch, **extra)
-        metrics = overflow_metrics(grads.tables, mesh.axis_names, state.step) if capacity is not None else {}
+        (loss, aux), grads, overflows = value_grad_and_overflows(local, has_aux=True)(params, batch, **extra)
+        metrics = overflow_metrics(overflows, mesh.axis_names, state.step) if capacity is not None else {}
         fits = metrics["overflow"] == 0 if metrics else None
         kept = grads.tables if fits is None else {n: g.where(fits) for n, g in grads.tables.items()}
         own = [*whole_leaves(grads.dense, state.dense), loss]
@@ -150,9 +151,9 @@ def sharded_update(
     return update
 
 
-def overflow_metrics(grads: Mapping[str, RowGrads], axes: Sequence[str], like: Tensor) -> dict[str, Tensor]:
+def overflow_metrics(overflows: Sequence[Tensor], axes: Sequence[str], like: Tensor) -> dict[str, Tensor]:
     """How many ids of all ranks found no place, and the capacity with which all would have one."""
-    own = joined_overflow(list(grads.values()))
+    own = joined_overflow(overflows)
     counts = all_gather(torch.zeros(2, dtype=torch.int64, device=like.device) if own is None else own, tuple(axes))
     return {"overflow": counts[:, 0].sum(), "needed": counts[:, 1].amax()}
 

@@ -41,6 +41,29 @@ def test_the_overflow_is_the_ids_without_a_place():
         assert (int(metrics["overflow"]), int(metrics["needed"])) == (lost, 4)
 
 
+def test_ids_without_a_place_are_counted_whatever_is_trained():
+    """A lookup's overflow is the exchange's, and no table's: it is counted where the table that is first in it is constant in the loss, too."""
+    mesh = fr.Mesh.emulated(x=2)
+    tables = {"a": torch.ones(4, 1), "b": torch.ones(4, 2)}
+    features = [fr.FeatureConfig(n, table=n, column="k") for n in tables]
+    options = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1), "mesh": mesh}
+    plan, ids = (
+        fr.Plan(dict.fromkeys(tables, fr.row_wise("x"))),
+        fr.KeyedJaggedTensor.from_lists({"k": [[0, 1, 0], [1]]}),
+    )
+
+    def loss(params, ids):
+        constant = {n: torch.ones(2, d) for d, n in enumerate(tables, 1) if n in frozen}
+        held = fr.core._tree.replace(params.tables, banks={**params.tables.banks, **constant})
+        return fr.lookup(held, ids, features).values.sum()
+
+    for frozen in ((), ("a",), ("b",)):
+        step = fr.train_step(loss, plan=plan, **options, capacity=2)
+        state, metrics = step(step.init(fr.Params(tables, {})), ids)
+        assert (int(metrics["overflow"]), int(metrics["needed"])) == (4, 6), frozen
+        assert_trees_close(fr.gather_tables(state.tables, mesh), tables)
+
+
 def retried(mesh, kind, capacity, steps=4):
     """([state after each step], the capacities that steps were made for)."""
     made = []
