@@ -138,13 +138,13 @@ def combine_transpose(
     else:
         each = torch.stack([to_rank(slots) for slots in routes.slots])
         (d,) = send("all_to_all", [each], routes.axes, codec, [routes.widths])
-    terms: dict[Bank, list[Bags]] = {b: [] for b in routes.banks}
+    slots = routes.slots_of_banks
+    terms: dict[Bank, list[Bags]] = {b: [] for b in slots}
     # a term for each sender in turn: the order of the global batch, in which `coalesce` adds a row's gradients up
     for sender, d_sender in enumerate(d.unbind(0)):  # one tensor for all banks: it may travel on
         forms = slot_forms(routed, routes, sender)
-        for b in terms:
-            own = tuple(f for k, f in enumerate(forms) if routes.banks[k] == b)
-            terms[b].append(Bags(d_sender, routed.rows, routed.offsets, weights, own))
+        for b, own in slots.items():
+            terms[b].append(Bags(d_sender, routed.rows, routed.offsets, weights, tuple(forms[k] for k in own)))
     return {b.name: RowGrads(tuple(t), b.rows, b.dim, False, routes.axes) for b, t in terms.items()}
 
 

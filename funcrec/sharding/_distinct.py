@@ -62,19 +62,21 @@ def route_rows(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None) -> 
     room = bags.capacity if capacity is None else min(capacity, bags.capacity)
     is_id = torch.arange(bags.capacity, device=device) < bags.offsets[-1]
     owned = torch.where(is_id, owned_rows(bags, routes.lanes), -1)
-    # owner · total + start of the bank + row: small numbers are sorted faster
+    # One number for an owner's row of a bank: owner · total + start of the bank + row. Sorted, those of one row follow each other, and
+    # those of one owner, by bank, too. (owner · NOWHERE + row, as it is had, says neither the bank nor is it small: that is sorted slower.)
     starts = [sum(b.rows for b in banks[:k]) for k in range(len(banks) + 1)]
     total = starts.pop()
     of_lane = torch.tensor([starts[banks.index(x.bank)] for x in routes.lanes], device=device)
     owner = torch.div(owned, NOWHERE, rounding_mode="floor")
     numbers = owner * total + of_lane[lane_of(bags, len(used))] + owned % NOWHERE
     ordered, order = torch.sort(torch.where(owned < 0, n * total, numbers), stable=True)
-    is_row = ordered < n * total
+    is_row = ordered < n * total  # behind them padding, and ids of no row
     is_first = is_row & torch.cat([torch.ones_like(is_row[:1]), ordered[1:] != ordered[:-1]])
     nth = torch.cat([is_first.new_zeros(1), is_first]).cumsum(0)  # i64[N + 1]: distinct rows before each
     edges = torch.tensor([r * total + s for r in range(n) for s in starts] + [n * total], device=device)
     ends = nth[torch.searchsorted(ordered, edges)]  # before each bank of each owner
     before, counts = ends[:: len(banks)][:n], ends[:: len(banks)].diff()
+    # place of a row: the first of its owner's block, and as many on as distinct rows of that owner come before it; all its ids have that one
     owner = torch.div(ordered, total, rounding_mode="floor").clamp(max=n - 1)
     inner = nth[1:] - 1 - before[owner]
     place = torch.where(is_row & (inner < room), owner * room + inner, -1)
@@ -82,6 +84,7 @@ def route_rows(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None) -> 
     blank = ordered.new_full((n * room + 1,), -1)  # the last one is for what has no place
     rows = blank.scatter(0, torch.where(is_first & (place >= 0), place, n * room), owned[order] % NOWHERE)[:-1]
     repeats = (blank + 1).scatter_add(0, torch.where(place < 0, n * room, place), torch.ones_like(place))[:-1]
+    # repeats: what the owner needs of ids that it does not see (optimizers that count them); told: how many rows of each bank
     told = ends.diff().unflatten(0, (n, len(banks)))
     narrow = torch.int32 if max(bags.capacity, *(b.rows for b in banks)) < 1 << 31 else torch.int64
     both = torch.cat([rows.unflatten(0, (n, room)), repeats.unflatten(0, (n, room)), told], 1).to(narrow)
@@ -122,6 +125,7 @@ def _at_owners(
 ) -> dict[str, RowGrads]:
     """What each place of the blocks adds up to here, sent to the row's owner: Entries for each sender in turn."""
     apart = lambda x: x.unflatten(0, (routes.num_ranks, -1))
+    # Σ over a row's ids here, then Σ over the senders at the owner: rounded otherwise than one sum over the global batch
     own = [apart(g.coalesce().to_dense()) for g in sums.values()]
     got = send("all_to_all", own, routes.axes, codec, [(x.shape[-1],) for x in own])
     repeats, out = apart(routed.repeats), {}

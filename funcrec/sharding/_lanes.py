@@ -5,7 +5,7 @@ Shapes: B bags, L lanes, N ids, W columns that a rank sends back.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,7 +50,19 @@ class Routes(NamedTuple):
     @property
     def lanes_of_banks(self) -> dict[Bank, list[int]]:
         """The banks that the exchange reads, in order, and the numbers of their lanes."""
-        return {b: [i for i, x in enumerate(self.lanes) if x.bank == b] for b in dict.fromkeys(self.banks)}
+        return places_of(x.bank for x in self.lanes)
+
+    @property
+    def slots_of_banks(self) -> dict[Bank, list[int]]:
+        """The same banks, and the numbers of their slots, which follow each other."""
+        return places_of(self.banks)
+
+
+def places_of(banks: Iterable[Bank]) -> dict[Bank, list[int]]:
+    out: dict[Bank, list[int]] = {}
+    for i, b in enumerate(banks):
+        out.setdefault(b, []).append(i)
+    return out
 
 
 @functools.lru_cache(maxsize=256)
@@ -67,8 +79,9 @@ def routes_of(layout: Layout, features: tuple[FeatureConfig, ...]) -> tuple[Rout
 def _routes(axes: tuple[str, ...], lanes: Sequence[Lane]) -> Routes:
     n, banks = lanes[0].bank.num_ranks, []
     slots: list[list[int]] = [[] for _ in range(n)]
-    for bank in dict.fromkeys(x.bank for x in lanes):
-        own = [[i for i, x in enumerate(lanes) if x.bank == bank and r in x.shard.ranks] for r in range(n)]
+    for bank, of_bank in places_of(x.bank for x in lanes).items():
+        # Every rank runs one graph, so a bank has as many slots everywhere as the rank that serves most of its lanes needs.
+        own = [[i for i in of_bank if r in lanes[i].shard.ranks] for r in range(n)]
         most = max(map(len, own))
         banks += [bank] * most
         for r in range(n):
@@ -99,7 +112,9 @@ def read_ids(ids: KeyedJaggedTensor, lanes: Sequence[Lane], *, placed: bool) -> 
     of_key = {f.key: how for f, how in zip(features, hows, strict=True)}
     is_one_each = ids.strides is None and all(of_key[f.key] == how for f, how in zip(features, hows, strict=True))
     is_weighted = any(f.weighted for f in features)
-    if placed or is_weighted or not is_one_each:
+    if (
+        placed or is_weighted or not is_one_each
+    ):  # ids are moved: weights go with them, and one id may be hashed for several tables
         bags = lane_bags(ids, features)
         num_bags = bags.num_bags // len(features)
         owners_of = lanes_of(lanes, num_bags)

@@ -45,12 +45,12 @@ class Routed:
 
     def rows_of(self, bank: Bank, routes: Routes) -> Tensor:
         """i[n · C]: the rows that are of that bank, -1 for the others."""
-        n, k = routes.num_ranks, len(routes.banks)
+        n, own = routes.num_ranks, routes.slots_of_banks[bank]
         room = self.rows.shape[0] // n
         bounds = self.offsets.unflatten(0, (n, -1))
         places = torch.arange(n * room, device=bounds.device).view(n, room)
         slot = (place_among(bounds, places) - 1) // max(self.num_bags, 1)
-        slot, own = slot.flatten(), [i for i in range(k) if routes.banks[i] == bank]
+        slot = slot.flatten()
         return torch.where((slot >= own[0]) & (slot <= own[-1]), self.rows, -1)
 
 
