@@ -5,7 +5,7 @@ import torch
 import funcrec as fr
 from funcrec.core._tree import map_tensors, replace
 from funcrec.examples import _ranks
-from funcrec.train import _reshard
+from funcrec.sharding import _move
 from programs import training
 
 
@@ -28,7 +28,7 @@ def plan_of(kind, axes):
 
 def moved(name, stations, steps, num_bags, is_real):
     """`steps` steps at each station, a pair (axes, kind), in blocks of one or two rows between them: the last state, whole."""
-    _reshard.BLOCK_BYTES = 64
+    _move.BLOCK_BYTES = 64
     make = fr.Mesh.distributed if is_real else fr.Mesh.emulated
     meshes = [make(**axes) for axes, _ in stations]
     state, done = None, 0
@@ -49,7 +49,7 @@ def moved(name, stations, steps, num_bags, is_real):
 
 def carried(state, axes, kind, others, other, name):
     """A plain state laid out by one plan, moved to another, and made plain again, on ranks."""
-    _reshard.BLOCK_BYTES = 64
+    _move.BLOCK_BYTES = 64
     here, there, sparse = fr.Mesh.distributed(**axes), fr.Mesh.distributed(**others), training.OPTIMIZERS[name]()
     first = fr.reshard(state, plan_of(kind, axes), mesh=here, sparse=sparse)
     second = fr.reshard(first, plan_of(other, others), mesh=there, sparse=sparse, from_mesh=here)
