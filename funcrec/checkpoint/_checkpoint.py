@@ -221,7 +221,7 @@ def _read_tensor(file: BinaryIO, e: Entry, device: torch.device) -> Tensor:
     if crc != e.crc:
         raise CodeError(f"a tensor {describe(x)} with a wrong checksum")
     if x.dtype == torch.bool and x.numel() and int(x.view(torch.uint8).amax()) > 1:
-        raise CodeError(f"a tensor {describe(x)} with bytes that are no bools")
+        raise CodeError(f"a tensor {describe(x)} with bytes that are not bools")
     return x.to(device)
 
 

@@ -269,7 +269,7 @@ class Jitted:
 def _check_function(fn: Callable) -> None:
     call = "funcrec.jit"
     if not callable(fn):
-        fail(call, "`fn` is no function.", got=describe(fn), need="a function of pytrees", kind=TypeError)
+        fail(call, "`fn` is not a function.", got=describe(fn), need="a function of pytrees", kind=TypeError)
     kinds = {
         "coroutine": inspect.iscoroutinefunction,
         "generator": inspect.isgeneratorfunction,

@@ -202,7 +202,7 @@ def refuse_odd(call: str, x: Tensor, what: str) -> None:
     form = "nested" if x.is_nested else "quantized" if x.is_quantized else f"layout {x.layout}"
     hint = "`.to_dense()`, `.dequantize()`, a JaggedTensor for nested ones, or the function without jit"
     got, need = f"{type(x).__name__}, {form}", "a torch.Tensor of layout torch.strided"
-    fail(call, f"{what} is no plain tensor.", got=got, need=need, hint=hint, kind=TypeError)
+    fail(call, f"{what} is not a plain tensor.", got=got, need=need, hint=hint, kind=TypeError)
 
 
 def _refuse_draws(call: str, graph: Graph) -> None:

@@ -111,7 +111,7 @@ def example_at(path: str) -> str:
 
 
 _IN_RANGE = re.compile(
-    r"out of range|outside its range|too small|negative|not positive|no (probability|scale|exponent)"
+    r"out of range|outside its range|too small|negative|not positive|not an? (probability|scale|exponent)"
 )
 
 

@@ -32,7 +32,7 @@ def rate_problems(rate: object, name: str = "rate") -> Iterator[Problem]:
     if not isinstance(rate, (int, float)) or isinstance(rate, bool):
         yield Problem(f"`{name}` is not a number.", describe(rate), "a float in [0, 1)", kind=TypeError)
     elif not 0 <= rate < 1:
-        yield Problem(f"`{name}` is no probability of dropping.", f"{rate}", "a float in [0, 1)")
+        yield Problem(f"`{name}` is not a probability of dropping.", f"{rate}", "a float in [0, 1)")
 
 
 def number_problems(x: object, name: str, least: float, most: float = math.inf) -> Iterator[Problem]:
@@ -58,7 +58,7 @@ def function_problems(**functions: object) -> Iterator[Problem]:
     for name, fn in functions.items():
         if not callable(fn):
             yield Problem(
-                f"`{name}` is no function.", describe(fn), "a function of tensors", FUNCTION.get(name, ""), TypeError
+                f"`{name}` is not a function.", describe(fn), "a function of tensors", FUNCTION.get(name, ""), TypeError
             )
 
 

@@ -43,7 +43,7 @@ def check_batching(call: str, batch_size: object, skip: object, **flags: object)
 
 def _skip_problems(skip: object) -> Iterator[Problem]:
     if not isinstance(skip, int) or isinstance(skip, bool) or skip < 0:
-        yield Problem("`skip` is no number of batches.", f"{skip!r}", "an int >= 0", "skip=position.batch")
+        yield Problem("`skip` is not a number of batches.", f"{skip!r}", "an int >= 0", "skip=position.batch")
 
 
 def fixed_tables(

@@ -130,7 +130,7 @@ def _split_problems(seed: object, drop: object, threshold: object, holdout: obje
         yield Problem("`drop` are not ratings.", f"{drop!r}"[:60], "a tuple of numbers", "drop=(3.0,)", TypeError)
     for name, x in (("threshold", threshold), ("holdout", holdout)):
         if not is_number(x):
-            yield Problem(f"`{name}` is no number.", f"{x!r}"[:60], "a finite number", kind=TypeError)
+            yield Problem(f"`{name}` is not a number.", f"{x!r}"[:60], "a finite number", kind=TypeError)
 
 
 def ctr_data(ratings: Ratings, kept: Tensor, threshold: float) -> CtrData:

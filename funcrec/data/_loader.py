@@ -148,6 +148,6 @@ def batch_problems(rows: Tensor | None, batch_size: int, position: Position) -> 
     yield from count_problems(batch_size, "batch_size")
     whole = isinstance(position, tuple) and len(position) == 2 and all(type(x) is int for x in position)
     if not whole:
-        yield Problem("`position` is no position.", describe(position), "Position(epoch, batch)", kind=TypeError)
+        yield Problem("`position` is not a position.", describe(position), "Position(epoch, batch)", kind=TypeError)
     elif min(position) < 0:
         yield Problem("`position` is negative.", f"{position}", "epoch >= 0 and batch >= 0")

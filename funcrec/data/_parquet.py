@@ -182,7 +182,7 @@ def _schema_problems(path: Path, schema, label: str, dense: tuple, sparse: tuple
 
 def _missing_problems(missing: int | None) -> Iterator[Problem]:
     if missing is not None and not -(2**63) <= missing < 2**63:
-        yield Problem("`missing` is no id.", f"{missing}", "an int of 64 bits")
+        yield Problem("`missing` is not an id.", f"{missing}", "an int of 64 bits")
 
 
 def _bad_row(path: Path, row: int, name: str, got: str, need: str, hint: str = ""):

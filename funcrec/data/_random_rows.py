@@ -277,17 +277,17 @@ def _count_problems(counts: Mapping) -> Iterator[Problem]:
         pair = isinstance(c, tuple) and len(c) == 2 and all(type(x) is int for x in c)
         if not pair:
             need = "an int, or (fewest, most)"
-            yield Problem(f"`ids_per_bag` of {name!r} is no number of ids.", describe(c), need, kind=TypeError)
+            yield Problem(f"`ids_per_bag` of {name!r} is not a number of ids.", describe(c), need, kind=TypeError)
         elif not 0 <= c[0] <= c[1] or c[1] < 1:
-            yield Problem(f"`ids_per_bag` of {name!r} is no range.", f"{c}", "0 <= fewest <= most, 1 <= most")
+            yield Problem(f"`ids_per_bag` of {name!r} is not a range.", f"{c}", "0 <= fewest <= most, 1 <= most")
 
 
 def _alpha_problems(alphas: Mapping) -> Iterator[Problem]:
     for name, a in alphas.items():
         if not isinstance(a, (int, float)) or isinstance(a, bool):
-            yield Problem(f"`alpha` of {name!r} is no number.", describe(a), "a number >= 0", kind=TypeError)
+            yield Problem(f"`alpha` of {name!r} is not a number.", describe(a), "a number >= 0", kind=TypeError)
         elif not 0 <= a < math.inf:
-            yield Problem(f"`alpha` of {name!r} is no exponent.", f"{a}", "0 <= alpha < ∞")
+            yield Problem(f"`alpha` of {name!r} is not an exponent.", f"{a}", "0 <= alpha < ∞")
 
 
 def _setting_problems(name: str, setting: object, vocabularies: Mapping) -> Iterator[Problem]:

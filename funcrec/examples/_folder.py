@@ -83,7 +83,7 @@ def read_checkpoint(options: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(f"--resume: {error}\n--overwrite begins again.") from error
     if not isinstance(tree, dict) or set(tree) != PARTS or not isinstance(tree["options"], dict):
         raise SystemExit(
-            f"--resume: {checkpoint_path(options)} is no checkpoint of this program; --out names another folder"
+            f"--resume: {checkpoint_path(options)} is not a checkpoint of this program; --out names another folder"
         )
     saved, asked = tree.pop("options"), fixed_options(options)
     changed = {name: (saved.get(name), asked[name]) for name in asked if saved.get(name) != asked[name]}

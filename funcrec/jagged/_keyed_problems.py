@@ -32,7 +32,7 @@ def stride_problems(keys: tuple[str, ...], num_lengths: int, strides: tuple[int,
     elif (not keys and num_lengths) or (keys and num_lengths % len(keys)):
         got = f"{num_lengths} bags for {len(keys)} keys"
         yield Problem(
-            "the number of bags is no multiple of the keys.", got, "F * B bags", "strides=(...), if they differ"
+            "the number of bags is not a multiple of the keys.", got, "F * B bags", "strides=(...), if they differ"
         )
 
 

@@ -73,7 +73,9 @@ def _of_numbers(call: str, flat: list, path: str, dtype: torch.dtype | None) -> 
     if odd or (bool in kinds and len(kinds) > 1):
         got = describe(odd[0]) if odd else "booleans and numbers"
         need = "integers, floats or booleans; NumPy's arrays; tensors"
-        fail(call, f"`{path}` holds what is no number.", got=got, need=need, hint="[[1, 2], [], ...]", kind=TypeError)
+        fail(
+            call, f"`{path}` holds what is not a number.", got=got, need=need, hint="[[1, 2], [], ...]", kind=TypeError
+        )
     try:
         x = torch.tensor(flat, dtype=torch.float64 if float in kinds else torch.bool if bool in kinds else torch.int64)
     except (ValueError, RuntimeError, OverflowError) as error:
@@ -163,7 +165,7 @@ def show_buffer(x: Any) -> str:
 def dtype_problems(dtype: object) -> Iterator[Problem]:
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype.is_complex):
         need = "torch.int64, torch.float32, ... or None"
-        yield Problem("`dtype` is no dtype of values.", f"{dtype!r}", need, kind=TypeError)
+        yield Problem("`dtype` is not a dtype of values.", f"{dtype!r}", need, kind=TypeError)
 
 
 def piece_problems(pieces: Sequence[Tensor], path: str) -> Iterator[Problem]:

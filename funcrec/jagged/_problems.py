@@ -130,12 +130,12 @@ def fill_problems(fill: object, dtype: torch.dtype) -> Iterator[Problem]:
     """What stands behind a bag must be a value of the buffer's dtype: no fraction is cut, no integer wrapped."""
     floats = dtype.is_floating_point or dtype.is_complex
     if not isinstance(fill, (int, float) if floats else int):
-        what, need = f"`fill` is no {short_dtype(dtype)}.", "a number" if floats else "an integer"
+        what, need = f"`fill` is not of {short_dtype(dtype)}.", "a number" if floats else "an integer"
         yield Problem(what, describe(fill), need, "values.float() first", TypeError)
     elif not floats:
         low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
         if not low <= fill <= high:
-            what = f"`fill` is no {short_dtype(dtype)}."
+            what = f"`fill` is not of {short_dtype(dtype)}."
             yield Problem(what, describe(fill), f"{low} to {high}", "values.long() first")
 
 

@@ -293,12 +293,12 @@ def _tangents(trip: _Trip, markers: Sequence[Tensor], tangents: Sequence[Tensor 
 def kind_problems(codec: Codec) -> Iterator[Problem]:
     for name, kind in (("forward", codec.forward), ("backward", codec.backward)):
         if kind is not None and not isinstance(kind, str):
-            yield Problem(f"`{name}` is no codec.", repr(kind), f"None, or one of {list(KINDS)}", kind=TypeError)
+            yield Problem(f"`{name}` is not a codec.", repr(kind), f"None, or one of {list(KINDS)}", kind=TypeError)
         elif kind is not None and kind not in KINDS:
-            yield Problem(f"`{name}` is no codec.", repr(kind), f"None, or one of {list(KINDS)}")
+            yield Problem(f"`{name}` is not a codec.", repr(kind), f"None, or one of {list(KINDS)}")
 
 
 def codec_problems(codec: object) -> Iterator[Problem]:
     if codec is not None and not isinstance(codec, Codec):
         hint = "fr.Codec(forward='bfloat16', backward='bfloat16')"
-        yield Problem("`codec` is no Codec.", repr(codec), "a Codec, or None", hint, TypeError)
+        yield Problem("`codec` is not a Codec.", repr(codec), "a Codec, or None", hint, TypeError)

@@ -322,7 +322,7 @@ def leaf_problems(x: T, name: str, need_float: bool = False):
     for path, leaf in paths(x):
         where = f"`x{path}`" if path.startswith("[") or not path else f"`x.{path}`"
         if not isinstance(leaf, Tensor):
-            yield Problem(f"{where} is no tensor.", describe(leaf), "a tree of tensors", kind=TypeError)
+            yield Problem(f"{where} is not a tensor.", describe(leaf), "a tree of tensors", kind=TypeError)
         elif name.startswith("psum") and leaf.dtype == torch.bool:
             yield Problem(f"{where} cannot be summed.", describe(leaf), "numbers", "x.long()", TypeError)
         elif name in ("pmax", "pmin") and leaf.is_complex():
@@ -336,7 +336,7 @@ def dim_problems(x: T, dim: int, *, extra: int = 0, name: str = "dim"):
         rank = leaf.dim() + extra
         if not -rank <= dim < rank:
             yield Problem(
-                f"`{name}` is no dimension of `x{path}`.",
+                f"`{name}` is not a dimension of `x{path}`.",
                 f"{dim}; {describe(leaf)}",
                 f"{-rank} to {rank - 1}",
                 kind=IndexError,
@@ -361,7 +361,7 @@ def part_problems(x: T, dim: int, n: int, tiled: bool):
 def permutation_problems(perm: Sequence, n: int):
     pairs = list(perm)
     if any(len(p) != 2 for p in pairs):
-        yield Problem("`perm` is no list of pairs.", f"{pairs}", "(source, destination) pairs", kind=TypeError)
+        yield Problem("`perm` is not a list of pairs.", f"{pairs}", "(source, destination) pairs", kind=TypeError)
         return
     if any(not 0 <= r < n for p in pairs for r in p):
         yield Problem("`perm` names a rank that is not there.", f"{pairs}", f"0 to {n - 1}")

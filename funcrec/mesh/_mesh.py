@@ -259,7 +259,7 @@ def bound_axis(call: str, name: str) -> Axis:
     """The axis of that name."""
     axes = bound.get()
     if not isinstance(name, str):
-        fail(call, "`axis_name` is no name.", got=describe(name), need="the name of an axis", kind=TypeError)
+        fail(call, "`axis_name` is not a name.", got=describe(name), need="the name of an axis", kind=TypeError)
     if name not in axes:
         got = f"{name!r}; bound here: {list(axes)}"
         fail(

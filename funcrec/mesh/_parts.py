@@ -64,7 +64,7 @@ def _match(spec: Any, tree: Any, path: str, problems: list[Problem]) -> Iterator
             describe(x)
             + (f" of {[torch_tree.keystr(k) for k, _ in below(x)]}" if not torch_tree.tree_is_leaf(x) else "")
         )
-        what = f"the specs of `{path}` are no prefix of it."
+        what = f"the specs of `{path}` are not a prefix of it."
         got, need, hint = (
             f"specs {show(spec)}; value {show(tree)}",
             "one structure down to the Ps",

@@ -79,7 +79,7 @@ def accuracy(threshold: float = 0.5, *, from_logits: bool = False) -> Metric:
     if not isinstance(threshold, (int, float)) or isinstance(threshold, bool) or not 0 <= threshold <= 1:
         fail(
             "funcrec.metrics.accuracy",
-            "`threshold` is no probability.",
+            "`threshold` is not a probability.",
             got=f"{threshold!r}",
             need="a number in [0, 1]",
         )

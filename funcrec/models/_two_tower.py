@@ -179,7 +179,7 @@ def in_batch_softmax_loss(
     call = "funcrec.models.in_batch_softmax_loss"
     if not isinstance(model, TwoTower):
         need, hint = "a TwoTower", "fr.models.two_tower(tables, query, candidate)"
-        fail(call, "`model` is no two towers.", got=describe(model), need=need, hint=hint, kind=TypeError)
+        fail(call, "`model` is not a pair of towers.", got=describe(model), need=need, hint=hint, kind=TypeError)
     given = {"log_q": log_q, "candidate_ids": candidate_ids}
     check(call, function_problems(**{name: fn for name, fn in given.items() if fn is not None}))
 

@@ -139,7 +139,7 @@ class UserRule:
         except (_cpp().UnsupportedError, DataDependentOutputException, DynamicOutputShapeException) as error:
             self.is_blocked = True
             warnings.warn(
-                f"{self.call}: the rule is no part of the kernel, and takes two to four times as long.\n  got   {error}\n"
+                f"{self.call}: the rule is not a part of the kernel, and takes two to four times as long.\n  got   {error}\n"
                 "  need  arithmetic on rows and numbers, sums over the row, slices of it",
                 stacklevel=2,
             )

@@ -240,18 +240,18 @@ class Plan:
 
 def placement_problems(p: Placement) -> Iterator[Problem]:
     if p.kind not in KINDS:
-        yield Problem("`kind` is no placement.", f"{p.kind!r}", f"one of {list(KINDS)}")
+        yield Problem("`kind` is not a placement.", f"{p.kind!r}", f"one of {list(KINDS)}")
         return
     two = p.kind in OF_TWO_AXES
     if any(not isinstance(a, str) for a in p.axes) or len(set(p.axes)) < len(p.axes):
-        yield Problem("the axes are no axes of a mesh.", f"{p.axes}", "distinct names", kind=TypeError)
+        yield Problem("the axes are not axes of a mesh.", f"{p.axes}", "distinct names", kind=TypeError)
     elif two and len(p.axes) != 2:
         yield Problem("the placement mixes two axes.", f"{p.axes}", "a pair of axes, the outer one first")
     elif not two and p.kind != "replicated" and not p.axes:
         yield Problem("the placement has no axis.", "()", "the name of an axis")
     for r in p.ranks:
         if not isinstance(r, int) or isinstance(r, bool):
-            yield Problem("a rank is no number.", describe(r), "a place on the axis", kind=TypeError)
+            yield Problem("a rank is not a number.", describe(r), "a place on the axis", kind=TypeError)
         elif r < 0:
             yield Problem("a rank is not there.", f"{r}", "a place >= 0 on the axis")
     if p.kind == "grid" and len(set(p.ranks)) < len(p.ranks):
@@ -262,11 +262,11 @@ def plan_problems(placements: Any, replicas: Any) -> Iterator[Problem]:
     named = replicas if isinstance(replicas, tuple) else (replicas,)
     if not all(isinstance(a, str) for a in named) or len(set(named)) < len(named):
         need = "an axis, or a tuple of distinct axes"
-        yield Problem("`replicas` are no axes of a mesh.", f"{replicas!r}", need, kind=TypeError)
+        yield Problem("`replicas` are not axes of a mesh.", f"{replicas!r}", need, kind=TypeError)
         return
     if not isinstance(placements, Mapping):
         yield Problem(
-            "a plan is no mapping.",
+            "a plan is not a mapping.",
             describe(placements),
             "{table: placement}",
             '{"item": fr.row_wise("model")}',

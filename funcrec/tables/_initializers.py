@@ -108,4 +108,4 @@ def _initializer_problems(kind: object, scale: object) -> Iterator[Problem]:
         yield Problem(f"`{name}` is not a number.", describe(scale), "a float", kind=TypeError)
     elif not (math.isfinite(scale) and scale >= least):
         need = "a finite number" if kind == "constant" else "a finite number >= 0"
-        yield Problem(f"`{name}` is no scale of a distribution.", f"{scale}", need)
+        yield Problem(f"`{name}` is not a scale of a distribution.", f"{scale}", need)

@@ -247,7 +247,7 @@ class RowGrads:
             need = "RowGrads of the same table"
             fail(
                 "funcrec.RowGrads.__add__",
-                "`other` is no row gradient.",
+                "`other` is not a row gradient.",
                 got=describe(other),
                 need=need,
                 kind=TypeError,

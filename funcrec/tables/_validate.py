@@ -79,7 +79,7 @@ def label_value_problems(label: Tensor, path: str, kind: type[Exception] = Value
     if bool(wrong.any()):
         at = int(wrong.to(torch.int8).argmax())
         got, need = f"{path}[{at}] = {label[at].item()}, {int(wrong.sum())} in all", "labels in [0, 1]"
-        yield Problem(f"`{path}` are no labels of clicks.", got, need, "label >= 4, say, if these are ratings", kind)
+        yield Problem(f"`{path}` are not labels of clicks.", got, need, "label >= 4, say, if these are ratings", kind)
 
 
 def value_problems(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: Mapping) -> Iterator[Problem]:

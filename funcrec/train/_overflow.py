@@ -73,12 +73,12 @@ def retry_overflow(
 
 def retry_problems(make_step: object, capacity: object, steps: object) -> Iterator[Problem]:
     if not callable(make_step):
-        yield Problem("`make_step` is no function.", describe(make_step), "(capacity) -> step", kind=TypeError)
+        yield Problem("`make_step` is not a function.", describe(make_step), "(capacity) -> step", kind=TypeError)
     for name, x in (("capacity", capacity), ("steps", steps)):
         if name == "capacity" and x == "measure":
             continue
         if not isinstance(x, int) or isinstance(x, bool):
             need = "an int >= 1, or 'measure'" if name == "capacity" else "an int >= 1"
-            yield Problem(f"`{name}` is no number.", describe(x), need, kind=TypeError)
+            yield Problem(f"`{name}` is not a number.", describe(x), need, kind=TypeError)
         elif x < 1:
             yield Problem(f"`{name}` is too small.", f"{x}", ">= 1")

@@ -136,9 +136,9 @@ def mean_of(copies: Tensor) -> Tensor:
 
 def argument_problems(mesh: Any, greatest: Any) -> Iterator[Problem]:
     if not isinstance(mesh, Mesh):
-        yield Problem("`mesh` is no mesh.", describe(mesh), "a Mesh", "fr.Mesh.emulated(data=2)", TypeError)
+        yield Problem("`mesh` is not a mesh.", describe(mesh), "a Mesh", "fr.Mesh.emulated(data=2)", TypeError)
     if isinstance(greatest, str) or not isinstance(greatest, Collection):
-        yield Problem("`greatest` are no names.", describe(greatest), "names of slots", "('last',)", TypeError)
+        yield Problem("`greatest` are not names.", describe(greatest), "names of slots", "('last',)", TypeError)
 
 
 def replica_problems(state: TrainState) -> Iterator[Problem]:

@@ -190,7 +190,7 @@ def argument_problems(state: Any, mesh: Any, source: Any, sparse: Any) -> Iterat
         yield Problem("`state` is not a TrainState.", describe(state), "TrainState", "step.init(params)", TypeError)
     for name, x in {"mesh": mesh, "from_mesh": source}.items():
         if not isinstance(x, Mesh):
-            yield Problem(f"`{name}` is no mesh.", describe(x), "a Mesh", "fr.Mesh.emulated(data=2)", TypeError)
+            yield Problem(f"`{name}` is not a mesh.", describe(x), "a Mesh", "fr.Mesh.emulated(data=2)", TypeError)
     if not isinstance(sparse, RowOptimizer):
         hint = "fr.optim.rowwise_adagrad(lr=0.01)"
         yield Problem("`sparse` is not a row optimizer.", describe(sparse), "a RowOptimizer", hint, TypeError)

@@ -70,7 +70,7 @@ ROWS = {
     "KeyedJaggedTensor.from_lists: weights' bags": e(lambda: KJT.from_lists({"a": [[1], []]}, weights={"a": [[], [1.0]]}), ValueError, "`weights['a']` has bags of other lengths", "[0, 1]", "[1, 0]"),
     "KeyedJaggedTensor.from_lengths: duplicate keys": e(lambda: KJT.from_lengths(["a", "a"], i64(), i64(0, 0)), ValueError, "names a feature twice", "['a']"),
     "KeyedJaggedTensor.from_lengths: keys": e(lambda: KJT.from_lengths([1], i64(), i64(0)), TypeError, "`keys[0]` is not a string", "int 1"),
-    "KeyedJaggedTensor.from_lengths: multiple": e(lambda: KJT.from_lengths(["a", "b"], i64(), i64(0, 0, 0)), ValueError, "no multiple of the keys", "3 bags for 2 keys", "strides"),
+    "KeyedJaggedTensor.from_lengths: multiple": e(lambda: KJT.from_lengths(["a", "b"], i64(), i64(0, 0, 0)), ValueError, "not a multiple of the keys", "3 bags for 2 keys", "strides"),
     "KeyedJaggedTensor.from_lengths: no keys": e(lambda: KJT.from_lengths([], i64(), i64(0)), ValueError, "1 bags for 0 keys"),
     "KeyedJaggedTensor.from_lengths: strides": e(lambda: KJT.from_lengths(["a", "b"], i64(), i64(0, 0, 0), strides=(1, 1)), ValueError, "does not match `strides`"),
     "KeyedJaggedTensor.from_lengths: strides of keys": e(lambda: KJT.from_lengths(["a"], i64(), i64(0, 0), strides=(1, 1)), ValueError, "`strides` does not match the keys"),
@@ -199,7 +199,7 @@ def test_a_message_has_its_parts(name):
 ALL_AT_ONCE = {
     "from_lengths": (
         lambda: KJT.from_lengths(["a", "a", "b"], i64(1), f32(2), weights=f32(3)),
-        ["names a feature twice", "`weights` does not match", "`lengths` is not an integer", "no multiple"],
+        ["names a feature twice", "`weights` does not match", "`lengths` is not an integer", "not a multiple"],
     ),
     "offsets": (lambda: JT.from_offsets(i64(1, 2), i64(1, 3, 2), weights=f32(1)), ["weights", "begin at 0", "descends"]),
     "TableConfig": (lambda: TC(3, 0, "x", dtype=torch.int8, initializer=None), ["`name`", "`num_embeddings`", "`embedding_dim`", "`dtype`", "`initializer`"]),

@@ -38,7 +38,7 @@ ROWS = [
     ("no data", lambda: batches([1, 2], None, 2), TypeError, "`data` has no rows"),
     ("seed for key", lambda: batches(DATA, None, 2, key=3), TypeError, "`key` is not a key"),
     ("negative position", lambda: batches(DATA, None, 2, position=(0, -1)), ValueError, "`position` is negative"),
-    ("number for position", lambda: batches(DATA, None, 2, position=3), TypeError, "`position` is no position"),
+    ("number for position", lambda: batches(DATA, None, 2, position=3), TypeError, "`position` is not a position"),
     ("list of rows", lambda: take(DATA, [1, 2]), TypeError, "`rows` is not an integer tensor"),
     ("matrix of rows", lambda: take(DATA, torch.ones(2, 2).long()), ValueError, "`rows` is not a vector"),
     ("row -1", lambda: take(DATA, torch.tensor([-1])), ValueError, "`rows` has a row that is not there"),
@@ -57,7 +57,7 @@ ROWS = [
         "position of booleans",
         lambda: batches(DATA, None, 5, position=(0, True)),
         TypeError,
-        "`position` is no position",
+        "`position` is not a position",
     ),
     ("drop_last in words", lambda: batches(DATA, None, 5, drop_last="no"), TypeError, "`drop_last` is neither"),
     ("bucket in words", lambda: batches(DATA, None, 5, bucket="no"), TypeError, "`bucket` is neither"),
@@ -77,7 +77,7 @@ ROWS = [
     ("bag of another column", lambda: random_rows(KEY, VOCABULARY, ids_per_bag={"a": 1, "b": 2}), ValueError, "['b']"),
     ("scatter in words", lambda: random_rows(KEY, VOCABULARY, scatter="no"), TypeError, "`scatter` is neither"),
     ("unknown transform", lambda: transform_dense(torch.ones(2), "log2"), ValueError, "`transform` is unknown"),
-    ("NaN threshold", lambda: ctr_dataset(RATINGS, threshold=float("nan")), TypeError, "`threshold` is no number"),
+    ("NaN threshold", lambda: ctr_dataset(RATINGS, threshold=float("nan")), TypeError, "`threshold` is not a number"),
     ("seed in words", lambda: ctr_dataset(RATINGS, seed="x"), TypeError, "`seed` is not an integer"),
     ("one rating to drop", lambda: ctr_dataset(RATINGS, drop=3.0), TypeError, "`drop` are not ratings"),
     ("negative dense", lambda: random_rows(KEY, VOCABULARY, num_dense=-1), ValueError, "`num_dense` is negative"),
@@ -92,7 +92,7 @@ ROWS = [
     ("unknown transform", lambda: criteo_tsv("x", 2, transform="sqrt"), ValueError, "`transform` is unknown"),
     ("too few keys", lambda: criteo_tsv("x", 2, keys=("a", "b")), ValueError, "`keys` do not match the columns"),
     ("one string of keys", lambda: criteo_tsv("x", 2, keys="a"), TypeError, "`keys` are not names"),
-    ("negative skip", lambda: criteo_tsv("x", 2, skip=-1), ValueError, "`skip` is no number of batches"),
+    ("negative skip", lambda: criteo_tsv("x", 2, skip=-1), ValueError, "`skip` is not a number of batches"),
 ]
 
 

@@ -74,9 +74,9 @@ ROWS = {
     "shard_map: no spec": e(mapped(lambda x: x, in_specs=(None,)), TypeError, "`args[0]` has no spec", "P()"),
     "shard_map: a name for a spec": e(mapped(lambda x: x, in_specs=("a",)), TypeError, "`args[0]` has no spec", "str 'a'"),
     "shard_map: specs of another structure": e(
-        mapped(lambda x: x, in_specs=({"v": fr.P()},), args=({"w": X},)), TypeError, "no prefix", "['v']", "['w']"
+        mapped(lambda x: x, in_specs=({"v": fr.P()},), args=({"w": X},)), TypeError, "not a prefix", "['v']", "['w']"
     ),
-    "shard_map: a spec too deep": e(mapped(lambda x: x, in_specs=((fr.P(), fr.P()),)), TypeError, "no prefix", "f32[4, 6]"),
+    "shard_map: a spec too deep": e(mapped(lambda x: x, in_specs=((fr.P(), fr.P()),)), TypeError, "not a prefix", "f32[4, 6]"),
     "shard_map: unknown axis": e(mapped(lambda x: x, in_specs=fr.P("c")), ValueError, "names an axis that is not mapped", "'c'", "['a', 'b']"),
     "shard_map: too many dimensions": e(mapped(lambda x: x, in_specs=fr.P("a", None, "b")), ValueError, "more dimensions", "at most 2"),
     "shard_map: jagged in two dimensions": e(mapped(lambda x: x, in_specs=fr.P(None, "a"), args=(IDS,)), ValueError, "cut by its bags"),
@@ -98,14 +98,14 @@ ROWS = {
     "psum: not a name": e(inside(lambda x: fr.psum(x, 3)), TypeError, "`axis_name` names no axes"),
     "psum: no names": e(inside(lambda x: fr.psum(x, ())), TypeError, "`axis_name` names no axes"),
     "psum: a name twice": e(inside(lambda x: fr.psum(x, ("a", "a"))), TypeError, "`axis_name` names no axes"),
-    "psum: a number": e(inside(lambda x: fr.psum({"v": 3}, "a")), TypeError, "`x['v']` is no tensor", "int 3"),
+    "psum: a number": e(inside(lambda x: fr.psum({"v": 3}, "a")), TypeError, "`x['v']` is not a tensor", "int 3"),
     "psum: bool": e(inside(lambda x: fr.psum(x > 0, "a")), TypeError, "cannot be summed", "long()"),
     "pmean: integers": e(inside(lambda x: fr.pmean(x.long(), "a")), TypeError, "`x` has no mean"),
-    "all_gather: dim": e(inside(lambda x: fr.all_gather(x, "a", dim=3)), IndexError, "`dim` is no dimension", "-3 to 2"),
+    "all_gather: dim": e(inside(lambda x: fr.all_gather(x, "a", dim=3)), IndexError, "`dim` is not a dimension", "-3 to 2"),
     "psum_scatter: size": e(inside(lambda x: fr.psum_scatter(x, "b")), ValueError, "not cut by the axis", "3, the number of ranks", "tiled=True"),
     "psum_scatter: multiple": e(inside(lambda x: fr.psum_scatter(x, "b", tiled=True)), ValueError, "a multiple of 3"),
     "all_to_all: size": e(inside(lambda x: fr.all_to_all(x, "b")), ValueError, "not cut by the axis"),
-    "all_to_all: concat_dim": e(inside(lambda x: fr.all_to_all(x, "a", concat_dim=2)), IndexError, "`concat_dim` is no dimension"),
+    "all_to_all: concat_dim": e(inside(lambda x: fr.all_to_all(x, "a", concat_dim=2)), IndexError, "`concat_dim` is not a dimension"),
     "ppermute: beyond": e(inside(lambda x: fr.ppermute(x, "a", [(0, 2)])), ValueError, "a rank that is not there", "0 to 1"),
     "ppermute: sends twice": e(inside(lambda x: fr.ppermute(x, "a", [(0, 0), (0, 1)])), ValueError, "sends twice"),
     "ppermute: receives twice": e(inside(lambda x: fr.ppermute(x, "a", [(0, 1), (1, 1)])), ValueError, "receives twice"),
@@ -156,8 +156,8 @@ ROWS = {
     "Plan: replicas of a placement": e(
         lambda: fr.Plan({"t": fr.row_wise("a"), "u": fr.replicated()}, replicas=("a", "b")), ValueError, "table 't' is cut over an axis whose copies train apart", "['a']"
     ),
-    "Plan: replicas that are no axes": e(lambda: fr.Plan({"t": fr.replicated()}, replicas=2), TypeError, "`replicas` are no axes", "2"),
-    "Plan: a replica axis twice": e(lambda: fr.Plan({}, replicas=("a", "a")), TypeError, "`replicas` are no axes", "distinct"),
+    "Plan: replicas that are not axes": e(lambda: fr.Plan({"t": fr.replicated()}, replicas=2), TypeError, "`replicas` are not axes", "2"),
+    "Plan: a replica axis twice": e(lambda: fr.Plan({}, replicas=("a", "a")), TypeError, "`replicas` are not axes", "distinct"),
     "shard_tables: replicas": e(
         lambda: fr.shard_tables({"t": X}, fr.Plan({"t": fr.row_wise("a")}, replicas="c"), MESH), ValueError, "`replicas` of the plan", "lacks", "['c']"
     ),
@@ -195,8 +195,8 @@ ROWS = {
     "retry_overflow: no function": e(lambda: fr.retry_overflow(3), TypeError, "`make_step` is not a function", "int 3"),
     "retry_overflow: numbers": e(lambda: fr.retry_overflow(step, capacity=0, steps=0), ValueError, "`capacity` is too small", "`steps` is too small"),
     "retry_overflow: a name": e(lambda: fr.retry_overflow(step, capacity="auto"), ValueError, "`capacity` is unknown", "an int or 'measure'"),
-    "Codec: unknown": e(lambda: fr.Codec("fp8", "int4"), ValueError, "`forward` is no codec", "'fp8'", "`backward` is no codec", "'bfloat16'"),
-    "Codec: a dtype": e(lambda: fr.Codec(torch.bfloat16), TypeError, "`forward` is no codec", "torch.bfloat16"),
+    "Codec: unknown": e(lambda: fr.Codec("fp8", "int4"), ValueError, "`forward` is not a codec", "'fp8'", "`backward` is not a codec", "'bfloat16'"),
+    "Codec: a dtype": e(lambda: fr.Codec(torch.bfloat16), TypeError, "`forward` is not a codec", "torch.bfloat16"),
     "shard_tables: codec": e(lambda: fr.shard_tables({"t": X}, PLAN, MESH, codec="int8"), TypeError, "`codec` is not a Codec", "'int8'"),
     "reshard: codec": e(lambda: resharded(codec="int8"), TypeError, "funcrec.reshard", "`codec` is not a Codec"),
     "train_step: codec": e(lambda: step(mesh=MESH, plan=PLAN, codec="int8"), TypeError, "`codec` is not a Codec", "fr.Codec("),

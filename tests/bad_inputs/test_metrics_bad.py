@@ -26,7 +26,7 @@ ROWS = [
     ("NaN score", lambda: metrics.exact_auc(P * torch.nan, Y), ValueError, "scores[0] = nan"),
     ("scores of another shape", lambda: metrics.exact_auc(P, Y[:1]), ValueError, "`labels` do not match `scores`"),
     ("no bins", lambda: metrics.auc(0), ValueError, "`num_bins` is too small"),
-    ("threshold of 2", lambda: metrics.accuracy(2.0), ValueError, "`threshold` is no probability"),
+    ("threshold of 2", lambda: metrics.accuracy(2.0), ValueError, "`threshold` is not a probability"),
     ("function for metric", lambda: metrics.collect({"auc": metrics.auc}), TypeError, "auc(), not auc"),
     (
         "foreign state",

@@ -36,7 +36,7 @@ ROWS = [
     ("mlp(3)", lambda: nn.mlp(3), TypeError, "`sizes` are not sizes."),
     ("mlp(dropout=1)", lambda: nn.mlp((3, 1), dropout=1), ValueError, "need  a float in [0, 1)"),
     ("mlp without its stats", lambda: NORMED.apply(NORMED.init(KEY), X), ValueError, "`stats` are not this layer's."),
-    ("dropout(rate=1.5)", lambda: nn.dropout(X, KEY, 1.5), ValueError, "`rate` is no probability of dropping."),
+    ("dropout(rate=1.5)", lambda: nn.dropout(X, KEY, 1.5), ValueError, "`rate` is not a probability of dropping."),
     ("dropout(rate=tensor)", lambda: nn.dropout(X, KEY, torch.tensor(0.5)), TypeError, "`rate` is not a number."),
     ("dropout(key=0)", lambda: nn.dropout(X, 0, 0.5), TypeError, "`key` is not a key."),
     (
@@ -75,7 +75,12 @@ ROWS = [
     ("num_dense=-1", lambda: models.dcnv2((T4,), (USER,), num_dense=-1), ValueError, "`num_dense` is negative."),
     ("num_dense=2.0", lambda: models.dcnv2((T4,), (USER,), num_dense=2.0), TypeError, "`num_dense` is not an integer."),
     ("sizes=()", lambda: models.deepfm((T4,), (USER,), sizes=()), ValueError, "`sizes` are too few."),
-    ("dropout=-0.1", lambda: models.wide_deep((T4,), (USER,), dropout=-0.1), ValueError, "`dropout` is no probability"),
+    (
+        "dropout=-0.1",
+        lambda: models.wide_deep((T4,), (USER,), dropout=-0.1),
+        ValueError,
+        "`dropout` is not a probability",
+    ),
     (
         "bottom that ends elsewhere",
         lambda: models.dlrm((T4,), (USER,), num_dense=3, bottom=(8, 5)),

@@ -280,11 +280,11 @@ def of_another_class():
 BAD = {
     "twice": (twice, ValueError, "memory of donated `a` is given twice"),
     "overlapping": (overlapping, ValueError, "is given twice"),
-    "of another class": (of_another_class, TypeError, r"`s\['w'\]` is no plain tensor"),
+    "of another class": (of_another_class, TypeError, r"`s\['w'\]` is not a plain tensor"),
     "sparse": (
         lambda: fr.jit(put, donate=("s",))({"w": torch.eye(2).to_sparse(), "t": torch.ones(2)}),
         TypeError,
-        r"`s\['w'\]` is no plain tensor",
+        r"`s\['w'\]` is not a plain tensor",
     ),
     "requires grad": (
         lambda: fr.jit(put, donate=("s",))({"w": torch.ones(4, requires_grad=True), "t": torch.ones(2)}),

@@ -299,7 +299,11 @@ BAD = {
     "nonzero": (lambda: fr.jit(lambda x: x.nonzero())(torch.ones(2)), TypeError, "on the host"),
     "shared": (lambda: _share(), ValueError, "given twice"),
     "unhashable leaf": (lambda: fr.jit(lambda x: x)(_Unhashable()), TypeError, "neither a tensor nor a plain"),
-    "class that is no pytree": (lambda: fr.jit(lambda x: x)(_Plain(torch.ones(1))), TypeError, "fr.pytree for a class"),
+    "class that is not a pytree": (
+        lambda: fr.jit(lambda x: x)(_Plain(torch.ones(1))),
+        TypeError,
+        "fr.pytree for a class",
+    ),
     "such a class comes out": (lambda: fr.jit(lambda x: _Plain(x))(torch.ones(1)), TypeError, "fr.pytree for a class"),
     "module": (lambda: fr.jit(lambda m, x: m(x))(torch.nn.Linear(1, 1), torch.ones(1)), TypeError, "neither a tensor"),
 }

@@ -224,9 +224,9 @@ ODD = {
 def test_odd_tensors_are_refused(name, interpreted):
     """What is no dense memory with strides is a TypeError that names it, as an argument and closed over."""
     odd = ODD[name]()
-    with pytest.raises(TypeError, match=r"`x\['a'\]` is no plain tensor(.|\n)*to_dense"):
+    with pytest.raises(TypeError, match=r"`x\['a'\]` is not a plain tensor(.|\n)*to_dense"):
         fr.jit(lambda x: x["a"] * 2)({"a": odd})
-    with pytest.raises(TypeError, match=r"closes over is no plain tensor"):
+    with pytest.raises(TypeError, match=r"closes over is not a plain tensor"):
         fr.jit(lambda x: x + (odd * 2).sum())(X)
 
 

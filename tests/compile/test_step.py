@@ -147,8 +147,8 @@ def other_state():
 
 
 BAD = {
-    "sparse is no optimizer": (lambda: fr.train_step(loss_fn, sparse=0.1, dense=None), TypeError, "`sparse` is not"),
-    "dense is no optimizer": (lambda: fr.train_step(loss_fn, sparse=fr.optim.sgd(), dense=None), TypeError, "`dense` is not"),
+    "sparse is not an optimizer": (lambda: fr.train_step(loss_fn, sparse=0.1, dense=None), TypeError, "`sparse` is not"),
+    "dense is not an optimizer": (lambda: fr.train_step(loss_fn, sparse=fr.optim.sgd(), dense=None), TypeError, "`dense` is not"),
     "params are a dict": (lambda: make_step().init({}), TypeError, "`params` is not Params"),
     "key is a number": (lambda: make_step().init(fr.Params({}, {}), 3), TypeError, "`key` is not a key"),
     "state is params": (lambda: make_step()(fr.Params({}, {}), make_batch(0)), TypeError, "`state` is not a TrainState"),

@@ -116,7 +116,7 @@ def test_folders_import_from_those_above(name):
     for other in own_imports(name, lazy=True):
         if folder_of(name) == "examples" and other == "":
             continue  # an example uses the public names, as its reader will
-        assert other in MODULES, f"{name} imports funcrec.{other}, which is no module"
+        assert other in MODULES, f"{name} imports funcrec.{other}, which is not a module"
         mine, floor = FLOORS[folder_of(name)], FLOORS[folder_of(other)]
         assert folder_of(other) == folder_of(name) or floor < mine, (
             f"{name} imports {other}, which does not stand above it"
@@ -259,6 +259,13 @@ def test_what_tests_share_is_a_package():
     files = [p for p in (ROOT / "tests").rglob("*.py") if p.parent.name != "programs"]
     assert [p.name for p in files if not re.match(r"test_|conftest", p.name)] == []
     assert [p.name for p in (ROOT / "tests").rglob("*.py") if "sys" + ".path" in p.read_text()] == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_errors_have_one_word_for_no(name):
+    """An error says "is not a name", never "is no name"."""
+    texts = [ast.unparse(n) for n in ast.walk(TREES[name]) if isinstance(n, ast.Call | ast.Assign | ast.Raise)]
+    assert [t[:200] for t in texts if re.search(r"(?<!here )\b(is|are) no (?!longer)", t)] == []
 
 
 def test_every_test_file_is_collected(request):

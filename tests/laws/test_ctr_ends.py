@@ -137,8 +137,8 @@ def test_a_folder_that_cannot_be_written_is_told_first(tmp_path, no_data, capsys
 
 DAMAGED = {
     "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-9]), "not a whole checkpoint"),
-    "of another program": (lambda path: fr.save(path, {"x": 1}), "is no checkpoint of this program"),
-    "of no dict": (lambda path: fr.save(path, 3), "is no checkpoint of this program"),
+    "of another program": (lambda path: fr.save(path, {"x": 1}), "is not a checkpoint of this program"),
+    "of no dict": (lambda path: fr.save(path, 3), "is not a checkpoint of this program"),
 }
 
 

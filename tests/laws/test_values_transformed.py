@@ -223,9 +223,9 @@ REFUSED = {
     "select bag 2": (lambda: ONE.select(torch.tensor([2]), capacity=3), ValueError, "`bags` has a bag that is not there"),
     "select into too little": (lambda: ONE.select(torch.tensor([0, 0]), capacity=3), ValueError, "`capacity` does not hold the bags"),
     "select into -1": (lambda: ONE.select(torch.tensor([0]), capacity=-1), ValueError, "`capacity` is"),
-    "a fraction behind integers": (lambda: ONE.to_padded(2, 0.5), TypeError, "`fill` is no i64"),
-    "NaN behind integers": (lambda: ONE.to_padded(2, float("nan")), TypeError, "`fill` is no i64"),
-    "a fill beyond i32": (lambda: JT.from_lists([[1]], dtype=I32).to_padded(2, 2**40), ValueError, "`fill` is no i32"),
+    "a fraction behind integers": (lambda: ONE.to_padded(2, 0.5), TypeError, "`fill` is not of i64"),
+    "NaN behind integers": (lambda: ONE.to_padded(2, float("nan")), TypeError, "`fill` is not of i64"),
+    "a fill beyond i32": (lambda: JT.from_lists([[1]], dtype=I32).to_padded(2, 2**40), ValueError, "`fill` is not of i32"),
     "a fill in words": (lambda: ONE.to_padded(2, "x"), TypeError, "`fill` is no"),
     "a length of 2.5": (lambda: ONE.to_padded(2.5), TypeError, "`length` is not an integer"),
     "weights of integers": (lambda: JT.from_padded(torch.ones(1, 2), torch.tensor([1]), weights=torch.ones(1, 2).long()), TypeError, "`weights` are not"),
@@ -238,7 +238,7 @@ REFUSED = {
     "a key twice": (lambda: KT(torch.ones(1, 4), ("a", "a"), (2, 2)), ValueError, "`keys` names a feature twice"),
     "strides of fractions": (lambda: KJT.from_lengths(["a", "b"], torch.ones(2).long(), torch.ones(2).long(), strides=(0.5, 1.5)), TypeError, "`strides"),
     "segments of fractions": (lambda: IDS.split([0.5, 1.5]), TypeError, "`segments"),
-    "a key that is no name": (lambda: KJT.from_jagged({1: ONE}), TypeError, "`keys` are not names"),
+    "a key that is not a name": (lambda: KJT.from_jagged({1: ONE}), TypeError, "`keys` are not names"),
     "values of other shapes": (lambda: KJT.from_jagged({"a": JT(torch.ones(2), torch.tensor([0, 2])), "b": JT(torch.ones(2, 3), torch.tensor([0, 2]))}), ValueError, "different shapes"),
 }  # fmt: skip
 
