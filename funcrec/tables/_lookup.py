@@ -200,7 +200,9 @@ def opened(call: str, tables: Any, ids: object, features: object) -> tuple[Any, 
     tables, owners = open_tables(tables)
     if not isinstance(tables, Mapping):
         hint = "funcrec.init(key, tables) makes them of configs"
-        fail(call, "`tables` is no mapping.", got=describe(tables), need="{name: f[R, D]}", hint=hint, kind=TypeError)
+        fail(
+            call, "`tables` is not a mapping.", got=describe(tables), need="{name: f[R, D]}", hint=hint, kind=TypeError
+        )
     check_lookup(call, tables, ids, features)
     return tables, owners
 
