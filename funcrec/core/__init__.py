@@ -46,6 +46,8 @@ from funcrec.core._numbers import function_problems as function_problems
 from funcrec.core._numbers import number_problems as number_problems
 from funcrec.core._numbers import rate_problems as rate_problems
 from funcrec.core._numbers import size_problems as size_problems
+from funcrec.core._ravel import in_parts as in_parts
+from funcrec.core._ravel import ravel as ravel
 from funcrec.core._recipe import reduced as reduced
 from funcrec.core._recipe import remade as remade
 from funcrec.core._static import static_key as static_key

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from funcrec.core import Problem, check, one_level_below
 from funcrec.kernels import library
+from funcrec.mesh._axes import Axis, bind, bound_axes
 from funcrec.mesh._collectives import all_gather, all_to_all
-from funcrec.mesh._mesh import Axis, bind, bound_axes
 
 Kind = Literal["float16", "bfloat16", "int8"]
 KINDS = ("float16", "bfloat16", "int8")

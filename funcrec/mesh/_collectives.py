@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, paths, tree_flatten, tree_unflatten, typed
+from funcrec.mesh._axes import Axis, AxisName, bound_axes, bound_axis, rank_at
 from funcrec.mesh._exchange import exchange, extremum
-from funcrec.mesh._mesh import Axis, AxisName, bound_axes, bound_axis
 
 T = Any  # a pytree of tensors
 
@@ -287,11 +287,8 @@ def axis_index(axis_name: AxisName) -> Tensor:
 
     Source: jax.lax.axis_index.
     """
-    first, *others = bound_axes("funcrec.axis_index", axis_name)
-    place = first.marker
-    for a in others:
-        place = place * a.size + a.marker
-    return place
+    axes = {a.name: a for a in bound_axes("funcrec.axis_index", axis_name)}
+    return rank_at({n: a.marker for n, a in axes.items()}, list(axes), {n: a.size for n, a in axes.items()})
 
 
 def axis_size(axis_name: AxisName) -> int:

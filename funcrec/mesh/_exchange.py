@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from funcrec.core import one_level_below, tree_flatten, tree_unflatten
-from funcrec.mesh._mesh import Axis
+from funcrec.mesh._axes import Axis
 
 _c10d = torch.ops._c10d_functional
 AWAIT, SWAP = _c10d.wait_tensor.default, _c10d.all_to_all_single.default

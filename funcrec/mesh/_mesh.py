@@ -1,13 +1,11 @@
-"""Mesh: ranks in a grid with named axes, emulated in one process or real, and what a named axis is while a function runs.
+"""Mesh: ranks in a grid with named axes, emulated in one process or real.
 
     rank (i, j, ...) of a mesh n × m × ...;    axis "data": the ranks that differ in i only
 
-Both kinds are one value, so that a function written for named axes does not know which it runs on. Which axes are bound belongs to the
-thread and the call that bound them.
+Both kinds are one value, so that a function written for named axes does not know which it runs on.
 """
 
 import atexit
-import contextlib
 import dataclasses
 import math
 import os
@@ -15,81 +13,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from funcrec.core import Problem, check, describe, fail
 from funcrec.kernels import library
+from funcrec.mesh._axes import Axis
 
-AxisName = str | tuple[str, ...]
 TIMEOUT_S = 300.0
 LET_GO_S = 0.25
 
-
-class Axis(NamedTuple):
-    """A bound axis.
-
-    marker: i64[], this rank's place on the axis. Under emulation it is batched at the axis's own vmap level and at no other: that is
-      how a collective knows the level.
-    group: the process group's name and `index` this rank's place, as a number; None under emulation.
-    """
-
-    name: str
-    size: int
-    marker: Tensor
-    group: str | None = None
-    index: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, init=False, repr=False)
-class P:
-    """How a tensor is cut over a mesh: for each dimension an axis, a tuple of axes (the first is the major one), or None.
-
-    Dimensions that are not named are whole; `P()` is the whole tensor on every rank.
-
-    Example:
-      >>> import funcrec as fr
-      >>> fr.P("data", None), fr.P(("data", "model"))
-      (P('data', None), P(('data', 'model')))
-
-    Source: jax.sharding.PartitionSpec.
-    """
-
-    dims: tuple[tuple[str, ...], ...]
-
-    def __init__(self, *dims: AxisName | None):
-        wrong = [d for d in dims if not (d is None or isinstance(d, str) or _is_names(d))]
-        if wrong:
-            fail(
-                "funcrec.P",
-                "a dimension has no axis.",
-                got=f"{wrong}",
-                need="axis names, tuples of them, or None",
-                hint='fr.P("data", None), fr.P(("data", "model"))',
-                kind=TypeError,
-            )
-        named = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims)
-        twice = sorted({a for d in named for a in d if sum(e.count(a) for e in named) > 1})
-        if twice:
-            fail("funcrec.P", "an axis is named twice.", got=f"{twice} in {dims}", need="an axis in one dimension only")
-        object.__setattr__(self, "dims", named)
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """All axes that are named."""
-        return tuple(a for d in self.dims for a in d)
-
-    def __repr__(self) -> str:
-        show = lambda d: "None" if not d else repr(d[0]) if len(d) == 1 else repr(d)
-        return f"P({', '.join(map(show, self.dims))})"
-
-
 ambient: ContextVar[tuple["Mesh", ...]] = ContextVar("funcrec_meshes", default=())
-bound: ContextVar[dict[str, Axis]] = ContextVar("funcrec_axes", default={})  # noqa: B039 (never written to)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -237,57 +173,6 @@ library.define(
 def ambient_mesh() -> Mesh | None:
     """The mesh of the innermost `with mesh:` of this thread."""
     return ambient.get()[-1] if ambient.get() else None
-
-
-@contextlib.contextmanager
-def bind(axes: Sequence[Axis]) -> Iterator[None]:
-    """The axes are bound while the body runs, besides those that are bound already."""
-    before = bound.get()
-    try:
-        bound.set({**before, **{a.name: a for a in axes}})
-        yield
-    finally:
-        bound.set(before)
-
-
-def bound_names() -> tuple[str, ...]:
-    """The axes that are bound here, outermost first."""
-    return tuple(bound.get())
-
-
-def bound_axis(call: str, name: str) -> Axis:
-    """The axis of that name."""
-    axes = bound.get()
-    if not isinstance(name, str):
-        fail(call, "`axis_name` is not a name.", got=describe(name), need="the name of an axis", kind=TypeError)
-    if name not in axes:
-        got = f"{name!r}; bound here: {list(axes)}"
-        fail(
-            call,
-            "an axis is not bound.",
-            got=got,
-            need="an axis of the mesh of an enclosing shard_map",
-            hint="shard_map(f, mesh=..., ...)",
-        )
-    return axes[name]
-
-
-def bound_axes(call: str, names: AxisName) -> list[Axis]:
-    """The axes of a name or of a tuple of names, the major one first."""
-    names = (names,) if isinstance(names, str) else names
-    if not _is_names(names) or not names or len(set(names)) < len(names):
-        fail(
-            call,
-            "`axis_name` names no axes.",
-            got=f"{names!r}",
-            need="a name, or a tuple of distinct names",
-            kind=TypeError,
-        )
-    return [bound_axis(call, n) for n in names]
-
-
-def _is_names(x: Any) -> bool:
-    return isinstance(x, tuple) and all(isinstance(a, str) for a in x)
 
 
 def fresh_store() -> dict:

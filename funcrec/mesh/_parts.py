@@ -17,7 +17,7 @@ from torch import Tensor
 
 from funcrec.core import Problem, check, describe, tree_map
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, bucket, is_concrete, take_ranges
-from funcrec.mesh._mesh import P
+from funcrec.mesh._spec import P
 
 Sizes = Mapping[str, int]
 

@@ -15,10 +15,12 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from funcrec.core import Problem, describe, fail, own_errors, tree_flatten, tree_leaves, tree_map, tree_unflatten, typed
 from funcrec.core import check as raise_for
+from funcrec.mesh._axes import Axis, bind, bound_axis, bound_names
 from funcrec.mesh._collectives import all_gather
-from funcrec.mesh._mesh import Axis, Mesh, P, ambient_mesh, bind, bound_axis, bound_names
+from funcrec.mesh._mesh import Mesh, ambient_mesh
 from funcrec.mesh._parts import Part, axis_problems, cut, flatten_parts, join, match_specs, size_problems
 from funcrec.mesh._same import is_readable, unequal, unequal_over_ranks
+from funcrec.mesh._spec import P
 
 CALL = "funcrec.shard_map"
 

@@ -2,7 +2,6 @@
 
 from funcrec.sharding._copies import copy_problems as copy_problems
 from funcrec.sharding._dense import DenseShard as DenseShard
-from funcrec.sharding._dense import added as added
 from funcrec.sharding._dense import cut_dense as cut_dense
 from funcrec.sharding._dense import cut_state as cut_state
 from funcrec.sharding._dense import dense_axes_problems as dense_axes_problems
@@ -10,7 +9,6 @@ from funcrec.sharding._dense import dense_specs as dense_specs
 from funcrec.sharding._dense import gather_dense as gather_dense
 from funcrec.sharding._dense import join_dense as join_dense
 from funcrec.sharding._dense import leaf_problems as leaf_problems
-from funcrec.sharding._dense import ordered_sum as ordered_sum
 from funcrec.sharding._dense import own_dense as own_dense
 from funcrec.sharding._dense import sum_dense as sum_dense
 from funcrec.sharding._dense import whole_leaves as whole_leaves
@@ -30,7 +28,6 @@ from funcrec.sharding._placement import row_wise as row_wise
 from funcrec.sharding._placement import table_column_wise as table_column_wise
 from funcrec.sharding._placement import table_row_wise as table_row_wise
 from funcrec.sharding._placement import table_wise as table_wise
-from funcrec.sharding._sync import is_small as is_small
 from funcrec.sharding._sync import sync_grads as sync_grads
 from funcrec.sharding._tables import ShardedTables as ShardedTables
 from funcrec.sharding._tables import gather_tables as gather_tables

@@ -17,8 +17,10 @@ from funcrec.core import (
     Problem,
     describe,
     fail,
+    in_parts,
     paths,
     pytree,
+    ravel,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -26,7 +28,20 @@ from funcrec.core import (
     tree_unflatten,
     value_below,
 )
-from funcrec.mesh import Mesh, P, all_gather, all_to_all, axis_index, axis_size, shard, unshard
+from funcrec.mesh import (
+    Mesh,
+    P,
+    added,
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    coordinates,
+    gather_as_one,
+    rank_at,
+    shard,
+    unshard,
+)
 from funcrec.optim import DenseOptimizer
 
 PROBE = ((0, 1e-3), (1, 1e3), (10**6, 1e-3), (10**6 + 1, 1e3))  # (step, size of its gradients)
@@ -73,7 +88,7 @@ def map_shards(fn, tree: Any) -> Any:
 def cut_dense(tree: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
     """Every leaf as a DenseShard of this process's ranks; those without a dimension stay."""
     n, spec = prod(mesh.shape[a] for a in axes), P(axes)
-    cut = lambda x: DenseShard(shard(_padded(x, n), spec, mesh=mesh).clone(), tuple(x.shape), axes)
+    cut = lambda x: DenseShard(shard(in_parts(x, n).flatten(), spec, mesh=mesh).clone(), tuple(x.shape), axes)
     return tree_map(lambda x: cut(x) if x.dim() else x, tree)
 
 
@@ -108,13 +123,9 @@ def dense_specs(tree: Any) -> Any:
 def gather_dense(tree: Any) -> Any:
     """The same inside a mapped function, where every rank has its part; all leaves of a dtype travel together."""
     leaves, structure = torch_tree.tree_flatten(tree, is_leaf=is_shard)
-    out, at = list(leaves), [i for i, x in enumerate(leaves) if is_shard(x)]
-    for dtype in dict.fromkeys(leaves[i].flat.dtype for i in at):
-        own = [i for i in at if leaves[i].flat.dtype == dtype]
-        parts = all_gather(torch.cat([leaves[i].flat for i in own]), leaves[own[0]].axes)
-        for i, x in zip(own, parts.split([leaves[i].flat.shape[0] for i in own], 1), strict=True):
-            out[i] = _whole(x.flatten(), leaves[i].shape)
-    return tree_unflatten(out, structure)
+    cut = [x for x in leaves if is_shard(x)]
+    parts = iter(gather_as_one([x.flat for x in cut], cut[0].axes) if cut else ())
+    return tree_unflatten([_whole(next(parts).flatten(), x.shape) if is_shard(x) else x for x in leaves], structure)
 
 
 def own_dense(whole: Any, like: Any) -> Any:
@@ -130,8 +141,8 @@ def own_dense(whole: Any, like: Any) -> Any:
     out = []
     for x, held in zip(found, leaves, strict=True):
         if is_shard(held):
-            blocks = _padded(x, _size(held)).unflatten(0, (_size(held), -1))
-            x = DenseShard(blocks.index_select(0, axis_index(held.axes)[None])[0], held.shape, held.axes)
+            own = in_parts(x, axis_size(held.axes)).index_select(0, axis_index(held.axes)[None])[0]
+            x = DenseShard(own, held.shape, held.axes)
         out.append(x)
     return tree_unflatten(out, structure)
 
@@ -153,73 +164,23 @@ def sum_dense(grads: Any, summed: Sequence[Tensor], like: Any, sizes: Mapping[st
 def sum_to_parts(leaves: Sequence[Tensor], held: Sequence[DenseShard], sizes: Mapping[str, int]) -> list[DenseShard]:
     """Of every leaf this rank's part of the sum. It sends what the first half of a ring's all-reduce sends; over axes that do not cut the
     leaves, parts are gathered."""
-    out: list[DenseShard] = list(held)
-    for dtype in dict.fromkeys(x.dtype for x in leaves):
-        at = [i for i, x in enumerate(leaves) if x.dtype == dtype]
-        axes, n = held[0].axes, _size(held[0])
-        others = tuple(a for a in sizes if a not in axes)
-        got = all_to_all(torch.cat([_padded(leaves[i], n).unflatten(0, (n, -1)) for i in at], 1), axes)
-        got = all_gather(got, others) if others else got[None]  # [other ranks, n, ...]
-        total = added([got[other, own] for other, own in _in_order(sizes, others, axes)])
-        for i, x in zip(at, total.split([-(-leaves[i].numel() // n) for i in at]), strict=True):
-            out[i] = DenseShard(x, held[i].shape, axes)
-    return out
+    axes = held[0].axes if held else ()
+    others = tuple(a for a in sizes if a not in axes)
 
+    def total(blocks: Tensor) -> Tensor:
+        got = all_to_all(blocks, axes)  # [n, C]: d_whole[s][own part] of the ranks s of the cutting axes
+        got = all_gather(got, others) if others else got[None]  # [other ranks, n, C]
+        return added([got[other, own] for other, own in _in_order(sizes, others, axes)])
 
-def ordered_sum(tree: Any, axes: Sequence[str]) -> Any:
-    """Σ over ranks of every float leaf, added in the order of the ranks, so that it has the same bits on any mesh and in one process.
-
-    All leaves of a dtype travel together. Each rank adds up one part of them, and the parts are gathered: what a ring's all-reduce sends.
-    Two ranks give each other all they have: as many bytes, at once.
-    """
-    leaves, structure = tree_flatten(tree)
-    n, out = axis_size(tuple(axes)), list(leaves)
-    for dtype in dict.fromkeys(x.dtype for x in leaves):
-        at = [i for i, x in enumerate(leaves) if x.dtype == dtype]
-        flat = torch.cat([leaves[i].flatten() for i in at])
-        size = flat.shape[0]
-        if n <= 2:
-            total = added(all_gather(flat, tuple(axes)).unbind(0))
-        else:
-            parts = torch.cat([flat, flat.new_zeros(-size % n)]).unflatten(0, (n, -1))
-            total = all_gather(added(all_to_all(parts, tuple(axes)).unbind(0)), tuple(axes), tiled=True)[:size]
-        for i, x in zip(at, total.split([leaves[i].numel() for i in at]), strict=True):
-            out[i] = x.reshape(leaves[i].shape)
-    return tree_unflatten(out, structure)
-
-
-def added(parts: Sequence[Tensor]) -> Tensor:
-    """Σ, one after the other."""
-    first, *others = parts
-    for x in others:
-        first = first + x
-    return first
+    blocks, unravel = ravel([in_parts(x, axis_size(axes)) for x in leaves], lead=1)
+    return [DenseShard(x, h.shape, axes) for x, h in zip(unravel(list(map(total, blocks))), held, strict=True)]
 
 
 def _in_order(sizes: Mapping[str, int], *groups: Sequence[str]) -> Iterator[tuple[int, ...]]:
     """For every rank of the mesh, in order, its place on each group of axes."""
     for rank in range(prod(sizes.values())):
-        where, left = {}, rank
-        for a in reversed(sizes):
-            where[a], left = left % sizes[a], left // sizes[a]
-        places = []
-        for group in groups:
-            place = 0
-            for a in group:
-                place = place * sizes[a] + where[a]
-            places.append(place)
-        yield tuple(places)
-
-
-def _size(x: DenseShard) -> int:
-    """n: how many parts of C elements make the whole; inside a mapped function."""
-    return axis_size(x.axes)
-
-
-def _padded(x: Tensor, n: int) -> Tensor:
-    """f[n · C]."""
-    flat = x.flatten()
-    return torch.cat([flat, flat.new_zeros(-flat.shape[0] % n)])
+        where = coordinates(rank, list(sizes), sizes)
+        yield tuple(rank_at(where, group, sizes) for group in groups)
 
 
 def _whole(flat: Tensor, shape: Sequence[int]) -> Tensor:

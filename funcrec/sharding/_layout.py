@@ -17,7 +17,7 @@ from torch import Tensor
 
 from funcrec.core import check, is_tracked, is_wrapped
 from funcrec.kernels.memory import empty_table
-from funcrec.mesh import Mesh, P
+from funcrec.mesh import Mesh, P, rank_at
 from funcrec.sharding._placement import Plan, fit_problems
 
 
@@ -165,9 +165,4 @@ def own_ranks(bank: Bank, mesh: Mesh) -> list[int]:
     """The ranks of the bank's axes that this process holds; all of them once for each copy that it holds."""
     if mesh.is_emulated:
         return list(range(bank.num_ranks)) * bank.num_copies
-    if not bank.axes:
-        return [0]
-    place = 0
-    for a in bank.axes:
-        place = place * mesh.shape[a] + mesh.coordinates[a]
-    return [place]
+    return [rank_at(mesh.coordinates, bank.axes, mesh.shape)]

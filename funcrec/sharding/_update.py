@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import fail, replace, tree_flatten, tree_unflatten
+from funcrec.core import fail, replace
 from funcrec.kernels import ops
 from funcrec.kernels.reference_jagged import place_among
-from funcrec.mesh import all_gather, axis_index
+from funcrec.mesh import axis_index, gather_as_one
 from funcrec.optim import RowOptimizer
 from funcrec.sharding._layout import Layout
 from funcrec.sharding._tables import ShardedTables
@@ -235,15 +235,3 @@ def _find(rows: Tensor, shard, gathered: Mapping[str, Tensor]) -> dict[str, Tens
     place = place_among(known, row.expand(known.shape[0], -1).contiguous(), right=False)  # [n, M]: on every rank
     place = place.gather(0, owner[None])[0].clamp(max=most - 1)
     return {k: x[owner, place] for k, x in gathered.items()}
-
-
-def gather_as_one(tree: Any, axes: Sequence[str]) -> Any:
-    """all_gather of every leaf, [n, ...]; all leaves of a dtype travel together."""
-    leaves, structure = tree_flatten(tree)
-    out = list(leaves)
-    for dtype in dict.fromkeys(x.dtype for x in leaves):
-        at = [i for i, x in enumerate(leaves) if x.dtype == dtype]
-        whole = all_gather(torch.cat([leaves[i].flatten() for i in at]), tuple(axes))
-        for i, x in zip(at, whole.split([leaves[i].numel() for i in at], 1), strict=True):
-            out[i] = x.reshape(x.shape[0], *leaves[i].shape)
-    return tree_unflatten(out, structure)

@@ -16,20 +16,17 @@ import torch
 from torch import Tensor
 
 from funcrec.core import describe, fail, random, replace, tree_map
-from funcrec.mesh import Codec, Mesh, P, all_gather, axis_index, pmean, shard_map
+from funcrec.mesh import Codec, Mesh, P, added, all_gather, axis_index, is_small, ordered_sum, pmean, shard_map
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.sharding import (
     Plan,
-    added,
     check_whole_rows,
     column_banks,
     cut_dense,
     dense_specs,
     gather_dense,
     init_slots,
-    is_small,
     joined_overflow,
-    ordered_sum,
     own_dense,
     shard_tables,
     sum_dense,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, is_tracked, replace, typed
+from funcrec.core import Problem, check, describe, is_tracked, ravel, replace, typed
 from funcrec.kernels import ops
-from funcrec.mesh import Mesh, all_gather, all_to_all, axis_size, shard_map
+from funcrec.mesh import Mesh, part_by_part, shard_map
 from funcrec.train._reshard import mesh_problems, sharded_problems
 from funcrec.train._state import TrainState
 
@@ -86,16 +86,13 @@ def sync_replicas(
 
 def unite(xs: list[Tensor], is_greatest: list[bool], axes: tuple[str, ...]) -> list[Tensor]:
     """Every tensor as all copies are to have it. Each rank does a part of every bucket, and the parts are gathered."""
-    n = axis_size(axes)
     parts: list[list[Tensor]] = [[] for _ in xs]
     kinds = [(x.dtype, most or not x.is_floating_point()) for x, most in zip(xs, is_greatest, strict=True)]
     for kind in dict.fromkeys(kinds):
+        fold = (lambda copies: copies.amax(0)) if kind[1] else mean_of
         for bucket in buckets([i for i, k in enumerate(kinds) if k == kind], xs):
-            flat = torch.cat([xs[i].flatten()[at] for i, at in bucket])
-            size = flat.shape[0]
-            copies = all_to_all(torch.cat([flat, flat.new_zeros(-size % n)]).unflatten(0, (n, -1)), axes)
-            whole = all_gather(copies.amax(0) if kind[1] else mean_of(copies), axes, tiled=True)[:size]
-            for (i, _), x in zip(bucket, whole.split([at.stop - at.start for _, at in bucket]), strict=True):
+            (flat,), unravel = ravel([xs[i].flatten()[at] for i, at in bucket])
+            for (i, _), x in zip(bucket, unravel([part_by_part(fold, flat, axes)]), strict=True):
                 parts[i].append(x)
     return [torch.cat(own).reshape(x.shape) if own else x for own, x in zip(parts, xs, strict=True)]
 

@@ -12,7 +12,7 @@ from programs import interrupts
 from programs.interrupts import AtEvent, AtOperation, Interrupt, Trial
 
 import funcrec as fr
-from funcrec.mesh import _mesh
+from funcrec.mesh import _axes
 from funcrec.testing import assert_trees_close
 
 
@@ -114,8 +114,8 @@ def in_using():
 
 
 def in_bind():
-    with _mesh.bind([]), _mesh.bind([_mesh.Axis("data", 2, torch.zeros(2))]):
-        _mesh.bound_names()
+    with _axes.bind([]), _axes.bind([_axes.Axis("data", 2, torch.zeros(2))]):
+        _axes.bound_names()
 
 
 SWITCHED = {"checked": fr.checked(lambda: torch.ones(2).sum()), "using": in_using, "bind": in_bind}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import funcrec as fr
-from funcrec.mesh._mesh import bound_names
+from funcrec.mesh import bound_names
 from funcrec.testing import assert_trees_close
 
 X = torch.arange(24, dtype=torch.float64).reshape(4, 6)

@@ -8,6 +8,7 @@ from programs import training
 from programs.training import plan_of
 
 import funcrec as fr
+from funcrec.mesh import _joined
 from funcrec.sharding import _sync
 from funcrec.testing import assert_trees_close
 
@@ -31,12 +32,12 @@ def test_every_rank_gets_each_tensor_of_all(axes, forms, most):
 
     def one_rank(xs):
         xs = [x[0] for x in xs]
-        got = _sync.gather_each([*xs, *xs], tuple(axes), {}) if xs else {}
+        got = _joined.gather_each([*xs, *xs], tuple(axes), {}) if xs else {}
         assert all(y.shape == x.shape and y.dtype == x.dtype for x in xs for y in got[id(x)])
         return [torch.stack(got[id(x)]) for x in xs]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_sync, "MOST_JOINED", most)
+        patch.setattr(_joined, "MOST_JOINED", most)
         mapped = fr.shard_map(one_rank, mesh=mesh, in_specs=fr.P(tuple(axes)), out_specs=fr.P())
         assert_trees_close(mapped(own), list(own))
 
@@ -60,6 +61,6 @@ def test_bounds_are_narrow_where_rows_are():
             bags = fr.tables._rowgrads.Bags(torch.zeros(2, 3), torch.zeros(4, dtype=dtype), own[0])
             narrow = _sync.narrow_bounds([bags])
             assert [x.dtype for x in narrow.values()] == [torch.int32] * is_narrow
-            return torch.stack(_sync.gather_each([bags.offsets], ("x",), narrow)[id(bags.offsets)])
+            return torch.stack(_joined.gather_each([bags.offsets], ("x",), narrow)[id(bags.offsets)])
 
         assert_trees_close(fr.shard_map(one_rank, mesh=mesh, in_specs=fr.P("x"), out_specs=fr.P())(bounds), bounds)

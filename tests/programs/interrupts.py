@@ -24,7 +24,7 @@ from funcrec.kernels import ops
 import funcrec as fr
 from funcrec.core import _checked
 from funcrec.core._tree import tree_leaves
-from funcrec.mesh import _mesh
+from funcrec.mesh import _axes
 
 FEATURES = (fr.FeatureConfig("clicked", table="item"), fr.FeatureConfig("user", table="user", weighted=True))
 LEAST_S = 2e-6
@@ -69,7 +69,7 @@ def switches() -> tuple:
         torch.get_num_threads(),
         _checked.is_checking(),
         ops.ambient(),
-        len(_mesh.bound.get()),
+        len(_axes.bound.get()),
     )
 
 

@@ -197,7 +197,7 @@ def inner(x, y):
 
 
 def mean_of_ranks(v):
-    return fr.pmean(v, fr.mesh._mesh.bound_names())
+    return fr.pmean(v, fr.mesh.bound_names())
 
 
 def twice(x):

@@ -16,6 +16,7 @@ from funcrec.kernels import ops
 import funcrec as fr
 from funcrec.core._tree import replace
 from funcrec.mesh import _exchange as exchange
+from funcrec.mesh import _joined
 from funcrec.sharding import _combine, _sync, _update
 from funcrec.sharding import _distinct as unique
 from funcrec.sharding import _lanes as route_ids
@@ -79,11 +80,11 @@ def keeps_state():
     overflow.assert_unchanged(*overflow.overflown(fr.Mesh.emulated(x=2), "row_wise"), "row_wise")
 
 
-def trains(name, kind, most_joined=_sync.MOST_JOINED):
+def trains(name, kind, most_joined=_joined.MOST_JOINED):
     """Steps on a mesh are those of one process."""
     mesh = fr.Mesh.emulated(x=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_sync, "MOST_JOINED", most_joined)
+        patch.setattr(_joined, "MOST_JOINED", most_joined)
         got = training.together(name, mesh, training.plan_of(kind, mesh.shape), 2, 4, exact=True)
     assert_trees_close(got[:3], training.alone(name, 2, 2, 4)[:3], rtol=2e-6, atol=2e-6)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec.sharding import _sync
+from funcrec.mesh import _joined
 
 SHAPES = {"a": (11, 4), "b": (7, 5), "c": (5, 4)}
 FEATURES = (
@@ -138,5 +138,5 @@ def real(name, axes, plan, steps, num_bags, exact, compiled=False):
 def real_apart(name, axes, plan, steps, num_bags):
     """The same where nothing travels together."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_sync, "MOST_JOINED", 0)
+        patch.setattr(_joined, "MOST_JOINED", 0)
         return real(name, axes, plan, steps, num_bags, True)

@@ -1,0 +1,102 @@
+"""What a named axis is while a function runs, and ranks by their places on axes.
+
+    rank = (... (i_1 · n_2 + i_2) · n_3 + ...) + i_k        of axes of n_1, ..., n_k ranks: the last one runs fastest
+
+Which axes are bound belongs to the thread and the call that bound them.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from funcrec.core import describe, fail
+
+AxisName = str | tuple[str, ...]
+
+
+class Axis(NamedTuple):
+    """A bound axis.
+
+    marker: i64[], this rank's place on the axis. Under emulation it is batched at the axis's own vmap level and at no other: that is
+      how a collective knows the level.
+    group: the process group's name and `index` this rank's place, as a number; None under emulation.
+    """
+
+    name: str
+    size: int
+    marker: Tensor
+    group: str | None = None
+    index: int | None = None
+
+
+bound: ContextVar[dict[str, Axis]] = ContextVar("funcrec_axes", default={})  # noqa: B039 (never written to)
+
+
+def coordinates(rank: int, axes: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
+    """{axis: place on it} of a rank, by its number among the ranks of these axes."""
+    out = {}
+    for a in reversed(axes):
+        rank, out[a] = divmod(rank, sizes[a])
+    return out
+
+
+def rank_at(where: Mapping[str, Any], axes: Sequence[str], sizes: Mapping[str, int]) -> Any:
+    """The number among the ranks of these axes of the one at {axis: place}, which may be tensors; the inverse of `coordinates`."""
+    rank = where[axes[0]] if axes else 0
+    for a in axes[1:]:
+        rank = rank * sizes[a] + where[a]
+    return rank
+
+
+@contextlib.contextmanager
+def bind(axes: Sequence[Axis]) -> Iterator[None]:
+    """The axes are bound while the body runs, besides those that are bound already."""
+    before = bound.get()
+    try:
+        bound.set({**before, **{a.name: a for a in axes}})
+        yield
+    finally:
+        bound.set(before)
+
+
+def bound_names() -> tuple[str, ...]:
+    """The axes that are bound here, outermost first."""
+    return tuple(bound.get())
+
+
+def bound_axis(call: str, name: str) -> Axis:
+    """The axis of that name."""
+    axes = bound.get()
+    if not isinstance(name, str):
+        fail(call, "`axis_name` is not a name.", got=describe(name), need="the name of an axis", kind=TypeError)
+    if name not in axes:
+        got = f"{name!r}; bound here: {list(axes)}"
+        fail(
+            call,
+            "an axis is not bound.",
+            got=got,
+            need="an axis of the mesh of an enclosing shard_map",
+            hint="shard_map(f, mesh=..., ...)",
+        )
+    return axes[name]
+
+
+def bound_axes(call: str, names: AxisName) -> list[Axis]:
+    """The axes of a name or of a tuple of names, the major one first."""
+    names = (names,) if isinstance(names, str) else names
+    if not is_names(names) or not names or len(set(names)) < len(names):
+        fail(
+            call,
+            "`axis_name` names no axes.",
+            got=f"{names!r}",
+            need="a name, or a tuple of distinct names",
+            kind=TypeError,
+        )
+    return [bound_axis(call, n) for n in names]
+
+
+def is_names(x: Any) -> bool:
+    return isinstance(x, tuple) and all(isinstance(a, str) for a in x)
