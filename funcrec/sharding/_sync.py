@@ -50,19 +50,19 @@ def narrow_bounds(terms: Iterable[Entries | Bags]) -> dict[int, Tensor]:
 
 
 def _of_all(grads: RowGrads, bank: Bank, layout: Layout, gathered: Mapping[int, tuple[Tensor, ...]]) -> RowGrads:
-    """A bank's gradient with the terms of all copies, whose tensors were gathered."""
+    """A bank's gradient with the terms of all copies, whose tensors were gathered, in the order of the ranks whose bags they are of.
+
+    That order is the mesh's, whatever the order in which a placement names its axes: a row's sum has one process's bits.
+    """
     names, sizes = [a for a, _ in layout.mesh_shape], dict(layout.mesh_shape)
     others = copy_axes(bank, layout)
     if grads.capacity == 0:
         return grads
-    if not others:  # each lookup has one term for every sender
-        order = sorted(range(len(grads.terms)), key=lambda i: (i % bank.num_ranks, i))
-        return replace(grads, terms=tuple(grads.terms[i] for i in order))
     placed = []
-    for i, t in enumerate(grads.terms):
+    for i, t in enumerate(grads.terms):  # each lookup has one term for every sender on the bank's axes
         for copy in range(prod(sizes[a] for a in others)):
             sender = coordinates(i % bank.num_ranks, bank.axes, sizes) | coordinates(copy, others, sizes)
             rank = rank_at(dict.fromkeys(names, 0) | sender, names, sizes)
-            placed.append((rank, i, tree_map(lambda x, c=copy: gathered[id(x)][c], t)))
+            placed.append((rank, i, tree_map(lambda x, c=copy: gathered[id(x)][c], t) if others else t))
     placed.sort(key=lambda p: p[:2])
-    return replace(grads, terms=tuple(t for _, _, t in placed), coalesced=False)
+    return replace(grads, terms=tuple(t for _, _, t in placed), coalesced=grads.coalesced and not others)
