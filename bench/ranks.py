@@ -67,21 +67,6 @@ def mesh_axes(placement: str) -> dict[str, int]:
     return {"node": 1, "local": WORLD} if placement in ("table_row_wise", "table_column_wise", "grid") else {"x": WORLD}
 
 
-def plan_of(case: RankCase, names: list[str]) -> fr.Plan:
-    """Every table by the case's placement; whole tables take turns."""
-    axes = tuple(mesh_axes(case.placement))
-    made = {
-        "table_wise": lambda i: fr.table_wise(axes, rank=i % WORLD),
-        "row_wise": lambda i: fr.row_wise(axes),
-        "column_wise": lambda i: fr.column_wise(axes),
-        "replicated": lambda i: fr.replicated(),
-        "table_row_wise": lambda i: fr.table_row_wise(axes, rank=0),
-        "table_column_wise": lambda i: fr.table_column_wise(axes, rank=0),
-        "grid": lambda i: fr.grid(axes),
-    }[case.placement]
-    return fr.Plan({n: made(i) for i, n in enumerate(names)})
-
-
 def run(case: RankCase, setting: Setting) -> dict:
     if setting.tiny:
         case = case._replace(num_rows=500, dim=16, batch=16)
@@ -207,7 +192,7 @@ def funcrec_runner(case: RankCase, model, params: fr.Params, batches: list) -> R
     loss = fr.models.loss(model)
     step = fr.train_step(
         lambda params, batch, *, key: loss(params, batch, key=key)[0], sparse=RULES[case.rule](),
-        dense=fr.optim.dense(torch.optim.SGD, lr=DENSE_LR), mesh=mesh, plan=plan_of(case, list(params.tables)),
+        dense=fr.optim.dense(torch.optim.SGD, lr=DENSE_LR), mesh=mesh, plan=fr.Plan.uniform(case.placement, params.tables, mesh),
         codec=fr.Codec(case.codec, case.codec),
     )  # fmt: skip
     state, turn = step.init(params), itertools.cycle(batches)

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
 
@@ -95,23 +95,6 @@ def mesh_of(options: argparse.Namespace) -> fr.Mesh | None:
     if options.emulate:
         return fr.Mesh.emulated(**options.axes)
     return fr.Mesh.distributed(device=options.device.partition(":")[0], **options.axes)
-
-
-def plan_of(kind: str, tables: Sequence[fr.TableConfig], mesh: fr.Mesh, replicas: tuple[str, ...] = ()) -> fr.Plan:
-    """All tables placed alike, over all ranks but those of other replicas; those that lie on one place take turns."""
-    axes = tuple(a for a in mesh.axis_names if a not in replicas)
-    sizes = [mesh.shape[a] for a in axes]
-    first = sizes[0] if sizes else 1
-    make = {
-        "table_wise": lambda i: fr.table_wise(axes, rank=i % prod(sizes)),
-        "row_wise": lambda i: fr.row_wise(axes),
-        "column_wise": lambda i: fr.column_wise(axes),
-        "table_row_wise": lambda i: fr.table_row_wise(axes, rank=i % first),
-        "table_column_wise": lambda i: fr.table_column_wise(axes, rank=i % first),
-        "grid": lambda i: fr.grid(axes),
-        "replicated": lambda i: fr.replicated(),
-    }[kind]
-    return fr.Plan({t.name: make(i) for i, t in enumerate(tables)}, replicas=replicas)
 
 
 def sync_of(mesh: fr.Mesh | None, replicas: tuple[str, ...]) -> Callable[[fr.TrainState], fr.TrainState]:

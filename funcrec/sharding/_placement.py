@@ -10,15 +10,16 @@ Shapes: R rows, D dim, n ranks on the placement's axes, numbered with the first 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from funcrec.core import Count, Problem, Size, check, describe, fail, field_problems, typed
 from funcrec.mesh import AxisName, Mesh
+from funcrec.tables import TableConfig, table_list_problems
 
-KINDS = (
-    "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid", "replicated",
-)  # fmt: skip
+Kind = Literal["table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid", "replicated"]
+KINDS: tuple[str, ...] = get_args(Kind)
 OF_TWO_AXES = ("table_row_wise", "table_column_wise", "grid")
+ON_ONE_PLACE = ("table_wise", "table_row_wise", "table_column_wise")
 
 
 class Block(NamedTuple):
@@ -217,6 +218,38 @@ class Plan:
         object.__setattr__(self, "placements", tuple(placements.items()))
         object.__setattr__(self, "replicas", _names(replicas))
 
+    @staticmethod
+    @typed
+    def uniform(
+        kind: Kind, tables: Sequence[TableConfig] | Mapping[str, Any], mesh: Mesh, *, replicas: AxisName = ()
+    ) -> "Plan":
+        """All tables placed alike, over all axes of the mesh but `replicas`; those that lie on one place take turns.
+
+        Args:
+          tables: their configs, or a mapping by their names, such as the tables themselves.
+          replicas: as of Plan.
+
+        Raises: ValueError for a kind that wants two axes, or one, on a mesh that has not as many besides `replicas`.
+
+        Law: of T tables on n places each has floor(T / n) or ceil(T / n).
+
+        Example:
+          >>> import funcrec as fr
+          >>> tables, mesh = [fr.TableConfig("item", 9, 4), fr.TableConfig("user", 5, 4)], fr.Mesh.emulated(model=2)
+          >>> plan = fr.Plan.uniform("table_wise", tables, mesh)
+          >>> plan["item"].ranks, plan["user"].ranks
+          ((0,), (1,))
+
+        Source: TorchRec's planner with one ShardingType among the constraints of every table.
+        """
+        axes = tuple(a for a in mesh.axis_names if a not in _names(replicas))
+        names = list(tables) if isinstance(tables, Mapping) else [t.name for t in tables]
+        check("funcrec.Plan.uniform", uniform_problems(kind, tables, mesh, _names(replicas)))
+        num_places = prod(mesh.shape[a] for a in (axes[:1] if kind in OF_TWO_AXES else axes))
+        ranks = lambda i: (i % num_places,) if kind in ON_ONE_PLACE else ()
+        made = lambda i: Placement(kind, () if kind == "replicated" else axes, ranks(i))
+        return Plan({n: made(i) for i, n in enumerate(names)}, replicas)
+
     def __getitem__(self, table: str) -> Placement:
         own = dict(self.placements)
         if not isinstance(table, str) or table not in own:
@@ -282,13 +315,28 @@ def plan_problems(placements: Any, replicas: Any) -> Iterator[Problem]:
             yield Problem(f"table {name!r} is cut over an axis whose copies train apart.", f"{both}", need)
 
 
-def fit_problems(plan: Plan, mesh: Mesh, shapes: Mapping[str, tuple[int, int]]) -> Iterator[Problem]:
-    """Every table has a placement whose axes and ranks the mesh has."""
-    placements = dict(plan.placements)
-    unknown = [a for a in plan.replicas if a not in mesh.shape]
+def uniform_problems(kind: str, tables: Any, mesh: Mesh, replicas: tuple[str, ...]) -> Iterator[Problem]:
+    if not isinstance(tables, Mapping):
+        yield from table_list_problems(tables)
+    yield from replica_problems(replicas, mesh)
+    wanted, axes = 2 if kind in OF_TWO_AXES else int(kind != "replicated"), set(mesh.axis_names) - set(replicas)
+    if len(axes) < wanted or (wanted == 2 and len(axes) > 2):
+        need = "two, the outer one first" if wanted == 2 else "one at least"
+        hint = "fr.Mesh.emulated(node=2, local=4)" if wanted == 2 else 'kind="replicated", or fewer `replicas`'
+        yield Problem(f"{kind!r} has no such axes here.", f"{sorted(axes)} besides `replicas`", need, hint)
+
+
+def replica_problems(replicas: tuple[str, ...], mesh: Mesh) -> Iterator[Problem]:
+    unknown = [a for a in replicas if a not in mesh.shape]
     if unknown:
         need = f"among {list(mesh.axis_names)}"
         yield Problem("`replicas` of the plan name an axis that the mesh lacks.", f"{unknown}", need)
+
+
+def fit_problems(plan: Plan, mesh: Mesh, shapes: Mapping[str, tuple[int, int]]) -> Iterator[Problem]:
+    """Every table has a placement whose axes and ranks the mesh has."""
+    placements = dict(plan.placements)
+    yield from replica_problems(plan.replicas, mesh)
     for name in shapes:
         if name not in placements:
             hint = "fr.replicated(), for a small table"

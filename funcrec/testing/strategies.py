@@ -2,14 +2,15 @@
 
 Every value is valid, padding included, and they reach for what breaks jagged code: no bags, empty bags, repeated ids,
 ids outside the table, padding full of garbage, i32 beside i64, one row, one dim, features that share a table and
-columns that feed several. All shrink to the least of what their options allow: no bags, no padding, i64, f32, no
-weights, one table, one feature, a plain sum.
+columns that feed several, places named out of order and twice. All shrink to the least of what their options allow: no
+bags, no padding, i64, f32, no weights, one table, one feature, a plain sum, one rank, replicated tables.
 
 Numbers are small multiples of 1/4: exact in every dtype here, and so are their sums.
 Shapes: B bags, N capacity, R rows, D dim.
 """
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -17,10 +18,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from funcrec.mesh import Mesh
+from funcrec.sharding import OF_TWO_AXES, Placement, Plan
 from funcrec.tables import FeatureConfig, RowGrads, TableConfig, lookup, modulo, multiply_shift
 
 INT_DTYPES = (torch.int64, torch.int32)
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+PLACEMENTS = ("replicated", "row_wise", "table_wise", "column_wise", *OF_TWO_AXES)
 HASHES = (None, modulo(), multiply_shift(0), multiply_shift(7))
 
 
@@ -299,6 +303,53 @@ def row_grads(
         repeats=None if repeats is None else torch.tensor(repeats, dtype=torch.int64),
         coalesced=repeats is not None,
     )
+
+
+@st.composite
+def meshes(draw, *, min_axes: int = 1, max_axes: int = 2, max_ranks: int = 8) -> Mesh:
+    """An emulated Mesh of axes "x", "y", ... of one to four ranks each. Shrinks to one axis of one rank."""
+    sizes: dict[str, int] = {}
+    for name in "xyzuvw"[: draw(st.integers(min_axes, max_axes))]:
+        sizes[name] = draw(st.integers(1, min(4, max_ranks // prod(sizes.values()))))
+    return Mesh.emulated(**sizes)
+
+
+@st.composite
+def plans(
+    draw,
+    tables: Sequence[TableConfig] | Mapping[str, Tensor],
+    mesh: Mesh,
+    *,
+    kinds: Sequence[str] = PLACEMENTS,
+    replicas: bool = False,
+) -> Plan:
+    """A Plan in which each of the `tables` has a placement of its own on the mesh.
+
+    Shrinks to replicated tables, without replicas; of other kinds to the first ranks of the first axes.
+
+    Args:
+      kinds: of placements; those of two axes are left out where there are not two.
+      replicas: whether some of the axes may be of copies that train apart.
+    """
+    names = list(tables) if isinstance(tables, Mapping) else [t.name for t in tables]
+    apart = draw(st.lists(st.sampled_from(mesh.axis_names), unique=True)) if replicas else []
+    sizes = {a: n for a, n in mesh.shape.items() if a not in apart}
+    return Plan({n: draw(_placements(sizes, kinds)) for n in names}, tuple(apart))
+
+
+@st.composite
+def _placements(draw, sizes: Mapping[str, int], kinds: Sequence[str]) -> Placement:
+    """A Placement of one of the kinds on axes of these sizes."""
+    needed = lambda kind: 2 if kind in OF_TWO_AXES else int(kind != "replicated")
+    kind = draw(st.sampled_from([k for k in kinds if needed(k) <= len(sizes)]))
+    most = {2: 2, 1: len(sizes), 0: 0}[needed(kind)]
+    axes = draw(st.lists(st.sampled_from([*sizes]), min_size=needed(kind), max_size=most, unique=True)) if most else []
+    place = st.integers(0, prod(sizes[a] for a in (axes[:1] if kind in OF_TWO_AXES else axes)) - 1)
+    some = st.lists(place, max_size=4, unique=kind == "grid")
+    ranks = (
+        [] if kind in ("row_wise", "replicated") else draw(some) if kind in ("column_wise", "grid") else [draw(place)]
+    )
+    return Placement(kind, tuple(axes), tuple(ranks))
 
 
 @st.composite

@@ -153,6 +153,14 @@ ROWS = {
     "reshard: slots that cannot be cut": e(
         lambda: resharded(state_with(slots={"t": {"s": X[:, :5]}, "u": {}}), BY_COLUMNS), ValueError, "cannot be cut by columns", "[R, 6]",
     ),
+    "Plan.uniform: another kind": e(lambda: fr.Plan.uniform("by_rows", {"t": X}, MESH), ValueError, "`kind` is unknown", "'by_rows'", "'row_wise'"),
+    "Plan.uniform: two axes": e(
+        lambda: fr.Plan.uniform("grid", {"t": X}, MESH, replicas="a"), ValueError, "'grid' has no such axes", "['b'] besides", "two, the outer one first"
+    ),
+    "Plan.uniform: no axis left": e(
+        lambda: fr.Plan.uniform("row_wise", {"t": X}, MESH, replicas=("a", "b", "c")), ValueError, "'row_wise' has no such axes", "one at least", "lacks", "['c']"
+    ),
+    "Plan.uniform: a table twice": e(lambda: fr.Plan.uniform("row_wise", [fr.TableConfig("t", 2, 2)] * 2, MESH), ValueError, "`tables` has a name twice", "['t']"),
     "Plan: replicas of a placement": e(
         lambda: fr.Plan({"t": fr.row_wise("a"), "u": fr.replicated()}, replicas=("a", "b")), ValueError, "table 't' is cut over an axis whose copies train apart", "['a']"
     ),

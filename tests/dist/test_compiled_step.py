@@ -26,13 +26,7 @@ LEAST = [ALL_TO_ALL] * 4  # ids with lengths, sums, their cotangents, dense grad
 
 
 def plan_of(kind):
-    """Every table by that placement on two ranks; whole tables take turns."""
-    made = {
-        "table_wise": lambda i: fr.table_wise("x", rank=i % WORLD),
-        "row_wise": lambda i: fr.row_wise("x"),
-        "column_wise": lambda i: fr.column_wise("x"),
-    }
-    return fr.Plan({n: made[kind](i) for i, n in enumerate(training.SHAPES)})
+    return training.plan_of(kind, {"x": WORLD})
 
 
 def lowered(name, plan, codec=None):
@@ -97,7 +91,7 @@ def test_a_step_sends_what_its_graph_says(kind, ranks):
 
 def test_copies_are_told_of_everything_at_once(ranks):
     """A small step with a copy of all tables on every rank makes one exchange: ids and their bounds, cotangents, dense gradients, the loss."""
-    plan = fr.Plan(dict.fromkeys(training.SHAPES, fr.replicated()))
+    plan = plan_of("replicated")
     ids, floats = 2 * ROOM + 4 * BAGS + 1, BAGS * 17 + WEIGHTS  # two features of each key
     for collectives, splits, is_static, code in ranks(WORLD).run(staged, "adam", plan, deadline_s=300):
         assert [(c.kind, c.dtype, c.sent_bytes) for c in collectives] == [

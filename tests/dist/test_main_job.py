@@ -40,7 +40,7 @@ def test_a_plan_places_every_table_on_the_whole_mesh(kind):
     mesh = fr.Mesh.emulated(data=2, model=2)
     configs = [fr.TableConfig(f"t{i}", 8, 4) for i in range(4)]
     tables = fr.init(fr.key(0), configs)
-    held = fr.shard_tables(tables, _ranks.plan_of(kind, configs, mesh), mesh)
+    held = fr.shard_tables(tables, fr.Plan.uniform(kind, configs, mesh), mesh)
     assert_trees_close(fr.gather_tables(held, mesh), tables)
     used = {r for s in held.layout.shards for r in s.ranks}
     assert used == ({0} if kind == "replicated" else {0, 1, 2, 3})

@@ -91,7 +91,7 @@ def added(a, b):
 def together(data, name, axes, kind, exact):
     """The same by `train_step` on this process's ranks."""
     mesh = fr.Mesh.distributed(**axes)
-    options = {**optimizers(name), "mesh": mesh, "plan": _ranks.plan_of(kind, MODEL.tables, mesh), "exact": exact}
+    options = {**optimizers(name), "mesh": mesh, "plan": fr.Plan.uniform(kind, MODEL.tables, mesh), "exact": exact}
     step = fr.train_step(ctr.loss_and_stats(MODEL), has_aux=True, merge=fr.models.merge_stats, **options)
     state, rows = step.init(MODEL.init(fr.key(1)), fr.key(2)), _ranks.OwnRows(data, mesh)
     for i in range(STEPS):

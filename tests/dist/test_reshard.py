@@ -5,16 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from programs import moving, training
-from programs.moving import bits, plan_of
+from programs.moving import bits
+from programs.training import plan_of
 
 import funcrec as fr
 from funcrec.core._tree import tree_structure
 from funcrec.sharding import _move
 from funcrec.testing import assert_trees_close
+from funcrec.testing import strategies as frs
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-MESHES = [{"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"x": 2, "y": 2}, {"y": 2, "x": 4}]
 ONE_AXIS = ("table_wise", "row_wise", "column_wise", "replicated")
 TWO_AXES = (*ONE_AXIS, "table_row_wise", "table_column_wise", "grid")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -23,9 +24,8 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 @st.composite
 def laid_out(draw):
     """(axes, plan) with a placement of its own for each table; shrinks to table-wise on one rank."""
-    axes = draw(st.sampled_from(MESHES))
-    kinds = [draw(st.sampled_from(TWO_AXES if len(axes) > 1 else ONE_AXIS)) for _ in training.SHAPES]
-    return axes, fr.Plan({n: plan_of(k, axes)[n] for n, k in zip(training.SHAPES, kinds, strict=True)})
+    mesh = draw(frs.meshes())
+    return mesh.shape, draw(frs.plans(training.SHAPES, mesh))
 
 
 @given(

@@ -163,6 +163,20 @@ SMALLEST = {
 }
 
 
+def test_meshes_and_plans_shrink_and_reach():
+    """The smallest mesh is one rank, the smallest plan replicated; places in another order, twice, and on major axes that stand later are drawn."""
+    assert str(find(frs.meshes(), lambda mesh: True)) == "Mesh.emulated(x=1)"
+    mesh = fr.Mesh.emulated(x=2, y=3)
+    plans = frs.plans({"t": None, "u": None}, mesh, replicas=True)
+    assert find(plans, lambda plan: True) == fr.Plan({"t": fr.replicated(), "u": fr.replicated()})
+    by_columns = frs.plans({"t": None}, mesh, kinds=["column_wise"])
+    assert find(by_columns, lambda plan: True) == fr.Plan({"t": fr.column_wise("x")})
+    reach(by_columns, lambda plan: len(set(plan["t"].ranks)) < len(plan["t"].ranks))
+    reach(by_columns, lambda plan: list(plan["t"].ranks) != sorted(plan["t"].ranks))
+    reach(plans, lambda plan: plan["t"].axes == ("y", "x") and plan["t"].kind == "grid")
+    reach(plans, lambda plan: plan.replicas == ("y",) and plan["u"].axes == ("x",))
+
+
 @pytest.mark.parametrize("name", SMALLEST)
 def test_strategies_shrink_to_the_least(name):
     """The smallest example has no bags, no padding, i64, f32, one table and one feature."""

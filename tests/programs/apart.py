@@ -5,13 +5,11 @@ import torch
 import funcrec as fr
 from funcrec.core._tree import map_tensors, replace
 from programs import training
-from programs.moving import plan_of as over
 
 
 def plan_of(kind, axes, replicas):
     """Every table by that placement over the axes that are not replicas."""
-    own = {a: n for a, n in axes.items() if a not in replicas}
-    return fr.Plan(dict(over(kind, own).placements), replicas=replicas)
+    return fr.Plan.uniform(kind, training.SHAPES, fr.Mesh.emulated(**axes), replicas=replicas)
 
 
 def plain_loss(params, batch):

@@ -35,7 +35,7 @@ def fixed(mesh, kind):
     """Tables of f32, with weighted, mean and sequence features."""
     tables = {n: t.float() for n, t in lookups.tables().items()}
     ids = lookups.batch(mesh.size)
-    return mesh, lookups.plan(kind, mesh.shape), tables, replace(ids, weights=ids.weights.float()), FIXED
+    return mesh, fr.Plan.uniform(kind, tables, mesh), tables, replace(ids, weights=ids.weights.float()), FIXED
 
 
 def sequences(mesh, kind, codec):

@@ -65,21 +65,6 @@ def with_weights(ids, weights):
     return replace(ids, values=ids.values[: weights.shape[0]], weights=weights)
 
 
-def plan(kind, axes):
-    """Every table by that placement."""
-    names, n = tuple(axes), torch.Size(axes.values()).numel()
-    made = {
-        "table_wise": lambda i: fr.table_wise(names, rank=i % n),
-        "row_wise": lambda i: fr.row_wise(names),
-        "column_wise": lambda i: fr.column_wise(names[0]),
-        "replicated": lambda i: fr.replicated(),
-        "table_row_wise": lambda i: fr.table_row_wise(names, rank=i % 2),
-        "table_column_wise": lambda i: fr.table_column_wise(names, rank=i % 2),
-        "grid": lambda i: fr.grid(names),
-    }[kind]
-    return fr.Plan({n: made(i) for i, n in enumerate(SHAPES)})
-
-
 def names(axes):
     """The programs of a mesh of these axes."""
     kinds = [*(TWO_AXES if len(axes) > 1 else ONE_AXIS)]
@@ -91,7 +76,9 @@ def names(axes):
 def program(name, mesh):
     """The program of that name."""
     n, kind = mesh.size, name.split(", ")[0]
-    layout_of = lambda kind: fr.shard_tables(tables(), plan(kind, mesh.shape), fr.Mesh.emulated(**mesh.shape)).layout
+    layout_of = lambda kind: (
+        fr.shard_tables(tables(), fr.Plan.uniform(kind, SHAPES, mesh), fr.Mesh.emulated(**mesh.shape)).layout
+    )
     mine = parts(n)
     weights = torch.stack([p.weights for p in mine])
     if name == "route":

@@ -57,6 +57,7 @@ MAY_RETURN = (
     Row("an initializer is any function", r"\.TableConfig|\.train_step", "initializer|merge", {"function", "class"}),
     Row("None is the default", r".*", "weights|dtype|device|axis_names|capacity|like|y|a|b", {"None"}),
     Row("a name of an axis or a column", r"\.P|\.Plan|\.sync_replicas|data.criteo_npy", r"a|b|replicas\[0\]|greatest\[0\]|keys.*", {"'no'", "()"}),
+    Row("a plan reads of a mapping its names", r"\.Plan_uniform", "tables", {"{'q': 1}"}),
     Row("what it is", r"\.shard_map", "check", {"True"}),
 )  # fmt: skip
 

@@ -7,23 +7,7 @@ from funcrec.core._tree import map_tensors, replace
 from funcrec.examples import _ranks
 from funcrec.sharding import _move
 from programs import training
-
-
-def plan_of(kind, axes):
-    """Every table of `training` by that placement; those on one place take turns."""
-    names, n = tuple(axes), 1
-    for size in axes.values():
-        n *= size
-    make = {
-        "table_wise": lambda i: fr.table_wise(names, rank=i % n),
-        "row_wise": lambda i: fr.row_wise(names),
-        "column_wise": lambda i: fr.column_wise(names),
-        "replicated": lambda i: fr.replicated(),
-        "table_row_wise": lambda i: fr.table_row_wise(names, rank=i % 2),
-        "table_column_wise": lambda i: fr.table_column_wise(names, rank=i % 2),
-        "grid": lambda i: fr.grid(names),
-    }[kind]
-    return fr.Plan({n: make(i) for i, n in enumerate(training.SHAPES)})
+from programs.training import plan_of
 
 
 def moved(name, stations, steps, num_bags, is_real):

@@ -168,6 +168,7 @@ def meshes() -> list[Call]:
         row_wise=(fr.row_wise, {"axis": "a"}), column_wise=(fr.column_wise, {"axis": "a", "ranks": (1, 0)}), grid=(fr.grid, {"axes": ("a", "b"), "ranks": (1, 0)}),
         table_row_wise=(fr.table_row_wise, {"axes": ("a", "b"), "rank": 1}), table_column_wise=(fr.table_column_wise, {"axes": ("a", "b"), "rank": 1}),
         blocks=(fr.row_wise("a").blocks, {"sizes": {"a": 2}, "dim": 4}), Plan=(fr.Plan, {"placements": {"t": fr.row_wise("a")}, "replicas": ("b",)}),
+        Plan_uniform=(fr.Plan.uniform, {"kind": "row_wise", "tables": CONFIGS, "mesh": MESH, "replicas": ("b",)}),
         Plan_getitem=(lambda table: PLAN[table], {"table": "t"}), shard=(fr.shard, {"tree": {"v": f32(4)}, "specs": P("a"), "mesh": MESH}),
         unshard=(fr.unshard, {"tree": {"v": f32(4)}, "specs": P("a"), "mesh": MESH}),
         shard_map=(lambda x, **k: fr.shard_map(**k)(x), {"f": lambda x: x * 2, "mesh": MESH, "in_specs": P("a"), "out_specs": P("a"), "axis_names": {"a"}, "check": True, "x": f32(4)}),

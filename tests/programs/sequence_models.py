@@ -75,4 +75,4 @@ def fixed(mesh, kind):
     """One model with pooled and sequence features of the same tables."""
     tables = {n: t.float() for n, t in lookups.tables().items()}
     ids = lookups.batch(mesh.size)
-    return mesh, lookups.plan(kind, mesh.shape), tables, replace(ids, weights=ids.weights.float()), FIXED
+    return mesh, fr.Plan.uniform(kind, tables, mesh), tables, replace(ids, weights=ids.weights.float()), FIXED

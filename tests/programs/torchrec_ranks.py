@@ -53,16 +53,13 @@ def loss_of(pooled, w, label):
 def ours(kind, steps):
     """(losses of the global batch, whole tables)."""
     axes = {"node": 1, "local": 2} if kind in ("table_row_wise", "table_column_wise", "grid") else {"x": 2}
-    mesh, names = fr.Mesh.distributed(**axes), tuple(axes)
-    make = {"table_wise": lambda i: fr.table_wise("x", rank=i % 2), "row_wise": lambda i: fr.row_wise("x"),
-            "column_wise": lambda i: fr.column_wise("x"), "replicated": lambda i: fr.replicated(), "grid": lambda i: fr.grid(names),
-            "table_row_wise": lambda i: fr.table_row_wise(names, rank=0), "table_column_wise": lambda i: fr.table_column_wise(names, rank=0)}  # fmt: skip
+    mesh = fr.Mesh.distributed(**axes)
     sparse = {"rowwise_adagrad": lambda: fr.optim.rowwise_adagrad(lr=LR, eps=EPS), "sgd": lambda: fr.optim.sgd(lr=LR)}[
         KINDS[kind][1]
     ]()
     step = fr.train_step(
         lambda p, b: loss_of(fr.lookup(p.tables, b.ids, features(kind)).values, p.dense["w"], b.label), sparse=sparse,
-        dense=fr.optim.dense(torch.optim.SGD, lr=DENSE_LR), mesh=mesh, plan=fr.Plan({n: make[kind](i) for i, n in enumerate(SHAPES)}),
+        dense=fr.optim.dense(torch.optim.SGD, lr=DENSE_LR), mesh=mesh, plan=fr.Plan.uniform(kind, SHAPES, mesh),
     )  # fmt: skip
     state, losses = step.init(params()), []
     for i in range(steps):

@@ -31,19 +31,7 @@ OPTIMIZERS = {
 
 def plan_of(kind, axes):
     """Every table by that placement; those on one place take turns."""
-    names, n = tuple(axes), 1
-    for size in axes.values():
-        n *= size
-    made = {
-        "table_wise": lambda i: fr.table_wise(names, rank=i % n),
-        "row_wise": lambda i: fr.row_wise(names),
-        "column_wise": lambda i: fr.column_wise(names[0]),
-        "replicated": lambda i: fr.replicated(),
-        "table_row_wise": lambda i: fr.table_row_wise(names, rank=i % 2),
-        "table_column_wise": lambda i: fr.table_column_wise(names, rank=i % 2),
-        "grid": lambda i: fr.grid(names),
-    }[kind]
-    return fr.Plan({n: made(i) for i, n in enumerate(SHAPES)})
+    return fr.Plan.uniform(kind, SHAPES, fr.Mesh.emulated(**axes))
 
 
 def loss_fn(params, batch):
