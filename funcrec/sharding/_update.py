@@ -8,7 +8,8 @@ What is one number per row among the slots comes out the same on all owners of t
 Shapes: n ranks, M touched rows, w columns of a bank, D of a table.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -103,105 +104,96 @@ def update_banks(
     sparse: RowOptimizer, grads: Mapping[str, RowGrads], slots: Mapping, tables: ShardedTables, step: Tensor
 ):
     """(banks, slots): banks of whole rows at once; tables cut by columns bank by bank, each under its table's name."""
-    layout, columns = tables.layout, column_banks(sparse, tables.layout)
-    apart = {b for own in columns.values() for b in own}
-    whole = lambda x: {n: v for n, v in x.items() if n not in apart}
-    in_place = tables_in_place(sparse, columns, layout)
-    together = {t: own for t, own in columns.items() if t not in in_place}
-    met = {t: {n: OwnColumns.of(n, grads, slots, tables) for n in columns[t]} for t in in_place}
-    met |= rows_together(together, grads, slots, tables.banks, layout)
-    unmoved = lambda t, b: met[t][b] if b in met[t] else OwnColumns(None, tables.banks[b], slots[b])
+    views = views_of(sparse, grads, slots, tables)
     new_banks, new_slots = dict(tables.banks), dict(slots)
-    for turn in range(max([1, *map(len, columns.values())])):
-        now = {t: met[t][own[turn]] for t, own in columns.items() if turn < len(own) and own[turn] in met[t]}
-        rest = {t: unmoved(t, own[0]) for t, own in columns.items() if t not in now}  # named, not updated
-        mini = {**rest, **now}
-        given = ({} if turn else whole(grads)) | {t: r.grads for t, r in now.items() if r.grads is not None}
-        own_slots = whole(slots) | {t: r.slots for t, r in mini.items()}
-        moved, made = sparse.update(given, own_slots, whole(tables.banks) | {t: r.table for t, r in mini.items()}, step)
-        if not turn:
-            new_banks |= whole({n: moved[n] for n in moved if n in new_banks})
-            new_slots |= whole({n: made[n] for n in made if n in new_slots})
-        for t, r in now.items():
-            b = columns[t][turn]
-            new_banks[b] = r.put(tables.banks[b], moved[t])
-            new_slots[b] = {k: r.put(s, made[t][k]) for k, s in slots[b].items()}
+    for turn in range(max([1, *map(len, views.values())])):
+        # an optimizer may look at the names of all tables: those whose turn is over are shown, without a gradient
+        shown = {n: own[min(turn, len(own) - 1)] for n, own in views.items()}
+        now = {n: v for n, v in shown.items() if turn < len(views[n])}
+        given = {n: v.grads for n, v in now.items() if v.grads is not None}
+        own_slots, own_tables = ({n: getattr(v, part) for n, v in shown.items()} for part in ("slots", "table"))
+        moved, made = sparse.update(given, own_slots, own_tables, step)
+        for n, v in now.items():
+            new_banks[v.bank] = v.put(tables.banks[v.bank], moved[n])
+            new_slots[v.bank] = {k: v.put(s, made[n][k]) for k, s in slots[v.bank].items()}
     return new_banks, new_slots
 
 
-class OwnColumns(NamedTuple):
-    """A bank of a table cut by columns, as the table that its owner updates."""
+class View(NamedTuple):
+    """A bank as an optimizer is shown it: as a table, or as its touched rows with the columns of all banks of their table.
 
+    put: (the bank or a slot of it, what the optimizer made of `table` or of that slot) -> the bank's or the slot's new value.
+    """
+
+    bank: str
     grads: RowGrads | None
     table: Tensor
-    slots: dict[str, Tensor]
+    slots: Mapping[str, Tensor]
+    put: Callable[[Tensor, Tensor], Tensor] = lambda old, new: new
 
-    @staticmethod
-    def of(name: str, grads: Mapping[str, RowGrads], slots: Mapping, tables: ShardedTables) -> "OwnColumns":
-        own, bank = grads.get(name), tables.banks[name]
-        if own is not None and own.dim > bank.shape[1]:
-            number = next(i for i, b in enumerate(tables.layout.banks) if b.name == name)
-            own = replace(own, first=first_column(tables.layout, number))
-        return OwnColumns(own, bank, slots[name])
 
-    def put(self, old: Tensor, new: Tensor) -> Tensor:
-        return new
+def views_of(
+    sparse: RowOptimizer, grads: Mapping[str, RowGrads], slots: Mapping, tables: ShardedTables
+) -> dict[str, list[View]]:
+    """{name: what the optimizer is shown under it, in turn}: a bank of whole rows, or the banks of a table cut by columns."""
+    layout, banks = tables.layout, tables.banks
+    columns = column_banks(sparse, layout)
+    in_place = tables_in_place(sparse, columns, layout)
+    together = {t: own for t, own in columns.items() if t not in in_place}
+    apart = {b for own in columns.values() for b in own}
+    plain = {b: View(b, grads.get(b), banks[b], slots[b]) for b in banks}
+    own = {b: plain[b]._replace(grads=_of_own_columns(grads.get(b), b, tables)) for t in in_place for b in columns[t]}
+    own |= {b: plain[b]._replace(grads=None) for names in together.values() for b in names}  # where no row is touched
+    own |= rows_together(together, grads, slots, banks, layout)
+    return {b: [plain[b]] for b in banks if b not in apart} | {t: [own[b] for b in columns[t]] for t in columns}
+
+
+def _of_own_columns(grads: RowGrads | None, bank: str, tables: ShardedTables) -> RowGrads | None:
+    """A gradient with all columns of its table says where those begin that this rank's bank has."""
+    if grads is None or grads.dim == tables.banks[bank].shape[1]:
+        return grads
+    number = next(i for i, b in enumerate(tables.layout.banks) if b.name == bank)
+    return replace(grads, first=first_column(tables.layout, number))
 
 
 def rows_together(
     columns: Mapping[str, list[str]], grads: Mapping[str, RowGrads], slots: Mapping, banks: Mapping, layout: Layout
-) -> "dict[str, dict[str, RowsTogether]]":
-    """{table: {bank: its rows}} of the tables cut by columns: what all ranks know of their touched rows travels at once."""
+) -> dict[str, View]:
+    """{bank: its touched rows as a table of M rows, whole}, of tables cut by columns: what all ranks know of their touched rows travels at
+    once. Banks without touched rows are left out."""
     own = [b for b in layout.banks if b.name in {n for names in columns.values() for n in names} and b.name in grads]
     touched = {b.name: grads[b.name].coalesce() for b in own if grads[b.name].capacity > 0}
     taken = {n: _take(g, banks[n], slots[n]) for n, g in touched.items()}
     gathered: dict[str, dict[str, Tensor]] = {}
     for axes in dict.fromkeys(b.axes for b in own):
         gathered |= gather_as_one({b.name: taken[b.name] for b in own if b.axes == axes and b.name in taken}, axes)
-    return {t: RowsTogether.of(t, touched, taken, gathered, layout) for t in columns}
-
-
-class RowsTogether(NamedTuple):
-    """The touched rows of one bank of a table cut by columns, with the columns of all its banks: grads, table and slots as of a
-    table of M rows. bank_grads, which, shards: where they lie in the bank, and of which shard each is."""
-
-    grads: RowGrads
-    table: Tensor
-    slots: dict[str, Tensor]
-    bank_grads: RowGrads
-    which: Tensor
-    shards: tuple
-
-    @staticmethod
-    def of(
-        table: str, touched: Mapping, taken: Mapping, gathered: Mapping, layout: Layout
-    ) -> "dict[str, RowsTogether]":
-        """{bank: its rows}, for the banks of the table that have a gradient."""
+    out = {}
+    for table in columns:
         shards = [layout.shards[k] for k in layout.shards_of(table)]
-        own = [layout.banks[b] for b in dict.fromkeys(s.bank for s in shards)]
-        out = {}
-        for n, g in ((b.name, touched[b.name]) for b in own if b.name in touched):
-            mine = tuple(s for s in shards if layout.banks[s.bank].name == n)
-            which, rows = _table_rows(g, mine, axis_index(own[0].axes))
-            parts = [_find(rows, s, gathered[layout.banks[s.bank].name]) for s in shards]
-            joined = {k: torch.cat([x[k] for x in parts], 1) for k in parts[0] if taken[n][k].dim() > 1}
-            kept = {k: joined.get(k, x) for k, x in taken[n].items()}
-            row_slots = {k.removeprefix("slot "): x for k, x in kept.items() if k.startswith("slot ")}
+        for n in (n for n in dict.fromkeys(layout.banks[s.bank].name for s in shards) if n in touched):
+            mine = [s for s in shards if layout.banks[s.bank].name == n]
+            which, rows = _table_rows(touched[n], mine, axis_index(layout.banks[shards[0].bank].axes))
+            found = [_find(rows, s, gathered[layout.banks[s.bank].name]) for s in shards]
+            whole = {k: torch.cat([x[k] for x in found], 1) if own.dim() > 1 else own for k, own in taken[n].items()}
+            row_slots = {k.removeprefix("slot "): x for k, x in whole.items() if k.startswith("slot ")}
+            # the optimizer's table are these rows: row i is number i, or none
             places = torch.where(rows >= 0, torch.arange(rows.shape[0], device=rows.device), -1)
-            entries = RowGrads.from_entries(places, joined["grads"], num_embeddings=rows.shape[0], repeats=g.repeats)
-            out[n] = RowsTogether(entries, joined["table"], row_slots, g, which, mine)
-        return out
+            how = {"num_embeddings": rows.shape[0], "repeats": touched[n].repeats}
+            entries = RowGrads.from_entries(places, whole["grads"], **how)
+            put = functools.partial(_put_rows, touched[n], which, mine)
+            out[n] = View(n, entries, whole["table"], row_slots, put)
+    return out
 
-    def put(self, old: Tensor, new: Tensor) -> Tensor:
-        """The bank, or a slot of it, with the rows' own columns of `new`, [M, D] or [M]."""
-        flat = lambda x: x if x.dim() > 1 else x[:, None]
-        own = flat(new)
-        if new.dim() > 1:
-            own = new[:, self.shards[0].first : self.shards[0].last]
-            for k, s in enumerate(self.shards[1:], 1):
-                own = torch.where((self.which == k)[:, None], new[:, s.first : s.last], own)
-        rows, count = self.bank_grads.rows, self.bank_grads.count
-        return ops.scatter_rows(flat(old), rows=rows, count=count, new=own).reshape(old.shape)
+
+def _put_rows(grads: RowGrads, which: Tensor, shards: Sequence, old: Tensor, new: Tensor) -> Tensor:
+    """The bank, or a slot of it, with the rows' own columns of `new`, [M, D] or [M]; which: of which shard each row is."""
+    flat = lambda x: x if x.dim() > 1 else x[:, None]
+    own = flat(new)
+    if new.dim() > 1:
+        own = new[:, shards[0].first : shards[0].last]
+        for k, s in enumerate(shards[1:], 1):
+            own = torch.where((which == k)[:, None], new[:, s.first : s.last], own)
+    return ops.scatter_rows(flat(old), rows=grads.rows, count=grads.count, new=own).reshape(old.shape)
 
 
 def _take(grads: RowGrads, bank: Tensor, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
