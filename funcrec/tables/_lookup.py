@@ -18,7 +18,7 @@ from torch import Tensor
 from funcrec.core import check, describe, fail, is_checking, kind_of
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, check_ids
 from funcrec.tables._configs import FeatureConfig, TableConfig
-from funcrec.tables._kinds import Read, is_plain, kind_of_tables, table_shapes
+from funcrec.tables._kinds import is_plain, kind_of_tables, table_shapes
 from funcrec.tables._plain import Tables, marked, pooled_transpose, read_plain, read_rows, sequence_rows
 from funcrec.tables._problems import (
     bag_count_problems,
@@ -142,7 +142,7 @@ def lookup_sequence(
     if not sequences:
         return {}
     read = kind_of_tables(tables).read(tables, ids, sequences, implementation)
-    rows = Read({k: x.values for k, x in read.out.items()}, read.saved, read.transpose)
+    rows = read._replace(out={k: x.values for k, x in read.out.items()})
     rows = tapped(owners, rows, "lookup_sequence", sequences)
     return {k: JaggedTensor(weigh(rows[k], x), x.offsets) for k, x in read.out.items()}
 

@@ -41,11 +41,13 @@ def test_the_overflow_is_the_ids_without_a_place():
         assert (int(metrics["overflow"]), int(metrics["needed"])) == (lost, 4)
 
 
-def test_ids_without_a_place_are_counted_whatever_is_trained():
-    """A lookup's overflow is the exchange's, and no table's: it is counted where the table that is first in it is constant in the loss, too."""
+@pytest.mark.parametrize("pooling", ["sum", "none"])
+def test_ids_without_a_place_are_counted_whatever_is_trained(pooling):
+    """A lookup's overflow is the exchange's, and no table's: it is counted where the table that is first in it is constant in the loss, too,
+    of bags as of sequences."""
     mesh = fr.Mesh.emulated(x=2)
     tables = {"a": torch.ones(4, 1), "b": torch.ones(4, 2)}
-    features = [fr.FeatureConfig(n, table=n, column="k") for n in tables]
+    features = [fr.FeatureConfig(n, table=n, column="k", pooling=pooling) for n in tables]
     options = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1), "mesh": mesh}
     plan, ids = (
         fr.Plan(dict.fromkeys(tables, fr.row_wise("x"))),
@@ -55,6 +57,8 @@ def test_ids_without_a_place_are_counted_whatever_is_trained():
     def loss(params, ids):
         constant = {n: torch.ones(2, d) for d, n in enumerate(tables, 1) if n in frozen}
         held = fr.core._tree.replace(params.tables, banks={**params.tables.banks, **constant})
+        if pooling == "none":
+            return sum(x.values.sum() for x in fr.lookup_sequence(held, ids, features).values())
         return fr.lookup(held, ids, features).values.sum()
 
     for frozen in ((), ("a",), ("b",)):
