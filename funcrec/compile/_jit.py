@@ -125,6 +125,7 @@ class Jitted:
             leaves = bring_to_cuda(leaves)
         when, here = (self.name, next(self.calls)), (names, structure, surroundings())
         entry = self.recent.get(here)
+        # Most calls repeat a key. Their leaves are compared in C++, with what is closed over among them: another form finds another entry.
         with entry.lock if entry is not None and self.donate else nullcontext():
             if entry is not None:
                 entry.used, known = when[1], leaves + entry.captured
@@ -140,7 +141,7 @@ class Jitted:
             return self.fn(*args, **kwargs)
         with entry.lock if self.donate else nullcontext():
             known = leaves + entry.captured
-            refuse_donated(known)
+            refuse_donated(known)  # once more: another thread may have taken one while this one waited
             entry.used, self.recent[here] = when[1], entry
             return entry(known, when, entry.admit(known))
 
@@ -223,7 +224,7 @@ class Jitted:
         entry = self.compiled.get(key)
         if entry is not None and entry.is_current():
             return entry
-        with LOCK:
+        with LOCK:  # torch stages and compiles one program at a time; who waited finds it made
             entry = self.compiled.get(key)
             if entry is None or not entry.is_current():
                 if self.is_one and self.compiled:

@@ -88,6 +88,8 @@ def shared_leaves(known: Hold, leaves: Sequence) -> dict[int, bool]:
     """{leaf that is written to, but whose memory is not the call's own: whether somebody here holds it, too}."""
     mine = [leaves[i] for i in known.written]
     storages = [*map(_address, mine)]
+    # In most calls nothing has changed hands: three sweeps in C then stand for all below. More holders than were counted are a name that
+    # would see the writes; so is a second user of a leaf's C++ part (a saved graph, a second Python object).
     if storages == known.storages and [*map(_num_holders, storages)] == known.counts and {*map(_uses, mine)} <= {1}:
         return {}
     known = hold(leaves, known.written)
@@ -110,6 +112,7 @@ def _expected(mine: dict[int, Tensor]) -> int:
     views = [x for x in mine.values() if x._base is not None and id(x._base) not in mine]
     num_views = Counter(x._base._cdata for x in views)
     uses, references = _private_base()
+    # what a leaf is a view of, with no name of its own, holds the storage as well, and sees nothing that the leaf does not
     private = {x._base._cdata for x in views if _base_holders(x) == (uses + num_views[x._base._cdata], references)}
     return _wrappers() + len(mine) + len(private)
 
@@ -140,6 +143,7 @@ def _is_foreign(storage: torch.UntypedStorage, address: int) -> bool:
     seen = _known.get(address)
     if seen is not None and seen() is storage:
         return False
+    # torch can resize what it allocated; memory that came from outside has an owner whom no count shows
     if not (storage.resizable() or is_mapped(storage.data_ptr())):
         return True
     if len(_known) >= MOST_KNOWN:

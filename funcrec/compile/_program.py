@@ -107,7 +107,8 @@ class Compiled:
 
     def admit(self, leaves: list) -> Link:
         """Look at every leaf."""
-        refuse_shared(leaves, self.donated)
+        refuse_shared(leaves, self.donated)  # or one's rows are written while another still means the old ones
+        # known by identity alone: a tensor of another history that has the same address has been looked at by nobody
         number = {id(x()): j for j, x in self.last[1].items()}
         fed = [(i, number[id(leaves[i])]) for i in self.donated if id(leaves[i]) in number]
         known = {i for i, _ in fed}
@@ -126,10 +127,11 @@ class Compiled:
         for i, j in link.fed:
             if leaves[i] is not outputs[j]():
                 return None
-        if not self.has_forms(leaves):
+        if not self.has_forms(leaves):  # the key once more, as C++: strides and devices may change under a leaf's name
             return None
         if not self.donated:
             return link
+        # given once (refuse_shared): outputs lie apart, as the call before made them, so only the other leaves can touch one
         sizes = link.sizes
         if link.moved:
             numbers, lengths = zip(*link.moved, strict=True)
@@ -167,13 +169,15 @@ class Compiled:
 
     def run(self, given: list, when: tuple[str, int], link: Link) -> Any:
         plan, outputs, leaves = self.staged.plan, list(self.staged.static), given
+        # Not begun: copies, compiling, the program and a recording's memory may fail or be interrupted, and nothing is taken.
         foreign = shared_leaves(link.hold, leaves)
         if foreign:
             leaves = self.with_copies(leaves, foreign, when[0])
             link = self.admit(leaves)
         recording = self.recording(leaves, link) if self.is_replayed else None
         results = self.compute(leaves) if recording is None else []
-        mine = {i: leaves[i].data for i in self.stay}  # aliases that are no views
+        mine = {i: leaves[i].data for i in self.stay}  # aliases that are no views, since what is taken loses its memory
+        # Taken: all leaves by one call of C, which no signal parts. From here on every old name raises: the state is the outputs', or gone.
         if self.donated:
             left = alone([given[i] for i in self.stay if i not in foreign])
             left += [x._base for x in (given[i] for i in link.hold.views if i not in foreign) if x._base is not None]
@@ -202,7 +206,7 @@ class Compiled:
         casts_are_in_the_graph = torch._C._is_any_autocast_enabled()
         with torch._C._DisableAutocast() if casts_are_in_the_graph else _AS_IT_IS:
             results = list(self.code(mine)(*mine))
-        if self.shared is None:
+        if self.shared is None:  # what a result is a view of is the same in every call of this key
             self.shared = self.find_shared(leaves, results)
         for k in self.shared:
             results[k] = results[k].clone()
@@ -251,7 +255,7 @@ class Compiled:
         if len(link.fed) < len(self.donated):
             return None
         fixed = [*self.donated, *range(len(leaves) - len(self.captured), len(leaves))]
-        key = tuple(leaves[i].data_ptr() for i in fixed)
+        key = tuple(leaves[i].data_ptr() for i in fixed)  # addresses are all that a recording knows its leaves by
         if key not in self.recordings:
             arguments = (self.step, leaves, fixed, self.successors(link), self.staged.plan.whole)
             if len(self.recordings) == MOST_RECORDINGS:
@@ -307,6 +311,7 @@ def compile_function(
     """Run fn once on shapes, and plan the writes into donated leaves."""
     call, named = f"funcrec.jit({name})", leaf_paths(structure, names)
     donated = {i: path for i, (root, path) in named.items() if root in donate and isinstance(leaves[i], Tensor)}
+    # refused before `fn` runs: what a call could not take later
     refuse_shared(leaves, donated)
     check(call, inference_problems({path: leaves[i] for i, path in donated.items()}))
     tensor_at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -320,7 +325,7 @@ def compile_function(
         outputs, found["structure"] = fast_flatten(fn(*replayed.args, **replayed.kwargs))
         for x in outputs:
             if not isinstance(x, Tensor):
-                static_key(x)
+                static_key(x)  # raises for what may change: the same object is every later call's output
             elif is_odd(x):
                 refuse_odd(call, x, "an output")
         found["static"] = [Tensor if isinstance(x, Tensor) else x for x in outputs]
@@ -338,7 +343,7 @@ def compile_function(
     )
     graph.graph.eliminate_dead_code(has_effect)  # the pass of `value_and_grad` that only finds lookup sites
     outputs = [j for j, x in enumerate(found["static"]) if x is Tensor]
-    plan = plan_writes(graph, outputs, places, donated)
+    plan = plan_writes(graph, outputs, places, donated)  # what only writes read has no user in the graph now
     inputs = tuple(i for i, node in places.items() if node.users)
     for node in graph.graph.find_nodes(op="placeholder"):
         if not node.users:

@@ -41,13 +41,14 @@ def record(
       capture: (fn) -> (replay, fn's value): `capture_cuda`.
     """
     own = set(donated)
+    # Addresses are fixed: what changes from call to call is copied into memory of the recording, and donated leaves are where they were.
     inputs = {i: memory_of(x).clone() for i, x in enumerate(leaves) if isinstance(x, Tensor) and i not in own}
     fixed = [inputs[i].as_strided(x.shape, x.stride()) if i in inputs else x for i, x in enumerate(leaves)]
     succeeded = {j for _, j in moved}
 
     def once() -> dict[int, Tensor]:
         results = run(fixed)
-        if moved:
+        if moved:  # behind all reads: a successor that is copied over its leaf may be made of that leaf
             torch._foreach_copy_([fixed[i] for i, _ in moved], [results[whole[j]] for _, j in moved])
         return {j: results[k] for j, k in whole.items() if j not in succeeded}
 
@@ -59,6 +60,7 @@ def replay(recording: Recording, leaves: Sequence) -> dict[int, Tensor]:
     if recording.inputs:
         torch._foreach_copy_(list(recording.inputs.values()), [memory_of(leaves[i]) for i in recording.inputs])
     recording.replay()
+    # the next replay writes over what this one returned
     return {j: x.clone() for j, x in recording.returned.items()}
 
 

@@ -69,12 +69,13 @@ def stage(call: str, flat: Callable, leaves: Sequence[Tensor], paths: Sequence[s
                 raise TypeError(message(call, [HOST._replace(got=f"{error}")])) from error
             except TypeError as error:  # Python's operators have words of their own for one of a tensor's
                 raise lift.refused or error from None
-        captured = lift_constants(graph, lift)
+        captured = lift_constants(graph, lift)  # inputs: read in every call, and held to their forms
         if torch.is_grad_enabled() and any(c.requires_grad for c in captured):
             return Recorded(None, captured)
         lift.refuse_gradients()
         _refuse_draws(call, graph.graph)
         _refuse_writes(call, graph.graph, [f"`{p}`" for p in paths] + [f"{describe(c)}, closed over" for c in captured])
+        # Once more, with writes to what the function made itself replaced by values: the plan of writes and Inductor see a pure graph.
         shapes = [like(x) for x in (*leaves, *captured)]
         with torch.no_grad(), torch._C._DisableAutocast():  # what these did is in the graph
             return Recorded(make_fx(functionalize(graph, remove="mutations"), DECOMPOSITIONS)(*shapes), captured)
@@ -133,6 +134,7 @@ class _Lift(TorchFunctionMode):
                     need=need,
                     hint="resolve_conj().resolve_neg()",
                 )
+            # a stand-in is of the tensor as it lies in memory, whatever maps or differentiates the program that is staged
             with outside_transforms(), _disable_current_modes(), torch._C.DisableTorchFunction():
                 made = self.fake.from_tensor(x)
                 self.stand_ins[id(x)] = (x, made, made.grad)
@@ -175,7 +177,7 @@ def lift_constants(graph: GraphModule, lift: _Lift) -> list[Tensor]:
         value = getattr(graph, node.target)
         if not isinstance(value, Tensor) or (node.users and all(u.target in COPIES for u in node.users)):
             continue
-        origin = lift.origins.get(id(value), value)
+        origin = lift.origins.get(id(value), value)  # two stand-ins of one tensor are one input
         if id(origin) not in captured:
             with (
                 graph.graph.inserting_after(last)
@@ -206,6 +208,7 @@ def refuse_odd(call: str, x: Tensor, what: str) -> None:
 
 
 def _refuse_draws(call: str, graph: Graph) -> None:
+    # a generator's state is neither in the key nor an input: the first call's numbers would be every call's
     drawn = sorted(
         {str(n.target) for n in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())}
     )

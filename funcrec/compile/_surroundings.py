@@ -31,7 +31,8 @@ def _cuda_device() -> int | None:
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
 
-# Read in every call: each is some 50 ns.
+# What is not here, no argument and no tensor that is closed over, a program must not depend on, or it is refused. Read in every call: each
+# is some 50 ns.
 SEEN: dict[str, Callable[[], Any]] = {
     "grad mode": torch.is_grad_enabled,
     "inference mode": torch.is_inference_mode_enabled,

@@ -91,7 +91,7 @@ def plan_writes(graph: GraphModule, outputs: Sequence[int], inputs: dict[int, No
         call, count = (torch.ops.aten.index_put_.default, 1) if node.target is PUT else twin(node.target)
         rest = (*node.args[count:], *node.kwargs.values())
         writes.append(Write(call, (*map_arg(node.args[:count], written), *map_arg(rest, read))))
-    end.args = (results,)
+    end.args = (results,)  # the operations that now write in place have no reader left in the graph
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return Plan(writes, changed, {j: numbers[way.leaf] for j, way in ways.items()}, whole)
@@ -110,6 +110,7 @@ def in_place_ways(sources: dict[int, Node], leaves: set[Node]) -> dict[int, Way]
     given = list(sources.values())
     for j, source in sources.items():
         leaf, nodes = trace_back(source)
+        # given twice, or written twice, a leaf cannot be what each of them means
         wanted = leaf in leaves and (not nodes or any(map(_replaced, nodes))) and given.count(source) == 1
         if wanted and _same_form(source, leaf) and all(way.leaf is not leaf for way in ways.values()):
             ways[j] = Way(leaf, nodes)
@@ -141,6 +142,8 @@ def trace_back(node: Node) -> tuple[Node, tuple[Node, ...]]:
 def _owns(node: Node, on_way: set[Node], ways: dict[int, Way], leaves: set[Node]) -> bool:
     """Whether what the node writes to begins at donated leaves, each of which this node's way returns, or nobody's."""
     way_of = {way.leaf: way for way in ways.values()}
+    # An operation of several tables writes to all of them or to none: a leaf that no output keeps is gone with the call, and may be written
+    # over, unless another such operation means it, too.
     for leaf in (trace_back(x)[0] for x in _replaced(node)):
         if leaf not in leaves or (leaf in way_of and node not in way_of[leaf].nodes):
             return False
@@ -152,9 +155,9 @@ def _owns(node: Node, on_way: set[Node], ways: dict[int, Way], leaves: set[Node]
 def _is_private(node: Node, on_way: set[Node], ends: set[Node]) -> bool:
     """Whether only the next on its way, or the output, sees this node."""
     users = [u for u in node.users if u.op != "output"]
-    if isinstance(node.meta["val"], (list, tuple)):
+    if isinstance(node.meta["val"], (list, tuple)):  # of several tables: each is read by its getitem
         return all(u in on_way or not u.users for u in users)
-    if node in ends:
+    if node in ends:  # another reader would want, inside the graph, what is written behind it
         return not users
     return len(users) == len(node.users) == 1 and users[0] in on_way and _passes_on(node, users[0])
 
@@ -241,6 +244,7 @@ def shared_results(
 
     Those that are returned must have memory of their own; those that writes read, none of a donated argument.
     """
+    # A result that is an argument's memory would change when its owner writes there; one in a donated leaf, with this call's own writes.
     memory, taken = {_memory(x) for x in arguments}, {_memory(x) for x in donated}
     shared = set()
     for k, x in enumerate(results):
