@@ -71,6 +71,24 @@ def test_a_step_with_copies_beside_cut_tables_is_staged():
     assert_trees_close(staged, step(state, ids(WEIGHTS)), rtol=1e-12, atol=1e-12)
 
 
+def test_a_step_with_a_capacity_is_staged_under_a_mixed_plan():
+    """jit knows, too, that a table's copies stay alike whose step asks whether the ids of two lookups found a place."""
+    mesh, plan = fr.Mesh.emulated(x=2, y=2), fr.Plan({"a": fr.row_wise("x"), "b": fr.replicated()})
+    features = {k: [fr.FeatureConfig(n, table=n, column="k", pooling=k) for n in "ab"] for k in ("sum", "none")}
+
+    def loss(params, ids):
+        rows = fr.lookup_sequence(params.tables, ids, features["none"]).values()
+        return sum(x.values.sum() for x in [fr.lookup(params.tables, ids, features["sum"]), *rows])
+
+    options = {"sparse": fr.optim.adagrad(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
+    step = fr.train_step(loss, **options, mesh=mesh, plan=plan, capacity=3)
+    state = step.init(fr.Params({n: torch.ones(4, 2) for n in "ab"}, {}))
+    bags = fr.KeyedJaggedTensor.from_lists({"k": [[0, 1], [3], [2, 2, 1], []]})
+    with mock.patch.object(_program, "compile_graph", lambda graph, args: graph):
+        staged = fr.jit(step)(state, bags)
+    assert_trees_close(staged, step(state, bags), rtol=1e-6, atol=1e-6)
+
+
 def test_nothing_warns_of_an_emulated_step():
     """A step on an emulated mesh, columns that travel together too, calls nothing that torch warns of."""
     mesh = fr.Mesh.emulated(x=2)
