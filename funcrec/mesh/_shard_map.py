@@ -252,7 +252,8 @@ def _arguments(f: Callable, in_specs: Any, args: tuple) -> list[Part]:
     if isinstance(in_specs, P):
         in_specs = (in_specs,) * len(args)
     if not isinstance(in_specs, tuple) or len(in_specs) != len(args):
-        got = f"{describe(in_specs)}{f' of {len(in_specs)}' if isinstance(in_specs, tuple) else ''} for {len(args)} arguments"
+        many = f" of {len(in_specs)}" if isinstance(in_specs, tuple) else ""
+        got = f"{describe(in_specs)}{many} for {len(args)} arguments"
         fail(
             CALL,
             "`in_specs` does not match the arguments.",

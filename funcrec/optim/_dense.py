@@ -336,7 +336,7 @@ def class_problems(cls: object, hyper: Mapping[str, Any]) -> Iterator[Problem]:
 def rate_problems(cls: type, rate: Any) -> Iterator[Problem]:
     if isinstance(rate, Tensor) and is_followed(rate):
         what = f"the first state of {cls.__name__} holds the learning rate, as a number."
-        hint = "`init` outside of the transform, with a plain learning rate; SGD, Adam, AdamW, Adagrad and RMSprop hold none"
+        hint = "`init` outside of the transform, with a plain rate; SGD, Adam, AdamW, Adagrad and RMSprop hold none"
         yield Problem(what, "an `lr` inside vmap, grad, jvp or jit", "a plain number or tensor", hint, TypeError)
 
 

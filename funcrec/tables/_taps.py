@@ -127,7 +127,8 @@ def _show(form: tuple) -> str:
     kind, names, features, _, leaves = form
     shapes = [list(shape) for shape, _, _ in leaves]
     read = dict(names)
-    return f"{kind} of tables {[read.get(f.table, 'a constant') for f in features]} by {[f.name for f in features]}, shapes {shapes}"
+    names = [read.get(f.table, "a constant") for f in features]
+    return f"{kind} of tables {names} by {[f.name for f in features]}, shapes {shapes}"
 
 
 @contextlib.contextmanager

@@ -229,7 +229,8 @@ for at_end in (True, False):
             cpp.scatter_rows_(table, guarded(torch.tensor([6, 2**40, -1]), at_end), torch.tensor(3), new)
             assert (table[6] == 1).all()
     values, bounds = guarded(torch.randn(50, 3), at_end), guarded(torch.tensor([3, 900, -4, 50]), at_end)
-    cpp.take_ranges(values, guarded(torch.tensor([-3, 49, 2**62]), at_end), guarded(torch.tensor([5, 9, 4]), at_end), 15)
+    starts = guarded(torch.tensor([-3, 49, 2**62]), at_end)
+    cpp.take_ranges(values, starts, guarded(torch.tensor([5, 9, 4]), at_end), 15)
     cpp.from_padded(cpp.to_padded(values, bounds, 4, 1.0), bounds, 60)
     for numbers in (torch.arange(300), torch.rand(300), torch.rand(300).half()):
         flat, short = guarded(numbers, at_end), guarded(torch.arange(0, 301, 3), at_end)
@@ -240,8 +241,8 @@ for at_end in (True, False):
             cut = torch.nn.functional.pad(numbers.view(100, 3)[:, :length], (0, max(length - 3, 0)))
             assert padded.equal(cut)
             assert cpp.from_padded(padded, short, 300).view(100, 3)[:, :length].equal(cut[:, :3])
-    wild = guarded(torch.tensor([-3, 49, 2**62, 0]), at_end)
-    cpp.take_ranges_transpose(guarded(torch.rand(20, 5), at_end), wild, guarded(torch.tensor([5, 9, 4, 60]), at_end), 50)
+    wild, lengths = (guarded(torch.tensor(x), at_end) for x in ([-3, 49, 2**62, 0], [5, 9, 4, 60]))
+    cpp.take_ranges_transpose(guarded(torch.rand(20, 5), at_end), wild, lengths, 50)
     cpp.bucketize(rows, guarded(torch.tensor([-3, 900, 7, 2**40]), at_end), weights, 3, 2**30)
     bounds = guarded(torch.tensor([-3, 900, 7, 2**40, 1, 40, 900]), at_end)
     for room in (0, 7, 400):

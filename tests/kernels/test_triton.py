@@ -253,7 +253,8 @@ def compile_only(self, *args, grid, warmup, **options):
         wide.add(self.fn.__name__)
 
 JITFunction.run = compile_only
-tables, rows, offsets = [torch.zeros(32, 64)] * 2, [torch.zeros(256, dtype=torch.int64)], torch.zeros(33, dtype=torch.int32)
+tables, rows = [torch.zeros(32, 64)] * 2, [torch.zeros(256, dtype=torch.int64)]
+offsets = torch.zeros(33, dtype=torch.int32)
 weights, d = torch.rand(256), [torch.zeros(16, 128)]
 features = [0, 0, 0, 0, 0, 1, 0, 1, 0, 16, 2, 1, 0, 64]
 segments = [0, 0, 0, 0, 0, 0, 16, 0, 1, 0, 1, 0, 64, 0, 0, 16, 16, 2, 0, -1, 1, 0, 64, 0, -1, 0, 16, 0, 0, -1]
@@ -264,11 +265,12 @@ kernels.expand(d, rows, [offsets], [weights], segments, [32, 64, 32, 64])
 kernels.coalesce(d, rows, [offsets], [weights], segments, [32, 64, 32, 64])
 number = torch.tensor(0.1, dtype=torch.float64), torch.tensor(0)
 short = [t.bfloat16() for t in tables]
-kernels.fused_update_(short, [torch.zeros(32)] * 2, d, rows, [offsets], [weights], segments, *number, torch.zeros(2, dtype=torch.int64),
-    "rowwise_adagrad", [1e-8, 0.1, 0.0, 0.0])
-kernels.fused_update_(tables, [torch.zeros(32)] * 2, [torch.zeros(16, 192)], rows, [offsets], [weights], segments, *number, None,
-    "rowwise_adagrad", [1e-8, 0.0, 0.0, 0.0], torch.zeros(2, dtype=torch.int64), [128, 128])
-kernels.fused_update_(tables, [torch.zeros(32, 64)] * 4, d, rows, [offsets], [weights], segments, *number, None, "adam", [0.9, 0.999, 1e-8, 0.0])
+ids = rows, [offsets], [weights], segments
+keys = torch.zeros(2, dtype=torch.int64)
+kernels.fused_update_(short, [torch.zeros(32)] * 2, d, *ids, *number, keys, "rowwise_adagrad", [1e-8, 0.1, 0.0, 0.0])
+kernels.fused_update_(tables, [torch.zeros(32)] * 2, [torch.zeros(16, 192)], *ids, *number, None,
+    "rowwise_adagrad", [1e-8, 0.0, 0.0, 0.0], keys, [128, 128])
+kernels.fused_update_(tables, [torch.zeros(32, 64)] * 4, d, *ids, *number, None, "adam", [0.9, 0.999, 1e-8, 0.0])
 counts = torch.ones(3, dtype=torch.int64)
 kernels.take_ranges(weights, counts, counts, 8)
 kernels.bucketize(rows[0], offsets, weights, 2, 5)

@@ -92,7 +92,8 @@ def test_what_killed_writers_left_is_removed(tmp_path):
 
 def test_a_killed_writer_leaves_the_old_file(tmp_path):
     """SIGKILL in the midst of saves: what is at the path is whole."""
-    code = "import sys, torch, funcrec as fr\nfor n in range(10**6): fr.save(sys.argv[1], {'n': n, 'x': torch.full((20000,), n)}); print(n, flush=True)"
+    saves = "fr.save(sys.argv[1], {'n': n, 'x': torch.full((20000,), n)}); print(n, flush=True)"
+    code = f"import sys, torch, funcrec as fr\nfor n in range(10**6): {saves}"
     for wait in (0.0, 0.006):
         process = subprocess.Popen(
             [sys.executable, "-c", code, str(tmp_path / "a.pt")], stdout=subprocess.PIPE, text=True

@@ -42,7 +42,8 @@ COUNTS = {"address": 100_000, "thread": 8_000}
 FINDING = re.compile(r"runtime error:|ERROR: AddressSanitizer|WARNING: ThreadSanitizer|AddressSanitizer:DEADLYSIGNAL")
 STAND_IN = """#include <thread>
 #include <vector>
-extern "C" __attribute__((visibility("default"))) void stand_in(void (*f)(void*), void* data, unsigned threads, unsigned) {
+extern "C" __attribute__((visibility("default")))
+void stand_in(void (*f)(void*), void* data, unsigned threads, unsigned) {
   std::vector<std::thread> others;
   for (unsigned i = 1; i < threads; i++) others.emplace_back(f, data);
   f(data);
