@@ -165,6 +165,7 @@ def is_weighted_mean(feature: FeatureConfig) -> bool:
 
 def weight_scales(bags: JaggedTensor, features: Sequence[FeatureConfig]) -> Tensor:
     """f64[N]: what an id's gradient is multiplied by: its weight, over its bag's length for a weighted mean."""
+    # s_i / len_b is rounded once, when it is sent
     bag = bag_ids(bags.offsets, bags.capacity).clamp(max=bags.num_bags - 1)
     lengths = bags.lengths.clamp(min=1).double()[bag]
     is_mean = torch.tensor([is_weighted_mean(f) for f in features], device=bag.device)[lane_of(bags, len(features))]

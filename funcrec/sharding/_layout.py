@@ -105,11 +105,13 @@ def layout_of(
             if key not in filled:
                 filled[key] = [0] * n
                 names[key] = table if width == dim else f"{table}[{block.first}:{block.last}]"
+            # ranks[i] has rows [i · part, (i + 1) · part), the last one fewer: so an id's owner is row // part, from no list of bounds
             part = -(-num_rows // len(block.ranks))
             starts = tuple(filled[key][r] for r in block.ranks)
             for r in block.ranks:
                 filled[key][r] += part
             places.append((key, Shard(table, 0, block.first, block.last, block.ranks, part, starts)))
+    # as many rows on every rank as the fullest needs: one graph runs on all, and shapes are in it
     keys = list(filled)
     copies = prod(mesh.shape[a] for a in plan.replicas)
     banks = [Bank(names[k], k[0], len(filled[k]), max(filled[k]), k[1], k[2], plan.replicas, copies) for k in keys]
