@@ -7,10 +7,10 @@ Of a plan with replicas n and Σ are, for the tables, over the ranks of one grou
 Shapes: n ranks.
 """
 
-import inspect
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,8 @@ from funcrec.sharding import (
     whole_banks,
     whole_leaves,
 )
-from funcrec.tables import Params, value_grad_and_overflows
+from funcrec.tables import Params, RowGrads
+from funcrec.train._pipeline import Place, Recipe, Summed, run
 from funcrec.train._state import TrainState
 
 
@@ -71,23 +72,6 @@ def shard_state(
     return TrainState(step, tables, slots, kept, dense.init(kept), key.clone())
 
 
-class Recipe(NamedTuple):
-    """What a step does, wherever it runs: the arguments of `train_step` that know of no mesh."""
-
-    loss_fn: Callable
-    sparse: RowOptimizer
-    dense: DenseOptimizer
-    has_aux: bool
-    merge: Callable | None
-
-    @property
-    def takes_key(self) -> bool:
-        try:
-            return "key" in inspect.signature(self.loss_fn).parameters
-        except ValueError:  # a builtin tells none
-            return False
-
-
 def sharded_update(
     recipe: Recipe,
     mesh: Mesh,
@@ -97,55 +81,84 @@ def sharded_update(
     codec: Codec | None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict]]:
     """(state, batch) -> (state, metrics) on a mesh; each rank differentiates its own loss over the number of ranks that train one copy."""
-    copies = prod(mesh.shape[a] for a in replicas)
-    loss_fn, sparse, dense, has_aux, merge = recipe
-    takes_key = recipe.takes_key
-
-    def local(params, batch, **extra):
-        out = loss_fn(params, batch, **extra)
-        loss, aux = out if has_aux else (out, ())
-        return loss / (mesh.size // copies), aux
-
-    def one_rank(state: TrainState, batch: Any):
-        at_step = lambda: random.fold_in(random.fold_in(state.key, state.step), axis_index(batch_axes))
-        extra = {"key": at_step()} if takes_key else {}
-        held = state.tables.transport
-        transport = held._replace(capacity=capacity, codec=held.codec if codec is None else codec)
-        tables = replace(state.tables, transport=transport, whole=whole_banks(sparse, state.tables.layout))
-        params = Params(tables, gather_dense(state.dense))
-        (loss, aux), grads, overflows = value_grad_and_overflows(local, has_aux=True)(params, batch, **extra)
-        metrics = overflow_metrics(overflows, mesh.axis_names, state.step) if capacity is not None else {}
-        fits = metrics["overflow"] == 0 if metrics else None
-        kept = grads.tables if fits is None else {n: g.where(fits) for n, g in grads.tables.items()}
-        own = [*whole_leaves(grads.dense, state.dense), loss]
-        along = own if is_small(own, mesh.size) else []
-        row_grads, of_all = sync_grads(kept, state.tables.layout, along)
-        banks, slots = update_banks(sparse, row_grads, state.slots, state.tables, state.step)
-        *summed, total = list(map(added, of_all)) if along else ordered_sum(own, mesh.axis_names)
-        d_dense = sum_dense(grads.dense, summed, state.dense, mesh.shape)
-        if copies > 1:  # dense parameters follow the bags of all groups
-            d_dense, total = tree_map(lambda x: x / copies, (d_dense, total))
-        new_dense, dense_opt = dense.update(d_dense, state.dense_opt, state.dense, state.step)
-        aux = tree_map(
-            lambda x: pmean(x, mesh.axis_names) if isinstance(x, Tensor) and x.is_floating_point() else x, aux
-        )
-        if merge is not None:
-            new_dense = own_dense(merge(gather_dense(new_dense), aux if has_aux else None), new_dense)
-        loss, step = total, state.step + 1
-        if fits is not None:
-            choose = lambda new, old: tree_map(lambda a, b: torch.where(fits, a, b), new, old)
-            new_dense, dense_opt = choose(new_dense, state.dense), choose(dense_opt, state.dense_opt)
-            loss, step = torch.where(fits, loss, torch.nan), torch.where(fits, step, state.step)
-        metrics |= {"loss": loss, **({"aux": aux} if has_aux else {})}
-        tables = replace(state.tables, banks=banks)
-        return TrainState(step, tables, slots, new_dense, dense_opt, state.key), metrics
+    place = rank_of(recipe.sparse, mesh, batch_axes, prod(mesh.shape[a] for a in replicas), capacity, codec)
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
         specs = state_specs(state)
+        one_rank = functools.partial(run, recipe, place)
         mapped = shard_map(one_rank, mesh=mesh, in_specs=(specs, P(batch_axes)), out_specs=(specs, P()))
         return mapped(state, batch)
 
     return update
+
+
+def rank_of(
+    sparse: RowOptimizer,
+    mesh: Mesh,
+    batch_axes: tuple[str, ...],
+    copies: int,
+    capacity: int | None,
+    codec: Codec | None,
+) -> Place:
+    """What a step does on each rank of a mesh."""
+
+    def loss_fn(recipe: Recipe) -> Callable:
+        @functools.wraps(recipe.loss_fn)
+        def own_share(params, batch, **extra):
+            out = recipe.loss_fn(params, batch, **extra)
+            loss, aux = out if recipe.has_aux else (out, None)
+            loss = loss / (mesh.size // copies)
+            return (loss, aux) if recipe.has_aux else loss
+
+        return own_share
+
+    def params(state: TrainState) -> Params:
+        held = state.tables.transport
+        transport = held._replace(capacity=capacity, codec=held.codec if codec is None else codec)
+        tables = replace(state.tables, transport=transport, whole=whole_banks(sparse, state.tables.layout))
+        return Params(tables, gather_dense(state.dense))
+
+    def summed(loss: Tensor, grads: Params, overflows: Sequence[Tensor], state: TrainState) -> Summed:
+        metrics = overflow_metrics(overflows, mesh.axis_names, state.step) if capacity is not None else {}
+        fits = metrics["overflow"] == 0 if metrics else None
+        kept = grads.tables if fits is None else {n: g.where(fits) for n, g in grads.tables.items()}
+        own = [*whole_leaves(grads.dense, state.dense), loss]
+        along = own if is_small(own, mesh.size) else []  # with the rows' terms; a large sum is an exchange of its own
+        rows, of_all = sync_grads(kept, state.tables.layout, along)
+
+        def dense() -> tuple[Any, Tensor]:
+            *of_whole, total = list(map(added, of_all)) if along else ordered_sum(own, mesh.axis_names)
+            d_dense = sum_dense(grads.dense, of_whole, state.dense, mesh.shape)
+            # each group's loss is its own mean, and dense parameters follow the bags of all groups
+            return tree_map(lambda x: x / copies, (d_dense, total)) if copies > 1 else (d_dense, total)
+
+        return Summed(rows, dense, metrics, fits)
+
+    def update(sparse: RowOptimizer, rows: Mapping[str, RowGrads], state: TrainState) -> tuple[Any, Any]:
+        banks, slots = update_banks(sparse, rows, state.slots, state.tables, state.step)
+        return replace(state.tables, banks=banks), slots
+
+    is_mean = lambda x: isinstance(x, Tensor) and x.is_floating_point()
+    return Place(
+        loss_fn=loss_fn,
+        key=lambda key: random.fold_in(key, axis_index(batch_axes)),
+        params=params,
+        summed=summed,
+        update=update,
+        mean=lambda aux: tree_map(lambda x: pmean(x, mesh.axis_names) if is_mean(x) else x, aux),
+        merged=lambda merge, dense, aux: own_dense(merge(gather_dense(dense), aux), dense),
+        settled=settled,
+    )
+
+
+def settled(fits: Tensor | None, old: TrainState, new: TrainState, metrics: dict) -> tuple[TrainState, dict]:
+    """The new state; the old one and a loss of NaN where an id found no place. (Rows have kept their bits: their gradients were none.)"""
+    if fits is None:
+        return new, metrics
+    choose = lambda new, old: tree_map(lambda a, b: torch.where(fits, a, b), new, old)
+    dense, dense_opt = choose(new.dense, old.dense), choose(new.dense_opt, old.dense_opt)
+    metrics = {**metrics, "loss": torch.where(fits, metrics["loss"], torch.nan)}
+    return replace(new, step=torch.where(fits, new.step, old.step), dense=dense, dense_opt=dense_opt), metrics
 
 
 def overflow_metrics(overflows: Sequence[Tensor], axes: Sequence[str], like: Tensor) -> dict[str, Tensor]:

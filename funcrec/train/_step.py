@@ -27,8 +27,9 @@ from funcrec.core import (
 from funcrec.mesh import Codec, Mesh
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.sharding import Plan, ShardedTables, dedup_problems, dense_axes_problems
-from funcrec.tables import Params, params_problems, value_and_grad, with_parts
-from funcrec.train._rank_step import Recipe, shard_state, sharded_update
+from funcrec.tables import Params, params_problems
+from funcrec.train._pipeline import Place, Recipe, run, takes_key
+from funcrec.train._rank_step import shard_state, sharded_update
 from funcrec.train._state import TrainState, state_parts
 
 
@@ -121,8 +122,7 @@ def train_step(
     check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes), capacity_problems(mesh, capacity))
     check("funcrec.train_step", exchange_problems(mesh, exact, dedup, codec))
     check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
-    recipe = Recipe(loss_fn, sparse, dense, has_aux, merge)
-    takes_key = recipe.takes_key
+    recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, takes_key(loss_fn))
     if mesh is not None:
         axes = mesh.axis_names if batch_axes is None else tuple(batch_axes)
         on_mesh = sharded_update(recipe, mesh, axes, plan.replicas, capacity, codec)
@@ -146,16 +146,7 @@ def train_step(
         if mesh is not None:
             check("funcrec.train_step", sharded_problems(state))
             return on_mesh(state, batch)
-        extra = {"key": random.fold_in(state.key, state.step)} if takes_key else {}
-        value, grads = value_and_grad(loss_fn, has_aux)(state.params, batch, **extra)
-        loss, aux = value if has_aux else (value, None)
-        tables, slots = sparse.update(grads.tables, state.slots, state.tables, state.step)
-        new_dense, dense_opt = dense.update(grads.dense, state.dense_opt, state.dense, state.step)
-        if merge is not None:
-            new_dense = merge(new_dense, aux)
-        metrics = {"loss": loss, "aux": aux} if has_aux else {"loss": loss}
-        tables = with_parts(state.tables, tables)
-        return TrainState(state.step + 1, tables, slots, new_dense, dense_opt, state.key), metrics
+        return run(recipe, Place(), state, batch)
 
     return TrainStep(init, update)
 

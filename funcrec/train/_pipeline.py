@@ -1,0 +1,91 @@
+"""A step as it is everywhere: what it does otherwise on ranks stands in the place that it runs on.
+
+    key, params --loss, grad--> loss_r, grads_r --summed--> grads --update--> tables', slots', dense', dense_opt' --settled--> state'
+
+In one process each stage of the place is the identity, or the optimizer's update; on ranks it is an exchange, or one rank's part.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from funcrec.core import random
+from funcrec.optim import DenseOptimizer, RowOptimizer
+from funcrec.tables import RowGrads, value_grad_and_overflows, with_parts
+from funcrec.train._state import TrainState
+
+
+class Recipe(NamedTuple):
+    """What a step does, wherever it runs: the arguments of `train_step` that know of no mesh."""
+
+    loss_fn: Callable
+    sparse: RowOptimizer
+    dense: DenseOptimizer
+    has_aux: bool
+    merge: Callable | None
+    takes_key: bool  # whether the loss has a parameter `key`
+
+
+def takes_key(loss_fn: Callable) -> bool:
+    try:
+        return "key" in inspect.signature(loss_fn).parameters
+    except ValueError:  # a builtin tells none
+        return False
+
+
+class Summed(NamedTuple):
+    """The gradients of the global batch.
+
+    rows: of the tables. dense: gives those of the dense parameters and the loss; called behind the update of rows, for on ranks it may be
+      an exchange of its own. metrics: of the exchange; fits: bool[], whether every id found its place, None where all do.
+    """
+
+    rows: Mapping[str, RowGrads]
+    dense: Callable[[], tuple[Any, Tensor]]
+    metrics: Mapping[str, Tensor] = {}
+    fits: Tensor | None = None
+
+
+def update_tables(sparse: RowOptimizer, rows: Mapping[str, RowGrads], state: TrainState) -> tuple[Any, Any]:
+    """(tables, slots) of one process."""
+    tables, slots = sparse.update(rows, state.slots, state.tables, state.step)
+    return with_parts(state.tables, tables), slots
+
+
+class Place(NamedTuple):
+    """Where a step runs, by what it does there; the defaults are one process's, which has the whole batch.
+
+    loss_fn: recipe -> the function that is differentiated. key: the step's key -> that from which these bags draw. params: state -> Params, as
+    the loss takes them. summed: (loss, gradients, overflows, state) -> Summed. update: (sparse, rows, state) -> (tables, slots). mean: aux -> that of the
+    global batch. merged: (merge, dense, aux) -> merge's dense. settled: (fits, old state, new state, metrics) -> (state, metrics): the old
+    state where some id found no place.
+    """
+
+    loss_fn: Callable = lambda recipe: recipe.loss_fn
+    key: Callable = lambda key: key
+    params: Callable = lambda state: state.params
+    summed: Callable = lambda loss, grads, overflows, state: Summed(grads.tables, lambda: (grads.dense, loss))
+    update: Callable = update_tables
+    mean: Callable = lambda aux: aux
+    merged: Callable = lambda merge, dense, aux: merge(dense, aux)
+    settled: Callable = lambda fits, old, new, metrics: (new, metrics)
+
+
+def run(recipe: Recipe, place: Place, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+    """(state', metrics)."""
+    extra = {"key": place.key(random.fold_in(state.key, state.step))} if recipe.takes_key else {}
+    differentiated = value_grad_and_overflows(place.loss_fn(recipe), recipe.has_aux)
+    value, grads, overflows = differentiated(place.params(state), batch, **extra)
+    loss, aux = value if recipe.has_aux else (value, None)
+    summed = place.summed(loss, grads, overflows, state)
+    tables, slots = place.update(recipe.sparse, summed.rows, state)
+    d_dense, loss = summed.dense()
+    dense, dense_opt = recipe.dense.update(d_dense, state.dense_opt, state.dense, state.step)
+    aux = place.mean(aux)
+    if recipe.merge is not None:
+        dense = place.merged(recipe.merge, dense, aux)
+    metrics = {**summed.metrics, "loss": loss, **({"aux": aux} if recipe.has_aux else {})}
+    new = TrainState(state.step + 1, tables, slots, dense, dense_opt, state.key)
+    return place.settled(summed.fits, state, new, metrics)
