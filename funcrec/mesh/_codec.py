@@ -80,7 +80,7 @@ def send(
     bound = bound_axes("funcrec.lookup", axes)
     if codec == Codec():
         return list(_moved(collective, xs, axes))
-    if any(a.group is None for a in bound):
+    if any(a.group is None for a in bound):  # in one process nothing travels: what it would lose is rounded off
         coded = [_rounded(x, codec.forward, None, w) for x, w in zip(xs, widths, strict=True)]
         got = _moved(collective, coded, axes)
         return [_rounded(x, None, codec.backward, w) for x, w in zip(got, widths, strict=True)]
@@ -115,7 +115,7 @@ def encode(x: Tensor, kind: str, widths: Sequence[int]) -> Tensor:
     scales = []
     for first, last, width in _runs(widths):
         rows = x[..., first:last].unflatten(-1, (-1, width))
-        scale = rows.abs().amax(-1).float()
+        scale = rows.abs().amax(-1).float()  # x ≈ scale · step / 127, step a whole number in [-127, 127]
         scale = torch.where(scale.isfinite(), scale, torch.nan)
         steps = (
             (rows / scale[..., None]).mul_(STEPS).round_().clamp_(-STEPS, STEPS).nan_to_num_(0.0)
@@ -259,7 +259,9 @@ class _CodedExchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *d_ys):
         d_xs = _CodedExchange.apply(ctx.trip.transposed(), *ctx.saved_tensors, *d_ys)
-        if ctx.trip.collective == "all_gather":
+        if (
+            ctx.trip.collective == "all_gather"
+        ):  # x[r] went to all ranks s: d_x[r] = Σ_s d_y[s][r], of which each came coded
             d_xs = [d.sum(0, dtype=d.dtype) for d in d_xs]
         return None, *(None for _ in ctx.trip.axes), *d_xs
 

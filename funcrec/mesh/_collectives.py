@@ -170,7 +170,7 @@ def all_gather(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False) 
     """
     axes = _prepare("all_gather", x, axis_name)
     check("funcrec.all_gather", dim_problems(x, dim, extra=0 if tiled else 1))
-    for a in reversed(axes):
+    for a in reversed(axes):  # each puts its ranks in front: the major axis comes last, and so outermost
         x = exchange("all_gather", x, a)
     leaves, structure = tree_flatten(x)
     return tree_unflatten([_join(y.flatten(0, len(axes) - 1), dim, tiled) for y in leaves], structure)
@@ -216,7 +216,7 @@ def psum_scatter(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False
     check("funcrec.psum_scatter", part_problems(x, dim, n, tiled))
     leaves, structure = tree_flatten(x)
     x = tree_unflatten([_cut(y, dim, n, tiled).unflatten(0, sizes) for y in leaves], structure)
-    for a in axes:
+    for a in axes:  # [n_1, n_2, ...]: of the dimension in front the sum over an axis leaves each rank its own place
         x = exchange("psum_scatter", x, a)
     return x
 
@@ -248,7 +248,9 @@ def all_to_all(
     check("funcrec.all_to_all", part_problems(x, split_dim, n, tiled), dim_problems(x, concat_dim, name="concat_dim"))
     leaves, structure = tree_flatten(x)
     parts = [_cut(y, split_dim, n, tiled).unflatten(0, sizes) for y in leaves]
-    for i, a in enumerate(axes):
+    for i, a in enumerate(
+        axes
+    ):  # the transposition of (i, j) with (i', j') is that of i with i', then that of j with j'
         moved = tree_unflatten([p.movedim(i, 0) for p in parts], structure)
         parts = [p.movedim(0, i) for p in tree_flatten(exchange("all_to_all", moved, a))[0]]
     out = [_join(p.flatten(0, len(axes) - 1), concat_dim, tiled) for p in parts]

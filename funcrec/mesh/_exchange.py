@@ -137,17 +137,21 @@ class _Exchange(torch.autograd.Function):
         if call.size == 1:
             return tuple(_alone(x, call) for x in xs)
         start = EXCHANGES[call.kind].start
-        begun = [start(x.contiguous(), call) for x in xs]
+        begun = [
+            start(x.contiguous(), call) for x in xs
+        ]  # all travel at once: the first is awaited when the last is on its way
         return tuple(_finish(y, x, call) for y, x in zip(begun, xs, strict=True))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.call = inputs[0]
+        # linear: of the tensors only the marker is kept, by which the transpose and the tangent find the axis's own vmap level again
         ctx.save_for_backward(inputs[1])
         ctx.save_for_forward(inputs[1])
 
     @staticmethod
     def backward(ctx, *d_ys):
+        # d_x = Mᵀ d_y: an exchange again, and so differentiable as often as one likes
         return None, None, *_Exchange.apply(ctx.call.transposed(), *ctx.saved_tensors, *d_ys)
 
     @staticmethod
@@ -157,7 +161,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, call, marker, *xs):
         own, dims = in_dims[1] is not None, in_dims[2:]
-        if own:
+        if own:  # the level at which the marker is batched is the axis: the x[s] of all ranks s stand side by side
             return _emulated(call, info.batch_size, xs, dims)
         # another level's batch: it travels behind the dimensions that are exchanged
         xs = [x if d is None else x.movedim(d, -1) for x, d in zip(xs, dims, strict=True)]
@@ -222,6 +226,7 @@ class _Extremum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_y):
         marker, x, y = ctx.saved_tensors
+        # dy/dx[r] = 1 / k on the k ranks with x[r] = y; y went to all ranks, so their cotangents are added: Σ_s d_y[s]
         (total,) = _Exchange.apply(ctx.call._replace(kind="psum"), marker, d_y)
         return None, None, _share(ctx.call, marker, x, y) * total
 

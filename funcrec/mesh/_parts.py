@@ -92,7 +92,9 @@ def cut(part: Part, sizes: Sizes) -> Any:
 def _split(x: Tensor, spec: P, sizes: Sizes) -> tuple[Tensor, tuple[str, ...]]:
     """Every dimension's axes as leading dimensions, in the spec's order."""
     front, at = [], 0
-    for d, names in reversed(list(enumerate(spec.dims))):
+    for d, names in reversed(
+        list(enumerate(spec.dims))
+    ):  # the last one first, so that those before it keep their numbers
         if names:
             n = [sizes[a] for a in names]
             x = x.unflatten(d, (*n, x.shape[d] // prod(n)))
@@ -146,9 +148,11 @@ def join_bags(parts: Sequence[Any]) -> Any:
     """The bags of all parts, key by key; the capacities add up."""
     first = parts[0]
     weights = None if first.weights is None else torch.cat([p.weights for p in parts])
-    base = [i * first.capacity for i in range(len(parts))]
+    base = [i * first.capacity for i in range(len(parts))]  # where part i's buffer begins in that of all
     keys = len(first.keys) if isinstance(first, KeyedJaggedTensor) else 1
-    grid = lambda xs: torch.stack([x.reshape(keys, -1) for x in xs], 1).flatten()
+    grid = lambda xs: torch.stack(
+        [x.reshape(keys, -1) for x in xs], 1
+    ).flatten()  # [keys, parts, bags]: key-major again
     starts = grid([p.offsets[:-1] + b for p, b in zip(parts, base, strict=True)])
     values = torch.cat([p.values for p in parts])
     out = take_ranges(values, weights, starts, grid([p.lengths for p in parts]), values.shape[0])

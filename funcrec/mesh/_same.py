@@ -53,7 +53,7 @@ def unequal_over_ranks(parts: Sequence[Part], names: Sequence[str]) -> Iterator[
             continue
         with outside_transforms():
             sums = torch.stack([checksum(value_below(x)) for _, x in shared])
-            most = pmax(torch.stack([sums, -sums]), axis)
+            most = pmax(torch.stack([sums, -sums]), axis)  # max s = -max(-s) = min s only where all are equal
             differ = (most[0] != -most[1]).tolist()
         for (p, _), wrong in zip(shared, differ, strict=True):
             if wrong:

@@ -130,6 +130,7 @@ def _emulate(f, sizes, parts: Sequence[Part], stacked: Sequence[Any], args, out_
     leaves, structure = tree_flatten(stacked)
     axes_of = [p.spec.axes for p, x in zip(parts, stacked, strict=True) for _ in tree_leaves(x)]
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    # marker a holds a rank's place on axis a, and is batched at that axis's level alone: so a collective knows its level
     markers = [torch.arange(n, device=_device(parts)) for n in sizes.values()]
     found: dict[str, Any] = {}
 
@@ -144,6 +145,7 @@ def _emulate(f, sizes, parts: Sequence[Part], stacked: Sequence[Any], args, out_
 
     mapped = one_rank
     for name in reversed(sizes):
+        # a value that is not cut along the axis is not batched there: the same on all of its ranks, as P() says
         dims = [0 if name in axes_of[i] else None for i in at]
         mapped = torch.func.vmap(mapped, in_dims=([0 if a == name else None for a in sizes], *dims))
     results = iter(mapped(markers, *(leaves[i] for i in at)))

@@ -141,6 +141,7 @@ def own_dense(whole: Any, like: Any) -> Any:
     out = []
     for x, held in zip(found, leaves, strict=True):
         if is_shard(held):
+            # the rank as a tensor: as a number it would be read on the host, and the ranks' graphs would differ
             own = in_parts(x, axis_size(held.axes)).index_select(0, axis_index(held.axes)[None])[0]
             x = DenseShard(own, held.shape, held.axes)
         out.append(x)
@@ -168,8 +169,10 @@ def sum_to_parts(leaves: Sequence[Tensor], held: Sequence[DenseShard], sizes: Ma
     others = tuple(a for a in sizes if a not in axes)
 
     def total(blocks: Tensor) -> Tensor:
-        got = all_to_all(blocks, axes)  # [n, C]: d_whole[s][own part] of the ranks s of the cutting axes
-        got = all_gather(got, others) if others else got[None]  # [other ranks, n, C]
+        # d_part[r] = Σ_s d_whole[s][part r]: part r of every rank's gradient goes to r
+        got = all_to_all(blocks, axes)  # [n, C], of the ranks s of the cutting axes
+        got = all_gather(got, others) if others else got[None]  # [other ranks, n, C], of all ranks s
+        # in the order of the mesh, whichever axes cut: one process's bits
         return added([got[other, own] for other, own in _in_order(sizes, others, axes)])
 
     blocks, unravel = ravel([in_parts(x, axis_size(axes)) for x in leaves], lead=1)

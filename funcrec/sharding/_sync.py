@@ -30,6 +30,7 @@ def sync_grads(
     wanted: dict[tuple[str, ...], list[Tensor]] = {everywhere: list(told)}
     for b in own:
         axes, terms = copy_axes(b, layout), grads[b.name].terms
+        # a row that one rank alone holds has all its terms there: they came to it as the transpose of the lookup
         wanted.setdefault(axes, []).extend(tree_leaves(terms) if axes and grads[b.name].capacity else ())
     narrow = narrow_bounds(t for b in own for t in grads[b.name].terms)
     gathered = {axes: gather_each(xs, axes, narrow) for axes, xs in wanted.items() if xs}

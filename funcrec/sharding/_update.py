@@ -93,7 +93,7 @@ def as_tables(banks: Mapping[str, Any], columns: Mapping[str, list[str]]) -> dic
 def init_slots(sparse: RowOptimizer, tables: ShardedTables, columns: Mapping[str, list[str]]) -> dict:
     """{bank: slots}."""
     base = as_tables(tables.banks, columns)
-    first = sparse.init(base)
+    first = sparse.init(base)  # under the names that the optimizer knows
     out = {n: first[n] for n in tables.banks if n in first}
     for table, own in columns.items():
         out |= {b: sparse.init({**base, table: tables.banks[b]})[table] for b in own}
@@ -218,12 +218,14 @@ def _table_rows(grads: RowGrads, shards: Sequence, rank: Tensor) -> tuple[Tensor
 
 def _find(rows: Tensor, shard, gathered: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The shard's columns of those rows of the table, from what all ranks know of theirs."""
+    # row = part · (rows of a part) + rest lies on ranks[part], at starts[part] + rest of its bank
     part = torch.div(rows.clamp(min=0), shard.part, rounding_mode="floor")
     owner = torch.tensor(shard.ranks, device=rows.device)[part]
     row = rows.clamp(min=0) - part * shard.part + torch.tensor(shard.starts, device=rows.device)[part]
     known = gathered["rows"]  # ascending on each rank, -1 behind
     known = torch.where(known < 0, torch.iinfo(known.dtype).max, known)
     most = known.shape[1]
+    # all owners of a row's columns were sent the same ids, so the row is among those of each; -1, here row 0, is of no entry (`places`)
     place = place_among(known, row.expand(known.shape[0], -1).contiguous(), right=False)  # [n, M]: on every rank
     place = place.gather(0, owner[None])[0].clamp(max=most - 1)
     return {k: x[owner, place] for k, x in gathered.items()}
