@@ -8,6 +8,8 @@ from programs.doc_shapes import DTYPES, Shape, Statement, shapes_in, statements_
 
 import funcrec as fr
 
+pytestmark = pytest.mark.xdist_group("shapes")  # the calls are made once
+
 # Functions of bare tensors that say nothing of their shapes, and why.
 SAID_ELSEWHERE = {
     **dict.fromkeys(("save", "load", "shard", "unshard"), "any tree of tensors"),
