@@ -11,6 +11,7 @@ from programs.sweep import figures, sweep, tried
 import funcrec as fr
 from funcrec.core._examples import EXAMPLES
 
+pytestmark = pytest.mark.xdist_group("sweep")  # the calls are made once
 LEAST_FOUR_PARTS, LEAST_OF_A_CALL, LEAST_CALLS = 0.97, 0.6, 20_000
 
 
