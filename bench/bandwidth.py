@@ -4,7 +4,8 @@
     gather         out[i] = table[row_i], random rows of a large table; bytes of rows read, and of out written
     gather_sorted  the same with ascending rows, so that pages and lines come in order
 
-The copy is the ceiling. The gathers are torch.index_select: what a plain loop over rows gets, and a better loop may beat them.
+The copy is the ceiling. The gathers are torch.index_select: what a
+plain loop over rows gets, and a better loop may beat them.
 """
 
 import statistics

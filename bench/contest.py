@@ -60,8 +60,8 @@ def compete(
     """The figures of one case.
 
     Args:
-      builders: {name: builder}, in the order of building: the first call follows at once. A builder that raises ImportError, or NotImplementedError for what the
-        peer cannot do, makes the peer absent.
+      builders: {name: builder}, in the order of building: the first call follows at once. A builder that raises
+        ImportError, or NotImplementedError for what the peer cannot do, makes the peer absent.
     """
     built, absent, compile_s = {}, {}, {}
     wait, firsts = wait_for(setting.device), {}

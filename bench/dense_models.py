@@ -1,4 +1,5 @@
-"""The dense parts of DLRM and DLRM-DCNv2 as plain torch modules, with funcrec's parameters: what a TorchRec user writes.
+"""The dense parts of DLRM and DLRM-DCNv2 as plain torch modules,
+with funcrec's parameters: what a TorchRec user writes.
 
 Shapes: B batch, F features, D dim.
 """

@@ -2,9 +2,10 @@
 
     python bench/ensemble.py
 
-Small: four tables of 1,000 rows x 16, 128 bags of 4 ids each. Large: 26 tables of 20,000 rows x 16, 512 bags of 4 ids each. The cases: a
-lookup in stacked tables and a lookup of stacked ids, of both sizes, eager and compiled; and training steps of the small size (an MLP,
-row-wise Adagrad and Adam), eager and compiled with donation. The law comes first: the ensemble is the eight runs.
+Small: four tables of 1,000 rows x 16, 128 bags of 4 ids each. Large: 26 tables of 20,000 rows x 16, 512 bags of 4 ids
+each. The cases: a lookup in stacked tables and a lookup of stacked ids, of both sizes, eager and compiled; and training
+steps of the small size (an MLP, row-wise Adagrad and Adam), eager and compiled with donation.
+The law comes first: the ensemble is the eight runs.
 """
 
 from typing import NamedTuple

@@ -35,7 +35,8 @@ def main(folder: str = "runs") -> None:
     for model, r in results.items():
         counts = f"| {model} | {r['num_parameters']:,} | {r['best_epoch']} "
         print(
-            f"{counts}| {r['valid_auc']:.4f} | {r['test_auc']:.4f} | {r['published_test_auc']:.4f} | {r['test_log_loss']:.4f} |"
+            f"{counts}| {r['valid_auc']:.4f} | {r['test_auc']:.4f} | "
+            f"{r['published_test_auc']:.4f} | {r['test_log_loss']:.4f} |"
         )
 
 

@@ -1,9 +1,10 @@
-"""Whole training steps of a DLRM on two ranks of this machine (gloo): funcrec's sharded step beside TorchRec's DistributedModelParallel.
+"""Whole training steps of a DLRM on two ranks of this machine (gloo): funcrec's
+sharded step beside TorchRec's DistributedModelParallel.
 
-Tables, batches and dense weights are the same, and so is the placement of the tables. The law: on every rank the losses of the first steps
-agree, each of which has seen the updates before it, and so do the tables after the first two: later a hidden unit that is within rounding
-of zero may be on for one and off for the other, and the rows of that sample differ. Each round is timed from one barrier until the
-slower rank is done. Bytes are counted in the graph of the step.
+Tables, batches and dense weights are the same, and so is the placement of the tables. The law: on every rank the losses
+of the first steps agree, each of which has seen the updates before it, and so do the tables after the first two: later
+a hidden unit that is within rounding of zero may be on for one and off for the other, and the rows of that sample
+differ. Each round is timed from one barrier until the slower rank is done. Bytes are counted in the graph of the step.
 """
 
 import itertools
@@ -50,12 +51,14 @@ class RankCase(NamedTuple):
 
     @property
     def is_same_optimizer(self) -> bool:
-        """Of a row that is cut by columns TorchRec keeps a second moment for each part, funcrec one: then only the first losses agree."""
+        """Of a row that is cut by columns TorchRec keeps a second moment for each
+        part, funcrec one: then only the first losses agree."""
         return self.rule == "sgd" or self.placement != "column_wise"
 
 
 class Runner(NamedTuple):
-    """call: one step, which gives the loss: of all ranks, or this rank's own. tables: {name: f[R, D]}, whole. about: of its code."""
+    """call: one step, which gives the loss: of all ranks, or this rank's
+    own. tables: {name: f[R, D]}, whole. about: of its code."""
 
     call: Callable[[], torch.Tensor]
     tables: Callable[[], dict[str, torch.Tensor]]
@@ -192,7 +195,8 @@ def funcrec_runner(case: RankCase, model, params: fr.Params, batches: list) -> R
     loss = fr.models.loss(model)
     step = fr.train_step(
         lambda params, batch, *, key: loss(params, batch, key=key)[0], sparse=RULES[case.rule](),
-        dense=fr.optim.dense(torch.optim.SGD, lr=DENSE_LR), mesh=mesh, plan=fr.Plan.uniform(case.placement, params.tables, mesh),
+        dense=fr.optim.dense(torch.optim.SGD, lr=DENSE_LR), mesh=mesh,
+        plan=fr.Plan.uniform(case.placement, params.tables, mesh),
         codec=fr.Codec(case.codec, case.codec),
     )  # fmt: skip
     state, turn = step.init(params), itertools.cycle(batches)
@@ -209,8 +213,9 @@ def funcrec_runner(case: RankCase, model, params: fr.Params, batches: list) -> R
 
 
 def least_mb(ids: fr.KeyedJaggedTensor, state, model, element_bytes: int) -> float:
-    """MB that must leave a rank, the mean over ranks: the rows (4 bytes) of ids that another rank holds, a vector for each of its bags
-    there and one for its gradient, and the dense gradients twice, of which a rank keeps its own part."""
+    """MB that must leave a rank, the mean over ranks: the rows (4 bytes) of ids that another rank holds, a vector for
+    each of its bags there and one for its gradient, and the dense
+    gradients twice, of which a rank keeps its own part."""
     layout, features, rank = state.tables.layout, tuple(model.features), dist.get_rank()
     total = 2 * 4 * fr.models.num_parameters(fr.Params({}, state.dense)) * (WORLD - 1) / WORLD
     for routes in routes_of(layout, features):

@@ -3,7 +3,8 @@
     python bench/report.py                     # bench/results -> bench/results/REPORT.md, plots
     python bench/report.py --results DIR       # DIR/REPORT.md, plots
 
-Of each case, device and number of threads the last line counts, on the machine of the last line of all. A red case has no number.
+Of each case, device and number of threads the last line counts, on the
+machine of the last line of all. A red case has no number.
 """
 
 import argparse
@@ -62,7 +63,8 @@ def header(lines: list[dict]) -> str:
     busiest = f" Load average before a case: {min(loads)} to {max(loads)}." if loads else ""
     small = " EVERY SHAPE WAS CUT: these are no results." if any(x.get("tiny") for x in lines) else ""
     return (
-        f"{where}, torch {first['torch']}, {max(x['date'] for x in lines)}, commit {', '.join(commits)}.{busiest}{small} "
+        f"{where}, torch {first['torch']}, {max(x['date'] for x in lines)}, commit "
+        f"{', '.join(commits)}.{busiest}{small} "
         "A ratio is a peer's time over funcrec's: medians of interleaved rounds, in brackets the quartiles. "
         "GB/s counts ids, rows, state, output and gradient once; the share is of the copy's bandwidth in the same run. "
         "Peak memory is what a call adds."
@@ -133,23 +135,27 @@ def others(lines: list[dict]) -> str:
     for x in lines:
         if x["group"] == "overhead" and "overhead_us" in x:
             said.append(
-                f"- A jitted call of {x['shape']['num_tensors']} tensors costs {x['overhead_us']} µs over the compiled function's own "
+                f"- A jitted call of {x['shape']['num_tensors']} tensors costs {x['overhead_us']} µs "
+                f"over the compiled function's own "
                 f"call, donated {x['overhead_donated_us']} µs ({x['threads']} threads)."
             )
         if x["group"] == "ranks" and "sent_mb" in x:
             busy = ", ".join(f"{p} {r['median']:.2f}" for p, r in x["cpu_ratio"].items())
             said.append(
-                f"- {x['case']} on two ranks: {x['num_collectives']} collectives, {x['sent_mb']} MB leave a rank in a step, of which "
+                f"- {x['case']} on two ranks: {x['num_collectives']} collectives, {x['sent_mb']} MB "
+                f"leave a rank in a step, of which "
                 f"{x['least_mb']} must; CPU time over funcrec's {x['cpu_ms'][OURS]['median']:.3g} ms: {busy}."
             )
         if x["group"] == "first_step":
             said.append(
-                f"- {x['case']}, from nothing, nothing cached: import {x['import_s']} s, first step {x['first_call_s']} s, second "
+                f"- {x['case']}, from nothing, nothing cached: import {x['import_s']} s, first step "
+                f"{x['first_call_s']} s, second "
                 f"{x['second_call_s']} s ({x['threads']} threads)."
             )
         if x["group"] == "bandwidth":
             said.append(
-                f"- Memory, {x['threads']} threads: copy {x['copy_gb_per_s']} GB/s, gather of rows of {x['shape']['dim']} floats "
+                f"- Memory, {x['threads']} threads: copy {x['copy_gb_per_s']} GB/s, gather of rows "
+                f"of {x['shape']['dim']} floats "
                 f"{x['gather_gb_per_s']}, in ascending order {x['gather_sorted_gb_per_s']}."
             )
     return "\n".join(said)

@@ -1,7 +1,8 @@
-"""Whole training steps: lookup, dense part, backward, row-wise Adagrad on the tables, SGD (DLRM) or Adagrad (DCNv2) on the rest.
+"""Whole training steps: lookup, dense part, backward, row-wise Adagrad
+on the tables, SGD (DLRM) or Adagrad (DCNv2) on the rest.
 
-funcrec: `train_step` under jit with donation. TorchRec: a fused EmbeddingBagCollection, its dense part eager and compiled.
-The law: the losses of the first two steps agree, the second of which has seen the first one's update.
+funcrec: `train_step` under jit with donation. TorchRec: a fused EmbeddingBagCollection, its dense part eager and
+compiled. The law: the losses of the first two steps agree, the second of which has seen the first one's update.
 """
 
 import contextlib

@@ -1,6 +1,7 @@
 """Lookup, its transpose and a fused update of T tables in one call: what a training step does to its tables.
 
-funcrec under jit with donation, FBGEMM's TBE forward and backward, F.embedding_bag with sparse gradients and torch.optim.
+funcrec under jit with donation, FBGEMM's TBE forward and backward,
+F.embedding_bag with sparse gradients and torch.optim.
 """
 
 import itertools

@@ -1,14 +1,14 @@
 """FBGEMM's operators behind the contract of the table operations, for CPU tensors: `implementation="fbgemm"`.
 
-    pooled_lookup, gather_rows     split_embedding_codegen_forward_cpu, one call per feature
+    pooled_lookup, gather_rows     split_embedding_codegen_forward_cpu, per feature
     pooled_lookup_weights          split_embedding_codegen_grad_indice_weights_cpu
-    fused_update_                  split_embedding_backward_codegen_{sgd, adagrad, rowwise_adagrad}_cpu, one call per table
+    fused_update_                  split_embedding_backward_codegen_{sgd, adagrad, rowwise_adagrad}_cpu, per table
     take_ranges                    expand_into_jagged_permute
     bucketize                      block_bucketize_sparse_features
     to_padded, from_padded         jagged_to_padded_dense_forward, jagged_to_padded_dense_backward
 
-FBGEMM has no operator that expands or coalesces row gradients into tensors, so there is none here. Its operators raise for
-an id outside its table, and divide a mean before the sum: here such ids are left out, and means divided behind it.
+FBGEMM has no operator that expands or coalesces row gradients into tensors, so there is none here. Its operators raise
+for an id outside its table, and divide a mean before the sum: here such ids are left out, and means divided behind it.
 Tables are f32 or f16 with a dim that 4 divides. Importing this module does not import fbgemm_gpu; the first call does.
 Shapes: B bags, N ids of a buffer, K ids that count, R rows, D dim.
 """
@@ -27,15 +27,16 @@ F32 = 0  # output_dtype
 DIM_STEP = 4
 TABLE_DTYPES = (torch.float32, torch.float16)
 PADDED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-RULES = {"sgd": ("weight_decay",), "adagrad": ("eps", "weight_decay"), "rowwise_adagrad": ("eps", "weight_decay", "decoupled", "max_norm")}  # fmt: skip
+RULES = {"sgd": ("weight_decay",), "adagrad": ("eps", "weight_decay"),
+    "rowwise_adagrad": ("eps", "weight_decay", "decoupled", "max_norm")}  # fmt: skip
 UNSUPPORTED = ("weight_decay", "max_norm")  # the operators' f32 paths drop them without a word
 
 
 class Bags(NamedTuple):
     """The ids of B bags that count.
 
-    rows: i[K], or the whole buffer. offsets: i[B + 1] into rows. positions: i64[K], where rows stood in the buffer; None
-    when they stand where they stood. lengths: i64[B], a mean's divisor, with the ids that were left out.
+    rows: i[K], or the whole buffer. offsets: i[B + 1] into rows. positions: i64[K], where rows stood in the buffer;
+    None when they stand where they stood. lengths: i64[B], a mean's divisor, with the ids that were left out.
     """
 
     rows: Tensor
@@ -150,7 +151,8 @@ def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) 
 def bucketize(
     rows: Tensor, offsets: Tensor, weights: Tensor | None, num_shards: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(rows i[N], lengths i64[S * B], weights f[N] or empty, positions i64[N]); the operator would wrap an owner beyond S."""
+    """(rows i[N], lengths i64[S * B], weights f[N] or empty, positions
+    i64[N]); the operator would wrap an owner beyond S."""
     ops = _operators("funcrec.kernels.bucketize", rows, offsets, weights)
     wide = num_shards * block > torch.iinfo(rows.dtype).max  # the operator multiplies in the ids' dtype
     ids = rows.to(torch.int64) if wide else rows
@@ -222,7 +224,8 @@ def _positions(ops, starts: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _bags(ops, rows: Tensor, bounds: Tensor, max_length: int, num_rows: int) -> Bags:
-    """The bags at `bounds`, each cut to max_length, without ids outside [0, num_rows). Most often that is `rows` itself."""
+    """The bags at `bounds`, each cut to max_length, without ids
+    outside [0, num_rows). Most often that is `rows` itself."""
     bounds = bounds.to(torch.int64).clamp(0, rows.shape[0])
     lengths = bounds.diff().clamp(min=0)
     lengths = lengths.clamp(max=max_length) if max_length else lengths

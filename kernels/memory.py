@@ -1,7 +1,7 @@
 """Memory for tables on the CPU: in pages of 2 MiB, where the system gives them.
 
-A lookup reads rows far apart. With pages of 4 KiB nearly each is also a miss of the address caches, which costs more than the
-row itself (two to four times as much on a virtual machine).
+A lookup reads rows far apart. With pages of 4 KiB nearly each is also a miss of the address caches, which costs more
+than the row itself (two to four times as much on a virtual machine).
 
 Large tables are mapped from the system, not taken from the allocator: what that gives again has the small pages of its
 last owner, and begins anywhere, so that a table loses the large page at either end.
@@ -22,7 +22,8 @@ _all_mapped: "weakref.WeakValueDictionary[int, mmap.mmap]" = weakref.WeakValueDi
 
 
 def empty_table(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-    """torch.empty, of huge pages when it is large, on the CPU and on Linux; pages are given when they are first written."""
+    """torch.empty, of huge pages when it is large, on the CPU and
+    on Linux; pages are given when they are first written."""
     like = torch.empty(0, dtype=dtype, device=device)
     size = dtype.itemsize
     for n in shape:

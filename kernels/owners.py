@@ -1,4 +1,5 @@
-"""Ids as blocks for the ranks that own their rows: `ops.owner_blocks` made of take_ranges and bucketize, and plain torch.
+"""Ids as blocks for the ranks that own their rows: `ops.owner_blocks`
+made of take_ranges and bucketize, and plain torch.
 
 Shapes: N ids, L lanes, B bags of a lane, n ranks, K slots of each, C rows that a rank can be sent.
 """
@@ -18,7 +19,8 @@ def integers(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 def blocks_by(take_ranges: Callable, bucketize: Callable, integers: Callable = integers) -> Callable:
-    """`owner_blocks` in its flat form, of an implementation's own parts; integers(values, device): i64, of values from 0 on."""
+    """`owner_blocks` in its flat form, of an implementation's own parts;
+    integers(values, device): i64, of values from 0 on."""
 
     def owner_blocks(ids, offsets, lanes, slots, num_bags, num_ranks, room, wide, placed):
         lanes, num_ids = owners_of(lanes), ids.shape[0]
@@ -52,7 +54,8 @@ def blocks_by(take_ranges: Callable, bucketize: Callable, integers: Callable = i
 def _lane_bags(
     ids: Tensor, offsets: Tensor, lanes: Sequence[Owners], num_bags: int, take_ranges: Callable, integers: Callable
 ) -> tuple[Tensor | None, Tensor]:
-    """Positions of the ids that the lanes read, one lane after the other, and i64[L · B + 1]; None where those are all that there are."""
+    """Positions of the ids that the lanes read, one lane after the other, and
+    i64[L · B + 1]; None where those are all that there are."""
     if all(x.first_bag == i * num_bags and x.max_length == 0 for i, x in enumerate(lanes)):
         return None, offsets[: len(lanes) * num_bags + 1].long()
     bounds = offsets.long()
@@ -65,7 +68,8 @@ def _lane_bags(
 
 
 def owned_rows(ids: Tensor, bounds: Tensor, lanes: Sequence[Owners], integers: Callable = integers) -> Tensor:
-    """i64[N]: owner · NOWHERE + row of the owner's, for every id of the lanes' bags, [L · B + 1]; -1 where there is no such row."""
+    """i64[N]: owner · NOWHERE + row of the owner's, for every id of the
+    lanes' bags, [L · B + 1]; -1 where there is no such row."""
     most = max(len(x.ranks) for x in lanes)
     of_parts = lambda parts: integers([n for xs in parts for n in (*xs, *[0] * (most - len(xs)))], ids.device)
     lane = lane_of(bounds, ids.shape[0], len(lanes))

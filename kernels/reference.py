@@ -23,7 +23,8 @@ from funcrec.kernels.reference_jagged import (
 from torch import Tensor
 
 __all__ = [
-    "bucketize", "coalesce", "expand", "from_padded", "gather_rows", "owner_blocks", "pooled_lookup", "pooled_lookup_weights",
+    "bucketize", "coalesce", "expand", "from_padded", "gather_rows", "owner_blocks", "pooled_lookup",
+    "pooled_lookup_weights",
     "scatter_rows", "take_ranges", "take_ranges_transpose", "to_padded",
 ]  # fmt: skip
 
@@ -52,7 +53,8 @@ class Run(NamedTuple):
 
 
 def runs_of(features: Sequence[Feature], dims: Sequence[int], num_bags: int) -> list[Run]:
-    """The features by column, neighbours joined where table, options and buffer agree and the bags follow each other."""
+    """The features by column, neighbours joined where table,
+    options and buffer agree and the bags follow each other."""
     runs: list[Run] = []
     for feature in sorted(features, key=lambda f: f.column):
         last = runs[-1] if runs else None
@@ -239,7 +241,8 @@ def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
 
 
 def scatter_rows(table: Tensor, rows: Tensor, count: Tensor, new: Tensor) -> Tensor:
-    """Entries behind `count` write what stands there to rows that none before it names, each to another: no place is written twice."""
+    """Entries behind `count` write what stands there to rows that none before
+    it names, each to another: no place is written twice."""
     most = min(rows.shape[0], table.shape[0])
     if most == 0:
         return table

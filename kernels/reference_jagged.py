@@ -15,7 +15,8 @@ def ascending(offsets: Tensor) -> Tensor:
 
 
 def place_among(bounds: Tensor, position: Tensor, right: bool = True) -> Tensor:
-    """How many of the ascending bounds are less than the position, or at most it. Under vmap both get memory of their own: torch asks for it."""
+    """How many of the ascending bounds are less than the position, or at most it. Under
+    vmap both get memory of their own: torch asks for it."""
     if is_transforming():
         none = (bounds[..., :1] * 0).sum() + (position[..., :1] * 0).sum()
         bounds, position = (bounds + none).contiguous(), (position + none).contiguous()

@@ -1,7 +1,7 @@
 """Whether a derivative of a value is wanted: what is tracked is differentiated, or refused.
 
-A tensor is tracked if plain autograd, a level of torch.func (grad, vjp, jvp, under any nesting and vmap), or a forward tangent
-follows it. Integers and booleans never are.
+A tensor is tracked if plain autograd, a level of torch.func (grad, vjp, jvp, under any nesting and vmap), or a forward
+tangent follows it. Integers and booleans never are.
 """
 
 import contextlib
@@ -66,7 +66,8 @@ def is_differentiating() -> bool:
 
 
 def is_tracked_here(x: object) -> bool:
-    """Of an argument of an operator's autograd kernel, which each level calls in turn: whether this level wants its derivative."""
+    """Of an argument of an operator's autograd kernel, which each level
+    calls in turn: whether this level wants its derivative."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return False
     return (x.requires_grad and torch.is_grad_enabled()) or (forward_ad._current_level >= 0 and _has_tangent(x))

@@ -2,9 +2,11 @@
 
     load(save(path, x)) == x, bit for bit
 
-    MAGIC | the bytes of every tensor | header, JSON: dtype, shape, device and CRC of each, and the tree | its length and CRC
+    MAGIC | the bytes of every tensor | header, JSON: dtype, shape,
+    device and CRC of each, and the tree | its length and CRC
 
-No example is needed to read it, and nothing in it is run. All sizes are held against the file's before memory is asked for.
+No example is needed to read it, and nothing in it is run. All sizes
+are held against the file's before memory is asked for.
 """
 
 import json
@@ -34,17 +36,17 @@ def save(path: str | os.PathLike, tree: Any) -> Path:
     """Write a tree (dicts, lists, tuples, funcrec's values, tensors, numbers, strings) to one file.
 
     The bytes go to a temporary file beside `path`, are flushed to the disk and then take its name: an interrupted save
-    leaves the old file whole, readers never see half of one, and of several savers at once the last to finish stays. Of a symbolic
-    link the file that it names is written, and the link stays.
+    leaves the old file whole, readers never see half of one, and of several savers at once the last to finish stays. Of
+    a symbolic link the file that it names is written, and the link stays.
 
     Each tensor is written by value: a view without the rest of its memory, one that stands in two places twice. As
     loaded, each is contiguous and has memory of its own.
 
     Returns: the path.
 
-    Raises: TypeError that names every leaf and key that would not come back the same (another tensor than a plain, dense one,
-      one of which a derivative is wanted, a number of numpy, an Enum), before anything is written; OSError when the disk is full
-      or the folder cannot be written.
+    Raises: TypeError that names every leaf and key that would not come back the same (another tensor than a plain,
+      dense one, one of which a derivative is wanted, a number of numpy, an Enum), before anything is written; OSError
+      when the disk is full or the folder cannot be written.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -150,7 +152,8 @@ def _read(file: BinaryIO, place: torch.device | None) -> tuple[Iterator[Tensor],
 
 
 def _read_header(file: BinaryIO) -> tuple[list[Entry], Any]:
-    """The tensors and the tree of an opened file, which then stands at its first tensor; nothing is larger than the file has bytes for."""
+    """The tensors and the tree of an opened file, which then stands at its first
+    tensor; nothing is larger than the file has bytes for."""
     size = os.fstat(file.fileno()).st_size
     begin = file.read(len(MAGIC))
     if begin != MAGIC:

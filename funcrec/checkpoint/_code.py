@@ -2,8 +2,8 @@
 
     decode(encode(tree)) == tree, types and all; or encode names every leaf and key that would not come back
 
-A number, string, bool or None is itself; every other node is a list that begins with its kind; a tensor is its place in the order of tensors,
-and no kind names code.
+A number, string, bool or None is itself; every other node is a list that begins with its kind; a tensor is its place in
+the order of tensors, and no kind names code.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,8 @@ DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (
         torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64, torch.complex32,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+        torch.bool,
         torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
     )
 }  # fmt: skip

@@ -1,9 +1,10 @@
 """Files that are whole or not there.
 
-    write_whole(path, write): whoever opens `path` finds all of the old file or all of the new one, whatever breaks off, and whoever else writes
+    write_whole(path, write): whoever opens `path` finds all of the old file or all of
+      the new one, whatever breaks off, and whoever else writes
 
-Each write goes to a file of its own beside `path`, locked while it lives, which is flushed to the disk and then takes the name: the last one
-that was finished stays. Errors of the system come in four parts, as the same kind of OSError.
+Each write goes to a file of its own beside `path`, locked while it lives, which is flushed to the disk and then takes
+the name: the last one that was finished stays. Errors of the system come in four parts, as the same kind of OSError.
 """
 
 import contextlib
@@ -40,7 +41,8 @@ def as_path(call: str, path: str | os.PathLike) -> Path:
 
 
 def write_whole(call: str, path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Write a file by `write(file)`: afterwards it is at `path`, whole, or an error was raised and what was at `path` still is.
+    """Write a file by `write(file)`: afterwards it is at `path`, whole,
+    or an error was raised and what was at `path` still is.
 
     A symbolic link at `path` stays: the file that it names is the one that is written.
     """
@@ -125,7 +127,8 @@ def raise_os(call: str, error: OSError, what: str, need: str, hint: str):
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove what writers that were killed left in the folder: nobody holds its lock, and it has not been written to for a while."""
+    """Remove what writers that were killed left in the folder: nobody holds
+    its lock, and it has not been written to for a while."""
     if fcntl is None:
         return
     with os.scandir(folder) as entries:

@@ -1,8 +1,10 @@
-"""Checkpoints as funcrec 0.1 began to write them: torch's zip archive of the tensors and a tree of tuples, read as today's.
+"""Checkpoints as funcrec 0.1 began to write them: torch's zip archive
+of the tensors and a tree of tuples, read as today's.
 
     read_first(file) = (tensors, code)        as a header of today tells them
 
-torch reads it without running code of it. Every record lies in the file as it is, so that nothing is larger than the file.
+torch reads it without running code of it. Every record lies in
+the file as it is, so that nothing is larger than the file.
 """
 
 import errno
@@ -52,7 +54,8 @@ def read_first(file: BinaryIO, device: torch.device | None) -> tuple[list[Tensor
 
 
 def _copy_archive(file: BinaryIO, copy: BinaryIO) -> int:
-    """Write the records, each of which has its CRC, to an archive whose own entries are whole (torch trusts those); how many bytes they have."""
+    """Write the records, each of which has its CRC, to an archive whose own entries are
+    whole (torch trusts those); how many bytes they have."""
     try:
         with zipfile.ZipFile(file) as archive, zipfile.ZipFile(copy, "w") as made:
             records = archive.infolist()

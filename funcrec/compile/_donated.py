@@ -34,11 +34,12 @@ class Donated(Tensor):
 
 
 def take(given: Sequence[Tensor], paths: Iterable[str], when: tuple[str, int], emptied: Sequence[Tensor]) -> None:
-    """Make any use of the given tensors an error that says why: the argument that it was, the function and the number of the call.
+    """Make any use of the given tensors an error that says why: the argument
+    that it was, the function and the number of the call.
 
-    All are taken or none: by one call of C, which no signal interrupts. Where two threads give the same tensors, one has them.
-    `emptied`: those of `given` whose memory is another tensor's from now on. Code that knows tensors by their C++ part alone
-    (torch.tensor) finds nothing there.
+    All are taken or none: by one call of C, which no signal interrupts. Where two threads give the same tensors, one
+    has them. `emptied`: those of `given` whose memory is another tensor's from now on. Code that knows tensors by their
+    C++ part alone (torch.tensor) finds nothing there.
     """
     steps = itertools.chain(
         zip(given, itertools.repeat("donated"), zip(paths, itertools.repeat(when), strict=False), strict=False),

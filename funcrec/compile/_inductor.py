@@ -12,15 +12,16 @@ from funcrec.compile._passes import fill_waits
 
 
 def add_with_product(x, y, *, alpha=1):
-    """x + alpha · y without `alpha`, which Inductor drops when y is a matrix product (addition and product become addmm)."""
+    """x + alpha · y without `alpha`, which Inductor drops when y
+    is a matrix product (addition and product become addmm)."""
     return NotImplemented if alpha == 1 else x + y * alpha
 
 
 def remember_writes(steps: list) -> list:
     """The steps of a graph before they are fused: each that reads what another wrote in place is told so once more.
 
-    Inductor looks up anew what a step reads when it fuses loops of different shapes, and then forgets that the buffer has been written
-    since, unless the step has a dependency of this kind: it would run before the write.
+    Inductor looks up anew what a step reads when it fuses loops of different shapes, and then forgets that the buffer
+    has been written since, unless the step has a dependency of this kind: it would run before the write.
     """
     from torch._inductor.dependencies import WeakDep
 
@@ -34,11 +35,14 @@ def remember_writes(steps: list) -> list:
 DECOMPOSITIONS = {torch.ops.aten.add.Tensor: add_with_product}  # for the graph, before it is compiled
 OPTIONS = {
     "_pre_fusion_custom_pass": remember_writes,
-    "disabled_passes": "reinplace_inplaceable_ops",  # it writes into rows that their own new values, or parts of a cat, still read
+    # it writes into rows that their own new values, or parts of a cat, still read
+    "disabled_passes": "reinplace_inplaceable_ops",
     "emulate_precision_casts": True,  # casts to 16 bits round as in eager mode
-    "reorder_for_compute_comm_overlap": True,  # ranks compute while values travel: started at once, awaited where they are read
+    # ranks compute while values travel: started at once, awaited where they are read
+    "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": [fill_waits],
-    "realize_opcount_threshold": 16,  # a chain of key derivations, inlined, would grow by eight with each link (30 is torch's)
+    # a chain of key derivations, inlined, would grow by eight with each link (30 is torch's)
+    "realize_opcount_threshold": 16,
 }
 
 

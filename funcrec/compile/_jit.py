@@ -2,8 +2,8 @@
 
     jit(f)(x) = f(x);     jit(f, donate=("s",))(s, x) = f(s, x), written into the memory of s
 
-A call is flattened to tensors; `make_fx` runs the function once on shapes and records its operations; Inductor turns the
-flat graph into code. Where an output is a donated leaf with some rows replaced, the code returns the rows, and
+A call is flattened to tensors; `make_fx` runs the function once on shapes and records its operations; Inductor turns
+the flat graph into code. Where an output is a donated leaf with some rows replaced, the code returns the rows, and
 they are written into the leaf: no table is copied.
 """
 
@@ -39,33 +39,37 @@ def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
     """Compile a pure function of pytrees.
 
     Args:
-      fn: takes and returns pytrees of tensors. It reads no tensor's value on the host, writes to no argument and to nothing that it closes
-        over, and draws from no generator of torch. Python numbers, strings and other values that cannot change are static: a new one means
-        a new compilation. Tensors that it closes over are read in every call. All else that it reads from outside (a variable that is
-        bound anew, an attribute, a numpy array, `random.random()`, the time, whether a module is in `train()` or `eval()`) is read when it
-        is compiled, and stays; what it does to Python's objects, such as to append to a list, it does then only.
+      fn: takes and returns pytrees of tensors. It reads no tensor's value on the host, writes to no argument and to
+        nothing that it closes over, and draws from no generator of torch. Python numbers, strings and other values that
+        cannot change are static: a new one means a new compilation. Tensors that it closes over are read in every call.
+        All else that it reads from outside (a variable that is bound anew, an attribute, a numpy array,
+        `random.random()`, the time, whether a module is in `train()` or `eval()`) is read when it is compiled, and
+        stays; what it does to Python's objects, such as to append to a list, it does then only.
       donate: names of parameters that the call may use up. An output that is a donated leaf with rows replaced
         (`index_put`, as every row optimizer does) takes the leaf's memory; a leaf that is returned as it is stays where
-        it is; all other outputs are new, and the old leaf's memory is given up. A call has what is donated whole or has not begun: if it
-        is interrupted or fails, the old value is as it was, or every part of it raises. Memory that others hold too (a view, a `detach()`,
-        a numpy array, a file) is copied before it is written to, with a warning, and they keep what they see; `fr.copy` says so
-        at once. Not seen are a bare `data_ptr()` or storage, and another thread that reads the value meanwhile. Under vmap, grad, jvp,
-        another jit and `fr.checked` nothing is taken.
+        it is; all other outputs are new, and the old leaf's memory is given up. A call has what is donated whole or has
+        not begun: if it is interrupted or fails, the old value is as it was, or every part of it raises. Memory that
+        others hold too (a view, a `detach()`, a numpy array, a file) is copied before it is written to, with a warning,
+        and they keep what they see; `fr.copy` says so at once. Not seen are a bare `data_ptr()` or storage, and another
+        thread that reads the value meanwhile. Under vmap, grad, jvp, another jit and `fr.checked` nothing is taken.
 
-    Returns: a function of the same arguments, safe to call from several threads; it pickles where `fn` does. `fn.num_compiled()` tells how
-      often it was compiled: once for each form of the arguments (shapes, dtypes, strides, static values, order of keys) in each surroundings
-      (grad and inference mode, autocast, default dtype and device, precision of products, meshes, bound axes, threads). From the tenth on it
-      warns, and it keeps the last 128. Results may share memory with arguments, as those of `fn` may, unless something is donated.
-      `fn.lower(*args)` gives the program that the call would run, without compiling or taking anything: `Lowered`.
+    Returns: a function of the same arguments, safe to call from several threads; it pickles where `fn` does.
+      `fn.num_compiled()` tells how often it was compiled: once for each form of the arguments (shapes, dtypes, strides,
+      static values, order of keys) in each surroundings (grad and inference mode, autocast, default dtype and device,
+      precision of products, meshes, bound axes, threads). From the tenth on it warns, and it keeps the last 128.
+      Results may share memory with arguments, as those of `fn` may, unless something is donated. `fn.lower(*args)`
+      gives the program that the call would run, without compiling or taking anything: `Lowered`.
 
-    What follows `fn` sees `fn` itself, not compiled and donating nothing: transforms of torch.func, `value_and_grad`, `checked`, modes of
-    torch, torch.compile, and autograd where an argument or a tensor that is closed over requires grad (a donating call then raises).
-    Tensors that are made inside are not followed: a result requires no grad for their sake.
+    What follows `fn` sees `fn` itself, not compiled and donating nothing: transforms of torch.func, `value_and_grad`,
+    `checked`, modes of torch, torch.compile, and autograd where an argument or a tensor that is closed over requires
+    grad (a donating call then raises). Tensors that are made inside
+    are not followed: a result requires no grad for their sake.
 
     Raises: DonatedError when a value is used after it was donated, naming the argument and the call that took it.
-      ValueError for an unknown name, donated memory given twice, or a function that writes to what it was given or closes over. TypeError for
-      a function that reads values on the host or draws random numbers without a key, for a donating call that autograd follows, for objects
-      that may change behind their name, and for tensors that are no dense memory (sparse, nested, quantized, subclasses).
+      ValueError for an unknown name, donated memory given twice, or a function that writes to what it was given or
+      closes over. TypeError for a function that reads values on the host or draws random numbers without a key, for a
+      donating call that autograd follows, for objects that may change behind their name, and for tensors that are no
+      dense memory (sparse, nested, quantized, subclasses).
 
     Law: the same values as `fn`; arguments that are not donated keep every bit; the second call with the same shapes
     compiles nothing.
@@ -125,7 +129,8 @@ class Jitted:
             leaves = bring_to_cuda(leaves)
         when, here = (self.name, next(self.calls)), (names, structure, surroundings())
         entry = self.recent.get(here)
-        # Most calls repeat a key. Their leaves are compared in C++, with what is closed over among them: another form finds another entry.
+        # Most calls repeat a key. Their leaves are compared in C++, with what is
+        # closed over among them: another form finds another entry.
         with entry.lock if entry is not None and self.donate else nullcontext():
             if entry is not None:
                 entry.used, known = when[1], leaves + entry.captured
@@ -146,7 +151,8 @@ class Jitted:
             return entry(known, when, entry.admit(known))
 
     def staged(self, leaves: list, here: tuple) -> tuple[Compiled | None, list]:
-        """The program for these leaves, and they as plain memory; no program where something follows `fn`, which sees `fn` itself."""
+        """The program for these leaves, and they as plain memory; no program
+        where something follows `fn`, which sees `fn` itself."""
         refuse_donated(leaves)
         if any(isinstance(x, TableRef) for x in leaves):  # of a loss that value_and_grad calls
             return self.step_aside("value_and_grad"), leaves
@@ -183,7 +189,8 @@ class Jitted:
         fail(call, what, got=f"requires_grad of {which}", need=need, hint=hint, kind=TypeError)
 
     def lower(self, *args, **kwargs) -> Lowered:
-        """The program that a call with these arguments runs: staged anew, neither compiled nor run, and nothing is taken. See `Lowered`."""
+        """The program that a call with these arguments runs: staged anew, neither
+        compiled nor run, and nothing is taken. See `Lowered`."""
         bound = self.signature.bind(*args, **kwargs)
         leaves, structure = fast_flatten(tuple(bound.arguments.values()))
         program = Jitted(self.fn, self.donate)
@@ -219,7 +226,8 @@ class Jitted:
         return out
 
     def find(self, leaves: list, here: tuple) -> Compiled | Followed:
-        """The compilation for these leaves, made if there is none, or if what the function closes over has another form by now."""
+        """The compilation for these leaves, made if there is none, or if
+        what the function closes over has another form by now."""
         key = (here, tuple(map(leaf_key, leaves)))
         entry = self.compiled.get(key)
         if entry is not None and entry.is_current():

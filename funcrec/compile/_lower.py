@@ -15,24 +15,30 @@ from funcrec.compile._writes import leaves_read
 
 
 class Lowered(NamedTuple):
-    """The program that a call of a jitted function runs, as `fr.jit(f).lower(*args)` stages it: what it computes, reads, writes and sends.
+    """The program that a call of a jitted function runs, as `fr.jit(f).lower(*args)`
+    stages it: what it computes, reads, writes and sends.
 
-    Lowering runs `f` once on shapes. Nothing is compiled, no argument is taken or kept alive, and `fr.jit(f)` remembers nothing of it.
+    Lowering runs `f` once on shapes. Nothing is compiled, no argument is taken
+    or kept alive, and `fr.jit(f)` remembers nothing of it.
 
     Args:
-      graph: flat tensors -> flat tensors, operation by operation; it writes to nothing. What is written in place is written behind it.
-      reads: {path: form} of the tensors that a call reads. First the graph's inputs, in order: tensors of the arguments, then those that `f`
-        closes over. Behind them what only the writes read.
+      graph: flat tensors -> flat tensors, operation by operation; it writes
+        to nothing. What is written in place is written behind it.
+      reads: {path: form} of the tensors that a call reads. First the graph's inputs, in order: tensors of the
+        arguments, then those that `f` closes over. Behind them what only the writes read.
       donated: paths of the tensors that a call uses up.
       written: those of them that keep their memory and have rows replaced in it.
-      exchanges: what leaves this rank, in the graph's order, each (kind, shape, dtype, sent_bytes); of emulated ranks nothing does.
+      exchanges: what leaves this rank, in the graph's order, each (kind,
+        shape, dtype, sent_bytes); of emulated ranks nothing does.
       compile: () -> the program as code, a function of the same arguments. Called once more it gives the same.
 
-    Raises: `lower` what the call would raise before it runs, and TypeError where the call would run `f` itself: under a transform, for tensors
-      that require grad where autograd would follow them, for tensors on the device meta. The program TypeError for the same, and for another form of
-      arguments or other surroundings than it was lowered in; so does `compile` for surroundings.
+    Raises: `lower` what the call would raise before it runs, and TypeError where the call would run `f` itself: under a
+      transform, for tensors that require grad where autograd would follow them, for tensors on the device meta. The
+      program TypeError for the same, and for another form of arguments or other surroundings than it was lowered in; so
+      does `compile` for surroundings.
 
-    Law: `fr.jit(f).lower(*args).compile()(*args)` is `fr.jit(f)(*args)`: the same values, and what is donated is taken alike.
+    Law: `fr.jit(f).lower(*args).compile()(*args)` is `fr.jit(f)(*args)`:
+      the same values, and what is donated is taken alike.
 
     Example:
       >>> import torch, funcrec as fr
@@ -74,7 +80,8 @@ class Lowered(NamedTuple):
 def lowered(
     entry: Compiled, paths: dict[int, tuple[str, str]], forms: tuple, compile: Callable[[], Callable]
 ) -> Lowered:
-    """What there is to know of a staged program; paths: {leaf of the arguments: (argument, path)}, forms: those leaves' keys."""
+    """What there is to know of a staged program; paths: {leaf of the
+    arguments: (argument, path)}, forms: those leaves' keys."""
     staged, first = entry.staged, len(paths)
     path_of = lambda i: paths[i][1] if i < first else f"captured_{i - first}"
     forms = (*forms, *entry.forms)

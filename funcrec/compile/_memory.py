@@ -1,7 +1,7 @@
 """Whose memory a tensor's is: deep copies, and who else holds what a donated call is to write to.
 
-A storage knows how many hold it. Of one that a call has for itself they are the call's own leaves, and the tensors that these are views of;
-one more is a view, a `detach()`, a numpy array or a saved graph, which would see the writes.
+A storage knows how many hold it. Of one that a call has for itself they are the call's own leaves, and the tensors that
+these are views of; one more is a view, a `detach()`, a numpy array or a saved graph, which would see the writes.
 """
 
 import functools
@@ -26,7 +26,8 @@ _uses, _requires_grad = Tensor._use_count, operator.attrgetter("requires_grad")
 def copy(tree: T) -> T:
     """The same tree with every tensor copied: nothing that happens to one is seen in the other.
 
-    It is for what must outlive a donated call: a moving average, the best state so far, a second run from one beginning.
+    It is for what must outlive a donated call: a moving average,
+    the best state so far, a second run from one beginning.
 
     Law: equal values in memory of their own; leaves that are no tensors stay.
 
@@ -54,8 +55,8 @@ def copied(x: Tensor) -> Tensor:
 class Hold(NamedTuple):
     """The memory of the leaves that a call writes to, when the call has it for itself.
 
-    written: those leaves. views: those of them that are views. storages: where theirs are. counts: how many hold each, negative for
-    memory that neither torch nor funcrec gave.
+    written: those leaves. views: those of them that are views. storages: where theirs are. counts: how many hold each,
+    negative for memory that neither torch nor funcrec gave.
     """
 
     written: list[int]
@@ -88,8 +89,9 @@ def shared_leaves(known: Hold, leaves: Sequence) -> dict[int, bool]:
     """{leaf that is written to, but whose memory is not the call's own: whether somebody here holds it, too}."""
     mine = [leaves[i] for i in known.written]
     storages = [*map(_address, mine)]
-    # In most calls nothing has changed hands: three sweeps in C then stand for all below. More holders than were counted are a name that
-    # would see the writes; so is a second user of a leaf's C++ part (a saved graph, a second Python object).
+    # In most calls nothing has changed hands: three sweeps in C then stand for all below. More holders than were
+    # counted are a name that would see the writes; so is a second user of
+    # a leaf's C++ part (a saved graph, a second Python object).
     if storages == known.storages and [*map(_num_holders, storages)] == known.counts and {*map(_uses, mine)} <= {1}:
         return {}
     known = hold(leaves, known.written)
@@ -112,7 +114,8 @@ def _expected(mine: dict[int, Tensor]) -> int:
     views = [x for x in mine.values() if x._base is not None and id(x._base) not in mine]
     num_views = Counter(x._base._cdata for x in views)
     uses, references = _private_base()
-    # what a leaf is a view of, with no name of its own, holds the storage as well, and sees nothing that the leaf does not
+    # what a leaf is a view of, with no name of its own, holds the
+    # storage as well, and sees nothing that the leaf does not
     private = {x._base._cdata for x in views if _base_holders(x) == (uses + num_views[x._base._cdata], references)}
     return _wrappers() + len(mine) + len(private)
 

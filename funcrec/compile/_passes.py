@@ -1,4 +1,5 @@
-"""Exchanges of a staged graph, made cheaper: of two ranks each sends only what the other has not, and a rank computes while values travel.
+"""Exchanges of a staged graph, made cheaper: of two ranks each sends only what
+the other has not, and a rank computes while values travel.
 
     wait(swap(x))[own]  →  x[own]
 
@@ -56,7 +57,8 @@ def _whole(graph: Graph, x: Node) -> Node:
 
 
 def keep_own_blocks(graph: Graph) -> None:
-    """Of two ranks' exchange whose result is only read block by block, the block that stays is taken from the operand."""
+    """Of two ranks' exchange whose result is only read block by
+    block, the block that stays is taken from the operand."""
     for wait in list(swaps_of(graph)):
         swap = wait.args[0]
         x, *_, group = swap.args
@@ -86,7 +88,8 @@ def block_reads(node: Node) -> Iterator[tuple[Node, int] | None]:
 
 
 def _blocks(graph: Graph, x: Node, own: int) -> tuple[Node, Node]:
-    """What the other rank is sent, [1, ...], and what this one keeps, [...]: the value itself where all blocks are one."""
+    """What the other rank is sent, [1, ...], and what this one
+    keeps, [...]: the value itself where all blocks are one."""
     source = x.args[0] if x.target is aten.clone.default else None
     if source is not None and source.target is aten.expand.default and _is_repeated(source):
         kept = _whole(graph, source.args[0])
@@ -102,8 +105,8 @@ def _is_repeated(expand: Node) -> bool:
 
 
 def fill_waits(steps: list) -> list:
-    """The steps of the generated code in an order in which a rank computes while values travel: before an exchange only what it needs,
-    and while it is under way what the next one needs besides.
+    """The steps of the generated code in an order in which a rank computes while values travel: before an exchange only
+    what it needs, and while it is under way what the next one needs besides.
 
     steps: Inductor's, each with its needs before it; a pass of `reorder_for_compute_comm_overlap_passes`.
     """

@@ -36,8 +36,9 @@ LOCK = threading.RLock()  # torch compiles one program at a time
 class Staged(NamedTuple):
     """A function on flat tensors as a graph, and how its outputs are put together again.
 
-    inputs: the leaves that the graph reads, by number; those that the function closes over come behind the arguments'. static: the output
-    leaves that are no tensors; the class Tensor stands for those that are. structure: of the outputs.
+    inputs: the leaves that the graph reads, by number; those that the function closes over come behind the arguments'.
+    static: the output leaves that are no tensors; the class Tensor
+      stands for those that are. structure: of the outputs.
     """
 
     graph: torch.fx.GraphModule
@@ -60,8 +61,9 @@ class Followed(NamedTuple):
 class Link(NamedTuple):
     """What was found out about a call's leaves, and holds for the next call's if they are this call's outputs.
 
-    fed: (leaf, output), the donated leaves that the call before returned. others: all other leaves. sizes: {address: bytes} of donated leaves
-    that keep their memory. moved: (leaf, bytes) of donated leaves whose memory is new in every call. hold: on what is written to.
+    fed: (leaf, output), the donated leaves that the call before returned. others: all other leaves. sizes: {address:
+    bytes} of donated leaves that keep their memory. moved: (leaf, bytes) of donated leaves whose memory is new in every
+    call. hold: on what is written to.
     """
 
     fed: list[tuple[int, int]]
@@ -72,13 +74,14 @@ class Link(NamedTuple):
 
 
 class Compiled:
-    """A staged function, compiled; called with the leaves of the arguments and the tensors that it closes over, it gives the outputs.
+    """A staged function, compiled; called with the leaves of the arguments
+    and the tensors that it closes over, it gives the outputs.
 
-    A state that a call returned is most often the next call's argument. `follows` knows its leaves again, so that what `admit`
-    found out about them need not be looked at twice.
+    A state that a call returned is most often the next call's argument. `follows` knows its leaves again, so that what
+    `admit` found out about them need not be looked at twice.
 
-    A call has the donated leaves whole or has not begun: first what may fail without harm (copies of memory that others hold, the compiled
-    code), then all leaves are taken in one step, then the writes.
+    A call has the donated leaves whole or has not begun: first what may fail without harm (copies of memory that others
+    hold, the compiled code), then all leaves are taken in one step, then the writes.
     """
 
     def __init__(self, staged: Staged, donated: dict[int, str], leaves: list, captured: list[Tensor]):
@@ -120,7 +123,8 @@ class Compiled:
         return Link(fed, others, sizes, moved, hold(leaves, self.written))
 
     def follows(self, leaves: list) -> Link | None:
-        """What is known of the leaves, if the donated ones are the last call's outputs and the others have known forms and their own memory."""
+        """What is known of the leaves, if the donated ones are the last call's outputs
+        and the others have known forms and their own memory."""
         link, outputs = self.last
         if len(link.fed) < len(self.donated):
             return None
@@ -131,7 +135,8 @@ class Compiled:
             return None
         if not self.donated:
             return link
-        # given once (refuse_shared): outputs lie apart, as the call before made them, so only the other leaves can touch one
+        # given once (refuse_shared): outputs lie apart, as the call
+        # before made them, so only the other leaves can touch one
         sizes = link.sizes
         if link.moved:
             numbers, lengths = zip(*link.moved, strict=True)
@@ -159,7 +164,8 @@ class Compiled:
         return [leaf_key(x) for x in self.captured] == self.forms
 
     def __call__(self, leaves: list, when: tuple[str, int], link: Link) -> Any:
-        """The outputs, put together; grad mode is as before, whenever a signal comes (a `with` has moments when it is not)."""
+        """The outputs, put together; grad mode is as before, whenever
+        a signal comes (a `with` has moments when it is not)."""
         was = torch.is_grad_enabled()
         try:
             torch._C._set_grad_enabled(False)
@@ -169,7 +175,8 @@ class Compiled:
 
     def run(self, given: list, when: tuple[str, int], link: Link) -> Any:
         plan, outputs, leaves = self.staged.plan, list(self.staged.static), given
-        # Not begun: copies, compiling, the program and a recording's memory may fail or be interrupted, and nothing is taken.
+        # Not begun: copies, compiling, the program and a recording's
+        # memory may fail or be interrupted, and nothing is taken.
         foreign = shared_leaves(link.hold, leaves)
         if foreign:
             leaves = self.with_copies(leaves, foreign, when[0])
@@ -177,7 +184,8 @@ class Compiled:
         recording = self.recording(leaves, link) if self.is_replayed else None
         results = self.compute(leaves) if recording is None else []
         mine = {i: leaves[i].data for i in self.stay}  # aliases that are no views, since what is taken loses its memory
-        # Taken: all leaves by one call of C, which no signal parts. From here on every old name raises: the state is the outputs', or gone.
+        # Taken: all leaves by one call of C, which no signal parts. From here on
+        # every old name raises: the state is the outputs', or gone.
         if self.donated:
             left = alone([given[i] for i in self.stay if i not in foreign])
             left += [x._base for x in (given[i] for i in link.hold.views if i not in foreign) if x._base is not None]
@@ -213,7 +221,8 @@ class Compiled:
         return results
 
     def code(self, like: list[Tensor]) -> Callable:
-        """The graph, compiled once, for arguments of these forms; to be asked for as it is called, without grad mode and autocast."""
+        """The graph, compiled once, for arguments of these forms; to be asked
+        for as it is called, without grad mode and autocast."""
         if self.call is None:
             with LOCK, clean_surroundings():
                 self.call = self.call or compile_graph(self.staged.graph, like)
@@ -232,7 +241,8 @@ class Compiled:
             raise
 
     def with_copies(self, leaves: list, shared: dict[int, bool], name: str) -> list:
-        """The leaves, `shared` ones in memory of their own; said once, where it is somebody in this process who would see the writes."""
+        """The leaves, `shared` ones in memory of their own; said once, where
+        it is somebody in this process who would see the writes."""
         told = {i for i, is_held in shared.items() if is_held} - self.told
         if told:
             self.told |= told
@@ -246,7 +256,8 @@ class Compiled:
         return results
 
     def successors(self, link: Link) -> list[tuple[int, int]]:
-        """(leaf, output) where a recorded call copies the output into the leaf's memory, which no other output keeps."""
+        """(leaf, output) where a recorded call copies the output
+        into the leaf's memory, which no other output keeps."""
         plan = self.staged.plan
         return [(i, j) for i, j in link.fed if j in plan.whole and i not in plan.kept.values()]
 

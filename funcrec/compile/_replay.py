@@ -1,9 +1,10 @@
 """Replays: a compiled call whose tensors all have fixed addresses, recorded once and run again as a whole.
 
-    copy the batch into the recording's inputs;   replay: [compiled graph → writes → new dense leaves over the old];   copy the rest out
+    copy the batch into the recording's inputs;   replay: [compiled graph → writes → new dense leaves over the old];
+    copy the rest out
 
-On CUDA the recording is one CUDA graph of the whole step: no launch, no Python, no synchronisation in between. The state
-keeps its memory: touched rows are written in place, and other leaves are copied over their predecessors.
+On CUDA the recording is one CUDA graph of the whole step: no launch, no Python, no synchronisation in between. The
+state keeps its memory: touched rows are written in place, and other leaves are copied over their predecessors.
 """
 
 import functools
@@ -17,7 +18,8 @@ from torch import Tensor
 class Recording(NamedTuple):
     """What a recorded call reads and writes.
 
-    inputs: {leaf: the memory that stands for its own, in order}. replay: runs the call. returned: {output: where it is left}.
+    inputs: {leaf: the memory that stands for its own, in order}. replay:
+      runs the call. returned: {output: where it is left}.
     """
 
     inputs: dict[int, Tensor]
@@ -41,7 +43,8 @@ def record(
       capture: (fn) -> (replay, fn's value): `capture_cuda`.
     """
     own = set(donated)
-    # Addresses are fixed: what changes from call to call is copied into memory of the recording, and donated leaves are where they were.
+    # Addresses are fixed: what changes from call to call is copied into memory
+    # of the recording, and donated leaves are where they were.
     inputs = {i: memory_of(x).clone() for i, x in enumerate(leaves) if isinstance(x, Tensor) and i not in own}
     fixed = [inputs[i].as_strided(x.shape, x.stride()) if i in inputs else x for i, x in enumerate(leaves)]
     succeeded = {j for _, j in moved}
@@ -65,7 +68,8 @@ def replay(recording: Recording, leaves: Sequence) -> dict[int, Tensor]:
 
 
 def memory_of(x: Tensor) -> Tensor:
-    """The elements from the first to the last, as they lie: a copy of them can be seen with x's strides, expanded ones too."""
+    """The elements from the first to the last, as they lie: a copy
+    of them can be seen with x's strides, expanded ones too."""
     span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     return x.as_strided((span,), (1,))
 

@@ -2,8 +2,9 @@
 
     stage(f, leaves)  →  graph, captured;      graph(*leaves, *captured) = f(*leaves)
 
-The tensors that f closes over become inputs like its arguments, so that their values are read in every call. What a graph cannot hold
-is refused: values read on the host, writes to arguments and to what f closes over, draws from torch's generators.
+The tensors that f closes over become inputs like its arguments, so that their values are read in every call. What a
+graph cannot hold is refused: values read on the host, writes to arguments
+and to what f closes over, draws from torch's generators.
 """
 
 import operator
@@ -48,7 +49,8 @@ HOST = Problem(
 
 
 class Recorded(NamedTuple):
-    """graph: of (*leaves, *captured), without writes; None when a captured tensor requires grad where autograd would follow it."""
+    """graph: of (*leaves, *captured), without writes; None when a captured
+    tensor requires grad where autograd would follow it."""
 
     graph: GraphModule | None
     captured: list[Tensor]
@@ -75,7 +77,8 @@ def stage(call: str, flat: Callable, leaves: Sequence[Tensor], paths: Sequence[s
         lift.refuse_gradients()
         _refuse_draws(call, graph.graph)
         _refuse_writes(call, graph.graph, [f"`{p}`" for p in paths] + [f"{describe(c)}, closed over" for c in captured])
-        # Once more, with writes to what the function made itself replaced by values: the plan of writes and Inductor see a pure graph.
+        # Once more, with writes to what the function made itself replaced by
+        # values: the plan of writes and Inductor see a pure graph.
         shapes = [like(x) for x in (*leaves, *captured)]
         with torch.no_grad(), torch._C._DisableAutocast():  # what these did is in the graph
             return Recorded(make_fx(functionalize(graph, remove="mutations"), DECOMPOSITIONS)(*shapes), captured)
@@ -90,7 +93,8 @@ def like(x: Tensor) -> Tensor:
 
 
 class _Lift(TorchFunctionMode):
-    """Operations are given a stand-in without values for each tensor that is closed over: none can be read or written to."""
+    """Operations are given a stand-in without values for each tensor
+    that is closed over: none can be read or written to."""
 
     def __init__(self, call: str, fake: FakeTensorMode):
         super().__init__()
@@ -134,7 +138,8 @@ class _Lift(TorchFunctionMode):
                     need=need,
                     hint="resolve_conj().resolve_neg()",
                 )
-            # a stand-in is of the tensor as it lies in memory, whatever maps or differentiates the program that is staged
+            # a stand-in is of the tensor as it lies in memory,
+            # whatever maps or differentiates the program that is staged
             with outside_transforms(), _disable_current_modes(), torch._C.DisableTorchFunction():
                 made = self.fake.from_tensor(x)
                 self.stand_ins[id(x)] = (x, made, made.grad)
@@ -156,8 +161,9 @@ class _Lift(TorchFunctionMode):
 
 
 def is_recording() -> bool:
-    """Whether operations are the staged function's own. Within an operation its mode is away, and what torch makes there is torch's: lifted,
-    a result of its kernels for shapes would be kept, on the device "meta", as the result of that operation for the rest of the process."""
+    """Whether operations are the staged function's own. Within an operation its mode is away, and what torch makes
+    there is torch's: lifted, a result of its kernels for shapes would be kept, on the device "meta", as the result of
+    that operation for the rest of the process."""
     keys = torch._C._TorchDispatchModeKey
     return all(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY))
 
@@ -170,7 +176,8 @@ def is_closed_over(x: object) -> bool:
 
 
 def lift_constants(graph: GraphModule, lift: _Lift) -> list[Tensor]:
-    """Make the tensors that the graph holds inputs behind its others, and return them; numbers written in the function stay."""
+    """Make the tensors that the graph holds inputs behind its others,
+    and return them; numbers written in the function stay."""
     captured: dict[int, tuple[Tensor, Node]] = {}
     last = next(reversed(graph.graph.find_nodes(op="placeholder")), None)
     for node in graph.graph.find_nodes(op="get_attr"):

@@ -1,4 +1,5 @@
-"""What a program can see besides its arguments: part of the key of a compilation, or a reason to run the program itself.
+"""What a program can see besides its arguments: part of the key
+of a compilation, or a reason to run the program itself.
 
 jit(f)(x) in surroundings s  =  f(x) in s
 """
@@ -31,8 +32,8 @@ def _cuda_device() -> int | None:
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
 
-# What is not here, no argument and no tensor that is closed over, a program must not depend on, or it is refused. Read in every call: each
-# is some 50 ns.
+# What is not here, no argument and no tensor that is closed over, a program must not depend on, or it is refused. Read
+# in every call: each is some 50 ns.
 SEEN: dict[str, Callable[[], Any]] = {
     "grad mode": torch.is_grad_enabled,
     "inference mode": torch.is_inference_mode_enabled,
@@ -75,7 +76,8 @@ def differences(before: tuple, now: tuple) -> dict[str, tuple[Any, Any]]:
 
 
 def is_transformed() -> bool:
-    """Whether something follows what a program does: a transform of torch.func, forward derivatives, `checked`, or a mode of torch."""
+    """Whether something follows what a program does: a transform of torch.func,
+    forward derivatives, `checked`, or a mode of torch."""
     return (
         is_transforming()
         or is_checking()

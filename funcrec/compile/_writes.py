@@ -27,7 +27,8 @@ RESHAPES = {  # views that keep the order of the elements
 
 
 class Place(NamedTuple):
-    """A tensor that a write needs: a result of the compiled function, or a leaf among its arguments, seen in a shape."""
+    """A tensor that a write needs: a result of the compiled function,
+    or a leaf among its arguments, seen in a shape."""
 
     is_result: bool
     number: int
@@ -142,8 +143,8 @@ def trace_back(node: Node) -> tuple[Node, tuple[Node, ...]]:
 def _owns(node: Node, on_way: set[Node], ways: dict[int, Way], leaves: set[Node]) -> bool:
     """Whether what the node writes to begins at donated leaves, each of which this node's way returns, or nobody's."""
     way_of = {way.leaf: way for way in ways.values()}
-    # An operation of several tables writes to all of them or to none: a leaf that no output keeps is gone with the call, and may be written
-    # over, unless another such operation means it, too.
+    # An operation of several tables writes to all of them or to none: a leaf that no output keeps is gone with the
+    # call, and may be written over, unless another such operation means it, too.
     for leaf in (trace_back(x)[0] for x in _replaced(node)):
         if leaf not in leaves or (leaf in way_of and node not in way_of[leaf].nodes):
             return False
@@ -244,7 +245,8 @@ def shared_results(
 
     Those that are returned must have memory of their own; those that writes read, none of a donated argument.
     """
-    # A result that is an argument's memory would change when its owner writes there; one in a donated leaf, with this call's own writes.
+    # A result that is an argument's memory would change when its owner writes
+    # there; one in a donated leaf, with this call's own writes.
     memory, taken = {_memory(x) for x in arguments}, {_memory(x) for x in donated}
     shared = set()
     for k, x in enumerate(results):

@@ -1,4 +1,5 @@
-"""What all else stands on: errors, trees, arguments, random keys, and whether a derivative is wanted or values are checked."""
+"""What all else stands on: errors, trees, arguments, random keys, and
+whether a derivative is wanted or values are checked."""
 
 from funcrec.core import random as random
 from funcrec.core._arguments import PARTS as PARTS

@@ -3,9 +3,9 @@
     @typed
     def f(ids: KeyedJaggedTensor, size: Count): ...        f(3, 0) raises, and tells of both
 
-An annotation is a class, a union, a Literal, a Sequence or Mapping of such, a Callable, or one of the aliases below, with a range or a
-form of tensors in it. A class may say more of its values in `PARTS`. What annotations cannot say is left to a function's own
-validators, which then need not fear other structures.
+An annotation is a class, a union, a Literal, a Sequence or Mapping of such, a Callable, or one of the aliases below,
+with a range or a form of tensors in it. A class may say more of its values in `PARTS`. What annotations cannot say is
+left to a function's own validators, which then need not fear other structures.
 """
 
 import functools
@@ -37,7 +37,8 @@ class Within(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The form of a tensor: a kind of dtype (f, i, i64, b, or x for any), then its dimensions in words: `i[N]`, `f[...]`. noun: its name."""
+    """The form of a tensor: a kind of dtype (f, i, i64, b, or x for any), then its
+    dimensions in words: `i[N]`, `f[...]`. noun: its name."""
 
     text: str
     noun: str = "a tensor"
@@ -56,8 +57,8 @@ Path = str | os.PathLike
 
 
 class Kind(NamedTuple):
-    """What an argument must be. need: in words. find: (path, value) -> problems. fits: whether there are none. accepts: whether the outermost
-    structure is right. example: an expression for one."""
+    """What an argument must be. need: in words. find: (path, value) -> problems. fits: whether there are none. accepts:
+    whether the outermost structure is right. example: an expression for one."""
 
     need: str
     find: Callable[[str, Any], Iterator[Problem]]
@@ -153,7 +154,8 @@ def _field_kinds(cls: type) -> dict[str, Kind]:
 
 
 def call_name(fn: Callable) -> str:
-    """`funcrec.optim.sgd` for what `funcrec/optim/_sgd.py` defines, `funcrec.lookup` for `funcrec/tables/_lookup.py`."""
+    """`funcrec.optim.sgd` for what `funcrec/optim/_sgd.py` defines,
+    `funcrec.lookup` for `funcrec/tables/_lookup.py`."""
     public = [p for p in fn.__module__.split(".") if not p.startswith("_") and p not in STAGES]
     return ".".join([*public, fn.__qualname__])
 
@@ -264,7 +266,8 @@ def _device_problems(path: str, x: Any) -> Iterator[Problem]:
 
 
 _DEVICE = Kind(
-    "a device", _device_problems, functools.partial(_is_clean, _device_problems), lambda x: isinstance(x, str | torch.device)
+    "a device", _device_problems, functools.partial(_is_clean, _device_problems),
+    lambda x: isinstance(x, str | torch.device)
 )  # fmt: skip
 
 
@@ -356,7 +359,8 @@ def _late(name: str, owner: Any) -> Kind:
         return _ANYTHING if found is None else kind_of(found)
 
     return Kind(
-        f"a {name}", lambda path, x: resolved().find(path, x), lambda x: resolved().fits(x), lambda x: resolved().accepts(x),
+        f"a {name}", lambda path, x: resolved().find(path, x), lambda x: resolved().fits(x),
+        lambda x: resolved().accepts(x),
         EXAMPLES.get(name, ""),
     )  # fmt: skip
 

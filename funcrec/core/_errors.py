@@ -54,7 +54,8 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 def describe(x: object) -> str:
-    """`f32[118]` for a tensor, the type's name for anything else; device and layout are named when they are not CPU and strided."""
+    """`f32[118]` for a tensor, the type's name for anything else; device
+    and layout are named when they are not CPU and strided."""
     if not isinstance(x, Tensor):
         if isinstance(x, type):
             return f"the class {x.__name__}"
@@ -103,7 +104,8 @@ def example_of(problem: Problem) -> str:
 
 
 def example_at(path: str) -> str:
-    """`path=...` with the example of its name; of the whole argument where that is a container, and `path` an element of it."""
+    """`path=...` with the example of its name; of the whole argument
+    where that is a container, and `path` an element of it."""
     name = re.split(r"[\[.]", path)[0]
     text = EXAMPLES.get(name, "")
     whole = text.startswith("{") if "['" in path else text[:1] in "[({"
@@ -130,7 +132,8 @@ def check(call: str, *validators: Iterable[Problem]) -> None:
 
 @contextlib.contextmanager
 def own_errors(call: str, fn: Callable, *given: object, need: str) -> Iterator[None]:
-    """Errors of a function that `call` was given, `fn`, with a note of what it was given; those that say so, or have such a note, as they are."""
+    """Errors of a function that `call` was given, `fn`, with a note of what it was given;
+    those that say so, or have such a note, as they are."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:

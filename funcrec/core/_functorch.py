@@ -1,6 +1,7 @@
 """What is asked of torch's private levels of transforms: all of it stands here, for the next release may change it.
 
-    x at levels 1, 2, ... of vmap, grad, jvp, ...  =  a tensor wrapped once for each of them that it belongs to, the innermost outside
+    x at levels 1, 2, ... of vmap, grad, jvp, ...  =
+    a tensor wrapped once for each of them that it belongs to, the innermost outside
 
 (What the kernels ask, which import torch only, stands in `kernels/tracked.py`.)
 """
@@ -65,7 +66,8 @@ def is_differentiated_above(x: Tensor, level: int) -> bool:
 
 
 def vmaps_above(x: Tensor, level: int) -> tuple[Tensor, list[tuple[int, int, int]]]:
-    """x below all transforms above `level`, and (level, dimension, size) of those that are vmaps, the outermost first."""
+    """x below all transforms above `level`, and (level, dimension,
+    size) of those that are vmaps, the outermost first."""
     maps = []
     while level_of(x) > level:
         own, dim = level_of(x), _functorch.maybe_get_bdim(x) if _functorch.is_batchedtensor(x) else None
@@ -83,7 +85,8 @@ def under_vmaps(x: Tensor, levels: Sequence[int]) -> Tensor:
 
 
 def by_vmap_rule(fn: Callable[..., Tensor], rule: Callable, tensors: Sequence[Tensor]) -> Tensor:
-    """fn(*tensors) below the innermost transform, a vmap; by rule(info, dims, *tensors) -> (out, 0) where one of them is a batch of it.
+    """fn(*tensors) below the innermost transform, a vmap; by rule(info, dims,
+    *tensors) -> (out, 0) where one of them is a batch of it.
 
     It is what an autograd.Function's `vmap` is called with, without the Function around it.
     """
@@ -100,8 +103,8 @@ def by_vmap_rule(fn: Callable[..., Tensor], rule: Callable, tensors: Sequence[Te
 def one_level_below(rule, tensors, tangents):
     """rule(tensors, tangents), a tensor or a tuple of them, as transforms further out must see it.
 
-    torch 2.13 runs a jvp rule at its own level, with forward derivatives off: jvp of jvp would be silently zero. So the rule runs
-    one level below, as torch.func runs `forward`.
+    torch 2.13 runs a jvp rule at its own level, with forward derivatives off: jvp of jvp would be silently zero. So the
+    rule runs one level below, as torch.func runs `forward`.
     """
     if not is_in_transform():
         return rule(tensors, tangents)

@@ -14,7 +14,8 @@ FUNCTION = {
 
 
 def size_problems(sizes: object, name: str = "sizes", at_least: int = 1) -> Iterator[Problem]:
-    """`sizes` must be a tuple or list of at least `at_least` positive integers; a size alone has a `name` of its own."""
+    """`sizes` must be a tuple or list of at least `at_least`
+    positive integers; a size alone has a `name` of its own."""
     if not isinstance(sizes, (tuple, list)):
         yield Problem(f"`{name}` are not sizes.", describe(sizes), "a tuple of ints >= 1", kind=TypeError)
         return

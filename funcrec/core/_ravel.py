@@ -19,10 +19,11 @@ def ravel(tree: Any, lead: int = 0) -> tuple[list[Tensor], Unravel]:
     """(the leaves of each dtype one behind the other, how such buffers are a tree again).
 
     Args:
-      tree: of tensors [*first, *shape], whose first `lead` sizes are the same in all; `shape` has a dimension if `lead` is not 0.
+      tree: of tensors [*first, *shape], whose first `lead` sizes are the
+        same in all; `shape` has a dimension if `lead` is not 0.
 
-    Returns: buffers [*first, N], in the order in which the dtypes come; and unravel(buffers [..., N]), a tree of leaves [..., *shape]:
-      a buffer may have lost or gained leading dimensions meanwhile.
+    Returns: buffers [*first, N], in the order in which the dtypes come; and unravel(buffers [..., N]), a tree of leaves
+      [..., *shape]: a buffer may have lost or gained leading dimensions meanwhile.
 
     Law: unravel(ravel(tree)) = tree, bit by bit. Both are linear.
     """

@@ -22,7 +22,8 @@ class Recipe(NamedTuple):
 
 
 def remade(maker: F) -> F:
-    """Decorator of a public function that makes a NamedTuple with a function `update` of its own: note how it was called."""
+    """Decorator of a public function that makes a NamedTuple with
+    a function `update` of its own: note how it was called."""
 
     @functools.wraps(maker)
     def run(*args, **kwargs):

@@ -1,6 +1,7 @@
 """Static values: what a call of a jitted function holds besides tensors, and what tells one from another.
 
-static_key(a) == static_key(b)   only if no program can tell a from b:   1, 1.0 and True differ, and 0.0 and -0.0; NaN is NaN
+static_key(a) == static_key(b)   only if no program can tell a from b:
+1, 1.0 and True differ, and 0.0 and -0.0; NaN is NaN
 """
 
 import dataclasses
@@ -46,7 +47,8 @@ def refuse_opaque(x: object) -> None:
     if is_opaque(x):
         fail(
             "funcrec.jit", "a leaf is neither a tensor nor a plain static value.", got=describe(x),
-            need="tensors, numbers, strings and the like", hint="fr.pytree for a class of your own; a tensor for an array",
+            need="tensors, numbers, strings and the like",
+            hint="fr.pytree for a class of your own; a tensor for an array",
             kind=TypeError,
         )  # fmt: skip
 

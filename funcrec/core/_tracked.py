@@ -30,8 +30,9 @@ def has_tracked(*trees: Any) -> bool:
 
 
 class Reading(NamedTuple):
-    """What a function did with tensors. tensors: those that it read besides its arguments. calls: every operation with all that it was
-    given, tensors by their number; two runs that differ in anything but the values of tensors differ here, or in `tensors`."""
+    """What a function did with tensors. tensors: those that it read besides its arguments. calls: every operation with
+    all that it was given, tensors by their number; two runs that differ in anything
+    but the values of tensors differ here, or in `tensors`."""
 
     tensors: tuple[Tensor, ...]
     calls: tuple
@@ -60,7 +61,8 @@ class _Reads(TorchFunctionMode):
         return out
 
     def mark(self, x: Any) -> Any:
-        """What stands for a leaf: a number for a tensor, and the form of one that is read; type and text of anything else."""
+        """What stands for a leaf: a number for a tensor, and the form
+        of one that is read; type and text of anything else."""
         if not isinstance(x, Tensor):
             return type(x), x.tobytes() if isinstance(x, np.ndarray) else repr(x)
         if id(x) in self.known:
@@ -71,7 +73,8 @@ class _Reads(TorchFunctionMode):
 
 
 def reading(fn: Callable, *args: Any) -> tuple[Any, Reading]:
-    """(fn(*args), what it read besides `args`): closed over, in a dict, an object, a partial or a module, wherever they lie."""
+    """(fn(*args), what it read besides `args`): closed over, in a dict,
+    an object, a partial or a module, wherever they lie."""
     with _Reads([x for x in tree_leaves(args) if isinstance(x, Tensor)]) as reads:
         out = fn(*args)
     leaves, structure = tree_flatten(out)

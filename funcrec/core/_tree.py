@@ -129,12 +129,14 @@ def class_name(cls: type) -> str:
 
 
 def name_in_checkpoints(name: str) -> str:
-    """A class of funcrec goes by its name alone, for files may move; what an older file says of its module is passed over."""
+    """A class of funcrec goes by its name alone, for files may move;
+    what an older file says of its module is passed over."""
     return f"funcrec.{name.rsplit('.', 1)[1]}" if name.startswith("funcrec.") else name
 
 
 def publish(face: dict[str, Any]) -> None:
-    """The classes of a public module, given as its `globals()`, and their methods say that they are of it: so pickles and messages call them."""
+    """The classes of a public module, given as its `globals()`, and their methods say
+    that they are of it: so pickles and messages call them."""
     here = face["__name__"]
     for cls in [x for x in face.values() if isinstance(x, type) and x.__module__.startswith(f"{here}.")]:
         inside = (getattr(x, "__func__", x) for x in vars(cls).values())
@@ -161,13 +163,15 @@ def map_with_names(fn: Callable[[str, Any], Any], tree: T) -> T:
 def fast_flatten(tree: Any) -> tuple[list, optree.PyTreeSpec]:
     """(leaves, structure) in C++, dicts in their own order; `structure.unflatten(leaves)` is the way back.
 
-    Two structures are equal only when a program cannot tell them apart: the order of a dict's keys counts, and the types of static fields.
+    Two structures are equal only when a program cannot tell them apart: the order
+    of a dict's keys counts, and the types of static fields.
     """
     return optree.tree_flatten(tree, namespace=CALLS)
 
 
 def leaf_paths(structure: optree.PyTreeSpec, names: Sequence[str]) -> dict[int, tuple[str, str]]:
-    """{number of the leaf: (name, "name['key'].field")} of a tuple flattened by `fast_flatten`, its elements called `names`."""
+    """{number of the leaf: (name, "name['key'].field")} of a tuple flattened
+    by `fast_flatten`, its elements called `names`."""
     accessors = enumerate(structure.accessors())
     return {i: (names[a[0].entry], a[1:].codify(names[a[0].entry])) for i, a in accessors}
 

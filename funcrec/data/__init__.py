@@ -1,7 +1,7 @@
 """Datasets as plain values, and iterators of batches over them.
 
-Row data (`num_rows`, `take`) come from `ctr_dataset`, `criteo_npy` and `random_rows`; `batches` shuffles them. Streams of
-batches come from `criteo_tsv`, `criteo_parquet` and `random_batches`. `prefetch` wraps either.
+Row data (`num_rows`, `take`) come from `ctr_dataset`, `criteo_npy` and `random_rows`; `batches` shuffles them. Streams
+of batches come from `criteo_tsv`, `criteo_parquet` and `random_batches`. `prefetch` wraps either.
 """
 
 import funcrec.core as _core

@@ -49,9 +49,11 @@ def _skip_problems(skip: object) -> Iterator[Problem]:
 def fixed_tables(
     call: str, path: Path, chunks: Iterable, batch_size: int, skip: int, drop_last: bool
 ) -> Iterator[tuple[int, object]]:
-    """Record batches of any size -> (number of the first row, table of `batch_size` rows); the first `skip` are left out.
+    """Record batches of any size -> (number of the first row,
+    table of `batch_size` rows); the first `skip` are left out.
 
-    Raises: ValueError for a file that has no batch, or less than `skip` of them: who reads it again and again would never come on.
+    Raises: ValueError for a file that has no batch, or less than `skip`
+      of them: who reads it again and again would never come on.
     """
     import pyarrow
 

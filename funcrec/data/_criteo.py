@@ -67,8 +67,8 @@ def criteo_tsv(
     drop_last: bool = False,
     vocabularies: Vocabularies = None,
 ) -> Iterator[Batch]:
-    """Read a file (plain, .gz or .bz2) block by block. A category's id is its number + 1, and 0 what is missing: ids reach
-    2³², so a feature of these columns needs a hash.
+    """Read a file (plain, .gz or .bz2) block by block. A category's id is its number + 1, and 0 what is missing: ids
+    reach 2³², so a feature of these columns needs a hash.
 
     Args:
       path: lines of 40 fields; nothing else, no header.
@@ -76,8 +76,8 @@ def criteo_tsv(
       keys: the names of the 26 columns.
       skip: batches to leave out at the beginning, for a run that goes on.
       drop_last: leave out a last batch that is not full.
-      vocabularies: {column: V}, to have an id outside [0, V) be an error instead of a row of zeros: `vocabularies_of(tables, features)`
-        for features without a hash.
+      vocabularies: {column: V}, to have an id outside [0, V) be an error instead of a row of zeros:
+        `vocabularies_of(tables, features)` for features without a hash.
 
     Returns: batches with one id i64 per key and row, dense f32[B, 13], label f32[B]; every full one of the same shapes.
 
@@ -230,13 +230,15 @@ def criteo_npy(
 
     Args:
       dense: f[N, J] or i[N, J]; the published arrays hold log(x + 3) already, hence transform=None.
-      sparse: i32 or i64 [N, F], used as ids as they are: a feature whose table has fewer rows than there are ids needs a hash.
+      sparse: i32 or i64 [N, F], used as ids as they are: a feature
+        whose table has fewer rows than there are ids needs a hash.
       label: numbers in [0, 1], [N] or [N, 1].
       keys: F names; cat_0, cat_1, ... if None.
       vocabularies: as in `criteo_tsv`.
 
-    Raises: ValueError that names the file which is cut short, or whose shape or dtype does not fit; from `take`, one that names the row
-      with a label outside [0, 1], a dense feature that is not finite in f32, or an id outside its vocabulary.
+    Raises: ValueError that names the file which is cut short, or whose shape or dtype does not fit; from `take`, one
+      that names the row with a label outside [0, 1], a dense feature
+      that is not finite in f32, or an id outside its vocabulary.
     """
     call = "funcrec.data.criteo_npy"
     opened = {name: _open_npy(call, path) for name, path in [("dense", dense), ("sparse", sparse), ("label", label)]}

@@ -2,9 +2,10 @@
 
     label = rating >= 4, ratings of 3 left out;   80 / 10 / 10 of the rows at random
 
-Seven columns: the genres of the item (several ids, a table of their own) and six columns of one id each, which share one
-table: the id of column c is offset_c + number, offset_c the sum of the vocabularies before it. Shapes: N rows, B rows of a
-batch, U users, I items, L the most genres of an item.
+Seven columns: the genres of the item (several ids, a table of
+their own) and six columns of one id each, which share one
+table: the id of column c is offset_c + number, offset_c the sum of the vocabularies before it. Shapes: N rows, B rows
+of a batch, U users, I items, L the most genres of an item.
 
 Source: RUCAIBox/RecBole, branch 1.1.x, benchmark/md/ml-1m_context.md.
 """

@@ -37,7 +37,8 @@ MOVIELENS_1M = Source(
         }.items()
     },
     terms=(
-        "MovieLens-1M is being fetched (13.5 MB, once). It is GroupLens's, of the University of Minnesota: it may be used"
+        "MovieLens-1M is being fetched (13.5 MB, once). It is GroupLens's, of the "
+        "University of Minnesota: it may be used"
         " for research, not for commercial purposes without permission; it may not be redistributed; publications"
         " acknowledge it by citing F. M. Harper and J. A. Konstan, The MovieLens Datasets: History and Context, ACM"
         " Transactions on Interactive Intelligent Systems 5(4), 2015, doi:10.1145/2827872."
@@ -160,7 +161,8 @@ def lines(path: Path, names: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]
         if absent:
             fail(
                 "funcrec.data.movielens_1m", f"`{path.name}` has no column {', '.join(absent)}.", got=f"{header}",
-                need=f"a header with {', '.join(names)}", hint="a tab-separated file with `name:type` in its first line",
+                need=f"a header with {', '.join(names)}",
+                hint="a tab-separated file with `name:type` in its first line",
             )  # fmt: skip
         doubled = [name for name in names if header.count(name) > 1]
         if doubled:

@@ -42,8 +42,8 @@ def criteo_parquet(
     Args:
       label: the column of labels, numbers in [0, 1].
       dense: columns of numbers; those named int_... if None. A missing one counts as 0. None are needed.
-      sparse: columns of integers or of lists of integers, the keys of the batch; those named cat_... if None. A feature whose table has
-        fewer rows than there are ids needs a hash.
+      sparse: columns of integers or of lists of integers, the keys of the batch; those named cat_... if None. A feature
+        whose table has fewer rows than there are ids needs a hash.
       transform: see `transform_dense`.
       missing: the id of a missing integer; without it one is an error. A missing list is an empty bag.
       bucket: pad the ids by `fr.pad_to_bucket`, since lists give every batch another number of ids.

@@ -169,7 +169,8 @@ def zipf(key: Key, shape: Shape, size: int, alpha: float) -> Tensor:
 
 
 def zipf_ranks(u: Tensor, size: int, alpha: float) -> Tensor:
-    """The inverse of the distribution function at u, f64 in [0, 1): an exact table of the first ranks, then a formula."""
+    """The inverse of the distribution function at u, f64 in [0,
+    1): an exact table of the first ranks, then a formula."""
     if alpha == 0:
         return (u * size).long().clamp(max=size - 1)
     head = min(size, HEAD)
@@ -220,7 +221,8 @@ def column_ids(data: RandomRows, c: RandomColumn, rows: Tensor) -> tuple[Tensor,
 
 
 def coprime(size: int) -> int:
-    """A factor near the golden section of `size` without a common divisor, so that x -> factor · x mod size is one to one."""
+    """A factor near the golden section of `size` without a common
+    divisor, so that x -> factor · x mod size is one to one."""
     factor = max(int(size * 0.6180339887), 1)
     while math.gcd(factor, size) != 1:
         factor += 1

@@ -28,7 +28,8 @@ def row_problems(rows: Tensor, num_rows: int, device: torch.device | None = None
 
 
 def there(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor | None]:
-    """Rows that can be read, and which of them were asked for (None: all): what could not be looked at is marked, not invented."""
+    """Rows that can be read, and which of them were asked for (None: all):
+    what could not be looked at is marked, not invented."""
     if is_concrete(rows):
         return rows, None
     inside = (rows >= 0) & (rows < num_rows)

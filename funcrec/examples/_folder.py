@@ -1,6 +1,7 @@
 """The folder of a run of the main job: checkpoint.pt, result.json, curve.png.
 
-A run is neither overwritten nor gone on with unless that was asked for, and what cannot be written is found before any training.
+A run is neither overwritten nor gone on with unless that was asked for,
+and what cannot be written is found before any training.
 """
 
 import argparse

@@ -1,9 +1,11 @@
-"""The main job on ranks: the mesh and the plan that its options mean, and what a rank does otherwise than a lone process.
+"""The main job on ranks: the mesh and the plan that its options
+mean, and what a rank does otherwise than a lone process.
 
-    torchrun ... --plan row_wise: this process is one rank;   --emulate data=2,model=2: it is all of them;   neither: there are none
+    torchrun ... --plan row_wise: this process is one rank;   --emulate data=2,model=2: it is all of them;
+    neither: there are none
 
-All ranks run the same program on the same data. What they decide (when to stop, which epoch was best) follows from values that are the same
-on all of them, so that nobody waits for anybody but in an exchange.
+All ranks run the same program on the same data. What they decide (when to stop, which epoch was best) follows from
+values that are the same on all of them, so that nobody waits for anybody but in an exchange.
 """
 
 import argparse
@@ -47,7 +49,8 @@ def parse_axes(text: str) -> dict[str, int]:
 
 
 def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Sets options.axes, None for a lone process, options.plan and options.replicas; ends the program where they do not fit."""
+    """Sets options.axes, None for a lone process, options.plan and options.replicas;
+    ends the program where they do not fit."""
     is_launched = torch.distributed.is_torchelastic_launched()
     num_ranks = int(os.environ.get("WORLD_SIZE", 1)) if is_launched else 1
     if options.emulate and (is_launched or options.mesh):
@@ -151,7 +154,8 @@ def is_resumed(options: argparse.Namespace, mesh: fr.Mesh | None) -> bool:
     if len(set(seen)) > 1:
         there = [rank for rank, x in enumerate(seen) if x]
         raise SystemExit(
-            f"{checkpoint_path(options)} is seen by the ranks {there} only: --out must be on a disk that all of them share"
+            f"{checkpoint_path(options)} is seen by the ranks {there} only: --out must be "
+            f"on a disk that all of them share"
         )
     return is_there
 

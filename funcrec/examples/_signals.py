@@ -1,9 +1,11 @@
 """SIGINT and SIGTERM: the first asks for an end, which comes between two steps; the second is the end.
 
-    with listen() as heard:     before heard.hold() a signal ends the program; behind it, heard.asked() tells the first one's number
+    with listen() as heard:     before heard.hold() a signal ends the program; behind it, heard.asked() tells the first
+                                one's number
 
-The interpreter hears a signal only when its main thread runs Python; a thread of its own reads them from a pipe, so that a second one ends a
-program that waits for other ranks, too, and the first one where there is nothing to save yet. Exit codes are a shell's: 128 + the signal.
+The interpreter hears a signal only when its main thread runs Python; a thread of its own reads them from a pipe, so
+that a second one ends a program that waits for other ranks, too, and the first one where there is nothing to save yet.
+Exit codes are a shell's: 128 + the signal.
 """
 
 import contextlib

@@ -3,11 +3,12 @@
     python -m funcrec.examples.ctr --model deepfm
     torchrun --nproc-per-node 2 -m funcrec.examples.ctr --model deepfm --plan row_wise
 
-The protocol, and the AUC to reach, are RecBole's `ml-1m_context` benchmark (`funcrec.data.ctr_dataset`). A run leaves in
---out: checkpoint.pt (before the first step, after each epoch, and on Ctrl-C and SIGTERM), result.json and curve.png. With --resume a run
-goes on to the same bits as if it had not been interrupted; on other ranks or under another plan too, but for their rounding. With
---replicas copies of the tables train apart; they are made one every --sync-every steps of an epoch, at its end, and when a run is
-interrupted. Exit codes: 130 after Ctrl-C, 143 after SIGTERM, 1 for what went wrong, 2 for wrong options.
+The protocol, and the AUC to reach, are RecBole's `ml-1m_context` benchmark (`funcrec.data.ctr_dataset`). A run leaves
+in --out: checkpoint.pt (before the first step, after each epoch, and on Ctrl-C and SIGTERM), result.json and curve.png.
+With --resume a run goes on to the same bits as if it had not been interrupted; on other ranks or under another plan
+too, but for their rounding. With --replicas copies of the tables train apart; they are made one every --sync-every
+steps of an epoch, at its end, and when a run is interrupted. Exit codes: 130 after Ctrl-C, 143 after SIGTERM, 1 for
+what went wrong, 2 for wrong options.
 """
 
 import argparse
@@ -199,7 +200,8 @@ def start(job: Job) -> Run:
 
 
 def look_at_first_batch(job: Job, run: Run) -> None:
-    """The values of the whole batch, as every rank sees it: ids outside a table would read zeros, and nothing would be learnt."""
+    """The values of the whole batch, as every rank sees it: ids outside
+    a table would read zeros, and nothing would be learnt."""
     _, batch = next(batches_of(job, run, job.split.data))
     try:
         fr.validate(batch, job.model.features, job.model.tables)
@@ -267,7 +269,8 @@ def num_steps(job: Job) -> int:
 
 
 def progress(job: Job, run: Run) -> Iterator[tuple[fr.data.Position, fr.Batch]]:
-    """The batches of the epoch behind a progress bar; the rows of a last batch that is not full come in other epochs."""
+    """The batches of the epoch behind a progress bar; the rows
+    of a last batch that is not full come in other epochs."""
     batches = batches_of(job, run, ranks.OwnRows(job.split.data, job.mesh))
     label, done = f"epoch {run.position.epoch:3d}", run.position.batch
     is_shown = sys.stderr.isatty() and ranks.is_chief(job.mesh)
@@ -340,7 +343,8 @@ def report(job: Job, run: Run) -> None:
     }
     folder.write_results(options, result, draw_curve(history, options))
     print(
-        f"{options.model}: {result['num_parameters']:,} parameters, best epoch {best['epoch']}, results in {options.out}"
+        f"{options.model}: {result['num_parameters']:,} parameters, best epoch "
+        f"{best['epoch']}, results in {options.out}"
     )
     print(f"test AUC {auc:.4f} (published {PUBLISHED[options.model]:.4f})")
 

@@ -10,7 +10,8 @@ BUCKET_MIN = 16
 
 
 def bucket(size: int, *, minimum: int = BUCKET_MIN) -> int:
-    """The next capacity: powers of two and the halves between them (16, 24, 32, 48, 64, 96, ...), at least `minimum`."""
+    """The next capacity: powers of two and the halves between
+    them (16, 24, 32, 48, 64, 96, ...), at least `minimum`."""
     power = max(minimum, 1)
     while power < size:
         if power * 3 // 2 >= size and power % 2 == 0:

@@ -58,8 +58,8 @@ class JaggedTensor:
     def from_lists(lists: Sequence[Sequence], *, weights: Sequence[Sequence[float]] | None = None, dtype=None):
         """`[[1, 2], []]` -> two bags; a bag may be a list, a NumPy array or a tensor, and so may its values.
 
-        Tensors and arrays keep their dtype and tensors their derivative; Python's numbers become i64, f32 (weights always) or
-        bool, and no values at all i64, unless `dtype` says otherwise.
+        Tensors and arrays keep their dtype and tensors their derivative; Python's numbers become i64, f32 (weights
+        always) or bool, and no values at all i64, unless `dtype` says otherwise.
 
         Raises: TypeError for dtypes that are mixed; ValueError for a number that the dtype does not hold.
 
@@ -139,8 +139,8 @@ class JaggedTensor:
     def select(self, bags: Annotated[Tensor, Form("i[K]")], *, capacity: Size) -> "JaggedTensor":
         """The bags i[K], in that order and with repeats, in a buffer of `capacity` values.
 
-        Raises: for values on the CPU, ValueError for a bag that is not there, or bags that the buffer does not hold; where nothing can be
-          read, the caller owes them.
+        Raises: for values on the CPU, ValueError for a bag that is not there, or bags that the buffer does not hold;
+          where nothing can be read, the caller owes them.
         """
         check("funcrec.JaggedTensor.select", select_problems(self.offsets, bags, capacity))
         starts = self.offsets[:-1].index_select(0, bags)

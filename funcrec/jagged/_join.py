@@ -2,9 +2,10 @@
 
     capacity = Σ over buffers of min(Σ capacities of its parts, N · most repeats of a key)
 
-A part (`ids["a"]`, `ids.split(...)[0]`, `ids.permute(...)`) could hold every id of the buffer that it was taken from, so its own
-buffer is as large. The parts of one buffer together hold no more than one part: they say what they were taken from, and are put
-together again in the room of one. What a tree makes of a part (a `tree_map`, an argument of `jit`) is a value of its own.
+A part (`ids["a"]`, `ids.split(...)[0]`, `ids.permute(...)`) could hold every id of the buffer that it was taken from,
+so its own buffer is as large. The parts of one buffer together hold no more than one part: they say what they were
+taken from, and are put together again in the room of one. What a tree makes of a part
+(a `tree_map`, an argument of `jit`) is a value of its own.
 
 """
 

@@ -2,7 +2,8 @@
 
     bag b of key f = values[offsets[f * B + b] : offsets[f * B + b + 1]]
 
-The layout is TorchRec's. As in `JaggedTensor`, the tail is padding and nothing but `to_lists`, `unpad` and the constructors' checks of CPU tensors reads a value on the host.
+The layout is TorchRec's. As in `JaggedTensor`, the tail is padding and nothing but `to_lists`, `unpad` and the
+constructors' checks of CPU tensors reads a value on the host.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,8 @@ class KeyedJaggedTensor:
       values: [N], bag after bag, key after key, then padding.
       offsets: i32|i64[F * B + 1], boundaries from 0 (with `strides`, sum(strides) + 1).
       weights: f[N], a multiplier per id, or None.
-      inverse: i[F, E], for batches of E examples whose keys have different numbers of bags: the bag of each example, or None.
+      inverse: i[F, E], for batches of E examples whose keys have different
+        numbers of bags: the bag of each example, or None.
       keys: F names.
       strides: the number of bags of each key when they differ, else None.
 
@@ -122,7 +124,8 @@ class KeyedJaggedTensor:
 
     @staticmethod
     def from_jagged(features: Mapping[str, JaggedTensor]) -> "KeyedJaggedTensor":
-        """One JaggedTensor per key -> one buffer. Its capacity is the sum of theirs; features of one buffer share its capacity.
+        """One JaggedTensor per key -> one buffer. Its capacity is the
+        sum of theirs; features of one buffer share its capacity.
 
         Law: `from_jagged(ids.to_dict())` has the bags and the capacity of `ids`.
         """
@@ -136,7 +139,8 @@ class KeyedJaggedTensor:
     def from_padded(
         padded: Mapping[str, Tensor], lengths: Mapping[str, Tensor], *, weights: Mapping[str, Tensor] | None = None
     ):
-        """Bags of padded {key: [B, L]} with lengths {key: i[B]}, weights {key: f[B, L]}; the capacity is the sum of B * L."""
+        """Bags of padded {key: [B, L]} with lengths {key: i[B]}, weights
+        {key: f[B, L]}; the capacity is the sum of B * L."""
         call = "funcrec.KeyedJaggedTensor.from_padded"
         check(
             call, same_key_problems(padded, lengths), same_key_problems(padded, padded if weights is None else weights)
@@ -198,7 +202,8 @@ class KeyedJaggedTensor:
         return {k: self[k] for k in self.keys}
 
     def __getitem__(self, which: str | int | slice | Sequence[int]) -> "JaggedTensor | KeyedJaggedTensor":
-        """`ids["clicked"]`: one feature's JaggedTensor. `ids[2:5]`, `ids[3]`, `ids[[4, 0]]`: those bags of every key."""
+        """`ids["clicked"]`: one feature's JaggedTensor. `ids[2:5]`,
+        `ids[3]`, `ids[[4, 0]]`: those bags of every key."""
         if isinstance(which, str):
             positions = [self._position(which)]
             return as_part(self._take_keys(positions, self.capacity), self, positions)
@@ -248,7 +253,8 @@ class KeyedJaggedTensor:
 
     @typed
     def permute(self, keys: Sequence[str | int]) -> "KeyedJaggedTensor":
-        """The keys in another order, some left out, some repeated (names or positions; of repeats, a name means the first).
+        """The keys in another order, some left out, some repeated
+        (names or positions; of repeats, a name means the first).
 
         Example:
           >>> import funcrec as fr

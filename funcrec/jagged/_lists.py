@@ -1,6 +1,7 @@
 """Python's lists, NumPy's arrays and tensors as one buffer: every value as it was, or refused.
 
-    dtype of the buffer = the one asked for; else that of the tensors and arrays; else i64, f32 or bool for Python's numbers
+    dtype of the buffer = the one asked for; else that of the tensors
+    and arrays; else i64, f32 or bool for Python's numbers
 
 Floats may be rounded to the dtype; an integer is never changed.
 """
@@ -21,7 +22,8 @@ from funcrec.jagged._primitives import is_concrete
 def flat_list(
     call: str, bags: Iterable, path: str, dtype: torch.dtype | None, numbers: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(values [N, ...], lengths i64[B]) of the bags. numbers: the dtype of Python's numbers, when not i64, f32 or bool."""
+    """(values [N, ...], lengths i64[B]) of the bags. numbers: the
+    dtype of Python's numbers, when not i64, f32 or bool."""
     check(call, dtype_problems(dtype))
     bags = list(bags)
     lengths = torch.tensor([len(bag) for bag in bags], dtype=torch.int64)

@@ -1,9 +1,10 @@
-"""Kernels on jagged buffers as differentiable functions: each is linear in the values, and its transpose is another one.
+"""Kernels on jagged buffers as differentiable functions: each
+is linear in the values, and its transpose is another one.
 
     take_ranges ↔ take_ranges_transpose          to_padded ↔ from_padded
 
-Reverse and forward rules hold under every nesting of torch.func; vmap over the values alone is one call, in which the members
-stand side by side as columns, and over offsets a loop. Integers are moved the same way.
+Reverse and forward rules hold under every nesting of torch.func; vmap over the values alone is one call, in which the
+members stand side by side as columns, and over offsets a loop. Integers are moved the same way.
 Shapes: B bags, N values, C capacity of an output, L places of a padded bag.
 """
 
@@ -68,7 +69,8 @@ def _operation(name: str, implementation: str) -> Callable:
 
 
 def _chosen(x: Tensor) -> str:
-    """The implementation; for Dynamo the reference, since it follows no choice and ignores rules (`backward`) of ours."""
+    """The implementation; for Dynamo the reference, since it follows
+    no choice and ignores rules (`backward`) of ours."""
     return "reference" if torch.compiler.is_dynamo_compiling() else ops.chosen(None, x.device)
 
 

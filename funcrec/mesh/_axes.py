@@ -20,8 +20,8 @@ AxisName = str | tuple[str, ...]
 class Axis(NamedTuple):
     """A bound axis.
 
-    marker: i64[], this rank's place on the axis. Under emulation it is batched at the axis's own vmap level and at no other: that is
-      how a collective knows the level.
+    marker: i64[], this rank's place on the axis. Under emulation it is batched at the axis's own vmap level and at no
+      other: that is how a collective knows the level.
     group: the process group's name and `index` this rank's place, as a number; None under emulation.
     """
 
@@ -44,7 +44,8 @@ def coordinates(rank: int, axes: Sequence[str], sizes: Mapping[str, int]) -> dic
 
 
 def rank_at(where: Mapping[str, Any], axes: Sequence[str], sizes: Mapping[str, int]) -> Any:
-    """The number among the ranks of these axes of the one at {axis: place}, which may be tensors; the inverse of `coordinates`."""
+    """The number among the ranks of these axes of the one at {axis: place},
+    which may be tensors; the inverse of `coordinates`."""
     rank = where[axes[0]] if axes else 0
     for a in axes[1:]:
         rank = rank * sizes[a] + where[a]

@@ -2,9 +2,9 @@
 
     y = decode(exchange(encode(x)))      d_x = decode'(exchangeᵀ(encode'(d_y)))      tangents: y's own rule on tangents
 
-A coded exchange counts as the linear map that it is up to rounding: the derivative of coding is the identity. Coding is an operator, so that
-compiled, emulated and real ranks round alike. Under emulation nothing travels: values are rounded before the exchange, cotangents before its
-transpose.
+A coded exchange counts as the linear map that it is up to rounding: the derivative of coding is the identity. Coding is
+an operator, so that compiled, emulated and real ranks round alike. Under emulation nothing travels: values are rounded
+before the exchange, cotangents before its transpose.
 Shapes: n ranks, W columns of a vector, cut into K rows of `widths`.
 """
 
@@ -30,14 +30,15 @@ SCALE_BYTES = 4
 class Codec:
     """How sharded lookups send vectors: `forward` what owners send back, `backward` the cotangents that they are sent.
 
-    None sends every bit. "bfloat16" and "float16" round each element, to within 2^-8 and 2^-11 of itself; in float16 a finite value beyond
-    65504 becomes 65504, and one below 2^-14 is rounded to a multiple of 2^-24. "int8" sends a row (one bag's vector of one feature and
-    column block, or one id's row) as whole multiples of max|row| / 127 with max|row| in f32 beside them; a row of zeros stays one, a row
-    with an infinity or a NaN arrives as NaN. Vectors of 16 bits keep them, if the codec does not go below. Ids, lengths, weights, dense
-    gradients and what copies of a table tell one another are never coded.
+    None sends every bit. "bfloat16" and "float16" round each element, to within 2^-8 and 2^-11 of itself; in float16 a
+    finite value beyond 65504 becomes 65504, and one below 2^-14 is rounded to a multiple of 2^-24. "int8" sends a row
+    (one bag's vector of one feature and column block, or one id's row) as whole multiples of max|row| / 127 with
+    max|row| in f32 beside them; a row of zeros stays one, a row with an infinity or a NaN arrives as NaN. Vectors of 16
+    bits keep them, if the codec does not go below. Ids, lengths, weights, dense gradients and what copies of a table
+    tell one another are never coded.
 
-    Law: Codec() changes no bit; `forward` alone changes no gradient for the same cotangents; `backward` alone changes no lookup; the
-      same bits on emulated meshes and real ranks.
+    Law: Codec() changes no bit; `forward` alone changes no gradient for the same cotangents; `backward` alone changes
+      no lookup; the same bits on emulated meshes and real ranks.
 
     Example: 1.01 travels as bfloat16, and comes as what that can hold.
       >>> import torch, funcrec as fr
@@ -49,9 +50,9 @@ class Codec:
       tensor([[1.0078, 1.0078],
               [1.0078, 1.0078]])
 
-    Source: TorchRec's QCommsConfig, fbgemm_gpu.quantize_comm, whose int8 sends an offset beside the scale: 8 bytes, and less error for rows
-      that are far from symmetric; Yang et al., "Training Deep Learning Recommendation Model with Quantized Collective Communications",
-      DLP-KDD 2020.
+    Source: TorchRec's QCommsConfig, fbgemm_gpu.quantize_comm, whose int8 sends an offset beside the scale: 8 bytes, and
+      less error for rows that are far from symmetric; Yang et al., "Training Deep Learning Recommendation Model with
+      Quantized Collective Communications", DLP-KDD 2020.
     """
 
     forward: Kind | None = None
@@ -74,7 +75,8 @@ def send(
 ) -> list[Tensor]:
     """The collective on every x[..., W], as `codec.forward` sends it; its transpose as `codec.backward` does.
 
-    widths: for each x those of its rows, which have a scale of their own; together W. Of all_to_all x is [n, ...]; all_gather gives that.
+    widths: for each x those of its rows, which have a scale of their own; together
+      W. Of all_to_all x is [n, ...]; all_gather gives that.
     """
     codec = Codec() if codec is None else codec
     bound = bound_axes("funcrec.lookup", axes)
@@ -107,7 +109,8 @@ def encode(x: Tensor, kind: str, widths: Sequence[int]) -> Tensor:
     if kind == "float16":
         most = torch.finfo(torch.float16).max
         near = x.clamp(-most, most)
-        # an infinity comes back, and no other element: what is finite is less than 4 / tiny, and 65504 + 4 is rounded to 65504
+        # an infinity comes back, and no other element: what is finite
+        # is less than 4 / tiny, and 65504 + 4 is rounded to 65504
         near.add_(x - near, alpha=torch.finfo(x.dtype).tiny)
         return near.to(torch.float16, memory_format=torch.contiguous_format).view(torch.int8)
     x = x if x.dtype == torch.float64 else x.float()

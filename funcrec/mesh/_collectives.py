@@ -2,8 +2,8 @@
 
     psum(x)[r] = Σ_s x[s]      all_gather(x)[r] = (x[0], ..., x[n-1])      all_to_all(x)[r] = (x[0][r], ..., x[n-1][r])
 
-They are called inside `shard_map`, which binds the axes. All take trees, and a tuple of axis names for the ranks of several axes (the first
-is the major one).
+They are called inside `shard_map`, which binds the axes. All take trees, and a tuple of axis names for the ranks of
+several axes (the first is the major one).
 Shapes: n ranks on the axis; x[r] is what rank r passes.
 """
 
@@ -24,9 +24,9 @@ T = Any  # a pytree of tensors
 def psum(x: T, axis_name: AxisName) -> T:
     """The sum over the ranks of an axis, on each of them.
 
-    psum(x)[r] = Σ_s x[s]. One sender's x goes into every rank's sum; one receiver gets the sum of all. Its transpose is psum: the
-    cotangents of all ranks are added, as each of them got the sum. Where all ranks go on to compute one and the same loss that counts
-    once, use `psum_invariant`.
+    psum(x)[r] = Σ_s x[s]. One sender's x goes into every rank's sum; one receiver gets the sum of all. Its transpose is
+    psum: the cotangents of all ranks are added, as each of them got the sum. Where all ranks go on to compute one and
+    the same loss that counts once, use `psum_invariant`.
 
     Args:
       x: a tree of tensors, of one shape on all ranks.
@@ -57,7 +57,8 @@ def psum_invariant(x: T, axis_name: AxisName) -> T:
       >>> import torch, funcrec as fr
       >>> mesh, x = fr.Mesh.emulated(data=2), torch.tensor([1.0, 2.0])
       >>> by = lambda total: torch.func.grad(lambda x: total(x, "data").square().sum())
-      >>> [fr.shard_map(by(f), mesh=mesh, in_specs=fr.P("data"), out_specs=fr.P("data"))(x) for f in (fr.psum_invariant, fr.psum)]
+      >>> [fr.shard_map(by(f), mesh=mesh, in_specs=fr.P("data"), out_specs=fr.P("data"))(x) for f in (fr.psum_invariant,
+      ...     fr.psum)]
       [tensor([6., 6.]), tensor([12., 12.])]
 
     Source: jax.lax.psum under check_vma; Megatron-LM's reduce_from_model_parallel_region.
@@ -75,7 +76,8 @@ def pvary(x: T, axis_name: AxisName) -> T:
     Example: d/dw Σ_r w · x[r].
       >>> import torch, funcrec as fr
       >>> loss = lambda w, x: fr.psum_invariant((fr.pvary(w, "data") * x).sum(), "data")
-      >>> f = fr.shard_map(torch.func.grad(loss), mesh=fr.Mesh.emulated(data=2), in_specs=(fr.P(), fr.P("data")), out_specs=fr.P())
+      >>> f = fr.shard_map(torch.func.grad(loss), mesh=fr.Mesh.emulated(data=2), in_specs=(fr.P(), fr.P("data")),
+      ...     out_specs=fr.P())
       >>> f(torch.tensor(1.0), torch.tensor([1.0, 2.0]))
       tensor(3.)
 
@@ -94,7 +96,8 @@ def pmean(x: T, axis_name: AxisName) -> T:
 
     Example: two ranks that hold 1 and 2.
       >>> import torch, funcrec as fr
-      >>> f = fr.shard_map(lambda x: fr.pmean(x, "data"), mesh=fr.Mesh.emulated(data=2), in_specs=fr.P("data"), out_specs=fr.P())
+      >>> f = fr.shard_map(lambda x: fr.pmean(x, "data"), mesh=fr.Mesh.emulated(data=2), in_specs=fr.P("data"),
+      ...     out_specs=fr.P())
       >>> f(torch.tensor([1.0, 2.0]))
       tensor([1.5000])
 
@@ -121,7 +124,8 @@ def pmax(x: T, axis_name: AxisName) -> T:
 
     Example: two ranks that hold [1, 5] and [3, 2].
       >>> import torch, funcrec as fr
-      >>> f = fr.shard_map(lambda x: fr.pmax(x, "data"), mesh=fr.Mesh.emulated(data=2), in_specs=fr.P("data"), out_specs=fr.P())
+      >>> f = fr.shard_map(lambda x: fr.pmax(x, "data"), mesh=fr.Mesh.emulated(data=2), in_specs=fr.P("data"),
+      ...     out_specs=fr.P())
       >>> f(torch.tensor([[1.0, 5.0], [3.0, 2.0]]))
       tensor([[3., 5.]])
 
@@ -139,7 +143,8 @@ def pmin(x: T, axis_name: AxisName) -> T:
 
     Example: two ranks that hold [1, 5] and [3, 2].
       >>> import torch, funcrec as fr
-      >>> f = fr.shard_map(lambda x: fr.pmin(x, "data"), mesh=fr.Mesh.emulated(data=2), in_specs=fr.P("data"), out_specs=fr.P())
+      >>> f = fr.shard_map(lambda x: fr.pmin(x, "data"), mesh=fr.Mesh.emulated(data=2), in_specs=fr.P("data"),
+      ...     out_specs=fr.P())
       >>> f(torch.tensor([[1.0, 5.0], [3.0, 2.0]]))
       tensor([[1., 2.]])
 
@@ -154,8 +159,8 @@ def pmin(x: T, axis_name: AxisName) -> T:
 def all_gather(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False) -> T:
     """All ranks' values, on each of them, in the order of the axis.
 
-    One sender's x becomes element r of everyone's result; one receiver gets n values: stacked along a new dimension `dim`, or joined
-    along the old one with `tiled`. Its transpose is `psum_scatter`.
+    One sender's x becomes element r of everyone's result; one receiver gets n values: stacked along a new dimension
+    `dim`, or joined along the old one with `tiled`. Its transpose is `psum_scatter`.
 
     Shapes along dim 0: x [K, ...] -> [n, K, ...], or [n · K, ...] with `tiled`.
 
@@ -196,8 +201,8 @@ def _cut(x: Tensor, dim: int, n: int, tiled: bool) -> Tensor:
 def psum_scatter(x: T, axis_name: AxisName, *, dim: int = 0, tiled: bool = False) -> T:
     """The sum over the ranks, of which each keeps its own part: psum_scatter(x)[r] = Σ_s x[s][r].
 
-    One sender's x is n parts, along `dim` (of size n, which goes; with `tiled` of a multiple of n, which is cut); part r goes into
-    rank r's sum. Its transpose is `all_gather`.
+    One sender's x is n parts, along `dim` (of size n, which goes; with `tiled` of a multiple of n, which is cut); part
+    r goes into rank r's sum. Its transpose is `all_gather`.
 
     Shapes along dim 0: x [M, ...] -> [...], or [K, ...] with `tiled`, where M = n · K.
 
@@ -227,8 +232,9 @@ def all_to_all(
 ) -> T:
     """A transposition over ranks: all_to_all(x)[r][s] = x[s][r].
 
-    One sender's x is n parts along `split_dim` (of size n; with `tiled` of a multiple of n, which is cut); part r goes to rank r. One
-    receiver puts the parts of all senders, in their order, along `concat_dim` (default: split_dim). Its transpose is itself.
+    One sender's x is n parts along `split_dim` (of size n; with `tiled` of a multiple of n, which is cut); part r goes
+    to rank r. One receiver puts the parts of all senders, in their order, along
+    `concat_dim` (default: split_dim). Its transpose is itself.
 
     Shapes where `concat_dim` is `split_dim`: x [...] -> [...].
 
@@ -259,7 +265,8 @@ def all_to_all(
 
 @typed
 def ppermute(x: T, axis_name: AxisName, perm: Sequence[Sequence[int]]) -> T:
-    """Send x from rank to rank: for (source, destination) in `perm`, ppermute(x)[destination] = x[source]; zeros elsewhere.
+    """Send x from rank to rank: for (source, destination) in `perm`,
+    ppermute(x)[destination] = x[source]; zeros elsewhere.
 
     One sender sends to one destination at most, one receiver gets from one source at most. Its transpose permutes back.
 
@@ -280,11 +287,13 @@ def ppermute(x: T, axis_name: AxisName, perm: Sequence[Sequence[int]]) -> T:
 
 
 def axis_index(axis_name: AxisName) -> Tensor:
-    """i64[]: this rank's place on the axis; of several axes the place among their ranks, the first axis being the major one.
+    """i64[]: this rank's place on the axis; of several axes the place
+    among their ranks, the first axis being the major one.
 
     Example:
       >>> import funcrec as fr
-      >>> fr.shard_map(lambda: fr.axis_index("data")[None], mesh=fr.Mesh.emulated(data=3), in_specs=(), out_specs=fr.P("data"))()
+      >>> fr.shard_map(lambda: fr.axis_index("data")[None], mesh=fr.Mesh.emulated(data=3), in_specs=(),
+      ...     out_specs=fr.P("data"))()
       tensor([0, 1, 2])
 
     Source: jax.lax.axis_index.

@@ -2,8 +2,9 @@
 
     exchange(x)[r] = Σ_s M[r, s] x[s]          exchangeᵀ is an exchange again
 
-Under emulation an axis is a vmap level, and an exchange is a movement of that level's dimension. On real ranks it is an operator of
-torch.distributed, and nothing else in funcrec calls those: their own derivatives are silently wrong under torch.func.
+Under emulation an axis is a vmap level, and an exchange is a movement of that level's dimension. On real ranks it is an
+operator of torch.distributed, and nothing else in funcrec calls those:
+their own derivatives are silently wrong under torch.func.
 Shapes: n ranks on the axis; x[r] is what rank r passes.
 """
 
@@ -21,7 +22,8 @@ from funcrec.mesh._axes import Axis
 
 _c10d = torch.ops._c10d_functional
 AWAIT, SWAP = _c10d.wait_tensor.default, _c10d.all_to_all_single.default
-LEAVES = {  # the bytes that leave each of n ranks, of an operand of x_bytes; a sum is a ring's; a swap's parts say to whom they go
+# the bytes that leave each of n ranks, of an operand of x_bytes; a sum is a ring's; a swap's parts say to whom they go
+LEAVES = {
     SWAP: lambda x_bytes, group, _, parts: x_bytes * (sum(parts) - parts[group.rank()]) // max(sum(parts), 1),
     _c10d.all_gather_into_tensor.default: lambda x_bytes, group, _: x_bytes * (group.size() - 1),
     _c10d.reduce_scatter_tensor.default: lambda x_bytes, group, *_: x_bytes * (group.size() - 1) // group.size(),
@@ -40,8 +42,9 @@ def has_effect(node: torch.fx.Node) -> bool:
 class Exchange(NamedTuple):
     """One linear collective over one axis.
 
-    start: (x, call) -> a tensor that `wait` completes, on real ranks. emulate: (x f[n, ...], call) -> (y, is_varying): what all ranks
-    get, stacked, or one value for all. transpose: the name of another exchange, and of `permuted` when it takes the inverse.
+    start: (x, call) -> a tensor that `wait` completes, on real ranks. emulate: (x f[n, ...], call) -> (y, is_varying):
+    what all ranks get, stacked, or one value for all. transpose: the name of another
+    exchange, and of `permuted` when it takes the inverse.
     """
 
     start: Callable[[Tensor, "Call"], Tensor]
@@ -76,7 +79,8 @@ def _start_swap(x: Tensor, call: Call) -> Tensor:
 
 
 def _is_gloo(group: str) -> bool:
-    """There a gather copies what came twice over, and a scatter of sums is a whole all-reduce: swaps send as much in half the time."""
+    """There a gather copies what came twice over, and a scatter of sums is
+    a whole all-reduce: swaps send as much in half the time."""
     return dist.get_backend(_resolve_process_group(group)) == "gloo"
 
 
@@ -94,7 +98,8 @@ def _start_scatter(x: Tensor, call: Call) -> Tensor:
 
 
 def _start_permute(x: Tensor, call: Call) -> Tensor:
-    """At most one block goes out, and one comes in: without a source a rank's own, of zeros, so that what it sends is nowhere dead code."""
+    """At most one block goes out, and one comes in: without a source a rank's own,
+    of zeros, so that what it sends is nowhere dead code."""
     sent = [int((call.index, r) in call.pairs) for r in range(call.size)]
     received = [int((r, call.index) in call.pairs) for r in range(call.size)]
     blocks = [x if n else None for n in sent]
@@ -145,7 +150,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.call = inputs[0]
-        # linear: of the tensors only the marker is kept, by which the transpose and the tangent find the axis's own vmap level again
+        # linear: of the tensors only the marker is kept, by which the transpose
+        # and the tangent find the axis's own vmap level again
         ctx.save_for_backward(inputs[1])
         ctx.save_for_forward(inputs[1])
 
@@ -199,7 +205,8 @@ def _finish(begun: Tensor, x: Tensor, call: Call) -> Tensor:
 
 
 def exchange(kind: str, tree: Any, axis: Axis, pairs: tuple = ()) -> Any:
-    """The collective on every leaf; integers apart from floats, which have derivatives, and first: they are known earlier."""
+    """The collective on every leaf; integers apart from floats, which
+    have derivatives, and first: they are known earlier."""
     leaves, structure = tree_flatten(tree)
     call, out = Call(kind, axis.size, axis.group, axis.index, pairs), list(leaves)
     for is_float in (False, True):

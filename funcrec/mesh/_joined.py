@@ -1,6 +1,7 @@
 """Exchanges of many tensors as few: those of a dtype travel together, small ones of any dtype too.
 
-    gather(x), gather(y)  =  split(gather([x | y]))        Σ_s x[s], part by part: each rank adds up one part, and the parts are gathered
+    gather(x), gather(y)  =  split(gather([x | y]))
+    Σ_s x[s], part by part: each rank adds up one part, and the parts are gathered
 
 An exchange costs about 0.2 ms on gloo, however small it is. Shapes: n ranks on some axes, N elements of a buffer.
 """
@@ -26,7 +27,8 @@ def is_small(xs: Sequence[Tensor], num_ranks: int) -> bool:
 def gather_each(
     xs: Sequence[Tensor], axes: tuple[str, ...], narrow: Mapping[int, Tensor]
 ) -> dict[int, tuple[Tensor, ...]]:
-    """{id of x: what each rank of the axes has for it}, of each tensor; narrow: {id of x: what is sent in its place}."""
+    """{id of x: what each rank of the axes has for it}, of each
+    tensor; narrow: {id of x: what is sent in its place}."""
     n, apart = axis_size(axes), {id(x): x for x in xs}
     sent = {i: narrow.get(i, x) for i, x in apart.items()}
     large = {i: x for i, x in sent.items() if not is_small([x], n)}
@@ -41,14 +43,16 @@ def gather_each(
 
 
 def carried(xs: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Each as it travels, [N]: integers as the bits of floats of their size, which have derivatives, if there are such among them."""
+    """Each as it travels, [N]: integers as the bits of floats of their size,
+    which have derivatives, if there are such among them."""
     dtypes = {x.dtype for x in xs.values()}
     carrier = lambda dtype: BITS[dtype] if BITS.get(dtype) in dtypes else dtype
     return {i: as_bits(x.flatten(), carrier(x.dtype)) for i, x in xs.items()}
 
 
 def as_bits(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x read as another dtype of its size; x itself where it has that dtype, for `view` to a dtype has no derivative."""
+    """x read as another dtype of its size; x itself where it
+    has that dtype, for `view` to a dtype has no derivative."""
     return x if x.dtype == dtype else x.view(dtype)
 
 
@@ -59,9 +63,11 @@ def gather_as_one(tree: Any, axes: Sequence[str]) -> Any:
 
 
 def ordered_sum(tree: Any, axes: Sequence[str]) -> Any:
-    """Σ over ranks of every leaf, added in the order of the ranks, so that it has the same bits on any mesh and in one process.
+    """Σ over ranks of every leaf, added in the order of the ranks, so
+    that it has the same bits on any mesh and in one process.
 
-    All leaves of a dtype travel together. Two ranks give each other all they have: as many bytes as part by part, at once.
+    All leaves of a dtype travel together. Two ranks give each other
+    all they have: as many bytes as part by part, at once.
     """
     buffers, unravel = ravel(tree)
     if axis_size(tuple(axes)) <= 2:
@@ -70,7 +76,8 @@ def ordered_sum(tree: Any, axes: Sequence[str]) -> Any:
 
 
 def part_by_part(fold: Callable[[Tensor], Tensor], flat: Tensor, axes: tuple[str, ...]) -> Tensor:
-    """fold([n, N]) of what all ranks have for flat [N], element by element, on each of them: what a ring's all-reduce sends."""
+    """fold([n, N]) of what all ranks have for flat [N], element by element,
+    on each of them: what a ring's all-reduce sends."""
     copies = all_to_all(in_parts(flat, axis_size(axes)), axes)  # [n, C]: this rank's part, of every rank
     return all_gather(fold(copies), axes, tiled=True)[: flat.shape[0]]
 

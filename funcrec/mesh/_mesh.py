@@ -32,9 +32,10 @@ ambient: ContextVar[tuple["Mesh", ...]] = ContextVar("funcrec_meshes", default=(
 class Mesh:
     """Ranks in a grid with named axes.
 
-    `Mesh.emulated(data=2, model=2)` lives in this process: a mapped function is run for all ranks at once by vmap, and takes and
-    gives global values. `Mesh.distributed(data=2, model=2)` is this process's view of real ranks: each passes and gets its own shard.
-    The last axis runs fastest over the ranks. `with mesh:` makes it the mesh of calls that name none.
+    `Mesh.emulated(data=2, model=2)` lives in this process: a mapped function is run for all ranks at once by vmap, and
+    takes and gives global values. `Mesh.distributed(data=2, model=2)` is this process's view of real ranks: each passes
+    and gets its own shard. The last axis runs fastest over the ranks.
+    `with mesh:` makes it the mesh of calls that name none.
 
     Example:
       >>> import torch, funcrec as fr
@@ -42,7 +43,8 @@ class Mesh:
       >>> mesh.size, mesh.shape, mesh.is_emulated
       (6, {'data': 2, 'model': 3}, True)
       >>> with mesh:
-      ...     fr.shard_map(lambda x: fr.psum(x, "data"), in_specs=fr.P("data"), out_specs=fr.P())(torch.tensor([1., 2.]))
+      ...     fr.shard_map(lambda x: fr.psum(x, "data"), in_specs=fr.P("data"),
+      ...         out_specs=fr.P())(torch.tensor([1., 2.]))
       tensor([3.])
 
     Source: jax.sharding.Mesh; torch.distributed.device_mesh.
@@ -72,8 +74,8 @@ class Mesh:
         Args:
           device: "cpu" (gloo) or "cuda" (NCCL); None for CUDA where there is some.
           timeout_s: how long a collective waits for a rank that does not come, before it raises.
-          debug: compare what the ranks call before every collective, and name the rank that calls another one or with another shape; slow.
-            A sum and a maximum are one collective to it.
+          debug: compare what the ranks call before every collective, and name the rank that calls another one or with
+            another shape; slow. A sum and a maximum are one collective to it.
 
         Raises: ValueError when the axes do not multiply to the number of ranks.
 
@@ -160,7 +162,8 @@ class Mesh:
         return f"Mesh.distributed({text}) at rank {dist.get_rank()} of {self.size}"
 
 
-# An operator, so that no compiler folds this rank's place into the code: all ranks must make the same exchanges in the same order.
+# An operator, so that no compiler folds this rank's place into the code:
+# all ranks must make the same exchanges in the same order.
 library.define(
     "funcrec_mesh",
     "coordinate",
@@ -176,7 +179,8 @@ def ambient_mesh() -> Mesh | None:
 
 
 def fresh_store() -> dict:
-    """What a restarted rank tells `init_process_group`: in torchrun's store are the addresses of the ranks before it, too."""
+    """What a restarted rank tells `init_process_group`: in torchrun's
+    store are the addresses of the ranks before it, too."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts == "0":
         return {}
@@ -185,8 +189,9 @@ def fresh_store() -> dict:
 
 
 def _let_go() -> None:
-    """Time, at a process's end, for gloo's threads to let go of the last call's tensors: that takes Python's lock, and a thread that asks for
-    it when Python is gone ends the process with an abort (pybind11's gil_scoped_acquire before Python 3.14)."""
+    """Time, at a process's end, for gloo's threads to let go of the last call's tensors: that takes Python's lock, and
+    a thread that asks for it when Python is gone ends the process with an abort
+    (pybind11's gil_scoped_acquire before Python 3.14)."""
     time.sleep(LET_GO_S)
 
 

@@ -135,7 +135,8 @@ def join(stacked: Any, spec: P, sizes: Sizes) -> Any:
 
 
 def _stack_bags(x: Any, n: int) -> Any:
-    """n parts of the bags, stacked. Their capacity is a bucket of what the fullest needs, or the whole where lengths cannot be read."""
+    """n parts of the bags, stacked. Their capacity is a bucket of what the fullest
+    needs, or the whole where lengths cannot be read."""
     bags = x.num_bags // n
     parts = [x[i * bags : (i + 1) * bags] for i in range(n)]
     if is_concrete(x.values) and is_concrete(x.offsets):

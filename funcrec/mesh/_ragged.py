@@ -2,7 +2,8 @@
 
     output[r][output_offsets[s][r] + j] = operand[s][input_offsets[s][r] + j]      for j < send_sizes[s][r]
 
-Sizes stay on the device. What travels is a block of `capacity` rows for each pair of ranks, so that no shape depends on a value.
+Sizes stay on the device. What travels is a block of `capacity` rows for
+each pair of ranks, so that no shape depends on a value.
 Shapes: n ranks, N rows of the operand, M rows of the output, K the capacity.
 """
 
@@ -29,16 +30,16 @@ def ragged_all_to_all(
 ) -> Tensor:
     """A copy of `output` into which every rank has put the rows that it sends here.
 
-    One sender s: for each rank r it takes `send_sizes[r]` rows of its operand from `input_offsets[r]` on, and they land in r's output
-    from `output_offsets[r]` on. One receiver r: rank s sends it `recv_sizes[s]` rows; places that nobody writes keep output's rows.
-    The caller owes that sender and receiver agree, that all ranges are inside their buffers, and that those of one output do not overlap:
-    `recv_sizes == all_to_all(send_sizes)`.
+    One sender s: for each rank r it takes `send_sizes[r]` rows of its operand from `input_offsets[r]` on, and they land
+    in r's output from `output_offsets[r]` on. One receiver r: rank s sends it `recv_sizes[s]` rows; places that nobody
+    writes keep output's rows. The caller owes that sender and receiver agree, that all ranges are inside their buffers,
+    and that those of one output do not overlap: `recv_sizes == all_to_all(send_sizes)`.
 
     Args:
       operand: [N, ...]. output: [M, ...], of the same dtype and trailing shape.
       input_offsets, send_sizes, output_offsets, recv_sizes: i32[n] or i64[n].
-      capacity: the most rows that any pair of ranks exchanges; None for N. It is what is sent, so a tight one saves bytes; rows beyond it
-        are lost, which `capacity=None` excludes.
+      capacity: the most rows that any pair of ranks exchanges; None for N. It is what is sent, so a tight one saves
+        bytes; rows beyond it are lost, which `capacity=None` excludes.
 
     Returns: [M, ...].
 
@@ -46,7 +47,8 @@ def ragged_all_to_all(
 
     Cost: every rank sends n · K rows.
 
-    Example: rank 0 holds [1, 2, 2] and sends one row to itself and two to rank 1; rank 1 holds [3, 4, 0] and sends one to each.
+    Example: rank 0 holds [1, 2, 2] and sends one row to itself and two
+      to rank 1; rank 1 holds [3, 4, 0] and sends one to each.
       >>> import torch, funcrec as fr
       >>> def f(x, starts, sizes, places, received):
       ...     out = fr.ragged_all_to_all(x, torch.zeros(4), starts[0], sizes[0], places[0], received[0], axis_name="x")
@@ -62,7 +64,8 @@ def ragged_all_to_all(
     """
     call, n = "funcrec.ragged_all_to_all", axis_size(axis_name)
     named = {
-        "input_offsets": input_offsets, "send_sizes": send_sizes, "output_offsets": output_offsets, "recv_sizes": recv_sizes,
+        "input_offsets": input_offsets, "send_sizes": send_sizes, "output_offsets": output_offsets,
+        "recv_sizes": recv_sizes,
     }  # fmt: skip
     check(call, operand_problems(operand, output))
     check(call, *(count_problems(x, name, n) for name, x in named.items()))

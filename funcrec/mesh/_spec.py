@@ -1,6 +1,7 @@
 """P: how a tensor is cut over the axes of a mesh.
 
-P("a", None): dimension 0 over the ranks of axis a, dimension 1 whole        P(("a", "b")): over those of both, a being the major one
+P("a", None): dimension 0 over the ranks of axis a, dimension 1 whole
+P(("a", "b")): over those of both, a being the major one
 """
 
 import dataclasses
@@ -11,7 +12,8 @@ from funcrec.mesh._axes import AxisName, is_names
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class P:
-    """How a tensor is cut over a mesh: for each dimension an axis, a tuple of axes (the first is the major one), or None.
+    """How a tensor is cut over a mesh: for each dimension an axis,
+    a tuple of axes (the first is the major one), or None.
 
     Dimensions that are not named are whole; `P()` is the whole tensor on every rank.
 

@@ -18,7 +18,8 @@ LOGIT_RANGE = 16.0  # of the bins; f32 probabilities end near ±16
 
 
 def auc(num_bins: int = 2**16, *, from_logits: bool = False) -> Metric:
-    """AUC from a histogram of the logits, `num_bins` even bins between -16 and 16; what is beyond falls into the outer bins.
+    """AUC from a histogram of the logits, `num_bins` even bins between
+    -16 and 16; what is beyond falls into the outer bins.
 
     Scores in one bin count as ties, so the answer differs from the exact one by at most ½ Σ_b P_b N_b / (P · N), which
     `auc_error` computes from the state: below 1e-4 for a model whose logits have standard deviation 1. NaN without a

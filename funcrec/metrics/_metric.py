@@ -36,12 +36,14 @@ RANGES = {True: (-math.inf, math.inf), False: (0.0, 1.0), ANY: (-math.inf, math.
 
 @typed_fields
 class Metric(NamedTuple):
-    """`init(device=None) -> state`, `update(state, predictions, labels, weights=None) -> state`, `compute(state) -> f64[]`.
+    """`init(device=None) -> state`, `update(state, predictions, labels, weights=None) -> state`,
+    `compute(state) -> f64[]`.
 
     predictions: f[B], probabilities (logits, where a metric was made with from_logits=True). labels: [B], floats,
-    integers or booleans in [0, 1]. weights: [B] >= 0 and finite, or None for ones; an example of weight 0 is padding. `compute` gives
-    NaN before the first example, when all weights are 0, and wherever a quotient has no value: never a number that could be the best. Where
-    no value can be read (traced, on a GPU), an example that is out of range makes the answer NaN instead of an error.
+    integers or booleans in [0, 1]. weights: [B] >= 0 and finite, or None for ones; an example of weight 0 is padding.
+    `compute` gives NaN before the first example, when all weights are 0, and wherever a quotient has no value: never a
+    number that could be the best. Where no value can be read (traced, on a GPU), an example that is out of range makes
+    the answer NaN instead of an error.
 
     Law: the state is the sum over examples, in any order and any split (to rounding: 1e-12 of it).
 
@@ -133,7 +135,8 @@ def as_doubles(call: str, predictions, labels, weights, from_logits: bool | obje
 
 
 def examples(predictions, labels, weights, from_logits: bool | object) -> tuple[Tensor, Tensor, Tensor]:
-    """f64[B] each: 0 with weight 0 for padding, and 0 with weight NaN for what is out of range, so that it shows in every sum."""
+    """f64[B] each: 0 with weight 0 for padding, and 0 with weight NaN
+    for what is out of range, so that it shows in every sum."""
     p, y = predictions.double(), labels.double()
     w = torch.ones_like(p) if weights is None else weights.double()
     low, high = RANGES[from_logits]

@@ -59,7 +59,8 @@ def normalized_entropy(*, from_logits: bool = False) -> Metric:
 
 
 def calibration(*, from_logits: bool = False) -> Metric:
-    """Predicted clicks over clicks; 1 is right, above is too many. NaN without a click. Source: TorchRec's calibration."""
+    """Predicted clicks over clicks; 1 is right, above is too many.
+    NaN without a click. Source: TorchRec's calibration."""
     terms = lambda p, y: {"predicted": _probability(p, from_logits), "positive": y}
     return sums(
         "calibration",

@@ -76,8 +76,8 @@ def loss(model: Model) -> Callable:
     Returns: loss_fn(params, batch, *, key) -> (f[], {"logits": f[B], "stats": ...}), for `value_and_grad(has_aux=True)`
       and for `train_step(has_aux=True, merge=merge_stats)`.
 
-    Raises: from loss_fn, ValueError for labels that are not f[B] in [0, 1]; where no value can be read (under `jit`, on a GPU), a label
-      outside [0, 1] makes the loss NaN.
+    Raises: from loss_fn, ValueError for labels that are not f[B] in [0, 1]; where no value can be read (under `jit`, on
+      a GPU), a label outside [0, 1] makes the loss NaN.
 
     Example:
       >>> import torch, funcrec as fr

@@ -40,15 +40,16 @@ def dot_interaction(x: Tensor) -> Tensor:
       >>> fr.nn.dot_interaction(torch.tensor([[[1.0], [2.0], [3.0]]]))
       tensor([[2., 3., 6.]])
 
-    Source: Naumov et al., "Deep Learning Recommendation Model" (2019), §2.1; TorchRec's InteractionArch has the same products
-    in the order of the upper triangle's rows, behind the dense vector.
+    Source: Naumov et al., "Deep Learning Recommendation Model" (2019), §2.1; TorchRec's InteractionArch has the same
+    products in the order of the upper triangle's rows, behind the dense vector.
     """
     check("funcrec.nn.dot_interaction", stack_problems(x))
     return _DotInteraction.apply(x)
 
 
 class _DotInteraction(torch.autograd.Function):
-    """The lower triangle of x xᵀ. Its transpose, (S + Sᵀ) x, is one product, where autograd would make two and scatter into S."""
+    """The lower triangle of x xᵀ. Its transpose, (S + Sᵀ) x, is one product,
+    where autograd would make two and scatter into S."""
 
     @staticmethod
     def forward(x):
@@ -82,7 +83,8 @@ def _lower(square: Tensor) -> Tensor:
 
 
 def _symmetric(lower: Tensor, size: int) -> Tensor:
-    """[..., F (F - 1) / 2] -> [..., F, F], symmetric, zeros on the diagonal: every element is read, none is added to."""
+    """[..., F (F - 1) / 2] -> [..., F, F], symmetric, zeros on
+    the diagonal: every element is read, none is added to."""
     place = lambda i, j: max(i, j) * (max(i, j) - 1) // 2 + min(i, j)
     places = [place(i, j) if i != j else lower.shape[-1] for i in range(size) for j in range(size)]
     padded = torch.nn.functional.pad(lower, (0, 1))

@@ -39,7 +39,8 @@ class Layer(NamedTuple):
 
 @typed
 def xavier_normal(key: Key, shape: Shape) -> Tensor:
-    """f32[shape]: N(0, 2 / (in + out)) for a matrix [out, in], as torch.nn.init.xavier_normal_, and the weights of DLRM's MLPs.
+    """f32[shape]: N(0, 2 / (in + out)) for a matrix [out, in], as torch.nn.init.xavier_normal_,
+    and the weights of DLRM's MLPs.
 
     Example:
       >>> import funcrec as fr

@@ -1,6 +1,7 @@
 """Optimizers as pure functions: rules for the rows of tables, torch.optim's classes for dense parameters.
 
-tables', slots' = sparse.update(row_grads, slots, tables, step)        dense', state' = dense.update(grads, state, dense, step)
+tables', slots' = sparse.update(row_grads, slots, tables, step)
+dense', state' = dense.update(grads, state, dense, step)
 
 Each is a pair of functions, `init` and `update`; combinators take pairs and give pairs.
 """

@@ -34,7 +34,8 @@ def accumulate(optimizer: RowOptimizer, *, every: int, capacity: int | Mapping[s
 
     Raises: ValueError when a gradient has more entries than its table's capacity. KeyError for a table without one.
 
-    Law: k steps are one update with the mean of their gradients, bit for bit. Between updates no row or inner slot changes a bit.
+    Law: k steps are one update with the mean of their gradients, bit for
+      bit. Between updates no row or inner slot changes a bit.
 
     Cost: each step coalesces the k · C entries of a table, whether it is the last one or not: shapes are static.
 
@@ -42,7 +43,8 @@ def accumulate(optimizer: RowOptimizer, *, every: int, capacity: int | Mapping[s
       >>> import torch, funcrec as fr
       >>> sparse = fr.optim.accumulate(fr.optim.sgd(lr=1.0), every=2, capacity=4)
       >>> tables = {"t": torch.zeros(2, 1)}
-      >>> slots, g = sparse.init(tables), fr.RowGrads.from_entries(torch.tensor([1]), torch.ones(1, 1), num_embeddings=2)
+      >>> slots, g = sparse.init(tables), fr.RowGrads.from_entries(torch.tensor([1]), torch.ones(1, 1),
+      ...     num_embeddings=2)
       >>> for step in range(2):
       ...     tables, slots = sparse.update({"t": g}, slots, tables, step)
       ...     print(tables["t"].flatten())

@@ -1,9 +1,10 @@
-"""A user's rule with an operation that has no place in the kernel: sums, and the compiled rule on blocks of touched rows.
+"""A user's rule with an operation that has no place in the kernel:
+sums, and the compiled rule on blocks of touched rows.
 
     for each table: rows, x = coalesce(terms);   for each block of rows: scatter(rule(gather(rows), x))
 
-On a CPU the number of touched rows may be read, so nothing is done for places that hold no row, and a block stays in the caches
-between the three steps.
+On a CPU the number of touched rows may be read, so nothing is done for places that hold no row, and a block stays in
+the caches between the three steps.
 Shapes: T tables, R rows, D dim, M touched rows.
 """
 
@@ -72,7 +73,8 @@ class BlockRule:
 
 
 def _only(terms: Terms, table: int) -> Terms:
-    """The terms of one table, as table 0, over views of just the ids that they read: a coalesced gradient is no longer than they."""
+    """The terms of one table, as table 0, over views of just the ids that
+    they read: a coalesced gradient is no longer than they."""
     out = Terms(terms.d, [], [], terms.weights, [])
     for s in terms.segments:
         if s.table != table:

@@ -92,7 +92,8 @@ def clip(optimizer: RowOptimizer, *, max_norm: float | None = None, max_value: f
       >>> sparse.update(grads, {"t": {}}, {"t": torch.zeros(1, 2)}, step=0)[0]["t"]
       tensor([[-0.6000, -0.8000]])
 
-    Source: torch.nn.utils.clip_grad_norm_ and clip_grad_value_; TorchRec's GradientClippingOptimizer does not clip fused tables.
+    Source: torch.nn.utils.clip_grad_norm_ and clip_grad_value_; TorchRec's
+      GradientClippingOptimizer does not clip fused tables.
     """
     call = "funcrec.optim.clip"
     check_optimizer(call, ("optimizer", optimizer))
@@ -145,13 +146,14 @@ def freeze(optimizer: RowOptimizer, *, tables: Sequence[str]) -> RowOptimizer:
 
 @remade
 def stochastic_rounding(optimizer: RowOptimizer, *, key: Tensor) -> RowOptimizer:
-    """`optimizer`, with rows of f16 and bf16 tables rounded stochastically when they are written; other tables as before.
+    """`optimizer`, with rows of f16 and bf16 tables rounded stochastically
+    when they are written; other tables as before.
 
     Args:
       key: i64[], of which each step folds in its number.
 
-    Law: the mean of a rounded value over keys is the value; a value that the dtype holds is never changed; NaN and infinities stay.
-    f16 values below 2⁻¹⁴ in size are rounded to nearest.
+    Law: the mean of a rounded value over keys is the value; a value that the dtype holds is never changed; NaN and
+    infinities stay. f16 values below 2⁻¹⁴ in size are rounded to nearest.
 
     Example:
       >>> import torch, funcrec as fr

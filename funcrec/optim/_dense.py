@@ -2,8 +2,8 @@
 
     dense', state' = update(grads, state, dense, step)
 
-An update makes the class anew on clones, hands it the gradients and its state, lets it step and reads the clones out. It
-is run as under torch.compile, where step counters and learning rates stay tensors, so the same code runs eagerly and
+An update makes the class anew on clones, hands it the gradients and its state, lets it step and reads the clones out.
+It is run as under torch.compile, where step counters and learning rates stay tensors, so the same code runs eagerly and
 while it is staged, without a host read.
 """
 
@@ -52,8 +52,8 @@ class DenseOptimizer(NamedTuple):
     """A pair of functions that trains a tree of float tensors: dict, list, `fr.pytree` value, tensor, or an empty one.
 
     init: (params) -> state, a tree shaped as `params` with a dict of tensors at each leaf.
-    update: (grads, state, params, step) -> (params, state), leaf by leaf of grads, params f[...]; `step`, int or i64[], counts the steps
-      taken before.
+    update: (grads, state, params, step) -> (params, state), leaf by leaf of grads, params f[...]; `step`, int or i64[],
+      counts the steps taken before.
 
     Law: `update` writes to no argument, and keeps structure, shapes and dtypes.
     """
@@ -72,14 +72,17 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
     Args:
       cls: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, RMSprop, Rprop, ASGD, Muon (matrices only), or a
         class written like them.
-      hyper: its keyword arguments. `lr` may also be a 0-dimensional tensor or a function of the step, such as `schedule`.
+      hyper: its keyword arguments. `lr` may also be a 0-dimensional
+        tensor or a function of the step, such as `schedule`.
 
     Raises: TypeError for a class that cannot be run so (LBFGS wants a closure, SparseAdam sparse tensors,
-      Adafactor reads its counter); whatever the class raises for its hyper-parameters. The update names every gradient and state that does not fit.
+      Adafactor reads its counter); whatever the class raises for its hyper-parameters. The
+      update names every gradient and state that does not fit.
 
     Law: k updates are k steps of the class, up to rounding: counters and bias corrections are in f64. Staged and eager
-    updates give the same bits. SGD, Adam, AdamW, Adagrad and RMSprop are differentiable with respect to parameters, gradients, state
-    and lr, of any order and in any mode; any other class raises a TypeError when one of these is tracked (requires grad, or of torch.func).
+    updates give the same bits. SGD, Adam, AdamW, Adagrad and RMSprop are differentiable with respect to parameters,
+    gradients, state and lr, of any order and in any mode; any other class raises a TypeError when one of these is
+    tracked (requires grad, or of torch.func).
 
     Example:
       >>> import torch, funcrec as fr
@@ -150,8 +153,8 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
 def _alike(
     leaves: list[Tensor], grads: list[Tensor], held: list[dict], counters: Sequence[str], rate: Any
 ) -> tuple[list[Tensor], list[dict]]:
-    """Parameters and states with a member for each of a batch that their gradients or the rate have: what is written in place cannot
-    grow one."""
+    """Parameters and states with a member for each of a batch that their gradients or the rate have: what is written in
+    place cannot grow one."""
     rates = [rate] if isinstance(rate, Tensor) else []
     new_leaves, states = [], []
     for p, g, mine in zip(leaves, grads, held, strict=True):
@@ -169,7 +172,8 @@ def _as_batched(x: Tensor, *others: Tensor) -> Tensor:
 
 
 def _scaled(new: Tensor, old: Tensor, rate: Tensor) -> Tensor:
-    """A step at this rate, from the step at rate 1: those of DIFFERENTIABLE are affine in it, and their states do not know it."""
+    """A step at this rate, from the step at rate 1: those of DIFFERENTIABLE
+    are affine in it, and their states do not know it."""
     return old + rate.to(old.dtype) * (new - old)
 
 
@@ -186,7 +190,8 @@ def _copy(x: Tensor, tracked: bool) -> Tensor:
 def _make(
     cls, hyper: dict, leaves: list[Tensor], grads: list[Tensor], tracked: bool = False
 ) -> tuple[torch.optim.Optimizer, list[Tensor]]:
-    """The class on clones of the leaves, their gradients set, one tensor at a time; tracked: such as derivatives pass through."""
+    """The class on clones of the leaves, their gradients set, one tensor
+    at a time; tracked: such as derivatives pass through."""
     clones = [_copy(p, tracked) for p in leaves]
     for p, g in zip(clones, grads, strict=True):
         p.grad = (g if tracked else g.detach()).to(p.dtype)

@@ -2,8 +2,8 @@
 
     P(round up) = (x - below) / (above - below)
 
-Small updates, which rounding to nearest would lose, then add up. The bits depend on the key, the table's name, the row and
-the column alone: the same on every device, mesh and thread count.
+Small updates, which rounding to nearest would lose, then add up. The bits depend on the key, the table's name, the row
+and the column alone: the same on every device, mesh and thread count.
 Shapes: M rows, D dim.
 """
 
@@ -23,7 +23,8 @@ def table_key(key: Tensor, name: str) -> Tensor:
 
 
 def round_stochastic(x: Tensor, dtype: torch.dtype, rows: Tensor, key: Tensor) -> Tensor:
-    """f32[M, D] whose values `dtype` holds (for f32 and f64: x itself); row i draws the bits of row rows[i] of its table.
+    """f32[M, D] whose values `dtype` holds (for f32 and f64: x
+    itself); row i draws the bits of row rows[i] of its table.
 
     Its derivative is 1, as torch has it for a cast: that of the mean over keys, which is x.
     """
@@ -41,7 +42,8 @@ def round_stochastic(x: Tensor, dtype: torch.dtype, rows: Tensor, key: Tensor) -
 
 
 def row_bits(key: Tensor, rows: Tensor, dim: int) -> Tensor:
-    """i32[M, D]: 16 random bits for each element of the rows: (h >> 16 · (c mod 4)) mod 2¹⁶, h the (r · ⌈D / 4⌉ + c // 4)-th of the key."""
+    """i32[M, D]: 16 random bits for each element of the rows: (h >> 16 · (c mod
+    4)) mod 2¹⁶, h the (r · ⌈D / 4⌉ + c // 4)-th of the key."""
     groups = -(-dim // PER_HASH)
     counter = rows[:, None].to(torch.int64) * groups + torch.arange(1, groups + 1, device=rows.device)
     hashed = random.mix((counter + key * random.GAMMA_INVERSE) * random.GAMMA)  # as in random.bits

@@ -60,7 +60,8 @@ class Stage:
 
 
 def schedule(stages: Sequence[Stage], *, lr: float = 1.0) -> Callable[[int | Tensor], Tensor]:
-    """A function from the steps taken (int or i64[], or i64[...] for many) to the learning rate, f64[]; give it as any optimizer's `lr`.
+    """A function from the steps taken (int or i64[], or i64[...] for many) to
+    the learning rate, f64[]; give it as any optimizer's `lr`.
 
     Raises: ValueError when `max_iters` does not rise from stage to stage.
 

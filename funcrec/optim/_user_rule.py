@@ -1,9 +1,10 @@
 """A user's rule inside the row loop of the fused update: one operator, which holds the rule by number.
 
-    rule on one row → graph of aten operations → C++ (kernels/cpp/_rules.py) → the fused update of every table in one call
+    rule on one row → graph of aten operations → C++ (kernels/cpp/_rules.py)
+    → the fused update of every table in one call
 
-The rule is traced and compiled once for each form of table: dim, dtype and shapes of slots. A rule with an operation that the
-translation does not know runs in blocks (_blocks.py), and a warning names the operation.
+The rule is traced and compiled once for each form of table: dim, dtype and shapes of slots. A rule with an operation
+that the translation does not know runs in blocks (_blocks.py), and a warning names the operation.
 """
 
 import functools
@@ -32,7 +33,8 @@ _staged: dict[int, "UserRule"] = {}  # those that a compiled function calls by n
 
 
 class RuleMemory:
-    """A rule, once for each state of what it closes over: numbers, branches, and which tensors there are. The last MOST are kept.
+    """A rule, once for each state of what it closes over: numbers, branches,
+    and which tensors there are. The last MOST are kept.
 
     call, rule, round_rows: of `UserRule`.
     """
@@ -43,7 +45,8 @@ class RuleMemory:
         self.lock = threading.Lock()
 
     def find(self, names: tuple[str, ...], readings: Mapping[tuple, Reading]) -> "UserRule":
-        """The rule for slots of these names that did, wherever it was run before, what it does now: `readings`, {form of a table: what}."""
+        """The rule for slots of these names that did, wherever it was run before,
+        what it does now: `readings`, {form of a table: what}."""
         with self.lock:
             known = self.made.setdefault(names, [])
             for rule in reversed(known):
@@ -63,8 +66,10 @@ class RuleMemory:
 class UserRule:
     """A rule for one row.
 
-    rule: (row f[D], grad f[D], {slot: f[...]}, lr f[], t f[], repeats f[]) -> (row, slots). names: of the slots, in order.
-    round_rows: (new f[M, D], dtype, rows i64[M], key i64[]) -> new, for stochastic rounding in blocks. call: for messages.
+    rule: (row f[D], grad f[D], {slot: f[...]}, lr f[], t f[], repeats
+      f[]) -> (row, slots). names: of the slots, in order.
+    round_rows: (new f[M, D], dtype, rows i64[M], key i64[]) ->
+      new, for stochastic rounding in blocks. call: for messages.
     """
 
     def __init__(self, call: str, rule: Callable, names: Sequence[str], round_rows: Callable):
@@ -139,7 +144,8 @@ class UserRule:
         except (_cpp().UnsupportedError, DataDependentOutputException, DynamicOutputShapeException) as error:
             self.is_blocked = True
             warnings.warn(
-                f"{self.call}: the rule is not a part of the kernel, and takes two to four times as long.\n  got   {error}\n"
+                f"{self.call}: the rule is not a part of the kernel, and takes two to four "
+                f"times as long.\n  got   {error}\n"
                 "  need  arithmetic on rows and numbers, sums over the row, slices of it",
                 stacklevel=2,
             )
@@ -175,7 +181,8 @@ def _rule_update(tables, slots, *rest) -> list[Tensor]:
 library.define(
     "funcrec_rules",
     "rule_update",
-    f"(Tensor[] tables, Tensor[] slots, {library.TERMS}, Tensor lr, Tensor step, Tensor? key, int number, bool is_staged)"
+    f"(Tensor[] tables, Tensor[] slots, {library.TERMS}, Tensor lr, Tensor step, Tensor? "
+    f"key, int number, bool is_staged)"
     " -> Tensor[]",
     _rule_update,
     lambda tables, slots, *rest: [torch.empty_like(x) for x in (*tables, *slots)],

@@ -1,4 +1,5 @@
-"""Tables on a mesh: placements and layouts, ids to their owners and pooled rows back, and the update of rows and of dense parts."""
+"""Tables on a mesh: placements and layouts, ids to their owners and pooled
+rows back, and the update of rows and of dense parts."""
 
 from funcrec.sharding._copies import copy_problems as copy_problems
 from funcrec.sharding._dense import DenseShard as DenseShard

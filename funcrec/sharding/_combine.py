@@ -1,7 +1,9 @@
 """combine: rows that came to their owners, as pooled bags back where their ids are, and the transpose.
 
-    sums:  acts[b] = 1/len_b · Σ_owners Σ_{i of b there} s_i · row_i      pooled at the owners, added here, divided here for a mean
-    rows:  acts[b] = 1/len_b · Σ_{i of b} s_i · row_i                     owners send single rows, pooled here as one process pools them
+    sums:  acts[b] = 1/len_b · Σ_owners Σ_{i of b there} s_i · row_i
+    pooled at the owners, added here, divided here for a mean
+    rows:  acts[b] = 1/len_b · Σ_{i of b} s_i · row_i
+    owners send single rows, pooled here as one process pools them
     d_acts[b] ─▶ every owner of rows of b ─▶ Bags: s_i / len_b · e_{row_i} ⊗ d_acts[b]
 
 Shapes: n ranks, B bags on each, L lanes, K lanes on a rank, W their columns, C rows in a block.
@@ -40,13 +42,15 @@ def pool(banks: Banks, routed: Routed, routes: Routes, implementation: str | Non
     ]
     tables = [banks[b.name] for b in used]
     out = pooled_lookup(
-        tables, [routed.rows], routed.offsets, routed.weights, forms, routed.num_bags, routes.num_ranks, implementation=implementation
+        tables, [routed.rows], routed.offsets, routed.weights, forms, routed.num_bags, routes.num_ranks,
+        implementation=implementation
     )  # fmt: skip
     return out.unflatten(0, (routes.num_ranks, -1))
 
 
 def slot_forms(routed: Routed, routes: Routes, sender: int) -> list[Feature]:
-    """The slots as features of a kernel, of one sender's bags: weighted sums, for a mean is divided where its bag is."""
+    """The slots as features of a kernel, of one sender's bags:
+    weighted sums, for a mean is divided where its bag is."""
     bags = routed.num_bags
     first = sender * (len(routes.banks) * bags + 1)  # each sender's boundaries are one more than its bags
     is_weighted = routed.weights is not None
@@ -57,7 +61,8 @@ def slot_forms(routed: Routed, routes: Routes, sender: int) -> list[Feature]:
 
 
 def _longest(routes: Routes, slot: int) -> int:
-    """The most ids in a bag of a slot, 0 if nobody says: bags come cut, so it only bounds how many entries a gradient has."""
+    """The most ids in a bag of a slot, 0 if nobody says: bags come
+    cut, so it only bounds how many entries a gradient has."""
     known = [routes.lanes[x[slot]].feature.max_length for x in routes.slots if x[slot] >= 0]
     return 0 if None in known else max(known)
 
@@ -93,7 +98,8 @@ def lane_forms(routed: Routed, routes: Routes, bank: Bank) -> list[Feature]:
 def fetch(
     banks: Banks, routed: Routed, routes: Routes, implementation: str | None, codec: Codec | None = None
 ) -> dict[Bank, Tensor]:
-    """{bank: f[n · C, dim]}: for each id that this rank sent its row, in the id's place; zeros for those of other banks."""
+    """{bank: f[n · C, dim]}: for each id that this rank sent its
+    row, in the id's place; zeros for those of other banks."""
     rows = {
         b: gather_rows(banks[b.name], routed.rows_of(b, routes), implementation=implementation).unflatten(
             0, (routes.num_ranks, -1)
@@ -111,7 +117,8 @@ def combine(pooled: Tensor, routed: Routed, routes: Routes, codec: Codec | None 
     back = send("all_to_all", [pooled], routes.axes, codec, [routes.widths])[0] if routes.axes else pooled
     out = {}
     for i, lane in enumerate(routes.lanes):
-        # Σ over the owners of the table's parts, in the order of the parts: not in that of the bag's ids, so other bits than one process's
+        # Σ over the owners of the table's parts, in the order of the parts: not
+        # in that of the bag's ids, so other bits than one process's
         at = [(r, routes.columns[routes.slots[r].index(i)]) for r in lane.shard.ranks]
         total = back[at[0][0], :, at[0][1] : at[0][1] + lane.bank.dim]
         for r, c in at[1:]:
@@ -124,7 +131,8 @@ def combine_transpose(
     d_lanes: Mapping[int, Tensor], routed: Routed, routes: Routes, codec: Codec | None = None
 ) -> dict[str, RowGrads]:
     """{bank: RowGrads} at the owners, from the cotangents of the bags; `codec.forward` is how they travel."""
-    # d_acts / len_b is divided before it is sent, but for weighted means, whose terms have s_i / len_b already (`scales`)
+    # d_acts / len_b is divided before it is sent, but for weighted
+    # means, whose terms have s_i / len_b already (`scales`)
     d_lanes = {
         i: _scaled(d, routed, i, routes.lanes[i]) if _is_mean(routes.lanes[i]) else d for i, d in d_lanes.items()
     }
@@ -157,6 +165,7 @@ def _is_mean(lane: Lane) -> bool:
 
 
 def _scaled(d: Tensor, routed: Routed, i: int, lane: Lane) -> Tensor:
-    """d over the bags' lengths, as the kernels do it: by one factor, in the dtype that the table's rows are summed in."""
+    """d over the bags' lengths, as the kernels do it: by one factor,
+    in the dtype that the table's rows are summed in."""
     acc = ops.accumulation_dtype(lane.bank.dtype)
     return d.to(acc) * (1 / routed.lengths(i).clamp(min=1).double())[:, None].to(acc)

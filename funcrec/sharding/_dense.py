@@ -1,6 +1,8 @@
-"""Dense parameters cut over ranks: each rank keeps an equal part of every leaf and of its optimizer's state, and the whole for one loss.
+"""Dense parameters cut over ranks: each rank keeps an equal part of every leaf
+and of its optimizer's state, and the whole for one loss.
 
-    whole = all_gather(parts)        d_part[r] = Σ_s d_whole[s][part r], in the order of the ranks s        part' = update(d_part, part)
+    whole = all_gather(parts)        d_part[r] = Σ_s d_whole[s][part r], in the order of the ranks s
+    part' = update(d_part, part)
 
 Shapes: n ranks on the axes, N elements of a leaf, C = ceil(N / n) of them on a rank.
 """
@@ -52,8 +54,8 @@ class DenseShard:
     """A dense parameter, cut over the ranks of `axes`: what `train_step(dense_axes=...)` keeps in `state.dense`.
 
     Args:
-      flat: f[C], the rank's elements, in the order of the whole; zeros behind the last. On an emulated mesh f[n · C], those of all ranks.
-        In the state of an optimizer a dict of such tensors, and of counters i[] or f[].
+      flat: f[C], the rank's elements, in the order of the whole; zeros behind the last. On an emulated mesh f[n · C],
+        those of all ranks. In the state of an optimizer a dict of such tensors, and of counters i[] or f[].
       shape: of the whole.
       axes: of the mesh, the first one the major.
 
@@ -61,14 +63,16 @@ class DenseShard:
       >>> import torch, funcrec as fr
       >>> mesh, plan = fr.Mesh.emulated(data=2), fr.Plan({})
       >>> opts = {"sparse": fr.optim.sgd(0.1), "dense": fr.optim.dense(torch.optim.Adam, lr=0.1)}
-      >>> step = fr.train_step(lambda params, batch: params.dense.sum(), **opts, mesh=mesh, plan=plan, dense_axes=("data",))
+      >>> step = fr.train_step(lambda params, batch: params.dense.sum(), **opts, mesh=mesh, plan=plan,
+      ...     dense_axes=("data",))
       >>> state = step.init(fr.Params({}, torch.ones(3)))
       >>> state.dense
       DenseShard(flat=tensor([1., 1., 1., 0.]), shape=(3,), axes=('data',))
       >>> fr.gather_state(state, mesh).dense
       tensor([1., 1., 1.])
 
-    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020 (its third stage).
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+      Trillion Parameter Models", SC 2020 (its third stage).
     """
 
     flat: Any
@@ -103,7 +107,8 @@ def cut_state(opt_state: Any, whole: Any, mesh: Mesh, axes: tuple[str, ...]) -> 
 
 
 def join_dense(tree: Any, mesh: Mesh) -> Any:
-    """Every DenseShard whole again, on every rank, outside a mapped function; of an optimizer's state, every tensor of its dict."""
+    """Every DenseShard whole again, on every rank, outside a mapped function;
+    of an optimizer's state, every tensor of its dict."""
 
     def join(x: DenseShard) -> Any:
         whole = lambda flat: _whole(unshard(flat, P(x.axes), mesh=mesh), x.shape) if flat.dim() else flat
@@ -129,7 +134,8 @@ def gather_dense(tree: Any) -> Any:
 
 
 def own_dense(whole: Any, like: Any) -> Any:
-    """This rank's parts of what `merge` made of a tree of whole leaves, inside a mapped function; `like` is what it was gathered from."""
+    """This rank's parts of what `merge` made of a tree of whole leaves, inside
+    a mapped function; `like` is what it was gathered from."""
     leaves, structure = torch_tree.tree_flatten(like, is_leaf=is_shard)
     try:
         found = structure.flatten_up_to(whole)
@@ -155,7 +161,8 @@ def whole_leaves(grads: Any, like: Any) -> list[Tensor]:
 
 
 def sum_dense(grads: Any, summed: Sequence[Tensor], like: Any, sizes: Mapping[str, int]) -> Any:
-    """Σ over all ranks of every leaf's gradient, of cut leaves this rank's part, added in the order of the ranks; summed: of the others."""
+    """Σ over all ranks of every leaf's gradient, of cut leaves this rank's part,
+    added in the order of the ranks; summed: of the others."""
     held, structure = torch_tree.tree_flatten(like, is_leaf=is_shard)
     cut = [(g, x) for g, x in zip(tree_leaves(grads), held, strict=True) if is_shard(x)]
     parts, rest = iter(sum_to_parts([g for g, _ in cut], [x for _, x in cut], sizes)), iter(summed)
@@ -163,8 +170,8 @@ def sum_dense(grads: Any, summed: Sequence[Tensor], like: Any, sizes: Mapping[st
 
 
 def sum_to_parts(leaves: Sequence[Tensor], held: Sequence[DenseShard], sizes: Mapping[str, int]) -> list[DenseShard]:
-    """Of every leaf this rank's part of the sum. It sends what the first half of a ring's all-reduce sends; over axes that do not cut the
-    leaves, parts are gathered."""
+    """Of every leaf this rank's part of the sum. It sends what the first half of a ring's all-reduce sends; over axes
+    that do not cut the leaves, parts are gathered."""
     axes = held[0].axes if held else ()
     others = tuple(a for a in sizes if a not in axes)
 
@@ -211,7 +218,8 @@ def dense_axes_problems(mesh: Any, axes: Any, dense: DenseOptimizer | None = Non
         if reason:
             hint = "dense_axes=(), or torch.optim.Adam"
             yield Problem(
-                "`dense` looks at more than one element at a time.", reason, "one that has the same answer for every cut", hint
+                "`dense` looks at more than one element at a time.", reason,
+                "one that has the same answer for every cut", hint
             )  # fmt: skip
 
 
@@ -234,7 +242,8 @@ def leaf_problems(dense: Any, state: Any) -> Iterator[Problem]:
 
 
 def is_elementwise(dense: DenseOptimizer) -> bool:
-    """Whether steps with a tensor, early and late ones, by small and by large gradients, are those with its two halves apart."""
+    """Whether steps with a tensor, early and late ones, by small and
+    by large gradients, are those with its two halves apart."""
     x, g = torch.linspace(-1, 2, 6), torch.linspace(3, -2, 6)
     whole, first, last = (_moved(dense, x[at], g[at]) for at in (slice(0, 6), slice(0, 3), slice(3, 6)))
     differ = (whole - torch.cat([first, last])).abs() > 1e-4 * (whole - x).abs().max()

@@ -1,9 +1,11 @@
 """Ids to the owners of their rows, each row once: what a lookup with `dedup` sends, and the transpose.
 
-    ids ─sort─▶ distinct rows ─all_to_all─▶ owners ─rows─▶ pooled here;     d_acts ─sum over a row's ids─▶ all_to_all ─▶ Entries
+    ids ─sort─▶ distinct rows ─all_to_all─▶ owners ─rows─▶ pooled here;
+    d_acts ─sum over a row's ids─▶ all_to_all ─▶ Entries
 
-The first bytes are a row number and a count for each distinct row, the answer and its cotangent a vector for each; weights and lengths
-stay at home. No shape depends on an id: blocks have room for `capacity` rows. `fetch` reads the answer: here several ids stand at one place.
+The first bytes are a row number and a count for each distinct row, the answer and its cotangent a vector for each;
+weights and lengths stay at home. No shape depends on an id: blocks have room for `capacity` rows. `fetch` reads the
+answer: here several ids stand at one place.
 Shapes: n ranks, B bags on each, L lanes, U banks, N ids of the lanes, C rows in a block.
 """
 
@@ -27,10 +29,11 @@ from funcrec.tables import Bags, Entries, RowGrads
 class RoutedRows:
     """As `Routed`, of distinct rows.
 
-    rows: i64[n · C], ascending for each sender and bank; -1 behind a sender's. repeats: i64[n · C], how many of the sender's ids each stands for.
-    bounds: i64[n, U + 1], where each bank's rows begin among a sender's. overflow: i64[2], how many distinct rows found no place, and the
-    capacity that all would have needed. own_offsets: i64[L · B + 1]. sent: i64[N], the place of each id's row among the n · C that this rank
-    sent; -1 for none. own_weights: f[N].
+    rows: i64[n · C], ascending for each sender and bank; -1 behind a sender's. repeats:
+      i64[n · C], how many of the sender's ids each stands for.
+    bounds: i64[n, U + 1], where each bank's rows begin among a sender's. overflow: i64[2], how many distinct rows found
+    no place, and the capacity that all would have needed. own_offsets: i64[L · B + 1]. sent: i64[N], the place of each
+    id's row among the n · C that this rank sent; -1 for none. own_weights: f[N].
     """
 
     rows: Tensor
@@ -62,8 +65,9 @@ def route_rows(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None) -> 
     room = bags.capacity if capacity is None else min(capacity, bags.capacity)
     is_id = torch.arange(bags.capacity, device=device) < bags.offsets[-1]
     owned = torch.where(is_id, owned_rows(bags, routes.lanes), -1)
-    # One number for an owner's row of a bank: owner · total + start of the bank + row. Sorted, those of one row follow each other, and
-    # those of one owner, by bank, too. (owner · NOWHERE + row, as it is had, says neither the bank nor is it small: that is sorted slower.)
+    # One number for an owner's row of a bank: owner · total + start of the bank + row. Sorted, those of one row follow
+    # each other, and those of one owner, by bank, too. (owner · NOWHERE + row, as it is had, says neither the bank nor
+    # is it small: that is sorted slower.)
     starts = [sum(b.rows for b in banks[:k]) for k in range(len(banks) + 1)]
     total = starts.pop()
     of_lane = torch.tensor([starts[banks.index(x.bank)] for x in routes.lanes], device=device)
@@ -76,7 +80,8 @@ def route_rows(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None) -> 
     edges = torch.tensor([r * total + s for r in range(n) for s in starts] + [n * total], device=device)
     ends = nth[torch.searchsorted(ordered, edges)]  # before each bank of each owner
     before, counts = ends[:: len(banks)][:n], ends[:: len(banks)].diff()
-    # place of a row: the first of its owner's block, and as many on as distinct rows of that owner come before it; all its ids have that one
+    # place of a row: the first of its owner's block, and as many on as distinct rows
+    # of that owner come before it; all its ids have that one
     owner = torch.div(ordered, total, rounding_mode="floor").clamp(max=n - 1)
     inner = nth[1:] - 1 - before[owner]
     place = torch.where(is_row & (inner < room), owner * room + inner, -1)
@@ -84,7 +89,8 @@ def route_rows(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None) -> 
     blank = ordered.new_full((n * room + 1,), -1)  # the last one is for what has no place
     rows = blank.scatter(0, torch.where(is_first & (place >= 0), place, n * room), owned[order] % NOWHERE)[:-1]
     repeats = (blank + 1).scatter_add(0, torch.where(place < 0, n * room, place), torch.ones_like(place))[:-1]
-    # repeats: what the owner needs of ids that it does not see (optimizers that count them); told: how many rows of each bank
+    # repeats: what the owner needs of ids that it does not see (optimizers
+    # that count them); told: how many rows of each bank
     told = ends.diff().unflatten(0, (n, len(banks)))
     narrow = torch.int32 if max(bags.capacity, *(b.rows for b in banks)) < 1 << 31 else torch.int64
     both = torch.cat([rows.unflatten(0, (n, room)), repeats.unflatten(0, (n, room)), told], 1).to(narrow)
@@ -99,7 +105,8 @@ def route_rows(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None) -> 
 def fetch_transpose(
     d_lanes: Mapping[int, Tensor], routed: RoutedRows, routes: Routes, codec: Codec | None = None
 ) -> dict[str, RowGrads]:
-    """{bank: RowGrads} at the owners, from the cotangents of bags that were pooled here: the transpose of a lookup among the rows that came."""
+    """{bank: RowGrads} at the owners, from the cotangents of bags that were pooled here:
+    the transpose of a lookup among the rows that came."""
     sums = {}
     for bank, lanes in routes.lanes_of_banks.items():
         d, forms = torch.cat([d_lanes[i] for i in lanes], 1), tuple(lane_forms(routed, routes, bank))
@@ -125,7 +132,8 @@ def _at_owners(
 ) -> dict[str, RowGrads]:
     """What each place of the blocks adds up to here, sent to the row's owner: Entries for each sender in turn."""
     apart = lambda x: x.unflatten(0, (routes.num_ranks, -1))
-    # Σ over a row's ids here, then Σ over the senders at the owner: rounded otherwise than one sum over the global batch
+    # Σ over a row's ids here, then Σ over the senders at the
+    # owner: rounded otherwise than one sum over the global batch
     own = [apart(g.coalesce().to_dense()) for g in sums.values()]
     got = send("all_to_all", own, routes.axes, codec, [(x.shape[-1],) for x in own])
     repeats, out = apart(routed.repeats), {}

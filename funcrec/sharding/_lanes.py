@@ -1,4 +1,5 @@
-"""Lanes, and the ids of a lookup before they are sent: which of them the lanes read, and where the rows of each lane lie.
+"""Lanes, and the ids of a lookup before they are sent: which of
+them the lanes read, and where the rows of each lane lie.
 
     a lane = a feature on a shard of its table: bags, and the ranks and banks' rows of the shard's parts (`Owners`)
 Shapes: B bags, L lanes, N ids, W columns that a rank sends back.
@@ -31,8 +32,9 @@ class Lane(NamedTuple):
 class Routes(NamedTuple):
     """What is known of an exchange before any id: static.
 
-    lanes: by bank, then by feature. slots: for each rank the lanes it serves, by their numbers, -1 where it has fewer than others; slot k is
-    of one bank, banks[k], on all ranks. columns: where slot k's columns begin among the W that a rank sends back for a bag.
+    lanes: by bank, then by feature. slots: for each rank the lanes it serves, by their numbers, -1 where it has fewer
+    than others; slot k is of one bank, banks[k], on all ranks. columns: where slot k's
+    columns begin among the W that a rank sends back for a bag.
     """
 
     axes: tuple[str, ...]
@@ -80,7 +82,8 @@ def _routes(axes: tuple[str, ...], lanes: Sequence[Lane]) -> Routes:
     n, banks = lanes[0].bank.num_ranks, []
     slots: list[list[int]] = [[] for _ in range(n)]
     for bank, of_bank in places_of(x.bank for x in lanes).items():
-        # Every rank runs one graph, so a bank has as many slots everywhere as the rank that serves most of its lanes needs.
+        # Every rank runs one graph, so a bank has as many slots
+        # everywhere as the rank that serves most of its lanes needs.
         own = [[i for i in of_bank if r in lanes[i].shard.ranks] for r in range(n)]
         most = max(map(len, own))
         banks += [bank] * most
@@ -93,8 +96,10 @@ def _routes(axes: tuple[str, ...], lanes: Sequence[Lane]) -> Routes:
 class ReadIds(NamedTuple):
     """What an exchange reads.
 
-    bags: the lanes' bags, or the bags of all keys, among which `lanes` find theirs. num_bags: B. capacity: the ids that the lanes can have.
-    bounds: i64[L · B + 1], of the lanes' bags one after the other, as they are cut. is_placed: whether anybody asks where an id went.
+    bags: the lanes' bags, or the bags of all keys, among which `lanes` find theirs.
+      num_bags: B. capacity: the ids that the lanes can have.
+    bounds: i64[L · B + 1], of the lanes' bags one after the other, as they
+      are cut. is_placed: whether anybody asks where an id went.
     """
 
     bags: JaggedTensor
@@ -142,13 +147,15 @@ def owners_at(first_bag: int, max_length: int, lane: Lane) -> Owners:
 
 
 def owned_rows(bags: JaggedTensor, lanes: Sequence[Lane]) -> Tensor:
-    """i64[N]: owner · NOWHERE + row of the owner's bank, for every id of the lanes' bags; -1 where there is no such row."""
+    """i64[N]: owner · NOWHERE + row of the owner's bank, for every
+    id of the lanes' bags; -1 where there is no such row."""
     hows = [(x.feature.hash, x.num_rows) for x in lanes]
     return owners.owned_rows(hashed(bags, hows), bags.offsets, lanes_of(lanes, bags.num_bags // len(lanes)))
 
 
 def hashed(bags: JaggedTensor, hows: Sequence[tuple[Hash | None, int]]) -> Tensor:
-    """i[N]: the rows of the ids in their tables; hows: for equally many bags each, the hash and the height of the table."""
+    """i[N]: the rows of the ids in their tables; hows: for equally
+    many bags each, the hash and the height of the table."""
     if all(hash is None for hash, _ in hows):
         return bags.values
     return hash_lanes(bags.values, lane_of(bags, len(hows)), hows)
@@ -173,7 +180,8 @@ def weight_scales(bags: JaggedTensor, features: Sequence[FeatureConfig]) -> Tens
 
 
 def lane_bags(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> JaggedTensor:
-    """The bags of every feature, one feature after the other, cut to its max_length; the buffer itself where nothing has to move."""
+    """The bags of every feature, one feature after the other, cut to its
+    max_length; the buffer itself where nothing has to move."""
     keys = [f.key for f in features]
     weights = ids.weights if any(f.weighted for f in features) else None
     if _is_in_order(ids, features):

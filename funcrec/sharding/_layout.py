@@ -2,9 +2,9 @@
 
     (table, row, columns) -> (rank, bank, row of the bank)
 
-A function for one rank can only hold tensors whose shapes are the same on all ranks. So the parts of tables that have one width and one
-dtype lie in a bank, one after the other: row-wise parts on every rank, whole tables on some. On each rank a bank has as many rows as the
-fullest rank needs. A bank is what optimizers see as a table.
+A function for one rank can only hold tensors whose shapes are the same on all ranks. So the parts of tables that have
+one width and one dtype lie in a bank, one after the other: row-wise parts on every rank, whole tables on some. On each
+rank a bank has as many rows as the fullest rank needs. A bank is what optimizers see as a table.
 Shapes: R rows, D dim, n ranks on a bank's axes.
 """
 
@@ -22,7 +22,8 @@ from funcrec.sharding._placement import Plan, fit_problems
 
 
 class Bank(NamedTuple):
-    """A tensor [rows, dim] on each of `num_ranks` ranks of `axes`; `num_copies` of all that, over `replicas`, which train apart."""
+    """A tensor [rows, dim] on each of `num_ranks` ranks of `axes`; `num_copies`
+    of all that, over `replicas`, which train apart."""
 
     name: str
     axes: tuple[str, ...]
@@ -39,7 +40,8 @@ class Bank(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A block of a table's columns: rows [i · part, (i + 1) · part) lie on ranks[i], from row starts[i] of the bank on."""
+    """A block of a table's columns: rows [i · part, (i + 1) · part)
+    lie on ranks[i], from row starts[i] of the bank on."""
 
     table: str
     bank: int
@@ -105,7 +107,8 @@ def layout_of(
             if key not in filled:
                 filled[key] = [0] * n
                 names[key] = table if width == dim else f"{table}[{block.first}:{block.last}]"
-            # ranks[i] has rows [i · part, (i + 1) · part), the last one fewer: so an id's owner is row // part, from no list of bounds
+            # ranks[i] has rows [i · part, (i + 1) · part), the last one fewer:
+            # so an id's owner is row // part, from no list of bounds
             part = -(-num_rows // len(block.ranks))
             starts = tuple(filled[key][r] for r in block.ranks)
             for r in block.ranks:

@@ -1,6 +1,8 @@
-"""How a lookup reads sharded tables: a rank's bags, by one exchange for each set of axes that their tables are cut over.
+"""How a lookup reads sharded tables: a rank's bags, by one exchange
+for each set of axes that their tables are cut over.
 
-    ids ─route─▶ rows at their owners ─fetch─▶ each lane's columns ─▶ acts;     d_acts ─▶ each lane's columns ─transpose─▶ {bank: RowGrads}
+    ids ─route─▶ rows at their owners ─fetch─▶ each lane's columns ─▶ acts;
+    d_acts ─▶ each lane's columns ─transpose─▶ {bank: RowGrads}
 
 Shapes: B bags on this rank, D dim.
 """
@@ -25,7 +27,8 @@ from funcrec.tables import FeatureConfig, Read, RowGrads, bag_count_problems, se
 def read_sharded(
     tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConfig, ...], implementation: str | None = None
 ) -> Read:
-    """What a lookup gives of this rank's bags; its transpose takes the cotangents of all ranks' to the owners of the rows.
+    """What a lookup gives of this rank's bags; its transpose takes
+    the cotangents of all ranks' to the owners of the rows.
 
     tables: ShardedTables. features: all pooled, or all sequences.
     """
@@ -75,7 +78,8 @@ def exchanged(
     lanes_of: Callable[[Any, Any, Routes], Mapping[int, Tensor]],
     implementation: str | None,
 ) -> tuple[dict[str, list[Tensor]], list]:
-    """({feature: its blocks of columns, in order}, what this rank was sent in each exchange); lanes_of: (what was fetched, routed, routes)."""
+    """({feature: its blocks of columns, in order}, what this rank was sent in each
+    exchange); lanes_of: (what was fetched, routed, routes)."""
     blocks: dict[str, dict[int, Tensor]] = {f.name: {} for f in features}
     exchanges = []
     for routes in each:
@@ -96,7 +100,8 @@ def sent_back(
     exchanges: Sequence,
     own: Callable[[Lane], Tensor],
 ) -> dict[str, RowGrads]:
-    """{bank: RowGrads} of this rank. own: a lane's columns of the cotangent; what an exchange was sent for the lookup says where they go."""
+    """{bank: RowGrads} of this rank. own: a lane's columns of the cotangent; what
+    an exchange was sent for the lookup says where they go."""
     out: dict[str, RowGrads] = {}
     for routes, routed in zip(each, exchanges, strict=True):
         transpose = steps_of(answers, transport, routes).transpose

@@ -2,8 +2,9 @@
 
     a placement cuts a table into blocks of columns;   a block's rows go, in equal parts, to the block's ranks
 
-All placements are this one thing: table-wise is one block on one rank, row-wise one block on all ranks, column-wise a block per rank,
-the others are mixtures over two axes. Along axes that a placement does not name the table is replicated.
+All placements are this one thing: table-wise is one block on one rank, row-wise one block on all ranks, column-wise a
+block per rank, the others are mixtures over two axes. Along axes
+that a placement does not name the table is replicated.
 Shapes: R rows, D dim, n ranks on the placement's axes, numbered with the first axis as the major one.
 """
 
@@ -32,12 +33,14 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a table lies; made by `table_wise`, `row_wise`, `column_wise`, `table_row_wise`, `table_column_wise`, `grid`, `replicated`.
+    """Where a table lies; made by `table_wise`, `row_wise`, `column_wise`, `table_row_wise`,
+    `table_column_wise`, `grid`, `replicated`.
 
     Args:
       kind: which of these.
       axes: the mesh axes over which the table is cut; along the others it is replicated.
-      ranks: of the table, or of each column block; () for all of them. For placements that mix two axes, places on the first.
+      ranks: of the table, or of each column block; () for all of them.
+        For placements that mix two axes, places on the first.
 
     Example:
       >>> import funcrec as fr
@@ -118,7 +121,8 @@ def row_wise(axis: AxisName) -> Placement:
 
 @typed
 def column_wise(axis: AxisName, *, ranks: Sequence[Size] = ()) -> Placement:
-    """The columns in equal parts on the ranks named, or on all of the axis. A row's optimizer state stays that of the whole row.
+    """The columns in equal parts on the ranks named, or on all of the
+    axis. A row's optimizer state stays that of the whole row.
 
     Example:
       >>> import funcrec as fr
@@ -194,10 +198,11 @@ class Plan:
     """Table -> placement; static, so that it is part of the compile key.
 
     Args:
-      placements: {table: Placement}. Along mesh axes that a placement does not name its table has copies that apply one gradient at
-        every step.
-      replicas: axes along which copies of all tables, replicated ones too, train apart: the ranks that share a place on them are a group,
-        which trains its copy on its own bags as if it were alone, until `sync_replicas`. No placement may name them.
+      placements: {table: Placement}. Along mesh axes that a placement does not name its table has copies that apply one
+        gradient at every step.
+      replicas: axes along which copies of all tables, replicated ones too, train apart: the ranks that share a place on
+        them are a group, which trains its copy on its own bags as if it were
+        alone, until `sync_replicas`. No placement may name them.
 
     Example:
       >>> import funcrec as fr

@@ -1,9 +1,10 @@
 """route: ids to the ranks that hold their rows.
 
-    ids ─route─▶ rows at their owners ─lookup─▶ pooled there ─combine─▶ acts;     d_acts ─combineᵀ─▶ d at the owners ─▶ RowGrads
+    ids ─route─▶ rows at their owners ─lookup─▶ pooled there ─combine─▶ acts;
+    d_acts ─combineᵀ─▶ d at the owners ─▶ RowGrads
 
-Every rank sends to every other a block of `capacity` rows, grouped by lane and bag, and the lanes' lengths; so no shape depends on an id. An
-owner keeps what each rank sent apart: the answer goes back to where the ids came from.
+Every rank sends to every other a block of `capacity` rows, grouped by lane and bag, and the lanes' lengths; so no shape
+depends on an id. An owner keeps what each rank sent apart: the answer goes back to where the ids came from.
 Shapes: n ranks, B bags on each, L lanes, K lanes on a rank, C rows in a block.
 """
 
@@ -23,10 +24,12 @@ from funcrec.sharding._layout import Bank
 class Routed:
     """What a rank was sent, and where its own ids went.
 
-    rows: i[n · C], of the banks; -1 where a block is not full. offsets: i64[n · (K · B + 1)], for each sender the boundaries of its slots'
-    bags. weights: f[n · C]; scales: the same, over the bag's length for weighted means, where there are any. overflow: i64[2], how many own
-    ids found no place, and the capacity that all would have needed. own_offsets: i64[L · B + 1], the bags of this rank's lanes.
-    sent: i64[N], where each id of the lanes stands among the n · C rows that this rank sent, -1 for none; if anybody asks. own_weights: f[N].
+    rows: i[n · C], of the banks; -1 where a block is not full. offsets: i64[n · (K · B + 1)], for each sender the
+    boundaries of its slots' bags. weights: f[n · C]; scales: the same, over the bag's length for weighted means, where
+    there are any. overflow: i64[2], how many own ids found no place, and the capacity that all would have needed.
+    own_offsets: i64[L · B + 1], the bags of this rank's lanes.
+    sent: i64[N], where each id of the lanes stands among the n · C rows that this
+      rank sent, -1 for none; if anybody asks. own_weights: f[N].
     """
 
     rows: Tensor
@@ -75,8 +78,8 @@ def route(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None, *, place
     )
     exchanged = [blocks]
     if weights is not None:
-        # s_i of the lookup; an owner multiplies by it. Of a weighted mean the lookup divides the whole sum by the bag's length, behind the
-        # exchange, and the transpose each term by it: so the owner is sent both.
+        # s_i of the lookup; an owner multiplies by it. Of a weighted mean the lookup divides the whole sum by the bag's
+        # length, behind the exchange, and the transpose each term by it: so the owner is sent both.
         exchanged.append(sent_blocks(weights, sent, n, room))
         if any(is_weighted_mean(x.feature) for x in routes.lanes):
             is_wide = any(b.dtype == torch.float64 for b in routes.banks)

@@ -20,8 +20,8 @@ from funcrec.tables import Bags, Entries, RowGrads
 def sync_grads(
     grads: Mapping[str, RowGrads], layout: Layout, told: Sequence[Tensor] = ()
 ) -> tuple[dict[str, RowGrads], list[tuple[Tensor, ...]]]:
-    """(every bank's gradient with the terms of all ranks that hold a copy of it, in the order of the global batch; each of `told` of all
-    ranks of the mesh, which travels along).
+    """(every bank's gradient with the terms of all ranks that hold a copy of it, in the order of the global batch; each
+    of `told` of all ranks of the mesh, which travels along).
 
     Copies that train apart have each the terms of its own group.
     """
@@ -51,9 +51,11 @@ def narrow_bounds(terms: Iterable[Entries | Bags]) -> dict[int, Tensor]:
 
 
 def _of_all(grads: RowGrads, bank: Bank, layout: Layout, gathered: Mapping[int, tuple[Tensor, ...]]) -> RowGrads:
-    """A bank's gradient with the terms of all copies, whose tensors were gathered, in the order of the ranks whose bags they are of.
+    """A bank's gradient with the terms of all copies, whose tensors were
+    gathered, in the order of the ranks whose bags they are of.
 
-    That order is the mesh's, whatever the order in which a placement names its axes: a row's sum has one process's bits.
+    That order is the mesh's, whatever the order in which a placement
+    names its axes: a row's sum has one process's bits.
     """
     names, sizes = [a for a, _ in layout.mesh_shape], dict(layout.mesh_shape)
     others = copy_axes(bank, layout)

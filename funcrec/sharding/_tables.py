@@ -25,12 +25,14 @@ class ShardedTables:
       banks: {bank: f[rows, dim]}; inside a mapped function this rank's, outside on an emulated mesh those of all ranks.
       layout: which row of which table lies where.
       transport: what exchanges send, by the keywords of `shard_tables`.
-      whole: banks of tables cut by columns whose gradients come with all columns of the rows; `train_step` asks for them.
+      whole: banks of tables cut by columns whose gradients come
+        with all columns of the rows; `train_step` asks for them.
 
     Example:
       >>> import torch, funcrec as fr
       >>> mesh = fr.Mesh.emulated(model=2)
-      >>> tables = fr.shard_tables({"item": torch.arange(6.0).reshape(3, 2)}, fr.Plan({"item": fr.row_wise("model")}), mesh)
+      >>> tables = fr.shard_tables({"item": torch.arange(6.0).reshape(3, 2)}, fr.Plan({"item": fr.row_wise("model")}),
+      ...     mesh)
       >>> tables
       ShardedTables({item: f32[4, 2]})
       >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[2, 0], [1]]})
@@ -105,16 +107,20 @@ def shard_tables(
 
     Args:
       tables: every rank passes the same.
-      exact: whether owners send single rows and not sums, so that row-wise sums have one process's bits; more bytes where bags are long.
-      capacity: the most ids that a rank may send to another; None for all that it has. Those beyond it are missing from what a lookup
-        gives, and from the gradients of `value_and_grad`: a step with a capacity (`train_step`) counts them and does not train.
+      exact: whether owners send single rows and not sums, so that row-wise sums
+        have one process's bits; more bytes where bags are long.
+      capacity: the most ids that a rank may send to another; None for all that it has. Those beyond it are missing from
+        what a lookup gives, and from the gradients of `value_and_grad`: a step with
+        a capacity (`train_step`) counts them and does not train.
       codec: how vectors travel, there and back; None for every bit.
-      dedup: whether a rank sends each row's number once, however many ids name it, and is sent that row once: pooling is done here, with one
-        process's bits, and a row's gradients are added up here before they go. `capacity` is then of distinct rows; without one buffers have
-        room for every id, and bytes do not fall (`retry_overflow` finds it). Copies of replicated tables are looked up where they are.
+      dedup: whether a rank sends each row's number once, however many ids name it, and is sent that row once: pooling
+        is done here, with one process's bits, and a row's gradients are added up here before they go. `capacity` is
+        then of distinct rows; without one buffers have room for every id, and bytes do not fall (`retry_overflow` finds
+        it). Copies of replicated tables are looked up where they are.
       labels: tables with different ones share no bank.
 
-    Raises: KeyError for a table without a placement, ValueError for an axis or a rank that the mesh lacks, and for both `exact` and `dedup`.
+    Raises: KeyError for a table without a placement, ValueError for an axis or a
+      rank that the mesh lacks, and for both `exact` and `dedup`.
 
     Law: gather_tables(shard_tables(tables, plan, mesh), mesh) has tables' bits.
 
@@ -159,7 +165,8 @@ def gather_tables(tables: ShardedTables, mesh: Mesh) -> dict[str, Tensor]:
 
 
 def gather_banks(layout: Layout, banks: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """Each table [R, D], or each table's slot [R], from this rank's banks; of copies that train apart this rank's, or the first."""
+    """Each table [R, D], or each table's slot [R], from this rank's banks;
+    of copies that train apart this rank's, or the first."""
     whole = {b.name: unshard(banks[b.name], P(b.axes) if b.axes else P(), mesh=mesh) for b in layout.banks}
     return {name: unpack(layout, whole, name) for name, _ in layout.shapes}
 

@@ -27,8 +27,8 @@ from funcrec.sharding._sequences import send_rows
 class Transport(NamedTuple):
     """What an exchange sends; static and hashable.
 
-    answer: see above. capacity: the most ids, or distinct rows, that a rank may send to another; None for all that it has. codec: how vectors
-    travel, there and back; None for every bit.
+    answer: see above. capacity: the most ids, or distinct rows, that a rank may send to another; None for all that it
+    has. codec: how vectors travel, there and back; None for every bit.
     """
 
     answer: Literal["sums", "rows", "distinct"] = "sums"
@@ -44,9 +44,9 @@ class Transport(NamedTuple):
 class Steps(NamedTuple):
     """How an answer is had.
 
-    route: (ids, routes, capacity) -> routed, what the owners were sent, and where this rank's ids went. fetch: (banks, routed, routes,
-    implementation, codec) -> {lane: f[B, width]}, of sequences {bank: f[n · C, dim]}. transpose: ({lane: d}, routed, routes, codec) ->
-    {bank: RowGrads} at the owners.
+    route: (ids, routes, capacity) -> routed, what the owners were sent, and where this rank's ids went. fetch: (banks,
+    routed, routes, implementation, codec) -> {lane: f[B, width]}, of sequences {bank: f[n · C, dim]}. transpose:
+    ({lane: d}, routed, routes, codec) -> {bank: RowGrads} at the owners.
     """
 
     route: Callable
@@ -67,7 +67,8 @@ SEQUENCES = {
 
 
 def steps_of(answers: Mapping[str, Steps], transport: Transport, routes: Routes) -> Steps:
-    """Those of an exchange. Copies of replicated tables are looked up where they are: there is no row to send only once."""
+    """Those of an exchange. Copies of replicated tables are looked
+    up where they are: there is no row to send only once."""
     is_local = transport.answer == "distinct" and not routes.axes
     return answers["sums" if is_local else transport.answer]
 
@@ -78,7 +79,8 @@ def transport_of(exact: bool, dedup: bool, capacity: int | None = None, codec: C
 
 
 def joined_overflow(overflows: Sequence[Tensor]) -> Tensor | None:
-    """i64[2] of several exchanges: ids without a place add up, capacities needed have a greatest; None where no exchange counts them."""
+    """i64[2] of several exchanges: ids without a place add up, capacities needed
+    have a greatest; None where no exchange counts them."""
     if not overflows:
         return None
     return torch.stack([torch.stack([x[0] for x in overflows]).sum(), torch.stack([x[1] for x in overflows]).amax()])

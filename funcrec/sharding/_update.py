@@ -2,7 +2,8 @@
 
     an element at a time     each owner updates its columns as a table
     the row's gradient       cotangents go to every owner with all columns; each updates its own (`RowGrads.first`)
-    the whole row            every owner is sent gradients, rows and slots of the touched rows, updates them whole, and keeps its columns
+    the whole row            every owner is sent gradients, rows and slots of the touched rows, updates them whole, and
+                             keeps its columns
 
 What is one number per row among the slots comes out the same on all owners of the row.
 Shapes: n ranks, M touched rows, w columns of a bank, D of a table.
@@ -40,7 +41,8 @@ def check_whole_rows(call: str, sparse: RowOptimizer, layout: Layout) -> None:
 
 
 def column_banks(sparse: RowOptimizer, layout: Layout) -> dict[str, list[str]]:
-    """{table: its banks} of the tables cut by columns that the optimizer must be shown as tables: it looks beyond elements, or at names."""
+    """{table: its banks} of the tables cut by columns that the optimizer must be
+    shown as tables: it looks beyond elements, or at names."""
     shapes = dict(layout.shapes)
     if sparse.is_elementwise and all(sparse.label(n) is None for n in shapes):
         return {}
@@ -58,8 +60,9 @@ def places(layout: Layout, bank: int) -> list[list[int]]:
 
 
 def tables_in_place(sparse: RowOptimizer, columns: Mapping[str, list[str]], layout: Layout) -> list[str]:
-    """The tables of `columns` that each owner updates where they lie. Under an optimizer that looks at the gradients of rows a rank must
-    hold no two blocks of columns in one bank, as it does where a placement names it twice: one number tells a bank's columns."""
+    """The tables of `columns` that each owner updates where they lie. Under an optimizer that looks at the gradients of
+    rows a rank must hold no two blocks of columns in one bank, as it does where a placement
+    names it twice: one number tells a bank's columns."""
     if sparse.is_elementwise:
         return list(columns)
     crowded = {
@@ -120,9 +123,11 @@ def update_banks(
 
 
 class View(NamedTuple):
-    """A bank as an optimizer is shown it: as a table, or as its touched rows with the columns of all banks of their table.
+    """A bank as an optimizer is shown it: as a table, or as its
+    touched rows with the columns of all banks of their table.
 
-    put: (the bank or a slot of it, what the optimizer made of `table` or of that slot) -> the bank's or the slot's new value.
+    put: (the bank or a slot of it, what the optimizer made of `table`
+      or of that slot) -> the bank's or the slot's new value.
     """
 
     bank: str
@@ -135,7 +140,8 @@ class View(NamedTuple):
 def views_of(
     sparse: RowOptimizer, grads: Mapping[str, RowGrads], slots: Mapping, tables: ShardedTables
 ) -> dict[str, list[View]]:
-    """{name: what the optimizer is shown under it, in turn}: a bank of whole rows, or the banks of a table cut by columns."""
+    """{name: what the optimizer is shown under it, in turn}: a bank
+    of whole rows, or the banks of a table cut by columns."""
     layout, banks = tables.layout, tables.banks
     columns = column_banks(sparse, layout)
     in_place = tables_in_place(sparse, columns, layout)
@@ -159,8 +165,8 @@ def _of_own_columns(grads: RowGrads | None, bank: str, tables: ShardedTables) ->
 def rows_together(
     columns: Mapping[str, list[str]], grads: Mapping[str, RowGrads], slots: Mapping, banks: Mapping, layout: Layout
 ) -> dict[str, View]:
-    """{bank: its touched rows as a table of M rows, whole}, of tables cut by columns: what all ranks know of their touched rows travels at
-    once. Banks without touched rows are left out."""
+    """{bank: its touched rows as a table of M rows, whole}, of tables cut by columns: what all ranks know of their
+    touched rows travels at once. Banks without touched rows are left out."""
     own = [b for b in layout.banks if b.name in {n for names in columns.values() for n in names} and b.name in grads]
     touched = {b.name: grads[b.name].coalesce() for b in own if grads[b.name].capacity > 0}
     taken = {n: _take(g, banks[n], slots[n]) for n, g in touched.items()}
@@ -186,7 +192,8 @@ def rows_together(
 
 
 def _put_rows(grads: RowGrads, which: Tensor, shards: Sequence, old: Tensor, new: Tensor) -> Tensor:
-    """The bank, or a slot of it, with the rows' own columns of `new`, [M, D] or [M]; which: of which shard each row is."""
+    """The bank, or a slot of it, with the rows' own columns of
+    `new`, [M, D] or [M]; which: of which shard each row is."""
     flat = lambda x: x if x.dim() > 1 else x[:, None]
     own = flat(new)
     if new.dim() > 1:
@@ -225,7 +232,8 @@ def _find(rows: Tensor, shard, gathered: Mapping[str, Tensor]) -> dict[str, Tens
     known = gathered["rows"]  # ascending on each rank, -1 behind
     known = torch.where(known < 0, torch.iinfo(known.dtype).max, known)
     most = known.shape[1]
-    # all owners of a row's columns were sent the same ids, so the row is among those of each; -1, here row 0, is of no entry (`places`)
+    # all owners of a row's columns were sent the same ids, so the row is among
+    # those of each; -1, here row 0, is of no entry (`places`)
     place = place_among(known, row.expand(known.shape[0], -1).contiguous(), right=False)  # [n, M]: on every rank
     place = place.gather(0, owner[None])[0].clamp(max=most - 1)
     return {k: x[owner, place] for k, x in gathered.items()}

@@ -48,12 +48,14 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
     Returns: a function of the same arguments that gives (loss, grads) or ((loss, aux), grads); grads is Params with
       tables {name: RowGrads} (not coalesced) and dense as `params.dense`.
 
-    Raises: TypeError for a table used densely, a dense leaf that is no float tensor, or a loss that is no scalar; ValueError for a
-      loss that looks up other tables, or other shapes, when it is called again with the same arguments.
+    Raises: TypeError for a table used densely, a dense leaf that is no float tensor, or a loss that is no scalar;
+      ValueError for a loss that looks up other tables, or other
+      shapes, when it is called again with the same arguments.
 
     Law: grads.tables[name].to_dense() is the gradient that torch.func.grad gives for the table as a dense leaf.
-    It composes with torch.func.vmap, jvp and `fr.jit`. Lookups may stand inside grad, jvp, vmap and value_and_grad that the loss
-    calls itself, of the loss's own tables too. The gradient is the table's, whatever a lookup calls it: {"a": params.tables["b"]}.
+    It composes with torch.func.vmap, jvp and `fr.jit`. Lookups may stand inside grad, jvp, vmap and value_and_grad that
+    the loss calls itself, of the loss's own tables too. The gradient is the table's,
+    whatever a lookup calls it: {"a": params.tables["b"]}.
 
     Cost: the forward twice when not compiled.
 
@@ -79,7 +81,8 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
 
 
 def value_grad_and_overflows(loss_fn: Callable, has_aux: bool) -> Callable:
-    """`value_and_grad`'s function, which gives besides the overflows of all lookups: i64[2] of each exchange with a capacity."""
+    """`value_and_grad`'s function, which gives besides the overflows
+    of all lookups: i64[2] of each exchange with a capacity."""
 
     def run(params: Params, *args, **kwargs):
         check("funcrec.value_and_grad", params_problems(params))

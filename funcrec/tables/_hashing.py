@@ -37,7 +37,8 @@ def hash_rows(ids: Tensor, hash: Hash | None, num_embeddings: int) -> Tensor:
 
 
 def hash_lanes(ids: Tensor, lane: Tensor, hows: Sequence[tuple[Hash | None, int]]) -> Tensor:
-    """The rows of the ids i[N] of several features, in one pass: id i by the hash and the num_embeddings of hows[lane[i]].
+    """The rows of the ids i[N] of several features, in one pass:
+    id i by the hash and the num_embeddings of hows[lane[i]].
 
     Law: hash_lanes(ids, lane, hows)[i] == hash_rows(ids, *hows[lane[i]])[i].
     """

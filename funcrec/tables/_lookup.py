@@ -48,8 +48,8 @@ def lookup(
       features: those with pooling "none" are left to `lookup_sequence`.
       implementation: of `funcrec.kernels`, chosen by name; None takes the device's own.
 
-    Returns: KeyedTensor f32|f64[B, ΣD] (f64 when a table is), keys in the order of `features`. Without features it is [B, 0], with
-    B the bags of every key (0 when the keys differ).
+    Returns: KeyedTensor f32|f64[B, ΣD] (f64 when a table is), keys in the order of `features`. Without features it is
+    [B, 0], with B the bags of every key (0 when the keys differ).
 
     Raises: TypeError, ValueError or KeyError that names every feature, table or key that does not fit.
 
@@ -230,7 +230,10 @@ def refuse_other_kinds(call: str, tables: Any) -> None:
     """Of other kinds, such as tables whose bags are pooled at their owners, rows are not here for a tap."""
     if not is_plain(tables):
         fail(
-            call, f"weights of ids are differentiated inside the loss, and the tables are {type(tables).__name__}: their gradient would be lost.",
-            got="`ids.weights` that a grad or jvp inside the loss follows", need="weights that only the loss as a whole is differentiated by",
-            hint="lookup_sequence, then times the weights and a sum over each bag; or tables in one process", kind=TypeError,
+            call, f"weights of ids are differentiated inside the loss, and the tables are "
+            f"{type(tables).__name__}: their gradient would be lost.",
+            got="`ids.weights` that a grad or jvp inside the loss follows",
+            need="weights that only the loss as a whole is differentiated by",
+            hint="lookup_sequence, then times the weights and a sum over each bag; or tables in one process",
+            kind=TypeError,
         )  # fmt: skip

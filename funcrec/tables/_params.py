@@ -53,7 +53,8 @@ class Batch:
 
 
 def _is_spec(x: object) -> bool:
-    """What stands for all tables in the arguments of a transform: Params(0, 0) of vmap, Params(P(), P()) of shard_map."""
+    """What stands for all tables in the arguments of a transform:
+    Params(0, 0) of vmap, Params(P(), P()) of shard_map."""
     return x is None or isinstance(x, P) or (isinstance(x, int) and not isinstance(x, bool))
 
 

@@ -82,7 +82,8 @@ def read_rows(
 ) -> tuple[Read, Callable[[list[Tensor]], Read]]:
     """(the rows that a pooled lookup reads, apart from one another; the lookup in a copy of them).
 
-    Where a derivative inside the loss goes by the weights, the tables are in it: a tap on what the lookup gives would not be.
+    Where a derivative inside the loss goes by the weights, the tables
+    are in it: a tap on what the lookup gives would not be.
     """
     names = list(dict.fromkeys(f.table for f in features))
     buffers, forms = _buffers_and_forms(ids, features, names, table_shapes(tables))

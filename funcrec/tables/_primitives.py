@@ -2,8 +2,9 @@
 
     d_tables = lookupᵀ(d_out)         d_weights[i] = ⟨table[row_i], d_out[bag_i]⟩         tangents: the map on tangents
 
-A kernel has no derivative of its own (`funcrec.kernels`). Here it gets reverse and forward rules, and for vmap one call in which the
-members are more tables, buffers and features; they hold under every nesting of torch.func. A table's dense gradient is made by the reference: `value_and_grad` never asks for it.
+A kernel has no derivative of its own (`funcrec.kernels`). Here it gets reverse and forward rules, and for vmap one call
+in which the members are more tables, buffers and features; they hold under every nesting of torch.func. A table's dense
+gradient is made by the reference: `value_and_grad` never asks for it.
 Shapes: B bags, C columns, N ids, R rows, D dim, T tables.
 """
 
@@ -192,7 +193,8 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _Members:
-    """The members of a batch of lookups, as one lookup: of stacks, or K times the features over the tables and buffers of all."""
+    """The members of a batch of lookups, as one lookup: of stacks, or
+    K times the features over the tables and buffers of all."""
 
     def __init__(self, spec: _Lookup, num: int, dims: Sequence[int | None], tensors: Sequence[Tensor]):
         self.spec, self.num = spec, num

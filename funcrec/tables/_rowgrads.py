@@ -2,9 +2,9 @@
 
     dense gradient [R, D] = Σ_terms Σ_i e_{rows[i]} ⊗ grads[i]
 
-A term is either `Entries`, a row and a gradient each, or `Bags`: a pooled lookup's ids and the gradient of its output, from which
-the entries follow. Sums and factors keep the terms; `coalesce`, an update, or a look at `rows` and `grads` writes entries
-out. An entry counts when it stands before `count` and its row is in [0, R).
+A term is either `Entries`, a row and a gradient each, or `Bags`: a pooled lookup's ids and the gradient of its output,
+from which the entries follow. Sums and factors keep the terms; `coalesce`, an update, or a look at `rows` and `grads`
+writes entries out. An entry counts when it stands before `count` and its row is in [0, R).
 Shapes: M entries, N ids, B bags, C columns, R rows of the table, D dim.
 """
 
@@ -38,7 +38,8 @@ from funcrec.tables._primitives import dense_sum, segments_of_lookup
 
 @pytree(optional=("count", "repeats"))
 class Entries:
-    """rows i[M], grads f[M, D]; those behind `count`, i64[], are padding; `repeats`, i64[M], is how many ids each sums."""
+    """rows i[M], grads f[M, D]; those behind `count`, i64[], are
+    padding; `repeats`, i64[M], is how many ids each sums."""
 
     rows: Tensor
     grads: Tensor
@@ -75,10 +76,12 @@ class RowGrads:
       num_embeddings: R, the height of the table. dim: D.
       coalesced: whether it is one term of Entries with distinct, ascending rows before its count.
       axes: the mesh axes over which the table is cut, if it is one rank's part: norms are of the whole.
-      first: i64[], for a table that holds columns [first, first + width) of rows of D columns, all of which the gradient has, for
-        optimizers that look at it as a whole (`RowOptimizer.is_gradient_wise`); None for a table of whole rows.
-      mark: i64[], 1, made where forward derivatives are taken (jvp). Their tangents have the tree of what they are of with zeros for
-        integers: mark 0, and no rows. Such are refused wherever rows are read; take `to_dense` inside of the jvp.
+      first: i64[], for a table that holds columns [first, first + width) of rows of D columns, all of which the
+        gradient has, for optimizers that look at it as a whole (`RowOptimizer.is_gradient_wise`);
+        None for a table of whole rows.
+      mark: i64[], 1, made where forward derivatives are taken (jvp). Their tangents have the tree of what they are of
+        with zeros for integers: mark 0, and no rows. Such are refused
+        wherever rows are read; take `to_dense` inside of the jvp.
 
     Example:
       >>> import torch, funcrec as fr
@@ -110,7 +113,8 @@ class RowGrads:
         repeats: Annotated[Tensor, Form("i[M]")] | None = None,
         coalesced: bool = False,
     ) -> "RowGrads":
-        """Entries in any order, with repeats; a row outside [0, num_embeddings) marks padding, as does a place behind `count`.
+        """Entries in any order, with repeats; a row outside [0, num_embeddings)
+        marks padding, as does a place behind `count`.
 
         Args:
           rows: i32[M] or i64[M]. grads: f[M, D].
@@ -298,7 +302,8 @@ def usable(grads: RowGrads) -> RowGrads:
 
 
 def terms_of(grads: Sequence[RowGrads]) -> Terms:
-    """The terms of the gradients of several tables, numbered in order, as kernels take them; a tensor stands in its list once."""
+    """The terms of the gradients of several tables, numbered in order,
+    as kernels take them; a tensor stands in its list once."""
     out = Terms([], [], [], [], [])
     for table, g in enumerate(grads):
         for t in usable(g).terms:

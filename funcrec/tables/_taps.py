@@ -3,11 +3,12 @@
     acts = lookup(tables) + tap          d_loss/d_tap is the cotangent of that lookup
 
 `value_and_grad` hands its loss tables of `TableRef`s. Each lookup of refs is a site: its output gets a zero tap, and
-its transpose turns the tap's cotangent into RowGrads of the tables that the refs stand for, whatever the lookup calls them.
-A ref is no tensor: any other use of it is an error that says what to do. No global state: the tape travels in the refs.
+its transpose turns the tap's cotangent into RowGrads of the tables that the refs stand for, whatever the lookup calls
+them. A ref is no tensor: any other use of it is an error that says
+what to do. No global state: the tape travels in the refs.
 
-A site may stand inside transforms that the loss makes itself. Inside a vmap the tap has the vmap's dimensions, one member's tap
-for each; a grad or jvp inside takes the tap for a constant, as it does the table.
+A site may stand inside transforms that the loss makes itself. Inside a vmap the tap has the vmap's dimensions, one
+member's tap for each; a grad or jvp inside takes the tap for a constant, as it does the table.
 """
 
 import contextlib
@@ -38,7 +39,8 @@ _DENSE_USE = Problem(
     "a table is used densely inside `value_and_grad`.",
     "an operation on the table itself",
     "tables are only read by `lookup` and `lookup_sequence`, so that their gradients stay rows",
-    "a matrix that is tied or regularised: in `params.dense`, or weight_decay; a fixed copy (a target network): a lookup under "
+    "a matrix that is tied or regularised: in `params.dense`, or weight_decay; a fixed copy (a "
+    "target network): a lookup under "
     "torch.no_grad(); a gradient in the loss by the tables: fr.value_and_grad there",
     TypeError,
 )
@@ -47,9 +49,11 @@ _DENSE_USE = Problem(
 class Site(NamedTuple):
     """One lookup of refs.
 
-    form: what must be the same in both passes: names, features, and the taps' (shape, dtype, device). structure: of the taps.
-    saved: (what the transpose reads, overflows), as it is below all vmaps in between. dims: for each of its leaves the dimensions of those vmaps
-    (None where the leaf is the same for all members), the outermost first. sizes: of those vmaps.
+    form: what must be the same in both passes: names, features, and
+      the taps' (shape, dtype, device). structure: of the taps.
+    saved: (what the transpose reads, overflows), as it is below all vmaps in between. dims: for each of its leaves the
+    dimensions of those vmaps (None where the leaf is the same for
+    all members), the outermost first. sizes: of those vmaps.
     """
 
     form: tuple
@@ -84,7 +88,8 @@ class Tape:
         self.level = current_level()
 
     def tap(self, out: Any, saved: Any, transpose: Callable[[Any, Any], dict], what: tuple) -> Any:
-        """Add this site's tap to `out`, a pytree of tensors; `transpose(d_out, saved)` reads no other tensor's value."""
+        """Add this site's tap to `out`, a pytree of tensors;
+        `transpose(d_out, saved)` reads no other tensor's value."""
         outs, structure = tree_flatten(out)
         leaves, saved_structure = tree_flatten(saved)
         maps: dict[int, int] = {}
@@ -111,7 +116,8 @@ class Tape:
         pairs = zip(self.found, self.sites, strict=False)
         first = next((i for i, (a, b) in enumerate(pairs) if a.form != b.form), min(len(self.found), len(self.sites)))
         fail(
-            "funcrec.value_and_grad", f"the loss is not a function of its arguments: lookup {first} of its second pass is another one.",
+            "funcrec.value_and_grad",
+            f"the loss is not a function of its arguments: lookup {first} of its second pass is another one.",
             got=f"first {show(self.found, first)}; then {show(self.sites, first)}",
             need="the same lookups, of the same tables and shapes, whenever the loss is called with the same arguments",
             hint="pass what changes (a counter, a choice of table) as an argument; random ids may be drawn anew",
@@ -140,9 +146,11 @@ def handed_over() -> Iterator[None]:
         if TableRef.__name__ not in str(error):
             raise
         problem = _DENSE_USE._replace(
-            what="a transform of torch was given tables of a loss inside `value_and_grad`.", got=str(error).splitlines()[0],
+            what="a transform of torch was given tables of a loss inside `value_and_grad`.",
+            got=str(error).splitlines()[0],
             need="a transform of a function of other tensors, whose lookups read the tables from outside",
-            hint="fr.value_and_grad(f)(params) there, which is differentiable too; or torch.func.grad by `params.dense`",
+            hint="fr.value_and_grad(f)(params) there, which is differentiable too; or "
+            "torch.func.grad by `params.dense`",
         )  # fmt: skip
         raise TypeError(message("funcrec.value_and_grad", [problem])) from error
 
@@ -184,7 +192,8 @@ class Owner(NamedTuple):
 
 
 def open_tables(tables: Any) -> tuple[Any, list[Owner]]:
-    """The plain tables, and who waits for the cotangents of which: nested losses have a tape each, the outermost first."""
+    """The plain tables, and who waits for the cotangents of which:
+    nested losses have a tape each, the outermost first."""
     if not isinstance(tables, Mapping):
         return tables, []
     found: dict[int, tuple[Tape, list]] = {}
@@ -230,7 +239,8 @@ def plain_tables(tables: Any) -> Any:
 
 
 def is_followed_inside(x: Any, owner: Owner) -> bool:
-    """Whether a grad or jvp that began inside the owner's loss follows a leaf of x: then the tables enter by its derivative, too."""
+    """Whether a grad or jvp that began inside the owner's loss follows a
+    leaf of x: then the tables enter by its derivative, too."""
     floats = (y for y in tree_leaves(x) if isinstance(y, Tensor) and y.is_floating_point())
     return any(is_differentiated_above(y, owner.tape.level) for y in floats)
 

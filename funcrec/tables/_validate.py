@@ -32,7 +32,8 @@ def validate(
     """The same ids, after a look at every value: offsets ascend, bags keep `max_length`, ids are rows of their table.
 
     Args:
-      ids: a KeyedJaggedTensor, or a Batch: its labels are then looked at as well, numbers in [0, 1], and its dense inputs, finite.
+      ids: a KeyedJaggedTensor, or a Batch: its labels are then looked at
+        as well, numbers in [0, 1], and its dense inputs, finite.
 
     Raises: CheckError that names feature, bag and id, or the label; reads the values on the host.
 

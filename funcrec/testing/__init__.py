@@ -1,6 +1,7 @@
 """Property tests for jagged operations: strategies that make values, and checkers of the laws they must keep.
 
-    ⟨Lx, y⟩ = ⟨x, Lᵀy⟩        op(x) = op(x with garbage in its padding)        op'(x)·t = lim (op(x + h·t) - op(x - h·t)) / 2h
+    ⟨Lx, y⟩ = ⟨x, Lᵀy⟩        op(x) = op(x with garbage in its padding)
+    op'(x)·t = lim (op(x + h·t) - op(x - h·t)) / 2h
 
 funcrec tests itself with these; they are for your own operations too. The checkers need torch only, the strategies
 (`from funcrec.testing import strategies as frs`) need hypothesis, which is imported nowhere else.

@@ -40,8 +40,8 @@ def check_adjoint(
       key: what y is drawn from; funcrec.key(0) by default.
 
     Inner products run over the float tensors, by path, in f64; padding counts for nothing and RowGrads stand for their
-    dense gradient. A path of x that transpose(y) lacks has cotangent zero. The tolerance is 16 roundings of the coarsest
-    dtype, relative to ‖forward(x)‖·‖y‖ + ‖x‖·‖transpose(y)‖.
+    dense gradient. A path of x that transpose(y) lacks has cotangent zero. The tolerance is 16 roundings of the
+    coarsest dtype, relative to ‖forward(x)‖·‖y‖ + ‖x‖·‖transpose(y)‖.
 
     Raises: AssertionError with both inner products; a cotangent of something that is not in x.
 

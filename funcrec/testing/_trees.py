@@ -83,7 +83,8 @@ def garbage_padding(tree: T, key: Key | None = None) -> T:
     Floats become NaN. Integers become, in turn, small ones, which could be rows, and ones of any size and sign, which
     are out of range; `key` (an i64[], as `funcrec.key` makes them) chooses them.
 
-    Law: `garbage_padding(x)` and `x` are the same value, so op(garbage_padding(x)) == op(x) but for the answer's padding.
+    Law: `garbage_padding(x)` and `x` are the same value, so op(garbage_padding(x))
+      == op(x) but for the answer's padding.
 
     Example:
       >>> import funcrec as fr
@@ -131,7 +132,8 @@ def _map_padding(fill: Callable[[Tensor], Tensor], tree: T) -> T:
 
 
 def _fill_term(fill: Callable[[Tensor], Tensor], x: Entries | Bags, num_embeddings: int) -> Entries | Bags:
-    """Entries behind `count` lose row and gradient, entries of no row their gradient; ids behind the last bag are lost."""
+    """Entries behind `count` lose row and gradient, entries of
+    no row their gradient; ids behind the last bag are lost."""
     if isinstance(x, Bags):
         used = torch.arange(x.rows.shape[0], device=x.rows.device) < x.offsets[-1]
         weights = None if x.weights is None else _fill(fill, x.weights, used)

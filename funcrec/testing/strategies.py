@@ -228,7 +228,8 @@ def lookups(
     max_bags: int = 4,
     max_length: int = 4,
 ) -> Lookup:
-    """Tables, ids and features that fit together: `lookup(*it)`, when a feature pools, `lookup_sequence(*it)`, when not.
+    """Tables, ids and features that fit together: `lookup(*it)`,
+    when a feature pools, `lookup_sequence(*it)`, when not.
 
     Shrinks to one f32 table of one zero row, one summed feature, no bags.
 

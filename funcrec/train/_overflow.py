@@ -20,22 +20,25 @@ def retry_overflow(
     """(state, batch) -> (state, metrics) that trains on every batch whole, with buffers as small as batches allow.
 
     Args:
-      make_step: (capacity) -> a step, such as `lambda c: fr.jit(fr.train_step(..., capacity=c), donate=("state",))`. It is called once
-        for each capacity; capacities are buckets (16, 24, 32, 48, ...), so there are few.
-      capacity: the first one; "measure" takes room for everything in the first `steps` steps, and then what they needed.
+      make_step: (capacity) -> a step, such as `lambda c: fr.jit(fr.train_step(..., capacity=c), donate=("state",))`. It
+        is called once for each capacity; capacities are buckets (16, 24, 32, 48, ...), so there are few.
+      capacity: the first one; "measure" takes room for everything
+        in the first `steps` steps, and then what they needed.
 
-    A batch that does not fit leaves the state as it was and is run again with the capacity that it needs, which later batches keep.
+    A batch that does not fit leaves the state as it was and is run again
+    with the capacity that it needs, which later batches keep.
 
     Law: the states are those of steps with capacity=None, to the bit.
 
-    Cost: reads metrics["overflow"] on the host once per run, so a step waits for the one before it; a batch that does not fit is
-    computed twice.
+    Cost: reads metrics["overflow"] on the host once per run, so a step waits for the one before it; a batch that does
+    not fit is computed twice.
 
     Example:
       >>> import torch, funcrec as fr
       >>> mesh, plan = fr.Mesh.emulated(model=2), fr.Plan({"item": fr.table_wise("model", rank=1)})
       >>> loss_fn = lambda p, ids: fr.lookup(p.tables, ids, [fr.FeatureConfig("clicked", table="item")]).values.sum()
-      >>> kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1), "mesh": mesh, "plan": plan}
+      >>> kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1), "mesh": mesh,
+      ...     "plan": plan}
       >>> make_step = lambda capacity: fr.train_step(loss_fn, **kind, capacity=capacity)
       >>> state = make_step(1).init(fr.Params({"item": torch.zeros(3, 1)}, {}))
       >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[0, 1, 1], [2]]})

@@ -1,8 +1,10 @@
 """A step as it is everywhere: what it does otherwise on ranks stands in the place that it runs on.
 
-    key, params --loss, grad--> loss_r, grads_r --summed--> grads --update--> tables', slots', dense', dense_opt' --settled--> state'
+    key, params --loss, grad--> loss_r, grads_r --summed--> grads --update-->
+    tables', slots', dense', dense_opt' --settled--> state'
 
-In one process each stage of the place is the identity, or the optimizer's update; on ranks it is an exchange, or one rank's part.
+In one process each stage of the place is the identity, or the optimizer's
+update; on ranks it is an exchange, or one rank's part.
 """
 
 import inspect
@@ -38,8 +40,9 @@ def takes_key(loss_fn: Callable) -> bool:
 class Summed(NamedTuple):
     """The gradients of the global batch.
 
-    rows: of the tables. dense: gives those of the dense parameters and the loss; called behind the update of rows, for on ranks it may be
-      an exchange of its own. metrics: of the exchange; fits: bool[], whether every id found its place, None where all do.
+    rows: of the tables. dense: gives those of the dense parameters and the loss; called behind the update of rows, for
+      on ranks it may be an exchange of its own. metrics: of the exchange; fits: bool[],
+      whether every id found its place, None where all do.
     """
 
     rows: Mapping[str, RowGrads]
@@ -57,10 +60,11 @@ def update_tables(sparse: RowOptimizer, rows: Mapping[str, RowGrads], state: Tra
 class Place(NamedTuple):
     """Where a step runs, by what it does there; the defaults are one process's, which has the whole batch.
 
-    loss_fn: recipe -> the function that is differentiated. key: the step's key -> that from which these bags draw. params: state -> Params, as
-    the loss takes them. summed: (loss, gradients, overflows, state) -> Summed. update: (sparse, rows, state) -> (tables, slots). mean: aux -> that of the
-    global batch. merged: (merge, dense, aux) -> merge's dense. settled: (fits, old state, new state, metrics) -> (state, metrics): the old
-    state where some id found no place.
+    loss_fn: recipe -> the function that is differentiated. key: the step's key -> that from which these bags draw.
+    params: state -> Params, as the loss takes them. summed: (loss, gradients, overflows, state) -> Summed. update:
+    (sparse, rows, state) -> (tables, slots). mean: aux -> that of the global batch. merged: (merge, dense, aux) ->
+    merge's dense. settled: (fits, old state, new state, metrics) -> (state,
+    metrics): the old state where some id found no place.
     """
 
     loss_fn: Callable = lambda recipe: recipe.loss_fn

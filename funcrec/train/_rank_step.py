@@ -1,8 +1,10 @@
 """train_step on a mesh: every rank takes its bags, its rows and the sum of all dense gradients.
 
-    grads = Σ_r d(loss_r / n);   tables: each row's owner has all its terms, in the order of the global batch;   dense: the same sum everywhere
+    grads = Σ_r d(loss_r / n);   tables: each row's owner has all its terms, in the order of the global batch;
+    dense: the same sum everywhere
 
-Of a plan with replicas n and Σ are, for the tables, over the ranks of one group; for the dense parameters always over all.
+Of a plan with replicas n and Σ are, for the tables, over the ranks
+of one group; for the dense parameters always over all.
 
 Shapes: n ranks.
 """
@@ -50,7 +52,8 @@ def shard_state(
     dense_axes: tuple[str, ...],
     **how: Any,
 ) -> TrainState:
-    """The first state: tables as the plan places them, slots like their rows, the rest on every rank, or cut. how: of `shard_tables`."""
+    """The first state: tables as the plan places them, slots like their rows,
+    the rest on every rank, or cut. how: of `shard_tables`."""
     labels = {n: sparse.label(n) for n in params.tables}
     tables = shard_tables(params.tables, plan, mesh, labels=labels, **how)
     check_whole_rows("funcrec.train_step", sparse, tables.layout)
@@ -80,7 +83,8 @@ def sharded_update(
     capacity: int | None,
     codec: Codec | None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict]]:
-    """(state, batch) -> (state, metrics) on a mesh; each rank differentiates its own loss over the number of ranks that train one copy."""
+    """(state, batch) -> (state, metrics) on a mesh; each rank differentiates its
+    own loss over the number of ranks that train one copy."""
     place = rank_of(recipe.sparse, mesh, batch_axes, prod(mesh.shape[a] for a in replicas), capacity, codec)
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
@@ -152,7 +156,8 @@ def rank_of(
 
 
 def settled(fits: Tensor | None, old: TrainState, new: TrainState, metrics: dict) -> tuple[TrainState, dict]:
-    """The new state; the old one and a loss of NaN where an id found no place. (Rows have kept their bits: their gradients were none.)"""
+    """The new state; the old one and a loss of NaN where an id found no place.
+    (Rows have kept their bits: their gradients were none.)"""
     if fits is None:
         return new, metrics
     choose = lambda new, old: tree_map(lambda a, b: torch.where(fits, a, b), new, old)

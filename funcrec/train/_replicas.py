@@ -2,8 +2,8 @@
 
     sync_replicas(state).tables[c] = 1/C Σ_c' state.tables[c']        on every copy c, the same bits
 
-Between two calls each group of ranks trains its copy as if it were alone, so what leaves a group per step does not grow with the number of
-groups.
+Between two calls each group of ranks trains its copy as if it were alone, so what leaves a group per step does not grow
+with the number of groups.
 Shapes: C copies.
 """
 
@@ -30,24 +30,27 @@ def sync_replicas(
 
         x'[c] = x[0] where all copies of the element are equal, else (x[0] + ... + x[C - 1]) / C
 
-    It is a function of its own and no part of the step: the loop calls it every k steps, `fr.jit` compiles it, and may donate the state.
+    It is a function of its own and no part of the step: the loop calls it every
+    k steps, `fr.jit` compiles it, and may donate the state.
 
     Args:
       state: of a `train_step` whose plan has `replicas`; every rank passes its own.
       slots: whether the slots become one, too; without it each copy keeps its own, and the state cannot be gathered.
-      greatest: slots of which the greatest is taken and no mean, besides all that are integers: step numbers, such as `last` of
-        `rowwise_adagrad_counter`.
+      greatest: slots of which the greatest is taken and no mean, besides all that are integers: step numbers, such as
+        `last` of `rowwise_adagrad_counter`.
 
     Returns: TrainState; what is not tables and slots is the old state's own, as it is the same on all ranks.
 
-    Raises: TypeError for a state that is not sharded; ValueError for one of another mesh, or of a plan without replicas.
+    Raises: TypeError for a state that is not sharded; ValueError
+      for one of another mesh, or of a plan without replicas.
 
-    Law: all copies have the same bits, on emulated and on real ranks. Rows that no copy trained, and so a second call's, keep every bit.
-      Under plain SGD with a call after every step the tables are those of one copy over all ranks, up to rounding.
+    Law: all copies have the same bits, on emulated and on real ranks. Rows that no copy trained, and so a second
+      call's, keep every bit. Under plain SGD with a call after every step the tables
+      are those of one copy over all ranks, up to rounding.
 
-    Cost: for each dtype two exchanges over the replica axes for every 2^25 elements (and two more for slots of `greatest`), of each rank's
-      rows; they send what a ring's all-reduce sends. The sums are in the dtype that rows are summed in (f32 for 16 bits). In memory the new
-      tables stand beside the old ones, and one of them twice.
+    Cost: for each dtype two exchanges over the replica axes for every 2^25 elements (and two more for slots of
+      `greatest`), of each rank's rows; they send what a ring's all-reduce sends. The sums are in the dtype that rows
+      are summed in (f32 for 16 bits). In memory the new tables stand beside the old ones, and one of them twice.
 
     Example: two copies, each with a batch of its own.
       >>> import torch, funcrec as fr

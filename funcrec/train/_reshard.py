@@ -46,8 +46,8 @@ def gather_state(state: TrainState, mesh: Mesh) -> TrainState:
     Args:
       state: of a `train_step` with this mesh; every rank passes its own.
 
-    Raises: TypeError for a state that is not sharded, ValueError for one of another mesh, and for copies that have trained apart and are
-      not equal: `sync_replicas` them first.
+    Raises: TypeError for a state that is not sharded, ValueError for one of another mesh, and for copies that have
+      trained apart and are not equal: `sync_replicas` them first.
 
     Law: gather_state(reshard(state, plan, mesh=mesh, sparse=sparse), mesh) has state's bits.
 
@@ -93,8 +93,8 @@ def reshard(
 
     Args:
       state: plain, the same on every rank; or sharded, each rank's own.
-      plan, mesh, sparse, exact, codec, dedup, dense_axes: as of the `train_step` that goes on from it. Tables that `sparse` updates differently share no
-        bank.
+      plan, mesh, sparse, exact, codec, dedup, dense_axes: as of the `train_step` that goes on from it. Tables that
+        `sparse` updates differently share no bank.
       from_mesh: of a sharded state, where it is not `mesh`.
 
     Returns: TrainState with ShardedTables. What is not tables and slots is the old state's own.

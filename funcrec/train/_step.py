@@ -81,30 +81,34 @@ def train_step(
         fold_in(state.key, state.step): that is where dropout draws from.
       sparse: updates the tables' touched rows.
       dense: updates params.dense.
-      merge: (dense, aux) -> dense, run after the optimizer: for what a loss computes and training must keep. With running statistics of
-        `nn.batch_norm` in `dense` it must be there: `fr.models.merge_stats`.
-      mesh, plan: train on the mesh's ranks with the tables where the plan places them. The loss is then that of one rank's bags, gradients
-        are those of the mean over the ranks, `aux` is averaged over them, and the key is folded with the rank. Under a plan with
-        `replicas` each group's tables follow the mean over that group's ranks alone, and differ until `sync_replicas`; dense parameters
-        follow the mean over all ranks at every step, and are the same on all.
-        All ranks' batches have the same shapes, ids the same capacity (`pad_to`); `Mesh.distributed(debug=True)` names a rank that has not.
+      merge: (dense, aux) -> dense, run after the optimizer: for what a loss computes and training must keep. With
+        running statistics of `nn.batch_norm` in `dense` it must be there: `fr.models.merge_stats`.
+      mesh, plan: train on the mesh's ranks with the tables where the plan places them. The loss is then that of one
+        rank's bags, gradients are those of the mean over the ranks, `aux` is averaged over them, and the key is folded
+        with the rank. Under a plan with `replicas` each group's tables follow the mean over that group's ranks alone,
+        and differ until `sync_replicas`; dense parameters follow the mean over all ranks at every step, and are the
+        same on all. All ranks' batches have the same shapes, ids the same capacity (`pad_to`);
+        `Mesh.distributed(debug=True)` names a rank that has not.
       batch_axes: the axes over which a batch is cut by its bags; None for all.
       exact, dedup: as of `shard_tables`.
-      capacity: the most ids that a rank may send to another in a step; None for all that it has. When some find no place the step
-        leaves the state as it was, to the bit, and its loss is NaN: run the batch again with more (`retry_overflow`).
-      dense_axes: axes over which dense parameters and their optimizer's state are cut: each rank keeps an equal part of every leaf (`DenseShard`)
-        and gathers the whole for the loss; () for all of them on every rank. For optimizers that treat each element alone.
-      codec: how looked up vectors and their cotangents travel; None for what the state's tables say (`shard_tables`, `reshard`).
+      capacity: the most ids that a rank may send to another in a step; None for all that it has. When some find no
+        place the step leaves the state as it was, to the bit, and its loss
+        is NaN: run the batch again with more (`retry_overflow`).
+      dense_axes: axes over which dense parameters and their optimizer's state are cut: each rank keeps an equal part of
+        every leaf (`DenseShard`) and gathers the whole for the loss; () for all of them on
+        every rank. For optimizers that treat each element alone.
+      codec: how looked up vectors and their cotangents travel; None for
+        what the state's tables say (`shard_tables`, `reshard`).
 
     Returns: TrainStep. `init(params, key=fr.key(0)) -> TrainState`; calling it gives (state, metrics) with
-      metrics["loss"] and, with `has_aux`, metrics["aux"]; with a `capacity` also metrics["overflow"], how many ids of all ranks found no
-      place, and metrics["needed"], the capacity that would have done (i64[]).
+      metrics["loss"] and, with `has_aux`, metrics["aux"]; with a `capacity` also metrics["overflow"], how many ids of
+      all ranks found no place, and metrics["needed"], the capacity that would have done (i64[]).
 
-    Law: the state is everything that changes: the same state and batch give the same bits on the same number of threads (what happens to
-      tables, given the loss's cotangents, on any number). A plan changes no bit: n ranks give what
-      one process gives that adds the gradients of the same n batches (row-wise tables: with exact=True; dedup rounds gradients otherwise).
-      Under torch.func.vmap over states (`vmap(step.init)` makes them) every member takes its own step, by one update for all members;
-      under vmap of vmap by one for each member of the outer.
+    Law: the state is everything that changes: the same state and batch give the same bits on the same number of threads
+      (what happens to tables, given the loss's cotangents, on any number). A plan changes no bit: n ranks give what
+      one process gives that adds the gradients of the same n batches (row-wise tables: with exact=True; dedup rounds
+      gradients otherwise). Under torch.func.vmap over states (`vmap(step.init)` makes them) every member takes its own
+      step, by one update for all members; under vmap of vmap by one for each member of the outer.
 
     Example:
       >>> import torch, funcrec as fr

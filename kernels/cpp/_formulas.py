@@ -4,17 +4,20 @@ A name that ends in `_` is a function of the prelude, for f32 and f64. Formulas 
 """
 
 FUNCTIONS = (
-    "sqrt", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh",
+    "sqrt", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan",
+    "sinh",
     "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "floor", "ceil", "trunc", "nearbyint",
 )  # fmt: skip
 BINARY_FUNCTIONS = ("pow", "atan2", "fmod", "hypot", "copysign")
 # those that Sleef, inside torch, has for vectors: how its names end (the error in tenths of a last place)
 SLEEF = {
-    **dict.fromkeys(FUNCTIONS[1:21], "_u10"), "erf": "_u10", "erfc": "_u15", "pow": "_u10", "atan2": "_u10", "fmod": "", "hypot": "_u05",
+    **dict.fromkeys(FUNCTIONS[1:21], "_u10"), "erf": "_u10", "erfc": "_u15", "pow": "_u10", "atan2": "_u10", "fmod": "",
+    "hypot": "_u05",
 }  # fmt: skip
 
 COMPARISONS = {
-    "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}",
+    "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
     "isnan": "{0} != {0}", "isinf": "{0} == INFINITY || {0} == -INFINITY",
 }  # fmt: skip
 LOGIC = {"logical_and": "{0} && {1}", "logical_or": "{0} || {1}", "logical_xor": "{0} != {1}", "logical_not": "!{0}"}
@@ -53,9 +56,11 @@ BY_LANES = {
     "sum": ("{0}", "total({0}, {1})"), "mean": ("{0}", "total({0}, {1}) / {1}"),
     "amax": ("{0}", "largest({0}, {1})"), "amin": ("-{0}", "-largest({0}, {1})"),
 }  # fmt: skip
-# name: (start, kind of `omp simd reduction`, one step from {0} by {1}); here the order does not matter, but for prod's last place
+# name: (start, kind of `omp simd reduction`, one step from {0} by {1});
+# here the order does not matter, but for prod's last place
 REDUCTIONS = {
-    "prod": ("1", "*", "{0} *= {1};"), "any": ("false", "||", "{0} = {0} || {1};"), "all": ("true", "&&", "{0} = {0} && {1};"),
+    "prod": ("1", "*", "{0} *= {1};"), "any": ("false", "||", "{0} = {0} || {1};"),
+    "all": ("true", "&&", "{0} = {0} && {1};"),
 }  # fmt: skip
 
 PRELUDE = f"""#include <stdint.h>

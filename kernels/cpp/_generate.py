@@ -1,10 +1,11 @@
 """A rule for one row as C++: a graph of aten operations, written as loops over the row.
 
-    (row f[D], grad f[D], lr, t, repeats, slots...) → (row, slots...)    as    for (i < D) r1 += x[i] * x[i];   v2 = ..;   for (i < D) w[i] = ..;
+    (row f[D], grad f[D], lr, t, repeats, slots...) → (row, slots...)    as    for (i < D) r1 += x[i] * x[i];   v2 = ..;
+    for (i < D) w[i] = ..;
 
-What is one number for a whole row is a scalar. Elementwise operations of one size share a loop; a reduction, or a read at
-another index, ends it: what needs the result belongs to the next level, whose scalars and loops come after. Numbers of lr, t and
-closed-over tensors alone are computed once per update, by `prepare`. No thread changes the order of a sum.
+What is one number for a whole row is a scalar. Elementwise operations of one size share a loop; a reduction, or a read
+at another index, ends it: what needs the result belongs to the next level, whose scalars and loops come after. Numbers
+of lr, t and closed-over tensors alone are computed once per update, by `prepare`. No thread changes the order of a sum.
 """
 
 import math
@@ -26,7 +27,8 @@ class UnsupportedError(Exception):
 
 
 class Base:
-    """Elements that a loop computes, or that lie in memory. `loop` is (level, size), None for memory; `memory` its C++ name."""
+    """Elements that a loop computes, or that lie in memory. `loop` is
+    (level, size), None for memory; `memory` its C++ name."""
 
     def __init__(self, text: str, dtype: torch.dtype, size: int, loop: tuple[int, int] | None, memory: str, ready: int):
         self.text, self.dtype, self.size, self.loop, self.memory = text, dtype, size, loop, memory
@@ -36,7 +38,8 @@ class Base:
 
 
 class Value(NamedTuple):
-    """A node: a number (its text; shared if no row changes it), or element (c₀, c₁, ..) of a base at offset + Σ cₖ · strideₖ."""
+    """A node: a number (its text; shared if no row changes it), or element
+    (c₀, c₁, ..) of a base at offset + Σ cₖ · strideₖ."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -95,7 +98,8 @@ class Writer:
         return whole(Base(name, dtype, math.prod(shape), None, name, 0), shape)
 
     def pointwise(self, formula: str, operands: Sequence[Value], like: Tensor, *types: torch.dtype) -> Value:
-        """formula(operands), each cast to its type of `types`, else the result's; `like` has the result's dtype and shape."""
+        """formula(operands), each cast to its type of `types`, else
+        the result's; `like` has the result's dtype and shape."""
         dtype, shape = known(like.dtype), tuple(like.shape)
         types = types or (dtype,) * len(operands)
         level = max(needs(x, shape) for x in operands)
@@ -184,7 +188,8 @@ class Writer:
         return whole(Base(name, like.dtype, like.numel(), None, name, ready), like.shape)
 
     def write(self, results: Sequence[tuple[Value, str, Value]]) -> list[str]:
-        """(new, memory, old): the new value into the memory, after all reads of the old; returns the scalars' statements."""
+        """(new, memory, old): the new value into the memory, after
+        all reads of the old; returns the scalars' statements."""
         last, later = [], []
         for new, name, old in results:
             if math.prod(old.shape) == 1:

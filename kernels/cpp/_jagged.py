@@ -107,7 +107,8 @@ def owner_blocks(
     wide: bool,
     placed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What each rank is sent, i[n, C + K * B], how many rows it owns, i64[n], and where each id went, i64[N] (csrc/owners.h)."""
+    """What each rank is sent, i[n, C + K * B], how many rows it owns,
+    i64[n], and where each id went, i64[N] (csrc/owners.h)."""
     ids, offsets = ids.contiguous(), offsets.contiguous()
     described = (*ints(ids), *bounds(offsets))
     columns = room + len(slots) // max(num_ranks, 1) * num_bags

@@ -114,7 +114,8 @@ def _features(
 def _width(
     features: tuple[int, ...], dims: tuple[int, ...], num_buffers: int, blocks: int = 1, of: int | None = None
 ) -> int:
-    """The columns that features cover, each once, none across two of the `blocks`; or `of`, those that there are, each any times."""
+    """The columns that features cover, each once, none across two of the
+    `blocks`; or `of`, those that there are, each any times."""
     found = [features[i : i + INTS_PER_FEATURE] for i in range(0, len(features), INTS_PER_FEATURE)]
     for i, (t, r, first_bag, max_length, _, _, column) in enumerate(found):
         is_there = 0 <= t < len(dims) and 0 <= r < num_buffers and min(first_bag, max_length, column) >= 0

@@ -144,7 +144,8 @@ def real(x: float) -> int:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """torch.empty for an output. New memory that is large is given 2 MiB pages: a first write to each 4 KiB costs more."""
+    """torch.empty for an output. New memory that is large is given
+    2 MiB pages: a first write to each 4 KiB costs more."""
     out = torch.empty(shape, dtype=dtype)
     if out.nbytes >= MIN_ADVISED:
         _advise_huge_pages(out)
@@ -152,7 +153,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _advise_huge_pages(x: Tensor) -> None:
-    """Ask for 2 MiB pages under the 2 MiB blocks of a contiguous tensor; a system that has none says no, and nothing is lost."""
+    """Ask for 2 MiB pages under the 2 MiB blocks of a contiguous tensor;
+    a system that has none says no, and nothing is lost."""
     start = -(-x.data_ptr() // HUGE_PAGE) * HUGE_PAGE
     size = (x.data_ptr() + x.nbytes) // HUGE_PAGE * HUGE_PAGE - start
     if sys.platform == "linux" and size > 0:
@@ -196,7 +198,8 @@ def level() -> str:
     usable = [name for name in built if LEVELS[name] <= best]
     if forced is not None and forced not in usable:
         raise ValueError(
-            f"FUNCREC_CPU={forced}: cannot be used.\n  got   {'not built' if forced not in built else 'another processor'}"
+            f"FUNCREC_CPU={forced}: cannot be used.\n  got   "
+            f"{'not built' if forced not in built else 'another processor'}"
             f"\n  need  one of {', '.join(usable)}"
         )
     return forced or usable[0]
@@ -213,7 +216,8 @@ def _load(path: str) -> ctypes.CDLL:
     loaded.funcrec_start.argtypes, loaded.funcrec_start.restype = [ctypes.c_int64], None
     if loaded.funcrec_abi() != ABI:
         raise RuntimeError(
-            f"funcrec.kernels.cpp: the compiled object is of another version.\n  got   {loaded.funcrec_abi()} in {path}\n"
+            f"funcrec.kernels.cpp: the compiled object is of another version.\n  got   "
+            f"{loaded.funcrec_abi()} in {path}\n"
             f"  need  {ABI}\n  try   reinstall funcrec (pip install -e . for an editable one)"
         )
     loaded.funcrec_start(_gomp_parallel())

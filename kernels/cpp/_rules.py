@@ -1,4 +1,5 @@
-"""A user's rule in the row loop of the fused update: its graph is translated to C++ (_generate.py), compiled and loaded.
+"""A user's rule in the row loop of the fused update: its graph
+is translated to C++ (_generate.py), compiled and loaded.
 
 The rule is a graph of aten operations on one row: (row f[D], grad f[D], lr, t, repeats, slots...) -> [row, slots...].
 """
@@ -35,8 +36,10 @@ GIVEN = ("row", "grad", "lr", "t", "repeats")
 class Generated(NamedTuple):
     """A compiled rule for one dim and dtype.
 
-    rule, prepare: addresses. sizes: elements of each slot of a row. shared_bytes: what `prepare` writes once per update.
-    constants: tensors that the rule reads besides its arguments; their values are read in every update. forms: dtype and shape of each.
+    rule, prepare: addresses. sizes: elements of each slot of
+      a row. shared_bytes: what `prepare` writes once per update.
+    constants: tensors that the rule reads besides its arguments; their values
+      are read in every update. forms: dtype and shape of each.
     """
 
     rule: int
@@ -60,7 +63,8 @@ def generate(graph: GraphModule) -> Generated:
     given = [x.meta["val"] for x in graph.graph.find_nodes(op="placeholder")]
     return Generated(
         address(library.funcrec_rule), address(library.funcrec_prepare), tuple(x.numel() for x in given[len(GIVEN) :]),
-        library.funcrec_shared_bytes(), tuple(constants), tuple((x.dtype, x.shape) for x in constants), given[0].numel(), given[0].dtype, library,
+        library.funcrec_shared_bytes(), tuple(constants), tuple((x.dtype, x.shape) for x in constants),
+        given[0].numel(), given[0].dtype, library,
     )  # fmt: skip
 
 
@@ -288,7 +292,8 @@ def build(text: str) -> ctypes.CDLL:
         source.unlink()
         if done.returncode:
             raise RuntimeError(
-                f"funcrec.kernels.cpp: the compiler refused a rule.\n  got   {done.stderr[:1000]}\n  need  a C++17 compiler: {' '.join(command)}"
+                f"funcrec.kernels.cpp: the compiler refused a rule.\n  got   {done.stderr[:1000]}\n  need  a "
+                f"C++17 compiler: {' '.join(command)}"
             )
         mine.replace(path)  # whole or not at all, whoever else builds it
     return ctypes.CDLL(str(path))
@@ -299,6 +304,7 @@ def _compiler(find: Callable[[], str]) -> str:
         return find()
     except Exception as error:  # InvalidCxxCompiler, or what running a compiler raises
         raise RuntimeError(
-            f"funcrec.kernels.cpp: a rule cannot be compiled.\n  got   {error}\n  need  a C++ compiler: g++ or clang++\n"
+            f"funcrec.kernels.cpp: a rule cannot be compiled.\n  got   {error}\n  need  a "
+            f"C++ compiler: g++ or clang++\n"
             '  try   install one, or set CXX to its name, or implementation="reference"'
         ) from error

@@ -15,7 +15,8 @@ MIX_2 = tl.constexpr(-7723592293110705685)
 # Sizes of data: kernels are not compiled anew when one of them becomes 1 or a multiple of 16.
 SIZES = (
     "size", "capacity", "steps", "slots", "num_bags", "num_rows", "num_ids", "num_values", "num_tables", "num_segments",
-    "num_shards", "block", "nothing", "first_key", "behind_key", "first_bag", "behind_bag", "max_length", "mean", "count",
+    "num_shards", "block", "nothing", "first_key", "behind_key", "first_bag", "behind_bag", "max_length", "mean",
+    "count",
 )  # fmt: skip
 kernel = functools.partial(triton.jit, do_not_specialize=SIZES)
 
@@ -112,7 +113,8 @@ def mix(z):
 
 @triton.jit
 def random_bits(key, row, column, DIM: tl.constexpr):
-    """i32[rows, columns] in [0, 2¹⁶) for i64[rows or 1, columns]: four columns share one number of the key's sequence."""
+    """i32[rows, columns] in [0, 2¹⁶) for i64[rows or 1, columns]:
+    four columns share one number of the key's sequence."""
     quads: tl.constexpr = (DIM + 3) // 4
     number = mix(key[:, None] + (row[:, None] * quads + column // 4 + 1) * GAMMA)
     return ((number >> (16 * (column % 4))) & 0xFFFF).to(tl.int32)

@@ -40,11 +40,11 @@ class Pass(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """keys i[K] ascending, addresses i64[K] and scales f[K] (or None) in that order; segment i32[K + 1]: the number u of
-    each place's row; starts i64[K + 2]: where row u begins; firsts i64[T + 1]: the u of each table's first row.
+    """keys i[K] ascending, addresses i64[K] and scales f[K] (or None) in that order; segment i32[K + 1]: the number u
+    of each place's row; starts i64[K + 2]: where row u begins; firsts i64[T + 1]: the u of each table's first row.
 
-    `bases` are the tables' first keys, T + 1 of them, on the host; `packed` holds them on the device. `alive` keeps what
-    the addresses point to.
+    `bases` are the tables' first keys, T + 1 of them, on the host; `packed` holds them on the device. `alive` keeps
+    what the addresses point to.
     """
 
     keys: Tensor
@@ -201,7 +201,8 @@ def locate(place, offsets, first_bag, behind_bag, num_bags, max_length, num_ids,
 
 @kernel()
 def _list_entries(
-    packed, num_segments, rows, num_ids, offsets, behind_bag, weights, keys, addresses, scales, capacity, nothing, steps,
+    packed, num_segments, rows, num_ids, offsets, behind_bag, weights, keys, addresses, scales, capacity, nothing,
+    steps,
     KIND: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     place = lanes(LANES)
@@ -299,15 +300,16 @@ def _firsts(bases, keys, segment, firsts, size, count, steps, LANES: tl.constexp
 def chunk_sums(g: Groups, first_key: int, behind_key: int, dim: int, dtype: torch.dtype) -> Tensor:
     """f[2 · ⌈K / CHUNK⌉, D]: the sums of the chunks of runs longer than CHUNK, of rows with keys in a range.
 
-    Chunk heads in one block of CHUNK places are at most two: a run's first chunk, at 2 · block + 1, and another chunk, at
-    2 · block. Other places of the answer are not written, and not read.
+    Chunk heads in one block of CHUNK places are at most two: a run's first chunk, at 2 · block + 1, and another chunk,
+    at 2 · block. Other places of the answer are not written, and not read.
     """
     size = g.keys.shape[0]
     slots = 2 * on.cdiv(size, CHUNK) if size > CHUNK else 0
     out = torch.empty(slots, dim, dtype=dtype, device=g.keys.device)
     t = on.tile(dim)
     on.launch(
-        _chunk_sums, (t.over(slots), on.cdiv(dim, t.columns)), g.keys, g.addresses, g.scales if g.scales is not None else out,
+        _chunk_sums, (t.over(slots), on.cdiv(dim, t.columns)), g.keys, g.addresses,
+        g.scales if g.scales is not None else out,
         g.segment, g.starts, out, slots, size, first_key, behind_key, SCALED=g.scales is not None, DIM=dim, CHUNK=CHUNK,
         TILE_ROWS=t.rows, TILE_COLUMNS=t.columns, ALIGN=align_of(g, dim, dtype), num_warps=t.num_warps,
     )  # fmt: skip

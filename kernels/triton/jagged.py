@@ -89,8 +89,8 @@ def bucketize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(rows i[N], lengths i64[S · B], weights f[N] | f[0], positions i64[N]): ids grouped by (shard, bag), order kept.
 
-    The owner of a row is row // block, and the row becomes row - owner · block; a row below 0 or of no shard goes nowhere.
-    positions[i] is where id i went, -1 for nowhere. Behind the last id stand zeros.
+    The owner of a row is row // block, and the row becomes row - owner · block; a row below 0 or of no shard goes
+    nowhere. positions[i] is where id i went, -1 for nowhere. Behind the last id stand zeros.
 
     Cost: one stable sort of N owners. Owners suffice as keys: positions ascend with bags.
     """
@@ -118,7 +118,8 @@ def bucketize(
     scale = rows if weights is None else weights.contiguous()
     out_scale = scale.new_empty(0 if weights is None else size, dtype=torch.float32 if weights is None else None)
     on.launch(
-        _to_owners, grid, rows, owners, order, scale, out, out if weights is None else out_scale, positions, size, num_shards,
+        _to_owners, grid, rows, owners, order, scale, out, out if weights is None else out_scale, positions, size,
+        num_shards,
         block, WEIGHTED=weights is not None, LANES=on.BLOCK,
     )  # fmt: skip
     return out, lengths, out_scale, positions
@@ -126,7 +127,8 @@ def bucketize(
 
 @kernel()
 def _owners(rows, offsets, owners, lengths, size, num_bags, num_shards, block, steps, LANES: tl.constexpr):
-    """The owner of every id, num_shards for none, and how many ids each (shard, bag) gets: counts, added in any order."""
+    """The owner of every id, num_shards for none, and how many
+    ids each (shard, bag) gets: counts, added in any order."""
     i = lanes(LANES)
     bag = upper_bound(offsets, i * 0, i * 0 + num_bags + 1, i, steps) - 1
     inside = (i < size) & (bag >= 0) & (bag < num_bags)
@@ -196,14 +198,16 @@ def _to_padded(
 
 
 def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
-    """[capacity, ...]: place p of bag b is padded[b, p], zeros behind L places and behind the last bag; to_padded's transpose."""
+    """[capacity, ...]: place p of bag b is padded[b, p], zeros behind
+    L places and behind the last bag; to_padded's transpose."""
     num_bags, max_length, *trailing = padded.shape
     dim = math.prod(trailing)
     out = torch.empty(capacity, *trailing, dtype=padded.dtype, device=padded.device)
     t = on.tile(dim)
     on.launch(
         _from_padded, (t.over(capacity), on.cdiv(dim, t.columns)), padded.contiguous(), offsets.contiguous(), num_bags,
-        out, capacity, max_length, dim, on.steps(num_bags + 1), TILE_ROWS=t.rows, TILE_COLUMNS=t.columns, num_warps=t.num_warps,
+        out, capacity, max_length, dim, on.steps(num_bags + 1), TILE_ROWS=t.rows, TILE_COLUMNS=t.columns,
+        num_warps=t.num_warps,
     )  # fmt: skip
     return out
 

@@ -66,7 +66,8 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
 
 
 def pack(values: Sequence[int], device: torch.device) -> Tensor:
-    """i64[n] on `device`, of values in [0, 2⁵⁸), made of kernel arguments: no copy from the host, so a graph can hold it."""
+    """i64[n] on `device`, of values in [0, 2⁵⁸), made of kernel arguments:
+    no copy from the host, so a graph can hold it."""
     values = [*values, *[0] * (-len(values) % PACKED)]
     out = torch.empty(len(values), dtype=torch.int64, device=device)
     for at in range(0, len(values), PACKED):

@@ -82,7 +82,8 @@ def pooled_lookup_weights(
         waves.setdefault(wave, {}).setdefault((table.dtype, table.shape[1], rows[f.rows].dtype), []).append(f)
     for wave in sorted(waves):
         run_groups(
-            _pool_weights, waves[wave], tables, rows, offsets, weights, d_out, out, d_out.stride(0), num_bags, whole_rows=True
+            _pool_weights, waves[wave], tables, rows, offsets, weights, d_out, out, d_out.stride(0), num_bags,
+            whole_rows=True
         )  # fmt: skip
     return out.to(weights.dtype)
 
@@ -102,7 +103,8 @@ def checked_features(features: Sequence[int], offsets: Tensor, num_bags: int) ->
 def run_groups(
     kernel, groups, tables, rows, offsets, weights, other, out, stride, num_bags, *, whole_rows=False
 ) -> None:
-    """One launch for each group of features. `other` is the kernel's float argument; `stride` parts the rows of [B, C]."""
+    """One launch for each group of features. `other` is the kernel's
+    float argument; `stride` parts the rows of [B, C]."""
     numbers = []
     for f in (f for group in groups.values() for f in group):
         table, ids = tables[f.table], rows[f.rows]

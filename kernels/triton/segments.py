@@ -67,7 +67,8 @@ def _expand_segment(s: Segment, d, rows, offsets, weights, num_rows: int, out_ro
     t = on.tile(dim)
     on.launch(
         _expand, (t.over(size), on.cdiv(dim, t.columns)), out_rows, grads, x[:, s.column :], x.stride(0), ids,
-        min(ids.shape[0], scale.shape[0]), bounds, scale, size, num_rows, s.first_bag, s.num_bags, s.max_length, int(s.mean),
+        min(ids.shape[0], scale.shape[0]), bounds, scale, size, num_rows, s.first_bag, s.num_bags, s.max_length,
+        int(s.mean),
         on.steps(bounds.shape[0]), KIND=kind_of(s, ids.shape[0]), WEIGHTED=s.weights >= 0, DIM=dim, TILE_ROWS=t.rows,
         TILE_COLUMNS=t.columns, num_warps=t.num_warps,
     )  # fmt: skip
@@ -138,7 +139,8 @@ def _coalesce_table(g: Groups | None, t: int, size: int, dim: int, dtype: torch.
     shape = on.tile(dim)
     on.launch(
         _coalesce, (shape.over(size), on.cdiv(dim, shape.columns)), rows, grads, repeats, size, g.keys, g.addresses,
-        grads if g.scales is None else g.scales, g.starts, g.firsts[t:], g.packed[t:], chunks, SCALED=g.scales is not None,
+        grads if g.scales is None else g.scales, g.starts, g.firsts[t:], g.packed[t:], chunks,
+        SCALED=g.scales is not None,
         DIM=dim, CHUNK=CHUNK, TILE_ROWS=shape.rows, TILE_COLUMNS=shape.columns, ALIGN=align_of(g, dim, dtype),
         num_warps=shape.num_warps,
     )  # fmt: skip

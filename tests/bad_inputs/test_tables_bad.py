@@ -38,7 +38,8 @@ CALLS = {
 WRONG = {
     "coo": lambda x: x.to_sparse(), "csr": lambda x: x.to_sparse_csr(), "csc": lambda x: x.to_sparse_csc(),
     "bsr": lambda x: x.to_sparse_bsr((1, 1)), "mkldnn": lambda x: x.to_mkldnn(),
-    "nested": lambda x: torch.nested.nested_tensor([x[0], x[1]]), "jagged": lambda x: torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged),
+    "nested": lambda x: torch.nested.nested_tensor([x[0], x[1]]),
+    "jagged": lambda x: torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged),
 }  # fmt: skip
 
 
@@ -46,7 +47,8 @@ WRONG = {
 @pytest.mark.parametrize("layout", WRONG)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_table_is_dense_memory(call, layout):
-    """A table that is no dense memory is refused by every function that takes tables, by its name, and the error says how to make it dense."""
+    """A table that is no dense memory is refused by every function that takes tables,
+    by its name, and the error says how to make it dense."""
     CALLS[call](GOOD)
     with pytest.raises(TypeError) as error:
         CALLS[call]({"t": WRONG[layout](GOOD["t"])})

@@ -1,4 +1,5 @@
-"""Arguments of configs, hashes, initial rows, layers and models that are no numbers, flags or functions: named, never taken for one."""
+"""Arguments of configs, hashes, initial rows, layers and models that are no
+numbers, flags or functions: named, never taken for one."""
 
 import math
 
@@ -49,7 +50,8 @@ WRONG = {  # call: (kind, what the text names)
     "dropout NaN": (lambda: fr.nn.mlp((2, 1), dropout=NAN), ValueError, "`dropout` is not a probability"),
     "batch_norm in words": (lambda: fr.nn.mlp((2, 1), batch_norm="no"), TypeError, "`batch_norm` is neither"),
     "activation in words": (lambda: fr.nn.mlp((2, 1), activation="relu"), TypeError, "`activation` is not a function"),
-    "last activation": (lambda: fr.nn.mlp((2, 1), final_activation=1), TypeError, "`final_activation` is not a function"),
+    "last activation": (lambda: fr.nn.mlp((2, 1), final_activation=1), TypeError,
+        "`final_activation` is not a function"),
     "weight of 0": (lambda: fr.nn.linear(2, 1, weight=0), TypeError, "`weight` is not a function"),
     "bias False": (lambda: fr.nn.linear(2, 1, bias=False), TypeError, "`bias` is not a function"),
     "mlp's bias": (lambda: fr.nn.mlp((2, 1), bias=True), TypeError, "`bias` is not a function"),
@@ -61,8 +63,10 @@ WRONG = {  # call: (kind, what the text names)
     "dlrm batch_norm": (lambda: fr.models.dlrm(T, F, batch_norm=1), TypeError, "`batch_norm` is neither"),
     "dlrm keep": (lambda: fr.models.dlrm(T, F, keep=["all"]), ValueError, "`keep` is unknown"),
     "penalty NaN": (lambda: fr.models.dcnv2(T, F, cross_penalty=NAN), ValueError, "`cross_penalty` is outside"),
-    "penalty in words": (lambda: fr.models.dcnv2(T, F, cross_penalty="1"), TypeError, "`cross_penalty` is not a number"),
-    "temperature NaN": (lambda: fr.models.two_tower(T, F, (fr.FeatureConfig("g", table="t"),), temperature=NAN), ValueError, "`temperature`"),
+    "penalty in words": (lambda: fr.models.dcnv2(T, F, cross_penalty="1"), TypeError,
+        "`cross_penalty` is not a number"),
+    "temperature NaN": (lambda: fr.models.two_tower(T, F, (fr.FeatureConfig("g", table="t"),), temperature=NAN),
+        ValueError, "`temperature`"),
     "no sizes": (lambda: fr.models.wide_deep(T, F, sizes=()), ValueError, "`sizes` are too few"),
     "no model": (lambda: fr.models.ml1m(["lr"]), ValueError, "`name` is unknown"),
     "loss of no model": (lambda: fr.models.loss(3), TypeError, "`model` is not a model"),
@@ -73,8 +77,10 @@ WRONG = {  # call: (kind, what the text names)
     "bins True": (lambda: fr.metrics.auc(True), TypeError, "`num_bins` is not an integer"),
     "pinned in words": (lambda: fr.data.prefetch([], pin_memory="no"), TypeError, "`pin_memory` is neither"),
     "towers of no model": (lambda: fr.models.in_batch_softmax_loss(3), TypeError, "`model` is not a pair of towers"),
-    "towers' log_q": (lambda: fr.models.in_batch_softmax_loss(TOWERS, log_q=torch.ones(2)), TypeError, "`log_q` is not a function"),
-    "towers' ids": (lambda: fr.models.in_batch_softmax_loss(TOWERS, candidate_ids="item"), TypeError, "`candidate_ids` is not a function"),
+    "towers' log_q": (lambda: fr.models.in_batch_softmax_loss(TOWERS, log_q=torch.ones(2)), TypeError,
+        "`log_q` is not a function"),
+    "towers' ids": (lambda: fr.models.in_batch_softmax_loss(TOWERS, candidate_ids="item"), TypeError,
+        "`candidate_ids` is not a function"),
     "twins of names": (lambda: fr.models.linear_twins(T, ["f"]), TypeError, "`features[0]` is not a FeatureConfig"),
     "dropout of a list": (lambda: fr.nn.dropout([1.0], fr.key(0), 0.5), TypeError, "`x` is not a float tensor"),
     "dropout of integers": (lambda: fr.nn.dropout(IDS, fr.key(0), 0.5), TypeError, "`x` is not a float tensor"),

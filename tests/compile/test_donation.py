@@ -72,7 +72,8 @@ def values_of(x) -> torch.Tensor:
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "returned"])
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 def test_what_others_hold_keeps_its_values(step, hold, fresh):
-    """A view, an array or any other window on a donated table shows what it showed, and the call's result is right; it is said once."""
+    """A view, an array or any other window on a donated table shows what it
+    showed, and the call's result is right; it is said once."""
     given = state() if fresh else step(step(state()))
     held, need = hold(given["w"]), put(given)
     shown = values_of(hold(given["w"]))
@@ -121,7 +122,8 @@ def dlpack_table(tmp_path):
 
 @pytest.mark.parametrize("make", [numpy_table, file_table, frombuffer_table, dlpack_table])
 def test_memory_of_others_is_never_written(step, make, tmp_path):
-    """A table in an array's, a file's or a buffer's memory is copied at its first donated call, and stays in place from then on."""
+    """A table in an array's, a file's or a buffer's memory is copied at
+    its first donated call, and stays in place from then on."""
     table, array = make(tmp_path)
     given = step({"w": table, "t": torch.zeros(2)})
     at = given["w"].data_ptr()
@@ -161,7 +163,8 @@ def test_what_nobody_holds_is_written_in_place(step, no_warning, make):
 
 
 def test_parts_of_one_memory_are_written_in_place(interpreted, no_warning):
-    """Leaves that are parts of one tensor, which nobody has any more, stay where they are; while somebody has it, they are copied."""
+    """Leaves that are parts of one tensor, which nobody has any more, stay
+    where they are; while somebody has it, they are copied."""
     fn = lambda s: [x.index_put((ONE,), x[1:2] + 1) for x in s]
     step, given = fr.jit(fn, donate=("s",)), list(torch.zeros(3, 4).unbind(0))
     at = [x.data_ptr() for x in given]
@@ -176,7 +179,8 @@ def test_parts_of_one_memory_are_written_in_place(interpreted, no_warning):
 
 
 def test_a_large_table_stays_in_place(no_warning, interpreted):
-    """A table that `init` put into large pages is not copied by the steps that it is donated to, whatever old names remain."""
+    """A table that `init` put into large pages is not copied by the
+    steps that it is donated to, whatever old names remain."""
     item = fr.TableConfig("item", 200_000, 8)
     feature = fr.FeatureConfig("item", table="item")
     loss_fn = lambda p, ids: (fr.lookup(p.tables, ids, [feature])["item"] * p.dense).sum()

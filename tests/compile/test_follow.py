@@ -52,7 +52,8 @@ def warm(donate=("state",), calls=3, **given):
 
 
 def test_a_returned_state_is_looked_at_once(looks):
-    """From the third call on, a state that goes round and a batch of known form are not looked at again, and values are eager."""
+    """From the third call on, a state that goes round and a batch of known
+    form are not looked at again, and values are eager."""
     step, state, need = fr.jit(fn, donate=("state",)), start(), start()
     for i in range(6):
         x = torch.arange(4.0) + i
@@ -76,7 +77,8 @@ SHARED = {
 @pytest.mark.parametrize("calls", [1, 2, 5])
 @pytest.mark.parametrize("name", SHARED)
 def test_memory_given_twice_is_found(name, calls):
-    """A batch tensor in the memory of the donated state raises on the quick path as on the first call; the state is still there."""
+    """A batch tensor in the memory of the donated state raises on the quick
+    path as on the first call; the state is still there."""
     step, state = warm(calls=calls)
     before = copied(state)
     for given in (state, copied(state)):
@@ -168,7 +170,8 @@ def test_two_states_take_turns():
 
 
 def test_mixed_states_are_looked_at():
-    """A state of which one leaf was exchanged is another state: the new leaf is read and taken, and the old one kept."""
+    """A state of which one leaf was exchanged is another state:
+    the new leaf is read and taken, and the old one kept."""
     step, state = warm()
     fresh, kept = torch.full((4,), 100.0), state["dense"]
     state, _ = step({**state, "dense": fresh}, torch.ones(4))
@@ -191,7 +194,8 @@ def test_leaves_in_each_others_place():
 
 
 def test_the_surroundings_are_honoured():
-    """Another number of threads, and another implementation of kernels, between two calls is another compilation; back again is none."""
+    """Another number of threads, and another implementation of kernels, between
+    two calls is another compilation; back again is none."""
     seen = []
 
     def looked_up(state, rows):

@@ -1,4 +1,5 @@
-"""Fused updates in compiled functions: whatever is donated and whoever reads the tables, the values are the eager ones."""
+"""Fused updates in compiled functions: whatever is donated and
+whoever reads the tables, the values are the eager ones."""
 
 import dataclasses
 import functools
@@ -38,7 +39,8 @@ def make_batch(seed: int) -> fr.KeyedJaggedTensor:
 
 
 def loss_fn(params, ids):
-    """Two lookups of one table and a sequence, weights that are learned; each cotangent is a product, whatever the order of sums."""
+    """Two lookups of one table and a sequence, weights that are learned;
+    each cotangent is a product, whatever the order of sums."""
     ids = dataclasses.replace(ids, weights=params.dense["weights"])
     acts = fr.lookup(params.tables, ids, FEATURES)
     again = fr.lookup(params.tables, ids, FEATURES[1:2]).values
@@ -130,7 +132,8 @@ def test_compiled_steps_are_eager_ones(name, implementation):
 
 @by_name(["adam", "own rule"])
 def test_compiled_donation_changes_no_bit(name):
-    """A compiled step gives the same bits, donated or not, and undonated it writes neither to the state nor to the batch."""
+    """A compiled step gives the same bits, donated or not, and undonated
+    it writes neither to the state nor to the batch."""
     compiled = fr.jit(STEPS[name].update)
     state, ids = first_state(name), make_batch(0)
     for i, (need, metrics) in enumerate(run_steps(name, "donated", "cpp")[0]):
@@ -188,7 +191,8 @@ def read(outputs):
 
 READERS = {
     "norms of the new tables": lambda new, own, old, slots: (new, own, {n: t.abs().amax() for n, t in new.items()}),
-    "rows of the old tables": lambda new, own, old, slots: (new, own, {n: (t.amax(), t[1], t[:2]) for n, t in old.items()}),
+    "rows of the old tables": lambda new, own, old,
+    slots: (new, own, {n: (t.amax(), t[1], t[:2]) for n, t in old.items()}),
     "a table twice": lambda new, own, old, slots: (new, own, new["item"]),
     "old and new": lambda new, own, old, slots: (new, own, old),
     "slots discarded": lambda new, own, old, slots: (new, slots, None),
@@ -285,8 +289,8 @@ def run_programs(donate):
 @by_name(PROGRAMS)
 @pytest.mark.parametrize("donate", [(), ("tables",), ("slots",), ("tables", "slots")], ids=" ".join)
 def test_programs_around_updates(donate, name):
-    """Whoever reads old or new tables, and whatever is donated, the values are the eager ones, and arguments that are not
-    donated keep every bit."""
+    """Whoever reads old or new tables, and whatever is donated, the values are the eager ones, and arguments that are
+    not donated keep every bit."""
     assert_trees_close(calls_of(name, program_runs(donate, False)), calls_of(name, program_runs(None)))
 
 

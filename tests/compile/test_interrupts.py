@@ -37,7 +37,8 @@ def trial():
 
 
 def test_interrupted_at_random_moments(trial):
-    """A signal at any moment of a donated step leaves the state whole or gone, every switch as it was, and the next call right."""
+    """A signal at any moment of a donated step leaves the state whole or
+    gone, every switch as it was, and the next call right."""
     ends = interrupts.at_random(trial, 150)
     assert ends["whole"] + ends["gone"] > 30 and sum(ends.values()) == 150
 
@@ -145,7 +146,8 @@ def test_switches_of_the_package(call, moment):
 
 @pytest.mark.filterwarnings("ignore:funcrec.jit")  # a thread's operation holds what another takes
 def test_two_threads_with_one_state(interpreted):
-    """Of threads that give the same state to a call one has it, and the others are told that it is gone; it is written to once."""
+    """Of threads that give the same state to a call one has it, and the
+    others are told that it is gone; it is written to once."""
     step, rounds = fr.jit(put, donate=("s",)), 50
     step(state())
     for _ in range(rounds):

@@ -92,7 +92,8 @@ def test_leaves_that_change_places_are_updated_in_place():
 
 
 def test_what_a_donated_call_returns_shares_nothing():
-    """A batch that becomes state, and outputs that view each other, are copied: the next call takes nobody else's memory."""
+    """A batch that becomes state, and outputs that view each other,
+    are copied: the next call takes nobody else's memory."""
     step = fr.jit(lambda s, x: ({"w": x, "t": s["w"] + 1}, s["w"].view(2, 2)), donate=("s",))
     batch = torch.ones(4)
     given, aux = step(state(), batch)
@@ -176,7 +177,8 @@ def test_donated_counters_count(dtype, shape):
 
 
 def test_rows_of_donated_leaves_are_written_in_place():
-    """A donated leaf with rows replaced, through views too, lies where it lay; so does one that is returned as it is."""
+    """A donated leaf with rows replaced, through views too, lies
+    where it lay; so does one that is returned as it is."""
     step = fr.jit(
         lambda s, x: {
             "w": s["w"].index_put((ONE,), x[None]).index_put((ONE + 1,), x[None], accumulate=True),

@@ -1,4 +1,5 @@
-"""jit's calls at their edges: threads, many shapes, pickles, forms of tensors, kinds of functions, what fails on the way."""
+"""jit's calls at their edges: threads, many shapes, pickles, forms
+of tensors, kinds of functions, what fails on the way."""
 
 import copy
 import functools
@@ -44,7 +45,8 @@ def together(*calls):
 
 
 def test_first_compilations_in_threads():
-    """Threads that compile one function, and others, at once get their values; each form is compiled once, and torch compiles afterwards."""
+    """Threads that compile one function, and others, at once get their values; each
+    form is compiled once, and torch compiles afterwards."""
     one, other = fr.jit(lambda x: x.sin() * 2), fr.jit(lambda x: x.cos() + x)
     a, b = torch.ones(3), torch.ones(4)
     got = together(*(lambda: one(a), lambda: one(b)) * 2, *(lambda: other(a),) * 2)
@@ -94,7 +96,8 @@ def test_grad_mode_of_threads(interpreted):
 # -- many forms --------------------------------------------------------------------------------------------------
 
 MANY = {
-    "shapes": (lambda f, i: f({"ids": torch.ones(i + 1)}, 1.0), r"`x\['ids'\]`: f32\[9\], then f32\[10\](.|\n)*pad_to_bucket"),
+    "shapes": (lambda f, i: f({"ids": torch.ones(i + 1)}, 1.0),
+        r"`x\['ids'\]`: f32\[9\], then f32\[10\](.|\n)*pad_to_bucket"),
     "numbers": (lambda f, i: f({"ids": X}, i / 8), r"`lr`: float 1.0, then float 1.125(.|\n)*pass it as a tensor"),
     "structures": (lambda f, i: f({"ids": X, str(i): X}, 1.0), r"another structure(.|\n)*the same keys"),
     "surroundings": (lambda f, i: _in_mesh(f, i), r"the mesh of `with mesh:`: (.|\n)*one and the same surroundings"),
@@ -124,7 +127,8 @@ def test_many_compilations_are_told_once(name, interpreted):
 
 
 def test_compilations_are_bounded(interpreted, monkeypatch):
-    """The least used ones are forgotten, and made again when they are called for; num_compiled tells how many were made."""
+    """The least used ones are forgotten, and made again when they
+    are called for; num_compiled tells how many were made."""
     monkeypatch.setattr("funcrec.compile._jit.MOST", 4)
     f = fr.jit(lambda x, n: x * n)
     with warnings.catch_warnings():
@@ -141,7 +145,8 @@ def test_compilations_are_bounded(interpreted, monkeypatch):
 
 
 def test_jitted_functions_pickle(interpreted):
-    """A jitted function pickles as its function and options, made by a call or by a decorator; copies are functions of their own."""
+    """A jitted function pickles as its function and options, made by a call
+    or by a decorator; copies are functions of their own."""
     step = fr.jit(training_step.add, donate=("state",))
     step(X.clone(), X)
     for again in (pickle.loads(pickle.dumps(step)), copy.deepcopy(step)):
@@ -157,7 +162,8 @@ def test_jitted_functions_pickle(interpreted):
 
 
 def test_steps_pickle():
-    """A TrainStep and its jitted form, on one process and on a mesh, pickle; what is loaded takes the same step, to the bit."""
+    """A TrainStep and its jitted form, on one process and on a mesh,
+    pickle; what is loaded takes the same step, to the bit."""
     for step in (training_step.plain(), training_step.on_mesh()):
         again = pickle.loads(pickle.dumps(step))
         state, ids = training_step.state_of(step), training_step.IDS
@@ -175,7 +181,8 @@ def test_steps_pickle():
 
 
 def test_torch_compile_sees_through():
-    """torch.compile of a step, and around a jitted function, donating or not, is the plain function compiled, with the same values."""
+    """torch.compile of a step, and around a jitted function, donating or not,
+    is the plain function compiled, with the same values."""
     step = training_step.plain()
     state, ids = training_step.state_of(step), training_step.IDS
     (new, metrics), (got, told) = step(state, ids), torch.compile(step)(state, ids)
@@ -188,10 +195,14 @@ def test_torch_compile_sees_through():
 
 Z = torch.tensor([1 + 2j, 3 - 1j])
 FORMS = {
-    "empty": torch.ones(0), "scalar": torch.tensor(2.0), "expanded": torch.ones(1).expand(3), "strided": torch.arange(12.0)[::3], "transposed": torch.arange(6.0).view(2, 3).t(),
-    "f64": X.double(), "f16": X.half(), "bf16": X.bfloat16(), "i64": torch.tensor([1, 2]), "u8": torch.tensor([1, 2], dtype=torch.uint8), "bool": torch.tensor([True, False]),
-    "complex": Z, "conjugate": Z.conj(), "negative": Z.conj().imag, "meta": torch.ones(2, device="meta"), "inference": torch.inference_mode()(X.clone)(),
-    "parameter": torch.nn.Parameter(X.clone(), requires_grad=False), "no batch": torch.ones(0, 3), "view at an offset": torch.arange(6.0)[1:5],
+    "empty": torch.ones(0), "scalar": torch.tensor(2.0), "expanded": torch.ones(1).expand(3),
+    "strided": torch.arange(12.0)[::3], "transposed": torch.arange(6.0).view(2, 3).t(),
+    "f64": X.double(), "f16": X.half(), "bf16": X.bfloat16(), "i64": torch.tensor([1, 2]),
+    "u8": torch.tensor([1, 2], dtype=torch.uint8), "bool": torch.tensor([True, False]),
+    "complex": Z, "conjugate": Z.conj(), "negative": Z.conj().imag, "meta": torch.ones(2, device="meta"),
+    "inference": torch.inference_mode()(X.clone)(),
+    "parameter": torch.nn.Parameter(X.clone(), requires_grad=False), "no batch": torch.ones(0, 3),
+    "view at an offset": torch.arange(6.0)[1:5],
 }  # fmt: skip
 
 
@@ -214,8 +225,10 @@ class Sub(torch.Tensor):
 
 
 ODD = {
-    "sparse": lambda: X.to_sparse(), "csr": lambda: torch.eye(2).to_sparse_csr(), "nested": lambda: torch.nested.nested_tensor([X, X], layout=torch.jagged),
-    "quantized": lambda: torch.quantize_per_tensor(X, 1.0, 0, torch.quint8), "subclass": lambda: X.as_subclass(Sub), "mkldnn": lambda: X.to_mkldnn(),
+    "sparse": lambda: X.to_sparse(), "csr": lambda: torch.eye(2).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([X, X], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_tensor(X, 1.0, 0, torch.quint8), "subclass": lambda: X.as_subclass(Sub),
+    "mkldnn": lambda: X.to_mkldnn(),
 }  # fmt: skip
 
 
@@ -238,7 +251,8 @@ def test_lazy_tensors_that_are_closed_over_are_refused(interpreted):
 
 
 DONATED = {
-    "a view": lambda: torch.arange(6.0)[1:4], "strided": lambda: torch.arange(6.0)[::2], "expanded": lambda: torch.ones(1).expand(3), "empty rows": lambda: torch.ones(3)[:3],
+    "a view": lambda: torch.arange(6.0)[1:4], "strided": lambda: torch.arange(6.0)[::2],
+    "expanded": lambda: torch.ones(1).expand(3), "empty rows": lambda: torch.ones(3)[:3],
 }  # fmt: skip
 
 
@@ -258,7 +272,8 @@ def test_donated_views(name, interpreted):
 
 
 def test_donated_inference_tensors(interpreted):
-    """An inference tensor cannot be written to outside of inference mode: refused before anything is taken; inside it is donated."""
+    """An inference tensor cannot be written to outside of inference mode:
+    refused before anything is taken; inside it is donated."""
     step = fr.jit(lambda s: s.index_put((torch.tensor([1]),), X[:1]), donate=("s",))
     given = torch.inference_mode()(X.clone)()
     with pytest.raises(TypeError, match=r"`s` is an inference tensor(.|\n)*clone"):
@@ -293,15 +308,18 @@ one, two = Scaled(), functools.partial(Scaled().times, scale=3)
 KINDS = {
     "bound method": (one.times, [((X,), {}), ((X, 2.0), {}), ((X, 2.0, X, X), {"scale": 2, "z": X}), ((X,), {"y": X})]),
     "callable object": (one, [((X,), {}), ((X,), {"scale": 2})]), "partial": (two, [((X,), {}), ((X,), {"y": X})]),
-    "class method": (Scaled.of_class, [((X,), {})]), "static method": (Scaled.alone, [((X,), {})]), "builtin": (torch.add, [((X, X), {}), ((X, 2), {"alpha": 3})]),
-    "module": (torch.nn.Linear(2, 1).requires_grad_(False), [((X,), {})]), "jitted": (fr.jit(one.times), [((X,), {})]), "no tensor": (lambda n: n + 1, [((3,), {})]),
+    "class method": (Scaled.of_class, [((X,), {})]), "static method": (Scaled.alone, [((X,), {})]),
+    "builtin": (torch.add, [((X, X), {}), ((X, 2), {"alpha": 3})]),
+    "module": (torch.nn.Linear(2, 1).requires_grad_(False), [((X,), {})]), "jitted": (fr.jit(one.times), [((X,), {})]),
+    "no tensor": (lambda n: n + 1, [((3,), {})]),
     "nothing": (lambda: None, [((), {})]), "a constant": (lambda: torch.arange(3), [((), {})]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds_of_functions(name, interpreted):
-    """Methods, partials, callable objects, modules and builtins, with positional, default and keyword arguments, are what they are plainly."""
+    """Methods, partials, callable objects, modules and builtins, with positional, default
+    and keyword arguments, are what they are plainly."""
     fn, calls = KINDS[name]
     jitted = fr.jit(fn)
     for args, kwargs in calls * 2:
@@ -318,8 +336,10 @@ def each(x):
 
 
 REFUSED = {
-    "coroutine": (lambda: fr.jit(later), "`fn` is a coroutine"), "generator": (lambda: fr.jit(each), "`fn` is a generator"),
-    "no function": (lambda: fr.jit(torch.ones(2)), "`fn` is not a function"), "a result that is a generator": (lambda: fr.jit(lambda x: (v for v in x))(X), "neither a tensor"),
+    "coroutine": (lambda: fr.jit(later), "`fn` is a coroutine"),
+    "generator": (lambda: fr.jit(each), "`fn` is a generator"),
+    "no function": (lambda: fr.jit(torch.ones(2)), "`fn` is not a function"),
+    "a result that is a generator": (lambda: fr.jit(lambda x: (v for v in x))(X), "neither a tensor"),
     "self": (lambda: _method(), "neither a tensor"),
 }  # fmt: skip
 
@@ -372,7 +392,8 @@ def test_a_failure_in_staging_leaves_no_trace(kind, place, interpreted):
             return stop(x)
 
     state = lambda: (
-        torch.is_grad_enabled(), torch._C._functorch.peek_interpreter_stack(), torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack(),
+        torch.is_grad_enabled(), torch._C._functorch.peek_interpreter_stack(), torch._C._len_torch_dispatch_stack(),
+        torch._C._len_torch_function_stack(),
         torch.is_autocast_enabled("cpu"), torch.autograd.forward_ad._current_level,
     )  # fmt: skip
     before, jitted, given = state(), fr.jit(fn, donate=("x",)), X.clone()

@@ -21,7 +21,8 @@ X = torch.tensor([2.0, 3.0])
 
 @pytest.mark.parametrize("n", [0, 1, 3, 100])
 def test_closed_over_tensors_are_read_in_every_call(n, monkeypatch):
-    """A tensor that is closed over and changed between calls gives its new values, however small it is; so do those in lists and dicts."""
+    """A tensor that is closed over and changed between calls gives its new values,
+    however small it is; so do those in lists and dicts."""
     monkeypatch.undo()
     w, held = torch.ones(n), {"a": [torch.ones(n)]}
     jitted = fr.jit(lambda x: x * w + held["a"][0])
@@ -87,7 +88,8 @@ def test_what_is_closed_over_can_be_returned_and_not_donated():
 
 @pytest.mark.parametrize(
     "read",
-    [lambda w: w.item(), lambda w: float(w), lambda w: bool(w), lambda w: w.tolist(), lambda w: w.numpy().sum(), lambda w: 1 if w > 0 else 0],
+    [lambda w: w.item(), lambda w: float(w), lambda w: bool(w), lambda w: w.tolist(), lambda w: w.numpy().sum(),
+        lambda w: 1 if w > 0 else 0],
 )  # fmt: skip
 def test_host_reads_of_what_is_closed_over_are_refused(read):
     """A closed-over value that is read on the host would be compiled in: an error, as it is for arguments."""
@@ -102,7 +104,8 @@ def test_host_reads_of_what_is_closed_over_are_refused(read):
 
 
 def test_autograd_sees_through():
-    """Arguments that require grad, leaves, views and results, and nn.Parameters that are closed over, get eager's gradients, twice too."""
+    """Arguments that require grad, leaves, views and results, and nn.Parameters
+    that are closed over, get eager's gradients, twice too."""
     w = torch.nn.Parameter(torch.tensor([5.0, 7.0]))
     fn = lambda x: (x**3 * w).sum()
     jitted = fr.jit(fn)
@@ -118,7 +121,8 @@ def test_autograd_sees_through():
 
 @pytest.mark.parametrize("is_tracked", [False, True])
 def test_requires_grad_that_is_set_later_is_seen(is_tracked):
-    """requires_grad of a closed-over tensor or of an argument, set or unset after the compilation, decides each call."""
+    """requires_grad of a closed-over tensor or of an argument,
+    set or unset after the compilation, decides each call."""
     w = torch.ones(2, requires_grad=is_tracked)
     jitted = fr.jit(lambda x: x * w)
     for i in range(6):
@@ -130,7 +134,8 @@ def test_requires_grad_that_is_set_later_is_seen(is_tracked):
 
 
 def test_donated_calls_that_autograd_follows_raise():
-    """A donating call with an argument, donated or not, or a closed-over tensor that requires grad raises before any work, and takes nothing."""
+    """A donating call with an argument, donated or not, or a closed-over tensor that
+    requires grad raises before any work, and takes nothing."""
     w = torch.ones(2)
     step = fr.jit(lambda s, x: s + x * w, donate=("s",))
     for s, x, closed in ((True, False, False), (False, True, False), (False, False, True)):
@@ -237,11 +242,16 @@ def _iadd(w, x):
 
 
 WRITES = {
-    "add_": lambda w, x: w.add_(x), "add_ of a number": lambda w, x: w.add_(1), "a view": lambda w, x: w[:1].zero_(), "a view of a view": lambda w, x: w.view(1, 2)[0].mul_(2),
-    ".data": lambda w, x: w.data.add_(1), "detach": lambda w, x: w.detach().copy_(x), "out=": lambda w, x: torch.add(x, 1, out=w),
-    "out= of a view": lambda w, x: torch.sin(x, out=w[:]), "setitem": _setitem, "iadd": _iadd, "index_put_": lambda w, x: w.index_put_((torch.tensor([0]),), x[:1]),
-    "foreach": lambda w, x: torch._foreach_add_([w, w.clone()], 1.0), "split": lambda w, x: w.split(1)[1].zero_(), "transposed": lambda w, x: w.view(1, 2).t().zero_(),
-    "t_": lambda w, x: w.unsqueeze_(0), "resize_": lambda w, x: w.resize_(2, 1), "set data": lambda w, x: setattr(w, "data", x), "requires_grad_": lambda w, x: w.requires_grad_(),
+    "add_": lambda w, x: w.add_(x), "add_ of a number": lambda w, x: w.add_(1), "a view": lambda w, x: w[:1].zero_(),
+    "a view of a view": lambda w, x: w.view(1, 2)[0].mul_(2),
+    ".data": lambda w, x: w.data.add_(1), "detach": lambda w, x: w.detach().copy_(x), "out=": lambda w,
+    x: torch.add(x, 1, out=w),
+    "out= of a view": lambda w, x: torch.sin(x, out=w[:]), "setitem": _setitem, "iadd": _iadd, "index_put_": lambda w,
+    x: w.index_put_((torch.tensor([0]),), x[:1]),
+    "foreach": lambda w, x: torch._foreach_add_([w, w.clone()], 1.0), "split": lambda w, x: w.split(1)[1].zero_(),
+    "transposed": lambda w, x: w.view(1, 2).t().zero_(),
+    "t_": lambda w, x: w.unsqueeze_(0), "resize_": lambda w, x: w.resize_(2, 1), "set data": lambda w,
+    x: setattr(w, "data", x), "requires_grad_": lambda w, x: w.requires_grad_(),
 }  # fmt: skip
 
 

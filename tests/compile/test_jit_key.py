@@ -50,10 +50,13 @@ fill = lambda value: set_to(lambda v: setattr(torch.utils.deterministic, "fill_u
 
 # name: (program of f32[4, 4], the surroundings that it can tell apart)
 SURROUNDINGS = {
-    "autocast": (lambda x: x @ x, [PLAIN, lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.autocast("cpu", torch.float16)]),
+    "autocast": (lambda x: x @ x,
+        [PLAIN, lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.autocast("cpu", torch.float16)]),
     "autocast's dtype": (inner_autocast, [PLAIN, half]),
-    "default dtype": (lambda x: x.sum() + torch.ones(2), [PLAIN, lambda: set_to(torch.set_default_dtype, torch.float64, torch.float32)]),
-    "default device": (lambda x: x + torch.ones(1).is_meta, [PLAIN, lambda: torch.device("meta"), lambda: torch.device("cpu")]),
+    "default dtype": (lambda x: x.sum() + torch.ones(2),
+        [PLAIN, lambda: set_to(torch.set_default_dtype, torch.float64, torch.float32)]),
+    "default device": (lambda x: x + torch.ones(1).is_meta,
+        [PLAIN, lambda: torch.device("meta"), lambda: torch.device("cpu")]),
     "grad mode": (lambda x: x + torch.is_grad_enabled(), [PLAIN, torch.no_grad]),
     "inference mode": (lambda x: x + torch.is_inference_mode_enabled(), [PLAIN, torch.inference_mode]),
     "ambient mesh": (mapped, [mesh(2), mesh(4)]),
@@ -74,14 +77,16 @@ SURROUNDINGS = {
         lambda x: x + torch.backends.cuda.flash_sdp_enabled(),
         [PLAIN, lambda: sdpa_kernel(SDPBackend.MATH)],
     ),
-    "oneDNN": (lambda x: x + torch.backends.mkldnn.enabled, [PLAIN, lambda: torch.backends.mkldnn.flags(enabled=False)]),
+    "oneDNN": (lambda x: x + torch.backends.mkldnn.enabled,
+        [PLAIN, lambda: torch.backends.mkldnn.flags(enabled=False)]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_surroundings_are_part_of_the_key(name, is_reversed):
-    """In any surroundings a jitted function is what the function is there, whichever it was compiled in first; each is compiled once."""
+    """In any surroundings a jitted function is what the function is there, whichever
+    it was compiled in first; each is compiled once."""
     program, places = SURROUNDINGS[name]
     jitted, x = fr.jit(program), torch.linspace(-1, 2, 16).reshape(4, 4) * 100
     for _ in range(2):
@@ -159,9 +164,12 @@ class Number(enum.IntEnum):
 
 nan = float("nan")
 ALIKE = [
-    (1, 1.0, True, Number.ONE, complex(1, 0)), (0.0, -0.0, 0, False), (nan, -nan, 0.5), ("1", b"1", 1, None), (Colour.RED, Colour.BLUE),
-    (torch.float32, torch.float64), (torch.device("cpu"), torch.device("meta")), (slice(1), slice(True), slice(0, 1), slice(1.0)),
-    ((1, 2), (1.0, 2), (True, 2)), (2**70, 2.0**70, 2**70 + 1), (range(0), range(1, 1)), (int, float), (..., None), (math.inf, -math.inf),
+    (1, 1.0, True, Number.ONE, complex(1, 0)), (0.0, -0.0, 0, False), (nan, -nan, 0.5), ("1", b"1", 1, None),
+    (Colour.RED, Colour.BLUE),
+    (torch.float32, torch.float64), (torch.device("cpu"), torch.device("meta")),
+    (slice(1), slice(True), slice(0, 1), slice(1.0)),
+    ((1, 2), (1.0, 2), (True, 2)), (2**70, 2.0**70, 2**70 + 1), (range(0), range(1, 1)), (int, float), (..., None),
+    (math.inf, -math.inf),
 ]  # fmt: skip
 
 
@@ -215,9 +223,12 @@ class Pair(tuple):
 
 ONE = torch.ones(2)
 OPAQUE = {
-    "plain object": lambda: Box(ONE), "of slots": lambda: Slotted(ONE), "equal to all": lambda: Equal(ONE), "callable": lambda: Callable(ONE),
-    "no tensor inside yet": lambda: Box(1), "tuple of another class": lambda: Pair([ONE]), "frozenset": lambda: frozenset([ONE]),
-    "generator": lambda: (i for i in range(3)), "counter": itertools.count, "torch.Generator": torch.Generator, "set": lambda: {1},
+    "plain object": lambda: Box(ONE), "of slots": lambda: Slotted(ONE), "equal to all": lambda: Equal(ONE),
+    "callable": lambda: Callable(ONE),
+    "no tensor inside yet": lambda: Box(1), "tuple of another class": lambda: Pair([ONE]),
+    "frozenset": lambda: frozenset([ONE]),
+    "generator": lambda: (i for i in range(3)), "counter": itertools.count, "torch.Generator": torch.Generator,
+    "set": lambda: {1},
 }  # fmt: skip
 
 

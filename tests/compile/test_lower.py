@@ -31,7 +31,8 @@ def interpreted(monkeypatch):
 
 @pytest.mark.parametrize("kwargs", [{}, {"power": 2}], ids=str)
 def test_the_program_is_the_call(kwargs):
-    """lower(...).compile()(...) is the call: its values, twice on what it returned, and what it was given is gone as after the call."""
+    """lower(...).compile()(...) is the call: its values, twice on what it returned,
+    and what it was given is gone as after the call."""
     made, (program, fn) = [], (fr.jit(rows, donate=("s",)) for _ in range(2))
     x, other = torch.tensor(2.0), torch.tensor(3.0)
     program = program.lower(state(), x, **kwargs).compile()
@@ -48,7 +49,8 @@ def test_the_program_is_the_call(kwargs):
 
 
 def test_lowering_compiles_and_takes_nothing(monkeypatch):
-    """lower runs no compiler, takes and keeps no argument, and jit compiles as if it had not been; compiling leaves the graph as it was told."""
+    """lower runs no compiler, takes and keeps no argument, and jit compiles as if it
+    had not been; compiling leaves the graph as it was told."""
     fn, given = fr.jit(rows, donate=("s",)), state()
     with monkeypatch.context() as patch:
         patch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: 1 / 0)
@@ -66,7 +68,8 @@ def test_lowering_compiles_and_takes_nothing(monkeypatch):
 
 
 def test_what_is_read_and_written_is_told(interpreted):
-    """A lowered program names what it reads, forms and closed-over tensors too, what it uses up, and what it writes in place; the graph takes what it reads."""
+    """A lowered program names what it reads, forms and closed-over tensors too, what it uses up, and what it writes in
+    place; the graph takes what it reads."""
     given, x = state(), torch.tensor(2.0)
     lowered = fr.jit(lambda s, x, unread: rows(s, x), donate=("s",)).lower(given, x, torch.ones(3))
     inputs = {"s['t']": given["t"], "s['w']": given["w"], "x": x, "captured_1": SHIFT}
@@ -119,7 +122,8 @@ def forward(f):
 
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_a_program_is_of_plain_calls_alone(name, interpreted):
-    """Where a call of jit runs the function itself, lower raises, and so does a program that was lowered before: neither cuts a derivative off."""
+    """Where a call of jit runs the function itself, lower raises, and so does a program that was lowered before:
+    neither cuts a derivative off."""
     fn, call = FOLLOWED[name]
     if name != "torch.compile":  # lower is no part of a graph
         with pytest.raises(TypeError, match=r"funcrec\.jit\(\w+\)\.lower: .*(?s:.*)  try "):
@@ -153,7 +157,8 @@ def elsewhere(call):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_program_has_one_form(name, interpreted):
-    """A program refuses arguments and surroundings that it was not lowered with, and says what differs; it compiles nothing for them."""
+    """A program refuses arguments and surroundings that it was not lowered with,
+    and says what differs; it compiles nothing for them."""
     call, got = OTHERS[name]
     program = fr.jit(lambda x, power=2: x**power).lower(X).compile()
     with pytest.raises(TypeError, match=rf"\.lower: a program has one form.*\n  got   {got}"):
@@ -180,7 +185,8 @@ def test_a_program_is_compiled_where_it_was_lowered(interpreted):
 
 
 def test_what_cannot_be_lowered_says_why(interpreted):
-    """lower raises what the call raises: for used up values, host reads and unknown arguments; a program does not pickle."""
+    """lower raises what the call raises: for used up values, host
+    reads and unknown arguments; a program does not pickle."""
     fn, given = fr.jit(rows, donate=("s",)), state()
     fn(given, SHIFT)
     with pytest.raises(fr.DonatedError, match=r"`s\['w'\]` was donated to call 1"):

@@ -19,7 +19,8 @@ PRINT = re.compile(r"^ *print\(.*\)(?:  # (.*))?$", re.MULTILINE)
 
 
 def is_code(span):
-    """Whether an inline span is code that a reader could type: an import, or an expression that calls something and leaves nothing out."""
+    """Whether an inline span is code that a reader could type: an import, or an
+    expression that calls something and leaves nothing out."""
     try:
         nodes = list(ast.walk(ast.parse(span)))
     except SyntaxError:

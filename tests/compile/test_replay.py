@@ -1,4 +1,5 @@
-"""Replayed steps: recorded for a state's addresses and run again, they give the values of steps that are not recorded."""
+"""Replayed steps: recorded for a state's addresses and run again,
+they give the values of steps that are not recorded."""
 
 import functools
 
@@ -53,7 +54,8 @@ def address_of(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def recordings(monkeypatch):
-    """Calls are recorded as on CUDA, by a stand-in that runs nothing while it records; the list of what was recorded."""
+    """Calls are recorded as on CUDA, by a stand-in that runs
+    nothing while it records; the list of what was recorded."""
     made = []
 
     def capture(once):
@@ -84,8 +86,8 @@ def interpreted(monkeypatch):
 
 
 def test_replayed_steps_are_eager_ones(recordings):
-    """Five compiled steps, all but the first replayed, with new batch tensors in each: the state has the eager step's values,
-    stays where the second call found it, and metrics of earlier calls keep theirs."""
+    """Five compiled steps, all but the first replayed, with new batch tensors in each: the state has the eager step's
+    values, stays where the second call found it, and metrics of earlier calls keep theirs."""
     step, state, need = fr.jit(STEP, donate=("state",)), first_state(), first_state()
     seen, wanted, where = [], [], []
     for i in range(CALLS):
@@ -109,7 +111,8 @@ def test_the_interpreted_replay_is_the_eager_step(recordings, interpreted):
 
 
 def test_another_state_is_recorded_anew(recordings, interpreted):
-    """A fresh state begins unrecorded and is then recorded for its own addresses; going back to the first one works, too."""
+    """A fresh state begins unrecorded and is then recorded for its
+    own addresses; going back to the first one works, too."""
     step = fr.jit(STEP, donate=("state",))
     states, needs = [first_state(k) for k in range(2)], [first_state(k) for k in range(2)]
     for i, k in enumerate([0, 0, 0, 1, 1, 1, 0, 0, 1, 0, 0]):
@@ -160,7 +163,8 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_replayed(recordings, interpreted, name):
-    """Whatever becomes of the donated leaves, a replayed function is the eager one; earlier outputs keep their values."""
+    """Whatever becomes of the donated leaves, a replayed function
+    is the eager one; earlier outputs keep their values."""
     fn = PROGRAMS[name]
     step, state = fr.jit(fn, donate=("s",)), {"w": torch.arange(4.0), "t": torch.ones(4)}
     need, seen, wanted = copied(state), [], []
@@ -177,7 +181,8 @@ def test_programs_replayed(recordings, interpreted, name):
     "make", [lambda i: torch.tensor([float(i)]).expand(4), lambda i: torch.arange(8.0)[i % 2 :: 2]]
 )
 def test_batches_of_any_strides_are_replayed(recordings, make):
-    """A batch tensor that is a view, even one that repeats an element, goes into the recording in the form it was compiled for."""
+    """A batch tensor that is a view, even one that repeats an element,
+    goes into the recording in the form it was compiled for."""
     fn = lambda s, x: (s + x, x * 2)
     step, state, need = fr.jit(fn, donate=("s",)), torch.zeros(4), torch.zeros(4)
     for i in range(CALLS):
@@ -193,8 +198,8 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 @cuda
 def test_cuda_replays_without_synchronisation():
-    """On CUDA steps are recorded as one graph: no replay waits for the device, the state stays in place, the values are the
-    eager step's; batches may come from pinned host memory."""
+    """On CUDA steps are recorded as one graph: no replay waits for the device, the state stays in place, the values are
+    the eager step's; batches may come from pinned host memory."""
     step, state, need = fr.jit(STEP, donate=("state",)), first_state(0, "cuda"), first_state(0, "cuda")
     pinned = [map_tensors(torch.Tensor.pin_memory, make_batch(i)) for i in range(CALLS)]
     seen, where = [], []

@@ -147,13 +147,17 @@ def other_state():
 
 
 BAD = {
-    "sparse is not an optimizer": (lambda: fr.train_step(loss_fn, sparse=0.1, dense=None), TypeError, "`sparse` is not"),
-    "dense is not an optimizer": (lambda: fr.train_step(loss_fn, sparse=fr.optim.sgd(), dense=None), TypeError, "`dense` is not"),
+    "sparse is not an optimizer": (lambda: fr.train_step(loss_fn, sparse=0.1, dense=None), TypeError,
+        "`sparse` is not"),
+    "dense is not an optimizer": (lambda: fr.train_step(loss_fn, sparse=fr.optim.sgd(), dense=None), TypeError,
+        "`dense` is not"),
     "params are a dict": (lambda: make_step().init({}), TypeError, "`params` is not Params"),
     "key is a number": (lambda: make_step().init(fr.Params({}, {}), 3), TypeError, "`key` is not a key"),
-    "state is params": (lambda: make_step()(fr.Params({}, {}), make_batch(0)), TypeError, "`state` is not a TrainState"),
+    "state is params": (lambda: make_step()(fr.Params({}, {}), make_batch(0)), TypeError,
+        "`state` is not a TrainState"),
     "another optimizer's state": (lambda: make_step()(other_state(), make_batch(0)), (TypeError, ValueError), "slots"),
-    "an integer dense leaf": (lambda: make_step().init(fr.Params({}, {"n": torch.ones(1).int()})), TypeError, "cannot be"),
+    "an integer dense leaf": (lambda: make_step().init(fr.Params({}, {"n": torch.ones(1).int()})), TypeError,
+        "cannot be"),
 }  # fmt: skip
 
 
@@ -196,7 +200,8 @@ def test_an_optimizer_may_be_made_inside_the_compiled_function():
 
 
 def test_a_users_key_is_not_donated():
-    """The key that a state begins with is copied: it stays the user's own, and may begin other states, whatever becomes of them."""
+    """The key that a state begins with is copied: it stays the user's own,
+    and may begin other states, whatever becomes of them."""
     key, params = fr.key(3), fr.Params({}, torch.ones(2))
     step = fr.train_step(
         lambda p, b: p.dense.square().sum(), sparse=fr.optim.sgd(), dense=fr.optim.dense(torch.optim.SGD, lr=0.1)

@@ -1,4 +1,5 @@
-"""Sharded lookups whose vectors travel coded: near the plain ones, each direction on its own, the same bits emulated and on gloo ranks."""
+"""Sharded lookups whose vectors travel coded: near the plain ones, each direction
+on its own, the same bits emulated and on gloo ranks."""
 
 import pytest
 import torch
@@ -44,8 +45,8 @@ def assert_within(got, want, bound):
 @settings(max_examples=25)
 @given(models(), st.sampled_from(list(UNITS)), st.booleans())
 def test_coded_lookups_are_near(model, kind, exact):
-    """Under every placement lookups coded forward, and gradients coded backward, are within the codec's unit times their sums of magnitudes,
-    and the other direction keeps every bit; Codec() changes none."""
+    """Under every placement lookups coded forward, and gradients coded backward, are within the codec's unit times
+    their sums of magnitudes, and the other direction keeps every bit; Codec() changes none."""
     d = direction(model)
     acts, grads = coded.looked_up(model, d, exact=exact)
     there = coded.looked_up(model, d, fr.Codec(forward=kind), exact)
@@ -92,7 +93,8 @@ CODECS = (fr.Codec("bfloat16", "int8"), fr.Codec("int8", "float16"), fr.Codec(No
     ids=str,
 )
 def test_coded_ranks_have_the_bits_of_emulated_ones(axes, kinds, ranks):
-    """Coded lookups, pooled, exact and of sequences, and their gradients have the same bits on gloo ranks as under emulation."""
+    """Coded lookups, pooled, exact and of sequences, and their gradients
+    have the same bits on gloo ranks as under emulation."""
     want = coded.cases(fr.Mesh.emulated(**axes), kinds, CODECS)
     for got in ranks(torch.Size(axes.values()).numel()).run(coded.real_cases, axes, kinds, CODECS):
         assert_trees_close(got, want)
@@ -109,7 +111,8 @@ def test_compiled_coding_rounds_as_eager_coding():
 
 
 def test_a_codec_goes_where_its_tables_go():
-    """shard_tables, reshard and a step's init keep the codec; a step with one of its own uses that, and leaves the state's."""
+    """shard_tables, reshard and a step's init keep the codec; a step
+    with one of its own uses that, and leaves the state's."""
     mesh, codec = fr.Mesh.emulated(x=2), fr.Codec("int8", "bfloat16")
     plan, opts = training.plan_of("row_wise", {"x": 2}), training.optimizers("by_table")
     make = lambda **kwargs: fr.train_step(training.loss_fn, **opts, mesh=mesh, plan=plan, **kwargs)
@@ -134,7 +137,8 @@ def test_a_codec_goes_where_its_tables_go():
 
 
 def logistic(num_bags, steps, codec):
-    """(the table after each step, counts f[steps, B, R]) of gradient descent on logits that are ⟨v, bag⟩: convex in the table."""
+    """(the table after each step, counts f[steps, B, R]) of gradient descent
+    on logits that are ⟨v, bag⟩: convex in the table."""
     rows, dim, mesh = 9, 4, fr.Mesh.emulated(x=2)
     g = torch.Generator().manual_seed(3)
     v = torch.linspace(0.5, 1.5, dim)
@@ -158,8 +162,8 @@ def logistic(num_bags, steps, codec):
 
 
 def test_coded_training_stays_near():
-    """20 steps in bfloat16 both ways end within the sum of lr · |error of a step's gradient|: descent on a smooth convex loss with lr = 1 / L
-    brings two tables no further apart."""
+    """20 steps in bfloat16 both ways end within the sum of lr · |error of a step's gradient|: descent on a smooth
+    convex loss with lr = 1 / L brings two tables no further apart."""
     num_bags, steps, unit = 8, 20, UNITS["bfloat16"]
     want = logistic(num_bags, steps, None)[0][-1]
     tables, counts, v, lr = logistic(num_bags, steps, fr.Codec("bfloat16", "bfloat16"))

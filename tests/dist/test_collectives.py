@@ -14,7 +14,8 @@ EXACT = {"rtol": 1e-12, "atol": 1e-12}  # f64: sums may be taken in another orde
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("name", DENSE)
 def test_a_collective_is_its_map_of_all_values(name, n):
-    """A collective, and every transform of it, gives what the map of all ranks' values gives: Σ of the ranks' losses is differentiated."""
+    """A collective, and every transform of it, gives what the map of all ranks'
+    values gives: Σ of the ranks' losses is differentiated."""
     got = cells(fr.Mesh.emulated(x=n), name)
     want = {k: f(values(n)) for k, f in dense_transforms(DENSE[name]).items()}
     assert_trees_close(got, want, **EXACT)
@@ -68,7 +69,8 @@ OF_TWO_AXES = {
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (3, 2)])
 @pytest.mark.parametrize("name", OF_TWO_AXES)
 def test_two_axes_are_one_long_axis(name, sizes):
-    """A collective over a tuple of axes is the collective over one axis with their ranks, the first axis being the major one."""
+    """A collective over a tuple of axes is the collective over one axis
+    with their ranks, the first axis being the major one."""
     two, one = OF_TWO_AXES[name]
     n = sizes[0] * sizes[1]
     mesh = fr.Mesh.emulated(a=sizes[0], b=sizes[1])

@@ -87,8 +87,8 @@ def alone(model, name):
 @settings(max_examples=30)
 @given(column_models(), st.sampled_from(list(OPTIMIZERS)), st.sampled_from(OPTIONS))
 def test_columns_in_place_are_rows_put_together(model, name, options):
-    """Owners that update their columns from whole gradients give the bits of owners that are sent all that is known of the rows, pooled or
-    not, by every exchange; with exact=True those of one process."""
+    """Owners that update their columns from whole gradients give the bits of owners that are sent all that is known of
+    the rows, pooled or not, by every exchange; with exact=True those of one process."""
     got = trained(model, name, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_update, "tables_in_place", lambda sparse, columns, layout: [])
@@ -113,7 +113,8 @@ def test_which_tables_are_updated_in_place():
 
 @pytest.mark.parametrize("kind", ["column_wise", "grid"])
 def test_frozen_and_named_tables_keep_their_names(kind):
-    """Tables cut by columns that an optimizer knows by name are trained as in one process, those that no feature reads too."""
+    """Tables cut by columns that an optimizer knows by name are trained
+    as in one process, those that no feature reads too."""
     mesh = fr.Mesh.emulated(x=2, y=2)
     sparse = fr.optim.by_table(
         {"unread": fr.optim.partial_rowwise_adam(), "a": fr.optim.rowwise_adagrad(0.1)}, default=fr.optim.sgd(0.1)
@@ -133,7 +134,8 @@ def test_frozen_and_named_tables_keep_their_names(kind):
 
 @pytest.mark.parametrize("kind", ["column_wise", "table_column_wise", "grid"])
 def test_columns_in_place_change_no_bit_on_ranks(kind, ranks):
-    """20 steps on 2 x 2 ranks of an optimizer with a mean for each element and one number for each row give one process's bits."""
+    """20 steps on 2 x 2 ranks of an optimizer with a mean for each element
+    and one number for each row give one process's bits."""
     axes = {"x": 2, "y": 2}
     want = training.alone("partial", 4, 20, 8)
     for got in ranks(4).run(training.real, "partial", axes, training.plan_of(kind, axes), 20, 8, True):
@@ -141,7 +143,8 @@ def test_columns_in_place_change_no_bit_on_ranks(kind, ranks):
 
 
 def test_compiled_columns_in_place_are_columns_in_place(ranks):
-    """jit with donation, which writes columns where they lie behind the compiled code, changes a step by the rounding of dense parts only."""
+    """jit with donation, which writes columns where they lie behind the compiled code,
+    changes a step by the rounding of dense parts only."""
     axes = {"x": 2}
     want = training.alone("partial", 2, 5, 4)
     plan = training.plan_of("column_wise", axes)

@@ -1,4 +1,5 @@
-"""What a compiled sharded step contains: static exchanges and as few of them as can be, nothing that is read on the host."""
+"""What a compiled sharded step contains: static exchanges and as
+few of them as can be, nothing that is read on the host."""
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ def sent(name, plan):
 
 
 def staged(name, plan, codec=None):
-    """(the collectives, the splits of those that have some, whether every shape is static, the generated code) of a step."""
+    """(the collectives, the splits of those that have some, whether
+    every shape is static, the generated code) of a step."""
     from torch._inductor.utils import run_and_get_code
 
     step, arguments = lowered(name, plan, codec)
@@ -60,7 +62,8 @@ def staged(name, plan, codec=None):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_step_exchanges_once_for_each_thing(kind, ranks):
-    """A compiled step makes four exchanges with static splits, on all ranks the same, and its code reads nothing on the host."""
+    """A compiled step makes four exchanges with static splits, on all
+    ranks the same, and its code reads nothing on the host."""
     found = ranks(WORLD).run(staged, "adam", plan_of(kind), deadline_s=300)
     for collectives, splits, is_static, code in found:
         assert [c.kind for c in collectives] == LEAST
@@ -74,7 +77,8 @@ def test_a_compiled_step_exchanges_once_for_each_thing(kind, ranks):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_sends_what_its_graph_says(kind, ranks):
-    """The bytes that leave a rank: blocks of ids and lengths, its bags' sums and their cotangents, the dense gradients."""
+    """The bytes that leave a rank: blocks of ids and lengths, its
+    bags' sums and their cotangents, the dense gradients."""
     collectives = ranks(WORLD).run(sent, "adam", plan_of(kind), deadline_s=300)[0]
     lookups = {  # slots, columns and ids of a rank's lookups: two features of a, one of b and of c
         "table_wise": (3 + 1, 3 * 4 + 5, 2 * ROOM),  # rank 0 has a and c, rank 1 has b
@@ -90,7 +94,8 @@ def test_a_step_sends_what_its_graph_says(kind, ranks):
 
 
 def test_copies_are_told_of_everything_at_once(ranks):
-    """A small step with a copy of all tables on every rank makes one exchange: ids and their bounds, cotangents, dense gradients, the loss."""
+    """A small step with a copy of all tables on every rank makes one exchange: ids
+    and their bounds, cotangents, dense gradients, the loss."""
     plan = plan_of("replicated")
     ids, floats = 2 * ROOM + 4 * BAGS + 1, BAGS * 17 + WEIGHTS  # two features of each key
     for collectives, splits, is_static, code in ranks(WORLD).run(staged, "adam", plan, deadline_s=300):
@@ -103,7 +108,8 @@ def test_copies_are_told_of_everything_at_once(ranks):
 
 
 def test_a_coded_step_sends_fewer_bytes(ranks):
-    """In bfloat16 a bag's sums are half as many bytes; in int8 their cotangents are a byte each, and four for each slot. All else is the same."""
+    """In bfloat16 a bag's sums are half as many bytes; in int8 their cotangents are a
+    byte each, and four for each slot. All else is the same."""
     codec = fr.Codec(forward="bfloat16", backward="int8")
     columns, slots = 3 * 4 + 5, 4
     for collectives, _, _, code in ranks(WORLD).run(staged, "adam", plan_of("row_wise"), codec, deadline_s=300):
@@ -114,7 +120,8 @@ def test_a_coded_step_sends_fewer_bytes(ranks):
 
 
 def test_columns_in_place_cost_whole_cotangents(ranks):
-    """An optimizer that looks at gradients of whole rows adds no exchange: the cotangents of the sums have all columns of their tables."""
+    """An optimizer that looks at gradients of whole rows adds no exchange: the
+    cotangents of the sums have all columns of their tables."""
     whole = 2 * 4 + 2 * 5 + 4  # of b rank 0 has two columns, rank 1 three, which are two banks
     for collectives, _, _, code in ranks(WORLD).run(staged, "partial", plan_of("column_wise"), deadline_s=300):
         assert [c.kind for c in collectives] == LEAST
@@ -123,7 +130,8 @@ def test_columns_in_place_cost_whole_cotangents(ranks):
 
 
 def test_rows_cut_by_columns_travel_at_once(ranks):
-    """An optimizer that looks at whole rows, here for its weight decay, adds two gathers, however many tables are cut by columns: row numbers, and all floats."""
+    """An optimizer that looks at whole rows, here for its weight decay, adds two gathers, however many tables are cut
+    by columns: row numbers, and all floats."""
     plan = plan_of("column_wise")
     for collectives, _, _, code in ranks(WORLD).run(staged, "rowwise_adagrad", plan, deadline_s=300):
         kinds = [c.kind for c in collectives]

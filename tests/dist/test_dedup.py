@@ -27,7 +27,8 @@ def close(tables):
 
 @given(models())
 def test_lookups_by_distinct_rows_are_lookups(model):
-    """With dedup=True a sharded lookup has the bits of the plain one under every placement; gradients differ by rounding only."""
+    """With dedup=True a sharded lookup has the bits of the plain one under
+    every placement; gradients differ by rounding only."""
     acts, grads = sharded(model, dedup=True)
     want_acts, want_grads = whole_pooled(model)
     assert_trees_close(acts, want_acts)
@@ -80,13 +81,15 @@ def assert_trained(got, want, name):
 
 @pytest.mark.parametrize("axes, kind", CASES, ids=str)
 def test_training_by_distinct_rows_is_training(axes, kind):
-    """Steps with dedup=True and too small a capacity at first differ from one process's by rounding; a rule is told how many ids a row had."""
+    """Steps with dedup=True and too small a capacity at first differ from one process's
+    by rounding; a rule is told how many ids a row had."""
     mesh = fr.Mesh.emulated(**axes)
     assert_trained(trained(mesh, "counting", kind, 1), training.alone("counting", mesh.size, STEPS, BAGS), "counting")
 
 
 @pytest.mark.parametrize("axes, kind, name", [
-    ({"x": 2}, "row_wise", "adam"), ({"x": 2}, "column_wise", "counting"), ({"x": 2, "y": 2}, "grid", "rowwise_adagrad"),
+    ({"x": 2}, "row_wise", "adam"), ({"x": 2}, "column_wise", "counting"),
+    ({"x": 2, "y": 2}, "grid", "rowwise_adagrad"),
 ], ids=str)  # fmt: skip
 def test_training_by_distinct_rows_on_ranks_is_training(axes, kind, name, ranks):
     """The same on gloo ranks."""
@@ -96,7 +99,8 @@ def test_training_by_distinct_rows_on_ranks_is_training(axes, kind, name, ranks)
 
 
 def test_a_capacity_is_of_distinct_rows():
-    """metrics["needed"] is the most distinct rows that a rank has for another, and what is beyond the capacity is counted once for each row."""
+    """metrics["needed"] is the most distinct rows that a rank has for another, and what
+    is beyond the capacity is counted once for each row."""
     mesh, plan = fr.Mesh.emulated(x=2), fr.Plan({"t": fr.table_wise("x", rank=1)})
     features = [fr.FeatureConfig("k", table="t"), fr.FeatureConfig("j", table="t", column="k", pooling="mean")]
     loss = lambda p, ids: fr.lookup(p.tables, ids, features).values.sum()
@@ -132,7 +136,8 @@ def compiled(capacity):
 
 
 def test_a_compiled_step_sends_rows_once(ranks):
-    """A compiled step is the step, and sends blocks of `capacity` rows, whatever room there is for ids: numbers, counts, vectors and their cotangents."""
+    """A compiled step is the step, and sends blocks of `capacity` rows, whatever room there is for ids: numbers,
+    counts, vectors and their cotangents."""
     room, banks = 20, 2  # of tables a and c with 4 columns, of b with 5
     rows, weights = [room * 4 * 4, room * 5 * 4], 17 * 6 + 6 + 1  # with the loss
     for eager, fast, sent in ranks(2).run(compiled, room, deadline_s=300):

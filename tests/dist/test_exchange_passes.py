@@ -41,7 +41,8 @@ def test_smaller_exchanges_change_no_bit(n, ranks):
 
 
 def test_of_two_ranks_each_sends_what_the_other_has_not(ranks):
-    """A large gather that is read block by block sends this rank's value once, and its operand is no copy for itself."""
+    """A large gather that is read block by block sends this rank's
+    value once, and its operand is no copy for itself."""
     for found in ranks(2).run(exchange_programs.compiled, [[("ends", 0, LARGE, F64)]], deadline_s=300):
         ((_, _, before, after),) = found
         assert {x.shape for x in before} == {(2, LARGE)}

@@ -1,4 +1,5 @@
-"""Route, combine and sharded lookups under every transform, emulated and on gloo ranks, against plain lookups of all ranks' bags."""
+"""Route, combine and sharded lookups under every transform, emulated and
+on gloo ranks, against plain lookups of all ranks' bags."""
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ CASES = [(axes, name) for axes in MESHES for name in names(axes)]
 
 @pytest.mark.parametrize("axes, name", CASES, ids=str)
 def test_a_sharded_lookup_is_the_lookup_under_every_transform(axes, name):
-    """A sharded lookup, and every transform of it in banks and weights, gives what the plain one gives for the bags of all ranks; coded up to rounding."""
+    """A sharded lookup, and every transform of it in banks and weights, gives what the plain one gives for the bags of
+    all ranks; coded up to rounding."""
     close = lookups.ROUNDED if "coded" in name else EXACT
     assert_trees_close(lookups.cells(fr.Mesh.emulated(**axes), name), lookups.wanted(axes, name), **close)
 
@@ -26,7 +28,8 @@ RANKS = [{"x": 2}, {"x": 4}, {"x": 2, "y": 2}]
 
 @pytest.mark.parametrize("axes, name", [c for c in CASES if c[0] in RANKS], ids=str)
 def test_real_ranks_look_up_as_emulated_ones(axes, name, ranks):
-    """A sharded lookup, and every transform of it, has the same values on gloo ranks as under emulation, on each rank."""
+    """A sharded lookup, and every transform of it, has the same
+    values on gloo ranks as under emulation, on each rank."""
     want = lookups.cells(fr.Mesh.emulated(**axes), name)
     for got in ranks(torch.Size(axes.values()).numel()).run(lookups.real_cells, axes, name):
         assert_trees_close(got, want, **EXACT)
@@ -36,7 +39,8 @@ def test_real_ranks_look_up_as_emulated_ones(axes, name, ranks):
     "axes, name", [({"x": 2}, "row_wise"), ({"x": 2}, "column_wise"), ({"x": 2, "y": 2}, "grid")], ids=str
 )
 def test_compiled_lookups_are_lookups(axes, name, ranks):
-    """jit of a sharded lookup (emulated), and of its gradient (on gloo ranks too), changes no value; `transforms.py` prints all."""
+    """jit of a sharded lookup (emulated), and of its gradient (on gloo ranks
+    too), changes no value; `transforms.py` prints all."""
     want = lookups.cells(fr.Mesh.emulated(**axes), name, ("fwd", "grad"))
     world = ranks(torch.Size(axes.values()).numel())
     real = world.run(lookups.real_compiled_cells, axes, [name], ("grad",), deadline_s=500)[0]

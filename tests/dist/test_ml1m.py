@@ -1,6 +1,8 @@
-"""The main job's DeepFM on gloo ranks under every placement, against one process that adds the gradients of the same local batches.
+"""The main job's DeepFM on gloo ranks under every placement, against one
+process that adds the gradients of the same local batches.
 
-All of it is the main job's: the model with its dropout, the loss, both optimizers, the plans and how ranks take a batch apart.
+All of it is the main job's: the model with its dropout, the loss, both
+optimizers, the plans and how ranks take a batch apart.
 """
 
 import functools
@@ -46,8 +48,10 @@ def generated():
         for c in columns[1:]
     }
     return CtrData(
-        user=draw(user, STEPS * BATCH), item=draw(item, STEPS * BATCH), label=(torch.rand(STEPS * BATCH, generator=g) < 0.7).float(),
-        user_columns={k: x for k, x in ids.items() if x.shape[0] == user}, item_columns={k: x for k, x in ids.items() if x.shape[0] == item},
+        user=draw(user, STEPS * BATCH), item=draw(item, STEPS * BATCH),
+        label=(torch.rand(STEPS * BATCH, generator=g) < 0.7).float(),
+        user_columns={k: x for k, x in ids.items() if x.shape[0] == user},
+        item_columns={k: x for k, x in ids.items() if x.shape[0] == item},
         genre=draw(ML1M_GENRES, (item, 6)).long(), genre_length=draw(7, item).long(), columns=tuple(columns),
     )  # fmt: skip
 
@@ -65,7 +69,8 @@ def optimizers(name):
 
 
 def alone(data, name, ranks):
-    """One process that adds the gradients of the ranks' batches, each with its rank's dropout: (tables, slots, dense)."""
+    """One process that adds the gradients of the ranks' batches,
+    each with its rank's dropout: (tables, slots, dense)."""
     loss_fn, (sparse, dense), key = ctr.loss_and_stats(MODEL), optimizers(name).values(), fr.key(2)
     params = MODEL.init(fr.key(1))
     slots, opt = sparse.init(params.tables), dense.init(params.dense)
@@ -107,7 +112,8 @@ def assert_same(got, want, **tolerance):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_change_no_bit_of_the_main_job(kind, trained, ranks):
-    """20 steps of the main job on two ranks give the tables, slots and dense parameters of one process that adds the same two batches, bit for bit."""
+    """20 steps of the main job on two ranks give the tables, slots and dense parameters of one process that adds the
+    same two batches, bit for bit."""
     data, want = trained
     for got in ranks(2).run(together, data, "adam", {"data": 2}, kind, True):
         assert_same(got, want("adam", 2))
@@ -121,7 +127,8 @@ def test_a_grid_changes_no_bit_of_the_main_job(trained, ranks):
 
 
 def test_sums_at_the_owners_change_the_main_job_by_rounding(trained, ranks):
-    """Without exact=True row-wise training by SGD differs within 1e-6. (Adam divides a gradient by its size: where all of it is rounding, so is the step.)"""
+    """Without exact=True row-wise training by SGD differs within 1e-6. (Adam divides a gradient by its size: where all
+    of it is rounding, so is the step.)"""
     data, want = trained
     assert_same(
         ranks(2).run(together, data, "sgd", {"data": 2}, "row_wise", False)[0], want("sgd", 2), rtol=1e-6, atol=1e-6

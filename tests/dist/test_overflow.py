@@ -1,4 +1,5 @@
-"""Steps with a capacity: what does not fit changes nothing and is counted, and is trained on when it is run again with more room."""
+"""Steps with a capacity: what does not fit changes nothing and is counted,
+and is trained on when it is run again with more room."""
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ CASES = [({"x": 2}, k) for k in ONE_AXIS] + [({"x": 2, "y": 2}, k) for k in TWO_
 
 @pytest.mark.parametrize("axes, kind", [c for c in CASES if c[1] != "replicated"], ids=str)
 def test_a_batch_that_does_not_fit_changes_no_bit(axes, kind):
-    """A step with too small a capacity gives the state it got, bit for bit, the number of ids without a place, and a loss that is NaN."""
+    """A step with too small a capacity gives the state it got, bit for bit, the
+    number of ids without a place, and a loss that is NaN."""
     assert_unchanged(*overflown(fr.Mesh.emulated(**axes), kind), kind)
 
 
@@ -29,7 +31,8 @@ def test_a_batch_that_does_not_fit_changes_no_bit_on_ranks(kind, compiled, ranks
 
 
 def test_the_overflow_is_the_ids_without_a_place():
-    """metrics["overflow"] counts, over all ranks, the ids beyond the capacity for each pair of a sender and an owner."""
+    """metrics["overflow"] counts, over all ranks, the ids beyond
+    the capacity for each pair of a sender and an owner."""
     mesh = fr.Mesh.emulated(x=2)
     plan = fr.Plan({"t": fr.table_wise("x", rank=1)})
     loss = lambda p, ids: fr.lookup(p.tables, ids, [fr.FeatureConfig("k", table="t")]).values.sum()
@@ -43,8 +46,8 @@ def test_the_overflow_is_the_ids_without_a_place():
 
 @pytest.mark.parametrize("pooling", ["sum", "none"])
 def test_ids_without_a_place_are_counted_whatever_is_trained(pooling):
-    """A lookup's overflow is the exchange's, and no table's: it is counted where the table that is first in it is constant in the loss, too,
-    of bags as of sequences."""
+    """A lookup's overflow is the exchange's, and no table's: it is counted where the table that is first in it is
+    constant in the loss, too, of bags as of sequences."""
     mesh = fr.Mesh.emulated(x=2)
     tables = {"a": torch.ones(4, 1), "b": torch.ones(4, 2)}
     features = [fr.FeatureConfig(n, table=n, column="k", pooling=pooling) for n in tables]

@@ -97,7 +97,8 @@ def promise(varying):
 
 
 def test_a_broken_promise_is_found_on_ranks(ranks):
-    """A result that out_specs promise to be the same, and is not, is an error that names it and the axis, on every rank."""
+    """A result that out_specs promise to be the same, and is not,
+    is an error that names it and the axis, on every rank."""
     with pytest.raises(RankError) as raised:
         ranks(2).run(promise, True)
     assert str(raised.value).count("`result['loss']` is not the same along axis 'x'.") >= 2
@@ -105,7 +106,8 @@ def test_a_broken_promise_is_found_on_ranks(ranks):
 
 
 def staged_then_differentiated(size):
-    """The device of a gradient on shapes, behind a function staged on real ranks whose result is `size` equal values."""
+    """The device of a gradient on shapes, behind a function staged
+    on real ranks whose result is `size` equal values."""
     mesh, x = fr.Mesh.distributed(x=2), torch.ones(())
     f = fr.shard_map(lambda x: (x, x + 1), mesh=mesh, in_specs=fr.P(), out_specs=fr.P())
     assert fr.jit(lambda x: torch.func.vmap(lambda _: f(x)[1])(torch.ones(size)))(x).tolist() == [2.0] * size
@@ -115,7 +117,8 @@ def staged_then_differentiated(size):
 
 
 def test_staging_leaves_what_torch_remembers_right(ranks):
-    """What torch remembers of its operations' results on shapes is right after staging on ranks: gradients there are on their own device."""
+    """What torch remembers of its operations' results on shapes is right after staging
+    on ranks: gradients there are on their own device."""
     assert ranks(2).run(staged_then_differentiated, 7) == [["cpu", "cpu"]] * 2
 
 

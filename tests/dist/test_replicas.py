@@ -1,4 +1,5 @@
-"""Copies of tables that train apart, and are made one: emulated, on gloo ranks, beside a group alone and beside the synchronous plan."""
+"""Copies of tables that train apart, and are made one: emulated, on gloo ranks,
+beside a group alone and beside the synchronous plan."""
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ def batches(mesh, steps):
 @settings(max_examples=10)
 @given(plans(), st.sampled_from(NAMES), st.booleans())
 def test_a_group_trains_as_if_it_were_alone(where, name, exact):
-    """Between synchronisations the tables and slots of each copy have the bits of a mesh of its group alone on the group's batches."""
+    """Between synchronisations the tables and slots of each copy have the bits
+    of a mesh of its group alone on the group's batches."""
     axes, replicas, kind = where
     mesh, plan = fr.Mesh.emulated(**axes), plan_of(kind, axes, replicas)
     options = {"loss_fn": apart.plain_loss, "exact": exact}
@@ -56,7 +58,8 @@ def test_a_group_trains_as_if_it_were_alone(where, name, exact):
 @settings(max_examples=8)
 @given(plans())
 def test_synchronising_every_step_is_the_synchronous_plan(where):
-    """With plain SGD and a synchronisation after every step all copies are the tables of the same axes without replicas, up to rounding."""
+    """With plain SGD and a synchronisation after every step all copies are the tables
+    of the same axes without replicas, up to rounding."""
     axes, replicas, kind = where
     mesh = fr.Mesh.emulated(**axes)
     options = apart.optimizers("sgd", dense_lr=0.1)
@@ -72,7 +75,8 @@ def test_synchronising_every_step_is_the_synchronous_plan(where):
     plans(), st.sampled_from(NAMES), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), st.integers(0, 9)
 )
 def test_synchronised_copies_are_their_mean(where, name, dtype, seed):
-    """A synchronisation gives all copies one value, bit for bit: their mean, or what they have in common; a second one changes no bit."""
+    """A synchronisation gives all copies one value, bit for bit: their mean, or
+    what they have in common; a second one changes no bit."""
     axes, replicas, kind = where
     mesh, g = fr.Mesh.emulated(**axes), torch.Generator().manual_seed(seed)
     params = training.params()
@@ -134,7 +138,8 @@ def test_one_copy_is_no_copy(kind, name):
 @settings(max_examples=15)
 @given(plans(), plans(), st.sampled_from(NAMES))
 def test_a_state_is_moved_into_copies_and_out_of_them(first, second, name):
-    """reshard puts a plain state into every copy, and equal copies into those of another plan; each gives back its bits."""
+    """reshard puts a plain state into every copy, and equal copies
+    into those of another plan; each gives back its bits."""
     sparse = apart.optimizers(name)["sparse"]
     tables = training.params().tables
     state = fr.TrainState(torch.tensor(3), tables, sparse.init(tables), {}, {}, fr.key(0))
@@ -150,7 +155,8 @@ def test_a_state_is_moved_into_copies_and_out_of_them(first, second, name):
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise", "table_wise"])
 def test_an_overflow_in_one_group_holds_all_groups(kind):
-    """When ids of one group find no place, no copy changes, no group's, to the bit, and the next capacity trains all."""
+    """When ids of one group find no place, no copy changes, no
+    group's, to the bit, and the next capacity trains all."""
     axes = {"r": 2, "x": 2}
     mesh, plan, options = fr.Mesh.emulated(**axes), plan_of(kind, axes, ("r",)), apart.optimizers("adam", 0.1)
     lists = {"u": [[]] * 4 + [[0, 0, 0]] * 4, "v": [[]] * 8}  # the first group has no ids
@@ -186,7 +192,9 @@ def test_a_group_of_ranks_trains_as_if_it_were_alone(kind, name, ranks):
     ({"r": 2, "x": 1}, "row_wise", "rowwise_adagrad", True),
 ])  # fmt: skip
 def test_ranks_synchronise_as_emulated_ones(axes, kind, name, compiled, ranks):
-    """Five steps on gloo ranks with a synchronisation after every two, compiled and donated too, are the emulated ones within 1e-6; a synchronisation of the same copies has the same bits, and dense parameters are the same on all ranks."""
+    """Five steps on gloo ranks with a synchronisation after every two, compiled and donated too, are the emulated ones
+    within 1e-6; a synchronisation of the same copies has the same
+    bits, and dense parameters are the same on all ranks."""
     mesh, options = fr.Mesh.emulated(**axes), apart.optimizers(name, 0.1)
     want, losses = trained(
         mesh, plan_of(kind, axes, ("r",)), [training.batch(i, 8) for i in range(5)], options, every=2
@@ -235,7 +243,8 @@ def test_a_wrong_rule_is_seen(which, monkeypatch):
 
 @pytest.mark.parametrize("name, want", [("sgd", 1), ("adam", 1), ("counter", 2)])
 def test_a_synchronisation_exchanges_once(name, want, monkeypatch):
-    """All tables and slots of one dtype are in one all_to_all and one all_gather; slots of which the greatest is taken in another pair.
+    """All tables and slots of one dtype are in one all_to_all and one all_gather;
+    slots of which the greatest is taken in another pair.
 
     Cut into small buckets they have the same bits, in more exchanges.
     """

@@ -36,7 +36,8 @@ def laid_out(draw):
     st.sampled_from([1, 100, 1 << 26]),
 )
 def test_a_state_keeps_every_bit_on_its_way(name, first, second, dtype, block):
-    """gather_state(reshard(state)) is the state, to the bit, under every placement, and so it is after another reshard to any plan and mesh."""
+    """gather_state(reshard(state)) is the state, to the bit, under every placement,
+    and so it is after another reshard to any plan and mesh."""
     state, sparse = moving.full_state(name, dtype), training.OPTIMIZERS[name]()
     here, there = fr.Mesh.emulated(**first[0]), fr.Mesh.emulated(**second[0])
     with pytest.MonkeyPatch.context() as patch:
@@ -64,7 +65,8 @@ def test_a_moved_state_is_laid_out_as_a_first_one(name, first, second):
 
 @pytest.mark.parametrize("name", ["adam", "rowwise_adagrad", "by_table"])
 def test_emulated_training_goes_on_elsewhere(name):
-    """Three steps under each of several plans differ from one process's steps by the rounding of dense products only."""
+    """Three steps under each of several plans differ from one
+    process's steps by the rounding of dense products only."""
     kinds = [({"x": 4}, "row_wise"), ({"x": 2, "y": 2}, "grid"), ({"y": 4}, "column_wise"), ({"y": 4}, "table_wise")]
     got = moving.moved(name, kinds, 3, 8, False)
     tables, slots, dense, _ = training.alone(name, 4, 12, 8)
@@ -81,7 +83,8 @@ def test_training_on_two_ranks_goes_on_to_the_same_bits(name, ranks):
 
 
 def test_training_on_four_ranks_goes_on_over_other_axes(ranks):
-    """Steps on four ranks in a grid, then in a row, then in another grid, have the bits of one process that adds the same batches."""
+    """Steps on four ranks in a grid, then in a row, then in another grid,
+    have the bits of one process that adds the same batches."""
     axes = {"x": 2, "y": 2}
     stations = [
         (axes, "grid"),
@@ -98,7 +101,8 @@ def test_training_on_four_ranks_goes_on_over_other_axes(ranks):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", TWO_AXES)
 def test_ranks_keep_every_bit_of_a_state(kind, dtype, ranks):
-    """On four ranks a state that is laid out, moved and gathered is the state, negative zeros and NaNs' payloads too, on every rank."""
+    """On four ranks a state that is laid out, moved and gathered is the state,
+    negative zeros and NaNs' payloads too, on every rank."""
     state, axes = moving.full_state("by_table", dtype), {"x": 2, "y": 2}
     for got in ranks(4).run(moving.carried, state, axes, kind, {"z": 4}, "row_wise", "by_table"):
         for one in got:
@@ -134,7 +138,8 @@ def there_and_back(axes, plan, other, replicas=()):
     "kinds", [("row_wise", "column_wise"), ("grid", "table_wise"), ("table_row_wise", "replicated")]
 )
 def test_moved_tables_have_derivatives(kinds, name):
-    """Tables that are sharded, moved and gathered again are themselves: gradient, tangent and every member of a batch go with them."""
+    """Tables that are sharded, moved and gathered again are themselves: gradient,
+    tangent and every member of a batch go with them."""
     axes, replicas = {"x": 2, "y": 2}, ("x",) if name == "sync_replicas" else ()
     own = {a: n for a, n in axes.items() if a not in replicas}
     first, second = (plan_of(k if len(own) > 1 or k in ONE_AXIS else "row_wise", own) for k in kinds)
@@ -153,6 +158,7 @@ def test_moved_tables_have_derivatives(kinds, name):
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise"])
 def test_a_derivative_of_moved_bits_is_refused(kind, ranks):
-    """On real ranks rows travel as bits, which have no derivative: a state that is differentiated is refused, never cut off."""
+    """On real ranks rows travel as bits, which have no derivative: a
+    state that is differentiated is refused, never cut off."""
     for said in ranks(2).run(moving.differentiated, kind):
         assert "is differentiated" in said

@@ -16,7 +16,8 @@ X = torch.arange(24, dtype=torch.float64).reshape(4, 6)
 
 @st.composite
 def cuts(draw):
-    """(mesh, spec, tensor): axes of 1 to 3 ranks in any dimensions and order, of a tensor that they cut; shrinks to one axis."""
+    """(mesh, spec, tensor): axes of 1 to 3 ranks in any dimensions and
+    order, of a tensor that they cut; shrinks to one axis."""
     names = draw(st.permutations(["a", "b", "c"]))[: draw(st.integers(1, 3))]
     sizes = {n: draw(st.integers(1, 3)) for n in names}
     rank = draw(st.integers(1, 3))
@@ -94,7 +95,8 @@ def test_jagged_values_are_cut_by_their_bags(n):
 
 
 def test_specs_are_prefixes():
-    """A P stands for all leaves below it; dicts, tuples, values of funcrec and leaves that are no tensors keep their place."""
+    """A P stands for all leaves below it; dicts, tuples, values of
+    funcrec and leaves that are no tensors keep their place."""
     batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1], [2, 3]]}), torch.tensor([0.0, 1.0]))
     seen = []
 
@@ -183,7 +185,8 @@ THE_SAME = {
 
 @pytest.mark.parametrize("name", NOT_THE_SAME)
 def test_a_value_promised_to_be_the_same_must_be(name):
-    """out_specs that leave out an axis promise equal bits along it: an error names the result and the axis; check=False takes the first."""
+    """out_specs that leave out an axis promise equal bits along it: an error names
+    the result and the axis; check=False takes the first."""
     mesh, f = fr.Mesh.emulated(a=2, b=2), lambda x: {"out": NOT_THE_SAME[name](x), "good": fr.psum(x, "b")}
     specs = {"in_specs": fr.P(None, "b"), "out_specs": {"out": fr.P(), "good": fr.P()}}
     with pytest.raises(ValueError, match="axis 'b'") as raised:
@@ -216,7 +219,8 @@ BELOW = {
 @pytest.mark.parametrize("how", BELOW)
 @pytest.mark.parametrize("name", NOT_THE_SAME)
 def test_a_broken_promise_is_found_below_transforms(name, how):
-    """A value that out_specs promise to be the same, and is not, is refused under every transform and inside jit, as it is outside."""
+    """A value that out_specs promise to be the same, and is not, is refused
+    under every transform and inside jit, as it is outside."""
     mesh, specs = (
         fr.Mesh.emulated(a=2, b=2),
         {"in_specs": fr.P(None, "b"), "out_specs": {"out": fr.P(), "good": fr.P()}},
@@ -238,7 +242,8 @@ def test_a_kept_promise_passes_below_transforms(name, how):
 
 
 def test_inside_jit_what_cannot_be_read_is_refused():
-    """Inside jit a value that is the same only by its computation is refused, as JAX's check_vma does; check=False takes rank 0's."""
+    """Inside jit a value that is the same only by its computation is refused,
+    as JAX's check_vma does; check=False takes rank 0's."""
     same, specs = lambda x: (fr.axis_index("x") >= 0).double() + 0 * x, {"in_specs": fr.P(), "out_specs": fr.P()}
     mapped = lambda check: fr.shard_map(same, mesh=fr.Mesh.emulated(x=2), check=check, **specs)
     assert_trees_close(mapped(True)(X), torch.ones_like(X))
@@ -256,7 +261,8 @@ def test_axes_of_one_rank_keep_every_promise():
 
 
 def test_collectives_are_called_in_one_place():
-    """No module but the exchange calls torch.distributed's collectives: their derivatives are silently wrong under torch.func."""
+    """No module but the exchange calls torch.distributed's collectives:
+    their derivatives are silently wrong under torch.func."""
     from pathlib import Path
 
     root = Path(fr.__file__).parent

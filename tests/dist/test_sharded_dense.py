@@ -1,6 +1,7 @@
 """Dense parameters cut over ranks: the training of whole ones, up to rounding, with a part of the memory.
 
-torch rounds an element in the middle of a vector and at its end differently, so an update of a part has not the whole's bits.
+torch rounds an element in the middle of a vector and at its end differently,
+so an update of a part has not the whole's bits.
 """
 
 import pytest
@@ -22,7 +23,8 @@ WHERE = [({"x": 3}, ("x",)), ({"x": 2, "y": 2}, ("y",)), ({"x": 2, "y": 2}, ("x"
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("sizes, axes", WHERE, ids=str)
 def test_cut_parameters_train_as_whole_ones(sizes, axes, name):
-    """Emulated steps give the tables, slots, dense parameters and optimizer states of whole ones, running statistics too."""
+    """Emulated steps give the tables, slots, dense parameters and
+    optimizer states of whole ones, running statistics too."""
     mesh = fr.Mesh.emulated(**sizes)
     (cut, metrics), (whole, want) = (trained(name, mesh, a, 4) for a in (axes, ()))
     assert_trees_close(fr.gather_state(cut, mesh), fr.gather_state(whole, mesh), **CLOSE)
@@ -53,7 +55,8 @@ def test_a_compiled_step_on_parts_is_the_step(ranks):
 @settings(max_examples=10)
 @given(st.sampled_from(WHERE), st.sampled_from(WHERE), st.booleans())
 def test_states_move_between_cuts(before, after, to_whole):
-    """reshard cuts parameters and optimizer states anew, or makes them whole, with every bit; training goes on as it would have."""
+    """reshard cuts parameters and optimizer states anew, or makes them whole,
+    with every bit; training goes on as it would have."""
     (sizes, axes), (new_sizes, new_axes) = before, after
     new_axes = () if to_whole else new_axes
     source, mesh = fr.Mesh.emulated(**sizes), fr.Mesh.emulated(**new_sizes)

@@ -23,7 +23,8 @@ DTYPES = (torch.float32, torch.int32, torch.int64, torch.float64, torch.bfloat16
     most=st.sampled_from([0, 64, 1 << 16]),
 )
 def test_every_rank_gets_each_tensor_of_all(axes, forms, most):
-    """Tensors of any shapes and dtypes, none among them, come as each rank has them, in its shape and dtype, wherever the bound between small and large lies."""
+    """Tensors of any shapes and dtypes, none among them, come as each rank has them, in its shape and dtype, wherever
+    the bound between small and large lies."""
     mesh = fr.Mesh.emulated(**axes)
     made = [
         (torch.arange(mesh.size * 27) - 40).reshape(mesh.size, 27)[:, : torch.Size(s).numel()].to(d) for s, d in forms

@@ -1,4 +1,5 @@
-"""Training under every placement, emulated and on gloo ranks, against one process that adds the gradients of the same batches."""
+"""Training under every placement, emulated and on gloo ranks, against
+one process that adds the gradients of the same batches."""
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ def assert_same_training(got, want, **tolerance):
 @pytest.mark.parametrize("name", ["adam", "rowwise_adagrad", "lamb", "by_table"])
 @pytest.mark.parametrize("kind", ONE_AXIS)
 def test_two_ranks_change_no_bit(kind, name, ranks):
-    """20 steps on two ranks give the tables, slots and dense parameters of one process that adds the same two batches, bit for bit."""
+    """20 steps on two ranks give the tables, slots and dense parameters of
+    one process that adds the same two batches, bit for bit."""
     axes = {"x": 2}
     want = training.alone(name, 2, STEPS, 4)
     for got in ranks(2).run(training.real, name, axes, plan_of(kind, axes), STEPS, 4, True):
@@ -34,7 +36,8 @@ def test_two_ranks_change_no_bit(kind, name, ranks):
 @pytest.mark.parametrize("name", ["adam", "rowwise_adagrad"])
 @pytest.mark.parametrize("kind", TWO_AXES)
 def test_a_grid_of_four_ranks_changes_no_bit(kind, name, ranks):
-    """20 steps on 2 x 2 ranks give what one process gives that adds the same four batches, bit for bit; without exact=True row-wise within 1e-6."""
+    """20 steps on 2 x 2 ranks give what one process gives that adds the same four batches, bit for bit; without
+    exact=True row-wise within 1e-6."""
     axes = {"x": 2, "y": 2}
     want = training.alone(name, 4, STEPS, 8)
     for got in ranks(4).run(training.real, name, axes, plan_of(kind, axes), STEPS, 8, True):
@@ -59,7 +62,8 @@ def test_emulated_training_is_training(name, axes):
 
 
 def test_a_row_cut_by_columns_keeps_one_second_moment(ranks):
-    """Under column_wise row-wise Adagrad keeps the whole row's second moment: each column's owner has the same number."""
+    """Under column_wise row-wise Adagrad keeps the whole row's
+    second moment: each column's owner has the same number."""
     mesh, axes = fr.Mesh.emulated(x=2), {"x": 2}
     got = training.together("rowwise_adagrad", mesh, plan_of("column_wise", axes), 3, 8, exact=True)
     plain = training.together("rowwise_adagrad", mesh, plan_of("row_wise", axes), 3, 8, exact=True)

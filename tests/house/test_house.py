@@ -50,7 +50,8 @@ SUBCLASSES = {
 }
 
 HEAVY = [
-    "triton", "fbgemm_gpu", "torchrec", "hypothesis", "matplotlib", "pyarrow", "pandas", "torch._dynamo", "torch._inductor",
+    "triton", "fbgemm_gpu", "torchrec", "hypothesis", "matplotlib", "pyarrow", "pandas", "torch._dynamo",
+    "torch._inductor",
 ]  # fmt: skip
 
 
@@ -87,7 +88,8 @@ def imports(node, *, lazy):
 
 
 def imported(name):
-    """(module, name or None) of all that a module imports of funcrec, inside functions too; modules by their names here."""
+    """(module, name or None) of all that a module imports of funcrec,
+    inside functions too; modules by their names here."""
     for module, what in imports(TREES[name], lazy=True):
         if module and module.split(".")[0] == "funcrec":
             yield module.removeprefix("funcrec").removeprefix("."), what
@@ -156,7 +158,8 @@ def test_a_module_says_what_it_is_for(name):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_are_of_what_is_installed(name):
-    """At its top a module imports the standard library, torch, optree, numpy, tqdm and funcrec; kernels torch and their peer."""
+    """At its top a module imports the standard library, torch, optree,
+    numpy, tqdm and funcrec; kernels torch and their peer."""
     allowed = THIRD_PARTY | OPTIONAL.get(name, set()) | {"funcrec"}
     if name.startswith("kernels"):
         allowed = {"torch", "funcrec"} | {own for own, folder in PEERS.items() if name.startswith(folder)}
@@ -167,7 +170,8 @@ def test_imports_are_of_what_is_installed(name):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_torchs_private_levels_are_asked_in_one_place(name):
-    """`torch._functorch` and `torch._C._functorch` are named in core/_functorch.py alone, and for the kernels in their tracked.py."""
+    """`torch._functorch` and `torch._C._functorch` are named in core/_functorch.py
+    alone, and for the kernels in their tracked.py."""
     named = [f"{m}.{what}" for m, what in imports(TREES[name], lazy=True)]
     named += [ast.unparse(node) for node in ast.walk(TREES[name]) if isinstance(node, ast.Attribute)]
     found = [x for x in named if re.match(r"torch\.(_C\.)?_functorch\b", x)]
@@ -192,7 +196,8 @@ def test_functions_are_short(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_there_are_no_class_hierarchies(name):
-    """A class has no base but those that make a record, a protocol, an enumeration, an error or a differentiable function."""
+    """A class has no base but those that make a record, a protocol,
+    an enumeration, an error or a differentiable function."""
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.ClassDef):
             bases = {ast.unparse(b).split("[")[0].split(".")[-1] for b in node.bases}
@@ -269,7 +274,8 @@ def test_errors_have_one_word_for_no(name):
 
 
 def test_every_test_file_is_collected(request):
-    """pytest, as `make test` calls it, passes by no folder and no file of tests; "dist" and "build" stand on its own list of those it does."""
+    """pytest, as `make test` calls it, passes by no folder and no file of tests; "dist"
+    and "build" stand on its own list of those it does."""
     config = request.config
     ignored = lambda path: config.hook.pytest_ignore_collect(collection_path=path, config=config)
     files = sorted((ROOT / "tests").rglob("test_*.py"))

@@ -56,7 +56,8 @@ SUPPORTS = {
 def pytest_configure(config):
     config.addinivalue_line(
         "markers",
-        "needs(*operations, slow=n, without=name): every implementation that has the operations; a slow one gets each n-th",
+        "needs(*operations, slow=n, without=name): every implementation that has the "
+        "operations; a slow one gets each n-th",
     )
 
 

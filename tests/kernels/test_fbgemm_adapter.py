@@ -69,7 +69,8 @@ FEATURES = {
 @pytest.mark.parametrize("ints", INTS)
 @pytest.mark.parametrize("bad", [False, True])
 def test_pooled_lookup_and_the_gradient_of_weights(name, size, num_bags, ints, bad):
-    """out[b] is the factored sum of the bag's rows; d_weights[i] = ⟨row_i, d_out[b]⟩; arguments and padding are left alone."""
+    """out[b] is the factored sum of the bag's rows; d_weights[i] =
+    ⟨row_i, d_out[b]⟩; arguments and padding are left alone."""
     f, padding = FEATURES[name], size if num_bags == 0 else min(size, 3)
     table, rows = floats(9, 8), rows_of(size, 9, dtype=ints, bad=bad)
     offsets, weights = offsets_of(size, num_bags, padding, ints), floats(size, seed=4)
@@ -277,7 +278,8 @@ def test_bucketize(ints, weighted, bad, padding, block):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_bags,length", [(0, 3), (7, 0), (7, 3), (7, 50)])
 def test_padded_and_back(dtype, num_bags, length):
-    """to_padded cuts and fills each bag; from_padded is its transpose: ⟨to_padded(x), y⟩ = ⟨x, from_padded(y)⟩ with fill 0."""
+    """to_padded cuts and fills each bag; from_padded is its transpose:
+    ⟨to_padded(x), y⟩ = ⟨x, from_padded(y)⟩ with fill 0."""
     size, padding = 40, 40 if num_bags == 0 else 4
     values, offsets = floats(size, 3, dtype=dtype), offsets_of(size, num_bags, padding)
     padded = fbgemm.to_padded(values, offsets, length, 0.0)
@@ -322,7 +324,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_operators_cannot_do_is_refused(name):
-    """The error says what was got, what is needed and what to try; the rules' hyper-parameters are those that `ops` passes."""
+    """The error says what was got, what is needed and what to try;
+    the rules' hyper-parameters are those that `ops` passes."""
     call, kind, match = REFUSED[name]
     with pytest.raises(kind, match=match) as error:
         call()

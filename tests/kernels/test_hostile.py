@@ -1,4 +1,5 @@
-"""The C++ kernels on whatever their types allow: nothing outside a tensor is read or written, and the answer is the reference's.
+"""The C++ kernels on whatever their types allow: nothing outside a tensor
+is read or written, and the answer is the reference's.
 
 `make sanitize` makes many more of these calls with the kernels built with sanitizers.
 """
@@ -16,7 +17,8 @@ FEW = {"generated_update": 4, "fused_update": 80, "windowed_update": 40, "empty_
 
 @pytest.mark.parametrize("operation", hostile.OPERATIONS)
 def test_any_offsets_and_ids(operation):
-    """Hostile offsets, ids and sizes, between pages without access: the reference's answer, by the same bits on one and two threads."""
+    """Hostile offsets, ids and sizes, between pages without access: the reference's
+    answer, by the same bits on one and two threads."""
     guards, run = Guards(), hostile.on_threads
     for seed in range(FEW.get(operation, 300)):
         guards.reset(at_end=seed % 3 > 0)
@@ -29,7 +31,8 @@ def test_any_offsets_and_ids(operation):
 
 
 def test_to_padded_does_not_read_foreign_memory():
-    """Offsets that descend to the least integer are read as their running maximum: what lies around the buffer never comes back."""
+    """Offsets that descend to the least integer are read as their running
+    maximum: what lies around the buffer never comes back."""
     for dtype in (torch.int64, torch.int32, torch.float32):
         memory = torch.full((300,), 7).to(dtype)
         memory[100:105] = torch.arange(1, 6).to(dtype)
@@ -77,7 +80,8 @@ MISFITS = [
 
 @pytest.mark.parametrize(("call", "kind", "said"), MISFITS, ids=[f"{c[0].__name__}-{s}" for c, _, s in MISFITS])
 def test_what_does_not_fit_is_refused(call, kind, said):
-    """Tensors of another dtype, shape or number than a kernel would read are refused before it is called, in four parts."""
+    """Tensors of another dtype, shape or number than a kernel would
+    read are refused before it is called, in four parts."""
     fn, args, kwargs = call
     with pytest.raises(kind) as error:
         fn(*args, **kwargs)
@@ -98,16 +102,20 @@ def update(**changed):
     """The arguments of an update of one table, some of them changed."""
     given = {
         "tables": [torch.ones(3, 2)], "slots": [], "d": [torch.ones(4, 2)], "rows": [ROWS], "offsets": [OFFSETS],
-        "weights": [torch.ones(4)], "segments": [0, 0, 0, 0, 0, 0, 2, 0, 0, 0], "lr": torch.tensor(0.1), "step": torch.tensor(0),
+        "weights": [torch.ones(4)], "segments": [0, 0, 0, 0, 0, 0, 2, 0, 0, 0], "lr": torch.tensor(0.1),
+        "step": torch.tensor(0),
         "key": None, "rule": "sgd", "hyper": [0.0],
     }  # fmt: skip
     return {**given, **changed}
 
 
 SEGMENTS = [
-    [1, 0, 0, 0, 0, 0, 2, 0, 0, 0], [0, 1, 0, 0, 0, 0, 2, 0, 0, 0], [0, 0, 1, 0, 0, 0, 2, 0, 0, 0], [0, 0, -1, 0, 0, 0, 2, 0, 0, 0],
-    [0, 0, 2**63 - 1, 0, 0, 0, 2, 0, 0, 0], [0, 0, 0, 1, 0, 0, 2, 0, 0, 0], [0, 0, 0, 0, 1, 0, 2, 0, 0, 0], [0, 0, 0, 0, 0, 1, 2, 0, 0, 0],
-    [0, 0, 0, 0, 0, 2**63 - 1, 2, 0, 0, 0], [0, 0, 0, 0, 0, -1, 2, 0, 0, 0], [0, 0, 0, 0, 0, 0, 5, 0, 0, 0], [0, 0, 0, 0, 0, 0, -1, 0, 0, 0],
+    [1, 0, 0, 0, 0, 0, 2, 0, 0, 0], [0, 1, 0, 0, 0, 0, 2, 0, 0, 0], [0, 0, 1, 0, 0, 0, 2, 0, 0, 0],
+    [0, 0, -1, 0, 0, 0, 2, 0, 0, 0],
+    [0, 0, 2**63 - 1, 0, 0, 0, 2, 0, 0, 0], [0, 0, 0, 1, 0, 0, 2, 0, 0, 0], [0, 0, 0, 0, 1, 0, 2, 0, 0, 0],
+    [0, 0, 0, 0, 0, 1, 2, 0, 0, 0],
+    [0, 0, 0, 0, 0, 2**63 - 1, 2, 0, 0, 0], [0, 0, 0, 0, 0, -1, 2, 0, 0, 0], [0, 0, 0, 0, 0, 0, 5, 0, 0, 0],
+    [0, 0, 0, 0, 0, 0, -1, 0, 0, 0],
     [0, 0, 0, 0, 0, 0, 2, -1, 0, 0], [0, 0, 0, 0, 0, 0, 2, 0, 0, 1], [0, 0, 0, 0, -1, 0, 5, 0, 0, 0],
 ]  # fmt: skip
 

@@ -1,6 +1,7 @@
 """The operations on jagged buffers, in every implementation, against loops over Python's lists.
 
-Outputs are made of memory full of NaN (tests/conftest.py), so what is not written shows. Shapes: B bags, N ids, S shards.
+Outputs are made of memory full of NaN (tests/conftest.py), so
+what is not written shows. Shapes: B bags, N ids, S shards.
 """
 
 import itertools
@@ -53,7 +54,8 @@ def rows_for(size: int, most: int, offsets: Tensor, dtype: torch.dtype) -> Tenso
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_bags", [0, 1, 9])
 def test_take_ranges(ask, size, num_bags):
-    """The ranges stand one after the other, cut at the capacity, with zeros behind and for what is outside the buffer."""
+    """The ranges stand one after the other, cut at the capacity,
+    with zeros behind and for what is outside the buffer."""
     shapes = itertools.cycle([(), (3,), (2, 2)])
     for dtype, shape, ints, capacity in zip([F32, I64, BF16, torch.bool, F64, I32], shapes, INTS * 3, [0, 40, 70] * 2):
         values = numbers_of((size, *shape), dtype)
@@ -94,7 +96,8 @@ def test_take_ranges_transpose(ask, size, num_bags):
 
 @pytest.mark.needs("take_ranges_transpose")
 def test_take_ranges_transpose_adds_in_order(ask):
-    """Ranges that overlap are summed in f32 in their order, 16-bit cotangents rounded once: bits, on any number of threads."""
+    """Ranges that overlap are summed in f32 in their order, 16-bit
+    cotangents rounded once: bits, on any number of threads."""
     lengths = torch.full((60,), 50)
     starts = integers(0, 1000, (60,), I64, 4)
     for dtype in (F32, BF16):

@@ -1,4 +1,5 @@
-"""funcrec.jagged._primitives: the kernels on jagged buffers under every transform of torch.func, against the reference, in f64.
+"""funcrec.jagged._primitives: the kernels on jagged buffers under every
+transform of torch.func, against the reference, in f64.
 
     a transform of a map by the C++ kernels = the same transform of the reference
 
@@ -118,7 +119,8 @@ def test_transposes_are_adjoint():
 def test_gradients_keep_their_dtype(dtype):
     """A 16-bit value that is taken 300 times gets a gradient of its dtype, summed in f32 and rounded once."""
     one = torch.ones(1, dtype=dtype)
-    d = grad(lambda x: (primitives.take_ranges(x, torch.zeros(300, dtype=torch.int64), torch.ones(300, dtype=torch.int64),
+    d = grad(lambda x: (primitives.take_ranges(x, torch.zeros(300, dtype=torch.int64),
+                torch.ones(300, dtype=torch.int64),
                                                300)[0].float() * 0.01).sum())(one)  # fmt: skip
     assert_trees_close(d, (torch.full((300,), 0.01).to(dtype).float().sum()).to(dtype)[None])
 

@@ -14,7 +14,8 @@ LARGE = memory.MIN_MAPPED // 128  # rows of 128 bytes
 @pytest.mark.parametrize("rows", [LARGE, LARGE + 1, 3 * LARGE + 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_a_large_table_begins_at_a_huge_page(rows, dtype):
-    """A large table begins where a page of 2 MiB does, its storage is as long as it is, and every element holds its own value."""
+    """A large table begins where a page of 2 MiB does, its storage is
+    as long as it is, and every element holds its own value."""
     table = memory.empty_table((rows, 128 // dtype.itemsize), dtype=dtype)
     assert table.data_ptr() % memory.HUGE_PAGE == 0
     assert table.untyped_storage().nbytes() == table.nbytes and table.is_contiguous()

@@ -19,9 +19,11 @@ from funcrec.testing import assert_trees_close
 
 F32, F64, I64 = torch.float32, torch.float64, torch.int64
 MAPPED = {  # the numbers of the arguments, and of their members, that vmap gets a batch of
-    "pooled_lookup": [(0, 0), (1, 0), (3, None)], "pooled_lookup_weights": [(0, None), (1, 1)], "gather_rows": [(0, None)],
+    "pooled_lookup": [(0, 0), (1, 0), (3, None)], "pooled_lookup_weights": [(0, None), (1, 1)],
+    "gather_rows": [(0, None)],
     "scatter_rows": [(0, None), (3, None)], "expand": [(0, 0), (3, 0)], "coalesce": [(0, 0), (1, 0)],
-    "fused_update": [(0, 0), (0, 1), (1, 0), (2, 0), (3, 0), (5, 0), (7, None), (8, None)], "take_ranges": [(0, None)], "take_ranges_transpose": [(0, None)], "bucketize": [(2, None), (0, None)], "owner_blocks": [(0, None)],
+    "fused_update": [(0, 0), (0, 1), (1, 0), (2, 0), (3, 0), (5, 0), (7, None), (8, None)], "take_ranges": [(0, None)],
+    "take_ranges_transpose": [(0, None)], "bucketize": [(2, None), (0, None)], "owner_blocks": [(0, None)],
     "to_padded": [(0, None)], "from_padded": [(0, None)],
 }  # fmt: skip
 
@@ -85,7 +87,8 @@ def in_place(implementation: str, name: str):
 
 @pytest.mark.needs(without="reference")
 def test_opcheck(implementation, device, operation, call):
-    """The schema tells what is written, shapes are known without running, and the operator can be traced and compiled."""
+    """The schema tells what is written, shapes are known without
+    running, and the operator can be traced and compiled."""
     args = to(samples()[operation], device)
     torch.library.opcheck(call, args)
     writing = in_place(implementation, operation)
@@ -114,7 +117,8 @@ def test_the_form_in_place_writes_what_the_pure_one_returns(implementation, devi
 
 
 def huge(name: str) -> tuple[tuple, list[tuple]]:
-    """The sample with tables of 2³³ rows and buffers of 2³² ids, none of which is ever made; and the shapes of the answer."""
+    """The sample with tables of 2³³ rows and buffers of 2³² ids, none
+    of which is ever made; and the shapes of the answer."""
     empty = functools.partial(torch.empty, device="meta")
     num_rows, n, many = 2**33, 2**32, 2**31 + 7
     tables, rows, offsets = [empty(num_rows, 64)], [empty(n, dtype=I64)], empty(many + 1, dtype=I64)
@@ -162,7 +166,8 @@ def test_rows_beyond_i32(ask):
 
 @pytest.mark.needs()
 def test_tracing(implementation, device, operation, call):
-    """make_fx on fake tensors reads no value; what it traced gives the same, and has an implementation's operator once."""
+    """make_fx on fake tensors reads no value; what it traced gives
+    the same, and has an implementation's operator once."""
     args = to(samples()[operation], device)
     traced = make_fx(lambda *a: call(*a), tracing_mode="fake")(*args)
     assert_trees_close(traced(*args), call(*args))
@@ -182,7 +187,8 @@ def test_compiling(implementation, device):
 
 @pytest.mark.parametrize("implementation", ["cpp"])
 def test_compiling_with_inductor(implementation, device):
-    """Under Inductor an operator stands between the code that is generated before and behind it; arguments are not written."""
+    """Under Inductor an operator stands between the code that is generated
+    before and behind it; arguments are not written."""
     lookup, scatter = (library.operator(implementation, n) for n in ("pooled_lookup", "scatter_rows"))
     args, (table, *rest) = to((samples()["pooled_lookup"], samples()["scatter_rows"]), device)
     run = lambda tables, table: (lookup([2 * t for t in tables], *args[1:]) + 1, 3 * scatter(table + 1, *rest))

@@ -1,8 +1,8 @@
 """Each operation of funcrec.kernels, in every implementation, against loops over Python's numbers in f64.
 
-Tables and gradients are multiples of 1/4, weights of 1/64: sums of their products are exact in f32, and answers must agree
-to the last bit but for the divisions of means. Outputs are made of memory full of NaN (tests/conftest.py), so what is not
-written shows. Shapes: B bags, N ids, K entries, R rows, D dim.
+Tables and gradients are multiples of 1/4, weights of 1/64: sums of their products are exact in f32, and answers must
+agree to the last bit but for the divisions of means. Outputs are made of memory full of NaN (tests/conftest.py), so
+what is not written shows. Shapes: B bags, N ids, K entries, R rows, D dim.
 """
 
 import itertools
@@ -86,7 +86,8 @@ class Problem(NamedTuple):
 
 CASES = [
     Case(0, 0, I64, I64, F32), Case(0, 17, I32, I64, None), Case(1, 1, I64, I32, F64), Case(1, 17, I32, I32, BF16),
-    Case(63, 0, I64, I64, F16), Case(63, 1, I32, I32, None, F64), Case(63, 17, I64, I64, F32), Case(63, 17, I32, I64, F16),
+    Case(63, 0, I64, I64, F16), Case(63, 1, I32, I32, None, F64), Case(63, 17, I64, I64, F32),
+    Case(63, 17, I32, I64, F16),
     Case(65, 1, I64, I32, BF16, BF16), Case(65, 17, I64, I32, None), Case(65, 17, I32, I32, F64, F64),
     Case(65, 17, I64, I64, F32, F16), Case(65, 3, I32, I64, BF16), Case(65, 17, I32, I32, F32),
 ]  # fmt: skip
@@ -115,7 +116,8 @@ def problem(known, case: Case) -> Problem:
 
 
 def terms_of_problem(p: Problem, dtype: torch.dtype, turn: int) -> ops.Terms:
-    """The cotangents of its tables: of the lookups, and an entry for each of the first ids, weighted for every other table."""
+    """The cotangents of its tables: of the lookups, and an entry for
+    each of the first ids, weighted for every other table."""
     count, ids = p.rows[1].shape[0] // 2, p.rows[1].shape[0]
     d = [strided(floats(p.num_bags, p.width, dtype=dtype, seed=5), turn), floats(ids, 200, dtype=dtype, seed=6)]
     scales = [p.weights, floats(ids, seed=7, unit=64, most=1)]
@@ -245,7 +247,8 @@ def test_a_bag_is_summed_in_order(known, ask, dtype):
 @pytest.mark.needs("pooled_lookup")
 @pytest.mark.parametrize("last", [30, 2**40, -1])
 def test_wild_offsets_read_nothing_outside(known, ask, implementation, last):
-    """Offsets count as their running maximum, cut to the buffer; Triton and FBGEMM cut each bag by itself, empty if it ends before it begins."""
+    """Offsets count as their running maximum, cut to the buffer; Triton and FBGEMM cut
+    each bag by itself, empty if it ends before it begins."""
     dim, wild = known.dims[-1], torch.tensor([-5, 3, 11, 7, 4, -(2**40), last])
     p = Problem([floats(9, dim)], [rows_of(20, 9)], wild, floats(20), [], 6)
     f = ops.Feature(0, 0, 0, 0, False, True, 0)
@@ -395,6 +398,7 @@ def test_a_kernel_is_not_differentiated(known, implementation):
     table, rows = floats(2, known.dims[-1]), torch.tensor([0])
     take = lambda x: ops.gather_rows(x, rows, implementation=implementation).sum()
     for ask in (lambda: torch.func.grad(take)(table), lambda: torch.func.jvp(take, (table,), (table,)),
-                lambda: take(table.clone().requires_grad_()), lambda: torch.func.vmap(torch.func.grad(take))(table[None])):  # fmt: skip
+                lambda: take(table.clone().requires_grad_()),
+                lambda: torch.func.vmap(torch.func.grad(take))(table[None])):  # fmt: skip
         with pytest.raises(TypeError, match="has no derivative"):
             ask()

@@ -1,7 +1,7 @@
 """What a rank sends to the owners of its rows, in every implementation, against loops over Python's lists.
 
-Outputs are made of memory full of NaN, or the least integer (tests/conftest.py), so what is not written shows. Shapes: N ids,
-L lanes, B bags of a lane, n ranks, K slots.
+Outputs are made of memory full of NaN, or the least integer (tests/conftest.py), so what is not written shows. Shapes:
+N ids, L lanes, B bags of a lane, n ranks, K slots.
 """
 
 import hypothesis.strategies as st
@@ -18,7 +18,8 @@ I32, I64 = torch.int32, torch.int64
 
 @st.composite
 def exchanges(draw, own_bags=False):
-    """Arguments of ops.owner_blocks: lanes of whole tables and of tables cut by rows, ids outside tables, garbage in the padding.
+    """Arguments of ops.owner_blocks: lanes of whole tables and of tables
+    cut by rows, ids outside tables, garbage in the padding.
 
     own_bags: every lane has bags of its own, so that each id goes to one place.
     """
@@ -81,7 +82,8 @@ def by_loops(ids, offsets, lanes, slots, num_bags, room):
 
 @pytest.mark.needs("owner_blocks")
 def test_owner_blocks(ask, known):
-    """Every rank gets its rows lane by lane and bag by bag, as many as there is room for, and the lengths of all its slots' bags."""
+    """Every rank gets its rows lane by lane and bag by bag, as many as there
+    is room for, and the lengths of all its slots' bags."""
 
     @settings(max_examples=8 if known.slow else 150)
     @given(exchanges(), st.booleans())
@@ -95,7 +97,8 @@ def test_owner_blocks(ask, known):
 
 @pytest.mark.needs("owner_blocks")
 def test_where_ids_go(ask, known):
-    """Asked for, each id's place among the rows that are sent; -1 for one that nobody owns, that is cut off, or finds no room."""
+    """Asked for, each id's place among the rows that are sent; -1 for
+    one that nobody owns, that is cut off, or finds no room."""
 
     @settings(max_examples=8 if known.slow else 100)
     @given(exchanges(own_bags=True), st.booleans())
@@ -136,7 +139,8 @@ def test_threads_change_nothing(room):
 
 
 def test_a_rank_that_is_not_there():
-    """The C++ kernel refuses a lane of a rank, or of bags, that the call does not have: it would write outside its answer."""
+    """The C++ kernel refuses a lane of a rank, or of bags, that the
+    call does not have: it would write outside its answer."""
     ids, offsets = torch.arange(4), torch.tensor([0, 2, 4])
     for lane in (Owners(0, 0, 4, 4, (1,), (0,)), Owners(1, 0, 4, 4, (0,), (0,)), Owners(-1, 0, 4, 4, (0,), (0,))):
         with pytest.raises(ValueError, match="owner_blocks"):

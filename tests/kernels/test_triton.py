@@ -1,7 +1,7 @@
 """Triton's lookups and jagged operations against loops in f64; on the CPU the kernels run in triton's interpreter.
 
-Calls have features that share a buffer, cut bags, means, weights, strided cotangents, ids far outside their tables, NaN and
-garbage in the padding. Outputs are made of memory full of NaN, so what is not written shows.
+Calls have features that share a buffer, cut bags, means, weights, strided cotangents, ids far outside their tables, NaN
+and garbage in the padding. Outputs are made of memory full of NaN, so what is not written shows.
 """
 
 import os
@@ -147,7 +147,8 @@ def test_rows_are_gathered_and_scattered(call, ids, size, dtype):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", [F32, F16, I32, torch.bool], ids=str)
 def test_take_ranges(call, n, dtype):
-    """Range b is values[starts[b] : starts[b] + lengths[b]], bit for bit; positions outside and the padding are zeros."""
+    """Range b is values[starts[b] : starts[b] + lengths[b]], bit
+    for bit; positions outside and the padding are zeros."""
     torch.manual_seed(n)
     values = torch.randint(0, 2**15, (n, 2, 3)).to(dtype)
     starts, lengths = torch.randint(-2, n + 2, (6,)), torch.tensor([0, 3, 5, 0, 1, 4], dtype=I32)
@@ -163,7 +164,8 @@ def test_take_ranges(call, n, dtype):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(("ints", "num_shards", "block"), [(I32, 3, 4), (I64, 300, 1)])
 def test_bucketize(ascending, bags, call, ids, n, ints, num_shards, block):
-    """Ids are grouped by (owner, bag), order kept, in their owner's numbers; ids of no owner and the padding go nowhere."""
+    """Ids are grouped by (owner, bag), order kept, in their owner's
+    numbers; ids of no owner and the padding go nowhere."""
     torch.manual_seed(n)
     rows, offsets, weights = (
         ids(n, 12, ints),
@@ -188,7 +190,8 @@ def test_bucketize(ascending, bags, call, ids, n, ints, num_shards, block):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
 def test_padded_and_back(ascending, bags, call, n, dtype):
-    """to_padded cuts bags and fills them up, from_padded puts them back, and with fill 0 each is the other's transpose."""
+    """to_padded cuts bags and fills them up, from_padded puts them
+    back, and with fill 0 each is the other's transpose."""
     torch.manual_seed(n)
     values, offsets = torch.randn(n, 3).to(dtype), ascending(4, 0, max(n - 2, 0), I32)
     values[int(offsets[-1]) :] = torch.nan

@@ -39,7 +39,8 @@ def deadline():
 
 
 def test_many_writers_and_readers_of_one_path(tmp_path, monkeypatch):
-    """Savers of one path that share a process id all succeed, readers see whole files only, and the last one saved stays."""
+    """Savers of one path that share a process id all succeed, readers
+    see whole files only, and the last one saved stays."""
     monkeypatch.setattr(os, "getpid", lambda: 1)  # as in containers
     path, failures, done = tmp_path / "a.pt", [], threading.Event()
     fr.save(path, {"n": -1, "x": torch.full((5000,), -1)})
@@ -155,7 +156,8 @@ PLACES = {  # what is given as the path of both, made in a folder: (save's error
 
 @pytest.mark.parametrize("name", PLACES)
 def test_a_bad_path_is_told(name, tmp_path, deadline):
-    """Whatever is no file's path is an error of four parts, for save and for load, without waiting and without a file left."""
+    """Whatever is no file's path is an error of four parts, for save
+    and for load, without waiting and without a file left."""
     make, of_save, of_load, fragment = PLACES[name]
     place = make(tmp_path)
     before = {p.name for p in tmp_path.iterdir()}
@@ -250,8 +252,10 @@ def crafted(data, header):
     return _checkpoint.MAGIC + data + text + _checkpoint.FOOTER.pack(len(text), zlib.crc32(text))
 
 
-BOMB = ["f32", "float32", [1 << 40], [2**62, 4], [0, 2**62, 2**62], [-1], [True], 2**70, {}, [], "cpu", "cuda:99", "meta",
-        "x" * 100, None, float("nan"), ["tensor"], ["list", []], ["dict", [[1, 2], [1, 3]]], ["dict", [[["list", []], 1]]],
+BOMB = ["f32", "float32", [1 << 40], [2**62, 4], [0, 2**62, 2**62], [-1], [True], 2**70, {}, [], "cpu", "cuda:99",
+    "meta",
+        "x" * 100, None, float("nan"), ["tensor"], ["list", []], ["dict", [[1, 2], [1, 3]]],
+        ["dict", [[["list", []], 1]]],
         ["class", "os.system", ["a"], [1], ["tuple", []]], ["int", "zz"], ["int", "0x" + "f" * 5000], ["list"],
         ["class", "funcrec.Params", ["__class__", "__dict__"], [1, ["dict", []]], ["tuple", []]],
         ["class", "funcrec.Params", ["tables"], [1], ["tuple", []]],
@@ -276,7 +280,8 @@ def replaced(draw, node, value):
 
 
 def test_crafted_headers_are_refused_or_read(whole):
-    """Headers with right checksums whose parts are others: load's own error or a tree, and no memory beyond the file's size."""
+    """Headers with right checksums whose parts are others: load's own
+    error or a tree, and no memory beyond the file's size."""
     path, good = whole
     length, _ = _checkpoint.FOOTER.unpack(good[-_checkpoint.FOOTER.size :])
     at = len(good) - _checkpoint.FOOTER.size - length
@@ -298,7 +303,8 @@ CRAFTED = {
     "no text": crafted(b"", b"\xff\xfe"),
     "a tebibyte": crafted(b"", {"tensors": [["float32", [1 << 38], "cpu", 0]], "tree": ["tensor"]}),
     "more than all memory": crafted(b"", {"tensors": [["float32", [1 << 40] * 9, "cpu", 0]], "tree": ["tensor"]}),
-    "a tensor twice": crafted(b"\0", {"tensors": [["uint8", [1], "cpu", zlib.crc32(b"\0")]], "tree": ["list", [["tensor"]] * 2]}),
+    "a tensor twice": crafted(b"\0",
+        {"tensors": [["uint8", [1], "cpu", zlib.crc32(b"\0")]], "tree": ["list", [["tensor"]] * 2]}),
     "a tensor nowhere": crafted(b"\0", {"tensors": [["uint8", [1], "cpu", zlib.crc32(b"\0")]], "tree": 1}),
     "no bool": crafted(b"\2", {"tensors": [["bool", [1], "cpu", zlib.crc32(b"\2")]], "tree": ["tensor"]}),
     "a device that is none": crafted(b"", {"tensors": [["uint8", [0], "x:y", 0]], "tree": ["tensor"]}),

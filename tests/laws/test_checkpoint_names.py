@@ -25,7 +25,8 @@ def kept_tree():
     tables = (fr.TableConfig("item", 7, 3), fr.TableConfig("user", 4, 2, dtype=torch.bfloat16))
     features = (fr.FeatureConfig("clicked", table="item"), fr.FeatureConfig("who", table="user"))
     ids = fr.KeyedJaggedTensor.from_lists(
-        {"clicked": [[1, 2], [], [6]], "who": [[0], [3], [1, 1]]}, weights={"clicked": [[1.0, 2.0], [], [0.5]], "who": [[1.0], [1.0], [1.0, 3.0]]}
+        {"clicked": [[1, 2], [], [6]], "who": [[0], [3], [1, 1]]},
+        weights={"clicked": [[1.0, 2.0], [], [0.5]], "who": [[1.0], [1.0], [1.0, 3.0]]}
     )  # fmt: skip
     params = fr.Params(fr.init(fr.key(1), tables), {"w": torch.arange(3.0)})
     batch = fr.Batch(ids, torch.tensor([0.0, 1.0, 1.0]), None)
@@ -49,7 +50,8 @@ def kept_tree():
 
 
 def test_a_file_of_private_names_is_its_tree():
-    """A checkpoint that names classes by the files they stood in comes back with every bit and type; saved again, by public names."""
+    """A checkpoint that names classes by the files they stood in comes back
+    with every bit and type; saved again, by public names."""
     tree = kept_tree()
     assert b"funcrec._state.TrainState" in KEPT.read_bytes()
     loaded = fr.load(KEPT, like=tree)

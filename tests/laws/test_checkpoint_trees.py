@@ -255,7 +255,8 @@ def trees(leaves):
 @settings(max_examples=300)
 @given(tree=trees(plain | tensors()))
 def test_what_save_accepts_load_returns(tree, tmp_path_factory):
-    """Over generated trees: load(save(x)) is x in types, keys, order, dtypes, shapes, bits and static fields, in memory of its own."""
+    """Over generated trees: load(save(x)) is x in types, keys, order, dtypes,
+    shapes, bits and static fields, in memory of its own."""
     path = fr.save(tmp_path_factory.getbasetemp() / "tree.pt", tree)
     found = fr.load(path)
     assert_same(found, tree)
@@ -268,7 +269,8 @@ def test_what_save_accepts_load_returns(tree, tmp_path_factory):
 @settings(max_examples=300)
 @given(tree=trees(plain | tensors() | bad))
 def test_a_tree_is_saved_whole_or_refused(tree, tmp_path_factory):
-    """Over generated trees with leaves of every kind: it comes back as it is, or save says which paths cannot be saved."""
+    """Over generated trees with leaves of every kind: it comes
+    back as it is, or save says which paths cannot be saved."""
     path = tmp_path_factory.getbasetemp() / "tree.pt"
     try:
         fr.save(path, tree)

@@ -42,7 +42,8 @@ def by_rows(x, widths):
 
 @given(vectors(), st.sampled_from(KINDS))
 def test_a_coded_vector_is_near(made, kind):
-    """bfloat16 is within 2^-8 of each element, float16 within 2^-11 (or 2^-25, if that is more), int8 within half a step of its row."""
+    """bfloat16 is within 2^-8 of each element, float16 within 2^-11 (or 2^-25,
+    if that is more), int8 within half a step of its row."""
     x, widths = made
     error = (coded(x, kind, widths).double() - x.double()).abs()
     if kind == "int8":
@@ -57,7 +58,8 @@ def test_a_coded_vector_is_near(made, kind):
 
 @given(vectors())
 def test_int8_is_its_definition(made):
-    """int8 gives round(x / max|row| · 127) / 127 · max|row|, ties to even, up to an element's last bits or a step where that is a tie."""
+    """int8 gives round(x / max|row| · 127) / 127 · max|row|, ties to even, up
+    to an element's last bits or a step where that is a tie."""
     x, widths = made
     got, want = coded(x, "int8", widths).double(), by_rows(x, widths)
     most = torch.cat([r.abs().amax(-1, keepdim=True).expand_as(r) for r in x.double().split(widths, -1)], -1)
@@ -80,7 +82,8 @@ def test_coding_twice_is_coding_once(made, kind):
 
 @given(vectors(), st.sampled_from(KINDS))
 def test_coded_bytes_are_counted(made, kind):
-    """Two bytes for an element of 16 bits; in int8 one, and four for each row; strides change nothing, and the operators know their shapes."""
+    """Two bytes for an element of 16 bits; in int8 one, and four for each row; strides
+    change nothing, and the operators know their shapes."""
     x, widths = made
     sent = _codec._encode(x, kind, widths)
     per_vector = sum(widths) + 4 * len(widths) if kind == "int8" else 2 * sum(widths)
@@ -106,7 +109,8 @@ def test_operators_pass_torchs_checks(kind):
 
 
 def test_values_that_do_not_fit():
-    """float16 saturates what is finite and keeps infinities and NaN; bfloat16 keeps both; int8 makes their row NaN, and no other row."""
+    """float16 saturates what is finite and keeps infinities and NaN; bfloat16
+    keeps both; int8 makes their row NaN, and no other row."""
     inf, nan = torch.inf, torch.nan
     x = torch.tensor([1e6, -65520.0, inf, -inf, nan, 1.0])
     assert_trees_close(coded(x, "float16", [6]), torch.tensor([65504.0, -65504.0, inf, -inf, nan, 1.0]))

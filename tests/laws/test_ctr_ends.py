@@ -52,7 +52,8 @@ def files(path):
 # -- beginning ---------------------------------------------------------------------------------------------------
 
 HELD = {
-    "again": ([], ["holds a run (checkpoint.pt, result.json, curve.png)", "--resume goes on", "--overwrite begins again"]),
+    "again": ([],
+        ["holds a run (checkpoint.pt, result.json, curve.png)", "--resume goes on", "--overwrite begins again"]),
     "both": (["--resume", "--overwrite"], ["not allowed with argument --resume"]),
     "both, auto": (["--overwrite", "--resume=auto"], ["not allowed with argument --overwrite"]),
     "another word": (["--resume=never"], ["invalid choice: 'never'"]),
@@ -61,7 +62,8 @@ HELD = {
 
 @pytest.mark.parametrize("name", HELD)
 def test_a_folder_that_holds_a_run_is_kept(name, finished, no_data, capsys):
-    """Without --resume or --overwrite a run is not begun where one is, which is said before data are read; every file stays."""
+    """Without --resume or --overwrite a run is not begun where one is,
+    which is said before data are read; every file stays."""
     words, fragments = HELD[name]
     before = files(finished)
     with pytest.raises(SystemExit) as end:
@@ -83,7 +85,8 @@ def test_results_without_a_checkpoint_are_kept(left, words, tmp_path, no_data, c
 
 
 def test_overwrite_begins_again(folder, finished, tmp_path):
-    """--overwrite trains from the beginning, to the bits of a run in an empty folder, and leaves no result of the old run."""
+    """--overwrite trains from the beginning, to the bits of a run
+    in an empty folder, and leaves no result of the old run."""
     fr.save(tmp_path / "checkpoint.pt", {"other": 1})
     (tmp_path / "result.json").write_text("old")
     assert ctr.main([*OPTIONS, "--data", str(folder), "--out", str(tmp_path), "--overwrite"]) == 0
@@ -163,7 +166,9 @@ def test_data_that_cannot_be_read_are_told_without_a_traceback(tmp_path):
 
 
 FIRST = {
-    "ids outside": (lambda d: replace(d, user_columns={**d.user_columns, "user_id": d.user_columns["user_id"] + 20_000}), "feature 'user_id_linear' has ids outside"),
+    "ids outside": (lambda d: replace(d,
+            user_columns={**d.user_columns, "user_id": d.user_columns["user_id"] + 20_000}),
+        "feature 'user_id_linear' has ids outside"),
     "ids below": (lambda d: replace(d, genre=d.genre - 50), "feature 'genre_linear' has ids outside"),
     "labels of five": (lambda d: replace(d, label=d.label * 5), "= 5.0"),
     "labels of nan": (lambda d: replace(d, label=d.label * torch.nan), "batch.label[0] = nan, 64 in all"),
@@ -172,7 +177,8 @@ FIRST = {
 
 @pytest.mark.parametrize("name", FIRST)
 def test_the_first_batch_is_looked_at(name, folder, tmp_path, monkeypatch):
-    """Ids outside their table and labels that are no clicks end the program before a step, and no checkpoint is written."""
+    """Ids outside their table and labels that are no clicks end
+    the program before a step, and no checkpoint is written."""
     change, fragment = FIRST[name]
     make = fr.data.ctr_dataset
     monkeypatch.setattr(fr.data, "ctr_dataset", lambda r: (s := make(r))._replace(data=change(s.data)))
@@ -197,7 +203,8 @@ def test_data_of_more_ids_than_the_model_has_rows_are_refused(tmp_path):
 
 @pytest.mark.parametrize("room", [0, 1])
 def test_a_full_disk_ends_the_run_and_is_told(room, folder, tmp_path, monkeypatch):
-    """Without room for a first checkpoint nothing is trained; without room for a later one, the one before is named as whole."""
+    """Without room for a first checkpoint nothing is trained; without
+    room for a later one, the one before is named as whole."""
     save, calls = fr.save, []
 
     def full(path, tree):
@@ -246,7 +253,8 @@ ENDS = {  # the listener's words, what it is sent, the seconds between, its exit
 
 @pytest.mark.parametrize("name", ENDS)
 def test_signals_ask_and_then_end(name):
-    """Where nothing can be lost a signal ends the program; else the first asks, and a later one ends it; both though it is busy in C."""
+    """Where nothing can be lost a signal ends the program; else the first asks,
+    and a later one ends it; both though it is busy in C."""
     words, sent, wait, code = ENDS[name]
     process = subprocess.Popen(
         [sys.executable, "-c", LISTENER, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
@@ -304,7 +312,8 @@ def read_until(process, fragment):
 
 @pytest.mark.xdist_group("ranks")
 def test_ranks_that_are_killed_go_on_and_those_that_are_asked_save(folder, tmp_path):
-    """A rank whose sibling was killed says which and how to go on; --max-restarts with --resume=auto does; SIGTERM to the launcher saves."""
+    """A rank whose sibling was killed says which and how to go on; --max-restarts
+    with --resume=auto does; SIGTERM to the launcher saves."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     words = ["--data", str(folder), "--out", str(tmp_path), "--epochs", "9999", "--patience", "9999", "--resume=auto"]
     process = subprocess.Popen(

@@ -104,7 +104,8 @@ def assert_same_run(out, alone):
 
 @pytest.mark.xdist_group("ranks")
 def test_two_ranks_train_what_one_process_trains(folder, tmp_path, alone):
-    """An epoch on two ranks of torchrun and another in one process, from the ranks' checkpoint, end as two epochs in one process."""
+    """An epoch on two ranks of torchrun and another in one process, from
+    the ranks' checkpoint, end as two epochs in one process."""
     words = [*OPTIONS, *SLOWLY, "--data", str(folder), "--out", str(tmp_path), "--epochs", "1", "--plan", "row_wise"]
     done = subprocess.run(
         [*TORCHRUN, "-m", "funcrec.examples.ctr", *words],
@@ -131,7 +132,8 @@ def test_emulated_ranks_go_on_from_a_lone_process(folder, tmp_path, alone):
 
 
 def test_copies_train_apart_and_go_on_in_one_process(folder, tmp_path, alone):
-    """An epoch of two emulated copies that are made one every 5 steps is another training; its checkpoint is a lone process's, which goes on to learn."""
+    """An epoch of two emulated copies that are made one every 5 steps is another training; its checkpoint is a lone
+    process's, which goes on to learn."""
     ranks = ["--emulate", "replica=2,model=1", "--replicas", "replica", "--sync-every", "5"]
     assert run(folder, tmp_path, *SLOWLY, "--epochs", "1", *ranks) == 0
     first = json.loads((tmp_path / "result.json").read_text())

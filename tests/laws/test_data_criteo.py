@@ -88,7 +88,8 @@ def test_tsv_static_shapes(tsv):
 
 
 def test_transforms():
-    """log1 is log(x + 1) with negative numbers as 0, log3 is log(x + 3) with those below -2 as -2; a missing one is 0."""
+    """log1 is log(x + 1) with negative numbers as 0, log3 is log(x
+    + 3) with those below -2 as -2; a missing one is 0."""
     x = torch.tensor([-5.0, -2.0, 0.0, 7.0])
     logs = lambda *numbers: torch.tensor([math.log(n) for n in numbers])
     torch.testing.assert_close(transform_dense(x, "log1"), logs(1, 1, 1, 8))
@@ -144,7 +145,8 @@ def table(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 10, 100])
 def test_parquet_is_the_file(table, size):
-    """Every row comes once and in order; lists are bags, a missing list is an empty one, a missing id is the one named."""
+    """Every row comes once and in order; lists are bags, a missing
+    list is an empty one, a missing id is the one named."""
     columns, path = table
     found = list(criteo_parquet(path, size, missing=77))
     bags = {k: [bag for b in found for bag in b.ids.to_lists()[k]] for k in ("cat_0", "cat_1", "cat_2")}

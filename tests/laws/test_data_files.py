@@ -1,4 +1,5 @@
-"""Files of click logs, however they were written: every value as it is in the file, or an error that names its place."""
+"""Files of click logs, however they were written: every value
+as it is in the file, or an error that names its place."""
 
 import gzip
 import itertools
@@ -31,7 +32,8 @@ KINDS = {  # how a column of ids may be stored, and the ids that it can hold
 
 @st.composite
 def tables(draw):
-    """(pyarrow's table, its rows as Python has them): labels, dense and ids of two drawn kinds, columns in a drawn order."""
+    """(pyarrow's table, its rows as Python has them): labels, dense
+    and ids of two drawn kinds, columns in a drawn order."""
     n, kinds = draw(st.integers(1, 12)), draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=2))
     of = lambda elements: draw(st.lists(elements, min_size=n, max_size=n))
     rows = {"label": of(st.sampled_from([0.0, 0.25, 1.0])), "int_0": of(st.none() | st.integers(-9, 99))}
@@ -54,7 +56,8 @@ def test_booleans_are_numbers(tmp_path):
 @settings(max_examples=60)
 @given(made=tables(), data=st.data())
 def test_parquet_is_read_as_written(tmp_path_factory, made, data):
-    """Whatever the types, the order of columns, encoding, compression, pages and row groups, batches hold the file's values."""
+    """Whatever the types, the order of columns, encoding, compression,
+    pages and row groups, batches hold the file's values."""
     table, rows = made
     path = tmp_path_factory.mktemp("p") / "x.parquet"
     parquet.write_table(
@@ -79,8 +82,10 @@ def write(path, columns, **options):
 DICTIONARY = pa.array(["a", "a", "b"]).dictionary_encode()
 TWICE = pa.Table.from_arrays([pa.array([1.0]), pa.array([1]), pa.array([2])], names=["label", "cat_0", "cat_0"])
 BAD_PARQUET = {  # columns, options of the reader, what the error says
-    "uint64 beyond i64": ({"label": [0, 1], "cat_0": pa.array([1, 2**63 + 1], pa.uint64())}, {}, ("row 1", "9223372036854775809")),
-    "uint64 in a list": ({"label": [0, 1], "cat_0": pa.array([[1], [3, 2**64 - 1]], pa.list_(pa.uint64()))}, {}, ("row 1", "cat_0")),
+    "uint64 beyond i64": ({"label": [0, 1], "cat_0": pa.array([1, 2**63 + 1], pa.uint64())}, {},
+        ("row 1", "9223372036854775809")),
+    "uint64 in a list": ({"label": [0, 1], "cat_0": pa.array([[1], [3, 2**64 - 1]], pa.list_(pa.uint64()))}, {},
+        ("row 1", "cat_0")),
     "NaN label": ({"label": [0.0, NAN], "cat_0": [1, 2]}, {}, ("row 1", "`label`", "nan")),
     "label 5": ({"label": [0, 5], "cat_0": [1, 2]}, {}, ("row 1", "label 5", "[0, 1]")),
     "label -1": ({"label": [-1, 0], "cat_0": [1, 2]}, {}, ("row 0", "label -1")),
@@ -92,14 +97,19 @@ BAD_PARQUET = {  # columns, options of the reader, what the error says
     "a column twice": (TWICE, {}, ("twice", "cat_0")),
     "a name twice": ({"label": [0], "cat_0": [1]}, {"sparse": ["cat_0", "cat_0"]}, ("twice", "cat_0")),
     "names in a string": ({"label": [0], "c": [1]}, {"sparse": "c"}, ("`sparse` is not a sequence", "each a string")),
-    "no rows": ({"label": pa.array([], pa.int64()), "cat_0": pa.array([], pa.int64())}, {}, ("does not make a batch", "0 rows")),
+    "no rows": ({"label": pa.array([], pa.int64()), "cat_0": pa.array([], pa.int64())}, {},
+        ("does not make a batch", "0 rows")),
     "no full batch": ({"label": [0], "cat_0": [1]}, {"drop_last": True}, ("does not make a batch", "1 rows")),
-    "skip beyond the file": ({"label": [0], "cat_0": [1]}, {"skip": 2}, ("does not make a batch", "at least 2 batches")),
-    "id beyond the table": ({"label": [0, 1], "cat_0": [[], [3, 7]]}, {"vocabularies": {"cat_0": 7}}, ("row 1", "id 7", "0 <= id < 7")),
-    "id below the table": ({"label": [0, 1], "cat_0": [0, -1]}, {"vocabularies": {"cat_0": 7}}, ("row 1", "id -1", "hash")),
+    "skip beyond the file": ({"label": [0], "cat_0": [1]}, {"skip": 2},
+        ("does not make a batch", "at least 2 batches")),
+    "id beyond the table": ({"label": [0, 1], "cat_0": [[], [3, 7]]}, {"vocabularies": {"cat_0": 7}},
+        ("row 1", "id 7", "0 <= id < 7")),
+    "id below the table": ({"label": [0, 1], "cat_0": [0, -1]}, {"vocabularies": {"cat_0": 7}},
+        ("row 1", "id -1", "hash")),
     "vocabulary of nothing": ({"label": [0], "cat_0": [1]}, {"vocabularies": {"cat_1": 7}}, ("not read", "cat_1")),
     "missing in words": ({"label": [0], "cat_0": [1]}, {"missing": "x"}, ("`missing` is not an integer", "missing=0")),
-    "bucket in words": ({"label": [0], "cat_0": [1]}, {"bucket": "no"}, ("`bucket` is not a truth value", "True or False")),
+    "bucket in words": ({"label": [0], "cat_0": [1]}, {"bucket": "no"},
+        ("`bucket` is not a truth value", "True or False")),
 }  # fmt: skip
 
 
@@ -115,7 +125,8 @@ def test_what_parquet_cannot_give_is_named(tmp_path, name):
 
 
 def test_no_row_is_lost(tmp_path):
-    """A file of which the reader below gives fewer rows than it holds is refused: columns would no longer stand side by side."""
+    """A file of which the reader below gives fewer rows than it holds
+    is refused: columns would no longer stand side by side."""
     columns = {
         "label": pa.array([0.0]),
         "int_0": pa.array([None], pa.int16()),
@@ -242,7 +253,8 @@ def test_what_tsv_cannot_give_is_named(tmp_path):
 
 
 def test_raw_ids_are_named(tmp_path):
-    """Ids of a Criteo reader for a table without a hash are named by the reader's vocabularies and by `validate`; hashed they pass."""
+    """Ids of a Criteo reader for a table without a hash are named by the reader's
+    vocabularies and by `validate`; hashed they pass."""
     path = tmp_path / "x.txt"
     path.write_text(f"{LINE}\n")
     table = fr.TableConfig("t", 1000, 4)

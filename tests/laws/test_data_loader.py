@@ -99,7 +99,8 @@ def test_take_is_row_wise():
 
 
 def test_rows_that_are_not_there_show_when_traced():
-    """Compiled and mapped, where rows cannot be looked at, a row that is not there has label NaN and the others are as they were."""
+    """Compiled and mapped, where rows cannot be looked at, a row that is
+    not there has label NaN and the others are as they were."""
     rows = torch.tensor([3, -1, 22, 23])
     want = DATA.take(torch.tensor([3, 22])).label
     for label in (

@@ -1,4 +1,5 @@
-"""Ensembles: vmap over states is the members one by one, with running statistics, on a mesh, twice over, compiled and donated."""
+"""Ensembles: vmap over states is the members one by one, with running
+statistics, on a mesh, twice over, compiled and donated."""
 
 import contextlib
 import warnings
@@ -45,7 +46,8 @@ def addresses(state):
 
 @pytest.mark.parametrize(("how", "each"), [("eager", True), ("eager", False), ("donated", True)])
 def test_an_ensemble_with_batch_norm_is_its_members(how, each):
-    """Steps of three members by vmap, running statistics and dropout among them, are three runs; donated in place from the first call on."""
+    """Steps of three members by vmap, running statistics and dropout among them,
+    are three runs; donated in place from the first call on."""
     step, params = with_batch_norm()
     keys = [fr.key(7 + i) for i in range(K)]
     apart = [step.init(p, key) for p, key in zip(params, keys, strict=True)]
@@ -69,7 +71,8 @@ def test_an_ensemble_with_batch_norm_is_its_members(how, each):
 
 @pytest.mark.parametrize("dense_axes", [(), ("x",)], ids=["dense on all", "dense cut"])
 def test_the_first_state_of_an_ensemble_on_a_mesh_has_memory_of_its_own(dense_axes):
-    """Under vmap every member has its own banks, slots, optimizer state, step and key in memory, with init's values; a step is each member's."""
+    """Under vmap every member has its own banks, slots, optimizer state, step and key
+    in memory, with init's values; a step is each member's."""
     plan = fr.Plan({"u": fr.row_wise("x"), "i": fr.replicated()})
     loss = lambda p, ids: (fr.lookup(p.tables, ids, FEATURES).values * p.dense["w"]).sin().mean()
     options = {"sparse": fr.optim.adam(0.1), "dense": fr.optim.dense(torch.optim.Adam, lr=0.1)}
@@ -83,7 +86,8 @@ def test_the_first_state_of_an_ensemble_on_a_mesh_has_memory_of_its_own(dense_ax
 
 
 def test_what_some_members_share_is_every_members_own_in_the_first_state():
-    """Members that begin with one table, or differ in their key alone, and members of members: all that is trained is memory of each."""
+    """Members that begin with one table, or differ in their key alone, and members
+    of members: all that is trained is memory of each."""
     step = fr.train_step(lambda p, b: p.dense.sum(), sparse=fr.optim.adam(0.1), dense=fr.optim.dense(torch.optim.SGD))
     tables, dense, keys = {"t": -torch.zeros(4, 2)}, draw(0, K, 2), torch.stack([fr.key(i) for i in range(K)])
     first = lambda dense, key: step.init(fr.Params(tables, dense), key)
@@ -97,7 +101,8 @@ def test_what_some_members_share_is_every_members_own_in_the_first_state():
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
 def test_vmap_of_vmap_is_every_member(implementation):
-    """Lookups and steps (gradients, sums, updates) of stacks of stacks of tables, ids and weights are the loop's, however they are nested."""
+    """Lookups and steps (gradients, sums, updates) of stacks of stacks of tables,
+    ids and weights are the loop's, however they are nested."""
     features = [replace(f, weighted=True) for f in FEATURES]
     loss = lambda p, ids: (fr.lookup(p.tables, ids, features).values * p.dense).sin().mean()
     step = fr.train_step(loss, sparse=fr.optim.adam(0.1), dense=fr.optim.dense(torch.optim.Adam, lr=0.05))

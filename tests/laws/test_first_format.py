@@ -39,7 +39,8 @@ def kept_tree():
 
 
 def test_a_file_of_the_first_format_is_its_tree():
-    """A checkpoint that an earlier release wrote comes back with every bit, type and name, each tensor in memory of its own; saved again, too."""
+    """A checkpoint that an earlier release wrote comes back with every bit, type and name,
+    each tensor in memory of its own; saved again, too."""
     tree = kept_tree()
     loaded = fr.load(KEPT, like=tree)
     assert_trees_close(loaded, tree)
@@ -101,7 +102,8 @@ CRAFTED = {
 
 @pytest.mark.parametrize("name", CRAFTED)
 def test_a_crafted_file_of_the_first_format_is_refused(name, tmp_path):
-    """A file of the right checksums that save did not write is refused by name, before memory is asked for that the file does not have."""
+    """A file of the right checksums that save did not write is refused by name,
+    before memory is asked for that the file does not have."""
     torch.save(CRAFTED[name], tmp_path / "crafted.pt")
     with pytest.raises(ValueError, match=r"`crafted\.pt` is not a whole checkpoint"):
         fr.load(tmp_path / "crafted.pt")

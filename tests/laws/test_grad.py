@@ -118,7 +118,8 @@ PARAMS = fr.Params(TABLE, W)
 
 
 def test_aux_comes_back():
-    """has_aux returns what the loss returned beside it: tensors, values and plain Python, detached from the gradient."""
+    """has_aux returns what the loss returned beside it: tensors,
+    values and plain Python, detached from the gradient."""
 
     def loss(p, ids):
         return simple(p, ids), {"acts": fr.lookup(p.tables, ids, POOL), "n": 3, "name": "x", "none": None}
@@ -206,7 +207,8 @@ def test_hessian_vector_products():
 
 
 def test_hessians_reach_through_tables():
-    """jvp of value_and_grad in the direction of a table is the Hessian times it; grads of grads agree with differences."""
+    """jvp of value_and_grad in the direction of a table is the
+    Hessian times it; grads of grads agree with differences."""
 
     def grads(table):
         _, g = fr.value_and_grad(simple)(fr.Params({"t": table}, W), IDS)

@@ -155,7 +155,8 @@ def test_from_lengths_and_from_offsets_agree(x):
 
 @given(two_or_more(dtypes=(torch.float64,), row_shape=(2,)))
 def test_to_padded_and_select_have_transposes(x):
-    """⟨to_padded(v), y⟩ = ⟨v, to_paddedᵀ(y)⟩, the transpose being from_padded's values; derivatives agree with differences."""
+    """⟨to_padded(v), y⟩ = ⟨v, to_paddedᵀ(y)⟩, the transpose being from_padded's
+    values; derivatives agree with differences."""
     length = 4
     forward = lambda v: fr.JaggedTensor(v.values, x.offsets).to_padded(length)
     transpose = lambda y: fr.JaggedTensor.from_padded(y, x.lengths).unpad().pad_to(x.capacity)

@@ -22,7 +22,8 @@ POOLED = (
 )
 SEQUENCES = (fr.FeatureConfig("seq", table="item", column="a", pooling="none", weighted=True, max_length=2),)
 IDS = fr.KeyedJaggedTensor.from_lists(
-    {"a": [[1, 1, 6], [], [0, -1]], "b": [[9], [2, 3], [4]]}, weights={"a": [[0.5, 2.0, 1.0], [], [3.0, 1.0]], "b": [[1.0], [1.0] * 2, [1.0]]}
+    {"a": [[1, 1, 6], [], [0, -1]], "b": [[9], [2, 3], [4]]},
+    weights={"a": [[0.5, 2.0, 1.0], [], [3.0, 1.0]], "b": [[1.0], [1.0] * 2, [1.0]]}
 )  # fmt: skip
 
 
@@ -54,7 +55,8 @@ class LowRank:
 
 
 def read_low_rank(tables, ids, features, implementation=None):
-    """The lookup is linear in base, and in left and right: two plain lookups, and what they gave of left for the gradient of right."""
+    """The lookup is linear in base, and in left and right: two plain lookups,
+    and what they gave of left for the gradient of right."""
     is_pooled = features[0].pooling != "none"
     reads = {n: KINDS[dict].read({"item": tables[n]}, ids, features, implementation) for n in ("base", "left")}
     base, left = (
@@ -152,7 +154,8 @@ def test_a_third_kind_is_checked(low_rank):
 
 
 def test_weights_that_a_third_kind_cannot_follow_are_refused(low_rank):
-    """A derivative inside the loss by the ids' weights needs rows by themselves: refused, and nothing is lost without a word."""
+    """A derivative inside the loss by the ids' weights needs rows by
+    themselves: refused, and nothing is lost without a word."""
 
     def loss(params, w):
         inner = lambda w: fr.lookup(

@@ -35,7 +35,8 @@ def bags_of(it, feature):
 
 
 def naive_pooled(it):
-    """{feature: f64[B, D]} by a loop; the sums of these numbers are exact, and so are the means but for one division."""
+    """{feature: f64[B, D]} by a loop; the sums of these numbers
+    are exact, and so are the means but for one division."""
     out = {}
     for f in it.features:
         if f.pooling == "none":

@@ -1,4 +1,5 @@
-"""What is learnt through a training step: MAML, a rate for each table, weights of examples; each against central differences in f64."""
+"""What is learnt through a training step: MAML, a rate for each table, weights
+of examples; each against central differences in f64."""
 
 import functools
 from unittest import mock
@@ -151,7 +152,8 @@ def twice(data):
 
 
 def learnt(how, dense=torch.optim.SGD):
-    """x -> the loss after the steps, x being a table, dense parameters, a rate for each table and weights of examples, in one vector."""
+    """x -> the loss after the steps, x being a table, dense parameters, a rate
+    for each table and weights of examples, in one vector."""
 
     def outer(flat):
         parts = flat.split([x.numel() for x in LEARNT.values()])
@@ -165,7 +167,8 @@ def learnt(how, dense=torch.optim.SGD):
 
 
 def test_meta_gradients_of_jitted_and_scanned_steps():
-    """MAML, learned rates and weights of examples through `fr.jit` and `fr.scan`; autograd through a donating step is refused."""
+    """MAML, learned rates and weights of examples through `fr.jit` and
+    `fr.scan`; autograd through a donating step is refused."""
     need = differences(learnt("eager"), AT)
     for how in ("jit", "scan", "scan of jit"):
         assert_differences(learnt(how), AT, need)
@@ -176,7 +179,8 @@ def test_meta_gradients_of_jitted_and_scanned_steps():
 
 
 def test_meta_gradients_are_compiled():
-    """jit around all their gradients, an optimizer with a learnt rate being made inside, is compiled once and gives their values."""
+    """jit around all their gradients, an optimizer with a learnt rate being
+    made inside, is compiled once and gives their values."""
     grad = torch.func.grad(learnt("once"))
     compiled = fr.jit(grad)
     for x in (AT, AT * 0.9):
@@ -189,7 +193,8 @@ def test_meta_gradients_are_compiled():
 
 
 def test_the_derivative_of_many_tasks():
-    """MAML over a batch of tasks by vmap is the mean of its tasks one by one; over many first tables, each one's own."""
+    """MAML over a batch of tasks by vmap is the mean of its tasks
+    one by one; over many first tables, each one's own."""
     step = step_of(fr.optim.sgd(lr=0.3))
     labels = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.3, 2.0]], dtype=F64)
 

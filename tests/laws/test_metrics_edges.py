@@ -1,4 +1,5 @@
-"""Metrics of one class, of nothing, of padding, of infinite logits and of what is no number: as stated, and never the best."""
+"""Metrics of one class, of nothing, of padding, of infinite logits
+and of what is no number: as stated, and never the best."""
 
 import math
 import warnings
@@ -35,7 +36,8 @@ ONE_CLASS = {
 
 @every
 def test_one_class(name):
-    """With labels of one class a metric is what it says: NaN where the quotient has no value, never an infinite score."""
+    """With labels of one class a metric is what it says: NaN where
+    the quotient has no value, never an infinite score."""
     for label, want in zip((0.0, 1.0), ONE_CLASS[name], strict=True):
         for weights in (None, f64(2, 2)):
             found = ALL[name](f64(0.2, 0.6), f64(label, label), weights)
@@ -79,7 +81,8 @@ ANY_PREDICTION = ("ctr", "mse", "mae", "exact_auc")
 @every
 @pytest.mark.parametrize("bad", BAD_ROWS)
 def test_what_means_nothing_is_refused_or_shows(name, bad):
-    """A row that means nothing is refused where values can be read; traced, mapped or compiled, the answer is NaN, no number."""
+    """A row that means nothing is refused where values can be read; traced,
+    mapped or compiled, the answer is NaN, no number."""
     if bad == "no probability" and name in ANY_PREDICTION:
         return
     rows = [x for x in BAD_ROWS[bad] if x is not None]

@@ -25,7 +25,8 @@ def step_of(**options):
 
 
 def test_batch_norm_cannot_be_forgotten():
-    """A step without `merge` of a model with batch norm is refused at its init and at every call; with it the statistics move."""
+    """A step without `merge` of a model with batch norm is refused at
+    its init and at every call; with it the statistics move."""
     params = MODEL.init(fr.key(0))
     with pytest.raises(ValueError, match=r"`merge` is missing(.|\n)*merge_stats"):
         step_of().init(params)

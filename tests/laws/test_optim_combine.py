@@ -69,7 +69,8 @@ def test_freeze():
 
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
 def test_clip_norm(max_norm):
-    """The gradient that an update sees has min(1, max_norm / norm) times the norm over all tables, and its direction."""
+    """The gradient that an update sees has min(1, max_norm /
+    norm) times the norm over all tables, and its direction."""
     tables, grads = generated(2, 1)
     moved, _ = run(clip(sgd(1.0), max_norm=max_norm), tables, [{n: garbage_padding(g) for n, g in grads[0].items()}])
     dense = torch.cat([grads[0][n].to_dense() for n in NAMES[:2]])

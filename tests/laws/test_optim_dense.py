@@ -89,7 +89,8 @@ def test_is_the_class(name, rate, double_default):
 @every_class
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_pure_and_staged(name, dtype):
-    """Staged on shapes, an update gives the eager bits; it keeps structure, shapes and dtypes and writes to no argument."""
+    """Staged on shapes, an update gives the eager bits; it keeps
+    structure, shapes and dtypes and writes to no argument."""
     cls, hyper = CLASSES[name]
     opt = dense(cls, lr=RATE, **hyper)
     params, grads = generated(1, dtype)
@@ -144,7 +145,8 @@ def test_any_tree():
 
 
 def test_parameters_that_require_grad():
-    """Leaves that require grad are read, not written: the new ones are functions of them, and of those detached they are plain."""
+    """Leaves that require grad are read, not written: the new ones are
+    functions of them, and of those detached they are plain."""
     p = torch.ones(2, requires_grad=True)
     moved, _ = run(dense(torch.optim.SGD, lr=0.5, weight_decay=0.2), p, [torch.ones(2)])
     assert moved.tolist() == pytest.approx([0.4, 0.4]) and p.tolist() == [1, 1] and p.grad is None
@@ -175,7 +177,8 @@ def test_rates():
 
 
 def test_threads_update_at_once():
-    """Optimizers that run in two threads leave each other, `jit` and torch's own flag alone, in whatever order they end."""
+    """Optimizers that run in two threads leave each other, `jit`
+    and torch's own flag alone, in whatever order they end."""
     opt, params = fr.optim.dense(torch.optim.Adam, lr=0.1), {"w": torch.ones(2)}
     update = lambda: opt.update(params, opt.init(params), params, step=0)
     want, state = update(), torch.zeros(2)

@@ -237,7 +237,8 @@ def test_f32_is_near_f64(name):
 @every_optimizer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_keeps_types_arguments_and_other_rows(name, dtype):
-    """An update keeps structure, dtypes and shapes, writes to no argument, and leaves rows that no entry names bit for bit."""
+    """An update keeps structure, dtypes and shapes, writes to no argument,
+    and leaves rows that no entry names bit for bit."""
     opt, _ = OPTIMIZERS[name]
     table, grads = cast(*generated(5), dtype)
     tables, slots = {"t": table, "idle": torch.randn(2, 2)}, opt.init({"t": table, "idle": torch.randn(2, 2)})
@@ -270,7 +271,8 @@ def test_low_precision_rounds_once(name):
 
 @every_optimizer
 def test_coalesced_and_padding(name):
-    """Garbage in the padding gives the same bits; so do coalesced gradients, but that a rule which counts ids is then not fused."""
+    """Garbage in the padding gives the same bits; so do coalesced gradients,
+    but that a rule which counts ids is then not fused."""
     opt, _ = OPTIMIZERS[name]
     table, grads = generated(11)
     need = run(opt, table, grads)
@@ -378,7 +380,8 @@ def test_slots_of_another_precision_are_cast():
 
 @pytest.mark.parametrize("implementation", ["cpp", "reference"])
 def test_lars_at_a_zero_gradient(implementation):
-    """A gradient of zeros moves a row as ever smaller ones do: by FBGEMM's lr · eta · ‖w‖ / (‖g‖ + decay · ‖w‖) · decay · w."""
+    """A gradient of zeros moves a row as ever smaller ones do: by FBGEMM's
+    lr · eta · ‖w‖ / (‖g‖ + decay · ‖w‖) · decay · w."""
     lr, eta, decay, w = 0.1, 0.001, 0.01, torch.tensor([[3.0, 4.0], [0.0, 0.0]])
     optimizer, tables = fr.optim.lars_sgd(lr, eta=eta, momentum=0.0, weight_decay=decay), {"t": w}
 

@@ -1,4 +1,5 @@
-"""Parts of a KeyedJaggedTensor, put together again: the same bags in the same room; and what lists, arrays and tensors become."""
+"""Parts of a KeyedJaggedTensor, put together again: the same bags in the
+same room; and what lists, arrays and tensors become."""
 
 import numpy as np
 import pytest
@@ -29,7 +30,8 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @given(frs.keyed_jagged_tensors(keys=KEYS))
 def test_parts_take_the_room_of_the_whole(way, x):
-    """concat(split(x)) and from_jagged(to_dict(x)) have x's bags, weights, dtypes and capacity, whatever the padding holds."""
+    """concat(split(x)) and from_jagged(to_dict(x)) have x's bags, weights,
+    dtypes and capacity, whatever the padding holds."""
     out = WAYS[way](garbage_padding(x, fr.key(1)))
     assert out.capacity == x.capacity and out.strides == x.strides
     assert_trees_close(zero_padding(out), zero_padding(x))
@@ -132,7 +134,8 @@ def test_tensors_keep_their_dtype(dtype):
 
 
 def test_lists_of_numbers():
-    """Python's numbers become i64, f32 or bool, weights f32, and all of them `dtype` when it is given; no numbers i64."""
+    """Python's numbers become i64, f32 or bool, weights f32, and
+    all of them `dtype` when it is given; no numbers i64."""
     kinds = [
         ([[1, 2], []], I64),
         ([[1.5], [2]], F32),

@@ -13,7 +13,8 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=3), st.sampled_from(DTYPES)), max_size=5))
 def test_a_tree_is_its_buffers(forms):
-    """A buffer is torch's own vector of the leaves of its dtype, in order; unravel gives the leaves back, of stacked buffers stacked ones."""
+    """A buffer is torch's own vector of the leaves of its dtype, in order; unravel
+    gives the leaves back, of stacked buffers stacked ones."""
     made = [torch.randint(-9, 9, shape).to(dtype) for shape, dtype in forms]
     tree = {"a": made[:2], "b": tuple(made[2:])}
     buffers, unravel = ravel(tree)

@@ -20,16 +20,21 @@ CASES = [*of_kernels(), *of_lookups(), *of_values(), *of_rows(), *of_dense(), *o
 COVERED = {c.name.split(" ")[0].split(".")[0] for c in CASES} | {c.name.split(" ")[0].split("(")[0] for c in CASES}
 NOT_HERE = {
     "takes no float tensor, or only holds one": [
-        "Codec", "CheckError", "DonatedError", "FeatureConfig", "Hash", "Initializer", "Mesh", "P", "Placement", "Plan", "TableConfig",
-        "axis_index", "axis_size", "column_wise", "constant", "fold_in", "grid", "hash_rows", "init", "key", "modulo", "multiply_shift",
-        "normal", "replicated", "row_wise", "split", "table_column_wise", "table_row_wise", "table_wise", "uniform", "xavier_normal",
-        "Params", "TrainState", "TrainStep", "DenseShard", "pytree", "optim.DenseOptimizer", "optim.RowOptimizer", "optim.Stage",
+        "Codec", "CheckError", "DonatedError", "FeatureConfig", "Hash", "Initializer", "Mesh", "P", "Placement", "Plan",
+        "TableConfig",
+        "axis_index", "axis_size", "column_wise", "constant", "fold_in", "grid", "hash_rows", "init", "key", "modulo",
+        "multiply_shift",
+        "normal", "replicated", "row_wise", "split", "table_column_wise", "table_row_wise", "table_wise", "uniform",
+        "xavier_normal",
+        "Params", "TrainState", "TrainStep", "DenseShard", "pytree", "optim.DenseOptimizer", "optim.RowOptimizer",
+        "optim.Stage",
     ],
     "writes and reads files": ["save", "load"],
     "stages a function: tests/compile has its laws of tracked inputs": ["jit"],
     "runs a step again, which is here": ["retry_overflow"],
     "of a mesh: tests/dist holds each against its definition, under every transform and on ranks": [
-        "ShardedTables", "gather_state", "psum_invariant", "pvary", "ragged_all_to_all", "reshard", "shard", "shard_tables", "sync_replicas",
+        "ShardedTables", "gather_state", "psum_invariant", "pvary", "ragged_all_to_all", "reshard", "shard",
+        "shard_tables", "sync_replicas",
         "unshard",
     ],
     "a folder, made of what is here": ["copy", "data", "kernels", "metrics", "models", "nn", "optim"],
@@ -43,7 +48,8 @@ def wrong(case: Case, found: dict) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{i}-{c.name}" for i, c in enumerate(CASES)])
 def test_right_or_raises(case):
-    """Every mode's derivative by every float input is what central differences say; where a case says so it may raise instead."""
+    """Every mode's derivative by every float input is what central differences
+    say; where a case says so it may raise instead."""
     assert not wrong(case, sweep(case))
 
 
@@ -76,7 +82,8 @@ def dual_call(operator, table):
 
 
 def test_every_name_is_swept():
-    """Every public name of funcrec and funcrec.optim is in the sweep, or in the list of what has no place there, and in one only."""
+    """Every public name of funcrec and funcrec.optim is in the sweep, or
+    in the list of what has no place there, and in one only."""
     public = lambda module, prefix="": {
         prefix + n for n, x in vars(module).items() if not n.startswith("_") and not isinstance(x, types.ModuleType)
     }

@@ -33,7 +33,8 @@ def neighbours(x, dtype):
 
 @by_dtype
 def test_the_mean_over_keys_is_the_value(dtype):
-    """Over 1000 keys the mean of the rounded value is the value, within five standard errors; each is one of two neighbours."""
+    """Over 1000 keys the mean of the rounded value is the value, within
+    five standard errors; each is one of two neighbours."""
     x = torch.tensor([[1.001, -3.14159, 0.1, 1000.3, 2.0**-13 * 1.3, -1.0]])
     low, high = neighbours(x, dtype)
     draws = torch.cat([rounded(x, dtype, seed) for seed in range(1000)])
@@ -63,7 +64,8 @@ def test_other_dtypes_are_not_rounded():
 
 @pytest.mark.parametrize("dim", [1, 3, 4, 9])
 def test_bits_are_those_of_the_counter(dim):
-    """Element (r, c) gets 16 bits of the hash of key + GAMMA · (r · ceil(D / 4) + c // 4 + 1), computed here in plain integers."""
+    """Element (r, c) gets 16 bits of the hash of key + GAMMA · (r · ceil(D
+    / 4) + c // 4 + 1), computed here in plain integers."""
     key, rows = fr.key(3), torch.tensor([0, 5, 2**40])
 
     def mix(z):
@@ -107,8 +109,8 @@ OPTIMIZERS = {
 @by_dtype
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_implementation_rounds_with_the_same_bits(dtype, name):
-    """The C++ kernel and the reference give the same tables for sgd and an own rule; elsewhere where their f32 rows agree to a
-    rounding, the same but for rows that stand just at the draw."""
+    """The C++ kernel and the reference give the same tables for sgd and an own rule; elsewhere where their f32 rows
+    agree to a rounding, the same but for rows that stand just at the draw."""
     tables, grads = tables_and_grads(("a", "b"), dtype)
     (cpp, _), (reference, _) = (update(OPTIMIZERS[name], tables, grads, implementation=i) for i in ("cpp", "reference"))
     if name in ("sgd", "own rule"):
@@ -136,7 +138,8 @@ def test_one_and_two_threads_round_alike(dtype):
 @pytest.mark.parametrize("implementation", ["cpp", "reference"])
 @by_dtype
 def test_a_tables_bits_are_its_own(dtype, implementation):
-    """A table is rounded as it would be alone, whatever other tables, of whatever dtype, are in the call, and in what order."""
+    """A table is rounded as it would be alone, whatever other tables,
+    of whatever dtype, are in the call, and in what order."""
     tables, grads = tables_and_grads(("a", "b", "c"), dtype)
     tables["b"] = tables["b"].float()
     go = functools.partial(update, fr.optim.sgd(LR), implementation=implementation)
@@ -167,7 +170,8 @@ def test_keys_steps_and_names_draw_differently():
 
 
 def test_small_updates_add_up():
-    """600 steps of a 256th of a rounding unit each move a bf16 table by 600 / 256 units on average; to nearest they move nothing."""
+    """600 steps of a 256th of a rounding unit each move a bf16 table by 600
+    / 256 units on average; to nearest they move nothing."""
     tables = {"t": torch.ones(1, 4000, dtype=torch.bfloat16)}
     grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), -torch.ones(1, 4000), num_embeddings=1)}
     moved = nearest = tables

@@ -183,7 +183,8 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_tangents_of_row_gradients_are_refused(use):
-    """The tangents that jvp returns for RowGrads have no rows: every use says so; their primals are as ever, and inside all is right."""
+    """The tangents that jvp returns for RowGrads have no rows: every use says
+    so; their primals are as ever, and inside all is right."""
     x, one = torch.tensor(5.0), torch.ones(())
     primal, tangent = torch.func.jvp(bags_of, (x,), (one,))
     USES[use](primal)

@@ -49,7 +49,8 @@ def test_scan_is_k_calls():
 
 
 def test_scan_of_a_jitted_donating_step():
-    """scan(jit(step, donate)) is the same to the bit, takes the state's memory, compiles once, and its metrics keep their values."""
+    """scan(jit(step, donate)) is the same to the bit, takes the state's memory,
+    compiles once, and its metrics keep their values."""
     step = fr.jit(STEP, donate=("state",))
     state, need = first_state(), calls()
     place = state.tables["item"].data_ptr()

@@ -7,7 +7,8 @@ from funcrec.core._tree import tree_leaves
 
 
 def test_the_first_state_of_an_ensemble_has_memory_of_its_own():
-    """Under vmap every member has its own step, slots, optimizer state and key in memory, as a donated step needs, with init's values."""
+    """Under vmap every member has its own step, slots, optimizer state and key
+    in memory, as a donated step needs, with init's values."""
     options = {"sparse": fr.optim.adam(0.1), "dense": fr.optim.dense(torch.optim.Adam, lr=0.1)}
     step = fr.train_step(lambda p, b: p.dense["w"].sum(), **options)
     params = fr.Params({"t": torch.randn(3, 4, 2)}, {"w": torch.randn(3, 2)})

@@ -1,4 +1,5 @@
-"""Lookups in a differentiated loss: the gradient follows the table, under every name and every transform inside the loss."""
+"""Lookups in a differentiated loss: the gradient follows the table,
+under every name and every transform inside the loss."""
 
 import itertools
 
@@ -137,7 +138,8 @@ def test_banks_may_be_swapped(plan, kind):
 
 # -- a loss is a function ----------------------------------------------------------------------------------------
 
-AGAIN = fr.KeyedJaggedTensor.from_lists({"a": [[0], [1], [2]], "b": [[1], [], [0]]}, weights={"a": [[1.0]] * 3, "b": [[1.0], [], [1.0]]})  # fmt: skip
+AGAIN = fr.KeyedJaggedTensor.from_lists({"a": [[0], [1], [2]], "b": [[1], [], [0]]},
+    weights={"a": [[1.0]] * 3, "b": [[1.0], [], [1.0]]})  # fmt: skip
 IMPURE = {
     "another table": lambda p, n: bent(vectors({"t": p.tables["xy"[n % 2]]}, pooled("t"))),
     "another table of a sequence": lambda p, n: bent(vectors({"t": p.tables["xy"[n % 2]]}, histories("t"))),
@@ -215,7 +217,8 @@ INSIDE = {
         )(BATCHED.values.T)
     ),
     "vmap over weights": lambda p, f: bent(
-        vmap(lambda w: vectors(p.tables, f, weighted_by(w)))(torch.stack([p.dense["w"], p.dense["w"] * 2, p.dense["w"]]))
+        vmap(lambda w: vectors(p.tables, f,
+                weighted_by(w)))(torch.stack([p.dense["w"], p.dense["w"] * 2, p.dense["w"]]))
     ),
     "vmap over dense": lambda p, f: bent(
         vmap(lambda w: vectors(p.tables, f) * w)(torch.stack([p.dense["w"], p.dense["w"] * 2]))
@@ -308,7 +311,8 @@ def dense_of(loss):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_value_and_grad_of_the_outer_tables(kind):
-    """value_and_grad inside a loss, of the loss's own tables: its gradients, dense and rows, are differentiated in turn."""
+    """value_and_grad inside a loss, of the loss's own tables: its
+    gradients, dense and rows, are differentiated in turn."""
     f = KINDS[kind]
     assert_is_torch(lambda p: through(p, f, rows_of), lambda p: through(p, f, dense_of))
 
@@ -339,7 +343,8 @@ def test_three_deep():
 
 
 def test_per_example_gradients_inside_the_loss():
-    """The mean squared length of per-example gradients, by vmap of value_and_grad in the loss, is trained through tables."""
+    """The mean squared length of per-example gradients, by vmap of
+    value_and_grad in the loss, is trained through tables."""
     f = KINDS["pooled"]
 
     def loss(p, run):
@@ -354,7 +359,8 @@ def test_per_example_gradients_inside_the_loss():
 
 
 def test_tables_of_modules_are_differentiated():
-    """An nn.Parameter for a table: lookup, value_and_grad and a training step have torch's derivatives; detached, it is a plain table."""
+    """An nn.Parameter for a table: lookup, value_and_grad and a training step
+    have torch's derivatives; detached, it is a plain table."""
     table, dense = torch.nn.Parameter(TABLES["x"]), torch.nn.Parameter(PARAMS.dense["s"].clone())
     loss = lambda p, _=None: bent(vectors(p.tables, pooled("x")), p.dense)
     value, grads = fr.value_and_grad(loss)(fr.Params({"x": table}, dense))

@@ -164,7 +164,8 @@ SMALLEST = {
 
 
 def test_meshes_and_plans_shrink_and_reach():
-    """The smallest mesh is one rank, the smallest plan replicated; places in another order, twice, and on major axes that stand later are drawn."""
+    """The smallest mesh is one rank, the smallest plan replicated; places in another order,
+    twice, and on major axes that stand later are drawn."""
     assert str(find(frs.meshes(), lambda mesh: True)) == "Mesh.emulated(x=1)"
     mesh = fr.Mesh.emulated(x=2, y=3)
     plans = frs.plans({"t": None, "u": None}, mesh, replicas=True)

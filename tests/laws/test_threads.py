@@ -1,8 +1,10 @@
 """What threads and hash seeds may change.
 
 sparse stages    nothing: the same bits on any number of threads, for the same cotangents
-whole steps      nothing on one number of threads, whatever PYTHONHASHSEED is; on another, torch's own sums over many numbers (a mean
-                 loss, norms, the gradients of batch and layer norm) are cut into as many parts, and round in another way
+whole steps      nothing on one number of threads, whatever PYTHONHASHSEED is; on another, torch's own sums over many
+                 numbers (a mean
+                 loss, norms, the gradients of batch and layer
+                 norm) are cut into as many parts, and round in another way
 """
 
 import hashlib

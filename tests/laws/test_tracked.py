@@ -25,7 +25,8 @@ def under_dual(f):
         f(forward_ad.make_dual(ONES, ONES))
 
 
-FOLLOWED = {"autograd": lambda f: f(ONES.clone().requires_grad_()), "grad": under_grad, "jvp": under_jvp, "dual": under_dual}  # fmt: skip
+FOLLOWED = {"autograd": lambda f: f(ONES.clone().requires_grad_()), "grad": under_grad, "jvp": under_jvp,
+    "dual": under_dual}  # fmt: skip
 INSIDE = {
     "nothing": lambda f: f(ONES),
     "grad": under_grad,
@@ -49,7 +50,8 @@ def test_a_followed_tensor_is_tracked_at_every_depth(outer, inner):
 
 @pytest.mark.parametrize("outer", FOLLOWED)
 def test_constants_are_not_tracked(outer):
-    """A constant, a detached value and integers inside a transform are not tracked; with grad mode off nothing of autograd is."""
+    """A constant, a detached value and integers inside a transform are
+    not tracked; with grad mode off nothing of autograd is."""
     seen = []
 
     def look(x):
@@ -91,7 +93,8 @@ def test_what_a_function_reads_is_found():
 
 
 def test_two_runs_are_told_apart():
-    """Two runs of a function are the same where operations, numbers and tensors are; the values of tensors do not count, their shapes do."""
+    """Two runs of a function are the same where operations, numbers and tensors are;
+    the values of tensors do not count, their shapes do."""
     a, b = torch.ones(2), torch.ones(2)
     held = {"n": 1.0, "w": a, "array": np.ones(2), "flip": False}
     ends = lambda x, z: x - z if held["flip"] else z - x

@@ -1,6 +1,7 @@
 """Operations on jagged and keyed values under every transform, against the same on a list of slices in plain torch.
 
-    T(op)(values, weights) = T(op on [values[a:b], ...])        T: identity, grad, jvp, second order, vmap, jit, and nestings
+    T(op)(values, weights) = T(op on [values[a:b], ...])
+    T: identity, grad, jvp, second order, vmap, jit, and nestings
 
 Values may be of any dtype, the padding holds NaN, batches and keys may be empty.
 """
@@ -41,12 +42,14 @@ KEYED = {  # op, and the same on {key: [bag, ...]}
     "concat of others": (lambda x: KJT.concat([x.permute(["c"]).pad_to(9), x.permute(["a"])]), on_keys("ca")),
     "a key": (lambda x: x["b"], on_keys("b")),
     "a key's bags": (lambda x: x["b"][::-1], lambda d: [("b", d["b"][::-1])]),
-    "select": (lambda x: x["b"].select(torch.arange(x.bags_of("b")).repeat(2), capacity=14), lambda d: [("b", d["b"] * 2)]),
+    "select": (lambda x: x["b"].select(torch.arange(x.bags_of("b")).repeat(2), capacity=14),
+        lambda d: [("b", d["b"] * 2)]),
     "pad_to": (lambda x: x.pad_to(9), same),
     "unpad": (lambda x: x.unpad(), same),
     "pad_to_bucket": (lambda x: fr.pad_to_bucket(x), same),
     "padded and back": (
-        lambda x: JT.from_padded(x["b"].to_padded(3), x["b"].lengths, weights=JT(x["b"].weights, x["b"].offsets).to_padded(3)),
+        lambda x: JT.from_padded(x["b"].to_padded(3), x["b"].lengths,
+            weights=JT(x["b"].weights, x["b"].offsets).to_padded(3)),
         on_keys("b"),
     ),
     "lists and back": (
@@ -116,18 +119,21 @@ TRANSFORMS = {
     "value": lambda f, v, w: f(v, w),
     "grad": lambda f, v, w: grad(scalar(f), (0, 1))(v, w),
     "jvp": lambda f, v, w: jvp(f, (v, w), (v.cos(), w.sin())),
-    "grad of grad": lambda f, v, w: grad(lambda x, y: sum((g * g.detach()).nansum() for g in grad(scalar(f), (0, 1))(x, y)), (0, 1))(v, w),
+    "grad of grad": lambda f, v,
+    w: grad(lambda x, y: sum((g * g.detach()).nansum() for g in grad(scalar(f), (0, 1))(x, y)), (0, 1))(v, w),
     "jvp of grad": lambda f, v, w: jvp(grad(scalar(f), (0, 1)), (v, w), (v.cos(), w.sin())),
     "vmap": lambda f, v, w: vmap(f)(torch.stack([v, v * 2]), torch.stack([w, w * 3])),
     "vmap of values": lambda f, v, w: vmap(f, (1, None), (1, 0))(v[:, None].repeat(1, 3, 1), w)[0],
     "vmap of grad": lambda f, v, w: vmap(grad(scalar(f), (0, 1)))(torch.stack([v, v * 2]), torch.stack([w, w * 3])),
-    "grad of vmap": lambda f, v, w: grad(lambda x, y: vmap(scalar(f))(torch.stack([x, x * 2]), torch.stack([y, y])).sum(), (0, 1))(v, w),
+    "grad of vmap": lambda f, v,
+    w: grad(lambda x, y: vmap(scalar(f))(torch.stack([x, x * 2]), torch.stack([y, y])).sum(), (0, 1))(v, w),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("op, name", CASES)
 def test_an_operation_under_transforms(op, name):
-    """Every transform of an operation, by values and weights, is that of slices; padding of NaN gives and gets a derivative of 0."""
+    """Every transform of an operation, by values and weights, is that of
+    slices; padding of NaN gives and gets a derivative of 0."""
     v, w = buffers(name=name)
     for transform, apply in TRANSFORMS.items():
         got, want = apply(ours_of(op, name), v, w), apply(plain_of(op, name), v, w)
@@ -187,21 +193,25 @@ POOLED = {
     "a key": (lambda x: of_parts(x)["b"], lambda x: cut(x)["b"]),
     "to_dict": (lambda x: list(of_parts(x).to_dict().values()), lambda x: list(cut(x).values())),
     "stack": (lambda x: KT(x[..., :4], ("a", "c"), (2, 2)).stack(), lambda x: x[..., :4].unflatten(-1, (2, 2))),
-    "from_dict": (lambda x: KT.from_dict(dict(reversed(cut(x).items()))).values, lambda x: torch.cat([x[..., 3:], x[..., 2:3], x[..., :2]], -1)),
+    "from_dict": (lambda x: KT.from_dict(dict(reversed(cut(x).items()))).values,
+        lambda x: torch.cat([x[..., 3:], x[..., 2:3], x[..., :2]], -1)),
     "concat": (lambda x: KT.concat([of_parts(x), KT.from_dict({"d": x})]).values, lambda x: torch.cat([x, x], -1)),
-    "regroup": (lambda x: fr.regroup([of_parts(x)], [["c", "a"], ["b", "c"]]), lambda x: [torch.cat([x[..., 3:], x[..., :2]], -1), x[..., 2:]]),
+    "regroup": (lambda x: fr.regroup([of_parts(x)], [["c", "a"], ["b", "c"]]),
+        lambda x: [torch.cat([x[..., 3:], x[..., :2]], -1), x[..., 2:]]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", POOLED)
 @pytest.mark.parametrize("num_bags", [0, 1, 3])
 def test_pooled_features_under_transforms(name, num_bags):
-    """Operations on a KeyedTensor are cuts of its columns, under every transform, for every dtype and an empty batch."""
+    """Operations on a KeyedTensor are cuts of its columns, under
+    every transform, for every dtype and an empty batch."""
     ours, plain = POOLED[name]
     x = torch.randn(num_bags, 5, generator=torch.Generator().manual_seed(1), dtype=F64)
     total = lambda f: lambda x: sum(t.sin().sum() for t in (lambda out: out if isinstance(out, list) else [out])(f(x)))
     for apply in (
-        lambda f: f(x), lambda f: grad(total(f))(x), lambda f: jvp(grad(total(f)), (x,), (x.cos(),)), lambda f: jvp(f, (x,), (x.cos(),)),
+        lambda f: f(x), lambda f: grad(total(f))(x), lambda f: jvp(grad(total(f)), (x,), (x.cos(),)),
+        lambda f: jvp(f, (x,), (x.cos(),)),
         lambda f: vmap(f)(torch.stack([x, x * 2])), lambda f: vmap(grad(total(f)))(torch.stack([x, x * 2])),
         lambda f: fr.jit(f)(x) if num_bags == 3 and name == "regroup" else None,
     ):  # fmt: skip
@@ -219,27 +229,38 @@ REFUSED = {
     "a boolean bag": (lambda: IDS[True], IndexError, "are not positions"),
     "a mask of keys": (lambda: IDS.permute([True, False]), (IndexError, TypeError), "`keys"),
     "select by a mask": (lambda: ONE.select(torch.tensor([True, False]), capacity=3), TypeError, "`bags`"),
-    "select bag -1": (lambda: ONE.select(torch.tensor([-1]), capacity=3), ValueError, "`bags` has a bag that is not there"),
-    "select bag 2": (lambda: ONE.select(torch.tensor([2]), capacity=3), ValueError, "`bags` has a bag that is not there"),
-    "select into too little": (lambda: ONE.select(torch.tensor([0, 0]), capacity=3), ValueError, "`capacity` does not hold the bags"),
+    "select bag -1": (lambda: ONE.select(torch.tensor([-1]), capacity=3), ValueError,
+        "`bags` has a bag that is not there"),
+    "select bag 2": (lambda: ONE.select(torch.tensor([2]), capacity=3), ValueError,
+        "`bags` has a bag that is not there"),
+    "select into too little": (lambda: ONE.select(torch.tensor([0, 0]), capacity=3), ValueError,
+        "`capacity` does not hold the bags"),
     "select into -1": (lambda: ONE.select(torch.tensor([0]), capacity=-1), ValueError, "`capacity` is"),
     "a fraction behind integers": (lambda: ONE.to_padded(2, 0.5), TypeError, "`fill` is not of i64"),
     "NaN behind integers": (lambda: ONE.to_padded(2, float("nan")), TypeError, "`fill` is not of i64"),
-    "a fill beyond i32": (lambda: JT.from_lists([[1]], dtype=I32).to_padded(2, 2**40), ValueError, "`fill` is not of i32"),
+    "a fill beyond i32": (lambda: JT.from_lists([[1]], dtype=I32).to_padded(2, 2**40), ValueError,
+        "`fill` is not of i32"),
     "a fill in words": (lambda: ONE.to_padded(2, "x"), TypeError, "`fill` is no"),
     "a length of 2.5": (lambda: ONE.to_padded(2.5), TypeError, "`length` is not an integer"),
-    "weights of integers": (lambda: JT.from_padded(torch.ones(1, 2), torch.tensor([1]), weights=torch.ones(1, 2).long()), TypeError, "`weights` are not"),
-    "weights of lists": (lambda: JT.from_padded(torch.ones(1, 2), torch.tensor([1]), weights=[[1, 1]]), TypeError, "`weights` are not"),
-    "integers among vectors": (lambda: KT.from_dict({"a": torch.ones(1, 2), "b": torch.ones(1, 2).long()}), TypeError, "differ in dtype"),
-    "concat of dtypes": (lambda: KT.concat([KT.from_dict({"a": torch.ones(1, 2)}), KT.from_dict({"b": torch.ones(1, 2, dtype=F64)})]), TypeError, "differ in dtype"),
-    "regroup of dtypes": (lambda: fr.regroup([KT.from_dict({"a": torch.ones(1, 2)}), KT.from_dict({"b": torch.ones(1, 2).long()})], [["a", "b"]]), TypeError, "differ in dtype"),
+    "weights of integers": (lambda: JT.from_padded(torch.ones(1, 2), torch.tensor([1]),
+            weights=torch.ones(1, 2).long()), TypeError, "`weights` are not"),
+    "weights of lists": (lambda: JT.from_padded(torch.ones(1, 2), torch.tensor([1]), weights=[[1, 1]]), TypeError,
+        "`weights` are not"),
+    "integers among vectors": (lambda: KT.from_dict({"a": torch.ones(1, 2), "b": torch.ones(1, 2).long()}), TypeError,
+        "differ in dtype"),
+    "concat of dtypes": (lambda: KT.concat([KT.from_dict({"a": torch.ones(1, 2)}),
+                KT.from_dict({"b": torch.ones(1, 2, dtype=F64)})]), TypeError, "differ in dtype"),
+    "regroup of dtypes": (lambda: fr.regroup([KT.from_dict({"a": torch.ones(1, 2)}),
+                KT.from_dict({"b": torch.ones(1, 2).long()})], [["a", "b"]]), TypeError, "differ in dtype"),
     "dims of other columns": (lambda: KT(torch.ones(1, 5), ("a", "b"), (2, 2)), ValueError, "does not match its dims"),
     "dims of other keys": (lambda: KT(torch.ones(1, 4), ("a",), (2, 2)), ValueError, "does not match its dims"),
     "a key twice": (lambda: KT(torch.ones(1, 4), ("a", "a"), (2, 2)), ValueError, "`keys` names a feature twice"),
-    "strides of fractions": (lambda: KJT.from_lengths(["a", "b"], torch.ones(2).long(), torch.ones(2).long(), strides=(0.5, 1.5)), TypeError, "`strides"),
+    "strides of fractions": (lambda: KJT.from_lengths(["a", "b"], torch.ones(2).long(), torch.ones(2).long(),
+            strides=(0.5, 1.5)), TypeError, "`strides"),
     "segments of fractions": (lambda: IDS.split([0.5, 1.5]), TypeError, "`segments"),
     "a key that is not a name": (lambda: KJT.from_jagged({1: ONE}), TypeError, "`keys` are not names"),
-    "values of other shapes": (lambda: KJT.from_jagged({"a": JT(torch.ones(2), torch.tensor([0, 2])), "b": JT(torch.ones(2, 3), torch.tensor([0, 2]))}), ValueError, "different shapes"),
+    "values of other shapes": (lambda: KJT.from_jagged({"a": JT(torch.ones(2), torch.tensor([0, 2])),
+                "b": JT(torch.ones(2, 3), torch.tensor([0, 2]))}), ValueError, "different shapes"),
 }  # fmt: skip
 
 

@@ -33,8 +33,8 @@ def test_halves_are_the_peers(kind, scale):
 @pytest.mark.parametrize("move", [lambda x: x, torch.abs], ids=["both signs", "one sign"])
 @pytest.mark.parametrize("width", [8, 64, 128])
 def test_int8_errs_by_its_step_beside_the_peers(width, move):
-    """Errors are to each other as the steps are: max|row| / 127, and (max - min) / 255 of TorchRec, which sends an offset too;
-    one element of a row is exact here, two there."""
+    """Errors are to each other as the steps are: max|row| / 127, and (max - min) / 255 of TorchRec, which sends an
+    offset too; one element of a row is exact here, two there."""
     x = move(torch.randn(400, 2 * width, generator=torch.Generator().manual_seed(2)))
     size = lambda y: float(y.square().mean().sqrt())
     rows = x.unflatten(1, (2, width))

@@ -1,4 +1,5 @@
-"""Small programs of collectives, scan and transforms against JAX 0.10.2, whose numbers stand in jax_programs.json (x64, CPU devices)."""
+"""Small programs of collectives, scan and transforms against JAX 0.10.2, whose
+numbers stand in jax_programs.json (x64, CPU devices)."""
 
 import json
 from pathlib import Path

@@ -106,7 +106,8 @@ def test_permute_is_fbgemms(fbgemm, x):
 
 @given(data=st.data(), pooling=st.sampled_from(["sum", "mean"]))
 def test_lookup_is_fbgemms_table_batched_embedding(fbgemm, data, pooling):
-    """lookup of several tables is the forward of FBGEMM's inference and training kernels (dims that are multiples of 4)."""
+    """lookup of several tables is the forward of FBGEMM's inference
+    and training kernels (dims that are multiples of 4)."""
     ops = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
     common = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_common")
     ids = data.draw(

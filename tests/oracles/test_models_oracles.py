@@ -136,7 +136,8 @@ def test_gradients_are_the_reference_gradients(name):
 
 
 def test_training_statistics_are_the_reference_statistics():
-    """dcnv2's running statistics after a training batch are those of BatchNorm1d, first layer without dropout's noise."""
+    """dcnv2's running statistics after a training batch are those
+    of BatchNorm1d, first layer without dropout's noise."""
     net = make_net("dcnv2")
     ids, genres, batch = generated()
     params = torch_tree.tree_map(lambda x: x.detach().clone(), net.params())

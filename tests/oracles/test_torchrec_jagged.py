@@ -58,7 +58,8 @@ def bags(x):
 
 @given(frs.keyed_jagged_tensors(min_bags=1))
 def test_constructors_agree(x):
-    """from_lengths and from_offsets give the value that from_lengths_sync and from_offsets_sync give, and so does to_lists."""
+    """from_lengths and from_offsets give the value that from_lengths_sync
+    and from_offsets_sync give, and so does to_lists."""
     x = x.unpad()
     args = list(x.keys), x.values
     theirs = tr.KeyedJaggedTensor.from_lengths_sync(*args, x.lengths, x.weights)
@@ -190,7 +191,8 @@ GROUPINGS = {
 @pytest.mark.parametrize("groups", GROUPINGS.values(), ids=GROUPINGS)
 @given(data=st.data())
 def test_regroup_is_theirs(groups, data):
-    """regroup and its transpose gather the features of two values into groups, as KeyedTensor.regroup by its two ways."""
+    """regroup and its transpose gather the features of two values
+    into groups, as KeyedTensor.regroup by its two ways."""
     num_rows = data.draw(st.integers(1, 4))
     pieces = [data.draw(frs.keyed_tensors(keys=k, num_rows=num_rows, dtypes=FLOATS)) for k in ("ab", "cd")]
     values = [x.values.clone().requires_grad_() for x in pieces]

@@ -290,7 +290,8 @@ def test_training_under_warmup():
 
 
 def check_layer(module, apply, params, read, *inputs):
-    """apply(params, *inputs) is module(*inputs), and so are the gradients; `read` makes our tree of the module's tensors."""
+    """apply(params, *inputs) is module(*inputs), and so are the gradients;
+    `read` makes our tree of the module's tensors."""
     want = module(*inputs)
     got, transpose = torch.func.vjp(apply, params, *inputs)
     assert_trees_close(got, want.detach(), rtol=1e-10, atol=1e-12)
@@ -347,12 +348,14 @@ def test_factorization_machine_of_scalars_is_theirs():
 
 
 def upper_order(count):
-    """Where the product of vectors (i, j), i < j, row by row as TorchRec has it, stands in `dot_interaction`'s order."""
+    """Where the product of vectors (i, j), i < j, row by row
+    as TorchRec has it, stands in `dot_interaction`'s order."""
     return [j * (j - 1) // 2 + i for i in range(count) for j in range(i + 1, count)]
 
 
 def test_dot_interaction_is_theirs_in_another_order():
-    """InteractionArch is the dense vector and dot_interaction of all vectors, the upper triangle's rows for the lower's."""
+    """InteractionArch is the dense vector and dot_interaction of
+    all vectors, the upper triangle's rows for the lower's."""
     dense, sparse = normal(0, 3, 4), normal(1, 3, 5, 4)
     ours = fr.nn.dot_interaction(torch.cat([dense[:, None], sparse], 1))[:, upper_order(6)]
     want = tr_dlrm.InteractionArch(5)(dense, sparse)

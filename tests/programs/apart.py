@@ -110,7 +110,8 @@ def real(axes, kind, replicas, name, steps, every, compiled=False):
 
 
 def real_frozen(axes, kind, replicas, name, steps, num_copies):
-    """On ranks with dense parameters that stay: all copies of tables and slots; of each group alone where there are no replicas."""
+    """On ranks with dense parameters that stay: all copies of tables and
+    slots; of each group alone where there are no replicas."""
     mesh, out = fr.Mesh.distributed(**axes), []
     for copy in range(1 if replicas else num_copies):
         batches = [training.batch(i, 8) for i in range(steps)]

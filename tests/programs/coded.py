@@ -39,7 +39,8 @@ def fixed(mesh, kind):
 
 
 def sequences(mesh, kind, codec):
-    """(each rank's sequences, {table: dense gradient}) where sequences and pooled features share tables; cotangents depend on no value."""
+    """(each rank's sequences, {table: dense gradient}) where sequences and pooled
+    features share tables; cotangents depend on no value."""
     _, plan, tables, ids, features = fixed(mesh, kind)
     held, everywhere = fr.shard_tables(tables, plan, mesh, codec=codec), fr.P(mesh.axis_names)
     wave = lambda x: (torch.arange(x.numel(), dtype=x.dtype) * 0.37 + 1).sin().reshape(x.shape)

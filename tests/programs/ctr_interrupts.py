@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests python -m programs.ctr_interrupts --count 500
 
-The job is compiled once, here; every run is a fork, which gets SIGINT, SIGTERM (some of them twice) or SIGKILL after a random time, then is
-begun again with --resume=auto, perhaps interrupted again, and in the end left alone.
+The job is compiled once, here; every run is a fork, which gets SIGINT, SIGTERM (some of them twice) or SIGKILL after a
+random time, then is begun again with --resume=auto, perhaps interrupted again, and in the end left alone.
 """
 
 import argparse
@@ -126,7 +126,8 @@ def main(argv=None):
             assert bits(out / "checkpoint.pt") == want, f"run {i}"
         ctr.make_job = make_job
     print(
-        f"a run lasts {lasts:.2f} s; {sum(told.values())} interrupts in {options.count} runs, all of them went on to the same bits:"
+        f"a run lasts {lasts:.2f} s; {sum(told.values())} interrupts in {options.count} runs, all of "
+        f"them went on to the same bits:"
     )
     for line, count in sorted(told.items()):
         print(f"{count:6d}  {line}")

@@ -1,4 +1,5 @@
-"""Every public call, and every docstring's example, run with its tensors' forms written down beside what the docstrings say of them."""
+"""Every public call, and every docstring's example, run with its tensors' forms
+written down beside what the docstrings say of them."""
 
 import contextlib
 import dataclasses
@@ -171,7 +172,8 @@ def members(x: Any) -> list[tuple[str, Callable]]:
 
 
 def member_statements(doc: str, field: str, names: set[str]) -> list[Statement]:
-    """Of a function in a tuple of functions: of its arguments what the class says, and `field(...) -> SHAPE` or `field: (...) -> SHAPE`."""
+    """Of a function in a tuple of functions: of its arguments what the class says,
+    and `field(...) -> SHAPE` or `field: (...) -> SHAPE`."""
     result = re.search(rf"\b{field}(?:, \w+)*(?:: )?\([^)]*\) -> ([^`;\n]*)", doc)
     own = [s for s in statements_of(doc, names) if s.subject]
     return own + ([Statement("", shapes)] if result and (shapes := first_shapes(result[1])[:1]) else [])
@@ -187,7 +189,8 @@ def slot_statements(doc: str) -> list[Statement]:
 
 
 def rare(calls: Any) -> None:
-    """Calls that meet fields which are None in the others: inverse indices, dense inputs, overflow, whole gradients of cut rows, a jvp's mark."""
+    """Calls that meet fields which are None in the others: inverse indices, dense inputs,
+    overflow, whole gradients of cut rows, a jvp's mark."""
     ids = fr.KeyedJaggedTensor.from_lists({"x": [[1], [2]], "y": [[3]]})
     dataclasses.replace(ids, inverse=torch.tensor([[0, 1], [0, 0]])).pad_to(4)
     fr.validate(fr.Batch(calls.IDS, torch.zeros(4), torch.zeros(4, 3)), calls.FEATURES, calls.CONFIGS)
@@ -205,7 +208,8 @@ def rare(calls: Any) -> None:
 
 
 def record(folder: Path) -> dict[str, Said]:
-    """The calls of `public_calls`, made anew so that they go through wrapped functions, and the examples of what says something of shapes."""
+    """The calls of `public_calls`, made anew so that they go through wrapped functions,
+    and the examples of what says something of shapes."""
     recorder = Recorder()
     with recorder.patched():
         spec = importlib.util.spec_from_file_location("public_calls_noted", Path(__file__).with_name("public_calls.py"))

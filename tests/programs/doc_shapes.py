@@ -1,15 +1,18 @@
-"""Shapes that docstrings give, held against calls: `f[B, D]` in the text is `f[B, D]` in every call, with one B throughout.
+"""Shapes that docstrings give, held against calls: `f[B, D]` in
+the text is `f[B, D]` in every call, with one B throughout.
 
 A statement is a subject (an argument, a field, or the result) and the shapes that it may have:
 
     rows: i32[M] or i64[M]. grads: f[M, D].     of arguments, or fields of a class, anywhere in the text
     Values [N, ...] and lengths i[B]            in the first line, a name and its shape
-    i64[num]: independent keys                  first in the text: the result; so is what stands behind `->`, there or under Shapes
+    i64[num]: independent keys                  first in the text: the result; so is what stands behind `->`, there or
+                                                under Shapes
     Returns: KeyedTensor f32[B, ΣD]             the result
     Slots: mean f[R, D], square f[R].           what the optimizer's `init` gives for a table f[R, D]
 
-A dimension is a number, a name, or arithmetic of such. A name is an int argument of the call, a letter of one of its values (LETTERS), or
-whatever the first shape says; `...` is any dimensions, the same throughout. Values of one key in trees share names of their own.
+A dimension is a number, a name, or arithmetic of such. A name is an int argument of the call, a letter of one of its
+values (LETTERS), or whatever the first shape says; `...` is any dimensions, the same throughout.
+Values of one key in trees share names of their own.
 """
 
 import inspect
@@ -24,8 +27,10 @@ from torch import Tensor
 import funcrec as fr
 
 DTYPES = {
-    "b": {torch.bool}, "f": {torch.float16, torch.bfloat16, torch.float32, torch.float64}, "i": {torch.int32, torch.int64}, "bool": {torch.bool},
-    "f32": {torch.float32}, "f64": {torch.float64}, "i32": {torch.int32}, "i64": {torch.int64}, "i8": {torch.int8}, "u8": {torch.uint8},
+    "b": {torch.bool}, "f": {torch.float16, torch.bfloat16, torch.float32, torch.float64},
+    "i": {torch.int32, torch.int64}, "bool": {torch.bool},
+    "f32": {torch.float32}, "f64": {torch.float64}, "i32": {torch.int32}, "i64": {torch.int64}, "i8": {torch.int8},
+    "u8": {torch.uint8},
 }  # fmt: skip
 SHAPE = re.compile(
     rf"(?<![\w\])])((?:{'|'.join(DTYPES)})(?:\|(?:{'|'.join(DTYPES)}))*)?\[((?:[^\W\d]|\d|[ ,.·*+()/-])*)\]"
@@ -120,7 +125,8 @@ LETTERS = {
 
 
 class Call(NamedTuple):
-    """What a call took and gave, without its values: {subject: [(path, form, letters)]}, and what is known of names, for all and by key."""
+    """What a call took and gave, without its values: {subject: [(path, form, letters)]},
+    and what is known of names, for all and by key."""
 
     leaves: dict[str, list]
     known: dict[str, Any]

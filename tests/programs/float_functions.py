@@ -1,4 +1,5 @@
-"""Every public function that takes float tensors, as a case of the sweep `differences`. R rows, D dim, N ids, B bags."""
+"""Every public function that takes float tensors, as a case of
+the sweep `differences`. R rows, D dim, N ids, B bags."""
 
 import torch
 from funcrec.kernels import library, ops
@@ -59,11 +60,13 @@ def terms(d, weights) -> Terms:
 
 OPERATIONS = {  # {name: (f of the implementation, inputs)}
     "pooled_lookup": (
-        lambda how: lambda table, weights: ops.pooled_lookup([table], [ROWS], OFFSETS, weights, POOLED, 3, implementation=how),
+        lambda how: lambda table,
+        weights: ops.pooled_lookup([table], [ROWS], OFFSETS, weights, POOLED, 3, implementation=how),
         {"table": TABLE, "weights": WEIGHTS},
     ),
     "pooled_lookup_weights": (
-        lambda how: lambda d, table, weights: ops.pooled_lookup_weights(d, [table], [ROWS], OFFSETS, weights, POOLED, implementation=how),
+        lambda how: lambda d, table,
+        weights: ops.pooled_lookup_weights(d, [table], [ROWS], OFFSETS, weights, POOLED, implementation=how),
         {"d": D_OUT, "table": TABLE, "weights": WEIGHTS},
     ),
     "expand": (
@@ -76,7 +79,8 @@ OPERATIONS = {  # {name: (f of the implementation, inputs)}
     ),
     "fused_update": (
         lambda how: lambda table, slot, d, weights, lr: ops.fused_update(
-            [table], [[slot.square()]], terms(d, weights), lr, torch.tensor(0), None, "adagrad", [0.1, 0.0], implementation=how
+            [table], [[slot.square()]], terms(d, weights), lr, torch.tensor(0), None, "adagrad", [0.1, 0.0],
+            implementation=how
         ),
         {"table": TABLE, "slot": draw("slot", (5, 3)), "d": D_OUT, "weights": WEIGHTS, "lr": number(0.1)},
     ),
@@ -93,16 +97,20 @@ OPERATIONS = {  # {name: (f of the implementation, inputs)}
         lambda how: lambda d: ops.take_ranges_transpose(d, TAKEN, torch.tensor([2, 3, 1]), 6, implementation=how),
         {"d": VALUES},
     ),
-    "to_padded": (lambda how: lambda values: ops.to_padded(values, OFFSETS, 2, 7.0, implementation=how), {"values": VALUES}),
+    "to_padded": (lambda how: lambda values: ops.to_padded(values, OFFSETS, 2, 7.0, implementation=how),
+        {"values": VALUES}),
     "from_padded": (
-        lambda how: lambda padded: ops.from_padded(padded, OFFSETS, 6, implementation=how), {"padded": draw("padded", (3, 2, 2))},
+        lambda how: lambda padded: ops.from_padded(padded, OFFSETS, 6, implementation=how),
+        {"padded": draw("padded", (3, 2, 2))},
     ),
-    "bucketize": (lambda how: lambda weights: ops.bucketize(ROWS, OFFSETS, weights, 2, 3, implementation=how), {"weights": WEIGHTS}),
+    "bucketize": (lambda how: lambda weights: ops.bucketize(ROWS, OFFSETS, weights, 2, 3, implementation=how),
+        {"weights": WEIGHTS}),
 }  # fmt: skip
 
 
 def of_kernels() -> list[Case]:
-    """Without a choice and as the reference each is right; named kernels raise, and so do their operators, called directly."""
+    """Without a choice and as the reference each is right; named kernels
+    raise, and so do their operators, called directly."""
     found = []
     for name, (make, inputs) in OPERATIONS.items():
         known = "*" if name == "fused_update" else ()
@@ -169,16 +177,20 @@ ROW_GRADS = {
 def of_lookups() -> list[Case]:
     return [
         Case("lookup", lambda table, weights: fr.lookup({"t": table}, ids(weights), CLICKS).values, LOOKED),
-        Case("lookup_sequence", lambda table, weights: fr.lookup_sequence({"t": table}, ids(weights), CLICKS)["list"].values, LOOKED),
+        Case("lookup_sequence", lambda table,
+            weights: fr.lookup_sequence({"t": table}, ids(weights), CLICKS)["list"].values, LOOKED),
         Case("lookup_transpose", transposed, {"d": D_OUT, "weights": WEIGHTS}),
         Case("lookup_sequence_transpose", sequence_transposed, {"d": draw("lists", (6, 3)), "weights": WEIGHTS}),
         Case("value_and_grad", gradients, LOSS),
-        Case("checked", fr.checked(lambda table, weights: fr.lookup({"t": table}, ids(weights), CLICKS[:1]).values), LOOKED, "*"),
+        Case("checked", fr.checked(lambda table, weights: fr.lookup({"t": table}, ids(weights), CLICKS[:1]).values),
+            LOOKED, "*"),
         *(Case(n, lambda grads, f=f: f(row_grads(grads)), {"grads": GRADS}) for n, f in ROW_GRADS.items()),
-        Case("RowGrads.scale", lambda grads, by: row_grads(grads).scale(by).to_dense(), {"grads": GRADS, "by": number(0.7)}),
+        Case("RowGrads.scale", lambda grads, by: row_grads(grads).scale(by).to_dense(),
+            {"grads": GRADS, "by": number(0.7)}),
         Case("RowGrads.__add__", lambda grads, other: (row_grads(grads) + row_grads(other)).coalesce().grads, TWO),
         Case("global_norm", lambda grads, other: fr.global_norm(both(grads, other), other), TWO),
-        Case("clip_by_global_norm", lambda **xs: [g.to_dense() for g in fr.clip_by_global_norm(both(**xs), 0.5).values()], TWO),
+        Case("clip_by_global_norm",
+            lambda **xs: [g.to_dense() for g in fr.clip_by_global_norm(both(**xs), 0.5).values()], TWO),
     ]  # fmt: skip
 
 
@@ -233,7 +245,9 @@ def of_values() -> list[Case]:
         *(Case(n, f, {"values": VALUES}, "*" if n in host else ()) for n, f in JAGGED.items()),
         *(Case(n, lambda w, f=f: f(two_keys(w)), {"w": WEIGHTS}, "*" if n in host else ()) for n, f in KEYED.items()),
         Case("KeyedTensor.from_dict", lambda values: fr.KeyedTensor.from_dict(parts(values))["b"], {"values": VALUES}),
-        Case("KeyedTensor.concat", lambda values: fr.KeyedTensor.concat([fr.KeyedTensor.from_dict({k: x}) for k, x in parts(values).items()]).stack(), {"values": VALUES}),
+        Case("KeyedTensor.concat",
+            lambda values: fr.KeyedTensor.concat([fr.KeyedTensor.from_dict({k: x}) for k,
+                    x in parts(values).items()]).stack(), {"values": VALUES}),
         Case("regroup", regrouped, {"values": VALUES}),
         Case("Batch", lambda values, w: fr.Batch(two_keys(w), values[:, 0], values), {"values": VALUES, "w": WEIGHTS}),
     ]  # fmt: skip

@@ -1,6 +1,7 @@
 """Memory whose neighbours cannot be read or written: a kernel that leaves it ends the process.
 
-| no access | ...... tensor | no access |        `at_end`: the tensor ends at a page without access, else it begins at one
+| no access | ...... tensor | no access |        `at_end`: the tensor ends at a page without access, else it begins at
+                                                 one
 """
 
 import contextlib

@@ -1,11 +1,13 @@
-"""Generated calls of every C++ operation on whatever its types allow: each against the reference, and on one and on two threads.
+"""Generated calls of every C++ operation on whatever its types allow:
+each against the reference, and on one and on two threads.
 
     check(operation, seed, place)       for operation in OPERATIONS
 
-Offsets descend, are negative, lie beyond the buffer or are the least and largest integers; so are ids; sizes are 0, null pointers
-come with them; inputs have strides. `place` puts each input where reading beyond it is found out (guarded.py, a sanitizer). What
-moves numbers must be the reference's, bit for bit; what sums them must be as near to the reference in f64 as its precision lets it;
-two threads must give the bits of one. Shapes: B bags, N ids, R rows, D dim.
+Offsets descend, are negative, lie beyond the buffer or are the least and largest integers; so are ids; sizes are 0,
+null pointers come with them; inputs have strides. `place` puts each input where reading beyond it is found out
+(guarded.py, a sanitizer). What moves numbers must be the reference's, bit for bit; what sums them must be as near to
+the reference in f64 as its precision lets it; two threads must
+give the bits of one. Shapes: B bags, N ids, R rows, D dim.
 """
 
 from collections.abc import Callable

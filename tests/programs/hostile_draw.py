@@ -1,4 +1,5 @@
-"""What generated calls of the C++ kernels are made of: sizes, numbers, ids and offsets that may be anything. See hostile.py.
+"""What generated calls of the C++ kernels are made of: sizes, numbers,
+ids and offsets that may be anything. See hostile.py.
 
 Shapes: B bags, N ids, R rows, D dim.
 """

@@ -2,9 +2,9 @@
 
     python tests/compile/interrupts.py [COUNT]
 
-COUNT interrupts by a timer's signal at random moments of a donated training step; then one at every moment of a call at which CPython
-would see a signal: where a function begins, where C code returns (seen by a profiler, as often as there are such events), behind
-calls and at backward jumps (seen by a tracer, operation by operation).
+COUNT interrupts by a timer's signal at random moments of a donated training step; then one at every moment of a call at
+which CPython would see a signal: where a function begins, where C code returns (seen by a profiler, as often as there
+are such events), behind calls and at backward jumps (seen by a tracer, operation by operation).
 """
 
 import dis
@@ -77,7 +77,8 @@ def switches() -> tuple:
 
 
 class AtRandom:
-    """A signal by a timer, some microseconds after the call began; as often in 10 to 20 as in 100 to 200, whatever the machine does."""
+    """A signal by a timer, some microseconds after the call began; as often
+    in 10 to 20 as in 100 to 200, whatever the machine does."""
 
     def __init__(self, longest_s: float, draw: random.Random):
         self.longest_s, self.draw = longest_s, draw
@@ -189,7 +190,8 @@ class Trial:
         self.need = bits((state, metrics))
 
     def run(self, moment: Any, follows: bool = True) -> str:
-        """ "whole", "gone" or "finished"; anything else raises. follows: whether the state is the one that the call before returned."""
+        """ "whole", "gone" or "finished"; anything else raises. follows: whether
+        the state is the one that the call before returned."""
         state, _ = self.fast(fr.copy(self.first), self.batches[0])
         if not follows:
             state = fr.copy(state)

@@ -1,7 +1,8 @@
 """Route, combine and sharded lookups under every transform: the programs that the laws compare.
 
-A program is a function of one rank's tree x of f64 tensors, and the same function of all ranks' trees at once in plain torch. Under
-"banks" x has this rank's banks (all at once: the whole tables); whatever else it has lies on each rank apart (all at once: stacked).
+A program is a function of one rank's tree x of f64 tensors, and the same function of all ranks' trees at once in plain
+torch. Under "banks" x has this rank's banks (all at once: the whole tables); whatever
+else it has lies on each rank apart (all at once: stacked).
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +33,8 @@ ROUNDED = {"rtol": 0.02, "atol": 0.02}  # several roundings of 2^-8 each, of sum
 
 
 class Program(NamedTuple):
-    """one: (x, ids) -> a tensor, on one rank. whole: X -> [n, ...], what all ranks get. x: X. layout: of the banks, if any."""
+    """one: (x, ids) -> a tensor, on one rank. whole: X -> [n, ...],
+    what all ranks get. x: X. layout: of the banks, if any."""
 
     one: Any
     whole: Any
@@ -104,7 +106,8 @@ def route_program(layout, mine):
     used = [x.feature for x in routes.lanes]
 
     def whole(x):
-        """By loops over the definition: rank r gets from s the weights of the ids that s has for r, lane by lane and bag by bag."""
+        """By loops over the definition: rank r gets from s the weights of
+        the ids that s has for r, lane by lane and bag by bag."""
         out = []
         for r in range(len(mine)):
             blocks = []
@@ -214,7 +217,8 @@ TRANSFORMS = {
 
 
 def whole_transforms(f, x, t):
-    """{transform: what all ranks get} for f of all ranks' trees: losses add up, and a tangent moves all ranks at once."""
+    """{transform: what all ranks get} for f of all ranks' trees:
+    losses add up, and a tangent moves all ranks at once."""
     losses = lambda x: torch.stack([loss(y) for y in f(sin(x))])
     total = lambda x: losses(x).sum()
     grad = torch.func.grad(total)

@@ -1,6 +1,8 @@
-"""Which arguments of the sweep may be accepted: those whose class the annotation names, and these, each with its reason.
+"""Which arguments of the sweep may be accepted: those whose class
+the annotation names, and these, each with its reason.
 
-A row is a reason, a pattern of calls, a pattern of paths and the wrong values it is for (`sweep.wrong_values`; None: all).
+A row is a reason, a pattern of calls, a pattern of paths and the
+wrong values it is for (`sweep.wrong_values`; None: all).
 """
 
 import re
@@ -20,7 +22,8 @@ class Row(NamedTuple):
 
 MAY_RETURN = (
     # trees, of which only the form counts
-    Row("a mapped function takes trees of any tensors", r"\.(un)?shard|\.shard_map", r"tree.*|x", TENSORS - {"f64[]"} | {"()", "JaggedTensor"}),
+    Row("a mapped function takes trees of any tensors", r"\.(un)?shard|\.shard_map", r"tree.*|x",
+        TENSORS - {"f64[]"} | {"()", "JaggedTensor"}),
     Row("collectives take trees of tensors", r"\.(p\w+|all_\w+)", "x", TENSORS | {"()", "JaggedTensor"}),
     Row("parameters are trees of floats", r"\.step_init|optim.dense_init|models.num_parameters", r"params.*", FLOATS),
     Row("a carry and its batches are trees of tensors", r"\.scan", "state|batches", TENSORS),
@@ -29,34 +32,45 @@ MAY_RETURN = (
     Row("an item is a tree of anything", "data.prefetch", r"items.*"),
     # what is not this function's to read
     Row("a loss reads of its batch what it likes", r"\.(grad_fn|step|step_on_mesh)", r"batch\.(label|dense)"),
-    Row("a model's answer does not depend on labels", r"models.(apply|train_apply|query|towers)", r"batch\.label", TENSORS),
+    Row("a model's answer does not depend on labels", r"models.(apply|train_apply|query|towers)", r"batch\.label",
+        TENSORS),
     Row("dense parameters go through as they are", r"\.(gather_state|sync_replicas)", r"state\.(dense|dense_opt)"),
     Row("a model's other parameters go through", "models.merge_stats", r"dense.*"),
     Row("no statistics at all", "models.merge_stats", r"aux\['stats'\]", {"None", "()"}),
     Row("a label is any hashable", r"\.shard_tables", r"labels\[.*"),
     # values, which `validate` reads and no other call
-    Row("whether offsets fit the values is in their values", ".*", r"(ids|bags|tree)\.(values|offsets)", TENSORS - {"f64[]", "meta"}),
-    Row("values of a feature are of any dtype until a table is looked up", r"(Keyed)?JaggedTensor.*", "values", {"bool[3]", "c64[2]"}),
-    Row("a bag of rows", r"(Keyed)?JaggedTensor.from_lists", r"(lists|weights)\[.*", {"c64[2]", "numpy", "f32[1, 1, 1, 1]", "()"}),
+    Row("whether offsets fit the values is in their values", ".*", r"(ids|bags|tree)\.(values|offsets)",
+        TENSORS - {"f64[]", "meta"}),
+    Row("values of a feature are of any dtype until a table is looked up", r"(Keyed)?JaggedTensor.*", "values",
+        {"bool[3]", "c64[2]"}),
+    Row("a bag of rows", r"(Keyed)?JaggedTensor.from_lists", r"(lists|weights)\[.*",
+        {"c64[2]", "numpy", "f32[1, 1, 1, 1]", "()"}),
     Row("ids are any integers before they are hashed", r"\.hash_rows|\.fold_in", "ids|data", {"i64[17]"}),
     # numbers
     Row("a number may be a tensor of one", r"optim.*|RowGrads.scale", ".*", {"f64[]"}),
     Row("a factor of NaN marks a gradient", "RowGrads.scale", "factor", {"nan"}),
     Row("a leaf's gradient is rounded to its dtype", "optim.dense_update", r"grads.*", {"f64[]"}),
-    Row("an integer of its range, where the sweep sees no annotation", r"\.(Mesh_emulated|initialize|ragged_all_to_all)|optim.*",
+    Row("an integer of its range, where the sweep sees no annotation",
+        r"\.(Mesh_emulated|initialize|ragged_all_to_all)|optim.*",
         "a|b|shape.*|start|num_embeddings|capacity|step", {"7", "0", "i64[17]"}),
     Row("0 of a range that begins there, and a larger bound", "data.random_rows", r"ids_per_bag.*", {"0", "7"}),
-    Row("torch's own classes take what they take", "optim.dense", "lr|weight_decay", {"7", "0", "True", "function", "class"}),
-    Row("shapes alone are computed", r"optim.init|nn.(dot_interaction|factorization_machine)|metrics.auc_error|data.transform_dense", ".*", {"meta"}),
-    Row("elementwise", r"nn.(dropout|dot_interaction|factorization_machine)|data.transform_dense", "x", TENSORS - {"c64[2]", "meta"}),
+    Row("torch's own classes take what they take", "optim.dense", "lr|weight_decay",
+        {"7", "0", "True", "function", "class"}),
+    Row("shapes alone are computed",
+        r"optim.init|nn.(dot_interaction|factorization_machine)|metrics.auc_error|data.transform_dense", ".*",
+        {"meta"}),
+    Row("elementwise", r"nn.(dropout|dot_interaction|factorization_machine)|data.transform_dense", "x",
+        TENSORS - {"c64[2]", "meta"}),
     Row("labels may be booleans, weights too", "metrics.*", "labels|weights", {"bool[3]", "None"}),
     Row("one tensor without a table", r"\.global_norm", "more", NUMBERS),
     Row("a sum in another float dtype", "metrics.*", r"(a|b|state)\[.*", {"f64[]"}),
     # positions, names, defaults
-    Row("positions count from both ends; none is none", r"(Keyed)?JaggedTensor.(getitem|bags)", r"which.*", {"-1", "0", "()"}),
+    Row("positions count from both ends; none is none", r"(Keyed)?JaggedTensor.(getitem|bags)", r"which.*",
+        {"-1", "0", "()"}),
     Row("an initializer is any function", r"\.TableConfig|\.train_step", "initializer|merge", {"function", "class"}),
     Row("None is the default", r".*", "weights|dtype|device|axis_names|capacity|like|y|a|b", {"None"}),
-    Row("a name of an axis or a column", r"\.P|\.Plan|\.sync_replicas|data.criteo_npy", r"a|b|replicas\[0\]|greatest\[0\]|keys.*", {"'no'", "()"}),
+    Row("a name of an axis or a column", r"\.P|\.Plan|\.sync_replicas|data.criteo_npy",
+        r"a|b|replicas\[0\]|greatest\[0\]|keys.*", {"'no'", "()"}),
     Row("a plan reads of a mapping its names", r"\.Plan_uniform", "tables", {"{'q': 1}"}),
     Row("what it is", r"\.shard_map", "check", {"True"}),
 )  # fmt: skip

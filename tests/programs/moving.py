@@ -11,7 +11,8 @@ from programs.training import plan_of
 
 
 def moved(name, stations, steps, num_bags, is_real):
-    """`steps` steps at each station, a pair (axes, kind), in blocks of one or two rows between them: the last state, whole."""
+    """`steps` steps at each station, a pair (axes, kind), in blocks
+    of one or two rows between them: the last state, whole."""
     _move.BLOCK_BYTES = 64
     make = fr.Mesh.distributed if is_real else fr.Mesh.emulated
     meshes = [make(**axes) for axes, _ in stations]

@@ -1,4 +1,5 @@
-"""Rules of collectives, exchanges, sharded lookups and steps, each changed in turn: some law must turn red. The tests use the same table.
+"""Rules of collectives, exchanges, sharded lookups and steps, each changed in
+turn: some law must turn red. The tests use the same table.
 
 PYTHONPATH=tests .venv/bin/python -m programs.mutations
 """
@@ -164,7 +165,8 @@ MUTATIONS = {
     "an exchange without its tangent": _dropped("jvp", lambda ctx, a, b, *t: tuple(t)),
     "an exchange that does not batch": _dropped("vmap", lambda info, dims, call, marker, *xs: (xs, dims[2:])),
     "a mean is not divided": Mutation(_combine, "_divided", lambda made: lambda x, *args: x, law(looks_up, "row_wise")),
-    "a mean's gradient is not divided": Mutation(_combine, "_scaled", lambda made: lambda d, *args: d, law(has_bits, "row_wise")),
+    "a mean's gradient is not divided": Mutation(_combine, "_scaled", lambda made: lambda d, *args: d,
+        law(has_bits, "row_wise")),
     "copies keep their own gradients": Mutation(
         _sync, "sync_grads", _kept_apart, law(has_bits, "replicated")
     ),
@@ -173,7 +175,8 @@ MUTATIONS = {
         sequence, "lane_places", lambda made: lambda *args: made(*args).roll(1, -1), law(has_bits, "row_wise")
     ),
     "a lane's rows are another lane's": Mutation(
-        sequence, "lane_places", lambda made: lambda routed, i, n: made(routed, (i + 1) % 3, n), law(has_bits, "row_wise")
+        sequence, "lane_places", lambda made: lambda routed, i, n: made(routed, (i + 1) % 3, n),
+        law(has_bits, "row_wise")
     ),
     "dedup: an owner's blocks begin one row late": Mutation(POOLED, "distinct", _late, is_deduplicated),
     "dedup: only one id of a row gives its gradient": Mutation(POOLED, "distinct", _alone, is_deduplicated),
@@ -183,7 +186,8 @@ MUTATIONS = {
         lambda made: lambda sums, routed, *args: made(sums, replace(routed, rows=routed.rows.roll(1, -1)), *args),
         is_deduplicated,
     ),
-    "what does not fit is trained on": Mutation(fr.RowGrads, "where", lambda made: lambda self, condition: self, keeps_state),
+    "what does not fit is trained on": Mutation(fr.RowGrads, "where", lambda made: lambda self, condition: self,
+        keeps_state),
     "ids without room are not counted": Mutation(ops, "owner_blocks", _uncounted, keeps_state),
     "overflow is not counted": Mutation(
         _rank_step, "joined_overflow", lambda made: lambda grads: torch.zeros(2, dtype=torch.int64), keeps_state

@@ -17,7 +17,8 @@ def skewed(step, num_bags):
 
 def step_of(mesh, kind, capacity, name="adam"):
     return fr.train_step(
-        training.loss_fn, **training.optimizers(name), mesh=mesh, plan=plan_of(kind, mesh.shape), exact=True, capacity=capacity
+        training.loss_fn, **training.optimizers(name), mesh=mesh, plan=plan_of(kind, mesh.shape), exact=True,
+        capacity=capacity
     )  # fmt: skip
 
 
@@ -31,7 +32,8 @@ def clone(state):
 
 
 def overflown(mesh, kind, compiled=False):
-    """(the state after one ordinary step, after one that does not fit, the latter's metrics, and after the same batch with room)."""
+    """(the state after one ordinary step, after one that does not fit, the
+    latter's metrics, and after the same batch with room)."""
     wide, narrow = (step_of(mesh, kind, c) for c in (100, 1))
     run = fr.jit(narrow, donate=("state",)) if compiled else narrow
     before, _ = wide(wide.init(training.params()), own(training.batch(0, 8), mesh))

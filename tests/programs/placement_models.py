@@ -9,7 +9,8 @@ from funcrec.testing import strategies as frs
 
 @st.composite
 def models(draw, kinds=frs.PLACEMENTS):
-    """(mesh, plan, tables, ids, features): a few tables of odd sizes, several features each; shrinks to one table on one rank."""
+    """(mesh, plan, tables, ids, features): a few tables of odd sizes,
+    several features each; shrinks to one table on one rank."""
     mesh = draw(frs.meshes())
     names = ["a", "b", "c"][: draw(st.integers(1, 3))]
     shapes = {n: (draw(st.integers(1, 9)), draw(st.sampled_from([1, 2, 5, 8]))) for n in names}

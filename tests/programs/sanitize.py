@@ -1,17 +1,21 @@
 """The C++ kernels under the compilers' sanitizers: `make sanitize`, or
 
-    PYTHONPATH=tests python -m programs.sanitize --mode address [--count 100000]     reads and writes outside memory, undefined behaviour
+    PYTHONPATH=tests python -m programs.sanitize --mode address [--count 100000]
+    reads and writes outside memory, undefined behaviour
     PYTHONPATH=tests python -m programs.sanitize --mode thread [--count 8000]        data races
 
-Address: every call of hostile.py once on one thread and once on two, on torch's own threads; the generated rules are built with the
-sanitizers too. Inputs are memory of their own, so that one byte too far is found. Leaks are not looked for: Python ends with many.
+Address: every call of hostile.py once on one thread and once on two, on torch's own threads; the generated rules are
+built with the sanitizers too. Inputs are memory of their own, so that one byte too far
+is found. Leaks are not looked for: Python ends with many.
 
-Thread: two Python threads make calls at once, each on two kernel threads, half of them large enough to be shared out. torch is not
-built with the sanitizer, which therefore does not know that an OpenMP loop of torch's ends before the next begins, and would report
-every such loop. So the kernels run on their own pool, and then on a stand-in for OpenMP's entry that starts threads and joins them:
-the same loop, handed out in the same way. What torch's and Python's own objects do is not reported (`ignore_noninstrumented_modules`).
+Thread: two Python threads make calls at once, each on two kernel threads, half of them large enough to be shared out.
+torch is not built with the sanitizer, which therefore does not know that an OpenMP loop of torch's ends before the next
+begins, and would report every such loop. So the kernels run on their own pool, and then on a stand-in for OpenMP's
+entry that starts threads and joins them: the same loop, handed out in the same way. What torch's and Python's own
+objects do is not reported (`ignore_noninstrumented_modules`).
 
-First a fault is made on purpose, which must be found. Ends with 1 and the reports if there is another. `--object` takes an object that was built before, and builds none.
+First a fault is made on purpose, which must be found. Ends with 1 and the reports if there is another. `--object` takes
+an object that was built before, and builds none.
 """
 
 import argparse
@@ -53,7 +57,8 @@ void stand_in(void (*f)(void*), void* data, unsigned threads, unsigned) {
 
 
 def build(mode: str, level: str) -> Path:
-    """The object for an instruction set, by the kernels' own CMakeLists with the sanitizer; the stand-in lies beside it."""
+    """The object for an instruction set, by the kernels' own CMakeLists
+    with the sanitizer; the stand-in lies beside it."""
     folder = ROOT / "build" / f"sanitize-{mode}"
     flag, find = SANITIZERS[mode][0], os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     cmake, environment = shutil.which("cmake", path=find), {**os.environ, "PATH": find}
@@ -107,7 +112,8 @@ def launch(mode: str, count: int, given: Path | None, first: int, jobs: int, mor
     with ThreadPoolExecutor(jobs) as pool:
         statuses, findings = zip(*pool.map(part, parts), strict=True)
     print(
-        f"{mode}: {count} calls, {sum(findings)} findings, exit {max(map(abs, statuses))}, {time.monotonic() - begin:.0f} s"
+        f"{mode}: {count} calls, {sum(findings)} findings, exit {max(map(abs, statuses))}, "
+        f"{time.monotonic() - begin:.0f} s"
     )
     return int(any(findings) or any(statuses))
 
@@ -196,7 +202,8 @@ WRONG = """extern "C" void wrong(float* row) {
 
 
 def do_wrong(mode: str, where: str) -> None:
-    """A fault that the sanitizer must find: a row behind the last one, or one row that two threads write; in a kernel, or in a rule."""
+    """A fault that the sanitizer must find: a row behind the last one, or one
+    row that two threads write; in a kernel, or in a rule."""
     import torch
     from funcrec.kernels.cpp import _native, _rules
 

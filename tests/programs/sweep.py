@@ -28,10 +28,14 @@ class Opaque:
 
 def wrong_values() -> dict[str, Any]:
     own = {
-        "None": None, "'no'": "no", "7": 7, "-1": -1, "0": 0, "True": True, "nan": float("nan"), "[1.5, 'a']": [1.5, "a"],
-        "()": (), "{'q': 1}": {"q": 1}, "object": Opaque(), "f32[1, 1, 1, 1]": torch.ones(1, 1, 1, 1), "bool[3]": torch.ones(3) > 0,
-        "c64[2]": torch.ones(2, dtype=torch.complex64), "i64[17]": torch.arange(17), "f32[0]": torch.ones(0), "f64[]": torch.tensor(0.5).double(),
-        "meta": torch.ones(2, 2, device="meta"), "numpy": np.ones((2, 3)), "JaggedTensor": fr.JaggedTensor.from_lists([[0.5], []]),
+        "None": None, "'no'": "no", "7": 7, "-1": -1, "0": 0, "True": True, "nan": float("nan"),
+        "[1.5, 'a']": [1.5, "a"],
+        "()": (), "{'q': 1}": {"q": 1}, "object": Opaque(), "f32[1, 1, 1, 1]": torch.ones(1, 1, 1, 1),
+        "bool[3]": torch.ones(3) > 0,
+        "c64[2]": torch.ones(2, dtype=torch.complex64), "i64[17]": torch.arange(17), "f32[0]": torch.ones(0),
+        "f64[]": torch.tensor(0.5).double(),
+        "meta": torch.ones(2, 2, device="meta"), "numpy": np.ones((2, 3)),
+        "JaggedTensor": fr.JaggedTensor.from_lists([[0.5], []]),
         "mesh": fr.Mesh.emulated(z=2), "function": lambda *args, **kwargs: None, "class": dict,
     }  # fmt: skip
     with contextlib.suppress(ImportError), contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
@@ -45,7 +49,8 @@ def wrong_values() -> dict[str, Any]:
 class Outcome(NamedTuple):
     """What came of one wrong call. kind: "returned", "said" (got and need), "raw". whole: all four parts.
 
-    fits: "closed" where the annotation names the value's class, and not for being a tensor or anything; "open" where it does not.
+    fits: "closed" where the annotation names the value's class, and not
+      for being a tensor or anything; "open" where it does not.
     """
 
     call: str
@@ -58,7 +63,8 @@ class Outcome(NamedTuple):
 
 
 def places(good: dict) -> Iterator[tuple[str, Callable[[Any], dict], Any]]:
-    """(path, wrong value -> arguments, annotation key) of each argument, and of each element or field one level below."""
+    """(path, wrong value -> arguments, annotation key) of each
+    argument, and of each element or field one level below."""
     for name, value in good.items():
         yield name, lambda x, n=name: {**good, n: x}
         if isinstance(value, Mapping) and type(value) is dict:
@@ -127,7 +133,8 @@ def sweep(calls, folder) -> Iterator[Outcome]:
 
 
 def tried(calls, outcomes: Sequence[Outcome], own: dict) -> Iterator[tuple[Outcome, Outcome]]:
-    """(what came of a wrong argument, what came of the value that its error says to try) of each text that is one; `own`: its names."""
+    """(what came of a wrong argument, what came of the value that its error
+    says to try) of each text that is one; `own`: its names."""
     by_name, seen = {call.name: call for call in calls}, set()
     for o in outcomes:
         given = [line.partition("=")[2] for line in o.text.split("\n") if line.startswith(f"  try   {o.path}=")]

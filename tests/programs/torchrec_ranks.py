@@ -39,7 +39,8 @@ def params():
 
 def batch(step, rank, bags=5):
     g = torch.Generator().manual_seed(10 * step + rank)
-    lists = {f"f{t}": [torch.randint(0, r, (int(n),), generator=g).tolist() for n in torch.randint(0, 5, (bags,), generator=g)]
+    lists = {f"f{t}": [torch.randint(0, r, (int(n),), generator=g).tolist() for n in torch.randint(0, 5, (bags,),
+                generator=g)]
              for t, (r, _) in SHAPES.items()}  # fmt: skip
     return fr.Batch(
         fr.KeyedJaggedTensor.from_lists(lists).pad_to(64), torch.randint(0, 2, (bags,), generator=g).float()

@@ -1,4 +1,5 @@
-"""Every collective under every transform, on emulated and on real ranks: the programs that the laws compare, and the table of them.
+"""Every collective under every transform, on emulated and on real ranks:
+the programs that the laws compare, and the table of them.
 
 PYTHONPATH=tests .venv/bin/python -m programs.transforms
 """
@@ -65,8 +66,8 @@ def dense_ragged(x):
     return torch.stack(rows)
 
 
-# The same for all ranks at once, in plain torch: f64[N, n * WIDTH, WIDTH] -> [N, ...]. Those whose transpose is not that of this
-# map, by definition, are tested by themselves.
+# The same for all ranks at once, in plain torch: f64[N, n * WIDTH, WIDTH] -> [N, ...]. Those whose transpose is not
+# that of this map, by definition, are tested by themselves.
 DENSE = {
     "psum": lambda x: x.sum(0).expand_as(x),
     "pmean": lambda x: x.mean(0).expand_as(x),
@@ -123,7 +124,8 @@ TRANSFORMS = {
 def dense_transforms(f):
     """{transform: X -> what all ranks get} for a map f of all ranks' values at once.
 
-    The ranks' losses add up, and a tangent moves all ranks at once: that is what transforms inside the mapped function mean.
+    The ranks' losses add up, and a tangent moves all ranks at once:
+    that is what transforms inside the mapped function mean.
     """
     losses = lambda x: torch.stack([scalar(lambda _, y=y: y)(y) for y in f(x.sin())])
     total = lambda x: losses(x).sum()
@@ -198,7 +200,8 @@ def real_compiled_cells():
 
 
 def main():
-    """Print which cells agree, with the plain function (coded lookups up to rounding), on emulated and on 2, 4 and 2 x 2 gloo ranks."""
+    """Print which cells agree, with the plain function (coded lookups up to
+    rounding), on emulated and on 2, 4 and 2 x 2 gloo ranks."""
     print("Each row is printed when it is done. Most of the time is compilation.", flush=True)
     worlds = {n: RankPool(n) for n in (2, 4)}
     failed = print_collectives(worlds)
