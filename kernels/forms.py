@@ -60,26 +60,24 @@ class Terms(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule that implementations know: its slots and its hyper-parameters, in the order in which they are passed."""
+    """A rule that implementations know (`rules.RULES`).
+
+    slots, hyper: its slots and its hyper-parameters, in the order in which they are passed. wide: whether a slot is f[R, D], else f[R].
+    optional: (slot, hyper-parameter) of each slot that is not there where that number is 0. is_timed: whether the step is in its formula;
+    counts_entries: whether it is told how many entries were summed into a row.
+    """
 
     slots: tuple[str, ...]
     hyper: tuple[str, ...]
+    wide: tuple[bool, ...] = ()
+    optional: tuple[tuple[str, str], ...] = ()
+    is_timed: bool = False
+    counts_entries: bool = False
 
-
-_ADAM = Rule(("mean", "square"), ("b1", "b2", "eps", "weight_decay"))
-RULES = {
-    "sgd": Rule((), ("weight_decay",)),
-    "momentum": Rule(("momentum",), ("momentum", "weight_decay", "nesterov")),
-    "lars_sgd": Rule(("momentum",), ("eta", "momentum", "weight_decay")),
-    "lion": Rule(("mean",), ("b1", "b2", "weight_decay")),
-    "adagrad": Rule(("sum",), ("eps", "weight_decay")),
-    "rowwise_adagrad": Rule(("sum",), ("eps", "weight_decay", "decay", "max_norm")),
-    "rowwise_adagrad_counter": Rule(("sum", "counter", "last"), ("half_life", "eps", "weight_decay", "decay")),
-    "rowwise_adagrad_cowclip": Rule(("sum",), ("clip_ratio", "lower_bound", "eps", "weight_decay", "decay")),
-    "rmsprop": Rule(("square", "momentum"), ("b2", "eps", "momentum", "weight_decay")),
-    "ftrl": Rule(("z", "sum"), ("beta", "l1", "l2")),
-    **dict.fromkeys(("adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"), _ADAM),
-}
+    def slots_with(self, hyper: Sequence[float]) -> tuple[str, ...]:
+        """The slots under these numbers."""
+        absent = {slot for slot, name in self.optional if not hyper[self.hyper.index(name)]}
+        return tuple(s for s in self.slots if s not in absent)
 
 
 class Owners(NamedTuple):

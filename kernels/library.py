@@ -13,6 +13,7 @@ from typing import NoReturn
 import torch
 from funcrec.kernels import stacks
 from funcrec.kernels.forms import accumulation_dtype, capacities, features_of, segments_of, widest, width_of
+from funcrec.kernels.rules import RULES
 from funcrec.kernels.tracked import is_differentiating, is_tracked_here
 from torch import Tensor
 
@@ -155,7 +156,7 @@ def _define(namespace: str, module: object) -> None:
             continue
         run, in_place, fake = getattr(module, written), None, FAKES.get(name, lambda *args: None)
         if written == "fused_update_":
-            run = stacks.update_of_members(run, lambda rule, *rest: rule in stacks.TIMED)
+            run = stacks.update_of_members(run, lambda rule, *rest: RULES[rule].is_timed)
         elif name in SUMS:
             run, fake = stacks.sums_of_members(run), stacks.sums_of_members(fake)
         elif name == "pooled_lookup":

@@ -31,7 +31,8 @@ from contextvars import ContextVar
 
 import torch
 from funcrec.kernels import library
-from funcrec.kernels.forms import RULES, Feature, Owners, Rule, Segment, Terms, accumulation_dtype, flatten
+from funcrec.kernels.forms import Feature, Owners, Rule, Segment, Terms, accumulation_dtype, flatten
+from funcrec.kernels.rules import RULES
 from funcrec.kernels.tracked import any_tracked
 from torch import Tensor
 

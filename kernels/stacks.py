@@ -15,9 +15,6 @@ from funcrec.kernels.forms import features_of, flatten, segments_of, widest
 from torch import Tensor
 
 RANKS = {"tables": 2, "d": 2, "rows": 1, "offsets": 1, "weights": 1, "lr": 0, "step": 0, "key": 1, "first": 1}
-TIMED = frozenset(  # rules whose formula has the step in it
-    {"adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb", "rowwise_adagrad_counter"}
-)
 _TERMS = ("d", "rows", "offsets", "weights")
 
 

@@ -8,12 +8,17 @@ row: w, g are f[D].
 
 import torch
 
-from funcrec.core import remade
-from funcrec.optim._row import Rate, RowOptimizer, builtin_optimizer, norm, per_element, per_row
-from funcrec.tables import root
+from funcrec.optim._builtin import builtin, per_element, per_row
+from funcrec.optim._row import Rate, RowOptimizer, norm, root
 
 
-@remade
+def _adagrad(row, grad, slots, hyper):
+    grad = grad + hyper.weight_decay * row
+    total = slots["sum"] + grad.square()
+    return row - hyper.lr * grad / (root(total) + hyper.eps), {"sum": total}
+
+
+@builtin(rule=_adagrad, slots=lambda hyper: {"sum": per_element(hyper.initial_accumulator)})
 def adagrad(
     lr: Rate = 0.01, *, eps: float = 1e-8, weight_decay: float = 0.0, initial_accumulator: float = 0.0
 ) -> RowOptimizer:
@@ -23,19 +28,31 @@ def adagrad(
 
     Source: Duchi, Hazan, Singer, "Adaptive subgradient methods" (2011), fig. 1; torch.optim.Adagrad; FBGEMM's EXACT_ADAGRAD.
     """
-    return builtin_optimizer(
-        init=lambda table: {"sum": per_element(table, initial_accumulator)}, rule=_adagrad, lr=lr, name="adagrad",
-        eps=eps, weight_decay=weight_decay, initial_accumulator=initial_accumulator,
-    )  # fmt: skip
 
 
-def _adagrad(row, grad, slots, hyper):
-    grad = grad + hyper.weight_decay * row
-    total = slots["sum"] + grad.square()
-    return row - hyper.lr * grad / (root(total) + hyper.eps), {"sum": total}
+def one_sum(hyper):
+    return {"sum": per_row(hyper.initial_accumulator)}
 
 
-@remade
+def _shrink(length, most):
+    """f[]: what takes a length to at most `most`; its derivatives exist at length 0."""
+    is_long = length > most
+    return torch.where(is_long, most / torch.where(is_long, length, 1), 1)
+
+
+def _rowwise_adagrad(row, grad, slots, hyper):
+    if hyper.decay == "l2":
+        grad = grad + hyper.weight_decay * row
+    total = slots["sum"] + grad.square().mean()
+    kept = row if hyper.decay == "l2" else (1 - hyper.lr * hyper.weight_decay) * row
+    new = kept - hyper.lr / (root(total) + hyper.eps) * grad
+    if hyper.max_norm is not None:
+        length = norm(new)
+        new = new * _shrink(length, hyper.max_norm)
+    return new, {"sum": total}
+
+
+@builtin(rule=_rowwise_adagrad, slots=one_sum)
 def rowwise_adagrad(
     lr: Rate = 0.01,
     *,
@@ -55,38 +72,24 @@ def rowwise_adagrad(
 
     Source: FBGEMM's EXACT_ROWWISE_ADAGRAD, weight decay modes L2 and DECOUPLE.
     """
-    return builtin_optimizer(
-        init=lambda table: {"sum": per_row(table, initial_accumulator)}, rule=_rowwise_adagrad, lr=lr,
-        name="rowwise_adagrad", is_gradient_wise=_adds_no_row(weight_decay, decay) and max_norm is None, eps=eps,
-        weight_decay=weight_decay, decay=decay, max_norm=max_norm, initial_accumulator=initial_accumulator,
-    )  # fmt: skip
 
 
-def _shrink(length, most):
-    """f[]: what takes a length to at most `most`; its derivatives exist at length 0."""
-    is_long = length > most
-    return torch.where(is_long, most / torch.where(is_long, length, 1), 1)
+def counted(hyper):
+    return {**one_sum(hyper), "counter": per_row(), "last": per_row()}
 
 
-def _adds_no_row(weight_decay, decay: str) -> bool:
-    """Whether the square that is kept for a row is of its gradient alone."""
-    is_none = isinstance(weight_decay, int | float) and weight_decay == 0
-    return is_none or (isinstance(decay, str) and decay == "decoupled")
+def _rowwise_adagrad_counter(row, grad, slots, hyper):
+    passed = torch.where(slots["last"] == 0, 1, hyper.step - slots["last"])
+    counter = 1 + slots["counter"] * torch.exp2(-passed / hyper.half_life)
+    penalty = hyper.half_life / counter * hyper.weight_decay
+    decayed = grad + hyper.weight_decay * row if hyper.decay == "l2" else grad
+    total = slots["sum"] + decayed.square().mean()
+    rate = hyper.lr / (root(total) + hyper.eps)
+    kept = 1 - (rate if hyper.decay == "l2" else hyper.lr) * penalty
+    return kept * row - rate * grad, {"sum": total, "counter": counter, "last": hyper.step.expand_as(counter)}
 
 
-def _rowwise_adagrad(row, grad, slots, hyper):
-    if hyper.decay == "l2":
-        grad = grad + hyper.weight_decay * row
-    total = slots["sum"] + grad.square().mean()
-    kept = row if hyper.decay == "l2" else (1 - hyper.lr * hyper.weight_decay) * row
-    new = kept - hyper.lr / (root(total) + hyper.eps) * grad
-    if hyper.max_norm is not None:
-        length = norm(new)
-        new = new * _shrink(length, hyper.max_norm)
-    return new, {"sum": total}
-
-
-@remade
+@builtin(rule=_rowwise_adagrad_counter, slots=counted)
 def rowwise_adagrad_counter(
     lr: Rate = 0.01, *, half_life: float, eps: float = 1e-8, weight_decay: float = 0.0, decay: str = "l2",
     initial_accumulator: float = 0.0,
@@ -102,44 +105,6 @@ def rowwise_adagrad_counter(
 
     Source: FBGEMM's EXACT_ROWWISE_ADAGRAD with counter-based regularisation, without its changes to the learning rate.
     """
-    return builtin_optimizer(
-        init=lambda table: {"sum": per_row(table, initial_accumulator), "counter": per_row(table), "last": per_row(table)},
-        rule=_rowwise_adagrad_counter, lr=lr, name="rowwise_adagrad_counter",
-        is_gradient_wise=_adds_no_row(weight_decay, decay), half_life=half_life, eps=eps,
-        weight_decay=weight_decay, decay=decay, initial_accumulator=initial_accumulator,
-    )  # fmt: skip
-
-
-def _rowwise_adagrad_counter(row, grad, slots, hyper):
-    passed = torch.where(slots["last"] == 0, 1, hyper.step - slots["last"])
-    counter = 1 + slots["counter"] * torch.exp2(-passed / hyper.half_life)
-    penalty = hyper.half_life / counter * hyper.weight_decay
-    decayed = grad + hyper.weight_decay * row if hyper.decay == "l2" else grad
-    total = slots["sum"] + decayed.square().mean()
-    rate = hyper.lr / (root(total) + hyper.eps)
-    kept = 1 - (rate if hyper.decay == "l2" else hyper.lr) * penalty
-    return kept * row - rate * grad, {"sum": total, "counter": counter, "last": hyper.step.expand_as(counter)}
-
-
-@remade
-def rowwise_adagrad_cowclip(
-    lr: Rate = 0.01, *, clip_ratio: float = 1.0, lower_bound: float = 1e-5, eps: float = 1e-8,
-    weight_decay: float = 0.0, decay: str = "l2", initial_accumulator: float = 0.0,
-) -> RowOptimizer:  # fmt: skip
-    """Row-wise Adagrad with a step clipped for each row, by how often it occurs and how long it is.
-
-        k ← k · min(1, repeats · max(clip_ratio · ‖w‖, lower_bound) / ‖g‖);  else as rowwise_adagrad
-
-    Slots: sum f[R].
-
-    Source: Zheng et al., "CowClip: Reducing CTR prediction model training time" (2022), alg. 1: repeats is the number
-    of ids in the batch. FBGEMM's cowclip mode has the row's decayed counter there.
-    """
-    return builtin_optimizer(
-        init=lambda table: {"sum": per_row(table, initial_accumulator)}, rule=_rowwise_adagrad_cowclip, lr=lr,
-        name="rowwise_adagrad_cowclip", clip_ratio=clip_ratio, lower_bound=lower_bound, eps=eps,
-        weight_decay=weight_decay, decay=decay, initial_accumulator=initial_accumulator,
-    )  # fmt: skip
 
 
 def _rowwise_adagrad_cowclip(row, grad, slots, hyper):
@@ -153,21 +118,25 @@ def _rowwise_adagrad_cowclip(row, grad, slots, hyper):
     return kept - factor * hyper.lr / (root(total) + hyper.eps) * grad, {"sum": total}
 
 
-@remade
-def rmsprop(
-    lr: Rate = 0.01, *, b2: float = 0.99, eps: float = 1e-8, momentum: float = 0.0, weight_decay: float = 0.0
-) -> RowOptimizer:
-    """g ← g + weight_decay · w;  v ← b2 · v + (1 - b2) · g²;  m ← momentum · m + g / (√v + eps);  w ← w - lr · m.
+@builtin(rule=_rowwise_adagrad_cowclip, slots=one_sum)
+def rowwise_adagrad_cowclip(
+    lr: Rate = 0.01, *, clip_ratio: float = 1.0, lower_bound: float = 1e-5, eps: float = 1e-8,
+    weight_decay: float = 0.0, decay: str = "l2", initial_accumulator: float = 0.0,
+) -> RowOptimizer:  # fmt: skip
+    """Row-wise Adagrad with a step clipped for each row, by how often it occurs and how long it is.
 
-    Slots: square f[R, D], and momentum f[R, D] unless momentum is 0.
+        k ← k · min(1, repeats · max(clip_ratio · ‖w‖, lower_bound) / ‖g‖);  else as rowwise_adagrad
 
-    Source: Tieleman, Hinton, "Lecture 6.5: rmsprop" (2012); torch.optim.RMSprop, whose alpha is b2.
+    Slots: sum f[R].
+
+    Source: Zheng et al., "CowClip: Reducing CTR prediction model training time" (2022), alg. 1: repeats is the number
+    of ids in the batch. FBGEMM's cowclip mode has the row's decayed counter there.
     """
-    names = ("square",) if isinstance(momentum, int | float) and momentum == 0 else ("square", "momentum")
-    return builtin_optimizer(
-        init=lambda table: {k: per_element(table) for k in names}, rule=_rmsprop, lr=lr, name="rmsprop",
-        b2=b2, eps=eps, momentum=momentum, weight_decay=weight_decay,
-    )  # fmt: skip
+
+
+def squares(hyper):
+    is_plain = isinstance(hyper.momentum, int | float) and hyper.momentum == 0
+    return {k: per_element() for k in ("square", "momentum")[: 2 - is_plain]}
 
 
 def _rmsprop(row, grad, slots, hyper):
@@ -180,7 +149,26 @@ def _rmsprop(row, grad, slots, hyper):
     return row - hyper.lr * m, {"square": square, "momentum": m}
 
 
-@remade
+@builtin(rule=_rmsprop, slots=squares)
+def rmsprop(
+    lr: Rate = 0.01, *, b2: float = 0.99, eps: float = 1e-8, momentum: float = 0.0, weight_decay: float = 0.0
+) -> RowOptimizer:
+    """g ← g + weight_decay · w;  v ← b2 · v + (1 - b2) · g²;  m ← momentum · m + g / (√v + eps);  w ← w - lr · m.
+
+    Slots: square f[R, D], and momentum f[R, D] unless momentum is 0.
+
+    Source: Tieleman, Hinton, "Lecture 6.5: rmsprop" (2012); torch.optim.RMSprop, whose alpha is b2.
+    """
+
+
+def _ftrl(row, grad, slots, hyper):
+    total = slots["sum"] + grad.square()
+    z = slots["z"] + grad - (root(total) - root(slots["sum"])) / hyper.lr * row
+    new = -(z - z.sign() * hyper.l1) / ((hyper.beta + root(total)) / hyper.lr + hyper.l2)
+    return torch.where(z.abs() <= hyper.l1, 0, new), {"z": z, "sum": total}
+
+
+@builtin(rule=_ftrl, slots=lambda hyper: {"z": per_element(), "sum": per_element()})
 def ftrl(lr: Rate = 0.1, *, beta: float = 1.0, l1: float = 0.0, l2: float = 0.0) -> RowOptimizer:
     """Follow the regularised leader, proximal, for each coordinate.
 
@@ -192,14 +180,3 @@ def ftrl(lr: Rate = 0.1, *, beta: float = 1.0, l1: float = 0.0, l2: float = 0.0)
 
     Source: McMahan et al., "Ad click prediction: a view from the trenches" (KDD 2013), alg. 1.
     """
-    return builtin_optimizer(
-        init=lambda table: {"z": per_element(table), "sum": per_element(table)}, rule=_ftrl, lr=lr, name="ftrl",
-        beta=beta, l1=l1, l2=l2,
-    )  # fmt: skip
-
-
-def _ftrl(row, grad, slots, hyper):
-    total = slots["sum"] + grad.square()
-    z = slots["z"] + grad - (root(total) - root(slots["sum"])) / hyper.lr * row
-    new = -(z - z.sign() * hyper.l1) / ((hyper.beta + root(total)) / hyper.lr + hyper.l2)
-    return torch.where(z.abs() <= hyper.l1, 0, new), {"z": z, "sum": total}

@@ -4,7 +4,8 @@ Each yields a Problem for everything that does not fit, from structure and shape
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from torch import Tensor
 
@@ -27,14 +28,23 @@ _KINDS = {"lr": kind_of(Rate)} | {name: kind_of(hint) for hint, names in _OF.ite
 _MADE = kind_of(FiniteRate | Scalar)  # what a function of the step gives
 
 
-def hyper_problems(lr: object, hyper: Mapping[str, Any]) -> Iterator[Problem]:
-    """Numbers, or tensors of one number each, in their ranges; what a tensor holds is not read."""
+def choices_of(name: str) -> tuple[str, ...]:
+    """The names that a hyper-parameter may be, in the order of the numbers that kernels know them by."""
+    return next(get_args(hint) for hint, names in _OF.items() if get_origin(hint) is Literal and name in names.split())
+
+
+def hyper_problems(
+    lr: object, hyper: Mapping[str, Any], hints: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[Problem]:
+    """Numbers, or tensors of one number each, in their ranges; what a tensor holds is not read. hints: of names that the field has not."""
     yield from _KINDS["lr"].find("lr", lr)
     for name, value in hyper.items():
         if name in ("lr", "step", "repeats"):
             yield Problem(f"`{name}` is taken.", f"a hyper-parameter {name!r}", "another name")
-        if name in _KINDS and name != "lr":
+        elif name in _KINDS and name != "lr":
             yield from _KINDS[name].find(name, value)
+        elif name in hints:
+            yield from kind_of(hints[name]).find(name, value)
 
 
 def rate_at(call: str, lr: Any, step: Tensor) -> float | Tensor:

@@ -31,13 +31,13 @@ from funcrec.core import (
     typed_fields,
     vmaps_of,
 )
-from funcrec.kernels import ops
-from funcrec.kernels.memory import full_table
+from funcrec.kernels import formula, ops
 from funcrec.optim._blocks import flat
 from funcrec.optim._problems import (
     Rate,
     Tables,
     check_update,
+    choices_of,
     hyper_problems,
     made_problems,
     rate_at,
@@ -47,9 +47,11 @@ from funcrec.optim._problems import (
 )
 from funcrec.optim._rounding import round_stochastic, table_key
 from funcrec.optim._user_rule import RuleMemory
-from funcrec.tables import RowGrads, root, terms_of
+from funcrec.tables import RowGrads, terms_of
+from funcrec.tables import root as root_of
 
 Slots = dict[str, dict[str, Tensor]]
+root = formula.primitive(root_of)
 
 
 @typed_fields
@@ -101,11 +103,6 @@ class RowOptimizer(NamedTuple):
         return reduced(self)
 
 
-ELEMENTWISE = frozenset(
-    {"sgd", "momentum", "lion", "adagrad", "rmsprop", "ftrl", "adam", "adamw"}
-)  # of the built-in ones
-
-
 @remade
 def row_optimizer(
     *,
@@ -154,34 +151,23 @@ def row_optimizer(
     return build(init=init, rule=rule, lr=lr, name=name, hyper=hyper)
 
 
-def builtin_optimizer(
-    *, init, rule, lr: Rate, name: str, is_gradient_wise: bool = False, **hyper: Any
-) -> RowOptimizer:  # fmt: skip
-    """A row optimizer whose rule the kernels know, too, under the same name (`ops.RULES`).
-
-    is_gradient_wise: whether the rule, with these numbers, is so; never with a tensor among them, for which there is no kernel.
-    """
-    apart = (is_gradient_wise or name in ELEMENTWISE) and not any(isinstance(x, Tensor) for x in hyper.values())
-    return build(init=init, rule=rule, lr=lr, name=name, hyper=hyper, kernel=Kernel(name, ops.RULES[name], apart))
-
-
 class Kernel(NamedTuple):
     """The fused form of a rule."""
 
     name: str
-    form: ops.Rule
+    form: ops.Rule | None  # None before it is written
+    is_elementwise: bool
     is_gradient_wise: bool
 
     def fits(self, hyper: Mapping[str, Any], grads: Mapping[str, RowGrads]) -> bool:
         """Kernels take numbers, and count entries: neither tensors among `hyper`, nor entries that stand for several ids."""
-        counts = self.name == "rowwise_adagrad_cowclip"
-        return not any(isinstance(x, Tensor) for x in hyper.values()) and not (
-            counts and any(g.has_repeats for g in grads.values())
-        )
+        if self.form is None or any(isinstance(x, Tensor) for x in hyper.values()):
+            return False
+        return not (self.form.counts_entries and any(g.has_repeats for g in grads.values()))
 
     def numbers(self, hyper: Mapping[str, Any]) -> list[float]:
-        as_number = lambda x: float(x == "decoupled") if isinstance(x, str) else float(x or 0)
-        return [as_number(hyper[name]) for name in self.form.hyper]
+        as_number = lambda k, x: float(choices_of(k).index(x) if isinstance(x, str) else x or 0)
+        return [as_number(name, hyper[name]) for name in self.form.hyper]
 
 
 def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: Kernel | None = None) -> RowOptimizer:
@@ -242,7 +228,7 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
             changed = update_rows(call, of, named, slots, tables, key, choice)
         return {**tables, **changed[0]}, {**slots, **changed[1]}
 
-    is_elementwise = kernel is not None and name in ELEMENTWISE
+    is_elementwise = kernel is not None and kernel.is_elementwise
     return RowOptimizer(init_slots, update, is_elementwise=is_elementwise, is_gradient_wise=is_gradient_wise)
 
 
@@ -372,16 +358,6 @@ def rate_and_step(
 def step_tensor(step: int | Tensor, device: torch.device) -> Tensor:
     """i[] on `device`."""
     return step.to(device) if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64, device=device)
-
-
-def per_row(table: Tensor, value: float = 0.0) -> Tensor:
-    """A slot [R], of the dtype that rules compute in."""
-    return per_element(table[:, 0], value)
-
-
-def per_element(table: Tensor, value: float = 0.0) -> Tensor:
-    """A slot [R, D]."""
-    return full_table(tuple(table.shape), value, dtype=ops.accumulation_dtype(table.dtype), device=table.device)
 
 
 def norm(x: Tensor) -> Tensor:

@@ -7,11 +7,15 @@ Every rule is for one row: w, g and the slots are f[D].
 
 import torch
 
-from funcrec.core import remade
-from funcrec.optim._row import Rate, RowOptimizer, builtin_optimizer, norm, per_element
+from funcrec.optim._builtin import builtin, per_element
+from funcrec.optim._row import Rate, RowOptimizer, norm
 
 
-@remade
+def _sgd(row, grad, slots, hyper):
+    return row - hyper.lr * (grad + hyper.weight_decay * row), slots
+
+
+@builtin(rule=_sgd, slots=lambda hyper: {})
 def sgd(lr: Rate = 0.01, *, weight_decay: float = 0.0) -> RowOptimizer:
     """w ← w - lr · (g + weight_decay · w). No slots. The default lr is 0.01; torch.optim.SGD's is 0.001.
 
@@ -22,14 +26,15 @@ def sgd(lr: Rate = 0.01, *, weight_decay: float = 0.0) -> RowOptimizer:
 
     Source: torch.optim.SGD; FBGEMM's EXACT_SGD without decay.
     """
-    return builtin_optimizer(init=lambda table: {}, rule=_sgd, lr=lr, name="sgd", weight_decay=weight_decay)
 
 
-def _sgd(row, grad, slots, hyper):
-    return row - hyper.lr * (grad + hyper.weight_decay * row), slots
+def _momentum(row, grad, slots, hyper):
+    grad = grad + hyper.weight_decay * row
+    m = hyper.momentum * slots["momentum"] + grad
+    return row - hyper.lr * (grad + hyper.momentum * m if hyper.nesterov else m), {"momentum": m}
 
 
-@remade
+@builtin(rule=_momentum, slots=lambda hyper: {"momentum": per_element()})
 def momentum(
     lr: Rate = 0.01, *, momentum: float = 0.9, weight_decay: float = 0.0, nesterov: bool = False
 ) -> RowOptimizer:
@@ -39,33 +44,6 @@ def momentum(
 
     Source: torch.optim.SGD with dampening 0.
     """
-    return builtin_optimizer(
-        init=lambda table: {"momentum": per_element(table)}, rule=_momentum, lr=lr, name="momentum",
-        momentum=momentum, weight_decay=weight_decay, nesterov=nesterov,
-    )  # fmt: skip
-
-
-def _momentum(row, grad, slots, hyper):
-    grad = grad + hyper.weight_decay * row
-    m = hyper.momentum * slots["momentum"] + grad
-    return row - hyper.lr * (grad + hyper.momentum * m if hyper.nesterov else m), {"momentum": m}
-
-
-@remade
-def lars_sgd(lr: Rate = 0.01, *, eta: float = 0.001, momentum: float = 0.9, weight_decay: float = 0.0) -> RowOptimizer:
-    """Momentum with a rate for each row in proportion to the row's length.
-
-        rate = lr · eta · ‖w‖ / (‖g‖ + weight_decay · ‖w‖);  m ← momentum · m + rate · (g + weight_decay · w);  w ← w - m
-
-    The rate is lr for a row of zeros, and where the divisor is 0. Slots: momentum f[R, D].
-
-    Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks" (2017), alg. 1, a row as a layer;
-    FBGEMM's LARS_SGD, where a row of zeros never moves.
-    """
-    return builtin_optimizer(
-        init=lambda table: {"momentum": per_element(table)}, rule=_lars_sgd, lr=lr, name="lars_sgd",
-        eta=eta, momentum=momentum, weight_decay=weight_decay,
-    )  # fmt: skip
 
 
 def _lars_sgd(row, grad, slots, hyper):
@@ -77,7 +55,26 @@ def _lars_sgd(row, grad, slots, hyper):
     return row - m, {"momentum": m}
 
 
-@remade
+@builtin(rule=_lars_sgd, slots=lambda hyper: {"momentum": per_element()})
+def lars_sgd(lr: Rate = 0.01, *, eta: float = 0.001, momentum: float = 0.9, weight_decay: float = 0.0) -> RowOptimizer:
+    """Momentum with a rate for each row in proportion to the row's length.
+
+        rate = lr · eta · ‖w‖ / (‖g‖ + weight_decay · ‖w‖);  m ← momentum · m + rate · (g + weight_decay · w);  w ← w - m
+
+    The rate is lr for a row of zeros, and where the divisor is 0. Slots: momentum f[R, D].
+
+    Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks" (2017), alg. 1, a row as a layer;
+    FBGEMM's LARS_SGD, where a row of zeros never moves.
+    """
+
+
+def _lion(row, grad, slots, hyper):
+    direction = (hyper.b1 * slots["mean"] + (1 - hyper.b1) * grad).sign()
+    mean = hyper.b2 * slots["mean"] + (1 - hyper.b2) * grad
+    return row - hyper.lr * (direction + hyper.weight_decay * row), {"mean": mean}
+
+
+@builtin(rule=_lion, slots=lambda hyper: {"mean": per_element()})
 def lion(lr: Rate = 1e-4, *, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0) -> RowOptimizer:
     """w ← w - lr · (sign(b1 · m + (1 - b1) · g) + weight_decay · w);  m ← b2 · m + (1 - b2) · g.
 
@@ -85,13 +82,3 @@ def lion(lr: Rate = 1e-4, *, b1: float = 0.9, b2: float = 0.99, weight_decay: fl
 
     Source: Chen et al., "Symbolic discovery of optimization algorithms" (2023), alg. 2.
     """
-    return builtin_optimizer(
-        init=lambda table: {"mean": per_element(table)}, rule=_lion, lr=lr, name="lion",
-        b1=b1, b2=b2, weight_decay=weight_decay,
-    )  # fmt: skip
-
-
-def _lion(row, grad, slots, hyper):
-    direction = (hyper.b1 * slots["mean"] + (1 - hyper.b1) * grad).sign()
-    mean = hyper.b2 * slots["mean"] + (1 - hyper.b2) * grad
-    return row - hyper.lr * (direction + hyper.weight_decay * row), {"mean": mean}

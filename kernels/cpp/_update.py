@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import torch
 from funcrec.kernels.cpp import _native
 from funcrec.kernels.cpp._rules import Generated
-from funcrec.kernels.forms import RULES, accumulation_dtype, capacities, segments_of
+from funcrec.kernels.forms import accumulation_dtype, capacities, segments_of
+from funcrec.kernels.rules import RULES
 from torch import Tensor
 
-_NUMBERS = {name: i for i, name in enumerate(RULES)}  # csrc/rules.h has the same order
-_GENERATED, MOST_SLOTS = 15, 8  # as in csrc/rules.h
+_NUMBERS = {name: i for i, name in enumerate(RULES)}  # as in csrc/formulas.h
+_GENERATED, MOST_SLOTS = len(RULES), 8  # as in csrc/formulas.h and csrc/rules.h
 
 
 def fused_update_(
@@ -21,7 +22,7 @@ def fused_update_(
     offsets: Sequence[Tensor], weights: Sequence[Tensor], segments: Sequence[int], lr: Tensor, step: Tensor,
     key: Tensor | None, rule: str, hyper: Sequence[float], first: Tensor | None = None, dims: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """Apply `rule` (a name of forms.RULES) to every named row, in place.
+    """Apply `rule` (a name of rules.RULES) to every named row, in place.
 
     slots: each table's in the rule's order, one table after the other. lr f64[]; step i64[], the steps taken before.
     key: i64[T], one for each 16-bit table that is to be rounded at random; None rounds to the nearest.
@@ -218,8 +219,7 @@ def _slot_names(call: str, rule: str, hyper: Sequence[float]) -> tuple[str, ...]
         raise ValueError(
             f"funcrec.kernels.cpp.{call}: `hyper` does not match rule {rule!r}.\n  got   {len(hyper)} numbers\n  need  {names}"
         )
-    without_momentum = rule == "rmsprop" and not hyper[names.index("momentum")]
-    return RULES[rule].slots[:1] if without_momentum else RULES[rule].slots
+    return RULES[rule].slots_with(hyper)
 
 
 def _fail_slot(call: str, tables: Sequence[Tensor], slots: Sequence[Tensor], names: Sequence[str], number: int) -> None:

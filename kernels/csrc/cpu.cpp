@@ -11,6 +11,9 @@ using namespace funcrec;
 
 FUNCREC_EXPORT int64_t funcrec_abi() { return ABI; }
 
+// Which formulas of rules these kernels were built from: FORMULAS of kernels/rules.py.
+FUNCREC_EXPORT int64_t funcrec_formulas() { return FORMULAS; }
+
 FUNCREC_EXPORT void funcrec_start(int64_t gomp_parallel_address) { start_parallel(gomp_parallel_address); }
 
 // The best instruction set of this processor: 4 and 3 for x86-64-v4 and -v3, else 0.

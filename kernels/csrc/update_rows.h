@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 
+#include "formulas.h"
 #include "group.h"
 #include "window.h"
 

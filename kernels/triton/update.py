@@ -7,15 +7,15 @@ at once, so the grid is a bound from shapes: min(entries, rows).
 Cost: reads and writes the touched rows and their slots once, reads each entry's gradient once, and sorts the entries.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from funcrec.kernels.forms import accumulation_dtype, capacities, segments_of
+from funcrec.kernels.rules import RULES
+from funcrec.kernels.triton import formulas
 from funcrec.kernels.triton import launch as on
-from funcrec.kernels.triton import rules
 from funcrec.kernels.triton.device import (
     kernel,
     lanes,
@@ -52,7 +52,7 @@ def fused_update_(
     Args:
       slots: the rule's slots of table 0, of table 1, ...; f32 (f64 for f64 tables), [R] or [R, D].
       lr: f64[]. step: i64[], steps taken before. key: i64[T] rounds 16-bit tables stochastically, None to nearest.
-      hyper: the rule's numbers, in the order of `rules`; each set of them is compiled once.
+      hyper: the rule's numbers, in the order of `RULES`; each set of them is compiled once.
       first: i64[T], and dims, the columns of each table's gradients, as of `ops.fused_update`; None and () for tables of whole rows.
 
     Order of sums: see `group`.
@@ -89,10 +89,10 @@ def _check(tables: Sequence[Tensor], slots: Sequence[Tensor], rule: str, hyper: 
     """The number of slots of each table."""
     on.check_tables(CALL, tables)
     on.check_tables(CALL, slots)
-    if rule not in rules.NUM_SLOTS:
-        names = ", ".join(sorted(rules.NUM_SLOTS))
+    if rule not in RULES:
+        names = ", ".join(sorted(RULES))
         on.fail("`rule` is unknown.", repr(rule), f"one of {names}", 'implementation="reference"', CALL)
-    count = rules.NUM_SLOTS[rule] + (rule == "rmsprop" and hyper[2] != 0)
+    count = len(RULES[rule].slots_with(hyper))
     if len(slots) != count * len(tables):
         on.fail("`slots` has another length.", f"{len(slots)}", f"{count} for each table", "the rule's slots", CALL)
     for i, s in enumerate(slots):
@@ -119,15 +119,10 @@ def _wide(tables: Sequence[Tensor], first: Tensor | None, dims: Sequence[int]) -
 
 
 def _scalars(lr: Tensor, step: Tensor, acc: torch.dtype, rule: str, hyper: Sequence[float]) -> Tensor:
-    """f[4] on the device: lr, t, 1 - b1ᵗ, 1 - b2ᵗ; the last two are computed in f64."""
+    """f[2 + ...] on the device: lr, t, and what the rule makes of t, computed in f64."""
     t = (step + 1).to(torch.float64)
-    betas = hyper[:2] if rule in rules.MOMENTS else (0.0, 0.0)
-    return torch.stack([lr.to(torch.float64), t, *(_correction(b, t) for b in betas)]).to(acc)
-
-
-def _correction(b: float, t: Tensor) -> Tensor:
-    """1 - bᵗ without cancellation."""
-    return -torch.expm1(t * math.log(b)) if b > 0 else torch.ones_like(t)
+    more = formulas.SCALARS[rule](hyper, t) if rule in formulas.SCALARS else []
+    return torch.stack([lr.to(torch.float64), t, *more]).to(acc)
 
 
 def _update_tables(
@@ -192,7 +187,7 @@ def _update(
     s_1 = load_slot(at_1, g, used, mask, 1, BY_ROW)
     s_2 = load_slot(at_2, g, used, mask, 2, BY_ROW)
     repeats = length.to(ACC)[:, None]
-    w, s_0, s_1, s_2 = apply_rule(w, g, s_0, s_1, s_2, repeats, scalars, column, RULE, HYPER, BY_ROW, DIM)
+    w, s_0, s_1, s_2 = formulas.apply_rule(w, g, s_0, s_1, s_2, repeats, scalars, column, RULE, HYPER, DIM)
     if ROUND:
         random_key = tl.load(random_keys + tl.load(numbers))
         new = round_stochastically(w, random_bits(random_key, row, tl.maximum(own, 0), WIDTH), TABLE)
@@ -237,44 +232,3 @@ def store_slot(at, x, used, mask, NTH: tl.constexpr, BY_ROW: tl.constexpr):
             tl.store(at, x, mask=used[:, None])
         else:
             tl.store(at, x, mask=mask)
-
-
-@triton.jit
-def apply_rule(
-    w, g, s_0, s_1, s_2, repeats, scalars, column, RULE: tl.constexpr, HYPER: tl.constexpr, BY_ROW: tl.constexpr,
-    DIM: tl.constexpr,
-):  # fmt: skip
-    """The new row and slots; slots that the rule has not pass through."""
-    lr, t = tl.load(scalars), tl.load(scalars + 1)
-    if RULE == "sgd":
-        w = w - lr * (g + HYPER[0] * w)
-    elif RULE == "momentum":
-        w, s_0 = rules.momentum(w, g, s_0, lr, HYPER)
-    elif RULE == "lars_sgd":
-        w, s_0 = rules.lars_sgd(w, g, s_0, lr, column, HYPER, DIM)
-    elif RULE == "lion":
-        w, s_0 = rules.lion(w, g, s_0, lr, HYPER)
-    elif RULE == "adagrad":
-        w, s_0 = rules.adagrad(w, g, s_0, lr, HYPER)
-    elif RULE == "rowwise_adagrad":
-        w, s_0 = rules.rowwise_adagrad(w, g, s_0, lr, column, HYPER, DIM)
-    elif RULE == "rowwise_adagrad_counter":
-        w, s_0, s_1, s_2 = rules.rowwise_adagrad_counter(w, g, s_0, s_1, s_2, lr, t, column, HYPER, DIM)
-    elif RULE == "rowwise_adagrad_cowclip":
-        w, s_0 = rules.rowwise_adagrad_cowclip(w, g, s_0, lr, repeats, column, HYPER, DIM)
-    elif RULE == "rmsprop":
-        w, s_0, s_1 = rules.rmsprop(w, g, s_0, s_1, lr, HYPER)
-    elif RULE == "ftrl":
-        w, s_0, s_1 = rules.ftrl(w, g, s_0, s_1, lr, HYPER)
-    else:
-        decayed = g + HYPER[3] * w if RULE == "adam" else g
-        u, s_0, s_1 = rules.direction(
-            decayed, s_0, s_1, tl.load(scalars + 2), tl.load(scalars + 3), column, HYPER, BY_ROW[1], DIM
-        )
-        if RULE == "adam":
-            w = w - lr * u
-        elif RULE == "lamb" or RULE == "partial_rowwise_lamb":
-            w = rules.lamb_step(w, u, lr, column, HYPER, DIM)
-        else:
-            w = w - lr * (u + HYPER[3] * w)
-    return w, s_0, s_1, s_2

@@ -1,0 +1,109 @@
+"""`python -m funcrec.optim.write`: the kernels' forms of the built-in optimizers' rules, written from their formulas.
+
+    funcrec/optim/*.py → kernels/rules.py, kernels/csrc/formulas.h, kernels/triton/formulas.py        then build the kernels again
+
+A rule may be of several forms: by a bool, by a name, by None, and by a number that is 0 where a row's sums, or its slots, then read less.
+"""
+
+import inspect
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from funcrec.kernels import formula, ops, write_cpp, write_rules, write_triton
+from funcrec.kernels.write_cpp import Variant, Written
+from funcrec.optim._builtin import BUILTIN, Builtin, widths
+from funcrec.optim._problems import choices_of
+
+
+def written(own: Builtin) -> Written:
+    """A rule in all its forms."""
+    nodes: dict = {}
+    forms = [v for chosen in choices(own) for v in forms_of(own, chosen, nodes)]
+    read = {x.args[0] for v in forms for x in formula.symbols_of(v.formula.values()) if x.op == "hyper"}
+    asked = {name for v in forms for name in v.conditions}
+    names = tuple(n for n in parameters(own) if n in read | asked)
+    says = (inspect.getdoc(own.declare) or "").split("\n")[0]
+    return Written(own.declare.__name__, says, names, forms)
+
+
+def parameters(own: Builtin) -> dict[str, Any]:
+    """{hyper-parameter: its default}, 0.5 for those that have none."""
+    given = inspect.signature(own.declare).parameters
+    return {n: 0.5 if p.default is p.empty else p.default for n, p in given.items() if n != "lr"}
+
+
+def choices(own: Builtin) -> Iterator[dict[str, tuple[Any, float | None]]]:
+    """Each choice of what a rule may branch on: {name: (its value, the number it is to a kernel, None for any but 0)}."""
+    found = {}
+    for name, default in parameters(own).items():
+        if default is None:
+            found[name] = [(None, 0), (formula.Named(), None)]
+        elif isinstance(default, bool):
+            found[name] = [(False, 0), (True, None)]
+        elif isinstance(default, str):
+            found[name] = [(x, i) for i, x in enumerate(choices_of(name))]
+    return (dict(zip(found, each, strict=True)) for each in itertools.product(*found.values()))
+
+
+def forms_of(own: Builtin, chosen: dict[str, tuple[Any, float | None]], nodes: dict) -> Iterator[Variant]:
+    """The form of a choice, and before it one for each number that may be 0 by default if less is then read."""
+    conditions = {name: number for name, (_, number) in chosen.items()}
+    plain = {name: value for name, (value, _) in chosen.items()}
+    usual = variant(own, conditions, plain, nodes)
+    for name, default in parameters(own).items():
+        if name in chosen or default != 0:
+            continue
+        less = variant(own, {**conditions, name: 0}, {**plain, name: 0.0}, nodes)
+        if less.slots != usual.slots or seen(less) != seen(usual):
+            yield less
+            usual = usual._replace(conditions={**usual.conditions, name: None})
+    yield usual
+
+
+def variant(own: Builtin, conditions: dict[str, float | None], values: dict[str, Any], nodes: dict) -> Variant:
+    any_number = {name: formula.Named() for name in parameters(own)}
+    sample = {n: 0.5 if isinstance(x, formula.Named) else x for n, x in {**any_number, **values}.items()}
+    slots = widths(own.slots(SimpleNamespace(**sample)))
+    return Variant(conditions, slots, formula.formula_of(own.rule, slots, {**any_number, **values}, nodes))
+
+
+def seen(v: Variant) -> set[int]:
+    """What is read of a row to sum over it."""
+    return {
+        id(x)
+        for x in formula.symbols_of(formula.summed(v.formula))
+        if x.kind == formula.WIDE and x.op in ("row", "grad", "slot")
+    }
+
+
+def rules() -> list[Written]:
+    """All built-in rules; one that kernels know already keeps its number."""
+    known = {name: i for i, name in enumerate(ops.RULES)}
+    return [written(BUILTIN[n]) for n in sorted(BUILTIN, key=lambda n: known.get(n, len(known)))]
+
+
+def texts() -> dict[str, str]:
+    """{a file in kernels/: its text}."""
+    found = rules()
+    return {
+        "rules.py": write_rules.text_of(found),
+        "csrc/formulas.h": write_cpp.text_of(found),
+        "triton/formulas.py": write_triton.text_of(found),
+    }
+
+
+def main() -> None:
+    folder = Path(ops.__file__).parent
+    for name, text in texts().items():
+        path = folder / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            print(f"{path}: written", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

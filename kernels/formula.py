@@ -1,0 +1,175 @@
+"""A row optimizer's rule as a formula: what its Python does to symbols in the place of tensors.
+
+    (row f[D], grad f[D], {slot: f[D] or f[]}, hyper) → {"row": Symbol, slot: Symbol, ...}        what stands twice in it is one symbol
+
+A symbol is of one of three kinds; what two make together is of the later one. HOST: known before the update (hyper-parameters, the step),
+computed in f64. NUMBER: one for a row, and WIDE: one for an element, in the dtype that the rule computes in (HOST is rounded where it meets
+them). A reduction makes a NUMBER of what is WIDE, and ends a level: what needs it waits for a pass over the row.
+What the kernels are told of a rule (`RULES`), and their own text of it (`kernels/write`), follow from its formula.
+"""
+
+import functools
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+HOST, NUMBER, WIDE = range(3)
+Formula = dict[str, "Symbol"]
+
+
+class UnknownError(Exception):
+    """A rule does what has no symbol; the message says what."""
+
+
+class Symbol:
+    """`op(*args)`; an argument is a symbol, or a number. `level`: how many reductions of one another it waits for."""
+
+    def __init__(self, op: str, args: tuple, kind: int, level: int, nodes: dict):
+        self.op, self.args, self.kind, self.level, self.nodes = op, args, kind, level, nodes
+
+    __add__ = lambda x, y: made("add", x, y)
+    __radd__ = lambda x, y: made("add", y, x)
+    __sub__ = lambda x, y: made("sub", x, y)
+    __rsub__ = lambda x, y: made("sub", y, x)
+    __mul__ = lambda x, y: made("mul", x, y)
+    __rmul__ = lambda x, y: made("mul", y, x)
+    __truediv__ = lambda x, y: made("div", x, y)
+    __rtruediv__ = lambda x, y: made("div", y, x)
+    __neg__ = lambda x: made("neg", x)
+    __and__ = lambda x, y: made("and", x, y)
+    __or__ = lambda x, y: made("or", x, y)
+    __lt__ = lambda x, y: made("lt", x, y)
+    __le__ = lambda x, y: made("le", x, y)
+    __gt__ = lambda x, y: made("gt", x, y)
+    __ge__ = lambda x, y: made("ge", x, y)
+    __eq__ = lambda x, y: made("eq", x, y)
+    __hash__ = object.__hash__
+
+    def __bool__(self):
+        raise UnknownError(
+            "a rule's branch looks at a number: torch.where, or a bool, a name or None among its hyper-parameters"
+        )
+
+    def __getattr__(self, name: str) -> Callable:
+        if name not in METHODS:
+            raise UnknownError(f"a rule has .{name}(), of which there is no formula")
+        return functools.partial(METHODS[name], self)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", str(function))
+        if name not in METHODS:
+            raise UnknownError(f"a rule has torch.{name}, of which there is no formula")
+        return METHODS[name](*args, **(kwargs or {}))
+
+
+def made(op: str, *args: "Symbol | float") -> Symbol:
+    """The symbol of an operation. 0 · x is nothing, and nothing + x is x: a formula for a number that is 0 reads less."""
+    symbols = [x for x in args if isinstance(x, Symbol)]
+    if not symbols or not all(isinstance(x, Symbol | int | float) for x in args):
+        raise UnknownError(f"{op} of {', '.join(type(x).__name__ for x in args)}")
+    kind, level = max(x.kind for x in symbols), max(x.level for x in symbols)
+    is_nothing = lambda x: x.op == "nothing" if isinstance(x, Symbol) else x == 0
+    if op == "mul" and kind == WIDE and any(map(is_nothing, args)):
+        op, args = "nothing", ()
+    if op == "add" and kind == WIDE and any(isinstance(x, Symbol) and x.op == "nothing" for x in args):
+        return next((x for x in args if not is_nothing(x)), symbols[0])
+    if op == "sum":
+        kind, level = NUMBER, level + (kind == WIDE)
+    return interned(symbols[0].nodes, op, args, kind, level)
+
+
+def interned(nodes: dict, op: str, args: tuple, kind: int, level: int = 0) -> Symbol:
+    key = op, kind, *(id(x) if isinstance(x, Symbol) else repr(x) for x in args)
+    return nodes.setdefault(key, Symbol(op, args, kind, level, nodes))
+
+
+def of_kind(name: str) -> Callable:
+    return lambda *args: made(name, *args)
+
+
+def clamp(x: Symbol, min: Any = None, max: Any = None) -> Symbol:
+    x = x if min is None else made("maximum", x, min)
+    return x if max is None else made("minimum", x, max)
+
+
+METHODS = {
+    **{name: of_kind(name) for name in ("sign", "abs", "exp2", "sum", "where", "maximum", "minimum")},
+    "square": lambda x: made("mul", x, x),
+    "mean": lambda x: made("div", made("sum", x), interned(x.nodes, "dim", (), NUMBER)),
+    "sqrt": of_kind("root"),
+    "clamp": clamp,
+    "dim": lambda x: int(x.kind == WIDE),
+    "expand_as": lambda x, like: made("like", x, like),
+}
+
+
+def primitive(function: Callable) -> Callable:
+    """Decorator of a function of torch that kernels have a word of their own for, by its name."""
+
+    @functools.wraps(function)
+    def run(*args):
+        is_symbolic = any(isinstance(x, Symbol) for x in args)
+        return made(function.__name__, *args) if is_symbolic else function(*args)
+
+    return run
+
+
+def formula_of(
+    rule: Callable, slots: Mapping[str, bool], hyper: Mapping[str, Any], nodes: dict | None = None
+) -> Formula:
+    """What a rule makes of a row; slots: whether each is as wide as the row; hyper: values, or names for symbols of their own (`Named`)."""
+    nodes = {} if nodes is None else nodes
+    leaf = lambda op, kind, *args: interned(nodes, op, args, kind)
+    own = {name: leaf("slot", WIDE if is_wide else NUMBER, name) for name, is_wide in slots.items()}
+    numbers = {k: leaf("hyper", HOST, k) if isinstance(x, Named) else x for k, x in hyper.items()}
+    given = namedtuple("Hyper", ["lr", "step", "repeats", *numbers])
+    values = given(leaf("lr", NUMBER), leaf("t", HOST), leaf("repeats", NUMBER), **numbers)
+    row, written = rule(leaf("row", WIDE), leaf("grad", WIDE), own, values)
+    made = {"row": row, **{name: written[name] for name in slots}}
+    for name, x in made.items():
+        if not isinstance(x, Symbol):
+            raise UnknownError(f"a rule's new {name} is a {type(x).__name__}")
+    return made
+
+
+class Named:
+    """A hyper-parameter of any value."""
+
+
+def symbols_of(roots: Iterable[Symbol], until: Callable[[Symbol], bool] = lambda x: False) -> list[Symbol]:
+    """All symbols that the roots are made of, arguments first; not those behind one that `until` holds for."""
+    found: dict[int, Symbol] = {}
+
+    def visit(x: Symbol) -> None:
+        if id(x) not in found:
+            for y in () if until(x) else arguments(x):
+                visit(y)
+            found[id(x)] = x
+
+    for x in roots:
+        visit(x)
+    return list(found.values())
+
+
+def arguments(x: Symbol) -> Iterator[Symbol]:
+    return (y for y in x.args if isinstance(y, Symbol))
+
+
+def reads(roots: Iterable[Symbol], *ops: str) -> bool:
+    return any(x.op in ops for x in symbols_of(roots))
+
+
+def summed(formula: Formula) -> list[Symbol]:
+    """What the rule adds up over a row: the arguments of its reductions."""
+    return [x.args[0] for x in symbols_of(formula.values()) if x.op == "sum"]
+
+
+def is_elementwise(formula: Formula) -> bool:
+    """Whether an element's new value follows from that element of row, gradient and slots."""
+    return not summed(formula)
+
+
+def is_gradient_wise(formula: Formula) -> bool:
+    """Whether nothing but the gradient, and slots with one number per row, is seen of other columns."""
+    return not any(x.op == "row" or (x.op == "slot" and x.kind == WIDE) for x in symbols_of(summed(formula)))

@@ -1,0 +1,31 @@
+"""What the rules of optimizers are made of, on a tile of rows f[rows, columns]; and what of them is computed before the launch."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from funcrec.kernels.triton.device import divide, plus
+from torch import Tensor
+
+
+@triton.jit
+def row_sum(x, column, DIM: tl.constexpr):
+    """f[rows, 1]: Σ of the columns before DIM."""
+    return tl.reduce(tl.where((column < DIM)[None, :], x, 0), 1, plus)[:, None]
+
+
+@triton.jit
+def divide_by(x, NUMBER: tl.constexpr):
+    """x / NUMBER, rounded to nearest."""
+    return divide(x, tl.full(x.shape, NUMBER, x.dtype))
+
+
+@triton.jit
+def sign(x):
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+def correction(b: float, t: Tensor) -> Tensor:
+    """1 - bᵗ without cancellation."""
+    return -torch.expm1(t * math.log(b)) if b > 0 else torch.ones_like(t)
