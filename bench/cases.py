@@ -53,10 +53,7 @@ SHAPES = {  # a to e as in the first measurements
     "d": TableCase(26, 100_000, 64, 4096, 1, alpha=ZIPF),
     "e": TableCase(8, 1_000_000, 128, 1024, 20),
 }
-RULES = (
-    "sgd", "momentum", "lars_sgd", "lion", "adagrad", "rowwise_adagrad_counter", "rowwise_adagrad_cowclip", "rmsprop",
-    "ftrl", "adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb",
-)  # fmt: skip
+RULES = tuple(n for n in fr.kernels.ops.RULES if n not in ("rowwise_adagrad", "adamw"))  # the shapes' own; as adam
 SHORT = {"f16": "float16", "bf16": "bfloat16"}
 
 LOOKUPS = {

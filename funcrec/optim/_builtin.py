@@ -67,11 +67,15 @@ def builtin(*, rule: Callable, slots: Callable) -> Callable[[Callable[P, RowOpti
     return decorate
 
 
-def build_builtin(own: Builtin, *args: Any, **kwargs: Any) -> RowOptimizer:
-    name, given = own.declare.__name__, inspect.signature(own.declare).bind(*args, **kwargs)
+def arguments_of(own: Builtin, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """The learning rate and the hyper-parameters of a call."""
+    given = inspect.signature(own.declare).bind(*args, **kwargs)
     given.apply_defaults()
-    hyper = dict(given.arguments)
-    lr = hyper.pop("lr")
+    return given.arguments["lr"], {k: x for k, x in given.arguments.items() if k != "lr"}
+
+
+def build_builtin(own: Builtin, *args: Any, **kwargs: Any) -> RowOptimizer:
+    name, (lr, hyper) = own.declare.__name__, arguments_of(own, *args, **kwargs)
     check(f"funcrec.optim.{name}", hyper_problems(lr, hyper, inspect.get_annotations(own.declare)))
     slots = own.slots(SimpleNamespace(**hyper))
     init = lambda table: {k: slot_of(table, *slot) for k, slot in slots.items()}

@@ -166,8 +166,13 @@ class Kernel(NamedTuple):
         return not (self.form.counts_entries and any(g.has_repeats for g in grads.values()))
 
     def numbers(self, hyper: Mapping[str, Any]) -> list[float]:
-        as_number = lambda k, x: float(choices_of(k).index(x) if isinstance(x, str) else x or 0)
-        return [as_number(name, hyper[name]) for name in self.form.hyper]
+        return numbers_of(self.form, hyper)
+
+
+def numbers_of(form: ops.Rule, hyper: Mapping[str, Any]) -> list[float]:
+    """Hyper-parameters as a kernel takes them: names by their place, None and False as 0."""
+    as_number = lambda k, x: float(choices_of(k).index(x) if isinstance(x, str) else x or 0)
+    return [as_number(name, hyper[name]) for name in form.hyper]
 
 
 def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: Kernel | None = None) -> RowOptimizer:

@@ -18,6 +18,17 @@ from funcrec.kernels.write_cpp import Variant, Written
 from funcrec.optim._builtin import BUILTIN, Builtin, widths
 from funcrec.optim._problems import choices_of
 
+TRIED = {
+    "weight_decay": 0.1,
+    "eta": 0.2,
+    "momentum": 0.9,
+    "clip_ratio": 0.1,
+    "lower_bound": 0.01,
+    "l1": 0.2,
+    "half_life": 3.0,
+    "max_norm": 0.5,
+}
+
 
 def written(own: Builtin) -> Written:
     """A rule in all its forms."""
@@ -78,6 +89,19 @@ def seen(v: Variant) -> set[int]:
         for x in formula.symbols_of(formula.summed(v.formula))
         if x.kind == formula.WIDE and x.op in ("row", "grad", "slot")
     }
+
+
+def examples(name: str) -> list[dict[str, Any]]:
+    """Hyper-parameters of a built-in optimizer, one set for each form of its rule; numbers are such that each has an effect."""
+    own = BUILTIN[name]
+    given = parameters(own)
+
+    def value(n: str, x: float | None) -> Any:
+        if isinstance(given[n], bool | str):
+            return x is None if isinstance(given[n], bool) else choices_of(n)[x]
+        return TRIED.get(n, given[n] or 0.1) if x is None else None if given[n] is None else float(x)
+
+    return [{n: value(n, v.conditions.get(n)) for n in given} for v in written(own).variants]
 
 
 def rules() -> list[Written]:

@@ -34,7 +34,8 @@ template <class T> class Scratch {
   int64_t size_ = 0;
 };
 
-// x ← by · g, or x + by · g.
+// One term of a row's sum, x ← by · g for the first and x + by · g for the others: no zeros are written to be added to, and a sum
+// of one term is that term to the bit.
 template <class A, class G, int W, bool FIRST> FUNCREC_INLINE void add_at(A* x, const G* g, A by, int64_t i) {
   const Vec<A, W> v = convert<A, W>(load<W>(g + i)) * by;
   store<W>(x + i, FIRST ? v : Vec<A, W>(load<W>(x + i) + v));
@@ -75,7 +76,7 @@ class Group {
 
   // Σ scale · gradient over entries [begin, end), in order: where a single gradient lies, or in `memory`.
   template <class A> FUNCREC_INLINE const A* sum(int64_t begin, int64_t end, int64_t dim, A* memory) const {
-    const bool same = is_wide == (sizeof(A) == 8);
+    const bool same = is_wide == (sizeof(A) == 8);  // most rows of a batch have one entry: its gradient is read where it lies
     if (same && end - begin == 1 && scale(entries[begin]) == 1)
       return reinterpret_cast<const A*>(gradient(entries[begin]));
     is_wide ? add_all<A, double>(begin, end, dim, memory) : add_all<A, float>(begin, end, dim, memory);
@@ -88,6 +89,7 @@ class Group {
     for (const Segment* s : mine) most += most_positions(terms, *s);
     if (most >= int64_t(UINT32_MAX)) throw std::length_error("2^32 entries of one table");
     Entry* out = first_.need(most + 1);  // one more: a candidate is written before it is judged
+    // Plain: all scales are 1 and all gradients in one matrix, so a source is a bag's number and not an address of 16 bytes.
     const bool plain = mine.size() == 1 && !mine[0]->mean && mine[0]->weights < 0;
     sources_ = plain ? nullptr : many_.need(most + 1);
     size = 0;
@@ -102,6 +104,7 @@ class Group {
         plain ? collect<I, true>(terms, *s, c, num_rows, out) : collect<I, false>(terms, *s, c, num_rows, out);
       });
     }
+    // Digits are of row - first: a table of millions whose rows of this batch lie in some thousands is sorted in one pass.
     const int64_t begin = c.block << BLOCK_BITS, first = std::max<int64_t>(c.cluster->first - begin, 0);
     const int64_t last = std::min<int64_t>(c.cluster->last - begin, (int64_t(1) << BLOCK_BITS) - 1);
     entries = sort(out, second_.need(size), size, uint32_t(first), last - first + 1);
@@ -115,6 +118,7 @@ class Group {
     int64_t m = size;
     positions(terms, s, [&](int64_t i, int64_t b, int64_t length) {
       const uint64_t row = uint64_t(int64_t(rows[i]));
+      // Written before it is judged: no branch that nobody can predict. The next candidate overwrites what was not of this class.
       out[m] = {uint32_t(row), uint32_t(PLAIN ? b : m)};
       if (!PLAIN) sources_[m] = {base_ + b * stride_, terms.scale(s, i, length)};
       m += (row < uint64_t(num_rows)) & ((row >> LINE_BITS & mask) == part) & (row >> BLOCK_BITS == block);
@@ -134,11 +138,12 @@ class Group {
   // Rows lie in [first, first + num_rows). Stable, by digits from the least; both arrays are overwritten, and the one that holds the
   // result is returned.
   Entry* sort(Entry* from, Entry* to, int64_t n, uint32_t first, int64_t num_rows) {
-    int bits = 0, width = 6;
+    int bits = 0, width = 6;  // of all digits, and of one at most: 2^11 counters are 8 KiB, and there are not many more than entries
     while (bits < BLOCK_BITS && (int64_t(1) << bits) < num_rows) bits++;
     while (width < 11 && (int64_t(1) << width) < n) width++;
     const int passes = n < 2 ? 0 : (bits + width - 1) / width;
     for (int pass = 0, shift = 0; pass < passes; pass++) {
+      // The bits that are left over the passes that are left: 13 bits are 7 and 6, not 11 and 2
       const int digit = (bits - shift + passes - pass - 1) / (passes - pass);
       const uint32_t mask = (1u << digit) - 1;
       uint32_t* next = counts_.need(2048);
@@ -190,7 +195,6 @@ struct Runs {
   std::vector<uint32_t> begins;
   int64_t before = 0;
 
-  // `ascending`: rows in their order; else in the order in which they are first named.
   void build(const Terms& terms, const Class& c, int64_t num_rows) {
     group.build(terms, c, num_rows);
     for (int64_t k = 0; k < group.size; k++)
@@ -200,6 +204,8 @@ struct Runs {
   int64_t size() const { return int64_t(begins.size()) - 1; }
 };
 
+// rows[k] = the k-th row that is named, grads[k] = Σ scale · gradient over its run, repeats[k] = how long that is. First the runs of each
+// block of rows, then, once it is known how many came before, every row by itself.
 template <class A> void coalesce(const Terms& terms, const std::vector<Written>& tables, int64_t threads) {
   std::vector<Class> work;
   std::vector<Cluster> whole;
@@ -234,6 +240,7 @@ template <class A> void coalesce(const Terms& terms, const std::vector<Written>&
       }
       const Runs& mine = runs[t][block];
       const int64_t first = mine.begins[k - mine.before], last = mine.begins[k - mine.before + 1];
+      // sum gives a single gradient where it lies: it is to be copied; a real sum was made in place
       mine.group.fetch(last + SUM_AHEAD, out.dim);
       const A* x = mine.group.sum<A>(first, last, out.dim, grads);
       if (x != grads) std::copy(x, x + out.dim, grads);
@@ -251,7 +258,7 @@ inline void place(const Terms& terms, const Segment& s, const Written& out, int6
   const Ints rows(terms.rows[s.rows]);
   int64_t last = -1, inside = 0;
   positions(terms, s, [&](int64_t i, int64_t b, int64_t length) {
-    inside = b == last ? inside + 1 : 0;
+    inside = b == last ? inside + 1 : 0;  // the position within its bag
     last = b;
     if (rows[i] < 0 || rows[i] >= out.num_rows) return;
     const int64_t k = begin + (padded ? b * s.max_length + inside : i);
@@ -260,6 +267,8 @@ inline void place(const Terms& terms, const Segment& s, const Written& out, int6
   });
 }
 
+// grads[k] = scale · gradient of entry k, in the order of segments. Places are found first, a segment at a time; then rows are written by
+// chunks, which are even where segments are not.
 template <class A> void expand(const Terms& terms, const std::vector<Written>& tables, int64_t threads) {
   std::vector<std::vector<Source>> sources(tables.size());
   std::vector<int64_t> begins(terms.num_segments);

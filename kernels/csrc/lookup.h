@@ -157,6 +157,7 @@ FUNCREC_INLINE void pool_panel(const Lookup& call, const Feature& f, Range r, in
       for (int v = 0; v < NV; v++) sums[v] += load<W>(at + v * W);
     }
   }
+  // Divided at the end, once: (Σ s_i · row_i) / n
   const A length = f.mean && r.size() > 1 ? A(r.size()) : A(1);
   for (int v = 0; v < NV; v++) {
     if (f.mean) sums[v] = sums[v] / length;

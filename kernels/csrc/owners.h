@@ -77,7 +77,7 @@ void write_parts(const OwnerBlocks& to, const OwnedLane& lane, Range bags, int64
       const int64_t place = next[p.rank]++;
       O* block = blocks + p.rank * stride;
       if (p.told >= 0) block[p.told + b]++;
-      if (place >= room) continue;
+      if (place >= room) continue;  // counted and not written: the caller sees that there were too many
       block[place] = O(row + p.shift);
       if (places) places[i] = p.rank * room + place;
     }
@@ -123,7 +123,7 @@ template <class I, class O> void owner_blocks_as(int64_t threads, const OwnerBlo
   const int64_t n = to.num_ranks, all = int64_t(to.lanes.size()) * to.num_bags;
   const int64_t chunks = threads > 1 && to.ids.size * 8 > MIN_BYTES ? std::max<int64_t>(1, std::min(all, 4 * threads)) : 1;
   std::vector<int64_t> next(chunks * n, 0);  // per chunk and rank: first a count, then where its next row goes
-  const int64_t told = to.blocks.columns - to.room;
+  const int64_t told = to.blocks.columns - to.room;  // lengths of bags, which are added to
   for (int64_t r = 0; r < n; r++) {
     O* block = to.blocks.as<O>() + r * to.blocks.stride;
     zero_bytes(reinterpret_cast<char*>(block + to.room), told * int64_t(sizeof(O)));
@@ -135,9 +135,10 @@ template <class I, class O> void owner_blocks_as(int64_t threads, const OwnerBlo
       lanes_of(k, [&](const OwnedLane& lane, Range bags) { count_owned<I>(to, lane, bags, &next[k * n]); });
     });
   for (int64_t r = 0; r < n; r++) {
-    int64_t total = 0;
+    int64_t total = 0;  // counts become beginnings: those of the chunks before
     for (int64_t k = 0; k < chunks; k++) total += std::exchange(next[k * n + r], total);
   }
+  // A chunk's part of a stream ends where the next chunk's begins: a whole bag is written without a look at each id if it fits before that
   std::vector<int64_t> ends(next.begin() + n, next.end());
   ends.resize(chunks * n, to.room);
   parallel_for(threads, chunks, [&](int64_t k) {

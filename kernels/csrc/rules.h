@@ -1,6 +1,6 @@
 // The rules of the row optimizers, each for one row: w the row, x its summed gradient, s its slots, in the accumulator type;
 // w may be a row of 16 bits, which is widened where it is read and rounded where it is written. A rule writes w once.
-// The formulas are those of funcrec/optim. `each` runs a formula over a row in vectors and in single elements behind them:
+// The rules are in formulas.h; here is what they are made of, and a user's. `each` runs a formula over a row in vectors and in single elements behind them:
 // a formula is a generic lambda of a position `at`, where at(p) reads p's element(s) there and at.put(p, v)
 // writes them.
 #pragma once

@@ -12,6 +12,7 @@ namespace funcrec {
 constexpr int BLOCK_BITS = 32;  // of a row's number inside its block
 constexpr int LINE_BITS = 4;    // rows whose numbers differ in these bits only are of one class: their slots share a line
 
+// One term of a table's cotangent: entries (rows[i], scale_i · d[b, column : column + D]).
 struct Segment {
   int64_t table, d, column, rows, offsets, first_bag, num_bags, max_length, mean, weights;
   int64_t capacity(int64_t num_ids) const {  // as `capacity_of` in forms.py
@@ -114,9 +115,11 @@ inline std::vector<Cluster> clusters(const Terms& terms, int64_t table, int64_t 
         span.last = inside ? std::max(span.last, row) : span.last;
       });
     });
+    // Two clusters are two threads' work: a line of slots that both wrote to would travel between their caches
     span.first &= ~((int64_t(1) << LINE_BITS) - 1), span.last |= (int64_t(1) << LINE_BITS) - 1;
     if (span.first <= span.last) spans.push_back(std::move(span));
   }
+  // Spans that meet become one, from left to right. Sums are in the order of segments, whatever the clusters
   std::stable_sort(spans.begin(), spans.end(), [](const Cluster& a, const Cluster& b) { return a.first < b.first; });
   for (Cluster& span : spans) {
     if (out.empty() || span.first > out.back().last) {

@@ -23,19 +23,20 @@ inline std::vector<Class> classes(const Terms& terms, const std::vector<std::vec
     for (const Segment* s : c.segments) size += most_positions(terms, *s);
     return size;
   };
-  int64_t all = 0;
+  int64_t all = 0;  // what threads share, of all tables together: a small table beside a large one is no thread's whole work
   for (const auto& mine : of)
     for (const Cluster& c : mine) all += entries(c);
   std::vector<std::pair<int64_t, Class>> sized;
   for (int64_t t = 0; t < int64_t(of.size()); t++) {
     for (const Cluster& c : of[t]) {
       const int64_t size = entries(c);
-      int64_t parts = 1;
+      int64_t parts = 1;  // a power of two: a row's part is some of its bits
       while (threads > 1 && all / threads < size / parts && size / parts > LEAST_PART) parts *= 2;
       for (int64_t block = c.first >> BLOCK_BITS; size > 0 && block <= c.last >> BLOCK_BITS; block++)
         for (int64_t part = 0; part < parts; part++) sized.push_back({size / parts, {t, &c, block, part, parts}});
     }
   }
+  // Items are taken in order, so that the last ones, for which other threads have to wait, are small ones. Stable: ties keep the order.
   const auto larger = [](const auto& a, const auto& b) { return a.first > b.first; };
   if (threads > 1) std::stable_sort(sized.begin(), sized.end(), larger);
   std::vector<Class> out;
@@ -104,6 +105,7 @@ inline void fused_update(Reader in) {
   if (slot >= 0 && *bad < 0) *bad = -2 - slot;
   bad[1] = unfit_window(tables);
   if (bad[0] != -1 || bad[1] != -1) return;
+  // What a user's rule finds out of lr and t alone, once for all rows; a built-in one does so in its constructor.
   for (Trained& each : tables) {
     if (number != GENERATED) break;
     if (each.table.dtype == F64) each.code.start<double>(lr, t);
@@ -116,11 +118,12 @@ inline void fused_update(Reader in) {
   }
   const std::vector<Class> work = classes(terms, of, threads);
   parallel_for(threads, work.size(), [&](int64_t i) {
-    thread_local Group group;
+    thread_local Group group;  // its memory is kept from class to class
     const Trained& mine = tables[work[i].table];
     group.build(terms, work[i], mine.table.rows);
     if (group.size == 0) return;
     const bool is_wide = mine.table.dtype == F64;
+    // lr and t in the accumulator's precision: what the rule in torch sees
     const Hyper hyper{is_wide ? lr : float(lr), is_wide ? t : float(t), numbers.data(), &mine.code};
     with_table_type(mine.table.dtype, [&](auto tag) {
       update_class<typename decltype(tag)::type>(mine, group, work[i].block, number, hyper);

@@ -56,6 +56,7 @@ template <class E, class Rule, int D> void update_rows(const Trained& t, const G
   thread_local Scratch<uint16_t> bits_memory;
   const int64_t dim = D ? D : t.table.dim, wide = gradient_size(rule, dim);
   const int64_t row_bytes = dim * sizeof(E), first = block << BLOCK_BITS, room = (wide + 31) / 32 * 32;
+  // Σ of a row's entries, and behind it what the rule may overwrite; `room` is a multiple of the widest vector
   A *const sum = row_memory.need((1 + spare_rows(rule)) * room), *const spare = sum + room;
   uint16_t* const bits = NARROWED && t.key ? bits_memory.need(room) : nullptr;
   const Entry* const e = g.entries;
@@ -76,13 +77,14 @@ template <class E, class Rule, int D> void update_rows(const Trained& t, const G
     touch(g.gradient(e[k]));
     for (int i = 0; i < rule.slots; i++) touch(slot(row, i));
   };
+  // Rows whose first lines are on their way into L1: some kilobytes of them, or they push one another out.
   int64_t bytes = row_bytes;
   for (int i = 0; i < rule.slots; i++) bytes += slot_size(rule, i, dim) * sizeof(A);
   const int64_t near = std::clamp<int64_t>(TOUCH_BYTES / bytes, 4, 8);
   for (int64_t k = 0; k < FETCH_AHEAD; k++) fetch(k);
   for (int64_t k = 0, end = 0; k < g.size; k = end) {
     const int64_t row = first + e[k].row;
-    do {
+    do {  // entries [k, end) are one row's: sorted, so neighbours
       fetch(end + FETCH_AHEAD);
       touch_entry(end + near);
     } while (++end < g.size && e[end].row == e[k].row);
@@ -104,6 +106,7 @@ template <class E, class Rule, int D> void update_rows(const Trained& t, const G
 template <class E> void update_class(const Trained& t, const Group& group, int64_t block, int64_t number, const Hyper& hyper) {
   with_rule<Acc<E>>(number, hyper, [&](const auto& rule) {
     using Rule = std::decay_t<decltype(rule)>;
+    // A window runs its rule through a pointer, or this loop would be compiled twice for each rule and dtype.
     if (t.is_window()) {
       if constexpr (!std::is_same_v<Rule, Generated<Acc<E>>>) {
         using Window = Windowed<Acc<E>>;
@@ -111,6 +114,7 @@ template <class E> void update_class(const Trained& t, const Group& group, int64
       }
       return;
     }
+    // Dims that models have, unrolled; of f64, which is for checking, none.
     const auto update = [&](auto d) { update_rows<E, Rule, decltype(d)::value>(t, group, rule, block); };
     if constexpr (sizeof(E) <= 4) {
       if constexpr (sizeof(E) == 4) {

@@ -1,39 +1,29 @@
 """Numbers that are tensors, steps that return no pair, and what a function of the user's own is told."""
 
-import inspect
-
 import pytest
 import torch
 
 import funcrec as fr
 import funcrec.testing
 from funcrec import optim
+from funcrec.optim._builtin import BUILTIN
+from funcrec.optim.write import examples
 
 IDS = fr.KeyedJaggedTensor.from_lists({"x": [[0], [1, 2]]})
 FEATURES = (fr.FeatureConfig("x", table="t"),)
 TABLES = fr.init(fr.key(0), (fr.TableConfig("t", 5, 3),))
 GRADS = {"t": fr.RowGrads.from_entries(torch.tensor([0, 1]), torch.ones(2, 3), num_embeddings=5)}
-RULES = (
-    "sgd", "momentum", "adagrad", "adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb", "lars_sgd", "ftrl",
-    "rmsprop", "lion", "rowwise_adagrad", "rowwise_adagrad_cowclip", "rowwise_adagrad_counter",
-)  # fmt: skip
 
 
 def numbers_of(rule: str) -> dict:
-    """{hyper-parameter: its default} of those that are numbers."""
-    own = {n: p.default for n, p in inspect.signature(getattr(optim, rule)).parameters.items()}
-    own = {
-        **own,
-        **({"half_life": 3.0} if "half_life" in own else {}),
-        **({"max_norm": 1.0} if "max_norm" in own else {}),
-    }
-    return {n: x for n, x in own.items() if isinstance(x, float)}
+    """{hyper-parameter: a value} of those that are numbers."""
+    return {n: x for n, x in examples(rule)[-1].items() if isinstance(x, float)}
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", BUILTIN)
 def test_a_number_may_be_a_tensor_of_one_and_no_other(rule):
     """A hyper-parameter that is a tensor is one float, f[]; the error on another tells its shape, or its dtype."""
-    make, needed = getattr(optim, rule), {"half_life": 3.0} if rule.endswith("counter") else {}
+    make, needed = getattr(optim, rule), examples(rule)[-1]
     for name, number in numbers_of(rule).items():
         assert make(**{**needed, name: torch.tensor(number)}).init(TABLES).keys() == TABLES.keys()
         for wrong, told in (

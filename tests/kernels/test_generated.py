@@ -11,6 +11,7 @@ from funcrec.kernels import cpp
 from funcrec.kernels.cpp import _formulas, _rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs.update_calls import CASES
 from torch import Tensor
 
 import funcrec as fr
@@ -21,16 +22,6 @@ from funcrec.testing import assert_trees_close
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 DIMS = (1, 3, 16, 33, 64, 100)
 LR, NUM_ROWS, STEP = 0.125, 40, 4
-DECAYED = {"weight_decay": 0.1}
-CASES = [
-    ("sgd", {}), ("sgd", DECAYED), ("momentum", DECAYED), ("momentum", {"nesterov": True}), ("lars_sgd", {"eta": 0.2, **DECAYED}),
-    ("lion", DECAYED), ("adagrad", DECAYED), ("rowwise_adagrad", {}),
-    *(("rowwise_adagrad", {**DECAYED, "max_norm": 0.5, "decay": d}) for d in ("l2", "decoupled")),
-    *(("rowwise_adagrad_counter", {**DECAYED, "half_life": 3.0, "decay": d}) for d in ("l2", "decoupled")),
-    *(("rowwise_adagrad_cowclip", {**DECAYED, "clip_ratio": 0.1, "lower_bound": 0.01, "decay": d}) for d in ("l2", "decoupled")),
-    ("rmsprop", DECAYED), ("rmsprop", {"momentum": 0.9}), ("ftrl", {"l1": 0.2, "l2": 0.1}),
-    *((k, DECAYED) for k in ("adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")),
-]  # fmt: skip
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:

@@ -8,8 +8,8 @@ import functools
 
 import pytest
 import torch
-from funcrec.kernels import ops, stacks
-from funcrec.kernels.forms import RULES
+from funcrec.kernels import ops
+from funcrec.kernels.rules import RULES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, jvp, vmap
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import funcrec as fr
+from funcrec.optim.write import examples
 from funcrec.testing import assert_trees_close
 from funcrec.testing import strategies as frs
 
@@ -253,8 +254,7 @@ def test_a_sum_of_stacks_is_one_call():
 
 
 OPTIMIZERS = {
-    name: (lambda name=name: getattr(fr.optim, name)(lr=0.1, **({"half_life": 5.0} if "counter" in name else {})))
-    for name in RULES
+    name: (lambda name=name: getattr(fr.optim, name)(lr=0.1, **examples(name)[0])) for name in RULES
 } | {
     "scheduled": lambda: fr.optim.sgd(lr=lambda step: 0.1 / (1 + step)),
     "own": lambda: fr.optim.row_optimizer(
@@ -284,19 +284,17 @@ def test_an_update_of_stacks_is_one_call(name, mapped):
 
 
 def test_the_rules_that_read_the_step_are_known():
-    """A rule gives other rows at another step exactly when it is among those that say so."""
+    """A rule gives other rows at another step exactly when the table of rules says so."""
     for name, rule in RULES.items():
         hyper = [0.5] * len(rule.hyper)
         table, slots = torch.tensor([[1.0, 1.0], [1.0, 2.0]]), [torch.full((2,), 0.5), torch.full((2, 2), 0.5)]
-        per_row = {"sum", "counter", "last"} if "rowwise" in name else set()
-        per_row |= {"square"} if name.startswith("partial") else set()
-        given = [slots[0] if s in per_row else slots[1] for s in rule.slots]
+        given = [slots[is_wide] for is_wide in rule.wide]
         grads = fr.RowGrads.from_entries(torch.tensor([1]), torch.tensor([[0.3, -1.0]]), num_embeddings=2)
         terms = fr.tables._rowgrads.terms_of([grads])
         lr = torch.tensor(0.1, dtype=F64)
         at = lambda t: tree_leaves(ops.fused_update([table], [given], terms, lr, torch.tensor(t), None, name, hyper))  # noqa: B023
         differs = any(not torch.equal(a, b) for a, b in zip(at(0), at(7), strict=True))
-        assert differs == (name in stacks.TIMED), name
+        assert differs == rule.is_timed, name
 
 
 def test_random_rounding_is_the_members_own():

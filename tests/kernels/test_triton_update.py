@@ -17,8 +17,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated
 
-from funcrec.kernels.forms import RULES, accumulation_dtype, capacities, capacity_of, is_padded, segments_of  # noqa: E402
+from funcrec.kernels.forms import accumulation_dtype, capacities, capacity_of, is_padded, segments_of  # noqa: E402
 from funcrec.kernels.triton import group  # noqa: E402
+from programs.update_calls import CASES, numbers  # noqa: E402
 
 import funcrec as fr  # noqa: E402
 
@@ -192,32 +193,7 @@ def test_features_of_one_buffer_share_one_pass():
 
 # -- updates -----------------------------------------------------------------------------------------------------
 
-CHOICES = {  # hyper-parameters as fr.optim names them
-    "sgd": [{"weight_decay": 0.1}],
-    "momentum": [{"weight_decay": 0.1}, {"nesterov": True}],
-    "lars_sgd": [{"eta": 0.2, "weight_decay": 0.1}],
-    "lion": [{"weight_decay": 0.1}],
-    "adagrad": [{"weight_decay": 0.1, "initial_accumulator": 0.1}],
-    "rowwise_adagrad": [{}, {"weight_decay": 0.1, "max_norm": 0.5}, {"weight_decay": 0.1, "decay": "decoupled"}],
-    "rowwise_adagrad_counter": [{"half_life": 3.0, "weight_decay": 0.1, "decay": d} for d in ("l2", "decoupled")],
-    "rowwise_adagrad_cowclip": [{"decay": "decoupled", "weight_decay": 0.1}, {"clip_ratio": 0.1, "lower_bound": 0.01}],
-    "rmsprop": [{"weight_decay": 0.1}, {"momentum": 0.9}],
-    "ftrl": [{"l1": 0.2, "l2": 0.1}],
-    **{k: [{"weight_decay": 0.1}] for k in ("adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")},
-}
-DEFAULTS = {
-    "weight_decay": 0.0, "momentum": 0.9, "nesterov": 0, "eta": 0.001, "eps": 1e-8, "decay": 0, "max_norm": 0.0,
-    "clip_ratio": 1.0, "lower_bound": 1e-5, "beta": 1.0, "l1": 0.0, "l2": 0.0, "b1": 0.9, "b2": 0.999,
-}  # fmt: skip
 LR, STEP = 0.1, 4
-
-
-def numbers(rule: str, options: dict) -> list[float]:
-    """The hyper-parameters in the rule's order."""
-    given = {**DEFAULTS, **({"b2": 0.99} if rule in ("lion", "rmsprop") else {}), **options}
-    given["momentum"] = options.get("momentum", 0.0 if rule == "rmsprop" else 0.9)
-    given["decay"] = float(given["decay"] == "decoupled")
-    return [float(given[name]) for name in RULES[rule].hyper]
 
 
 def state(c: Cotangent, rule: str, options: dict, dtype: torch.dtype):
@@ -286,7 +262,7 @@ def assert_near(got: Tensor, truth: Tensor, same: Tensor, old: Tensor) -> None:
 
 RULE_CASES = [
     (rule, options, (F32, F64, BF16, F16)[i % 4] if k else F32)
-    for i, (rule, options) in enumerate((rule, o) for rule, each in CHOICES.items() for o in each)
+    for i, (rule, options) in enumerate(CASES)
     for k in range(1 + (i % 4 > 0))
 ]
 

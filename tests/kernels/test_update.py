@@ -11,6 +11,7 @@ import torch
 from funcrec.kernels import ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs.update_calls import CASES
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -25,21 +26,6 @@ F32, F64, F16, BF16, I32, I64 = (
 )  # fmt: skip
 SIZES = [0, 1, 63, 65]
 LR = 0.125
-DECAYS = ("l2", "decoupled")
-OPTIONS = {  # hyper-parameters to try
-    "sgd": [{}, {"weight_decay": 0.1}],
-    "momentum": [{"weight_decay": 0.1}, {"nesterov": True}],
-    "lars_sgd": [{"eta": 0.2, "weight_decay": 0.1}],
-    "lion": [{"weight_decay": 0.1}],
-    "adagrad": [{}, {"weight_decay": 0.1}],
-    "rowwise_adagrad": [{}, *({"weight_decay": 0.1, "max_norm": 0.5, "decay": d} for d in DECAYS)],
-    "rowwise_adagrad_counter": [{"half_life": 3.0, "weight_decay": 0.1, "decay": d} for d in DECAYS],
-    "rowwise_adagrad_cowclip": [{"clip_ratio": 0.1, "lower_bound": 0.01, "weight_decay": 0.1, "decay": d} for d in DECAYS],
-    "rmsprop": [{"weight_decay": 0.1}, {"momentum": 0.9}],
-    "ftrl": [{"l1": 0.2, "l2": 0.1}],
-    **{k: [{"weight_decay": 0.1}] for k in ("adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")},
-}  # fmt: skip
-CASES = [(rule, options) for rule, each in OPTIONS.items() for options in each]
 
 
 def generator(seed: int) -> torch.Generator:

@@ -10,25 +10,25 @@ import torch
 from funcrec.kernels import library, ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import update_calls
 from torch import Tensor
 
 import funcrec as fr
 from funcrec.core._tree import replace, tree_map
 from funcrec.optim._rounding import round_stochastic, table_key
+from funcrec.optim.write import examples
 from funcrec.tables._rowgrads import Bags, Entries, RowGrads, terms_of
 from funcrec.testing import assert_trees_close
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 LR, STEP, NUM_ROWS = 0.125, 4, 7
 DIMS = (1, 5, 12, 17, 64, 130)
-GRADIENT_WISE = {  # optimizers that see other columns in the gradient only
-    "rowwise_adagrad": [{}, {"weight_decay": 0.1, "decay": "decoupled"}],
-    "rowwise_adagrad_counter": [{"half_life": 3.0}, {"half_life": 3.0, "weight_decay": 0.1, "decay": "decoupled"}],
-    "partial_rowwise_adam": [{"weight_decay": 0.1}],
-    "adam": [{"weight_decay": 0.1}],
-}
-NUMBERS = {"half_life": 3.0, "eps": 1e-8, "weight_decay": 0.1, "b1": 0.9, "b2": 0.99, "beta": 1.0, "momentum": 0.9}
-CASES = [(rule, options) for rule, each in GRADIENT_WISE.items() for options in each]
+OPTIMIZERS = [(rule, options, getattr(fr.optim, rule)(lr=LR, **options)) for rule, options in update_calls.CASES]
+CASES = [  # optimizers that see other columns in the gradient only, and one that does not see them
+    (rule, options)
+    for rule, options, x in OPTIMIZERS
+    if x.is_gradient_wise and (not x.is_elementwise or rule == "adam")
+]
 
 
 def noise(*shape: int, seed: int) -> Tensor:
@@ -104,8 +104,8 @@ def test_a_window_of_the_update_is_the_update_of_the_window(implementation, know
 @pytest.mark.parametrize("rule", ops.RULES)
 def test_a_window_is_a_row_of_zeros_around_it(implementation, known, device, rule):
     """Under every rule a table's columns, and its wide slots', come out as from rows that have zeros for the other columns."""
-    wide = {"rowwise_adagrad": 0, "rowwise_adagrad_counter": 0, "rowwise_adagrad_cowclip": 0}.get(rule, 1)
-    form = ops.RULES[rule]
+    form, options = ops.RULES[rule], examples(rule)[-1]
+    assert form.slots_with(update_calls.numbers(rule, options)) == form.slots
 
     @settings(max_examples=1 if known.slow else 6)
     @given(st.data())
@@ -113,11 +113,10 @@ def test_a_window_is_a_row_of_zeros_around_it(implementation, known, device, rul
         (dim, a, b), dtype = data.draw(windows()), data.draw(st.sampled_from([F32, F64, BF16, F16]))
         acc, seed = ops.accumulation_dtype(dtype), data.draw(st.integers(0, 99))
         padded = lambda x: torch.nn.functional.pad(x, (a, dim - b)) if x.dim() > 1 else x
-        table, narrow = noise(NUM_ROWS, b - a, seed=seed).to(dtype), rule.startswith("partial")
-        shapes = [(NUM_ROWS, b - a)[: 1 + wide * (not (narrow and k))] for k in range(len(form.slots))]
+        table = noise(NUM_ROWS, b - a, seed=seed).to(dtype)
+        shapes = [(NUM_ROWS, b - a)[: 1 + is_wide] for is_wide in form.wide]
         slots = [noise(*s, seed=seed + k).abs().to(acc) for k, s in enumerate(shapes, 1)]
-        hyper = [NUMBERS.get(name, 0.01) if name != "decay" else 1.0 for name in form.hyper]
-        rest = (torch.tensor(LR, dtype=F64), torch.tensor(STEP), None, rule, hyper)
+        rest = (torch.tensor(LR, dtype=F64), torch.tensor(STEP), None, rule, update_calls.numbers(rule, options))
         to = lambda tree: tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)
         terms = terms_of([to(gradient(dim, acc, seed))])
         call = lambda t, s, *window: ops.fused_update(

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import funcrec as fr
+from funcrec.optim._builtin import BUILTIN
+from funcrec.optim.write import examples
 
 TABLES = {"a": torch.arange(8.0).view(4, 2) / 8, "b": torch.ones(3, 2)}
 GRADS = {
@@ -34,10 +36,7 @@ def halved(step):
 
 RATE = fr.optim.schedule([fr.optim.Stage("linear", max_iters=4, value=0.5)], lr=0.1)
 PAIRS = {
-    **{n: getattr(fr.optim, n)(lr=0.1) for n in ("sgd", "momentum", "lars_sgd", "lion", "adagrad", "rowwise_adagrad", "rmsprop", "ftrl")},
-    **{n: getattr(fr.optim, n)(lr=0.1) for n in ("adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")},
-    "cowclip": fr.optim.rowwise_adagrad_cowclip(0.1),
-    "counter": fr.optim.rowwise_adagrad_counter(0.1, half_life=3.0),
+    **{n: getattr(fr.optim, n)(lr=0.1, **examples(n)[0]) for n in BUILTIN},
     "scheduled": fr.optim.adam(lr=RATE),
     "of a function": fr.optim.sgd(lr=halved),
     "of a tensor": fr.optim.sgd(lr=torch.tensor(0.3)),

@@ -15,18 +15,10 @@ import funcrec as fr
 from funcrec.optim import _row
 from funcrec.tables._rowgrads import Bags, Entries, RowGrads
 from programs.hostile_draw import BF16, F16, F32, F64, FLOATS, Draw, Result, bounds_of, size, wide
+from programs.update_calls import CASES
 
-LR, DECAY = 0.125, {"weight_decay": 0.1}
-RULES = [
-    ("sgd", {}), ("sgd", DECAY), ("momentum", DECAY), ("momentum", {"nesterov": True}), ("lars_sgd", {"eta": 0.2, **DECAY}),
-    ("lion", DECAY), ("adagrad", DECAY), ("rowwise_adagrad", {}),
-    *(("rowwise_adagrad", {**DECAY, "max_norm": 0.5, "decay": d}) for d in ("l2", "decoupled")),
-    *(("rowwise_adagrad_counter", {**DECAY, "half_life": 3.0, "decay": d}) for d in ("l2", "decoupled")),
-    *(("rowwise_adagrad_cowclip", {**DECAY, "clip_ratio": 0.1, "lower_bound": 0.01, "decay": d}) for d in ("l2", "decoupled")),
-    ("rmsprop", DECAY), ("rmsprop", {"momentum": 0.9}), ("ftrl", {"l1": 0.2, "l2": 0.1}),
-    *((k, DECAY) for k in ("adam", "adamw", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")),
-]  # fmt: skip
-OPTIMIZERS = [getattr(fr.optim, name)(lr=LR, **options) for name, options in RULES]
+LR = 0.125
+OPTIMIZERS = [getattr(fr.optim, name)(lr=LR, **options) for name, options in CASES]
 WINDOWED = [x for x in OPTIMIZERS if x.is_gradient_wise]
 DIMS = (1, 3, 16, 17, 32, 64, 65, 128, 130)
 
@@ -160,7 +152,7 @@ def users_rule(row, grad, slots, h):
 
 # Rules that no kernel knows: each is compiled once for a form of a table, by the first call.
 with mock.patch.object(_row, "Kernel", lambda *given: None):
-    USERS = [getattr(fr.optim, name)(lr=LR, **options) for name, options in RULES]
+    USERS = [getattr(fr.optim, name)(lr=LR, **options) for name, options in CASES]
 USERS.append(fr.optim.row_optimizer(init=lambda t: {"sum": torch.zeros(t.shape[0])}, rule=users_rule, lr=LR))
 
 

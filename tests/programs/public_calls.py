@@ -12,6 +12,8 @@ import torch
 
 import funcrec as fr
 from funcrec import data, metrics, models, nn, optim, testing
+from funcrec.optim._builtin import BUILTIN
+from funcrec.optim.write import examples
 
 JT, KJT, KT, RG = fr.JaggedTensor, fr.KeyedJaggedTensor, fr.KeyedTensor, fr.RowGrads
 FC, TC, P = fr.FeatureConfig, fr.TableConfig, fr.P
@@ -186,23 +188,6 @@ def meshes() -> list[Call]:
 
 
 def optimizers() -> list[Call]:
-    defaults = lambda f: {n: p.default for n, p in inspect.signature(f).parameters.items() if p.default is not p.empty}
-    names = (
-        "sgd",
-        "momentum",
-        "adagrad",
-        "adam",
-        "adamw",
-        "partial_rowwise_adam",
-        "lamb",
-        "partial_rowwise_lamb",
-        "lars_sgd",
-        "ftrl",
-        "rmsprop",
-        "lion",
-        "rowwise_adagrad",
-        "rowwise_adagrad_cowclip",
-    )
     step = {"row_grads": GRADS, "slots": STATE.slots, "tables": TABLES, "step": 3}
     update = lambda opt: (opt.update, {**step, "slots": opt.init(TABLES)})
     own = optim.row_optimizer(init=lambda table: {}, rule=lambda row, grad, slots, hyper: (row - grad, {}))
@@ -217,8 +202,7 @@ def optimizers() -> list[Call]:
         "start_interpolating_iters": 1,
         "end_value": 0.5,
     }
-    return rows("optim", **{n: (getattr(optim, n), defaults(getattr(optim, n))) for n in names},
-        rowwise_adagrad_counter=(optim.rowwise_adagrad_counter, {**defaults(optim.rowwise_adagrad_counter), "half_life": 3.0}),
+    return rows("optim", **{n: (getattr(optim, n), {"lr": 0.1, **examples(n)[0]}) for n in BUILTIN},
         row_optimizer=(optim.row_optimizer, {"init": lambda table: {}, "rule": lambda row, grad, slots, hyper: (row, {}), "lr": 0.1, "name": "mine"}),
         init=(SPARSE.init, {"tables": TABLES}), update=update(SPARSE), update_own=(lambda **k: own.update(**k, implementation="reference"), {**step, "slots": own.init(TABLES)}),
         by_table=(optim.by_table, {"optimizers": {"t": SPARSE}, "default": SPARSE}), update_by_table=update(optim.by_table({"t": SPARSE}, default=optim.sgd())),

@@ -4,8 +4,14 @@ from typing import NamedTuple
 
 import torch
 from funcrec.kernels.forms import capacity_of, is_padded, segments_of
+from funcrec.kernels.rules import RULES
 from torch import Tensor
 
+from funcrec.optim._builtin import BUILTIN, arguments_of
+from funcrec.optim._row import numbers_of
+from funcrec.optim.write import examples
+
+CASES = [(rule, options) for rule in RULES for options in examples(rule)]  # each form of each built-in optimizer
 OUTSIDE = (-1, -(2**63), 2**63 - 1, 2**40)  # no table has these rows
 
 
@@ -18,6 +24,11 @@ class Call(NamedTuple):
     weights: list[Tensor]
     segments: list[int]
     shapes: list[int]
+
+
+def numbers(rule: str, options: dict) -> list[float]:
+    """The hyper-parameters in the rule's order."""
+    return numbers_of(RULES[rule], arguments_of(BUILTIN[rule], **options)[1])
 
 
 def ids(n: int, num_rows: int, dtype: torch.dtype) -> Tensor:
