@@ -5,7 +5,7 @@
 A symbol is of one of three kinds; what two make together is of the later one. HOST: known before the update (hyper-parameters, the step),
 computed in f64. NUMBER: one for a row, and WIDE: one for an element, in the dtype that the rule computes in (HOST is rounded where it meets
 them). A reduction makes a NUMBER of what is WIDE, and ends a level: what needs it waits for a pass over the row.
-What the kernels are told of a rule (`RULES`), and their own text of it (`kernels/write`), follow from its formula.
+What kernels are told of a rule (`write_rules`) and their own text of it (`write_cpp`, `write_triton`) follow from its formula.
 """
 
 import functools
@@ -53,14 +53,22 @@ class Symbol:
     def __getattr__(self, name: str) -> Callable:
         if name not in METHODS:
             raise UnknownError(f"a rule has .{name}(), of which there is no formula")
-        return functools.partial(METHODS[name], self)
+        return functools.partial(applied, name, self)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", str(function))
         if name not in METHODS:
             raise UnknownError(f"a rule has torch.{name}, of which there is no formula")
-        return METHODS[name](*args, **(kwargs or {}))
+        return applied(name, *args, **(kwargs or {}))
+
+
+def applied(name: str, *args: Any, **kwargs: Any) -> Any:
+    """A function of torch, or a method, on symbols."""
+    try:
+        return METHODS[name](*args, **kwargs)
+    except TypeError as error:
+        raise UnknownError(f"a rule has {name} with arguments that no formula has: {error}") from error
 
 
 def made(op: str, *args: "Symbol | float") -> Symbol:
@@ -94,9 +102,10 @@ def clamp(x: Symbol, min: Any = None, max: Any = None) -> Symbol:
 
 
 METHODS = {
-    **{name: of_kind(name) for name in ("sign", "abs", "exp2", "sum", "where", "maximum", "minimum")},
+    **{name: of_kind(name) for name in ("sign", "abs", "exp2", "where", "maximum", "minimum")},
+    "sum": lambda x: made("sum", x) if x.kind == WIDE else x,
     "square": lambda x: made("mul", x, x),
-    "mean": lambda x: made("div", made("sum", x), interned(x.nodes, "dim", (), NUMBER)),
+    "mean": lambda x: made("sum", x) / interned(x.nodes, "dim", (), NUMBER) if x.kind == WIDE else x,
     "sqrt": of_kind("root"),
     "clamp": clamp,
     "dim": lambda x: int(x.kind == WIDE),
