@@ -252,9 +252,9 @@ def test_a_synchronisation_exchanges_once(name, want, monkeypatch):
     state, _ = trained(mesh, plan_of("row_wise", mesh.shape, ("r",)), [], apart.optimizers(name))
     calls = []
     for collective in ("all_to_all", "all_gather"):
-        whole = getattr(fr.train._replicas, collective)
+        whole = getattr(fr.mesh._joined, collective)
         monkeypatch.setattr(
-            fr.train._replicas,
+            fr.mesh._joined,
             collective,
             lambda *args, f=whole, **kwargs: calls.append(f.__name__) or f(*args, **kwargs),
         )
