@@ -31,16 +31,16 @@ def read_plain(
     """What a lookup gives of plain tables; `features` are all pooled, or all sequences."""
     if features and features[0].pooling == "none":
         return read_sequences(tables, ids, features, implementation)
-    names = list(dict.fromkeys(f.table for f in features))
-    buffers, forms = _buffers_and_forms(ids, features, names, table_shapes(tables))
-    return _pooled(tables, [tables[n] for n in names], buffers, forms, ids, features, implementation)
+    names, shapes = list(dict.fromkeys(f.table for f in features)), table_shapes(tables)
+    buffers, forms = _buffers_and_forms(ids, features, names, shapes)
+    return _pooled(shapes, [tables[n] for n in names], buffers, forms, ids, features, implementation)
 
 
 KINDS[dict] = Kind(lambda tables: {n: tuple(t.shape) for n, t in tables.items()}, read_plain)
 
 
 def _pooled(
-    tables: Tables,
+    shapes: Mapping[str, tuple[int, int]],
     used: list[Tensor],
     buffers: list[Tensor],
     forms: list[Feature],
@@ -48,13 +48,12 @@ def _pooled(
     features: Sequence[FeatureConfig],
     implementation: str | None,
 ) -> Read:
-    """Bags of the rows of `used`, as `forms` tell; the gradients are those of `tables`."""
+    """Bags of the rows of `used`, as `forms` tell; the gradients are those of tables of these shapes."""
     weights = ids.weights if any(f.weighted for f in features) else None
     values = primitives.pooled_lookup(
         used, buffers, ids.offsets, weights, forms, num_bags_of(ids, features), implementation=implementation
     )
-    out = KeyedTensor(values, tuple(f.name for f in features), tuple(tables[f.table].shape[1] for f in features))
-    shapes = {n: tuple(tables[n].shape) for n in dict.fromkeys(f.table for f in features)}
+    out = KeyedTensor(values, tuple(f.name for f in features), tuple(shapes[f.table][1] for f in features))
     return Read(out, lambda: ids, lambda d, ids: pooled_transpose(d, ids, features, shapes))
 
 
@@ -85,8 +84,8 @@ def read_rows(
     Where a derivative inside the loss goes by the weights, the tables
     are in it: a tap on what the lookup gives would not be.
     """
-    names = list(dict.fromkeys(f.table for f in features))
-    buffers, forms = _buffers_and_forms(ids, features, names, table_shapes(tables))
+    names, shapes = list(dict.fromkeys(f.table for f in features)), table_shapes(tables)
+    buffers, forms = _buffers_and_forms(ids, features, names, shapes)
     pairs = list(dict.fromkeys((f.table, f.rows) for f in forms))
     heights, numbers, num_bags = [tables[n].shape[0] for n in names], [], num_bags_of(ids, features)
     for t, r in pairs:
@@ -103,7 +102,7 @@ def read_rows(
     places = torch.arange(ids.capacity, device=ids.values.device)
     of_copy = [f._replace(table=pairs.index((f.table, f.rows)), rows=0) for f in forms]
     return Read(rows, lambda: numbers, entries), lambda rows: _pooled(
-        tables, rows, [places], of_copy, ids, features, implementation
+        shapes, rows, [places], of_copy, ids, features, implementation
     )
 
 
@@ -144,8 +143,10 @@ def marked(rows: Tensor, num_embeddings: int) -> Tensor:
 
 
 def num_bags_of(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> int:
-    """B; without features that of every key, 0 where they differ."""
-    common = {ids.bags_of(k) for k in ([f.key for f in features] or ids.keys)}
+    """B, the same for all features; without features that of every key, 0 where they differ."""
+    if features:
+        return ids.bags_of(features[0].key)
+    common = set(map(ids.bags_of, ids.keys))
     return common.pop() if len(common) == 1 else 0
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from funcrec.core import EXAMPLES, Problem, describe, fail
 from funcrec.jagged import KeyedJaggedTensor, KeyedTensor, keyed_tensor_parts
 from funcrec.tables._configs import TABLE_HINT, FeatureConfig, TableConfig
-from funcrec.tables._kinds import table_shapes
+from funcrec.tables._kinds import is_plain, table_shapes
 
 
 def duplicate_problems(configs: Sequence, what: str) -> Iterator[Problem]:
@@ -65,7 +65,7 @@ def row_problems(tables: Mapping[str, Tensor]) -> Iterator[Problem]:
 
 def feature_table_problems(features: Sequence[FeatureConfig], tables: object) -> Iterator[Problem]:
     """Every feature's table must be there."""
-    names = list(table_shapes(tables))
+    names = list(tables if isinstance(tables, Mapping) and is_plain(tables) else table_shapes(tables))
     for f in features:
         if f.table not in names:
             yield Problem(
