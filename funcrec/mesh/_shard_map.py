@@ -19,7 +19,7 @@ from funcrec.mesh._axes import Axis, bind, bound_axis, bound_names
 from funcrec.mesh._collectives import all_gather
 from funcrec.mesh._mesh import Mesh, ambient_mesh
 from funcrec.mesh._parts import Part, axis_problems, cut, flatten_parts, join, match_specs, size_problems
-from funcrec.mesh._same import is_readable, unequal, unequal_over_ranks
+from funcrec.mesh._same import followed_apart, is_readable, unequal, unequal_over_ranks
 from funcrec.mesh._spec import P
 
 CALL = "funcrec.shard_map"
@@ -45,7 +45,8 @@ def shard_map(
       out_specs: a P for the result, or a prefix of its tree. An axis that a P does not name promises that the value is the same all along it.
       axis_names: the axes to bind; None for all that are not bound yet. The others are left to an enclosing or nested shard_map.
       check: hold out_specs to what they promise to be the same: bit by bit, under transforms too. On real ranks it costs an exchange of
-        checksums and a read on the host. Inside `jit`, where no value can be read, a result may follow along such an axis from nothing but
+        checksums and one of which arguments a derivative follows (requires_grad, a transform), which must be the same ones on all ranks, and
+        reads on the host. Inside `jit`, where no value can be read, a result may follow along such an axis from nothing but
         arguments whole along it and what psum, pmean, pmax, pmin and all_gather made so; what is the same for another reason wants
         check=False. (JAX lets what all_gather made count as different on each rank.)
 
@@ -108,6 +109,7 @@ def unshard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
     if where.is_emulated:
         return tree
     with bind(where.bound_axes(where.axis_names, _device(parts))):
+        _check_followed("funcrec.unshard", parts, where.axis_names)
         return _rebuild(tree, [_whole(p, where.shape) for p in parts])
 
 
@@ -165,6 +167,8 @@ def _drop_axes(stacked: Any, spec: P, names: Sequence[str]) -> Any:
 def _run_real(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool):
     """f on this rank's shards."""
     with bind(mesh.bound_axes(names, _device(parts))):
+        if is_checked:
+            _check_followed(CALL, parts, names)
         out = _call(f, *args)
         results = _results(out_specs, out, names)
         if is_checked and all(is_readable(x) for p in results for x in _tensors(p)):
@@ -172,6 +176,11 @@ def _run_real(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_c
         elif is_checked:
             raise_for(CALL, _unequal_in_emulation(f, mesh, names, parts, args, out_specs))
     return out
+
+
+def _check_followed(call: str, parts: Sequence[Part], names: Sequence[str]) -> None:
+    if all(is_readable(x) for p in parts for x in _tensors(p)):
+        raise_for(call, followed_apart([(p.path, p.value) for p in parts], names, _device(parts)))
 
 
 def _unequal_in_emulation(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs) -> Iterator[Problem]:

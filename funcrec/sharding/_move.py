@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, is_tracked
-from funcrec.mesh import Mesh, bind, psum
+from funcrec.core import Problem, check, describe, is_tracked, outside_transforms, plain
+from funcrec.mesh import Mesh, bind, pmax, psum
 from funcrec.sharding._layout import Layout, Shard, blank, own_ranks
 
 BLOCK_BYTES = 1 << 26  # what a rank holds besides the two states
@@ -48,8 +48,8 @@ def rows_of(layout: Layout, banks: Mapping[str, Tensor], table: str, mesh: Mesh,
             out[here] = banks[bank][there]
     if mesh.is_emulated or not axes or first == last:
         return out
-    check("funcrec.reshard", tracked_problems(table, out))
     with bind(mesh.bound_axes(axes, out.device)):
+        check("funcrec.reshard", tracked_problems(table, out, axes))
         return psum(out.view(INTEGERS.get(out.element_size(), torch.int8)), axes).view(out.dtype)
 
 
@@ -81,9 +81,13 @@ def move(layout: Layout, banks: Mapping[str, Tensor], table: str, mesh: Mesh, re
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def tracked_problems(table: str, rows: Tensor) -> Iterator[Problem]:
-    """Real ranks send a row's bits, which have no derivative."""
-    if is_tracked(rows):
+def tracked_problems(table: str, rows: Tensor, axes: Sequence[str]) -> Iterator[Problem]:
+    """Real ranks send a row's bits, which have no derivative: what one rank's followed rows are, all ranks refuse."""
+    followed = is_tracked(rows)
+    if plain(rows) is not None:
+        with outside_transforms():
+            followed = bool(pmax(torch.tensor(int(followed), device=rows.device), axes))
+    if followed:
         what, hint = f"table {table!r}, or a slot of it, is differentiated.", "`.detach()`, or Mesh.emulated(...)"
         yield Problem(
             what, "a tensor that autograd or torch.func follows", "plain tensors on real ranks", hint, TypeError

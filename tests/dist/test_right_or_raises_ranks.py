@@ -4,26 +4,26 @@ import functools
 
 import pytest
 import torch
-from programs.differences import MODES, RAISED, RIGHT, Case, along, sweep
-from programs.float_ranks import BITS, CASES, FEW, TRAINED, at_once, case_of, outcomes, trained
+from programs.differences import JITTED, MODES, RAISED, RIGHT, sweep
+from programs.float_ranks import BITS, CASES, CODED, FEW, STAGED, TRAINED, at_once, case_of, outcomes, trained
 
 import funcrec as fr
-from funcrec.testing import assert_trees_close
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SHORT = ("collectives", "gather_tables", "gather_state", "reshard")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *CODED])
 def test_every_derivative_on_an_emulated_mesh_is_right(name):
-    """Of all float inputs at once every mode's derivative is what central differences say."""
+    """Of all float inputs at once every mode's derivative is what central differences say; of coded vectors up to their rounding."""
     found = sweep(case_of(name, fr.Mesh.emulated(x=2)), tuple(MODES) if name in SHORT else FEW)
     assert [k for k, o in found.items() if o != RIGHT] == []
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n != "train_step"])
+@pytest.mark.parametrize("name", [*(n for n in CASES if n != "train_step"), *CODED])
 def test_every_derivative_on_real_ranks_is_right_or_raises(name, ranks):
-    """On two gloo ranks the ranks' derivatives add up to the differences; rows that travel as bits are refused, on both ranks."""
+    """On each of two gloo ranks its own derivative is its own difference (a step's reverse ones add up to it); rows that travel as bits are
+    refused, on both ranks."""
     for found in ranks(2).run(outcomes, name, FEW):
         wrong = {k: o for (_, k), o in found.items() if o != RIGHT}
         refused = set(FEW) - {"vmap"} if name in BITS else set()
@@ -32,12 +32,27 @@ def test_every_derivative_on_real_ranks_is_right_or_raises(name, ranks):
         )
 
 
-@pytest.mark.parametrize("mode", FEW)
-def test_jit_of_a_step_on_a_mesh_is_differentiated(mode):
-    """A jitted step's derivative by tracked inputs is the step's own, bit for bit."""
-    of = lambda jit: functools.partial(trained, fr.Mesh.emulated(x=2), how="plain", steps=1, jit=jit)
-    plain, jitted = (MODES[mode][0](along(Case("step", *at_once(of(jit), TRAINED)), "x")) for jit in (False, True))
-    assert_trees_close(jitted, plain)
+@pytest.mark.parametrize("name", ["collectives", "lookups, int8, dedup", "gather_tables"])
+def test_derivatives_within_jit_are_right(name, ranks):
+    """Of untracked inputs, the derivative within what jit stages: on an emulated mesh and on each of two ranks."""
+    with STAGED:
+        alone = sweep(case_of(name, fr.Mesh.emulated(x=2)), tuple(JITTED))
+    for found in (alone, *ranks(2).run(outcomes, name, tuple(JITTED))):
+        assert set(found.values()) == {RIGHT}, found
+
+
+def test_a_compiled_derivative_on_real_ranks_is_right(ranks):
+    """The derivative of gathered tables, compiled on each of two ranks, is its own difference."""
+    for found in ranks(2).run(outcomes, "gather_tables", ("jit of grad",), True):
+        assert set(found.values()) == {RIGHT}, found
+
+
+def test_jit_of_a_step_on_a_mesh_is_differentiated():
+    """A jitted step's derivative by all float inputs is what central differences of the step say."""
+    case = case_of("train_step", fr.Mesh.emulated(x=2))
+    jitted = at_once(functools.partial(trained, fr.Mesh.emulated(x=2), how="plain", steps=1, jit=True), TRAINED)[0]
+    found = sweep(case._replace(f=jitted, smooth=case.f), [m for m in FEW if m != "vmap"])
+    assert set(found.values()) == {RIGHT}, found
 
 
 def test_a_table_that_one_rank_holds_is_differentiated_alone(ranks):
@@ -55,3 +70,33 @@ def of_one_table():
         torch.distributed.all_reduce(both)
         sums.append(float(both))
     return sums
+
+
+@pytest.mark.parametrize("how", ["requires grad", "jvp", "cut tables", "moved rows"])
+def test_ranks_that_follow_different_tensors_are_refused(how, ranks):
+    """Where one rank differentiates and the other does not, both raise before any work; their next call is right."""
+    for error, after in ranks(2).run(followed_apart, how, deadline_s=100):
+        assert error.startswith("TypeError funcrec.")
+        assert ("is differentiated" if how == "moved rows" else "on some ranks only") in error
+        assert after == [18.0, 18.0]
+
+
+def followed_apart(how):
+    mesh, here = fr.Mesh.distributed(x=2), torch.distributed.get_rank() == 0
+    summed = fr.shard_map(lambda x: fr.psum(x * x, "x"), mesh=mesh, in_specs=fr.P("x"), out_specs=fr.P())
+    held = fr.shard_tables({"t": torch.ones(2, 1, requires_grad=here)}, fr.Plan({"t": fr.row_wise("x")}), mesh)
+    options = {"sparse": fr.optim.sgd(0.1), "dense": fr.optim.dense(torch.optim.SGD)}
+    own = fr.train_step(len, **options, mesh=mesh, plan=fr.Plan({"t": fr.table_wise("x", rank=1)}))
+    state = own.init(fr.Params({"t": torch.ones(2, 1, requires_grad=True)}, {}))  # rank 0 has no row of it
+    run = {
+        "moved rows": lambda: fr.gather_state(state, mesh),
+        "requires grad": lambda: summed(torch.ones(2, requires_grad=here)),
+        "jvp": lambda: torch.func.jvp(summed, (torch.ones(2),), (torch.ones(2),)) if here else summed(torch.ones(2)),
+        "cut tables": lambda: fr.gather_tables(held, mesh)["t"],
+    }
+    error = ""
+    try:
+        run[how]()
+    except TypeError as refused:
+        error = f"TypeError {refused}"
+    return error, summed(torch.full((2,), 3.0)).tolist()

@@ -16,7 +16,7 @@ def loss_fn(params, ids):
 
 @pytest.mark.parametrize("kind", PLANS)
 def test_a_step_on_a_mesh_has_the_derivatives_of_its_loss_and_its_tables(kind):
-    """d(loss, tables)/d(table, dense, lr) of a step on two ranks = central differences of the same in one process."""
+    """d(loss, tables)/d(table, dense, lr) of a step on two ranks, compiled too, = central differences of the same in one process."""
     torch.manual_seed(0)
     table, w, mesh = (
         torch.randn(6, 2, dtype=torch.float64),
@@ -36,5 +36,8 @@ def test_a_step_on_a_mesh_has_the_derivatives_of_its_loss_and_its_tables(kind):
     steps = 1e-5 * torch.eye(15, dtype=torch.float64)
     want = torch.stack([(after(x + e, False) - after(x - e, False)) / 2e-5 for e in steps])
     torch.testing.assert_close(torch.func.grad(lambda x: after(x, True))(x), want, rtol=1e-6, atol=1e-7)
+    if kind == "row_wise":
+        compiled = fr.jit(torch.func.grad(lambda x: after(x, True)))
+        torch.testing.assert_close(compiled(x), want, rtol=1e-6, atol=1e-7)
     tangent = torch.func.jvp(lambda x: after(x, True), (x,), (torch.ones_like(x),))[1]
     torch.testing.assert_close(tangent, want.sum(), rtol=1e-6, atol=1e-7)

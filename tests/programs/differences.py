@@ -18,6 +18,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 
+import funcrec as fr
 from funcrec.core._tree import tree_leaves
 from funcrec.tables._init import name_number
 
@@ -30,12 +31,17 @@ BATCH = torch.tensor([0.0, 0.01], dtype=torch.float64)
 
 
 class Case(NamedTuple):
-    """f(**inputs) -> a tree; inputs are f64. refused: the inputs that may raise, "*" for all; everything else must be right."""
+    """f(**inputs) -> a tree; inputs are f64. refused: the inputs that may raise, "*" for all; everything else must be right.
+
+    smooth: f without its rounding, which differences are taken of; rtol: how much of their size, and of s, the rounding may make.
+    """
 
     name: str
     f: Callable
     inputs: dict[str, Tensor]
     refused: tuple[str, ...] = ()
+    smooth: Callable | None = None
+    rtol: float = 0.0
 
 
 @functools.cache  # drawn once, outside of every transform, whichever it is first asked for in
@@ -116,24 +122,29 @@ SECOND: dict[str, tuple[Callable, Callable]] = {
     "jvp of jvp": (lambda s: pushed(pushed(s))(ZERO), second),
 }
 MODES = {**FIRST, **SECOND}
+JITTED: dict[str, tuple[Callable, Callable]] = {  # of untracked numbers, the derivative within what is staged
+    "jit of grad": (lambda s: fr.jit(grad(s))(ZERO), first),
+    "jit of jvp": (lambda s: fr.jit(pushed(s))(ZERO), first),
+}
+EVERY = {**MODES, **JITTED}
 
 
-def outcome(s: Callable, mode: str, needs: dict) -> str:
-    """RIGHT, RAISED, or the two numbers."""
-    derivative, difference = MODES[mode]
+def outcome(s: Callable, mode: str, needs: dict, smooth: Callable, rtol: float = 0.0) -> str:
+    """RIGHT, RAISED, or the two numbers; smooth: what differences are taken of."""
+    derivative, difference = EVERY[mode]
     try:
         got = derivative(s)
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         return f"{RAISED}: {type(error).__name__} {str(error)[:400]}"
     if difference not in needs:
-        needs[difference] = difference(s)
-    return compared(got.detach(), needs[difference], s, mode)
+        needs[difference] = difference(smooth)
+    return compared(got.detach(), needs[difference], smooth, mode, rtol)
 
 
-def compared(got: Tensor, need: Tensor, s: Callable, mode: str) -> str:
+def compared(got: Tensor, need: Tensor, s: Callable, mode: str, rtol: float = 0.0) -> str:
     """RIGHT, or the two numbers, as far as differences of s can tell."""
     size = max(1.0, float(s(ZERO).detach().abs()))
-    tolerance = (RTOL2 if mode in SECOND else RTOL) * (size + float(need.abs()))
+    tolerance = (rtol or (RTOL2 if mode in SECOND else RTOL)) * (size + float(need.abs()))
     return RIGHT if bool((got - need).abs() <= tolerance) else f"got {float(got):.8g}, difference {float(need):.8g}"
 
 
@@ -143,9 +154,9 @@ def sweep(case: Case, modes=tuple(MODES)) -> dict[tuple[str, str], str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for which in case.inputs:
-            s, needs = along(case, which), {}
+            s, smooth, needs = along(case, which), along(case._replace(f=case.smooth or case.f), which), {}
             s(ZERO)
-            found |= {(which, mode): outcome(s, mode, needs) for mode in modes}
+            found |= {(which, mode): outcome(s, mode, needs, smooth, case.rtol) for mode in modes}
     return found
 
 

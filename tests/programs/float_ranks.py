@@ -1,18 +1,22 @@
 """Public functions of a mesh as cases of the sweep `differences`, on an emulated mesh and on real ranks.
 
 An input is whole on every rank, which takes its own part of it. On real ranks a mode gives each rank the part of the derivative that goes
-through its own input (reverse) or output (forward): over the ranks they add up to the derivative of Σ_r s_r.
+through its own input (reverse) or output (forward).
 """
 
+import contextlib
+from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 import funcrec as fr
+from funcrec.compile import _program
 from funcrec.core._tree import replace, tree_leaves, tree_map
 from programs import differences
-from programs.differences import RAISED, Case, along, draw
+from programs.differences import BATCH, H2, RAISED, ZERO, Case, H, along, draw
 
 SHAPES = {"a": (5, 2), "b": (4, 2), "c": (3, 3), "d": (5, 2)}  # nobody has id 3 for d
 PLAN = fr.Plan({"a": fr.row_wise("x"), "b": fr.column_wise("x"), "c": fr.table_wise("x", rank=1), "d": fr.replicated()})
@@ -112,8 +116,8 @@ def of_tables(tensors: dict) -> dict:
     return {n: tensors[n] for n in SHAPES}
 
 
-def looked_up(mesh, *, weights, exact=False, dedup=False, **tables):
-    held = fr.shard_tables(of_tables(tables), PLAN, mesh, exact=exact, dedup=dedup)
+def looked_up(mesh, *, weights, how=(), **tables):
+    held = fr.shard_tables(of_tables(tables), PLAN, mesh, **dict(how))
 
     def one(held, ids):
         listed = fr.lookup_sequence(held, ids, LISTED)
@@ -123,9 +127,9 @@ def looked_up(mesh, *, weights, exact=False, dedup=False, **tables):
     return tree_map(bent, mapped(held, cut(ids(weights), mesh)))
 
 
-def gradients(mesh, *, weights, w, bias, **tables):
+def gradients(mesh, *, weights, w, bias, how=(), **tables):
     """Rows' gradients of every rank, and those of the dense parameters."""
-    held = fr.shard_tables(of_tables(tables), PLAN, mesh)
+    held = fr.shard_tables(of_tables(tables), PLAN, mesh, **dict(how))
 
     def one(held, dense, ids):
         loss, grads = fr.value_and_grad(loss_fn)(fr.Params(held, dense), ids)
@@ -206,8 +210,8 @@ MOVED = {**TABLES, "w": DENSE["w"], "slot": number(0.3)}
 CASES = {  # {name: (f of the mesh and the inputs, inputs)}
     "collectives": (collectives, {"x": draw("x", (8, 2))}),
     "lookups": (looked_up, LOOKED),
-    "lookups, exact": (partial(looked_up, exact=True), LOOKED),
-    "lookups, dedup": (partial(looked_up, dedup=True), LOOKED),
+    "lookups, exact": (partial(looked_up, how={"exact": True}), LOOKED),
+    "lookups, dedup": (partial(looked_up, how={"dedup": True}), LOOKED),
     "value_and_grad": (gradients, LOSS),
     "gather_state": (partial(moved, is_whole=True), MOVED),
     "reshard": (partial(moved, is_whole=False), MOVED),
@@ -216,11 +220,24 @@ CASES = {  # {name: (f of the mesh and the inputs, inputs)}
     "train_step": (partial(trained, how="plain", steps=1), TRAINED),
     "train_step, all options": (partial(trained, how="dense_axes, merge, capacity", steps=1), TRAINED),
 }
+CODED = {  # a case whose vectors travel coded: (the case, its `how`, how much of a derivative's size rounding may make)
+    "lookups, bfloat16": ("lookups", {"codec": fr.Codec("bfloat16", "bfloat16")}, 0.04),
+    "lookups, float16, exact": ("lookups, exact", {"codec": fr.Codec("float16", "float16"), "exact": True}, 0.005),
+    "lookups, int8, dedup": ("lookups, dedup", {"codec": fr.Codec("int8", "int8"), "dedup": True}, 0.03),
+    "value_and_grad, float16": ("value_and_grad", {"codec": fr.Codec("float16", "float16")}, 0.01),
+}
 BITS = ("gather_state", "reshard")  # between real ranks rows travel as bits: refused
+SHARED = ("train_step", "train_step, all options")  # no rank can move its parameters alone: all must have the same
 FEW = ("grad", "autograd", "jvp", "vmap", "vmap of grad", "jvp of grad")
+STAGED = mock.patch.object(_program, "compile_graph", lambda graph, args: graph)  # jit runs the staged graph itself
 
 
 def case_of(name: str, mesh: fr.Mesh) -> Case:
+    if name in CODED:
+        plain, how, rtol = CODED[name]
+        f, inputs = CASES[plain]
+        run, inputs = at_once(partial(f, mesh, how=how), inputs)
+        return Case(name, run, inputs, (), case_of(plain, mesh).f, rtol)
     f, inputs = CASES[name]
     return Case(name, *at_once(partial(f, mesh), inputs), "*" if name in BITS and not mesh.is_emulated else ())
 
@@ -235,19 +252,55 @@ def over_ranks(x: Tensor) -> Tensor:
     return total
 
 
-def outcomes(name: str, modes: tuple[str, ...]) -> dict[tuple[str, str], str]:
-    """`differences.sweep` on this process's ranks, derivatives and differences added over them."""
-    s, needs, found = along(case_of(name, fr.Mesh.distributed(x=torch.distributed.get_world_size())), "x"), {}, {}
-    total = lambda t: over_ranks(s(t))
-    total(differences.ZERO)  # the sweep's own numbers are drawn outside of transforms
+def through_mine(s: Callable, difference: Callable) -> Tensor:
+    """difference(what this rank's t, moved alone, does to Σ_r s_r), of every rank in turn."""
+    own = None
+    for rank in range(torch.distributed.get_world_size()):
+        mine = rank == torch.distributed.get_rank()
+        need = difference(lambda base, t: over_ranks(s(base + t if mine else ZERO + base)))  # noqa: B023
+        own = need if mine else own
+    return own
+
+
+def slope(f: Callable, base: float = 0.0) -> Tensor:
+    return (f(base, H) - f(base, -H)) / (2 * H)
+
+
+def slope_of_slope(f: Callable) -> Tensor:
+    """Of f's slope in its own t, by a base that all ranks move."""
+    at = lambda base: (f(base, H2) - f(base, -H2)) / (2 * H2)
+    return (8 * (at(H2) - at(-H2)) - (at(2 * H2) - at(-2 * H2))) / (12 * H2)
+
+
+# what each rank's derivative is: of its own s_r by the t of all (forward), or of Σ s_r by its own t (reverse)
+OWN = {
+    "grad": lambda s: through_mine(s, slope),
+    "vmap of grad": lambda s: sum(through_mine(s, lambda f: slope(f, float(b))) for b in BATCH),  # noqa: B023
+    "jvp": lambda s: differences.first(s).detach(),
+    "vmap": lambda s: sum(s(b) for b in BATCH).detach(),
+    "jvp of grad": lambda s: through_mine(s, slope_of_slope),
+}
+OWN |= {"autograd": OWN["grad"], "jit of grad": OWN["grad"], "jit of jvp": OWN["jvp"]}
+
+
+def outcomes(name: str, modes: tuple[str, ...], compiled: bool = False) -> dict[tuple[str, str], str]:
+    """`differences.sweep` on real ranks: each rank's derivative against its own differences; of SHARED the sum of the reverse ones."""
+    case, needs, found = case_of(name, fr.Mesh.distributed(x=torch.distributed.get_world_size())), {}, {}
+    s, smooth = along(case, "x"), along(case._replace(f=case.smooth or case.f), "x")
+    s(ZERO)  # the sweep's own numbers are drawn outside of transforms
     for mode in modes:
-        derivative, difference = differences.MODES[mode]
+        derivative, difference = differences.EVERY[mode]
+        added = name in SHARED and mode not in ("jvp", "jit of jvp", "vmap")
+        need_of = (lambda s, d=difference: d(lambda t: over_ranks(s(t)))) if added else OWN[mode]
         try:
-            got = over_ranks(derivative(s))
+            with contextlib.nullcontext() if compiled else STAGED:
+                got = derivative(s).detach()
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
             found["x", mode] = f"{RAISED}: {type(error).__name__} {str(error)[:400]}"
             continue
-        if difference not in needs:
-            needs[difference] = difference(total)
-        found["x", mode] = differences.compared(got, needs[difference], total, mode)
+        key = difference if added else OWN[mode]
+        if key not in needs:
+            needs[key] = need_of(smooth)
+        got = over_ranks(got) if added else got
+        found["x", mode] = differences.compared(got, needs[key], smooth, mode, case.rtol)
     return found
