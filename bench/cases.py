@@ -1,6 +1,7 @@
 """The shapes that are measured, and the ids that go with them.
 
-Uniform ids, or bounded Zipf with exponent `alpha`, spread over the rows. Shapes: T tables, R rows, D dim, B bags, L ids per bag.
+Uniform ids, or bounded Zipf with exponent `alpha`, spread over the rows.
+Shapes: T tables, R rows, D dim, B bags, L ids per bag.
 """
 
 from typing import NamedTuple
@@ -168,7 +169,8 @@ def lookup_bytes(case: TableCase) -> int:
 
 
 def update_bytes(case: TableCase, ids: fr.KeyedJaggedTensor, slots: dict[str, dict[str, Tensor]]) -> int:
-    """Of a lookup and its update: the lookup's, the ids again, the gradient read, each touched row and its slots read and written."""
+    """Of a lookup and its update: the lookup's, the ids again, the gradient
+    read, each touched row and its slots read and written."""
     touched = sum(len(ids[n].values.unique()) for n in case.names)
     of_slots = sum(s.element_size() * s[:1].numel() for s in slots[case.names[0]].values())
     row = case.dim * case.table_dtype.itemsize + of_slots

@@ -14,7 +14,8 @@ from torch import Tensor
 class Feature(NamedTuple):
     """One feature of a pooled lookup.
 
-    table, rows: which of the tables, which buffer of rows. first_bag: its bags are offsets[first_bag : first_bag + B + 1].
+    table, rows: which of the tables, which buffer of rows. first_bag:
+      its bags are offsets[first_bag : first_bag + B + 1].
     max_length: ids read per bag, 0 for all. mean, weighted: how s_i is made. column: its first column of the output.
     """
 
@@ -30,8 +31,8 @@ class Feature(NamedTuple):
 class Segment(NamedTuple):
     """One term of a table's cotangent: entries (rows[i], s_i · d[b, column : column + D]).
 
-    table, d, rows, offsets, weights: numbers in the lists of tensors; offsets -1: entry i belongs to d[i], and there are
-    `num_bags` of them; weights -1: none. The rest as in Feature.
+    table, d, rows, offsets, weights: numbers in the lists of tensors; offsets -1: entry i belongs to d[i], and there
+    are `num_bags` of them; weights -1: none. The rest as in Feature.
     """
 
     table: int
@@ -47,7 +48,8 @@ class Segment(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The cotangents of several tables, not written out: tensors, and the segments that say how they belong together."""
+    """The cotangents of several tables, not written out: tensors,
+    and the segments that say how they belong together."""
 
     d: list[Tensor]
     rows: list[Tensor]
@@ -62,8 +64,10 @@ class Terms(NamedTuple):
 class Rule(NamedTuple):
     """A rule that implementations know (`rules.RULES`).
 
-    slots, hyper: its slots and its hyper-parameters, in the order in which they are passed. wide: whether a slot is f[R, D], else f[R].
-    optional: (slot, hyper-parameter) of each slot that is not there where that number is 0. is_timed: whether the step is in its formula;
+    slots, hyper: its slots and its hyper-parameters, in the order in which they
+      are passed. wide: whether a slot is f[R, D], else f[R].
+    optional: (slot, hyper-parameter) of each slot that is not there where that
+      number is 0. is_timed: whether the step is in its formula;
     counts_entries: whether it is told how many entries were summed into a row.
     """
 
@@ -81,7 +85,8 @@ class Rule(NamedTuple):
 
 
 class Owners(NamedTuple):
-    """Where the ids of a feature go: row r < num_rows lies on ranks[r // part], as its row r % part + starts[r // part].
+    """Where the ids of a feature go: row r < num_rows lies on
+    ranks[r // part], as its row r % part + starts[r // part].
 
     first_bag, max_length: as in Feature. part · len(ranks) >= num_rows.
     """
@@ -130,8 +135,8 @@ def width_of(features: Sequence[Feature], tables: Sequence[Tensor]) -> int:
 
 
 def in_blocks(features: Sequence[int], num_bags: int, width: int, blocks: int) -> Sequence[int]:
-    """The features of an output [B, width] as of `blocks` parts [B, width / blocks], one after the other: where a feature's first
-    column lies from the beginning, as for rows of width / blocks."""
+    """The features of an output [B, width] as of `blocks` parts [B, width / blocks], one after the other: where a
+    feature's first column lies from the beginning, as for rows of width / blocks."""
     if blocks == 1:
         return features
     part = width // blocks

@@ -1,11 +1,13 @@
 """A row optimizer's rule as a formula: what its Python does to symbols in the place of tensors.
 
-    (row f[D], grad f[D], {slot: f[D] or f[]}, hyper) → {"row": Symbol, slot: Symbol, ...}        what stands twice in it is one symbol
+    (row f[D], grad f[D], {slot: f[D] or f[]}, hyper) → {"row": Symbol, slot: Symbol, ...}
+    what stands twice in it is one symbol
 
-A symbol is of one of three kinds; what two make together is of the later one. HOST: known before the update (hyper-parameters, the step),
-computed in f64. NUMBER: one for a row, and WIDE: one for an element, in the dtype that the rule computes in (HOST is rounded where it meets
-them). A reduction makes a NUMBER of what is WIDE, and ends a level: what needs it waits for a pass over the row.
-What kernels are told of a rule (`write_rules`) and their own text of it (`write_cpp`, `write_triton`) follow from its formula.
+A symbol is of one of three kinds; what two make together is of the later one. HOST: known before the update
+(hyper-parameters, the step), computed in f64. NUMBER: one for a row, and WIDE: one for an element, in the dtype that
+the rule computes in (HOST is rounded where it meets them). A reduction makes a NUMBER of what is WIDE, and ends a
+level: what needs it waits for a pass over the row. What kernels are told of a rule (`write_rules`) and their own text
+  of it (`write_cpp`, `write_triton`) follow from its formula.
 """
 
 import functools
@@ -72,7 +74,8 @@ def applied(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def made(op: str, *args: "Symbol | float") -> Symbol:
-    """The symbol of an operation. 0 · x is nothing, and nothing + x is x: a formula for a number that is 0 reads less."""
+    """The symbol of an operation. 0 · x is nothing, and nothing
+    + x is x: a formula for a number that is 0 reads less."""
     symbols = [x for x in args if isinstance(x, Symbol)]
     if not symbols or not all(isinstance(x, Symbol | int | float) for x in args):
         raise UnknownError(f"{op} of {', '.join(type(x).__name__ for x in args)}")
@@ -127,7 +130,8 @@ def primitive(function: Callable) -> Callable:
 def formula_of(
     rule: Callable, slots: Mapping[str, bool], hyper: Mapping[str, Any], nodes: dict | None = None
 ) -> Formula:
-    """What a rule makes of a row; slots: whether each is as wide as the row; hyper: values, or names for symbols of their own (`Named`)."""
+    """What a rule makes of a row; slots: whether each is as wide as the row; hyper:
+    values, or names for symbols of their own (`Named`)."""
     nodes = {} if nodes is None else nodes
     leaf = lambda op, kind, *args: interned(nodes, op, args, kind)
     own = {name: leaf("slot", WIDE if is_wide else NUMBER, name) for name, is_wide in slots.items()}

@@ -1,8 +1,8 @@
 """Implementations as torch operators: `torch.ops.funcrec_<implementation>.<name>`, opaque to a compiler.
 
 An implementation is a module with the functions of `SCHEMAS` (those that it has). Its operators know their shapes
-without running, are mapped over a batch as stacks (`stacks`) or by a loop, and have no derivative: with an input that is
-tracked they raise.
+without running, are mapped over a batch as stacks (`stacks`) or by a loop, and have no derivative: with an input that
+is tracked they raise.
 """
 
 import functools
@@ -22,8 +22,10 @@ MODULES = {name: f"funcrec.kernels.{name}" for name in ("reference", "cpp", "tri
 TERMS = "Tensor[] d, Tensor[] rows, Tensor[] offsets, Tensor[] weights, int[] segments"
 _RULE = "Tensor lr, Tensor step, Tensor? key, str rule, float[] hyper, Tensor? first=None, int[] dims=[]"
 SCHEMAS = {
-    "pooled_lookup": "(Tensor[] tables, Tensor[] rows, Tensor offsets, Tensor? weights, int[] features, int num_bags, int blocks=1) -> Tensor",
-    "pooled_lookup_weights": "(Tensor d_out, Tensor[] tables, Tensor[] rows, Tensor offsets, Tensor weights, int[] features) -> Tensor",
+    "pooled_lookup": "(Tensor[] tables, Tensor[] rows, Tensor offsets, Tensor? weights, int[] features, int "
+    "num_bags, int blocks=1) -> Tensor",
+    "pooled_lookup_weights": "(Tensor d_out, Tensor[] tables, Tensor[] rows, Tensor offsets, Tensor "
+    "weights, int[] features) -> Tensor",
     "gather_rows": "(Tensor table, Tensor rows) -> Tensor",
     "scatter_rows": "(Tensor table, Tensor rows, Tensor count, Tensor new) -> Tensor",
     "scatter_rows_": "(Tensor(a!) table, Tensor rows, Tensor count, Tensor new) -> ()",
@@ -33,8 +35,10 @@ SCHEMAS = {
     "fused_update_": f"(Tensor(a!)[] tables, Tensor(b!)[] slots, {TERMS}, {_RULE}) -> ()",
     "take_ranges": "(Tensor values, Tensor starts, Tensor lengths, SymInt capacity) -> (Tensor, Tensor)",
     "take_ranges_transpose": "(Tensor d, Tensor starts, Tensor lengths, SymInt num_values) -> Tensor",
-    "bucketize": "(Tensor rows, Tensor offsets, Tensor? weights, int num_shards, int block) -> (Tensor, Tensor, Tensor, Tensor)",
-    "owner_blocks": "(Tensor ids, Tensor offsets, int[] lanes, int[] slots, int num_bags, int num_ranks, SymInt room, bool wide, bool placed) -> (Tensor, Tensor, Tensor)",
+    "bucketize": "(Tensor rows, Tensor offsets, Tensor? weights, int num_shards, int block) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    "owner_blocks": "(Tensor ids, Tensor offsets, int[] lanes, int[] slots, int num_bags, int num_ranks, SymInt room, "
+    "bool wide, bool placed) -> (Tensor, Tensor, Tensor)",
     "to_padded": "(Tensor values, Tensor offsets, SymInt max_length, Scalar fill) -> Tensor",
     "from_padded": "(Tensor padded, Tensor offsets, SymInt capacity) -> Tensor",
 }
@@ -43,7 +47,8 @@ STACKED = {  # the arguments of those that take stacks
     "pooled_lookup": ("tables", "rows", "offsets", "weights", "features", "num_bags", "blocks"),
     **dict.fromkeys(SUMS, ("d", "rows", "offsets", "weights", "segments", "shapes")),
     "fused_update": (
-        "tables", "slots", "d", "rows", "offsets", "weights", "segments", "lr", "step", "key", "rule", "hyper", "first", "dims",
+        "tables", "slots", "d", "rows", "offsets", "weights", "segments", "lr", "step", "key", "rule", "hyper", "first",
+        "dims",
     ),
 }  # fmt: skip
 IN_PLACE = {"scatter_rows": "scatter_rows_", "fused_update": "fused_update_"}  # the pure one is made of its twin
@@ -129,7 +134,8 @@ def load(implementation: str) -> object:
 
 
 def operator(implementation: str, name: str) -> Callable | None:
-    """What to call: the reference's own function, or the operator; None when the implementation has no such function."""
+    """What to call: the reference's own function, or the operator;
+    None when the implementation has no such function."""
     module = load(implementation)
     if implementation == "reference":
         return getattr(module, name, None)
@@ -177,7 +183,8 @@ def define(
     in_place: Callable | None = None,
     stacked: Sequence[str] = (),
 ) -> None:
-    """An operator `torch.ops.<namespace>.<name>`; `in_place` takes the same arguments and writes to the first, lists of tensors.
+    """An operator `torch.ops.<namespace>.<name>`; `in_place` takes the
+    same arguments and writes to the first, lists of tensors.
 
     stacked: the names of its arguments, if it takes stacks.
     """
@@ -197,7 +204,8 @@ def define(
 
 
 def _without_derivative(namespace: str, name: str) -> Callable:
-    """What autograd and each level of torch.func calls: the operator, unless a derivative is wanted of one of its arguments."""
+    """What autograd and each level of torch.func calls: the operator,
+    unless a derivative is wanted of one of its arguments."""
     packet = getattr(getattr(torch.ops, namespace), name)
 
     def run(keyset, *args, **kwargs):

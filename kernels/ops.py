@@ -15,14 +15,16 @@
 with s_i the id's weight, or 1, over the bag's length for a mean. Every implementation keeps five rules:
  - a row outside [0, R) is never read or written: it counts as a row of zeros and gets no gradient;
  - positions beyond offsets[-1], and beyond `max_length` in a bag, are never read;
- - offsets may hold anything: they count as their running maximum, cut to the buffer ("triton" cuts each bag to it by itself), and
+ - offsets may hold anything: they count as their running maximum, cut
+ to the buffer ("triton" cuts each bag to it by itself), and
    nothing outside a tensor is read or written;
  - sums run in f32 (f64 for f64 tables), each bag's and each row's entries in the order of their positions;
  - shapes depend on shapes only.
 
-`implementation` is a static choice by name; None is what `using` says, else the device's own: "cpp" for the CPU, "triton" for CUDA,
-"reference" for any other, and for a call with a tracked input (`tracked`): only the reference has derivatives, of every order and mode.
-An implementation named for such a call, an unknown name, or an operation that the implementation lacks, raises: nothing falls back.
+`implementation` is a static choice by name; None is what `using` says, else the device's own: "cpp" for the CPU,
+"triton" for CUDA, "reference" for any other, and for a call with a tracked input (`tracked`): only the reference has
+derivatives, of every order and mode. An implementation named for such a call, an unknown name, or an operation that the
+implementation lacks, raises: nothing falls back.
 """
 
 import contextlib
@@ -90,7 +92,8 @@ def pooled_lookup(
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """f32|f64[B, C] from tables f[R, D] each, rows i[N] and a flat buffer of bags; the features cover every column once.
+    """f32|f64[B, C] from tables f[R, D] each, rows i[N] and a
+    flat buffer of bags; the features cover every column once.
 
     blocks: n, to have the columns in n equal parts one after the other, [n · B, C / n]; no feature lies in two.
     """
@@ -148,15 +151,16 @@ def fused_update(
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
     """(tables, slots) with `rule` applied to every row that a term names.
 
-    A table that holds columns [first, first + D) of rows whose gradients have all columns is updated by what the rule makes of rows of
-    zeros with the table's columns, and the slots', in their places: right for rules that see no other column but in the gradient.
+    A table that holds columns [first, first + D) of rows whose gradients have all columns is updated by what the rule
+    makes of rows of zeros with the table's columns, and the slots', in their places: right
+    for rules that see no other column but in the gradient.
 
     Args:
       slots: for each table, in the order of RULES[rule].slots.
       lr: f64[]. step: i64[], the steps taken before. hyper: in the order of RULES[rule].hyper.
       key: i64[T], one per table: 16-bit tables are rounded stochastically with its bits; None rounds to nearest.
-      first: i64[T], where each table's columns begin among those of its gradients, and dims: how many those have. None and () for tables
-        of whole rows.
+      first: i64[T], where each table's columns begin among those of its gradients, and dims: how many those have. None
+        and () for tables of whole rows.
     """
     if not tables:
         return [], []
@@ -183,14 +187,16 @@ def scatter_rows(
 def take_ranges(
     values: Tensor, starts: Tensor, lengths: Tensor, capacity: int, *, implementation: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(values [C, ...], offsets i64[B + 1]): values[starts[b] : starts[b] + lengths[b]] one after the other, then zeros."""
+    """(values [C, ...], offsets i64[B + 1]): values[starts[b] :
+    starts[b] + lengths[b]] one after the other, then zeros."""
     return _of("take_ranges", implementation, values)(values, starts, lengths, capacity)
 
 
 def take_ranges_transpose(
     d: Tensor, starts: Tensor, lengths: Tensor, num_values: int, *, implementation: str | None = None
 ) -> Tensor:
-    """[num_values, ...] of d's dtype: for each position the sum of d [C, ...] over the ranges that hold it, in order."""
+    """[num_values, ...] of d's dtype: for each position the sum
+    of d [C, ...] over the ranges that hold it, in order."""
     return _of("take_ranges_transpose", implementation, d)(d, starts, lengths, num_values)
 
 
@@ -205,8 +211,8 @@ def bucketize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows grouped by their owner, row // block, then by bag, in order: what a row-wise shard of tables is sent.
 
-    Returns: rows i[N] in the owner's own numbers, lengths i64[S · B], weights f[N] (or [0]), positions i64[N]: where each id
-      went, -1 for one that nobody owns. Behind the last row zeros.
+    Returns: rows i[N] in the owner's own numbers, lengths i64[S · B], weights f[N] (or [0]), positions i64[N]: where
+      each id went, -1 for one that nobody owns. Behind the last row zeros.
     """
     return _of("bucketize", implementation, rows, weights)(rows, offsets, weights, num_shards, block)
 
@@ -223,7 +229,8 @@ def owner_blocks(
     placed: bool = False,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a rank sends to each of n ranks: the rows of its ids there, lane by lane and bag by bag, and the bags' lengths.
+    """What a rank sends to each of n ranks: the rows of its ids
+    there, lane by lane and bag by bag, and the bags' lengths.
 
     Args:
       ids: i[N], and offsets, i[M + 1], their bags; lane l reads `num_bags` of them from lanes[l].first_bag on.
@@ -232,9 +239,9 @@ def owner_blocks(
       wide: i64, not i32, of what is sent: the caller's word that rows and lengths fit.
       placed: whether to say where each id went: no two lanes then read the same id.
 
-    Returns: [n, C + K · B], C rows (of the owner's bank, -1 where there are fewer), then B lengths for each of K slots, of
-      all rows and not only those sent; i64[n], how many rows each rank owns; i64[N], the place among the n · C of each id,
-      -1 for none, or [0] if not `placed`. An id outside its table is nobody's.
+    Returns: [n, C + K · B], C rows (of the owner's bank, -1 where there are fewer), then B lengths for each of K slots,
+      of all rows and not only those sent; i64[n], how many rows each rank owns; i64[N], the place among the n · C of
+      each id, -1 for none, or [0] if not `placed`. An id outside its table is nobody's.
     """
     flat, told = [n for x in lanes for n in x.flat()], [n for x in slots for n in x]
     call = _of("owner_blocks", implementation, ids)
@@ -265,14 +272,17 @@ def _of(name: str, implementation: str | None, *tensors: Tensor | None) -> Calla
     call = library.operator(choice, name)
     if call is None:
         raise NotImplementedError(
-            f"funcrec.kernels.{name}: implementation {choice!r} has no {name}.\n  got   implementation={choice!r}\n  need  one of"
-            f" {[i for i in ('reference', 'cpp', 'triton') if i != choice]}\n  try   another for this call, or None for the device's own"
+            f"funcrec.kernels.{name}: implementation {choice!r} has no {name}.\n  got   "
+            f"implementation={choice!r}\n  need  one of"
+            f" {[i for i in ('reference', 'cpp', 'triton') if i != choice]}\n  try   another for this "
+            f"call, or None for the device's own"
         )
     return call
 
 
 def is_free(implementation: str | None) -> bool:
-    """Whether nobody named an implementation, so that a call whose input is tracked may take the one that has derivatives."""
+    """Whether nobody named an implementation, so that a call whose
+    input is tracked may take the one that has derivatives."""
     return implementation is None and ambient() is None
 
 

@@ -2,8 +2,9 @@
 
     fused_update(tables [K, R, D]) = stack over k of fused_update(tables[k])        pooled_lookup and coalesce likewise
 
-An operand with one dimension more than it has by itself, in front, is a stack of K; one without is every member's. Nothing is copied:
-to an implementation the members are K times as many tables, cotangents, buffers of rows and segments.
+An operand with one dimension more than it has by itself, in front, is a stack of K; one without is every member's.
+Nothing is copied: to an implementation the members are K times
+as many tables, cotangents, buffers of rows and segments.
 Shapes: K members, T tables of one member.
 """
 
@@ -30,8 +31,9 @@ def num_members(**operands: object) -> int | None:
 def update_of_members(update: Callable, is_timed: Callable[..., bool]) -> Callable:
     """An update in place that takes stacks, of one that takes none.
 
-    update(tables, slots, d, rows, offsets, weights, segments, lr, step, key, *rest), where `rest` are the rule and what belongs to it.
-    Members with rates of their own, or steps of their own under a rule that reads the step, are a call each.
+    update(tables, slots, d, rows, offsets, weights, segments, lr, step, key, *rest), where `rest` are the rule and what
+    belongs to it. Members with rates of their own, or steps of their
+    own under a rule that reads the step, are a call each.
     """
 
     def run(tables, slots, d, rows, offsets, weights, segments, lr, step, key, *rest):
@@ -55,7 +57,8 @@ def update_of_members(update: Callable, is_timed: Callable[..., bool]) -> Callab
 
 
 def lookup_of_members(lookup: Callable, reads_stacks: bool = False) -> Callable:
-    """`pooled_lookup` that takes stacks, and then gives one, of one that takes none, or `reads_stacks` of tables in one piece."""
+    """`pooled_lookup` that takes stacks, and then gives one, of one that
+    takes none, or `reads_stacks` of tables in one piece."""
 
     def run(tables, rows, offsets, weights, features, num_bags, blocks=1):
         k = num_members(tables=tables, rows=rows, offsets=offsets, weights=weights)
@@ -102,11 +105,12 @@ def lookups_together(
     width: int | None = None,
     reads_stacks: bool = False,
 ) -> tuple:
-    """The lookups of all members as one: tables and buffers one by one, each shared one once, offsets, weights, K times the features.
+    """The lookups of all members as one: tables and buffers one by one, each
+    shared one once, offsets, weights, K times the features.
 
-    apart: where offsets or weights are stacks, or an id has a place for each member: the members' ids lie in one buffer behind each
-    other, so that offsets ascend from the first to the last. width: of a member's columns, if not that of its output. reads_stacks:
-    stacks of tables in one piece stay, and count as K tables.
+    apart: where offsets or weights are stacks, or an id has a place for each member: the members' ids lie in one buffer
+    behind each other, so that offsets ascend from the first to the last. width: of a member's columns, if not that of
+    its output. reads_stacks: stacks of tables in one piece stay, and count as K tables.
     """
     width = _width(features, tables) if width is None else width
     of_tables, of_rows = (tuple(x.dim() > rank for x in xs) for xs, rank in ((tables, 2), (rows, 1)))
@@ -226,7 +230,8 @@ def _rest_of_all(rest: tuple, k: int) -> tuple:
 
 
 def map_of(op: Callable, names: Sequence[str], loop: Callable) -> Callable:
-    """The rule for vmap of an operator whose arguments have these names: one call on stacks, and `loop` for stacks of stacks."""
+    """The rule for vmap of an operator whose arguments have these names:
+    one call on stacks, and `loop` for stacks of stacks."""
 
     def rule(info, in_dims, *args):
         named = list(zip(names, args, in_dims, strict=False))

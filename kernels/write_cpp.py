@@ -2,9 +2,10 @@
 
     rules → text        v ← expression;   total(..) for a reduction;   each(..) for a pass over the row
 
-What only the learning rate, the step and hyper-parameters make is a member, computed once per update. Passes come level by level: the
-last writes the row, which is written once. A wide value that is both summed and needed after the sum is computed again where that is a
-few operations, else kept in the row to spare. Forms of one rule (by a bool, a name or a number that is 0) are branches on its members.
+What only the learning rate, the step and hyper-parameters make is a member, computed once per update. Passes come level
+by level: the last writes the row, which is written once. A wide value that is both summed and needed after the sum is
+computed again where that is a few operations, else kept in the row to spare. Forms of one rule (by a bool, a name or a
+number that is 0) are branches on its members.
 """
 
 import textwrap
@@ -31,7 +32,8 @@ class Variant(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A rule as it is written down: its name, what it says it is, its hyper-parameters in the order in which they are passed, its forms."""
+    """A rule as it is written down: its name, what it says it is, its hyper-parameters
+    in the order in which they are passed, its forms."""
 
     name: str
     says: str
@@ -53,14 +55,16 @@ class Text(NamedTuple):
 
 
 def literal(x: float, kind: int) -> Text:
-    """A number as C++ computes with it: a vector has no arithmetic with integers, nor f32 with a double that would not be one."""
+    """A number as C++ computes with it: a vector has no arithmetic with
+    integers, nor f32 with a double that would not be one."""
     if kind != WIDE and float(x).is_integer():
         return Text(str(int(x)), ATOM)
     return Text(repr(float(x)) if kind == HOST else f"A({x!r})", ATOM)
 
 
 def combined(x: Symbol, text: Callable[[Symbol], Text], number: Callable[[float, int], Text] = literal) -> Text | None:
-    """Arithmetic, which is the same for vectors and for numbers; None for another operation. number: the text of a number that is given."""
+    """Arithmetic, which is the same for vectors and for numbers; None for another
+    operation. number: the text of a number that is given."""
     own = lambda y: text(y) if isinstance(y, Symbol) else number(y, x.kind)
     if x.op in BINARY:
         word, binds = BINARY[x.op]
@@ -200,7 +204,8 @@ class Passes:
         return next(iter(found.values()), None)
 
     def early(self, left: dict[str, Symbol], level: int) -> list[tuple[str, Symbol]]:
-        """New slots that are written with the spare row, and no longer left, unless what comes later reads the old ones."""
+        """New slots that are written with the spare row, and no
+        longer left, unless what comes later reads the old ones."""
         ready = {k: x for k, x in left.items() if k != "row" and x.level <= level}
         later = [x for k, x in self.formula.items() if k not in ready]
         read = symbols_of(later, lambda x: x is self.spare or id(x) in self.known)
@@ -288,7 +293,7 @@ class Passes:
 # -- rules -------------------------------------------------------------------------------------------------------
 
 HEAD = """// The rules of the row optimizers: written by `python -m funcrec.optim.write`, and not by hand.
-// Each is for one row, as rules.h says; a number of the form n.h[i] is a hyper-parameter, in the order of kernels/rules.py.
+// Each is for one row, as rules.h says; a number n.h[i] is a hyper-parameter, in the order of kernels/rules.py.
 #pragma once
 #include "rules.h"
 

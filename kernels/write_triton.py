@@ -1,7 +1,8 @@
 """Formulas as Triton: triton/formulas.py, with a function for each rule that `update` runs on a tile of rows.
 
-Arithmetic and its order are those of C++; what follows from the step and hyper-parameters alone is computed in f64 before the launch,
-other hyper-parameters are compiled in. A tile holds whole rows, so that nothing is kept between passes.
+Arithmetic and its order are those of C++; what follows from the step and hyper-parameters alone is computed in f64
+before the launch, other hyper-parameters are compiled in. A tile
+holds whole rows, so that nothing is kept between passes.
 """
 
 import textwrap
@@ -16,9 +17,9 @@ NAMES = {"row": "w", "grad": "g", "lr": "lr", "t": "t", "repeats": "repeats"}
 HEAD = '''"""The optimizers' rules on a tile of rows: written by `python -m funcrec.optim.write`, and not by hand.
 
 g is the summed gradient, w the row, both f[rows, columns]; slots are f[rows, columns] or f[rows, 1], anything where the
-rule has none; HYPER are numbers that are compiled in, computed with in f64 and rounded where they meet a tensor; scalars
-hold lr, t and what `SCALARS` makes of hyper-parameters and t, in the tile's dtype. Columns behind the dim are masked out
-of every sum along a row.
+rule has none; HYPER are numbers that are compiled in, computed with in f64 and rounded where they meet a tensor;
+scalars hold lr, t and what `SCALARS` makes of hyper-parameters and t, in the tile's dtype. Columns behind the dim are
+masked out of every sum along a row.
 """
 
 import triton
@@ -31,9 +32,12 @@ from funcrec.kernels.triton.tiles import correction, divide_by, row_sum, sign
 SCALARS = {
 '''
 WORDS = {
-    "root": "root({0})", "exp2": "tl.exp2({0})", "abs": "tl.abs({0})", "sign": "sign({0})", "sum": "row_sum({0}, column, DIM)",
-    "where": "tl.where({0}, {1}, {2})", "and": "({0}) & ({1})", "or": "({0}) | ({1})", "maximum": "tl.maximum({0}, {1})",
-    "minimum": "tl.minimum({0}, {1})", "like": "tl.full({1}.shape, 0, {1}.dtype) + {0}", "dim": "DIM", "nothing": "g * 0",
+    "root": "root({0})", "exp2": "tl.exp2({0})", "abs": "tl.abs({0})", "sign": "sign({0})",
+    "sum": "row_sum({0}, column, DIM)",
+    "where": "tl.where({0}, {1}, {2})", "and": "({0}) & ({1})", "or": "({0}) | ({1})",
+    "maximum": "tl.maximum({0}, {1})",
+    "minimum": "tl.minimum({0}, {1})", "like": "tl.full({1}.shape, 0, {1}.dtype) + {0}", "dim": "DIM",
+    "nothing": "g * 0",
 }  # fmt: skip
 
 
@@ -152,7 +156,9 @@ def text_of(rules: Sequence[Written]) -> str:
         lines += function(rule)
     lines += [
         "@triton.jit",
-        "def apply_rule(", "    w, g, s_0, s_1, s_2, repeats, scalars, column, RULE: tl.constexpr, HYPER: tl.constexpr, DIM: tl.constexpr,", "):",
+        "def apply_rule(",
+        "    w, g, s_0, s_1, s_2, repeats, scalars, column, RULE: tl.constexpr, HYPER: "
+        "tl.constexpr, DIM: tl.constexpr,", "):",
         '    """The new row and slots; slots that the rule has not pass through."""',
     ]  # fmt: skip
     for i, rule in enumerate(rules):

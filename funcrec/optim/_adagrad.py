@@ -24,9 +24,11 @@ def adagrad(
 ) -> RowOptimizer:
     """g ← g + weight_decay · w;  n ← n + g²;  w ← w - lr · g / (√n + eps).
 
-    Slots: sum f[R, D], which begins at `initial_accumulator`. The default eps is FBGEMM's; torch.optim.Adagrad's is 1e-10.
+    Slots: sum f[R, D], which begins at `initial_accumulator`. The
+      default eps is FBGEMM's; torch.optim.Adagrad's is 1e-10.
 
-    Source: Duchi, Hazan, Singer, "Adaptive subgradient methods" (2011), fig. 1; torch.optim.Adagrad; FBGEMM's EXACT_ADAGRAD.
+    Source: Duchi, Hazan, Singer, "Adaptive subgradient methods" (2011),
+      fig. 1; torch.optim.Adagrad; FBGEMM's EXACT_ADAGRAD.
     """
 
 
@@ -66,9 +68,9 @@ def rowwise_adagrad(
 
         n ← n + mean(g²);  k = lr / (√n + eps);  w ← w - k · g
 
-    With decay="l2" g is g + weight_decay · w everywhere; with "decoupled" w is first scaled by 1 - lr · weight_decay. With
-    `max_norm` a row that has become longer is then scaled back to that length. Slots: sum f[R]. The default eps is FBGEMM's, 1e-8, not
-    the 1e-10 of torch.optim.Adagrad.
+    With decay="l2" g is g + weight_decay · w everywhere; with "decoupled" w is first scaled by 1 - lr · weight_decay.
+    With `max_norm` a row that has become longer is then scaled back to that length. Slots: sum f[R]. The default eps is
+    FBGEMM's, 1e-8, not the 1e-10 of torch.optim.Adagrad.
 
     Source: FBGEMM's EXACT_ROWWISE_ADAGRAD, weight decay modes L2 and DECOUPLE.
     """

@@ -64,7 +64,8 @@ def adamw(
 ) -> RowOptimizer:
     """w ← w - lr · (u + weight_decay · w). Slots: mean and square, each f[R, D].
 
-    Source: Loshchilov, Hutter, "Decoupled weight decay regularization" (2019), alg. 2; torch.optim.AdamW; FBGEMM's ADAM.
+    Source: Loshchilov, Hutter, "Decoupled weight decay regularization"
+      (2019), alg. 2; torch.optim.AdamW; FBGEMM's ADAM.
     """
 
 

@@ -3,7 +3,8 @@
     @builtin(rule=(row, grad, slots, hyper) -> (row, slots), slots=(hyper) -> {slot: per_element() or per_row()})
     def name(lr, *, hyper...): docstring
 
-Everything else follows: what a table's columns see of one another, what kernels are told, the C++ and Triton of the rule (`write`).
+Everything else follows: what a table's columns see of one another, what
+kernels are told, the C++ and Triton of the rule (`write`).
 """
 
 import functools
@@ -48,7 +49,8 @@ BUILTIN: dict[str, Builtin] = {}
 
 
 def builtin(*, rule: Callable, slots: Callable) -> Callable[[Callable[P, RowOptimizer]], Callable[P, RowOptimizer]]:
-    """Decorator of a function without a body, whose arguments are lr and hyper-parameters: it makes the optimizer of that rule.
+    """Decorator of a function without a body, whose arguments are lr
+    and hyper-parameters: it makes the optimizer of that rule.
 
     Before its kernels are written and built, and where a hyper-parameter is a tensor, the rule runs as a user's.
     """

@@ -36,7 +36,8 @@ def choices_of(name: str) -> tuple[str, ...]:
 def hyper_problems(
     lr: object, hyper: Mapping[str, Any], hints: Mapping[str, Any] = MappingProxyType({})
 ) -> Iterator[Problem]:
-    """Numbers, or tensors of one number each, in their ranges; what a tensor holds is not read. hints: of names that the field has not."""
+    """Numbers, or tensors of one number each, in their ranges; what a tensor holds
+    is not read. hints: of names that the field has not."""
     yield from _KINDS["lr"].find("lr", lr)
     for name, value in hyper.items():
         if name in ("lr", "step", "repeats"):

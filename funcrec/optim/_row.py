@@ -1,6 +1,7 @@
 """Row optimizers: a rule for one row, run on the rows that a batch touched.
 
-    (row', slots') = rule(row, grad, slots, hyper)        for every row in the coalesced gradient; all others keep their bits
+    (row', slots') = rule(row, grad, slots, hyper)
+    for every row in the coalesced gradient; all others keep their bits
 
 A rule sees one row in f32 (f64 for f64 tables) and is mapped over the touched rows by `torch.func.vmap`; the result is
 rounded once, when it is written. Built-in optimizers and a user's own are made by the same function.
@@ -59,20 +60,22 @@ class RowOptimizer(NamedTuple):
     """A pair of functions that trains tables from their row gradients.
 
     init: (tables) -> slots, {table: {slot: Tensor}}; f32, or f64 for f64 tables; [R] or [R, D].
-    update: (row_grads, slots, tables, step, *, implementation=None, key=None) -> (tables, slots). `tables` is {table: f[R, D]}, `row_grads`
-      {table: RowGrads}; `step`, int or i64[], is the number of steps taken before this one. A table without a gradient
-      comes back as the same tensor. `implementation` is of `funcrec.kernels`, None for the device's own; `key` rounds 16-bit
-      tables stochastically (`stochastic_rounding`), None to nearest.
-      Derivatives: an update with a tracked input (requires grad, or of torch.func: gradients, slots, tables, lr, a tensor among the
-      hyper-parameters or one that the rule reads) is differentiated with respect to it, of any order and in any mode, by running the
-      rule in plain torch ("reference"). With another implementation, by argument or `ops.using`, it raises a TypeError before any work.
+    update: (row_grads, slots, tables, step, *, implementation=None, key=None) -> (tables, slots). `tables` is {table:
+      f[R, D]}, `row_grads` {table: RowGrads}; `step`, int or i64[], is the number of steps taken before this one. A
+      table without a gradient comes back as the same tensor. `implementation` is of `funcrec.kernels`, None for the
+      device's own; `key` rounds 16-bit tables stochastically (`stochastic_rounding`), None to nearest.
+      Derivatives: an update with a tracked input (requires grad, or of torch.func: gradients, slots, tables, lr, a
+      tensor among the hyper-parameters or one that the rule reads) is differentiated with respect to it, of any order
+      and in any mode, by running the rule in plain torch ("reference"). With another implementation, by argument or
+      `ops.using`, it raises a TypeError before any work.
 
     label: (table) -> a hashable; tables of one label are updated alike, so that sharded ones may lie in one tensor.
-    is_elementwise: whether an element's new value follows from that element of row, gradient and slots alone, so that columns of a
-      row may be updated apart.
+    is_elementwise: whether an element's new value follows from that element of row, gradient and slots alone, so that
+      columns of a row may be updated apart.
     is_joint: whether one table's gradient acts on another table, as under a norm of all.
-    is_gradient_wise: whether an element's new value follows from that element of row and slots, the slots with one number per row, and the
-      row's gradient, so that columns of a row may be updated apart where that is known as a whole (`RowGrads.first`).
+    is_gradient_wise: whether an element's new value follows from that element of row and slots, the slots with one
+      number per row, and the row's gradient, so that columns of a row may be updated
+      apart where that is known as a whole (`RowGrads.first`).
 
     Law: `update` writes to no argument; rows and slots that no entry names keep every bit; a row that is named with a
     zero gradient is touched (a lazy Adam moves it on).
@@ -119,21 +122,24 @@ def row_optimizer(
       rule: (row f[D], grad f[D], {slot: f[...]}, hyper) -> (row, slots), without host reads. `grad` is the sum over all
         ids of the batch that name the row; `hyper` is a NamedTuple of `lr` (f[]), `step` (f[], 1 at the first update),
         `repeats` (f[], how many entries were summed into the row) and the optimizer's own `hyper`.
-      lr: a number, a tensor f[], or a function of the step (i64[], 0 at the first update) that gives one, such as `schedule`.
+      lr: a number, a tensor f[], or a function of the step (i64[],
+        0 at the first update) that gives one, such as `schedule`.
       name: what errors call it.
-      hyper: the optimizer's own numbers. Those with a name of the field's (b1, b2, eps, weight_decay, decay, momentum, eta,
-        max_norm, initial_accumulator) are checked: numbers in their range, or tensors f[] (under vmap, one for each member).
+      hyper: the optimizer's own numbers. Those with a name of the field's (b1, b2, eps, weight_decay, decay, momentum,
+        eta, max_norm, initial_accumulator) are checked: numbers in their
+        range, or tensors f[] (under vmap, one for each member).
 
-    On a CPU the rule becomes C++ inside the kernel of the built-in optimizers, once for each dim, dtype and shape of slots: eager
-    and compiled updates then give the same bits. In it may stand arithmetic, comparisons, `where`, `clamp`, powers, the elementary
-    functions, sums, means, products, extremes and norms over the whole row, slices, `cat`, `stack`, `flip` and reshapes, casts
-    among f32, f64 and integers, and whatever it closes over: every eager update reads that anew (the C++ is made again for another number
-    or branch, not for another tensor), a program that `fr.jit` compiled reads the values of the tensors that it was compiled
-    with. A rule with any other operation (sort, cumsum, a matrix product, a number read on the host), or with more
-    than eight slots, runs on blocks of rows in two to four times the time, and a warning says why.
+    On a CPU the rule becomes C++ inside the kernel of the built-in optimizers, once for each dim, dtype and shape of
+    slots: eager and compiled updates then give the same bits. In it may stand arithmetic, comparisons, `where`,
+    `clamp`, powers, the elementary functions, sums, means, products, extremes and norms over the whole row, slices,
+    `cat`, `stack`, `flip` and reshapes, casts among f32, f64 and integers, and whatever it closes over: every eager
+    update reads that anew (the C++ is made again for another number or branch, not for another tensor), a program that
+    `fr.jit` compiled reads the values of the tensors that it was compiled with. A rule with any other operation (sort,
+    cumsum, a matrix product, a number read on the host), or with more than eight slots, runs on blocks of rows in two
+    to four times the time, and a warning says why.
 
-    Raises: TypeError or ValueError that tells every hyper-parameter out of its range. RuntimeError without a C++ compiler, at
-      the first update on a CPU. The update names every table,
+    Raises: TypeError or ValueError that tells every hyper-parameter out of its range. RuntimeError without a C++
+      compiler, at the first update on a CPU. The update names every table,
       gradient and slot that does not fit.
 
     Example:
@@ -160,7 +166,8 @@ class Kernel(NamedTuple):
     is_gradient_wise: bool
 
     def fits(self, hyper: Mapping[str, Any], grads: Mapping[str, RowGrads]) -> bool:
-        """Kernels take numbers, and count entries: neither tensors among `hyper`, nor entries that stand for several ids."""
+        """Kernels take numbers, and count entries: neither tensors
+        among `hyper`, nor entries that stand for several ids."""
         if self.form is None or any(isinstance(x, Tensor) for x in hyper.values()):
             return False
         return not (self.form.counts_entries and any(g.has_repeats for g in grads.values()))
@@ -286,7 +293,8 @@ def chosen_for(call: str, implementation: str | None, device: torch.device, tens
 
 
 def check_rule(call: str, rule: Callable, grads: Mapping, slots: Slots, tables: Tables) -> dict[tuple, Reading]:
-    """Run the rule on one row of ones for each form of table, and look at what comes back; returns what it does with each."""
+    """Run the rule on one row of ones for each form of table, and
+    look at what comes back; returns what it does with each."""
     forms = {}
     for n in grads:
         dtype = ops.accumulation_dtype(tables[n].dtype)

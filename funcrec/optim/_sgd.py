@@ -38,7 +38,8 @@ def _momentum(row, grad, slots, hyper):
 def momentum(
     lr: Rate = 0.01, *, momentum: float = 0.9, weight_decay: float = 0.0, nesterov: bool = False
 ) -> RowOptimizer:
-    """m ← momentum · m + g + weight_decay · w;  w ← w - lr · m, with nesterov w ← w - lr · (g + weight_decay · w + momentum · m).
+    """m ← momentum · m + g + weight_decay · w;
+    w ← w - lr · m, with nesterov w ← w - lr · (g + weight_decay · w + momentum · m).
 
     Lazy: the m of a row that no id names stands still. Slots: momentum f[R, D].
 
@@ -59,7 +60,8 @@ def _lars_sgd(row, grad, slots, hyper):
 def lars_sgd(lr: Rate = 0.01, *, eta: float = 0.001, momentum: float = 0.9, weight_decay: float = 0.0) -> RowOptimizer:
     """Momentum with a rate for each row in proportion to the row's length.
 
-        rate = lr · eta · ‖w‖ / (‖g‖ + weight_decay · ‖w‖);  m ← momentum · m + rate · (g + weight_decay · w);  w ← w - m
+        rate = lr · eta · ‖w‖ / (‖g‖ + weight_decay · ‖w‖);  m ← momentum · m + rate · (g + weight_decay · w);
+        w ← w - m
 
     The rate is lr for a row of zeros, and where the divisor is 0. Slots: momentum f[R, D].
 

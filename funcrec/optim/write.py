@@ -1,8 +1,10 @@
 """`python -m funcrec.optim.write`: the kernels' forms of the built-in optimizers' rules, written from their formulas.
 
-    funcrec/optim/*.py → kernels/rules.py, kernels/csrc/formulas.h, kernels/triton/formulas.py        then build the kernels again
+    funcrec/optim/*.py → kernels/rules.py, kernels/csrc/formulas.h, kernels/triton/formulas.py
+    then build the kernels again
 
-A rule may be of several forms: by a bool, by a name, by None, and by a number that is 0 where a row's sums, or its slots, then read less.
+A rule may be of several forms: by a bool, by a name, by None, and by a number
+that is 0 where a row's sums, or its slots, then read less.
 """
 
 import inspect
@@ -37,7 +39,7 @@ def written(own: Builtin) -> Written:
     read = {x.args[0] for v in forms for x in formula.symbols_of(v.formula.values()) if x.op == "hyper"}
     asked = {name for v in forms for name in v.conditions}
     names = tuple(n for n in parameters(own) if n in read | asked)
-    says = (inspect.getdoc(own.declare) or "").split("\n")[0]
+    says = (inspect.getdoc(own.declare) or "").split("\n\n")[0].replace("\n", "  ")
     return Written(own.declare.__name__, says, names, forms)
 
 
@@ -48,7 +50,8 @@ def parameters(own: Builtin) -> dict[str, Any]:
 
 
 def choices(own: Builtin) -> Iterator[dict[str, tuple[Any, float | None]]]:
-    """Each choice of what a rule may branch on: {name: (its value, the number it is to a kernel, None for any but 0)}."""
+    """Each choice of what a rule may branch on: {name: (its value,
+    the number it is to a kernel, None for any but 0)}."""
     found = {}
     for name, default in parameters(own).items():
         if default is None:
@@ -92,7 +95,8 @@ def seen(v: Variant) -> set[int]:
 
 
 def examples(name: str) -> list[dict[str, Any]]:
-    """Hyper-parameters of a built-in optimizer, one set for each form of its rule; numbers are such that each has an effect."""
+    """Hyper-parameters of a built-in optimizer, one set for each form
+    of its rule; numbers are such that each has an effect."""
     own = BUILTIN[name]
     given = parameters(own)
 

@@ -26,7 +26,8 @@ def fused_update_(
 
     slots: each table's in the rule's order, one table after the other. lr f64[]; step i64[], the steps taken before.
     key: i64[T], one for each 16-bit table that is to be rounded at random; None rounds to the nearest.
-    first: i64[T], and dims, the columns of each table's gradients, as of `ops.fused_update`; None and () for tables of whole rows.
+    first: i64[T], and dims, the columns of each table's gradients, as of
+      `ops.fused_update`; None and () for tables of whole rows.
     """
     call = "fused_update_"
     names = _slot_names(call, rule, hyper)
@@ -45,7 +46,8 @@ def generated_update_(
     offsets: Sequence[Tensor], weights: Sequence[Tensor], segments: Sequence[int], lr: Tensor, step: Tensor,
     key: Tensor | None, rules: Sequence[Generated],
 ) -> None:  # fmt: skip
-    """`fused_update_` with a rule of each table's own, made by `generate` for its dim and dtype and as many slots each."""
+    """`fused_update_` with a rule of each table's own, made by
+    `generate` for its dim and dtype and as many slots each."""
     names = tuple(str(i) for i in range(len(rules[0].sizes))) if rules else ()
     codes, kept = [], []
     for table, rule in zip(tables, rules, strict=True):
@@ -111,7 +113,8 @@ def windows_of(call: str, tables: Sequence[Tensor], first: Tensor | None, dims: 
     if len(dims) not in (0, len(tables)) or (len(dims) > 0 and (first is None or first.shape != (len(tables),))):
         raise ValueError(
             f"funcrec.kernels.cpp.{call}: the windows do not match the tables.\n"
-            f"  got   {len(dims)} dims, first {None if first is None else list(first.shape)}\n  need  one for each of {len(tables)} tables"
+            f"  got   {len(dims)} dims, first {None if first is None else list(first.shape)}\n  need  one "
+            f"for each of {len(tables)} tables"
         )
     return (first.to(torch.int64).contiguous(), dims) if dims else None
 
@@ -119,7 +122,8 @@ def windows_of(call: str, tables: Sequence[Tensor], first: Tensor | None, dims: 
 def _trained(
     tables: Sequence[Tensor], slots: Sequence[Tensor], each: int, keys: int, codes: Sequence, windows
 ) -> list[int]:  # fmt: skip
-    """What `Trained` in csrc/update.h reads, by columns: tables, `each` slots, where its key is, 0 for none, its window, its code."""
+    """What `Trained` in csrc/update.h reads, by columns: tables, `each` slots,
+    where its key is, 0 for none, its window, its code."""
     before = 4 + 3 * each
     width = before + 3 + (len(codes[0]) if codes else 0)
     numbers = _native.tables(tables, width)
@@ -217,7 +221,8 @@ def _slot_names(call: str, rule: str, hyper: Sequence[float]) -> tuple[str, ...]
     names = RULES[rule].hyper
     if len(hyper) != len(names):
         raise ValueError(
-            f"funcrec.kernels.cpp.{call}: `hyper` does not match rule {rule!r}.\n  got   {len(hyper)} numbers\n  need  {names}"
+            f"funcrec.kernels.cpp.{call}: `hyper` does not match rule {rule!r}.\n  got   "
+            f"{len(hyper)} numbers\n  need  {names}"
         )
     return RULES[rule].slots_with(hyper)
 
@@ -228,14 +233,16 @@ def _fail_slot(call: str, tables: Sequence[Tensor], slots: Sequence[Tensor], nam
     raise ValueError(
         f"funcrec.kernels.cpp.{call}: slot {names[name]!r} of table {table} does not fit.\n"
         f"  got   {slot.dtype}{list(slot.shape)}, strides {slot.stride()}\n"
-        f"  need  {accumulation_dtype(of.dtype)}, contiguous, a number per row or per element of {list(of.shape)} as the rule has it"
+        f"  need  {accumulation_dtype(of.dtype)}, contiguous, a number per row or per element of "
+        f"{list(of.shape)} as the rule has it"
     )
 
 
 def _fail_window(call: str, table: Tensor, first: int, dim: int) -> None:
     raise ValueError(
         f"funcrec.kernels.cpp.{call}: a table's columns are not among those of its gradients.\n"
-        f"  got   columns [{first}, {first + table.shape[1]}) of gradients with {dim}\n  need  0 <= first, first + {table.shape[1]} <= {dim}"
+        f"  got   columns [{first}, {first + table.shape[1]}) of gradients with {dim}\n  need  0 <= first, "
+        f"first + {table.shape[1]} <= {dim}"
     )
 
 

@@ -1,5 +1,5 @@
 // The rules of the row optimizers: written by `python -m funcrec.optim.write`, and not by hand.
-// Each is for one row, as rules.h says; a number of the form n.h[i] is a hyper-parameter, in the order of kernels/rules.py.
+// Each is for one row, as rules.h says; a number n.h[i] is a hyper-parameter, in the order of kernels/rules.py.
 #pragma once
 #include "rules.h"
 

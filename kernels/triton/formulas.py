@@ -1,9 +1,9 @@
 """The optimizers' rules on a tile of rows: written by `python -m funcrec.optim.write`, and not by hand.
 
 g is the summed gradient, w the row, both f[rows, columns]; slots are f[rows, columns] or f[rows, 1], anything where the
-rule has none; HYPER are numbers that are compiled in, computed with in f64 and rounded where they meet a tensor; scalars
-hold lr, t and what `SCALARS` makes of hyper-parameters and t, in the tile's dtype. Columns behind the dim are masked out
-of every sum along a row.
+rule has none; HYPER are numbers that are compiled in, computed with in f64 and rounded where they meet a tensor;
+scalars hold lr, t and what `SCALARS` makes of hyper-parameters and t, in the tile's dtype. Columns behind the dim are
+masked out of every sum along a row.
 """
 
 import triton

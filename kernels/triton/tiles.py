@@ -1,4 +1,5 @@
-"""What the rules of optimizers are made of, on a tile of rows f[rows, columns]; and what of them is computed before the launch."""
+"""What the rules of optimizers are made of, on a tile of rows f[rows, columns];
+and what of them is computed before the launch."""
 
 import math
 

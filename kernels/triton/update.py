@@ -53,7 +53,8 @@ def fused_update_(
       slots: the rule's slots of table 0, of table 1, ...; f32 (f64 for f64 tables), [R] or [R, D].
       lr: f64[]. step: i64[], steps taken before. key: i64[T] rounds 16-bit tables stochastically, None to nearest.
       hyper: the rule's numbers, in the order of `RULES`; each set of them is compiled once.
-      first: i64[T], and dims, the columns of each table's gradients, as of `ops.fused_update`; None and () for tables of whole rows.
+      first: i64[T], and dims, the columns of each table's gradients, as of
+        `ops.fused_update`; None and () for tables of whole rows.
 
     Order of sums: see `group`.
     """
@@ -128,8 +129,8 @@ def _scalars(lr: Tensor, step: Tensor, acc: torch.dtype, rule: str, hyper: Seque
 def _update_tables(
     g: Groups, own, numbers: range, capacity: int, scalars: Tensor, key, rule: str, hyper, window
 ) -> None:
-    """One launch for tables `numbers`, of one dim and dtype; own: (table, slots, its number in the call) of each; window: how many columns
-    their gradients have, and where each table's begin among them."""
+    """One launch for tables `numbers`, of one dim and dtype; own: (table, slots, its number in the call) of each;
+    window: how many columns their gradients have, and where each table's begin among them."""
     table, (dim, first) = own[0][0], window
     width, acc = table.shape[1], scalars.dtype
     layout = tuple(s.dim() == 1 for s in own[0][1])
@@ -141,7 +142,8 @@ def _update_tables(
     t = on.tile(dim, whole_rows=True)
     rounds = key is not None and table.dtype in (torch.float16, torch.bfloat16)
     on.launch(
-        _update, (t.over(capacity),), packed, len(own), g.packed[numbers[0] :], g.firsts[numbers[0] :], g.keys, g.addresses,
+        _update, (t.over(capacity),), packed, len(own), g.packed[numbers[0] :], g.firsts[numbers[0] :], g.keys,
+        g.addresses,
         g.scales if g.scales is not None else chunks, g.starts, chunks, scalars, key if rounds else packed,
         first if dim > width else packed, on.steps(len(own)), RULE=rule, HYPER=hyper, BY_ROW=layout,
         TABLE=on.DTYPES[table.dtype], ROUND=rounds, SCALED=g.scales is not None, DIM=dim, WIDTH=width, CHUNK=CHUNK,
@@ -201,7 +203,8 @@ def _update(
 
 @triton.jit
 def slot_at(
-    packed, which, num_tables, row, own, NTH: tl.constexpr, BY_ROW: tl.constexpr, ACC: tl.constexpr, WIDTH: tl.constexpr,
+    packed, which, num_tables, row, own, NTH: tl.constexpr, BY_ROW: tl.constexpr, ACC: tl.constexpr,
+    WIDTH: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Pointers to slot NTH of rows; anything for a slot that the rule has not."""

@@ -110,7 +110,8 @@ def test_a_mask_given_as_rows_is_told_of_nonzero():
 
 @pytest.mark.parametrize("transform", ["grad", "grad_and_value", "jvp", "vmap"])
 def test_a_transform_of_torch_over_the_tables_of_a_loss_says_what_to_write(transform):
-    """Tables of a differentiated loss are no tensors: torch's transforms of them are refused with fr.value_and_grad, which works there."""
+    """Tables of a differentiated loss are no tensors: torch's transforms of them
+    are refused with fr.value_and_grad, which works there."""
     squares = lambda tables: fr.lookup(tables, IDS, FEATURES).values.square().sum()
     calls = {
         "grad": lambda tables: torch.func.grad(squares)(tables),

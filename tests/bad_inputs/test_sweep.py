@@ -49,7 +49,8 @@ def test_no_wrong_argument_hangs(outcomes):
 
 
 def test_no_function_is_left_without_words(outcomes):
-    """Every public function says of at least 60 % of its wrong arguments what was got, what is needed and what to try."""
+    """Every public function says of at least 60 % of its wrong
+    arguments what was got, what is needed and what to try."""
     by_call = defaultdict(list)
     for o in outcomes:
         if o.kind != "returned":
@@ -59,7 +60,8 @@ def test_no_function_is_left_without_words(outcomes):
 
 
 def test_what_is_accepted_is_allowed(outcomes):
-    """A wrong argument that a call accepts is of a class that the annotation names, or stands in a reviewed table with a reason."""
+    """A wrong argument that a call accepts is of a class that the annotation
+    names, or stands in a reviewed table with a reason."""
     accepted = [o for o in outcomes if o.kind == "returned" and o.fits != "closed"]
     assert [(o.call, o.path, o.wrong) for o in accepted if not reasons(o.call, o.path, o.wrong)] == []
 
@@ -99,8 +101,10 @@ def test_the_example_of_a_class_is_one(name):
     step = fr.train_step(lambda params, batch: params.dense, **kinds)
     own = {
         "fr": fr, "torch": torch, "ids": ids, "mesh": mesh, "plan": plan, "step": step,
-        "features": [fr.FeatureConfig(n, table="item") for n in ("clicked", "liked")], "loss_fn": lambda params, batch: 0, **kinds,
-        "params": fr.Params({}, torch.ones(())), "tables": fr.init(fr.key(0), tables) if name == "ShardedTables" else tables,
+        "features": [fr.FeatureConfig(n, table="item") for n in ("clicked", "liked")], "loss_fn": lambda params,
+        batch: 0, **kinds,
+        "params": fr.Params({}, torch.ones(())),
+        "tables": fr.init(fr.key(0), tables) if name == "ShardedTables" else tables,
     }  # fmt: skip
     assert type(eval(EXAMPLES[name], own)).__name__ == name
 

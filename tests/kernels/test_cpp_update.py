@@ -64,7 +64,8 @@ def clone(tables, slots):
 
 
 def assert_near(got: Tensor, truth: Tensor, same: Tensor, old: Tensor) -> None:
-    """|got - truth| <= 2 · (what the Python rule in f32, `same`, loses at worst + one rounding), scaled to got's digits."""
+    """|got - truth| <= 2 · (what the Python rule in f32, `same`,
+    loses at worst + one rounding), scaled to got's digits."""
     if got.numel() == 0:
         return
     eps = torch.finfo(accumulation_dtype(got.dtype)).eps
@@ -80,7 +81,8 @@ SHAPES = [(50, 64), (7, 5), (300, 16), (1, 1), (0, 8), (40, 130), (30, 32), (20,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("rule", "options"), CASES, ids=str)
 def test_update_is_the_rule(rule, options, dtype):
-    """The update is the Python rule on each named row's summed gradient, with no more error than that rule has itself."""
+    """The update is the Python rule on each named row's summed
+    gradient, with no more error than that rule has itself."""
     call = make(SHAPES, accumulation_dtype(dtype))
     tables, slots = state(call, rule, options, dtype)
     exact = leaves(*expected(call, rule, options, tables, slots, torch.float64))

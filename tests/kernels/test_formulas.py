@@ -1,4 +1,5 @@
-"""The kernels' forms of rules are written from the built-in optimizers' formulas; and one more optimizer, which is one file."""
+"""The kernels' forms of rules are written from the built-in optimizers'
+formulas; and one more optimizer, which is one file."""
 
 import ctypes
 import importlib.util
@@ -38,11 +39,13 @@ def _adadelta(row, grad, slots, hyper):
 
 @builtin(rule=_adadelta, slots=lambda hyper: {"square": per_element(), "delta": per_element(), "age": per_row()})
 def adadelta(lr: Rate = 1.0, *, rho: Share = 0.9, eps: float = 1e-6, is_cut: bool = False) -> RowOptimizer:
-    """v ← rho · v + (1 - rho) · g²;  u = √((d + eps) / (v + eps)) · g;  d ← rho · d + (1 - rho) · u²;  w ← w - lr · u."""
+    """v ← rho · v + (1 - rho) · g²;  u = √((d + eps) / (v + eps)) · g;
+    d ← rho · d + (1 - rho) · u²;  w ← w - lr · u."""
 '''
 DRIVER = """#include "formulas.h"
 using namespace funcrec;
-extern "C" void update(float* w, const float* x, float** s, float* spare, int64_t dim, const double* n, const double* h) {
+extern "C" void update(
+    float* w, const float* x, float** s, float* spare, int64_t dim, const double* n, const double* h) {
   with_rule<float>(%d, {n[0], n[1], h, nullptr}, [&](const auto& rule) {
     rule.template apply<0>(Row<float>{w, x, {s[0], s[1], s[2]}, spare, dim, float(n[2])});
   });
@@ -58,7 +61,8 @@ def test_the_kernels_forms_are_those_of_the_formulas():
 
 @pytest.mark.parametrize(("rule", "options"), CASES, ids=str)
 def test_a_formula_sees_what_derivatives_see(rule, options):
-    """A rule is elementwise, or gradient-wise, exactly when no derivative of an element is with respect to another one."""
+    """A rule is elementwise, or gradient-wise, exactly when no
+    derivative of an element is with respect to another one."""
     optimizer, own, hyper = getattr(fr.optim, rule)(**options), BUILTIN[rule], arguments_of(BUILTIN[rule], **options)[1]
     noise = torch.rand(4, 3, generator=torch.Generator().manual_seed(0), dtype=F64) + 1
     slots = {
@@ -114,7 +118,8 @@ def state(optimizer) -> tuple:
 
 
 def test_one_file_is_an_optimizer(adadelta, tmp_path, monkeypatch):
-    """A declaration and its rule in one file make an optimizer: with its errors and its flags, in torch, C++ and Triton; others keep their numbers."""
+    """A declaration and its rule in one file make an optimizer: with its errors and its flags, in torch, C++ and
+    Triton; others keep their numbers."""
     with pytest.raises(ValueError, match=r"(?s)`rho`.*0, 1"):
         adadelta(rho=2.0)
     texts, own = write.texts(), BUILTIN["adadelta"]

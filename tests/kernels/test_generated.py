@@ -1,6 +1,7 @@
 """Rules that are translated to C++ and run inside the fused update: every one against the same rule in eager torch.
 
-The built-in rules are Python functions like a user's; with their kernels set aside they take the same way. Shapes: R rows, D dim.
+The built-in rules are Python functions like a user's; with their kernels
+set aside they take the same way. Shapes: R rows, D dim.
 """
 
 import warnings
@@ -29,7 +30,8 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:
 
 
 def state_of(optimizer, dims, dtypes):
-    """Tables, gradients with repeated rows, rows outside and NaN in the padding, and slots after some steps; other rows are NaN."""
+    """Tables, gradients with repeated rows, rows outside and NaN in the
+    padding, and slots after some steps; other rows are NaN."""
     rows = torch.tensor([3, 39, 3, -1, 7, 40, 2**40, 0, 39, 3, 8, 1, 5])
     count, named = 11, [0, 3, 7, 8, 39]
     tables, grads, exact = {}, {}, {}
@@ -91,7 +93,8 @@ def check_rule(optimizer, dims, dtypes):
     "number", range(len(CASES)), ids=lambda i: "-".join(map(str, (CASES[i][0], *CASES[i][1].values())))
 )
 def test_generated_rules_are_the_rules(without_kernels, number):
-    """A generated rule moves every named row as eager torch does, with no more error than that has; others keep every bit."""
+    """A generated rule moves every named row as eager torch does,
+    with no more error than that has; others keep every bit."""
     rule, options = CASES[number]
     optimizer = getattr(fr.optim, rule)(lr=LR, **options)
     check_rule(optimizer, [DIMS[number % 6], DIMS[(number + 2) % 6]], (F32, BF16, F16))
@@ -106,7 +109,8 @@ def test_every_dim(without_kernels, rule):
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_rows_of_16_bits_are_rounded_once(dtype):
-    """A rule whose elements come from other places of the row is rounded as in eager torch: to the nearest, or by the same random bits."""
+    """A rule whose elements come from other places of the row is rounded as in
+    eager torch: to the nearest, or by the same random bits."""
     rule = lambda row, grad, s, h: (row.flip(0) * row.sum().sign() - h.lr * grad, s)
     plain = fr.optim.row_optimizer(init=lambda t: {}, rule=rule, lr=LR)
     rows, tables = torch.tensor([3, 39, 7, 0]), {f"t{dim}": noise(NUM_ROWS, dim, seed=dim).to(dtype) for dim in DIMS}
@@ -146,18 +150,28 @@ SCALE, PROFILE = torch.tensor(2.0), torch.arange(12.0)
 F = torch.nn.functional
 BODIES = {
     "softmax": lambda w, g: F.softmax(g, 0), "norms": lambda w, g: w / w.norm() + g.norm(p=1) + F.normalize(g, dim=0),
-    "variance": lambda w, g: w * w.std() + g.var(), "lerp": lambda w, g: torch.lerp(w, g, 0.3) + torch.addcmul(w, g, g, value=2),
-    "activations": lambda w, g: F.gelu(w) + F.softplus(g) + F.relu(w) + F.elu(g), "logsumexp": lambda w, g: w * w.logsumexp(0) + w.prod(),
-    "extremes": lambda w, g: w * w.max() - g.min() + w.amax() * g.amin(), "NaN": lambda w, g: w + (w / torch.where(g > 0, g, torch.nan)).amax(),
-    "closed over": lambda w, g: w * SCALE + PROFILE, "constants": lambda w, g: w + torch.tensor(2.0) * torch.ones(12) + torch.zeros_like(g),
+    "variance": lambda w, g: w * w.std() + g.var(), "lerp": lambda w,
+    g: torch.lerp(w, g, 0.3) + torch.addcmul(w, g, g, value=2),
+    "activations": lambda w, g: F.gelu(w) + F.softplus(g) + F.relu(w) + F.elu(g), "logsumexp": lambda w,
+    g: w * w.logsumexp(0) + w.prod(),
+    "extremes": lambda w, g: w * w.max() - g.min() + w.amax() * g.amin(), "NaN": lambda w,
+    g: w + (w / torch.where(g > 0, g, torch.nan)).amax(),
+    "closed over": lambda w, g: w * SCALE + PROFILE, "constants": lambda w,
+    g: w + torch.tensor(2.0) * torch.ones(12) + torch.zeros_like(g),
     "dot": lambda w, g: w.dot(g) * w + w @ g, "slices": lambda w, g: torch.cat([w[:3], g[3:8], w[8:]]) + w[4] + g[-1],
     "flip": lambda w, g: w.flip(0) + g, "reshaped": lambda w, g: (w.reshape(3, 4) * g.reshape(3, 4)[1]).t().reshape(-1),
-    "halves": lambda w, g: torch.stack([w[::2], g[1::2]], 1).flatten(), "in place": lambda w, g: (w * 2).add_(g).mul_(3),
-    "logic": lambda w, g: torch.where((w > 0) & ~(g > 0) | torch.isinf(w), w, g) + (w > 0).sum() + torch.all(g > 9) + torch.any(g > 0),
-    "integers": lambda w, g: w * torch.arange(12) + (g > 0).long() * 3, "f64": lambda w, g: (w.double() + g / 3).float(),
-    "powers": lambda w, g: w.abs() ** 1.5 + 2.0**g + w**3 + w.square().rsqrt() + torch.pow(w.abs(), g), "nan_to_num": lambda w, g: torch.nan_to_num(w / (w - w)),
-    "bounds": lambda w, g: w.clamp(-0.5, 0.5) + g.clamp(min=0) + torch.maximum(w, g) + torch.minimum(w, g), "alpha": lambda w, g: torch.add(w, g, alpha=0.5),
-    "rounding": lambda w, g: w.floor() + g.ceil() + (3 * w).round() + (3 * g).trunc() + w.frac(), "gradient": lambda w, g: g,
+    "halves": lambda w, g: torch.stack([w[::2], g[1::2]], 1).flatten(), "in place": lambda w,
+    g: (w * 2).add_(g).mul_(3),
+    "logic": lambda w,
+    g: torch.where((w > 0) & ~(g > 0) | torch.isinf(w), w, g) + (w > 0).sum() + torch.all(g > 9) + torch.any(g > 0),
+    "integers": lambda w, g: w * torch.arange(12) + (g > 0).long() * 3, "f64": lambda w,
+    g: (w.double() + g / 3).float(),
+    "powers": lambda w, g: w.abs() ** 1.5 + 2.0**g + w**3 + w.square().rsqrt() + torch.pow(w.abs(), g),
+    "nan_to_num": lambda w, g: torch.nan_to_num(w / (w - w)),
+    "bounds": lambda w, g: w.clamp(-0.5, 0.5) + g.clamp(min=0) + torch.maximum(w, g) + torch.minimum(w, g),
+    "alpha": lambda w, g: torch.add(w, g, alpha=0.5),
+    "rounding": lambda w, g: w.floor() + g.ceil() + (3 * w).round() + (3 * g).trunc() + w.frac(), "gradient": lambda w,
+    g: g,
     "number": lambda w, g: w.sum().expand(12),
 }  # fmt: skip
 
@@ -218,7 +232,8 @@ def test_formulas(dtype):
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(("add", "sub", "mul", "maximum", "where", "tanh", "sqrt", "sum", "mean", "amax", "first", "half", "flip", "roll2")),
+        st.sampled_from(("add", "sub", "mul", "maximum", "where", "tanh", "sqrt", "sum", "mean", "amax", "first",
+                "half", "flip", "roll2")),
         st.integers(0, 9), st.integers(0, 9),
     ),
     min_size=1, max_size=12,
@@ -280,7 +295,8 @@ def test_closed_over_tensors_are_read_in_every_update():
 
 @pytest.mark.parametrize("rule", ["tensor", "number", "branch", "blocks"])
 def test_what_a_rule_closes_over_is_read_anew_in_every_eager_update(rule):
-    """Another tensor, number or branch in what a rule closes over counts from the next eager update on; a program that was compiled before keeps its own."""
+    """Another tensor, number or branch in what a rule closes over counts from the next eager update on; a program that
+    was compiled before keeps its own."""
     held = {"c": torch.tensor(1.0), "n": 1.0, "is_twice": False}
     rules = {
         "tensor": lambda row, grad, s, h: (row - held["c"] * grad, s),
@@ -369,7 +385,8 @@ def test_without_a_compiler(monkeypatch):
 
 
 def test_a_wrong_table_is_refused():
-    """A generated rule is for one dim and dtype; the kernel refuses other tables, slots and closed-over tensors before it writes."""
+    """A generated rule is for one dim and dtype; the kernel refuses other
+    tables, slots and closed-over tensors before it writes."""
     scale = torch.ones(3)
     graph = torch.fx.experimental.proxy_tensor.make_fx(lambda w, x, lr, t, n, m: [w - x * scale, x])
     rule = _rules.generate(graph(*(torch.ones(s) for s in ((3,), (3,), (), (), (), (3,)))))

@@ -70,7 +70,8 @@ STACKED = [("tables",), ("ids",), ("tables", "ids"), ("weights",), ("tables", "w
 
 
 def given_members(it, k, what, dim):
-    """(arguments, in_dims, the arguments of member i): tables, values, offsets, weights, those of `what` stacked at `dim`."""
+    """(arguments, in_dims, the arguments of member i): tables, values,
+    offsets, weights, those of `what` stacked at `dim`."""
     tables, ids = members(it, k)
     parts = [tables, [x.values for x in ids], [x.offsets for x in ids], [x.weights for x in ids]]
     names = [{"tables"}, {"ids", "values"}, {"ids", "offsets"}, {"ids", "weights"}]
@@ -90,7 +91,8 @@ def looked_up(it):
 
 @pytest.mark.parametrize("what", STACKED, ids="+".join)
 @settings(max_examples=15)
-@given(it=frs.lookups(poolings=("sum", "mean"), dtypes=(torch.float32, torch.bfloat16)), k=st.integers(1, 3), dim=st.integers(0, 2), out=st.integers(0, 2))  # fmt: skip
+@given(it=frs.lookups(poolings=("sum", "mean"), dtypes=(torch.float32, torch.bfloat16)), k=st.integers(1, 3),
+    dim=st.integers(0, 2), out=st.integers(0, 2))  # fmt: skip
 def test_a_lookup_of_stacks_is_one_call(what, it, k, dim, out):
     """Stacked tables, ids, bags, weights at any dimension: the loop's bits, by one kernel call."""
     args, dims, of_member = given_members(it, k, what, dim)
@@ -121,7 +123,8 @@ WHICH = ["tables", "rows", "offsets", "weights", "weights, buffers of two length
 
 @pytest.mark.parametrize("what", WHICH)
 def test_the_operator_takes_stacks(what):
-    """pooled_lookup of stacks, in blocks too: the stack of the members' calls, of no members as well; so has its fake the form, and its vmap the values."""
+    """pooled_lookup of stacks, in blocks too: the stack of the members' calls, of no members as well; so has its fake
+    the form, and its vmap the values."""
     k, op = 3, torch.ops.funcrec_cpp.pooled_lookup.default
     each = [
         ([torch.arange(12.0).reshape(4, 3).sin() + i, torch.arange(15.0).reshape(5, 3) * (i + 1)],
@@ -186,7 +189,9 @@ def plainly(*x):
     return fr.lookup(tables, fr.KeyedJaggedTensor(values, offsets, weights, None, BAG.keys), FEATURES).values
 
 
-@pytest.mark.parametrize("mapped", [(0, 0, 0, 0), (0, None, None, None), (None, 0, 0, None), (None, None, None, 0), (0, None, None, 0)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("mapped",
+    [(0, 0, 0, 0), (0, None, None, None), (None, 0, 0, None), (None, None, None, 0), (0, None, None, 0)],
+    ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_derivatives_of_stacks(name, mapped):
     """Derivatives inside a vmap, and of one, are the loop's and the reference's, to the second order, in f64."""
@@ -267,7 +272,8 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("mapped", ["all", "gradients", "steps apart"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_of_stacks_is_one_call(name, mapped):
-    """Stacked tables, slots, gradients and steps: the loop's bits, by one operator call for all tables of all members."""
+    """Stacked tables, slots, gradients and steps: the loop's bits,
+    by one operator call for all tables of all members."""
     opt = OPTIMIZERS[name]()
     slots = [opt.init(member(STACKS, i)) for i in range(K)]
     slots = [tree_map(lambda s, i=i: s + 0.1 * i, own) for i, own in enumerate(slots)]

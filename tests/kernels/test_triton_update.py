@@ -1,7 +1,8 @@
 """Triton's update against the Python rules, and expand and coalesce against loops, in triton's interpreter on the CPU.
 
 Calls are made of segments by hand: features that share a buffer, cut bags, means, weights, strided cotangents, ids far
-outside their tables, NaN and garbage in the padding. Outputs are made of memory full of NaN, so what is not written shows.
+outside their tables, NaN and garbage in the padding. Outputs are
+made of memory full of NaN, so what is not written shows.
 """
 
 import os
@@ -152,7 +153,8 @@ def chunked(terms: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("repeats", [1, 2, group.CHUNK, group.CHUNK + 1, 5 * group.CHUNK + 7])
 def test_sums_run_in_a_fixed_order(call, repeats):
-    """A row's entries are added in order, beyond CHUNK of them by chunks; other rows in the batch change no bit of it."""
+    """A row's entries are added in order, beyond CHUNK of them
+    by chunks; other rows in the batch change no bit of it."""
     torch.manual_seed(repeats)
     terms, others = torch.randn(repeats, 3), torch.randn(4 * group.CHUNK + 5, 3)
     for before in (0, 1, group.CHUNK - 1, 2 * group.CHUNK + 3):
@@ -180,7 +182,8 @@ def test_every_run_has_an_end(make):
 
 
 def test_features_of_one_buffer_share_one_pass():
-    """F features in one buffer of N ids are listed in one pass of N places; a table's order is kept by further passes."""
+    """F features in one buffer of N ids are listed in one pass
+    of N places; a table's order is kept by further passes."""
     rows, plan = [torch.zeros(100, dtype=I64)], lambda flat: group.plan_passes(segments_of(flat), rows)
     feature = lambda table, first_bag: [table, 0, 0, 0, 0, first_bag, 5, 0, 0, -1]
     (one,) = plan([x for f in range(6) for x in feature(f % 3, 5 * f)])
@@ -250,7 +253,8 @@ def expected(entries):
 
 
 def assert_near(got: Tensor, truth: Tensor, same: Tensor, old: Tensor) -> None:
-    """|got - truth| <= 2 · (what the Python rule in f32, `same`, loses at worst + one rounding), scaled to got's digits."""
+    """|got - truth| <= 2 · (what the Python rule in f32, `same`,
+    loses at worst + one rounding), scaled to got's digits."""
     if got.numel() == 0:
         return
     eps = torch.finfo(accumulation_dtype(got.dtype)).eps
@@ -269,7 +273,8 @@ RULE_CASES = [
 
 @pytest.mark.parametrize(("rule", "options", "dtype"), RULE_CASES, ids=str)
 def test_update_is_the_rule(expected, make, updated, rule, options, dtype):
-    """The update is the Python rule on each named row's summed gradient, with no more error than that rule has itself."""
+    """The update is the Python rule on each named row's summed
+    gradient, with no more error than that rule has itself."""
     c = make(dtype=accumulation_dtype(dtype))
     tables, slots = state(c, rule, options, dtype)
     exact, plain = (expected(c, rule, options, tables, slots, x) for x in (F64, F32))
@@ -311,7 +316,8 @@ def splitmix(key: int, i: int) -> int:
 @pytest.mark.parametrize(("dtype", "cut"), [(BF16, 16), (F16, 13)], ids=str)
 @pytest.mark.parametrize("dim", [3, 70])
 def test_stochastic_rounding_is_a_function_of_the_key(updated, dtype, cut, dim):
-    """Element (row, column) is rounded with 16 bits of SplitMix64 by the table's key; inf and NaN stay what they are."""
+    """Element (row, column) is rounded with 16 bits of SplitMix64
+    by the table's key; inf and NaN stay what they are."""
     num_rows, keys = 5, torch.tensor([-(2**62), 12345])
     tables = {f"t{t}": torch.randn(num_rows, dim).to(dtype) for t in range(2)}
     grads = torch.randn(num_rows, dim)
@@ -344,7 +350,8 @@ def test_updates_that_do_not_fit_are_refused(call, ids, change, said):
     """What does not fit is told before anything is written."""
     ids, cuts, number = torch.zeros(4, dtype=I64), torch.zeros(5, dtype=I64), torch.tensor(0.1, dtype=F64)
     given = {
-        "tables": [torch.zeros(5, 3)], "slots": [torch.zeros(5)], "d": [torch.zeros(6, 3)], "rows": [ids], "offsets": [cuts],
+        "tables": [torch.zeros(5, 3)], "slots": [torch.zeros(5)], "d": [torch.zeros(6, 3)], "rows": [ids],
+        "offsets": [cuts],
         "weights": [], "segments": [0, 0, 0, 0, -1, 0, 4, 0, 0, -1], "lr": number, "step": torch.tensor(0), "key": None,
         "rule": "rowwise_adagrad", "hyper": [1e-8, 0.0, 0.0, 0.0],
     }  # fmt: skip

@@ -2,8 +2,8 @@
 
     update(grads) = rule(table[row], Σ of the row's terms, slots[row]) for every named row; all others keep their bits
 
-Gradients are sums of bags and entries with all their options, ids outside the tables and NaN in the padding. The truth is
-the rule in f64. Outputs are made of memory full of NaN (tests/conftest.py). Shapes: B bags, N ids, R rows, D dim.
+Gradients are sums of bags and entries with all their options, ids outside the tables and NaN in the padding. The truth
+is the rule in f64. Outputs are made of memory full of NaN (tests/conftest.py). Shapes: B bags, N ids, R rows, D dim.
 """
 
 import pytest
@@ -107,7 +107,8 @@ def cast(tree, dtype: torch.dtype):
 
 
 def assert_near(got: Tensor, truth: Tensor, same: Tensor, old: Tensor, table: torch.dtype) -> None:
-    """|got - truth| <= 2 · (what the Python rule in got's precision, `same`, loses + one rounding), and one to 16 bits."""
+    """|got - truth| <= 2 · (what the Python rule in got's precision,
+    `same`, loses + one rounding), and one to 16 bits."""
     if got.numel() == 0:
         return
     eps = torch.finfo(ops.accumulation_dtype(table)).eps
@@ -187,7 +188,8 @@ def test_update_is_coalesce_and_the_rule(implementation, known, device, rule):
 @pytest.mark.needs("fused_update")
 @pytest.mark.parametrize("rule", ["rowwise_adagrad", "adagrad"])
 def test_tables_in_one_are_tables_apart(implementation, known, device, rule):
-    """Tables one behind the other in a larger one are updated with the bits that they have apart, in whatever order their terms stand."""
+    """Tables one behind the other in a larger one are updated with the bits that
+    they have apart, in whatever order their terms stand."""
     optimizer = optimizer_of(rule, {})
 
     @settings(max_examples=1 if known.slow else 8)
@@ -216,7 +218,8 @@ def test_tables_in_one_are_tables_apart(implementation, known, device, rule):
 
 @pytest.mark.needs("expand", "coalesce")
 def test_coalesce_is_the_sum_of_what_expand_writes(ask, known):
-    """Entries added row by row, in order, are the bits of coalesce; their places are the same with other tables beside."""
+    """Entries added row by row, in order, are the bits of coalesce;
+    their places are the same with other tables beside."""
 
     @settings(max_examples=2 if known.slow else 12)
     @given(st.data())
@@ -295,7 +298,8 @@ def everything(ask, implementation: str, num_ids: int) -> list:
     calls = {
         "pooled_lookup": ([table], [rows], offsets, weights, features, num_bags),
         "pooled_lookup_weights": (d, [table], [rows], offsets, weights, features),
-        "gather_rows": (table, rows), "scatter_rows": (table, torch.randperm(num_rows, generator=generator(9)), count, -table),
+        "gather_rows": (table, rows),
+        "scatter_rows": (table, torch.randperm(num_rows, generator=generator(9)), count, -table),
         "expand": (terms, [(num_rows, dim)]), "coalesce": (terms, [(num_rows, dim)]),
         "fused_update": ([table], [[torch.ones(num_rows)]], terms, *rule),
         "take_ranges": (weights, offsets[:-1].flip(0), offsets.diff().flip(0), num_ids),

@@ -75,8 +75,8 @@ def run(implementation, device, optimizer, grads, slots, tables, key=None):
 @pytest.mark.needs("coalesce", without="fbgemm")
 @pytest.mark.parametrize(("rule", "options"), CASES, ids=str)
 def test_a_window_of_the_update_is_the_update_of_the_window(implementation, known, device, rule, options):
-    """Columns of a row, and numbers of a row, come out of an update of those columns alone with the bits of the whole row's update; tables
-    with windows, and whole ones, go together."""
+    """Columns of a row, and numbers of a row, come out of an update of those columns alone with the bits of the whole
+    row's update; tables with windows, and whole ones, go together."""
     optimizer = getattr(fr.optim, rule)(lr=LR, **options)
     assert optimizer.is_gradient_wise
 
@@ -103,7 +103,8 @@ def test_a_window_of_the_update_is_the_update_of_the_window(implementation, know
 @pytest.mark.needs("fused_update", without="fbgemm")
 @pytest.mark.parametrize("rule", ops.RULES)
 def test_a_window_is_a_row_of_zeros_around_it(implementation, known, device, rule):
-    """Under every rule a table's columns, and its wide slots', come out as from rows that have zeros for the other columns."""
+    """Under every rule a table's columns, and its wide slots', come
+    out as from rows that have zeros for the other columns."""
     form, options = ops.RULES[rule], examples(rule)[-1]
     assert form.slots_with(update_calls.numbers(rule, options)) == form.slots
 
@@ -132,7 +133,8 @@ def test_a_window_is_a_row_of_zeros_around_it(implementation, known, device, rul
 @pytest.mark.needs("gather_rows", without="fbgemm")
 @pytest.mark.parametrize("rule", ["rowwise_adagrad", "partial_rowwise_adam"])
 def test_a_window_is_rounded_as_a_table(implementation, known, device, rule):
-    """With a key, columns of 16 bits get their update in f32, rounded by the bits of the row and of the column counted from the window's."""
+    """With a key, columns of 16 bits get their update in f32, rounded by the bits
+    of the row and of the column counted from the window's."""
     optimizer, key = getattr(fr.optim, rule)(lr=LR), fr.key(3)
 
     @settings(max_examples=1 if known.slow else 6)
@@ -171,7 +173,8 @@ def test_windows_are_known_to_torch(implementation, device):
 
 @pytest.mark.needs("fused_update")
 def test_windows_that_do_not_fit_are_refused(implementation, device):
-    """A window beyond the gradient's columns, too few numbers, and an optimizer that must see whole rows: each raises, and nothing is written."""
+    """A window beyond the gradient's columns, too few numbers, and an optimizer that must
+    see whole rows: each raises, and nothing is written."""
     tables, slots, terms = [torch.ones(NUM_ROWS, 4)], [[torch.ones(NUM_ROWS)]], terms_of([gradient(6, F32, 1)])
     rest = (torch.tensor(0.1, dtype=F64), torch.tensor(3), None, "rowwise_adagrad", [1e-8, 0.0, 0.0, 0.0])
     to = lambda tree: tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)

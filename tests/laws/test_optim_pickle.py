@@ -13,7 +13,8 @@ from funcrec.optim.write import examples
 
 TABLES = {"a": torch.arange(8.0).view(4, 2) / 8, "b": torch.ones(3, 2)}
 GRADS = {
-    n: fr.RowGrads.from_entries(torch.tensor([2, 0, 2]), torch.tensor([[1.0, -2.0], [0.5, 3.0], [4.0, 0.1]]), num_embeddings=len(t))
+    n: fr.RowGrads.from_entries(torch.tensor([2, 0, 2]), torch.tensor([[1.0, -2.0], [0.5, 3.0], [4.0, 0.1]]),
+        num_embeddings=len(t))
     for n, t in TABLES.items()
 }  # fmt: skip
 
@@ -76,7 +77,8 @@ def test_a_dense_optimizer_pickles(hyper):
 
 
 def test_what_does_not_pickle_says_so():
-    """A rule without a name of its own, and an optimizer whose fields were replaced by hand, do not pickle as something else."""
+    """A rule without a name of its own, and an optimizer whose fields
+    were replaced by hand, do not pickle as something else."""
     nameless = fr.optim.row_optimizer(init=no_slots, rule=lambda row, grad, slots, hyper: (row, slots))
     replaced = fr.optim.sgd(0.1)._replace(init=lambda tables: {})
     for optimizer in (nameless, replaced):

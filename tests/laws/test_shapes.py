@@ -38,7 +38,8 @@ def test_calls_have_the_shapes_that_docstrings_say(said):
 
 
 def test_no_statement_holds_whatever_a_call_has(said):
-    """Each statement, with one dimension more or with dtypes that are no numbers', is false in some call: all are held against values."""
+    """Each statement, with one dimension more or with dtypes that are no numbers',
+    is false in some call: all are held against values."""
     more = lambda shape: Shape(shape.dtypes, (*shape.dims, "7919"))
     other = lambda shape: Shape("f" if "b" in shape.dtypes else "bool", shape.dims) if shape.dtypes else more(shape)
     for name, s in said.items():
@@ -50,7 +51,8 @@ def test_no_statement_holds_whatever_a_call_has(said):
 
 
 def test_functions_of_tensors_say_their_shapes(said):
-    """A public function or method that takes or gives a tensor says of which shape; values have shapes for their fields."""
+    """A public function or method that takes or gives a tensor says
+    of which shape; values have shapes for their fields."""
     silent = {n for n, s in said.items() if has_tensors(s) and not s.statements and ": " not in n}
     assert silent == set(SAID_ELSEWHERE)
     for name, x in public():  # functions that others make were called, too

@@ -10,7 +10,8 @@ from funcrec.optim._builtin import BUILTIN, arguments_of
 from programs.differences import Case, draw
 from programs.float_functions import DENSE, GRADS, LOSS, TABLE, WEIGHTS, ids, loss_fn, number, row_grads
 
-# the built-in optimizers; hyper-parameters of those whose own are where a rule is hardly smooth, or does not do all it can
+# the built-in optimizers; hyper-parameters of those whose own are
+# where a rule is hardly smooth, or does not do all it can
 RULES = {n: {} for n in BUILTIN} | {
     "momentum": {"nesterov": True}, "lars_sgd": {"eta": 0.2}, "adagrad": {"eps": 1e-3}, "rmsprop": {"momentum": 0.5},
     "ftrl": {"l1": 0.01, "l2": 0.1}, "adam": {"eps": 1e-2}, "adamw": {"eps": 1e-2}, "lamb": {"eps": 1e-2},
@@ -72,17 +73,22 @@ def of_rows() -> list[Case]:
     decayed = lambda n: functools.partial(of_rule, n, TABLE, GRADS, LR, number(0.6), **as_tensor)
     return [
         *(Case(f"optim.{n}", functools.partial(of_rule, n), {**UPDATED, **slot}) for n in RULES),
-        *(Case(f"optim.{n}", decayed(n), {"weight_decay": DECAY}) for n in RULES if "weight_decay" in arguments_of(BUILTIN[n], **RULES[n])[1]),
+        *(Case(f"optim.{n}", decayed(n),
+                {"weight_decay": DECAY}) for n in RULES if "weight_decay" in arguments_of(BUILTIN[n], **RULES[n])[1]),
         Case("optim.adam cpp", functools.partial(of_rule, "adam", implementation="cpp"), {**UPDATED, **slot}, "*"),
-        Case("optim.adam reference", functools.partial(of_rule, "adam", implementation="reference"), {**UPDATED, **slot}),
+        Case("optim.adam reference", functools.partial(of_rule, "adam", implementation="reference"),
+            {**UPDATED, **slot}),
         Case("optim.row_optimizer", learned_update, {**UPDATED, **small}),
-        *(Case(f"optim.{n}", lambda table, grads, lr, f=f: updated(f(lr), table, grads), UPDATED) for n, f in COMBINED.items()),
+        *(Case(f"optim.{n}", lambda table, grads, lr, f=f: updated(f(lr), table, grads), UPDATED) for n,
+            f in COMBINED.items()),
     ]  # fmt: skip
 
 
 CLASSES = {
-    "SGD": {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}, "Adam": {"amsgrad": True, "weight_decay": 0.1, "eps": 1e-2},
-    "AdamW": {"eps": 1e-2}, "Adagrad": {"lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-2}, "RMSprop": {"centered": True, "momentum": 0.5, "eps": 1e-2},
+    "SGD": {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+    "Adam": {"amsgrad": True, "weight_decay": 0.1, "eps": 1e-2},
+    "AdamW": {"eps": 1e-2}, "Adagrad": {"lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-2},
+    "RMSprop": {"centered": True, "momentum": 0.5, "eps": 1e-2},
     "NAdam": {}, "RAdam": {}, "Adamax": {}, "Adadelta": {}, "Rprop": {}, "ASGD": {},
 }  # Muon computes in bf16: no difference tells its derivative  # fmt: skip
 PARAMS = {"w": draw("p", (2, 3)), "grads": draw("dp", (2, 3)), "lr": LR}
@@ -101,7 +107,8 @@ def of_dense() -> list[Case]:
     known = {c.__name__ for c in fr.optim._dense.DIFFERENTIABLE}
     moment = {"moment": number(0.7)}
     return [
-        Case(f"optim.dense({n})", functools.partial(dense_updated, n), {**PARAMS, **(moment if n in known else {})}, () if n in known else "*")
+        Case(f"optim.dense({n})", functools.partial(dense_updated, n), {**PARAMS, **(moment if n in known else {})},
+            () if n in known else "*")
         for n in CLASSES
     ]  # fmt: skip
 
@@ -163,7 +170,8 @@ def gathered(table):
 def of_steps() -> list[Case]:
     return [
         Case("train_step", trained, TRAINED),
-        Case("scan", functools.partial(scanned, weights=WEIGHTS, **DENSE), {"table": TABLE, "lr": LR, "dense_lr": number(0.02)}),
+        Case("scan", functools.partial(scanned, weights=WEIGHTS, **DENSE),
+            {"table": TABLE, "lr": LR, "dense_lr": number(0.02)}),
         *(Case(n, mapped(n), {"x": SPLIT}) for n in ON_RANKS),
         Case("gather_tables", gathered, {"table": EVEN}),
     ]  # fmt: skip

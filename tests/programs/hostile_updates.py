@@ -1,4 +1,5 @@
-"""Generated calls of the operations on tables' cotangents: written out, summed, and spent in an update by every rule. See hostile.py.
+"""Generated calls of the operations on tables' cotangents: written out, summed,
+and spent in an update by every rule. See hostile.py.
 
 Shapes: B bags, N ids, R rows, D dim.
 """
