@@ -6,7 +6,7 @@ Right or refused: a function whose input is tracked differentiates it, or raises
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +42,16 @@ class Reading(NamedTuple):
         return self.calls == other.calls and all(map(operator.is_, self.tensors, other.tensors))
 
 
+def _content(x: Any) -> Any:
+    """What torch may read of a value: bytes, elements, or its text, which need not show what it holds."""
+    if hasattr(x, "__array__"):
+        x = np.asarray(x)
+        return x.dtype.str, x.shape, x.tobytes()
+    if hasattr(x, "__getitem__") and hasattr(x, "__len__") and not isinstance(x, (str, Mapping)):
+        return tuple((type(y), _content(y)) for y in (x[i] for i in range(len(x))))
+    return repr(x)
+
+
 class _Reads(TorchFunctionMode):
     """Notes every operation, and every tensor that one reads and that no earlier one made."""
 
@@ -62,9 +72,9 @@ class _Reads(TorchFunctionMode):
 
     def mark(self, x: Any) -> Any:
         """What stands for a leaf: a number for a tensor, and the form
-        of one that is read; type and text of anything else."""
+        of one that is read; type and content of anything else."""
         if not isinstance(x, Tensor):
-            return type(x), x.tobytes() if isinstance(x, np.ndarray) else repr(x)
+            return type(x), _content(x)
         if id(x) in self.known:
             return self.known[id(x)][0]
         self.known[id(x)] = len(self.known), x

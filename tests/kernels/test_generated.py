@@ -6,6 +6,7 @@ set aside they take the same way. Shapes: R rows, D dim.
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from funcrec.kernels import cpp
@@ -321,6 +322,32 @@ def test_what_a_rule_closes_over_is_read_anew_in_every_eager_update(rule):
             assert compiled()[1, 0] == -1
         held["c"].fill_(4.0)
         assert moved("t") == [-4 if rule in ("tensor", "blocks") else -2]
+
+
+class Scales:
+    """A sequence whose text does not tell what it holds."""
+
+    def __init__(self, *values):
+        self.values = [*values]
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, i):
+        return self.values[i]
+
+
+@pytest.mark.parametrize("held", [Scales(1.0, 1.0), [1.0, 1.0], np.ones(2, np.float32), bytearray(b"\x01\x01")])
+def test_numbers_in_a_container_are_read_anew(held):
+    """What a rule makes a tensor of counts from the next eager update on, whatever holds it."""
+    opt = fr.optim.row_optimizer(init=lambda t: {}, rule=lambda r, g, s, h: (r - torch.tensor(held) * g, s))
+    grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 2), num_embeddings=1)}
+    update = lambda: opt.update(grads, {"t": {}}, {"t": torch.zeros(1, 2)}, 0)[0]["t"].tolist()
+    assert update() == [[-1, -1]]
+    (held.values if isinstance(held, Scales) else held)[:] = (
+        bytes([5, 5]) if isinstance(held, bytearray) else [5.0, 5.0]
+    )
+    assert update() == [[-5, -5]]
 
 
 def test_a_tensor_of_another_shape_in_a_rule_is_read_whole():
