@@ -7,7 +7,7 @@ A symbol is of one of three kinds; what two make together is of the later one. H
 (hyper-parameters, the step), computed in f64. NUMBER: one for a row, and WIDE: one for an element, in the dtype that
 the rule computes in (HOST is rounded where it meets them). A reduction makes a NUMBER of what is WIDE, and ends a
 level: what needs it waits for a pass over the row. What kernels are told of a rule (`write_rules`) and their own text
-  of it (`write_cpp`, `write_triton`) follow from its formula.
+of it (`write_cpp`, `write_triton`) follow from its formula.
 """
 
 import functools

@@ -2,8 +2,8 @@
 
     x[0] = x[1] = ... = x[n-1], bit by bit
 
-Under a transform the values at its bottom are compared. While a function is staged there are none: then a result is the same when it
-follows from nothing that is cut along the axis, which the axis's vmap level knows.
+Under a transform the values at its bottom are compared. While a function is staged there are none: then a result is the
+same when it follows from nothing that is cut along the axis, which the axis's vmap level knows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,7 +61,8 @@ def unequal_over_ranks(parts: Sequence[Part], names: Sequence[str]) -> Iterator[
 
 
 def followed_apart(named: Sequence[tuple[str, Any]], axes: Sequence[str], device: torch.device) -> Iterator[Problem]:
-    """Of (path, value), where the axes are bound: those that a derivative follows on some of the ranks alone: its exchanges would wait for ranks that make none."""
+    """Of (path, value), where the axes are bound: those that a derivative follows on some of the ranks alone: its
+    exchanges would wait for ranks that make none."""
     own = [has_tracked(x) for _, x in named]
     with outside_transforms():
         mine = torch.tensor(own, dtype=torch.int64, device=device)

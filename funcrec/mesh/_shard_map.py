@@ -2,7 +2,8 @@
 
     shard_map(f)(x) = join_r f(cut(x)[r])        with f's collectives between the ranks
 
-On an emulated mesh f runs once, vmapped over every axis, on global values. On real ranks f runs on each, on its own shard.
+On an emulated mesh f runs once, vmapped over every axis, on global
+values. On real ranks f runs on each, on its own shard.
 """
 
 import functools
@@ -40,28 +41,32 @@ def shard_map(
     Args:
       f: takes one rank's values, gives one rank's values. It must run the same collectives on all ranks.
       mesh: None for the one of the enclosing `with mesh:`.
-      in_specs: a P for each positional argument (a tuple), or one P for all; each may be a prefix of its argument's tree. Leaves that
-        are no tensors go to every rank as they are, under P().
-      out_specs: a P for the result, or a prefix of its tree. An axis that a P does not name promises that the value is the same all along it.
-      axis_names: the axes to bind; None for all that are not bound yet. The others are left to an enclosing or nested shard_map.
-      check: hold out_specs to what they promise to be the same: bit by bit, under transforms too. On real ranks it costs an exchange of
-        checksums and one of which arguments a derivative follows (requires_grad, a transform), which must be the same ones on all ranks, and
-        reads on the host. Inside `jit`, where no value can be read, a result may follow along such an axis from nothing but
-        arguments whole along it and what psum, pmean, pmax, pmin and all_gather made so; what is the same for another reason wants
-        check=False. (JAX lets what all_gather made count as different on each rank.)
+      in_specs: a P for each positional argument (a tuple), or one P for all; each may be a prefix of its argument's
+        tree. Leaves that are no tensors go to every rank as they are, under P().
+      out_specs: a P for the result, or a prefix of its tree. An axis that a P does
+        not name promises that the value is the same all along it.
+      axis_names: the axes to bind; None for all that are not bound yet.
+        The others are left to an enclosing or nested shard_map.
+      check: hold out_specs to what they promise to be the same: bit by bit, under transforms too. On real ranks it
+        costs an exchange of checksums and one of which arguments a derivative follows (requires_grad, a transform),
+        which must be the same ones on all ranks, and reads on the host. Inside `jit`, where no value can be read, a
+        result may follow along such an axis from nothing but arguments whole along it and what psum, pmean, pmax, pmin
+        and all_gather made so; what is the same for another reason wants check=False. (JAX lets what all_gather made
+        count as different on each rank.)
 
-    Returns: on an emulated mesh a function of global values; on real ranks one of this rank's shards (`shard`, `unshard`). Inside
-      another shard_map the values are global over the new axes on both.
+    Returns: on an emulated mesh a function of global values; on real ranks one of this rank's shards (`shard`,
+      `unshard`). Inside another shard_map the values are global over the new axes on both.
 
-    Raises: TypeError or ValueError that names every argument, result, axis or size that does not fit; ValueError for a value
-      that was promised to be the same along an axis and is not, or inside `jit` need not be.
+    Raises: TypeError or ValueError that names every argument, result, axis or size that does not fit; ValueError for a
+      value that was promised to be the same along an axis and is not, or inside `jit` need not be.
 
     Law: the same values on an emulated mesh and on real ranks.
 
     Example: a row-wise product, its columns summed over the ranks.
       >>> import torch, funcrec as fr
       >>> f = lambda w, x: fr.psum(x @ w, "model")
-      >>> g = fr.shard_map(f, mesh=fr.Mesh.emulated(model=2), in_specs=(fr.P("model"), fr.P(None, "model")), out_specs=fr.P())
+      >>> g = fr.shard_map(f, mesh=fr.Mesh.emulated(model=2), in_specs=(fr.P("model"), fr.P(None, "model")),
+      ...     out_specs=fr.P())
       >>> g(torch.eye(4), torch.arange(4.0)[None])
       tensor([[0., 1., 2., 3.]])
 
@@ -81,7 +86,8 @@ def shard_map(
 
 
 def shard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
-    """Global values as `shard_map` takes them: on real ranks this rank's parts, on an emulated mesh the values themselves.
+    """Global values as `shard_map` takes them: on real ranks this
+    rank's parts, on an emulated mesh the values themselves.
 
     Example:
       >>> import torch, funcrec as fr
@@ -128,11 +134,13 @@ def _run_emulated(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, 
 
 
 def _emulate(f, sizes, parts: Sequence[Part], stacked: Sequence[Any], args, out_specs):
-    """f under a vmap for each axis, the first outermost: the tree of one rank's results, its parts, and each with all axes in front."""
+    """f under a vmap for each axis, the first outermost: the tree of one rank's
+    results, its parts, and each with all axes in front."""
     leaves, structure = tree_flatten(stacked)
     axes_of = [p.spec.axes for p, x in zip(parts, stacked, strict=True) for _ in tree_leaves(x)]
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-    # marker a holds a rank's place on axis a, and is batched at that axis's level alone: so a collective knows its level
+    # marker a holds a rank's place on axis a, and is batched
+    # at that axis's level alone: so a collective knows its level
     markers = [torch.arange(n, device=_device(parts)) for n in sizes.values()]
     found: dict[str, Any] = {}
 
@@ -184,7 +192,8 @@ def _check_followed(call: str, parts: Sequence[Part], names: Sequence[str]) -> N
 
 
 def _unequal_in_emulation(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs) -> Iterator[Problem]:
-    """What need not be the same, found out while f is staged: f is run for all ranks at once on shapes alone, and leaves no operation behind."""
+    """What need not be the same, found out while f is staged: f is run for all ranks
+    at once on shapes alone, and leaves no operation behind."""
     sizes = {a: mesh.shape[a] for a in names}
     cut_by = lambda p: [sizes[a] for a in sizes if a in p.spec.axes]
     some = lambda p: tree_map(lambda x: x.new_empty([*cut_by(p), *x.shape]) if isinstance(x, Tensor) else x, p.value)

@@ -1,6 +1,7 @@
 """Rows moved between a layout's banks and whole tables, a block of rows at a time.
 
-    rows_of(layout, banks, table, first, last) == table[first:last]        on every rank;        move: that table into another layout's banks
+    rows_of(layout, banks, table, first, last) == table[first:last]        on every rank;
+    move: that table into another layout's banks
 
 Rows travel as integers: a sum of which all but one are zero keeps every bit, that of a NaN or of -0.0 too.
 Shapes: R rows, D dim.
@@ -22,7 +23,8 @@ Rows = Callable[[int, int], Tensor]
 
 
 def places(layout: Layout, table: str, mesh: Mesh, first: int, last: int) -> Iterator[tuple[Shard, str, slice, slice]]:
-    """Where rows [first, last) of a table lie in this process: (shard, bank, which of these rows, which of the bank)."""
+    """Where rows [first, last) of a table lie in this process:
+    (shard, bank, which of these rows, which of the bank)."""
     for s in (layout.shards[i] for i in layout.shards_of(table)):
         bank = layout.banks[s.bank]
         own = own_ranks(bank, mesh)

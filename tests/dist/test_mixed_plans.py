@@ -1,4 +1,5 @@
-"""Plans that place each table otherwise: lookups and steps against plain torch in one process, and what jit sees of them."""
+"""Plans that place each table otherwise: lookups and steps against
+plain torch in one process, and what jit sees of them."""
 
 import warnings
 
@@ -34,7 +35,8 @@ def in_plain_torch(tables, ids, features):
 @settings(max_examples=12)
 @given(models())
 def test_a_step_of_any_plan_is_plain_torchs(model):
-    """Loss, tables and dense parameters after a step of SGD are those of plain torch, bag by bag, however each table is placed."""
+    """Loss, tables and dense parameters after a step of SGD are those of
+    plain torch, bag by bag, however each table is placed."""
     mesh, plan, tables, ids, features = model
     tables = {n: t.double() for n, t in tables.items()}
     ids = ids if ids.weights is None else replace(ids, weights=ids.weights.double())
@@ -59,7 +61,8 @@ def test_a_step_of_any_plan_is_plain_torchs(model):
 
 
 def test_a_step_with_copies_beside_cut_tables_is_compiled():
-    """jit knows that the copies of a replicated table stay alike though one kernel updates other tables, which differ, with it."""
+    """jit knows that the copies of a replicated table stay alike though
+    one kernel updates other tables, which differ, with it."""
     mesh = fr.Mesh.emulated(x=2)
     options = {"sparse": fr.optim.adagrad(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
     step = fr.train_step(loss_fn, **options, mesh=mesh, plan=PLAN)

@@ -1,4 +1,5 @@
-"""The sweep of right-or-raises on a mesh: what is sharded, placed and sent is differentiated rightly, or raises; on real ranks, too."""
+"""The sweep of right-or-raises on a mesh: what is sharded, placed and sent is
+differentiated rightly, or raises; on real ranks, too."""
 
 import functools
 
@@ -15,15 +16,16 @@ SHORT = ("collectives", "gather_tables", "gather_state", "reshard")
 
 @pytest.mark.parametrize("name", [*CASES, *CODED])
 def test_every_derivative_on_an_emulated_mesh_is_right(name):
-    """Of all float inputs at once every mode's derivative is what central differences say; of coded vectors up to their rounding."""
+    """Of all float inputs at once every mode's derivative is what central
+    differences say; of coded vectors up to their rounding."""
     found = sweep(case_of(name, fr.Mesh.emulated(x=2)), tuple(MODES) if name in SHORT else FEW)
     assert [k for k, o in found.items() if o != RIGHT] == []
 
 
 @pytest.mark.parametrize("name", [*(n for n in CASES if n != "train_step"), *CODED])
 def test_every_derivative_on_real_ranks_is_right_or_raises(name, ranks):
-    """On each of two gloo ranks its own derivative is its own difference (a step's reverse ones add up to it); rows that travel as bits are
-    refused, on both ranks."""
+    """On each of two gloo ranks its own derivative is its own difference (a step's reverse ones add up to it); rows
+    that travel as bits are refused, on both ranks."""
     for found in ranks(2).run(outcomes, name, FEW):
         wrong = {k: o for (_, k), o in found.items() if o != RIGHT}
         refused = set(FEW) - {"vmap"} if name in BITS else set()

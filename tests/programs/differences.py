@@ -2,8 +2,8 @@
 
     s(t) = Σ c · f(x + t · v)        every mode's derivative of s at 0 is (s(h) - s(-h)) / 2h, or it raises
 
-A function is given as a case: its named float inputs and what it makes of them. Directions v and weights c are drawn once, from the
-names. What a mode cuts without a word gives 0 for s', which the difference is not.
+A function is given as a case: its named float inputs and what it makes of them. Directions v and weights c are drawn
+once, from the names. What a mode cuts without a word gives 0 for s', which the difference is not.
 """
 
 import functools
@@ -31,9 +31,11 @@ BATCH = torch.tensor([0.0, 0.01], dtype=torch.float64)
 
 
 class Case(NamedTuple):
-    """f(**inputs) -> a tree; inputs are f64. refused: the inputs that may raise, "*" for all; everything else must be right.
+    """f(**inputs) -> a tree; inputs are f64. refused: the inputs
+    that may raise, "*" for all; everything else must be right.
 
-    smooth: f without its rounding, which differences are taken of; rtol: how much of their size, and of s, the rounding may make.
+    smooth: f without its rounding, which differences are taken of; rtol:
+      how much of their size, and of s, the rounding may make.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Public functions of a mesh as cases of the sweep `differences`, on an emulated mesh and on real ranks.
 
-An input is whole on every rank, which takes its own part of it. On real ranks a mode gives each rank the part of the derivative that goes
-through its own input (reverse) or output (forward).
+An input is whole on every rank, which takes its own part of it. On real ranks a mode gives each rank the part of the
+derivative that goes through its own input (reverse) or output (forward).
 """
 
 import contextlib
@@ -284,7 +284,8 @@ OWN |= {"autograd": OWN["grad"], "jit of grad": OWN["grad"], "jit of jvp": OWN["
 
 
 def outcomes(name: str, modes: tuple[str, ...], compiled: bool = False) -> dict[tuple[str, str], str]:
-    """`differences.sweep` on real ranks: each rank's derivative against its own differences; of SHARED the sum of the reverse ones."""
+    """`differences.sweep` on real ranks: each rank's derivative against its
+    own differences; of SHARED the sum of the reverse ones."""
     case, needs, found = case_of(name, fr.Mesh.distributed(x=torch.distributed.get_world_size())), {}, {}
     s, smooth = along(case, "x"), along(case._replace(f=case.smooth or case.f), "x")
     s(ZERO)  # the sweep's own numbers are drawn outside of transforms

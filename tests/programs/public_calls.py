@@ -1,9 +1,8 @@
 """One good call of every public function, constructor and method: what a sweep of wrong arguments begins with.
 
-A row is a name, a function and its keyword arguments. Values that are trees
-(`Params`, `JaggedTensor`, ...) have no row for their own
-constructor: their fields may be anything that stands in a tree (a P, an axis
-  for vmap), and functions look at them when they are used.
+A row is a name, a function and its keyword arguments. Values that are trees (`Params`, `JaggedTensor`, ...) have no row
+for their own constructor: their fields may be anything that stands in a tree (a P, an axis for vmap), and functions
+look at them when they are used.
 """
 
 import inspect
