@@ -30,7 +30,7 @@ NOT_HERE = {
         "optim.Stage",
     ],
     "writes and reads files": ["save", "load"],
-    "stages a function: tests/compile has its laws of tracked inputs": ["jit"],
+    "stages a function: tests/compile has its laws of tracked inputs": ["jit", "Lowered"],
     "runs a step again, which is here": ["retry_overflow"],
     "of a mesh: tests/dist holds each against its definition, under every transform and on ranks": [
         "ShardedTables", "gather_state", "psum_invariant", "pvary", "ragged_all_to_all", "reshard", "shard",
