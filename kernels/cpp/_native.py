@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from funcrec.kernels.rules import FORMULAS
 from torch import Tensor
 
-ABI = 5  # raised with csrc/abi.h's whenever an entry point's array changes
+ABI = 6  # raised with csrc/abi.h's whenever an entry point's array changes
 LEVELS = {"v4": 4, "v3": 3, "base": 0}  # best first; the least level of funcrec_level() that runs it
 DTYPES = {
     torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3, torch.int32: 4, torch.int64: 5,
@@ -219,6 +220,12 @@ def _load(path: str) -> ctypes.CDLL:
             f"funcrec.kernels.cpp: the compiled object is of another version.\n  got   "
             f"{loaded.funcrec_abi()} in {path}\n"
             f"  need  {ABI}\n  try   reinstall funcrec (pip install -e . for an editable one)"
+        )
+    loaded.funcrec_formulas.restype = ctypes.c_int64
+    if loaded.funcrec_formulas() != FORMULAS:
+        raise RuntimeError(
+            f"funcrec.kernels.cpp: the compiled object has other rules.\n  got   {path}, built from other formulas\n"
+            "  need  one of csrc/formulas.h as it is\n  try   reinstall funcrec (pip install -e . for an editable one)"
         )
     loaded.funcrec_start(_gomp_parallel())
     return loaded

@@ -336,6 +336,13 @@ def test_a_stale_object_is_refused(fresh, monkeypatch):
         _native.library()
 
 
+def test_an_object_of_other_rules_is_refused(fresh, monkeypatch):
+    """An object that was built from other formulas than those of the table of rules is not called."""
+    monkeypatch.setattr(_native, "FORMULAS", -1)
+    with pytest.raises(RuntimeError, match=r"(?s)other rules.*need.*formulas\.h.*reinstall"):
+        _native.library()
+
+
 def test_an_unknown_instruction_set_is_refused(fresh, monkeypatch):
     """FUNCREC_CPU takes the names of instruction sets only, and only of those that were built and that run here."""
     monkeypatch.setenv("FUNCREC_CPU", "v5")
