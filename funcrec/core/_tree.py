@@ -156,8 +156,16 @@ def paths(tree: Any) -> list[tuple[str, Any]]:
 
 def map_with_names(fn: Callable[[str, Any], Any], tree: T) -> T:
     """`tree_map` of fn(name, leaf), the name being the last key or field on the leaf's path."""
-    name = lambda path: getattr(path[-1], "key", None) if hasattr(path[-1], "key") else path[-1].name
-    return torch_tree.tree_map_with_path(lambda path, x: fn(name(path), x), tree)
+    return torch_tree.tree_map_with_path(lambda path, x: fn(_last_name(path), x), tree)
+
+
+def leaf_names(tree: Any) -> list[str]:
+    """The last key or field on the path of each leaf."""
+    return [_last_name(path) for path, _ in torch_tree.tree_flatten_with_path(tree)[0]]
+
+
+def _last_name(path: Sequence) -> str:
+    return path[-1].key if hasattr(path[-1], "key") else path[-1].name
 
 
 def fast_flatten(tree: Any) -> tuple[list, optree.PyTreeSpec]:

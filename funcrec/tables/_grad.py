@@ -20,7 +20,6 @@ from funcrec.core import (
     describe,
     fail,
     is_checking,
-    map_with_names,
     own_errors,
     paths,
     tree_flatten,
@@ -29,6 +28,7 @@ from funcrec.core import (
 )
 from funcrec.kernels import ops
 from funcrec.tables import _validate as checks
+from funcrec.tables._kinds import map_parts
 from funcrec.tables._params import Params
 from funcrec.tables._problems import tensor_problems
 from funcrec.tables._rowgrads import RowGrads
@@ -135,7 +135,7 @@ def _find_sites(loss_fn: Callable, params: Params, args, kwargs) -> list[Site]:
 
 
 def _with_refs(tables: dict[str, Tensor], dense: Any, tape: Tape) -> Params:
-    return Params(map_with_names(lambda name, t: TableRef(t, name, tape), tables), dense)
+    return Params(map_parts(lambda name, t: TableRef(t, name, tape), tables), dense)
 
 
 def _check_scalar(loss: object) -> None:

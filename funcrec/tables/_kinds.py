@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from funcrec.core import map_with_names
+from funcrec.core import fail, leaf_names, map_with_names
 from funcrec.tables._rowgrads import RowGrads
 
 
@@ -66,7 +66,18 @@ def is_plain(tables: object) -> bool:
 
 def with_parts(tables: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> Any:
     """The same tables made of other parts."""
-    return dict(parts) if is_plain(tables) else map_with_names(lambda name, _: parts[name], tables)
+    return dict(parts) if is_plain(tables) else map_parts(lambda name, _: parts[name], tables)
+
+
+def map_parts(fn: Callable[[str, Tensor], Any], tables: Mapping[str, Tensor]) -> Any:
+    """The same kind of tables, of fn(part, tensor) for each part."""
+    if not is_plain(tables) and sorted(names := leaf_names(tables)) != sorted(tables):
+        fail(
+            "funcrec.tables.KINDS", f"the parts of {type(tables).__name__} are not its tensors' names.",
+            got=f"parts {list(tables)} of tensors named {names}", need="each tensor's last key or field once, as a part",
+            hint="two dicts keyed by table: name the parts apart, as in {'item.base': ..., 'item.delta': ...}",
+        )  # fmt: skip
+    return map_with_names(fn, tables)
 
 
 def table_shapes(tables: Any) -> dict[str, tuple[int, int]]:

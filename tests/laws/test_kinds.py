@@ -165,3 +165,28 @@ def test_weights_that_a_third_kind_cannot_follow_are_refused(low_rank):
 
     with pytest.raises(TypeError, match=r"the tables are LowRank(.|\n)*lookup_sequence"):
         fr.value_and_grad(loss)(fr.Params(low_rank, DENSE), IDS.weights)
+
+
+def test_parts_of_one_name_are_refused(monkeypatch):
+    """Two tensors of one name would share one gradient: the kind is refused before the loss runs."""
+
+    @fr.pytree
+    class Sum:
+        base: dict[str, torch.Tensor]
+        delta: dict[str, torch.Tensor]
+
+        def __iter__(self):
+            return iter({**self.base, **self.delta})
+
+        def __len__(self):
+            return len({**self.base, **self.delta})
+
+        items = lambda self: {**self.base, **self.delta}.items()
+        __getitem__ = lambda self, part: {**self.base, **self.delta}[part]
+
+    Mapping.register(Sum)
+    monkeypatch.setitem(KINDS, Sum, Kind(lambda t: {"item": (R, D)}, None))
+    params = fr.Params(Sum({"item": TABLE}, {"item": TABLE.clone()}), DENSE)
+    never = lambda params: pytest.fail("the loss was run")
+    with pytest.raises(ValueError, match=r"the parts of Sum(.|\n)*\['item', 'item'\](.|\n)*name the parts apart"):
+        fr.value_and_grad(never)(params)
