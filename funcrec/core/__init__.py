@@ -67,9 +67,9 @@ from funcrec.core._tree import CLASSES as CLASSES
 from funcrec.core._tree import T as T
 from funcrec.core._tree import class_name as class_name
 from funcrec.core._tree import fast_flatten as fast_flatten
+from funcrec.core._tree import leaf_names as leaf_names
 from funcrec.core._tree import leaf_paths as leaf_paths
 from funcrec.core._tree import map_tensors as map_tensors
-from funcrec.core._tree import leaf_names as leaf_names
 from funcrec.core._tree import map_with_names as map_with_names
 from funcrec.core._tree import name_in_checkpoints as name_in_checkpoints
 from funcrec.core._tree import paths as paths
