@@ -74,7 +74,7 @@ def map_parts(fn: Callable[[str, Tensor], Any], tables: Mapping[str, Tensor]) ->
     if not is_plain(tables) and sorted(names := leaf_names(tables)) != sorted(tables):
         fail(
             "funcrec.tables.KINDS", f"the parts of {type(tables).__name__} are not its tensors' names.",
-            got=f"parts {list(tables)} of tensors named {names}", need="each tensor's last key or field once, as a part",
+            got=f"parts {list(tables)} of tensors named {names}", need="each tensor's last key or field once",
             hint="two dicts keyed by table: name the parts apart, as in {'item.base': ..., 'item.delta': ...}",
         )  # fmt: skip
     return map_with_names(fn, tables)
