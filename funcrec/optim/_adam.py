@@ -35,7 +35,10 @@ def _direction(grad, slots, hyper):
 @formula.primitive
 def correction(b, step):
     """1 - bᵗ; `1 - b**t` would lose half of f32's digits for b near 1 and small t."""
-    return -torch.expm1(step * math.log(b)) if b > 0 else torch.ones_like(step)
+    if not isinstance(b, torch.Tensor):
+        return -torch.expm1(step * math.log(b)) if b > 0 else torch.ones_like(step)
+    above = torch.where(b > 0, b, 1.0)  # at 0, where 1 - b**t is exact, no derivative comes by way of the logarithm
+    return torch.where(b > 0, -torch.expm1(step * above.log()), 1 - b**step)
 
 
 def _adam(row, grad, slots, hyper):

@@ -50,7 +50,7 @@ def read_pooled(tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConf
         own = lambda x: d_acts.values[:, at(x) + x.shard.first : at(x) + x.shard.last]
         return sent_back(tables.transport, POOLED, routes_of(whole_rows(tables), features), exchanges, own)
 
-    return Read(out, lambda: exchanges, transpose, overflows_of(tables.transport, exchanges))
+    return Read(out, lambda: exchanges, transpose, overflows_of(tables.transport, each, exchanges))
 
 
 def read_sequences(tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConfig, ...], implementation) -> Read:
@@ -66,7 +66,7 @@ def read_sequences(tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureC
         own = lambda x: d_rows[x.feature.name][:, x.shard.first : x.shard.last]
         return sent_back(tables.transport, SEQUENCES, sequence_routes(whole_rows(tables), features), exchanges, own)
 
-    return Read(out, lambda: exchanges, transpose, overflows_of(tables.transport, exchanges))
+    return Read(out, lambda: exchanges, transpose, overflows_of(tables.transport, each, exchanges))
 
 
 def exchanged(
@@ -109,9 +109,11 @@ def sent_back(
     return out
 
 
-def overflows_of(transport: Transport, exchanges: Sequence) -> tuple[Tensor, ...]:
-    """Of exchanges that are sure to have room nobody asks."""
-    return () if transport.capacity is None else tuple(x.overflow for x in exchanges)
+def overflows_of(transport: Transport, each: Sequence[Routes], exchanges: Sequence) -> tuple[Tensor, ...]:
+    """Of exchanges that are sure to have room nobody asks, nor of copies, which are read where they are."""
+    if transport.capacity is None:
+        return ()
+    return tuple(x.overflow for routes, x in zip(each, exchanges, strict=True) if routes.axes)
 
 
 def whole_rows(tables: Any) -> Layout:

@@ -45,6 +45,25 @@ def test_the_overflow_is_the_ids_without_a_place():
 
 
 @pytest.mark.parametrize("pooling", ["sum", "none"])
+def test_copies_need_no_capacity(pooling):
+    """Ids of replicated tables are sent nowhere: what is needed is for the others, and nothing where there are none."""
+    ids = fr.KeyedJaggedTensor.from_lists({"a": [[0] * 50] * 4, "u": [[0], [1], [2], [3]]})
+    features = [fr.FeatureConfig(n, table=n, pooling=pooling) for n in ("a", "u")]
+
+    def loss(params, ids):
+        if pooling == "sum":
+            return fr.lookup(params.tables, ids, features).values.sum()
+        return sum(x.values.sum() for x in fr.lookup_sequence(params.tables, ids, features).values())
+
+    for second, needed in ((fr.row_wise("x"), 2), (fr.replicated(), 0)):
+        options = {"mesh": fr.Mesh.emulated(x=2), "plan": fr.Plan({"a": fr.replicated(), "u": second}), "capacity": 2}
+        step = fr.train_step(loss, sparse=fr.optim.sgd(1.0), dense=fr.optim.dense(torch.optim.SGD, lr=0.1), **options)
+        state = step.init(fr.Params({"a": torch.ones(3, 2), "u": torch.ones(4, 2)}, {}))
+        metrics = step(state, ids)[1]
+        assert (int(metrics["overflow"]), int(metrics["needed"])) == (0, needed)
+
+
+@pytest.mark.parametrize("pooling", ["sum", "none"])
 def test_ids_without_a_place_are_counted_whatever_is_trained(pooling):
     """A lookup's overflow is the exchange's, and no table's: it is counted where the table that is first in it is
     constant in the loss, too, of bags as of sequences."""

@@ -13,12 +13,14 @@ from programs.float_functions import DENSE, GRADS, LOSS, TABLE, WEIGHTS, ids, lo
 # the built-in optimizers; hyper-parameters of those whose own are
 # where a rule is hardly smooth, or does not do all it can
 RULES = {n: {} for n in BUILTIN} | {
-    "momentum": {"nesterov": True}, "lars_sgd": {"eta": 0.2}, "adagrad": {"eps": 1e-3}, "rmsprop": {"momentum": 0.5},
-    "ftrl": {"l1": 0.01, "l2": 0.1}, "adam": {"eps": 1e-2}, "adamw": {"eps": 1e-2}, "lamb": {"eps": 1e-2},
+    "momentum": {"nesterov": True}, "lars_sgd": {"eta": 0.2}, "adagrad": {"eps": 1e-3},
+    "rmsprop": {"momentum": 0.5, "b2": 0.8}, "ftrl": {"l1": 0.01, "l2": 0.1},
+    **{n: {"eps": 1e-2, "b2": 0.8} for n in ("adam", "adamw", "lamb")},
+    **{n: {"b2": 0.8} for n in ("partial_rowwise_adam", "partial_rowwise_lamb")},
     "rowwise_adagrad": {"decay": "decoupled", "max_norm": 2.0}, "rowwise_adagrad_counter": {"half_life": 3.0},
     "rowwise_adagrad_cowclip": {"clip_ratio": 0.3},
 }  # fmt: skip
-LR, DECAY = number(0.1), number(0.2)
+LR = number(0.1)
 UPDATED = {"table": TABLE, "grads": GRADS, "lr": LR}
 
 
@@ -36,9 +38,15 @@ def updated(optimizer, table, grads, slot=None, **how):
     return optimizer.update({n: x.scale(0.7) for n, x in g.items()}, slots, tables, 1, **how)
 
 
-def of_rule(name, table, grads, lr, slot, weight_decay=None, **how):
-    hyper = RULES[name] if weight_decay is None else {**RULES[name], "weight_decay": weight_decay}
-    return updated(getattr(fr.optim, name)(lr=lr, **hyper), table, grads, slot, **how)
+def of_rule(name, table, grads, lr, slot, implementation=None, **numbers):
+    optimizer = getattr(fr.optim, name)(lr=lr, **{**RULES[name], **numbers})
+    return updated(optimizer, table, grads, slot, implementation=implementation)
+
+
+def numbers_of(name):
+    """A rule's numbers beside lr; those that are 0, and change its form if they are not, apart from weight_decay."""
+    given = arguments_of(BUILTIN[name], **RULES[name])[1]
+    return {k: number(x or 0.2) for k, x in given.items() if type(x) is float and k != "lr" and (x or "decay" in k)}
 
 
 def no_slots(table):
@@ -70,11 +78,10 @@ COMBINED = {
 def of_rows() -> list[Case]:
     slot, small = {"slot": number(0.6)}, {"inner": draw("inner", (4,)), "outer": draw("outer", (4,))}
     as_tensor = {"implementation": "reference"}  # the kernels' would be compiled for each: `test_generated`
-    decayed = lambda n: functools.partial(of_rule, n, TABLE, GRADS, LR, number(0.6), **as_tensor)
+    of_numbers = lambda n: functools.partial(of_rule, n, TABLE, GRADS, LR, number(0.6), **as_tensor)
     return [
         *(Case(f"optim.{n}", functools.partial(of_rule, n), {**UPDATED, **slot}) for n in RULES),
-        *(Case(f"optim.{n}", decayed(n),
-                {"weight_decay": DECAY}) for n in RULES if "weight_decay" in arguments_of(BUILTIN[n], **RULES[n])[1]),
+        *(Case(f"optim.{n}", of_numbers(n), numbers_of(n)) for n in RULES if numbers_of(n)),
         Case("optim.adam cpp", functools.partial(of_rule, "adam", implementation="cpp"), {**UPDATED, **slot}, "*"),
         Case("optim.adam reference", functools.partial(of_rule, "adam", implementation="reference"),
             {**UPDATED, **slot}),
