@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from funcrec.compile._donated import Donated
 from funcrec.compile._inductor import DECOMPOSITIONS
-from funcrec.core import Problem, describe, fail, is_wrapped, message, outside_transforms
+from funcrec.core import ADDRESSES, Problem, describe, fail, is_wrapped, message, outside_transforms
 
 COPIES = {
     torch.ops.aten.lift_fresh_copy.default,
@@ -111,6 +111,8 @@ class _Lift(TorchFunctionMode):
         if args and getattr(func, "__name__", "") in SETS and is_closed_over(args[0]):
             got, need = f"`{func.__name__}` of {describe(args[0])}", "a pure function"
             fail(self.call, "the function changes a tensor that it closes over.", got=got, need=need)
+        if getattr(func, "__name__", "") in ADDRESSES:
+            raise TypeError(message(self.call, [HOST._replace(got=f"`{func.__name__}` of {describe(args[0])}")]))
         return func(*self.lift(args), **self.lift(kwargs or {}))
 
     def lift(self, x: Any) -> Any:

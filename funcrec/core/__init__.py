@@ -52,6 +52,8 @@ from funcrec.core._ravel import ravel as ravel
 from funcrec.core._recipe import reduced as reduced
 from funcrec.core._recipe import remade as remade
 from funcrec.core._static import static_key as static_key
+from funcrec.core._tracked import ADDRESSES as ADDRESSES
+from funcrec.core._tracked import NoHostMemory as NoHostMemory
 from funcrec.core._tracked import Reading as Reading
 from funcrec.core._tracked import any_tracked as any_tracked
 from funcrec.core._tracked import has_tracked as has_tracked

@@ -23,6 +23,10 @@ from funcrec.kernels.tracked import is_transforming as is_transforming
 from funcrec.kernels.tracked import plain as plain
 from funcrec.kernels.tracked import vmaps_of as vmaps_of
 
+ADDRESSES = {
+    "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_",
+}  # fmt: skip
+
 
 def has_tracked(*trees: Any) -> bool:
     """Whether a tensor among the leaves of the trees is tracked."""
@@ -32,10 +36,11 @@ def has_tracked(*trees: Any) -> bool:
 class Reading(NamedTuple):
     """What a function did with tensors. tensors: those that it read besides its arguments. calls: every operation with
     all that it was given, tensors by their number; two runs that differ in anything
-    but the values of tensors differ here, or in `tensors`."""
+    but the values of tensors differ here, or in `tensors`. written: those of `tensors` that it wrote to."""
 
     tensors: tuple[Tensor, ...]
     calls: tuple
+    written: tuple[Tensor, ...] = ()
 
     def is_same(self, other: "Reading") -> bool:
         """Whether the same operations read the same tensors."""
@@ -49,6 +54,9 @@ def _content(x: Any) -> Any:
         return x.dtype.str, x.shape, x.tobytes()
     if hasattr(x, "__getitem__") and hasattr(x, "__len__") and not isinstance(x, (str, Mapping)):
         return tuple((type(y), _content(y)) for y in (x[i] for i in range(len(x))))
+    for number in (operator.index, float, complex):
+        if hasattr(x, f"__{number.__name__}__"):
+            return repr(number(x))
     return repr(x)
 
 
@@ -59,6 +67,7 @@ class _Reads(TorchFunctionMode):
         super().__init__()
         self.known = {id(x): (i, x) for i, x in enumerate(given)}  # kept, so that no id is given twice
         self.found: list[Tensor] = []
+        self.versions: list[int] = []
         self.calls: list[tuple] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -79,6 +88,7 @@ class _Reads(TorchFunctionMode):
             return self.known[id(x)][0]
         self.known[id(x)] = len(self.known), x
         self.found.append(x)
+        self.versions.append(version_of(x))
         return self.known[id(x)][0], x.dtype, tuple(x.shape), x.device
 
 
@@ -89,4 +99,23 @@ def reading(fn: Callable, *args: Any) -> tuple[Any, Reading]:
         out = fn(*args)
     leaves, structure = tree_flatten(out)
     calls = (*reads.calls, (structure, *map(reads.mark, leaves)))
-    return out, Reading(tuple(reads.found), calls)
+    written = (x for x, version in zip(reads.found, reads.versions, strict=True) if version_of(x) != version)
+    return out, Reading(tuple(reads.found), calls, tuple(written))
+
+
+def version_of(x: Tensor) -> int:
+    """How often it was written to; of an inference tensor nobody counts."""
+    return 0 if x.is_inference() else x._version
+
+
+class NoHostMemory(TorchFunctionMode):
+    """Raises `error` where a tensor's memory is asked for by its address: a trace on shapes has none, and what lies there is garbage."""
+
+    def __init__(self, error: Callable[[str], Exception]):
+        super().__init__()
+        self.error = error
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") in ADDRESSES:
+            raise self.error(f"{func.__name__} of a tensor")
+        return func(*args, **(kwargs or {}))

@@ -3,7 +3,7 @@
 Each yields a Problem for everything that does not fit, from structure and shapes alone.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -86,6 +86,18 @@ def made_problems(made: object, table: Tensor) -> Iterator[Problem]:
         if not isinstance(s, Tensor) or not s.is_floating_point() or s.dim() == 0 or s.shape[0] != table.shape[0]:
             what = f"`init(table)[{k!r}]` is not a slot of a table {describe(table)}."
             yield Problem(what, describe(s), f"f[{table.shape[0]}, ...]", kind=TypeError)
+
+
+def outcome_problems(out: object, written: Sequence[Tensor]) -> Iterator[Problem]:
+    """What a rule gave, and what it wrote to."""
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        need = "(row f[D], slots {slot: f[...]})"
+        yield Problem(
+            "`rule` did not return a pair.", describe(out), need, "return row - h.lr * grad, slots", TypeError
+        )
+    for x in written:
+        got, need = f"a write to {describe(x)}", "a function of row, grad, slots and hyper"
+        yield Problem("`rule` writes to a tensor that it closes over.", got, need, "a slot holds what a rule keeps")
 
 
 def rule_result_problems(row: object, slots: object, old_row: Tensor, old_slots: dict) -> Iterator[Problem]:

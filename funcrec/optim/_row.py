@@ -41,6 +41,7 @@ from funcrec.optim._problems import (
     choices_of,
     hyper_problems,
     made_problems,
+    outcome_problems,
     rate_at,
     rule_problems,
     rule_result_problems,
@@ -60,9 +61,9 @@ class RowOptimizer(NamedTuple):
     """A pair of functions that trains tables from their row gradients.
 
     init: (tables) -> slots, {table: {slot: Tensor}}; f32, or f64 for f64 tables; [R] or [R, D].
-    update: (row_grads, slots, tables, step, *, implementation=None, key=None) -> (tables, slots). `tables` is {table:
-      f[R, D]}, `row_grads` {table: RowGrads}; `step`, int or i64[], is the number of steps taken before this one. A
-      table without a gradient comes back as the same tensor. `implementation` is of `funcrec.kernels`, None for the
+    update: (row_grads, slots, tables, step, *, implementation=None, key=None) -> (tables, slots).
+      `tables` is {table: f[R, D]}, `row_grads` {table: RowGrads}; `step`, int or i64[], is the number of steps taken
+      before this one. A table without a gradient comes back as the same tensor. `implementation` is of `funcrec.kernels`, None for the
       device's own; `key` rounds 16-bit tables stochastically (`stochastic_rounding`), None to nearest.
       Derivatives: an update with a tracked input (requires grad, or of torch.func: gradients, slots, tables, lr, a
       tensor among the hyper-parameters or one that the rule reads) is differentiated with respect to it, of any order
@@ -304,6 +305,7 @@ def check_rule(call: str, rule: Callable, grads: Mapping, slots: Slots, tables: 
 
         def watched(*args):
             out, forms[form] = reading(rule, *args)  # noqa: B023
+            check(call, outcome_problems(out, forms[form].written))  # noqa: B023
             return out
 
         dim, dtype, device, own = form

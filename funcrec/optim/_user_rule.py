@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from funcrec.core import Reading
+from funcrec.core import NoHostMemory, Reading
 from funcrec.kernels import library, stacks
 from funcrec.kernels.forms import Terms, accumulation_dtype, segments_of
 from funcrec.optim._blocks import BlockRule
@@ -137,7 +137,7 @@ class UserRule:
         try:
             if len(shapes) > _cpp().MOST_SLOTS:
                 raise _cpp().UnsupportedError(f"{len(shapes)} slots, more than {_cpp().MOST_SLOTS}")
-            with FakeTensorMode(allow_non_fake_inputs=True):
+            with FakeTensorMode(allow_non_fake_inputs=True), NoHostMemory(_cpp().UnsupportedError):
                 example = [torch.empty(s, dtype=dtype) for s in ((dim,), (dim,), (), (), (), *shapes)]
                 graph = make_fx(flat, _cpp().decompositions())(*example)
             return _cpp().generate(graph)

@@ -1,5 +1,6 @@
 """What a jitted function closes over: read in every call, differentiated where it is tracked, never written to."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -290,3 +291,15 @@ def test_backward_inside_is_refused():
     with torch.no_grad(), pytest.raises(ValueError, match="leaves a gradient"):
         fr.jit(fn)(X)
     assert w.grad is None
+
+
+@pytest.mark.parametrize("read", [
+    lambda w: w.numpy()[0].item(), lambda w: np.asarray(w)[0].item(), torch.from_dlpack, lambda w: w.data_ptr(),
+    lambda w: w.untyped_storage()[0],
+])  # fmt: skip
+def test_memory_is_not_read_while_a_program_is_staged(read):
+    """A tensor's memory, of an argument or closed over, has no values while a program is staged: refused, and not read."""
+    w = torch.ones(2)
+    for f in (lambda x: x * read(w), lambda x: x * read(x), lambda x: x * read(torch.ones(2) * 2)):
+        with pytest.raises(TypeError, match="reads a tensor's value on the host"):
+            fr.jit(f)(torch.ones(2))

@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 from funcrec.kernels import fbgemm
-from funcrec.kernels.forms import RULES, Feature, Segment, flatten
+from funcrec.kernels.forms import Feature, Segment, flatten
+from funcrec.kernels.rules import RULES
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close

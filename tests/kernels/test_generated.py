@@ -337,6 +337,52 @@ class Scales:
         return self.values[i]
 
 
+class Scale:
+    """A number whose text does not tell which."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __float__(self):
+        return float(self.value)
+
+
+class Which(Scale):
+    def __index__(self):
+        return int(self.value)
+
+
+def test_a_number_of_its_own_class_is_read_anew():
+    """What torch reads by __float__ or __index__ counts from the next eager update on."""
+    scale, which = Scale(1), Which(0)
+    for rule in (
+        lambda r, g, s, h: (r - torch.tensor(scale, dtype=torch.float32) * g, s),
+        lambda r, g, s, h: (r - torch.tensor([1.0, 5.0])[which] * g, s),
+    ):
+        opt = fr.optim.row_optimizer(init=lambda t: {}, rule=rule)
+        grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 2), num_embeddings=1)}
+        update = lambda: opt.update(grads, {"t": {}}, {"t": torch.zeros(1, 2)}, 0)[0]["t"].tolist()  # noqa: B023
+        scale.value, which.value = 1, 0
+        assert update() == [[-1, -1]]
+        scale.value, which.value = 5, 1
+        assert update() == [[-5, -5]]
+
+
+@pytest.mark.parametrize("rule, match", [
+    (lambda r, g, s, h: r, "did not return a pair"), (lambda r, g, s, h: None, "did not return a pair"),
+    (lambda r, g, s, h: (r - HELD.add_(1) * g, s), "writes to a tensor that it closes over"),
+])  # fmt: skip
+def test_what_no_rule_may_do_is_refused(rule, match):
+    """A rule gives a row and slots, and writes to nothing that it closes over."""
+    opt = fr.optim.row_optimizer(init=lambda t: {}, rule=rule)
+    grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 2), num_embeddings=1)}
+    with pytest.raises((TypeError, ValueError), match=match):
+        opt.update(grads, {"t": {}}, {"t": torch.zeros(1, 2)}, 0)
+
+
+HELD = torch.zeros(())
+
+
 @pytest.mark.parametrize("held", [Scales(1.0, 1.0), [1.0, 1.0], np.ones(2, np.float32), bytearray(b"\x01\x01")])
 def test_numbers_in_a_container_are_read_anew(held):
     """What a rule makes a tensor of counts from the next eager update on, whatever holds it."""
@@ -437,3 +483,19 @@ def test_a_wrong_table_is_refused():
     scale.resize_(1)
     with pytest.raises(ValueError, match="another form"):
         cpp.generated_update_([table], [torch.zeros(2, 3)], *rest, None, [rule])
+
+
+@pytest.mark.parametrize("read", [
+    lambda w: float(w.numpy()[0]), lambda w: float(np.asarray(w)[0]), lambda w: torch.from_numpy(w.numpy() * 1.0),
+    torch.from_dlpack, lambda w: w.tolist()[0],
+])  # fmt: skip
+def test_memory_that_a_rule_reads_on_the_host_is_read(read):
+    """A rule that reads a tensor's memory runs as it stands, and is right: a trace on shapes has no memory."""
+    w = torch.full((2,), 2.0)
+    opt = fr.optim.row_optimizer(init=lambda t: {}, rule=lambda r, g, s, h: (r - read(w) * g, s))
+    grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 2), num_embeddings=1)}
+    update = lambda: opt.update(grads, {"t": {}}, {"t": torch.zeros(1, 2)}, 0)[0]["t"].tolist()
+    with warnings.catch_warnings(record=True):
+        assert update() == [[-2, -2]]
+        w.fill_(5.0)
+        assert update() == [[-5, -5]]
