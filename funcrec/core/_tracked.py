@@ -109,7 +109,8 @@ def version_of(x: Tensor) -> int:
 
 
 class NoHostMemory(TorchFunctionMode):
-    """Raises `error` where a tensor's memory is asked for by its address: a trace on shapes has none, and what lies there is garbage."""
+    """Raises `error` where a tensor's memory is asked for by its address: a trace
+    on shapes has none, and what lies there is garbage."""
 
     def __init__(self, error: Callable[[str], Exception]):
         super().__init__()

@@ -63,8 +63,9 @@ class RowOptimizer(NamedTuple):
     init: (tables) -> slots, {table: {slot: Tensor}}; f32, or f64 for f64 tables; [R] or [R, D].
     update: (row_grads, slots, tables, step, *, implementation=None, key=None) -> (tables, slots).
       `tables` is {table: f[R, D]}, `row_grads` {table: RowGrads}; `step`, int or i64[], is the number of steps taken
-      before this one. A table without a gradient comes back as the same tensor. `implementation` is of `funcrec.kernels`, None for the
-      device's own; `key` rounds 16-bit tables stochastically (`stochastic_rounding`), None to nearest.
+      before this one. A table without a gradient comes back as the same tensor. `implementation` is of
+      `funcrec.kernels`, None for the device's own; `key` rounds 16-bit tables stochastically (`stochastic_rounding`),
+      None to nearest.
       Derivatives: an update with a tracked input (requires grad, or of torch.func: gradients, slots, tables, lr, a
       tensor among the hyper-parameters or one that the rule reads) is differentiated with respect to it, of any order
       and in any mode, by running the rule in plain torch ("reference"). With another implementation, by argument or

@@ -298,7 +298,7 @@ def test_backward_inside_is_refused():
     lambda w: w.untyped_storage()[0],
 ])  # fmt: skip
 def test_memory_is_not_read_while_a_program_is_staged(read):
-    """A tensor's memory, of an argument or closed over, has no values while a program is staged: refused, and not read."""
+    """A tensor's memory has no values while a program is staged: reading it is refused."""
     w = torch.ones(2)
     for f in (lambda x: x * read(w), lambda x: x * read(x), lambda x: x * read(torch.ones(2) * 2)):
         with pytest.raises(TypeError, match="reads a tensor's value on the host"):
