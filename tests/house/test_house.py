@@ -46,6 +46,7 @@ SUBCLASSES = {
     "Donated": "Tensor",
     "_TensorScalars": "TorchFunctionMode",
     "_Reads": "TorchFunctionMode",
+    "NoHostMemory": "TorchFunctionMode",
     "_Lift": "TorchFunctionMode",
 }
 
