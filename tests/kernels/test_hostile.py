@@ -5,6 +5,7 @@ is read or written, and the answer is the reference's.
 """
 
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ FEW = {"generated_update": 4, "fused_update": 80, "windowed_update": 40, "empty_
 
 
 @pytest.mark.parametrize("operation", hostile.OPERATIONS)
-def test_any_offsets_and_ids(operation):
+def test_any_offsets_and_ids(operation, monkeypatch):
     """Hostile offsets, ids and sizes, between pages without access: the reference's
-    answer, by the same bits on one and two threads."""
-    guards, run = Guards(), hostile.on_threads
+    answer, by the same bits on one and two threads. Rules that no kernel knows are compiled."""
+    guards, run, compiled = Guards(), hostile.on_threads, Mock(wraps=cpp.generated_update_)
+    monkeypatch.setattr(cpp, "generated_update_", compiled)
     for seed in range(FEW.get(operation, 300)):
         guards.reset(at_end=seed % 3 > 0)
 
@@ -28,6 +30,7 @@ def test_any_offsets_and_ids(operation):
                 return run(number, call)
 
         hostile.check(operation, seed, guards.place, on_threads=guarded_run)
+    assert (compiled.call_count > 0) == (operation == "generated_update")
 
 
 def test_to_padded_does_not_read_foreign_memory():

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import funcrec as fr
-from funcrec.optim import _row
+from funcrec.optim import _builtin
 from funcrec.tables._rowgrads import Bags, Entries, RowGrads
 from programs.hostile_draw import BF16, F16, F32, F64, FLOATS, Draw, Result, bounds_of, size, wide
 from programs.update_calls import CASES
@@ -152,7 +152,7 @@ def users_rule(row, grad, slots, h):
 
 
 # Rules that no kernel knows: each is compiled once for a form of a table, by the first call.
-with mock.patch.object(_row, "Kernel", lambda *given: None):
+with mock.patch.object(_builtin, "kernel_of", lambda *given: None):
     USERS = [getattr(fr.optim, name)(lr=LR, **options) for name, options in CASES]
 USERS.append(fr.optim.row_optimizer(init=lambda t: {"sum": torch.zeros(t.shape[0])}, rule=users_rule, lr=LR))
 
