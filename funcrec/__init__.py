@@ -84,6 +84,7 @@ from funcrec.checkpoint import load as load
 from funcrec.checkpoint import save as save
 
 from funcrec import data as data
+from funcrec import interop as interop
 from funcrec import kernels as kernels
 from funcrec import metrics as metrics
 from funcrec import models as models

@@ -28,7 +28,7 @@ ORDER = (
     ("optim", "nn", "data", "metrics", "checkpoint"),
     ("sharding", "models"),
     ("train",),
-    ("testing",),
+    ("interop", "testing"),
     ("examples",),
 )
 FLOORS = {folder: floor for floor, row in enumerate(ORDER) for folder in row}

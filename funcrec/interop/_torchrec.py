@@ -1,0 +1,124 @@
+"""from_torchrec and to_torchrec: which value of theirs is which of ours."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from funcrec.core import PARTS, check, describe, fail, flag_problems
+from funcrec.interop._configs import from_configs, pair_of, to_configs
+from funcrec.interop._values import FROM, TO, is_all
+from funcrec.jagged import JaggedTensor
+
+COLLECTIONS = ("embedding_bag_configs", "embedding_configs")  # what modules of embeddings call their configs
+
+
+def need_torchrec(call: str) -> None:
+    """TorchRec, imported; it is no dependency."""
+    try:
+        import torchrec  # noqa: F401
+    except ImportError:
+        need, hint = "torchrec and fbgemm_gpu", "pip install fbgemm-gpu-cpu, then pip install --no-deps torchrec"
+        fail(
+            call, "TorchRec is not installed.", got="no module torchrec", need=need, hint=hint, kind=ModuleNotFoundError
+        )  # fmt: skip
+
+
+def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
+    """TorchRec's value as ours. Tensors are shared, not copied.
+
+    | theirs | ours |
+    | --- | --- |
+    | KeyedJaggedTensor, with strides of its own for each key and inverse indices too | KeyedJaggedTensor |
+    | JaggedTensor; a dict of them | JaggedTensor; a dict |
+    | KeyedTensor | KeyedTensor |
+    | a list of EmbeddingBagConfig or of EmbeddingConfig, or one | (tables, features) |
+    | an EmbeddingBagCollection or EmbeddingCollection | (tables, features); its weights: `load_torchrec_state_dict` |
+
+    Args:
+      weighted: of configs, whether their collection `is_weighted`; configs do not say it, a collection does.
+
+    Returns: features in the order of the collection's answer, and under its keys: `column@table` for a column that
+      several tables read. Offsets are made of lengths where a value has no others, which copies those alone.
+
+    Raises: TypeError or ValueError for what has no counterpart: batches of several ranks in one value, keys elsewhere
+      than in columns, quantised or virtual tables, a first distribution that `fr.Initializer` cannot say.
+
+    Law: `to_torchrec(from_torchrec(x))` is x, and `from_torchrec(to_torchrec(x))` is x without its padding.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+      >>> theirs = KeyedJaggedTensor(["clicked"], torch.tensor([1, 2, 7]), lengths=torch.tensor([2, 0, 1]))
+      >>> ids = fr.interop.from_torchrec(theirs)
+      >>> ids.to_lists(), ids.values is theirs.values()
+      ({'clicked': [[1, 2], [], [7]]}, True)
+      >>> fr.interop.from_torchrec(EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"]))[1]
+      (FeatureConfig(name='clicked', table='item', pooling='sum', max_length=None, weighted=False, hash=None,
+        column=None),)
+    """
+    call = "funcrec.interop.from_torchrec"
+    check(call, flag_problems(weighted, "weighted"))
+    theirs = sys.modules.get("torchrec")  # who has a value of its has imported it
+    if theirs is not None:
+        own = theirs.sparse.jagged_tensor
+        for name, made in FROM.items():
+            if isinstance(x, getattr(own, name)):
+                return made(call, x)
+        if is_all(x, own.JaggedTensor):
+            return {k: FROM["JaggedTensor"](call, v) for k, v in x.items()}
+        configs = theirs.modules.embedding_configs
+        kinds = (configs.EmbeddingBagConfig, configs.EmbeddingConfig)
+        if isinstance(x, kinds):
+            return from_configs(call, [x], weighted)
+        if isinstance(x, Sequence) and x and all(isinstance(c, kinds) for c in x):
+            return from_configs(call, x, weighted)
+        for name in COLLECTIONS:
+            if hasattr(x, name):
+                is_weighted = x.is_weighted() if hasattr(x, "is_weighted") else False
+                return from_configs(call, getattr(x, name)(), is_weighted)
+    fail(
+        call, "`x` is not one of TorchRec's values.", got=describe(x),
+        need="its KeyedJaggedTensor, JaggedTensor, KeyedTensor, configs of embeddings, or a collection of them",
+        hint="x=torchrec.KeyedJaggedTensor(keys, values, lengths=lengths)", kind=TypeError,
+    )  # fmt: skip
+
+
+def to_torchrec(x: Any, *, weighted: bool = False) -> Any:
+    """Our value as TorchRec's: the way back of `from_torchrec`. Tensors are shared, not copied.
+
+    Args:
+      x: a KeyedJaggedTensor, a JaggedTensor or a dict of them, a KeyedTensor, or (tables, features).
+      weighted: of configs, whether the features are weighted; give the collection `is_weighted=True` then.
+
+    Returns: TorchRec's value; of (tables, features) a list of configs, for an EmbeddingCollection where the features
+      are sequences, else for an EmbeddingBagCollection. TorchRec has no padding: it is cut off, a view, for which
+      offsets[-1] is read on the host.
+
+    Raises: TypeError or ValueError for what TorchRec has no counterpart of: hashed features, max_length, tables of f64
+      or whose features are pooled in two ways, features in another order than its answer.
+
+    Example:
+      >>> import funcrec as fr
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[1, 2], []], "user": [[7], [8]]})
+      >>> fr.interop.to_torchrec(ids.pad_to(9)).values()
+      tensor([1, 2, 7, 8])
+      >>> tables, features = (fr.TableConfig("item", 10, 4),), (fr.FeatureConfig("clicked", table="item"),)
+      >>> config, = fr.interop.to_torchrec((tables, features))
+      >>> config.name, config.feature_names, config.pooling.value
+      ('item', ['clicked'], 'SUM')
+    """
+    call = "funcrec.interop.to_torchrec"
+    check(call, flag_problems(weighted, "weighted"))
+    pair, made = pair_of(x), TO.get(type(x))
+    if made is None and pair is None and not is_all(x, JaggedTensor):
+        fail(
+            call, "`x` has no counterpart.", got=describe(x),
+            need="a KeyedJaggedTensor, a JaggedTensor, a KeyedTensor or (tables, features)",
+            hint='x=fr.KeyedJaggedTensor.from_lists({"clicked": [[1, 2], []]})', kind=TypeError,
+        )  # fmt: skip
+    if made is not None:
+        check(call, PARTS[type(x)](x, "x"))
+    need_torchrec(call)
+    if pair is not None:
+        return to_configs(call, *pair, weighted)
+    return {k: to_torchrec(v) for k, v in x.items()} if made is None else made(x)

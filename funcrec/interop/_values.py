@@ -1,0 +1,125 @@
+"""Ids and pooled features as TorchRec's values and back, the tensors shared.
+
+    from_torchrec(to_torchrec(x)) = x without its padding,   to_torchrec(from_torchrec(y)) = y
+
+Both libraries have values, offsets and weights key-major in one buffer. What TorchRec has besides: no padding, lengths
+in offsets' place, batches of several ranks in one value. Shapes: B bags, N ids, F keys, E examples.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.core import fail, replace
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, is_concrete
+
+
+def from_jagged_tensor(call: str, x: Any) -> JaggedTensor:
+    """TorchRec's JaggedTensor; its values and weights are this one's."""
+    return JaggedTensor.from_offsets(x.values(), offsets_in(call, x), weights=x.weights_or_none())
+
+
+def to_jagged_tensor(x: JaggedTensor) -> Any:
+    from torchrec.sparse import jagged_tensor as theirs
+
+    x = x.unpad()
+    return theirs.JaggedTensor(x.values, x.weights, offsets=x.offsets)
+
+
+def from_keyed_jagged_tensor(call: str, x: Any) -> KeyedJaggedTensor:
+    """TorchRec's KeyedJaggedTensor, of one rank's batch."""
+    strides, weights = strides_in(call, x), x.weights_or_none()
+    ids = KeyedJaggedTensor.from_offsets(
+        tuple(x.keys()), x.values(), offsets_in(call, x), weights=weights, strides=strides
+    )
+    return replace(ids, inverse=inverse_in(call, x))
+
+
+def to_keyed_jagged_tensor(x: KeyedJaggedTensor) -> Any:
+    from torchrec.sparse import jagged_tensor as theirs
+
+    x, more = x.unpad(), {}
+    if x.strides is not None:
+        more["stride_per_key_per_rank"] = [[count] for count in x.strides]
+    if x.inverse is not None:
+        more["inverse_indices"] = (list(x.keys), x.inverse)
+    return theirs.KeyedJaggedTensor(list(x.keys), x.values, x.weights, offsets=x.offsets, **more)
+
+
+def from_keyed_tensor(call: str, x: Any) -> KeyedTensor:
+    if x.key_dim() not in (1, -1) or x.values().dim() != 2:
+        got = f"key_dim {x.key_dim()} of {x.values().dim()} dimensions"
+        fail(call, "`x` has its keys elsewhere than in columns.", got=got, need="values [B, ΣD], key_dim=1",
+             hint="TorchRec's KeyedTensor.from_tensor_list(keys, [x[k].flatten(1) for k in keys])")  # fmt: skip
+    return KeyedTensor(x.values(), tuple(x.keys()), tuple(x.length_per_key()))
+
+
+def to_keyed_tensor(x: KeyedTensor) -> Any:
+    from torchrec.sparse import jagged_tensor as theirs
+
+    return theirs.KeyedTensor(list(x.keys), list(x.dims), x.values)
+
+
+# -- what TorchRec's ids hold ------------------------------------------------------------------------------------
+
+
+def offsets_in(call: str, x: Any) -> Tensor:
+    """i[B + 1]: the ones that it has, or made of its lengths; `x.offsets()` would keep them in x."""
+    lengths, offsets = x.lengths_or_none(), x.offsets_or_none()
+    if offsets is None:
+        return KeyedJaggedTensor.from_lengths(("",), x.values(), lengths).offsets
+    agree = lengths is None or (
+        torch.equal(offsets.diff(), lengths.to(offsets.dtype))
+        if is_concrete(lengths) and is_concrete(offsets)
+        else offsets.shape[0] == lengths.shape[0] + 1
+    )
+    if not agree:  # a view of bags with gaps, as some of its operators make
+        got, need = f"lengths {lengths.tolist()}, offsets {offsets.tolist()}", "lengths == offsets.diff()"
+        hint = "KeyedJaggedTensor(keys, values, weights, lengths=lengths), without offsets"
+        fail(call, "`x` has lengths that are not its offsets'.", got=got, need=need, hint=hint)
+    return offsets
+
+
+def strides_in(call: str, x: Any) -> tuple[int, ...] | None:
+    """The number of bags of each key, where a batch has one for each."""
+    per_rank = x.stride_per_key_per_rank() if x.variable_stride_per_key() else None
+    if per_rank is None:
+        return None
+    if any(len(own) != 1 for own in per_rank):
+        fail(call, "`x` holds the batches of several ranks.", got=f"strides {per_rank} by key and rank",
+             need="the batch of one rank: a stride for each key",
+             hint="the value before TorchRec's input exchange; fr.shard_map routes ids itself")  # fmt: skip
+    return tuple(own[0] for own in per_rank)
+
+
+def inverse_in(call: str, x: Any) -> Tensor | None:
+    """i[F, E] in the order of the keys."""
+    pair = x.inverse_indices_or_none()
+    if pair is None:
+        return None
+    names, inverse = pair
+    keys = list(x.keys())
+    if list(names) == keys:
+        return inverse
+    if sorted(names) != sorted(keys):
+        need = f"a row for each of the keys {keys}"
+        fail(call, "`x` has inverse indices of other keys.", got=f"{list(names)}", need=need, hint="x.permute(...)")
+    return inverse.index_select(0, torch.tensor([list(names).index(k) for k in keys], device=inverse.device))
+
+
+FROM = {
+    "KeyedJaggedTensor": from_keyed_jagged_tensor,
+    "JaggedTensor": from_jagged_tensor,
+    "KeyedTensor": from_keyed_tensor,
+}
+TO = {
+    KeyedJaggedTensor: to_keyed_jagged_tensor,
+    JaggedTensor: to_jagged_tensor,
+    KeyedTensor: to_keyed_tensor,
+}
+
+
+def is_all(x: Any, kind: type) -> bool:
+    return isinstance(x, Mapping) and bool(x) and all(isinstance(v, kind) for v in x.values())
