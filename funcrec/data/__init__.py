@@ -1,7 +1,8 @@
 """Datasets as plain values, and iterators of batches over them.
 
-Row data (`num_rows`, `take`) come from `ctr_dataset`, `criteo_npy` and `random_rows`; `batches` shuffles them. Streams
-of batches come from `criteo_tsv`, `criteo_parquet` and `random_batches`. `prefetch` wraps either.
+A `Schema` says which column of a table is what, and `examples` makes tensors of it. Row data (`num_rows`, `take`) come
+from `examples`, `ctr_dataset`, `criteo_npy` and `random_rows`; `batches` shuffles them. Streams of batches come from
+`criteo_tsv`, `criteo_parquet` and `random_batches`. `prefetch` wraps either.
 """
 
 import funcrec.core as _core
@@ -13,6 +14,8 @@ from funcrec.data._ctr import Column as Column
 from funcrec.data._ctr import CtrData as CtrData
 from funcrec.data._ctr import CtrSplit as CtrSplit
 from funcrec.data._ctr import ctr_dataset as ctr_dataset
+from funcrec.data._examples import Examples as Examples
+from funcrec.data._examples import examples as examples
 from funcrec.data._loader import Position as Position
 from funcrec.data._loader import RowData as RowData
 from funcrec.data._loader import batches as batches
@@ -28,5 +31,6 @@ from funcrec.data._random_rows import random_batches as random_batches
 from funcrec.data._random_rows import random_rows as random_rows
 from funcrec.data._random_rows import vocabularies_of as vocabularies_of
 from funcrec.data._random_rows import zipf as zipf
+from funcrec.data._schema import Schema as Schema
 
 _core.publish(globals())

@@ -1,0 +1,228 @@
+"""A table whose ids are integers, as tensors: rows that can be had in any order.
+
+    bag b of key k = the ids of column k in row rows[b],    label[b], dense[b], weight[b] those of row rows[b]
+
+Shapes: N rows, B rows of a batch, C categorical columns, D dense numbers, T labels.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, check, pytree, typed
+from funcrec.data import _columns as columns
+from funcrec.data._rows import Vocabularies, need_ids, row_problems, there, vocabulary_problems
+from funcrec.data._schema import Schema
+from funcrec.data._sources import as_table
+from funcrec.jagged import KeyedJaggedTensor, is_concrete, offsets_of, take_ranges
+from funcrec.tables import Batch
+
+CALL = "funcrec.data.examples"
+MAX_CLASS = 2**24  # a label is an f32
+
+
+@pytree(static=("schema", "most"), optional=("multivalued", "label", "dense", "weights", "weight", "time"))
+class Examples:
+    """The rows of a table as tensors; `take`, `batches` and `fr.to` go with it.
+
+    Args:
+      categorical: i64[N, C], one id per row and column.
+      multivalued: the other columns of ids, N bags of each; or None.
+      label: f32[N], f32[N, T] for several, or None.
+      dense: f32[N, D], or None.
+      weights: f32[N, C], of the categorical ids, 1 where none are named; or None. Those of bags are in `multivalued`.
+      weight: f32[N], or None.
+      time: i64[N] or f64[N], or None.
+      schema: the columns' names.
+      most: the most ids that a row has, of each multivalued column.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.data import Schema, examples
+      >>> data = examples({"click": [1, 0], "item": [7, 8]}, Schema(label="click", categorical=("item",)))
+      >>> data.take(torch.tensor([1, 1])).ids.to_lists()
+      {'item': [[8], [8]]}
+    """
+
+    categorical: Tensor
+    multivalued: KeyedJaggedTensor | None
+    label: Tensor | None
+    dense: Tensor | None
+    weights: Tensor | None
+    weight: Tensor | None
+    time: Tensor | None
+    schema: Schema
+    most: tuple[int, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return self.categorical.shape[0]
+
+    def take(self, rows: Tensor) -> Batch:
+        """The batch of these rows: see `funcrec.data.take`. Where no value can be read (inside `jit`, on a GPU) its
+        buffer holds as many ids as B rows can have, so that its shapes depend on B only; else just those it has."""
+        check("funcrec.data.take", row_problems(rows, self.num_rows, self.categorical.device))
+        rows, inside = there(rows, self.num_rows)
+        of = lambda x: None if x is None else x.index_select(0, rows)
+        mark = lambda x: x if x is None or inside is None else torch.where(_like(inside, x), x, torch.nan)
+        return Batch(_ids(self, rows, inside), mark(of(self.label)), mark(of(self.dense)))
+
+    def __repr__(self) -> str:
+        return f"Examples({self.num_rows} rows, {self.schema})"
+
+
+def _like(inside: Tensor, x: Tensor) -> Tensor:
+    return inside.view(-1, *[1] * (x.dim() - 1))
+
+
+def _ids(data: Examples, rows: Tensor, inside: Tensor | None) -> KeyedJaggedTensor:
+    """The ids of these rows, categorical keys first; of a row that is not there the id -1, and no bag."""
+    keys, bags, num_rows = data.schema.keys, data.multivalued, rows.shape[0]
+    single = data.categorical.index_select(0, rows)
+    single = single if inside is None else torch.where(inside[:, None], single, -1)
+    values, count = single.T.flatten(), num_rows * single.shape[1]
+    weights = None if data.weights is None else data.weights.index_select(0, rows).T.flatten()
+    ends = torch.arange(count + 1, device=rows.device)
+    if bags is None:
+        return KeyedJaggedTensor(values, ends, weights, keys=keys)
+    firsts = torch.arange(len(bags.keys), device=rows.device) * data.num_rows
+    at = (firsts[:, None] + rows).flatten()
+    starts = bags.offsets[:-1].index_select(0, at)
+    lengths = bags.offsets[1:].index_select(0, at) - starts
+    if inside is not None:
+        lengths = torch.where(inside.repeat(len(bags.keys)), lengths, 0)
+    tight = is_concrete(rows) and is_concrete(lengths)
+    capacity = int(lengths.sum()) if tight else num_rows * sum(data.most)
+    taken = take_ranges(bags.values, bags.weights, starts, lengths, capacity)
+    if weights is not None or taken.weights is not None:
+        parts = (weights, single), (taken.weights, taken.values)
+        weights = torch.cat([x.new_ones(x.numel(), dtype=torch.float32) if w is None else w for w, x in parts])
+    offsets = torch.cat([ends[:-1], taken.offsets + count])
+    return KeyedJaggedTensor(torch.cat([values, taken.values]), offsets, weights, keys=keys)
+
+
+@typed
+def examples(table: object, schema: Schema, *, vocabularies: Vocabularies = None) -> Examples:
+    """A table whose ids are integers -> tensors. Strings and the like become ids by `fit_encoding` and `encode`.
+
+    Args:
+      table: what `read` takes: a pyarrow, pandas or polars table, a dict of columns, a path.
+      schema: which column is what.
+      vocabularies: {column: V}, to have an id outside [0, V) be an error:
+        `vocabularies_of(tables, features)` for features without a hash.
+
+    What a column may hold. Ids: integers of any width below 2⁶³, negative ones as they are (a hash takes them, a table
+    reads zeros there), booleans as 0 and 1; lists of any of Arrow's layouts, a missing list as an empty bag. Numbers:
+    integers, floats, booleans, decimals, all finite in f32. Times: numbers, or timestamps and dates as microseconds
+    since 1970. Dictionaries are the values they stand for.
+
+    Raises: ModuleNotFoundError without pyarrow; TypeError for a column of another kind, ValueError for a column that is
+      missing, and for a missing id, label or number, or one out of its range, by column and row.
+
+    Law: take(examples(table, schema), rows) has the table's values in these rows.
+
+    Example:
+      >>> from funcrec.data import Schema, batches, examples
+      >>> table = {"click": [1, 0, 1], "price": [0.5, 2.0, 1.0], "item": [7, 8, 7], "genres": [[1, 2], [], [3]]}
+      >>> schema = Schema(label="click", dense=("price",), categorical=("item",), multivalued=("genres",))
+      >>> [batch.ids.to_lists() for _, batch in batches(examples(table, schema), None, 2)]
+      [{'item': [[7], [8]], 'genres': [[1, 2], []]}, {'item': [[7]], 'genres': [[3]]}]
+    """
+    table = as_table(CALL, table, schema.columns)
+    check(CALL, column_problems(table.column_names, schema), vocabulary_problems(vocabularies, schema.keys))
+    return examples_of(CALL, table, schema, vocabularies or {})
+
+
+def examples_of(call: str, table, schema: Schema, sizes: Vocabularies) -> Examples:
+    """Of a pyarrow.Table that has the schema's columns; errors in the name of `call`."""
+    n, weights = table.num_rows, dict(schema.weights)
+
+    def need(name: str, ids: np.ndarray, row: Callable[[int], int] = int) -> np.ndarray:
+        no = lambda at, _, got, what: columns.refuse(call, at, name, got, what)
+        need_ids(ids, sizes.get(name), name, no, row)
+        return ids
+
+    single = [need(c, columns.ids_of(call, table[c], c)) for c in schema.categorical]
+    by = [weights.get(c) for c in schema.categorical]
+    ones = np.ones(n, np.float32)
+    own = [ones if w is None else columns.floats_of(call, table[w], w) for w in by] if any(by) else None
+    lists = [(c, *columns.bags_of(call, table[c], c)) for c in schema.multivalued]
+    for c, ids, lengths in lists:
+        need(c, ids, lambda nth, lengths=lengths: columns.row_of(lengths, nth))
+    dense = [columns.dense_of(call, table[c], c) for c in schema.dense]
+    labels = [_label(call, table[c], c, kind) for c, kind in zip(schema.labels, schema.label_kinds, strict=True)]
+    label = None if not labels else labels[0] if isinstance(schema.label, str) else np.stack(labels, 1)
+    of = lambda x: None if x is None else torch.from_numpy(np.ascontiguousarray(x))
+    return Examples(
+        categorical=of(np.stack(single, 1) if single else np.zeros((n, 0), np.int64)),
+        multivalued=_bags(call, table, lists, weights) if lists else None,
+        label=of(label),
+        dense=of(np.concatenate(dense, 1)) if dense else None,
+        weights=of(None if own is None else np.stack(own, 1)),
+        weight=of(None if schema.weight is None else _weight(call, table[schema.weight], schema.weight)),
+        time=of(None if schema.time is None else columns.times_of(call, table[schema.time], schema.time)),
+        schema=schema,
+        most=tuple(int(lengths.max(initial=0)) for _, _, lengths in lists),
+    )
+
+
+def _bags(call: str, table, lists: list, weights: dict[str, str]) -> KeyedJaggedTensor:
+    """Columns of (name, ids, lengths) -> N bags of each, with a weight per id where any column has weights."""
+    scales = []
+    for name, ids, lengths in lists:
+        by = weights.get(name)
+        scale, own = np.ones(len(ids), np.float32), lengths
+        if by is not None:
+            scale, own = columns.list_floats_of(call, table[by], by)
+        if (own != lengths).any():
+            row = int(np.flatnonzero(own != lengths)[0])
+            columns.refuse(call, row, by, f"{own[row]} weights", f"{lengths[row]}, one for each id of `{name}`")
+        scales.append(scale)
+    joined = lambda parts: torch.from_numpy(np.concatenate(parts))
+    has_weights = any(name in weights for name, _, _ in lists)
+    offsets = offsets_of(joined([lengths for _, _, lengths in lists]))
+    values, keys = joined([ids for _, ids, _ in lists]), tuple(name for name, _, _ in lists)
+    return KeyedJaggedTensor(values, offsets, joined(scales) if has_weights else None, keys=keys)
+
+
+def _label(call: str, column, name: str, kind: str) -> np.ndarray:
+    """f32[N], each of its kind."""
+    column = columns.plain(column)
+    if column.null_count:
+        hint = "the rows that have one, table.filter(...); label=None in the schema, for prediction"
+        columns.refuse(call, columns.first_true(column.is_null()), name, "no label", "a number", hint)
+    found = columns.numbers_of(call, column, name)
+    if kind == "number":
+        return columns.floats_of(call, column, name)
+    if kind == "binary":
+        wrong, need = ~((found >= 0) & (found <= 1)), "a number in [0, 1]"
+        hint = 'label_kind="number" or "class" in the schema, or a label of its own: stars >= 4'
+    else:
+        wrong = ~((found >= 0) & (found < MAX_CLASS) & (found == np.floor(found)))
+        need, hint = f"a class 0, 1, 2, ... below {MAX_CLASS}", 'label_kind="number" in the schema'
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        columns.refuse(call, row, name, f"label {found[row]}", need, hint)
+    return found.astype(np.float32)
+
+
+def _weight(call: str, column, name: str) -> np.ndarray:
+    x = columns.floats_of(call, column, name)
+    if x.size and x.min() < 0:
+        row = int(x.argmin())
+        columns.refuse(call, row, name, f"weight {x[row]}", "a number >= 0")
+    return x
+
+
+def column_problems(names: list[str], schema: Schema) -> Iterator[Problem]:
+    """The table must have the schema's columns, each once."""
+    absent = [n for n in schema.columns if n not in names]
+    if absent:
+        is_unlabelled = set(absent) <= set(schema.labels)
+        hint = "label=None in the schema, for prediction" if is_unlabelled else "names as the table has them"
+        yield Problem("`table` lacks columns of the schema.", f"{names}", f"{absent}", hint)
+    twice = [n for n in columns.doubled(names) if n in schema.columns]
+    if twice:
+        yield Problem("`table` has columns of one name.", f"{twice}", "each once")

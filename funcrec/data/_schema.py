@@ -1,0 +1,137 @@
+"""Which column of a table is what: labels, numbers, ids, lists of ids, weights, time."""
+
+from collections.abc import Iterator, Mapping
+
+from funcrec.core import Problem, check, describe, pytree
+
+FIELDS = ("label", "dense", "categorical", "multivalued", "weights", "weight", "time", "label_kind")
+LABEL_KINDS = ("binary", "number", "class")
+
+
+@pytree(static=FIELDS)
+class Schema:
+    """Which column of a table is what. Equal schemas are equal values; columns that it does not name are not read.
+
+    Args:
+      label: a column, several (label f32[B, T] then), or None where there is nothing to learn from.
+      dense: columns of numbers; a column of fixed-size lists of k numbers counts as k.
+      categorical: columns of one id per example.
+      multivalued: columns of lists of ids. Of these two there is at least one; they are the keys of a batch, in order.
+      weights: {column of ids: column of their weights}, numbers or lists of them as the ids are. Kept as pairs.
+      weight: a column of examples' weights, numbers >= 0.
+      time: a column of numbers, timestamps or dates, for splits; no batch has it.
+      label_kind: what a label must be, of all or of each: "binary" is a number in [0, 1], "class" an integer
+        0, 1, 2, ..., "number" any that is finite.
+
+    Example:
+      >>> from funcrec.data import Schema
+      >>> Schema(label="click", categorical=["user", "item"], multivalued=["genres"]).categorical
+      ('user', 'item')
+    """
+
+    label: str | tuple[str, ...] | None = None
+    dense: tuple[str, ...] = ()
+    categorical: tuple[str, ...] = ()
+    multivalued: tuple[str, ...] = ()
+    weights: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
+    weight: str | None = None
+    time: str | None = None
+    label_kind: str | tuple[str, ...] = "binary"
+
+    def __post_init__(self):
+        if isinstance(self.weights, Mapping):
+            object.__setattr__(self, "weights", tuple(self.weights.items()))
+        for name in ("label", "dense", "categorical", "multivalued", "weights", "label_kind"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        check("funcrec.data.Schema", _name_problems(self))
+        check("funcrec.data.Schema", _set_problems(self), _kind_problems(self))
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The columns of labels: none, one or several."""
+        return () if self.label is None else (self.label,) if isinstance(self.label, str) else self.label
+
+    @property
+    def label_kinds(self) -> tuple[str, ...]:
+        """What each label must be."""
+        kind = self.label_kind
+        return (kind,) * len(self.labels) if isinstance(kind, str) else kind
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of a batch's ids."""
+        return self.categorical + self.multivalued
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns that are read, each once."""
+        one = tuple(n for n in (self.weight, self.time) if n is not None)
+        return tuple(dict.fromkeys((*self.labels, *self.dense, *self.keys, *(by for _, by in self.weights), *one)))
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Schema and _values(self) == _values(other)
+
+    def __hash__(self) -> int:
+        return hash(_values(self))
+
+    def __repr__(self) -> str:
+        defaults = Schema.__dataclass_fields__
+        own = {n: getattr(self, n) for n in FIELDS if getattr(self, n) != defaults[n].default}
+        own |= {"weights": dict(self.weights)} if self.weights else {}
+        return f"Schema({', '.join(f'{n}={x!r}' for n, x in own.items())})"
+
+
+def _values(schema: Schema) -> tuple:
+    return tuple(getattr(schema, n) for n in FIELDS)
+
+
+def _name_problems(schema: Schema) -> Iterator[Problem]:
+    """The form of each field: names, tuples of names, pairs of names."""
+    is_names = lambda x: isinstance(x, tuple) and all(isinstance(n, str) for n in x)
+    for name in ("dense", "categorical", "multivalued"):
+        x, example = getattr(schema, name), '("price", "age")' if name == "dense" else '("user", "item")'
+        if not is_names(x):
+            hint = f"{name}=({x!r},)" if isinstance(x, str) else f"{name}={example}"
+            yield Problem(f"`{name}` are not names of columns.", describe(x), "a tuple of names", hint, TypeError)
+    for name in ("label", "weight", "time"):
+        x = getattr(schema, name)
+        if not (x is None or isinstance(x, str) or (name == "label" and is_names(x) and x)):
+            need = "a name, or None" if name != "label" else "a name, a tuple of names, or None"
+            yield Problem(f"`{name}` is not the name of a column.", describe(x), need, f'{name}="{name}"', TypeError)
+    pairs = schema.weights
+    if not (isinstance(pairs, tuple) and all(is_names(p) and len(p) == 2 for p in pairs)):
+        need, hint = "{column of ids: column of their weights}", 'weights={"genres": "genre_weights"}'
+        yield Problem("`weights` are not columns by name.", describe(pairs), need, hint, TypeError)
+
+
+def _set_problems(schema: Schema) -> Iterator[Problem]:
+    """There are ids, no column twice among them, and weights belong to them."""
+    if not schema.keys:
+        hint = 'categorical=("item",); bucketize numbers to have ids of them'
+        yield Problem("`categorical` and `multivalued` are empty.", "no column of ids", "one or more", hint)
+    groups = {"categorical and multivalued": schema.keys, "dense": schema.dense, "label": schema.labels}
+    for name, group in groups.items():
+        twice = sorted({n for n in group if group.count(n) > 1})
+        if twice:
+            yield Problem(f"columns are named twice in {name}.", f"{twice}", "each once")
+    leaked = sorted(set(schema.labels) & {*schema.keys, *schema.dense})
+    if leaked:
+        hint = "a column of another name, if a copy of the label is wanted"
+        yield Problem("`label` is among what is learnt from.", f"{leaked}", "a label apart from ids and dense", hint)
+    of = [of for of, _ in schema.weights]
+    unknown = [n for n in of if n not in schema.keys]
+    if unknown or len(set(of)) < len(of):
+        need = f"among {list(schema.keys)}, each once"
+        yield Problem("`weights` are of columns that are not ids.", f"{unknown or of}", need)
+
+
+def _kind_problems(schema: Schema) -> Iterator[Problem]:
+    kind, need = schema.label_kind, " or ".join(map(repr, LABEL_KINDS))
+    if not isinstance(kind, str | tuple):
+        yield Problem("`label_kind` is not a kind.", describe(kind), need, 'label_kind="binary"', TypeError)
+    elif unknown := [k for k in ((kind,) if isinstance(kind, str) else kind) if k not in LABEL_KINDS]:
+        yield Problem("`label_kind` is unknown.", f"{unknown[0]!r}", need, 'label_kind="binary"')
+    elif isinstance(kind, tuple) and len(kind) != len(schema.labels):
+        need = f"{len(schema.labels)}, or one for all"
+        yield Problem("`label_kind` does not match `label`.", f"{len(kind)} kinds", need)
