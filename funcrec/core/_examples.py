@@ -71,6 +71,7 @@ EXAMPLES: dict[str, str] = {
     "fill": "0",
     "final_activation": "torch.relu",
     "fn": "lambda x: x",
+    "fractions": "(0.8, 0.1, 0.1)",
     "greatest": '("last",)',
     "grads": "torch.zeros(2, 8)",
     "groups": '[["clicked", "user"]]',

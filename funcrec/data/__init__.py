@@ -32,5 +32,10 @@ from funcrec.data._random_rows import random_rows as random_rows
 from funcrec.data._random_rows import vocabularies_of as vocabularies_of
 from funcrec.data._random_rows import zipf as zipf
 from funcrec.data._schema import Schema as Schema
+from funcrec.data._splits import k_core as k_core
+from funcrec.data._splits import leave_one_out as leave_one_out
+from funcrec.data._splits import random_split as random_split
+from funcrec.data._splits import split_by_group as split_by_group
+from funcrec.data._splits import split_by_time as split_by_time
 
 _core.publish(globals())

@@ -53,6 +53,8 @@ MAY_RETURN = (
     Row("an integer of its range, where the sweep sees no annotation",
         r"\.(Mesh_emulated|initialize|ragged_all_to_all)|optim.*",
         "a|b|shape.*|start|num_embeddings|capacity|step", {"7", "0", "i64[17]"}),
+    Row("a column is any vector of numbers", r"data.split_by_(time|group)", "time|group", {"i64[17]"}),
+    Row("a core of 7", "data.k_core", r"k\[.*", {"7"}),
     Row("0 of a range that begins there, and a larger bound", "data.random_rows", r"ids_per_bag.*", {"0", "7"}),
     Row("torch's own classes take what they take", "optim.dense", "lr|weight_decay",
         {"7", "0", "True", "function", "class"}),

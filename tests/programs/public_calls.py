@@ -397,6 +397,18 @@ def inputs(folder) -> list[Call]:
             ("args[0]", "f", "order", "key", "rtol", "atol", "modes[0]", "modes[1]")))]  # fmt: skip
 
 
+def parts() -> list[Call]:
+    """What makes examples of columns."""
+    shares, users, items = {"fractions": (0.5, 0.5)}, i64(0, 1, 0, 1, 0, 1), i64(0, 1, 1, 2, 2, 2)
+    return rows("data",
+        random_split=(data.random_split, {"num_rows": 8, **shares, "key": KEY}),
+        split_by_time=(data.split_by_time, {"time": i64(3, 1, 2), **shares}),
+        split_by_group=(data.split_by_group, {"group": users, **shares, "key": KEY}),
+        leave_one_out=(data.leave_one_out, {"group": users, "time": i64(*range(6)), "held_out": 2}),
+        k_core=(data.k_core, {"user": users, "item": items, "k": (2, 1)}),
+    )  # fmt: skip
+
+
 def public_calls(folder) -> list[Call]:
     """All of them."""
-    return [*values(), *functions(), *meshes(), *optimizers(), *layers(), *inputs(folder)]
+    return [*values(), *functions(), *meshes(), *optimizers(), *layers(), *inputs(folder), *parts()]

@@ -1,0 +1,216 @@
+"""Row numbers of parts: at random, by time, by group, the last rows of each group; and rows with enough company.
+
+    parts = split(...)      every row is in one part;  a part's rows ascend
+
+A part is a vector i64, to be given as `rows` to `batches` and `loader`: no data are copied. What a part may know of
+another is each function's law. Shapes: N rows, P parts.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funcrec.core import Key, Problem, Size, check, describe, random, typed
+from funcrec.data._codes import codes_of, length_problems
+from funcrec.data._ctr import random_order
+
+
+@typed
+def random_split(num_rows: Size, fractions: Sequence[float], *, key: Key) -> tuple[Tensor, ...]:
+    """Rows 0 .. num_rows - 1 in parts of these shares, at random: i64[...] for each part.
+
+    Args:
+      fractions: the share of each part, together 1; part p ends at row round(N · (f_0 + ... + f_p)) of a random order.
+
+    Raises: ValueError for shares that do not sum to 1, and where a part would have no row.
+
+    Law: every row is in one part; the same key gives the same parts on every device.
+
+    Example:
+      >>> import funcrec as fr
+      >>> train, valid, test = fr.data.random_split(10, (0.8, 0.1, 0.1), key=fr.key(0))
+      >>> len(train), len(valid), len(test)
+      (8, 1, 1)
+    """
+    call = "funcrec.data.random_split"
+    check(call, fraction_problems(fractions))
+    order, bounds = random_order(key, num_rows), bounds_of(num_rows, fractions)
+    return parts_of(call, order, bounds, f"{num_rows} rows")
+
+
+def split_by_time(time: Any, fractions: Sequence[float]) -> tuple[Tensor, ...]:
+    """The oldest rows, then newer ones: i64[...] for each part.
+
+    Args:
+      time: a number, date or timestamp of each row: a tensor, a numpy array, a column of pyarrow, pandas or polars.
+      fractions: the share of each part, together 1, the oldest first. Rows of one time stay together: a part ends
+        where the time changes, as near to its share as such a place is.
+
+    Raises: ValueError for a missing time, and where a part would have no row (as when all times are equal).
+
+    Law: every row is in one part; every time of a part is before every time of the next.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.data.split_by_time(torch.tensor([3, 1, 1, 1, 2]), (0.5, 0.5))
+      (tensor([1, 2, 3]), tensor([0, 4]))
+    """
+    call = "funcrec.data.split_by_time"
+    check(call, fraction_problems(fractions))
+    codes = codes_of(call, time, "time", is_time=True)
+    *ends, count = torch.bincount(codes).cumsum(0).tolist()  # rows up to and with each time
+    near = lambda b: min(ends, key=lambda end: abs(end - b), default=count)
+    bounds = [*map(near, bounds_of(count, fractions)[:-1]), count]
+    return parts_of(call, codes.argsort(stable=True), bounds, f"{count} rows, {len(ends) + 1} different times")
+
+
+def split_by_group(group: Any, fractions: Sequence[float], *, key: Tensor) -> tuple[Tensor, ...]:
+    """All rows of a group in one part, the groups at random: i64[...] for each part.
+
+    Args:
+      group: the user, session or query of each row, as numbers or text; in the forms of `split_by_time`'s time.
+      fractions: the share of the groups that each part has, together 1; how many rows that are is the groups' matter.
+
+    Raises: ValueError for a missing group, and where a part would have no group.
+
+    Law: no group is in two parts; which part a group is in does not depend on the order of the rows.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.data.split_by_group(torch.tensor([7, 8, 7, 9]), (0.6, 0.4), key=fr.key(0))
+      (tensor([0, 1, 2]), tensor([3]))
+    """
+    call = "funcrec.data.split_by_group"
+    random.check_key(call, key)
+    check(call, fraction_problems(fractions))
+    codes = codes_of(call, group, "group")
+    count = int(codes.max()) + 1
+    place = torch.empty(count, dtype=torch.int64)
+    place[random_order(key, count).to("cpu")] = torch.arange(count)
+    bounds = torch.tensor(bounds_of(count, fractions))
+    part = torch.searchsorted(bounds, place[codes], right=True)
+    ends = torch.bincount(part, minlength=len(bounds)).cumsum(0).tolist()
+    return parts_of(call, part.argsort(stable=True), ends, f"{count} groups")
+
+
+def leave_one_out(group: Any, time: Any, *, held_out: int = 2) -> tuple[Tensor, ...]:
+    """(train, valid, test): each group's last row is for the test, the one before for validation, i64[...] each.
+
+    Args:
+      group, time: as in `split_by_group` and `split_by_time`. Of rows of one time the later row number is the later.
+      held_out: 2, or 1 for (train, test) without validation.
+
+    A group keeps a row to train on: one of two rows has none for validation, one of a single row none for the test.
+
+    Raises: ValueError for a missing group or time, and where no group has a row to hold out.
+
+    Law: every row is in one part; a group has at most one row in valid and in test, and none that is later in train.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.data.leave_one_out(torch.tensor([7, 7, 7, 8, 8]), torch.tensor([3, 1, 2, 5, 6]))
+      (tensor([1, 3]), tensor([2]), tensor([0, 4]))
+    """
+    call = "funcrec.data.leave_one_out"
+    check(call, _held_problems(held_out))
+    groups = codes_of(call, group, "group")
+    times = codes_of(call, time, "time", is_time=True)
+    check(call, length_problems(group=groups, time=times))
+    order = times.argsort(stable=True)
+    order = order[groups[order].argsort(stable=True)]  # group by group, each from its first row to its last
+    sizes = torch.bincount(groups)
+    from_end = (sizes.cumsum(0) - 1)[groups[order]] - torch.arange(len(order))
+    is_held = (from_end < held_out) & (from_end < sizes[groups[order]] - 1)
+    part = torch.where(is_held, held_out - from_end, 0)
+    ends = torch.bincount(part, minlength=held_out + 1).cumsum(0).tolist()
+    got = f"{len(order)} rows of {len(sizes)} groups, of at most {int(sizes.max())} rows"
+    return parts_of(call, order[part.argsort(stable=True)], ends, got)
+
+
+def k_core(user: Any, item: Any, k: int | tuple[int, int]) -> Tensor:
+    """i64[...]: the rows that stay when users and items with fewer than k rows are left out, again and again.
+
+    Args:
+      user, item: of each row, as the groups of `split_by_group`. A pair that stands twice counts twice.
+      k: the least rows of a user and of an item, or (k of users, k of items).
+
+    Returns: row numbers, ascending; none, where there is no such core.
+
+    Law: every user and item of the rows has k of them or more, and no larger set of rows has this.
+
+    Cost: a pass over the rows that are left for each round; a few rounds on data of people, N / 4 on a long chain.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.data.k_core(torch.tensor([1, 1, 2, 2, 3]), torch.tensor([5, 6, 5, 6, 5]), 2)
+      tensor([0, 1, 2, 3])
+    """
+    call = "funcrec.data.k_core"
+    check(call, _core_problems(k))
+    columns = [codes_of(call, user, "user"), codes_of(call, item, "item")]
+    check(call, length_problems(user=columns[0], item=columns[1]))
+    least = k if isinstance(k, tuple) else (k, k)
+    rows = torch.arange(len(columns[0]))
+    while len(rows):
+        stays = torch.ones(len(rows), dtype=torch.bool)
+        for codes, need in zip(columns, least, strict=True):
+            stays &= (torch.bincount(codes) >= need)[codes]
+        if bool(stays.all()):
+            break
+        rows, columns = rows[stays], [codes[stays] for codes in columns]
+    return rows
+
+
+# -- parts -----------------------------------------------------------------------------------------------------------
+
+
+def bounds_of(count: int, fractions: Sequence[float]) -> list[int]:
+    """Where each part ends, the last at `count`."""
+    sums = [math.fsum(fractions[: p + 1]) for p in range(len(fractions) - 1)]
+    return [*(int(count * s + 0.5) for s in sums), count]
+
+
+def parts_of(call: str, order: Tensor, bounds: Sequence[int], got: str) -> tuple[Tensor, ...]:
+    """`order` cut at the bounds, each part ascending; none is empty."""
+    sizes = [b - a for a, b in zip((0, *bounds), bounds)]
+    if min(sizes) < 1:
+        sizes_of = f"parts of {', '.join(map(str, sizes))}"
+        hint = "more rows, fewer parts, or larger shares for the small ones"
+        check(
+            call, [Problem("the parts cannot all have rows.", f"{got}: {sizes_of}", "a row or more in each part", hint)]
+        )
+    return tuple(part.sort().values for part in order.split(sizes))
+
+
+def fraction_problems(fractions: object) -> Iterator[Problem]:
+    hint = "fractions=(0.8, 0.1, 0.1)"
+    is_number = lambda x: isinstance(x, int | float | np.floating) and not isinstance(x, bool)
+    if not isinstance(fractions, tuple | list) or not fractions or not all(map(is_number, fractions)):
+        need = "a share for each part"
+        yield Problem("`fractions` are not shares.", f"{describe(fractions)} {fractions!r}"[:60], need, hint, TypeError)
+    elif not all(0 < x <= 1 for x in fractions):
+        yield Problem("`fractions` has a share that is none.", f"{tuple(fractions)}", "numbers above 0", hint)
+    elif abs(math.fsum(fractions) - 1) > 1e-9:
+        total = math.fsum(fractions)
+        yield Problem(
+            "`fractions` do not sum to 1.", f"{tuple(fractions)}, together {total:g}", "shares of all rows", hint
+        )
+
+
+def _held_problems(held_out: object) -> Iterator[Problem]:
+    if type(held_out) is not int or held_out not in (1, 2):
+        kind = ValueError if type(held_out) is int else TypeError
+        yield Problem("`held_out` is neither 1 nor 2.", describe(held_out), "1 or 2", "held_out=2", kind)
+
+
+def _core_problems(k: object) -> Iterator[Problem]:
+    each = k if isinstance(k, tuple) else (k, k)
+    if len(each) != 2 or not all(type(n) is int for n in each):
+        need = "an int >= 1, or (of users, of items)"
+        yield Problem("`k` is not a number of rows.", describe(k), need, "k=5", TypeError)
+    elif min(each) < 1:
+        yield Problem("`k` is too small.", f"{k}", "an int >= 1", "k=5")
