@@ -86,6 +86,7 @@ from funcrec.checkpoint import save as save
 from funcrec import data as data
 from funcrec import interop as interop
 from funcrec import kernels as kernels
+from funcrec import losses as losses
 from funcrec import metrics as metrics
 from funcrec import models as models
 from funcrec import nn as nn

@@ -24,7 +24,7 @@ from funcrec.core import (
 )
 from funcrec.models._deep import deep_part, run, width, with_dense
 from funcrec.models._dlrm import bottom_problems
-from funcrec.models._model import Model, build, check_configs, part
+from funcrec.models._model import Model, build, check_configs, part, used
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup, modulo
 
 
@@ -76,7 +76,7 @@ def dcnv2(
 
     def forward(params: Params, batch: Batch, key: Tensor | None):
         x = with_dense(lookup(params.tables, batch.ids, features).values, batch)
-        return deep(params.dense, cross.apply(part(params.dense, "cross"), x), key)
+        return deep(params.dense, cross.apply(part(params.dense, "cross"), x), key, used(batch))
 
     def penalty(dense: dict[str, Any]) -> Tensor:
         matrices = [w for layer in dense["cross"] for name, w in layer.items() if name != "bias"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from funcrec import nn
 from funcrec.core import check, flag_problems, random, rate_problems, size_problems
-from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part
+from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part, used
 from funcrec.models._shallow import first_order
 from funcrec.nn import Layer
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
@@ -57,7 +57,7 @@ def wide_deep(
 
     def forward(params: Params, batch: Batch, key: Tensor | None):
         x = with_dense(lookup(params.tables, batch.ids, features).values, batch)
-        z, stats = deep(params.dense, x, key)
+        z, stats = deep(params.dense, x, key, used(batch))
         return wide(params, batch) + z, stats
 
     return build(
@@ -102,7 +102,7 @@ def deepfm(
 
     def forward(params: Params, batch: Batch, key: Tensor | None):
         acts = lookup(params.tables, batch.ids, features)
-        z, stats = deep(params.dense, with_dense(acts.values, batch), key)
+        z, stats = deep(params.dense, with_dense(acts.values, batch), key, used(batch))
         return wide(params, batch) + nn.factorization_machine(acts.stack()) + z, stats
 
     return build(
@@ -114,7 +114,8 @@ def deepfm(
 
 
 def deep_part(num_in: int, sizes: Sequence[int], dropout: float, batch_norm: bool) -> tuple[Callable, Callable]:
-    """(init, apply): hidden layers `sizes` and an output layer, f[B, num_in] -> (f[B], stats)."""
+    """(init, apply): hidden layers `sizes` and an output layer, f[B, num_in] -> (f[B], stats);
+    statistics are of the rows that `mask` has."""
     hidden = nn.mlp((num_in, *sizes), final_activation=torch.relu, dropout=dropout, batch_norm=batch_norm)
     out = nn.linear(sizes[-1], 1)
 
@@ -123,16 +124,18 @@ def deep_part(num_in: int, sizes: Sequence[int], dropout: float, batch_norm: boo
         params = {"mlp": hidden.init(for_hidden), "out": out.init(for_out)}
         return {**params, "stats": hidden.init_stats()} if batch_norm else params
 
-    def apply(dense: dict[str, Any], x: Tensor, key: Tensor | None) -> tuple[Tensor, Any]:
-        h, stats = run(hidden, part(dense, "mlp"), x, key, dense.get("stats", []))
+    def apply(dense: dict[str, Any], x: Tensor, key: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Any]:
+        h, stats = run(hidden, part(dense, "mlp"), x, key, dense.get("stats", []), mask)
         return out.apply(part(dense, "out"), h).squeeze(-1), stats
 
     return init, apply
 
 
-def run(layer: Layer, params: Any, x: Tensor, key: Tensor | None, stats: Any = ()) -> tuple[Tensor, Any]:
-    """A layer as in evaluation when key is None, else as in training."""
-    return (layer.apply(params, x, stats), stats) if key is None else layer.train_apply(params, x, key, stats)
+def run(
+    layer: Layer, params: Any, x: Tensor, key: Tensor | None, stats: Any = (), mask: Tensor | None = None
+) -> tuple[Tensor, Any]:
+    """A stack of layers as in evaluation when key is None, else as in training."""
+    return (layer.apply(params, x, stats), stats) if key is None else layer.train_apply(params, x, key, stats, mask)
 
 
 def with_dense(x: Tensor, batch: Batch) -> Tensor:

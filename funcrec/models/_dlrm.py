@@ -14,7 +14,7 @@ from torch import Tensor
 from funcrec import nn
 from funcrec.core import Problem, check, flag_problems, random, rate_problems, size_problems
 from funcrec.models._deep import deep_part, run
-from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part
+from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part, used
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
 
 
@@ -74,7 +74,7 @@ def dlrm(
         if below is not None:
             first, _ = run(below, part(params.dense, "bottom"), batch.dense.to(x.dtype), key)
             x = torch.cat([first[:, None], x], 1)
-        return top(params.dense, torch.cat([x[:, :kept].flatten(1), nn.dot_interaction(x)], 1), key)
+        return top(params.dense, torch.cat([x[:, :kept].flatten(1), nn.dot_interaction(x)], 1), key, used(batch))
 
     return build(call, tables, features, num_dense, init, forward)
 

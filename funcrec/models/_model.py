@@ -1,6 +1,6 @@
-"""What a model is, and the loss of a binary label.
+"""What a model is, and the loss that it is trained on.
 
-    loss = mean_b softplus(z_b) - y_b z_b + penalty,   z = train_apply(params, batch, key)
+    loss = Σ_b w_b l(z_b, y_b) / Σ_b w_b + penalty,   z = train_apply(params, batch, key)
 
 A model is a value that holds functions; its parameters live outside, in `Params`. Shapes: B batch.
 """
@@ -10,14 +10,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from funcrec import losses
 from funcrec.core import (
     Problem,
     check,
     describe,
     fail,
+    function_problems,
     map_tensors,
     random,
     tree_leaves,
@@ -25,16 +26,16 @@ from funcrec.core import (
     typed,
     typed_fields,
 )
-from funcrec.jagged import is_concrete
+from funcrec.jagged import bag_ids
 from funcrec.tables import (
     Batch,
     FeatureConfig,
     Params,
     TableConfig,
     batch_parts,
+    blank_padding,
     feature_list_problems,
     feature_table_problems,
-    label_value_problems,
     params_problems,
     table_list_problems,
 )
@@ -70,14 +71,20 @@ class Model(NamedTuple):
     penalty: Callable[[Any], Tensor] | None = None
 
 
-def loss(model: Model) -> Callable:
-    """The training loss: binary cross entropy with logits, mean over the batch, plus the model's penalty.
+def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> Callable:
+    """The training loss: the mean of `loss` over the batch, weighted by `batch.weight`, plus the model's penalty.
+
+    Args:
+      loss: (f[B] of model.train_apply, batch.label, batch.weight) -> f[]: binary cross entropy with logits, or another
+        of `fr.losses`, or your own.
 
     Returns: loss_fn(params, batch, *, key) -> (f[], {"logits": f[B], "stats": ...}), for `value_and_grad(has_aux=True)`
       and for `train_step(has_aux=True, merge=merge_stats)`.
 
-    Raises: from loss_fn, ValueError for labels that are not f[B] in [0, 1]; where no value can be read (under `jit`, on
-      a GPU), a label outside [0, 1] makes the loss NaN.
+    Raises: from loss_fn, ValueError for a batch without a label, and what `loss` raises: for labels that are not f[B]
+      in [0, 1]; where no value can be read (under `jit`, on a GPU), such a label makes the loss NaN.
+
+    Law: an example of weight 0 changes neither loss, gradients nor running statistics, whatever it holds besides ids.
 
     Example:
       >>> import torch, funcrec as fr
@@ -94,23 +101,17 @@ def loss(model: Model) -> Callable:
         fail(
             "funcrec.models.loss", "`model` is not a model.", got=describe(model), need=need, hint=hint, kind=TypeError
         )
+    check("funcrec.models.loss", function_problems(loss=loss))
 
     def loss_fn(params: Params, batch: Batch, *, key: Tensor):
         logits, stats = model.train_apply(params, batch, key)
-        check("funcrec.models.loss", label_problems(batch.label, logits))
-        value = F.binary_cross_entropy_with_logits(logits, clicks(batch.label).to(logits.dtype))
+        check("funcrec.models.loss", label_problems(batch.label))
+        value = loss(logits, batch.label, batch.weight)
         if model.penalty is not None:
             value = value + model.penalty(params.dense)
         return value, {"logits": logits, "stats": stats}
 
     return loss_fn
-
-
-def clicks(label: Tensor) -> Tensor:
-    """The labels; NaN where one is outside [0, 1], which has no cross entropy."""
-    if not label.is_floating_point():
-        label = label.float()
-    return torch.where((label >= 0) & (label <= 1), label, torch.nan)
 
 
 def merge_stats(dense: dict[str, Any], aux: dict[str, Any]) -> dict[str, Any]:
@@ -220,15 +221,33 @@ def build(
 
     def apply(params: Params, batch: Batch) -> Tensor:
         check(f"{call}.apply", own_problems(params), batch_problems(batch, num_dense))
-        return forward(params, batch, None)[0]
+        return forward(params, without_padding(batch), None)[0]
 
     def train_apply(params: Params, batch: Batch, key: Tensor) -> tuple[Tensor, Any]:
         check(f"{call}.train_apply", own_problems(params), batch_problems(batch, num_dense))
         random.check_key(f"{call}.train_apply", key)
-        logits, stats = forward(params, batch, key)
+        logits, stats = forward(params, without_padding(batch), key)
         return logits, stats or {}
 
     return Model(tables, tuple(features), init, apply, train_apply, penalty)
+
+
+def used(batch: Batch) -> Tensor | None:
+    """bool[B], the examples that are no padding; None for all."""
+    return None if batch.weight is None else batch.weight != 0
+
+
+def without_padding(batch: Batch) -> Batch:
+    """The batch with zeros for the numbers of examples of weight 0: zero
+    times what stood there need not be zero in a gradient."""
+    if batch.weight is None:
+        return batch
+    ids, dense = batch.ids, None if batch.dense is None else blank_padding(batch.dense, batch.weight)
+    if ids.weights is not None and ids.strides is None and ids.inverse is None and ids.num_bags:
+        bags = bag_ids(ids.offsets, ids.capacity).clamp(max=len(ids.keys) * ids.num_bags - 1)
+        inside = used(batch).index_select(0, bags % ids.num_bags)
+        ids = replace(ids, weights=torch.where(inside, ids.weights, 0))
+    return replace(batch, ids=ids, dense=dense)
 
 
 # -- validators --------------------------------------------------------------------------------------------------
@@ -281,7 +300,7 @@ def own_problems(params: object) -> Iterator[Problem]:
 
 def batch_problems(batch: object, num_dense: int) -> Iterator[Problem]:
     if not isinstance(batch, Batch):
-        hint = "fr.Batch(ids, label, dense)"
+        hint = "fr.Batch(ids, label, dense, weight)"
         yield Problem("`batch` is not a batch.", describe(batch), "a Batch", hint, kind=TypeError)
         return
     found = list(batch_parts(batch, "batch"))
@@ -298,12 +317,15 @@ def batch_problems(batch: object, num_dense: int) -> Iterator[Problem]:
         yield Problem("`batch.dense` does not match the model.", describe(batch.dense), f"f[B, {num_dense}]")
     elif batch.dense is not None and not batch.dense.is_floating_point():
         yield Problem("`batch.dense` is not a float tensor.", describe(batch.dense), "floats", kind=TypeError)
+    rows = batch.ids.num_bags if batch.ids.strides is None and batch.ids.inverse is None else None
+    weight = batch.weight
+    if weight is not None and (weight.dim() != 1 or rows not in (None, weight.shape[0])):
+        yield Problem("`batch.weight` does not match its ids.", describe(weight), f"f[{rows or 'B'}]")
+    elif weight is not None and not weight.is_floating_point():
+        yield Problem("`batch.weight` is not a float tensor.", describe(weight), "f[B]", "weight.float()", TypeError)
 
 
-def label_problems(label: object, logits: Tensor) -> Iterator[Problem]:
-    if not isinstance(label, Tensor):
-        yield Problem("`batch.label` is not a tensor.", describe(label), describe(logits), kind=TypeError)
-    elif label.shape != logits.shape:
-        yield Problem("`batch.label` does not match the logits.", describe(label), describe(logits))
-    elif is_concrete(label):
-        yield from label_value_problems(label, "batch.label")
+def label_problems(label: object) -> Iterator[Problem]:
+    if label is None:
+        need, hint = "f32[B]", "fr.Batch(ids, label, dense); model.apply(params, batch) needs none"
+        yield Problem("`batch.label` is missing: there is nothing to learn from.", "None", need, hint)

@@ -3,13 +3,15 @@
     y = scale · (x - mean) / √(var + eps) + shift
 
 Training takes mean and var from the batch (var over B) and gives stats' = (1 - momentum) · stats + momentum · (mean,
-var over B - 1); evaluation takes them from the stats.
+var over B - 1); evaluation takes them from the stats. With a mask B is the number of rows that it holds to be there.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from funcrec.core import check, describe, fail, number_problems, size_problems
+from funcrec.core import Problem, check, describe, fail, number_problems, size_problems
 from funcrec.nn._layer import Layer, ones, param_problems, width_problems, zeros
 
 
@@ -17,7 +19,8 @@ def batch_norm(dim: int, *, momentum: float = 0.1, eps: float = 1e-5) -> Layer:
     """x f[B, dim] -> f[B, dim], each column normalised over the batch.
 
     Returns: Layer with params {"scale", "shift"} and stats {"mean", "var"}, f[dim] each; apply(params, x, stats) and
-    train_apply(params, x, key, stats) -> (y, stats), whose key is not used.
+    train_apply(params, x, key, stats, mask=None) -> (y, stats), whose key is not used. mask: bool[B], False for rows of
+    padding, which no statistic counts; fewer than two others leave the stats as they are.
 
     Raises: ValueError for a training batch of one row, whose variance is unknown.
 
@@ -50,16 +53,30 @@ def batch_norm(dim: int, *, momentum: float = 0.1, eps: float = 1e-5) -> Layer:
         check(call, width_problems(x, dim), param_problems(params, scale=(dim,), shift=(dim,)), stats_problems(stats))
         return normalise(params, x, stats["mean"], stats["var"])
 
-    def train_apply(params, x: Tensor, key, stats) -> tuple[Tensor, dict[str, Tensor]]:
+    def train_apply(params, x: Tensor, key, stats, mask: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         check(call, width_problems(x, dim), param_problems(params, scale=(dim,), shift=(dim,)), stats_problems(stats))
         count = x.shape[0]
         if count < 2:
             need = "at least two rows, for a variance"
             fail(call, "`x` is too small a batch to train on.", got=describe(x), need=need, hint="apply(...)")
-        mean = x.mean(0)
-        var = (x - mean).square().mean(0)
-        new = {"mean": mean, "var": var * (count / (count - 1))}
-        mixed = {k: stats[k] + momentum * (new[k] - stats[k]) for k in ("mean", "var")}
+        if mask is not None:
+            check(call, mask_problems(mask, count))
+            x = torch.where(mask[:, None], x, 0)  # what a row of padding holds is not read
+            count = mask.sum().clamp(min=1).to(x.dtype)
+        mean = x.mean(0) if mask is None else x.sum(0) / count
+        square = (x - mean).square()
+        var = square.mean(0) if mask is None else torch.where(mask[:, None], square, 0).sum(0) / count
+        known = 1.0 if mask is None else (count > 1).to(x.dtype)
+        new = {"mean": mean, "var": var * (count / (count - known))}
+        mixed = {k: stats[k] + momentum * known * (new[k] - stats[k]) for k in ("mean", "var")}
         return normalise(params, x, mean, var), mixed
 
     return Layer(init, apply, train_apply, init_stats)
+
+
+def mask_problems(mask: object, count: int) -> Iterator[Problem]:
+    need, hint = f"bool[{count}], or None", "mask=weight != 0"
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        yield Problem("`mask` is not a mask.", describe(mask), need, hint, TypeError)
+    elif mask.shape != (count,):
+        yield Problem("`mask` does not match the rows of `x`.", describe(mask), need, hint)

@@ -83,7 +83,7 @@ def mlp(
       batch_norm: between each linear layer and its activation.
 
     Returns: Layer with params {"linear": [...]} and, with batch norm, "norm": [...]; apply(params, x, stats=[]) and
-    train_apply(params, x, key, stats=[]) -> (y, stats).
+    train_apply(params, x, key, stats=[], mask=None) -> (y, stats); mask: of batch norm.
 
     Example:
       >>> import torch, funcrec as fr
@@ -119,12 +119,14 @@ def mlp(
         norm = lambda i, x: norms[i].apply(params["norm"][i], x, stats[i])
         return _stack(stages, params["linear"], x, lambda i, x: x, norm)
 
-    def train_apply(params: dict[str, Any], x: Tensor, key: Tensor, stats: Sequence = ()) -> tuple[Tensor, list]:
+    def train_apply(
+        params: dict[str, Any], x: Tensor, key: Tensor, stats: Sequence = (), mask: Tensor | None = None
+    ) -> tuple[Tensor, list]:
         check(call, stat_problems(stats, len(norms)), own_problems(params))
         keys, new = random.split(key, count) if dropout else None, []
 
         def norm(i: int, x: Tensor) -> Tensor:
-            y, own = norms[i].train_apply(params["norm"][i], x, None, stats[i])
+            y, own = norms[i].train_apply(params["norm"][i], x, None, stats[i], mask)
             new.append(own)
             return y
 

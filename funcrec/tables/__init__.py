@@ -29,6 +29,7 @@ from funcrec.tables._lookup import lookup_transpose as lookup_transpose
 from funcrec.tables._params import Batch as Batch
 from funcrec.tables._params import Params as Params
 from funcrec.tables._params import batch_parts as batch_parts
+from funcrec.tables._params import blank_padding as blank_padding
 from funcrec.tables._params import show_dense as show_dense
 from funcrec.tables._params import show_tables as show_tables
 from funcrec.tables._plain import sequence_rows as sequence_rows
@@ -52,3 +53,4 @@ from funcrec.tables._rowgrads import terms_of as terms_of
 from funcrec.tables._taps import TableRef as TableRef
 from funcrec.tables._validate import label_value_problems as label_value_problems
 from funcrec.tables._validate import validate as validate
+from funcrec.tables._validate import weight_value_problems as weight_value_problems

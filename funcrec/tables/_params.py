@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from funcrec.core import PARTS, Problem, describe, fail, pytree, tree_leaves
@@ -32,14 +33,19 @@ class Params:
         return f"Params(tables={show_tables(self.tables)}, dense={show_dense(self.dense)})"
 
 
-@pytree(optional=("dense",))
+@pytree(optional=("label", "dense", "weight"))
 class Batch:
     """One batch of examples, as the models of `funcrec.models` and the loaders of `funcrec.data` have it.
 
     Args:
       ids: B bags per key.
-      label: f32[B].
+      label: f32[B], or f32[B, T] for T tasks; None where there is nothing to learn from: `model.apply` needs none.
       dense: f32[B, num_dense], or None.
+      weight: f32[B] >= 0, how much each example counts in a loss or a metric; None for all alike. An example of weight
+        0 is padding: neither its label nor its dense inputs are read. (The rows of its ids get gradients of zeros,
+        and optimizers with momentum move rows that they meet; padding made of empty bags meets none.)
+
+    Law: a loss of `funcrec.models` is Σ w l / Σ w over the batch, on a mesh over the batches of all ranks.
 
     Example:
       >>> import torch, funcrec as fr
@@ -48,8 +54,15 @@ class Batch:
     """
 
     ids: KeyedJaggedTensor
-    label: Tensor
+    label: Tensor | None = None
     dense: Tensor | None = None
+    weight: Tensor | None = None
+
+
+def blank_padding(x: Tensor, weight: Tensor | None) -> Tensor:
+    """x [B, ...] with zeros for the examples of weight 0, so that what they
+    hold is in no sum, and in no derivative: 0 · NaN is NaN."""
+    return x if weight is None else torch.where((weight == 0).reshape(-1, *(1,) * (x.dim() - 1)), 0, x)
 
 
 def _is_spec(x: object) -> bool:
@@ -71,7 +84,7 @@ def show_dense(dense: Any) -> str:
 
 def batch_parts(x: Batch, path: str) -> Iterator[Problem]:
     """What is wrong with the fields of one that was made by hand, or came out of a tree."""
-    hint = "fr.Batch(ids, label, dense)"
+    hint = "fr.Batch(ids, label, dense, weight)"
     if not isinstance(x.ids, KeyedJaggedTensor):
         need = "a KeyedJaggedTensor"
         yield Problem(
@@ -79,10 +92,11 @@ def batch_parts(x: Batch, path: str) -> Iterator[Problem]:
         )
     else:
         yield from keyed_parts(x.ids, f"{path}.ids")
-    for name in ("label", "dense"):
+    for name, need in (("label", "[B, ...]"), ("dense", "[B, ...]"), ("weight", "f[B]")):
         t = getattr(x, name)
-        if not isinstance(t, Tensor) and not (name == "dense" and t is None):
-            yield Problem(f"`{path}.{name}` is not a tensor.", describe(t), "a tensor [B, ...]", hint, TypeError)
+        if t is not None and not isinstance(t, Tensor):
+            need = f"a tensor {need}, or None"
+            yield Problem(f"`{path}.{name}` is not a tensor.", describe(t), need, hint, TypeError)
 
 
 PARTS[Batch] = batch_parts

@@ -10,7 +10,7 @@ from funcrec.core import CheckError, Problem, check, describe
 from funcrec.jagged import KeyedJaggedTensor, check_ids, offset_value_problems
 from funcrec.tables._configs import FeatureConfig, TableConfig
 from funcrec.tables._kinds import table_shapes
-from funcrec.tables._params import Batch
+from funcrec.tables._params import Batch, batch_parts, blank_padding
 from funcrec.tables._problems import (
     feature_key_problems,
     feature_list_problems,
@@ -28,12 +28,15 @@ def validate(
     ids: Ids,
     features: Sequence[FeatureConfig],
     tables: Mapping[str, Tensor] | Sequence[TableConfig],
+    *,
+    labels: tuple[float, float] = (0.0, 1.0),
 ) -> Ids:
     """The same ids, after a look at every value: offsets ascend, bags keep `max_length`, ids are rows of their table.
 
     Args:
-      ids: a KeyedJaggedTensor, or a Batch: its labels are then looked at
-        as well, numbers in [0, 1], and its dense inputs, finite.
+      ids: a KeyedJaggedTensor, or a Batch: its labels (where it has some) are then looked at as well, its dense inputs,
+        finite, and its weights, finite and >= 0. What an example of weight 0 has besides its ids is not looked at.
+      labels: the least and the greatest label that is right; (0, 1) are the labels of clicks, (-inf, inf) any numbers.
 
     Raises: CheckError that names feature, bag and id, or the label; reads the values on the host.
 
@@ -54,33 +57,79 @@ def validate(
     check_ids(call, found, "ids.ids" if isinstance(ids, Batch) else "ids")
     check(call, feature_list_problems(features), table_tensor_problems(tables))
     check(call, feature_table_problems(features, tables), feature_key_problems(features, found))
-    labels = batch_value_problems(ids) if isinstance(ids, Batch) else ()
-    check(call, value_problems(found, features, table_shapes(tables)), labels)
+    check(call, bounds_problems(labels))
+    rest = batch_value_problems(ids, labels) if isinstance(ids, Batch) else ()
+    check(call, value_problems(found, features, table_shapes(tables)), rest)
     return ids
 
 
-def batch_value_problems(batch: Batch) -> Iterator[Problem]:
-    label = batch.label
-    if not isinstance(label, Tensor) or label.dim() != 1:
-        yield Problem("`batch.label` is not a vector.", describe(label), "f[B]", kind=TypeError)
-    else:
-        yield from label_value_problems(label, "batch.label", CheckError)
-        keys = batch.ids.keys if batch.ids.strides is None else ()
-        if keys and label.shape[0] != batch.ids.num_bags:
-            yield Problem(
-                "`batch.label` does not match its ids.", describe(label), f"one for each of {batch.ids.num_bags} bags"
-            )
-    if isinstance(batch.dense, Tensor):
-        yield from finite_problems("`batch.dense`", batch.dense)
+def batch_value_problems(batch: Batch, labels: tuple[float, float]) -> Iterator[Problem]:
+    label, weight = batch.label, batch.weight
+    found = list(batch_parts(batch, "batch")) or list(batch_shape_problems(batch))
+    yield from found
+    if found:
+        return
+    if weight is not None:
+        yield from weight_value_problems(weight, "batch.weight", CheckError)
+    if label is not None:
+        yield from label_value_problems(label, "batch.label", CheckError, weight=weight, labels=labels)
+    if batch.dense is not None:
+        yield from finite_problems("`batch.dense`", blank_padding(batch.dense, weight))
 
 
-def label_value_problems(label: Tensor, path: str, kind: type[Exception] = ValueError) -> Iterator[Problem]:
-    """The labels of clicks: 0, 1, or a number between, for a chance."""
-    wrong = ~((label >= 0) & (label <= 1))
+def batch_shape_problems(batch: Batch) -> Iterator[Problem]:
+    is_form = {"label": lambda x: x.dim() == 1 or (x.dim() == 2 and x.shape[1] > 1), "dense": lambda x: x.dim() == 2}
+    needs = {"label": "f[B], or f[B, T] of several tasks", "dense": "f[B, num_dense]", "weight": "f[B]"}
+    count = batch.ids.num_bags if batch.ids.strides is None and batch.ids.keys else None
+    for name, need in needs.items():
+        x = getattr(batch, name)
+        if x is not None and not is_form.get(name, lambda x: x.dim() == 1)(x):
+            hint = f"{name}.squeeze(1)" if name != "dense" and x.dim() == 2 else ""
+            what = f"`batch.{name}` is not a {'matrix' if name == 'dense' else 'vector'}."
+            yield Problem(what, describe(x), need, hint, TypeError)
+        elif x is not None and count not in (None, x.shape[0]):
+            yield Problem(f"`batch.{name}` does not match its ids.", describe(x), f"one for each of {count} bags")
+
+
+def label_value_problems(
+    label: Tensor,
+    path: str,
+    kind: type[Exception] = ValueError,
+    *,
+    weight: Tensor | None = None,
+    labels: tuple[float, float] = (0.0, 1.0),
+) -> Iterator[Problem]:
+    """Labels [B] or [B, T] in the range `labels`, and finite; those of weight 0 are passed over. (0, 1) is that of
+    clicks: 0, 1, or a number between, for a chance."""
+    low, high = labels
+    wrong = blank_padding(~((label >= low) & (label <= high) & torch.isfinite(label)), weight)
+    if bool(wrong.any()):
+        at = wrong.nonzero()[0].tolist()
+        got = f"{path}{at} = {label[tuple(at)].item()}, {int(wrong.sum())} in all"
+        if tuple(labels) == (0, 1):
+            need, hint = "labels in [0, 1]", "label >= 4, say, if these are ratings"
+            yield Problem(f"`{path}` are not labels of clicks.", got, need, hint, kind)
+        else:
+            yield Problem(f"`{path}` has labels out of range.", got, f"finite labels in [{low}, {high}]", kind=kind)
+
+
+def weight_value_problems(weight: Tensor, path: str, kind: type[Exception] = ValueError) -> Iterator[Problem]:
+    """Weights f[B] of examples are finite and not negative."""
+    wrong = ~((weight >= 0) & (weight < torch.inf))
     if bool(wrong.any()):
         at = int(wrong.to(torch.int8).argmax())
-        got, need = f"{path}[{at}] = {label[at].item()}, {int(wrong.sum())} in all", "labels in [0, 1]"
-        yield Problem(f"`{path}` are not labels of clicks.", got, need, "label >= 4, say, if these are ratings", kind)
+        got = f"{path}[{at}] = {weight[at].item()}, {int(wrong.sum())} in all"
+        yield Problem(f"`{path}` has numbers that are not weights.", got, "finite weights >= 0", kind=kind)
+
+
+def bounds_problems(labels: object) -> Iterator[Problem]:
+    """`labels` must be (least, greatest)."""
+    need, hint = "(least, greatest), two numbers", "labels=(0, 1), or (-math.inf, math.inf) for any"
+    is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
+    if not isinstance(labels, tuple | list) or len(labels) != 2 or not all(map(is_number, labels)):
+        yield Problem("`labels` are not bounds.", describe(labels), need, hint, TypeError)
+    elif not labels[0] <= labels[1]:
+        yield Problem("`labels` are bounds of nothing.", f"{tuple(labels)}", need, hint)
 
 
 def value_problems(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: Mapping) -> Iterator[Problem]:

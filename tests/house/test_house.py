@@ -25,7 +25,7 @@ ORDER = (
     ("mesh",),
     ("tables",),
     ("compile",),
-    ("optim", "nn", "data", "metrics", "checkpoint"),
+    ("optim", "nn", "data", "metrics", "checkpoint", "losses"),
     ("sharding", "models"),
     ("train",),
     ("interop", "testing"),

@@ -88,7 +88,7 @@ def test_labels_that_are_none(bad):
     label = torch.zeros(32)
     label[7] = bad
     batch, params, loss = batch_of(0, label), LR.init(fr.key(0)), fr.models.loss(LR)
-    with pytest.raises(ValueError, match=r"`batch\.label` are not labels(.|\n)*label\[7\]"):
+    with pytest.raises(ValueError, match=r"`label` are not labels(.|\n)*label\[7\]"):
         loss(params, batch, key=fr.key(1))
     with pytest.raises(ValueError, match=r"label\[7\]"):
         fr.value_and_grad(loss, has_aux=True)(params, batch, key=fr.key(1))

@@ -193,7 +193,7 @@ def rare(calls: Any) -> None:
     overflow, whole gradients of cut rows, a jvp's mark."""
     ids = fr.KeyedJaggedTensor.from_lists({"x": [[1], [2]], "y": [[3]]})
     dataclasses.replace(ids, inverse=torch.tensor([[0, 1], [0, 0]])).pad_to(4)
-    fr.validate(fr.Batch(calls.IDS, torch.zeros(4), torch.zeros(4, 3)), calls.FEATURES, calls.CONFIGS)
+    fr.validate(fr.Batch(calls.IDS, torch.zeros(4), torch.zeros(4, 3), torch.ones(4)), calls.FEATURES, calls.CONFIGS)
     fr.optim.rmsprop(momentum=0.9).init(calls.TABLES)
     deep, x = fr.nn.cross_network(4, 2), torch.ones(3, 4)
     deep.apply(deep.init(calls.KEY), x)

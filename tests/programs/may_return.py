@@ -31,7 +31,7 @@ MAY_RETURN = (
     Row("what is not a jagged value has no padding", r"testing.\w+_padding", "tree"),
     Row("an item is a tree of anything", "data.prefetch", r"items.*"),
     # what is not this function's to read
-    Row("a loss reads of its batch what it likes", r"\.(grad_fn|step|step_on_mesh)", r"batch\.(label|dense)"),
+    Row("a loss reads of its batch what it likes", r"\.(grad_fn|step|step_on_mesh)", r"batch\.(label|dense|weight)"),
     Row("a model's answer does not depend on labels", r"models.(apply|train_apply|query|towers)", r"batch\.label",
         TENSORS),
     Row("dense parameters go through as they are", r"\.(gather_state|sync_replicas)", r"state\.(dense|dense_opt)"),

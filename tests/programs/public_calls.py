@@ -157,7 +157,7 @@ def values() -> list[Call]:
             pad_to_bucket=(fr.pad_to_bucket, {"ids": IDS, "minimum": 16}),
               global_norm=(lambda grads, more: fr.global_norm(grads, more), {"grads": GRADS, "more": f32(2)}),
               clip_by_global_norm=(fr.clip_by_global_norm, {"grads": GRADS, "max_norm": 1.0}),
-              validate=(fr.validate, {"ids": IDS, "features": FEATURES, "tables": CONFIGS}),
+              validate=(fr.validate, {"ids": IDS, "features": FEATURES, "tables": CONFIGS, "labels": (0.0, 1.0)}),
               pytree=(fr.pytree, {"cls": type("V", (), {"__annotations__": {"a": int}}), "static": (), "optional": ()}),
               checked=(fr.checked, {"fn": loss_fn})),
     ]  # fmt: skip

@@ -1,0 +1,44 @@
+"""Binary cross entropy of a logit.
+
+    l(z, y) = softplus(z) - y z
+
+Shapes: B batch.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from funcrec.core import check
+from funcrec.jagged import is_concrete
+from funcrec.losses._mean import pair_problems, reduce, reduction_problems, weight_problems
+from funcrec.tables import blank_padding, label_value_problems
+
+
+def bce(logits: Tensor, label: Tensor, weight: Tensor | None = None, *, reduction: str = "mean") -> Tensor:
+    """Binary cross entropy with logits, of labels that are 0, 1 or a chance between.
+
+    Args:
+      logits: f[B].
+      label: [B] in [0, 1], of any real dtype.
+      weight: f[B] >= 0, or None; an example of weight 0 is padding, whose logit and label are not read.
+      reduction: "mean" for `weighted_mean`, f[]; "none" for each example's own loss, f[B], 0 for padding.
+
+    Raises: ValueError for a label outside [0, 1]; where no value can be read (under `jit`, on a GPU) its loss is NaN.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.losses.bce(torch.tensor([0.0, 5.0]), torch.tensor([1.0, 1.0]))
+      tensor(0.3499)
+
+    Source: torch.nn.functional.binary_cross_entropy_with_logits.
+    """
+    call = "funcrec.losses.bce"
+    check(call, reduction_problems(reduction), pair_problems(logits, "logits", label, 1))
+    check(call, weight_problems(weight, logits.shape))
+    check(call, label_value_problems(label, "label", weight=weight) if is_concrete(label) else ())
+    z, y = (blank_padding(x, weight) for x in (logits, label if label.is_floating_point() else label.float()))
+    y = torch.where((y >= 0) & (y <= 1), y, torch.nan).to(z.dtype)
+    if weight is None:
+        return F.binary_cross_entropy_with_logits(z, y, reduction=reduction)
+    return reduce(F.binary_cross_entropy_with_logits(z, y, reduction="none"), weight, reduction)

@@ -1,0 +1,97 @@
+"""The weighted mean that every loss ends in, and what stands for an example that is padding.
+
+    mean(x, w) = Σ_b w_b x_b / Σ_b w_b          on n ranks: the mean over them of Σ_b w_b x_b / (1/n Σ_r Σ_b w_b)
+
+Shapes: B batch.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, check, describe
+from funcrec.jagged import is_concrete
+from funcrec.mesh import bound_names, pmean
+from funcrec.tables import blank_padding, weight_value_problems
+
+
+def weighted_mean(values: Tensor, weight: Tensor | None = None) -> Tensor:
+    """f[]: the mean of each example's value, weighted; 0 where all weights are 0.
+
+    Args:
+      values: f[B], a loss of each example.
+      weight: f[B] >= 0, or None for the plain mean. A value of weight 0 is not read.
+
+    Inside `shard_map`, so in a step on a mesh too, the sum of weights is taken over all ranks: the mean of the ranks'
+    losses, which is what they are trained on, is then the weighted mean over all their examples, however the weights
+    lie. (The groups of a plan with `replicas` take the sum over all groups as well.) Without weights nothing is sent.
+
+    Raises: ValueError for a weight that is negative or not finite; where no value can be read (under `jit`, on a GPU)
+      the mean is NaN then.
+
+    Law: a weight of 2 is the example twice; an example of weight 0 changes neither value nor gradient.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.losses.weighted_mean(torch.tensor([1.0, 2.0, torch.nan]), torch.tensor([3.0, 1.0, 0.0]))
+      tensor(1.2500)
+    """
+    call = "funcrec.losses.weighted_mean"
+    check(call, values_problems(values, "values", 1), weight_problems(weight, values.shape))
+    if weight is None:
+        return values.mean()
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    w = torch.where((weight >= 0) & (weight < torch.inf), weight, torch.nan).to(dtype)
+    total, ranks = w.sum(), bound_names()
+    total = pmean(total, ranks) if ranks else total
+    mean = (w * blank_padding(values, weight)).sum() / torch.where(total == 0, 1, total)
+    return mean.to(values.dtype)
+
+
+def reduce(values: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
+    """f[B] as it is, 0 for padding, or its weighted mean."""
+    return weighted_mean(values, weight) if reduction == "mean" else blank_padding(values, weight)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def values_problems(x: object, name: str, dim: int) -> Iterator[Problem]:
+    need = f"f[{', '.join('BTD'[:dim])}]"
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        yield Problem(f"`{name}` are not floating-point numbers.", describe(x), need, kind=TypeError)
+    elif x.dim() != dim:
+        yield Problem(f"`{name}` have another number of dimensions.", describe(x), need)
+
+
+def weight_problems(weight: object, shape: torch.Size) -> Iterator[Problem]:
+    """`weight` must be None, or one number >= 0 for each example."""
+    if weight is None:
+        return
+    need, hint = f"f[{', '.join(map(str, shape[:1]))}], or None", "weight=torch.ones(B), 0 for padding"
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        yield Problem("`weight` is not a float tensor.", describe(weight), need, hint, TypeError)
+    elif weight.shape != shape[:1]:
+        yield Problem("`weight` does not match the examples.", describe(weight), need, hint)
+    elif is_concrete(weight):
+        yield from weight_value_problems(weight, "weight")
+
+
+def reduction_problems(reduction: object) -> Iterator[Problem]:
+    if not isinstance(reduction, str) or reduction not in ("mean", "none"):
+        yield Problem("`reduction` is unknown.", f"{reduction!r}", "'mean' or 'none'", "reduction='mean'")
+
+
+def pair_problems(predictions: object, name: str, label: object, dim: int) -> Iterator[Problem]:
+    """Predictions and labels, one of one."""
+    found = list(values_problems(predictions, name, dim))
+    yield from found
+    if label is None:
+        need = "a tensor" if found else f"{list(predictions.shape)}"
+        yield Problem("`label` is missing.", "None", need, "fr.Batch(ids, label=...)", TypeError)
+    elif not isinstance(label, Tensor) or label.is_complex():
+        yield Problem("`label` is not a tensor of numbers.", describe(label), "[B]", kind=TypeError)
+    elif not found and label.shape != predictions.shape:
+        need, hint = f"{list(predictions.shape)}, as {name}", "" if label.dim() == dim else "label.squeeze(-1)"
+        yield Problem(f"`label` does not match the {name}.", describe(label), need, hint)
