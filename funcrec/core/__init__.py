@@ -35,6 +35,8 @@ from funcrec.core._functorch import is_differentiated_above as is_differentiated
 from funcrec.core._functorch import is_in_transform as is_in_transform
 from funcrec.core._functorch import is_in_vmap as is_in_vmap
 from funcrec.core._functorch import is_wrapped as is_wrapped
+from funcrec.core._functorch import member_of as member_of
+from funcrec.core._functorch import members_below as members_below
 from funcrec.core._functorch import one_level_below as one_level_below
 from funcrec.core._functorch import outside_transforms as outside_transforms
 from funcrec.core._functorch import under_vmaps as under_vmaps

@@ -6,7 +6,9 @@
 (What the kernels ask, which import torch only, stands in `kernels/tracked.py`.)
 """
 
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ from torch._functorch.pyfunctorch import (
     temporarily_pop_interpreter_stack,
 )
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
+
+from funcrec.core._tree import tree_flatten, tree_unflatten
 
 outside_transforms = temporarily_clear_interpreter_stack
 
@@ -75,6 +79,25 @@ def vmaps_above(x: Tensor, level: int) -> tuple[Tensor, list[tuple[int, int, int
         if dim is not None:
             maps.append((own, dim, x.shape[dim]))
     return x, maps[::-1]
+
+
+def member_of(x: Any, dims: Sequence[int | None], member: Sequence[int]) -> Any:
+    """x[member] of what `vmaps_above` gave: a place in each vmap's dimension, the outermost first, None for none."""
+    for dim, i in zip(dims, member, strict=True):
+        x = x if dim is None else x.select(dim, i)
+    return x
+
+
+def members_below(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """[(place, tree)] for each member of the vmaps around, as they are below all transforms: readable values."""
+    leaves, structure = tree_flatten(tree)
+    below = [vmaps_above(x, 0) if isinstance(x, torch.Tensor) else (x, []) for x in leaves]
+    sizes = {level: size for _, maps in below for level, _, size in maps}
+    dims = [[{v: d for v, d, _ in maps}.get(v) for v in sorted(sizes)] for _, maps in below]
+    with outside_transforms():
+        of = lambda place: [member_of(x, d, place) for (x, _), d in zip(below, dims, strict=True)]
+        places = itertools.product(*(range(sizes[v]) for v in sorted(sizes)))
+        return [(place, tree_unflatten(of(place), structure)) for place in places]
 
 
 def under_vmaps(x: Tensor, levels: Sequence[int]) -> Tensor:

@@ -89,7 +89,7 @@ def exchanged(
         fetched = steps.fetch(tables.banks, routed, routes, implementation, tables.transport.codec)
         for i, block in lanes_of(fetched, routed, routes).items():
             lane = routes.lanes[i]
-            blocks[lane.feature.name][lane.shard.first] = block
+            blocks[lane.feature.name][lane.shard.first] = unless_lost(block, tables.transport, routes, routed)
     return {name: [own[first] for first in sorted(own)] for name, own in blocks.items()}, exchanges
 
 
@@ -105,15 +105,26 @@ def sent_back(
     out: dict[str, RowGrads] = {}
     for routes, routed in zip(each, exchanges, strict=True):
         transpose = steps_of(answers, transport, routes).transpose
-        out |= transpose({i: own(x) for i, x in enumerate(routes.lanes)}, routed, routes, transport.codec_back)
+        d_lanes = {i: unless_lost(own(x), transport, routes, routed) for i, x in enumerate(routes.lanes)}
+        out |= transpose(d_lanes, routed, routes, transport.codec_back)
     return out
+
+
+def has_capacity(transport: Transport, routes: Routes) -> bool:
+    """Whether an exchange may have no room for an id: not one of copies, which are read where they are."""
+    return transport.capacity is not None and bool(routes.axes)
+
+
+def unless_lost(x: Tensor, transport: Transport, routes: Routes, routed: Any) -> Tensor:
+    """x, of a rank's own bags, or NaN where an id of that rank found no place: it and its
+    transpose are linear, and nobody takes a part of a batch for the whole."""
+    return x * torch.where(routed.overflow[0] > 0, torch.nan, 1).to(x.dtype) if has_capacity(transport, routes) else x
 
 
 def overflows_of(transport: Transport, each: Sequence[Routes], exchanges: Sequence) -> tuple[Tensor, ...]:
     """Of exchanges that are sure to have room nobody asks, nor of copies, which are read where they are."""
-    if transport.capacity is None:
-        return ()
-    return tuple(x.overflow for routes, x in zip(each, exchanges, strict=True) if routes.axes)
+    both = zip(each, exchanges, strict=True)
+    return tuple(x.overflow for routes, x in both if has_capacity(transport, routes))
 
 
 def whole_rows(tables: Any) -> Layout:

@@ -109,9 +109,9 @@ def shard_tables(
       tables: every rank passes the same.
       exact: whether owners send single rows and not sums, so that row-wise sums
         have one process's bits; more bytes where bags are long.
-      capacity: the most ids that a rank may send to another; None for all that it has. Those beyond it are missing from
-        what a lookup gives, and from the gradients of `value_and_grad`: a step with
-        a capacity (`train_step`) counts them and does not train.
+      capacity: the most ids that a rank may send to another; None for all that it has. A rank with more gets NaN from
+        every lookup of them, and from `value_and_grad` as its loss and gradients; `checked` raises, and tells the
+        capacity that would do. A step with a capacity (`train_step`) counts them and does not train.
       codec: how vectors travel, there and back; None for every bit.
       dedup: whether a rank sends each row's number once, however many ids name it, and is sent that row once: pooling
         is done here, with one process's bits, and a row's gradients are added up here before they go. `capacity` is

@@ -57,6 +57,9 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
     the loss calls itself, of the loss's own tables too. The gradient is the table's,
     whatever a lookup calls it: {"a": params.tables["b"]}.
 
+    Of tables with a capacity (`shard_tables`) a rank whose ids found no place
+    has NaN for its loss and gradients; `checked` tells how many they were. (`train_step` counts them.)
+
     Cost: the forward twice when not compiled.
 
     Example:
@@ -74,7 +77,10 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
 
     @functools.wraps(loss_fn)
     def run(params: Params, *args, **kwargs):
-        value, grads, _ = with_overflows(params, *args, **kwargs)
+        value, grads, overflows = with_overflows(params, *args, **kwargs)
+        if is_checking() and overflows:
+            checks.check_values("funcrec.value_and_grad", checks.room_problems, overflows)
+            check_gradients(value[0] if has_aux else value, grads)
         return value, grads
 
     return run
@@ -112,8 +118,8 @@ def value_grad_and_overflows(loss_fn: Callable, has_aux: bool) -> Callable:
         made = [member for site, d, x in of_sites for member in site.cotangents(d, x)]
         tables |= summed(item for grads, _ in made for item in grads.items())
         overflows = [x for _, own in made for x in own]
-        if is_checking():
-            check("funcrec.value_and_grad", gradient_problems(loss, tables, d_dense))
+        if is_checking() and not overflows:  # else whoever knows whether an id was lost, by which they are NaN
+            check_gradients(loss, Params(tables, d_dense))
         if not has_aux:
             return loss, Params(tables, d_dense), overflows
         tensors = iter(aux_tensors)
@@ -165,8 +171,12 @@ def params_problems(params: object) -> Iterator[Problem]:
             yield Problem(f"{where} cannot be differentiated.", describe(leaf), "a float tensor", hint, TypeError)
 
 
-def gradient_problems(loss: Tensor, tables: dict[str, RowGrads], d_dense: Any) -> Iterator[Problem]:
+def check_gradients(loss: Tensor, grads: Params) -> None:
     """The value checks of `checked`."""
+    checks.check_values("funcrec.value_and_grad", gradient_problems, loss, grads.tables, grads.dense)
+
+
+def gradient_problems(loss: Tensor, tables: dict[str, RowGrads], d_dense: Any) -> Iterator[Problem]:
     yield from checks.finite_problems("the loss", loss)
     for path, leaf in paths(d_dense):
         yield from checks.finite_problems(f"the gradient of `params.dense{path}`", leaf)

@@ -24,6 +24,7 @@ from funcrec.core import (
     current_level,
     fail,
     is_differentiated_above,
+    member_of,
     message,
     tree_flatten,
     tree_leaves,
@@ -72,7 +73,7 @@ class Site(NamedTuple):
         """(those of the tables, the overflows of the lookup), for each member of the vmaps in between."""
         leaves, structure = tree_flatten(saved)
         for member in itertools.product(*map(range, self.sizes)):
-            mine = [_member(x, dims, member) for x, dims in zip(leaves, self.dims, strict=True)]
+            mine = [member_of(x, dims, member) for x, dims in zip(leaves, self.dims, strict=True)]
             d = tree_map(lambda x: x[member], d_taps) if member else d_taps  # noqa: B023
             read, overflows = tree_unflatten(mine, structure)
             yield self.transpose(d, read), overflows
@@ -243,9 +244,3 @@ def is_followed_inside(x: Any, owner: Owner) -> bool:
     leaf of x: then the tables enter by its derivative, too."""
     floats = (y for y in tree_leaves(x) if isinstance(y, Tensor) and y.is_floating_point())
     return any(is_differentiated_above(y, owner.tape.level) for y in floats)
-
-
-def _member(x: Tensor, dims: Sequence[int | None], member: Sequence[int]) -> Tensor:
-    for dim, i in zip(dims, member, strict=True):
-        x = x if dim is None else x.select(dim, i)
-    return x

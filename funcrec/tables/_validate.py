@@ -1,12 +1,12 @@
 """validate: checks that read values, and so wait for the device."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from funcrec.core import CheckError, Problem, check, describe
+from funcrec.core import CheckError, Problem, check, describe, members_below, outside_transforms
 from funcrec.jagged import KeyedJaggedTensor, check_ids, offset_value_problems
 from funcrec.tables._configs import FeatureConfig, TableConfig
 from funcrec.tables._kinds import table_shapes
@@ -160,6 +160,22 @@ def value_problems(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], sh
                 "hash=fr.modulo() in the feature's config, or a larger table",
                 CheckError,
             )
+
+
+def check_values(call: str, find: Callable[..., Iterator[Problem]], *trees: Any) -> None:
+    """Raise what find(*trees) finds, under vmaps for each member; the ranks of an emulated mesh are members."""
+    with outside_transforms():
+        for place, mine in members_below(trees):
+            where = f", in member {place[0] if len(place) == 1 else place} of a vmap or a mesh" if place else ""
+            check(call, (p._replace(got=p.got + where) for p in find(*mine)))
+
+
+def room_problems(overflows: Sequence[Tensor]) -> Iterator[Problem]:
+    """Of exchanges with a capacity: ids that found no place, where what is made of the others is NaN."""
+    lost, needed = sum(int(x[0]) for x in overflows), max((int(x[1]) for x in overflows), default=0)
+    if lost:
+        got, hint = f"{lost} ids without a place", f"capacity={needed}, or None; a step of `train_step` counts them"
+        yield Problem("the tables' `capacity` is too small.", got, f"at least {needed}", hint, CheckError)
 
 
 def finite_problems(name: str, x: Tensor) -> Iterator[Problem]:

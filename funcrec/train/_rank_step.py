@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import describe, fail, random, replace, tree_map
+from funcrec.core import describe, fail, is_checking, random, replace, tree_map, value_below
 from funcrec.mesh import Codec, Mesh, P, added, all_gather, axis_index, is_small, ordered_sum, pmean, shard_map
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.sharding import (
@@ -37,7 +37,7 @@ from funcrec.sharding import (
     whole_banks,
     whole_leaves,
 )
-from funcrec.tables import Params, RowGrads
+from funcrec.tables import Params, RowGrads, check_gradients
 from funcrec.train._pipeline import Place, Recipe, Summed, run
 from funcrec.train._state import TrainState
 
@@ -125,6 +125,8 @@ def rank_of(
     def summed(loss: Tensor, grads: Params, overflows: Sequence[Tensor], state: TrainState) -> Summed:
         metrics = overflow_metrics(overflows, mesh.axis_names, state.step) if capacity is not None else {}
         fits = metrics["overflow"] == 0 if metrics else None
+        if fits is not None and is_checking() and bool(value_below(fits).all()):
+            check_gradients(loss, grads)
         kept = grads.tables if fits is None else {n: g.where(fits) for n, g in grads.tables.items()}
         own = [*whole_leaves(grads.dense, state.dense), loss]
         along = own if is_small(own, mesh.size) else []  # with the rows' terms; a large sum is an exchange of its own

@@ -90,6 +90,55 @@ def test_ids_without_a_place_are_counted_whatever_is_trained(pooling):
         assert_trees_close(fr.gather_tables(state.tables, mesh), tables)
 
 
+def shared_out(pooling, capacity, wrap=lambda f: f, **how):
+    """(acts of each of two ranks, their losses, {bank: its gradient}); rank 0 has 4 ids for itself, rank 1 has 2."""
+    mesh, tables = fr.Mesh.emulated(x=2), {"a": torch.ones(4, 1), "b": torch.ones(4, 2)}
+    features = [fr.FeatureConfig(n, table=n, column="k", pooling=pooling) for n in tables]
+    held = fr.shard_tables(tables, fr.Plan(dict.fromkeys(tables, fr.row_wise("x"))), mesh, capacity=capacity, **how)
+    ids = fr.KeyedJaggedTensor.from_lists({"k": [[0], [1], [], [3]]}).pad_to(8)
+
+    def loss_fn(params, ids):
+        look = fr.lookup_sequence if pooling == "none" else fr.lookup
+        out = look(params.tables, ids, features)
+        acts = torch.cat([out[n].values for n in tables], 1) if pooling == "none" else out.values
+        return acts[:2].sum(), acts
+
+    def f(tables, ids):
+        (loss, acts), grads = fr.value_and_grad(loss_fn, has_aux=True)(fr.Params(tables, {}), ids)
+        bare = loss_fn(fr.Params(tables, {}), ids)[1]
+        of_ranks = {n: g.to_dense() for n, g in grads.tables.items()}
+        return acts[None], bare[None], loss[None], of_ranks
+
+    specs = {"in_specs": (held.specs(), fr.P("x")), "out_specs": fr.P("x")}
+    return wrap(fr.shard_map(f, mesh=mesh, **specs))(held, ids)
+
+
+@pytest.mark.parametrize("pooling", ["sum", "none"])
+@pytest.mark.parametrize("how", [{}, {"exact": True}, {"dedup": True}, {"codec": fr.Codec("int8", "int8")}], ids=str)
+def test_what_lost_an_id_is_nan(pooling, how):
+    """A lookup of tables with a capacity, by value_and_grad or bare, in a jitted function too: NaN on the rank whose
+    ids found no place, as are its loss and the gradients of its ids that did; with room the bits of no capacity."""
+    whole = shared_out(pooling, None, **how)
+    assert_trees_close(shared_out(pooling, 4, **how), whole)
+    for wrap in (lambda f: f, fr.jit) if how == {} else (lambda f: f,):
+        acts, bare, losses, grads = shared_out(pooling, 3, wrap, **how)
+        for x, room in ((acts, whole[0]), (bare, whole[1]), (losses, whole[2])):
+            assert x[0].isnan().all() and not room.isnan().any()
+            assert_trees_close(x[1], room[1])
+        (a, b), (_, whole_b) = grads.values(), whole[3].values()  # row 1 of b was not sent
+        assert a[:2].isnan().all() and b[0].isnan().all()
+        assert_trees_close(b[2:], whole_b[2:])
+
+
+def test_checked_tells_the_capacity_that_would_do():
+    """checked(value_and_grad) on an emulated mesh raises for ids without a place, with the capacity that would do, and
+    equals it where there are none; a checked step counts them, as any other."""
+    with pytest.raises(fr.CheckError, match=r"1 ids without a place.*member 0(.|\n)*at least 4"):
+        shared_out("sum", 3, fr.checked)
+    assert_trees_close(shared_out("sum", 4, fr.checked), shared_out("sum", None))
+    assert_unchanged(*overflown(fr.Mesh.emulated(x=2), "row_wise", fr.checked), "row_wise")
+
+
 def retried(mesh, kind, capacity, steps=4):
     """([state after each step], the capacities that steps were made for)."""
     made = []

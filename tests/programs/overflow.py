@@ -1,5 +1,7 @@
 """Steps on a batch that does not fit their capacity."""
 
+import functools
+
 import torch
 
 import funcrec as fr
@@ -31,18 +33,18 @@ def clone(state):
     return tree_map(torch.clone, state)
 
 
-def overflown(mesh, kind, compiled=False):
+def overflown(mesh, kind, wrap=lambda f: f):
     """(the state after one ordinary step, after one that does not fit, the
     latter's metrics, and after the same batch with room)."""
     wide, narrow = (step_of(mesh, kind, c) for c in (100, 1))
-    run = fr.jit(narrow, donate=("state",)) if compiled else narrow
     before, _ = wide(wide.init(training.params()), own(training.batch(0, 8), mesh))
-    after, metrics = run(clone(before), own(skewed(1, 8), mesh))
+    after, metrics = wrap(narrow)(clone(before), own(skewed(1, 8), mesh))
     return before, after, metrics, wide(before, own(skewed(1, 8), mesh))
 
 
 def real_overflown(axes, kind, compiled):
-    return overflown(fr.Mesh.distributed(**axes), kind, compiled)
+    wrap = functools.partial(fr.jit, donate=("state",)) if compiled else lambda f: f
+    return overflown(fr.Mesh.distributed(**axes), kind, wrap)
 
 
 def assert_unchanged(before, after, metrics, wide, kind):
