@@ -56,7 +56,7 @@ from funcrec.tables import uniform as uniform
 from funcrec.tables import validate as validate
 from funcrec.tables import value_and_grad as value_and_grad
 from funcrec.tables import xavier_normal as xavier_normal
-from funcrec.compile import copy as copy
+from funcrec.tree import copy as copy
 from funcrec.compile import jit as jit
 from funcrec.compile import Lowered as Lowered
 from funcrec.sharding import column_wise as column_wise
@@ -91,6 +91,7 @@ from funcrec import metrics as metrics
 from funcrec import models as models
 from funcrec import nn as nn
 from funcrec import optim as optim
+from funcrec import tree as tree
 
 import funcrec.core as _core
 

@@ -5,4 +5,3 @@ from funcrec.compile._donated import donated_message as donated_message
 from funcrec.compile._inductor import compile_graph as compile_graph
 from funcrec.compile._jit import jit as jit
 from funcrec.compile._lower import Lowered as Lowered
-from funcrec.compile._memory import copy as copy

@@ -1,4 +1,4 @@
-"""Whose memory a tensor's is: deep copies, and who else holds what a donated call is to write to.
+"""Whose memory a tensor's is: who else holds what a donated call is to write to.
 
 A storage knows how many hold it. Of one that a call has for itself they are the call's own leaves, and the tensors that
 these are views of; one more is a view, a `detach()`, a numpy array or a saved graph, which would see the writes.
@@ -15,41 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import T, map_tensors
-from funcrec.kernels.memory import empty_table, is_mapped
+from funcrec.kernels.memory import is_mapped
 
 _address = torch._C._storage_address
 _num_holders = torch._C._storage_Use_Count
 _uses, _requires_grad = Tensor._use_count, operator.attrgetter("requires_grad")
-
-
-def copy(tree: T) -> T:
-    """The same tree with every tensor copied: nothing that happens to one is seen in the other.
-
-    It is for what must outlive a donated call: a moving average,
-    the best state so far, a second run from one beginning.
-
-    Law: equal values in memory of their own; leaves that are no tensors stay.
-
-    Example:
-      >>> import torch, funcrec as fr
-      >>> step = fr.jit(lambda state: {"w": state["w"] + 1}, donate=("state",))
-      >>> state = {"w": torch.zeros(2)}
-      >>> mean = fr.copy(state)  # a moving average begins where the state does, in its own memory
-      >>> for _ in range(2):
-      ...     state = step(state)
-      ...     mean = {name: 0.5 * mean[name] + 0.5 * w for name, w in state.items()}
-      >>> mean["w"], state["w"]
-      (tensor([1.2500, 1.2500]), tensor([2., 2.]))
-    """
-    return map_tensors(copied, tree)
-
-
-def copied(x: Tensor) -> Tensor:
-    """A copy; a plain table's is in pages as large as `fr.init` takes."""
-    if type(x) is Tensor and x.dim() == 2 and x.is_contiguous() and x.device.type == "cpu" and not x.requires_grad:
-        return empty_table(tuple(x.shape), dtype=x.dtype).copy_(x)
-    return x.clone()
 
 
 class Hold(NamedTuple):

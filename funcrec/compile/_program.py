@@ -18,12 +18,12 @@ from torch import Tensor
 from funcrec.compile._donated import held_message, memory_span, refuse_shared, take
 from funcrec.compile._inductor import compile_graph
 from funcrec.compile._keys import leaf_key
-from funcrec.compile._memory import Hold, alone, copied, hold, shared_leaves
+from funcrec.compile._memory import Hold, alone, hold, shared_leaves
 from funcrec.compile._passes import smaller_exchanges
 from funcrec.compile._replay import Recording, capture_cuda, record, replay
 from funcrec.compile._staging import is_odd, refuse_odd, stage
 from funcrec.compile._writes import Plan, plan_writes, prepare_writes, shared_results
-from funcrec.core import Problem, check, fast_flatten, leaf_paths, static_key
+from funcrec.core import Problem, check, copied, fast_flatten, leaf_paths, static_key
 from funcrec.mesh import has_effect
 
 _AS_IT_IS = contextlib.nullcontext()

@@ -11,11 +11,13 @@ from types import FunctionType
 from typing import Any, TypeVar, dataclass_transform
 
 import optree
+import torch
 import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec.core._errors import Problem, check, describe
 from funcrec.core._static import fix, loosen
+from funcrec.core._to import to as moved
 
 T = TypeVar("T")
 NAMESPACE = "funcrec"
@@ -40,6 +42,8 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
       static: fields kept in the tree's structure; they must be hashable and are part of the compile key.
       optional: fields that may be None; a None there is structure, not a leaf (so `vmap` does not meet it).
 
+    Unless it has a `to` of its own, `x.to(device, dtype)` is `fr.tree.to(x, device, dtype)`.
+
     Law: unflatten(flatten(x)) has the same leaves and the same static fields.
 
     Example:
@@ -50,6 +54,8 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
       ...     name: str
       >>> torch.func.vmap(lambda b: b.label * 2)(Batch(torch.tensor([1.0, 2.0]), "train"))
       tensor([2., 4.])
+      >>> Batch(torch.tensor([1.0, 2.0]), "train").to(torch.float16).label
+      tensor([1., 2.], dtype=torch.float16)
     """
     if cls is None:
         return lambda c: pytree(c, static=static, optional=optional)
@@ -58,6 +64,9 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
     cls = dataclasses.dataclass(frozen=True, eq=False, repr=not own_repr)(cls)
     names = tuple(f.name for f in dataclasses.fields(cls))
     children = tuple(n for n in names if n not in static)
+
+    if "to" not in names and not hasattr(cls, "to"):
+        cls.to = to_of(cls)
 
     def present(value) -> tuple[str, ...]:
         return tuple(n for n in children if n not in optional or getattr(value, n) is not None)
@@ -107,6 +116,17 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
         namespace=CALLS,
     )
     return cls
+
+
+def to_of(cls: type) -> Callable:
+    """The method `to` of a class."""
+
+    def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None):
+        """The same value on a device, its floats of a dtype: `fr.tree.to`."""
+        return moved(self, device, dtype)
+
+    to.__module__, to.__qualname__ = cls.__module__, f"{cls.__qualname__}.to"
+    return to
 
 
 def class_problems(cls: object, static: object, optional: object) -> Iterator[Problem]:

@@ -78,6 +78,10 @@ class Layout(NamedTuple):
             shards=tuple(s._replace(first=0, last=dims[s.bank]) if s.bank in dims else s for s in self.shards),
         )
 
+    def with_dtype(self, dtype: torch.dtype) -> "Layout":
+        """The same places for banks of another dtype."""
+        return self._replace(banks=tuple(b._replace(dtype=dtype) for b in self.banks))
+
     def specs(self) -> dict[str, P]:
         """How `shard_map` cuts the banks of an emulated mesh."""
         return {b.name: b.spec for b in self.banks}

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Mapping
 
 from torch import Tensor
 
-from funcrec.core import Count, Problem, check, describe, fail, pytree, replace, typed
+from funcrec.core import RETYPED, Count, Problem, check, describe, fail, pytree, replace, typed
 from funcrec.mesh import Codec, Mesh, P, codec_problems, unshard
 from funcrec.sharding._copies import copy_problems
 from funcrec.sharding._layout import Layout, layout_of, own_ranks, pack, unpack
@@ -89,6 +89,7 @@ class ShardedTables:
 
 Mapping.register(ShardedTables)
 KINDS[ShardedTables] = Kind(lambda tables: dict(tables.layout.shapes), read_sharded)
+RETYPED[ShardedTables] = lambda tables, dtype: replace(tables, layout=tables.layout.with_dtype(dtype))
 
 
 @typed

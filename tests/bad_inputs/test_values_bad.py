@@ -86,6 +86,17 @@ WRONG = {  # call: (kind, what the text names)
     "dropout of integers": (lambda: fr.nn.dropout(IDS, fr.key(0), 0.5), TypeError, "`x` is not a float tensor"),
     "transform of a list": (lambda: fr.data.transform_dense([1.0], None), TypeError, "`x` is not a tensor"),
     "zipf of a seed": (lambda: fr.data.zipf(3, (2,), 5, 1.0), TypeError, "`key` is not a key"),
+    "moved nowhere": (lambda: fr.tree.to({}), ValueError, "`device` and `dtype` are both None"),
+    "moved to integers": (lambda: fr.tree.to({}, torch.int32), TypeError, "`dtype` is not of floats"),
+    "a dtype in words": (lambda: fr.tree.to({}, dtype="float16"), TypeError, "`dtype` is not a dtype"),
+    "two dtypes": (lambda: fr.tree.to({}, torch.float16, torch.float32), TypeError, "`device` is not a device"),
+    "no such device": (lambda: fr.Batch(None, IDS).to("nowhere"), ValueError, "`device` is not to be had"),
+    "a device by number": (lambda: fr.Params({}, {}).to(0), TypeError, "`device` is not a device"),
+    "map of a tree": (lambda: fr.tree.map({}, {}), TypeError, "`fn` is not a function"),
+    "map over two forms": (lambda: fr.tree.map(max, {"a": 1}, {"b": 1}), ValueError, "`rest[0]` is not of the"),
+    "unflatten of a tree": (lambda: fr.tree.unflatten({"a": 1}, [1]), TypeError, "`structure` is not a PyTreeSpec"),
+    "a leaf too many": (lambda: fr.tree.unflatten(fr.tree.structure(1), [1, 2]), ValueError, "`leaves` are of another"),
+    "closer than 0": (lambda: fr.tree.allclose(1, 1, rtol=-1.0), ValueError, "`rtol` is out of range"),
     "merge of no aux": (lambda: fr.models.merge_stats({}, None), TypeError, "`aux` has no statistics"),
 }  # fmt: skip
 

@@ -29,6 +29,7 @@ MAY_RETURN = (
     Row("a carry and its batches are trees of tensors", r"\.scan", "state|batches", TENSORS),
     Row("a checkpoint is a tree of plain values", r"\.save", r"tree.*"),
     Row("what is not a jagged value has no padding", r"testing.\w+_padding", "tree"),
+    Row("leaves may be anything", r"tree\.(map|unflatten)", "fn|leaves", {"function", "[1.5, 'a']"}),
     Row("an item is a tree of anything", "data.prefetch", r"items.*"),
     # what is not this function's to read
     Row("a loss reads of its batch what it likes", r"\.(grad_fn|step|step_on_mesh)", r"batch\.(label|dense|weight)"),

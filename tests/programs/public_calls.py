@@ -163,6 +163,19 @@ def values() -> list[Call]:
     ]  # fmt: skip
 
 
+def trees() -> list[Call]:
+    """Trees may be anything: what is wrong is what is done to them."""
+    tree, form = {"w": f32(2), "n": 3}, fr.tree.structure([0, 0])
+    add = lambda fn, tree: fr.tree.map(fn, tree, tree)
+    own = lambda name: (name, f"{name}['w']", f"{name}['n']")
+    return rows("tree",
+        map=(add, {"fn": lambda x, y: x, "tree": tree}, own("tree")),
+        to=(fr.tree.to, {"tree": tree, "device": "cpu", "dtype": torch.float64}, own("tree")),
+        unflatten=(fr.tree.unflatten, {"structure": form, "leaves": [1, 2]}, ("leaves[0]", "leaves[1]")),
+        allclose=(fr.tree.allclose, {"a": tree, "b": tree, "rtol": 0.0, "atol": 0.0}, (*own("a"), *own("b"))),
+        jagged_to=(BAGS.to, {"device": "cpu", "dtype": torch.float64}))  # fmt: skip
+
+
 def functions() -> list[Call]:
     return rows("", key=(fr.key, {"seed": 3}), split=(fr.split, {"key": KEY, "num": 2}),
         fold_in=(fr.fold_in, {"key": KEY, "data": 7}),
@@ -411,4 +424,4 @@ def parts() -> list[Call]:
 
 def public_calls(folder) -> list[Call]:
     """All of them."""
-    return [*values(), *functions(), *meshes(), *optimizers(), *layers(), *inputs(folder), *parts()]
+    return [*values(), *trees(), *functions(), *meshes(), *optimizers(), *layers(), *inputs(folder), *parts()]

@@ -1,0 +1,221 @@
+"""What users do with trees, over the one registry of `funcrec.core`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from optree import PyTreeSpec
+from torch import Tensor
+
+from funcrec.core import NotNegative, Problem, T, check, copied, describe, fast_flatten, map_tensors, own_errors, typed
+from funcrec.core import to as moved
+
+
+@typed
+def map(fn: Callable, tree: Any, *rest: Any) -> Any:
+    """The tree of fn(leaf, *leaves of `rest` in the same place).
+
+    Args:
+      rest: trees of the structure of `tree`; where `tree` has a leaf they may have a whole tree, which `fn` is given.
+
+    Raises: ValueError where a tree of `rest` is not of the structure of `tree`.
+
+    Law: map(lambda x: x, tree) is `tree`, and map(f, map(g, tree)) is map(lambda x: f(g(x)), tree).
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.tree.map(lambda x, y: x + y, {"a": torch.ones(2), "b": None}, {"a": torch.ones(2), "b": None})
+      {'a': tensor([2., 2.]), 'b': None}
+    """
+    own, form = fast_flatten(tree)
+    others = [_in_places(form, x, f"rest[{i}]") for i, x in enumerate(rest)]
+    with own_errors("funcrec.tree.map", fn, tree, *rest, need="leaves that it takes"):
+        return form.unflatten([fn(*xs) for xs in zip(own, *others, strict=True)])
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves in their order; None is none of them.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.tree.leaves({"a": [1, 2], "b": None, "c": 3})
+      [1, 2, 3]
+    """
+    return fast_flatten(tree)[0]
+
+
+def structure(tree: Any) -> PyTreeSpec:
+    """What a tree is besides its leaves: hashable, and equal to another where one compiled program serves both.
+
+    Two structures differ in the order of a dict's keys, and in static fields (a value's keys, dims, strides).
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.tree.structure({"a": [1, 2]}) == fr.tree.structure({"a": [3, 4]})
+      True
+    """
+    return fast_flatten(tree)[1]
+
+
+def flatten(tree: Any) -> tuple[list[Any], PyTreeSpec]:
+    """(leaves, structure), of which `unflatten` makes the tree again.
+
+    Example:
+      >>> import funcrec as fr
+      >>> found, form = fr.tree.flatten({"a": [1, 2], "b": None})
+      >>> fr.tree.unflatten(form, [10 * x for x in found])
+      {'a': [10, 20], 'b': None}
+    """
+    return fast_flatten(tree)
+
+
+@typed
+def unflatten(structure: PyTreeSpec, leaves: Sequence[Any]) -> Any:
+    """The tree of a structure with these leaves.
+
+    Raises: ValueError for another number of leaves than the structure has.
+
+    Law: unflatten(structure(tree), leaves(tree)) is `tree`.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.tree.unflatten(fr.tree.structure({"a": 0, "b": (0, 0)}), [1, 2, 3])
+      {'a': 1, 'b': (2, 3)}
+    """
+    check("funcrec.tree.unflatten", count_problems(structure, leaves))
+    return structure.unflatten(leaves)
+
+
+def paths(tree: Any) -> list[tuple[str, Any]]:
+    """Each leaf behind its path, as Python would reach it; what errors call the leaf.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> state = {"step": torch.tensor(0), "slots": [torch.zeros(3), torch.zeros(2, 2)]}
+      >>> {path: tuple(x.shape) for path, x in fr.tree.paths(state)}
+      {"['step']": (), "['slots'][0]": (3,), "['slots'][1]": (2, 2)}
+    """
+    found, form = fast_flatten(tree)
+    return [(at.codify("").lstrip("."), x) for at, x in zip(form.accessors(), found, strict=True)]
+
+
+def to(tree: T, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> T:
+    """The tree with its tensors on a device, or with its floats of a dtype, or both.
+
+    Ids, offsets, steps and keys stay integers; leaves that are no tensors stay. A tensor that is so already is itself,
+    no copy; one that stands in two places is one tensor again. Every value of funcrec, and every class made by
+    `fr.pytree`, has it as a method: `batch.to("cuda")`, `state.to(torch.float64)`.
+
+    Args:
+      device: a device or its name; a dtype may stand in its place: `to(tree, torch.float16)`.
+      dtype: of floats. An optimizer's state is floats, too.
+
+    Raises: ValueError for a device that is not there; TypeError for a dtype that is not of floats.
+
+    Law: differentiable in the floats; `to` of the tree's own device and dtype gives its own tensors.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[1, 2], []]}, weights={"clicked": [[0.5, 1.0], []]})
+      >>> fr.tree.to({"ids": ids, "n": 3}, torch.float16)
+      {'ids': KeyedJaggedTensor({'clicked': [[1, 2], []]}, values=i64[2], weights=f16[2]), 'n': 3}
+    """
+    return moved(tree, device, dtype)
+
+
+def copy(tree: T) -> T:
+    """The same tree with every tensor copied: nothing that happens to one is seen in the other.
+
+    It is for what must outlive a donated call: a moving average,
+    the best state so far, a second run from one beginning.
+
+    Law: equal values in memory of their own; leaves that are no tensors stay.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> step = fr.jit(lambda state: {"w": state["w"] + 1}, donate=("state",))
+      >>> state = {"w": torch.zeros(2)}
+      >>> mean = fr.copy(state)  # a moving average begins where the state does, in its own memory
+      >>> for _ in range(2):
+      ...     state = step(state)
+      ...     mean = fr.tree.map(lambda m, w: 0.5 * m + 0.5 * w, mean, state)
+      >>> mean["w"], state["w"]
+      (tensor([1.2500, 1.2500]), tensor([2., 2.]))
+    """
+    return map_tensors(copied, tree)
+
+
+def num_parameters(tree: Any) -> int:
+    """How many numbers the float tensors hold; a tensor that stands in two places counts once.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.tree.num_parameters({"w": torch.zeros(3, 4), "ids": torch.arange(5)})
+      12
+    """
+    return sum(x.numel() for x in _tensors(tree) if x.is_floating_point())
+
+
+def nbytes(tree: Any) -> int:
+    """How many bytes the tensors hold; a tensor that stands in two places counts once.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> batch = {"x": torch.zeros(3, 4), "ids": torch.arange(5)}
+      >>> fr.tree.nbytes(batch), {path: x.nbytes for path, x in fr.tree.paths(batch)}
+      (88, {"['x']": 48, "['ids']": 40})
+    """
+    return sum(x.nbytes for x in _tensors(tree))
+
+
+@typed
+def allclose(a: Any, b: Any, *, rtol: NotNegative = 1e-5, atol: NotNegative = 1e-8) -> bool:
+    """Whether two trees have one structure, the order of dict keys apart, and tensors of one dtype, shape and value.
+
+    |a - b| <= atol + rtol · |b|, elementwise; NaN equals NaN. With rtol=0 and atol=0: whether all values are the same.
+    `funcrec.testing.assert_trees_close` says where two differ. Tensors are read on the host.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> a, b = {"w": torch.ones(2)}, {"w": torch.ones(2) + 1e-6}
+      >>> fr.tree.allclose(a, b), fr.tree.allclose(a, b, rtol=0, atol=0), fr.tree.allclose(a, {})
+      (True, False, False)
+    """
+    own, form = fast_flatten(a)
+    try:
+        others = form.flatten_up_to(b)
+    except ValueError:
+        return False
+    return all(_is_close(x, y, rtol, atol) for x, y in zip(own, others, strict=True))
+
+
+def _is_close(x: Any, y: Any, rtol: float, atol: float) -> bool:
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return type(x) is type(y) and (x is y or bool(x == y or (x != x and y != y)))
+    same = (x.dtype, x.shape, x.device) == (y.dtype, y.shape, y.device)
+    return same and torch.allclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """Each tensor once."""
+    return list({id(x): x for x in fast_flatten(tree)[0] if isinstance(x, Tensor)}.values())
+
+
+def _in_places(form: PyTreeSpec, tree: Any, name: str) -> list[Any]:
+    """The parts of `tree` in the places of the leaves of `form`."""
+    try:
+        return form.flatten_up_to(tree)
+    except ValueError as error:
+        check("funcrec.tree.map", [structure_problem(form, tree, name, error)])
+
+
+def structure_problem(form: PyTreeSpec, tree: Any, name: str, error: ValueError) -> Problem:
+    got, need = f"{describe(tree)}: {str(error).splitlines()[0]:.200}", f"{str(form)[:200]}"
+    hint = "fr.tree.paths of both, to see where they part"
+    return Problem(f"`{name}` is not of the structure of `tree`.", got, need, hint)
+
+
+def count_problems(form: PyTreeSpec, found: Sequence[Any]) -> Iterator[Problem]:
+    if len(found) != form.num_leaves:
+        hint = "fr.tree.leaves of a tree of this structure"
+        yield Problem("`leaves` are of another number.", f"{len(found)}", f"{form.num_leaves} leaves", hint)
