@@ -199,8 +199,9 @@ def exchange_problems(mesh: object, exact: bool, dedup: bool, codec: Codec | Non
 
 
 def is_stats(x: Any) -> bool:
-    """Whether x is what `init_stats` and `train_apply` of a batch norm give."""
-    return isinstance(x, dict) and x.keys() == {"mean", "var"}
+    """Whether x is what `init_stats` and `train_apply` of a batch norm give, or the buffers of a module with one."""
+    ends_so = lambda k: isinstance(k, str) and k.split(".")[-1] in ("running_mean", "running_var")
+    return isinstance(x, dict) and (x.keys() == {"mean", "var"} or any(map(ends_so, x)))
 
 
 def merge_problems(dense: Any, merge: Any) -> Iterator[Problem]:
@@ -208,7 +209,7 @@ def merge_problems(dense: Any, merge: Any) -> Iterator[Problem]:
     if merge is None and any(map(is_stats, tree_leaves(dense, is_leaf=is_stats))):
         yield Problem(
             "`merge` is missing: `dense` holds running statistics, which no optimizer moves.",
-            "merge=None and a dict of `mean` and `var` in `dense`",
+            "merge=None and a dict of `mean` and `var` (or `running_mean`) in `dense`",
             "merge(dense, aux) -> dense with the statistics that the loss gave",
             "has_aux=True, merge=fr.models.merge_stats; merge=lambda dense, aux: dense to keep them as they are",
         )

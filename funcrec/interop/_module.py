@@ -1,0 +1,194 @@
+"""An nn.Module as a pure function: its parameters and buffers go in, its answer and the new buffers come out.
+
+    y, buffers' = apply(params, buffers, *args)
+
+The module's structure is copied without its numbers, once as in train() and once as in eval(); a call runs
+`torch.func.functional_call` on a copy, so that nothing is read of the module or written to it.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from funcrec.core import Problem, check, describe, flag_problems, random
+from funcrec.jagged import is_concrete
+from funcrec.nn import dropout
+
+CALL = "funcrec.interop.module"
+# The key of the call that runs, and how many have drawn of it.
+DRAWS: ContextVar[tuple[Tensor, Iterator[int]]] = ContextVar("draws")
+
+
+def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], Callable]:
+    """An nn.Module as (params, buffers, apply), for a loss of funcrec.
+
+    Args:
+      nn_module: any module whose state is its parameters and buffers. It is not changed, and later changes of it are
+        not seen.
+
+    Returns: `params` {name: f[...]}, copies of the parameters that require grad, a tied one once; `buffers`
+      {name: f[...]}, copies of the others: running statistics, frozen parameters, and integers (counters, masks) as
+      f64, for `Params.dense` is a tree of floats; and
+      `apply(params, buffers, *args, train=False, key=None, **kwargs) -> (answer, buffers)`, which hands args and kwargs
+      to the module. With train=True it is the module in train() (parts that were set to eval() stay so): batch norm
+      takes its statistics from the batch and the new running ones come back, nn.Dropout draws from `key`. Buffers are
+      constants to derivatives.
+
+    Raises: TypeError for what is no module, has lazy parameters, or renormalises its rows in place; from apply for
+      params or buffers of another module, for a draw without a key or from torch's generator, and for a parameter that
+      the module writes to.
+
+    Law: apply gives the bits that the module gives, and the buffers that it is left with.
+
+    Example: batch norm beside tables; `merge` keeps what the loss made of the buffers.
+      >>> import torch, funcrec as fr
+      >>> tables, clicked = (fr.TableConfig("item", 10, 4),), fr.FeatureConfig("clicked", table="item")
+      >>> net = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+      >>> params, buffers, apply = fr.interop.module(net)
+      >>> def loss_fn(p, batch):
+      ...     x = fr.lookup(p.tables, batch.ids, [clicked])["clicked"]
+      ...     z, buffers = apply(p.dense["net"], p.dense["buffers"], x, train=True)
+      ...     return (z[:, 0] - batch.label).square().mean(), buffers
+      >>> step = fr.train_step(loss_fn, sparse=fr.optim.sgd(0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1),
+      ...                      has_aux=True, merge=lambda dense, buffers: {**dense, "buffers": buffers})
+      >>> dense = {"net": params, "buffers": buffers}
+      >>> state = step.init(fr.Params(fr.init(fr.key(0), tables), dense))
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[3], [4, 4]]})
+      >>> state, metrics = step(state, fr.Batch(ids, torch.ones(2)))
+      >>> state.dense["buffers"]["0.num_batches_tracked"]
+      tensor(1., dtype=torch.float64)
+    """
+    check(CALL, module_problems(nn_module))
+    of = lambda wanted: {n: p for n, p in nn_module.named_parameters() if p.requires_grad == wanted}
+    given, held = of(True), {**of(False), **dict(nn_module.named_buffers())}
+    dtypes = {n: b.dtype for n, b in held.items()}
+    params = {n: p.detach().clone() for n, p in given.items()}
+    buffers = {n: as_float(b.detach().clone()) for n, b in held.items()}
+    shapes = [{n: x.shape for n, x in own.items()} for own in (params, buffers)]
+    forms = {True: hollow(nn_module), False: hollow(nn_module).eval()}
+    if not nn_module.training:
+        forms[True].train()
+    draw_from_keys(forms[True])
+
+    def apply(params, buffers, *args: Any, train: bool = False, key: Tensor | None = None, **kwargs: Any):
+        check(f"{CALL}'s apply", state_problems(params, shapes[0], "params"))
+        check(f"{CALL}'s apply", state_problems(buffers, shapes[1], "buffers"), flag_problems(train, "train"))
+        if train and key is None:
+            check(f"{CALL}'s apply", draw_problems(forms[True]))
+        if key is not None:
+            random.check_key(f"{CALL}'s apply", key)
+        # copies, for the module writes to its buffers; where it makes others, functional_call puts them into `state`
+        own = {n: b.detach().clone().to(dtypes[n]) for n, b in buffers.items()}
+        state = {**params, **own}
+        before = state_of_generator(), versions(params)
+        token = DRAWS.set((key, itertools.count()))
+        try:
+            out = functional_call(forms[train], state, args, kwargs)
+        finally:
+            DRAWS.reset(token)
+        check(f"{CALL}'s apply", side_effect_problems(before, (state_of_generator(), versions(params)), params))
+        return out, {n: as_float(state[n]) for n in buffers}
+
+    return params, buffers, apply
+
+
+def as_float(x: Tensor) -> Tensor:
+    return x if x.is_floating_point() else x.double()
+
+
+def hollow(nn_module: nn.Module) -> nn.Module:
+    """A copy with parameters and buffers of the meta device, tied where those are: what a call leaves
+    out cannot be read."""
+    memo: dict[int, Any] = {}
+    for x in itertools.chain(nn_module.parameters(), nn_module.buffers()):
+        empty = x.detach().to("meta")
+        memo[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+    return copy.deepcopy(nn_module, memo)
+
+
+def draw_from_keys(nn_module: nn.Module) -> None:
+    for part in nn_module.modules():
+        if type(part) is nn.Dropout:
+            part.forward = keyed_dropout(part)
+
+
+def keyed_dropout(part: nn.Dropout) -> Callable[[Tensor], Tensor]:
+    """Its forward: the i-th call of a run draws from fold_in(key, i)."""
+
+    def forward(x: Tensor) -> Tensor:
+        if not part.training or part.p == 0:
+            return x
+        key, count = DRAWS.get()
+        return dropout(x, random.fold_in(key, next(count)), part.p)
+
+    return forward
+
+
+def state_of_generator() -> Tensor | None:
+    """None where a call is staged: `jit` refuses draws itself."""
+    return torch.default_generator.get_state() if is_concrete(torch.empty(0)) else None
+
+
+def versions(params: Mapping[str, Tensor]) -> list[int]:
+    return [0 if p.is_inference() else p._version for p in params.values()]
+
+
+# -- validators ----------------------------------------------------------------------------------------------------
+
+
+def module_problems(x: object) -> Iterator[Problem]:
+    if not isinstance(x, nn.Module):
+        hint = "torch.nn.Sequential(torch.nn.Linear(8, 1))"
+        yield Problem("`nn_module` is not a module.", describe(x), "a torch.nn.Module", hint, TypeError)
+        return
+    lazy = [n for n, p in itertools.chain(x.named_parameters(), x.named_buffers())
+            if isinstance(p, nn.parameter.UninitializedTensorMixin)]  # fmt: skip
+    if lazy:
+        yield Problem("`nn_module` has parameters of no shape yet.", f"{lazy}", "parameters with shapes",
+                      "nn_module(example), once", TypeError)  # fmt: skip
+    normed = [n for n, part in x.named_modules() if getattr(part, "max_norm", None) is not None]
+    if normed:
+        yield Problem("`nn_module` writes to its parameters: rows are renormalised in place.", f"max_norm in {normed}",
+                      "max_norm=None", "fr.optim.rowwise_adagrad(max_norm=...), with the table in `tables`",
+                      TypeError)  # fmt: skip
+
+
+def state_problems(given: object, shapes: Mapping[str, torch.Size], name: str) -> Iterator[Problem]:
+    hint = f"`{name}` as fr.interop.module gave them"
+    if not isinstance(given, Mapping) or given.keys() != shapes.keys():
+        got = f"names {sorted(map(str, given))}" if isinstance(given, Mapping) else describe(given)
+        yield Problem(f"`{name}` are not this module's.", got, f"{sorted(shapes)}", hint, TypeError)
+        return
+    for n, x in given.items():
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            yield Problem(
+                f"`{name}[{n!r}]` is not a float tensor.", describe(x), f"f{list(shapes[n])}", hint, TypeError
+            )
+        elif x.shape != shapes[n]:
+            yield Problem(f"`{name}[{n!r}]` has another shape.", describe(x), f"f{list(shapes[n])}", hint)
+
+
+def draw_problems(nn_module: nn.Module) -> Iterator[Problem]:
+    found = [n for n, part in nn_module.named_modules() if type(part) is nn.Dropout and part.training and part.p]
+    if found:
+        yield Problem("the module draws, and `key` is missing.", f"nn.Dropout in {found}", "a key", "key=fr.key(0)",
+                      TypeError)  # fmt: skip
+
+
+def side_effect_problems(before: tuple, after: tuple, params: Mapping[str, Tensor]) -> Iterator[Problem]:
+    """What functional_call cannot keep a module from."""
+    if after[0] is not None and not torch.equal(before[0], after[0]):
+        yield Problem("the module draws from torch's generator.", "another state of it than before the call",
+                      "draws by nn.Dropout, which are made of `key`",
+                      "train=False, or nn.Dropout in place of functional.dropout and other layers that draw",
+                      TypeError)  # fmt: skip
+    written = [n for n, a, b in zip(params, before[1], after[1], strict=True) if a != b]
+    if written:
+        yield Problem("the module writes to its parameters.", f"{written}", "a forward that only reads them",
+                      "a buffer for what a forward changes", TypeError)  # fmt: skip

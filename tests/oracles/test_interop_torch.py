@@ -1,0 +1,340 @@
+"""torch's nested tensors and nn.Modules, through interop and as they are."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from torch import nn
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close
+from funcrec.testing import strategies as frs
+
+from_nested, to_nested, module = fr.interop.from_nested, fr.interop.to_nested, fr.interop.module
+
+
+def normal(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# -- nested tensors ------------------------------------------------------------------------------------------------
+
+
+@given(frs.jagged_tensors(weighted=False, row_shape=()), frs.jagged_tensors(weighted=False, row_shape=(2,)))
+def test_bags_come_back(x, rows):
+    """Bags as a nested tensor and back are the bags without their padding, in the same memory; the nested tensor's
+    rows are the bags."""
+    for own in (x, rows):
+        nested = to_nested(own)
+        back = from_nested(nested)
+        assert_trees_close(back, own.unpad())
+        assert back.values.data_ptr() == own.unpad().values.data_ptr() and back.offsets is own.offsets
+        if own.num_bags:
+            assert [bag.tolist() for bag in nested.unbind()] == own.to_lists()
+
+
+def test_nested_tensors_come_back():
+    """A nested tensor of torch's own making comes back in the same memory, and gradients go through both ways."""
+    bags = [normal(0, 2, 3), normal(1, 0, 3), normal(2, 4, 3)]
+    nested = torch.nested.nested_tensor(bags, layout=torch.jagged, requires_grad=True)
+    back = to_nested(from_nested(nested))
+    assert back.values().data_ptr() == nested.values().data_ptr()
+    assert_trees_close(list(back.unbind()), bags)
+    (back.values().square().sum()).backward()
+    assert_trees_close([g.clone() for g in nested.grad.unbind()], [2 * bag for bag in bags])
+
+
+JAGGED = fr.JaggedTensor.from_lists([[1.0], [2.0, 3.0]])
+NESTED = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+HOLES = torch.nested.narrow(torch.ones(2, 9), 1, torch.tensor([0, 1]), torch.tensor([3, 4]), layout=torch.jagged)
+NO_BAGS = {
+    "a list": (lambda: from_nested([[1]]), TypeError, "`x` is not a nested tensor"),
+    "a tensor": (lambda: from_nested(torch.ones(2)), TypeError, "`x` is not a nested tensor"),
+    "strided": (lambda: from_nested(torch.nested.nested_tensor([torch.ones(2)])), TypeError, "of another layout"),
+    "holes": (lambda: from_nested(HOLES), ValueError, "holes between its bags"),
+    "columns": (lambda: from_nested(NESTED.transpose(1, 2)), ValueError, "ragged in another dimension"),
+    "nested already": (lambda: to_nested(NESTED), TypeError, "`x` is not a JaggedTensor"),
+    "weighted": (lambda: to_nested(fr.JaggedTensor.from_lists([[1]], weights=[[0.5]])), ValueError, "has weights"),
+    "in grad": (lambda: torch.func.grad(lambda v: to_nested(fr.JaggedTensor(v, JAGGED.offsets)).values().sum())(
+        JAGGED.values), TypeError, "of a transform of torch.func"),
+    "in vmap": (lambda: torch.func.vmap(lambda v: to_nested(fr.JaggedTensor(v, JAGGED.offsets)).values())(
+        torch.ones(2, 3)), TypeError, "of a transform of torch.func"),
+}  # fmt: skip
+
+
+# -- modules -------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.out(self.b(self.a(x).relu()))
+
+
+class Averaged(nn.Module):
+    """A buffer that forward puts another tensor in place of, a boolean one, and a parameter that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("kept", torch.tensor([True, False, True, True]))
+        self.scale = nn.Parameter(torch.full((4,), 0.5), requires_grad=False)
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.linear((x - self.mean) * self.scale * self.kept)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(4, 3), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.out(self.rnn(x)[0])
+
+
+def frozen_norm():
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    net[1].eval()
+    return net
+
+
+MODULES = {
+    "norms": lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.LayerNorm(6), nn.Linear(6, 1)),
+    "cumulative": lambda: nn.Sequential(nn.BatchNorm1d(4, momentum=None, affine=False), nn.Linear(4, 1)),
+    "tied": Tied,
+    "averaged": Averaged,
+    "recurrent": Recurrent,
+    "frozen_norm": frozen_norm,
+    "no_buffer": lambda: nn.Linear(4, 1, bias=False),
+}
+
+
+@pytest.fixture(params=MODULES)
+def net(request):
+    torch.manual_seed(0)
+    return MODULES[request.param]()
+
+
+def loss_of(net, x):
+    return net(x).square().mean()
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_apply_is_the_module(net, train):
+    """apply gives the module's answers bit by bit through three calls, and the buffers that the module is left with,
+    in train() and in eval(); the gradient is backward's."""
+    theirs = copy.deepcopy(net)
+    params, buffers, apply = module(net)
+    before = copy.deepcopy((dict(net.state_dict()), params))
+    if not train:
+        theirs.eval()
+
+    def loss(params, buffers, x):
+        y, buffers = apply(params, buffers, x, train=train)
+        return y.square().mean(), buffers
+
+    for i in range(3):
+        x = normal(i, 5, 4)
+        want = loss_of(theirs, x)
+        grads, (got, buffers) = torch.func.grad_and_value(loss, has_aux=True)(params, buffers, x)
+        theirs.zero_grad()
+        want.backward()
+        assert torch.equal(got, want.detach())
+        want = {n: p.grad for n, p in theirs.named_parameters() if p.requires_grad}
+        assert_trees_close(grads, want, rtol=1e-5, atol=1e-7)  # an LSTM's sums round in another order
+    held = {**{n: p for n, p in theirs.named_parameters() if not p.requires_grad}, **dict(theirs.named_buffers())}
+    assert_trees_close(buffers, {n: b if b.is_floating_point() else b.double() for n, b in held.items()})
+    assert_trees_close((dict(net.state_dict()), params), before)  # nothing was written to
+
+
+def test_apply_is_compiled_and_mapped(net):
+    """As fr.jit stages it, and under vmap over members, apply gives what it gives alone, buffers included; a sum that
+    reads its count on the host is refused by jit (torch has no rule under vmap for it, nor for an LSTM)."""
+    params, buffers, apply = module(net)
+    x = normal(0, 5, 4)
+    run = lambda p, b, x: apply(p, b, x, train=True)
+    alone = run(params, buffers, x)
+    if isinstance(net, nn.Sequential) and getattr(net[0], "momentum", 0.1) is None:
+        with pytest.raises(TypeError, match="reads a tensor's value on the host"):
+            fr.jit(run).lower(params, buffers, x)
+        return
+    staged = fr.jit(run).lower(params, buffers, x)
+    flat = staged.graph(*(eval(path, {"p": params, "b": buffers, "x": x}) for path in staged.reads))
+    assert_trees_close(list(flat), torch.utils._pytree.tree_leaves(alone), rtol=1e-6, atol=1e-6)
+    if not isinstance(net, Recurrent):
+        stacked = torch.utils._pytree.tree_map(lambda t: torch.stack([t, t]), (params, buffers))
+        got = torch.func.vmap(run, in_dims=(0, 0, None))(*stacked, x)
+        assert_trees_close(torch.utils._pytree.tree_map(lambda t: t[1], got), alone, rtol=1e-6, atol=1e-6)
+
+
+def test_the_module_may_change_afterwards(net):
+    """What is done to the module later is not seen by apply: training it, its mode, its parts."""
+    params, buffers, apply = module(net)
+    x = normal(0, 5, 4)
+    before = apply(params, buffers, x, train=True)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(1)
+    net.eval()
+    assert_trees_close(apply(params, buffers, x, train=True), before)
+
+
+def test_dropout_draws_from_the_key():
+    """nn.Dropout in train mode drops by the key: the same key the same places, each layer others; on average nothing
+    is lost; torch's generator is left alone, and in eval() nothing is dropped."""
+    net = nn.Sequential(nn.Dropout(0.5), nn.Identity(), nn.Dropout(0.5))
+    _, _, apply = module(net)
+    x, state = torch.ones(20_000), torch.get_rng_state()
+    run = lambda seed: apply({}, {}, x, train=True, key=fr.key(seed))[0]
+    assert torch.equal(run(0), run(0)) and not torch.equal(run(0), run(1))
+    assert abs(float(run(0).mean()) - 1) < 0.05 and abs(float((run(0) > 0).float().mean()) - 0.25) < 0.02
+    assert torch.equal(apply({}, {}, x)[0], x) and torch.equal(torch.get_rng_state(), state)
+    staged = fr.jit(lambda x, key: apply({}, {}, x, train=True, key=key)[0]).lower(x, fr.key(0))
+    assert torch.equal(staged.graph(x, fr.key(0))[0], run(0))
+
+
+class Functional(nn.Module):
+    def forward(self, x):
+        return F.dropout(x, 0.5, self.training)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.count = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.count.add_(1)
+        return x
+
+
+LINEAR, ONES = nn.Linear(2, 1), torch.ones(3, 2)
+PARAMS, BUFFERS, APPLY = module(LINEAR)
+NO_MODULE = {
+    "a function": (lambda: module(lambda x: x), TypeError, "`nn_module` is not a module"),
+    "lazy": (lambda: module(nn.LazyLinear(2)), TypeError, "parameters of no shape yet"),
+    "max_norm": (lambda: module(nn.Embedding(3, 2, max_norm=1.0)), TypeError, "renormalised in place"),
+    "no params": (lambda: APPLY({}, BUFFERS, ONES), TypeError, "`params` are not this module's"),
+    "a parameter more": (lambda: APPLY({**PARAMS, "more": ONES}, BUFFERS, ONES), TypeError, "`params` are not"),
+    "a parameter's shape": (lambda: APPLY({**PARAMS, "bias": ONES}, BUFFERS, ONES), ValueError, "has another shape"),
+    "a parameter's dtype": (lambda: APPLY({**PARAMS, "bias": torch.tensor([1])}, BUFFERS, ONES), TypeError,
+        "is not a float tensor"),
+    "buffers of another": (lambda: APPLY(PARAMS, {"mean": ONES}, ONES), TypeError, "`buffers` are not this module's"),
+    "no flag": (lambda: APPLY(PARAMS, BUFFERS, ONES, train="no"), TypeError, "`train` is neither"),
+    "no key": (lambda: module(nn.Dropout(0.5))[2]({}, {}, ONES, train=True), TypeError, "`key` is missing"),
+    "a seed": (lambda: module(nn.Dropout(0.5))[2]({}, {}, ONES, train=True, key=3), TypeError, "`key` is not a key"),
+    "torch's generator": (lambda: module(Functional())[2]({}, {}, ONES, train=True, key=fr.key(0)), TypeError,
+        "draws from torch's generator"),
+    "writes": (lambda: module(Counting())[2]({"count": torch.zeros(())}, {}, ONES), TypeError,
+        "writes to its parameters"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*NO_BAGS, *NO_MODULE])
+def test_a_wrong_argument_is_named(name):
+    """What is no nested tensor, no bags or no module that can be a function raises in four parts."""
+    call, kind, fragment = {**NO_BAGS, **NO_MODULE}[name]
+    with pytest.raises(kind) as error:
+        call()
+    text = str(error.value)
+    assert all(f in text for f in (fragment, "funcrec", "\n  got   ", "\n  need  ")), text
+    assert "\n  try   " in text or name == "no flag", text
+
+
+# -- a DLRM of torch's parts ---------------------------------------------------------------------------------------
+
+TABLES = (fr.TableConfig("item", 9, 4), fr.TableConfig("user", 7, 4))
+FEATURES = tuple(fr.FeatureConfig(t.name, table=t.name) for t in TABLES)
+
+
+class DLRMDense(nn.Module):
+    """What of a DLRM is no table: a bottom and a top with batch norm, dot products of all pairs between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.bottom = nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4), nn.ReLU())
+        layers = nn.Linear(4 + 3, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)
+        self.top = nn.Sequential(*layers)
+
+    def forward(self, pooled, dense):
+        first = self.bottom(dense)
+        x = torch.cat([first[:, None], pooled.unflatten(1, (2, 4))], 1)
+        pairs = (x @ x.mT)[:, *torch.tril_indices(3, 3, -1)]
+        return self.top(torch.cat([first, pairs], 1))[:, 0]
+
+
+def batch(step):
+    draw = torch.Generator().manual_seed(step)
+    lists = {t.name: [torch.randint(0, 5, (n,), generator=draw).tolist() for n in (2, 0, 1, 3, 1, 2)] for t in TABLES}
+    label = torch.randint(0, 2, (6,), generator=draw).float()
+    return fr.Batch(fr.KeyedJaggedTensor.from_lists(lists), label, torch.randn(6, 3, generator=draw))
+
+
+def train_theirs(net, tables, steps):
+    """nn.EmbeddingBag and the module under torch's optimizers."""
+    bags = {n: nn.EmbeddingBag.from_pretrained(t.clone(), False, mode="sum", include_last_offset=True) for n, t in
+            tables.items()}  # fmt: skip
+    opts = [torch.optim.SGD([b.weight for b in bags.values()], lr=0.1), torch.optim.Adam(net.parameters(), lr=1e-2)]
+    losses = []
+    for i in range(steps):
+        b = batch(i)
+        parts = [(bags[f.name], b.ids[f.name].unpad()) for f in FEATURES]
+        pooled = torch.cat([bag(x.values, x.offsets) for bag, x in parts], 1)
+        loss = F.binary_cross_entropy_with_logits(net(pooled, b.dense), b.label)
+        for opt in opts:
+            opt.zero_grad()
+        loss.backward()
+        for opt in opts:
+            opt.step()
+        losses.append(loss.detach())
+    return losses, {n: b.weight.detach() for n, b in bags.items()}
+
+
+def test_a_dlrm_of_a_module_and_tables_trains_as_torch_does():
+    """Five steps of train_step over tables and a module as functions leave the losses, tables, parameters and running
+    statistics that torch leaves; the step can be compiled."""
+    torch.manual_seed(0)
+    net, tables = DLRMDense(), fr.init(fr.key(0), TABLES)
+    params, buffers, apply = module(net)
+
+    def loss_fn(p, b):
+        pooled = fr.lookup(p.tables, b.ids, FEATURES).values
+        z, buffers = apply(p.dense["net"], p.dense["buffers"], pooled, b.dense, train=True)
+        return F.binary_cross_entropy_with_logits(z, b.label), buffers
+
+    dense = fr.optim.dense(torch.optim.Adam, lr=1e-2)
+    merge = lambda dense, buffers: {**dense, "buffers": buffers}
+    step = fr.train_step(loss_fn, sparse=fr.optim.sgd(0.1), dense=dense, has_aux=True, merge=merge)
+    state, mine = step.init(fr.Params(tables, {"net": params, "buffers": buffers})), []
+    assert fr.jit(step, donate=("state",)).lower(state, batch(0)).written == ("state.tables['item']",
+                                                                              "state.tables['user']")  # fmt: skip
+    for i in range(5):
+        state, metrics = step(state, batch(i))
+        mine.append(metrics["loss"])
+    losses, weights = train_theirs(net, tables, 5)
+    assert_trees_close(mine, losses, rtol=1e-5, atol=1e-6)
+    assert_trees_close(dict(state.tables), weights, rtol=1e-5, atol=1e-6)
+    assert_trees_close(state.dense["net"], {n: p.detach() for n, p in net.named_parameters()}, rtol=1e-4, atol=1e-5)
+    held = {n: b if b.is_floating_point() else b.double() for n, b in net.named_buffers()}
+    assert_trees_close(state.dense["buffers"], held, rtol=1e-5, atol=1e-6)
+    assert state.dense["buffers"]["top.1.num_batches_tracked"] == 5
+
+
+def test_running_statistics_are_not_forgotten():
+    """A step whose dense parameters hold a module's running statistics wants a `merge` for them."""
+    params, buffers, _ = module(nn.BatchNorm1d(2))
+    step = fr.train_step(lambda p, b: p.dense["net"]["weight"].sum(), sparse=fr.optim.sgd(),
+                         dense=fr.optim.dense(torch.optim.SGD, lr=0.1))  # fmt: skip
+    with pytest.raises(ValueError, match="`merge` is missing"):
+        step.init(fr.Params({}, {"net": params, "buffers": buffers}))
