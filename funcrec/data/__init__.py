@@ -16,6 +16,7 @@ from funcrec.data._ctr import CtrSplit as CtrSplit
 from funcrec.data._ctr import ctr_dataset as ctr_dataset
 from funcrec.data._examples import Examples as Examples
 from funcrec.data._examples import examples as examples
+from funcrec.data._files import Text as Text
 from funcrec.data._loader import Position as Position
 from funcrec.data._loader import RowData as RowData
 from funcrec.data._loader import batches as batches
@@ -37,5 +38,8 @@ from funcrec.data._splits import leave_one_out as leave_one_out
 from funcrec.data._splits import random_split as random_split
 from funcrec.data._splits import split_by_group as split_by_group
 from funcrec.data._splits import split_by_time as split_by_time
+from funcrec.data._stream import read as read
+from funcrec.data._stream import stream as stream
+from funcrec.data._stream import stream_loader as stream_loader
 
 _core.publish(globals())

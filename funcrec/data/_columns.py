@@ -11,8 +11,9 @@ from typing import NoReturn
 
 import numpy as np
 
-from funcrec.core import fail
+from funcrec.core import Problem, fail
 from funcrec.data._rows import need_finite
+from funcrec.data._schema import Schema
 
 # what a row of the table that is being read is called: a reader of files says which line of which file
 NAME_OF_ROW: contextvars.ContextVar[Callable[[int], str]] = contextvars.ContextVar("row", default=lambda r: f"row {r}")
@@ -25,8 +26,90 @@ def refuse(call: str, row: int, name: str, got: str, need: str, hint: str = "") 
     fail(call, what, got=got, need=need, hint=hint)
 
 
-def refuse_type(call: str, column, name: str, what: str, need: str, hint: str) -> NoReturn:
-    fail(call, f"column `{name}` {what}.", got=str(column.type), need=need, hint=hint, kind=TypeError)
+def value_kind(kind):
+    """The type of what `plain` gives."""
+    import pyarrow as pa
+    import pyarrow.types as kinds
+
+    if isinstance(kind, pa.BaseExtensionType):
+        return value_kind(kind.storage_type)
+    return value_kind(kind.value_type) if kinds.is_dictionary(kind) or kinds.is_run_end_encoded(kind) else kind
+
+
+def is_list(kind) -> bool:
+    import pyarrow.types as kinds
+
+    views = kinds.is_list_view(kind) or kinds.is_large_list_view(kind)
+    return kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind) or views
+
+
+def is_id(kind) -> bool:
+    import pyarrow.types as kinds
+
+    return kinds.is_integer(kind) or kinds.is_boolean(kind) or kinds.is_null(kind)
+
+
+def is_number(kind) -> bool:
+    import pyarrow.types as kinds
+
+    return is_id(kind) or kinds.is_floating(kind) or kinds.is_decimal(kind)
+
+
+def is_time(kind) -> bool:
+    import pyarrow.types as kinds
+
+    return is_number(kind) or kinds.is_timestamp(kind) or kinds.is_date(kind)
+
+
+def is_dense(kind) -> bool:
+    import pyarrow.types as kinds
+
+    return is_number(kind) or (kinds.is_fixed_size_list(kind) and is_number(value_kind(kind.value_type)))
+
+
+def type_problems(types, schema: Schema) -> Iterator[Problem]:
+    """Columns whose type (of a pyarrow.Schema) cannot be what the schema says, all of them."""
+    lists, weights = set(schema.multivalued), dict(schema.weights)
+    roles = [(n, "lists of ids" if n in lists else "ids", is_id) for n in schema.keys]
+    roles += [(n, "lists of numbers" if of in lists else "numbers", is_number) for of, n in weights.items()]
+    one = [n for n in (*schema.labels, schema.weight) if n is not None]
+    roles += [*((n, "numbers", is_number) for n in one), *((n, "numbers", is_dense) for n in schema.dense)]
+    roles += [] if schema.time is None else [(schema.time, "times", is_time)]
+    for name, role, holds in roles:
+        whole = kind = value_kind(types.field(name).type)
+        if role.startswith("lists"):
+            kind = value_kind(kind.value_type) if is_list(kind) else None
+        if kind is None or not holds(kind):
+            is_label = name in schema.labels
+            hint = (
+                f'{{"{name}": pc.equal(column, value)}}, 1 where it is so'
+                if is_label
+                else _type_hint(name, role, whole)
+            )
+            yield Problem(
+                f"column `{name}` does not hold {role}.", f"{types.field(name).type}", NEEDS[role], hint, TypeError
+            )
+
+
+NEEDS = {
+    "ids": "integers or booleans", "lists of ids": "lists of integers or booleans", "numbers": "integers or floats",
+    "lists of numbers": "lists of integers or floats", "times": "numbers, timestamps or dates",
+}  # fmt: skip
+
+
+def _type_hint(name: str, role: str, kind) -> str:
+    import pyarrow.types as kinds
+
+    if is_list(kind) != role.startswith("lists") and role.endswith("ids"):
+        other = "multivalued" if is_list(kind) else "categorical"
+        return f'{other}=("{name}",) in the schema'
+    if role == "ids" and kinds.is_floating(kind):
+        return f'df["{name}"].astype("Int64"): pandas makes floats of integers with missing ones'
+    if role.endswith("ids"):
+        return ENCODE
+    if is_list(kind):
+        return f'multivalued=("{name}",) if these are ids; else a list of one fixed size, a column each'
+    return f'categorical=("{name}",) if these are kinds of something; else cast them: column.cast("float64")'
 
 
 def plain(column):
@@ -49,12 +132,6 @@ def plain(column):
     return column
 
 
-def is_list(kind) -> bool:
-    import pyarrow.types as kinds
-
-    return kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind)
-
-
 def flat(column) -> tuple:
     """A column of lists -> (values, lengths i64[N]); a missing list has length 0."""
     import pyarrow as pa
@@ -65,27 +142,16 @@ def flat(column) -> tuple:
     return plain(values), lengths.to_numpy().astype(np.int64)
 
 
-def ids_of(call: str, column, name: str, row: Callable[[int], int] = int) -> np.ndarray:
+def ids_of(call: str, column, name: str, row: Callable[[int], int] = int, noun: str = "a missing id") -> np.ndarray:
     """i64[N] of a column of integers or booleans. row: the row that the n-th id belongs to."""
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.types as kinds
 
-    column, kind = plain(column), column.type
-    if is_list(column.type):
-        what, need = "holds lists", "one id per row"
-        refuse_type(call, column, name, what, need, f'multivalued=("{name}",) in the schema')
-    if column.null_count == len(column) and kinds.is_null(column.type):
-        column = column.cast(pa.int64())
-    if not (kinds.is_integer(column.type) or kinds.is_boolean(column.type)):
-        is_number = kinds.is_floating(column.type)
-        why = f'df["{name}"].astype("Int64"): pandas makes floats of integers with missing ones'
-        hint = why if is_number else ENCODE
-        refuse_type(call, pa.chunked_array([], kind), name, "does not hold ids", "integers or booleans", hint)
+    column = plain(column)
     if column.null_count:
-        nth = first_true(pc.is_null(column))
         hint = f"{ENCODE}, missing ones too; or fill them: pc.fill_null(column, 0)"
-        refuse(call, row(nth), name, "a missing id", "an id", hint)
+        refuse(call, row(first_true(pc.is_null(column))), name, noun, "an id", hint)
     if kinds.is_uint64(column.type):
         nth = first_true(pc.greater(column, pa.scalar(2**63 - 1, pa.uint64())))
         if nth is not None:
@@ -95,16 +161,8 @@ def ids_of(call: str, column, name: str, row: Callable[[int], int] = int) -> np.
 
 def bags_of(call: str, column, name: str) -> tuple[np.ndarray, np.ndarray]:
     """(ids i64[M], lengths i64[N]) of a column of lists."""
-    values, lengths = _lists(call, column, name)
-    return ids_of(call, values, name, lambda nth: row_of(lengths, nth)), lengths
-
-
-def _lists(call: str, column, name: str) -> tuple:
-    column = plain(column)
-    if not is_list(column.type):
-        hint = f'categorical=("{name}",) in the schema, for one id per row'
-        refuse_type(call, column, name, "does not hold lists", "lists of ids, or of their weights", hint)
-    return flat(column)
+    values, lengths = flat(plain(column))
+    return ids_of(call, values, name, lambda nth: row_of(lengths, nth), "a missing id in a list"), lengths
 
 
 def numbers_of(call: str, column, name: str, row: Callable[[int], int] = int) -> np.ndarray:
@@ -113,17 +171,12 @@ def numbers_of(call: str, column, name: str, row: Callable[[int], int] = int) ->
     import pyarrow.compute as pc
     import pyarrow.types as kinds
 
-    column, kind = plain(column), column.type
-    if kinds.is_null(column.type):
-        column = column.cast(pa.float64())
-    if kinds.is_boolean(column.type) or kinds.is_decimal(column.type):
-        column = column.cast(pa.uint8() if kinds.is_boolean(column.type) else pa.float64())
-    if not (kinds.is_integer(column.type) or kinds.is_floating(column.type)):
-        hint = f'categorical=("{name}",) if these are kinds of something; else cast them: column.cast("float64")'
-        refuse_type(call, pa.chunked_array([], kind), name, "does not hold numbers", "integers or floats", hint)
+    column = plain(column)
     if column.null_count:
         hint = "pc.fill_null(column, 0), or another number of its own"
         refuse(call, row(first_true(pc.is_null(column))), name, "no number", "a number", hint)
+    if not (kinds.is_integer(column.type) or kinds.is_floating(column.type)):
+        column = column.cast(pa.float64() if kinds.is_decimal(column.type) else pa.uint8())
     return column.to_numpy()
 
 
@@ -152,7 +205,7 @@ def dense_of(call: str, column, name: str) -> np.ndarray:
 
 def list_floats_of(call: str, column, name: str) -> tuple[np.ndarray, np.ndarray]:
     """(f32[M], lengths i64[N]) of a column of lists of numbers."""
-    values, lengths = _lists(call, column, name)
+    values, lengths = flat(plain(column))
     return floats_of(call, values, name, lambda nth: row_of(lengths, nth)), lengths
 
 
@@ -183,7 +236,3 @@ def first_true(mask) -> int | None:
     """The place of the first true value of a chunked array of booleans."""
     found = np.flatnonzero(mask.to_numpy())
     return int(found[0]) if found.size else None
-
-
-def doubled(names: list[str]) -> Iterator[str]:
-    return (n for n in dict.fromkeys(names) if names.count(n) > 1)

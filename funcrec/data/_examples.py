@@ -5,18 +5,19 @@
 Shapes: N rows, B rows of a batch, C categorical columns, D dense numbers, T labels.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, pytree, typed
+from funcrec.core import check, pytree, typed
 from funcrec.data import _columns as columns
+from funcrec.data._files import opened
 from funcrec.data._rows import Vocabularies, need_ids, row_problems, there, vocabulary_problems
 from funcrec.data._schema import Schema
-from funcrec.data._sources import as_table
-from funcrec.jagged import KeyedJaggedTensor, is_concrete, offsets_of, take_ranges
+from funcrec.data._sources import table_of
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, is_concrete, offsets_of, take_ranges
 from funcrec.tables import Batch
 
 CALL = "funcrec.data.examples"
@@ -66,41 +67,52 @@ class Examples:
         check("funcrec.data.take", row_problems(rows, self.num_rows, self.categorical.device))
         rows, inside = there(rows, self.num_rows)
         of = lambda x: None if x is None else x.index_select(0, rows)
-        mark = lambda x: x if x is None or inside is None else torch.where(_like(inside, x), x, torch.nan)
-        return Batch(_ids(self, rows, inside), mark(of(self.label)), mark(of(self.dense)))
+        mark = lambda x, odd: x if x is None or inside is None else torch.where(_like(inside, x), x, odd)
+        single, bags = mark(of(self.categorical), -1), None
+        if self.multivalued is not None:
+            bags = _taken(self.multivalued, rows, inside, sum(self.most))
+        numbers = [mark(of(x), torch.nan) for x in (self.label, self.dense, self.weight)]
+        return Batch(_ids(self.schema.keys, single, of(self.weights), bags), *numbers)
 
     def __repr__(self) -> str:
         return f"Examples({self.num_rows} rows, {self.schema})"
+
+
+def whole(data: Examples) -> Batch:
+    """All rows in order, as one batch."""
+    bags = data.multivalued and JaggedTensor(*[getattr(data.multivalued, n) for n in ("values", "offsets", "weights")])
+    return Batch(_ids(data.schema.keys, data.categorical, data.weights, bags), data.label, data.dense, data.weight)
 
 
 def _like(inside: Tensor, x: Tensor) -> Tensor:
     return inside.view(-1, *[1] * (x.dim() - 1))
 
 
-def _ids(data: Examples, rows: Tensor, inside: Tensor | None) -> KeyedJaggedTensor:
-    """The ids of these rows, categorical keys first; of a row that is not there the id -1, and no bag."""
-    keys, bags, num_rows = data.schema.keys, data.multivalued, rows.shape[0]
-    single = data.categorical.index_select(0, rows)
-    single = single if inside is None else torch.where(inside[:, None], single, -1)
-    values, count = single.T.flatten(), num_rows * single.shape[1]
-    weights = None if data.weights is None else data.weights.index_select(0, rows).T.flatten()
-    ends = torch.arange(count + 1, device=rows.device)
-    if bags is None:
-        return KeyedJaggedTensor(values, ends, weights, keys=keys)
-    firsts = torch.arange(len(bags.keys), device=rows.device) * data.num_rows
+def _taken(bags: KeyedJaggedTensor, rows: Tensor, inside: Tensor | None, most: int) -> JaggedTensor:
+    """The bags of these rows, key after key; of a row that is not there an empty one."""
+    firsts = torch.arange(len(bags.keys), device=rows.device) * bags.num_bags
     at = (firsts[:, None] + rows).flatten()
     starts = bags.offsets[:-1].index_select(0, at)
     lengths = bags.offsets[1:].index_select(0, at) - starts
     if inside is not None:
         lengths = torch.where(inside.repeat(len(bags.keys)), lengths, 0)
-    tight = is_concrete(rows) and is_concrete(lengths)
-    capacity = int(lengths.sum()) if tight else num_rows * sum(data.most)
-    taken = take_ranges(bags.values, bags.weights, starts, lengths, capacity)
-    if weights is not None or taken.weights is not None:
-        parts = (weights, single), (taken.weights, taken.values)
-        weights = torch.cat([x.new_ones(x.numel(), dtype=torch.float32) if w is None else w for w, x in parts])
-    offsets = torch.cat([ends[:-1], taken.offsets + count])
-    return KeyedJaggedTensor(torch.cat([values, taken.values]), offsets, weights, keys=keys)
+    is_read = is_concrete(rows) and is_concrete(lengths)
+    return take_ranges(
+        bags.values, bags.weights, starts, lengths, int(lengths.sum()) if is_read else rows.shape[0] * most
+    )
+
+
+def _ids(keys: tuple[str, ...], single: Tensor, weights: Tensor | None, bags: JaggedTensor | None) -> KeyedJaggedTensor:
+    """i64[B, C] and f32[B, C], then the bags of the other keys, in one buffer."""
+    values, weights = single.T.flatten(), None if weights is None else weights.T.flatten()
+    offsets = torch.arange(single.numel() + 1, device=single.device)
+    if bags is None:
+        return KeyedJaggedTensor(values, offsets, weights, keys=keys)
+    if weights is not None or bags.weights is not None:
+        own = lambda w, x: x.new_ones(x.shape[0], dtype=torch.float32) if w is None else w
+        weights = torch.cat([own(weights, values), own(bags.weights, bags.values)])
+    offsets = torch.cat([offsets[:-1], bags.offsets + single.numel()])
+    return KeyedJaggedTensor(torch.cat([values, bags.values]), offsets, weights, keys=keys)
 
 
 @typed
@@ -130,13 +142,13 @@ def examples(table: object, schema: Schema, *, vocabularies: Vocabularies = None
       >>> [batch.ids.to_lists() for _, batch in batches(examples(table, schema), None, 2)]
       [{'item': [[7], [8]], 'genres': [[1, 2], []]}, {'item': [[7]], 'genres': [[3]]}]
     """
-    table = as_table(CALL, table, schema.columns)
-    check(CALL, column_problems(table.column_names, schema), vocabulary_problems(vocabularies, schema.keys))
-    return examples_of(CALL, table, schema, vocabularies or {})
+    check(CALL, vocabulary_problems(vocabularies, schema.keys))
+    return examples_of(CALL, table_of(CALL, opened(CALL, table, schema)), schema, vocabularies or {})
 
 
 def examples_of(call: str, table, schema: Schema, sizes: Vocabularies) -> Examples:
     """Of a pyarrow.Table that has the schema's columns; errors in the name of `call`."""
+    check(call, columns.type_problems(table.schema, schema))
     n, weights = table.num_rows, dict(schema.weights)
 
     def need(name: str, ids: np.ndarray, row: Callable[[int], int] = int) -> np.ndarray:
@@ -214,15 +226,3 @@ def _weight(call: str, column, name: str) -> np.ndarray:
         row = int(x.argmin())
         columns.refuse(call, row, name, f"weight {x[row]}", "a number >= 0")
     return x
-
-
-def column_problems(names: list[str], schema: Schema) -> Iterator[Problem]:
-    """The table must have the schema's columns, each once."""
-    absent = [n for n in schema.columns if n not in names]
-    if absent:
-        is_unlabelled = set(absent) <= set(schema.labels)
-        hint = "label=None in the schema, for prediction" if is_unlabelled else "names as the table has them"
-        yield Problem("`table` lacks columns of the schema.", f"{names}", f"{absent}", hint)
-    twice = [n for n in columns.doubled(names) if n in schema.columns]
-    if twice:
-        yield Problem("`table` has columns of one name.", f"{twice}", "each once")

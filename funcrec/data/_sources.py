@@ -1,44 +1,137 @@
-"""Tables from what people have: anything with Arrow's PyCapsule interface, or a dict of columns."""
+"""Sources of rows: parts that are read one after another, and what is in memory as a table.
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+    source -> Source(schema, parts);   the rows of a source are those of its parts, in order
+
+A part is a row group, a file of text or a piece of a table; it knows what its rows are called in errors.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from funcrec.core import describe, fail
-from funcrec.data._arrow import need_pyarrow
+from funcrec.core import Problem, check, describe, fail
+from funcrec.data._schema import Schema
 
-NEED = "a pandas, polars or pyarrow table, a dict of columns, or a path"
+NEED = "a pandas, polars or pyarrow table, a dict of columns, a path, or paths"
 
 
-def as_table(call: str, source: Any, names: Sequence[str] | None):
-    """A source in memory -> pyarrow.Table of the columns `names`, those it has of them; None for all."""
-    pa = need_pyarrow(call)
+Wanted = Sequence[str] | Schema | None  # the columns to read: these, a schema's, or all
+
+
+class Part(NamedTuple):
+    """A run of rows. file: its name, "" in memory. word, first: what its first row is called: "row" 0, "line" 2.
+    num_rows: None where only reading tells. read: its record batches, from the beginning."""
+
+    file: str
+    word: str
+    first: int
+    num_rows: int | None
+    read: Callable[[], Iterator]
+
+
+class Source(NamedTuple):
+    """schema: pyarrow's, of the columns that are read, in order. parts: see `Part`. name: of the whole, in errors."""
+
+    schema: Any
+    parts: list[Part]
+    name: str
+
+
+def need_pyarrow(call: str):
+    """The module pyarrow, or an error that says how to have it."""
+    try:
+        import pyarrow
+    except ImportError:
+        fail(
+            call, "pyarrow is not installed.", got="no module pyarrow", need="pyarrow, to read tables and files",
+            hint="pip install funcrec[data]", kind=ModuleNotFoundError,
+        )  # fmt: skip
+    return pyarrow
+
+
+def table_of(call: str, source: Source):
+    """All rows of a source."""
+    import pyarrow as pa
+
+    return pa.Table.from_batches((c for part in source.parts for c in part_chunks(call, part)), source.schema)
+
+
+def part_chunks(call: str, part: Part) -> Iterator:
+    """The record batches of a part: as many rows as it says, or an error."""
+    import pyarrow as pa
+
+    rows = 0
+    try:
+        for chunk in part.read():
+            rows += chunk.num_rows
+            yield chunk
+        if part.num_rows is not None and rows != part.num_rows:
+            raise pa.ArrowInvalid(f"{rows} rows of {part.num_rows}")
+    except (pa.ArrowException, OSError) as error:
+        what, need = f"`{part.file}` is damaged.", "pages as they were written"
+        fail(call, what, got=f"{str(error)[:120]}", need=need, hint="the file once more from where it came")
+
+
+def absent_problems(name: str, names: Sequence[str], wanted: Wanted) -> Iterator[Problem]:
+    """What is wanted must be there, once."""
+    labels = wanted.labels if isinstance(wanted, Schema) else ()
+    columns = names if wanted is None else wanted_names(wanted)
+    twice = sorted({n for n in columns if list(names).count(n) > 1 or list(columns).count(n) > 1})
+    if twice:
+        hint = "other names, when it is written"
+        yield Problem(f"{name} has columns of one name.", f"{twice}", "each name once", hint)
+    absent = [n for n in columns if n not in names]
+    if absent:
+        is_unlabelled = set(absent) <= set(labels)
+        hint = "label=None in the schema, for prediction" if is_unlabelled else "names that it has"
+        yield Problem(f"{name} lacks columns.", f"{list(names)}", f"{absent}", hint)
+
+
+def wanted_names(wanted: Wanted) -> list[str] | None:
+    return None if wanted is None else list(wanted.columns if isinstance(wanted, Schema) else wanted)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def as_table(call: str, source: Any, wanted: Wanted):
+    """A source in memory -> pyarrow.Table of the columns that are wanted."""
+    pa, names = need_pyarrow(call), wanted_names(wanted)
+    hint = '{"item": [1, 2], "click": [0, 1]}'
     try:
         if isinstance(source, pa.Table):
             table = source
-        elif hasattr(source, "__arrow_c_stream__") or isinstance(source, pa.RecordBatch):
-            table = pa.table(source) if not isinstance(source, pa.RecordBatch) else pa.Table.from_batches([source])
+        elif isinstance(source, pa.RecordBatch):
+            table = pa.Table.from_batches([source])
+        elif hasattr(source, "__arrow_c_stream__"):
+            table = pa.table(source)
         elif hasattr(source, "__arrow_c_array__"):
             table = pa.Table.from_batches([pa.record_batch(source)])
         elif isinstance(source, Mapping):
-            table = pa.table({str(n): _column(call, n, x) for n, x in source.items() if names is None or n in names})
+            check(call, absent_problems("the table", list(map(str, source)), wanted))
+            found = {str(n): _column(call, n, x) for n, x in source.items() if names is None or n in names}
+            table = pa.Table.from_arrays(list(found.values()), names=list(found))
         else:
-            hint = '{"item": [1, 2]}'
-            fail(call, "`table` is not a table.", got=describe(source), need=NEED, hint=hint, kind=TypeError)
+            fail(call, "the source is not a table.", got=describe(source), need=NEED, hint=hint, kind=TypeError)
     except pa.ArrowException as error:
-        fail(call, "`table` is not a table of columns of one length.", got=str(error)[:120], need=NEED)
-    return table if names is None else table.select([i for i, n in enumerate(table.column_names) if n in names])
+        what = "the columns of the table do not stand side by side."
+        fail(call, what, got=str(error)[:120], need="columns of one length", hint=hint)
+    check(call, absent_problems("the table", table.column_names, wanted))
+    return table if names is None else table.select(names)
 
 
 def _column(call: str, name: str, x: Any):
     """One column of a dict: a list, an array of any library, a tensor."""
     import pyarrow as pa
 
-    if isinstance(x, torch.Tensor):
-        x = x.detach().cpu().numpy()
+    what, need = f"column `{name}` cannot be read.", "values of one kind; None where one is missing"
+    hint = "a list, a vector of numpy or torch, an array of pyarrow: [1, 2], or [[1, 2], []]"
+    if isinstance(x, str | bytes | Mapping):
+        fail(call, what, got=describe(x), need=need, hint=hint, kind=TypeError)
     try:
+        x = x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x
         return x if isinstance(x, pa.Array | pa.ChunkedArray) else pa.array(x)
-    except (pa.ArrowException, TypeError, OverflowError, ValueError) as error:
-        need = "values of one kind: numbers, strings, lists of them; None where one is missing"
-        fail(call, f"column `{name}` cannot be read.", got=str(error)[:120], need=need, kind=TypeError)
+    except (pa.ArrowException, TypeError, OverflowError, ValueError, NotImplementedError) as error:
+        got = f"{describe(x)}; {str(error)[:100]}"
+        fail(call, what, got=got, need=need, hint=hint, kind=TypeError)

@@ -356,6 +356,7 @@ def inputs(folder) -> list[Call]:
     parquet.write_table(pa.table({"label": [0.0, 1.0], "int_0": [1.0, 2.0], "cat_0": [1, 2]}), folder / "day.parquet")
     npy = {n: str(folder / f"{n}.npy") for n in ("dense", "sparse", "label")}
     examples = {"predictions": SCORES, "labels": LABELS, "weights": f32(3)}
+    streamed = {"batch_size": 2, "format": "parquet", "key": KEY, "window": 4, "drop_last": False}
     criteo = {"batch_size": 1, "transform": "log1", "skip": 0, "drop_last": False}
     return [*rows("data",
             batches=(first(data.batches),
@@ -382,9 +383,17 @@ def inputs(folder) -> list[Call]:
             {"path": str(folder / "day.parquet"), "label": "label", "dense": ["int_0"], "sparse": ["cat_0"],
                 "missing": 0, "bucket": False, **criteo}),
             Schema=(data.Schema, {"label": "y", "dense": ("x",), "categorical": ("a",), "multivalued": ("g",),
-                "weights": {"g": "s"}, "weight": "w", "time": "t", "label_kind": "binary"}),
+                "weights": {"g": "s"}, "weight": "w", "time": "t", "label_kind": "binary"}, ("weights['g']",)),
             examples=(data.examples, {"table": {"y": [1.0], "a": [3]}, "schema": data.Schema("y", categorical=("a",)),
-                "vocabularies": {"a": 5}}, ("vocabularies['a']",))),
+                "vocabularies": {"a": 5}}, ("vocabularies['a']",)),
+            Text=(data.Text, {"delimiter": ",", "names": ("a", "b"), "types": {"a": "int64"}, "nulls": ("",),
+                "quotes": True}, ("names[0]", "names[1]", "types", "types['a']")),  # looked at where they are used
+            read=(data.read, {"source": str(folder / "day.parquet"), "columns": ("label",), "format": "parquet"}),
+            stream=(first(data.stream), {"source": str(folder / "day.parquet"), **streamed, "columns": ("label",),
+                "skip": 0}),
+            stream_loader=(_like(data.stream_loader, lambda **given: next(data.stream_loader(**given)())),
+                {"source": str(folder / "day.parquet"), **streamed, "bucket": False,
+                    "encode": data.Schema("label", categorical=("cat_0",))})),
         *rows("metrics", Metric=(metrics.Metric, AUC._asdict()), collect=(metrics.collect, {"metrics": {"auc": AUC}}),
             merge=(metrics.merge, {"a": LOSS.init(), "b": LOSS.init()}),
             auc=(metrics.auc, {"num_bins": 16, "from_logits": False}),

@@ -1,0 +1,133 @@
+"""Files that cannot be read: the error's kind, and the fragments that name file, line, row and column."""
+
+import gzip
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+import funcrec as fr
+from funcrec.data import Position, Schema, Text, examples, read, stream, stream_loader
+
+SCHEMA = Schema("y", categorical=("a",))
+GOOD = "y,a\n" + "".join(f"{i % 2},{i}\n" for i in range(50))
+TEXTS = {  # the file's text, what reads it, what the error says
+    "a field less": (GOOD + "1\n", ("x.csv`, line 52", "Expected 2 columns, got 1")),
+    "a field more": (GOOD + "1,2,3\n", ("x.csv`, line 52", "Expected 2 columns, got 3")),
+    "an empty line": ("y,a\n1,2\n\n1,2\n", ("x.csv`, line 3", "a missing id")),
+    "a word among integers": (GOOD.replace("0,30\n", "0,thirty\n"), ("column `a` does not hold ids", "string")),
+    "nothing": ("", ("x.csv`, line 1", "Empty CSV file")),
+    "no rows": ("y,a\n", ("does not hold",)),
+    "a missing id": (GOOD + "1,\n", ("x.csv`, line 52, column `a`", "a missing id")),
+    "label 3": (GOOD + "3,1\n", ("x.csv`, line 52, column `y`", "label 3", "[0, 1]")),
+    "no column a": (GOOD.replace("y,a", "y,b"), ("`x.csv` lacks columns", "['a']")),
+    "a column twice": (GOOD.replace("y,a", "a,a"), ("`x.csv` has columns of one name", "['a']")),
+}
+
+
+def said(call, *fragments):
+    with pytest.raises((ValueError, TypeError)) as error:
+        call()
+    text = error.value.args[0]
+    assert all(f in text for f in (*fragments, "funcrec.data.", "\n  got   ", "\n  need  ")), text
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("key", [None, fr.key(0)], ids=["in order", "shuffled"])
+def test_bad_text(tmp_path, name, key):
+    """A line that cannot be read, or makes no example, is named by file and number, in whatever order it comes."""
+    text, fragments = TEXTS[name]
+    (tmp_path / "x.csv").write_text(text)
+    said(lambda: list(stream_loader(tmp_path, SCHEMA, 8, key=key)()), *fragments)
+
+
+def test_bad_value_beyond_the_first_block(tmp_path, monkeypatch):
+    """A value that is not of the type inferred before it is named by file, line and column."""
+    monkeypatch.setattr("funcrec.data._files.BLOCK_BYTES", 100)
+    (tmp_path / "x.csv").write_text(GOOD + "1,ten\n")
+    said(lambda: read(tmp_path), "x.csv`, line 52, column `a`", "invalid value 'ten'", 'types={"a": "string"}')
+    assert read(tmp_path, format=Text(types={"a": "string"}))["a"][-1].as_py() == "ten"
+
+
+def test_damaged_gzip(tmp_path, monkeypatch):
+    """Of a packed file that is cut short, or has a byte changed, name and first line that is not whole are told."""
+    monkeypatch.setattr("funcrec.data._files.BLOCK_BYTES", 1000)
+    rows = np.random.default_rng(0).integers(0, 2**40, 3000)
+    packed = gzip.compress(("y,a\n" + "".join(f"1,{i}\n" for i in rows)).encode())
+    path = tmp_path / "x.csv.gz"
+    for at in (1, len(packed) // 2, len(packed) - 1):
+        path.write_bytes(packed[:at])
+        said(lambda: list(stream(path, 8)), "x.csv.gz`, line ")
+    path.write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(ValueError, match=r"line 1\d\d\d cannot be read"):
+        list(stream(path, 8))
+    path.write_bytes(packed[:-6] + bytes([packed[-6] ^ 1]) + packed[-5:])
+    said(lambda: list(stream(path, 8)), "x.csv.gz`, line ")
+
+
+def test_bad_parquet_in_a_folder(tmp_path):
+    """Of many files the one is named that is cut short, damaged, or has other columns or types."""
+    table = pa.table({"y": [0, 1] * 50, "a": range(100)})
+    write = lambda i, t: parquet.write_table(
+        t, tmp_path / f"{i}.parquet", compression="none", use_dictionary=False, write_page_checksum=True,
+        row_group_size=50,
+    )  # fmt: skip
+    write(0, table)
+    write(1, table)
+    path = tmp_path / "1.parquet"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    said(lambda: read(tmp_path), "`1.parquet` is not a whole parquet file")
+    at = whole.index(np.arange(60, 70).tobytes())
+    path.write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])
+    for key in (None, fr.key(0)):
+        said(lambda key=key: list(stream(tmp_path, 7, key=key)), "`1.parquet` is damaged")
+        assert list(stream(tmp_path / "0.parquet", 7, key=key))
+    write(1, table.rename_columns(["y", "b"]))
+    said(lambda: read(tmp_path), "`1.parquet` lacks columns", "['a']")
+    write(1, pa.table({"y": [0], "a": ["x"]}))
+    said(lambda: read(tmp_path), "column `a` of `1.parquet` is of another type than in `0.parquet`", "string", "int64")
+    write(1, pa.table({"y": [0, 1, 7], "a": [1, 2, 3]}))
+    for key in (None, fr.key(0)):
+        said(lambda key=key: list(stream_loader(tmp_path, SCHEMA, 9, key=key)()), "`1.parquet`, row 2, column `y`", "7")
+    write(1, pa.table({"y": [0, 1], "a": pa.array([1, 2**63], pa.uint64())}))
+    said(lambda: read(tmp_path), "`1.parquet`")
+
+
+TABLE = {"y": [1, 0, 1], "a": [1, 2, 3]}
+LOAD = stream_loader(TABLE, SCHEMA, 2)
+CALLS = [
+    ("a folder without files", lambda at: read(at), ValueError, "there is no file in the folder"),
+    ("no file", lambda at: read(at / "x.csv"), FileNotFoundError, "there is no such file"),
+    ("an unknown end", lambda at: (at / "x.abc").write_text("a\n1\n") and read(at), ValueError, "do not tell their"),
+    ("two formats", lambda at: [(at / n).write_text("a\n1\n") for n in ("x.csv", "x.tsv")] and read(at), ValueError,
+        "do not tell their format"),
+    ("numbers for paths", lambda at: read([1, 2]), TypeError, "is not a table"),
+    ("no paths", lambda at: read([]), TypeError, "is not a table"),
+    ("a column that is not there", lambda at: read(TABLE, columns=["b"]), ValueError, "lacks columns"),
+    ("a column twice", lambda at: read(TABLE, columns=["a", "a"]), ValueError, "columns of one name"),
+    ("a type that is none", lambda at: (at / "x.csv").write_text("a\n1\n") and read(at, format=Text(types={"a": "i6"})),
+        ValueError, "`types['a']` is not a type"),
+    ("two characters", lambda at: (at / "x.csv").write_text("a\n1\n") and read(at, format=Text(", ")), ValueError,
+        "`delimiter` is not one character"),
+    ("no full batch", lambda at: list(stream(TABLE, 4, drop_last=True)), ValueError, "does not make a batch"),
+    ("no rows", lambda at: list(stream({"a": []}, 4)), ValueError, "does not make a batch"),
+    ("skip beyond the end", lambda at: list(stream(TABLE, 2, skip=3)), ValueError, "at least 3 batches"),
+    ("position behind the end", lambda at: next(LOAD(Position(0, 2))), ValueError, "behind the end of its epoch"),
+    ("no position", lambda at: next(LOAD(3)), TypeError, "`position` is not a position"),
+    ("encode to a table", lambda at: next(stream_loader(TABLE, lambda t: t, 2)()), TypeError, "did not make examples"),
+    ("strings without an encoding", lambda at: stream_loader({"y": [1], "a": ["x"]}, SCHEMA, 2), TypeError, "encode"),
+    ("no label", lambda at: stream_loader({"a": [1]}, SCHEMA, 2), ValueError, "label=None"),
+    ("examples of a file", lambda at: (at / "x.csv").write_text("y,a\n1,x\n") and examples(at / "x.csv", SCHEMA),
+        TypeError, "column `a` does not hold ids"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call, kind, fragment", [r[1:] for r in CALLS], ids=[r[0] for r in CALLS])
+def test_bad_call(tmp_path, call, kind, fragment):
+    """What cannot be read is said at the call where its names and types tell, in four parts."""
+    with pytest.raises(kind) as error:
+        call(tmp_path)
+    text = error.value.args[0]
+    assert all(f in text for f in (fragment, "funcrec.data.", "\n  got   ", "\n  need  ")), text

@@ -1,0 +1,220 @@
+"""Files and tables read whole and in batches: every row once, in an order that begins again anywhere."""
+
+import gzip
+import itertools
+import math
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as parquet
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import funcrec as fr
+from funcrec.data import Position, Schema, Text, examples, read, stream, stream_loader
+
+WORDS = st.text("ab ,\"'é\t", max_size=4)
+KINDS = {
+    "i": (pa.int64(), st.none() | st.integers(-(2**63), 2**63 - 1)), "f": (pa.float64(), st.none() | st.floats(-9, 9)),
+    "s": (pa.string(), st.none() | WORDS), "b": (pa.bool_(), st.none() | st.booleans()),
+    "l": (pa.list_(pa.int64()), st.none() | st.lists(st.integers(-9, 9), max_size=3)),
+    "d": (pa.dictionary(pa.int32(), pa.string()), st.none() | st.sampled_from(["x", "yy"])),
+}  # fmt: skip
+
+
+@st.composite
+def tables(draw, kinds="ifsbld", least=1):
+    """Tables of several kinds of columns, nulls among them, and a number for each row."""
+    n = draw(st.integers(least, 40))
+    of = lambda k: pa.array(draw(st.lists(KINDS[k][1], min_size=n, max_size=n)), KINDS[k][0])
+    return pa.table({"n": pa.array(range(n), pa.int64()), **{k: of(k) for k in kinds}})
+
+
+def written(folder, draw, table):
+    """The table in Parquet: one file, files, or hive partitions of its rows, in row groups of a drawn size."""
+    n, k = table.num_rows, draw(st.integers(1, 3))
+    cuts = sorted(draw(st.lists(st.integers(0, n), min_size=k - 1, max_size=k - 1)))
+    pieces = [table.slice(a, b - a) for a, b in itertools.pairwise([0, *cuts, n])]
+    hive = draw(st.booleans())
+    for i, piece in enumerate(pieces):
+        path = folder / (f"day={i}/name=p%20{i}" if hive else ".") / f"part-{i}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(
+            piece, path, row_group_size=draw(st.integers(1, 20)), write_page_checksum=True,
+            compression=draw(st.sampled_from(["none", "snappy", "zstd"])),
+            data_page_size=draw(st.sampled_from([64, 9**9])),
+        )  # fmt: skip
+    (folder / "_SUCCESS").write_text("")
+    return (pieces, hive)
+
+
+@settings(max_examples=25)
+@given(table=tables(), data=st.data())
+def test_parquet_is_read_as_written(tmp_path_factory, table, data):
+    """Files in a folder, hive partitions among them, give their rows in the order of their names, whole and in batches,
+    and all or some of their columns."""
+    folder = tmp_path_factory.mktemp("p")
+    pieces, hive = written(folder, data.draw, table)
+    found = read(folder)
+    assert found.select(table.column_names).to_pydict() == table.to_pydict()
+    if hive:
+        assert found["day"].to_pylist() == [i for i, p in enumerate(pieces) for _ in range(p.num_rows)]
+        assert found["name"].to_pylist() == [f"p {i}" for i, p in enumerate(pieces) for _ in range(p.num_rows)]
+    columns = data.draw(st.permutations(found.column_names))[: data.draw(st.integers(1, 4))]
+    size = data.draw(st.integers(1, 50))
+    got = list(stream(folder, size, columns=columns))
+    assert all(b.num_rows == size for b in got[:-1]) and all(b.schema.names == list(columns) for b in got)
+    assert pa.Table.from_batches(got).to_pydict() == found.select(columns).to_pydict()
+
+
+@settings(max_examples=25)
+@given(table=tables("ifsb"), data=st.data())
+def test_text_is_read_as_written(tmp_path_factory, table, data):
+    """Text with any delimiter, quoted or not, packed or not, gives its values; an empty field is
+    missing, and an empty string is one where it is quoted."""
+    folder, packed = tmp_path_factory.mktemp("t"), data.draw(st.booleans())
+    delimiter, end = data.draw(st.sampled_from([(",", ".csv"), ("\t", ".tsv"), ("|", ".txt")]))
+    for i, at in enumerate((0, table.num_rows // 2)):
+        piece = table.slice(at) if i else table.slice(0, table.num_rows // 2)
+        path = folder / f"part-{i}{end}"
+        pa_csv.write_csv(piece, path, pa_csv.WriteOptions(delimiter=delimiter, quoting_style="needed"))
+        if packed:
+            path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+            path.unlink()
+    types = {"i": "int64", "f": "float64", "s": "string", "b": "bool"}
+    found = read(folder, format=Text(delimiter, types=types))
+    assert found.to_pydict() == table.to_pydict()
+    got = list(stream(folder, 7, format=Text(delimiter, types=types)))
+    assert pa.Table.from_batches(got).to_pydict() == table.to_pydict()
+
+
+class Capsule:
+    """What pandas and polars show of a table."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        return self.table.__arrow_c_stream__(requested_schema)
+
+
+class Struct:
+    def __init__(self, batch):
+        self.batch = batch
+
+    def __arrow_c_array__(self, requested_schema=None):
+        return self.batch.__arrow_c_array__(requested_schema)
+
+
+@settings(max_examples=10)
+@given(table=tables())
+def test_what_is_in_memory_is_read(table):
+    """Tables, batches, whatever has Arrow's capsules, and dicts of lists, arrays and tensors are the same table."""
+    (batch,) = table.combine_chunks().to_batches()
+    mapping = {name: table[name] for name in table.column_names} | {"n": torch.arange(table.num_rows)}
+    sources = [table, batch, batch.to_reader() if hasattr(batch, "to_reader") else table, Capsule(table), Struct(batch),
+        mapping, {**mapping, "n": np.arange(table.num_rows), "i": table["i"].to_pylist()}]  # fmt: skip
+    for source in sources:
+        assert read(source).to_pydict() == table.to_pydict()
+    assert read(table, columns=["s", "n"]).column_names == ["s", "n"]
+
+
+@settings(max_examples=25)
+@given(table=tables("il"), data=st.data())
+def test_a_shuffled_epoch_has_every_row_once_and_begins_anywhere(tmp_path_factory, table, data):
+    """Under any key, window and size of batch: every row once, whole rows, another order for another key; and the
+    batches behind `skip` are those that would have followed."""
+    folder = tmp_path_factory.mktemp("p")
+    written(folder, data.draw, table)
+    source = data.draw(st.sampled_from([folder, table]))
+    size, window, key = (
+        data.draw(st.integers(1, 9)),
+        data.draw(st.integers(1, 50)),
+        fr.key(data.draw(st.integers(0, 9))),
+    )
+    options = {"columns": ["n", "i", "l"], "key": key, "window": window}
+    got = [b.to_pylist() for b in stream(source, size, **options)]
+    assert [len(b) for b in got] == [size] * (table.num_rows // size) + [table.num_rows % size][: table.num_rows % size]
+    rows = sorted((row for b in got for row in b), key=lambda row: row["n"])
+    assert rows == table.to_pylist()
+    skip = data.draw(st.integers(0, len(got)))
+    assert [b.to_pylist() for b in stream(source, size, skip=skip, **options)] == got[skip:]
+    whole = table.num_rows // size
+    if whole:
+        full = [b.to_pylist() for b in stream(source, size, drop_last=True, **options)]
+        assert full == got[:whole]
+
+
+def test_a_shuffle_mixes(tmp_path):
+    """Files and row groups change places, and rows within a window: of 4,096 rows in order few stay near their place,
+    and two keys have few places in common."""
+    for i in range(4):
+        part = pa.table({"n": pa.array(range(1024 * i, 1024 * (i + 1)))})
+        parquet.write_table(part, tmp_path / f"{i}.parquet", row_group_size=64)
+    order = lambda key: np.concatenate([b["n"].to_numpy() for b in stream(tmp_path, 100, key=key, window=512)])
+    a, b = order(fr.key(0)), order(fr.key(1))
+    assert sorted(a) == list(range(4096)) and (a == order(fr.key(0))).all()
+    assert (a == b).mean() < 0.01 and abs(np.corrcoef(a, np.arange(4096))[0, 1]) < 0.4
+    assert len(set(a[:512] // 64)) == 8  # eight row groups, of which no two rows follow each other often
+    assert (np.diff(a[:512]) == 1).mean() < 0.05
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_a_loader_gives_an_epoch_from_any_position(tmp_path_factory, data):
+    """Batches of a stream are those of its examples; each position gives what follows, over epochs of other orders."""
+    n, size = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 9))
+    table = pa.table(
+        {"y": [i % 2 for i in range(n)], "a": range(n), "g": [list(range(i % 3)) for i in range(n)], "x": range(n)}
+    )
+    path = tmp_path_factory.mktemp("p") / "x.parquet"
+    parquet.write_table(table, path, row_group_size=data.draw(st.integers(1, 9)))
+    schema = Schema("y", dense=("x",), categorical=("a",), multivalued=("g",))
+    key = data.draw(st.sampled_from([None, fr.key(3)]))
+    bucket = data.draw(st.booleans())
+    encode = data.draw(st.sampled_from([schema, lambda table: examples(table, schema)]))
+    load = stream_loader(path, encode, size, key=key, window=data.draw(st.integers(1, 20)), bucket=bucket)
+    epochs = [list(load(Position(epoch))) for epoch in (0, 1)]
+    for epoch, found in enumerate(epochs):
+        count = math.ceil(n / size)
+        assert [p for p, _ in found] == [Position(epoch, i + 1) for i in range(count - 1)] + [Position(epoch + 1, 0)]
+        ids = [i for _, b in found for (i,) in b.ids.to_lists()["a"]]
+        assert sorted(ids) == list(range(n)) and (key is not None or ids == list(range(n)))
+        assert [x for _, b in found for x in b.dense[:, 0].tolist()] == ids
+        assert [x for _, b in found for x in b.label.tolist()] == [i % 2 for i in ids]
+        assert [bag for _, b in found for bag in b.ids.to_lists()["g"]] == [list(range(i % 3)) for i in ids]
+        start = data.draw(st.integers(0, count - 1))
+        for (p, b), (q, c) in zip(load(Position(epoch, start)), found[start:], strict=True):
+            assert p == q and b.ids.to_lists() == c.ids.to_lists() and torch.equal(b.label, c.label)
+            assert b.ids.capacity == c.ids.capacity and (not bucket or c.ids.capacity >= 16)
+
+
+def test_types_that_differ_are_widened(tmp_path):
+    """Of int32 and int64, of no values and strings, the wider is read, from whichever file comes first."""
+    one = pa.table({"a": pa.array([1], pa.int32()), "s": pa.nulls(1)})
+    two = pa.table({"s": ["x"], "a": pa.array([2**40]), "more": [0]})
+    for first, second in ((one, two), (two.drop_columns(["more"]), one)):
+        parquet.write_table(first, tmp_path / "0.parquet")
+        parquet.write_table(second, tmp_path / "1.parquet")
+        found = read([tmp_path / "0.parquet", tmp_path / "1.parquet"])
+        assert found["a"].type == pa.int64() and sorted(found["a"].to_pylist()) == [1, 2**40]
+        assert set(found["s"].to_pylist()) == {None, "x"} and set(found.column_names) == {"a", "s"}
+    parts = list(stream(tmp_path, 1, columns=["a"]))
+    assert {b.schema.field("a").type for b in parts} == {pa.int64()}
+
+
+def test_text_keeps_the_first_files_types(tmp_path):
+    """What the first file's beginning tells of types holds for all; names stand in the first line, or are given."""
+    (tmp_path / "0.csv").write_text("a,b\n1,x\n2,\n")
+    (tmp_path / "1.csv").write_text('b,a\n"",3\nNA,4\n')
+    assert read(tmp_path).to_pydict() == {"a": [1, 2, 3, 4], "b": ["x", None, "", "NA"]}
+    (tmp_path / "1.csv").write_text("a,b\n1.5,x\n")
+    with pytest.raises(ValueError, match=r"1.csv`, line 2(.|\n)*1.5"):
+        read(tmp_path)
+    assert read(tmp_path, format=Text(types={"a": "float64"}))["a"].to_pylist() == [1, 2, 1.5]
+    (tmp_path / "x.data").write_text("1|2\n3|?\n")
+    form = Text("|", names=["p", "q"], nulls=["", "?"])
+    assert read(tmp_path / "x.data", format=form).to_pydict() == {"p": [1, 3], "q": [2, None]}
