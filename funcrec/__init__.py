@@ -1,4 +1,7 @@
-"""funcrec: recommendation models as pure functions on torch."""
+"""Recommendation models as pure functions on torch.
+
+`help(fr.lookup)` tells of one name, `help(fr.optim)` of those of a namespace, `fr.__version__` which funcrec it is.
+"""
 
 # ruff: noqa: I001 (in the order of the data flow)
 
@@ -95,4 +98,12 @@ from funcrec import tree as tree
 
 import funcrec.core as _core
 
-_core.publish(globals())
+_core.publish(
+    globals(),
+    later={
+        "testing": _core.module_later("funcrec.testing", "Strategies and checkers of laws, for your own operations."),
+        "examples": _core.module_later("funcrec.examples", "Programs that use funcrec as a user would."),
+        "__version__": _core.Later(_core.version),
+    },
+    is_listed=True,
+)

@@ -1,7 +1,11 @@
 """jit: staging, writes behind it, what a program sees, Inductor's options, recordings."""
 
+import funcrec.core as _core
 from funcrec.compile._donated import Donated as Donated
 from funcrec.compile._donated import donated_message as donated_message
 from funcrec.compile._inductor import compile_graph as compile_graph
 from funcrec.compile._jit import jit as jit
 from funcrec.compile._lower import Lowered as Lowered
+from funcrec.compile._traffic import Sent as Sent
+
+_core.publish(globals())

@@ -29,6 +29,10 @@ from funcrec.core._errors import fail as fail
 from funcrec.core._errors import message as message
 from funcrec.core._errors import own_errors as own_errors
 from funcrec.core._errors import short_dtype as short_dtype
+from funcrec.core._face import Later as Later
+from funcrec.core._face import module_later as module_later
+from funcrec.core._face import publish as publish
+from funcrec.core._face import version as version
 from funcrec.core._functorch import by_vmap_rule as by_vmap_rule
 from funcrec.core._functorch import current_level as current_level
 from funcrec.core._functorch import is_differentiated_above as is_differentiated_above
@@ -80,7 +84,6 @@ from funcrec.core._tree import map_tensors as map_tensors
 from funcrec.core._tree import map_with_names as map_with_names
 from funcrec.core._tree import name_in_checkpoints as name_in_checkpoints
 from funcrec.core._tree import paths as paths
-from funcrec.core._tree import publish as publish
 from funcrec.core._tree import pytree as pytree
 from funcrec.core._tree import replace as replace
 from funcrec.core._tree import tree_flatten as tree_flatten

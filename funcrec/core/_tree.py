@@ -7,7 +7,6 @@ are never zipped with leaves of the other.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
 from typing import Any, TypeVar, dataclass_transform
 
 import optree
@@ -152,17 +151,6 @@ def name_in_checkpoints(name: str) -> str:
     """A class of funcrec goes by its name alone, for files may move;
     what an older file says of its module is passed over."""
     return f"funcrec.{name.rsplit('.', 1)[1]}" if name.startswith("funcrec.") else name
-
-
-def publish(face: dict[str, Any]) -> None:
-    """The classes of a public module, given as its `globals()`, and their methods say
-    that they are of it: so pickles and messages call them."""
-    here = face["__name__"]
-    for cls in [x for x in face.values() if isinstance(x, type) and x.__module__.startswith(f"{here}.")]:
-        inside = (getattr(x, "__func__", x) for x in vars(cls).values())
-        for x in [x for x in inside if isinstance(x, FunctionType) and x.__module__ == cls.__module__]:
-            x.__module__ = here
-        cls.__module__ = here
 
 
 replace = dataclasses.replace

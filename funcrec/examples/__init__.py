@@ -1,1 +1,5 @@
 """Programs that use funcrec as a user would: `python -m funcrec.examples.ctr --help`."""
+
+import funcrec.core as _core
+
+_core.publish(globals(), later={"ctr": _core.module_later("funcrec.examples.ctr")})

@@ -1,5 +1,7 @@
 """Ranks in a grid with named axes: exchanges between them, collectives, and one rank's function run on all."""
 
+import funcrec.core as _core
+from funcrec.mesh._axes import Axis as Axis
 from funcrec.mesh._axes import AxisName as AxisName
 from funcrec.mesh._axes import bind as bind
 from funcrec.mesh._axes import bound as bound
@@ -40,3 +42,5 @@ from funcrec.mesh._shard_map import shard as shard
 from funcrec.mesh._shard_map import shard_map as shard_map
 from funcrec.mesh._shard_map import unshard as unshard
 from funcrec.mesh._spec import P as P
+
+_core.publish(globals())

@@ -1,6 +1,7 @@
 """Tables on a mesh: placements and layouts, ids to their owners and pooled
 rows back, and the update of rows and of dense parts."""
 
+import funcrec.core as _core
 from funcrec.sharding._copies import copy_problems as copy_problems
 from funcrec.sharding._dense import DenseShard as DenseShard
 from funcrec.sharding._dense import cut_dense as cut_dense
@@ -21,6 +22,7 @@ from funcrec.sharding._move import blank_banks as blank_banks
 from funcrec.sharding._move import move as move
 from funcrec.sharding._move import rows_of as rows_of
 from funcrec.sharding._placement import OF_TWO_AXES as OF_TWO_AXES
+from funcrec.sharding._placement import Block as Block
 from funcrec.sharding._placement import Placement as Placement
 from funcrec.sharding._placement import Plan as Plan
 from funcrec.sharding._placement import column_wise as column_wise
@@ -34,6 +36,7 @@ from funcrec.sharding._sync import sync_grads as sync_grads
 from funcrec.sharding._tables import ShardedTables as ShardedTables
 from funcrec.sharding._tables import gather_tables as gather_tables
 from funcrec.sharding._tables import shard_tables as shard_tables
+from funcrec.sharding._transport import Transport as Transport
 from funcrec.sharding._transport import dedup_problems as dedup_problems
 from funcrec.sharding._transport import joined_overflow as joined_overflow
 from funcrec.sharding._transport import transport_of as transport_of
@@ -42,3 +45,5 @@ from funcrec.sharding._update import column_banks as column_banks
 from funcrec.sharding._update import init_slots as init_slots
 from funcrec.sharding._update import update_banks as update_banks
 from funcrec.sharding._update import whole_banks as whole_banks
+
+_core.publish(globals())

@@ -1,5 +1,6 @@
 """Embedding tables: configs, first rows, hashing, lookup and its transpose, row gradients, and value_and_grad."""
 
+import funcrec.core as _core
 from funcrec.tables._configs import TABLE_HINT as TABLE_HINT
 from funcrec.tables._configs import FeatureConfig as FeatureConfig
 from funcrec.tables._configs import Hash as Hash
@@ -55,3 +56,5 @@ from funcrec.tables._taps import TableRef as TableRef
 from funcrec.tables._validate import label_value_problems as label_value_problems
 from funcrec.tables._validate import validate as validate
 from funcrec.tables._validate import weight_value_problems as weight_value_problems
+
+_core.publish(globals())

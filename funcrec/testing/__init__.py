@@ -47,4 +47,4 @@ from funcrec.testing._trees import assert_trees_close as assert_trees_close
 from funcrec.testing._trees import garbage_padding as garbage_padding
 from funcrec.testing._trees import zero_padding as zero_padding
 
-_core.publish(globals())
+_core.publish(globals(), later={"strategies": _core.module_later("funcrec.testing.strategies")})
