@@ -27,7 +27,7 @@ from funcrec.core._errors import check as check
 from funcrec.core._errors import describe as describe
 from funcrec.core._errors import fail as fail
 from funcrec.core._errors import message as message
-from funcrec.core._errors import own_errors as own_errors
+from funcrec.core._errors import nearest as nearest
 from funcrec.core._errors import short_dtype as short_dtype
 from funcrec.core._face import Later as Later
 from funcrec.core._face import module_later as module_later
@@ -61,6 +61,7 @@ from funcrec.core._static import static_key as static_key
 from funcrec.core._to import RETYPED as RETYPED
 from funcrec.core._to import copied as copied
 from funcrec.core._to import to as to
+from funcrec.core._torch_words import own_errors as own_errors
 from funcrec.core._tracked import ADDRESSES as ADDRESSES
 from funcrec.core._tracked import NoHostMemory as NoHostMemory
 from funcrec.core._tracked import Reading as Reading

@@ -4,10 +4,9 @@ A validator is a generator of `Problem`s read from metadata; `check` drains the 
 and raises every problem at once.
 """
 
-import contextlib
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -128,20 +127,6 @@ def check(call: str, *validators: Iterable[Problem]) -> None:
     if problems:
         kind = MissingKeyError if problems[0].kind is KeyError else problems[0].kind
         raise kind(message(call, problems))
-
-
-@contextlib.contextmanager
-def own_errors(call: str, fn: Callable, *given: object, need: str) -> Iterator[None]:
-    """Errors of a function that `call` was given, `fn`, with a note of what it was given;
-    those that say so, or have such a note, as they are."""
-    try:
-        yield
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        if not any("\n  need  " in text for text in (str(error), *getattr(error, "__notes__", ()))):
-            name = getattr(fn, "__name__", type(fn).__name__)
-            got, hint = ", ".join(map(describe, given)), f"{name}(...) alone: it fails in the same way"
-            error.add_note(message(call, [Problem(f"`{name}` failed on its arguments.", got, need, hint)]))
-        raise
 
 
 def fail(call: str, what: str, *, got: str, need: str, hint: str = "", kind: type[Exception] = ValueError):

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcrec.compile import compile_graph
 from funcrec.kernels import library
@@ -28,11 +27,12 @@ class BlockRule:
 
     rule: (row f[D], grad f[D], lr f[], t f[], repeats f[], slots f[...]...) -> [row, slots...].
     round_rows: (new f[M, D], dtype, rows i64[M], key i64[]) -> new, for stochastic rounding.
+    traced: (fn, arguments) -> its graph.
     """
 
-    def __init__(self, rule: Callable, num_slots: int, round_rows: Callable):
+    def __init__(self, rule: Callable, num_slots: int, round_rows: Callable, traced: Callable):
         self.rule = torch.func.vmap(rule, in_dims=(0, 0, None, None, 0, *[0] * num_slots))
-        self.round_rows = round_rows
+        self.round_rows, self.traced = round_rows, traced
         self.compiled: dict = {}  # {form of the arguments: the rule, compiled}
 
     def run(self, arguments: Sequence[Tensor], is_compiled: bool) -> list[Tensor]:
@@ -47,7 +47,7 @@ class BlockRule:
 
     @torch.no_grad()
     def compile(self, arguments: list[Tensor]) -> Callable:
-        return compile_graph(make_fx(lambda *x: self.rule(*x))(*arguments), arguments)
+        return compile_graph(self.traced(lambda *x: self.rule(*x), arguments), arguments)
 
     def update_(
         self, tables, slots, terms: Terms, lr: Tensor, step: Tensor, key: Tensor | None, is_compiled: bool

@@ -3,13 +3,15 @@
 Each yields a Problem for everything that does not fit, from structure and shapes alone.
 """
 
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partialmethod
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from torch import Tensor
 
-from funcrec.core import Form, NotNegative, Positive, Problem, Share, Within, check, describe, kind_of
+from funcrec.core import Form, NotNegative, Positive, Problem, Share, Within, check, describe, kind_of, message, nearest
 from funcrec.tables import TABLE_HINT, RowGrads, is_stacked, table_tensor_problems
 
 Tables = Mapping[str, Tensor]
@@ -86,6 +88,20 @@ def made_problems(made: object, table: Tensor) -> Iterator[Problem]:
         if not isinstance(s, Tensor) or not s.is_floating_point() or s.dim() == 0 or s.shape[0] != table.shape[0]:
             what = f"`init(table)[{k!r}]` is not a slot of a table {describe(table)}."
             yield Problem(what, describe(s), f"f[{table.shape[0]}, ...]", kind=TypeError)
+
+
+def hyper_type(call: str, own: tuple[str, ...]) -> type:
+    """Of what a rule gets as `hyper`; a name that it has not is refused by name."""
+    made = namedtuple("Hyper", ("lr", "step", "repeats", *own))
+    made.__getattr__ = partialmethod(refuse_name, call)
+    return made
+
+
+def refuse_name(hyper: Any, call: str, name: str) -> None:
+    """What a rule asks of `hyper` that it has not."""
+    hint = f"hyper.{nearest(name, hyper._fields)}; others are given by name: row_optimizer(..., {name}=0.1)"
+    problem = Problem(f"`hyper` has no {name!r}.", f"hyper.{name}", f"one of {list(hyper._fields)}", hint)
+    raise AttributeError(message(call, [problem]))
 
 
 def outcome_problems(out: object, written: Sequence[Tensor]) -> Iterator[Problem]:

@@ -9,7 +9,6 @@ Shapes: R rows, D dim, M touched rows (a capacity: entries behind `count` are pa
 """
 
 import functools
-from collections import namedtuple
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from funcrec.core import (
     describe,
     fail,
     is_followed,
+    own_errors,
     reading,
     reduced,
     remade,
@@ -40,6 +40,7 @@ from funcrec.optim._problems import (
     check_update,
     choices_of,
     hyper_problems,
+    hyper_type,
     made_problems,
     outcome_problems,
     rate_at,
@@ -187,7 +188,7 @@ def numbers_of(form: ops.Rule, hyper: Mapping[str, Any]) -> list[float]:
 def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: Kernel | None = None) -> RowOptimizer:
     call, is_gradient_wise = f"funcrec.optim.{name}", kernel is not None and kernel.is_gradient_wise
     check(call, rule_problems(init, rule, name), hyper_problems(lr, hyper))
-    make_hyper = namedtuple("Hyper", ["lr", "step", "repeats", *hyper])
+    make_hyper = hyper_type(call, tuple(hyper))
 
     def init_table(table: Tensor) -> dict[str, Tensor]:
         made = init(table)
@@ -220,7 +221,7 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
             return dict(tables), dict(slots)
         device = next(iter(tables.values())).device
         fits = kernel is not None and kernel.fits(hyper, named)
-        readings = {} if fits else check_rule(call, one, named, slots, tables)
+        readings = {} if fits else check_rule(call, one, make_hyper._fields, named, slots, tables)
         read = [x for r in readings.values() for x in r.tensors]
         given = [x for n, g in named.items() for x in (tables[n], *slots[n].values(), *g.floats)]
         rate, _ = rate_and_step(call, lr, step, torch.float64, device)
@@ -294,7 +295,9 @@ def chosen_for(call: str, implementation: str | None, device: torch.device, tens
     return "reference"
 
 
-def check_rule(call: str, rule: Callable, grads: Mapping, slots: Slots, tables: Tables) -> dict[tuple, Reading]:
+def check_rule(
+    call: str, rule: Callable, hyper: Sequence[str], grads: Mapping, slots: Slots, tables: Tables
+) -> dict[tuple, Reading]:
     """Run the rule on one row of ones for each form of table, and
     look at what comes back; returns what it does with each."""
     forms = {}
@@ -312,7 +315,9 @@ def check_rule(call: str, rule: Callable, grads: Mapping, slots: Slots, tables: 
         dim, dtype, device, own = form
         ones = functools.partial(torch.ones, dtype=dtype, device=device)
         row, mine = ones(1, dim), {k: ones(1, *shape) for k, shape in own}
-        new = torch.func.vmap(watched, in_dims=(0, 0, 0, None, None, 0))(row, row, mine, ones(()), ones(()), ones(1))
+        each = (row, row, mine, ones(()), ones(()), ones(1))
+        with own_errors(call, "rule", *each[:3], need=f"(row, grad, slots, hyper), hyper's {', '.join(hyper)}"):
+            new = torch.func.vmap(watched, in_dims=(0, 0, 0, None, None, 0))(*each)
         check(call, rule_result_problems(*new, row, mine))
     return forms
 

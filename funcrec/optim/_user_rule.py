@@ -21,12 +21,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from funcrec.core import NoHostMemory, Reading
+from funcrec.core import NoHostMemory, Problem, Reading, message
 from funcrec.kernels import library, stacks
 from funcrec.kernels.forms import Terms, accumulation_dtype, segments_of
 from funcrec.optim._blocks import BlockRule
 
-MOST = 16  # states of what a rule closes over
+MANY, MOST = 8, 16  # states of what a rule closes over: from when on it is warned, and how many are kept
 _numbers = itertools.count()
 _rules: WeakValueDictionary[int, "UserRule"] = WeakValueDictionary()
 _staged: dict[int, "UserRule"] = {}  # those that a compiled function calls by number: it may outlive their optimizer
@@ -42,6 +42,7 @@ class RuleMemory:
     def __init__(self, call: str, rule: Callable, round_rows: Callable):
         self.call, self.make = call, lambda names: UserRule(call, rule, names, round_rows)
         self.made: dict[tuple[str, ...], list[UserRule]] = {}
+        self.is_told = False
         self.lock = threading.Lock()
 
     def find(self, names: tuple[str, ...], readings: Mapping[tuple, Reading]) -> "UserRule":
@@ -60,7 +61,23 @@ class RuleMemory:
             if known:
                 rule.generated |= known[-1].with_tensors(readings)
             self.made[names] = [*known, rule][-MOST:]
+            if len(known) >= MANY and not self.is_told:
+                self.is_told = True
+                warnings.warn(changing_message(self.call, known[-1], rule), stacklevel=3)
             return rule
+
+
+def changing_message(call: str, before: "UserRule", now: "UserRule") -> str:
+    both = ((before.readings[form].calls, now.readings[form].calls) for form in now.readings if form in before.readings)
+    name = lambda x: getattr(x[0], "__name__", "what it gives")
+    differ = next((f"in {name(y)}" for a, b in both for x, y in zip(a, b, strict=False) if x != y), "")
+    problem = Problem(
+        "the rule does something else again and again, and is compiled for each.",
+        f"{MANY} compilations; another Python number or branch {differ}".rstrip(),
+        "a rule whose numbers stay, or are tensors",
+        "lr=a function of the step; hyper.step; a slot; a tensor f[] that the rule closes over in place of a number",
+    )
+    return message(call, [problem])
 
 
 class UserRule:
@@ -79,7 +96,8 @@ class UserRule:
 
         self.call, self.rule = call, flat_rule
         self.readings: dict[tuple, Reading] = {}  # {form of a table: what it did there}
-        self.blocks = BlockRule(flat_rule, len(names), round_rows)
+        self.modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()  # of its caller: a rule may ask
+        self.blocks = BlockRule(flat_rule, len(names), round_rows, self.traced)
         self.generated: dict = {}  # {form of a table: the compiled rule}
         self.is_blocked = False
         self.lock = threading.Lock()
@@ -131,6 +149,16 @@ class UserRule:
                 made[own] = rule._replace(constants=tuple(other.get(id(x), x) for x in rule.constants))
         return made
 
+    def traced(self, fn: Callable, example: list[Tensor], decompositions: dict | None = None) -> torch.fx.GraphModule:
+        """The graph of what `fn` does in the modes of its caller."""
+
+        def run(*arguments):
+            is_grad, is_inference = self.modes
+            with torch.inference_mode(is_inference), torch.set_grad_enabled(is_grad):
+                return fn(*arguments)
+
+        return make_fx(run, decompositions)(*example)
+
     @torch.no_grad()
     def generate(self, dim: int, dtype: torch.dtype, *shapes: Sequence[int]) -> object:
         flat = functionalize(self.rule, remove="mutations")
@@ -139,9 +167,13 @@ class UserRule:
                 raise _cpp().UnsupportedError(f"{len(shapes)} slots, more than {_cpp().MOST_SLOTS}")
             with FakeTensorMode(allow_non_fake_inputs=True), NoHostMemory(_cpp().UnsupportedError):
                 example = [torch.empty(s, dtype=dtype) for s in ((dim,), (dim,), (), (), (), *shapes)]
-                graph = make_fx(flat, _cpp().decompositions())(*example)
+                graph = self.traced(flat, example, _cpp().decompositions())
             return _cpp().generate(graph)
-        except (_cpp().UnsupportedError, DataDependentOutputException, DynamicOutputShapeException) as error:
+        except (_cpp().UnsupportedError, RuntimeError) as error:
+            known = (_cpp().UnsupportedError, DataDependentOutputException, DynamicOutputShapeException)
+            # functionalize knows no autograd.Function
+            if not isinstance(error, known) and "custom_function_call" not in str(error):
+                raise
             self.is_blocked = True
             warnings.warn(
                 f"{self.call}: the rule is not a part of the kernel, and takes two to four "

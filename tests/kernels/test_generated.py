@@ -6,7 +6,6 @@ set aside they take the same way. Shapes: R rows, D dim.
 
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from funcrec.kernels import cpp
@@ -279,135 +278,6 @@ def test_generated_programs(steps, dim):
 # -- around it ---------------------------------------------------------------------------------------------------
 
 
-def test_closed_over_tensors_are_read_in_every_update():
-    """A tensor that a rule reads besides its arguments counts with the value it has when the update runs."""
-    scale = torch.tensor(1.0)
-    opt = fr.optim.row_optimizer(init=lambda t: {}, rule=lambda row, grad, s, h: (row - scale * grad, s))
-    grads, table = (
-        {"t": fr.RowGrads.from_entries(torch.tensor([1]), torch.ones(1, 2), num_embeddings=2)},
-        torch.zeros(2, 2),
-    )
-    step = fr.jit(lambda table: opt.update(grads, {"t": {}}, {"t": table}, 0)[0]["t"])
-    for value in (1.0, 3.0):
-        scale.fill_(value)
-        for update in (step, lambda table: opt.update(grads, {"t": {}}, {"t": table}, 0)[0]["t"]):
-            assert update(table)[1].tolist() == [-value, -value]
-
-
-@pytest.mark.parametrize("rule", ["tensor", "number", "branch", "blocks"])
-def test_what_a_rule_closes_over_is_read_anew_in_every_eager_update(rule):
-    """Another tensor, number or branch in what a rule closes over counts from the next eager update on; a program that
-    was compiled before keeps its own."""
-    held = {"c": torch.tensor(1.0), "n": 1.0, "is_twice": False}
-    rules = {
-        "tensor": lambda row, grad, s, h: (row - held["c"] * grad, s),
-        "number": lambda row, grad, s, h: (row - held["n"] * grad, s),
-        "branch": lambda row, grad, s, h: (row - grad - grad if held["is_twice"] else row - grad, s),
-        "blocks": lambda row, grad, s, h: (row - held["c"] * grad.sort().values, s),
-    }
-    opt = fr.optim.row_optimizer(init=lambda t: {}, rule=rules[rule])
-    tables = {"t": torch.zeros(2, 2), "u": torch.zeros(2, 3)}
-    one = lambda t: fr.RowGrads.from_entries(torch.tensor([1]), torch.ones(1, t.shape[1]), num_embeddings=2)
-    grads = {n: one(t) for n, t in tables.items()}
-    moved = lambda *names: [
-        opt.update({n: grads[n] for n in names}, {n: {} for n in names}, {n: tables[n] for n in names}, 0)[0][n][1, 0]
-        for n in names
-    ]
-    compiled = fr.jit(lambda: opt.update({"t": grads["t"]}, {"t": {}}, {"t": tables["t"]}, 0)[0]["t"])
-    with warnings.catch_warnings(record=rule == "blocks"):
-        assert moved("t") == [-1] and compiled()[1, 0] == -1
-        held.update(c=torch.tensor(2.0), n=2.0, is_twice=True)
-        assert moved("u", "t") == [-2, -2] and moved("t") == [-2]
-        if rule != "blocks":
-            assert compiled()[1, 0] == -1
-        held["c"].fill_(4.0)
-        assert moved("t") == [-4 if rule in ("tensor", "blocks") else -2]
-
-
-class Scales:
-    """A sequence whose text does not tell what it holds."""
-
-    def __init__(self, *values):
-        self.values = [*values]
-
-    def __len__(self):
-        return len(self.values)
-
-    def __getitem__(self, i):
-        return self.values[i]
-
-
-class Scale:
-    """A number whose text does not tell which."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def __float__(self):
-        return float(self.value)
-
-
-class Which(Scale):
-    def __index__(self):
-        return int(self.value)
-
-
-def test_a_number_of_its_own_class_is_read_anew():
-    """What torch reads by __float__ or __index__ counts from the next eager update on."""
-    scale, which = Scale(1), Which(0)
-    for rule in (
-        lambda r, g, s, h: (r - torch.tensor(scale, dtype=torch.float32) * g, s),
-        lambda r, g, s, h: (r - torch.tensor([1.0, 5.0])[which] * g, s),
-    ):
-        opt = fr.optim.row_optimizer(init=lambda t: {}, rule=rule)
-        grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 2), num_embeddings=1)}
-        update = lambda: opt.update(grads, {"t": {}}, {"t": torch.zeros(1, 2)}, 0)[0]["t"].tolist()  # noqa: B023
-        scale.value, which.value = 1, 0
-        assert update() == [[-1, -1]]
-        scale.value, which.value = 5, 1
-        assert update() == [[-5, -5]]
-
-
-@pytest.mark.parametrize("rule, match", [
-    (lambda r, g, s, h: r, "did not return a pair"), (lambda r, g, s, h: None, "did not return a pair"),
-    (lambda r, g, s, h: (r - HELD.add_(1) * g, s), "writes to a tensor that it closes over"),
-])  # fmt: skip
-def test_what_no_rule_may_do_is_refused(rule, match):
-    """A rule gives a row and slots, and writes to nothing that it closes over."""
-    opt = fr.optim.row_optimizer(init=lambda t: {}, rule=rule)
-    grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 2), num_embeddings=1)}
-    with pytest.raises((TypeError, ValueError), match=match):
-        opt.update(grads, {"t": {}}, {"t": torch.zeros(1, 2)}, 0)
-
-
-HELD = torch.zeros(())
-
-
-@pytest.mark.parametrize("held", [Scales(1.0, 1.0), [1.0, 1.0], np.ones(2, np.float32), bytearray(b"\x01\x01")])
-def test_numbers_in_a_container_are_read_anew(held):
-    """What a rule makes a tensor of counts from the next eager update on, whatever holds it."""
-    opt = fr.optim.row_optimizer(init=lambda t: {}, rule=lambda r, g, s, h: (r - torch.tensor(held) * g, s))
-    grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 2), num_embeddings=1)}
-    update = lambda: opt.update(grads, {"t": {}}, {"t": torch.zeros(1, 2)}, 0)[0]["t"].tolist()
-    assert update() == [[-1, -1]]
-    (held.values if isinstance(held, Scales) else held)[:] = (
-        bytes([5, 5]) if isinstance(held, bytearray) else [5.0, 5.0]
-    )
-    assert update() == [[-5, -5]]
-
-
-def test_a_tensor_of_another_shape_in_a_rule_is_read_whole():
-    """A closed-over tensor that takes another shape is read with that, by eager and compiled updates."""
-    held = [torch.ones(4)]
-    opt = fr.optim.row_optimizer(init=lambda t: {}, rule=lambda row, grad, s, h: (row - held[0] * grad, s))
-    grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 4), num_embeddings=1)}
-    update = lambda: opt.update(grads, {"t": {}}, {"t": torch.zeros(1, 4)}, 0)[0]["t"].tolist()
-    compiled = fr.jit(lambda t: opt.update(grads, {"t": {}}, {"t": t}, 0)[0]["t"])
-    assert update() == compiled(torch.zeros(1, 4)).tolist() == [[-1] * 4]
-    held[0].resize_(1).fill_(3.0)
-    assert update() == compiled(torch.zeros(1, 4)).tolist() == [[-3] * 4]
-
-
 BLOCKED = {
     "sort": (lambda row, grad, s, h: (row - grad.sort().values, s), "aten.sort"),
     "host": (lambda row, grad, s, h: (row - float(h.lr) * grad, s), "got"),
@@ -483,19 +353,3 @@ def test_a_wrong_table_is_refused():
     scale.resize_(1)
     with pytest.raises(ValueError, match="another form"):
         cpp.generated_update_([table], [torch.zeros(2, 3)], *rest, None, [rule])
-
-
-@pytest.mark.parametrize("read", [
-    lambda w: float(w.numpy()[0]), lambda w: float(np.asarray(w)[0]), lambda w: torch.from_numpy(w.numpy() * 1.0),
-    torch.from_dlpack, lambda w: w.tolist()[0],
-])  # fmt: skip
-def test_memory_that_a_rule_reads_on_the_host_is_read(read):
-    """A rule that reads a tensor's memory runs as it stands, and is right: a trace on shapes has no memory."""
-    w = torch.full((2,), 2.0)
-    opt = fr.optim.row_optimizer(init=lambda t: {}, rule=lambda r, g, s, h: (r - read(w) * g, s))
-    grads = {"t": fr.RowGrads.from_entries(torch.tensor([0]), torch.ones(1, 2), num_embeddings=1)}
-    update = lambda: opt.update(grads, {"t": {}}, {"t": torch.zeros(1, 2)}, 0)[0]["t"].tolist()
-    with warnings.catch_warnings(record=True):
-        assert update() == [[-2, -2]]
-        w.fill_(5.0)
-        assert update() == [[-5, -5]]

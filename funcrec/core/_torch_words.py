@@ -1,0 +1,57 @@
+"""What torch says of a function that a transform cannot run, in this library's words.
+
+A function that is handed over is run by torch.func: vmapped over rows or ranks, differentiated. What it may not do
+there torch tells in words of its own machinery; here is what was done, what is needed, and what to write instead.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+
+from funcrec.core._errors import Problem, describe, message
+
+_TENSORS = "a function of tensors, whose values are not read on the host"
+_DRAWN = "numbers drawn before, closed over or passed; in a loss its parameter `key`, as for fr.nn.dropout"
+_OWN_RULES = "setup_context, and a vmap staticmethod or generate_vmap_rule = True; or the formula in plain torch"
+
+WORDS: tuple[tuple[str, str, str, str], ...] = (
+    ("random operation while in randomness error mode", "draws from torch's generator.", "arguments that say all",
+        _DRAWN),
+    ("data-dependent control flow", "branches on a tensor's value.", _TENSORS, "torch.where(condition, a, b)"),
+    (r"calling \.item\(\)", "reads a tensor's value on the host.", _TENSORS,
+        "the tensor itself in place of float(x) or x.item(); torch.where(condition, a, b) in place of an if"),
+    (r"dynamic shape|nonzero", "makes a shape of a tensor's values.", "shapes that follow from shapes",
+        "torch.where(mask, x, 0) in place of x[mask]"),
+    ("setup_context staticmethod|does not have vmap support", "calls an autograd.Function that transforms cannot run.",
+        "one that they can, or plain torch", _OWN_RULES),
+    ("saved tensor hooks", "runs torch.utils.checkpoint, or other hooks on saved tensors.",
+        "a function without them: torch.func has none",
+        "the function itself; for memory smaller batches, added up by fr.optim.accumulate"),
+    ("Cannot access data pointer|Can't call numpy|tensor that doesn't have storage",
+        "reads a tensor's memory on the host.", _TENSORS, "torch's own operations in place of numpy's"),
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def own_errors(call: str, fn: Callable | str, *given: object, need: str) -> Iterator[None]:
+    """Errors of a function that `call` was given, `fn`: torch's about its transforms in our words;
+    others with a note of what it was given, if they do not say so."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        if not any("\n  need  " in text for text in (str(error), *getattr(error, "__notes__", ()))):
+            name = fn if isinstance(fn, str) else getattr(fn, "__name__", type(fn).__name__)
+            if known := problem_of(name, error):
+                raise TypeError(message(call, [known])) from error
+            got, hint = ", ".join(map(describe, given)), f"{name}(...) alone: it fails in the same way"
+            error.add_note(message(call, [Problem(f"`{name}` failed on its arguments.", got, need, hint)]))
+        raise
+
+
+def problem_of(name: str, error: Exception) -> Problem | None:
+    """What `name`, a function that was handed over, did, if torch's words are known."""
+    text = str(error)
+    for pattern, what, need, hint in WORDS:
+        if re.search(pattern, text):
+            return Problem(f"`{name}` {what}", text.removeprefix("vmap: ").split(". ")[0], need, hint, TypeError)
+    return None
