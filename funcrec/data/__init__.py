@@ -10,6 +10,7 @@ from funcrec.data._criteo import CriteoArrays as CriteoArrays
 from funcrec.data._criteo import criteo_npy as criteo_npy
 from funcrec.data._criteo import criteo_tsv as criteo_tsv
 from funcrec.data._criteo import transform_dense as transform_dense
+from funcrec.data._criteo_parquet import criteo_parquet as criteo_parquet
 from funcrec.data._ctr import Column as Column
 from funcrec.data._ctr import CtrData as CtrData
 from funcrec.data._ctr import CtrSplit as CtrSplit
@@ -24,7 +25,6 @@ from funcrec.data._loader import num_batches as num_batches
 from funcrec.data._loader import take as take
 from funcrec.data._movielens import Ratings as Ratings
 from funcrec.data._movielens import movielens_1m as movielens_1m
-from funcrec.data._parquet import criteo_parquet as criteo_parquet
 from funcrec.data._prefetch import prefetch as prefetch
 from funcrec.data._random_rows import RandomColumn as RandomColumn
 from funcrec.data._random_rows import RandomRows as RandomRows

@@ -142,60 +142,76 @@ def flat(column) -> tuple:
     return plain(values), lengths.to_numpy().astype(np.int64)
 
 
-def ids_of(call: str, column, name: str, row: Callable[[int], int] = int, noun: str = "a missing id") -> np.ndarray:
-    """i64[N] of a column of integers or booleans. row: the row that the n-th id belongs to."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-    import pyarrow.types as kinds
-
+def ids_of(call: str, column, name: str, *, missing: int | None = None) -> np.ndarray:
+    """i64[N] of a column of integers or booleans; `missing` is the id of one that is missing."""
     column = plain(column)
-    if column.null_count:
-        hint = f"{ENCODE}, missing ones too; or fill them: pc.fill_null(column, 0)"
-        refuse(call, row(first_true(pc.is_null(column))), name, noun, "an id", hint)
-    if kinds.is_uint64(column.type):
-        nth = first_true(pc.greater(column, pa.scalar(2**63 - 1, pa.uint64())))
-        if nth is not None:
-            refuse(call, row(nth), name, f"id {column[nth]}", "an id below 2⁶³", ENCODE)
-    return column.cast(pa.int64()).to_numpy()
+    if column.null_count and missing is None:
+        hint = f"missing=0, or another id of its own; or {ENCODE}"
+        refuse(call, first_true(column.is_null()), name, "a missing id", "an id", hint)
+    found = _i64(call, column, name, int)
+    return (found if missing is None else found.fill_null(missing)).to_numpy()
 
 
 def bags_of(call: str, column, name: str) -> tuple[np.ndarray, np.ndarray]:
     """(ids i64[M], lengths i64[N]) of a column of lists."""
     values, lengths = flat(plain(column))
-    return ids_of(call, values, name, lambda nth: row_of(lengths, nth), "a missing id in a list"), lengths
+    row = lambda nth: row_of(lengths, nth)
+    if values.null_count:
+        refuse(call, row(first_true(values.is_null())), name, "a missing id in a list", "ids")
+    return _i64(call, values, name, row).to_numpy(), lengths
 
 
-def numbers_of(call: str, column, name: str, row: Callable[[int], int] = int) -> np.ndarray:
-    """f[N] or i[N] of a column of numbers or booleans, none of them missing; decimals are rounded to f64."""
+def _i64(call: str, column, name: str, row: Callable[[int], int]):
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.types as kinds
 
+    if kinds.is_uint64(column.type):
+        nth = first_true(pc.greater(column, pa.scalar(2**63 - 1, pa.uint64())).fill_null(False))
+        if nth is not None:
+            refuse(call, row(nth), name, f"id {column[nth]}", "an id below 2⁶³", ENCODE)
+    return column.cast(pa.int64())
+
+
+def numbers_of(
+    call: str, column, name: str, row: Callable[[int], int] = int, *, missing: float | None = None
+) -> np.ndarray:
+    """f[N] or i[N] of a column of numbers or booleans; decimals are rounded to f64. missing: what is put for one."""
+    import pyarrow as pa
+    import pyarrow.types as kinds
+
     column = plain(column)
-    if column.null_count:
+    if column.null_count and missing is None:
         hint = "pc.fill_null(column, 0), or another number of its own"
-        refuse(call, row(first_true(pc.is_null(column))), name, "no number", "a number", hint)
+        refuse(call, row(first_true(column.is_null())), name, "no number", "a number", hint)
     if not (kinds.is_integer(column.type) or kinds.is_floating(column.type)):
         column = column.cast(pa.float64() if kinds.is_decimal(column.type) else pa.uint8())
-    return column.to_numpy()
+    return (column.fill_null(missing) if column.null_count else column).to_numpy()
 
 
-def floats_of(call: str, column, name: str, row: Callable[[int], int] = int) -> np.ndarray:
+def floats_of(
+    call: str, column, name: str, row: Callable[[int], int] = int, *, missing: float | None = None
+) -> np.ndarray:
     """f32[N], all finite."""
-    found = numbers_of(call, column, name, row)
+    found = numbers_of(call, column, name, row, missing=missing)
     with np.errstate(over="ignore"):  # what no f32 holds is infinite, and named
         x = found.astype(np.float32)
-    need_finite(x[:, None], (name,), lambda at, _, got, need: refuse(call, row(at), name, str(found[at]), need))
+
+    def no(at: int, _: str, got: str, need: str) -> NoReturn:
+        beyond = f"{found[at]}, {got} in f32" if np.isfinite(found[at]) else got
+        refuse(call, row(at), name, beyond, need)
+
+    need_finite(x[:, None], (name,), no)
     return x
 
 
-def dense_of(call: str, column, name: str) -> np.ndarray:
+def dense_of(call: str, column, name: str, *, missing: float | None = None) -> np.ndarray:
     """f32[N, k]: k is 1, or the size of a column of fixed-size lists."""
     import pyarrow.types as kinds
 
     column = plain(column)
     if not kinds.is_fixed_size_list(column.type):
-        return floats_of(call, column, name)[:, None]
+        return floats_of(call, column, name, missing=missing)[:, None]
     values, lengths = flat(column)
     size = column.type.list_size
     if size and not lengths.all():

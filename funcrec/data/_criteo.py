@@ -10,25 +10,26 @@ MLPerf's DLRM-DCNv2 for log(x + 3).
 """
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import Form, Problem, check, describe, fail, typed
-from funcrec.data._arrow import check_batching, fixed_tables, need_file, need_pyarrow
+from funcrec.core import Count, Form, Problem, Size, check, describe, fail, typed
+from funcrec.data import _columns as columns
+from funcrec.data._arrow import need_file
+from funcrec.data._files import Text, opened
 from funcrec.data._rows import Vocabularies, need_finite, need_ids, need_labels, row_problems, vocabulary_problems
+from funcrec.data._stream import tables, to_batch
 from funcrec.jagged import KeyedJaggedTensor, key_problems
 from funcrec.tables import Batch
 
 NUM_DENSE, NUM_SPARSE, DIGITS = 13, 26, 8
+INTEGERS = ("label", *(f"int_{i}" for i in range(NUM_DENSE)))
 CATEGORIES = tuple(f"cat_{i}" for i in range(NUM_SPARSE))
-BLOCK_BYTES = 8 << 20
 Transform = Literal["log1", "log3"] | None
 TRANSFORMS = ("log1", "log3", None)
 
@@ -57,21 +58,22 @@ def transform_dense(x: Annotated[Tensor, Form("x[...]")], transform: Transform) 
     return torch.log1p(x.clamp(min=0)) if transform == "log1" else torch.log(x.clamp(min=-2) + 3)
 
 
+@typed
 def criteo_tsv(
-    path: str | os.PathLike,
-    batch_size: int,
+    path: object,
+    batch_size: Count,
     *,
     transform: Transform = "log1",
     keys: Sequence[str] = CATEGORIES,
-    skip: int = 0,
+    skip: Size = 0,
     drop_last: bool = False,
     vocabularies: Vocabularies = None,
 ) -> Iterator[Batch]:
-    """Read a file (plain, .gz or .bz2) block by block. A category's id is its number + 1, and 0 what is missing: ids
-    reach 2³², so a feature of these columns needs a hash.
+    """Batches of Criteo's text (plain, .gz or .bz2), read block by block. A category's id is its number + 1, and 0 what
+    is missing: ids reach 2³², so a feature of these columns needs a hash.
 
     Args:
-      path: lines of 40 fields; nothing else, no header.
+      path: a file, files or a folder; lines of 40 fields, nothing else, no header.
       transform: of the integers, see `transform_dense`; a missing integer counts as 0.
       keys: the names of the 26 columns.
       skip: batches to leave out at the beginning, for a run that goes on.
@@ -85,59 +87,31 @@ def criteo_tsv(
     ValueError that names the file and the line.
     """
     call = "funcrec.data.criteo_tsv"
-    need_pyarrow(call)
-    check_batching(call, batch_size, skip, drop_last=drop_last)
-    check(call, transform_problems(transform), _column_problems(keys))
-    check(call, vocabulary_problems(vocabularies, keys))
-    path = need_file(call, path)
-    tables = fixed_tables(call, path, _tsv_chunks(path), batch_size, skip, drop_last)
-    return (_tsv_batch(path, first, table, transform, tuple(keys), vocabularies or {}) for first, table in tables)
+    check(call, transform_problems(transform), _column_problems(keys), vocabulary_problems(vocabularies, keys))
+    types = dict.fromkeys(INTEGERS, "int64") | dict.fromkeys(CATEGORIES, "binary")
+    source = opened(call, path, None, Text("\t", names=list(types), types=types, quotes=False))
+    encode = lambda table: _tsv_batch(call, table, transform, tuple(keys), vocabularies or {})
+    numbered = tables(call, source, batch_size, skip=skip, drop_last=drop_last)
+    return (to_batch(source, encode, rows, table, False) for rows, table in numbered)
 
 
-def _tsv_chunks(path: Path) -> Iterator:
-    import pyarrow as pa
-    from pyarrow import csv
-
-    ints = {f"int_{i}": pa.int64() for i in range(NUM_DENSE)}
-    types = {"label": pa.int64(), **ints, **{name: pa.binary() for name in CATEGORIES}}
-    try:
-        # one thread: only then do pyarrow's errors give the row
-        yield from csv.open_csv(
-            path,
-            read_options=csv.ReadOptions(column_names=list(types), use_threads=False, block_size=BLOCK_BYTES),
-            parse_options=csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False),
-            convert_options=csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True),
-        )
-    except (pa.ArrowException, OSError) as error:
-        found = re.search(r"Row #(\d+): (.*)", str(error), re.DOTALL)
-        number, got = (found[1], found[2]) if found else (1, str(error))
-        _bad_line(path, number, got[:120], "a label, 13 integers and 26 categories between tabs")
-
-
-def _tsv_batch(path: Path, first: int, table, transform: Transform, keys: tuple[str, ...], sizes: Mapping) -> Batch:
-    label = _integers(table, "label", missing=-1)
+def _tsv_batch(call: str, table, transform: Transform, keys: tuple[str, ...], sizes: Mapping) -> Batch:
+    label, *ints = (columns.numbers_of(call, table[n], n, missing=-1 if n == "label" else 0) for n in INTEGERS)
     odd = np.flatnonzero((label != 0) & (label != 1))
     if odd.size:
-        _bad_line(
-            path, first + int(odd[0]) + 1, f"label {label[odd[0]]}" if label[odd[0]] != -1 else "no label", "0 or 1"
-        )
-    dense = np.stack([_integers(table, f"int_{i}", missing=0) for i in range(NUM_DENSE)], 1).astype(np.float32)
-    sparse = np.stack([_categories(path, first, table, name) for name in CATEGORIES])
+        got = "no label" if table["label"][odd[0]].as_py() is None else f"label {label[odd[0]]}"
+        columns.refuse(call, odd[0], "label", got, "0 or 1")
+    sparse = np.stack([_categories(call, table[name], name) for name in CATEGORIES])
     for key, ids in zip(keys, sparse, strict=True):
-        refuse = lambda row, name, got, need: _bad_line(path, first + row + 1, f"{name}: {got}", need)
-        need_ids(ids, sizes.get(key), key, refuse)
-    return single_ids(label, dense, sparse, transform, keys)
+        need_ids(ids, sizes.get(key), key, lambda row, name, got, need: columns.refuse(call, row, name, got, need))
+    return single_ids(label, np.stack(ints, 1).astype(np.float32), sparse, transform, keys)
 
 
-def _integers(table, name: str, *, missing: int) -> np.ndarray:
-    return table[name].combine_chunks().fill_null(missing).to_numpy(zero_copy_only=False)
-
-
-def _categories(path: Path, first: int, table, name: str) -> np.ndarray:
+def _categories(call: str, column, name: str) -> np.ndarray:
     """i64[n]: the number of the digits + 1, or 0 for no digits."""
     import pyarrow.compute as pc
 
-    column = table[name].combine_chunks()
+    column = column.combine_chunks()
     valid = column.is_valid().to_numpy(zero_copy_only=False)
     text = column.drop_null()
     wrong = pc.not_equal(pc.binary_length(text), DIGITS).to_numpy(zero_copy_only=False)
@@ -148,8 +122,8 @@ def _categories(path: Path, first: int, table, name: str) -> np.ndarray:
         numbers = (digits[:, 0::2] << 4 | digits[:, 1::2]).view(">u4").reshape(-1).astype(np.int64)
     if wrong.any():
         nth = int(np.flatnonzero(wrong)[0])
-        row = first + int(np.flatnonzero(valid)[nth]) + 1
-        _bad_line(path, row, f"{name} = {text[nth].as_py()!r}", "eight hexadecimal digits, or nothing")
+        row, need = int(np.flatnonzero(valid)[nth]), "eight hexadecimal digits, or nothing"
+        columns.refuse(call, row, name, f"{text[nth].as_py()!r}", need)
     out = np.zeros(len(column), np.int64)
     out[valid] = numbers + 1
     return out
@@ -171,10 +145,6 @@ def single_ids(label, dense, sparse: np.ndarray, transform: Transform, keys: tup
     ids = KeyedJaggedTensor(values, torch.arange(values.shape[0] + 1), keys=keys)
     x = transform_dense(torch.from_numpy(np.ascontiguousarray(dense, dtype=np.float32)), transform)
     return Batch(ids, torch.from_numpy(np.ascontiguousarray(label, dtype=np.float32)), x)
-
-
-def _bad_line(path: Path, number: int | str, got: str, need: str):
-    fail("funcrec.data.criteo_tsv", f"`{path.name}`, line {number} cannot be read.", got=got, need=need)
 
 
 # -- arrays ------------------------------------------------------------------------------------------------------
@@ -279,10 +249,7 @@ def transform_problems(transform: object) -> Iterator[Problem]:
         yield Problem("`transform` is unknown.", f"{transform!r}", " or ".join(map(repr, TRANSFORMS)))
 
 
-def _column_problems(keys: object) -> Iterator[Problem]:
-    if isinstance(keys, str) or not isinstance(keys, Sequence):
-        yield Problem("`keys` are not names.", describe(keys), f"{NUM_SPARSE} names", kind=TypeError)
-        return
+def _column_problems(keys: Sequence[str]) -> Iterator[Problem]:
     yield from key_problems(tuple(keys))
     if len(keys) != NUM_SPARSE:
         yield Problem("`keys` do not match the columns.", f"{len(keys)} keys", f"{NUM_SPARSE} names")

@@ -5,13 +5,13 @@
 Shapes: N rows, B rows of a batch, C categorical columns, D dense numbers, T labels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import check, pytree, typed
+from funcrec.core import Problem, check, pytree, typed
 from funcrec.data import _columns as columns
 from funcrec.data._files import opened
 from funcrec.data._rows import Vocabularies, need_ids, row_problems, there, vocabulary_problems
@@ -116,7 +116,9 @@ def _ids(keys: tuple[str, ...], single: Tensor, weights: Tensor | None, bags: Ja
 
 
 @typed
-def examples(table: object, schema: Schema, *, vocabularies: Vocabularies = None) -> Examples:
+def examples(
+    table: object, schema: Schema, *, vocabularies: Vocabularies = None, missing: int | None = None
+) -> Examples:
     """A table whose ids are integers -> tensors. Strings and the like become ids by `fit_encoding` and `encode`.
 
     Args:
@@ -124,11 +126,12 @@ def examples(table: object, schema: Schema, *, vocabularies: Vocabularies = None
       schema: which column is what.
       vocabularies: {column: V}, to have an id outside [0, V) be an error:
         `vocabularies_of(tables, features)` for features without a hash.
+      missing: the id of a missing integer; without it one is an error. A missing list is an empty bag.
 
     What a column may hold. Ids: integers of any width below 2⁶³, negative ones as they are (a hash takes them, a table
-    reads zeros there), booleans as 0 and 1; lists of any of Arrow's layouts, a missing list as an empty bag. Numbers:
-    integers, floats, booleans, decimals, all finite in f32. Times: numbers, or timestamps and dates as microseconds
-    since 1970. Dictionaries are the values they stand for.
+    reads zeros there), booleans as 0 and 1; lists of any of Arrow's layouts. Numbers: integers, floats, booleans,
+    decimals, all finite in f32. Times: numbers, or timestamps and dates as microseconds since 1970. Dictionaries are
+    the values that they stand for.
 
     Raises: ModuleNotFoundError without pyarrow; TypeError for a column of another kind, ValueError for a column that is
       missing, and for a missing id, label or number, or one out of its range, by column and row.
@@ -142,11 +145,24 @@ def examples(table: object, schema: Schema, *, vocabularies: Vocabularies = None
       >>> [batch.ids.to_lists() for _, batch in batches(examples(table, schema), None, 2)]
       [{'item': [[7], [8]], 'genres': [[1, 2], []]}, {'item': [[7]], 'genres': [[3]]}]
     """
-    check(CALL, vocabulary_problems(vocabularies, schema.keys))
-    return examples_of(CALL, table_of(CALL, opened(CALL, table, schema)), schema, vocabularies or {})
+    check(CALL, vocabulary_problems(vocabularies, schema.keys), missing_problems(missing))
+    found = table_of(CALL, opened(CALL, table, schema))
+    return examples_of(CALL, found, schema, vocabularies or {}, missing)
 
 
-def examples_of(call: str, table, schema: Schema, sizes: Vocabularies) -> Examples:
+def missing_problems(missing: int | None) -> Iterator[Problem]:
+    if missing is not None and not -(2**63) <= missing < 2**63:
+        yield Problem("`missing` is not an id.", f"{missing}", "an int of 64 bits")
+
+
+def examples_of(
+    call: str,
+    table,
+    schema: Schema,
+    sizes: Vocabularies,
+    missing: int | None = None,
+    missing_number: float | None = None,
+) -> Examples:
     """Of a pyarrow.Table that has the schema's columns; errors in the name of `call`."""
     check(call, columns.type_problems(table.schema, schema))
     n, weights = table.num_rows, dict(schema.weights)
@@ -156,14 +172,14 @@ def examples_of(call: str, table, schema: Schema, sizes: Vocabularies) -> Exampl
         need_ids(ids, sizes.get(name), name, no, row)
         return ids
 
-    single = [need(c, columns.ids_of(call, table[c], c)) for c in schema.categorical]
+    single = [need(c, columns.ids_of(call, table[c], c, missing=missing)) for c in schema.categorical]
     by = [weights.get(c) for c in schema.categorical]
     ones = np.ones(n, np.float32)
     own = [ones if w is None else columns.floats_of(call, table[w], w) for w in by] if any(by) else None
     lists = [(c, *columns.bags_of(call, table[c], c)) for c in schema.multivalued]
     for c, ids, lengths in lists:
         need(c, ids, lambda nth, lengths=lengths: columns.row_of(lengths, nth))
-    dense = [columns.dense_of(call, table[c], c) for c in schema.dense]
+    dense = [columns.dense_of(call, table[c], c, missing=missing_number) for c in schema.dense]
     labels = [_label(call, table[c], c, kind) for c, kind in zip(schema.labels, schema.label_kinds, strict=True)]
     label = None if not labels else labels[0] if isinstance(schema.label, str) else np.stack(labels, 1)
     of = lambda x: None if x is None else torch.from_numpy(np.ascontiguousarray(x))

@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
 from funcrec.core import Problem, check, describe, fail, typed_fields
-from funcrec.data._sources import NEED, Part, Source, Wanted, absent_problems, as_table, need_pyarrow, wanted_names
+from funcrec.data._arrow import need_pyarrow
+from funcrec.data._sources import NEED, Part, Source, Wanted, absent_problems, as_table, wanted_names
 
 BLOCK_BYTES, BLOCK_ROWS, PIECE_ROWS = 8 << 20, 1 << 16, 1 << 13
 PACKED = (".gz", ".bz2", ".zst", ".lz4")
@@ -293,7 +294,10 @@ def _or_line(call: str, path: Path, at: int, step: Callable[[], Any], names: Cal
     except (pa.ArrowException, OSError, KeyError) as error:
         found = re.search(r"(column #\d+: )?Row #(\d+): (.*)", str(error), re.DOTALL)
         column, number, got = found.groups() if found else (None, max(at, _whole_lines(path) + 1), str(error))
-        need, hint = "a whole file, of rows with as many fields as the first", "the file once more from where it came"
+        need, hint = (
+            "a whole file, of rows of as many fields as there are names",
+            "the file once more from where it came",
+        )
         where = ""
         if column:
             name = names()[int(re.findall(r"[0-9]+", column)[0])]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funcrec.core import Problem, check, describe, fail
+from funcrec.data._arrow import need_pyarrow
 from funcrec.data._schema import Schema
 
 NEED = "a pandas, polars or pyarrow table, a dict of columns, a path, or paths"
@@ -36,18 +37,6 @@ class Source(NamedTuple):
     schema: Any
     parts: list[Part]
     name: str
-
-
-def need_pyarrow(call: str):
-    """The module pyarrow, or an error that says how to have it."""
-    try:
-        import pyarrow
-    except ImportError:
-        fail(
-            call, "pyarrow is not installed.", got="no module pyarrow", need="pyarrow, to read tables and files",
-            hint="pip install funcrec[data]", kind=ModuleNotFoundError,
-        )  # fmt: skip
-    return pyarrow
 
 
 def table_of(call: str, source: Source):
@@ -80,7 +69,7 @@ def absent_problems(name: str, names: Sequence[str], wanted: Wanted) -> Iterator
     twice = sorted({n for n in columns if list(names).count(n) > 1 or list(columns).count(n) > 1})
     if twice:
         hint = "other names, when it is written"
-        yield Problem(f"{name} has columns of one name.", f"{twice}", "each name once", hint)
+        yield Problem(f"{name} has a column twice.", f"{twice}", "each name once", hint)
     absent = [n for n in columns if n not in names]
     if absent:
         is_unlabelled = set(absent) <= set(labels)

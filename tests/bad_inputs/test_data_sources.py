@@ -22,7 +22,7 @@ TEXTS = {  # the file's text, what reads it, what the error says
     "a missing id": (GOOD + "1,\n", ("x.csv`, line 52, column `a`", "a missing id")),
     "label 3": (GOOD + "3,1\n", ("x.csv`, line 52, column `y`", "label 3", "[0, 1]")),
     "no column a": (GOOD.replace("y,a", "y,b"), ("`x.csv` lacks columns", "['a']")),
-    "a column twice": (GOOD.replace("y,a", "a,a"), ("`x.csv` has columns of one name", "['a']")),
+    "a column twice": (GOOD.replace("y,a", "a,a"), ("`x.csv` has a column twice", "['a']")),
 }
 
 
@@ -106,7 +106,7 @@ CALLS = [
     ("numbers for paths", lambda at: read([1, 2]), TypeError, "is not a table"),
     ("no paths", lambda at: read([]), TypeError, "is not a table"),
     ("a column that is not there", lambda at: read(TABLE, columns=["b"]), ValueError, "lacks columns"),
-    ("a column twice", lambda at: read(TABLE, columns=["a", "a"]), ValueError, "columns of one name"),
+    ("a column twice", lambda at: read(TABLE, columns=["a", "a"]), ValueError, "has a column twice"),
     ("a type that is none", lambda at: (at / "x.csv").write_text("a\n1\n") and read(at, format=Text(types={"a": "i6"})),
         ValueError, "`types['a']` is not a type"),
     ("two characters", lambda at: (at / "x.csv").write_text("a\n1\n") and read(at, format=Text(", ")), ValueError,

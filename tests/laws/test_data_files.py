@@ -237,7 +237,7 @@ def test_what_tsv_cannot_give_is_named(tmp_path):
         ({"vocabularies": sizes}, ("line 1", "cat_3", "id 65536", "hash")),
         ({"drop_last": True}, ("does not make a batch",)),
         ({"skip": 3}, ("does not make a batch",)),
-        ({"drop_last": "no"}, ("`drop_last` is neither",)),
+        ({"drop_last": "no"}, ("`drop_last` is not a truth value",)),
     ]:
         with pytest.raises((ValueError, TypeError)) as error:
             list(criteo_tsv(path, 4, **options))

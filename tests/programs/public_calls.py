@@ -385,7 +385,7 @@ def inputs(folder) -> list[Call]:
             Schema=(data.Schema, {"label": "y", "dense": ("x",), "categorical": ("a",), "multivalued": ("g",),
                 "weights": {"g": "s"}, "weight": "w", "time": "t", "label_kind": "binary"}, ("weights['g']",)),
             examples=(data.examples, {"table": {"y": [1.0], "a": [3]}, "schema": data.Schema("y", categorical=("a",)),
-                "vocabularies": {"a": 5}}, ("vocabularies['a']",)),
+                "vocabularies": {"a": 5}, "missing": 0}, ("vocabularies['a']",)),
             Text=(data.Text, {"delimiter": ",", "names": ("a", "b"), "types": {"a": "int64"}, "nulls": ("",),
                 "quotes": True}, ("names[0]", "names[1]", "types", "types['a']")),  # looked at where they are used
             read=(data.read, {"source": str(folder / "day.parquet"), "columns": ("label",), "format": "parquet"}),
