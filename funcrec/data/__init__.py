@@ -15,6 +15,14 @@ from funcrec.data._ctr import Column as Column
 from funcrec.data._ctr import CtrData as CtrData
 from funcrec.data._ctr import CtrSplit as CtrSplit
 from funcrec.data._ctr import ctr_dataset as ctr_dataset
+from funcrec.data._encoders import Encoder as Encoder
+from funcrec.data._encoders import Fitted as Fitted
+from funcrec.data._encoders import Place as Place
+from funcrec.data._encoders import chain as chain
+from funcrec.data._encoding import Encoding as Encoding
+from funcrec.data._encoding import configs as configs
+from funcrec.data._encoding import encode as encode
+from funcrec.data._encoding import fit_encoding as fit_encoding
 from funcrec.data._examples import Examples as Examples
 from funcrec.data._examples import examples as examples
 from funcrec.data._files import Text as Text
@@ -25,6 +33,9 @@ from funcrec.data._loader import num_batches as num_batches
 from funcrec.data._loader import take as take
 from funcrec.data._movielens import Ratings as Ratings
 from funcrec.data._movielens import movielens_1m as movielens_1m
+from funcrec.data._numbers import bucketize as bucketize
+from funcrec.data._numbers import log1p as log1p
+from funcrec.data._numbers import normalize as normalize
 from funcrec.data._prefetch import prefetch as prefetch
 from funcrec.data._random_rows import RandomColumn as RandomColumn
 from funcrec.data._random_rows import RandomRows as RandomRows
@@ -41,5 +52,9 @@ from funcrec.data._splits import split_by_time as split_by_time
 from funcrec.data._stream import read as read
 from funcrec.data._stream import stream as stream
 from funcrec.data._stream import stream_loader as stream_loader
+from funcrec.data._vocabulary import Vocabulary as Vocabulary
+from funcrec.data._vocabulary import hashed as hashed
+from funcrec.data._vocabulary import identity as identity
+from funcrec.data._vocabulary import vocabulary as vocabulary
 
 _core.publish(globals())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, fail
-from funcrec.data._arrow import need_pyarrow
+from funcrec.data._sources import need_pyarrow
 from funcrec.jagged import is_concrete
 
 NEED = "a tensor, a numpy array, or a column of pyarrow, pandas or polars"

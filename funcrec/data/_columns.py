@@ -5,6 +5,7 @@
 Shapes: N rows, M ids of all bags.
 """
 
+import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -18,6 +19,16 @@ from funcrec.data._schema import Schema
 # what a row of the table that is being read is called: a reader of files says which line of which file
 NAME_OF_ROW: contextvars.ContextVar[Callable[[int], str]] = contextvars.ContextVar("row", default=lambda r: f"row {r}")
 ENCODE = "fr.data.fit_encoding and fr.data.encode, which make ids of it"
+
+
+@contextlib.contextmanager
+def rows_named(name_of_row: Callable[[int], str]) -> Iterator[None]:
+    """Errors inside call row r `name_of_row(r)`."""
+    token = NAME_OF_ROW.set(name_of_row)
+    try:
+        yield
+    finally:
+        NAME_OF_ROW.reset(token)
 
 
 def refuse(call: str, row: int, name: str, got: str, need: str, hint: str = "") -> NoReturn:
@@ -128,8 +139,18 @@ def plain(column):
     if kinds.is_string_view(kind) or kinds.is_binary_view(kind):
         return column.cast(pa.large_string() if kinds.is_string_view(kind) else pa.large_binary())
     if kinds.is_list_view(kind) or kinds.is_large_list_view(kind):
-        return column.cast(pa.large_list(kind.value_type))
+        return pa.chunked_array(map(_list_of_view, column.chunks), pa.large_list(kind.value_type))
     return column
+
+
+def _list_of_view(view):
+    """A list view as a list; a cast leaves the last offset unwritten in pyarrow 26."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    lengths = pc.fill_null(pc.list_value_length(view), 0).to_numpy()
+    ends = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int64())
+    return pa.LargeListArray.from_arrays(ends, view.flatten(), mask=view.is_null())
 
 
 def flat(column) -> tuple:

@@ -30,6 +30,10 @@ class Part(NamedTuple):
     num_rows: int | None
     read: Callable[[], Iterator]
 
+    def name_of(self, row: int) -> str:
+        """`part-3.parquet`, row 17."""
+        return f"`{self.file}`, {self.word} {row}" if self.file else f"{self.word} {row}"
+
 
 class Source(NamedTuple):
     """schema: pyarrow's, of the columns that are read, in order. parts: see `Part`. name: of the whole, in errors."""

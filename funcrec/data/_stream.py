@@ -155,11 +155,8 @@ def stream_loader(
 
 def to_batch(source: Source, encode: Callable, rows: np.ndarray, table, bucket: bool) -> Batch:
     """One table as a batch; errors call its rows what they are in their file."""
-    token = columns_of.NAME_OF_ROW.set(lambda r: row_name(source, int(rows[r])))
-    try:
+    with columns_of.rows_named(lambda r: row_name(source, int(rows[r]))):
         made = encode(table)
-    finally:
-        columns_of.NAME_OF_ROW.reset(token)
     if not isinstance(made, Examples | Batch):
         what, need = "`encode` did not make examples.", "a function of a pyarrow.Table to Examples"
         fail(CALL, what, got=describe(made), need=need, hint="a Schema, where ids are integers", kind=TypeError)
@@ -190,9 +187,7 @@ def position_problems(position: object) -> Iterator[Problem]:
 
 
 def row_name(source: Source, number: int) -> str:
-    """`part-3.parquet`, row 17."""
-    part, row = source.parts[number >> BITS], number & ((1 << BITS) - 1)
-    return f"`{part.file}`, {part.word} {row}" if part.file else f"{part.word} {row}"
+    return source.parts[number >> BITS].name_of(number & ((1 << BITS) - 1))
 
 
 def tables(

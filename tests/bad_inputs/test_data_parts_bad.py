@@ -1,4 +1,6 @@
-"""Bad calls of what makes examples of one's own columns: splits."""
+"""Bad calls of what makes examples of one's own columns: splits, encoders."""
+
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -6,7 +8,24 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec.data import k_core, leave_one_out, random_split, split_by_group, split_by_time
+from funcrec.data import (
+    Schema,
+    bucketize,
+    chain,
+    configs,
+    encode,
+    fit_encoding,
+    hashed,
+    identity,
+    k_core,
+    leave_one_out,
+    log1p,
+    normalize,
+    random_split,
+    split_by_group,
+    split_by_time,
+    vocabulary,
+)
 
 KEY = fr.key(0)
 ROWS = torch.tensor([1, 1, 2, 2])
@@ -54,10 +73,78 @@ SPLITS = [
 ]
 
 
-@pytest.mark.parametrize("name, call, kind, fragment", SPLITS, ids=[r[0] for r in SPLITS])
+TABLE = {"click": [0, 1], "item": ["a", "b"], "price": [1.0, 2.0], "tags": [["x"], []]}
+SCHEMA = Schema(label="click", dense=("price",), categorical=("item",), multivalued=("tags",))
+ENCODING = fit_encoding(TABLE, SCHEMA)
+ITEM = Schema(categorical=("item",))
+fit = lambda encoders, schema=SCHEMA, **more: fit_encoding(TABLE, schema, encoders, **more)
+ENCODERS = [
+    ("nothing is kept", lambda: vocabulary(min_count=0), ValueError, "`min_count`"),
+    ("size 0", lambda: vocabulary(max_size=0), ValueError, "`max_size`"),
+    ("one row to hash to", lambda: hashed(1), ValueError, "2 <= num_embeddings"),
+    ("huge hash", lambda: hashed(2**31), ValueError, "2 <= num_embeddings"),
+    ("no ids", lambda: identity(0), ValueError, "`num_embeddings`"),
+    ("neither edges nor quantiles", lambda: bucketize(), ValueError, "neither"),
+    ("edges and quantiles", lambda: bucketize((1.0,), num_quantiles=2), ValueError, "both"),
+    ("falling edges", lambda: bucketize((2.0, 1.0)), ValueError, "`edges` do not ascend"),
+    ("NaN for an edge", lambda: bucketize((float("nan"),)), ValueError, "`edges` do not ascend"),
+    ("no edges", lambda: bucketize(()), ValueError, "`edges` are none"),
+    ("one quantile", lambda: bucketize(num_quantiles=1), ValueError, "`num_quantiles` is too small"),
+    ("empty chain", lambda: chain(), ValueError, "`encoders` are none"),
+    ("two that learn", lambda: chain(normalize(), vocabulary()), ValueError, "two of `encoders` learn"),
+    ("chain of a function", lambda: chain(len), TypeError, "`encoders[0]` is not an encoder"),
+    ("floats for ids", lambda: vocabulary().fit([1.5, 2.0]), TypeError, "Int64"),
+    ("times for ids", lambda: vocabulary().fit(np.array([1], "datetime64[s]")), TypeError, "timestamp"),
+    ("mixed column", lambda: vocabulary().fit(["a", 1]), TypeError, "`column` cannot be read"),
+    ("mixed chunks", lambda: vocabulary().fit(pa.array(x) for x in (["a"], [1])), TypeError, "one type for all chunks"),
+    ("mixed to hash", lambda: hashed(9).fit(pa.array(x) for x in (["a"], [1])), TypeError, "one type for all chunks"),
+    ("a number for a column", lambda: vocabulary().fit(3), TypeError, "`column` is not a column"),
+    ("lists of lists", lambda: vocabulary().fit([[[1]]]), TypeError, "list_flatten"),
+    ("integers for text", lambda: vocabulary().fit(["a"]).apply([1]), TypeError, "as the vocabulary was learned from"),
+    ("text for integers", lambda: vocabulary().fit([1]).apply(["a"]), TypeError, "as the vocabulary was learned from"),
+    ("integers for hashed text", lambda: hashed(9).fit(["a"]).apply([1]), TypeError, "text, as was learned"),
+    ("id -1 as it is", lambda: identity(3).fit([]).apply([0, -1]), ValueError, "row 1, column `column`"),
+    ("id 3 of 3", lambda: identity(3).fit([]).apply([[0], [], [1, 3]]), ValueError, "row 2, column `column`"),
+    ("a missing id", lambda: identity(3).fit([]).apply([0, None]), ValueError, "a missing id"),
+    ("text for numbers", lambda: normalize().fit(["1"]), TypeError, 'column.cast("float64")'),
+    ("no numbers", lambda: normalize().fit([None]), ValueError, "no numbers to learn from"),
+    ("all-null column", lambda: bucketize(num_quantiles=2).fit(pa.nulls(3)), ValueError, "no numbers to learn from"),
+    ("infinity", lambda: normalize().fit([1.0, float("inf")]), ValueError, "row 1, column `column`"),
+    ("log of -1", lambda: log1p().fit([]).apply([0, -1]), ValueError, "row 1, column `column`"),
+    ("id 9", lambda: ENCODING.ids["item"].decode(torch.tensor([9])), ValueError, "0 <= id < 3"),
+    ("float ids", lambda: ENCODING.ids["item"].decode(torch.ones(1)), TypeError, "`ids` are not ids"),
+    ("no schema", lambda: fit_encoding(TABLE, {"item": 1}), TypeError, "`schema`"),
+    ("no table", lambda: fit_encoding(3, SCHEMA), TypeError, "not a table"),
+    ("column absent", lambda: fit_encoding({"item": [1]}, SCHEMA), ValueError, "['tags', 'price']"),
+    ("no rows", lambda: fit_encoding({"item": []}, ITEM), ValueError, "`source` has no rows"),
+    ("a generator that was read", lambda: fit_encoding(iter(()), ITEM), ValueError, "`source` has no rows"),
+    ("encoder of no column", lambda: fit({"price2": None}), ValueError, "of a column that is not encoded"),
+    ("encoder of the label", lambda: fit({"click": vocabulary()}), ValueError, "of a column that is not encoded"),
+    ("no encoder for ids", lambda: fit({"item": None}), TypeError, "identity(num_embeddings)"),
+    ("ids for a dense column", lambda: fit({"price": vocabulary()}), ValueError, "makes ids, of a dense column"),
+    ("numbers for ids", lambda: fit({"item": normalize()}), ValueError, "makes numbers, of a column of ids"),
+    ("a shared column's encoder", lambda: fit({"tags": vocabulary()}, share={"tags": "item"}), ValueError, "'item'"),
+    ("table of no column", lambda: fit({}, share={"tags": "genre"}), ValueError, "columns that are not ids"),
+    ("a table sent on", lambda: fit({}, share={"tags": "item", "item": "tags"}), ValueError, "on to a third"),
+    ("a string of numbers", lambda: fit({"item": identity(3)}), TypeError, "column `item`"),
+    ("time as a number too", lambda: fit({}, replace(SCHEMA, time="price")), ValueError, "['price']"),
+    ("ids that are numbers too", lambda: fit({}, replace(SCHEMA, dense=("item",))), ValueError, "['item']"),
+    ("no numbers of a column", lambda: fit_encoding(TABLE | {"price": [None, None]}, SCHEMA), ValueError, "no numbers"),
+    ("encode half", lambda: encode(ENCODING, {"item": ["a"], "price": [1.0]}), ValueError, "['tags']"),
+    ("encode other text", lambda: encode(ENCODING, TABLE | {"item": [1, 2]}), TypeError, "column `item`"),
+    ("encode a label 5", lambda: encode(ENCODING, TABLE | {"click": [1, 5]}), ValueError, "row 1, column `click`"),
+    ("encode without an encoding", lambda: encode(SCHEMA, TABLE), TypeError, "`encoding`"),
+    ("dim of no table", lambda: configs(ENCODING, {"user": 4}), ValueError, "`embedding_dim` names what is not there"),
+    ("dim 0", lambda: configs(ENCODING, 0), ValueError, "`embedding_dim`"),
+    ("pooling max", lambda: configs(ENCODING, pooling="max"), ValueError, "`pooling`"),
+]
+ALL = [*SPLITS, *ENCODERS]
+
+
+@pytest.mark.parametrize("name, call, kind, fragment", ALL, ids=[r[0] for r in ALL])
 def test_bad_call_of_parts(name, call, kind, fragment):
-    """A bad call fails at the call and names the argument, in four parts."""
+    """A bad call fails at the call and names the argument or the column, in four parts."""
     with pytest.raises(kind) as error:
         call()
-    text = error.value.args[0]
+    text = "\n".join([error.value.args[0], *getattr(error.value, "__notes__", ())])
     assert all(f in text for f in (fragment, "funcrec.data.", "\n  got   ", "\n  need  ", "\n  try   ")), text

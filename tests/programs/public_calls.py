@@ -71,6 +71,10 @@ MLP = nn.mlp((4, 3, 1), dropout=0.1, batch_norm=True)
 MLP_PARAMS, MLP_STATS = MLP.init(KEY), MLP.init_stats()
 LINEAR, CROSS, NORM, POSITION = nn.linear(4, 2), nn.cross(4), nn.batch_norm(4), nn.position_weights(3)
 
+SCHEMA = data.Schema(dense=("price",), categorical=("item",), multivalued=("tags",))
+TABLE = {"item": ["a", None], "price": [1.0, 2.0], "tags": [["x"], []]}
+ENCODING = data.fit_encoding(TABLE, SCHEMA)
+
 
 class Call(NamedTuple):
     """`fn(**good)` works. `skip` names arguments whose wrong values are another row's."""
@@ -421,6 +425,9 @@ def inputs(folder) -> list[Call]:
 
 def parts() -> list[Call]:
     """What makes examples of columns."""
+    import pyarrow as pa
+
+    table = pa.table(TABLE)
     shares, users, items = {"fractions": (0.5, 0.5)}, i64(0, 1, 0, 1, 0, 1), i64(0, 1, 1, 2, 2, 2)
     return rows("data",
         random_split=(data.random_split, {"num_rows": 8, **shares, "key": KEY}),
@@ -428,6 +435,17 @@ def parts() -> list[Call]:
         split_by_group=(data.split_by_group, {"group": users, **shares, "key": KEY}),
         leave_one_out=(data.leave_one_out, {"group": users, "time": i64(*range(6)), "held_out": 2}),
         k_core=(data.k_core, {"user": users, "item": items, "k": (2, 1)}),
+        vocabulary=(data.vocabulary, {"min_count": 2, "max_size": 9}),
+        hashed=(data.hashed, {"num_embeddings": 9, "seed": 1}), identity=(data.identity, {"num_embeddings": 9}),
+        bucketize_edges=(data.bucketize, {"edges": (1.0, 2.0), "num_quantiles": None}),
+        bucketize=(data.bucketize, {"edges": None, "num_quantiles": 4}),
+        chain=(lambda a, b: data.chain(a, b), {"a": data.log1p(), "b": data.normalize()}),
+        fit=(data.vocabulary().fit, {"column": ["a", None]}),
+        decode=(ENCODING.ids["item"].decode, {"ids": i64(0, 1)}),
+        fit_encoding=(data.fit_encoding,
+            {"source": table, "schema": SCHEMA, "encoders": {"item": data.vocabulary()}, "share": {"tags": "item"}}),
+        encode=(data.encode, {"encoding": ENCODING, "table": table}),
+        configs=(data.configs, {"encoding": ENCODING, "embedding_dim": {"item": 4}, "pooling": {"tags": "mean"}}),
     )  # fmt: skip
 
 
