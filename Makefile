@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 MODEL ?= deepfm
 
-.PHONY: train test sanitize ladder bench bench-full gpu clean
+.PHONY: train test docs sanitize ladder bench bench-full gpu clean
 
 train: $(VENV)/.installed
 	$(RUN) -m funcrec.examples.ctr --model $(MODEL) --out runs/$(MODEL)
@@ -17,6 +17,11 @@ test: $(VENV)/.tested
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pytest -q -n 2 --dist loadgroup
+
+# The docstrings as pages: open build/docs/funcrec.html. Modules without a public name are left out; a `!` that begins a pattern leaves out what matches.
+docs: $(VENV)/.installed
+	$(RUN) -m pip install --quiet -c .ci/constraints.txt -e ".[docs]"
+	$(RUN) -m pdoc --docformat google --output-directory build/docs funcrec '!funcrec.kernels' '!.*[.]_' funcrec.kernels.ops
 
 # The C++ kernels with the compiler's sanitizers: 100,000 generated calls, then data races. Not part of `test`: it builds them twice.
 sanitize: $(VENV)/.tested
