@@ -7,6 +7,8 @@ import funcrec.core as _core
 from funcrec.interop._module import module as module
 from funcrec.interop._nested import from_nested as from_nested
 from funcrec.interop._nested import to_nested as to_nested
+from funcrec.interop._state import load_torchrec_state_dict as load_torchrec_state_dict
+from funcrec.interop._state import to_torchrec_state_dict as to_torchrec_state_dict
 from funcrec.interop._torchrec import from_torchrec as from_torchrec
 from funcrec.interop._torchrec import to_torchrec as to_torchrec
 

@@ -1,13 +1,13 @@
 """from_torchrec and to_torchrec: which value of theirs is which of ours."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from funcrec.core import PARTS, check, describe, fail, flag_problems
 from funcrec.interop._configs import from_configs, pair_of, to_configs
 from funcrec.interop._values import FROM, TO, is_all
-from funcrec.jagged import JaggedTensor
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 COLLECTIONS = ("embedding_bag_configs", "embedding_configs")  # what modules of embeddings call their configs
 
@@ -83,7 +83,9 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
     )  # fmt: skip
 
 
-def to_torchrec(x: Any, *, weighted: bool = False) -> Any:
+def to_torchrec(
+    x: KeyedJaggedTensor | JaggedTensor | KeyedTensor | Mapping[str, JaggedTensor] | tuple, *, weighted: bool = False
+) -> Any:
     """Our value as TorchRec's: the way back of `from_torchrec`. Tensors are shared, not copied.
 
     Args:

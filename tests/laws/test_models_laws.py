@@ -34,12 +34,14 @@ MODELS = {
     "dlrm": lambda: models.dlrm(TABLES, FEATURES, num_dense=3, bottom=(8, 4), dropout=0.3, **SIZES),
     "dlrm, dense kept": lambda: models.dlrm(TABLES, FEATURES, num_dense=3, bottom=(8, 4), keep="dense", **SIZES),
     "dlrm, no dense": lambda: models.dlrm(TABLES, FEATURES, **SIZES),
+    "simple_deepfm": lambda: models.simple_deepfm(TABLES, FEATURES, num_dense=3, hidden_size=6, deep_size=5),
     "dcnv2": lambda: models.dcnv2(TABLES, FEATURES, batch_norm=True, dropout=0.3, cross_penalty=0.1, **SIZES),
     "dcnv2, low rank": lambda: models.dcnv2(TABLES, FEATURES, num_dense=3, rank=2, **SIZES),
     "dlrm_dcnv2": lambda: models.dlrm_dcnv2(TABLES, FEATURES, num_dense=3, bottom=(8, 4), rank=5, **SIZES),
 }
 READS_DENSE = {
-    "lr, dense", "fm, dense", "wide_deep", "deepfm, dense", "dlrm", "dlrm, dense kept", "dcnv2, low rank", "dlrm_dcnv2"
+    "lr, dense", "fm, dense", "wide_deep", "deepfm, dense", "dlrm", "dlrm, dense kept", "dcnv2, low rank", "dlrm_dcnv2",
+    "simple_deepfm",
 }  # fmt: skip
 EACH = pytest.mark.parametrize("name", MODELS)
 

@@ -39,6 +39,8 @@ MAY_RETURN = (
     Row("a model's other parameters go through", "models.merge_stats", r"dense.*"),
     Row("no statistics at all", "models.merge_stats", r"aux\['stats'\]", {"None", "()"}),
     Row("a label is any hashable", r"\.shard_tables", r"labels\[.*"),
+    Row("bags travel with values of any form", r"interop\.to_\w+", r"x\.(values|offsets)", TENSORS - {"f64[]", "meta"}),
+    Row("numbers are kept in the state's dtype", r"interop\.(module_apply|\w+state_dict)", r".*", {"f64[]"}),
     # values, which `validate` reads and no other call
     Row("whether offsets fit the values is in their values", ".*", r"(ids|bags|tree)\.(values|offsets)",
         TENSORS - {"f64[]", "meta"}),

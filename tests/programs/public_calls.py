@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import funcrec as fr
-from funcrec import data, metrics, models, nn, optim, testing
+from funcrec import data, interop, metrics, models, nn, optim, testing
 from funcrec.optim._builtin import BUILTIN
 from funcrec.optim.write import examples
 
@@ -327,6 +327,7 @@ def layers() -> list[Call]:
             lr=(models.lr, {**model, "num_dense": 0}), fm=(models.fm, {**deep, "linear": ()}),
             wide_deep=(models.wide_deep, {**deep, **sized, "linear": ()}),
         deepfm=(models.deepfm, {**deep, **sized, "linear": ()}),
+        simple_deepfm=(models.simple_deepfm, {**model, "num_dense": 3, "hidden_size": 6, "deep_size": 5}),
         dlrm=(models.dlrm, {**deep, **sized, "bottom": (), "keep": "all"}),
         dcnv2=(models.dcnv2, {**deep, "sizes": (8,), "dropout": 0.1}), linear_twins=(models.linear_twins, model),
         loss=(models.loss, {"model": MODEL}),
@@ -449,6 +450,36 @@ def parts() -> list[Call]:
     )  # fmt: skip
 
 
+def others() -> list[Call]:
+    """What other libraries have."""
+    params, buffers, apply = interop.module(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2)))
+
+    def module_apply(params, buffers, train: bool, key: torch.Tensor | None):
+        return apply(params, buffers, f32(3, 4), train=train, key=key)
+
+    held = {f"embedding_bags.{n}.weight": t for n, t in TABLES.items()} | DENSE
+    sums = {"state": {f"{n}.weight": {"momentum1": own["sum"]} for n, own in STATE.slots.items()}}
+    return rows("interop", to_torchrec=(interop.to_torchrec, {"x": IDS, "weighted": False}),
+        configs_to_torchrec=(interop.to_torchrec, {"x": (CONFIGS, FEATURES)}),
+        from_nested=(interop.from_nested, {"x": interop.to_nested(BAGS)}), to_nested=(interop.to_nested, {"x": BAGS}),
+        module=(interop.module, {"nn_module": torch.nn.Linear(2, 1)}),
+        module_apply=(module_apply, {"params": params, "buffers": buffers, "train": True, "key": KEY}),
+        load_torchrec_state_dict=(interop.load_torchrec_state_dict, {"state": PARAMS, "state_dict": held}),
+        load_slots=(interop.load_torchrec_state_dict, {"state": STATE, "state_dict": sums, "step": 3}),
+        to_torchrec_state_dict=(interop.to_torchrec_state_dict, {"state": PARAMS, "like_dict": held}),
+        slots_to_torchrec=(interop.to_torchrec_state_dict, {"state": STATE, "like_dict": sums}))  # fmt: skip
+
+
 def public_calls(folder) -> list[Call]:
     """All of them."""
-    return [*values(), *trees(), *functions(), *meshes(), *optimizers(), *layers(), *inputs(folder), *parts()]
+    return [
+        *values(),
+        *trees(),
+        *functions(),
+        *meshes(),
+        *optimizers(),
+        *layers(),
+        *others(),
+        *inputs(folder),
+        *parts(),
+    ]

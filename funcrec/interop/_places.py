@@ -1,0 +1,140 @@
+"""Which name of a TorchRec state dict is which tensor of ours.
+
+    embedding_bags.item.weight = tables["item"]        over_arch.model.1.bias = dense["out"]["bias"]
+
+Tables go by their names. A dense tensor is found by the longest tail of its path that is the tail of exactly one name;
+TorchRec's own models have other paths than ours, which RENAMES tells. Shapes: F features, D dim.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, paths
+
+TABLE = re.compile(r"(?:^|\.)embedding(?:_bag)?s\.([^.]+)\.weight$")
+RENAMES = (  # of torchrec.models' DLRM and SimpleDeepFMNN, to those of fr.models' dlrm and simple_deepfm
+    (r"dense_arch\.model\._mlp\.(\d+)\._linear\.", r"bottom.linear.\1."),
+    (r"over_arch\.model\.0\._mlp\.(\d+)\._linear\.", r"mlp.linear.\1."),
+    (r"over_arch\.model\.1\.", "out."),
+    (r"dense_arch\.model\.0\.", "bottom.linear.0."),
+    (r"dense_arch\.model\.2\.", "bottom.linear.1."),
+    (r"inter_arch\.deep_fm\.dense_module\.0\.", "deep.linear.0."),
+    (r"over_arch\.model\.0\.(?=weight|bias)", "out."),
+)
+OF_INTERACTIONS = "over_arch.model.0._mlp.0._linear.weight"  # what reads the products of all pairs
+
+
+class Place(NamedTuple):
+    """A tensor of theirs and its place here: a table by its name, a dense leaf by its number."""
+
+    name: str
+    path: str
+    at: str | int
+    ours: Tensor
+    is_interaction: bool = False
+
+
+def find_places(
+    names: Sequence[str], tables: Mapping[str, Tensor], dense: Any, *, all_of_dense: bool = True
+) -> tuple[list[Place], list[Problem]]:
+    """Every name's place, and what stands in its way: names without a place, places without a name."""
+    found: list[Place] = []
+    problems: list[Problem] = []
+    for table, x in tables.items():
+        own = [n for n in names if table_of(n, tables) == table]
+        if len(own) == 1:
+            found.append(Place(own[0], f"tables[{table!r}]", table, x))
+        else:
+            what = (
+                f"`tables[{table!r}]` is {'not in the state dict' if not own else 'several times in the state dict'}."
+            )
+            problems.append(Problem(what, f"{own or list(names)}", f"one name *.embedding_bags.{table}.weight",
+                                    "tables named as TorchRec's configs are", KeyError))  # fmt: skip
+    rest = [n for n in names if table_of(n, tables) is None]
+    if all_of_dense or any(not TABLE.search(n) for n in rest):
+        for i, (path, leaf) in enumerate(paths(dense)):
+            own = by_tail(dotted(path), rest)
+            if len(own) == 1:
+                found.append(Place(own[0], f"dense{path}", i, leaf, own[0].endswith(OF_INTERACTIONS)))
+            else:
+                what = f"`dense{path}` has {'no' if not own else 'more than one'} counterpart in the state dict."
+                problems.append(Problem(what, f"{own or rest}", f"one name that ends in {dotted(path)!r}",
+                                        "a dense tree of the module's own names", KeyError))  # fmt: skip
+    taken = [p.name for p in found]
+    spare = [n for n in names if n not in taken]
+    if spare and not problems:
+        hint = "Params of all of the module's tables and weights"
+        problems.append(Problem("the state dict has more than `state`.", f"{spare}", "a place for each", hint))
+    doubled = sorted({n for n in taken if taken.count(n) > 1})
+    if doubled:
+        problems.append(Problem("two places have one name in the state dict.", f"{doubled}", "a name for each",
+                                "one leaf for what the module has once"))  # fmt: skip
+    return found, problems
+
+
+def table_of(name: str, tables: Mapping[str, Tensor]) -> str | None:
+    """The table whose rows it names: in a collection, or bare as a fused optimizer has it."""
+    match = TABLE.search(name)
+    table = match[1] if match else name.removesuffix(".weight")
+    return table if table in tables else None
+
+
+def dotted(path: str) -> str:
+    """`['over']['0.weight']` -> `over.0.weight`, as a module calls it."""
+    return ".".join("".join(part) for part in re.findall(r"\['([^']*)'\]|\[(\d+)\]|\.?(\w+)", path))
+
+
+def by_tail(path: str, names: Sequence[str]) -> list[str]:
+    """The names that end as `path` does, over as many of its parts as any name has."""
+    parts = path.split(".")
+    for first in range(len(parts)):
+        tail = "." + ".".join(parts[first:])
+        own = [n for n in names if any(f".{alias}".endswith(tail) for alias in (n, renamed(n)))]
+        if own:
+            return own
+    return []
+
+
+def renamed(name: str) -> str:
+    for pattern, ours in RENAMES:
+        changed, count = re.subn(pattern, ours, name)
+        if count:
+            return changed
+    return name
+
+
+# -- the products of pairs --------------------------------------------------------------------------------------------
+
+
+def interaction_columns(width: int, dim: int) -> Tensor | None:
+    """Where the columns of our first top layer stand in TorchRec's: both begin with the dense vector; the products
+    (i, j) of pairs follow row by row of the lower triangle here, of the upper one there."""
+    count = (1 + math.isqrt(max(0, 1 + 8 * (width - dim)))) // 2
+    if width < dim or dim + count * (count - 1) // 2 != width:
+        return None
+    rows, columns = torch.tril_indices(count, count, -1)
+    upper = columns * (2 * count - columns - 1) // 2 + rows - columns - 1  # of (j, i), j < i
+    return torch.cat([torch.arange(dim), upper + dim])
+
+
+def to_our_columns(x: Tensor, place: Place, dim: int) -> Tensor:
+    columns = interaction_columns(x.shape[1], dim) if place.is_interaction and x.dim() == 2 else None
+    return x if columns is None else x[:, columns.to(x.device)]
+
+
+def to_their_columns(x: Tensor, place: Place, dim: int) -> Tensor:
+    columns = interaction_columns(x.shape[1], dim) if place.is_interaction and x.dim() == 2 else None
+    return x if columns is None else x[:, columns.argsort().to(x.device)]
+
+
+def shape_problems(place: Place, shape: torch.Size, ours: torch.Size, where: str = "") -> Iterator[Problem]:
+    if shape != ours and (shape.numel() != ours.numel() or shape[:1] != ours[:1]):
+        hint = "fr.models.dlrm(..., keep='dense') for TorchRec's DLRM" if place.is_interaction else ""
+        hint = hint or "configs of fr.interop.from_torchrec, the rule of TorchRec's optimizer"
+        yield Problem(f"`{place.path}`{where} has another shape in the state dict.",
+                      f"{list(shape)} as {place.name!r}", f"{list(ours)}", hint)  # fmt: skip

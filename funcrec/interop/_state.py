@@ -1,0 +1,311 @@
+"""TorchRec's state dicts into Params and TrainState, and back.
+
+    state = load_torchrec_state_dict(state, module.state_dict())
+    module.load_state_dict(to_torchrec_state_dict(state, module.state_dict()))
+
+An optimizer's state dict goes the same ways: {parameter: {state: tensor}} under "state".
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.core import (
+    PARTS,
+    Problem,
+    check,
+    describe,
+    has_tracked,
+    is_wrapped,
+    replace,
+    tree_flatten,
+    tree_structure,
+    tree_unflatten,
+)
+from funcrec.interop._places import Place, find_places, shape_problems, table_of, to_our_columns, to_their_columns
+from funcrec.interop._shards import like, shape_of, whole
+from funcrec.tables import Params, params_problems
+from funcrec.train import TrainState
+
+# A slot of our row optimizers: what FBGEMM and torch.optim call it. FBGEMM's first state is momentum1 whatever it is.
+FIRST = ("momentum1", "momentum_1")
+SLOTS = {
+    "sum": ("sum", *FIRST),
+    "mean": ("exp_avg", *FIRST),
+    "square": ("exp_avg_sq", "momentum2", "momentum_2", "square_avg"),
+    "momentum": ("momentum_buffer", *FIRST),
+    "counter": ("row_counter",),
+    "last": ("prev_iter",),
+}
+COUNTS = ("step", "iter")  # of the steps taken; ours is TrainState.step
+
+
+def load_torchrec_state_dict(
+    state: Params | TrainState, state_dict: Mapping[str, Any], *, step: int | None = None
+) -> Params | TrainState:
+    """`state` with the numbers of a TorchRec state dict: a module's, or an optimizer's.
+
+    Args:
+      state: Params, or a TrainState whose tables are whole; its structure says what is wanted, its dtypes how it is
+        kept. Tables are found by their names. Dense tensors: of `torchrec.models.dlrm.DLRM` for
+        `fr.models.dlrm(..., keep="dense")`, with the products of pairs in our order; of
+        `torchrec.models.deepfm.SimpleDeepFMNN` for `fr.models.simple_deepfm`; else by the longest tail of a leaf's path
+        that is the tail of one name, as of `{"over": fr.interop.module(over)[0]}`. The features of the models must be
+        those of `from_torchrec`, in its order.
+      state_dict: `module.state_dict()` of an EmbeddingBagCollection, an EmbeddingCollection, a model with one, sharded
+        (ShardedTensor or DTensor: every rank must call, and each gets whole tables) or not; or
+        `module.fused_optimizer().state_dict()` and that of a KeyedOptimizer for a TrainState's slots and dense
+        optimizer. Numbers are copied, hyper-parameters are not: the rule of the state must be that of the optimizer,
+        whose names do not tell one first moment from another.
+      step: the steps taken, for `TrainState.step`; FBGEMM's state dicts do not say it, torch.optim's do.
+
+    Raises: TypeError or ValueError, before anything is gathered, for a name without a place, a place without a name,
+      other shapes (row-wise state of column-wise shards is one number for each shard: another optimizer), optimizer
+      state that is not the slots', and Adam's without a step; TypeError for a state dict that autograd follows.
+
+    Law: predictions on a batch are equal, and k more steps leave the same tables on both sides, up to rounding.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+      >>> ebc = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])])
+      >>> tables, features = fr.interop.from_torchrec(ebc)
+      >>> params = fr.Params(fr.init(fr.key(0), tables), dense={})
+      >>> params = fr.interop.load_torchrec_state_dict(params, ebc.state_dict())
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[1, 2], [], [7]]})
+      >>> ours, theirs = fr.lookup(params.tables, ids, features), ebc(fr.interop.to_torchrec(ids))
+      >>> torch.allclose(ours.values, theirs.values())
+      True
+    """
+    call = "funcrec.interop.load_torchrec_state_dict"
+    check(call, state_problems(state), dict_problems(state_dict, "state_dict"))
+    check(call, step_problems(state, step), tracked_problems(state_dict))
+    if is_optimizer(state_dict):
+        check(call, trained_problems(state))
+        return load_optimizer(call, state, state_dict["state"], step)
+    places, problems = find_places(list(state_dict), state.tables, state.dense)
+    check(call, problems, *(shape_problems(p, shape_of(state_dict[p.name]), p.ours.shape) for p in places))
+    new = {p.at: loaded(call, p, state_dict[p.name], p.ours, dim_of(state)) for p in places}
+    leaves, structure = tree_flatten(state.dense)
+    tables = {name: new[name] for name in state.tables}
+    state = replace(state, tables=tables, dense=tree_unflatten([new[i] for i in range(len(leaves))], structure))
+    return state if step is None else replace(state, step=torch.full_like(state.step, step))
+
+
+def to_torchrec_state_dict(state: Params | TrainState, like_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The way back: the numbers of `state` in the form of a TorchRec state dict, which its `load_state_dict` takes
+    strictly.
+
+    Args:
+      state: Params, or a TrainState whose tables are whole (`fr.gather_state`, where they are sharded).
+      like_dict: `module.state_dict()`, or the `state_dict()` of an optimizer (for a TrainState): its names, dtypes,
+        devices and shards are kept, its numbers are not; param_groups are copied.
+
+    Returns: a new dict of new tensors; of a sharded one each rank's own shards.
+
+    Raises: as `load_torchrec_state_dict`.
+
+    Law: `load_torchrec_state_dict(state, to_torchrec_state_dict(state, like_dict))` is `state`, up to the rounding of
+      TorchRec's dtypes.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+      >>> ebc = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["clicked"])])
+      >>> params = fr.Params({"item": torch.ones(10, 4)}, dense={})
+      >>> ebc.load_state_dict(fr.interop.to_torchrec_state_dict(params, ebc.state_dict()))
+      <All keys matched successfully>
+      >>> bool((ebc.embedding_bags["item"].weight == 1).all())
+      True
+    """
+    call = "funcrec.interop.to_torchrec_state_dict"
+    check(call, state_problems(state), dict_problems(like_dict, "like_dict"), tracked_problems(state))
+    if is_optimizer(like_dict):
+        check(call, trained_problems(state))
+        made = {"state": optimizer_like(call, state, like_dict["state"])}
+        return {**{k: copy.deepcopy(v) for k, v in like_dict.items() if k != "state"}, **made}
+    places, problems = find_places(list(like_dict), state.tables, state.dense)
+    check(call, problems, *(shape_problems(p, shape_of(like_dict[p.name]), p.ours.shape) for p in places))
+    new = {p.name: like(like_dict[p.name], to_their_columns(p.ours, p, dim_of(state))) for p in places}
+    return {name: new[name] for name in like_dict}
+
+
+# -- an optimizer's -------------------------------------------------------------------------------------------------
+
+
+def load_optimizer(call: str, state: TrainState, theirs: Mapping[str, Any], step: int | None) -> TrainState:
+    slots, said = match_optimizer(call, state, theirs)
+    known = step if step is not None else next(iter(said), None)
+    check(call, count_problems(state, said, step))
+    dim = dim_of(state)
+    tables = {name: dict(own) for name, own in state.slots.items()}
+    leaves, structure = dense_states(state)
+    leaves = [dict(own) for own in leaves]
+    for place, own, found in slots:
+        into = tables[place.at] if isinstance(place.at, str) else leaves[place.at]
+        into[own] = loaded(call, place, theirs[place.name][found], into[own], dim)
+    state = replace(state, slots=tables, dense_opt=tree_unflatten(leaves, structure))
+    return state if known is None else replace(state, step=torch.full_like(state.step, known))
+
+
+def optimizer_like(call: str, state: TrainState, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    slots, _ = match_optimizer(call, state, theirs)
+    leaves, _ = dense_states(state)
+    made = {name: dict.fromkeys(own) for name, own in theirs.items()}
+    for place, own, found in slots:
+        ours = state.slots[place.at][own] if isinstance(place.at, str) else leaves[place.at][own]
+        made[place.name][found] = like(theirs[place.name][found], to_their_columns(ours, place, dim_of(state)))
+    for name, own in made.items():  # what is left counts steps
+        for found in [k for k, x in own.items() if x is None]:
+            value = theirs[name][found]
+            own[found] = torch.full_like(value, int(state.step)) if isinstance(value, Tensor) else int(state.step)
+    return made
+
+
+def match_optimizer(
+    call: str, state: TrainState, theirs: Mapping[str, Any]
+) -> tuple[list[tuple[Place, str, str]], set[int]]:
+    """((place, slot, its name there) of every slot, the counts of steps that it says)."""
+    named = {n: left for n, own in theirs.items() if (left := {k: x for k, x in own.items() if x is not None})}
+    mentioned = {table_of(n, state.tables) for n in named}
+    wanted = {n: t for n, t in state.tables.items() if n in mentioned or state.slots.get(n)}
+    places, problems = find_places(list(named), wanted, state.dense, all_of_dense=False)
+    check(call, problems)
+    leaves, _ = dense_states(state)
+    slots: list[tuple[Place, str, str]] = []
+    said: set[int] = set()
+    for place in places:
+        own, is_table = named[place.name], isinstance(place.at, str)
+        ours = state.slots[place.at] if is_table else leaves[place.at]
+        left = dict.fromkeys(own)
+        for slot, x in ours.items():
+            names = SLOTS.get(slot, ()) if is_table else (slot,)  # of a dense leaf they are torch.optim's already
+            found = next((k for k in left for n in names if k.split(".")[-1] == n), None)
+            if found is None:
+                problems.append(Problem(f"slot {slot!r} of `{place.path}` is not in the state dict.", f"{list(own)}",
+                                        f"one of {list(names)}", "the rule of TorchRec's optimizer"))  # fmt: skip
+                continue
+            del left[found]
+            problems += shape_problems(place, shape_of(own[found]), x.shape, f"'s {slot!r}")
+            slots.append((place, slot, found))
+        counts = [k for k in left if k.split(".")[-1] in COUNTS]
+        said |= {int(own[k]) for k in counts} if is_table else set()
+        more = [k for k in left if k not in counts]
+        if more:
+            problems.append(Problem(f"the state of `{place.path}` has more than its slots.", f"{more}",
+                                    f"{list(ours)}", "the rule of TorchRec's optimizer"))  # fmt: skip
+    check(call, problems)
+    return slots, said
+
+
+def dense_states(state: TrainState) -> tuple[list[dict[str, Tensor]], Any]:
+    """The dense optimizer's {name: tensor} of each dense leaf."""
+    structure = tree_structure(state.dense)
+    return structure.flatten_up_to(state.dense_opt), structure
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def loaded(call: str, place: Place, theirs: Any, ours: Tensor, dim: int) -> Tensor:
+    """All of it, in our order, form, dtype and place."""
+    return to_our_columns(whole(call, place.name, theirs), place, dim).reshape(ours.shape).to(ours.device, ours.dtype)
+
+
+def dim_of(state: Params | TrainState) -> int:
+    return next((t.shape[1] for t in state.tables.values()), 0)
+
+
+def is_optimizer(state_dict: Mapping[str, Any]) -> bool:
+    return isinstance(state_dict.get("state"), Mapping)
+
+
+# -- validators --------------------------------------------------------------------------------------------------------
+
+
+def state_problems(state: object) -> Iterator[Problem]:
+    if not isinstance(state, Params | TrainState):
+        hint = "fr.Params(tables=fr.init(key, tables), dense={}), or step.init(params)"
+        yield Problem("`state` is not a state.", describe(state), "Params or TrainState", hint, TypeError)
+    elif type(state.tables) is not dict:
+        hint = "fr.gather_state(state, mesh); fr.reshard(state, plan, mesh=mesh, sparse=sparse) afterwards"
+        yield Problem("`state.tables` are not whole.", describe(state.tables), "{name: f[R, D]}", hint, TypeError)
+    else:
+        yield from params_problems(state.params if isinstance(state, TrainState) else state)
+        if isinstance(state, TrainState):
+            yield from PARTS[TrainState](state, "state")
+
+
+def dict_problems(x: object, name: str) -> Iterator[Problem]:
+    hint = f"{name}=module.state_dict(), or optimizer.state_dict()"
+    if not isinstance(x, Mapping) or not all(isinstance(k, str) for k in x):
+        yield Problem(f"`{name}` is not a state dict.", describe(x), "{name: tensor}", hint, TypeError)
+        return
+    if not is_optimizer(x):
+        wrong = {k: v for k, v in x.items() if not is_tensor(v)}
+    elif not all(isinstance(k, str) for k in x["state"]):
+        keyed = "torchrec.optim.keyed.KeyedOptimizerWrapper(dict(module.named_parameters()), make)"
+        yield Problem(f"`{name}` is of an optimizer without names.", f"keys {list(x['state'])}", "names of parameters",
+                      keyed, TypeError)  # fmt: skip
+        return
+    else:
+        states = {k: own for k, own in x["state"].items() if isinstance(own, Mapping)}
+        wrong = {k: own for k, own in x["state"].items() if k not in states}
+        inside = {f"{k}'s {n}": v for k, own in states.items() for n, v in own.items()}
+        wrong |= {k: v for k, v in inside.items() if not is_tensor(v) and not isinstance(v, int | float | None)}
+    for k, v in wrong.items():
+        yield Problem(f"`{name}[{k!r}]` is not a tensor.", describe(v), "a tensor, whole or sharded", hint, TypeError)
+
+
+def is_tensor(x: object) -> bool:
+    return isinstance(x, Tensor) or hasattr(x, "local_shards")
+
+
+def tracked_problems(tree: Any) -> Iterator[Problem]:
+    """A copy of numbers has no derivative."""
+    leaves = [x for x in tree_flatten(dict(tree) if isinstance(tree, Mapping) else tree)[0] if isinstance(x, Tensor)]
+    if any(is_wrapped(x) for x in leaves) or (torch.is_grad_enabled() and has_tracked(leaves)):
+        got, hint = "a tensor that requires grad, or is of a transform", "module.state_dict(), outside of torch.func"
+        yield Problem("the numbers are followed by a derivative.", got, "numbers alone", hint, TypeError)
+
+
+def trained_problems(state: object) -> Iterator[Problem]:
+    if not isinstance(state, TrainState):
+        yield Problem(
+            "the state dict is of an optimizer.", describe(state), "a TrainState", "step.init(params)", TypeError
+        )
+        return
+    try:
+        leaves, _ = dense_states(state)
+    except ValueError:
+        leaves = [None]
+    if not all(isinstance(own, dict) and all(isinstance(x, Tensor) for x in own.values()) for own in leaves):
+        yield Problem("`state.dense_opt` is not the state of `state.dense`.", describe(state.dense_opt),
+                      "a tree like it, with {name: tensor} for each leaf", "step.init(params)", TypeError)  # fmt: skip
+    for n, own in state.slots.items():
+        for slot, x in own.items():
+            if not isinstance(x, Tensor):
+                hint = "the state of a rule alone, not of `accumulate`"
+                yield Problem(
+                    f"`state.slots[{n!r}][{slot!r}]` is not a tensor.", describe(x), "f[R, ...]", hint, TypeError
+                )
+
+
+def step_problems(state: object, step: object) -> Iterator[Problem]:
+    if step is not None and not isinstance(state, TrainState):
+        yield Problem("`step` is of a TrainState.", describe(state), "a TrainState", "step.init(params)", TypeError)
+    elif step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+        yield Problem("`step` is not a count.", describe(step), "an int >= 0", "step=1000", TypeError)
+
+
+def count_problems(state: TrainState, said: set[int], step: int | None) -> Iterator[Problem]:
+    if len(said) > 1 and step is None:
+        yield Problem("the tables' counts of steps differ.", f"{sorted(said)}", "one number of steps for all",
+                      "step=..., where they do not matter")  # fmt: skip
+    needs = [n for n, own in state.slots.items() if {"mean", "square"} <= set(own) or "last" in own]
+    if needs and not said and step is None:
+        yield Problem("the state dict does not say how many steps were taken.", f"no {' or '.join(COUNTS)}",
+                      f"it, for the correction of {needs}", "step=..., as FBGEMM's `iter`")  # fmt: skip

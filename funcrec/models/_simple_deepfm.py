@@ -1,0 +1,68 @@
+"""TorchRec's SimpleDeepFMNN: a bottom network's vector stands among the embeddings, and three parts are weighed.
+
+    d = bottom(dense);  x = [d, e_1 ... e_F];  z = out([d, relu(W x), Σ_{i<j} x_i x_j])
+
+The last sum is over all pairs of numbers. Shapes: B batch, F features, D dim.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec import nn
+from funcrec.core import check, count_problems, random
+from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part
+from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
+
+
+def simple_deepfm(
+    tables: Sequence[TableConfig],
+    features: Sequence[FeatureConfig],
+    *,
+    num_dense: int,
+    hidden_size: int = 32,
+    deep_size: int = 16,
+) -> Model:
+    """TorchRec's SimpleDeepFMNN, whose prediction is the sigmoid of this model's logit. `deepfm` is the paper's.
+
+    Args:
+      hidden_size: of the layer between the dense inputs and their vector f[B, D].
+      deep_size: of the deep part's one layer.
+
+    Raises: ValueError for features of different widths, or without dense inputs.
+
+    Example:
+      >>> import funcrec as fr
+      >>> tables = (fr.TableConfig("user", 10, 4), fr.TableConfig("item", 20, 4))
+      >>> features = (fr.FeatureConfig("user", table="user"), fr.FeatureConfig("item", table="item"))
+      >>> model = fr.models.simple_deepfm(tables, features, num_dense=3, hidden_size=8, deep_size=5)
+      >>> sorted(model.init(fr.key(0)).dense)
+      ['bottom', 'deep', 'out']
+
+    Source: TorchRec's models/deepfm.py, after Guo et al., "DeepFM" (IJCAI 2017).
+    """
+    call = "funcrec.models.simple_deepfm"
+    check_configs(call, tables, features, (), num_dense)
+    sizes = {"num_dense": num_dense, "hidden_size": hidden_size, "deep_size": deep_size}
+    check(call, equal_dim_problems(features, tables), *(count_problems(n, name) for name, n in sizes.items()))
+    dim = next(t.embedding_dim for t in tables if t.name == features[0].table)
+    layers = {
+        "bottom": nn.mlp((num_dense, hidden_size, dim), final_activation=torch.relu),
+        "deep": nn.mlp(((len(features) + 1) * dim, deep_size), final_activation=torch.relu),
+        "out": nn.linear(dim + deep_size + 1, 1),
+    }
+
+    def init(key: Tensor) -> dict[str, Any]:
+        return {name: layer.init(own) for (name, layer), own in zip(layers.items(), random.split(key, 3))}
+
+    def forward(params: Params, batch: Batch, key: Tensor | None):
+        pooled = lookup(params.tables, batch.ids, features).values
+        of = lambda name, x: layers[name].apply(part(params.dense, name), x)
+        first = of("bottom", batch.dense.to(pooled.dtype))
+        x = torch.cat([first, pooled], 1)
+        pairs = nn.factorization_machine(x[..., None])[:, None]
+        return of("out", torch.cat([first, of("deep", x), pairs], 1)).squeeze(-1), ()
+
+    return build(call, tables, features, num_dense, init, forward)

@@ -1,0 +1,402 @@
+"""TorchRec's state dicts, modules' and optimizers', in ours and back: equal predictions, equal training."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close
+
+pytest.importorskip("torchrec")
+from torchrec.models.deepfm import SimpleDeepFMNN
+from torchrec.models.dlrm import DLRM
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+load, to = fr.interop.load_torchrec_state_dict, fr.interop.to_torchrec_state_dict
+TABLES = (fr.TableConfig("item", 7, 4), fr.TableConfig("user", 5, 4))
+COLUMNS = {"item": ("clicked", "bought"), "user": ("user", "bought")}  # a shared table, and a shared column
+NUM_DENSE, CLOSE = 3, {"rtol": 1e-5, "atol": 1e-6}
+
+
+def features(pooling="sum", tables=TABLES):
+    name = lambda t, c: f"{c}@{t}" if c == "bought" else c
+    column = lambda c: c if c == "bought" else None
+    return tuple(
+        fr.FeatureConfig(name(t.name, c), t.name, pooling, column=column(c)) for t in tables for c in COLUMNS[t.name]
+    )
+
+
+def configs(pooling="sum", tables=TABLES):
+    return fr.interop.to_torchrec((tables, features(pooling, tables)))
+
+
+def batch(seed, num_bags=6):
+    g = torch.Generator().manual_seed(seed)
+    lists = {k: [torch.randint(0, 5, (int(n),), generator=g).tolist() for n in torch.randint(0, 4, (num_bags,),
+                generator=g)] for k in ("bought", "user", "clicked")}  # fmt: skip
+    ids = fr.KeyedJaggedTensor.from_lists(lists, dtype=torch.int64)
+    return fr.Batch(ids, torch.randint(0, 2, (num_bags,), generator=g).float(), torch.randn(num_bags, 3, generator=g))
+
+
+def theirs(ids):
+    return fr.interop.to_torchrec(ids)
+
+
+def fresh(tables=TABLES, dense=None):
+    return fr.Params(fr.init(fr.key(1), tables), {} if dense is None else dense)
+
+
+def scattered(module):
+    """Every parameter drawn: zeros would hide what is not loaded."""
+    for i, p in enumerate(module.parameters()):
+        p.data.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+    return module
+
+
+# -- modules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_collections_predict_the_same(dtype):
+    """The rows of an EmbeddingBagCollection and of an EmbeddingCollection, loaded, give their answers; the way back is
+    taken strictly and leaves their bits."""
+    tables = tuple(replace(t, dtype=dtype) for t in TABLES)
+    ids = batch(0).ids
+    bags = scattered(EmbeddingBagCollection(configs(tables=tables)))
+    params = load(fresh(tables), bags.state_dict())
+    got, want = fr.lookup(params.tables, ids, features()), bags(theirs(ids))
+    assert_trees_close(got.values.float(), want.values().detach(), rtol=1e-6 if dtype == torch.float32 else 2e-3)
+    sequences = scattered(EmbeddingCollection(configs("none", tables)))
+    rows = load(fresh(tables), sequences.state_dict())
+    if dtype == torch.float32:  # an EmbeddingCollection of f16 has rows of f16, whose sums are nobody's
+        answer, want = fr.lookup_sequence(rows.tables, ids, features("none")), sequences(theirs(ids))
+        assert_trees_close(
+            {k: answer[k].unpad().values for k in want}, {k: x.values().detach() for k, x in want.items()}
+        )
+    for module, own in ((bags, params), (sequences, rows)):
+        before = {k: v.clone() for k, v in module.state_dict().items()}
+        other = scattered(type(module)(configs("sum" if module is bags else "none", tables)).double().to(dtype))
+        other.load_state_dict(to(own, other.state_dict()))
+        assert_trees_close(dict(other.state_dict()), before)
+        assert_trees_close(load(fresh(tables), to(own, module.state_dict())), own)
+
+
+def models():
+    """(theirs, ours, what makes theirs' answer of our logits)."""
+    singles = tuple(fr.FeatureConfig(t.name, table=t.name) for t in TABLES)
+    collection = lambda own: EmbeddingBagCollection(fr.interop.to_torchrec((TABLES, own)))
+    shared = (
+        *(fr.FeatureConfig(c, table="item") for c in ("clicked", "bought")),
+        fr.FeatureConfig("user", table="user"),
+    )
+    sizes = NUM_DENSE, [6, 4], [8, 7, 1]
+    dlrm = {"num_dense": NUM_DENSE, "bottom": (6, 4), "sizes": (8, 7), "keep": "dense"}
+    deepfm = {"num_dense": NUM_DENSE, "hidden_size": 6, "deep_size": 5}
+    return {
+        "dlrm": (DLRM(collection(singles), *sizes), fr.models.dlrm(TABLES, singles, **dlrm)),
+        "dlrm, shared": (DLRM(collection(shared), *sizes), fr.models.dlrm(TABLES, shared, **dlrm)),
+        "deepfm": (SimpleDeepFMNN(NUM_DENSE, collection(shared), 6, 5),
+                   fr.models.simple_deepfm(TABLES, shared, **deepfm)),
+    }  # fmt: skip
+
+
+def answers(name, model, params, b):
+    logits = model.apply(params, b)
+    return logits.sigmoid() if name == "deepfm" else logits
+
+
+def batch_of(name, seed=0):
+    b = batch(seed)
+    if name != "dlrm":
+        return b
+    lists = b.ids.to_lists()
+    ids = fr.KeyedJaggedTensor.from_lists({"item": lists["clicked"], "user": lists["user"]}, dtype=torch.int64)
+    return fr.Batch(ids, b.label, b.dense)
+
+
+@pytest.mark.parametrize("prefix", ["", "module.model."])
+@pytest.mark.parametrize("name", ["dlrm", "dlrm, shared", "deepfm"])
+def test_models_predict_the_same(name, prefix):
+    """TorchRec's DLRM and SimpleDeepFMNN, loaded into dlrm and simple_deepfm, give the same predictions, under
+    whatever name they stand in a larger module; the way back is taken strictly and leaves their bits."""
+    module, model = models()[name]
+    scattered(module)
+    held = {prefix + k: v for k, v in module.state_dict().items()}
+    params = load(model.init(fr.key(3)), held)
+    b = batch_of(name)
+    want = module(b.dense, theirs(b.ids)).squeeze(1).detach()
+    assert_trees_close(answers(name, model, params, b), want, rtol=1e-5, atol=1e-5)
+    assert want.std() > 1e-3
+    other = models()[name][0]
+    back = to(params, held)
+    assert list(back) == list(held)
+    other.load_state_dict({k.removeprefix(prefix): v for k, v in back.items()}, strict=True)
+    assert_trees_close(dict(other.state_dict()), dict(module.state_dict()))
+    assert_trees_close(load(model.init(fr.key(4)), back), params)
+    assert not {x.data_ptr() for x in held.values()} & {x.data_ptr() for x in params.tables.values()}
+
+
+def test_a_model_of_ones_own_is_loaded_by_its_names():
+    """A module with a collection and parts of torch's: parameters and buffers, as `interop.module` names them, are
+    found by the tails of their names, integers among them."""
+
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bags = EmbeddingBagCollection(configs())
+            self.over = torch.nn.Sequential(torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
+
+        def forward(self, ids):
+            return self.over(self.bags(ids).values())
+
+    net = scattered(Own())
+    net(theirs(batch(0).ids))
+    params, buffers, apply = fr.interop.module(Own().over)
+    state = load(fresh(dense={"over": params, "buffers": buffers}), net.state_dict())
+    x = fr.lookup(state.tables, batch(1).ids, features()).values
+    got, _ = apply(state.dense["over"], state.dense["buffers"], x)
+    assert_trees_close(got, net.eval()(theirs(batch(1).ids)).detach(), rtol=1e-5, atol=1e-6)
+    other = Own()
+    other.load_state_dict(to(state, other.state_dict()))
+    assert_trees_close(dict(other.state_dict()), dict(net.state_dict()))
+
+
+# -- training goes on --------------------------------------------------------------------------------------------------
+
+LR, EPS = 0.1, 1e-6
+WIDTH = 16
+FUSED = {  # name -> (ours, the class that TorchRec fuses, its arguments)
+    "sgd": (fr.optim.sgd(LR), torch.optim.SGD, {"lr": LR}),
+    "adagrad": (fr.optim.adagrad(LR, eps=EPS), torch.optim.Adagrad, {"lr": LR, "eps": EPS}),
+    "rowwise_adagrad": (fr.optim.rowwise_adagrad(LR, eps=EPS), RowWiseAdagrad, {"lr": LR, "eps": EPS}),
+}
+
+
+def loss_of(pooled, w, label):
+    return F.binary_cross_entropy_with_logits(pooled @ w, label)
+
+
+def our_step(sparse, dense):
+    loss_fn = lambda p, b: loss_of(fr.lookup(p.tables, b.ids, features()).values, p.dense["w"], b.label)
+    return fr.train_step(loss_fn, sparse=sparse, dense=dense)
+
+
+def their_steps(module, opts, w, seeds):
+    losses = []
+    for seed in seeds:
+        b = batch(seed)
+        loss = loss_of(module(theirs(b.ids)).values(), w, b.label)
+        for opt in opts:
+            opt.zero_grad()
+        loss.backward()
+        for opt in opts:
+            opt.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def our_steps(step, state, seeds):
+    losses = []
+    for seed in seeds:
+        state, metrics = step(state, batch(seed))
+        losses.append(metrics["loss"])
+    return state, losses
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_training_goes_on_with_fused_state(name):
+    """After three fused steps TorchRec's tables and optimizer state are loaded, and three more on both sides leave the
+    same losses, tables and state; brought back into a fresh module, three more do again."""
+    sparse, cls, options = FUSED[name]
+    make = lambda: FusedEmbeddingBagCollection(configs(), cls, options)
+    module, w = make(), torch.linspace(-1, 1, WIDTH)
+    fused = module.fused_optimizer()
+    their_steps(module, [fused], w, range(3))
+    step = our_step(sparse, fr.optim.dense(torch.optim.SGD, lr=0.0))
+    state = load(step.init(fresh(dense={"w": w})), {**module.state_dict(), "w": w})
+    state = load(state, fused.state_dict(), step=3)
+    assert_trees_close(dict(state.tables), rows_of(module))
+    want = their_steps(module, [fused], w, range(3, 6))
+    state, got = our_steps(step, state, range(3, 6))
+    assert_trees_close(got, want, **CLOSE)
+    assert_trees_close(dict(state.tables), rows_of(module), **CLOSE)
+    other = make()
+    other.load_state_dict({k: v for k, v in to(state, {**other.state_dict(), "w": w}).items() if k != "w"}, strict=True)
+    other.fused_optimizer().load_state_dict(to(state, other.fused_optimizer().state_dict()))
+    want = their_steps(other, [other.fused_optimizer()], w, range(6, 9))
+    state, got = our_steps(step, state, range(6, 9))
+    assert_trees_close(got, want, **CLOSE)
+    assert_trees_close(dict(state.tables), rows_of(other), **CLOSE)
+
+
+def rows_of(module):
+    return {k.split(".")[-2]: v.detach() for k, v in module.state_dict().items()}
+
+
+class Whole(torch.nn.Module):
+    """A collection and a vector, under optimizers of named parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.bags = EmbeddingBagCollection(configs(tables=TABLES))
+        self.w = torch.nn.Parameter(torch.linspace(-1, 1, WIDTH))
+
+    def optimizer(self, cls):
+        named = dict(self.named_parameters())
+        make = lambda **own: KeyedOptimizerWrapper(own, lambda ps: cls(ps, lr=1e-2))
+        tables = make(**{k: p for k, p in named.items() if k != "w"})
+        return CombinedOptimizer([("", tables), ("", make(w=named["w"]))])
+
+
+KEYED = {
+    "adam": (fr.optim.adam(1e-2), torch.optim.Adam),
+    "adagrad": (fr.optim.adagrad(1e-2, eps=1e-10), torch.optim.Adagrad),
+}
+
+
+@pytest.mark.parametrize("name", KEYED)
+def test_training_goes_on_with_keyed_state(name):
+    """So it does with the state dict of a KeyedOptimizer of tables and dense weights, which says the steps; and back,
+    strictly, it is TorchRec's own after those steps. (Every row is named by every batch: torch's Adam is not lazy.)"""
+    sparse, cls = KEYED[name]
+    net = Whole()
+    opt = net.optimizer(cls)
+    run = lambda net, opt, seeds: [every_row(net, opt, seed) for seed in seeds]
+    run(net, opt, range(3))
+    step = our_step(sparse, fr.optim.dense(cls, lr=1e-2))
+    state = load(step.init(fresh(dense={"w": torch.zeros(WIDTH)})), net.state_dict())
+    state = load(state, opt.state_dict())
+    assert state.step == 3
+    want = run(net, opt, range(3, 6))
+    got = []
+    for seed in range(3, 6):
+        state, metrics = step(state, full_batch(seed))
+        got.append(metrics["loss"])
+    assert_trees_close(got, want, **CLOSE)
+    held = {k: v.detach() for k, v in net.state_dict().items()}
+    assert_trees_close(to(state, net.state_dict()), held, rtol=1e-4, atol=1e-5)
+    other = Whole()
+    other_opt = other.optimizer(cls)
+    every_row(other, other_opt, 0)
+    other.load_state_dict(to(state, other.state_dict()), strict=True)
+    other_opt.load_state_dict(to(state, other_opt.state_dict()))
+    assert_trees_close(other_opt.state_dict()["state"], opt.state_dict()["state"], rtol=1e-4, atol=1e-6)
+    assert_trees_close(run(other, other_opt, range(6, 8)), run(net, opt, range(6, 8)), **CLOSE)
+
+
+def full_batch(seed):
+    """Every row of every table in each bag, and some again."""
+    more = batch(seed).ids.to_lists()
+    lists = {k: [[*range(7 if k == "clicked" else 5), *bag] for bag in bags] for k, bags in more.items()}
+    return replace(batch(seed), ids=fr.KeyedJaggedTensor.from_lists(lists))
+
+
+def every_row(net, opt, seed):
+    b = full_batch(seed)
+    loss = loss_of(net.bags(theirs(b.ids)).values(), net.w, b.label)
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    return loss.detach()
+
+
+FBGEMM = {  # rule: {slot: FBGEMM's name of it}, as a sharded module's optimizer has them
+    "adagrad": {"sum": "momentum1"},
+    "rowwise_adagrad": {"sum": "momentum1"},
+    "adam": {"mean": "momentum1", "square": "exp_avg_sq"},
+    "adamw": {"mean": "momentum1", "square": "exp_avg_sq"},
+    "partial_rowwise_adam": {"mean": "momentum1", "square": "exp_avg_sq"},
+    "lamb": {"mean": "momentum1", "square": "exp_avg_sq"},
+    "partial_rowwise_lamb": {"mean": "momentum1", "square": "exp_avg_sq"},
+    "lars_sgd": {"momentum": "momentum1"},
+    "lion": {"mean": "momentum1"},
+}
+
+
+@pytest.mark.parametrize("name", FBGEMM)
+def test_state_of_every_fused_rule_comes_back(name):
+    """What FBGEMM keeps for each rule, under its names and shapes, becomes the slots of ours, and back."""
+    step = our_step(getattr(fr.optim, name)(LR), fr.optim.dense(torch.optim.SGD, lr=LR))
+    state, _ = our_steps(step, step.init(fresh(dense={"w": torch.ones(WIDTH)})), range(2))
+    form = {
+        f"bags.embedding_bags.{t}.weight": {f"{t}.{FBGEMM[name][k]}": x.flatten() if x.dim() == 1 else x
+                                            for k, x in own.items()}
+        for t, own in state.slots.items()
+    }  # fmt: skip
+    empty = {"state": {k: {n: torch.zeros_like(x) for n, x in own.items()} for k, own in form.items()}}
+    back = to(state, empty)
+    assert_trees_close(back["state"], form)
+    got = load(step.init(state.params), back, step=2)
+    assert_trees_close((got.slots, got.step), (state.slots, state.step))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+EBC = EmbeddingBagCollection(configs())
+HELD = EBC.state_dict()
+NAMES = list(HELD)
+STEP = our_step(fr.optim.adam(LR), fr.optim.dense(torch.optim.SGD, lr=LR))
+STATE = STEP.init(fresh(dense={"w": torch.ones(WIDTH)}))
+MOMENTS = {"state": {n: {"exp_avg": torch.zeros(t.shape), "exp_avg_sq": torch.zeros(t.shape)} for n, t in HELD.items()}}
+one = lambda **more: {"state": {n: {**own, **more} for n, own in MOMENTS["state"].items()}}
+DLRM_STATE = models()["dlrm"][0].state_dict()
+ALL_KEPT = fr.models.dlrm(TABLES, tuple(fr.FeatureConfig(t.name, table=t.name) for t in TABLES), num_dense=NUM_DENSE,
+                          bottom=(6, 4), sizes=(8, 7))  # fmt: skip
+WRONG = {
+    "no state": (lambda: load({"item": torch.ones(7, 4)}, HELD), TypeError, "`state` is not a state"),
+    "sharded state": (lambda: load(fr.Params(fr.shard_tables(fresh().tables, fr.Plan({t.name: fr.replicated() for t in
+        TABLES}), fr.Mesh.emulated(x=1)), {}), HELD), TypeError, "`state.tables` are not whole"),
+    "a module": (lambda: load(fresh(), EBC), TypeError, "`state_dict` is not a state dict"),
+    "names of numbers": (lambda: load(fresh(), {1: torch.ones(1)}), TypeError, "`state_dict` is not a state dict"),
+    "a value": (lambda: load(fresh(), {**HELD, "more": "x"}), TypeError, "`state_dict['more']` is not a tensor"),
+    "a table less": (lambda: load(fresh(), {NAMES[0]: HELD[NAMES[0]]}), KeyError, "is not in the state dict"),
+    "a table more": (lambda: load(fresh(TABLES[:1]), HELD), ValueError, "has more than `state`"),
+    "a table twice": (lambda: load(fresh(), {**HELD, f"b.{NAMES[0]}": HELD[NAMES[0]]}), KeyError, "several times"),
+    "another shape": (lambda: load(fresh((replace(TABLES[0], embedding_dim=3), TABLES[1])), HELD), ValueError,
+        "has another shape"),
+    "a weight more": (lambda: load(fresh(), {**HELD, "over.weight": torch.ones(1)}), ValueError, "more than `state`"),
+    "a weight less": (lambda: load(fresh(dense={"w": torch.ones(2)}), HELD), KeyError, "has no counterpart"),
+    "two of a name": (lambda: load(fresh(dense={"w": torch.ones(2)}), {**HELD, "a.w": torch.ones(2), "b.w":
+        torch.ones(2)}), KeyError, "more than one counterpart"),
+    "one for two": (lambda: load(fresh(dense={"a": {"w": torch.ones(2)}, "b": {"w": torch.ones(2)}}), {**HELD, "w":
+        torch.ones(2)}), ValueError, "two places have one name"),
+    "all vectors kept": (lambda: load(ALL_KEPT.init(fr.key(0)), DLRM_STATE), ValueError, "keep='dense'"),
+    "followed": (lambda: load(fresh(), dict(EBC.state_dict(keep_vars=True))), TypeError, "followed by a derivative"),
+    "in grad": (lambda: torch.func.grad(lambda x: load(fresh(), {**HELD, NAMES[0]: x}).tables["item"].sum())(
+        torch.ones(7, 4)), TypeError, "followed by a derivative"),
+    "back in grad": (lambda: torch.func.grad(lambda x: to(fr.Params({"item": x, "user": torch.ones(5, 4)}, {}),
+        HELD)[NAMES[0]].sum())(torch.ones(7, 4)), TypeError, "followed by a derivative"),
+    "step of params": (lambda: load(fresh(), HELD, step=3), TypeError, "`step` is of a TrainState"),
+    "step in words": (lambda: load(STATE, MOMENTS, step="3"), TypeError, "`step` is not a count"),
+    "step below 0": (lambda: load(STATE, MOMENTS, step=-1), TypeError, "`step` is not a count"),
+    "no step": (lambda: load(STATE, MOMENTS), ValueError, "how many steps were taken"),
+    "two steps": (lambda: load(STATE, {"state": {n: {**own, "step": torch.tensor(float(i))} for i, (n, own) in
+        enumerate(MOMENTS["state"].items())}}), ValueError, "counts of steps differ"),
+    "optimizer of params": (lambda: load(fresh(), MOMENTS), TypeError, "is of an optimizer"),
+    "optimizer without names": (lambda: load(STATE, {"state": {0: {"exp_avg": torch.ones(1)}}}), TypeError,
+        "an optimizer without names"),
+    "a slot less": (lambda: load(STATE, {"state": {n: {"exp_avg": own["exp_avg"]} for n, own in
+        MOMENTS["state"].items()}}, step=1), ValueError, "slot 'square'"),
+    "a slot more": (lambda: load(STATE, one(row_counter=torch.ones(7)), step=1), ValueError, "more than its slots"),
+    "a state less": (lambda: load(STATE, {"state": {}}, step=1), KeyError, "is not in the state dict"),
+    "a sum for each shard": (lambda: load(our_step(fr.optim.rowwise_adagrad(), fr.optim.dense(torch.optim.SGD,
+        lr=LR)).init(fresh(dense={"w": torch.ones(WIDTH)})), {"state": {n: {"momentum1": torch.ones(2 * len(t))} for
+        n, t in HELD.items()}}), ValueError, "has another shape"),
+    "back from a module": (lambda: to(fresh(), EBC), TypeError, "`like_dict` is not a state dict"),
+    "back, a table less": (lambda: to(fresh(TABLES[:1]), HELD), ValueError, "has more than `state`"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_named(name):
+    """A state dict of something else, or a state that has no place for it, raises before any work, in four parts."""
+    call, kind, fragment = WRONG[name]
+    with pytest.raises(kind) as error:
+        call()
+    text = str(error.value)
+    assert all(f in text for f in (fragment, "funcrec", "\n  got   ", "\n  need  ", "\n  try   ")), text
