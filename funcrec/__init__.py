@@ -83,12 +83,16 @@ from funcrec.train import sync_replicas as sync_replicas
 from funcrec.train import train_step as train_step
 from funcrec.train import TrainState as TrainState
 from funcrec.train import TrainStep as TrainStep
+from funcrec.loop import evaluate as evaluate
+from funcrec.loop import fit as fit
+from funcrec.loop import Fitted as Fitted
 from funcrec.checkpoint import load as load
 from funcrec.checkpoint import save as save
 
 from funcrec import data as data
 from funcrec import interop as interop
 from funcrec import kernels as kernels
+from funcrec import loop as loop
 from funcrec import losses as losses
 from funcrec import metrics as metrics
 from funcrec import models as models

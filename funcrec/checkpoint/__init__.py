@@ -1,5 +1,6 @@
 """Checkpoints: any tree in one file that is whole or not there."""
 
+from funcrec.checkpoint._checkpoint import difference_problems as difference_problems
 from funcrec.checkpoint._checkpoint import load as load
 from funcrec.checkpoint._checkpoint import save as save
 from funcrec.checkpoint._files import write_whole as write_whole

@@ -38,7 +38,8 @@ def weighted_mean(values: Tensor, weight: Tensor | None = None) -> Tensor:
       tensor(1.2500)
     """
     call = "funcrec.losses.weighted_mean"
-    check(call, values_problems(values, "values", 1), weight_problems(weight, values.shape))
+    check(call, values_problems(values, "values", 1))
+    check(call, weight_problems(weight, values.shape))
     if weight is None:
         return values.mean()
     dtype = torch.promote_types(values.dtype, torch.float32)
@@ -60,9 +61,11 @@ def reduce(values: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
 def values_problems(x: object, name: str, dim: int) -> Iterator[Problem]:
     need = f"f[{', '.join('BTD'[:dim])}]"
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        yield Problem(f"`{name}` are not floating-point numbers.", describe(x), need, kind=TypeError)
+        yield Problem(
+            f"`{name}` are not floating-point numbers.", describe(x), need, f"{name}=torch.zeros(4)", TypeError
+        )
     elif x.dim() != dim:
-        yield Problem(f"`{name}` have another number of dimensions.", describe(x), need)
+        yield Problem(f"`{name}` have another number of dimensions.", describe(x), need, f"{name}.squeeze()")
 
 
 def weight_problems(weight: object, shape: torch.Size) -> Iterator[Problem]:
@@ -93,5 +96,8 @@ def pair_problems(predictions: object, name: str, label: object, dim: int) -> It
     elif not isinstance(label, Tensor) or label.is_complex():
         yield Problem("`label` is not a tensor of numbers.", describe(label), "[B]", kind=TypeError)
     elif not found and label.shape != predictions.shape:
-        need, hint = f"{list(predictions.shape)}, as {name}", "" if label.dim() == dim else "label.squeeze(-1)"
+        need, hint = (
+            f"{list(predictions.shape)}, as {name}",
+            "the labels of these examples" if label.dim() == dim else "label.squeeze(-1)",
+        )
         yield Problem(f"`label` does not match the {name}.", describe(label), need, hint)

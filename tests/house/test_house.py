@@ -29,6 +29,7 @@ ORDER = (
     ("optim", "nn", "data", "metrics", "checkpoint", "losses"),
     ("sharding", "models"),
     ("train",),
+    ("loop",),
     ("interop", "testing"),
     ("examples",),
 )

@@ -30,6 +30,7 @@ NOT_HERE = {
         "optim.Stage",
     ],
     "writes and reads files": ["save", "load"],
+    "runs what it is given, and says numbers": ["fit", "Fitted", "evaluate"],
     "stages a function: tests/compile has its laws of tracked inputs": ["jit", "Lowered"],
     "runs a step again, which is here": ["retry_overflow"],
     "of a mesh: tests/dist holds each against its definition, under every transform and on ranks": [

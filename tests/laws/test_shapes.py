@@ -17,6 +17,7 @@ SAID_ELSEWHERE = {
     **dict.fromkeys(("Model.init", "TwoTower.init", "models.merge_stats"), "each model's own parameters"),
     **dict.fromkeys(("TrainStep.init", "TrainStep.update"), "fields of a TrainState; metrics by train_step"),
     "Metric.init": "each metric's own sums",
+    **dict.fromkeys(("fit", "Fitted"), "by the functions that they run"),
     "RowGrads.floats": "of all terms, of any shapes",
     "ShardedTables.__getitem__": "by the field `banks`",
 }

@@ -71,6 +71,10 @@ MAY_RETURN = (
     Row("elementwise", r"nn.(dropout|dot_interaction|factorization_machine)|data.transform_dense", "x",
         TENSORS - {"c64[2]", "meta"}),
     Row("labels may be booleans, weights too", "metrics.*", "labels|weights", {"bool[3]", "None"}),
+    Row("labels may be booleans", "losses.*", "label", {"bool[3]"}),
+    Row("an array can be gone through again and again", r"\.fit", "loader", {"numpy"}),
+    Row("settings are any plain values by name", r"\.fit", "settings", {"{'q': 1}"}),
+    Row("a folder has any name", r"loop.tensorboard", "writer", {"'no'"}),
     Row("one tensor without a table", r"\.global_norm", "more", NUMBERS),
     Row("a sum in another float dtype", "metrics.*", r"(a|b|state)\[.*", {"f64[]"}),
     # positions, names, defaults

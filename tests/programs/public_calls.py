@@ -470,6 +470,28 @@ def others() -> list[Call]:
         slots_to_torchrec=(interop.to_torchrec_state_dict, {"state": STATE, "like_dict": sums}))  # fmt: skip
 
 
+def loops() -> list[Call]:
+    """What goes through batches, and what it ends in."""
+    step = lambda state, batch: (state + 1, {"loss": 1.0})
+    record = fr.loop.Record("epoch", 0, 2, {"epoch": 0, "loss": 0.5}, None)
+    lossy = {"label": LABELS, "weight": f32(3), "reduction": "mean"}
+    return rows("",
+        fit=(fr.fit, {"step": step, "state": torch.zeros(()), "loader": [1, 2], "epochs": 1, "evaluate": lambda p: {},
+            "monitor": "loss", "mode": "max", "patience": 1, "settings": {"a": 1}, "resume": False, "overwrite": False,
+            "callbacks": [len], "validate": lambda b: b, "stop": lambda: 0, "progress": False},
+            ("state", "loader[0]", "loader[1]", "settings['a']")),
+        evaluate=(fr.evaluate, {"predict": MODEL.apply, "params": MODEL_PARAMS, "batches": [BATCH],
+            "metrics": {"auc": metrics.auc(from_logits=True)}}),
+    ) + rows("loop",
+        best_epoch=(fr.loop.best_epoch, {"history": [{"a": 0.5}], "monitor": "a", "mode": "max"}),
+        tensorboard=(fr.loop.tensorboard, {"writer": "runs", "every": 2}),
+        print_epoch=(fr.loop.print_epoch, {"record": record}),
+    ) + rows("losses",
+        bce=(fr.losses.bce, {"logits": SCORES, **lossy}),
+        weighted_mean=(fr.losses.weighted_mean, {"values": SCORES, "weight": f32(3)}),
+    )  # fmt: skip
+
+
 def public_calls(folder) -> list[Call]:
     """All of them."""
     return [
@@ -482,4 +504,5 @@ def public_calls(folder) -> list[Call]:
         *others(),
         *inputs(folder),
         *parts(),
+        *loops(),
     ]

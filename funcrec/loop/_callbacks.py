@@ -1,0 +1,133 @@
+"""Callbacks of `fit`: functions of a Record that print or write."""
+
+import csv
+import json
+import os
+from collections.abc import Callable, Mapping
+from numbers import Number
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from funcrec.core import check, count_problems, describe, fail, typed
+from funcrec.loop._record import Record
+
+
+@typed
+def print_epoch(record: Record) -> None:
+    """A line for each epoch: its number and the numbers of its entry, "best" behind the best so far.
+
+    Example:
+      >>> import funcrec as fr
+      >>> entry = {"epoch": 3, "loss": 0.25, "auc": 0.75}
+      >>> fr.loop.print_epoch(fr.loop.Record("epoch", 3, 40, entry, None, is_best=True))
+      epoch   3  loss 0.2500  auc 0.7500  best
+    """
+    if record.when == "epoch" and record.is_chief:
+        hidden = ("epoch", "steps", "seconds")
+        words = [f"{name} {x:,.4f}" for name, x in numbers_of(record.metrics).items() if name not in hidden]
+        print(f"epoch {record.epoch:3d}", *words, *["best"] * record.is_best, sep="  ", flush=True)
+
+
+def json_lines(path: str | os.PathLike) -> Callable[[Record], None]:
+    """Appends each epoch's entry as a line of JSON; NaN as null.
+
+    Example:
+      >>> import tempfile, pathlib, funcrec as fr
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = pathlib.Path(folder) / "log.jsonl"
+      ...     fr.loop.json_lines(path)(fr.loop.Record("epoch", 0, 10, {"epoch": 0, "loss": 0.5}, None))
+      ...     path.read_text()
+      '{"epoch": 0, "loss": 0.5}\\n'
+    """
+    path = Path(path)
+
+    def write(record: Record) -> None:
+        if record.when == "epoch" and record.is_chief:
+            entry = {name: x if x == x else None for name, x in numbers_of(record.metrics).items()}
+            with open(path, "a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    return write
+
+
+def csv_lines(path: str | os.PathLike) -> Callable[[Record], None]:
+    """Appends each epoch's entry as a line of CSV, with a header where the file is new.
+
+    Example:
+      >>> import tempfile, pathlib, funcrec as fr
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = pathlib.Path(folder) / "log.csv"
+      ...     fr.loop.csv_lines(path)(fr.loop.Record("epoch", 0, 10, {"epoch": 0, "loss": 0.5}, None))
+      ...     path.read_text().split()
+      ['epoch,loss', '0,0.5']
+    """
+    path = Path(path)
+
+    def write(record: Record) -> None:
+        if record.when == "epoch" and record.is_chief:
+            entry, is_new = numbers_of(record.metrics), not path.exists() or not path.stat().st_size
+            with open(path, "a", newline="") as file:
+                rows = csv.writer(file)
+                rows.writerows([list(entry)] * is_new + [list(entry.values())])
+
+    return write
+
+
+def tensorboard(writer: Any, *, every: int | None = None) -> Callable[[Record], None]:
+    """Gives TensorBoard each epoch's numbers, and the numbers of every `every`th step.
+
+    Args:
+      writer: a folder, for torch.utils.tensorboard (which must be installed), or your own with
+        `add_scalar(name, number, step)`.
+      every: steps; None for none of theirs: reading a step's number waits for the device.
+
+    Example:
+      >>> import funcrec as fr
+      >>> class Writer:
+      ...     def add_scalar(self, name, number, step):
+      ...         print(name, number, step)
+      >>> log = fr.loop.tensorboard(Writer(), every=10)
+      >>> log(fr.loop.Record("step", 0, 10, {"loss": 0.5}, None))
+      step/loss 0.5 10
+      >>> log(fr.loop.Record("epoch", 0, 12, {"epoch": 0, "auc": 0.75}, None))
+      epoch/auc 0.75 0
+    """
+    call = "funcrec.loop.tensorboard"
+    check(call, count_problems(every, "every") if every is not None else ())
+    if not isinstance(writer, str | os.PathLike) and not callable(getattr(writer, "add_scalar", None)):
+        need = "a folder, or a writer with `add_scalar`"
+        fail(call, "`writer` is not a writer.", got=describe(writer), need=need, hint="'runs/one'", kind=TypeError)
+    made: list = []  # the first record of the process that writes makes the folder
+
+    def write(record: Record) -> None:
+        is_due = record.when == "epoch" or (every is not None and record.step % every == 0)
+        if record.is_chief and is_due:
+            made[:] = made or [open_writer(writer)]
+            at = record.epoch if record.when == "epoch" else record.step
+            for name, x in numbers_of(record.metrics).items():
+                if name != "epoch":
+                    made[0].add_scalar(f"{record.when}/{name}", x, at)
+            if record.when == "epoch" and hasattr(made[0], "flush"):
+                made[0].flush()
+
+    return write
+
+
+def open_writer(writer: Any) -> Any:
+    if not isinstance(writer, str | os.PathLike):
+        return writer
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        need, hint = "tensorboard, which torch.utils.tensorboard imports", "pip install tensorboard"
+        fail("funcrec.loop.tensorboard", "tensorboard is missing.", got=f"{error}", need=need, hint=hint)
+    return SummaryWriter(os.fspath(writer))
+
+
+def numbers_of(metrics: Any) -> dict[str, float]:
+    """The numbers among the metrics, tensors of one read."""
+    entries = metrics.items() if isinstance(metrics, Mapping) else ()
+    is_number = lambda x: isinstance(x, Number) or (isinstance(x, Tensor) and x.numel() == 1)
+    return {str(n): x.item() if isinstance(x, Tensor) else x for n, x in entries if is_number(x)}

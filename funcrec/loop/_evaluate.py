@@ -1,0 +1,147 @@
+"""Metrics of a model on batches.
+
+    metrics(∪_i predict(params, b_i), label_i, weight_i)
+
+Shapes: B batch.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, check, describe, fail, function_problems, own_errors, tree_map
+from funcrec.loop._ranks import all_parts, num_processes
+from funcrec.mesh import Mesh
+from funcrec.metrics import Metric
+
+
+def evaluate(
+    predict: Callable[[Any, Any], Tensor],
+    params: Any,
+    batches: Iterable | Callable[[], Iterable],
+    metrics: Mapping[str, Metric | Callable],
+    *,
+    label: Callable[[Any], Tensor] = lambda batch: batch.label,
+    weight: Callable[[Any], Tensor | None] = lambda batch: batch.weight,
+    mesh: Mesh | None = None,
+) -> dict[str, float]:
+    """The metrics of predict(params, batch) on all batches, as numbers by name.
+
+    Args:
+      predict: (params, batch) -> a number for each example, such as `fr.jit(model.apply)`. It compiles once where all
+        batches have one shape: a short last one is padded by `fr.data.batches(..., pad_last=True)` with examples of
+        weight 0, which no metric counts.
+      batches: an iterable of batches or of (position, batch), or a function that gives one, as a loader does. For
+        several evaluations it must be one that can be gone through again: a list or a function, not an iterator.
+      metrics: {name: Metric}, whose states add up batch after batch (`fr.metrics.auc()`), or {name: function} of the
+        predictions, labels and weights of all examples at once (`fr.metrics.exact_auc`).
+      label, weight: what is read of a batch; of several tasks, `label=lambda batch: batch.label[:, 0]`. Weights None
+        count all examples alike.
+      mesh: of real ranks that have different examples each, equally many: the numbers are of all of them, and the same
+        on all. None where every process sees every example.
+
+    Raises: ValueError without a batch, as of an iterator that was used up, and for a batch without a label.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"item": [[1], [2]]})
+      >>> batches = [fr.Batch(ids, torch.tensor([0.0, 1.0])), fr.Batch(ids, torch.tensor([1.0, 1.0]))]
+      >>> predict = lambda params, batch: params["score"][batch.ids.values]
+      >>> metrics = {"accuracy": fr.metrics.accuracy(), "auc": fr.metrics.exact_auc}
+      >>> fr.evaluate(predict, {"score": torch.tensor([0.0, 0.1, 0.9])}, batches, metrics)
+      {'accuracy': 0.75, 'auc': 0.8333333333333334}
+    """
+    call = "funcrec.evaluate"
+    check(call, function_problems(predict=predict, label=label, weight=weight), metrics_problems(metrics))
+    given = batches
+    if callable(batches):
+        with own_errors(call, batches, need="no argument"):
+            given = batches()
+    check(call, batches_problems(given))
+    adding = {n: m for n, m in metrics.items() if isinstance(m, Metric)}
+    at_once = {n: m for n, m in metrics.items() if n not in adding}
+    states, seen = None, []
+    for item in given:
+        batch = item[1] if is_pair(item) else item
+        with own_errors(call, predict, params, batch, need="params and a batch that it reads"):
+            scores = predict(params, batch)
+        y, w = label(batch), weight(batch)
+        check(call, scores_problems(scores, y))
+        scores = scores.detach()  # no_grad around predict would have it compiled once more
+        states = {n: m.init(scores.device) for n, m in adding.items()} if states is None else states
+        states = {n: m.update(states[n], scores, y, w) for n, m in adding.items()}
+        if at_once:
+            seen.append((scores, y, torch.ones_like(scores) if w is None else w))
+    if states is None:
+        hint = "a list, or a function: batches=lambda: fr.data.batches(data, rows, 8192, pad_last=True)"
+        fail(call, "`batches` are empty.", got="no batch", need="a batch or more", hint=hint)
+    found = results(metrics, states, seen, mesh)
+    check(call, number_problems(found))
+    return {n: float(x) for n, x in found.items()}
+
+
+def results(metrics: Mapping, states: Mapping, seen: list[tuple[Tensor, ...]], mesh: Mesh | None) -> dict[str, Any]:
+    """What each metric says of the examples of all ranks, in the order of `metrics`."""
+    if num_processes(mesh) > 1:
+        states = tree_map(lambda x: all_parts(x[None], mesh).sum(0), states)
+    whole = [torch.cat(xs) for xs in zip(*seen, strict=True)]
+    if num_processes(mesh) > 1 and whole:
+        counts = all_parts(torch.tensor([len(whole[0])], device=whole[0].device), mesh).tolist()
+        if len(set(counts)) > 1:
+            hint = "pad the rows to a multiple of the ranks, by examples of weight 0"
+            got, need = f"{counts} examples", "as many on every rank"
+            fail("funcrec.evaluate", "the ranks have different numbers of examples.", got=got, need=need, hint=hint)
+        whole = [all_parts(x, mesh) for x in whole]
+    found = {}
+    for n, m in metrics.items():
+        with own_errors("funcrec.evaluate", m, *whole, need="(predictions, labels, weights) of all examples"):
+            found[n] = m.compute(states[n]) if n in states else m(*whole)
+    return found
+
+
+def is_pair(item: object) -> bool:
+    """(position, batch), as loaders give them."""
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], tuple)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def metrics_problems(metrics: object) -> Iterator[Problem]:
+    if not isinstance(metrics, Mapping) or not metrics:
+        need, hint = "{name: Metric, or a function}", '{"auc": fr.metrics.auc(from_logits=True)}'
+        yield Problem("`metrics` are not metrics by name.", describe(metrics), need, hint, TypeError)
+        return
+    for n, m in metrics.items():
+        if not isinstance(n, str) or not (isinstance(m, Metric) or callable(m)):
+            hint = "fr.metrics.auc(from_logits=True)"
+            yield Problem(f"`metrics[{n!r}]` is not a metric.", describe(m), "a Metric, or a function", hint, TypeError)
+        elif isinstance(m, FunctionType) and m.__module__.startswith("funcrec.metrics") and m.__name__ != "exact_auc":
+            what, hint = f"`metrics[{n!r}]` makes a metric, and is not one.", f"fr.metrics.{m.__name__}()"
+            yield Problem(what, f"the function {m.__name__}", "a Metric", hint, TypeError)
+
+
+def batches_problems(batches: object) -> Iterator[Problem]:
+    if not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping | str):
+        need, hint = "an iterable of batches, or a function that gives one", "[batch]"
+        yield Problem("`batches` cannot be iterated.", describe(batches), need, hint, TypeError)
+
+
+def number_problems(found: Mapping[str, Any]) -> Iterator[Problem]:
+    for n, x in found.items():
+        if not isinstance(x, int | float) and not (isinstance(x, Tensor) and x.numel() == 1 and not x.is_complex()):
+            yield Problem(
+                f"`metrics[{n!r}]` gave no number.", describe(x), "a number", "fr.metrics.exact_auc", TypeError
+            )
+
+
+def scores_problems(scores: object, label: object) -> Iterator[Problem]:
+    if not isinstance(scores, Tensor):
+        hint = "predict=fr.jit(model.apply)"
+        yield Problem("`predict` gave no tensor.", describe(scores), "f[B]", hint, TypeError)
+    elif label is None:
+        need, hint = "[B], one for each prediction", "batches of the data's labels; model.apply needs none"
+        yield Problem("`batch.label` is missing: there is nothing to compare with.", "None", need, hint)

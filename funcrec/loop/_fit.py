@@ -1,0 +1,287 @@
+"""fit: epochs of steps, each evaluated; the best kept; and all of it in a checkpoint that goes on to the same bits.
+
+    state, metrics = step(state, batch)   for each batch of an epoch;      history += evaluate(params);      save
+
+Nothing here is known to a step or a loader: a loop of one's own has the same pieces (`fr.evaluate`, `fr.copy`,
+`fr.save`, `fr.loop`).
+"""
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from funcrec.core import check, describe, fail, own_errors
+from funcrec.data import Position
+from funcrec.loop._history import Limits, best_epoch, is_finished
+from funcrec.loop._problems import (
+    item_problems,
+    limit_problems,
+    loader_problems,
+    look_problems,
+    measure_problems,
+    place_problems,
+    settings_problems,
+    work_problems,
+)
+from funcrec.loop._ranks import agreed, is_chief
+from funcrec.loop._record import Record
+from funcrec.loop._run import Run, Work, begin, device_of, is_there, load_run, resume_problems, save_run, whole_params
+from funcrec.loop._signals import end, listen
+from funcrec.mesh import Mesh
+from funcrec.tables import validate as validate_batch
+from funcrec.tree import copy
+
+
+class Fitted(NamedTuple):
+    """What `fit` returns.
+
+    state: behind the last step. best: the parameters of the best epoch by `monitor`, whole and in memory of their own;
+    without a monitor, or where it never was a number, those of `state`. history: one
+    dict per epoch: "epoch", "loss" (the mean over its steps), "steps", "seconds" and "steps_per_s" (of the steps behind
+    its first, which may compile), and what `evaluate` gave. stopped: 0, or what `stop` said to end it.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> add = lambda total, batch: (total + batch, {"loss": 1 / (1 + total)})
+      >>> done = fr.fit(add, torch.tensor(0.0), [1.0, 2.0], epochs=2, monitor="loss", mode="min")
+      >>> done.state, done.best, done.history[1]["loss"]
+      (tensor(6.), tensor(6.), 0.225)
+    """
+
+    state: Any
+    best: Any
+    history: list[dict[str, float]]
+    stopped: int = 0
+
+
+def fit(
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    state: Any,
+    loader: Callable[[Position], Iterable] | Sequence,
+    *,
+    epochs: int,
+    evaluate: Callable[[Any], Mapping[str, float]] | None = None,
+    monitor: str | None = None,
+    mode: str = "max",
+    patience: int | None = None,
+    checkpoint: str | os.PathLike | None = None,
+    save_every_steps: int | None = None,
+    resume: bool | str = False,
+    overwrite: bool = False,
+    settings: Mapping[str, Any] = {},
+    callbacks: Sequence[Callable[[Record], Any]] = (),
+    model: Any = None,
+    validate: Callable[[Any], Any] | None = None,
+    stop: Callable[[], int] | None = None,
+    progress: bool | None = None,
+    mesh: Mesh | None = None,
+    place: Callable[[Any], Any] | None = None,
+    sync: Callable[[Any], Any] | None = None,
+) -> Fitted:
+    """Train for some epochs: a loop over a step and a loader, and what every such loop needs.
+
+    Args:
+      step: (state, batch) -> (state, metrics), such as `train_step(...)`, plain or jitted. One that donates its state
+        uses up `state`.
+      loader: position -> the rest of that position's epoch, pairs (position behind the batch, batch), as
+        `lambda position: fr.data.batches(..., position=position)`. Or a list of batches, the same in every epoch.
+      epochs: at most.
+      evaluate: params -> {name: number}, run behind each epoch, as `lambda params: fr.evaluate(predict, params, ...)`.
+      monitor, mode: the number of the history that says which epoch is best: the greatest ("max"), or the least
+        ("min"). NaN is never best.
+      patience: the end comes after this many epochs without a better one; None for never.
+      checkpoint: a file, written before the first step, behind each epoch, and where `stop` or a signal ends the run.
+      save_every_steps: write it behind every that many steps of an epoch, too.
+      resume: go on from the checkpoint; "auto": where there is one. The end has the bits of a run that was not
+        interrupted, wherever it was: between the steps that were saved.
+      overwrite: begin anew though there is a checkpoint; else that is an error.
+      settings: plain values that go into the checkpoint; resuming with others is an error that names them.
+      callbacks: functions of a `fr.loop.Record`, called behind each step and each epoch; an exception of one ends the
+        run.
+      model, validate: with a model the first batch is held against its features and tables (`fr.validate`) before any
+        work; or your own function of that batch, which raises.
+      stop: () -> whether to end, asked between steps; on ranks any rank's answer counts. None: SIGINT and SIGTERM,
+        where there is a checkpoint: they are raised again once it is written.
+      progress: a bar on stderr; None for one where that is a terminal.
+      mesh: of a state that lies on it: `evaluate` and the checkpoint have whole tables, and the first rank writes.
+      place: a whole state -> one as `step` takes it, for resuming on a mesh: `lambda state: fr.reshard(state, ...)`.
+      sync: state -> state, run before a state is evaluated or saved: `fr.sync_replicas` of copies that train apart.
+
+    Returns: Fitted(state, best, history, stopped).
+
+    Raises: TypeError or ValueError for arguments that do not fit, before the first step; what step, loader, evaluate
+      and callbacks raise. The checkpoint is then that of the last time it was written.
+
+    Law: with the same arguments the same bits, however often it was interrupted and resumed (but for times in the
+      history).
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> model = fr.models.lr((fr.TableConfig("item", 4, 1),), (fr.FeatureConfig("item", table="item"),))
+      >>> batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"item": [[1], [2]]}), torch.tensor([0.0, 1.0]))
+      >>> step = fr.train_step(fr.models.loss(model), sparse=fr.optim.sgd(1.0), has_aux=True,
+      ...                      dense=fr.optim.dense(torch.optim.SGD, lr=1.0))
+      >>> measure = lambda params: fr.evaluate(model.apply, params, [batch], {"auc": fr.metrics.exact_auc})
+      >>> state = step.init(model.init(fr.key(0)))
+      >>> done = fr.fit(step, state, [batch], epochs=3, evaluate=measure, monitor="auc", model=model)
+      >>> len(done.history), done.history[-1]["auc"], done.history[-1]["loss"] < done.history[0]["loss"]
+      (3, 1.0, True)
+    """
+    path = None if checkpoint is None else Path(checkpoint)
+    check("funcrec.fit", look_problems(model, validate), settings_problems(settings, callbacks, stop))
+    own = (lambda batch: validate_batch(batch, model.features, model.tables)) if model else (lambda batch: batch)
+    look = validate or own
+    work = Work(
+        step, loader, evaluate, monitor, mode, path, save_every_steps, dict(settings), tuple(callbacks), look, progress,
+        mesh, place, sync or (lambda state: state),
+    )  # fmt: skip
+    limits = Limits(epochs, monitor, mode, patience)
+    check("funcrec.fit", work_problems(work), limit_problems(limits))
+    check("funcrec.fit", loader_problems(loader), place_problems(state, mesh))
+    found = is_there(work)
+    check("funcrec.fit", resume_problems(work, found, resume, overwrite, state))
+    if stop is not None or path is None:
+        return train(work, limits, load_run(work, state) if found and resume else begin(state), stop or (lambda: 0))
+    with listen() as asked:
+        done = train(work, limits, load_run(work, state) if found and resume else begin(state), asked)
+    if done.stopped:
+        end(done.stopped)
+    return done
+
+
+def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitted:
+    """From where the run is to its end, or to that which `stop` asks for."""
+    ends, stopped = agreed(stop, work.mesh, device_of(run.state)), 0
+    if not is_finished(run.history, limits):
+        items = iter(rest_of_epoch(work.loader, run.position))
+        first = next(items, None)
+        check("funcrec.fit", item_problems(first, run.position))
+        with own_errors("funcrec.fit", work.look, first[1], need="a batch that it takes"):
+            work.look(first[1])
+        items = itertools.chain([first], items)
+        if (
+            run.position == Position()
+        ):  # an interrupt has something to go on from, and a full disk is found, before work
+            save_run(work, run)
+    while not (is_finished(run.history, limits) or (stopped := ends())):
+        run, stopped = train_epoch(work, run, items, ends)
+        save_run(work, run)
+        if stopped:
+            break
+        items = rest_of_epoch(work.loader, run.position)
+    best = whole_params(run.state, work.mesh) if run.best is None else run.best
+    return Fitted(run.state, best, run.history, stopped)
+
+
+def train_epoch(work: Work, run: Run, items: Iterable, ends: Callable[[], int]) -> tuple[Run, int]:
+    """The rest of an epoch and its evaluation, or the part of it before `ends` says so: (run, what it said)."""
+    state, position, loss_sum, *_ = run
+    before = sum(int(h.get("steps", 0)) for h in run.history)
+    epoch, steps, began = position.epoch, position.batch, 0.0
+    with progress_bar(work, epoch, steps) as bar:
+        for item in items:
+            check("funcrec.fit", item_problems(item, position))
+            position, batch = item
+            state, metrics = one_step(work.step, state, batch)
+            loss_sum = loss_sum + loss_of(metrics, loss_sum)
+            steps, began = steps + 1, began or time.perf_counter()
+            bar.update()
+            tell(work, Record("step", epoch, before + steps, metrics, state, is_chief=is_chief(work.mesh)))
+            if position.epoch != epoch:
+                break
+            if stopped := ends():
+                return Run(work.sync(state), position, loss_sum, run.best, run.history), stopped
+            if work.save_every_steps and steps % work.save_every_steps == 0:
+                state = work.sync(state)
+                save_run(work, Run(state, position, loss_sum, run.best, run.history))
+        else:
+            got, need = f"{steps} batches, the last with {position}", f"Position({epoch + 1}, 0) with the last one"
+            fail("funcrec.fit", f"`loader` ended in the midst of epoch {epoch}.", got=got, need=need)
+    loss, seconds = float(loss_sum) / steps, time.perf_counter() - began
+    timed = steps - run.position.batch - 1
+    entry = {"epoch": epoch, "loss": loss, "steps": steps, "seconds": seconds, "steps_per_s": timed / seconds}
+    return end_epoch(work, Run(work.sync(state), position, torch.zeros_like(loss_sum), run.best, run.history), entry), 0
+
+
+def end_epoch(work: Work, run: Run, entry: dict[str, float]) -> Run:
+    """The run with the epoch's entry in its history, and its parameters as the best if they are."""
+    params = whole_params(run.state, work.mesh) if work.evaluate or work.callbacks or work.monitor else None
+    history = [*run.history, entry | measured(work.evaluate, params, entry)]
+    is_best = work.monitor is not None and best_epoch(history, work.monitor, work.mode) == len(history) - 1
+    run = run._replace(best=copy(params) if is_best else run.best, history=history)
+    steps = sum(int(h.get("steps", 0)) for h in history)
+    tell(work, Record("epoch", entry["epoch"], steps, history[-1], run.state, params, is_best, is_chief(work.mesh)))
+    return run
+
+
+def tell(work: Work, record: Record) -> None:
+    for callback in work.callbacks:
+        with own_errors("funcrec.fit", callback, record, need="a record that it reads"):
+            callback(record)
+
+
+def one_step(step: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
+    with own_errors("funcrec.fit", step, state, batch, need="the state and the batch that it reads"):
+        out = step(state, batch)
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        hint = "lambda state, batch: (new_state, {})"
+        got, need = describe(out), "(state, metrics)"
+        fail("funcrec.fit", "`step` returned no pair.", got=got, need=need, hint=hint, kind=TypeError)
+    return out[0], out[1]
+
+
+def loss_of(metrics: Any, like: Tensor) -> Tensor:
+    """f64[]: metrics["loss"], NaN where a step gives none."""
+    loss = metrics.get("loss") if isinstance(metrics, Mapping) else None
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.detach().reshape(()).double()
+    return torch.full_like(like, loss if isinstance(loss, int | float) else torch.nan)
+
+
+def measured(evaluate: Callable | None, params: Any, entry: Mapping) -> dict[str, float]:
+    """The numbers of `evaluate`, by names that the entry has not."""
+    found = {}
+    if evaluate is not None:
+        with own_errors("funcrec.fit", evaluate, params, need="the parameters that it reads"):
+            found = evaluate(params)
+    check("funcrec.fit", measure_problems(found, entry))
+    return {n: float(x) for n, x in found.items()}
+
+
+def progress_bar(work: Work, epoch: int, done: int) -> tqdm:
+    is_shown = sys.stderr.isatty() if work.progress is None else work.progress
+    total = len(work.loader) if hasattr(work.loader, "__len__") else None
+    hidden = not (is_shown and is_chief(work.mesh))
+    return tqdm(total=total, initial=done, desc=f"epoch {epoch:3d}", leave=False, disable=hidden)
+
+
+def rest_of_epoch(loader: Any, position: Position) -> Iterator[tuple[Position, Any]]:
+    """What the loader has behind `position`; a list of batches is every epoch's."""
+    if callable(loader):
+        with own_errors("funcrec.fit", loader, position, need="a position, of which it gives the rest of the epoch"):
+            return iter(loader(position))
+    if position.batch and not isinstance(loader, Sequence):
+        got, need = f"{position}, and {describe(loader)}", "a function of a position, or a list of batches"
+        hint = "a checkpoint of an epoch's end: save_every_steps=None"
+        fail("funcrec.fit", "`loader` cannot begin in the midst of an epoch.", got=got, need=need, hint=hint)
+    return numbered(itertools.islice(loader, position.batch, None), position)
+
+
+def numbered(batches: Iterator, position: Position) -> Iterator[tuple[Position, Any]]:
+    """Each batch with the position behind it; which one is the last shows when there is no other."""
+    epoch, count = position
+    last = list(itertools.islice(batches, 1))
+    for batch in batches:
+        count += 1
+        yield Position(epoch, count), last.pop()
+        last.append(batch)
+    if last:
+        yield Position(epoch + 1, 0), last.pop()

@@ -1,0 +1,165 @@
+"""What a run of `fit` never changes, what it changes, and the file that has the latter.
+
+load(save(run)) = run, so that what follows has the bits of a run that was not interrupted.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec.checkpoint import difference_problems, load, save
+from funcrec.core import Problem, check, describe, fail, flag_problems, tree_leaves
+from funcrec.data import Position
+from funcrec.loop._ranks import all_parts, is_chief, num_processes
+from funcrec.mesh import Mesh
+from funcrec.sharding import ShardedTables, gather_tables, join_dense
+from funcrec.tables import Params
+from funcrec.train import TrainState, gather_state
+
+PARTS = {"options", "state", "position", "loss_sum", "best", "history"}
+
+
+class Work(NamedTuple):
+    """The arguments of `fit` that hold throughout."""
+
+    step: Callable
+    loader: Any
+    evaluate: Callable | None
+    monitor: str | None
+    mode: str
+    checkpoint: Path | None
+    save_every_steps: int | None
+    settings: dict[str, Any]
+    callbacks: tuple[Callable, ...]
+    look: Callable[[Any], Any]
+    progress: bool | None
+    mesh: Mesh | None
+    place: Callable | None
+    sync: Callable
+
+
+class Run(NamedTuple):
+    """What a run changes: all of it is in the checkpoint."""
+
+    state: Any
+    position: Position
+    loss_sum: Tensor  # f64[], over the steps of this epoch
+    best: Any  # the parameters of the best epoch; None before there is one
+    history: list[dict[str, float]]
+
+
+def device_of(state: Any) -> torch.device:
+    return next((x.device for x in tree_leaves(state) if isinstance(x, Tensor)), torch.device("cpu"))
+
+
+def is_sharded(state: Any) -> bool:
+    return isinstance(state, TrainState) and isinstance(state.tables, ShardedTables)
+
+
+def whole_params(state: Any, mesh: Mesh | None) -> Any:
+    """The parameters of a state as one process has them; of a state
+    of another kind its `params`, or else the state."""
+    if is_sharded(state):
+        return Params(gather_tables(state.tables, mesh), join_dense(state.dense, mesh))
+    return getattr(state, "params", state)
+
+
+def begin(state: Any) -> Run:
+    zero = torch.zeros((), dtype=torch.float64, device=device_of(state))
+    return Run(state, Position(), zero, None, [])
+
+
+def save_run(work: Work, run: Run) -> None:
+    """The checkpoint, of whole tables: whatever plan goes on from it."""
+    if work.checkpoint is None:
+        return
+    state = gather_state(run.state, work.mesh) if is_sharded(run.state) else run.state
+    tree = {**run._asdict(), "state": state, "position": tuple(run.position)}
+    if is_chief(work.mesh):
+        save(work.checkpoint, {"options": work.settings, "monitor": [work.monitor, work.mode], **tree})
+
+
+def load_run(work: Work, state: Any) -> Run:
+    """What `save_run` wrote for a run of the same settings."""
+    call = "funcrec.fit"
+    tree = load(work.checkpoint, device=device_of(state))
+    check(call, checkpoint_problems(work, tree))
+    saved = tree["state"]
+    if is_sharded(state):
+        saved = work.place(saved)
+    check(call, state_problems(saved, state))
+    run = Run(**{name: tree[name] for name in Run._fields})
+    return run._replace(state=saved, position=Position(*tree["position"]))
+
+
+def is_there(work: Work) -> bool:
+    """Whether there is a checkpoint, which all ranks must see; asked before any of them writes one."""
+    found = work.checkpoint is not None and work.checkpoint.exists()
+    if num_processes(work.mesh) > 1 and work.checkpoint is not None:
+        seen = all_parts(torch.tensor([int(found)], device=work.mesh.device), work.mesh).tolist()
+        if len(set(seen)) > 1:
+            got = f"seen by the ranks {[rank for rank, x in enumerate(seen) if x]} only"
+            fail(
+                "funcrec.fit", f"`checkpoint` {work.checkpoint} is not one file.", got=got, need="a disk that all share"
+            )
+    return found
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def resume_problems(work: Work, found: bool, resume: object, overwrite: object, state: Any) -> Iterator[Problem]:
+    """What is to be done about a checkpoint that is there, or is not."""
+    path = work.checkpoint
+    wrong = list(flag_problems(overwrite, "overwrite"))
+    yield from wrong
+    if wrong:
+        return
+    if not isinstance(resume, bool) and not (isinstance(resume, str) and resume == "auto"):
+        yield Problem("`resume` is unknown.", describe(resume), "True, False or 'auto'", "resume='auto'")
+    elif resume and overwrite:
+        yield Problem("`resume` and `overwrite` exclude each other.", "both", "one of them, or none", "overwrite=False")
+    elif (resume or overwrite) and path is None:
+        name = "resume" if resume else "overwrite"
+        yield Problem(f"`{name}` is of a checkpoint.", "checkpoint=None", "checkpoint=path", "checkpoint='run.pt'")
+    elif resume is True and not found:
+        yield Problem(
+            "`checkpoint` is not there.", f"{path}", "a file that fit wrote", "resume='auto' begins where none is"
+        )
+    elif found and not resume and not overwrite:
+        hint = "resume=True goes on with it, overwrite=True begins anew"
+        yield Problem("`checkpoint` holds a run.", f"{path}", "a path that is free", hint)
+    elif found and resume and is_sharded(state) and work.place is None:
+        need, hint = (
+            "place: a whole state -> a sharded one",
+            "place=lambda state: fr.reshard(state, plan, mesh=mesh, ...)",
+        )
+        yield Problem("`place` is missing: a checkpoint has whole tables.", "None", need, hint, TypeError)
+
+
+def state_problems(saved: Any, state: Any) -> Iterator[Problem]:
+    """What is saved has the form of what would be trained."""
+    found = list(difference_problems(saved, state))
+    if found:
+        got = "; ".join(f"{p.what.rstrip('.')} ({p.got} for {p.need})" for p in found[:3])
+        more, hint = f"; {len(found) - 3} more" if len(found) > 3 else "", "the model and the optimizers that it had"
+        yield Problem("`checkpoint` has another state.", got + more, "a state of the form of `state`", hint)
+
+
+def checkpoint_problems(work: Work, tree: Any) -> Iterator[Problem]:
+    path = f"`checkpoint` {work.checkpoint}"
+    if not isinstance(tree, dict) or not set(tree) >= PARTS or not isinstance(tree["options"], dict):
+        yield Problem(f"{path} is not a checkpoint of fit.", describe(tree), f"{sorted(PARTS)}", "another path")
+        return
+    saved, asked = tree["options"], work.settings
+    changed = {n: (saved.get(n), asked.get(n)) for n in [*asked, *(set(saved) - set(asked))]}
+    told = [f"{n} was {was!r} and is {now!r}" for n, (was, now) in changed.items() if was != now]
+    if told:
+        hint = "the settings that it had, or overwrite=True"
+        yield Problem(f"{path} is of another run.", "; ".join(told), "the same settings", hint)
+    was, now = tree.get("monitor", [work.monitor, work.mode]), [work.monitor, work.mode]
+    if list(was) != now and tree["best"] is not None:
+        yield Problem("`monitor` is another than the checkpoint's, and so is the best.", f"{now}", f"{was}")
