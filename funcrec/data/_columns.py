@@ -130,6 +130,8 @@ def plain(column):
     import pyarrow.types as kinds
 
     kind = column.type
+    if kinds.is_primitive(kind):
+        return column
     if isinstance(kind, pa.BaseExtensionType):
         return plain(pa.chunked_array([c.storage for c in column.chunks], kind.storage_type))
     if kinds.is_dictionary(kind):

@@ -245,7 +245,10 @@ def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
 
     path = files[0][0]
     attempt = lambda p, at, step: _or_line(call, p, at, step, lambda: lines(p, {}, None).schema.names)
-    schema = _inferred([p for p, _ in files], lambda p: attempt(p, 1, lambda: lines(p, types, None).schema))
+    if names is not None and set(names) <= set(types):
+        schema = pa.schema([(n, types[n]) for n in names])
+    else:
+        schema = _inferred([p for p, _ in files], lambda p: attempt(p, 1, lambda: lines(p, types, None).schema))
     chosen, extra = _with_partitions(call, schema, files, wanted, f"`{path.name}`")
     own = {f.name: f.type for f in chosen if f.name not in extra}
     header = 0 if names else 1

@@ -111,7 +111,7 @@ def as_table(call: str, source: Any, wanted: Wanted):
         what = "the columns of the table do not stand side by side."
         fail(call, what, got=str(error)[:120], need="columns of one length", hint=hint)
     check(call, absent_problems("the table", table.column_names, wanted))
-    return table if names is None else table.select(names)
+    return (table if names is None else table.select(names)).replace_schema_metadata(None)
 
 
 def _column(call: str, name: str, x: Any):

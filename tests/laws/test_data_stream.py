@@ -3,6 +3,8 @@
 import gzip
 import itertools
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -218,3 +220,38 @@ def test_text_keeps_the_first_files_types(tmp_path):
     (tmp_path / "x.data").write_text("1|2\n3|?\n")
     form = Text("|", names=["p", "q"], nulls=["", "?"])
     assert read(tmp_path / "x.data", format=form).to_pydict() == {"p": [1, 3], "q": [2, None]}
+
+
+FLAT = """
+import resource, sys
+import funcrec as fr
+from funcrec.data import Schema, read, stream_loader
+
+peak_mb = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
+few, many = sys.argv[1:]
+for key in (None, fr.key(0)):
+    load = lambda folder: stream_loader(folder, Schema(categorical=("a", "b", "c", "d")), 4096, key=key, window=1 << 15)
+    rows = sum(batch.ids.num_bags for _, batch in load(few)())
+    before = peak_mb()
+    rows += sum(batch.ids.num_bags for _, batch in load(many)())
+    print(rows, peak_mb() - before)
+before = peak_mb()
+print(read(many).num_rows, peak_mb() - before)
+"""
+
+
+def test_a_folder_larger_than_the_memory_it_takes(tmp_path):
+    """A folder of 20 files of 8 MB is streamed, in order and shuffled, in the memory that three of them take and 40 MB;
+    read whole it takes 100 MB more at least."""
+    numbers = np.random.default_rng(0).integers(0, 2**60, (4, 1 << 18))
+    table = pa.table({name: pa.array(x) for name, x in zip("abcd", numbers, strict=True)})
+    parquet.write_table(table, tmp_path / "x", row_group_size=1 << 15, compression="none", use_dictionary=False)
+    for folder, count in (("few", 3), ("many", 20)):
+        (tmp_path / folder).mkdir()
+        for i in range(count):
+            (tmp_path / folder / f"{i}.parquet").symlink_to(tmp_path / "x")
+    command = [sys.executable, "-c", FLAT, str(tmp_path / "few"), str(tmp_path / "many")]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    in_order, shuffled, whole = (tuple(map(float, line.split())) for line in out.splitlines())
+    assert in_order[0] == shuffled[0] == 23 << 18 and in_order[1] < 40 and shuffled[1] < 40
+    assert whole[0] == 20 << 18 and whole[1] > 100  # so the measure tells
