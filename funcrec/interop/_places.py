@@ -54,7 +54,8 @@ def find_places(
                 f"`tables[{table!r}]` is {'not in the state dict' if not own else 'several times in the state dict'}."
             )
             problems.append(Problem(what, f"{own or list(names)}", f"one name *.embedding_bags.{table}.weight",
-                                    "tables named as TorchRec's configs are", KeyError))  # fmt: skip
+                                    "tables named as TorchRec's configs are; group=..., for those of other ranks",
+                                    KeyError))  # fmt: skip
     rest = [n for n in names if table_of(n, tables) is None]
     if all_of_dense or any(not TABLE.search(n) for n in rest):
         for i, (path, leaf) in enumerate(paths(dense)):

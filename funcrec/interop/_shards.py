@@ -22,8 +22,19 @@ class Parts(NamedTuple):
     group: Any
 
 
+class Elsewhere(NamedTuple):
+    """A tensor of which this rank has no part."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: str
+    group: Any
+
+
 def parts_of(x: Any) -> Parts | None:
     """None for a tensor that is whole, or a DTensor that torch itself can gather."""
+    if isinstance(x, Elsewhere):
+        return Parts(x.shape, [], x.group)
     if hasattr(x, "local_shards") and hasattr(x, "metadata"):
         shards = [(tuple(s.metadata.shard_offsets), s.tensor.detach().view(tuple(s.metadata.shard_sizes)))
                   for s in x.local_shards()]  # fmt: skip
@@ -46,7 +57,7 @@ def whole(call: str, name: str, x: Any) -> Tensor:
     if parts is None:
         x = x.full_tensor() if hasattr(x, "full_tensor") else x
         return x.detach().clone()
-    device = parts.own[0][1].device if parts.own else "cpu"
+    device = parts.own[0][1].device if parts.own else getattr(x, "device", "cpu")
     out, held = torch.empty(parts.shape, dtype=x.dtype, device=device), 0
     said: list = [None] * dist.get_world_size(parts.group)
     dist.all_gather_object(said, [(at, tuple(part.shape)) for at, part in parts.own], group=parts.group)
@@ -87,3 +98,18 @@ def like(x: Any, new: Tensor) -> Any:
         return DTensor.from_local(own, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
     made = [type(s)(part.contiguous(), s.metadata) for s, part in zip(x.local_shards(), cut)]
     return type(x)._init_from_local_shards_and_global_metadata(made, x.metadata(), process_group=parts.group)
+
+
+def joined(theirs: dict[str, dict[str, Any]], group: Any) -> dict[str, dict[str, Any]]:
+    """An optimizer's state of all ranks of a group, of which each says only that of the tables it has a part of."""
+    form = lambda x: (shape_of(x), x.dtype, first_device(x)) if hasattr(x, "dtype") else x
+    said: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, {n: {k: form(x) for k, x in own.items()} for n, own in theirs.items()}, group=group)
+    every = {n: own for rank in said for n, own in rank.items()}
+    there = lambda x: Elsewhere(*x, group) if isinstance(x, tuple) else x
+    return {n: theirs.get(n, {k: there(x) for k, x in own.items()}) for n, own in every.items()}
+
+
+def first_device(x: Any) -> str:
+    parts = parts_of(x)
+    return parts.own[0][1].device.type if parts and parts.own else "cpu" if parts else x.device.type

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from funcrec.core import (
@@ -26,7 +27,7 @@ from funcrec.core import (
     tree_unflatten,
 )
 from funcrec.interop._places import Place, find_places, shape_problems, table_of, to_our_columns, to_their_columns
-from funcrec.interop._shards import like, shape_of, whole
+from funcrec.interop._shards import joined, like, shape_of, whole
 from funcrec.tables import Params, params_problems
 from funcrec.train import TrainState
 
@@ -44,7 +45,7 @@ COUNTS = ("step", "iter")  # of the steps taken; ours is TrainState.step
 
 
 def load_torchrec_state_dict(
-    state: Params | TrainState, state_dict: Mapping[str, Any], *, step: int | None = None
+    state: Params | TrainState, state_dict: Mapping[str, Any], *, step: int | None = None, group: Any = None
 ) -> Params | TrainState:
     """`state` with the numbers of a TorchRec state dict: a module's, or an optimizer's.
 
@@ -61,6 +62,8 @@ def load_torchrec_state_dict(
         optimizer. Numbers are copied, hyper-parameters are not: the rule of the state must be that of the optimizer,
         whose names do not tell one first moment from another.
       step: the steps taken, for `TrainState.step`; FBGEMM's state dicts do not say it, torch.optim's do.
+      group: the ranks that each have the state of their own tables alone, as DistributedModelParallel's fused optimizer
+        does (`torch.distributed.group.WORLD`); None where every rank has all names.
 
     Raises: TypeError or ValueError, before anything is gathered, for a name without a place, a place without a name,
       other shapes (row-wise state of column-wise shards is one number for each shard: another optimizer), optimizer
@@ -82,10 +85,11 @@ def load_torchrec_state_dict(
     """
     call = "funcrec.interop.load_torchrec_state_dict"
     check(call, state_problems(state), dict_problems(state_dict, "state_dict"))
-    check(call, step_problems(state, step), tracked_problems(state_dict))
+    check(call, step_problems(state, step), group_problems(group), tracked_problems(state_dict))
     if is_optimizer(state_dict):
         check(call, trained_problems(state))
-        return load_optimizer(call, state, state_dict["state"], step)
+        theirs = {n: stated(own) for n, own in state_dict["state"].items()}
+        return load_optimizer(call, state, theirs if group is None else joined(theirs, group), step)
     places, problems = find_places(list(state_dict), state.tables, state.dense)
     check(call, problems, *(shape_problems(p, shape_of(state_dict[p.name]), p.ours.shape) for p in places))
     new = {p.at: loaded(call, p, state_dict[p.name], p.ours, dim_of(state)) for p in places}
@@ -137,7 +141,7 @@ def to_torchrec_state_dict(state: Params | TrainState, like_dict: Mapping[str, A
 
 
 def load_optimizer(call: str, state: TrainState, theirs: Mapping[str, Any], step: int | None) -> TrainState:
-    slots, said = match_optimizer(call, state, theirs)
+    slots, said = match_optimizer(call, state, theirs, all_of_tables=True)
     known = step if step is not None else next(iter(said), None)
     check(call, count_problems(state, said, step))
     dim = dim_of(state)
@@ -152,26 +156,26 @@ def load_optimizer(call: str, state: TrainState, theirs: Mapping[str, Any], step
 
 
 def optimizer_like(call: str, state: TrainState, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    slots, _ = match_optimizer(call, state, theirs)
+    slots, _ = match_optimizer(call, state, {n: stated(own) for n, own in theirs.items()})
     leaves, _ = dense_states(state)
     made = {name: dict.fromkeys(own) for name, own in theirs.items()}
     for place, own, found in slots:
         ours = state.slots[place.at][own] if isinstance(place.at, str) else leaves[place.at][own]
         made[place.name][found] = like(theirs[place.name][found], to_their_columns(ours, place, dim_of(state)))
-    for name, own in made.items():  # what is left counts steps
-        for found in [k for k, x in own.items() if x is None]:
+    for name, own in made.items():  # what is left counts steps, or is None there, too
+        for found in [k for k, x in own.items() if x is None and theirs[name][k] is not None]:
             value = theirs[name][found]
             own[found] = torch.full_like(value, int(state.step)) if isinstance(value, Tensor) else int(state.step)
     return made
 
 
 def match_optimizer(
-    call: str, state: TrainState, theirs: Mapping[str, Any]
+    call: str, state: TrainState, theirs: Mapping[str, Any], *, all_of_tables: bool = False
 ) -> tuple[list[tuple[Place, str, str]], set[int]]:
     """((place, slot, its name there) of every slot, the counts of steps that it says)."""
-    named = {n: left for n, own in theirs.items() if (left := {k: x for k, x in own.items() if x is not None})}
+    named = {n: own for n, own in theirs.items() if own}
     mentioned = {table_of(n, state.tables) for n in named}
-    wanted = {n: t for n, t in state.tables.items() if n in mentioned or state.slots.get(n)}
+    wanted = {n: t for n, t in state.tables.items() if n in mentioned or (all_of_tables and state.slots.get(n))}
     places, problems = find_places(list(named), wanted, state.dense, all_of_dense=False)
     check(call, problems)
     leaves, _ = dense_states(state)
@@ -199,6 +203,10 @@ def match_optimizer(
                                     f"{list(ours)}", "the rule of TorchRec's optimizer"))  # fmt: skip
     check(call, problems)
     return slots, said
+
+
+def stated(own: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: x for k, x in own.items() if x is not None}
 
 
 def dense_states(state: TrainState) -> tuple[list[dict[str, Tensor]], Any]:
@@ -299,6 +307,12 @@ def step_problems(state: object, step: object) -> Iterator[Problem]:
         yield Problem("`step` is of a TrainState.", describe(state), "a TrainState", "step.init(params)", TypeError)
     elif step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
         yield Problem("`step` is not a count.", describe(step), "an int >= 0", "step=1000", TypeError)
+
+
+def group_problems(group: object) -> Iterator[Problem]:
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        hint = "group=torch.distributed.group.WORLD"
+        yield Problem("`group` is not a group of ranks.", describe(group), "a ProcessGroup, or None", hint, TypeError)
 
 
 def count_problems(state: TrainState, said: set[int], step: int | None) -> Iterator[Problem]:

@@ -377,6 +377,7 @@ WRONG = {
     "no step": (lambda: load(STATE, MOMENTS), ValueError, "how many steps were taken"),
     "two steps": (lambda: load(STATE, {"state": {n: {**own, "step": torch.tensor(float(i))} for i, (n, own) in
         enumerate(MOMENTS["state"].items())}}), ValueError, "counts of steps differ"),
+    "no group": (lambda: load(STATE, MOMENTS, step=1, group="world"), TypeError, "`group` is not a group of ranks"),
     "optimizer of params": (lambda: load(fresh(), MOMENTS), TypeError, "is of an optimizer"),
     "optimizer without names": (lambda: load(STATE, {"state": {0: {"exp_avg": torch.ones(1)}}}), TypeError,
         "an optimizer without names"),
