@@ -45,7 +45,11 @@ COUNTS = ("step", "iter")  # of the steps taken; ours is TrainState.step
 
 
 def load_torchrec_state_dict(
-    state: Params | TrainState, state_dict: Mapping[str, Any], *, step: int | None = None, group: Any = None
+    state: Params | TrainState,
+    state_dict: Mapping[str, Any],
+    *,
+    step: int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Params | TrainState:
     """`state` with the numbers of a TorchRec state dict: a module's, or an optimizer's.
 

@@ -20,7 +20,7 @@ def test_sharded_training_goes_on(kind, ranks):
 
 
 def test_dtensors_are_loaded_whole_and_cut_again(ranks):
-    """A state dict of DTensors, torch's own and those of TorchRec's shards, is loaded whole on every rank; what goes back
+    """A state dict of DTensors, torch's own and of TorchRec's shards, is loaded whole on every rank; what goes back
     is each rank's part."""
     for got, want, parts, own in ranks(2).run(interop_ranks.dtensors, deadline_s=100):
         assert_trees_close((got, parts), (want, own))
