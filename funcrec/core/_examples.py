@@ -204,5 +204,6 @@ EXAMPLES: dict[str, str] = {
     "weight_decay": "0.01",
     "weights": "torch.ones(3)",
     "window": "100000",
+    "workers": "2",
     "x": "torch.zeros(2, 8)",
 }

@@ -6,6 +6,7 @@ from `examples`, `ctr_dataset`, `criteo_npy` and `random_rows`; `batches` shuffl
 """
 
 import funcrec.core as _core
+from funcrec.data._collate import collate as collate
 from funcrec.data._criteo import CriteoArrays as CriteoArrays
 from funcrec.data._criteo import criteo_npy as criteo_npy
 from funcrec.data._criteo import criteo_tsv as criteo_tsv
@@ -26,9 +27,11 @@ from funcrec.data._encoding import fit_encoding as fit_encoding
 from funcrec.data._examples import Examples as Examples
 from funcrec.data._examples import examples as examples
 from funcrec.data._files import Text as Text
+from funcrec.data._loader import Loader as Loader
 from funcrec.data._loader import Position as Position
 from funcrec.data._loader import RowData as RowData
 from funcrec.data._loader import batches as batches
+from funcrec.data._loader import loader as loader
 from funcrec.data._loader import num_batches as num_batches
 from funcrec.data._loader import take as take
 from funcrec.data._movielens import Ratings as Ratings

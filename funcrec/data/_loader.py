@@ -2,18 +2,20 @@
 
     batch i of epoch e = take(data, rows[order(key, e)][i · B : (i + 1) · B])
 
-The order depends on the key and the epoch only, so a position, two integers, is all there is to save. Shapes: N rows,
-B rows of a batch.
+The order depends on the key and the epoch only, so a position, two integers, is all there is to save, and any number of
+threads may make the batches. Shapes: N rows, B rows of a batch.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, count_problems, describe, flag_problems, random, replace
+from funcrec.core import Device, Problem, check, count_problems, describe, fail, flag_problems, kind_of, random, replace
 from funcrec.data._ctr import random_order
+from funcrec.data._prefetch import device_problems, in_threads, prefetch
 from funcrec.data._rows import row_problems
 from funcrec.jagged import int_problems, pad_to_bucket
 from funcrec.tables import Batch
@@ -63,6 +65,7 @@ def batches(
     key: Tensor | None = None,
     position: Position = Position(),  # noqa: B008
     drop_last: bool = False,
+    pad_last: bool = False,
     bucket: bool = False,
 ) -> Iterator[tuple[Position, Batch]]:
     """The rest of one epoch, each batch with the position behind it: what to save once the batch is trained on.
@@ -74,6 +77,8 @@ def batches(
       position: where to begin. The last batch comes with Position(epoch + 1, 0), where the next epoch begins.
       drop_last: leave out a last batch that is not full. Else it comes as it is, with fewer bags: a compiled step
         compiles once more for it.
+      pad_last: fill up a last batch that is not full with copies of its last row, of weight 0: they count in no loss
+        and no metric, and have no ids that the batch has not. Every batch has weights then, 1 where the data have none.
       bucket: pad the ids by `fr.pad_to_bucket`, for data whose batches differ in their number of ids.
 
     Raises: TypeError or ValueError at the call, not at the first batch: for a row that the data has not, a position
@@ -87,17 +92,90 @@ def batches(
       >>> data = random_rows(fr.key(0), {"item": 100}, num_rows=10)
       >>> [(p, b.label.shape[0]) for p, b in batches(data, None, 4, key=fr.key(1))]
       [(Position(epoch=0, batch=1), 4), (Position(epoch=0, batch=2), 4), (Position(epoch=1, batch=0), 2)]
+      >>> [b.weight.tolist() for _, b in batches(data, None, 6, pad_last=True)]
+      [[1.0, 1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]]
     """
     call = "funcrec.data.batches"
-    check(call, data_problems(data), batch_problems(rows, batch_size, position))
-    check(call, flag_problems(drop_last, "drop_last"), flag_problems(bucket, "bucket"))
-    check(call, row_problems(rows.cpu(), data.num_rows) if rows is not None else ())
-    if key is not None:
-        random.check_key(call, key)
-    rows = torch.arange(data.num_rows) if rows is None else rows.clone()  # what was looked at is what is read
-    count = num_batches(rows.shape[0], batch_size, drop_last=drop_last)
-    check(call, epoch_problems(rows.shape[0], batch_size, count, position))
-    return _epoch(data, rows, batch_size, key, Position(*position), count, bucket)
+    load = _loader_of(call, data, rows, batch_size, key, drop_last, pad_last, bucket)
+    check(call, position_problems(position), epoch_problems(load, position))
+    return _epoch(load, Position(*position))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Loader:
+    """Batches of any epoch, from any position on: what `fr.fit` trains on; `loader` makes it.
+
+    Called with a position it gives the rest of that position's epoch, as `batches` does; its length is `count`, the
+    batches of an epoch.
+
+    Example:
+      >>> import funcrec as fr
+      >>> from funcrec.data import Position, loader, random_rows
+      >>> load = loader(random_rows(fr.key(0), {"item": 100}, num_rows=10), None, 4, key=fr.key(1))
+      >>> len(load), [position for position, batch in load(Position(epoch=5, batch=1))]
+      (3, [Position(epoch=5, batch=2), Position(epoch=6, batch=0)])
+    """
+
+    data: RowData
+    rows: Tensor
+    batch_size: int
+    key: Tensor | None
+    pad_last: bool
+    bucket: bool
+    count: int
+    workers: int = 0
+    depth: int = 1
+    device: Device | None = None
+
+    def __call__(self, position: Position = Position()) -> Iterator[tuple[Position, Batch]]:  # noqa: B008
+        check("funcrec.data.Loader", position_problems(position), epoch_problems(self, position))
+        made = _epoch(self, Position(*position))
+        return made if self.device is None else prefetch(made, depth=self.depth, device=self.device)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __repr__(self) -> str:
+        return f"Loader({len(self)} batches of {self.batch_size})"
+
+
+def loader(
+    data: RowData,
+    rows: Tensor | None,
+    batch_size: int,
+    *,
+    key: Tensor | None = None,
+    drop_last: bool = False,
+    pad_last: bool = False,
+    bucket: bool = False,
+    workers: int = 0,
+    depth: int = 2,
+    device: Device | None = None,
+) -> Loader:
+    """`batches` of all epochs: a function of a position that gives the rest of its epoch.
+
+    Args:
+      data, rows, batch_size, key, drop_last, pad_last, bucket: as in `batches`.
+      workers: threads that make batches while the consumer uses others; 0 makes each when it is asked for. `take` runs
+        in several of them at once, so it must be a function of its rows. For processes there is `collate`.
+      depth: batches that are ready ahead of the consumer, or as many as there are workers, if these are more.
+      device: where the batches go, as in `prefetch`.
+
+    Law: the batches are those of `batches`, bit for bit and in order, with any number of workers.
+
+    Example:
+      >>> import funcrec as fr
+      >>> from funcrec.data import loader, random_rows
+      >>> load = loader(random_rows(fr.key(0), {"item": 100}, num_rows=10), None, 4, key=fr.key(1), workers=2)
+      >>> [batch.label.shape[0] for _, batch in load()]
+      [4, 4, 2]
+    """
+    call = "funcrec.data.loader"
+    load = _loader_of(call, data, rows, batch_size, key, drop_last, pad_last, bucket)
+    check(call, epoch_problems(load, Position()), count_problems(workers, "workers", 0), count_problems(depth, "depth"))
+    check(call, kind_of(Device | None).find("device", device))
+    check(call, device_problems(device))
+    return replace(load, workers=workers, depth=depth, device=device)
 
 
 def num_batches(num_rows: int, batch_size: int, *, drop_last: bool = False) -> int:
@@ -108,19 +186,61 @@ def num_batches(num_rows: int, batch_size: int, *, drop_last: bool = False) -> i
     return num_rows // batch_size if drop_last else -(-num_rows // batch_size)
 
 
-def _epoch(data, rows, batch_size, key, position, count, bucket) -> Iterator[tuple[Position, Batch]]:
-    epoch = position.epoch
+def _loader_of(call: str, data, rows, batch_size, key, drop_last, pad_last, bucket) -> Loader:
+    check(call, data_problems(data), size_problems(rows, batch_size))
+    flags = {"drop_last": drop_last, "pad_last": pad_last, "bucket": bucket}
+    check(call, *(flag_problems(x, name) for name, x in flags.items()))
+    check(
+        call, row_problems(rows.cpu(), data.num_rows) if rows is not None else (), _last_problems(drop_last, pad_last)
+    )
     if key is not None:
-        own = random.fold_in(key, epoch).to(rows.device)
+        random.check_key(call, key)
+    rows = torch.arange(data.num_rows) if rows is None else rows.clone()  # what was looked at is what is read
+    count = num_batches(rows.shape[0], batch_size, drop_last=drop_last)
+    return Loader(data, rows, int(batch_size), key, pad_last, bucket, count)
+
+
+def _epoch(load: Loader, position: Position) -> Iterator[tuple[Position, Batch]]:
+    (epoch, first), rows = position, load.rows
+    if load.key is not None:
+        own = random.fold_in(load.key, epoch).to(rows.device)
         rows = rows.index_select(0, random_order(own, rows.shape[0]))
-    for i in range(position.batch, count):
-        batch = data.take(rows[i * batch_size : (i + 1) * batch_size])
-        batch = replace(batch, ids=pad_to_bucket(batch.ids)) if bucket else batch
-        yield Position(epoch, i + 1) if i + 1 < count else Position(epoch + 1, 0), batch
+    make, numbers = (lambda i: _batch(load, rows, i)), range(first, load.count)
+    made = in_threads(make, numbers, load.workers, load.depth) if load.workers else map(make, numbers)
+    for i, batch in zip(numbers, made, strict=True):
+        yield Position(epoch, i + 1) if i + 1 < load.count else Position(epoch + 1, 0), batch
+
+
+def _batch(load: Loader, rows: Tensor, i: int) -> Batch:
+    own = rows[i * load.batch_size : (i + 1) * load.batch_size]
+    if not load.pad_last:
+        batch = load.data.take(own)
+    else:
+        batch = load.data.take(torch.cat([own, own[-1:].expand(load.batch_size - own.shape[0])]))
+        if not isinstance(batch, Batch):
+            what, need = "`take` did not make a batch that can have weights.", "a fr.Batch, for pad_last=True"
+            fail("funcrec.data.batches", what, got=describe(batch), need=need, hint="pad_last=False", kind=TypeError)
+        is_own = torch.arange(load.batch_size, device=own.device) < own.shape[0]
+        weight = torch.ones_like(is_own, dtype=torch.float32) if batch.weight is None else batch.weight
+        batch = replace(batch, weight=torch.where(is_own.to(weight.device), weight, 0))
+    return replace(batch, ids=pad_to_bucket(batch.ids)) if load.bucket else batch
+
+
+# -- validators ------------------------------------------------------------------------------------------------------
+
+
+def is_row_data(data: object) -> bool:
+    return hasattr(data, "num_rows") and hasattr(data, "take")
+
+
+def _last_problems(drop_last: bool, pad_last: bool) -> Iterator[Problem]:
+    if drop_last and pad_last:
+        got = "drop_last=True and pad_last=True"
+        yield Problem("`pad_last` has no last batch to fill up.", got, "one of them", "drop_last=False")
 
 
 def data_problems(data: object) -> Iterator[Problem]:
-    if not (hasattr(data, "num_rows") and hasattr(data, "take")):
+    if not is_row_data(data):
         yield Problem(
             "`data` has no rows.",
             describe(data),
@@ -130,22 +250,26 @@ def data_problems(data: object) -> Iterator[Problem]:
         )
 
 
-def epoch_problems(num_rows: int, batch_size: int, count: int, position: Position) -> Iterator[Problem]:
+def epoch_problems(load: Loader, position: Position) -> Iterator[Problem]:
     """An epoch must have a batch, and the position must be before its end: a loop over epochs would never come on."""
-    if count == 0:
-        need = f"at least {batch_size} rows" if num_rows else "a row or more"
+    if load.count == 0:
+        num_rows = load.rows.shape[0]
+        need = f"at least {load.batch_size} rows" if num_rows else "a row or more"
         yield Problem(
             "`rows` do not make a batch.", f"{num_rows} rows", need, "drop_last=False, or a smaller batch_size"
         )
-    elif position[1] >= count:
-        need, hint = f"batch < {count}, the batches of an epoch", "the position that came with the last batch"
+    elif isinstance(position, tuple) and len(position) == 2 and type(position[1]) is int and position[1] >= load.count:
+        need, hint = f"batch < {load.count}, the batches of an epoch", "the position that came with the last batch"
         yield Problem("`position` is behind the end of its epoch.", f"{tuple(position)}", need, hint)
 
 
-def batch_problems(rows: Tensor | None, batch_size: int, position: Position) -> Iterator[Problem]:
+def size_problems(rows: Tensor | None, batch_size: int) -> Iterator[Problem]:
     if rows is not None:
         yield from int_problems(rows, "rows")
     yield from count_problems(batch_size, "batch_size")
+
+
+def position_problems(position: Position) -> Iterator[Problem]:
     whole = isinstance(position, tuple) and len(position) == 2 and all(type(x) is int for x in position)
     if not whole:
         yield Problem("`position` is not a position.", describe(position), "Position(epoch, batch)", kind=TypeError)

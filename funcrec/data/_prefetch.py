@@ -5,13 +5,15 @@ list(prefetch(items)) == list(items)
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
 from funcrec.core import Device, Problem, check, describe, flag_problems, kind_of, map_tensors, tree_leaves
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -49,6 +51,25 @@ def prefetch(
     check("funcrec.data.prefetch", _problems(items, depth), flag_problems(pin_memory, "pin_memory"))
     check("funcrec.data.prefetch", device_problems(device))
     return _consume(items, depth, pin_memory, None if device is None else torch.device(device))
+
+
+def in_threads(make: Callable[[S], T], items: Iterable[S], workers: int, depth: int) -> Iterator[T]:
+    """map(make, items) by `workers` threads; up to `depth` results, or one for each thread, are ahead of the consumer.
+
+    Law: the same results in the same order; an exception comes where its result would have been.
+    """
+    with ThreadPoolExecutor(workers, thread_name_prefix="funcrec.data.loader") as pool:
+        waiting: deque = deque()
+        try:
+            for item in items:
+                waiting.append(pool.submit(make, item))
+                if len(waiting) > max(workers, depth):
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for one in waiting:
+                one.cancel()
 
 
 class _Ready:

@@ -24,7 +24,11 @@ def row_problems(rows: Tensor, num_rows: int, device: torch.device | None = None
         low, high = (int(x) for x in rows.aminmax())
         if low < 0 or high >= num_rows:
             got = f"row {low if low < 0 else high}"
-            yield Problem("`rows` has a row that is not there.", got, f"0 <= row < {num_rows}, the rows of the data")
+            need, hint = (
+                f"0 <= row < {num_rows}, the rows of the data",
+                "rows=None for all, or row numbers of these data",
+            )
+            yield Problem("`rows` has a row that is not there.", got, need, hint)
 
 
 def there(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor | None]:

@@ -1,6 +1,7 @@
-"""Bad calls of what makes examples of one's own columns: splits, encoders."""
+"""Bad calls of what makes examples of one's own columns: splits, encoders, loaders."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -10,8 +11,10 @@ import torch
 import funcrec as fr
 from funcrec.data import (
     Schema,
+    batches,
     bucketize,
     chain,
+    collate,
     configs,
     encode,
     fit_encoding,
@@ -19,8 +22,10 @@ from funcrec.data import (
     identity,
     k_core,
     leave_one_out,
+    loader,
     log1p,
     normalize,
+    random_rows,
     random_split,
     split_by_group,
     split_by_time,
@@ -138,7 +143,35 @@ ENCODERS = [
     ("dim 0", lambda: configs(ENCODING, 0), ValueError, "`embedding_dim`"),
     ("pooling max", lambda: configs(ENCODING, pooling="max"), ValueError, "`pooling`"),
 ]
-ALL = [*SPLITS, *ENCODERS]
+DATA = random_rows(KEY, {"item": 9}, num_rows=5)
+NO_BATCH = SimpleNamespace(num_rows=5, take=lambda rows: rows)
+LOADERS = [
+    (
+        "two ways with the last",
+        lambda: batches(DATA, None, 2, drop_last=True, pad_last=True),
+        ValueError,
+        "one of them",
+    ),
+    ("pad_last in words", lambda: batches(DATA, None, 2, pad_last="no"), TypeError, "`pad_last` is neither"),
+    ("padding of no batch", lambda: next(batches(NO_BATCH, None, 2, pad_last=True)), TypeError, "pad_last=False"),
+    ("loader of a list", lambda: loader([1], None, 2), TypeError, "`data` has no rows"),
+    ("loader of row -1", lambda: loader(DATA, torch.tensor([-1]), 2), ValueError, "row -1"),
+    ("loader of row 5", lambda: loader(DATA, torch.tensor([5]), 2), ValueError, "row 5"),
+    ("loader of no full batch", lambda: loader(DATA, None, 6, drop_last=True), ValueError, "do not make a batch"),
+    ("half a worker", lambda: loader(DATA, None, 2, workers=0.5), TypeError, "`workers` is not an integer"),
+    ("workers of -1", lambda: loader(DATA, None, 2, workers=-1), ValueError, "`workers` is too small"),
+    ("depth 0", lambda: loader(DATA, None, 2, depth=0), ValueError, "`depth` is too small"),
+    ("no device", lambda: loader(DATA, None, 2, device="gpu9"), ValueError, "`device` is not a device"),
+    ("epoch for a position", lambda: loader(DATA, None, 2)(3), TypeError, "`position` is not a position"),
+    ("position behind the end", lambda: loader(DATA, None, 2)((0, 3)), ValueError, "behind the end"),
+    ("collate alone", lambda: collate([1, 2]), TypeError, "`source` does not make batches"),
+    ("collate of examples as rows", lambda: collate(DATA)([{"item": 3}]), TypeError, "the items are not rows"),
+    ("collate of row 5", lambda: collate(DATA)([1, 5]), ValueError, "row 5"),
+    ("collate of rows as examples", lambda: collate(ITEM)([1, 2]), TypeError, "the items are not examples"),
+    ("collate of other columns", lambda: collate(ITEM)([{"item": 1}, {"user": 1}]), TypeError, "the same columns"),
+    ("collate of text", lambda: collate(ITEM)([{"item": "a"}]), TypeError, "column `item`"),
+]
+ALL = [*SPLITS, *ENCODERS, *LOADERS]
 
 
 @pytest.mark.parametrize("name, call, kind, fragment", ALL, ids=[r[0] for r in ALL])

@@ -61,6 +61,7 @@ MAY_RETURN = (
         {"()", "f32[0]", "None", "'no'", "7", "-1", "0", "True", "bool[3]", "i64[17]"}),
     Row("edges that ascend", "data.bucketize_edges", r"edges\[.*", {"-1", "0", "7"}),
     Row("a dim of 7", "data.configs", r"embedding_dim\[.*", {"7"}),
+    Row("another row of the data", "data.collated", r"items\[.*", {"7", "0"}),
     Row("a core of 7", "data.k_core", r"k\[.*", {"7"}),
     Row("0 of a range that begins there, and a larger bound", "data.random_rows", r"ids_per_bag.*", {"0", "7"}),
     Row("torch's own classes take what they take", "optim.dense", "lr|weight_decay",

@@ -1,0 +1,68 @@
+"""Batches for torch.utils.data: what makes one of the items that a DataLoader has gathered, in its own processes."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from numbers import Integral
+
+import torch
+
+from funcrec.core import describe, fail
+from funcrec.data._encoding import Encoding, encode
+from funcrec.data._examples import examples, whole
+from funcrec.data._loader import RowData, is_row_data, take
+from funcrec.data._schema import Schema
+from funcrec.tables import Batch
+
+
+def collate(source: RowData | Schema | Encoding) -> Callable[[list], Batch]:
+    """The `collate_fn` of a torch.utils.data.DataLoader, for its processes, samplers and settings.
+
+    Args:
+      source: data with `num_rows` and `take`, for a dataset of row numbers, range(data.num_rows) or rows.tolist(): a
+        batch is taken at once. Or a Schema (its ids integers) or an Encoding, for a dataset whose items are dicts,
+        {column: value}.
+
+    Returns: a function of a list of items that gives a `fr.Batch`; it can be pickled where `source` can.
+
+    Law: a batch is take(data, rows), or the examples of a table of the dicts.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> from funcrec.data import collate, random_rows
+      >>> data = random_rows(fr.key(0), {"item": 100}, num_rows=10)
+      >>> load = torch.utils.data.DataLoader(range(10), batch_size=4, shuffle=True, collate_fn=collate(data))
+      >>> [batch.label.shape[0] for batch in load]
+      [4, 4, 2]
+    """
+    if not is_row_data(source) and not isinstance(source, Schema | Encoding):
+        got, need = describe(source), "data with `num_rows` and `take`, a Schema or an Encoding"
+        hint = "collate(fr.data.random_rows(fr.key(0), {'item': 100}, num_rows=50))"
+        fail("funcrec.data.collate", "`source` does not make batches.", got=got, need=need, hint=hint, kind=TypeError)
+    return partial(_batch_of, source)
+
+
+def _batch_of(source: RowData | Schema | Encoding, items: list) -> Batch:
+    call = "funcrec.data.collate"
+    if not isinstance(items, list | tuple) or not items:
+        hint = "DataLoader(..., collate_fn=collate(data))"
+        fail(
+            call,
+            "the items are not a batch.",
+            got=describe(items),
+            need="a list of items",
+            hint=hint,
+            kind=TypeError,
+        )
+    if is_row_data(source):
+        if not all(isinstance(i, Integral) and not isinstance(i, bool) for i in items):
+            got, need = f"a list of {', '.join(sorted({type(i).__name__ for i in items}))}", "row numbers"
+            hint = "DataLoader(range(data.num_rows), ..., collate_fn=collate(data))"
+            fail(call, "the items are not rows of the data.", got=got, need=need, hint=hint, kind=TypeError)
+        return take(source, torch.tensor(items, dtype=torch.int64))
+    if not all(isinstance(x, Mapping) and x.keys() == items[0].keys() for x in items):
+        got, need = f"{[type(x).__name__ for x in items[:3]]}", "dicts of the same columns"
+        hint = 'a dataset whose items are {"item": 3, "click": 1.0}'
+        fail(call, "the items are not examples.", got=got, need=need, hint=hint, kind=TypeError)
+    value = lambda x: x.tolist() if hasattr(x, "tolist") else x
+    table = {name: [value(x[name]) for x in items] for name in items[0]}
+    return whole(encode(source, table) if isinstance(source, Encoding) else examples(table, source))
