@@ -50,6 +50,12 @@ def is_tracked(x: Tensor) -> bool:
     return (x.requires_grad and torch.is_grad_enabled()) or (forward_ad._current_level >= 0 and _has_tangent(x))
 
 
+def is_in_derivative() -> bool:
+    """Whether a grad or jvp runs, or a forward level is open, whatever it follows."""
+    derivatives = (TransformType.Grad, TransformType.Jvp)
+    return forward_ad._current_level >= 0 or any(i.key() in derivatives for i in get_interpreter_stack() or ())
+
+
 def any_tracked(tensors: Iterable) -> bool:
     """Whether one of them is; what is no tensor is not."""
     return any(isinstance(x, Tensor) and is_tracked(x) for x in tensors)

@@ -27,7 +27,8 @@ from funcrec.compile._program import LOCK, Compiled, Followed, compile_function
 from funcrec.compile._replay import bring
 from funcrec.compile._staging import is_odd, refuse_odd
 from funcrec.compile._surroundings import is_transformed, surroundings
-from funcrec.core import any_tracked, describe, fail, fast_flatten, leaf_paths, typed
+from funcrec.core import any_tracked, describe, fail, fast_flatten, is_in_derivative, leaf_paths, typed
+from funcrec.mesh import alone
 from funcrec.tables import TableRef
 
 MANY, MOST = 10, 128  # compilations of one function: from when on it is warned, and how many are kept
@@ -63,7 +64,8 @@ def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
     What follows `fn` sees `fn` itself, not compiled and donating nothing: transforms of torch.func, `value_and_grad`,
     `checked`, modes of torch, torch.compile, and autograd where an argument or a tensor that is closed over requires
     grad (a donating call then raises). Tensors that are made inside
-    are not followed: a result requires no grad for their sake.
+    are not followed: a result requires no grad for their sake. What exchanges with real ranks raises where a derivative
+    follows it, for other ranks may run the program: there it is the derivative that is jitted.
 
     Raises: DonatedError when a value is used after it was donated, naming the argument and the call that took it.
       ValueError for an unknown name, donated memory given twice, or a function that writes to what it was given or
@@ -124,7 +126,7 @@ class Jitted:
         if is_transformed():
             refuse_donated(leaves)
             self.step_aside(TRANSFORM)
-            return self.fn(*args, **kwargs)
+            return self.followed(args, kwargs) if is_in_derivative() else self.fn(*args, **kwargs)
         if self.donate and torch.cuda.is_initialized():
             leaves = bring_to_cuda(leaves)
         when, here = (self.name, next(self.calls)), (names, structure, surroundings())
@@ -143,12 +145,22 @@ class Jitted:
         """A call whose leaves are looked at one by one."""
         entry, leaves = self.staged(leaves, here)
         if entry is None:
-            return self.fn(*args, **kwargs)
+            return self.followed(args, kwargs)
         with entry.lock if self.donate else nullcontext():
             known = leaves + entry.captured
             refuse_donated(known)  # once more: another thread may have taken one while this one waited
             entry.used, self.recent[here] = when[1], entry
             return entry(known, when, entry.admit(known))
+
+    def followed(self, args: tuple, kwargs: dict) -> Any:
+        """`fn` itself, where a derivative follows it: not on real ranks, of which others may run the program, whose
+        exchanges are not those of `fn`. (While something around is staged all do the same.)"""
+        before = alone.get()
+        try:
+            alone.set("" if torch._C._len_torch_dispatch_stack() else self.name)
+            return self.fn(*args, **kwargs)
+        finally:
+            alone.set(before)
 
     def staged(self, leaves: list, here: tuple) -> tuple[Compiled | None, list]:
         """The program for these leaves, and they as plain memory; no program
@@ -259,7 +271,7 @@ class Jitted:
         return self.compilations
 
     def __get__(self, owner, kind=None):
-        return self if owner is None else types.MethodType(self, owner)
+        return self if owner is None else Method(self, owner)
 
     def __reduce__(self):
         if self.is_one:
@@ -273,6 +285,33 @@ class Jitted:
 
     def __repr__(self) -> str:
         return f"<funcrec.jit of {self.fn!r}>"
+
+
+class Method:
+    """A jitted function of a class, as an object of it has it: what it does, it does with the object first."""
+
+    def __init__(self, jitted: Jitted, owner: object):
+        self.__func__, self.__self__ = jitted, owner
+        self.__signature__ = inspect.signature(types.MethodType(jitted.fn, owner))
+
+    def __call__(self, *args, **kwargs):
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def lower(self, *args, **kwargs) -> Lowered:
+        return self.__func__.lower(self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str):
+        return getattr(self.__func__, name)
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, Method) and self.__func__ is other.__func__
+        return same and self.__self__ is other.__self__
+
+    def __hash__(self) -> int:
+        return hash((id(self.__func__), id(self.__self__)))
+
+    def __reduce__(self):
+        return getattr, (self.__self__, self.name)
 
 
 def _check_function(fn: Callable) -> None:

@@ -12,6 +12,7 @@ from funcrec.compile._keys import show_key
 from funcrec.compile._program import Compiled
 from funcrec.compile._traffic import Sent, collectives_of
 from funcrec.compile._writes import leaves_read
+from funcrec.core import fail
 
 
 class Lowered(NamedTuple):
@@ -25,7 +26,8 @@ class Lowered(NamedTuple):
       graph: flat tensors -> flat tensors, operation by operation; it writes
         to nothing. What is written in place is written behind it.
       reads: {path: form} of the tensors that a call reads. First the graph's inputs, in order: tensors of the
-        arguments, then those that `f` closes over. Behind them what only the writes read.
+        arguments, then those that `f` closes over. Behind them what only the writes read: rows and values to be put,
+        tables and slots of an optimizer that updates them where they are.
       donated: paths of the tensors that a call uses up.
       written: those of them that keep their memory and have rows replaced in it.
       exchanges: what leaves this rank, in the graph's order, each (kind,
@@ -65,6 +67,10 @@ class Lowered(NamedTuple):
     def sent_bytes(self) -> int:
         """The bytes that leave this rank in a call."""
         return sum(x.sent_bytes for x in self.exchanges)
+
+    def __reduce__(self):
+        need, hint = "fr.jit(fn), which pickles, and is lowered where it is loaded", "lowered.as_text(), for its text"
+        fail("funcrec.Lowered", "a program does not pickle.", got=repr(self), need=need, hint=hint, kind=TypeError)
 
     def as_text(self) -> str:
         """What it reads, writes and sends, then the graph, line by line, with the forms of its values."""

@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from funcrec.kernels.library import twin
 
 PUT = torch.ops.aten.index_put.default
+PUT_ = torch.ops.aten.index_put_.default
 RESHAPES = {  # views that keep the order of the elements
     getattr(torch.ops.aten, name).default
     for name in ("view", "unsqueeze", "squeeze", "_unsafe_view", "reshape", "alias", "detach")
@@ -89,7 +90,7 @@ def plan_writes(graph: GraphModule, outputs: Sequence[int], inputs: dict[int, No
     on_way = {n for way in ways.values() for n in way.nodes if _replaced(n)}
     writes = []
     for node in (n for n in graph.graph.nodes if n in on_way):
-        call, count = (torch.ops.aten.index_put_.default, 1) if node.target is PUT else twin(node.target)
+        call, count = (PUT_, 1) if node.target is PUT else twin(node.target)
         rest = (*node.args[count:], *node.kwargs.values())
         writes.append(Write(call, (*map_arg(node.args[:count], written), *map_arg(rest, read))))
     end.args = (results,)  # the operations that now write in place have no reader left in the graph
@@ -197,18 +198,21 @@ def _same_form(source: Node, leaf: Node) -> bool:
 
 
 def leaves_read(plan: Plan) -> set[int]:
-    """The leaves that the writes read, and leave as they are."""
-    found: set[int] = set()
+    """The leaves that the writes read: all that they are given but rows that are written over as they are."""
 
-    def look(x: object) -> None:
-        if isinstance(x, Place):
-            found.update(() if x.is_result else (x.number,))
-        elif isinstance(x, (list, tuple)):
-            for y in x:
-                look(y)
+    def places(x: object) -> set[int]:
+        if isinstance(x, (list, tuple)) and not isinstance(x, Place):
+            return set().union(*map(places, x))
+        return {x.number} if isinstance(x, Place) and not x.is_result else set()
 
-    look([w.arguments for w in plan.writes])
-    return found - plan.written
+    return set().union(*(places(w.arguments[writes_over(w) :]) for w in plan.writes))
+
+
+def writes_over(write: Write) -> bool:
+    """Whether it puts rows in its first argument without a look at what was there:
+    not sums, nor updates, whose first arguments are all tables and all slots."""
+    is_sum = write.call is PUT_ and len(write.arguments) > 3 and write.arguments[3]
+    return isinstance(write.arguments[0], Place) and not is_sum
 
 
 def prepare_writes(plan: Plan, num_leaves: int) -> Callable[[list, list], None]:

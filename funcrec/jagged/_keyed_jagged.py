@@ -16,6 +16,7 @@ from funcrec.core import PARTS, Problem, Size, check, describe, fail, pytree, ty
 from funcrec.jagged._jagged import JaggedTensor, grow, take_ranges
 from funcrec.jagged._join import as_part, join
 from funcrec.jagged._keyed_problems import (
+    field_problems,
     id_dtype_problems,
     jagged_problems,
     key_problems,
@@ -58,6 +59,10 @@ class KeyedJaggedTensor:
     keys: tuple[str, ...] = ()
     strides: tuple[int, ...] | None = None
     part = None  # of `_parts`: what it was taken from; no field
+
+    def __new__(cls, *fields: object, **named: object) -> "KeyedJaggedTensor":
+        check("funcrec.KeyedJaggedTensor", field_problems(fields, named))
+        return object.__new__(cls)
 
     # -- constructors ------------------------------------------------------------------------------------------
 

@@ -10,6 +10,22 @@ from funcrec.core import EXAMPLES, Problem, describe
 from funcrec.jagged._jagged import JaggedTensor
 from funcrec.jagged._problems import bag_problems, buffer_problems, offset_form_problems
 
+FIELDS = ("values", "offsets", "weights", "inverse", "keys", "strides")
+
+
+def field_problems(fields: tuple, named: Mapping[str, object]) -> Iterator[Problem]:
+    """What is given to KeyedJaggedTensor itself: TorchRec's order and names, or keys that are no tuple."""
+    given, unknown = dict(zip(FIELDS, fields, strict=False)) | dict(named), [k for k in named if k not in FIELDS]
+    keys, no_tensors = given.get("keys", ()), [k for k in FIELDS[:4] if type(given.get(k)) in (list, tuple, str)]
+    named_keys = isinstance(keys, tuple) and all(isinstance(k, str) for k in keys)
+    if unknown or no_tensors or not named_keys or len(fields) > len(FIELDS):
+        got = ", ".join(f"{k}: {describe(x)}" for k, x in given.items())
+        hint = "KeyedJaggedTensor.from_lengths(keys, values, lengths), from_offsets, from_lists"
+        yield Problem(
+            "the fields are others.", got, "values, offsets, weights, inverse, keys=(a tuple of names), strides",
+            f"{hint}; fr.interop.from_torchrec(kjt)", TypeError,
+        )  # fmt: skip
+
 
 def key_problems(keys: tuple[str, ...]) -> Iterator[Problem]:
     if any(not isinstance(k, str) for k in keys):

@@ -34,6 +34,7 @@ from funcrec.mesh._joined import is_small as is_small
 from funcrec.mesh._joined import ordered_sum as ordered_sum
 from funcrec.mesh._joined import part_by_part as part_by_part
 from funcrec.mesh._mesh import Mesh as Mesh
+from funcrec.mesh._mesh import alone as alone
 from funcrec.mesh._mesh import ambient as ambient
 from funcrec.mesh._ragged import ragged_all_to_all as ragged_all_to_all
 from funcrec.mesh._same import bits_of as bits_of

@@ -26,6 +26,7 @@ TIMEOUT_S = 300.0
 LET_GO_S = 0.25
 
 ambient: ContextVar[tuple["Mesh", ...]] = ContextVar("funcrec_meshes", default=())
+alone: ContextVar[str] = ContextVar("funcrec_alone", default="")  # why no axis of real ranks is to be bound, if so
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -141,6 +142,14 @@ class Mesh:
 
     def bound_axes(self, names: Sequence[str], device: torch.device) -> list[Axis]:
         """The axes of a real mesh, as a function that runs on this rank sees them."""
+        if alone.get():
+            fail(
+                f"funcrec.jit({alone.get()})",
+                "a derivative follows a jitted function that exchanges with other ranks.",
+                got="requires_grad, or a grad or jvp around it, on this rank",
+                need="what all ranks run alike: where nothing follows the function they run its program",
+                hint="fr.jit of the derivative, such as fr.jit(torch.func.grad(f)); or f without jit", kind=TypeError,
+            )  # fmt: skip
         out = []
         for name in names:
             index, group = self.coordinates[name], self.device_mesh.get_group(name)

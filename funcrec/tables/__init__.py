@@ -8,6 +8,7 @@ from funcrec.tables._configs import TableConfig as TableConfig
 from funcrec.tables._configs import modulo as modulo
 from funcrec.tables._configs import multiply_shift as multiply_shift
 from funcrec.tables._grad import check_gradients as check_gradients
+from funcrec.tables._grad import loss_and_aux as loss_and_aux
 from funcrec.tables._grad import params_problems as params_problems
 from funcrec.tables._grad import value_and_grad as value_and_grad
 from funcrec.tables._grad import value_grad_and_overflows as value_grad_and_overflows

@@ -6,6 +6,7 @@ A first pass finds the lookup sites and the shapes of their outputs; the second 
 differentiated. Under `jit` the first pass is dead code and the zeros fold away.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -99,7 +100,7 @@ def value_grad_and_overflows(loss_fn: Callable, has_aux: bool) -> Callable:
             tape = structure["tape"] = Tape(sites, taps)
             out = loss_fn(_with_refs(params.tables, dense, tape), *args, **kwargs)
             tape.finish()
-            loss, aux = out if has_aux else (out, ())
+            loss, aux = loss_and_aux("funcrec.value_and_grad", out) if has_aux else (out, ())
             _check_scalar(loss)
             leaves, structure["aux"] = tree_flatten(aux)
             structure["static"] = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
@@ -107,9 +108,10 @@ def value_grad_and_overflows(loss_fn: Callable, has_aux: bool) -> Callable:
             return loss, ([x for x in leaves if isinstance(x, Tensor)], saved)
 
         taps = [site.zeros() for site in sites]
-        (d_dense, d_taps), (loss, (aux_tensors, saved)) = torch.func.grad_and_value(
-            tapped, argnums=(0, 1), has_aux=True
-        )(params.dense, taps)
+        with named_errors(loss_fn, params, args, kwargs):
+            (d_dense, d_taps), (loss, (aux_tensors, saved)) = torch.func.grad_and_value(
+                tapped, argnums=(0, 1), has_aux=True
+            )(params.dense, taps)
         tables = {
             name: RowGrads.zeros(t.shape, dtype=ops.accumulation_dtype(t.dtype), device=t.device)
             for name, t in params.tables.items()
@@ -129,19 +131,30 @@ def value_grad_and_overflows(loss_fn: Callable, has_aux: bool) -> Callable:
     return run
 
 
+def named_errors(loss_fn: Callable, params: Params, args, kwargs) -> contextlib.AbstractContextManager:
+    need = "the batch that it reads"
+    return own_errors("funcrec.value_and_grad", loss_fn, params, *args, *kwargs.values(), need=need)
+
+
 def _find_sites(loss_fn: Callable, params: Params, args, kwargs) -> list[Site]:
     tape = Tape()
     refs = _with_refs(plain_tables(params.tables), params.dense, tape)
-    with (
-        handed_over(),
-        own_errors("funcrec.value_and_grad", loss_fn, params, *args, *kwargs.values(), need="the batch that it reads"),
-    ):
+    with handed_over(), named_errors(loss_fn, params, args, kwargs):
         loss_fn(refs, *args, **kwargs)
     return tape.sites
 
 
 def _with_refs(tables: dict[str, Tensor], dense: Any, tape: Tape) -> Params:
     return Params(map_parts(lambda name, t: TableRef(t, name, tape), tables), dense)
+
+
+def loss_and_aux(call: str, out: object) -> tuple[Any, Any]:
+    """The pair that a loss gives with `has_aux`."""
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        got = f"a {type(out).__name__} of {len(out)}" if isinstance(out, (tuple, list)) else describe(out)
+        hint = "return loss, aux; has_aux=False for a loss alone"
+        fail(call, "`loss_fn` gave no pair.", got=got, need="(f[], aux), for has_aux=True", hint=hint, kind=TypeError)
+    return tuple(out)
 
 
 def _check_scalar(loss: object) -> None:

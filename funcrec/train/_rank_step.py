@@ -37,7 +37,7 @@ from funcrec.sharding import (
     whole_banks,
     whole_leaves,
 )
-from funcrec.tables import Params, RowGrads, check_gradients
+from funcrec.tables import Params, RowGrads, check_gradients, loss_and_aux
 from funcrec.train._pipeline import Place, Recipe, Summed, run
 from funcrec.train._state import TrainState
 
@@ -110,7 +110,7 @@ def rank_of(
         @functools.wraps(recipe.loss_fn)
         def own_share(params, batch, **extra):
             out = recipe.loss_fn(params, batch, **extra)
-            loss, aux = out if recipe.has_aux else (out, None)
+            loss, aux = loss_and_aux("funcrec.train_step", out) if recipe.has_aux else (out, None)
             loss = loss / (mesh.size // copies)
             return (loss, aux) if recipe.has_aux else loss
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close, check_adjoint, check_grads
@@ -91,6 +92,12 @@ ROWS = {
     "JaggedTensor.to_padded: float": e(lambda: JT.from_lists([[1, 2]]).to_padded(2.0), TypeError,
         "`length` is not an integer", "float 2.0"),
     # KeyedJaggedTensor
+    "KeyedJaggedTensor: TorchRec's order": e(lambda: KJT(["a"], i64(2), None, i64(2)), TypeError,
+        "the fields are others", "got   values: list", "from_lengths(keys, values, lengths)"),
+    "KeyedJaggedTensor: TorchRec's names": e(lambda: KJT(keys=["a"], values=i64(2), lengths=i64(2)), TypeError,
+        "lengths: i64[1]", "fr.interop.from_torchrec"),
+    "KeyedJaggedTensor: listed keys": e(lambda: KJT(i64(2), i64(2), keys=["a"]), TypeError, "a tuple of names"),
+    "KeyedJaggedTensor: keys third": e(lambda: KJT(i64(2), i64(2), ["a"]), TypeError, "weights: list"),
     "KeyedJaggedTensor.from_lists: list": e(lambda: KJT.from_lists([[1]]), TypeError, "`lists` is not a mapping"),
     "KeyedJaggedTensor.from_lists: no bags": e(lambda: KJT.from_lists({"a": [[0]], "b": [1, 2]}), TypeError,
         "`lists['b'][0]` is not a bag", "int 1", "a bag [id]"),
@@ -256,6 +263,12 @@ ROWS = {
         "the loss is not a scalar", "f32[2]", "loss.mean()"),
     "value_and_grad: loss and aux": e(lambda: fr.value_and_grad(lambda p: (p.dense.sum(), 1))(fr.Params({}, f32(2))),
         TypeError, "the loss is not a scalar", "has_aux=True"),
+    "value_and_grad: no aux": e(lambda: fr.value_and_grad(lambda p: p.dense.sum(), True)(fr.Params({}, f32(2))),
+        TypeError, "`loss_fn` gave no pair", "got   f32[]", "return loss, aux"),
+    "value_and_grad: three": e(lambda: fr.value_and_grad(lambda p: (p.dense.sum(), 1, 2), True)(fr.Params({}, f32(2))),
+        TypeError, "`loss_fn` gave no pair", "a tuple of 3"),
+    "value_and_grad: a checkpoint": e(lambda: fr.value_and_grad(lambda p: checkpoint(torch.sum, p.dense,
+        use_reentrant=False))(fr.Params({}, f32(2))), TypeError, "runs torch.utils.checkpoint", "fr.optim.accumulate"),
     # testing
     "check_grads: no floats": e(lambda: check_grads(lambda x: x, (i64(1),)), TypeError, "no float tensor"),
     "check_adjoint: paths": e(lambda: check_adjoint(lambda x: {"y": x}, lambda y: y["y"], f32(2), {"z": f32(2)}),

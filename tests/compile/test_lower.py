@@ -1,5 +1,6 @@
 """jit(f).lower: the program of a call, told and compiled without the call."""
 
+import inspect
 import pickle
 import weakref
 
@@ -195,5 +196,42 @@ def test_what_cannot_be_lowered_says_why(interpreted):
         fr.jit(lambda x: x.sum().item()).lower(X)
     with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
         fn.lower(state(), SHIFT, y=1)
-    with pytest.raises(TypeError, match="a program does not pickle"):
-        pickle.dumps(fr.jit(squares).lower(X).compile())
+    for program in (fr.jit(squares).lower(X), fr.jit(squares).lower(X).compile()):
+        with pytest.raises(TypeError, match="a program does not pickle"):
+            pickle.dumps(program)
+
+
+def test_what_an_update_in_place_reads_is_told(interpreted):
+    """Tables and slots that an optimizer updates where they are are read; rows that are written over are not, but those
+    that are added to are."""
+    opt, tables = fr.optim.adagrad(), {"t": torch.zeros(3, 2)}
+    grads = {"t": fr.RowGrads.from_entries(torch.tensor([1]), torch.ones(1, 2), num_embeddings=3)}
+    update = lambda state, grads: opt.update(grads, state[1], state[0], 0)
+    lowered = fr.jit(update, donate=("state",)).lower((tables, opt.init(tables)), grads)
+    assert set(lowered.written) == {"state[0]['t']", "state[1]['t']['sum']"} <= lowered.reads.keys()
+    put = lambda x, rows, new, is_sum: x.index_put((rows,), new, accumulate=is_sum)
+    for is_sum in (False, True):
+        lowered = fr.jit(put, donate=("x",)).lower(torch.zeros(3), torch.tensor([1]), torch.ones(1), is_sum)
+        assert lowered.written == ("x",) and ("x" in lowered.reads) is is_sum
+
+
+@fr.pytree
+class Scaled:
+    by: torch.Tensor
+
+    @fr.jit
+    def scale(self, x):
+        """x times it."""
+        return x * self.by
+
+
+def test_a_jitted_method_is_lowered_for_its_object(interpreted):
+    """obj.method.lower(x) binds x as obj.method(x) does; it has the method's signature, and pickles."""
+    scaled, x = Scaled(torch.tensor(2.0)), torch.tensor(3.0)
+    lowered = scaled.scale.lower(x)
+    assert list(lowered.reads) == ["x", "self.by"] or list(lowered.reads) == ["self.by", "x"]
+    assert lowered.compile()(scaled, x) == scaled.scale(x) == Scaled.scale(scaled, x) == 6
+    assert list(inspect.signature(scaled.scale).parameters) == ["x"]
+    assert scaled.scale == scaled.scale and scaled.scale != Scaled(torch.tensor(2.0)).scale
+    assert scaled.scale.num_compiled() == Scaled.scale.num_compiled() >= 1
+    assert pickle.loads(pickle.dumps(scaled.scale))(x) == 6

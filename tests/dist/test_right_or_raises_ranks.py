@@ -102,3 +102,31 @@ def followed_apart(how):
     except TypeError as refused:
         error = f"TypeError {refused}"
     return error, summed(torch.full((2,), 3.0)).tolist()
+
+
+def test_a_jitted_function_that_exchanges_is_followed_on_no_rank(ranks):
+    """A jitted function that exchanges with other ranks, who may run its program, raises where a derivative follows it,
+    before any work; the derivative of the function, jitted, is right."""
+    for errors, inside in ranks(2).run(followed_jitted):
+        assert all("exchanges with other ranks" in x and "fr.jit of the derivative" in x for x in errors)
+        assert inside == [2.0, 2.0]
+
+
+def followed_jitted():
+    mesh = fr.Mesh.distributed(x=2)
+    summed = fr.shard_map(lambda x: fr.psum(x, "x"), mesh=mesh, in_specs=fr.P("x"), out_specs=fr.P())
+    jitted, x, errors = fr.jit(summed), torch.ones(2), []
+    tracked = torch.ones(2, requires_grad=True)
+    held = fr.jit(lambda: summed(tracked))
+    for follow in (
+        lambda: jitted(tracked),
+        lambda: torch.func.jvp(jitted, (x,), (x,)),
+        lambda: torch.func.grad(lambda x: jitted(x).sum())(x),
+        lambda: fr.jit(summed)(tracked),
+        held,
+    ):
+        with pytest.raises(TypeError) as error:
+            follow()
+        errors.append(str(error.value))
+        assert jitted(x).tolist() == [2, 2]
+    return errors, fr.jit(torch.func.grad(lambda x: fr.jit(summed)(x).sum()))(x).tolist()
