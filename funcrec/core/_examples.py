@@ -62,6 +62,7 @@ EXAMPLES: dict[str, str] = {
     "dense_axes": '("data",)',
     "delimiter": '","',
     "deep_size": "16",
+    "delta": "1.0",
     "depth": "2",
     "dim": "8",
     "donate": '("state",)',

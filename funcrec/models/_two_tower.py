@@ -10,11 +10,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec import nn
+from funcrec import losses, nn
 from funcrec.core import (
     Positive,
     Problem,
@@ -125,31 +124,17 @@ def in_batch_softmax(
     log_q: Tensor | None = None,
     candidate_ids: Tensor | None = None,
 ) -> Tensor:
-    """f[]: the mean cross entropy of each query's own candidate among all candidates of the batch.
+    """`fr.losses.in_batch_softmax`, with a correction where `log_q` is given.
 
-    Args:
-      query, candidate: f[B, D]; row i of both belong together.
-      log_q: f[B], log of the probability that each candidate is in a batch; None for no correction.
-      candidate_ids: i[B]; another row with the same candidate is left out of the sum, not counted as a negative.
+    Shapes: query, candidate f[B, D]; log_q f[B]; candidate_ids i[B].
 
     Example:
       >>> import torch, funcrec as fr
       >>> x = torch.eye(2)
       >>> fr.models.in_batch_softmax(x, x, temperature=0.5)
       tensor(0.1269)
-
-    Source: Yi et al. (2019), eq. 3 and 5; Bengio and Senécal, "Quick training of probabilistic neural nets" (2003).
     """
-    call = "funcrec.models.in_batch_softmax"
-    check(call, pair_problems(query, candidate, log_q, candidate_ids), temperature_problems(temperature))
-    logits = query @ candidate.T / temperature
-    if log_q is not None:
-        logits = logits - log_q
-    if candidate_ids is not None:
-        same = candidate_ids[:, None] == candidate_ids
-        other = ~torch.eye(same.shape[0], dtype=torch.bool, device=same.device)
-        logits = torch.where(same & other, -torch.inf, logits)
-    return (torch.logsumexp(logits, 1) - logits.diagonal()).mean()
+    return losses.in_batch_softmax(query, candidate, log_q=log_q, temperature=temperature, candidate_ids=candidate_ids)
 
 
 def in_batch_softmax_loss(
@@ -185,9 +170,10 @@ def in_batch_softmax_loss(
 
     def loss_fn(params: Params, batch: Batch, *, key: Tensor):
         q, c = model.towers(params, batch, key)
-        value = in_batch_softmax(
+        value = losses.in_batch_softmax(
             q,
             c,
+            batch.weight,
             temperature=model.temperature,
             log_q=None if log_q is None else log_q(batch),
             candidate_ids=None if candidate_ids is None else candidate_ids(batch),
@@ -217,20 +203,3 @@ def temperature_problems(temperature: object) -> Iterator[Problem]:
         yield Problem("`temperature` is not a number.", describe(temperature), "a float > 0", kind=TypeError)
     elif not 0 < temperature < math.inf:
         yield Problem("`temperature` is not positive.", f"{temperature}", "a float > 0")
-
-
-def pair_problems(query, candidate, log_q, candidate_ids) -> Iterator[Problem]:
-    for name, x in (("query", query), ("candidate", candidate)):
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() != 2:
-            yield Problem(f"`{name}` is not a matrix of floats.", describe(x), "f[B, D]", kind=TypeError)
-            return
-    if query.shape != candidate.shape:
-        got = f"{describe(query)} and {describe(candidate)}"
-        yield Problem("`query` and `candidate` do not pair up.", got, "one shape f[B, D]")
-    for name, x in (("log_q", log_q), ("candidate_ids", candidate_ids)):
-        is_kind = lambda x: x.is_floating_point() if name == "log_q" else x.dtype in (torch.int32, torch.int64)  # noqa: B023
-        if x is not None and (not isinstance(x, Tensor) or x.shape != query.shape[:1] or not is_kind(x)):
-            need = f"{'f' if name == 'log_q' else 'i64'}[{query.shape[0]}], one for each candidate; or None"
-            hint = f"{name}=None" if name == "log_q" else "candidate_ids=batch.ids[key].values, one id in each bag"
-            kind = ValueError if isinstance(x, Tensor) and is_kind(x) else TypeError
-            yield Problem(f"`{name}` does not match the batch.", describe(x), need, hint, kind)

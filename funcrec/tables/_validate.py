@@ -119,7 +119,8 @@ def weight_value_problems(weight: Tensor, path: str, kind: type[Exception] = Val
     if bool(wrong.any()):
         at = int(wrong.to(torch.int8).argmax())
         got = f"{path}[{at}] = {weight[at].item()}, {int(wrong.sum())} in all"
-        yield Problem(f"`{path}` has numbers that are not weights.", got, "finite weights >= 0", kind=kind)
+        hint = "0 for an example that is not to count"
+        yield Problem(f"`{path}` has numbers that are not weights.", got, "finite weights >= 0", hint, kind)
 
 
 def bounds_problems(labels: object) -> Iterator[Problem]:

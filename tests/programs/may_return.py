@@ -73,6 +73,8 @@ MAY_RETURN = (
         TENSORS - {"c64[2]", "meta"}),
     Row("labels may be booleans, weights too", "metrics.*", "labels|weights", {"bool[3]", "None"}),
     Row("labels may be booleans", "losses.*", "label", {"bool[3]"}),
+    Row("a weight of a task is any number >= 0", "losses.multi_task", r"weights\[.*", {"7", "0"}),
+    Row("None weighs all alike", "losses.loss_of_tasks", "weight", {"None"}),
     Row("an array can be gone through again and again", r"\.fit", "loader", {"numpy"}),
     Row("settings are any plain values by name", r"\.fit", "settings", {"{'q': 1}"}),
     Row("a folder has any name", r"loop.tensorboard", "writer", {"'no'"}),

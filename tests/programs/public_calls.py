@@ -493,6 +493,14 @@ def loops() -> list[Call]:
         print_epoch=(fr.loop.print_epoch, {"record": record}),
     ) + rows("losses",
         bce=(fr.losses.bce, {"logits": SCORES, **lossy}),
+        mse=(fr.losses.mse, {"predictions": SCORES, **lossy}),
+        huber=(fr.losses.huber, {"predictions": SCORES, **lossy, "delta": 0.5}),
+        cross_entropy=(fr.losses.cross_entropy, {"logits": f32(3, 4), **lossy}),
+        multi_task=(fr.losses.multi_task, {"losses": [fr.losses.bce, fr.losses.mse], "weights": (1.0, 0.5)}),
+        loss_of_tasks=(fr.losses.multi_task([fr.losses.bce, fr.losses.mse]), {"predictions": f32(3, 2),
+            "label": f32(3, 2), "weight": f32(3, 2), "reduction": "none"}),
+        in_batch_softmax=(fr.losses.in_batch_softmax, {"query": f32(3, 2), "candidate": f32(3, 2), "weight": f32(3),
+            "log_q": f32(3), "temperature": 0.5, "candidate_ids": i64(1, 2, 3), "reduction": "mean"}),
         weighted_mean=(fr.losses.weighted_mean, {"values": SCORES, "weight": f32(3)}),
     )  # fmt: skip
 

@@ -1,0 +1,133 @@
+"""Cross entropy over classes, and over the candidates of a batch.
+
+    cross_entropy: log Σ_c exp z_c - z_y          in_batch_softmax: the same of z_ij = ⟨q_i, c_j⟩ / T - log Q_j, y_i = i
+
+Q_j is how likely the batch was to hold candidate j; without the correction popular items are pushed down.
+Shapes: B batch, C classes, D dim.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Positive, Problem, check, describe, kind_of
+from funcrec.jagged import is_concrete
+from funcrec.losses._mean import reduce, reduction_problems, values_problems, weight_problems
+from funcrec.tables import blank_padding
+
+
+def cross_entropy(logits: Tensor, label: Tensor, weight: Tensor | None = None, *, reduction: str = "mean") -> Tensor:
+    """Cross entropy with logits, of one class per example.
+
+    Args:
+      logits: f[B, C].
+      label: [B], numbers of classes, 0 <= label < C: integers, or floats that are whole.
+      weight: f[B] >= 0, or None; an example of weight 0 is padding, which is not read.
+      reduction: "mean" for `weighted_mean`, f[]; "none" for each example's own loss, f[B], 0 for padding.
+
+    Raises: ValueError for a label that is no class; where no value can be read (under `jit`, on a GPU) its loss is NaN.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.losses.cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]))
+      tensor(1.3863)
+
+    Source: torch.nn.functional.cross_entropy (there a weight is a class's).
+    """
+    call = "funcrec.losses.cross_entropy"
+    check(call, reduction_problems(reduction), values_problems(logits, "logits", 2))
+    check(call, label_problems(label, logits), weight_problems(weight, logits.shape))
+    check(call, class_problems(label, logits.shape[1], weight))
+    z, y = blank_padding(logits, weight), blank_padding(label, weight)
+    is_class = (y >= 0) & (y < z.shape[1]) & (y == y.floor() if y.is_floating_point() else True)
+    own = z.gather(1, torch.where(is_class, y, 0).long()[:, None])[:, 0]
+    return reduce(torch.where(is_class, torch.logsumexp(z, 1) - own, torch.nan), weight, reduction)
+
+
+def in_batch_softmax(
+    query: Tensor,
+    candidate: Tensor,
+    weight: Tensor | None = None,
+    *,
+    log_q: Tensor | None,
+    temperature: float = 1.0,
+    candidate_ids: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """f[]: the mean cross entropy of each query's own candidate among all candidates of the batch.
+
+    Args:
+      query, candidate: f[B, D]; row i of both belong together.
+      weight: f[B] >= 0, or None; an example of weight 0 is padding, and no other's negative.
+      log_q: f[B], log of the probability that each candidate is in a batch; None declines the correction, which is
+        right where candidates are drawn evenly: else popular ones are pushed down.
+      temperature: T > 0.
+      candidate_ids: i[B]; another row with the same candidate is left out of the sum, not counted as a negative.
+      reduction: "mean", or "none" for each example's own loss, f[B], 0 for padding.
+
+    On a mesh the candidates are those of the rank's own part of the batch.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> x = torch.eye(2)
+      >>> fr.losses.in_batch_softmax(x, x, log_q=None, temperature=0.5)
+      tensor(0.1269)
+
+    Source: Yi et al., "Sampling-bias-corrected neural modeling" (RecSys 2019), eq. 3 and 5; Bengio and Senécal, "Quick
+      training of probabilistic neural nets" (2003).
+    """
+    call = "funcrec.losses.in_batch_softmax"
+    check(
+        call, pair_problems(query, candidate, log_q, candidate_ids), kind_of(Positive).find("temperature", temperature)
+    )
+    check(call, weight_problems(weight, query.shape), reduction_problems(reduction))
+    q, c = blank_padding(query, weight), blank_padding(candidate, weight)
+    logits = q @ c.T / temperature
+    if log_q is not None:
+        logits = logits - blank_padding(log_q, weight)
+    other = ~torch.eye(logits.shape[0], dtype=torch.bool, device=logits.device)
+    if candidate_ids is not None:
+        logits = torch.where((candidate_ids[:, None] == candidate_ids) & other, -torch.inf, logits)
+    if weight is not None:
+        logits = torch.where((weight == 0) & other, -torch.inf, logits)
+    return reduce(torch.logsumexp(logits, 1) - logits.diagonal(), weight, reduction)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def label_problems(label: object, logits: Tensor) -> Iterator[Problem]:
+    need, hint = "[B], the class of each example", "label=torch.zeros(4, dtype=torch.int64)"
+    if not isinstance(label, Tensor) or label.is_complex() or label.dtype == torch.bool:
+        yield Problem("`label` is not a tensor of classes.", describe(label), need, hint, TypeError)
+    elif label.shape != logits.shape[:1]:
+        yield Problem("`label` does not match the logits.", describe(label), f"[{logits.shape[0]}]", hint)
+
+
+def class_problems(label: Tensor, num_classes: int, weight: Tensor | None) -> Iterator[Problem]:
+    if not is_concrete(label) or (weight is not None and not is_concrete(weight)):
+        return
+    is_whole = label == label.floor() if label.is_floating_point() else torch.ones_like(label, dtype=torch.bool)
+    wrong = blank_padding(~((label >= 0) & (label < num_classes) & is_whole), weight)
+    if bool(wrong.any()):
+        at = int(wrong.to(torch.int8).argmax())
+        got, need = f"label[{at}] = {label[at].item()}, {int(wrong.sum())} in all", f"0 <= label < {num_classes}"
+        yield Problem("`label` has values that are not classes.", got, need, "logits f[B, C] of more classes")
+
+
+def pair_problems(query, candidate, log_q, candidate_ids) -> Iterator[Problem]:
+    for name, x in (("query", query), ("candidate", candidate)):
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() != 2:
+            yield Problem(f"`{name}` is not a matrix of floats.", describe(x), "f[B, D]", kind=TypeError)
+            return
+    if query.shape != candidate.shape:
+        got = f"{describe(query)} and {describe(candidate)}"
+        yield Problem("`query` and `candidate` do not pair up.", got, "one shape f[B, D]")
+    for name, x in (("log_q", log_q), ("candidate_ids", candidate_ids)):
+        is_kind = lambda x: x.is_floating_point() if name == "log_q" else x.dtype in (torch.int32, torch.int64)  # noqa: B023
+        if x is not None and (not isinstance(x, Tensor) or x.shape != query.shape[:1] or not is_kind(x)):
+            need = f"{'f' if name == 'log_q' else 'i64'}[{query.shape[0]}], one for each candidate; or None"
+            hint = f"{name}=None" if name == "log_q" else "candidate_ids=batch.ids[key].values, one id in each bag"
+            kind = ValueError if isinstance(x, Tensor) and is_kind(x) else TypeError
+            yield Problem(f"`{name}` does not match the batch.", describe(x), need, hint, kind)

@@ -1,0 +1,73 @@
+"""Losses of predicted numbers.
+
+    mse: (p - y)²        huber: ½ d² where d = |p - y| ≤ δ, else δ (d - ½ δ)
+
+Shapes: B batch.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Positive, check, kind_of
+from funcrec.jagged import is_concrete
+from funcrec.losses._mean import pair_problems, reduce, reduction_problems, weight_problems
+from funcrec.tables import blank_padding, label_value_problems
+
+
+def mse(predictions: Tensor, label: Tensor, weight: Tensor | None = None, *, reduction: str = "mean") -> Tensor:
+    """The mean of (prediction - label)².
+
+    Args:
+      predictions: f[B].
+      label: [B], finite, of any real dtype.
+      weight: f[B] >= 0, or None; an example of weight 0 is padding, which is not read.
+      reduction: "mean" for `weighted_mean`, f[]; "none" for each example's own loss, f[B], 0 for padding.
+
+    Raises: ValueError for a label that is not finite, where values can be read.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.losses.mse(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))
+      tensor(2.)
+
+    Source: torch.nn.functional.mse_loss.
+    """
+    return _of_errors("funcrec.losses.mse", torch.square, predictions, label, weight, reduction)
+
+
+def huber(
+    predictions: Tensor,
+    label: Tensor,
+    weight: Tensor | None = None,
+    *,
+    delta: float = 1.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """The mean of a square that goes on as a line: a label far away pulls no harder than one at `delta`.
+
+    Args:
+      predictions, label, weight, reduction: as of `mse`.
+      delta: δ > 0.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.losses.huber(torch.tensor([0.0, 0.0]), torch.tensor([1.0, 5.0]))
+      tensor(2.5000)
+
+    Source: Huber, "Robust estimation of a location parameter" (1964); torch.nn.functional.huber_loss.
+    """
+    check("funcrec.losses.huber", kind_of(Positive).find("delta", delta))
+    bent = lambda e: torch.where(e.abs() <= delta, e.square() / 2, delta * (e.abs() - delta / 2))
+    return _of_errors("funcrec.losses.huber", bent, predictions, label, weight, reduction)
+
+
+def _of_errors(call: str, loss: Callable, predictions, label, weight, reduction) -> Tensor:
+    check(call, reduction_problems(reduction), pair_problems(predictions, "predictions", label, 1))
+    check(call, weight_problems(weight, predictions.shape))
+    any_number = {"weight": weight, "labels": (-math.inf, math.inf)}
+    check(call, label_value_problems(label, "label", **any_number) if is_concrete(label) else ())
+    p, y = blank_padding(predictions, weight), blank_padding(label, weight)
+    return reduce(loss(p - y.to(p.dtype)), weight, reduction)

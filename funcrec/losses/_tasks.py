@@ -1,0 +1,81 @@
+"""Several losses of one example as one.
+
+    loss = Σ_t c_t loss_t(predictions[:, t], label[:, t])
+
+Shapes: B batch, T tasks.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, check, describe, own_errors
+from funcrec.losses._mean import pair_problems, reduction_problems
+
+
+def multi_task(losses: Sequence[Callable[..., Tensor]], *, weights: Sequence[float] | None = None) -> Callable:
+    """A loss of T columns from T losses of one.
+
+    Args:
+      losses: for each column a function of (predictions, label, weight, reduction=...), such as `bce` and `mse`.
+      weights: c, one number for each task; None for ones.
+
+    Returns: loss(predictions f[B, T], label [B, T], weight=None, *, reduction="mean") -> f[], or f[B] with "none".
+      weight: f[B] of the examples, or f[B, T] of each task's: with 0 where an example has no label for a task.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> loss = fr.losses.multi_task([fr.losses.bce, fr.losses.mse], weights=(1.0, 0.5))
+      >>> loss(torch.tensor([[0.0, 3.0]]), torch.tensor([[1.0, 1.0]]))
+      tensor(2.6931)
+    """
+    call = "funcrec.losses.multi_task"
+    check(call, task_problems(losses, weights))
+    c = [1.0] * len(losses) if weights is None else list(weights)
+    return functools.partial(_loss_of_tasks, tuple(losses), tuple(c))
+
+
+def _loss_of_tasks(
+    losses: tuple[Callable, ...],
+    c: tuple[float, ...],
+    predictions: Tensor,
+    label: Tensor,
+    weight: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+) -> Tensor:
+    call = "funcrec.losses.multi_task"
+    check(call, reduction_problems(reduction), pair_problems(predictions, "predictions", label, 2))
+    check(call, column_problems(predictions, weight, len(losses)))
+    own = lambda t: weight if weight is None or weight.dim() == 1 else weight[:, t]
+    terms = []
+    for t, loss in enumerate(losses):
+        with own_errors(call, loss, predictions[:, t], label[:, t], need="the predictions and labels of one task"):
+            terms.append(c[t] * loss(predictions[:, t], label[:, t], own(t), reduction=reduction))
+    return torch.stack(terms).sum(0)
+
+
+def task_problems(losses: object, weights: object) -> Iterator[Problem]:
+    need, hint = "a sequence of losses, one per task", "[fr.losses.bce, fr.losses.mse]"
+    if not isinstance(losses, list | tuple) or not losses or not all(map(callable, losses)):
+        yield Problem("`losses` are not losses.", describe(losses), need, hint, TypeError)
+        return
+    is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
+    if weights is not None and (not isinstance(weights, list | tuple) or not all(map(is_number, weights))):
+        yield Problem("`weights` are not numbers.", describe(weights), "one per task", "weights=(1.0, 0.5)", TypeError)
+    elif weights is not None and (len(weights) != len(losses) or not all(0 <= x < float("inf") for x in weights)):
+        need = f"{len(losses)} finite numbers >= 0"
+        yield Problem("`weights` do not match the tasks.", f"{tuple(weights)}", need, f"weights={(1.0,) * len(losses)}")
+
+
+def column_problems(predictions: Tensor, weight: object, num_tasks: int) -> Iterator[Problem]:
+    if predictions.shape[1] != num_tasks:
+        need = f"[B, {num_tasks}], a column for each loss"
+        yield Problem("`predictions` have not one column for each task.", describe(predictions), need, "as many losses")
+    if isinstance(weight, Tensor) and weight.shape not in (predictions.shape, predictions.shape[:1]):
+        need = f"f{list(predictions.shape[:1])}, or f{list(predictions.shape)}"
+        yield Problem("`weight` does not match the examples.", describe(weight), need, "weight=None")
+    elif weight is not None and not isinstance(weight, Tensor):
+        yield Problem("`weight` is not a float tensor.", describe(weight), "f[B], or f[B, T]", "weight=None", TypeError)
