@@ -7,6 +7,7 @@ the order of tensors, and no kind names code.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import MISSING
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from funcrec.compile import Donated, donated_message
 from funcrec.core import (
     CLASSES,
+    STATIC_DEFAULTS,
     DonatedError,
     Problem,
     class_name,
@@ -233,6 +235,9 @@ def _decode_class(name: str, fields: list, parts: list, static: Any) -> Any:
     if found is None:
         raise CodeError(f"the class {name!r:.100}, which is not imported here")
     flatten, unflatten = found
+    later = STATIC_DEFAULTS[name_in_checkpoints(name)][len(static) :] if isinstance(static, tuple) else ()
+    if later and MISSING not in later:  # a field that the class has had since the file was written
+        static = (*static, *later)
     try:
         value = unflatten(parts, (tuple(fields), static))
         same = flatten(value)[1] == (tuple(fields), static)

@@ -22,6 +22,7 @@ T = TypeVar("T")
 NAMESPACE = "funcrec"
 CALLS = "funcrec.jit"  # the namespace of a jitted call's arguments: what a program can tell apart has two structures
 CLASSES: dict[str, tuple[Callable, Callable]] = {}  # (flatten, unflatten) by class_name, for checkpoints
+STATIC_DEFAULTS: dict[str, tuple] = {}  # and what static fields are that an older file does not have
 
 _as_written = optree.dict_insertion_ordered(True, namespace=CALLS)  # entered for good
 _as_written.__enter__()
@@ -59,11 +60,9 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
     if cls is None:
         return lambda c: pytree(c, static=static, optional=optional)
     check("funcrec.pytree", class_problems(cls, static, optional))
-    own_repr = "__repr__" in cls.__dict__
-    cls = dataclasses.dataclass(frozen=True, eq=False, repr=not own_repr)(cls)
+    cls = dataclasses.dataclass(frozen=True, eq=False, repr="__repr__" not in cls.__dict__)(cls)
     names = tuple(f.name for f in dataclasses.fields(cls))
     children = tuple(n for n in names if n not in static)
-
     if "to" not in names and not hasattr(cls, "to"):
         cls.to = to_of(cls)
 
@@ -88,6 +87,7 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
         return value
 
     CLASSES[class_name(cls)] = (flatten, unflatten)
+    STATIC_DEFAULTS[class_name(cls)] = tuple(cls.__dataclass_fields__[n].default for n in static)
     torch_tree.register_pytree_node(
         cls,
         flatten,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import fail, replace
-from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, is_concrete
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, is_concrete, unweighted_places
 
 
 def from_jagged_tensor(call: str, x: Any) -> JaggedTensor:
@@ -45,7 +45,8 @@ def to_keyed_jagged_tensor(x: KeyedJaggedTensor) -> Any:
         more["stride_per_key_per_rank"] = [[count] for count in x.strides]
     if x.inverse is not None:
         more["inverse_indices"] = (list(x.keys), x.inverse)
-    return theirs.KeyedJaggedTensor(list(x.keys), x.values, x.weights, offsets=x.offsets, **more)
+    weights = x.weights if not x.unweighted else torch.where(unweighted_places(x), 1, x.weights)
+    return theirs.KeyedJaggedTensor(list(x.keys), x.values, weights, offsets=x.offsets, **more)
 
 
 def from_keyed_tensor(call: str, x: Any) -> KeyedTensor:

@@ -19,3 +19,4 @@ from funcrec.jagged._problems import capacity_problems as capacity_problems
 from funcrec.jagged._problems import int_problems as int_problems
 from funcrec.jagged._problems import jagged_parts as jagged_parts
 from funcrec.jagged._problems import offset_value_problems as offset_value_problems
+from funcrec.jagged._weights import unweighted_places as unweighted_places

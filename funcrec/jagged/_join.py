@@ -10,7 +10,7 @@ taken from, and are put together again in the room of one. What a tree makes of 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -58,5 +58,10 @@ def join(values: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
         lengths, used = lengths.long(), used.long()
     starts = torch.tensor([0, *accumulate(room)][:-1], dtype=used.dtype, device=used.device)
     take = lambda x: primitives.take_ranges(torch.cat(x), starts, used, capacity)[0]
-    weights = None if values[0].weights is None else take([x.weights for x in values])
-    return take([x.values for x in values]), primitives.offsets_of(lengths), weights
+    return take([x.values for x in values]), primitives.offsets_of(lengths), _join_weights(values, take)
+
+
+def _join_weights(values: Sequence[Any], take: Callable[[list[Tensor]], Tensor]) -> Tensor | None:
+    """Ones for those that have none, where others have some."""
+    own = next((x.weights for x in values if x.weights is not None), None)
+    return None if own is None else take([own.new_ones(x.capacity) if x.weights is None else x.weights for x in values])

@@ -26,13 +26,15 @@ from funcrec.jagged._keyed_problems import (
     mapping_problems,
     same_key_problems,
     stride_problems,
+    unweighted_problems,
 )
 from funcrec.jagged._lists import bag_list, flat_list, repeats, show_bags, show_buffer, split_list
 from funcrec.jagged._primitives import offsets_of
 from funcrec.jagged._problems import buffer_problems, capacity_problems, length_problems, offset_problems
+from funcrec.jagged._weights import flat_weights, given
 
 
-@pytree(static=("keys", "strides"), optional=("weights", "inverse"))
+@pytree(static=("keys", "strides", "unweighted"), optional=("weights", "inverse"))
 class KeyedJaggedTensor:
     """The ids of a batch.
 
@@ -44,12 +46,17 @@ class KeyedJaggedTensor:
         numbers of bags: the bag of each example, or None.
       keys: F names.
       strides: the number of bags of each key when they differ, else None.
+      unweighted: the keys that have no weights where others have. Their places in `weights` are 1 where funcrec made
+        them, as TorchRec has it, and nobody reads them: they cost their bytes, an f32 an id, and no time in a lookup.
 
     Example:
       >>> import funcrec as fr
       >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[1, 2], []], "user": [[7], [8]]})
       >>> ids["clicked"].to_lists(), ids[1:2].to_lists()
       ([[1, 2], []], {'clicked': [[]], 'user': [[8]]})
+      >>> some = fr.KeyedJaggedTensor.from_lists(ids.to_lists(), weights={"clicked": [[0.5, 2.0], []]})
+      >>> some["clicked"].weights, some["user"].weights
+      (tensor([0.5000, 2.0000]), None)
     """
 
     values: Tensor
@@ -58,6 +65,7 @@ class KeyedJaggedTensor:
     inverse: Tensor | None = None
     keys: tuple[str, ...] = ()
     strides: tuple[int, ...] | None = None
+    unweighted: tuple[str, ...] = ()
     part = None  # of `_parts`: what it was taken from; no field
 
     def __new__(cls, *fields: object, **named: object) -> "KeyedJaggedTensor":
@@ -68,20 +76,20 @@ class KeyedJaggedTensor:
 
     @staticmethod
     def from_lists(lists: Mapping[str, Sequence[Sequence]], *, weights=None, dtype=None) -> "KeyedJaggedTensor":
-        """`{"clicked": [[1, 2], []]}` and, if wanted, weights of the same form; dtypes as `JaggedTensor.from_lists`."""
+        """`{"clicked": [[1, 2], []]}` and, if wanted, weights of the same form, of all keys or of some; a bag may be a
+        list, a NumPy array or a tensor. Dtypes as `JaggedTensor.from_lists`."""
         call = "funcrec.KeyedJaggedTensor.from_lists"
         check(call, keyed_bag_problems(lists, "lists"))
-        if weights is not None:
+        if (weights := given(weights)) is not None:
             check(call, keyed_bag_problems(weights, "weights"))
-            check(call, same_key_problems(lists, weights))
+            check(call, same_key_problems(lists, weights, some=True))
         keys = tuple(lists)
         values, lengths = flat_list(call, (bag for k in keys for bag in lists[k]), "lists", dtype)
-        flat = None
-        if weights is not None:
-            flat = flat_list(call, (b for k in keys for b in weights[k]), "weights", None, torch.float32)[0]
         counts = tuple(len(lists[k]) for k in keys)
         strides = None if len(set(counts)) <= 1 else counts
-        return KeyedJaggedTensor.from_lengths(keys, values, lengths, weights=flat, strides=strides)
+        flat = flat_weights(call, lists, weights) if weights else None
+        bare = tuple(k for k in keys if k not in weights) if weights else ()
+        return KeyedJaggedTensor.from_lengths(keys, values, lengths, weights=flat, strides=strides, unweighted=bare)
 
     @staticmethod
     @typed
@@ -92,6 +100,7 @@ class KeyedJaggedTensor:
         *,
         weights: Tensor | None = None,
         strides: Sequence[Size] | None = None,
+        unweighted: Sequence[str] = (),
     ) -> "KeyedJaggedTensor":
         """Values [N] and lengths i[F * B] that sum to N."""
         keys, strides = tuple(keys), None if strides is None else tuple(strides)
@@ -99,10 +108,12 @@ class KeyedJaggedTensor:
             "funcrec.KeyedJaggedTensor.from_lengths",
             key_problems(keys),
             buffer_problems(values, weights),
+            unweighted_problems(keys, weights, tuple(unweighted)),
             length_problems(values, lengths),
             stride_problems(keys, lengths.shape[0] if isinstance(lengths, Tensor) and lengths.dim() else 0, strides),
         )
-        return KeyedJaggedTensor(values, offsets_of(lengths), weights, None, keys, strides)
+        bare = tuple(k for k in keys if k in unweighted)
+        return KeyedJaggedTensor(values, offsets_of(lengths), weights, None, keys, strides, bare)
 
     @staticmethod
     @typed
@@ -113,6 +124,7 @@ class KeyedJaggedTensor:
         *,
         weights: Tensor | None = None,
         strides: Sequence[Size] | None = None,
+        unweighted: Sequence[str] = (),
     ) -> "KeyedJaggedTensor":
         """Values [N] and offsets i[F * B + 1] with offsets[-1] <= N; what lies beyond is padding."""
         keys, strides = tuple(keys), None if strides is None else tuple(strides)
@@ -120,24 +132,27 @@ class KeyedJaggedTensor:
             "funcrec.KeyedJaggedTensor.from_offsets",
             key_problems(keys),
             buffer_problems(values, weights),
+            unweighted_problems(keys, weights, tuple(unweighted)),
             offset_problems(values, offsets),
             stride_problems(
                 keys, offsets.shape[0] - 1 if isinstance(offsets, Tensor) and offsets.dim() else 0, strides
             ),
         )
-        return KeyedJaggedTensor(values, offsets, weights, None, keys, strides)
+        bare = tuple(k for k in keys if k in unweighted)
+        return KeyedJaggedTensor(values, offsets, weights, None, keys, strides, bare)
 
     @staticmethod
     def from_jagged(features: Mapping[str, JaggedTensor]) -> "KeyedJaggedTensor":
-        """One JaggedTensor per key -> one buffer. Its capacity is the
-        sum of theirs; features of one buffer share its capacity.
+        """One JaggedTensor per key -> one buffer, some with weights and some without.
+        Its capacity is the sum of theirs; features of one buffer share its capacity.
 
         Law: `from_jagged(ids.to_dict())` has the bags and the capacity of `ids`.
         """
         call = "funcrec.KeyedJaggedTensor.from_jagged"
         check(call, mapping_problems(features, "features"), jagged_problems(features))
         check(call, key_problems(tuple(features)))
-        return _joined(tuple(features), list(features.values()), tuple(x.num_bags for x in features.values()))
+        bare = [(k,) if x.weights is None else () for k, x in features.items()]
+        return _joined(tuple(features), list(features.values()), tuple(x.num_bags for x in features.values()), bare)
 
     @staticmethod
     @typed
@@ -145,12 +160,11 @@ class KeyedJaggedTensor:
         padded: Mapping[str, Tensor], lengths: Mapping[str, Tensor], *, weights: Mapping[str, Tensor] | None = None
     ):
         """Bags of padded {key: [B, L]} with lengths {key: i[B]}, weights
-        {key: f[B, L]}; the capacity is the sum of B * L."""
+        {key: f[B, L]} of all keys or of some; the capacity is the sum of B * L."""
         call = "funcrec.KeyedJaggedTensor.from_padded"
-        check(
-            call, same_key_problems(padded, lengths), same_key_problems(padded, padded if weights is None else weights)
-        )
-        part = lambda k: JaggedTensor.from_padded(padded[k], lengths[k], weights=weights and weights[k])
+        weights = given(weights or {})
+        check(call, same_key_problems(padded, lengths), same_key_problems(padded, weights, some=True))
+        part = lambda k: JaggedTensor.from_padded(padded[k], lengths[k], weights=weights.get(k))
         return KeyedJaggedTensor.from_jagged({k: part(k) for k in padded})
 
     # -- reading -----------------------------------------------------------------------------------------------
@@ -229,7 +243,7 @@ class KeyedJaggedTensor:
         """The bags at these positions of the flat buffer, each at most `most` times, as the bags of `keys`."""
         starts, lengths = self.offsets[:-1].index_select(0, bags), self.lengths.index_select(0, bags)
         taken = take_ranges(self.values, self.weights, starts, lengths, self.capacity * most)
-        return KeyedJaggedTensor(taken.values, taken.offsets, taken.weights, None, keys, strides)
+        return KeyedJaggedTensor(taken.values, taken.offsets, taken.weights, None, keys, strides, self.unweighted)
 
     def _take_keys(self, positions: Sequence[int], capacity: int) -> JaggedTensor:
         """The bags of these keys. The values of keys that follow each other are one range, whatever their bags."""
@@ -239,20 +253,25 @@ class KeyedJaggedTensor:
                 runs[-1][1] += 1
             else:
                 runs.append([p, p + 1])
-        counts = self._counts
+        counts, weights = self._counts, self._weights_of(positions)
         ends = [0, *accumulate(counts)]
         if len(runs) == 1:
             first, last = (ends[p] for p in runs[0])
             own = self.offsets[first : last + 1]
             starts = own[:1]
-            taken = take_ranges(self.values, self.weights, starts, own[-1:] - starts, capacity)
+            taken = take_ranges(self.values, weights, starts, own[-1:] - starts, capacity)
             return JaggedTensor(taken.values, own - starts, taken.weights)
         bounds, lengths = [self.offsets.narrow(0, n, 1) for n in ends], self.lengths.split(counts)
         at = lambda keys: torch.cat([bounds[p] for p in keys] or [self.offsets[:0]])
         starts = at(first for first, _ in runs)
-        taken = take_ranges(self.values, self.weights, starts, at(last for _, last in runs) - starts, capacity)
+        taken = take_ranges(self.values, weights, starts, at(last for _, last in runs) - starts, capacity)
         own = torch.cat([lengths[p] for p in positions] or [self.offsets[:0]])
         return JaggedTensor(taken.values, offsets_of(own), taken.weights)
+
+    def _weights_of(self, positions: Sequence[int]) -> Tensor | None:
+        """The weights, where one of these keys has some; where there is no key, too."""
+        is_bare = positions and all(self.keys[p] in self.unweighted for p in positions)
+        return None if is_bare else self.weights
 
     # -- keys --------------------------------------------------------------------------------------------------
 
@@ -280,9 +299,9 @@ class KeyedJaggedTensor:
         if inverse is not None:
             inverse = inverse.index_select(0, torch.tensor(positions, dtype=torch.int64, device=inverse.device))
         names = tuple(self.keys[p] for p in positions)
-        return as_part(
-            KeyedJaggedTensor(out.values, out.offsets, out.weights, inverse, names, strides), self, positions
-        )
+        bare = () if out.weights is None else tuple(k for k in dict.fromkeys(names) if k in self.unweighted)
+        taken = KeyedJaggedTensor(out.values, out.offsets, out.weights, inverse, names, strides, bare)
+        return as_part(taken, self, positions)
 
     @typed
     def split(self, segments: Sequence[Size]) -> list["KeyedJaggedTensor"]:
@@ -307,7 +326,9 @@ class KeyedJaggedTensor:
         counts = tuple(n for part in parts for n in part._counts)
         inverses = [part.inverse for part in parts if part.inverse is not None]
         inverse = torch.cat(inverses) if inverses else None
-        return _joined(tuple(k for part in parts for k in part.keys), [p for p in parts if p.keys], counts, inverse)
+        parts = [p for p in parts if p.keys]
+        bare = [p.keys if p.weights is None else p.unweighted for p in parts]
+        return _joined(tuple(k for p in parts for k in p.keys), parts, counts, bare, inverse)
 
     # -- padding and movement ----------------------------------------------------------------------------------
 
@@ -322,21 +343,30 @@ class KeyedJaggedTensor:
         return self._with_buffer(self.values[:end], None if self.weights is None else self.weights[:end])
 
     def _with_buffer(self, values: Tensor, weights: Tensor | None) -> "KeyedJaggedTensor":
-        return KeyedJaggedTensor(values, self.offsets, weights, self.inverse, self.keys, self.strides)
+        return KeyedJaggedTensor(values, self.offsets, weights, self.inverse, self.keys, self.strides, self.unweighted)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{k!r}: {show_bags(self.values, self.offsets_for(k))}" for k in self.keys[:8])
         more = ", ..." if len(self.keys) > 8 else ""
-        return f"KeyedJaggedTensor({{{shown}{more}}}, {show_buffer(self)})"
+        bare = f", unweighted={list(self.unweighted)}" if self.unweighted else ""
+        return f"KeyedJaggedTensor({{{shown}{more}}}, {show_buffer(self)}{bare})"
 
 
-def _joined(keys: tuple[str, ...], parts: Sequence, counts: tuple[int, ...], inverse: Tensor | None = None):
-    """The bags of `parts` in one buffer, as those of `keys`, which have `counts` of them."""
+def _joined(
+    keys: tuple[str, ...],
+    parts: Sequence,
+    counts: tuple[int, ...],
+    bare: Sequence[tuple[str, ...]],
+    inverse: Tensor | None = None,
+):
+    """The bags of `parts` in one buffer, as those of `keys`, which have `counts` of them; bare: each one's keys that
+    have no weights."""
     if not parts:
         return KeyedJaggedTensor(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     strides = None if len(set(counts)) <= 1 else counts
     values, offsets, weights = join(parts)
-    return KeyedJaggedTensor(values, offsets, weights, inverse, keys, strides)
+    unweighted = () if weights is None else tuple(k for own in bare for k in own)
+    return KeyedJaggedTensor(values, offsets, weights, inverse, keys, strides, unweighted)
 
 
 # -- validators --------------------------------------------------------------------------------------------------

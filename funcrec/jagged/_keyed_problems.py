@@ -10,7 +10,7 @@ from funcrec.core import EXAMPLES, Problem, describe
 from funcrec.jagged._jagged import JaggedTensor
 from funcrec.jagged._problems import bag_problems, buffer_problems, offset_form_problems
 
-FIELDS = ("values", "offsets", "weights", "inverse", "keys", "strides")
+FIELDS = ("values", "offsets", "weights", "inverse", "keys", "strides", "unweighted")
 
 
 def field_problems(fields: tuple, named: Mapping[str, object]) -> Iterator[Problem]:
@@ -21,10 +21,8 @@ def field_problems(fields: tuple, named: Mapping[str, object]) -> Iterator[Probl
     if unknown or no_tensors or not named_keys or len(fields) > len(FIELDS):
         got = ", ".join(f"{k}: {describe(x)}" for k, x in given.items())
         hint = "KeyedJaggedTensor.from_lengths(keys, values, lengths), from_offsets, from_lists"
-        yield Problem(
-            "the fields are others.", got, "values, offsets, weights, inverse, keys=(a tuple of names), strides",
-            f"{hint}; fr.interop.from_torchrec(kjt)", TypeError,
-        )  # fmt: skip
+        need = "values, offsets, weights, inverse, keys=(a tuple of names), strides, unweighted"
+        yield Problem("the fields are others.", got, need, f"{hint}; fr.interop.from_torchrec(kjt)", TypeError)
 
 
 def key_problems(keys: tuple[str, ...]) -> Iterator[Problem]:
@@ -69,15 +67,29 @@ def keyed_bag_problems(x: object, name: str) -> Iterator[Problem]:
         yield from bag_problems(bags, f"{name}[{k!r}]")
 
 
-def same_key_problems(a: Mapping, b: Mapping) -> Iterator[Problem]:
-    if not isinstance(b, Mapping) or set(a) != set(b):
+def same_key_problems(a: Mapping, b: Mapping, *, some: bool = False) -> Iterator[Problem]:
+    """The keys of b must be those of a, or `some` of them, and bags of both as long."""
+    if not isinstance(b, Mapping) or not (set(a) >= set(b) if some else set(a) == set(b)):
         got = f"{sorted(b)}" if isinstance(b, Mapping) else describe(b)
-        yield Problem("the keys of the two arguments differ.", got, f"{sorted(a)}")
+        yield Problem("the keys of the two arguments differ.", got, f"{'some of ' if some else ''}{sorted(a)}")
         return
-    for k in a:
+    for k in b:
         shapes = [[len(bag) for bag in x[k]] if isinstance(x[k], Sequence) else None for x in (a, b)]
         if None not in shapes and shapes[0] != shapes[1]:
             yield Problem(f"`weights[{k!r}]` has bags of other lengths.", f"{shapes[1]}", f"{shapes[0]}")
+
+
+def unweighted_problems(keys: object, weights: object, unweighted: object, path: str = "") -> Iterator[Problem]:
+    """Of the keys that have no weights where others have."""
+    hint = "unweighted=(), where all keys have weights, or none has"
+    if not isinstance(unweighted, tuple) or not all(isinstance(k, str) for k in unweighted):
+        what = f"`{path}unweighted` are not names."
+        yield Problem(what, describe(unweighted), "a tuple of strings", hint, TypeError)
+    elif unweighted and weights is None:
+        what = f"`{path}unweighted` names keys, and none has weights."
+        yield Problem(what, f"{unweighted}; `weights` is None", "weights, or unweighted=()", hint)
+    elif isinstance(keys, tuple) and not set(unweighted) <= set(keys):
+        yield Problem(f"`{path}unweighted` names other keys.", f"{unweighted}", f"some of {list(keys)}", hint)
 
 
 def keyed_parts(ids: Any, path: str) -> Iterator[Problem]:
@@ -90,6 +102,7 @@ def keyed_parts(ids: Any, path: str) -> Iterator[Problem]:
         yield Problem(f"`{path}.keys` are not names.", describe(ids.keys), "a tuple of strings", hint, TypeError)
     elif not found:
         yield from stride_problems(ids.keys, ids.offsets.shape[0] - 1, ids.strides)
+    yield from unweighted_problems(ids.keys, ids.weights, ids.unweighted, f"{path}.")
     if ids.inverse is not None:
         yield from inverse_problems(ids.inverse, path)
 
@@ -116,7 +129,7 @@ def keyed_hint(ids: object, path: str) -> str:
 def jagged_problems(
     features: Mapping[str, Any], what: str = "the features", kind: type = JaggedTensor
 ) -> Iterator[Problem]:
-    """Values that go into one buffer: all or none with weights, of one dtype, on one device, with rows of one shape."""
+    """Values that go into one buffer: of one dtype, on one device, with rows of one shape."""
     if not isinstance(features, Mapping):
         return
     for k, x in features.items():
@@ -124,9 +137,6 @@ def jagged_problems(
             hint = EXAMPLES["JaggedTensor"]
             yield Problem(f"`features[{k!r}]` is not jagged.", describe(x), "a JaggedTensor", hint, TypeError)
             return
-    if len({x.weights is None for x in features.values()}) > 1:
-        bare = [k for k, x in features.items() if x.weights is None]
-        yield Problem(f"only some of {what} have weights.", f"none for {bare}", "weights for all or for none")
     got = ", ".join(f"{k}: {describe(x.values)}" for k, x in features.items())
     if len({(x.values.dtype, x.values.device) for x in features.values()}) > 1:
         yield Problem(f"{what} differ in dtype or device.", got, "one dtype on one device", kind=TypeError)

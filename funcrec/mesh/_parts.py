@@ -159,7 +159,7 @@ def join_bags(parts: Sequence[Any]) -> Any:
     out = take_ranges(values, weights, starts, grid([p.lengths for p in parts]), values.shape[0])
     if isinstance(first, JaggedTensor):
         return out
-    return KeyedJaggedTensor(out.values, out.offsets, out.weights, None, first.keys)
+    return KeyedJaggedTensor(out.values, out.offsets, out.weights, None, first.keys, unweighted=first.unweighted)
 
 
 # -- validators --------------------------------------------------------------------------------------------------

@@ -80,9 +80,10 @@ def feature_key_problems(features: Sequence[FeatureConfig], ids: KeyedJaggedTens
             got, need = f"{f.key!r}", f"one of the keys {list(ids.keys)}"
             hint = "column=..., the key of its ids, in the feature's config"
             yield Problem(f"feature {f.name!r} has no ids.", got, need, hint, KeyError)
-        if f.weighted and ids.weights is None:
+        if f.weighted and (ids.weights is None or f.key in ids.unweighted):
+            got = "`ids.weights` is None" if ids.weights is None else f"`ids.unweighted` has {f.key!r}"
             hint = "weights=..., or weighted=False"
-            yield Problem(f"feature {f.name!r} is weighted.", "`ids.weights` is None", "a weight per id", hint)
+            yield Problem(f"feature {f.name!r} is weighted.", got, "a weight per id", hint)
 
 
 def bag_count_problems(features: Sequence[FeatureConfig], ids: KeyedJaggedTensor) -> Iterator[Problem]:

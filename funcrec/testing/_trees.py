@@ -23,7 +23,7 @@ from funcrec.core import (
     tree_structure,
     typed,
 )
-from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
+from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, unweighted_places
 from funcrec.tables import Bags, Entries, RowGrads
 
 T = TypeVar("T")
@@ -124,7 +124,8 @@ def _map_padding(fill: Callable[[Tensor], Tensor], tree: T) -> T:
         if isinstance(x, JAGGED):
             check("funcrec.testing", PARTS[type(x)](x, "tree"))
             used = torch.arange(x.capacity, device=x.values.device) < x.offsets[-1]
-            weights = None if x.weights is None else _fill(fill, x.weights, used)
+            read = used & ~unweighted_places(x) if getattr(x, "unweighted", ()) else used
+            weights = None if x.weights is None else _fill(fill, x.weights, read)
             return replace(x, values=_fill(fill, x.values, used), weights=weights)
         return x
 

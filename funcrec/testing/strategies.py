@@ -17,6 +17,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from funcrec.core import replace
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from funcrec.mesh import Mesh
 from funcrec.sharding import OF_TWO_AXES, Placement, Plan
@@ -109,6 +110,7 @@ def keyed_jagged_tensors(
 
     Args:
       keys: the keys, or None for one to three of "a", "b", "c" in any order.
+      weighted: True for all keys, False for none, None for none, all or some of them.
       same_bags: False gives every key its own number of bags (strides).
       The others are as in `jagged_tensors`.
     """
@@ -121,11 +123,11 @@ def keyed_jagged_tensors(
     lengths = draw(st.lists(st.integers(0, max_length), min_size=size, max_size=size))
     padding = draw(st.integers(0, max_padding))
     values = draw(_buffers(sum(lengths), padding, elements, dtype, ()))
-    has_weights = draw(st.booleans()) if weighted is None else weighted
-    weights = draw(_buffers(sum(lengths), padding, None, torch.float32, ())) if has_weights else None
-    return KeyedJaggedTensor.from_offsets(
-        keys, values, _offsets(lengths, offset_dtype), weights=weights, strides=None if same_bags else strides
-    )
+    own = set(keys) if weighted else {k for k in keys if weighted is None and draw(st.booleans())}
+    weights = draw(_buffers(sum(lengths), padding, None, torch.float32, ())) if own or weighted else None
+    bare = tuple(k for k in keys if k not in own) if own else ()
+    more = {"weights": weights, "strides": None if same_bags else strides, "unweighted": bare}
+    return KeyedJaggedTensor.from_offsets(keys, values, _offsets(lengths, offset_dtype), **more)
 
 
 @st.composite
@@ -245,16 +247,20 @@ def lookups(
     features = sure + more
     columns = draw(st.permutations(sorted({f.key for f in features})))
     smallest = min(t.num_embeddings for t in configs)
+    needed = {f.key for f in features if f.weighted}
     ids = draw(
         keyed_jagged_tensors(
             keys=columns,
             elements=st.integers(-2, 7) if outside else st.integers(0, smallest - 1),
-            weighted=True if any(f.weighted for f in features) else weighted,
+            weighted=True if needed else weighted,
             min_bags=min_bags,
             max_bags=max_bags,
             max_length=max_length,
         )
     )
+    if needed and weighted is None:
+        bare = [k for k in columns if k not in needed and draw(st.booleans())]
+        ids = replace(ids, unweighted=tuple(bare))
     return Lookup(draw(tables(configs)), ids, features)
 
 

@@ -1,5 +1,6 @@
 """lookup and lookup_sequence: what a loop over lists gives, linear, with their transposes."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -197,9 +198,8 @@ def test_lookups_map_over_stacked_tables(pooled, sequences):
 def test_lookup_maps_over_examples(it):
     """vmap over batches of the same shape is a loop over them."""
     size = int(it.ids.offsets[-1])
-    other = fr.KeyedJaggedTensor(
-        it.ids.values.flip(0) % 2, it.ids.offsets.clamp(max=max(size - 1, 0)), it.ids.weights, None, it.ids.keys
-    )
+    offsets = it.ids.offsets.clamp(max=max(size - 1, 0))
+    other = dataclasses.replace(it.ids, values=it.ids.values.flip(0) % 2, offsets=offsets)
     both = torch.utils._pytree.tree_map(lambda a, b: torch.stack([a, b]), it.ids, other)
     got = torch.func.vmap(lambda ids: fr.lookup(it.tables, ids, it.features).values)(both)
     want = [fr.lookup(it.tables, ids, it.features).values for ids in (it.ids, other)]

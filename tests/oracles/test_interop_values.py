@@ -24,7 +24,7 @@ from_torchrec, to_torchrec = fr.interop.from_torchrec, fr.interop.to_torchrec
 @st.composite
 def ids(draw):
     """Our ids, of one number of bags or of one for each key, with inverse indices or not."""
-    x = draw(frs.keyed_jagged_tensors(same_bags=draw(st.booleans()), min_bags=1))
+    x = draw(frs.keyed_jagged_tensors(same_bags=draw(st.booleans()), min_bags=1, weighted=draw(st.booleans())))
     if draw(st.booleans()):
         return x
     count = draw(st.integers(1, 5))
@@ -43,6 +43,14 @@ def test_ids_come_back(x):
     assert theirs.to_dict().keys() == set(x.keys)
     got = {k: [bag.tolist() for bag in bags.to_dense()] for k, bags in theirs.to_dict().items()}
     assert got == x.to_lists()
+
+
+@given(frs.keyed_jagged_tensors(keys=("a", "b"), min_bags=1, weighted=True))
+def test_keys_without_weights_have_ones_there(x):
+    """TorchRec's ids, of which all keys have weights or none, have 1 for a key that has none here."""
+    theirs = to_torchrec(replace(x, unweighted=("b",)))
+    assert theirs["b"].weights().tolist() == [1.0] * theirs["b"].values().numel()
+    assert_trees_close(theirs["a"].weights(), x["a"].unpad().weights)
 
 
 @given(ids(), st.booleans())

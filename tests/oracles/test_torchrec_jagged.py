@@ -28,6 +28,11 @@ def jt(x):
     return tr.JaggedTensor(x.values, x.weights, offsets=x.offsets)
 
 
+def keyed(**options):
+    """Ids with weights for all keys or for none: TorchRec knows no others."""
+    return st.booleans().flatmap(lambda w: frs.keyed_jagged_tensors(weighted=w, **options))
+
+
 def parts(x):
     """(keys, bags per key, values, weights, offsets) of either library's ids; `()` are the weights of none."""
     if isinstance(x, fr.KeyedJaggedTensor):
@@ -56,7 +61,7 @@ def bags(x):
 # -- KeyedJaggedTensor -------------------------------------------------------------------------------------------
 
 
-@given(frs.keyed_jagged_tensors(min_bags=1))
+@given(keyed(min_bags=1))
 def test_constructors_agree(x):
     """from_lengths and from_offsets give the value that from_lengths_sync
     and from_offsets_sync give, and so does to_lists."""
@@ -73,7 +78,7 @@ def test_constructors_agree(x):
 @given(data=st.data())
 def test_one_key_is_theirs(same_bags, data):
     """ids[key] and to_dict hold each key's bags, weights included."""
-    x = data.draw(frs.keyed_jagged_tensors(min_bags=1, same_bags=same_bags))
+    x = data.draw(keyed(min_bags=1, same_bags=same_bags))
     ours, theirs = x.to_dict(), kjt(x).to_dict()
     assert list(ours) == list(theirs) == list(x.keys)
     for k in x.keys:
@@ -85,7 +90,7 @@ def test_one_key_is_theirs(same_bags, data):
 @given(data=st.data())
 def test_permute_is_theirs(same_bags, data):
     """permute reorders the keys, leaves some out and repeats some."""
-    x = data.draw(frs.keyed_jagged_tensors(min_bags=1, same_bags=same_bags))
+    x = data.draw(keyed(min_bags=1, same_bags=same_bags))
     order = data.draw(st.lists(st.integers(0, len(x.keys) - 1), min_size=1, max_size=5))
     assert_trees_close(parts(x.permute(order)), parts(kjt(x).permute(order)))
     assert_trees_close(parts(x.permute([x.keys[i] for i in order])), parts(kjt(x).permute(order)))
@@ -95,7 +100,7 @@ def test_permute_is_theirs(same_bags, data):
 @given(data=st.data())
 def test_split_is_theirs(same_bags, data):
     """split cuts the keys into runs, of which each is a value of its own."""
-    x = data.draw(frs.keyed_jagged_tensors(keys=("a", "b", "c", "d"), min_bags=1, same_bags=same_bags))
+    x = data.draw(keyed(keys=("a", "b", "c", "d"), min_bags=1, same_bags=same_bags))
     cuts = data.draw(st.sampled_from([[4], [1, 3], [2, 2], [3, 1], [1, 2, 1], [1, 1, 1, 1]]))
     for mine, theirs in zip(x.split(cuts), kjt(x).split(cuts), strict=True):
         assert_trees_close(parts(mine), parts(theirs))
@@ -118,7 +123,7 @@ def test_concat_is_theirs(same_bags, data):
 @given(data=st.data())
 def test_from_jagged_is_from_jt_dict(same_bags, data):
     """One JaggedTensor per key, of the same number of bags or not, make the ids that from_jt_dict makes."""
-    x = data.draw(frs.keyed_jagged_tensors(min_bags=1, same_bags=same_bags))
+    x = data.draw(keyed(min_bags=1, same_bags=same_bags))
     theirs = tr.KeyedJaggedTensor.from_jt_dict({k: jt(x[k]) for k in x.keys})
     assert_trees_close(parts(fr.KeyedJaggedTensor.from_jagged(x.to_dict())), parts(theirs))
 

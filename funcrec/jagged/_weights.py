@@ -1,0 +1,34 @@
+"""Weights of some keys and not of others: one buffer, in which the places of the others are 1 and nobody reads them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.core import check
+from funcrec.jagged._jagged import bag_ids
+from funcrec.jagged._lists import flat_list
+from funcrec.jagged._problems import list_length_problems
+
+
+def given(weights: Any) -> Any:
+    """Of weights by key those that are not None; anything else as it is."""
+    return {k: w for k, w in weights.items() if w is not None} if isinstance(weights, Mapping) else weights
+
+
+def flat_weights(call: str, lists: Mapping, weights: Mapping) -> Tensor:
+    """f[N]: the weights of all bags, 1 for keys that `weights` lacks, in the dtype of those that it has."""
+    sizes = {k: sum(map(len, bags)) for k, bags in lists.items()}
+    own = [k for k in lists if k in weights]
+    check(call, (p for k in own for p in list_length_problems(lists[k], weights[k])))
+    flat = flat_list(call, (bag for k in own for bag in weights[k]), "weights", None, torch.float32)[0]
+    parts = dict(zip(own, flat.split([sizes[k] for k in own]), strict=True))
+    return torch.cat([parts[k] if k in parts else flat.new_ones(size) for k, size in sizes.items()])
+
+
+def unweighted_places(ids: Any) -> Tensor:
+    """bool[N]: which places of a KeyedJaggedTensor's buffer are of keys without weights."""
+    bare = [k in ids.unweighted for k, n in zip(ids.keys, ids._counts, strict=True) for _ in range(n)]
+    bag = bag_ids(ids.offsets, ids.capacity)
+    return torch.tensor([*bare, False], device=bag.device)[bag]
