@@ -54,7 +54,8 @@ from funcrec.data._splits import split_by_group as split_by_group
 from funcrec.data._splits import split_by_time as split_by_time
 from funcrec.data._stream import read as read
 from funcrec.data._stream import stream as stream
-from funcrec.data._stream import stream_loader as stream_loader
+from funcrec.data._stream_loader import StreamLoader as StreamLoader
+from funcrec.data._stream_loader import stream_loader as stream_loader
 from funcrec.data._vocabulary import Vocabulary as Vocabulary
 from funcrec.data._vocabulary import hashed as hashed
 from funcrec.data._vocabulary import identity as identity

@@ -23,7 +23,8 @@ from funcrec.data import _columns as columns
 from funcrec.data._arrow import need_file
 from funcrec.data._files import Text, opened
 from funcrec.data._rows import Vocabularies, need_finite, need_ids, need_labels, row_problems, vocabulary_problems
-from funcrec.data._stream import tables, to_batch
+from funcrec.data._stream import tables
+from funcrec.data._stream_loader import to_batch
 from funcrec.jagged import KeyedJaggedTensor, key_problems
 from funcrec.tables import Batch
 
@@ -87,7 +88,7 @@ def criteo_tsv(
     source = opened(call, path, None, Text("\t", names=list(types), types=types, quotes=False))
     encode = lambda table: _tsv_batch(call, table, transform, tuple(keys), vocabularies or {})
     numbered = tables(call, source, batch_size, skip=skip, drop_last=drop_last)
-    return (to_batch(source, encode, rows, table, False) for rows, table in numbered)
+    return (to_batch(source, encode, rows, table) for rows, table in numbered)
 
 
 def _tsv_batch(call: str, table, transform: Transform, keys: tuple[str, ...], sizes: Mapping) -> Batch:

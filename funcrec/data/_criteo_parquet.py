@@ -12,7 +12,8 @@ from funcrec.data._examples import examples_of, missing_problems, whole
 from funcrec.data._files import opened
 from funcrec.data._rows import Vocabularies, vocabulary_problems
 from funcrec.data._schema import Schema
-from funcrec.data._stream import tables, to_batch
+from funcrec.data._stream import tables
+from funcrec.data._stream_loader import to_batch
 from funcrec.tables import Batch
 
 CALL = "funcrec.data.criteo_parquet"

@@ -5,8 +5,7 @@
 The order depends on the key, the source and W only, so a number of batches is all there is to a position.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,26 +14,15 @@ from torch import Tensor
 from funcrec.core import (
     Count,
     Key,
-    Problem,
     Size,
-    check,
-    describe,
     fail,
     random,
-    replace,
     typed,
 )
-from funcrec.data import _columns as columns_of
 from funcrec.data._ctr import random_order
-from funcrec.data._examples import Examples, examples_of, whole
 from funcrec.data._files import Format, opened
-from funcrec.data._loader import Position
-from funcrec.data._schema import Schema
 from funcrec.data._sources import Part, Source, part_chunks, table_of
-from funcrec.jagged import pad_to_bucket
-from funcrec.tables import Batch
 
-CALL = "funcrec.data.stream_loader"
 WINDOW = 1 << 17
 ROW = "\0row"  # a column of the parts' and their rows' numbers, which goes with each row
 BITS = 40  # of a row's number in its file
@@ -99,91 +87,6 @@ def stream(
     found = opened(call, source, columns, format)
     numbered = tables(call, found, batch_size, key=key, window=window, skip=skip, drop_last=drop_last)
     return (_joined(table) for _, table in numbered)
-
-
-@typed
-def stream_loader(
-    source: object,
-    encode: Schema | Callable,
-    batch_size: Count,
-    *,
-    columns: Sequence[str] | None = None,
-    format: Format = None,
-    key: Key | None = None,
-    window: Count = WINDOW,
-    drop_last: bool = False,
-    bucket: bool = False,
-) -> Callable[[Position], Iterator[tuple[Position, Batch]]]:
-    """Batches of a source that is larger than memory: a function of a position that gives the rest of its epoch.
-
-    Args:
-      source, format, window, drop_last: as in `stream`.
-      encode: a `Schema`, where ids are integers; or a function of a pyarrow.Table to `Examples`, as
-        `functools.partial(fr.data.encode, encoding)` is.
-      columns: those that a function gets, all if None; a Schema has its own.
-      key: shuffles by (key, epoch).
-      bucket: pad the ids by `fr.pad_to_bucket`.
-
-    Returns: load(position=Position()) -> iterator of (the position behind the batch, the batch), as `batches` has it.
-
-    Raises: at the call: for what the source's schema tells. While reading: ValueError that names file and row.
-
-    Law: one epoch has every row once; load(position) gives exactly the batches that would have followed it.
-
-    Example:
-      >>> from funcrec.data import Schema, stream_loader
-      >>> table = {"click": [1, 0, 1], "item": [3, 4, 5]}
-      >>> load = stream_loader(table, Schema(label="click", categorical=("item",)), 2)
-      >>> [(position, batch.ids.to_lists()) for position, batch in load()]
-      [(Position(epoch=0, batch=1), {'item': [[3], [4]]}), (Position(epoch=1, batch=0), {'item': [[5]]})]
-    """
-    schema = encode if isinstance(encode, Schema) else None
-    found = opened(CALL, source, schema or columns, format)
-    if schema is not None:
-        check(CALL, columns_of.type_problems(found.schema, schema))
-        encode = lambda table: examples_of(CALL, table, schema, {})
-
-    def load(position: Position = Position()) -> Iterator[tuple[Position, Batch]]:  # noqa: B008
-        check(CALL, position_problems(position))
-        epoch, skip = position
-        own = None if key is None else random.fold_in(key, epoch)
-        numbered = tables(CALL, found, batch_size, key=own, window=window, skip=skip, drop_last=drop_last)
-        return _positions(position, (to_batch(found, encode, *x, bucket) for x in numbered))
-
-    return load
-
-
-def to_batch(source: Source, encode: Callable, rows: np.ndarray, table, bucket: bool) -> Batch:
-    """One table as a batch; errors call its rows what they are in their file."""
-    with columns_of.rows_named(lambda r: row_name(source, int(rows[r]))):
-        made = encode(table)
-    if not isinstance(made, Examples | Batch):
-        what, need = "`encode` did not make examples.", "a function of a pyarrow.Table to Examples"
-        fail(CALL, what, got=describe(made), need=need, hint="a Schema, where ids are integers", kind=TypeError)
-    batch = whole(made) if isinstance(made, Examples) else made
-    return replace(batch, ids=pad_to_bucket(batch.ids)) if bucket else batch
-
-
-def _positions(position: Position, found: Iterator[Batch]) -> Iterator[tuple[Position, Batch]]:
-    """Each batch with the position behind it; the last one's is the next epoch's first."""
-    (epoch, number), batch = position, next(found, None)
-    if batch is None:
-        need, hint = "a batch of the epoch", "the position that came with the last batch"
-        fail(CALL, "`position` is behind the end of its epoch.", got=f"{tuple(position)}", need=need, hint=hint)
-    for following in chain(found, (None,)):
-        number += 1
-        yield (Position(epoch, number) if following is not None else Position(epoch + 1, 0)), batch
-        batch = following
-
-
-def position_problems(position: object) -> Iterator[Problem]:
-    is_pair = isinstance(position, tuple) and len(position) == 2 and all(type(x) is int and x >= 0 for x in position)
-    if not is_pair:
-        need, hint = "Position(epoch, batch), two ints >= 0", "position=fr.data.Position()"
-        yield Problem("`position` is not a position.", f"{position!r}"[:60], need, hint, TypeError)
-
-
-# -- rows ------------------------------------------------------------------------------------------------------------
 
 
 def row_name(source: Source, number: int) -> str:

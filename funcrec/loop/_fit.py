@@ -7,6 +7,7 @@ Nothing here is known to a step or a loader: a loop of one's own has the same pi
 """
 
 import itertools
+import operator
 import os
 import sys
 import time
@@ -258,7 +259,7 @@ def measured(evaluate: Callable | None, params: Any, entry: Mapping) -> dict[str
 
 def progress_bar(work: Work, epoch: int, done: int) -> tqdm:
     is_shown = sys.stderr.isatty() if work.progress is None else work.progress
-    total = len(work.loader) if hasattr(work.loader, "__len__") else None
+    total = operator.length_hint(work.loader) or None
     hidden = not (is_shown and is_chief(work.mesh))
     return tqdm(total=total, initial=done, desc=f"epoch {epoch:3d}", leave=False, disable=hidden)
 

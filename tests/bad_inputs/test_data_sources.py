@@ -117,6 +117,8 @@ CALLS = [
     ("position behind the end", lambda at: next(LOAD(Position(0, 2))), ValueError, "behind the end of its epoch"),
     ("no position", lambda at: next(LOAD(3)), TypeError, "`position` is not a position"),
     ("encode to a table", lambda at: next(stream_loader(TABLE, lambda t: t, 2)()), TypeError, "did not make examples"),
+    ("no last batch to fill up", lambda at: stream_loader(TABLE, SCHEMA, 2, drop_last=True, pad_last=True), ValueError,
+        "`pad_last` has no last batch"),
     ("strings without an encoding", lambda at: stream_loader({"y": [1], "a": ["x"]}, SCHEMA, 2), TypeError, "encode"),
     ("no label", lambda at: stream_loader({"a": [1]}, SCHEMA, 2), ValueError, "label=None"),
     ("examples of a file", lambda at: (at / "x.csv").write_text("y,a\n1,x\n") and examples(at / "x.csv", SCHEMA),

@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import math
+import operator
 import subprocess
 import sys
 
@@ -16,7 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import funcrec as fr
-from funcrec.data import Position, Schema, Text, examples, read, stream, stream_loader
+from funcrec.data import (
+    Position,
+    Schema,
+    Text,
+    batches,
+    encode,
+    examples,
+    fit_encoding,
+    read,
+    stream,
+    stream_loader,
+)  # fmt: skip
 
 WORDS = st.text("ab ,\"'é\t", max_size=4)
 KINDS = {
@@ -178,10 +190,12 @@ def test_a_loader_gives_an_epoch_from_any_position(tmp_path_factory, data):
     key = data.draw(st.sampled_from([None, fr.key(3)]))
     bucket = data.draw(st.booleans())
     encode = data.draw(st.sampled_from([schema, lambda table: examples(table, schema)]))
-    load = stream_loader(path, encode, size, key=key, window=data.draw(st.integers(1, 20)), bucket=bucket)
+    window, workers = data.draw(st.integers(1, 20)), data.draw(st.sampled_from([0, 0, 2]))
+    load = stream_loader(path, encode, size, key=key, window=window, bucket=bucket, workers=workers)
     epochs = [list(load(Position(epoch))) for epoch in (0, 1)]
     for epoch, found in enumerate(epochs):
         count = math.ceil(n / size)
+        assert operator.length_hint(load) == count
         assert [p for p, _ in found] == [Position(epoch, i + 1) for i in range(count - 1)] + [Position(epoch + 1, 0)]
         ids = [i for _, b in found for (i,) in b.ids.to_lists()["a"]]
         assert sorted(ids) == list(range(n)) and (key is not None or ids == list(range(n)))
@@ -192,6 +206,37 @@ def test_a_loader_gives_an_epoch_from_any_position(tmp_path_factory, data):
         for (p, b), (q, c) in zip(load(Position(epoch, start)), found[start:], strict=True):
             assert p == q and b.ids.to_lists() == c.ids.to_lists() and torch.equal(b.label, c.label)
             assert b.ids.capacity == c.ids.capacity and (not bucket or c.ids.capacity >= 16)
+
+
+@pytest.mark.parametrize("key", [None, fr.key(3)], ids=["in order", "shuffled"])
+def test_a_last_batch_is_filled_up(key):
+    """With pad_last every batch has one shape: what fills it is its last row again, of weight 0."""
+    table = {"a": list(range(11)), "g": [list(range(i % 3)) for i in range(11)], "w": [2.0] * 11}
+    plain = Schema(categorical=("a",), multivalued=("g",))
+    for schema, weight in ((plain, 1.0), (fr.core.replace(plain, weight="w"), 2.0)):
+        *whole, last = [b for _, b in stream_loader(table, schema, 4, key=key)()]
+        *same, padded = [b for _, b in stream_loader(table, schema, 4, key=key, pad_last=True)()]
+        assert [b.ids.to_lists() for b in same] == [b.ids.to_lists() for b in whole]
+        assert [b.weight.tolist() for b in same] == [[weight] * 4] * 2
+        again = {k: [*bags, bags[-1]] for k, bags in last.ids.to_lists().items()}
+        assert padded.ids.to_lists() == again and padded.weight.tolist() == [weight] * 3 + [0.0]
+
+
+def test_an_encoding_is_streamed(tmp_path):
+    """Strings, nulls and lists of a folder are learned from its stream and encoded batch by batch, as they are whole;
+    for prediction from a folder without labels too."""
+    words = ["hat", None, "shoe", "hat", "sock"] * 8
+    table = pa.table({"y": [0, 1] * 20, "item": words, "tags": [[w] if w else [] for w in words], "x": range(40)})
+    for i, at in enumerate((0, 15)):
+        parquet.write_table(table.slice(at, 15 if i == 0 else 25), tmp_path / f"{i}.parquet", row_group_size=4)
+    encoding = fit_encoding(tmp_path, Schema("y", ("x",), ("item",), ("tags",)))
+    whole = encode(encoding, table)
+    for load in (stream_loader(tmp_path, encoding, 16), stream_loader(table, encoding, 16)):
+        for (_, a), (_, b) in zip(load(), batches(whole, None, 16), strict=True):
+            assert a.ids.to_lists() == b.ids.to_lists()
+            assert torch.equal(a.label, b.label) and torch.equal(a.dense, b.dense)
+    (_, unlabelled), *_ = stream_loader(table.drop_columns(["y"]), encoding, 40)()
+    assert unlabelled.label is None and torch.equal(unlabelled.dense, whole.dense)
 
 
 def test_types_that_differ_are_widened(tmp_path):

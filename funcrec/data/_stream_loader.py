@@ -1,0 +1,170 @@
+"""Batches of a source that is larger than memory, from any position of any epoch.
+
+batch i of epoch e = encode(table i of stream(source, key=fold_in(key, e)))
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funcrec.core import Count, Device, Key, Problem, Size, check, describe, fail, random, replace, typed
+from funcrec.data import _columns as columns_of
+from funcrec.data._encoding import Encoding
+from funcrec.data._encoding import encode as encode_by
+from funcrec.data._examples import Examples, examples_of, whole
+from funcrec.data._files import Format, opened
+from funcrec.data._loader import Position, position_problems
+from funcrec.data._prefetch import device_problems, in_threads, prefetch
+from funcrec.data._schema import Schema
+from funcrec.data._sources import Source
+from funcrec.data._stream import WINDOW, row_name, tables
+from funcrec.jagged import pad_to_bucket
+from funcrec.tables import Batch
+
+CALL = "funcrec.data.stream_loader"
+
+
+@dataclass(frozen=True)
+class StreamLoader:
+    """What `stream_loader` makes; called with a position it gives the rest of that position's epoch.
+
+    `operator.length_hint(load)` is the number of batches of an epoch, where the source tells it (text does not).
+
+    Example:
+      >>> import operator
+      >>> from funcrec.data import Position, Schema, stream_loader
+      >>> load = stream_loader({"item": [3, 4, 5]}, Schema(categorical=("item",)), 2)
+      >>> operator.length_hint(load), [position for position, batch in load(Position(epoch=5, batch=1))]
+      (2, [Position(epoch=6, batch=0)])
+    """
+
+    source: Any  # a Source
+    encode: Callable[[Any], Examples | Batch]
+    batch_size: int
+    key: Tensor | None
+    window: int
+    drop_last: bool
+    pad_last: bool
+    bucket: bool
+    workers: int
+    depth: int
+    device: Device | None
+
+    def __call__(self, position: Position = Position()) -> Iterator[tuple[Position, Batch]]:  # noqa: B008
+        check(CALL, position_problems(position))
+        made = _positions(self, Position(*position))
+        return made if self.device is None else prefetch(made, depth=self.depth, device=self.device)
+
+    def __length_hint__(self) -> int:
+        counts = [part.num_rows for part in self.source.parts]
+        if None in counts:
+            return NotImplemented
+        return sum(counts) // self.batch_size if self.drop_last else -(-sum(counts) // self.batch_size)
+
+    def __repr__(self) -> str:
+        return f"StreamLoader({self.source.name}, batches of {self.batch_size})"
+
+
+@typed
+def stream_loader(
+    source: object,
+    encode: Schema | Encoding | Callable,
+    batch_size: Count,
+    *,
+    columns: Sequence[str] | None = None,
+    format: Format = None,
+    key: Key | None = None,
+    window: Count = WINDOW,
+    drop_last: bool = False,
+    pad_last: bool = False,
+    bucket: bool = False,
+    workers: Size = 0,
+    depth: Count = 2,
+    device: Device | None = None,
+) -> StreamLoader:
+    """A loader, as `fr.fit` takes it, of a source that is larger than memory.
+
+    Args:
+      source, format, window, drop_last: as in `stream`.
+      encode: a Schema, where ids are integers; an Encoding; or a function of a pyarrow.Table to Examples.
+      columns: those that a function gets, all if None.
+      key: shuffles by (key, epoch).
+      pad_last: fill up a last batch that is not full with copies of its last row, of weight 0, as `batches` does.
+      bucket: pad the ids by `fr.pad_to_bucket`.
+      workers, depth, device: as in `loader`; the threads encode, one thread reads.
+
+    Returns: load(position=Position()) -> iterator of (the position behind the batch, the batch), as `batches` has it.
+
+    Raises: at the call: for what the source's schema tells. While reading: ValueError that names file and row.
+
+    Law: one epoch has every row once; load(position) gives exactly the batches that would have followed it.
+
+    Example:
+      >>> from funcrec.data import Schema, stream_loader
+      >>> table = {"click": [1, 0, 1], "item": [3, 4, 5]}
+      >>> load = stream_loader(table, Schema(label="click", categorical=("item",)), 2)
+      >>> [(position, batch.ids.to_lists()) for position, batch in load()]
+      [(Position(epoch=0, batch=1), {'item': [[3], [4]]}), (Position(epoch=1, batch=0), {'item': [[5]]})]
+    """
+    check(CALL, _last_problems(drop_last, pad_last), device_problems(device))
+    if isinstance(encode, Encoding):
+        names = opened(CALL, source, None, format).schema.names
+        found = opened(CALL, source, [n for n in encode.schema.columns if n in names], format)
+        make = lambda table: encode_by(encode, table)
+    elif isinstance(encode, Schema):
+        found = opened(CALL, source, encode, format)
+        check(CALL, columns_of.type_problems(found.schema, encode))
+        make = lambda table: examples_of(CALL, table, encode, {})
+    else:
+        found, make = opened(CALL, source, columns, format), encode
+    return StreamLoader(found, make, batch_size, key, window, drop_last, pad_last, bucket, workers, depth, device)
+
+
+def _last_problems(drop_last: bool, pad_last: bool) -> Iterator[Problem]:
+    if drop_last and pad_last:
+        got = "drop_last=True and pad_last=True"
+        yield Problem("`pad_last` has no last batch to fill up.", got, "one of them", "drop_last=False")
+
+
+def _positions(load: StreamLoader, position: Position) -> Iterator[tuple[Position, Batch]]:
+    """Each batch with the position behind it; the last one's is the next epoch's first."""
+    (epoch, number), key = position, load.key
+    numbered = tables(
+        CALL, load.source, load.batch_size, key=None if key is None else random.fold_in(key, epoch),
+        window=load.window, skip=number, drop_last=load.drop_last,
+    )  # fmt: skip
+    make = lambda pair: _made(load, *pair)
+    found = in_threads(make, numbered, load.workers, load.depth) if load.workers else map(make, numbered)
+    batch = next(found, None)
+    if batch is None:
+        need, hint = "a batch of the epoch", "the position that came with the last batch"
+        fail(CALL, "`position` is behind the end of its epoch.", got=f"{tuple(position)}", need=need, hint=hint)
+    for following in chain(found, (None,)):
+        number += 1
+        yield (Position(epoch, number) if following is not None else Position(epoch + 1, 0)), batch
+        batch = following
+
+
+def _made(load: StreamLoader, rows: np.ndarray, table) -> Batch:
+    if not load.pad_last:
+        return to_batch(load.source, load.encode, rows, table, load.bucket)
+    at = np.minimum(np.arange(load.batch_size), len(rows) - 1)
+    batch = to_batch(load.source, load.encode, rows[at], table.take(at) if len(rows) < len(at) else table, load.bucket)
+    weight = torch.ones(len(at)) if batch.weight is None else batch.weight
+    return replace(batch, weight=torch.where(torch.arange(len(at)) < len(rows), weight, 0))
+
+
+def to_batch(source: Source, encode: Callable, rows: np.ndarray, table, bucket: bool = False) -> Batch:
+    """One table as a batch; errors call its rows what they are in their file."""
+    with columns_of.rows_named(lambda r: row_name(source, int(rows[r]))):
+        made = encode(table)
+    if not isinstance(made, Examples | Batch):
+        what, need = "`encode` did not make examples.", "a function of a pyarrow.Table to Examples"
+        fail(CALL, what, got=describe(made), need=need, hint="a Schema, where ids are integers", kind=TypeError)
+    batch = whole(made) if isinstance(made, Examples) else made
+    return replace(batch, ids=pad_to_bucket(batch.ids)) if bucket else batch
