@@ -36,6 +36,11 @@ from funcrec.data._loader import num_batches as num_batches
 from funcrec.data._loader import take as take
 from funcrec.data._movielens import Ratings as Ratings
 from funcrec.data._movielens import movielens_1m as movielens_1m
+from funcrec.data._negatives import Negatives as Negatives
+from funcrec.data._negatives import known_items as known_items
+from funcrec.data._negatives import log_q as log_q
+from funcrec.data._negatives import popularity_negatives as popularity_negatives
+from funcrec.data._negatives import uniform_negatives as uniform_negatives
 from funcrec.data._numbers import bucketize as bucketize
 from funcrec.data._numbers import log1p as log1p
 from funcrec.data._numbers import normalize as normalize

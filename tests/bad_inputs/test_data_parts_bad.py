@@ -1,4 +1,4 @@
-"""Bad calls of what makes examples of one's own columns: splits, encoders, loaders."""
+"""Bad calls of what makes examples of one's own columns: splits, encoders, loaders, negatives."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,18 +21,22 @@ from funcrec.data import (
     hashed,
     identity,
     k_core,
+    known_items,
     leave_one_out,
     loader,
     log1p,
+    log_q,
     normalize,
+    popularity_negatives,
     random_rows,
     random_split,
     split_by_group,
     split_by_time,
+    uniform_negatives,
     vocabulary,
 )
 
-KEY = fr.key(0)
+KEY, bags = fr.key(0), fr.JaggedTensor.from_lists
 ROWS = torch.tensor([1, 1, 2, 2])
 HALVES = (0.5, 0.5)
 SPLITS = [
@@ -171,7 +175,39 @@ LOADERS = [
     ("collate of other columns", lambda: collate(ITEM)([{"item": 1}, {"user": 1}]), TypeError, "the same columns"),
     ("collate of text", lambda: collate(ITEM)([{"item": "a"}]), TypeError, "column `item`"),
 ]
-ALL = [*SPLITS, *ENCODERS, *LOADERS]
+USER = torch.tensor([0, 1])
+KNOWN = known_items(USER, torch.tensor([0, 0]))
+DRAW = uniform_negatives(1, known=KNOWN)
+CUT = fr.JaggedTensor(torch.tensor([1]), torch.tensor([0, 2]))
+NEGATIVES = [
+    ("no ids to draw", lambda: uniform_negatives(0), ValueError, "`num_ids`"),
+    ("first behind the last", lambda: uniform_negatives(3, first=3), ValueError, "`first` leaves no id"),
+    ("seed for key", lambda: uniform_negatives(3)(0, (2,)), TypeError, "`key` is not a key"),
+    ("known in lists", lambda: uniform_negatives(3, known=[[1]]), TypeError, "`known`"),
+    ("known id 3 of 3", lambda: uniform_negatives(3, known=bags([[1, 3]])), ValueError, "an id that is not there"),
+    ("known twice", lambda: uniform_negatives(3, known=bags([[0], [1, 1]])), ValueError, "does not ascend"),
+    ("known behind the end", lambda: uniform_negatives(3, known=CUT), ValueError, "`known.offsets` ends beyond"),
+    ("known floats", lambda: uniform_negatives(3, known=bags([[0.5]])), TypeError, "`known.values`"),
+    ("no user", lambda: DRAW(KEY, (2, 3)), ValueError, "`user` is missing"),
+    ("user of nothing known", lambda: uniform_negatives(3)(KEY, (2,), USER), ValueError, "no known ids"),
+    ("users in floats", lambda: DRAW(KEY, (2,), torch.ones(2)), TypeError, "`user` is not an integer tensor"),
+    ("other users", lambda: DRAW(KEY, (3, 2), USER), ValueError, "`shape` does not match `user`"),
+    ("user 2 of 2", lambda: DRAW(KEY, (2,), USER + 1), ValueError, "user 2"),
+    ("user -1", lambda: DRAW(KEY, (2,), USER - 1), ValueError, "user -1"),
+    ("a user who knows all", lambda: DRAW(KEY, (2,), USER), ValueError, "who knows all ids"),
+    ("counts of -1", lambda: popularity_negatives(torch.tensor([1, -1])), ValueError, "`counts` has one that is none"),
+    ("counts of NaN", lambda: popularity_negatives(torch.tensor([1, torch.nan])), ValueError, "one that is none"),
+    ("no counts", lambda: popularity_negatives(torch.zeros(0)), ValueError, "`counts` are none"),
+    ("nothing counted", lambda: popularity_negatives(torch.zeros(3)), ValueError, "`counts` are all 0"),
+    ("counts in lists", lambda: log_q([1, 2]), TypeError, "`counts`"),
+    ("matrix of counts", lambda: log_q(torch.ones(2, 2)), TypeError, "`counts` are not counts"),
+    ("exponent -1", lambda: log_q(torch.ones(2), exponent=-1.0), ValueError, "`exponent`"),
+    ("known of -1", lambda: known_items(USER, torch.tensor([0, -1])), ValueError, "`item` has a negative id"),
+    ("known of other lengths", lambda: known_items(USER, torch.arange(3)), ValueError, "`item` does not match `user`"),
+    ("known floats of users", lambda: known_items(torch.ones(2), USER), TypeError, "`user` is not an integer tensor"),
+    ("no bag for a user", lambda: known_items(USER, USER, num_users=1), ValueError, "`num_users` has no place"),
+]
+ALL = [*SPLITS, *ENCODERS, *LOADERS, *NEGATIVES]
 
 
 @pytest.mark.parametrize("name, call, kind, fragment", ALL, ids=[r[0] for r in ALL])

@@ -434,7 +434,7 @@ def parts() -> list[Call]:
     """What makes examples of columns."""
     import pyarrow as pa
 
-    table = pa.table(TABLE)
+    table, known = pa.table(TABLE), JT.from_lists([[1, 3], [2]])
     shares, users, items = {"fractions": (0.5, 0.5)}, i64(0, 1, 0, 1, 0, 1), i64(0, 1, 1, 2, 2, 2)
     return rows("data",
         random_split=(data.random_split, {"num_rows": 8, **shares, "key": KEY}),
@@ -452,6 +452,11 @@ def parts() -> list[Call]:
         fit_encoding=(data.fit_encoding,
             {"source": table, "schema": SCHEMA, "encoders": {"item": data.vocabulary()}, "share": {"tags": "item"}}),
         encode=(data.encode, {"encoding": ENCODING, "table": table}),
+        known_items=(data.known_items, {"user": users, "item": items, "num_users": 2}),
+        uniform_negatives=(data.uniform_negatives, {"num_ids": 5, "first": 1, "known": known}),
+        popularity_negatives=(data.popularity_negatives, {"counts": i64(1, 2, 3, 4), "exponent": 1.0, "known": known}),
+        draw=(data.uniform_negatives(9, known=known), {"key": KEY, "shape": (2, 3), "user": i64(0, 1)}),
+        log_q=(data.log_q, {"counts": i64(1, 2), "exponent": 1.0}),
         configs=(data.configs, {"encoding": ENCODING, "embedding_dim": {"item": 4}, "pooling": {"tags": "mean"}}),
     )  # fmt: skip
 

@@ -1,0 +1,308 @@
+"""Negative examples: ids drawn by a key, all alike or by how popular they are, and none that are known of the user.
+
+    P(id) = m(id) / Σ_free m,    m = 1,  or  count^exponent to 42 bits
+
+Masses are integers, so that an id is drawn in exactly its share, and one that is left out never. With C(id) the masses
+below id and k_1 < k_2 < ... the known ids of a user, t in [0, Σ_free m) falls behind those with C(k_i) - Σ_{j<i} m(k_j)
+<= t: a bisection, which traces and rejects no draw. Shapes: V ids, U users, N pairs of a user and an id, B examples.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from funcrec.core import (
+    Count,
+    Key,
+    NotNegative,
+    Problem,
+    Shape,
+    Size,
+    check,
+    describe,
+    is_checking,
+    pytree,
+    random,
+    typed,
+)
+from funcrec.jagged import JaggedTensor, int_problems, is_concrete, offset_value_problems, offsets_of
+
+TOTAL = 2.0**42  # of the masses by popularity: a share of 1e-8 is right to 1e-5
+
+
+@pytree(static=("first", "num_ids"), optional=("ends", "known", "taken"))
+class Negatives:
+    """What draws ids, called with (key, shape, user); `uniform_negatives` and `popularity_negatives` make it.
+
+    Args:
+      ends: i64[V], the masses up to and with each id; None where all are alike.
+      known: bag u has the ids, ascending, that are not drawn for user u; or None.
+      taken: i64[N + 1], the masses of the known ids up to each.
+      first: the first id that is drawn where all are alike.
+      num_ids: V.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> from funcrec.data import known_items, uniform_negatives
+      >>> known = known_items(torch.tensor([0, 0, 1]), torch.tensor([1, 2, 4]))
+      >>> draw = uniform_negatives(5, first=1, known=known)
+      >>> draw(fr.key(0), (2, 3), user=torch.tensor([0, 1]))
+      tensor([[4, 4, 4],
+              [1, 3, 3]])
+    """
+
+    ends: Tensor | None
+    known: JaggedTensor | None
+    taken: Tensor | None
+    first: int
+    num_ids: int
+
+    @typed
+    def __call__(self, key: Key, shape: Shape, user: Tensor | None = None) -> Tensor:
+        """i64[shape]: ids; shape[0] is the number of users, i[B], where known ids are left out.
+
+        Raises: ValueError for a user without a bag of known ids, and one that all ids are known of. Inside `jit`, where
+          no value can be read, the first knows none, and the second gets ids -1, which are in no table.
+        """
+        check("funcrec.data.Negatives", _user_problems(self, shape, user))
+        own = random.bits(key, tuple(shape))
+        total = self.num_ids - self.first if self.ends is None else self.ends[-1]
+        if self.known is None:
+            return self._at(random.shift_right(own, 1) % total)
+        begin, end = _bag_of(self.known, user)
+        wide = lambda x: x.reshape(-1, *(1,) * (len(shape) - 1))
+        free = wide(total - (self.taken[end] - self.taken[begin]))
+        if is_concrete(free) or is_checking():
+            check("funcrec.data.Negatives", _free_problems(free, user))
+        t = random.shift_right(own, 1) % free.clamp(min=1)
+        low, high = (wide(x).expand(shape) for x in (begin, end))
+        start, values = wide(self.taken[begin]), self.known.values
+        for _ in range(values.shape[0].bit_length()):
+            middle = (low + high) // 2
+            at = middle.clamp(max=max(values.shape[0] - 1, 0))
+            is_before = (self._before(values[at]) - (self.taken[at] - start) <= t) & (middle < high)
+            low, high = torch.where(is_before, middle + 1, low), torch.where(is_before, high, middle)
+        return torch.where(free > 0, self._at(t + self.taken[low] - start), -1)
+
+    def _before(self, ids: Tensor) -> Tensor:
+        """The masses of the ids below each."""
+        if self.ends is None:
+            return (ids - self.first).clamp(min=0, max=self.num_ids - self.first)
+        return torch.where(ids > 0, self.ends[(ids - 1).clamp(min=0, max=self.num_ids - 1)], 0)
+
+    def _at(self, mass: Tensor) -> Tensor:
+        """The id in whose mass each falls."""
+        if self.ends is None:
+            return mass + self.first
+        return torch.searchsorted(self.ends, mass, right=True)
+
+    def __repr__(self) -> str:
+        how = "alike" if self.ends is None else "by popularity"
+        return f"Negatives({self.num_ids} ids {how}, {describe(self.known)} known)"
+
+
+@typed
+def uniform_negatives(num_ids: Count, *, first: Size = 0, known: JaggedTensor | None = None) -> Negatives:
+    """Ids first, ..., num_ids - 1, each as likely as another.
+
+    Args:
+      first: 1 leaves out id 0, the unknown one of encodings.
+      known: the ids that are not drawn for each user, see `known_items`.
+
+    Law: the ids depend on the key, the shape, the user and what is known of them; none of a user's known ones is drawn.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.data.uniform_negatives(100)(fr.key(0), (2, 2))
+      tensor([[27, 27],
+              [15, 19]])
+    """
+    call = "funcrec.data.uniform_negatives"
+    if first >= num_ids:
+        need, hint = f"first < num_ids = {num_ids}", "first=0"
+        check(call, [Problem("`first` leaves no id to draw.", f"{first}", need, hint)])
+    return _with_known(call, Negatives(None, None, None, int(first), int(num_ids)), known)
+
+
+@typed
+def popularity_negatives(
+    counts: Tensor, *, exponent: NotNegative = 0.75, known: JaggedTensor | None = None
+) -> Negatives:
+    """Ids with the probability count^exponent over the sum; one that was never counted is never drawn.
+
+    Args:
+      counts: of each id, i[V] or f[V], such as `encoding.ids["item"].counts`; set counts[0] to 0 to leave out the
+        unknown id.
+      exponent: 0 for ids that came, alike; 1 as often as they came.
+      known: the ids that are not drawn for each user, see `known_items`.
+
+    Law: as `uniform_negatives`; the same bits on one kind of device.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> draw = fr.data.popularity_negatives(torch.tensor([0, 90, 9, 1]), exponent=1.0)
+      >>> draw(fr.key(0), (1000,)).bincount(minlength=4)
+      tensor([  0, 889, 105,   6])
+
+    Source: Mikolov et al., "Distributed representations of words and phrases" (2013), §2.2.
+    """
+    call = "funcrec.data.popularity_negatives"
+    check(call, count_vector_problems(counts))
+    share = torch.where(counts > 0, counts.to(torch.float64) ** float(exponent), 0)
+    masses = torch.where(counts > 0, (share / share.sum() * TOTAL).round().long().clamp(min=1), 0)
+    return _with_known(call, Negatives(masses.cumsum(0), None, None, 0, counts.shape[0]), known)
+
+
+@typed
+def known_items(user: Tensor, item: Tensor, *, num_users: Count | None = None) -> JaggedTensor:
+    """Bag u has the items of user u, ascending and each once: what `negatives` leave out.
+
+    Args:
+      user, item: i[N], ids >= 0 of the rows that are known (those to train on).
+      num_users: the bags; by default as many as the largest user needs.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.data import known_items
+      >>> known_items(torch.tensor([2, 0, 2, 2]), torch.tensor([7, 5, 3, 7])).to_lists()
+      [[5], [], [3, 7]]
+    """
+    call = "funcrec.data.known_items"
+    check(call, _pair_problems(user, item, num_users))
+    order = item.argsort(stable=True)
+    order = order[user[order].argsort(stable=True)]
+    user, item = user[order].long(), item[order].long()
+    is_new = torch.ones_like(user, dtype=torch.bool)
+    is_new[1:] = (user[1:] != user[:-1]) | (item[1:] != item[:-1])
+    user, item = user[is_new], item[is_new]
+    size = int(user[-1]) + 1 if num_users is None and len(user) else num_users or 0
+    return JaggedTensor(item, offsets_of(torch.bincount(user, minlength=size)))
+
+
+@typed
+def log_q(counts: Tensor, *, exponent: NotNegative = 1.0) -> Tensor:
+    """f32[V]: the logarithm of each id's share, count^exponent over the sum: what `in_batch_softmax` takes off logits.
+
+    Args:
+      counts: of each id in the rows to train on, i[V] or f[V]. An id that was not counted counts as once.
+      exponent: 1 for candidates of the batch; that of `popularity_negatives` for drawn ones.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.data.log_q(torch.tensor([0, 1, 3])).exp()
+      tensor([0.2000, 0.2000, 0.6000])
+
+    Source: Yi et al., "Sampling-bias-corrected neural modeling" (RecSys 2019), eq. 3.
+    """
+    check("funcrec.data.log_q", count_vector_problems(counts))
+    logs = counts.to(torch.float64).clamp(min=1).log() * float(exponent)
+    return (logs - logs.logsumexp(0)).float()
+
+
+def _with_known(call: str, negatives: Negatives, known: JaggedTensor | None) -> Negatives:
+    if known is None:
+        return negatives
+    check(call, _known_problems(known, negatives.num_ids))
+    known = JaggedTensor(known.values.long(), known.offsets.long())
+    masses = negatives._before(known.values + 1) - negatives._before(known.values)
+    return Negatives(negatives.ends, known, offsets_of(masses), negatives.first, negatives.num_ids)
+
+
+def _bag_of(known: JaggedTensor, user: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each user's bag begins and ends; a user without one has none."""
+    count = known.offsets.shape[0] - 1
+    is_there = (user >= 0) & (user < count)
+    user = torch.where(is_there, user, 0)
+    end = torch.where(is_there, known.offsets[(user + 1).clamp(max=count)], known.offsets[user.clamp(max=count)])
+    return known.offsets[user.clamp(max=count)], end
+
+
+# -- validators ------------------------------------------------------------------------------------------------------
+
+
+def count_vector_problems(counts: Tensor) -> Iterator[Problem]:
+    need, hint = "counts >= 0, i[V] or f[V], some above 0", 'encoding.ids["item"].counts'
+    if counts.dim() != 1 or counts.dtype == torch.bool or counts.is_complex():
+        yield Problem("`counts` are not counts.", describe(counts), need, hint, TypeError)
+    elif counts.shape[0] == 0:
+        yield Problem("`counts` are none.", describe(counts), need, hint)
+    elif is_concrete(counts):
+        if not bool(counts.isfinite().all()) or float(counts.min()) < 0:
+            yield Problem("`counts` has one that is none.", f"{float(counts.min()):g}", need, hint)
+        elif float(counts.max()) == 0:
+            yield Problem("`counts` are all 0.", describe(counts), need, hint)
+
+
+def _known_problems(known: JaggedTensor, num_ids: int) -> Iterator[Problem]:
+    hint = "known_items(user, item)"
+    found = list(int_problems(known.values, "known.values"))
+    yield from found
+    if found or not is_concrete(known.values) or not is_concrete(known.offsets):
+        return
+    found = list(offset_value_problems(known.values.shape[0], known.offsets, "known.offsets"))
+    yield from (p._replace(hint=p.hint or hint) for p in found)
+    if found:
+        return
+    values = known.values[: int(known.offsets[-1])]
+    begins = torch.zeros(len(values) + 1, dtype=torch.bool)
+    begins[known.offsets] = True
+    if bool(((values[1:] <= values[:-1]) & ~begins[1:-1]).any()):
+        yield Problem(
+            "`known` has a bag that does not ascend.", "an id again, or a smaller one", "each once, ascending", hint
+        )
+    elif len(values) and (int(values.min()) < 0 or int(values.max()) >= num_ids):
+        got, need = f"ids from {int(values.min())} to {int(values.max())}", f"0 <= id < {num_ids}"
+        yield Problem("`known` has an id that is not there.", got, need, hint)
+
+
+def _user_problems(negatives: Negatives, shape: Shape, user: Tensor | None) -> Iterator[Problem]:
+    hint = 'user=batch.ids["user"].values'
+    if (user is None) != (negatives.known is None):
+        got, need = ("no user", "the user of each example") if user is None else (describe(user), "None")
+        what = "`user` is missing: ids are known of users." if user is None else "`user` has no known ids to leave out."
+        yield Problem(what, got, need, hint if user is None else "known=known_items(user, item)")
+        return
+    if user is None:
+        return
+    found = list(int_problems(user, "user", negatives.known.values.device))
+    yield from (p._replace(hint=p.hint or hint) for p in found)
+    if not found and tuple(shape[:1]) != tuple(user.shape):
+        yield Problem(
+            "`shape` does not match `user`.",
+            f"{tuple(shape)}",
+            f"({user.shape[0]}, ...)",
+            f"shape=({user.shape[0]}, 4)",
+        )
+    elif not found and is_concrete(user) and user.numel():
+        count, (low, high) = negatives.known.offsets.shape[0] - 1, (int(x) for x in user.aminmax())
+        if low < 0 or high >= count:
+            got, hint = f"user {low if low < 0 else high}", "known_items(user, item, num_users=...)"
+            yield Problem("`user` has one of whom nothing is known.", got, f"0 <= user < {count}", hint)
+
+
+def _free_problems(free: Tensor, user: Tensor) -> Iterator[Problem]:
+    none = free.flatten() <= 0
+    if bool(none.any()):
+        got, hint = f"user {int(user[int(none.int().argmax())])}", "leave such users out: no id is a negative of theirs"
+        yield Problem("`user` has one who knows all ids.", got, "an id or more that is not known", hint)
+
+
+def _pair_problems(user: Tensor, item: Tensor, num_users: int | None) -> Iterator[Problem]:
+    found = [*int_problems(user, "user"), *int_problems(item, "item")]
+    hint = "data.categorical[:, 0], the ids of the first column"
+    yield from (p._replace(hint=p.hint or hint) for p in found)
+    if found:
+        return
+    if user.shape != item.shape:
+        yield Problem("`item` does not match `user`.", describe(item), describe(user), hint)
+    for name, x in (("user", user), ("item", item)):
+        if not is_concrete(x):
+            need = "a tensor on the CPU, outside of transforms"
+            yield Problem(f"`{name}` has no values that can be read.", describe(x), need, f"{name}.cpu()")
+        elif x.numel() and int(x.min()) < 0:
+            yield Problem(f"`{name}` has a negative id.", f"{int(x.min())}", "ids >= 0", hint)
+    if num_users is not None and is_concrete(user) and user.numel() and int(user.max()) >= num_users:
+        yield Problem(
+            "`num_users` has no place for a user.", f"user {int(user.max())}", f"below {num_users}", "num_users=None"
+        )
