@@ -31,10 +31,9 @@ def to_jagged_tensor(x: JaggedTensor) -> Any:
 def from_keyed_jagged_tensor(call: str, x: Any) -> KeyedJaggedTensor:
     """TorchRec's KeyedJaggedTensor, of one rank's batch."""
     strides, weights = strides_in(call, x), x.weights_or_none()
-    ids = KeyedJaggedTensor.from_offsets(
-        tuple(x.keys()), x.values(), offsets_in(call, x), weights=weights, strides=strides
-    )
-    return replace(ids, inverse=inverse_in(call, x))
+    places = [str(i) for i in range(len(x.keys()))]  # a key may be there twice, as both libraries' `permute` gives it
+    ids = KeyedJaggedTensor.from_offsets(places, x.values(), offsets_in(call, x), weights=weights, strides=strides)
+    return replace(ids, keys=tuple(x.keys()), inverse=inverse_in(call, x))
 
 
 def to_keyed_jagged_tensor(x: KeyedJaggedTensor) -> Any:

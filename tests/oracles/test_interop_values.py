@@ -26,6 +26,8 @@ def ids(draw):
     """Our ids, of one number of bags or of one for each key, with inverse indices or not."""
     x = draw(frs.keyed_jagged_tensors(same_bags=draw(st.booleans()), min_bags=1, weighted=draw(st.booleans())))
     if draw(st.booleans()):
+        x = x.permute([*x.keys, x.keys[0]])  # a key may be there twice
+    if draw(st.booleans()):
         return x
     count = draw(st.integers(1, 5))
     rows = [draw(st.lists(st.integers(0, x.bags_of(k) - 1), min_size=count, max_size=count)) for k in x.keys]
@@ -40,9 +42,10 @@ def test_ids_come_back(x):
     assert_trees_close(back, x.unpad())
     assert theirs.values().data_ptr() == back.values.data_ptr() == x.unpad().values.data_ptr()
     assert theirs.offsets() is back.offsets is x.offsets
-    assert theirs.to_dict().keys() == set(x.keys)
-    got = {k: [bag.tolist() for bag in bags.to_dense()] for k, bags in theirs.to_dict().items()}
-    assert got == x.to_lists()
+    assert theirs.keys() == list(x.keys)
+    if len(set(x.keys)) == len(x.keys):
+        got = {k: [bag.tolist() for bag in bags.to_dense()] for k, bags in theirs.to_dict().items()}
+        assert got == x.to_lists()
 
 
 @given(frs.keyed_jagged_tensors(keys=("a", "b"), min_bags=1, weighted=True))
@@ -75,7 +78,7 @@ def test_their_ids_come_back(x, by_lengths):
 @given(ids())
 def test_inverse_indices_of_another_order_are_put_in_the_keys(x):
     """TorchRec names the rows of its inverse indices; here they stand in the order of the keys."""
-    if x.inverse is None:
+    if x.inverse is None or len(set(x.keys)) < len(x.keys):
         return
     names = list(reversed(x.keys))
     y = to_torchrec(x)

@@ -1,0 +1,226 @@
+"""Every line of the migration table, run on both sides and compared."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close
+
+pytest.importorskip("torchrec")
+import torchrec
+from torchrec.datasets.random import RandomRecDataset
+from torchrec.datasets.utils import Batch
+from torchrec.metrics.metrics_namespace import MetricPrefix
+from torchrec.metrics.rec_metric import RecMetricComputation
+from torchrec.models.deepfm import SimpleDeepFMNN
+from torchrec.modules.crossnet import CrossNet
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.modules.mlp import MLP
+from torchrec.optim.warmup import WarmupOptimizer
+
+PAGE = (Path(fr.interop.__file__).parent / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+LINES = [line for line in PAGE.splitlines() if line.startswith("| `")]
+ROWS = [m.groups() for line in LINES if (m := re.fullmatch(r"\| `([^`]+)` \| `([^`]+)` \|", line))]
+YET = [m.groups() for line in LINES if (m := re.fullmatch(r"\| `([^`]+)` \| not there yet: `fr\.(\w+)`.* \|", line))]
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+@pytest.fixture
+def names():
+    """What a row may name: the page's own blocks, run."""
+    torch.manual_seed(0)
+    found = {"__name__": "page"}
+    for block in BLOCKS:
+        exec(block, found)
+    return found
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_page_has_enough_rows():
+    """The table has at least thirty lines that are run, and no line that is not read."""
+    assert len(ROWS) >= 60 and len(ROWS) + len(YET) == len(LINES)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[left[:60] for left, _ in ROWS])
+def test_both_sides_are_the_same(row, names, request):
+    """What TorchRec's call gives is what ours gives."""
+    left, right = row
+    if "DistributedModelParallel" in left:
+        request.getfixturevalue("one_rank")
+    theirs, ours = eval(left, names), eval(right, names)
+    compare(theirs, ours, names)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), YET)
+def test_what_is_not_there_yet_is_not_there(theirs, ours):
+    """A line that says so is of something that TorchRec has and funcrec has not."""
+    module, name = theirs.rsplit(".", 1)
+    assert hasattr(importlib.import_module(module), name)
+    assert not hasattr(fr, ours)
+
+
+def test_a_wrong_line_is_seen(names):
+    """A line whose sides differ fails: another order, another rate, another placement, another number."""
+    rate = 'FusedEmbeddingBagCollection(configs, torch.optim.SGD, {"lr": 0.1})'
+    plan = 'construct_module_sharding_plan(ebc, {"item": row_wise(), "user": table_wise(rank=1)}, **TWO_RANKS)'
+    for left, right in [
+        ("kjt.permute([1, 0])", 'ids.permute(["a", "b"])'), (rate, "fr.optim.sgd(lr=0.2)"),
+        ("kjt.stride()", "len(ids.keys)"), ("NEMetricComputation(**ONE_TASK)", "fr.metrics.log_loss()"),
+        (plan, 'fr.Plan({"item": fr.row_wise("x"), "user": fr.table_wise("x", rank=0)})'),
+        ("jt.to_dense()", 'ids["a"].to_lists()'), ("MLP(5, [4, 3])", "fr.nn.mlp((5, 4, 3))"),
+    ]:  # fmt: skip
+        with pytest.raises(AssertionError):
+            compare(eval(left, names), eval(right, names), names)
+
+
+# -- comparisons -----------------------------------------------------------------------------------------------------
+
+
+def compare(theirs, ours, names):
+    """By what the right side is: a rule and a layer are run, values are held against values."""
+    if isinstance(ours, fr.optim.RowOptimizer):
+        assert_trees_close(trained(theirs, names), trained_by(ours, names), **CLOSE)
+    elif isinstance(theirs, WarmupOptimizer):
+        assert_trees_close([float(ours(torch.tensor(i))) for i in range(5)], rates(theirs), rtol=1e-6)
+    elif isinstance(theirs, RecMetricComputation):
+        compare_metrics(theirs, ours, names)
+    elif isinstance(ours, fr.nn.Layer):
+        compare_layers(theirs, ours)
+    elif isinstance(ours, fr.models.Model):
+        compare_models(theirs, ours, names)
+    elif isinstance(ours, fr.Plan):
+        assert placements(theirs) == {n: (p.kind, p.ranks) for n, p in dict(ours.placements).items()}
+    elif isinstance(theirs, RandomRecDataset):
+        assert form_of(next(iter(theirs))) == form_of(next(ours))
+    elif isinstance(theirs, Batch):
+        parts = theirs.dense_features, theirs.sparse_features, theirs.labels
+        assert_trees_close(plain(parts), plain((ours.dense, ours.ids, ours.label)))
+    else:
+        assert_trees_close(plain(theirs), plain(ours), **CLOSE)
+
+
+def plain(x):
+    """Either library's value, in lists, tensors and numbers."""
+    kinds = (torchrec.KeyedJaggedTensor, torchrec.JaggedTensor, torchrec.KeyedTensor, torchrec.EmbeddingBagConfig,
+             torchrec.EmbeddingConfig)  # fmt: skip
+    if isinstance(x, kinds):
+        x = fr.interop.from_torchrec(x)
+    if isinstance(x, fr.KeyedJaggedTensor | fr.JaggedTensor):
+        x = x.unpad()
+        parts = [plain(getattr(x, n)) for n in ("values", "weights", "offsets")]
+        return [*parts, *(plain(getattr(x, n, None)) for n in ("keys", "strides"))]
+    if isinstance(x, fr.TableConfig | fr.FeatureConfig):
+        return repr(x)
+    if isinstance(x, fr.KeyedTensor):
+        return [x.values.detach(), list(x.keys), list(x.dims)]
+    if isinstance(x, dict):
+        return {k: plain(v) for k, v in x.items()}
+    if hasattr(x, "local_shards"):
+        return torch.cat([s.tensor for s in x.local_shards()])
+    if isinstance(x, torch.Tensor):
+        return [plain(v) for v in x.unbind()] if x.is_nested else plain_tensor(x)
+    return [plain(v) for v in x] if isinstance(x, list | tuple) else str(x)
+
+
+def plain_tensor(x):
+    """Numbers of one dtype, so that a list's tensors are like a list's numbers."""
+    return [str(n) for n in x.tolist()] if x.dim() == 1 and not x.is_floating_point() else x.detach().double()
+
+
+def data(names):
+    return names["kjt"], names["ids"], torch.linspace(-1, 1, 48).reshape(3, 16)
+
+
+def trained(theirs, names):
+    """The rows after one step of their optimizer, from those of `params`."""
+    kjt, _, d = data(names)
+    module = theirs if isinstance(theirs, FusedEmbeddingBagCollection) else names["ebc"]
+    names["with_rows"](module)
+    if module is theirs:
+        (module(kjt).values() * d).sum().backward()
+    else:
+        theirs.zero_grad()
+        (module(kjt).values() * d).sum().backward()
+        theirs.step()
+    return {k.split(".")[-2]: v.detach() for k, v in module.state_dict().items()}
+
+
+def trained_by(ours, names):
+    _, ids, d = data(names)
+    tables, features = names["params"].tables, names["features"]
+    acts = fr.lookup(tables, ids, features)
+    grads = fr.lookup_transpose(fr.KeyedTensor(d, acts.keys, acts.dims), ids, features, tables)
+    return dict(ours.update(grads, ours.init(tables), tables, step=0)[0])
+
+
+def rates(theirs):
+    found = []
+    for p in theirs.params.values():
+        p.grad = torch.zeros_like(p)
+    for _ in range(5):
+        found.append(theirs.param_groups[0]["lr"])
+        theirs.step()
+    return found
+
+
+def compare_metrics(theirs, ours, names):
+    p, y = names["predictions"], names["labels"]
+    theirs.update(predictions=p[None], labels=y[None], weights=torch.ones(1, 64, dtype=torch.float64))
+    found = [float(r.value) for r in theirs.compute() if r.metric_prefix == MetricPrefix.LIFETIME]
+    assert float(ours.compute(ours.update(ours.init(), p, y))) in [pytest.approx(v, abs=1e-9) for v in found]
+
+
+def compare_layers(theirs, ours):
+    """With our parameters filled from the module's by shape and order."""
+    for i, p in enumerate(theirs.parameters()):
+        p.data.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+    if isinstance(theirs, MLP):
+        params = {"linear": [{"weight": m._linear.weight, "bias": m._linear.bias} for m in theirs._mlp]}
+    else:
+        own = {"weight": "kernels"} if isinstance(theirs, CrossNet) else {"u": "W_kernels", "v": "V_kernels"}
+        params = [
+            {**{k: getattr(theirs, n)[i] for k, n in own.items()}, "bias": theirs.bias[i].flatten()} for i in range(3)
+        ]
+    like = ours.init(fr.key(0))
+    assert fr.tree.structure(params) == fr.tree.structure(like)
+    x = torch.linspace(-1, 1, 20).reshape(4, 5)
+    assert_trees_close(ours.apply(params, x).detach(), theirs(x).detach(), **CLOSE)
+
+
+def compare_models(theirs, ours, names):
+    """Loaded from the module's state dict, they predict the same."""
+    params = fr.interop.load_torchrec_state_dict(ours.init(fr.key(0)), theirs.state_dict())
+    dense = torch.linspace(-1, 1, 9).reshape(3, 3)
+    logits = ours.apply(params, fr.Batch(names["ids"], None, dense))
+    want = theirs(dense, names["kjt"]).squeeze(1).detach()
+    assert_trees_close(logits.sigmoid() if isinstance(theirs, SimpleDeepFMNN) else logits, want, **CLOSE)
+
+
+KINDS = {"data_parallel": "replicated"}
+
+
+def placements(plan):
+    ranks = lambda p: () if p.sharding_type in ("row_wise", "data_parallel") else tuple(p.ranks)
+    return {n: (KINDS.get(p.sharding_type, p.sharding_type), ranks(p)) for n, p in plan.items()}
+
+
+def form_of(batch):
+    """What two random batches share: keys, bags, ids of a bag, dense inputs."""
+    ids = batch.sparse_features if hasattr(batch, "sparse_features") else batch.ids
+    ids = fr.interop.from_torchrec(ids) if not isinstance(ids, fr.KeyedJaggedTensor) else ids
+    dense = batch.dense_features if hasattr(batch, "dense_features") else batch.dense
+    label = batch.labels if hasattr(batch, "labels") else batch.label
+    assert 0 <= int(ids.values.min()) <= int(ids.values.max()) < 10
+    return ids.keys, ids.num_bags, set(ids.lengths.tolist()), dense.shape, label.shape
