@@ -33,6 +33,7 @@ from funcrec.core._face import Later as Later
 from funcrec.core._face import module_later as module_later
 from funcrec.core._face import publish as publish
 from funcrec.core._face import version as version
+from funcrec.core._functorch import below as below
 from funcrec.core._functorch import by_vmap_rule as by_vmap_rule
 from funcrec.core._functorch import current_level as current_level
 from funcrec.core._functorch import is_differentiated_above as is_differentiated_above

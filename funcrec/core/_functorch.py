@@ -53,11 +53,16 @@ def is_wrapped(x: Tensor) -> bool:
     return _functorch.is_functorch_wrapped_tensor(x)
 
 
-def value_below(x: Tensor) -> Tensor:
-    """The tensor below all transforms: a batch, under vmap."""
+def below(x: Tensor) -> Tensor:
+    """The tensor below all transforms, as autograd follows it: a batch, under vmap."""
     while is_wrapped(x):
         x = _functorch.get_unwrapped(x)
-    return x.detach()
+    return x
+
+
+def value_below(x: Tensor) -> Tensor:
+    """The same without its history."""
+    return below(x).detach()
 
 
 def is_differentiated_above(x: Tensor, level: int) -> bool:

@@ -29,6 +29,7 @@ from funcrec.core import (
 )
 from funcrec.kernels import ops
 from funcrec.tables import _validate as checks
+from funcrec.tables._constants import check_constants
 from funcrec.tables._kinds import map_parts
 from funcrec.tables._params import Params
 from funcrec.tables._problems import tensor_problems
@@ -49,7 +50,9 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
     Returns: a function of the same arguments that gives (loss, grads) or ((loss, aux), grads); grads is Params with
       tables {name: RowGrads} (not coalesced) and dense as `params.dense`.
 
-    Raises: TypeError for a table used densely, a dense leaf that is no float tensor, or a loss that is no scalar;
+    Raises: TypeError for a table used densely, a dense leaf that is no float tensor, a loss that is no scalar, or one
+      that reads an nn.Parameter which is no argument, so that nothing would train it (a warning for other leaves of
+      autograd);
       ValueError for a loss that looks up other tables, or other
       shapes, when it is called again with the same arguments.
 
@@ -112,6 +115,7 @@ def value_grad_and_overflows(loss_fn: Callable, has_aux: bool) -> Callable:
             (d_dense, d_taps), (loss, (aux_tensors, saved)) = torch.func.grad_and_value(
                 tapped, argnums=(0, 1), has_aux=True
             )(params.dense, taps)
+        check_constants(loss, params, args, kwargs)
         tables = {
             name: RowGrads.zeros(t.shape, dtype=ops.accumulation_dtype(t.dtype), device=t.device)
             for name, t in params.tables.items()

@@ -100,7 +100,9 @@ def train_step(
       codec: how looked up vectors and their cotangents travel; None for
         what the state's tables say (`shard_tables`, `reshard`).
 
-    Returns: TrainStep. `init(params, key=fr.key(0)) -> TrainState`; calling it gives (state, metrics) with
+    Returns: TrainStep. `init(params, key=fr.key(0)) -> TrainState` takes an nn.Parameter for its values, so that steps
+      are not one long graph of autograd (another tensor that requires grad is followed); calling it gives (state,
+      metrics) with
       metrics["loss"] and, with `has_aux`, metrics["aux"]; with a `capacity` also metrics["overflow"], how many ids of
       all ranks found no place, and metrics["needed"], the capacity that would have done (i64[]).
 
@@ -133,6 +135,7 @@ def train_step(
 
     def init(params: Params, key: Tensor | None = None) -> TrainState:
         check("funcrec.train_step.init", params_problems(params))
+        params = map_tensors(lambda x: x.detach() if isinstance(x, torch.nn.Parameter) else x, params)
         check("funcrec.train_step.init", merge_problems(params.dense, merge))
         key = random.key(0) if key is None else key
         random.check_key("funcrec.train_step.init", key)

@@ -359,8 +359,8 @@ def test_per_example_gradients_inside_the_loss():
 
 
 def test_tables_of_modules_are_differentiated():
-    """An nn.Parameter for a table: lookup, value_and_grad and a training step
-    have torch's derivatives; detached, it is a plain table."""
+    """An nn.Parameter for a table: lookup and value_and_grad have torch's derivatives. A training
+    state takes its values; by another tensor that requires grad the step has torch's derivative."""
     table, dense = torch.nn.Parameter(TABLES["x"]), torch.nn.Parameter(PARAMS.dense["s"].clone())
     loss = lambda p, _=None: bent(vectors(p.tables, pooled("x")), p.dense)
     value, grads = fr.value_and_grad(loss)(fr.Params({"x": table}, dense))
@@ -372,7 +372,9 @@ def test_tables_of_modules_are_differentiated():
     assert_trees_close(new(table.detach(), dense.detach()), TABLES["x"] - 0.1 * plain.tables["x"].to_dense(), **CLOSE)
     moved = lambda x: x - 0.1 * torch.func.grad(lambda y: loss(fr.Params({"x": y}, dense.detach())))(x)
     want = torch.func.vjp(moved, TABLES["x"])[1](torch.ones_like(TABLES["x"]))[0]
-    assert_trees_close(torch.autograd.grad(new(table, dense).sum(), [table])[0], want, **CLOSE)
+    assert_trees_close(torch.autograd.grad(new(table * 1, dense).sum(), [table])[0], want, **CLOSE)
+    assert_trees_close(new(table, dense), new(table.detach(), dense.detach()))
+    assert not step.init(fr.Params({"x": table}, {"s": dense})).dense["s"].requires_grad
     with pytest.raises(TypeError, match=r"nn.Parameter(.|\n)*x.detach\(\)"):
         fr.optim.sgd(lr=0.1).update(plain.tables, {"x": {}}, {"x": table}, 0, implementation="cpp")
 

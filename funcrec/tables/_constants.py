@@ -1,0 +1,56 @@
+"""What a loss reads besides its arguments and autograd would follow: nothing trains it.
+
+Autograd's own graph of the loss tells, and costs nothing where there is none: what is frozen, detached or read under
+torch.no_grad() is not in it.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from funcrec.core import Problem, below, describe, message, tree_leaves
+
+CALL = "funcrec.value_and_grad"
+TRAINED = "params.dense=dict(module.named_parameters()), and torch.func.functional_call(module, params.dense, x)"
+
+
+def check_constants(loss: Tensor, *given: Any) -> None:
+    """Refuse a loss that reads an nn.Parameter which it was not given; say so of another leaf that requires grad."""
+    at = below(loss)
+    if at.grad_fn is None or isinstance(at, FakeTensor):  # a staged function that reads some is not compiled
+        return
+    known = [below(x) for x in tree_leaves(given) if isinstance(x, Tensor)]
+    found = leaves_behind(at, known)
+    if parameters := [x for x in found if isinstance(x, torch.nn.Parameter)]:
+        raise TypeError(message(CALL, [_problem("an nn.Parameter that", "module.requires_grad_(False)", parameters)]))
+    if found:
+        problem = _problem("a tensor that requires grad, and that", "x.detach()", found)
+        warnings.warn(message(CALL, [problem]), stacklevel=4)
+
+
+def leaves_behind(x: Tensor, known: list[Tensor]) -> list[Tensor]:
+    """The leaves of autograd's graph that x follows from, other than `known` tensors and what they follow from."""
+    ids, seen, left, found = set(map(id, known)), {y.grad_fn for y in known} - {None}, [x.grad_fn], []
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        left += [n for n, _ in node.next_functions]
+        if (leaf := getattr(node, "variable", None)) is not None and id(leaf) not in ids:
+            found.append(leaf)
+    return found[::-1]
+
+
+def _problem(which: str, frozen: str, found: list[Tensor]) -> Problem:
+    shown = ", ".join(map(describe, found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    return Problem(
+        f"the loss reads {which} it was not given: nothing trains it.",
+        f"{shown}, closed over",
+        "in `params.dense` what is trained; else plain tensors",
+        f"{TRAINED}; {frozen}, if it is to stay; an argument of the loss, to differentiate by it",
+        TypeError,
+    )
