@@ -1,0 +1,41 @@
+"""The programs of funcrec/examples/OWN_DATA.md run as they stand, and are as short as it says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import funcrec as fr
+
+PAGE = Path(fr.__file__).parent / "examples" / "OWN_DATA.md"
+SHOP_COLUMNS, SHOP, FLIGHTS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def run(tmp_path, monkeypatch, *blocks):
+    """The names that the blocks leave, run in an empty folder; each print gives what its comment says."""
+    monkeypatch.chdir(tmp_path)
+    printed, names = [], {"__name__": "page"}
+    names["print"] = lambda *x: printed.append(" ".join(map(str, x)))
+    for block in blocks:
+        exec(compile(block, PAGE.name, "exec"), names)
+    assert printed == re.findall(r"^print\(.*\)  # (.*)$", "".join(blocks), re.MULTILINE) != []
+    return names
+
+
+@pytest.mark.parametrize("block", [SHOP, FLIGHTS], ids=["shop", "flights"])
+def test_a_program_has_twenty_lines(block):
+    """Imports apart, twenty lines of at most 120 columns take a user from columns to predictions."""
+    lines = [x for x in block.splitlines() if x.strip() and not x.startswith("import ")]
+    assert len(lines) <= 20 and max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize("blocks", [(SHOP_COLUMNS, SHOP), (FLIGHTS,)], ids=["shop", "flights"])
+def test_a_program_trains_and_predicts(tmp_path, monkeypatch, blocks):
+    """Training ends early with a best epoch that is the history's best; what was saved predicts as what was trained."""
+    names = run(tmp_path, monkeypatch, *blocks)
+    history, judge = names["done"].history, names["judge"]
+    assert 1 < len(history) < 20
+    is_loss = "log_loss" in history[0]
+    best = min(history, key=lambda e: e["log_loss"]) if is_loss else max(history, key=lambda e: e["auc"])
+    again = judge(names["saved"]["params"], names["valid"])
+    assert again == {k: best[k] for k in again}
