@@ -3,16 +3,6 @@ whether a derivative is wanted or values are checked."""
 
 from funcrec.core import random as random
 from funcrec.core._arguments import PARTS as PARTS
-from funcrec.core._arguments import Count as Count
-from funcrec.core._arguments import Device as Device
-from funcrec.core._arguments import Form as Form
-from funcrec.core._arguments import Key as Key
-from funcrec.core._arguments import NotNegative as NotNegative
-from funcrec.core._arguments import Positive as Positive
-from funcrec.core._arguments import Shape as Shape
-from funcrec.core._arguments import Share as Share
-from funcrec.core._arguments import Size as Size
-from funcrec.core._arguments import Within as Within
 from funcrec.core._arguments import field_problems as field_problems
 from funcrec.core._arguments import kind_of as kind_of
 from funcrec.core._arguments import typed as typed
@@ -33,6 +23,16 @@ from funcrec.core._face import Later as Later
 from funcrec.core._face import module_later as module_later
 from funcrec.core._face import publish as publish
 from funcrec.core._face import version as version
+from funcrec.core._forms import Count as Count
+from funcrec.core._forms import Device as Device
+from funcrec.core._forms import Form as Form
+from funcrec.core._forms import Key as Key
+from funcrec.core._forms import NotNegative as NotNegative
+from funcrec.core._forms import Positive as Positive
+from funcrec.core._forms import Shape as Shape
+from funcrec.core._forms import Share as Share
+from funcrec.core._forms import Size as Size
+from funcrec.core._forms import Within as Within
 from funcrec.core._functorch import below as below
 from funcrec.core._functorch import by_vmap_rule as by_vmap_rule
 from funcrec.core._functorch import current_level as current_level

@@ -11,7 +11,6 @@ left to a function's own validators, which then need not fear other structures.
 import functools
 import inspect
 import numbers
-import os
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,38 +21,12 @@ import torch
 from torch import Tensor
 
 from funcrec.core._errors import EXAMPLES, Problem, check, describe, example_at
+from funcrec.core._forms import Form
 
 STAGES = {"core", "jagged", "mesh", "tables", "compile", "sharding", "train", "checkpoint"}  # folders of no public name
 PARTS: dict[
     type, Callable[[Any, str], Iterator[Problem]]
 ] = {}  # class -> what is wrong with a value of it, whose path is given
-
-
-class Within(NamedTuple):
-    """The range of a number."""
-
-    need: str
-    holds: Callable[[Any], bool]
-
-
-class Form(NamedTuple):
-    """The form of a tensor: a kind of dtype (f, i, i64, b, or x for any), then its
-    dimensions in words: `i[N]`, `f[...]`. noun: its name."""
-
-    text: str
-    noun: str = "a tensor"
-
-
-Count = Annotated[int, Within("an int >= 1", lambda n: n >= 1)]
-Size = Annotated[int, Within("an int >= 0", lambda n: n >= 0)]
-Positive = Annotated[float, Within("a number > 0", lambda x: x > 0)]
-NotNegative = Annotated[float, Within("a number >= 0", lambda x: x >= 0)]
-Finite = Annotated[float, Within("a finite number", lambda x: abs(x) < float("inf"))]
-Share = Annotated[float, Within("a number in [0, 1)", lambda x: 0 <= x < 1)]
-Shape = Sequence[Size]
-Key = Annotated[Tensor, Form("i64[]", "a key")]
-Device = Annotated[torch.device | str, "device"]
-Path = str | os.PathLike
 
 
 class Kind(NamedTuple):

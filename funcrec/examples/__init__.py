@@ -1,4 +1,8 @@
-"""Programs that use funcrec as a user would: `python -m funcrec.examples.ctr --help`."""
+"""Programs that use funcrec as a user would: `python -m funcrec.examples.ctr --help`.
+
+.. include:: OWN_DATA.md
+.. include:: README.md
+"""
 
 import funcrec.core as _core
 
