@@ -127,6 +127,10 @@ class JaggedTensor:
         check("funcrec.JaggedTensor.to_padded", fill_problems(fill, self.values.dtype))
         return primitives.to_padded(self.values, self.offsets, length, fill)
 
+    def __len__(self) -> int:
+        """The number of bags."""
+        return self.num_bags
+
     def __getitem__(self, bags: int | slice | Sequence[int]) -> "JaggedTensor":
         """Bags by position: `x[3]` (one bag), `x[2:5]`, `x[[4, 0, 4]]`. The capacity is N times the most repeats."""
         chosen = bag_list(bags, self.num_bags, "funcrec.JaggedTensor.__getitem__")

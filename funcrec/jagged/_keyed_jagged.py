@@ -12,10 +12,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from funcrec.core import PARTS, Problem, Size, check, describe, fail, pytree, typed
+from funcrec.core import PARTS, Size, check, describe, fail, pytree, typed
 from funcrec.jagged._jagged import JaggedTensor, grow, take_ranges
 from funcrec.jagged._join import as_part, join
 from funcrec.jagged._keyed_problems import (
+    concat_problems,
     field_problems,
     id_dtype_problems,
     jagged_problems,
@@ -55,8 +56,10 @@ class KeyedJaggedTensor:
       >>> ids["clicked"].to_lists(), ids[1:2].to_lists()
       ([[1, 2], []], {'clicked': [[]], 'user': [[8]]})
       >>> some = fr.KeyedJaggedTensor.from_lists(ids.to_lists(), weights={"clicked": [[0.5, 2.0], []]})
-      >>> some["clicked"].weights, some["user"].weights
+      >>> some["clicked"].unpad().weights, some["user"].weights
       (tensor([0.5000, 2.0000]), None)
+      >>> {key: bags.num_bags for key, bags in ids.items()}, len(ids), "user" in ids
+      ({'clicked': 2, 'user': 2}, 2, True)
     """
 
     values: Tensor
@@ -273,6 +276,19 @@ class KeyedJaggedTensor:
         is_bare = positions and all(self.keys[p] in self.unweighted for p in positions)
         return None if is_bare else self.weights
 
+    def items(self) -> Iterator[tuple[str, JaggedTensor]]:
+        """(key, its bags), as of a dict; so do `for key in ids`, `key in ids` and `len(ids)` go by the keys."""
+        return iter(self.to_dict().items())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys
+
     # -- keys --------------------------------------------------------------------------------------------------
 
     @typed
@@ -322,7 +338,7 @@ class KeyedJaggedTensor:
 
         Law: `concat(ids.split(segments))` has the bags and the capacity of `ids`, and `concat([a, b])` the sum of both.
         """
-        check("funcrec.KeyedJaggedTensor.concat", concat_problems(parts))
+        check("funcrec.KeyedJaggedTensor.concat", concat_problems(parts, KeyedJaggedTensor))
         counts = tuple(n for part in parts for n in part._counts)
         inverses = [part.inverse for part in parts if part.inverse is not None]
         inverse = torch.cat(inverses) if inverses else None
@@ -347,7 +363,7 @@ class KeyedJaggedTensor:
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{k!r}: {show_bags(self.values, self.offsets_for(k))}" for k in self.keys[:8])
-        more = ", ..." if len(self.keys) > 8 else ""
+        more = f", ... {len(self.keys)} keys" if len(self.keys) > 8 else ""
         bare = f", unweighted={list(self.unweighted)}" if self.unweighted else ""
         return f"KeyedJaggedTensor({{{shown}{more}}}, {show_buffer(self)}{bare})"
 
@@ -370,19 +386,6 @@ def _joined(
 
 
 # -- validators --------------------------------------------------------------------------------------------------
-
-
-def concat_problems(parts: Sequence[KeyedJaggedTensor]) -> Iterator[Problem]:
-    yield from key_problems(tuple(k for p in parts for k in p.keys))
-    yield from jagged_problems(
-        {f"parts[{i}]": p for i, p in enumerate(parts) if p.keys}, "the parts", KeyedJaggedTensor
-    )
-    bare = [i for i, p in enumerate(parts) if p.inverse is None]
-    if 0 < len(bare) < len(parts):
-        yield Problem("only some of `parts` have inverse indices.", f"none in parts {bare}", "all or none")
-    counts = {p.num_bags for p in parts if p.keys and p.strides is None}
-    if len(counts) > 1:
-        yield Problem("`parts` have different numbers of bags.", f"{sorted(counts)}", "one number of bags")
 
 
 def check_ids(call: str, ids: object, path: str = "ids") -> None:

@@ -144,6 +144,17 @@ def jagged_problems(
         yield Problem(f"{what} have values of different shapes.", got, "one shape")
 
 
+def concat_problems(parts: Sequence[Any], kind: type) -> Iterator[Problem]:
+    yield from key_problems(tuple(k for p in parts for k in p.keys))
+    yield from jagged_problems({f"parts[{i}]": p for i, p in enumerate(parts) if p.keys}, "the parts", kind)
+    bare = [i for i, p in enumerate(parts) if p.inverse is None]
+    if 0 < len(bare) < len(parts):
+        yield Problem("only some of `parts` have inverse indices.", f"none in parts {bare}", "all or none")
+    counts = {p.num_bags for p in parts if p.keys and p.strides is None}
+    if len(counts) > 1:
+        yield Problem("`parts` have different numbers of bags.", f"{sorted(counts)}", "one number of bags")
+
+
 def id_dtype_problems(values: Tensor, path: str) -> Iterator[Problem]:
     if isinstance(values, Tensor) and (values.dtype not in (torch.int32, torch.int64) or values.dim() != 1):
         got = describe(values)

@@ -146,9 +146,13 @@ def show_bags(values: Tensor, offsets: Tensor, limit: int = 8) -> str:
     if not (is_concrete(values) and is_concrete(offsets)):
         return f"{num_bags} bags"
     shown = split_list(values, offsets[: limit + 1]) if values.dim() == 1 else offsets.diff()[:limit].tolist()
-    text = ", ".join(map(str, shown))
-    more = ", ..." if num_bags > limit else ""
+    text = ", ".join(map(str, shown)) if values.dim() > 1 else ", ".join(_show_bag(bag) for bag in shown)
+    more = f", ... {num_bags} bags" if num_bags > limit else ""
     return f"[{text}{more}]" if values.dim() == 1 else f"lengths=[{text}{more}]"
+
+
+def _show_bag(bag: list, limit: int = 8) -> str:
+    return str(bag) if len(bag) <= limit else f"[{', '.join(map(str, bag[:limit]))}, ... {len(bag)} values]"
 
 
 def show_buffer(x: Any) -> str:

@@ -53,7 +53,7 @@ class Fitted(NamedTuple):
       >>> import torch, funcrec as fr
       >>> add = lambda total, batch: (total + batch, {"loss": 1 / (1 + total)})
       >>> done = fr.fit(add, torch.tensor(0.0), [1.0, 2.0], epochs=2, monitor="loss", mode="min")
-      >>> done.state, done.best, done.history[1]["loss"]
+      >>> done.state, done.best, round(done.history[1]["loss"], 3)
       (tensor(6.), tensor(6.), 0.225)
     """
 

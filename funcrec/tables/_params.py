@@ -49,14 +49,20 @@ class Batch:
 
     Example:
       >>> import torch, funcrec as fr
-      >>> fr.Batch(fr.KeyedJaggedTensor.from_lists({"item": [[1], [2]]}), torch.tensor([0.0, 1.0])).label
-      tensor([0., 1.])
+      >>> fr.Batch(fr.KeyedJaggedTensor.from_lists({"item": [[1], [2]]}), torch.tensor([0.0, 1.0]))
+      Batch(ids=KeyedJaggedTensor({'item': [[1], [2]]}, values=i64[2]), label=f32[2])
     """
 
     ids: KeyedJaggedTensor
     label: Tensor | None = None
     dense: Tensor | None = None
     weight: Tensor | None = None
+
+    def __repr__(self) -> str:
+        named = {n: getattr(self, n) for n in ("label", "dense", "weight")}
+        return "".join(
+            [f"Batch(ids={self.ids!r}", *(f", {n}={describe(x)}" for n, x in named.items() if x is not None), ")"]
+        )
 
 
 def blank_padding(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -72,7 +78,7 @@ def _is_spec(x: object) -> bool:
 
 
 def show_tables(tables: Any) -> str:
-    if not isinstance(tables, dict):
+    if not isinstance(tables, Mapping):
         return describe(tables)
     return "{" + ", ".join(f"{name}: {describe(t)}" for name, t in tables.items()) + "}"
 

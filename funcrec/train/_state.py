@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import PARTS, Problem, describe, pytree
+from funcrec.jagged import is_concrete
 from funcrec.tables import Params, show_dense, show_tables
 
 
@@ -26,8 +27,8 @@ class TrainState:
       >>> import torch, funcrec as fr
       >>> step = fr.train_step(lambda p, b: p.dense["w"].sum(), sparse=fr.optim.sgd(0.1),
       ...                      dense=fr.optim.dense(torch.optim.SGD, lr=0.1))
-      >>> step.init(fr.Params(tables={}, dense={"w": torch.ones(2)})).step
-      tensor(0)
+      >>> step.init(fr.Params(tables={"item": torch.zeros(10, 4)}, dense={"w": torch.ones(2)}))
+      TrainState(step=0, tables={item: f32[10, 4]}, slots=0 tensors, dense=1 tensor, dense_opt=0 tensors)
     """
 
     step: Tensor
@@ -42,8 +43,10 @@ class TrainState:
         return Params(self.tables, self.dense)
 
     def __repr__(self) -> str:
-        shown = f"tables={show_tables(self.tables)}, dense={show_dense(self.dense)}"
-        return f"TrainState(step={describe(self.step)}, {shown})"
+        step = int(self.step) if isinstance(self.step, Tensor) and is_concrete(self.step) else describe(self.step)
+        trees = {n: show_dense(getattr(self, n)) for n in ("slots", "dense", "dense_opt")}
+        shown = ", ".join([f"tables={show_tables(self.tables)}", *(f"{n}={x}" for n, x in trees.items())])
+        return f"TrainState(step={step}, {shown})"
 
 
 def state_parts(x: TrainState, path: str) -> Iterator[Problem]:

@@ -122,6 +122,30 @@ def test_a_feature_is_its_bags(x, weighted):
 
 
 @given(frs.keyed_jagged_tensors(same_bags=False))
+def test_ids_are_read_as_a_dict_is(x):
+    """len, in, iteration and items go by the keys, in order, as of to_dict(); a JaggedTensor has a len of bags."""
+    assert list(x) == list(x.to_dict()) == list(x.keys) and len(x) == len(x.keys)
+    assert all(k in x for k in x.keys) and "z" not in x and 0 not in x
+    assert {k: bags.to_lists() for k, bags in x.items()} == x.to_lists()
+    assert [len(bags) for _, bags in x.items()] == [x.bags_of(k) for k in x]
+
+
+def test_what_is_shown_is_short():
+    """The text of large values says how many bags, values and keys there are, and of what is read what it holds."""
+    ids = fr.KeyedJaggedTensor.from_lists({f"k{i}": [list(range(30))] * 20 for i in range(30)})
+    text = repr(fr.Batch(ids, torch.ones(20), torch.ones(20, 3)))
+    assert "7, ... 30 values]" in text and "... 20 bags]" in text and "... 30 keys}" in text and len(text) < 4000
+    assert text.endswith("values=i64[18000]), label=f32[20], dense=f32[20, 3])")
+    assert repr(fr.Batch(None, 0)) == "Batch(ids=None, label=int 0)"
+    kinds = {"sparse": fr.optim.sgd(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
+    mesh = {"mesh": fr.Mesh.emulated(m=2), "plan": fr.Plan({"t": fr.row_wise("m")})}
+    params = fr.Params({"t": torch.zeros(4, 2)}, {"w": torch.ones(2)})
+    for options in ({}, mesh):
+        state = fr.train_step(lambda params, batch: params.dense["w"].sum(), **kinds, **options).init(params)
+        assert repr(state).startswith("TrainState(step=0, tables={t: f32[4, 2]}, slots=0 tensors, dense=1 tensor")
+
+
+@given(frs.keyed_jagged_tensors(same_bags=False))
 def test_strides_cut_the_bags(x):
     """With strides, key f's bags are the next strides[f] of the buffer."""
     bags = fr.JaggedTensor(x.values, x.offsets).to_lists()
