@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
@@ -82,9 +83,9 @@ def _files(call: str, source: Any) -> list[tuple[Path, dict[str, str | None]]]:
         if root.is_dir():
             inside = [p.relative_to(root) for p in sorted(root.rglob("*")) if p.is_file()]
             seen = [p for p in inside if not any(part.startswith((".", "_")) for part in p.parts)]
-            files += [(root / p, _partitions(p)) for p in seen]
+            files += [(root / p, _partitions(root, p.parts[:-1])) for p in seen]
         elif root.is_file():
-            files.append((root, {}))
+            files.append((root, _partitions(root.parent, ())))
         else:
             got, hint = f"{str(root)!r}", "a path from here, or a whole one"
             fail(call, "there is no such file.", got=got, need="a file or a folder", hint=hint, kind=FileNotFoundError)
@@ -93,9 +94,10 @@ def _files(call: str, source: Any) -> list[tuple[Path, dict[str, str | None]]]:
     return files
 
 
-def _partitions(path: Path) -> dict[str, str | None]:
-    """day=1/hour=2/part.parquet -> {"day": "1", "hour": "2"}."""
-    pairs = (unquote(part).split("=", 1) for part in path.parts[:-1] if "=" in part)
+def _partitions(root: Path, inside: Sequence[str]) -> dict[str, str | None]:
+    """data/day=1, ("hour=2",) -> {"day": "1", "hour": "2"}: of the folders below the root, and those that it ends with."""
+    above = reversed([*takewhile(lambda name: "=" in name, reversed(root.absolute().parts))])
+    pairs = (unquote(part).split("=", 1) for part in (*above, *inside) if "=" in part)
     return {name: None if value == NO_PARTITION else value for name, value in pairs}
 
 

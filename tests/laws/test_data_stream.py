@@ -77,6 +77,8 @@ def test_parquet_is_read_as_written(tmp_path_factory, table, data):
     if hive:
         assert found["day"].to_pylist() == [i for i, p in enumerate(pieces) for _ in range(p.num_rows)]
         assert found["name"].to_pylist() == [f"p {i}" for i, p in enumerate(pieces) for _ in range(p.num_rows)]
+        alone = read([*folder.glob("day=0"), *folder.glob("day=1/*/*")])
+        assert set(alone.column_names) == set(found.column_names) and set(alone["day"].to_pylist()) <= {0, 1}
     columns = data.draw(st.permutations(found.column_names))[: data.draw(st.integers(1, 4))]
     size = data.draw(st.integers(1, 50))
     got = list(stream(folder, size, columns=columns))
