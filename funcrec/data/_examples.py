@@ -72,7 +72,7 @@ class Examples:
         if self.multivalued is not None:
             bags = _taken(self.multivalued, rows, inside, sum(self.most))
         numbers = [mark(of(x), torch.nan) for x in (self.label, self.dense, self.weight)]
-        return Batch(_ids(self.schema.keys, single, of(self.weights), bags), *numbers)
+        return Batch(_ids(self.schema, single, of(self.weights), bags), *numbers)
 
     def __repr__(self) -> str:
         return f"Examples({self.num_rows} rows, {self.schema})"
@@ -81,7 +81,7 @@ class Examples:
 def whole(data: Examples) -> Batch:
     """All rows in order, as one batch."""
     bags = data.multivalued and JaggedTensor(*[getattr(data.multivalued, n) for n in ("values", "offsets", "weights")])
-    return Batch(_ids(data.schema.keys, data.categorical, data.weights, bags), data.label, data.dense, data.weight)
+    return Batch(_ids(data.schema, data.categorical, data.weights, bags), data.label, data.dense, data.weight)
 
 
 def _like(inside: Tensor, x: Tensor) -> Tensor:
@@ -102,17 +102,24 @@ def _taken(bags: KeyedJaggedTensor, rows: Tensor, inside: Tensor | None, most: i
     )
 
 
-def _ids(keys: tuple[str, ...], single: Tensor, weights: Tensor | None, bags: JaggedTensor | None) -> KeyedJaggedTensor:
+def _ids(schema: Schema, single: Tensor, weights: Tensor | None, bags: JaggedTensor | None) -> KeyedJaggedTensor:
     """i64[B, C] and f32[B, C], then the bags of the other keys, in one buffer."""
     values, weights = single.T.flatten(), None if weights is None else weights.T.flatten()
     offsets = torch.arange(single.numel() + 1, device=single.device)
-    if bags is None:
-        return KeyedJaggedTensor(values, offsets, weights, keys=keys)
-    if weights is not None or bags.weights is not None:
-        own = lambda w, x: x.new_ones(x.shape[0], dtype=torch.float32) if w is None else w
-        weights = torch.cat([own(weights, values), own(bags.weights, bags.values)])
-    offsets = torch.cat([offsets[:-1], bags.offsets + single.numel()])
-    return KeyedJaggedTensor(torch.cat([values, bags.values]), offsets, weights, keys=keys)
+    if bags is not None:
+        if weights is not None or bags.weights is not None:
+            own = lambda w, x: x.new_ones(x.shape[0], dtype=torch.float32) if w is None else w
+            weights = torch.cat([own(weights, values), own(bags.weights, bags.values)])
+        offsets = torch.cat([offsets[:-1], bags.offsets + single.numel()])
+        values = torch.cat([values, bags.values])
+    keys = schema.keys
+    return KeyedJaggedTensor(values, offsets, weights, keys=keys, unweighted=_unweighted(keys, schema))
+
+
+def _unweighted(keys: tuple[str, ...], schema: Schema) -> tuple[str, ...]:
+    """The keys without weights, where others of `keys` have some."""
+    weighted = dict(schema.weights)
+    return tuple(k for k in keys if k not in weighted) if any(k in weighted for k in keys) else ()
 
 
 @typed
@@ -185,7 +192,7 @@ def examples_of(
     of = lambda x: None if x is None else torch.from_numpy(np.ascontiguousarray(x))
     return Examples(
         categorical=of(np.stack(single, 1) if single else np.zeros((n, 0), np.int64)),
-        multivalued=_bags(call, table, lists, weights) if lists else None,
+        multivalued=_bags(call, table, lists, schema) if lists else None,
         label=of(label),
         dense=of(np.concatenate(dense, 1)) if dense else None,
         weights=of(None if own is None else np.stack(own, 1)),
@@ -196,9 +203,9 @@ def examples_of(
     )
 
 
-def _bags(call: str, table, lists: list, weights: dict[str, str]) -> KeyedJaggedTensor:
+def _bags(call: str, table, lists: list, schema: Schema) -> KeyedJaggedTensor:
     """Columns of (name, ids, lengths) -> N bags of each, with a weight per id where any column has weights."""
-    scales = []
+    scales, weights = [], dict(schema.weights)
     for name, ids, lengths in lists:
         by = weights.get(name)
         scale, own = np.ones(len(ids), np.float32), lengths
@@ -212,7 +219,8 @@ def _bags(call: str, table, lists: list, weights: dict[str, str]) -> KeyedJagged
     has_weights = any(name in weights for name, _, _ in lists)
     offsets = offsets_of(joined([lengths for _, _, lengths in lists]))
     values, keys = joined([ids for _, ids, _ in lists]), tuple(name for name, _, _ in lists)
-    return KeyedJaggedTensor(values, offsets, joined(scales) if has_weights else None, keys=keys)
+    own = joined(scales) if has_weights else None
+    return KeyedJaggedTensor(values, offsets, own, keys=keys, unweighted=_unweighted(keys, schema))
 
 
 def _label(call: str, column, name: str, kind: str) -> np.ndarray:

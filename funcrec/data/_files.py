@@ -95,7 +95,7 @@ def _files(call: str, source: Any) -> list[tuple[Path, dict[str, str | None]]]:
 
 
 def _partitions(root: Path, inside: Sequence[str]) -> dict[str, str | None]:
-    """data/day=1, ("hour=2",) -> {"day": "1", "hour": "2"}: of the folders below the root, and those that it ends with."""
+    """data/day=1, ("hour=2",) -> {"day": "1", "hour": "2"}: of folders below the root, and those that it ends with."""
     above = reversed([*takewhile(lambda name: "=" in name, reversed(root.absolute().parts))])
     pairs = (unquote(part).split("=", 1) for part in (*above, *inside) if "=" in part)
     return {name: None if value == NO_PARTITION else value for name, value in pairs}

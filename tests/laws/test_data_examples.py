@@ -104,6 +104,8 @@ def test_examples_are_the_tables_values(made, data):
     if schema.weights:
         many = [[0.5 * i for i in range(len(listed(rows["many"][r])))] for r in at]
         assert batch.ids["many"].unpad().weights.tolist() == [w for bag in many for w in bag]
+        assert batch.ids.unweighted == found.take(torch.tensor([0])).ids.unweighted
+        assert {k: batch.ids[k].weights is None for k in schema.keys} == {k: k != "many" for k in schema.keys}
 
 
 @settings(max_examples=3)
@@ -151,6 +153,17 @@ def test_times_have_one_unit():
             assert examples({"a": [1], "t": when}, schema).time.tolist() == [us]
     day = pa.array([noon.date()])
     assert examples({"a": [1], "t": day}, schema).time.tolist() == [us - 12 * 3600 * 10**6]
+
+
+def test_single_ids_have_weights():
+    """Weights of a column of single ids are theirs, beside bags with weights and columns without."""
+    table = {"a": [1, 2], "b": [3, 4], "g": [[5, 6], []], "wa": [0.5, 2.0], "wg": [[0.25, 4.0], []]}
+    for weights in ({"a": "wa"}, {"a": "wa", "g": "wg"}):
+        data = examples(table, Schema(categorical=("b", "a"), multivalued=("g",), weights=weights))
+        ids = data.take(torch.tensor([1, 0])).ids
+        assert ids["a"].unpad().weights.tolist() == [2.0, 0.5] and ids["b"].weights is None
+        assert (ids["g"].unpad().weights.tolist() == [0.25, 4.0]) if "g" in weights else ids["g"].weights is None
+        assert ids.to_lists() == {"b": [[4], [3]], "a": [[2], [1]], "g": [[], [5, 6]]}
 
 
 def test_labels_are_of_their_kind():
