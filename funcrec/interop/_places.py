@@ -17,16 +17,21 @@ from torch import Tensor
 from funcrec.core import Problem, paths
 
 TABLE = re.compile(r"(?:^|\.)embedding(?:_bag)?s\.([^.]+)\.weight$")
-RENAMES = (  # of torchrec.models' DLRM and SimpleDeepFMNN, to those of fr.models' dlrm and simple_deepfm
+# Of torchrec.models' DLRM, DLRM_DCN and SimpleDeepFMNN, to those of fr.models' dlrm, dlrm_dcnv2 and simple_deepfm.
+RENAMES = (
     (r"dense_arch\.model\._mlp\.(\d+)\._linear\.", r"bottom.linear.\1."),
-    (r"over_arch\.model\.0\._mlp\.(\d+)\._linear\.", r"mlp.linear.\1."),
-    (r"over_arch\.model\.1\.", "out."),
+    (r"over_arch\.model\.0\._mlp\.(\d+)\._linear\.", r"{top}.linear.\1."),
+    (r"over_arch\.model\.1\.", "{out}."),
+    (r"inter_arch\.crossnet\.W_kernels\.(\d+)$", r"cross.\1.u"),
+    (r"inter_arch\.crossnet\.V_kernels\.(\d+)$", r"cross.\1.v"),
+    (r"inter_arch\.crossnet\.bias\.(\d+)$", r"cross.\1.bias"),
     (r"dense_arch\.model\.0\.", "bottom.linear.0."),
     (r"dense_arch\.model\.2\.", "bottom.linear.1."),
     (r"inter_arch\.deep_fm\.dense_module\.0\.", "deep.linear.0."),
     (r"over_arch\.model\.0\.(?=weight|bias)", "out."),
 )
-OF_INTERACTIONS = "over_arch.model.0._mlp.0._linear.weight"  # what reads the products of all pairs
+OF_TOP = "over_arch.model.0._mlp."  # the top's layers, of which the first reads the products of all pairs in a DLRM
+OF_CROSS = "inter_arch.crossnet."  # and the cross network's answer in a DLRM_DCN, whose last layer stands among ours
 
 
 class Place(NamedTuple):
@@ -58,10 +63,13 @@ def find_places(
                                     KeyError))  # fmt: skip
     rest = [n for n in names if table_of(n, tables) is None]
     if all_of_dense or any(not TABLE.search(n) for n in rest):
+        called = aliases(rest)
+        has_pairs = not any(OF_CROSS in n for n in rest)
         for i, (path, leaf) in enumerate(paths(dense)):
-            own = by_tail(dotted(path), rest)
+            own = by_tail(dotted(path), called)
             if len(own) == 1:
-                found.append(Place(own[0], f"dense{path}", i, leaf, own[0].endswith(OF_INTERACTIONS)))
+                is_first = has_pairs and own[0].endswith(f"{OF_TOP}0._linear.weight")
+                found.append(Place(own[0], f"dense{path}", i, leaf, is_first))
             else:
                 what = f"`dense{path}` has {'no' if not own else 'more than one'} counterpart in the state dict."
                 problems.append(Problem(what, f"{own or rest}", f"one name that ends in {dotted(path)!r}",
@@ -90,23 +98,30 @@ def dotted(path: str) -> str:
     return ".".join("".join(part) for part in re.findall(r"\['([^']*)'\]|\[(\d+)\]|\.?(\w+)", path))
 
 
-def by_tail(path: str, names: Sequence[str]) -> list[str]:
+def by_tail(path: str, called: Mapping[str, tuple[str, ...]]) -> list[str]:
     """The names that end as `path` does, over as many of its parts as any name has."""
     parts = path.split(".")
     for first in range(len(parts)):
         tail = "." + ".".join(parts[first:])
-        own = [n for n in names if any(f".{alias}".endswith(tail) for alias in (n, renamed(n)))]
+        own = [n for n, given in called.items() if any(f".{alias}".endswith(tail) for alias in given)]
         if own:
             return own
     return []
 
 
-def renamed(name: str) -> str:
-    for pattern, ours in RENAMES:
-        changed, count = re.subn(pattern, ours, name)
-        if count:
-            return changed
-    return name
+def aliases(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """{name: (itself, what our models call it)}."""
+    own = {"top": "mlp", "out": "out"}
+    if any(OF_CROSS in n for n in names):
+        own = {"top": "top", "out": f"top.linear.{sum(OF_TOP in n and n.endswith('.weight') for n in names)}"}
+    called = {n: (n,) for n in names}
+    for n in names:
+        for pattern, ours in RENAMES:
+            changed, count = re.subn(pattern, ours.format(**own), n)
+            if count:
+                called[n] = (n, changed)
+                break
+    return called
 
 
 # -- the products of pairs --------------------------------------------------------------------------------------------

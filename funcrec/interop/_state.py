@@ -56,10 +56,10 @@ def load_torchrec_state_dict(
     Args:
       state: Params, or a TrainState whose tables are whole; its structure says what is wanted, its dtypes how it is
         kept. Tables are found by their names. Dense tensors: of `torchrec.models.dlrm.DLRM` for
-        `fr.models.dlrm(..., keep="dense")`, with the products of pairs in our order; of
-        `torchrec.models.deepfm.SimpleDeepFMNN` for `fr.models.simple_deepfm`; else by the longest tail of a leaf's path
-        that is the tail of one name, as of `{"over": fr.interop.module(over)[0]}`. The features of the models must be
-        those of `from_torchrec`, in its order.
+        `fr.models.dlrm(..., keep="dense")`, with the products of pairs in our order, and of its DLRM_DCN for
+        `fr.models.dlrm_dcnv2`; of `torchrec.models.deepfm.SimpleDeepFMNN` for `fr.models.simple_deepfm`; else by the
+        longest tail of a leaf's path that is the tail of one name, as of `{"over": fr.interop.module(over)[0]}`. The
+        features of the models must be those of `from_torchrec`, in its order.
       state_dict: `module.state_dict()` of an EmbeddingBagCollection, an EmbeddingCollection, a model with one, sharded
         (ShardedTensor or DTensor: every rank must call, and each gets whole tables) or not; or
         `module.fused_optimizer().state_dict()` and that of a KeyedOptimizer for a TrainState's slots and dense
@@ -69,7 +69,7 @@ def load_torchrec_state_dict(
       group: the ranks that each have the state of their own tables alone, as DistributedModelParallel's fused optimizer
         does (`torch.distributed.group.WORLD`); None where every rank has all names.
 
-    Raises: TypeError or ValueError, before anything is gathered, for a name without a place, a place without a name,
+    Raises: TypeError, ValueError or KeyError, before anything is gathered, for a name without a place, a place without a name,
       other shapes (row-wise state of column-wise shards is one number for each shard: another optimizer), optimizer
       state that is not the slots', and Adam's without a step; TypeError for a state dict that autograd follows.
 

@@ -116,7 +116,7 @@ def inverse_problems(inverse: object, path: str) -> Iterator[Problem]:
 def keyed_hint(ids: object, path: str) -> str:
     """How to make a KeyedJaggedTensor of what was got."""
     if type(ids).__name__ == "KeyedJaggedTensor":  # TorchRec's
-        return "fr.KeyedJaggedTensor.from_lengths(x.keys(), x.values(), x.lengths(), weights=x.weights_or_none())"
+        return f"fr.interop.from_torchrec({path})"
     if isinstance(ids, JaggedTensor):
         return f'fr.KeyedJaggedTensor.from_jagged({{"clicked": {path}}})'
     if isinstance(ids, Mapping) and ids and all(isinstance(x, JaggedTensor) for x in ids.values()):

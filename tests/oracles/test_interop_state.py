@@ -11,7 +11,7 @@ from funcrec.testing import assert_trees_close
 
 pytest.importorskip("torchrec")
 from torchrec.models.deepfm import SimpleDeepFMNN
-from torchrec.models.dlrm import DLRM
+from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -96,10 +96,12 @@ def models():
     )
     sizes = NUM_DENSE, [6, 4], [8, 7, 1]
     dlrm = {"num_dense": NUM_DENSE, "bottom": (6, 4), "sizes": (8, 7), "keep": "dense"}
+    dcn = {"num_dense": NUM_DENSE, "bottom": (6, 4), "sizes": (8, 7), "num_cross": 3, "rank": 2}
     deepfm = {"num_dense": NUM_DENSE, "hidden_size": 6, "deep_size": 5}
     return {
         "dlrm": (DLRM(collection(singles), *sizes), fr.models.dlrm(TABLES, singles, **dlrm)),
         "dlrm, shared": (DLRM(collection(shared), *sizes), fr.models.dlrm(TABLES, shared, **dlrm)),
+        "dcn": (DLRM_DCN(collection(shared), *sizes, 3, 2), fr.models.dlrm_dcnv2(TABLES, shared, **dcn)),
         "deepfm": (SimpleDeepFMNN(NUM_DENSE, collection(shared), 6, 5),
                    fr.models.simple_deepfm(TABLES, shared, **deepfm)),
     }  # fmt: skip
@@ -120,9 +122,9 @@ def batch_of(name, seed=0):
 
 
 @pytest.mark.parametrize("prefix", ["", "module.model."])
-@pytest.mark.parametrize("name", ["dlrm", "dlrm, shared", "deepfm"])
+@pytest.mark.parametrize("name", ["dlrm", "dlrm, shared", "dcn", "deepfm"])
 def test_models_predict_the_same(name, prefix):
-    """TorchRec's DLRM and SimpleDeepFMNN, loaded into dlrm and simple_deepfm, give the same predictions, under
+    """TorchRec's DLRM, DLRM_DCN and SimpleDeepFMNN, loaded into ours, give the same predictions, under
     whatever name they stand in a larger module; the way back is taken strictly and leaves their bits."""
     module, model = models()[name]
     scattered(module)
