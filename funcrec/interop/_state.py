@@ -69,9 +69,10 @@ def load_torchrec_state_dict(
       group: the ranks that each have the state of their own tables alone, as DistributedModelParallel's fused optimizer
         does (`torch.distributed.group.WORLD`); None where every rank has all names.
 
-    Raises: TypeError, ValueError or KeyError, before anything is gathered, for a name without a place, a place without a name,
-      other shapes (row-wise state of column-wise shards is one number for each shard: another optimizer), optimizer
-      state that is not the slots', and Adam's without a step; TypeError for a state dict that autograd follows.
+    Raises: TypeError, ValueError or KeyError, before anything is gathered, for a name without a place, a place without
+      a name, other shapes (row-wise state of column-wise shards is one number for each shard: another optimizer),
+      optimizer state that is not the slots', and Adam's without a step; TypeError for a state dict that autograd
+      follows.
 
     Law: predictions on a batch are equal, and k more steps leave the same tables on both sides, up to rounding.
 
