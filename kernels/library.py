@@ -7,6 +7,7 @@ is tracked they raise.
 
 import functools
 import importlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -127,6 +128,15 @@ FAKES: dict[str, Callable] = {
 @functools.cache
 def load(implementation: str) -> object:
     """The module of an implementation; but for the reference its operators are defined by this call, once."""
+    with _loading:  # the cache alone lets threads that ask at once define them twice
+        return _loaded(implementation)
+
+
+_loading = threading.Lock()
+
+
+@functools.cache
+def _loaded(implementation: str) -> object:
     module = importlib.import_module(MODULES[implementation])
     if implementation != "reference":
         _define(f"funcrec_{implementation}", module)

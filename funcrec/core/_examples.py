@@ -6,7 +6,7 @@ EXAMPLES: dict[str, str] = {
     "Codec": 'fr.Codec(forward="bfloat16", backward="bfloat16")',
     "DenseOptimizer": "fr.optim.dense(torch.optim.Adam, lr=1e-3)",
     "Encoder": "fr.data.vocabulary()",
-    "Encoding": "fr.data.fit_encoding(table, schema)",
+    "Encoding": 'fr.data.fit_encoding({"item": [7, 8]}, fr.data.Schema(categorical=("item",)))',
     "FeatureConfig": 'fr.FeatureConfig("clicked", table="item")',
     "Hash": "fr.modulo()",
     "JaggedTensor": "fr.JaggedTensor.from_lists([[1, 2], []])",

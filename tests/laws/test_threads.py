@@ -119,3 +119,18 @@ def test_the_hash_seed_changes_no_bit():
     )
     said = [p.communicate(timeout=600) for p in [start("1"), start("2")]]
     assert said[0][0] == said[1][0] and len(said[0][0].strip()) == 64, said
+
+
+def test_threads_may_be_the_first_to_call():
+    """In a fresh process several threads make the first call at once, as a loader's workers do, and have its answer."""
+    code = """
+import threading, torch, funcrec as fr
+bags, start, found = fr.JaggedTensor.from_lists([[1, 2], [], [3]]), threading.Barrier(8), []
+def run():
+    start.wait()
+    found.append(bags.select(torch.tensor([2, 0]), capacity=4).to_lists())
+threads = [threading.Thread(target=run) for _ in range(8)]
+[t.start() for t in threads], [t.join() for t in threads]
+assert found == [[[3], [1, 2]]] * 8, found
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -58,7 +58,7 @@ MAY_RETURN = (
         "a|b|shape.*|start|num_embeddings|capacity|step", {"7", "0", "i64[17]"}),
     Row("a column is any vector of numbers", r"data.split_by_(time|group)", "time|group", {"i64[17]"}),
     Row("a list of values", "data.fit", r"column(\[.*)?",
-        {"()", "f32[0]", "None", "'no'", "7", "-1", "0", "True", "bool[3]", "i64[17]"}),
+        {"()", "None", "'no'", "7", "-1", "0", "True", "bool[3]", "i64[17]"}),
     Row("edges that ascend", "data.bucketize_edges", r"edges\[.*", {"-1", "0", "7"}),
     Row("a dim of 7", "data.configs", r"embedding_dim\[.*", {"7"}),
     Row("another row of the data", "data.collated", r"items\[.*", {"7", "0"}),
