@@ -115,7 +115,8 @@ def _type_hint(name: str, role: str, kind) -> str:
         other = "multivalued" if is_list(kind) else "categorical"
         return f'{other}=("{name}",) in the schema'
     if role == "ids" and kinds.is_floating(kind):
-        return f'df["{name}"].astype("Int64"): pandas makes floats of integers with missing ones'
+        text = f'Text(types={{"{name}": "int64"}}) in text'
+        return f'df["{name}"].astype("Int64"), as pandas makes floats of integers with missing ones; {text}'
     if role.endswith("ids"):
         return ENCODE
     if is_list(kind):

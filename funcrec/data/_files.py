@@ -35,7 +35,8 @@ class Text(NamedTuple):
       types: {column: its type}, pyarrow's or its name ("string", "int64"). Others are inferred from the first eight
         megabytes of the first file that has values; a column without any is of strings.
       nulls: fields that are missing values.
-      quotes: whether fields may stand in double quotes.
+      quotes: whether fields may stand in double quotes; in these there may be line breaks, after which errors count
+        rows, not lines.
 
     Example:
       >>> from funcrec.data import Text
@@ -237,7 +238,8 @@ def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
             path,
             csv.ReadOptions(column_names=names, use_threads=False, block_size=BLOCK_BYTES),
             csv.ParseOptions(
-                delimiter=form.delimiter, quote_char='"' if form.quotes else False, ignore_empty_lines=False
+                delimiter=form.delimiter, quote_char='"' if form.quotes else False, ignore_empty_lines=False,
+                newlines_in_values=form.quotes,
             ),
             csv.ConvertOptions(
                 column_types=types, null_values=list(form.nulls), strings_can_be_null=True, include_columns=include,

@@ -8,6 +8,7 @@ A part is a row group, a file of text or a piece of a table; it knows what its r
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from funcrec.core import Problem, check, describe, fail
@@ -124,6 +125,8 @@ def _column(call: str, name: str, x: Any):
         fail(call, what, got=describe(x), need=need, hint=hint, kind=TypeError)
     try:
         x = x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x
+        if isinstance(x, np.ndarray) and x.ndim == 2 and x.shape[1]:
+            return pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), x.shape[1])
         return x if isinstance(x, pa.Array | pa.ChunkedArray) else pa.array(x)
     except (pa.ArrowException, TypeError, OverflowError, ValueError, NotImplementedError) as error:
         got = f"{describe(x)}; {str(error)[:100]}"

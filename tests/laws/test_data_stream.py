@@ -30,7 +30,7 @@ from funcrec.data import (
     stream_loader,
 )  # fmt: skip
 
-WORDS = st.text("ab ,\"'é\t", max_size=4)
+WORDS = st.text("ab ,\"'é\t\n", max_size=4)
 KINDS = {
     "i": (pa.int64(), st.none() | st.integers(-(2**63), 2**63 - 1)), "f": (pa.float64(), st.none() | st.floats(-9, 9)),
     "s": (pa.string(), st.none() | WORDS), "b": (pa.bool_(), st.none() | st.booleans()),
@@ -101,10 +101,12 @@ def test_text_is_read_as_written(tmp_path_factory, table, data):
             path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
             path.unlink()
     types = {"i": "int64", "f": "float64", "s": "string", "b": "bool"}
-    found = read(folder, format=Text(delimiter, types=types))
-    assert found.to_pydict() == table.to_pydict()
-    got = list(stream(folder, 7, format=Text(delimiter, types=types)))
-    assert pa.Table.from_batches(got).to_pydict() == table.to_pydict()
+    form = Text(delimiter, types=types)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("funcrec.data._files.BLOCK_BYTES", data.draw(st.sampled_from([200, 8 << 20])))
+        assert read(folder, format=form).to_pydict() == table.to_pydict()
+        got = list(stream(folder, 7, format=form))
+        assert pa.Table.from_batches(got).to_pydict() == table.to_pydict()
 
 
 class Capsule:
@@ -136,6 +138,8 @@ def test_what_is_in_memory_is_read(table):
     for source in sources:
         assert read(source).to_pydict() == table.to_pydict()
     assert read(table, columns=["s", "n"]).column_names == ["s", "n"]
+    rows = torch.arange(6.0).reshape(3, 2)
+    assert read({"v": rows}).to_pydict() == read({"v": rows.numpy()}).to_pydict() == {"v": rows.tolist()}
 
 
 @settings(max_examples=25)
