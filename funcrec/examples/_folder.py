@@ -11,10 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import funcrec as fr
 from funcrec.checkpoint import write_whole
-
-PARTS = {"options", "state", "position", "loss_sum", "best", "history"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -61,37 +58,6 @@ def results(options: argparse.Namespace) -> tuple[Path, Path]:
 def fixed_options(options: argparse.Namespace) -> dict[str, Any]:
     """What must not change between a run and its resumption."""
     return {name: getattr(options, name) for name in ("model", "optimizer", "lr", "batch_size", "seed")}
-
-
-def write_checkpoint(options: argparse.Namespace, tree: dict[str, Any]) -> None:
-    """Save, or end the program with what to do."""
-    try:
-        fr.save(checkpoint_path(options), {"options": fixed_options(options), **tree})
-    except OSError as error:
-        how = (
-            " The checkpoint before this one is whole: --resume goes on from it."
-            if checkpoint_path(options).exists()
-            else ""
-        )
-        raise SystemExit(f"{error}\nThe run ends here.{how}") from error
-
-
-def read_checkpoint(options: argparse.Namespace) -> dict[str, Any]:
-    """What `write_checkpoint` was given, by a run of the same options."""
-    try:
-        tree = fr.load(checkpoint_path(options), device=options.device)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"--resume: {error}\n--overwrite begins again.") from error
-    if not isinstance(tree, dict) or set(tree) != PARTS or not isinstance(tree["options"], dict):
-        raise SystemExit(
-            f"--resume: {checkpoint_path(options)} is not a checkpoint of this program; --out names another folder"
-        )
-    saved, asked = tree.pop("options"), fixed_options(options)
-    changed = {name: (saved.get(name), asked[name]) for name in asked if saved.get(name) != asked[name]}
-    if changed:
-        told = ", ".join(f"{name} was {was!r} and is {now!r}" for name, (was, now) in changed.items())
-        raise SystemExit(f"--resume: the checkpoint is of another run: {told}")
-    return tree
 
 
 def write_results(options: argparse.Namespace, result: dict[str, Any], figure: Any) -> None:

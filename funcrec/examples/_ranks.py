@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 
 import funcrec as fr
-from funcrec.examples._folder import checkpoint_path
 
 OF_TWO_AXES = ("table_row_wise", "table_column_wise", "grid")
 PLANS = ("table_wise", "row_wise", "column_wise", *OF_TWO_AXES, "replicated")
-STEPS_PER_QUESTION = 16  # whether anyone was interrupted: an exchange and a wait
 WAIT_S = 5.0  # from an exchange that broke off to the end of the process that broke it
 
 
@@ -100,30 +98,22 @@ def mesh_of(options: argparse.Namespace) -> fr.Mesh | None:
     return fr.Mesh.distributed(device=options.device.partition(":")[0], **options.axes)
 
 
-def sync_of(mesh: fr.Mesh | None, replicas: tuple[str, ...]) -> Callable[[fr.TrainState], fr.TrainState]:
-    """What makes the copies of the tables one, compiled, taking the state's memory; nothing where there are none."""
-    return (
-        fr.jit(lambda state: fr.sync_replicas(state, mesh=mesh), donate=("state",)) if replicas else lambda state: state
-    )
+def sync_of(mesh: fr.Mesh | None, replicas: tuple[str, ...]) -> Callable[[fr.TrainState], fr.TrainState] | None:
+    """What makes the copies of the tables one, compiled, taking the state's memory; None where there are none."""
+    return fr.jit(lambda state: fr.sync_replicas(state, mesh=mesh), donate=("state",)) if replicas else None
 
 
-def is_chief(mesh: fr.Mesh | None) -> bool:
-    """Whether this process prints and writes."""
-    return mesh is None or mesh.is_emulated or not any(mesh.coordinates.values())
+def with_sync(step: Callable, sync: Callable | None, every: int | None, num_steps: int) -> Callable:
+    """The step, with the copies made one behind every `every`th of an epoch's num_steps."""
+    if sync is None:
+        return step
 
+    def synced(state: fr.TrainState, batch: fr.Batch) -> tuple[fr.TrainState, dict]:
+        state, metrics = step(state, batch)
+        done = int(state.step) % num_steps
+        return (sync(state) if done and done % every == 0 else state), metrics
 
-def num_processes(mesh: fr.Mesh | None) -> int:
-    return 1 if mesh is None or mesh.is_emulated else mesh.size
-
-
-def own_part(x: Tensor, mesh: fr.Mesh | None) -> Tensor:
-    """This process's rows of x[N, ...]."""
-    return x if mesh is None else fr.shard(x, fr.P(mesh.axis_names), mesh=mesh)
-
-
-def all_parts(x: Tensor, mesh: fr.Mesh | None) -> Tensor:
-    """x[N, ...] of all processes' rows."""
-    return x if mesh is None else fr.unshard(x, fr.P(mesh.axis_names), mesh=mesh)
+    return synced
 
 
 class OwnRows(NamedTuple):
@@ -137,27 +127,7 @@ class OwnRows(NamedTuple):
         return self.data.num_rows
 
     def take(self, rows: Tensor) -> fr.Batch:
-        return self.data.take(own_part(rows, self.mesh))
-
-
-def whole_params(state: fr.TrainState, mesh: fr.Mesh | None) -> fr.Params:
-    """The parameters as a lone process has them."""
-    return state.params if mesh is None else fr.Params(fr.gather_tables(state.tables, mesh), state.dense)
-
-
-def is_resumed(options: argparse.Namespace, mesh: fr.Mesh | None) -> bool:
-    """Whether the run goes on from a checkpoint, which all ranks must see; before any of them writes one."""
-    is_there = bool(options.resume) and checkpoint_path(options).exists()
-    if num_processes(mesh) == 1:
-        return is_there
-    seen = all_parts(torch.tensor([int(is_there)], device=options.device), mesh).tolist()
-    if len(set(seen)) > 1:
-        there = [rank for rank, x in enumerate(seen) if x]
-        raise SystemExit(
-            f"{checkpoint_path(options)} is seen by the ranks {there} only: --out must be "
-            f"on a disk that all of them share"
-        )
-    return is_there
+        return self.data.take(fr.loop.own_part(rows, self.mesh))
 
 
 # -- ranks that end ----------------------------------------------------------------------------------------------
@@ -165,10 +135,10 @@ def is_resumed(options: argparse.Namespace, mesh: fr.Mesh | None) -> bool:
 
 def meet(mesh: fr.Mesh | None, device: str) -> Tensor | None:
     """i64[ranks, 3]: each rank's number, machine and process; None for a lone process."""
-    if num_processes(mesh) == 1:
+    if fr.loop.num_processes(mesh) == 1:
         return None
     own = torch.tensor([[torch.distributed.get_rank(), this_machine(), os.getpid()]], device=device)
-    return all_parts(own, mesh).cpu()
+    return fr.loop.all_parts(own, mesh).cpu()
 
 
 def this_machine() -> int:
@@ -205,22 +175,3 @@ def is_running(pid: int) -> bool:
     except PermissionError:
         pass
     return True
-
-
-def agreed(stop: Callable[[], int], mesh: fr.Mesh | None, device: str) -> Callable[[], int]:
-    """`stop` of any rank, at the same call on all of them; the largest number where they differ."""
-    if num_processes(mesh) == 1:
-        return stop
-    any_rank = fr.shard_map(
-        lambda x: fr.pmax(x, mesh.axis_names), mesh=mesh, in_specs=fr.P(), out_specs=fr.P(), check=False
-    )
-    calls, answer = 0, 0
-
-    def ask() -> int:
-        nonlocal calls, answer
-        calls += 1
-        if not answer and calls % STEPS_PER_QUESTION == 0:
-            answer = int(any_rank(torch.tensor(int(stop()), device=device)))
-        return answer
-
-    return ask

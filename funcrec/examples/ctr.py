@@ -14,16 +14,14 @@ what went wrong, 2 for wrong options.
 import argparse
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import funcrec as fr
-from funcrec.core import map_tensors, tree_map
 from funcrec.examples import _folder as folder
 from funcrec.examples import _ranks as ranks
 from funcrec.examples import _signals as signals
@@ -51,18 +49,8 @@ class Job(NamedTuple):
     init: Callable  # params, key -> the first state
     place: Callable  # a plain state -> one for `step`
     step: Callable  # compiled; takes the state's memory
-    sync: Callable  # a state -> the same with equal copies of its tables
+    sync: Callable | None  # a state -> the same with equal copies of its tables
     predict: Callable
-
-
-class Run(NamedTuple):
-    """What a run changes: all of it is in the checkpoint."""
-
-    state: fr.TrainState
-    position: fr.data.Position
-    loss_sum: Tensor  # f64[], over the steps of this epoch
-    best: fr.Params
-    history: list[dict[str, float]]  # one entry per finished epoch
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,22 +70,42 @@ def main(argv: list[str] | None = None) -> int:
 
 def train(job: Job, heard: signals.Heard) -> int:
     """Begin or go on, to the end or to a signal: the exit code."""
-    options, is_new = job.options, not ranks.is_resumed(job.options, job.mesh)
-    run = start(job) if is_new else resume(job)
-    look_at_first_batch(job, run)
-    heard.hold()
-    if is_new:
-        save(job, run)
-        if ranks.is_chief(job.mesh):
-            folder.remove_results(options)
-    stop = ranks.agreed(heard.asked, job.mesh, options.device)
-    while not (is_finished(run, options) or stop()):
-        run = train_epoch(job, run, stop)
-        save(job, run)
-    if stop():
+    options = job.options
+    path, has_begun = folder.checkpoint_path(options), False
+    is_new = not (options.resume and path.exists())
+    look_at_first_batch(job)
+
+    def tell(record: fr.loop.Record) -> None:
+        nonlocal has_begun
+        if record.when == "begin":
+            has_begun = True
+            heard.hold()
+            if is_new and record.is_chief:
+                folder.remove_results(options)
+            if not is_new:
+                say(job, f"resumed at epoch {record.epoch}, batch {record.step % num_steps(job)}")
+        elif record.when == "epoch":
+            say_epoch(job, record)
+
+    try:
+        done = fr.fit(
+            job.step, start(job), lambda position: fr.data.prefetch(batches_of(job, position)),
+            epochs=options.epochs, evaluate=lambda params: evaluate(job, params, job.split.valid, "valid_"),
+            monitor="valid_auc", patience=options.patience, checkpoint=path, resume=not is_new,
+            overwrite=options.overwrite, settings=folder.fixed_options(options), callbacks=[tell], stop=heard.asked,
+            mesh=job.mesh, place=job.place, sync=job.sync,
+        )  # fmt: skip
+    except OSError as error:
+        whole = " The checkpoint before this one is whole: --resume goes on from it." if path.exists() else ""
+        raise SystemExit(f"{error}\nThe run ends here.{whole}") from error
+    except ValueError as error:
+        if has_begun or is_new:
+            raise
+        raise SystemExit(f"--resume: {error}\n--overwrite begins again.") from error
+    if done.stopped:
         say(job, f"interrupted; {how_to_go_on(options)}")
-        return 128 + stop()
-    report(job, run)
+        return 128 + done.stopped
+    report(job, done)
     return 0
 
 
@@ -106,7 +114,7 @@ def how_to_go_on(options: argparse.Namespace) -> str:
 
 
 def say(job: Job, text: str) -> None:
-    if ranks.is_chief(job.mesh):
+    if fr.loop.is_chief(job.mesh):
         print(text, flush=True)
 
 
@@ -156,7 +164,7 @@ def make_job(options: argparse.Namespace) -> Job:
         raise SystemExit(f"{error}") from error
     if options.batch_size > len(split.train):
         raise SystemExit(f"--batch-size {options.batch_size} is more than the {len(split.train)} rows to train on")
-    split = tree_map(lambda x: x.to(options.device), split)
+    split = fr.tree.to(split, options.device)
     model = fr.models.ml1m(options.model)
     for table in model.tables:
         if (ids := split.data.table_sizes.get(table.name, 0)) > table.num_embeddings:
@@ -174,8 +182,9 @@ def make_job(options: argparse.Namespace) -> Job:
         plan=plan,
     )
     place = lambda state: state if mesh is None else fr.reshard(state, plan, mesh=mesh, sparse=sparse)
-    fast = fr.jit(step, donate=("state",))
     sync = ranks.sync_of(mesh, options.replicas)
+    num_steps = fr.data.num_batches(len(split.train), options.batch_size, drop_last=True)
+    fast = ranks.with_sync(fr.jit(step, donate=("state",)), sync, options.sync_every, num_steps)
     crew = ranks.meet(mesh, options.device)
     return Job(options, split, model, mesh, crew, step.init, place, fast, sync, fr.jit(model.apply))
 
@@ -191,151 +200,74 @@ def loss_and_stats(model: fr.models.Model) -> Callable:
     return loss
 
 
-def start(job: Job) -> Run:
+def start(job: Job) -> fr.TrainState:
     for_params, for_steps = fr.split(fr.key(job.options.seed))
-    params = map_tensors(lambda x: x.to(job.options.device), job.model.init(for_params))
-    state = job.init(params, for_steps)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=job.options.device)
-    return Run(state, fr.data.Position(), loss_sum, map_tensors(torch.clone, params), [])
+    return job.init(fr.tree.to(job.model.init(for_params), job.options.device), for_steps)
 
 
-def look_at_first_batch(job: Job, run: Run) -> None:
+def look_at_first_batch(job: Job) -> None:
     """The values of the whole batch, as every rank sees it: ids outside
     a table would read zeros, and nothing would be learnt."""
-    _, batch = next(batches_of(job, run, job.split.data))
+    _, batch = next(batches_of(job._replace(mesh=None), fr.data.Position()))
     try:
         fr.validate(batch, job.model.features, job.model.tables)
     except fr.CheckError as error:
         raise SystemExit(f"the first batch: {error}") from error
 
 
-def is_finished(run: Run, options: argparse.Namespace) -> bool:
-    epochs = len(run.history)
-    return epochs >= options.epochs or (epochs > 0 and epochs - 1 - best_epoch(run.history) >= options.patience)
-
-
-def best_epoch(history: list[dict[str, float]]) -> int:
-    """The first epoch of the highest valid AUC; NaN is below every number."""
-    auc = [h["valid_auc"] for h in history]
-    return max(range(len(history)), key=lambda e: (not math.isnan(auc[e]), auc[e], -e))
-
-
-# -- training ----------------------------------------------------------------------------------------------------
-
-
-def train_epoch(job: Job, run: Run, stop: Callable[[], bool]) -> Run:
-    """The rest of the epoch at run.position, and its evaluation; less when `stop` says so.
-
-    The first step is not timed: it may compile.
-    """
-    state, loss_sum, position = run.state, run.loss_sum, run.position
-    epoch, began, samples = position.epoch, None, 0
-    for position, batch in progress(job, run):
-        state, metrics = job.step(state, batch)
-        loss_sum = loss_sum + metrics["loss"].double()
-        if began is None:
-            began = time.perf_counter()
-        else:
-            samples += job.options.batch_size
-        if job.options.replicas and position.batch and position.batch % job.options.sync_every == 0:
-            state = job.sync(state)
-        if stop() and position.epoch == epoch:
-            return run._replace(state=job.sync(state), position=position, loss_sum=loss_sum)
-    state = job.sync(state)
-    seconds = time.perf_counter() - began
-    params = ranks.whole_params(state, job.mesh)
-    auc, log_loss = evaluate(job, params, job.split.valid)
-    entry = {
-        "epoch": epoch,
-        "loss": float(loss_sum) / num_steps(job),
-        "valid_auc": auc,
-        "valid_log_loss": log_loss,
-        "seconds": seconds,
-        "samples_per_s": samples / seconds,
-    }
-    history = [*run.history, entry]
-    better = best_epoch(history) == len(history) - 1
-    best = map_tensors(torch.clone, params) if better else run.best
-    say(
-        job,
-        f"epoch {epoch:3d}  loss {entry['loss']:.4f}  valid AUC {auc:.4f}  log loss {log_loss:.4f}"
-        f"  {entry['samples_per_s']:,.0f} samples/s{'  best' if better else ''}",
-    )
-    return Run(state, position, torch.zeros_like(loss_sum), best, history)
-
-
 def num_steps(job: Job) -> int:
     return fr.data.num_batches(len(job.split.train), job.options.batch_size, drop_last=True)
 
 
-def progress(job: Job, run: Run) -> Iterator[tuple[fr.data.Position, fr.Batch]]:
-    """The batches of the epoch behind a progress bar; the rows
-    of a last batch that is not full come in other epochs."""
-    batches = batches_of(job, run, ranks.OwnRows(job.split.data, job.mesh))
-    label, done = f"epoch {run.position.epoch:3d}", run.position.batch
-    is_shown = sys.stderr.isatty() and ranks.is_chief(job.mesh)
-    bar = tqdm(total=num_steps(job), initial=done, desc=label, leave=False, disable=not is_shown)
-    with bar:
-        for item in fr.data.prefetch(batches):
-            yield item
-            bar.update()
+def batches_of(job: Job, position: fr.data.Position) -> Iterator[tuple[fr.data.Position, fr.Batch]]:
+    """The rest of an epoch, of this process's rows; those of a last batch that is not full come in other epochs."""
+    data, key = ranks.OwnRows(job.split.data, job.mesh), fr.fold_in(fr.key(job.options.seed), 1)
+    return fr.data.batches(data, job.split.train, job.options.batch_size, key=key, position=position, drop_last=True)
 
 
-def batches_of(job: Job, run: Run, data: fr.data.RowData) -> Iterator[tuple[fr.data.Position, fr.Batch]]:
-    key = fr.fold_in(fr.key(job.options.seed), 1)
-    return fr.data.batches(
-        data, job.split.train, job.options.batch_size, key=key, position=run.position, drop_last=True
-    )
-
-
-def evaluate(job: Job, params: fr.Params, rows: Tensor) -> tuple[float, float]:
-    """(AUC, log loss) of the model on these rows; each rank takes its part of them, and knows the whole answer."""
-    short = -len(rows) % (EVAL_BATCH * ranks.num_processes(job.mesh))
+def evaluate(job: Job, params: fr.Params, rows: Tensor, prefix: str) -> dict[str, float]:
+    """AUC and log loss of the model on these rows; each rank takes its part of them, and knows the whole answer."""
+    short = -len(rows) % (EVAL_BATCH * fr.loop.num_processes(job.mesh))
     padded = torch.cat([rows, rows[:1].expand(short)])  # whole batches, so that one shape is compiled
-    own = ranks.own_part(padded, job.mesh).split(EVAL_BATCH)
-    logits = [job.predict(params, fr.data.take(job.split.data, chunk)) for chunk in own]
-    scores = ranks.all_parts(torch.cat(logits), job.mesh)[: len(rows)].double()
-    labels = job.split.data.label[rows].double()
-    log_loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, labels)
-    return float(fr.metrics.exact_auc(scores, labels)), float(log_loss)
+    weight = (torch.arange(len(padded), device=rows.device) < len(rows)).float()
+    own = (fr.loop.own_part(x, job.mesh).split(EVAL_BATCH) for x in (padded, weight))
+    batches = (replace(fr.data.take(job.split.data, chunk), weight=w) for chunk, w in zip(*own, strict=True))
+    exact = {"auc": fr.metrics.exact_auc, "log_loss": lambda z, y, w: fr.losses.bce(z.double(), y, w.double())}
+    metrics = {f"{prefix}{name}": metric for name, metric in exact.items()}
+    return fr.evaluate(job.predict, params, batches, metrics, mesh=job.mesh)
+
+
+def samples_per_s(job: Job, entry: Mapping[str, float]) -> float:
+    return entry.get("samples_per_s", entry.get("steps_per_s", 0.0) * job.options.batch_size)
+
+
+def say_epoch(job: Job, record: fr.loop.Record) -> None:
+    h, best = record.metrics, "  best" if record.is_best else ""
+    scores = f"valid AUC {h['valid_auc']:.4f}  log loss {h['valid_log_loss']:.4f}"
+    say(job, f"epoch {h['epoch']:3d}  loss {h['loss']:.4f}  {scores}  {samples_per_s(job, h):,.0f} samples/s{best}")
 
 
 # -- what a run leaves -------------------------------------------------------------------------------------------
 
 
-def save(job: Job, run: Run) -> None:
-    """The checkpoint, which is that of a lone process whatever the plan is."""
-    state = run.state if job.mesh is None else fr.gather_state(run.state, job.mesh)
-    tree = {**run._asdict(), "state": state, "position": tuple(run.position)}
-    if ranks.is_chief(job.mesh):
-        folder.write_checkpoint(job.options, tree)
-
-
-def resume(job: Job) -> Run:
-    tree = folder.read_checkpoint(job.options)
-    run = Run(**{**tree, "state": job.place(tree["state"]), "position": fr.data.Position(*tree["position"])})
-    say(job, f"resumed at epoch {run.position.epoch}, batch {run.position.batch}")
-    return run
-
-
-def report(job: Job, run: Run) -> None:
+def report(job: Job, done: fr.Fitted) -> None:
     """Test the best epoch; write result.json and curve.png; say the AUC."""
-    options, history = job.options, run.history
-    auc, log_loss = evaluate(job, run.best, job.split.test)
-    if not ranks.is_chief(job.mesh):
+    options = job.options
+    test = evaluate(job, done.best, job.split.test, "test_")
+    if not fr.loop.is_chief(job.mesh):
         return
-    best = history[best_epoch(history)]
+    history = [{**h, "samples_per_s": samples_per_s(job, h)} for h in done.history]
+    best = history[fr.loop.best_epoch(history, "valid_auc") or 0]
     result = {
         **folder.fixed_options(options),
         "mesh": options.axes,
         "plan": options.plan,
         "replicas": options.replicas,
         "sync_every": options.sync_every,
-        "num_parameters": fr.models.num_parameters(run.best),
+        "num_parameters": fr.models.num_parameters(done.best),
         "best_epoch": best["epoch"],
         "valid_auc": best["valid_auc"],
-        "test_auc": auc,
-        "test_log_loss": log_loss,
+        **test,
         "published_test_auc": PUBLISHED[options.model],
         "history": history,
         "torch": torch.__version__,
@@ -346,7 +278,7 @@ def report(job: Job, run: Run) -> None:
         f"{options.model}: {result['num_parameters']:,} parameters, best epoch "
         f"{best['epoch']}, results in {options.out}"
     )
-    print(f"test AUC {auc:.4f} (published {PUBLISHED[options.model]:.4f})")
+    print(f"test AUC {test['test_auc']:.4f} (published {PUBLISHED[options.model]:.4f})")
 
 
 def draw_curve(history: list[dict[str, float]], options: argparse.Namespace) -> Any:
@@ -361,7 +293,7 @@ def draw_curve(history: list[dict[str, float]], options: argparse.Namespace) -> 
     loss.legend()
     auc.plot(epochs, [h["valid_auc"] for h in history], label="valid")
     auc.axhline(PUBLISHED[options.model], linestyle="--", color="grey", label="published test")
-    auc.axvline(best_epoch(history), linestyle=":", color="grey", label="best epoch")
+    auc.axvline(fr.loop.best_epoch(history, "valid_auc") or 0, linestyle=":", color="grey", label="best epoch")
     auc.set(xlabel="epoch", ylabel="AUC")
     auc.legend()
     for axes in (loss, auc):

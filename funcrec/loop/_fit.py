@@ -105,8 +105,8 @@ def fit(
         interrupted, wherever it was: between the steps that were saved.
       overwrite: begin anew though there is a checkpoint; else that is an error.
       settings: plain values that go into the checkpoint; resuming with others is an error that names them.
-      callbacks: functions of a `fr.loop.Record`, called behind each step and each epoch; an exception of one ends the
-        run.
+      callbacks: functions of a `fr.loop.Record`, called before the first step, behind each step and behind each epoch;
+        an exception of one ends the run.
       model, validate: with a model the first batch is held against its features and tables (`fr.validate`) before any
         work; or your own function of that batch, which raises.
       stop: () -> whether to end, asked between steps; on ranks any rank's answer counts. None: SIGINT and SIGTERM,
@@ -147,7 +147,7 @@ def fit(
     limits = Limits(epochs, monitor, mode, patience)
     check("funcrec.fit", work_problems(work), limit_problems(limits))
     check("funcrec.fit", loader_problems(loader), place_problems(state, mesh))
-    found = is_there(work)
+    found = is_there(work, device_of(state))
     check("funcrec.fit", resume_problems(work, found, resume, overwrite, state))
     if stop is not None or path is None:
         return train(work, limits, load_run(work, state) if found and resume else begin(state), stop or (lambda: 0))
@@ -172,6 +172,8 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
             run.position == Position()
         ):  # an interrupt has something to go on from, and a full disk is found, before work
             save_run(work, run)
+    done = steps_of(run.history) + run.position.batch
+    tell(work, Record("begin", run.position.epoch, done, {}, run.state, is_chief=is_chief(work.mesh)))
     while not (is_finished(run.history, limits) or (stopped := ends())):
         run, stopped = train_epoch(work, run, items, ends)
         save_run(work, run)
@@ -185,7 +187,7 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
 def train_epoch(work: Work, run: Run, items: Iterable, ends: Callable[[], int]) -> tuple[Run, int]:
     """The rest of an epoch and its evaluation, or the part of it before `ends` says so: (run, what it said)."""
     state, position, loss_sum, *_ = run
-    before = sum(int(h.get("steps", 0)) for h in run.history)
+    before = steps_of(run.history)
     epoch, steps, began = position.epoch, position.batch, 0.0
     with progress_bar(work, epoch, steps) as bar:
         for item in items:
@@ -218,9 +220,13 @@ def end_epoch(work: Work, run: Run, entry: dict[str, float]) -> Run:
     history = [*run.history, entry | measured(work.evaluate, params, entry)]
     is_best = work.monitor is not None and best_epoch(history, work.monitor, work.mode) == len(history) - 1
     run = run._replace(best=copy(params) if is_best else run.best, history=history)
-    steps = sum(int(h.get("steps", 0)) for h in history)
-    tell(work, Record("epoch", entry["epoch"], steps, history[-1], run.state, params, is_best, is_chief(work.mesh)))
+    steps, chief = steps_of(history), is_chief(work.mesh)
+    tell(work, Record("epoch", entry["epoch"], steps, history[-1], run.state, params, is_best, chief))
     return run
+
+
+def steps_of(history: Sequence[Mapping[str, float]]) -> int:
+    return sum(int(h.get("steps", 0)) for h in history)
 
 
 def tell(work: Work, record: Record) -> None:

@@ -95,11 +95,11 @@ def load_run(work: Work, state: Any) -> Run:
     return run._replace(state=saved, position=Position(*tree["position"]))
 
 
-def is_there(work: Work) -> bool:
+def is_there(work: Work, device: torch.device) -> bool:
     """Whether there is a checkpoint, which all ranks must see; asked before any of them writes one."""
     found = work.checkpoint is not None and work.checkpoint.exists()
     if num_processes(work.mesh) > 1 and work.checkpoint is not None:
-        seen = all_parts(torch.tensor([int(found)], device=work.mesh.device), work.mesh).tolist()
+        seen = all_parts(torch.tensor([int(found)], device=device), work.mesh).tolist()
         if len(set(seen)) > 1:
             got = f"seen by the ranks {[rank for rank, x in enumerate(seen) if x]} only"
             fail(

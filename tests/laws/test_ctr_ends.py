@@ -16,6 +16,7 @@ from programs import small_movielens
 import funcrec as fr
 from funcrec.core._tree import replace
 from funcrec.examples import _folder, _ranks, ctr
+from funcrec.loop import _fit, _run
 from funcrec.testing import assert_trees_close
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +100,8 @@ def test_results_of_the_old_run_are_gone_before_the_new_one_has_any(folder, tmp_
     """After --overwrite an interrupted run's folder has no results of another run beside its checkpoint."""
     for name in ("result.json", "curve.png"):
         (tmp_path / name).write_text("old")
-    monkeypatch.setattr(ctr, "train_epoch", lambda job, run, stop: os.kill(os.getpid(), signal.SIGTERM) or run)
+    killed = lambda work, run, items, ends: (os.kill(os.getpid(), signal.SIGTERM) or run, 0)
+    monkeypatch.setattr(_fit, "train_epoch", killed)
     assert ctr.main([*OPTIONS, "--data", str(folder), "--out", str(tmp_path), "--overwrite"]) == 143
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
 
@@ -140,8 +142,8 @@ def test_a_folder_that_cannot_be_written_is_told_first(tmp_path, no_data, capsys
 
 DAMAGED = {
     "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-9]), "not a whole checkpoint"),
-    "of another program": (lambda path: fr.save(path, {"x": 1}), "is not a checkpoint of this program"),
-    "of no dict": (lambda path: fr.save(path, 3), "is not a checkpoint of this program"),
+    "of another program": (lambda path: fr.save(path, {"x": 1}), "is not a checkpoint of fit"),
+    "of no dict": (lambda path: fr.save(path, 3), "is not a checkpoint of fit"),
 }
 
 
@@ -214,9 +216,9 @@ def test_a_full_disk_ends_the_run_and_is_told(room, folder, tmp_path, monkeypatc
     def broken(path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(_folder.fr, "save", full)
+    monkeypatch.setattr(_run, "save", full)
     if not room:
-        monkeypatch.setattr(ctr, "train_epoch", None)
+        monkeypatch.setattr(_fit, "train_epoch", None)
     with pytest.raises(SystemExit) as end:
         ctr.main([*OPTIONS, "--data", str(folder), "--out", str(tmp_path)])
     assert "No space left on device" in str(end.value)

@@ -198,14 +198,14 @@ def test_a_second_signal_does_not_wait():
     interrupt = lambda record: (steps.append(record.step), os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         fit(callbacks=[interrupt])
-    assert steps == [1]
+    assert steps == [0]
 
 
 def test_stop_ends_it(whole, tmp_path):
     """What `stop` says ends the run behind a step, and is told; the checkpoint goes on."""
     seen = []
     how = {"callbacks": [seen.append], "checkpoint": tmp_path / "run.pt"}
-    cut = fit(**how, stop=lambda: 7 * (len(seen) == 5))  # four steps and an epoch
+    cut = fit(**how, stop=lambda: 7 * (len(seen) == 6))  # the beginning, four steps and an epoch
     assert cut.stopped == 7 and len(cut.history) == 1 and int(cut.state.step) == 4
     assert_same(fit(checkpoint=tmp_path / "run.pt", resume=True), whole)
 
@@ -221,9 +221,9 @@ def test_records_tell_what_happened(tmp_path, capsys):
     log, table = tmp_path / "log.jsonl", tmp_path / "log.csv"
     written = [fr.loop.json_lines(log), fr.loop.csv_lines(table), fr.loop.tensorboard(Writer(), every=3)]
     done = fit(callbacks=[seen.append, *written, fr.loop.print_epoch])
-    assert [(r.when, r.epoch, r.step) for r in seen[:4]] == [*(("step", 0, k) for k in (1, 2, 3)), ("epoch", 0, 3)]
-    assert float(seen[0].metrics["loss"]) > 0 and seen[0].params is None
-    assert seen[3].metrics == done.history[0] and seen[3].is_best and seen[3].is_chief
+    assert [(r.when, r.step) for r in seen[:5]] == [("begin", 0), *(("step", k) for k in (1, 2, 3)), ("epoch", 3)]
+    assert float(seen[1].metrics["loss"]) > 0 and seen[1].params is None
+    assert seen[4].metrics == done.history[0] and seen[4].is_best and seen[4].is_chief
     assert_trees_close(seen[-1].params, done.state.params)
     assert [json.loads(line) for line in log.read_text().splitlines()] == done.history
     rows = list(csv.DictReader(table.open()))
@@ -278,7 +278,7 @@ def test_loaders_of_other_kinds(whole, tmp_path):
         cut = fr.fit(add, torch.tensor(0), again, **how, stop=lambda: 1, callbacks=[])
         assert int(cut.state) == 0
         seen = []
-        two = {"callbacks": [seen.append], "stop": lambda seen=seen: len(seen) == 2}
+        two = {"callbacks": [seen.append], "stop": lambda seen=seen: len(seen) == 3}
         fr.fit(add, torch.tensor(0), again, **how, resume=True, **two)
         if isinstance(again, list):
             assert int(fr.fit(add, torch.tensor(0), again, **how, resume=True).state) == 12

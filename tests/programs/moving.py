@@ -66,7 +66,7 @@ def bits(tree):
 def questions(interrupted, count):
     """What the main job's ranks are told at each of `count` steps, where the interrupted one is at its step 20."""
     mesh, step = fr.Mesh.distributed(x=2), 0
-    ask = _ranks.agreed(lambda: step >= 20 and mesh.coordinates["x"] == interrupted, mesh, "cpu")
+    ask = fr.loop.agreed(lambda: step >= 20 and mesh.coordinates["x"] == interrupted, mesh, "cpu")
     answers = []
     for step in range(count):  # noqa: B007 (read by the function above)
         answers.append(ask())
