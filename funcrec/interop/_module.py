@@ -8,6 +8,7 @@ The module's structure is copied without its numbers, once as in train() and onc
 
 import copy
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -75,6 +76,7 @@ def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], 
     if not nn_module.training:
         forms[True].train()
     draw_from_keys(forms[True])
+    lock = threading.RLock()  # a call puts its tensors into the form while it runs
 
     def apply(params, buffers, *args: Any, train: bool = False, key: Tensor | None = None, **kwargs: Any):
         check(f"{CALL}'s apply", state_problems(params, shapes[0], "params"))
@@ -89,7 +91,8 @@ def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], 
         before = state_of_generator(), versions(params)
         token = DRAWS.set((key, itertools.count()))
         try:
-            out = functional_call(forms[train], state, args, kwargs)
+            with lock:
+                out = functional_call(forms[train], state, args, kwargs)
         finally:
             DRAWS.reset(token)
         check(f"{CALL}'s apply", side_effect_problems(before, (state_of_generator(), versions(params)), params))
@@ -108,7 +111,7 @@ def hollow(nn_module: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for x in itertools.chain(nn_module.parameters(), nn_module.buffers()):
         empty = x.detach().to("meta")
-        memo[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+        memo[id(x)] = nn.Parameter(empty, requires_grad=False) if isinstance(x, nn.Parameter) else empty
     return copy.deepcopy(nn_module, memo)
 
 
@@ -152,6 +155,11 @@ def module_problems(x: object) -> Iterator[Problem]:
     if lazy:
         yield Problem("`nn_module` has parameters of no shape yet.", f"{lazy}", "parameters with shapes",
                       "nn_module(example), once", TypeError)  # fmt: skip
+    loose = [f"{n}.{k}".lstrip(".") for n, part in x.named_modules() for k, v in vars(part).items()
+             if isinstance(v, Tensor) and v.requires_grad]  # fmt: skip
+    if loose:
+        yield Problem("`nn_module` has tensors that require grad and would never be trained.", f"{loose}",
+                      "parameters", "self.w = torch.nn.Parameter(w)", TypeError)  # fmt: skip
     normed = [n for n, part in x.named_modules() if getattr(part, "max_norm", None) is not None]
     if normed:
         yield Problem("`nn_module` writes to its parameters: rows are renormalised in place.", f"max_norm in {normed}",

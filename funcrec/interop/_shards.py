@@ -84,7 +84,7 @@ def like(x: Any, new: Tensor) -> Any:
     if parts is None:
         from torch.distributed.tensor import distribute_tensor
 
-        return distribute_tensor(new.to(x.dtype).reshape(x.shape), x.device_mesh, x.placements)
+        return distribute_tensor(new.to(x.dtype, copy=True).reshape(x.shape), x.device_mesh, x.placements)
     new = new.reshape(parts.shape)
     cut = [
         new[tuple(slice(a, a + n) for a, n in zip(at, part.shape))].to(part.device, x.dtype, copy=True)

@@ -1,6 +1,8 @@
 """torch's nested tensors and nn.Modules, through interop and as they are."""
 
 import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -115,6 +117,9 @@ MODULES = {
     "averaged": Averaged,
     "recurrent": Recurrent,
     "frozen_norm": frozen_norm,
+    "normed": lambda: nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.utils.parametrizations.weight_norm(nn.Linear(4, 1))
+    ),
     "no_buffer": lambda: nn.Linear(4, 1, bias=False),
 }
 
@@ -159,7 +164,7 @@ def test_apply_is_the_module(net, train):
 
 def test_apply_is_compiled_and_mapped(net):
     """As fr.jit stages it, and under vmap over members, apply gives what it gives alone, buffers included; a sum that
-    reads its count on the host is refused by jit (torch has no rule under vmap for it, nor for an LSTM)."""
+    reads its count on the host is refused by jit; where torch has no rule under vmap (LSTM, spectral norm) it raises."""
     params, buffers, apply = module(net)
     x = normal(0, 5, 4)
     run = lambda p, b, x: apply(p, b, x, train=True)
@@ -171,10 +176,14 @@ def test_apply_is_compiled_and_mapped(net):
     staged = fr.jit(run).lower(params, buffers, x)
     flat = staged.graph(*(eval(path, {"p": params, "b": buffers, "x": x}) for path in staged.reads))
     assert_trees_close(list(flat), torch.utils._pytree.tree_leaves(alone), rtol=1e-6, atol=1e-6)
-    if not isinstance(net, Recurrent):
-        stacked = torch.utils._pytree.tree_map(lambda t: torch.stack([t, t]), (params, buffers))
-        got = torch.func.vmap(run, in_dims=(0, 0, None))(*stacked, x)
-        assert_trees_close(torch.utils._pytree.tree_map(lambda t: t[1], got), alone, rtol=1e-6, atol=1e-6)
+    stacked = torch.utils._pytree.tree_map(lambda t: torch.stack([t, t]), (params, buffers))
+    mapped = torch.func.vmap(run, in_dims=(0, 0, None))
+    if any(type(part).__name__ in ("LSTM", "_SpectralNorm") for part in net.modules()):
+        with pytest.raises(RuntimeError):
+            mapped(*stacked, x)
+        return
+    got = torch.utils._pytree.tree_map(lambda t: t[1], mapped(*stacked, x))
+    assert_trees_close(got, alone, rtol=1e-6, atol=1e-6)
 
 
 def test_the_module_may_change_afterwards(net):
@@ -187,6 +196,25 @@ def test_the_module_may_change_afterwards(net):
             p.add_(1)
     net.eval()
     assert_trees_close(apply(params, buffers, x, train=True), before)
+
+
+class Waiting(nn.Module):
+    """Gives way to other threads in the midst of a call."""
+
+    def forward(self, x):
+        time.sleep(0.005)
+        return x
+
+
+def test_threads_do_not_meet_in_a_module():
+    """Calls of many threads at once give what they give alone: none sees another's parameters or running statistics."""
+    params, buffers, apply = module(nn.Sequential(nn.BatchNorm1d(4), Waiting(), nn.Linear(4, 1)))
+    x = normal(0, 32, 4)
+    scaled = [{n: p * (i + 1) for n, p in params.items()} for i in range(4)]
+    run = lambda p: [apply(p, buffers, x, train=True) for _ in range(3)]
+    alone = [run(p) for p in scaled]
+    with ThreadPoolExecutor(4) as pool:
+        assert_trees_close(list(pool.map(run, scaled)), alone)
 
 
 def test_dropout_draws_from_the_key():
@@ -219,12 +247,19 @@ class Counting(nn.Module):
         return x
 
 
+class Loose(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.ones(2, requires_grad=True)
+
+
 LINEAR, ONES = nn.Linear(2, 1), torch.ones(3, 2)
 PARAMS, BUFFERS, APPLY = module(LINEAR)
 NO_MODULE = {
     "a function": (lambda: module(lambda x: x), TypeError, "`nn_module` is not a module"),
     "lazy": (lambda: module(nn.LazyLinear(2)), TypeError, "parameters of no shape yet"),
     "max_norm": (lambda: module(nn.Embedding(3, 2, max_norm=1.0)), TypeError, "renormalised in place"),
+    "loose": (lambda: module(Loose()), TypeError, "would never be trained"),
     "no params": (lambda: APPLY({}, BUFFERS, ONES), TypeError, "`params` are not this module's"),
     "a parameter more": (lambda: APPLY({**PARAMS, "more": ONES}, BUFFERS, ONES), TypeError, "`params` are not"),
     "a parameter's shape": (lambda: APPLY({**PARAMS, "bias": ONES}, BUFFERS, ONES), ValueError, "has another shape"),
