@@ -164,7 +164,7 @@ def test_apply_is_the_module(net, train):
 
 def test_apply_is_compiled_and_mapped(net):
     """As fr.jit stages it, and under vmap over members, apply gives what it gives alone, buffers included; a sum that
-    reads its count on the host is refused by jit; where torch has no rule under vmap (LSTM, spectral norm) it raises."""
+    reads its count on the host is refused by jit; without a rule under vmap (LSTM, spectral norm) torch raises."""
     params, buffers, apply = module(net)
     x = normal(0, 5, 4)
     run = lambda p, b, x: apply(p, b, x, train=True)
