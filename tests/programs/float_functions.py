@@ -218,6 +218,13 @@ KEYED = {
     "KeyedJaggedTensor.to_dict": lambda x: x["b"],
     "KeyedJaggedTensor.pad_to": lambda x: x.pad_to(9),
     "KeyedJaggedTensor.unpad": lambda x: x.unpad(),
+    "KeyedJaggedTensor.concat of one without weights": lambda x: fr.KeyedJaggedTensor.concat(
+        [x, fr.KeyedJaggedTensor.from_lists({"c": [[1], [2, 3]]})]
+    ),
+    "KeyedJaggedTensor.from_lists of some": lambda x: fr.KeyedJaggedTensor.from_lists(
+        {"c": [[torch.tensor(1)], []], "a": [x.values, x.values]}, weights={"a": [x.weights, 2 * x.weights]}
+    ),
+    "KeyedJaggedTensor.to": lambda x: x.to("cpu", F64),
     "KeyedJaggedTensor[bags]": lambda x: x[1:2],
     "pad_to_bucket": lambda x: fr.pad_to_bucket(x),
     "validate": lambda x: fr.validate(x, [fr.FeatureConfig("a", table="t")], [fr.TableConfig("t", 9, 1)]),
@@ -249,5 +256,7 @@ def of_values() -> list[Case]:
             lambda values: fr.KeyedTensor.concat([fr.KeyedTensor.from_dict({k: x}) for k,
                     x in parts(values).items()]).stack(), {"values": VALUES}),
         Case("regroup", regrouped, {"values": VALUES}),
+        Case("copy", lambda x: fr.copy({"x": x})["x"], {"x": GRADS}),
+        Case("tree.map", lambda x: fr.tree.map(lambda y, z: y * z, {"x": x}, {"x": x})["x"], {"x": GRADS}),
         Case("Batch", lambda values, w: fr.Batch(two_keys(w), values[:, 0], values), {"values": VALUES, "w": WEIGHTS}),
     ]  # fmt: skip
