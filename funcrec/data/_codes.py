@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, fail
+from funcrec.core import Problem, check, describe, fail, is_tracked
 from funcrec.data._sources import need_pyarrow
 from funcrec.jagged import is_concrete
 
@@ -24,7 +24,7 @@ def codes_of(call: str, column: Any, name: str, *, is_time: bool = False) -> Ten
 
     Raises: TypeError for what is no column, or no time; ValueError for a missing value, and for no row.
     """
-    values = _tensor_values(call, column, name) if isinstance(column, Tensor) else column
+    values = values_of(call, column, name) if isinstance(column, Tensor) else column
     if not isinstance(values, np.ndarray) or values.dtype.kind in "OUST":
         values = _arrow_values(call, column, name, is_time)
     is_text = not isinstance(values, np.ndarray)
@@ -42,10 +42,12 @@ def codes_of(call: str, column: Any, name: str, *, is_time: bool = False) -> Ten
     return torch.from_numpy(np.unique(values, return_inverse=True)[1].astype(np.int64))
 
 
-def _tensor_values(call: str, x: Tensor, name: str) -> np.ndarray:
-    if not is_concrete(x):
-        need = "a tensor on the CPU, outside of transforms"
-        fail(call, f"`{name}` has no values that can be read.", got=describe(x), need=need, hint=f"{name}.cpu()")
+def values_of(call: str, x: Tensor, name: str) -> np.ndarray:
+    """The values of a tensor on the CPU, of which no derivative is wanted."""
+    if not is_concrete(x) or is_tracked(x):
+        got, need = describe(x), "a tensor on the CPU, outside of transforms, that needs no gradient"
+        got = f"{got} of which a derivative is wanted" if is_tracked(x) else got
+        fail(call, f"`{name}` has no values that can be read.", got=got, need=need, hint=f"{name}.detach().cpu()")
     return (x.float() if x.dtype == torch.bfloat16 else x).detach().numpy()
 
 

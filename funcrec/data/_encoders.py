@@ -15,8 +15,8 @@ from torch import Tensor
 
 from funcrec.core import Problem, check, describe, fail, function_problems, pytree
 from funcrec.data import _columns as columns
+from funcrec.data._codes import values_of
 from funcrec.data._sources import need_pyarrow
-from funcrec.jagged import is_concrete
 
 
 class Place(NamedTuple):
@@ -116,13 +116,12 @@ def as_column(call: str, x: Any) -> Any:
     """A pyarrow.ChunkedArray of what holds values."""
     pa = need_pyarrow(call)
     need = "a column of pyarrow, pandas or polars, a numpy array, a tensor on the CPU, or a list of values"
+    x = values_of(call, x, "column") if isinstance(x, Tensor) else x
     try:
         if isinstance(x, pa.ChunkedArray):
             return x
         if hasattr(x, "__arrow_c_stream__") and not hasattr(x, "__arrow_c_array__"):
             return pa.chunked_array(x)
-        if isinstance(x, Tensor) and is_concrete(x):
-            return pa.chunked_array([pa.array(x.detach().numpy())])
         if isinstance(x, list | tuple | np.ndarray) or hasattr(x, "__arrow_c_array__"):
             return pa.chunked_array([pa.array(x)])
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:

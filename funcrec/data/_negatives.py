@@ -22,6 +22,7 @@ from funcrec.core import (
     check,
     describe,
     is_checking,
+    is_tracked,
     pytree,
     random,
     typed,
@@ -148,7 +149,7 @@ def popularity_negatives(
     Source: Mikolov et al., "Distributed representations of words and phrases" (2013), §2.2.
     """
     call = "funcrec.data.popularity_negatives"
-    check(call, count_vector_problems(counts))
+    check(call, count_vector_problems(counts), _drawn_problems(counts))
     share = torch.where(counts > 0, counts.to(torch.float64) ** float(exponent), 0)
     masses = torch.where(counts > 0, (share / share.sum() * TOTAL).round().long().clamp(min=1), 0)
     return _with_known(call, Negatives(masses.cumsum(0), None, None, 0, counts.shape[0]), known)
@@ -182,10 +183,11 @@ def known_items(user: Tensor, item: Tensor, *, num_users: Count | None = None) -
 
 @typed
 def log_q(counts: Tensor, *, exponent: NotNegative = 1.0) -> Tensor:
-    """f32[V]: the logarithm of each id's share, count^exponent over the sum: what `in_batch_softmax` takes off logits.
+    """f[V]: the logarithm of each id's share, count^exponent over the sum: what `in_batch_softmax` takes off logits.
 
     Args:
-      counts: of each id in the rows to train on, i[V] or f[V]. An id that was not counted counts as once.
+      counts: of each id in the rows to train on, i[V] or f[V]. An id that was not counted counts as once. The answer
+        is f32, or f64 as they are.
       exponent: 1 for candidates of the batch; that of `popularity_negatives` for drawn ones.
 
     Example:
@@ -197,7 +199,7 @@ def log_q(counts: Tensor, *, exponent: NotNegative = 1.0) -> Tensor:
     """
     check("funcrec.data.log_q", count_vector_problems(counts))
     logs = counts.to(torch.float64).clamp(min=1).log() * float(exponent)
-    return (logs - logs.logsumexp(0)).float()
+    return (logs - logs.logsumexp(0)).to(torch.float64 if counts.dtype == torch.float64 else torch.float32)
 
 
 def _with_known(call: str, negatives: Negatives, known: JaggedTensor | None) -> Negatives:
@@ -228,10 +230,20 @@ def count_vector_problems(counts: Tensor) -> Iterator[Problem]:
     elif counts.shape[0] == 0:
         yield Problem("`counts` are none.", describe(counts), need, hint)
     elif is_concrete(counts):
+        counts = counts.detach()
         if not bool(counts.isfinite().all()) or float(counts.min()) < 0:
             yield Problem("`counts` has one that is none.", f"{float(counts.min()):g}", need, hint)
         elif float(counts.max()) == 0:
             yield Problem("`counts` are all 0.", describe(counts), need, hint)
+
+
+def _drawn_problems(counts: Tensor) -> Iterator[Problem]:
+    if is_tracked(counts):
+        got, need = (
+            f"{describe(counts)} of which a derivative is wanted",
+            "counts; which ids are drawn has no derivative",
+        )
+        yield Problem("`counts` cannot be differentiated.", got, need, "counts.detach()", TypeError)
 
 
 def _known_problems(known: JaggedTensor, num_ids: int) -> Iterator[Problem]:

@@ -39,6 +39,7 @@ from funcrec.data import (
 KEY, bags = fr.key(0), fr.JaggedTensor.from_lists
 ROWS = torch.tensor([1, 1, 2, 2])
 HALVES = (0.5, 0.5)
+TRACKED = torch.tensor([1.0, 2.0], requires_grad=True)
 SPLITS = [
     ("shares of 0.9", lambda: random_split(9, (0.8, 0.1), key=KEY), ValueError, "together 0.9"),
     ("one share", lambda: random_split(9, 0.8, key=KEY), TypeError, "`fractions`"),
@@ -61,6 +62,7 @@ SPLITS = [
     ("complex times", lambda: split_by_time(torch.ones(2) * 1j, HALVES), TypeError, "values of another kind"),
     ("table for a column", lambda: split_by_time(pa.table({"t": [1]}), HALVES), TypeError, "`time`"),
     ("no values", lambda: split_by_time(torch.ones(2, device="meta"), HALVES), ValueError, "values that can be read"),
+    ("tracked times", lambda: split_by_time(TRACKED, HALVES), ValueError, "of which a derivative is wanted"),
     ("empty column", lambda: split_by_time(torch.ones(0), HALVES), ValueError, "`time` has no rows"),
     ("one group", lambda: split_by_group(torch.ones(4), HALVES, key=KEY), ValueError, "1 groups: parts of"),
     ("no group", lambda: split_by_group(pa.array(["a", None]), HALVES, key=KEY), ValueError, "`group` misses a value"),
@@ -118,6 +120,8 @@ ENCODERS = [
     ("text for numbers", lambda: normalize().fit(["1"]), TypeError, 'column.cast("float64")'),
     ("no numbers", lambda: normalize().fit([None]), ValueError, "no numbers to learn from"),
     ("all-null column", lambda: bucketize(num_quantiles=2).fit(pa.nulls(3)), ValueError, "no numbers to learn from"),
+    ("tracked numbers", lambda: normalize().fit(TRACKED), ValueError, "of which a derivative is wanted"),
+    ("numbers in a transform", lambda: torch.func.grad(normalize().fit)(torch.ones(2)), ValueError, "`column`"),
     ("infinity", lambda: normalize().fit([1.0, float("inf")]), ValueError, "row 1, column `column`"),
     ("log of -1", lambda: log1p().fit([]).apply([0, -1]), ValueError, "row 1, column `column`"),
     ("id 9", lambda: ENCODING.ids["item"].decode(torch.tensor([9])), ValueError, "0 <= id < 3"),
@@ -197,6 +201,7 @@ NEGATIVES = [
     ("a user who knows all", lambda: DRAW(KEY, (2,), USER), ValueError, "who knows all ids"),
     ("counts of -1", lambda: popularity_negatives(torch.tensor([1, -1])), ValueError, "`counts` has one that is none"),
     ("counts of NaN", lambda: popularity_negatives(torch.tensor([1, torch.nan])), ValueError, "one that is none"),
+    ("tracked counts", lambda: popularity_negatives(TRACKED), TypeError, "which ids are drawn has no derivative"),
     ("no counts", lambda: popularity_negatives(torch.zeros(0)), ValueError, "`counts` are none"),
     ("nothing counted", lambda: popularity_negatives(torch.zeros(3)), ValueError, "`counts` are all 0"),
     ("counts in lists", lambda: log_q([1, 2]), TypeError, "`counts`"),

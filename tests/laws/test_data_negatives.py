@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrec as fr
 from funcrec.data import known_items, log_q, popularity_negatives, uniform_negatives
+from funcrec.testing import check_grads
 
 KEY = fr.key(5)
 USERS, IDS = 4, 9
@@ -126,6 +127,12 @@ def test_log_q_is_the_logarithm_of_the_shares(counts, exponent):
     found = log_q(torch.tensor(counts), exponent=exponent).double().exp()
     shares = [max(c, 1) ** exponent for c in counts]
     torch.testing.assert_close(found, torch.tensor(shares, dtype=torch.float64) / math.fsum(shares), rtol=1e-5, atol=0)
+
+
+def test_log_q_is_differentiated():
+    """The logarithms of shares have the derivatives of the formula, forwards and backwards."""
+    counts = torch.tensor([3.0, 1.5, 7.0], dtype=torch.float64)
+    check_grads(lambda x: log_q(x, exponent=0.7), (counts,))
 
 
 def test_counts_of_a_vocabulary_are_what_is_drawn_by():
