@@ -27,7 +27,17 @@ from funcrec.compile._program import LOCK, Compiled, Followed, compile_function
 from funcrec.compile._replay import bring
 from funcrec.compile._staging import is_odd, refuse_odd
 from funcrec.compile._surroundings import is_transformed, surroundings
-from funcrec.core import any_tracked, describe, fail, fast_flatten, is_in_derivative, leaf_paths, typed
+from funcrec.core import (
+    Problem,
+    any_tracked,
+    describe,
+    fail,
+    fast_flatten,
+    is_in_derivative,
+    leaf_paths,
+    message,
+    typed,
+)
 from funcrec.mesh import alone
 from funcrec.tables import TableRef
 
@@ -272,6 +282,17 @@ class Jitted:
 
     def __get__(self, owner, kind=None):
         return self if owner is None else Method(self, owner)
+
+    def __getattr__(self, name: str):
+        """What is no part of a jitted function; the `init` of a step, whose update this is."""
+        if name == "init" and hasattr(self.fn, "init"):
+            return self.fn.init
+        if name.startswith("_"):
+            raise AttributeError(name)
+        got, need = f".{name} of fr.jit({self.name})", "a call, .lower or .num_compiled of it, or .init of a step"
+        hint = f"{self.name}.{name}, of the function itself" if hasattr(self.fn, name) else "fr.jit(fn)(*args)"
+        problem = Problem("a jitted function has no such attribute.", got, need, hint)
+        raise AttributeError(message("funcrec.jit", [problem]))
 
     def __reduce__(self):
         if self.is_one:

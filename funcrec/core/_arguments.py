@@ -22,6 +22,7 @@ from torch import Tensor
 
 from funcrec.core._errors import EXAMPLES, Problem, check, describe, example_at
 from funcrec.core._forms import Form
+from funcrec.core._numbers import plain_number
 
 STAGES = {"core", "jagged", "mesh", "tables", "compile", "sharding", "train", "checkpoint"}  # folders of no public name
 PARTS: dict[
@@ -86,6 +87,7 @@ def typed(fn: Callable) -> Callable:
     def run(*args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
             return fn(*args, **kwargs)
+        args, kwargs = tuple(map(plain_number, args)), {n: plain_number(x) for n, x in kwargs.items()}
         good = all([test(x) for test, x in zip(tests, args, strict=False)])  # noqa: C419 (a list is faster)
         if len(args) > len(names):
             good = good and all(map(test_rest, args[len(names) :]))
@@ -104,7 +106,7 @@ def typed_fields(cls: type) -> type:
 
     @functools.wraps(make)
     def new(owner, *args, **kwargs):
-        value = make(owner, *args, **kwargs)
+        value = make(owner, *map(plain_number, args), **{n: plain_number(x) for n, x in kwargs.items()})
         if not torch.compiler.is_dynamo_compiling():
             hint = EXAMPLES.get(cls.__name__, "")
             check(call_name(cls), (p._replace(hint=hint or p.hint) for p in field_problems(value)))

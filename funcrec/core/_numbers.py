@@ -1,8 +1,11 @@
 """What is wrong with sizes, rates, numbers, flags and functions that a call was given."""
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from funcrec.core._errors import Problem, describe
@@ -11,6 +14,29 @@ FUNCTION = {
     "log_q": "lambda batch: log_frequency[batch.ids['item'].values]",
     "candidate_ids": "lambda batch: batch.ids['item'].values",
 }
+
+
+F = TypeVar("F", bound=Callable)
+
+
+def plain_number(x: Any) -> Any:
+    """A number of numpy's, such as `df.id.max() + 1` is, as Python's; in a tuple or a list, too. All else as it is."""
+    if type(x) in (tuple, list) and any(isinstance(y, np.generic) for y in x):
+        return type(x)(map(plain_number, x))
+    return x.item() if isinstance(x, np.number | np.bool_) else x
+
+
+def plain_numbers(fn: F) -> F:
+    """Decorator of a function or a dataclass: it is given Python's numbers where numpy's are passed."""
+    if isinstance(fn, type):
+        fn.__init__ = plain_numbers(fn.__init__)
+        return fn
+
+    @functools.wraps(fn)
+    def run(*args, **kwargs):
+        return fn(*map(plain_number, args), **{n: plain_number(x) for n, x in kwargs.items()})
+
+    return run
 
 
 def size_problems(sizes: object, name: str = "sizes", at_least: int = 1) -> Iterator[Problem]:

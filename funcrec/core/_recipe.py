@@ -9,6 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from funcrec.core._numbers import plain_number
+
 F = TypeVar("F", bound=Callable)
 
 
@@ -27,6 +29,7 @@ def remade(maker: F) -> F:
 
     @functools.wraps(maker)
     def run(*args, **kwargs):
+        args, kwargs = tuple(map(plain_number, args)), {n: plain_number(x) for n, x in kwargs.items()}
         made = maker(*args, **kwargs)
         made.update.recipe = Recipe(run, args, kwargs, made)
         return made

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core._errors import describe, fail
+from funcrec.core._numbers import plain_numbers
 
 Draw = Callable[[Tensor, tuple[int, ...]], Tensor]
 
@@ -25,6 +26,7 @@ LAST_SHIFT = 31
 DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
+@plain_numbers
 def key(seed: int) -> Tensor:
     """i64[]: a key, from a seed.
 
@@ -44,6 +46,7 @@ def wrap(n: int) -> int:
     return (n + 2**63) % 2**64 - 2**63
 
 
+@plain_numbers
 def split(key: Tensor, num: int = 2) -> Tensor:
     """i64[num]: independent keys, to be unpacked or iterated over.
 
@@ -61,6 +64,7 @@ def split(key: Tensor, num: int = 2) -> Tensor:
     return bits(mix(~key), (num,))
 
 
+@plain_numbers
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """i64[]: a key made of a key i64[] and an integer (a step, a rank, a table's number).
 

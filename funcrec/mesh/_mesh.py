@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from funcrec.core import Problem, check, describe, fail
+from funcrec.core import Problem, check, describe, fail, plain_numbers
 from funcrec.kernels import library
 from funcrec.mesh._axes import Axis
 
@@ -55,6 +55,7 @@ class Mesh:
     device_mesh: DeviceMesh | None = None
 
     @staticmethod
+    @plain_numbers
     def emulated(**axes: int) -> "Mesh":
         """A mesh of any size in this process.
 
@@ -67,6 +68,7 @@ class Mesh:
         return Mesh(tuple(axes.items()))
 
     @staticmethod
+    @plain_numbers
     def distributed(
         *, device: str | None = None, timeout_s: float = TIMEOUT_S, debug: bool = False, **axes: int
     ) -> "Mesh":

@@ -18,6 +18,7 @@ from funcrec.core import (
     count_problems,
     flag_problems,
     number_problems,
+    plain_numbers,
     random,
     rate_problems,
     size_problems,
@@ -28,6 +29,7 @@ from funcrec.models._model import Model, build, check_configs, part, used
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup, modulo
 
 
+@plain_numbers
 def dcnv2(
     tables: Sequence[TableConfig],
     features: Sequence[FeatureConfig],
@@ -85,6 +87,7 @@ def dcnv2(
     return build(call, tables, features, num_dense, init, forward, penalty if cross_penalty else None)
 
 
+@plain_numbers
 def dlrm_dcnv2(
     tables: Sequence[TableConfig],
     features: Sequence[FeatureConfig],
@@ -140,6 +143,7 @@ MLPERF_ROWS = (
 MLPERF_IDS_PER_BAG = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 
 
+@plain_numbers
 def mlperf_dlrm_dcnv2(max_rows: int | None = None, *, embedding_dim: int = 128) -> Model:
     """The model of MLPerf training's recommendation benchmark: Criteo's 13 dense and 26 multi-hot features.
 

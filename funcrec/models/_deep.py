@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import check, flag_problems, random, rate_problems, size_problems
+from funcrec.core import check, flag_problems, plain_numbers, random, rate_problems, size_problems
 from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part, used
 from funcrec.models._shallow import first_order
 from funcrec.nn import Layer
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
 
 
+@plain_numbers
 def wide_deep(
     tables: Sequence[TableConfig],
     features: Sequence[FeatureConfig],
@@ -65,6 +66,7 @@ def wide_deep(
     )
 
 
+@plain_numbers
 def deepfm(
     tables: Sequence[TableConfig],
     features: Sequence[FeatureConfig],

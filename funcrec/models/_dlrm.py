@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import Problem, check, flag_problems, random, rate_problems, size_problems
+from funcrec.core import Problem, check, flag_problems, plain_numbers, random, rate_problems, size_problems
 from funcrec.models._deep import deep_part, run
 from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part, used
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
 
 
+@plain_numbers
 def dlrm(
     tables: Sequence[TableConfig],
     features: Sequence[FeatureConfig],

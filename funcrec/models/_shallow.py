@@ -11,11 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import check
+from funcrec.core import check, plain_numbers
 from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
 
 
+@plain_numbers
 def lr(tables: Sequence[TableConfig], features: Sequence[FeatureConfig], *, num_dense: int = 0) -> Model:
     """Logistic regression: a bias, a weight per id (features of tables with embedding_dim 1), a weight per dense input.
 
@@ -30,6 +31,7 @@ def lr(tables: Sequence[TableConfig], features: Sequence[FeatureConfig], *, num_
     return build("funcrec.models.lr", tables, features, num_dense, init, lambda p, b, key: (term(p, b), {}))
 
 
+@plain_numbers
 def fm(
     tables: Sequence[TableConfig],
     features: Sequence[FeatureConfig],

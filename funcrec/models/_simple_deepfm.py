@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import check, count_problems, random
+from funcrec.core import check, count_problems, plain_numbers, random
 from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
 
 
+@plain_numbers
 def simple_deepfm(
     tables: Sequence[TableConfig],
     features: Sequence[FeatureConfig],

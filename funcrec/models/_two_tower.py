@@ -21,6 +21,7 @@ from funcrec.core import (
     describe,
     fail,
     function_problems,
+    plain_numbers,
     random,
     rate_problems,
     size_problems,
@@ -55,6 +56,7 @@ class TwoTower(NamedTuple):
     temperature: Positive
 
 
+@plain_numbers
 def two_tower(
     tables: Sequence[TableConfig],
     query: Sequence[FeatureConfig],
@@ -116,6 +118,7 @@ def two_tower(
     )
 
 
+@plain_numbers
 def in_batch_softmax(
     query: Tensor,
     candidate: Tensor,
@@ -137,6 +140,7 @@ def in_batch_softmax(
     return losses.in_batch_softmax(query, candidate, log_q=log_q, temperature=temperature, candidate_ids=candidate_ids)
 
 
+@plain_numbers
 def in_batch_softmax_loss(
     model: TwoTower,
     *,

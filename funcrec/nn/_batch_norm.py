@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, fail, number_problems, size_problems
+from funcrec.core import Problem, check, describe, fail, number_problems, plain_numbers, size_problems
 from funcrec.nn._layer import Layer, ones, param_problems, width_problems, zeros
 
 
+@plain_numbers
 def batch_norm(dim: int, *, momentum: float = 0.1, eps: float = 1e-5) -> Layer:
     """x f[B, dim] -> f[B, dim], each column normalised over the batch.
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec.core import Draw, check, function_problems, random, size_problems
+from funcrec.core import Draw, check, function_problems, plain_numbers, random, size_problems
 from funcrec.nn._layer import Layer, param_problems, width_problems, xavier_normal, zeros
 
 
+@plain_numbers
 def cross(dim: int, rank: int | None = None, *, weight: Draw = xavier_normal) -> Layer:
     """One cross layer, x0, x f[..., dim] -> f[..., dim].
 
@@ -57,6 +58,7 @@ def cross(dim: int, rank: int | None = None, *, weight: Draw = xavier_normal) ->
     return Layer(init, apply)
 
 
+@plain_numbers
 def cross_network(dim: int, num_layers: int, rank: int | None = None, *, weight: Draw = xavier_normal) -> Layer:
     """`num_layers` cross layers on one x0 f[..., dim] -> f[..., dim]; params are a list.
 

@@ -6,9 +6,10 @@ y_i = x_i / (1 - rate) where u_i < 1 - rate, else 0,   u = uniform(key)
 import torch
 from torch import Tensor
 
-from funcrec.core import check, describe, device_problems, fail, random, rate_problems
+from funcrec.core import check, describe, device_problems, fail, plain_numbers, random, rate_problems
 
 
+@plain_numbers
 def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
     """Zero each element with probability `rate` (static) and scale the others by 1 / (1 - rate).
 

@@ -12,7 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Draw, Key, Problem, Shape, check, describe, number_problems, random, typed, typed_fields
+from funcrec.core import (
+    Draw,
+    Key,
+    Problem,
+    Shape,
+    check,
+    describe,
+    number_problems,
+    plain_numbers,
+    random,
+    typed,
+    typed_fields,
+)
 
 
 @typed_fields
@@ -67,6 +79,7 @@ def fan_out_normal(key: Key, shape: Shape) -> Tensor:
     return random.normal(key, shape) * math.sqrt(1 / max(shape[0], 1))
 
 
+@plain_numbers
 def normal(std: float) -> Draw:
     """N(0, std²).
 

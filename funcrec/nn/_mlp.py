@@ -20,6 +20,7 @@ from funcrec.core import (
     describe,
     flag_problems,
     function_problems,
+    plain_numbers,
     random,
     rate_problems,
     size_problems,
@@ -29,6 +30,7 @@ from funcrec.nn._dropout import dropout as drop
 from funcrec.nn._layer import Layer, param_problems, part_problems, width_problems, xavier_normal, zeros
 
 
+@plain_numbers
 def linear(num_in: int, num_out: int, *, weight: Draw = xavier_normal, bias: Draw | None = zeros) -> Layer:
     """x f[..., num_in] -> f[..., num_out], with params {"weight": f[num_out, num_in], "bias": f[num_out]}.
 
@@ -65,6 +67,7 @@ def linear(num_in: int, num_out: int, *, weight: Draw = xavier_normal, bias: Dra
     return Layer(init, apply)
 
 
+@plain_numbers
 def mlp(
     sizes: Sequence[int],
     *,

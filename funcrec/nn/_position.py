@@ -8,11 +8,12 @@ Shapes: N ids, L places.
 import torch
 from torch import Tensor
 
-from funcrec.core import check, describe, fail, size_problems
+from funcrec.core import check, describe, fail, plain_numbers, size_problems
 from funcrec.jagged import JaggedTensor, jagged_parts
 from funcrec.nn._layer import Layer, ones
 
 
+@plain_numbers
 def position_weights(max_length: int) -> Layer:
     """apply(params f[max_length], bags) -> f[N]: weights for a weighted feature,
     by the places of its bags; 0 in the padding and beyond.

@@ -6,6 +6,7 @@ Each yields a Problem for everything that does not fit, from structure and shape
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partialmethod
+from numbers import Integral
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -143,7 +144,7 @@ def check_update(
 
 
 def step_problems(step: object) -> Iterator[Problem]:
-    counts = isinstance(step, int) and not isinstance(step, bool) and step >= 0
+    counts = isinstance(step, Integral) and not isinstance(step, bool) and step >= 0
     if not counts and not (isinstance(step, Tensor) and step.dim() == 0 and not step.is_floating_point()):
         yield Problem("`step` is not a step.", describe(step), "i64[] or an int >= 0, the steps taken", kind=TypeError)
 

@@ -10,18 +10,20 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe
+from funcrec.core import Problem, check, describe, plain_numbers
 
 Policy = Literal[
     "none", "linear", "constant", "poly", "step", "inv_sqrt", "cosine_annealing_warm_restarts", "interpolate"
 ]
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class Stage:
     """One stage of a schedule, in force up to and including step `max_iters`, counted from the start of training.
@@ -59,6 +61,7 @@ class Stage:
         check(f"funcrec.optim.Stage({self.policy!r})", stage_problems(self))
 
 
+@plain_numbers
 def schedule(stages: Sequence[Stage], *, lr: float = 1.0) -> Callable[[int | Tensor], Tensor]:
     """A function from the steps taken (int or i64[], or i64[...] for many) to
     the learning rate, f64[]; give it as any optimizer's `lr`.
@@ -118,7 +121,7 @@ def count_problems(step: object) -> Iterator[Problem]:
     if isinstance(step, Tensor):
         counts = not (step.is_floating_point() or step.is_complex() or step.dtype == torch.bool)
     else:
-        counts = isinstance(step, int) and not isinstance(step, bool) and step >= 0
+        counts = isinstance(step, Integral) and not isinstance(step, bool) and step >= 0
     if not counts:
         need = "an int >= 0, or an integer tensor, the steps taken"
         yield Problem("`step` is not a step.", describe(step), need, kind=TypeError)

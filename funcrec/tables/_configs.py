@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from funcrec.core import Problem, check, count_problems, describe, flag_problems, typed
+from funcrec.core import Problem, check, count_problems, describe, flag_problems, plain_numbers, typed
 from funcrec.tables._initializers import Initializer
 
 TABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -19,6 +19,7 @@ POOLINGS = ("sum", "mean", "none")
 DEFAULT_INITIALIZER = Initializer("uniform")
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class Hash:
     """How an id that is no row becomes one: `fr.modulo()` or `fr.multiply_shift(seed)`.
@@ -63,6 +64,7 @@ def multiply_shift(seed: int = 0) -> Hash:
     return Hash("multiply_shift", seed)
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class TableConfig:
     """One embedding matrix [num_embeddings, embedding_dim].
@@ -89,6 +91,7 @@ class TableConfig:
         return self.num_embeddings, self.embedding_dim
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class FeatureConfig:
     """One use of a table: which column of ids, pooled how.

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from funcrec.core import GAMMA, Problem, check, count_problems, describe, mix, shift_right
+from funcrec.core import GAMMA, Problem, check, count_problems, describe, mix, plain_numbers, shift_right
 from funcrec.tables._configs import Hash
 
 
+@plain_numbers
 def hash_rows(ids: Tensor, hash: Hash | None, num_embeddings: int) -> Tensor:
     """The rows of ids i[...] -> i[...], of the same dtype.
 

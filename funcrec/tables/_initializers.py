@@ -10,9 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Key, Problem, Size, check, describe, random, typed
+from funcrec.core import Count, Key, Problem, Size, check, describe, plain_numbers, random, typed
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class Initializer:
     """A distribution of rows; `fr.uniform()`, `fr.normal()`, `fr.xavier_normal()` and `fr.constant()` make them.
@@ -46,6 +47,7 @@ class Initializer:
                 return torch.full(shape, self.scale, device=key.device)
 
 
+@plain_numbers
 def uniform(bound: float | None = None) -> Initializer:
     """U(-bound, bound); bound defaults to sqrt(1 / num_embeddings), as TorchRec's.
 
@@ -58,6 +60,7 @@ def uniform(bound: float | None = None) -> Initializer:
     return Initializer("uniform", bound)
 
 
+@plain_numbers
 def normal(std: float = 1.0) -> Initializer:
     """N(0, std²).
 
@@ -82,6 +85,7 @@ def xavier_normal() -> Initializer:
     return Initializer("xavier_normal")
 
 
+@plain_numbers
 def constant(value: float = 0.0) -> Initializer:
     """The same number everywhere.
 

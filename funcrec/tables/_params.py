@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import PARTS, Problem, describe, fail, pytree, tree_leaves
+from funcrec.core import PARTS, Problem, check, describe, fail, pytree, tree_leaves
 from funcrec.jagged import KeyedJaggedTensor, keyed_hint, keyed_parts
 from funcrec.mesh import P
 
@@ -58,6 +59,10 @@ class Batch:
     dense: Tensor | None = None
     weight: Tensor | None = None
 
+    def __post_init__(self):
+        if type(self.ids) in _DATA or any(type(x) in _DATA for x in (self.label, self.dense, self.weight)):
+            check("funcrec.Batch", data_problems(self))
+
     def __repr__(self) -> str:
         named = {n: getattr(self, n) for n in ("label", "dense", "weight")}
         return "".join(
@@ -86,6 +91,20 @@ def show_tables(tables: Any) -> str:
 def show_dense(dense: Any) -> str:
     count = len([x for x in tree_leaves(dense) if isinstance(x, Tensor)])
     return f"{count} tensor{'s' * (count != 1)}"
+
+
+_DATA = {list, dict, str, float, np.ndarray}  # what data are before they are tensors; no placeholder is one
+
+
+def data_problems(batch: Batch) -> Iterator[Problem]:
+    if type(batch.ids) in _DATA:
+        hint = 'fr.KeyedJaggedTensor.from_lists({"item": [[1], [2]]})'
+        yield Problem("`ids` are not ids.", describe(batch.ids), "a KeyedJaggedTensor", hint, TypeError)
+    for name in ("label", "dense", "weight"):
+        x = getattr(batch, name)
+        if type(x) in _DATA:
+            hint = f"torch.tensor({name}, dtype=torch.float32), a number for each example"
+            yield Problem(f"`{name}` is not a tensor.", describe(x), "f[B], or None", hint, TypeError)
 
 
 def batch_parts(x: Batch, path: str) -> Iterator[Problem]:

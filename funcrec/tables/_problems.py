@@ -30,8 +30,13 @@ def table_list_problems(tables: object) -> Iterator[Problem]:
 
 def feature_list_problems(features: object) -> Iterator[Problem]:
     if not isinstance(features, Sequence) or not all(isinstance(f, FeatureConfig) for f in features):
-        got = describe(features)
-        yield Problem("`features` are not feature configs.", got, "a sequence of FeatureConfig", kind=TypeError)
+        each, hint = features if isinstance(features, (list, tuple)) else (), ""
+        got, other = describe(features), next((f for f in each if not isinstance(f, FeatureConfig)), None)
+        if other is not None:
+            got, hint = f"{got} with {describe(other)}", f'[fr.FeatureConfig({other!r}, table="item")]'
+        need = "a sequence of FeatureConfig"
+        hint = hint if isinstance(other, str) else "[feature]" if isinstance(features, FeatureConfig) else ""
+        yield Problem("`features` are not feature configs.", got, need, hint, TypeError)
     else:
         yield from duplicate_problems(features, "features")
 

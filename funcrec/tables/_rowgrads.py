@@ -123,7 +123,9 @@ class RowGrads:
         """
         call = "funcrec.RowGrads.from_entries"
         if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64) or rows.dim() != 1:
-            fail(call, "`rows` are not rows.", got=describe(rows), need="i32[M] or i64[M]", kind=TypeError)
+            is_mask = isinstance(rows, Tensor) and rows.dtype == torch.bool
+            hint, need = "rows.nonzero()[:, 0], where the mask is True" if is_mask else "", "i32[M] or i64[M]"
+            fail(call, "`rows` are not rows.", got=describe(rows), need=need, hint=hint, kind=TypeError)
         if not isinstance(grads, Tensor) or grads.dim() != 2 or grads.shape[0] != rows.shape[0]:
             got = f"{describe(grads)}; rows is {describe(rows)}"
             fail(call, "`grads` does not match its rows.", got=got, need=f"f[{rows.shape[0]}, D]")

@@ -31,7 +31,8 @@ def validate(
     *,
     labels: tuple[float, float] = (0.0, 1.0),
 ) -> Ids:
-    """The same ids, after a look at every value: offsets ascend, bags keep `max_length`, ids are rows of their table.
+    """The same ids, after a look at every value: offsets ascend, bags keep `max_length`, ids are rows of their table,
+    and weights that say something are read by a weighted feature.
 
     Args:
       ids: a KeyedJaggedTensor, or a Batch: its labels (where it has some) are then looked at as well, its dense inputs,
@@ -60,6 +61,7 @@ def validate(
     check(call, bounds_problems(labels))
     rest = batch_value_problems(ids, labels) if isinstance(ids, Batch) else ()
     check(call, value_problems(found, features, table_shapes(tables)), rest)
+    check(call, unread_weight_problems(found, features))
     return ids
 
 
@@ -75,6 +77,23 @@ def batch_value_problems(batch: Batch, labels: tuple[float, float]) -> Iterator[
         yield from label_value_problems(label, "batch.label", CheckError, weight=weight, labels=labels)
     if batch.dense is not None:
         yield from finite_problems("`batch.dense`", blank_padding(batch.dense, weight))
+
+
+def unread_weight_problems(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> Iterator[Problem]:
+    """Weights other than 1 of keys that no weighted feature reads."""
+    for key in dict.fromkeys(f.key for f in features):
+        of_key = [f for f in features if f.key == key]
+        if ids.weights is None or key in ids.unweighted or any(f.weighted for f in of_key):
+            continue
+        first, last = (int(ids.offsets_for(key)[i]) for i in (0, -1))
+        odd = (ids.weights[first:last] != 1).nonzero()[:, 0].tolist()
+        if odd:
+            names = [f.name for f in of_key]
+            at = first + odd[0]
+            got = f"weight {float(ids.weights[at])} of id {int(ids.values[at])}, {len(odd)} in all"
+            need = "FeatureConfig(..., weighted=True), or ids without weights of this key"
+            hint = f"FeatureConfig({names[0]!r}, table={of_key[0].table!r}, weighted=True)"
+            yield Problem(f"weights of ids of {key!r} are read by no feature: {names}.", got, need, hint, CheckError)
 
 
 def batch_shape_problems(batch: Batch) -> Iterator[Problem]:
@@ -108,6 +127,8 @@ def label_value_problems(
         got = f"{path}{at} = {label[tuple(at)].item()}, {int(wrong.sum())} in all"
         if tuple(labels) == (0, 1):
             need, hint = "labels in [0, 1]", "label >= 4, say, if these are ratings"
+            if bool(((label == -1) | (label == 1)).all()):
+                hint = "(label > 0).float(): -1 is not a label, 0 says that there was no click"
             yield Problem(f"`{path}` are not labels of clicks.", got, need, hint, kind)
         else:
             yield Problem(f"`{path}` has labels out of range.", got, f"finite labels in [{low}, {high}]", kind=kind)

@@ -4,6 +4,7 @@ import torch
 
 import funcrec as fr
 from funcrec.core._tree import tree_leaves
+from funcrec.testing import assert_trees_close
 
 
 def test_the_first_state_of_an_ensemble_has_memory_of_its_own():
@@ -16,3 +17,11 @@ def test_the_first_state_of_an_ensemble_has_memory_of_its_own():
     one = step.init(fr.Params({"t": params.tables["t"][0]}, {"w": params.dense["w"][0]}))
     for x, y in zip(tree_leaves(state), tree_leaves(one), strict=True):
         assert x.is_contiguous() and torch.equal(x[0], y)
+
+
+def test_a_jitted_step_begins_as_the_step_does():
+    """fr.jit(step).init is step.init: the first state is the same, and the jitted step's own."""
+    options = {"sparse": fr.optim.adam(0.1), "dense": fr.optim.dense(torch.optim.Adam, lr=0.1)}
+    step = fr.train_step(lambda p, b: p.dense["w"].sum(), **options)
+    params = fr.Params({"t": torch.randn(4, 2)}, {"w": torch.randn(2)})
+    assert_trees_close(fr.jit(step, donate=("state",)).init(params), step.init(params))
