@@ -80,6 +80,8 @@ def is_dense(kind) -> bool:
 
 def type_problems(types, schema: Schema) -> Iterator[Problem]:
     """Columns whose type (of a pyarrow.Schema) cannot be what the schema says, all of them."""
+    import pyarrow.types as kinds
+
     lists, weights = set(schema.multivalued), dict(schema.weights)
     roles = [(n, "lists of ids" if n in lists else "ids", is_id) for n in schema.keys]
     roles += [(n, "lists of numbers" if of in lists else "numbers", is_number) for of, n in weights.items()]
@@ -89,7 +91,7 @@ def type_problems(types, schema: Schema) -> Iterator[Problem]:
     for name, role, holds in roles:
         whole = kind = value_kind(types.field(name).type)
         if role.startswith("lists"):
-            kind = value_kind(kind.value_type) if is_list(kind) else None
+            kind = value_kind(kind.value_type) if is_list(kind) else kind if kinds.is_null(kind) else None
         if kind is None or not holds(kind):
             is_label = name in schema.labels
             hint = (
@@ -161,6 +163,8 @@ def flat(column) -> tuple:
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    if pa.types.is_null(column.type):  # lists that are all missing
+        return pa.chunked_array([], pa.null()), np.zeros(len(column), np.int64)
     values = pa.chunked_array([c.flatten() for c in column.chunks], column.type.value_type)
     lengths = pc.fill_null(pc.list_value_length(column), 0)
     return plain(values), lengths.to_numpy().astype(np.int64)

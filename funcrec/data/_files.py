@@ -252,7 +252,8 @@ def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
     if names is not None and set(names) <= set(types):
         schema = pa.schema([(n, types[n]) for n in names])
     else:
-        schema = _inferred([p for p, _ in files], lambda p: attempt(p, 1, lambda: lines(p, types, None).schema))
+        fields = lambda p: [(f.name, f.type) for f in lines(p, types, None).schema]
+        schema = _inferred([p for p, _ in files], lambda p: attempt(p, 1, lambda: fields(p)))
     chosen, extra = _with_partitions(call, schema, files, wanted, f"`{path.name}`")
     own = {f.name: f.type for f in chosen if f.name not in extra}
     header = 0 if names else 1
@@ -278,18 +279,18 @@ def _whole_lines(path: Path) -> int:
     return lines
 
 
-def _inferred(paths: list[Path], schema_of: Callable):
-    """The first file's schema; of a column without a value there the type that a file behind it has, or strings."""
+def _inferred(paths: list[Path], fields_of: Callable[[Path], list]):
+    """The first file's columns; one without a value there has its type in a file behind, or is of strings."""
     import pyarrow as pa
     import pyarrow.types as kinds
 
-    schema = schema_of(paths[0])
+    fields = fields_of(paths[0])
     for path in paths[1:LOOKED_AT]:
-        if not any(kinds.is_null(f.type) for f in schema):
+        if not any(kinds.is_null(kind) for _, kind in fields):
             break
-        known = {f.name: f for f in schema_of(path)}
-        schema = pa.schema([known.get(f.name, f) if kinds.is_null(f.type) else f for f in schema])
-    return pa.schema([f.with_type(pa.string()) if kinds.is_null(f.type) else f for f in schema])
+        known = dict(fields_of(path))
+        fields = [(name, known.get(name, kind) if kinds.is_null(kind) else kind) for name, kind in fields]
+    return pa.schema([(name, pa.string() if kinds.is_null(kind) else kind) for name, kind in fields])
 
 
 def _or_line(call: str, path: Path, at: int, step: Callable[[], Any], names: Callable[[], list[str]]) -> Any:
@@ -298,13 +299,15 @@ def _or_line(call: str, path: Path, at: int, step: Callable[[], Any], names: Cal
 
     try:
         return step()
-    except (pa.ArrowException, OSError, KeyError) as error:
+    except (pa.ArrowException, OSError, KeyError, UnicodeDecodeError) as error:
         found = re.search(r"(column #\d+: )?Row #(\d+): (.*)", str(error), re.DOTALL)
         column, number, got = found.groups() if found else (None, max(at, _whole_lines(path) + 1), str(error))
         need, hint = (
             "a whole file, of rows of as many fields as there are names",
             "the file once more from where it came",
         )
+        if isinstance(error, UnicodeDecodeError):
+            need, hint = "text in UTF-8", 'path.write_text(path.read_text("utf-16"))'
         where = ""
         if column:
             name = names()[int(re.findall(r"[0-9]+", column)[0])]

@@ -71,6 +71,8 @@ def absent_problems(name: str, names: Sequence[str], wanted: Wanted) -> Iterator
     """What is wanted must be there, once."""
     labels = wanted.labels if isinstance(wanted, Schema) else ()
     columns = names if wanted is None else wanted_names(wanted)
+    if not columns and wanted is not None:
+        yield Problem("`columns` are none.", "no name", "names of columns", f"columns={names[:2]!r}; None for all")
     twice = sorted({n for n in columns if list(names).count(n) > 1 or list(columns).count(n) > 1})
     if twice:
         hint = "other names, when it is written"
@@ -130,4 +132,5 @@ def _column(call: str, name: str, x: Any):
         return x if isinstance(x, pa.Array | pa.ChunkedArray) else pa.array(x)
     except (pa.ArrowException, TypeError, OverflowError, ValueError, NotImplementedError) as error:
         got = f"{describe(x)}; {str(error)[:100]}"
+        hint = "pa.array(x, pa.uint64()), or strings" if isinstance(error, OverflowError) else hint
         fail(call, what, got=got, need=need, hint=hint, kind=TypeError)

@@ -142,6 +142,14 @@ def test_examples_are_a_tree_that_is_saved(tmp_path):
         assert read == [{"item": [[7], [8]], "genres": [[1, 2], []]}, {"item": [[7]], "genres": [[3]]}]
 
 
+def test_lists_that_are_all_missing_are_empty_bags():
+    """A column without a list, or without a row, has a type that says nothing: its bags are empty."""
+    schema = Schema(categorical=("a",), multivalued=("g",), weights={"g": "w"})
+    data = examples({"a": [1, 2], "g": [None, None], "w": [None, None]}, schema)
+    assert data.take(torch.tensor([0, 1])).ids.to_lists() == {"a": [[1], [2]], "g": [[], []]}
+    assert examples({"a": [], "g": [], "w": []}, schema).num_rows == 0
+
+
 def test_times_have_one_unit():
     """Timestamps of any unit and zone, and dates, are microseconds since 1970."""
     noon = datetime.datetime(2020, 1, 2, 12, tzinfo=datetime.UTC)
