@@ -95,6 +95,7 @@ def vocabulary(*, min_count: Count = 1, max_size: Count | None = None) -> Encode
     """Integers, text, bytes or booleans -> ids: 1, 2, ... for the values that were seen, in their order.
 
     Id 0 is the unknown one: of missing values, of those that come later and were not seen, and of those left out here.
+    Its row is trained on the rows that have it: with min_count=2, say, rare values teach what to make of unknown ones.
 
     Args:
       min_count: values seen less often are left out.
@@ -271,8 +272,7 @@ def hashed(num_embeddings: Count, *, seed: Size = 0) -> Encoder:
     """Integers, text, bytes or booleans -> ids in [1, num_embeddings) by a hash; 0 for missing values.
 
     Args:
-      num_embeddings: 2 or more; values share an id by chance, a value with another in V / (num_embeddings - 1) cases
-        of V values.
+      num_embeddings: 2 or more; two values have the same id with probability 1 / (num_embeddings - 1).
 
     Law: the same value has the same id in every table and process; a column of another kind than was fitted is refused.
 

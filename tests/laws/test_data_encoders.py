@@ -19,6 +19,7 @@ from funcrec.data import bucketize, chain, hashed, identity, log1p, normalize, v
 from funcrec.testing import assert_trees_close
 
 TEXTS = st.one_of(st.none(), st.sampled_from(["", "a", "b", "ab", "é", "日", "a\0", "zz", "z"]))
+BYTES = st.one_of(st.none(), st.binary(max_size=1))
 WHOLE = st.one_of(st.none(), st.integers(-5, 9))
 REAL = st.one_of(st.none(), st.floats(-1e6, 1e6, width=32), st.sampled_from([0.0, -0.0, 1.0, 2.5]))
 same = lambda a, b: assert_trees_close(a, b, rtol=0, atol=0)
@@ -173,7 +174,20 @@ def test_hashes_spread():
 # -- forms of columns ------------------------------------------------------------------------------------------------
 
 LISTS = [["b", "a"], [], None, ["a", None, "?"], ["b"]]
+
+
+class Capsule:
+    """A column as other libraries have it: pandas, polars."""
+
+    def __init__(self, chunks):
+        self.chunks = pa.chunked_array(chunks)
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        return self.chunks.__arrow_c_stream__(requested_schema)
+
+
 FORMS = {
+    "of another library": Capsule([LISTS[:2], LISTS[2:]]),
     "lists": pa.array(LISTS),
     "large lists": pa.array(LISTS, pa.large_list(pa.large_string())),
     "lists of dictionaries": pa.array(LISTS, pa.list_(pa.dictionary(pa.int8(), pa.string()))),

@@ -268,12 +268,12 @@ def test_a_dataloader_makes_batches_of_rows(workers):
 
 
 def test_a_dataloader_makes_batches_of_examples():
-    """A dataset of dicts gives the batches of the table that they make, by a Schema or an Encoding."""
+    """A dataset of dicts gives the batches of the table that they make, by a Schema, or an Encoding in a process."""
     encoding = fr.data.fit_encoding(
         TABLE, SCHEMA, {"item": fr.data.identity(9), "tags": fr.data.identity(9), "price": None}
     )
     for source in (SCHEMA, encoding):
-        load = torch.utils.data.DataLoader(EXAMPLES, 3, collate_fn=collate(source))
+        load = torch.utils.data.DataLoader(EXAMPLES, 3, collate_fn=collate(source), num_workers=int(source is encoding))
         same(list(load), [b for _, b in batches(fr.data.examples(TABLE, SCHEMA), None, 3)])
 
 

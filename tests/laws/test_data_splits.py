@@ -135,7 +135,20 @@ def test_a_core_is_found_along_a_chain():
 
 NUMBERS = [5, -2, 5, 9, 0, 9, -2, 7, 3, 3]
 TIMES = np.array(NUMBERS, "datetime64[D]")
+
+
+class Capsule:
+    """A column as other libraries have it: pandas, polars."""
+
+    def __init__(self, chunks):
+        self.chunks = pa.chunked_array(chunks)
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        return self.chunks.__arrow_c_stream__(requested_schema)
+
+
 FORMS = {
+    "of another library": Capsule([NUMBERS[:3], NUMBERS[3:]]),
     "i64 tensor": torch.tensor(NUMBERS),
     "f16 tensor": torch.tensor(NUMBERS).half(),
     "bfloat16 tensor": torch.tensor(NUMBERS).bfloat16(),
