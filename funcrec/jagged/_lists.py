@@ -29,7 +29,7 @@ def flat_list(
     lengths = torch.tensor([len(bag) for bag in bags], dtype=torch.int64)
     if not any(_has_dtype(bag) or any(map(_has_dtype, bag)) for bag in bags):
         return _of_numbers(call, [v for bag in bags for v in bag], path, dtype or numbers), lengths
-    full = [_of_bag(call, bag, path) for bag in bags if len(bag)]
+    full = [_of_bag(call, bag, path, dtype or numbers) for bag in bags if len(bag)]
     pieces = full or [_of_array(call, bag, path) for bag in bags if _has_dtype(bag)]
     check(call, piece_problems(pieces, path))
     flat = torch.cat(pieces)
@@ -50,11 +50,13 @@ def _of_array(call: str, x: Any, path: str) -> Tensor:
     return torch.from_numpy(np.array(x, dtype=x.dtype.newbyteorder("=")))
 
 
-def _of_bag(call: str, bag: Any, path: str) -> Tensor:
+def _of_bag(call: str, bag: Any, path: str, numbers: torch.dtype | None) -> Tensor:
     """A bag that is not empty, with the dtype and the derivative of what is in it."""
     if _has_dtype(bag):
         return _of_array(call, bag, path)
     odd = [x for x in bag if not _has_dtype(x)]
+    if len(odd) == len(bag):  # beside bags of arrays, whose dtype has to be that of these
+        return _of_numbers(call, list(bag), path, numbers)
     if odd:
         fail(
             call, f"`{path}` mixes numbers with tensors or arrays.", got=describe(odd[0]), need="one kind of values",

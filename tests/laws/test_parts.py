@@ -153,6 +153,10 @@ def test_lists_of_numbers():
         JT.from_lists(np.array([[1, 2], [3, 4]])).to_lists() == JT.from_lists(torch.tensor([[1, 2], [3, 4]])).to_lists()
     )
     assert JT.from_lists([[2**62 + 1]]).values.tolist() == [2**62 + 1]
+    beside = {"arrays": [np.array([1, 2]), []], "lists": [[3], [2**62 + 1]], "tensors": [torch.tensor([4]), []]}
+    assert KJT.from_lists(beside).to_lists() == {"arrays": [[1, 2], []], "lists": beside["lists"], "tensors": [[4], []]}
+    weights = {"arrays": [np.array([1, 2], np.float32), []], "lists": [[0.5], [3]], "tensors": None}
+    assert KJT.from_lists(beside, weights=weights).weights.tolist() == [1.0, 2.0, 0.5, 3.0, 1.0]
 
 
 def test_from_lists_is_differentiable():
@@ -176,6 +180,7 @@ REFUSED = {
     "i32 and i64": ([torch.zeros(1, dtype=I32), torch.zeros(1, dtype=I64)], {}, TypeError),
     "i32 and i64 in a bag": ([[torch.tensor(1, dtype=I32), torch.tensor(1)]], {}, TypeError),
     "array and numbers": ([np.zeros(1, np.int32), [1]], {}, TypeError),
+    "f64 array and numbers": ([np.zeros(1), [1.5]], {}, TypeError),
     "scalar and number": ([[np.int32(1), 1]], {}, TypeError),
     "uint64": ([np.array([2**63 + 1], np.uint64)], {}, TypeError),
     "strings": ([["a"]], {}, TypeError),
