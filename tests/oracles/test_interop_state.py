@@ -38,7 +38,7 @@ def configs(pooling="sum", tables=TABLES):
 def batch(seed, num_bags=6):
     g = torch.Generator().manual_seed(seed)
     lists = {k: [torch.randint(0, 5, (int(n),), generator=g).tolist() for n in torch.randint(0, 4, (num_bags,),
-                generator=g)] for k in ("bought", "user", "clicked")}  # fmt: skip
+                generator=g)] for k in ("bought", "user", "clicked", "seen")}  # fmt: skip
     ids = fr.KeyedJaggedTensor.from_lists(lists, dtype=torch.int64)
     return fr.Batch(ids, torch.randint(0, 2, (num_bags,), generator=g).float(), torch.randn(num_bags, 3, generator=g))
 
@@ -92,7 +92,7 @@ def models():
     collection = lambda own: EmbeddingBagCollection(fr.interop.to_torchrec((TABLES, own)))
     shared = (
         *(fr.FeatureConfig(c, table="item") for c in ("clicked", "bought")),
-        fr.FeatureConfig("user", table="user"),
+        *(fr.FeatureConfig(c, table="user") for c in ("user", "seen")),  # five vectors: no involution
     )
     sizes = NUM_DENSE, [6, 4], [8, 7, 1]
     dlrm = {"num_dense": NUM_DENSE, "bottom": (6, 4), "sizes": (8, 7), "keep": "dense"}

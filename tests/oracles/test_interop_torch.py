@@ -1,6 +1,7 @@
 """torch's nested tensors and nn.Modules, through interop and as they are."""
 
 import copy
+import inspect
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -196,6 +197,8 @@ def test_the_module_may_change_afterwards(net):
             p.add_(1)
     net.eval()
     assert_trees_close(apply(params, buffers, x, train=True), before)
+    forms = inspect.getclosurevars(apply).nonlocals["forms"].values()
+    assert all(t.is_meta for form in forms for t in (*form.parameters(), *form.buffers()))  # no memory, nothing to read
 
 
 class Waiting(nn.Module):
