@@ -79,7 +79,8 @@ class Negatives:
         t = random.shift_right(own, 1) % free.clamp(min=1)
         low, high = (wide(x).expand(shape) for x in (begin, end))
         start, values = wide(self.taken[begin]), self.known.values
-        for _ in range(values.shape[0].bit_length()):
+        longest = int((end - begin).max()) if is_concrete(end) and end.numel() else values.shape[0]
+        for _ in range(longest.bit_length()):
             middle = (low + high) // 2
             at = middle.clamp(max=max(values.shape[0] - 1, 0))
             is_before = (self._before(values[at]) - (self.taken[at] - start) <= t) & (middle < high)

@@ -8,6 +8,7 @@ another is each function's law. Shapes: N rows, P parts.
 
 import math
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -201,15 +202,19 @@ def fraction_problems(fractions: object) -> Iterator[Problem]:
         )
 
 
+def is_int(x: object) -> bool:
+    return isinstance(x, Integral) and not isinstance(x, bool)
+
+
 def _held_problems(held_out: object) -> Iterator[Problem]:
-    if type(held_out) is not int or held_out not in (1, 2):
-        kind = ValueError if type(held_out) is int else TypeError
+    if not is_int(held_out) or held_out not in (1, 2):
+        kind = ValueError if is_int(held_out) else TypeError
         yield Problem("`held_out` is neither 1 nor 2.", describe(held_out), "1 or 2", "held_out=2", kind)
 
 
 def _core_problems(k: object) -> Iterator[Problem]:
     each = k if isinstance(k, tuple) else (k, k)
-    if len(each) != 2 or not all(type(n) is int for n in each):
+    if len(each) != 2 or not all(map(is_int, each)):
         need = "an int >= 1, or (of users, of items)"
         yield Problem("`k` is not a number of rows.", describe(k), need, "k=5", TypeError)
     elif min(each) < 1:
