@@ -14,7 +14,7 @@ what went wrong, 2 for wrong options.
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -89,7 +89,7 @@ def train(job: Job, heard: signals.Heard) -> int:
 
     try:
         done = fr.fit(
-            job.step, start(job), lambda position: fr.data.prefetch(batches_of(job, position)),
+            job.step, start(job), loader_of(job),
             epochs=options.epochs, evaluate=lambda params: evaluate(job, params, job.split.valid, "valid_"),
             monitor="valid_auc", patience=options.patience, checkpoint=path, resume=not is_new,
             overwrite=options.overwrite, settings=folder.fixed_options(options), callbacks=[tell], stop=heard.asked,
@@ -208,7 +208,7 @@ def start(job: Job) -> fr.TrainState:
 def look_at_first_batch(job: Job) -> None:
     """The values of the whole batch, as every rank sees it: ids outside
     a table would read zeros, and nothing would be learnt."""
-    _, batch = next(batches_of(job._replace(mesh=None), fr.data.Position()))
+    _, batch = next(loader_of(job._replace(mesh=None))())
     try:
         fr.validate(batch, job.model.features, job.model.tables)
     except fr.CheckError as error:
@@ -219,10 +219,10 @@ def num_steps(job: Job) -> int:
     return fr.data.num_batches(len(job.split.train), job.options.batch_size, drop_last=True)
 
 
-def batches_of(job: Job, position: fr.data.Position) -> Iterator[tuple[fr.data.Position, fr.Batch]]:
-    """The rest of an epoch, of this process's rows; those of a last batch that is not full come in other epochs."""
+def loader_of(job: Job) -> fr.data.Loader:
+    """Batches of this process's rows; those of a last batch that is not full come in other epochs."""
     data, key = ranks.OwnRows(job.split.data, job.mesh), fr.fold_in(fr.key(job.options.seed), 1)
-    return fr.data.batches(data, job.split.train, job.options.batch_size, key=key, position=position, drop_last=True)
+    return fr.data.loader(data, job.split.train, job.options.batch_size, key=key, drop_last=True, workers=1)
 
 
 def evaluate(job: Job, params: fr.Params, rows: Tensor, prefix: str) -> dict[str, float]:

@@ -126,7 +126,8 @@ def label_value_problems(
         at = wrong.nonzero()[0].tolist()
         got = f"{path}{at} = {label[tuple(at)].item()}, {int(wrong.sum())} in all"
         if tuple(labels) == (0, 1):
-            need, hint = "labels in [0, 1]", "label >= 4, say, if these are ratings"
+            other = "; fr.validate(..., labels=(1, 5)) for labels of another range" if kind is CheckError else ""
+            need, hint = "labels in [0, 1]", f"label >= 4, say, if these are ratings{other}"
             if bool(((label == -1) | (label == 1)).all()):
                 hint = "(label > 0).float(): -1 is not a label, 0 says that there was no click"
             yield Problem(f"`{path}` are not labels of clicks.", got, need, hint, kind)

@@ -40,15 +40,6 @@ def fit(step=STEP, **settings):
     return fr.fit(step, start(), settings.pop("loader", loader), **settings)
 
 
-def with_padding(batch, size):
-    """The batch with examples of weight 0, and garbage in them, behind it."""
-    short = size - batch.label.shape[0]
-    ids = {k: batch.ids[k].to_lists() + [[0]] * short for k in batch.ids.keys}
-    label, weight = torch.zeros(size) - 9, torch.zeros(size)
-    label[: size - short], weight[: size - short] = batch.label, 1
-    return fr.Batch(fr.KeyedJaggedTensor.from_lists(ids), label, None, weight)
-
-
 def untimed(history):
     return [{n: x for n, x in h.items() if n not in ("seconds", "steps_per_s")} for h in history]
 
@@ -110,12 +101,12 @@ def test_twice_interrupted_and_donated(tmp_path):
     fast = fr.jit(step, donate=("state",))
     traced = []
     predict = fr.jit(lambda params, batch: traced.append(1) or model.apply(params, batch))
-    short = lambda: (with_padding(b, 20) for _, b in batches(DATA, None, 20))
-    measure = lambda params: fr.evaluate(predict, params, short, METRICS)
+    padded = fr.data.loader(DATA, None, 20, pad_last=True)
+    measure = lambda params: fr.evaluate(predict, params, padded, METRICS)
     run = lambda **how: fr.fit(
         fast, step.init(model.init(fr.key(0))), loader, epochs=2, evaluate=measure, monitor="auc", model=model, **how
     )
-    predict(model.init(fr.key(0)), next(short()))
+    predict(model.init(fr.key(0)), next(padded())[1])
     count, path, want = len(traced), tmp_path / "run.pt", run()
     for at in (2, 5):
         with pytest.raises(Stop):
@@ -128,7 +119,7 @@ def test_twice_interrupted_and_donated(tmp_path):
     fast(got.state, next(loader(Position()))[1])
     assert_trees_close(got.best, before, rtol=0, atol=0)
     whole = fr.evaluate(model.apply, before, [DATA.take(torch.arange(30))], METRICS)
-    assert fr.evaluate(predict, before, short, METRICS) == pytest.approx(whole)
+    assert fr.evaluate(predict, before, padded, METRICS) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("numbers, mode, patience, epochs, best", [
@@ -285,6 +276,26 @@ def test_loaders_of_other_kinds(whole, tmp_path):
         else:
             with pytest.raises(ValueError, match="cannot begin in the midst"):
                 fr.fit(add, torch.tensor(0), again, **how, resume=True)
+
+
+@pytest.mark.parametrize("name", ["loader", "workers", "stream_loader"])
+def test_the_loaders_of_the_library(name, tmp_path):
+    """A run from any of them, cut in the midst of an epoch, goes on to the same bits; a short last batch is padded."""
+    columns = {"click": [1, 0, 1, 1, 0] * 4, "item": [*range(20)], "user": [*range(20)]}
+    schema = fr.data.Schema(label="click", categorical=("item", "user"))
+    how = {"key": fr.key(2), "pad_last": True}
+    data = lambda: fr.data.examples(columns, schema)
+    load = {
+        "loader": lambda: fr.data.loader(data(), None, 8, **how),
+        "workers": lambda: fr.data.loader(data(), None, 8, **how, workers=2),
+        "stream_loader": lambda: fr.data.stream_loader(columns, schema, 8, **how),
+    }[name]()
+    want, path = fit(loader=load), tmp_path / "run.pt"
+    assert [h["steps"] for h in want.history] == [3, 3]
+    with pytest.raises(Stop):
+        fit(loader=load, checkpoint=path, save_every_steps=1, callbacks=[stop_at(5)])
+    assert fr.load(path)["position"] == (1, 1)
+    assert_same(fit(loader=load, checkpoint=path, resume=True), want)
 
 
 def test_the_bar_is_for_terminals(monkeypatch, capsys):

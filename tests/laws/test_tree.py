@@ -20,6 +20,7 @@ VALUES = {
     "RowGrads": frs.row_grads(coalesced=None),
     "Params": frs.table_configs().flatmap(frs.tables).map(lambda w: fr.Params(w, {"w": torch.ones(2), "b": []})),
     "Batch": frs.keyed_jagged_tensors().map(lambda ids: fr.Batch(ids, torch.ones(2))),
+    "Batch without a label": frs.keyed_jagged_tensors().map(lambda ids: fr.Batch(ids, weight=torch.ones(2))),
 }
 
 

@@ -1,0 +1,25 @@
+"""Weights of examples and evaluation on real ranks, beside one process."""
+
+import pytest
+from programs import loops
+
+from funcrec.testing import assert_trees_close
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.mark.parametrize("weight", [[3, 1, 2, 0, 1, 1, *[0] * 6], [0.5, 0, 1] * 4])
+def test_the_mean_over_ranks_is_the_weighted_mean(weight, ranks):
+    """A step of two ranks, of which one may hold padding alone, follows Σ w l / Σ w over all examples."""
+    want = loops.weighted_step(weight)
+    for got in ranks(2).run(loops.weighted_step_of_ranks, weight):
+        assert_trees_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_all_ranks_know_the_metrics_of_all_examples(ranks):
+    """Each evaluates its own, and says what one process says of all; of unequal parts it is told."""
+    weight = [1, 2, 0, 1] * 3
+    first, second = ranks(2).run(loops.evaluated_on_ranks, weight)
+    assert first == second
+    assert first == pytest.approx(loops.evaluated(weight))
+    assert all("[12, 24] examples" in text for text in ranks(2).run(loops.refused, weight))

@@ -1,0 +1,58 @@
+"""What a loop does on real ranks, for the ranks themselves."""
+
+import torch
+
+import funcrec as fr
+
+TABLES, FEATURES = (fr.TableConfig("item", 12, 1),), (fr.FeatureConfig("item", table="item"),)
+MODEL = fr.models.lr(TABLES, FEATURES)
+METRICS = {
+    "auc": fr.metrics.auc(from_logits=True),
+    "exact": fr.metrics.exact_auc,
+    "loss": fr.metrics.log_loss(from_logits=True),
+}
+
+
+def batch(weight):
+    """12 examples of 12 items."""
+    ids = fr.KeyedJaggedTensor.from_lists({"item": [[i] for i in range(12)]})
+    return fr.Batch(ids, (torch.arange(12) % 3 == 0).float(), None, torch.tensor(weight, dtype=torch.float32))
+
+
+def weighted_step(weight, mesh=None):
+    """(loss, tables, dense) behind a step on the batch, whole."""
+    plan = {} if mesh is None else {"mesh": mesh, "plan": fr.Plan.uniform("row_wise", TABLES, mesh)}
+    kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=1.0), "has_aux": True}
+    step = fr.train_step(fr.models.loss(MODEL), **kind, **plan)
+    own = batch(weight) if mesh is None else fr.shard(batch(weight), fr.P(mesh.axis_names), mesh=mesh)
+    state, metrics = step(step.init(MODEL.init(fr.key(0))), own)
+    tables = state.tables if mesh is None else fr.gather_tables(state.tables, mesh)
+    return metrics["loss"], tables, state.dense
+
+
+def weighted_step_of_ranks(weight):
+    return weighted_step(weight, fr.Mesh.distributed(data=2))
+
+
+def evaluated(weight, mesh=None):
+    """The metrics of all 12 examples, in batches of 3 of this process's."""
+    params = fr.Params({"item": torch.linspace(-1, 1, 12).roll(5)[:, None]}, {"bias": torch.zeros(1)})
+    rows = fr.loop.own_part(torch.arange(12), mesh)
+    whole = batch(weight)
+    cut = lambda i: fr.Batch(whole.ids[i.tolist()], whole.label[i], None, whole.weight[i])
+    return fr.evaluate(MODEL.apply, params, [cut(i) for i in rows.split(3)], METRICS, mesh=mesh)
+
+
+def evaluated_on_ranks(weight):
+    return evaluated(weight, fr.Mesh.distributed(data=2))
+
+
+def refused(weight):
+    """What is said of ranks with different numbers of examples, one of them on each."""
+    mesh = fr.Mesh.distributed(data=2)
+    params = fr.Params({"item": torch.zeros(12, 1)}, {"bias": torch.zeros(1)})
+    try:
+        fr.evaluate(MODEL.apply, params, [batch(weight)] * (1 + mesh.coordinates["data"]), METRICS, mesh=mesh)
+    except ValueError as error:
+        return str(error)
+    return ""
