@@ -50,6 +50,15 @@ def test_a_grid_of_four_ranks_changes_no_bit(kind, name, ranks):
     )
 
 
+@pytest.mark.parametrize("kind", ["row_wise", "column_wise"])
+def test_ranks_send_the_weights_of_the_keys_that_have_some(kind, ranks):
+    """A step on two ranks of ids of which one key has weights has the bits of the emulated one."""
+    want = training.some_weights({"x": 2}, kind, False)
+    assert all(t.isfinite().all() for t in want.values())
+    for got in ranks(2).run(training.some_weights, {"x": 2}, kind, True):
+        assert_trees_close(got, want)
+
+
 @pytest.mark.parametrize("axes", [{"x": 1}, {"x": 2}, {"x": 4}, {"x": 8}, {"x": 2, "y": 2}, {"x": 2, "y": 4}], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_emulated_training_is_training(name, axes):

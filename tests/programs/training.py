@@ -1,10 +1,13 @@
 """Small models and the same training three ways: in one process, emulated, on real ranks."""
 
+import dataclasses
+
 import pytest
 import torch
 
 import funcrec as fr
 from funcrec.mesh import _joined
+from funcrec.testing import garbage_padding
 
 SHAPES = {"a": (11, 4), "b": (7, 5), "c": (5, 4)}
 FEATURES = (
@@ -128,3 +131,16 @@ def real_apart(name, axes, plan, steps, num_bags):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_joined, "MOST_JOINED", 0)
         return real(name, axes, plan, steps, num_bags, True)
+
+
+def some_weights(axes, kind, is_real):
+    """A step on a mesh of ids whose key u has weights and v none, with garbage in v's places: the tables, whole."""
+    mesh = (fr.Mesh.distributed if is_real else fr.Mesh.emulated)(**axes)
+    features = [dataclasses.replace(f, weighted=f.key == "u") for f in FEATURES]
+    loss = lambda params, batch: fr.lookup(params.tables, batch.ids, features).values.square().mean()
+    step = fr.train_step(loss, **optimizers("adam"), mesh=mesh, plan=plan_of(kind, axes), exact=True)
+    ids = batch(0, 8).ids
+    weights = torch.linspace(-1, 1, ids.capacity)
+    whole = garbage_padding(dataclasses.replace(ids, weights=weights, unweighted=("v",)))
+    state, _ = step(step.init(params()), fr.shard(fr.Batch(whole), fr.P(mesh.axis_names), mesh=mesh))
+    return fr.gather_tables(state.tables, mesh)
