@@ -41,7 +41,7 @@ def poisoned_memory():
 
 
 def pytest_collection_modifyitems(items):
-    """Examples that import TorchRec run where it is installed, as the tests against it do."""
+    """Examples that need TorchRec run where it is installed, as the tests against it do."""
     if importlib.util.find_spec("torchrec") is None:
         sources = {x: [e.source for e in x.dtest.examples] for x in items if hasattr(x, "dtest")}
-        items[:] = [x for x in items if not any("from torchrec" in source for source in sources.get(x, ()))]
+        items[:] = [x for x in items if not any("torchrec" in source for source in sources.get(x, ()))]

@@ -6,6 +6,7 @@ look at them when they are used.
 """
 
 import inspect
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -470,8 +471,9 @@ def others() -> list[Call]:
 
     held = {f"embedding_bags.{n}.weight": t for n, t in TABLES.items()} | DENSE
     sums = {"state": {f"{n}.weight": {"momentum1": own["sum"]} for n, own in STATE.slots.items()}}
-    return rows("interop", to_torchrec=(interop.to_torchrec, {"x": IDS, "weighted": False}),
-        configs_to_torchrec=(interop.to_torchrec, {"x": (CONFIGS, FEATURES)}),
+    to_torchrec = rows("interop", to_torchrec=(interop.to_torchrec, {"x": IDS, "weighted": False}),
+        configs_to_torchrec=(interop.to_torchrec, {"x": (CONFIGS, FEATURES)}))  # fmt: skip
+    return (to_torchrec if find_spec("torchrec") else []) + rows("interop",
         from_nested=(interop.from_nested, {"x": interop.to_nested(BAGS)}), to_nested=(interop.to_nested, {"x": BAGS}),
         module=(interop.module, {"nn_module": torch.nn.Linear(2, 1)}),
         module_apply=(module_apply, {"params": params, "buffers": buffers, "train": True, "key": KEY}),
