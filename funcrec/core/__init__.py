@@ -54,6 +54,7 @@ from funcrec.core._numbers import function_problems as function_problems
 from funcrec.core._numbers import number_problems as number_problems
 from funcrec.core._numbers import plain_numbers as plain_numbers
 from funcrec.core._numbers import rate_problems as rate_problems
+from funcrec.core._numbers import signature_error as signature_error
 from funcrec.core._numbers import size_problems as size_problems
 from funcrec.core._ravel import in_parts as in_parts
 from funcrec.core._ravel import ravel as ravel

@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core._errors import EXAMPLES, Problem, check, describe, example_at
+from funcrec.core._errors import EXAMPLES, Problem, call_name, check, describe, example_at
 from funcrec.core._forms import Form
-from funcrec.core._numbers import plain_number
+from funcrec.core._numbers import plain_number, signature_error
 
-STAGES = {"core", "jagged", "mesh", "tables", "compile", "sharding", "train", "checkpoint"}  # folders of no public name
 PARTS: dict[
     type, Callable[[Any, str], Iterator[Problem]]
 ] = {}  # class -> what is wrong with a value of it, whose path is given
@@ -95,7 +94,10 @@ def typed(fn: Callable) -> Callable:
             good = good and named.get(name, test_more)(x)
         if not good:
             check(call, problems(args, kwargs))
-        return fn(*args, **kwargs)
+        try:
+            return fn(*args, **kwargs)
+        except TypeError as error:
+            raise signature_error(fn, error) or error from None
 
     return run
 
@@ -126,13 +128,6 @@ def field_problems(value: Any) -> Iterator[Problem]:
 def _field_kinds(cls: type) -> dict[str, Kind]:
     hints = typing.get_type_hints(cls, include_extras=True)
     return {n: kind_of(hints[n], cls) for n in getattr(cls, "_fields", None) or cls.__dataclass_fields__}
-
-
-def call_name(fn: Callable) -> str:
-    """`funcrec.optim.sgd` for what `funcrec/optim/_sgd.py` defines,
-    `funcrec.lookup` for `funcrec/tables/_lookup.py`."""
-    public = [p for p in fn.__module__.split(".") if not p.startswith("_") and p not in STAGES]
-    return ".".join([*public, fn.__qualname__])
 
 
 # -- an annotation as a kind of argument -----------------------------------------------------------------------------

@@ -6,13 +6,15 @@ and raises every problem at once.
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcrec.core._examples import EXAMPLES as EXAMPLES
+
+STAGES = {"core", "jagged", "mesh", "tables", "compile", "sharding", "train", "checkpoint"}  # folders of no public name
 
 
 class DonatedError(RuntimeError):
@@ -66,6 +68,13 @@ def describe(x: object) -> str:
     place = "" if x.device.type == "cpu" else f" on {x.device}"
     odd = f", {'nested' if x.is_nested else x.layout}" if x.is_nested or x.layout != torch.strided else ""
     return f"{short_dtype(x.dtype)}[{shape}]{place}{odd}"
+
+
+def call_name(fn: Callable) -> str:
+    """`funcrec.optim.sgd` for what `funcrec/optim/_sgd.py` defines,
+    `funcrec.lookup` for `funcrec/tables/_lookup.py`."""
+    public = [p for p in fn.__module__.split(".") if not p.startswith("_") and p not in STAGES]
+    return ".".join([*public, fn.__qualname__.removesuffix(".__init__")])
 
 
 def message(call: str, problems: Iterable[Problem]) -> str:

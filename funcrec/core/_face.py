@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from funcrec.core._arguments import STAGES
+from funcrec.core._errors import STAGES
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,6 +1,7 @@
 """What is wrong with sizes, rates, numbers, flags and functions that a call was given."""
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -8,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from funcrec.core._errors import Problem, describe
+from funcrec.core._errors import Problem, call_name, describe, message
 
 FUNCTION = {
     "log_q": "lambda batch: log_frequency[batch.ids['item'].values]",
@@ -34,9 +35,27 @@ def plain_numbers(fn: F) -> F:
 
     @functools.wraps(fn)
     def run(*args, **kwargs):
-        return fn(*map(plain_number, args), **{n: plain_number(x) for n, x in kwargs.items()})
+        try:
+            return fn(*map(plain_number, args), **{n: plain_number(x) for n, x in kwargs.items()})
+        except TypeError as error:
+            raise signature_error(fn, error) or error from None
 
     return run
+
+
+def signature_error(fn: Callable, error: TypeError) -> TypeError | None:
+    """Of a call with arguments that `fn` has not, or without one that it needs: that, and which it has."""
+    if error.__traceback__.tb_next is not None:  # of its body
+        return None
+    parameters = [p for n, p in inspect.signature(fn).parameters.items() if n != "self"]
+    name, plain = call_name(fn), [p.replace(annotation=p.empty) for p in parameters]
+    own, text = name.split(".")[-1], str(error).split("() ")[-1]
+    is_needed = lambda p: p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    needed = ", ".join(f"{p.name}=..." for p in plain if is_needed(p))
+    problem = Problem(
+        "the arguments are not those that it takes.", text, f"{own}{inspect.Signature(plain)}", f"{own}({needed})"
+    )
+    return TypeError(message(name, [problem]))
 
 
 def size_problems(sizes: object, name: str = "sizes", at_least: int = 1) -> Iterator[Problem]:

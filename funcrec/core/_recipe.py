@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from funcrec.core._numbers import plain_number
+from funcrec.core._numbers import plain_number, signature_error
 
 F = TypeVar("F", bound=Callable)
 
@@ -30,7 +30,10 @@ def remade(maker: F) -> F:
     @functools.wraps(maker)
     def run(*args, **kwargs):
         args, kwargs = tuple(map(plain_number, args)), {n: plain_number(x) for n, x in kwargs.items()}
-        made = maker(*args, **kwargs)
+        try:
+            made = maker(*args, **kwargs)
+        except TypeError as error:
+            raise signature_error(maker, error) or error from None
         made.update.recipe = Recipe(run, args, kwargs, made)
         return made
 

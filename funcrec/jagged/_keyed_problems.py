@@ -30,7 +30,8 @@ def key_problems(keys: tuple[str, ...]) -> Iterator[Problem]:
         yield Problem("`keys` are not names.", f"{keys!r}", "strings", kind=TypeError)
     elif len(set(keys)) != len(keys):
         doubled = sorted({k for k in keys if keys.count(k) > 1})
-        yield Problem("`keys` names a feature twice.", f"{doubled} more than once", "distinct keys")
+        hint = f"a name of its own for each {doubled[0]!r}"
+        yield Problem("`keys` names a feature twice.", f"{doubled} more than once", "distinct keys", hint)
 
 
 def stride_problems(keys: tuple[str, ...], num_lengths: int, strides: tuple[int, ...] | None) -> Iterator[Problem]:
@@ -76,7 +77,8 @@ def same_key_problems(a: Mapping, b: Mapping, *, some: bool = False) -> Iterator
     for k in b:
         shapes = [[len(bag) for bag in x[k]] if isinstance(x[k], Sequence) else None for x in (a, b)]
         if None not in shapes and shapes[0] != shapes[1]:
-            yield Problem(f"`weights[{k!r}]` has bags of other lengths.", f"{shapes[1]}", f"{shapes[0]}")
+            hint = "a weight for each id"
+            yield Problem(f"`weights[{k!r}]` has bags of other lengths.", f"{shapes[1]}", f"{shapes[0]}", hint)
 
 
 def unweighted_problems(keys: object, weights: object, unweighted: object, path: str = "") -> Iterator[Problem]:

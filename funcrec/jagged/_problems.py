@@ -116,7 +116,8 @@ def offset_value_problems(capacity: int, offsets: Tensor, name: str = "offsets")
     """The checks that read `offsets` on the host."""
     falls = offsets[1:] < offsets[:-1]  # compared, since a difference may overflow
     if int(offsets[0]) != 0:
-        yield Problem(f"`{name}` does not begin at 0.", f"offsets[0] = {int(offsets[0])}", "offsets[0] == 0")
+        hint = "torch.cat([offsets.new_zeros(1), offsets]), if it has the ends alone; or from_lengths"
+        yield Problem(f"`{name}` does not begin at 0.", f"offsets[0] = {int(offsets[0])}", "offsets[0] == 0", hint)
     if bool(falls.any()):
         at = int(falls.to(torch.int8).argmax())
         got = f"offsets[{at}] = {int(offsets[at])}, offsets[{at + 1}] = {int(offsets[at + 1])}"

@@ -161,7 +161,8 @@ def example_problems(predictions, labels, weights, from_logits: bool | object, n
         if not isinstance(x, Tensor) or x.is_complex():
             yield Problem(f"`{other}` are not numbers.", describe(x), f"a tensor [{len(predictions)}]", kind=TypeError)
         elif x.shape != predictions.shape:
-            yield Problem(f"`{other}` do not match `{name}`.", describe(x), f"shape {list(predictions.shape)}")
+            hint, need = "those of the same examples, of both", f"shape {list(predictions.shape)}"
+            yield Problem(f"`{other}` do not match `{name}`.", describe(x), need, hint)
         elif x.device != predictions.device:
             yield Problem(f"`{other}` are on another device.", describe(x), f"device {predictions.device}")
         elif other == "labels":

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, ParamSpec
 
 from torch import Tensor
 
-from funcrec.core import check, remade
+from funcrec.core import check, remade, signature_error
 from funcrec.kernels import formula, ops
 from funcrec.kernels.memory import full_table
 from funcrec.optim._problems import hyper_problems
@@ -61,7 +61,10 @@ def builtin(*, rule: Callable, slots: Callable) -> Callable[[Callable[P, RowOpti
         @remade
         @functools.wraps(declare)
         def make(*args: P.args, **kwargs: P.kwargs) -> RowOptimizer:
-            declare(*args, **kwargs)  # which arguments are missing, or too many
+            try:
+                declare(*args, **kwargs)  # which arguments are missing, or too many
+            except TypeError as error:
+                raise signature_error(declare, error) or error from None
             return build_builtin(own, *args, **kwargs)
 
         return make

@@ -18,7 +18,8 @@ def duplicate_problems(configs: Sequence, what: str) -> Iterator[Problem]:
     names = [c.name for c in configs]
     doubled = sorted({n for n in names if names.count(n) > 1})
     if doubled:
-        yield Problem(f"`{what}` has a name twice.", f"{doubled} more than once", "distinct names")
+        hint = f"{doubled[0]!r} once" + (", or another name with column=..." if what == "features" else "")
+        yield Problem(f"`{what}` has a name twice.", f"{doubled} more than once", "distinct names", hint)
 
 
 def table_list_problems(tables: object) -> Iterator[Problem]:

@@ -107,7 +107,8 @@ def batch_shape_problems(batch: Batch) -> Iterator[Problem]:
             what = f"`batch.{name}` is not a {'matrix' if name == 'dense' else 'vector'}."
             yield Problem(what, describe(x), need, hint, TypeError)
         elif x is not None and count not in (None, x.shape[0]):
-            yield Problem(f"`batch.{name}` does not match its ids.", describe(x), f"one for each of {count} bags")
+            hint, need = "the same rows of the data for both", f"one for each of {count} bags"
+            yield Problem(f"`batch.{name}` does not match its ids.", describe(x), need, hint)
 
 
 def label_value_problems(

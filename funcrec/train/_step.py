@@ -184,7 +184,8 @@ def sharded_problems(state: TrainState) -> Iterator[Problem]:
 def mesh_problems(mesh: Mesh | None, plan: Plan | None, batch_axes: Sequence[str] | None) -> Iterator[Problem]:
     if (mesh is None) != (plan is None):
         missing, there = ("plan", "mesh") if plan is None else ("mesh", "plan")
-        yield Problem(f"`{missing}` is missing.", f"`{there}` alone", "both, or neither", kind=TypeError)
+        hint = 'plan=fr.Plan({"item": fr.row_wise("model")})' if plan is None else "mesh=fr.Mesh.emulated(model=2)"
+        yield Problem(f"`{missing}` is missing.", f"`{there}` alone", "both, or neither", hint, TypeError)
     elif mesh is not None and [a for a in batch_axes or () if a not in mesh.axis_names]:
         yield Problem("`batch_axes` are not the mesh's.", f"{batch_axes}", f"among {list(mesh.axis_names)}")
 

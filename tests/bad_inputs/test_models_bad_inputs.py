@@ -129,7 +129,7 @@ ROWS = [
     ("no key", lambda: PLAIN.train_apply(params(PLAIN), BATCH, None), TypeError, "`key` is not a key."),
     ("init(0)", lambda: PLAIN.init(0), TypeError, "funcrec.models.wide_deep.init: `key` is not a key."),
     ("labels [B, 1]", lambda: loss(torch.zeros(2, 1)), ValueError, "`label` does not match the logits."),
-    ("labels in a list", lambda: loss([0, 1]), TypeError, "`batch.label` is not a tensor."),
+    ("labels in a list", lambda: loss([0, 1]), TypeError, "`label` is not a tensor."),
     ("towers of other batches", lambda: models.in_batch_softmax(X, X[:1]), ValueError, "do not pair up."),
     ("log_q of another batch", lambda: models.in_batch_softmax(X, X, log_q=X[0]), ValueError, "`log_q` does not match"),
 ]
