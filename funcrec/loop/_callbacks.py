@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from numbers import Number
@@ -31,7 +32,7 @@ def print_epoch(record: Record) -> None:
 
 
 def json_lines(path: str | os.PathLike) -> Callable[[Record], None]:
-    """Appends each epoch's entry as a line of JSON; NaN as null.
+    """Appends each epoch's entry as a line of JSON; a number that is not finite as null.
 
     Example:
       >>> import tempfile, pathlib, funcrec as fr
@@ -45,7 +46,7 @@ def json_lines(path: str | os.PathLike) -> Callable[[Record], None]:
 
     def write(record: Record) -> None:
         if record.when == "epoch" and record.is_chief:
-            entry = {name: x if x == x else None for name, x in numbers_of(record.metrics).items()}
+            entry = {name: x if math.isfinite(x) else None for name, x in numbers_of(record.metrics).items()}
             with open(path, "a") as file:
                 file.write(json.dumps(entry) + "\n")
 
@@ -54,6 +55,8 @@ def json_lines(path: str | os.PathLike) -> Callable[[Record], None]:
 
 def csv_lines(path: str | os.PathLike) -> Callable[[Record], None]:
     """Appends each epoch's entry as a line of CSV, with a header where the file is new.
+
+    Raises: ValueError from its callback for a file of other columns.
 
     Example:
       >>> import tempfile, pathlib, funcrec as fr
@@ -68,6 +71,12 @@ def csv_lines(path: str | os.PathLike) -> Callable[[Record], None]:
     def write(record: Record) -> None:
         if record.when == "epoch" and record.is_chief:
             entry, is_new = numbers_of(record.metrics), not path.exists() or not path.stat().st_size
+            if not is_new:
+                with open(path, newline="") as file:
+                    header = next(csv.reader(file))
+                if header != list(entry):
+                    call, what, hint = "funcrec.loop.csv_lines", f"`{path}` has other columns.", "another path"
+                    fail(call, what, got=f"{header}", need=f"{list(entry)}", hint=hint)
             with open(path, "a", newline="") as file:
                 rows = csv.writer(file)
                 rows.writerows([list(entry)] * is_new + [list(entry.values())])

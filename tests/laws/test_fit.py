@@ -219,6 +219,10 @@ def test_records_tell_what_happened(tmp_path, capsys):
     assert [json.loads(line) for line in log.read_text().splitlines()] == done.history
     rows = list(csv.DictReader(table.open()))
     assert [float(r["auc"]) for r in rows] == [h["auc"] for h in done.history]
+    with pytest.raises(ValueError, match="has other columns"):
+        written[1](fr.loop.Record("epoch", 2, 9, {"epoch": 2, "loss": 0.5}, None))
+    written[0](fr.loop.Record("epoch", 2, 9, {"epoch": 2, "loss": math.inf}, None))
+    assert json.loads(log.read_text().splitlines()[2]) == {"epoch": 2, "loss": None}
     assert ("epoch/auc", done.history[1]["auc"], 1) in scalars
     assert [at for name, _, at in scalars if name == "step/loss"] == [3, 6]
     assert capsys.readouterr().out.splitlines()[1].startswith("epoch   1  loss 0.")

@@ -166,6 +166,30 @@ def test_a_model_is_trained_on_another_loss():
         fr.models.loss(model, "mse")
 
 
+def test_a_model_of_two_tasks_is_trained():
+    """A head for each task over what they share, the labels f[B, T] of a batch, one loss of both: both get better."""
+    item, features = fr.TableConfig("item", 9, 4), (fr.FeatureConfig("item", table="item"),)
+    heads = fr.nn.linear(4, 2)
+
+    def predict(params, batch):
+        return heads.apply(params.dense, fr.lookup(params.tables, batch.ids, features)["item"])
+
+    loss_fn = lambda params, batch: TASKS(predict(params, batch), batch.label, batch.weight)
+    ids = fr.KeyedJaggedTensor.from_lists({"item": [[i] for i in range(B)]})
+    batch = fr.Batch(ids, BOTH, weight=torch.tensor([1.0, 1.0, 2.0, 1.0, 1.0, 0.0]))
+    step = fr.train_step(loss_fn, sparse=fr.optim.adam(0.1), dense=fr.optim.dense(torch.optim.Adam, lr=0.1))
+    params = fr.Params(fr.init(fr.key(0), [item]), heads.init(fr.key(1)))
+    errors = {f"task {t}": lambda p, y, w: (w * (p - y).square()).sum() for t in (0, 1)}
+    of_task = lambda params, t: fr.evaluate(
+        lambda params, b: predict(params, b)[:, t], params, [batch], {"error": errors[f"task {t}"]},
+        label=lambda b: b.label[:, t],
+    )["error"]  # fmt: skip
+    look = lambda b: fr.validate(b, features, [item], labels=(0, 3))
+    done = fr.fit(step, step.init(params), [batch], epochs=60, monitor="loss", mode="min", validate=look)
+    assert done.history[-1]["loss"] < done.history[0]["loss"] / 2
+    assert of_task(done.best, 1) < of_task(params, 1) / 4
+
+
 @pytest.mark.parametrize("call, error, part", [
     (lambda x: losses.mse(x, CLICKS[:3]), ValueError, "`label` does not match the predictions"),
     (lambda x: losses.mse(x, None), TypeError, "`label` is missing"),
