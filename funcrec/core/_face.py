@@ -1,5 +1,6 @@
 """Faces: by which names a public module shows its values, to `dir`, `help`, `import *`, pickles and messages."""
 
+import dataclasses
 import importlib
 import importlib.metadata
 import inspect
@@ -62,6 +63,9 @@ def _rename(x: type | FunctionType, here: str) -> None:
     for m in [m for m in inside if isinstance(m, FunctionType) and m.__module__ == x.__module__]:
         m.__module__ = here
     x.__module__ = here
+    if dataclasses.is_dataclass(x) and "__new__" in vars(x):  # which would stand in the fields' place
+        made = inspect.signature(x.__init__)
+        x.__signature__ = made.replace(parameters=list(made.parameters.values())[1:])
 
 
 def module_later(name: str, says: str = "") -> Later:

@@ -78,7 +78,8 @@ def _difference(x: Any, y: Any, rtol: float, atol: float) -> tuple[str, str]:
 
 @typed
 def garbage_padding(tree: T, key: Key | None = None) -> T:
-    """The same value with the padding of every jagged value and RowGrads in `tree` replaced by garbage.
+    """The same value with the padding of every jagged value and RowGrads in `tree` replaced by garbage, and so the
+    places that keys without weights have among the others' weights.
 
     Floats become NaN. Integers become, in turn, small ones, which could be rows, and ones of any size and sign, which
     are out of range; `key` (an i64[], as `funcrec.key` makes them) chooses them.

@@ -1,5 +1,6 @@
 """By which names users meet funcrec: dir, help, import *, pickles and the version."""
 
+import dataclasses
 import importlib
 import inspect
 import pickle
@@ -53,6 +54,12 @@ def test_help_names_no_private_module(face):
         text = pydoc.render_doc(x, renderer=pydoc.plaintext)
         assert set(re.findall(PRIVATE, text)) == set()
     assert not re.search(r"^ +_\w+$", pydoc.render_doc(fr, renderer=pydoc.plaintext), re.M)
+
+
+def test_help_shows_the_fields_of_values():
+    """The signature of a public dataclass is its fields."""
+    for x in (x for x in vars(fr).values() if isinstance(x, type) and dataclasses.is_dataclass(x)):
+        assert list(inspect.signature(x).parameters) == [f.name for f in dataclasses.fields(x) if f.init], x
 
 
 def test_help_lists_the_public_names():
