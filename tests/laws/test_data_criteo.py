@@ -2,6 +2,7 @@
 
 import gzip
 import math
+import string
 
 import numpy as np
 import pyarrow
@@ -11,6 +12,7 @@ import torch
 
 import funcrec as fr
 from funcrec.data import batches, criteo_npy, criteo_parquet, criteo_tsv, transform_dense
+from funcrec.data._criteo import hexadecimal
 from funcrec.testing import assert_trees_close
 
 NUM = 57
@@ -74,12 +76,37 @@ def test_tsv_options(tsv, tmp_path):
     assert_trees_close(list(criteo_tsv(packed, 10)), whole, rtol=0, atol=0)
 
 
+def test_several_files_are_one(tsv, tmp_path):
+    """A folder of days is read as one file after the other; batches go over their borders, errors name the file."""
+    (tmp_path / "days").mkdir()
+    for i in range(2):
+        (tmp_path / "days" / f"day_{i}").write_text(TEXT)
+    (tmp_path / "twice.txt").write_text(TEXT * 2)
+    found = list(criteo_tsv(tmp_path / "days", 10))
+    assert_trees_close(found, list(criteo_tsv(tmp_path / "twice.txt", 10)), rtol=0, atol=0)
+    (tmp_path / "days" / "day_1").write_text(TEXT + "2" + TEXT[1:])
+    with pytest.raises(ValueError, match=f"day_1`, line {NUM + 1}, column `label`"):
+        list(criteo_tsv(tmp_path / "days", 10))
+
+
 def test_tsv_nothing_missing(tmp_path):
     """A block without a missing category is cut into batches as any other."""
     path = tmp_path / "full.txt"
     path.write_text("".join("\t".join(["0", *["1"] * 13, *[format(i, "08x")] * 26]) + "\n" for i in range(20)))
     ids = [b.ids["cat_7"].unpad().values.tolist() for b in criteo_tsv(path, 8)]
     assert ids == [list(range(1, 9)), list(range(9, 17)), list(range(17, 21))]
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_hexadecimal_digits_are_those_of_python(place):
+    """Eight characters are digits where Python says so, and make its number: every byte at every place."""
+    text = np.frombuffer(b"09afAF5c" * 256, np.uint8).reshape(256, 8).copy()
+    text[:, place] = np.arange(256)
+    numbers, is_hex = hexadecimal(text.reshape(-1).view("<u8"))
+    for row, number, known in zip(text, numbers.tolist(), is_hex.tolist(), strict=True):
+        characters = bytes(row).decode("latin-1")
+        assert known == all(c in string.hexdigits for c in characters)
+        assert not known or number == int(characters, 16)
 
 
 def test_tsv_static_shapes(tsv):
