@@ -66,6 +66,12 @@ class StreamLoader:
             return NotImplemented
         return sum(counts) // self.batch_size if self.drop_last else -(-sum(counts) // self.batch_size)
 
+    @property
+    def order(self) -> dict[str, Any]:
+        """What says which rows each batch has, the files apart."""
+        key = None if self.key is None else int(self.key)
+        return {"batch_size": self.batch_size, "key": key, "window": self.window}
+
     def __repr__(self) -> str:
         return f"StreamLoader({self.source.name}, batches of {self.batch_size})"
 

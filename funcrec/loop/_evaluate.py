@@ -37,7 +37,7 @@ def evaluate(
       batches: an iterable of batches or of (position, batch), or a function that gives one, as a loader does. For
         several evaluations it must be one that can be gone through again: a list or a function, not an iterator.
       metrics: {name: Metric}, whose states add up batch after batch (`fr.metrics.auc()`), or {name: function} of the
-        predictions, labels and weights of all examples at once (`fr.metrics.exact_auc`).
+        predictions, labels and weights of all examples whose weight is not 0 (`fr.metrics.exact_auc`).
       label, weight: what is read of a batch; of several tasks, `label=lambda batch: batch.label[:, 0]`. Weights None
         count all examples alike.
       mesh: of real ranks that have different examples each, equally many: the numbers are of all of them, and the same
@@ -95,6 +95,7 @@ def results(metrics: Mapping, states: Mapping, seen: list[tuple[Tensor, ...]], m
             got, need = f"{counts} examples", "as many on every rank"
             fail("funcrec.evaluate", "the ranks have different numbers of examples.", got=got, need=need, hint=hint)
         whole = [all_parts(x, mesh) for x in whole]
+    whole = [x[whole[2] != 0] for x in whole]  # what fills a batch up is no example
     found = {}
     for n, m in metrics.items():
         with own_errors("funcrec.evaluate", m, *whole, need="(predictions, labels, weights) of all examples"):
@@ -145,3 +146,8 @@ def scores_problems(scores: object, label: object) -> Iterator[Problem]:
     elif label is None:
         need, hint = "[B], one for each prediction", "batches of the data's labels; model.apply needs none"
         yield Problem("`batch.label` is missing: there is nothing to compare with.", "None", need, hint)
+    elif isinstance(label, Tensor) and sorted((scores.shape, label.shape)) == sorted(
+        (scores.shape[:1], (*scores.shape[:1], 1))
+    ):
+        got, hint = f"predictions {describe(scores)}, labels {describe(label)}", "predict=lambda p, b: ....squeeze(-1)"
+        yield Problem("`predict` and the labels would be broadcast: one has a column more.", got, "both [B]", hint)

@@ -28,13 +28,14 @@ from funcrec.loop._problems import (
     loader_problems,
     look_problems,
     measure_problems,
+    mode_problems,
     place_problems,
     settings_problems,
     work_problems,
 )
 from funcrec.loop._ranks import agreed, is_chief
 from funcrec.loop._record import Record
-from funcrec.loop._run import Run, Work, begin, device_of, is_there, load_run, resume_problems, save_run, whole_params
+from funcrec.loop._run import Run, Work, begin, device_of, is_there, load_run, order_of, resume_problems, save_run, whole_params
 from funcrec.loop._signals import end, listen
 from funcrec.mesh import Mesh
 from funcrec.tables import validate as validate_batch
@@ -71,7 +72,7 @@ def fit(
     epochs: int,
     evaluate: Callable[[Any], Mapping[str, float]] | None = None,
     monitor: str | None = None,
-    mode: str = "max",
+    mode: str | None = None,
     patience: int | None = None,
     checkpoint: str | os.PathLike | None = None,
     save_every_steps: int | None = None,
@@ -97,12 +98,13 @@ def fit(
       epochs: at most.
       evaluate: params -> {name: number}, run behind each epoch, as `lambda params: fr.evaluate(predict, params, ...)`.
       monitor, mode: the number of the history that says which epoch is best: the greatest ("max"), or the least
-        ("min"). NaN is never best.
+        ("min"). None takes the greatest, and is refused for what is called a loss or an error. NaN is never best.
       patience: the end comes after this many epochs without a better one; None for never.
       checkpoint: a file, written before the first step, behind each epoch, and where `stop` or a signal ends the run.
       save_every_steps: write it behind every that many steps of an epoch, too.
       resume: go on from the checkpoint; "auto": where there is one. The end has the bits of a run that was not
-        interrupted, wherever it was: between the steps that were saved.
+        interrupted, wherever it was: between the steps that were saved. A loader that tells its `order`, as
+        `fr.data.loader` does, is held to that of the run in the midst of an epoch.
       overwrite: begin anew though there is a checkpoint; else that is an error.
       settings: plain values that go into the checkpoint; resuming with others is an error that names them.
       callbacks: functions of a `fr.loop.Record`, called before the first step, behind each step and behind each epoch;
@@ -138,11 +140,13 @@ def fit(
     """
     path = None if checkpoint is None else Path(checkpoint)
     check("funcrec.fit", look_problems(model, validate), settings_problems(settings, callbacks, stop))
+    check("funcrec.fit", mode_problems(mode, monitor))
+    mode = mode or "max"
     own = (lambda batch: validate_batch(batch, model.features, model.tables)) if model else (lambda batch: batch)
     look = validate or own
     work = Work(
         step, loader, evaluate, monitor, mode, path, save_every_steps, dict(settings), tuple(callbacks), look, progress,
-        mesh, place, sync or (lambda state: state),
+        mesh, place, sync or (lambda state: state), order_of(loader),
     )  # fmt: skip
     limits = Limits(epochs, monitor, mode, patience)
     check("funcrec.fit", work_problems(work), limit_problems(limits))
@@ -153,8 +157,8 @@ def fit(
         return train(work, limits, load_run(work, state) if found and resume else begin(state), stop or (lambda: 0))
     with listen() as asked:
         done = train(work, limits, load_run(work, state) if found and resume else begin(state), asked)
-    if done.stopped:
-        end(done.stopped)
+    if heard := asked():  # behind the last step, too
+        end(heard)
     return done
 
 

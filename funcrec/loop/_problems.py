@@ -8,9 +8,12 @@ from torch import Tensor
 
 from funcrec.core import Problem, count_problems, describe, flag_problems, function_problems
 from funcrec.data import Position
-from funcrec.loop._history import Limits, mode_problems
+from funcrec.loop._history import Limits
+from funcrec.loop._history import mode_problems as known_mode_problems
 from funcrec.loop._run import Work, is_sharded
 from funcrec.mesh import Mesh
+
+LESS_IS_BETTER = ("loss", "error", "entropy", "mse", "mae", "nll", "perplexity")  # in the name of a number
 
 
 def look_problems(model: Any, validate: Any) -> Iterator[Problem]:
@@ -55,9 +58,16 @@ def work_problems(work: Work) -> Iterator[Problem]:
         yield from flag_problems(work.progress, "progress")
 
 
+def mode_problems(mode: object, monitor: object) -> Iterator[Problem]:
+    if mode is not None:
+        yield from known_mode_problems(mode)
+    elif isinstance(monitor, str) and any(word in monitor.lower() for word in LESS_IS_BETTER):
+        what = "`mode` is not said, and the least of what `monitor` names sounds best."
+        yield Problem(what, f"monitor={monitor!r}", "mode='min', or mode='max'", f"monitor={monitor!r}, mode='min'")
+
+
 def limit_problems(limits: Limits) -> Iterator[Problem]:
     yield from count_problems(limits.epochs, "epochs")
-    yield from mode_problems(limits.mode)
     if limits.monitor is not None and not isinstance(limits.monitor, str):
         hint = "monitor='auc'"
         yield Problem("`monitor` is not a name.", describe(limits.monitor), "a name, or None", hint, TypeError)

@@ -3,7 +3,7 @@
 load(save(run)) = run, so that what follows has the bits of a run that was not interrupted.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ class Work(NamedTuple):
     mesh: Mesh | None
     place: Callable | None
     sync: Callable
+    order: dict[str, Any]  # what says which batches the loader gives
 
 
 class Run(NamedTuple):
@@ -67,6 +68,12 @@ def whole_params(state: Any, mesh: Mesh | None) -> Any:
     return getattr(state, "params", state)
 
 
+def order_of(loader: Any) -> dict[str, Any]:
+    """What a loader says of the order of its batches; {} of one that says nothing."""
+    order = getattr(loader, "order", None)
+    return dict(order) if isinstance(order, Mapping) else {}
+
+
 def begin(state: Any) -> Run:
     zero = torch.zeros((), dtype=torch.float64, device=device_of(state))
     return Run(state, Position(), zero, None, [])
@@ -79,7 +86,8 @@ def save_run(work: Work, run: Run) -> None:
     state = gather_state(run.state, work.mesh) if is_sharded(run.state) else run.state
     tree = {**run._asdict(), "state": state, "position": tuple(run.position)}
     if is_chief(work.mesh):
-        save(work.checkpoint, {"options": work.settings, "monitor": [work.monitor, work.mode], **tree})
+        more = {"options": work.settings, "monitor": [work.monitor, work.mode], "order": work.order}
+        save(work.checkpoint, more | tree)
 
 
 def load_run(work: Work, state: Any) -> Run:
@@ -154,12 +162,19 @@ def checkpoint_problems(work: Work, tree: Any) -> Iterator[Problem]:
     if not isinstance(tree, dict) or not set(tree) >= PARTS or not isinstance(tree["options"], dict):
         yield Problem(f"{path} is not a checkpoint of fit.", describe(tree), f"{sorted(PARTS)}", "another path")
         return
-    saved, asked = tree["options"], work.settings
-    changed = {n: (saved.get(n), asked.get(n)) for n in [*asked, *(set(saved) - set(asked))]}
-    told = [f"{n} was {was!r} and is {now!r}" for n, (was, now) in changed.items() if was != now]
-    if told:
+    if told := changes(tree["options"], work.settings):
         hint = "the settings that it had, or overwrite=True"
-        yield Problem(f"{path} is of another run.", "; ".join(told), "the same settings", hint)
-    was, now = tree.get("monitor", [work.monitor, work.mode]), [work.monitor, work.mode]
-    if list(was) != now and tree["best"] is not None:
+        yield Problem(f"{path} is of another run.", told, "the same settings", hint)
+    order = tree.get("order", {})
+    if tree["position"][1] and order and work.order and (told := changes(order, work.order)):
+        what = f"{path} ends in the midst of an epoch of other batches."
+        yield Problem(what, told, "the loader's order until the epoch ends", "the loader that it had")
+    was, now = list(tree.get("monitor", [work.monitor, work.mode])), [work.monitor, work.mode]
+    if was != now and tree["history"] and now[0] is not None:
         yield Problem("`monitor` is another than the checkpoint's, and so is the best.", f"{now}", f"{was}")
+
+
+def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """`lr was 0.1 and is 0.2`, of all that differ."""
+    both = {n: (was.get(n), now.get(n)) for n in [*now, *(set(was) - set(now))]}
+    return "; ".join(f"{n} was {x!r} and is {y!r}" for n, (x, y) in both.items() if x != y)

@@ -35,7 +35,5 @@ def test_a_program_trains_and_predicts(tmp_path, monkeypatch, blocks):
     names = run(tmp_path, monkeypatch, *blocks)
     history, judge = names["done"].history, names["judge"]
     assert 1 < len(history) < 20
-    is_loss = "log_loss" in history[0]
-    best = min(history, key=lambda e: e["log_loss"]) if is_loss else max(history, key=lambda e: e["auc"])
-    again = judge(names["saved"]["params"], names["valid"])
-    assert again == {k: best[k] for k in again}
+    best = max(history, key=lambda e: e["auc"])
+    assert judge(names["valid"])(names["saved"]["params"]) == {"auc": best["auc"]}

@@ -1,0 +1,96 @@
+"""fit at its ends: signals behind the last step, which number is best, and a loader that is not the run's."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+import funcrec as fr
+
+LABELS = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
+
+
+class Rows:
+    """Row data of five examples."""
+
+    num_rows = 5
+
+    def take(self, rows):
+        return fr.Batch(fr.KeyedJaggedTensor.from_lists({"item": [[int(r)] for r in rows]}), LABELS[rows])
+
+
+def add(total, batch):
+    return total + batch.label.sum(), {"loss": 1 / (1 + total)}
+
+
+def load(batch_size=2, key=1, **how):
+    return fr.data.loader(Rows(), None, batch_size, key=fr.key(key), **how)
+
+
+@pytest.mark.parametrize("where", ["step", "evaluate", "epoch"])
+@pytest.mark.parametrize(("signum", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_behind_the_last_step_is_raised(tmp_path, where, signum, raised):
+    """A signal in the last step, its evaluation or its last callback is raised once the checkpoint is written."""
+    path = tmp_path / "run.pt"
+    kill = lambda: os.kill(os.getpid(), signum)
+
+    def callback(record):
+        if record.when == where and record.step == 6:
+            kill()
+
+    def measure(params):
+        if where == "evaluate" and float(params) == 6.0:
+            kill()
+        return {"sum": float(params)}
+
+    with pytest.raises(raised):
+        fr.fit(add, torch.tensor(0.0), load(), epochs=2, evaluate=measure, checkpoint=path, callbacks=[callback])
+    done = fr.fit(add, torch.tensor(0.0), load(), epochs=2, evaluate=measure, checkpoint=path, resume=True)
+    assert float(done.state) == 6.0 and len(done.history) == 2
+
+
+@pytest.mark.parametrize("monitor", ["loss", "valid_log_loss", "MSE", "mean_error"])
+def test_the_least_of_a_loss_is_not_taken_for_the_worst(monitor):
+    """A number that is called a loss or an error is monitored with a mode that is said, or not at all."""
+    how = dict(epochs=2, evaluate=lambda x: {} if monitor == "loss" else {monitor: float(x)}, monitor=monitor)
+    with pytest.raises(ValueError, match=r"(?s)`mode`.*got.*need.*try.*mode='min'"):
+        fr.fit(add, torch.tensor(0.0), load(), **how)
+    done = fr.fit(add, torch.tensor(0.0), load(), **how, mode="min")
+    assert float(done.best) == (6.0 if monitor == "loss" else 3.0)
+
+
+@pytest.mark.parametrize("other", [dict(batch_size=1), dict(key=2), dict(drop_last=True)], ids=str)
+def test_the_rest_of_an_epoch_is_of_the_same_order(tmp_path, other):
+    """A run goes on in the midst of an epoch with a loader of the same order only; at its end with any."""
+    path, stop = tmp_path / "run.pt", iter([0, 0, 1])
+    fr.fit(add, torch.tensor(0.0), load(), epochs=2, checkpoint=path, stop=lambda: next(stop, 1))
+    with pytest.raises(ValueError, match=r"(?s)in the midst of an epoch.*got.*was.*need"):
+        fr.fit(add, torch.tensor(0.0), load(**other), epochs=2, checkpoint=path, resume=True)
+    done = fr.fit(add, torch.tensor(0.0), load(), epochs=1, checkpoint=path, resume=True)
+    assert float(done.state) == 3.0 and done.history[0]["steps"] == 3
+    fr.fit(add, torch.tensor(0.0), load(**other), epochs=2, checkpoint=path, resume=True)
+
+
+def test_a_monitor_is_not_begun_in_the_midst_of_a_run(tmp_path):
+    """Epochs that no best was kept of cannot be the best: a run without a monitor goes on without one."""
+    path, how = tmp_path / "run.pt", dict(evaluate=lambda x: {"sum": -float(x)}, checkpoint=tmp_path / "run.pt")
+    fr.fit(add, torch.tensor(0.0), load(), epochs=2, **how)
+    with pytest.raises(ValueError, match="`monitor` is another than the checkpoint's"):
+        fr.fit(add, torch.tensor(0.0), load(), epochs=4, monitor="sum", resume=True, **how)
+    done = fr.fit(add, torch.tensor(0.0), load(), epochs=4, resume=True, **how)
+    assert path.exists() and float(done.best) == float(done.state) == 12.0
+
+
+def test_a_function_sees_what_counts_and_is_not_broadcast():
+    """A metric that is a function gets the examples whose weight is not 0; scores [B, 1] beside labels [B] are
+    refused, which it would broadcast."""
+    scores = torch.tensor([0.1, 0.9, 0.8, 0.2, 0.6])
+    predict = lambda params, batch: scores[batch.ids.values]
+    metrics = {"count": lambda s, y, w: len(s), "mse": lambda s, y, w: ((s - y) ** 2).mean()}
+    found = fr.evaluate(predict, None, load(pad_last=True), metrics)
+    assert found == {"count": 5.0, "mse": pytest.approx(float(((scores - LABELS) ** 2).mean()))}
+    for wide in (lambda p, b: predict(p, b)[:, None], predict):
+        label = (lambda b: b.label[:, None]) if wide is predict else (lambda b: b.label)
+        with pytest.raises(ValueError, match=r"(?s)broadcast.*got.*need.*try"):
+            fr.evaluate(wide, None, load(), metrics, label=label)
