@@ -35,7 +35,18 @@ from funcrec.loop._problems import (
 )
 from funcrec.loop._ranks import agreed, is_chief
 from funcrec.loop._record import Record
-from funcrec.loop._run import Run, Work, begin, device_of, is_there, load_run, order_of, resume_problems, save_run, whole_params
+from funcrec.loop._run import (
+    Run,
+    Work,
+    begin,
+    device_of,
+    is_there,
+    load_run,
+    order_of,
+    resume_problems,
+    save_run,
+    whole_params,
+)
 from funcrec.loop._signals import end, listen
 from funcrec.mesh import Mesh
 from funcrec.tables import validate as validate_batch
