@@ -53,14 +53,14 @@ def test_a_signal_behind_the_last_step_is_raised(tmp_path, where, signum, raised
 @pytest.mark.parametrize("monitor", ["loss", "valid_log_loss", "MSE", "mean_error"])
 def test_the_least_of_a_loss_is_not_taken_for_the_worst(monitor):
     """A number that is called a loss or an error is monitored with a mode that is said, or not at all."""
-    how = dict(epochs=2, evaluate=lambda x: {} if monitor == "loss" else {monitor: float(x)}, monitor=monitor)
+    how = {"epochs": 2, "evaluate": lambda x: {} if monitor == "loss" else {monitor: float(x)}, "monitor": monitor}
     with pytest.raises(ValueError, match=r"(?s)`mode`.*got.*need.*try.*mode='min'"):
         fr.fit(add, torch.tensor(0.0), load(), **how)
     done = fr.fit(add, torch.tensor(0.0), load(), **how, mode="min")
     assert float(done.best) == (6.0 if monitor == "loss" else 3.0)
 
 
-@pytest.mark.parametrize("other", [dict(batch_size=1), dict(key=2), dict(drop_last=True)], ids=str)
+@pytest.mark.parametrize("other", [{"batch_size": 1}, {"key": 2}, {"drop_last": True}], ids=str)
 def test_the_rest_of_an_epoch_is_of_the_same_order(tmp_path, other):
     """A run goes on in the midst of an epoch with a loader of the same order only; at its end with any."""
     path, stop = tmp_path / "run.pt", iter([0, 0, 1])
@@ -74,7 +74,7 @@ def test_the_rest_of_an_epoch_is_of_the_same_order(tmp_path, other):
 
 def test_a_monitor_is_not_begun_in_the_midst_of_a_run(tmp_path):
     """Epochs that no best was kept of cannot be the best: a run without a monitor goes on without one."""
-    path, how = tmp_path / "run.pt", dict(evaluate=lambda x: {"sum": -float(x)}, checkpoint=tmp_path / "run.pt")
+    path, how = tmp_path / "run.pt", {"evaluate": lambda x: {"sum": -float(x)}, "checkpoint": tmp_path / "run.pt"}
     fr.fit(add, torch.tensor(0.0), load(), epochs=2, **how)
     with pytest.raises(ValueError, match="`monitor` is another than the checkpoint's"):
         fr.fit(add, torch.tensor(0.0), load(), epochs=4, monitor="sum", resume=True, **how)
