@@ -13,8 +13,6 @@ import funcrec as fr
 from funcrec.data import (
     Position,
     batches,
-    collate,
-    loader,
     num_batches,
     prefetch,
     random_batches,
@@ -160,122 +158,6 @@ def test_what_pad_last_adds_counts_nowhere():
     for x, y in ((grads.tables[n].coalesce(), more.tables[n].coalesce()) for n in ("row", "tags")):
         assert_trees_close(x.to_dense(), y.to_dense())
         assert set(x.rows[: x.count].tolist()) == set(y.rows[: y.count].tolist())
-
-
-# -- loaders -----------------------------------------------------------------------------------------------------
-
-
-@given(
-    size=st.integers(1, 30), stop=st.integers(0, 30), workers=st.integers(0, 3), depth=st.integers(1, 4),
-    last=st.sampled_from([{}, {"drop_last": True}, {"pad_last": True}]), bucket=st.booleans(),
-)  # fmt: skip
-def test_a_loader_gives_batches_from_any_position(size, stop, workers, depth, last, bucket):
-    """With any number of workers a loader gives the batches of `batches`, in order, from any position of any epoch."""
-    size, settings = min(size, 23), {"key": KEY, "bucket": bucket, **last}
-    load = loader(DATA, None, size, workers=workers, depth=depth, **settings)
-    assert len(load) == num_batches(23, size, drop_last="drop_last" in last)
-    position = Position(stop % 3, stop % len(load))
-    want = list(batches(DATA, None, size, position=position, **settings))
-    found = list(load(position))
-    assert [p for p, _ in found] == [p for p, _ in want]
-    same([b for _, b in found], [b for _, b in want])
-
-
-def test_a_loader_goes_on_where_it_was_left():
-    """The positions of a loader, each given to it, lead through the epochs batch by batch."""
-    load, position, seen_rows = loader(DATA, None, 6, key=KEY, workers=2, pad_last=True), Position(), []
-    for _ in range(2 * len(load)):
-        position, batch = next(load(position))
-        seen_rows += batch.dense[batch.weight > 0, 0].tolist()
-    assert position == Position(2, 0) and sorted(seen_rows[:23]) == sorted(seen_rows[23:]) == sorted(ALL)
-
-
-def test_a_loaders_batches_go_to_a_device():
-    """A loader with a device gives the same batches, there."""
-    same([b for _, b in loader(DATA, None, 5, device="cpu")()], [b for _, b in batches(DATA, None, 5)])
-
-
-def no_threads():
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        if not any(t.name.startswith("funcrec.data.") for t in threading.enumerate()):
-            return True
-        time.sleep(0.01)
-    return False
-
-
-class Broken:
-    """Rows of which one cannot be read."""
-
-    num_rows = 23
-
-    def take(self, rows):
-        if 12 in rows.tolist():
-            raise OSError("the disk is gone")
-        return DATA.take(rows)
-
-
-def test_workers_end_with_their_iterator():
-    """Threads are gone when the epoch is over, when the consumer stops, and behind an error, which has its place."""
-    load = loader(DATA, None, 2, workers=3, depth=8)
-    assert len(list(load())) == 12 and no_threads()
-    half = load()
-    next(half)
-    half.close()
-    assert no_threads()
-    got = []
-    with pytest.raises(OSError, match="the disk is gone"):
-        for _, batch in loader(Broken(), None, 5, workers=3)():
-            got.append(batch)
-    same(got, [b for _, b in batches(DATA, None, 5)][:2])
-    assert no_threads()
-
-
-def test_workers_are_ahead_by_depth_and_no_more():
-    """As many batches are made ahead of the consumer as was said."""
-    made = []
-
-    class Counting:
-        num_rows = 23
-
-        def take(self, rows):
-            made.append(int(rows[0]))
-            return DATA.take(rows)
-
-    ahead = loader(Counting(), None, 1, workers=2, depth=4)()
-    next(ahead)
-    time.sleep(0.1)
-    assert 4 <= len(made) <= 6
-    ahead.close()
-
-
-# -- torch's DataLoader ------------------------------------------------------------------------------------------
-
-SCHEMA = fr.data.Schema(label="click", dense=("price",), categorical=("item",), multivalued=("tags",))
-EXAMPLES = [
-    {"click": i % 2, "price": torch.tensor(i / 4), "item": torch.tensor(i), "tags": list(range(i % 3))}
-    for i in range(7)
-]
-TABLE = {"click": [i % 2 for i in range(7)], "price": [i / 4 for i in range(7)], "item": list(range(7)),
-         "tags": [list(range(i % 3)) for i in range(7)]}  # fmt: skip
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_dataloader_makes_batches_of_rows(workers):
-    """torch's DataLoader over row numbers, in this process or in others, gives the batches of these rows."""
-    rows = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
-    load = torch.utils.data.DataLoader(rows.tolist(), 3, collate_fn=collate(DATA), num_workers=workers)
-    same(list(load), [b for _, b in batches(DATA, rows, 3)])
-
-
-def test_a_dataloader_makes_batches_of_examples():
-    """A dataset of dicts gives the batches of the table that they make, by a Schema, or an Encoding in a process."""
-    encoding = fr.data.fit_encoding(
-        TABLE, SCHEMA, {"item": fr.data.identity(9), "tags": fr.data.identity(9), "price": None}
-    )
-    for source in (SCHEMA, encoding):
-        load = torch.utils.data.DataLoader(EXAMPLES, 3, collate_fn=collate(source), num_workers=int(source is encoding))
-        same(list(load), [b for _, b in batches(fr.data.examples(TABLE, SCHEMA), None, 3)])
 
 
 # -- prefetch ----------------------------------------------------------------------------------------------------
