@@ -149,8 +149,8 @@ def others(lines: list[dict]) -> str:
         if x["group"] == "first_step":
             said.append(
                 f"- {x['case']}, from nothing, nothing cached: import {x['import_s']} s, first step "
-                f"{x['first_call_s']} s, second "
-                f"{x['second_call_s']} s ({x['threads']} threads)."
+                f"{x['first_call_s']} s, second {x['second_call_s']} s ({x['threads']} threads)"
+                + (f"; in a later process {x['warm']['first_call_s']} s." if "warm" in x else ".")
             )
         if x["group"] == "bandwidth":
             said.append(

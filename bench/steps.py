@@ -57,7 +57,13 @@ def precision(case: StepCase, device: str):
 
 
 def funcrec_step(
-    case: StepCase, model: fr.models.Model, params: fr.Params, batches: list, device: str, reference: bool = False
+    case: StepCase,
+    model: fr.models.Model,
+    params: fr.Params,
+    batches: list,
+    device: str,
+    reference: bool = False,
+    compiled: bool = True,
 ) -> Contender:
     """`reference`: in plain torch, and not compiled."""
     plain = fr.models.loss(model)
@@ -70,7 +76,7 @@ def funcrec_step(
         loss_fn, sparse=fr.optim.rowwise_adagrad(lr=LR, eps=EPS), has_aux=True,
         dense=fr.optim.dense(DENSE_OPTIMIZERS[case.model], lr=DENSE_LR),
     )  # fmt: skip
-    fast = step if reference else fr.jit(step, donate=("state",))
+    fast = fr.jit(step, donate=("state",)) if compiled and not reference else step
     held, turn = {"state": step.init(params)}, itertools.cycle(batches)
 
     def call():

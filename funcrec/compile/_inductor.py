@@ -3,12 +3,34 @@
 compile_graph(graph, x)(*x) = graph(*x)
 """
 
-from collections.abc import Callable
+import contextlib
+import ctypes
+import hashlib
+import itertools
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from funcrec.compile._code import Generated, generated, load, source
+from funcrec.compile._digest import digest
 from funcrec.compile._passes import fill_waits
+from funcrec.kernels import files
+
+HEADER = "torch/csrc/inductor/cpp_prefix.h"
+MANY = 8  # libraries that a process compiles, and then the header, too
+COMPILED = itertools.count(1)
+PATCHING = threading.RLock()  # one thread at a time puts functions in torch's place
 
 
 def add_with_product(x, y, *, alpha=1):
@@ -43,11 +65,167 @@ OPTIONS = {
     "reorder_for_compute_comm_overlap_passes": [fill_waits],
     # a chain of key derivations, inlined, would grow by eight with each link (30 is torch's)
     "realize_opcount_threshold": 16,
+    # what is kept is kept here, and nothing is compiled elsewhere
+    "fx_graph_cache": False,
+    "compile_threads": 1,
 }
 
 
 def compile_graph(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callable:
-    """The graph as code for arguments of these forms."""
+    """The graph as code for arguments of these forms.
+
+    Code for a CPU is kept on disk, one file a graph, under a name of all that it depends on: a process that stages the
+    same graph loads it in milliseconds.
+    """
+    opened, constants = open_constants(graph)
+    arguments = [*constants, *arguments]
+    name = digest(opened, arguments, OPTIONS)
+    if name is None:
+        return compile_anew(graph, arguments[len(constants) :])
+    try:
+        call = files.load(f"{name}.program", lambda path: write_code(opened, arguments, path), load)
+    except OtherCodeError as other:
+        code = other.code
+        call = lambda tensors: code(*tensors)
+    return lambda *tensors: call([*constants, *tensors])  # Inductor's functions empty the list that they are given
+
+
+def open_constants(graph: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, list[Tensor]]:
+    """The graph with its constants as first arguments, and they: code does not depend on their values."""
+    found = {n: getattr(graph, n.target) for n in graph.graph.find_nodes(op="get_attr")}
+    if not found or not all(type(x) is Tensor for x in found.values()):
+        return graph, []
+    own = torch.fx.Graph()
+    copies = {n: own.placeholder(f"constant_{i}") for i, n in enumerate(found)}
+    for node in graph.graph.nodes:
+        if node not in found:
+            copies[node] = own.node_copy(node, copies.__getitem__)
+    return torch.fx.GraphModule({}, own), list(found.values())
+
+
+class OtherCodeError(Exception):
+    """What Inductor made of a graph is more than loops: code that is in no file."""
+
+    def __init__(self, code: Callable):
+        super().__init__()
+        self.code = code
+
+
+def write_code(graph: torch.fx.GraphModule, arguments: list[Tensor], path: Path) -> None:
+    """Compile the graph into a file for `load`."""
+    import torch._inductor.codecache as codecache
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor.select_algorithm import extern_kernels
+    from torch._inductor.virtualized import V
+
+    found: list[Generated] = []
+
+    def taken(load: Callable) -> Callable:
+        def instead(key, file, linemap=None, attrs=None, **rest):
+            code = None if attrs else generated(Path(file).read_text(), extern_kernels)
+            if code is None or len(V.graph.graph_input_names) != len(arguments):
+                return load(key, file, linemap, attrs, **rest)
+            found.append(code)
+            return SimpleNamespace(call=None, __file__=file)
+
+        return instead
+
+    with knowing():
+        with replaced(codecache.PyCodeCache, "load_by_key_path", taken):
+            whole = torch._inductor.compile(graph, arguments, OPTIONS)
+        if len(found) != 1:
+            raise OtherCodeError(compile_anew(graph, arguments) if found else whole)
+        if not found[0].kernels:
+            path.write_text(found[0].text)
+        else:
+            build(source(found[0]), path, pick_vec_isa())
+
+
+def compile_anew(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callable:
+    """The graph as code that is kept nowhere."""
     import torch._inductor  # slow to import, and only needed to compile
 
-    return torch._inductor.compile(graph, arguments, OPTIONS)
+    with knowing():
+        return torch._inductor.compile(graph, arguments, OPTIONS)
+
+
+@contextlib.contextmanager
+def knowing() -> Iterator[None]:
+    """Tell Inductor what it would find out by seconds of work, and nobody what torch thinks of its own old calls."""
+    import torch._inductor.codecache as codecache
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    with contextlib.ExitStack() as known:
+        known.enter_context(warnings.catch_warnings())  # nothing of a user's runs here
+        warnings.simplefilter("ignore", DeprecationWarning)
+        if platform.machine() in ("x86_64", "AMD64"):
+            known.enter_context(replaced(VecISA, "check_build", lambda build: runs))
+        if not torch.cuda.is_available():  # the digest of Triton's sources is asked for, and then left out of the key
+            known.enter_context(replaced(codecache, "triton_key", lambda key: lambda: None))
+        yield
+
+
+def runs(isa: object, code: str) -> bool:
+    """Whether the compiler knows the instructions, and torch the functions of vectors of this size.
+
+    Of the processor Inductor has asked before. It would build and load a program for each of six sets: 7 s of a CPU.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    command = [get_cpp_compiler(), *isa.build_arch_flags().split(), "-fsyntax-only", "-x", "c++", os.devnull]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        return False
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    return hasattr(library, f"Sleef_expf{isa.bit_width() // 32}_u10")
+
+
+def build(text: str, path: Path, isa: object) -> None:
+    """The text as a library, by the compiler and flags of Inductor's own loops."""
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+
+    flags = {"vec_isa": isa, "device_type": "cpu", "include_pytorch": False, "shared": True}
+    options = CppTorchDeviceOptions(**flags)
+    options.precompiled_header = compiled_header(flags)
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place, "loops.cpp")
+        file.write_text(text)
+        builder = CppBuilder(name="loops", sources=[str(file)], BuildOption=options, output_dir=place)
+        builder.build()
+        shutil.move(builder.get_target_file_path(), path)
+
+
+def compiled_header(flags: dict[str, Any]) -> str | None:
+    """What loops include, compiled: 5 s once, for 1.2 s less a program. So it is made for
+    a process that compiles many, and taken by all that find that it was made."""
+    from torch._inductor import codecache, config
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+
+    compiled = getattr(codecache, "_precompile_header", None)
+    if compiled is None or not config.cpp_cache_precompile_headers:
+        return None
+    command = CppBuilder(name="o", sources="i", BuildOption=CppTorchDeviceOptions(**flags)).get_command_line()
+    name = hashlib.sha256(f"{torch.__version__} {command}".encode()).hexdigest()
+    note = files.folder() / f"{name}.header"
+    if next(COMPILED) < MANY and not note.exists():
+        return None
+    path = compiled(HEADER, command, **flags)  # torch's own: kept by its content
+    if not files.is_off():
+        note.touch()
+    return path
+
+
+@contextlib.contextmanager
+def replaced(owner: object, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Have this thread find make(f) where `owner` has the function f; others find f."""
+    mine, kept, original = threading.get_ident(), vars(owner)[name], getattr(owner, name)
+    own = make(original)
+
+    def chosen(*args, **kwargs):
+        return (own if threading.get_ident() == mine else original)(*args, **kwargs)
+
+    with PATCHING:
+        setattr(owner, name, staticmethod(chosen) if isinstance(kept, classmethod) else chosen)
+        try:
+            yield
+        finally:
+            setattr(owner, name, kept)

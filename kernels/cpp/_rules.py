@@ -8,14 +8,13 @@ import ctypes
 import hashlib
 import json
 import math
-import os
 import subprocess
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from funcrec.kernels import files
 from funcrec.kernels.cpp import _formulas as formulas
 from funcrec.kernels.cpp import _native
 from funcrec.kernels.cpp._generate import TYPES, UnsupportedError, Value, Writer, literal
@@ -276,35 +275,24 @@ def sleef(symbol: str) -> int | None:
 
 
 def build(text: str) -> ctypes.CDLL:
-    """The text compiled for the kernels' instruction set, kept in Inductor's cache by its content."""
-    from torch._inductor.cpp_builder import get_cpp_compiler  # slow to import, and only needed to compile
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    """The text compiled for the kernels' instruction set, kept by its content."""
+    compiler = files.compiler()
+    if compiler is None:
+        raise RuntimeError(
+            "funcrec.kernels.cpp: a rule cannot be compiled.\n  got   no C++ compiler\n  need  a "
+            "C++ compiler: g++ or clang++\n"
+            '  try   install one, or set CXX to its name, or implementation="reference"'
+        )
+    command = [compiler, *FLAGS, *LEVEL_FLAGS[_native.level()]]
 
-    command = [_compiler(get_cpp_compiler), *FLAGS, *LEVEL_FLAGS[_native.level()]]
-    name = hashlib.sha256("\n".join([*command, text]).encode()).hexdigest()
-    path = Path(cache_dir(), "funcrec", f"{name}.so")
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        mine = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-        source = mine.with_name(f"{mine.name}.cpp")
-        source.write_text(text)
-        done = subprocess.run([*command, str(source), "-o", str(mine)], capture_output=True, text=True, check=False)
-        source.unlink()
+    def make(path: Path) -> None:
+        given = [*command, "-x", "c++", "-", "-o", str(path)]
+        done = subprocess.run(given, input=text, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(
                 f"funcrec.kernels.cpp: the compiler refused a rule.\n  got   {done.stderr[:1000]}\n  need  a "
                 f"C++17 compiler: {' '.join(command)}"
             )
-        mine.replace(path)  # whole or not at all, whoever else builds it
-    return ctypes.CDLL(str(path))
 
-
-def _compiler(find: Callable[[], str]) -> str:
-    try:
-        return find()
-    except Exception as error:  # InvalidCxxCompiler, or what running a compiler raises
-        raise RuntimeError(
-            f"funcrec.kernels.cpp: a rule cannot be compiled.\n  got   {error}\n  need  a "
-            f"C++ compiler: g++ or clang++\n"
-            '  try   install one, or set CXX to its name, or implementation="reference"'
-        ) from error
+    name = hashlib.sha256("\n".join([*command, text]).encode()).hexdigest()
+    return files.load(f"{name}.so", make, lambda path: ctypes.CDLL(str(path)))

@@ -47,10 +47,10 @@ def sent(name, plan):
 def staged(name, plan, codec=None):
     """(the collectives, the splits of those that have some, whether
     every shape is static, the generated code) of a step."""
-    from torch._inductor.utils import run_and_get_code
+    from programs.generated_code import generated_code
 
     step, arguments = lowered(name, plan, codec)
-    _, codes = run_and_get_code(lambda: step.compile()(*arguments))
+    _, codes = generated_code(lambda: step.compile()(*arguments))
     nodes = [n for n in step.graph.graph.nodes if n.op == "call_function"]
     splits = [s for n in nodes if ALL_TO_ALL in str(n.target) for s in n.args[1:3]]
     values = [

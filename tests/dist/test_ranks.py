@@ -157,13 +157,13 @@ def test_a_broken_promise_is_found_below_transforms(name, how, ranks):
 
 def staged_with_promises():
     """The exchanges of a compiled function whose promises are looked at, and of the same without."""
-    from torch._inductor.utils import run_and_get_code
+    from programs.generated_code import generated_code
 
     specs = {"mesh": fr.Mesh.distributed(x=2), "in_specs": fr.P("x"), "out_specs": fr.P()}
     f = lambda x: fr.psum(x.sin().sum(), "x")
     counts = []
     for check in (True, False):
-        _, (code,) = run_and_get_code(fr.jit(fr.shard_map(f, check=check, **specs)), torch.ones(4))
+        _, (code,) = generated_code(fr.jit(fr.shard_map(f, check=check, **specs)), torch.ones(4))
         counts.append(code.count("all_reduce"))
     return counts
 
@@ -176,12 +176,12 @@ def test_a_promise_costs_a_compiled_step_nothing(ranks):
 
 def order_of_overlap():
     """Where the compiled code starts an exchange, multiplies matrices, and waits."""
-    from torch._inductor.utils import run_and_get_code
+    from programs.generated_code import generated_code
 
     f = lambda a, w: fr.all_to_all(a, "x", tiled=True).sin() + (w @ w).relu() @ w
     specs = {"in_specs": (fr.P("x"), fr.P()), "out_specs": fr.P("x")}
     g = fr.jit(fr.shard_map(f, mesh=fr.Mesh.distributed(x=2), **specs))
-    _, (code,) = run_and_get_code(g, torch.ones(4, 4), torch.ones(4, 4))
+    _, (code,) = generated_code(g, torch.ones(4, 4), torch.ones(4, 4))
     body = code[code.index("def call(") :]
     return [body.index("all_to_all_single"), body.index("extern_kernels.mm"), body.index("wait_tensor.default")]
 

@@ -1,0 +1,206 @@
+"""Compiled code on disk: loaded by any process that stages the same graph, whole or made again, never another's."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from funcrec.kernels import files
+from torch._inductor import config, cpu_vec_isa
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import funcrec as fr
+from funcrec.compile import _digest, _inductor
+
+STEP = """
+import sys, torch, funcrec as fr
+c = torch.tensor([1.0, -2.0, 3.0])
+f = fr.jit(lambda x, w: {"y": (x @ w).sin() * c, "x": x, "s": (x @ w).sum(0).exp()})
+out = f(torch.arange(12.0).reshape(4, 3) / 7, torch.arange(9.0).reshape(3, 3) / 5)
+print(out["y"].tolist(), out["s"].tolist(), "torch._inductor.compile_fx" in sys.modules)
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """An empty folder for compiled code."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path / "funcrec"
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The paths that code was compiled for."""
+    found = []
+
+    def write_code(graph, arguments, path, real=_inductor.write_code):
+        found.append(path)
+        real(graph, arguments, path)
+
+    monkeypatch.setattr(_inductor, "write_code", write_code)
+    return found
+
+
+def run(program, place, **more):
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(place), "OMP_NUM_THREADS": "1", **more}
+    return subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_another_process_loads_what_one_compiled(tmp_path):
+    """Two processes that compile one program at once give the same bits, and a third
+    loads it without Inductor and without a compiler."""
+    both = [run(STEP, tmp_path) for _ in range(2)]
+    first, second = (p.communicate(timeout=200)[0].split("\n")[-2] for p in both)
+    later = run(STEP, tmp_path, PATH="").communicate(timeout=100)[0].split("\n")[-2]
+    assert first == second and first.endswith("True") and later == first.replace("True", "False")
+    assert [p.suffix for p in (tmp_path / "funcrec").iterdir()] == [".program"]
+
+
+@pytest.mark.parametrize("harm", ["empty", "cut", "changed", "absent", "a library cut"])
+def test_a_damaged_file_is_made_again(harm, place, made):
+    """Code that was cut short, changed or lost is compiled once more; what is loaded goes on."""
+    fn = (lambda x: x.sin()) if "library" in harm else (lambda x: x @ x.T)  # without loops it is text
+    x = torch.arange(6.0).reshape(2, 3)
+    first = fr.jit(fn)
+    need = first(x)
+    (path,) = place.glob("*.program")
+    whole = path.read_bytes()
+    if harm == "absent":
+        path.unlink()
+    else:
+        damaged = {"empty": b"", "cut": whole[:-10], "changed": whole[:50] + b"!" + whole[51:]}[harm.split()[-1]]
+        other = path.with_suffix(".other")  # in the place of the file, whose memory is loaded
+        other.write_bytes(damaged)
+        other.replace(path)
+    assert fr.jit(fn)(x).tolist() == first(x).tolist() == need.tolist()
+    assert len(made) == 2 and files.is_whole(path)
+    assert fr.jit(fn)(x).tolist() == need.tolist() and len(made) == 2
+
+
+def test_a_file_that_cannot_be_loaded_is_made_again(place):
+    """A whole file that this system cannot load is made once more, and an error of the new one is raised."""
+    write = lambda content: lambda path: path.write_bytes(content)
+
+    def read(path):
+        if not path.read_bytes().startswith(b"ours"):
+            raise OSError("another system's")
+        return "loaded"
+
+    with pytest.raises(OSError, match="another system's"):
+        files.load("x.so", write(b"theirs"), read)
+    assert files.load("x.so", write(b"ours"), read) == files.load("x.so", None, read) == "loaded"
+
+
+def test_code_does_not_hold_constants(place, made):
+    """Functions that differ in the values of tensors that they make share code, and keep their values."""
+    for a in (2.0, 3.0):
+        f = fr.jit(lambda x, a=a: (x @ x.T) @ torch.tensor([a, 1.0]))
+        assert f(torch.eye(2)).tolist() == [a, 1.0]
+    assert len(made) == 1
+
+
+def test_caches_that_are_off_keep_nothing(place):
+    """Where torch is told to keep nothing, nothing is kept."""
+    with config.patch(force_disable_caches=True):
+        assert fr.jit(lambda x: x @ x)(torch.eye(2)).tolist() == torch.eye(2).tolist()
+    assert not place.exists()
+
+
+def test_what_is_interrupted_leaves_no_file(place):
+    """A compilation that fails leaves nothing behind it."""
+    with pytest.raises(KeyboardInterrupt):
+        files.load("x.so", lambda path: [path.write_bytes(b"half"), (_ for _ in ()).throw(KeyboardInterrupt)], None)
+    assert list(place.iterdir()) == []
+
+
+# -- names -------------------------------------------------------------------------------------------------------
+
+
+def name(fn, *arguments, options=_inductor.OPTIONS):
+    return _digest.digest(make_fx(fn)(*arguments), arguments, options)
+
+
+BASE = (lambda x, y: (x + 2 * y).sum(0), torch.ones(4, 3), torch.ones(4, 3))
+ONES = torch.ones(4, 3)
+OTHERS = {
+    "a number": (lambda x, y: (x + 3 * y).sum(0), ONES, ONES),
+    "its kind": (lambda x, y: (x + 2.0 * y).sum(0), ONES, ONES),
+    "an operation": (lambda x, y: (x - 2 * y).sum(0), ONES, ONES),
+    "a dim": (lambda x, y: (x + 2 * y).sum(1), ONES, ONES),
+    "operands": (lambda x, y: (y + 2 * x).sum(0), ONES, ONES),
+    "a shape": (BASE[0], torch.ones(5, 3), torch.ones(5, 3)),
+    "a dtype": (BASE[0], ONES.double(), ONES.double()),
+    "strides": (BASE[0], torch.ones(3, 4).T, ONES),
+    "outputs": (lambda x, y: [(x + 2 * y).sum(0)] * 2, ONES, ONES),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_graph_has_another_name(other):
+    """Code is known by every operation, argument and form of its graph."""
+    assert name(*BASE) != name(*OTHERS[other])
+
+
+def test_the_same_graph_has_the_same_name():
+    """Staged twice, under other names and with other values, a graph has one name."""
+    assert name(*BASE) == name(lambda left, right: (left + 2 * right).sum(0), torch.zeros(4, 3), torch.zeros(4, 3))
+
+
+def surrounded(change):
+    """The name of a graph where `change(patch)` has been made."""
+    with pytest.MonkeyPatch.context() as patch:
+        _digest.system.cache_clear()
+        change(patch)
+        try:
+            return name(*BASE)
+        finally:
+            _digest.system.cache_clear()
+
+
+SURROUNDINGS = {
+    "torch": lambda m: m.setattr(torch, "__version__", "2.99"),
+    "the processor": lambda m: m.setattr(_digest, "processor", lambda: "flags: avx"),
+    "sources": lambda m: m.setattr(_digest, "__file__", __file__),
+    "a variable": lambda m: m.setenv("ATEN_CPU_CAPABILITY", "avx2"),
+    "the compiler": lambda m: m.setenv("CXX", "another"),
+    "threads": lambda m: m.setitem(_digest.SEEN, "the number of threads", lambda: 7),
+    "determinism": lambda m: m.setitem(_digest.SEEN, "deterministic algorithms", lambda: True),
+}
+
+
+@pytest.mark.parametrize("what", SURROUNDINGS)
+def test_other_surroundings_have_another_name(what):
+    """Code is known by torch, funcrec's sources, the processor, and the settings that it was made under."""
+    assert len({name(*BASE), surrounded(SURROUNDINGS[what]), name(*BASE)}) == 2
+
+
+def test_options_are_part_of_the_name():
+    """Code is known by what Inductor is asked for, here and in its config."""
+    names = [name(*BASE), name(*BASE, options=_inductor.OPTIONS | {"realize_opcount_threshold": 30})]
+    with config.patch({"cpp.enable_floating_point_contract_flag": "fast"}):
+        names.append(name(*BASE))
+    assert len({*names}) == 3 and name(*BASE) == names[0]
+
+
+def test_what_has_no_name_is_not_kept(place, made):
+    """An operator that is not torch's or funcrec's, a pass of the user's and
+    another device have no name: such code is compiled in each process."""
+    with torch.library._scoped_library("somebody", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: 2 * x, "CompositeExplicitAutograd")
+        assert name(lambda x: torch.ops.somebody.twice(x), torch.ones(2)) is None
+    with config.patch(post_grad_custom_post_pass=lambda graph: None):
+        assert name(*BASE) is None
+    assert name(*BASE, options={"pass": print}) is None and name(*BASE, options={"pass": lambda: 0}) is None
+    assert name(lambda x: x + 1, torch.ones(2, device="meta")) is None
+
+
+def test_instructions_are_what_inductor_would_find():
+    """What Inductor is told of instructions is what the program says that it would build to find out."""
+    isa = cpu_vec_isa.pick_vec_isa()
+    assert _inductor.runs(isa, isa._avx_code) and isa.check_build(isa._avx_code)
+    unknown = SimpleNamespace(build_arch_flags=lambda: "-mno-such-thing", bit_width=isa.bit_width)
+    narrow = SimpleNamespace(build_arch_flags=isa.build_arch_flags, bit_width=lambda: 32)  # for which torch has nothing
+    assert not _inductor.runs(unknown, isa._avx_code) and not _inductor.runs(narrow, isa._avx_code)
