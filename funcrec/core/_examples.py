@@ -175,6 +175,7 @@ EXAMPLES: dict[str, str] = {
     "rows": "torch.tensor([0, 2])",
     "rtol": "1e-5",
     "rule": "lambda row, grad, slots, hyper: (row - hyper.lr * grad, slots)",
+    "save_every": "1",
     "save_every_steps": "1000",
     "scores": "torch.tensor([0.9, 0.2])",
     "seed": "0",

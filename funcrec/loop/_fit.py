@@ -86,6 +86,7 @@ def fit(
     mode: str | None = None,
     patience: int | None = None,
     checkpoint: str | os.PathLike | None = None,
+    save_every: int = 1,
     save_every_steps: int | None = None,
     resume: bool | str = False,
     overwrite: bool = False,
@@ -111,7 +112,8 @@ def fit(
       monitor, mode: the number of the history that says which epoch is best: the greatest ("max"), or the least
         ("min"). None takes the greatest, and is refused for what is called a loss or an error. NaN is never best.
       patience: the end comes after this many epochs without a better one; None for never.
-      checkpoint: a file, written before the first step, behind each epoch, and where `stop` or a signal ends the run.
+      checkpoint: a file, written before the first step, behind epochs, and where `stop` or a signal ends the run.
+      save_every: write it behind every that many epochs, and the last.
       save_every_steps: write it behind every that many steps of an epoch, too.
       resume: go on from the checkpoint; "auto": where there is one. The end has the bits of a run that was not
         interrupted, wherever it was: between the steps that were saved. A loader that tells its `order`, as
@@ -156,8 +158,8 @@ def fit(
     own = (lambda batch: validate_batch(batch, model.features, model.tables)) if model else (lambda batch: batch)
     look = validate or own
     work = Work(
-        step, loader, evaluate, monitor, mode, path, save_every_steps, dict(settings), tuple(callbacks), look, progress,
-        mesh, place, sync or (lambda state: state), order_of(loader),
+        step, loader, evaluate, monitor, mode, path, save_every, save_every_steps, dict(settings), tuple(callbacks),
+        look, progress, mesh, place, sync or (lambda state: state), order_of(loader),
     )  # fmt: skip
     limits = Limits(epochs, monitor, mode, patience)
     check("funcrec.fit", work_problems(work), limit_problems(limits))
@@ -191,10 +193,13 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
     tell(work, Record("begin", run.position.epoch, done, {}, run.state, is_chief=is_chief(work.mesh)))
     while not (is_finished(run.history, limits) or (stopped := ends())):
         run, stopped = train_epoch(work, run, items, ends)
-        save_run(work, run)
         if stopped:
             break
+        if len(run.history) % work.save_every == 0 or is_finished(run.history, limits):
+            save_run(work, run)
         items = rest_of_epoch(work.loader, run.position)
+    if stopped:
+        save_run(work, run)
     best = whole_params(run.state, work.mesh) if run.best is None else run.best
     return Fitted(run.state, best, run.history, stopped)
 

@@ -49,6 +49,7 @@ def work_problems(work: Work) -> Iterator[Problem]:
         if not callable(callback):
             hint = "callbacks=[print_epoch]"
             yield Problem(f"`callbacks[{i}]` is not a function.", describe(callback), "record -> None", hint, TypeError)
+    yield from count_problems(work.save_every, "save_every")
     if work.save_every_steps is not None:
         yield from count_problems(work.save_every_steps, "save_every_steps")
         if work.checkpoint is None:

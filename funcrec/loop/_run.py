@@ -31,6 +31,7 @@ class Work(NamedTuple):
     monitor: str | None
     mode: str
     checkpoint: Path | None
+    save_every: int
     save_every_steps: int | None
     settings: dict[str, Any]
     callbacks: tuple[Callable, ...]

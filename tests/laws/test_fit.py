@@ -94,6 +94,24 @@ def test_interrupted_anywhere_it_goes_on_to_the_same_bits(every, whole, tmp_path
         assert_same(fit(**how, resume=True), whole)
 
 
+def test_checkpoints_of_some_epochs(tmp_path):
+    """With `save_every` the file is written behind every that many epochs and the last; an interrupt between is told
+    none, and goes on from the one before, to the same bits."""
+    path, seen = tmp_path / "run.pt", []
+    look = lambda record: seen.append(fr.load(path)["position"]) if record.when != "step" else None
+    want = fit(epochs=5, checkpoint=path, save_every=2, callbacks=[look])
+    assert seen == [(0, 0), (0, 0), (0, 0), (2, 0), (2, 0), (4, 0)] and fr.load(path)["position"] == (5, 0)
+    with pytest.raises(Stop):
+        fit(epochs=5, checkpoint=path, save_every=2, callbacks=[stop_at(11)], overwrite=True)
+    assert_same(fit(epochs=5, checkpoint=path, save_every=2, resume=True), want)
+    cut = fit(epochs=5, checkpoint=path, save_every=2, stop=lambda: 1, overwrite=True)
+    assert cut.stopped == 1 and fr.load(path)["position"] == (0, 0)
+    ended = []
+    keep = lambda record: ended.append(1) if record.when == "epoch" else None
+    fit(epochs=5, checkpoint=path, save_every=2, callbacks=[keep], stop=lambda: len(ended) == 3, overwrite=True)
+    assert fr.load(path)["position"] == (3, 0), "who is asked to end has saved all"
+
+
 def test_twice_interrupted_and_donated(tmp_path):
     """A compiled step that takes its state's memory: interrupted twice, the same bits; the best is no part of it."""
     model = fr.models.lr((fr.TableConfig("item", 30, 1),), FEATURES[:1])
@@ -328,6 +346,7 @@ def test_the_bar_is_for_terminals(monkeypatch, capsys):
     ({"model": 3}, TypeError, "`model` has no features"), ({"validate": len}, ValueError, "exclude each other"),
     ({"resume": True}, ValueError, "`resume` is of a checkpoint"),
     ({"resume": "yes"}, ValueError, "`resume` is unknown"),
+    ({"save_every": 0}, ValueError, "`save_every` is too small"),
     ({"save_every_steps": 2}, ValueError, "`save_every_steps` is of a checkpoint"),
     ({"evaluate": lambda p: 0.5}, TypeError, "`evaluate` gave no numbers by name"),
     ({"evaluate": lambda p: {"loss": 0.5}}, ValueError, "a name that the history has"),
