@@ -73,7 +73,7 @@ def describe(x: object) -> str:
 def call_name(fn: Callable) -> str:
     """`funcrec.optim.sgd` for what `funcrec/optim/_sgd.py` defines,
     `funcrec.lookup` for `funcrec/tables/_lookup.py`."""
-    public = [p for p in fn.__module__.split(".") if not p.startswith("_") and p not in STAGES]
+    public = [p for p in fn.__module__.split(".") if not p.startswith("_") and p not in STAGES | {"random"}]
     return ".".join([*public, fn.__qualname__.removesuffix(".__init__")])
 
 
