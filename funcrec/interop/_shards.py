@@ -65,7 +65,7 @@ def whole(call: str, name: str, x: Any) -> Tensor:
         source = dist.get_global_rank(parts.group, rank)
         for i, (at, size) in enumerate(places):
             is_mine = rank == dist.get_rank(parts.group)
-            part = parts.own[i][1].contiguous() if is_mine else torch.empty(size, dtype=x.dtype, device=device)
+            part = parts.own[i][1].detach().contiguous() if is_mine else torch.empty(size, dtype=x.dtype, device=device)
             dist.broadcast(part, source, group=parts.group)
             out[tuple(slice(a, a + n) for a, n in zip(at, size))] = part
             held += part.numel()
