@@ -271,7 +271,7 @@ def test_collectives_are_called_in_one_place():
         "all_gather_into",
         "reduce_scatter",
         "all_to_all_single",
-        "_c10d_functional",
+        "ops._c10d_functional",
         "wait_tensor",
         "broadcast(",
     )
