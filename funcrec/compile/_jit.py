@@ -83,6 +83,11 @@ def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
       donating call that autograd follows, for objects that may change behind their name, and for tensors that are no
       dense memory (sparse, nested, quantized, subclasses).
 
+    Cost: a small job is done sooner without jit. A DLRM's first step with 26 tables compiles for 5 s, half a second
+      where an earlier process left its code (TORCHINDUCTOR_CACHE_DIR); at batch 512 a step then takes 24 ms, not
+      51: 200 steps win the time back, 20 with code that was kept. Each form of the arguments compiles
+      anew: pad the last batch to the others' shape, in evaluation too.
+
     Law: the same values as `fn`; arguments that are not donated keep every bit; the second call with the same shapes
     compiles nothing.
 
