@@ -1,6 +1,8 @@
 """To and from what others have: TorchRec's values, configs and state dicts, torch's nested tensors and modules.
 
 Optional packages are imported when a function that needs them is called.
+
+.. include:: README.md
 """
 
 import funcrec.core as _core
