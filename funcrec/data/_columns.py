@@ -158,6 +158,28 @@ def _list_of_view(view):
     return pa.LargeListArray.from_arrays(ends, view.flatten(), mask=view.is_null())
 
 
+def lists_and_ids(table, schema: Schema):
+    """A table whose columns of nothing but missing lists or ids, which may be of any type, are of the type for that."""
+    import pyarrow as pa
+
+    lists = {*schema.multivalued, *(by for of, by in schema.weights if of in schema.multivalued)}
+    for at, (name, column) in enumerate(zip(table.column_names, table.columns)):
+        if (name in lists or name in schema.categorical) and _is_nothing(column):
+            empty = pa.nulls(len(column), pa.large_list(pa.null()) if name in lists else pa.null())
+            table = table.set_column(at, name, empty)
+    return table
+
+
+def _is_nothing(column) -> bool:
+    """Nulls without a type, or floats, which pandas makes of them, that are all missing or NaN."""
+    import pyarrow.compute as pc
+    import pyarrow.types as kinds
+
+    kind = value_kind(column.type)
+    is_float = kinds.is_floating(kind)
+    return kinds.is_null(kind) or (is_float and pc.all(plain(column).is_null(nan_is_null=True)).as_py() is not False)
+
+
 def flat(column) -> tuple:
     """A column of lists -> (values, lengths i64[N]); a missing list has length 0."""
     import pyarrow as pa

@@ -95,6 +95,7 @@ def fit_encoding(
     known, rows = {n: e.init() for n, e in chosen.items()}, 0
     wanted = (*schema.keys, *schema.dense)
     for table, name_of_row in _tables_of(call, source, wanted):
+        table = columns.lists_and_ids(table, schema)
         with columns.rows_named(name_of_row):
             for column in wanted:
                 n = of.get(column, column)
@@ -140,7 +141,7 @@ def encode(encoding: Encoding, table: object) -> Examples:
     if not set(schema.labels) & set(names):
         absent = {n: None for n in ("weight", "time") if getattr(schema, n) not in names}
         schema = replace(schema, label=None, label_kind="binary", **absent)
-    table = table_of(call, opened(call, table, schema))
+    table = columns.lists_and_ids(table_of(call, opened(call, table, schema)), schema)
     for column, state in ({c: encoding.ids[t] for c, t in encoding.tables} | encoding.dense).items():
         made = state.apply(table[column], Place(call, column))
         table = table.set_column(table.column_names.index(column), column, made)

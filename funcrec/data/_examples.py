@@ -171,6 +171,7 @@ def examples_of(
     missing_number: float | None = None,
 ) -> Examples:
     """Of a pyarrow.Table that has the schema's columns; errors in the name of `call`."""
+    table = columns.lists_and_ids(table, schema)
     check(call, columns.type_problems(table.schema, schema))
     n, weights = table.num_rows, dict(schema.weights)
 

@@ -64,16 +64,16 @@ class Negatives:
         """i64[shape]: ids; shape[0] is the number of users, i[B], where known ids are left out.
 
         Raises: ValueError for a user without a bag of known ids, and one that all ids are known of. Inside `jit`, where
-          no value can be read, the first knows none, and the second gets ids -1, which are in no table.
+          no value can be read, both get ids -1, which are in no table.
         """
         check("funcrec.data.Negatives", _user_problems(self, shape, user))
         own = random.bits(key, tuple(shape))
         total = self.num_ids - self.first if self.ends is None else self.ends[-1]
         if self.known is None:
             return self._at(random.shift_right(own, 1) % total)
-        begin, end = _bag_of(self.known, user)
+        begin, end, is_there = _bag_of(self.known, user)
         wide = lambda x: x.reshape(-1, *(1,) * (len(shape) - 1))
-        free = wide(total - (self.taken[end] - self.taken[begin]))
+        free = wide(torch.where(is_there, total - (self.taken[end] - self.taken[begin]), 0))
         if is_concrete(free) or is_checking():
             check("funcrec.data.Negatives", _free_problems(free, user))
         t = random.shift_right(own, 1) % free.clamp(min=1)
@@ -212,13 +212,13 @@ def _with_known(call: str, negatives: Negatives, known: JaggedTensor | None) -> 
     return Negatives(negatives.ends, known, offsets_of(masses), negatives.first, negatives.num_ids)
 
 
-def _bag_of(known: JaggedTensor, user: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each user's bag begins and ends; a user without one has none."""
+def _bag_of(known: JaggedTensor, user: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each user's bag begins and ends, and whether there is one; an empty one where there is none."""
     count = known.offsets.shape[0] - 1
     is_there = (user >= 0) & (user < count)
     user = torch.where(is_there, user, 0)
-    end = torch.where(is_there, known.offsets[(user + 1).clamp(max=count)], known.offsets[user.clamp(max=count)])
-    return known.offsets[user.clamp(max=count)], end
+    begin = known.offsets[user.clamp(max=count)]
+    return begin, torch.where(is_there, known.offsets[(user + 1).clamp(max=count)], begin), is_there
 
 
 # -- validators ------------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def _user_problems(negatives: Negatives, shape: Shape, user: Tensor | None) -> I
             f"({user.shape[0]}, ...)",
             f"shape=({user.shape[0]}, 4)",
         )
-    elif not found and is_concrete(user) and user.numel():
+    elif not found and (is_concrete(user) or is_checking()) and user.numel():
         count, (low, high) = negatives.known.offsets.shape[0] - 1, (int(x) for x in user.aminmax())
         if low < 0 or high >= count:
             got, hint = f"user {low if low < 0 else high}", "known_items(user, item, num_users=...)"

@@ -38,8 +38,8 @@ class Buckets:
     @by_elements
     def apply(self, values: Any, place: Place) -> np.ndarray:
         """Ids i64 of a column of numbers: 1 below the first edge, k + 1 from the k-th on; 0 where one is missing."""
-        x = floats_of(values, place)
-        return np.where(np.isnan(x), 0, 1 + np.searchsorted(self.edges.cpu().numpy(), x, side="right"))
+        x, edges = floats_of(values, place), _learned(self.edges, place)
+        return np.where(np.isnan(x), 0, 1 + np.searchsorted(edges, x, side="right"))
 
 
 class Counted(NamedTuple):
@@ -139,7 +139,8 @@ class Normal:
     @by_elements
     def apply(self, values: Any, place: Place) -> np.ndarray:
         """Numbers f64 of a column of numbers; 0, the mean, where one is missing."""
-        x = (floats_of(values, place) - float(self.mean)) / float(self.deviation)
+        mean, deviation = (float(_learned(x, place)) for x in (self.mean, self.deviation))
+        x = (floats_of(values, place) - mean) / deviation
         return np.where(np.isnan(x), 0.0, x)
 
 
@@ -191,6 +192,17 @@ def _normal_of(known: Moments) -> Normal:
     deviation = math.sqrt(known.square / known.count)
     of = lambda x: torch.tensor(x, dtype=torch.float64)
     return Normal(of(known.mean), of(deviation if deviation > 0 else 1.0))
+
+
+def _learned(x: Tensor, place: Place) -> np.ndarray:
+    """What was learned, in the digits that it was learned in: fewer may tell no value of a column from another."""
+    if x.dtype != torch.float64:
+        what, hint = (
+            f"what was learned of column `{place.name}` was cast.",
+            "fr.tree.to(params, dtype), not the encoding",
+        )
+        fail(place.call, what, got=describe(x), need="f64, as it was learned", hint=hint, kind=TypeError)
+    return x.cpu().numpy()
 
 
 def _finite(values: Any, place: Place) -> np.ndarray:
