@@ -6,10 +6,11 @@ The module's structure is copied without its numbers, once as in train() and onc
 `torch.func.functional_call` on a copy, so that nothing is read of the module or written to it.
 """
 
+import contextlib
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,6 +25,7 @@ from funcrec.nn import dropout
 CALL = "funcrec.interop.module"
 # The key of the call that runs, and how many have drawn of it.
 DRAWS: ContextVar[tuple[Tensor, Iterator[int]]] = ContextVar("draws")
+ABSENT: tuple = (object(), [])  # an attribute that is not there
 
 
 def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], Callable]:
@@ -42,8 +44,9 @@ def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], 
       constants to derivatives.
 
     Raises: TypeError for what is no module, has lazy parameters, or renormalises its rows in place; from apply for
-      params or buffers of another module, for a draw without a key or from torch's generator, and for a parameter that
-      the module writes to.
+      params or buffers of another module, for a draw without a key or from torch's generator, and for a parameter, or
+      an attribute (a number, a tensor that is no buffer), that the module writes to. ValueError for integers in buffers
+      beyond ±2⁵³, which f64 does not hold.
 
     Law: apply gives the bits that the module gives, and the buffers that it is left with.
 
@@ -88,14 +91,15 @@ def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], 
         # copies, for the module writes to its buffers; where it makes others, functional_call puts them into `state`
         own = {n: b.detach().clone().to(dtypes[n]) for n, b in buffers.items()}
         state = {**params, **own}
-        before = state_of_generator(), versions(params)
+        before = state_of_generator(), versions(params.values())
         token = DRAWS.set((key, itertools.count()))
         try:
-            with lock:
+            with lock, kept_attributes(forms[train]) as kept:
                 out = functional_call(forms[train], state, args, kwargs)
         finally:
             DRAWS.reset(token)
-        check(f"{CALL}'s apply", side_effect_problems(before, (state_of_generator(), versions(params)), params))
+        after = state_of_generator(), versions(params.values())
+        check(f"{CALL}'s apply", side_effect_problems(before, after, params), memory_problems(kept))
         return out, {n: as_float(state[n]) for n in buffers}
 
     return params, buffers, apply
@@ -138,8 +142,32 @@ def state_of_generator() -> Tensor | None:
     return torch.default_generator.get_state() if is_concrete(torch.empty(0)) else None
 
 
-def versions(params: Mapping[str, Tensor]) -> list[int]:
-    return [0 if p.is_inference() else p._version for p in params.values()]
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    return [0 if x.is_inference() else x._version for x in tensors]
+
+
+@contextlib.contextmanager
+def kept_attributes(nn_module: nn.Module) -> Iterator[list[str]]:
+    """The names of the attributes, tensors and numbers, that change meanwhile. What is bound anew is undone, so that
+    the next call is told the same."""
+    before, changed = attributes(nn_module), []
+    try:
+        yield changed
+    finally:
+        after = attributes(nn_module)
+        for part, name in before | after:
+            was, now = before.get((part, name), ABSENT), after.get((part, name), ABSENT)
+            if was[0] is not now[0] or was[1] != now[1]:
+                changed.append(f"{part}.{name}".lstrip("."))
+                of = vars(nn_module.get_submodule(part))
+                of.pop(name, None)
+                of |= {} if was is ABSENT else {name: was[0]}
+
+
+def attributes(nn_module: nn.Module) -> dict[tuple[str, str], tuple[Any, list[int]]]:
+    """{(part, name): (value, version)} of the tensors and numbers that are neither parameters nor buffers."""
+    return {(part, name): (x, versions([x] if isinstance(x, Tensor) else [])) for part, m in nn_module.named_modules()
+            for name, x in vars(m).items() if isinstance(x, Tensor | int | float | None)}  # fmt: skip
 
 
 # -- validators ----------------------------------------------------------------------------------------------------
@@ -160,10 +188,27 @@ def module_problems(x: object) -> Iterator[Problem]:
     if loose:
         yield Problem("`nn_module` has tensors that require grad and would never be trained.", f"{loose}",
                       "parameters", "self.w = torch.nn.Parameter(w)", TypeError)  # fmt: skip
+    wide = [n for n, b in itertools.chain(x.named_parameters(), x.named_buffers())
+            if b.dtype in (torch.int64, torch.uint64) and not b.is_meta
+            and not torch.equal(b.double().to(b.dtype), b)]  # fmt: skip
+    if wide:
+        yield Problem(
+            "`nn_module` has integers that f64 does not hold.",
+            f"{wide}, beyond ±2⁵³",
+            "integers of at most 53 bits in buffers",
+            "a plain attribute for a constant, as an int",
+        )
     normed = [n for n, part in x.named_modules() if getattr(part, "max_norm", None) is not None]
     if normed:
         yield Problem("`nn_module` writes to its parameters: rows are renormalised in place.", f"max_norm in {normed}",
                       "max_norm=None", "fr.optim.rowwise_adagrad(max_norm=...), with the table in `tables`",
+                      TypeError)  # fmt: skip
+
+
+def memory_problems(changed: Sequence[str]) -> Iterator[Problem]:
+    if changed:
+        yield Problem("the module writes to attributes, which `apply` could not hand on.", f"{list(changed)}",
+                      "a forward that changes buffers only", "self.register_buffer(name, tensor) in its __init__",
                       TypeError)  # fmt: skip
 
 

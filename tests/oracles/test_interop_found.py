@@ -1,0 +1,67 @@
+"""fr.interop.module against the module: state that it cannot carry is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+import funcrec as fr
+
+
+class Hashed(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        self.register_buffer("seed", torch.tensor([7, seed]))
+
+    def forward(self, x):
+        return x + self.seed[1] % 1000
+
+
+def test_integers_that_no_float_holds_are_refused():
+    """Buffers travel as f64: an integer that f64 does not hold is an error that names the
+    buffer; others keep their bits."""
+    for seed in (2**53, 2**60, -(2**63)):
+        params, buffers, apply = fr.interop.module(Hashed(seed))
+        assert torch.equal(apply(params, buffers, torch.zeros(1))[0], Hashed(seed)(torch.zeros(1)))
+    for seed in (2**53 + 1, 2**60 + 1, 2**63 - 1):
+        with pytest.raises(ValueError, match=r"`nn_module` has integers.*\n.*seed"):
+            fr.interop.module(Hashed(seed))
+
+
+class Averaging(nn.Module):
+    """`keep` writes what the module remembers."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.keep, self.ema, self.calls = keep, torch.zeros(1), 0
+
+    def forward(self, x):
+        self.keep(self, x)
+        return x + self.ema + self.calls
+
+
+def rebind(m, x):
+    m.ema = 0.9 * m.ema + 0.1 * x.mean()
+
+
+def write(m, x):
+    m.ema.mul_(0.9)
+
+
+def count(m, x):
+    m.calls += 1
+
+
+def first(m, x):
+    m.cache = x
+
+
+@pytest.mark.parametrize("keep", [rebind, write, count, first])
+def test_state_in_plain_attributes_is_refused(keep):
+    """A module that changes attributes which are no buffers is refused in every call, plain or staged, and the copy
+    keeps what it had; one that reads them only is right."""
+    params, buffers, apply = fr.interop.module(nn.Sequential(Averaging(keep)))
+    for call in (apply, apply, fr.jit(apply)):
+        with pytest.raises((TypeError, RuntimeError), match=r"0\.(ema|calls|cache)"):
+            call(params, buffers, torch.ones(1))
+    params, buffers, apply = fr.interop.module(nn.Sequential(Averaging(lambda m, x: None)))
+    assert apply(params, buffers, torch.ones(1))[0].tolist() == [1.0]
