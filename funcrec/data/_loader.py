@@ -78,9 +78,10 @@ def batches(
       position: where to begin. The last batch comes with Position(epoch + 1, 0), where the next epoch begins.
       drop_last: leave out a last batch that is not full. Else it comes as it is, with fewer bags: a compiled step
         compiles once more for it.
-      pad_last: fill up a last batch that is not full with copies of its last row, of weight 0: they count in no loss
-        and no metric, and have no ids that the batch has not. Every batch has weights then, 1 where the data have none,
-        and the shapes of a full one, but for the number of ids where that differs: see `bucket`.
+      pad_last: fill up a last batch that is not full with copies of its last row, of weight 0: they count in no metric
+        and in no loss that reads `batch.weight` (a loss of your own must: Σ w l / Σ w; `fr.fit` refuses one of a
+        `train_step` that does not), and have no ids that the batch has not. Every batch has weights then, 1 where the
+        data have none, and the shapes of a full one, but for the number of ids where that differs: see `bucket`.
       bucket: pad the ids by `fr.pad_to_bucket`, for data whose batches differ in their number of ids.
 
     Raises: TypeError or ValueError at the call, not at the first batch: for a row that the data has not, a position

@@ -23,10 +23,12 @@ from funcrec.core import check, describe, fail, own_errors
 from funcrec.data import Position
 from funcrec.loop._history import Limits, best_epoch, is_finished
 from funcrec.loop._problems import (
+    has_loss,
     item_problems,
     limit_problems,
     loader_problems,
     look_problems,
+    loss_problems,
     measure_problems,
     mode_problems,
     place_problems,
@@ -50,6 +52,7 @@ from funcrec.loop._run import (
 from funcrec.loop._signals import end, listen
 from funcrec.mesh import Mesh
 from funcrec.tables import validate as validate_batch
+from funcrec.train import look_of
 from funcrec.tree import copy
 
 
@@ -58,7 +61,8 @@ class Fitted(NamedTuple):
 
     state: behind the last step. best: the parameters of the best epoch by `monitor`, whole and in memory of their own;
     without a monitor, or where it never was a number, those of `state`. history: one
-    dict per epoch: "epoch", "loss" (the mean over its steps), "steps", "seconds" and "steps_per_s" (of the steps behind
+    dict per epoch: "epoch", "loss" (the mean over its steps, and over the members where a step gives a loss for each;
+    no entry where it gives none), "steps", "seconds" and "steps_per_s" (of the steps behind
     its first, which may compile), and what `evaluate` gave. stopped: 0, or what `stop` said to end it.
 
     Example:
@@ -123,7 +127,10 @@ def fit(
       callbacks: functions of a `fr.loop.Record`, called before the first step, behind each step and behind each epoch;
         an exception of one ends the run.
       model, validate: with a model the first batch is held against its features and tables (`fr.validate`) before any
-        work; or your own function of that batch, which raises.
+        work. With or without one it goes once through the loss of a `train_step` or `jit` of it (under `fr.checked`,
+        which names ids outside their tables), and a loss that reads no `batch.weight` is refused for a batch that has
+        weights; not so the loss of a step on a mesh, or of a function of your own around one. `validate` takes the
+        place of all this: your own function of that batch, which raises.
       stop: () -> whether to end, asked between steps; on ranks any rank's answer counts. None: SIGINT and SIGTERM,
         where there is a checkpoint: they are raised again once it is written.
       progress: a bar on stderr; None for one where that is a terminal.
@@ -160,6 +167,7 @@ def fit(
     work = Work(
         step, loader, evaluate, monitor, mode, path, save_every, save_every_steps, dict(settings), tuple(callbacks),
         look, progress, mesh, place, sync or (lambda state: state), order_of(loader),
+        look_of(step) if validate is None else None,
     )  # fmt: skip
     limits = Limits(epochs, monitor, mode, patience)
     check("funcrec.fit", work_problems(work), limit_problems(limits))
@@ -184,6 +192,8 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
         check("funcrec.fit", item_problems(first, run.position))
         with own_errors("funcrec.fit", work.look, first[1], need="a batch that it takes"):
             work.look(first[1])
+        if work.trial is not None:
+            work.trial(run.state, first[1])
         items = itertools.chain([first], items)
         if (
             run.position == Position()
@@ -214,6 +224,7 @@ def train_epoch(work: Work, run: Run, items: Iterable, ends: Callable[[], int]) 
             check("funcrec.fit", item_problems(item, position))
             position, batch = item
             state, metrics = one_step(work.step, state, batch)
+            check("funcrec.fit", loss_problems(work, metrics))
             loss_sum = loss_sum + loss_of(metrics, loss_sum)
             steps, began = steps + 1, began or time.perf_counter()
             bar.update()
@@ -228,9 +239,10 @@ def train_epoch(work: Work, run: Run, items: Iterable, ends: Callable[[], int]) 
         else:
             got, need = f"{steps} batches, the last with {position}", f"Position({epoch + 1}, 0) with the last one"
             fail("funcrec.fit", f"`loader` ended in the midst of epoch {epoch}.", got=got, need=need)
-    loss, seconds = float(loss_sum) / steps, time.perf_counter() - began
+    loss = {"loss": float(loss_sum) / steps} if has_loss(metrics) else {}  # which waits for the device
+    seconds = time.perf_counter() - began
     timed = steps - run.position.batch - 1
-    entry = {"epoch": epoch, "loss": loss, "steps": steps, "seconds": seconds, "steps_per_s": timed / seconds}
+    entry = {"epoch": epoch, **loss, "steps": steps, "seconds": seconds, "steps_per_s": timed / seconds}
     return end_epoch(work, Run(work.sync(state), position, torch.zeros_like(loss_sum), run.best, run.history), entry), 0
 
 
@@ -266,11 +278,9 @@ def one_step(step: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
 
 
 def loss_of(metrics: Any, like: Tensor) -> Tensor:
-    """f64[]: metrics["loss"], NaN where a step gives none."""
-    loss = metrics.get("loss") if isinstance(metrics, Mapping) else None
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss.detach().reshape(()).double()
-    return torch.full_like(like, loss if isinstance(loss, int | float) else torch.nan)
+    """f64[]: metrics["loss"], of members their mean; NaN where a step gives none."""
+    loss = metrics["loss"] if has_loss(metrics) else torch.nan
+    return loss.detach().double().mean() if isinstance(loss, Tensor) else torch.full_like(like, loss)
 
 
 def measured(evaluate: Callable | None, params: Any, entry: Mapping) -> dict[str, float]:

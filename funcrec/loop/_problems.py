@@ -112,6 +112,19 @@ def item_problems(item: Any, position: Position) -> Iterator[Problem]:
         yield Problem("`loader` goes to another position than the next.", f"{item[0]} behind {position}", want, hint)
 
 
+def has_loss(metrics: Any) -> bool:
+    """Whether a step gave a loss: a number, or one for each of some members."""
+    loss = metrics.get("loss") if isinstance(metrics, Mapping) else None
+    return isinstance(loss, int | float) or (isinstance(loss, Tensor) and loss.numel() > 0 and not loss.is_complex())
+
+
+def loss_problems(work: Work, metrics: Any) -> Iterator[Problem]:
+    if work.monitor == "loss" and work.evaluate is None and not has_loss(metrics):
+        got = f"metrics {list(metrics)}" if isinstance(metrics, Mapping) else f"metrics: {describe(metrics)}"
+        what, hint = "`monitor` is not a number that the step gives.", "evaluate=... that gives 'loss'"
+        yield Problem(what, got, 'metrics["loss"], a number', hint, TypeError)
+
+
 def measure_problems(found: Any, entry: Mapping) -> Iterator[Problem]:
     hint = "evaluate=lambda params: fr.evaluate(predict, params, batches, metrics)"
     if not isinstance(found, Mapping):

@@ -41,6 +41,7 @@ class Work(NamedTuple):
     place: Callable | None
     sync: Callable
     order: dict[str, Any]  # what says which batches the loader gives
+    trial: Callable[[Any, Any], None] | None  # of the first state and batch, before any work
 
 
 class Run(NamedTuple):

@@ -42,9 +42,10 @@ class Batch:
       ids: B bags per key.
       label: f32[B], or f32[B, T] for T tasks; None where there is nothing to learn from: `model.apply` needs none.
       dense: f32[B, num_dense], or None.
-      weight: f32[B] >= 0, how much each example counts in a loss or a metric; None for all alike. An example of weight
-        0 is padding: neither its label nor its dense inputs are read. (The rows of its ids get gradients of zeros,
-        and optimizers with momentum move rows that they meet; padding made of empty bags meets none.)
+      weight: f32[B] >= 0, how much each example counts in a loss or a metric; None for all alike. A loss of your own
+        must read it: `fr.losses.bce(logits, batch.label, batch.weight)`. An example of weight 0 is padding: neither
+        its label nor its dense inputs are read. (The rows of its ids get gradients of zeros, and optimizers with
+        momentum move rows that they meet; padding made of empty bags meets none.)
 
     Law: a loss of `funcrec.models` is Σ w l / Σ w over the batch, on a mesh over the batches of all ranks.
 

@@ -7,4 +7,5 @@ from funcrec.train._reshard import reshard as reshard
 from funcrec.train._scan import scan as scan
 from funcrec.train._state import TrainState as TrainState
 from funcrec.train._step import TrainStep as TrainStep
+from funcrec.train._step import look_of as look_of
 from funcrec.train._step import train_step as train_step

@@ -37,6 +37,11 @@ def takes_key(loss_fn: Callable) -> bool:
         return False
 
 
+def with_key(recipe: Recipe, state: TrainState, of_bags: Callable = lambda key: key) -> dict[str, Tensor]:
+    """What the loss is given besides params and batch."""
+    return {"key": of_bags(random.fold_in(state.key, state.step))} if recipe.takes_key else {}
+
+
 class Summed(NamedTuple):
     """The gradients of the global batch.
 
@@ -79,7 +84,7 @@ class Place(NamedTuple):
 
 def run(recipe: Recipe, place: Place, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
     """(state', metrics)."""
-    extra = {"key": place.key(random.fold_in(state.key, state.step))} if recipe.takes_key else {}
+    extra = with_key(recipe, state, place.key)
     differentiated = value_grad_and_overflows(place.loss_fn(recipe), recipe.has_aux)
     value, grads, overflows = differentiated(place.params(state), batch, **extra)
     loss, aux = value if recipe.has_aux else (value, None)

@@ -28,6 +28,7 @@ from funcrec.mesh import Codec, Mesh
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.sharding import Plan, ShardedTables, dedup_problems, dense_axes_problems
 from funcrec.tables import Params, params_problems
+from funcrec.train._look import look
 from funcrec.train._pipeline import Place, Recipe, run, takes_key
 from funcrec.train._rank_step import shard_state, sharded_update
 from funcrec.train._state import TrainState, state_parts
@@ -155,7 +156,14 @@ def train_step(
             return on_mesh(state, batch)
         return run(recipe, Place(), state, batch)
 
+    update.look = functools.partial(look, recipe) if mesh is None else None
     return TrainStep(init, update)
+
+
+def look_of(step: Any) -> Callable[[TrainState, Any], None] | None:
+    """What looks at a batch by a step's loss (`look`): of a `train_step` in one process, or `jit` of it."""
+    step = step if isinstance(step, TrainStep) else getattr(step, "fn", None)
+    return getattr(step.update, "look", None) if isinstance(step, TrainStep) else None
 
 
 def own_memory(state: TrainState) -> TrainState:

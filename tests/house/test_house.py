@@ -50,6 +50,7 @@ SUBCLASSES = {
     "_Reads": "TorchFunctionMode",
     "NoHostMemory": "TorchFunctionMode",
     "_Lift": "TorchFunctionMode",
+    "Readers": "TorchFunctionMode",
 }
 
 HEAVY = [

@@ -1,0 +1,50 @@
+"""look: what a step's loss makes of a batch, by value, before a step is taken.
+
+checked(loss)(params, batch);      batch.weight is read by some operation of the loss, or None
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from funcrec.core import checked, fail, own_errors, tree_leaves
+from funcrec.tables import Batch
+from funcrec.train._pipeline import Recipe, with_key
+from funcrec.train._state import TrainState
+
+ABOUT = (torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.ndim.__get__,
+         torch.Tensor.requires_grad.__get__)  # fmt: skip
+
+
+class Readers(TorchFunctionMode):
+    """Whether some operation takes x, other than a question about its form (`vmap` is seen by x.size(0))."""
+
+    def __init__(self, x: Tensor):
+        super().__init__()
+        self.x, self.found = x, False
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.found |= func not in ABOUT and any(x is self.x for x in tree_leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))
+
+
+def look(recipe: Recipe, state: TrainState, batch: Any) -> None:
+    """Raise for ids outside their table, as `checked` does, and for weights of examples that the loss does not read."""
+    loss, extra = recipe.loss_fn, with_key(recipe, state)
+    run = lambda: checked(loss)(state.params, batch, **extra)
+    with own_errors("funcrec.train_step", loss, state.params, batch, need="the batch that it reads"):
+        if not isinstance(batch, Batch) or not isinstance(batch.weight, Tensor):
+            run()
+            return
+        with Readers(batch.weight) as weight:
+            run()
+    if not weight.found:
+        fail(
+            "funcrec.fit", "the loss reads no `batch.weight`: what fills up a last batch would count in it.",
+            got=f"{getattr(loss, '__name__', type(loss).__name__)}, and a batch with weights",
+            need="Σ w l / Σ w over the batch, or batches without weights",
+            hint="fr.losses.bce(logits, batch.label, batch.weight); validate=lambda batch: None to train without them",
+        )  # fmt: skip

@@ -1,0 +1,112 @@
+"""fit: what a first batch, a step's loss and its number must be, without a model that says so."""
+
+import functools
+
+import pytest
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits as bce
+
+import funcrec as fr
+
+ITEM, CLICKED = fr.TableConfig("item", 8, 2), fr.FeatureConfig("clicked", table="item")
+IDS = fr.KeyedJaggedTensor.from_lists({"clicked": [[1], [2], [3]]})
+BATCH = fr.Batch(IDS, torch.tensor([0.0, 1.0, 1.0]))
+PADDED = fr.Batch(IDS, BATCH.label, weight=torch.tensor([1.0, 1.0, 0.0]))
+KIND = {"sparse": fr.optim.sgd(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
+
+
+def logits(p, batch):
+    return fr.lookup(p.tables, batch.ids, [CLICKED])["clicked"] @ p.dense
+
+
+def unweighted(p, batch):
+    return bce(logits(p, batch), batch.label)
+
+
+def weighted(p, batch):
+    return (bce(logits(p, batch), batch.label, reduction="none") * batch.weight).sum() / batch.weight.sum()
+
+
+def masked(p, batch):
+    return unweighted(p, batch) if batch.weight is None else bce(logits(p, batch)[batch.weight > 0], batch.label[:2])
+
+
+def by_vmap(p, batch):
+    return torch.func.vmap(lambda z, y, w: torch.where(w > 0, bce(z, y), 0))(
+        logits(p, batch), batch.label, batch.weight
+    ).sum()
+
+
+def with_aux(p, batch, key):
+    return weighted(p, batch) + fr.nn.dropout(p.dense, key, 0.5).sum(), {"logits": logits(p, batch)}
+
+
+def fit(loss, batch, kind=lambda step: step, **how):
+    step = fr.train_step(loss, **KIND, has_aux=loss is with_aux)
+    state = step.init(fr.Params(fr.init(fr.key(0), [ITEM]), torch.zeros(2)))
+    return fr.fit(kind(step), state, [batch], epochs=1, **how)
+
+
+@pytest.mark.parametrize("kind", [lambda step: step, fr.jit, functools.partial(fr.jit, donate=("state",))])
+def test_ids_outside_their_table_are_found_without_a_model(kind, tmp_path):
+    """The first batch goes once through the loss of a step of `train_step`, whose lookups name ids outside their
+    table, before any work; that stands for a jitted and a donating one, too."""
+    batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"clicked": [[1], [999], [3]]}), BATCH.label)
+    with pytest.raises(fr.CheckError, match="feature 'clicked' has ids outside table 'item'"):
+        fit(unweighted, batch, kind, checkpoint=tmp_path / "run.pt")
+    assert not (tmp_path / "run.pt").exists()
+
+
+def test_weights_that_the_loss_does_not_read_are_refused():
+    """A batch with weights, as pad_last makes it, is refused for a loss that reads none, jitted or not: it would count
+    what fills the batch up. (The dense parameters are zeros: no number tells.)"""
+    for kind in (lambda step: step, fr.jit):
+        with pytest.raises(ValueError, match=r"reads no `batch\.weight`"):
+            fit(unweighted, PADDED, kind)
+    assert fit(unweighted, PADDED, validate=lambda batch: batch).history[0]["steps"] == 1
+    assert fit(unweighted, BATCH).history[0]["steps"] == 1
+
+
+@pytest.mark.parametrize("loss", [weighted, masked, by_vmap, with_aux])
+def test_weights_that_the_loss_reads_in_any_way_are_right(loss):
+    """A product, a mask, an argument of vmap: each is a reading."""
+    assert fit(loss, PADDED).history[0]["steps"] == 1
+
+
+def test_the_look_changes_no_bit():
+    """A run has the bits of the step's own calls: the look at the first batch draws nothing and writes nothing."""
+    step = fr.train_step(with_aux, **KIND, has_aux=True)
+    state = step.init(fr.Params(fr.init(fr.key(0), [ITEM]), torch.ones(2)))
+    fr.testing.assert_trees_close(fit_of(step, state), step(state, PADDED)[0], rtol=0, atol=0)
+
+
+def fit_of(step, state):
+    return fr.fit(step, state, [PADDED], epochs=1).state
+
+
+def counted(metrics):
+    return lambda total, batch: (total + batch, metrics(total))
+
+
+def run(metrics, **how):
+    return fr.fit(counted(metrics), torch.tensor(0.0), [1.0, 2.0], epochs=2, **how)
+
+
+def test_the_loss_of_members_is_their_mean():
+    """A step that gives a loss for each member of an ensemble has their mean in the history, and it can be watched."""
+    done = run(lambda total: {"loss": torch.stack([total, total + 2])}, monitor="loss", mode="min")
+    assert [h["loss"] for h in done.history] == [1.5, 4.5]
+    assert done.best.item() == 3.0
+
+
+def test_a_step_without_a_loss_has_none_in_the_history():
+    """No number stands for one that is not there; to watch it is an error at the first step, unless `evaluate`
+    gives it."""
+    for metrics in (lambda total: {"error": total}, lambda total: {"loss": "low"}, lambda total: None):
+        assert all("loss" not in h for h in run(metrics).history)
+        seen = []
+        with pytest.raises((KeyError, ValueError, TypeError), match="`monitor` is not a number that the step gives"):
+            run(metrics, monitor="loss", mode="min", callbacks=[seen.append])
+        assert [r.when for r in seen] == ["begin"]
+        done = run(metrics, monitor="loss", mode="min", evaluate=lambda params: {"loss": 1.0})
+        assert [h["loss"] for h in done.history] == [1.0, 1.0]
