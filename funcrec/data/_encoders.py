@@ -20,7 +20,8 @@ from funcrec.data._sources import need_pyarrow
 
 
 class Place(NamedTuple):
-    """What errors say of a column's values: the call, the column's name, and the row of its n-th value.
+    """What errors say of a column's values: the call, the column's name, and the row of its n-th value. size: how many
+    values a row has, where each has as many: those of a list of fixed size.
 
     Example:
       >>> from funcrec.data import Place
@@ -35,6 +36,7 @@ class Place(NamedTuple):
     call: str
     name: str
     row: Callable[[int], int] = int
+    size: int = 1
 
     def refuse(self, nth: int, got: str, need: str, hint: str = "") -> None:
         columns.refuse(self.call, self.row(nth), self.name, got, need, hint)
@@ -149,6 +151,8 @@ def _chunks(call: str, x: Any) -> Iterator[Any]:
 
 def elements(column: Any, place: Place) -> tuple[Any, Place, Any]:
     """(the values, those of lists one after the other; their place; the lengths of the lists, or None)."""
+    import pyarrow as pa
+
     column = columns.plain(column)
     if not columns.is_list(column.type):
         return column, place, None
@@ -158,7 +162,8 @@ def elements(column: Any, place: Place) -> tuple[Any, Place, Any]:
             column.type, "values, or lists of values", "pyarrow.compute.list_flatten, for one list of a row"
         )
     row = lambda nth: place.row(columns.row_of(lengths, nth))
-    return values, place._replace(row=row), lengths
+    size = column.type.list_size if pa.types.is_fixed_size_list(column.type) else 1
+    return values, place._replace(row=row, size=size), lengths
 
 
 def by_elements(encode: Callable) -> Callable:
@@ -174,8 +179,12 @@ def by_elements(encode: Callable) -> Callable:
         if lengths is None:
             return pa.chunked_array([made])
         missing = column.is_null().combine_chunks() if column.null_count else None
-        if kinds.is_fixed_size_list(column.type) and missing is None:
-            return pa.chunked_array([pa.FixedSizeListArray.from_arrays(made, column.type.list_size)])
+        if kinds.is_fixed_size_list(column.type):
+            nth = np.where(lengths > 0, np.cumsum(lengths > 0) - 1, 0)[:, None] * inner.size + np.arange(inner.size)
+            made = (
+                made if missing is None else made.take(pa.array(nth.ravel(), mask=np.repeat(lengths == 0, inner.size)))
+            )
+            return pa.chunked_array([pa.FixedSizeListArray.from_arrays(made, inner.size, mask=missing)])
         ends = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int64())
         return pa.chunked_array([pa.LargeListArray.from_arrays(ends, made, mask=missing)])
 

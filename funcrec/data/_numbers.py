@@ -80,6 +80,7 @@ def bucketize(edges: Sequence[float] | None = None, *, num_quantiles: int | None
 
 def _count(known: Counted, values: Any, place: Place) -> Counted:
     x = _finite(values, place)
+    x = x[~np.isnan(x)]
     known = known._replace(waiting=(*known.waiting, np.unique(x, return_counts=True)))
     waits = sum(len(v) for v, _ in known.waiting)
     return _add_up(known) if waits > max(BLOCK, len(known.values)) else known
@@ -127,7 +128,7 @@ class Moments(NamedTuple):
 
 @pytree
 class Normal:
-    """What `normalize` has learned: mean f64[] and deviation f64[], 1 where all values are equal."""
+    """What `normalize` has learned: mean and deviation, 1 where all are equal: f64[], or f64[k] of lists of k."""
 
     mean: Tensor
     deviation: Tensor
@@ -139,13 +140,15 @@ class Normal:
     @by_elements
     def apply(self, values: Any, place: Place) -> np.ndarray:
         """Numbers f64 of a column of numbers; 0, the mean, where one is missing."""
-        mean, deviation = (float(_learned(x, place)) for x in (self.mean, self.deviation))
-        x = (floats_of(values, place) - mean) / deviation
+        _check_size(place, values, self.mean.numel())
+        mean, deviation = (_learned(x, place) for x in (self.mean, self.deviation))
+        x = ((floats_of(values, place).reshape(-1, self.mean.numel()) - mean) / deviation).ravel()
         return np.where(np.isnan(x), 0.0, x)
 
 
 def normalize() -> Encoder:
-    """Numbers -> (x - mean) / deviation of the rows that it learned from; missing ones -> 0, which is the mean.
+    """Numbers -> (x - mean) / deviation of the rows that it learned from; missing ones -> 0, which is the mean. Of
+    lists of a fixed size k, which are k columns side by side, each position has a mean and deviation of its own.
 
     Law: the state does not depend on how the rows came in chunks. A column of one value has deviation 1.
 
@@ -156,11 +159,29 @@ def normalize() -> Encoder:
 
     Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979).
     """
-    return Encoder(Moments, _measure, _normal_of, "numbers")
+    return Encoder(tuple, _measure, _normal_of, "numbers")
 
 
-def _measure(known: Moments, values: Any, place: Place) -> Moments:
-    known = known._replace(rest=(*known.rest, _finite(values, place)))
+def _measure(known: tuple[Moments, ...], values: Any, place: Place) -> tuple[Moments, ...]:
+    """Those of each position of a row."""
+    if values.null_count == len(values):  # of any type, or no rows
+        return known
+    known = known or (Moments(),) * place.size
+    _check_size(place, values, len(known))
+    x = _finite(values, place).reshape(-1, len(known))
+    return tuple(_with(m, column[~np.isnan(column)]) for m, column in zip(known, x.T, strict=True))
+
+
+def _check_size(place: Place, values: Any, size: int) -> None:
+    if place.size != size and len(values):
+        of = lambda k: "one number of each row" if k == 1 else f"lists of {k} numbers"
+        place.refuse_type(
+            f"{of(place.size)}, of {values.type}", f"{of(size)}, as was learned", "a column for each size"
+        )
+
+
+def _with(known: Moments, values: np.ndarray) -> Moments:
+    known = known._replace(rest=(*known.rest, values))
     if sum(map(len, known.rest)) < BLOCK:
         return known
     x = np.concatenate(known.rest)
@@ -177,10 +198,10 @@ def _joined(known: Moments, block: np.ndarray) -> Moments:
     return known._replace(count=count, mean=known.mean + step * (len(block) / count), square=known.square + square)
 
 
-def _normal_of(known: Moments) -> Normal:
-    rest = np.concatenate([np.zeros(0), *known.rest])
-    known = _joined(known, rest) if len(rest) else known
-    if not known.count:
+def _normal_of(known: tuple[Moments, ...]) -> Normal:
+    rests = [np.concatenate([np.zeros(0), *m.rest]) for m in known]
+    known = [_joined(m, rest) if len(rest) else m for m, rest in zip(known, rests, strict=True)]
+    if not known or not all(m.count for m in known):
         need, hint = "a number or more", "a column that has values, or one less in the schema"
         fail(
             "funcrec.data.normalize",
@@ -189,9 +210,8 @@ def _normal_of(known: Moments) -> Normal:
             need=need,
             hint=hint,
         )
-    deviation = math.sqrt(known.square / known.count)
-    of = lambda x: torch.tensor(x, dtype=torch.float64)
-    return Normal(of(known.mean), of(deviation if deviation > 0 else 1.0))
+    of = lambda x: torch.tensor(x if len(x) > 1 else x[0], dtype=torch.float64)
+    return Normal(of([m.mean for m in known]), of([math.sqrt(m.square / m.count) or 1.0 for m in known]))
 
 
 def _learned(x: Tensor, place: Place) -> np.ndarray:
@@ -206,12 +226,12 @@ def _learned(x: Tensor, place: Place) -> np.ndarray:
 
 
 def _finite(values: Any, place: Place) -> np.ndarray:
-    """f64: the values that are not missing."""
+    """f64, NaN where a value is missing."""
     x = floats_of(values, place)
     if np.isinf(x).any():
         at = int(np.isinf(x).argmax())
         place.refuse(at, f"{x[at]}", "a finite number, to learn from", "leave such rows out, or bucketize(edges=...)")
-    return x[~np.isnan(x)]
+    return x
 
 
 # -- logarithms ------------------------------------------------------------------------------------------------------
