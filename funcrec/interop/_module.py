@@ -138,8 +138,9 @@ def keyed_dropout(part: nn.Dropout) -> Callable[[Tensor], Tensor]:
 
 
 def state_of_generator() -> Tensor | None:
-    """None where a call is staged: `jit` refuses draws itself."""
-    return torch.default_generator.get_state() if is_concrete(torch.empty(0)) else None
+    """None where a call is staged: `jit` refuses draws itself. (It is no tensor of a transform, in one either.)"""
+    state = None if torch.compiler.is_dynamo_compiling() else torch.default_generator.get_state()
+    return state if state is not None and is_concrete(state) else None
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:

@@ -6,6 +6,7 @@ Shapes: B batch, T tasks.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -62,12 +63,26 @@ def task_problems(losses: object, weights: object) -> Iterator[Problem]:
     if not isinstance(losses, list | tuple) or not losses or not all(map(callable, losses)):
         yield Problem("`losses` are not losses.", describe(losses), need, hint, TypeError)
         return
+    for t, loss in enumerate(losses):
+        if not takes_reduction(loss):
+            name, need = getattr(loss, "__name__", type(loss).__name__), "(predictions, label, weight, *, reduction)"
+            hint = 'fr.losses.mse; in your own: x if reduction == "none" else fr.losses.weighted_mean(x, weight)'
+            what = f"`losses[{t}]` takes no `reduction`."
+            yield Problem(what, f"{name}{inspect.signature(loss)}", need, hint, TypeError)
     is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
     if weights is not None and (not isinstance(weights, list | tuple) or not all(map(is_number, weights))):
         yield Problem("`weights` are not numbers.", describe(weights), "one per task", "weights=(1.0, 0.5)", TypeError)
     elif weights is not None and (len(weights) != len(losses) or not all(0 <= x < float("inf") for x in weights)):
         need = f"{len(losses)} finite numbers >= 0"
         yield Problem("`weights` do not match the tasks.", f"{tuple(weights)}", need, f"weights={(1.0,) * len(losses)}")
+
+
+def takes_reduction(loss: Callable) -> bool:
+    try:
+        given = inspect.signature(loss).parameters
+    except (TypeError, ValueError):  # what does not say it is asked by the call
+        return True
+    return "reduction" in given or any(p.kind is p.VAR_KEYWORD for p in given.values())
 
 
 def column_problems(predictions: Tensor, weight: object, num_tasks: int) -> Iterator[Problem]:

@@ -201,6 +201,7 @@ def test_a_model_of_two_tasks_is_trained():
     (lambda x: losses.cross_entropy(numbers(1, B, 3), CLASSES), ValueError, "label[1] = 3"),
     (lambda x: losses.huber(x, CLICKS, delta=0.0), ValueError, "`delta`"),
     (lambda x: losses.multi_task([]), TypeError, "`losses` are not losses"),
+    (lambda x: losses.multi_task([losses.mse, lambda p, y, w: (p - y).mean()]), TypeError, "takes no `reduction`"),
     (lambda x: losses.multi_task([losses.mse], weights=(1.0, 2.0)), ValueError, "do not match the tasks"),
     (lambda x: TASKS(numbers(1, B, 3), numbers(2, B, 3)), ValueError, "not one column for each task"),
     (lambda x: TASKS(x, CLICKS), ValueError, "`predictions` have another number of dimensions"),

@@ -258,6 +258,7 @@ class Loose(nn.Module):
 
 LINEAR, ONES = nn.Linear(2, 1), torch.ones(3, 2)
 PARAMS, BUFFERS, APPLY = module(LINEAR)
+drawn = lambda x: module(Functional())[2]({}, {}, x, train=True, key=fr.key(0))[0]
 NO_MODULE = {
     "a function": (lambda: module(lambda x: x), TypeError, "`nn_module` is not a module"),
     "lazy": (lambda: module(nn.LazyLinear(2)), TypeError, "parameters of no shape yet"),
@@ -273,6 +274,13 @@ NO_MODULE = {
     "no key": (lambda: module(nn.Dropout(0.5))[2]({}, {}, ONES, train=True), TypeError, "`key` is missing"),
     "a seed": (lambda: module(nn.Dropout(0.5))[2]({}, {}, ONES, train=True, key=3), TypeError, "`key` is not a key"),
     "torch's generator": (lambda: module(Functional())[2]({}, {}, ONES, train=True, key=fr.key(0)), TypeError,
+        "draws from torch's generator"),
+    "torch's generator, in grad": (lambda: torch.func.grad(lambda x: drawn(x).sum())(ONES), TypeError,
+        "draws from torch's generator"),
+    "torch's generator, in vjp": (lambda: torch.func.vjp(drawn, ONES), TypeError, "draws from torch's generator"),
+    "torch's generator, in jvp": (lambda: torch.func.jvp(drawn, (ONES,), (ONES,)), TypeError,
+        "draws from torch's generator"),
+    "torch's generator, in vmap": (lambda: torch.func.vmap(drawn, randomness="different")(ONES), TypeError,
         "draws from torch's generator"),
     "writes": (lambda: module(Counting())[2]({"count": torch.zeros(())}, {}, ONES), TypeError,
         "writes to its parameters"),
