@@ -115,11 +115,12 @@ def _set_problems(schema: Schema) -> Iterator[Problem]:
         twice = sorted({n for n in group if group.count(n) > 1})
         if twice:
             yield Problem(f"columns are named twice in {name}.", f"{twice}", "each once")
-    weights = {schema.weight, *(by for _, by in schema.weights)}
-    leaked = sorted(set(schema.labels) & {*schema.keys, *schema.dense, *weights})
+    leaked = sorted(set(schema.labels) & {*schema.keys, *schema.dense, *(by for _, by in schema.weights)})
     if leaked:
-        need, hint = "a label apart from ids, dense and weights", "a column of another name, if a copy of it is wanted"
-        yield Problem("`label` is among what is learnt from.", f"{leaked}", need, hint)
+        hint = "a column of another name, if a copy of the label is wanted"
+        yield Problem(
+            "`label` is among what is learnt from.", f"{leaked}", "a label apart from ids, dense and weights", hint
+        )
     of = [of for of, _ in schema.weights]
     unknown = [n for n in of if n not in schema.keys]
     if unknown or len(set(of)) < len(of):

@@ -143,6 +143,9 @@ def scores_problems(scores: object, label: object) -> Iterator[Problem]:
     if not isinstance(scores, Tensor):
         hint = "predict=fr.jit(model.apply)"
         yield Problem("`predict` gave no tensor.", describe(scores), "f[B]", hint, TypeError)
+    elif scores.dim() == 0:
+        need, hint = "f[B], one for each example", "predict=fr.jit(model.apply), without a mean over the batch"
+        yield Problem("`predict` gave one number for a whole batch.", describe(scores), need, hint)
     elif label is None:
         need, hint = "[B], one for each prediction", "batches of the data's labels; model.apply needs none"
         yield Problem("`batch.label` is missing: there is nothing to compare with.", "None", need, hint)

@@ -103,7 +103,8 @@ def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> Callable:
         )
     check("funcrec.models.loss", function_problems(loss=loss))
 
-    def loss_fn(params: Params, batch: Batch, *, key: Tensor):
+    def loss_fn(params: Params, batch: Batch, *, key: Tensor | None = None):  # None is told of in four parts
+        random.check_key("funcrec.models.loss", key)
         logits, stats = model.train_apply(params, batch, key)
         check("funcrec.models.loss", label_problems(batch.label))
         value = loss(logits, batch.label, batch.weight)

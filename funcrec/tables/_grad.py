@@ -61,8 +61,10 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
     the loss calls itself, of the loss's own tables too. The gradient is the table's,
     whatever a lookup calls it: {"a": params.tables["b"]}.
 
-    Of tables with a capacity (`shard_tables`) a rank whose ids found no place
-    has NaN for its loss and gradients; `checked` tells how many they were. (`train_step` counts them.)
+    Of tables with a capacity (`shard_tables`) a rank whose ids found no place looks up NaN, which makes its loss and
+    gradients NaN; not those of a loss that puts numbers in their place (`torch.nan_to_num`, `torch.where`), which are
+    of those numbers. `checked` raises in either case and tells how many ids they were; `train_step` counts them and
+    leaves the state as it was.
 
     Cost: the forward twice when not compiled.
 

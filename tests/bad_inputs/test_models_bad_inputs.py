@@ -127,6 +127,12 @@ ROWS = [
     ),
     ("ids for a batch", lambda: PLAIN.apply(params(PLAIN), IDS), TypeError, "`batch` is not a batch."),
     ("no key", lambda: PLAIN.train_apply(params(PLAIN), BATCH, None), TypeError, "`key` is not a key."),
+    (
+        "a loss without key",
+        lambda: fr.value_and_grad(models.loss(PLAIN), has_aux=True)(params(PLAIN), BATCH),
+        TypeError,
+        "key=fr.key(0)",
+    ),
     ("init(0)", lambda: PLAIN.init(0), TypeError, "funcrec.models.wide_deep.init: `key` is not a key."),
     ("labels [B, 1]", lambda: loss(torch.zeros(2, 1)), ValueError, "`label` does not match the logits."),
     ("labels in a list", lambda: loss([0, 1]), TypeError, "`label` is not a tensor."),

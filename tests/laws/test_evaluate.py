@@ -77,6 +77,7 @@ def test_no_derivative_is_kept():
     ({"metrics": {"auc": 0.5}}, TypeError, "`metrics['auc']` is not a metric"),
     ({"batches": batches(5, label=None)}, ValueError, "`batch.label` is missing"),
     ({"predict": lambda params, batch: 3}, TypeError, "`predict` gave no tensor"),
+    ({"predict": lambda params, batch: SCORES.mean()}, ValueError, "`predict` gave one number"),
     ({"predict": 3}, TypeError, "`predict` is not a function"),
     ({"metrics": {"auc": fr.metrics.auc()}}, ValueError, "from_logits=True"),
     ({"predict": lambda params, batch: SCORES[:3]}, ValueError, "`labels` do not match"),
