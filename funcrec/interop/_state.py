@@ -7,7 +7,8 @@ An optimizer's state dict goes the same ways: {parameter: {state: tensor}} under
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from funcrec.core import (
 )
 from funcrec.interop._places import Place, find_places, shape_problems, table_of, to_our_columns, to_their_columns
 from funcrec.interop._shards import joined, like, shape_of, whole
-from funcrec.tables import Params, params_problems
+from funcrec.tables import FeatureConfig, Params, feature_list_problems, params_problems
 from funcrec.train import TrainState
 
 # A slot of our row optimizers: what FBGEMM and torch.optim call it. FBGEMM's first state is momentum1 whatever it is.
@@ -48,6 +49,7 @@ def load_torchrec_state_dict(
     state: Params | TrainState,
     state_dict: Mapping[str, Any],
     *,
+    features: Sequence[FeatureConfig] | None = None,
     step: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Params | TrainState:
@@ -58,13 +60,15 @@ def load_torchrec_state_dict(
         kept. Tables are found by their names. Dense tensors: of `torchrec.models.dlrm.DLRM` for
         `fr.models.dlrm(..., keep="dense")`, with the products of pairs in our order, and of its DLRM_DCN for
         `fr.models.dlrm_dcnv2`; of `torchrec.models.deepfm.SimpleDeepFMNN` for `fr.models.simple_deepfm`; else by the
-        longest tail of a leaf's path that is the tail of one name, as of `{"over": fr.interop.module(over)[0]}`. The
-        features of the models must be those of `from_torchrec`, in its order.
+        longest tail of a leaf's path that is the tail of one name, as of `{"over": fr.interop.module(over)[0]}`.
       state_dict: `module.state_dict()` of an EmbeddingBagCollection, an EmbeddingCollection, a model with one, sharded
         (ShardedTensor or DTensor: every rank must call, and each gets whole tables) or not; or
         `module.fused_optimizer().state_dict()` and that of a KeyedOptimizer for a TrainState's slots and dense
         optimizer. Numbers are copied, hyper-parameters are not: the rule of the state must be that of the optimizer,
         whose names do not tell one first moment from another.
+      features: the model's, which are held to the order of the tables in the state dict of a module, for its dense
+        weights read them in that order, as `from_torchrec` gives them. None of a model that has no dense weights; for
+        TorchRec's own models the tables of `state` are held to it then, and the features are not known.
       step: the steps taken, for `TrainState.step`; FBGEMM's state dicts do not say it, torch.optim's do.
       group: the ranks that each have the state of their own tables alone, as DistributedModelParallel's fused optimizer
         does (`torch.distributed.group.WORLD`); None where every rank has all names.
@@ -91,12 +95,14 @@ def load_torchrec_state_dict(
     call = "funcrec.interop.load_torchrec_state_dict"
     check(call, state_problems(state), dict_problems(state_dict, "state_dict"))
     check(call, step_problems(state, step), group_problems(group), tracked_problems(state_dict))
+    check(call, () if features is None else feature_list_problems(features))
     if is_optimizer(state_dict):
         check(call, trained_problems(state))
         theirs = {n: stated(own) for n, own in state_dict["state"].items()}
         return load_optimizer(call, state, theirs if group is None else joined(theirs, group), step)
     places, problems = find_places(list(state_dict), state.tables, state.dense)
     check(call, problems, *(shape_problems(p, shape_of(state_dict[p.name]), p.ours.shape) for p in places))
+    check(call, order_problems(state_dict, state.tables, features))
     new = {p.at: loaded(call, p, state_dict[p.name], p.ours, dim_of(state)) for p in places}
     leaves, structure = tree_flatten(state.dense)
     tables = {name: new[name] for name in state.tables}
@@ -305,6 +311,23 @@ def trained_problems(state: object) -> Iterator[Problem]:
                 yield Problem(
                     f"`state.slots[{n!r}][{slot!r}]` is not a tensor.", describe(x), "f[R, ...]", hint, TypeError
                 )
+
+
+def order_problems(
+    state_dict: Mapping[str, Any], tables: Mapping[str, Tensor], features: Sequence[FeatureConfig] | None
+) -> Iterator[Problem]:
+    """A model's dense weights read the vectors of its features in the order of the collection's tables."""
+    known = [table_of(n, tables) for n in state_dict if table_of(n, tables) is not None]
+    if features is None:
+        tells = any("over_arch." in n for n in state_dict) and all(isinstance(x, Tensor) for x in state_dict.values())
+        what, got = "tables", list(tables) if tells else known  # a sharded module's may stand by their kind of shards
+    else:
+        what, got = "features", [t for t, _ in itertools.groupby(f.table for f in features) if t in known]
+    need = [t for t in known if t in got]
+    if got != need:
+        hint = "tables, features = fr.interop.from_torchrec(module's collection), for the model"
+        yield Problem(f"the model's {what} are in another order than the state dict's tables.", f"{got}", f"{need}",
+                      hint)  # fmt: skip
 
 
 def step_problems(state: object, step: object) -> Iterator[Problem]:
