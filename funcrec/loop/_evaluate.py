@@ -31,9 +31,9 @@ def evaluate(
     """The metrics of predict(params, batch) on all batches, as numbers by name.
 
     Args:
-      predict: (params, batch) -> a number for each example, such as `fr.jit(model.apply)`. It compiles once where all
-        batches have one shape: a short last one is padded by `fr.data.batches(..., pad_last=True)` with examples of
-        weight 0, which no metric counts.
+      predict: (params, batch) -> a number for each example, or one for each class, such as `fr.jit(model.apply)`. It
+        compiles once where all batches have one shape: a short last one is padded by `fr.data.batches(...,
+        pad_last=True)` with examples of weight 0, which no metric counts.
       batches: an iterable of batches or of (position, batch), or a function that gives one, as a loader does. For
         several evaluations it must be one that can be gone through again: a list or a function, not an iterator.
       metrics: {name: Metric}, whose states add up batch after batch (`fr.metrics.auc()`), or {name: function} of the
@@ -74,7 +74,7 @@ def evaluate(
         states = {n: m.init(scores.device) for n, m in adding.items()} if states is None else states
         states = {n: m.update(states[n], scores, y, w) for n, m in adding.items()}
         if at_once:
-            seen.append((scores, y, torch.ones_like(scores) if w is None else w))
+            seen.append((scores, y, scores.new_ones(scores.shape[:1]) if w is None else w))
     if states is None:
         hint = "a list, or a function: batches=lambda: fr.data.batches(data, rows, 8192, pad_last=True)"
         fail(call, "`batches` are empty.", got="no batch", need="a batch or more", hint=hint)

@@ -4,6 +4,7 @@ import funcrec.core as _core
 from funcrec.metrics._auc import auc as auc
 from funcrec.metrics._auc import auc_error as auc_error
 from funcrec.metrics._auc import exact_auc as exact_auc
+from funcrec.metrics._classes import multiclass_accuracy as multiclass_accuracy
 from funcrec.metrics._metric import Metric as Metric
 from funcrec.metrics._metric import collect as collect
 from funcrec.metrics._metric import merge as merge
@@ -14,5 +15,6 @@ from funcrec.metrics._sums import log_loss as log_loss
 from funcrec.metrics._sums import mae as mae
 from funcrec.metrics._sums import mse as mse
 from funcrec.metrics._sums import normalized_entropy as normalized_entropy
+from funcrec.metrics._sums import rmse as rmse
 
 _core.publish(globals())

@@ -32,6 +32,7 @@ from funcrec.jagged import is_concrete
 State = Any
 ANY = object()  # in place of a flag: predictions may be any numbers
 RANGES = {True: (-math.inf, math.inf), False: (0.0, 1.0), ANY: (-math.inf, math.inf)}  # of predictions, by from_logits
+CHANCES, FINITE = (0.0, 1.0), (-sys.float_info.max, sys.float_info.max)  # of labels
 
 
 @typed_fields
@@ -39,8 +40,10 @@ class Metric(NamedTuple):
     """`init(device=None) -> state`, `update(state, predictions, labels, weights=None) -> state`,
     `compute(state) -> f64[]`.
 
-    predictions: f[B], probabilities (logits, where a metric was made with from_logits=True). labels: [B], floats,
-    integers or booleans in [0, 1]. weights: [B] >= 0 and finite, or None for ones; an example of weight 0 is padding.
+    predictions: f[B], probabilities (logits, where a metric was made with from_logits=True; any numbers of mse, rmse
+    and mae; f[B, C] of multiclass_accuracy). labels: [B], floats, integers or booleans in [0, 1] (any finite ones of
+    mse, rmse and mae; classes below C of multiclass_accuracy). weights: [B] >= 0 and finite, or None for ones; an
+    example of weight 0 is padding.
     `compute` gives NaN before the first example, when all weights are 0, and wherever a quotient has no value: never a
     number that could be the best. Where no value can be read (traced, on a GPU), an example that is out of range makes
     the answer NaN instead of an error.
@@ -102,10 +105,11 @@ def sums(
     compute: Callable[[dict[str, Tensor]], Tensor],
     *,
     from_logits: bool | object = False,
+    of_labels: tuple[float, float] = CHANCES,
 ) -> Metric:
     """A metric of weighted sums: `terms(predictions, labels) -> {sum: f64[B]}`; the weights are summed as "weight".
 
-    from_logits: ANY takes any predictions.
+    from_logits: ANY takes any predictions. of_labels: their range.
     """
     if from_logits is not ANY:
         check(f"funcrec.metrics.{name}", flag_problems(from_logits, "from_logits"))
@@ -117,7 +121,7 @@ def sums(
 
     def update(state, predictions, labels, weights=None):
         check(f"funcrec.metrics.{name}.update", state_problems(state, names))
-        p, y, w = as_doubles(f"funcrec.metrics.{name}.update", predictions, labels, weights, from_logits)
+        p, y, w = as_doubles(f"funcrec.metrics.{name}.update", predictions, labels, weights, from_logits, of_labels)
         added = {**terms(p, y), "weight": torch.ones_like(w)}
         return {n: state[n] + (w * added[n]).sum() for n in names}
 
@@ -128,19 +132,23 @@ def sums(
     return Metric(init, update, checked_compute)
 
 
-def as_doubles(call: str, predictions, labels, weights, from_logits: bool | object) -> tuple[Tensor, Tensor, Tensor]:
+def as_doubles(
+    call: str, predictions, labels, weights, from_logits: bool | object, of_labels: tuple[float, float] = CHANCES
+) -> tuple[Tensor, Tensor, Tensor]:
     """The three, checked, as `examples` makes them."""
-    check(call, example_problems(predictions, labels, weights, from_logits))
-    return examples(predictions, labels, weights, from_logits)
+    check(call, example_problems(predictions, labels, weights, from_logits, of_labels=of_labels))
+    return examples(predictions, labels, weights, from_logits, of_labels)
 
 
-def examples(predictions, labels, weights, from_logits: bool | object) -> tuple[Tensor, Tensor, Tensor]:
+def examples(
+    predictions, labels, weights, from_logits: bool | object, of_labels: tuple[float, float] = CHANCES
+) -> tuple[Tensor, Tensor, Tensor]:
     """f64[B] each: 0 with weight 0 for padding, and 0 with weight NaN
     for what is out of range, so that it shows in every sum."""
     p, y = predictions.double(), labels.double()
     w = torch.ones_like(p) if weights is None else weights.double()
     low, high = RANGES[from_logits]
-    valid = (p >= low) & (p <= high) & (y >= 0) & (y <= 1) & (w >= 0) & (w < torch.inf)
+    valid = (p >= low) & (p <= high) & (y >= of_labels[0]) & (y <= of_labels[1]) & (w >= 0) & (w < torch.inf)
     used = valid & (w != 0)
     return torch.where(used, p, 0), torch.where(used, y, 0), torch.where(valid | (w == 0), w, torch.nan)
 
@@ -148,7 +156,9 @@ def examples(predictions, labels, weights, from_logits: bool | object) -> tuple[
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def example_problems(predictions, labels, weights, from_logits: bool | object, name: str = "predictions"):
+def example_problems(
+    predictions, labels, weights, from_logits: bool | object, name: str = "predictions", of_labels=CHANCES
+):
     if not isinstance(predictions, Tensor) or not predictions.is_floating_point():
         hint = "predictions.float()" if isinstance(predictions, Tensor) else ""
         yield Problem(f"`{name}` are not floating-point numbers.", describe(predictions), "f[B]", hint, TypeError)
@@ -166,7 +176,8 @@ def example_problems(predictions, labels, weights, from_logits: bool | object, n
         elif x.device != predictions.device:
             yield Problem(f"`{other}` are on another device.", describe(x), f"device {predictions.device}")
         elif other == "labels":
-            yield from range_problems(x, other, 0, 1, "labels in [0, 1]", weights)
+            allowed = "finite labels" if of_labels == FINITE else f"labels in [{of_labels[0]:g}, {of_labels[1]:g}]"
+            yield from range_problems(x, other, *of_labels, allowed, weights)
         else:
             yield from range_problems(x, other, 0, sys.float_info.max, "finite weights >= 0")
     need = "probabilities in [0, 1], no NaN" if from_logits is False else "numbers, no NaN"

@@ -5,12 +5,14 @@
 H(q) = -q ln q - (1 - q) ln(1 - q), the log loss of always saying q.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from funcrec.core import fail
-from funcrec.metrics._metric import ANY, Metric, sums
+from funcrec.metrics._metric import ANY, FINITE, Metric, sums
 
 PROBABILITY_EPS = torch.finfo(torch.float32).eps
 
@@ -89,13 +91,31 @@ def accuracy(threshold: float = 0.5, *, from_logits: bool = False) -> Metric:
 
 
 def mse() -> Metric:
-    """The mean of (prediction - label)², of any predictions."""
-    return sums("mse", lambda p, y: {"square": (p - y).square()}, lambda s: s["square"] / s["weight"], from_logits=ANY)
+    """The mean of (prediction - label)², of any predictions and any finite labels.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.metrics import mse
+      >>> m = mse()
+      >>> m.compute(m.update(m.init(), torch.tensor([3.0, 5.0]), torch.tensor([1.0, 5.0])))
+      tensor(2., dtype=torch.float64)
+    """
+    return _of_errors("mse", torch.square, lambda mean: mean)
+
+
+def rmse() -> Metric:
+    """The square root of `mse`, in the unit of the labels."""
+    return _of_errors("rmse", torch.square, torch.sqrt)
 
 
 def mae() -> Metric:
-    """The mean of |prediction - label|, of any predictions."""
-    return sums("mae", lambda p, y: {"error": (p - y).abs()}, lambda s: s["error"] / s["weight"], from_logits=ANY)
+    """The mean of |prediction - label|, of any predictions and any finite labels."""
+    return _of_errors("mae", torch.abs, lambda mean: mean)
+
+
+def _of_errors(name: str, cost: Callable[[Tensor], Tensor], of_mean: Callable[[Tensor], Tensor]) -> Metric:
+    terms = lambda p, y: {"error": cost(p - y)}
+    return sums(name, terms, lambda s: of_mean(s["error"] / s["weight"]), from_logits=ANY, of_labels=FINITE)
 
 
 def _probability(p: Tensor, from_logits: bool) -> Tensor:

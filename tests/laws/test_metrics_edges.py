@@ -13,13 +13,13 @@ from torch.func import vmap
 
 import funcrec as fr
 from funcrec import metrics
-from funcrec.examples import ctr
+from funcrec.loop import best_epoch
 
 NAN, INF = math.nan, math.inf
 METRICS = {
     "auc": metrics.auc(64), "log_loss": metrics.log_loss(), "normalized_entropy": metrics.normalized_entropy(),
     "calibration": metrics.calibration(), "ctr": metrics.ctr(), "accuracy": metrics.accuracy(), "mse": metrics.mse(),
-    "mae": metrics.mae(),
+    "rmse": metrics.rmse(), "mae": metrics.mae(),
 }  # fmt: skip
 EXACT = {"exact_auc": metrics.exact_auc}
 ALL = {**{n: (lambda p, y, w=None, m=m: m.compute(m.update(m.init(), p, y, w))) for n, m in METRICS.items()}, **EXACT}
@@ -29,7 +29,7 @@ f64 = lambda *numbers: torch.tensor(numbers, dtype=torch.float64)
 # of labels that are all 0 and all 1, with predictions .2 and .6
 ONE_CLASS = {
     "auc": (NAN, NAN), "exact_auc": (NAN, NAN), "normalized_entropy": (NAN, NAN), "calibration": (NAN, 0.4),
-    "ctr": (0.0, 1.0), "accuracy": (0.5, 0.5), "mse": (0.2, 0.4), "mae": (0.4, 0.6),
+    "ctr": (0.0, 1.0), "accuracy": (0.5, 0.5), "mse": (0.2, 0.4), "rmse": (0.2**0.5, 0.4**0.5), "mae": (0.4, 0.6),
     "log_loss": ((-math.log(0.8) - math.log(0.4)) / 2, (-math.log(0.2) - math.log(0.6)) / 2),
 }  # fmt: skip
 
@@ -56,13 +56,13 @@ def test_nan_is_never_the_best(name):
     """Early stopping by `better`, and by the example's best epoch, never takes an evaluation that has no value."""
     nan = float(ALL["normalized_entropy"](f64(0.2, 0.6), f64(1, 1)))
     for values in ([nan, 0.7, 0.8], [0.7, nan, 0.8], [0.7, 0.8, nan], [nan, nan, 0.8]):
-        best = ctr.best_epoch([{"valid_auc": v} for v in values])
+        best = best_epoch([{"valid_auc": v} for v in values], "valid_auc")
         assert values[best] == 0.8
         lowest = INF
         for v in values:
             lowest = v if v < lowest else lowest
         assert lowest == min(v for v in values if v == v)
-    assert ctr.best_epoch([{"valid_auc": nan}, {"valid_auc": nan}]) == 0
+    assert best_epoch([{"valid_auc": nan}, {"valid_auc": nan}], "valid_auc") is None
 
 
 BAD_ROWS = {  # predictions, labels, weights, of which the second example means nothing
@@ -75,7 +75,8 @@ BAD_ROWS = {  # predictions, labels, weights, of which the second example means 
     "infinite weight": (f64(0.3, 0.5, 0.6), f64(0, 1, 1), f64(1, INF, 2)),
     "no probability": (f64(0.3, 1.5, 0.6), f64(0, 1, 1), None),
 }
-ANY_PREDICTION = ("ctr", "mse", "mae", "exact_auc")
+ERRORS = ("mse", "rmse", "mae")  # of any labels
+ANY_PREDICTION = ("rmse", "ctr", "mse", "mae", "exact_auc")
 
 
 @every
@@ -83,7 +84,7 @@ ANY_PREDICTION = ("ctr", "mse", "mae", "exact_auc")
 def test_what_means_nothing_is_refused_or_shows(name, bad):
     """A row that means nothing is refused where values can be read; traced,
     mapped or compiled, the answer is NaN, no number."""
-    if bad == "no probability" and name in ANY_PREDICTION:
+    if (bad == "no probability" and name in ANY_PREDICTION) or (bad in ("label 5", "label -1") and name in ERRORS):
         return
     rows = [x for x in BAD_ROWS[bad] if x is not None]
     with pytest.raises(ValueError, match=r"leave their range(.|\n)*\[1\]"):

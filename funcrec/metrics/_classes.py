@@ -1,0 +1,67 @@
+"""Accuracy over classes.
+
+    Σ_b w_b [argmax_c z_bc = y_b] / Σ_b w_b
+
+Shapes: B examples, C classes.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, check, describe
+from funcrec.jagged import is_concrete
+from funcrec.metrics._metric import ANY, RANGES, Metric, example_problems, range_problems, sums
+
+
+def multiclass_accuracy() -> Metric:
+    """The part of the examples whose highest logit is at their class; of equal ones the first counts.
+
+    predictions: f[B, C], logits or probabilities, no NaN. labels: [B], classes 0 <= label < C, integers or whole.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.metrics import multiclass_accuracy
+      >>> m = multiclass_accuracy()
+      >>> m.compute(m.update(m.init(), torch.tensor([[0.1, 2.0, 0.3], [1.0, 0.2, 0.1]]), torch.tensor([1, 2])))
+      tensor(0.5000, dtype=torch.float64)
+    """
+    name = "multiclass_accuracy"
+    right = sums(name, lambda p, y: {"right": p}, lambda s: s["right"] / s["weight"], from_logits=ANY)
+
+    def update(state, predictions, labels, weights=None):
+        call = f"funcrec.metrics.{name}.update"
+        check(call, logit_problems(predictions))
+        num_classes, first = predictions.shape[1], predictions.detach().new_zeros(predictions.shape[:1])
+        check(call, example_problems(first, labels, weights, ANY, of_labels=(0, num_classes - 1)))
+        check(call, row_problems(predictions, labels, weights))
+        y, is_number = labels.double(), ~predictions.isnan().any(1)
+        is_class = is_number & (y >= 0) & (y < num_classes) & (y == y.floor())
+        is_right = torch.where(is_class, (predictions.argmax(1) == y).double(), torch.nan)
+        return right.update(state, is_right, torch.zeros_like(y), weights)
+
+    return Metric(right.init, update, right.compute)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def logit_problems(predictions: object) -> Iterator[Problem]:
+    need = "f[B, C], a number for each class"
+    if not isinstance(predictions, Tensor) or not predictions.is_floating_point():
+        what = "`predictions` are not floating-point numbers."
+        yield Problem(what, describe(predictions), need, "the logits, not their argmax", TypeError)
+    elif predictions.dim() != 2 or not predictions.shape[1]:
+        yield Problem("`predictions` have no column for each class.", describe(predictions), need, "accuracy(), of one")
+
+
+def row_problems(predictions: Tensor, labels: Tensor, weights: Tensor | None) -> Iterator[Problem]:
+    """Where values are read: no NaN among the logits, and whole labels; rows of weight 0 apart."""
+    if is_concrete(predictions):
+        worst = torch.where(predictions.isnan().any(1), torch.nan, torch.zeros_like(predictions[:, 0]))
+        yield from range_problems(worst, "predictions", *RANGES[ANY], "numbers, no NaN", weights)
+    if labels.is_floating_point() and is_concrete(labels):
+        parts = labels - labels.floor()
+        need, hint = "whole labels, of which these are the fractions", "labels.long(), if they are classes"
+        yield from range_problems(parts, "labels", 0, 0, need, weights, hint)
