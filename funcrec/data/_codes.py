@@ -2,7 +2,8 @@
 
     codes(a) < codes(b)   where a < b;   equal where they are equal
 
-A column is a tensor, a numpy array, or what has Arrow's PyCapsule interface: of pyarrow, pandas, polars and others.
+A column is a tensor, a numpy array, a list, or what has Arrow's PyCapsule interface: of pyarrow, pandas, polars and
+others.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from funcrec.core import Problem, check, describe, fail, is_tracked
 from funcrec.data._sources import need_pyarrow
 from funcrec.jagged import is_concrete
 
-NEED = "a tensor, a numpy array, or a column of pyarrow, pandas or polars"
+NEED = "a tensor, a numpy array, a list of numbers or text, or a column of pyarrow, pandas or polars"
 
 
 def codes_of(call: str, column: Any, name: str, *, is_time: bool = False) -> Tensor:
@@ -54,13 +55,14 @@ def values_of(call: str, x: Tensor, name: str) -> np.ndarray:
 def _arrow_values(call: str, column: Any, name: str, is_time: bool) -> Any:
     """A pyarrow array of text without nulls, or a numpy vector of what is no text."""
     is_array, is_stream = hasattr(column, "__arrow_c_array__"), hasattr(column, "__arrow_c_stream__")
-    if not (is_array or is_stream or isinstance(column, np.ndarray)):
-        hint = f"torch.tensor({name})" if isinstance(column, list | tuple) else f"{name}=torch.tensor([0, 0, 1])"
+    if not (is_array or is_stream or isinstance(column, np.ndarray | list | tuple)):
+        hint = f"{name}=torch.tensor([0, 0, 1])"
         fail(call, f"`{name}` is not a column.", got=describe(column), need=NEED, hint=hint, kind=TypeError)
     pa = need_pyarrow(call)
     kinds = pa.types
     try:
         array = pa.chunked_array(column).combine_chunks() if is_stream and not is_array else pa.array(column)
+        array = array.cast(pa.int64()) if not len(array) and pa.types.is_null(array.type) else array
     except (pa.ArrowException, TypeError, ValueError) as error:
         got, hint = f"{type(column).__name__}: {error}"[:120], f"{name}=torch.tensor([0, 0, 1])"
         fail(call, f"`{name}` is not a column.", got=got, need=NEED, hint=hint, kind=TypeError)

@@ -138,7 +138,8 @@ def plain(column):
     if isinstance(kind, pa.BaseExtensionType):
         return plain(pa.chunked_array([c.storage for c in column.chunks], kind.storage_type))
     if kinds.is_dictionary(kind):
-        return plain(column.cast(kind.value_type))
+        chunks = [c.dictionary_decode() for c in column.chunks]  # a cast knows no extension types
+        return plain(pa.chunked_array(chunks, kind.value_type))
     if kinds.is_run_end_encoded(kind):
         return plain(pc.run_end_decode(column))
     if kinds.is_string_view(kind) or kinds.is_binary_view(kind):

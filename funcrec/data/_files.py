@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 from funcrec.core import Problem, check, describe, fail, typed_fields
 from funcrec.data._arrow import need_pyarrow
+from funcrec.data._columns import first_true, plain
 from funcrec.data._sources import NEED, Part, Source, Wanted, absent_problems, as_table, wanted_names
 
 BLOCK_BYTES, BLOCK_ROWS, PIECE_ROWS = 8 << 20, 1 << 16, 1 << 13
@@ -148,14 +149,40 @@ def _is_int(text: str) -> bool:
     return re.fullmatch(r"0|-?[1-9]\d{0,17}", text) is not None
 
 
-def _filled(chunk, schema, partitions: dict, extra: set[str]):
+def _filled(call: str, file: str, chunk, schema, partitions: dict, extra: set[str]):
     """A record batch of a file as one of the source: its columns in order and of their types, with the partitions."""
     import pyarrow as pa
 
     of = lambda f: pa.repeat(pa.scalar(_value(partitions.get(f.name), f.type), f.type), chunk.num_rows)
     arrays = [of(f) if f.name in extra else chunk.column(f.name) for f in schema]
-    arrays = [a if a.type == f.type else a.cast(f.type) for a, f in zip(arrays, schema, strict=True)]
+    for name in partitions.keys() & {f.name for f in schema} - extra:
+        _check_folder(call, file, name, chunk.column(name), partitions[name])
+    for i, (array, field) in enumerate(zip(arrays, schema, strict=True)):
+        try:
+            arrays[i] = array if array.type == field.type else array.cast(field.type)
+        except pa.ArrowException as error:
+            what = f"column `{field.name}` of `{file}` has a value that the type of all files does not hold."
+            got, need = f"{array.type}: {error}"[:120], f"values of {field.type}, as which the files are read together"
+            fail(call, what, got=got, need=need, hint="files of one type; of ids, text")
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _check_folder(call: str, file: str, name: str, column, text: str | None) -> None:
+    """A file's column that its folder's name gives, too, has that one value."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column = plain(pa.chunked_array([column]))
+    try:
+        value = pa.scalar(text).cast(column.type)
+        equal = column.is_null() if text is None else pc.equal(column, value).fill_null(False)
+        at = first_true(pc.invert(equal))
+    except pa.ArrowException:
+        at = 0 if len(column) else None
+    if at is not None:
+        what, got = f"`{file}` has a column `{name}` that is not what its folder says.", f"{column[at]} in a row"
+        need = f"{name}={NO_PARTITION if text is None else text}, as the folder is called"
+        fail(call, what, got=got, need=need, hint="another name for the folder, or for the column")
 
 
 def _value(text: str | None, kind) -> int | str | None:
@@ -195,7 +222,7 @@ def _parquet_parts(call: str, files: list, wanted: Wanted, _: str) -> Source:
                 )  # fmt: skip
                 with file:
                     for chunk in file.iter_batches(batch_size=BLOCK_ROWS, row_groups=[group], columns=own):
-                        yield _filled(chunk, schema, partitions, extra)
+                        yield _filled(call, path.name, chunk, schema, partitions, extra)
 
             rows = meta.row_group(group).num_rows
             parts.append(Part(path.name, "row", first, rows, read))
@@ -209,7 +236,7 @@ def _unified(call: str, files: list, schema, schemas: list, extra: set[str]):
 
     for (path, _), other in zip(files[1:], schemas[1:], strict=True):
         names = [f.name for f in schema if f.name not in extra]
-        check(call, absent_problems(f"`{path.name}`", other.names, names))
+        check(call, absent_problems(f"`{path.name}`", other.names, names), _folder_problems(path, other.names, extra))
         for i in [i for i, f in enumerate(schema) if f.name not in extra]:
             theirs = other.field(schema[i].name)
             if theirs.type == schema[i].type:
@@ -221,6 +248,16 @@ def _unified(call: str, files: list, schema, schemas: list, extra: set[str]):
                 what = f"column `{theirs.name}` of `{path.name}` is of another type than in `{files[0][0].name}`."
                 fail(call, what, got=f"{theirs.type}", need=f"{schema[i].type}", kind=TypeError)
     return schema
+
+
+def _folder_problems(path: Path, names: list[str], extra: set[str]) -> Iterator[Problem]:
+    """What is a folder's name for the first file is no column of another."""
+    if both := sorted({*names} & extra):
+        what, hint = (
+            f"`{path.name}` has columns that folders' names give.",
+            "another name for the folder, or the column",
+        )
+        yield Problem(what, f"{both}", "a column of all files, or of none", hint)
 
 
 def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
@@ -262,7 +299,7 @@ def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
         at, found = 1 + header, attempt(path, 1, lambda: lines(path, own, list(own)))
         while (chunk := attempt(path, at, lambda: next(found, None))) is not None:
             at += chunk.num_rows
-            yield _filled(chunk, chosen, partitions, extra)
+            yield _filled(call, path.name, chunk, chosen, partitions, extra)
 
     parts = [Part(p.name, "line", 1 + header, None, lambda p=p, by=by: read(p, by)) for p, by in files]
     return Source(chosen, parts, f"`{path.name}`")

@@ -7,6 +7,7 @@ NaN is missing, as a null is. What is learned is the same in any chunks: moments
 and quantiles of counted values. Shapes: N values, K edges.
 """
 
+import bisect
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -39,7 +40,20 @@ class Buckets:
     def apply(self, values: Any, place: Place) -> np.ndarray:
         """Ids i64 of a column of numbers: 1 below the first edge, k + 1 from the k-th on; 0 where one is missing."""
         x, edges = floats_of(values, place), _learned(self.edges, place)
-        return np.where(np.isnan(x), 0, 1 + np.searchsorted(edges, x, side="right"))
+        found = np.where(np.isnan(x), 0, 1 + np.searchsorted(edges, x, side="right"))
+        edges = edges.tolist()
+        for at, integer in _large_integers(values, x):
+            found[at] = 1 + bisect.bisect_right(edges, integer)  # python compares it as it is
+        return found
+
+
+def _large_integers(values: Any, x: np.ndarray) -> list[tuple[int, int]]:
+    """(place, value) of integers that f64 may not hold."""
+    import pyarrow.types as kinds
+
+    if kinds.is_floating(values.type) or not (places := np.flatnonzero(np.abs(x) >= 2.0**53)).size:
+        return []
+    return list(zip(places.tolist(), values.take(places).to_pylist(), strict=True))
 
 
 class Counted(NamedTuple):
@@ -80,6 +94,10 @@ def bucketize(edges: Sequence[float] | None = None, *, num_quantiles: int | None
 
 def _count(known: Counted, values: Any, place: Place) -> Counted:
     x = _finite(values, place)
+    for at, integer in _large_integers(values, x):
+        if integer != float(x[at]):
+            hint = "a column less its least value, or divided (nanoseconds as seconds); or bucketize(edges=...)"
+            place.refuse(at, f"{integer}", "integers that f64 holds, as all within 2⁵³ are, to learn from", hint)
     x = x[~np.isnan(x)]
     known = known._replace(waiting=(*known.waiting, np.unique(x, return_counts=True)))
     waits = sum(len(v) for v, _ in known.waiting)
@@ -275,6 +293,11 @@ def _bucket_problems(edges: object, num_quantiles: object) -> Iterator[Problem]:
     elif edges is not None and not all(a < b for a, b in zip((-math.inf, *edges), (*edges, math.inf))):
         yield Problem(
             "`edges` do not ascend.", f"{tuple(edges)}"[:60], "finite numbers, each above the last", "edges=(0.0, 1.0)"
+        )
+    elif edges is not None and not all(float(x) == x for x in edges):
+        wrong = next(x for x in edges if float(x) != x)
+        yield Problem(
+            "`edges` has an integer that f64 does not hold.", f"{wrong}", f"one that it holds: {int(float(wrong))}"
         )
     elif edges is not None and not edges:
         yield Problem("`edges` are none.", f"{describe(edges)}", "one or more", "edges=(0.0, 1.0)")

@@ -110,9 +110,30 @@ def as_table(call: str, source: Any, wanted: Wanted):
             table = pa.Table.from_arrays(list(found.values()), names=list(found))
         else:
             fail(call, "the source is not a table.", got=describe(source), need=NEED, hint=hint, kind=TypeError)
-    except pa.ArrowException as error:
-        what = "the columns of the table do not stand side by side."
-        fail(call, what, got=str(error)[:120], need="columns of one length", hint=hint)
+    except (pa.ArrowException, TypeError, ValueError, NotImplementedError) as error:
+        if len(error.args) == 1 and "\n  got   " in str(error):  # an error of this library
+            raise
+        got = f"{describe(source)}: {'; '.join(map(str, error.args))}"[:200]
+        if isinstance(source, Mapping):
+            fail(
+                call,
+                "the columns of the table do not stand side by side.",
+                got=got,
+                need="columns of one length",
+                hint=hint,
+            )
+        need, hint = (
+            "columns of numbers, text, times or lists, each of one kind and one name",
+            "df.dtypes tells their kinds",
+        )
+        fail(
+            call,
+            "the table cannot be read.",
+            got=got,
+            need=need,
+            hint=f"{hint}; series.to_frame() for one column",
+            kind=TypeError,
+        )
     check(call, absent_problems("the table", table.column_names, wanted))
     return (table if names is None else table.select(names)).replace_schema_metadata(None)
 

@@ -47,7 +47,8 @@ def split_by_time(time: Any, fractions: Sequence[float]) -> tuple[Tensor, ...]:
     """The oldest rows, then newer ones: i64[...] for each part.
 
     Args:
-      time: a number, date or timestamp of each row: a tensor, a numpy array, a column of pyarrow, pandas or polars.
+      time: a number, date or timestamp of each row: a tensor, a numpy array, a list, a column of pyarrow, pandas
+        or polars.
       fractions: the share of each part, together 1, the oldest first. Rows of one time stay together: a part ends
         where the time changes, as near to its share as such a place is.
 

@@ -14,6 +14,20 @@ NAN, INF = float("nan"), float("inf")
 GOOD = {"y": [1, 0], "x": [0.5, 1.0], "a": [3, 4], "g": [[1, 2], []], "s": [[0.5, 1.0], []], "w": [1.0, 2.0]}
 ALL = Schema("y", ("x",), ("a",), ("g",), {"g": "s"}, "w")
 of = lambda **columns: lambda: examples({**GOOD, **columns}, ALL)
+
+
+class Strange:
+    """What says that it is a stream, and gives a column or an error."""
+
+    def __init__(self, column):
+        self.column = column
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        if self.column is None:
+            raise TypeError("Sparse data (column a) not supported.")
+        return self.column.__arrow_c_stream__(requested_schema)
+
+
 ROWS = [
     ("label 5", of(y=[1, 5]), ValueError, ("row 1, column `y`", "label 5", "[0, 1]", 'label_kind="number"')),
     ("label -1", of(y=[-1, 0]), ValueError, ("row 0, column `y`", "label -1")),
@@ -70,6 +84,10 @@ ROWS = [
         ("one length",)),
     ("a column of two kinds", lambda: examples({"a": [1, "x"]}, Schema(categorical=("a",))), TypeError,
         ("column `a` cannot be read", "one kind")),
+    ("a series for a table", lambda: examples(Strange(pa.chunked_array([[1]])), Schema(categorical=("a",))), TypeError,
+        ("the table cannot be read", "non-struct", "to_frame")),
+    ("a table that makes no columns", lambda: examples(Strange(None), Schema(categorical=("a",))), TypeError,
+        ("the table cannot be read", "Sparse data (column a)", "one kind")),
     ("a list for a table", lambda: examples([1, 2], Schema(categorical=("a",))), TypeError,
         ("is not a table",)),
     ("a dict for a schema", lambda: examples(GOOD, {"label": "y"}), TypeError, ("`schema` is not a Schema",)),
