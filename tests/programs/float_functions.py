@@ -227,7 +227,7 @@ KEYED = {
     "KeyedJaggedTensor.to": lambda x: x.to("cpu", F64),
     "KeyedJaggedTensor[bags]": lambda x: x[1:2],
     "pad_to_bucket": lambda x: fr.pad_to_bucket(x),
-    "validate": lambda x: fr.validate(x, [fr.FeatureConfig("a", table="t")], [fr.TableConfig("t", 9, 1)]),
+    "validate": lambda x: fr.validate(x, [fr.FeatureConfig("a", "t", weighted=True)], [fr.TableConfig("t", 9, 1)]),
 }
 
 
