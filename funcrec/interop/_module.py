@@ -188,7 +188,8 @@ def module_problems(x: object) -> Iterator[Problem]:
              if isinstance(v, Tensor) and v.requires_grad]  # fmt: skip
     if loose:
         yield Problem("`nn_module` has tensors that require grad and would never be trained.", f"{loose}",
-                      "parameters", "self.w = torch.nn.Parameter(w)", TypeError)  # fmt: skip
+                      "parameters", "self.w = torch.nn.Parameter(w); nn.utils.parametrizations.weight_norm(layer), "
+                      "where nn.utils.weight_norm left them", TypeError)  # fmt: skip
     wide = [n for n, b in itertools.chain(x.named_parameters(), x.named_buffers())
             if b.dtype in (torch.int64, torch.uint64) and not b.is_meta
             and not torch.equal(b.double().to(b.dtype), b)]  # fmt: skip

@@ -263,7 +263,7 @@ NO_MODULE = {
     "a function": (lambda: module(lambda x: x), TypeError, "`nn_module` is not a module"),
     "lazy": (lambda: module(nn.LazyLinear(2)), TypeError, "parameters of no shape yet"),
     "max_norm": (lambda: module(nn.Embedding(3, 2, max_norm=1.0)), TypeError, "renormalised in place"),
-    "loose": (lambda: module(Loose()), TypeError, "would never be trained"),
+    "loose": (lambda: module(Loose()), TypeError, "parametrizations.weight_norm"),
     "no params": (lambda: APPLY({}, BUFFERS, ONES), TypeError, "`params` are not this module's"),
     "a parameter more": (lambda: APPLY({**PARAMS, "more": ONES}, BUFFERS, ONES), TypeError, "`params` are not"),
     "a parameter's shape": (lambda: APPLY({**PARAMS, "bias": ONES}, BUFFERS, ONES), ValueError, "has another shape"),
