@@ -34,6 +34,8 @@ class Encoding:
       schema: the columns' names.
       tables: (column, table) of each column of ids.
 
+    What it has learned of numbers is f64: `encode` refuses an encoding that `fr.tree.to` has cast; cast the parameters.
+
     Example:
       >>> from funcrec.data import Schema, encode, fit_encoding
       >>> table = {"click": [1, 0, 1], "item": ["hat", "shoe", "hat"], "price": [2.0, 4.0, 2.0]}
