@@ -61,10 +61,13 @@ def in_batch_softmax(
       query, candidate: f[B, D]; row i of both belong together.
       weight: f[B] >= 0, or None; an example of weight 0 is padding, and no other's negative.
       log_q: f[B], log of the probability that each candidate is in a batch; None declines the correction, which is
-        right where candidates are drawn evenly: else popular ones are pushed down.
+        right where candidates are drawn evenly: else popular ones are pushed down. `fr.data.log_q` makes it of counts.
       temperature: T > 0.
       candidate_ids: i[B]; another row with the same candidate is left out of the sum, not counted as a negative.
       reduction: "mean", or "none" for each example's own loss, f[B], 0 for padding.
+
+    Raises: ValueError for a log_q that is no logarithm of a probability, finite and <= 0; where no value can be read
+      (under `jit`, on a GPU) the loss is NaN.
 
     On a mesh the candidates are those of the rank's own part of the batch.
 
@@ -81,11 +84,12 @@ def in_batch_softmax(
     check(
         call, pair_problems(query, candidate, log_q, candidate_ids), kind_of(Positive).find("temperature", temperature)
     )
-    check(call, weight_problems(weight, query.shape), reduction_problems(reduction))
+    check(call, weight_problems(weight, query.shape), reduction_problems(reduction), log_q_problems(log_q, weight))
     q, c = blank_padding(query, weight), blank_padding(candidate, weight)
     logits = q @ c.T / temperature
     if log_q is not None:
-        logits = logits - blank_padding(log_q, weight)
+        chance = blank_padding(log_q, weight)
+        logits = logits - torch.where((chance <= 0) & (chance > -torch.inf), chance, torch.nan)
     other = ~torch.eye(logits.shape[0], dtype=torch.bool, device=logits.device)
     if candidate_ids is not None:
         logits = torch.where((candidate_ids[:, None] == candidate_ids) & other, -torch.inf, logits)
@@ -131,3 +135,18 @@ def pair_problems(query, candidate, log_q, candidate_ids) -> Iterator[Problem]:
             hint = f"{name}=None" if name == "log_q" else "candidate_ids=batch.ids[key].values, one id in each bag"
             kind = ValueError if isinstance(x, Tensor) and is_kind(x) else TypeError
             yield Problem(f"`{name}` does not match the batch.", describe(x), need, hint, kind)
+
+
+def log_q_problems(log_q: object, weight: object) -> Iterator[Problem]:
+    """Counts and probabilities are no logarithms of probabilities."""
+    if not isinstance(log_q, Tensor) or log_q.dim() != 1 or not is_concrete(log_q):
+        return
+    wrong = ~((log_q <= 0) & (log_q > -torch.inf))
+    if isinstance(weight, Tensor) and weight.shape == log_q.shape and is_concrete(weight):
+        wrong = wrong & (weight != 0)
+    elif weight is not None:
+        return
+    if bool(wrong.any()):
+        at = int(wrong.to(torch.int8).argmax())
+        what, need = "`log_q` is not the logarithm of a probability.", "finite numbers <= 0"
+        yield Problem(what, f"log_q[{at}] = {log_q[at].item():g}", need, "fr.data.log_q(counts)[ids], of counts")

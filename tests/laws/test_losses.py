@@ -34,8 +34,9 @@ LOSSES = {
         x[:, 0], y[:, 0], reduction="none") + F.mse_loss(x[:, 1], y[:, 1], reduction="none") / 2, -1.0),
     "in_batch_softmax": (_paired(log_q=None, temperature=0.5), (B, D), numbers(9, B, D),
         lambda x, y: F.cross_entropy(x @ y.T / 0.5, torch.arange(len(x)), reduction="none"), None),
-    "in_batch_softmax, log_q": (_paired(log_q=numbers(8, B)), (B, D), numbers(9, B, D),
-        lambda x, y: F.cross_entropy(x @ y.T - numbers(8, B)[: len(x)], torch.arange(len(x)), reduction="none"), None),
+    "in_batch_softmax, log_q": (_paired(log_q=-numbers(8, B).abs()), (B, D), numbers(9, B, D),
+        lambda x, y: F.cross_entropy(
+            x @ y.T + numbers(8, B).abs()[: len(x)], torch.arange(len(x)), reduction="none"), None),
 }  # fmt: skip
 EACH = pytest.mark.parametrize("name", LOSSES)
 SOFTMAX = ("in_batch_softmax", "in_batch_softmax, log_q")

@@ -1,4 +1,4 @@
-"""Metrics of numbers and of classes against scikit-learn's."""
+"""Metrics of numbers and of classes against scikit-learn's; corrections of logits that are no logarithms of chances."""
 
 import math
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.func import vmap
 
 import funcrec as fr
-from funcrec import metrics
+from funcrec import losses, metrics
 
 NAN, INF = math.nan, math.inf
 f64 = lambda *numbers: torch.tensor(numbers, dtype=torch.float64)
@@ -109,3 +109,22 @@ def test_evaluate_takes_them():
         assert found["own"] == pytest.approx(found["accuracy"])
         found = fr.evaluate(lambda p, b: p[b.ids.values, 0], logits, batches(number), ERRORS)
         assert found == pytest.approx({n: float(value(m, logits[:, 0], number, weight)) for n, m in ERRORS.items()})
+
+
+def test_log_q_is_the_logarithm_of_a_chance():
+    """Counts, chances, and what is not finite are refused; where none is read the loss is NaN."""
+    x, w = torch.eye(2), torch.tensor([1.0, 0.0])
+    loss = lambda q, w=None: losses.in_batch_softmax(x, x, w, log_q=q)
+    for odd in (50.0, 1e-9, NAN, -INF):
+        log_q = torch.tensor([-1.0, odd])
+        with pytest.raises(ValueError, match=r"`log_q` (.|\n)*log_q\[1\](.|\n)*fr.data.log_q"):
+            loss(log_q)
+        assert vmap(loss)(log_q[None]).isnan().all()
+        assert loss(log_q, w) == loss(torch.tensor([-1.0, -1.0]), w), "padding is not read"
+    assert loss(torch.zeros(2)) == losses.in_batch_softmax(x, x, log_q=None), "a chance of 1"
+
+
+@given(counts=st.lists(st.integers(0, 2**40), min_size=1, max_size=5).filter(any))
+def test_log_q_of_counts_is_one(counts):
+    """What fr.data.log_q gives is never above 0."""
+    assert (fr.data.log_q(torch.tensor(counts)) <= 0).all()

@@ -343,7 +343,7 @@ def layers() -> list[Call]:
         query=(TOWERS.query, {"params": TOWER_PARAMS, "batch": fr.Batch(IDS, f32(4))}),
         towers=(TOWERS.towers, {"params": TOWER_PARAMS, "batch": BATCH, "key": KEY}),
         in_batch_softmax=(models.in_batch_softmax,
-            {"query": f32(3, 2), "candidate": f32(3, 2), "temperature": 1.0, "log_q": f32(3),
+            {"query": f32(3, 2), "candidate": f32(3, 2), "temperature": 1.0, "log_q": -f32(3),
                 "candidate_ids": i64(0, 1, 2)}),
         in_batch_softmax_loss=(models.in_batch_softmax_loss,
             {"model": TOWERS, "log_q": None, "candidate_ids": None}))]  # fmt: skip
@@ -508,7 +508,7 @@ def loops() -> list[Call]:
         loss_of_tasks=(fr.losses.multi_task([fr.losses.bce, fr.losses.mse]), {"predictions": f32(3, 2),
             "label": f32(3, 2), "weight": f32(3, 2), "reduction": "none"}),
         in_batch_softmax=(fr.losses.in_batch_softmax, {"query": f32(3, 2), "candidate": f32(3, 2), "weight": f32(3),
-            "log_q": f32(3), "temperature": 0.5, "candidate_ids": i64(1, 2, 3), "reduction": "mean"}),
+            "log_q": -f32(3), "temperature": 0.5, "candidate_ids": i64(1, 2, 3), "reduction": "mean"}),
         weighted_mean=(fr.losses.weighted_mean, {"values": SCORES, "weight": f32(3)}),
     )  # fmt: skip
 
