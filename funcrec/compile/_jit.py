@@ -111,7 +111,8 @@ class Jitted:
 
     def __init__(self, fn: Callable, donate: tuple[str, ...]):
         _check_function(fn)
-        functools.update_wrapper(self, fn)
+        functools.update_wrapper(self, fn, updated=())
+        vars(self).update({n: x for n, x in getattr(fn, "__dict__", {}).items() if not hasattr(type(self), n)})
         self.fn, self.donate = fn, donate
         self.name = getattr(fn, "__name__", type(fn).__name__)
         self.signature = _signature_of(fn)

@@ -162,8 +162,9 @@ def train_step(
 
 def look_of(step: Any) -> Callable[[TrainState, Any], None] | None:
     """What looks at a batch by a step's loss (`look`): of a `train_step` in one process, or `jit` of it."""
-    step = step if isinstance(step, TrainStep) else getattr(step, "fn", None)
-    return getattr(step.update, "look", None) if isinstance(step, TrainStep) else None
+    fn = getattr(step, "fn", step)
+    found = getattr(fn.update if isinstance(fn, TrainStep) else fn, "look", None)
+    return found if isinstance(found, functools.partial) and found.func is look else None
 
 
 def own_memory(state: TrainState) -> TrainState:

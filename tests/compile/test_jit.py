@@ -321,3 +321,14 @@ def test_bad_input(call, kind, fragment):
     """Each fault is told before any work."""
     with pytest.raises(kind, match=fragment):
         call()
+
+
+def test_attributes_of_a_function_do_not_hide_those_of_its_program():
+    """A function's attributes are its jitted form's too, but for names that this has itself."""
+
+    def double(x):
+        return 2 * x
+
+    double.look, double.lower, double.note = None, 3, "mine"
+    jitted = fr.jit(double)
+    assert jitted(torch.ones(2)).tolist() == [2, 2] and jitted.note == "mine" and callable(jitted.lower)
