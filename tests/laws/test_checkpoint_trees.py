@@ -234,7 +234,7 @@ def classes(children):
     return (
         st.builds(fr.Params, st.just({}), children)
         | ids.map(fr.KeyedJaggedTensor.from_lists)
-        | st.builds(lambda x, y: fr.Batch(x, y), children, children)
+        | st.builds(lambda x, y: fr.Params({"t": x}, y), children, children)
         | st.just(fr.KeyedJaggedTensor.from_lists({"a": [[1]], "b": [[1], [2]]}))
     )
 

@@ -8,7 +8,7 @@ import pytest
 import funcrec as fr
 
 PAGE = Path(fr.__file__).parent / "examples" / "OWN_DATA.md"
-SHOP_COLUMNS, SHOP, FLIGHTS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+SHOP_COLUMNS, SHOP, FLIGHTS_PATH, FLIGHTS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
 def run(tmp_path, monkeypatch, *blocks):
@@ -29,7 +29,7 @@ def test_a_program_has_twenty_lines(block):
     assert len(lines) <= 20 and max(map(len, lines)) <= 120
 
 
-@pytest.mark.parametrize("blocks", [(SHOP_COLUMNS, SHOP), (FLIGHTS,)], ids=["shop", "flights"])
+@pytest.mark.parametrize("blocks", [(SHOP_COLUMNS, SHOP), (FLIGHTS_PATH, FLIGHTS)], ids=["shop", "flights"])
 def test_a_program_trains_and_predicts(tmp_path, monkeypatch, blocks):
     """Training ends early with a best epoch that is the history's best; what was saved predicts as what was trained."""
     names = run(tmp_path, monkeypatch, *blocks)

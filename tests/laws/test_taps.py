@@ -389,5 +389,5 @@ def test_ids_of_torchrec_are_named():
     assert "got   torchrec.sparse.jagged_tensor.KeyedJaggedTensor" in str(e.value)
     assert "need  a funcrec.KeyedJaggedTensor" in str(e.value)
     hint = str(e.value).rsplit("try   ", 1)[1]
-    ours = eval(hint, {"fr": fr, "x": theirs})
+    ours = eval(hint, {"fr": fr, "ids": theirs})
     assert ours.to_lists() == {"a": [[0, 2], []], "b": [[1], [1]]}
