@@ -35,7 +35,7 @@ from funcrec.loop._problems import (
     settings_problems,
     work_problems,
 )
-from funcrec.loop._ranks import agreed, is_chief
+from funcrec.loop._ranks import agreed, is_chief, of_any
 from funcrec.loop._record import Record
 from funcrec.loop._run import (
     Run,
@@ -178,8 +178,8 @@ def fit(
         return train(work, limits, load_run(work, state) if found and resume else begin(state), stop or (lambda: 0))
     with listen() as asked:
         done = train(work, limits, load_run(work, state) if found and resume else begin(state), asked)
-    if heard := asked():  # behind the last step, too
-        end(heard)
+    if signum := done.stopped or of_any(asked(), mesh, device_of(done.state)):  # one behind the last question, too
+        end(signum)
     return done
 
 

@@ -60,6 +60,14 @@ def all_parts(x: Tensor, mesh: Mesh | None) -> Tensor:
     return x if num_processes(mesh) == 1 else unshard(x, P(mesh.axis_names), mesh=mesh)
 
 
+def of_any(number: int, mesh: Mesh | None, device: torch.device | str = "cpu") -> int:
+    """The largest of the processes' numbers, an exchange that all must make."""
+    if num_processes(mesh) == 1:
+        return number
+    largest = shard_map(lambda x: pmax(x, mesh.axis_names), mesh=mesh, in_specs=P(), out_specs=P(), check=False)
+    return int(largest(torch.tensor(int(number), device=device)))
+
+
 def agreed(stop: Callable[[], int], mesh: Mesh | None, device: torch.device | str = "cpu") -> Callable[[], int]:
     """`stop` of any rank, at the same call on all of them; the largest number where they differ.
 
@@ -72,14 +80,13 @@ def agreed(stop: Callable[[], int], mesh: Mesh | None, device: torch.device | st
     """
     if num_processes(mesh) == 1:
         return stop
-    any_rank = shard_map(lambda x: pmax(x, mesh.axis_names), mesh=mesh, in_specs=P(), out_specs=P(), check=False)
     calls, answer = 0, 0
 
     def ask() -> int:
         nonlocal calls, answer
         calls += 1
         if not answer and calls % STEPS_PER_QUESTION == 0:
-            answer = int(any_rank(torch.tensor(int(stop()), device=device)))
+            answer = of_any(stop(), mesh, device)
         return answer
 
     return ask

@@ -23,3 +23,13 @@ def test_all_ranks_know_the_metrics_of_all_examples(ranks):
     assert first == second
     assert first == pytest.approx(loops.evaluated(weight))
     assert all("[12, 24] examples" in text for text in ranks(2).run(loops.refused, weight))
+
+
+@pytest.mark.parametrize("num_steps", [5, 40])
+def test_a_signal_of_one_rank_ends_all(num_steps, ranks, tmp_path):
+    """A signal that one rank alone hears is raised on every rank behind the same step, that of the next question or
+    the last, once the checkpoint is there."""
+    ended = ranks(2).run(loops.interrupted, str(tmp_path / "run.pt"), num_steps)
+    assert ended[0] == ended[1] and ended[0][0] == 143
+    assert ended[0][1][-1] == 5 if num_steps == 5 else ended[0][1][-1] < 20
+    assert (tmp_path / "run.pt").exists()

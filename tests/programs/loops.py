@@ -1,5 +1,8 @@
 """What a loop does on real ranks, for the ranks themselves."""
 
+import os
+import signal
+
 import torch
 
 import funcrec as fr
@@ -56,3 +59,21 @@ def refused(weight):
     except ValueError as error:
         return str(error)
     return ""
+
+
+def interrupted(path, num_steps):
+    """What ends a run whose first rank alone gets a SIGTERM, and the steps that the rank took."""
+    mesh, steps = fr.Mesh.distributed(data=2), []
+
+    def callback(record):
+        if record.when == "step":
+            steps.append(record.step)
+            if record.step == 2 and mesh.coordinates["data"] == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    add = lambda total, batch: (total + batch, {"loss": total})
+    try:
+        fr.fit(add, torch.tensor(0.0), [1.0] * num_steps, epochs=1, checkpoint=path, callbacks=[callback], mesh=mesh)
+    except SystemExit as error:
+        return error.code, steps
+    return 0, steps
