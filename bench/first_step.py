@@ -25,6 +25,7 @@ marks = [(time.perf_counter(), cpu())]
 def mark(): marks.append((time.perf_counter(), cpu()))
 sys.path.insert(0, sys.argv[1])
 import torch, funcrec
+assert not sys.argv[8] or funcrec.__file__.startswith(sys.argv[8]), funcrec.__file__
 torch.set_num_threads(int(sys.argv[3]))
 mark()
 import cases, steps
@@ -65,11 +66,11 @@ NAMES = ("import_s", "import_bench_s", "state_s", "first_call_s", "second_call_s
 def start(case: str, setting: Setting, place: str, tree: str = "", eager: bool = False) -> dict:
     """One process; place: where it finds and leaves compiled code. tree: the checkout whose funcrec it imports."""
     tiny, implementation = "tiny" if setting.tiny else "whole", setting.implementation or ""
-    words = [HERE, case, str(setting.threads), setting.device, tiny, implementation, "eager" if eager else ""]
+    words = [HERE, case, str(setting.threads), setting.device, tiny, implementation, "eager" if eager else "", tree and os.path.abspath(tree)]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": place, "TMPDIR": place}
     if tree:
         environment["PYTHONPATH"] = os.path.abspath(tree)
-    command = [sys.executable, "-c", PROGRAM, *words]
+    command = [sys.executable, "-P", "-c", PROGRAM, *words]  # -P: the working folder's funcrec is not `tree`'s
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
