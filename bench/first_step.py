@@ -66,10 +66,11 @@ NAMES = ("import_s", "import_bench_s", "state_s", "first_call_s", "second_call_s
 def start(case: str, setting: Setting, place: str, tree: str = "", eager: bool = False) -> dict:
     """One process; place: where it finds and leaves compiled code. tree: the checkout whose funcrec it imports."""
     tiny, implementation = "tiny" if setting.tiny else "whole", setting.implementation or ""
-    words = [HERE, case, str(setting.threads), setting.device, tiny, implementation, "eager" if eager else "", tree and os.path.abspath(tree)]
+    tree = tree and os.path.abspath(tree)
+    words = [HERE, case, str(setting.threads), setting.device, tiny, implementation, "eager" if eager else "", tree]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": place, "TMPDIR": place}
     if tree:
-        environment["PYTHONPATH"] = os.path.abspath(tree)
+        environment["PYTHONPATH"] = tree
     command = [sys.executable, "-P", "-c", PROGRAM, *words]  # -P: the working folder's funcrec is not `tree`'s
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
