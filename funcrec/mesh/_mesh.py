@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,9 @@ from funcrec.mesh._axes import Axis
 
 TIMEOUT_S = 300.0
 LET_GO_S = 0.25
+# of each group of all ranks, so that nothing is taken from one that was destroyed:
+# {(device, sizes, timeout): the axes' groups, by name}
+GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, list[str]]] = WeakKeyDictionary()
 
 ambient: ContextVar[tuple["Mesh", ...]] = ContextVar("funcrec_meshes", default=())
 alone: ContextVar[str] = ContextVar("funcrec_alone", default="")  # why no axis of real ranks is to be bound, if so
@@ -105,10 +109,7 @@ class Mesh:
         if kind == "cpu":
             atexit.unregister(_let_go)
             atexit.register(_let_go)
-        made = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        for name in axes:
-            dist.distributed_c10d._set_pg_timeout(wait, made.get_group(name))
-        return Mesh(tuple(axes.items()), made)
+        return Mesh(tuple(axes.items()), _grid(kind, axes, wait))
 
     @property
     def shape(self) -> dict[str, int]:
@@ -197,6 +198,25 @@ def fresh_store() -> dict:
         return {}
     store, rank, world_size = next(dist.rendezvous("env://"))
     return {"store": dist.PrefixStore(f"restart {restarts}", store), "rank": rank, "world_size": world_size}
+
+
+def _grid(kind: str, axes: dict[str, int], wait: timedelta) -> DeviceMesh:
+    """The ranks as a grid. A group has threads that poll and lives as long as the ranks do, so grids of one shape share
+    theirs: every rank makes the same meshes in the same order, and finds or makes the same groups."""
+    known, sizes = GROUPS.setdefault(dist.group.WORLD, {}), tuple(axes.values())
+    try:
+        groups = [dist.distributed_c10d._resolve_process_group(name) for name in known[kind, sizes, wait]]
+    except (KeyError, RuntimeError, ValueError):  # not made, or destroyed since
+        made = init_device_mesh(kind, sizes, mesh_dim_names=tuple(axes))
+        known[kind, sizes, wait] = [made.get_group(name).group_name for name in axes]
+    else:
+        places = torch.arange(math.prod(sizes), device="cpu").reshape(sizes)
+        made = DeviceMesh.from_group(groups, kind, places, mesh_dim_names=tuple(axes))
+    for name in axes:
+        backend = made.get_group(name)._get_backend(torch.device(kind))
+        if hasattr(backend, "_set_default_timeout"):  # the one that compares calls has none
+            backend._set_default_timeout(wait)
+    return made
 
 
 def _let_go() -> None:

@@ -232,6 +232,34 @@ def test_a_rank_that_does_something_else_is_named(how, said):
     assert said in text
 
 
+def made_again():
+    """[(groups, threads)] before and after one mesh is made 50 times, and what it computes: on one world of
+    ranks and on the next."""
+    out = []
+    for world in range(2):
+        if world:
+            store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.PrefixStore("next", store), rank=rank, world_size=4)
+        counted = []
+        for axes in [{"data": 2, "model": 2}] + 50 * [{"x": 2, "y": 2}]:
+            mesh = fr.Mesh.distributed(**axes)
+            counted.append((len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/task"))))
+        total = lambda axis, mesh: fr.shard_map(
+            lambda x: fr.psum(x, axis), mesh=mesh, in_specs=fr.P(axis), out_specs=fr.P()
+        )(torch.tensor([float(mesh.coordinates[axis] + 1)]))
+        out.append((counted[0] == counted[-1], [total(axis, mesh).item() for axis in ("x", "y")]))
+    return out
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="the threads of a process are counted by Linux")
+def test_a_mesh_made_again_has_the_groups_of_the_first():
+    """A mesh that is made 50 times, by whatever names of its axes, makes groups and threads once;
+    of a new world of ranks it has new ones."""
+    with RankPool(4) as pool:
+        assert pool.run(made_again) == [[(True, [3.0, 3.0])] * 2] * 4
+
+
 def test_ranks_must_fit_the_axes(ranks):
     """Axes that do not multiply to the number of ranks are an error with both numbers."""
     with pytest.raises(RankError, match="data=3"):
