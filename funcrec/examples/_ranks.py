@@ -10,9 +10,6 @@ values that are the same on all of them, so that nobody waits for anybody but in
 
 import argparse
 import os
-import socket
-import time
-import zlib
 from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
@@ -24,7 +21,6 @@ import funcrec as fr
 
 OF_TWO_AXES = ("table_row_wise", "table_column_wise", "grid")
 PLANS = ("table_wise", "row_wise", "column_wise", *OF_TWO_AXES, "replicated")
-WAIT_S = 5.0  # from an exchange that broke off to the end of the process that broke it
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -128,50 +124,3 @@ class OwnRows(NamedTuple):
 
     def take(self, rows: Tensor) -> fr.Batch:
         return self.data.take(fr.loop.own_part(rows, self.mesh))
-
-
-# -- ranks that end ----------------------------------------------------------------------------------------------
-
-
-def meet(mesh: fr.Mesh | None, device: str) -> Tensor | None:
-    """i64[ranks, 3]: each rank's number, machine and process; None for a lone process."""
-    if fr.loop.num_processes(mesh) == 1:
-        return None
-    own = torch.tensor([[torch.distributed.get_rank(), this_machine(), os.getpid()]], device=device)
-    return fr.loop.all_parts(own, mesh).cpu()
-
-
-def this_machine() -> int:
-    """A number of the machine, or of the container that numbers its own processes."""
-    space = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
-    return zlib.crc32(f"{socket.gethostname()} {space}".encode())
-
-
-def cause(error: Exception, crew: Tensor | None) -> str:
-    """The ranks of this machine that ended, in a sentence; empty where none did within WAIT_S."""
-    if crew is None or not isinstance(error, RuntimeError):
-        return ""
-    others = [(rank, pid) for rank, where, pid in crew.tolist() if where == this_machine() and pid != os.getpid()]
-    end = time.monotonic() + WAIT_S
-    while not (gone := [f"rank {rank} (process {pid})" for rank, pid in others if not is_running(pid)]):
-        if time.monotonic() > end:
-            return ""
-        time.sleep(0.05)
-    time.sleep(1.0)  # the other ranks look, too, and are not to find this one gone
-    return f"{' and '.join(gone)} ended, and no rank can go on alone; its own output says why."
-
-
-def is_running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        if os.path.exists("/proc/self/stat"):
-            return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

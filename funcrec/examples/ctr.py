@@ -45,7 +45,6 @@ class Job(NamedTuple):
     split: fr.data.CtrSplit
     model: fr.models.Model
     mesh: fr.Mesh | None  # None for a lone process
-    crew: Tensor | None  # the processes of all ranks; None for a lone one
     init: Callable  # params, key -> the first state
     place: Callable  # a plain state -> one for `step`
     step: Callable  # compiled; takes the state's memory
@@ -58,14 +57,17 @@ def main(argv: list[str] | None = None) -> int:
         options = parse(argv)
         job = make_job(options)
         try:
-            return train(job, heard)
-        except Exception as error:  # whatever it is, a rank that ended or a signal is the cause
-            gone = ranks.cause(error, job.crew)
-            if not gone and not heard.asked():
+            with fr.loop.watch(job.mesh):
+                return train(job, heard)
+        except fr.loop.RankLost as error:
+            error.add_note(how_to_go_on(options))
+            raise
+        except Exception as error:  # whatever it is, a signal is the cause
+            if not heard.asked():
                 raise
-            told = gone or f"interrupted in the midst of {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            told = f"interrupted in the midst of {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             print(f"{told}\n{how_to_go_on(options)}", file=sys.stderr, flush=True)
-            return 1 if gone else 128 + heard.asked()
+            return 128 + heard.asked()
 
 
 def train(job: Job, heard: signals.Heard) -> int:
@@ -185,8 +187,7 @@ def make_job(options: argparse.Namespace) -> Job:
     sync = ranks.sync_of(mesh, options.replicas)
     num_steps = fr.data.num_batches(len(split.train), options.batch_size, drop_last=True)
     fast = ranks.with_sync(fr.jit(step, donate=("state",)), sync, options.sync_every, num_steps)
-    crew = ranks.meet(mesh, options.device)
-    return Job(options, split, model, mesh, crew, step.init, place, fast, sync, fr.jit(model.apply))
+    return Job(options, split, model, mesh, step.init, place, fast, sync, fr.jit(model.apply))
 
 
 def loss_and_stats(model: fr.models.Model) -> Callable:

@@ -16,5 +16,7 @@ from funcrec.loop._ranks import num_processes as num_processes
 from funcrec.loop._ranks import own_part as own_part
 from funcrec.loop._record import Record as Record
 from funcrec.loop._signals import listen as listen
+from funcrec.loop._watch import RankLost as RankLost
+from funcrec.loop._watch import watch as watch
 
 _core.publish(globals())

@@ -6,6 +6,7 @@ Nothing here is known to a step or a loader: a loop of one's own has the same pi
 `fr.save`, `fr.loop`).
 """
 
+import contextlib
 import itertools
 import operator
 import os
@@ -23,6 +24,7 @@ from funcrec.core import check, describe, fail, own_errors
 from funcrec.data import Position
 from funcrec.loop._history import Limits, best_epoch, is_finished
 from funcrec.loop._problems import (
+    clock_problems,
     has_loss,
     item_problems,
     limit_problems,
@@ -35,9 +37,10 @@ from funcrec.loop._problems import (
     settings_problems,
     work_problems,
 )
-from funcrec.loop._ranks import agreed, is_chief, of_any
+from funcrec.loop._ranks import is_chief, of_any, questions
 from funcrec.loop._record import Record
 from funcrec.loop._run import (
+    Clock,
     Run,
     Work,
     begin,
@@ -50,6 +53,7 @@ from funcrec.loop._run import (
     whole_params,
 )
 from funcrec.loop._signals import end, listen
+from funcrec.loop._watch import at, watch
 from funcrec.mesh import Mesh
 from funcrec.tables import validate as validate_batch
 from funcrec.train import look_of
@@ -92,6 +96,7 @@ def fit(
     checkpoint: str | os.PathLike | None = None,
     save_every: int = 1,
     save_every_steps: int | None = None,
+    save_every_minutes: float | None = None,
     resume: bool | str = False,
     overwrite: bool = False,
     settings: Mapping[str, Any] = {},
@@ -119,6 +124,8 @@ def fit(
       checkpoint: a file, written before the first step, behind epochs, and where `stop` or a signal ends the run.
       save_every: write it behind every that many epochs, and the last.
       save_every_steps: write it behind every that many steps of an epoch, too.
+      save_every_minutes: write it where that long ago the last one was finished, too, by the clock of the first rank:
+        between two steps, on ranks behind a multiple of 16.
       resume: go on from the checkpoint; "auto": where there is one. The end has the bits of a run that was not
         interrupted, wherever it was: between the steps that were saved. A loader that tells its `order`, as
         `fr.data.loader` does, is held to that of the run in the midst of an epoch.
@@ -134,14 +141,16 @@ def fit(
       stop: () -> whether to end, asked between steps; on ranks any rank's answer counts. None: SIGINT and SIGTERM,
         where there is a checkpoint: they are raised again once it is written.
       progress: a bar on stderr; None for one where that is a terminal.
-      mesh: of a state that lies on it: `evaluate` and the checkpoint have whole tables, and the first rank writes.
+      mesh: of a state that lies on it: `evaluate` and the checkpoint have whole tables, and the first rank writes. Real
+        ranks watch each other (`fr.loop.watch`): where one is lost, all end.
       place: a whole state -> one as `step` takes it, for resuming on a mesh: `lambda state: fr.reshard(state, ...)`.
       sync: state -> state, run before a state is evaluated or saved: `fr.sync_replicas` of copies that train apart.
 
     Returns: Fitted(state, best, history, stopped).
 
     Raises: TypeError or ValueError for arguments that do not fit, before the first step; what step, loader, evaluate
-      and callbacks raise. The checkpoint is then that of the last time it was written.
+      and callbacks raise, and on the other ranks `fr.loop.RankLost`. The checkpoint is then that of the last time it
+      was written.
 
     Law: with the same arguments the same bits, however often it was interrupted and resumed (but for times in the
       history).
@@ -167,25 +176,27 @@ def fit(
     work = Work(
         step, loader, evaluate, monitor, mode, path, save_every, save_every_steps, dict(settings), tuple(callbacks),
         look, progress, mesh, place, sync or (lambda state: state), order_of(loader),
-        look_of(step) if validate is None else None,
+        look_of(step) if validate is None else None, Clock(save_every_minutes),
     )  # fmt: skip
     limits = Limits(epochs, monitor, mode, patience)
-    check("funcrec.fit", work_problems(work), limit_problems(limits))
+    check("funcrec.fit", work_problems(work), limit_problems(limits), clock_problems(save_every_minutes, path, sync))
     check("funcrec.fit", loader_problems(loader), place_problems(state, mesh))
-    found = is_there(work, device_of(state))
-    check("funcrec.fit", resume_problems(work, found, resume, overwrite, state))
-    if stop is not None or path is None:
-        return train(work, limits, load_run(work, state) if found and resume else begin(state), stop or (lambda: 0))
-    with listen() as asked:
+    listens = stop is None and path is not None
+    with watch(mesh), listen() if listens else contextlib.nullcontext(stop or (lambda: 0)) as asked:
+        found = is_there(work, device_of(state))
+        check("funcrec.fit", resume_problems(work, found, resume, overwrite, state))
         done = train(work, limits, load_run(work, state) if found and resume else begin(state), asked)
-    if signum := done.stopped or of_any(asked(), mesh, device_of(done.state)):  # one behind the last question, too
+        signum = done.stopped or (listens and of_any([asked()], mesh, device_of(done.state))[0])
+    if listens and signum:  # one behind the last question, too
         end(signum)
     return done
 
 
 def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitted:
     """From where the run is to its end, or to that which `stop` asks for."""
-    ends, stopped = agreed(stop, work.mesh, device_of(run.state)), 0
+    is_due = lambda: is_chief(work.mesh) and work.clock.is_due()
+    ask, stopped = questions([stop, is_due], work.mesh, device_of(run.state)), 0
+    at("the loader before its first step")
     if not is_finished(run.history, limits):
         items = iter(rest_of_epoch(work.loader, run.position))
         first = next(items, None)
@@ -201,8 +212,12 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
             save_run(work, run)
     done = steps_of(run.history) + run.position.batch
     tell(work, Record("begin", run.position.epoch, done, {}, run.state, is_chief=is_chief(work.mesh)))
-    while not (is_finished(run.history, limits) or (stopped := ends())):
-        run, stopped = train_epoch(work, run, items, ends)
+    while not is_finished(run.history, limits):
+        stopped, is_late = ask()
+        if is_late and not stopped:
+            save_run(work, run)
+        if not stopped:
+            run, stopped = train_epoch(work, run, items, ask)
         if stopped:
             break
         if len(run.history) % work.save_every == 0 or is_finished(run.history, limits):
@@ -214,8 +229,8 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
     return Fitted(run.state, best, run.history, stopped)
 
 
-def train_epoch(work: Work, run: Run, items: Iterable, ends: Callable[[], int]) -> tuple[Run, int]:
-    """The rest of an epoch and its evaluation, or the part of it before `ends` says so: (run, what it said)."""
+def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[int]]) -> tuple[Run, int]:
+    """The rest of an epoch and its evaluation, or the part of it before `ask` says to stop: (run, what it said)."""
     state, position, loss_sum, *_ = run
     before = steps_of(run.history)
     epoch, steps, began = position.epoch, position.batch, 0.0
@@ -223,6 +238,7 @@ def train_epoch(work: Work, run: Run, items: Iterable, ends: Callable[[], int]) 
         for item in items:
             check("funcrec.fit", item_problems(item, position))
             position, batch = item
+            at(f"step {before + steps + 1}")
             state, metrics = one_step(work.step, state, batch)
             check("funcrec.fit", loss_problems(work, metrics))
             loss_sum = loss_sum + loss_of(metrics, loss_sum)
@@ -231,11 +247,13 @@ def train_epoch(work: Work, run: Run, items: Iterable, ends: Callable[[], int]) 
             tell(work, Record("step", epoch, before + steps, metrics, state, is_chief=is_chief(work.mesh)))
             if position.epoch != epoch:
                 break
-            if stopped := ends():
+            stopped, is_late = ask()
+            if stopped:
                 return Run(work.sync(state), position, loss_sum, run.best, run.history), stopped
-            if work.save_every_steps and steps % work.save_every_steps == 0:
+            if is_late or (work.save_every_steps and steps % work.save_every_steps == 0):
                 state = work.sync(state)
                 save_run(work, Run(state, position, loss_sum, run.best, run.history))
+            at(f"the loader behind step {before + steps}")
         else:
             got, need = f"{steps} batches, the last with {position}", f"Position({epoch + 1}, 0) with the last one"
             fail("funcrec.fit", f"`loader` ended in the midst of epoch {epoch}.", got=got, need=need)
@@ -248,6 +266,7 @@ def train_epoch(work: Work, run: Run, items: Iterable, ends: Callable[[], int]) 
 
 def end_epoch(work: Work, run: Run, entry: dict[str, float]) -> Run:
     """The run with the epoch's entry in its history, and its parameters as the best if they are."""
+    at(f"the evaluation of epoch {entry['epoch']}")
     params = whole_params(run.state, work.mesh) if work.evaluate or work.callbacks or work.monitor else None
     history = [*run.history, entry | measured(work.evaluate, params, entry)]
     is_best = work.monitor is not None and best_epoch(history, work.monitor, work.mode) == len(history) - 1

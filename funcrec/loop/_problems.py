@@ -1,5 +1,6 @@
 """What `fit` asks of its arguments, and of what its functions give it."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -57,6 +58,24 @@ def work_problems(work: Work) -> Iterator[Problem]:
             yield Problem("`save_every_steps` is of a checkpoint.", "checkpoint=None", need, "checkpoint='run.pt'")
     if work.progress is not None:
         yield from flag_problems(work.progress, "progress")
+
+
+def clock_problems(minutes: Any, path: Any, sync: Any) -> Iterator[Problem]:
+    """When the clock says so a run may be saved, but nothing that changes it may be done."""
+    if minutes is None:
+        return
+    if isinstance(minutes, bool) or not isinstance(minutes, int | float):
+        hint = "save_every_minutes=10"
+        yield Problem("`save_every_minutes` is not a number.", describe(minutes), "minutes > 0", hint, TypeError)
+    elif not 0 < minutes < math.inf:
+        need, hint = "minutes > 0", "save_every_minutes=10"
+        yield Problem("`save_every_minutes` is out of range.", f"{minutes}", need, hint)
+    if path is None:
+        need = "checkpoint=path"
+        yield Problem("`save_every_minutes` is of a checkpoint.", "checkpoint=None", need, "checkpoint='run.pt'")
+    if sync is not None:
+        what = "`save_every_minutes` would have `sync` change the training when a clock says so."
+        yield Problem(what, "both", "one of them, or none", "save_every_steps=1000")
 
 
 def mode_problems(mode: object, monitor: object) -> Iterator[Problem]:

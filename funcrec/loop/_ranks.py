@@ -4,7 +4,8 @@ All ranks run the same loop. What they decide follows from values that are the s
 for anybody but in an exchange.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -60,12 +61,12 @@ def all_parts(x: Tensor, mesh: Mesh | None) -> Tensor:
     return x if num_processes(mesh) == 1 else unshard(x, P(mesh.axis_names), mesh=mesh)
 
 
-def of_any(number: int, mesh: Mesh | None, device: torch.device | str = "cpu") -> int:
-    """The largest of the processes' numbers, an exchange that all must make."""
+def of_any(numbers: Sequence[int], mesh: Mesh | None, device: torch.device | str = "cpu") -> list[int]:
+    """The largest of the processes' numbers, each for itself, in an exchange that all must make."""
     if num_processes(mesh) == 1:
-        return number
+        return list(numbers)
     largest = shard_map(lambda x: pmax(x, mesh.axis_names), mesh=mesh, in_specs=P(), out_specs=P(), check=False)
-    return int(largest(torch.tensor(int(number), device=device)))
+    return largest(torch.tensor(list(numbers), device=device)).tolist()
 
 
 def agreed(stop: Callable[[], int], mesh: Mesh | None, device: torch.device | str = "cpu") -> Callable[[], int]:
@@ -78,15 +79,20 @@ def agreed(stop: Callable[[], int], mesh: Mesh | None, device: torch.device | st
       >>> fr.loop.agreed(lambda: 15, None)()
       15
     """
-    if num_processes(mesh) == 1:
-        return stop
-    calls, answer = 0, 0
+    answer, ask = 0, questions([stop], mesh, device)
 
-    def ask() -> int:
-        nonlocal calls, answer
-        calls += 1
-        if not answer and calls % STEPS_PER_QUESTION == 0:
-            answer = of_any(stop(), mesh, device)
+    def once() -> int:
+        nonlocal answer
+        answer = answer or ask()[0]
         return answer
 
-    return ask
+    return stop if num_processes(mesh) == 1 else once
+
+
+def questions(
+    asked: Sequence[Callable[[], int]], mesh: Mesh | None, device: torch.device | str
+) -> Callable[[], list[int]]:
+    """What the functions say on any rank, in one exchange at every 16th call; zeros at the others."""
+    calls, every = itertools.count(1), 1 if num_processes(mesh) == 1 else STEPS_PER_QUESTION
+    none = [0] * len(asked)
+    return lambda: none if next(calls) % every else of_any([ask() for ask in asked], mesh, device)

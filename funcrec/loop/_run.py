@@ -3,7 +3,9 @@
 load(save(run)) = run, so that what follows has the bits of a run that was not interrupted.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from funcrec.checkpoint import difference_problems, load, save
 from funcrec.core import Problem, check, describe, fail, flag_problems, tree_leaves
 from funcrec.data import Position
 from funcrec.loop._ranks import all_parts, is_chief, num_processes
+from funcrec.loop._watch import at
 from funcrec.mesh import Mesh
 from funcrec.sharding import ShardedTables, gather_tables, join_dense
 from funcrec.tables import Params
@@ -42,6 +45,18 @@ class Work(NamedTuple):
     sync: Callable
     order: dict[str, Any]  # what says which batches the loader gives
     trial: Callable[[Any, Any], None] | None  # of the first state and batch, before any work
+    clock: "Clock"
+
+
+@dataclass
+class Clock:
+    """Since when there is a checkpoint, or none."""
+
+    minutes: float | None
+    saved_s: float = field(default_factory=time.monotonic)
+
+    def is_due(self) -> bool:
+        return self.minutes is not None and time.monotonic() - self.saved_s >= 60 * self.minutes
 
 
 class Run(NamedTuple):
@@ -85,11 +100,13 @@ def save_run(work: Work, run: Run) -> None:
     """The checkpoint, of whole tables: whatever plan goes on from it."""
     if work.checkpoint is None:
         return
+    at(f"the checkpoint of epoch {run.position.epoch}, batch {run.position.batch}")
     state = gather_state(run.state, work.mesh) if is_sharded(run.state) else run.state
     tree = {**run._asdict(), "state": state, "position": tuple(run.position)}
     if is_chief(work.mesh):
         more = {"options": work.settings, "monitor": [work.monitor, work.mode], "order": work.order}
         save(work.checkpoint, more | tree)
+    work.clock.saved_s = time.monotonic()
 
 
 def load_run(work: Work, state: Any) -> Run:

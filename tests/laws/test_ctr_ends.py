@@ -15,8 +15,8 @@ from programs import small_movielens
 
 import funcrec as fr
 from funcrec.core._tree import replace
-from funcrec.examples import _folder, _ranks, ctr
-from funcrec.loop import _fit, _run
+from funcrec.examples import _folder, ctr
+from funcrec.loop import _fit, _run, _watch
 from funcrec.testing import assert_trees_close
 
 ROOT = Path(__file__).parents[2]
@@ -339,14 +339,16 @@ def test_ranks_that_are_killed_go_on_and_those_that_are_asked_save(folder, tmp_p
 def test_a_process_that_ended_is_told_from_one_that_runs():
     """A process is running until it ends, also while nobody has asked for its exit code."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert _ranks.is_running(process.pid) and _ranks.is_running(os.getpid())
+    start = _watch.began(process.pid)
+    assert _watch.is_running(process.pid, start) and _watch.is_running(os.getpid(), _watch.began(os.getpid()))
+    assert not _watch.is_running(process.pid, start - 1), "another process that had its number"
     process.kill()
     end = time.monotonic() + 20
-    while _ranks.is_running(process.pid) and time.monotonic() < end:
+    while _watch.is_running(process.pid, start) and time.monotonic() < end:
         time.sleep(0.01)
-    assert not _ranks.is_running(process.pid)
+    assert not _watch.is_running(process.pid, start)
     process.wait()
-    assert not _ranks.is_running(process.pid)
+    assert not _watch.is_running(process.pid, start)
 
 
 @pytest.mark.parametrize("lr", ["nan", "inf", "-1"])

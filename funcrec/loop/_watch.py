@@ -1,0 +1,317 @@
+"""Ranks that watch each other: where one ends, or falls silent, the others end, too, and say which, where and why.
+
+    with watch(mesh) as at:     at("step 8")        what this rank does, for the words of the others
+
+A thread of each process beats twice a second in the store of the process group. It looks at the beats of the next rank,
+at its process where that is one of this machine, and at the verdict: whoever first sees what went wrong writes it, and
+all ranks end with its words. Where the main thread waits in an exchange that nothing interrupts, the thread ends the
+process. An exchange that breaks off is never the cause: the ranks that none of it broke for are.
+"""
+
+import contextlib
+import functools
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from funcrec.core import Problem, message
+from funcrec.loop._ranks import all_parts, num_processes
+from funcrec.mesh import Mesh
+
+BEAT_S = 0.5
+SILENT_S = 30.0  # without a beat, to the verdict; less where exchanges wait for less
+BROKEN_S = 5.0  # from an exchange that broke off to the verdict on the ranks that it did not break for
+LEAVE_S = 5.0  # from the verdict to the end of a process whose main thread does not come
+SAVE_S = 25.0  # the same where that writes a checkpoint: torchrun waits for 30
+STORE_S = 10.0  # for an answer of the store
+
+watched: ContextVar["Watched | None"] = ContextVar("funcrec_watched", default=None)
+
+
+class RankLost(RuntimeError):
+    """Another rank ended, or fell silent: raised on all the others, with the same words. None of them goes on alone.
+
+    Example:
+      >>> import funcrec as fr
+      >>> issubclass(fr.loop.RankLost, RuntimeError)
+      True
+    """
+
+
+@dataclass
+class Watched:
+    """What the main thread and the one that watches tell each other."""
+
+    rank: int
+    crew: list[list[int]]  # of each rank: its machine, its process and when that began
+    store: dist.Store
+    silent_s: float
+    place: str = "its first work"
+    ended: str = ""  # how the main thread ended
+    broken: str = ""  # the exchange that broke off in it
+    is_left: bool = False  # behind its last step, with all well
+    verdict: str = ""
+    wake: threading.Event = field(default_factory=threading.Event)
+    found: threading.Event = field(default_factory=threading.Event)  # there is a verdict
+    main: int = field(default_factory=threading.get_ident)
+
+
+@contextlib.contextmanager
+def watch(mesh: Mesh | None) -> Iterator[Callable[[str], None]]:
+    """Inside the block a rank that ends takes the others with it; `fit` does so by itself.
+
+    Every rank enters and leaves it. Whatever ends a rank (an exception, a kill, os._exit, a machine that is gone, a
+    process that is stopped) ends the others with a RankLost that names it, and tells what it did and what it raised. A
+    main thread that is held by an exchange with the lost one is not waited for: its process ends with exit code 1 and
+    the same words on stderr. Uncaught, a RankLost has no traceback; it stands in full in the output of one rank, and as
+    a line in that of the others.
+
+    Seconds from the event to the end of all others: 6 for an exception, and for a process of the same machine; for one
+    of another machine, or one that is stopped or cannot run Python, 30 (or the timeout of the mesh, if that is less)
+    and 6; for one that runs and does not come to an exchange, the timeout of the mesh (`timeout_s`) and 11. A process
+    that writes a checkpoint has 25.
+
+    Blocks inside one are its part. On CUDA, NCCL itself ends a process whose exchange waits longer than the timeout.
+
+    Args:
+      mesh: of real ranks; of other meshes, and for None, there is nothing to watch.
+
+    Yields: at: (text) -> None, to tell what this rank begins to do; it raises the RankLost if there is one.
+
+    Example:
+      >>> import funcrec as fr
+      >>> with fr.loop.watch(fr.Mesh.emulated(data=2)) as at:
+      ...     at("step 1")
+    """
+    if num_processes(mesh) == 1 or watched.get() is not None:
+        yield at
+        return
+    own = meet(mesh)
+    thread = threading.Thread(target=keep_watch, args=(own,), name="funcrec.watch", daemon=True)
+    thread.start()
+    token = watched.set(own)
+    try:
+        yield at
+        at(own.place)
+    except RankLost as error:
+        record(error, own)
+        raise
+    except BaseException as error:
+        if is_broken(error):
+            own.broken = f"{error}".partition("\n")[0]
+        else:
+            own.ended = f"{type(error).__name__}: {error}"
+        own.wake.set()
+        if not own.found.wait(BROKEN_S + STORE_S):
+            own.verdict = words("the store of the process group does not answer.", own.broken or own.ended)
+        if own.broken:
+            lost = RankLost(own.verdict)
+            record(lost, own)
+            raise lost from None
+        raise
+    finally:
+        watched.reset(token)
+        own.is_left = True
+        own.wake.set()
+        thread.join(STORE_S)
+
+
+def at(text: str) -> None:
+    """What this rank does from now on."""
+    own = watched.get()
+    if own is not None:
+        own.place = text
+        if own.verdict:
+            raise RankLost(own.verdict) from None
+
+
+def meet(mesh: Mesh) -> Watched:
+    """All ranks' processes, and a part of the store that no other watch has."""
+    device = mesh.device_mesh.device_type
+    own = [this_machine(), os.getpid(), began(os.getpid()), secrets.randbits(62)]
+    crew = all_parts(torch.tensor([own], device=device), mesh).tolist()
+    store = dist.PrefixStore(f"funcrec.watch.{crew[0][3]}", dist.distributed_c10d._get_default_store().clone())
+    groups = [mesh.device_mesh.get_group(name) for name in mesh.axis_names]
+    waits = [g._get_backend(torch.device(device)).options._timeout.total_seconds() for g in groups]
+    return Watched(dist.get_rank(), [c[:3] for c in crew], store, min(SILENT_S, *waits))
+
+
+def is_broken(error: BaseException) -> bool:
+    """Whether it is of an exchange that another rank broke off: gloo's errors name its files."""
+    text = f"{error}"
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in text)
+
+
+# -- the thread --------------------------------------------------------------------------------------------------
+
+
+def keep_watch(own: Watched) -> None:
+    """Beat, look, and end the process whose main thread does not end by itself."""
+    seen: dict[int, tuple[str, int]] = {}
+    turns, broken_turns, end = 0, 0, float("inf")
+    while not own.is_left:
+        turns, broken_turns = turns + 1, broken_turns + bool(own.broken)
+        try:
+            own.verdict = own.verdict or look(own, seen, turns, broken_turns)
+        except Exception as error:  # whatever it is: nobody can be asked any more
+            hint = "the launcher, or the rank that holds it, has ended"
+            own.verdict = words("the store of the process group is gone.", f"{type(error).__name__}: {hint}")
+        if own.verdict and not own.found.is_set():
+            end = time.monotonic() + (SAVE_S if "checkpoint" in own.place else LEAVE_S)
+            own.found.set()
+        if time.monotonic() > end and not (own.ended or own.broken):
+            leave(own)
+        own.wake.wait(BEAT_S)
+        own.wake.clear()
+    with contextlib.suppress(Exception):
+        own.store.set(f"left {own.rank}", own.place)
+
+
+def look(own: Watched, seen: dict[int, tuple[str, int]], turns: int, broken_turns: int) -> str:
+    """The verdict, "" for none.
+
+    seen: {rank: (its last beat, this thread's turn at which it was new)}: turns of a thread that was stopped, too, do
+    not count.
+    """
+    store, others = own.store, [r for r in range(len(own.crew)) if r != own.rank]
+    store.set(f"beat {own.rank}", f"{turns} {own.place}, {line_of(own.main)}")
+    if store.check(["verdict"]):
+        return store.get("verdict").decode()
+    if own.ended:
+        return judge(own, f"rank {own.rank} (process {os.getpid()}) ended in {own.place}.", own.ended)
+    if own.broken:
+        store.set(f"broken {own.rank}", own.broken)
+    for r in others if own.broken else [(own.rank + 1) % len(own.crew)]:
+        note(store, r, seen, turns)
+        machine, pid, start = own.crew[r]
+        if machine == own.crew[own.rank][0] and not is_running(pid, start):
+            if not store.check([f"left {r}"]):
+                what = f"rank {r} (process {pid}) ended, last seen in {place_of(seen, r)}."
+                return judge(own, what, "no exception: it was killed, or called os._exit")
+            if own.broken:
+                return judge(own, f"rank {r} (process {pid}) ended before the others.", store_text(store, f"left {r}"))
+        elif turns - seen[r][1] > own.silent_s / BEAT_S and not store.check([f"left {r}"]):
+            got = f"no beat for {own.silent_s:g} s: stopped, out of reach, or in a call that keeps Python's lock"
+            return judge(own, f"rank {r} (process {pid}) is silent, last seen in {place_of(seen, r)}.", got)
+    if broken_turns > BROKEN_S / BEAT_S:
+        return judge(own, *whom_they_wait_for(own, others, seen))
+    return ""
+
+
+def note(store: dist.Store, rank: int, seen: dict[int, tuple[str, int]], turns: int) -> None:
+    beat = store_text(store, f"beat {rank}")
+    if rank not in seen or seen[rank][0] != beat:
+        seen[rank] = beat, turns
+
+
+def store_text(store: dist.Store, key: str) -> str:
+    """What stands there, "" for nothing yet."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def place_of(seen: dict[int, tuple[str, int]], rank: int) -> str:
+    return seen[rank][0].partition(" ")[2].rpartition(", ")[0] or "its first work"
+
+
+def whom_they_wait_for(own: Watched, others: list[int], seen: dict[int, tuple[str, int]]) -> tuple[str, str]:
+    """Of an exchange that no rank's end broke: the ranks that it did not break for."""
+    missing = [r for r in others if not own.store.check([f"broken {r}"])]
+    if not missing:
+        return "an exchange broke off on all ranks, and none of them ended.", own.broken
+    left = {r: own.store.check([f"left {r}"]) for r in missing}
+    where = {r: "behind its last step" if left[r] else f"in {seen[r][0].partition(' ')[2]}" for r in missing}
+    told = [f"rank {r} (process {own.crew[r][1]}), {where[r]}," for r in missing]
+    return f"{' and '.join(told)} did not come to an exchange.", own.broken
+
+
+def judge(own: Watched, what: str, got: str) -> str:
+    """The verdict that all ranks have: the first that was written."""
+    return own.store.compare_set("verdict", "", words(what, got)).decode()
+
+
+def words(what: str, got: str) -> str:
+    hint = "the run again with resume='auto', which `torchrun --max-restarts=N` does"
+    return message("funcrec.loop.watch", [Problem(what, got, "all ranks: none of them goes on alone", hint)])
+
+
+def line_of(thread: int) -> str:
+    """file:line of the call in which a thread is."""
+    frame = sys._current_frames().get(thread)
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "no call"
+
+
+# -- the end -----------------------------------------------------------------------------------------------------
+
+
+def leave(own: Watched) -> None:
+    """End this process, whose main thread waits for ever."""
+    error = RankLost(own.verdict)
+    record(error, own)
+    os.write(2, told(error, own).encode())
+    os._exit(1)
+
+
+def record(error: RankLost, own: Watched) -> None:
+    """For the last lines of torchrun, and of the interpreter."""
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        with contextlib.suppress(OSError):
+            get_error_handler().record_exception(error)
+    sys.excepthook = functools.partial(tell, own, sys.excepthook)
+
+
+def tell(own: Watched, before: Callable, kind: type, error: BaseException, trace: object) -> None:
+    """A RankLost that nobody caught is told without a traceback, which says nothing of what went wrong."""
+    if isinstance(error, RankLost):
+        sys.stderr.write(told(error, own))
+    else:
+        before(kind, error, trace)
+
+
+def told(error: RankLost, own: Watched) -> str:
+    """In full in one rank's output, in a line in the others'."""
+    notes = getattr(error, "__notes__", ())
+    with contextlib.suppress(Exception):
+        if own.store.add("told", 1) > 1:
+            return f"rank {own.rank} ends, too: {error}".partition("\n")[0] + "\n"
+    return "\n".join([f"{error}", *notes, ""])
+
+
+def this_machine() -> int:
+    """A number of the machine, or of the container that numbers its own processes."""
+    space = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
+    return zlib.crc32(f"{socket.gethostname()} {space}".encode())
+
+
+def began(pid: int) -> int:
+    """When a process began, in the machine's ticks; 0 for none, and -1 where the system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state, *rest = file.read().rpartition(")")[2].split()
+            return 0 if state in "ZX" else int(rest[18])
+    except FileNotFoundError:
+        return 0 if os.path.exists("/proc/self/stat") else -1
+
+
+def is_running(pid: int, start: int) -> bool:
+    """Whether the process that began then has not ended."""
+    if start != -1:
+        return began(pid) == start
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,31 @@
+"""A rank that is lost in the midst of `fit` ends the others: soon, by one message that names it and says why."""
+
+import pytest
+from programs import lost_ranks
+from programs.lost_ranks import LEAVE_S, SLACK_S, TIMEOUT_S
+
+pytestmark = pytest.mark.xdist_group("ranks")
+GONE = "no exception: it was killed, or called os._exit"
+CASES = {  # (way, moment): what is said of it, and why; seconds until the others are down
+    ("exception", "loader"): ("ended in the loader behind step 3.", "ValueError: of my own", 1.0),
+    ("exception", "save"): ("ended in the checkpoint of epoch 0, batch 3.", "ValueError: of my own", 1.0),
+    ("exit", "step"): ("ended, last seen in ", GONE, 1.0),
+    ("kill", "save"): ("ended, last seen in ", GONE, 1.0),
+    ("kill", "evaluation"): ("ended, last seen in ", GONE, 1.0),
+    ("stop", "callback"): ("is silent, last seen in ", "no beat for 1 s", 2.5),
+    ("hang", "loader"): ("in the loader behind step 3, lost_ranks.py:", "Timed out waiting", TIMEOUT_S + 2.0),
+}
+
+
+@pytest.mark.parametrize("way, moment", CASES)
+def test_a_lost_rank_ends_the_others(way, moment):
+    """However and wherever a rank is lost, all others end within the stated time: one of them tells in full which rank
+    it was, where and why, the other in a line."""
+    where, why, within_s = CASES[way, moment]
+    told, rank, took = lost_ranks.lost(way, moment)
+    assert took < within_s + LEAVE_S + SLACK_S
+    assert sorted(text.count("  got   ") for text in told.values()) == [0, 1], told
+    for text in told.values():
+        assert text.count("\n") == (4 if "  got" in text else 1) and "Traceback" not in text
+        assert f"rank {rank} (process " in text and where in text
+    assert any(why in text for text in told.values())

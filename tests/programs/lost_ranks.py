@@ -1,0 +1,110 @@
+"""Ranks of which one is lost in the midst of `fit`, for the others and for whoever measures them.
+
+PYTHONPATH=tests python -m programs.lost_ranks        every way at every moment: seconds until the others are down
+"""
+
+import contextlib
+import itertools
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import funcrec as fr
+from funcrec.loop import _run, _watch
+from funcrec.testing import RankError, RankPool
+
+WAYS = ("exception", "exit", "kill", "stop", "hang")
+MOMENTS = ("loader", "step", "callback", "save", "evaluation")
+TIMEOUT_S, LEAVE_S, SLACK_S = 1.0, 0.5, 1.5
+
+
+def lose(way, folder):
+    """What ends this process, or stops it."""
+    (folder / "lost").write_text(f"{time.time()}")
+    match way:
+        case "exception":
+            raise ValueError("of my own")
+        case "exit":
+            os._exit(0)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+            time.sleep(60)
+
+
+def run(way, moment, folder):
+    """A run of which one rank is lost at its third step, the first of them in a save and the second else."""
+    _watch.SILENT_S, _watch.LEAVE_S, _watch.BROKEN_S, _watch.SAVE_S = 1.0, LEAVE_S, 1.0, LEAVE_S
+    mesh = fr.Mesh.distributed(data=3, timeout_s=TIMEOUT_S)
+    rank, save = mesh.coordinates["data"], _run.save
+    os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    is_lost = lambda here, n: here == moment and rank == (moment != "save") and n == 3 and lose(way, folder)
+    total = fr.shard_map(lambda x: fr.psum(x, "data"), mesh=mesh, in_specs=fr.P("data"), out_specs=fr.P())
+
+    def step(state, batch):
+        is_lost("step", batch)
+        return state + total(torch.ones(1)), {}
+
+    def loader(position):
+        for i in range(position.batch, 4):
+            is_lost("loader", i)
+            yield fr.data.Position(*divmod(i + 1 + position.epoch * 4, 4)), i
+
+    def callback(record):
+        is_lost("callback", record.step if record.when == "step" else 0)
+
+    def saved(path, tree, **how):
+        is_lost("save", tree["position"][1])
+        return save(path, tree, **how)
+
+    def evaluate(params):
+        is_lost("evaluation", 3)
+        return {}
+
+    _run.save = saved
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    try:
+        fr.fit(
+            step, torch.zeros(()), loader, epochs=2, checkpoint=folder / "run.pt", save_every_steps=1,
+            evaluate=evaluate, callbacks=[callback], mesh=mesh,
+        )  # fmt: skip
+    except fr.loop.RankLost as error:
+        sys.excepthook(type(error), error, None)
+        sys.stderr.flush()
+        raise
+
+
+def lost(way, moment):
+    """({rank: what it was told}, the rank that was lost, the others' seconds until they were down)."""
+    with tempfile.TemporaryDirectory() as folder, RankPool(3, timeout_s=TIMEOUT_S) as pool:
+        with contextlib.suppress(RankError):
+            pool.run(run, way, moment, Path(folder), deadline_s=30)
+        rank = int(moment != "save")
+        files = {r: Path(folder) / f"stderr{r}" for r in range(3) if r != rank}
+        began = float((Path(folder) / "lost").read_text())
+        return (
+            {r: p.read_text() for r, p in files.items()},
+            rank,
+            max(p.stat().st_mtime for p in files.values()) - began,
+        )
+
+
+def main():
+    torch.set_num_threads(1)
+    print(f"seconds; exchanges wait for {TIMEOUT_S:g}, a silent rank is one without a beat for 1")
+    for way, moment in itertools.product(WAYS, MOMENTS):
+        told, _, took = lost(way, moment)
+        full = max(told.values(), key=len).splitlines()[:2]
+        print(f"{way:10} {moment:11} {took:5.2f}  {' '.join(full)[:140]}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
