@@ -23,9 +23,9 @@ def test_a_lost_rank_ends_the_others(way, moment):
     it was, where and why, the other in a line."""
     where, why, within_s = CASES[way, moment]
     told, rank, took = lost_ranks.lost(way, moment)
-    assert took < within_s + LEAVE_S + SLACK_S
+    assert took < within_s + LEAVE_S + SLACK_S, told
     assert sorted(text.count("  got   ") for text in told.values()) == [0, 1], told
     for text in told.values():
-        assert text.count("\n") == (4 if "  got" in text else 1) and "Traceback" not in text
+        assert text.count("\n") == (4 if "  got" in text else 1) and "Traceback" not in text, told
         assert f"rank {rank} (process " in text and where in text
     assert any(why in text for text in told.values())

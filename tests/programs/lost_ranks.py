@@ -20,12 +20,12 @@ from funcrec.testing import RankError, RankPool
 
 WAYS = ("exception", "exit", "kill", "stop", "hang")
 MOMENTS = ("loader", "step", "callback", "save", "evaluation")
-TIMEOUT_S, LEAVE_S, SLACK_S = 1.0, 0.5, 1.5
+TIMEOUT_S, LEAVE_S, SLACK_S = 1.0, 0.5, 4.0
 
 
 def lose(way, folder):
     """What ends this process, or stops it."""
-    (folder / "lost").write_text(f"{time.time()}")
+    (folder / "lost").write_text(f"{time.time()} {os.getpid()}")
     match way:
         case "exception":
             raise ValueError("of my own")
@@ -78,17 +78,19 @@ def run(way, moment, folder):
     except fr.loop.RankLost as error:
         sys.excepthook(type(error), error, None)
         sys.stderr.flush()
+        with contextlib.suppress(ProcessLookupError):  # nobody is to wait for one that does not end
+            os.kill(int((folder / "lost").read_text().split()[1]), signal.SIGKILL * (way in ("stop", "hang")))
         raise
 
 
 def lost(way, moment):
     """({rank: what it was told}, the rank that was lost, the others' seconds until they were down)."""
-    with tempfile.TemporaryDirectory() as folder, RankPool(3, timeout_s=TIMEOUT_S) as pool:
+    with tempfile.TemporaryDirectory() as folder, RankPool(3, timeout_s=10) as pool:
         with contextlib.suppress(RankError):
             pool.run(run, way, moment, Path(folder), deadline_s=30)
         rank = int(moment != "save")
         files = {r: Path(folder) / f"stderr{r}" for r in range(3) if r != rank}
-        began = float((Path(folder) / "lost").read_text())
+        began = float((Path(folder) / "lost").read_text().split()[0])
         return (
             {r: p.read_text() for r, p in files.items()},
             rank,
