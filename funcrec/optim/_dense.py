@@ -129,8 +129,9 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
         is_apart = cls in DIFFERENTIABLE and isinstance(rate, Tensor) and is_transformed(rate)
         if is_transforming():
             leaves, held = _alike(leaves, own_grads, held, counters, 0.0 if is_apart else rate)
+        clones = _with_grads(leaves, own_grads, tracked)  # out here, for Dynamo (torch 2.14) sets no gradient under a mode
         with _tensor_scalars(tracked):
-            opt, clones = _make(cls, fixed, leaves, own_grads, tracked)
+            opt = _make(cls, fixed, clones, tracked)
             for p, mine in zip(clones, held, strict=True):
                 if mine:
                     opt.state[p] = {k: _copy(s, tracked) for k, s in mine.items()}
@@ -187,18 +188,20 @@ def _copy(x: Tensor, tracked: bool) -> Tensor:
     return x.clone() if tracked else x.detach().clone()
 
 
-def _make(
-    cls, hyper: dict, leaves: list[Tensor], grads: list[Tensor], tracked: bool = False
-) -> tuple[torch.optim.Optimizer, list[Tensor]]:
-    """The class on clones of the leaves, their gradients set, one tensor
-    at a time; tracked: such as derivatives pass through."""
+def _with_grads(leaves: list[Tensor], grads: list[Tensor], tracked: bool = False) -> list[Tensor]:
+    """Clones of the leaves, their gradients set; tracked: such as derivatives pass through."""
     clones = [_copy(p, tracked) for p in leaves]
     for p, g in zip(clones, grads, strict=True):
         p.grad = (g if tracked else g.detach()).to(p.dtype)
+    return clones
+
+
+def _make(cls, hyper: dict, clones: list[Tensor], tracked: bool = False) -> torch.optim.Optimizer:
+    """The class on these, one tensor at a time."""
     opt = cls(clones, **hyper, **({"differentiable": True} if tracked else {}))
     group = opt.param_groups[0]
     group.update({k: v for k, v in {"foreach": False, "fused": False, "capturable": True}.items() if k in group})
-    return opt, clones
+    return opt
 
 
 def _first_state(
@@ -210,7 +213,7 @@ def _first_state(
     """
     if not leaves:
         return []
-    opt, clones = _make(cls, hyper, leaves, [torch.zeros_like(p) for p in leaves])
+    opt = _make(cls, hyper, clones := _with_grads(leaves, [torch.zeros_like(p) for p in leaves]))
     group = opt.param_groups[0]
     if rate is not None:
         group["lr"] = rate
