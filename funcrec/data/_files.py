@@ -9,7 +9,8 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from functools import partial
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
@@ -18,6 +19,7 @@ from funcrec.core import Problem, check, describe, fail, typed_fields
 from funcrec.data._arrow import need_pyarrow
 from funcrec.data._columns import first_true, plain
 from funcrec.data._sources import NEED, Part, Source, Wanted, absent_problems, as_table, wanted_names
+from funcrec.data._text_faults import check_floats, check_quotes, ends_in_a_line_break, last_column
 
 BLOCK_BYTES, BLOCK_ROWS, PIECE_ROWS = 8 << 20, 1 << 16, 1 << 13
 PACKED = (".gz", ".bz2", ".zst", ".lz4")
@@ -289,17 +291,31 @@ def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
     if names is not None and set(names) <= set(types):
         schema = pa.schema([(n, types[n]) for n in names])
     else:
-        fields = lambda p: [(f.name, f.type) for f in lines(p, types, None).schema]
+        as_text = lambda p, of: next(lines(p, dict.fromkeys(of, pa.string()), of))
+
+        def fields(p: Path) -> list:
+            found = lines(p, types, None)
+            for chunk in islice(found, 1):
+                once = {n for n in chunk.schema.names if chunk.schema.names.count(n) == 1}
+                inferred = sorted(once.intersection(wanted_names(wanted) or once) - set(types))
+                check_floats(call, p, chunk.select(inferred), partial(as_text, p))
+            return [(f.name, f.type) for f in found.schema]
+
         schema = _inferred([p for p, _ in files], lambda p: attempt(p, 1, lambda: fields(p)))
     chosen, extra = _with_partitions(call, schema, files, wanted, f"`{path.name}`")
     own = {f.name: f.type for f in chosen if f.name not in extra}
     header = 0 if names else 1
 
     def read(path: Path, partitions: dict):
-        at, found = 1 + header, attempt(path, 1, lambda: lines(path, own, list(own)))
+        last = attempt(path, 1, lambda: last_column(path, form.delimiter, names)) if form.quotes else None
+        read = own if last is None else {last: pa.binary(), **own}
+        at, found, doubt = 1 + header, attempt(path, 1, lambda: lines(path, read, list(read))), False
         while (chunk := attempt(path, at, lambda: next(found, None))) is not None:
             at += chunk.num_rows
+            doubt = ends_in_a_line_break(chunk, last) if last and chunk.num_rows else doubt
             yield _filled(call, path.name, chunk, chosen, partitions, extra)
+        if doubt:
+            check_quotes(call, path, form.delimiter)
 
     parts = [Part(p.name, "line", 1 + header, None, lambda p=p, by=by: read(p, by)) for p, by in files]
     return Source(chosen, parts, f"`{path.name}`")

@@ -50,6 +50,43 @@ def test_bad_value_beyond_the_first_block(tmp_path, monkeypatch):
     assert read(tmp_path, format=Text(types={"a": "string"}))["a"][-1].as_py() == "ten"
 
 
+OPEN = {  # a file, the line of its open quote; None where it has none
+    "in the last column": ('a,b\n1,x\n2,"y\n3,z\n', 3),
+    "in the last line": ('a,b\n1,x\n2,"y\n', 3),
+    "behind a closed one": ('a,b\n0,"x"\n1,"y\n2,z', 3),
+    "lines that end in CR": ('a,b\r1,x\r2,"y\r3,z\r', 3),
+    "closed, with a line break": ('a,b\n1,"x\n"\n2,"y""\n"', None),
+    "inches": ('a,b\n1,5"\n2,"7"" \n"\n', None),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+@pytest.mark.parametrize("columns", [None, ["a"]], ids=["all", "another column"])
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
+def test_a_quote_that_nothing_closes(tmp_path, name, columns, packed):
+    """A quote that nothing closes swallows no row: it is named by file and line, whether its column is read or not."""
+    text, line = OPEN[name]
+    path = tmp_path / ("x.csv.gz" if packed else "x.csv")
+    path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+    if line is None:
+        assert read(path, columns=columns)["a"].to_pylist() == [1, 2]
+    else:
+        said(lambda: read(path, columns=columns), f"`{path.name}`, line {line} has a quote that nothing closes")
+        assert read(path, format=Text(quotes=False))["b"][1].as_py() == '"y'
+
+
+@pytest.mark.parametrize("number", [2**63, 2**64 - 1, -(2**63) - 2**12])
+def test_integers_beyond_64_bits_in_text(tmp_path, number):
+    """Integers that no i64 holds are not read as floats: the column is named, and a stated type takes them."""
+    path, large = tmp_path / "x.csv", "1e19"
+    path.write_text(f"y,a\n0,\n1,{number}\n0,5\n")
+    said(lambda: read(path), "`x.csv`, column `a` has integers", f"{number}", 'Text(types={"a": "uint64"})')
+    assert read(path, columns=["y"]).num_rows == 3
+    assert read(path, format=Text(types={"a": "string"}))["a"].to_pylist() == [None, f"{number}", "5"]
+    path.write_text(f"y,a\n0,{large}\n1,{number}\n")
+    assert read(path)["a"].to_pylist() == [1e19, float(number)]
+
+
 def test_damaged_gzip(tmp_path, monkeypatch):
     """Of a packed file that is cut short, or has a byte changed, name and first line that is not whole are told."""
     monkeypatch.setattr("funcrec.data._files.BLOCK_BYTES", 1000)

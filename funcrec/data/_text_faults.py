@@ -1,0 +1,67 @@
+"""Faults of text that pyarrow reads without a word: a quote that nothing closes, integers that become floats."""
+
+import csv
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from funcrec.core import fail
+
+BEYOND = 2.0**63  # where i64 ends
+REST = re.compile(rb'[^"]*+(?:""[^"]*+)*+"')  # of a field in quotes
+
+
+def last_column(path: Path, delimiter: str, names: list[str] | None) -> str | None:
+    """Whose values an open quote swallows: any other leaves a row of too few fields."""
+    import pyarrow as pa
+
+    if names is None:
+        with pa.input_stream(path) as file, io.TextIOWrapper(file, "utf-8-sig", "replace", newline="") as text:
+            names = next(csv.reader(text, delimiter=delimiter), [])
+    return names[-1] if names and names.count(names[-1]) == 1 else None
+
+
+def ends_in_a_line_break(chunk, name: str) -> bool:
+    """Whether the last field of a record batch has one, as it does where a quote is open."""
+    value = chunk.column(name)[-1].as_py()
+    value = value.encode() if isinstance(value, str) else value
+    return isinstance(value, bytes) and (b"\n" in value or b"\r" in value)
+
+
+def check_quotes(call: str, path: Path, delimiter: str) -> None:
+    """Every field that begins with a quote must end with one."""
+    import pyarrow as pa
+
+    begin = re.compile(rb'(?:^|[\r' + re.escape(delimiter.encode()) + rb'])"')
+    opened = None
+    with pa.input_stream(path) as file:
+        for number, line in enumerate(io.BufferedReader(file), 1):
+            at = 0
+            while found := (begin.search(line, at) if opened is None else REST.match(line, at)):
+                at = found.end()
+                opened = number + line[:at].count(b"\r") if opened is None else None
+    if opened is not None:
+        what = f"`{path.name}`, line {opened} has a quote that nothing closes."
+        hint = "Text(quotes=False), if quotes are part of the text"
+        fail(call, what, got="one field up to the end of the file", need='"..." around a field', hint=hint)
+
+
+def check_floats(call: str, path: Path, chunk, as_text: Callable[[list[str]], object]) -> None:
+    """Columns that were inferred as floats must not be integers that an i64 does not hold.
+
+    chunk: what the types were inferred from. as_text: the same of these columns, as they are written.
+    """
+    import pyarrow.compute as pc
+    import pyarrow.types as kinds
+
+    floats = [f.name for f in chunk.schema if kinds.is_floating(f.type)]
+    large = [n for n in floats if (pc.max(pc.abs(chunk.column(n))).as_py() or 0.0) >= BEYOND]
+    written = as_text(large) if large else None
+    for name in large:
+        is_whole = pc.match_substring_regex(written.column(name), r"^\s*-?[0-9]+\s*$").fill_null(True)
+        if pc.all(is_whole).as_py():
+            at = pc.index(pc.greater_equal(pc.abs(chunk.column(name)), BEYOND), True).as_py()
+            what = f"`{path.name}`, column `{name}` has integers that are beyond 64 bits with a sign."
+            hint = f'Text(types={{"{name}": "uint64"}}), "string" or "double"'
+            fail(call, what, got=written.column(name)[at].as_py(), need="a type of its own", hint=hint)
