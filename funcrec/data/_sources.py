@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from funcrec.core import Problem, check, describe, fail
+from funcrec.core import Problem, check, describe, fail, is_followed, is_tracked
 from funcrec.data._arrow import need_pyarrow
 from funcrec.data._schema import Schema
 
@@ -146,8 +146,12 @@ def _column(call: str, name: str, x: Any):
     hint = "a list, a vector of numpy or torch, an array of pyarrow: [1, 2], or [[1, 2], []]"
     if isinstance(x, str | bytes | Mapping):
         fail(call, what, got=describe(x), need=need, hint=hint, kind=TypeError)
+    if isinstance(x, torch.Tensor) and is_followed(x):
+        got = f"{describe(x)} of which a derivative is wanted" if is_tracked(x) else describe(x)
+        need = "a tensor outside of transforms, that needs no gradient"
+        fail(call, what, got=got, need=need, hint=f"{name}.detach()", kind=TypeError)
     try:
-        x = x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x
+        x = x.detach().cpu().resolve_conj().resolve_neg().numpy() if isinstance(x, torch.Tensor) else x
         if isinstance(x, np.ndarray) and x.ndim == 2 and x.shape[1]:
             return pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), x.shape[1])
         return x if isinstance(x, pa.Array | pa.ChunkedArray) else pa.array(x)

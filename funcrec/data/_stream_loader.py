@@ -5,6 +5,7 @@ batch i of epoch e = encode(table i of stream(source, key=fold_in(key, e)))
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,11 +18,11 @@ from funcrec.data import _columns as columns_of
 from funcrec.data._encoding import Encoding
 from funcrec.data._encoding import encode as encode_by
 from funcrec.data._examples import Examples, examples_of, whole
-from funcrec.data._files import Format, opened
+from funcrec.data._files import Format, is_path, opened
 from funcrec.data._loader import Position, position_problems
 from funcrec.data._prefetch import device_problems, in_threads, prefetch
 from funcrec.data._schema import Schema
-from funcrec.data._sources import Source
+from funcrec.data._sources import Source, table_of
 from funcrec.data._stream import WINDOW, row_name, tables
 from funcrec.jagged import pad_to_bucket
 from funcrec.tables import Batch
@@ -54,6 +55,7 @@ class StreamLoader:
     workers: int
     depth: int
     device: Device | None
+    given: dict[str, Any]  # what `stream_loader` was asked for, of which a copy in another process is made
 
     def __call__(self, position: Position = Position()) -> Iterator[tuple[Position, Batch]]:  # noqa: B008
         check(CALL, position_problems(position))
@@ -71,6 +73,13 @@ class StreamLoader:
         """What says which rows each batch has, the files apart."""
         key = None if self.key is None else int(self.key)
         return {"batch_size": self.batch_size, "key": key, "window": self.window}
+
+    def __reduce__(self) -> tuple:
+        """Files are opened again where it is unpickled; a table goes along."""
+        source = self.given["source"]
+        if not is_path(source) and not isinstance(source, Sequence):
+            source = table_of(CALL, self.source).combine_chunks()
+        return partial(stream_loader, **self.given | {"source": source}), ()
 
     def __repr__(self) -> str:
         return f"StreamLoader({self.source.name}, batches of {self.batch_size})"
@@ -117,6 +126,7 @@ def stream_loader(
       >>> [(position, batch.ids.to_lists()) for position, batch in load()]
       [(Position(epoch=0, batch=1), {'item': [[3], [4]]}), (Position(epoch=1, batch=0), {'item': [[5]]})]
     """
+    given = dict(locals())
     check(CALL, _last_problems(drop_last, pad_last), device_problems(device))
     if isinstance(encode, Encoding):
         names = opened(CALL, source, None, format).schema.names
@@ -128,7 +138,8 @@ def stream_loader(
         make = lambda table: examples_of(CALL, table, encode, {})
     else:
         found, make = opened(CALL, source, columns, format), encode
-    return StreamLoader(found, make, batch_size, key, window, drop_last, pad_last, bucket, workers, depth, device)
+    own = (batch_size, key, window, drop_last, pad_last, bucket, workers, depth, device)
+    return StreamLoader(found, make, *own, given)
 
 
 def _last_problems(drop_last: bool, pad_last: bool) -> Iterator[Problem]:

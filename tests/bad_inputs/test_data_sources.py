@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+import torch
 
 import funcrec as fr
 from funcrec.data import Position, Schema, Text, examples, read, stream, stream_loader
@@ -146,6 +147,12 @@ CALLS = [
     ("a column twice", lambda at: read(TABLE, columns=["a", "a"]), ValueError, "has a column twice"),
     ("no columns", lambda at: read(TABLE, columns=[]), ValueError, "`columns` are none"),
     ("UTF-16", lambda at: (at / "x.csv").write_text("a\n1\n", "utf-16") and read(at), ValueError, "text in UTF-8"),
+    ("a tensor that is followed", lambda at: read({"a": torch.ones(2, requires_grad=True)}), TypeError, "a.detach()"),
+    ("one of a jvp", lambda at: torch.func.jvp(lambda x: read({"a": x}), (torch.ones(2),), (torch.ones(2),)), TypeError,
+        "a derivative is wanted"),
+    ("one of a vmap", lambda at: torch.func.vmap(lambda x: read({"a": x}))(torch.ones(2, 3)), TypeError, "a.detach()"),
+    ("a tensor on meta", lambda at: read({"a": torch.ones(2, device="meta")}), TypeError, "column `a` cannot be read"),
+    ("a sparse tensor", lambda at: read({"a": torch.eye(2).to_sparse()}), TypeError, "column `a` cannot be read"),
     ("an integer of 64 bits", lambda at: read({"a": [2**63]}), TypeError, "pa.uint64()"),
     ("a type that is none", lambda at: (at / "x.csv").write_text("a\n1\n") and read(at, format=Text(types={"a": "i6"})),
         ValueError, "`types['a']` is not a type"),

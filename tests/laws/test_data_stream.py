@@ -1,9 +1,11 @@
 """Files and tables read whole and in batches: every row once, in an order that begins again anywhere."""
 
+import functools
 import gzip
 import itertools
 import math
 import operator
+import pickle
 import subprocess
 import sys
 
@@ -29,6 +31,7 @@ from funcrec.data import (
     stream,
     stream_loader,
 )  # fmt: skip
+from funcrec.testing import assert_trees_close
 
 WORDS = st.text("ab ,\"'é\t\n", max_size=4)
 KINDS = {
@@ -243,6 +246,33 @@ def test_an_encoding_is_streamed(tmp_path):
             assert torch.equal(a.label, b.label) and torch.equal(a.dense, b.dense)
     (_, unlabelled), *_ = stream_loader(table.drop_columns(["y"]), encoding, 40)()
     assert unlabelled.label is None and torch.equal(unlabelled.dense, whole.dense)
+
+
+@pytest.mark.parametrize("of", ["table", "file", "files", "encoding", "function"])
+def test_a_loader_that_was_pickled_gives_the_same_batches(tmp_path, of):
+    """A loader comes back from a pickle as it was, from any position; a table in memory goes along, once and no more
+    of it than is read; what does not pickle says so."""
+    table = {"y": [i % 2 for i in range(20_000)], "a": list(range(20_000)), "b": [["x"], []] * 10_000}
+    path, schema = tmp_path / "x.parquet", Schema("y", categorical=("a",))
+    parquet.write_table(pa.table(table), path, row_group_size=900)
+    source = {"file": path, "files": [path]}.get(of, table)
+    whole = Schema("y", categorical=("a",), multivalued=("b",))
+    encoding = fit_encoding(table, whole)
+    encode = {"encoding": encoding, "function": functools.partial(_examples, schema)}.get(of, schema)
+    load = stream_loader(source, encode, 512, key=fr.key(3), window=2000, pad_last=True)
+    packed = pickle.dumps(load)
+    assert of != "table" or len(packed) < 2.5 * 8 * 20_000
+    again = pickle.loads(packed)
+    for position in (Position(1, 0), Position(2, 37)):
+        for (p, x), (q, y) in zip(load(position), again(position), strict=True):
+            assert p == q
+            assert_trees_close(x, y)
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pickle.dumps(stream_loader(table, lambda t: None, 512))
+
+
+def _examples(schema, table):
+    return examples(table, schema)
 
 
 def test_types_that_differ_are_widened(tmp_path):
