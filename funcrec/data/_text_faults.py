@@ -33,7 +33,7 @@ def check_quotes(call: str, path: Path, delimiter: str) -> None:
     """Every field that begins with a quote must end with one."""
     import pyarrow as pa
 
-    begin = re.compile(rb'(?:^|[\r' + re.escape(delimiter.encode()) + rb'])"')
+    begin = re.compile(rb"(?:^|[\r" + re.escape(delimiter.encode()) + rb'])"')
     opened = None
     with pa.input_stream(path) as file:
         for number, line in enumerate(io.BufferedReader(file), 1):

@@ -129,7 +129,7 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
         is_apart = cls in DIFFERENTIABLE and isinstance(rate, Tensor) and is_transformed(rate)
         if is_transforming():
             leaves, held = _alike(leaves, own_grads, held, counters, 0.0 if is_apart else rate)
-        clones = _with_grads(leaves, own_grads, tracked)  # out here, for Dynamo (torch 2.14) sets no gradient under a mode
+        clones = _with_grads(leaves, own_grads, tracked)  # torch 2.14's Dynamo sets none in a mode
         with _tensor_scalars(tracked):
             opt = _make(cls, fixed, clones, tracked)
             for p, mine in zip(clones, held, strict=True):
