@@ -76,8 +76,11 @@ from funcrec.sharding import table_column_wise as table_column_wise
 from funcrec.sharding import table_row_wise as table_row_wise
 from funcrec.sharding import table_wise as table_wise
 from funcrec.train import gather_state as gather_state
+from funcrec.train import Logged as Logged
+from funcrec.train import logged as logged
 from funcrec.train import reshard as reshard
 from funcrec.train import retry_overflow as retry_overflow
+from funcrec.train import rewind as rewind
 from funcrec.train import scan as scan
 from funcrec.train import sync_replicas as sync_replicas
 from funcrec.train import train_step as train_step

@@ -80,7 +80,7 @@ def accumulate(optimizer: RowOptimizer, *, every: int, capacity: int | Mapping[s
         tables, inner = optimizer.update(summed, inner, tables, step // every, **kernel)
         return tables, {n: {**inner[n], **kept[n]} for n in tables}
 
-    return RowOptimizer(init, update)
+    return RowOptimizer(init, update, waiting=(ROWS, GRADS, *optimizer.waiting))
 
 
 def _empty(table: Tensor, every: int, capacity: int) -> dict[str, Tensor]:

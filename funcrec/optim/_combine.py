@@ -76,7 +76,8 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
     own = (*optimizers.values(), *([] if default is None else [default]))
     of_all = lambda name: all(getattr(o, name) for o in own)
     is_joint = any(o.is_joint for o in own)
-    return RowOptimizer(init, update, label, of_all("is_elementwise"), is_joint, of_all("is_gradient_wise"))
+    waiting = tuple(dict.fromkeys(k for o in own for k in o.waiting))
+    return RowOptimizer(init, update, label, of_all("is_elementwise"), is_joint, of_all("is_gradient_wise"), waiting)
 
 
 @remade

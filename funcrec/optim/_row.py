@@ -79,6 +79,7 @@ class RowOptimizer(NamedTuple):
     is_gradient_wise: whether an element's new value follows from that element of row and slots, the slots with one
       number per row, and the row's gradient, so that columns of a row may be updated
       apart where that is known as a whole (`RowGrads.first`).
+    waiting: slots that are no row's, but hold gradients for a later step (`accumulate`); integers are their rows.
 
     Law: `update` writes to no argument; rows and slots that no entry names keep every bit; a row that is named with a
     zero gradient is touched (a lazy Adam moves it on).
@@ -104,6 +105,7 @@ class RowOptimizer(NamedTuple):
     is_elementwise: bool = False
     is_joint: bool = False
     is_gradient_wise: bool = False
+    waiting: tuple[str, ...] = ()
 
     def __reduce__(self):
         return reduced(self)

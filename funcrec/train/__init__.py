@@ -1,5 +1,8 @@
-"""Training: the state, a step, a step on ranks, k steps in one call, and states moved between plans."""
+"""Training: the state, a step, a step on ranks, k steps in one call, steps undone, and states moved between plans."""
 
+from funcrec.train._logged import Logged as Logged
+from funcrec.train._logged import logged as logged
+from funcrec.train._logged import rewind as rewind
 from funcrec.train._overflow import retry_overflow as retry_overflow
 from funcrec.train._replicas import sync_replicas as sync_replicas
 from funcrec.train._reshard import gather_state as gather_state

@@ -11,14 +11,13 @@ Shapes: n ranks.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcrec.core import describe, fail, is_checking, random, replace, tree_map, value_below
-from funcrec.mesh import Codec, Mesh, P, added, all_gather, axis_index, is_small, ordered_sum, pmean, shard_map
+from funcrec.mesh import Codec, Mesh, P, added, all_gather, axis_index, is_small, ordered_sum, pmean
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.sharding import (
     Plan,
@@ -38,7 +37,7 @@ from funcrec.sharding import (
     whole_leaves,
 )
 from funcrec.tables import Params, RowGrads, check_gradients, loss_and_aux
-from funcrec.train._pipeline import Place, Recipe, Summed, run
+from funcrec.train._pipeline import Place, Recipe, Summed
 from funcrec.train._state import TrainState
 
 
@@ -75,27 +74,6 @@ def shard_state(
     return TrainState(step, tables, slots, kept, dense.init(kept), key.clone())
 
 
-def sharded_update(
-    recipe: Recipe,
-    mesh: Mesh,
-    batch_axes: tuple[str, ...],
-    replicas: tuple[str, ...],
-    capacity: int | None,
-    codec: Codec | None,
-) -> Callable[[TrainState, Any], tuple[TrainState, dict]]:
-    """(state, batch) -> (state, metrics) on a mesh; each rank differentiates its
-    own loss over the number of ranks that train one copy."""
-    place = rank_of(recipe.sparse, mesh, batch_axes, prod(mesh.shape[a] for a in replicas), capacity, codec)
-
-    def update(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
-        specs = state_specs(state)
-        one_rank = functools.partial(run, recipe, place)
-        mapped = shard_map(one_rank, mesh=mesh, in_specs=(specs, P(batch_axes)), out_specs=(specs, P()))
-        return mapped(state, batch)
-
-    return update
-
-
 def rank_of(
     sparse: RowOptimizer,
     mesh: Mesh,
@@ -104,7 +82,8 @@ def rank_of(
     capacity: int | None,
     codec: Codec | None,
 ) -> Place:
-    """What a step does on each rank of a mesh."""
+    """What a step does on each rank of a mesh: it differentiates its own
+    loss over the number of ranks that train one copy."""
 
     def loss_fn(recipe: Recipe) -> Callable:
         @functools.wraps(recipe.loss_fn)

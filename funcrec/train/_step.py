@@ -5,6 +5,7 @@ state, batch -> (loss, grads) -> (tables', slots'), (dense', dense_opt') -> stat
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +25,13 @@ from funcrec.core import (
     typed_fields,
     vmaps_of,
 )
-from funcrec.mesh import Codec, Mesh
+from funcrec.mesh import Codec, Mesh, P, shard_map
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.sharding import Plan, ShardedTables, dedup_problems, dense_axes_problems
 from funcrec.tables import Params, params_problems
 from funcrec.train._look import look
 from funcrec.train._pipeline import Place, Recipe, run, takes_key
-from funcrec.train._rank_step import shard_state, sharded_update
+from funcrec.train._rank_step import rank_of, shard_state, state_specs
 from funcrec.train._state import TrainState, state_parts
 
 
@@ -130,9 +131,10 @@ def train_step(
     check("funcrec.train_step", exchange_problems(mesh, exact, dedup, codec))
     check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
     recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, takes_key(loss_fn))
+    where = Where(mesh, mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes)), Place())
     if mesh is not None:
-        axes = mesh.axis_names if batch_axes is None else tuple(batch_axes)
-        on_mesh = sharded_update(recipe, mesh, axes, plan.replicas, capacity, codec)
+        copies = prod(mesh.shape[a] for a in plan.replicas)
+        where = where._replace(place=rank_of(sparse, mesh, where.batch_axes, copies, capacity, codec))
 
     def init(params: Params, key: Tensor | None = None) -> TrainState:
         check("funcrec.train_step.init", params_problems(params))
@@ -153,11 +155,28 @@ def train_step(
         check("funcrec.train_step", merge_problems(state.dense, merge))
         if mesh is not None:
             check("funcrec.train_step", sharded_problems(state))
-            return on_mesh(state, batch)
-        return run(recipe, Place(), state, batch)
+        return where.run(functools.partial(run, recipe), state_specs, state, batch)
 
     update.look = functools.partial(look, recipe) if mesh is None else None
+    update.recipe_and_where = recipe, where
     return TrainStep(init, update)
+
+
+class Where(NamedTuple):
+    """Where a step runs: the mesh, the axes over which a batch is cut, and what is done there."""
+
+    mesh: Mesh | None
+    batch_axes: tuple[str, ...] | None
+    place: Place
+
+    def run(self, fn: Callable, specs_of: Callable, state: Any, batch: Any) -> tuple[Any, dict]:
+        """fn(place, state, batch), on each rank; specs_of: state -> a P for each part."""
+        if self.mesh is None:
+            return fn(self.place, state, batch)
+        specs = specs_of(state)
+        specs_in, specs_out = (specs, P(self.batch_axes)), (specs, P())
+        one_rank = functools.partial(fn, self.place)
+        return shard_map(one_rank, mesh=self.mesh, in_specs=specs_in, out_specs=specs_out)(state, batch)
 
 
 def look_of(step: Any) -> Callable[[TrainState, Any], None] | None:

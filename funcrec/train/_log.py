@@ -1,0 +1,257 @@
+"""What a step is about to change, kept beside the state: so steps are undone, and the rows that changed are known.
+
+    log[t mod K] = (rows, tables[rows], slots[rows], dense, dense_opt)      as they are before step t
+    undo:  tables[rows], slots[rows], dense, dense_opt = log[t mod K]        last[row] = the change that touched it
+
+All are bits: what is put back is what was there, a NaN's payload too. No shape depends on an id.
+Shapes: K steps that can be undone, T tables of one form, R rows of a table, S of all of the form, C rows kept of a
+step, W integers of a row and its slots, N ids, E integers of the dense parts.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.core import mix, pytree, ravel, replace, tree_flatten, tree_leaves, tree_unflatten
+from funcrec.mesh import Mesh, P, bits_of
+from funcrec.tables import RowGrads, with_parts
+from funcrec.train._state import TrainState
+
+
+@pytree(static=("tables",))
+class Touched:
+    """What a log has of the tables of one form: dim, dtype, slots. Their rows are numbered one table behind the other.
+
+    rows: i64[K, C], each table's in its own places, -1 for none. old: bits [K, C, W], one for each width of integers.
+    over: i64[K], rows that found no place. last: i64[S + 1], the change that touched each row, 0 for none; the last one
+    is for no row. tables: (name, R, its places among the C).
+    """
+
+    rows: Tensor
+    old: tuple[Tensor, ...]
+    over: Tensor
+    last: Tensor
+    tables: tuple[tuple[str, int, int], ...]
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each table's rows begin, and S."""
+        return [0, *itertools.accumulate(rows for _, rows, _ in self.tables)]
+
+    @property
+    def seats(self) -> list[slice]:
+        """Each table's places among the C."""
+        ends = [0, *itertools.accumulate(room for _, _, room in self.tables)]
+        return list(itertools.starmap(slice, itertools.pairwise(ends)))
+
+
+@pytree(static=("num_steps",))
+class DeltaLog:
+    """The last K steps of a state, and which of its rows changed when: what `logged` keeps.
+
+    version: i64[], how many changes there were: steps and rewindings. kept: i64[], how many steps are held, of which
+    the next one is written at `place`, i64[]. stamp: i64[1], of the state that it belongs to. touched: by the form of
+    tables. whole: bits [K, E] of what changes whole in every step. num_steps: K.
+    """
+
+    version: Tensor
+    kept: Tensor
+    place: Tensor
+    stamp: Tensor
+    touched: tuple[Touched, ...]
+    whole: tuple[Tensor, ...]
+    num_steps: int
+
+
+def rows_and_whole(state: TrainState, waiting: Sequence[str]) -> tuple[dict[str, dict[str, Tensor]], Any]:
+    """({table: {"": the table, slot: of its rows}}, a tree of all else that a step may change)."""
+    of_rows = {
+        n: {"": t} | {k: s for k, s in state.slots.get(n, {}).items() if k not in waiting}
+        for n, t in state.tables.items()
+    }
+    others = {n: {k: s for k, s in own.items() if k in waiting} for n, own in state.slots.items()}
+    return of_rows, (state.dense, state.dense_opt, others)
+
+
+def with_rows_and_whole(state: TrainState, of_rows: Mapping[str, Mapping[str, Tensor]], whole: Any) -> TrainState:
+    dense, dense_opt, others = whole
+    tables = {n: own[""] for n, own in of_rows.items()}
+    slots = {n: {k: others[n][k] if k in others[n] else of_rows[n][k] for k in own} for n, own in state.slots.items()}
+    made = with_parts(state.tables, tables)
+    return replace(state, tables=made, slots=slots, dense=dense, dense_opt=dense_opt)
+
+
+def flat_bits(tree: Any) -> list[Tensor]:
+    """All tensors as one buffer of integers for each width."""
+    return ravel([bits_of(x).flatten() for x in tree_leaves(tree) if isinstance(x, Tensor)])[0]
+
+
+def of_bits(buffers: Sequence[Tensor], like: Any) -> Any:
+    """The tree again, of the forms of `like`."""
+    leaves, structure = tree_flatten(like)
+    flat = iter(ravel([bits_of(x).flatten() for x in leaves if isinstance(x, Tensor)])[1](buffers))
+    return tree_unflatten([typed_bits(next(flat), x) if isinstance(x, Tensor) else x for x in leaves], structure)
+
+
+def typed_bits(bits: Tensor, like: Tensor) -> Tensor:
+    """Bits as numbers of that form."""
+    return (bits if bits.dtype == like.dtype else bits.view(like.dtype)).reshape(like.shape)
+
+
+def row_bits(own: Mapping[str, Tensor], rows: Tensor) -> tuple[list[Tensor], Any]:
+    """Buffers [C, W] of rows of a table and its slots, and how they are these again."""
+    return ravel({k: bits_of(x)[rows].reshape(rows.shape[0], -1) for k, x in own.items()}, 1)
+
+
+def begin_log(state: TrainState, waiting: Sequence[str], num_steps: int, room: Mapping[str, int]) -> DeltaLog:
+    """A log of no step. room: {table: C}."""
+    of_rows, whole = rows_and_whole(state, waiting)
+    forms: dict[tuple, list[str]] = {}
+    for n, own in of_rows.items():
+        if own[""].shape[0]:
+            forms.setdefault(tuple((k, x.dtype, tuple(x.shape[1:])) for k, x in own.items()), []).append(n)
+    zeros = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype, device=state.step.device)
+    touched = []
+    for names in forms.values():
+        heights = [of_rows[n][""].shape[0] for n in names]
+        tables = tuple((n, r, min(room[n], r)) for n, r in zip(names, heights, strict=True))
+        places, like = sum(c for _, _, c in tables), row_bits(of_rows[names[0]], zeros(1))[0]
+        old = tuple(zeros(num_steps, places, x.shape[1], dtype=x.dtype) for x in like)
+        rows, over, last = zeros(num_steps, places) - 1, zeros(num_steps), zeros(sum(heights) + 1)
+        touched.append(Touched(rows, old, over, last, tables))
+    kept = [zeros(num_steps, x.shape[0], dtype=x.dtype) for x in flat_bits((state.step, whole))]
+    return DeltaLog(zeros(), zeros(), zeros(), stamp_of(state), tuple(touched), tuple(kept), num_steps)
+
+
+def stamp_of(state: TrainState) -> Tensor:
+    """i64[1]: of the step, the key and the dense parameters; cheap beside what a step does with them."""
+    out = mix(state.key ^ mix(state.step))
+    for x in flat_bits(state.dense):
+        places = torch.arange(x.shape[0], device=x.device) * 2 + 1
+        out = mix(out ^ (x.to(torch.int64) * places).sum())
+    return out.reshape(1)
+
+
+def recorded(
+    log: DeltaLog, waiting: Sequence[str], grads: Mapping[str, RowGrads], old: TrainState, new: TrainState
+) -> DeltaLog:
+    """The log with the step from `old` to `new`, of which `grads` name the rows; one that did nothing is none."""
+    took = (new.step != old.step).to(torch.int64)
+    version = log.version + took
+    of_rows, whole = rows_and_whole(old, waiting)
+    named = rows_named(grads, old.slots, waiting)
+    at = log.place[None]
+    touched = tuple(recorded_rows(t, of_rows, named, version, at, log.num_steps) for t in log.touched)
+    if log.num_steps == 0:
+        return replace(log, version=version, stamp=stamp_of(new), touched=touched)
+    now = flat_bits((old.step, whole))
+    held = tuple(x.index_put((at,), y[None]) for x, y in zip(log.whole, now, strict=True))
+    kept = log.kept.clamp(max=log.num_steps - 1) + took  # the oldest one's place is written over in any case
+    return DeltaLog(version, kept, (log.place + took) % log.num_steps, stamp_of(new), touched, held, log.num_steps)
+
+
+def rows_named(grads: Mapping[str, RowGrads], slots: Mapping, waiting: Sequence[str]) -> dict[str, Tensor]:
+    """{table: i64[N]}: the rows that an update may write to, those of waiting gradients too; others mark none."""
+    out: dict[str, list[Tensor]] = {}
+    for n, g in grads.items():
+        if g.capacity:
+            entries = g.entries()
+            out.setdefault(n, []).append(entries.marked().long())
+    for n, own in slots.items():
+        held = [s.flatten() for k, s in own.items() if k in waiting and not s.is_floating_point()]
+        out.setdefault(n, []).extend(held)
+    return {n: torch.cat(own) for n, own in out.items() if own}
+
+
+def recorded_rows(
+    own: Touched, of_rows: Mapping, named: Mapping[str, Tensor], version: Tensor, at: Tensor, num_steps: int
+) -> Touched:
+    """The rows of one form, each once, at its table's places."""
+    starts, total = own.starts, own.starts[-1]
+    known = {t: named[n] for t, (n, _, _) in enumerate(own.tables) if n in named}
+    if not known:
+        none = lambda x, value: x.index_put((at,), torch.full_like(x[:1], value))
+        return replace(own, rows=none(own.rows, -1), over=none(own.over, 0)) if num_steps else own
+    ids = torch.cat([torch.where((r >= 0) & (r < own.tables[t][1]), r + starts[t], total) for t, r in known.items()])
+    last = own.last.index_put((ids,), version)
+    if num_steps == 0:
+        return replace(own, last=last)
+    table = torch.cat([torch.full(r.shape, t, device=ids.device) for t, r in known.items()])
+    rows, over = places_of(ids, table, own)
+    taken = [row_bits(of_rows[n], rows[seat].clamp(min=0))[0] for (n, _, _), seat in zip(own.tables, own.seats)]
+    old = tuple(x.index_put((at,), torch.cat(b)[None]) for x, b in zip(own.old, zip(*taken, strict=True), strict=True))
+    return replace(
+        own, rows=own.rows.index_put((at,), rows[None]), old=old, over=own.over.index_put((at,), over[None]), last=last
+    )
+
+
+def places_of(ids: Tensor, table: Tensor, own: Touched) -> tuple[Tensor, Tensor]:
+    """(i64[C]: the distinct rows, each in a place of its table's, -1 in the others; i64[]: how many found none).
+
+    ids: i64[N], numbers of rows, S for none; table: i64[N], of which each is.
+    """
+    starts, room, seats = own.starts, own.rows.shape[1], own.seats
+    on = lambda xs: torch.tensor(xs, dtype=torch.int64, device=ids.device)
+    ordered, order = torch.sort(ids)
+    table, is_first = table[order], (ordered < starts[-1]) & begins(ordered)
+    counts = torch.zeros(len(seats), dtype=torch.int64, device=ids.device).scatter_add(0, table, is_first.long())
+    inner = is_first.cumsum(0) - 1 - (counts.cumsum(0) - counts)[table]  # distinct rows of the table before each
+    fits = is_first & (inner < on([s.stop - s.start for s in seats])[table])
+    place = torch.where(fits, on([s.start for s in seats])[table] + inner, room)
+    rows = torch.full((room + 1,), -1, device=ids.device).scatter(0, place, ordered - on(starts)[table])
+    return rows[:-1], (is_first & ~fits).sum()
+
+
+def undone(state: TrainState, log: DeltaLog, waiting: Sequence[str], k: int) -> tuple[TrainState, DeltaLog]:
+    """The state and the log as they were k steps ago; but for `version` and `last`, which go on."""
+    at = (log.place - 1 - torch.arange(k, device=log.place.device)) % log.num_steps  # the newest one first
+    of_rows, whole = rows_and_whole(state, waiting)
+    version, touched = log.version + 1, []
+    new = dict(of_rows)
+    for own in log.touched:
+        marked = [own.last]
+        for (n, _, _), seat, start in zip(own.tables, own.seats, own.starts, strict=False):
+            new[n], rows = put_back(of_rows[n], own.rows[at][:, seat], [x[at][:, seat] for x in own.old])
+            marked.append(torch.where(rows < 0, own.starts[-1], rows + start))
+        last, *numbers = marked
+        touched.append(replace(own, last=last.index_put((torch.cat(numbers),), version)))
+    step, kept = of_bits([x[at[-1:]][0] for x in log.whole], (state.step, whole))
+    made = with_rows_and_whole(replace(state, step=step), new, kept)
+    log = replace(
+        log, version=version, kept=log.kept - k, place=at[-1], stamp=stamp_of(made), touched=tuple(touched)
+    )  # fmt: skip
+    return made, log
+
+
+def put_back(own: Mapping[str, Tensor], rows: Tensor, old: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """A table and its slots with rows i64[k, C] as the last one that names them has it, and these rows."""
+    if rows.shape[1] == 0:
+        return dict(own), rows[0]
+    flat = rows.flatten()
+    # a row's records follow each other, the oldest one first: all of them put back what that one says
+    ordered, order = torch.sort(torch.where(flat < 0, torch.iinfo(flat.dtype).max, flat).flip(0), stable=True)
+    order = flat.shape[0] - 1 - order
+    number = torch.arange(flat.shape[0], device=flat.device)
+    first = torch.where(begins(ordered), number, 0).cummax(0)[0]
+    first = torch.where(flat[order] < 0, 0, first)  # padding puts back what the first one does
+    is_any = flat[order[:1]] >= 0
+    source, row = order[first], torch.where(is_any, ordered[first], 0)
+    now, back = row_bits(own, row)
+    taken = [torch.where(is_any[:, None], x.flatten(0, 1)[source], y) for x, y in zip(old, now, strict=True)]
+    values = back(taken)
+    put = {k: x.index_put((row,), typed_bits(values[k], x[row])) for k, x in own.items()}
+    return put, torch.where(is_any, row, -1)
+
+
+def begins(ordered: Tensor) -> Tensor:
+    """bool[N]: whether a number is the first of its kind."""
+    return torch.cat([torch.ones_like(ordered[:1], dtype=torch.bool), ordered[1:] != ordered[:-1]])
+
+
+def log_specs(mesh: Mesh, num_steps: int) -> DeltaLog:
+    """Each rank has its own log; how many steps it holds is the same on all."""
+    own = P(mesh.axis_names)
+    return DeltaLog(P(), P(), P(), own, own, own, num_steps)

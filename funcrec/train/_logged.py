@@ -1,0 +1,313 @@
+"""Steps that can be undone: a log of what they changed lies beside the state, and goes through the same call.
+
+rewind(logged_k+n, n) = logged_k        bit for bit, at the cost of the rows that n steps touched
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.compile import jit
+from funcrec.core import (
+    Count,
+    Problem,
+    Size,
+    any_tracked,
+    check,
+    describe,
+    pytree,
+    remade,
+    tree_leaves,
+    typed,
+    value_below,
+)
+from funcrec.mesh import Mesh, P, pmin, shard_map
+from funcrec.optim import RowOptimizer
+from funcrec.sharding import Layout, ShardedTables
+from funcrec.tables import Params
+from funcrec.train._log import begin_log, log_specs, recorded, stamp_of, undone
+from funcrec.train._pipeline import Place, Recipe, run
+from funcrec.train._rank_step import state_specs
+from funcrec.train._reshard import mesh_problems
+from funcrec.train._state import TrainState
+from funcrec.train._step import TrainStep, own_memory, state_problems
+
+
+@pytree(static=("waiting",))
+class Logged:
+    """A training state and the log of its last steps: what a `logged` step takes and gives.
+
+    Args:
+      state: as the step alone has it: this is what is evaluated, gathered, and moved to another plan.
+      log: of this state and no other; `log.version`, i64[], is the number of changes so far: steps, and calls of
+        `rewind`.
+      waiting: of the row optimizer (`RowOptimizer.waiting`).
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> step = fr.train_step(lambda p, b: p.dense.square(), sparse=fr.optim.sgd(),
+      ...                      dense=fr.optim.dense(torch.optim.SGD, lr=0.5))
+      >>> step = fr.logged(step, steps=2, rows=8)
+      >>> step.init(fr.Params({}, torch.tensor(2.0)))
+      Logged(TrainState(step=0, tables={}, slots=0 tensors, dense=1 tensor, dense_opt=0 tensors), 2 steps at most)
+    """
+
+    state: TrainState
+    log: Any
+    waiting: tuple[str, ...] = ()
+
+    @property
+    def params(self) -> Params:
+        return self.state.params
+
+    def __repr__(self) -> str:
+        return f"Logged({self.state!r}, {self.log.num_steps} steps at most)"
+
+
+@remade
+@typed
+def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Count] | None = None) -> TrainStep:
+    """The same step with a log beside its state, by which its last steps can be undone (`rewind`)
+    and the rows that changed are known (`delta`).
+
+    Args:
+      step: of `train_step`; not yet jitted. Its plan has no `replicas`, of which `sync_replicas` changes
+        rows that no step names.
+      steps: K, how many can be undone; 0 for `delta` alone.
+      rows: the most distinct rows of a table that a step touches, for all tables or {table: n}; on a mesh of any one
+        rank's part of it. A step with more is not held: `rewind` over it raises. None with steps=0.
+
+    Returns: TrainStep over `Logged`. `init` takes Params, as that of `step`, or a TrainState to begin a log beside.
+      `fr.jit(logged, donate=("state",))` is one compiled call, which takes state and log
+      together; `scan`, `fit`, `retry_overflow`, vmap and meshes take it in the place of `step`.
+
+    Raises: ValueError for a plan with replicas, KeyError for a table without `rows`; TypeError where a derivative
+      follows the state: a log keeps bits, which have none.
+
+    Law: the states and metrics are those of `step`, bit for bit.
+
+    Cost: of each step N ids are sorted, C rows and their slots are read and written once more (C = Σ `rows`), and the
+      dense parts with their optimizer's state are copied. Memory: K of these, and 8 bytes for each row of the tables.
+
+    Example: two steps, of which one is undone.
+      >>> import torch, funcrec as fr
+      >>> loss_fn = lambda p, ids: fr.lookup(p.tables, ids, [fr.FeatureConfig("clicked", table="item")]).values.sum()
+      >>> kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
+      >>> step = fr.logged(fr.train_step(loss_fn, **kind), steps=8, rows=2)
+      >>> run = step.init(fr.Params({"item": torch.zeros(3, 1)}, {}))
+      >>> for ids in ([[0, 0]], [[2]]):
+      ...     run, metrics = step(run, fr.KeyedJaggedTensor.from_lists({"clicked": ids}))
+      >>> run.state.tables["item"].flatten()
+      tensor([-2.,  0., -1.])
+      >>> fr.rewind(run, 1).state.tables["item"].flatten()
+      tensor([-2.,  0.,  0.])
+    """
+    call = "funcrec.logged"
+    check(call, step_problems(step), room_problems(steps, rows))
+    recipe, where = step.update.recipe_and_where
+
+    def init(params: Params | TrainState, key: Tensor | None = None) -> Logged:
+        if isinstance(params, TrainState):
+            check(call, state_problems(params), laid_out_problems(params, where.mesh))
+        state = params if isinstance(params, TrainState) else step.init(params, key)
+        check(call, log_problems(state, recipe.sparse, steps, rows), tracked_problems(state))
+        begin = functools.partial(
+            begin_log, waiting=recipe.sparse.waiting, num_steps=steps, room=room_of(state, rows if steps else 1)
+        )
+        if where.mesh is not None:
+            specs = log_specs(where.mesh, steps)
+            begin = shard_map(begin, mesh=where.mesh, in_specs=(state_specs(state),), out_specs=specs)
+        return own_memory(Logged(state, begin(state), recipe.sparse.waiting))
+
+    def update(state: Logged, batch: Any) -> tuple[Logged, dict]:
+        check(call, logged_problems(state))
+        check(call, state_problems(state.state), tracked_problems(state.state))
+        check(call, laid_out_problems(state.state, where.mesh))
+        return where.run(functools.partial(run_logged, recipe), lambda x: specs_of(x, where.mesh), state, batch)
+
+    return TrainStep(init, update)
+
+
+def run_logged(recipe: Recipe, place: Place, logged: Logged, batch: Any) -> tuple[Logged, dict]:
+    """A step, and what it was about to change."""
+    seen = []
+
+    def update(sparse: RowOptimizer, rows: Mapping, state: TrainState) -> tuple[Any, Any]:
+        seen.append(rows)
+        return place.update(sparse, rows, state)
+
+    state, metrics = run(recipe, place._replace(update=update), logged.state, batch)
+    log = recorded(logged.log, recipe.sparse.waiting, *seen, logged.state, state)
+    return Logged(state, log, logged.waiting), metrics
+
+
+@typed
+def rewind(logged: Logged, k: Size = 1, *, mesh: Mesh | None = None, donate: bool = False) -> Logged:
+    """The state as it was k steps ago, with a log of the steps before.
+
+    Args:
+      logged: as the step gave it.
+      k: how many steps are undone.
+      mesh: of a state that lies on one; every rank calls, with the same k.
+      donate: whether `logged` may be used up, as by `fr.jit(donate=...)`: rows are then written
+        into its memory, by a program that is compiled once. Otherwise the tables are copied once.
+
+    Raises: ValueError where the log holds fewer steps (it says how many, and why), where one of them touched more rows
+      than were kept, for a log of another state, and without the `mesh`; TypeError where a derivative follows.
+
+    Law: every bit of the state is what it was, and training goes on from it to the same bits. `log.version` counts on:
+      the rows that were put back have changed, for `delta`.
+
+    Cost: with `donate` what k steps touched is read and written; else all tables once more.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> step = fr.train_step(lambda p, b: (p.dense * b).sum(), sparse=fr.optim.sgd(),
+      ...                      dense=fr.optim.dense(torch.optim.SGD, lr=1.0))
+      >>> step = fr.logged(step, steps=2, rows=8)
+      >>> run = step.init(fr.Params({}, torch.zeros(1)))
+      >>> for x in (1.0, 2.0, 4.0):
+      ...     run, _ = step(run, x)
+      >>> run.state.dense, fr.rewind(run, 2).state.dense
+      (tensor([-7.]), tensor([-1.]))
+    """
+    call = "funcrec.rewind"
+    state = logged.state
+    check(call, laid_out_problems(state, mesh), tracked_problems(state))
+    check(call, held_problems(logged, k, mesh))
+    if k == 0:
+        return logged
+    if not donate:
+        return undo(logged, k, mesh)
+    for _ in range(k):
+        logged = undo_donated(logged, mesh)
+    return logged
+
+
+def undo(logged: Logged, k: int, mesh: Mesh | None) -> Logged:
+    one_rank = lambda x: Logged(*undone(x.state, x.log, x.waiting, k), x.waiting)
+    if mesh is None:
+        return one_rank(logged)
+    specs = specs_of(logged, mesh)
+    # each rank puts back its own, what several hold alike from logs that say the same
+    return shard_map(one_rank, mesh=mesh, in_specs=(specs,), out_specs=specs, check=False)(logged)
+
+
+def _undo_one(logged: Logged, mesh: Mesh | None) -> Logged:
+    return undo(logged, 1, mesh)
+
+
+undo_donated = jit(_undo_one, donate=("logged",))
+
+
+def specs_of(logged: Logged, mesh: Mesh) -> Logged:
+    return Logged(state_specs(logged.state), log_specs(mesh, logged.log.num_steps), logged.waiting)
+
+
+def room_of(state: TrainState, rows: int | Mapping[str, int]) -> dict[str, int]:
+    """{table or bank: how many rows of it a step may touch}."""
+    of = lambda n: rows[n] if isinstance(rows, Mapping) else rows
+    if not isinstance(state.tables, ShardedTables):
+        return {n: of(n) for n in state.tables}
+    layout = state.tables.layout
+    return {b.name: sum(of(s.table) for s in layout.shards if s.bank == i) for i, b in enumerate(layout.banks)}
+
+
+def table_names(state: TrainState) -> list[str]:
+    return [n for n, _ in state.tables.layout.shapes] if isinstance(state.tables, ShardedTables) else list(state.tables)
+
+
+def facts_of(logged: Logged, k: int, mesh: Mesh | None) -> list[int]:
+    """[steps held, rows of the last k that found no place (0 for none), whether the stamp is the state's], of all ranks
+    and members the worst."""
+    log = logged.log
+
+    def one_rank(x: Logged) -> Tensor:
+        log, own = x.log, stamp_of(x.state)
+        least = [log.kept, (log.stamp == own).all().long()]
+        if k:
+            at = (log.place - 1 - torch.arange(k, device=own.device)) % log.num_steps
+            least += [-t.over[at].sum() for t in log.touched]
+        out = torch.stack([*least[:2], torch.stack([torch.zeros_like(least[0]), *least[2:]]).amin()])
+        return out if mesh is None else pmin(out, mesh.axis_names)
+
+    k = min(k, log.num_steps)
+    with torch.no_grad():
+        if mesh is None:
+            found = one_rank(logged)
+        else:
+            found = shard_map(one_rank, mesh=mesh, in_specs=(specs_of(logged, mesh),), out_specs=P())(logged)
+    return value_below(found).reshape(-1, 3).amin(0).tolist()
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def step_problems(step: TrainStep) -> Iterator[Problem]:
+    if not hasattr(step.update, "recipe_and_where"):
+        what, hint = "`step` is not of `train_step`.", "fr.jit(fr.logged(fr.train_step(...)), donate=('state',))"
+        yield Problem(what, describe(step.update), "a step that train_step made", hint, TypeError)
+
+
+def room_problems(steps: int, rows: Any) -> Iterator[Problem]:
+    if steps and rows is None:
+        yield Problem(
+            "`rows` is missing.", f"steps={steps}", "the most rows that a step touches", "rows=4096", TypeError
+        )
+    if not steps and rows is not None:
+        yield Problem("`rows` are of steps that are held.", "steps=0", "rows=None, or steps=50")
+
+
+def log_problems(state: TrainState, sparse: RowOptimizer, steps: int, rows: Any) -> Iterator[Problem]:
+    if isinstance(state.tables, ShardedTables) and state.tables.layout.replicas:
+        hint = "a plan without `replicas`; fr.copy(state), or fr.save, to go back to"
+        what = "copies that train apart have no log: `sync_replicas` changes rows that no step names."
+        yield Problem(what, f"replicas={state.tables.layout.replicas}", "tables of which there is one", hint)
+    for n in (n for n in table_names(state) if steps and isinstance(rows, Mapping) and n not in rows):
+        yield Problem(f"`rows[{n!r}]` is missing.", f"rows of {list(rows)}", "one for each table", kind=KeyError)
+    for n, own in state.slots.items():
+        for k, s in own.items():
+            if k not in sparse.waiting and (s.dim() == 0 or s.shape[0] != state.tables[n].shape[0]):
+                need = f"[{state.tables[n].shape[0]}, ...], or a name in `RowOptimizer.waiting`"
+                yield Problem(f"slot {k!r} of {n!r} has no rows of its table.", describe(s), need)
+
+
+def tracked_problems(state: TrainState) -> Iterator[Problem]:
+    if any_tracked([x for x in tree_leaves(state) if isinstance(x, Tensor)]):
+        what, got = "the state is differentiated.", "a tensor that autograd or torch.func follows"
+        yield Problem(what, got, "plain tensors: a log keeps bits", "the step without `logged`", TypeError)
+
+
+def logged_problems(x: object) -> Iterator[Problem]:
+    if not isinstance(x, Logged):
+        hint = "logged.init(params), or logged.init(state)"
+        yield Problem("`state` is not a Logged.", describe(x), "what `logged(step)` gave", hint, TypeError)
+
+
+def laid_out_problems(state: TrainState, mesh: Mesh | None) -> Iterator[Problem]:
+    layout: Layout | None = state.tables.layout if isinstance(state.tables, ShardedTables) else None
+    if layout is not None and mesh is None:
+        got = f"axes {dict(layout.mesh_shape)}, and no `mesh`"
+        yield Problem("the state lies on a mesh.", got, "that mesh", "mesh=mesh", TypeError)
+    elif layout is None and mesh is not None:
+        yield Problem("the state lies on no mesh.", f"{mesh!r}", "mesh=None, or a sharded state", kind=TypeError)
+    elif layout is not None:
+        yield from mesh_problems(layout, mesh)
+
+
+def held_problems(logged: Logged, k: int, mesh: Mesh | None) -> Iterator[Problem]:
+    kept, is_own, over = facts_of(logged, k, mesh)
+    if not is_own:
+        hint = "the `Logged` that the step gave; logged.init(state) to begin a log"
+        yield Problem(
+            "the log is of another state.", "its stamp is not this state's", "state and log of one step", hint
+        )
+    elif k > kept:
+        got = f"{kept} steps held, of {logged.log.num_steps} at most"
+        yield Problem(f"{k} steps cannot be undone.", got, f"k <= {kept}", f"steps={k} or more of fr.logged")
+    elif over:
+        got = f"{-over} rows more than `rows` among the last {k}"
+        yield Problem("a step touched more rows than were kept.", got, "fewer steps", "larger `rows` of fr.logged")

@@ -1,0 +1,96 @@
+"""Steps on ranks that are undone: each rank puts back what it changed, and all say the same of what cannot be."""
+
+import pytest
+import torch
+from programs import rewinding, training
+from programs.moving import bits
+from programs.overflow import own, skewed, step_of
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+KINDS = [
+    ({"x": 2}, "row_wise", "adam"),
+    ({"x": 2}, "column_wise", "lamb"),
+    ({"x": 2}, "column_wise", "rowwise_adagrad"),
+    ({"x": 2}, "table_wise", "by_table"),
+    ({"x": 2}, "replicated", "stochastic_rounding"),
+    ({"x": 2, "y": 2}, "grid", "partial_rowwise_adam"),
+    ({"x": 2, "y": 2}, "table_row_wise", "user"),
+]
+
+
+def assert_undone(pairs, said):
+    for got, want in pairs:
+        assert_trees_close(got, want)
+    assert "4 steps cannot be undone" in said and "3 steps held" in said
+
+
+@pytest.mark.parametrize("axes, kind, name", KINDS, ids=str)
+def test_steps_on_an_emulated_mesh_are_undone(axes, kind, name):
+    """rewind of k steps is the sharded state before them, bit for bit, under every placement."""
+    assert_undone(*rewinding.sharded(name, axes, kind, is_real=False))
+
+
+@pytest.mark.parametrize("kind, name, compiled", [("row_wise", "adam", True), ("column_wise", "lamb", False)])
+def test_steps_on_ranks_are_undone(kind, name, compiled, ranks):
+    """So it is on gloo ranks, each of which undoes its own part; also donated."""
+    for got in ranks(2).run(rewinding.sharded, name, {"x": 2}, kind, compiled, deadline_s=300):
+        assert_undone(*got)
+
+
+def test_one_rank_without_room_is_told_by_all(ranks):
+    """Where one rank alone had no room for its rows, every rank raises, and none is undone in part."""
+    for said, one, first in [*ranks(2).run(rewinding.crowded, {"x": 2}), rewinding.crowded({"x": 2}, False)]:
+        assert "a step touched more rows than were kept" in said
+        assert_trees_close(one, first)
+
+
+def test_a_step_that_overflows_is_no_step():
+    """A batch that did not fit left the state as it was, and the log, too: what is undone are the steps before it, and
+    retry_overflow takes logged steps."""
+    mesh = fr.Mesh.emulated(x=2)
+    wide, narrow = (fr.logged(step_of(mesh, "row_wise", c), steps=2, rows=8) for c in (100, 1))
+    batches = [own(training.batch(i, 8), mesh) for i in range(3)]
+    before, run = rewinding.states(wide, wide.init(training.params()), batches)
+    for _ in range(3):
+        run, metrics = narrow(run, own(skewed(1, 8), mesh))
+        assert int(metrics["overflow"]) > 0
+    assert_trees_close(bits(fr.rewind(run, 1, mesh=mesh).state), bits(before[2]))
+    with pytest.raises(ValueError, match="1 steps held"):  # the oldest one's place was taken for what did not fit
+        fr.rewind(run, 2, mesh=mesh)
+    make = lambda c: fr.logged(step_of(mesh, "row_wise", c), steps=2, rows=8)
+    step = fr.retry_overflow(make, capacity=1)
+    again, _ = step(run, own(skewed(1, 8), mesh))
+    assert_trees_close(bits(fr.rewind(again, 1, mesh=mesh).state), bits(run.state))
+
+
+@pytest.mark.parametrize("make", [lambda state: state, lambda state: None], ids=["init(state)", "init(params)"])
+def test_copies_that_train_apart_have_no_log(make):
+    """sync_replicas changes rows that no step names: a plan with replicas is refused."""
+    mesh, plan = fr.Mesh.emulated(x=2), fr.Plan(dict.fromkeys(training.SHAPES, fr.replicated()), replicas=("x",))
+    step = rewinding.plain("adam", mesh=mesh, plan=plan)
+    first = make(step.init(rewinding.params())) or rewinding.params()
+    with pytest.raises(ValueError, match="copies that train apart have no log"):
+        fr.logged(step, rows=8).init(first)
+
+
+def test_a_mesh_is_the_states():
+    """A sharded state is undone with its mesh; a log is begun beside a state that was moved, and follows it."""
+    mesh = fr.Mesh.emulated(x=2)
+    sparse, plan = rewinding.OPTIMIZERS["adam"](), training.plan_of("row_wise", {"x": 2})
+    alone, step = rewinding.logged("adam"), rewinding.logged("adam", mesh=mesh, plan=plan)
+    run, _ = alone(alone.init(rewinding.params()), training.batch(0, 8))
+    moved = step.init(fr.reshard(run.state, plan, mesh=mesh, sparse=sparse))
+    after, _ = step(moved, training.batch(1, 8))
+    back = fr.rewind(after, mesh=mesh).state
+    assert_trees_close(bits(fr.gather_state(back, mesh)), bits(run.state))
+    with pytest.raises(TypeError, match="the state lies on a mesh"):
+        fr.rewind(after)
+    with pytest.raises(ValueError, match="lies on another mesh"):
+        fr.rewind(after, mesh=fr.Mesh.emulated(y=2))
+    with pytest.raises(TypeError, match="lies on no mesh"):
+        step.init(run.state)
+    assert torch.equal(after.log.kept, torch.tensor(1))
