@@ -125,7 +125,7 @@ def fit(
       save_every: write it behind every that many epochs, and the last.
       save_every_steps: write it behind every that many steps of an epoch, too.
       save_every_minutes: write it where that long ago the last one was finished, too, by the clock of the first rank:
-        between two steps, on ranks behind a multiple of 16.
+        between two steps; ranks ask it at every 16th.
       resume: go on from the checkpoint; "auto": where there is one. The end has the bits of a run that was not
         interrupted, wherever it was: between the steps that were saved. A loader that tells its `order`, as
         `fr.data.loader` does, is held to that of the run in the midst of an epoch.

@@ -4,6 +4,7 @@ load(save(run)) = run, so that what follows has the bits of a run that was not i
 """
 
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +115,7 @@ def load_run(work: Work, state: Any) -> Run:
     call = "funcrec.fit"
     tree = load(work.checkpoint, device=device_of(state))
     check(call, checkpoint_problems(work, tree))
+    check(call, same_problems(work, tree, device_of(state)))
     saved = tree["state"]
     if is_sharded(state):
         saved = work.place(saved)
@@ -191,6 +193,18 @@ def checkpoint_problems(work: Work, tree: Any) -> Iterator[Problem]:
     was, now = list(tree.get("monitor", [work.monitor, work.mode])), [work.monitor, work.mode]
     if was != now and tree["history"] and now[0] is not None:
         yield Problem("`monitor` is another than the checkpoint's, and so is the best.", f"{now}", f"{was}")
+
+
+def same_problems(work: Work, tree: Any, device: torch.device) -> Iterator[Problem]:
+    """All ranks go on from one checkpoint: from another one there is to be another time in its history."""
+    if num_processes(work.mesh) == 1:
+        return
+    own = [*tree["position"], zlib.crc32(repr((float(tree["loss_sum"]), tree["history"])).encode())]
+    seen = all_parts(torch.tensor([own], device=device), work.mesh).tolist()
+    if any(x != seen[0] for x in seen):
+        got = "; ".join(f"rank {r} has one of epoch {x[0]}, batch {x[1]}" for r, x in enumerate(seen))
+        what, need = f"`checkpoint` {work.checkpoint} is another on some of the ranks.", "one, on a disk that all share"
+        yield Problem(what, got, need, "the newest one, copied to all")
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -1,11 +1,18 @@
-"""SIGINT and SIGTERM inside a loop: the first asks for an end between two steps, the second is the end."""
+"""SIGINT and SIGTERM inside a loop: the first asks for an end between two steps, the second is the end.
+
+Under torchrun a scheduler's one request may come twice: to the rank, and through the launcher, which heard it, too.
+"""
 
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 
+import torch
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAME_S = 5.0
 
 
 @contextlib.contextmanager
@@ -15,7 +22,7 @@ def listen() -> Iterator[Callable[[], int]]:
     Yields: asked, a function () -> the first signal's number, 0 for none. In another thread than the main one, which
       signals do not reach, it is always 0.
 
-    Raises: from the second signal, what `end` raises.
+    Raises: from the second signal, KeyboardInterrupt or SystemExit; under torchrun from one that comes 5 seconds later.
 
     Example:
       >>> import os, signal, funcrec as fr
@@ -28,11 +35,15 @@ def listen() -> Iterator[Callable[[], int]]:
         yield lambda: 0
         return
     heard: list[int] = []
+    since, same_s = 0.0, SAME_S if torch.distributed.is_torchelastic_launched() else 0.0
 
     def handler(signum: int, frame: object) -> None:
-        if heard:
+        nonlocal since
+        if not heard:
+            heard.append(signum)
+            since = time.monotonic()
+        elif time.monotonic() - since >= same_s:
             end(signum)
-        heard.append(signum)
 
     before = {s: signal.signal(s, handler) for s in SIGNALS}
     try:

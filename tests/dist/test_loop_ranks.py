@@ -33,3 +33,16 @@ def test_a_signal_of_one_rank_ends_all(num_steps, ranks, tmp_path):
     assert ended[0] == ended[1] and ended[0][0] == 143
     assert ended[0][1][-1] == 5 if num_steps == 5 else ended[0][1][-1] < 20
     assert (tmp_path / "run.pt").exists()
+
+
+def test_ranks_go_on_from_one_checkpoint(ranks, tmp_path):
+    """Ranks that find different checkpoints at one path, as on disks of their own, are told so on all of them."""
+    for text in ranks(2).run(loops.resumed, str(tmp_path)):
+        assert "is another on some of the ranks" in text and "rank 1 has one of epoch 1, batch 0" in text
+
+
+def test_the_first_rank_says_when_minutes_are_over(ranks, tmp_path):
+    """With `save_every_minutes` all ranks save behind the same step, when the first one's clock says so."""
+    first, second = ranks(2).run(loops.saved_by_the_clock, str(tmp_path / "run.pt"), 3.0)
+    assert first == second
+    assert first[0] == [(0, 0), (0, 15), (0, 31)]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import funcrec as fr
+from funcrec.loop import _run, _signals
 
 LABELS = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
 
@@ -48,6 +49,60 @@ def test_a_signal_behind_the_last_step_is_raised(tmp_path, where, signum, raised
         fr.fit(add, torch.tensor(0.0), load(), epochs=2, evaluate=measure, checkpoint=path, callbacks=[callback])
     done = fr.fit(add, torch.tensor(0.0), load(), epochs=2, evaluate=measure, checkpoint=path, resume=True)
     assert float(done.state) == 6.0 and len(done.history) == 2
+
+
+def test_minutes_are_counted_from_the_last_checkpoint(tmp_path, monkeypatch):
+    """With `save_every_minutes` the file is written between two steps once the last one is that old, whatever wrote it;
+    what is killed goes on from there to the same bits."""
+    path, now, seen = tmp_path / "run.pt", [0.0], []
+    monkeypatch.setattr(_run.time, "monotonic", lambda: now[0])
+
+    def callback(record):
+        if record.when == "step":
+            now[0] += 25.0
+            seen.append(tuple(fr.load(path)["position"]))
+
+    how = {"epochs": 2, "checkpoint": path, "save_every_minutes": 1}
+    want = fr.fit(add, torch.tensor(0.0), load(1), **how, callbacks=[callback])
+    assert seen == [*[(0, 0)] * 3, *[(0, 3)] * 2, *[(1, 0)] * 3, *[(1, 3)] * 2]
+
+    def killed(record):
+        callback(record)
+        if len(seen) == 15:
+            raise KeyError("killed")
+
+    with pytest.raises(KeyError):
+        fr.fit(add, torch.tensor(0.0), load(1), **how, callbacks=[killed], overwrite=True)
+    done = fr.fit(add, torch.tensor(0.0), load(1), **how, callbacks=[callback], resume="auto")
+    assert float(done.state) == float(want.state) and done.history[0]["loss"] == want.history[0]["loss"]
+    assert len(seen) == 15 + 7, "it began at (0, 3)"
+
+
+@pytest.mark.parametrize(("how", "said"), [
+    ({"save_every_minutes": 0}, "out of range"),
+    ({"save_every_minutes": float("nan")}, "out of range"),
+    ({"save_every_minutes": "5"}, "is not a number"),
+    ({"save_every_minutes": 5, "checkpoint": None}, "is of a checkpoint"),
+    ({"save_every_minutes": 5, "sync": lambda state: state}, "when a clock says so"),
+])  # fmt: skip
+def test_minutes_that_do_not_fit_are_refused(tmp_path, how, said):
+    """What is not a time, is of no checkpoint, or would change the training by a clock is refused before any work."""
+    with pytest.raises((TypeError, ValueError), match=said):
+        fr.fit(add, torch.tensor(0.0), load(), epochs=1, **{"checkpoint": tmp_path / "run.pt"} | how)
+
+
+def test_one_request_may_come_twice_under_a_launcher(monkeypatch):
+    """A scheduler's signal and the launcher's, seconds apart, ask once for an end; one much later is the end."""
+    now = [100.0]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setattr(_signals.time, "monotonic", lambda: now[0])
+    with pytest.raises(SystemExit), fr.loop.listen() as asked:
+        os.kill(os.getpid(), signal.SIGTERM)
+        now[0] += 4.0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked() == signal.SIGTERM
+        now[0] += 2.0
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("monitor", ["loss", "valid_log_loss", "MSE", "mean_error"])

@@ -6,6 +6,7 @@ import signal
 import torch
 
 import funcrec as fr
+from funcrec.loop import _run
 
 TABLES, FEATURES = (fr.TableConfig("item", 12, 1),), (fr.FeatureConfig("item", table="item"),)
 MODEL = fr.models.lr(TABLES, FEATURES)
@@ -77,3 +78,36 @@ def interrupted(path, num_steps):
     except SystemExit as error:
         return error.code, steps
     return 0, steps
+
+
+def resumed(folder):
+    """What a rank is told that goes on from a checkpoint in a folder of its own, made by a run of its own length."""
+    mesh = fr.Mesh.distributed(data=2)
+    path = f"{folder}/run{mesh.coordinates['data']}.pt"
+    add = lambda total, batch: (total + batch, {"loss": total})
+    fr.fit(add, torch.tensor(0.0), [1.0] * (3 + mesh.coordinates["data"]), epochs=1, checkpoint=path)
+    try:
+        fr.fit(add, torch.tensor(0.0), [1.0] * 3, epochs=2, checkpoint=path, resume="auto", mesh=mesh)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def saved_by_the_clock(path, minutes):
+    """The steps at which a rank finds a checkpoint that it had not seen, whose clock says every minute that it is due
+    where it is the first one, and never else."""
+    mesh, seen, at = fr.Mesh.distributed(data=2), [], []
+    _run.Clock.is_due = lambda clock: clock.minutes == minutes and mesh.coordinates["data"] == 0
+    torch.distributed.barrier()
+
+    def callback(record):
+        torch.distributed.barrier()
+        position = fr.load(path)["position"]
+        if record.when == "step" and position not in seen:
+            seen.append(position)
+            at.append(record.step)
+
+    add = lambda total, batch: (total + batch, {"loss": total})
+    how = {"checkpoint": path, "save_every_minutes": minutes, "callbacks": [callback], "mesh": mesh}
+    fr.fit(add, torch.tensor(0.0), [1.0] * 40, epochs=1, **how)
+    return seen, at
