@@ -89,6 +89,7 @@ from funcrec.train import TrainStep as TrainStep
 from funcrec.loop import evaluate as evaluate
 from funcrec.loop import fit as fit
 from funcrec.loop import Fitted as Fitted
+from funcrec.checkpoint import latest as latest
 from funcrec.checkpoint import load as load
 from funcrec.checkpoint import save as save
 

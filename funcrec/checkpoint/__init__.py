@@ -1,6 +1,7 @@
-"""Checkpoints: any tree in one file that is whole or not there."""
+"""Checkpoints: any tree in one file that is whole or not there; of many ranks in a folder, under any plan."""
 
-from funcrec.checkpoint._checkpoint import difference_problems as difference_problems
 from funcrec.checkpoint._checkpoint import load as load
 from funcrec.checkpoint._checkpoint import save as save
+from funcrec.checkpoint._compare import difference_problems as difference_problems
 from funcrec.checkpoint._files import write_whole as write_whole
+from funcrec.checkpoint._kept import latest as latest

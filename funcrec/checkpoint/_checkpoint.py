@@ -1,52 +1,80 @@
-"""Checkpoints: any tree of tensors and plain numbers in one file that is whole or not there.
+"""Checkpoints: any tree of tensors and plain numbers, in one file or, of many ranks, in a folder.
 
-    load(save(path, x)) == x, bit for bit
+    load(save(path, x)) == x, bit for bit        under whatever plan, on however many ranks either was called
 
-    MAGIC | the bytes of every tensor | header, JSON: dtype, shape,
-    device and CRC of each, and the tree | its length and CRC
-
-No example is needed to read it, and nothing in it is run. All sizes
-are held against the file's before memory is asked for.
+No example is needed to read one, and nothing in it is run.
 """
 
-import json
 import os
-import struct
-import zlib
-from collections.abc import Iterator
-from math import prod
+import secrets
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from funcrec.checkpoint._code import DTYPES, CodeError, decode, encode, show, transform_problems
+from funcrec.checkpoint._code import CodeError, Encoded, decode, encode, transform_problems
+from funcrec.checkpoint._compare import difference_problems
+from funcrec.checkpoint._crew import Crew, together
 from funcrec.checkpoint._files import as_path, open_file, write_whole
 from funcrec.checkpoint._first_format import read_first
-from funcrec.core import CLASSES, Problem, check, class_name, describe, fail
-from funcrec.kernels.memory import empty_table
+from funcrec.checkpoint._folder import (
+    Files,
+    file_name,
+    is_folder,
+    make_folder,
+    pieces_of,
+    read_manifest,
+    write_manifest,
+    write_rank,
+)
+from funcrec.checkpoint._format import read_header, write
+from funcrec.checkpoint._kept import remove_older, step_of, step_path
+from funcrec.checkpoint._parts import Seen, equal_problems, told_of, where_of
+from funcrec.checkpoint._place import Reader, Target, placed, target_problems
+from funcrec.core import Count, Size, check, fail, typed
+from funcrec.mesh import Codec, Mesh
+from funcrec.optim import RowOptimizer
+from funcrec.sharding import Plan
 
-MAGIC = b"funcrec checkpoint 2\n"
-FOOTER = struct.Struct("<QI")  # the header's length in bytes, and its CRC
-CHUNK = 1 << 24  # bytes
+SAVE, LOAD = "funcrec.save", "funcrec.load"
 
 
-def save(path: str | os.PathLike, tree: Any) -> Path:
-    """Write a tree (dicts, lists, tuples, funcrec's values, tensors, numbers, strings) to one file.
+@typed
+def save(
+    path: str | os.PathLike,
+    tree: Any,
+    *,
+    mesh: Mesh | None = None,
+    keep: Count | None = None,
+    step: Size | None = None,
+) -> Path:
+    """Write a tree (dicts, lists, tuples, funcrec's values, tensors, numbers, strings) to one file; a tree with a
+    sharded state in it, or of a mesh, to a folder of a file for each rank.
 
-    The bytes go to a temporary file beside `path`, are flushed to the disk and then take its name: an interrupted save
-    leaves the old file whole, readers never see half of one, and of several savers at once the last to finish stays. Of
-    a symbolic link the file that it names is written, and the link stays.
+    One file: the bytes go to a temporary file beside `path`, are flushed to the disk and then take its name: an
+    interrupted save leaves the old file whole, readers never see half of one, and of several savers at once the last to
+    finish stays. Of a symbolic link the file that it names is written, and the link stays.
+
+    A folder: every rank calls it, with its own tree, and writes what it alone has and its share of what others have,
+    too; nothing is gathered. What the folder held is replaced when all that is new is on the disk, in one step. Where
+    one rank fails all raise, and the error names it. What is not sharded is the same on all ranks (tensors are held to
+    it; of numbers and strings the first rank's are written).
 
     Each tensor is written by value: a view without the rest of its memory, one that stands in two places twice. As
     loaded, each is contiguous and has memory of its own.
 
-    Returns: the path.
+    Args:
+      mesh: of a sharded tree; its layouts tell it where it is not given. With it any tree is written by all ranks.
+      keep: `path` is a folder of checkpoints, made where it is not there: this one is called by its step, and when it
+        is whole all but the newest `keep` are removed (see `latest`).
+      step: the number that names it; by default that of the first TrainState in the tree.
+
+    Returns: the path of the checkpoint.
 
     Raises: TypeError that names every leaf and key that would not come back the same (another tensor than a plain,
-      dense one, one of which a derivative is wanted, a number of numpy, an Enum), before anything is written; OSError
-      when the disk is full or the folder cannot be written.
+      dense one, one of which a derivative is wanted, a number of numpy, an Enum), before anything is written;
+      ValueError for copies that trained apart; OSError when the disk is full or the folder cannot be written.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -55,23 +83,51 @@ def save(path: str | os.PathLike, tree: Any) -> Path:
       ...     fr.load(path)
       {'w': tensor([1., 1.]), 'epoch': 3}
     """
-    path = as_path("funcrec.save", path)
-    check("funcrec.save", transform_problems())
-    code, tensors, problems = encode(tree, "tree")
-    check("funcrec.save", problems)
-    write_whole("funcrec.save", path, lambda file: _write(file, code, tensors))
+    path = as_path(SAVE, path)
+    check(SAVE, transform_problems())
+    seen = Seen([], [], [])
+    encoded = encode(tree, "tree", seen.see)
+    if mesh is None and not seen.layouts:
+        encoded = encode(tree, "tree") if seen.shards else encoded  # of no mesh that is known here: by value
+        check(SAVE, encoded.problems)
+        path = path if keep is None else step_path(path, step_of(seen, step))
+        write_whole(SAVE, path, lambda file: write(file, encoded.code, encoded.tensors))
+    else:
+        path = save_folder(path, encoded, seen, mesh, keep, step)
+    if keep is not None:
+        remove_older(path, keep)
     return path
 
 
-def load(path: str | os.PathLike, *, like: Any = None, device: torch.device | str | None = None) -> Any:
-    """Read what `save` wrote, files of the first format too.
+@typed
+def load(
+    path: str | os.PathLike,
+    *,
+    like: Any = None,
+    device: torch.device | str | None = None,
+    plan: Plan | None = None,
+    mesh: Mesh | None = None,
+    sparse: RowOptimizer | None = None,
+    exact: bool = False,
+    codec: Codec | None = None,
+    dedup: bool = False,
+    dense_axes: Sequence[str] = (),
+) -> Any:
+    """Read what `save` wrote, a file or a folder, files of older formats too.
 
     Args:
       like: a tree to compare with; every path whose kind, shape or dtype differs, or that only one has, is told.
-      device: where the tensors go; by default where they were saved from.
+      device: where the tensors go; by default where they were saved from, with a mesh of ranks that of this rank.
+      plan, mesh, exact, codec, dedup, dense_axes: as of the `train_step` that goes on: every TrainState in the tree is
+        laid out so, and each rank reads of the tables what it is to hold. All ranks call it.
+      sparse: the row optimizer of that step, which says what tables may share a bank. Without it each has its own:
+        right under any optimizer, in more exchanges.
 
     Raises: ValueError for a file that is truncated, damaged (every byte is under a CRC) or no checkpoint, and for a
-      tree unlike `like`; FileNotFoundError.
+      tree unlike `like`; FileNotFoundError. Of a folder the file and the rows that are missing or damaged are named.
+
+    Cost: of a folder, blocks of 16 MiB of which some row is wanted; a table of one file is read whole, to its CRC, and
+      16 MiB of it held.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -85,113 +141,137 @@ def load(path: str | os.PathLike, *, like: Any = None, device: torch.device | st
         need  f32[3]
         try   like=None, which loads what there is
     """
-    path = as_path("funcrec.load", path)
-    check("funcrec.load", transform_problems())
+    path = as_path(LOAD, path)
+    how = {"sparse": sparse, "exact": exact, "codec": codec, "dedup": dedup, "dense_axes": tuple(dense_axes)}
+    target = None if plan is None else Target(plan, mesh, **how)
+    check(LOAD, transform_problems(), target_problems(target, **how))
     place = None if device is None else _device(device)
-    with open_file("funcrec.load", path) as file:
-        try:
-            tensors, code = _read(file, place)
-            tree = decode(code, tensors)
-            if next(tensors, None) is not None:
-                raise CodeError("more tensors in the file than in its tree")
-        except (CodeError, RecursionError) as error:
-            hint = "an older checkpoint; `save` itself never leaves half a file"
-            what, need = f"`{path.name}` is not a whole checkpoint.", "a file that save wrote"
-            fail("funcrec.load", what, got=str(error), need=need, hint=hint)
-    if like is not None:
-        check("funcrec.load", difference_problems(tree, like))
+    if place is None and mesh is not None and not mesh.is_emulated:
+        place = _device(mesh.device_mesh.device_type)
+    tree = None
+
+    def work() -> None:
+        nonlocal tree
+        tree = read_folder(path, target, place) if is_folder(path) else read_file(path, target, place)
+        if like is not None:
+            check(LOAD, difference_problems(tree, like))
+
+    together(crew_of(mesh), LOAD, "load it", work)
     return tree
 
 
-# -- the file ----------------------------------------------------------------------------------------------------
+def crew_of(mesh: Mesh | None) -> Crew:
+    if mesh is None or mesh.is_emulated:
+        return Crew()
+    return Crew(torch.distributed.get_rank(), mesh.size)
 
 
-class Entry(NamedTuple):
-    """A tensor in the header."""
-
-    dtype: str
-    shape: list[int]
-    device: str
-    crc: int
+# -- a folder ----------------------------------------------------------------------------------------------------
 
 
-def _write(file: BinaryIO, code: Any, tensors: list[Tensor]) -> None:
-    file.write(MAGIC)
-    entries = [_write_tensor(file, x) for x in tensors]
-    text = json.dumps({"tensors": entries, "tree": code}, ensure_ascii=False, separators=(",", ":"))
-    header = text.encode("utf-8", "surrogatepass")
-    file.write(header)
-    file.write(FOOTER.pack(len(header), zlib.crc32(header)))
+def save_folder(
+    path: Path, encoded: Encoded, seen: Seen, mesh: Mesh | None, keep: int | None, step: int | None
+) -> Path:
+    """Every rank's file, and then the manifest: where the checkpoint is."""
+    where = where_of(mesh, seen)
+    crew = Crew() if where.is_emulated else Crew(where.own[0], where.size)
 
+    def look() -> dict:
+        check(SAVE, encoded.problems)
+        name = "" if keep is None else step_path(path, step_of(seen, step)).name
+        return {**told_of(encoded.leaves, where, seen), "name": name, "token": secrets.token_hex(8)}
 
-def _write_tensor(file: BinaryIO, x: Tensor) -> Entry:
-    plain = x.detach().resolve_conj().resolve_neg().cpu()
-    plain = torch.zeros_like(plain).copy_(plain) if plain._is_zerotensor() else plain.contiguous()
-    crc = 0
-    for chunk in _chunks(plain):
-        crc = zlib.crc32(chunk, crc)
-        file.write(chunk)
-    return Entry(str(x.dtype).removeprefix("torch."), list(x.shape), str(x.device), crc)
+    _, told = together(crew, SAVE, "save its tree", look)
+    check(SAVE, equal_problems(where, seen, told))
+    folder, token = (path / told[0]["name"] if told[0]["name"] else path), told[0]["token"]
 
+    def prepare() -> None:
+        for own in (path, folder) if crew.is_first else ():
+            make_folder(SAVE, own)
 
-def _chunks(x: Tensor) -> Iterator[memoryview]:
-    """The bytes of a contiguous tensor on the CPU."""
-    if x.numel():
-        data = memoryview(x.reshape(-1).view(torch.uint8).numpy())
-        yield from (data[i : i + CHUNK] for i in range(0, len(data), CHUNK))
-
-
-def _read(file: BinaryIO, place: torch.device | None) -> tuple[Iterator[Tensor], Any]:
-    """The tensors, each made when it is asked for, and the code of the tree."""
-    if file.read(2) == b"PK":
-        tensors, code = read_first(file, place)
-        return (_blank(x.nbytes).view(x.dtype).view(x.shape).to(x.device).copy_(x) for x in tensors), code
-    file.seek(0)
-    entries, code = _read_header(file)
-    return (_read_tensor(file, e, place or _device(e.device)) for e in entries), code
-
-
-def _read_header(file: BinaryIO) -> tuple[list[Entry], Any]:
-    """The tensors and the tree of an opened file, which then stands at its first
-    tensor; nothing is larger than the file has bytes for."""
-    size = os.fstat(file.fileno()).st_size
-    begin = file.read(len(MAGIC))
-    if begin != MAGIC:
-        raise CodeError("another kind of file")
-    if size < len(MAGIC) + FOOTER.size:
-        raise CodeError("a file that is cut off")
-    file.seek(size - FOOTER.size)
-    length, crc = FOOTER.unpack(file.read(FOOTER.size))
-    start = size - FOOTER.size - length
-    if start < len(MAGIC):
-        raise CodeError("a file that is cut off, or goes on behind its end")
-    file.seek(start)
-    text = file.read(length)
-    if zlib.crc32(text) != crc:
-        raise CodeError("a header with a wrong checksum")
+    together(crew, SAVE, "make the folder", prepare)
+    mine = [folder / file_name(rank, where.size, token) for rank in where.own]
     try:
-        header = json.loads(text.decode("utf-8", "surrogatepass"))
-        entries = [Entry(*e) for e in header["tensors"]]
-        code = header["tree"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CodeError(f"a header that cannot be read: {error}") from None
-    nbytes = sum(_checked_bytes(e) for e in entries)
-    if nbytes != start - len(MAGIC):
-        raise CodeError(f"{start - len(MAGIC)} bytes of tensors where the header says {nbytes}")
-    file.seek(len(MAGIC))
-    return entries, code
+        pieces = pieces_of(encoded.tensors, where)
+        names = list(encoded.leaves)
+        write_own = lambda: [write_rank(SAVE, f, pieces[r], names) for r, f in zip(where.own, mine, strict=True)]
+        _, written = together(crew, SAVE, "write its part", write_own)
+        of_all = [x for own in written for x in own]
+        finish = lambda: write_manifest(SAVE, folder, encoded, of_all) if crew.is_first else None
+        together(crew, SAVE, "write the manifest", finish)
+    except BaseException:
+        forget(folder, mine)
+        raise
+    return folder
 
 
-def _checked_bytes(e: Entry) -> int:
-    is_size = lambda n: type(n) is int and 0 <= n < 2**63
-    good = isinstance(e.dtype, str) and e.dtype in DTYPES and isinstance(e.shape, list) and all(map(is_size, e.shape))
-    if not good or not isinstance(e.device, str) or type(e.crc) is not int:
-        raise CodeError(f"a tensor that cannot be: {show(e)}")
+def forget(folder: Path, files: Sequence[Path]) -> None:
+    """Remove files of a save that broke off, unless the manifest names them already."""
+    named: set[str] = set()
     try:
-        torch.empty(e.shape, dtype=DTYPES[e.dtype], device="meta")
-    except RuntimeError as error:  # torch's own limits
-        raise CodeError(f"a tensor that cannot be: {str(error).splitlines()[0]}") from None
-    return prod(e.shape) * DTYPES[e.dtype].itemsize
+        named = set(read_manifest(SAVE, folder).files)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, CodeError):
+        return
+    for path in files:
+        if path.name not in named:
+            path.unlink(missing_ok=True)
+
+
+def read_folder(path: Path, target: Target | None, place: torch.device | None) -> Any:
+    """The tree of a folder's checkpoint; of the new one where it was replaced meanwhile."""
+    last = None
+    while True:
+        try:
+            manifest = read_manifest(LOAD, path)
+        except FileNotFoundError:
+            need, hint = "a file that save wrote, or a folder", "a file or a folder in it; fr.latest(folder)"
+            what = f"`{path}` is not a file, nor a folder that holds a checkpoint."
+            fail(LOAD, what, got="a folder without a manifest", need=need, hint=hint, kind=IsADirectoryError)
+        except (CodeError, RecursionError) as error:
+            damaged(path, error)
+        files = Files(LOAD, path, manifest.files, {})
+        try:
+            return made(manifest.leaves, manifest.code, Reader(files.open, device_of(place)), target)
+        except (CodeError, RecursionError) as error:
+            if manifest == last:
+                damaged(path, error)
+            last = manifest
+        finally:
+            files.close()
+
+
+# -- one file ----------------------------------------------------------------------------------------------------
+
+
+def read_file(path: Path, target: Target | None, place: torch.device | None) -> Any:
+    with open_file(LOAD, path) as file:
+        try:
+            is_first = file.read(2) == b"PK"
+            file.seek(0)
+            leaves, code = read_first(file, place) if is_first else read_header(file)
+            return made(leaves, code, Reader(lambda block, x: file, device_of(place)), target)
+        except (CodeError, RecursionError) as error:
+            damaged(path, error)
+
+
+def made(leaves: Sequence[Any], code: Any, reader: Reader, target: Target | None) -> Any:
+    """The tree, its tensors read when they are met."""
+    tensors = iter(leaves) if target is not None else map(reader.whole, leaves)
+    tree = decode(code, tensors)
+    if next(tensors, None) is not None:
+        raise CodeError("more tensors in the file than in its tree")
+    return tree if target is None else placed(tree, target, reader)
+
+
+def damaged(path: Path, error: Exception):
+    hint = "an older checkpoint; `save` itself never leaves half a file"
+    fail(LOAD, f"`{path.name}` is not a whole checkpoint.", got=str(error), need="a file that save wrote", hint=hint)
+
+
+def device_of(place: torch.device | None):
+    return lambda saved_from: place or _device(saved_from)
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -202,64 +282,3 @@ def _device(device: torch.device | str) -> torch.device:
         got, need = f"{device!r:.60}: {str(error).splitlines()[0]:.100}", "a device of this machine"
         fail("funcrec.load", "the device cannot be used.", got=got, need=need, hint='device="cpu"')
     return found
-
-
-def _blank(nbytes: int) -> Tensor:
-    """u8[nbytes] where rows are read fast, as those of `init`."""
-    try:
-        return empty_table((nbytes,), dtype=torch.uint8, device="cpu")
-    except (RuntimeError, OSError) as error:
-        got = f"{nbytes:,} bytes: {str(error).splitlines()[0]}"
-        fail("funcrec.load", "there is no memory for a tensor.", got=got, need="free memory", kind=MemoryError)
-
-
-def _read_tensor(file: BinaryIO, e: Entry, device: torch.device) -> Tensor:
-    memory = _blank(prod(e.shape) * DTYPES[e.dtype].itemsize)
-    x = memory.view(DTYPES[e.dtype]).view(e.shape)
-    crc = 0
-    for chunk in _chunks(x):
-        if file.readinto(chunk) != len(chunk):
-            raise CodeError("a file that was cut off while it was read")
-        crc = zlib.crc32(chunk, crc)
-    if crc != e.crc:
-        raise CodeError(f"a tensor {describe(x)} with a wrong checksum")
-    if x.dtype == torch.bool and x.numel() and int(x.view(torch.uint8).amax()) > 1:
-        raise CodeError(f"a tensor {describe(x)} with bytes that are not bools")
-    return x.to(device)
-
-
-# -- comparing ---------------------------------------------------------------------------------------------------
-
-
-def difference_problems(tree: Any, like: Any) -> Iterator[Problem]:
-    """Every node in which two trees differ in place, kind, shape or dtype."""
-    found, wanted = dict(_nodes(tree, "")), dict(_nodes(like, ""))
-    leaves = lambda nodes: [p for p, (_, is_leaf) in nodes.items() if is_leaf]
-    hint = "like=None, which loads what there is"
-    for path in [p for p in leaves(wanted) if p not in found]:
-        yield Problem(f"`{path}` is missing.", "nothing", wanted[path][0], hint)
-    for path in [p for p in leaves(found) if p not in wanted]:
-        yield Problem(f"`{path}` is not expected.", found[path][0], "nothing", hint)
-    for path, (need, is_leaf) in wanted.items():
-        if path in found and found[path][0] != need:
-            differs = "has another shape or dtype" if is_leaf and found[path][1] else "is another kind of value"
-            yield Problem(f"`{path or 'tree'}` {differs}.", found[path][0], need, hint)
-
-
-def _nodes(node: Any, path: str) -> Iterator[tuple[str, tuple[str, bool]]]:
-    """(path, (what it is, whether it is a leaf)) of every node."""
-    children: list[tuple[str, Any]] = []
-    kind = type(node).__name__
-    if isinstance(node, Tensor):
-        kind = describe(node)
-    elif isinstance(node, dict):
-        children = [(f"{path}[{show(k)}]", v) for k, v in node.items()]
-    elif isinstance(node, (list, tuple)):
-        children = [(f"{path}[{i}]", v) for i, v in enumerate(node)]
-    elif class_name(type(node)) in CLASSES:
-        values, (fields, static) = CLASSES[class_name(type(node))][0](node)
-        kind = f"{kind} {show(static)}" if static else kind
-        children = [(f"{path}.{n}".lstrip("."), v) for n, v in zip(fields, values, strict=True)]
-    yield path, (kind, not children)
-    for where, child in children:
-        yield from _nodes(child, where)

@@ -46,43 +46,60 @@ class CodeError(Exception):
     """Not the code of a tree."""
 
 
+class Cut(NamedTuple):
+    """A tensor of which this process has parts. held: what they lie in. grid: its rows and columns, as it is cut.
+    parts(where): (rank, first row, first column, [rows, ...]) of each."""
+
+    held: tuple[Tensor, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    grid: tuple[int, int]
+    parts: Callable[[Any], Iterator[tuple[int, int, int, Tensor]]]
+
+
 class Encoded(NamedTuple):
-    """code: what JSON can write. tensors: in the order of their places. problems: empty, or the code is of no use."""
+    """code: what JSON can write. leaves: {path: tensor, or Cut}, in the order of their places. problems: empty, or the
+    code is of no use."""
 
     code: Any
-    tensors: list[Tensor]
+    leaves: dict[str, Tensor | Cut]
     problems: list[Problem]
 
-
-def encode(tree: Any, name: str) -> Encoded:
-    """The code of a tree that is called `name` in problems."""
-    tensors: list[Tensor] = []
-    problems: list[Problem] = []
-    return Encoded(_encode(tree, name, (), tensors, problems), tensors, problems)
+    @property
+    def tensors(self) -> list[Tensor]:
+        return list(self.leaves.values())
 
 
-def _encode(node: Any, path: str, above: tuple[int, ...], tensors: list[Tensor], problems: list[Problem]) -> Any:
+def encode(tree: Any, name: str, see: Callable[[Any], Any] = lambda node: node) -> Encoded:
+    """The code of a tree that is called `name` in problems; `see` gives each node as it is to be written."""
+    out = Encoded(None, {}, [])
+    return out._replace(code=_encode(tree, name, (), out, see))
+
+
+def _encode(node: Any, path: str, above: tuple[int, ...], out: Encoded, see: Callable[[Any], Any]) -> Any:
     def refuse(got: str, hint: str, need: str = NEED):
-        problems.append(Problem(f"`{path}` cannot be saved.", got, need, hint, TypeError))
+        out.problems.append(Problem(f"`{path}` cannot be saved.", got, need, hint, TypeError))
 
-    inside = lambda child, where: _encode(child, f"{path}{where}", (*above, id(node)), tensors, problems)
-    if isinstance(node, Tensor):
-        problems.extend(tensor_problems(node, path))
-        tensors.append(node)
+    inside = lambda child, where: _encode(child, f"{path}{where}", (*above, id(given)), out, see)
+    given, node = node, see(node)
+    if isinstance(node, Tensor | Cut):
+        for x in node.held if isinstance(node, Cut) else (node,):
+            out.problems.extend(tensor_problems(x, path))
+        out.leaves[path if path not in out.leaves else f"{path} ({len(out.leaves)})"] = node
         return ["tensor"]
     if type(node) in PLAIN:
         return _encode_plain(node)
-    if id(node) in above:
+    if id(given) in above:
         return refuse("a value that holds itself", "a tree", "a tree")
     if len(above) > MAX_DEPTH:
         return refuse(f"more than {MAX_DEPTH} values, one in another", "a flatter tree", f"at most {MAX_DEPTH}")
     if type(node) is dict:
-        problems.extend(p for k in node for p in _key_problems(k, path))
+        out.problems.extend(p for k in node for p in _key_problems(k, path))
         return ["dict", [[_encode_key(k), inside(v, f"[{show(k)}]")] for k, v in node.items()]]
     if type(node) in (list, tuple):
         return [type(node).__name__, [inside(v, f"[{i}]") for i, v in enumerate(node)]]
     if class_name(type(node)) in CLASSES:
-        return _encode_class(node, path, inside, problems)
+        return _encode_class(node, path, inside, out.problems)
     refuse(describe(node), _hint(node))
 
 
@@ -96,11 +113,7 @@ def _encode_class(node: Any, path: str, inside: Callable, problems: list[Problem
     before = len(problems)
     code = ["class", class_name(type(node)), list(fields), parts, inside(static, "")]
     if problems[before:]:  # of its static fields
-        hint = (
-            "fr.gather_state(state, mesh)"
-            if name == "ShardedTables"
-            else "numbers, strings and tuples as static fields"
-        )
+        hint = "numbers, strings and tuples as static fields"
         got = f"{name} with the static fields {show(static)}"
         problems[before:] = [Problem(f"`{path}` cannot be saved.", got, NEED, hint, TypeError)]
     return code

@@ -20,6 +20,7 @@ from funcrec.sharding._move import Rows as Rows
 from funcrec.sharding._move import bank_problems as bank_problems
 from funcrec.sharding._move import blank_banks as blank_banks
 from funcrec.sharding._move import move as move
+from funcrec.sharding._move import places as places
 from funcrec.sharding._move import rows_of as rows_of
 from funcrec.sharding._placement import OF_TWO_AXES as OF_TWO_AXES
 from funcrec.sharding._placement import Block as Block

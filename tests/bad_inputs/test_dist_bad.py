@@ -1,5 +1,8 @@
 """Bad inputs of meshes, specs and collectives: a row is the call, what it raises, and what the message says."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -28,6 +31,7 @@ A = fr.P("a")
 STATE = fr.TrainState(torch.tensor(0), {"t": X, "u": X}, {"t": {"sum": X}, "u": {"sum": X}}, {}, {}, fr.key(0))
 BY_ROWS = fr.Plan({"t": fr.row_wise("a"), "u": fr.row_wise("a")})
 BY_COLUMNS = fr.Plan({"t": fr.column_wise("a"), "u": fr.replicated()})
+IN_C = fr.Plan({"t": fr.row_wise("c"), "u": fr.row_wise("c")})
 SGD = fr.optim.sgd(lr=0.1)
 
 
@@ -49,6 +53,17 @@ def differing():
     state = apart()
     state.tables["t"][-1, 0] = 1
     return state
+
+
+def cut_off():
+    """A state whose banks lack a row."""
+    state = resharded(plan=IN_C, mesh=fr.Mesh.emulated(c=2), sparse=SGD)
+    state.tables.banks["t"] = state.tables.banks["t"][1:]
+    return fr.core._tree.replace(state, slots={"t": {}})
+
+
+def in_file(tree):
+    return fr.save(Path(tempfile.mkdtemp()) / "a.pt", tree)
 
 
 def mapped(f, in_specs=A, out_specs=A, args=(X,), **kwargs):
@@ -226,6 +241,33 @@ ROWS = {
         "copies that trained apart", "table of 't'"),
     "reshard: copies that differ": e(lambda: resharded(differing()), ValueError, "funcrec.reshard",
         "copies that trained apart", "sync_replicas"),
+    "save: another mesh": e(lambda: fr.save("x", resharded(), mesh=fr.Mesh.emulated(c=6)), ValueError,
+        "`tree` lies on another mesh", "its own mesh"),
+    "save: two meshes": e(lambda: fr.save("x", [resharded(), resharded(plan=IN_C, mesh=fr.Mesh.emulated(c=2))]),
+        ValueError, "states of several meshes", "a save for each"),
+    "save: copies that differ": e(lambda: fr.save("x", differing()), ValueError, "funcrec.save",
+        "copies that trained apart", "sync_replicas"),
+    "save: no slots": e(lambda: fr.save("x", fr.core._tree.replace(resharded(), slots={})), ValueError,
+        "'t' has no slots"),
+    "save: other rows": e(lambda: fr.save("x", cut_off()), ValueError, "other rows than their layout"),
+    "save: keep": e(lambda: fr.save("x", STATE, keep=0), ValueError, "`keep` is out of range", "int >= 1"),
+    "load: plan without a mesh": e(lambda: fr.load("x", plan=PLAN), ValueError, "`mesh` is missing", "emulated"),
+    "load: sparse without a plan": e(lambda: fr.load("x", sparse=SGD, exact=True), ValueError, "`sparse` is of a plan",
+        "`exact` is of a plan"),
+    "load: exact and dedup": e(lambda: fr.load("x", plan=PLAN, mesh=MESH, exact=True, dedup=True), ValueError,
+        "exclude each other"),
+    "load: dense_axes of another mesh": e(lambda: fr.load("x", plan=PLAN, mesh=MESH, dense_axes=("c",)), ValueError,
+        "not the mesh's"),
+    "load: no placement": e(lambda: fr.load(in_file(STATE), plan=PLAN, mesh=MESH), KeyError, "lacks table 'u'"),
+    "load: no state": e(lambda: fr.load(in_file({"x": X}), plan=PLAN, mesh=MESH), ValueError, "no state for `plan`",
+        "plan=None"),
+    "load: no table": e(lambda: fr.load(in_file(state_with(tables={"t": X[0]})), plan=PLAN, mesh=MESH), ValueError,
+        "table 't' of the checkpoint is not a table"),
+    "load: slots of other rows": e(
+        lambda: fr.load(in_file(state_with(slots={"t": {"sum": X[1:]}, "u": {}})), plan=PLAN, mesh=MESH), ValueError,
+        "slot 'sum' of 't' has no rows of its table",
+    ),
+    "latest: no path": e(lambda: fr.latest(3), TypeError, "`folder` is not a string"),
     "train_step: capacity": e(lambda: step(mesh=MESH, plan=PLAN, capacity=0), ValueError, "`capacity` is out of range",
         "int >= 1"),
     "train_step: a float capacity": e(lambda: step(mesh=MESH, plan=PLAN, capacity=2.0), TypeError,

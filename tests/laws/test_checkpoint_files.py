@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec.checkpoint import _checkpoint, _files
+from funcrec.checkpoint import _files, _format
 
 
 @pytest.fixture
@@ -139,9 +139,9 @@ def make_socket(folder):
 
 
 PLACES = {  # what is given as the path of both, made in a folder: (save's error, load's error, a fragment of both)
-    "number": (lambda at: 3, TypeError, TypeError, "`path` is not a path"),
-    "bytes": (lambda at: os.fsencode(at / "a.pt"), TypeError, TypeError, "`path` is not a path"),
-    "none": (lambda at: None, TypeError, TypeError, "`path` is not a path"),
+    "number": (lambda at: 3, TypeError, TypeError, "`path` is not a string"),
+    "bytes": (lambda at: os.fsencode(at / "a.pt"), TypeError, TypeError, "`path` is not a string"),
+    "none": (lambda at: None, TypeError, TypeError, "`path` is not a string"),
     "empty": (lambda at: "", ValueError, ValueError, "names no file"),
     "root": (lambda at: "/", ValueError, ValueError, "names no file"),
     "null byte": (lambda at: f"{at}/a\0b", ValueError, ValueError, "names no file"),
@@ -201,13 +201,13 @@ def whole(tmp_path, monkeypatch):
         "ids": fr.KeyedJaggedTensor.from_lists({"a": [[1], []]}),
     }  # fmt: skip
     path = fr.save(tmp_path / "a.pt", tree)
-    empty_table = _checkpoint.empty_table
+    empty_table = _format.empty_table
 
     def bounded(shape, **options):
         assert shape[0] * options["dtype"].itemsize <= os.path.getsize(path), "memory beyond the file's"
         return empty_table(shape, **options)
 
-    monkeypatch.setattr(_checkpoint, "empty_table", bounded)
+    monkeypatch.setattr(_format, "empty_table", bounded)
     return path, path.read_bytes()
 
 
@@ -249,7 +249,7 @@ def test_every_damaged_file_is_refused(whole):
 def crafted(data, header):
     """A file with right checksums."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return _checkpoint.MAGIC + data + text + _checkpoint.FOOTER.pack(len(text), zlib.crc32(text))
+    return _format.MAGIC + data + text + _format.FOOTER.pack(len(text), zlib.crc32(text))
 
 
 BOMB = ["f32", "float32", [1 << 40], [2**62, 4], [0, 2**62, 2**62], [-1], [True], 2**70, {}, [], "cpu", "cuda:99",
@@ -283,9 +283,9 @@ def test_crafted_headers_are_refused_or_read(whole):
     """Headers with right checksums whose parts are others: load's own
     error or a tree, and no memory beyond the file's size."""
     path, good = whole
-    length, _ = _checkpoint.FOOTER.unpack(good[-_checkpoint.FOOTER.size :])
-    at = len(good) - _checkpoint.FOOTER.size - length
-    data, header = good[len(_checkpoint.MAGIC) : at], json.loads(good[at : at + length])
+    length, _ = _format.FOOTER.unpack(good[-_format.FOOTER.size :])
+    at = len(good) - _format.FOOTER.size - length
+    data, header = good[len(_format.MAGIC) : at], json.loads(good[at : at + length])
     draw, outcomes = random.Random(1), {True: 0, False: 0}
     for _ in range(1500):
         outcomes[refused(path, crafted(data, replaced(draw, header, draw.choice(BOMB))))] += 1
@@ -308,8 +308,8 @@ CRAFTED = {
     "a tensor nowhere": crafted(b"\0", {"tensors": [["uint8", [1], "cpu", zlib.crc32(b"\0")]], "tree": 1}),
     "no bool": crafted(b"\2", {"tensors": [["bool", [1], "cpu", zlib.crc32(b"\2")]], "tree": ["tensor"]}),
     "a device that is none": crafted(b"", {"tensors": [["uint8", [0], "x:y", 0]], "tree": ["tensor"]}),
-    "a header before the file": _checkpoint.MAGIC + struct.pack("<QI", 2**63, 0),
-    "only the beginning": _checkpoint.MAGIC,
+    "a header before the file": _format.MAGIC + struct.pack("<QI", 2**63, 0),
+    "only the beginning": _format.MAGIC,
     "nothing": b"",
     "zeros": bytes(1000),
 }  # fmt: skip
@@ -347,7 +347,9 @@ def test_a_pickle_is_not_run(around, tmp_path):
 def test_a_device_that_is_not_here_is_told(tmp_path):
     """A wrong device is told with what to write in its place."""
     path = fr.save(tmp_path / "a.pt", torch.ones(1))
-    for device in ("cuda:99", "nowhere", 3.5):
+    with pytest.raises(TypeError, match="`device` is not a device"):
+        fr.load(path, device=3.5)
+    for device in ("cuda:99", "nowhere"):
         with pytest.raises(ValueError, match=r"the device cannot be used[^$]*device=\"cpu\""):
             fr.load(path, device=device)
     assert fr.load(path, device="cpu").device.type == "cpu"

@@ -32,11 +32,6 @@ def donated():
     return x
 
 
-def sharded():
-    mesh = fr.Mesh.emulated(model=2)
-    return fr.shard_tables({"t": torch.ones(4, 2)}, fr.Plan({"t": fr.row_wise("model")}), mesh)
-
-
 def shadowed():
     """A value of a class whose name another one has taken."""
 
@@ -80,7 +75,6 @@ REFUSED = {  # what cannot be saved, made anew each time, and a word of the erro
     "OrderedDict": (lambda: collections.OrderedDict(a=1), "dict(x)"),
     "defaultdict": (lambda: collections.defaultdict(int), "dict(x)"),
     "config": (lambda: fr.TableConfig("t", 2, 2), "TableConfig"),
-    "sharded": (sharded, "fr.gather_state"),
     "shadowed": (shadowed, "another class has taken its name"),
     "circle": (circle, "holds itself"),
     "deep": (lambda: deep(200), "at most 100"),

@@ -119,13 +119,13 @@ def test_structure_tells_which_keys_have_weights(data):
     assert fr.tree.structure(x) != fr.tree.structure(other) and fr.tree.structure(x) == fr.tree.structure(fr.copy(x))
     assert x.to(torch.float64).unweighted == x.unweighted
     assert vmap(lambda w: dataclasses.replace(x, weights=w))(torch.ones(2, x.capacity)).unweighted == x.unweighted
-    code, tensors, _ = encode(x, "x")
+    code, tensors = encode(x, "x").code, encode(x, "x").tensors
     assert_trees_close(decode(code, iter(tensors)), x)
 
 
 def test_files_from_before_have_weights_for_all_keys():
     """A file written when no key could go without weights is read: no key does."""
-    code, tensors, _ = encode(FULL, "x")
+    code, tensors = encode(FULL, "x").code, encode(FULL, "x").tensors
     assert code[4] == ["tuple", [["tuple", ["a", "b"]], None, ["tuple", []]]]
     code[4][1].pop()
     assert_trees_close(decode(code, iter(tensors)), FULL)

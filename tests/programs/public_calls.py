@@ -355,6 +355,9 @@ def inputs(folder) -> list[Call]:
     np.save(folder / "sparse.npy", np.ones((4, 2), np.int64))
     np.save(folder / "label.npy", np.ones(4, np.float32))
     fr.save(folder / "tree.pt", {"w": f32(2)})
+    fr.save(folder / "steps", HELD, keep=1)
+    on_ranks = {"path": str(folder / "held"), "tree": HELD, "mesh": MESH, "keep": 2, "step": 1}
+    placed = {"plan": PLAN, "mesh": MESH, "sparse": SPARSE, "exact": False, "codec": None, "dedup": False}
     (folder / "day.tsv").write_text("\t".join(["1"] + ["3"] * 13 + ["0000000a"] * 26) + "\n")
     import pyarrow as pa
     from pyarrow import parquet
@@ -418,7 +421,9 @@ def inputs(folder) -> list[Call]:
         init=(LOSS.init, {"device": None}), calibration=(metrics.calibration, {"from_logits": False}),
         normalized_entropy=(metrics.normalized_entropy, {"from_logits": False})),
         *rows("", save=(fr.save, {"path": str(folder / "new.pt"), "tree": {"w": f32(2)}}),
-            load=(fr.load, {"path": str(folder / "tree.pt"), "like": {"w": f32(2)}, "device": None})),
+            load=(fr.load, {"path": str(folder / "tree.pt"), "like": {"w": f32(2)}, "device": None}),
+            save_ranks=(fr.save, on_ranks), latest=(fr.latest, {"folder": str(folder / "steps")}),
+            load_ranks=(fr.load, {"path": str(fr.save(folder / "a", HELD)), **placed, "dense_axes": ("a",)})),
         *rows("testing",
             assert_trees_close=(testing.assert_trees_close, {"a": f32(2), "b": f32(2), "rtol": 0.0, "atol": 0.0}),
             garbage_padding=(testing.garbage_padding, {"tree": BAGS, "key": KEY}),

@@ -1,0 +1,81 @@
+"""Ranks that do one thing together: what one of them could not do, all of them say.
+
+together(crew, work): work() on every rank, or an error on every rank
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from funcrec.core import Problem, message
+
+T = TypeVar("T")
+KINDS = {k.__name__: k for k in (OSError, ValueError, TypeError, KeyError, MemoryError, RuntimeError)}
+
+
+class Crew(NamedTuple):
+    """The processes that save or load one checkpoint; group None: this one alone, or all ranks of the default group."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def all(self, value: Any) -> list[Any]:
+        """Every rank's value, something that JSON can write, in the order of the ranks; all must call it."""
+        if self.size == 1:
+            return [value]
+        kind = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(kind)
+        size = torch.tensor([text.numel()], device=kind)
+        sizes = [torch.zeros_like(size) for _ in range(self.size)]
+        dist.all_gather(sizes, size, group=self.group)
+        most = max(int(n) for n in sizes)
+        padded = torch.cat([text, text.new_zeros(most - text.numel())])
+        texts = [torch.zeros_like(padded) for _ in range(self.size)]
+        dist.all_gather(texts, padded, group=self.group)
+        return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, sizes, strict=True)]
+
+
+def together(crew: Crew, call: str, doing: str, work: Callable[[], T]) -> tuple[T, list[Any]]:
+    """(own result, those of all ranks): results are what JSON can write.
+
+    Raises: on the rank that failed its own error, on the others one that names it, of the same kind.
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except BaseException as raised:  # an interrupt, too: the others are not to wait for this rank
+        error = raised
+    try:
+        told = crew.all([result, _told(error)])
+    finally:
+        if error is not None:
+            raise error
+    failed = {rank: text for rank, (_, text) in enumerate(told) if text is not None}
+    if failed:
+        kind, number, _ = next(iter(failed.values()))
+        need, hint = "every rank to", "what that rank says"
+        problems = [Problem(f"rank {r} could not {doing}.", t, need, hint) for r, (_, _, t) in failed.items()]
+        made = KINDS[kind](message(call, problems))
+        if number is not None:
+            made.errno = number
+        raise made
+    return result, [value for value, _ in told]
+
+
+def _told(error: BaseException | None) -> tuple[str, int | None, str] | None:
+    """The kind of an error, its number and its first line."""
+    if error is None:
+        return None
+    kind = next((n for n, k in KINDS.items() if isinstance(error, k)), "RuntimeError")
+    lines = [line.strip() for line in str(error).splitlines()] or [""]
+    got = next((line.removeprefix("got").strip() for line in lines if line.startswith("got ")), "")
+    text = f"{type(error).__name__}: {lines[0]}" + (f" got {got}" if got else "")
+    return kind, getattr(error, "errno", None), text

@@ -1,0 +1,249 @@
+"""A checkpoint that many ranks write: a folder of a file for each rank, and a manifest that says what lies where.
+
+    rank-0-of-2-TOKEN, rank-1-of-2-TOKEN: one-file checkpoints of the rank's blocks, under names that were never used
+    manifest: a one-file checkpoint of the tree, and of each tensor the blocks
+
+All files are flushed, and the folder; then the manifest takes its name: before that the folder holds the checkpoint
+that it held, behind it the new one, and the old one's files go.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec.checkpoint._code import DTYPES, CodeError, Cut, Encoded, decode, encode, show
+from funcrec.checkpoint._files import STALE_S, open_file, raise_os, sync_folder, write_whole
+from funcrec.checkpoint._format import (
+    Block,
+    Stored,
+    append,
+    begin,
+    check_tensor,
+    finish,
+    grid_of,
+    is_size,
+    read_header,
+    said,
+    write,
+)
+from funcrec.checkpoint._parts import Where, whole_parts
+
+MANIFEST = "manifest"
+FORMAT = "funcrec folder 1"
+OURS = re.compile(r"rank-\d+-of-\d+-[0-9a-f]{16}")
+BLOCK_BYTES = 1 << 24  # what is read and held to its CRC for a row of it
+MOST_OPEN = 64
+ROWS = 64  # a block has a multiple of them, so that it ends where the next one may begin
+
+
+class Manifest(NamedTuple):
+    """files: {name: bytes}. leaves: the tensors. code: the tree's."""
+
+    files: dict[str, int]
+    leaves: list[Stored]
+    code: Any
+
+
+# -- writing -----------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """A block of leaf number `leaf`, from a row and a column on."""
+
+    leaf: int
+    first: int
+    first_column: int
+    rows: Tensor
+
+
+def pieces_of(leaves: Sequence[Tensor | Cut], where: Where) -> dict[int, list[Piece]]:
+    """{rank: what it writes} of this process's ranks."""
+    out: dict[int, list[Piece]] = {rank: [] for rank in where.own}
+    for i, x in enumerate(leaves):
+        for rank, first, column, rows in x.parts(where) if isinstance(x, Cut) else whole_parts(x, where):
+            width = rows[:1].numel() * rows.element_size()
+            step = max(ROWS, BLOCK_BYTES // max(1, width) // ROWS * ROWS)
+            cut = [Piece(i, first + at, column, rows[at : at + step]) for at in range(0, rows.shape[0], step)]
+            out[rank] += cut if width else []
+    return out
+
+
+def file_name(rank: int, size: int, token: str) -> str:
+    return f"rank-{rank}-of-{size}-{token}"
+
+
+def write_rank(call: str, path: Path, pieces: Sequence[Piece], names: Sequence[str]) -> list:
+    """A rank's file: [its name, its bytes, its blocks], flushed; JSON's kinds only."""
+    blocks: list[list] = []
+
+    def fill_file(file: BinaryIO) -> None:
+        writer, labels = begin(file), []
+        for p in pieces:
+            at, crc = append(writer, p.rows)
+            columns = p.rows[:1].numel()
+            blocks.append([p.leaf, at, p.first, p.first_column, p.rows.shape[0], columns, crc])
+            last, last_column = p.first + p.rows.shape[0], p.first_column + columns
+            labels.append(f"{names[p.leaf]}[{p.first}:{last}, {p.first_column}:{last_column}]")
+        finish(writer, ["dict", [[label, ["tensor"]] for label in labels]])
+
+    write_whole(call, path, fill_file)
+    return [path.name, path.stat().st_size, blocks]
+
+
+def write_manifest(call: str, folder: Path, encoded: Encoded, written: list[list]) -> None:
+    """What is written is a checkpoint from here on."""
+    blocks: list[list] = [[] for _ in encoded.leaves]
+    for i, (_, _, own) in enumerate(written):
+        for leaf, *where in own:
+            blocks[leaf].append([i, *where])
+    kinds = [(str(x.dtype).removeprefix("torch."), list(x.shape)) for x in encoded.leaves.values()]
+    grids = [x.grid if isinstance(x, Cut) else grid_of(x.shape) for x in encoded.leaves.values()]
+    devices = [str((x.held[0] if isinstance(x, Cut) else x).device) for x in encoded.leaves.values()]
+    leaves = [
+        [name, dtype, shape, list(grid), device, sorted(own, key=lambda b: b[2:4])]
+        for name, (dtype, shape), grid, device, own in zip(encoded.leaves, kinds, grids, devices, blocks, strict=True)
+    ]
+    text = json.dumps(
+        {"files": [[name, size] for name, size, _ in written], "tensors": leaves, "tree": encoded.code},
+        separators=(",", ":"),
+    )
+    code, _, _ = encode({"format": FORMAT, "manifest": text}, "manifest")
+    old = files_of(folder)
+    write_whole(call, folder / MANIFEST, lambda file: write(file, code, ()))
+    for name in old - {name for name, _, _ in written}:
+        with contextlib.suppress(OSError):
+            os.unlink(folder / name)
+
+
+def files_of(folder: Path) -> set[str]:
+    """The files of the checkpoint that is there, and those that broken off ones left."""
+    held: set[str] = set()
+    with contextlib.suppress(CodeError, OSError):
+        held = set(read_manifest("", folder).files)
+    old = lambda e: OURS.fullmatch(e.name) and time.time() - e.stat(follow_symlinks=False).st_mtime > STALE_S
+    with os.scandir(folder) as entries:
+        return held | {e.name for e in entries if old(e)}
+
+
+def make_folder(call: str, folder: Path) -> None:
+    """The folder is there; nothing but a folder is in its place."""
+    try:
+        os.mkdir(folder)
+        sync_folder(folder.parent)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and folder.is_dir():
+            return
+        hint = "another path: a checkpoint of ranks is a folder, and a file stays a file"
+        need = "the name of a folder, in one that is there"
+        raise_os(call, error, f"the folder `{folder}` cannot be made.", need, hint)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------
+
+
+def is_folder(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    return False
+
+
+def read_manifest(call: str, folder: Path) -> Manifest:
+    """Raises: CodeError for one that is damaged or of another kind; OSError."""
+    with open_file(call, folder / MANIFEST) as file:
+        none, code = read_header(file)
+    tree = decode(code, iter(()))
+    if none or not isinstance(tree, dict) or tree.get("format") != FORMAT or not isinstance(tree.get("manifest"), str):
+        raise CodeError("a manifest that save did not write")
+    try:
+        content = json.loads(tree["manifest"])
+        files = [(name, size) for name, size in content["files"]]
+        leaves, code = content["tensors"], content["tree"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CodeError(f"a manifest that cannot be read: {error}") from None
+    if not all(isinstance(name, str) and OURS.fullmatch(name) and is_size(size) for name, size in files):
+        raise CodeError(f"files that cannot be: {show(files)}")
+    if len(dict(files)) < len(files) or not isinstance(leaves, list):
+        raise CodeError(f"a file that is named twice: {show(files)}")
+    return Manifest(dict(files), [_leaf(x, files) for x in leaves], code)
+
+
+def _leaf(x: Any, files: Sequence[tuple[str, int]]) -> Stored:
+    match x:
+        case [str(name), dtype, shape, [rows, columns], device, [*blocks]]:
+            check_tensor(dtype, shape, device)
+        case _:
+            raise CodeError(f"a tensor that cannot be: {show(x)}")
+    numel = torch.Size(shape).numel()
+    if not is_size(rows) or not is_size(columns) or rows * columns != numel:
+        raise CodeError(f"a tensor that cannot be: {show(x)}")
+    found = []
+    for b in blocks:
+        if not isinstance(b, list) or len(b) != 7 or not all(map(is_size, b)) or b[0] >= len(files):
+            raise CodeError(f"a block of {name} that cannot be: {show(b)}")
+        file, at, first, column, n, width, crc = b
+        if at + n * width * DTYPES[dtype].itemsize > files[file][1] or not n * width:
+            raise CodeError(f"a block of {name} that its file has not: {show(b)}")
+        found.append(Block(files[file][0], at, first, column, n, width, crc))
+    out = Stored(name, DTYPES[dtype], tuple(shape), (rows, columns), device, tuple(found))
+    if not is_covered(out):
+        raise CodeError(f"{name} with other rows than it has")
+    return out
+
+
+def is_covered(x: Stored) -> bool:
+    """Whether the blocks are bands of columns, side by side, each of them rows that follow one another."""
+    rows, columns = x.grid
+    if not rows * columns:
+        return not x.blocks
+    bands: dict[tuple[int, int], int] = {}
+    for b in sorted(x.blocks, key=lambda b: b.first):
+        band = (b.first_column, b.columns)
+        if bands.setdefault(band, 0) != b.first:
+            return False
+        bands[band] += b.rows
+    at = 0
+    for first, width in sorted(bands):
+        if first != at or bands[first, width] != rows:
+            return False
+        at += width
+    return at == columns
+
+
+class Files(NamedTuple):
+    """The files of a folder, each opened when it is first read."""
+
+    call: str
+    folder: Path
+    sizes: dict[str, int]
+    opened: dict[str, BinaryIO]
+
+    def open(self, block: Block, x: Stored) -> BinaryIO:
+        if block.file not in self.opened:
+            try:
+                file = open_file(self.call, self.folder / block.file)
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise
+                gone = "which is not there" if error.errno == errno.ENOENT else "which cannot be read"
+                raise CodeError(f"{said(x, block)}, {gone}") from error
+            if len(self.opened) == MOST_OPEN:
+                self.opened.pop(next(iter(self.opened))).close()
+            self.opened[block.file] = file
+            size = os.fstat(file.fileno()).st_size
+            if size != self.sizes[block.file]:
+                raise CodeError(f"{said(x, block)}, which has {size:,} bytes and not {self.sizes[block.file]:,}")
+        return self.opened[block.file]
+
+    def close(self) -> None:
+        for file in self.opened.values():
+            file.close()

@@ -1,0 +1,169 @@
+"""Stored tensors made tensors: whole, or those rows and columns of a state that a plan gives to this process.
+
+    place(state, plan).tables = shard_tables(state.tables, plan)        of which only own rows are read
+
+Shapes: R rows, D dim.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as torch_tree
+from torch import Tensor
+
+from funcrec.checkpoint._format import Stored, Want, blank, fill, grid_of, is_wanted, scatter
+from funcrec.core import Problem, check, describe, fail
+from funcrec.mesh import Codec, Mesh
+from funcrec.optim import RowOptimizer
+from funcrec.sharding import (
+    Plan,
+    ShardedTables,
+    bank_problems,
+    blank_banks,
+    check_whole_rows,
+    cut_dense,
+    cut_state,
+    dedup_problems,
+    dense_axes_problems,
+    layout_of,
+    leaf_problems,
+    places,
+    transport_of,
+)
+from funcrec.train import TrainState
+
+CALL = "funcrec.load"
+
+
+class Target(NamedTuple):
+    """Where the states of a checkpoint go: what `train_step` is told, too."""
+
+    plan: Plan
+    mesh: Mesh
+    sparse: RowOptimizer | None
+    exact: bool
+    codec: Codec | None
+    dedup: bool
+    dense_axes: tuple[str, ...]
+
+
+class Reader(NamedTuple):
+    """How stored tensors are read. open: the file of a block. device: where
+    they go; None for where they were saved from."""
+
+    open: Callable
+    device: Callable[[str], torch.device]
+
+    def give(self, x: Stored | Tensor, wants: Sequence[Want]) -> None:
+        """Write what is wanted of x."""
+        if isinstance(x, Tensor):
+            scatter(x.reshape(grid_of(x.shape)), 0, 0, wants)
+            return
+        for block in x.blocks:
+            own = [w for w in wants if is_wanted(block, w)]
+            if own:
+                fill(self.open(block, x), x, block, own)
+
+    def whole(self, x: Stored | Tensor) -> Tensor:
+        if isinstance(x, Tensor):
+            return blank(x.nbytes).view(x.dtype).view(x.shape).to(x.device).copy_(x)
+        rows, columns = x.grid
+        memory = blank(rows * columns * x.dtype.itemsize).view(x.dtype)
+        for block in x.blocks:
+            fill(self.open(block, x), x, block, [Want(0, 0, memory.view(x.grid))])
+        return memory.view(x.shape).to(self.device(x.device))
+
+
+def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """fn of every state and every tensor that is not read yet; all else as it is."""
+    own = lambda x: fn(x) if isinstance(x, TrainState | Stored | Tensor) else x
+    return torch_tree.tree_map(own, tree, is_leaf=lambda x: isinstance(x, TrainState | Stored))
+
+
+def placed(tree: Any, target: Target, reader: Reader) -> Any:
+    """A tree of stored tensors, its states as the target has them."""
+    found: list[TrainState] = []
+
+    def make(x: Any) -> Any:
+        if not isinstance(x, TrainState):
+            return reader.whole(x)
+        found.append(x)
+        return placed_state(x, target, reader)
+
+    out = mapped(make, tree)
+    if not found:
+        need, hint = "a TrainState in it", "plan=None, which loads what there is"
+        fail(CALL, "the checkpoint has no state for `plan`.", got=describe(tree), need=need, hint=hint)
+    return out
+
+
+def placed_state(state: TrainState, target: Target, reader: Reader) -> TrainState:
+    """A state as `step.init` would lay it out, with the bits that are stored; of its tables this process reads its
+    own rows."""
+    check(CALL, state_problems(state))
+    mesh, sparse = target.mesh, target.sparse
+    leaves = {n: {"": t, **state.slots[n]} for n, t in state.tables.items()}
+    empty = lambda x: torch.empty(0, *x.shape[1:], dtype=x.dtype, device=reader.device(str(x.device)))
+    samples = {n: {k: empty(x) for k, x in own.items()} for n, own in leaves.items()}
+    shapes = {n: tuple(t.shape) for n, t in state.tables.items()}
+    # tables of which nothing is known share no bank: whatever updates them, each is its own table to it
+    labels = {n: n if sparse is None else sparse.label(n) for n in shapes}
+    layout = layout_of(CALL, shapes, {n: t.dtype for n, t in state.tables.items()}, target.plan, mesh, labels)
+    if sparse is not None:
+        check_whole_rows(CALL, sparse, layout)
+    check(CALL, bank_problems(layout, samples))
+    banks = blank_banks(layout, samples, mesh)
+    for n, own in leaves.items():
+        for k, x in own.items():
+            reader.give(x, list(wants_of(layout, banks, n, k, mesh)))
+    transport = transport_of(target.exact, target.dedup, None, target.codec)
+    tables = ShardedTables({b: own.pop("") for b, own in banks.items()}, layout, transport)
+    step, kept, kept_opt, key = mapped(reader.whole, (state.step, state.dense, state.dense_opt, state.key))
+    if target.dense_axes:
+        check(CALL, leaf_problems(kept, kept_opt))
+        kept, kept_opt = cut_dense(kept, mesh, target.dense_axes), cut_state(kept_opt, kept, mesh, target.dense_axes)
+    return TrainState(step, tables, banks, kept, kept_opt, key)
+
+
+def wants_of(layout: Any, banks: Any, table: str, slot: str, mesh: Mesh) -> Iterator[Want]:
+    """What this process's banks hold of a table, "", or of a slot of it."""
+    num_rows, dim = dict(layout.shapes)[table]
+    for s, bank, here, there in places(layout, table, mesh, 0, num_rows):
+        into = banks[bank][slot][there]
+        is_cut = into.dim() > 1 and s.last - s.first < dim
+        yield Want(here.start, s.first if is_cut else 0, into.view(grid_of(into.shape)))
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def target_problems(target: Target | None, **given: Any) -> Iterator[Problem]:
+    """given: what is of a plan, where there is none."""
+    if target is None:
+        for name in (n for n, x in given.items() if x):
+            yield Problem(f"`{name}` is of a plan.", "plan=None", "plan=... and mesh=...", "plan=fr.Plan({...})")
+    elif target.mesh is None:
+        yield Problem("`mesh` is missing.", "plan=... alone", "the mesh of the plan", "mesh=fr.Mesh.emulated(data=2)")
+    else:
+        yield from dedup_problems(target.exact, target.dedup)
+        yield from dense_axes_problems(target.mesh, target.dense_axes)
+
+
+def state_problems(state: TrainState) -> Iterator[Problem]:
+    """Tables [R, D], each with slots of its rows."""
+    is_tensor = lambda x: isinstance(x, Stored | Tensor)
+    shown = lambda x: f"{x.dtype}{list(x.shape)}" if isinstance(x, Stored) else describe(x)
+    if not isinstance(state.tables, dict) or not isinstance(state.slots, dict):
+        yield Problem("the checkpoint has a state without tables by name.", describe(state.tables), "{name: f[R, D]}")
+        return
+    for n, t in state.tables.items():
+        if not is_tensor(t) or len(t.shape) != 2 or not t.dtype.is_floating_point:
+            yield Problem(f"table {n!r} of the checkpoint is not a table.", shown(t), "f[R, D]")
+        elif not isinstance(state.slots.get(n), dict):
+            yield Problem(f"table {n!r} of the checkpoint has no slots.", describe(state.slots.get(n)), "{} for none")
+        else:
+            for k, s in state.slots[n].items():
+                if not is_tensor(s) or not s.shape or s.shape[0] != t.shape[0]:
+                    what = f"slot {k!r} of {n!r} has no rows of its table."
+                    yield Problem(what, shown(s), f"[{t.shape[0]}, ...]", "plan=None, which loads what there is")

@@ -1,0 +1,87 @@
+"""Checkpoints that real ranks write and read: each its own part, and all of them or none."""
+
+import pytest
+import torch
+from programs import moving, saving, training
+from programs.moving import bits
+from programs.training import plan_of
+
+import funcrec as fr
+from funcrec.testing import assert_trees_close
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+GRID = {"x": 2, "y": 2}
+
+
+def test_two_ranks_save_and_load_any_plan(ranks, tmp_path):
+    """What two ranks save under a plan, they load under any other to the bit, dense parameters cut or not."""
+    state = moving.full_state("by_table", torch.float32)
+    saves = [({"x": 2}, kind, dense) for kind, dense in (("row_wise", ()), ("column_wise", ("x",)))]
+    loads = [
+        ({"x": 2}, kind, ("x",) if kind == "row_wise" else ())
+        for kind in ("row_wise", "column_wise", "table_wise", "replicated")
+    ]
+    for own in ranks(2).run(saving.square, tmp_path, state, saves, loads, "by_table"):
+        for got in own:
+            assert_trees_close(bits(got), bits(state))
+
+
+def test_four_ranks_save_and_any_number_loads(ranks, tmp_path):
+    """What four ranks save in a grid, one process, two ranks and an emulated mesh load to the bit; the folder is that
+    of an emulated mesh."""
+    state = moving.full_state("adam", torch.bfloat16)
+    paths = ranks(4).run(saving.saved, tmp_path / "four", state, GRID, "grid", "adam", ("y",))
+    assert paths == [tmp_path / "four"] * 4
+    tree = fr.load(tmp_path / "four")
+    assert_trees_close(bits(tree["state"]), bits(state))
+    assert tree["position"] == (1, 2) and tree["history"] == [{"loss": 0.5}]
+    for got in ranks(2).run(saving.loaded, tmp_path / "four", {"z": 2}, "column_wise", "adam"):
+        assert_trees_close(bits(got["state"]), bits(state))
+    emulated = saving.saved(tmp_path / "emulated", state, GRID, "grid", "adam", ("y",), False)
+    files = lambda at: [p.read_bytes() for p in sorted(at.iterdir()) if p.name.startswith("rank")]
+    assert files(emulated) == files(tmp_path / "four") and len(files(emulated)) == 4
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "fragment"),
+    [
+        ("tree", "TypeError", "`tree['bad']` cannot be saved"),
+        ("apart", "ValueError", "`tree['rank']` is not the same on all ranks"),
+        ("structure", "TypeError", "rank 1 saves another tree than rank 0"),
+        ("write", "OSError", "No space left"),
+        ("manifest", "OSError", "No space left"),
+    ],
+)
+def test_all_ranks_hear_of_one_that_fails(stage, kind, fragment, ranks, tmp_path):
+    """Where a rank cannot save, all raise an error of one kind, the others name it; the old checkpoint is whole and
+    nothing of the new one is left."""
+    state, failing = moving.full_state("adam", torch.float32), 0 if stage == "manifest" else 1
+    heard = ranks(2).run(saving.told_of_failure, tmp_path / "a", state, failing, stage)
+    for rank, (said, same, names) in enumerate(heard):
+        assert said.startswith(f"{kind}: ") and fragment in said, said
+        if rank != failing and stage not in ("apart", "structure"):
+            assert f"rank {failing} could not " in said, said
+        assert_trees_close(bits(same), bits(state))
+        assert names[0] == "manifest" and len(names) == 3
+
+
+def test_all_ranks_hear_of_damage(ranks, tmp_path):
+    """A damaged part is named by file, table and rows on the rank that reads it; the other one is told which rank."""
+    state, plan = moving.full_state("adam", torch.float32), plan_of("row_wise", {"x": 2})
+    ranks(2).run(saving.saved, tmp_path / "a", state, {"x": 2}, "row_wise", "adam")
+    first, second = ranks(2).run(saving.told_of_damage, tmp_path / "a", plan, 1)
+    assert "tree['state'].tables['a'], rows 6 to 10, in `rank-1-of-2-" in second and "wrong checksum" in second
+    assert "rank 1 could not load it" in first and "tables['a'], rows 6 to 10" in first
+
+
+def test_copies_that_trained_apart_are_refused(ranks, tmp_path):
+    """Replicas of equal bits are written once; of others all ranks raise, and say what makes them one."""
+    state = moving.full_state("adam", torch.float32)
+    for said, same in ranks(2).run(saving.copies_apart, tmp_path / "a", state):
+        assert "copies that trained apart" in said and "sync_replicas" in said
+        assert_trees_close(bits(same), bits(state))
+    table = sum(
+        t.nbytes for t in [*state.tables.values(), *training.OPTIMIZERS["adam"]().init(state.tables)["a"].values()]
+    )
+    assert sum(p.stat().st_size for p in (tmp_path / "a").iterdir()) < 60 * table

@@ -1,0 +1,108 @@
+"""States saved and loaded by ranks, real and emulated."""
+
+import os
+from pathlib import Path
+
+import torch
+
+import funcrec as fr
+from funcrec.checkpoint import _checkpoint
+from programs import training
+from programs.training import plan_of
+
+
+def sharded(state, axes, plan, name, is_real, dense_axes=()):
+    """(mesh, a state laid out on it)."""
+    mesh = (fr.Mesh.distributed if is_real else fr.Mesh.emulated)(**axes)
+    sparse = training.OPTIMIZERS[name]()
+    return mesh, fr.reshard(state, plan, mesh=mesh, sparse=sparse, dense_axes=dense_axes)
+
+
+def saved(path, state, axes, kind, name, dense_axes=(), is_real=True):
+    """A tree with a laid out state in it, saved."""
+    mesh, own = sharded(state, axes, plan_of(kind, axes), name, is_real, dense_axes)
+    tree = {"state": own, "position": (1, 2), "best": {"w": torch.arange(6.0)}, "history": [{"loss": 0.5}]}
+    return fr.save(path, tree, mesh=mesh)
+
+
+def loaded(path, axes, kind, name, dense_axes=()):
+    """What ranks read under a plan, whole again."""
+    mesh = fr.Mesh.distributed(**axes)
+    sparse = training.OPTIMIZERS[name]()
+    tree = fr.load(path, plan=plan_of(kind, axes), mesh=mesh, sparse=sparse, dense_axes=dense_axes)
+    return {**tree, "state": fr.gather_state(tree["state"], mesh)}
+
+
+def square(folder, state, saves, loads, name):
+    """Each of `saves` loaded as each of `loads`, and whole: pairs of what came back."""
+    out = []
+    for i, (axes, kind, dense_axes) in enumerate(saves):
+        path = saved(Path(folder) / f"{i}", state, axes, kind, name, dense_axes)
+        out += [loaded(path, a, k, name, d)["state"] for a, k, d in loads]
+        out.append(fr.load(path, mesh=fr.Mesh.distributed(**axes))["state"])
+    return out
+
+
+def told_of_failure(path, state, failing, stage):
+    """What a rank says where one of them fails at a stage of a save, and whether the checkpoint before it is there."""
+    mesh, own = sharded(state, {"x": 2}, plan_of("row_wise", {"x": 2}), "adam", True)
+    fr.save(path, own, mesh=mesh)
+    mine = mesh.coordinates["x"] == failing
+    patched = {"write": (_checkpoint, "write_rank"), "manifest": (_checkpoint, "write_manifest")}
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    said = ""
+    before = None
+    if stage == "tree":
+        own = {"state": own, "bad": object()} if mine else {"state": own, "bad": 1}
+    elif stage == "apart":
+        own = {"state": own, "rank": torch.tensor(mesh.coordinates["x"])}
+    elif stage == "structure":
+        own = {"state": own, **({"more": torch.ones(2)} if mine else {})}
+    elif mine:
+        module, function = patched[stage]
+        before = getattr(module, function)
+        setattr(module, function, fail)
+    try:
+        fr.save(path, own, mesh=mesh)
+    except (OSError, TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}"
+    finally:
+        if before is not None:
+            setattr(module, function, before)
+    same = fr.load(path, mesh=mesh)
+    return said, same, sorted(os.listdir(path))
+
+
+def told_of_damage(path, plan, damaged):
+    """What each rank says of a folder in which a file is damaged."""
+    mesh = fr.Mesh.distributed(x=2)
+    if mesh.coordinates["x"] == 0:
+        (file,) = (p for p in Path(path).iterdir() if p.name.startswith(f"rank-{damaged}"))
+        content = bytearray(file.read_bytes())
+        content[64] ^= 1
+        file.write_bytes(bytes(content))
+    fr.loop.all_parts(torch.zeros(1), mesh)
+    try:
+        fr.load(path, plan=plan, mesh=mesh)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def copies_apart(path, state):
+    """What is said of replicas that trained apart, and their sync saved."""
+    axes = {"x": 2}
+    mesh = fr.Mesh.distributed(**axes)
+    plan = fr.Plan({n: fr.replicated() for n in training.SHAPES}, replicas="x")
+    own = fr.reshard(state, plan, mesh=mesh, sparse=training.OPTIMIZERS["adam"]())
+    fr.save(path, own, mesh=mesh)
+    same = fr.load(path, mesh=mesh)
+    own.tables.banks["a"][0] += mesh.coordinates["x"]
+    try:
+        fr.save(path, own, mesh=mesh)
+    except ValueError as error:
+        return str(error), same
+    return "", same
