@@ -140,9 +140,10 @@ def wants_of(layout: Any, banks: Any, table: str, slot: str, mesh: Mesh) -> Iter
 
 def target_problems(target: Target | None, **given: Any) -> Iterator[Problem]:
     """given: what is of a plan, where there is none."""
+    hint = 'plan=fr.Plan({"item": fr.row_wise("model")}), mesh=fr.Mesh.emulated(model=2)'
     if target is None:
         for name in (n for n, x in given.items() if x):
-            yield Problem(f"`{name}` is of a plan.", "plan=None", "plan=... and mesh=...", "plan=fr.Plan({...})")
+            yield Problem(f"`{name}` is of a plan.", "plan=None", "plan=... and mesh=...", hint)
     elif target.mesh is None:
         yield Problem("`mesh` is missing.", "plan=... alone", "the mesh of the plan", "mesh=fr.Mesh.emulated(data=2)")
     else:
