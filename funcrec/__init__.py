@@ -36,6 +36,7 @@ from funcrec.mesh import ragged_all_to_all as ragged_all_to_all
 from funcrec.mesh import shard as shard
 from funcrec.mesh import shard_map as shard_map
 from funcrec.mesh import unshard as unshard
+from funcrec.tables import accumulate_grads as accumulate_grads
 from funcrec.tables import Batch as Batch
 from funcrec.tables import clip_by_global_norm as clip_by_global_norm
 from funcrec.tables import constant as constant

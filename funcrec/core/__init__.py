@@ -33,6 +33,7 @@ from funcrec.core._forms import Shape as Shape
 from funcrec.core._forms import Share as Share
 from funcrec.core._forms import Size as Size
 from funcrec.core._forms import Within as Within
+from funcrec.core._functorch import belongs_above as belongs_above
 from funcrec.core._functorch import below as below
 from funcrec.core._functorch import by_vmap_rule as by_vmap_rule
 from funcrec.core._functorch import current_level as current_level

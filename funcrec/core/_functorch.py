@@ -20,7 +20,7 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack,
     temporarily_pop_interpreter_stack,
 )
-from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 
 from funcrec.core._tree import tree_flatten, tree_unflatten
 
@@ -69,6 +69,15 @@ def is_differentiated_above(x: Tensor, level: int) -> bool:
     """Whether a grad or jvp inside `level` follows x."""
     while level_of(x) > level:
         if not _functorch.is_batchedtensor(x):
+            return True
+        x = _functorch.get_unwrapped(x)
+    return False
+
+
+def belongs_above(x: Tensor, level: int) -> bool:
+    """Whether x is a batch of a vmap inside `level`, or follows from what a grad or jvp inside it differentiates by."""
+    while level_of(x) > level:
+        if _functorch.is_batchedtensor(x) or x.requires_grad or unpack_dual(x).tangent is not None:
             return True
         x = _functorch.get_unwrapped(x)
     return False

@@ -14,7 +14,7 @@ from torch import Tensor
 from funcrec.core import Positive, Problem, check, describe, kind_of
 from funcrec.jagged import is_concrete
 from funcrec.losses._mean import reduce, reduction_problems, values_problems, weight_problems
-from funcrec.tables import blank_padding
+from funcrec.tables import blank_padding, refuse_in_micro_batches
 
 
 def cross_entropy(logits: Tensor, label: Tensor, weight: Tensor | None = None, *, reduction: str = "mean") -> Tensor:
@@ -70,6 +70,7 @@ def in_batch_softmax(
       (under `jit`, on a GPU) the loss is NaN.
 
     On a mesh the candidates are those of the rank's own part of the batch.
+    Micro-batches (`accumulate_grads`) are refused.
 
     Example:
       >>> import torch, funcrec as fr
@@ -85,6 +86,7 @@ def in_batch_softmax(
         call, pair_problems(query, candidate, log_q, candidate_ids), kind_of(Positive).find("temperature", temperature)
     )
     check(call, weight_problems(weight, query.shape), reduction_problems(reduction), log_q_problems(log_q, weight))
+    refuse_in_micro_batches(call, "the candidates")
     q, c = blank_padding(query, weight), blank_padding(candidate, weight)
     logits = q @ c.T / temperature
     if log_q is not None:

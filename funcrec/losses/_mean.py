@@ -13,7 +13,7 @@ from torch import Tensor
 from funcrec.core import Problem, check, describe
 from funcrec.jagged import is_concrete
 from funcrec.mesh import bound_names, pmean
-from funcrec.tables import blank_padding, weight_value_problems
+from funcrec.tables import blank_padding, total_weight, weight_value_problems
 
 
 def weighted_mean(values: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -25,7 +25,8 @@ def weighted_mean(values: Tensor, weight: Tensor | None = None) -> Tensor:
 
     Inside `shard_map`, so in a step on a mesh too, the sum of weights is taken over all ranks: the mean of the ranks'
     losses, which is what they are trained on, is then the weighted mean over all their examples, however the weights
-    lie. (The groups of a plan with `replicas` take the sum over all groups as well.) Without weights nothing is sent.
+    lie. (The groups of a plan with `replicas` take the sum over all groups as well.) In micro-batches
+    (`accumulate_grads`) it is taken over all of them. Without weights nothing is sent.
 
     Raises: ValueError for a weight that is negative or not finite; where no value can be read (under `jit`, on a GPU)
       the mean is NaN then.
@@ -44,7 +45,7 @@ def weighted_mean(values: Tensor, weight: Tensor | None = None) -> Tensor:
         return values.mean()
     dtype = torch.promote_types(values.dtype, torch.float32)
     w = torch.where((weight >= 0) & (weight < torch.inf), weight, torch.nan).to(dtype)
-    total, ranks = w.sum(), bound_names()
+    total, ranks = total_weight(w), bound_names()
     total = pmean(total, ranks) if ranks else total
     mean = (w * blank_padding(values, weight)).sum() / torch.where(total == 0, 1, total)
     return mean.to(values.dtype)

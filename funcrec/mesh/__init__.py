@@ -36,6 +36,10 @@ from funcrec.mesh._joined import part_by_part as part_by_part
 from funcrec.mesh._mesh import Mesh as Mesh
 from funcrec.mesh._mesh import alone as alone
 from funcrec.mesh._mesh import ambient as ambient
+from funcrec.mesh._parts import Part as Part
+from funcrec.mesh._parts import cut as cut
+from funcrec.mesh._parts import flatten_parts as flatten_parts
+from funcrec.mesh._parts import is_jagged as is_jagged
 from funcrec.mesh._ragged import ragged_all_to_all as ragged_all_to_all
 from funcrec.mesh._same import bits_of as bits_of
 from funcrec.mesh._same import checksum as checksum

@@ -29,6 +29,10 @@ from funcrec.tables._lookup import lookup as lookup
 from funcrec.tables._lookup import lookup_sequence as lookup_sequence
 from funcrec.tables._lookup import lookup_sequence_transpose as lookup_sequence_transpose
 from funcrec.tables._lookup import lookup_transpose as lookup_transpose
+from funcrec.tables._micro_batches import accumulate_grads as accumulate_grads
+from funcrec.tables._micro_batches import over_micro_batches as over_micro_batches
+from funcrec.tables._micro_batches import refuse_in_micro_batches as refuse_in_micro_batches
+from funcrec.tables._micro_batches import total_weight as total_weight
 from funcrec.tables._params import Batch as Batch
 from funcrec.tables._params import Params as Params
 from funcrec.tables._params import batch_parts as batch_parts

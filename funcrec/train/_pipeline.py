@@ -7,6 +7,7 @@ In one process each stage of the place is the identity, or the optimizer's
 update; on ranks it is an exchange, or one rank's part.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from funcrec.core import random
 from funcrec.optim import DenseOptimizer, RowOptimizer
-from funcrec.tables import RowGrads, value_grad_and_overflows, with_parts
+from funcrec.tables import RowGrads, over_micro_batches, value_grad_and_overflows, with_parts
 from funcrec.train._state import TrainState
 
 
@@ -28,6 +29,7 @@ class Recipe(NamedTuple):
     has_aux: bool
     merge: Callable | None
     takes_key: bool  # whether the loss has a parameter `key`
+    micro_batches: int = 1
 
 
 def takes_key(loss_fn: Callable) -> bool:
@@ -85,7 +87,9 @@ class Place(NamedTuple):
 def run(recipe: Recipe, place: Place, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
     """(state', metrics)."""
     extra = with_key(recipe, state, place.key)
-    differentiated = value_grad_and_overflows(place.loss_fn(recipe), recipe.has_aux)
+    loss_fn, k = place.loss_fn(recipe), recipe.micro_batches
+    differentiate = value_grad_and_overflows if k == 1 else functools.partial(over_micro_batches, num_micro_batches=k)
+    differentiated = differentiate(loss_fn, has_aux=recipe.has_aux)
     value, grads, overflows = differentiated(place.params(state), batch, **extra)
     loss, aux = value if recipe.has_aux else (value, None)
     summed = place.summed(loss, grads, overflows, state)

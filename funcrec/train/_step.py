@@ -75,6 +75,7 @@ def train_step(
     codec: Codec | None = None,
     dedup: bool = False,
     dense_axes: Sequence[str] = (),
+    micro_batches: Count = 1,
 ) -> TrainStep:
     """One step of training as a pure function; `fr.jit(step, donate=("state",))` makes it compiled and in place.
 
@@ -99,6 +100,8 @@ def train_step(
       dense_axes: axes over which dense parameters and their optimizer's state are cut: each rank keeps an equal part of
         every leaf (`DenseShard`) and gathers the whole for the loss; () for all of them on
         every rank. For optimizers that treat each element alone.
+      micro_batches: k; each rank differentiates its bags in k parts, one after the other, as `accumulate_grads` does:
+        activations of one part live at a time.
       codec: how looked up vectors and their cotangents travel; None for
         what the state's tables say (`shard_tables`, `reshard`).
 
@@ -130,7 +133,7 @@ def train_step(
     check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes), capacity_problems(mesh, capacity))
     check("funcrec.train_step", exchange_problems(mesh, exact, dedup, codec))
     check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
-    recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, takes_key(loss_fn))
+    recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, takes_key(loss_fn), micro_batches)
     where = Where(mesh, mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes)), Place())
     if mesh is not None:
         copies = prod(mesh.shape[a] for a in plan.replicas)

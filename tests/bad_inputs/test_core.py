@@ -272,6 +272,26 @@ ROWS = {
     "RowGrads + RowGrads": e(lambda: RG.zeros((2, 3)) + RG.zeros((2, 4)), ValueError, "of different tables",
         "[2, 3] and [2, 4]"),
     # value_and_grad
+    "accumulate_grads: not a number": e(lambda: fr.accumulate_grads(lambda p, b: f32(), 0), ValueError,
+        "`num_micro_batches`"),
+    "accumulate_grads: uneven": e(lambda: fr.accumulate_grads(lambda p, b: f32(), 2)(fr.Params({}, f32()), f32(3)),
+        ValueError, "`batch` is not cut evenly"),
+    "accumulate_grads: sizes": e(
+        lambda: fr.accumulate_grads(lambda p, b: f32(), 2)(fr.Params({}, f32()), [f32(2), f32(4)]), ValueError,
+        "other numbers of examples"),
+    "accumulate_grads: a scalar": e(lambda: fr.accumulate_grads(lambda p, b: f32(), 2)(fr.Params({}, f32()), f32()),
+        ValueError, "cannot be cut by its examples"),
+    "accumulate_grads: nothing": e(lambda: fr.accumulate_grads(lambda p, b: f32(), 2)(fr.Params({}, f32()), None),
+        TypeError, "`batch` has no examples"),
+    "accumulate_grads: aux": e(
+        lambda: fr.accumulate_grads(lambda p, b: (p.dense * 1, b.long()), 2, True)(fr.Params({}, f32()), f32(2)),
+        TypeError, "`aux` has no mean"),
+    "accumulate_grads: weights": e(
+        lambda: fr.accumulate_grads(lambda p, b: fr.losses.weighted_mean(b, p.dense.exp() * b), 2)(
+            fr.Params({}, f32()), f32(2)), TypeError, "weights of examples are not the batch's own"),
+    "accumulate_grads: candidates": e(
+        lambda: fr.accumulate_grads(lambda p, b: fr.losses.in_batch_softmax(b, b, log_q=None), 2)(
+            fr.Params({}, f32()), f32(2, 3)), ValueError, "the candidates of a micro-batch"),
     "value_and_grad: params": e(lambda: fr.value_and_grad(lambda p: p)({"t": 1}), TypeError, "`params` is not Params"),
     "value_and_grad: dense int": e(lambda: fr.value_and_grad(lambda p: p.dense["n"])(fr.Params({}, {"n": i64(1)})),
         TypeError, "`params.dense['n']` cannot be differentiated", "i64[1]"),

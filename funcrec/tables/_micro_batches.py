@@ -1,0 +1,296 @@
+"""accumulate_grads: the gradients of a batch from its micro-batches, one after the other.
+
+    grads.dense = Σ_j d(loss_j / k)        grads.tables: the batch's own entries, in the batch's own order
+
+Only one micro-batch's activations live at a time; of the others the gradients are kept.
+Shapes: B examples, k micro-batches of B / k.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.core import (
+    Count,
+    Problem,
+    belongs_above,
+    check,
+    current_level,
+    describe,
+    fail,
+    is_in_transform,
+    map_tensors,
+    random,
+    replace,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    typed,
+)
+from funcrec.kernels import library
+from funcrec.mesh import P, Part, axis_size, cut, flatten_parts, is_jagged
+from funcrec.tables._grad import loss_and_aux, value_grad_and_overflows
+from funcrec.tables._params import Params
+from funcrec.tables._rowgrads import Bags, RowGrads
+
+CALL = "funcrec.accumulate_grads"
+
+
+@typed
+def accumulate_grads(loss_fn: Callable, num_micro_batches: Count, has_aux: bool = False) -> Callable:
+    """`value_and_grad` of a batch too large to be differentiated at once: k micro-batches, one after the other.
+
+    Args:
+      loss_fn: (params: Params, batch, *args, **kwargs) -> f[], or (f[], aux) with `has_aux`: a mean over the batch's
+        examples, plain or by `losses.weighted_mean` and the losses made of it. What depends on the rest of the batch
+        otherwise is of a micro-batch: statistics of a batch norm, a mean over weights of your own. `in_batch_softmax`
+        is refused, for it would have fewer candidates.
+      num_micro_batches: k; the batch has B examples, a multiple of k, in every tensor and every jagged value of it.
+
+    Returns: a function of the same arguments that gives what `value_and_grad`'s gives. `batch` is cut by its examples,
+      the other arguments go to every micro-batch, but for a keyword `key`, which is folded with the micro-batch's
+      number, as on ranks. aux: of its float tensors the mean over the micro-batches; what else it
+      holds must be no tensor, and the same in all.
+
+    Raises: ValueError for a batch that k does not divide, for tensors of other numbers of examples, and for a loss that
+      looks up other tables in some micro-batch. TypeError for weights of a loss that follow from its parameters.
+
+    Law: grads.tables are the batch's entries in the batch's order: of the same cotangents the same bits, when they are
+      summed and in every update. Cotangents are the same where k is a power of two and the loss treats each example
+      alone by operations whose rounding does not depend on the number of examples (matrix products may); else within
+      1e-6, as the loss and dense gradients are. k micro-batches have the bits of k ranks with one each, whose
+      gradients are added in their order.
+
+    Cost: activations of B / k examples, besides the ids and the cotangents of all lookups. With weights the loss runs
+      once more, for their sum over the batch. Under `jit` the micro-batches are one program; as it cannot read lengths
+      every part of a jagged value has room for all of its ids: a loader's batch whose ids are near its capacity costs k
+      passes over the capacity, not over B / k.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> clicked = fr.FeatureConfig("clicked", table="item")
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[2], [2], [0], []]})
+      >>> loss_fn = lambda p, ids: (fr.lookup(p.tables, ids, [clicked])["clicked"] * p.dense).mean()
+      >>> params = fr.Params(tables={"item": torch.ones(3, 1)}, dense=torch.tensor(4.0))
+      >>> loss, grads = fr.accumulate_grads(loss_fn, 2)(params, ids)
+      >>> loss, grads.dense, grads.tables["item"].to_dense().flatten()
+      (tensor(3.), tensor(0.7500), tensor([1., 0., 2.]))
+
+    Source: gradient accumulation as of optax.MultiSteps, inside of one step.
+    """
+    run = over_micro_batches(loss_fn, num_micro_batches, has_aux)
+    return functools.wraps(loss_fn)(lambda params, batch, *args, **kwargs: run(params, batch, *args, **kwargs)[:2])
+
+
+def over_micro_batches(loss_fn: Callable, num_micro_batches: int, has_aux: bool) -> Callable:
+    """What `value_grad_and_overflows` makes, from k micro-batches."""
+    k = num_micro_batches
+
+    def run(params: Params, batch: Any, *args, **kwargs):
+        parts = micro_batches(batch, k)
+        own = [{**kwargs, "key": random.fold_in(kwargs["key"], j)} if "key" in kwargs else kwargs for j in range(k)]
+        each = list(zip(parts, own, strict=True))
+        totals = Totals(k, lambda: [loss_fn(params, part, *args, **more) for part, more in each])
+
+        def share(params, batch, *args, **kwargs):
+            with totals.one_call():
+                out = loss_fn(params, batch, *args, **kwargs)
+            loss, aux = loss_and_aux(CALL, out) if has_aux else (out, ())
+            return (loss / k if isinstance(loss, Tensor) else loss), aux
+
+        differentiated = value_grad_and_overflows(share, has_aux=True)
+        made, dense = [], None
+        for part, more in each:
+            now = in_turn(part, [made[-1], dense]) if made else part
+            value, grads, overflows = differentiated(params, now, *args, **more)
+            dense = grads.dense if dense is None else tree_map(torch.add, dense, grads.dense)
+            made.append((value, grads.tables, overflows))
+        values, rows, overflows = zip(*made, strict=True)
+        loss = functools.reduce(torch.add, [loss for loss, _ in values])
+        tables = {n: in_order([g[n] for g in rows]) for n in rows[0]}
+        value = (loss, mean_aux([aux for _, aux in values])) if has_aux else loss
+        return value, Params(tables, dense), [x for each in overflows for x in each]
+
+    return run
+
+
+def micro_batches(batch: Any, k: int) -> list[Any]:
+    """k parts of the batch's examples, in order."""
+    leaves, structure = flatten_parts(batch)
+    check(CALL, size_problems(leaves, k))
+    stacked = [cut(Part("batch", P("micro") if num_examples(x) is not None else P(), x), {"micro": k}) for x in leaves]
+    part = lambda x, j: map_tensors(lambda t: t[j], x) if num_examples(x) is not None else x
+    return [tree_unflatten([part(x, j) for x in stacked], structure) for j in range(k)]
+
+
+def in_turn(part: Any, done: Any) -> Any:
+    """The part; while a program is staged one that is there when `done` is: else the compiler would be free to run all
+    micro-batches side by side, and to keep what each of them needs for its derivative."""
+    if not torch._C._len_torch_dispatch_stack() or is_in_transform():
+        return part
+    leaves, structure = tree_flatten(part)
+    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    before = [x for x in tree_leaves(done) if isinstance(x, Tensor)]
+    for i, x in zip(at, torch.ops.funcrec_tables.after([leaves[i] for i in at], before), strict=True):
+        leaves[i] = x
+    return tree_unflatten(leaves, structure)
+
+
+library.define(
+    "funcrec_tables",
+    "after",
+    "(Tensor[] xs, Tensor[] done) -> Tensor[]",
+    lambda xs, done: [x.clone() for x in xs],
+    lambda xs, done: [torch.empty_like(x) for x in xs],
+)
+
+
+def in_order(parts: Sequence[RowGrads]) -> RowGrads:
+    """The entries of all micro-batches as the whole batch has them: lookup by lookup, feature by feature, and then by
+    example. `coalesce` adds up a row's entries in their order."""
+    if len({tuple(t.features if isinstance(t, Bags) else None for t in g.terms) for g in parts}) > 1:
+        got, hint = "another structure of its gradient in some of them", "one loss for all examples"
+        fail(CALL, "the micro-batches look up other tables.", got=got, need="the same lookups in all", hint=hint)
+    n = axis_size(parts[0].axes) if parts[0].axes else 1  # a lookup has a term for every sender
+    each = range(0, len(parts[0].terms), n)
+    return replace(parts[0], terms=tuple(t for i in each for t in _by_feature([g.terms[i : i + n] for g in parts])))
+
+
+def _by_feature(groups: Sequence[Sequence[Any]]) -> Iterator[Any]:
+    first = groups[0][0]
+    if not isinstance(first, Bags) or len(first.features) == 1:
+        yield from (t for group in groups for t in group)
+        return
+    for f in range(len(first.features)):
+        yield from (replace(t, features=t.features[f : f + 1]) for group in groups for t in group)
+
+
+def mean_aux(auxs: Sequence[Any]) -> Any:
+    """The mean of each float tensor; what else there is must be the same in all."""
+    flat = [tree_flatten(x) for x in auxs]
+    columns, structure = list(zip(*(leaves for leaves, _ in flat), strict=True)), flat[0][1]
+    check(CALL, aux_problems(columns, [s for _, s in flat]))
+    mean = lambda xs: torch.stack(xs).sum(0) / len(xs) if isinstance(xs[0], Tensor) else xs[0]
+    return tree_unflatten([mean(xs) for xs in columns], structure)
+
+
+# -- weights of examples -----------------------------------------------------------------------------------------
+
+
+class Totals:
+    """The weights of each weighted mean that a loss takes, over all micro-batches.
+
+    run_all: runs the loss on all of them, in order. The first weighted mean makes it run: it needs all their weights.
+    """
+
+    def __init__(self, k: int, run_all: Callable[[], Any]):
+        self.k, self.run_all, self.level = k, run_all, current_level()
+        self.found: list[Tensor] = []
+        self.means: list[Tensor] | None = None  # of the loss's weighted means, in the order of its calls
+        self.place, self.finding = 0, False
+
+    @contextlib.contextmanager
+    def one_call(self) -> Iterator[None]:
+        self.place, token = 0, _totals.set(self)
+        try:
+            yield
+        finally:
+            _totals.reset(token)
+        if self.means is not None and self.place != len(self.means):
+            self.refuse_impure()
+
+    def find(self) -> None:
+        self.finding = True
+        try:
+            self.run_all()
+        finally:
+            self.finding = False
+        if len(self.found) % self.k:
+            self.refuse_impure()
+        each = len(self.found) // self.k
+        # of all weights at once: the bits of the whole batch's sum
+        self.means = [torch.cat(self.found[i::each]).sum() / self.k for i in range(each)]
+
+    def mean_of(self, weights: Tensor) -> Tensor:
+        if belongs_above(weights, self.level):
+            got, hint = (
+                "weights that follow from parameters",
+                "weight.detach(), or fr.value_and_grad of the whole batch",
+            )
+            fail(CALL, "weights of examples are not the batch's own.", got=got, need="data", hint=hint, kind=TypeError)
+        if self.finding:
+            self.found.append(weights)
+            return weights.sum()
+        if self.means is None:
+            self.find()
+        if self.place >= len(self.means):
+            self.refuse_impure()
+        self.place += 1
+        return self.means[self.place - 1]
+
+    def refuse_impure(self) -> None:
+        got, need = "another number of weighted means in some call", "the same ones for every micro-batch"
+        fail(CALL, "the loss is not a function of its arguments.", got=got, need=need, hint="one loss for all examples")
+
+
+_totals: ContextVar[Totals | None] = ContextVar("funcrec_totals", default=None)
+
+
+def total_weight(weights: Tensor) -> Tensor:
+    """f[]: the sum of weights f[B]; in a micro-batch the mean over all micro-batches of their sums."""
+    totals = _totals.get()
+    return weights.sum() if totals is None else totals.mean_of(weights)
+
+
+def refuse_in_micro_batches(call: str, what: str) -> None:
+    """For a loss that is no mean of its examples' own."""
+    if _totals.get() is not None and _totals.get().k > 1:
+        hint = "num_micro_batches=1, or smaller batches with fr.optim.accumulate"
+        fail(call, f"{what} of a micro-batch are not those of the batch.", got=f"1 of {_totals.get().k} micro-batches",
+             need="the whole batch", hint=hint)  # fmt: skip
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def num_examples(x: Any) -> int | None:
+    """B of a leaf of a batch; None for one that is no tensor."""
+    if is_jagged(x):
+        return x.num_bags if getattr(x, "strides", None) is None else -1
+    return (x.shape[0] if x.dim() else -1) if isinstance(x, Tensor) else None
+
+
+def size_problems(leaves: Sequence[Any], k: int) -> Iterator[Problem]:
+    sizes = [n for n in map(num_examples, leaves) if n is not None]
+    if not sizes:
+        yield Problem(
+            "`batch` has no examples.", describe(leaves), "tensors [B, ...], or jagged values", kind=TypeError
+        )
+    elif -1 in sizes:
+        odd = next(x for x in leaves if num_examples(x) == -1)
+        hint = "a keyword argument for what is of no example"
+        yield Problem("`batch` cannot be cut by its examples.", describe(odd), "B examples in every leaf", hint)
+    elif len(set(sizes)) > 1:
+        got, hint = f"{sorted(set(sizes))} examples", "a keyword argument for what is of no example"
+        yield Problem("`batch` has other numbers of examples in some leaves.", got, "one B", hint)
+    elif sizes[0] % k:
+        hint = "pad with examples of weight 0 (fr.data.loader(pad_last=True)), or another `num_micro_batches`"
+        yield Problem("`batch` is not cut evenly.", f"{sizes[0]} examples", f"a multiple of {k}", hint)
+
+
+def aux_problems(columns: Sequence[tuple], structures: Sequence[Any]) -> Iterator[Problem]:
+    if any(s != structures[0] for s in structures):
+        yield Problem("`aux` has another structure in some micro-batches.", f"{structures}", "one", kind=TypeError)
+    for xs in columns:
+        if isinstance(xs[0], Tensor):
+            if not xs[0].is_floating_point():
+                hint = "aux.float(), or fr.value_and_grad of the whole batch"
+                yield Problem("`aux` has no mean.", describe(xs[0]), "float tensors", hint, TypeError)
+        elif any(type(x) is not type(xs[0]) or x != xs[0] for x in xs):
+            yield Problem("`aux` differs between micro-batches.", f"{xs[0]!r} and others", "one value", "a tensor")
