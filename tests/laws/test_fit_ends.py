@@ -115,6 +115,17 @@ def test_the_least_of_a_loss_is_not_taken_for_the_worst(monitor):
     assert float(done.best) == (6.0 if monitor == "loss" else 3.0)
 
 
+def test_a_monitor_that_nothing_measures_is_told_before_work():
+    """Without `evaluate` a monitor is one of the numbers that every epoch has, or an error before the first step."""
+    steps = []
+    step = lambda x, batch: steps.append(batch) or add(x, batch)
+    with pytest.raises(KeyError, match=r"(?s)`monitor` is measured by nothing.*'auc'.*among \['epoch', 'loss'.*evaluate="):
+        fr.fit(step, torch.tensor(0.0), load(), epochs=2, monitor="auc")
+    assert not steps
+    done = fr.fit(step, torch.tensor(0.0), load(), epochs=2, monitor="steps_per_s")
+    assert set(done.history[0]) - {"loss"} == {"epoch", "steps", "seconds", "steps_per_s"}
+
+
 @pytest.mark.parametrize("other", [{"batch_size": 1}, {"key": 2}, {"drop_last": True}], ids=str)
 def test_the_rest_of_an_epoch_is_of_the_same_order(tmp_path, other):
     """A run goes on in the midst of an epoch with a loader of the same order only; at its end with any."""
