@@ -66,9 +66,11 @@ def load_torchrec_state_dict(
         `module.fused_optimizer().state_dict()` and that of a KeyedOptimizer for a TrainState's slots and dense
         optimizer. Numbers are copied, hyper-parameters are not: the rule of the state must be that of the optimizer,
         whose names do not tell one first moment from another.
-      features: the model's, which are held to the order of the tables in the state dict of a module, for its dense
-        weights read them in that order, as `from_torchrec` gives them. None of a model that has no dense weights; for
-        TorchRec's own models the tables of `state` are held to it then, and the features are not known.
+      features: those of the model that `state` is of. **Give them wherever it has dense weights**: these read the
+        features' vectors in the order of TorchRec's tables, which neither side's numbers tell, so that a model of ours
+        with another order of features computes something else without a word. Given, they are held to the order of
+        the tables in a module's state dict, as `from_torchrec` gives them; without them, and for TorchRec's own models
+        only, the tables of `state` are.
       step: the steps taken, for `TrainState.step`; FBGEMM's state dicts do not say it, torch.optim's do.
       group: the ranks that each have the state of their own tables alone, as DistributedModelParallel's fused optimizer
         does (`torch.distributed.group.WORLD`); None where every rank has all names.
