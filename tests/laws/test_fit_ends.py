@@ -119,7 +119,9 @@ def test_a_monitor_that_nothing_measures_is_told_before_work():
     """Without `evaluate` a monitor is one of the numbers that every epoch has, or an error before the first step."""
     steps = []
     step = lambda x, batch: steps.append(batch) or add(x, batch)
-    with pytest.raises(KeyError, match=r"(?s)`monitor` is measured by nothing.*'auc'.*among \['epoch', 'loss'.*evaluate="):
+    with pytest.raises(
+        KeyError, match=r"(?s)`monitor` is measured by nothing.*'auc'.*among \['epoch', 'loss'.*evaluate="
+    ):
         fr.fit(step, torch.tensor(0.0), load(), epochs=2, monitor="auc")
     assert not steps
     done = fr.fit(step, torch.tensor(0.0), load(), epochs=2, monitor="steps_per_s")
