@@ -13,6 +13,7 @@ import pytest
 import funcrec as fr
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.xdist_group("docs")  # the pages are made once
 
 
 class Anchors(HTMLParser):
