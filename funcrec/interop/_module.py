@@ -6,6 +6,7 @@ The module's structure is copied without its numbers, once as in train() and onc
 `torch.func.functional_call` on a copy, so that nothing is read of the module or written to it.
 """
 
+import collections
 import contextlib
 import copy
 import itertools
@@ -26,6 +27,8 @@ CALL = "funcrec.interop.module"
 # The key of the call that runs, and how many have drawn of it.
 DRAWS: ContextVar[tuple[Tensor, Iterator[int]]] = ContextVar("draws")
 ABSENT: tuple = (object(), [])  # an attribute that is not there
+COLLECTIONS = (dict, list, set, collections.deque)
+OF_TORCH = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}  # the last two of an LSTM: its parameters again
 
 
 def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], Callable]:
@@ -43,10 +46,10 @@ def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], 
       takes its statistics from the batch and the new running ones come back, nn.Dropout draws from `key`. Buffers are
       constants to derivatives.
 
-    Raises: TypeError for what is no module, has lazy parameters, or renormalises its rows in place; from apply for
-      params or buffers of another module, for a draw without a key or from torch's generator, and for a parameter, or
-      an attribute (a number, a tensor that is no buffer), that the module writes to. ValueError for integers in buffers
-      beyond ±2⁵³, which f64 does not hold.
+    Raises: TypeError for what is no module, has lazy or complex parameters, or renormalises its rows in place; from
+      apply for params or buffers of another module, for a draw without a key or from torch's generator, and for a
+      parameter, or an attribute (a number, a tensor that is no buffer, a list or dict), that the module writes to.
+      ValueError for integers in buffers beyond ±2⁵³, which f64 does not hold.
 
     Law: apply gives the bits that the module gives, and the buffers that it is left with.
 
@@ -149,9 +152,10 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 @contextlib.contextmanager
 def kept_attributes(nn_module: nn.Module) -> Iterator[list[str]]:
-    """The names of the attributes, tensors and numbers, that change meanwhile. What is bound anew is undone, so that
-    the next call is told the same."""
+    """The names of the attributes, tensors, numbers and collections, that change meanwhile. What is bound anew or put
+    into a collection is undone, so that the next call is told the same."""
     before, changed = attributes(nn_module), []
+    kept = {at: copy.copy(x) for at, (x, _) in before.items() if isinstance(x, COLLECTIONS)}
     try:
         yield changed
     finally:
@@ -162,13 +166,23 @@ def kept_attributes(nn_module: nn.Module) -> Iterator[list[str]]:
                 changed.append(f"{part}.{name}".lstrip("."))
                 of = vars(nn_module.get_submodule(part))
                 of.pop(name, None)
-                of |= {} if was is ABSENT else {name: was[0]}
+                of |= {} if was is ABSENT else {name: kept.get((part, name), was[0])}
 
 
 def attributes(nn_module: nn.Module) -> dict[tuple[str, str], tuple[Any, list[int]]]:
-    """{(part, name): (value, version)} of the tensors and numbers that are neither parameters nor buffers."""
-    return {(part, name): (x, versions([x] if isinstance(x, Tensor) else [])) for part, m in nn_module.named_modules()
-            for name, x in vars(m).items() if isinstance(x, Tensor | int | float | None)}  # fmt: skip
+    """{(part, name): (value, version, or what is in it)} of the tensors, numbers and collections that are neither
+    parameters nor buffers, nor torch's own."""
+    return {(part, name): (x, state_of_attribute(x)) for part, m in nn_module.named_modules()
+            for name, x in vars(m).items() if isinstance(x, Tensor | int | float | None)
+            or (isinstance(x, COLLECTIONS) and name not in OF_TORCH)}  # fmt: skip
+
+
+def state_of_attribute(x: Any) -> list[int]:
+    inside = [*x, *x.values()] if isinstance(x, dict) else x if isinstance(x, COLLECTIONS) else [x]
+    return [
+        *(map(id, inside) if isinstance(x, COLLECTIONS) else ()),
+        *versions(t for t in inside if isinstance(t, Tensor)),
+    ]
 
 
 # -- validators ----------------------------------------------------------------------------------------------------
@@ -190,6 +204,11 @@ def module_problems(x: object) -> Iterator[Problem]:
         yield Problem("`nn_module` has tensors that require grad and would never be trained.", f"{loose}",
                       "parameters", "self.w = torch.nn.Parameter(w); nn.utils.parametrizations.weight_norm(layer), "
                       "where nn.utils.weight_norm left them", TypeError)  # fmt: skip
+    unreal = [n for n, b in itertools.chain(x.named_parameters(), x.named_buffers()) if b.is_complex()]
+    if unreal:
+        hint = "torch.view_as_real(x) as the buffer, and torch.view_as_complex in forward"
+        yield Problem("`nn_module` has complex numbers, and `Params.dense` has floats.", f"{unreal}", "real parameters "
+                      "and buffers", hint, TypeError)  # fmt: skip
     wide = [n for n, b in itertools.chain(x.named_parameters(), x.named_buffers())
             if b.dtype in (torch.int64, torch.uint64) and not b.is_meta
             and not torch.equal(b.double().to(b.dtype), b)]  # fmt: skip

@@ -41,8 +41,8 @@ def cross_entropy(logits: Tensor, label: Tensor, weight: Tensor | None = None, *
     check(call, class_problems(label, logits.shape[1], weight))
     z, y = blank_padding(logits, weight), blank_padding(label, weight)
     is_class = (y >= 0) & (y < z.shape[1]) & (y == y.floor() if y.is_floating_point() else True)
-    own = z.gather(1, torch.where(is_class, y, 0).long()[:, None])[:, 0]
-    return reduce(torch.where(is_class, torch.logsumexp(z, 1) - own, torch.nan), weight, reduction)
+    own = torch.log_softmax(z, 1).gather(1, torch.where(is_class, y, 0).long()[:, None])[:, 0]
+    return reduce(torch.where(is_class, -own, torch.nan), weight, reduction)
 
 
 def in_batch_softmax(
@@ -97,7 +97,7 @@ def in_batch_softmax(
         logits = torch.where((candidate_ids[:, None] == candidate_ids) & other, -torch.inf, logits)
     if weight is not None:
         logits = torch.where((weight == 0) & other, -torch.inf, logits)
-    return reduce(torch.logsumexp(logits, 1) - logits.diagonal(), weight, reduction)
+    return reduce(-torch.log_softmax(logits, 1).diagonal(), weight, reduction)
 
 
 # -- validators --------------------------------------------------------------------------------------------------

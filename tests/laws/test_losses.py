@@ -100,6 +100,17 @@ def test_dtypes_and_no_example(name, dtype):
     torch.testing.assert_close(got.double(), want, rtol=0.05 if dtype == torch.bfloat16 else 1e-5, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_small_loss_of_large_logits_keeps_its_digits(dtype):
+    """Cross entropies are small differences of large logits; they have torch's bits in every dtype, not a difference
+    of rounded sums."""
+    z, y = torch.tensor([[20.0, 15.5], [0.0, 3.0], [1e4, 1e4 - 16]]).to(dtype), torch.tensor([0, 0, 0])
+    assert losses.cross_entropy(z, y, reduction="none").equal(F.cross_entropy(z, y, reduction="none"))
+    q, c = (torch.diag(x).to(dtype) for x in (torch.tensor([20.0, 15.5, 1e4]), torch.ones(3)))
+    own = F.cross_entropy(q @ c.T, torch.arange(3), reduction="none")
+    assert losses.in_batch_softmax(q, c, log_q=None, reduction="none").equal(own)
+
+
 @pytest.mark.parametrize("name", ["bce", "cross_entropy", "multi_task", "in_batch_softmax"])
 def test_compiled_it_is_the_same(name):
     """Under jit the value is the eager one."""

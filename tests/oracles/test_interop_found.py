@@ -33,10 +33,11 @@ class Averaging(nn.Module):
     def __init__(self, keep):
         super().__init__()
         self.keep, self.ema, self.calls = keep, torch.zeros(1), 0
+        self.seen, self.past, self.done = {}, [], set()
 
     def forward(self, x):
         self.keep(self, x)
-        return x + self.ema + self.calls
+        return x + self.ema + self.calls + len(self.seen) + len(self.past) + len(self.done)
 
 
 def rebind(m, x):
@@ -55,13 +56,25 @@ def first(m, x):
     m.cache = x
 
 
-@pytest.mark.parametrize("keep", [rebind, write, count, first])
+def memorise(m, x):
+    m.seen["calls"] = m.seen.get("calls", 0) + 1
+
+
+def gather(m, x):
+    m.past.append(x)
+
+
+def toggle(m, x):
+    m.done ^= {0}
+
+
+@pytest.mark.parametrize("keep", [rebind, write, count, first, memorise, gather, toggle])
 def test_state_in_plain_attributes_is_refused(keep):
     """A module that changes attributes which are no buffers is refused in every call, plain or staged, and the copy
     keeps what it had; one that reads them only is right."""
     params, buffers, apply = fr.interop.module(nn.Sequential(Averaging(keep)))
     for call in (apply, apply, fr.jit(apply)):
-        with pytest.raises((TypeError, RuntimeError), match=r"0\.(ema|calls|cache)"):
+        with pytest.raises((TypeError, RuntimeError), match=r"0\.(ema|calls|cache|seen|past|done)"):
             call(params, buffers, torch.ones(1))
     params, buffers, apply = fr.interop.module(nn.Sequential(Averaging(lambda m, x: None)))
     assert apply(params, buffers, torch.ones(1))[0].tolist() == [1.0]

@@ -256,12 +256,20 @@ class Loose(nn.Module):
         self.w = torch.ones(2, requires_grad=True)
 
 
+class Turning(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("turn", torch.polar(torch.ones(3), torch.arange(3.0)))
+
+
 LINEAR, ONES = nn.Linear(2, 1), torch.ones(3, 2)
 PARAMS, BUFFERS, APPLY = module(LINEAR)
 drawn = lambda x: module(Functional())[2]({}, {}, x, train=True, key=fr.key(0))[0]
 NO_MODULE = {
     "a function": (lambda: module(lambda x: x), TypeError, "`nn_module` is not a module"),
     "lazy": (lambda: module(nn.LazyLinear(2)), TypeError, "parameters of no shape yet"),
+    "complex": (lambda: module(nn.Linear(2, 1, dtype=torch.complex64)), TypeError, "has complex numbers"),
+    "a complex buffer": (lambda: module(Turning()), TypeError, "['turn']"),
     "max_norm": (lambda: module(nn.Embedding(3, 2, max_norm=1.0)), TypeError, "renormalised in place"),
     "loose": (lambda: module(Loose()), TypeError, "parametrizations.weight_norm"),
     "no params": (lambda: APPLY({}, BUFFERS, ONES), TypeError, "`params` are not this module's"),
