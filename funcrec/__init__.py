@@ -76,6 +76,9 @@ from funcrec.sharding import ShardedTables as ShardedTables
 from funcrec.sharding import table_column_wise as table_column_wise
 from funcrec.sharding import table_row_wise as table_row_wise
 from funcrec.sharding import table_wise as table_wise
+from funcrec.train import apply_delta as apply_delta
+from funcrec.train import Delta as Delta
+from funcrec.train import delta as delta
 from funcrec.train import gather_state as gather_state
 from funcrec.train import Logged as Logged
 from funcrec.train import logged as logged

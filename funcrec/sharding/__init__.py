@@ -16,6 +16,7 @@ from funcrec.sharding._dense import sum_dense as sum_dense
 from funcrec.sharding._dense import whole_leaves as whole_leaves
 from funcrec.sharding._layout import Layout as Layout
 from funcrec.sharding._layout import layout_of as layout_of
+from funcrec.sharding._layout import own_ranks as own_ranks
 from funcrec.sharding._move import Rows as Rows
 from funcrec.sharding._move import bank_problems as bank_problems
 from funcrec.sharding._move import blank_banks as blank_banks

@@ -298,6 +298,19 @@ def laid_out_problems(state: TrainState, mesh: Mesh | None) -> Iterator[Problem]
         yield from mesh_problems(layout, mesh)
 
 
+ANOTHER = Problem(
+    "the log is of another state.",
+    "its stamp is not this state's",
+    "state and log of one step",
+    "the `Logged` that the step gave; logged.init(state) to begin a log",
+)
+
+
+def stamp_problems(logged: Logged, mesh: Mesh | None) -> Iterator[Problem]:
+    if not facts_of(logged, 0, mesh)[1]:
+        yield ANOTHER
+
+
 def held_problems(logged: Logged, k: int, mesh: Mesh | None) -> Iterator[Problem]:
     kept, is_own, over = facts_of(logged, k, mesh)
     if not is_own:

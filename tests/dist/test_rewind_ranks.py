@@ -48,6 +48,15 @@ def test_one_rank_without_room_is_told_by_all(ranks):
         assert_trees_close(one, first)
 
 
+@pytest.mark.parametrize("kind", ["row_wise", "column_wise", "table_wise"])
+def test_the_ranks_parts_of_a_delta_are_the_whole(kind, ranks):
+    """Each rank gives the changed rows that it holds: together, in any order, they make the tables of now."""
+    (then, now, first), (_, _, second) = ranks(2).run(rewinding.changed, {"x": 2}, kind)
+    for one, other in ((first, second), (second, first)):
+        assert_trees_close(bits(fr.apply_delta(fr.apply_delta(then, one), other)), bits(now))
+        assert any(not torch.equal(t, now[n]) for n, t in fr.apply_delta(then, one).items())
+
+
 def test_a_step_that_overflows_is_no_step():
     """A batch that did not fit left the state as it was, and the log, too: what is undone are the steps before it, and
     retry_overflow takes logged steps."""

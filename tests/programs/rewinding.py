@@ -87,3 +87,15 @@ def crowded(axes, is_real=True):
     except ValueError as error:
         said = str(error)
     return said, bits(fr.rewind(one, 1, mesh=mesh).state), bits(step.init(params()).state)
+
+
+def changed(axes, kind):
+    """(whole tables after one step and after three, the Delta between as this rank has it)."""
+    mesh = fr.Mesh.distributed(**axes)
+    step = logged("adam", mesh=mesh, plan=training.plan_of(kind, axes))
+    run = step.init(params())
+    for i in range(3):
+        run, _ = step(run, own(training.batch(i, 8), mesh))
+        if i == 0:
+            then = fr.gather_tables(fr.copy(run.state.tables), mesh)
+    return then, fr.gather_tables(run.state.tables, mesh), fr.delta(run, 1, mesh=mesh)

@@ -1,0 +1,182 @@
+"""The rows of tables that changed: what a server is sent, so that its tables are those of training again.
+
+    apply_delta(tables_then, delta(logged_now, since=then)) = tables_now        bit for bit
+
+Shapes: M rows of a table that changed, w columns of a part of it, D of the table, R rows.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, Size, check, describe, is_wrapped, pytree, typed
+from funcrec.mesh import Mesh, coordinates, rank_at
+from funcrec.sharding import ShardedTables, own_ranks
+from funcrec.tables import table_tensor_problems
+from funcrec.train._log import Touched
+from funcrec.train._logged import Logged, laid_out_problems, stamp_problems
+from funcrec.train._state import TrainState
+
+
+@pytree(static=("first", "shape"))
+class ChangedRows:
+    """rows i64[M], ascending; values f[M, w], their columns from `first` on; shape: the table's (R, D)."""
+
+    rows: Tensor
+    values: Tensor
+    first: int
+    shape: tuple[int, int]
+
+
+@pytree
+class Delta:
+    """The rows that changed, with their values: what `delta` gives and `apply_delta` takes; `fr.save` keeps it.
+
+    Args:
+      tables: {table: its parts}, each of `rows` i64[M], `values` f[M, w] and the
+        column `first` at which these begin; one part of a table that is not sharded.
+      version: i64[], of the log: what the next `delta` is asked for `since`.
+    """
+
+    tables: dict[str, tuple]
+    version: Tensor
+
+    def __repr__(self) -> str:
+        counts = (f"{n}: {sum(x.rows.shape[0] for x in own)} rows" for n, own in self.tables.items())
+        return f"Delta({', '.join(counts)}; version {describe(self.version)})"
+
+
+@typed
+def delta(logged: Logged, since: Size | Tensor = 0, *, mesh: Mesh | None = None) -> Delta:
+    """The rows of all tables that changed, and what they are now.
+
+    Args:
+      logged: what a step of `fr.logged` gave; its `steps` may be 0.
+      since: a version of this log: that of the last Delta, or `logged.log.version` at a checkpoint; 0 for where the log
+        was begun. A call of `rewind` is a change, too: the rows that it put back are among those since then.
+      mesh: of a state that lies on one. On real ranks each gets the rows that it holds, of tables
+        cut by columns its columns: together these are all.
+
+    Raises: ValueError for a version that is still to come, for a log of another state, and without the `mesh`;
+      TypeError for an ensemble of states: each member's is another's size.
+
+    Law: `apply_delta` of it to the tables of that version gives the tables of now.
+
+    Cost: reads 8 bytes for each row of the tables, and the rows that changed.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> loss_fn = lambda p, ids: fr.lookup(p.tables, ids, [fr.FeatureConfig("clicked", table="item")]).values.sum()
+      >>> kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
+      >>> step = fr.logged(fr.train_step(loss_fn, **kind), steps=0)
+      >>> run = step.init(fr.Params({"item": torch.zeros(3, 1)}, {}))
+      >>> run, _ = step(run, fr.KeyedJaggedTensor.from_lists({"clicked": [[0, 0], [2]]}))
+      >>> changed = fr.delta(run)
+      >>> changed, fr.apply_delta({"item": torch.zeros(3, 1)}, changed)["item"].flatten()
+      (Delta(item: 2 rows; version i64[]), tensor([-2.,  0., -1.]))
+    """
+    call = "funcrec.delta"
+    check(call, member_problems(logged))
+    check(call, laid_out_problems(logged.state, mesh))
+    check(call, stamp_problems(logged, mesh))
+    since = int(since)
+    check(call, since_problems(since, logged))
+    state, out = logged.state, {}
+    for n, found in (pair for own in logged.log.touched for pair in parts_of(own, state, since, mesh)):
+        out.setdefault(n, []).append(found)
+    whole = [n for n, _ in state.tables.layout.shapes] if mesh is not None else state.tables
+    return Delta({n: tuple(out.get(n, ())) for n in whole}, logged.log.version.clone())
+
+
+def parts_of(own: Touched, state: TrainState, since: int, mesh: Mesh | None) -> Iterator[tuple[str, ChangedRows]]:
+    """(table, its rows that changed), of each part of a table that lies in this process."""
+    for (n, num_rows, _), start in zip(own.tables, own.starts, strict=False):
+        x = state.tables[n]
+        if not isinstance(state.tables, ShardedTables):
+            rows = (own.last[start : start + num_rows] > since).nonzero()[:, 0]
+            yield n, ChangedRows(rows, x[rows], 0, tuple(x.shape))
+            continue
+        layout = state.tables.layout
+        number = next(i for i, b in enumerate(layout.banks) if b.name == n)
+        bank, lasts = layout.banks[number], own.last.unflatten(0, (-1, own.starts[-1] + 1))
+        for s in (s for s in layout.shards if s.bank == number):
+            for i, (rank, first) in enumerate(zip(s.ranks, s.starts, strict=True)):
+                if rank not in own_ranks(bank, mesh):
+                    continue
+                # of the ranks that hold the same the first one's log
+                at = coordinates(rank, bank.axes, mesh.shape)
+                place = rank_at(dict.fromkeys(mesh.axis_names, 0) | at, mesh.axis_names, mesh.shape)
+                last = lasts[place if mesh.is_emulated else 0][start + first :][: s.part]
+                shape = dict(layout.shapes)[s.table]
+                height = min(s.part, max(0, shape[0] - i * s.part))
+                rows = (last[:height] > since).nonzero()[:, 0]
+                above = rank * bank.rows if mesh.is_emulated else 0
+                yield s.table, ChangedRows(rows + i * s.part, x[above + first + rows], s.first, shape)
+
+
+@typed
+def apply_delta(tables: Mapping[str, Tensor], delta: Delta) -> dict[str, Tensor]:
+    """The tables with the rows of a Delta in place of theirs; tables that it does not name as they are.
+
+    Args:
+      tables: {table: f[R, D]}, whole, such as `params.tables` of a checkpoint.
+      delta: `fr.delta`'s; of real ranks one after the other, in any order.
+
+    Raises: KeyError for a table that is not there, ValueError for one of another shape, TypeError for another dtype:
+      `delta.to(torch.float16)` for tables that are served in 16 bits.
+
+    Cost: `fr.jit(fr.apply_delta, donate=("tables",))` writes the rows where they are; without it tables are copied.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.apply_delta({"item": torch.zeros(2, 1)}, fr.Delta({}, torch.tensor(3)))
+      {'item': tensor([[0.],
+              [0.]])}
+    """
+    call = "funcrec.apply_delta"
+    check(call, table_tensor_problems(tables), delta_problems(tables, delta))
+    out = dict(tables)
+    for n, own in delta.tables.items():
+        for part in own:
+            first, last = part.first, part.first + part.values.shape[1]
+            whole = last - first == out[n].shape[1]
+            columns = () if whole else (torch.arange(first, last, device=part.rows.device),)
+            rows = part.rows if whole else part.rows[:, None]
+            out[n] = out[n].index_put((rows, *columns), part.values)
+    return out
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def member_problems(logged: Logged) -> Iterator[Problem]:
+    version = logged.log.version
+    if version.dim() or is_wrapped(version):
+        what, need = "there are several states.", "one: the rows that changed are not equally many in all"
+        yield Problem(what, describe(version), need, "fr.tree.map(lambda x: x[0], logged)", TypeError)
+
+
+def since_problems(since: int, logged: Logged) -> Iterator[Problem]:
+    now = int(logged.log.version)
+    if since > now:
+        hint = "the `version` of a Delta of this log; 0, for all since it was begun"
+        yield Problem("`since` is still to come.", f"{since}", f"at most {now}, the log's version", hint)
+
+
+def delta_problems(tables: Mapping[str, Tensor], delta: Delta) -> Iterator[Problem]:
+    for n, own in delta.tables.items():
+        if n not in tables:
+            yield Problem(
+                f"table {n!r} is not there.", f"{list(tables)}", f"all of {list(delta.tables)}", kind=KeyError
+            )
+            continue
+        for part in own:
+            t, x = tables[n], part.values
+            if t.dtype != x.dtype or t.device != x.device:
+                hint = f"delta.to(device, {t.dtype})"
+                what = f"the rows of {n!r} are not of its table's dtype and device."
+                yield Problem(what, f"{describe(x)} on {x.device}", f"{describe(t)} on {t.device}", hint, TypeError)
+            elif part.shape != tuple(t.shape):
+                what, need = f"the rows of {n!r} are not its table's.", f"{list(part.shape)}, as it was trained"
+                yield Problem(what, describe(t), need, "tables of the same configs")

@@ -1,0 +1,116 @@
+"""The rows that changed since a version: put into the tables of then they are the tables of now."""
+
+import pytest
+import torch
+from programs import training
+from programs.moving import bits
+from programs.rewinding import logged, params
+
+import funcrec as fr
+from funcrec.core._tree import replace
+from funcrec.testing import assert_trees_close
+
+BATCHES = [training.batch(i, 6) for i in range(6)]
+
+
+def same(got, want):
+    assert_trees_close(bits(got), bits(want))
+
+
+def run_of(step, num_steps=6, dtype=torch.float32):
+    """[(version, tables), ...] of each step, and the last value."""
+    run, then = step.init(params(dtype)), []
+    for batch in BATCHES[:num_steps]:
+        then.append((run.log.version, run.state.tables))
+        run, _ = step(run, batch)
+    return then, run
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("name", ["adam", "accumulate", "by_table, accumulate", "freeze"])
+def test_the_rows_that_changed_make_the_tables_of_now(name, steps):
+    """apply_delta of delta since any version gives the tables of now, bit for bit, however many steps can be undone."""
+    then, run = run_of(logged(name, steps=steps, rows=16 if steps else None))
+    for version, tables in then:
+        same(fr.apply_delta(tables, fr.delta(run, version)), run.state.tables)
+    assert int(fr.delta(run).version) == 6
+    assert all(x.rows.numel() == 0 for own in fr.delta(run, since=6).tables.values() for x in own)
+
+
+def test_only_rows_that_were_looked_up_are_sent():
+    """A Delta names the rows of the steps since then, ascending and once each, and no other."""
+    step = logged("sgd")
+    run = step.init(params())
+    one = lambda u, v: fr.Batch(
+        fr.KeyedJaggedTensor.from_lists({"u": [u] * 6, "v": [v] * 6}), torch.tensor([1.0, 0] * 3)
+    )
+    run, _ = step(run, one([3, 1, 3], [0]))
+    run, _ = step(run, one([9], [5, 99, -1]))
+    rows = lambda since: {n: x.rows.tolist() for n, (x,) in fr.delta(run, since).tables.items()}
+    assert rows(0) == {"a": [0, 1, 3, 5, 9], "b": [0, 5], "c": [1, 3, 4]}  # c's ids are taken modulo its 5 rows
+    assert rows(1) == {"a": [5, 9], "b": [5], "c": [4]}
+
+
+def test_rewinding_is_a_change():
+    """Who was sent what is undone later is sent the rows that were put back: a version is never another state's."""
+    step = logged("adam", steps=4)
+    then, run = run_of(step)
+    sent, version = run.state.tables, run.log.version
+    run = fr.rewind(run, 2)
+    same(fr.apply_delta(sent, fr.delta(run, version)), then[4][1])
+    run, _ = step(run, BATCHES[1])
+    same(fr.apply_delta(sent, fr.delta(run, version)), run.state.tables)
+    same(fr.apply_delta(then[0][1], fr.delta(run)), run.state.tables)
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "column_wise", "table_wise", "replicated", "grid", "table_row_wise"])
+def test_sharded_rows_are_sent_by_their_tables(kind):
+    """On a mesh a Delta has the rows of tables, not of banks; tables cut by columns come in parts."""
+    axes = {"x": 2, "y": 2}
+    mesh = fr.Mesh.emulated(**axes)
+    step = logged("adam", mesh=mesh, plan=training.plan_of(kind, axes))
+    run = step.init(params())
+    first = fr.gather_tables(run.state.tables, mesh)
+    run, _ = step(run, training.batch(0, 8))
+    then = fr.gather_tables(run.state.tables, mesh)
+    run, _ = step(run, training.batch(1, 8))
+    now = fr.gather_tables(run.state.tables, mesh)
+    same(fr.apply_delta(then, fr.delta(run, 1, mesh=mesh)), now)
+    same(fr.apply_delta(first, fr.delta(run, mesh=mesh)), now)
+
+
+def test_a_delta_is_saved_and_served_in_another_dtype(tmp_path):
+    """A Delta goes through a checkpoint; served in 16 bits, it is cast on purpose; jit writes it where the
+    tables are."""
+    then, run = run_of(logged("adam"))
+    changed = fr.delta(run, then[3][0])
+    fr.save(tmp_path / "delta.pt", changed)
+    same(fr.load(tmp_path / "delta.pt"), changed)
+    half = {n: t.to(torch.bfloat16) for n, t in then[3][1].items()}
+    with pytest.raises(TypeError, match="are not of its table's dtype"):
+        fr.apply_delta(half, changed)
+    same(fr.apply_delta(half, changed.to(torch.bfloat16)), {n: t.bfloat16() for n, t in run.state.tables.items()})
+    fast = fr.jit(fr.apply_delta, donate=("tables",))
+    assert len(fast.lower(dict(then[3][1]), changed).written) == 3
+
+
+def test_wrong_deltas_are_told():
+    """A version that is to come, another state's log, an ensemble, and tables that are not there are refused."""
+    step = logged("adam")
+    then, run = run_of(step, 2)
+    with pytest.raises(ValueError, match=r"`since` is still to come\.\n  got   3"):
+        fr.delta(run, 3)
+    with pytest.raises(ValueError, match="the log is of another state"):
+        fr.delta(replace(run, state=replace(run.state, step=run.state.step + 1)))
+    many = torch.func.vmap(lambda key: step.init(params(), key))(fr.split(fr.key(0), 2))
+    with pytest.raises(TypeError, match="there are several states"):
+        fr.delta(many)
+    with pytest.raises(KeyError, match="'b' is not there"):
+        fr.apply_delta({"a": then[0][1]["a"], "c": then[0][1]["c"]}, fr.delta(run))
+    with pytest.raises(ValueError, match="the rows of 'a' are not its table's"):
+        fr.apply_delta({**then[0][1], "a": torch.zeros(11, 3)}, fr.delta(run))
+    with pytest.raises((TypeError, ValueError), match=">= 0"):
+        fr.delta(run, -1)
+    mesh = fr.Mesh.emulated(x=2)
+    with pytest.raises(TypeError, match="lies on no mesh"):
+        fr.delta(run, mesh=mesh)
