@@ -37,6 +37,11 @@ class Delta:
       tables: {table: its parts}, each of `rows` i64[M], `values` f[M, w] and the
         column `first` at which these begin; one part of a table that is not sharded.
       version: i64[], of the log: what the next `delta` is asked for `since`.
+
+    Example: of no table.
+      >>> import torch, funcrec as fr
+      >>> fr.Delta({}, version=torch.tensor(3)).version
+      tensor(3)
     """
 
     tables: dict[str, tuple]
