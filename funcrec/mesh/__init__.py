@@ -8,6 +8,7 @@ from funcrec.mesh._axes import bound as bound
 from funcrec.mesh._axes import bound_names as bound_names
 from funcrec.mesh._axes import coordinates as coordinates
 from funcrec.mesh._axes import rank_at as rank_at
+from funcrec.mesh._bytes import swap_bytes as swap_bytes
 from funcrec.mesh._codec import Codec as Codec
 from funcrec.mesh._codec import codec_problems as codec_problems
 from funcrec.mesh._codec import send as send

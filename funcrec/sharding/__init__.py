@@ -34,6 +34,8 @@ from funcrec.sharding._placement import row_wise as row_wise
 from funcrec.sharding._placement import table_column_wise as table_column_wise
 from funcrec.sharding._placement import table_row_wise as table_row_wise
 from funcrec.sharding._placement import table_wise as table_wise
+from funcrec.sharding._send import followed_problems as followed_problems
+from funcrec.sharding._send import send_rows as send_rows
 from funcrec.sharding._sync import sync_grads as sync_grads
 from funcrec.sharding._tables import ShardedTables as ShardedTables
 from funcrec.sharding._tables import gather_tables as gather_tables

@@ -90,10 +90,13 @@ def tracked_problems(table: str, rows: Tensor, axes: Sequence[str]) -> Iterator[
         with outside_transforms():
             followed = bool(pmax(torch.tensor(int(followed), device=rows.device), axes))
     if followed:
-        what, hint = f"table {table!r}, or a slot of it, is differentiated.", "`.detach()`, or Mesh.emulated(...)"
-        yield Problem(
-            what, "a tensor that autograd or torch.func follows", "plain tensors on real ranks", hint, TypeError
-        )
+        yield followed_problem(table)
+
+
+def followed_problem(table: str) -> Problem:
+    what, hint = f"table {table!r}, or a slot of it, is differentiated.", "`.detach()`, or Mesh.emulated(...)"
+    need = "plain tensors on real ranks"
+    return Problem(what, "a tensor that autograd or torch.func follows", need, hint, TypeError)
 
 
 def bank_problems(layout: Layout, samples: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, typed
+from funcrec.core import Problem, check, describe, is_wrapped, typed
 from funcrec.mesh import Codec, Mesh, codec_problems
 from funcrec.optim import RowOptimizer
 from funcrec.sharding import (
@@ -26,11 +26,13 @@ from funcrec.sharding import (
     cut_state,
     dedup_problems,
     dense_axes_problems,
+    followed_problems,
     join_dense,
     layout_of,
     leaf_problems,
     move,
     rows_of,
+    send_rows,
     transport_of,
 )
 from funcrec.tables import table_tensor_problems
@@ -103,7 +105,8 @@ def reshard(
 
     Law: every bit is kept; training goes on as it would have, up to what the plan rounds.
 
-    Cost: every rank sees every row once, 64 MiB at a time, whoever keeps it.
+    Cost: a row that another rank is to have is sent to it once, from one that has it; no rank sends or gets more than
+      64 MiB at a time, which it holds besides the two states.
 
     Example: from rows on two ranks to columns on three.
       >>> import torch, funcrec as fr
@@ -137,9 +140,16 @@ def reshard(
     check_whole_rows(call, sparse, layout)
     check(call, bank_problems(layout, samples))
     banks = blank_banks(layout, samples, mesh)
-    for name, own in reads.items():
-        for k, read in own.items():
-            move(layout, {b: x[k] for b, x in banks.items() if k in x}, name, mesh, read, shapes[name])
+    is_far = isinstance(state.tables, ShardedTables) and not source.is_emulated and not mesh.is_emulated
+    old = {b: {"": t} | dict(state.slots[b]) for b, t in state.tables.items()} if is_far else {}
+    if old:
+        check(call, followed_problems(state.tables.layout, old, source))
+    if old and not any(is_wrapped(x) for own in old.values() for x in own.values()):
+        send_rows(state.tables.layout, old, layout, banks, mesh)
+    else:  # all rows are here, or come here: under vmap, of all members
+        for name, own in reads.items():
+            for k, read in own.items():
+                move(layout, {b: x[k] for b, x in banks.items() if k in x}, name, mesh, read, shapes[name])
     transport = transport_of(exact, dedup, codec=codec)
     tables = ShardedTables({b: own.pop("") for b, own in banks.items()}, layout, transport)
     kept, kept_opt = join_dense(state.dense, source), join_dense(state.dense_opt, source)

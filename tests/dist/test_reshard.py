@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from programs import moving, training
 from programs.moving import bits
@@ -162,3 +162,56 @@ def test_a_derivative_of_moved_bits_is_refused(kind, ranks):
     state that is differentiated is refused, never cut off."""
     for said in ranks(2).run(moving.differentiated, kind):
         assert "is differentiated" in said
+
+
+@st.composite
+def on_ranks(draw, num_ranks):
+    """(axes, plan), with copies that train apart or without, of that many ranks."""
+    axes = draw(st.sampled_from([{"x": num_ranks}, {"y": 2, "z": num_ranks // 2}]))
+    return axes, draw(frs.plans(training.SHAPES, fr.Mesh.emulated(**axes), replicas=True))
+
+
+def held(axes, plan):
+    """{rank: {number: how often the rank holds it}} of the numbers of all elements of all tables, from 1 on."""
+    mesh, counts, total = fr.Mesh.emulated(**axes), {}, 1
+    tables = {}
+    for n, (r, d) in training.SHAPES.items():
+        tables[n] = torch.arange(total, total + r * d, dtype=torch.float64).reshape(r, d)
+        total += r * d
+    laid = fr.shard_tables(tables, plan, mesh)
+    for rank in range(mesh.size):
+        where = fr.mesh.coordinates(rank, mesh.axis_names, mesh.shape)
+        own = [
+            laid[b.name].unflatten(0, (-1, b.rows))[fr.mesh.rank_at(where, (*b.replicas, *b.axes), mesh.shape)]
+            for b in laid.layout.banks
+        ]
+        counts[rank] = torch.bincount(torch.cat([x.flatten() for x in own]).long(), minlength=total)[1:]
+    return counts
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data(), st.sampled_from(["adam", "user"]), st.sampled_from(DTYPES), st.sampled_from([1, 96, 1 << 26]))
+def test_each_row_travels_once_to_its_new_owner(ranks, data, name, dtype, block):
+    """What a rank is sent are the elements that it is to have and has not, and no byte more, in rounds that are
+    bounded; and all bits arrive, between any two plans, with copies and other axes."""
+    first, second = data.draw(on_ranks(4)), data.draw(on_ranks(4))
+    state = moving.full_state(name, dtype)
+    got = ranks(4).run(moving.sent, state, first, second, name, block)
+    before, after = held(*first), held(*second)
+    size = lambda x, wide: x.element_size() * (x.dim() > 1) if wide else x.element_size() * (x.dim() == 1)
+    leaves = [state.tables["a"], *state.slots["a"].values()]
+    each, narrow = sum(size(x, True) for x in leaves), sum(size(x, False) for x in leaves)
+    for rank, (arrived, rounds) in enumerate(got):
+        lacked = torch.where(before[rank] > 0, 0, after[rank])
+        most = int(lacked.sum()) * each + narrow * int(after[rank].sum())
+        came = sum(c for _, c in rounds)
+        assert arrived and (came == most if not narrow else came <= most)
+        assert all(max(pair) <= max(block, 3 * 8 * 5 * 4) for pair in rounds)
+    assert sum(s for _, rounds in got for s, _ in rounds) == sum(c for _, rounds in got for _, c in rounds)
+
+
+def test_members_of_an_ensemble_move_on_ranks(ranks):
+    """Under vmap each member's rows arrive as those of a state alone."""
+    for pairs in ranks(2).run(moving.members, "row_wise", "column_wise"):
+        for got, want in pairs:
+            assert_trees_close(got, want)

@@ -1,11 +1,12 @@
 """Training that is moved to another plan or mesh half-way, for ranks and for one process."""
 
+import pytest
 import torch
 
 import funcrec as fr
 from funcrec.core._tree import map_tensors, replace
 from funcrec.examples import _ranks
-from funcrec.sharding import _move
+from funcrec.sharding import _move, _send
 from programs import training
 from programs.training import plan_of
 
@@ -93,3 +94,38 @@ def differentiated(kind):
         torch.func.grad(lambda banks: sum(t.sum() for t in whole(banks).values()))(state.tables.banks)
     except TypeError as error:
         return str(error)
+
+
+def sent(state, first, second, name, block):
+    """A state moved from one (axes, plan) to another: (whether it arrived, [(bytes sent, bytes that came)])."""
+    sparse, counted = training.OPTIMIZERS[name](), []
+    (here, plan), (there, other) = ((fr.Mesh.distributed(**axes), plan) for axes, plan in (first, second))
+
+    def swap(blocks, coming, going, mesh):
+        assert sum(x.numel() for x in blocks) == sum(going)
+        counted.append((sum(going), sum(coming)))
+        return swap_bytes(blocks, coming, going, mesh)
+
+    swap_bytes = _send.swap_bytes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_move, "BLOCK_BYTES", block)
+        one = fr.reshard(state, plan, mesh=here, sparse=sparse)
+        patch.setattr(_send, "swap_bytes", swap)
+        two = fr.reshard(one, other, mesh=there, sparse=sparse, from_mesh=here)
+    again = fr.reshard(state, other, mesh=there, sparse=sparse)  # what lies behind a table's rows is zero, too
+    same = lambda a, b: all(
+        torch.equal(x, y) for x, y in zip(fr.tree.leaves(bits(a)), fr.tree.leaves(bits(b)), strict=True)
+    )
+    return same((two.tables.banks, two.slots), (again.tables.banks, again.slots)), counted
+
+
+def members(kind, other):
+    """Whether an ensemble's members, moved by vmap on ranks, are those moved alone."""
+    mesh, sparse, axes = fr.Mesh.distributed(x=2), training.OPTIMIZERS["adam"](), {"x": 2}
+    state = full_state("adam", torch.float32)
+    one = fr.reshard(state, plan_of(kind, axes), mesh=mesh, sparse=sparse)
+    many = map_tensors(lambda x: torch.stack([x, x.flip(0)]) if x.dim() else torch.stack([x, x]), one)
+    move = lambda s: fr.reshard(s, plan_of(other, axes), mesh=mesh, sparse=sparse)
+    got = torch.func.vmap(move)(many)
+    pairs = [(map_tensors(lambda x: x[i], got), move(map_tensors(lambda x: x[i], many))) for i in range(2)]  # noqa: B023
+    return [(bits((a.tables.banks, a.slots)), bits((b.tables.banks, b.slots))) for a, b in pairs]

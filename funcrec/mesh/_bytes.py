@@ -1,0 +1,20 @@
+"""Bytes of any number from every real rank of a mesh to every other: what has no derivative, and whose sizes all know.
+
+swap_bytes(blocks)[r] = (what rank 0 sent to r, ..., what rank n-1 sent to r)
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from funcrec.mesh._exchange import AWAIT, SWAP
+from funcrec.mesh._mesh import Mesh
+
+
+def swap_bytes(blocks: Sequence[Tensor], coming: Sequence[int], going: Sequence[int], mesh: Mesh) -> Tensor:
+    """u8[sum(coming)]: what came, coming[r] bytes of rank r, for blocks of going[r] bytes for each rank in turn."""
+    device = mesh.device_mesh.device_type
+    sent = torch.cat(blocks) if blocks else torch.zeros(0, dtype=torch.uint8, device=device)
+    return AWAIT(SWAP(sent, list(coming), list(going), dist.group.WORLD.group_name))
