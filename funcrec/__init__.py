@@ -93,6 +93,7 @@ from funcrec.train import TrainStep as TrainStep
 from funcrec.loop import evaluate as evaluate
 from funcrec.loop import fit as fit
 from funcrec.loop import Fitted as Fitted
+from funcrec.loop import pipeline as pipeline
 from funcrec.checkpoint import latest as latest
 from funcrec.checkpoint import load as load
 from funcrec.checkpoint import save as save

@@ -310,6 +310,47 @@ def clean_surroundings() -> contextlib.AbstractContextManager:
     return torch.device("cpu") if torch._C._len_torch_function_stack() else _AS_IT_IS
 
 
+class Traced(NamedTuple):
+    """A function's operations. places: {leaf: its input of the graph}; those that
+    it closes over come behind the arguments'. structure, static: as of `Staged`."""
+
+    graph: torch.fx.GraphModule | None
+    captured: list[Tensor]
+    places: dict[int, torch.fx.Node]
+    structure: Any
+    static: list
+
+
+def trace(
+    call: str, run: Callable[[list], Any], leaves: list, paths: Sequence[str], decompositions: Any = None
+) -> Traced:
+    """What run(leaves) does, found by a run on shapes; no graph where autograd follows what it closes over."""
+    tensor_at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    found: dict[str, Any] = {}
+
+    def flat(*tensors):
+        mine = list(leaves)
+        for i, x in zip(tensor_at, tensors, strict=True):
+            mine[i] = x
+        outputs, found["structure"] = fast_flatten(run(mine))
+        for x in outputs:
+            if not isinstance(x, Tensor):
+                static_key(x)  # raises for what may change: the same object is every later call's output
+            elif is_odd(x):
+                refuse_odd(call, x, "an output")
+        found["static"] = [Tensor if isinstance(x, Tensor) else x for x in outputs]
+        return [x for x in outputs if isinstance(x, Tensor)]
+
+    how = {} if decompositions is None else {"decompositions": decompositions}
+    graph, captured = stage(call, flat, [leaves[i] for i in tensor_at], [paths[i] for i in tensor_at], **how)
+    if graph is None:
+        return Traced(None, captured, {}, None, [])
+    numbers = [*tensor_at, *range(len(leaves), len(leaves) + len(captured))]
+    places = dict(zip(numbers, graph.graph.find_nodes(op="placeholder"), strict=True))
+    graph.graph.eliminate_dead_code(has_effect)  # the pass of `value_and_grad` that only finds lookup sites
+    return Traced(graph, captured, places, found["structure"], found["static"])
+
+
 def compile_function(
     fn: Callable,
     name: str,
@@ -325,35 +366,16 @@ def compile_function(
     # refused before `fn` runs: what a call could not take later
     refuse_shared(leaves, donated)
     check(call, inference_problems({path: leaves[i] for i, path in donated.items()}))
-    tensor_at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-    found: dict[str, Any] = {}
 
-    def flat(*tensors):
-        mine = list(leaves)
-        for i, x in zip(tensor_at, tensors, strict=True):
-            mine[i] = x
-        replayed = inspect.BoundArguments(signature, dict(zip(names, structure.unflatten(mine), strict=True)))
-        outputs, found["structure"] = fast_flatten(fn(*replayed.args, **replayed.kwargs))
-        for x in outputs:
-            if not isinstance(x, Tensor):
-                static_key(x)  # raises for what may change: the same object is every later call's output
-            elif is_odd(x):
-                refuse_odd(call, x, "an output")
-        found["static"] = [Tensor if isinstance(x, Tensor) else x for x in outputs]
-        return [x for x in outputs if isinstance(x, Tensor)]
+    def replayed(mine: list) -> Any:
+        arguments = inspect.BoundArguments(signature, dict(zip(names, structure.unflatten(mine), strict=True)))
+        return fn(*arguments.args, **arguments.kwargs)
 
-    graph, captured = stage(call, flat, [leaves[i] for i in tensor_at], [named[i][1] for i in tensor_at])
-    if graph is None:
-        return Followed(captured)
-    places = dict(
-        zip(
-            [*tensor_at, *range(len(leaves), len(leaves) + len(captured))],
-            graph.graph.find_nodes(op="placeholder"),
-            strict=True,
-        )
-    )
-    graph.graph.eliminate_dead_code(has_effect)  # the pass of `value_and_grad` that only finds lookup sites
-    outputs = [j for j, x in enumerate(found["static"]) if x is Tensor]
+    traced = trace(call, replayed, leaves, [path for _, path in named.values()])
+    if traced.graph is None:
+        return Followed(traced.captured)
+    graph, captured, places = traced.graph, traced.captured, traced.places
+    outputs = [j for j, x in enumerate(traced.static) if x is Tensor]
     plan = plan_writes(graph, outputs, places, donated)  # what only writes read has no user in the graph now
     inputs = tuple(i for i, node in places.items() if node.users)
     for node in graph.graph.find_nodes(op="placeholder"):
@@ -361,4 +383,4 @@ def compile_function(
             graph.graph.erase_node(node)
     graph.recompile()
     smaller_exchanges(graph)
-    return Compiled(Staged(graph, inputs, found["structure"], found["static"], plan), donated, leaves, captured)
+    return Compiled(Staged(graph, inputs, traced.structure, traced.static, plan), donated, leaves, captured)

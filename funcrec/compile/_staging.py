@@ -56,11 +56,13 @@ class Recorded(NamedTuple):
     captured: list[Tensor]
 
 
-def stage(call: str, flat: Callable, leaves: Sequence[Tensor], paths: Sequence[str]) -> Recorded:
+def stage(
+    call: str, flat: Callable, leaves: Sequence[Tensor], paths: Sequence[str], decompositions: Any = DECOMPOSITIONS
+) -> Recorded:
     """The operations of flat(*leaves), which gives a list of tensors.
 
     Args:
-      paths: what errors call the leaves.
+      paths: what errors call the leaves. decompositions: of operations that the graph's compiler gets wrong.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         shapes = [like(x) for x in leaves]
@@ -81,7 +83,7 @@ def stage(call: str, flat: Callable, leaves: Sequence[Tensor], paths: Sequence[s
         # values: the plan of writes and Inductor see a pure graph.
         shapes = [like(x) for x in (*leaves, *captured)]
         with torch.no_grad(), torch._C._DisableAutocast():  # what these did is in the graph
-            return Recorded(make_fx(functionalize(graph, remove="mutations"), DECOMPOSITIONS)(*shapes), captured)
+            return Recorded(make_fx(functionalize(graph, remove="mutations"), decompositions)(*shapes), captured)
 
 
 def like(x: Tensor) -> Tensor:
@@ -184,9 +186,10 @@ def lift_constants(graph: GraphModule, lift: _Lift) -> list[Tensor]:
     last = next(reversed(graph.graph.find_nodes(op="placeholder")), None)
     for node in graph.graph.find_nodes(op="get_attr"):
         value = getattr(graph, node.target)
-        if not isinstance(value, Tensor) or (node.users and all(u.target in COPIES for u in node.users)):
-            continue
         origin = lift.origins.get(id(value), value)  # two stand-ins of one tensor are one input
+        if not isinstance(value, Tensor) or (node.users and all(u.target in COPIES for u in node.users)):
+            setattr(graph, node.target, origin)  # of a part of a graph that was staged before (`cut`)
+            continue
         if id(origin) not in captured:
             with (
                 graph.graph.inserting_after(last)

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from funcrec.core import check, describe, fail, own_errors
 from funcrec.data import Position
 from funcrec.loop._history import Limits, best_epoch, is_finished
+from funcrec.loop._pipeline import ahead_of
 from funcrec.loop._problems import (
     clock_problems,
     has_loss,
@@ -112,8 +113,8 @@ def fit(
     """Train for some epochs: a loop over a step and a loader, and what every such loop needs.
 
     Args:
-      step: (state, batch) -> (state, metrics), such as `train_step(...)`, plain or jitted. One that donates its state
-        uses up `state`.
+      step: (state, batch) -> (state, metrics), such as `train_step(...)`, plain or jitted, or a `pipeline` of it. One
+        that donates its state uses up `state`.
       loader: position -> the rest of that position's epoch, pairs (position behind the batch, batch), as
         `lambda position: fr.data.batches(..., position=position)`. Or a list of batches, the same in every epoch.
       epochs: at most.
@@ -235,7 +236,7 @@ def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[in
     before = steps_of(run.history)
     epoch, steps, began = position.epoch, position.batch, 0.0
     with progress_bar(work, epoch, steps) as bar:
-        for item in items:
+        for item in ahead_of(work.step, items):
             check("funcrec.fit", item_problems(item, position))
             position, batch = item
             at(f"step {before + steps + 1}")

@@ -26,6 +26,7 @@ from funcrec.mesh._collectives import psum_scatter as psum_scatter
 from funcrec.mesh._collectives import pvary as pvary
 from funcrec.mesh._exchange import AWAIT as AWAIT
 from funcrec.mesh._exchange import LEAVES as LEAVES
+from funcrec.mesh._exchange import MOVES as MOVES
 from funcrec.mesh._exchange import SWAP as SWAP
 from funcrec.mesh._exchange import has_effect as has_effect
 from funcrec.mesh._joined import added as added
@@ -48,5 +49,8 @@ from funcrec.mesh._shard_map import shard as shard
 from funcrec.mesh._shard_map import shard_map as shard_map
 from funcrec.mesh._shard_map import unshard as unshard
 from funcrec.mesh._spec import P as P
+from funcrec.mesh._twins import Twins as Twins
+from funcrec.mesh._twins import tell as tell
+from funcrec.mesh._twins import twins_of as twins_of
 
 _core.publish(globals())

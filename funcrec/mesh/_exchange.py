@@ -29,6 +29,7 @@ LEAVES = {
     _c10d.reduce_scatter_tensor.default: lambda x_bytes, group, *_: x_bytes * (group.size() - 1) // group.size(),
     _c10d.all_reduce.default: lambda x_bytes, group, _: 2 * x_bytes * (group.size() - 1) // group.size(),
 }
+MOVES = {SWAP, _c10d.all_gather_into_tensor.default}  # they send what there is, and compute nothing
 
 
 def has_effect(node: torch.fx.Node) -> bool:

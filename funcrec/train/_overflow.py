@@ -52,13 +52,18 @@ def retry_overflow(
     made: dict[int, Callable] = {}
     size, most, measured = capacity, 1, 0
 
-    def run(state: Any, batch: Any) -> tuple[Any, dict]:
+    def present() -> Callable:
+        now = UNBOUNDED if size == "measure" else size
+        if now not in made:
+            made[now] = make_step(now)
+        return made[now]
+
+    def run(state: Any, batch: Any, first: Callable | None = None) -> tuple[Any, dict]:
+        """first: the present step, of a pipeline whose batch it has routed."""
         nonlocal size, most, measured
         while True:
-            now = UNBOUNDED if size == "measure" else size
-            if now not in made:
-                made[now] = make_step(now)
-            state, metrics = made[now](state, batch)
+            step, first = first or present(), None
+            state, metrics = step(state, batch)
             is_whole = int(metrics["overflow"]) == 0
             if size == "measure":
                 most, measured = max(most, int(metrics["needed"])), measured + 1
@@ -68,6 +73,7 @@ def retry_overflow(
             if is_whole:
                 return state, metrics
 
+    run.present = present
     return run
 
 

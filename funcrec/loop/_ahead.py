@@ -1,0 +1,306 @@
+"""Batches made ready ahead of the step that takes them: fetched, agreed on by all ranks, and their ids exchanged.
+
+    thread:  fetch(j) → tell(j) → ahead(batch j)       for j < taken + depth
+    loop:    take(i)  → rest(state, batch i, routed i)
+On CUDA, where a launch takes no time, the loop launches ahead(batch i + 1) on a stream of its own before rest(i).
+
+What ranks exchange over the thread's groups follows from what their loops did, never from when: which batches may be
+fetched from how many the loop has taken, and by which program one is routed, or that it is not, from the steps before.
+"""
+
+import contextvars
+import hashlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.compile import Halves, leaf_key
+from funcrec.core import Problem, fast_flatten, map_tensors, message
+from funcrec.jagged import KeyedJaggedTensor
+from funcrec.mesh import Twins, tell
+from funcrec.tables import Batch
+
+CALL = "funcrec.pipeline"
+
+
+class Told(IntEnum):
+    """What a rank tells the others of its next batch."""
+
+    HAS = 0
+    ENDED = 1  # and it has none that could stand for it
+    BLANK = 2  # and it goes on with a blank one, if others have some
+    CLOSED = 3
+    FAILED = 4
+
+
+class Ready:
+    """A batch that `ahead` made ready, to be passed to the pipeline in the batch's place, once.
+
+    number: of the batch. form: its shapes. routed: what `Halves.ahead` gave, behind `is_done`; None where nothing was
+    exchanged, and the step takes the batch as it is. halves: the step's, by which it was routed.
+    """
+
+    def __init__(self, source: "Ahead", number: int, batch: Any, form: Any):
+        self.source, self.number, self.batch, self.form = source, number, batch, form
+        self.is_done, self.halves, self.routed, self.sent = False, None, None, None
+        self.versions: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"Ready({self.batch!r})"
+
+
+class Ahead:
+    """Batches that are made ready in a thread, which ends with the last of them, or when this is closed."""
+
+    def __init__(self, batches: Iterable, depth: int, twins: Twins | None, blank: Callable, stream: Any = None):
+        self.batches, self.depth, self.twins, self.blank, self.stream = batches, depth, twins, blank, stream
+        self.changed, self.thread = threading.Condition(), None
+        self.ready: deque[Ready] = deque()
+        self.taken, self.last, self.limit = 0, None, 0
+        # {number: its programs, {form: Halves}}; None before the first step
+        self.programs, self.permits, self.skipped = None, {}, set()
+        self.closing, self.ended, self.error = False, False, None
+
+    # -- the loop's side -----------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Ready]:
+        """Closed where it is left, or dropped."""
+        try:
+            while (one := self.take()) is not None:
+                yield one
+                del one
+        finally:
+            self.close()
+
+    def take(self) -> Ready | None:
+        """The next one; None behind the last."""
+        with self.changed:
+            if self.last is not None:  # if no step took it, nobody tells by which program it is routed: by none
+                self.skip(self.last)
+            self.last = None
+            for number in range(self.limit, self.taken + 1 + self.depth):
+                self.permits[number] = self.programs
+            self.limit = max(self.limit, self.taken + 1 + self.depth)
+            self.changed.notify_all()
+        if self.thread is None and not self.closing:
+            around = contextvars.copy_context()  # the loader's `with mesh:`
+            self.thread = threading.Thread(target=lambda: around.run(self.work), name=CALL, daemon=True)
+            self.thread.start()
+        with self.changed:
+            self.changed.wait_for(lambda: self.ready or self.ended or self.closing)
+            if self.closing:
+                raise RuntimeError(message(CALL, [OTHER]))
+            if self.ready:
+                self.taken += 1
+                self.last = self.ready.popleft()
+                return self.last
+        if self.error is not None:
+            raise self.error
+        return None
+
+    def begin(self, one: Ready, programs: dict) -> bool:
+        """Whether the batch is, or will be, routed for a step of these programs, once they hold its form."""
+        with self.changed:
+            self.programs = programs
+            self.permits = {n: programs if own is None else own for n, own in self.permits.items()}
+            mine = self.permits.get(one.number) is programs and one.number not in self.skipped
+            if not mine:
+                self.skip(one)
+            self.last = None
+            self.changed.notify_all()
+            return mine
+
+    def skip(self, one: Ready) -> None:
+        if one.form not in (self.permits.get(one.number) or {}):
+            self.skipped.add(one.number)
+            self.changed.notify_all()
+
+    def add(self, programs: dict, form: Any, halves: Halves | None) -> None:
+        with self.changed:
+            programs[form] = halves
+            self.changed.notify_all()
+
+    def wait(self, one: Ready) -> None:
+        """Until the batch is routed."""
+        with self.changed:
+            self.changed.wait_for(lambda: one.is_done or self.ended)
+        if not one.is_done:
+            raise self.error or RuntimeError(message(CALL, [GONE]))
+        self.permits.pop(one.number, None)
+
+    def close(self) -> None:
+        """End the thread, behind what the other ranks' threads wait for."""
+        with self.changed:
+            self.closing = True
+            self.changed.notify_all()
+        if self.thread is not None:
+            self.thread.join()
+        self.ready.clear()
+        self.permits.clear()
+
+    # -- the thread's --------------------------------------------------------------------------------------------
+
+    def work(self) -> None:
+        items = None
+        try:
+            items = iter(self.batches)
+            for one in self.agreed(items):
+                self.route(one)
+        except BaseException as error:
+            self.error = error
+        finally:
+            try:
+                if hasattr(items, "close"):
+                    items.close()
+            except BaseException as error:
+                self.error = self.error or error
+            with self.changed:
+                self.ended = True
+                self.changed.notify_all()
+
+    def agreed(self, items: Iterator) -> Iterator[Ready]:
+        """The batches of this rank, for as long as all have one."""
+        number, like = 0, None
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: number < self.limit or self.closing)  # noqa: B023
+                if number >= self.limit:  # closing, and nobody waits for this rank
+                    return
+            told, batch, error = self.fetch(items, like)
+            form = None if batch is None or self.twins is None else form_of(batch)
+            if not self.is_go(told, form, error):
+                return
+            one, like = Ready(self, number, batch, form), batch
+            with self.changed:
+                self.ready.append(one)
+                self.changed.notify_all()
+            yield one
+            number += 1
+
+    def fetch(self, items: Iterator, like: Any) -> tuple[Told, Any, BaseException | None]:
+        if self.closing:
+            return Told.CLOSED, None, None
+        try:
+            return Told.HAS, next(items), None
+        except StopIteration:
+            try:
+                filler = None if like is None or self.twins is None else self.blank(like)
+            except BaseException as error:
+                return Told.FAILED, None, error
+            return Told.ENDED if filler is None else Told.BLANK, filler, None
+        except BaseException as error:
+            return Told.FAILED, None, error
+
+    def is_go(self, own: Told, form: Any, error: BaseException | None) -> bool:
+        """Whether all ranks go on with this batch; raises on all of them where one cannot."""
+        number = 0 if form is None else digest(form)
+        told = [[own, number]] if self.twins is None else tell(self.twins.world, [own, number])
+        who = lambda *kinds: [r for r, (x, _) in enumerate(told) if x in kinds]
+        if error is not None:
+            raise error
+        if own == Told.CLOSED or not who(Told.HAS, Told.FAILED, Told.CLOSED):
+            return False
+        if failed := who(Told.FAILED):
+            what, got = "the batches of another rank ended in an error.", f"ranks {failed} raised"
+            raise RuntimeError(message(CALL, [Problem(what, got, "batches on every rank", "see what they raised")]))
+        if closed := who(Told.CLOSED):
+            what, got = "another rank has left its loop.", f"ranks {closed} have, this one goes on"
+            raise RuntimeError(message(CALL, [Problem(what, got, "the same steps on every rank")]))
+        if bare := who(Told.ENDED):
+            what = "the ranks have different numbers of batches."
+            got = f"ranks {bare} have no more, ranks {who(Told.HAS)} have"
+            hint = "batches of fr.Batch with weights, or blank=lambda batch: one of that form that counts for nothing"
+            raise ValueError(message(CALL, [Problem(what, got, "as many on all, or blank ones", hint)]))
+        if len({number for _, number in told}) > 1:
+            what, got = "the ranks' batches have different forms.", f"{describe_form(form)} here, another elsewhere"
+            hint = "pad_to of one capacity, and batches of one size"
+            raise ValueError(message(CALL, [Problem(what, got, "one form on all ranks", hint)]))
+        return True
+
+    def route(self, one: Ready) -> None:
+        """Exchange the batch's ids, if a program for its form comes."""
+        if self.stream is not None or self.twins is None:
+            return
+        with self.changed:
+            own = lambda: self.permits.get(one.number) or {}
+            self.changed.wait_for(lambda: one.form in own() or one.number in self.skipped or self.closing)
+            halves = None if one.number in self.skipped else own().get(one.form)
+        send(one, halves)
+        with self.changed:
+            one.is_done = True
+            self.changed.notify_all()
+
+    # -- on CUDA -------------------------------------------------------------------------------------------------
+
+    def launch(self, one: Ready, programs: dict) -> None:
+        """Exchange the ids of this batch and of the next on the side stream: from one thread, and in the same order on
+        all ranks, as theirs go over several communicators."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.ready or self.ended)
+            following = self.ready[0] if self.ready else None
+        current = torch.cuda.current_stream(self.stream.device)
+        for x in (one, following):
+            is_next = x is not None and not x.is_done and self.permits.get(x.number) is programs and x.form in programs
+            if is_next:
+                self.stream.wait_stream(current)  # the copy of the batch, and what was launched before
+                with torch.cuda.stream(self.stream):
+                    send(x, programs[x.form])
+                    x.sent = self.stream.record_event()
+                x.is_done = True
+                for t in fast_flatten(x.batch)[0]:
+                    if isinstance(t, Tensor) and t.is_cuda:
+                        t.record_stream(self.stream)
+        current.wait_event(one.sent)
+        for t in one.routed or ():
+            t.record_stream(current)
+
+
+def send(one: Ready, halves: Halves | None) -> None:
+    """Nothing where there is no program, or nothing to exchange."""
+    if halves is not None:
+        one.halves, one.versions = halves, versions_of(halves)
+        one.routed = halves.ahead(one.batch)
+
+
+def versions_of(halves: Halves) -> list[int]:
+    return [0 if x.is_inference() else x._version for x in halves.read]
+
+
+GONE = Problem("a batch is not ready.", "batches that were closed before it was", "one of `pipe.ahead(...)` under way")
+
+
+OTHER = Problem(
+    "the pipeline has begun with other batches.",
+    "batches of `ahead` or `run` before",
+    "one at a time",
+    "a pipeline each",
+)
+
+
+def form_of(batch: Any) -> tuple:
+    """What a program depends on."""
+    leaves, structure = fast_flatten(batch)
+    return structure, tuple(map(leaf_key, leaves))
+
+
+def describe_form(form: tuple) -> str:
+    shapes = [f"{str(k[2]).removeprefix('torch.')}{list(k[1])}" for k in form[1] if len(k) > 2]
+    return ", ".join(shapes) or "no tensors"
+
+
+def digest(form: tuple) -> int:
+    """Of shapes and dtypes, the same on all ranks."""
+    return int.from_bytes(hashlib.sha256(describe_form(form).encode()).digest()[:7], "big")
+
+
+def blank(batch: Any) -> Any:
+    """A batch of that form that counts for nothing: weights of 0, bags without ids; None where it has no weights."""
+    if not isinstance(batch, Batch) or not isinstance(batch.weight, Tensor):
+        return None
+    zeros = map_tensors(torch.zeros_like, batch)
+    return zeros if isinstance(batch.ids, KeyedJaggedTensor) else None

@@ -1,0 +1,166 @@
+"""A pipeline is the plain loop: the same bits, and nothing left of it however it ends."""
+
+import threading
+
+import pytest
+import torch
+from programs import training
+
+import funcrec as fr
+from funcrec.loop._ahead import CALL
+from funcrec.testing import assert_trees_close
+
+MESH = fr.Mesh.emulated(x=2, y=2)
+
+
+def add(total, batch):
+    return total + batch, {"loss": total + batch}
+
+
+def numbers(n):
+    return map(torch.tensor, map(float, range(n)))
+
+
+def is_alone():
+    return not [t for t in threading.enumerate() if t.name == CALL]
+
+
+def steps(kind):
+    """(a step, its state)"""
+    how = {"mesh": MESH, "plan": training.plan_of("grid", MESH.shape)} if kind == "emulated" else {}
+    step = fr.train_step(training.loss_fn, **training.optimizers("adam"), **how)
+    return step, step.init(training.params())
+
+
+@pytest.mark.parametrize("kind", ["plain", "emulated"])
+def test_a_pipeline_is_the_plain_loop(kind):
+    """States and metrics have the plain loop's bits: on an emulated mesh, too."""
+    batches = [training.batch(i, 4) for i in range(3)]
+    step, state = steps(kind)
+    want = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        want.append(metrics)
+    step, piped = steps(kind)
+    got = []
+    for state_, metrics in fr.pipeline(step, depth=2, mesh=MESH if kind == "emulated" else None).run(piped, batches):
+        piped = state_
+        got.append(metrics)
+    assert_trees_close((piped, got), (state, want), rtol=0, atol=0)
+    assert is_alone()
+
+
+def test_depth_batches_are_ahead():
+    """While a batch is computed, `depth` more are taken of the loader and none besides."""
+    for depth in (1, 3):
+        made = []
+        batches = (made.append(i) or torch.tensor(float(i)) for i in range(10))
+        for i, _ in enumerate(fr.pipeline(add, depth=depth).run(torch.tensor(0.0), batches)):
+            assert len(made) <= i + 1 + depth
+            if i == 5:
+                threading.Event().wait(0.05)
+                assert len(made) == i + 1 + depth
+    assert is_alone()
+
+
+class LoaderError(Exception):
+    pass
+
+
+def test_an_error_of_the_loader_comes_at_its_place():
+    """What the loader raises is raised behind the batches before it, and the states of those are whole."""
+
+    def broken():
+        yield from numbers(3)
+        raise LoaderError
+
+    seen = []
+    with pytest.raises(LoaderError):
+        for state, _ in fr.pipeline(add, depth=5).run(torch.tensor(0.0), broken()):
+            seen.append(float(state))
+    assert seen == [0.0, 1.0, 3.0] and is_alone()
+
+
+@pytest.mark.parametrize("ends", ["break", "close", "drop", "step raises", "interrupt", "ahead"])
+def test_nothing_is_left_of_a_loop_that_ends_early(ends):
+    """Left by break, closed, dropped, by an error or an interrupt of the step: no thread remains, the loader is closed,
+    and the state that was given is as it was."""
+    closed, first = [], torch.tensor(0.0)
+
+    def loader():
+        try:
+            yield from numbers(100)
+        finally:
+            closed.append(True)
+
+    def step(total, batch):
+        if float(batch) == 2 and ends in ("step raises", "interrupt"):
+            raise KeyboardInterrupt if ends == "interrupt" else LoaderError
+        return add(total, batch)
+
+    pipe = fr.pipeline(step)
+
+    def loop():
+        if ends == "ahead":
+            for batch in pipe.ahead(loader()):
+                return pipe(first, batch)
+        run = pipe.run(first, loader())
+        for i, _ in enumerate(run):
+            if i == 2 and ends == "break":
+                break
+            if i == 2 and ends == "close":
+                return run.close()
+            if i == 2 and ends == "drop":
+                return None
+
+    if ends in ("step raises", "interrupt"):
+        with pytest.raises((KeyboardInterrupt, LoaderError)):
+            loop()
+    else:
+        loop()
+    assert is_alone() and closed == [True] and float(first) == 0
+
+
+def test_batches_are_steps_of_a_loop_of_ones_own():
+    """pipe(state, batch) takes batches of `ahead` and others, in any order and not all of them, as the step does."""
+    pipe = fr.pipeline(add)
+    held = list(pipe.ahead(numbers(4)))
+    state = torch.tensor(0.0)
+    for batch in [held[3], torch.tensor(10.0), held[1]]:
+        state, _ = pipe(state, batch)
+    assert float(state) == 14 and is_alone()
+    one, two = pipe.ahead(numbers(2)), pipe.ahead(numbers(2))
+    assert next(two) is not None
+    with pytest.raises(RuntimeError, match="has begun with other batches"):
+        next(one)
+    assert [float(s) for s, _ in pipe.run(state, [])] == []
+
+
+def test_fit_takes_a_pipeline():
+    """fit(pipeline(step)) has the bits and the history of fit(step), over epochs and from the midst of one."""
+    loader = [training.batch(i, 4) for i in range(3)]
+    step, state = steps("plain")
+    want = fr.fit(step, state, loader, epochs=2, validate=lambda batch: None)
+    got = fr.fit(fr.pipeline(step), state, loader, epochs=2, validate=lambda batch: None)
+    assert_trees_close(got.state, want.state, rtol=0, atol=0)
+    assert [h["loss"] for h in got.history] == [h["loss"] for h in want.history] and is_alone()
+    with pytest.raises(fr.CheckError, match="has ids outside table"):  # the first batch is looked at by the step's loss
+        fr.fit(fr.pipeline(step), state, loader, epochs=1)
+    bad = lambda position: iter([3])
+    with pytest.raises(TypeError, match="does not tell positions"):
+        fr.fit(fr.pipeline(add), torch.tensor(0.0), bad, epochs=1)
+
+
+def test_what_follows_a_ready_batch_is_refused():
+    """A state that requires grad, grad and vmap around a step of a ready batch: TypeError; of a plain batch it is the
+    step."""
+    pipe, x = fr.pipeline(add), torch.tensor(1.0)
+    batch = next(pipe.ahead(numbers(1)))
+    for call in (
+        lambda: pipe(x.clone().requires_grad_(), batch),
+        lambda: torch.func.grad(lambda s: pipe(s, batch)[0])(x),
+        lambda: torch.func.vmap(lambda s: pipe(s, batch)[0])(x[None]),
+    ):
+        with pytest.raises(TypeError, match="is taken where something follows"):
+            call()
+    assert float(torch.func.grad(lambda s: pipe(s, x)[0])(x)) == 1

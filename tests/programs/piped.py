@@ -1,0 +1,245 @@
+"""Pipelines on real ranks beside the plain loop: what each rank finds."""
+
+import threading
+import time
+
+import torch
+from funcrec.kernels import library
+
+import funcrec as fr
+from funcrec.loop._ahead import CALL
+from funcrec.sharding import _route
+from programs import training
+
+BAGS, ROOM, LATE_S = 4, 32, 0.06
+
+
+def mesh_of(axes):
+    return fr.Mesh.distributed(**axes, timeout_s=20.0)
+
+
+def threads():
+    return [t.name for t in threading.enumerate() if t.name == CALL]
+
+
+def own(mesh, number, bags=BAGS, room=ROOM):
+    mine = fr.shard(training.batch(number, bags), fr.P(mesh.axis_names), mesh=mesh)
+    return fr.Batch(mine.ids.unpad().pad_to(room), mine.label)
+
+
+def step_of(mesh, plan, **how):
+    step = fr.train_step(training.loss_fn, **training.optimizers("adam"), mesh=mesh, plan=plan, **how)
+    return step, step.init(training.params())
+
+
+def loop(step, state, batches):
+    out = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        out.append(metrics)
+    return state, out
+
+
+def run(pipe, state, batches):
+    out = []
+    for state, metrics in pipe.run(state, batches):  # noqa: B007, B020
+        out.append(metrics)
+    return state, out
+
+
+def is_same(a, b):
+    xs, ys = fr.tree.leaves(a), fr.tree.leaves(b)
+    if len(xs) != len(ys):
+        return False
+    return all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(xs, ys, strict=True))
+
+
+def no_ids():
+    return fr.KeyedJaggedTensor.from_lists({"u": [[], []], "v": [[], []]}, dtype=torch.int64).pad_to(ROOM)
+
+
+def beside_a_loop(axes, plan, count, how):
+    """(whether states and metrics are the plain loop's, the bytes that travel ahead, threads left)"""
+    mesh = mesh_of(axes)
+    batches = [own(mesh, i) for i in range(count)]
+    want = loop(*step_of(mesh, plan, **how), batches)
+    step, state = step_of(mesh, plan, **how)
+    pipe = fr.pipeline(step, mesh=mesh)
+    got = run(pipe, state, iter(batches))
+    return is_same(got, want), pipe.routed_bytes, threads()
+
+
+def donated():
+    """The same of a jitted step that uses up its state, and whether that is gone."""
+    mesh, plan = mesh_of({"x": 2}), fr.Plan({"a": fr.row_wise("x")})
+    loss = lambda p, b: (fr.lookup(p.tables, b.ids, training.FEATURES[:1]).values @ p.dense).square().mean()
+    kind = {"sparse": fr.optim.rowwise_adagrad(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
+    batches = [own(mesh, i) for i in range(4)]
+
+    def start():
+        step = fr.train_step(loss, **kind, mesh=mesh, plan=plan, capacity=20)
+        tables = fr.init(fr.key(1), [fr.TableConfig("a", 11, 4)])
+        return fr.jit(step, donate=("state",)), step.init(fr.Params(tables, torch.ones(4)))
+
+    want = loop(*start(), batches)
+    step, state = start()
+    pipe = fr.pipeline(step, mesh=mesh)
+    got = run(pipe, state, iter(batches))
+    try:
+        state.tables["a"] + 1
+    except fr.DonatedError:
+        return is_same(got, want), pipe.routed_bytes, threads()
+
+
+def of_many_forms():
+    """Batches of other sizes and without an id, a plan that changes, a table of rows that is written to."""
+    mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
+    empty = own(mesh, 3)
+    empty = fr.Batch(no_ids(), empty.label)
+    batches = [own(mesh, 0), own(mesh, 1, 8, 64), empty, own(mesh, 2), own(mesh, 4, 8, 64), own(mesh, 5), own(mesh, 6)]
+    other = training.plan_of("table_wise", {"x": 2})
+    sparse = training.optimizers("adam")["sparse"]
+    step, state = step_of(mesh, plan)
+    want = state
+    for i, batch in enumerate(batches):
+        want = fr.reshard(want, other, mesh=mesh, sparse=sparse) if i == 4 else want
+        want, _ = step(want, batch)
+    pipe, got = fr.pipeline(step, depth=3, mesh=mesh), state
+    for i, batch in enumerate(pipe.ahead(batches)):
+        got = fr.reshard(got, other, mesh=mesh, sparse=sparse) if i == 4 else got
+        got, _ = pipe(got, batch)
+    return is_same(got, want), threads()
+
+
+def retried():
+    """(whether steps with little room that run again what does not fit are those of a plain loop of such steps)"""
+    mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
+    make = lambda capacity: step_of(mesh, plan, capacity=capacity)[0]
+    state, batches = step_of(mesh, plan)[1], [own(mesh, i) for i in range(5)]
+    want, made = loop(step_of(mesh, plan)[0], state, batches), {}
+    for first in (1, "measure"):
+        retry = fr.retry_overflow(make, capacity=first, steps=2)
+        state_, metrics = run(fr.pipeline(retry, mesh=mesh), state, batches)
+        made[first] = is_same((state_, [m["loss"] for m in metrics]), (want[0], [m["loss"] for m in want[1]]))
+    return made, threads()
+
+
+def weighted_loss(params, batch):
+    acts = fr.lookup(params.tables, batch.ids, training.FEATURES).values
+    return fr.losses.bce((acts @ params.dense["w"]).relu() @ params.dense["v"], batch.label, batch.weight)
+
+
+def uneven():
+    """Rank 1 has three batches, rank 0 five. (Whether the states are those of a loop in which rank 1 has blank ones;
+    what ranks without weights are told, and whether the states before are those of a loop)"""
+    mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
+    count = 5 if mesh.coordinates["x"] == 0 else 3
+    step = fr.train_step(weighted_loss, **training.optimizers("adam"), mesh=mesh, plan=plan)
+    state, batches = step.init(training.params()), [own(mesh, i) for i in range(5)]
+    batches = [fr.Batch(b.ids, b.label, weight=torch.tensor([1.0, 2.0])) for b in batches]
+    blank = fr.Batch(no_ids(), torch.zeros(2), weight=torch.zeros(2))
+    want = loop(step, state, [b if i < count else blank for i, b in enumerate(batches)])
+    filled = is_same(run(fr.pipeline(step, mesh=mesh), state, batches[:count]), want)
+    bare = [own(mesh, i) for i in range(5)]
+    step, state = step_of(mesh, plan)
+    want, seen, told = loop(step, state, bare[:3])[0], [], ""
+    try:
+        for now, _ in fr.pipeline(step, mesh=mesh).run(state, bare[:count]):
+            seen.append(now)
+    except ValueError as error:
+        told = str(error)
+    return filled, told, len(seen), is_same(seen[-1], want), threads()
+
+
+def broken(how):
+    """Rank 1 alone has a loader that raises, or a batch of another form, at batch 2; then both run once more.
+
+    (what this rank is told, the steps before it, whether the second run is a plain loop, threads left)"""
+    mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
+    step, state = step_of(mesh, plan)
+    pipe, seen, told = fr.pipeline(step, mesh=mesh), 0, ""
+
+    def batches():
+        for i in range(4):
+            if i == 2 and mesh.coordinates["x"] == 1:
+                if how == "raises":
+                    raise LookupError("no such file")
+                yield own(mesh, i, room=ROOM + 8)
+            yield own(mesh, i)
+
+    try:
+        for _ in pipe.run(state, batches()):
+            seen += 1
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    again = [own(mesh, i) for i in range(3)]
+    return told, seen, is_same(run(pipe, state, again), loop(step, state, again)), threads()
+
+
+def left_early():
+    """A loop that passes over its first batch, and that both ranks leave behind the second: rank 1 while its loader is
+    busy, rank 0 when its thread has gone on. Then one over three batches, beside a plain loop."""
+    mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
+    step, state = step_of(mesh, plan)
+    pipe, rank = fr.pipeline(step, mesh=mesh, depth=3), mesh.coordinates["x"]
+    batches = [own(mesh, i) for i in range(6)]
+
+    def loader():
+        for i, batch in enumerate(batches):
+            time.sleep(0.1 if rank == 1 and i == 3 else 0)
+            yield batch
+
+    got = state
+    for i, batch in enumerate(pipe.ahead(loader())):
+        if i == 1:
+            got, _ = pipe(got, batch)
+            time.sleep(0.3 if rank == 0 else 0)
+            break
+    want = step(state, batches[1])[0]
+    return is_same(run(pipe, got, batches[:3]), loop(step, want, batches[:3])), threads()
+
+
+# -- a slow link ---------------------------------------------------------------------------------------------------
+
+
+def late(x, seconds):
+    time.sleep(seconds)
+    return x.clone()
+
+
+def with_late_ids(seconds):
+    """Have ids leave this rank later than they do."""
+    library.define("piped", "late", "(Tensor x, float seconds) -> Tensor", late, lambda x, seconds: torch.empty_like(x))
+    send = _route.all_to_all
+    op = torch.ops.piped.late
+    _route.all_to_all = lambda xs, axes: send(tuple(op(x, seconds) for x in xs), axes)
+    return lambda: setattr(_route, "all_to_all", send)
+
+
+def hidden(count=6):
+    """(seconds of a step of the plain loop, of the pipeline) where ids are late, and a step takes as long besides."""
+    mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
+    undo = with_late_ids(LATE_S)
+    try:
+        step, state = step_of(mesh, plan)
+        batches = [own(mesh, i) for i in range(count)]
+
+        def timed(steps):
+            times = [time.perf_counter()]
+            last = None
+            for now in steps:
+                time.sleep(LATE_S)
+                times.append(time.perf_counter())
+                last = now
+            return last, (times[-1] - times[2]) / (count - 2)
+
+        def plain(now):
+            for batch in batches:
+                now, _ = step(now, batch)
+                yield now
+
+        want, slow_s = timed(plain(state))
+        got, fast_s = timed(s for s, _ in fr.pipeline(step, mesh=mesh).run(state, batches))
+        return slow_s, fast_s, is_same(got, want)
+    finally:
+        undo()
