@@ -97,6 +97,7 @@ from funcrec.loop import pipeline as pipeline
 from funcrec.checkpoint import latest as latest
 from funcrec.checkpoint import load as load
 from funcrec.checkpoint import save as save
+from funcrec.checkpoint import Saving as Saving
 
 from funcrec import data as data
 from funcrec import interop as interop

@@ -5,3 +5,4 @@ from funcrec.checkpoint._checkpoint import save as save
 from funcrec.checkpoint._compare import difference_problems as difference_problems
 from funcrec.checkpoint._files import write_whole as write_whole
 from funcrec.checkpoint._kept import latest as latest
+from funcrec.checkpoint._saving import Saving as Saving

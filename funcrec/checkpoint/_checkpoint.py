@@ -6,32 +6,22 @@ No example is needed to read one, and nothing in it is run.
 """
 
 import os
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from funcrec.checkpoint._code import CodeError, Encoded, decode, encode, transform_problems
+from funcrec.checkpoint._code import CodeError, decode, transform_problems
 from funcrec.checkpoint._compare import difference_problems
 from funcrec.checkpoint._crew import Crew, together
-from funcrec.checkpoint._files import as_path, open_file, write_whole
+from funcrec.checkpoint._files import as_path, open_file
 from funcrec.checkpoint._first_format import read_first
-from funcrec.checkpoint._folder import (
-    Files,
-    file_name,
-    is_folder,
-    make_folder,
-    pieces_of,
-    read_manifest,
-    write_manifest,
-    write_rank,
-)
-from funcrec.checkpoint._format import read_header, write
-from funcrec.checkpoint._kept import remove_older, step_of, step_path
-from funcrec.checkpoint._parts import Seen, equal_problems, told_of, where_of
+from funcrec.checkpoint._folder import Files, is_folder, read_manifest
+from funcrec.checkpoint._format import read_header
+from funcrec.checkpoint._job import copy_problems, copy_rest, job_of
 from funcrec.checkpoint._place import Reader, Target, placed, target_problems
+from funcrec.checkpoint._saving import Saving, crew_beside, finish, go_on, num_live, settle
 from funcrec.core import Count, Size, check, fail, typed
 from funcrec.mesh import Codec, Mesh
 from funcrec.optim import RowOptimizer
@@ -48,7 +38,9 @@ def save(
     mesh: Mesh | None = None,
     keep: Count | None = None,
     step: Size | None = None,
-) -> Path:
+    asynchronous: bool = False,
+    copy_bytes: Size | None = None,
+) -> Path | Saving:
     """Write a tree (dicts, lists, tuples, funcrec's values, tensors, numbers, strings) to one file; a tree with a
     sharded state in it, or of a mesh, to a folder of a file for each rank.
 
@@ -69,8 +61,13 @@ def save(
       keep: `path` is a folder of checkpoints, made where it is not there: this one is called by its step, and when it
         is whole all but the newest `keep` are removed (see `latest`).
       step: the number that names it; by default that of the first TrainState in the tree.
+      asynchronous: return when what is to be written is copied; a thread writes it, and the state may be donated
+        meanwhile. The next save waits for it, and so does the end of the program.
+      copy_bytes: the most that the copy may take on this rank: what is beyond it is written before the call returns.
+        None for all that this rank writes.
 
-    Returns: the path of the checkpoint.
+    Returns: the path of the checkpoint; a `Saving`, whose `wait()` gives it, where asynchronous. What goes wrong then
+      is raised by `wait`, or by the next save.
 
     Raises: TypeError that names every leaf and key that would not come back the same (another tensor than a plain,
       dense one, one of which a derivative is wanted, a number of numpy, an Enum), before anything is written;
@@ -84,19 +81,16 @@ def save(
       {'w': tensor([1., 1.]), 'epoch': 3}
     """
     path = as_path(SAVE, path)
-    check(SAVE, transform_problems())
-    seen = Seen([], [], [])
-    encoded = encode(tree, "tree", seen.see)
-    if mesh is None and not seen.layouts:
-        encoded = encode(tree, "tree") if seen.shards else encoded  # of no mesh that is known here: by value
-        check(SAVE, encoded.problems)
-        path = path if keep is None else step_path(path, step_of(seen, step))
-        write_whole(SAVE, path, lambda file: write(file, encoded.code, encoded.tensors))
-    else:
-        path = save_folder(path, encoded, seen, mesh, keep, step)
-    if keep is not None:
-        remove_older(path, keep)
-    return path
+    check(SAVE, transform_problems(), copy_problems(asynchronous, copy_bytes))
+    settle()
+    job = job_of(path, tree, mesh, keep, step)
+    if not asynchronous:
+        job.run(lambda: None, job.crew)
+        return job.path
+    live = num_live([p.rows.nbytes for own in job.pieces for p in own], copy_bytes)
+    together(job.crew, SAVE, "copy its part", lambda: copy_rest(job.pieces, live))
+    crew = crew_beside(job.crew)
+    return go_on(job.path, lambda wrote: job.run(wrote, crew), live)
 
 
 @typed
@@ -142,6 +136,7 @@ def load(
         try   like=None, which loads what there is
     """
     path = as_path(LOAD, path)
+    finish()
     how = {"sparse": sparse, "exact": exact, "codec": codec, "dedup": dedup, "dense_axes": tuple(dense_axes)}
     target = None if plan is None else Target(plan, mesh, **how)
     check(LOAD, transform_problems(), target_problems(target, **how))
@@ -167,56 +162,6 @@ def crew_of(mesh: Mesh | None) -> Crew:
 
 
 # -- a folder ----------------------------------------------------------------------------------------------------
-
-
-def save_folder(
-    path: Path, encoded: Encoded, seen: Seen, mesh: Mesh | None, keep: int | None, step: int | None
-) -> Path:
-    """Every rank's file, and then the manifest: where the checkpoint is."""
-    where = where_of(mesh, seen)
-    crew = Crew() if where.is_emulated else Crew(where.own[0], where.size)
-
-    def look() -> dict:
-        check(SAVE, encoded.problems)
-        name = "" if keep is None else step_path(path, step_of(seen, step)).name
-        return {**told_of(encoded.leaves, where, seen), "name": name, "token": secrets.token_hex(8)}
-
-    _, told = together(crew, SAVE, "save its tree", look)
-    check(SAVE, equal_problems(where, seen, told))
-    folder, token = (path / told[0]["name"] if told[0]["name"] else path), told[0]["token"]
-
-    def prepare() -> None:
-        for own in (path, folder) if crew.is_first else ():
-            make_folder(SAVE, own)
-
-    together(crew, SAVE, "make the folder", prepare)
-    mine = [folder / file_name(rank, where.size, token) for rank in where.own]
-    try:
-        pieces = pieces_of(encoded.tensors, where)
-        names = list(encoded.leaves)
-        write_own = lambda: [write_rank(SAVE, f, pieces[r], names) for r, f in zip(where.own, mine, strict=True)]
-        _, written = together(crew, SAVE, "write its part", write_own)
-        of_all = [x for own in written for x in own]
-        finish = lambda: write_manifest(SAVE, folder, encoded, of_all) if crew.is_first else None
-        together(crew, SAVE, "write the manifest", finish)
-    except BaseException:
-        forget(folder, mine)
-        raise
-    return folder
-
-
-def forget(folder: Path, files: Sequence[Path]) -> None:
-    """Remove files of a save that broke off, unless the manifest names them already."""
-    named: set[str] = set()
-    try:
-        named = set(read_manifest(SAVE, folder).files)
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, CodeError):
-        return
-    for path in files:
-        if path.name not in named:
-            path.unlink(missing_ok=True)
 
 
 def read_folder(path: Path, target: Target | None, place: torch.device | None) -> Any:

@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -34,7 +34,6 @@ from funcrec.checkpoint._format import (
     is_size,
     read_header,
     said,
-    write,
 )
 from funcrec.checkpoint._parts import Where, whole_parts
 
@@ -58,12 +57,13 @@ class Manifest(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A block of leaf number `leaf`, from a row and a column on."""
+    """A block of leaf number `leaf`, from a row and a column on, of a device."""
 
     leaf: int
     first: int
     first_column: int
     rows: Tensor
+    device: str
 
 
 def pieces_of(leaves: Sequence[Tensor | Cut], where: Where) -> dict[int, list[Piece]]:
@@ -73,53 +73,65 @@ def pieces_of(leaves: Sequence[Tensor | Cut], where: Where) -> dict[int, list[Pi
         for rank, first, column, rows in x.parts(where) if isinstance(x, Cut) else whole_parts(x, where):
             width = rows[:1].numel() * rows.element_size()
             step = max(ROWS, BLOCK_BYTES // max(1, width) // ROWS * ROWS)
-            cut = [Piece(i, first + at, column, rows[at : at + step]) for at in range(0, rows.shape[0], step)]
-            out[rank] += cut if width else []
+            for at in range(0, rows.shape[0] if width else 0, step):
+                out[rank].append(Piece(i, first + at, column, rows[at : at + step], str(rows.device)))
     return out
+
+
+def whole_pieces(leaves: Sequence[Tensor]) -> list[Piece]:
+    """What one file has: each tensor as it is."""
+    return [Piece(i, 0, 0, x, str(x.device)) for i, x in enumerate(leaves)]
+
+
+def write_file(file: BinaryIO, code: Any, pieces: list[Piece], wrote: Callable[[], None]) -> list[tuple[int, int]]:
+    """(where it begins, CRC) of each piece, which is let go of then; `wrote` is called behind each."""
+    writer, places = begin(file), []
+    while pieces:
+        p = pieces.pop(0)
+        places.append(append(writer, p.rows, p.device))
+        del p
+        wrote()
+    finish(writer, code)
+    return places
 
 
 def file_name(rank: int, size: int, token: str) -> str:
     return f"rank-{rank}-of-{size}-{token}"
 
 
-def write_rank(call: str, path: Path, pieces: Sequence[Piece], names: Sequence[str]) -> list:
+def write_rank(call: str, path: Path, pieces: Sequence[Piece], names: Sequence[str], wrote: Callable[[], None]) -> list:
     """A rank's file: [its name, its bytes, its blocks], flushed; JSON's kinds only."""
-    blocks: list[list] = []
-
-    def fill_file(file: BinaryIO) -> None:
-        writer, labels = begin(file), []
-        for p in pieces:
-            at, crc = append(writer, p.rows)
-            columns = p.rows[:1].numel()
-            blocks.append([p.leaf, at, p.first, p.first_column, p.rows.shape[0], columns, crc])
-            last, last_column = p.first + p.rows.shape[0], p.first_column + columns
-            labels.append(f"{names[p.leaf]}[{p.first}:{last}, {p.first_column}:{last_column}]")
-        finish(writer, ["dict", [[label, ["tensor"]] for label in labels]])
-
-    write_whole(call, path, fill_file)
-    return [path.name, path.stat().st_size, blocks]
+    blocks = [[p.leaf, p.first, p.first_column, p.rows.shape[0], p.rows[:1].numel()] for p in pieces]
+    label = lambda leaf, a, b, n, width: f"{names[leaf]}[{a}:{a + n}, {b}:{b + width}]"
+    code, places = ["dict", [[label(*b), ["tensor"]] for b in blocks]], []
+    write_whole(call, path, lambda file: places.extend(write_file(file, code, pieces, wrote)))
+    return [
+        path.name,
+        path.stat().st_size,
+        [[b[0], at, *b[1:], crc] for b, (at, crc) in zip(blocks, places, strict=True)],
+    ]
 
 
-def write_manifest(call: str, folder: Path, encoded: Encoded, written: list[list]) -> None:
-    """What is written is a checkpoint from here on."""
-    blocks: list[list] = [[] for _ in encoded.leaves]
+def heads_of(encoded: Encoded) -> list[list]:
+    """[name, dtype, shape, grid, device] of each leaf."""
+    out = []
+    for name, x in encoded.leaves.items():
+        grid, held = (x.grid, x.held[0]) if isinstance(x, Cut) else (grid_of(x.shape), x)
+        out.append([name, str(x.dtype).removeprefix("torch."), list(x.shape), list(grid), str(held.device)])
+    return out
+
+
+def write_manifest(call: str, folder: Path, tree: Any, heads: Sequence[list], written: Sequence[list]) -> None:
+    """What is written is a checkpoint from here on. tree: its code."""
+    blocks: list[list] = [[] for _ in heads]
     for i, (_, _, own) in enumerate(written):
         for leaf, *where in own:
             blocks[leaf].append([i, *where])
-    kinds = [(str(x.dtype).removeprefix("torch."), list(x.shape)) for x in encoded.leaves.values()]
-    grids = [x.grid if isinstance(x, Cut) else grid_of(x.shape) for x in encoded.leaves.values()]
-    devices = [str((x.held[0] if isinstance(x, Cut) else x).device) for x in encoded.leaves.values()]
-    leaves = [
-        [name, dtype, shape, list(grid), device, sorted(own, key=lambda b: b[2:4])]
-        for name, (dtype, shape), grid, device, own in zip(encoded.leaves, kinds, grids, devices, blocks, strict=True)
-    ]
-    text = json.dumps(
-        {"files": [[name, size] for name, size, _ in written], "tensors": leaves, "tree": encoded.code},
-        separators=(",", ":"),
-    )
-    code, _, _ = encode({"format": FORMAT, "manifest": text}, "manifest")
+    leaves = [[*head, sorted(own, key=lambda b: b[2:4])] for head, own in zip(heads, blocks, strict=True)]
+    content = {"files": [[name, size] for name, size, _ in written], "tensors": leaves, "tree": tree}
+    code, _, _ = encode({"format": FORMAT, "manifest": json.dumps(content, separators=(",", ":"))}, "manifest")
     old = files_of(folder)
-    write_whole(call, folder / MANIFEST, lambda file: write(file, code, ()))
+    write_whole(call, folder / MANIFEST, lambda file: write_file(file, code, [], lambda: None))
     for name in old - {name for name, _, _ in written}:
         with contextlib.suppress(OSError):
             os.unlink(folder / name)

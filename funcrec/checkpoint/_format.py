@@ -99,8 +99,8 @@ def begin(file: BinaryIO) -> Writer:
     return Writer(file, [])
 
 
-def append(to: Writer, x: Tensor) -> tuple[int, int]:
-    """Write a tensor: where it begins, and its CRC."""
+def append(to: Writer, x: Tensor, device: str) -> tuple[int, int]:
+    """Write a tensor that is from a device: where it begins, and its CRC."""
     to.file.write(bytes(-to.file.tell() % ALIGN))
     at, crc = to.file.tell(), 0
     plain = x.detach().resolve_conj().resolve_neg().cpu()
@@ -108,7 +108,7 @@ def append(to: Writer, x: Tensor) -> tuple[int, int]:
     for chunk in chunks(plain):
         crc = zlib.crc32(chunk, crc)
         to.file.write(chunk)
-    to.entries.append(Entry(str(x.dtype).removeprefix("torch."), list(x.shape), str(x.device), crc))
+    to.entries.append(Entry(str(x.dtype).removeprefix("torch."), list(x.shape), device, crc))
     return at, crc
 
 
@@ -117,13 +117,6 @@ def finish(to: Writer, code: Any) -> None:
     header = text.encode("utf-8", "surrogatepass")
     to.file.write(header)
     to.file.write(FOOTER.pack(len(header), zlib.crc32(header)))
-
-
-def write(file: BinaryIO, code: Any, tensors: Sequence[Tensor]) -> None:
-    writer = begin(file)
-    for x in tensors:
-        append(writer, x)
-    finish(writer, code)
 
 
 def chunks(x: Tensor) -> Iterator[memoryview]:

@@ -4,6 +4,7 @@ folder/step-0000001200: a file, or a folder of ranks
 """
 
 import contextlib
+import itertools
 import os
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from funcrec.checkpoint._files import as_path, open_file, sync_folder
 from funcrec.checkpoint._folder import MANIFEST, OURS, is_folder, read_manifest
 from funcrec.checkpoint._format import read_header
 from funcrec.checkpoint._parts import Seen
+from funcrec.checkpoint._saving import finish
 from funcrec.core import fail, typed
 
 NAME = re.compile(r"step-(\d{10,})")
@@ -33,6 +35,7 @@ def latest(folder: str | os.PathLike) -> Path | None:
       ...     none, fr.latest(folder).name, sorted(os.listdir(folder))
       (None, 'step-0000000300', ['step-0000000200', 'step-0000000300'])
     """
+    finish()
     found = steps_in(as_path("funcrec.latest", folder))
     return next((found[n] for n in sorted(found, reverse=True) if is_whole(found[n])), None)
 
@@ -73,7 +76,8 @@ def is_whole(path: Path) -> bool:
 def remove_older(path: Path, keep: int) -> None:
     """Remove all but the newest `keep` of a folder, of which `path` is one in any case."""
     found = steps_in(path.parent)
-    stays = [found[n] for n in sorted(found, reverse=True) if found[n] != path][: keep - 1]
+    others = (found[n] for n in sorted(found, reverse=True) if found[n] != path)
+    stays = list(itertools.islice(filter(is_whole, others), keep - 1))
     for old in found.values():
         if old != path and old not in stays:
             remove(old)

@@ -85,3 +85,12 @@ def test_copies_that_trained_apart_are_refused(ranks, tmp_path):
         t.nbytes for t in [*state.tables.values(), *training.OPTIMIZERS["adam"]().init(state.tables)["a"].values()]
     )
     assert sum(p.stat().st_size for p in (tmp_path / "a").iterdir()) < 60 * table
+
+
+@pytest.mark.parametrize("copy_bytes", [None, 300, 0])
+def test_ranks_train_on_while_they_save(copy_bytes, ranks, tmp_path):
+    """A save that goes on beside donated steps and their exchanges has the bits of the state that it was given, whatever
+    the copy may take."""
+    for wants, loaded in ranks(2).run(saving.saved_beside, tmp_path / "a", copy_bytes):
+        for want, got in zip(wants, loaded, strict=True):
+            assert_trees_close(bits(got), bits(want))

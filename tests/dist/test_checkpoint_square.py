@@ -126,7 +126,7 @@ def stopping(patch, after):
 
     for name in ("replace", "fsync", "unlink", "mkdir", "rmdir", "utime", "open"):
         patch.setattr(_files.os, name, counted(getattr(os, name)))
-    for name in ("append", "begin", "finish", "write"):
+    for name in ("append", "begin", "finish"):
         patch.setattr(_folder, name, counted(getattr(_folder, name)))
     patch.setattr(_files.Path, "unlink", counted(_files.Path.unlink))
     return done
@@ -178,7 +178,8 @@ def test_kill_9_at_random_moments_leaves_a_whole_checkpoint(tmp_path):
         if not pid:
             save_for_ever(folder, writer)
         os.close(writer)
-        assert os.read(reader, 1) == b"."
+        for _ in range(1 + i % 2):
+            assert os.read(reader, 1) == b"."
         time.sleep(draw.random() * 0.04)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

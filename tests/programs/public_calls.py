@@ -356,7 +356,7 @@ def inputs(folder) -> list[Call]:
     np.save(folder / "label.npy", np.ones(4, np.float32))
     fr.save(folder / "tree.pt", {"w": f32(2)})
     fr.save(folder / "steps", HELD, keep=1)
-    on_ranks = {"path": str(folder / "held"), "tree": HELD, "mesh": MESH, "keep": 2, "step": 1}
+    on_ranks = {"path": str(folder / "held"), "tree": HELD, "mesh": MESH, "keep": 2, "step": 1, "asynchronous": False}
     placed = {"plan": PLAN, "mesh": MESH, "sparse": SPARSE, "exact": False, "codec": None, "dedup": False}
     (folder / "day.tsv").write_text("\t".join(["1"] + ["3"] * 13 + ["0000000a"] * 26) + "\n")
     import pyarrow as pa

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import funcrec as fr
-from funcrec.checkpoint import _checkpoint
+from funcrec.checkpoint import _job
 from programs import training
 from programs.training import plan_of
 
@@ -48,7 +48,7 @@ def told_of_failure(path, state, failing, stage):
     mesh, own = sharded(state, {"x": 2}, plan_of("row_wise", {"x": 2}), "adam", True)
     fr.save(path, own, mesh=mesh)
     mine = mesh.coordinates["x"] == failing
-    patched = {"write": (_checkpoint, "write_rank"), "manifest": (_checkpoint, "write_manifest")}
+    patched = {"write": (_job, "write_rank"), "manifest": (_job, "write_manifest")}
 
     def fail(*args):
         raise OSError(28, "No space left on device")
@@ -106,3 +106,18 @@ def copies_apart(path, state):
     except ValueError as error:
         return str(error), same
     return "", same
+
+
+def saved_beside(path, copy_bytes):
+    """Ranks that train on, donating, while what they were is saved: the state that was saved, whole, and what came."""
+    mesh = fr.Mesh.distributed(x=2)
+    opts = training.optimizers("adam")
+    step = fr.train_step(training.loss_fn, **opts, mesh=mesh, plan=plan_of("row_wise", {"x": 2}))
+    state = step.init(training.params())
+    fast = fr.jit(step, donate=("state",))
+    wants, savings = [], []
+    for i in range(3):
+        wants.append(fr.gather_state(fr.copy(state), mesh))
+        savings.append(fr.save(f"{path}-{i}", state, mesh=mesh, asynchronous=True, copy_bytes=copy_bytes))
+        state, _ = fast(state, fr.shard(training.batch(i, 4), fr.P("x"), mesh=mesh))
+    return wants, [fr.load(saving.wait(), mesh=mesh) for saving in savings]

@@ -1,0 +1,135 @@
+"""What a save does, once its tree is known to be one that loads: on this process alone, or together with other ranks.
+
+look (all ranks, before any work) -> copy what is to be copied -> run: write, and then change the name
+"""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from funcrec.checkpoint._code import CodeError, Encoded, encode
+from funcrec.checkpoint._crew import Crew, together
+from funcrec.checkpoint._files import write_whole
+from funcrec.checkpoint._folder import (
+    Piece,
+    file_name,
+    heads_of,
+    make_folder,
+    pieces_of,
+    read_manifest,
+    whole_pieces,
+    write_file,
+    write_manifest,
+    write_rank,
+)
+from funcrec.checkpoint._kept import remove_older, step_of, step_path
+from funcrec.checkpoint._parts import Seen, equal_problems, told_of, where_of
+from funcrec.checkpoint._saving import copy_of
+from funcrec.core import Problem, check
+from funcrec.mesh import Mesh
+
+CALL = "funcrec.save"
+
+
+class Job(NamedTuple):
+    """path: where the checkpoint will be. pieces: of each file. run(wrote, crew): write them; `wrote` after each."""
+
+    path: Path
+    pieces: list[list[Piece]]
+    run: Callable[[Callable[[], None], Crew], None]
+    crew: Crew
+
+
+def job_of(path: Path, tree: Any, mesh: Mesh | None, keep: int | None, step: int | None) -> Job:
+    """One file, or a folder of a file for each rank."""
+    seen = Seen([], [], [])
+    encoded = encode(tree, "tree", seen.see)
+    if mesh is not None or seen.layouts:
+        return folder_job(path, encoded, seen, mesh, keep, step)
+    encoded = encode(tree, "tree") if seen.shards else encoded  # of no mesh that is known here: by value
+    check(CALL, encoded.problems)
+    if keep is not None:
+        name = step_path(path, step_of(seen, step))
+        make_folder(CALL, path)
+        path = name
+    pieces, code = whole_pieces(encoded.tensors), encoded.code
+
+    def run(wrote: Callable[[], None], crew: Crew) -> None:
+        write_whole(CALL, path, lambda file: write_file(file, code, pieces, wrote))
+        if keep is not None:
+            remove_older(path, keep)
+
+    return Job(path, [pieces], run, Crew())
+
+
+def folder_job(path: Path, encoded: Encoded, seen: Seen, mesh: Mesh | None, keep: int | None, step: int | None) -> Job:
+    """Every rank's file, and then the manifest."""
+    where = where_of(mesh, seen)
+    crew = Crew() if where.is_emulated else Crew(where.own[0], where.size)
+
+    def look() -> dict:
+        check(CALL, encoded.problems)
+        name = "" if keep is None else step_path(path, step_of(seen, step)).name
+        return {**told_of(encoded.leaves, where, seen), "name": name, "token": secrets.token_hex(8)}
+
+    _, told = together(crew, CALL, "save its tree", look)
+    check(CALL, equal_problems(where, seen, told))
+    folder, token = (path / told[0]["name"] if told[0]["name"] else path), told[0]["token"]
+
+    def prepare() -> None:
+        for own in dict.fromkeys((path, folder)) if crew.is_first else ():
+            make_folder(CALL, own)
+
+    together(crew, CALL, "make the folder", prepare)
+    files = [folder / file_name(rank, where.size, token) for rank in where.own]
+    pieces, names = list(pieces_of(encoded.tensors, where).values()), list(encoded.leaves)
+    heads, code = heads_of(encoded), encoded.code  # and no tensor that the caller may give away meanwhile
+
+    def run(wrote: Callable[[], None], crew: Crew) -> None:
+        try:
+            own = lambda: [write_rank(CALL, f, p, names, wrote) for f, p in zip(files, pieces, strict=True)]
+            _, written = together(crew, CALL, "write its part", own)
+            of_all = [x for own in written for x in own]
+            finish = lambda: write_manifest(CALL, folder, code, heads, of_all) if crew.is_first else None
+            together(crew, CALL, "write the manifest", finish)
+        except BaseException:
+            forget(folder, files)
+            raise
+        if keep is not None and crew.is_first:
+            remove_older(folder, keep)
+
+    return Job(folder, pieces, run, crew)
+
+
+def copy_rest(pieces: Sequence[list[Piece]], live: int) -> None:
+    """Put copies in the places of all but the first `live` pieces."""
+    places = [(own, i) for own in pieces for i in range(len(own))]
+    for own, i in places[live:]:
+        own[i] = own[i]._replace(rows=copy_of(own[i].rows))
+
+
+def forget(folder: Path, files: Sequence[Path]) -> None:
+    """Remove the files of a save that broke off, unless the manifest names them already."""
+    named: set[str] = set()
+    try:
+        named = set(read_manifest(CALL, folder).files)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, CodeError):
+        return
+    for path in files:
+        if path.name not in named:
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it holds another save
+        os.rmdir(folder)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def copy_problems(asynchronous: bool, copy_bytes: int | None) -> Iterator[Problem]:
+    if copy_bytes is not None and not asynchronous:
+        yield Problem("`copy_bytes` is of a copy.", "asynchronous=False", "asynchronous=True", "copy_bytes=None")

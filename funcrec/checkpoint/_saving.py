@@ -1,0 +1,135 @@
+"""Saves that go on beside training: what is left to write is copied, and a thread writes it.
+
+    state -> copy of at most `copy_bytes`, the rest written -> the call returns -> the copy written, the name changed
+
+One save at a time: the next one waits for it, and raises what went wrong in it; so does the end of the program wait.
+"""
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from funcrec.checkpoint._crew import Crew
+
+
+class Saving:
+    """A save that goes on: what `save(..., asynchronous=True)` returns.
+
+    path: where the checkpoint will be. wait(): until it is there; the path. is_done: whether it is, or failed.
+
+    Example:
+      >>> import tempfile, torch, funcrec as fr
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     saving = fr.save(folder + "/state.pt", {"w": torch.ones(2)}, asynchronous=True)
+      ...     fr.load(saving.wait())
+      {'w': tensor([1., 1.])}
+    """
+
+    def __init__(self, path: Path, run: Callable[[Callable[[], None]], Any], num_live: int):
+        self.path = path
+        self._error: BaseException | None = None
+        self._left, self._is_copied = num_live, threading.Event()
+        self._thread = threading.Thread(target=self._work, args=(run,), name=f"funcrec.save {path.name}")
+
+    def _work(self, run: Callable[[Callable[[], None]], Any]) -> None:
+        try:
+            run(self._wrote)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._is_copied.set()
+
+    def _wrote(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._is_copied.set()
+
+    def _start(self) -> "Saving":
+        """Begin, and return when nothing of the caller's is read any more."""
+        if not self._left:
+            self._is_copied.set()
+        self._thread.start()
+        self._is_copied.wait()
+        return self
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """The path, when the checkpoint is whole.
+
+        Raises: what went wrong, once: here, or at the next save.
+        """
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self.path
+
+    def __repr__(self) -> str:
+        return f"Saving({str(self.path)!r}, {'done' if self.is_done else 'going on'})"
+
+
+_last: list[Saving] = []
+_groups: dict[Any, Any] = {}
+
+
+def settle() -> None:
+    """The save before is done; its error is raised, unless it was."""
+    while _last:
+        _last.pop().wait()
+
+
+def finish() -> None:
+    """The save before is done, whatever came of it: what reads files reads those of this process."""
+    for saving in _last:
+        saving._thread.join()
+
+
+def go_on(path: Path, run: Callable[[Callable[[], None]], Any], num_live: int) -> Saving:
+    """run(wrote) in a thread, which calls `wrote` for each tensor; returns when the first num_live are written."""
+    saving = Saving(path, run, num_live)
+    _last.append(saving)
+    return saving._start()
+
+
+def crew_beside(crew: Crew) -> Crew:
+    """The same ranks, in a group of their own: a thread's exchanges are not those of training. All ranks ask."""
+    if crew.size == 1:
+        return crew
+    world = dist.distributed_c10d._get_default_group()
+    if world not in _groups:
+        _groups.clear()
+        _groups[world] = dist.new_group(backend="gloo")
+    return crew._replace(group=_groups[world])
+
+
+def num_live(sizes: Sequence[int], copy_bytes: int | None) -> int:
+    """How many of the first tensors are written from where they are, so that copies of the others fit."""
+    total = sum(sizes)
+    for i, size in enumerate(sizes):
+        if copy_bytes is None or total <= copy_bytes:
+            return i
+        total -= size
+    return len(sizes)
+
+
+def copy_of(x: Tensor) -> Tensor:
+    """Memory of its own, on the CPU."""
+    plain = x.detach().cpu()
+    return plain.clone() if plain.device == x.device else plain
+
+
+@atexit.register
+def _tell() -> None:
+    """An error that nobody has waited for is told when the program ends."""
+    for saving in _last:
+        if saving._error is not None:
+            print(f"funcrec.save: {saving.path} was not saved: {saving._error}", file=sys.stderr)

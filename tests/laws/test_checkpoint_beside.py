@@ -1,0 +1,115 @@
+"""Saves that go on beside the program: what was given is what is saved, errors are told, and nothing is cut short."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import funcrec as fr
+from funcrec.checkpoint import _job, _saving
+from funcrec.testing import assert_trees_close
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Saves stop before they change the name until it is set."""
+    opened = threading.Event()
+    write = _job.write_whole
+
+    def waiting(call, path, fill):
+        def held(file):
+            fill(file)
+            assert opened.wait(20)
+
+        write(call, path, held)
+
+    monkeypatch.setattr(_job, "write_whole", waiting)
+    yield opened
+    opened.set()
+
+
+def tree(value):
+    return {"w": torch.full((100,), value), "more": [torch.full((3, 2), value), value]}
+
+
+@pytest.mark.parametrize("copy_bytes", [None, 0, 24, 399, 400])
+def test_what_was_given_is_saved(copy_bytes, tmp_path):
+    """What is written to after the call returns is not in the file, whatever the copy may take."""
+    given = tree(1.0)
+    saving = fr.save(tmp_path / "a.pt", given, asynchronous=True, copy_bytes=copy_bytes)
+    given["w"].fill_(2)
+    given["more"][0].fill_(2)
+    assert isinstance(saving, fr.Saving) and saving.wait() == saving.wait() == tmp_path / "a.pt"
+    assert_trees_close(fr.load(tmp_path / "a.pt"), tree(1.0))
+
+
+def test_the_copy_is_bounded():
+    """The first tensors are written from where they are, so many that copies of the others take no more than they may."""
+    sizes = [5, 3, 0, 8, 2]
+    assert [_saving.num_live(sizes, n) for n in (None, 18, 17, 13, 10, 9, 2, 1, 0)] == [0, 0, 1, 1, 2, 4, 4, 5, 5]
+
+
+def test_the_call_returns_before_the_file_is_there(gate, tmp_path):
+    """An asynchronous save returns while it goes on; a load of the same process waits for it."""
+    saving = fr.save(tmp_path / "a.pt", tree(1.0), asynchronous=True)
+    assert not saving.is_done and "going on" in repr(saving) and not (tmp_path / "a.pt").exists()
+    threading.Timer(0.05, gate.set).start()
+    assert_trees_close(fr.load(tmp_path / "a.pt"), tree(1.0))
+    assert saving.is_done and "done" in repr(saving)
+
+
+def test_saves_of_one_path_are_in_order(tmp_path):
+    """Of many saves to one path the last one stays."""
+    for n in range(10):
+        saving = fr.save(tmp_path / "a.pt", {"n": n}, asynchronous=n % 3 != 0)
+    assert fr.load(tmp_path / "a.pt") == {"n": 9}
+    assert not isinstance(saving, fr.Saving)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+
+
+@pytest.mark.parametrize("told_at", ["wait", "save"])
+def test_an_error_is_told_once(told_at, tmp_path, monkeypatch):
+    """What goes wrong beside the program is raised by wait, or else by the next save, which is then not begun; once."""
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_job, "write_file", full)
+        saving = fr.save(tmp_path / "a.pt", tree(1.0), asynchronous=True)
+        saving._thread.join()
+    with pytest.raises(OSError, match="is full"):
+        saving.wait() if told_at == "wait" else fr.save(tmp_path / "a.pt", tree(2.0))
+    assert list(tmp_path.iterdir()) == []
+    fr.save(tmp_path / "a.pt", tree(3.0))
+    assert_trees_close(fr.load(tmp_path / "a.pt"), tree(3.0))
+
+
+def test_wrong_trees_are_told_at_once(tmp_path):
+    """What cannot be saved is an error of the call, as without a thread; a bound of no copy, too."""
+    with pytest.raises(TypeError, match=r"`tree\['x'\]` cannot be saved"):
+        fr.save(tmp_path / "a.pt", {"x": object()}, asynchronous=True)
+    with pytest.raises(ValueError, match="`copy_bytes` is of a copy"):
+        fr.save(tmp_path / "a.pt", 1, copy_bytes=3)
+
+
+def test_the_end_of_a_program_waits(tmp_path):
+    """A program that ends, by an error too, ends when its save is done."""
+    save = "fr.save(sys.argv[1], {'x': torch.ones(10**6)}, asynchronous=True)"
+    code = f"import sys, torch, funcrec as fr\n{save}\nraise SystemExit(3)"
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.pt")]).returncode == 3
+    assert bool((fr.load(tmp_path / "a.pt")["x"] == 1).all())
+
+
+def test_an_error_that_nobody_waited_for_is_told_at_the_end(tmp_path, capsys):
+    """What went wrong and was raised nowhere is said when the program ends."""
+    os.mkdir(tmp_path / "a")
+    saving = fr.save(tmp_path / "a", 1, asynchronous=True)
+    saving._thread.join()
+    _saving._tell()
+    assert "a was not saved: funcrec.save: " in capsys.readouterr().err
+    with pytest.raises(IsADirectoryError):
+        saving.wait()
