@@ -89,6 +89,7 @@ EXAMPLES: dict[str, str] = {
     "f": "lambda x: x",
     "factor": "0.5",
     "fill": "0",
+    "folder": '"runs"',
     "format": '"csv"',
     "final_activation": "torch.relu",
     "first": "0",

@@ -89,8 +89,8 @@ def test_copies_that_trained_apart_are_refused(ranks, tmp_path):
 
 @pytest.mark.parametrize("copy_bytes", [None, 300, 0])
 def test_ranks_train_on_while_they_save(copy_bytes, ranks, tmp_path):
-    """A save that goes on beside donated steps and their exchanges has the bits of the state that it was given, whatever
-    the copy may take."""
+    """A save that goes on beside donated steps and their exchanges has the bits of the state that it was given, however
+    much may be copied."""
     for wants, loaded in ranks(2).run(saving.saved_beside, tmp_path / "a", copy_bytes):
         for want, got in zip(wants, loaded, strict=True):
             assert_trees_close(bits(got), bits(want))

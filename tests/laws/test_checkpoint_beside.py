@@ -47,7 +47,7 @@ def test_what_was_given_is_saved(copy_bytes, tmp_path):
 
 
 def test_the_copy_is_bounded():
-    """The first tensors are written from where they are, so many that copies of the others take no more than they may."""
+    """The first tensors are written from where they are, so many that the others fit into a copy of that size."""
     sizes = [5, 3, 0, 8, 2]
     assert [_saving.num_live(sizes, n) for n in (None, 18, 17, 13, 10, 9, 2, 1, 0)] == [0, 0, 1, 1, 2, 4, 4, 5, 5]
 
