@@ -38,7 +38,7 @@ from funcrec.core import (
     message,
     typed,
 )
-from funcrec.mesh import alone
+from funcrec.mesh import alone, others_changed, staged
 from funcrec.tables import TableRef
 
 MANY, MOST = 10, 128  # compilations of one function: from when on it is warned, and how many are kept
@@ -154,8 +154,14 @@ class Jitted:
                 entry.used, known = when[1], leaves + entry.captured
                 link = entry.follows(known)
                 if link is not None:
-                    return entry(known, when, link)
+                    return self.ran(entry, known, when, link)
         return self.look(args, kwargs, leaves, here, when)
+
+    def ran(self, entry: Compiled, known: list, when: tuple[str, int], link: Any) -> Any:
+        try:
+            return entry(known, when, link)
+        except RuntimeError as error:  # an exchange that broke off, maybe
+            raise others_changed(f"funcrec.jit({self.name})", error) from error
 
     def look(self, args: tuple, kwargs: dict, leaves: list, here: tuple, when: tuple[str, int]) -> Any:
         """A call whose leaves are looked at one by one."""
@@ -166,7 +172,7 @@ class Jitted:
             known = leaves + entry.captured
             refuse_donated(known)  # once more: another thread may have taken one while this one waited
             entry.used, self.recent[here] = when[1], entry
-            return entry(known, when, entry.admit(known))
+            return self.ran(entry, known, when, entry.admit(known))
 
     def followed(self, args: tuple, kwargs: dict) -> Any:
         """`fn` itself, where a derivative follows it: not on real ranks, of which others may run the program, whose
@@ -266,7 +272,11 @@ class Jitted:
                 if self.is_one and self.compiled:
                     refuse_other(self.name, *self.compiled, key)
                 names, structure, _ = here
-                entry = compile_function(self.fn, self.name, self.signature, names, leaves, structure, self.donate)
+                before = staged.set("" if self.is_one else self.name)
+                try:
+                    entry = compile_function(self.fn, self.name, self.signature, names, leaves, structure, self.donate)
+                finally:
+                    staged.reset(before)
                 self.keep(key, entry)
         return entry
 

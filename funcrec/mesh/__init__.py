@@ -1,6 +1,8 @@
 """Ranks in a grid with named axes: exchanges between them, collectives, and one rank's function run on all."""
 
 import funcrec.core as _core
+from funcrec.mesh._alike import others_changed as others_changed
+from funcrec.mesh._alike import staged as staged
 from funcrec.mesh._axes import Axis as Axis
 from funcrec.mesh._axes import AxisName as AxisName
 from funcrec.mesh._axes import bind as bind
@@ -45,6 +47,7 @@ from funcrec.mesh._parts import is_jagged as is_jagged
 from funcrec.mesh._ragged import ragged_all_to_all as ragged_all_to_all
 from funcrec.mesh._same import bits_of as bits_of
 from funcrec.mesh._same import checksum as checksum
+from funcrec.mesh._shard_map import mapped as mapped
 from funcrec.mesh._shard_map import shard as shard
 from funcrec.mesh._shard_map import shard_map as shard_map
 from funcrec.mesh._shard_map import unshard as unshard

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from funcrec.core import Problem, has_tracked, outside_transforms, tree_leaves, value_below
+from funcrec.core import Problem, outside_transforms, tree_leaves, value_below
 from funcrec.mesh._collectives import pmax
 from funcrec.mesh._parts import Part
 
@@ -58,22 +58,6 @@ def unequal_over_ranks(parts: Sequence[Part], names: Sequence[str]) -> Iterator[
         for (p, _), wrong in zip(shared, differ, strict=True):
             if wrong:
                 yield _problem(p, axis, "the ranks' checksums differ")
-
-
-def followed_apart(named: Sequence[tuple[str, Any]], axes: Sequence[str], device: torch.device) -> Iterator[Problem]:
-    """Of (path, value), where the axes are bound: those that a derivative follows on some of the ranks alone: its
-    exchanges would wait for ranks that make none."""
-    own = [has_tracked(x) for _, x in named]
-    with outside_transforms():
-        mine = torch.tensor(own, dtype=torch.int64, device=device)
-        most, not_least = pmax(torch.stack([mine, -mine]), tuple(axes))
-        differ = (most != -not_least).tolist()
-    for (path, _), here, wrong in zip(named, own, differ, strict=True):
-        if wrong:
-            got = f"{'followed' if here else 'not followed'} on this rank, and otherwise on another"
-            hint = "requires_grad alike, and the same transforms, on all ranks; or `.detach()` on all"
-            what, need = f"`{path}` is followed by a derivative on some ranks only.", "the same on every rank"
-            yield Problem(what, got, need, hint, TypeError)
 
 
 def is_readable(x: Tensor) -> bool:

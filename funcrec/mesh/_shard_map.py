@@ -7,7 +7,7 @@ values. On real ranks f runs on each, on its own shard.
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from funcrec.core import Problem, describe, fail, own_errors, tree_flatten, tree_leaves, tree_map, tree_unflatten, typed
 from funcrec.core import check as raise_for
+from funcrec.mesh._alike import Told, agree_on_program, apart_over_ranks, staged
 from funcrec.mesh._axes import Axis, bind, bound_axis, bound_names
 from funcrec.mesh._collectives import all_gather
 from funcrec.mesh._mesh import Mesh, ambient_mesh
 from funcrec.mesh._parts import Part, axis_problems, cut, flatten_parts, join, match_specs, size_problems
-from funcrec.mesh._same import followed_apart, is_readable, unequal, unequal_over_ranks
+from funcrec.mesh._same import is_readable, unequal, unequal_over_ranks
 from funcrec.mesh._spec import P
 
 CALL = "funcrec.shard_map"
@@ -48,8 +49,8 @@ def shard_map(
       axis_names: the axes to bind; None for all that are not bound yet.
         The others are left to an enclosing or nested shard_map.
       check: hold out_specs to what they promise to be the same: bit by bit, under transforms too. On real ranks it
-        costs an exchange of checksums and one of which arguments a derivative follows (requires_grad, a transform),
-        which must be the same ones on all ranks, and reads on the host. Inside `jit`, where no value can be read, a
+        costs an exchange of checksums and one of 16 bytes, by which the same arguments are followed by a derivative
+        (requires_grad, a transform) on all ranks, and reads on the host. Inside `jit`, where no value can be read, a
         result may follow along such an axis from nothing but arguments whole along it and what psum, pmean, pmax, pmin
         and all_gather made so; what is the same for another reason wants check=False. (JAX lets what all_gather made
         count as different on each rank.)
@@ -73,14 +74,32 @@ def shard_map(
     Source: jax.shard_map, with check_vma inside `jit`.
     """
 
+    return mapped(f, mesh, in_specs, out_specs, axis_names, check)
+
+
+def mapped(
+    f: Callable,
+    mesh: Mesh | None,
+    in_specs,
+    out_specs,
+    axis_names=None,
+    check: bool = True,
+    alike: Mapping | None = None,
+) -> Callable:
+    """`shard_map`; alike: {argument: its name}, of those that must have one form on all real ranks, which `check` holds
+    them to. On an emulated mesh they have."""
+
     @functools.wraps(f)
     def run(*args):
         where = _mesh_of(CALL, mesh)
         names = _mapped_axes(where, axis_names)
         parts = _arguments(f, in_specs, args)
         raise_for(CALL, axis_problems(parts, names))
-        apply = _run_emulated if where.is_emulated else _run_nested if _is_nested(where) else _run_real
-        return apply(f, where, names, parts, args, out_specs, check)
+        if where.is_emulated:
+            return _run_emulated(f, where, names, parts, args, out_specs, check)
+        if _is_nested(where):
+            return _run_nested(f, where, names, parts, args, out_specs, check)
+        return _run_real(f, where, names, parts, args, out_specs, check, alike or {})
 
     return run
 
@@ -115,7 +134,7 @@ def unshard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
     if where.is_emulated:
         return tree
     with bind(where.bound_axes(where.axis_names, _device(parts))):
-        _check_followed("funcrec.unshard", parts, where.axis_names)
+        _check_alike("funcrec.unshard", parts, where.axis_names, {})
         return _rebuild(tree, [_whole(p, where.shape) for p in parts])
 
 
@@ -172,11 +191,11 @@ def _drop_axes(stacked: Any, spec: P, names: Sequence[str]) -> Any:
 # -- real ranks --------------------------------------------------------------------------------------------------
 
 
-def _run_real(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool):
+def _run_real(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool, alike: Mapping = {}):
     """f on this rank's shards."""
     with bind(mesh.bound_axes(names, _device(parts))):
         if is_checked:
-            _check_followed(CALL, parts, names)
+            _check_alike(CALL, parts, names, alike)
         out = _call(f, *args)
         results = _results(out_specs, out, names)
         if is_checked and all(is_readable(x) for p in results for x in _tensors(p)):
@@ -186,9 +205,13 @@ def _run_real(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_c
     return out
 
 
-def _check_followed(call: str, parts: Sequence[Part], names: Sequence[str]) -> None:
+def _check_alike(call: str, parts: Sequence[Part], names: Sequence[str], alike: Mapping[str, str]) -> None:
+    named = lambda path: next((path.replace(a, n, 1) for a, n in alike.items() if path.startswith(a)), None)
+    told = [Told.of(p._replace(path=named(p.path) or p.path), named(p.path) is not None) for p in parts]
     if all(is_readable(x) for p in parts for x in _tensors(p)):
-        raise_for(call, followed_apart([(p.path, p.value) for p in parts], names, _device(parts)))
+        raise_for(call, apart_over_ranks(told, names, _device(parts)))
+    elif staged.get() and alike:
+        agree_on_program(f"funcrec.jit({staged.get()})", [t for t in told if t.form], bound_axis(call, names[0]).group)
 
 
 def _unequal_in_emulation(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs) -> Iterator[Problem]:

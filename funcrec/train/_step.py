@@ -25,7 +25,7 @@ from funcrec.core import (
     typed_fields,
     vmaps_of,
 )
-from funcrec.mesh import Codec, Mesh, P, shard_map
+from funcrec.mesh import Codec, Mesh, P, mapped
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.sharding import Plan, ShardedTables, dedup_problems, dense_axes_problems
 from funcrec.tables import Params, params_problems
@@ -90,8 +90,10 @@ def train_step(
         rank's bags, gradients are those of the mean over the ranks, `aux` is averaged over them, and the key is folded
         with the rank. Under a plan with `replicas` each group's tables follow the mean over that group's ranks alone,
         and differ until `sync_replicas`; dense parameters follow the mean over all ranks at every step, and are the
-        same on all. All ranks' batches have the same shapes, ids the same capacity (`pad_to`);
-        `Mesh.distributed(debug=True)` names a rank that has not.
+        same on all. All ranks' batches have the same shapes and dtypes, ids the same keys and capacity (`pad_to`):
+        where they differ every rank raises before anything is sent, and names them. (Compiled, a rank that has a
+        program for its batch asks nobody: it waits for one whose batch is new, and both raise when the mesh's
+        `timeout_s` is over.)
       batch_axes: the axes over which a batch is cut by its bags; None for all.
       exact, dedup: as of `shard_tables`.
       capacity: the most ids that a rank may send to another in a step; None for all that it has. When some find no
@@ -179,7 +181,7 @@ class Where(NamedTuple):
         specs = specs_of(state)
         specs_in, specs_out = (specs, P(self.batch_axes)), (specs, P())
         one_rank = functools.partial(fn, self.place)
-        return shard_map(one_rank, mesh=self.mesh, in_specs=specs_in, out_specs=specs_out)(state, batch)
+        return mapped(one_rank, self.mesh, specs_in, specs_out, alike={"args[1]": "batch"})(state, batch)
 
 
 def look_of(step: Any) -> Callable[[TrainState, Any], None] | None:

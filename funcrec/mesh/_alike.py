@@ -1,0 +1,163 @@
+"""What must be alike on all ranks before they exchange: forms of what they are given, and what a derivative follows.
+
+    digest(forms) = max over ranks = min over ranks
+
+A rank whose buffers have another size than the others' expect would end them, or be waited for. Where values are read,
+one exchange of 16 bytes compares all; only ranks that differ say more. While a program is staged its ranks compare the
+forms through the store that they met in, once for each new form; a program that is there already costs nothing.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as torch_tree
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from funcrec.core import Problem, check, has_tracked, message, outside_transforms
+from funcrec.mesh._collectives import all_gather, pmax
+from funcrec.mesh._parts import Part, is_jagged
+
+FOLLOWED, PLAIN = "followed", "not followed"
+HINT = "ids of one capacity on all ranks (`pad_to`, or `pad_to_bucket` by the longest), batches of one size (pad_last)"
+
+
+class Told(NamedTuple):
+    """What a rank says of an argument: whether a derivative follows it, and its form."""
+
+    path: str
+    followed: str
+    form: str
+
+    @staticmethod
+    def of(part: Part, has_form: bool) -> "Told":
+        form = form_of(part.value) if has_form else ""
+        return Told(part.path, FOLLOWED if has_tracked(part.value) else PLAIN, form)
+
+
+def form_of(x: Any) -> str:
+    """Class, dtypes and shapes of a leaf; of a jagged one its keys and capacity, too."""
+    if isinstance(x, Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+    if not is_jagged(x):
+        return type(x).__name__
+    names = [f"{torch_tree.keystr(k)[1:]} {form_of(y)}" for k, y in torch_tree.tree_flatten_with_path(x)[0]]
+    keys = f"keys {list(x.keys)}, strides {x.strides}, " if hasattr(x, "keys") else ""
+    return f"{keys}{', '.join(names)}"
+
+
+def apart_over_ranks(told: Sequence[Told], axes: Sequence[str], device: torch.device) -> Iterator[Problem]:
+    """What differs on the ranks of the axes, where values are read; all of them say the same of it."""
+    text = write(told)
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+    with outside_transforms():
+        own = torch.tensor([number, -number], device=device)
+        most = pmax(own, tuple(axes))
+        if int(most[0]) == -int(most[1]):
+            return
+        size = int(pmax(torch.tensor([len(text)], device=device), tuple(axes)))
+        mine = torch.tensor([*text, *[0] * (size - len(text))], dtype=torch.uint8, device=device)
+        all_texts = all_gather(mine, tuple(axes)).cpu()
+    yield from problems_of(told, [read(bytes(x.tolist())) for x in all_texts])
+
+
+def write(told: Sequence[Told]) -> bytes:
+    return "\n".join("\t".join(t) for t in told).encode()
+
+
+def read(text: bytes) -> list[Told]:
+    return [Told(*line.split("\t")) for line in text.rstrip(b"\0").decode().split("\n") if line]
+
+
+def problems_of(own: Sequence[Told], ranks: Sequence[Sequence[Told]]) -> Iterator[Problem]:
+    """The arguments that are not alike, each with what the ranks have."""
+    for path in dict.fromkeys(t.path for told in ranks for t in told):
+        have = [next((t for t in told if t.path == path), Told(path, PLAIN, "nothing")) for told in ranks]
+        if len({t.form for t in have}) > 1:
+            yield Problem(f"`{path}` differs between the ranks.", listed([t.form for t in have]), "one form", HINT)
+        elif len({t.followed for t in have}) > 1:
+            here = next(t.followed for t in own if t.path == path)
+            got = f"{here} on this rank, and otherwise on another"
+            hint = "requires_grad alike, and the same transforms, on all ranks; or `.detach()` on all"
+            what, need = f"`{path}` is followed by a derivative on some ranks only.", "the same on every rank"
+            yield Problem(what, got, need, hint, TypeError)
+
+
+def listed(forms: Sequence[str]) -> str:
+    """The forms, each once, with the ranks that have it."""
+    ranks = {form: [r for r, other in enumerate(forms) if other == form] for form in dict.fromkeys(forms)}
+    shown = lambda own: f"rank {own[0]}" if len(own) == 1 else f"ranks {', '.join(map(str, own[:8]))}"
+    return "; ".join(f"{form} on {shown(own)}{', ...' if len(own) > 8 else ''}" for form, own in ranks.items())
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+class Met:
+    """What this process has agreed on with the others, and how often it has asked."""
+
+    forms: ClassVar[list[bytes]] = []
+    turns = 0
+
+
+staged: ContextVar[str] = ContextVar("funcrec_staged", default="")  # the function that jit stages to run it
+
+
+def agree_on_program(call: str, told: Sequence[Told], group: str) -> None:
+    """Before a rank runs a program for forms that are new to it: every rank is about to, of the same forms."""
+    text = write(told)
+    if text in Met.forms:
+        return
+    store, here, turn = dist.distributed_c10d._get_default_store(), dist.get_rank(), Met.turns
+    Met.turns += 1
+    store.set(key_of(turn, here), text)
+    size, timeout = dist.get_world_size(), longest_wait(group)
+    late = []
+    for rank in range(size):
+        try:
+            store.wait([key_of(turn, rank)], timeout)
+        except RuntimeError:
+            late.append(rank)
+    if late:
+        old = read(Met.forms[-1]) if Met.forms else []
+        was = {t.path: t.form for t in old}
+        new = [t for t in told if was.get(t.path) != t.form]
+        here = "; ".join(f"`{t.path}`, on rank {here} {t.form}, before {was.get(t.path, 'nothing')}" for t in new)
+        what, got = "new forms came on some ranks only.", f"{here}; nothing new from ranks {late}"
+        check(call, [Problem(what, got, f"on all ranks, within {timeout.total_seconds():.0f} s", HINT)])
+    check(call, problems_of(told, [read(store.get(key_of(turn, rank))) for rank in range(size)]))
+    Met.forms.append(text)
+
+
+def longest_wait(group: str) -> timedelta:
+    """How long a collective of the group waits for a rank."""
+    found = _resolve_process_group(group)
+    return min(found._get_backend(d).options._timeout for d in found._device_types)
+
+
+def key_of(turn: int, rank: int) -> str:
+    return f"funcrec/forms/{turn}/{rank}"
+
+
+def others_changed(call: str, error: RuntimeError) -> RuntimeError:
+    """What to raise for an exchange that broke off: the error; or the forms that are new on
+    other ranks, which then have not come to it."""
+    if not (dist.is_initialized() and Met.forms):
+        return error
+    turn = Met.turns
+    try:
+        store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
+        told = {r: read(store.get(key_of(turn, r))) for r in ranks if store.check([key_of(turn, r)])}
+    except RuntimeError:  # the store went with its rank
+        return error
+    was = {t.path: t.form for t in read(Met.forms[-1])}
+    changed = [(r, t) for r, own in told.items() for t in own if was.get(t.path) != t.form]
+    new = [f"`{t.path}`, on rank {r} {t.form}, here {was.get(t.path, 'nothing')}" for r, t in changed]
+    if not new:
+        return error
+    return ValueError(message(call, [Problem("new forms came on some ranks only.", "; ".join(new), "on all", HINT)]))

@@ -1,0 +1,119 @@
+"""Batches of different forms on ranks: named by all of them before anything is sent."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import training
+from programs.training import plan_of
+
+import funcrec as fr
+from funcrec.testing import RankError, RankPool
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def step_of(mesh, compiled=False, kind="row_wise"):
+    step = fr.train_step(training.loss_fn, **training.optimizers("adam"), mesh=mesh, plan=plan_of(kind, {"x": 2}))
+    return step, fr.jit(step) if compiled else step
+
+
+def other(batch, how):
+    """A batch that differs from this one."""
+    ids = batch.ids
+    match how:
+        case "capacity":
+            return fr.Batch(ids.pad_to(99), batch.label)
+        case "bags":
+            return fr.Batch(ids[:2], batch.label[:2])
+        case "dtype":
+            return fr.Batch(ids, batch.label.double())
+        case "keys":
+            return fr.Batch(ids.permute(["u"]), batch.label)
+        case "weights":
+            weights = torch.ones(ids.capacity)
+            return fr.Batch(fr.KeyedJaggedTensor(ids.values, ids.offsets, weights, None, ids.keys), batch.label)
+        case "label":
+            return fr.Batch(ids, None)
+        case "order":
+            return fr.Batch(ids.permute(["v", "u"]), batch.label)
+
+
+TOLD = {
+    "capacity": ("batch.ids", "values int64[32]", "values int64[99]"),
+    "bags": ("batch.label", "float32[4] on rank 0", "float32[2] on rank 1"),
+    "dtype": ("batch.label", "float32[4] on rank 0", "float64[4] on rank 1"),
+    "keys": ("batch.ids", "keys ['u', 'v']", "keys ['u']"),
+    "weights": ("batch.ids", "weights float32"),
+    "label": ("batch.label", "nothing on rank 1"),
+    "order": ("batch.ids", "keys ['v', 'u']"),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_batches_of_other_forms_are_named_on_all_ranks(compiled, ranks):
+    """Capacity, number of bags, dtype, keys, their order, weights or a label that differ on a rank: every rank raises
+    and names them with the ranks, at once; the next call, of one form, is right."""
+    each = ranks(2).run(apart_on_ranks, compiled, deadline_s=200)
+    for errors, finite in each:
+        assert finite
+        for how, (error, took_s) in errors.items():
+            assert error.startswith("ValueError funcrec."), (how, error)
+            assert all(part in error for part in TOLD[how]), (how, error)
+            assert took_s < 30
+    assert {h: e for h, (e, _) in each[0][0].items()} == {h: e for h, (e, _) in each[1][0].items()}
+
+
+def apart_on_ranks(compiled):
+    mesh, errors = fr.Mesh.distributed(x=2), {}
+    for how in ("capacity", "label") if compiled else TOLD:
+        step, run = step_of(mesh, compiled)
+        state = step.init(training.params())
+        mine = training.part(training.batch(0, 8), dist.get_rank(), 2)
+        mine = fr.Batch(mine.ids.unpad().pad_to(32), mine.label)
+        begin = time.monotonic()
+        try:
+            run(state, other(mine, how) if dist.get_rank() else mine)
+            errors[how] = "no error", 0
+        except ValueError as error:
+            errors[how] = f"ValueError {error}", time.monotonic() - begin
+    _, metrics = run(state, mine)
+    return errors, bool(metrics["loss"].isfinite())
+
+
+def test_ranks_change_forms_together(ranks):
+    """Compiled ranks whose batches grow on all of them at once go on, and come back to the first form."""
+    assert ranks(2).run(grows_on_all, deadline_s=200) == [[True] * 3] * 2
+
+
+def grows_on_all():
+    step, run = step_of(fr.Mesh.distributed(x=2), True)
+    state = step.init(training.params())
+    mine = training.part(training.batch(0, 8), dist.get_rank(), 2)
+    out = []
+    for capacity in (40, 48, 40):
+        state, metrics = run(state, fr.Batch(mine.ids.unpad().pad_to(capacity), mine.label))
+        out.append(bool(metrics["loss"].isfinite()))
+    return out
+
+
+def test_a_rank_that_changes_its_forms_alone_is_named():
+    """A compiled rank whose batch grows midway, while the other's does not: both raise within the timeout, and name the
+    rank and both forms."""
+    begin = time.monotonic()
+    with RankPool(2, timeout_s=20) as pool, pytest.raises(RankError) as raised:
+        pool.run(grows_on_one, deadline_s=200)
+    assert time.monotonic() - begin < 150
+    text = str(raised.value)
+    assert "rank 0: ValueError: funcrec.jit" in text and "rank 1: ValueError: funcrec.jit" in text, text
+    assert text.count("new forms came on some ranks only") >= 2
+    assert "values int64[64]" in text and "values int64[40]" in text
+
+
+def grows_on_one():
+    step, run = step_of(fr.Mesh.distributed(x=2, timeout_s=6), True)
+    state = step.init(training.params())
+    mine = training.part(training.batch(0, 8), dist.get_rank(), 2)
+    for capacity in (40, 64 if dist.get_rank() else 40):
+        state, _ = run(state, fr.Batch(mine.ids.unpad().pad_to(capacity), mine.label))
