@@ -42,8 +42,9 @@ class Logged:
 
     Args:
       state: as the step alone has it: this is what is evaluated, gathered, and moved to another plan.
-      log: of this state and no other; `log.version`, i64[], is the number of changes so far: steps, and calls of
-        `rewind`.
+      log: of this state and no other, as a stamp of its step, key and dense parameters tells (tables that
+        are changed by hand between two steps it does not know); `log.version`, i64[], is the number of changes so far:
+        steps, and calls of `rewind`.
       waiting: of the row optimizer (`RowOptimizer.waiting`).
 
     Example:
@@ -268,6 +269,8 @@ def log_problems(state: TrainState, sparse: RowOptimizer, steps: int, rows: Any)
         yield Problem(what, f"replicas={state.tables.layout.replicas}", "tables of which there is one", hint)
     for n in (n for n in table_names(state) if steps and isinstance(rows, Mapping) and n not in rows):
         yield Problem(f"`rows[{n!r}]` is missing.", f"rows of {list(rows)}", "one for each table", kind=KeyError)
+    for n in (n for n in (rows if isinstance(rows, Mapping) else ()) if n not in table_names(state)):
+        yield Problem(f"`rows[{n!r}]` is for no table.", f"{n!r}", f"among {table_names(state)}", kind=KeyError)
     for n, own in state.slots.items():
         for k, s in own.items():
             if k not in sparse.waiting and (s.dim() == 0 or s.shape[0] != state.tables[n].shape[0]):
