@@ -221,7 +221,7 @@ def test_ranks_refuse_copies_that_differ(ranks):
 
 WRONG = {
     "groups share their gradients": lambda axes: (fr.train._rank_step, "sync_grads", shared),
-    "the mean is of all ranks": lambda axes: (fr.train._rank_step, "prod", lambda xs: 1),
+    "the mean is of all ranks": lambda axes: (fr.train._step, "prod", lambda xs: 1),
 }
 
 
