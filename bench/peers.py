@@ -100,9 +100,13 @@ def torch_bags(
 
 
 def torch_ids(case: TableCase, ids: fr.KeyedJaggedTensor) -> dict[str, fr.JaggedTensor]:
+    return feature_ids(ids, case.names)
+
+
+def feature_ids(ids: fr.KeyedJaggedTensor, keys: list[str]) -> dict[str, fr.JaggedTensor]:
     """Each key's own buffer, made once: what embedding_bag reads."""
     parts = {}
-    for n in case.names:
+    for n in keys:
         first, last = ids.bag_range(n)
         begin, end = int(ids.offsets[first]), int(ids.offsets[last])
         weights = None if ids.weights is None else ids.weights[begin:end]

@@ -15,7 +15,7 @@ from cases import NUM_BATCHES, StepCase
 from contest import OURS, Closeness, Contender, Setting, compete
 from dense_models import DCNDense, DLRMDense
 from funcrec.kernels import ops
-from peers import EPS, LR, installed, quiet, torchrec_ids, torchrec_tables
+from peers import EPS, LR, feature_ids, installed, quiet, torchrec_ids, torchrec_tables
 
 import funcrec as fr
 
@@ -64,6 +64,7 @@ def funcrec_step(
     device: str,
     reference: bool = False,
     compiled: bool = True,
+    donate: tuple[str, ...] = ("state",),
 ) -> Contender:
     """`reference`: in plain torch, and not compiled."""
     plain = fr.models.loss(model)
@@ -76,7 +77,7 @@ def funcrec_step(
         loss_fn, sparse=fr.optim.rowwise_adagrad(lr=LR, eps=EPS), has_aux=True,
         dense=fr.optim.dense(DENSE_OPTIMIZERS[case.model], lr=DENSE_LR),
     )  # fmt: skip
-    fast = fr.jit(step, donate=("state",)) if compiled and not reference else step
+    fast = fr.jit(step, donate=donate) if compiled and not reference else step
     held, turn = {"state": step.init(params)}, itertools.cycle(batches)
 
     def call():
@@ -109,6 +110,39 @@ def torchrec_step(case: StepCase, model, params: fr.Params, batches: list, devic
         return Contender(lambda: two_losses(call), call)
 
 
+def torch_step(case: StepCase, model, params: fr.Params, batches: list, device: str, compiled: bool) -> Contender:
+    """F.embedding_bag with sparse gradients on each table, and row-wise Adagrad written in torch, which has none."""
+    own = {n: t.clone().requires_grad_() for n, t in params.tables.items()}
+    sums = {n: t.new_zeros(t.shape[0]) for n, t in params.tables.items()}
+    dense = DENSE_PARTS[case.model](params.dense, len(model.features))
+    run_dense = torch.compile(dense) if compiled else dense
+    optimizer = DENSE_OPTIMIZERS[case.model](dense.parameters(), lr=DENSE_LR)
+    turn = itertools.cycle([(feature_ids(b.ids, [f.key for f in model.features]), b.dense, b.label) for b in batches])
+
+    def call():
+        ids, inputs, label = next(turn)
+        bags = {"include_last_offset": True, "sparse": True, "mode": "sum"}
+        with precision(case, device):
+            pooled = [
+                F.embedding_bag(ids[f.key].values, own[f.table], ids[f.key].offsets, **bags) for f in model.features
+            ]
+            logits = run_dense(inputs, torch.cat(pooled, 1))
+        loss = F.binary_cross_entropy_with_logits(logits.float(), label)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for n, table in own.items():
+                grad = table.grad.coalesce()
+                rows, values = grad.indices()[0], grad.values()
+                sums[n].index_add_(0, rows, values.square().mean(1))
+                table.index_add_(0, rows, -LR * values / (sums[n][rows, None].sqrt() + EPS))
+                table.grad = None
+        return loss.detach()
+
+    return Contender(lambda: two_losses(call), call)
+
+
 def two_losses(call) -> dict:
     return {"loss of step 0": call(), "loss of step 1": call()}
 
@@ -129,7 +163,14 @@ def run(case: StepCase, setting: Setting) -> dict:
         "torchrec": lambda: torchrec_step(case, model, params, batches, device, compiled=False),
         "torchrec, dense compiled": lambda: torchrec_step(case, model, params, batches, device, compiled=True),
     }
-    if not installed("torchrec"):  # then the reference judges
+    if torch.device(device).type == "cuda":
+        ours = lambda **how: lambda: funcrec_step(case, model, params, batches, device, **how)
+        builders |= {
+            "torch": lambda: torch_step(case, model, params, batches, device, compiled=False),
+            "torch, dense compiled": lambda: torch_step(case, model, params, batches, device, compiled=True),
+            "funcrec, eager": ours(compiled=False), "funcrec, not donated": ours(donate=()),
+        }  # fmt: skip
+    elif not installed("torchrec"):  # then the reference judges
         builders["reference"] = lambda: funcrec_step(case, model, params, batches, device, reference=True)
     builders[OURS] = lambda: funcrec_step(case, model, params, batches, device)  # the last: it uses the tables up
     figures = compete(builders, setting, closeness(case))

@@ -112,11 +112,23 @@ def _flat(records: tuple[NamedTuple, ...]) -> tuple[int, ...]:
 
 
 def features_of(flat: Sequence[int]) -> list[Feature]:
-    return [Feature(*flat[i : i + 4], *map(bool, flat[i + 4 : i + 6]), flat[i + 6]) for i in range(0, len(flat), 7)]
+    return list(_features(tuple(flat)))
 
 
 def segments_of(flat: Sequence[int]) -> list[Segment]:
-    return [Segment(*flat[i : i + 8], bool(flat[i + 8]), flat[i + 9]) for i in range(0, len(flat), 10)]
+    return list(_segments(tuple(flat)))
+
+
+@functools.lru_cache(maxsize=1024)  # the next call's are most often the same
+def _features(flat: tuple[int, ...]) -> tuple[Feature, ...]:
+    parts = (flat[i : i + 7] for i in range(0, len(flat), 7))
+    return tuple(Feature(*p[:4], bool(p[4]), bool(p[5]), p[6]) for p in parts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _segments(flat: tuple[int, ...]) -> tuple[Segment, ...]:
+    parts = (flat[i : i + 10] for i in range(0, len(flat), 10))
+    return tuple(Segment(*p[:8], bool(p[8]), p[9]) for p in parts)
 
 
 def owners_of(flat: Sequence[int]) -> list[Owners]:

@@ -48,7 +48,7 @@ def named(x: Any) -> Any:
         return [named(y) for y in x]
     if isinstance(x, dict):
         return {named(k): named(v) for k, v in sorted(x.items())}
-    if type(x) not in PLAIN:
+    if type(x) not in PLAIN or (isinstance(x, torch.device) and x.type != "cpu"):  # of other devices code is not kept
         raise Unnamed
     return x
 

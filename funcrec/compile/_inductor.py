@@ -126,7 +126,9 @@ def write_code(graph: torch.fx.GraphModule, arguments: list[Tensor], path: Path)
             if code is None or len(V.graph.graph_input_names) != len(arguments):
                 return load(key, file, linemap, attrs, **rest)
             found.append(code)
-            return SimpleNamespace(call=None, __file__=file)
+            return SimpleNamespace(
+                call=found.append, __file__=file
+            )  # to be called by nobody: torch < 2.13 needs a function
 
         return instead
 
@@ -154,6 +156,7 @@ def knowing() -> Iterator[None]:
     """Tell Inductor what it would find out by seconds of work, and nobody what torch thinks of its own old calls."""
     import torch._inductor.codecache as codecache
     from torch._inductor.cpu_vec_isa import VecISA
+    from torch._inductor.runtime import triton_compat
 
     with contextlib.ExitStack() as known:
         known.enter_context(warnings.catch_warnings())  # nothing of a user's runs here
@@ -161,7 +164,8 @@ def knowing() -> Iterator[None]:
         if platform.machine() in ("x86_64", "AMD64"):
             known.enter_context(replaced(VecISA, "check_build", lambda build: runs))
         if not torch.cuda.is_available():  # the digest of Triton's sources is asked for, and then left out of the key
-            known.enter_context(replaced(codecache, "triton_key", lambda key: lambda: None))
+            owner = codecache if hasattr(codecache, "triton_key") else triton_compat  # torch < 2.13
+            known.enter_context(replaced(owner, "triton_key", lambda key: lambda: None))
         yield
 
 

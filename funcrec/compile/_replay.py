@@ -75,10 +75,25 @@ def memory_of(x: Tensor) -> Tensor:
 
 
 def capture_cuda(once: Callable) -> tuple[Callable[[], None], object]:
-    """One CUDA graph of a call that has run before: everything that it needs is compiled and loaded."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    """One CUDA graph of a call that has run before: nearly all that it needs is compiled and loaded.
+
+    Not all: a kernel is compiled anew for tensors that begin at multiples of 16 bytes, as the recording's own do.
+    Loading one is allowed in the mode "relaxed", and so is what other threads do meanwhile.
+    """
+    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    side = _capture_stream(torch.cuda.current_device())
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # a recording has memory of its own
+    try:  # not `torch.cuda.graph`: a signal that comes while it is entered would leave the stream recording
+        torch.cuda.set_stream(side)
+        graph.capture_begin(capture_error_mode="relaxed")
         out = once()
+    finally:
+        try:
+            if torch.cuda.is_current_stream_capturing():
+                graph.capture_end()
+        finally:
+            torch.cuda.set_stream(current)
     return graph.replay, out
 
 
@@ -99,6 +114,11 @@ def bring(leaves: list, device: torch.device) -> list:
     for i in on_host:
         out[i].record_stream(current)
     return out
+
+
+@functools.cache
+def _capture_stream(device: int) -> "torch.cuda.Stream":
+    return torch.cuda.Stream(device)
 
 
 @functools.cache

@@ -127,6 +127,8 @@ class UserRule:
             )
             with self.lock:
                 if form not in self.generated and not self.is_blocked:
+                    with FakeTensorMode():  # torch 2.11 keeps what its first use on a thread made, and the thread ends
+                        pass
                     # on a thread of its own: neither modes nor transforms of the caller belong into the rule's graph
                     with ThreadPoolExecutor(1) as thread:
                         self.generated[form] = thread.submit(self.generate, *form).result()

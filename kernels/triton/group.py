@@ -373,7 +373,7 @@ def entry(
 ):  # fmt: skip
     """f[rows, columns]: term k of each run, zeros behind its last one."""
     ACC: tl.constexpr = chunks.dtype.element_ty
-    direct = (k < terms) & (length <= CHUNK)
+    direct = k < tl.where(length > CHUNK, 0, terms)
     slot = tl.where(k == 0, start // CHUNK * 2 + 1, (start // CHUNK + k) * 2)
     chunk = chunks.to(tl.int64) + slot * (DIM * (ACC.primitive_bitwidth // 8))
     address = tl.where(length > CHUNK, chunk, tl.load(addresses + start + k, mask=direct, other=0))

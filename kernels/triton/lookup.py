@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from funcrec.kernels.forms import Feature, accumulation_dtype, features_of, in_blocks, width_of
 from funcrec.kernels.triton import launch as on
-from funcrec.kernels.triton.device import bag_bounds, divide, kernel, lanes, larger, plus, rounded, rows_at
+from funcrec.kernels.triton.device import bag_bounds, divide, kernel, lanes, larger, rounded, rows_at, sum_columns
 from torch import Tensor
 
 FIELDS = 10  # per feature in the packed tensor; even, so that each begins at 16 bytes
@@ -184,7 +184,7 @@ def _pool_weights(
         read = (row >= 0) & (row < num_rows)
         at = rows_at(table, row, DIM, TABLE, ALIGN) + column[None, :]
         x = tl.load(at, mask=read[:, None] & has_column[None, :], other=0).to(ACC)
-        product = divide(tl.reduce(x * d, 1, plus), divisor)
+        product = divide(sum_columns(x * d), divisor)
         here = out + begin + place
         tl.store(here, tl.load(here, mask=read, other=0) + product, mask=read)
 

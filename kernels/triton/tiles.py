@@ -6,14 +6,14 @@ import math
 import torch
 import triton
 import triton.language as tl
-from funcrec.kernels.triton.device import divide, plus
+from funcrec.kernels.triton.device import divide, sum_columns
 from torch import Tensor
 
 
 @triton.jit
 def row_sum(x, column, DIM: tl.constexpr):
     """f[rows, 1]: Σ of the columns before DIM."""
-    return tl.reduce(tl.where((column < DIM)[None, :], x, 0), 1, plus)[:, None]
+    return sum_columns(tl.where((column < DIM)[None, :], x, 0))[:, None]
 
 
 @triton.jit

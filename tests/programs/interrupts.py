@@ -23,7 +23,7 @@ from funcrec.kernels import ops
 
 import funcrec as fr
 from funcrec.core import _checked
-from funcrec.core._tree import tree_leaves
+from funcrec.core._tree import map_tensors, tree_leaves
 from funcrec.mesh import _axes
 
 FEATURES = (fr.FeatureConfig("clicked", table="item"), fr.FeatureConfig("user", table="user", weighted=True))
@@ -178,9 +178,10 @@ def same(a: list, b: list) -> bool:
 class Trial:
     """A jitted step, a state in the middle of training and what the next step makes of it."""
 
-    def __init__(self):
+    def __init__(self, device: str = "cpu"):
         self.fast = fr.jit(STEP, donate=("state",))
-        self.first, self.batches = first_state(), [make_batch(i) for i in range(2)]
+        made = first_state(), [make_batch(i) for i in range(2)]
+        self.first, self.batches = map_tensors(lambda x: x.to(device), made)
         for _ in range(2):
             state, _ = self.fast(fr.copy(self.first), self.batches[0])
             self.middle = bits(state)

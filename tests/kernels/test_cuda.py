@@ -1,0 +1,91 @@
+"""Triton's kernels on a CUDA device, at sizes of many programs, beside the CPU's; NaN behind the last id."""
+
+import pytest
+import torch
+from funcrec.kernels import ops
+from funcrec.kernels.ops import Feature, Segment, Terms
+from torch.utils._pytree import tree_map
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
+R, N, B = 5_000, 60_000, 4_001
+to_cuda = lambda tree: tree_map(lambda x: x.cuda() if isinstance(x, torch.Tensor) else x, tree)
+to_cpu = lambda tree: tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, tree)
+
+
+def draw_ids(draw, ints=torch.int64):
+    """Ids of which some are very frequent and some of no table; garbage behind the last bag."""
+    ids = (R * torch.rand(N, generator=draw) ** 6).long() - 2
+    inner = torch.randint(0, N - 98, (2 * B - 1,), generator=draw).sort().values
+    offsets = torch.cat([torch.tensor([0]), inner, torch.tensor([N - 99])])
+    ids[N - 99 :] = 2**31 - 1
+    weights = torch.rand(N, generator=draw)
+    weights[N - 99 :] = torch.nan
+    return ids.to(ints), offsets.to(ints), weights
+
+
+@pytest.mark.parametrize(("dtype", "dim", "ints"), [
+    (F32, 64, torch.int64), (F32, 100, torch.int32), (BF16, 128, torch.int64), (F16, 7, torch.int32),
+    (F64, 33, torch.int64),
+])  # fmt: skip
+def test_large_lookups_and_gradients(dtype, dim, ints):
+    """Lookups, gradients of weights, rows and updates are the reference's, and the same bits in every run."""
+    draw = torch.Generator().manual_seed(dim)
+    ids, offsets, weights = draw_ids(draw, ints)
+    tables = [torch.randn(R, dim, generator=draw).to(dtype) for _ in range(2)]
+    features = [Feature(0, 0, 0, 0, True, False, 0), Feature(1, 0, B, 9, False, True, dim)]
+    call = lambda how, *args: ops.pooled_lookup(*args, features, B, implementation=how)
+    given = (tables, [ids], offsets, weights)
+    wide = [t.double() for t in tables]
+    truth = call("reference", wide, [ids], offsets, weights.double())
+    got = call("triton", *to_cuda(given))
+    assert (got.cpu() - truth).abs().max() <= 1e-3 * (1 + truth.abs().max())
+    assert torch.equal(got, call("triton", *to_cuda(given)))
+    d = torch.randn(B, 2 * dim, generator=draw).to(ops.accumulation_dtype(dtype))
+    back = lambda how, d, *args: ops.pooled_lookup_weights(d, *args, features, implementation=how)
+    assert_near(back("triton", *to_cuda((d, *given))), back("reference", d, *given))
+
+    segments = [Segment(0, 0, 0, 0, 0, 0, B, 0, True, -1), Segment(1, 0, dim, 0, 0, B, B, 9, False, 0)]
+    terms = Terms([d], [ids], [offsets], [weights], segments)
+    shapes = [(R, dim)] * 2
+    need = ops.coalesce(terms, shapes, implementation="reference")
+    on_cuda = Terms(*to_cuda(tuple(terms[:4])), segments)
+    found = [ops.coalesce(on_cuda, shapes, implementation="triton") for _ in range(2)]
+    for (rows, grads, count, repeats), again, (rows_0, grads_0, count_0, repeats_0) in zip(*found, need):
+        n = int(count)
+        assert n == int(count_0) and torch.equal(rows[:n].cpu(), rows_0[:n]) and torch.equal(repeats.cpu(), repeats_0)
+        assert_near(grads[:n], grads_0[:n])
+        assert torch.equal(grads, again[1])
+
+
+def assert_near(got, want):
+    want = want.double()
+    assert ((got.cpu().double() - want).abs() <= 2e-4 * (want.abs() + want.abs().mean() + 1e-3)).all()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("rule", "hyper", "slots"), [
+    ("rowwise_adagrad", [1e-8, 0.0, 0.0, 0.0], [(R,)]), ("adam", [0.9, 0.999, 1e-8, 0.0], [(R, 64), (R, 64)]),
+])  # fmt: skip
+def test_large_updates(rule, hyper, slots, dtype):
+    """A fused update of a batch with very frequent rows is the reference's rule; rows of no id keep every bit."""
+    draw = torch.Generator().manual_seed(0)
+    ids, offsets, _ = draw_ids(draw)
+    table, d = torch.randn(R, 64, generator=draw).to(dtype), torch.randn(B, 64, generator=draw)
+    state = [torch.rand(s, generator=draw) for s in slots]
+    segments = [Segment(0, 0, 0, 0, 0, 0, B, 0, True, -1)]
+    number = torch.tensor(0.1, dtype=F64), torch.tensor(3)
+    make = lambda device: (
+        [table.to(device)], [[s.to(device) for s in state]],
+        Terms(*(([x.to(device) for x in xs]) for xs in ([d], [ids], [offsets], [])), segments),
+        *(x.to(device) for x in number),
+    )  # fmt: skip
+    run = lambda device, how: ops.fused_update(*make(device), None, rule=rule, hyper=hyper, implementation=how)
+    got, again, need = run("cuda", "triton"), run("cuda", "triton"), run("cpu", "cpp")
+    named = torch.zeros(R, dtype=torch.bool)
+    used = ids[: int(offsets[B])]
+    named[used[(used >= 0) & (used < R)]] = True
+    for a, b, c, old in zip(*map(torch.utils._pytree.tree_leaves, (got, again, need, ([table], [state])))):
+        assert torch.equal(a, b) and torch.equal(a.cpu()[~named], old[~named])
+        eps = torch.finfo(a.dtype).eps
+        assert ((a.cpu().double() - c.double()).abs() <= 4 * eps + 2 * max(eps, 2e-5) * c.double().abs()).all()
