@@ -20,12 +20,13 @@ from funcrec.checkpoint._first_format import read_first
 from funcrec.checkpoint._folder import Files, is_folder, read_manifest
 from funcrec.checkpoint._format import read_header
 from funcrec.checkpoint._job import copy_problems, copy_rest, job_of
-from funcrec.checkpoint._place import Reader, Target, placed, target_problems
+from funcrec.checkpoint._place import Reader, Target, axes_of, placed, target_problems
 from funcrec.checkpoint._saving import Saving, crew_beside, finish, go_on, num_live, settle
 from funcrec.core import Count, Size, check, fail, typed
 from funcrec.mesh import Codec, Mesh
 from funcrec.optim import RowOptimizer
 from funcrec.sharding import Plan
+from funcrec.train import TrainState
 
 SAVE, LOAD = "funcrec.save", "funcrec.load"
 
@@ -140,6 +141,16 @@ def load(
     how = {"sparse": sparse, "exact": exact, "codec": codec, "dedup": dedup, "dense_axes": tuple(dense_axes)}
     target = None if plan is None else Target(plan, mesh, **how)
     check(LOAD, transform_problems(), target_problems(target, **how))
+    return read(path, target, mesh, device, like)
+
+
+def load_as(path: Path, state: TrainState, *, mesh: Mesh, device: torch.device | str | None = None) -> Any:
+    """As `load`, the states in it laid out as a sharded one is, which every rank reads its own rows for."""
+    target = Target(None, mesh, None, False, None, False, axes_of(state), like=state)
+    return read(path, target, mesh, device, None)
+
+
+def read(path: Path, target: Target | None, mesh: Mesh | None, device: Any, like: Any) -> Any:
     place = None if device is None else _device(device)
     if place is None and mesh is not None and not mesh.is_emulated:
         place = _device(mesh.device_mesh.device_type)

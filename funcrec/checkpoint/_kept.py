@@ -84,6 +84,12 @@ def remove_older(path: Path, keep: int) -> None:
     sync_folder(path.parent)
 
 
+def remove_all(folder: Path) -> None:
+    """Remove the checkpoints of a folder, the newest last."""
+    for _, path in sorted(steps_in(folder).items()):
+        remove(path)
+
+
 def remove(path: Path) -> None:
     """Remove a checkpoint: what is removed by half is not one any more."""
     with contextlib.suppress(OSError):

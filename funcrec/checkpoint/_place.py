@@ -13,10 +13,11 @@ import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec.checkpoint._format import Stored, Want, blank, fill, grid_of, is_wanted, scatter
-from funcrec.core import Problem, check, describe, fail
+from funcrec.core import Problem, check, describe, fail, replace
 from funcrec.mesh import Codec, Mesh
 from funcrec.optim import RowOptimizer
 from funcrec.sharding import (
+    DenseShard,
     Plan,
     ShardedTables,
     bank_problems,
@@ -46,6 +47,7 @@ class Target(NamedTuple):
     codec: Codec | None
     dedup: bool
     dense_axes: tuple[str, ...]
+    like: TrainState | None = None  # how a state lies, in the place of all but the mesh
 
 
 class Reader(NamedTuple):
@@ -109,7 +111,12 @@ def placed_state(state: TrainState, target: Target, reader: Reader) -> TrainStat
     shapes = {n: tuple(t.shape) for n, t in state.tables.items()}
     # tables of which nothing is known share no bank: whatever updates them, each is its own table to it
     labels = {n: n if sparse is None else sparse.label(n) for n in shapes}
-    layout = layout_of(CALL, shapes, {n: t.dtype for n, t in state.tables.items()}, target.plan, mesh, labels)
+    if target.like is not None:
+        check(CALL, shape_problems(shapes, target.like))
+        layout = target.like.tables.layout
+    else:
+        dtypes = {n: t.dtype for n, t in state.tables.items()}
+        layout = layout_of(CALL, shapes, dtypes, target.plan, mesh, labels)
     if sparse is not None:
         check_whole_rows(CALL, sparse, layout)
     check(CALL, bank_problems(layout, samples))
@@ -117,13 +124,22 @@ def placed_state(state: TrainState, target: Target, reader: Reader) -> TrainStat
     for n, own in leaves.items():
         for k, x in own.items():
             reader.give(x, list(wants_of(layout, banks, n, k, mesh)))
-    transport = transport_of(target.exact, target.dedup, None, target.codec)
-    tables = ShardedTables({b: own.pop("") for b, own in banks.items()}, layout, transport)
+    made = {b: own.pop("") for b, own in banks.items()}
+    if target.like is not None:
+        tables = replace(target.like.tables, banks=made)
+    else:
+        tables = ShardedTables(made, layout, transport_of(target.exact, target.dedup, None, target.codec))
     step, kept, kept_opt, key = mapped(reader.whole, (state.step, state.dense, state.dense_opt, state.key))
     if target.dense_axes:
         check(CALL, leaf_problems(kept, kept_opt))
         kept, kept_opt = cut_dense(kept, mesh, target.dense_axes), cut_state(kept_opt, kept, mesh, target.dense_axes)
     return TrainState(step, tables, banks, kept, kept_opt, key)
+
+
+def axes_of(state: TrainState) -> tuple[str, ...]:
+    """The axes over which its dense parameters are cut."""
+    leaves = torch_tree.tree_leaves(state.dense, is_leaf=lambda x: isinstance(x, DenseShard))
+    return next((x.axes for x in leaves if isinstance(x, DenseShard)), ())
 
 
 def wants_of(layout: Any, banks: Any, table: str, slot: str, mesh: Mesh) -> Iterator[Want]:
@@ -149,6 +165,16 @@ def target_problems(target: Target | None, **given: Any) -> Iterator[Problem]:
     else:
         yield from dedup_problems(target.exact, target.dedup)
         yield from dense_axes_problems(target.mesh, target.dense_axes)
+
+
+def shape_problems(shapes: dict[str, tuple], like: TrainState) -> Iterator[Problem]:
+    """The tables that are saved are those of the state that says how they are to lie."""
+    wanted = dict(like.tables.layout.shapes)
+    differ = [n for n in {**wanted, **shapes} if shapes.get(n) != wanted.get(n)]
+    if differ:
+        said = lambda own: ", ".join(f"{n!r} {list(own[n])}" if n in own else f"no {n!r}" for n in differ)
+        hint = "the model that it had"
+        yield Problem("the checkpoint has another state: its tables differ.", said(shapes), said(wanted), hint)
 
 
 def state_problems(state: TrainState) -> Iterator[Problem]:

@@ -46,7 +46,6 @@ class Job(NamedTuple):
     model: fr.models.Model
     mesh: fr.Mesh | None  # None for a lone process
     init: Callable  # params, key -> the first state
-    place: Callable  # a plain state -> one for `step`
     step: Callable  # compiled; takes the state's memory
     sync: Callable | None  # a state -> the same with equal copies of its tables
     predict: Callable
@@ -95,7 +94,7 @@ def train(job: Job, heard: signals.Heard) -> int:
             epochs=options.epochs, evaluate=lambda params: evaluate(job, params, job.split.valid, "valid_"),
             monitor="valid_auc", patience=options.patience, checkpoint=path, resume=not is_new,
             overwrite=options.overwrite, settings=folder.fixed_options(options), callbacks=[tell], stop=heard.asked,
-            mesh=job.mesh, place=job.place, sync=job.sync,
+            mesh=job.mesh, sync=job.sync,
         )  # fmt: skip
     except OSError as error:
         whole = " The checkpoint before this one is whole: --resume goes on from it." if path.exists() else ""
@@ -183,11 +182,10 @@ def make_job(options: argparse.Namespace) -> Job:
         mesh=mesh,
         plan=plan,
     )
-    place = lambda state: state if mesh is None else fr.reshard(state, plan, mesh=mesh, sparse=sparse)
     sync = ranks.sync_of(mesh, options.replicas)
     num_steps = fr.data.num_batches(len(split.train), options.batch_size, drop_last=True)
     fast = ranks.with_sync(fr.jit(step, donate=("state",)), sync, options.sync_every, num_steps)
-    return Job(options, split, model, mesh, step.init, place, fast, sync, fr.jit(model.apply))
+    return Job(options, split, model, mesh, step.init, fast, sync, fr.jit(model.apply))
 
 
 def loss_and_stats(model: fr.models.Model) -> Callable:

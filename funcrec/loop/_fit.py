@@ -46,11 +46,13 @@ from funcrec.loop._run import (
     Work,
     begin,
     device_of,
-    is_there,
+    find,
     load_run,
+    make_room,
     order_of,
     resume_problems,
     save_run,
+    steps_of,
     whole_params,
 )
 from funcrec.loop._signals import end, listen
@@ -98,6 +100,7 @@ def fit(
     save_every: int = 1,
     save_every_steps: int | None = None,
     save_every_minutes: float | None = None,
+    keep: int | None = None,
     resume: bool | str = False,
     overwrite: bool = False,
     settings: Mapping[str, Any] = {},
@@ -127,6 +130,8 @@ def fit(
       save_every_steps: write it behind every that many steps of an epoch, too.
       save_every_minutes: write it where that long ago the last one was finished, too, by the clock of the first rank:
         between two steps; ranks ask it at every 16th.
+      keep: `checkpoint` is a folder of that many of the newest, each called by its step (`fr.latest`); ranks write
+        their own parts of a sharded state, and nothing is gathered. None: one file, of whole tables.
       resume: go on from the checkpoint; "auto": where there is one. The end has the bits of a run that was not
         interrupted, wherever it was: between the steps that were saved. A loader that tells its `order`, as
         `fr.data.loader` does, is held to that of the run in the midst of an epoch.
@@ -145,6 +150,7 @@ def fit(
       mesh: of a state that lies on it: `evaluate` and the checkpoint have whole tables, and the first rank writes. Real
         ranks watch each other (`fr.loop.watch`): where one is lost, all end.
       place: a whole state -> one as `step` takes it, for resuming on a mesh: `lambda state: fr.reshard(state, ...)`.
+        None lays it out as `state` lies.
       sync: state -> state, run before a state is evaluated or saved: `fr.sync_replicas` of copies that train apart.
 
     Returns: Fitted(state, best, history, stopped).
@@ -177,16 +183,16 @@ def fit(
     work = Work(
         step, loader, evaluate, monitor, mode, path, save_every, save_every_steps, dict(settings), tuple(callbacks),
         look, progress, mesh, place, sync or (lambda state: state), order_of(loader),
-        look_of(step) if validate is None else None, Clock(save_every_minutes),
+        look_of(step) if validate is None else None, Clock(save_every_minutes), keep,
     )  # fmt: skip
     limits = Limits(epochs, monitor, mode, patience)
     check("funcrec.fit", work_problems(work), limit_problems(limits), clock_problems(save_every_minutes, path, sync))
     check("funcrec.fit", loader_problems(loader), place_problems(state, mesh))
     listens = stop is None and path is not None
     with watch(mesh), listen() if listens else contextlib.nullcontext(stop or (lambda: 0)) as asked:
-        found = is_there(work, device_of(state))
-        check("funcrec.fit", resume_problems(work, found, resume, overwrite, state))
-        done = train(work, limits, load_run(work, state) if found and resume else begin(state), asked)
+        found = find(work, device_of(state))
+        check("funcrec.fit", resume_problems(work, found, resume, overwrite))
+        done = train(work, limits, load_run(work, state, found) if found and resume else begin(state), asked)
         signum = done.stopped or (listens and of_any([asked()], mesh, device_of(done.state))[0])
     if listens and signum:  # one behind the last question, too
         end(signum)
@@ -210,6 +216,7 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
         if (
             run.position == Position()
         ):  # an interrupt has something to go on from, and a full disk is found, before work
+            make_room(work)
             save_run(work, run)
     done = steps_of(run.history) + run.position.batch
     tell(work, Record("begin", run.position.epoch, done, {}, run.state, is_chief=is_chief(work.mesh)))
@@ -275,10 +282,6 @@ def end_epoch(work: Work, run: Run, entry: dict[str, float]) -> Run:
     steps, chief = steps_of(history), is_chief(work.mesh)
     tell(work, Record("epoch", entry["epoch"], steps, history[-1], run.state, params, is_best, chief))
     return run
-
-
-def steps_of(history: Sequence[Mapping[str, float]]) -> int:
-    return sum(int(h.get("steps", 0)) for h in history)
 
 
 def tell(work: Work, record: Record) -> None:

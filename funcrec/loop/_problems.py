@@ -60,6 +60,10 @@ def work_problems(work: Work) -> Iterator[Problem]:
         if work.checkpoint is None:
             need = "checkpoint=path"
             yield Problem("`save_every_steps` is of a checkpoint.", "checkpoint=None", need, "checkpoint='run.pt'")
+    if work.keep is not None:
+        yield from count_problems(work.keep, "keep")
+        if work.checkpoint is None:
+            yield Problem("`keep` is of a checkpoint.", "checkpoint=None", "checkpoint=path", "checkpoint='runs/one'")
     if work.progress is not None:
         yield from flag_problems(work.progress, "progress")
 

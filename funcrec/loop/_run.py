@@ -5,7 +5,7 @@ load(save(run)) = run, so that what follows has the bits of a run that was not i
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.checkpoint import difference_problems, load, save
+from funcrec.checkpoint import difference_problems, latest, load, load_as, remove_all, save, step_path
 from funcrec.core import Problem, check, describe, fail, flag_problems, tree_leaves
 from funcrec.data import Position
 from funcrec.loop._ranks import all_parts, is_chief, num_processes
@@ -23,6 +23,7 @@ from funcrec.sharding import ShardedTables, gather_tables, join_dense
 from funcrec.tables import Params
 from funcrec.train import TrainState, gather_state
 
+APPEAR_S = 10.0
 PARTS = {"options", "state", "position", "loss_sum", "best", "history"}
 
 
@@ -47,6 +48,7 @@ class Work(NamedTuple):
     order: dict[str, Any]  # what says which batches the loader gives
     trial: Callable[[Any, Any], None] | None  # of the first state and batch, before any work
     clock: "Clock"
+    keep: int | None = None
 
 
 @dataclass
@@ -98,49 +100,81 @@ def begin(state: Any) -> Run:
 
 
 def save_run(work: Work, run: Run) -> None:
-    """The checkpoint, of whole tables: whatever plan goes on from it."""
+    """The checkpoint, whatever plan goes on from it: of whole tables, or of `keep` of each rank's own parts."""
     if work.checkpoint is None:
         return
     at(f"the checkpoint of epoch {run.position.epoch}, batch {run.position.batch}")
-    state = gather_state(run.state, work.mesh) if is_sharded(run.state) else run.state
-    tree = {**run._asdict(), "state": state, "position": tuple(run.position)}
-    if is_chief(work.mesh):
-        more = {"options": work.settings, "monitor": [work.monitor, work.mode], "order": work.order}
-        save(work.checkpoint, more | tree)
+    more = {"options": work.settings, "monitor": [work.monitor, work.mode], "order": work.order}
+    tree = {**more, **run._asdict(), "position": tuple(run.position)}
+    in_parts = is_sharded(run.state) and work.keep is not None
+    if is_sharded(run.state) and not in_parts:
+        tree["state"] = gather_state(run.state, work.mesh)
+    if in_parts or is_chief(work.mesh):
+        step = {} if work.keep is None else {"keep": work.keep, "step": steps_of(run.history) + run.position.batch}
+        save(work.checkpoint, tree, **step)
     work.clock.saved_s = time.monotonic()
 
 
-def load_run(work: Work, state: Any) -> Run:
-    """What `save_run` wrote for a run of the same settings."""
+def make_room(work: Work) -> None:
+    """A folder for `keep` checkpoints, without those of another run."""
+    if work.keep is not None and is_chief(work.mesh):
+        work.checkpoint.mkdir(exist_ok=True)
+        remove_all(work.checkpoint)
+
+
+def load_run(work: Work, state: Any, path: Path) -> Run:
+    """What `save_run` wrote for a run of the same settings, its state as `state` lies."""
     call = "funcrec.fit"
-    tree = load(work.checkpoint, device=device_of(state))
+    if is_sharded(state) and work.place is None:
+        tree = load_as(path, state, mesh=work.mesh, device=device_of(state))
+    else:
+        tree = load(path, device=device_of(state))
     check(call, checkpoint_problems(work, tree))
     check(call, same_problems(work, tree, device_of(state)))
     saved = tree["state"]
-    if is_sharded(state):
+    if is_sharded(state) and work.place is not None:
         saved = work.place(saved)
     check(call, state_problems(saved, state))
     run = Run(**{name: tree[name] for name in Run._fields})
     return run._replace(state=saved, position=Position(*tree["position"]))
 
 
-def is_there(work: Work, device: torch.device) -> bool:
-    """Whether there is a checkpoint, which all ranks must see; asked before any of them writes one."""
-    found = work.checkpoint is not None and work.checkpoint.exists()
-    if num_processes(work.mesh) > 1 and work.checkpoint is not None:
-        seen = all_parts(torch.tensor([int(found)], device=device), work.mesh).tolist()
-        if len(set(seen)) > 1:
-            got = f"seen by the ranks {[rank for rank, x in enumerate(seen) if x]} only"
-            fail(
-                "funcrec.fit", f"`checkpoint` {work.checkpoint} is not one file.", got=got, need="a disk that all share"
-            )
-    return found
+def find(work: Work, device: torch.device) -> Path | None:
+    """The checkpoint to go on from, the first rank's choice, which all must see; asked before any writes one."""
+    if work.checkpoint is None:
+        return None
+    check("funcrec.fit", keep_problems(work.checkpoint, work.keep))
+    newest = latest(work.checkpoint) if work.keep is not None else work.checkpoint
+    own = newest if newest is not None and newest.exists() else None
+    if num_processes(work.mesh) == 1:
+        return own
+    ask = lambda x: all_parts(torch.tensor([int(x)], device=device), work.mesh).tolist()
+    chosen = ask(-1 if own is None else 0 if work.keep is None else own.name.rpartition("-")[2])[0]
+    path = None if chosen < 0 else work.checkpoint if work.keep is None else step_path(work.checkpoint, chosen)
+    others = [rank for rank, x in enumerate(ask(own is None if path is None else appears(path))) if not x]
+    if others:
+        what = f"`checkpoint` {path or work.checkpoint} is not one for all ranks."
+        got = f"{'not ' if path else ''}seen by {['rank', 'ranks'][len(others) > 1]} {', '.join(map(str, others))}"
+        fail("funcrec.fit", what, got=got, need="a disk that all share")
+    return path
+
+
+def appears(path: Path) -> bool:
+    """Whether it is there, soon: a disk over the network tells late of what others wrote."""
+    end = time.monotonic() + APPEAR_S
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    return path.exists()
+
+
+def steps_of(history: Sequence[Mapping[str, float]]) -> int:
+    return sum(int(h.get("steps", 0)) for h in history)
 
 
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def resume_problems(work: Work, found: bool, resume: object, overwrite: object, state: Any) -> Iterator[Problem]:
+def resume_problems(work: Work, found: Path | None, resume: object, overwrite: object) -> Iterator[Problem]:
     """What is to be done about a checkpoint that is there, or is not."""
     path = work.checkpoint
     wrong = list(flag_problems(overwrite, "overwrite"))
@@ -161,12 +195,14 @@ def resume_problems(work: Work, found: bool, resume: object, overwrite: object, 
     elif found and not resume and not overwrite:
         hint = "resume=True goes on with it, overwrite=True begins anew"
         yield Problem("`checkpoint` holds a run.", f"{path}", "a path that is free", hint)
-    elif found and resume and is_sharded(state) and work.place is None:
-        need, hint = (
-            "place: a whole state -> a sharded one",
-            "place=lambda state: fr.reshard(state, plan, mesh=mesh, ...)",
-        )
-        yield Problem("`place` is missing: a checkpoint has whole tables.", "None", need, hint, TypeError)
+
+
+def keep_problems(path: Path, keep: int | None) -> Iterator[Problem]:
+    """One checkpoint is a file, several are in a folder."""
+    if keep is None and path.is_dir():
+        yield Problem(f"`checkpoint` {path} is a folder.", "keep=None", "a file; or a number of checkpoints", "keep=3")
+    elif keep is not None and path.exists() and not path.is_dir():
+        yield Problem(f"`checkpoint` {path} is a file.", f"keep={keep}", "a folder for them", "checkpoint='runs/one'")
 
 
 def state_problems(saved: Any, state: Any) -> Iterator[Problem]:

@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 
 def end_of(folder):
-    tree = fr.load(folder / "run.pt")
+    tree = fr.load(fr.latest(folder / "run"))
     return [tree[name] for name in PARTS], [(h["epoch"], h["steps"]) for h in tree["history"]], tree["history"]
 
 
@@ -37,8 +37,8 @@ def begun(folder):
 
 
 def test_killed_five_times_it_ends_with_the_same_bits(folder):
-    """Five times kill -9 of one of two ranks, by itself or by the other, at random moments: the agent starts both again,
-    each time from the last checkpoint, and the final bits are those of a run that was left alone."""
+    """Five times kill -9 of one of two ranks, by itself or by the other, at random moments: the agent starts both
+    again, from the last checkpoint, and the final bits are those of a run that was left alone."""
     tree, steps, history = end_of(folder / "killed")
     want, of_alone, alone = end_of(folder / "alone")
     assert_trees_close(tree, want, rtol=0, atol=0)

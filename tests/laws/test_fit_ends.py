@@ -8,6 +8,7 @@ import torch
 
 import funcrec as fr
 from funcrec.loop import _run, _signals
+from funcrec.testing import assert_trees_close
 
 LABELS = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
 
@@ -78,14 +79,54 @@ def test_minutes_are_counted_from_the_last_checkpoint(tmp_path, monkeypatch):
     assert len(seen) == 15 + 7, "it began at (0, 3)"
 
 
+@pytest.mark.parametrize("axes", [{}, {"data": 2}], ids=["alone", "mesh"])
+def test_the_newest_are_kept(tmp_path, axes):
+    """With `keep` a folder has that many checkpoints, by their steps; a run goes on from the newest whole one to the
+    same bits, on its mesh or in one process; one that begins anew leaves none of the old run's."""
+    model = fr.models.lr((fr.TableConfig("item", 5, 1),), (fr.FeatureConfig("item", table="item"),))
+    mesh = fr.Mesh.emulated(**axes) if axes else None
+    place = {"mesh": mesh, "plan": fr.Plan.uniform("row_wise", model.tables, mesh)} if axes else {}
+    kind = {"sparse": fr.optim.adam(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1), "has_aux": True}
+    step, alone = (fr.train_step(fr.models.loss(model), **kind, **how) for how in (place, {}))
+    path, begin = tmp_path / "run", lambda step=step: step.init(model.init(fr.key(0)))
+    how = {"epochs": 3, "checkpoint": path, "save_every_steps": 1, "keep": 2, "monitor": "loss", "mode": "min"}
+    load_two = load(2, drop_last=True)
+    whole = lambda done: (fr.gather_state(done.state, mesh) if axes else done.state, done.best)
+
+    def stop_at(k):
+        def callback(record):
+            if record.when == "step" and record.step == k:
+                raise KeyError("killed")
+
+        return callback
+
+    want = fr.fit(step, begin(), load_two, **how, mesh=mesh)
+    assert sorted(p.name for p in path.iterdir()) == ["step-0000000005", "step-0000000006"]
+    with pytest.raises(KeyError):
+        fr.fit(step, begin(), load_two, **how, mesh=mesh, callbacks=[stop_at(4)], overwrite=True)
+    assert sorted(p.name for p in path.iterdir()) == ["step-0000000002", "step-0000000003"]
+    newest = fr.latest(path)
+    (newest / "manifest" if axes else newest).write_bytes(b"half")
+    done = fr.fit(step, begin(), load_two, **how, mesh=mesh, callbacks=[stop_at(9)], resume="auto")
+    assert_trees_close(whole(done), whole(want), rtol=0, atol=0)
+    more = how | {"epochs": 4}
+    longer = fr.fit(alone, begin(alone), load_two, **more, resume=True)
+    want = fr.fit(step, begin(), load_two, **more | {"checkpoint": tmp_path / "other"}, mesh=mesh)
+    assert_trees_close((longer.state, longer.best), whole(want), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(("how", "said"), [
+    ({"keep": 0}, "`keep` is too small"),
+    ({"keep": 2, "checkpoint": None}, "is of a checkpoint"),
+    ({"keep": 2, "checkpoint": __file__}, "is a file"),
+    ({"checkpoint": os.path.dirname(__file__)}, "is a folder"),
     ({"save_every_minutes": 0}, "out of range"),
     ({"save_every_minutes": float("nan")}, "out of range"),
     ({"save_every_minutes": "5"}, "is not a number"),
     ({"save_every_minutes": 5, "checkpoint": None}, "is of a checkpoint"),
     ({"save_every_minutes": 5, "sync": lambda state: state}, "when a clock says so"),
 ])  # fmt: skip
-def test_minutes_that_do_not_fit_are_refused(tmp_path, how, said):
+def test_what_does_not_fit_a_checkpoint_is_refused(tmp_path, how, said):
     """What is not a time, is of no checkpoint, or would change the training by a clock is refused before any work."""
     with pytest.raises((TypeError, ValueError), match=said):
         fr.fit(add, torch.tensor(0.0), load(), epochs=1, **{"checkpoint": tmp_path / "run.pt"} | how)

@@ -43,8 +43,8 @@ def train(path, callback):
     step = fr.train_step(fr.models.loss(MODEL), sparse=sparse, dense=dense, has_aux=True, mesh=mesh, plan=plan)
     fr.fit(
         step, step.init(MODEL.init(fr.key(0))), fr.data.loader(OwnRows(mesh), None, 24, key=fr.key(3)), epochs=EPOCHS,
-        monitor="loss", mode="min", checkpoint=path, save_every_steps=3, resume="auto", callbacks=[callback], mesh=mesh,
-        place=lambda state: fr.reshard(state, plan, mesh=mesh, sparse=sparse),
+        monitor="loss", mode="min", checkpoint=path, save_every_steps=3, keep=2, resume="auto", callbacks=[callback],
+        mesh=mesh,
     )  # fmt: skip
 
 
@@ -67,9 +67,9 @@ def work(folder, name, kills):
             _, _, victim, delay_s = due.pop()
             threading.Timer(delay_s, kill, [victim]).start()
         if name == "alone" and record.step == 14 and rank == 0:  # that of step 13
-            shutil.copy(folder / "run.pt", folder.parent / "three" / "run.pt")
+            shutil.copytree(folder / "run", folder.parent / "three" / "run")
 
-    train(folder / "run.pt", callback)
+    train(folder / "run", callback)
 
 
 def launch(folder, name, num_ranks, kills=()):
