@@ -18,10 +18,11 @@ PARTS = ("state", "best", "position", "loss_sum")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("restarts")
     code = f"from programs import restarts; restarts.main({str(folder)!r})"
-    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join(str(Path(file).parents[1]) for file in (__file__, fr.__file__))
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env={**os.environ, **paths}
-    )
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder
 
