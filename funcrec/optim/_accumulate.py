@@ -32,7 +32,8 @@ def accumulate(optimizer: RowOptimizer, *, every: int, capacity: int | Mapping[s
       pending_grads f[k, C, D]. The inner optimizer is given the number of updates, step // every, as its step: bias
       corrections and schedules count updates.
 
-    Raises: ValueError when a gradient has more entries than its table's capacity. KeyError for a table without one.
+    Raises: ValueError when a gradient has more entries than its table's capacity, and on a mesh, where the rows that
+      wait would have no owner (there `train_step(micro_batches=)`). KeyError for a table without a capacity.
 
     Law: k steps are one update with the mean of their gradients, bit for
       bit. Between updates no row or inner slot changes a bit.

@@ -27,7 +27,10 @@ from funcrec.tables import RowGrads
 
 
 def check_whole_rows(call: str, sparse: RowOptimizer, layout: Layout) -> None:
-    """An optimizer with a norm over all rows sees none that is cut."""
+    """An optimizer with a norm over all rows sees none that is cut; one whose gradients wait, none on a mesh."""
+    if sparse.waiting:
+        got, hint = "optim.accumulate", "train_step(micro_batches=k), which accumulates inside of a step"
+        fail(call, "gradients that wait among the slots cannot be sharded.", got=got, need="slots like rows", hint=hint)
     columns = column_banks(sparse, layout)
     if columns and sparse.is_joint:
         hint = "row_wise or table_wise for it, or an optimizer of single elements, such as adam"

@@ -185,6 +185,19 @@ def test_derivatives_go_through():
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize(
+    "wrapped", (lambda o: o, lambda o: fr.optim.by_table({"t": o}), lambda o: fr.optim.clip(o, max_norm=1.0))
+)
+def test_gradients_that_wait_are_refused_on_a_mesh(wrapped):
+    """`accumulate` on a mesh is refused whatever its numbers: also where as many steps wait as there are rows."""
+    mesh, tables = fr.Mesh.emulated(x=2), {"t": torch.zeros(8, 2)}
+    sparse = wrapped(fr.optim.accumulate(fr.optim.sgd(1.0), every=8, capacity=4))
+    plan, dense = fr.Plan.uniform("row_wise", {"t": (8, 2)}, mesh), fr.optim.dense(torch.optim.SGD)
+    step = fr.train_step(len, sparse=sparse, dense=dense, mesh=mesh, plan=plan)
+    with pytest.raises(ValueError, match="wait among the slots"):
+        step.init(fr.Params(tables, {}))
+
+
 PEAK = """
 import torch, funcrec as fr
 from torch.profiler import profile, ProfilerActivity
