@@ -79,6 +79,9 @@ from funcrec.sharding import table_wise as table_wise
 from funcrec.train import apply_delta as apply_delta
 from funcrec.train import Delta as Delta
 from funcrec.train import delta as delta
+from funcrec.planner import Hardware as Hardware
+from funcrec.planner import plan as plan
+from funcrec.planner import TableConstraint as TableConstraint
 from funcrec.train import gather_state as gather_state
 from funcrec.train import Logged as Logged
 from funcrec.train import logged as logged

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from funcrec.core._examples import EXAMPLES as EXAMPLES
 
-STAGES = {"core", "jagged", "mesh", "tables", "compile", "sharding", "train", "checkpoint"}  # folders of no public name
+STAGES = {
+    "core",
+    "jagged",
+    "mesh",
+    "tables",
+    "compile",
+    "sharding",
+    "planner",
+    "train",
+    "checkpoint",
+}  # folders of no public name
 
 
 class DonatedError(RuntimeError):

@@ -25,7 +25,9 @@ PLANS = ("table_wise", "row_wise", "column_wise", *OF_TWO_AXES, "replicated")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     ranks = parser.add_argument_group("ranks", "one process for each under torchrun, or all of them in one")
-    ranks.add_argument("--plan", choices=PLANS, help="where all tables lie (default row_wise where there are ranks)")
+    ranks.add_argument(
+        "--plan", choices=(*PLANS, "auto"), help="where all tables lie (default row_wise on ranks); auto: by fr.plan"
+    )
     ranks.add_argument("--mesh", type=parse_axes, help="the axes of torchrun's ranks (default data=RANKS)")
     ranks.add_argument("--emulate", type=parse_axes, help="ranks in this process: data=2,model=2")
     ranks.add_argument("--replicas", help="axes, by commas, along which copies of all tables train apart")
@@ -61,7 +63,7 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
     if is_launched and prod(options.axes.values()) != num_ranks:
         parser.error(f"--mesh {options.axes}: its sizes multiply to {prod(options.axes.values())}, not to {num_ranks}")
     own = [a for a in options.axes if a not in options.replicas]
-    if not own and options.plan != "replicated":
+    if not own and options.plan not in ("replicated", "auto"):
         option = f"--mesh replica={num_ranks},model=1" if is_launched else "--emulate replica=2,model=1"
         parser.error(f"--plan {options.plan} has no axis besides --replicas: {option}")
     if options.plan in OF_TWO_AXES and len(own) != 2:
@@ -92,6 +94,20 @@ def mesh_of(options: argparse.Namespace) -> fr.Mesh | None:
     if options.emulate:
         return fr.Mesh.emulated(**options.axes)
     return fr.Mesh.distributed(device=options.device.partition(":")[0], **options.axes)
+
+
+def plan_of(
+    options: argparse.Namespace, model: fr.models.Model, mesh: fr.Mesh, sparse: fr.optim.RowOptimizer
+) -> fr.Plan:
+    """By --plan; what fr.plan says of its own is printed."""
+    if options.plan != "auto":
+        return fr.Plan.uniform(options.plan, model.tables, mesh, replicas=options.replicas)
+    hardware = "cpu" if options.device == "cpu" else "h100"
+    how = {"hardware": hardware, "optimizer": sparse, "replicas": options.replicas}
+    made = fr.plan(model.tables, model.features, mesh, batch_size=options.batch_size, **how)
+    if fr.loop.is_chief(mesh):
+        print(made.table(), flush=True)
+    return made
 
 
 def sync_of(mesh: fr.Mesh | None, replicas: tuple[str, ...]) -> Callable[[fr.TrainState], fr.TrainState] | None:

@@ -171,8 +171,8 @@ def make_job(options: argparse.Namespace) -> Job:
         if (ids := split.data.table_sizes.get(table.name, 0)) > table.num_embeddings:
             raise SystemExit(f"--data: table '{table.name}' has {table.num_embeddings} rows, and the data {ids} ids")
     mesh = ranks.mesh_of(options)
-    plan = None if mesh is None else fr.Plan.uniform(options.plan, model.tables, mesh, replicas=options.replicas)
     sparse = getattr(fr.optim, options.optimizer)(lr=options.lr)
+    plan = None if mesh is None else ranks.plan_of(options, model, mesh, sparse)
     step = fr.train_step(
         loss_and_stats(model),
         sparse=sparse,

@@ -40,6 +40,7 @@ from funcrec.mesh._joined import part_by_part as part_by_part
 from funcrec.mesh._mesh import Mesh as Mesh
 from funcrec.mesh._mesh import alone as alone
 from funcrec.mesh._mesh import ambient as ambient
+from funcrec.mesh._mesh import axes_problems as axes_problems
 from funcrec.mesh._parts import Part as Part
 from funcrec.mesh._parts import cut as cut
 from funcrec.mesh._parts import flatten_parts as flatten_parts

@@ -25,8 +25,8 @@ from funcrec.sharding._move import places as places
 from funcrec.sharding._move import rows_of as rows_of
 from funcrec.sharding._placement import OF_TWO_AXES as OF_TWO_AXES
 from funcrec.sharding._placement import Block as Block
+from funcrec.sharding._placement import Kind as Kind
 from funcrec.sharding._placement import Placement as Placement
-from funcrec.sharding._placement import Plan as Plan
 from funcrec.sharding._placement import column_wise as column_wise
 from funcrec.sharding._placement import grid as grid
 from funcrec.sharding._placement import replicated as replicated
@@ -34,6 +34,10 @@ from funcrec.sharding._placement import row_wise as row_wise
 from funcrec.sharding._placement import table_column_wise as table_column_wise
 from funcrec.sharding._placement import table_row_wise as table_row_wise
 from funcrec.sharding._placement import table_wise as table_wise
+from funcrec.sharding._plan import Plan as Plan
+from funcrec.sharding._report import RankLine as RankLine
+from funcrec.sharding._report import Report as Report
+from funcrec.sharding._report import TableLine as TableLine
 from funcrec.sharding._send import followed_problems as followed_problems
 from funcrec.sharding._send import send_rows as send_rows
 from funcrec.sharding._sync import sync_grads as sync_grads

@@ -18,7 +18,7 @@ from torch import Tensor
 from funcrec.core import check, is_tracked, is_wrapped
 from funcrec.kernels.memory import empty_table
 from funcrec.mesh import Mesh, P, rank_at
-from funcrec.sharding._placement import Plan, fit_problems
+from funcrec.sharding._plan import Plan, fit_problems
 
 
 class Bank(NamedTuple):

@@ -12,7 +12,7 @@ from funcrec.mesh import Codec, Mesh, P, codec_problems, unshard
 from funcrec.sharding._copies import copy_problems
 from funcrec.sharding._layout import Layout, layout_of, own_ranks, pack, unpack
 from funcrec.sharding._lookup import read_sharded
-from funcrec.sharding._placement import Plan
+from funcrec.sharding._plan import Plan
 from funcrec.sharding._transport import Transport, dedup_problems, transport_of
 from funcrec.tables import KINDS, Kind, row_problems, table_tensor_problems
 

@@ -56,6 +56,8 @@ MAY_RETURN = (
     Row("an integer of its range, where the sweep sees no annotation",
         r"\.(Mesh_emulated|initialize|ragged_all_to_all)|optim.*",
         "a|b|shape.*|start|num_embeddings|capacity|step", {"7", "0", "i64[17]"}),
+    Row("an axis of 7 ranks", r"\.plan", r"mesh\['a'\]", {"7"}),
+    Row("a row that was seen 7 times, or never", r"\.TableConstraint", r"row_counts\[.*", {"7", "0"}),
     Row("a column is any vector of numbers", r"data.split_by_(time|group)", "time|group", {"i64[17]"}),
     Row("a list of values", "data.fit", r"column(\[.*)?",
         {"()", "None", "'no'", "7", "-1", "0", "True", "bool[3]", "i64[17]"}),

@@ -1,0 +1,124 @@
+"""python -m funcrec plan spec.json: a plan from a file, where nothing runs but the planner.
+
+{"mesh": {"data": 16, "model": 8}, "batch_size": 65536, "hardware": "h100",
+ "tables": [{"name": "item", "num_embeddings": 1000000, "embedding_dim": 64}],
+ "features": [{"name": "clicked", "table": "item"}],
+ "constraints": {"item": {"pooling_factor": 20.0}}}
+"""
+
+import argparse
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from funcrec import optim
+from funcrec.core import Problem, check, describe, fail, nearest
+from funcrec.mesh import Codec
+from funcrec.planner._hardware import Hardware
+from funcrec.planner._plan import plan
+from funcrec.sharding import Plan
+from funcrec.tables import FeatureConfig, TableConfig
+
+CALL = "python -m funcrec plan"
+NEEDED = ("tables", "features", "mesh", "batch_size")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit codes: 0; 1 where no plan fits; 2 for what is wrong with the file or the options."""
+    parser = argparse.ArgumentParser(prog="python -m funcrec", description="Recommendation models as pure functions.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    raw = argparse.RawDescriptionHelpFormatter
+    own = commands.add_parser("plan", help="where tables are to lie", description=__doc__, formatter_class=raw)
+    own.add_argument("spec", type=Path, help="a JSON file, or YAML where PyYAML is installed: the arguments of fr.plan")
+    own.add_argument("--out", type=Path, help="the plan as JSON, for fr.Plan.from_json")
+    own.add_argument("--picture", type=Path, help="ranks x tables, as PNG or SVG; needs matplotlib")
+    options = parser.parse_args(argv)
+    try:
+        made = plan_of(read(options.spec))
+    except (OSError, ImportError, KeyError, TypeError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1 if "do not fit into memory" in str(error) else 2
+    print(made.table())
+    if options.out:
+        options.out.write_text(made.to_json())
+    if options.picture:
+        made.draw().savefig(options.picture)
+    return 0
+
+
+def read(path: Path) -> Any:
+    """What the file holds."""
+    text = path.read_text()
+    if path.suffix not in (".yaml", ".yml"):
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            fail(CALL, f"`{path}` is not JSON.", got=str(error), need="JSON, or YAML in a file of that ending")
+    try:
+        import yaml
+    except ImportError:
+        fail(CALL, f"`{path}` is YAML.", got="no module yaml", need="PyYAML", hint="the same as JSON", kind=ImportError)
+    return yaml.safe_load(text)
+
+
+def plan_of(spec: Any) -> Plan:
+    """The plan of a specification. `optimizer` is a name of `fr.optim`, `dtype` of a table one of torch."""
+    check(CALL, spec_problems(spec))
+    own = dict(spec)
+    own["tables"] = [TableConfig(**{**t, **_dtype(t)}) for t in own["tables"]]
+    own["features"] = [FeatureConfig(**f) for f in own["features"]]
+    for name, make in (("hardware", Hardware), ("codec", Codec)):
+        if isinstance(own.get(name), Mapping):
+            own[name] = make(**own[name])
+    if isinstance(own.get("optimizer"), str):
+        own["optimizer"] = getattr(optim, own["optimizer"])()
+    return plan(**own)
+
+
+def _dtype(table: Mapping) -> dict:
+    name = table.get("dtype")
+    return {"dtype": getattr(torch, name)} if isinstance(name, str) and hasattr(torch, name) else {}
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def spec_problems(spec: Any) -> Iterator[Problem]:
+    if not isinstance(spec, Mapping):
+        yield Problem(
+            "the file is not a mapping.", describe(spec), f"{list(NEEDED)} and more of fr.plan", kind=TypeError
+        )
+        return
+    names = list(inspect.signature(plan).parameters)
+    for name in (n for n in NEEDED if n not in spec):
+        yield Problem(f"the file lacks `{name}`.", f"{list(spec)}", f"{list(NEEDED)}", kind=KeyError)
+    for name in (n for n in spec if n not in names):
+        near = nearest(str(name), names)
+        yield Problem(f"the file has an unknown `{name}`.", f"{name!r}", f"one of {names}", f"{near!r}", KeyError)
+    for key, config in (("tables", TableConfig), ("features", FeatureConfig)):
+        yield from _config_problems(key, spec.get(key, []), config)
+    name = spec.get("optimizer")
+    if name is not None and (not isinstance(name, str) or name.startswith("_") or name not in OPTIMIZERS):
+        yield Problem("`optimizer` is unknown.", repr(name), f"one of {list(OPTIMIZERS)}")
+
+
+def _config_problems(key: str, given: Any, config: Callable) -> Iterator[Problem]:
+    fields = list(inspect.signature(config).parameters)
+    if not isinstance(given, list) or not all(isinstance(x, Mapping) for x in given):
+        yield Problem(
+            f"`{key}` is not a list of mappings.", describe(given), f"[{{{fields[0]!r}: ...}}]", kind=TypeError
+        )
+        return
+    for i, x in enumerate(given):
+        for name in (n for n in x if n not in fields):
+            near = nearest(str(name), fields)
+            yield Problem(f"`{key}[{i}]` has an unknown key.", f"{name!r}", f"one of {fields}", f"{near!r}", KeyError)
+
+
+OPTIMIZERS = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "adamw", "partial_rowwise_adam", "lamb",
+    "partial_rowwise_lamb", "lars_sgd", "ftrl", "rmsprop", "lion")  # fmt: skip

@@ -1,0 +1,127 @@
+"""Hardware: what a rank has and how fast it is; what estimates divide by.
+
+    seconds = bytes / bytes per second
+
+A value, so that no device is needed to plan for a thousand.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from funcrec.core import Problem, check, describe, field_problems, plain_numbers
+from funcrec.mesh import Mesh
+from funcrec.planner._measure import measured
+
+GB = 10**9
+
+
+@plain_numbers
+@dataclass(frozen=True)
+class Hardware:
+    """A rank's memory and links.
+
+    Args:
+      name: of the kind, for messages.
+      memory_bytes: of a rank's device.
+      memory_bytes_per_s: at which it reads and writes rows.
+      link_bytes_per_s: from a rank to those of its host, one direction.
+      host_bytes_per_s: from a rank to those of other hosts, one direction.
+      ranks_per_host: consecutive ranks, the mesh's last axis running fastest.
+      flops_per_s: of sums in f32.
+
+    Example:
+      >>> import funcrec as fr
+      >>> fr.Hardware.named("h100").ranks_per_host
+      8
+      >>> fr.Hardware("mine", memory_bytes=16 * 10**9, memory_bytes_per_s=2e11, link_bytes_per_s=1e10,
+      ...     host_bytes_per_s=1e9, ranks_per_host=4).memory_bytes
+      16000000000
+
+    Source: vendors' data sheets: NVIDIA H100 SXM, H200 SXM and A100 SXM 80 GB, NVLink 4 and 3 (half of what is given
+    for both directions), one network card of 400 or 200 Gb/s for each; TorchRec's Topology.
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    host_bytes_per_s: float
+    ranks_per_host: int = 8
+    flops_per_s: float = 1e13
+
+    def __post_init__(self):
+        check("funcrec.Hardware", field_problems(self))
+        check("funcrec.Hardware", number_problems(self))
+
+    @staticmethod
+    def named(name: Literal["h100", "h200", "a100", "cpu"]) -> "Hardware":
+        """The kinds that are known by name; "cpu" is a core and its share of a server.
+
+        Example:
+          >>> import funcrec as fr
+          >>> fr.Hardware.named("cpu").ranks_per_host
+          2
+        """
+        check("funcrec.Hardware.named", name_problems(name))
+        return KNOWN[name]
+
+    @staticmethod
+    def measure(mesh: Mesh, *, memory_bytes: int | None = None) -> "Hardware":
+        """What the mesh at hand has: rows gathered from a table of 64 MB, and an exchange of 8 MB with all ranks of
+        its last axis; the slowest rank's numbers on all of them. Every rank calls it.
+
+        Args:
+          memory_bytes: of a rank; None for what its device says, on CPUs a rank's share of the machine.
+
+        Cost: about a second.
+
+        Example:
+          >>> import funcrec as fr
+          >>> fr.Hardware.measure(fr.Mesh.emulated(data=2), memory_bytes=10**9).name
+          'measured'
+        """
+        check("funcrec.Hardware.measure", mesh_problems(mesh))
+        found = measured(mesh)
+        if memory_bytes is not None:
+            found["memory_bytes"] = memory_bytes
+        return Hardware("measured", **found)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def number_problems(h: Hardware) -> Iterator[Problem]:
+    for name in (
+        "memory_bytes",
+        "memory_bytes_per_s",
+        "link_bytes_per_s",
+        "host_bytes_per_s",
+        "ranks_per_host",
+        "flops_per_s",
+    ):
+        if not 0 < getattr(h, name) < float("inf"):
+            yield Problem(f"`{name}` is out of range.", f"{getattr(h, name)}", "a finite number > 0")
+
+
+def name_problems(name: object) -> Iterator[Problem]:
+    if not isinstance(name, str):
+        yield Problem("`name` is not a string.", describe(name), f"one of {list(KNOWN)}", kind=TypeError)
+    elif name not in KNOWN:
+        yield Problem("`name` is unknown.", repr(name), f"one of {list(KNOWN)}")
+
+
+def mesh_problems(mesh: object) -> Iterator[Problem]:
+    if not isinstance(mesh, Mesh):
+        yield Problem("`mesh` is not a Mesh.", describe(mesh), "a Mesh", "fr.Mesh.emulated(data=2)", TypeError)
+
+
+# -- those that are known -------------------------------------------------------------------------------------------
+
+
+KNOWN = {
+    "h100": Hardware("h100", 80 * GB, 3.35e12, 450e9, 50e9, 8, 67e12),
+    "h200": Hardware("h200", 141 * GB, 4.8e12, 450e9, 50e9, 8, 67e12),
+    "a100": Hardware("a100", 80 * GB, 2.04e12, 300e9, 25e9, 8, 19.5e12),
+    "cpu": Hardware("cpu", 16 * GB, 10e9, 1e9, 1e9, 2, 50e9),
+}

@@ -1,0 +1,219 @@
+"""The packing as mixed-integer programs, for HiGHS: the choice of options alone, which bounds it, and whole.
+
+    whole:    y[i, o] ∈ {0, 1}, Σ_o y = 1;   x[i, o, shard, place] ∈ {0, 1}, Σ_place x = y;   M_k ≥ load[k, rank]
+    options:  the same without places: N · M_k ≥ Σ_ranks load, M_k ≥ the largest shard
+
+Of the second every plan is a solution, so what it proves holds of all plans. Equal shards of an option are counted, not
+told apart. Whoever stops does so after a number of nodes, never by a clock: the same input gives the same plan.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from funcrec.core import fail
+from funcrec.planner._packing import Choice, Loads, Packing, peaks, totals
+
+NEAR_TOP = 64  # items whose largest shard the bound looks at, of each resource
+SCALE = 1000.0  # of the objective: HiGHS calls a gap of 1e-6 none
+
+
+class Program(NamedTuple):
+    """Rows of Σ values · x between low and high; x in [0, upper], whole where `whole`; minimise cost · x."""
+
+    rows: list[int]
+    columns: list[int]
+    values: list[float]
+    low: list[float]
+    high: list[float]
+    cost: list[float]
+    upper: list[float]
+    whole: list[int]
+
+    def variable(self, upper: float, whole: int, cost: float = 0.0) -> int:
+        self.cost.append(cost)
+        self.upper.append(upper)
+        self.whole.append(whole)
+        return len(self.cost) - 1
+
+    def row(self, terms: Sequence[tuple[int, float]], low: float, high: float) -> None:
+        for column, value in terms:
+            self.rows.append(len(self.low))
+            self.columns.append(column)
+            self.values.append(value)
+        self.low.append(low)
+        self.high.append(high)
+
+
+class Answer(NamedTuple):
+    """x: f[variables], None where there is none. bound: below every solution's objective. is_infeasible: proved so."""
+
+    x: np.ndarray | None
+    bound: float
+    is_infeasible: bool
+
+
+def scipy_optimize() -> Any:
+    try:
+        import scipy.optimize
+        import scipy.sparse
+    except ImportError:
+        fail(
+            "funcrec.plan", "plans are solved by SciPy.", got="no module scipy", need="scipy >= 1.9",
+            hint="pip install 'funcrec[plan]'", kind=ImportError,
+        )  # fmt: skip
+    return scipy
+
+
+def solve(program: Program, nodes: int, gap: float = 0.0) -> Answer:
+    """By HiGHS, which stops at so many nodes of its tree, or with a gap."""
+    scipy = scipy_optimize()
+    shape = (len(program.low), len(program.cost))
+    matrix = scipy.sparse.csr_array((program.values, (program.rows, program.columns)), shape=shape)
+    got = scipy.optimize.milp(
+        np.array(program.cost),
+        integrality=np.array(program.whole),
+        bounds=scipy.optimize.Bounds(0, np.array(program.upper)),
+        constraints=scipy.optimize.LinearConstraint(matrix, program.low, program.high),
+        options={"node_limit": nodes, "mip_rel_gap": gap, "presolve": True},
+    )
+    bound = getattr(got, "mip_dual_bound", None)
+    bound = -np.inf if bound is None or not np.isfinite(bound) else float(bound)
+    return Answer(got.x, bound, got.status == 2)
+
+
+def _resources(program: Program, packing: Packing, units: np.ndarray, scale: float, below: float | None) -> list[int]:
+    """The variables M_k, in units of their resource; the caps on them, and on the objective."""
+    costs = np.array(packing.weights) * units * scale
+    most = [program.variable(np.inf, 0, float(c)) for c in costs]
+    for cap in packing.caps:
+        terms = [(most[k], f * units[k] / cap.limit) for k, f in enumerate(cap.factors) if f]
+        program.row(terms, -np.inf, 1.0)
+    if below is not None:
+        program.row([(most[k], float(c)) for k, c in enumerate(costs) if c], -np.inf, below)
+    return most
+
+
+def _units(packing: Packing, floor: np.ndarray) -> np.ndarray:
+    """A size for each resource, so that numbers are about 1: the largest that an option puts on a rank."""
+    top = np.zeros(len(packing.weights))
+    for own in peaks(packing):
+        top = np.maximum(top, np.min(own, 0) if len(own) == 1 else np.max(own, 0))
+    return np.where(np.maximum(top, floor) > 0, np.maximum(top, floor), 1.0)
+
+
+class Relaxed(NamedTuple):
+    """options: of each item the number of its option; None where no choice of options fits. bound: of the objective."""
+
+    options: list[int] | None
+    bound: float
+
+
+def relax(packing: Packing, nodes: int) -> Relaxed:
+    """The best choice of options where only sums over ranks and single shards are seen, and the bound that it
+    proves."""
+    sums, tops, size = totals(packing), peaks(packing), len(packing.weights)
+    least = np.sum([np.min(own, 0) for own in sums], 0) / packing.num_ranks if sums else np.zeros(size)
+    units = _units(packing, least)
+    guess = float(np.dot(packing.weights, units)) or 1.0
+    program = Program([], [], [], [], [], [], [], [])
+    most = _resources(program, packing, units, SCALE / guess, None)
+    chosen = [[program.variable(1, 1) for _ in item.options] for item in packing.items]
+    for own in chosen:
+        program.row([(v, 1.0) for v in own], 1.0, 1.0)
+    for k in range(size):
+        terms = [
+            (v, -s[k] / packing.num_ranks / units[k]) for own, ss in zip(chosen, sums) for v, s in zip(own, ss) if s[k]
+        ]
+        if terms:
+            program.row([(most[k], 1.0), *terms], 0.0, np.inf)
+        high = sorted(range(len(chosen)), key=lambda i: -max(t[k] for t in tops[i]))[:NEAR_TOP]
+        for i in high:
+            terms = [(v, -t[k] / units[k]) for v, t in zip(chosen[i], tops[i]) if t[k]]
+            if terms:
+                program.row([(most[k], 1.0), *terms], 0.0, np.inf)
+    got = solve(program, nodes, 1e-5)
+    bound = max(got.bound, 0.0) * guess / SCALE
+    if got.x is None:
+        return Relaxed(None, np.inf if got.is_infeasible else bound)
+    return Relaxed([int(np.argmax([got.x[v] for v in own])) for own in chosen], bound)
+
+
+class Exact(NamedTuple):
+    """choices: {item: choice} of those that were free, None where nothing below the given objective was found."""
+
+    choices: dict[int, Choice] | None
+    bound: float
+    is_infeasible: bool
+
+
+def place(
+    packing: Packing, loads: Loads, free: Sequence[int], below: float, nodes: int, ranks: np.ndarray | None = None
+) -> Exact:
+    """The best choices of the free items, the others lying as in `loads`; `ranks`, bool[N], are those that their shards
+    may go to (places that have any other are left out), None for all."""
+    units = _units(packing, loads.most)
+    scale = SCALE / (below or 1.0)
+    program = Program([], [], [], [], [], [], [], [])
+    most = _resources(program, packing, units, scale, SCALE * (1 + 1e-9))
+    on_rank: dict[tuple[int, int], list[tuple[int, float]]] = {}  # (resource, rank) -> terms of its load
+    variables = {}
+    for i in free:
+        variables[i] = _item(program, loads, i, units, on_rank, ranks)
+        if not variables[i]:
+            return Exact(None, -np.inf, True)
+        program.row([(y, 1.0) for y, _ in variables[i].values()], 1.0, 1.0)
+    for k in range(len(units)):
+        touched = {r for (j, r) in on_rank if j == k}
+        rest = [r for r in range(packing.num_ranks) if r not in touched]
+        if rest:
+            program.row([(most[k], 1.0)], float(loads.load[k, rest].max()) / units[k], np.inf)
+    for (k, r), terms in on_rank.items():
+        program.row([(most[k], 1.0), *((v, -x) for v, x in terms)], loads.load[k, r] / units[k], np.inf)
+    got = solve(program, nodes)
+    bound = got.bound / scale
+    if got.x is None:
+        return Exact(None, bound, got.is_infeasible)
+    return Exact({i: _choice(got.x, own) for i, own in variables.items()}, bound, False)
+
+
+def _item(
+    program: Program, loads: Loads, item: int, units: np.ndarray, on_rank: dict, allowed: np.ndarray | None
+) -> dict:
+    """{option: (y, [(the numbers of equal shards, {place: x})])}; their loads go to `on_rank`."""
+    out: dict[int, tuple[int, list]] = {}
+    for o, own in enumerate(loads.options[item]):
+        fits = [p for p, r in enumerate(own.ranks) if allowed is None or allowed[r].all()]
+        if len(own.shards) and len(fits) < (len(own.shards) if own.how == "apart" else 1):
+            continue
+        y, groups = program.variable(1, 1), []
+        add = lambda k, r, x, amount: on_rank.setdefault((int(k), int(r)), []).append((x, float(amount)))
+        for k, amounts in zip(own.used, own.base / units[own.used][:, None], strict=True):
+            for r, amount in enumerate(np.broadcast_to(amounts, loads.load.shape[1:])) if amounts.any() else ():
+                add(k, r, y, amount)
+        alike: dict[tuple, list[int]] = {}
+        for s, shard in enumerate(own.shards):
+            alike.setdefault(tuple(shard.tolist()), []).append(s)
+        for numbers in alike.values():
+            xs = {p: program.variable(1 if own.how == "apart" else len(numbers), 1) for p in fits}
+            program.row([*((x, 1.0) for x in xs.values()), (y, -float(len(numbers)))], 0.0, 0.0)
+            for k, amount in zip(own.used, own.shards[numbers[0]] / units[own.used], strict=True):
+                for p, x in xs.items() if amount else ():
+                    for r in own.ranks[p]:
+                        add(k, r, x, amount)
+            groups.append((numbers, xs))
+        if own.how == "apart":
+            for p in fits:
+                program.row([*((xs[p], 1.0) for _, xs in groups), (y, -1.0)], -np.inf, 0.0)
+        out[o] = (y, groups)
+    return out
+
+
+def _choice(x: np.ndarray, own: dict) -> Choice:
+    option = max(own, key=lambda o: x[own[o][0]])
+    places: dict[int, int] = {}
+    for numbers, xs in own[option][1]:
+        each = [p for p, v in xs.items() for _ in range(round(x[v]))]
+        places |= dict(zip(numbers, each, strict=True))
+    return Choice(option, tuple(places[s] for s in sorted(places)))

@@ -1,0 +1,292 @@
+"""Every way to place a table on a mesh, and what ranks have of it: from placements and their costs to the solver's
+options.
+
+    (table, its use) × (placement, axes, number of blocks) ─▶ Way: loads of resources ─▶ Option
+
+Parts of one width and dtype lie in a bank, as tall on all ranks as on the fullest, and a rank sends as many columns
+back as the rank that serves most: so rows and columns of a bank are resources whose maximum counts. A table cut by
+columns has banks of its own.
+Shapes: n ranks on the placement's axes, N all ranks.
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import combinations
+from math import prod
+from typing import NamedTuple
+
+from funcrec.mesh import Codec, coordinates, rank_at
+from funcrec.planner import _costs as costs
+from funcrec.planner._constraints import TableConstraint
+from funcrec.planner._costs import Use
+from funcrec.planner._hardware import Hardware
+from funcrec.planner._packing import Cap, Item, Option, Packing
+from funcrec.sharding import OF_TWO_AXES, Placement
+from funcrec.tables import TableConfig
+
+Loads = dict[Hashable, float]
+# seconds of a rank's own work, twice; of every rank's exchange; bytes of every rank
+LOOKUP, UPDATE, EXCHANGE, BYTES = "lookup", "update", "exchange", "bytes"
+
+
+class Ground(NamedTuple):
+    """What all tables share. sizes: {axis: ranks}. slot_bytes: (width) -> bytes of a row's optimizer state. back:
+    columns of a block's gradients: its own, or "row" for all of the row's (an optimizer that looks at whole rows)."""
+
+    sizes: tuple[tuple[str, int], ...]
+    hardware: Hardware
+    bags: float  # on a rank
+    answer: str
+    codec: Codec | None
+    capacity_factor: float | None
+    slot_bytes: Callable[[str, int], float]
+    back: str
+    is_joint: bool
+    label: Callable[[str], Hashable]
+
+    @property
+    def num_ranks(self) -> int:
+        return prod(n for _, n in self.sizes)
+
+
+class Way(NamedTuple):
+    """One way to place a table. key: (kind, axes, number of blocks). As of `Option`, but {resource: load}."""
+
+    key: tuple
+    shards: tuple[Loads, ...]
+    places: tuple[tuple[int, ...], ...]
+    how: str
+    base: Loads
+
+
+def axes_of(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Each axis that has ranks, and all of them together."""
+    real = [a for a, n in sizes.items() if n > 1] or list(sizes)[:1]
+    return [(a,) for a in real] + ([tuple(real)] if len(real) > 1 else [])
+
+
+def places_on(axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
+    """For each place on the axes, the first one major, the ranks of the mesh that have it."""
+    return _places_on(tuple(axes), tuple(sizes.items()))
+
+
+@functools.lru_cache(maxsize=256)
+def _places_on(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...]) -> tuple[tuple[int, ...], ...]:
+    sizes = dict(mesh)
+    names, out = list(sizes), [[] for _ in range(prod(sizes[a] for a in axes))]
+    for r in range(prod(sizes.values())):
+        out[rank_at(coordinates(r, names, sizes), axes, sizes)].append(r)
+    return tuple(map(tuple, out))
+
+
+@functools.lru_cache(maxsize=1024)
+def peer_s_per_byte(hardware: Hardware, axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...]) -> float:
+    """Seconds for a byte to every rank that shares all other coordinates."""
+    return costs.peer_s_per_byte(hardware, [p[0] for p in places_on(axes, dict(mesh))]) if axes else 0.0
+
+
+def ways(table: TableConfig, use: Use, constraint: TableConstraint, ground: Ground) -> list[Way]:
+    """All that the mesh, the optimizer and the constraint allow."""
+    sizes, out = dict(ground.sizes), []
+    pairs = list(combinations([a for a, n in sizes.items() if n > 1], 2))
+    for axes in axes_of(sizes):
+        out += _of_axes("table_wise", axes, table, use, constraint, ground)
+        out += _of_axes("row_wise", axes, table, use, constraint, ground)
+        out += _of_axes("column_wise", axes, table, use, constraint, ground)
+    for axes in pairs:
+        for kind in OF_TWO_AXES:
+            out += _of_axes(kind, axes, table, use, constraint, ground)
+    out += _of_axes("replicated", (), table, use, constraint, ground)
+    return out
+
+
+def num_blocks_of(kind: str, num_places: int, dim: int, constraint: TableConstraint) -> list[int]:
+    """Into how many blocks of columns: halves of halves, and as many as there are places."""
+    if kind in ("table_wise", "row_wise", "table_row_wise", "replicated"):
+        return [1]
+    most = min(num_places, dim // constraint.min_partition)
+    if kind == "table_column_wise":
+        return [min(num_places, dim)] if most == min(num_places, dim) else []
+    counts = {2**i for i in range(1, 20) if 2**i <= most} | ({num_places} if most == num_places else set())
+    return sorted(k for k in counts if k > 1)
+
+
+def _of_axes(
+    kind: str, axes: tuple[str, ...], table: TableConfig, use: Use, constraint: TableConstraint, ground: Ground
+) -> list[Way]:
+    if constraint.kinds and kind not in constraint.kinds:
+        return []
+    sizes = dict(ground.sizes)
+    is_two = kind in OF_TWO_AXES
+    places = places_on(axes[:1] if is_two else axes, sizes)
+    inner = sizes[axes[1]] if is_two else 1
+    if constraint.ranks and kind in ("row_wise", "replicated"):
+        return []
+    allowed = [i for i in range(len(places)) if not constraint.ranks or i in constraint.ranks]
+    out = []
+    for k in num_blocks_of(
+        kind, inner if kind == "table_column_wise" else len(allowed), table.embedding_dim, constraint
+    ):
+        if ground.is_joint and k > 1:
+            continue
+        out.append(_way(kind, axes, k, [places[i] for i in allowed], allowed, table, use, ground))
+    return out
+
+
+def _way(kind, axes, k, places, numbers, table: TableConfig, use: Use, ground: Ground) -> Way:
+    sizes = dict(ground.sizes)
+    n = prod(sizes[a] for a in axes)
+    inner = sizes[axes[1]] if kind in ("table_row_wise", "grid") else 1
+    num_parts = n if kind == "row_wise" else inner  # ranks that share a block's rows
+    dim = table.embedding_dim
+    widths = [dim * (i + 1) // k - dim * i // k for i in range(k)]
+    blocks = [Block(axes, n, num_parts, w, -(-table.num_embeddings // num_parts)) for w in widths]
+    base: Loads = {}
+    for block in blocks:
+        _add(base, {EXCHANGE: _exchange_s(block, use, table, ground)})
+    work = [_work(block, use, table, ground) for block in blocks]
+    if k > 1:  # banks of its own, of each width one, on every rank
+        for w in sorted(set(widths)):
+            rows, columns = _bank(blocks[widths.index(w)], use, table, ground)
+            _add(base, {BYTES: rows[1] + columns[1], EXCHANGE: columns[2]})
+    else:
+        rows, columns = _bank(blocks[0], use, table, ground)
+        bank = (axes, dim, table.dtype, ground.label(table.name))
+        work = [{**work[0], ("rows", *bank): rows[0], ("columns", *bank): columns[0]}]
+    everywhere = (tuple(range(ground.num_ranks)),)
+    if kind in ("row_wise", "replicated"):
+        return Way((kind, axes, k, ()), tuple(work), everywhere, "fixed", base)
+    if kind == "table_column_wise":  # one place has all blocks, each rank of it one
+        most = {key: max(x[key] for x in work) for key in work[0]}
+        return Way((kind, axes, k, tuple(numbers)), (most,), tuple(places), "any", base)
+    how = "apart" if k > 1 else "any"
+    return Way((kind, axes, k, tuple(numbers)), tuple(work), tuple(places), how, base)
+
+
+class Block(NamedTuple):
+    """A block of columns: on n ranks' axes, its rows over num_parts of them, `part` each."""
+
+    axes: tuple[str, ...]
+    n: int
+    num_parts: int
+    width: int
+    part: int
+
+
+def _work(block: Block, use: Use, table: TableConfig, ground: Ground) -> Loads:
+    """Seconds of a rank that holds a part of the block."""
+    copies, size = ground.num_ranks / block.n, table.dtype.itemsize
+    ids = (block.n * (use.distinct_here if ground.answer == "distinct" else use.all_ids)) / block.num_parts
+    back = table.embedding_dim if ground.back == "row" else block.width
+    slots = ground.slot_bytes(table.name, block.width)
+    looked = costs.lookup_s(ground.hardware, ids, block.n * use.bags, block.width, size)
+    updated = costs.update_s(
+        ground.hardware, ids * copies, use.distinct / block.num_parts, block.width, size, slots, back
+    )
+    return {LOOKUP: looked, UPDATE: updated}
+
+
+def _exchange_s(block: Block, use: Use, table: TableConfig, ground: Ground) -> float:
+    """Seconds that a block costs every rank, wherever it lies: ids, rows that go alone, gradients told to copies."""
+    sizes, factor = dict(ground.sizes), ground.capacity_factor
+    per_byte = peer_s_per_byte(ground.hardware, block.axes, ground.sizes) if block.n > 1 else 0.0
+    back = table.embedding_dim if ground.back == "row" else block.width
+    out = 0.0
+    if ground.answer == "distinct":
+        room = use.all_ids if factor is None else min(use.all_ids, factor * use.distinct_here / max(block.n, 1))
+        out += (
+            room * costs.ID_BYTES + room * costs.both_ways(block.width, ground.codec, table.dtype.itemsize, back)
+        ) * per_byte
+    else:
+        share = 1.0 if factor is None else min(1.0, factor / max(block.n, 1))
+        out += costs.id_bytes(use.all_ids, block.n, use.weight_bytes, factor) * per_byte
+        rows = use.all_ids if ground.answer == "rows" else use.sequence_ids
+        out += rows * share * costs.both_ways(block.width, ground.codec, table.dtype.itemsize, back) * per_byte
+    others = tuple(a for a in sizes if a not in block.axes)
+    if ground.num_ranks > block.n:
+        told = costs.copies_bytes(use.all_ids, use.bags, block.width, block.n)
+        out += told * peer_s_per_byte(ground.hardware, others, ground.sizes)
+    return out
+
+
+def _bank(
+    block: Block, use: Use, table: TableConfig, ground: Ground
+) -> tuple[tuple[float, float], tuple[float, float, float]]:
+    """((rows, their bytes), (columns' lanes, their bytes, their seconds)) of a rank's part in a bank."""
+    size = block.width * table.dtype.itemsize + ground.slot_bytes(table.name, block.width)
+    lanes = float(use.num_pooled)
+    memory, seconds = lane_costs(block.axes, block.width, table, ground)
+    return (float(block.part), block.part * size), (lanes, lanes * memory, lanes * seconds)
+
+
+def lane_costs(axes: tuple[str, ...], width: int, table: TableConfig, ground: Ground) -> tuple[float, float]:
+    """(bytes, seconds) of a lane of so many columns, on every rank: sums there, cotangents back."""
+    n = prod(dict(ground.sizes)[a] for a in axes)
+    memory = costs.activation_bytes(ground.bags, width, n)
+    if n == 1 or ground.answer != "sums":
+        return memory, 0.0
+    back = table.embedding_dim if ground.back == "row" else width
+    sent = ground.bags * costs.both_ways(width, ground.codec, costs.F32_BYTES, back)
+    return memory, sent * peer_s_per_byte(ground.hardware, axes, ground.sizes)
+
+
+def _add(loads: Loads, more: Loads) -> None:
+    for k, x in more.items():
+        loads[k] = loads.get(k, 0.0) + x
+
+
+# -- to the solver -----------------------------------------------------------------------------------------------
+
+
+def packing_of(
+    groups: Mapping[str, Sequence[TableConfig]], own: Mapping[str, list[Way]], ground: Ground, limit: float
+) -> Packing:
+    """groups: what is placed as one; own: {table: its ways}; limit: bytes of a rank."""
+    merged = {name: _merged([own[t.name] for t in tables]) for name, tables in groups.items()}
+    keys = {LOOKUP: 0, UPDATE: 1, EXCHANGE: 2, BYTES: 3}
+    for way in (w for found in merged.values() for w in found):
+        for loads in (*way.shards, way.base):
+            for k in loads:
+                keys.setdefault(k, len(keys))
+    weights, factors = [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]
+    some = {(t.embedding_dim, t.dtype, ground.label(t.name)): t for tables in groups.values() for t in tables}
+    for what, axes, width, dtype, label in list(keys)[4:]:
+        table = some[width, dtype, label]
+        memory, seconds = lane_costs(axes, width, table, ground)
+        row = width * dtype.itemsize + ground.slot_bytes(table.name, width)
+        weights.append(seconds if what == "columns" else 0.0)
+        factors.append(memory if what == "columns" else row)
+    vector = lambda loads: tuple(loads.get(k, 0.0) for k in keys)
+    option = lambda w: Option(w.key, tuple(map(vector, w.shards)), w.places, w.how, vector(w.base))
+    items = tuple(Item(name, tuple(map(option, found))) for name, found in merged.items())
+    return Packing(items, ground.num_ranks, tuple(weights), (Cap("memory", tuple(factors), limit),))
+
+
+def _merged(own: Sequence[list[Way]]) -> list[Way]:
+    """Ways that all tables of a group have, shard by shard together."""
+    if len(own) == 1:
+        return own[0]
+    by_key = [{w.key: w for w in ways} for ways in own]
+    out = []
+    for key, first in by_key[0].items():
+        alike = [found[key] for found in by_key if key in found and len(found[key].shards) == len(first.shards)]
+        if len(alike) < len(own):
+            continue
+        shards: list[Loads] = [{} for _ in first.shards]
+        base: Loads = {}
+        for way in alike:
+            _add(base, way.base)
+            for sum_, shard in zip(shards, way.shards, strict=True):
+                _add(sum_, shard)
+        out.append(first._replace(shards=tuple(shards), base=base))
+    return out
+
+
+def placement_of(key: tuple, places: Sequence[int], sizes: Mapping[str, int]) -> Placement:
+    """What the solver chose, as a placement."""
+    kind, axes, _, numbers = key
+    if kind in ("row_wise", "replicated"):
+        return Placement(kind, axes)
+    if kind in ("table_wise", "table_row_wise", "table_column_wise"):
+        return Placement(kind, axes, (numbers[places[0]] if places else numbers[0],))
+    return Placement(kind, axes, tuple(numbers[p] for p in places))

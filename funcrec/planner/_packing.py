@@ -1,0 +1,214 @@
+"""Packing: items, each in one of several options, whose shards go to places of ranks; what a plan is to the solver.
+
+    M_k = max over ranks r of load[k, r];    minimise Σ_k weights_k · M_k    where Σ_k a_k · M_k ≤ limit, of every cap
+
+A resource k is anything that ranks have a load of: seconds, bytes, rows of a bank. Seconds of which the slowest rank
+counts have weight 1, bytes of which every rank has its own have a cap; a bank, which is as tall on all ranks as on the
+fullest, has both.
+Shapes: K resources, N ranks, S shards of an option, P places.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+EXCESS = 100.0  # what a plan is charged for a cap that it breaks, in objectives for each whole limit
+
+
+class Option(NamedTuple):
+    """One way to place an item.
+
+    shards: f[S, K], what a shard adds on every rank of its place. places: the sets of ranks that a shard may lie on,
+    all of one size. how: whether a shard may lie on any place, each on one of its own, or shard i on place i. base:
+    f[K], what is added on every rank wherever the shards lie.
+    """
+
+    label: Hashable
+    shards: tuple[tuple[float, ...], ...]
+    places: tuple[tuple[int, ...], ...]
+    how: Literal["any", "apart", "fixed"] = "any"
+    base: tuple[float, ...] = ()
+
+
+class Item(NamedTuple):
+    """What is placed as one: a table, or tables that go together."""
+
+    name: str
+    options: tuple[Option, ...]
+
+
+class Cap(NamedTuple):
+    """Σ_k factors_k · M_k ≤ limit."""
+
+    name: str
+    factors: tuple[float, ...]
+    limit: float
+
+
+class Packing(NamedTuple):
+    """A problem. weights: f[K], of the objective."""
+
+    items: tuple[Item, ...]
+    num_ranks: int
+    weights: tuple[float, ...]
+    caps: tuple[Cap, ...] = ()
+
+
+class Choice(NamedTuple):
+    """Of an item: the number of its option, and of each shard that of its place; () where these are fixed."""
+
+    option: int
+    places: tuple[int, ...]
+
+
+class Arrays(NamedTuple):
+    """An option in numpy, of the U resources that it adds to. used: i[U]; shards: f[S, U], of those that may go to some
+    place;
+    ranks: i[P, q], the places; base: f[U, N] or f[U, 1], what is added wherever they go."""
+
+    used: np.ndarray
+    shards: np.ndarray
+    ranks: np.ndarray
+    base: np.ndarray
+    how: str
+
+
+def arrays_of(option: Option, num_resources: int, num_ranks: int) -> Arrays:
+    shards = np.array(option.shards, dtype=np.float64).reshape(-1, num_resources)
+    base = np.array(option.base or (0.0,) * num_resources, dtype=np.float64)[:, None]
+    ranks = np.array(option.places, dtype=np.int64).reshape(len(option.places), -1)
+    if option.how == "fixed" or (len(ranks) == 1 and option.how == "any"):
+        base = np.repeat(base, num_ranks, 1)
+        for i, shard in enumerate(shards):
+            base[:, ranks[i if option.how == "fixed" else 0]] += shard[:, None]
+        shards, ranks = shards[:0], ranks[:0]
+    used = np.flatnonzero((shards != 0).any(0) | (base != 0).any(1))
+    return Arrays(used, shards[:, used], ranks, base[used], option.how)
+
+
+class Loads:
+    """The loads of a partial plan, and what an item more or less makes of them. `choices` of items that are not
+    placed are None."""
+
+    def __init__(self, packing: Packing):
+        self.weights = np.array(packing.weights, dtype=np.float64)
+        size = len(self.weights)
+        self.factors = np.array([c.factors for c in packing.caps], dtype=np.float64).reshape(-1, size)
+        limits = np.array([c.limit for c in packing.caps], dtype=np.float64)
+        self.factors = self.factors / np.maximum(limits, 1e-300)[:, None]  # a cap is kept where this is at most 1
+        self.options = [[arrays_of(o, size, packing.num_ranks) for o in item.options] for item in packing.items]
+        self.load = np.zeros((size, packing.num_ranks))
+        self.most = np.zeros(size)
+        self.choices: list[Choice | None] = [None] * len(packing.items)
+        self.scale = 1.0  # of an objective, so that a broken cap outweighs it
+
+    def cost(self, most: np.ndarray) -> np.ndarray:
+        """f[...] of f[..., K]: the objective, and the charge for broken caps."""
+        excess = np.maximum(most @ self.factors.T - 1.0 - 1e-12, 0.0).sum(-1)
+        return most @ self.weights + EXCESS * self.scale * excess
+
+    @property
+    def value(self) -> float:
+        return float(self.cost(self.most))
+
+    @property
+    def excess(self) -> float:
+        return float(np.maximum(self.factors @ self.most - 1.0 - 1e-12, 0.0).sum())
+
+    def _add(self, item: int, choice: Choice, sign: float) -> None:
+        own = self.options[item][choice.option]
+        self.load[own.used] += sign * own.base
+        for shard, place in zip(own.shards, choice.places, strict=True):
+            self.load[own.used[:, None], own.ranks[place][None, :]] += sign * shard[:, None]
+
+    def put(self, item: int, choice: Choice) -> None:
+        self._add(item, choice, 1.0)
+        self.choices[item] = choice
+        used = self.options[item][choice.option].used
+        self.most[used] = self.load[used].max(1)
+
+    def take(self, item: int) -> Choice:
+        choice = self.choices[item]
+        self._add(item, choice, -1.0)
+        self.choices[item] = None
+        used = self.options[item][choice.option].used
+        self.load[used] = np.where(
+            np.abs(self.load[used]) < 1e-13 * np.maximum(self.most[used], 1e-300)[:, None], 0, self.load[used]
+        )
+        self.most[used] = self.load[used].max(1)
+        return choice
+
+    def best(self, item: int, option: int) -> tuple[float, float, Choice]:
+        """(cost, the load that its ranks then have, choice) of the places that suit an item which is not placed; of
+        several shards each in turn goes where it costs least."""
+        own = self.options[item][option]
+        used, most, load = own.used, self.most.copy(), self.load[own.used] + own.base
+        most[used] = np.maximum(most[used], load.max(1))
+        chosen: list[int] = []
+        near, free = 0.0, np.ones(len(own.ranks), dtype=bool)
+        for shard in own.shards:
+            there = (load[:, own.ranks].max(-1) + shard[:, None]).T  # [P, U]
+            after = np.repeat(most[None], len(there), 0)
+            after[:, used] = np.maximum(after[:, used], there)
+            costs = self.cost(after)
+            costs[~free] = np.inf
+            ties = np.flatnonzero(costs <= costs.min() * (1 + 1e-12))
+            place = int(ties[np.argmin((there[ties] * self._pull[used]).sum(-1))])
+            chosen.append(place)
+            load[:, own.ranks[place]] += shard[:, None]
+            most[used] = np.maximum(most[used], there[place])
+            near = max(near, float((there[place] * self._pull[used]).sum()))
+            if own.how == "apart":
+                free[place] = False
+        return float(self.cost(most)), near, Choice(option, tuple(chosen))
+
+    @property
+    def _pull(self) -> np.ndarray:
+        """f[K]: what breaks ties among places: what costs or is capped, in objectives."""
+        return self.weights + self.factors.sum(0) * self.scale + 1e-300
+
+
+def loads_of(packing: Packing, choices: Sequence[Choice]) -> Loads:
+    loads = Loads(packing)
+    for i, c in enumerate(choices):
+        loads.put(i, c)
+    return loads
+
+
+def totals(packing: Packing) -> list[list[np.ndarray]]:
+    """f[K] for each option of each item: what all ranks together have of it."""
+    return [[_summed(o, packing)[0] for o in item.options] for item in packing.items]
+
+
+def peaks(packing: Packing) -> list[list[np.ndarray]]:
+    """f[K] for each option of each item: what some rank has of it at least."""
+    return [[_summed(o, packing)[1] for o in item.options] for item in packing.items]
+
+
+def _summed(option: Option, packing: Packing) -> tuple[np.ndarray, np.ndarray]:
+    size = len(packing.weights)
+    shards = np.array(option.shards, dtype=np.float64).reshape(-1, size)
+    base = np.array(option.base or (0.0,) * size)
+    top = shards.max(0) if len(shards) else 0.0
+    return shards.sum(0) * len(option.places[0]) + base * packing.num_ranks, top + base
+
+
+def without_dominated(packing: Packing) -> tuple[Packing, list[list[int]]]:
+    """(the packing without options that another of the same places is never worse than, the numbers of those that
+    stay)."""
+    items, numbers = [], []
+    for item in packing.items:
+        alike: dict[tuple, list[int]] = {}
+        for i, o in enumerate(item.options):
+            alike.setdefault((o.how, o.places, len(o.shards)), []).append(i)
+        costs = [np.array([*o.shards, o.base or (0.0,) * len(packing.weights)]) for o in item.options]
+        kept = sorted(j for own in alike.values() for j in own if not any(_beats(costs, i, j) for i in own if i != j))
+        items.append(Item(item.name, tuple(item.options[i] for i in kept)))
+        numbers.append(kept)
+    return packing._replace(items=tuple(items)), numbers
+
+
+def _beats(costs: Sequence[np.ndarray], i: int, j: int) -> bool:
+    """Whether i is nowhere more than j; of equal ones the first."""
+    return bool((costs[i] <= costs[j]).all()) and (i < j or bool((costs[i] < costs[j]).any()))

@@ -1,0 +1,166 @@
+"""plan: where each table is to lie, chosen by what it would cost.
+
+(tables, features, mesh, batch size, hardware, constraints) ─▶ ways ─▶ packing ─▶ Solution ─▶ Plan, with its report
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from funcrec.core import Count, NotNegative, check, typed
+from funcrec.mesh import AxisName, Codec, Mesh, codec_problems
+from funcrec.optim import RowOptimizer
+from funcrec.planner import _costs as costs
+from funcrec.planner._constraints import TableConstraint, constraint_of, given_problems
+from funcrec.planner._hardware import Hardware
+from funcrec.planner._options import Ground, packing_of, placement_of, ways
+from funcrec.planner._problems import mesh_problems, plan_problems, sizes_of, together_problems
+from funcrec.planner._report import report_of
+from funcrec.planner._short import fail_short
+from funcrec.planner._solve import solve
+from funcrec.sharding import Plan, transport_of
+from funcrec.tables import FeatureConfig, TableConfig
+
+CALL = "funcrec.plan"
+RESERVE = 0.15
+
+
+@typed
+def plan(
+    tables: Sequence[TableConfig],
+    features: Sequence[FeatureConfig],
+    mesh: Mesh | Mapping[str, Count],
+    *,
+    batch_size: Count,
+    hardware: Hardware | str = "h100",
+    constraints: Mapping[str, TableConstraint | Mapping[str, Any]] | None = None,
+    optimizer: RowOptimizer | None = None,
+    exact: bool = False,
+    dedup: bool = False,
+    codec: Codec | None = None,
+    capacity_factor: NotNegative | None = None,
+    replicas: AxisName = (),
+    memory_bytes: Count | None = None,
+    reserve: NotNegative = RESERVE,
+    effort: Count = 1,
+) -> Plan:
+    """The placements whose slowest rank is fastest, by estimate, of all that fit into memory; with a bound on every
+    other.
+
+    Args:
+      mesh: a Mesh, or its shape, {axis: ranks}: nothing is run and no device is needed.
+      batch_size: examples of a step, of all ranks together.
+      hardware: a `Hardware`, or "h100", "h200", "a100", "cpu".
+      constraints: {table: TableConstraint, or a dict of its fields}.
+      optimizer: of the tables: its state takes memory, and one that looks at whole rows is told more of tables cut by
+        columns.
+      exact, dedup, codec: as they will be given to `shard_tables` or `train_step`.
+      capacity_factor: room of an exchange's blocks over their average; None for room that always suffices.
+      replicas: axes along which copies train apart; each copy is planned alike.
+      memory_bytes: of a rank, in place of the hardware's.
+      reserve: the share of it that the plan leaves for everything else.
+      effort: how long to search, in rounds, not in seconds.
+
+    Returns: a Plan, for `train_step(plan=...)` and `shard_tables`; plan.gap, plan.reasons, plan.table(), plan.draw(),
+      plan.to_json(), plan.digest.
+
+    Raises: ValueError where no plan fits; it says which memory or constraint is short, by how much, and what would do.
+
+    Law: the same arguments give the same plan, on every machine with this SciPy; plan.gap bounds how much faster any
+      plan can be by these estimates.
+
+    Example:
+      >>> import funcrec as fr
+      >>> tables = (fr.TableConfig("item", 1_000_000, 64), fr.TableConfig("country", 200, 64))
+      >>> features = (fr.FeatureConfig("clicked", table="item"), fr.FeatureConfig("country", table="country"))
+      >>> used = {"item": fr.TableConstraint(pooling_factor=20.0)}
+      >>> plan = fr.plan(tables, features, {"model": 8}, batch_size=8192, constraints=used)
+      >>> plan["item"].kind, plan.gap < 0.05
+      ('row_wise', True)
+
+    Source: TorchRec's EmbeddingShardingPlanner; the program's form as in NeuroShard and RecShard's.
+    """
+    check(
+        CALL,
+        mesh_problems(mesh),
+        plan_problems(tables, features, hardware, exact, dedup, reserve),
+        codec_problems(codec),
+    )
+    sizes, named = sizes_of(mesh), (replicas,) if isinstance(replicas, str) else tuple(replicas)
+    reads = {t.name: [f for f in features if f.table == t.name] for t in tables}
+    own_features = {n: [f.name for f in fs] for n, fs in reads.items()}
+    given = {} if constraints is None else constraints
+    check(CALL, given_problems(given, [t.name for t in tables], own_features))
+    told = {t.name: constraint_of(given.get(t.name, {})) for t in tables}
+    check(CALL, together_problems(tables, told, sizes, named))
+    hardware = Hardware.named(hardware) if isinstance(hardware, str) else hardware
+    sizes = {a: n for a, n in sizes.items() if a not in named} or {next(iter(sizes)): 1}
+    bags, answer = batch_size / prod(sizes_of(mesh).values()), transport_of(exact, dedup).answer
+    state = _of_optimizer(optimizer, tables)
+    ground = Ground(tuple(sizes.items()), hardware, bags, answer, codec, capacity_factor, *state)
+    limit = int((memory_bytes or hardware.memory_bytes) * (1 - reserve))
+    uses = {t.name: use_of(t, reads[t.name], told[t.name], ground) for t in tables}
+    found = {t.name: ways(t, uses[t.name], told[t.name], ground) for t in tables}
+    groups = groups_of(tables, told)
+    packing = packing_of(groups, found, ground, limit)
+    solved = solve(packing, effort) if all(i.options for i in packing.items) else None
+    if solved is None or solved.choices is None:
+        free = lambda name: ways(_named(tables, name), uses[name], TableConstraint(), ground)
+        fail_short(CALL, packing, groups, found, told, free, ground, limit, 1 - reserve)
+    placements = {}
+    for name, choice in zip(groups, solved.choices, strict=True):
+        for t in groups[name]:
+            key = packing.items[list(groups).index(name)].options[choice.option].label
+            placements[t.name] = placement_of(key, choice.places, sizes)
+    placements = {t.name: placements[t.name] for t in tables}
+    return report_of(
+        placements, named, tables, uses, found, groups, packing, solved, ground, limit, sizes_of(mesh), batch_size
+    )
+
+
+def groups_of(tables: Sequence[TableConfig], told: Mapping[str, TableConstraint]) -> dict[str, list[TableConfig]]:
+    """{name: tables that are placed as one}, by their first one's name."""
+    out: dict[str, list[TableConfig]] = {}
+    first: dict[str, str] = {}
+    for t in tables:
+        together = told[t.name].together
+        name = t.name if together is None else first.setdefault(together, t.name)
+        out.setdefault(name, []).append(t)
+    return out
+
+
+def use_of(table: TableConfig, reads: Sequence[FeatureConfig], told: TableConstraint, ground: Ground) -> costs.Use:
+    """What a step asks of a table; features that read one column ask each for itself."""
+    ids = lambda some: ground.bags * sum(told.pooling_of(f) for f in some)
+    pooled = [f for f in reads if f.pooling != "none"]
+    here = ids(reads)
+    weights = max((0, *(4 * (1 + (f.pooling == "mean")) for f in reads if f.weighted)))
+    distinct = lambda n: min(n, costs.distinct_rows(n, table.num_embeddings, told.zipf, told.row_counts))
+    all_here = distinct(here * ground.num_ranks)
+    sequence = ids([f for f in reads if f.pooling == "none"])
+    return costs.Use(ground.bags * len(pooled), ids(pooled), sequence, len(pooled), weights, all_here, distinct(here))
+
+
+def _of_optimizer(
+    optimizer: RowOptimizer | None, tables: Sequence[TableConfig]
+) -> tuple[Callable, str, bool, Callable[[str], Hashable]]:
+    """(bytes of a row's slots by (table, width), columns of a block's gradients, whether columns may be cut,
+    labels)."""
+    if optimizer is None:
+        return (lambda name, width: 0.0), "block", False, (lambda name: None)
+    dtypes, known = {t.name: t.dtype for t in tables}, {}
+
+    def slot_bytes(name: str, width: int) -> float:
+        key = (optimizer.label(name), dtypes[name], width)
+        if key not in known:
+            made = optimizer.init({n: torch.zeros(2, width if n == name else 1, dtype=d) for n, d in dtypes.items()})
+            known[key] = sum(s.nbytes for s in made.get(name, {}).values()) / 2
+        return known[key]
+
+    return slot_bytes, "block" if optimizer.is_elementwise else "row", optimizer.is_joint, optimizer.label
+
+
+def _named(tables: Sequence[TableConfig], name: str) -> TableConfig:
+    return next(t for t in tables if t.name == name)

@@ -1,0 +1,75 @@
+"""What is wrong with the arguments of `fr.plan`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+from funcrec.core import Problem
+from funcrec.mesh import Mesh, axes_problems
+from funcrec.planner._constraints import TableConstraint
+from funcrec.planner._hardware import KNOWN, Hardware
+from funcrec.sharding import OF_TWO_AXES, dedup_problems
+from funcrec.tables import FeatureConfig, TableConfig, feature_list_problems, table_list_problems
+
+
+def sizes_of(mesh: Mesh | Mapping[str, int]) -> dict[str, int]:
+    return mesh.shape if isinstance(mesh, Mesh) else dict(mesh)
+
+
+def mesh_problems(mesh: Mesh | Mapping[str, int]) -> Iterator[Problem]:
+    if not isinstance(mesh, Mesh):
+        yield from axes_problems(dict(mesh))
+
+
+def plan_problems(
+    tables: Sequence[TableConfig],
+    features: Sequence[FeatureConfig],
+    hardware: Hardware | str,
+    exact: bool,
+    dedup: bool,
+    reserve: float,
+) -> Iterator[Problem]:
+    yield from table_list_problems(tables)
+    yield from feature_list_problems(features)
+    names = [t.name for t in tables]
+    for f in features:
+        if f.table not in names:
+            what = f"feature {f.name!r} reads a table that is not there."
+            yield Problem(what, repr(f.table), f"one of {names[:8]}", kind=KeyError)
+    need = f"a Hardware, or one of {list(KNOWN)}"
+    if isinstance(hardware, str) and hardware not in KNOWN:
+        yield Problem("`hardware` is unknown.", repr(hardware), need, 'hardware="h100"')
+    yield from dedup_problems(exact, dedup)
+    if not reserve < 1:
+        yield Problem("`reserve` is out of range.", f"{reserve}", "a share, 0 <= reserve < 1", "reserve=0.15")
+
+
+def together_problems(
+    tables: Sequence[TableConfig],
+    told: Mapping[str, TableConstraint],
+    sizes: Mapping[str, int],
+    replicas: tuple[str, ...],
+) -> Iterator[Problem]:
+    """Ranks that no axis has, partitions that no table has, counts of other rows, axes that the mesh lacks."""
+    for a in replicas:
+        if a not in sizes:
+            yield Problem("`replicas` name an axis that the mesh lacks.", f"{a!r}", f"among {list(sizes)}")
+    own = {a: n for a, n in sizes.items() if a not in replicas}
+    most = prod(own.values())
+    for t in tables:
+        c, path = told[t.name], f"`constraints[{t.name!r}]"
+        if any(r >= most for r in c.ranks):
+            need = f"places from 0 to {most - 1}"
+            yield Problem(f"{path}.ranks` are not on the mesh.", f"{tuple(c.ranks)}", need, "ranks=(0,)")
+        if c.min_partition > t.embedding_dim:
+            need = f"at most embedding_dim, {t.embedding_dim}"
+            yield Problem(
+                f"{path}.min_partition` is wider than the table.", f"{c.min_partition}", need, "min_partition=1"
+            )
+        if c.row_counts is not None and len(c.row_counts) != t.num_embeddings:
+            need = f"one for each of {t.num_embeddings} rows"
+            yield Problem(f"{path}.row_counts` are not of its rows.", f"{len(c.row_counts)} numbers", need)
+        if c.kinds and not [k for k in c.kinds if k not in OF_TWO_AXES] and sum(n > 1 for n in own.values()) < 2:
+            got = f"{list(c.kinds)} on {dict(own)}"
+            yield Problem(
+                f"{path}.kinds` mix two axes.", got, "two axes of several ranks", 'mesh={"node": 2, "local": 4}'
+            )

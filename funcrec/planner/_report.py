@@ -1,0 +1,142 @@
+"""The report of a plan: what its layout takes, rank by rank, what each table costs, and why it lies where it does.
+
+reason of a table = what the step would take, were that table alone to lie in the next best way
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import numpy as np
+
+from funcrec.mesh import Mesh
+from funcrec.planner._costs import Use, activation_bytes
+from funcrec.planner._options import EXCHANGE, LOOKUP, UPDATE, Ground, Way, places_on
+from funcrec.planner._packing import Loads, Packing, loads_of
+from funcrec.planner._solve import Solution
+from funcrec.sharding import Placement, Plan, RankLine, Report, TableLine, layout_of
+from funcrec.tables import TableConfig
+
+MS = 1e3
+
+
+def report_of(
+    placements: Mapping[str, Placement],
+    replicas: tuple[str, ...],
+    tables: Sequence[TableConfig],
+    uses: Mapping[str, Use],
+    found: Mapping[str, list[Way]],
+    groups: Mapping[str, list[TableConfig]],
+    packing: Packing,
+    solved: Solution,
+    ground: Ground,
+    limit: int,
+    mesh: Mapping[str, int],
+    batch_size: int,
+) -> Plan:
+    """The plan, with its report."""
+    loads = loads_of(packing, solved.choices)
+    loads.scale = max(solved.objective, 1e-300)
+    sizes = dict(ground.sizes)
+    memory = rank_bytes(placements, tables, uses, ground)
+    exchange = float(loads.most @ loads.weights) - loads.most[0] - loads.most[1]
+    line = lambda r: RankLine(int(memory), float(loads.load[0, r]), float(exchange), float(loads.load[1, r]))
+    reasons = {t.name: why for i, own in enumerate(groups.values()) for why in [reason(packing, loads, i)] for t in own}
+    chosen = {
+        t.name: packing.items[i].options[c.option].label
+        for (i, c), own in zip(enumerate(solved.choices), groups.values())
+        for t in own
+    }
+    lines = []
+    for t in tables:
+        way = next(w for w in found[t.name] if w.key == chosen[t.name])
+        lines.append(_table_line(t, placements[t.name], way, reasons[t.name], ground, sizes))
+    seconds = solved.objective
+    report = Report(
+        tuple(mesh.items()), ground.hardware.name, batch_size, limit, seconds, solved.bound, tuple(lines),
+        tuple(map(line, range(ground.num_ranks))),
+    )  # fmt: skip
+    return Plan(placements, replicas, report)
+
+
+def rank_bytes(
+    placements: Mapping[str, Placement], tables: Sequence[TableConfig], uses: Mapping[str, Use], ground: Ground
+) -> float:
+    """What the layout of these placements takes on every rank: its banks, their slots, and the sums of a step's
+    exchanges."""
+    if not tables:
+        return 0.0
+    shapes, dtypes = {t.name: t.shape for t in tables}, {t.name: t.dtype for t in tables}
+    labels = {t.name: ground.label(t.name) for t in tables}
+    layout = layout_of("funcrec.plan", shapes, dtypes, Plan(placements), Mesh.emulated(**dict(ground.sizes)), labels)
+    own: dict[int, list] = {}
+    for s in layout.shards:
+        own.setdefault(s.bank, []).append(s)
+    out = 0.0
+    for i, bank in enumerate(layout.banks):
+        slots = ground.slot_bytes(own[i][0].table, bank.dim)
+        lanes = [0] * bank.num_ranks
+        for s in own[i]:
+            for r in s.ranks:
+                lanes[r] += uses[s.table].num_pooled
+        out += bank.rows * (bank.dim * bank.dtype.itemsize + slots)
+        out += max(lanes) * activation_bytes(ground.bags, bank.dim, bank.num_ranks)
+    return out
+
+
+def _table_line(
+    table: TableConfig, placement: Placement, way: Way, why: str, ground: Ground, sizes: Mapping[str, int]
+) -> TableLine:  # fmt: skip
+    blocks = placement.blocks(sizes, table.embedding_dim)
+    n = prod(sizes[a] for a in placement.axes)
+    copies = ground.num_ranks // n
+    held = sorted({r for b in blocks for r in b.ranks}) if placement.axes else []
+    ranks = (
+        sorted({r for p in held for r in places_on(placement.axes, sizes)[p]})
+        if placement.axes
+        else range(ground.num_ranks)
+    )
+    shapes = tuple((-(-table.num_embeddings // len(b.ranks)), b.last - b.first) for b in blocks)
+    size = sum(
+        rows * (w * table.dtype.itemsize + ground.slot_bytes(table.name, w)) * len(b.ranks)
+        for (rows, w), b in zip(shapes, blocks)
+    )
+    work = max(s[LOOKUP] + s[UPDATE] for s in way.shards)
+    seconds = work + way.base.get(EXCHANGE, 0.0)
+    return TableLine(table.name, placement.kind, tuple(ranks), shapes, int(size * copies), float(seconds), why)
+
+
+def reason(packing: Packing, loads: Loads, item: int) -> str:
+    """Why an item lies as it does, the others staying where they are."""
+    options = packing.items[item].options
+    if len(options) == 1:
+        return "the only placement that is allowed"
+    chosen, before = loads.choices[item], loads.value
+    loads.take(item)
+    best: dict[str, tuple[float, float]] = {}
+    for i, o in enumerate(options):
+        if i == chosen.option or o.label[:3] == options[chosen.option].label[:3]:
+            continue
+        _, _, other = loads.best(item, i)
+        loads.put(item, other)
+        name = _name(o.label)
+        tried = (loads.excess, float(loads.most @ loads.weights))
+        best[name] = min(best.get(name, (np.inf, np.inf)), tried)
+        loads.take(item)
+    loads.put(item, chosen)
+    fits = {n: s for n, (e, s) in best.items() if e <= 1e-9}
+    if not best:
+        return "the only kind of placement that is allowed"
+    if not fits:
+        name = min(best, key=lambda n: (best[n], n))
+        return f"no other fits: {name} would need {best[name][0]:.0%} more memory than a rank may use"
+    name = min(fits, key=lambda n: (fits[n], n))
+    more = fits[name] - before
+    if more > 1e-6 * before:
+        return f"{name} instead: {more * MS:+.3g} ms"
+    return f"{name} instead would cost as much"
+
+
+def _name(label: tuple) -> str:
+    kind, axes, k, _ = label
+    parts = f" in {k}" if k > 1 else ""
+    return f"{kind}{parts}({', '.join(axes)})" if axes else kind

@@ -1,0 +1,229 @@
+"""The search for a plan: options from the relaxed program, longest first, moves of single items, then whole programs of
+some.
+
+    incumbent ≥ optimum ≥ bound;      gap = (incumbent - bound) / incumbent
+
+Small problems end with one program of everything, which proves them; larger ones with many of a few items each, of the
+slowest rank and others. Everything is counted in rounds and nodes, nothing in seconds, and what is drawn is drawn by a
+fixed seed.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from funcrec.planner._milp import place, relax
+from funcrec.planner._packing import Choice, Loads, Packing, loads_of, totals, without_dominated
+
+WHOLE = 4000  # choices (item, option, place) up to which one program has everything
+PART = 800  # of a neighbourhood's
+TIE = 1e-9
+
+
+class Solution(NamedTuple):
+    """choices: of each item; None where no plan that keeps the caps was found. objective, and what no plan is below."""
+
+    choices: list[Choice] | None
+    objective: float
+    bound: float
+    excess: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        """(objective - bound) / objective: how much better a plan may be at most."""
+        return max(0.0, 1.0 - self.bound / self.objective) if self.objective > 0 else 0.0
+
+
+def solve(packing: Packing, effort: int = 1) -> Solution:
+    """The best plan that so much effort finds; `effort` multiplies rounds and nodes.
+
+    Law: the same packing and effort give the same solution.
+    """
+    packing, numbers = without_dominated(packing)
+    found = _search(packing, effort)
+    if found.choices is None:
+        return found
+    return found._replace(
+        choices=[Choice(own[c.option], c.places) for own, c in zip(numbers, found.choices, strict=True)]
+    )
+
+
+def _search(packing: Packing, effort: int) -> Solution:
+    relaxed = relax(packing, 100 * effort)
+    if relaxed.options is None and relaxed.bound == np.inf:
+        return Solution(None, np.inf, np.inf)
+    best: Loads | None = None
+    for options in _starts(packing, relaxed.options):
+        loads = improve(longest_first(packing, options), rounds=4 * effort)
+        if best is None or loads.value < best.value:
+            best = loads
+    bound, done = relaxed.bound, False
+    if best.value > bound * (1 + TIE):
+        if num_choices(packing) <= WHOLE * effort:
+            best, bound, done = whole(packing, best, bound, 1000 * effort)
+        if not done:
+            best = neighbourhoods(packing, best, bound, rounds=40 * effort)
+    if best.excess > 1e-9:
+        return Solution(None, np.inf, bound, best.excess)
+    clean = loads_of(packing, best.choices)  # without the rounding of moves
+    value = float(clean.most @ clean.weights)
+    return Solution(list(best.choices), value, min(bound, value))
+
+
+def num_choices(packing: Packing) -> int:
+    return sum(len(o.places) if o.how != "fixed" else 1 for item in packing.items for o in item.options)
+
+
+def _starts(packing: Packing, relaxed: Sequence[int] | None) -> list[list[int]]:
+    """Options to begin with: the relaxed program's, each item's cheapest in all, and each one's smallest."""
+    weights, sums = np.array(packing.weights), totals(packing)
+    factors = np.array([c.factors for c in packing.caps]).reshape(-1, len(weights))
+    cheapest = [int(np.argmin([s @ weights for s in own])) for own in sums]
+    smallest = [int(np.argmin([(factors @ s).sum() for s in own])) for own in sums]
+    found = [list(relaxed)] if relaxed is not None else []
+    for more in (cheapest, smallest):
+        if more not in found:
+            found.append(more)
+    return found
+
+
+def longest_first(packing: Packing, options: Sequence[int]) -> Loads:
+    """Every item in its option, the heaviest first, each where it costs least."""
+    loads, sums = Loads(packing), [s[o] for s, o in zip(totals(packing), options, strict=True)]
+    loads.scale = max(float(np.sum([s @ loads.weights for s in sums])) / packing.num_ranks, 1e-300)
+    weight = [float(s @ loads._pull) for s in sums]
+    for i in sorted(range(len(options)), key=lambda i: (-weight[i], i)):
+        loads.put(i, loads.best(i, options[i])[2])
+    return loads
+
+
+def smooth(loads: Loads) -> float:
+    """What falls where loads grow even: Σ over ranks of (load / most)^4, of what has a price."""
+    price = loads._pull
+    own = (loads.load * price[:, None]).sum(0) if price.any() else loads.load.sum(0)
+    top = own.max()
+    return float(((own / top) ** 4).sum()) * float(top) if top > 0 else 0.0
+
+
+def improve(loads: Loads, rounds: int) -> Loads:
+    """Moves of single items, to the option and places that cost least, as long as some move helps."""
+    for _ in range(rounds):
+        before = (loads.value, smooth(loads))
+        order = _by_weight(loads)
+        for i in order:
+            _move(loads, i)
+        if not _less((loads.value, smooth(loads)), before):
+            break
+    return loads
+
+
+def _less(a: tuple[float, float], b: tuple[float, float]) -> bool:
+    """Whether the first is less, or the same within rounding and the second less."""
+    near = TIE * max(abs(b[0]), 1e-300)
+    return a[0] < b[0] - near or (a[0] <= b[0] + near and a[1] < b[1] * (1 - 1e-7))
+
+
+def _by_weight(loads: Loads) -> list[int]:
+    """The items on the most loaded ranks first, the heavier first."""
+    price = loads._pull
+    own = (loads.load * price[:, None]).sum(0)
+
+    def key(i):
+        choice = loads.choices[i]
+        option = loads.options[i][choice.option]
+        ranks = option.ranks[list(choice.places)].ravel() if choice.places else slice(None)
+        heavy = float((option.shards.sum(0) + option.base.sum(1)) @ price[option.used])
+        return (-float(own[ranks].max()), -heavy, i)
+
+    return sorted(range(len(loads.choices)), key=key)
+
+
+def _move(loads: Loads, item: int) -> None:
+    old, was = (loads.value, smooth(loads)), loads.take(item)
+    found = [loads.best(item, o) for o in range(len(loads.options[item]))]
+    least = min(f[0] for f in found)
+    near = [f for f in found if f[0] <= least * (1 + TIE)]
+    best, value = was, old
+    for _, _, choice in near if least <= old[0] * (1 + TIE) else []:
+        loads.put(item, choice)
+        now = (loads.value, smooth(loads))
+        if _less(now, value):
+            best, value = choice, now
+        loads.take(item)
+    loads.put(item, best)
+
+
+def whole(packing: Packing, best: Loads, bound: float, nodes: int) -> tuple[Loads, float, bool]:
+    """(the better one, the better bound, whether it is proved), by one program of all items below the incumbent."""
+    empty, is_kept = Loads(packing), best.excess <= 1e-9
+    ceiling = (
+        best.value
+        if is_kept
+        else EXCESS_CEILING * sum(max((s @ empty.weights) for s in own) for own in totals(packing))
+    )
+    got = place(packing, empty, range(len(packing.items)), ceiling, nodes)
+    if got.is_infeasible:
+        return best, best.value if is_kept else np.inf, True
+    if got.choices is not None:
+        found = loads_of(packing, [got.choices[i] for i in range(len(packing.items))])
+        found.scale = best.scale
+        if found.value < best.value:
+            best = improve(found, 1)
+    bound = max(bound, min(got.bound, best.value))
+    return best, bound, best.value <= bound * (1 + 1e-7)
+
+
+EXCESS_CEILING = 1.0
+
+
+def neighbourhoods(packing: Packing, best: Loads, bound: float, rounds: int) -> Loads:
+    """Programs of a few items: those of the slowest rank and of some others, on the ranks where they may lie."""
+    draw, idle = random.Random(0), 0
+    for turn in range(rounds):
+        if best.value <= bound * (1 + 1e-6) or idle > max(12, rounds // 3):
+            break
+        free, ranks = _neighbours(packing, best, draw, turn)
+        trial = loads_of(packing, list(best.choices))
+        trial.scale = best.scale
+        for i in free:
+            trial.take(i)
+        got = place(packing, trial, free, best.value, 200, ranks)
+        idle += 1
+        if got.choices is None:
+            continue
+        for i, c in got.choices.items():
+            trial.put(i, c)
+        if _less((trial.value, smooth(trial)), (best.value, smooth(best))):
+            idle = 0 if trial.value < best.value * (1 - 1e-6) else idle
+            best = improve(trial, 1)
+    return best
+
+
+def _neighbours(packing: Packing, loads: Loads, draw: random.Random, turn: int) -> tuple[list[int], np.ndarray]:
+    """(the items to place anew, bool[N]: where). All of the slowest rank, some of the least loaded ranks and of any."""
+    price, num_ranks = loads._pull, packing.num_ranks
+    own = (loads.load * price[:, None]).sum(0)
+    own = loads.load[int(np.argmax(loads.weights * loads.most))] if loads.excess <= 1e-9 and turn % 2 else own
+    order = sorted(range(num_ranks), key=lambda r: (-own[r], r))
+    few = min(num_ranks, 4 + turn % 5)
+    picked = {order[0], *order[-(few // 2) :], *draw.sample(range(num_ranks), min(num_ranks, few))}
+    ranks = np.zeros(num_ranks, dtype=bool)
+    ranks[list(picked)] = True
+    spread = {}
+    for i, c in enumerate(loads.choices):
+        option = loads.options[i][c.option]
+        spread[i] = set(option.ranks[list(c.places)].ravel().tolist()) if c.places else set(range(num_ranks))
+    inside = [i for i, own_ranks in spread.items() if own_ranks <= picked or len(own_ranks) == num_ranks]
+    first = [i for i in inside if order[0] in spread[i]]
+    draw.shuffle(inside)
+    draw.shuffle(first)
+    free, size = [], 0
+    for i in dict.fromkeys(first[: 4 + turn % 8] + inside):
+        own_size = sum((int(ranks[o.ranks].all(-1).sum()) if len(o.ranks) else 0) + 1 for o in loads.options[i])
+        if size + own_size > PART and free:
+            break
+        free.append(i)
+        size += own_size
+    return free, ranks

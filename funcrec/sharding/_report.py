@@ -1,0 +1,136 @@
+"""What a planner says of a plan: its estimate and the bound on all others, a line for each table, a line for each rank.
+
+seconds ≥ bound_s;      gap = 1 - bound_s / seconds
+"""
+
+from typing import Any, NamedTuple
+
+MB = 10**6
+
+
+class TableLine(NamedTuple):
+    """ranks: that hold some of it. shapes: of its parts, (rows, columns), one for each block. bytes: on all ranks, with
+    optimizer state. seconds: of its slowest rank and its exchange."""
+
+    table: str
+    placement: str
+    ranks: tuple[int, ...]
+    shapes: tuple[tuple[int, int], ...]
+    bytes: int
+    seconds: float
+    reason: str
+
+
+class RankLine(NamedTuple):
+    """bytes: of banks and their state, and of what a step holds of its exchanges."""
+
+    bytes: int
+    lookup_s: float
+    exchange_s: float
+    update_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.lookup_s + self.exchange_s + self.update_s
+
+
+class Report(NamedTuple):
+    """As of a plan made by `fr.plan`. memory_bytes: that a rank may use."""
+
+    mesh: tuple[tuple[str, int], ...]
+    hardware: str
+    batch_size: int
+    memory_bytes: int
+    seconds: float
+    bound_s: float
+    tables: tuple[TableLine, ...]
+    ranks: tuple[RankLine, ...]
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, 1 - self.bound_s / self.seconds) if self.seconds > 0 else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """The slowest rank's own work over the mean of all; 1 where all have the same."""
+        own = [r.lookup_s + r.update_s for r in self.ranks]
+        return max(own) * len(own) / sum(own) if sum(own) > 0 else 1.0
+
+    def text(self) -> str:
+        """A line for each table and each rank (of many alike ranks the first)."""
+        width = max([5, *(len(t.table) for t in self.tables)])
+        kinds = max([9, *(len(t.placement) for t in self.tables)])
+        lines = [
+            f"{' x '.join(f'{a}={n}' for a, n in self.mesh)} of {self.hardware}, batch {self.batch_size}: "
+            f"{self.seconds * 1e3:.4g} ms, no plan below {self.bound_s * 1e3:.4g} (gap {self.gap:.2%}), "
+            f"imbalance {self.imbalance:.3f}",
+            "",
+            f"{'table':{width}}  {'placement':{kinds}}  {'ranks':12}  {'parts':22}  {'MB':>10}  {'ms':>9}  why",
+        ]
+        for t in self.tables:
+            parts = ", ".join(f"{r}x{c}" for r, c in dict.fromkeys(t.shapes))
+            many = f"{len(t.shapes)} of " if len(t.shapes) > 1 else ""
+            lines.append(
+                f"{t.table:{width}}  {t.placement:{kinds}}  {_short(t.ranks):12}  {many + parts:22}  "
+                f"{t.bytes / MB:10.2f}  {t.seconds * 1e3:9.4f}  {t.reason}"
+            )
+        lines += [
+            "",
+            f"{'rank':>12}  {'MB':>10}  {'of':>10}  {'lookup ms':>10}  {'exchange':>9}  {'update':>9}  {'in all':>9}",
+        ]
+        alike: dict[str, list[int]] = {}
+        for i, r in enumerate(self.ranks):
+            ms = f"{r.lookup_s * 1e3:10.4f}  {r.exchange_s * 1e3:9.4f}  {r.update_s * 1e3:9.4f}  {r.seconds * 1e3:9.4f}"
+            alike.setdefault(f"{r.bytes / MB:10.2f}  {self.memory_bytes / MB:10.2f}  {ms}", []).append(i)
+        lines += [f"{_short(tuple(numbers)):>12}  {text}" for text, numbers in alike.items()]
+        top = lambda name: max((getattr(r, name) for r in self.ranks), default=0.0) * 1e3
+        path = " + ".join(f"{n[:-2]} {top(n):.4g}" for n in ("lookup_s", "exchange_s", "update_s"))
+        return "\n".join([*lines, "", f"critical path: {path} ms, each of its slowest rank"])
+
+    def draw(self) -> Any:
+        """A matplotlib Figure, ranks × tables: which rank holds how much of which table."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(max(5, min(16, 0.25 * len(self.tables) + 3)), 5), layout="constrained")
+        axes, times = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
+        share = [[0.0] * len(self.tables) for _ in self.ranks]
+        for j, t in enumerate(self.tables):
+            for r in t.ranks:
+                share[r][j] = t.bytes / len(t.ranks) / MB
+        shown = axes.imshow(share, aspect="auto", cmap="Blues", interpolation="nearest")
+        figure.colorbar(shown, ax=axes, label="MB of a rank")
+        axes.set(xlabel="table", ylabel="rank", title=f"{self.seconds * 1e3:.3g} ms, gap {self.gap:.1%}")
+        if len(self.tables) <= 40:
+            axes.set_xticks(range(len(self.tables)), [t.table for t in self.tables], rotation=90)
+        left = [0.0] * len(self.ranks)
+        for name in ("lookup_s", "exchange_s", "update_s"):
+            own = [getattr(r, name) * 1e3 for r in self.ranks]
+            times.barh(range(len(own)), own, left=left, label=name[:-2])
+            left = [a + b for a, b in zip(left, own, strict=True)]
+        times.set(xlabel="ms")
+        times.legend()
+        return figure
+
+    def to_dict(self) -> dict:
+        """Of what JSON can hold."""
+        own = self._asdict()
+        return {**own, "tables": [t._asdict() for t in self.tables], "ranks": [r._asdict() for r in self.ranks]}
+
+    @staticmethod
+    def from_dict(given: dict) -> "Report":
+        pairs = lambda x: tuple(tuple(p) for p in x)
+        table = lambda t: TableLine(**{**t, "ranks": tuple(t["ranks"]), "shapes": pairs(t["shapes"])})
+        tables, ranks = tuple(map(table, given["tables"])), tuple(RankLine(**r) for r in given["ranks"])
+        return Report(**{**given, "mesh": pairs(given["mesh"]), "tables": tables, "ranks": ranks})
+
+
+def _short(ranks: tuple[int, ...]) -> str:
+    """0-3,6 of (0, 1, 2, 3, 6)."""
+    runs: list[list[int]] = []
+    for r in sorted(ranks):
+        if runs and r == runs[-1][1] + 1:
+            runs[-1][1] = r
+        else:
+            runs.append([r, r])
+    text = ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in runs)
+    return text if len(text) <= 12 else f"{len(ranks)} ranks"

@@ -1,0 +1,86 @@
+"""`python -m funcrec plan`: a plan from a file."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import funcrec as fr
+from funcrec.planner import main
+
+SPEC = {
+    "mesh": {"node": 2, "local": 4},
+    "batch_size": 4096,
+    "hardware": "a100",
+    "optimizer": "rowwise_adagrad",
+    "tables": [
+        {"name": "item", "num_embeddings": 1_000_000, "embedding_dim": 64},
+        {"name": "user", "num_embeddings": 1000, "embedding_dim": 32, "dtype": "bfloat16"},
+    ],
+    "features": [{"name": "clicked", "table": "item"}, {"name": "user", "table": "user"}],
+    "constraints": {"item": {"pooling_factor": 20.0}},
+    "codec": {"forward": "bfloat16"},
+}
+
+
+def run(tmp_path, spec, *more, name="spec.json"):
+    path = tmp_path / name
+    path.write_text(spec if isinstance(spec, str) else json.dumps(spec))
+    return main(["plan", str(path), *more])
+
+
+def test_the_command_prints_and_writes_the_plan_of_the_call(tmp_path, capsys):
+    """What the file says gives the plan that fr.plan gives; as text, JSON and picture."""
+    out, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
+    assert run(tmp_path, SPEC, "--out", str(out), "--picture", str(picture)) == 0
+    made = fr.Plan.from_json(out.read_text())
+    tables = (fr.TableConfig("item", 1_000_000, 64), fr.TableConfig("user", 1000, 32, dtype=torch.bfloat16))
+    features = (fr.FeatureConfig("clicked", table="item"), fr.FeatureConfig("user", table="user"))
+    same = fr.plan(
+        tables, features, SPEC["mesh"], batch_size=4096, hardware="a100", optimizer=fr.optim.rowwise_adagrad(),
+        constraints={"item": fr.TableConstraint(pooling_factor=20.0)}, codec=fr.Codec("bfloat16"),
+    )  # fmt: skip
+    assert made == same and made.report == same.report
+    assert capsys.readouterr().out.strip() == same.table().strip() and "<svg" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    "change, code, part",
+    [
+        ({"memory_bytes": 1000}, 1, "do not fit into memory"),
+        ({"tabels": []}, 2, "'tables'"),
+        ({"optimizer": "schedule"}, 2, "`optimizer` is unknown"),
+        ({"tables": [{"name": "item", "rows": 3}]}, 2, "`tables[0]` has an unknown key"),
+        ({"features": 3}, 2, "`features` is not a list of mappings"),
+        ({"mesh": {}}, 2, "a mesh has no axes"),
+        ("[1]", 2, "is not a mapping"),
+        ("{", 2, "is not JSON"),
+        ({"hardware": {"name": "x"}}, 2, "the arguments are not those that it takes"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_a_file_is_told(tmp_path, capsys, change, code, part):
+    """A file that says no plan ends with 1 where none fits and 2 else, and says what is wrong on stderr."""
+    assert run(tmp_path, change if isinstance(change, str) else SPEC | change) == code
+    assert part in capsys.readouterr().err
+
+
+def test_yaml_without_its_package_is_told(tmp_path, capsys, monkeypatch):
+    """A YAML file needs PyYAML, and the error says so; with it the file is read."""
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert run(tmp_path, "a: 1", name="spec.yaml") == 2
+    assert "PyYAML" in capsys.readouterr().err
+    fake = type(sys)("yaml")
+    fake.safe_load = json.loads
+    monkeypatch.setitem(sys.modules, "yaml", fake)
+    assert run(tmp_path, SPEC, name="spec.yaml") == 0
+
+
+def test_it_is_a_command():
+    """python -m funcrec plan --help says what a file holds."""
+    done = subprocess.run(
+        [sys.executable, "-m", "funcrec", "plan", "--help"], capture_output=True, text=True, check=True
+    )
+    assert '"batch_size": 65536' in done.stdout

@@ -1,0 +1,70 @@
+"""Generated problems for the planner's solver, and every plan of them."""
+
+import itertools
+import random
+
+import numpy as np
+
+from funcrec.planner._packing import Cap, Item, Option, Packing
+
+SIZES = (1.0, 2.0, 5.0, 10.0)
+
+
+def packing(seed: int) -> Packing:
+    """Up to 5 items of several options on up to 4 ranks, of time, memory and rows of a bank whose height has a price;
+    of some the memory is short, of some too short."""
+    draw = random.Random(seed)
+    num_ranks, k = draw.choice([1, 2, 2, 3, 4]), 2 + draw.choice([0, 1])
+    single = tuple((r,) for r in range(num_ranks))
+    every = (tuple(range(num_ranks)),)
+    items = []
+    for i in range(draw.randint(0, 5 if num_ranks < 4 else 4)):
+        c, m = draw.choice(SIZES) * draw.random(), draw.choice(SIZES) * draw.random() + 0.1
+        own = lambda *x: x[:k]
+        options = [Option("one rank", (own(c, m, draw.random()),), single)]
+        if draw.random() < 0.6:
+            base = own(0.1 * c, 0.0, 0.0)
+            options.append(Option("all ranks", (own(c / num_ranks * 1.2, m / num_ranks, 0.0),), every, "any", base))
+        if draw.random() < 0.5 and num_ranks > 1:
+            options.append(Option("two ranks", (own(c * 0.6, m / 2, 0.2),) * 2, single, "apart"))
+        if draw.random() < 0.3:
+            options.append(Option("two parts", (own(c * 0.6, m / 2, 0.2), own(c * 0.5, m / 2, 0.1)), single))
+        if draw.random() < 0.3:
+            parts = tuple(own(c / (num_ranks + r) * 1.1, m / num_ranks, 0.0) for r in range(num_ranks))
+            options.append(Option("a part each", parts, single, "fixed"))
+        if num_ranks == 4 and draw.random() < 0.5:
+            options.append(Option("a host", (own(c * 0.55, m / 2, 0.0),), ((0, 1), (2, 3))))
+        items.append(Item(f"item {i}", tuple(options)))
+    least = sum(min(sum(s[1] for s in o.shards) for o in item.options) for item in items)
+    limit = draw.choice([0.9, 1.1, 1.5, 4.0]) * max(least / num_ranks, 0.2)
+    return Packing(tuple(items), num_ranks, (1.0, 0.0, 0.7)[:k], (Cap("memory", (0.0, 1.0, 0.0)[:k], limit),))
+
+
+def best_of_all(packing: Packing) -> float:
+    """The least objective of every plan that keeps the caps; infinite where there is none."""
+    own = [[load for o in item.options for load in _loads(packing, o)] for item in packing.items]
+    best, weights = np.inf, np.array(packing.weights)
+    for loads in itertools.product(*own):
+        most = sum(loads, np.zeros((len(weights), packing.num_ranks))).max(1)
+        if all(np.dot(c.factors, most) <= c.limit * (1 + 1e-12) for c in packing.caps):
+            best = min(best, float(weights @ most))
+    return best
+
+
+def _loads(packing: Packing, option: Option) -> list[np.ndarray]:
+    """f[K, N] of each way to place its shards; equal ones once."""
+    places, shards = range(len(option.places)), len(option.shards)
+    ways = {
+        "fixed": [tuple(range(shards))],
+        "apart": itertools.permutations(places, shards),
+        "any": itertools.product(places, repeat=shards),
+    }[option.how]
+    out = {}
+    for way in ways:
+        load = np.zeros((len(packing.weights), packing.num_ranks))
+        load += np.array(option.base or (0.0,) * len(packing.weights))[:, None]
+        for shard, place in zip(option.shards, way, strict=True):
+            for r in option.places[place]:
+                load[:, r] += shard
+        out[load.tobytes()] = load
+    return list(out.values())
