@@ -96,7 +96,7 @@ def plan(
     told = {t.name: constraint_of(given.get(t.name, {})) for t in tables}
     check(CALL, together_problems(tables, told, sizes, named))
     hardware = Hardware.named(hardware) if isinstance(hardware, str) else hardware
-    sizes = {a: n for a, n in sizes.items() if a not in named} or {next(iter(sizes)): 1}
+    sizes = {a: n for a, n in sizes.items() if a not in named}
     bags, answer = batch_size / prod(sizes_of(mesh).values()), transport_of(exact, dedup).answer
     state = _of_optimizer(optimizer, tables)
     ground = Ground(tuple(sizes.items()), hardware, bags, answer, codec, capacity_factor, *state)

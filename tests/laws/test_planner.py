@@ -135,6 +135,9 @@ def test_copies_that_train_apart_are_planned_alike():
     alone = fr.plan(TABLES, FEATURES, {"model": 2}, batch_size=128, constraints=USED, hardware="cpu")
     assert apart.replicas == ("copy",) and apart.placements == alone.placements
     fr.shard_tables(fr.init(fr.key(0), TABLES), apart, fr.Mesh.emulated(copy=2, model=2))
+    all_apart = planned({"copy": 2}, replicas="copy")
+    assert {p.kind for _, p in all_apart.placements} == {"replicated"}
+    fr.shard_tables(fr.init(fr.key(0), TABLES), all_apart, fr.Mesh.emulated(copy=2))
 
 
 def test_a_thousand_ranks_need_no_device():

@@ -1,5 +1,6 @@
 """`python -m funcrec plan`: a plan from a file."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import funcrec as fr
+from funcrec.examples import _ranks as ranks
 from funcrec.planner import main
 
 SPEC = {
@@ -76,6 +78,16 @@ def test_yaml_without_its_package_is_told(tmp_path, capsys, monkeypatch):
     fake.safe_load = json.loads
     monkeypatch.setitem(sys.modules, "yaml", fake)
     assert run(tmp_path, SPEC, name="spec.yaml") == 0
+
+
+def test_the_main_job_takes_its_plan_from_the_planner(capsys):
+    """--plan auto is fr.plan's, printed; a plan by name is that of its kind."""
+    model, mesh, sparse = fr.models.ml1m("fm"), fr.Mesh.emulated(data=2, model=2), fr.optim.adam()
+    own = {"batch_size": 256, "device": "cpu", "replicas": ()}
+    made = ranks.plan_of(argparse.Namespace(plan="auto", **own), model, mesh, sparse)
+    assert made.gap < 0.01 and capsys.readouterr().out.strip() == made.table().strip()
+    by_name = ranks.plan_of(argparse.Namespace(plan="grid", **own), model, mesh, sparse)
+    assert {p.kind for _, p in by_name.placements} == {"grid"}
 
 
 def test_it_is_a_command():
