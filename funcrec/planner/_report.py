@@ -67,7 +67,9 @@ def rank_bytes(
         return 0.0
     shapes, dtypes = {t.name: t.shape for t in tables}, {t.name: t.dtype for t in tables}
     labels = {t.name: ground.label(t.name) for t in tables}
-    layout = layout_of("funcrec.plan", shapes, dtypes, Plan(placements), Mesh.emulated(**(dict(ground.sizes) or {"alone": 1})), labels)
+    layout = layout_of(
+        "funcrec.plan", shapes, dtypes, Plan(placements), Mesh.emulated(**(dict(ground.sizes) or {"alone": 1})), labels
+    )
     own: dict[int, list] = {}
     for s in layout.shards:
         own.setdefault(s.bank, []).append(s)
