@@ -107,6 +107,7 @@ def load(
     codec: Codec | None = None,
     dedup: bool = False,
     dense_axes: Sequence[str] = (),
+    mmap: bool = False,
 ) -> Any:
     """Read what `save` wrote, a file or a folder, files of older formats too.
 
@@ -117,6 +118,9 @@ def load(
         laid out so, and each rank reads of the tables what it is to hold. All ranks call it.
       sparse: the row optimizer of that step, which says what tables may share a bank. Without it each has its own:
         right under any optimizer, in more exchanges.
+      mmap: tensors on the CPU have the file's memory, which the system may take back and read again; what is written to
+        them is in this process alone. Every byte is read once, to its CRC. A tensor that lies in several files, or in a
+        file of an older format, is read as without it.
 
     Raises: ValueError for a file that is truncated, damaged (every byte is under a CRC) or no checkpoint, and for a
       tree unlike `like`; FileNotFoundError. Of a folder the file and the rows that are missing or damaged are named.
@@ -140,17 +144,17 @@ def load(
     finish()
     how = {"sparse": sparse, "exact": exact, "codec": codec, "dedup": dedup, "dense_axes": tuple(dense_axes)}
     target = None if plan is None else Target(plan, mesh, **how)
-    check(LOAD, transform_problems(), target_problems(target, **how))
-    return read(path, target, mesh, device, like)
+    check(LOAD, transform_problems(), target_problems(target, mmap, **how))
+    return read(path, target, mesh, device, like, mmap)
 
 
 def load_as(path: Path, state: TrainState, *, mesh: Mesh, device: torch.device | str | None = None) -> Any:
     """As `load`, the states in it laid out as a sharded one is, which every rank reads its own rows for."""
     target = Target(None, mesh, None, False, None, False, axes_of(state), like=state)
-    return read(path, target, mesh, device, None)
+    return read(path, target, mesh, device, None, False)
 
 
-def read(path: Path, target: Target | None, mesh: Mesh | None, device: Any, like: Any) -> Any:
+def read(path: Path, target: Target | None, mesh: Mesh | None, device: Any, like: Any, mmap: bool) -> Any:
     place = None if device is None else _device(device)
     if place is None and mesh is not None and not mesh.is_emulated:
         place = _device(mesh.device_mesh.device_type)
@@ -158,7 +162,7 @@ def read(path: Path, target: Target | None, mesh: Mesh | None, device: Any, like
 
     def work() -> None:
         nonlocal tree
-        tree = read_folder(path, target, place) if is_folder(path) else read_file(path, target, place)
+        tree = (read_folder if is_folder(path) else read_file)(path, target, place, mmap)
         if like is not None:
             check(LOAD, difference_problems(tree, like))
 
@@ -175,7 +179,7 @@ def crew_of(mesh: Mesh | None) -> Crew:
 # -- a folder ----------------------------------------------------------------------------------------------------
 
 
-def read_folder(path: Path, target: Target | None, place: torch.device | None) -> Any:
+def read_folder(path: Path, target: Target | None, place: torch.device | None, mmap: bool) -> Any:
     """The tree of a folder's checkpoint; of the new one where it was replaced meanwhile."""
     last = None
     while True:
@@ -189,7 +193,9 @@ def read_folder(path: Path, target: Target | None, place: torch.device | None) -
             damaged(path, error)
         files = Files(LOAD, path, manifest.files, {})
         try:
-            return made(manifest.leaves, manifest.code, Reader(files.open, device_of(place)), target)
+            return made(
+                manifest.leaves, manifest.code, Reader(files.open, device_of(place), {} if mmap else None), target
+            )
         except (CodeError, RecursionError) as error:
             if manifest == last:
                 damaged(path, error)
@@ -201,13 +207,13 @@ def read_folder(path: Path, target: Target | None, place: torch.device | None) -
 # -- one file ----------------------------------------------------------------------------------------------------
 
 
-def read_file(path: Path, target: Target | None, place: torch.device | None) -> Any:
+def read_file(path: Path, target: Target | None, place: torch.device | None, mmap: bool) -> Any:
     with open_file(LOAD, path) as file:
         try:
             is_first = file.read(2) == b"PK"
             file.seek(0)
             leaves, code = read_first(file, place) if is_first else read_header(file)
-            return made(leaves, code, Reader(lambda block, x: file, device_of(place)), target)
+            return made(leaves, code, Reader(lambda block, x: file, device_of(place), {} if mmap else None), target)
         except (CodeError, RecursionError) as error:
             damaged(path, error)
 

@@ -223,6 +223,17 @@ def fill(file: BinaryIO, x: Stored, block: Block, wants: Sequence[Want]) -> None
         raise CodeError(f"{said(x, block)} with a wrong checksum")
 
 
+def check_block(x: Stored, block: Block, held: Tensor) -> None:
+    """Hold a block that is in memory to its CRC."""
+    crc = 0
+    for data in chunks(held):
+        crc = zlib.crc32(data, crc)
+    if crc != block.crc:
+        raise CodeError(f"{said(x, block)} with a wrong checksum")
+    if x.dtype == torch.bool and int(held.view(torch.uint8).amax()) > 1:
+        raise CodeError(f"{said(x, block)} with bytes that are not bools")
+
+
 def _direct(x: Stored, block: Block, wants: Sequence[Want]) -> Tensor | None:
     """Memory that wants just this block, if so."""
     if len(wants) != 1:

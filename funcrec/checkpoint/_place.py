@@ -5,14 +5,16 @@
 Shapes: R rows, D dim.
 """
 
+import mmap
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as torch_tree
 from torch import Tensor
 
-from funcrec.checkpoint._format import Stored, Want, blank, fill, grid_of, is_wanted, scatter
+from funcrec.checkpoint._format import Stored, Want, blank, check_block, fill, grid_of, is_wanted, scatter
 from funcrec.core import Problem, check, describe, fail, replace
 from funcrec.mesh import Codec, Mesh
 from funcrec.optim import RowOptimizer
@@ -56,6 +58,7 @@ class Reader(NamedTuple):
 
     open: Callable
     device: Callable[[str], torch.device]
+    maps: dict[str, mmap.mmap] | None = None  # of files, by their names; None where nothing is mapped
 
     def give(self, x: Stored | Tensor, wants: Sequence[Want]) -> None:
         """Write what is wanted of x."""
@@ -67,14 +70,43 @@ class Reader(NamedTuple):
             if own:
                 fill(self.open(block, x), x, block, own)
 
+    def mapped(self, x: Stored) -> Tensor:
+        """A tensor whose memory is the file's, read once and held to its CRC; what is written to it stays here."""
+        name, count = x.blocks[0].file, prod(x.shape)
+        if name not in self.maps:
+            self.maps[name] = mmap.mmap(self.open(x.blocks[0], x).fileno(), 0, access=mmap.ACCESS_COPY)
+        memory = self.maps[name]
+        out = torch.frombuffer(memory, dtype=x.dtype, count=count, offset=x.blocks[0].offset)
+        at = 0
+        for block in x.blocks:
+            held = out[at : at + block.rows * block.columns]
+            check_block(x, block, held)
+            at += held.shape[0]
+        return out.view(x.shape)
+
     def whole(self, x: Stored | Tensor) -> Tensor:
         if isinstance(x, Tensor):
             return blank(x.nbytes).view(x.dtype).view(x.shape).to(x.device).copy_(x)
+        if self.maps is not None and is_run(x) and self.device(x.device).type == "cpu":
+            return self.mapped(x)
         rows, columns = x.grid
         memory = blank(rows * columns * x.dtype.itemsize).view(x.dtype)
         for block in x.blocks:
             fill(self.open(block, x), x, block, [Want(0, 0, memory.view(x.grid))])
         return memory.view(x.shape).to(self.device(x.device))
+
+
+def is_run(x: Stored) -> bool:
+    """Whether all rows lie in a file as in memory."""
+    at = [b.offset + b.rows * b.columns * x.dtype.itemsize for b in x.blocks]
+    follows = [b.offset == end for b, end in zip(x.blocks[1:], at, strict=False)]
+    return (
+        len({b.file for b in x.blocks}) == 1
+        and prod(x.grid) > 0
+        and x.blocks[0].offset % x.dtype.itemsize == 0
+        and all(b.columns == x.grid[1] for b in x.blocks)
+        and all(follows)
+    )
 
 
 def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -154,12 +186,14 @@ def wants_of(layout: Any, banks: Any, table: str, slot: str, mesh: Mesh) -> Iter
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def target_problems(target: Target | None, **given: Any) -> Iterator[Problem]:
+def target_problems(target: Target | None, mmap: bool, **given: Any) -> Iterator[Problem]:
     """given: what is of a plan, where there is none."""
     hint = 'plan=fr.Plan({"item": fr.row_wise("model")}), mesh=fr.Mesh.emulated(model=2)'
     if target is None:
         for name in (n for n, x in given.items() if x):
             yield Problem(f"`{name}` is of a plan.", "plan=None", "plan=... and mesh=...", hint)
+    elif mmap:
+        yield Problem("`mmap` is of whole tensors.", "mmap=True and `plan`", "one of them", "mmap=False")
     elif target.mesh is None:
         yield Problem("`mesh` is missing.", "plan=... alone", "the mesh of the plan", "mesh=fr.Mesh.emulated(data=2)")
     else:

@@ -254,6 +254,8 @@ ROWS = {
     "load: plan without a mesh": e(lambda: fr.load("x", plan=PLAN), ValueError, "`mesh` is missing", "emulated"),
     "load: sparse without a plan": e(lambda: fr.load("x", sparse=SGD, exact=True), ValueError, "`sparse` is of a plan",
         "`exact` is of a plan"),
+    "load: mmap and plan": e(lambda: fr.load("x", plan=PLAN, mesh=MESH, mmap=True), ValueError,
+        "`mmap` is of whole tensors", "mmap=False"),
     "load: exact and dedup": e(lambda: fr.load("x", plan=PLAN, mesh=MESH, exact=True, dedup=True), ValueError,
         "exclude each other"),
     "load: dense_axes of another mesh": e(lambda: fr.load("x", plan=PLAN, mesh=MESH, dense_axes=("c",)), ValueError,
