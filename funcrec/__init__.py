@@ -99,7 +99,9 @@ from funcrec.loop import Fitted as Fitted
 from funcrec.loop import pipeline as pipeline
 from funcrec.checkpoint import latest as latest
 from funcrec.checkpoint import load as load
+from funcrec.checkpoint import load_safetensors as load_safetensors
 from funcrec.checkpoint import save as save
+from funcrec.checkpoint import save_safetensors as save_safetensors
 from funcrec.checkpoint import Saving as Saving
 
 from funcrec import data as data

@@ -8,4 +8,6 @@ from funcrec.checkpoint._files import write_whole as write_whole
 from funcrec.checkpoint._kept import latest as latest
 from funcrec.checkpoint._kept import remove_all as remove_all
 from funcrec.checkpoint._kept import step_path as step_path
+from funcrec.checkpoint._safetensors import load_safetensors as load_safetensors
+from funcrec.checkpoint._safetensors import save_safetensors as save_safetensors
 from funcrec.checkpoint._saving import Saving as Saving

@@ -14,13 +14,13 @@ import torch
 
 from funcrec.checkpoint._code import CodeError, decode, transform_problems
 from funcrec.checkpoint._compare import difference_problems
-from funcrec.checkpoint._crew import Crew, together
+from funcrec.checkpoint._crew import crew_of, together
 from funcrec.checkpoint._files import as_path, open_file
 from funcrec.checkpoint._first_format import read_first
 from funcrec.checkpoint._folder import Files, is_folder, read_manifest
 from funcrec.checkpoint._format import read_header
 from funcrec.checkpoint._job import copy_problems, copy_rest, job_of
-from funcrec.checkpoint._place import Reader, Target, axes_of, placed, target_problems
+from funcrec.checkpoint._place import Reader, Target, axes_of, device_of, place_of, placed, target_problems
 from funcrec.checkpoint._saving import Saving, crew_beside, finish, go_on, num_live, settle
 from funcrec.core import Count, Size, check, fail, typed
 from funcrec.mesh import Codec, Mesh
@@ -155,9 +155,9 @@ def load_as(path: Path, state: TrainState, *, mesh: Mesh, device: torch.device |
 
 
 def read(path: Path, target: Target | None, mesh: Mesh | None, device: Any, like: Any, mmap: bool) -> Any:
-    place = None if device is None else _device(device)
+    place = None if device is None else place_of(LOAD, device)
     if place is None and mesh is not None and not mesh.is_emulated:
-        place = _device(mesh.device_mesh.device_type)
+        place = place_of(LOAD, mesh.device_mesh.device_type)
     tree = None
 
     def work() -> None:
@@ -168,12 +168,6 @@ def read(path: Path, target: Target | None, mesh: Mesh | None, device: Any, like
 
     together(crew_of(mesh), LOAD, "load it", work)
     return tree
-
-
-def crew_of(mesh: Mesh | None) -> Crew:
-    if mesh is None or mesh.is_emulated:
-        return Crew()
-    return Crew(torch.distributed.get_rank(), mesh.size)
 
 
 # -- a folder ----------------------------------------------------------------------------------------------------
@@ -230,17 +224,3 @@ def made(leaves: Sequence[Any], code: Any, reader: Reader, target: Target | None
 def damaged(path: Path, error: Exception):
     hint = "an older checkpoint; `save` itself never leaves half a file"
     fail(LOAD, f"`{path.name}` is not a whole checkpoint.", got=str(error), need="a file that save wrote", hint=hint)
-
-
-def device_of(place: torch.device | None):
-    return lambda saved_from: place or _device(saved_from)
-
-
-def _device(device: torch.device | str) -> torch.device:
-    try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        got, need = f"{device!r:.60}: {str(error).splitlines()[0]:.100}", "a device of this machine"
-        fail("funcrec.load", "the device cannot be used.", got=got, need=need, hint='device="cpu"')
-    return found

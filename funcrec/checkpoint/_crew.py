@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from funcrec.core import Problem, message
+from funcrec.mesh import Mesh
 
 T = TypeVar("T")
 KINDS = {k.__name__: k for k in (OSError, ValueError, TypeError, KeyError, MemoryError, RuntimeError)}
@@ -41,6 +42,12 @@ class Crew(NamedTuple):
         texts = [torch.zeros_like(padded) for _ in range(self.size)]
         dist.all_gather(texts, padded, group=self.group)
         return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, sizes, strict=True)]
+
+
+def crew_of(mesh: Mesh | None) -> Crew:
+    if mesh is None or mesh.is_emulated:
+        return Crew()
+    return Crew(dist.get_rank(), mesh.size)
 
 
 def together(crew: Crew, call: str, doing: str, work: Callable[[], T]) -> tuple[T, list[Any]]:

@@ -102,14 +102,19 @@ def begin(file: BinaryIO) -> Writer:
 def append(to: Writer, x: Tensor, device: str) -> tuple[int, int]:
     """Write a tensor that is from a device: where it begins, and its CRC."""
     to.file.write(bytes(-to.file.tell() % ALIGN))
-    at, crc = to.file.tell(), 0
-    plain = x.detach().resolve_conj().resolve_neg().cpu()
+    at, crc = to.file.tell(), write_bytes(to.file, x)
+    to.entries.append(Entry(str(x.dtype).removeprefix("torch."), list(x.shape), device, crc))
+    return at, crc
+
+
+def write_bytes(file: BinaryIO, x: Tensor) -> int:
+    """Write the elements of a tensor; their CRC."""
+    plain, crc = x.detach().resolve_conj().resolve_neg().cpu(), 0
     plain = torch.zeros_like(plain).copy_(plain) if plain._is_zerotensor() else plain.contiguous()
     for chunk in chunks(plain):
         crc = zlib.crc32(chunk, crc)
-        to.file.write(chunk)
-    to.entries.append(Entry(str(x.dtype).removeprefix("torch."), list(x.shape), device, crc))
-    return at, crc
+        file.write(chunk)
+    return crc
 
 
 def finish(to: Writer, code: Any) -> None:

@@ -183,6 +183,20 @@ def wants_of(layout: Any, banks: Any, table: str, slot: str, mesh: Mesh) -> Iter
         yield Want(here.start, s.first if is_cut else 0, into.view(grid_of(into.shape)))
 
 
+def device_of(place: torch.device | None) -> Callable[[str], torch.device]:
+    return lambda saved_from: place or place_of(CALL, saved_from)
+
+
+def place_of(call: str, device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        got, need = f"{device!r:.60}: {str(error).splitlines()[0]:.100}", "a device of this machine"
+        fail(call, "the device cannot be used.", got=got, need=need, hint='device="cpu"')
+    return found
+
+
 # -- validators --------------------------------------------------------------------------------------------------
 
 

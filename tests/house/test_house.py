@@ -57,7 +57,7 @@ SUBCLASSES = {
 
 HEAVY = [
     "triton", "fbgemm_gpu", "torchrec", "hypothesis", "matplotlib", "pyarrow", "pandas", "scipy", "torch._dynamo",
-    "torch._inductor",
+    "torch._inductor", "safetensors",
 ]  # fmt: skip
 
 

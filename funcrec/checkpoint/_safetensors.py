@@ -1,0 +1,181 @@
+"""Named tensors in the safetensors format, for those who read that.
+
+length of the header, u64 | header, JSON: dtype, shape and place of each | their bytes, the widest dtypes first
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from funcrec.checkpoint._code import encode, transform_problems
+from funcrec.checkpoint._crew import crew_of, together
+from funcrec.checkpoint._files import as_path, open_file, write_whole
+from funcrec.checkpoint._format import write_bytes
+from funcrec.checkpoint._place import place_of
+from funcrec.core import Problem, check, describe, fail, typed
+from funcrec.mesh import Mesh
+from funcrec.sharding import ShardedTables, gather_tables
+
+SAVE, LOAD = "funcrec.save_safetensors", "funcrec.load_safetensors"
+HEAD, MOST_HEADER = 8, 100_000_000  # bytes; readers refuse a longer header
+NAMES = {  # in the order in which tensors lie
+    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.uint32: "U32",
+    torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+@typed
+def save_safetensors(
+    path: str | os.PathLike,
+    tensors: Mapping[str, Tensor] | ShardedTables,
+    *,
+    mesh: Mesh | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Write tables, or dense parameters, to a safetensors file, which other libraries read.
+
+    As `save` does, the file takes its name when all of it is on the disk. The format has no checksums and no trees:
+    what goes on training is for `save`.
+
+    Args:
+      tensors: {name: tensor}; or a state's sharded tables, written whole.
+      mesh: of sharded tables. On real ranks every rank calls it; each gathers the tables whole, and the first one
+        writes. Tables that no rank has room for: `save` them, and give one process's `load(folder, mmap=True)`.
+      metadata: texts for the header.
+
+    Returns: the path.
+
+    Raises: TypeError for what the format has not: a dict in the dict, complex numbers, a tensor of which a derivative
+      is wanted; OSError.
+
+    Example:
+      >>> import tempfile, torch, funcrec as fr
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = fr.save_safetensors(folder + "/tables.safetensors", {"item": torch.ones(2)})
+      ...     fr.load_safetensors(path)
+      {'item': tensor([1., 1.])}
+    """
+    crew = crew_of(mesh)
+    where = together(crew, SAVE, "save its tensors", lambda: look(path, tensors, mesh, metadata))[0]
+    plain = gather_tables(tensors, mesh) if isinstance(tensors, ShardedTables) else dict(tensors)
+
+    def write() -> None:
+        check(SAVE, tensors_problems(plain))
+        write_whole(SAVE, Path(where), lambda file: write_tensors(file, plain, dict(metadata or {})))
+
+    together(crew, SAVE, "write the file", write if crew.is_first else lambda: None)
+    return Path(where)
+
+
+def look(path: Any, tensors: Any, mesh: Mesh | None, metadata: Any) -> str:
+    """The path, of a call that can be done."""
+    where = as_path(SAVE, path)
+    check(SAVE, transform_problems(), sharded_problems(tensors, mesh), metadata_problems(metadata))
+    check(SAVE, tensors_problems(tensors.banks if isinstance(tensors, ShardedTables) else tensors))
+    return str(where)
+
+
+def write_tensors(file: BinaryIO, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Laid out as the format's own library does."""
+    order = sorted(tensors, key=lambda n: (list(NAMES).index(tensors[n].dtype), n))
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for n in order:
+        begin, end = end, end + tensors[n].nbytes
+        header[n] = {"dtype": NAMES[tensors[n].dtype], "shape": list(tensors[n].shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // HEAD) * HEAD)
+    if len(text) > MOST_HEADER:
+        need, hint = f"at most {MOST_HEADER:,} bytes", "several files"
+        fail(SAVE, "the names do not fit into a header.", got=f"{len(text):,} bytes", need=need, hint=hint)
+    file.write(len(text).to_bytes(HEAD, "little") + text)
+    for n in order:
+        write_bytes(file, tensors[n])
+
+
+@typed
+def load_safetensors(
+    path: str | os.PathLike, *, device: torch.device | str | None = None, mmap: bool = False
+) -> dict[str, Tensor]:
+    """Read a safetensors file, whoever wrote it: {name: tensor}, by name. Needs the package `safetensors`.
+
+    Args:
+      device: where the tensors go; by default the CPU.
+      mmap: the tensors have the file's memory, which the system may take back and read again; what is written to them
+        is in this process alone.
+
+    Raises: ModuleNotFoundError without the package; ValueError for a file that is damaged where its header tells it
+      (the format has no checksums); FileNotFoundError.
+
+    Example:
+      >>> import tempfile, torch, funcrec as fr
+      >>> from safetensors.torch import save_file
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     save_file({"w": torch.zeros(2), "b": torch.ones(1)}, folder + "/model.safetensors")
+      ...     fr.load_safetensors(folder + "/model.safetensors")
+      {'b': tensor([1.]), 'w': tensor([0., 0.])}
+    """
+    path = as_path(LOAD, path)
+    check(LOAD, transform_problems())
+    place = place_of(LOAD, "cpu" if device is None else device)
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        need, hint = "the package safetensors", "pip install 'funcrec[safetensors]'"
+        what = "the reader of safetensors is not installed."
+        fail(LOAD, what, got="no module safetensors", need=need, hint=hint, kind=ModuleNotFoundError)
+    open_file(LOAD, path).close()
+    try:
+        with safe_open(path, framework="pt") as file:
+            own = lambda x: x if mmap or place.type != "cpu" else x.clone()
+            return {n: own(file.get_tensor(n)).to(place) for n in sorted(file.keys())}
+    except (SafetensorError, OSError) as error:
+        need, hint = "a whole safetensors file", "fr.load, of a checkpoint of funcrec"
+        fail(LOAD, f"`{path.name}` is not a safetensors file.", got=str(error)[:200], need=need, hint=hint)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def sharded_problems(tensors: Any, mesh: Mesh | None) -> Iterator[Problem]:
+    if not isinstance(tensors, ShardedTables):
+        return
+    axes = dict(tensors.layout.mesh_shape)
+    if mesh is None:
+        yield Problem("`mesh` is missing.", "sharded tables", "the mesh that they lie on", "mesh=mesh")
+    elif mesh.axes != tensors.layout.mesh_shape:
+        yield Problem("`tensors` lie on another mesh.", f"{mesh!r}", f"axes {axes}", "their own mesh")
+
+
+def metadata_problems(metadata: Mapping[str, str] | None) -> Iterator[Problem]:
+    for key, text in (metadata or {}).items():
+        yield from text_problems(key, f"metadata[{key!r}]")
+        yield from text_problems(text, f"metadata[{key!r}]")
+
+
+def tensors_problems(tensors: Mapping[str, Any]) -> Iterator[Problem]:
+    """Plain tensors by name, of the format's dtypes."""
+    for n, x in tensors.items():
+        path = f"tensors[{n!r}]"
+        yield from text_problems(n, path)
+        if n == "__metadata__":
+            yield Problem(f"`{path}` has the name of the header's texts.", repr(n), "another name", "metadata={...}")
+        found = encode(x, path).problems
+        yield from found
+        if not found and x.dtype not in NAMES:
+            need = f"one of {', '.join(NAMES.values())}"
+            yield Problem(f"`{path}` has a dtype that the format has not.", describe(x), need, "fr.save", TypeError)
+
+
+def text_problems(text: str, path: str) -> Iterator[Problem]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        yield Problem(f"{path!a} is not text.", ascii(text)[:60], f"text in UTF-8 ({error.reason})", "another text")

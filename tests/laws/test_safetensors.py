@@ -1,0 +1,91 @@
+"""Named tensors in the safetensors format: byte for byte that library's files."""
+
+import os
+import sys
+
+import pytest
+import torch
+from programs import moving, training
+from safetensors.torch import load_file, save_file
+
+import funcrec as fr
+from funcrec.checkpoint import _files, _safetensors
+from funcrec.testing import assert_trees_close
+
+
+def tensors():
+    base = torch.arange(12.0).reshape(3, 4)
+    made = {str(d): (base if d.itemsize > 1 else base % 2).to(d) for d in _safetensors.NAMES}
+    return {**made, "transposed": base.T, "part": base[1:, ::2], "one": torch.tensor(3.0), "none": torch.ones(0, 3),
+        "layer.\u03b8 \"w\"": base.half()}  # fmt: skip
+
+
+@pytest.mark.parametrize("metadata", [None, {"step": "12"}])
+def test_a_file_is_that_of_the_formats_own_library(metadata, tmp_path):
+    """save_safetensors writes the bytes that safetensors writes, of every dtype, shape and stride; each reads the
+    other's file to the bit, mapped or not."""
+    want = tensors()
+    path = fr.save_safetensors(tmp_path / "ours", want, metadata=metadata)
+    save_file({n: x.contiguous() for n, x in want.items()}, tmp_path / "theirs", metadata=metadata)
+    assert path.read_bytes() == (tmp_path / "theirs").read_bytes()
+    bits = lambda own: {n: x.reshape(-1).view(torch.uint8) for n, x in sorted(own.items())}
+    for got in (load_file(path), fr.load_safetensors(path), fr.load_safetensors(path, mmap=True)):
+        assert {n: (x.shape, x.dtype) for n, x in got.items()} == {n: (x.shape, x.dtype) for n, x in want.items()}
+        assert_trees_close(bits(got), bits({n: x.contiguous() for n, x in want.items()}))
+    empty = fr.save_safetensors(tmp_path / "empty", {})
+    assert load_file(empty) == fr.load_safetensors(empty) == {}
+
+
+def test_a_mapped_tensor_is_this_processs(tmp_path):
+    """What is written to a loaded tensor changes neither the file nor another load; a tensor outlives the file."""
+    path = fr.save_safetensors(tmp_path / "a", {"w": torch.ones(3000)})
+    before = path.read_bytes()
+    for how in (False, True):
+        first, again = (fr.load_safetensors(path, mmap=how)["w"] for _ in range(2))
+        first.fill_(7)
+        assert path.read_bytes() == before and bool((again == 1).all())
+    path.unlink()
+    assert bool((again == 1).all())
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "column_wise", "replicated"])
+def test_sharded_tables_are_written_whole(kind, tmp_path):
+    """Of a state's sharded tables the file is that of its tables in one process."""
+    state, mesh = moving.full_state("adam", torch.bfloat16), fr.Mesh.emulated(x=2)
+    own = fr.reshard(state, training.plan_of(kind, {"x": 2}), mesh=mesh, sparse=training.OPTIMIZERS["adam"]())
+    calls = ((own.tables, mesh), (state.tables, None))
+    paths = [fr.save_safetensors(tmp_path / f"{i}", t, mesh=m) for i, (t, m) in enumerate(calls)]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
+    """A write that breaks off leaves the file that was there, and no other."""
+    path = fr.save_safetensors(tmp_path / "a", {"w": torch.ones(3)})
+    before = path.read_bytes()
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(_files.os, "fsync", full)
+    with pytest.raises(OSError, match="the disk of"):
+        fr.save_safetensors(path, {"w": torch.zeros(3000)})
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("cut", [0, 7, 30, -1])
+def test_a_file_that_is_cut_off_is_refused(cut, tmp_path):
+    """A file without its end, or with more than it says, is a ValueError that names it."""
+    path = fr.save_safetensors(tmp_path / "a", {"w": torch.ones(3)})
+    content = path.read_bytes()
+    for damaged in (content[:cut], content + b"1"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="`a` is not a safetensors file"):
+            fr.load_safetensors(path)
+
+
+def test_without_the_package_it_is_named(tmp_path, monkeypatch):
+    """Where safetensors is absent a file is written all the same, and reading says what to install."""
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    path = fr.save_safetensors(tmp_path / "a", {"w": torch.ones(3)})
+    with pytest.raises(ModuleNotFoundError, match=r"funcrec\[safetensors\]"):
+        fr.load_safetensors(path)
