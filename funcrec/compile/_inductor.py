@@ -25,12 +25,15 @@ from torch import Tensor
 from funcrec.compile._code import Generated, generated, load, source
 from funcrec.compile._digest import digest
 from funcrec.compile._passes import fill_waits
+from funcrec.core import fail
 from funcrec.kernels import files
 
 HEADER = "torch/csrc/inductor/cpp_prefix.h"
 MANY = 8  # libraries that a process compiles, and then the header, too
 COMPILED = itertools.count(1)
 PATCHING = threading.RLock()  # one thread at a time puts functions in torch's place
+# Before, loops for a CPU read rows before they are written and round 16 bits late, whatever OPTIONS say.
+LEAST_FOR_CPU = (2, 13)
 
 
 def add_with_product(x, y, *, alpha=1):
@@ -76,7 +79,10 @@ def compile_graph(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Calla
 
     Code for a CPU is kept on disk, one file a graph, under a name of all that it depends on: a process that stages the
     same graph loads it in milliseconds.
+
+    Raises: RuntimeError for loops for a CPU by a torch whose Inductor is known to get them wrong.
     """
+    refuse_old_torch(graph)
     opened, constants = open_constants(graph)
     arguments = [*constants, *arguments]
     name = digest(opened, arguments, OPTIONS)
@@ -88,6 +94,17 @@ def compile_graph(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Calla
         code = other.code
         call = lambda tensors: code(*tensors)
     return lambda *tensors: call([*constants, *tensors])  # Inductor's functions empty the list that they are given
+
+
+def refuse_old_torch(graph: torch.fx.GraphModule) -> None:
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    if version < LEAST_FOR_CPU and any(
+        isinstance(x := node.meta.get("val"), Tensor) and x.device.type == "cpu" and node.op == "call_function"
+        for node in graph.graph.nodes
+    ):
+        what = "the code that this torch's Inductor makes for a CPU is known to be wrong."
+        need, hint = f"torch {LEAST_FOR_CPU[0]}.{LEAST_FOR_CPU[1]} or newer", "a newer torch, or no fr.jit"
+        fail("funcrec.jit", what, got=f"torch {torch.__version__}", need=need, hint=hint, kind=RuntimeError)
 
 
 def open_constants(graph: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, list[Tensor]]:

@@ -9,9 +9,10 @@ import torch
 from funcrec.kernels import ops
 from funcrec.kernels.cpp import _native
 from programs import interrupts
-from programs.interrupts import AtEvent, AtOperation, Interrupt, Trial
+from programs.interrupts import AtAudit, AtEvent, AtOperation, Interrupt, Trial, first_state
 
 import funcrec as fr
+from funcrec.core._tree import tree_leaves
 from funcrec.mesh import _axes
 from funcrec.testing import assert_trees_close
 
@@ -49,6 +50,14 @@ def test_interrupted_at_every_moment(trial, moment, follows):
     """So does an exception wherever CPython may see a signal: all of these moments in turn (here every third)."""
     ends = interrupts.at_every(trial, moment, follows, step=3)
     assert ends["whole"] > 100 and ends["gone"] > 20
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_interrupted_in_an_audit_hook(trial, times):
+    """So does one in an audit hook, which CPython calls for each class that is changed, and in the middle of C."""
+    count = len(tree_leaves(first_state()))
+    assert {trial.run(AtAudit(n, times)) for n in range(count)} == {"gone"}
+    assert trial.run(AtAudit(4 * count)) == "finished"
 
 
 def test_interrupted_from_another_thread(trial):

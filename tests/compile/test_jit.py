@@ -121,6 +121,13 @@ def test_casts_round_as_in_eager_mode():
     assert_trees_close(fr.jit(fn)(x), fn(x))
 
 
+def test_a_torch_that_compiles_wrong_code_is_refused(monkeypatch):
+    """Where torch's code for a CPU is known to be wrong (those beside this one fail with 2.11) a call says so."""
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    with pytest.raises(RuntimeError, match=r"to be wrong.\n *got +torch 2.12.1\+cpu\n *need +torch 2.13 or"):
+        fr.jit(lambda x: x.sin() * 17 + 3)(torch.ones(5))
+
+
 WRITES = {
     "index_put": lambda x, at, rows: x.index_put((at,), rows, accumulate=True),
     "index_add": lambda x, at, rows: x.index_add(0, at, rows),

@@ -142,6 +142,34 @@ class AtOperation:
         return self.see
 
 
+class AtAudit:
+    """An exception in an audit hook, where one in Python may see a signal: at the n-th attribute, `times` in a row."""
+
+    left, times = None, 0  # of the one hook, which cannot be taken away again
+
+    def __init__(self, n: int, times: int = 1):
+        self.n, self.most = n, times
+
+    def __enter__(self):
+        hooked()
+        AtAudit.left, AtAudit.times = self.n, self.most
+
+    def __exit__(self, *_):
+        AtAudit.left = None
+
+
+@functools.cache
+def hooked() -> None:
+    def hear(event, args):
+        if AtAudit.left is not None and event == "object.__setattr__":
+            AtAudit.left -= 1
+            if AtAudit.left < 0 < AtAudit.times:
+                AtAudit.times -= 1
+                raise Interrupt
+
+    sys.addaudithook(hear)
+
+
 @functools.cache
 def checked_before(code) -> dict[int, tuple[int, ...]]:
     """{an operation behind which signals are seen: the next ones, where the same handler catches what is raised}."""
