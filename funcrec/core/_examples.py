@@ -224,7 +224,6 @@ EXAMPLES: dict[str, str] = {
     "link_bytes_per_s": "1e11",
     "host_bytes_per_s": "1e10",
     "ranks_per_host": "8",
-    "flops_per_s": "1e13",
     "zipf": "1.1",
     "reserve": "0.15",
     "effort": "1",

@@ -85,8 +85,7 @@ def distinct_rows(ids: float, rows: int, zipf: float = 0.0, counts: Sequence[flo
     """Expected number of distinct rows among ids drawn apart: Σ_r 1 - (1 - p_r)^ids.
 
     p_r is 1 / R, or in proportion to 1 / rank^zipf, or to `counts` of rows where those were measured.
-
-    Source: Gnedenko and others; what `dedup` sends and an update touches.
+    What `dedup` sends and an update touches.
     """
     if ids <= 0:
         return 0.0

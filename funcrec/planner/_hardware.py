@@ -28,7 +28,6 @@ class Hardware:
       link_bytes_per_s: from a rank to those of its host, one direction.
       host_bytes_per_s: from a rank to those of other hosts, one direction.
       ranks_per_host: consecutive ranks, the mesh's last axis running fastest.
-      flops_per_s: of sums in f32.
 
     Example:
       >>> import funcrec as fr
@@ -48,7 +47,6 @@ class Hardware:
     link_bytes_per_s: float
     host_bytes_per_s: float
     ranks_per_host: int = 8
-    flops_per_s: float = 1e13
 
     def __post_init__(self):
         check("funcrec.Hardware", field_problems(self))
@@ -68,7 +66,7 @@ class Hardware:
 
     @staticmethod
     def measure(mesh: Mesh, *, memory_bytes: int | None = None) -> "Hardware":
-        """What the mesh at hand has: rows gathered from a table of 64 MB, and an exchange of 8 MB with all ranks of
+        """What the mesh at hand has: rows gathered from a table of 64 MiB, and an exchange of 8 MiB with all ranks of
         its last axis; the slowest rank's numbers on all of them. Every rank calls it.
 
         Args:
@@ -92,14 +90,7 @@ class Hardware:
 
 
 def number_problems(h: Hardware) -> Iterator[Problem]:
-    for name in (
-        "memory_bytes",
-        "memory_bytes_per_s",
-        "link_bytes_per_s",
-        "host_bytes_per_s",
-        "ranks_per_host",
-        "flops_per_s",
-    ):
+    for name in ("memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s", "ranks_per_host"):
         if not 0 < getattr(h, name) < float("inf"):
             yield Problem(f"`{name}` is out of range.", f"{getattr(h, name)}", "a finite number > 0")
 
@@ -120,8 +111,8 @@ def mesh_problems(mesh: object) -> Iterator[Problem]:
 
 
 KNOWN = {
-    "h100": Hardware("h100", 80 * GB, 3.35e12, 450e9, 50e9, 8, 67e12),
-    "h200": Hardware("h200", 141 * GB, 4.8e12, 450e9, 50e9, 8, 67e12),
-    "a100": Hardware("a100", 80 * GB, 2.04e12, 300e9, 25e9, 8, 19.5e12),
-    "cpu": Hardware("cpu", 16 * GB, 10e9, 1e9, 1e9, 2, 50e9),
+    "h100": Hardware("h100", 80 * GB, 3.35e12, 450e9, 50e9, 8),
+    "h200": Hardware("h200", 141 * GB, 4.8e12, 450e9, 50e9, 8),
+    "a100": Hardware("a100", 80 * GB, 2.04e12, 300e9, 25e9, 8),
+    "cpu": Hardware("cpu", 16 * GB, 10e9, 1e9, 1e9, 2),
 }

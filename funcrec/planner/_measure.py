@@ -21,10 +21,8 @@ def measured(mesh: Mesh) -> dict:
     table = torch.zeros(ROWS, DIM, device=device)
     ids = torch.randint(ROWS, (IDS,), generator=torch.Generator().manual_seed(0)).to(device)
     gather = IDS * DIM * 4 * 2 / least_s(lambda: table.index_select(0, ids), device)
-    square = torch.ones(512, 512, device=device)
-    flops = 2 * 512**3 / least_s(lambda: square @ square, device)
     exchange = gather if mesh.is_emulated else _exchange_bytes_per_s(mesh, device)
-    found = [gather, exchange, flops]
+    found = [gather, exchange]
     if not mesh.is_emulated and mesh.size > 1:
         slowest = torch.tensor(found, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MIN)
@@ -34,11 +32,8 @@ def measured(mesh: Mesh) -> dict:
         "memory_bytes": _memory_bytes(device, local),
         "memory_bytes_per_s": found[0],
         "link_bytes_per_s": found[1],
-        "host_bytes_per_s": found[
-            1
-        ],  # the last axis may lie on one host: then this is too much, and `replace` corrects it
+        "host_bytes_per_s": found[1],  # too much where the last axis lies on one host: `replace` corrects it
         "ranks_per_host": local,
-        "flops_per_s": found[2],
     }
 
 

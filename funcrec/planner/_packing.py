@@ -8,6 +8,7 @@ fullest, has both.
 Shapes: K resources, N ranks, S shards of an option, P places.
 """
 
+import copy
 from collections.abc import Hashable, Sequence
 from typing import Literal, NamedTuple
 
@@ -108,6 +109,12 @@ class Loads:
         excess = np.maximum(most @ self.factors.T - 1.0 - 1e-12, 0.0).sum(-1)
         return most @ self.weights + EXCESS * self.scale * excess
 
+    def copy(self) -> "Loads":
+        """One that changes apart; its options, which nobody changes, are the same."""
+        out = copy.copy(self)
+        out.load, out.most, out.choices = self.load.copy(), self.most.copy(), list(self.choices)
+        return out
+
     @property
     def value(self) -> float:
         return float(self.cost(self.most))
@@ -141,27 +148,39 @@ class Loads:
 
     def best(self, item: int, option: int) -> tuple[float, float, Choice]:
         """(cost, the load that its ranks then have, choice) of the places that suit an item which is not placed; of
-        several shards each in turn goes where it costs least."""
+        several shards each in turn goes where it costs least, equal ones at once where each has a place of its own."""
         own = self.options[item][option]
-        used, most, load = own.used, self.most.copy(), self.load[own.used] + own.base
+        used, most, load, pull = own.used, self.most.copy(), self.load[own.used] + own.base, self._pull
         most[used] = np.maximum(most[used], load.max(1))
         chosen: list[int] = []
         near, free = 0.0, np.ones(len(own.ranks), dtype=bool)
-        for shard in own.shards:
+        while len(chosen) < len(own.shards):
+            shard = own.shards[len(chosen)]
+            alike = (own.shards[len(chosen) :] == shard).all(1)
+            num = 1 if own.how != "apart" else len(alike) if alike.all() else int(np.argmin(alike))
             there = (load[:, own.ranks].max(-1) + shard[:, None]).T  # [P, U]
-            after = np.repeat(most[None], len(there), 0)
-            after[:, used] = np.maximum(after[:, used], there)
-            costs = self.cost(after)
+            costs = self._costs_with(most, used, np.maximum(there, most[used]))
             costs[~free] = np.inf
-            ties = np.flatnonzero(costs <= costs.min() * (1 + 1e-12))
-            place = int(ties[np.argmin((there[ties] * self._pull[used]).sum(-1))])
-            chosen.append(place)
-            load[:, own.ranks[place]] += shard[:, None]
-            most[used] = np.maximum(most[used], there[place])
-            near = max(near, float((there[place] * self._pull[used]).sum()))
-            if own.how == "apart":
-                free[place] = False
+            costs = np.maximum(costs, costs.min() * (1 + 1e-12))  # equal within rounding
+            pulls = there @ pull[used]
+            places = (
+                np.lexsort((pulls, costs))[:num]
+                if num > 1
+                else [np.argmin(np.where(costs <= costs.min(), pulls, np.inf))]
+            )
+            for place in map(int, places):
+                chosen.append(place)
+                load[:, own.ranks[place]] += shard[:, None]
+                free[place] = own.how != "apart"
+            most[used] = np.maximum(most[used], there[places].max(0))
+            near = max(near, float(pulls[places].max()))
         return float(self.cost(most)), near, Choice(option, tuple(chosen))
+
+    def _costs_with(self, most: np.ndarray, used: np.ndarray, after: np.ndarray) -> np.ndarray:
+        """`cost` where of some resources the loads are f[P, U]."""
+        more = after - most[used]
+        excess = np.maximum(self.factors @ most - 1.0 - 1e-12 + more @ self.factors[:, used].T, 0.0).sum(-1)
+        return float(most @ self.weights) + more @ self.weights[used] + EXCESS * self.scale * excess
 
     @property
     def _pull(self) -> np.ndarray:

@@ -80,7 +80,7 @@ def plan(
       >>> plan["item"].kind, plan.gap < 0.05
       ('row_wise', True)
 
-    Source: TorchRec's EmbeddingShardingPlanner; the program's form as in NeuroShard and RecShard's.
+    Source: TorchRec's EmbeddingShardingPlanner.
     """
     check(
         CALL,

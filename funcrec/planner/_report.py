@@ -133,7 +133,7 @@ def reason(packing: Packing, loads: Loads, item: int) -> str:
         return f"no other fits: {name} would need {best[name][0]:.0%} more memory than a rank may use"
     name = min(fits, key=lambda n: (fits[n], n))
     more = fits[name] - before
-    if more > 1e-6 * before:
+    if abs(more) > 1e-6 * before:  # less than nothing where the search left something: plan.gap bounds it
         return f"{name} instead: {more * MS:+.3g} ms"
     return f"{name} instead would cost as much"
 

@@ -59,12 +59,14 @@ def _search(packing: Packing, effort: int) -> Solution:
         loads = improve(longest_first(packing, options), rounds=4 * effort)
         if best is None or loads.value < best.value:
             best = loads
-    bound, done = relaxed.bound, False
-    if best.value > bound * (1 + TIE):
-        if num_choices(packing) <= WHOLE * effort:
+    bound, done, is_small = relaxed.bound, False, num_choices(packing) <= WHOLE * effort
+    if is_small and best.value > bound * (1 + TIE):
+        best, bound, done = whole(packing, best, bound, 200 * effort)
+        if not done:  # from a better incumbent a program of everything ends sooner
+            best = neighbourhoods(packing, best, bound, rounds=10 * effort)
             best, bound, done = whole(packing, best, bound, 1000 * effort)
-        if not done:
-            best = neighbourhoods(packing, best, bound, rounds=40 * effort)
+    if not done and best.value > bound * (1 + TIE):
+        best = neighbourhoods(packing, best, bound, rounds=40 * effort)
     if best.excess > 1e-9:
         return Solution(None, np.inf, bound, best.excess)
     clean = loads_of(packing, best.choices)  # without the rounding of moves
@@ -185,8 +187,7 @@ def neighbourhoods(packing: Packing, best: Loads, bound: float, rounds: int) -> 
         if best.value <= bound * (1 + 1e-6) or idle > max(12, rounds // 3):
             break
         free, ranks = _neighbours(packing, best, draw, turn)
-        trial = loads_of(packing, list(best.choices))
-        trial.scale = best.scale
+        trial = best.copy()
         for i in free:
             trial.take(i)
         got = place(packing, trial, free, best.value, 200, ranks)

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from programs import transforms
+from programs import planned_ranks, transforms
 from programs.transforms import COLLECTIVES, cells
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -34,6 +34,13 @@ def test_compiled_ranks_give_what_emulation_gives(n, ranks):
     for name in COLLECTIVES:
         assert_trees_close(got["jit"][name], cells(mesh, name)["fwd"], **EXACT)
         assert_trees_close(got["jit_grad"][name], cells(mesh, name)["grad"], **EXACT)
+
+
+def test_ranks_measure_one_hardware(ranks):
+    """Hardware.measure on real ranks gives all of them the same numbers, all above nothing, and so the same plan."""
+    first, second = ranks(2).run(planned_ranks.measured)
+    assert first == second and first.ranks_per_host == 2 and first.memory_bytes == 10**9
+    assert min(first.memory_bytes_per_s, first.link_bytes_per_s) > 1e6
 
 
 def grid(mesh, x, through=lambda f: f):

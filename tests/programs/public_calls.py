@@ -239,7 +239,7 @@ def meshes() -> list[Call]:
             "codec": fr.Codec("int8"), "capacity_factor": 2.0, "replicas": (), "memory_bytes": 10**9, "reserve": 0.1,
             "effort": 1}),
         Hardware=(fr.Hardware, {"name": "mine", "memory_bytes": 10**9, "memory_bytes_per_s": 1e9,
-            "link_bytes_per_s": 1e9, "host_bytes_per_s": 1e8, "ranks_per_host": 2, "flops_per_s": 1e10}),
+            "link_bytes_per_s": 1e9, "host_bytes_per_s": 1e8, "ranks_per_host": 2}),
         Hardware_named=(fr.Hardware.named, {"name": "h100"}),
         Hardware_measure=(fr.Hardware.measure, {"mesh": MESH, "memory_bytes": 10**9}),
         TableConstraint=(fr.TableConstraint, {"kinds": ("row_wise",), "min_partition": 1, "pooling_factor": 2.0,
