@@ -158,7 +158,10 @@ def fused_update(
     Args:
       slots: for each table, in the order of RULES[rule].slots.
       lr: f64[]. step: i64[], the steps taken before. hyper: in the order of RULES[rule].hyper.
-      key: i64[T], one per table: 16-bit tables are rounded stochastically with its bits; None rounds to nearest.
+      key: i64[T, S + 1, 4], of which each table's random bits come: 16-bit tables are rounded stochastically; None
+        rounds to nearest. Of each table it has S segments of rows as (key, begin, phase, words), in the order of their
+        beginnings, the first from row 0 on; behind a table's last one stand such that begin at 2⁶³ - 1. Column c of row
+        r has 16 bits, those from 16 · ((phase + c) mod 4) on, of number r · words + (phase + c) // 4 of the key.
       first: i64[T], where each table's columns begin among those of its gradients, and dims: how many those have. None
         and () for tables of whole rows.
     """

@@ -15,7 +15,7 @@ import torch
 from funcrec.kernels.forms import features_of, flatten, segments_of, widest
 from torch import Tensor
 
-RANKS = {"tables": 2, "d": 2, "rows": 1, "offsets": 1, "weights": 1, "lr": 0, "step": 0, "key": 1, "first": 1}
+RANKS = {"tables": 2, "d": 2, "rows": 1, "offsets": 1, "weights": 1, "lr": 0, "step": 0, "key": 3, "first": 1}
 _TERMS = ("d", "rows", "offsets", "weights")
 
 
@@ -45,11 +45,11 @@ def update_of_members(update: Callable, is_timed: Callable[..., bool]) -> Callab
         if lr.dim() or (step.dim() and is_timed(*rest)):
             for i in range(k):
                 mine = [[_of_member(x, i, RANKS[n]) for x in xs] for n, xs in zip(_TERMS, terms, strict=True)]
-                when = _of_member(lr, i, 0), _of_member(step, i, 0), _of_member(key, i, 1)
+                when = _of_member(lr, i, 0), _of_member(step, i, 0), _of_member(key, i, RANKS["key"])
                 update(own[0][i], own[1][i], *mine, segments, *when, *_rest_of_member(rest, i))
             return None
         flat, numbers = spread(terms, segments, k, len(tables))
-        keys = None if key is None else key.expand(k, len(tables)).reshape(-1)
+        keys = None if key is None else key.expand(k, *key.shape[-3:]).flatten(0, 1)
         together = [x for xs in own[0] for x in xs], [x for xs in own[1] for x in xs]
         return update(*together, *flat, numbers, lr, step[0] if step.dim() else step, keys, *_rest_of_all(rest, k))
 

@@ -26,7 +26,7 @@ class BlockRule:
     """A rule for one row, run on blocks of rows.
 
     rule: (row f[D], grad f[D], lr f[], t f[], repeats f[], slots f[...]...) -> [row, slots...].
-    round_rows: (new f[M, D], dtype, rows i64[M], key i64[]) -> new, for stochastic rounding.
+    round_rows: (new f[M, D], dtype, rows i64[M], draws i64[S + 1, 4]) -> new, for stochastic rounding.
     traced: (fn, arguments) -> its graph.
     """
 

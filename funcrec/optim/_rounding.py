@@ -3,35 +3,47 @@
     P(round up) = (x - below) / (above - below)
 
 Small updates, which rounding to nearest would lose, then add up. The bits depend on the key, the table's name, the row
-and the column alone: the same on every device, mesh and thread count.
-Shapes: M rows, D dim.
+and the column alone: the same on every device, mesh and thread count, and under every plan. What an optimizer is shown
+as a table on a mesh tells of which tables its rows are (`RowGrads.origin`).
+Shapes: M rows, D dim, T tables, S segments of rows.
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from funcrec.core import is_tracked, random
-from funcrec.tables import name_number
+from funcrec.kernels.reference_jagged import place_among
+from funcrec.tables import BEHIND, PER_WORD, RowGrads, origin_of
 
-PER_HASH = 4  # columns that share the 64 bits of one hash
 F16_DROPPED = 0x1FFF  # the bits of f32's fraction that f16 has not
 
 
-def table_key(key: Tensor, name: str) -> Tensor:
-    """A key of the table's own, i64[]."""
-    return random.fold_in(key, name_number(name))
+def draws_of(key: Tensor, grads: Mapping[str, RowGrads], tables: Mapping[str, Tensor]) -> Tensor:
+    """i64[T, S + 1, 4]: where the random bits of each table's rows come from, as `ops.fused_update` takes it."""
+    own = {n: g.origin for n, g in grads.items()}
+    most = max(1 if x is None else x.shape[0] - 1 for x in own.values())
+    made = torch.tensor(
+        [[origin_of(n, tables[n].shape[1]), *[BEHIND] * most] for n in own], dtype=torch.int64, device=key.device
+    )
+    if any(x is not None for x in own.values()):
+        given = zip(made, own.values(), strict=True)
+        made = torch.stack([x if o is None else torch.cat([o, x[o.shape[0] :]]) for x, o in given])
+    number, words_before, *rest = made.unbind(-1)
+    return torch.stack([random.fold_in(key, number) + random.GAMMA * words_before, *rest], -1)
 
 
-def round_stochastic(x: Tensor, dtype: torch.dtype, rows: Tensor, key: Tensor) -> Tensor:
+def round_stochastic(x: Tensor, dtype: torch.dtype, rows: Tensor, draws: Tensor) -> Tensor:
     """f32[M, D] whose values `dtype` holds (for f32 and f64: x
-    itself); row i draws the bits of row rows[i] of its table.
+    itself); row i draws the bits of row rows[i]. draws: of the table, of `draws_of`.
 
     Its derivative is 1, as torch has it for a cast: that of the mean over keys, which is x.
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return x
     x = x.to(torch.float32)
-    noise = row_bits(key, rows, x.shape[1])
+    noise = row_bits(draws, rows, x.shape[1])
     number = x.detach().view(torch.int32)
     dropped = 0xFFFF if dtype == torch.bfloat16 else F16_DROPPED
     moved = (number + (noise & dropped)) & ~dropped
@@ -41,11 +53,18 @@ def round_stochastic(x: Tensor, dtype: torch.dtype, rows: Tensor, key: Tensor) -
     return torch.where(torch.isfinite(x), rounded, x).to(dtype).to(torch.float32)
 
 
-def row_bits(key: Tensor, rows: Tensor, dim: int) -> Tensor:
+def row_bits(draws: Tensor, rows: Tensor, dim: int) -> Tensor:
     """i32[M, D]: 16 random bits for each element of the rows: (h >> 16 · (c mod
-    4)) mod 2¹⁶, h the (r · ⌈D / 4⌉ + c // 4)-th of the key."""
-    groups = -(-dim // PER_HASH)
-    counter = rows[:, None].to(torch.int64) * groups + torch.arange(1, groups + 1, device=rows.device)
+    4)) mod 2¹⁶, c the column and the phase, h the (r · words + c // 4)-th of the key."""
+    rows = rows.to(torch.int64)
+    if draws.shape[0] == 2:  # one segment: all rows are of it
+        own = draws[:1]
+    else:
+        own = draws[(place_among(draws[:, 1].contiguous(), rows.contiguous()) - 1).clamp(min=0)]
+    key, _, phase, words = (x[:, None] for x in own.unbind(-1))
+    most = -(-(dim + PER_WORD - 1) // PER_WORD)
+    counter = rows[:, None] * words + torch.arange(1, most + 1, device=rows.device)
     hashed = random.mix((counter + key * random.GAMMA_INVERSE) * random.GAMMA)  # as in random.bits
-    parts = [random.shift_right(hashed, 16 * k) & 0xFFFF for k in range(PER_HASH)]
-    return torch.stack(parts, -1).flatten(1)[:, :dim].to(torch.int32)
+    parts = torch.stack([random.shift_right(hashed, 16 * k) & 0xFFFF for k in range(PER_WORD)], -1).flatten(1)
+    column = (phase + torch.arange(dim, device=rows.device)).expand(rows.shape[0], dim)
+    return parts.gather(1, column).to(torch.int32)

@@ -48,7 +48,7 @@ from funcrec.optim._problems import (
     rule_result_problems,
     tables_problems,
 )
-from funcrec.optim._rounding import round_stochastic, table_key
+from funcrec.optim._rounding import draws_of, round_stochastic
 from funcrec.optim._user_rule import RuleMemory
 from funcrec.tables import RowGrads, terms_of
 from funcrec.tables import root as root_of
@@ -263,7 +263,7 @@ def update_fused(kernel: Callable, slot_names: Sequence[str], grads: Mapping, sl
         return {n: t for own, _ in made for n, t in own.items()}, {n: s for _, own in made for n, s in own.items()}
     device = next(iter(tables.values())).device
     taken = step_tensor(step, device).to(torch.int64)
-    keys = None if key is None else torch.stack([table_key(key, n) for n in grads])
+    keys = None if key is None else draws_of(key, grads, tables)
     windows = windows_of(grads, device)
     names = {n: [k for k in slot_names if k in slots[n]] for n in grads}
     given = [[slots[n][k] for k in names[n]] for n in grads]
@@ -333,7 +333,7 @@ def update_rows(call: str, rule_of: Callable, grads: Mapping, slots: Slots, tabl
             call, rule_of(ops.accumulation_dtype(table.dtype)), g, slots[n], table, implementation
         )
         if key is not None:
-            new = round_stochastic(new, table.dtype, rows, table_key(key, n))
+            new = round_stochastic(new, table.dtype, rows, draws_of(key, {n: g}, tables)[0])
         put = functools.partial(ops.scatter_rows, rows=rows, count=g.count, implementation=implementation)
         new_tables[n] = put(table, new=new)
         new_slots[n] = {k: put(flat(s), new=written[k]).reshape(s.shape) for k, s in slots[n].items()}

@@ -85,8 +85,8 @@ class UserRule:
 
     rule: (row f[D], grad f[D], {slot: f[...]}, lr f[], t f[], repeats
       f[]) -> (row, slots). names: of the slots, in order.
-    round_rows: (new f[M, D], dtype, rows i64[M], key i64[]) ->
-      new, for stochastic rounding in blocks. call: for messages.
+    round_rows: (new f[M, D], dtype, rows i64[M], draws i64[S + 1,
+      4]) -> new, for stochastic rounding in blocks. call: for messages.
     """
 
     def __init__(self, call: str, rule: Callable, names: Sequence[str], round_rows: Callable):

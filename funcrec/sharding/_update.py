@@ -23,7 +23,7 @@ from funcrec.mesh import axis_index, gather_as_one
 from funcrec.optim import RowOptimizer
 from funcrec.sharding._layout import Layout
 from funcrec.sharding._tables import ShardedTables
-from funcrec.tables import RowGrads
+from funcrec.tables import BEHIND, RowGrads, origin_of
 
 
 def check_whole_rows(call: str, sparse: RowOptimizer, layout: Layout) -> None:
@@ -88,6 +88,27 @@ def first_column(layout: Layout, bank: int) -> Tensor:
     return torch.tensor(firsts, device=rank.device)[rank][0]
 
 
+@functools.lru_cache(maxsize=256)
+def _origins(layout: Layout, bank: int) -> list:
+    """For each rank of the bank the segments of `RowGrads.origin`, as many for all."""
+    dims = {n: dim for n, (_, dim) in layout.shapes}
+    own: list[list] = [[] for _ in range(layout.banks[bank].num_ranks)]
+    for s in layout.shards:
+        for i, (r, start) in enumerate(zip(s.ranks, s.starts, strict=True)) if s.bank == bank else ():
+            own[r].append(origin_of(s.table, dims[s.table], i * s.part, s.first, start))
+    most = max(map(len, own)) + 1
+    return [sorted(x, key=lambda o: o[2]) + [BEHIND] * (most - len(x)) for x in own]
+
+
+def with_origin(grads: RowGrads | None, table: Tensor, layout: Layout, bank: str) -> RowGrads | None:
+    """The gradient of a bank that may be rounded at random says of which tables its rows are."""
+    if grads is None or table.dtype not in (torch.float16, torch.bfloat16):
+        return grads
+    number = next(i for i, b in enumerate(layout.banks) if b.name == bank)
+    axes, origins = layout.banks[number].axes, torch.tensor(_origins(layout, number), device=table.device)
+    return replace(grads, origin=origins[axis_index(axes)[None]][0] if axes else origins[0])
+
+
 def as_tables(banks: Mapping[str, Any], columns: Mapping[str, list[str]]) -> dict[str, Any]:
     """The banks as the optimizer names them: a table cut by columns under its own name, with the first of its banks."""
     apart = {b for own in columns.values() for b in own}
@@ -150,8 +171,9 @@ def views_of(
     in_place = tables_in_place(sparse, columns, layout)
     together = {t: own for t, own in columns.items() if t not in in_place}
     apart = {b for own in columns.values() for b in own}
-    plain = {b: View(b, grads.get(b), banks[b], slots[b]) for b in banks}
-    own = {b: plain[b]._replace(grads=_of_own_columns(grads.get(b), b, tables)) for t in in_place for b in columns[t]}
+    drawn = {b: with_origin(grads.get(b), banks[b], layout, b) for b in banks}
+    plain = {b: View(b, drawn[b], banks[b], slots[b]) for b in banks}
+    own = {b: plain[b]._replace(grads=_of_own_columns(drawn[b], b, tables)) for t in in_place for b in columns[t]}
     own |= {b: plain[b]._replace(grads=None) for names in together.values() for b in names}  # where no row is touched
     own |= rows_together(together, grads, slots, banks, layout)
     return {b: [plain[b]] for b in banks if b not in apart} | {t: [own[b] for b in columns[t]] for t in columns}
@@ -189,9 +211,17 @@ def rows_together(
             places = torch.where(rows >= 0, torch.arange(rows.shape[0], device=rows.device), -1)
             how = {"num_embeddings": rows.shape[0], "repeats": touched[n].repeats}
             entries = RowGrads.from_entries(places, whole["grads"], **how)
+            entries = replace(entries, origin=_row_origin(table, whole["table"].shape[1], rows))
             put = functools.partial(_put_rows, touched[n], which, mine)
             out[n] = View(n, entries, whole["table"], row_slots, put)
     return out
+
+
+def _row_origin(table: str, dim: int, rows: Tensor) -> Tensor:
+    """`RowGrads.origin` of these rows of a table, one after the other."""
+    begin = torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device)
+    own = [x + 0 * begin for x in origin_of(table, dim, rows, begin=begin)]
+    return torch.cat([torch.stack(own, 1), torch.tensor([BEHIND], device=rows.device)])
 
 
 def _put_rows(grads: RowGrads, which: Tensor, shards: Sequence, old: Tensor, new: Tensor) -> Tensor:

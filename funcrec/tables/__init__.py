@@ -33,6 +33,9 @@ from funcrec.tables._micro_batches import accumulate_grads as accumulate_grads
 from funcrec.tables._micro_batches import over_micro_batches as over_micro_batches
 from funcrec.tables._micro_batches import refuse_in_micro_batches as refuse_in_micro_batches
 from funcrec.tables._micro_batches import total_weight as total_weight
+from funcrec.tables._origin import BEHIND as BEHIND
+from funcrec.tables._origin import PER_WORD as PER_WORD
+from funcrec.tables._origin import origin_of as origin_of
 from funcrec.tables._params import Batch as Batch
 from funcrec.tables._params import Params as Params
 from funcrec.tables._params import batch_parts as batch_parts

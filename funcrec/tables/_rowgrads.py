@@ -67,7 +67,7 @@ class Bags:
     features: tuple[Feature, ...] = ()
 
 
-@pytree(static=("num_embeddings", "dim", "coalesced", "axes"), optional=("first", "mark"))
+@pytree(static=("num_embeddings", "dim", "coalesced", "axes"), optional=("first", "origin", "mark"))
 class RowGrads:
     """The gradient of one table, row by row; `dense == grads.to_dense()`.
 
@@ -79,6 +79,9 @@ class RowGrads:
       first: i64[], for a table that holds columns [first, first + width) of rows of D columns, all of which the
         gradient has, for optimizers that look at it as a whole (`RowOptimizer.is_gradient_wise`);
         None for a table of whole rows.
+      origin: i64[S + 1, 5], of which tables the rows are, where the optimizer is shown them in another place: of each
+        segment of rows what `origin_of` says, in the order of their beginnings, BEHIND behind the last one; None for
+        the table's own rows and columns. Random rounding draws by it.
       mark: i64[], 1, made where forward derivatives are taken (jvp). Their tangents have the tree of what they are of
         with zeros for integers: mark 0, and no rows. Such are refused
         wherever rows are read; take `to_dense` inside of the jvp.
@@ -96,6 +99,7 @@ class RowGrads:
     coalesced: bool = False
     axes: tuple[str, ...] = ()
     first: Tensor | None = None
+    origin: Tensor | None = None
     mark: Tensor | None = None
 
     def __post_init__(self):
@@ -218,7 +222,9 @@ class RowGrads:
             own = self.entries()
             counts = RowGrads((replace(own, grads=own.repeats.to(torch.float64)[:, None], repeats=None),), shape[0], 1)
             repeats = counts.coalesce(implementation=implementation).grads[:, 0].to(torch.int64)
-        return RowGrads((Entries(rows, grads, count, repeats),), *shape, True, self.axes, first=self.first)
+        return RowGrads(
+            (Entries(rows, grads, count, repeats),), *shape, True, self.axes, first=self.first, origin=self.origin
+        )
 
     def to_dense(self) -> Tensor:
         """f[R, D]."""
@@ -263,7 +269,7 @@ class RowGrads:
             got = f"{list(shape)} and {list(theirs)}"
             fail("funcrec.RowGrads.__add__", "the gradients are of different tables.", got=got, need="one shape")
         mine, theirs = usable(self), usable(other)
-        return RowGrads(mine.terms + theirs.terms, *shape, False, self.axes)
+        return RowGrads(mine.terms + theirs.terms, *shape, False, self.axes, first=self.first, origin=self.origin)
 
     @typed
     def where(self, condition: Annotated[Tensor, Form("b[]")]) -> "RowGrads":

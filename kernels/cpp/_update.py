@@ -25,7 +25,7 @@ def fused_update_(
     """Apply `rule` (a name of rules.RULES) to every named row, in place.
 
     slots: each table's in the rule's order, one table after the other. lr f64[]; step i64[], the steps taken before.
-    key: i64[T], one for each 16-bit table that is to be rounded at random; None rounds to the nearest.
+    key: i64[T, S + 1, 4] as of `ops.fused_update`, by which 16-bit tables are rounded at random; None to the nearest.
     first: i64[T], and dims, the columns of each table's gradients, as of
       `ops.fused_update`; None and () for tables of whole rows.
     """
@@ -79,7 +79,7 @@ def _update(
     lr, step = lr.to(torch.float64), step.to(torch.int64)
     key = None if key is None else key.contiguous()
     _check_numbers(call, (lr, step), key, tables, names)
-    keys = 0 if key is None else key.data_ptr()
+    keys = (0, 0) if key is None else (key.data_ptr(), key[0].nbytes if len(tables) else 0)
     bad = array("q", [-1, -1])
     numbers = [bad.buffer_info()[0], number, lr.data_ptr(), step.data_ptr(), *hyper, len(names), len(tables)]
     numbers += _trained(tables, slots, len(names), keys, codes, windows)
@@ -97,15 +97,22 @@ def _check_numbers(call: str, numbers: Sequence[Tensor], key: Tensor | None, tab
     if not all(x.numel() == 1 and x.is_cpu for x in numbers):
         got = [f"{list(x.shape)} on {x.device}" for x in numbers]
         _native.fail(call, "`lr` or `step` is not one number.", got, "f64[] and i64[] on cpu", "torch.tensor(lr)")
-    if key is not None and (key.dtype, key.shape, key.is_cpu) != (torch.int64, (len(tables),), True):
-        got = f"{key.dtype}{list(key.shape)} on {key.device}"
-        _native.fail(
-            call, "`key` does not match.", got, f"i64[{len(tables)}], one for each table", "None to round to nearest"
-        )
+    if key is not None and not fits_keys(key, len(tables)):
+        got, need = f"{key.dtype}{list(key.shape)} on {key.device}", f"i64[{len(tables)}, S + 1, 4] on cpu"
+        _native.fail(call, "`key` does not match.", got, need, "None to round to nearest")
     if len(names) > MOST_SLOTS:
         _native.fail(
             call, "a rule has too many slots.", len(names), f"at most {MOST_SLOTS}", "one wider slot for several"
         )
+
+
+def fits_keys(key: Tensor, num_tables: int) -> bool:
+    """Whether they are for so many tables, and what the kernel's memory hangs on is so: the last
+    segment, behind all rows, ends its walk, and a phase is one of four."""
+    if (key.dtype, key.dim(), key.is_cpu) != (torch.int64, 3, True) or key.shape[::2] != (num_tables, 4):
+        return False
+    ends, last = key.shape[1] >= 2, torch.iinfo(torch.int64).max
+    return ends and bool((key[:, -1, 1] == last).all()) and not bool((key[..., 2] & ~3).any())
 
 
 def windows_of(call: str, tables: Sequence[Tensor], first: Tensor | None, dims: Sequence[int]):
@@ -120,10 +127,10 @@ def windows_of(call: str, tables: Sequence[Tensor], first: Tensor | None, dims: 
 
 
 def _trained(
-    tables: Sequence[Tensor], slots: Sequence[Tensor], each: int, keys: int, codes: Sequence, windows
+    tables: Sequence[Tensor], slots: Sequence[Tensor], each: int, keys: tuple[int, int], codes: Sequence, windows
 ) -> list[int]:  # fmt: skip
     """What `Trained` in csrc/update.h reads, by columns: tables, `each` slots,
-    where its key is, 0 for none, its window, its code."""
+    where its keys are, 0 for none, its window, its code."""
     before = 4 + 3 * each
     width = before + 3 + (len(codes[0]) if codes else 0)
     numbers = _native.tables(tables, width)
@@ -136,8 +143,11 @@ def _trained(
         numbers[at::width] = found
         numbers[at + 1 :: width] = [_native.DTYPES.get(x.dtype, -1) for x in mine]
         numbers[at + 2 :: width] = [x.numel() if is_fit(x, a) else -1 for x, a in zip(mine, found, strict=True)]
-    if keys:
-        numbers[before::width] = [keys + 8 * i if x.element_size() == 2 else 0 for i, x in enumerate(tables)]
+    of_keys, each_bytes = keys
+    if of_keys:
+        numbers[before::width] = [
+            of_keys + each_bytes * i if x.element_size() == 2 else 0 for i, x in enumerate(tables)
+        ]
     if windows is None:
         numbers[before + 1 :: width] = numbers[3::width]
     else:

@@ -79,7 +79,7 @@ inline int64_t unfit_window(const std::vector<Trained>& tables) {
 
 // bad[0] becomes the number of a segment that does not fit, -2 - MOST_SLOTS · table - slot for a slot, else -1; bad[1] that of a table
 // whose columns are not among its gradients', else -1; unless both are -1, nothing is written. [threads, bad*, rule, lr*, step*,
-// hyper: n and n reals, slots: n, tables: T and (table, n slots, key*, wide, first*, and for a user's rule rule*, prepare*, constants*,
+// hyper: n and n reals, slots: n, tables: T and (table, n slots, draws*, wide, first*, and for a user's rule rule*, prepare*, constants*,
 // bytes of the shared numbers, n sizes) each, terms]
 inline void fused_update(Reader in) {
   const int64_t threads = in.number();
@@ -94,7 +94,7 @@ inline void fused_update(Reader in) {
   for (Trained& each : tables) {
     each.table = in.table();
     for (int64_t i = 0; i < slots; i++) each.slots[i] = in.vector();
-    each.key = in.pointer<int64_t>();
+    each.draws = in.pointer<const Draws>();
     each.wide = in.number();
     each.first = in.pointer<int64_t>();
     if (number == GENERATED) read_code(in, slots, each.code);

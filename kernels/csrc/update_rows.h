@@ -12,12 +12,19 @@ namespace funcrec {
 constexpr int64_t FETCH_AHEAD = 32;  // entries between the fetch of what one needs into L2 and its use
 constexpr int64_t TOUCH_BYTES = 2048;  // of rows and slots between the touch and the use
 
-// A table, its slots, the key of its random bits, or none, and its rule, if a user's. Its gradients have `wide` columns; where those are
+// Rows of a table whose random bits follow one another: row r, from `begin` on, has the key's words r · words + 1, ...; its first column
+// is the `phase`-th of the first word. Segments ascend, the first from row 0 on; behind the last stands one that begins behind all rows.
+struct Draws {
+  int64_t key, begin, phase, words;
+};
+
+// A table, its slots, the keys of its random bits, or none, and its rule, if a user's. Its gradients have `wide` columns; where those are
 // more than its own, its own begin at *first.
 struct Trained {
   Table table;
   Vector slots[MOST_SLOTS];
-  const int64_t *key, *first;
+  const Draws* draws;
+  const int64_t* first;
   int64_t wide;
   Code code;
 
@@ -33,13 +40,13 @@ template <class U> FUNCREC_INLINE U mix(U z) {
   return z ^ (z >> 31);
 }
 
-// bits[c]: the 16 random bits of column c of a row; room for dim rounded up to 32.
-inline void random_bits(uint64_t key, uint64_t row, int64_t dim, uint16_t* bits) {
+// bits[phase + c]: the 16 random bits of column c of a row; room for phase + dim rounded up to 32.
+inline void random_bits(const Draws& draws, uint64_t row, int64_t dim, uint16_t* bits) {
   static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "four columns' bits lie in a word from the least");
   constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15;
   using U = Vec<uint64_t, 8>;
-  const uint64_t words = (dim + 3) / 4;
-  U z = key + GAMMA * (row * words + 1 + U{0, 1, 2, 3, 4, 5, 6, 7});
+  const uint64_t words = (draws.phase + dim + 3) / 4;
+  U z = uint64_t(draws.key) + GAMMA * (row * uint64_t(draws.words) + 1 + U{0, 1, 2, 3, 4, 5, 6, 7});
   for (uint64_t q = 0; q < words; q += 8, z += 8 * GAMMA) {
     const U h = mix(z);
     std::memcpy(bits + 4 * q, &h, sizeof h);
@@ -58,7 +65,8 @@ template <class E, class Rule, int D> void update_rows(const Trained& t, const G
   const int64_t row_bytes = dim * sizeof(E), first = block << BLOCK_BITS, room = (wide + 31) / 32 * 32;
   // Σ of a row's entries, and behind it what the rule may overwrite; `room` is a multiple of the widest vector
   A *const sum = row_memory.need((1 + spare_rows(rule)) * room), *const spare = sum + room;
-  uint16_t* const bits = NARROWED && t.key ? bits_memory.need(room) : nullptr;
+  const Draws* draws = t.draws;
+  uint16_t* const bits = NARROWED && draws ? bits_memory.need(room + 32) : nullptr;
   const Entry* const e = g.entries;
   const auto slot = [&](int64_t row, int i) { return t.slots[i].as<A>() + row * slot_size(rule, i, dim); };
   // Inlined by force: GCC takes a function that only fetches for one without effect, and drops its calls.
@@ -95,8 +103,11 @@ template <class E, class Rule, int D> void update_rows(const Trained& t, const G
       rule.template apply<D>(r);
     };
     if constexpr (NARROWED) {
-      if (bits) random_bits(*t.key, row, dim, bits);
-      apply(Narrow<E>{at, bits});
+      if (bits) {
+        while (draws[1].begin <= row) draws++;  // rows ascend
+        random_bits(*draws, row, dim, bits);
+      }
+      apply(Narrow<E>{at, bits ? bits + draws->phase : nullptr});
     } else {
       apply(at);
     }

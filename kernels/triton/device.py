@@ -122,11 +122,12 @@ def mix(z):
 
 
 @triton.jit
-def random_bits(key, row, column, DIM: tl.constexpr):
-    """i32[rows, columns] in [0, 2¹⁶) for i64[rows or 1, columns]:
-    four columns share one number of the key's sequence."""
-    quads: tl.constexpr = (DIM + 3) // 4
-    number = mix(key[:, None] + (row[:, None] * quads + column // 4 + 1) * GAMMA)
+def random_bits(draws, row, column):
+    """i32[rows, columns] in [0, 2¹⁶) for i64[rows or 1, columns]: four columns share one number of the key's
+    sequence. draws: for each row its segment's (key, begin, phase, words)."""
+    column = column + tl.load(draws + 2)[:, None]
+    counter = (row * tl.load(draws + 3))[:, None] + column // 4 + 1
+    number = mix(tl.load(draws)[:, None] + counter * GAMMA)
     return ((number >> (16 * (column % 4))) & 0xFFFF).to(tl.int32)
 
 

@@ -51,7 +51,8 @@ def fused_update_(
 
     Args:
       slots: the rule's slots of table 0, of table 1, ...; f32 (f64 for f64 tables), [R] or [R, D].
-      lr: f64[]. step: i64[], steps taken before. key: i64[T] rounds 16-bit tables stochastically, None to nearest.
+      lr: f64[]. step: i64[], steps taken before. key: i64[T, S + 1, 4] as of `ops.fused_update` rounds 16-bit tables
+        stochastically, None to nearest.
       hyper: the rule's numbers, in the order of `RULES`; each set of them is compiled once.
       first: i64[T], and dims, the columns of each table's gradients, as of
         `ops.fused_update`; None and () for tables of whole rows.
@@ -61,6 +62,7 @@ def fused_update_(
     num_slots = _check(tables, slots, rule, hyper)
     wide = _wide(tables, first, dims)
     first = first.to(torch.int64).contiguous() if dims else None
+    draws = None if key is None else (key.contiguous(), key[..., 1].contiguous())
     rows, offsets, weights = on.contiguous(rows), on.contiguous(offsets), on.contiguous(weights)
     parts = segments_of(segments)
     for acc in (torch.float32, torch.float64):
@@ -82,7 +84,7 @@ def fused_update_(
             bounds = (min(entries[i], tables[numbers[i]].shape[0]) for i in range(begin, end))
             capacity = min(sum(bounds), g.keys.shape[0])
             window = wide[numbers[begin]], first
-            _update_tables(g, own, range(begin, end), capacity, scalars, key, rule, tuple(hyper), window)
+            _update_tables(g, own, range(begin, end), capacity, scalars, draws, rule, tuple(hyper), window)
             begin = end
 
 
@@ -127,7 +129,7 @@ def _scalars(lr: Tensor, step: Tensor, acc: torch.dtype, rule: str, hyper: Seque
 
 
 def _update_tables(
-    g: Groups, own, numbers: range, capacity: int, scalars: Tensor, key, rule: str, hyper, window
+    g: Groups, own, numbers: range, capacity: int, scalars: Tensor, draws, rule: str, hyper, window
 ) -> None:
     """One launch for tables `numbers`, of one dim and dtype; own: (table, slots, its number in the call) of each;
     window: how many columns their gradients have, and where each table's begin among them."""
@@ -140,12 +142,13 @@ def _update_tables(
     packed = on.pack([*addresses, *(t for _, _, t in own)], table.device)
     chunks = chunk_sums(g, g.bases[numbers[0]], g.bases[numbers[-1] + 1], dim, acc)
     t = on.tile(dim, whole_rows=True)
-    rounds = key is not None and table.dtype in (torch.float16, torch.bfloat16)
+    rounds = draws is not None and table.dtype in (torch.float16, torch.bfloat16)
+    drawn = (*draws, draws[1].shape[1]) if rounds else (packed, packed, 0)
     on.launch(
         _update, (t.over(capacity),), packed, len(own), g.packed[numbers[0] :], g.firsts[numbers[0] :], g.keys,
         g.addresses,
-        g.scales if g.scales is not None else chunks, g.starts, chunks, scalars, key if rounds else packed,
-        first if dim > width else packed, on.steps(len(own)), RULE=rule, HYPER=hyper, BY_ROW=layout,
+        g.scales if g.scales is not None else chunks, g.starts, chunks, scalars, *drawn,
+        on.steps(drawn[2]), first if dim > width else packed, on.steps(len(own)), RULE=rule, HYPER=hyper, BY_ROW=layout,
         TABLE=on.DTYPES[table.dtype], ROUND=rounds, SCALED=g.scales is not None, DIM=dim, WIDTH=width, CHUNK=CHUNK,
         TILE_ROWS=t.rows, TILE_COLUMNS=t.columns,
         ALIGN=on.alignment([align_of(g, dim, acc), width * table.element_size(), *addresses]), num_warps=t.num_warps,
@@ -154,10 +157,10 @@ def _update_tables(
 
 @kernel()
 def _update(
-    packed, num_tables, bases, firsts, keys, addresses, scales, starts, chunks, scalars, random_keys, begins,
-    steps, RULE: tl.constexpr, HYPER: tl.constexpr, BY_ROW: tl.constexpr, TABLE: tl.constexpr, ROUND: tl.constexpr,
-    SCALED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, ALIGN: tl.constexpr,
+    packed, num_tables, bases, firsts, keys, addresses, scales, starts, chunks, scalars, draws, draw_begins, num_draws,
+    draw_steps, begins, steps, RULE: tl.constexpr, HYPER: tl.constexpr, BY_ROW: tl.constexpr, TABLE: tl.constexpr,
+    ROUND: tl.constexpr, SCALED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     ACC: tl.constexpr = chunks.dtype.element_ty
     u = tl.load(firsts) + lanes(TILE_ROWS)
@@ -191,8 +194,10 @@ def _update(
     repeats = length.to(ACC)[:, None]
     w, s_0, s_1, s_2 = formulas.apply_rule(w, g, s_0, s_1, s_2, repeats, scalars, column, RULE, HYPER, DIM)
     if ROUND:
-        random_key = tl.load(random_keys + tl.load(numbers))
-        new = round_stochastically(w, random_bits(random_key, row, tl.maximum(own, 0), WIDTH), TABLE)
+        first_draw = tl.load(numbers) * num_draws
+        draw = upper_bound(draw_begins, first_draw, first_draw + num_draws, row, draw_steps) - 1
+        drawn = draws + 4 * tl.maximum(draw, first_draw)  # a lane without a row has any number
+        new = round_stochastically(w, random_bits(drawn, row, tl.maximum(own, 0)), TABLE)
     else:
         new = rounded(w, TABLE)
     tl.store(w_at, new, mask=mask)

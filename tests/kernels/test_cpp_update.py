@@ -154,7 +154,7 @@ def test_threads_change_no_bit(rule, dtype):
     shapes = [(3000, 64), (1, 4), (20_000, 7)]
     call = make(shapes, n=6000, bags=900)
     start = state(call, rule, {}, dtype)
-    key = torch.tensor([3, 5, 7])
+    key = torch.tensor([[[k, 0, 0, -(-dim // 4)], [0, 2**63 - 1, 0, 0]] for k, (_, dim) in zip((3, 5, 7), shapes)])
     results, threads = [], torch.get_num_threads()
     try:
         for n in (1, 2, 3, 8):
@@ -191,8 +191,10 @@ def splitmix(key: int, i: int) -> int:
 @pytest.mark.parametrize(("dtype", "cut"), [(torch.bfloat16, 16), (torch.float16, 13)], ids=str)
 @pytest.mark.parametrize("dim", [3, 32, 70])
 def test_stochastic_rounding_is_a_function_of_the_key(dtype, cut, dim):
-    """Element (row, column) is rounded with 16 bits of SplitMix64, by the row, the column and the table's key."""
-    num_rows, keys = 5, torch.tensor([-(2**62), 12345])
+    """Element (row, column) is rounded with 16 bits of SplitMix64, by the row, the
+    column and what the table says of the row's segment: key, phase, words of a row."""
+    num_rows, of = 5, ([[-(2**62), 0, 0, -(-dim // 4)]], [[12345, 0, 3, 90], [7, 2, 1, -4], [-9, 3, 2, 2**61]])
+    keys = torch.tensor([[*own, *[[0, 2**63 - 1, 0, 0]] * (4 - len(own))] for own in of])
     start = torch.randn(2, num_rows, dim).to(dtype)
     grads = torch.randn(num_rows, dim)
     grads[1, :2] = torch.tensor([torch.inf, torch.nan])
@@ -203,8 +205,11 @@ def test_stochastic_rounding_is_a_function_of_the_key(dtype, cut, dim):
     _update.fused_update_(tables, [], [grads], [rows], [], [], segments, *given)
     for t, table in enumerate(tables):
         wide = start[t].float() - 0.5 * grads
-        words = [[splitmix(int(keys[t]), r * -(-dim // 4) + c // 4 + 1) for c in range(dim)] for r in range(num_rows)]
-        bits = torch.tensor([[word >> 16 * (c % 4) & 0xFFFF for c, word in enumerate(row)] for row in words])
+        mine = [[x for x in of[t] if x[1] <= r][-1] for r in range(num_rows)]
+        bit = lambda r, c, k, _, phase, words: (
+            splitmix(k, r * words + (phase + c) // 4 + 1) >> 16 * ((phase + c) % 4) & 0xFFFF
+        )
+        bits = torch.tensor([[bit(r, c, *x) for c in range(dim)] for r, x in enumerate(mine)])
         raw = wide.view(torch.int32).long()
         kept = (raw + bits % 2**cut) >> cut << cut
         truth = torch.where(wide.isfinite(), kept.to(torch.int32).view(torch.float32), wide).to(dtype)
@@ -216,7 +221,10 @@ def test_stochastic_rounding_is_right_in_the_mean():
     table = torch.ones(200, 16, dtype=torch.bfloat16)
     given = ([torch.ones(200, 16)], [torch.arange(200)], [], [], [0, 0, 0, 0, -1, 0, 200, 0, 0, -1])
     for i in range(100):
-        lr, key = torch.tensor(2.0**-12, dtype=torch.float64), torch.tensor([splitmix(i, 1) - 2**63])
+        lr, key = (
+            torch.tensor(2.0**-12, dtype=torch.float64),
+            torch.tensor([[[splitmix(i, 1) - 2**63, 0, 0, 4], [0, 2**63 - 1, 0, 0]]]),
+        )
         _update.fused_update_([table], [], *given, lr, torch.tensor(i), key, "sgd", [0.0])
     assert abs(table.double().mean() - (1 - 100 * 2.0**-12)) < 1e-3  # nearest would stay at 1
 

@@ -316,9 +316,10 @@ def splitmix(key: int, i: int) -> int:
 @pytest.mark.parametrize(("dtype", "cut"), [(BF16, 16), (F16, 13)], ids=str)
 @pytest.mark.parametrize("dim", [3, 70])
 def test_stochastic_rounding_is_a_function_of_the_key(updated, dtype, cut, dim):
-    """Element (row, column) is rounded with 16 bits of SplitMix64
-    by the table's key; inf and NaN stay what they are."""
-    num_rows, keys = 5, torch.tensor([-(2**62), 12345])
+    """Element (row, column) is rounded with 16 bits of SplitMix64 by what the table says of the
+    row's segment: key, phase, words of a row; inf and NaN stay what they are."""
+    num_rows, of = 5, ([[-(2**62), 0, 0, -(-dim // 4)]], [[12345, 0, 3, 90], [7, 2, 1, -4], [-9, 3, 2, 2**61]])
+    keys = torch.tensor([[*own, *[[0, 2**63 - 1, 0, 0]] * (4 - len(own))] for own in of])
     tables = {f"t{t}": torch.randn(num_rows, dim).to(dtype) for t in range(2)}
     grads = torch.randn(num_rows, dim)
     grads[1, :2] = torch.tensor([torch.inf, torch.nan])
@@ -327,8 +328,11 @@ def test_stochastic_rounding_is_a_function_of_the_key(updated, dtype, cut, dim):
     got = updated(c, "sgd", {}, tables, {}, key=keys)
     for t, table in enumerate(tables.values()):
         wide = table.float() - torch.tensor(LR) * grads
-        bit = lambda r, c: splitmix(int(keys[t]), r * -(-dim // 4) + c // 4 + 1) >> 16 * (c % 4) & 0xFFFF  # noqa: B023
-        bits = torch.tensor([[bit(r, c) for c in range(dim)] for r in range(num_rows)])
+        mine = [[x for x in of[t] if x[1] <= r][-1] for r in range(num_rows)]
+        bit = lambda r, c, k, _, phase, words: (
+            splitmix(k, r * words + (phase + c) // 4 + 1) >> 16 * ((phase + c) % 4) & 0xFFFF
+        )
+        bits = torch.tensor([[bit(r, c, *x) for c in range(dim)] for r, x in enumerate(mine)])
         kept = (wide.view(I32).long() + bits % 2**cut) >> cut << cut
         truth = torch.where(wide.isfinite(), kept.to(I32).view(F32), wide).to(dtype)
         torch.testing.assert_close(got[t], truth, rtol=0, atol=0, equal_nan=True)

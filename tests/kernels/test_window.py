@@ -15,7 +15,7 @@ from torch import Tensor
 
 import funcrec as fr
 from funcrec.core._tree import replace, tree_map
-from funcrec.optim._rounding import round_stochastic, table_key
+from funcrec.optim._rounding import draws_of, round_stochastic
 from funcrec.optim.write import examples
 from funcrec.tables._rowgrads import Bags, Entries, RowGrads, terms_of
 from funcrec.testing import assert_trees_close
@@ -149,7 +149,9 @@ def test_a_window_is_rounded_as_a_table(implementation, known, device, rule):
         rows = g["t"].coalesce(implementation="reference")
         rows = rows.rows[: rows.count]
         want = table.clone()
-        want[rows] = round_stochastic(plain[0]["t"][rows], dtype, rows, table_key(key, "t")).to(dtype)
+        want[rows] = round_stochastic(
+            plain[0]["t"][rows], dtype, rows, draws_of(key, {"t": g["t"]}, {"t": table})[0]
+        ).to(dtype)
         assert_trees_close(got, ({"t": want}, plain[1]))
 
     law()

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import funcrec as fr
 from funcrec.core.random import GAMMA, MIX, wrap
-from funcrec.optim._rounding import round_stochastic, row_bits, table_key
+from funcrec.optim._rounding import round_stochastic, row_bits
+from funcrec.tables import name_number
 from funcrec.testing import assert_trees_close
 
 HALF = (torch.bfloat16, torch.float16)
@@ -20,7 +21,12 @@ LR = 2.0**-3
 
 def rounded(x, dtype, seed=0, rows=None):
     rows = torch.arange(x.shape[0]) if rows is None else rows
-    return round_stochastic(x, dtype, rows, fr.key(seed))
+    return round_stochastic(x, dtype, rows, draws(fr.key(seed), x.shape[1]))
+
+
+def draws(key, dim, *more):
+    """Of a table of this key, whose rows are in their places."""
+    return torch.tensor([[int(key), 0, 0, -(-dim // 4)], *more, [0, 2**63 - 1, 0, 0]])
 
 
 def neighbours(x, dtype):
@@ -75,7 +81,7 @@ def test_bits_are_those_of_the_counter(dim):
 
     hashed = lambda r, c: mix((int(key) + GAMMA * (r * -(-dim // 4) + c // 4 + 1)) % 2**64)
     need = [[(hashed(r, c) >> (16 * (c % 4))) & 0xFFFF for c in range(dim)] for r in rows.tolist()]
-    assert row_bits(key, rows, dim).tolist() == need
+    assert row_bits(draws(key, dim), rows, dim).tolist() == need
     assert wrap(2**63) == -(2**63)
 
 
@@ -166,7 +172,7 @@ def test_keys_steps_and_names_draw_differently():
     go = lambda **given: update(fr.optim.sgd(LR), tables, grads, **given)[0]["a"]
     assert torch.equal(go(), go())
     assert not torch.equal(go(), go(key=1)) and not torch.equal(go(), go(step=1))
-    assert int(table_key(fr.key(0), "a")) != int(table_key(fr.key(0), "b"))
+    assert name_number("a") != name_number("b")
 
 
 def test_small_updates_add_up():

@@ -22,6 +22,7 @@ OPTIMIZERS = {
     "partial": lambda: fr.optim.partial_rowwise_adam(lr=0.01, weight_decay=0.01),
     "lamb": lambda: fr.optim.lamb(lr=0.01),
     "by_table": lambda: fr.optim.by_table({"b": fr.optim.rowwise_adagrad(lr=0.1)}, default=fr.optim.sgd(0.1)),
+    "rounded": lambda: fr.optim.stochastic_rounding(fr.optim.partial_rowwise_adam(lr=0.01), key=fr.key(3)),
     "user": lambda: fr.optim.row_optimizer(
         init=lambda t: {"age": torch.zeros(t.shape[0])},
         rule=lambda row, grad, slots, hyper: (
@@ -30,6 +31,9 @@ OPTIMIZERS = {
         lr=0.1,
     ),
 }  # fmt: skip
+
+
+DTYPES = {"rounded": torch.bfloat16}  # of tables
 
 
 def plan_of(kind, axes):
@@ -43,8 +47,9 @@ def loss_fn(params, batch):
     return torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
 
 
-def params():
-    tables = fr.init(fr.key(1), [fr.TableConfig(n, *s) for n, s in SHAPES.items()])
+def params(name="adam"):
+    dtype = DTYPES.get(name, torch.float32)
+    tables = fr.init(fr.key(1), [fr.TableConfig(n, *s, dtype=dtype) for n, s in SHAPES.items()])
     w = torch.linspace(-1, 1, 17 * 6).sin().reshape(17, 6)
     return fr.Params(tables, {"w": w, "v": torch.linspace(-1, 1, 6)})
 
@@ -76,7 +81,7 @@ def optimizers(name):
 def alone(name, ranks, steps, num_bags):
     """One process that adds the gradients of the ranks' batches: (tables, slots, dense, losses)."""
     sparse, dense = optimizers(name)["sparse"], optimizers(name)["dense"]
-    p = params()
+    p = params(name)
     tables, slots, weights, state = p.tables, sparse.init(p.tables), p.dense, dense.init(p.dense)
     losses = []
     for step in range(steps):
@@ -98,7 +103,7 @@ def alone(name, ranks, steps, num_bags):
 def together(name, mesh, plan, steps, num_bags, *, exact, compiled=False):
     """The same by train_step on a mesh."""
     step = fr.train_step(loss_fn, **optimizers(name), mesh=mesh, plan=plan, exact=exact)
-    state, losses = step.init(params()), []
+    state, losses = step.init(params(name)), []
     run = fr.jit(step, donate=("state",)) if compiled else step
     for i in range(steps):
         mine = fr.shard(batch(i, num_bags), fr.P(mesh.axis_names), mesh=mesh)
