@@ -154,7 +154,8 @@ def stochastic_rounding(optimizer: RowOptimizer, *, key: Tensor) -> RowOptimizer
       key: i64[], of which each step folds in its number.
 
     Law: the mean of a rounded value over keys is the value; a value that the dtype holds is never changed; NaN and
-    infinities stay. f16 values below 2⁻¹⁴ in size are rounded to nearest.
+    infinities stay. f16 values below 2⁻¹⁴ in size are rounded to nearest. The bits depend on the key, the step, and the
+    element's table, row and column alone: under every plan they are one process's.
 
     Example:
       >>> import torch, funcrec as fr

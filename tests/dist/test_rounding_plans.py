@@ -56,7 +56,7 @@ def trained(model, name, compiled=False):
     return fr.gather_state(state, mesh).tables, tables
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(models(), st.sampled_from(list(RULES)), st.sampled_from(HALF))
 def test_random_rounding_is_the_same_under_every_plan(model, name, dtype):
     """Tables of 16 bits, rounded at random on a mesh under any plan, have the bits of one process."""
