@@ -65,17 +65,27 @@ def test_random_rounding_is_the_same_under_every_plan(model, name, dtype):
     assert_trees_close(*trained((mesh, plan, tables, ids, features), name))
 
 
-def plan_of_odd_cuts():
-    """Tables of one width that share banks, columns that begin anywhere, two blocks of one table on a rank."""
-    column, both = fr.column_wise("x", ranks=(0, 1, 0)), fr.row_wise("x")
-    return fr.Plan({"a": column, "b": both, "c": both, "d": fr.table_wise("x", rank=1)})
+PLACEMENTS = {
+    "a": fr.column_wise("x", ranks=(0, 1, 0)),
+    "b": fr.row_wise("x"),
+    "c": fr.row_wise("x"),
+    "d": fr.table_wise("x", rank=1),
+}
 
 
-def odd_model():
+def odd_model(names="abcd"):
+    """Tables of one width that share a bank, columns that begin anywhere, two blocks of one table on a rank."""
     mesh, shapes = fr.Mesh.emulated(x=2), {"a": (9, 21), "b": (7, 5), "c": (6, 5), "d": (5, 5)}
+    shapes = {n: shapes[n] for n in names}
     tables = fr.init(fr.key(1), [fr.TableConfig(n, *s, dtype=torch.bfloat16) for n, s in shapes.items()])
     ids = fr.KeyedJaggedTensor.from_lists({"u": [[0, 1, 4], [2, 2, 3], [5], [1, 0, 4]]}, dtype=torch.int64)
-    return mesh, plan_of_odd_cuts(), tables, ids, [fr.FeatureConfig(n, table=n, column="u") for n in shapes]
+    return (
+        mesh,
+        fr.Plan({n: PLACEMENTS[n] for n in names}),
+        tables,
+        ids,
+        [fr.FeatureConfig(n, table=n, column="u") for n in shapes],
+    )
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
@@ -83,7 +93,7 @@ def test_columns_that_begin_anywhere_and_banks_of_several_tables(compiled):
     """Three blocks of a row, of which two lie in a bank of one rank, and three tables in
     one bank are rounded as in one process; so they are by a compiled step that is given its state."""
     for name in ("adam", "by the row's gradient") if not compiled else ("by the row's gradient",):
-        assert_trees_close(*trained(odd_model(), name, compiled))
+        assert_trees_close(*trained(odd_model("ab" if compiled else "abcd"), name, compiled))
 
 
 def test_ranks_round_as_one_process(ranks):
