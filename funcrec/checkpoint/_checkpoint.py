@@ -14,7 +14,7 @@ import torch
 
 from funcrec.checkpoint._code import CodeError, decode, transform_problems
 from funcrec.checkpoint._compare import difference_problems
-from funcrec.checkpoint._crew import crew_of, together
+from funcrec.checkpoint._crew import agreed, apart_problems, crew_of, together
 from funcrec.checkpoint._files import as_path, open_file
 from funcrec.checkpoint._first_format import read_first
 from funcrec.checkpoint._folder import Files, is_folder, read_manifest
@@ -31,6 +31,7 @@ from funcrec.train import TrainState
 SAVE, LOAD = "funcrec.save", "funcrec.load"
 
 
+@agreed
 @typed
 def save(
     path: str | os.PathLike,
@@ -84,7 +85,7 @@ def save(
     path = as_path(SAVE, path)
     check(SAVE, transform_problems(), copy_problems(asynchronous, copy_bytes))
     settle()
-    job = job_of(path, tree, mesh, keep, step)
+    job = job_of(path, tree, mesh, keep, step, asynchronous)
     if not asynchronous:
         job.run(lambda: None, job.crew)
         return job.path
@@ -94,6 +95,7 @@ def save(
     return go_on(job.path, lambda wrote: job.run(wrote, crew), live)
 
 
+@agreed
 @typed
 def load(
     path: str | os.PathLike,
@@ -126,7 +128,7 @@ def load(
       tree unlike `like`; FileNotFoundError. Of a folder the file and the rows that are missing or damaged are named.
 
     Cost: of a folder, blocks of 16 MiB of which some row is wanted; a table of one file is read whole, to its CRC, and
-      16 MiB of it held.
+      1 MiB of it held.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -145,28 +147,33 @@ def load(
     how = {"sparse": sparse, "exact": exact, "codec": codec, "dedup": dedup, "dense_axes": tuple(dense_axes)}
     target = None if plan is None else Target(plan, mesh, **how)
     check(LOAD, transform_problems(), target_problems(target, mmap, **how))
-    return read(path, target, mesh, device, like, mmap)
+    said = {n: repr(x) for n, x in {"mesh": mesh and mesh.axes, "plan": plan, **how}.items() if n != "sparse"}
+    return read(path, target, mesh, device, like, mmap, said)
 
 
 def load_as(path: Path, state: TrainState, *, mesh: Mesh, device: torch.device | str | None = None) -> Any:
     """As `load`, the states in it laid out as a sharded one is, which every rank reads its own rows for."""
     target = Target(None, mesh, None, False, None, False, axes_of(state), like=state)
-    return read(path, target, mesh, device, None, False)
+    return read(path, target, mesh, device, None, False, {})
 
 
-def read(path: Path, target: Target | None, mesh: Mesh | None, device: Any, like: Any, mmap: bool) -> Any:
+def read(
+    path: Path, target: Target | None, mesh: Mesh | None, device: Any, like: Any, mmap: bool, said: dict[str, str]
+) -> Any:
+    """The tree, on this rank. said: what is to be the same on all."""
     place = None if device is None else place_of(LOAD, device)
     if place is None and mesh is not None and not mesh.is_emulated:
         place = place_of(LOAD, mesh.device_mesh.device_type)
     tree = None
 
-    def work() -> None:
+    def work() -> dict[str, str]:
         nonlocal tree
         tree = (read_folder if is_folder(path) else read_file)(path, target, place, mmap)
         if like is not None:
             check(LOAD, difference_problems(tree, like))
+        return said
 
-    together(crew_of(mesh), LOAD, "load it", work)
+    check(LOAD, apart_problems(together(crew_of(mesh), LOAD, "load it", work)[1]))
     return tree
 
 

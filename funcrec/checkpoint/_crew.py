@@ -3,18 +3,28 @@
 together(crew, work): work() on every rank, or an error on every rank
 """
 
+import functools
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from funcrec.checkpoint._parts import is_of_ranks
 from funcrec.core import Problem, message
 from funcrec.mesh import Mesh
 
 T = TypeVar("T")
 KINDS = {k.__name__: k for k in (OSError, ValueError, TypeError, KeyError, MemoryError, RuntimeError)}
+
+
+class Said(threading.local):
+    count = 0  # how often this thread has told the others
+
+
+SAID = Said()
 
 
 class Crew(NamedTuple):
@@ -32,6 +42,7 @@ class Crew(NamedTuple):
         """Every rank's value, something that JSON can write, in the order of the ranks; all must call it."""
         if self.size == 1:
             return [value]
+        SAID.count += 1
         kind = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(kind)
         size = torch.tensor([text.numel()], device=kind)
@@ -48,6 +59,32 @@ def crew_of(mesh: Mesh | None) -> Crew:
     if mesh is None or mesh.is_emulated:
         return Crew()
     return Crew(dist.get_rank(), mesh.size)
+
+
+def agreed(fn: Callable[..., T]) -> Callable[..., T]:
+    """A function that ranks call together, of which they first hear by a `together`: where a call is wrong on one rank
+    alone, the others hear that there, and do not wait for it."""
+
+    @functools.wraps(fn)
+    def run(*args, **kwargs):
+        before = SAID.count
+        try:
+            return fn(*args, **kwargs)
+        except BaseException as error:
+            if SAID.count == before and is_of_ranks(kwargs.get("mesh"), [*args[1:], *kwargs.values()]):
+                Crew(dist.get_rank(), dist.get_world_size()).all([None, _told(error)])
+            raise
+
+    return run
+
+
+def apart_problems(told: Sequence[dict[str, str]]) -> Iterator[Problem]:
+    """Arguments that are not the same on all ranks. told: each rank's, by name."""
+    for name, first in told[0].items():
+        rank, other = next(((r, own[name]) for r, own in enumerate(told) if own[name] != first), (0, first))
+        if other != first:
+            got, need = f"{other:.100} on rank {rank}", f"{first:.100}, as on rank 0"
+            yield Problem(f"`{name}` is not the same on all ranks.", got, need, "the same call on every rank")
 
 
 def together(crew: Crew, call: str, doing: str, work: Callable[[], T]) -> tuple[T, list[Any]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funcrec.checkpoint._code import CodeError, Encoded, encode
-from funcrec.checkpoint._crew import Crew, together
+from funcrec.checkpoint._crew import Crew, apart_problems, together
 from funcrec.checkpoint._files import write_whole
 from funcrec.checkpoint._folder import (
     Piece,
@@ -26,7 +26,7 @@ from funcrec.checkpoint._folder import (
     write_rank,
 )
 from funcrec.checkpoint._kept import remove_older, step_of, step_path
-from funcrec.checkpoint._parts import Seen, equal_problems, told_of, where_of
+from funcrec.checkpoint._parts import Seen, Where, equal_problems, told_of, where_of
 from funcrec.checkpoint._saving import copy_of
 from funcrec.core import Problem, check
 from funcrec.mesh import Mesh
@@ -43,12 +43,12 @@ class Job(NamedTuple):
     crew: Crew
 
 
-def job_of(path: Path, tree: Any, mesh: Mesh | None, keep: int | None, step: int | None) -> Job:
+def job_of(path: Path, tree: Any, mesh: Mesh | None, keep: int | None, step: int | None, asynchronous: bool) -> Job:
     """One file, or a folder of a file for each rank."""
     seen = Seen([], [], [])
     encoded = encode(tree, "tree", seen.see)
     if mesh is not None or seen.layouts:
-        return folder_job(path, encoded, seen, mesh, keep, step)
+        return folder_job(path, encoded, seen, where_of(mesh, seen), keep, step, asynchronous)
     encoded = encode(tree, "tree") if seen.shards else encoded  # of no mesh that is known here: by value
     check(CALL, encoded.problems)
     if keep is not None:
@@ -65,17 +65,20 @@ def job_of(path: Path, tree: Any, mesh: Mesh | None, keep: int | None, step: int
     return Job(path, [pieces], run, Crew())
 
 
-def folder_job(path: Path, encoded: Encoded, seen: Seen, mesh: Mesh | None, keep: int | None, step: int | None) -> Job:
+def folder_job(
+    path: Path, encoded: Encoded, seen: Seen, where: Where, keep: int | None, step: int | None, asynchronous: bool
+) -> Job:
     """Every rank's file, and then the manifest."""
-    where = where_of(mesh, seen)
     crew = Crew() if where.is_emulated else Crew(where.own[0], where.size)
 
     def look() -> dict:
         check(CALL, encoded.problems)
         name = "" if keep is None else step_path(path, step_of(seen, step)).name
-        return {**told_of(encoded.leaves, where, seen), "name": name, "token": secrets.token_hex(8)}
+        return {**told_of(encoded.leaves, where, seen), "name": name, "token": secrets.token_hex(8), "said": said}
 
+    said = {"mesh": repr(where.sizes), "keep": repr(keep), "asynchronous": repr(asynchronous)}
     _, told = together(crew, CALL, "save its tree", look)
+    check(CALL, apart_problems([own["said"] for own in told]))
     check(CALL, equal_problems(where, seen, told))
     folder, token = (path / told[0]["name"] if told[0]["name"] else path), told[0]["token"]
 

@@ -7,13 +7,14 @@ Copies share the work: each rank of k that hold the same rows writes a k-th of t
 Shapes: R rows, D dim, n ranks on the axes of a bank, k copies of it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec.checkpoint._code import Cut
@@ -66,6 +67,17 @@ def where_of(mesh: Mesh | None, seen: "Seen") -> Where:
     else:
         is_emulated = mesh.is_emulated
     return Where(sizes, tuple(range(size)) if is_emulated or rank is None else (rank,))
+
+
+def is_of_ranks(mesh: Any, trees: Sequence[Any]) -> bool:
+    """Whether a call, right or wrong, is one that all running ranks make: by its mesh, or the tables in its trees."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    if mesh is not None:
+        return not isinstance(mesh, Mesh) or not mesh.is_emulated
+    leaves = torch_tree.tree_leaves(list(trees), is_leaf=lambda x: isinstance(x, ShardedTables))
+    kinds = [k for x in leaves if isinstance(x, ShardedTables) for k in held_kinds(x.layout, x.banks)]
+    return bool(kinds) and all("one" in k for k in kinds)
 
 
 def held_kinds(layout: Layout, banks: Mapping[str, Tensor]) -> Iterator[set[str]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from funcrec.checkpoint._code import encode, transform_problems
-from funcrec.checkpoint._crew import crew_of, together
+from funcrec.checkpoint._crew import agreed, apart_problems, crew_of, together
 from funcrec.checkpoint._files import as_path, open_file, write_whole
 from funcrec.checkpoint._format import write_bytes
 from funcrec.checkpoint._place import place_of
@@ -31,6 +31,7 @@ NAMES = {  # in the order in which tensors lie
 }  # fmt: skip
 
 
+@agreed
 @typed
 def save_safetensors(
     path: str | os.PathLike,
@@ -63,23 +64,15 @@ def save_safetensors(
       {'item': tensor([1., 1.])}
     """
     crew = crew_of(mesh)
-    where = together(crew, SAVE, "save its tensors", lambda: look(path, tensors, mesh, metadata))[0]
-    plain = gather_tables(tensors, mesh) if isinstance(tensors, ShardedTables) else dict(tensors)
-
-    def write() -> None:
-        check(SAVE, tensors_problems(plain))
-        write_whole(SAVE, Path(where), lambda file: write_tensors(file, plain, dict(metadata or {})))
-
-    together(crew, SAVE, "write the file", write if crew.is_first else lambda: None)
-    return Path(where)
-
-
-def look(path: Any, tensors: Any, mesh: Mesh | None, metadata: Any) -> str:
-    """The path, of a call that can be done."""
-    where = as_path(SAVE, path)
+    where, is_sharded = as_path(SAVE, path), isinstance(tensors, ShardedTables)
     check(SAVE, transform_problems(), sharded_problems(tensors, mesh), metadata_problems(metadata))
-    check(SAVE, tensors_problems(tensors.banks if isinstance(tensors, ShardedTables) else tensors))
-    return str(where)
+    check(SAVE, tensors_problems(tensors.banks if is_sharded else tensors))
+    said = {"mesh": repr(mesh and mesh.axes), "tensors": repr(tensors.layout) if is_sharded else repr(sorted(tensors))}
+    check(SAVE, apart_problems(together(crew, SAVE, "save its tensors", lambda: said)[1]))
+    plain = gather_tables(tensors, mesh) if is_sharded else dict(tensors)
+    write = lambda: write_whole(SAVE, where, lambda file: write_tensors(file, plain, dict(metadata or {})))
+    together(crew, SAVE, "write the file", write if crew.is_first else lambda: None)
+    return where
 
 
 def write_tensors(file: BinaryIO, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

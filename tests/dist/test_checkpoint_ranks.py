@@ -66,6 +66,20 @@ def test_all_ranks_hear_of_one_that_fails(stage, kind, fragment, ranks, tmp_path
         assert names[0] == "manifest" and len(names) == 3
 
 
+def test_all_ranks_hear_of_a_call_that_one_makes_otherwise(ranks, tmp_path):
+    """Where one rank alone gives an argument of a wrong type, another mesh, plan or shape, all raise at once, the
+    others name the rank or the argument; what was there stays, and a call that is right goes on."""
+    state = moving.full_state("adam", torch.float32)
+    (first, same, path), (second, _, _) = ranks(2).run(saving.told_of_arguments, tmp_path / "a", state)
+    shared = {"save asynchronous": "`asynchronous`", "save rows": "rank 1 saves another tree", "load plan": "`plan`"}
+    for name in saving.WRONG:
+        want = shared.get(name, "rank 1 could not ")
+        assert second[name] and want in first[name], (name, first[name], second[name])
+        assert first[name].split(":")[0] == second[name].split(":")[0], (name, first[name], second[name])
+    assert_trees_close(bits(same), bits(state))
+    assert_trees_close(fr.load_safetensors(path), state.tables)
+
+
 def test_all_ranks_hear_of_damage(ranks, tmp_path):
     """A damaged part is named by file, table and rows on the rank that reads it; the other one is told which rank."""
     state, plan = moving.full_state("adam", torch.float32), plan_of("row_wise", {"x": 2})

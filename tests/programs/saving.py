@@ -76,6 +76,56 @@ def told_of_failure(path, state, failing, stage):
     return said, same, sorted(os.listdir(path))
 
 
+WRONG = {  # what the second rank alone says, of a call of all; of a save, of a load, or of both
+    "save keep": {"keep": "two"},
+    "save copy_bytes": {"copy_bytes": 3},
+    "save mesh": {"mesh": "x"},
+    "save other mesh": {"mesh": None},
+    "save asynchronous": {"asynchronous": True},
+    "save rows": {},
+    "load path": {"path": 3},
+    "load device": {"device": "none"},
+    "load sparse": {"plan": None, "sparse": None, "exact": True},
+    "load mesh": {"mesh": "x"},
+    "load plan": {"plan": fr.Plan({n: fr.column_wise("x") for n in training.SHAPES})},
+    "load like": {"like": {}},
+    "tensors name": {"tensors": 3},
+    "tensors path": {"path": "a\0"},
+}
+
+
+def told_of_arguments(path, state):
+    """What a rank says of each call that the second one makes otherwise; and of one that is right, behind them."""
+    mesh, own = sharded(state, {"x": 2}, plan_of("row_wise", {"x": 2}), "adam", True)
+    other = fr.Mesh.distributed(y=2)
+    fr.save(path, own, mesh=mesh)
+    calls = {
+        "save": lambda **kw: fr.save(kw.pop("path"), kw.pop("tree"), **kw),
+        "load": lambda **kw: fr.load(kw.pop("path"), **kw),
+        "tensors": lambda **kw: fr.save_safetensors(kw.pop("path") + ".st", kw.pop("tensors"), **kw),
+    }
+    right = {
+        "save": {"path": str(path), "tree": own, "mesh": mesh},
+        "load": {"path": str(path), "plan": plan_of("row_wise", {"x": 2}), "mesh": mesh},
+        "tensors": {"path": str(path), "tensors": own.tables, "mesh": mesh},
+    }
+    said = {}
+    for name, wrong in WRONG.items():
+        call = name.split()[0]
+        given = right[call]
+        if mesh.coordinates["x"] == 1:
+            given = given | wrong | ({"mesh": other} if "other" in name else {})
+            if "rows" in name:
+                given["tree"] = fr.core._tree.replace(own, step=torch.tensor([1, 2]))
+        try:
+            calls[call](**given)
+            said[name] = ""
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    again = calls["load"](**right["load"])
+    return said, fr.gather_state(again, mesh), calls["tensors"](**right["tensors"])
+
+
 def told_of_damage(path, plan, damaged):
     """What each rank says of a folder in which a file is damaged."""
     mesh = fr.Mesh.distributed(x=2)
