@@ -1,7 +1,8 @@
 """Saves of tables: how long training stands still, and what memory they take besides the state.
 
-    python bench/checkpoint.py [--gb 4]        each case in a process of its own; prints a table
+    python bench/checkpoint.py [--gb 4]     a process for each case; a table, and a line in results/checkpoint.jsonl
 
+"write" is the bytes alone, in system calls of that many at once, flushed: no save can be faster.
 Peak: of resident memory above that before the save, sampled every 10 ms. Pause: from the call to its return. Whole:
 until the bytes are on the disk (flushed by all but torch.save, behind which `os.sync` is timed, too).
 """
@@ -17,11 +18,15 @@ import time
 from pathlib import Path
 
 import torch
+from measure import record
 
 import funcrec as fr
 
 DIM, TABLES = 64, 8
-CASES = ("torch.save", "dcp", "dcp async", "fr.save", "fr.save folder", "fr.save async", "fr.save async 64 MB")
+CASES = (
+    "write 256 KiB", "write 16384 KiB", "torch.save", "dcp", "dcp async",
+    "fr.save", "fr.save folder", "fr.save async", "fr.save async 64 MB",
+)  # fmt: skip
 
 
 def tables_of(gb: float) -> dict[str, torch.Tensor]:
@@ -36,6 +41,9 @@ def resident() -> int:
 def save(case: str, tables: dict[str, torch.Tensor], path: str):
     """Save; what waits for the end of it."""
     done = lambda: None
+    if case.startswith("write"):
+        write(tables, path, int(case.split()[1]) << 10)
+        return done
     if case == "torch.save":
         torch.save(tables, path)
         return os.sync
@@ -53,6 +61,15 @@ def save(case: str, tables: dict[str, torch.Tensor], path: str):
         fr.save(path, tables)
         return done
     return fr.save(path, tables, asynchronous=True, copy_bytes=64 << 20 if "64" in case else None).wait
+
+
+def write(tables: dict[str, torch.Tensor], path: str, size: int) -> None:
+    with open(path, "wb", buffering=0) as file:
+        for x in tables.values():
+            data = memoryview(x.view(-1).numpy()).cast("B")
+            for i in range(0, len(data), size):
+                file.write(data[i : i + size])
+        os.fsync(file.fileno())
 
 
 def measure(case: str, gb: float, folder: str) -> dict[str, float]:
@@ -85,6 +102,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             print(json.dumps(measure(options.case, options.gb, folder)))
         return
+    found, load = {}, [round(x, 2) for x in os.getloadavg()]
     print(f"{options.gb:g} GB of tables\n{'':22}{'pause s':>9}{'whole s':>9}{'peak GB':>9}")
     for case in CASES:
         more = ["--folder", options.folder] if options.folder else []
@@ -93,8 +111,9 @@ def main() -> None:
         if run.returncode:
             print(f"{case:22}{(run.stderr.strip().splitlines() or ['failed'])[-1][:80]}")
             continue
-        got = json.loads(run.stdout.splitlines()[-1])
-        print(f"{case:22}{got['pause_s']:9.2f}{got['whole_s']:9.2f}{got['peak_gb']:9.2f}")
+        found[case] = got = json.loads(run.stdout.splitlines()[-1])
+        print(f"{case:22}{got['pause_s']:9.2f}{got['whole_s']:9.2f}{got['peak_gb']:9.2f}", flush=True)
+    record("checkpoint", {"gb": options.gb, "load": load, "cases": found})
 
 
 if __name__ == "__main__":

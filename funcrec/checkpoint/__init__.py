@@ -11,3 +11,5 @@ from funcrec.checkpoint._kept import step_path as step_path
 from funcrec.checkpoint._safetensors import load_safetensors as load_safetensors
 from funcrec.checkpoint._safetensors import save_safetensors as save_safetensors
 from funcrec.checkpoint._saving import Saving as Saving
+from funcrec.checkpoint._saving import finish as finish
+from funcrec.checkpoint._saving import settle as settle

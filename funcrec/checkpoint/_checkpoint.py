@@ -128,7 +128,7 @@ def load(
       tree unlike `like`; FileNotFoundError. Of a folder the file and the rows that are missing or damaged are named.
 
     Cost: of a folder, blocks of 16 MiB of which some row is wanted; a table of one file is read whole, to its CRC, and
-      1 MiB of it held.
+      256 KiB of it held.
 
     Example:
       >>> import tempfile, torch, funcrec as fr

@@ -6,6 +6,7 @@ together(crew, work): work() on every rank, or an error on every rank
 import functools
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,13 +19,7 @@ from funcrec.mesh import Mesh
 
 T = TypeVar("T")
 KINDS = {k.__name__: k for k in (OSError, ValueError, TypeError, KeyError, MemoryError, RuntimeError)}
-
-
-class Said(threading.local):
-    count = 0  # how often this thread has told the others
-
-
-SAID = Said()
+SAID: Counter[int] = Counter()  # how often each thread has told the others
 
 
 class Crew(NamedTuple):
@@ -42,7 +37,7 @@ class Crew(NamedTuple):
         """Every rank's value, something that JSON can write, in the order of the ranks; all must call it."""
         if self.size == 1:
             return [value]
-        SAID.count += 1
+        SAID[threading.get_ident()] += 1
         kind = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(kind)
         size = torch.tensor([text.numel()], device=kind)
@@ -67,11 +62,11 @@ def agreed(fn: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(fn)
     def run(*args, **kwargs):
-        before = SAID.count
+        before = SAID[threading.get_ident()]
         try:
             return fn(*args, **kwargs)
         except BaseException as error:
-            if SAID.count == before and is_of_ranks(kwargs.get("mesh"), [*args[1:], *kwargs.values()]):
+            if SAID[threading.get_ident()] == before and is_of_ranks(kwargs.get("mesh"), [*args[1:], *kwargs.values()]):
                 Crew(dist.get_rank(), dist.get_world_size()).all([None, _told(error)])
             raise
 

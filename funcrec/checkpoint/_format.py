@@ -26,7 +26,7 @@ ALIGN = 64  # bytes: a mapped tensor lies as one of the allocator's does
 MAGIC = b"funcrec checkpoint 3".ljust(ALIGN - 1) + b"\n"
 SECOND = b"funcrec checkpoint 2\n"
 FOOTER = struct.Struct("<QI")  # the header's length in bytes, and its CRC
-CHUNK = 1 << 20  # bytes: a system call with 16 of them takes several times as long for each
+CHUNK = 1 << 18  # bytes: longer writes take a system up to five times the time, each byte
 MAX_SIZE = 2**63
 
 

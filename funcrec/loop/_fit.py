@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from funcrec.checkpoint import finish, settle
 from funcrec.core import check, describe, fail, own_errors
 from funcrec.data import Position
 from funcrec.loop._history import Limits, best_epoch, is_finished
@@ -101,6 +102,7 @@ def fit(
     save_every_steps: int | None = None,
     save_every_minutes: float | None = None,
     keep: int | None = None,
+    save_asynchronously: bool = False,
     resume: bool | str = False,
     overwrite: bool = False,
     settings: Mapping[str, Any] = {},
@@ -132,6 +134,8 @@ def fit(
         between two steps; ranks ask it at every 16th.
       keep: `checkpoint` is a folder of that many of the newest, each called by its step (`fr.latest`); ranks write
         their own parts of a sharded state, and nothing is gathered. None: one file, of whole tables.
+      save_asynchronously: train on while a copy of what this rank writes is written. What goes wrong then is raised at
+        the next checkpoint, or at the end, which waits for the last one.
       resume: go on from the checkpoint; "auto": where there is one. The end has the bits of a run that was not
         interrupted, wherever it was: between the steps that were saved. A loader that tells its `order`, as
         `fr.data.loader` does, is held to that of the run in the midst of an epoch.
@@ -184,6 +188,7 @@ def fit(
         step, loader, evaluate, monitor, mode, path, save_every, save_every_steps, dict(settings), tuple(callbacks),
         look, progress, mesh, place, sync or (lambda state: state), order_of(loader),
         look_of(step) if validate is None else None, Clock(save_every_minutes), keep,
+        save_asynchronously,
     )  # fmt: skip
     limits = Limits(epochs, monitor, mode, patience)
     check("funcrec.fit", work_problems(work), limit_problems(limits), clock_problems(save_every_minutes, path, sync))
@@ -192,7 +197,11 @@ def fit(
     with watch(mesh), listen() if listens else contextlib.nullcontext(stop or (lambda: 0)) as asked:
         found = find(work, device_of(state))
         check("funcrec.fit", resume_problems(work, found, resume, overwrite))
-        done = train(work, limits, load_run(work, state, found) if found and resume else begin(state), asked)
+        try:
+            done = train(work, limits, load_run(work, state, found) if found and resume else begin(state), asked)
+        finally:
+            finish()  # however it ends, what is being written will be there
+        settle()
         signum = done.stopped or (listens and of_any([asked()], mesh, device_of(done.state))[0])
     if listens and signum:  # one behind the last question, too
         end(signum)

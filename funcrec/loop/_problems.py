@@ -64,6 +64,10 @@ def work_problems(work: Work) -> Iterator[Problem]:
         yield from count_problems(work.keep, "keep")
         if work.checkpoint is None:
             yield Problem("`keep` is of a checkpoint.", "checkpoint=None", "checkpoint=path", "checkpoint='runs/one'")
+    yield from flag_problems(work.asynchronous, "save_asynchronously")
+    if work.asynchronous and work.checkpoint is None:
+        what, need = "`save_asynchronously` is of a checkpoint.", "checkpoint=path"
+        yield Problem(what, "checkpoint=None", need, "checkpoint='run.pt'")
     if work.progress is not None:
         yield from flag_problems(work.progress, "progress")
 

@@ -49,6 +49,7 @@ class Work(NamedTuple):
     trial: Callable[[Any, Any], None] | None  # of the first state and batch, before any work
     clock: "Clock"
     keep: int | None = None
+    asynchronous: bool = False
 
 
 @dataclass
@@ -111,7 +112,7 @@ def save_run(work: Work, run: Run) -> None:
         tree["state"] = gather_state(run.state, work.mesh)
     if in_parts or is_chief(work.mesh):
         step = {} if work.keep is None else {"keep": work.keep, "step": steps_of(run.history) + run.position.batch}
-        save(work.checkpoint, tree, **step)
+        save(work.checkpoint, tree, asynchronous=work.asynchronous, **step)
     work.clock.saved_s = time.monotonic()
 
 

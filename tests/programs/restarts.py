@@ -44,7 +44,7 @@ def train(path, callback):
     fr.fit(
         step, step.init(MODEL.init(fr.key(0))), fr.data.loader(OwnRows(mesh), None, 24, key=fr.key(3)), epochs=EPOCHS,
         monitor="loss", mode="min", checkpoint=path, save_every_steps=3, keep=2, resume="auto", callbacks=[callback],
-        mesh=mesh,
+        mesh=mesh, save_asynchronously=mesh.size == 3,
     )  # fmt: skip
 
 
