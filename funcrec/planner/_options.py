@@ -143,7 +143,8 @@ def _way(kind, axes, k, places, numbers, table: TableConfig, use: Use, ground: G
     blocks = [Block(axes, n, num_parts, w, -(-table.num_embeddings // num_parts)) for w in widths]
     base: Loads = {}
     for block in blocks:
-        _add(base, {EXCHANGE: _exchange_s(block, use, table, ground)})
+        alone = alone_bytes(block.n, block.width, use, table, ground)
+        _add(base, {EXCHANGE: _exchange_s(block, use, table, ground), BYTES: alone})
     work = [_work(block, use, table, ground) for block in blocks]
     if k > 1:  # banks of its own, of each width one, on every rank
         for w in sorted(set(widths)):
@@ -188,25 +189,34 @@ def _work(block: Block, use: Use, table: TableConfig, ground: Ground) -> Loads:
 
 def _exchange_s(block: Block, use: Use, table: TableConfig, ground: Ground) -> float:
     """Seconds that a block costs every rank, wherever it lies: ids, rows that go alone, gradients told to copies."""
-    sizes, factor = dict(ground.sizes), ground.capacity_factor
+    sizes = dict(ground.sizes)
     per_byte = peer_s_per_byte(ground.hardware, block.axes, ground.sizes) if block.n > 1 else 0.0
     back = table.embedding_dim if ground.back == "row" else block.width
-    out = 0.0
-    if ground.answer == "distinct":
-        room = use.all_ids if factor is None else min(use.all_ids, factor * use.distinct_here / max(block.n, 1))
-        out += (
-            room * costs.ID_BYTES + room * costs.both_ways(block.width, ground.codec, table.dtype.itemsize, back)
-        ) * per_byte
-    else:
-        share = 1.0 if factor is None else min(1.0, factor / max(block.n, 1))
-        out += costs.id_bytes(use.all_ids, block.n, use.weight_bytes, factor) * per_byte
-        rows = use.all_ids if ground.answer == "rows" else use.sequence_ids
-        out += rows * share * costs.both_ways(block.width, ground.codec, table.dtype.itemsize, back) * per_byte
+    ids, rows = _alone(block.n, use, ground)
+    out = (ids + rows * costs.both_ways(block.width, ground.codec, table.dtype.itemsize, back)) * per_byte
     others = tuple(a for a in sizes if a not in block.axes)
     if ground.num_ranks > block.n:
         told = costs.copies_bytes(use.all_ids, use.bags, block.width, block.n)
         out += told * peer_s_per_byte(ground.hardware, others, ground.sizes)
     return out
+
+
+def _alone(n: int, use: Use, ground: Ground) -> tuple[float, float]:
+    """(bytes of the ids, number of the rows that go alone) of a block for one owner."""
+    factor = ground.capacity_factor
+    if ground.answer == "distinct":
+        room = use.all_ids if factor is None else min(use.all_ids, factor * use.distinct_here / max(n, 1))
+        return room * costs.ID_BYTES, room
+    share = 1.0 if factor is None else min(1.0, factor / max(n, 1))
+    rows = use.all_ids if ground.answer == "rows" else use.sequence_ids
+    return costs.id_bytes(use.all_ids, n, use.weight_bytes, factor), rows * share
+
+
+def alone_bytes(n: int, width: int, use: Use, table: TableConfig, ground: Ground) -> float:
+    """2 · n · (ids + rows · w · bytes): a block's ids, and the rows that no sum takes in, as sent and as they come; on
+    one rank the rows of sequences, looked up and handed on."""
+    ids, rows = _alone(n, use, ground) if n > 1 else (0.0, use.sequence_ids)
+    return 2 * n * (ids + rows * width * table.dtype.itemsize)
 
 
 def _bank(

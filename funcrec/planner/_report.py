@@ -10,7 +10,7 @@ import numpy as np
 
 from funcrec.mesh import Mesh
 from funcrec.planner._costs import Use, activation_bytes
-from funcrec.planner._options import EXCHANGE, LOOKUP, UPDATE, Ground, Way, places_on
+from funcrec.planner._options import EXCHANGE, LOOKUP, UPDATE, Ground, Way, alone_bytes, places_on
 from funcrec.planner._packing import Loads, Packing, loads_of
 from funcrec.planner._solve import Solution
 from funcrec.sharding import Placement, Plan, RankLine, Report, TableLine, layout_of
@@ -61,8 +61,8 @@ def report_of(
 def rank_bytes(
     placements: Mapping[str, Placement], tables: Sequence[TableConfig], uses: Mapping[str, Use], ground: Ground
 ) -> float:
-    """What the layout of these placements takes on every rank: its banks, their slots, and the sums of a step's
-    exchanges."""
+    """What the layout of these placements takes on every rank: its banks, their slots, and the ids, rows and sums of a
+    step's exchanges."""
     if not tables:
         return 0.0
     shapes, dtypes = {t.name: t.shape for t in tables}, {t.name: t.dtype for t in tables}
@@ -73,7 +73,11 @@ def rank_bytes(
     own: dict[int, list] = {}
     for s in layout.shards:
         own.setdefault(s.bank, []).append(s)
-    out = 0.0
+    out, sizes = 0.0, dict(ground.sizes)
+    for t in tables:
+        n = prod(sizes[a] for a in placements[t.name].axes)
+        for b in placements[t.name].blocks(sizes, t.embedding_dim):
+            out += alone_bytes(n, b.last - b.first, uses[t.name], t, ground)
     for i, bank in enumerate(layout.banks):
         slots = ground.slot_bytes(own[i][0].table, bank.dim)
         lanes = [0] * bank.num_ranks

@@ -69,6 +69,7 @@ def _search(packing: Packing, effort: int) -> Solution:
         best = neighbourhoods(packing, best, bound, rounds=40 * effort)
     if best.excess > 1e-9:
         return Solution(None, np.inf, bound, best.excess)
+    best = leaner(packing, best)
     clean = loads_of(packing, best.choices)  # without the rounding of moves
     value = float(clean.most @ clean.weights)
     return Solution(list(best.choices), value, min(bound, value))
@@ -99,6 +100,25 @@ def longest_first(packing: Packing, options: Sequence[int]) -> Loads:
     for i in sorted(range(len(options)), key=lambda i: (-weight[i], i)):
         loads.put(i, loads.best(i, options[i])[2])
     return loads
+
+
+def leaner(packing: Packing, best: Loads) -> Loads:
+    """The same with its items that take no time, whose place the objective does not see, where they take least of what
+    is capped: the largest first."""
+    bytes_of = tuple(np.sum([c.factors for c in packing.caps], 0)) if packing.caps else packing.weights
+    loads, sums = loads_of(packing._replace(weights=bytes_of, caps=()), best.choices), totals(packing)
+    idle = [i for i, own in enumerate(sums) if packing.caps and own[best.choices[i].option] @ best.weights == 0]
+    if not idle:
+        return best
+    before = loads.value
+    for i in idle:
+        loads.take(i)
+    options = {i: [o for o, s in enumerate(sums[i]) if s @ best.weights == 0] for i in idle}
+    least = {i: min(float(sums[i][o] @ loads.weights) for o in options[i]) for i in idle}
+    for i in sorted(idle, key=lambda i: (-least[i], i)):
+        found = [loads.best(i, o) for o in options[i]]
+        loads.put(i, min(found, key=lambda f: f[:2])[2])
+    return loads_of(packing, loads.choices) if loads.value < before else best
 
 
 def smooth(loads: Loads) -> float:

@@ -87,6 +87,42 @@ def test_memory_is_what_the_layout_takes(mesh, optimizer, kinds, monkeypatch):
     assert np.dot(p.caps[0].factors, loads_of(p, found.choices).most) == pytest.approx(held)
 
 
+@pytest.mark.parametrize("kwargs", HOW, ids=lambda k: "-".join(k) or "sums")
+@pytest.mark.parametrize("kinds", [(), ("row_wise",), ("grid",), ("table_column_wise",)], ids=str)
+def test_memory_has_what_a_step_exchanges(kinds, kwargs, monkeypatch):
+    """The bytes of a rank that the plan states are those that the solver counted, ids, rows and sums of exchanges
+    too."""
+    seen = []
+    monkeypatch.setattr(_plan, "solve", lambda p, effort: seen.append((p, solve(p, effort))) or seen[-1][1])
+    plan = planned({"node": 2, "local": 2}, constraints={"item": {"kinds": kinds, "pooling_factor": 7.0}}, **kwargs)
+    ((p, found),) = seen
+    (stated,) = {r.bytes for r in plan.report.ranks}
+    assert np.dot(p.caps[0].factors, loads_of(p, found.choices).most) == pytest.approx(stated, abs=1)
+
+
+def test_rows_that_go_alone_take_memory():
+    """A rank's bytes have room for the rows of sequences, of exact and of dedup, sent and received, on each rank; a
+    plan for which that is too much is refused."""
+    table, bags, width = (TC("a", 100, 32),), 64, 32
+    ids = bags * 1000
+    size = lambda pooling, **how: fr.plan(table, (FC("a", table="a", pooling=pooling, max_length=1000),), {"m": 4},
+        batch_size=4 * bags, constraints={"a": {"kinds": ["row_wise"]}}, **how).report.ranks[0].bytes  # fmt: skip
+    for how in ({}, {"exact": True}, {"dedup": True}):
+        assert size("none", **how) >= 2 * 4 * ids * (width * 4 + 4)
+    assert size("sum", exact=True) >= 2 * 4 * ids * (width * 4 + 4) > 8 * size("sum") > 8 * 2 * 4 * ids * 4
+    with pytest.raises(ValueError, match="do not fit"):
+        fr.plan(table, (FC("a", table="a", pooling="none", max_length=1000),), {"m": 4}, batch_size=4 * bags,
+            memory_bytes=2 * ids * width * 4)  # fmt: skip
+
+
+@pytest.mark.parametrize("tables", [1, 2, 9])
+def test_what_takes_no_time_takes_little_memory(tables):
+    """Tables that no feature reads are spread over ranks: none has more than its share and a table's."""
+    own = tuple(TC(f"t{i}", 80_000, 64) for i in range(tables))
+    plan = fr.plan((*own, TC("read", 800, 64)), (FC("read", table="read"),), {"m": 8}, batch_size=64)
+    assert plan.report.ranks[0].bytes <= 1.2 * tables * 10_000 * 64 * 4
+
+
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("kwargs", HOW, ids=lambda k: "-".join(k) or "sums")
 def test_a_plan_goes_into_a_step(mesh, kwargs):
