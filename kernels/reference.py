@@ -196,16 +196,20 @@ def _entries(s: Segment, d: Tensor, ids: Tensor, offsets: Sequence[Tensor], weig
         grads = d[: s.num_bags] if scale is None else d[: s.num_bags] * scale[: s.num_bags, None].to(d.dtype)
         return ids[: s.num_bags], grads
     bounds = ascending(offsets[s.offsets])[s.first_bag : s.first_bag + s.num_bags + 1].clamp(0, ids.shape[0])
-    if s.mean:
-        d = d / bag_lengths(bounds, s.max_length)[:, None]
+    # s_i / len is one factor, rounded once, as in the kernels: an entry has the same bits wherever it is written out
+    lengths = bag_lengths(bounds, s.max_length).double() if s.mean else None
+    if lengths is not None and scale is None:
+        d = d * (1 / lengths)[:, None].to(d.dtype)
     if is_padded(s, ids.shape[0]):
         position, bag, valid = _padded_entries(bounds, s.max_length)
     else:
         position, bag, valid = _flat_entries(bounds, ids.shape[0], s.max_length)
     grads = _take(d, bag)
-    return _rows_at(ids, position, valid), grads if scale is None else grads * _scale_at(scale, position, valid).to(
-        d.dtype
-    )
+    if scale is not None:
+        by = _scale_at(scale, position, valid)
+        by = by if lengths is None else by.double() / _take(lengths, bag)[:, None].clamp(min=1)
+        grads = grads * by.to(d.dtype)
+    return _rows_at(ids, position, valid), grads
 
 
 def coalesce(d, rows, offsets, weights, segments, shapes) -> list[Tensor]:

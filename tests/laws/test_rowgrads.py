@@ -202,3 +202,19 @@ def test_stacked_row_gradients_are_refused(use):
         USES[use](stacked)
     dense = torch.func.vmap(lambda g: g.to_dense())(stacked)
     assert torch.equal(dense[1], bags_of(torch.tensor(5.0)).to_dense())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_entries_of_means_are_those_that_are_summed(weighted, dtype):
+    """Entries of a mean, written out and given again, are summed to the bits of the lookup's own gradient."""
+    g = torch.Generator().manual_seed(3)
+    lengths = torch.randint(0, 12, (200,), generator=g)
+    n = int(lengths.sum())
+    weights = torch.rand(n, generator=g).to(dtype) if weighted else None
+    ids = fr.KeyedJaggedTensor.from_lengths(["a"], torch.randint(0, 40, (n,), generator=g), lengths, weights=weights)
+    feature = fr.FeatureConfig("a", table="t", pooling="mean", weighted=weighted)
+    d = fr.KeyedTensor(torch.randn(200, 3, generator=g).to(dtype), ("a",), (3,))
+    own = fr.lookup_transpose(d, ids, [feature], {"t": torch.zeros(40, 3, dtype=dtype)})["t"]
+    again = fr.RowGrads.from_entries(own.rows, own.grads, num_embeddings=40)
+    assert_trees_close(again.coalesce(), own.coalesce())
