@@ -34,6 +34,7 @@ from funcrec.sharding import (
     places,
     transport_of,
 )
+from funcrec.tables import WAITING
 from funcrec.train import TrainState
 
 CALL = "funcrec.load"
@@ -239,6 +240,9 @@ def state_problems(state: TrainState) -> Iterator[Problem]:
             yield Problem(f"table {n!r} of the checkpoint has no slots.", describe(state.slots.get(n)), "{} for none")
         else:
             for k, s in state.slots[n].items():
-                if not is_tensor(s) or not s.shape or s.shape[0] != t.shape[0]:
+                if k in WAITING:
+                    what = f"slot {k!r} of {n!r} holds gradients that wait (`optim.accumulate`): they are of no row."
+                    yield Problem(what, shown(s), "slots of rows alone", "plan=None, which loads what there is")
+                elif not is_tensor(s) or not s.shape or s.shape[0] != t.shape[0]:
                     what = f"slot {k!r} of {n!r} has no rows of its table."
                     yield Problem(what, shown(s), f"[{t.shape[0]}, ...]", "plan=None, which loads what there is")

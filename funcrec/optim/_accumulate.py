@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, remade
+from funcrec.core import Problem, check, describe, fail, remade, replace
 from funcrec.kernels import ops
 from funcrec.optim._problems import check_update, tables_problems
 from funcrec.optim._row import RowOptimizer, check_optimizer, step_tensor
-from funcrec.tables import RowGrads
+from funcrec.tables import WAITING, RowGrads
 
-ROWS, GRADS = "pending_rows", "pending_grads"
+ROWS, GRADS = WAITING
 
 
 @remade
@@ -32,8 +32,11 @@ def accumulate(optimizer: RowOptimizer, *, every: int, capacity: int | Mapping[s
       pending_grads f[k, C, D]. The inner optimizer is given the number of updates, step // every, as its step: bias
       corrections and schedules count updates.
 
-    Raises: ValueError when a gradient has more entries than its table's capacity, and on a mesh, where the rows that
-      wait would have no owner (there `train_step(micro_batches=)`). KeyError for a table without a capacity.
+    Raises: ValueError when a gradient has more entries than its table's capacity. KeyError for a table without one.
+
+    On a mesh gradients wait with the owners of their rows, to which the entries of all ranks come, padding among them:
+      the capacity is for what one owner is sent (the first step raises with that number where it is more). Tables share
+      no bank. Such a state is not gathered, laid out by another plan or saved: those calls raise.
 
     Law: k steps are one update with the mean of their gradients, bit for
       bit. Between updates no row or inner slot changes a bit.
@@ -54,6 +57,9 @@ def accumulate(optimizer: RowOptimizer, *, every: int, capacity: int | Mapping[s
     """
     call = "funcrec.optim.accumulate"
     check_optimizer(call, ("optimizer", optimizer))
+    if optimizer.waiting:
+        need, hint = "an optimizer whose gradients do not wait", "one accumulate, with the product of their `every`"
+        fail(call, "`optimizer` accumulates already.", got="accumulate within accumulate", need=need, hint=hint)
     check(call, count_problems("every", every), capacity_problems(capacity))
     capacity_of = lambda n: capacity[n] if isinstance(capacity, Mapping) else capacity
 
@@ -66,22 +72,38 @@ def accumulate(optimizer: RowOptimizer, *, every: int, capacity: int | Mapping[s
     def update(row_grads, slots, tables, step, **kernel):
         check_update(f"{call}.update", row_grads, slots, tables, step)
         check(f"{call}.update", missing_problems(capacity, tables))
-        check(f"{call}.update", buffer_problems(slots, tables, every, capacity_of))
+        return due(*hold(row_grads, slots, tables, step), tables, step, **kernel)
+
+    def hold(row_grads, slots, tables, step, takes=None):
+        # on a mesh a gradient may have all columns of a table of which the bank has some
+        widths = {n: row_grads[n].dim if n in row_grads else None for n in tables}
+        check(f"{call}.update", buffer_problems(slots, widths, every, capacity_of))
         check(f"{call}.update", size_problems(row_grads, capacity_of))
         summed, kept = {}, {}
         for n, t in tables.items():
             taken = step_tensor(step, t.device)
-            is_last = taken % every == every - 1
+            counts = torch.ones_like(taken, dtype=torch.bool) if takes is None else takes
+            is_last = counts & (taken % every == every - 1)
             rows, grads = _put(slots[n], taken % every, row_grads.get(n))
-            due = torch.where(is_last, rows, -1).flatten()
-            entries = RowGrads.from_entries(due, grads.flatten(0, 1), num_embeddings=t.shape[0])
-            summed[n] = entries.coalesce().scale(1 / every)
+            entries = torch.where(is_last, rows, -1).flatten(), grads.flatten(0, 1)
+            made = RowGrads.from_entries(*entries, num_embeddings=t.shape[0])
+            if n in row_grads:
+                made = replace(made, axes=row_grads[n].axes, first=row_grads[n].first)
+            summed[n] = made.coalesce().scale(1 / every)
             kept[n] = {ROWS: torch.where(is_last, -1, rows), GRADS: grads}
+            if takes is not None:
+                kept[n] = {k: torch.where(takes, s, slots[n][k]) for k, s in kept[n].items()}
+        return summed, {n: {**slots[n], **kept[n]} for n in tables}
+
+    def due(row_grads, slots, tables, step, **kernel):
+        kept = {n: {k: slots[n][k] for k in (ROWS, GRADS) if k in slots[n]} for n in tables}
         inner = {n: {k: s for k, s in slots[n].items() if k not in (ROWS, GRADS)} for n in tables}
-        tables, inner = optimizer.update(summed, inner, tables, step // every, **kernel)
+        tables, inner = optimizer.update(row_grads, inner, tables, step // every, **kernel)
         return tables, {n: {**inner[n], **kept[n]} for n in tables}
 
-    return RowOptimizer(init, update, waiting=(ROWS, GRADS, *optimizer.waiting))
+    # a table's own: its capacity, and the rows of its owner's part
+    label = lambda table: (table, optimizer.label(table))
+    return optimizer._replace(init=init, update=update, label=label, waiting=(ROWS, GRADS), hold=hold, due=due)
 
 
 def _empty(table: Tensor, every: int, capacity: int) -> dict[str, Tensor]:
@@ -128,11 +150,13 @@ def missing_problems(capacity: int | Mapping[str, int], tables: Mapping) -> Iter
             yield Problem(what, f"capacities for {list(capacity)}", f"one for each of {list(tables)}", kind=KeyError)
 
 
-def buffer_problems(slots: Mapping, tables: Mapping, every: int, capacity_of) -> Iterator[Problem]:
+def buffer_problems(slots: Mapping, widths: Mapping[str, int | None], every: int, capacity_of) -> Iterator[Problem]:
     hint = "the slots that this optimizer's `init` made of these tables"
-    for n, t in tables.items():
-        for name, shape in [(ROWS, (every, capacity_of(n))), (GRADS, (every, capacity_of(n), t.shape[1]))]:
+    for n, width in widths.items():
+        for name in (ROWS, GRADS):
             got = slots[n].get(name) if isinstance(slots[n], Mapping) else None
+            own = got.shape[2:] if width is None and isinstance(got, Tensor) else [width]
+            shape = (every, capacity_of(n), *(own if name == GRADS else ()))
             if not isinstance(got, Tensor) or tuple(got.shape) != shape:
                 what = f"`slots[{n!r}][{name!r}]` " + ("is missing." if got is None else "does not match.")
                 yield Problem(what, describe(got), f"{list(shape)}", hint)

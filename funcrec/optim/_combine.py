@@ -5,7 +5,8 @@
 Each keeps the contract of RowOptimizer, so they nest.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -52,16 +53,26 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
             made |= opt.init(_only(tables, names))
         return _only(made, tables)
 
-    def update(row_grads, slots, tables, step, **kernel):
+    def updated(of, row_grads, slots, tables, step, **kernel):
         check_update(f"{call}.update", row_grads, slots, tables, step)
         check(f"{call}.update", name_problems("optimizers", optimizers, tables), cover_problems(tables))
         new_tables, new_slots = dict(tables), dict(slots)
         for opt, names in split(tables):
             mine = (_only(row_grads, names), _only(slots, names), _only(tables, names))
-            moved, own = opt.update(*mine, step, **kernel)
+            moved, own = of(opt)(*mine, step, **kernel)
             new_tables |= moved
             new_slots |= own
         return new_tables, new_slots
+
+    update, due = (functools.partial(updated, of) for of in (lambda opt: opt.update, due_of))
+
+    def hold(row_grads, slots, tables, step, **takes):
+        held, kept = dict(row_grads), dict(slots)
+        for opt, names in ((opt, names) for opt, names in split(tables) if opt.waiting):
+            given, own = opt.hold(*(_only(x, names) for x in (row_grads, slots, tables)), step, **takes)
+            held |= given
+            kept |= own
+        return held, kept
 
     def cover_problems(tables: Mapping) -> Iterator[Problem]:
         if default is None:
@@ -77,7 +88,8 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
     of_all = lambda name: all(getattr(o, name) for o in own)
     is_joint = any(o.is_joint for o in own)
     waiting = tuple(dict.fromkeys(k for o in own for k in o.waiting))
-    return RowOptimizer(init, update, label, of_all("is_elementwise"), is_joint, of_all("is_gradient_wise"), waiting)
+    halves = (waiting, hold, due) if waiting else ()
+    return RowOptimizer(init, update, label, of_all("is_elementwise"), is_joint, of_all("is_gradient_wise"), *halves)
 
 
 @remade
@@ -102,15 +114,17 @@ def clip(optimizer: RowOptimizer, *, max_norm: float | None = None, max_value: f
     if max_norm is None and max_value is None:
         fail(call, "nothing is clipped.", got="max_norm=None, max_value=None", need="one of them or both")
 
-    def update(row_grads, slots, tables, step, **kernel):
+    def clipped(of, row_grads, slots, tables, step, **kernel):
         check_update(f"{call}.update", row_grads, slots, tables, step)
         if max_value is not None:
             row_grads = {n: g.clip(max_value) for n, g in row_grads.items()}
         if max_norm is not None:
             row_grads = clip_by_global_norm(row_grads, max_norm)
-        return optimizer.update(row_grads, slots, tables, step, **kernel)
+        return of(row_grads, slots, tables, step, **kernel)
 
-    return optimizer._replace(update=update, is_joint=optimizer.is_joint or max_norm is not None)
+    update = functools.partial(clipped, optimizer.update)
+    hold = functools.partial(clipped, optimizer.hold) if optimizer.waiting else None  # what is due is clipped then
+    return optimizer._replace(update=update, hold=hold, is_joint=optimizer.is_joint or max_norm is not None)
 
 
 @remade
@@ -134,15 +148,21 @@ def freeze(optimizer: RowOptimizer, *, tables: Sequence[str]) -> RowOptimizer:
         made = optimizer.init(_without(all_tables, frozen))
         return {n: made.get(n, {}) for n in all_tables}
 
-    def update(row_grads, slots, all_tables, step, **kernel):
+    def others(of, kept, row_grads, slots, all_tables, step, **kernel):
         check_update(f"{call}.update", row_grads, slots, all_tables, step)
         check(f"{call}.update", name_problems("tables", frozen, all_tables))
         mine = (_without(row_grads, frozen), _without(slots, frozen), _without(all_tables, frozen))
-        moved, own = optimizer.update(*mine, step, **kernel)
-        return {**all_tables, **moved}, {**slots, **own}
+        made, own = of(*mine, step, **kernel)
+        return {**kept(row_grads, all_tables), **made}, {**slots, **own}
 
     label = lambda table: (table,) if table in frozen else optimizer.label(table)
-    return optimizer._replace(init=init, update=update, label=label)
+    of_tables = functools.partial(functools.partial, others)
+    update = of_tables(optimizer.update, lambda grads, tables: tables)
+    out = optimizer._replace(init=init, update=update, label=label)
+    if not optimizer.waiting:
+        return out
+    hold = of_tables(optimizer.hold, lambda grads, tables: grads)
+    return out._replace(hold=hold, due=of_tables(optimizer.due, lambda grads, tables: tables))
 
 
 @remade
@@ -172,10 +192,16 @@ def stochastic_rounding(optimizer: RowOptimizer, *, key: Tensor) -> RowOptimizer
     check_optimizer(call, ("optimizer", optimizer))
     random.check_key(call, key)
 
-    def update(row_grads, slots, tables, step, **kernel):
-        return optimizer.update(row_grads, slots, tables, step, **{"key": random.fold_in(key, step), **kernel})
+    def rounded(of, row_grads, slots, tables, step, **kernel):
+        return of(row_grads, slots, tables, step, **{"key": random.fold_in(key, step), **kernel})
 
-    return optimizer._replace(update=update)
+    due = functools.partial(rounded, optimizer.due) if optimizer.waiting else None
+    return optimizer._replace(update=functools.partial(rounded, optimizer.update), due=due)
+
+
+def due_of(optimizer: RowOptimizer) -> Callable:
+    """What updates with the gradients that are due."""
+    return optimizer.due if optimizer.waiting else optimizer.update
 
 
 def _only(x: Mapping, names) -> dict:

@@ -80,6 +80,9 @@ class RowOptimizer(NamedTuple):
       number per row, and the row's gradient, so that columns of a row may be updated
       apart where that is known as a whole (`RowGrads.first`).
     waiting: slots that are no row's, but hold gradients for a later step (`accumulate`); integers are their rows.
+    hold, due: the two halves of an `update` of such, (row_grads, slots, tables, step) -> (the gradients that are due
+      now, slots) and then (these, slots, tables, step) -> (tables, slots), so that on a mesh gradients wait where they
+      came to; `takes`, b[], of `hold` is whether the step counts at all. None for an update that holds nothing.
 
     Law: `update` writes to no argument; rows and slots that no entry names keep every bit; a row that is named with a
     zero gradient is touched (a lazy Adam moves it on).
@@ -106,6 +109,8 @@ class RowOptimizer(NamedTuple):
     is_joint: bool = False
     is_gradient_wise: bool = False
     waiting: tuple[str, ...] = ()
+    hold: Callable[..., tuple[dict[str, RowGrads], Slots]] | None = None
+    due: Callable[..., tuple[dict[str, Tensor], Slots]] | None = None
 
     def __reduce__(self):
         return reduced(self)

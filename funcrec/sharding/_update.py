@@ -19,18 +19,15 @@ from torch import Tensor
 from funcrec.core import fail, replace
 from funcrec.kernels import ops
 from funcrec.kernels.reference_jagged import place_among
-from funcrec.mesh import axis_index, gather_as_one
+from funcrec.mesh import Mesh, axis_index, gather_as_one
 from funcrec.optim import RowOptimizer
-from funcrec.sharding._layout import Layout
+from funcrec.sharding._layout import Layout, own_ranks
 from funcrec.sharding._tables import ShardedTables
 from funcrec.tables import BEHIND, RowGrads, origin_of
 
 
 def check_whole_rows(call: str, sparse: RowOptimizer, layout: Layout) -> None:
-    """An optimizer with a norm over all rows sees none that is cut; one whose gradients wait, none on a mesh."""
-    if sparse.waiting:
-        got, hint = "optim.accumulate", "train_step(micro_batches=k), which accumulates inside of a step"
-        fail(call, "gradients that wait among the slots cannot be sharded.", got=got, need="slots like rows", hint=hint)
+    """An optimizer with a norm over all rows sees none that is cut."""
     columns = column_banks(sparse, layout)
     if columns and sparse.is_joint:
         hint = "row_wise or table_wise for it, or an optimizer of single elements, such as adam"
@@ -117,20 +114,43 @@ def as_tables(banks: Mapping[str, Any], columns: Mapping[str, list[str]]) -> dic
     }
 
 
-def init_slots(sparse: RowOptimizer, tables: ShardedTables, columns: Mapping[str, list[str]]) -> dict:
+def init_slots(sparse: RowOptimizer, tables: ShardedTables, mesh: Mesh) -> dict:
     """{bank: slots}."""
+    columns = column_banks(sparse, tables.layout)
     base = as_tables(tables.banks, columns)
     first = sparse.init(base)  # under the names that the optimizer knows
     out = {n: first[n] for n in tables.banks if n in first}
     for table, own in columns.items():
         out |= {b: sparse.init({**base, table: tables.banks[b]})[table] for b in own}
-    return {n: out[n] for n in tables.banks}
+    given = tables.layout.with_whole_rows(whole_banks(sparse, tables.layout))
+    return {b.name: of_ranks(out[b.name], sparse.waiting, b.dim, len(own_ranks(b, mesh))) for b in given.banks}
+
+
+def of_ranks(slots: Mapping[str, Tensor], waiting: Sequence[str], dim: int, num_ranks: int) -> dict[str, Tensor]:
+    """A bank's slots, of which those of waiting gradients are each rank's own, with as many columns as gradients have:
+    i64[k, C] and f[k, C, w] become i64[n · k, C] and f[n · k, C, dim]."""
+    wide = lambda x: x if x.dim() < 3 else x[..., :1].expand(*x.shape[:-1], dim)
+    each = lambda x: wide(x).repeat(num_ranks, *[1] * (x.dim() - 1))
+    return {k: each(x) if k in waiting else x for k, x in slots.items()}
 
 
 def update_banks(
-    sparse: RowOptimizer, grads: Mapping[str, RowGrads], slots: Mapping, tables: ShardedTables, step: Tensor
+    sparse: RowOptimizer,
+    grads: Mapping[str, RowGrads],
+    slots: Mapping,
+    tables: ShardedTables,
+    step: Tensor,
+    takes: Tensor | None = None,
 ):
-    """(banks, slots): banks of whole rows at once; tables cut by columns bank by bank, each under its table's name."""
+    """(banks, slots): banks of whole rows at once; tables cut by columns bank by bank, each under its table's name.
+
+    takes: bool[], whether the step counts; None for one that does. One that does not comes without an entry.
+    """
+    update = sparse.due if sparse.waiting else sparse.update
+    kept = {n: {k: s for k, s in own.items() if k in sparse.waiting} for n, own in slots.items()}
+    if sparse.waiting:
+        grads, kept = hold(sparse, grads, kept, tables, step, takes)
+        slots = {n: {k: s for k, s in own.items() if k not in sparse.waiting} for n, own in slots.items()}
     views = views_of(sparse, grads, slots, tables)
     new_banks, new_slots = dict(tables.banks), dict(slots)
     for turn in range(max([1, *map(len, views.values())])):
@@ -139,11 +159,35 @@ def update_banks(
         now = {n: v for n, v in shown.items() if turn < len(views[n])}
         given = {n: v.grads for n, v in now.items() if v.grads is not None}
         own_slots, own_tables = ({n: getattr(v, part) for n, v in shown.items()} for part in ("slots", "table"))
-        moved, made = sparse.update(given, own_slots, own_tables, step)
+        moved, made = update(given, own_slots, own_tables, step)
         for n, v in now.items():
             new_banks[v.bank] = v.put(tables.banks[v.bank], moved[n])
             new_slots[v.bank] = {k: v.put(s, made[n][k]) for k, s in slots[v.bank].items()}
-    return new_banks, new_slots
+    return new_banks, {n: {**own, **kept[n]} for n, own in new_slots.items()}
+
+
+def hold(
+    sparse: RowOptimizer,
+    grads: Mapping[str, RowGrads],
+    waiting: Mapping[str, Mapping[str, Tensor]],
+    tables: ShardedTables,
+    step: Tensor,
+    takes: Tensor | None,
+) -> tuple[dict[str, RowGrads], dict[str, dict[str, Tensor]]]:
+    """(the gradients of banks that are due, what waits in each now): gradients wait where they came to."""
+    layout, columns = tables.layout, column_banks(sparse, tables.layout)
+    own = {n: _of_own_columns(g, n, tables) for n, g in grads.items()}
+    due, kept = {}, {}
+    for turn in range(max([1, *map(len, columns.values())])):
+        shown = {t: names[min(turn, len(names) - 1)] for t, names in columns.items()}
+        apart = {b for names in columns.values() for b in names}
+        shown = {b: b for b in tables.banks if b not in apart} | shown
+        of = lambda x: {n: x[b] for n, b in shown.items() if b in x}  # noqa: B023
+        given, held = sparse.hold(of(own), of(waiting), of(tables.banks), step, takes=takes)
+        due |= {shown[n]: g for n, g in given.items() if shown[n] not in due}
+        kept |= {shown[n]: x for n, x in held.items() if shown[n] not in kept}
+    axes = {b.name: b.axes for b in layout.banks}
+    return {n: replace(g, axes=axes[n], first=None) for n, g in due.items()}, kept
 
 
 class View(NamedTuple):

@@ -52,6 +52,7 @@ from funcrec.tables._problems import feature_table_problems as feature_table_pro
 from funcrec.tables._problems import row_problems as row_problems
 from funcrec.tables._problems import table_list_problems as table_list_problems
 from funcrec.tables._problems import table_tensor_problems as table_tensor_problems
+from funcrec.tables._rowgrads import WAITING as WAITING
 from funcrec.tables._rowgrads import Bags as Bags
 from funcrec.tables._rowgrads import Entries as Entries
 from funcrec.tables._rowgrads import RowGrads as RowGrads

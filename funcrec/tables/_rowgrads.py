@@ -35,6 +35,8 @@ from funcrec.kernels.forms import Feature, Segment, Terms, capacity_of, flatten
 from funcrec.mesh import psum
 from funcrec.tables._primitives import dense_sum, segments_of_lookup
 
+WAITING = "pending_rows", "pending_grads"  # slots in which entries of a gradient wait for a later step
+
 
 @pytree(optional=("count", "repeats"))
 class Entries:

@@ -29,7 +29,7 @@ from funcrec.optim import RowOptimizer
 from funcrec.sharding import Layout, ShardedTables
 from funcrec.tables import Params
 from funcrec.train._log import begin_log, log_specs, recorded, stamp_of, undone
-from funcrec.train._pipeline import Place, Recipe, run
+from funcrec.train._pipeline import Place, Recipe, Summed, run
 from funcrec.train._rank_step import state_specs
 from funcrec.train._reshard import mesh_problems
 from funcrec.train._state import TrainState
@@ -136,9 +136,9 @@ def run_logged(recipe: Recipe, place: Place, logged: Logged, batch: Any) -> tupl
     """A step, and what it was about to change."""
     seen = []
 
-    def update(sparse: RowOptimizer, rows: Mapping, state: TrainState) -> tuple[Any, Any]:
-        seen.append(rows)
-        return place.update(sparse, rows, state)
+    def update(sparse: RowOptimizer, summed: Summed, state: TrainState) -> tuple[Any, Any]:
+        seen.append(summed.rows)
+        return place.update(sparse, summed, state)
 
     state, metrics = run(recipe, place._replace(update=update), logged.state, batch)
     log = recorded(logged.log, recipe.sparse.waiting, *seen, logged.state, state)

@@ -58,9 +58,9 @@ class Summed(NamedTuple):
     fits: Tensor | None = None
 
 
-def update_tables(sparse: RowOptimizer, rows: Mapping[str, RowGrads], state: TrainState) -> tuple[Any, Any]:
+def update_tables(sparse: RowOptimizer, summed: Summed, state: TrainState) -> tuple[Any, Any]:
     """(tables, slots) of one process."""
-    tables, slots = sparse.update(rows, state.slots, state.tables, state.step)
+    tables, slots = sparse.update(summed.rows, state.slots, state.tables, state.step)
     return with_parts(state.tables, tables), slots
 
 
@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
     loss_fn: recipe -> the function that is differentiated. key: the step's key -> that from which these bags draw.
     params: state -> Params, as the loss takes them. summed: (loss, gradients, overflows, state) -> Summed. update:
-    (sparse, rows, state) -> (tables, slots). mean: aux -> that of the global batch. merged: (merge, dense, aux) ->
+    (sparse, Summed, state) -> (tables, slots). mean: aux -> that of the global batch. merged: (merge, dense, aux) ->
     merge's dense. settled: (fits, old state, new state, metrics) -> (state,
     metrics): the old state where some id found no place.
     """
@@ -93,7 +93,7 @@ def run(recipe: Recipe, place: Place, state: TrainState, batch: Any) -> tuple[Tr
     value, grads, overflows = differentiated(place.params(state), batch, **extra)
     loss, aux = value if recipe.has_aux else (value, None)
     summed = place.summed(loss, grads, overflows, state)
-    tables, slots = place.update(recipe.sparse, summed.rows, state)
+    tables, slots = place.update(recipe.sparse, summed, state)
     d_dense, loss = summed.dense()
     dense, dense_opt = recipe.dense.update(d_dense, state.dense_opt, state.dense, state.step)
     aux = place.mean(aux)

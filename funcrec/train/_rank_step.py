@@ -10,7 +10,7 @@ Shapes: n ranks.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.sharding import (
     Plan,
     check_whole_rows,
-    column_banks,
     cut_dense,
     dense_specs,
     gather_dense,
@@ -36,7 +35,7 @@ from funcrec.sharding import (
     whole_banks,
     whole_leaves,
 )
-from funcrec.tables import Params, RowGrads, check_gradients, loss_and_aux
+from funcrec.tables import Params, check_gradients, loss_and_aux
 from funcrec.train._pipeline import Place, Recipe, Summed
 from funcrec.train._state import TrainState
 
@@ -56,11 +55,10 @@ def shard_state(
     labels = {n: sparse.label(n) for n in params.tables}
     tables = shard_tables(params.tables, plan, mesh, labels=labels, **how)
     check_whole_rows("funcrec.train_step", sparse, tables.layout)
-    columns = column_banks(sparse, tables.layout)
-    slots = init_slots(sparse, tables, columns)
+    slots = init_slots(sparse, tables, mesh)
     for n, own in slots.items():
         for k, s in own.items():
-            if s.shape[0] != tables.banks[n].shape[0]:
+            if k not in sparse.waiting and s.shape[0] != tables.banks[n].shape[0]:
                 hint = "an optimizer whose slots have the rows of their table"
                 fail(
                     "funcrec.train_step",
@@ -119,8 +117,8 @@ def rank_of(
 
         return Summed(rows, dense, metrics, fits)
 
-    def update(sparse: RowOptimizer, rows: Mapping[str, RowGrads], state: TrainState) -> tuple[Any, Any]:
-        banks, slots = update_banks(sparse, rows, state.slots, state.tables, state.step)
+    def update(sparse: RowOptimizer, summed: Summed, state: TrainState) -> tuple[Any, Any]:
+        banks, slots = update_banks(sparse, summed.rows, state.slots, state.tables, state.step, summed.fits)
         return replace(state.tables, banks=banks), slots
 
     is_mean = lambda x: isinstance(x, Tensor) and x.is_floating_point()

@@ -35,7 +35,7 @@ from funcrec.sharding import (
     send_rows,
     transport_of,
 )
-from funcrec.tables import table_tensor_problems
+from funcrec.tables import WAITING, table_tensor_problems
 from funcrec.train._state import TrainState
 
 
@@ -213,11 +213,15 @@ def mesh_problems(layout: Layout, mesh: Mesh) -> Iterator[Problem]:
 
 
 def slot_problems(state: TrainState) -> Iterator[Problem]:
-    """Every table, or bank, has slots of one entry per row."""
+    """Every table, or bank, has slots of one entry per row; gradients that wait have none, whatever their shape."""
     for n, t in state.tables.items():
         if not isinstance(state.slots, Mapping) or n not in state.slots:
             yield Problem(f"{n!r} has no slots.", describe(state.slots), f"{n!r} in `state.slots`, {{}} for none")
             continue
         for k, s in state.slots[n].items():
-            if not isinstance(s, Tensor) or s.dim() == 0 or s.shape[0] != t.shape[0]:
+            if k in WAITING:
+                what = f"slot {k!r} of {n!r} holds gradients that wait (`optim.accumulate`): they are of no row."
+                hint = "train_step(micro_batches=k), which accumulates inside of a step and leaves none"
+                yield Problem(what, describe(s), "slots of rows alone, to move or to save a state on a mesh", hint)
+            elif not isinstance(s, Tensor) or s.dim() == 0 or s.shape[0] != t.shape[0]:
                 yield Problem(f"slot {k!r} of {n!r} has no rows of its table.", describe(s), f"[{t.shape[0]}, ...]")

@@ -90,6 +90,8 @@ ROWS = [
     ("accumulate(every=0)", lambda: o.accumulate(SGD, every=0, capacity=1), ValueError, "`every` is too small"),
     ("accumulate(capacity=1.5)", lambda: o.accumulate(SGD, every=2, capacity=1.5), TypeError,
         "`capacity` is not an integer"),
+    ("accumulate(accumulate)", lambda: o.accumulate(o.clip(WAIT, max_norm=1.0), every=2, capacity=1), ValueError,
+        "`optimizer` accumulates already"),
     ("accumulate without item", lambda: o.accumulate(SGD, every=2, capacity={"user": 1}).init(TABLES), KeyError,
         "`capacity['item']` is missing"),
     ("accumulate over capacity", lambda: update(WAIT, slots=WAIT.init(TABLES)), ValueError, "got   2 entries"),

@@ -182,3 +182,15 @@ def test_retried_training_is_training_on_ranks(kind, ranks):
     for (got, made), want in ranks(2).run(real_pair, {"x": 2}, kind, 1):
         assert_trees_close(got, want)
         assert len(made) > 1
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "column_wise"])
+def test_what_waits_stays_where_ids_find_no_place(kind):
+    """A step that does not fit, the last of an accumulation, applies nothing and leaves what waits to the bit; with
+    more room it is the update."""
+    before, after, metrics, wide = overflown(fr.Mesh.emulated(x=2), kind, name="accumulate rows")
+    assert_unchanged(before, after, metrics, wide, kind)
+    waits = lambda state: [int((own["pending_rows"] >= 0).sum()) for own in state.slots.values()]
+    assert all(waits(after)) and not any(waits(wide[0]))
+    moved = [(a != b).any() for a, b in zip(wide[0].tables.values(), before.tables.values(), strict=True)]
+    assert all(moved)

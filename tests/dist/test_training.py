@@ -4,7 +4,7 @@ one process that adds the gradients of the same batches."""
 import pytest
 import torch
 from programs import training
-from programs.training import OPTIMIZERS, plan_of
+from programs.training import OPTIMIZERS, WAITING, plan_of
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close
@@ -48,6 +48,39 @@ def test_a_grid_of_four_ranks_changes_no_bit(kind, name, ranks):
         training.alone(name, 4, 5, 8),
         **rounded,
     )
+
+
+@pytest.mark.parametrize("name", WAITING)
+@pytest.mark.parametrize("kind", ONE_AXIS)
+def test_gradients_wait_on_ranks(kind, name, ranks):
+    """7 steps with two or three updates, `accumulate` alone, by table, clipped, over a clip or a schedule, give on two
+    ranks the tables, slots and dense parameters of one process that adds the same two batches, bit for bit."""
+    want = without_waiting(training.alone(name, 2, 7, 4))
+    for got in ranks(2).run(training.real, name, {"x": 2}, plan_of(kind, {"x": 2}), 7, 4, True):
+        assert_same_training(got, want)
+
+
+@pytest.mark.parametrize("kind", TWO_AXES)
+def test_gradients_wait_on_a_grid(kind, ranks):
+    """So on 2 x 2 ranks."""
+    axes = {"x": 2, "y": 2}
+    for name in ("accumulate", "accumulate rows", "accumulate lamb"):
+        want = without_waiting(training.alone(name, 4, 4, 8))
+        for got in ranks(4).run(training.real, name, axes, plan_of(kind, axes), 4, 8, True):
+            assert_same_training(got, want)
+
+
+def test_a_compiled_step_on_ranks_lets_gradients_wait(ranks):
+    """jit with donation changes steps of which some wait by the rounding of compiled dense parts only."""
+    args = ("accumulate rows", {"x": 2}, plan_of("column_wise", {"x": 2}), 4, 4, True, True)
+    want = without_waiting(training.alone("accumulate rows", 2, 4, 4))
+    assert_same_training(ranks(2).run(training.real, *args, deadline_s=300)[0], want, rtol=1e-5, atol=1e-6)
+
+
+def without_waiting(made):
+    tables, slots, *others = made
+    own = {n: {k: s for k, s in kept.items() if not k.startswith("pending")} for n, kept in slots.items()}
+    return tables, own, *others
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise"])

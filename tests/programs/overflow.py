@@ -33,10 +33,10 @@ def clone(state):
     return tree_map(torch.clone, state)
 
 
-def overflown(mesh, kind, wrap=lambda f: f):
+def overflown(mesh, kind, wrap=lambda f: f, name="adam"):
     """(the state after one ordinary step, after one that does not fit, the
     latter's metrics, and after the same batch with room)."""
-    wide, narrow = (step_of(mesh, kind, c) for c in (100, 1))
+    wide, narrow = (step_of(mesh, kind, c, name) for c in (100, 1))
     before, _ = wide(wide.init(training.params()), own(training.batch(0, 8), mesh))
     after, metrics = wrap(narrow)(clone(before), own(skewed(1, 8), mesh))
     return before, after, metrics, wide(before, own(skewed(1, 8), mesh))

@@ -31,6 +31,17 @@ OPTIMIZERS = {
         lr=0.1,
     ),
 }  # fmt: skip
+WAITING = {
+    "accumulate": lambda: fr.optim.accumulate(fr.optim.adam(lr=0.01), every=3, capacity=4096),
+    "accumulate rows": lambda: fr.optim.accumulate(fr.optim.rowwise_adagrad(lr=0.1, weight_decay=0.01), every=2,
+                                                   capacity={"a": 4096, "b": 2048, "c": 2048}),
+    "accumulate lamb": lambda: fr.optim.clip(fr.optim.accumulate(fr.optim.lamb(lr=0.01), every=2, capacity=4096),
+                                             max_value=0.01),
+    "accumulate some": lambda: fr.optim.by_table(
+        {"a": fr.optim.accumulate(fr.optim.clip(fr.optim.adam(lr=lambda step: 0.01 / (1 + step)), max_value=0.01),
+                                  every=2, capacity=4096)},
+        default=fr.optim.freeze(fr.optim.rowwise_adagrad(lr=0.1), tables=["c"])),
+}  # fmt: skip
 
 
 DTYPES = {"rounded": torch.bfloat16}  # of tables
@@ -75,7 +86,7 @@ def part(whole, rank, ranks):
 
 
 def optimizers(name):
-    return {"sparse": OPTIMIZERS[name](), "dense": fr.optim.dense(torch.optim.Adam, lr=0.01)}
+    return {"sparse": (OPTIMIZERS | WAITING)[name](), "dense": fr.optim.dense(torch.optim.Adam, lr=0.01)}
 
 
 def alone(name, ranks, steps, num_bags):
@@ -113,7 +124,7 @@ def together(name, mesh, plan, steps, num_bags, *, exact, compiled=False):
         losses.append(float(metrics["loss"]))
     layout = state.tables.layout
     gather = lambda banks: fr.sharding._tables.gather_banks(layout, banks, mesh)
-    names = {k for own in state.slots.values() for k in own}
+    names = {k for own in state.slots.values() for k in own if not k.startswith("pending")}
     slots = {n: {} for n, _ in layout.shapes}
     for k in sorted(names):
         have = {b: own[k] for b, own in state.slots.items() if k in own}
