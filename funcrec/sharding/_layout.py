@@ -131,13 +131,11 @@ def pack(layout: Layout, bank: int, tables: Mapping[str, Tensor], ranks: Sequenc
 
     A rank that is named several times gets a copy for each.
     """
-    own, first = layout.banks[bank], next(iter(tables.values()))
-    narrow = first.dim() == 1
-    shape = (len(ranks) * own.rows, *([] if narrow else [own.dim]))
-    out = blank(shape, [first, *(tables[s.table] for s in layout.shards if s.bank == bank)])
-    for s in layout.shards:
-        if s.bank != bank:
-            continue
+    own, shards = layout.banks[bank], [s for s in layout.shards if s.bank == bank]
+    parts = [tables[s.table] for s in shards]  # of this bank alone: another one's may be of another dtype
+    narrow = parts[0].dim() == 1
+    out = blank((len(ranks) * own.rows, *([] if narrow else [own.dim])), parts)
+    for s in shards:
         for i, (rank, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
             part = tables[s.table][i * s.part : (i + 1) * s.part]
             for at in (k * own.rows + start for k, r in enumerate(ranks) if r == rank):

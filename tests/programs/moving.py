@@ -42,6 +42,19 @@ def carried(state, axes, kind, others, other, name):
     return fr.gather_state(first, here), fr.gather_state(second, there)
 
 
+def first_states(params, plan, mesh):
+    """(the first state in one process, the same by `init` of a step on the mesh, the row optimizer)."""
+    sparse, dense = fr.optim.adam(lr=0.1), fr.optim.dense(torch.optim.SGD, lr=0.1)
+    make = lambda **where: fr.train_step(training.loss_fn, sparse=sparse, dense=dense, **where).init(params)
+    return make(), make(mesh=mesh, plan=plan), sparse
+
+
+def begun(params, axes, kind):
+    """A step's first state on ranks, whole."""
+    mesh = fr.Mesh.distributed(**axes)
+    return fr.gather_state(first_states(params, plan_of(kind, axes), mesh)[1], mesh)
+
+
 def full_state(name, dtype):
     """A state whose tables and slots have every kind of bits: negative zeros, NaNs with a payload, denormals."""
     params = training.params()
