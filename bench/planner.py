@@ -1,27 +1,28 @@
 """Our solver beside TorchRec's planner: its enumerator and estimators feed both, its NoopPerfModel scores both.
 
-    python bench/planner.py                                  # MLPerf's DCNv2, t180, t200, t510, t7 on 8, 16 and 128
-    devices python bench/planner.py --tasks mlperf_dcnv2 --ranks 8
+    python bench/planner.py --sets FILE                      # DCNv2, t180, t200, t510, t7 on 8, 16 and 128 devices
+    python bench/planner.py --sets FILE --tasks mlperf_dcnv2 --ranks 8
     python bench/planner.py --generated 30 --ranks 8         # tables drawn by seeds 0 to 29
     python bench/planner.py --scale                          # 1,000 tables on 128 ranks, by fr.plan, no peer
 
 A line of JSON each in results/planner.jsonl: ratings in ms of the slowest rank, the bound that no plan is below, the
-gap, CPU seconds. No device is needed. Tables: --sets FILE, of {task: {"dim", "groups": [[how many, ids per bag,
-rows]]}}.
+gap, CPU seconds. TorchRec's planner runs in a process of its own, which ends after --limit CPU seconds. No device is
+needed. FILE: {task: {"dim", "groups": [[how many, ids per bag, rows]]}}.
 """
 
 import argparse
-import datetime
 import json
 import logging
+import multiprocessing
 import random
+import resource
 import time
 import warnings
 from pathlib import Path
 
-from measure import RESULTS, digits
+from measure import RESULTS, digits, machine
 
-BATCH, LIMIT_S = 65_536, 200.0
+BATCH = 65_536
 GB = 1024**3
 
 
@@ -140,7 +141,33 @@ class Peer:
         return self.rate(plan)
 
 
-def compare(name: str, tables, ranks: int, peer_too: bool, effort: int) -> dict:
+def torchrec_plan(tables, ranks: int, limit_s: int) -> dict:
+    """What TorchRec's planner finds in so many CPU seconds."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=_in_child, args=(there, tables, ranks, limit_s))
+    child.start()
+    there.close()
+    try:
+        return here.recv()
+    except EOFError:  # the system ended it
+        return {"torchrec_ms": None, "torchrec_error": f"no plan in {limit_s} s"}
+    finally:
+        child.join()
+
+
+def _in_child(pipe, tables, ranks: int, limit_s: int) -> None:
+    began = time.process_time()
+    resource.setrlimit(resource.RLIMIT_CPU, (int(began) + limit_s, resource.RLIM_INFINITY))
+    try:
+        found = {"torchrec_ms": digits(Peer(tables, ranks).plan())}
+    except Exception as error:
+        found = {"torchrec_ms": None, "torchrec_error": f"{type(error).__name__}: {str(error)[:120]}"}
+    pipe.send({**found, "torchrec_s": digits(time.process_time() - began)})
+
+
+def compare(name: str, tables, ranks: int, effort: int, peers: dict) -> dict:
+    """One line; peers: what `torchrec_plan` gave, {} for nothing."""
     from funcrec.planner._solve import solve
 
     peer = Peer(tables, ranks)
@@ -149,31 +176,45 @@ def compare(name: str, tables, ranks: int, peer_too: bool, effort: int) -> dict:
     enumerated = time.process_time() - began
     began = time.process_time()
     found = solve(packing, effort)
-    line = {
-        "task": name,
-        "ranks": ranks,
-        "tables": len(tables),
-        "enumerate_s": digits(enumerated),
-        "seconds": digits(time.process_time() - began),
-    }
+    spent = time.process_time() - began
+    line = {"group": "planner", "case": name, "ranks": ranks, "tables": len(tables)}
+    line |= {"enumerate_s": digits(enumerated), "seconds": digits(spent)}
     if found.choices is None:
-        line |= {"error": "no plan", "excess": found.excess}
-    else:
-        line |= {
-            "ms": digits(peer.rated(packing, found.choices)),
-            "bound_ms": digits(found.bound),
-            "gap": digits(found.gap),
-        }
-    if peer_too:
-        began = time.process_time()
-        try:
-            line["torchrec_ms"] = digits(Peer(tables, ranks).plan())
-        except Exception as error:
-            line["torchrec_ms"], line["torchrec_error"] = None, f"{type(error).__name__}: {str(error)[:120]}"
-        line["torchrec_s"] = digits(time.process_time() - began)
-        if line["torchrec_ms"] and "ms" in line:
-            line["ratio"] = digits(line["torchrec_ms"] / line["ms"])
+        return {**line, "error": "no plan", "excess": found.excess, **peers}
+    line |= {
+        "ms": digits(peer.rated(packing, found.choices)),
+        "bound_ms": digits(found.bound),
+        "gap": digits(found.gap),
+    }
+    line |= peers
+    if peers.get("torchrec_ms"):
+        line["ratio"] = digits(peers["torchrec_ms"] / line["ms"])
+        line["law"] = "green" if line["ms"] <= peers["torchrec_ms"] * (1 + 1e-6) else "red"  # never worse
     return line
+
+
+def scale(num_tables: int, ranks: int, effort: int) -> dict:
+    """fr.plan by its own costs."""
+    import funcrec as fr
+
+    draw = random.Random(0)
+    each = [(int(10 ** draw.uniform(2, 7.7)), draw.choice([16, 32, 64, 128]), int(10 ** draw.uniform(0, 2)))
+        for _ in range(num_tables)]  # fmt: skip
+    tables = [fr.TableConfig(f"t{i}", rows, dim) for i, (rows, dim, _) in enumerate(each)]
+    features = [fr.FeatureConfig(t.name, table=t.name) for t in tables]
+    used = {t.name: fr.TableConstraint(pooling_factor=float(ids), zipf=1.05) for t, (_, _, ids) in zip(tables, each)}
+    began = time.process_time()
+    plan = fr.plan(tables, features, {"model": ranks}, batch_size=BATCH, constraints=used, effort=effort)
+    line = {"group": "planner", "case": "scale", "ranks": ranks, "tables": num_tables}
+    spent = digits(time.process_time() - began)
+    return line | {"seconds": spent, "ms": digits(plan.report.seconds * 1e3), "gap": digits(plan.gap)}
+
+
+def write(line: dict, out: Path) -> None:
+    line = {**machine(), **line}
+    print(json.dumps(line), flush=True)
+    with out.open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def main() -> None:
@@ -183,22 +224,24 @@ def main() -> None:
     parser.add_argument("--sets", type=Path, help="a JSON file of tasks")
     parser.add_argument("--tasks", default="mlperf_dcnv2,t180,t200,t510,t7")
     parser.add_argument("--generated", type=int, default=0)
+    parser.add_argument("--scale", action="store_true")
     parser.add_argument("--ranks", default="8,16,128")
     parser.add_argument("--effort", type=int, default=1)
-    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--limit", type=int, default=200, help="CPU seconds of TorchRec's planner; 0 for none of it")
     parser.add_argument("--out", type=Path, default=RESULTS / "planner.jsonl")
     options = parser.parse_args()
+    if options.scale:
+        return write(scale(1000, 128, options.effort), options.out)
     sets = {f"generated {i}": generated(i) for i in range(options.generated)}
-    if not options.generated:
+    if not sets:
+        if options.sets is None:
+            parser.error("--sets FILE, --generated N or --scale")
         given = json.loads(options.sets.read_text())
         sets = {n: tables_of(given[n]) for n in options.tasks.split(",")}
     for name, tables in sets.items():
         for ranks in map(int, options.ranks.split(",")):
-            line = compare(name, tables, ranks, not options.no_peer, options.effort)
-            line = {"date": datetime.date.today().isoformat(), **line}
-            print(json.dumps(line), flush=True)
-            with options.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            peers = torchrec_plan(tables, ranks, options.limit) if options.limit else {}
+            write(compare(name, tables, ranks, options.effort, peers), options.out)
 
 
 if __name__ == "__main__":
