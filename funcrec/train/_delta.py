@@ -59,7 +59,10 @@ def delta(logged: Logged, since: Size | Tensor = 0, *, mesh: Mesh | None = None)
     Args:
       logged: what a step of `fr.logged` gave; its `steps` may be 0.
       since: a version of this log: that of the last Delta, or `logged.log.version` at a checkpoint; 0 for where the log
-        was begun. A call of `rewind` is a change, too: the rows that it put back are among those since then.
+        was begun. A call of `rewind` is a change, too: the rows that it put back are among those since then. Since a
+        version before a step that was taken from another state, such as one that was restored, these are all rows.
+        Versions are numbers of one log, and of one line of steps: those of another log, or of steps that were
+        taken from the same value a second time, are not told from it.
       mesh: of a state that lies on one. On real ranks each gets the rows that it holds, of tables
         cut by columns its columns: together these are all.
 
@@ -87,6 +90,7 @@ def delta(logged: Logged, since: Size | Tensor = 0, *, mesh: Mesh | None = None)
     check(call, stamp_problems(logged, mesh))
     since = int(since)
     check(call, since_problems(since, logged))
+    since = since if since >= int(logged.log.begun) else -1  # below every row's last change: all rows
     state, out = logged.state, {}
     for n, found in (pair for own in logged.log.touched for pair in parts_of(own, state, since, mesh)):
         out.setdefault(n, []).append(found)

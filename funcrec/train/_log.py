@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from funcrec.core import mix, pytree, ravel, replace, tree_flatten, tree_leaves, tree_unflatten
-from funcrec.mesh import Mesh, P, bits_of
+from funcrec.mesh import Mesh, P, bits_of, pmin
+from funcrec.sharding import DenseShard
 from funcrec.tables import RowGrads, with_parts
 from funcrec.train._state import TrainState
 
@@ -53,13 +54,15 @@ class DeltaLog:
     """The last K steps of a state, and which of its rows changed when: what `logged` keeps.
 
     version: i64[], how many changes there were: steps and rewindings. kept: i64[], how many steps are held, of which
-    the next one is written at `place`, i64[]. stamp: i64[1], of the state that it belongs to. touched: by the form of
-    tables. whole: bits [K, E] of what changes whole in every step. num_steps: K.
+    the next one is written at `place`, i64[]. begun: i64[], the first version of these tables: of what was before it is
+    not known which rows changed. stamp: i64[1], of the state that it belongs to. touched: by the form of tables. whole:
+    bits [K, E] of what changes whole in every step. num_steps: K.
     """
 
     version: Tensor
     kept: Tensor
     place: Tensor
+    begun: Tensor
     stamp: Tensor
     touched: tuple[Touched, ...]
     whole: tuple[Tensor, ...]
@@ -123,7 +126,7 @@ def begin_log(state: TrainState, waiting: Sequence[str], num_steps: int, room: M
         rows, over, last = zeros(num_steps, places) - 1, zeros(num_steps), zeros(sum(heights) + 1)
         touched.append(Touched(rows, old, over, last, tables))
     kept = [zeros(num_steps, x.shape[0], dtype=x.dtype) for x in flat_bits((state.step, whole))]
-    return DeltaLog(zeros(), zeros(), zeros(), stamp_of(state), tuple(touched), tuple(kept), num_steps)
+    return DeltaLog(zeros(), zeros(), zeros(), zeros(), stamp_of(state), tuple(touched), tuple(kept), num_steps)
 
 
 def stamp_of(state: TrainState) -> Tensor:
@@ -138,19 +141,33 @@ def stamp_of(state: TrainState) -> Tensor:
 def recorded(
     log: DeltaLog, waiting: Sequence[str], grads: Mapping[str, RowGrads], old: TrainState, new: TrainState
 ) -> DeltaLog:
-    """The log with the step from `old` to `new`, of which `grads` name the rows; one that did nothing is none."""
+    """The log with the step from `old` to `new`, of which `grads` name the rows; one that did nothing is none. A log of
+    another state than `old` forgets its steps, and is begun anew with this one."""
     took = (new.step != old.step).to(torch.int64)
+    is_own = belongs(log, old)
     version = log.version + took
+    begun = torch.where(is_own | (took == 0), log.begun, version)
+    stamp = torch.where(took == 0, log.stamp, stamp_of(new))
     of_rows, whole = rows_and_whole(old, waiting)
     named = rows_named(grads, old.slots, waiting)
     at = log.place[None]
     touched = tuple(recorded_rows(t, of_rows, named, version, at, log.num_steps) for t in log.touched)
     if log.num_steps == 0:
-        return replace(log, version=version, stamp=stamp_of(new), touched=touched)
+        return replace(log, version=version, begun=begun, stamp=stamp, touched=touched)
     now = flat_bits((old.step, whole))
     held = tuple(x.index_put((at,), y[None]) for x, y in zip(log.whole, now, strict=True))
-    kept = log.kept.clamp(max=log.num_steps - 1) + took  # the oldest one's place is written over in any case
-    return DeltaLog(version, kept, (log.place + took) % log.num_steps, stamp_of(new), touched, held, log.num_steps)
+    # the oldest one's place is written over in any case
+    kept = torch.where(is_own, log.kept.clamp(max=log.num_steps - 1), 0) + took
+    return DeltaLog(version, kept, (log.place + took) % log.num_steps, begun, stamp, touched, held, log.num_steps)
+
+
+def belongs(log: DeltaLog, state: TrainState) -> Tensor:
+    """bool[]: whether the log is of the state; each rank's stamp is of its part of dense parameters: all are asked."""
+    is_own = (log.stamp == stamp_of(state)).all()
+    cut = [
+        x for x in tree_leaves(state.dense, is_leaf=lambda x: isinstance(x, DenseShard)) if isinstance(x, DenseShard)
+    ]
+    return pmin(is_own.long(), cut[0].axes) > 0 if cut else is_own
 
 
 def rows_named(grads: Mapping[str, RowGrads], slots: Mapping, waiting: Sequence[str]) -> dict[str, Tensor]:
@@ -254,4 +271,4 @@ def begins(ordered: Tensor) -> Tensor:
 def log_specs(mesh: Mesh, num_steps: int) -> DeltaLog:
     """Each rank has its own log; how many steps it holds is the same on all."""
     own = P(mesh.axis_names)
-    return DeltaLog(P(), P(), P(), own, own, own, num_steps)
+    return DeltaLog(P(), P(), P(), P(), own, own, own, num_steps)

@@ -42,9 +42,11 @@ class Logged:
 
     Args:
       state: as the step alone has it: this is what is evaluated, gathered, and moved to another plan.
-      log: of this state and no other, as a stamp of its step, key and dense parameters tells (tables that
-        are changed by hand between two steps it does not know); `log.version`, i64[], is the number of changes so far:
-        steps, and calls of `rewind`.
+      log: of this state and no other, as a stamp of its step, key and dense parameters tells. It does not know of
+        tables and slots that are changed by hand between two steps, nor two states apart that differ in these alone
+        (without dense parameters, two trainings of one key): for such a state begin a log, `logged.init(state)`. A step
+        from a state of another stamp, such as one that was restored, begins the log anew. `log.version`,
+        i64[], is the number of changes so far: steps, and calls of `rewind`.
       waiting: of the row optimizer (`RowOptimizer.waiting`).
 
     Example:

@@ -94,7 +94,7 @@ def test_everything_that_is_logged_is_written_in_place():
     step = logged("rowwise_adagrad")
     lowered = donated(step).lower(step.init(params()), BATCHES[0])
     moved = set(lowered.donated) - set(lowered.written)
-    numbers = {"state.log.version", "state.log.kept", "state.log.place", "state.log.stamp", "state.state.step"}
+    numbers = {f"state.log.{n}" for n in ("version", "kept", "place", "begun", "stamp")} | {"state.state.step"}
     assert {p for p in moved if "dense" not in p} == numbers | {"state.state.key"}
 
 
@@ -139,6 +139,46 @@ def test_a_log_of_another_state_is_refused():
     for state in (other.state, keyed.state, replace(run.state, step=run.state.step + 1)):
         with pytest.raises(ValueError, match="the log is of another state"):
             fr.rewind(replace(run, state=state))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_log_beside_a_restored_state_is_begun_anew(compiled, interpreted):
+    """A step from a state that is not the log's forgets the steps before it: that one step can be undone, and a delta
+    since any version before it has every row; 0 steps and versions behind it are as ever."""
+    step = logged("adam")
+    fast = fr.jit(step) if compiled else step
+    run = step.init(params())
+    before, run = states(fast, run, BATCHES[:4])
+    sent, version = run.state.tables, run.log.version
+    best = before[2]
+    run, _ = fast(replace(run, state=best), BATCHES[4])
+    same(fr.rewind(run, 1).state, best)
+    with pytest.raises(ValueError, match=r"2 steps cannot be undone.\n  got   1 steps held"):
+        fr.rewind(run, 2)
+    for since, tables in ((version, sent), (0, before[0].tables), (1, before[1].tables)):
+        same(fr.apply_delta(tables, fr.delta(run, since)), run.state.tables)
+    then = run
+    run, _ = fast(run, BATCHES[5])
+    same(fr.rewind(run, 2).state, best)
+    same(fr.apply_delta(then.state.tables, fr.delta(run, then.log.version)), run.state.tables)
+    assert sum(x.rows.numel() for (x,) in fr.delta(run, then.log.version).tables.values()) < 24
+    same(fr.apply_delta(sent, fr.delta(run, version)), run.state.tables)
+
+
+def test_a_restored_state_on_a_mesh_begins_its_log_anew():
+    """So it is on a mesh, where only some ranks' parts of the dense parameters differ, too."""
+    mesh = fr.Mesh.emulated(x=2)
+    plan = training.plan_of("row_wise", {"x": 2})
+    step = logged("adam", mesh=mesh, plan=plan, dense_axes=("x",))
+    run = step.init(params())
+    before, run = states(step, run, [fr.shard(training.batch(i, 8), fr.P(("x",)), mesh=mesh) for i in range(3)])
+    dense = before[3].dense
+    on_rank_1 = lambda x: torch.cat([x[: x.shape[0] // 2], x[x.shape[0] // 2 :] + 1])
+    other = replace(before[3], dense=fr.tree.map(on_rank_1, dense))
+    run, _ = step(replace(run, state=other), fr.shard(training.batch(3, 8), fr.P(("x",)), mesh=mesh))
+    assert int(run.log.kept) == 1
+    assert int(run.log.begun) == int(run.log.version) == 4
+    same(fr.rewind(run, 1, mesh=mesh).state, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
