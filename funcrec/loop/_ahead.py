@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from funcrec.compile import Halves, leaf_key
-from funcrec.core import Problem, fast_flatten, map_tensors, message
+from funcrec.core import Problem, fail, fast_flatten, map_tensors, message
 from funcrec.jagged import KeyedJaggedTensor
-from funcrec.mesh import Twins, tell
+from funcrec.mesh import Twins, form_text, tell
 from funcrec.tables import Batch
 
 CALL = "funcrec.pipeline"
+LEAVE_S = 1.0  # how long a rank that leaves waits for the others to come to what its thread exchanges
 
 
 class Told(IntEnum):
@@ -52,6 +53,14 @@ class Ready:
 
     def __repr__(self) -> str:
         return f"Ready({self.batch!r})"
+
+    def __getattr__(self, name: str):
+        """What is there is the batch's: it is not looked up here, where names of fields would hide its own."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        got, need = f"`.{name}` of {type(self).__name__}", "the batch in it"
+        what, hint = "a batch that is ready has no fields of its own.", f"batch.batch.{name}"
+        fail(CALL, what, got=got, need=need, hint=hint, kind=AttributeError)
 
 
 class Ahead:
@@ -133,13 +142,16 @@ class Ahead:
             raise self.error or RuntimeError(message(CALL, [GONE]))
         self.permits.pop(one.number, None)
 
-    def close(self) -> None:
-        """End the thread, behind what the other ranks' threads wait for."""
+    def close(self, wait_s: float | None = LEAVE_S) -> None:
+        """End the thread, behind what the other ranks' threads wait for. They may wait for this rank's loop themselves:
+        then the thread is left to end with theirs."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()
         if self.thread is not None:
-            self.thread.join()
+            self.thread.join(None if self.twins is None else wait_s)
+            if self.thread.is_alive():  # it reads what others have begun
+                return
         self.ready.clear()
         self.permits.clear()
 
@@ -172,8 +184,9 @@ class Ahead:
                 if number >= self.limit:  # closing, and nobody waits for this rank
                     return
             told, batch, error = self.fetch(items, like)
-            form = None if batch is None or self.twins is None else form_of(batch)
-            if not self.is_go(told, form, error):
+            has = told in (Told.HAS, Told.BLANK)
+            form, text = (form_of(batch), form_text(batch)) if has and self.twins is not None else (None, "")
+            if not self.is_go(told, number, text, error):
                 return
             one, like = Ready(self, number, batch, form), batch
             with self.changed:
@@ -196,10 +209,10 @@ class Ahead:
         except BaseException as error:
             return Told.FAILED, None, error
 
-    def is_go(self, own: Told, form: Any, error: BaseException | None) -> bool:
+    def is_go(self, own: Told, number: int, form: str, error: BaseException | None) -> bool:
         """Whether all ranks go on with this batch; raises on all of them where one cannot."""
-        number = 0 if form is None else digest(form)
-        told = [[own, number]] if self.twins is None else tell(self.twins.world, [own, number])
+        mine = [own, digest(form)]
+        told = [mine] if self.twins is None else tell(self.twins.world, mine)
         who = lambda *kinds: [r for r, (x, _) in enumerate(told) if x in kinds]
         if error is not None:
             raise error
@@ -215,10 +228,12 @@ class Ahead:
             what = "the ranks have different numbers of batches."
             got = f"ranks {bare} have no more, ranks {who(Told.HAS)} have"
             hint = "batches of fr.Batch with weights, or blank=lambda batch: one of that form that counts for nothing"
+            if not number:
+                hint = "a batch for every rank: those have had none, of which a blank one could be made"
             raise ValueError(message(CALL, [Problem(what, got, "as many on all, or blank ones", hint)]))
-        if len({number for _, number in told}) > 1:
-            what, got = "the ranks' batches have different forms.", f"{describe_form(form)} here, another elsewhere"
-            hint = "pad_to of one capacity, and batches of one size"
+        if len({form for _, form in told}) > 1:
+            what, got = "the ranks' batches have different forms.", f"{form or 'no leaves'} here, another elsewhere"
+            hint = "the same keys, pad_to of one capacity, and batches of one size"
             raise ValueError(message(CALL, [Problem(what, got, "one form on all ranks", hint)]))
         return True
 
@@ -288,14 +303,8 @@ def form_of(batch: Any) -> tuple:
     return structure, tuple(map(leaf_key, leaves))
 
 
-def describe_form(form: tuple) -> str:
-    shapes = [f"{str(k[2]).removeprefix('torch.')}{list(k[1])}" for k in form[1] if len(k) > 2]
-    return ", ".join(shapes) or "no tensors"
-
-
-def digest(form: tuple) -> int:
-    """Of shapes and dtypes, the same on all ranks."""
-    return int.from_bytes(hashlib.sha256(describe_form(form).encode()).digest()[:7], "big")
+def digest(form: str) -> int:
+    return int.from_bytes(hashlib.sha256(form.encode()).digest()[:7], "big")
 
 
 def blank(batch: Any) -> Any:

@@ -61,9 +61,14 @@ def pipeline(
 
     Raises: what the loader raises, at its place, and RuntimeError on the other ranks; ValueError for ranks with batches
       of different forms, or numbers; TypeError for a ready batch under vmap, grad, or of a state that requires grad. It
-      ends without a thread: behind the last batch, `break`, an exception, an interrupt.
+      ends without a thread: behind the last batch, `break`, an exception, an interrupt. (On ranks a loop that is left
+      early waits 1 s for its thread; one that must still exchange with other ranks ends by itself, when they do.)
 
-    Law: states and metrics are those of the plain loop, bit for bit.
+    Law: states and metrics are those of the plain loop, bit for bit, of batches that stay as they are once the loader
+      gave them: one that writes each batch into the same memory writes over those that are ahead (give clones).
+
+    Batches are made in another thread, on each rank at its own time: a loader must not exchange over the groups that
+      the step exchanges over, the mesh's or the default one, but over a group of its own (`dist.new_group`).
 
     Cost: `depth` + 1 batches (with `device` two more on their way), and of each what was exchanged: of a lookup the
       rows sent here, about as many integers as a rank's ids have room for, times the ranks (`pipe.routed_bytes` says
@@ -74,9 +79,9 @@ def pipeline(
     few numbers (has a batch, or why not), then the ids. Which batches those are follows from how many the loop has
     taken, and whether their ids are exchanged from its steps; so ranks whose loops do the same pair the same exchanges,
     whenever they come to them. A loop that ends early lets its thread finish what the others' threads begin. (A rank
-    that leaves alone keeps the others waiting as long as it does in a plain loop: until it ends, or `timeout_s`.) On
-    CUDA the loop itself launches the next batch's exchange, on a stream of its own, before it computes: in one order on
-    all ranks.
+    that leaves alone is out within 1 s; it keeps the others waiting as in a plain loop: until it ends, or `timeout_s`.
+    Before it begins again on that pipeline it waits for its thread.) On CUDA the loop itself launches the next batch's
+    exchange, on a stream of its own, before it computes: in one order on all ranks.
 
     Example:
       >>> import torch, funcrec as fr
@@ -142,7 +147,7 @@ class Pipeline:
 
     def start(self, batches: Iterable, blank: Callable) -> Iterator[Ready]:
         if self.under_way is not None:
-            self.under_way.close()
+            self.under_way.close(wait_s=None)
         if self.twins is None and self.mesh is not None and not self.mesh.is_emulated:
             self.twins = twins_of(self.mesh)
             self.stream = None if self.mesh.device_mesh.device_type == "cpu" else torch.cuda.Stream()

@@ -1,6 +1,7 @@
 """Ranks in a grid with named axes: exchanges between them, collectives, and one rank's function run on all."""
 
 import funcrec.core as _core
+from funcrec.mesh._alike import form_text as form_text
 from funcrec.mesh._alike import others_changed as others_changed
 from funcrec.mesh._alike import staged as staged
 from funcrec.mesh._axes import Axis as Axis

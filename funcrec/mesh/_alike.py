@@ -51,6 +51,12 @@ def form_of(x: Any) -> str:
     return f"{keys}{', '.join(names)}"
 
 
+def form_text(tree: Any) -> str:
+    """The form of every leaf with its path, a jagged value being one: text that ranks can compare."""
+    named = torch_tree.tree_flatten_with_path(tree, is_leaf=is_jagged)[0]
+    return "; ".join(sorted(f"{torch_tree.keystr(path)} {form_of(x)}".strip() for path, x in named))
+
+
 def apart_over_ranks(told: Sequence[Told], axes: Sequence[str], device: torch.device) -> Iterator[Problem]:
     """What differs on the ranks of the axes, where values are read; all of them say the same of it."""
     text = write(told)

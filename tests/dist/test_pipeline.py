@@ -4,6 +4,7 @@ import pytest
 from programs import piped, training
 
 import funcrec as fr
+from funcrec.testing import RankPool
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -57,9 +58,10 @@ def test_ranks_that_run_out_of_data(ranks):
 @pytest.mark.parametrize("how, mine, theirs", [
     ("raises", "LookupError: no such file", "RuntimeError: funcrec.pipeline: the batches of another rank"),
     ("form", "ValueError: funcrec.pipeline: the ranks' batches have different forms", None),
+    ("keys", "ValueError: funcrec.pipeline: the ranks' batches have different forms.\n  got   .ids keys ['u', ", None),
 ])  # fmt: skip
 def test_what_breaks_on_one_rank_is_told_on_all(how, mine, theirs, ranks):
-    """A loader that raises, or a batch of another form, on one rank ends the loop behind the same batch on all of them,
+    """A loader that raises, a batch of another form or of other keys on one rank ends the loop behind one batch on all,
     and they can begin anew."""
     for rank, (told, count, same, threads) in enumerate(ranks(2).run(piped.broken, how, deadline_s=120)):
         assert told.startswith(mine if rank == 1 or theirs is None else theirs), told
@@ -69,6 +71,20 @@ def test_what_breaks_on_one_rank_is_told_on_all(how, mine, theirs, ranks):
 def test_loops_that_are_left_early(ranks):
     """Ranks that leave their loop at one place, and at different times, begin another: exchanges pair, no hang."""
     assert ranks(2).run(piped.left_early, deadline_s=60) == [(True, [])] * 2
+
+
+def test_a_rank_that_leaves_before_its_step_is_out():
+    """A rank that leaves alone, before its first step, need not wait for the others, which wait for it: they do until
+    the timeout."""
+    with RankPool(2, timeout_s=20) as pool:
+        mine, theirs = pool.run(piped.left_alone, 6.0, deadline_s=60)
+    assert mine < 4 < theirs
+
+
+def test_a_rank_without_any_batch(ranks):
+    """A rank that has not had a batch has none to make a blank one of: all are told so."""
+    for told, left in ranks(2).run(piped.none_at_all, deadline_s=60):
+        assert "ranks [0] have no more, ranks [1] have" in told and "a batch for every rank" in told and not left
 
 
 def test_a_slow_exchange_of_ids_is_hidden(ranks):

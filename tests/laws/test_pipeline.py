@@ -129,6 +129,9 @@ def test_batches_are_steps_of_a_loop_of_ones_own():
     for batch in [held[3], torch.tensor(10.0), held[1]]:
         state, _ = pipe(state, batch)
     assert float(state) == 14 and is_alone()
+    with pytest.raises(AttributeError, match=r"(?s)funcrec.pipeline: .*`.sum` of Ready.*try   batch.batch.sum"):
+        held[0].sum()
+    assert not hasattr(held[0], "label") and not hasattr(held[0], "__len__")
     one, two = pipe.ahead(numbers(2)), pipe.ahead(numbers(2))
     assert next(two) is not None
     with pytest.raises(RuntimeError, match="has begun with other batches"):

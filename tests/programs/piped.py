@@ -152,7 +152,7 @@ def uneven():
 
 
 def broken(how):
-    """Rank 1 alone has a loader that raises, or a batch of another form, at batch 2; then both run once more.
+    """Rank 1 alone has a loader that raises, or a batch of another form or other keys, at batch 2; then both run anew.
 
     (what this rank is told, the steps before it, whether the second run is a plain loop, threads left)"""
     mesh, plan = mesh_of({"x": 2}), training.plan_of("row_wise", {"x": 2})
@@ -164,7 +164,9 @@ def broken(how):
             if i == 2 and mesh.coordinates["x"] == 1:
                 if how == "raises":
                     raise LookupError("no such file")
-                yield own(mesh, i, room=ROOM + 8)
+                odd = own(mesh, i, room=ROOM + 8 * (how == "form"))
+                ids = fr.KeyedJaggedTensor(odd.ids.values, odd.ids.offsets, keys=("u", "x"))
+                yield fr.Batch(ids, odd.label) if how == "keys" else odd
             yield own(mesh, i)
 
     try:
@@ -174,6 +176,31 @@ def broken(how):
         told = f"{type(error).__name__}: {error}"
     again = [own(mesh, i) for i in range(3)]
     return told, seen, is_same(run(pipe, state, again), loop(step, state, again)), threads()
+
+
+def left_alone(timeout_s):
+    """Rank 0 leaves its loop before the first step: after how many seconds each rank is out."""
+    mesh, plan = fr.Mesh.distributed(x=2, timeout_s=timeout_s), training.plan_of("row_wise", {"x": 2})
+    step, state = step_of(mesh, plan)
+    pipe, batches, begin = fr.pipeline(step, mesh=mesh), [own(mesh, i) for i in range(3)], time.perf_counter()
+    try:
+        for batch in pipe.ahead(batches):
+            if mesh.coordinates["x"] == 0:
+                raise LookupError
+            pipe(state, batch)
+    except (LookupError, RuntimeError):
+        pass
+    return time.perf_counter() - begin
+
+
+def none_at_all():
+    """Rank 0 has no batch: what each rank is told."""
+    mesh = mesh_of({"x": 2})
+    step, state = step_of(mesh, training.plan_of("row_wise", {"x": 2}))
+    try:
+        list(fr.pipeline(step, mesh=mesh).run(state, [own(mesh, 0)] * mesh.coordinates["x"]))
+    except ValueError as error:
+        return str(error), threads()
 
 
 def left_early():
