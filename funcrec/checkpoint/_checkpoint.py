@@ -19,7 +19,7 @@ from funcrec.checkpoint._files import as_path, open_file
 from funcrec.checkpoint._first_format import read_first
 from funcrec.checkpoint._folder import Files, is_folder, read_manifest
 from funcrec.checkpoint._format import read_header
-from funcrec.checkpoint._job import copy_problems, copy_rest, job_of
+from funcrec.checkpoint._job import copy_problems, copy_rest, job_of, step_problems
 from funcrec.checkpoint._place import Reader, Target, axes_of, device_of, place_of, placed, target_problems
 from funcrec.checkpoint._saving import Saving, crew_beside, finish, go_on, num_live, settle
 from funcrec.core import Count, Size, check, fail, typed
@@ -61,8 +61,9 @@ def save(
     Args:
       mesh: of a sharded tree; its layouts tell it where it is not given. With it any tree is written by all ranks.
       keep: `path` is a folder of checkpoints, made where it is not there: this one is called by its step, and when it
-        is whole all but the newest `keep` are removed (see `latest`).
-      step: the number that names it; by default that of the first TrainState in the tree.
+        is whole all others but the keep - 1 of the highest steps are removed, by their steps and not by when they were
+        saved (see `latest`). Files of other kinds and folders' other contents stay.
+      step: the number that names it, with `keep`; by default that of the first TrainState in the tree.
       asynchronous: return when what is to be written is copied; a thread writes it, and the state may be donated
         meanwhile. The next save waits for it, and so does the end of the program.
       copy_bytes: the most that the copy may take on this rank: what is beyond it is written before the call returns.
@@ -83,7 +84,7 @@ def save(
       {'w': tensor([1., 1.]), 'epoch': 3}
     """
     path = as_path(SAVE, path)
-    check(SAVE, transform_problems(), copy_problems(asynchronous, copy_bytes))
+    check(SAVE, transform_problems(), copy_problems(asynchronous, copy_bytes), step_problems(keep, step))
     settle()
     job = job_of(path, tree, mesh, keep, step, asynchronous)
     if not asynchronous:
@@ -117,12 +118,13 @@ def load(
       like: a tree to compare with; every path whose kind, shape or dtype differs, or that only one has, is told.
       device: where the tensors go; by default where they were saved from, with a mesh of ranks that of this rank.
       plan, mesh, exact, codec, dedup, dense_axes: as of the `train_step` that goes on: every TrainState in the tree is
-        laid out so, and each rank reads of the tables what it is to hold. All ranks call it.
+        laid out so, and each rank reads of the tables what it is to hold. All ranks call it. With a mesh alone the
+        tables are plain, whole on every rank, and on its device.
       sparse: the row optimizer of that step, which says what tables may share a bank. Without it each has its own:
         right under any optimizer, in more exchanges.
       mmap: tensors on the CPU have the file's memory, which the system may take back and read again; what is written to
-        them is in this process alone. Every byte is read once, to its CRC. A tensor that lies in several files, or in a
-        file of an older format, is read as without it.
+        them is in this process alone. Not with a plan, whose ranks read parts. Every byte is read once, to its CRC. A
+        tensor that lies in several files, or in a file of an older format, is read as without it.
 
     Raises: ValueError for a file that is truncated, damaged (every byte is under a CRC) or no checkpoint, and for a
       tree unlike `like`; FileNotFoundError. Of a folder the file and the rows that are missing or damaged are named.

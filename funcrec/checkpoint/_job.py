@@ -125,12 +125,18 @@ def forget(folder: Path, files: Sequence[Path]) -> None:
         return
     for path in files:
         if path.name not in named:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # as on a disk that may not be written to: the save has its own error
+                path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # it holds another save
         os.rmdir(folder)
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def step_problems(keep: int | None, step: int | None) -> Iterator[Problem]:
+    if step is not None and keep is None:
+        yield Problem("`step` names one of a folder's checkpoints.", "keep=None", "keep=n", "keep=3")
 
 
 def copy_problems(asynchronous: bool, copy_bytes: int | None) -> Iterator[Problem]:

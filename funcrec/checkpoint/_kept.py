@@ -12,7 +12,7 @@ from pathlib import Path
 from funcrec.checkpoint._code import CodeError
 from funcrec.checkpoint._files import as_path, open_file, sync_folder
 from funcrec.checkpoint._folder import MANIFEST, OURS, is_folder, read_manifest
-from funcrec.checkpoint._format import read_header
+from funcrec.checkpoint._format import MAGIC, read_header
 from funcrec.checkpoint._parts import Seen
 from funcrec.checkpoint._saving import finish
 from funcrec.core import fail, typed
@@ -91,10 +91,13 @@ def remove_all(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: what is removed by half is not one any more."""
+    """Remove a checkpoint, and nothing else that has such a name: what is removed by half is not one any more."""
     with contextlib.suppress(OSError):
         if not is_folder(path):
-            os.unlink(path)
+            with open_file("funcrec.save", path) as file:
+                is_ours = file.read(len(MAGIC)) == MAGIC
+            if is_ours:
+                os.unlink(path)
             return
         os.unlink(path / MANIFEST)
         for name in os.listdir(path):

@@ -25,6 +25,7 @@ from funcrec.sharding import Plan
 from funcrec.tables import FeatureConfig, TableConfig
 
 CALL = "python -m funcrec plan"
+WRONG = (OSError, ImportError, KeyError, TypeError, ValueError)
 NEEDED = ("tables", "features", "mesh", "batch_size")
 
 
@@ -40,14 +41,18 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         made = plan_of(read(options.spec))
-    except (OSError, ImportError, KeyError, TypeError, ValueError) as error:
+    except WRONG as error:
         print(error, file=sys.stderr)
         return 1 if "do not fit into memory" in str(error) else 2
     print(made.table())
-    if options.out:
-        options.out.write_text(made.to_json())
-    if options.picture:
-        made.draw().savefig(options.picture)
+    try:
+        if options.out:
+            options.out.write_text(made.to_json())
+        if options.picture:
+            made.draw().savefig(options.picture)
+    except WRONG as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 
@@ -82,7 +87,7 @@ def plan_of(spec: Any) -> Plan:
 
 def _dtype(table: Mapping) -> dict:
     name = table.get("dtype")
-    return {"dtype": getattr(torch, name)} if isinstance(name, str) and hasattr(torch, name) else {}
+    return {"dtype": getattr(torch, name)} if name is not None else {}
 
 
 # -- validators --------------------------------------------------------------------------------------------------
@@ -102,6 +107,9 @@ def spec_problems(spec: Any) -> Iterator[Problem]:
         yield Problem(f"the file has an unknown `{name}`.", f"{name!r}", f"one of {names}", f"{near!r}", KeyError)
     for key, config in (("tables", TableConfig), ("features", FeatureConfig)):
         yield from _config_problems(key, spec.get(key, []), config)
+    codec, known = spec.get("codec"), list(inspect.signature(Codec).parameters)
+    for name in (n for n in (codec if isinstance(codec, Mapping) else ()) if n not in known):
+        yield Problem("`codec` has an unknown key.", f"{name!r}", f"one of {known}", kind=KeyError)
     name = spec.get("optimizer")
     if name is not None and (not isinstance(name, str) or name.startswith("_") or name not in OPTIMIZERS):
         yield Problem("`optimizer` is unknown.", repr(name), f"one of {list(OPTIMIZERS)}")
@@ -118,6 +126,11 @@ def _config_problems(key: str, given: Any, config: Callable) -> Iterator[Problem
         for name in (n for n in x if n not in fields):
             near = nearest(str(name), fields)
             yield Problem(f"`{key}[{i}]` has an unknown key.", f"{name!r}", f"one of {fields}", f"{near!r}", KeyError)
+        dtype = x.get("dtype")
+        if dtype is not None and not (isinstance(dtype, str) and isinstance(getattr(torch, dtype, 0), torch.dtype)):
+            yield Problem(
+                f"`{key}[{i}]['dtype']` is not a dtype.", f"{dtype!r}", "the name of one of torch", '"bfloat16"'
+            )
 
 
 OPTIMIZERS = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "adamw", "partial_rowwise_adam", "lamb",

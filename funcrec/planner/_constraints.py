@@ -7,6 +7,8 @@ from typing import Any
 from funcrec.core import Problem, check, describe, field_problems, nearest, plain_numbers
 from funcrec.sharding import Kind
 
+MOST_IDS = 1e9  # of a bag
+
 
 @plain_numbers
 @dataclass(frozen=True)
@@ -66,11 +68,11 @@ def constraint_problems(c: TableConstraint, path: str) -> Iterator[Problem]:
     if c.min_partition < 1:
         yield Problem(f"`{path}min_partition` is too small.", f"{c.min_partition}", "an int >= 1")
     told = c.pooling_factor.values() if isinstance(c.pooling_factor, Mapping) else [c.pooling_factor or 0.0]
-    if not all(0 <= x < float("inf") for x in told):
+    if not all(0 <= x <= MOST_IDS for x in told):
         yield Problem(
             f"`{path}pooling_factor` is out of range.",
             f"{c.pooling_factor}",
-            "finite numbers >= 0",
+            f"numbers from 0 to {MOST_IDS:.0e}",
             "pooling_factor=20.0",
         )
     if not 0 <= c.zipf < float("inf"):
@@ -102,7 +104,7 @@ def given_problems(constraints: Any, tables: Sequence[str], features: Mapping[st
             )
         elif isinstance(c, Mapping):
             for key in (k for k in c if k not in names):
-                near = nearest(str(key), names)
+                near = next((n for n in names if n.startswith(str(key))), None) or nearest(str(key), names)
                 yield Problem(
                     f"`constraints[{table!r}]` has an unknown key.",
                     f"{key!r}",

@@ -13,7 +13,7 @@ from typing import Any
 from funcrec.core import Problem, check, describe, fail, typed
 from funcrec.mesh import AxisName, Mesh
 from funcrec.sharding._placement import OF_TWO_AXES, ON_ONE_PLACE, Kind, Placement, axis_names
-from funcrec.sharding._report import Report
+from funcrec.sharding._report import Report, report_problem
 from funcrec.tables import TableConfig, table_list_problems
 
 VERSION = 1  # of the text
@@ -263,7 +263,15 @@ def text_problems(text: str) -> Iterator[Problem]:
     elif own["version"] != VERSION:
         yield Problem("`text` is of another version.", f"version {own['version']!r}", f"version {VERSION}", hint)
     else:
-        fits = lambda p: isinstance(p, dict) and set(p) == {"kind", "axes", "ranks"}
+        all_are = lambda x, kind: isinstance(x, list) and all(type(a) is kind for a in x)
+        fits = lambda p: (
+            isinstance(p, dict) and set(p) == {"kind", "axes", "ranks"} and type(p["kind"]) is str
+            and all_are(p["axes"], str) and all_are(p["ranks"], int)
+        )  # fmt: skip
         is_plan = isinstance(own["placements"], dict) and all(map(fits, own["placements"].values()))
-        if not is_plan or not isinstance(own["replicas"], list):
+        if not is_plan or not all_are(own["replicas"], str):
             yield Problem("`text` is not a plan.", "JSON with other fields", need, hint)
+        elif own["report"] is not None:
+            wrong = report_problem(own["report"], list(own["placements"]))
+            if wrong:
+                yield Problem("`text` has a report that is none.", wrong, need, hint)

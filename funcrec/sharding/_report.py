@@ -5,6 +5,8 @@ seconds ≥ bound_s;      gap = 1 - bound_s / seconds
 
 from typing import Any, NamedTuple
 
+from funcrec.core import field_problems
+
 MB = 10**6
 
 
@@ -122,6 +124,26 @@ class Report(NamedTuple):
         table = lambda t: TableLine(**{**t, "ranks": tuple(t["ranks"]), "shapes": pairs(t["shapes"])})
         tables, ranks = tuple(map(table, given["tables"])), tuple(RankLine(**r) for r in given["ranks"])
         return Report(**{**given, "mesh": pairs(given["mesh"]), "tables": tables, "ranks": ranks})
+
+
+def report_problem(given: Any, names: list[str]) -> str | None:
+    """What of a dict is no report of these tables."""
+    try:
+        report = Report.from_dict(given)
+    except (TypeError, KeyError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    for line in (report, *report.tables, *report.ranks):
+        found = [p.what for p in field_problems(line)]
+        found += [
+            f"`{n}` is {x}" for n, x in zip(line._fields, line)
+            if isinstance(x, bool) or (isinstance(x, int | float) and not 0 <= x < float("inf"))
+        ]  # fmt: skip
+        if found:
+            return found[0]
+    if [t.table for t in report.tables] != names:
+        return "a report of other tables"
+    numbers = [r for t in report.tables for r in t.ranks]
+    return None if all(0 <= r < len(report.ranks) for r in numbers) else "ranks that are not there"
 
 
 def _short(ranks: tuple[int, ...]) -> str:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -364,3 +365,32 @@ def test_a_link_is_followed(tmp_path):
         fr.save(link, {"epoch": epoch})
         assert link.is_symlink() and fr.load(tmp_path / "there" / "state.pt") == {"epoch": epoch}
     assert [p.name for p in (tmp_path / "there").iterdir()] == ["state.pt"]
+
+
+def test_keep_removes_its_own_checkpoints_only(tmp_path):
+    """What a user named like a checkpoint stays; of checkpoints those of the lower steps go; a step alone is
+    refused."""
+    (tmp_path / "step-0000000001").write_text("a user's")
+    for step in (10, 20, 5):
+        fr.save(tmp_path, {"step": step}, keep=2, step=step)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000000001", "step-0000000005", "step-0000000020"]
+    assert (tmp_path / "step-0000000001").read_text() == "a user's"
+    with pytest.raises(ValueError, match="`step` names one of a folder's checkpoints"):
+        fr.save(tmp_path / "a", {}, step=3)
+
+
+def test_a_disk_that_may_not_be_written_to_is_told(tmp_path, monkeypatch):
+    """A folder's save on a read-only disk raises its OSError in four parts, whatever else cannot be removed."""
+    opened, mesh = os.open, fr.Mesh.emulated(model=2)
+    path = fr.save(tmp_path / "c", {"a": torch.ones(2)}, mesh=mesh)
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    only_read = lambda path, flags, *rest, **k: (refuse if flags & os.O_CREAT else opened)(path, flags, *rest, **k)
+    monkeypatch.setattr(os, "open", only_read)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(OSError, match="cannot be written") as told:
+        fr.save(path, {"a": torch.zeros(2)}, mesh=mesh)
+    assert told.value.errno == errno.EROFS and all(f"\n  {w}" in str(told.value) for w in ("got", "need", "try"))
+    assert torch.equal(fr.load(path)["a"], torch.ones(2))

@@ -292,7 +292,7 @@ def test_costs_grow_with_what_they_are_of():
 BAD = {
     "constraints, a table": (lambda: planned({"a": 2}, constraints={"x": {}}), KeyError, "a table that is not there"),
     "constraints, a key": (
-        lambda: planned({"a": 2}, constraints={"item": {"pooling": 3}}),
+        lambda: planned({"a": 2}, constraints={"item": {"pool": 3}}),
         KeyError,
         "pooling_factor=...",
     ),
@@ -383,6 +383,8 @@ BAD = {
         ValueError,
         "`pooling_factor` is out of range",
     ),
+    "too many ids": (lambda: fr.TableConstraint(pooling_factor=1e300), ValueError, "`pooling_factor` is out of range"),
+    "a byte": (lambda: planned({"a": 2}, memory_bytes=1), ValueError, "do not fit into memory"),
     "a placement": (lambda: fr.TableConstraint(kinds=("rows",)), ValueError, "is unknown"),
 }
 

@@ -56,6 +56,8 @@ def test_the_command_prints_and_writes_the_plan_of_the_call(tmp_path, capsys):
         ({"optimizer": "schedule"}, 2, "`optimizer` is unknown"),
         ({"tables": [{"name": "item", "rows": 3}]}, 2, "`tables[0]` has an unknown key"),
         ({"features": 3}, 2, "`features` is not a list of mappings"),
+        ({"tables": [{"name": "item", "num_embeddings": 3, "embedding_dim": 2, "dtype": "nn"}]}, 2, "is not a dtype"),
+        ({"codec": {"x": 1}}, 2, "`codec` has an unknown key"),
         ({"mesh": {}}, 2, "a mesh has no axes"),
         ("[1]", 2, "is not a mapping"),
         ("{", 2, "is not JSON"),
@@ -67,6 +69,54 @@ def test_what_is_wrong_with_a_file_is_told(tmp_path, capsys, change, code, part)
     """A file that says no plan ends with 1 where none fits and 2 else, and says what is wrong on stderr."""
     assert run(tmp_path, change if isinstance(change, str) else SPEC | change) == code
     assert part in capsys.readouterr().err
+
+
+def test_what_cannot_be_read_or_written_is_told(tmp_path, capsys):
+    """A file that is not there, a folder, bytes that are no text, and places that nothing can be written to end with
+    2."""
+    (tmp_path / "bytes").write_bytes(bytes(range(128, 256)))
+    assert [main(["plan", str(tmp_path / n)]) for n in ("none", "", "bytes")] == [2, 2, 2]
+    for option in ("--out", "--picture"):
+        assert run(tmp_path, SPEC, option, str(tmp_path / "none" / "x.svg")) == 2
+    assert run(tmp_path, SPEC, "--picture", str(tmp_path / "x.abc")) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def damaged_texts():
+    """(what, a plan's JSON with one value replaced or taken away)."""
+    made = fr.plan((fr.TableConfig("a", 100, 8),), (fr.FeatureConfig("a", table="a"),), {"m": 2}, batch_size=8)
+
+    def paths(x, path=()):
+        for k in x if isinstance(x, dict) else range(len(x)) if isinstance(x, list) else ():
+            yield (*path, k)
+            yield from paths(x[k], (*path, k))
+
+    for path in paths(json.loads(made.to_json())):
+        for new in (None, "x", -1, [], {}, 1.5, True, float("nan"), KeyError):
+            text = at = json.loads(made.to_json())
+            for k in path[:-1]:
+                at = at[k]
+            if new is KeyError:
+                del at[path[-1]]
+            else:
+                at[path[-1]] = new
+            yield path, new, json.dumps(text)
+
+
+def test_a_damaged_plan_is_a_value_error():
+    """Whatever value of a plan's JSON is another or gone, from_json raises a ValueError in four parts, or the plan
+    can be shown."""
+    for path, new, text in damaged_texts():
+        try:
+            plan = fr.Plan.from_json(text)
+        except ValueError as error:
+            assert "\n  got" in str(error), (path, new)
+        else:
+            assert not isinstance(new, list | dict | str) or path[-1] in (
+                "table", "placement", "reason", "hardware", "ranks", "shapes", "report", "placements", "replicas",
+                "axes", "mesh", "tables", 0), (path, new)  # fmt: skip
+            if plan.report is not None:
+                assert plan.table() and plan.draw() and plan.gap >= 0 and plan.reasons and plan.digest
 
 
 def test_yaml_without_its_package_is_told(tmp_path, capsys, monkeypatch):
