@@ -55,8 +55,9 @@ def accumulate_grads(loss_fn: Callable, num_micro_batches: Count, has_aux: bool 
 
     Returns: a function of the same arguments that gives what `value_and_grad`'s gives. `batch` is cut by its examples,
       the other arguments go to every micro-batch, but for a keyword `key`, which is folded with the micro-batch's
-      number, as on ranks. aux: of its float tensors the mean over the micro-batches; what else it
-      holds must be no tensor, and the same in all.
+      number, as on ranks. aux: of its float tensors the mean over the micro-batches, of which
+      none has a micro-batch's examples in front (it is refused); what else it holds must be no tensor, and the same in
+      all.
 
     Raises: ValueError for a batch that k does not divide, for tensors of other numbers of examples, and for a loss that
       looks up other tables in some micro-batch. TypeError for weights of a loss that follow from its parameters.
@@ -114,7 +115,7 @@ def over_micro_batches(loss_fn: Callable, num_micro_batches: int, has_aux: bool)
         values, rows, overflows = zip(*made, strict=True)
         loss = functools.reduce(torch.add, [loss for loss, _ in values])
         tables = {n: in_order([g[n] for g in rows]) for n in rows[0]}
-        value = (loss, mean_aux([aux for _, aux in values])) if has_aux else loss
+        value = (loss, mean_aux([aux for _, aux in values], examples_of(parts[0]))) if has_aux else loss
         return value, Params(tables, dense), [x for each in overflows for x in each]
 
     return run
@@ -171,11 +172,15 @@ def _by_feature(groups: Sequence[Sequence[Any]]) -> Iterator[Any]:
         yield from (replace(t, features=t.features[f : f + 1]) for group in groups for t in group)
 
 
-def mean_aux(auxs: Sequence[Any]) -> Any:
+def examples_of(part: Any) -> int:
+    return next(n for n in map(num_examples, flatten_parts(part)[0]) if n is not None)
+
+
+def mean_aux(auxs: Sequence[Any], size: int) -> Any:
     """The mean of each float tensor; what else there is must be the same in all."""
     flat = [tree_flatten(x) for x in auxs]
     columns, structure = list(zip(*(leaves for leaves, _ in flat), strict=True)), flat[0][1]
-    check(CALL, aux_problems(columns, [s for _, s in flat]))
+    check(CALL, aux_problems(columns, [s for _, s in flat], size))
     mean = lambda xs: torch.stack(xs).sum(0) / len(xs) if isinstance(xs[0], Tensor) else xs[0]
     return tree_unflatten([mean(xs) for xs in columns], structure)
 
@@ -284,7 +289,8 @@ def size_problems(leaves: Sequence[Any], k: int) -> Iterator[Problem]:
         yield Problem("`batch` is not cut evenly.", f"{sizes[0]} examples", f"a multiple of {k}", hint)
 
 
-def aux_problems(columns: Sequence[tuple], structures: Sequence[Any]) -> Iterator[Problem]:
+def aux_problems(columns: Sequence[tuple], structures: Sequence[Any], size: int) -> Iterator[Problem]:
+    """size: the examples of a micro-batch."""
     if any(s != structures[0] for s in structures):
         yield Problem("`aux` has another structure in some micro-batches.", f"{structures}", "one", kind=TypeError)
     for xs in columns:
@@ -292,5 +298,8 @@ def aux_problems(columns: Sequence[tuple], structures: Sequence[Any]) -> Iterato
             if not xs[0].is_floating_point():
                 hint = "aux.float(), or fr.value_and_grad of the whole batch"
                 yield Problem("`aux` has no mean.", describe(xs[0]), "float tensors", hint, TypeError)
+            elif len(xs) > 1 and xs[0].shape[:1] == (size,):
+                got, hint = f"{describe(xs[0])}, micro-batches of {size} examples", "x.mean(0); of no example: x[None]"
+                yield Problem("`aux` has a value for each example.", got, "one that a mean may be taken of", hint)
         elif any(type(x) is not type(xs[0]) or x != xs[0] for x in xs):
             yield Problem("`aux` differs between micro-batches.", f"{xs[0]!r} and others", "one value", "a tensor")

@@ -159,6 +159,19 @@ def test_aux_is_the_mean():
     (_, aux), _ = fr.accumulate_grads(loss_fn, 4, has_aux=True)(params, batch)
     torch.testing.assert_close(aux["mean"], batch.label.mean())
     assert aux["name"] == "x" and aux["none"] is None
+    of_tasks = lambda p, b: (plain_loss(p, b), b.label.mean() * torch.ones(3))
+    (_, aux), _ = fr.accumulate_grads(of_tasks, 4, has_aux=True)(params, batch)
+    torch.testing.assert_close(aux, batch.label.mean() * torch.ones(3))
+
+
+def test_aux_of_each_example_is_refused():
+    """Values of a micro-batch's examples are not averaged over unrelated ones but raise; one micro-batch gives them."""
+    params, batch = drawn(2)
+    each = lambda p, b: (plain_loss(p, b), {"logits": b.label * 1})
+    with pytest.raises(ValueError, match=r"(?s)`aux` has a value for each example.*micro-batches of 2 examples"):
+        fr.accumulate_grads(each, 4, has_aux=True)(params, batch)
+    (_, aux), _ = fr.accumulate_grads(each, 1, has_aux=True)(params, batch)
+    assert torch.equal(aux["logits"], batch.label)
 
 
 def test_an_empty_batch_is_what_it_is_whole():
