@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, Size, check, describe, is_wrapped, pytree, typed
+from funcrec.core import Problem, Size, check, describe, is_wrapped, plain, pytree, typed
 from funcrec.mesh import Mesh, coordinates, rank_at
 from funcrec.sharding import ShardedTables, own_ranks
 from funcrec.tables import table_tensor_problems
 from funcrec.train._log import Touched
-from funcrec.train._logged import Logged, laid_out_problems, stamp_problems
+from funcrec.train._logged import Logged, form_problems, laid_out_problems, stamp_problems
 from funcrec.train._state import TrainState
 
 
@@ -85,8 +85,8 @@ def delta(logged: Logged, since: Size | Tensor = 0, *, mesh: Mesh | None = None)
       (Delta(item: 2 rows; version i64[]), tensor([-2.,  0., -1.]))
     """
     call = "funcrec.delta"
-    check(call, member_problems(logged))
-    check(call, laid_out_problems(logged.state, mesh))
+    check(call, member_problems(logged), version_problems(since))
+    check(call, laid_out_problems(logged.state, mesh), form_problems(logged))
     check(call, stamp_problems(logged, mesh))
     since = int(since)
     check(call, since_problems(since, logged))
@@ -166,6 +166,18 @@ def member_problems(logged: Logged) -> Iterator[Problem]:
         yield Problem(what, describe(version), need, "fr.tree.map(lambda x: x[0], logged)", TypeError)
 
 
+def version_problems(since: int | Tensor) -> Iterator[Problem]:
+    if isinstance(since, Tensor):
+        is_integer = not (since.dtype.is_floating_point or since.dtype.is_complex or since.dtype == torch.bool)
+        if since.dim() or not is_integer:
+            hint = "the `version` of a Delta"
+            yield Problem(
+                "`since` is no version.", describe(since), "i64[]", hint, ValueError if is_integer else TypeError
+            )
+        elif since < 0:
+            yield Problem("`since` is negative.", f"{int(since)}", ">= 0", "0, for all since the log was begun")
+
+
 def since_problems(since: int, logged: Logged) -> Iterator[Problem]:
     now = int(logged.log.version)
     if since > now:
@@ -180,12 +192,32 @@ def delta_problems(tables: Mapping[str, Tensor], delta: Delta) -> Iterator[Probl
                 f"table {n!r} is not there.", f"{list(tables)}", f"all of {list(delta.tables)}", kind=KeyError
             )
             continue
+        if not isinstance(own, tuple | list) or not all(isinstance(part, ChangedRows) for part in own):
+            got, need = describe(own), "a tuple of parts, as fr.delta makes them"
+            yield Problem(f"`delta.tables[{n!r}]` has no rows.", got, need, "fr.delta(logged)", TypeError)
+            continue
         for part in own:
-            t, x = tables[n], part.values
-            if t.dtype != x.dtype or t.device != x.device:
-                hint = f"delta.to(device, {t.dtype})"
-                what = f"the rows of {n!r} are not of its table's dtype and device."
-                yield Problem(what, f"{describe(x)} on {x.device}", f"{describe(t)} on {t.device}", hint, TypeError)
-            elif part.shape != tuple(t.shape):
-                what, need = f"the rows of {n!r} are not its table's.", f"{list(part.shape)}, as it was trained"
-                yield Problem(what, describe(t), need, "tables of the same configs")
+            yield from part_problems(n, tables[n], part)
+
+
+def part_problems(n: str, t: Tensor, part: ChangedRows) -> Iterator[Problem]:
+    """Of tables that a program is staged for the numbers of rows are not known."""
+    x, rows = part.values, part.rows
+    if t.dtype != x.dtype or t.device != x.device:
+        hint = f"delta.to(device, {t.dtype})"
+        what = f"the rows of {n!r} are not of its table's dtype and device."
+        yield Problem(what, f"{describe(x)} on {x.device}", f"{describe(t)} on {t.device}", hint, TypeError)
+    elif part.shape != tuple(t.shape):
+        what, need = f"the rows of {n!r} are not its table's.", f"{list(part.shape)}, as it was trained"
+        yield Problem(what, describe(t), need, "tables of the same configs")
+    elif rows.dtype != torch.int64:
+        yield Problem(f"the rows of {n!r} have no numbers.", describe(rows), "i64[M]", "rows.long()", TypeError)
+    elif rows.dim() != 1 or x.dim() != 2 or x.shape[0] != rows.shape[0]:
+        got = f"rows {describe(rows)}, values {describe(x)}"
+        yield Problem(f"the rows of {n!r} are not as many as their values.", got, "i64[M] and f[M, w]")
+    elif not 0 <= part.first <= t.shape[1] - x.shape[1]:
+        got, need = f"{x.shape[1]} columns from {part.first} on", f"among {t.shape[1]}"
+        yield Problem(f"the rows of {n!r} have columns that their table lacks.", got, need)
+    elif rows.numel() and plain(rows) is not None and (rows.min() < 0 or rows.max() >= t.shape[0]):
+        got, need = f"{int(rows.min())} to {int(rows.max())}", f"0 to {t.shape[0] - 1}"
+        yield Problem(f"the rows of {n!r} are not among its table's.", got, need)

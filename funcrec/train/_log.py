@@ -109,6 +109,12 @@ def row_bits(own: Mapping[str, Tensor], rows: Tensor) -> tuple[list[Tensor], Any
     return ravel({k: bits_of(x)[rows].reshape(rows.shape[0], -1) for k, x in own.items()}, 1)
 
 
+def form_of(own: Mapping[str, Tensor]) -> list[tuple[torch.dtype, int]]:
+    """(dtype, W) of each buffer of rows of a table and its slots."""
+    one = {k: torch.empty((1, *x.shape[1:]), dtype=x.dtype, device="meta") for k, x in own.items()}
+    return [(x.dtype, x.shape[1]) for x in row_bits(one, torch.zeros(1, dtype=torch.int64, device="meta"))[0]]
+
+
 def begin_log(state: TrainState, waiting: Sequence[str], num_steps: int, room: Mapping[str, int]) -> DeltaLog:
     """A log of no step. room: {table: C}."""
     of_rows, whole = rows_and_whole(state, waiting)

@@ -28,7 +28,7 @@ from funcrec.mesh import Mesh, P, pmin, shard_map
 from funcrec.optim import RowOptimizer
 from funcrec.sharding import Layout, ShardedTables
 from funcrec.tables import Params
-from funcrec.train._log import begin_log, log_specs, recorded, stamp_of, undone
+from funcrec.train._log import begin_log, form_of, log_specs, recorded, rows_and_whole, stamp_of, undone
 from funcrec.train._pipeline import Place, Recipe, Summed, run
 from funcrec.train._rank_step import state_specs
 from funcrec.train._reshard import mesh_problems
@@ -128,7 +128,7 @@ def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Coun
     def update(state: Logged, batch: Any) -> tuple[Logged, dict]:
         check(call, logged_problems(state))
         check(call, state_problems(state.state), tracked_problems(state.state))
-        check(call, laid_out_problems(state.state, where.mesh))
+        check(call, laid_out_problems(state.state, where.mesh), form_problems(state))
         return where.run(functools.partial(run_logged, recipe), lambda x: specs_of(x, where.mesh), state, batch)
 
     return TrainStep(init, update)
@@ -179,7 +179,8 @@ def rewind(logged: Logged, k: Size = 1, *, mesh: Mesh | None = None, donate: boo
     """
     call = "funcrec.rewind"
     state = logged.state
-    check(call, laid_out_problems(state, mesh), tracked_problems(state))
+    check(call, ensemble_problems(logged))
+    check(call, laid_out_problems(state, mesh), tracked_problems(state), form_problems(logged))
     check(call, held_problems(logged, k, mesh))
     if k == 0:
         return logged
@@ -303,6 +304,27 @@ def laid_out_problems(state: TrainState, mesh: Mesh | None) -> Iterator[Problem]
         yield from mesh_problems(layout, mesh)
 
 
+def form_problems(logged: Logged) -> Iterator[Problem]:
+    """The log's rows are the tables', and its bits theirs; of a sharded state the layout tells how many rows."""
+    of_rows, _ = rows_and_whole(logged.state, logged.waiting)
+    is_whole = not isinstance(logged.state.tables, ShardedTables)
+    hint = "the `Logged` that the step gave; logged.init(state) to begin a log"
+    for own in logged.log.touched:
+        for n, num_rows, _ in own.tables:
+            parts, form = of_rows.get(n, {}), [(x.dtype, x.shape[-1]) for x in own.old]
+            narrow = [x for x in parts.values() if not x.dim() or (is_whole and x.shape[0] != num_rows)]
+            if not parts or narrow or form_of(parts) != form:
+                got = ", ".join(map(describe, parts.values())) or f"no {n!r} among {list(of_rows)}"
+                need = f"{num_rows} rows of {', '.join(f'{w} x {str(d)[6:]}' for d, w in form)} each"
+                yield Problem(f"the log is of another table {n!r}, or of other slots.", got, need, hint)
+
+
+def ensemble_problems(logged: Logged) -> Iterator[Problem]:
+    if logged.log.version.dim():
+        what, hint = "there are several states.", "torch.func.vmap(lambda run: fr.rewind(run, k))(logged)"
+        yield Problem(what, f"`version` {describe(logged.log.version)}", "one, or a vmap over them", hint, TypeError)
+
+
 ANOTHER = Problem(
     "the log is of another state.",
     "its stamp is not this state's",
@@ -319,10 +341,7 @@ def stamp_problems(logged: Logged, mesh: Mesh | None) -> Iterator[Problem]:
 def held_problems(logged: Logged, k: int, mesh: Mesh | None) -> Iterator[Problem]:
     kept, is_own, over = facts_of(logged, k, mesh)
     if not is_own:
-        hint = "the `Logged` that the step gave; logged.init(state) to begin a log"
-        yield Problem(
-            "the log is of another state.", "its stamp is not this state's", "state and log of one step", hint
-        )
+        yield ANOTHER
     elif k > kept:
         got = f"{kept} steps held, of {logged.log.num_steps} at most"
         yield Problem(f"{k} steps cannot be undone.", got, f"k <= {kept}", f"steps={k} or more of fr.logged")

@@ -114,3 +114,41 @@ def test_wrong_deltas_are_told():
     mesh = fr.Mesh.emulated(x=2)
     with pytest.raises(TypeError, match="lies on no mesh"):
         fr.delta(run, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "since, kind, told",
+    [
+        (torch.tensor([1, 2]), ValueError, "`since` is no version"),
+        (torch.tensor(1.5), TypeError, "`since` is no version"),
+        (torch.tensor(True), TypeError, "`since` is no version"),
+        (torch.tensor(-3), ValueError, "`since` is negative"),
+    ],
+)
+def test_what_is_no_version_is_told(since, kind, told):
+    """A version is one whole number, not below 0."""
+    with pytest.raises(kind, match=told):
+        fr.delta(logged("adam").init(params()), since)
+
+
+@pytest.mark.parametrize(
+    "kind, told, change",
+    [
+        (TypeError, "has no rows", lambda own: torch.ones(3)),
+        (TypeError, "has no rows", lambda own: (torch.ones(3),)),
+        (TypeError, "have no numbers", lambda own: (replace(own, rows=own.rows.float()),)),
+        (ValueError, "not as many as their values", lambda own: (replace(own, rows=own.rows[:1]),)),
+        (ValueError, "not as many as their values", lambda own: (replace(own, values=own.values[:, 0]),)),
+        (ValueError, "columns that their table lacks", lambda own: (replace(own, first=1),)),
+        (ValueError, "not among its table's", lambda own: (replace(own, rows=own.rows - 1),)),
+        (ValueError, "not among its table's", lambda own: (replace(own, rows=own.rows + 9),)),
+    ],
+)
+def test_deltas_by_hand_are_told(kind, told, change):
+    """A Delta made by hand that its tables do not fit is refused before any row is written."""
+    own = fr.train._delta.ChangedRows(torch.tensor([0, 2]), torch.ones(2, 4), 0, (11, 4))
+    tables = {"a": torch.zeros(11, 4)}
+    make = lambda part: fr.Delta({"a": part}, torch.tensor(1))
+    assert fr.apply_delta(tables, make((own,)))["a"].sum() == 8
+    with pytest.raises(kind, match=told):
+        fr.apply_delta(tables, make(change(own)))

@@ -283,6 +283,31 @@ def test_logged_steps_pickle_and_are_saved(tmp_path):
     same(fr.rewind(loaded, 2).state, before[1])
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda t: t[:3], lambda t: torch.cat([t, t]), lambda t: torch.cat([t, t], 1), torch.Tensor.half],
+    ids=["short", "tall", "wide", "half"],
+)
+def test_tables_of_another_form_are_told(change):
+    """A log beside tables of another height, width or dtype than it was begun with is refused before any work: by a
+    step, rewind and delta."""
+    step = logged("adam")
+    _, run = states(step, step.init(params()), BATCHES[:2])
+    tables = {n: change(t) for n, t in run.state.tables.items()}
+    run = replace(run, state=replace(run.state, tables=tables))
+    for call in (lambda: step(run, BATCHES[0]), lambda: fr.rewind(run, 1), lambda: fr.delta(run)):
+        with pytest.raises(ValueError, match="the log is of another table 'a', or of other slots"):
+            call()
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_an_ensemble_is_undone_by_vmap(donate):
+    """rewind of several states at once, outside of vmap, is refused and says how."""
+    runs = torch.func.vmap(lambda key: logged("adam").init(params(), key))(fr.split(fr.key(0), 3))
+    with pytest.raises(TypeError, match=r"there are several states[\s\S]*torch.func.vmap"):
+        fr.rewind(runs, 1, donate=donate)
+
+
 DENSE = fr.optim.dense(torch.optim.Adam, lr=0.1)
 
 
