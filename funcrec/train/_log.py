@@ -17,7 +17,6 @@ from torch import Tensor
 
 from funcrec.core import mix, pytree, ravel, replace, tree_flatten, tree_leaves, tree_unflatten
 from funcrec.mesh import Mesh, P, bits_of, pmin
-from funcrec.sharding import DenseShard
 from funcrec.tables import RowGrads, with_parts
 from funcrec.train._state import TrainState
 
@@ -145,12 +144,17 @@ def stamp_of(state: TrainState) -> Tensor:
 
 
 def recorded(
-    log: DeltaLog, waiting: Sequence[str], grads: Mapping[str, RowGrads], old: TrainState, new: TrainState
+    log: DeltaLog,
+    waiting: Sequence[str],
+    grads: Mapping[str, RowGrads],
+    old: TrainState,
+    new: TrainState,
+    axes: Sequence[str] = (),
 ) -> DeltaLog:
     """The log with the step from `old` to `new`, of which `grads` name the rows; one that did nothing is none. A log of
     another state than `old` forgets its steps, and is begun anew with this one."""
     took = (new.step != old.step).to(torch.int64)
-    is_own = belongs(log, old)
+    is_own = belongs(log, old, axes)
     version = log.version + took
     begun = torch.where(is_own | (took == 0), log.begun, version)
     stamp = torch.where(took == 0, log.stamp, stamp_of(new))
@@ -167,13 +171,10 @@ def recorded(
     return DeltaLog(version, kept, (log.place + took) % log.num_steps, begun, stamp, touched, held, log.num_steps)
 
 
-def belongs(log: DeltaLog, state: TrainState) -> Tensor:
-    """bool[]: whether the log is of the state; each rank's stamp is of its part of dense parameters: all are asked."""
+def belongs(log: DeltaLog, state: TrainState, axes: Sequence[str]) -> Tensor:
+    """bool[]: whether the log is of the state, for every rank of the axes: each has a stamp of its own part."""
     is_own = (log.stamp == stamp_of(state)).all()
-    cut = [
-        x for x in tree_leaves(state.dense, is_leaf=lambda x: isinstance(x, DenseShard)) if isinstance(x, DenseShard)
-    ]
-    return pmin(is_own.long(), cut[0].axes) > 0 if cut else is_own
+    return pmin(is_own.long(), tuple(axes)) > 0 if axes else is_own
 
 
 def rows_named(grads: Mapping[str, RowGrads], slots: Mapping, waiting: Sequence[str]) -> dict[str, Tensor]:

@@ -129,12 +129,17 @@ def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Coun
         check(call, logged_problems(state))
         check(call, state_problems(state.state), tracked_problems(state.state))
         check(call, laid_out_problems(state.state, where.mesh), form_problems(state))
-        return where.run(functools.partial(run_logged, recipe), lambda x: specs_of(x, where.mesh), state, batch)
+        return where.run(
+            functools.partial(run_logged, recipe, where.mesh.axis_names if where.mesh else ()),
+            lambda x: specs_of(x, where.mesh),
+            state,
+            batch,
+        )
 
     return TrainStep(init, update)
 
 
-def run_logged(recipe: Recipe, place: Place, logged: Logged, batch: Any) -> tuple[Logged, dict]:
+def run_logged(recipe: Recipe, axes: tuple[str, ...], place: Place, logged: Logged, batch: Any) -> tuple[Logged, dict]:
     """A step, and what it was about to change."""
     seen = []
 
@@ -143,7 +148,7 @@ def run_logged(recipe: Recipe, place: Place, logged: Logged, batch: Any) -> tupl
         return place.update(sparse, summed, state)
 
     state, metrics = run(recipe, place._replace(update=update), logged.state, batch)
-    log = recorded(logged.log, recipe.sparse.waiting, *seen, logged.state, state)
+    log = recorded(logged.log, recipe.sparse.waiting, *seen, logged.state, state, axes)
     return Logged(state, log, logged.waiting), metrics
 
 
