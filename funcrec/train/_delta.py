@@ -172,7 +172,7 @@ def version_problems(since: int | Tensor) -> Iterator[Problem]:
         if since.dim() or not is_integer:
             hint = "the `version` of a Delta"
             yield Problem(
-                "`since` is no version.", describe(since), "i64[]", hint, ValueError if is_integer else TypeError
+                "`since` is not a version.", describe(since), "i64[]", hint, ValueError if is_integer else TypeError
             )
         elif since < 0:
             yield Problem("`since` is negative.", f"{int(since)}", ">= 0", "0, for all since the log was begun")

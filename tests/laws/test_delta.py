@@ -119,9 +119,9 @@ def test_wrong_deltas_are_told():
 @pytest.mark.parametrize(
     "since, kind, told",
     [
-        (torch.tensor([1, 2]), ValueError, "`since` is no version"),
-        (torch.tensor(1.5), TypeError, "`since` is no version"),
-        (torch.tensor(True), TypeError, "`since` is no version"),
+        (torch.tensor([1, 2]), ValueError, "`since` is not a version"),
+        (torch.tensor(1.5), TypeError, "`since` is not a version"),
+        (torch.tensor(True), TypeError, "`since` is not a version"),
         (torch.tensor(-3), ValueError, "`since` is negative"),
     ],
 )
