@@ -45,7 +45,7 @@ bench-full: $(VENV)/.tested
 GPU_PYTHON ?= python3
 GPU_TESTS ?= tests/kernels tests/compile/test_cuda.py tests/compile/test_replay.py
 gpu:
-	timeout 300 $(GPU_PYTHON) -m pytest -q -n 8 -k "triton or cuda or replay" $(GPU_TESTS)
+	timeout 300 $(GPU_PYTHON) -m pytest -q -n 8 -k "triton or cuda" $(GPU_TESTS)
 	$(GPU_PYTHON) bench/run.py --device cuda --groups bandwidth lookup update steps overhead --seconds 4 --limit-s 330 \
 	  --out bench/results/cuda --report
 

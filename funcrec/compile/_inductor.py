@@ -98,10 +98,10 @@ def compile_graph(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Calla
 
 def refuse_old_torch(graph: torch.fx.GraphModule) -> None:
     version = tuple(map(int, torch.__version__.split(".")[:2]))
-    if version < LEAST_FOR_CPU and any(
-        isinstance(x := node.meta.get("val"), Tensor) and x.device.type == "cpu" and node.op == "call_function"
-        for node in graph.graph.nodes
-    ):
+    if version >= LEAST_FOR_CPU:
+        return
+    values = [x for node in graph.graph.nodes if isinstance(x := node.meta.get("val"), Tensor)]
+    if all(x.device.type == "cpu" for x in values):
         what = "the code that this torch's Inductor makes for a CPU is known to be wrong."
         need, hint = f"torch {LEAST_FOR_CPU[0]}.{LEAST_FOR_CPU[1]} or newer", "a newer torch, or no fr.jit"
         fail("funcrec.jit", what, got=f"torch {torch.__version__}", need=need, hint=hint, kind=RuntimeError)

@@ -269,10 +269,10 @@ kernels.coalesce(d, rows, [offsets], [weights], segments, [32, 64, 32, 64])
 number = torch.tensor(0.1, dtype=torch.float64), torch.tensor(0)
 short = [t.bfloat16() for t in tables]
 ids = rows, [offsets], [weights], segments
-keys = torch.zeros(2, dtype=torch.int64)
-kernels.fused_update_(short, [torch.zeros(32)] * 2, d, *ids, *number, keys, "rowwise_adagrad", [1e-8, 0.1, 0.0, 0.0])
+draws, begins = torch.zeros(2, 2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+kernels.fused_update_(short, [torch.zeros(32)] * 2, d, *ids, *number, draws, "rowwise_adagrad", [1e-8, 0.1, 0.0, 0.0])
 kernels.fused_update_(tables, [torch.zeros(32)] * 2, [torch.zeros(16, 192)], *ids, *number, None,
-    "rowwise_adagrad", [1e-8, 0.0, 0.0, 0.0], keys, [128, 128])
+    "rowwise_adagrad", [1e-8, 0.0, 0.0, 0.0], begins, [128, 128])
 kernels.fused_update_(tables, [torch.zeros(32, 64)] * 4, d, *ids, *number, None, "adam", [0.9, 0.999, 1e-8, 0.0])
 counts = torch.ones(3, dtype=torch.int64)
 kernels.take_ranges(weights, counts, counts, 8)
