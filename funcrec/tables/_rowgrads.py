@@ -81,9 +81,9 @@ class RowGrads:
       first: i64[], for a table that holds columns [first, first + width) of rows of D columns, all of which the
         gradient has, for optimizers that look at it as a whole (`RowOptimizer.is_gradient_wise`);
         None for a table of whole rows.
-      origin: i64[S + 1, 5], of which tables the rows are, where the optimizer is shown them in another place: of each
-        segment of rows what `origin_of` says, in the order of their beginnings, BEHIND behind the last one; None for
-        the table's own rows and columns. Random rounding draws by it.
+      origin: integers, S + 1 rows of five, of which tables the rows are, where the optimizer is shown them in another
+        place: of each segment of rows what `origin_of` says, in the order of their beginnings, BEHIND behind the last
+        one; None for the table's own rows and columns. Random rounding draws by it.
       mark: i64[], 1, made where forward derivatives are taken (jvp). Their tangents have the tree of what they are of
         with zeros for integers: mark 0, and no rows. Such are refused
         wherever rows are read; take `to_dense` inside of the jvp.

@@ -209,9 +209,9 @@ def test_a_full_disk_ends_the_run_and_is_told(room, folder, tmp_path, monkeypatc
     room for a later one, the one before is named as whole."""
     save, calls = fr.save, []
 
-    def full(path, tree):
+    def full(path, tree, **how):
         calls.append(path)
-        return save(path, tree) if len(calls) <= room else broken(path)
+        return save(path, tree, **how) if len(calls) <= room else broken(path)
 
     def broken(path):
         raise OSError(errno.ENOSPC, "No space left on device")
