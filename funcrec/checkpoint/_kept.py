@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from funcrec.checkpoint._code import CodeError
-from funcrec.checkpoint._files import as_path, open_file, sync_folder
+from funcrec.checkpoint._files import SUFFIX, as_path, open_file, sync_folder
 from funcrec.checkpoint._folder import MANIFEST, OURS, is_folder, read_manifest
 from funcrec.checkpoint._format import MAGIC, read_header
 from funcrec.checkpoint._parts import Seen
@@ -99,8 +99,12 @@ def remove(path: Path) -> None:
             if is_ours:
                 os.unlink(path)
             return
-        os.unlink(path / MANIFEST)
-        for name in os.listdir(path):
-            if OURS.fullmatch(name):
-                os.unlink(path / name)
+        names = os.listdir(path)
+        parts = [n for n in names if OURS.fullmatch(n) or n.endswith(SUFFIX)]
+        if MANIFEST in names:
+            os.unlink(path / MANIFEST)
+        elif parts != names:  # nothing but parts is of a save that was killed
+            return
+        for name in parts:
+            os.unlink(path / name)
         os.rmdir(path)

@@ -34,18 +34,20 @@ class Saving:
     def __init__(self, path: Path, run: Callable[[Callable[[], None]], Any], num_live: int):
         self.path = path
         self._error: BaseException | None = None
-        self._left, self._is_copied = num_live, threading.Event()
+        self._left, self._is_copied, self._is_given_up = num_live, threading.Event(), False
         self._thread = threading.Thread(target=self._work, args=(run,), name=f"funcrec.save {path.name}")
 
     def _work(self, run: Callable[[Callable[[], None]], Any]) -> None:
         try:
             run(self._wrote)
         except BaseException as error:
-            self._error = error
+            self._error = None if self._is_given_up else error  # its caller has an error already
         finally:
             self._is_copied.set()
 
     def _wrote(self) -> None:
+        if self._is_given_up and self._left > 0:
+            raise InterruptedError("the call was interrupted, and what it was to write may have changed")
         self._left -= 1
         if self._left == 0:
             self._is_copied.set()
@@ -55,7 +57,11 @@ class Saving:
         if not self._left:
             self._is_copied.set()
         self._thread.start()
-        self._is_copied.wait()
+        try:
+            self._is_copied.wait()
+        except BaseException:  # the caller's memory is its own again: there will be no checkpoint of it
+            self._is_given_up = True
+            raise
         return self
 
     @property

@@ -143,9 +143,8 @@ def write_code(graph: torch.fx.GraphModule, arguments: list[Tensor], path: Path)
             if code is None or len(V.graph.graph_input_names) != len(arguments):
                 return load(key, file, linemap, attrs, **rest)
             found.append(code)
-            return SimpleNamespace(
-                call=found.append, __file__=file
-            )  # to be called by nobody: torch < 2.13 needs a function
+            # nobody calls it: torch before 2.13 wants a function there
+            return SimpleNamespace(call=found.append, __file__=file)
 
         return instead
 

@@ -161,7 +161,10 @@ class Jitted:
         try:
             return entry(known, when, link)
         except RuntimeError as error:  # an exchange that broke off, maybe
-            raise others_changed(f"funcrec.jit({self.name})", error) from error
+            said = others_changed(f"funcrec.jit({self.name})", error)
+            if said is error:
+                raise
+            raise said from error
 
     def look(self, args: tuple, kwargs: dict, leaves: list, here: tuple, when: tuple[str, int]) -> Any:
         """A call whose leaves are looked at one by one."""

@@ -33,6 +33,8 @@ def accumulate(optimizer: RowOptimizer, *, every: int, capacity: int | Mapping[s
       corrections and schedules count updates.
 
     Raises: ValueError when a gradient has more entries than its table's capacity. KeyError for a table without one.
+      TypeError for entries that stand for several ids (coalesced, by a `clip` to a norm around this too; of tables with
+      `dedup`) under an optimizer that may count them: how many there were does not wait with them.
 
     On a mesh gradients wait with the owners of their rows, to which the entries of all ranks come, padding among them:
       the capacity is for what one owner is sent (the first step raises with that number where it is more). Tables share
@@ -79,6 +81,7 @@ def accumulate(optimizer: RowOptimizer, *, every: int, capacity: int | Mapping[s
         widths = {n: row_grads[n].dim if n in row_grads else None for n in tables}
         check(f"{call}.update", buffer_problems(slots, widths, every, capacity_of))
         check(f"{call}.update", size_problems(row_grads, capacity_of))
+        check(f"{call}.update", repeat_problems(row_grads) if optimizer.counts_entries else ())
         summed, kept = {}, {}
         for n, t in tables.items():
             taken = step_tensor(step, t.device)
@@ -167,3 +170,11 @@ def size_problems(row_grads: Mapping[str, RowGrads], capacity_of) -> Iterator[Pr
         if g.rows.shape[0] > capacity_of(n):
             got, hint = f"{g.rows.shape[0]} entries", "`capacity` as large as the ids of a padded batch"
             yield Problem(f"`row_grads[{n!r}]` is over its capacity.", got, f"at most {capacity_of(n)}", hint)
+
+
+def repeat_problems(row_grads: Mapping[str, RowGrads]) -> Iterator[Problem]:
+    for n, g in row_grads.items():
+        if g.has_repeats:
+            need, hint = "an entry for each id", "`clip` inside of accumulate, tables without `dedup`"
+            what = f"`row_grads[{n!r}]` has entries that stand for several ids, which the optimizer may count."
+            yield Problem(what, repr(g), need, hint, TypeError)

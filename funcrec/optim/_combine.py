@@ -89,7 +89,8 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
     is_joint = any(o.is_joint for o in own)
     waiting = tuple(dict.fromkeys(k for o in own for k in o.waiting))
     halves = (waiting, hold, due) if waiting else ()
-    return RowOptimizer(init, update, label, of_all("is_elementwise"), is_joint, of_all("is_gradient_wise"), *halves)
+    made = RowOptimizer(init, update, label, of_all("is_elementwise"), is_joint, of_all("is_gradient_wise"), *halves)
+    return made._replace(counts_entries=any(o.counts_entries for o in own))
 
 
 @remade

@@ -83,6 +83,7 @@ class RowOptimizer(NamedTuple):
     hold, due: the two halves of an `update` of such, (row_grads, slots, tables, step) -> (the gradients that are due
       now, slots) and then (these, slots, tables, step) -> (tables, slots), so that on a mesh gradients wait where they
       came to; `takes`, b[], of `hold` is whether the step counts at all. None for an update that holds nothing.
+    counts_entries: whether a row may be changed otherwise for another number of entries of the same sum.
 
     Law: `update` writes to no argument; rows and slots that no entry names keep every bit; a row that is named with a
     zero gradient is touched (a lazy Adam moves it on).
@@ -111,6 +112,7 @@ class RowOptimizer(NamedTuple):
     waiting: tuple[str, ...] = ()
     hold: Callable[..., tuple[dict[str, RowGrads], Slots]] | None = None
     due: Callable[..., tuple[dict[str, Tensor], Slots]] | None = None
+    counts_entries: bool = False
 
     def __reduce__(self):
         return reduced(self)
@@ -250,8 +252,11 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
             changed = update_rows(call, of, named, slots, tables, key, choice)
         return {**tables, **changed[0]}, {**slots, **changed[1]}
 
-    is_elementwise = kernel is not None and kernel.is_elementwise
-    return RowOptimizer(init_slots, update, is_elementwise=is_elementwise, is_gradient_wise=is_gradient_wise)
+    is_elementwise, form = kernel is not None and kernel.is_elementwise, kernel and kernel.form
+    counts = form.counts_entries if form else True  # a rule that nobody has looked into may
+    return RowOptimizer(
+        init_slots, update, is_elementwise=is_elementwise, is_gradient_wise=is_gradient_wise, counts_entries=counts
+    )
 
 
 def update_fused(kernel: Callable, slot_names: Sequence[str], grads: Mapping, slots: Slots, tables: Tables, numbers):

@@ -110,10 +110,9 @@ def plan(
         free = lambda name: ways(_named(tables, name), uses[name], TableConstraint(), ground)
         fail_short(CALL, packing, groups, found, told, free, ground, limit, 1 - reserve)
     placements = {}
-    for name, choice in zip(groups, solved.choices, strict=True):
-        for t in groups[name]:
-            key = packing.items[list(groups).index(name)].options[choice.option].label
-            placements[t.name] = placement_of(key, choice.places, sizes)
+    for own, item, choice in zip(groups.values(), packing.items, solved.choices, strict=True):
+        made = placement_of(item.options[choice.option].label, choice.places, sizes)
+        placements |= {t.name: made for t in own}
     placements = {t.name: placements[t.name] for t in tables}
     return report_of(
         placements, named, tables, uses, found, groups, packing, solved, ground, limit, sizes_of(mesh), batch_size

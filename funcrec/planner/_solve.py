@@ -180,11 +180,7 @@ def _move(loads: Loads, item: int) -> None:
 def whole(packing: Packing, best: Loads, bound: float, nodes: int) -> tuple[Loads, float, bool]:
     """(the better one, the better bound, whether it is proved), by one program of all items below the incumbent."""
     empty, is_kept = Loads(packing), best.excess <= 1e-9
-    ceiling = (
-        best.value
-        if is_kept
-        else EXCESS_CEILING * sum(max((s @ empty.weights) for s in own) for own in totals(packing))
-    )
+    ceiling = best.value if is_kept else sum(max((s @ empty.weights) for s in own) for own in totals(packing))
     got = place(packing, empty, range(len(packing.items)), ceiling, nodes)
     if got.is_infeasible:
         return best, best.value if is_kept else np.inf, True
@@ -195,9 +191,6 @@ def whole(packing: Packing, best: Loads, bound: float, nodes: int) -> tuple[Load
             best = improve(found, 1)
     bound = max(bound, min(got.bound, best.value))
     return best, bound, best.value <= bound * (1 + 1e-7)
-
-
-EXCESS_CEILING = 1.0
 
 
 def neighbourhoods(packing: Packing, best: Loads, bound: float, rounds: int) -> Loads:

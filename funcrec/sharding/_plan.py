@@ -29,9 +29,8 @@ class Plan:
       replicas: axes along which copies of all tables, replicated ones too, train apart: the ranks that share a place on
         them are a group, which trains its copy on its own bags as if it were
         alone, until `sync_replicas`. No placement may name them.
-      report: what `fr.plan` estimates of it, and why it is so; None of a plan made by hand. It is no part of what the
-        plan
-        is: plans are equal by their placements.
+      report: what `fr.plan` estimates of it, and why it is so; None of a plan made by hand.
+        Plans are equal by their placements, whatever is told of them.
 
     Example:
       >>> import funcrec as fr

@@ -93,7 +93,8 @@ def train_step(
         same on all. All ranks' batches have the same shapes and dtypes, ids the same keys and capacity (`pad_to`):
         where they differ every rank raises before anything is sent, and names them. (Compiled, a rank that has a
         program for its batch asks nobody: it waits for one whose batch is new, and both raise when the mesh's
-        `timeout_s` is over.)
+        `timeout_s` is over. Where ranks take programs that they all have for different forms, such as buckets of their
+        own choice, gloo ends a process, without the forms: let the longest batch of all ranks choose.)
       batch_axes: the axes over which a batch is cut by its bags; None for all.
       exact, dedup: as of `shard_tables`.
       capacity: the most ids that a rank may send to another in a step; None for all that it has. When some find no

@@ -121,6 +121,13 @@ def test_casts_round_as_in_eager_mode():
     assert_trees_close(fr.jit(fn)(x), fn(x))
 
 
+def test_an_error_of_compiled_code_is_its_own():
+    """What compiled code raises is raised as it is, not as its own cause."""
+    with pytest.raises(RuntimeError, match="out of bounds") as raised:
+        fr.jit(lambda x, at: x[at] * 2)(torch.ones(3), torch.tensor([7]))
+    assert raised.value.__cause__ is None
+
+
 def test_a_torch_that_compiles_wrong_code_is_refused(monkeypatch):
     """Where torch's code for a CPU is known to be wrong (those beside this one fail with 2.11) a call says so."""
     monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")

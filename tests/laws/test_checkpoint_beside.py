@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,6 +60,29 @@ def test_the_call_returns_before_the_file_is_there(gate, tmp_path):
     threading.Timer(0.05, gate.set).start()
     assert_trees_close(fr.load(tmp_path / "a.pt"), tree(1.0))
     assert saving.is_done and "done" in repr(saving)
+
+
+def test_an_interrupted_call_saves_nothing(tmp_path, monkeypatch):
+    """A call that is interrupted while its tensors are written from where they are leaves no checkpoint of what they
+    are by then, and no error for the next one."""
+    interrupted, go, write = type("Event", (threading.Event,), {}), threading.Event(), _job.write_file
+
+    def interrupt(self, timeout=None):
+        raise KeyboardInterrupt
+
+    def late(*args):
+        assert go.wait(20)
+        return write(*args)
+
+    interrupted.wait, given = interrupt, tree(1.0)
+    monkeypatch.setattr(_saving, "threading", SimpleNamespace(Event=interrupted, Thread=threading.Thread))
+    monkeypatch.setattr(_job, "write_file", late)
+    with pytest.raises(KeyboardInterrupt):
+        fr.save(tmp_path / "a.pt", given, asynchronous=True, copy_bytes=0)
+    given["w"].fill_(2)
+    go.set()
+    fr.save(tmp_path / "b.pt", given)
+    assert os.listdir(tmp_path) == ["b.pt"]
 
 
 def test_saves_of_one_path_are_in_order(tmp_path):

@@ -371,6 +371,8 @@ def test_keep_removes_its_own_checkpoints_only(tmp_path):
     """What a user named like a checkpoint stays; of checkpoints those of the lower steps go; a step alone is
     refused."""
     (tmp_path / "step-0000000001").write_text("a user's")
+    (tmp_path / "step-0000000002").mkdir()  # of a save that was killed
+    (tmp_path / "step-0000000002" / f".rank-0-of-2-{'0' * 16}.funcrec.tmp").touch()
     for step in (10, 20, 5):
         fr.save(tmp_path, {"step": step}, keep=2, step=step)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000000001", "step-0000000005", "step-0000000020"]

@@ -9,7 +9,20 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrec as fr
-from funcrec.optim import Stage, accumulate, adagrad, adam, by_table, clip, freeze, momentum, schedule, sgd
+from funcrec.optim import (
+    Stage,
+    accumulate,
+    adagrad,
+    adam,
+    by_table,
+    clip,
+    freeze,
+    momentum,
+    row_optimizer,
+    rowwise_adagrad_cowclip,
+    schedule,
+    sgd,
+)  # fmt: skip
 from funcrec.testing import assert_trees_close, garbage_padding
 
 NAMES = ("user", "item", "page")
@@ -121,6 +134,25 @@ def sum_of(grads):
     for g in grads:
         total = g if total is None else total + g
     return total
+
+
+def test_accumulate_keeps_no_counts():
+    """Entries that stand for several ids are refused under an optimizer that may count them, and under no other; single
+    ones are counted."""
+    tables, grads = generated(3, 2)
+    summed, own = {n: g.coalesce() for n, g in grads[0].items()}, rowwise_adagrad_cowclip(0.1)
+    mine = row_optimizer(init=lambda t: {}, rule=lambda row, grad, slots, hyper: (row - grad / hyper.repeats, slots))
+    for counting in (own, mine, by_table({"user": own}, default=sgd(0.1)), freeze(own, tables=["page"])):
+        opt = accumulate(counting, every=1, capacity=ENTRIES)
+        with pytest.raises(TypeError, match="entries that stand for several ids"):
+            opt.update(summed, opt.init(tables), tables, 0)
+        clipped = clip(opt, max_norm=1.0)
+        with pytest.raises(TypeError, match="entries that stand for several ids"):
+            clipped.update(grads[0], clipped.init(tables), tables, 0)
+    opt = accumulate(own, every=1, capacity=ENTRIES)
+    assert_trees_close(opt.update(grads[0], opt.init(tables), tables, 0)[0], run(own, tables, grads[:1])[0])
+    plain = accumulate(adam(0.1), every=1, capacity=ENTRIES)
+    plain.update(summed, plain.init(tables), tables, 0)
 
 
 def test_accumulate_counts_updates():
