@@ -85,12 +85,11 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
         return (table, optimizers[table].label(table)) if table in optimizers else default and default.label(table)
 
     own = (*optimizers.values(), *([] if default is None else [default]))
-    of_all = lambda name: all(getattr(o, name) for o in own)
-    is_joint = any(o.is_joint for o in own)
+    of_all, of_any = (lambda name, f=f: f(getattr(o, name) for o in own) for f in (all, any))
     waiting = tuple(dict.fromkeys(k for o in own for k in o.waiting))
     halves = (waiting, hold, due) if waiting else ()
-    made = RowOptimizer(init, update, label, of_all("is_elementwise"), is_joint, of_all("is_gradient_wise"), *halves)
-    return made._replace(counts_entries=any(o.counts_entries for o in own))
+    facts = of_all("is_elementwise"), of_any("is_joint"), of_all("is_gradient_wise")
+    return RowOptimizer(init, update, label, *facts, *halves, counts_entries=of_any("counts_entries"))
 
 
 @remade

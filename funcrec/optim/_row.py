@@ -34,11 +34,11 @@ from funcrec.core import (
 )
 from funcrec.kernels import formula, ops
 from funcrec.optim._blocks import flat
+from funcrec.optim._kernel import Kernel, facts_of
 from funcrec.optim._problems import (
     Rate,
     Tables,
     check_update,
-    choices_of,
     hyper_problems,
     hyper_type,
     made_problems,
@@ -169,33 +169,8 @@ def row_optimizer(
     return build(init=init, rule=rule, lr=lr, name=name, hyper=hyper)
 
 
-class Kernel(NamedTuple):
-    """The fused form of a rule."""
-
-    name: str
-    form: ops.Rule | None  # None before it is written
-    is_elementwise: bool
-    is_gradient_wise: bool
-
-    def fits(self, hyper: Mapping[str, Any], grads: Mapping[str, RowGrads]) -> bool:
-        """Kernels take numbers, and count entries: neither tensors
-        among `hyper`, nor entries that stand for several ids."""
-        if self.form is None or any(isinstance(x, Tensor) for x in hyper.values()):
-            return False
-        return not (self.form.counts_entries and any(g.has_repeats for g in grads.values()))
-
-    def numbers(self, hyper: Mapping[str, Any]) -> list[float]:
-        return numbers_of(self.form, hyper)
-
-
-def numbers_of(form: ops.Rule, hyper: Mapping[str, Any]) -> list[float]:
-    """Hyper-parameters as a kernel takes them: names by their place, None and False as 0."""
-    as_number = lambda k, x: float(choices_of(k).index(x) if isinstance(x, str) else x or 0)
-    return [as_number(name, hyper[name]) for name in form.hyper]
-
-
 def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: Kernel | None = None) -> RowOptimizer:
-    call, is_gradient_wise = f"funcrec.optim.{name}", kernel is not None and kernel.is_gradient_wise
+    call, facts = f"funcrec.optim.{name}", facts_of(kernel)
     check(call, rule_problems(init, rule, name), hyper_problems(lr, hyper))
     make_hyper = hyper_type(call, tuple(hyper))
 
@@ -224,7 +199,7 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
         implementation: str | None = None,
         key: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], Slots]:
-        check_update(f"{call}.update", row_grads, slots, tables, step, slot_shapes, is_gradient_wise)
+        check_update(f"{call}.update", row_grads, slots, tables, step, slot_shapes, facts["is_gradient_wise"])
         named = {n: g for n, g in row_grads.items() if g.capacity > 0}
         if not named:
             return dict(tables), dict(slots)
@@ -252,11 +227,7 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
             changed = update_rows(call, of, named, slots, tables, key, choice)
         return {**tables, **changed[0]}, {**slots, **changed[1]}
 
-    is_elementwise, form = kernel is not None and kernel.is_elementwise, kernel and kernel.form
-    counts = form.counts_entries if form else True  # a rule that nobody has looked into may
-    return RowOptimizer(
-        init_slots, update, is_elementwise=is_elementwise, is_gradient_wise=is_gradient_wise, counts_entries=counts
-    )
+    return RowOptimizer(init_slots, update, **facts)
 
 
 def update_fused(kernel: Callable, slot_names: Sequence[str], grads: Mapping, slots: Slots, tables: Tables, numbers):

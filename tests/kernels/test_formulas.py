@@ -16,7 +16,7 @@ from torch import Tensor
 import funcrec as fr
 from funcrec.optim import write
 from funcrec.optim._builtin import BUILTIN, arguments_of, builtin
-from funcrec.optim._row import numbers_of
+from funcrec.optim._kernel import numbers_of
 
 KERNELS = Path(ops.__file__).parent
 F64 = torch.float64

@@ -8,7 +8,7 @@ from funcrec.kernels.rules import RULES
 from torch import Tensor
 
 from funcrec.optim._builtin import BUILTIN, arguments_of
-from funcrec.optim._row import numbers_of
+from funcrec.optim._kernel import numbers_of
 from funcrec.optim.write import examples
 
 CASES = [(rule, options) for rule in RULES for options in examples(rule)]  # each form of each built-in optimizer
