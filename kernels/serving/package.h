@@ -1,0 +1,142 @@
+// A package that funcrec.export wrote, opened and run in a process without Python.
+//
+//   auto package = Package::open("model");
+//   Answer a = package->run({.bags = 2, .dense = dense, .values = ids, .offsets = offsets});
+//   package->swap("model-of-today");      // other weights of the same signature, while other threads run
+//
+// No torch header is needed to call it. All functions may be called by any number of threads at once; an answer is of one
+// version of the weights. What they throw is `Bad` when what was given is wrong (a request, a folder, a file), `Failed` when
+// something else is.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace funcrec::serving {
+
+// What was given does not fit: what() is the whole message, in the lines of Python's errors.
+struct Bad : std::runtime_error {
+  std::string problem, got, need;
+  Bad(std::string problem, std::string got, std::string need)
+      : std::runtime_error(problem + "\n  got   " + got + "\n  need  " + need),
+        problem(std::move(problem)), got(std::move(got)), need(std::move(need)) {}
+};
+
+// Something that no caller can mend: no memory, an operator that failed.
+struct Failed : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Options {
+  int threads = 1;         // that one run uses
+  int runners = 1;         // runs at the same time: as many as there are threads that call
+  bool checksums = false;  // whether to read all weights once, here and in each swap, and compare their checksums
+  std::string operators;   // a library with operators of others, to be opened first; "" for none
+};
+
+enum class DType { u8, i8, i16, i32, i64, f16, bf16, f32, f64, boolean };
+int64_t size_of(DType);
+
+// A size that the request chooses: as many as bags, ids, offsets.
+constexpr int64_t BAGS = -1, IDS = -2, OFFSETS = -3;
+
+struct Spec {
+  std::string name;
+  DType dtype;
+  std::vector<int64_t> shape;
+};
+
+// A column of ids, in the order in which their bags lie in `offsets`: bag b of feature f is number f * bags + b.
+struct Feature {
+  std::string name, table;
+  int64_t rows;   // ids are 0 .. rows - 1
+  bool weighted;  // whether its ids' weights are read
+};
+
+struct TableOf {
+  std::string name;
+  int64_t rows, dim, bits;
+};
+
+struct Manifest {
+  std::string digest, funcrec, torch, isa;
+  std::vector<Spec> inputs, params, outputs;  // inputs: those of them that there are of dense, values, offsets, weights, in that order
+  std::vector<Feature> features;
+  std::vector<TableOf> tables;
+  int64_t max_batch, max_ids;
+
+  int64_t dense_columns = 0;  // numbers of `dense` for each bag; 0: the model has none
+  bool has_ids = false, has_weights = false;
+};
+
+// One batch, key-major as a KeyedJaggedTensor; the memory is the caller's and is only read while `run` runs.
+struct Request {
+  int64_t bags = 0;
+  std::span<const float> dense;      // [bags, dense_columns]
+  std::span<const int64_t> values;   // [N] ids; one that is not in its table (-1, say) counts for nothing
+  std::span<const int64_t> offsets;  // [F * bags + 1], ascending from 0 to N
+  std::span<const float> weights;    // [N] if the model has weights, else nothing
+};
+
+// An output's bytes, contiguous; they live as long as `memory` does.
+struct Output {
+  DType dtype;
+  std::vector<int64_t> shape;  // [bags, ...]
+  const void* data = nullptr;
+  std::shared_ptr<const void> memory;
+  template <class T> std::span<const T> as() const;  // its elements; Bad if T is not of its dtype
+  int64_t row_bytes() const;  // of one bag
+};
+
+struct Answer {
+  std::vector<Output> outputs;  // in the manifest's order
+  int64_t ids_out_of_range = 0;
+  std::string version;
+};
+
+class Package {
+ public:
+  static std::shared_ptr<Package> open(const std::string& folder, const Options& options = {});
+  ~Package();
+  Package(const Package&) = delete;
+  Package& operator=(const Package&) = delete;
+
+  const Manifest& manifest() const;
+  std::string version() const;  // of the weights that the next run takes
+
+  // How many ids are not in their tables; Bad if the request does not fit the manifest. What a caller does with each of several
+  // requests before it joins them.
+  int64_t check(const Request&) const;
+  Answer run(const Request&) const;
+
+  void swap(const std::string& folder);  // weights.bin and weights.json of it; runs that have begun end with those they have
+  void apply(const std::string& file);   // a file of funcrec.write_delta: all of it, or Bad and nothing has changed
+
+ private:
+  struct Inside;
+  explicit Package(std::unique_ptr<Inside>);
+  std::unique_ptr<Inside> in_;
+};
+
+template <class T> constexpr DType dtype_of() {
+  if constexpr (std::is_same_v<T, uint8_t>) return DType::u8;
+  else if constexpr (std::is_same_v<T, int8_t>) return DType::i8;
+  else if constexpr (std::is_same_v<T, int16_t>) return DType::i16;
+  else if constexpr (std::is_same_v<T, int32_t>) return DType::i32;
+  else if constexpr (std::is_same_v<T, int64_t>) return DType::i64;
+  else if constexpr (std::is_same_v<T, float>) return DType::f32;
+  else if constexpr (std::is_same_v<T, double>) return DType::f64;
+  else return DType::boolean;
+}
+
+template <class T> std::span<const T> Output::as() const {
+  if (dtype != dtype_of<T>()) throw Bad("an output is read as another dtype", "another T", "the dtype of the manifest");
+  int64_t n = 1;
+  for (int64_t s : shape) n *= s;
+  return {static_cast<const T*>(data), size_t(n)};
+}
+
+}  // namespace funcrec::serving
