@@ -185,3 +185,45 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def widest(tensors: Sequence[Tensor]) -> torch.dtype:
     """f64 when one of the tensors is, else f32."""
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+# -- quantised rows ----------------------------------------------------------------------------------------------
+
+CODE_BITS = (8, 4, 2)
+HEAD_BYTES = 4  # [scale f16][bias f16] before the codes
+FLOATS_OF = {32: (torch.float32,), 16: (torch.float16, torch.bfloat16)}  # tables that stand beside quantised ones
+
+
+def row_bytes(bits: int, dim: int) -> int:
+    """Of a quantised row: scale, bias, and `dim` codes in whole bytes."""
+    return HEAD_BYTES + -(-dim * bits // 8)
+
+
+def check_coded(call: str, table: Tensor, bits: int, dim: int, at: str = "table") -> None:
+    """That a table is u8[R, S] of rows of `dim` codes, or of floats of 16 or 32 bits in `dim` columns."""
+    coded = bits in CODE_BITS
+    dtypes = (torch.uint8,) if coded else FLOATS_OF.get(bits, ())
+    fits = table.dim() == 2 and dim >= 0 and table.shape[1] == (row_bytes(bits, dim) if coded else dim)
+    if fits and table.dtype in dtypes:
+        return
+    if not dtypes:
+        need = f"bits in {sorted((*CODE_BITS, *FLOATS_OF))}"
+    elif coded:
+        need = f"u8[R, {row_bytes(bits, dim)}]: 4 bytes of scale and bias, then {dim} codes of {bits} bits"
+    else:
+        need = f"{' or '.join(map(str, dtypes))} of [R, {dim}]"
+    kind = TypeError if dtypes and table.dtype not in dtypes else ValueError
+    raise kind(
+        f"funcrec.kernels.{call}: `{at}` is not a table of {dim} columns of {bits} bits.\n"
+        f"  got   {table.dtype}{list(table.shape)}\n  need  {need}\n  try   `quantize_rows`, or its own bits and dim"
+    )
+
+
+def check_tables(call: str, tables: Sequence[Tensor], bits: Sequence[int], dims: Sequence[int]) -> None:
+    if not len(tables) == len(bits) == len(dims):
+        raise ValueError(
+            f"funcrec.kernels.{call}: `bits` and `dims` do not match the tables.\n  got   {len(bits)} bits, {len(dims)}"
+            f" dims\n  need  one for each of {len(tables)} tables\n  try   bits=[8] * len(tables)"
+        )
+    for i, (table, b, dim) in enumerate(zip(tables, bits, dims, strict=True)):
+        check_coded(call, table, b, dim, f"tables[{i}]")

@@ -13,7 +13,17 @@ from typing import NoReturn
 
 import torch
 from funcrec.kernels import stacks
-from funcrec.kernels.forms import accumulation_dtype, capacities, features_of, segments_of, widest, width_of
+from funcrec.kernels.forms import (
+    accumulation_dtype,
+    capacities,
+    check_coded,
+    check_tables,
+    features_of,
+    row_bytes,
+    segments_of,
+    widest,
+    width_of,
+)
 from funcrec.kernels.rules import RULES
 from funcrec.kernels.tracked import is_differentiating, is_tracked_here
 from torch import Tensor
@@ -42,6 +52,10 @@ SCHEMAS = {
     "bool wide, bool placed) -> (Tensor, Tensor, Tensor)",
     "to_padded": "(Tensor values, Tensor offsets, SymInt max_length, Scalar fill) -> Tensor",
     "from_padded": "(Tensor padded, Tensor offsets, SymInt capacity) -> Tensor",
+    "quantized_lookup": "(Tensor[] tables, Tensor[] rows, Tensor offsets, Tensor? weights, SymInt[] features, SymInt "
+    "num_bags, int[] bits, int[] dims) -> Tensor",
+    "quantized_rows": "(Tensor table, Tensor rows, int bits, int dim) -> Tensor",
+    "quantize_rows": "(Tensor table, int bits, Tensor? key=None) -> Tensor",
 }
 SUMS = ("coalesce", "expand")
 STACKED = {  # the arguments of those that take stacks
@@ -101,6 +115,17 @@ def _owner_blocks(ids, offsets, lanes, slots, num_bags, num_ranks, room, wide, p
     return blocks, *(ids.new_empty(n, dtype=torch.int64) for n in (num_ranks, ids.shape[0] if placed else 0))
 
 
+def _quantized_lookup(tables, rows, offsets, weights, features, num_bags, bits, dims):
+    check_tables("quantized_lookup", tables, bits, dims)
+    width = max((c + dims[t] for t, c in zip(features[::7], features[6::7], strict=True)), default=0)
+    return offsets.new_empty((num_bags, width), dtype=torch.float32)
+
+
+def _quantized_rows(table, rows, bits, dim):
+    check_coded("quantized_rows", table, bits, dim)
+    return table.new_empty((rows.shape[0], dim), dtype=torch.float32)
+
+
 FAKES: dict[str, Callable] = {
     "pooled_lookup": _pooled_lookup,
     "pooled_lookup_weights": lambda d_out, tables, rows, offsets, weights, features: torch.empty_like(weights),
@@ -119,6 +144,11 @@ FAKES: dict[str, Callable] = {
         (offsets.shape[0] - 1, max_length, *values.shape[1:])
     ),
     "from_padded": lambda padded, offsets, capacity: padded.new_empty((capacity, *padded.shape[2:])),
+    "quantized_lookup": _quantized_lookup,
+    "quantized_rows": _quantized_rows,
+    "quantize_rows": lambda table, bits, key=None: table.new_empty(
+        (table.shape[0], row_bytes(bits, table.shape[1])), dtype=torch.uint8
+    ),
 }
 
 

@@ -11,6 +11,8 @@
     to_padded, from_padded   bags as a padded block and back: each other's transposes
     bucketize                ids by the shard that owns them
     owner_blocks             the same of many tables, as blocks of one size for each rank, with the lengths of the bags
+    quantized_lookup         pooled_lookup of rows of 8, 4 or 2 bits
+    quantized_rows           reads such rows, and quantize_rows makes them
 
 with s_i the id's weight, or 1, over the bag's length for a mean. Every implementation keeps five rules:
  - a row outside [0, R) is never read or written: it counts as a row of zeros and gets no gradient;
@@ -33,7 +35,18 @@ from contextvars import ContextVar
 
 import torch
 from funcrec.kernels import library
-from funcrec.kernels.forms import Feature, Owners, Rule, Segment, Terms, accumulation_dtype, flatten
+from funcrec.kernels.forms import (
+    CODE_BITS,
+    Feature,
+    Owners,
+    Rule,
+    Segment,
+    Terms,
+    accumulation_dtype,
+    check_coded,
+    check_tables,
+    flatten,
+)
 from funcrec.kernels.rules import RULES
 from funcrec.kernels.tracked import any_tracked
 from torch import Tensor
@@ -185,6 +198,66 @@ def scatter_rows(
 ) -> Tensor:
     """The table with row rows[i] replaced by new[i] for i < count; rows[:count] are distinct and inside the table."""
     return _of("scatter_rows", implementation, table, new)(table, rows, count, new)
+
+
+def quantized_lookup(
+    tables: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    offsets: Tensor,
+    weights: Tensor | None,
+    features: Sequence[Feature],
+    num_bags: int,
+    bits: Sequence[int],
+    dims: Sequence[int],
+    *,
+    implementation: str | None = None,
+) -> Tensor:
+    """f32[B, C]: `pooled_lookup` of what the rows of quantised tables stand for, with the same bits.
+
+    Args:
+      tables: u8[R, S] of bits[t] 8, 4 or 2, each row [scale f16][bias f16][dims[t] codes, low bits
+        first, whole bytes], of which the numbers are code · scale + bias; or f32[R, D] of bits[t]
+        32, f16 or bf16[R, D] of bits[t] 16.
+    """
+    check_tables("quantized_lookup", tables, bits, dims)
+    call = _of("quantized_lookup", implementation, offsets, *tables, weights)
+    return call(list(tables), list(rows), offsets, weights, flatten(features), num_bags, list(bits), list(dims))
+
+
+def quantized_rows(table: Tensor, rows: Tensor, bits: int, dim: int, *, implementation: str | None = None) -> Tensor:
+    """f32[N, D]: what rows of a quantised table u8[R, S] stand for, zeros for rows outside it."""
+    check_coded("quantized_rows", table, bits, dim)
+    return _of("quantized_rows", implementation, table)(table, rows, bits, dim)
+
+
+def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None, *, implementation: str | None = None) -> Tensor:
+    """u8[R, S]: the rows of f[R, D] in codes of 8, 4 or 2 bits, as `quantized_lookup` reads them.
+
+    With L = 2^bits - 1: bias = f16(min), scale = f16((max - bias) / L), 1 where that is 0, and code =
+    the integer nearest to (x - bias) / scale, ties to even, cut to [0, L]: the bytes of FBGEMM's
+    `FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf`, with the scale and bias in front.
+
+    Args:
+      key: i64[], to round up or down at random. Scale and bias are then rounded outwards, so that no
+        number is cut off and the mean over keys is the number itself; the bits depend on key, row
+        and column only.
+
+    Law: |x - x'| <= max(scale / 2, |min| · 2^-11), and L · 2^-25 more where scale is below f16's
+      normal numbers; with a key |x - x'| <= scale. A row that holds NaN or inf, or whose min or scale
+      f16 does not hold (beyond 65504 and 65504 · L), is NaN in all columns: it is never a finite row
+      of other numbers.
+    """
+    if bits not in CODE_BITS:
+        raise ValueError(
+            f"funcrec.kernels.quantize_rows: there are no such codes.\n  got   bits={bits}\n  need  one of"
+            f" {CODE_BITS}\n  try   bits=8, or table.to(torch.float16)"
+        )
+    if any_tracked([table]):
+        raise TypeError(
+            "funcrec.kernels.quantize_rows: codes have no derivative.\n  got   a table that grad or jvp follows\n"
+            "  need  plain numbers\n  try   table.detach()"
+        )
+    return _of("quantize_rows", implementation, table)(table, bits, key)
 
 
 def take_ranges(

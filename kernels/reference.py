@@ -5,11 +5,22 @@ They pass grad, jvp, vmap and hessian as they stand, run in f64, and sum in a fi
 Shapes: B bags, N buffer length, K entries, R rows, D dim.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from funcrec.kernels.forms import Feature, Segment, accumulation_dtype, features_of, is_padded, segments_of, widest
+from funcrec.kernels.forms import (
+    CODE_BITS,
+    Feature,
+    Segment,
+    accumulation_dtype,
+    check_tables,
+    features_of,
+    is_padded,
+    segments_of,
+    widest,
+)
 from funcrec.kernels.owners import blocks_by
 from funcrec.kernels.reference_jagged import (
     ascending,
@@ -20,11 +31,12 @@ from funcrec.kernels.reference_jagged import (
     take_ranges_transpose,
     to_padded,
 )
+from funcrec.kernels.reference_quantized import quantize_rows, quantized_rows
 from torch import Tensor
 
 __all__ = [
     "bucketize", "coalesce", "expand", "from_padded", "gather_rows", "owner_blocks", "pooled_lookup",
-    "pooled_lookup_weights",
+    "pooled_lookup_weights", "quantize_rows", "quantized_lookup", "quantized_rows",
     "scatter_rows", "take_ranges", "take_ranges_transpose", "to_padded",
 ]  # fmt: skip
 
@@ -69,41 +81,56 @@ def runs_of(features: Sequence[Feature], dims: Sequence[int], num_bags: int) -> 
 
 
 def pooled_lookup(tables, rows, offsets, weights, features, num_bags, blocks=1) -> Tensor:
+    read, dims = [functools.partial(gather_rows, t) for t in tables], [t.shape[1] for t in tables]
+    out = _pooled(read, dims, rows, offsets, weights, features, num_bags)
+    return out if blocks == 1 else torch.cat(out.chunk(blocks, 1))
+
+
+def quantized_lookup(tables, rows, offsets, weights, features, num_bags, bits, dims) -> Tensor:
+    """`pooled_lookup` of what the rows stand for."""
+    check_tables("quantized_lookup", tables, bits, dims)
+    coded = lambda t, b, dim: lambda rows: quantized_rows(t, rows, b, dim)
+    every = zip(tables, bits, dims, strict=True)
+    read = [coded(t, b, dim) if b in CODE_BITS else functools.partial(gather_rows, t) for t, b, dim in every]
+    return _pooled(read, dims, rows, offsets, weights, features, num_bags).to(torch.float32)
+
+
+def _pooled(read, dims, rows, offsets, weights, features, num_bags) -> Tensor:
+    """f[B, C]; read[t](rows): the rows of table t."""
     columns, offsets = [], ascending(offsets)
-    for run in runs_of(features_of(features), [t.shape[1] for t in tables], num_bags):
+    for run in runs_of(features_of(features), dims, num_bags):
         feature = run.feature
         bounds = run.bounds(offsets, num_bags).clamp(0, rows[feature.rows].shape[0])
         scale = weights if feature.weighted else None
         pool = _pool_short if 0 < feature.max_length <= UNROLL_MAX else _pool_long
-        out = pool(tables[feature.table], rows[feature.rows], bounds, scale, feature.max_length)
+        out = pool(read[feature.table], rows[feature.rows], bounds, scale, feature.max_length)
         out = out / bag_lengths(bounds, feature.max_length)[:, None] if feature.mean else out
         columns.append(out.unflatten(0, (run.width, num_bags)).transpose(0, 1).flatten(1))
     dtype = widest(columns)
-    out = torch.cat([c.to(dtype) for c in columns], 1) if columns else offsets.new_zeros((num_bags, 0), dtype=dtype)
-    return out if blocks == 1 else torch.cat(out.chunk(blocks, 1))
+    return torch.cat([c.to(dtype) for c in columns], 1) if columns else offsets.new_zeros((num_bags, 0), dtype=dtype)
 
 
-def _pool_short(table: Tensor, ids: Tensor, bounds: Tensor, weights: Tensor | None, max_length: int) -> Tensor:
+def _pool_short(read: Callable, ids: Tensor, bounds: Tensor, weights: Tensor | None, max_length: int) -> Tensor:
     """Σ over the places 0, 1, ... of a bag."""
     total = 0
     for place in range(max_length):
         position = bounds[:-1] + place
-        total = total + _terms(table, ids, position, position < bounds[1:], weights)
+        total = total + _terms(read, ids, position, position < bounds[1:], weights)
     return total
 
 
-def _pool_long(table: Tensor, ids: Tensor, bounds: Tensor, weights: Tensor | None, max_length: int) -> Tensor:
+def _pool_long(read: Callable, ids: Tensor, bounds: Tensor, weights: Tensor | None, max_length: int) -> Tensor:
     """Σ by adding every position of the buffer to its bag; positions of no bag go to bag B, which is cut off."""
     num_bags = bounds.shape[0] - 1
     position, bag, valid = _flat_entries(bounds, ids.shape[0], max_length)
-    terms = _terms(table, ids, position, valid, weights)
+    terms = _terms(read, ids, position, valid, weights)
     sums = terms.new_zeros(num_bags + 1, terms.shape[1])
     return sums.scatter_add(0, bag[:, None].expand(terms.shape), terms)[:num_bags]
 
 
-def _terms(table: Tensor, ids: Tensor, position: Tensor, valid: Tensor, weights: Tensor | None) -> Tensor:
+def _terms(read: Callable, ids: Tensor, position: Tensor, valid: Tensor, weights: Tensor | None) -> Tensor:
     """s_i · table[ids[position]], zeros where the position or the id counts for nothing."""
-    out = gather_rows(table, _rows_at(ids, position, valid))
+    out = read(_rows_at(ids, position, valid))
     if weights is not None:
         out = out * _scale_at(weights, position, valid).to(out.dtype)
     return out

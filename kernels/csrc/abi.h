@@ -14,7 +14,7 @@ namespace funcrec {
 
 constexpr int64_t ABI = 7;  // raise it, here and in _native.py, whenever an entry point's array changes
 
-enum DType : int64_t { F32 = 0, F16 = 1, BF16 = 2, F64 = 3, I32 = 4, I64 = 5 };
+enum DType : int64_t { F32 = 0, F16 = 1, BF16 = 2, F64 = 3, I32 = 4, I64 = 5, CODES8 = 6, CODES4 = 7, CODES2 = 8 };
 
 struct Half { uint16_t bits; };
 struct Bf16 { uint16_t bits; };
@@ -27,10 +27,16 @@ template <class E> struct AccOf { using type = float; };
 template <> struct AccOf<double> { using type = double; };
 template <class E> using Acc = typename AccOf<E>::type;
 
-// A contiguous table [rows, dim].
+constexpr int64_t HEAD_BYTES = 4;  // [scale f16][bias f16] of a quantised row, before its codes
+
+// A contiguous table [rows, dim]; of codes: [rows, HEAD_BYTES + dim codes in whole bytes].
 struct Table {
   char* data;
   int64_t dtype, rows, dim;
+  int64_t row_bytes() const {
+    if (dtype >= CODES8) return HEAD_BYTES + (dim * (8 >> (dtype - CODES8)) + 7) / 8;
+    return dim * (dtype == F64 ? 8 : dtype == F32 ? 4 : 2);
+  }
   template <class E> E* as() const { return reinterpret_cast<E*>(data); }
 };
 

@@ -4,6 +4,7 @@
 #include "lookup.h"
 #include "owners.h"
 #include "parallel.h"
+#include "quantized.h"
 #include "rows.h"
 #include "update.h"
 
@@ -46,3 +47,6 @@ FUNCREC_ENTRY(bucketize)
 FUNCREC_ENTRY(owner_blocks)
 FUNCREC_ENTRY(fused_update)
 FUNCREC_ENTRY(write_out)
+FUNCREC_ENTRY(quantized_lookup)
+FUNCREC_ENTRY(quantized_rows)
+FUNCREC_ENTRY(quantize_rows)

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "codes.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -142,19 +143,22 @@ FUNCREC_INLINE void pool_panel(const Lookup& call, const Feature& f, Range r, in
   using A = Acc<E>;
   Vec<A, W> sums[NV] = {};
   for (int64_t i = r.begin; i < r.end; i++) {
-    const E* at;
+    const char* at;
+    int64_t first = 0;
     if constexpr (FIRST) {
-      at = reinterpret_cast<const E*>(ahead.next<int64_t(NV * W * sizeof(E))>(cursor, taken++));
+      at = ahead.next<RowTraits<E>::bytes(NV * W)>(cursor, taken++);
     } else {
       const uint64_t row = f.rows[i];
       const bool inside = row < uint64_t(f.table.rows);
-      at = inside ? f.table.as<E>() + row * f.table.dim + column : reinterpret_cast<const E*>(ZEROS);
+      at = inside ? f.table.data + row * f.row_bytes : ZEROS;
+      first = inside ? column : 0;
     }
+    const InRow<E> from(at, first, f.table.dim);
     if constexpr (WEIGHTED) {
       const A scale = A(call.weights[i]);
-      for (int v = 0; v < NV; v++) sums[v] += load<W>(at + v * W) * scale;
+      for (int v = 0; v < NV; v++) sums[v] += from.template get<W>(v * W) * scale;
     } else {
-      for (int v = 0; v < NV; v++) sums[v] += load<W>(at + v * W);
+      for (int v = 0; v < NV; v++) sums[v] += from.template get<W>(v * W);
     }
   }
   // Divided at the end, once: (Σ s_i · row_i) / n
@@ -162,6 +166,12 @@ FUNCREC_INLINE void pool_panel(const Lookup& call, const Feature& f, Range r, in
   for (int v = 0; v < NV; v++) {
     if (f.mean) sums[v] = sums[v] / length;
     const auto sum = convert<Out, W>(sums[v]);
+    if constexpr (RowTraits<E>::LEAST > 1) {  // codes begin with a byte: the last vector may reach beyond the row
+      if (const int64_t left = f.table.dim - column - v * W; left < W) {
+        std::memcpy(out + column + v * W, &sum, left * sizeof(Out));
+        continue;
+      }
+    }
     if (f.streamed) stream<W>(out + column + v * W, sum);
     else store<W>(out + column + v * W, sum);
   }
@@ -181,7 +191,8 @@ void pool_bags(const Lookup& call, const Feature& f, Range bags, RowsAhead& ahea
     int64_t c = FIRST * W;
     for (; c + FULL * W <= dim; c += FULL * W)
       pool_panel<E, Out, WEIGHTED, FULL, W, false>(call, f, r, c, out, ahead, cursor, taken);
-    if (c < dim) pool_panel<E, Out, WEIGHTED, 1, W, false>(call, f, r, dim - W, out, ahead, cursor, taken);
+    constexpr int64_t EACH = RowTraits<E>::EACH;
+    if (c < dim) pool_panel<E, Out, WEIGHTED, 1, W, false>(call, f, r, (dim - W + EACH - 1) / EACH * EACH, out, ahead, cursor, taken);
   }
   ahead.cursor = cursor, ahead.taken = taken;
 }
@@ -193,7 +204,7 @@ constexpr std::array<Kernel, sizeof...(NV)> kernels_by_vectors(std::integer_sequ
 
 // The kernel for rows of `dim` elements; W halves until a row has a vector.
 template <class E, class Out, bool WEIGHTED, int W = LANES<Out>> Kernel kernel_of(int64_t dim) {
-  if constexpr (W > 1) {
+  if constexpr (W > RowTraits<E>::LEAST) {
     if (dim < W) return kernel_of<E, Out, WEIGHTED, W / 2>(dim);
   }
   if constexpr (std::is_same_v<Out, Acc<E>> && W == LANES<Out>) {
@@ -205,7 +216,19 @@ template <class E, class Out, bool WEIGHTED, int W = LANES<Out>> Kernel kernel_o
   }
 }
 
+template <class Out, int BITS> Kernel kernel_of_codes(const Feature& f) {
+  if (f.table.dim >= RowTraits<Codes<BITS>>::LEAST)
+    return f.weighted ? kernel_of<Codes<BITS>, Out, true>(f.table.dim) : kernel_of<Codes<BITS>, Out, false>(f.table.dim);
+  constexpr int W = RowTraits<Codes<BITS>>::LEAST;
+  return f.weighted ? pool_bags<Codes<BITS, true>, Out, true, 1, 0, W> : pool_bags<Codes<BITS, true>, Out, false, 1, 0, W>;
+}
+
 template <class Out> Kernel kernel_of(const Feature& f) {
+  if constexpr (std::is_same_v<Out, float>) {
+    if (f.table.dtype == CODES8) return kernel_of_codes<Out, 8>(f);
+    if (f.table.dtype == CODES4) return kernel_of_codes<Out, 4>(f);
+    if (f.table.dtype == CODES2) return kernel_of_codes<Out, 2>(f);
+  }
   return with_table_type(f.table.dtype, [&](auto tag) -> Kernel {
     using E = typename decltype(tag)::type;
     if constexpr (sizeof(E) > sizeof(Out)) return nullptr;  // f64 tables have f64 outputs
@@ -224,8 +247,7 @@ inline std::vector<Feature> read_features(Reader& in) {
     const Ints ids(rows[in.number()]);
     const int64_t first_bag = in.number(), max_length = in.number();
     const bool mean = in.number(), weighted = in.number();
-    const int64_t bytes = t.dim * (t.dtype == F64 ? 8 : t.dtype == F32 ? 4 : 2);
-    const Feature f{t, ids, first_bag, max_length, in.number(), bytes, mean, weighted, false, nullptr};
+    const Feature f{t, ids, first_bag, max_length, in.number(), t.row_bytes(), mean, weighted, false, nullptr};
     if (t.dim > 0) features.push_back(f);
   }
   return features;
@@ -243,6 +265,7 @@ inline std::vector<Part> parts_of(int64_t blocks, int64_t features, int64_t thre
   return parts;
 }
 
+// Of tables of floats; with f32 output also of codes (the entry point quantized_lookup).
 inline void pooled_lookup(Reader in) {
   int64_t threads = in.number();
   auto features = read_features(in);

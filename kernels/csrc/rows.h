@@ -43,7 +43,7 @@ template <class F> void for_chunks(int64_t threads, const std::vector<Target>& t
 // f(i, row) for i in [begin, end) with a row inside the table, which is on its way; outside(i) for the others.
 template <class F, class G>
 FUNCREC_INLINE void for_rows(const Table& t, const Ints& ids, int64_t begin, int64_t end, const F& f, const G& outside) {
-  const int64_t bytes = t.dim * (t.dtype == F64 ? 8 : t.dtype == F32 ? 4 : 2);
+  const int64_t bytes = t.row_bytes();
   const auto fetch = [&](int64_t i) __attribute__((always_inline)) {
     if (i < end) prefetch<2>(row_address(t.data, ids[i], bytes), bytes);
   };

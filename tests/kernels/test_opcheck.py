@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from funcrec.kernels import library, ops
+from funcrec.kernels import library, ops, reference
 from funcrec.kernels.forms import Feature, Segment, flatten
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +24,8 @@ MAPPED = {  # the numbers of the arguments, and of their members, that vmap gets
     "scatter_rows": [(0, None), (3, None)], "expand": [(0, 0), (3, 0)], "coalesce": [(0, 0), (1, 0)],
     "fused_update": [(0, 0), (0, 1), (1, 0), (2, 0), (3, 0), (5, 0), (7, None), (8, None)], "take_ranges": [(0, None)],
     "take_ranges_transpose": [(0, None)], "bucketize": [(2, None), (0, None)], "owner_blocks": [(0, None)],
-    "to_padded": [(0, None)], "from_padded": [(0, None)],
+    "to_padded": [(0, None)], "from_padded": [(0, None)], "quantized_lookup": [(1, 0), (3, None)],
+    "quantized_rows": [(1, None)], "quantize_rows": [(0, None)],
 }  # fmt: skip
 
 
@@ -40,7 +41,11 @@ def samples(dim: int = 4, num_rows: int = 9) -> dict[str, tuple]:
     terms = ([d], [rows.clamp(0)], [offsets], [weights], flatten(segments))
     shapes = [num_rows, dim, num_rows, 2 * dim]
     rule = (torch.tensor(0.1, dtype=F64), torch.tensor(3), None, "rowwise_adagrad", [1e-8, 0.0, 0.0, 0.0])
+    coded = [reference.quantize_rows(x, bits) for x, bits in zip(tables, (8, 4))]
     return {
+        "quantized_lookup": (coded, [rows], offsets, weights, features, 2, [8, 4], [dim, 2 * dim]),
+        "quantized_rows": (coded[1], rows, 4, 2 * dim),
+        "quantize_rows": (tables[1], 8, torch.tensor(7)),
         "pooled_lookup": (tables, [rows], offsets, weights, features, 2),
         "pooled_lookup_weights": (d, tables, [rows], offsets, weights, features),
         "gather_rows": (tables[0], rows),
@@ -142,6 +147,9 @@ def huge(name: str) -> tuple[tuple, list[tuple]]:
             [(1, n + many), (1,), (n,)],
         ),
         "to_padded": ((empty(n, 64), offsets, 9, 0.0), [(many, 9, 64)]),
+        "quantized_lookup": (([empty(num_rows, 36, dtype=torch.uint8)], *lookup, many, [4], [64]), [(many, 64)]),
+        "quantized_rows": ((empty(num_rows, 36, dtype=torch.uint8), rows[0], 4, 64), [(n, 64)]),
+        "quantize_rows": ((tables[0], 2), [(num_rows, 20)]),
         "from_padded": ((empty(many, 9, 64), offsets, n), [(n, 64)]),
     }[name]
 

@@ -1,0 +1,88 @@
+"""Quantised rows in plain torch: u8[R, S], a row is [scale f16][bias f16][codes of 8, 4 or 2 bits, low bits first].
+
+    x ~ code * scale + bias        codes 0 .. L, L = 2^bits - 1
+
+bias is the row's least number and scale its range / L, both rounded to f16 before a code is made of them; a product
+code * scale is exact in f32, so that a value is rounded once, with or without a fused multiply-add.
+A row that holds NaN or inf, or whose bias or scale f16 does not hold, is NaN in all columns.
+Shapes: N ids, R rows, D dim, S bytes.
+"""
+
+import torch
+from funcrec.kernels.forms import HEAD_BYTES, check_coded
+from torch import Tensor
+
+GAMMA, GAMMA_INVERSE = -7046029254386353131, -1018231460777725123  # SplitMix64's step, and its inverse modulo 2^64
+MIX = ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1))
+NAN = 0x7E00  # of f16
+
+
+def quantized_rows(table: Tensor, rows: Tensor, bits: int, dim: int) -> Tensor:
+    """f32[N, D], zeros for rows outside [0, R)."""
+    check_coded("quantized_rows", table, bits, dim)
+    if table.shape[0] == 0:
+        return torch.zeros(rows.shape[0], dim, device=table.device)
+    inside = (rows >= 0) & (rows.long() < table.shape[0])
+    taken = table.index_select(0, rows.clamp(0, table.shape[0] - 1))
+    head = taken[:, :HEAD_BYTES].contiguous().view(torch.float16).to(torch.float32)
+    return torch.where(inside[:, None], codes_of(taken, bits, dim) * head[:, :1] + head[:, 1:], 0)
+
+
+def codes_of(rows: Tensor, bits: int, dim: int) -> Tensor:
+    """f32[N, D]: the codes of u8[N, S]."""
+    shifts = torch.arange(0, 8, bits, device=rows.device, dtype=torch.int32)
+    parts = (rows[:, HEAD_BYTES:, None].to(torch.int32) >> shifts) & (2**bits - 1)
+    return parts.flatten(1)[:, :dim].to(torch.float32)
+
+
+def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None) -> Tensor:
+    """u8[R, S]; a key rounds at random, and scale and bias outwards, so that no number is cut off."""
+    most = 2**bits - 1
+    x = table.to(torch.float32)
+    low, high = (x.amin(1), x.amax(1)) if x.shape[1] else (x.new_zeros(x.shape[0]),) * 2
+    bias = _to_half(low, down=True, directed=key is not None)
+    reach = high - bias.to(torch.float32)
+    scale = _to_half(reach / most, down=False, directed=key is not None)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # the bias is all there is
+    lost = ~(bias.isfinite() & scale.isfinite() & low.isfinite() & high.isfinite())
+    place = x - bias.to(torch.float32)[:, None]
+    if key is None:
+        codes = (place * (1 / scale.to(torch.float32))[:, None]).round()
+    else:
+        codes = _at_random(place / scale.to(torch.float32)[:, None], key)
+    codes = torch.where(lost[:, None], 0, codes.clamp(0, most)).to(torch.int32)
+    head = torch.where(lost[:, None], torch.nan, torch.stack([scale, bias], 1))
+    return torch.cat([head.view(torch.uint8), _packed(codes, bits)], 1)
+
+
+def _to_half(x: Tensor, *, down: bool, directed: bool) -> Tensor:
+    """f16 of x, the nearest one or, if `directed`, the next one in a direction."""
+    near = x.to(torch.float16)
+    if not directed:
+        return near
+    wide, bits = near.to(torch.float32), near.view(torch.int16)
+    away = bits + torch.where(wide.signbit() == down, 1, -1).to(torch.int16)
+    beyond = wide > x if down else wide < x
+    return torch.where(beyond, away, bits).view(torch.float16)
+
+
+def _at_random(x: Tensor, key: Tensor) -> Tensor:
+    """x rounded up as often as 16 random bits are below its fraction: column c of
+    row r has 16 · (c mod 4) on of number r · ceil(D / 4) + c // 4 of the key."""
+    num_rows, dim = x.shape
+    words = -(-dim // 4)
+    counter = torch.arange(1, num_rows * words + 1, device=x.device, dtype=torch.int64)
+    z = (counter + key * GAMMA_INVERSE) * GAMMA  # = key + counter · GAMMA, in an order that compilers keep
+    for shift, factor in MIX:
+        z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    parts = (z[:, None] >> torch.arange(0, 64, 16, device=x.device)) & 0xFFFF
+    drawn = (parts.reshape(num_rows, words * 4)[:, :dim].to(torch.float32) + 0.5) / 65536
+    return x.floor() + (drawn < x - x.floor())
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """u8[R, ceil(D · bits / 8)]: low bits first, zeros behind the last code."""
+    each = 8 // bits
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % each)).unflatten(1, (-(-codes.shape[1] // each), each))
+    shifts = torch.arange(0, 8, bits, device=codes.device, dtype=torch.int32)
+    return (codes << shifts).sum(2).to(torch.uint8)
