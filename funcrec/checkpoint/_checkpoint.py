@@ -121,7 +121,7 @@ def load(
         laid out so, and each rank reads of the tables what it is to hold. All ranks call it. With a mesh alone the
         tables are plain, whole on every rank, and on its device.
       sparse: the row optimizer of that step, which says what tables may share a bank. Without it each has its own:
-        right under any optimizer, in more exchanges.
+        right under any optimizer, in more exchanges. Where gradients wait (`optim.accumulate`) it must be given.
       mmap: tensors on the CPU have the file's memory, which the system may take back and read again; what is written to
         them is in this process alone. Not with a plan, whose ranks read parts. Every byte is read once, to its CRC. A
         tensor that lies in several files, or in a file of an older format, is read as without it.

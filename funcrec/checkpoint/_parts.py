@@ -21,10 +21,21 @@ from funcrec.checkpoint._code import Cut
 from funcrec.checkpoint._format import grid_of
 from funcrec.core import Problem, check, describe, map_tensors, replace
 from funcrec.mesh import Mesh, checksum, coordinates, rank_at
-from funcrec.sharding import DenseShard, Layout, ShardedTables, copy_problems
+from funcrec.sharding import (
+    DenseShard,
+    Layout,
+    ShardedTables,
+    copy_problems,
+    filled,
+    of_rank,
+    part_of,
+    whole_shape,
+)
+from funcrec.tables import WAITING
 from funcrec.train import TrainState, slot_problems
 
 CALL = "funcrec.save"
+ROWS, _ = WAITING
 SPLIT_BYTES = 1 << 20  # what is smaller is written by the first of those that have it
 
 Parts = Iterator[tuple[int, int, int, Tensor]]
@@ -114,7 +125,7 @@ class Seen(NamedTuple):
     def tables(self, tables: ShardedTables, slots: Any) -> dict[str, Cut]:
         leaves: dict[str, dict[str, Tensor]] = {"table": dict(tables.banks)}
         for n, own in slots.items():
-            for k, s in own.items():
+            for k, s in (own | filled(own)).items():
                 leaves.setdefault(f"slot {k!r}", {})[n] = s
         self.layouts.append((tables.layout, leaves))
         return {n: table_cut(tables.layout, n, tables.banks) for n, _ in tables.layout.shapes}
@@ -124,7 +135,8 @@ class Seen(NamedTuple):
         for name, _ in layout.shapes:
             banks = [layout.banks[layout.shards[i].bank].name for i in layout.shards_of(name)]
             own = {k: {b: state.slots[b][k] for b in banks} for k in state.slots[banks[0]]}
-            out[name] = {k: table_cut(layout, name, held) for k, held in own.items()}
+            of_rows = {k: table_cut(layout, name, held) for k, held in own.items() if k not in WAITING}
+            out[name] = of_rows | {k: waiting_cut(state, name, k) for k in own if k in WAITING}
         return out
 
 
@@ -156,6 +168,36 @@ def table_parts(layout: Layout, name: str, banks: Mapping[str, Tensor], num_rows
                     at = begin + start - first
                     first, last = share(first, last, copy, copies, x)
                     yield rank, first, s.first if len(shards) > 1 and x.dim() > 1 else 0, x[at + first : at + last]
+
+
+def waiting_cut(state: TrainState, name: str, slot: str) -> Cut:
+    """One of the two slots of gradients that wait for a table, as one process has it."""
+    layout = state.tables.layout
+    banks = [layout.banks[layout.shards[i].bank] for i in layout.shards_of(name)]
+    held = [state.slots[b.name][slot] for b in banks]
+    ranks = max(1, state.tables.banks[banks[0].name].shape[0] // max(1, banks[0].rows))
+    every, places, dim = whole_shape(layout, name, state.slots, ranks)
+    shape, grid = ((every, places), (every, places)) if slot == ROWS else ((every, places, dim), (every * places, dim))
+    parts = lambda where: waiting_parts(layout, name, state.slots, slot == ROWS, ranks, where)
+    return Cut(tuple(held), held[0].dtype, shape, grid, parts)
+
+
+def waiting_parts(layout: Layout, name: str, slots: Any, is_rows: bool, ranks: int, where: Where) -> Parts:
+    shards = [layout.shards[i] for i in layout.shards_of(name)]
+    _, places, _ = whole_shape(layout, name, slots, ranks)
+    for rank in where.own:
+        for s in shards[:1] if is_rows else shards:  # owners of other columns have the same entries
+            bank = layout.banks[s.bank]
+            place, copy, _ = where.copy(rank, bank.axes)
+            group, _, _ = where.copy(rank, layout.replicas)
+            for i in (i for i, owner in enumerate(s.ranks) if owner == place and copy == 0):
+                number = group * bank.num_ranks + place if where.is_emulated else 0
+                part = part_of(s, i, of_rank(slots[bank.name], number, ranks))
+                at = i * part.rows.shape[1]
+                if is_rows:
+                    yield rank, 0, at, part.rows
+                else:
+                    yield from ((rank, k * places + at, s.first, grads) for k, grads in enumerate(part.grads))
 
 
 def shard_parts(node: DenseShard, flat: Tensor, where: Where) -> Parts:

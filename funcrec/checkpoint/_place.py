@@ -6,7 +6,7 @@ Shapes: R rows, D dim.
 """
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,20 +22,26 @@ from funcrec.sharding import (
     DenseShard,
     Plan,
     ShardedTables,
+    Waiting,
     bank_problems,
     blank_banks,
     check_whole_rows,
     cut_dense,
     cut_state,
+    cut_waiting,
     dedup_problems,
     dense_axes_problems,
     layout_of,
     leaf_problems,
     places,
+    rooms_of,
+    steps_problems,
     transport_of,
+    waiting_problems,
+    whole_banks,
 )
 from funcrec.tables import WAITING
-from funcrec.train import TrainState
+from funcrec.train import TrainState, of_rows, steps_of
 
 CALL = "funcrec.load"
 
@@ -138,7 +144,8 @@ def placed_state(state: TrainState, target: Target, reader: Reader) -> TrainStat
     own rows."""
     check(CALL, state_problems(state))
     mesh, sparse = target.mesh, target.sparse
-    leaves = {n: {"": t, **state.slots[n]} for n, t in state.tables.items()}
+    leaves = {n: {"": t, **of_rows(state.slots[n])} for n, t in state.tables.items()}
+    waits = {n: own for n, own in state.slots.items() if WAITING[0] in own}
     empty = lambda x: torch.empty(0, *x.shape[1:], dtype=x.dtype, device=reader.device(str(x.device)))
     samples = {n: {k: empty(x) for k, x in own.items()} for n, own in leaves.items()}
     shapes = {n: tuple(t.shape) for n, t in state.tables.items()}
@@ -153,10 +160,15 @@ def placed_state(state: TrainState, target: Target, reader: Reader) -> TrainStat
     if sparse is not None:
         check_whole_rows(CALL, sparse, layout)
     check(CALL, bank_problems(layout, samples))
+    rooms, whole = rooms_for(target, layout, samples, {n: own[WAITING[0]].shape[0] for n, own in waits.items()})
     banks = blank_banks(layout, samples, mesh)
     for n, own in leaves.items():
         for k, x in own.items():
             reader.give(x, list(wants_of(layout, banks, n, k, mesh)))
+    for n, own in waits.items():
+        held = Waiting(*(reader.whole(own[k]) for k in WAITING))
+        for b, cut in cut_waiting(layout, n, held, rooms[n], whole, mesh).items():
+            banks[b] |= cut
     made = {b: own.pop("") for b, own in banks.items()}
     if target.like is not None:
         tables = replace(target.like.tables, banks=made)
@@ -167,6 +179,22 @@ def placed_state(state: TrainState, target: Target, reader: Reader) -> TrainStat
         check(CALL, leaf_problems(kept, kept_opt))
         kept, kept_opt = cut_dense(kept, mesh, target.dense_axes), cut_state(kept_opt, kept, mesh, target.dense_axes)
     return TrainState(step, tables, banks, kept, kept_opt, key)
+
+
+def rooms_for(
+    target: Target, layout: Any, samples: Any, steps: dict[str, int]
+) -> tuple[dict[str, int], Collection[str]]:
+    """({table: the places of a rank for gradients that wait}, the banks in which they have all columns)."""
+    if target.like is None:
+        check(CALL, sparse_problems(target.sparse, steps))
+        tables = {n: own[""] for n, own in samples.items()}
+        return rooms_of(CALL, target.sparse, tables, steps), whole_banks(target.sparse, layout) if steps else ()
+    like, banks = target.like, {n: layout.banks[layout.shards[layout.shards_of(n)[0]].bank].name for n in steps}
+    now = steps_of(like, target.mesh)
+    check(CALL, steps_problems(steps, {n: now.get(n, 0) for n in steps}))
+    width = lambda b: like.slots[b.name][WAITING[1]].shape[2] if WAITING[1] in like.slots[b.name] else b.dim
+    rooms = {n: like.slots[b][WAITING[0]].shape[1] for n, b in banks.items()}
+    return rooms, [b.name for b in layout.banks if width(b) > b.dim]
 
 
 def axes_of(state: TrainState) -> tuple[str, ...]:
@@ -216,6 +244,12 @@ def target_problems(target: Target | None, mmap: bool, **given: Any) -> Iterator
         yield from dense_axes_problems(target.mesh, target.dense_axes)
 
 
+def sparse_problems(sparse: RowOptimizer | None, steps: dict[str, int]) -> Iterator[Problem]:
+    if steps and sparse is None:
+        got, hint = f"sparse=None, gradients of {list(steps)} that wait", "sparse=fr.optim.accumulate(...)"
+        yield Problem("`sparse` is missing.", got, "the optimizer that goes on with them", hint)
+
+
 def shape_problems(shapes: dict[str, tuple], like: TrainState) -> Iterator[Problem]:
     """The tables that are saved are those of the state that says how they are to lie."""
     wanted = dict(like.tables.layout.shapes)
@@ -240,9 +274,7 @@ def state_problems(state: TrainState) -> Iterator[Problem]:
             yield Problem(f"table {n!r} of the checkpoint has no slots.", describe(state.slots.get(n)), "{} for none")
         else:
             for k, s in state.slots[n].items():
-                if k in WAITING:
-                    what = f"slot {k!r} of {n!r} holds gradients that wait (`optim.accumulate`): they are of no row."
-                    yield Problem(what, shown(s), "slots of rows alone", "plan=None, which loads what there is")
-                elif not is_tensor(s) or not s.shape or s.shape[0] != t.shape[0]:
+                if k not in WAITING and (not is_tensor(s) or not s.shape or s.shape[0] != t.shape[0]):
                     what = f"slot {k!r} of {n!r} has no rows of its table."
                     yield Problem(what, shown(s), f"[{t.shape[0]}, ...]", "plan=None, which loads what there is")
+            yield from waiting_problems(n, state.slots[n])

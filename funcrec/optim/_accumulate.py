@@ -38,7 +38,8 @@ def accumulate(optimizer: RowOptimizer, *, every: int, capacity: int | Mapping[s
 
     On a mesh gradients wait with the owners of their rows, to which the entries of all ranks come, padding among them:
       the capacity is for what one owner is sent (the first step raises with that number where it is more). Tables share
-      no bank. Such a state is not gathered, laid out by another plan or saved: those calls raise.
+      no bank. Of a state that is gathered, saved or laid out by another plan gradients wait in more room where the
+      entries of several owners come together; training goes on in it, to the same bits.
 
     Law: k steps are one update with the mean of their gradients, bit for
       bit. Between updates no row or inner slot changes a bit.
@@ -80,7 +81,7 @@ def accumulate(optimizer: RowOptimizer, *, every: int, capacity: int | Mapping[s
         # on a mesh a gradient may have all columns of a table of which the bank has some
         widths = {n: row_grads[n].dim if n in row_grads else None for n in tables}
         check(f"{call}.update", buffer_problems(slots, widths, every, capacity_of))
-        check(f"{call}.update", size_problems(row_grads, capacity_of))
+        check(f"{call}.update", size_problems(row_grads, slots))
         check(f"{call}.update", repeat_problems(row_grads) if optimizer.counts_entries else ())
         summed, kept = {}, {}
         for n, t in tables.items():
@@ -156,20 +157,23 @@ def missing_problems(capacity: int | Mapping[str, int], tables: Mapping) -> Iter
 def buffer_problems(slots: Mapping, widths: Mapping[str, int | None], every: int, capacity_of) -> Iterator[Problem]:
     hint = "the slots that this optimizer's `init` made of these tables"
     for n, width in widths.items():
+        held = slots[n].get(ROWS) if isinstance(slots[n], Mapping) else None
+        room = held.shape[1] if isinstance(held, Tensor) and held.dim() == 2 else 0
         for name in (ROWS, GRADS):
             got = slots[n].get(name) if isinstance(slots[n], Mapping) else None
             own = got.shape[2:] if width is None and isinstance(got, Tensor) else [width]
-            shape = (every, capacity_of(n), *(own if name == GRADS else ()))
+            shape = (every, max(capacity_of(n), room), *(own if name == GRADS else ()))
             if not isinstance(got, Tensor) or tuple(got.shape) != shape:
                 what = f"`slots[{n!r}][{name!r}]` " + ("is missing." if got is None else "does not match.")
                 yield Problem(what, describe(got), f"{list(shape)}", hint)
 
 
-def size_problems(row_grads: Mapping[str, RowGrads], capacity_of) -> Iterator[Problem]:
+def size_problems(row_grads: Mapping[str, RowGrads], slots: Mapping) -> Iterator[Problem]:
     for n, g in row_grads.items():
-        if g.rows.shape[0] > capacity_of(n):
+        room = slots[n][ROWS].shape[1]
+        if g.rows.shape[0] > room:
             got, hint = f"{g.rows.shape[0]} entries", "`capacity` as large as the ids of a padded batch"
-            yield Problem(f"`row_grads[{n!r}]` is over its capacity.", got, f"at most {capacity_of(n)}", hint)
+            yield Problem(f"`row_grads[{n!r}]` is over its capacity.", got, f"at most {room}", hint)
 
 
 def repeat_problems(row_grads: Mapping[str, RowGrads]) -> Iterator[Problem]:

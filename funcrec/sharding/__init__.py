@@ -52,5 +52,15 @@ from funcrec.sharding._update import check_whole_rows as check_whole_rows
 from funcrec.sharding._update import init_slots as init_slots
 from funcrec.sharding._update import update_banks as update_banks
 from funcrec.sharding._update import whole_banks as whole_banks
+from funcrec.sharding._waiting import Waiting as Waiting
+from funcrec.sharding._waiting import cut_waiting as cut_waiting
+from funcrec.sharding._waiting import filled as filled
+from funcrec.sharding._waiting import gather_waiting as gather_waiting
+from funcrec.sharding._waiting import of_rank as of_rank
+from funcrec.sharding._waiting import part_of as part_of
+from funcrec.sharding._waiting import rooms_of as rooms_of
+from funcrec.sharding._waiting import steps_problems as steps_problems
+from funcrec.sharding._waiting import waiting_problems as waiting_problems
+from funcrec.sharding._waiting import whole_shape as whole_shape
 
 _core.publish(globals())

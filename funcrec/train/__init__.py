@@ -9,8 +9,10 @@ from funcrec.train._logged import rewind as rewind
 from funcrec.train._overflow import retry_overflow as retry_overflow
 from funcrec.train._replicas import sync_replicas as sync_replicas
 from funcrec.train._reshard import gather_state as gather_state
+from funcrec.train._reshard import of_rows as of_rows
 from funcrec.train._reshard import reshard as reshard
 from funcrec.train._reshard import slot_problems as slot_problems
+from funcrec.train._reshard import steps_of as steps_of
 from funcrec.train._scan import scan as scan
 from funcrec.train._state import TrainState as TrainState
 from funcrec.train._step import TrainStep as TrainStep

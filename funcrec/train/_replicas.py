@@ -16,7 +16,7 @@ from torch import Tensor
 from funcrec.core import Problem, check, describe, is_tracked, ravel, replace, typed
 from funcrec.kernels import ops
 from funcrec.mesh import Mesh, part_by_part, shard_map
-from funcrec.train._reshard import mesh_problems, sharded_problems
+from funcrec.train._reshard import mesh_problems, of_rows, sharded_problems
 from funcrec.train._state import TrainState
 
 BUCKET = 1 << 25  # elements that travel at once: what a call needs besides the state and its tables
@@ -36,6 +36,7 @@ def sync_replicas(
     Args:
       state: of a `train_step` whose plan has `replicas`; every rank passes its own.
       slots: whether the slots become one, too; without it each copy keeps its own, and the state cannot be gathered.
+        Gradients that wait (`optim.accumulate`) are of each copy's batches, and stay its own.
       greatest: slots of which the greatest is taken and no mean, besides all that are integers: step numbers, such as
         `last` of `rowwise_adagrad_counter`.
 
@@ -76,7 +77,7 @@ def sync_replicas(
     axes, specs = state.tables.layout.replicas, state.tables.layout.specs()
     leaves = {("", n): (t, specs[n]) for n, t in state.tables.items()}
     if slots:
-        leaves |= {(k, n): (s, specs[n]) for n, own in state.slots.items() for k, s in own.items()}
+        leaves |= {(k, n): (s, specs[n]) for n, own in state.slots.items() for k, s in of_rows(own).items()}
     is_greatest = [k in greatest for k, _ in leaves]
     own_specs = [spec for _, spec in leaves.values()]
     one_rank = lambda xs: unite(xs, is_greatest, axes)

@@ -18,22 +18,30 @@ from funcrec.sharding import (
     Plan,
     Rows,
     ShardedTables,
+    Waiting,
     bank_problems,
     blank_banks,
     check_whole_rows,
     copy_problems,
     cut_dense,
     cut_state,
+    cut_waiting,
     dedup_problems,
     dense_axes_problems,
+    filled,
     followed_problems,
+    gather_waiting,
     join_dense,
     layout_of,
     leaf_problems,
     move,
+    own_ranks,
+    rooms_of,
     rows_of,
     send_rows,
     transport_of,
+    waiting_problems,
+    whole_banks,
 )
 from funcrec.tables import WAITING, table_tensor_problems
 from funcrec.train._state import TrainState
@@ -43,7 +51,8 @@ from funcrec.train._state import TrainState
 def gather_state(state: TrainState, mesh: Mesh) -> TrainState:
     """A sharded state as one process has it, on every rank: tables {name: f[R, D]}, slots {name: {slot: f[R, ...]}}.
 
-    It depends on no plan: this is what checkpoints hold.
+    It depends on no plan: this is what checkpoints hold. Gradients that wait (`optim.accumulate`) lie in it row by row,
+    those of n owners of C entries in buffers of n · C, which the optimizer takes as they are.
 
     Args:
       state: of a `train_step` with this mesh; every rank passes its own.
@@ -73,6 +82,8 @@ def gather_state(state: TrainState, mesh: Mesh) -> TrainState:
     rows, reads = dict(state.tables.layout.shapes), readers(state, mesh)
     whole = {n: {k: read(0, rows[n][0]) for k, read in own.items()} for n, own in reads.items()}
     tables = {n: own.pop("") for n, own in whole.items()}
+    for n, held in waiting_in(state, mesh):
+        whole[n] |= held.slots()
     return TrainState(
         state.step, tables, whole, join_dense(state.dense, mesh), join_dense(state.dense_opt, mesh), state.key
     )
@@ -106,7 +117,8 @@ def reshard(
     Law: every bit is kept; training goes on as it would have, up to what the plan rounds.
 
     Cost: a row that another rank is to have is sent to it once, from one that has it; no rank sends or gets more than
-      64 MiB at a time, which it holds besides the two states.
+      64 MiB at a time, which it holds besides the two states. Gradients that wait are gathered on every rank first, a
+      table's at a time.
 
     Example: from rows on two ranks to columns on three.
       >>> import torch, funcrec as fr
@@ -139,9 +151,10 @@ def reshard(
     )
     check_whole_rows(call, sparse, layout)
     check(call, bank_problems(layout, samples))
+    rooms = rooms_of(call, sparse, {n: own[""] for n, own in samples.items()}, steps_of(state, source))
     banks = blank_banks(layout, samples, mesh)
     is_far = isinstance(state.tables, ShardedTables) and not source.is_emulated and not mesh.is_emulated
-    old = {b: {"": t} | dict(state.slots[b]) for b, t in state.tables.items()} if is_far else {}
+    old = {b: {"": t} | of_rows(state.slots[b]) for b, t in state.tables.items()} if is_far else {}
     if old:
         check(call, followed_problems(state.tables.layout, old, source))
     if old and not any(is_wrapped(x) for own in old.values() for x in own.values()):
@@ -150,6 +163,9 @@ def reshard(
         for name, own in reads.items():
             for k, read in own.items():
                 move(layout, {b: x[k] for b, x in banks.items() if k in x}, name, mesh, read, shapes[name])
+    for n, held in waiting_in(state, source):
+        for b, own in cut_waiting(layout, n, held, rooms[n], whole_banks(sparse, layout), mesh).items():
+            banks[b] |= own
     transport = transport_of(exact, dedup, codec=codec)
     tables = ShardedTables({b: own.pop("") for b, own in banks.items()}, layout, transport)
     kept, kept_opt = join_dense(state.dense, source), join_dense(state.dense_opt, source)
@@ -165,22 +181,46 @@ def readers(state: TrainState, mesh: Mesh) -> dict[str, dict[str, Rows]]:
     tables = state.tables
     if not isinstance(tables, ShardedTables):
         cut = lambda x: lambda first, last: x[first:last]
-        return {n: {"": cut(t)} | {k: cut(s) for k, s in state.slots[n].items()} for n, t in tables.items()}
+        return {n: {"": cut(t)} | {k: cut(s) for k, s in of_rows(state.slots[n]).items()} for n, t in tables.items()}
     layout = tables.layout
     out = {}
     for name, _ in layout.shapes:
         own = [layout.banks[layout.shards[i].bank].name for i in layout.shards_of(name)]
-        leaves = {"": tables.banks} | {k: {b: state.slots[b][k] for b in own} for k in state.slots[own[0]]}
+        leaves = {"": tables.banks} | {k: {b: state.slots[b][k] for b in own} for k in of_rows(state.slots[own[0]])}
         read = lambda x, n=name: lambda first, last: rows_of(layout, x, n, mesh, first, last)
         out[name] = {k: read(x) for k, x in leaves.items()}
     return out
 
 
+def of_rows(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All but the gradients that wait."""
+    return {k: s for k, s in slots.items() if k not in WAITING}
+
+
+def waiting_in(state: TrainState, mesh: Mesh) -> Iterator[tuple[str, Waiting]]:
+    """(table, what waits for it, whole), a table at a time."""
+    for name in steps_of(state, mesh):
+        if isinstance(state.tables, ShardedTables):
+            yield name, gather_waiting(state.tables.layout, name, state.slots, mesh)
+        else:
+            yield name, Waiting(*(state.slots[name][k] for k in WAITING))
+
+
+def steps_of(state: TrainState, mesh: Mesh) -> dict[str, int]:
+    """{table: of how many steps gradients may wait}, where they do."""
+    if not isinstance(state.tables, ShardedTables):
+        return {n: own[WAITING[0]].shape[0] for n, own in state.slots.items() if WAITING[0] in own}
+    layout = state.tables.layout
+    banks = {n: layout.banks[layout.shards[layout.shards_of(n)[0]].bank] for n, _ in layout.shapes}
+    has = {n: state.slots[b.name] for n, b in banks.items() if WAITING[0] in state.slots[b.name]}
+    return {n: own[WAITING[0]].shape[0] // len(own_ranks(banks[n], mesh)) for n, own in has.items()}
+
+
 def leaves_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
-    """{"table" or a slot's name: {bank: its tensor}}."""
+    """{"table" or a slot's name: {bank: its tensor}}; of gradients that wait those of no entry are zeros."""
     out: dict[str, dict[str, Tensor]] = {"table": dict(state.tables.banks)}
     for n, own in state.slots.items():
-        for k, s in own.items():
+        for k, s in (own | filled(own)).items():
             out.setdefault(f"slot {k!r}", {})[n] = s
     return out
 
@@ -213,15 +253,12 @@ def mesh_problems(layout: Layout, mesh: Mesh) -> Iterator[Problem]:
 
 
 def slot_problems(state: TrainState) -> Iterator[Problem]:
-    """Every table, or bank, has slots of one entry per row; gradients that wait have none, whatever their shape."""
+    """Every table, or bank, has slots of one entry per row; gradients that wait are of no row."""
     for n, t in state.tables.items():
         if not isinstance(state.slots, Mapping) or n not in state.slots:
             yield Problem(f"{n!r} has no slots.", describe(state.slots), f"{n!r} in `state.slots`, {{}} for none")
             continue
         for k, s in state.slots[n].items():
-            if k in WAITING:
-                what = f"slot {k!r} of {n!r} holds gradients that wait (`optim.accumulate`): they are of no row."
-                hint = "train_step(micro_batches=k), which accumulates inside of a step and leaves none"
-                yield Problem(what, describe(s), "slots of rows alone, to move or to save a state on a mesh", hint)
-            elif not isinstance(s, Tensor) or s.dim() == 0 or s.shape[0] != t.shape[0]:
+            if k not in WAITING and (not isinstance(s, Tensor) or s.dim() == 0 or s.shape[0] != t.shape[0]):
                 yield Problem(f"slot {k!r} of {n!r} has no rows of its table.", describe(s), f"[{t.shape[0]}, ...]")
+        yield from waiting_problems(n, state.slots[n])

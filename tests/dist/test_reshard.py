@@ -82,6 +82,35 @@ def test_training_on_two_ranks_goes_on_to_the_same_bits(name, ranks):
         assert_trees_close(bits((got.tables, got.slots, got.dense)), bits((tables, slots, dense)))
 
 
+STATIONS = [
+    *(({"x": 2, "y": 2}, kind) for kind in ("table_wise", "grid", "row_wise", "table_column_wise", "replicated")),
+    ({"z": 4}, "column_wise"),
+    ({"z": 4}, "row_wise"),
+]
+
+
+@pytest.mark.parametrize("name", ["accumulate rows", "accumulate some"])
+def test_gradients_that_wait_go_on_on_other_ranks(name, ranks, tmp_path):
+    """Steps on four ranks, one under each of several plans and meshes, of which half let gradients wait, moved or saved
+    and loaded between them, have the bits of one process that adds the same batches."""
+    tables, slots, dense, _ = training.alone(name, 4, len(STATIONS), 8)
+    for got in ranks(4).run(moving.moved, name, STATIONS, 1, 8, True, str(tmp_path / "at")):
+        assert_trees_close(bits((got.tables, of_rows(got.slots), got.dense)), bits((tables, of_rows(slots), dense)))
+
+
+@pytest.mark.parametrize("name", ["accumulate", "accumulate lamb"])
+def test_gradients_that_wait_go_on_elsewhere(name, tmp_path):
+    """So on emulated meshes, but for the rounding of dense products."""
+    tables, slots, dense, _ = training.alone(name, 4, len(STATIONS), 8)
+    got = moving.moved(name, STATIONS, 1, 8, False, str(tmp_path / "at"))
+    got, want = (got.tables, of_rows(got.slots), got.dense), (tables, of_rows(slots), dense)
+    assert_trees_close(got, want, rtol=2e-6, atol=2e-6)
+
+
+def of_rows(slots):
+    return {n: {k: s for k, s in own.items() if not k.startswith("pending")} for n, own in slots.items()}
+
+
 def test_training_on_four_ranks_goes_on_over_other_axes(ranks):
     """Steps on four ranks in a grid, then in a row, then in another grid,
     have the bits of one process that adds the same batches."""

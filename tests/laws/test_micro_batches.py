@@ -198,30 +198,6 @@ def test_derivatives_go_through():
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize(
-    "wrapped", (lambda o: o, lambda o: fr.optim.by_table({"t": o}), lambda o: fr.optim.clip(o, max_norm=1.0))
-)
-def test_gradients_that_wait_are_not_moved(wrapped, tmp_path):
-    """A state on a mesh with an accumulation in it is neither gathered, laid out anew nor saved, whatever its numbers:
-    also where as many steps wait as there are rows; nor is one of one process laid out on a mesh."""
-    mesh, tables = fr.Mesh.emulated(x=2), {"t": torch.zeros(8, 2)}
-    sparse = wrapped(fr.optim.accumulate(fr.optim.sgd(1.0), every=8, capacity=4))
-    plan, dense = fr.Plan.uniform("row_wise", {"t": (8, 2)}, mesh), fr.optim.dense(torch.optim.SGD)
-    state = fr.train_step(len, sparse=sparse, dense=dense, mesh=mesh, plan=plan).init(fr.Params(tables, {}))
-    alone = fr.train_step(len, sparse=sparse, dense=dense).init(fr.Params(tables, {}))
-    fr.save(tmp_path / "alone", alone)
-    for call in (
-        lambda: fr.gather_state(state, mesh),
-        lambda: fr.reshard(state, plan, mesh=mesh, sparse=sparse),
-        lambda: fr.reshard(alone, plan, mesh=mesh, sparse=sparse),
-        lambda: fr.save(tmp_path / "state", state, mesh=mesh),
-        lambda: fr.load(tmp_path / "alone", plan=plan, mesh=mesh, sparse=sparse),
-    ):
-        with pytest.raises(ValueError, match="holds gradients that wait"):
-            call()
-    assert [p.name for p in tmp_path.iterdir()] == ["alone"]
-
-
 PEAK = """
 import torch, funcrec as fr
 from torch.profiler import profile, ProfilerActivity

@@ -11,9 +11,9 @@ from programs import training
 from programs.training import plan_of
 
 
-def moved(name, stations, steps, num_bags, is_real):
-    """`steps` steps at each station, a pair (axes, kind), in blocks
-    of one or two rows between them: the last state, whole."""
+def moved(name, stations, steps, num_bags, is_real, folder=None):
+    """`steps` steps at each station, a pair (axes, kind), in blocks of one or two rows between them, to every second
+    one by way of a folder if there is one: the last state, whole."""
     _move.BLOCK_BYTES = 64
     make = fr.Mesh.distributed if is_real else fr.Mesh.emulated
     meshes = [make(**axes) for axes, _ in stations]
@@ -24,9 +24,12 @@ def moved(name, stations, steps, num_bags, is_real):
         if state is None:
             state = step.init(training.params())
         else:
-            state = fr.reshard(
-                state, options["plan"], mesh=mesh, sparse=options["sparse"], from_mesh=meshes[i - 1], exact=True
-            )
+            there = {"mesh": mesh, "sparse": options["sparse"], "exact": True}
+            if folder is not None and i % 2:
+                path = fr.save(f"{folder}-{i}", state, mesh=meshes[i - 1])
+                state = fr.load(path, plan=options["plan"], **there)
+            else:
+                state = fr.reshard(state, options["plan"], from_mesh=meshes[i - 1], **there)
         for at in range(done, done + steps):
             state, _ = step(state, fr.shard(training.batch(at, num_bags), fr.P(mesh.axis_names), mesh=mesh))
         done += steps
