@@ -63,6 +63,7 @@ from funcrec.tables import xavier_normal as xavier_normal
 from funcrec.tree import copy as copy
 from funcrec.compile import jit as jit
 from funcrec.compile import Lowered as Lowered
+from funcrec.retrieval import top_k as top_k
 from funcrec.sharding import column_wise as column_wise
 from funcrec.sharding import DenseShard as DenseShard
 from funcrec.sharding import gather_tables as gather_tables

@@ -227,3 +227,16 @@ def check_tables(call: str, tables: Sequence[Tensor], bits: Sequence[int], dims:
         )
     for i, (table, b, dim) in enumerate(zip(tables, bits, dims, strict=True)):
         check_coded(call, table, b, dim, f"tables[{i}]")
+
+
+def score_dtype(queries: Tensor, items: Tensor, bits: int) -> torch.dtype:
+    """What `top_k` computes in: f64 where one of the two is, else f32; queries and items must have one dim."""
+    dim = queries.shape[1]
+    if bits:
+        check_coded("top_k", items, bits, dim, "items")
+    elif items.dim() != 2 or items.shape[1] != dim or not items.is_floating_point():
+        raise (ValueError if items.is_floating_point() else TypeError)(
+            f"funcrec.kernels.top_k: `items` are not vectors of {dim} numbers.\n  got   {items.dtype}"
+            f"{list(items.shape)}\n  need  floats of [N, {dim}]\n  try   bits=8 of quantised rows"
+        )
+    return widest([queries] if bits else [queries, items])

@@ -20,6 +20,7 @@ from funcrec.kernels.forms import (
     check_tables,
     features_of,
     row_bytes,
+    score_dtype,
     segments_of,
     widest,
     width_of,
@@ -56,6 +57,7 @@ SCHEMAS = {
     "num_bags, int[] bits, int[] dims) -> Tensor",
     "quantized_rows": "(Tensor table, Tensor rows, int bits, int dim) -> Tensor",
     "quantize_rows": "(Tensor table, int bits, Tensor? key=None) -> Tensor",
+    "top_k": "(Tensor queries, Tensor items, Tensor? rows, Tensor? offsets, int k, int bits=0) -> (Tensor, Tensor)",
 }
 SUMS = ("coalesce", "expand")
 STACKED = {  # the arguments of those that take stacks
@@ -126,6 +128,11 @@ def _quantized_rows(table, rows, bits, dim):
     return table.new_empty((rows.shape[0], dim), dtype=torch.float32)
 
 
+def _top_k(queries, items, rows, offsets, k, bits=0):
+    dtype = score_dtype(queries, items, bits)
+    return tuple(queries.new_empty((queries.shape[0], k), dtype=d) for d in (dtype, torch.int64))
+
+
 FAKES: dict[str, Callable] = {
     "pooled_lookup": _pooled_lookup,
     "pooled_lookup_weights": lambda d_out, tables, rows, offsets, weights, features: torch.empty_like(weights),
@@ -149,6 +156,7 @@ FAKES: dict[str, Callable] = {
     "quantize_rows": lambda table, bits, key=None: table.new_empty(
         (table.shape[0], row_bytes(bits, table.shape[1])), dtype=torch.uint8
     ),
+    "top_k": _top_k,
 }
 
 

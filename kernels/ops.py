@@ -13,6 +13,7 @@
     owner_blocks             the same of many tables, as blocks of one size for each rank, with the lengths of the bags
     quantized_lookup         pooled_lookup of rows of 8, 4 or 2 bits
     quantized_rows           reads such rows, and quantize_rows makes them
+    top_k                    the rows whose inner products with a query are greatest
 
 with s_i the id's weight, or 1, over the bag's length for a mean. Every implementation keeps five rules:
  - a row outside [0, R) is never read or written: it counts as a row of zeros and gets no gradient;
@@ -334,6 +335,28 @@ def to_padded(
 def from_padded(padded: Tensor, offsets: Tensor, capacity: int, *, implementation: str | None = None) -> Tensor:
     """[capacity, ...]: the transpose of to_padded; zeros behind offsets[-1] and where a bag is longer than L."""
     return _of("from_padded", implementation, padded)(padded, offsets, capacity)
+
+
+def top_k(
+    queries: Tensor,
+    items: Tensor,
+    rows: Tensor | None,
+    offsets: Tensor | None,
+    k: int,
+    bits: int = 0,
+    *,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(scores f32|f64[B, k], rows i64[B, k]) whose ⟨query, row⟩ are greatest, of equal ones the lower row.
+
+    A score is summed column after column: its bits are the same whatever stands beside it. A row
+    whose score is NaN or -∞ is left out; where fewer than k are left, -∞ and -1 stand.
+
+    Args:
+      queries: f[B, D]. items: f[N, D], or quantised rows u8[N, S] of `bits` (8, 4 or 2).
+      rows: i[L], and offsets i[B + 1], their bags: the rows that each query leaves out. None for none.
+    """
+    return _of("top_k", implementation, queries, items)(queries, items, rows, offsets, k, bits)
 
 
 def _of(name: str, implementation: str | None, *tensors: Tensor | None) -> Callable:

@@ -32,12 +32,13 @@ from funcrec.kernels.reference_jagged import (
     to_padded,
 )
 from funcrec.kernels.reference_quantized import quantize_rows, quantized_rows
+from funcrec.kernels.reference_top_k import top_k
 from torch import Tensor
 
 __all__ = [
     "bucketize", "coalesce", "expand", "from_padded", "gather_rows", "owner_blocks", "pooled_lookup",
     "pooled_lookup_weights", "quantize_rows", "quantized_lookup", "quantized_rows",
-    "scatter_rows", "take_ranges", "take_ranges_transpose", "to_padded",
+    "scatter_rows", "take_ranges", "take_ranges_transpose", "to_padded", "top_k",
 ]  # fmt: skip
 
 UNROLL_MAX = 16  # bags of at most so many ids are summed term by term, which Inductor fuses into what reads the sum

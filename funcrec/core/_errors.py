@@ -24,6 +24,7 @@ STAGES = {
     "planner",
     "train",
     "checkpoint",
+    "retrieval",
 }  # folders of no public name
 
 

@@ -19,6 +19,7 @@ from funcrec.kernels.cpp._quantized import quantized_rows as quantized_rows
 from funcrec.kernels.cpp._rules import Generated as Generated
 from funcrec.kernels.cpp._rules import decompositions as decompositions
 from funcrec.kernels.cpp._rules import generate as generate
+from funcrec.kernels.cpp._top_k import top_k as top_k
 from funcrec.kernels.cpp._update import MOST_SLOTS as MOST_SLOTS
 from funcrec.kernels.cpp._update import coalesce as coalesce
 from funcrec.kernels.cpp._update import expand as expand

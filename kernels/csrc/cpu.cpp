@@ -6,6 +6,7 @@
 #include "parallel.h"
 #include "quantized.h"
 #include "rows.h"
+#include "top_k.h"
 #include "update.h"
 
 using namespace funcrec;
@@ -45,6 +46,7 @@ FUNCREC_ENTRY(to_padded)
 FUNCREC_ENTRY(from_padded)
 FUNCREC_ENTRY(bucketize)
 FUNCREC_ENTRY(owner_blocks)
+FUNCREC_ENTRY(top_k)
 FUNCREC_ENTRY(fused_update)
 FUNCREC_ENTRY(write_out)
 FUNCREC_ENTRY(quantized_lookup)

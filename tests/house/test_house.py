@@ -26,7 +26,7 @@ ORDER = (
     ("mesh",),
     ("tables",),
     ("compile",),
-    ("optim", "nn", "data", "metrics", "losses"),
+    ("optim", "nn", "data", "metrics", "losses", "retrieval"),
     ("sharding", "models"),
     ("train", "planner"),
     ("checkpoint",),

@@ -25,7 +25,7 @@ MAPPED = {  # the numbers of the arguments, and of their members, that vmap gets
     "fused_update": [(0, 0), (0, 1), (1, 0), (2, 0), (3, 0), (5, 0), (7, None), (8, None)], "take_ranges": [(0, None)],
     "take_ranges_transpose": [(0, None)], "bucketize": [(2, None), (0, None)], "owner_blocks": [(0, None)],
     "to_padded": [(0, None)], "from_padded": [(0, None)], "quantized_lookup": [(1, 0), (3, None)],
-    "quantized_rows": [(1, None)], "quantize_rows": [(0, None)],
+    "quantized_rows": [(1, None)], "quantize_rows": [(0, None)], "top_k": [(0, None), (1, None)],
 }  # fmt: skip
 
 
@@ -69,6 +69,7 @@ def samples(dim: int = 4, num_rows: int = 9) -> dict[str, tuple]:
         ),
         "to_padded": (tables[1], offsets[:3], 3, 0.5),
         "from_padded": (floats(2, 4, dim), offsets[:3], 9),
+        "top_k": (floats(4, dim), tables[0], rows, offsets, 5),
     }
 
 
@@ -151,6 +152,7 @@ def huge(name: str) -> tuple[tuple, list[tuple]]:
         "quantized_rows": ((empty(num_rows, 36, dtype=torch.uint8), rows[0], 4, 64), [(n, 64)]),
         "quantize_rows": ((tables[0], 2), [(num_rows, 20)]),
         "from_padded": ((empty(many, 9, 64), offsets, n), [(n, 64)]),
+        "top_k": ((empty(many, 64), tables[0], rows[0], offsets, 9), [(many, 9), (many, 9)]),
     }[name]
 
 

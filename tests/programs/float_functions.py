@@ -105,6 +105,10 @@ OPERATIONS = {  # {name: (f of the implementation, inputs)}
     ),
     "bucketize": (lambda how: lambda weights: ops.bucketize(ROWS, OFFSETS, weights, 2, 3, implementation=how),
         {"weights": WEIGHTS}),
+    "top_k": (
+        lambda how: lambda table, queries: ops.top_k(queries, table, None, None, 2, implementation=how)[0],
+        {"table": TABLE, "queries": draw("queries", (2, 3))},
+    ),
 }  # fmt: skip
 
 
@@ -256,6 +260,8 @@ def of_values() -> list[Case]:
             lambda values: fr.KeyedTensor.concat([fr.KeyedTensor.from_dict({k: x}) for k,
                     x in parts(values).items()]).stack(), {"values": VALUES}),
         Case("regroup", regrouped, {"values": VALUES}),
+        Case("top_k", lambda queries, table: fr.top_k(queries, table, 2)[0],
+            {"queries": draw("queries", (2, 3)), "table": TABLE}),
         Case("copy", lambda x: fr.copy({"x": x})["x"], {"x": GRADS}),
         Case("tree.map", lambda x: fr.tree.map(lambda y, z: y * z, {"x": x}, {"x": x})["x"], {"x": GRADS}),
         Case("Batch", lambda values, w: fr.Batch(two_keys(w), values[:, 0], values), {"values": VALUES, "w": WEIGHTS}),

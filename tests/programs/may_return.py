@@ -65,6 +65,7 @@ MAY_RETURN = (
     Row("a dim of 7", "data.configs", r"embedding_dim\[.*", {"7"}),
     Row("another row of the data", "data.collated", r"items\[.*", {"7", "0"}),
     Row("counts of any kind of numbers", "data.(log_q|popularity_negatives)", "counts", {"i64[17]"}),
+    Row("rows behind the last bag are padding", r"\.top_k", r"exclude\.values", {"i64[17]"}),
     Row("known ids that ascend", "data.(uniform|popularity)_negatives", r"known\.values", {"i64[17]"}),
     Row("a shape", "data.draw", r"shape\[1\]", {"7", "0"}),
     Row("a core of 7", "data.k_core", r"k\[.*", {"7"}),

@@ -191,6 +191,7 @@ def functions() -> list[Call]:
             {"name": "x", "table": "t", "pooling": "sum", "max_length": 3, "weighted": False, "hash": fr.modulo(),
                 "column": "x"}),
         Hash=(fr.Hash, {"kind": "modulo", "seed": 0}), multiply_shift=(fr.multiply_shift, {"seed": 0}),
+        top_k=(fr.top_k, {"queries": f32(3, 2), "items": f32(5, 2), "k": 2, "exclude": BAGS, "implementation": None}),
         Codec=(fr.Codec, {"forward": "int8", "backward": None}),
         hash_rows=(fr.hash_rows, {"ids": i64(1, 9), "hash": fr.modulo(), "num_embeddings": 5}),
         Initializer=(fr.Initializer, {"kind": "normal", "scale": 1.0}),

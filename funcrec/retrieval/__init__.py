@@ -1,0 +1,6 @@
+"""Retrieval: the items whose vectors score highest with a query's, of all items."""
+
+import funcrec.core as _core
+from funcrec.retrieval._top_k import top_k as top_k
+
+_core.publish(globals())

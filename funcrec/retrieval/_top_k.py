@@ -1,0 +1,97 @@
+"""The best items of all for each query, by inner products.
+
+    rows[b] = the k rows r of greatest ⟨queries[b], items[r]⟩, of equal ones the lower first
+
+Shapes: B queries, R items, D dim, k.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Count, Problem, check, describe, typed
+from funcrec.jagged import JaggedTensor
+from funcrec.kernels import ops
+
+
+@typed
+def top_k(
+    queries: Tensor,
+    items: Tensor,
+    k: Count,
+    *,
+    exclude: JaggedTensor | None = None,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k rows of `items` that score highest with each query, and their scores: exact, in blocks, never [B, R] whole.
+
+    A score is Σ_d queries[b, d] · items[r, d], summed in the order of d in f32 (f64 where one of the two is): its bits
+    depend on the two vectors alone, not on the batch, the number of threads or the processor.
+
+    Args:
+      queries: f[B, D], such as what `two_tower(...).query` gives.
+      items: f[R, D], such as all candidates' vectors, f16 and bf16 as they are.
+      k: how many, static; it may exceed R.
+      exclude: B bags of rows that are not to be given, such as what the user has seen; rows outside count for nothing.
+      implementation: of `funcrec.kernels`, chosen by name; None takes the device's own.
+
+    Returns: two tensors, f32|f64[B, k] or i64[B, k]: the scores, descending, and their rows. A row whose score is NaN
+    or -∞ is not given; where fewer than k rows are left, -inf and -1.
+
+    Raises: TypeError or ValueError for vectors that do not fit each other.
+
+    Law: scores[b, j] = ⟨queries[b], items[rows[b, j]]⟩, and no other row has a greater score than the last. Derivatives
+    are those of the scores of the rows that were chosen.
+
+    Cost: B · R · D products; the memory of B · k numbers.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> items = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
+      >>> scores, rows = fr.top_k(torch.tensor([[0.0, 1.0]]), items, 2)
+      >>> rows, fr.top_k(torch.tensor([[0.0, 1.0]]), items, 2, exclude=fr.JaggedTensor.from_lists([[1]]))[1]
+      (tensor([[1, 2]]), tensor([[2, 0]]))
+
+    Source: FAISS's IndexFlatIP.
+    """
+    check("funcrec.top_k", vector_problems(queries, items), exclude_problems(exclude, queries))
+    rows, offsets = (None, None) if exclude is None else (exclude.values, exclude.offsets)
+    return ops.top_k(queries, items, rows, offsets, k, implementation=implementation)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def vector_problems(queries: Tensor, items: Tensor) -> Iterator[Problem]:
+    for name, x, count in (("queries", queries, "B"), ("items", items, "R")):
+        need = f"f[{count}, D]"
+        if not x.is_floating_point():
+            yield Problem(f"`{name}` are not floating-point numbers.", describe(x), need, f"{name}.float()", TypeError)
+        elif x.dim() != 2:
+            hint = f"{name}[None], of one" if x.dim() == 1 else "two dimensions; vmap over others"
+            yield Problem(f"`{name}` are not vectors.", describe(x), need, hint)
+    if queries.dim() == items.dim() == 2:
+        if queries.shape[1] != items.shape[1] or not items.shape[1]:
+            got, need = f"{describe(queries)} and {describe(items)}", "f[B, D] and f[R, D], D >= 1"
+            yield Problem(
+                "`queries` and `items` have no dim in common.", got, need, "vectors of one model's two towers"
+            )
+        if queries.device != items.device:
+            got = f"{queries.device} and {items.device}"
+            yield Problem("`queries` and `items` lie on different devices.", got, "one", "items.to(queries.device)")
+
+
+def exclude_problems(exclude: JaggedTensor | None, queries: Tensor) -> Iterator[Problem]:
+    if exclude is None:
+        return
+    x = exclude.values
+    if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1:
+        need, kind = "i[L], row numbers", TypeError if x.is_floating_point() else ValueError
+        yield Problem("`exclude` does not hold rows.", describe(x), need, "JaggedTensor.from_lists([[3, 5], []])", kind)
+    elif queries.dim() == 2 and exclude.offsets.shape[0] != queries.shape[0] + 1:
+        got, need = f"{exclude.offsets.shape[0] - 1} bags", f"{queries.shape[0]}, one for each query"
+        yield Problem("`exclude` is of other queries.", got, need, "JaggedTensor.from_lists([[]] * B), of none")
+    elif queries.dim() == 2 and x.device != queries.device:
+        got = f"{x.device} and {queries.device}"
+        yield Problem("`exclude` lies on another device.", got, "that of `queries`", "exclude.to(queries.device)")

@@ -1,0 +1,190 @@
+// The k rows of a table whose inner products with a query are greatest, for many queries; no [B, N] is ever made.
+//
+//   panel of J rows, transposed [D, J]  ─▶  scores of Q queries at a time, in registers  ─▶  those above a query's k-th so far
+//
+// A score is Σ_d q_d · x_d, d ascending, each product and sum rounded: the same bits whatever stands beside it.
+#pragma once
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "abi.h"
+#include "lookup.h"
+#include "parallel.h"
+#include "simd.h"
+
+namespace funcrec {
+
+template <class A> struct Scored {
+  A score;
+  int64_t row;
+  bool operator<(const Scored& y) const { return score > y.score || (score == y.score && row < y.row); }  // stands before y
+};
+
+// Rows of floats, or quantised ones: scale f16, bias f16, then codes of `bits`, low bits first.
+struct Items {
+  const char* data;
+  int64_t dtype, rows, dim, row_bytes, bits;
+};
+
+template <class A, class E> void read_floats(A* to, const E* from, int64_t n) {
+  constexpr int W = LANES<double>;
+  int64_t c = 0;
+  for (; c + W <= n; c += W) store<W>(to + c, convert<A, W>(load<W>(from + c)));
+  for (; c < n; c++) to[c] = A(load<1>(from + c));
+}
+
+template <class A> void read_row(A* to, const Items& t, int64_t row) {
+  const char* from = t.data + row * t.row_bytes;
+  if (!t.bits) return with_table_type(t.dtype, [&](auto tag) {
+    read_floats(to, reinterpret_cast<const typename decltype(tag)::type*>(from), t.dim);
+  });
+  const float scale = load<1>(reinterpret_cast<const Half*>(from)), bias = load<1>(reinterpret_cast<const Half*>(from + 2));
+  const auto codes = reinterpret_cast<const uint8_t*>(from + 4);
+  const int each = int(8 / t.bits), mask = (1 << t.bits) - 1;
+  for (int64_t c = 0; c < t.dim; c++) to[c] = A(float((codes[c / each] >> (c % each * t.bits)) & mask) * scale + bias);
+}
+
+// to[d · J + j] = from[j · dim + d]
+template <class A, int J> void transpose(A* to, const A* from, int64_t dim) {
+  int64_t d = 0;
+#if defined(__x86_64__)
+  if constexpr (sizeof(A) == 4 && J % 4 == 0)
+    for (; d + 4 <= dim; d += 4)
+      for (int j = 0; j < J; j += 4) {
+        const A* at = from + j * dim + d;
+        __m128 a = _mm_loadu_ps(at), b = _mm_loadu_ps(at + dim), c = _mm_loadu_ps(at + 2 * dim), e = _mm_loadu_ps(at + 3 * dim);
+        _MM_TRANSPOSE4_PS(a, b, c, e);
+        A* out = to + d * J + j;
+        _mm_storeu_ps(out, a), _mm_storeu_ps(out + J, b), _mm_storeu_ps(out + 2 * J, c), _mm_storeu_ps(out + 3 * J, e);
+      }
+#endif
+  for (; d < dim; d++)
+    for (int j = 0; j < J; j++) to[d * J + j] = from[j * dim + d];
+}
+
+template <class V> FUNCREC_INLINE bool any(const V& mask) {
+  int64_t parts[sizeof(V) / 8], all = 0;
+  std::memcpy(parts, &mask, sizeof mask);
+  for (const int64_t x : parts) all |= x;
+  return all;
+}
+
+// The best k so far of one query, the last of them first (a heap).
+template <class A> struct Best {
+  Scored<A>* at;
+  int64_t size, k;
+  A least;  // what a later row must exceed
+  const int64_t *excluded, *excluded_end;
+
+  void offer(A score, int64_t row) {
+    if (!(score > least) || std::binary_search(excluded, excluded_end, row)) return;
+    if (size == k) std::pop_heap(at, at + size--);
+    at[size++] = {score, row};
+    std::push_heap(at, at + size);
+    if (size == k) least = at[0].score;
+  }
+};
+
+template <class A> constexpr int PANEL_VECTORS = VECTOR_BYTES == 64 ? 4 : 2;
+template <class A> constexpr int PANEL = PANEL_VECTORS<A> * LANES<A>;
+constexpr int TOGETHER = VECTOR_BYTES == 64 ? 6 : 4;  // queries whose sums fit the registers
+constexpr int64_t GROUP = 256;                        // queries for which a panel is made once
+
+template <class A, int Q>
+FUNCREC_INLINE void score(const A* panel, const A* queries, int64_t dim, int64_t first, int64_t rows, Best<A>* best) {
+  constexpr int W = LANES<A>, V = PANEL_VECTORS<A>;
+  Vec<A, W> sums[Q][V] = {};
+  for (int64_t d = 0; d < dim; d++) {
+    Vec<A, W> x[V];
+    for (int v = 0; v < V; v++) x[v] = load<W>(panel + (d * V + v) * W);
+    for (int q = 0; q < Q; q++)
+      for (int v = 0; v < V; v++) sums[q][v] += x[v] * queries[q * dim + d];
+  }
+  for (int q = 0; q < Q; q++) {
+    auto above = sums[q][0] > best[q].least;
+    for (int v = 1; v < V; v++) above |= sums[q][v] > best[q].least;
+    if (!any(above)) continue;
+    A out[V * W];
+    for (int v = 0; v < V; v++) store<W>(out + v * W, sums[q][v]);
+    for (int64_t j = 0; j < rows; j++) best[q].offer(out[j], first + j);
+  }
+}
+
+// The best of rows [begin, end) for each of `count` queries.
+template <class A> void scan(const Items& items, int64_t begin, int64_t end, const A* queries, int64_t count, Best<A>* best) {
+  constexpr int J = PANEL<A>;
+  const int64_t dim = items.dim;
+  const bool as_it_lies = !items.bits && items.dtype == (sizeof(A) == 8 ? F64 : F32);
+  std::vector<A> panel(J * dim), read(J * dim);
+  for (int64_t first = begin; first < end; first += J) {
+    const int64_t rows = std::min<int64_t>(J, end - first);
+    const A* from = read.data();
+    if (as_it_lies && rows == J) from = reinterpret_cast<const A*>(items.data + first * items.row_bytes);
+    else for (int64_t j = 0; j < rows; j++) read_row(read.data() + j * dim, items, first + j);
+    transpose<A, J>(panel.data(), from, dim);
+    int64_t q = 0;
+    for (; q + TOGETHER <= count; q += TOGETHER) score<A, TOGETHER>(panel.data(), queries + q * dim, dim, first, rows, best + q);
+    for (; q < count; q++) score<A, 1>(panel.data(), queries + q * dim, dim, first, rows, best + q);
+  }
+}
+
+// The rows that each query leaves out, ascending.
+struct Excluded {
+  std::vector<int64_t> rows, begins;
+  Excluded(const Vector& values, const Vector& offsets, int64_t num_queries) : begins(num_queries + 1, 0) {
+    if (!values) return;
+    std::vector<int64_t> memory;
+    const Ints ids(values), bounds = ascending(Ints(offsets), memory);
+    for (int64_t b = 0; b < num_queries; b++) {
+      const Range own = bag(bounds, b, ids.size, 0);
+      for (int64_t i = own.begin; i < own.end; i++) rows.push_back(ids[i]);
+      begins[b + 1] = rows.size();
+      std::sort(rows.begin() + begins[b], rows.end());
+    }
+  }
+};
+
+template <class A> void top_k_of(Reader r) {
+  const int64_t threads = r.number();
+  const Matrix queries = r.matrix();
+  Items items{r.pointer<char>(), r.number(), r.number(), r.number(), r.number(), r.number()};
+  const Vector values = r.vector(), offsets = r.vector();
+  const int64_t k = r.number(), kept = std::min(k, items.rows), dim = items.dim;
+  A* scores = r.pointer<A>();
+  int64_t* rows = r.pointer<int64_t>();
+  const Excluded excluded(values, offsets, queries.rows);
+  std::fill(scores, scores + queries.rows * k, -std::numeric_limits<A>::infinity());
+  std::fill(rows, rows + queries.rows * k, int64_t(-1));
+  if (kept == 0) return;
+
+  const int64_t panels = (items.rows + PANEL<A> - 1) / PANEL<A>;
+  const bool is_small = queries.rows * items.rows * dim < MIN_WORK;
+  const int64_t parts = is_small || threads < 2 ? 1 : std::min(4 * threads, (panels + 7) / 8);
+  for (int64_t start = 0; start < queries.rows; start += GROUP) {
+    const int64_t count = std::min(GROUP, queries.rows - start);
+    std::vector<Scored<A>> found(parts * count * kept);
+    std::vector<Best<A>> best(parts * count);
+    for (int64_t i = 0; i < parts * count; i++) {
+      const int64_t *at = excluded.rows.data(), *begins = excluded.begins.data() + start + i % count;
+      best[i] = {&found[i * kept], 0, kept, -std::numeric_limits<A>::infinity(), at + begins[0], at + begins[1]};
+    }
+    parallel_for(threads, parts, [&](int64_t p) {
+      const int64_t begin = panels * p / parts * PANEL<A>, end = std::min(items.rows, panels * (p + 1) / parts * PANEL<A>);
+      scan(items, begin, end, queries.as<A>() + start * dim, count, &best[p * count]);
+    });
+    for (int64_t q = 0; q < count; q++) {
+      std::vector<Scored<A>> all;
+      for (int64_t p = 0; p < parts; p++) all.insert(all.end(), best[p * count + q].at, best[p * count + q].at + best[p * count + q].size);
+      const int64_t given = std::min<int64_t>(kept, all.size());
+      std::partial_sort(all.begin(), all.begin() + given, all.end());
+      for (int64_t i = 0; i < given; i++) scores[(start + q) * k + i] = all[i].score, rows[(start + q) * k + i] = all[i].row;
+    }
+  }
+}
+
+// What Python passes: [threads, queries f32|f64[B, D] contiguous, items (data, dtype, N, D, bytes of a row, bits or 0),
+// rows left out and their offsets [B + 1] or none, k, scores [B, k] of the queries' type, rows i64[B, k]]
+inline void top_k(Reader r) { r.at[2] == F64 ? top_k_of<double>(r) : top_k_of<float>(r); }
+
+}  // namespace funcrec

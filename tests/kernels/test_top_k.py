@@ -1,0 +1,117 @@
+"""top_k of every implementation: the same bits as the reference, on every thread count, instruction set and batch."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from funcrec.kernels import ops
+from hypothesis import given
+from hypothesis import strategies as st
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+SHAPES = [(3, 1000, 7, 5), (7, 5000, 64, 10), (1, 70, 16, 300), (13, 257, 1, 1), (0, 10, 3, 2), (2, 0, 3, 2)]
+
+
+def draw(b, n, d, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(b, d, generator=generator).to(dtype), torch.randn(n, d, generator=generator).to(dtype)
+
+
+def same(got, want):
+    assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(got, want, strict=True)), (got, want)
+
+
+@pytest.mark.needs("top_k", without="reference")
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bits_are_the_references(ask, shape, dtype):
+    """Scores and rows are the reference's, bit for bit, of every dtype, whatever fits the blocks or does not."""
+    *sizes, k = shape
+    queries, items = draw(*sizes, dtype)
+    left_out = torch.arange(-1, 40) % 37, torch.arange(sizes[0] + 1).clamp(max=9) * 4
+    for rows, offsets in ((None, None), left_out):
+        want = ops.top_k(queries, items, rows, offsets, k, implementation="reference")
+        same(ask("top_k", queries, items, rows, offsets, k), want)
+
+
+@given(st.integers(1, 4), st.integers(1, 90), st.integers(1, 9), st.integers(0, 2**20))
+def test_ties_go_to_the_lower_row(b, n, k, seed):
+    """Of equal scores the lower row is given, as a stable sort in f64 has it, of whole numbers, which are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    queries, items = (torch.randint(-2, 3, (m, 3), generator=generator).float() for m in (b, n))
+    scores, order = (queries.double() @ items.double().T).sort(dim=1, descending=True, stable=True)
+    got, rows = ops.top_k(queries, items, None, None, k)
+    kept = min(k, n)
+    assert torch.equal(rows[:, :kept], order[:, :kept]) and torch.equal(got[:, :kept].double(), scores[:, :kept])
+    assert (rows[:, kept:] == -1).all() and (got[:, kept:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("dim", [1, 6, 64])
+def test_quantised_rows_are_read_as_their_values(bits, dim):
+    """Of quantised rows the answer is that of code · scale + bias, bit for bit."""
+    generator = torch.Generator().manual_seed(dim)
+    each, num_rows = 8 // bits, 150
+    codes = torch.randint(0, 256, (num_rows, -(-dim // each)), generator=generator, dtype=torch.uint8)
+    params = torch.randn(num_rows, 2, generator=generator).half()
+    table = torch.cat([params.view(torch.uint8), codes], 1)
+    unpacked = torch.stack([(codes.int() >> bits * i) & (2**bits - 1) for i in range(each)], 2).flatten(1)[:, :dim]
+    values = unpacked.float() * params[:, :1].float() + params[:, 1:].float()
+    queries = torch.randn(3, dim, generator=generator)
+    want = ops.top_k(queries, values, None, None, 9)
+    same(ops.top_k(queries, table, None, None, 9, bits), want)
+    same(ops.top_k(queries, table, None, None, 9, bits, implementation="reference"), want)
+
+
+def test_a_score_depends_on_its_two_vectors_alone():
+    """A query's answer has the same bits alone, in any batch, among fewer rows and on any number of threads."""
+    queries, items = draw(300, 3000, 24)
+    threads = torch.get_num_threads()
+    want = ops.top_k(queries, items, None, None, 20)
+    try:
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            same(ops.top_k(queries, items, None, None, 20), want)
+            same(ops.top_k(queries[7:8], items, None, None, 20), [x[7:8] for x in want])
+    finally:
+        torch.set_num_threads(threads)
+    first = ops.top_k(queries, items[: int(want[1].max()) + 1], None, None, 20)
+    same(first, want)
+
+
+PROGRAM = """
+import torch
+from funcrec.kernels import ops
+g = torch.Generator().manual_seed(0)
+q, x = torch.randn(9, 33, generator=g), torch.randn(700, 33, generator=g)
+found = [y for t in (torch.float32, torch.float64, torch.float16) for y in ops.top_k(q.to(t), x.to(t), None, None, 6)]
+print(hash(b"".join(y.numpy().tobytes() for y in found)))
+"""
+
+
+def test_instruction_sets_have_the_same_bits():
+    """AVX-512, AVX2 and plain x86 give the same scores, bit for bit."""
+    from funcrec.kernels.cpp import _native
+
+    built = [n for n in _native.LEVELS if _native._path(n)]
+    best = _native.LEVELS[_native.level()]
+    told = set()
+    for level in (n for n in built if _native.LEVELS[n] <= best):
+        env = {**os.environ, "FUNCREC_CPU": level, "PYTHONHASHSEED": "0"}
+        told.add(
+            subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True).stdout
+        )
+    assert len(told) == 1, told
+
+
+def test_nothing_outside_is_read():
+    """Bags that say anything, and rows outside the table, leave out what is inside and harm nothing."""
+    queries, items = draw(3, 20, 4)
+    rows = torch.tensor([5, -1, 2**40, 20, 3, 3, 7])
+    for offsets in ([0, 3, 2, 99], [-5, 9, 9, 9], [7, 7, 7, 7], [0, 0, 0, 0]):
+        bags = torch.tensor(offsets)
+        want = ops.top_k(queries, items, rows, bags, 20, implementation="reference")
+        same(ops.top_k(queries, items, rows, bags, 20), want)
+    assert ops.top_k(queries, items, None, None, 0)[1].shape == (3, 0)

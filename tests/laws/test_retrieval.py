@@ -1,0 +1,82 @@
+"""The best items of all: against brute force, under every transform, as an operation of a compiled program."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import funcrec as fr
+
+QUERIES = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+ITEMS = torch.randn(400, 8, generator=torch.Generator().manual_seed(1))
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 2**20), st.booleans())
+def test_no_other_row_scores_more(n, k, seed, leaves_out):
+    """The scores are those of all rows in f64, the k greatest but for the rows left out, to the rounding of f32."""
+    generator = torch.Generator().manual_seed(seed)
+    queries, items = torch.randn(3, 6, generator=generator), torch.randn(n, 6, generator=generator)
+    seen = torch.rand(3, n, generator=generator) < (0.3 if leaves_out else 0)
+    exclude = fr.JaggedTensor.from_lists([row.nonzero()[:, 0].tolist() for row in seen], dtype=torch.int64)
+    scores, rows = fr.top_k(queries, items, k, exclude=exclude if leaves_out else None)
+    exact = (queries.double() @ items.double().T).masked_fill(seen, -torch.inf)
+    want = exact.sort(dim=1, descending=True).values[:, :k]
+    want = torch.nn.functional.pad(want, (0, k - want.shape[1]), value=-torch.inf)
+    torch.testing.assert_close(scores.double(), want, rtol=1e-5, atol=1e-6)
+    assert torch.equal(rows >= 0, want > -torch.inf)
+    assert all(len(set(found)) == len(found) for found in ([r for r in row if r >= 0] for row in rows.tolist()))
+    assert torch.equal(exact.gather(1, rows.clamp(0))[rows >= 0] > -torch.inf, torch.ones(int((rows >= 0).sum())) > 0)
+
+
+def test_what_is_no_number_is_not_given():
+    """A row whose score is NaN or -inf is never given; infinite scores come first; a query of NaN is given nothing."""
+    items = torch.tensor([[1.0], [torch.nan], [-torch.inf], [torch.inf], [2.0]])
+    scores, rows = fr.top_k(torch.tensor([[1.0], [torch.nan], [0.0]]), items, 5)
+    assert rows.tolist() == [[3, 4, 0, -1, -1], [-1] * 5, [0, 4, -1, -1, -1]]
+    assert scores[0].tolist() == [torch.inf, 2.0, 1.0, -torch.inf, -torch.inf]
+
+
+def test_derivatives_are_those_of_the_chosen():
+    """The gradient of the scores is that of the inner products with the rows that were chosen, by both."""
+    weights = torch.arange(15.0).view(5, 3)
+    _, rows = fr.top_k(QUERIES, ITEMS, 3)
+    ours = torch.func.grad(lambda q, x: (fr.top_k(q, x, 3)[0] * weights).sum(), argnums=(0, 1))(QUERIES, ITEMS)
+    plain = torch.func.grad(lambda q, x: (torch.einsum("bd,bkd->bk", q, x[rows]) * weights).sum(), argnums=(0, 1))
+    for x, y in zip(ours, plain(QUERIES, ITEMS), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_transforms_and_compiled_programs_agree():
+    """vmap over queries or over tables is a call for each; jit has the bits of the plain call; padding is not read."""
+    want = fr.top_k(QUERIES, ITEMS, 4)
+    assert all(map(torch.equal, fr.jit(lambda q, x: fr.top_k(q, x, 4))(QUERIES, ITEMS), want))
+    stacked = torch.stack([ITEMS[:200], ITEMS[200:]])
+    scores, rows = torch.func.vmap(lambda x: fr.top_k(QUERIES, x, 4))(stacked)
+    for i in range(2):
+        assert all(map(torch.equal, (scores[i], rows[i]), fr.top_k(QUERIES, stacked[i], 4)))
+    seen = fr.JaggedTensor.from_lists([[int(r)] for r in want[1][:, 0]])
+    padded = fr.JaggedTensor(torch.cat([seen.values, want[1].flatten()]), seen.offsets)
+    assert torch.equal(fr.top_k(QUERIES, ITEMS, 4, exclude=padded)[1][:, :3], want[1][:, 1:])
+
+
+BAD = {
+    "ints": (lambda: fr.top_k(QUERIES.long(), ITEMS, 2), TypeError, "`queries` are not floating-point"),
+    "a vector": (lambda: fr.top_k(QUERIES[0], ITEMS, 2), ValueError, "`queries` are not vectors"),
+    "other dim": (lambda: fr.top_k(QUERIES[:, :3], ITEMS, 2), ValueError, "no dim in common"),
+    "k = 0": (lambda: fr.top_k(QUERIES, ITEMS, 0), ValueError, "`k`"),
+    "floats left out": (
+        lambda: fr.top_k(QUERIES, ITEMS, 2, exclude=fr.JaggedTensor.from_lists([[0.5]] * 5)), TypeError, "`exclude`",
+    ),
+    "others left out": (
+        lambda: fr.top_k(QUERIES, ITEMS, 2, exclude=fr.JaggedTensor.from_lists([[1]])), ValueError, "of other queries",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_calls_are_told(name):
+    """A wrong argument is refused before any work, in four parts."""
+    call, kind, text = BAD[name]
+    with pytest.raises(kind) as error:
+        call()
+    assert "funcrec.top_k" in str(error.value) and text in str(error.value) and "  need  " in str(error.value)
