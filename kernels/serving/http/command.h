@@ -1,0 +1,30 @@
+// What `main` of a server does, whatever its model is.
+#pragma once
+#include <cstdio>
+#include <functional>
+
+#include "server.h"
+
+namespace funcrec::serving {
+
+inline int command(int count, char** words, const std::function<Model(const Settings&)>& open) {
+  try {
+    const Settings settings = settings_of({words + 1, words + count});
+    if (settings.help) return std::fputs(usage().c_str(), stdout) < 0;
+    if (settings.package.empty()) throw Bad("funcrec-serve: no package", "no PATH", "the folder that funcrec.export wrote");
+    const Model model = open(settings);
+    serve(model, settings, [&](unsigned short port) {
+      std::printf("funcrec-serve: http://%s:%d serves version %s\n", settings.host.c_str(), int(port), model.version().c_str());
+      std::fflush(stdout);
+    });
+    return 0;
+  } catch (const Bad& e) {
+    std::fprintf(stderr, "%s\n", e.what());
+    return 2;
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "funcrec-serve: %s\n", e.what());
+    return 1;
+  }
+}
+
+}  // namespace funcrec::serving

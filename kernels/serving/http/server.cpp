@@ -1,0 +1,378 @@
+#include "server.h"
+
+#include <boost/asio.hpp>
+#include <boost/beast/core.hpp>
+#include <boost/beast/http.hpp>
+#include <chrono>
+#include <filesystem>
+#include <list>
+#include <optional>
+
+#include "batcher.h"
+#include "metrics.h"
+#include "protocol.h"
+
+namespace funcrec::serving {
+namespace net = boost::asio;
+namespace beast = boost::beast;
+namespace http = beast::http;
+namespace fs = std::filesystem;
+using tcp = net::ip::tcp;
+using boost::system::error_code;
+using Clock = std::chrono::steady_clock;
+using Ask = http::request<http::string_body>;
+using Reply = http::response<http::string_body>;
+template <class T = void> using Task = net::awaitable<T>;
+
+namespace {
+
+constexpr auto FOREVER = Clock::time_point::max();
+constexpr auto TICK = std::chrono::milliseconds(25);       // how late a deadline may be noticed
+constexpr auto LINGER = std::chrono::seconds(2);           // that a client may go on to send after its last answer
+constexpr size_t LINGER_BYTES = 64 << 20;
+const char JSON[] = "application/json", BYTES[] = "application/octet-stream";
+
+Clock::duration seconds(double s) { return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(s)); }
+
+struct Connection {
+  tcp::socket socket;
+  beast::flat_buffer buffer;
+  Clock::time_point deadline = FOREVER;  // for what the socket is doing now
+  bool idle = false, late = false;
+};
+
+Reply reply_of(const Ask& ask, unsigned code, std::string body, const char* type = JSON) {
+  Reply reply{http::status(code), ask.version() < 10 ? 11 : ask.version()};
+  reply.set(http::field::content_type, type);
+  reply.keep_alive(ask.keep_alive());
+  reply.body() = std::move(body);
+  return reply;
+}
+
+Reply problem(const Ask& ask, unsigned code, std::string what, std::string got, std::string need) {
+  return reply_of(ask, code, to_json(Problem{code, std::move(what), std::move(got), std::move(need)}));
+}
+
+std::string media_type(const Ask& ask) {
+  const std::string_view all = ask[http::field::content_type];
+  std::string type(all.substr(0, all.find(';')));
+  while (!type.empty() && (type.back() == ' ' || type.back() == '\t')) type.pop_back();
+  for (char& c : type) c = char(std::tolower(static_cast<unsigned char>(c)));
+  return type;
+}
+
+std::string_view path_of(const Ask& ask) {
+  const std::string_view target = ask.target();
+  return target.substr(0, target.find('?'));
+}
+
+struct Route {
+  std::string_view path, methods;
+  bool has(http::verb verb) const { return verb == http::verb::post ? methods == "POST" : methods != "POST" && (verb == http::verb::get || verb == http::verb::head); }
+};
+const Route ROUTES[] = {{"/predict", "POST"}, {"/reload", "POST"}, {"/delta", "POST"}, {"/healthz", "GET, HEAD"}, {"/metrics", "GET, HEAD"}};
+
+// What a header alone already decides.
+std::optional<Reply> refusal(const Ask& ask) {
+  for (const Route& route : ROUTES) {
+    if (route.path != path_of(ask)) continue;
+    if (!route.has(ask.method())) {
+      Reply reply = problem(ask, 405, "the path has no such method", std::string(ask.method_string()), std::string(route.methods));
+      reply.set(http::field::allow, route.methods);
+      return reply;
+    }
+    const std::string type = route.methods == "POST" ? media_type(ask) : JSON;
+    if (type == JSON || (type == BYTES && route.path == "/predict")) return {};
+    return problem(ask, 415, "the body is of another type", type.empty() ? "no Content-Type" : type, route.path == "/predict" ? std::string(JSON) + " or " + BYTES : JSON);
+  }
+  return problem(ask, 404, "there is no such path", std::string(path_of(ask)), "/predict, /reload, /delta, /healthz or /metrics");
+}
+
+// What is said to a client whose message cannot be read; 0: nothing, it has gone.
+unsigned code_of(error_code error, bool late) {
+  if (late) return 408;
+  if (error == http::error::header_limit || error == http::error::buffer_overflow) return 431;
+  if (error == http::error::body_limit) return 413;
+  if (error == http::error::end_of_stream) return 0;
+  return error.category() == http::make_error_code(http::error::bad_version).category() ? 400 : 0;
+}
+
+// A path below the root, which no name of a client's leaves: neither by .. nor by a link.
+std::string below(const std::string& root, const std::string& name) {
+  std::error_code error;
+  const fs::path top = fs::canonical(root, error);
+  if (error) throw Failed("the folder of updates is not there");
+  const fs::path found = name.find('\0') == std::string::npos ? fs::canonical(top / name, error) : fs::path();
+  const auto [end, _] = std::mismatch(top.begin(), top.end(), found.begin(), found.end());
+  if (error || end != top.end() || found == top) throw Bad("there is no such file or folder", name, "a path below the folder of updates, relative to it");
+  return found.string();
+}
+
+class Server {
+ public:
+  Server(const Model& model, const Settings& settings) : model_(model), settings_(settings) {}
+
+  void run(const std::function<void(unsigned short)>& ready) {
+    listen();
+    ready(acceptor_.local_endpoint().port());
+    net::co_spawn(io_, accept(), net::detached);
+    net::co_spawn(io_, watch(), net::detached);
+    net::co_spawn(io_, wait_for_signal(), net::detached);
+    io_.run();
+    updater_.join();
+  }
+
+ private:
+  void listen() {
+    error_code error;
+    const auto address = net::ip::make_address(settings_.host, error);
+    const tcp::endpoint end{address, static_cast<unsigned short>(settings_.port)};
+    if (!error) acceptor_.open(end.protocol(), error);
+    if (!error) acceptor_.set_option(tcp::acceptor::reuse_address(true), error);
+    if (!error) acceptor_.bind(end, error);
+    if (!error) acceptor_.listen(1024, error);
+    if (error) throw Failed("cannot listen on " + settings_.host + ":" + std::to_string(settings_.port) + ": " + error.message());
+  }
+
+  Task<> pause(Clock::duration time) {
+    net::steady_timer timer(io_, time);
+    error_code error;
+    co_await timer.async_wait(net::redirect_error(net::use_awaitable, error));
+  }
+
+  Task<> accept() {
+    while (!draining_) {
+      if (connections_.size() >= size_t(settings_.connections)) {
+        co_await pause(TICK);
+        continue;
+      }
+      error_code error;
+      tcp::socket socket = co_await acceptor_.async_accept(net::redirect_error(net::use_awaitable, error));
+      if (!error) begin(std::move(socket));
+      else if (error != net::error::operation_aborted) co_await pause(TICK);  // no more descriptors, say
+    }
+  }
+
+  void begin(tcp::socket socket) {
+    error_code error;
+    socket.set_option(tcp::no_delay(true), error);
+    connections_.push_back({std::move(socket), {}, FOREVER});
+    net::co_spawn(io_, live(std::prev(connections_.end())), net::detached);
+  }
+
+  Task<> live(std::list<Connection>::iterator c) {
+    try {
+      if (co_await converse(*c)) co_await linger(*c);
+    } catch (const std::exception&) {  // no memory for this one: the others go on
+    }
+    connections_.erase(c);
+  }
+
+  // Ends what has taken too long, by its deadline; returns when the server has drained.
+  Task<> watch() {
+    while (!draining_ || !connections_.empty()) {
+      co_await pause(TICK);
+      const auto now = Clock::now();
+      for (Connection& c : connections_)
+        if (now >= (draining_ && c.idle ? std::min(c.deadline, drained_) : c.deadline)) {
+          error_code error;
+          c.late = true;
+          c.socket.cancel(error);
+        }
+    }
+    batcher_.reset();
+    io_.stop();
+  }
+
+  Task<> wait_for_signal() {
+    co_await signals_.async_wait(net::use_awaitable);
+    signals_.clear();  // a second one ends the process at once
+    draining_ = true;
+    drained_ = Clock::now() + seconds(settings_.drain_s);
+    error_code error;
+    acceptor_.non_blocking(true, error);
+    while (connections_.size() < size_t(settings_.connections)) {  // those that were let in before
+      tcp::socket socket(io_);
+      if (acceptor_.accept(socket, error)) break;
+      begin(std::move(socket));
+    }
+    acceptor_.close(error);
+  }
+
+  void give(Connection& c, double s, bool idle = false) {
+    c.deadline = s < 0 ? FOREVER : Clock::now() + seconds(s);
+    c.idle = idle;
+    c.late = false;
+  }
+
+  // Requests one after the other until the connection ends; whether the client may still be sending.
+  Task<bool> converse(Connection& c) {
+    for (;;) {
+      error_code error;
+      auto token = net::redirect_error(net::use_awaitable, error);
+      if (c.buffer.size() == 0) {
+        give(c, settings_.idle_s, true);
+        co_await c.socket.async_wait(tcp::socket::wait_read, token);
+        if (error) co_return false;
+      }
+      http::request_parser<http::string_body> parser;
+      parser.header_limit(std::uint32_t(settings_.max_header));
+      parser.body_limit(std::uint64_t(settings_.max_body));
+      give(c, settings_.timeout_s);
+      co_await http::async_read_header(c.socket, c.buffer, parser, token);
+      std::optional<Reply> refused;
+      if (!error) refused = refusal(parser.get());
+      const bool waits = !error && beast::iequals(parser.get()[http::field::expect], "100-continue");
+      if (!error && waits && !refused && !parser.is_done()) {
+        const http::response<http::empty_body> go_on{http::status::continue_, 11};
+        co_await http::async_write(c.socket, go_on, token);
+        if (error) co_return false;
+      }
+      if (!error && !(waits && refused)) {
+        give(c, settings_.timeout_s);
+        co_await http::async_read(c.socket, c.buffer, parser, token);
+      }
+      const bool unread = error || !parser.is_done();
+      if (error) {
+        const unsigned code = code_of(error, c.late);
+        if (!code) co_return false;
+        refused = problem(parser.get(), code, "the request cannot be read", c.late ? "no more bytes in time" : error.message(), need_of(code));
+      }
+      if (!refused) refused = co_await answer(c, parser.get());
+      Reply& reply = *refused;
+      if (unread || draining_) reply.keep_alive(false);
+      const bool goes_on = reply.keep_alive();
+      co_await send(c, parser.get(), reply, error);
+      if (error) co_return false;
+      if (!goes_on) co_return true;
+    }
+  }
+
+  std::string need_of(unsigned code) const {
+    if (code == 408) return "a header, and a body, within " + std::to_string(settings_.timeout_s) + " s";
+    if (code == 413) return "a body of at most " + std::to_string(settings_.max_body) + " bytes";
+    if (code == 431) return "a header of at most " + std::to_string(settings_.max_header) + " bytes";
+    return "a whole request of HTTP/1.1";
+  }
+
+  Task<> send(Connection& c, const Ask& ask, Reply& reply, error_code& error) {
+    metrics_.answered(reply.result_int());
+    reply.prepare_payload();
+    give(c, settings_.timeout_s);
+    auto token = net::redirect_error(net::use_awaitable, error);
+    http::response_serializer<http::string_body> serializer(reply);
+    if (ask.method() == http::verb::head) co_await http::async_write_header(c.socket, serializer, token);
+    else co_await http::async_write(c.socket, serializer, token);
+  }
+
+  // A socket that is closed while bytes come in takes back what it sent last: so we read on for a while.
+  Task<> linger(Connection& c) {
+    error_code error;
+    c.socket.shutdown(tcp::socket::shutdown_send, error);
+    c.buffer = {};
+    give(c, std::chrono::duration<double>(LINGER).count());
+    std::vector<char> bin(1 << 14);
+    for (size_t total = 0; !error && total < LINGER_BYTES;)
+      total += co_await c.socket.async_read_some(net::buffer(bin), net::redirect_error(net::use_awaitable, error));
+  }
+
+  Task<Reply> answer(Connection& c, const Ask& ask) {
+    give(c, -1);
+    const std::string_view path = path_of(ask);
+    if (path == "/healthz") co_return health(ask);
+    if (path == "/metrics")
+      co_return reply_of(ask, 200, metrics_.text(batcher_->waiting(), connections_.size(), model_.version()), "text/plain; version=0.0.4");
+    std::optional<Reply> failed;
+    try {
+      if (path == "/predict") co_return co_await predict(ask);
+      const bool reload = path == "/reload";
+      if (settings_.updates.empty()) co_return problem(ask, 403, "the server takes no updates", "no folder of updates", "to be started with --updates FOLDER");
+      co_return co_await update(ask, below(settings_.updates, one_string(ask.body(), reload ? "weights" : "path")), reload);
+    } catch (const Bad& e) {
+      failed = problem(ask, 400, e.problem, e.got, e.need);
+    } catch (const std::exception& e) {
+      failed = problem(ask, 500, "the server failed", e.what(), "a server that does not");
+    }
+    co_return std::move(*failed);
+  }
+
+  Reply health(const Ask& ask) const {
+    const std::string body = std::string("{\"status\":\"") + (draining_ ? "draining" : "ok") + "\",\"version\":" + json_string(model_.version()) +
+                             ",\"manifest\":" + json_string(model_.manifest.digest) + "}\n";
+    return reply_of(ask, draining_ ? 503 : 200, body);
+  }
+
+  Task<Reply> predict(const Ask& ask) {
+    const auto begin = Clock::now();
+    const bool bytes = media_type(ask) == BYTES;
+    auto job = std::make_unique<Job>();
+    job->bags = (bytes ? from_bytes : from_json)(ask.body(), model_.manifest);
+    job->ids_out_of_range = model_.check(job->bags.view());
+    const Outcome outcome = co_await wait(job);
+    metrics_.predicted(std::chrono::duration<double>(Clock::now() - begin).count());
+    if (const Problem* p = std::get_if<Problem>(&outcome)) {
+      Reply reply = reply_of(ask, p->code, to_json(*p));
+      if (p->code == 429) reply.set(http::field::retry_after, "1");
+      co_return reply;
+    }
+    const Part& part = std::get<Part>(outcome);
+    co_return bytes ? reply_of(ask, 200, to_bytes(part, model_.manifest), BYTES) : reply_of(ask, 200, to_json(part, model_.manifest));
+  }
+
+  // The outcome of a job: of a batch that it is in, or that the queue is full.
+  Task<Outcome> wait(std::unique_ptr<Job>& job) {
+    auto begin = [this, &job](auto handler) {
+      auto done = std::make_shared<decltype(handler)>(std::move(handler));
+      job->done = [done](Outcome outcome) { std::move (*done)(std::move(outcome)); };
+      if (batcher_->push(job)) return;
+      const std::string most = std::to_string(settings_.queue);
+      net::post(io_, [done, most] { std::move (*done)(Problem{429, "too many requests wait", most, "to be asked again later"}); });
+    };
+    return net::async_initiate<const net::use_awaitable_t<>, void(Outcome)>(begin, net::use_awaitable);
+  }
+
+  // In a thread of its own, one after the other.
+  Task<Reply> update(const Ask& ask, const std::string path, bool reload) {
+    auto work = [this, path, reload]() -> Task<std::optional<Problem>> {
+      try {
+        (reload ? model_.swap : model_.apply)(path);
+        co_return std::nullopt;
+      } catch (const Bad& e) {
+        co_return Problem{400, e.problem, e.got, e.need};
+      } catch (const std::exception& e) {
+        co_return Problem{500, "the update failed", e.what(), "a whole file of this package"};
+      }
+    };
+    const std::optional<Problem> wrong = co_await net::co_spawn(updater_, work, net::use_awaitable);
+    metrics_.reloaded(reload ? "weights" : "delta", !wrong);
+    if (wrong) co_return reply_of(ask, wrong->code, to_json(*wrong));
+    co_return reply_of(ask, 200, "{\"version\":" + json_string(model_.version()) + "}\n");
+  }
+
+  Limits limits() const {
+    const int64_t most = model_.manifest.max_batch, asked = settings_.max_batch;
+    return {int(settings_.workers), size_t(settings_.queue), asked ? std::min(asked, most) : most};
+  }
+
+  const Model& model_;
+  const Settings& settings_;
+  Metrics metrics_;
+  net::io_context io_{1};
+  net::thread_pool updater_{1};
+  tcp::acceptor acceptor_{io_};
+  net::signal_set signals_{io_, SIGTERM, SIGINT};
+  std::list<Connection> connections_;
+  bool draining_ = false;
+  Clock::time_point drained_ = FOREVER;
+  std::optional<Batcher> batcher_{std::in_place, model_, metrics_, limits(), [this](Jobs jobs) {
+    net::post(io_, [jobs = std::move(jobs)] {
+      for (auto& job : jobs) job->done(std::move(job->outcome));
+    });
+  }};
+};
+
+}  // namespace
+
+void serve(const Model& model, const Settings& settings, const std::function<void(unsigned short)>& ready) { Server(model, settings).run(ready); }
+
+}  // namespace funcrec::serving

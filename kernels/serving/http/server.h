@@ -1,0 +1,13 @@
+// HTTP/1.1 over Boost.Beast: POST /predict /reload /delta, GET /healthz /metrics. One thread reads and writes all connections,
+// each of which is a coroutine; workers run the model.
+#pragma once
+#include "model.h"
+#include "settings.h"
+
+namespace funcrec::serving {
+
+// Serves until SIGTERM or SIGINT; then takes no more connections, answers what it has been asked, and returns. `ready` is told
+// the port. Failed if it cannot listen.
+void serve(const Model&, const Settings&, const std::function<void(unsigned short port)>& ready);
+
+}  // namespace funcrec::serving

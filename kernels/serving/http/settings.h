@@ -1,0 +1,26 @@
+// The server's settings: flags, and the same names in a JSON file.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace funcrec::serving {
+
+struct Settings {
+  std::string package;  // the folder
+  std::string host = "127.0.0.1";
+  int64_t port = 8080;  // 0: a free one, which is printed
+  int64_t workers = 1, threads = 1;
+  int64_t max_batch = 0;  // 0: the package's
+  int64_t max_body = 16 << 20, max_header = 8192;
+  int64_t queue = 1024, connections = 1024;
+  double timeout_s = 10, idle_s = 60, drain_s = 0.5;
+  std::string updates;  // the folder below which weights and deltas lie; "": neither is taken
+  bool help = false;
+};
+
+// Of a command line, and of the file that its --settings names; a flag rules over the file. Bad for what is unknown or out of range.
+Settings settings_of(const std::vector<std::string>& arguments);
+std::string usage();
+
+}  // namespace funcrec::serving

@@ -1,0 +1,88 @@
+// funcrec-serve-sums: the server with a model that needs no package: what it answers is known without running it, it fails and
+// dawdles when told to, and it is small enough for a build with sanitizers. PATH is read as nothing but a word.
+//
+//   score[b] = version + sum over dense of x + sum over features f and ids i of (f + 1) * weight * id     f32
+//   ids[b]   = how many ids the bag has in all features                                                  i64[B, 2]: twice
+//
+// Rows of every table: 1000; ids outside count for nothing. An id of 900 makes a run fail, one of 901 makes it take 50 ms.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <fstream>
+#include <numeric>
+#include <thread>
+
+#include "command.h"
+
+using namespace funcrec::serving;
+
+namespace {
+
+constexpr int64_t ROWS = 1000, FAILS = 900, DAWDLES = 901;
+
+Manifest manifest() {
+  Manifest m;
+  m.digest = "sums";
+  m.inputs = {{"dense", DType::f32, {BAGS, 3}}, {"values", DType::i64, {IDS}}, {"offsets", DType::i64, {OFFSETS}}, {"weights", DType::f32, {IDS}}};
+  m.outputs = {{"score", DType::f32, {BAGS}}, {"ids", DType::i64, {BAGS, 2}}};
+  m.features = {{"a", "t", ROWS, false}, {"b", "t", ROWS, true}};
+  m.max_batch = 512;
+  m.max_ids = 1 << 16;
+  m.dense_columns = 3;
+  m.has_ids = m.has_weights = true;
+  return m;
+}
+
+int64_t check(const Request& r) {
+  if (r.dense.size() != size_t(3 * r.bags) || r.offsets.size() != size_t(2 * r.bags + 1) || r.weights.size() != r.values.size())
+    throw Failed("the server let a request in that does not fit");
+  if (r.offsets[0] != 0 || r.offsets.back() != int64_t(r.values.size())) throw Failed("the server let wrong offsets in");
+  return std::count_if(r.values.begin(), r.values.end(), [](int64_t id) { return id < 0 || id >= ROWS; });
+}
+
+Answer run(const Request& r, int64_t version) {
+  Answer out;
+  out.ids_out_of_range = check(r);
+  out.version = std::to_string(version);
+  auto scores = std::make_shared<std::vector<float>>(r.bags);
+  auto counts = std::make_shared<std::vector<int64_t>>(2 * r.bags);
+  bool dawdles = false;
+  for (int64_t b = 0; b < r.bags; b++) {
+    double sum = double(version) + std::accumulate(&r.dense[size_t(3 * b)], &r.dense[size_t(3 * b)] + 3, 0.0);
+    for (int64_t f = 0; f < 2; f++)
+      for (int64_t i = r.offsets[size_t(f * r.bags + b)]; i < r.offsets[size_t(f * r.bags + b + 1)]; i++) {
+        const int64_t id = r.values[size_t(i)];
+        if (id == FAILS) throw Failed("an id that fails");
+        dawdles |= id == DAWDLES;
+        if (id >= 0 && id < ROWS) sum += double(f + 1) * (f ? double(r.weights[size_t(i)]) : 1.0) * double(id);
+        (*counts)[size_t(2 * b)]++, (*counts)[size_t(2 * b + 1)]++;
+      }
+    (*scores)[size_t(b)] = float(sum);
+  }
+  if (dawdles) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  out.outputs = {{DType::f32, {r.bags}, scores->data(), scores}, {DType::i64, {r.bags, 2}, counts->data(), counts}};
+  return out;
+}
+
+// A folder's `version`, or a file of changes: one number.
+int64_t number_in(const std::string& path) {
+  int64_t n = -1;
+  if (!(std::ifstream(path) >> n) || n < 0) throw Bad("there is no version in it", path, "a file that holds a number");
+  return n;
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  std::atomic<int64_t> version = 0;
+  return command(count, words, [&](const Settings&) {
+    return Model{
+        manifest(),
+        check,
+        [&](const Request& r) { return run(r, version); },
+        [&] { return std::to_string(version); },
+        [&](const std::string& folder) { version = number_in(folder + "/version"); },
+        [&](const std::string& file) { version = number_in(file); },
+    };
+  });
+}

@@ -1,0 +1,171 @@
+"""A server for tests: built, started on a free port of the loopback address, asked in both forms, and stopped.
+
+Requests are dicts as in JSON: {"ids": {feature: bags}, "weights": {feature: bags}, "dense": rows}. The model of
+`funcrec-serve-sums` (kernels/serving/http/sums.cpp) is known without running it: `expected` is what it has to answer.
+"""
+
+import contextlib
+import fcntl
+import http.client
+import json
+import os
+import re
+import select
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+DTYPES = ("u1", "i1", "i2", "i4", "i8", "f2", "u2", "f4", "f8", "?")  # 6: bfloat16, as its 16 bits
+JSON, BYTES = "application/json", "application/octet-stream"
+FEATURES, WEIGHTED, COLUMNS, ROWS = ("a", "b"), ("b",), 3, 1000  # of the model of sums
+
+
+def build(sanitize: str = "") -> Path:
+    """The program funcrec-serve-sums, of kernels/serving/http alone; compiled if its sources changed."""
+    folder = ROOT / "build" / f"http{'-' if sanitize else ''}{sanitize.replace(',', '-')}"
+    find = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    cmake = shutil.which("cmake", path=find)
+    if cmake is None:
+        sys.exit("serving.py: there is no cmake\n  try   pip install cmake ninja")
+    make = ("-G", "Ninja") if shutil.which("ninja", path=find) else ()
+    run = lambda *words: subprocess.run([cmake, *map(str, words)], check=True, stdout=sys.stderr)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run(*make, "-S", ROOT / "kernels/serving/http", "-B", folder, f"-DFUNCREC_SANITIZE={sanitize}")
+        run("--build", folder, "--target", "funcrec-serve-sums", "--parallel", "2")
+    return folder / "funcrec-serve-sums"
+
+
+class Server:
+    """A running server: `stop()` sends SIGTERM and returns (exit status, what it wrote to stderr)."""
+
+    def __init__(self, program: Path, package: Path | str, *words: str, env: dict | None = None):
+        command = [str(program), str(package), "--port", "0", *words]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
+        )
+        ready, _, _ = select.select([self.process.stdout], [], [], 60)
+        line = self.process.stdout.readline() if ready else ""
+        found = re.search(r"http://127\.0\.0\.1:(\d+) ", line)
+        if not found:
+            self.process.kill()
+            raise RuntimeError(f"the server did not begin: {line}{self.process.communicate()[1]}")
+        self.port = int(found[1])
+
+    def connect(self, timeout: float = 20) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+
+    def raw(self, timeout: float = 20) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=timeout)
+
+    def ask(self, method: str, path: str, body=None, type: str = JSON):
+        """(status, headers, body) over a connection of its own."""
+        with contextlib.closing(self.connect()) as connection:
+            return ask(connection, method, path, body, type)
+
+    def metrics(self) -> dict[str, float]:
+        lines = self.ask("GET", "/metrics")[2].decode().splitlines()
+        return {name: float(x) for name, x in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+    def stop(self, timeout: float = 30) -> tuple[int, str]:
+        self.process.terminate()
+        return self.ended(timeout)
+
+    def ended(self, timeout: float = 30) -> tuple[int, str]:
+        try:
+            _, errors = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        return self.process.returncode, errors
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+
+def ask(connection, method: str, path: str, body=None, type: str = JSON):
+    if not isinstance(body, bytes | None):
+        body = (body if isinstance(body, str) else json.dumps(body)).encode()
+    connection.request(method, path, body, {"Content-Type": type} if body is not None else {})
+    reply = connection.getresponse()
+    return reply.status, reply.headers, reply.read()
+
+
+def predict(connection, request: dict, binary: bool = False):
+    """(status, {"version", "outputs", "ids_out_of_range"} or {"error"}) of a request as JSON or as bytes."""
+    body, kind = (pack(request), BYTES) if binary else (json.dumps(request), JSON)
+    status, headers, out = ask(connection, "POST", "/predict", body, kind)
+    return status, unpack(out) if headers["Content-Type"] == BYTES else json.loads(out)
+
+
+def pack(request: dict, features=FEATURES, weighted=WEIGHTED) -> bytes:
+    """A request as bytes: kernels/serving/README.md has them one by one."""
+    ids = request.get("ids", {})
+    bags = [bag for f in features for bag in ids[f]]
+    dense = np.asarray(request.get("dense", []), "<f4")
+    columns = dense.shape[1] if dense.ndim == 2 else COLUMNS if "dense" in request else 0
+    values = np.asarray([i for bag in bags for i in bag], "<i8")
+    own = lambda f: request["weights"][f] if f in weighted else [[1.0] * len(bag) for bag in ids[f]]
+    weights = np.asarray([w for f in features for bag in own(f) for w in bag] if weighted else [], "<f4")
+    count = len(dense) if columns else len(ids[features[0]])
+    header = struct.pack("<4sIIIQQ", b"FRQ1", len(features), columns, bool(weighted), count, len(values))
+    lengths = np.asarray([len(bag) for bag in bags], "<u4")
+    return header + b"".join(x.tobytes() for x in (dense, lengths, values, weights))
+
+
+def unpack(body: bytes) -> dict:
+    """An answer of bytes, with arrays for lists."""
+    magic, outputs, bags, outside, size = struct.unpack_from("<4sIQQQ", body)
+    assert magic == b"FRA1"
+    at, up = 32, lambda n: -(-n // 8) * 8
+    version, at = body[at : at + size].decode(), at + up(size)
+    found = {}
+    for _ in range(outputs):
+        dtype, rank, size = struct.unpack_from("<IIQ", body, at)
+        name, at = body[at + 16 : at + 16 + size].decode(), at + 16 + up(size)
+        shape, at = (bags, *struct.unpack_from(f"<{rank}Q", body, at)), at + 8 * rank
+        array = np.frombuffer(body, "<" + DTYPES[dtype], int(np.prod(shape)), at)
+        found[name], at = array.reshape(shape), at + up(array.nbytes)
+    assert at == len(body)
+    return {"version": version, "outputs": found, "ids_out_of_range": outside}
+
+
+def some_request(rng, bags: int | None = None, length: int = 4, ids=(-2, 899)) -> dict:
+    """Random bags, with ids outside the tables among them, and numbers that f32 holds exactly."""
+    bags = int(rng.integers(0, 5)) if bags is None else bags
+    draw = lambda: [rng.integers(*ids, rng.integers(0, length + 1)).tolist() for _ in range(bags)]
+    made = {f: draw() for f in FEATURES}
+    if bags and rng.random() < 0.2:
+        made["a"][0] = [ROWS, 1 << 40, -(1 << 62)]
+    weights = {"b": [(rng.integers(0, 9, len(bag)) / 4).tolist() for bag in made["b"]]}
+    return {"ids": made, "weights": weights, "dense": (rng.integers(-9, 9, (bags, COLUMNS)) / 2).tolist()}
+
+
+def expected(request: dict, version: int = 0) -> dict:
+    """What the model of sums has to answer."""
+    scores, counts, outside = [], [], 0
+    for a, b, w, dense in zip(*request["ids"].values(), request["weights"]["b"], request["dense"], strict=True):
+        terms = [(i, i) for i in a] + [(i, 2 * x * i) for i, x in zip(b, w)]
+        scores.append(version + sum(dense) + sum(x for i, x in terms if 0 <= i < ROWS))
+        outside += sum(not 0 <= i < ROWS for i, _ in terms)
+        counts.append([len(terms)] * 2)
+    return {"version": str(version), "outputs": {"score": scores, "ids": counts}, "ids_out_of_range": outside}
+
+
+def is_right(answer: dict, request: dict) -> bool:
+    """Whether an answer is the one of its own version: never of two."""
+    want = expected(request, int(answer["version"]))
+    plain = lambda x: x.tolist() if isinstance(x, np.ndarray) else x
+    return {**answer, "outputs": {k: plain(x) for k, x in answer["outputs"].items()}} == want

@@ -1,0 +1,340 @@
+"""The server as clients meet it: answers, refusals, limits, slow and broken connections. The model is that of sums."""
+
+import json
+import re
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from programs import serving
+from programs.serving import BYTES, JSON, Server, ask, is_right, pack, predict, some_request
+
+pytestmark = pytest.mark.xdist_group("serving")
+
+ONE = {"ids": {"a": [[1]], "b": [[2]]}, "weights": {"b": [[0.5]]}, "dense": [[0, 0, 0.5]]}
+
+
+def head(body=b"", path="/predict", method="POST", **more):
+    """The bytes of a request's header; what is None is left out."""
+    fields = {"Host": "x", "Content_Type": JSON, "Content_Length": len(body), **more}
+    lines = "".join(f"{k.replace('_', '-')}: {v}\r\n" for k, v in fields.items() if v is not None)
+    return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode()
+
+
+def everything(s):
+    """What comes until the server closes."""
+    with s:
+        return b"".join(iter(lambda: s.recv(1 << 16), b""))
+
+
+def statuses(answer):
+    return [int(code) for code in re.findall(rb"HTTP/1\.[01] (\d+)", answer)]
+
+
+def changed(path, value, request=ONE):
+    """A request with one value in it changed; `...` takes it out."""
+    made = json.loads(json.dumps(request))
+    *way, last = path
+    place = made
+    for key in way:
+        place = place[key]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return made
+
+
+def test_every_answer_is_its_requests(server):
+    """Requests of many clients at once, in both forms, with no bags and with some, get their own rows."""
+
+    def talk(seed):
+        rng, connection = np.random.default_rng(seed), server.connect()
+        requests = [some_request(rng) for _ in range(60)]
+        answers = [predict(connection, r, binary=bool(rng.random() < 0.5)) for r in requests]
+        return all(status == 200 and is_right(a, r) for (status, a), r in zip(answers, requests))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(talk, range(8)))
+
+
+BAD_JSON = [
+    ("not JSON", b'{"ids": ', "is not JSON"),
+    ("more than one value", b"{} {}", "is not JSON"),
+    ("not UTF-8", b'{"\xff": 1}', "is not JSON"),
+    ("too deep", b"[" * 2000, "is not JSON"),
+    ("no object", b"[1]", "`body` is not an object"),
+    ("an unknown key", changed(["label"], 1), "unknown key"),
+    ("no ids", changed(["ids"], ...), "`ids` and the package differ"),
+    ("ids that are no object", changed(["ids"], 3), "`ids` is not an object"),
+    ("a feature short", changed(["ids", "b"], ...), "lacks a feature"),
+    ("another feature", changed(["ids", "c"], [[1]]), "a feature that the package has not"),
+    ("bags that are no list", changed(["ids", "a"], {}), "`ids.a` is not a list"),
+    ("a bag that is no list", changed(["ids", "a"], [1]), "`ids.a` is not a list"),
+    ("more bags in one", changed(["ids", "b"], [[1], [2]]), "another number of bags"),
+    ("an id with a point", changed(["ids", "a"], [[1.0]]), "is not an integer"),
+    ("an id that is a string", changed(["ids", "a"], [["1"]]), "is not an integer"),
+    ("an id of 65 bits", changed(["ids", "a"], [[1 << 63]]), "is not an integer"),
+    ("too many bags", {"ids": {"a": [[]] * 513, "b": [[]] * 513}, "weights": {"b": []}, "dense": []}, "too many bags"),
+    ("too many ids", changed(["ids", "a"], [[0] * 65537]), "too many ids"),
+    ("no weights", changed(["weights"], ...), "lacks a feature whose ids have weights"),
+    ("weights of others", changed(["weights", "a"], [[1]]), "with weights"),
+    ("fewer weights", changed(["weights", "b"], [[]]), "does not match its ids"),
+    ("fewer bags of weights", changed(["weights", "b"], []), "does not match its ids"),
+    ("a weight that is none", changed(["weights", "b"], [[None]]), "is not one of 32 bits"),
+    ("a weight beyond f32", changed(["weights", "b"], [[1e39]]), "is not one of 32 bits"),
+    ("no dense", changed(["dense"], ...), "`dense` and the package differ"),
+    ("a short row", changed(["dense"], [[1, 2]]), "another length"),
+    ("more rows", changed(["dense"], [[1, 2, 3]] * 2), "another number of bags"),
+]
+
+
+@pytest.mark.parametrize(("body", "words"), [x[1:] for x in BAD_JSON], ids=[x[0] for x in BAD_JSON])
+def test_bad_json_is_told_why(server, body, words):
+    """A body that does not fit is answered 400 with what, got and need; the connection goes on."""
+    connection = server.connect()
+    status, _, answer = ask(connection, "POST", "/predict", body)
+    error = json.loads(answer)["error"]
+    assert status == 400 and words in error["problem"] and error["got"] and error["need"]
+    assert predict(connection, ONE)[0] == 200
+
+
+def at(position, value, body=None):
+    body = bytearray(pack(ONE) if body is None else body)
+    body[position : position + len(value)] = value
+    return bytes(body)
+
+
+BAD_BYTES = [
+    ("nothing", b"", "is not a request"),
+    ("no magic", at(0, b"FRQ2"), "is not a request"),
+    ("another number of features", at(4, b"\x03"), "features and the package differ"),
+    ("another number of columns", at(8, b"\x00"), "dense columns and the package differ"),
+    ("no weights", at(12, b"\x00"), "weights follow and the package differ"),
+    ("more bags than bytes", at(16, b"\x02"), "the bytes that the header tells of"),
+    ("bags of 64 bits", at(16, b"\xff" * 8), "too many bags"),
+    ("ids of 64 bits", at(24, b"\xff" * 8), "too many ids"),
+    ("a byte short", pack(ONE)[:-1], "the bytes that the header tells of"),
+    ("a byte more", pack(ONE) + b"x", "the bytes that the header tells of"),
+    ("a long bag", at(44, b"\xff" * 4), "do not sum to the number of ids"),
+    ("two long bags", at(44, b"\xff" * 8), "do not sum to the number of ids"),
+]
+
+
+@pytest.mark.parametrize(("body", "words"), [x[1:] for x in BAD_BYTES], ids=[x[0] for x in BAD_BYTES])
+def test_bad_bytes_are_told_why(server, body, words):
+    """Bytes that are not a request of this package are answered 400; none beyond the body is read."""
+    status, _, answer = server.ask("POST", "/predict", body, BYTES)
+    assert (status, words in json.loads(answer)["error"]["problem"]) == (400, True)
+
+
+def test_paths_methods_and_types(server):
+    """An unknown path is 404, another method 405, another type of body 415; HEAD has GET's header."""
+    assert server.ask("GET", "/nothing")[0] == 404
+    status, headers, _ = server.ask("GET", "/predict")
+    assert (status, headers["Allow"]) == (405, "POST")
+    status, headers, _ = server.ask("POST", "/healthz", b"")
+    assert (status, headers["Allow"]) == (405, "GET, HEAD")
+    assert server.ask("DELETE", "/metrics")[0] == 405
+    assert server.ask("POST", "/predict", b"x", "text/plain")[0] == 415
+    assert server.ask("POST", "/reload", b"x", BYTES)[0] == 415
+    assert server.ask("POST", "/predict", ONE, "Application/JSON ; charset=utf-8")[0] == 200
+    assert server.ask("GET", "/healthz?why")[0] == 200
+    (status, whole, _), (again, headers, body) = server.ask("GET", "/healthz"), server.ask("HEAD", "/healthz")
+    assert (status, again, body) == (200, 200, b"") and headers["Content-Length"] == whole["Content-Length"] != "0"
+
+
+def test_updates_need_a_folder(server):
+    """A server that was given no folder of updates takes none."""
+    assert server.ask("POST", "/reload", {"weights": "x"})[0] == 403
+    assert server.ask("POST", "/delta", {"path": "x"})[0] == 403
+
+
+def test_pipelined_requests_are_answered_in_order(server):
+    """Requests sent at once are answered one after the other; `Connection: close` and HTTP/1.0 end the connection."""
+    bodies = [json.dumps(changed(["dense"], [[n, 0, 0]])).encode() for n in range(20)]
+    sent = b"".join(head(b) + b for b in bodies[:-1]) + head(bodies[-1], Connection="close") + bodies[-1]
+    s = server.raw()
+    s.sendall(sent)
+    answers = everything(s)
+    assert statuses(answers) == [200] * 20
+    found = [json.loads(x.split(b"\n")[0])["outputs"]["score"] for x in answers.split(b"\r\n\r\n")[1:]]
+    assert found == [[n + 3.0] for n in range(20)]
+    s = server.raw()
+    s.sendall(head(bodies[0]).replace(b"1.1", b"1.0") + bodies[0])
+    assert statuses(everything(s)) == [200]
+
+
+def test_a_client_may_wait_for_leave(server):
+    """Expect: 100-continue gets its 100 before the body is sent, or the refusal in its place."""
+    body = json.dumps(ONE).encode()
+    s = server.raw()
+    s.sendall(head(body, Expect="100-continue", Connection="close"))
+    assert s.recv(1000).startswith(b"HTTP/1.1 100 ")
+    s.sendall(body)
+    assert statuses(everything(s)) == [200]
+    for refused, code in [({"Content_Length": 1 << 30}, 413), ({"path": "/x"}, 404), ({"Content_Type": "x/y"}, 415)]:
+        s = server.raw()
+        s.sendall(head(body, **{"Expect": "100-continue", **refused}))
+        assert statuses(everything(s)) == [code]
+
+
+def test_bodies_in_chunks(server):
+    """A chunked body is a body, and its limit is the same."""
+    body = json.dumps(ONE).encode()
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(c), c) for c in (body[:7], body[7:])) + b"0\r\n\r\n"
+    s = server.raw()
+    s.sendall(head(Content_Length=None, Transfer_Encoding="chunked", Connection="close") + chunks)
+    assert statuses(everything(s)) == [200]
+
+
+def test_oversize_is_refused(server):
+    """A body beyond the limit, announced or in chunks, is 413, a header 431, though the client goes on sending."""
+    body = b" " * ((16 << 20) + 1)
+    assert server.ask("POST", "/predict", body)[0] == 413
+    s = server.raw()
+    s.sendall(head(Content_Length=None, Transfer_Encoding="chunked") + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+    assert statuses(everything(s)) == [413]
+    s = server.raw()
+    s.sendall(head(X="y" * 10_000))
+    assert statuses(everything(s)) == [431]
+
+
+BROKEN = [
+    (b"nonsense\r\n\r\n", [400]),
+    (b"GET / HTTP/9.9\r\n\r\n", [400]),
+    (b"\x16\x03\x01\x00\xa5\x01\x00\x00", [400]),  # TLS
+    (head(Content_Length="-1"), [400]),
+    (head(Content_Length="1, 2"), [400]),
+    (head(Transfer_Encoding="chunked"), [400]),  # and a length
+    (head(Content_Length=None, Transfer_Encoding="chunked") + b"zz\r\n", [400]),
+    (head(b"x" * 9) + b"short", [400]),
+    (head()[:-2], [400]),
+    (b"", []),
+]
+
+
+@pytest.mark.parametrize(("sent", "codes"), BROKEN)
+def test_broken_messages(server, sent, codes):
+    """What is no HTTP, or ends before it should, is 400 and the end of the connection, not of the server."""
+    s = server.raw()
+    s.sendall(sent)
+    s.shutdown(socket.SHUT_WR)
+    assert statuses(everything(s)) == codes
+
+
+def test_half_closed_and_gone_clients(server):
+    """A client that has closed its side gets its answer; one that has gone harms no other."""
+    body = json.dumps(ONE).encode()
+    s = server.raw()
+    s.sendall(head(body) + body)
+    s.shutdown(socket.SHUT_WR)
+    assert statuses(everything(s)) == [200]
+    for _ in range(20):
+        s = server.raw()
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not an end
+        s.sendall(head(body) + body)
+        s.close()
+    assert predict(server.connect(), ONE)[0] == 200
+
+
+def test_slow_clients(program):
+    """A header or a body that does not come in time is 408, an idle connection is closed, one that does not read its
+    answers too; while 60 such connections are open others are served."""
+    with Server(program, "sums", "--timeout-s", "0.4", "--idle-s", "0.5") as server:
+        slow = [server.raw() for _ in range(60)]
+        for s in slow[:20]:
+            s.sendall(head()[:-2])
+        for s in slow[20:40]:
+            s.sendall(head(b"x" * 9) + b"x")
+        greedy = server.raw()
+        greedy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        many = pack({"ids": {f: [[]] * 500 for f in "ab"}, "weights": {"b": [[]] * 500}, "dense": [[0, 0, 0]] * 500})
+        with pytest.raises(ConnectionError):  # it is closed while it goes on asking
+            greedy.settimeout(3)
+            for _ in range(5000):
+                greedy.sendall(head(many, Content_Type=BYTES) + many)
+        assert predict(server.connect(), ONE)[0] == 200
+        assert [statuses(everything(s)) for s in slow] == [[408]] * 40 + [[]] * 20
+        assert server.metrics()["funcrec_connections"] == 1
+
+
+def test_a_full_queue_is_told(program):
+    """Requests beyond the queue are 429 with Retry-After; those that were taken are answered."""
+    slow = changed(["ids", "a"], [[901]])
+    with Server(program, "sums", "--queue", "2") as server, ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(lambda _: server.ask("POST", "/predict", slow), range(24)))
+        codes = [status for status, _, _ in answers]
+        assert set(codes) == {200, 429} and codes.count(200) >= 3
+        assert {headers["Retry-After"] for status, headers, _ in answers if status == 429} == {"1"}
+        assert server.metrics()['funcrec_requests_total{code="429"}'] == codes.count(429)
+
+
+def test_neighbours_of_a_failing_request(program):
+    """A batch that fails is run request by request: only the one that fails is told so."""
+    with Server(program, "sums") as server, ThreadPoolExecutor(16) as pool:
+        rng = np.random.default_rng(0)
+        requests = [changed(["ids", "a"], [[901]]), *(some_request(rng, bags=2) for _ in range(15))]
+        for i in (3, 9):
+            requests[i]["ids"]["b"][1], requests[i]["weights"]["b"][1] = [5, 900], [1.0, 1.0]
+
+        def go(i):
+            time.sleep(0.01 * (i > 0))
+            return predict(server.connect(), requests[i], binary=i % 2 == 1)
+
+        answers = list(pool.map(go, range(16)))
+        assert [status for status, _ in answers] == [500 if i in (3, 9) else 200 for i in range(16)]
+        assert all(is_right(a, r) for (status, a), r in zip(answers, requests) if status == 200)
+        assert "an id that fails" in answers[3][1]["error"]["got"]
+        assert server.metrics()["funcrec_batches_one_by_one_total"] >= 1
+
+
+def test_metrics_count_what_happened(program):
+    """/metrics has every answer by its status, the bags and requests of batches, ids out of range, and the version."""
+    with Server(program, "sums") as server:
+        rng = np.random.default_rng(1)
+        requests = [some_request(rng) for _ in range(30)]
+        for r in requests:
+            assert predict(server.connect(), r)[0] == 200
+        server.ask("GET", "/nothing")
+        found = server.metrics()
+        want = [serving.expected(r)["ids_out_of_range"] for r in requests]
+        assert found["funcrec_ids_out_of_range_total"] == sum(want) > 0
+        assert found['funcrec_requests_total{code="200"}'] == 30 and found['funcrec_requests_total{code="404"}'] == 1
+        assert found["funcrec_batch_bags_sum"] == sum(len(r["dense"]) for r in requests)
+        assert found["funcrec_request_seconds_count"] == found["funcrec_batch_requests_sum"] == 30
+        assert found['funcrec_batch_bags_bucket{le="+Inf"}'] == found["funcrec_batch_bags_count"]
+        assert found['funcrec_version_info{version="0"}'] == 1 and found["funcrec_queue_length"] == 0
+
+
+def test_memory_is_flat(program):
+    """20,000 requests after the first 5,000, good and bad, leave the server's memory as it was."""
+    with Server(program, "sums") as server:
+        rng = np.random.default_rng(2)
+        bodies = [json.dumps(some_request(rng)).encode() for _ in range(45)] + [b"{", b"[1]", b"{}", b"1", b"null"]
+        sent, threads = b"".join(head(b) + b for b in bodies), 2
+
+        def resident():
+            with open(f"/proc/{server.process.pid}/status") as file:
+                return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
+
+        def send(count):
+            with server.raw() as s:
+                for _ in range(count // len(bodies)):
+                    s.sendall(sent)
+                    got = b""
+                    while got.count(b"HTTP/1.1 ") < len(bodies) or not got.endswith(b"\n"):
+                        got += s.recv(1 << 16)
+
+        def run(count):
+            several = [threading.Thread(target=send, args=(count // threads,)) for _ in range(threads)]
+            [t.start() for t in several]
+            [t.join() for t in several]
+            return resident()
+
+        before, after = run(5000), run(20_000)
+        assert server.metrics()['funcrec_requests_total{code="200"}'] == 22_500
+        assert after - before < 1024  # KiB
