@@ -104,6 +104,10 @@ from funcrec.checkpoint import load_safetensors as load_safetensors
 from funcrec.checkpoint import save as save
 from funcrec.checkpoint import save_safetensors as save_safetensors
 from funcrec.checkpoint import Saving as Saving
+from funcrec.serve import export as export
+from funcrec.serve import load_package as load_package
+from funcrec.serve import Package as Package
+from funcrec.serve import save_weights as save_weights
 
 from funcrec import data as data
 from funcrec import interop as interop

@@ -4,7 +4,7 @@ pooled lookups are described by a Feature each; a table's cotangent is a sum of 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -103,16 +103,24 @@ class Owners(NamedTuple):
 
 
 def flatten(records: Sequence[NamedTuple]) -> list[int]:
-    return list(_flat(tuple(records)))
+    return list(_kept(_flat, tuple(records)))
+
+
+def _kept(make: Callable, static: tuple) -> tuple:
+    """make(static), kept for the next call; sizes that an export leaves open have no hash, and are kept nowhere."""
+    try:
+        return make(static)
+    except TypeError:
+        return make.__wrapped__(static)
 
 
 @functools.lru_cache(maxsize=1024)
 def _flat(records: tuple[NamedTuple, ...]) -> tuple[int, ...]:
-    return tuple(int(x) for record in records for x in record)
+    return tuple(x if isinstance(x, torch.SymInt) else int(x) for record in records for x in record)
 
 
 def features_of(flat: Sequence[int]) -> list[Feature]:
-    return list(_features(tuple(flat)))
+    return list(_kept(_features, tuple(flat)))
 
 
 def segments_of(flat: Sequence[int]) -> list[Segment]:

@@ -34,7 +34,7 @@ MODULES = {name: f"funcrec.kernels.{name}" for name in ("reference", "cpp", "tri
 TERMS = "Tensor[] d, Tensor[] rows, Tensor[] offsets, Tensor[] weights, int[] segments"
 _RULE = "Tensor lr, Tensor step, Tensor? key, str rule, float[] hyper, Tensor? first=None, int[] dims=[]"
 SCHEMAS = {
-    "pooled_lookup": "(Tensor[] tables, Tensor[] rows, Tensor offsets, Tensor? weights, int[] features, int "
+    "pooled_lookup": "(Tensor[] tables, Tensor[] rows, Tensor offsets, Tensor? weights, SymInt[] features, SymInt "
     "num_bags, int blocks=1) -> Tensor",
     "pooled_lookup_weights": "(Tensor d_out, Tensor[] tables, Tensor[] rows, Tensor offsets, Tensor "
     "weights, int[] features) -> Tensor",

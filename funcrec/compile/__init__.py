@@ -5,10 +5,14 @@ from funcrec.compile._cut import Halves as Halves
 from funcrec.compile._cut import cut as cut
 from funcrec.compile._donated import Donated as Donated
 from funcrec.compile._donated import donated_message as donated_message
+from funcrec.compile._inductor import DECOMPOSITIONS as DECOMPOSITIONS
+from funcrec.compile._inductor import OPTIONS as OPTIONS
 from funcrec.compile._inductor import compile_graph as compile_graph
+from funcrec.compile._inductor import knowing as knowing
 from funcrec.compile._jit import jit as jit
 from funcrec.compile._keys import leaf_key as leaf_key
 from funcrec.compile._lower import Lowered as Lowered
+from funcrec.compile._staging import stage as stage
 from funcrec.compile._surroundings import is_transformed as is_transformed
 from funcrec.compile._surroundings import surroundings as surroundings
 from funcrec.compile._traffic import Sent as Sent

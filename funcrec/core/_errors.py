@@ -25,6 +25,7 @@ STAGES = {
     "train",
     "checkpoint",
     "retrieval",
+    "serve",
 }  # folders of no public name
 
 

@@ -24,6 +24,7 @@ from funcrec.tables._initializers import xavier_normal as xavier_normal
 from funcrec.tables._kinds import KINDS as KINDS
 from funcrec.tables._kinds import Kind as Kind
 from funcrec.tables._kinds import Read as Read
+from funcrec.tables._kinds import table_shapes as table_shapes
 from funcrec.tables._kinds import with_parts as with_parts
 from funcrec.tables._lookup import lookup as lookup
 from funcrec.tables._lookup import lookup_sequence as lookup_sequence
@@ -61,6 +62,7 @@ from funcrec.tables._rowgrads import global_norm as global_norm
 from funcrec.tables._rowgrads import is_stacked as is_stacked
 from funcrec.tables._rowgrads import root as root
 from funcrec.tables._rowgrads import terms_of as terms_of
+from funcrec.tables._seen import lookups_seen as lookups_seen
 from funcrec.tables._taps import TableRef as TableRef
 from funcrec.tables._validate import label_value_problems as label_value_problems
 from funcrec.tables._validate import validate as validate

@@ -33,6 +33,7 @@ from funcrec.tables._problems import (
     table_tensor_problems,
 )
 from funcrec.tables._rowgrads import RowGrads
+from funcrec.tables._seen import see
 from funcrec.tables._taps import Owner, is_followed_inside, open_tables, tapped
 from funcrec.tables._validate import check_values, room_problems, value_problems
 
@@ -206,6 +207,7 @@ def opened(call: str, tables: Any, ids: object, features: object) -> tuple[Any, 
             call, "`tables` is not a mapping.", got=describe(tables), need="{name: f[R, D]}", hint=hint, kind=TypeError
         )
     check_lookup(call, tables, ids, features)
+    see(tables, ids, features)
     return tables, owners
 
 

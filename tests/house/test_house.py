@@ -30,7 +30,7 @@ ORDER = (
     ("sharding", "models"),
     ("train", "planner"),
     ("checkpoint",),
-    ("loop",),
+    ("loop", "serve"),
     ("interop", "testing"),
     ("examples",),
     ("__main__",),

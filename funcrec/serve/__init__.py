@@ -1,0 +1,9 @@
+"""Packages: a trained model as a folder that a server runs."""
+
+import funcrec.core as _core
+from funcrec.serve._export import export as export
+from funcrec.serve._export import save_weights as save_weights
+from funcrec.serve._package import Package as Package
+from funcrec.serve._package import load_package as load_package
+
+_core.publish(globals())

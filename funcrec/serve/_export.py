@@ -1,0 +1,191 @@
+"""A trained model as a folder: a program whose inputs are its parameters, the parameters, and what both are.
+
+load_package(export(predict, params, example, path))(batch) = predict(params, batch)
+"""
+
+import os
+import platform
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.utils._pytree as torch_tree
+from torch import Tensor
+
+from funcrec.checkpoint import save
+from funcrec.compile import OPTIONS, knowing
+from funcrec.core import Count, Problem, check, describe, fail, has_tracked, typed
+from funcrec.core import version as own_version
+from funcrec.data import Encoding
+from funcrec.serve._folder import folder_path, write_folder
+from funcrec.serve._manifest import BLANK, ENCODING, FORMAT, MANIFEST, MODEL, digest_of, needs_of, sha256_of, text_of
+from funcrec.serve._package import Package, load_package
+from funcrec.serve._trace import CALL, Program, example_problems, form_of, trace
+from funcrec.serve._weights import INDEX, named, params_problems, signature, version_problems, write_weights
+from funcrec.sharding import ShardedTables
+from funcrec.tables import Batch
+
+ISA = {"native": {}, "portable": {"cpp.simdlen": 256, "cpp.march": "x86-64-v3"}}
+# of what is computed in another order; numbers without a fraction may turn on a tie, and are not compared
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+@typed
+def export(
+    predict: Callable[..., Any],
+    params: Any,
+    example: Batch,
+    path: str | os.PathLike,
+    *,
+    encoding: Encoding | None = None,
+    version: str | None = None,
+    max_batch: Count = 4096,
+    max_ids: Count = 1 << 24,
+    isa: Literal["native", "portable"] = "native",
+    overwrite: bool = False,
+) -> Path:
+    """Compile a model into a folder that `load_package` runs, and C++ without Python.
+
+    Args:
+      predict: (params, batch) -> a tensor [B, ...], or {name: tensor [B, ...]}; pure. It is given batches without
+        label and weight.
+      params: any tree of tensors: `state.params`, with quantised tables in their place, or what `predict` takes.
+      example: any batch of the keys, dense inputs and weights of ids that requests have. Its sizes do not matter.
+      path: a folder that is not there yet; it is written whole or not at all.
+      encoding: of raw rows, for `Package.encode`.
+      version: of the parameters; by default a name of their values.
+      max_batch, max_ids: the largest batch, and the most ids in one, that the program takes.
+      isa: "native", for processors like this one; "portable", for all with AVX2 (x86-64-v3).
+      overwrite: whether a package at `path` may be replaced; who has it open keeps what it has.
+
+    Returns: the folder: model.pt2 (AOTInductor; parameters are inputs), weights.bin, weights.json, manifest.json, and
+      encoding.frc where there is one.
+
+    Raises: TypeError, ValueError for what no program for all batches can do: branches on values or sizes, writes to
+      arguments, draws from torch's generators, tensors that are closed over (they belong into `params`), derivatives;
+      FileExistsError.
+
+    Law: load_package(export(predict, params, batch, path))(batch) == predict(params, batch), to rounding.
+
+    Example:
+      >>> import tempfile, torch, funcrec as fr
+      >>> clicked = fr.FeatureConfig("clicked", table="item")
+      >>> predict = lambda params, batch: fr.lookup(params.tables, batch.ids, [clicked]).values.sum(1)
+      >>> batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"clicked": [[1, 2], []]}))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = fr.export(predict, fr.Params({"item": torch.eye(3)}, {}), batch, folder + "/model")
+      ...     package = fr.load_package(path)
+      >>> package(batch)
+      tensor([2., 0.])
+    """
+    check(CALL, params_problems(params), example_problems(example), version_problems(version))
+    check(CALL, kept_problems(params), isa_problems(isa))
+    path = folder_path(CALL, path, overwrite=overwrite, marks=(MANIFEST,))
+    example = Batch(example.ids, dense=example.dense)
+    if has_tracked(params, example):
+        got, need = "a tensor that grad or jvp follows", "plain tensors: a package has no derivative"
+        fail(CALL, "an argument is being differentiated.", got=got, need=need, hint="x.detach()", kind=TypeError)
+    form, tensors = form_of(example), named(params)
+    program = trace(predict, params, form, max_batch, max_ids)
+    content = {
+        **{"format": FORMAT, "digest": BLANK, "funcrec": own_version(), "torch": torch.__version__},
+        **{"isa": isa, "needs": needs_of(isa), "inputs": form.specs(), "params": signature(tensors)},
+        **{"outputs": program.outputs, "features": program.features, "tables": program.tables},
+        **{"max_batch": max_batch, "max_ids": max_ids},
+    }
+
+    def write(folder: Path) -> None:
+        write_weights(folder, tensors, version)
+        if encoding is not None:
+            save(folder / ENCODING, encoding)
+        content["files"] = {n: BLANK for n in (MODEL, ENCODING) if n == MODEL or encoding is not None}
+        content["digest"] = digest_of(text_of(content))
+        compile_program(program, folder / MODEL, isa, content["digest"])
+        content["files"] = {n: sha256_of(folder / n) for n in content["files"]}
+        (folder / MANIFEST).write_text(text_of(content))
+        compare(predict, params, example, load_package(folder, checksums=False))
+
+    write_folder(CALL, path, write)
+    return path
+
+
+@typed
+def save_weights(path: str | os.PathLike, params: Any, *, version: str | None = None, overwrite: bool = False) -> Path:
+    """Write parameters as a folder that a package takes in place of its own: `package.swap(path)`.
+
+    Args:
+      params: a tree like the one that was exported, its values trained further.
+      version: its name; by default one of the values.
+      overwrite: whether weights at `path` may be replaced.
+
+    Returns: the folder, of weights.bin and weights.json; it is there whole or not at all.
+
+    Example:
+      >>> import pathlib, tempfile, torch, funcrec as fr
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = fr.save_weights(folder + "/monday", fr.Params({"item": torch.eye(3)}, {}), version="monday")
+      ...     sorted(x.name for x in pathlib.Path(path).iterdir())
+      ['weights.bin', 'weights.json']
+    """
+    call = "funcrec.save_weights"
+    check(call, params_problems(params), kept_problems(params), version_problems(version))
+    path = folder_path(call, path, overwrite=overwrite, marks=(INDEX,))
+    check(call, package_problems(path))
+    write_folder(call, path, lambda folder: write_weights(folder, named(params), version))
+    return path
+
+
+def compile_program(program: Program, path: Path, isa: str, digest: str) -> None:
+    """AOTInductor's package of the program; what it makes on the way is kept nowhere."""
+    from torch._inductor import aoti_compile_and_package
+
+    options = {**OPTIONS, **ISA[isa], "aot_inductor.check_lowerbound": False}
+    options["aot_inductor.metadata"] = {"funcrec_digest": digest}
+    with knowing(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        aoti_compile_and_package(program.exported, package_path=str(path), inductor_configs=options)
+
+
+def compare(predict: Callable, params: Any, example: Batch, package: Package) -> None:
+    """The program answers as `predict` does: on the example, and on its first bag alone."""
+    most = min(example.ids.num_bags, package.manifest["max_batch"])
+    for count in sorted({min(1, most), most} - {0}):
+        batch = Batch(example.ids[:count], dense=None if example.dense is None else example.dense[:count])
+        with torch.no_grad():
+            want = predict(params, batch)
+        got = package(batch)
+        pairs = [("", got, want)] if isinstance(got, Tensor) else [(n, x, want[n]) for n, x in got.items()]
+        for name, x, y in pairs:
+            near = TOLERANCE.get(y.dtype)
+            if x.shape != y.shape or (near and not torch.allclose(x, y, near, near, equal_nan=True)):
+                at = f"`predict(...)[{name!r}]`" if name else "`predict(...)`"
+                far = f"{(x - y).abs().max():.3g} apart" if x.shape == y.shape else f"{describe(x)}, not {describe(y)}"
+                what = f"{at} of {count} bags is not what the compiled program gives."
+                need = "one function for all batch sizes"
+                hint = "no branch on the number of bags, no squeeze() without a dimension"
+                fail(CALL, what, got=far, need=need, hint=hint)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def kept_problems(params: Any) -> Iterator[Problem]:
+    """Tables that lie on ranks are no tensors of one process."""
+    own = lambda x: isinstance(x, ShardedTables)
+    if any(own(x) for x in torch_tree.tree_leaves(params, is_leaf=own)):
+        need, hint = "whole tables, or quantised ones", "fr.gather_tables(state.tables, mesh)"
+        yield Problem("`params` have sharded tables.", "ShardedTables", need, hint, TypeError)
+
+
+def package_problems(path: Path) -> Iterator[Problem]:
+    if (path / MANIFEST).exists():
+        need, hint = "a folder of weights", "another path, and package.swap(path)"
+        yield Problem(f"`{path}` is a package.", "a folder with a program", need, hint, FileExistsError)
+
+
+def isa_problems(isa: str) -> Iterator[Problem]:
+    if isa == "portable" and platform.machine() not in ("x86_64", "AMD64"):
+        need, hint = "an x86-64 processor", 'isa="native"'
+        yield Problem("`isa` is of another kind of processor.", platform.machine(), need, hint)

@@ -1,0 +1,87 @@
+"""Folders that are whole or not there.
+
+write_folder(path, write): whoever opens `path` finds all of the old folder or all of the new one
+"""
+
+import contextlib
+import ctypes
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from funcrec.core import Problem, check, describe, fail
+
+SUFFIX = ".funcrec.tmp"
+EXCHANGE, HERE = 2, -100  # renameat2's RENAME_EXCHANGE and AT_FDCWD
+
+
+def folder_path(call: str, path: str | os.PathLike, *, overwrite: bool, marks: tuple[str, ...]) -> Path:
+    """The path of a folder that may be written. marks: files of which one is in every folder that may be replaced."""
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        fail(call, "`path` is not a path.", got=describe(path), need="str or pathlib.Path", kind=TypeError)
+    text = os.fspath(path)
+    if not text or "\0" in text or not Path(text).name:
+        fail(call, "`path` names no folder.", got=f"{text!r}", need="the name of a folder", hint='"runs/model"')
+    found = Path(os.path.realpath(text))
+    check(call, place_problems(found, overwrite, marks))
+    return found
+
+
+def write_folder(call: str, path: Path, write: Callable[[Path], None]) -> None:
+    """Fill a folder by `write(folder)`; it takes its name when all of it is on the disk."""
+    temporary = path.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
+    try:
+        temporary.mkdir()
+        write(temporary)
+        for x in (*temporary.iterdir(), temporary):
+            sync(x)
+        take_name(temporary, path)
+        sync(path.parent)
+    except OSError as error:
+        got, need = error.strerror or str(error), "room, and a folder to write to"
+        fail(call, f"`{path}` cannot be written.", got=got, need=need, hint="another folder", kind=type(error))
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def take_name(new: Path, path: Path) -> None:
+    """Of two folders the one's name is the other's in one step, where the system can; `new` is the old one then."""
+    if not path.exists():
+        new.rename(path)
+        return
+    library = ctypes.CDLL(None, use_errno=True)
+    with contextlib.suppress(AttributeError):
+        if library.renameat2(HERE, os.fsencode(new), HERE, os.fsencode(path), EXCHANGE) == 0:
+            return
+    aside = path.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
+    path.rename(aside)
+    new.rename(path)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def place_problems(path: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator[Problem]:
+    if not path.parent.is_dir():
+        hint = "os.makedirs(folder, exist_ok=True)"
+        what = f"the folder of `{path}` is not there."
+        yield Problem(what, f"{str(path.parent)!r}", "a folder", hint, FileNotFoundError)
+    elif path.exists() and not overwrite:
+        what = f"`{path}` is there already."
+        yield Problem(what, "overwrite=False", "a new path", "overwrite=True", FileExistsError)
+    elif path.exists() and not any((path / mark).is_file() for mark in marks):
+        what, got = f"`{path}` holds something else.", "a folder without " + " or ".join(marks)
+        yield Problem(
+            what, got if path.is_dir() else "a file", "a folder of this kind", "another path", FileExistsError
+        )

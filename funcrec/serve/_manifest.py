@@ -1,0 +1,109 @@
+"""What a package says of itself: names, shapes, dtypes, versions, checksums.
+
+    digest = sha256(manifest.json, the digits of `digest` and of `files` as zeros)        also in model.pt2's metadata
+
+So a manifest of another program, or one that was changed, is told from the program's own, in any language.
+"""
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from funcrec.core import Problem, check, fail
+
+FORMAT = 1
+MANIFEST, MODEL, ENCODING = "manifest.json", "model.pt2", "encoding.frc"
+BLANK = "0" * 64
+DIGITS = re.compile(r'("(?:digest|model\.pt2|encoding\.frc)": )"[0-9a-f]{64}"')
+# What compilers make of loops, as Linux calls it; x86-64-v3 is what the portable program is limited to.
+V3 = ("ssse3", "sse4_1", "sse4_2", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "popcnt")
+KEYS = (
+    "format", "digest", "funcrec", "torch", "isa", "needs", "inputs", "params", "outputs", "features", "tables",
+    "max_batch", "max_ids", "files",
+)  # fmt: skip
+
+
+def text_of(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1) + "\n"
+
+
+def digest_of(text: str) -> str:
+    return hashlib.sha256(DIGITS.sub(rf'\1"{BLANK}"', text).encode()).hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def processor_flags() -> frozenset[str]:
+    """The instruction sets of this processor, as Linux calls them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":")[1].split() for line in lines if line.startswith("flags")), ()))
+
+
+def needs_of(isa: str) -> list[str]:
+    """The instruction sets that a program may use: of a native one those of this processor."""
+    if isa == "portable":
+        return list(V3)
+    return sorted(f for f in processor_flags() if f in V3 or f.startswith("avx"))
+
+
+def read_manifest(call: str, folder: Path) -> dict[str, Any]:
+    """The manifest of a package that this process can run; else what is wrong with it."""
+    path = folder / MANIFEST
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        need, hint = "a folder that fr.export wrote", "fr.export(predict, params, example, path)"
+        fail(call, f"`{folder}` is not a package.", got=f"{MANIFEST}: {error}", need=need, hint=hint,
+            kind=FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError)  # fmt: skip
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        fail(call, f"`{path}` is damaged.", got=str(error), need="the file that fr.export wrote", hint=AGAIN)
+    check(call, form_problems(path, found))
+    check(call, changed_problems(path, text, found), place_problems(found))
+    return found
+
+
+AGAIN = "fr.export again, or the package's own copy"
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def form_problems(path: Path, found: Any) -> Iterator[Problem]:
+    if not isinstance(found, dict) or "format" not in found:
+        yield Problem(f"`{path}` is not a manifest.", type(found).__name__, "the file that fr.export wrote", AGAIN)
+    elif found["format"] != FORMAT:
+        hint = "the funcrec that wrote it, or fr.export again"
+        yield Problem(f"`{path}` is of another format.", f"format {found['format']!r}", f"format {FORMAT}", hint)
+    elif absent := [k for k in KEYS if k not in found]:
+        yield Problem(f"`{path}` lacks entries.", f"no {absent}", f"{list(KEYS)}", AGAIN)
+
+
+def changed_problems(path: Path, text: str, found: dict) -> Iterator[Problem]:
+    if (now := digest_of(text)) != found["digest"]:
+        yield Problem(f"`{path}` was changed.", f"digest {now}", f"{found['digest']}", AGAIN)
+
+
+def place_problems(found: dict) -> Iterator[Problem]:
+    """This torch and this processor can run it: AOTInductor's programs are bound to a minor version."""
+    minor = lambda version: ".".join(str(version).split("+")[0].split(".")[:2])
+    if minor(found["torch"]) != minor(torch.__version__):
+        hint = "fr.export with this torch, or the torch that it was exported with"
+        yield Problem("the package is of another torch.", f"torch {torch.__version__}", f"{found['torch']}", hint)
+    if absent := [f for f in found["needs"] if f not in processor_flags()]:
+        hint = 'fr.export(..., isa="portable"), or on this processor'
+        got = f"{platform.machine()} without {', '.join(absent)}"
+        yield Problem("the package needs instructions that this processor lacks.", got, f"{found['needs']}", hint)

@@ -1,0 +1,234 @@
+"""Packages in Python: opened, run on batches by their names, given other weights while they run.
+
+package(batch) = predict(params, batch)          params: those of `package.version`
+"""
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec.checkpoint import load
+from funcrec.core import Count, Problem, check, describe, fail, has_tracked, is_wrapped, tree_leaves, typed
+from funcrec.data import Encoding, encode
+from funcrec.kernels import library
+from funcrec.serve._manifest import AGAIN, ENCODING, MODEL, read_manifest, sha256_of
+from funcrec.serve._trace import SINGLE, Form
+from funcrec.serve._weights import DTYPES, Weights, mapped, read_weights
+from funcrec.tables import Batch, batch_parts
+
+LOAD, CALL, SWAP, ENCODE = "funcrec.load_package", "funcrec.Package", "funcrec.Package.swap", "funcrec.Package.encode"
+
+
+class Opened(NamedTuple):
+    """What never changes. run: the program, of a list of tensors. free: as many calls as it takes at once."""
+
+    manifest: dict[str, Any]
+    form: Form
+    run: Any
+    free: threading.Semaphore
+    encoding: Encoding | None
+
+
+class Package:
+    """A model that `export` wrote: a function of batches, whose weights can be exchanged while other threads call it.
+
+    Columns of ids go by their names, whatever their order; an id that is not in its table (-1, say) reads zeros. An
+    answer is of one version of the weights. `load_package` makes one.
+
+    Example:
+      >>> import tempfile, torch, funcrec as fr
+      >>> clicked = fr.FeatureConfig("clicked", table="item")
+      >>> predict = lambda params, batch: fr.lookup(params.tables, batch.ids, [clicked]).values.sum(1)
+      >>> batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"clicked": [[1, 2], []]}))
+      >>> params = fr.Params({"item": torch.eye(3)}, {})
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     package = fr.load_package(fr.export(predict, params, batch, folder + "/model", version="monday"))
+      ...     tuesday = fr.save_weights(folder + "/tuesday", fr.tree.map(lambda x: 2 * x, params), version="tuesday")
+      ...     package.swap(tuesday)
+      >>> package(batch), package.version
+      (tensor([4., 0.]), 'tuesday')
+    """
+
+    __slots__ = ("_opened", "_weights")
+
+    def __init__(self, opened, weights):
+        self._opened, self._weights = opened, weights
+
+    def __repr__(self) -> str:
+        own = self._opened.manifest
+        outputs = ", ".join(x["name"] for x in own["outputs"])
+        keys = ", ".join(x["name"] for x in own["features"])
+        return f"Package({keys} -> {outputs}; version {self.version!r})"
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What the package says of itself: manifest.json."""
+        return dict(self._opened.manifest)
+
+    @property
+    def version(self) -> str:
+        """Of the weights that the next call reads."""
+        return self._weights.version
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """{path: tensor}, of the weights' files; what is written to these is in this dict's memory alone."""
+        return mapped(self._weights.file, self._weights.entries)
+
+    def __call__(self, batch: Batch) -> Tensor | dict[str, Tensor]:
+        """What `predict` gives: a tensor [B, ...], or {name: tensor}. Label and weight of the batch are not read."""
+        manifest, form, run, free, _ = self._opened
+        check(CALL, batch_problems(batch, manifest, form))
+        ids = batch.ids if batch.ids.keys == form.keys else batch.ids.permute(form.keys)
+        tensors = form.inputs(Batch(ids, dense=batch.dense))
+        if ids.num_bags == 0:  # programs are made for one bag or more
+            out = [torch.empty(0, *x["shape"][1:], dtype=DTYPES[x["dtype"]]) for x in manifest["outputs"]]
+        else:
+            weights = self._weights  # all of one version
+            with free:
+                out = run([*weights.tensors.values(), *tensors])
+        names = [x["name"] for x in manifest["outputs"]]
+        return out[0] if names == [SINGLE] else dict(zip(names, out, strict=True))
+
+    def encode(self, rows: Any) -> Batch:
+        """Raw rows as a batch, by the encoding that the package was exported with.
+
+        Args:
+          rows: what `fr.data.encode` takes (a dict of columns, a data frame), or a list of dicts, a row each.
+        """
+        encoding, form = self._opened.encoding, self._opened.form
+        if encoding is None:
+            hint = "fr.export(..., encoding=encoding), or a batch"
+            fail(ENCODE, "the package has no encoding.", got="none", need="that of the training data", hint=hint)
+        if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
+            rows = {n: [row.get(n) for row in rows] for n in dict.fromkeys(n for row in rows for n in row)}
+        examples = encode(encoding, rows)
+        batch = examples.take(torch.arange(examples.categorical.shape[0]))
+        return Batch(batch.ids.permute(form.keys), dense=None if form.dense is None else batch.dense)
+
+    @typed
+    def swap(self, path: str | os.PathLike, *, checksums: bool = True) -> None:
+        """Take the weights of another folder (of `save_weights`, or a package of the same model): calls that have begun
+        end with those that they began with. If they do not fit, nothing changes.
+
+        Args:
+          checksums: whether to read them once, and compare their checksums.
+        """
+        self._weights = read_weights(SWAP, Path(path), self._opened.manifest["params"], checksums=checksums)
+
+
+@typed
+def load_package(path: str | os.PathLike, *, threads: Count = 1, checksums: bool = True) -> Package:
+    """Open a folder that `export` wrote: its weights are mapped, and shared with other processes that have them open.
+
+    Args:
+      threads: how many calls may run at the same time; others wait.
+      checksums: whether to read all weights once, and compare their checksums.
+
+    Raises: ValueError with the reason: another format or torch (of another minor version), instructions that this
+      processor lacks, a file that was changed or cut off, weights of another signature; FileNotFoundError.
+
+    Cost: some 20 ms, and a pass over the weights for their checksums.
+
+    Example:
+      >>> import tempfile, torch, funcrec as fr
+      >>> batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"clicked": [[1], []]}), dense=torch.ones(2, 3))
+      >>> predict = lambda params, batch: {"click": torch.sigmoid(batch.dense @ params["w"])}
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     package = fr.load_package(fr.export(predict, {"w": torch.zeros(3)}, batch, folder + "/model"))
+      >>> package(batch)
+      {'click': tensor([0.5000, 0.5000])}
+    """
+    folder = Path(os.path.realpath(path))
+    manifest = read_manifest(LOAD, folder)
+    check(LOAD, file_problems(folder, manifest["files"]))
+    weights = read_weights(LOAD, folder, manifest["params"], checksums=checksums)
+    encoding = load(folder / ENCODING) if ENCODING in manifest["files"] else None
+    library.load("cpp")  # its operators
+    program = torch._C._aoti.AOTIModelPackageLoader(str(folder / MODEL), "model", False, threads, -1)
+    check(LOAD, program_problems(program.get_metadata().get("funcrec_digest"), manifest["digest"]))
+    opened = Opened(manifest, form_of_manifest(manifest), program.run, threading.Semaphore(threads), encoding)
+    return Package(opened, weights)
+
+
+def form_of_manifest(manifest: Mapping) -> Form:
+    shapes = {x["name"]: x["shape"] for x in manifest["inputs"]}
+    features = manifest["features"]
+    weighted = "weights" in shapes
+    bare = tuple(f["name"] for f in features if not f["weighted"]) if weighted else ()
+    return Form(tuple(f["name"] for f in features), shapes["dense"][1] if "dense" in shapes else None, weighted, bare)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def file_problems(folder: Path, files: Mapping[str, str]) -> Iterator[Problem]:
+    for name, digest in files.items():
+        path = folder / name
+        now = sha256_of(path) if path.is_file() else "no file"
+        if now != digest:
+            yield Problem(f"`{path}` was changed.", now, f"sha256 {digest}", AGAIN)
+
+
+def program_problems(got: str | None, need: str) -> Iterator[Problem]:
+    if got != need:
+        yield Problem(f"`{MODEL}` is not the manifest's program.", f"digest {got}", need, AGAIN)
+
+
+def batch_problems(batch: Any, manifest: Mapping, form: Form) -> Iterator[Problem]:
+    """What a batch of the package's form must have; the values of ids are right whatever they are."""
+    if not isinstance(batch, Batch):
+        hint = "package.encode(rows), or fr.Batch(ids, dense=dense)"
+        yield Problem("`batch` is not a batch.", describe(batch), "a Batch", hint, TypeError)
+        return
+    found = [*batch_parts(batch, "batch"), *plain_problems(batch)] or list(key_problems(batch, form))
+    yield from found
+    if found:
+        return
+    ids, dense, bags = batch.ids, batch.dense, batch.ids.num_bags
+    if form.dense is None and dense is not None:
+        yield Problem("`batch.dense` would not be read.", describe(dense), "None", "fr.Batch(ids)")
+    elif form.dense is not None and dense is None:
+        yield Problem("`batch.dense` is missing.", "None", f"f32[{bags}, {form.dense}]", "fr.Batch(ids, dense=dense)")
+    elif dense is not None and tuple(dense.shape) != (bags, form.dense):
+        hint = "the columns that the package was exported with, a row for each bag"
+        yield Problem("`batch.dense` does not fit.", describe(dense), f"f32[{bags}, {form.dense}]", hint)
+    elif dense is not None and dense.dtype != torch.float32:
+        yield Problem("`batch.dense` is not f32.", describe(dense), "f32", "dense.float()", TypeError)
+    for name, most, n in (("bags", manifest["max_batch"], bags), ("ids", manifest["max_ids"], ids.capacity)):
+        if n > most:
+            hint = f"parts of it, or fr.export(..., max_{'batch' if name == 'bags' else 'ids'}={n})"
+            yield Problem(f"the batch has too many {name}.", f"{n}", f"at most {most}", hint)
+
+
+def plain_problems(batch: Batch) -> Iterator[Problem]:
+    tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    if has_tracked(batch) or any(map(is_wrapped, tensors)):
+        hint = "the model's own `predict`, which has derivatives and maps"
+        got = "a tensor that grad, jvp or vmap follows"
+        yield Problem("the batch is under a transform.", got, "plain tensors", hint, TypeError)
+    elif any(x.device.type != "cpu" for x in tensors):
+        got = f"{sorted({str(x.device) for x in tensors})}"
+        yield Problem("the batch is on another device.", got, "the CPU", 'batch.to("cpu")')
+
+
+def key_problems(batch: Batch, form: Form) -> Iterator[Problem]:
+    ids, need = batch.ids, f"{list(form.keys)}"
+    if absent := [k for k in form.keys if k not in ids.keys]:
+        got = f"no {absent} among {list(ids.keys)}"
+        yield Problem("`batch.ids` lacks keys.", got, need, "[] for a bag without ids", KeyError)
+    if more := [k for k in ids.keys if k not in form.keys]:
+        hint = f"ids.permute({list(form.keys)})"
+        yield Problem("`batch.ids` has keys that the package does not read.", f"{more}", need, hint, KeyError)
+    if ids.strides is not None or ids.inverse is not None:
+        yield Problem("the keys have different numbers of bags.", f"{ids!r:.60}", "B bags per key", "[] for none")
+    weighted = [k for k in ids.keys if ids.weights is not None and k not in ids.unweighted]
+    wanted = [k for k in form.keys if form.weighted and k not in form.unweighted]
+    if sorted(weighted) != sorted(wanted) and not absent and not more:
+        hint = "KeyedJaggedTensor.from_lists(ids, weights={key: ...}) of these keys"
+        yield Problem("other keys have weights than the package reads.", f"weights of {weighted}", f"of {wanted}", hint)

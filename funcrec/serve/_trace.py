@@ -1,0 +1,208 @@
+"""A function of parameters and a batch as a program whose batch size and number of ids are open.
+
+    program(*params, dense?, values, offsets, weights?) = predict(params, batch)          for every B and N
+
+It is traced twice: as `fr.jit` stages it, for one size, which refuses what no program can hold (branches on values,
+writes, draws, tensors that are closed over); then by torch.export, for all sizes.
+Shapes: B bags of each of F keys, N ids.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec.compile import DECOMPOSITIONS, stage
+from funcrec.core import Problem, check, describe, fail, paths, tree_flatten, tree_unflatten
+from funcrec.jagged import KeyedJaggedTensor
+from funcrec.serve._weights import NAMES
+from funcrec.tables import Batch, lookups_seen, table_shapes
+
+CALL = "funcrec.export"
+ANY_ROW = 2**63 - 1  # of a column that is hashed, or that no lookup reads: no id is outside
+SINGLE = "output"  # the name of a function's only output
+SAMPLE_BAGS, SAMPLE_IDS = 5, 7  # sizes that no other size of a program is likely to have
+
+
+class Form(NamedTuple):
+    """What batches are like. dense: the columns of `dense`, or None. weighted: whether ids have weights, and of
+    `unweighted` keys they have none."""
+
+    keys: tuple[str, ...]
+    dense: int | None
+    weighted: bool
+    unweighted: tuple[str, ...]
+
+    def batch(self, inputs: Sequence[Tensor]) -> Batch:
+        left = list(inputs)
+        dense = None if self.dense is None else left.pop(0)
+        values, offsets, *weights = left
+        more = {"weights": weights[0], "unweighted": self.unweighted} if weights else {}
+        return Batch(KeyedJaggedTensor.from_offsets(self.keys, values, offsets, **more), dense=dense)
+
+    def inputs(self, batch: Batch) -> list[Tensor]:
+        """The tensors of a batch of this form, as a program takes them."""
+        ids = batch.ids
+        dense = [] if self.dense is None else [batch.dense.contiguous()]
+        weights = [ids.weights.float().contiguous()] if self.weighted else []
+        return [*dense, ids.values.long().contiguous(), ids.offsets.long().contiguous(), *weights]
+
+    def specs(self) -> list[dict]:
+        dense = [] if self.dense is None else [("dense", "float32", ["B", self.dense])]
+        weights = [("weights", "float32", ["N"])] if self.weighted else []
+        ids = [("values", "int64", ["N"]), ("offsets", "int64", ["F*B+1"])]
+        return [{"name": n, "dtype": d, "shape": s} for n, d, s in (*dense, *ids, *weights)]
+
+    def sample(self) -> list[Tensor]:
+        dense = [] if self.dense is None else [torch.zeros(SAMPLE_BAGS, self.dense)]
+        offsets = torch.zeros(len(self.keys) * SAMPLE_BAGS + 1, dtype=torch.int64)
+        weights = [torch.ones(SAMPLE_IDS)] if self.weighted else []
+        return [*dense, torch.zeros(SAMPLE_IDS, dtype=torch.int64), offsets, *weights]
+
+
+def form_of(example: Batch) -> Form:
+    ids = example.ids
+    dense = None if example.dense is None else example.dense.shape[1]
+    return Form(ids.keys, dense, ids.weights is not None, ids.unweighted)
+
+
+class Program(NamedTuple):
+    """exported: of flat tensors. inputs, outputs, features, tables: as the manifest tells of them."""
+
+    exported: torch.export.ExportedProgram
+    outputs: list[dict]
+    features: list[dict]
+    tables: list[dict]
+
+
+def trace(predict: Callable, params: Any, form: Form, max_batch: int, max_ids: int) -> Program:
+    """The program of predict(params, batch), for parameters and batches of these forms."""
+    leaves, structure = tree_flatten(params)
+    names = [n for n, _ in paths(params)]
+    order = sorted(range(len(names)), key=names.__getitem__)
+    flat = [leaves[i] for i in order]
+    seen: list = []  # of the last trace
+
+    def run(*xs: Tensor) -> tuple[Tensor, ...]:
+        own = dict(zip(order, xs, strict=False))
+        batch = form.batch(xs[len(order) :])
+        with lookups_seen() as lookups:
+            out = predict(tree_unflatten([own[i] for i in range(len(order))], structure), batch)
+        check(CALL, output_problems(out, batch.ids.num_bags))
+        seen[:] = [xs, batch, out, lookups]
+        return tuple(out.values()) if isinstance(out, Mapping) else (out,)
+
+    with torch.no_grad():
+        said = [f"params.{names[i]}" for i in order] + [f"batch.{x['name']}" for x in form.specs()]
+        staged = stage(CALL, run, [*flat, *form.sample()], said)
+        check(CALL, captured_problems(staged.captured))
+        exported = export_of(run, [*flat, *form.sample()], form, max_batch, max_ids)
+    xs, batch, out, lookups = seen
+    param_names = {id(x): names[i] for x, i in zip(xs, order, strict=False)}
+    return Program(exported, outputs_of(out), features_of(batch.ids, lookups), tables_of(lookups, param_names))
+
+
+def export_of(run: Callable, inputs: list[Tensor], form: Form, max_batch: int, max_ids: int):
+    """torch.export's program of flat tensors, without Inductor's known faults."""
+    bags = torch.export.Dim("B", min=1, max=max(max_batch, 2 * SAMPLE_BAGS))
+    num_ids = torch.export.Dim("N", min=0, max=max(max_ids, 2 * SAMPLE_IDS))
+    sizes = {"B": bags, "N": num_ids, "F*B+1": len(form.keys) * bags + 1}
+    open_sizes = [{0: sizes[spec["shape"][0]]} for spec in form.specs()]
+    shapes = (None,) * (len(inputs) - len(open_sizes)) + tuple(open_sizes)
+    module = torch.nn.Module()
+    module.forward = run
+    try:
+        with warnings.catch_warnings():  # what torch thinks of its own old calls
+            warnings.simplefilter("ignore", FutureWarning)
+            exported = torch.export.export(module, tuple(inputs), dynamic_shapes=(shapes,), strict=False)
+            return exported.run_decompositions(dict(DECOMPOSITIONS))
+    except Exception as error:
+        if str(error).startswith(CALL):
+            raise
+        said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        need = "a function of tensors that is the same for every batch size and number of ids"
+        hint = "no int(), list or branch of a size of the batch; `fr.jit` away, which export does not need"
+        what = "`predict` is not one program for all batch sizes."
+        fail(CALL, what, got=f"{type(error).__name__}: {said[:200]}", need=need, hint=hint)
+
+
+def outputs_of(out: Tensor | Mapping[str, Tensor]) -> list[dict]:
+    named = out if isinstance(out, Mapping) else {SINGLE: out}
+    return [{"name": n, "dtype": NAMES[x.dtype], "shape": ["B", *map(int, x.shape[1:])]} for n, x in named.items()]
+
+
+def features_of(ids: KeyedJaggedTensor, lookups: Sequence) -> list[dict]:
+    """Each key with the table that reads it, and the rows that all tables have that do so without a hash."""
+    read: dict[str, list[tuple[str, int]]] = {key: [] for key in ids.keys}
+    for tables, given, features in lookups:
+        shapes = table_shapes(tables)
+        for f in features if given.values is ids.values and given.keys == ids.keys else ():
+            read[f.key].append((f.table, ANY_ROW if f.hash is not None else shapes[f.table][0]))
+    return [
+        {
+            "name": key,
+            "table": next((t for t, _ in own), None),
+            "rows": min((rows for _, rows in own), default=ANY_ROW),
+            "weighted": ids.weights is not None and key not in ids.unweighted,
+        }
+        for key, own in read.items()
+    ]
+
+
+def tables_of(lookups: Sequence, names: Mapping[int, str]) -> list[dict]:
+    """Each table that is read, with the parameter that holds its rows."""
+    found = {}
+    for tables, _, features in lookups:
+        shapes, parts = table_shapes(tables), dict(tables)
+        for table in dict.fromkeys(f.table for f in features):
+            x = parts.get(table)
+            name, (rows, dim) = names.get(id(x)), shapes[table]
+            bits = getattr(tables, "bits_of", lambda t, x=x: 8 * x.element_size() if x is not None else None)(table)
+            found[table, name] = {"name": table, "param": name, "rows": rows, "dim": dim, "bits": bits}
+    return list(found.values())
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def example_problems(example: Batch) -> Iterator[Problem]:
+    """A batch whose form can be that of all batches."""
+    ids, hint = example.ids, "batches of one number of bags for each key"
+    if not ids.keys:
+        what = "`example.ids` has no key."
+        yield Problem(what, "no key", "one key or more", 'fr.KeyedJaggedTensor.from_lists({"item": [[1]]})')
+    if ids.strides is not None or ids.inverse is not None:
+        yield Problem("`example.ids` has another number of bags for each key.", f"{ids!r:.60}", "B bags per key", hint)
+    if example.dense is not None and (example.dense.dim() != 2 or example.dense.dtype != torch.float32):
+        got = describe(example.dense)
+        yield Problem("`example.dense` is not f32[B, D].", got, "f32[B, D]", "dense.float()", TypeError)
+    if ids.weights is not None and (ids.weights.dim() != 1 or not ids.weights.is_floating_point()):
+        yield Problem("`example.ids.weights` are not numbers.", describe(ids.weights), "f[N]", kind=TypeError)
+
+
+def output_problems(out: Any, num_bags: Any) -> Iterator[Problem]:
+    named = out if isinstance(out, Mapping) else {SINGLE: out}
+    need, hint = "a tensor [B, ...], or a dict of them", 'return {"click": torch.sigmoid(logits)}'
+    if not named or not all(isinstance(n, str) for n in named):
+        yield Problem("`predict` returns no named tensors.", f"keys {list(named)}", need, hint, TypeError)
+    for n, x in named.items():
+        at = f"`predict(...)[{n!r}]`" if isinstance(out, Mapping) else "`predict(...)`"
+        if not isinstance(x, Tensor):
+            yield Problem(f"{at} is not a tensor.", describe(x), need, hint, TypeError)
+        elif x.dtype not in NAMES:
+            need = f"{list(NAMES.values())}"
+            yield Problem(f"{at} has a dtype that packages have not.", describe(x), need, "x.float()")
+        elif not x.dim() or x.shape[0] != num_bags:
+            got = f"[{', '.join(map(str, x.shape))}] of a batch of {num_bags}"
+            hint = "the logits of each bag; a loss is no prediction"
+            yield Problem(f"{at} has no row for each bag.", got, need, hint)
+
+
+def captured_problems(captured: Sequence[Tensor]) -> Iterator[Problem]:
+    """What is closed over would be frozen into the program, where no swap of weights reaches it."""
+    if captured:
+        got = ", ".join(map(describe, captured[:3])) + (f" and {len(captured) - 3} more" if len(captured) > 3 else "")
+        hint = "into `params`, whose values are the package's weights"
+        yield Problem("`predict` closes over tensors.", got, "all tensors from `params` and `batch`", hint)

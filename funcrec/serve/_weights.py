@@ -1,0 +1,175 @@
+"""Weights as two files: tensors one after the other, and what they are.
+
+weights.bin    each tensor's bytes from a multiple of 4096 on: mapped, and shared by all processes that map it
+weights.json   names, dtypes, shapes, places, CRCs, a version, and a digest of all this
+"""
+
+import hashlib
+import json
+import mmap
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, check, describe, fail, paths
+from funcrec.serve._manifest import BLANK
+
+FORMAT, PAGE = 1, 4096
+WEIGHTS, INDEX = "weights.bin", "weights.json"
+DTYPES = {
+    str(x).removeprefix("torch."): x
+    for x in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+              torch.int8, torch.uint8, torch.bool)
+}  # fmt: skip
+NAMES = {x: n for n, x in DTYPES.items()}
+DIGIT = re.compile(r'("digest": )"[0-9a-f]{64}"')
+
+
+class Weights(NamedTuple):
+    """Tensors by name, the version that they are of, and whence they are."""
+
+    tensors: dict[str, Tensor]
+    version: str
+    file: BinaryIO
+    entries: list[dict]
+
+
+def named(params: Any) -> dict[str, Tensor]:
+    """The tensors of a tree by their paths, in the order of these: that in which a program takes them."""
+    return dict(sorted(paths(params)))
+
+
+def signature(tensors: Mapping[str, Tensor]) -> list[dict]:
+    return [{"name": n, "dtype": NAMES[x.dtype], "shape": list(x.shape)} for n, x in tensors.items()]
+
+
+def write_weights(folder: Path, tensors: Mapping[str, Tensor], version: str | None) -> None:
+    """Both files; without a version it is a name of the values."""
+    entries = []
+    with (folder / WEIGHTS).open("wb") as file:
+        for entry, x in zip(signature(tensors), tensors.values(), strict=True):
+            file.write(b"\0" * (-file.tell() % PAGE))
+            offset = file.tell()
+            crc = write_bytes(file, x)
+            entries.append({**entry, "offset": offset, "nbytes": file.tell() - offset, "crc32": crc})
+    version = version or hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:12]
+    text = json.dumps({"format": FORMAT, "digest": BLANK, "version": version, "tensors": entries}, indent=1) + "\n"
+    (folder / INDEX).write_text(text.replace(BLANK, hashlib.sha256(text.encode()).hexdigest()))
+
+
+def write_bytes(file: BinaryIO, x: Tensor) -> int:
+    """The elements in their order; their CRC."""
+    crc = 0
+    rows = x.detach().resolve_neg().reshape(x.shape[0] if x.dim() else 1, -1)
+    step = max(1, (1 << 24) // max(1, rows.shape[1] * rows.element_size()))
+    for i in range(0, rows.shape[0], step):
+        part = rows[i : i + step].contiguous().view(-1).view(torch.uint8).numpy().data if rows.numel() else b""
+        crc = zlib.crc32(part, crc)
+        file.write(part)
+    return crc
+
+
+def read_weights(call: str, folder: Path, wanted: Sequence[dict], *, checksums: bool) -> Weights:
+    """The weights of a folder, mapped; what they are must be what a package wants."""
+    path = folder / INDEX
+    index = read_index(call, path)
+    check(call, signature_problems(path, index["tensors"], wanted))
+    check(call, size_problems(folder / WEIGHTS, index["tensors"]))
+    file = (folder / WEIGHTS).open("rb")  # what is written to the path later is another file
+    tensors = mapped(file, index["tensors"])
+    if checksums:
+        check(call, value_problems(folder / WEIGHTS, index["tensors"], tensors))
+    return Weights(tensors, index["version"], file, index["tensors"])
+
+
+def read_index(call: str, path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+        found = json.loads(text)
+    except FileNotFoundError as error:
+        need, hint = "a folder of fr.save_weights or fr.export", "fr.save_weights(path, params)"
+        fail(call, f"`{path.parent}` has no weights.", got=str(error), need=need, hint=hint, kind=FileNotFoundError)
+    except (OSError, ValueError) as error:
+        fail(call, f"`{path}` is damaged.", got=str(error), need="the file that fr.save_weights wrote", hint=AGAIN)
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        got = found.get("format") if isinstance(found, dict) else type(found).__name__
+        fail(call, f"`{path}` is of another format.", got=f"format {got!r}", need=f"format {FORMAT}", hint=AGAIN)
+    now = hashlib.sha256(DIGIT.sub(rf'\1"{BLANK}"', text).encode()).hexdigest()
+    if now != found.get("digest"):
+        fail(call, f"`{path}` was changed.", got=f"digest {now}", need=f"{found.get('digest')}", hint=AGAIN)
+    return found
+
+
+def mapped(file: BinaryIO, entries: Sequence[dict]) -> dict[str, Tensor]:
+    """Tensors whose memory is the file's: what is written to them stays in this mapping."""
+    size = os.fstat(file.fileno()).st_size
+    memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
+    out = {}
+    for e in entries:
+        dtype, count = DTYPES[e["dtype"]], e["nbytes"] // DTYPES[e["dtype"]].itemsize
+        empty = torch.empty(0, dtype=dtype)
+        flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=e["offset"]) if count else empty
+        out[e["name"]] = flat.view(e["shape"])
+    return out
+
+
+AGAIN = "fr.save_weights again, or the folder's own copy"
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def params_problems(params: Any) -> Iterator[Problem]:
+    """Every leaf is a tensor that bytes tell."""
+    leaves = paths(params)
+    if not leaves:
+        hint = "fr.Params(tables=fr.init(fr.key(0), tables), dense={})"
+        yield Problem("`params` have no tensor.", describe(params), "a tree of tensors", hint, TypeError)
+    for path, x in leaves:
+        at = f"`params.{path}`"
+        if not isinstance(x, Tensor):
+            hint = "torch.tensor(x), or closed over by `predict`, as a number"
+            yield Problem(f"{at} is not a tensor.", describe(x), "a tree of tensors", hint, TypeError)
+        elif x.device.type != "cpu" or x.layout != torch.strided or x.is_nested:
+            hint = 'params.to("cpu")'
+            yield Problem(f"{at} is not a tensor of this memory.", describe(x), "strided tensors on the CPU", hint)
+        elif x.dtype not in NAMES:
+            yield Problem(f"{at} has a dtype that packages have not.", describe(x), f"{list(DTYPES)}", kind=TypeError)
+
+
+def version_problems(version: str | None) -> Iterator[Problem]:
+    if version is not None and not (version and version.isprintable()):
+        yield Problem("`version` is not a name.", repr(version), "printable text", 'version="2026-11-22"')
+
+
+def signature_problems(path: Path, found: Sequence[dict], wanted: Sequence[dict]) -> Iterator[Problem]:
+    """The same names, each with its dtype and shape."""
+    form = lambda e: f"{e['dtype']}{e['shape']}"
+    got, want = ({e["name"]: form(e) for e in own} for own in (found, wanted))
+    if differ := [n for n in {**want, **got} if got.get(n) != want.get(n)]:
+        said = lambda own: ", ".join(f"{n}: {own.get(n, 'none')}" for n in differ[:5])
+        hint = "fr.save_weights of the parameters that the package was exported with, trained further"
+        yield Problem(f"`{path}` is of other parameters than the package.", said(got), said(want), hint)
+
+
+def size_problems(path: Path, entries: Sequence[dict]) -> Iterator[Problem]:
+    size = path.stat().st_size if path.is_file() else -1
+    need = max((e["offset"] + e["nbytes"] for e in entries), default=0)
+    if size < need:
+        got = f"{size} bytes" if size >= 0 else "no file"
+        yield Problem(f"`{path}` is cut off.", got, f"{need} bytes", AGAIN)
+
+
+def value_problems(path: Path, entries: Sequence[dict], tensors: Mapping[str, Tensor]) -> Iterator[Problem]:
+    for e in entries:
+        x = tensors[e["name"]]
+        crc = zlib.crc32(x.reshape(-1).view(torch.uint8).numpy().data) if x.numel() else 0
+        if crc != e["crc32"]:
+            what = f"`{path}` was changed, in {e['name']}."
+            yield Problem(what, f"CRC {crc:08x}", f"{e['crc32']:08x}", AGAIN)

@@ -1,0 +1,53 @@
+"""A small package and its model, for tests: features pooled and in sequence, weights of ids, dense inputs.
+
+python -m programs.packages FOLDER writes it, and beside it FOLDER-next, weights trained a step further.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+import funcrec as fr
+
+TABLES = (fr.TableConfig("user", 50, 8), fr.TableConfig("item", 100, 8))
+FEATURES = (
+    fr.FeatureConfig("user", table="user"),
+    fr.FeatureConfig("item", table="item", pooling="mean"),
+    fr.FeatureConfig("seen", table="item", weighted=True, max_length=4),
+    fr.FeatureConfig("hashed", table="user", column="item", hash=fr.multiply_shift(3)),
+)
+SEQUENCES = (fr.FeatureConfig("last", table="item", column="user", pooling="none", max_length=3),)
+KEYS = ("user", "item", "seen")
+LINEAR_TABLES, LINEAR = fr.models.linear_twins(TABLES, FEATURES)
+MODEL = fr.models.deepfm((*TABLES, *LINEAR_TABLES), FEATURES, linear=LINEAR, num_dense=3, sizes=(8,), batch_norm=True)
+
+
+def predict(params, batch):
+    """A click's chance f[B], and the sum of the last ids' rows f[B, 8]."""
+    last = fr.lookup_sequence(params.tables, batch.ids, SEQUENCES)["last"].to_padded(3)
+    return {"click": torch.sigmoid(MODEL.apply(params, batch)), "last": last.sum(1)}
+
+
+def params(seed=0):
+    return MODEL.init(fr.key(seed))
+
+
+def batch(num_bags, seed=0, most=5, outside=True):
+    """num_bags bags of each key of up to `most` ids, some -1 or beyond their tables."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, most + 1, (len(KEYS) * num_bags,), generator=random)
+    values = torch.randint(-2 if outside else 0, 120 if outside else 50, (int(lengths.sum()),), generator=random)
+    weights = torch.rand(values.shape[0], generator=random)
+    bare = ("user", "item")
+    ids = fr.KeyedJaggedTensor.from_lengths(KEYS, values, lengths, weights=weights, unweighted=bare)
+    return fr.Batch(ids, dense=torch.randn(num_bags, 3, generator=random))
+
+
+def export(path, **options):
+    return fr.export(predict, params(), batch(3), path, version="first", **options)
+
+
+if __name__ == "__main__":
+    export(Path(sys.argv[1]))
+    fr.save_weights(f"{sys.argv[1]}-next", params(1), version="next")
