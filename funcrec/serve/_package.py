@@ -18,7 +18,7 @@ from funcrec.data import Encoding, encode
 from funcrec.kernels import library
 from funcrec.serve._manifest import AGAIN, ENCODING, MODEL, read_manifest, sha256_of
 from funcrec.serve._trace import SINGLE, Form
-from funcrec.serve._weights import DTYPES, Weights, mapped, read_weights
+from funcrec.serve._weights import DTYPES, mapped, read_weights
 from funcrec.tables import Batch, batch_parts
 
 LOAD, CALL, SWAP, ENCODE = "funcrec.load_package", "funcrec.Package", "funcrec.Package.swap", "funcrec.Package.encode"
