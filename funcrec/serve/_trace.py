@@ -196,7 +196,7 @@ def output_problems(out: Any, num_bags: Any) -> Iterator[Problem]:
             yield Problem(f"{at} has a dtype that packages have not.", describe(x), need, "x.float()")
         elif not x.dim() or x.shape[0] != num_bags:
             got = f"[{', '.join(map(str, x.shape))}] of a batch of {num_bags}"
-            hint = "the logits of each bag; a loss is no prediction"
+            hint = "the logits of each bag, not their loss"
             yield Problem(f"{at} has no row for each bag.", got, need, hint)
 
 
