@@ -63,6 +63,11 @@ from funcrec.tables import xavier_normal as xavier_normal
 from funcrec.tree import copy as copy
 from funcrec.compile import jit as jit
 from funcrec.compile import Lowered as Lowered
+from funcrec.quantized import dequantize as dequantize
+from funcrec.quantized import fake_quantize as fake_quantize
+from funcrec.quantized import FakeQuantizedTables as FakeQuantizedTables
+from funcrec.quantized import quantize as quantize
+from funcrec.quantized import QuantizedTables as QuantizedTables
 from funcrec.retrieval import top_k as top_k
 from funcrec.sharding import column_wise as column_wise
 from funcrec.sharding import DenseShard as DenseShard

@@ -18,9 +18,8 @@
 with s_i the id's weight, or 1, over the bag's length for a mean. Every implementation keeps five rules:
  - a row outside [0, R) is never read or written: it counts as a row of zeros and gets no gradient;
  - positions beyond offsets[-1], and beyond `max_length` in a bag, are never read;
- - offsets may hold anything: they count as their running maximum, cut
- to the buffer ("triton" cuts each bag to it by itself), and
-   nothing outside a tensor is read or written;
+ - offsets may hold anything: they count as their running maximum, cut to the buffer ("triton" cuts each bag to
+   it by itself), and nothing outside a tensor is read or written;
  - sums run in f32 (f64 for f64 tables), each bag's and each row's entries in the order of their positions;
  - shapes depend on shapes only.
 
@@ -226,8 +225,10 @@ def quantized_lookup(
 
 
 def quantized_rows(table: Tensor, rows: Tensor, bits: int, dim: int, *, implementation: str | None = None) -> Tensor:
-    """f32[N, D]: what rows of a quantised table u8[R, S] stand for, zeros for rows outside it."""
+    """f32[N, D]: what rows of a quantised table u8[R, S] stand for, zeros for rows outside it; of floats the rows."""
     check_coded("quantized_rows", table, bits, dim)
+    if bits not in CODE_BITS:
+        return gather_rows(table, rows, implementation=implementation)
     return _of("quantized_rows", implementation, table)(table, rows, bits, dim)
 
 
@@ -239,14 +240,12 @@ def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None, *, implem
     `FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf`, with the scale and bias in front.
 
     Args:
-      key: i64[], to round up or down at random. Scale and bias are then rounded outwards, so that no
-        number is cut off and the mean over keys is the number itself; the bits depend on key, row
-        and column only.
+      key: i64[], to round up or down at random. Scale and bias are then rounded outwards, so that no number is cut off
+        and the mean over keys is the number itself; the bits depend on key, row and column only.
 
     Law: |x - x'| <= max(scale / 2, |min| · 2^-11), and L · 2^-25 more where scale is below f16's
-      normal numbers; with a key |x - x'| <= scale. A row that holds NaN or inf, or whose min or scale
-      f16 does not hold (beyond 65504 and 65504 · L), is NaN in all columns: it is never a finite row
-      of other numbers.
+      normal numbers; with a key |x - x'| <= scale. A row that holds NaN or inf, or whose min or scale f16 does not
+      hold (beyond 65504 and 65504 · L), is NaN in all columns: it is never a finite row of other numbers.
     """
     if bits not in CODE_BITS:
         raise ValueError(

@@ -24,7 +24,8 @@ def quantized_rows(table: Tensor, rows: Tensor, bits: int, dim: int) -> Tensor:
         return torch.zeros(rows.shape[0], dim, device=table.device)
     inside = (rows >= 0) & (rows.long() < table.shape[0])
     taken = table.index_select(0, rows.clamp(0, table.shape[0] - 1))
-    head = taken[:, :HEAD_BYTES].contiguous().view(torch.float16).to(torch.float32)
+    # flat: of one row alone the stride would stay that of the whole row
+    head = taken[:, :HEAD_BYTES].flatten().view(torch.float16).unflatten(0, (-1, 2)).to(torch.float32)
     return torch.where(inside[:, None], codes_of(taken, bits, dim) * head[:, :1] + head[:, 1:], 0)
 
 
@@ -52,7 +53,7 @@ def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None) -> Tensor
         codes = _at_random(place / scale.to(torch.float32)[:, None], key)
     codes = torch.where(lost[:, None], 0, codes.clamp(0, most)).to(torch.int32)
     head = torch.where(lost[:, None], torch.nan, torch.stack([scale, bias], 1))
-    return torch.cat([head.view(torch.uint8), _packed(codes, bits)], 1)
+    return torch.cat([head.view(torch.uint8), packed(codes, bits)], 1)
 
 
 def _to_half(x: Tensor, *, down: bool, directed: bool) -> Tensor:
@@ -68,19 +69,22 @@ def _to_half(x: Tensor, *, down: bool, directed: bool) -> Tensor:
 
 def _at_random(x: Tensor, key: Tensor) -> Tensor:
     """x rounded up as often as 16 random bits are below its fraction: column c of
-    row r has 16 · (c mod 4) on of number r · ceil(D / 4) + c // 4 of the key."""
+    row r has 16 · (c mod 4) on of number r · ceil(D / 4) + c // 4 of the key, or number c // 4 of key[r]."""
     num_rows, dim = x.shape
     words = -(-dim // 4)
-    counter = torch.arange(1, num_rows * words + 1, device=x.device, dtype=torch.int64)
+    counter = torch.arange(1, num_rows * words + 1, device=x.device, dtype=torch.int64).view(num_rows, words)
+    if key.dim():  # a key for each row: of its own first words
+        counter = counter[:1] + torch.zeros_like(counter)
+        key = key[:, None]
     z = (counter + key * GAMMA_INVERSE) * GAMMA  # = key + counter · GAMMA, in an order that compilers keep
     for shift, factor in MIX:
         z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    parts = (z[:, None] >> torch.arange(0, 64, 16, device=x.device)) & 0xFFFF
+    parts = (z[:, :, None] >> torch.arange(0, 64, 16, device=x.device)) & 0xFFFF
     drawn = (parts.reshape(num_rows, words * 4)[:, :dim].to(torch.float32) + 0.5) / 65536
     return x.floor() + (drawn < x - x.floor())
 
 
-def _packed(codes: Tensor, bits: int) -> Tensor:
+def packed(codes: Tensor, bits: int) -> Tensor:
     """u8[R, ceil(D · bits / 8)]: low bits first, zeros behind the last code."""
     each = 8 // bits
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % each)).unflatten(1, (-(-codes.shape[1] // each), each))

@@ -20,6 +20,7 @@ STAGES = {
     "mesh",
     "tables",
     "compile",
+    "quantized",
     "sharding",
     "planner",
     "train",

@@ -166,6 +166,7 @@ EXAMPLES: dict[str, str] = {
     "perm": "[(0, 1), (1, 0)]",
     "place": "lambda state: fr.reshard(state, plan, mesh=mesh, sparse=sparse)",
     "predictions": "torch.tensor([0.9, 0.2])",
+    "q": "fr.quantize(tables)",
     "query": "torch.zeros(2, 8)",
     "rank": "0",
     "ranks": "(0, 1)",

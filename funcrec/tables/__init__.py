@@ -43,7 +43,12 @@ from funcrec.tables._params import batch_parts as batch_parts
 from funcrec.tables._params import blank_padding as blank_padding
 from funcrec.tables._params import show_dense as show_dense
 from funcrec.tables._params import show_tables as show_tables
+from funcrec.tables._plain import lookup_forms as lookup_forms
+from funcrec.tables._plain import num_bags_of as num_bags_of
+from funcrec.tables._plain import pooled_read as pooled_read
+from funcrec.tables._plain import read_weights as read_weights
 from funcrec.tables._plain import sequence_rows as sequence_rows
+from funcrec.tables._plain import sequences_read as sequences_read
 from funcrec.tables._primitives import gather_rows as gather_rows
 from funcrec.tables._primitives import pooled_lookup as pooled_lookup
 from funcrec.tables._problems import bag_count_problems as bag_count_problems
@@ -53,6 +58,7 @@ from funcrec.tables._problems import feature_table_problems as feature_table_pro
 from funcrec.tables._problems import row_problems as row_problems
 from funcrec.tables._problems import table_list_problems as table_list_problems
 from funcrec.tables._problems import table_tensor_problems as table_tensor_problems
+from funcrec.tables._problems import tensor_problems as tensor_problems
 from funcrec.tables._rowgrads import WAITING as WAITING
 from funcrec.tables._rowgrads import Bags as Bags
 from funcrec.tables._rowgrads import Entries as Entries

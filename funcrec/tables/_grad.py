@@ -30,7 +30,7 @@ from funcrec.core import (
 from funcrec.kernels import ops
 from funcrec.tables import _validate as checks
 from funcrec.tables._constants import check_constants
-from funcrec.tables._kinds import map_parts
+from funcrec.tables._kinds import kind_of_tables, map_parts
 from funcrec.tables._params import Params
 from funcrec.tables._problems import tensor_problems
 from funcrec.tables._rowgrads import RowGrads
@@ -178,6 +178,11 @@ def params_problems(params: object) -> Iterator[Problem]:
     if not isinstance(params.tables, Mapping):
         got, hint = describe(params.tables), "fr.init(key, table_configs); {} for no tables"
         yield Problem("`params.tables` is not a dict of tables.", got, "{name: f[R, D]}", hint, TypeError)
+        return
+    if not kind_of_tables(params.tables).is_trained:
+        got, need = describe(params.tables), "tables of floats"
+        hint = "beside them: fr.value_and_grad(loss_fn)(fr.Params({}, dense), tables, batch); or fr.fake_quantize"
+        yield Problem("`params.tables` are read, and not trained.", got, need, hint, TypeError)
         return
     for name, t in params.tables.items():
         if isinstance(t, TableRef):  # of a loss around this one

@@ -46,10 +46,12 @@ class Kind(NamedTuple):
       checks features and ids against, once, for every kind.
     read: (tables, ids, features, implementation) -> Read. The features are checked, not empty for other kinds than
       plain tables, and all of them pooled ("sum", "mean") or all sequences ("none").
+    is_trained: whether the parts get gradients; `value_and_grad` refuses others.
     """
 
     shapes: Callable[[Any], Mapping[str, tuple[int, int]]]
     read: Callable[..., Read]
+    is_trained: bool = True
 
 
 KINDS: dict[type, Kind] = {}
@@ -71,13 +73,14 @@ def with_parts(tables: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> Any
 
 def map_parts(fn: Callable[[str, Tensor], Any], tables: Mapping[str, Tensor]) -> Any:
     """The same kind of tables, of fn(part, tensor) for each part."""
-    if not is_plain(tables) and sorted(names := leaf_names(tables)) != sorted(tables):
+    names = () if is_plain(tables) else [n for n in leaf_names(tables) if n in tables]
+    if not is_plain(tables) and sorted(names) != sorted(tables):
         fail(
             "funcrec.tables.KINDS", f"the parts of {type(tables).__name__} are not its tensors' names.",
             got=f"parts {list(tables)} of tensors named {names}", need="each tensor's last key or field once",
             hint="two dicts keyed by table: name the parts apart, as in {'item.base': ..., 'item.delta': ...}",
         )  # fmt: skip
-    return map_with_names(fn, tables)
+    return map_with_names(lambda name, x: fn(name, x) if name in tables else x, tables)
 
 
 def table_shapes(tables: Any) -> dict[str, tuple[int, int]]:

@@ -31,8 +31,8 @@ def read_plain(
     """What a lookup gives of plain tables; `features` are all pooled, or all sequences."""
     if features and features[0].pooling == "none":
         return read_sequences(tables, ids, features, implementation)
-    names, shapes = list(dict.fromkeys(f.table for f in features)), table_shapes(tables)
-    buffers, forms = _buffers_and_forms(ids, features, names, shapes)
+    shapes = table_shapes(tables)
+    names, buffers, forms = lookup_forms(ids, features, shapes)
     return _pooled(shapes, [tables[n] for n in names], buffers, forms, ids, features, implementation)
 
 
@@ -49,10 +49,17 @@ def _pooled(
     implementation: str | None,
 ) -> Read:
     """Bags of the rows of `used`, as `forms` tell; the gradients are those of tables of these shapes."""
-    weights = ids.weights if any(f.weighted for f in features) else None
     values = primitives.pooled_lookup(
-        used, buffers, ids.offsets, weights, forms, num_bags_of(ids, features), implementation=implementation
-    )
+        used, buffers, ids.offsets, read_weights(ids, features), forms, num_bags_of(ids, features),
+        implementation=implementation,
+    )  # fmt: skip
+    return pooled_read(values, ids, features, shapes)
+
+
+def pooled_read(
+    values: Tensor, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: Mapping[str, tuple[int, int]]
+) -> Read:
+    """The bags f[B, C] of tables of these shapes, whose gradients are those of a lookup in them."""
     out = KeyedTensor(values, tuple(f.name for f in features), tuple(shapes[f.table][1] for f in features))
     return Read(out, lambda: ids, lambda d, ids: pooled_transpose(d, ids, features, shapes))
 
@@ -64,8 +71,7 @@ def pooled_transpose(
     shapes: Mapping[str, tuple[int, int]],
 ) -> dict[str, RowGrads]:
     """Σ_f Σ_b Σ_{i in bag (f, b)} s_i · e_{row_i} ⊗ d_acts[b, f], as its ids and d_acts: no entry is written out."""
-    names = list(dict.fromkeys(f.table for f in features))
-    buffers, forms = _buffers_and_forms(ids, features, names, shapes)
+    names, buffers, forms = lookup_forms(ids, features, shapes)
     terms: dict[str, list[Bags]] = {n: [] for n in names}
     for f in forms:  # those of one table and one buffer that follow each other are one term
         of_table, own = terms[names[f.table]], (f._replace(table=0, rows=0),)
@@ -84,8 +90,8 @@ def read_rows(
     Where a derivative inside the loss goes by the weights, the tables
     are in it: a tap on what the lookup gives would not be.
     """
-    names, shapes = list(dict.fromkeys(f.table for f in features)), table_shapes(tables)
-    buffers, forms = _buffers_and_forms(ids, features, names, shapes)
+    shapes = table_shapes(tables)
+    names, buffers, forms = lookup_forms(ids, features, shapes)
     pairs = list(dict.fromkeys((f.table, f.rows) for f in forms))
     heights, numbers, num_bags = [tables[n].shape[0] for n in names], [], num_bags_of(ids, features)
     for t, r in pairs:
@@ -110,17 +116,24 @@ def read_sequences(
     tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
 ) -> Read:
     """Each id's row, beside its weight; the transpose is of the rows alone."""
-    bags = {f.name: sequence_rows(ids, f, tables[f.table].shape[0]) for f in features}
-    rows = {
-        f.name: primitives.gather_rows(tables[f.table], bags[f.name].values, implementation=implementation)
-        for f in features
-    }
-    heights = {f.name: tables[f.table].shape[0] for f in features}
+    gather = lambda table, rows: primitives.gather_rows(tables[table], rows, implementation=implementation)
+    return sequences_read(gather, ids, features, table_shapes(tables))
+
+
+def sequences_read(
+    gather: Callable[[str, Tensor], Tensor],
+    ids: KeyedJaggedTensor,
+    features: Sequence[FeatureConfig],
+    shapes: Mapping[str, tuple[int, int]],
+) -> Read:
+    """Sequences of the rows gather(table, i[N]) -> f[N, D]; the gradients are those of tables of these shapes."""
+    heights = {f.name: shapes[f.table][0] for f in features}
+    bags = {f.name: sequence_rows(ids, f, heights[f.name]) for f in features}
+    out = {f.name: replace(bags[f.name], values=gather(f.table, bags[f.name].values)) for f in features}
     numbers = lambda: {k: marked(x.values, heights[k]) for k, x in bags.items()}
     entries = lambda d, numbers: summed(
         (f.table, RowGrads.from_entries(numbers[f.name], d[f.name], num_embeddings=heights[f.name])) for f in features
     )
-    out = {k: JaggedTensor(rows[k], x.offsets, x.weights) for k, x in bags.items()}
     return Read(out, numbers, entries)
 
 
@@ -150,10 +163,17 @@ def num_bags_of(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> in
     return common.pop() if len(common) == 1 else 0
 
 
-def _buffers_and_forms(
-    ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], names: list[str], shapes: Mapping
-) -> tuple[list[Tensor], list[Feature]]:
-    """The buffers of rows, one for each way to hash, and what a kernel is told of each feature."""
+def read_weights(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig]) -> Tensor | None:
+    """The ids' weights, if a feature reads them."""
+    return ids.weights if any(f.weighted for f in features) else None
+
+
+def lookup_forms(
+    ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: Mapping[str, tuple[int, int]]
+) -> tuple[list[str], list[Tensor], list[Feature]]:
+    """The tables that are read, the buffers of rows, one for each
+    way to hash, and what a kernel is told of each feature."""
+    names = list(dict.fromkeys(f.table for f in features))
     buffers: dict = {}
     out, column = [], 0
     for f in features:
@@ -164,7 +184,7 @@ def _buffers_and_forms(
         options = (f.max_length or 0, f.pooling == "mean", f.weighted, column)
         out.append(Feature(names.index(f.table), list(buffers).index(how), ids.bag_range(f.key)[0], *options))
         column += dim
-    return list(buffers.values()), out
+    return names, list(buffers.values()), out
 
 
 def _is_read(ids: KeyedJaggedTensor, feature: Feature, num_bags: int) -> Tensor:

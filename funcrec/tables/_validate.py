@@ -9,7 +9,7 @@ from torch import Tensor
 from funcrec.core import CheckError, Problem, check, describe, members_below, outside_transforms
 from funcrec.jagged import KeyedJaggedTensor, check_ids, offset_value_problems
 from funcrec.tables._configs import FeatureConfig, TableConfig
-from funcrec.tables._kinds import table_shapes
+from funcrec.tables._kinds import is_plain, table_shapes
 from funcrec.tables._params import Batch, batch_parts, blank_padding
 from funcrec.tables._problems import (
     feature_key_problems,
@@ -56,7 +56,7 @@ def validate(
     """
     call, found = "funcrec.validate", ids.ids if isinstance(ids, Batch) else ids
     check_ids(call, found, "ids.ids" if isinstance(ids, Batch) else "ids")
-    check(call, feature_list_problems(features), table_tensor_problems(tables))
+    check(call, feature_list_problems(features), table_tensor_problems(tables) if is_plain(tables) else ())
     check(call, feature_table_problems(features, tables), feature_key_problems(features, found))
     check(call, bounds_problems(labels))
     rest = batch_value_problems(ids, labels) if isinstance(ids, Batch) else ()

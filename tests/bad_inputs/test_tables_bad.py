@@ -27,6 +27,7 @@ CALLS = {
     "lookup_sequence_transpose": lambda tables: fr.lookup_sequence_transpose(ROWS, IDS, SEQUENCES, tables),
     "value_and_grad": lambda tables: fr.value_and_grad(loss_fn)(params(tables), IDS),
     "validate": lambda tables: fr.validate(IDS, FEATURES, tables),
+    "quantize": lambda tables: fr.quantize(tables),
     "shard_tables": lambda tables: fr.shard_tables(tables, PLAN, MESH),
     "optim.init": lambda tables: SPARSE.init(tables),
     "optim.update": lambda tables: SPARSE.update(GRADS, STATE.slots, tables, 0),

@@ -26,7 +26,7 @@ ORDER = (
     ("mesh",),
     ("tables",),
     ("compile",),
-    ("optim", "nn", "data", "metrics", "losses", "retrieval"),
+    ("optim", "nn", "data", "metrics", "losses", "retrieval", "quantized"),
     ("sharding", "models"),
     ("train", "planner"),
     ("checkpoint",),

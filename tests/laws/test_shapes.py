@@ -20,6 +20,8 @@ SAID_ELSEWHERE = {
     **dict.fromkeys(("fit", "Fitted"), "by the functions that they run"),
     "RowGrads.floats": "of all terms, of any shapes",
     "ShardedTables.__getitem__": "by the field `banks`",
+    "QuantizedTables.__getitem__": "by the field `tables`",
+    "FakeQuantizedTables.__getitem__": "by the fields",
 }
 
 

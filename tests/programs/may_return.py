@@ -72,6 +72,8 @@ MAY_RETURN = (
     Row("0 of a range that begins there, and a larger bound", "data.random_rows", r"ids_per_bag.*", {"0", "7"}),
     Row("torch's own classes take what they take", "optim.dense", "lr|weight_decay",
         {"7", "0", "True", "function", "class"}),
+    Row("a table on the meta device has its shape, and so have its codes", r"\.(fake_)?quantize", r"tables\[.*",
+        {"meta"}),
     Row("shapes alone are computed",
         r"optim.init|nn.(dot_interaction|factorization_machine)|metrics.auc_error|data.transform_dense", ".*",
         {"meta"}),

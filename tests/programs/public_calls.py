@@ -34,6 +34,7 @@ BAGS = JT.from_lists([[1, 2], [], [3]])
 ACTS = fr.lookup(TABLES, IDS, FEATURES)
 ROWS = fr.lookup_sequence(TABLES, IDS, SEQUENCES)
 DENSE = {"w": f32(8), "b": f32()}
+QUANTIZED, FAKE = fr.quantize(TABLES), fr.fake_quantize(TABLES, scales="learned")
 PARAMS = fr.Params(TABLES, DENSE)
 BATCH = fr.Batch(IDS, f32(4))
 GRADS = fr.lookup_transpose(ACTS, IDS, FEATURES, CONFIGS)
@@ -204,6 +205,12 @@ def functions() -> list[Call]:
             {"tables": TABLES, "ids": IDS, "features": SEQUENCES, "implementation": None}),
         lookup_sequence_transpose=(fr.lookup_sequence_transpose,
             {"d_sequences": ROWS, "ids": IDS, "features": SEQUENCES, "tables": TABLES}),
+        quantize=(fr.quantize, {"tables": TABLES, "dtype": {"t": "int4", "u": "float16"}, "key": KEY}),
+        dequantize=(fr.dequantize, {"q": QUANTIZED}),
+        fake_quantize=(fr.fake_quantize, {"tables": TABLES, "dtype": {"t": "int4", "u": "float16"}, "scales": "row",
+            "key": KEY}),
+        fake_getitem=(lambda part: FAKE[part], {"part": "t.scale"}),
+        quantized_getitem=(lambda table: QUANTIZED[table], {"table": "t"}),
         value_and_grad=(fr.value_and_grad, {"loss_fn": loss_fn, "has_aux": False}),
         grad_fn=(fr.value_and_grad(loss_fn), {"params": PARAMS, "batch": BATCH}),
         train_step=(fr.train_step,

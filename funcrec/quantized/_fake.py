@@ -1,0 +1,367 @@
+"""Tables of floats that lookups read as if they were quantised, and that are trained as they are.
+
+    acts = lookup(dequantize(quantize(tables)))        d_tables = lookupᵀ(d_acts), straight through the rounding
+
+Only rows that ids name are rounded, in a copy; no table is. Learned scales, one for each row, round and are trained by
+
+    x̂ = s · clip(round(x / s), -n, p)      d_s = g · Σ_j d_j · (round(x_j / s) - x_j / s, or -n, or p, beyond the range)
+
+with n = 2^(bits - 1), p = n - 1, g = 1 / √(D · p), and d_x = d within the range, 0 beyond.
+Shapes: N ids, R rows, D dim.
+
+Source: Bengio, Léonard, Courville (arXiv:1308.3432) for the straight-through gradient; Esser et al., "Learned step size
+quantization" (ICLR 2020, arXiv:1902.08153), equations 1 to 3 and section 2.2.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from funcrec.core import (
+    GAMMA,
+    Key,
+    Problem,
+    any_tracked,
+    check,
+    describe,
+    fail,
+    one_level_below,
+    pytree,
+    replace,
+    typed,
+)
+from funcrec.jagged import KeyedJaggedTensor
+from funcrec.kernels import ops
+from funcrec.kernels.forms import Feature
+from funcrec.kernels.reference_quantized import packed
+from funcrec.quantized._forms import CODES, FLOATS, Dtype, dtype_problems, named_dtypes
+from funcrec.quantized._tables import QUANTIZE, QuantizedTables, quantize, table_key
+from funcrec.tables import (
+    KINDS,
+    FeatureConfig,
+    Kind,
+    Read,
+    RowGrads,
+    TableRef,
+    gather_rows,
+    pooled_lookup,
+    pooled_read,
+    sequence_rows,
+    sequences_read,
+    tensor_problems,
+)
+
+SCALE = ".scale"  # behind a table's name, the part of its scales
+LEAST_SCALE = 2.0**-14  # f16's least normal number
+
+
+@pytree(static=("dtypes",), optional=("rounding",))
+class FakeQuantizedTables:
+    """Tables of floats that are read as codes: what `fake_quantize` makes. Its parts, which optimizers update, are the
+    tables, and of learned scales `scales`.
+
+    Args:
+      tables: {table: f[R, D]}.
+      scales: {table + ".scale": f[R, 1]}, of those with learned scales; {} for none.
+      dtypes: (table, dtype) of each, in order.
+      rounding: the key that codes are rounded by, i64[]; None rounds to the nearest.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.fake_quantize({"item": torch.ones(3, 2)}, "int4", scales="learned")
+      FakeQuantizedTables({item: int4 of f32[3, 2], item.scale: f32[3, 1]})
+    """
+
+    tables: dict[str, Tensor]
+    scales: dict[str, Tensor]
+    dtypes: tuple[tuple[str, str], ...]
+    rounding: Tensor | None = None
+
+    def items(self):
+        return parts_of(self).items()
+
+    def keys(self):
+        return parts_of(self).keys()
+
+    def values(self):
+        return parts_of(self).values()
+
+    def __getitem__(self, part: str) -> Tensor:
+        parts = parts_of(self)
+        if not isinstance(part, str) or part not in parts:
+            got, need = describe(part), f"one of {list(parts)}"
+            fail("funcrec.FakeQuantizedTables", "there is no such part.", got=got, need=need, kind=KeyError)
+        return parts[part]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(parts_of(self))
+
+    def __len__(self) -> int:
+        return len(parts_of(self))
+
+    def __contains__(self, part: object) -> bool:
+        return part in parts_of(self)
+
+    def __repr__(self) -> str:
+        dtypes = {n: f"{dtype} of " for n, dtype in self.dtypes}
+        each = (f"{n}: {dtypes.get(n, '')}{describe(t)}" for n, t in self.items())
+        return f"FakeQuantizedTables({{{', '.join(each)}}})"
+
+
+def parts_of(tables: FakeQuantizedTables) -> dict[str, Tensor]:
+    return {**tables.tables, **tables.scales}
+
+
+Mapping.register(FakeQuantizedTables)
+
+
+@typed
+def fake_quantize(
+    tables: Mapping[str, Any],
+    dtype: Dtype | Mapping[str, Dtype] = "int8",
+    *,
+    scales: Literal["row", "learned"] = "row",
+    key: Key | None = None,
+) -> FakeQuantizedTables:
+    """Tables f[R, D] that lookups read as if quantised, and whose gradients go straight through the rounding:
+    quantisation-aware training. `quantize` of the trained tables has the numbers that training saw.
+
+    It may stand in a loss, `fr.lookup(fr.fake_quantize(params.tables, "int4"), ids, features)`: the state then has
+    plain tables. Or the state's tables are such a value, of which learned scales are parts that row optimizers train.
+
+    Args:
+      dtype: of all tables, or {table: dtype}, as of `quantize`; "float32" leaves a table as it is.
+      scales: "row", from each row's least and greatest number as `quantize` has them; or "learned", one for each row,
+        a part {table + ".scale"} of R rows and one column, for codes around 0, of 8, 4 or 2 bits. They begin at
+        2 · mean|x| / √p, and count as 2⁻¹⁴ below that.
+      key: rounds at random, as `quantize(tables, dtype, key=key)` does; a key for each step: `fold_in(key, step)`.
+
+    Law: lookups have the bits of those of quantize(tables, dtype, key=key); gradients are those of float tables that
+      hold the rounded numbers. All derivatives take the rounding for the identity; of learned scales there are the
+      gradients of `value_and_grad`, and other derivatives are refused.
+
+    Cost: rounds min(N, B · max_length) rows for each feature.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> clicked = fr.FeatureConfig("clicked", table="item")
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[1]]})
+      >>> loss = lambda p, ids: fr.lookup(fr.fake_quantize(p.tables, "int2"), ids, [clicked]).values.square().sum()
+      >>> tables = {"item": torch.tensor([[0.0, 0.0, 0.0], [0.0, 2.2, 3.0]])}
+      >>> value, grads = fr.value_and_grad(loss)(fr.Params(tables, {}), ids)
+      >>> value, grads.tables["item"].to_dense()[1]
+      (tensor(13.), tensor([0., 4., 6.]))
+
+    Source: see `funcrec.quantize`; Esser et al., arXiv:1902.08153, for learned scales.
+    """
+    call = "funcrec.fake_quantize"
+    check(call, fake_problems(tables), dtype_problems(tables, dtype))
+    dtypes = tuple(named_dtypes(tables, dtype).items())
+    if scales == "row":
+        return FakeQuantizedTables(dict(tables), {}, dtypes, key)
+    check(call, learned_problems(tables, key))
+    first = {n + SCALE: first_scales(tables[n], CODES[own]) for n, own in dtypes if own in CODES}
+    return FakeQuantizedTables(dict(tables), first, dtypes)
+
+
+def first_scales(t: Tensor, bits: int) -> Tensor:
+    """f[R, 1]: 2 · mean|x| / √p of each row."""
+    wide = t.to(ops.accumulation_dtype(t.dtype))
+    return (2 * wide.abs().mean(1, keepdim=True) / math.sqrt(2 ** (bits - 1) - 1)).clamp(min=LEAST_SCALE)
+
+
+# -- how lookups read them ---------------------------------------------------------------------------------------------
+
+
+def read_fake(
+    tables: FakeQuantizedTables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
+) -> Read:
+    """What a lookup gives of rows that are rounded where they were gathered; features all pooled, or all sequences."""
+    shapes = {n: tuple(t.shape) for n, t in tables.tables.items()}
+    gather = lambda table, rows: rounded_rows(tables, table, rows, implementation)
+    if features[0].pooling == "none":
+        read = sequences_read(gather, ids, features, shapes)
+    else:
+        read = pooled_read(pooled(gather, ids, features, shapes, implementation), ids, features, shapes)
+    return with_scales(read, tables) if tables.scales else read
+
+
+KINDS[FakeQuantizedTables] = Kind(lambda t: {n: tuple(x.shape) for n, x in t.tables.items()}, read_fake)
+
+
+def pooled(
+    gather: Callable[[str, Tensor], Tensor],
+    ids: KeyedJaggedTensor,
+    features: Sequence[FeatureConfig],
+    shapes: Mapping[str, tuple[int, int]],
+    implementation: str | None,
+) -> Tensor:
+    """f[B, C]: bags of rows that stand one after the other, feature by feature, each read once."""
+    bags = [sequence_rows(ids, f, shapes[f.table][0]) for f in features]
+    rows = [gather(f.table, x.values) for f, x in zip(features, bags, strict=True)]
+    first = list(accumulate((x.capacity for x in bags), initial=0))
+    offsets = torch.cat([x.offsets + at for x, at in zip(bags, first[:-1], strict=True)])
+    places = torch.cat([torch.arange(x.capacity, device=offsets.device) for x in bags])
+    weights = None
+    if any(f.weighted for f in features):
+        own = lambda x: torch.ones_like(x.values, dtype=ids.weights.dtype) if x.weights is None else x.weights
+        weights = torch.cat(list(map(own, bags)))
+    column, told, num_bags = 0, [], bags[0].num_bags
+    for i, f in enumerate(features):
+        told.append(Feature(i, 0, i * (num_bags + 1), f.max_length or 0, f.pooling == "mean", f.weighted, column))
+        column += shapes[f.table][1]
+    return pooled_lookup(rows, [places], offsets, weights, told, num_bags, implementation=implementation)
+
+
+def rounded_rows(tables: FakeQuantizedTables, table: str, rows: Tensor, implementation: str | None) -> Tensor:
+    """f[N, D]: rows of a table as its codes have them, in the dtype that its sums have; zeros for rows outside it."""
+    t, dtype = tables.tables[table], dict(tables.dtypes)[table]
+    x = gather_rows(t, rows, implementation=implementation)
+    if table + SCALE in tables.scales:
+        scales = tables.scales[table + SCALE]
+        if any_tracked((t, scales)):
+            refuse_learned(table)
+        return by_scale(x, gather_rows(scales, rows, implementation=implementation), CODES[dtype])[0]
+    if dtype == "float32":
+        return x
+    keys = row_keys(tables.rounding, table, rows, t.shape[1]) if dtype in CODES else ()
+    return _StraightThrough.apply(dtype, x, *keys)
+
+
+def row_keys(key: Tensor | None, table: str, rows: Tensor, dim: int) -> tuple[Tensor, ...]:
+    """(i64[N],): by which a copy of rows is rounded as `quantize` rounds the table by the key."""
+    return () if key is None else (table_key(key, table) + rows * -(-dim // 4) * GAMMA,)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """rows [N, D] as a dtype stores them; of all derivatives the identity."""
+
+    @staticmethod
+    def forward(dtype, x, *keys):
+        if dtype not in CODES:
+            return x.to(FLOATS[dtype]).to(x.dtype)
+        # a key for each row is the reference's alone
+        made = ops.quantize_rows(x, CODES[dtype], *keys, implementation="reference" if keys else None)
+        every = torch.arange(x.shape[0], device=x.device)
+        return ops.quantized_rows(made, every, CODES[dtype], x.shape[1]).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.num_keys = len(inputs) - 2
+
+    @staticmethod
+    def backward(ctx, d):
+        return None, d, *[None] * ctx.num_keys
+
+    @staticmethod
+    def jvp(ctx, _, tangent, *keys):
+        return one_level_below(lambda _, tangents: tangents[0].clone(), (), (tangent,))
+
+    @staticmethod
+    def vmap(info, in_dims, dtype, x, *keys):
+        k = info.batch_size
+        whole = lambda t, d: (t.movedim(d, 0) if d is not None else t.expand(k, *t.shape)).flatten(0, 1)
+        out = _StraightThrough.apply(dtype, *map(whole, (x, *keys), in_dims[1:]))
+        return out.unflatten(0, (k, -1)), 0
+
+
+# -- learned scales --------------------------------------------------------------------------------------------------
+
+
+def by_scale(x: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(x̂ f[N, D], its derivative by the scale, and by x); scales: f[N, 1], rounded to f16 as rows of codes have it."""
+    least, most, s = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1, half_scales(scales).to(x.dtype)
+    place = x / s
+    code = place.round().clamp(least, most)
+    inside = (place > least) & (place < most)
+    return code * s, torch.where(inside, code - place, code), inside.to(x.dtype)
+
+
+def half_scales(scales: Tensor) -> Tensor:
+    return scales.clamp(min=LEAST_SCALE).to(torch.float16)
+
+
+def with_scales(read: Read, tables: FakeQuantizedTables) -> Read:
+    """The lookup, whose cotangents go on to the scales, and are cut where a code was."""
+    dtypes = dict(tables.dtypes)
+
+    def transpose(d: Any, saved: Any) -> dict[str, RowGrads]:
+        out, (inner, parts) = {}, saved
+        for n, g in read.transpose(d, inner).items():
+            if n + SCALE not in parts:
+                out[n] = g
+                continue
+            entries, bits = g.entries(), CODES[dtypes[n]]
+            x, s = (gather_rows(parts[p], entries.rows) for p in (n, n + SCALE))
+            _, by_scales, by_rows = by_scale(x, s, bits)
+            share = 1 / math.sqrt(x.shape[1] * (2 ** (bits - 1) - 1))
+            for part, grads in (
+                (n, by_rows * entries.grads),
+                (n + SCALE, share * (by_scales * entries.grads).sum(1, True)),
+            ):
+                out[part] = RowGrads.from_entries(entries.rows, grads, num_embeddings=parts[part].shape[0])
+        return out
+
+    return read._replace(saved=lambda: (read.saved(), parts_of(tables)), transpose=transpose)
+
+
+def quantize_fake(tables: FakeQuantizedTables, dtype: Any, key: Tensor | None) -> QuantizedTables:
+    """The codes that lookups of the tables read, of their own dtypes."""
+    if dtype is not None:
+        need = "None, for their own"
+        got = f"{dtype!r}; the tables have {dict(tables.dtypes)}"
+        fail("funcrec.quantize", "`dtype` is that of tables with one.", got=got, need=need, hint="fr.quantize(tables)")
+    q = quantize(tables.tables, dict(tables.dtypes), key=tables.rounding if key is None else key)
+    learned = {n: learned_codes(t, tables.scales[n + SCALE], CODES[dtype]) for (n, dtype), t in
+               zip(tables.dtypes, tables.tables.values(), strict=True) if n + SCALE in tables.scales}  # fmt: skip
+    return replace(q, tables={**q.tables, **learned})
+
+
+QUANTIZE[FakeQuantizedTables] = quantize_fake
+
+
+def learned_codes(t: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """u8[R, S], with the bias at the least code."""
+    s, least = half_scales(scales), 2 ** (bits - 1)
+    codes = (by_scale(t.to(torch.float32), scales, bits)[0] / s.to(torch.float32)).round() + least
+    return torch.cat([torch.cat([s, s * -least], 1).view(torch.uint8), packed(codes.to(torch.int32), bits)], 1)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def refuse_learned(table: str) -> None:
+    fail(
+        "funcrec.lookup", f"table {table!r}, or its learned scales, is differentiated otherwise than by rows.",
+        got="a table that torch.func or autograd follows", need="gradients by `fr.value_and_grad`",
+        hint='scales="row", whose lookups have every derivative', kind=TypeError,
+    )  # fmt: skip
+
+
+def fake_problems(tables: Mapping[str, Any]) -> Iterator[Problem]:
+    """Tables of floats, by their names; in a loss what stands for them."""
+    if type(tables) in KINDS and type(tables) is not dict:
+        hint = "fr.gather_tables, or fr.fake_quantize before they are placed"
+        yield Problem("`tables` are not plain tables.", describe(tables), "{name: f[R, D]}", hint, TypeError)
+        return
+    for n, t in tables.items():
+        if not isinstance(t, TableRef):
+            yield from tensor_problems(t, f"tables[{n!r}]")
+
+
+def learned_problems(tables: Mapping[str, Any], key: Tensor | None) -> Iterator[Problem]:
+    for n, t in tables.items():
+        if isinstance(t, TableRef):
+            hint = 'fr.Params(fr.fake_quantize(tables, scales="learned"), dense), for the state'
+            need = "tables outside of a loss"
+            yield Problem(
+                f"the scales of `tables[{n!r}]` would be no parameters.", "a loss's table", need, hint, TypeError
+            )
+        if n + SCALE in tables:
+            yield Problem(f"`tables` has a table named {n + SCALE!r}.", f"{list(tables)}", "another name", "'scales'")
+    if key is not None:
+        yield Problem("`key` goes with scales of rows.", "a key, and learned scales", "one of both", "key=None")

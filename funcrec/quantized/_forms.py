@@ -1,0 +1,63 @@
+"""How tables are stored: by names of dtypes, and as (bits, dim) of each table, as kernels are told.
+
+table f[R, D]  ->  u8[R, 4 + ceil(D · bits / 8)] for codes of 8, 4 or 2 bits; f16, bf16 or f32 [R, D] for 16 or 32
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, describe
+from funcrec.kernels.forms import CODE_BITS, row_bytes
+
+Dtype = Literal["int8", "int4", "int2", "float16", "bfloat16", "float32"]
+CODES = {"int8": 8, "int4": 4, "int2": 2}
+FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+Form = tuple[str, int, int]  # (table, bits of a number, D): static
+
+
+def named_dtypes(tables: Mapping[str, Any], dtype: str | Mapping[str, str]) -> dict[str, str]:
+    """{table: the name of its dtype}."""
+    return {n: dtype if isinstance(dtype, str) else dtype[n] for n in tables}
+
+
+def bits_of(dtype: str) -> int:
+    return CODES.get(dtype) or 8 * FLOATS[dtype].itemsize
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def dtype_problems(tables: Mapping[str, Any], dtype: str | Mapping[str, str]) -> Iterator[Problem]:
+    """Of several dtypes one for each table, and none for another."""
+    if isinstance(dtype, str):
+        return
+    for n in tables:
+        if n not in dtype:
+            hint = f'dtype={{..., {n!r}: "int8"}}, or "float32" to leave it as it is'
+            yield Problem(f"`dtype` lacks table {n!r}.", f"{list(dtype)}", "a dtype for each table", hint, KeyError)
+    for n in dtype:
+        if n not in tables:
+            yield Problem(f"`dtype[{n!r}]` is of no table.", f"{n!r}", f"one of {list(tables)}", kind=KeyError)
+
+
+def form_problems(tables: Mapping[str, Tensor], forms: Sequence[Form], path: str) -> Iterator[Problem]:
+    """Each table is stored as its form says."""
+    if [f[0] for f in forms] != list(tables):
+        got, need = f"forms of {[f[0] for f in forms]}", f"one for each of {list(tables)}, in order"
+        yield Problem(f"`{path}.forms` do not match the tables.", got, need, "fr.quantize(tables)")
+        return
+    for name, bits, dim in forms:
+        t = tables[name]
+        dtypes = {16: (torch.float16, torch.bfloat16), 32: (torch.float32,)}.get(bits, (torch.uint8,))
+        width = row_bytes(bits, dim) if bits in CODE_BITS else dim
+        if bits not in (*CODE_BITS, 16, 32):
+            yield Problem(f"`{path}.forms` have unknown bits.", f"{name!r}: {bits}", "8, 4, 2, 16 or 32", "8")
+        elif not isinstance(t, Tensor) or t.dtype not in dtypes or t.dim() != 2 or t.shape[1] != width:
+            need = f"{'u8' if bits in CODE_BITS else f'f{bits}'}[R, {width}], {dim} numbers of {bits} bits"
+            what = f"`{path}.tables[{name!r}]` is not stored as its form says."
+            yield Problem(what, describe(t), need, "fr.quantize(tables)", TypeError)

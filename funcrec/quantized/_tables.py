@@ -1,0 +1,216 @@
+"""Quantised tables: a value like the dict of tables, that lookups take in its place.
+
+    lookup(quantize(tables), ids)  =  lookup(dequantize(quantize(tables)), ids)  ~  lookup(tables, ids)
+
+A row of codes has a scale and a bias of its own. How far a number may be off stands with `quantize`.
+Shapes: R rows, D dim, S bytes of a stored row.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.core import (
+    RETYPED,
+    Key,
+    any_tracked,
+    check,
+    describe,
+    fail,
+    fold_in,
+    pytree,
+    replace,
+    tree_leaves,
+    typed,
+)
+from funcrec.kernels import ops
+from funcrec.kernels.forms import CODE_BITS
+from funcrec.quantized._forms import (
+    CODES,
+    FLOATS,
+    Dtype,
+    Form,
+    bits_of,
+    dtype_problems,
+    form_problems,
+    named_dtypes,
+)
+from funcrec.quantized._lookup import read_quantized
+from funcrec.tables import KINDS, Kind, name_number, row_problems, table_tensor_problems
+
+
+@pytree(static=("forms",))
+class QuantizedTables:
+    """Tables as codes of 8, 4 or 2 bits, or as floats of 16 or 32: what `quantize` makes, and lookups take.
+
+    They are read, and not trained: `value_and_grad` takes them beside its params, `fake_quantize` trains for them.
+
+    Args:
+      tables: {table: u8[R, S] or f[R, D]}. A row of codes is scale and bias, two bytes each, and the codes, low bits
+        first.
+      forms: (table, bits, dim) of each, in order: 8, 4, 2 for codes, 16 and 32 for floats.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> q = fr.quantize({"item": torch.tensor([[0.0, 1.0, 0.5], [2.0, 2.0, 2.0]])}, "int8")
+      >>> q, q.forms[0], fr.tree.nbytes(q)
+      (QuantizedTables({item: int8[2, 3]}), ('item', 8, 3), 14)
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[0, 1], []]})
+      >>> fr.lookup(q, ids, [fr.FeatureConfig("clicked", table="item")])["clicked"]
+      tensor([[2.0000, 3.0000, 2.5020],
+              [0.0000, 0.0000, 0.0000]])
+
+    Source: FBGEMM's IntNBitTableBatchedEmbeddingBags, whose rows these are.
+    """
+
+    tables: dict[str, Tensor]
+    forms: tuple[Form, ...]
+
+    def __post_init__(self):
+        if isinstance(self.tables, Mapping) and all(isinstance(t, Tensor) for t in self.tables.values()):
+            check("funcrec.QuantizedTables", form_problems(self.tables, self.forms, "QuantizedTables"))
+
+    def items(self):
+        return self.tables.items()
+
+    def keys(self):
+        return self.tables.keys()
+
+    def values(self):
+        return self.tables.values()
+
+    def __getitem__(self, table: str) -> Tensor:
+        if not isinstance(table, str) or table not in self.tables:
+            got, need = describe(table), f"one of {list(self.tables)}"
+            fail("funcrec.QuantizedTables", "there is no such table.", got=got, need=need, kind=KeyError)
+        return self.tables[table]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tables)
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    def __contains__(self, table: object) -> bool:
+        return table in self.tables
+
+    def __repr__(self) -> str:
+        each = (f"{n}: {shown(self.tables[n], *rest)}" for n, *rest in self.forms)
+        return f"QuantizedTables({{{', '.join(each)}}})"
+
+
+def shown(t: Any, bits: int, dim: int) -> str:
+    """`int8[R, D]`: what a stored table stands for."""
+    return f"int{bits}[{t.shape[0]}, {dim}]" if bits in CODE_BITS and isinstance(t, Tensor) else describe(t)
+
+
+def shapes_of(q: QuantizedTables) -> dict[str, tuple[int, int]]:
+    return {n: (q[n].shape[0], dim) for n, _, dim in q.forms}
+
+
+Mapping.register(QuantizedTables)
+KINDS[QuantizedTables] = Kind(shapes_of, read_quantized, is_trained=False)
+
+
+def retyped(q: QuantizedTables, dtype: torch.dtype) -> QuantizedTables:
+    """Codes stay; tables of floats are of the dtype, if lookups of quantised tables can read it."""
+    floats = [n for n, bits, _ in q.forms if bits not in CODE_BITS]
+    if floats and dtype not in FLOATS.values():
+        fail(
+            "funcrec.QuantizedTables.to", f"tables {floats} cannot be stored so.",
+            got=f"{dtype}", need=", ".join(map(str, FLOATS.values())), hint="q.to(torch.float32)", kind=TypeError,
+        )  # fmt: skip
+    return replace(q, forms=tuple((n, 8 * dtype.itemsize if n in floats else b, dim) for n, b, dim in q.forms))
+
+
+RETYPED[QuantizedTables] = retyped
+QUANTIZE: dict[type, Callable[..., Any]] = {}  # type of tables -> (tables, {table: dtype}, key) of what is not plain
+
+
+@typed
+def quantize(
+    tables: Mapping[str, Any], dtype: Dtype | Mapping[str, Dtype] | None = None, *, key: Key | None = None
+) -> QuantizedTables:
+    """Tables f[R, D] with each row as codes between its least and its greatest number.
+
+        x ~ code · scale + bias        scale = f16((max - bias) / L), bias = f16(min) of the row, L = 2^bits - 1
+
+    Args:
+      tables: {table: f[R, D]} of any float dtype; of f64 tables f32 is taken.
+      dtype: of all tables, or {table: dtype}: "int8", "int4", "int2", "float16", "bfloat16"; "float32" leaves a table
+        as it is. None: "int8", and of FakeQuantizedTables what they are read as.
+      key: rounds codes at random, each up as often as it lies above the one below, so that the mean over keys is x;
+        None rounds to the nearest. Floats of 16 bits are rounded to the nearest.
+
+    Returns: QuantizedTables, which `lookup` and `lookup_sequence` take. A row that holds NaN or inf, or
+      whose bias or scale is beyond f16's 65504, is NaN in all columns.
+
+    Raises: KeyError for a table without a dtype, TypeError for tables that are differentiated (`fake_quantize` is).
+
+    Law: for every number x of a row, and r = max - min of the row,
+      codes of 8, 4, 2 bits:  |x - x̂| <= scale / 2 + 2⁻¹¹ (|min| + r) + 2⁻¹⁷, with scale <= (r + 2⁻¹¹ |min|) / L · 1.001
+                              + 2⁻²⁴; with a key twice the first term;
+      float16:                |x - x̂| <= 2⁻¹¹ |x| + 2⁻²⁵;    bfloat16: |x - x̂| <= 2⁻⁸ |x| (2⁻¹³³ near 0).
+      2⁻¹⁷ is what f16 loses of a scale below 6e-5: rows whose numbers differ by less than 1e-5 want another unit.
+
+    Cost: reads the tables once, writes D · bits / 8 + 4 bytes a row.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> tables = {"item": torch.tensor([[0.0, 0.1, 0.3]]), "user": torch.tensor([[1.5, 2.0]])}
+      >>> fr.dequantize(fr.quantize(tables, {"item": "int2", "user": "float16"}))
+      {'item': tensor([[0.0000, 0.1000, 0.2999]]), 'user': tensor([[1.5000, 2.0000]])}
+
+    Source: FBGEMM's FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf, by which torchrec.inference quantises.
+    """
+    call = "funcrec.quantize"
+    if any_tracked(tree_leaves(tables)):
+        fail(
+            call, "the tables are differentiated, and codes have no derivative.", got="tables that grad or jvp follows",
+            need="plain tables", hint="fr.fake_quantize(tables, dtype), which lookups differentiate", kind=TypeError,
+        )  # fmt: skip
+    if type(tables) in QUANTIZE:
+        return QUANTIZE[type(tables)](tables, dtype, key)
+    dtype = "int8" if dtype is None else dtype
+    check(call, dtype_problems(tables, dtype), table_tensor_problems(tables))
+    check(call, row_problems(tables))
+    named = named_dtypes(tables, dtype)
+    made = {n: stored(t, named[n], table_key(key, n)) for n, t in tables.items()}
+    return QuantizedTables(made, tuple((n, bits_of(named[n]), t.shape[1]) for n, t in tables.items()))
+
+
+def stored(t: Tensor, dtype: str, key: Tensor | None = None) -> Tensor:
+    """u8[R, S], or floats [R, D]: a table, or rows of one, as its dtype stores them."""
+    return ops.quantize_rows(t, CODES[dtype], key) if dtype in CODES else t.to(FLOATS[dtype])
+
+
+def table_key(key: Tensor | None, table: str) -> Tensor | None:
+    """i64[]: what a table's codes are rounded by."""
+    return None if key is None else fold_in(key, name_number(table))
+
+
+def dequantize(q: QuantizedTables) -> dict[str, Tensor]:
+    """{table: f32[R, D]}: the tables that the codes stand for.
+
+    Law: lookups of q are those of dequantize(q) up to rounding in f32; quantising them again gives the same numbers
+    within the bound.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.dequantize(fr.quantize({"item": torch.tensor([[0.0, 3.0, 255.0]])}))
+      {'item': tensor([[  0.,   3., 255.]])}
+    """
+    if not isinstance(q, QuantizedTables):
+        hint = "fr.quantize(tables); of sharded ones fr.gather_tables(q, mesh) first"
+        need = "QuantizedTables"
+        fail("funcrec.dequantize", "`q` is not quantised.", got=describe(q), need=need, hint=hint, kind=TypeError)
+    return {n: decoded(q[n], bits, dim) for n, bits, dim in q.forms}
+
+
+def decoded(t: Tensor, bits: int, dim: int) -> Tensor:
+    """f32[R, D]: the numbers of a stored table."""
+    if bits not in CODE_BITS:
+        return t.to(torch.float32)
+    return ops.quantized_rows(t, torch.arange(t.shape[0], device=t.device), bits, dim)
