@@ -1,16 +1,23 @@
 """Plans on two gloo ranks of this machine: the step times that fr.plan estimates beside those that are measured.
 
-    python bench/planner_ranks.py                # 6 sets of tables, 20 random plans of one set
-    python bench/planner_ranks.py --sets 2 --plans 6 --rounds 5
+    python bench/planner_ranks.py                # all figures: 20 plans of each of two sets, 10 sets beside TorchRec's
+    python bench/planner_ranks.py --sets 2 --of 0 --rounds 5
 
-For each set: a jitted donated step under fr.plan's plan (with `Hardware.measure` of these ranks), under TorchRec's
-planner's (table-, row- and column-wise, at the ranks that it gives), and all tables row-wise, in turn, medians over the
-rounds of the slower rank. For the random plans: Spearman's correlation of estimated and measured times. Lines of JSON
-in results/planner.jsonl.
+For each set: a jitted donated step under fr.plan's plan (with `Hardware.measure` of these ranks), under the one that it
+makes of bytes alone, under TorchRec's planner's (table-, row- and column-wise, at the ranks that it gives), and all
+tables row-wise. For the correlation 20 plans that differ in kind (`kinds_of`), of which Spearman's of estimated and
+measured times is told, for the costs as they are, for bytes alone at the same rates, and for `FORMER`.
+
+A step's time is measured twice, as medians over rounds in which every plan has its turn, from a barrier to the slower
+rank's end: `ms`, by the clock, which on a machine that others use has their turns in it; `cpu_ms`, the processor time
+of the busier rank, all threads of it, gloo's too: what a plan makes a rank do, the exchange's copies included, without
+its waiting. On a quiet machine the first is the figure; on a loaded one only the second tells plans apart. Lines of
+JSON in results/planner.jsonl.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import random
 import statistics
 import time
@@ -27,6 +34,9 @@ from funcrec.testing import RankPool
 
 WORLD, BATCH, NUM_BATCHES = 2, 1024, 3
 KINDS = ("table_wise", "row_wise", "column_wise", "replicated")
+NO_LATENCY = {"link_latency_s": 0.0, "host_latency_s": 0.0, "launch_s": 0.0}
+# rates as `Hardware.measure` gave them on two quiet ranks while costs were bytes alone
+FORMER = {"memory_bytes_per_s": 4.469e9, "link_bytes_per_s": 2.269e9, "host_bytes_per_s": 2.269e9, **NO_LATENCY}
 
 
 def small_set(seed: int) -> list[tuple[str, int, int, int]]:
@@ -82,6 +92,40 @@ def torchrec_kinds(tables) -> dict:
     return out
 
 
+def kinds_of(tables, num_plans: int) -> dict[str, dict]:
+    """{name: {table: (kind, ranks)}}: plans that differ in kind, all there are or mixed at random behind them."""
+    names, small = [t[0] for t in tables], {t[0] for t in sorted(tables, key=lambda t: t[1])[: len(tables) // 2]}
+    work = {n: dim * ids for n, _, dim, ids in tables}
+    heavy = sorted(names, key=lambda n: -work[n])
+    half, on = set(heavy[: len(names) // 2]), lambda r: ("table_wise", (r,))
+    row, column, copy = ("row_wise", None), ("column_wise", None), ("replicated", None)
+    even, load = {}, [0.0] * WORLD
+    for n in heavy:
+        r = load.index(min(load))
+        even[n], load[r] = on(r), load[r] + work[n]
+    each = {
+        "row_wise": lambda n: row,
+        "column_wise": lambda n: column,
+        "replicated": lambda n: copy,
+        "rank 0": lambda n: on(0),
+        "even": lambda n: even[n],
+        "by turns": lambda n: on(names.index(n) % 2),
+        "three quarters on rank 0": lambda n: on(int(heavy.index(n) >= 3 * len(names) // 4)),
+        "the heaviest alone": lambda n: on(int(n != heavy[0])),
+        "small replicated, row_wise": lambda n: copy if n in small else row,
+        "small replicated, even": lambda n: copy if n in small else even[n],
+        "small replicated, rank 0": lambda n: copy if n in small else on(0),
+        "large replicated, row_wise": lambda n: row if n in small else copy,
+        "heavy column_wise, even": lambda n: column if n in half else even[n],
+        "heavy row_wise, even": lambda n: row if n in half else even[n],
+        "heavy row_wise, rank 0": lambda n: row if n in half else on(0),
+        "heavy replicated, even": lambda n: copy if n in half else even[n],
+    }
+    plans = {name: {n: kind(n) for n in names} for name, kind in each.items()}
+    plans |= {f"random {i}": random_kinds(tables, i) for i in range(num_plans)}
+    return dict(list(plans.items())[:num_plans])
+
+
 def random_kinds(tables, seed: int) -> dict:
     draw, out = random.Random(seed), {}
     for n, *_ in tables:
@@ -94,19 +138,19 @@ def hardware() -> fr.Hardware:
     return fr.Hardware.measure(fr.Mesh.distributed(device="cpu", x=WORLD))
 
 
-def one_rank(tables, plans: list[str], rounds: int, eager: bool) -> list[list[float]]:
-    """Seconds of each plan's steps on this rank, round by round, the plans in turn."""
+def one_rank(tables, plans: list[str], rounds: int, eager: bool) -> list[list[tuple[float, float]]]:
+    """(seconds, processor seconds) of each plan's steps on this rank, round by round, the plans in turn."""
     mesh = fr.Mesh.distributed(device="cpu", timeout_s=600, x=WORLD)
     calls = [step_of(tables, fr.Plan.from_json(text), mesh, eager) for text in plans]
-    times: list[list[float]] = [[] for _ in calls]
+    times: list[list[tuple[float, float]]] = [[] for _ in calls]
     for r in range(rounds + 2):
         for i in range(len(calls)):
             i = (i + r) % len(calls)
             dist.barrier()
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             calls[i](r)
             if r >= 2:
-                times[i].append(time.perf_counter() - began)
+                times[i].append((time.perf_counter() - began, time.process_time() - worked))
     return times
 
 
@@ -134,48 +178,59 @@ def step_of(tables, plan: fr.Plan, mesh: fr.Mesh, eager: bool):
     return call
 
 
-def measured(pool: RankPool, tables, plans: list[fr.Plan], rounds: int, eager: bool) -> list[list[float]]:
-    """The slower rank's seconds of each round of each plan."""
-    ranks = pool.run(one_rank, tables, [p.to_json() for p in plans], rounds, eager, deadline_s=1500)
-    return [[max(pair) for pair in zip(*own, strict=True)] for own in zip(*ranks, strict=True)]
+def measured(pool: RankPool, tables, plans: list[fr.Plan], rounds: int, eager: bool) -> list[dict[str, list[float]]]:
+    """Of each plan {"ms": the slower rank's seconds of each round, "cpu_ms": the busier one's processor seconds}."""
+    ranks = pool.run(one_rank, tables, [p.to_json() for p in plans], rounds, eager, deadline_s=3000)
+    most = lambda own, k: [max(t[k] for t in turn) for turn in zip(*own, strict=True)]
+    return [{"ms": most(own, 0), "cpu_ms": most(own, 1)} for own in zip(*ranks, strict=True)]
 
 
 def beside(pool: RankPool, seed: int, found: fr.Hardware, rounds: int, eager: bool) -> dict:
     tables = small_set(seed)
     plans = {"funcrec": planned(tables, found)}
+    lies = lambda p: {n: (x.kind, x.ranks or None) for n, x in p.placements}
+    plans["funcrec, bytes alone"] = planned(
+        tables, found, lies(planned(tables, dataclasses.replace(found, **NO_LATENCY)))
+    )
     with contextlib.suppress(ImportError):
         plans["torchrec"] = planned(tables, found, torchrec_kinds(tables))
     plans["row_wise"] = planned(tables, found, {n: ("row_wise", None) for n, *_ in tables})
     times = dict(zip(plans, measured(pool, tables, list(plans.values()), rounds, eager), strict=True))
-    over = lambda t: statistics.median(x / y for x, y in zip(t, times["funcrec"], strict=True))
     line = {"group": "planner_ranks", "case": f"set {seed}", "tables": len(tables), "rounds": rounds, "eager": eager}
     line["estimated_ms"] = {n: digits(p.report.seconds * 1e3) for n, p in plans.items()}
-    line |= {"ms": {n: spread(t, 1e3) for n, t in times.items()}}
-    return line | {"ratio": {n: digits(over(t)) for n, t in times.items() if n != "funcrec"}}
+    for what in ("ms", "cpu_ms"):
+        line[what] = {n: spread(t[what], 1e3) for n, t in times.items()}
+        over = lambda t: statistics.median(x / y for x, y in zip(t, times["funcrec"][what], strict=True))  # noqa: B023
+        line[f"ratio_{what}"] = {n: digits(over(t[what])) for n, t in times.items() if n != "funcrec"}
+    return line
 
 
 def correlation(pool: RankPool, seed: int, found: fr.Hardware, num_plans: int, rounds: int, eager: bool) -> dict:
     from scipy.stats import spearmanr
 
     tables = small_set(seed)
-    plans = [planned(tables, found, random_kinds(tables, i)) for i in range(num_plans)]
-    estimated = [p.report.seconds * 1e3 for p in plans]
-    times = [statistics.median(t) * 1e3 for t in measured(pool, tables, plans, rounds, eager)]
-    line = {
-        "group": "planner_ranks",
-        "case": f"random plans of set {seed}",
-        "plans": num_plans,
-        "rounds": rounds,
-        "eager": eager,
-    }
-    line |= {"estimated_ms": [digits(x) for x in estimated], "measured_ms": [digits(x) for x in times]}
-    return line | {"spearman": digits(float(spearmanr(estimated, times).statistic))}
+    kinds = kinds_of(tables, num_plans - 1)
+    costs = {"now": found, "bytes alone": dataclasses.replace(found, **NO_LATENCY)}
+    costs["former"] = dataclasses.replace(found, **FORMER)
+    chosen = planned(tables, found)
+    kinds["fr.plan's"] = {n: (x.kind, x.ranks or None) for n, x in chosen.placements}
+    plans = {how: [planned(tables, h, k) for k in kinds.values()] for how, h in costs.items()}
+    times = measured(pool, tables, plans["now"], rounds, eager)
+    line = {"group": "planner_ranks", "case": f"plans of set {seed}", "plans": len(kinds), "rounds": rounds}
+    line |= {"eager": eager, "names": list(kinds)}
+    line["estimated_ms"] = {how: [digits(p.report.seconds * 1e3) for p in own] for how, own in plans.items()}
+    for what in ("ms", "cpu_ms"):
+        line[what] = [digits(statistics.median(t[what]) * 1e3) for t in times]
+        rank = lambda own: digits(float(spearmanr(own, line[what]).statistic))  # noqa: B023
+        line[f"spearman_{what}"] = {how: rank(own) for how, own in line["estimated_ms"].items()}
+    return line
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sets", type=int, default=6)
+    parser.add_argument("--sets", type=int, default=10)
+    parser.add_argument("--of", default="0,1", help="the sets of which many plans are compared; '' for none")
     parser.add_argument("--plans", type=int, default=20)
     parser.add_argument("--eager", action="store_true", help="steps without jit: compiling 20 plans takes minutes")
     parser.add_argument("--rounds", type=int, default=30)
@@ -184,9 +239,12 @@ def main() -> None:
     with RankPool(WORLD, timeout_s=600) as pool:
         found = pool.run(hardware)[0]
         about = {"memory_gb_per_s": digits(found.memory_bytes_per_s / 1e9)}
-        about["link_gb_per_s"] = digits(found.link_bytes_per_s / 1e9)
-        if options.plans:
-            write({**correlation(pool, 0, found, options.plans, options.rounds, options.eager), **about}, options.out)
+        about |= {"link_gb_per_s": digits(found.link_bytes_per_s / 1e9)}
+        about |= {"latency_ms": digits(found.link_latency_s * 1e3), "launch_ms": digits(found.launch_s * 1e3)}
+        for seed in map(int, filter(None, options.of.split(","))):
+            write(
+                {**correlation(pool, seed, found, options.plans, options.rounds, options.eager), **about}, options.out
+            )
         for seed in range(options.sets):
             write({**beside(pool, seed, found, options.rounds, options.eager), **about}, options.out)
 

@@ -21,6 +21,7 @@ from funcrec.core import Problem, check, describe, fail, nearest
 from funcrec.mesh import Codec
 from funcrec.planner._hardware import Hardware
 from funcrec.planner._plan import plan
+from funcrec.planner._short import NoPlanError
 from funcrec.sharding import Plan
 from funcrec.tables import FeatureConfig, TableConfig
 
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         made = plan_of(read(options.spec))
     except WRONG as error:
         print(error, file=sys.stderr)
-        return 1 if "do not fit into memory" in str(error) else 2
+        return 1 if isinstance(error, NoPlanError) else 2
     print(made.table())
     try:
         if options.out:
@@ -67,7 +68,14 @@ def read(path: Path) -> Any:
     try:
         import yaml
     except ImportError:
-        fail(CALL, f"`{path}` is YAML.", got="no module yaml", need="PyYAML", hint="the same as JSON", kind=ImportError)
+        fail(
+            CALL,
+            f"`{path}` is YAML.",
+            got="no module yaml",
+            need="PyYAML",
+            hint="pip install 'funcrec[plan]', or the same as JSON",
+            kind=ImportError,
+        )
     return yaml.safe_load(text)
 
 

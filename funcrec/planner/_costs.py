@@ -1,9 +1,11 @@
 """What a table costs under a placement: bytes over bytes per second, each term a function of its own.
 
-    step = max over ranks Σ lookup_s + Σ exchange_s + max over ranks Σ update_s
+    step = max over ranks Σ lookup_s + Σ exchange_s + max over ranks Σ update_s + Σ launches
 
-A step's phases end together, at its exchanges: so the slowest rank of each counts. Not among them: what an exchange
-costs beside its bytes, the dense part, and what a batch draws unlike its averages.
+A step's phases end together, at its exchanges: so the slowest rank of each counts. An exchange costs its latency and
+its bytes, a bank a launch and its bytes; tables that share an exchange or a bank pay for it once. Not modelled: the
+dense part, what all plans cost alike, what a batch draws unlike its averages, caches, latencies that grow with the
+ranks, tables kept in another memory than the rank's (cold ones), and ranks that differ in memory or speed.
 Shapes: B bags on each rank, I ids of a table on each rank, n ranks on the placement's axes, of which m share a block's
 rows, N all ranks, g = N / n copies, R rows, w columns of a block, D of the table, U distinct rows.
 """
@@ -19,6 +21,7 @@ from funcrec.planner._hardware import Hardware
 
 ID_BYTES = 4  # of a row's number as it travels, below 2³¹ rows
 F32_BYTES = 4
+EXCHANGES = 3  # of a lookup in a step: ids there, vectors back, cotangents there
 SORT_PASSES = 4  # over ids and their places, to bring a row's gradients together
 POINTS = 4096  # at which a Zipf's rows are looked at
 
@@ -49,6 +52,13 @@ def peer_s_per_byte(hardware: Hardware, group: Sequence[int]) -> float:
     host = group[0] // hardware.ranks_per_host
     near = sum(r // hardware.ranks_per_host == host for r in group)
     return (near - 1) / hardware.link_bytes_per_s + (len(group) - near) / hardware.host_bytes_per_s
+
+
+def latency_s(hardware: Hardware, group: Sequence[int]) -> float:
+    """What an exchange of the group costs however few its bytes: that between hosts, if it has ranks of several; that
+    in a host; nothing for a rank alone."""
+    hosts = {r // hardware.ranks_per_host for r in group}
+    return 0.0 if len(group) == 1 else hardware.link_latency_s if len(hosts) == 1 else hardware.host_latency_s
 
 
 def id_bytes(ids: float, num_ranks: int, weight_bytes: int, capacity_factor: float | None) -> float:

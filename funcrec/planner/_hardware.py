@@ -1,6 +1,6 @@
 """Hardware: what a rank has and how fast it is; what estimates divide by.
 
-    seconds = bytes / bytes per second
+    seconds = latency + bytes / bytes per second
 
 A value, so that no device is needed to plan for a thousand.
 """
@@ -11,9 +11,9 @@ from typing import Literal
 
 from funcrec.core import Problem, check, describe, field_problems, plain_numbers
 from funcrec.mesh import Mesh
-from funcrec.planner._measure import measured
 
 GB = 10**9
+CUDA_LAUNCH_S = 10e-6
 
 
 @plain_numbers
@@ -28,6 +28,8 @@ class Hardware:
       link_bytes_per_s: from a rank to those of its host, one direction.
       host_bytes_per_s: from a rank to those of other hosts, one direction.
       ranks_per_host: consecutive ranks, the mesh's last axis running fastest.
+      link_latency_s, host_latency_s: of an exchange, beside its bytes, in a host and between hosts.
+      launch_s: of a bank, beside its bytes: the calls that look it up and update it.
 
     Example:
       >>> import funcrec as fr
@@ -38,7 +40,9 @@ class Hardware:
       16000000000
 
     Source: vendors' data sheets: NVIDIA H100 SXM, H200 SXM and A100 SXM 80 GB, NVLink 4 and 3 (half of what is given
-    for both directions), one network card of 400 or 200 Gb/s for each; TorchRec's Topology.
+    for both directions), one network card of 400 or 200 Gb/s for each; TorchRec's Topology. Latencies: NCCL's own model
+    (src/graph/tuning.cc, rings, simple protocol: 8.4 us and 3.4 for a step of NVLink or 14.0 of the network). launch_s:
+    bench/results/cuda, where 26 tables' recorded step takes 0.57 ms in all; of "cpu", as measured on two gloo ranks.
     """
 
     name: str
@@ -47,6 +51,9 @@ class Hardware:
     link_bytes_per_s: float
     host_bytes_per_s: float
     ranks_per_host: int = 8
+    link_latency_s: float = 0.0
+    host_latency_s: float = 0.0
+    launch_s: float = 0.0
 
     def __post_init__(self):
         check("funcrec.Hardware", field_problems(self))
@@ -66,8 +73,10 @@ class Hardware:
 
     @staticmethod
     def measure(mesh: Mesh, *, memory_bytes: int | None = None) -> "Hardware":
-        """What the mesh at hand has: rows gathered from a table of 64 MiB, and an exchange of 8 MiB with all ranks of
-        its last axis; the slowest rank's numbers on all of them. Every rank calls it.
+        """What the mesh at hand has: a table of 64 MiB looked up and updated, one of a few rows, exchanges of 8 MiB and
+        of a number with all ranks of its last axis; the slowest rank's numbers on all of them. Every rank calls it.
+
+        On CUDA launch_s is the H100's: calls of a recorded step cannot be timed one by one.
 
         Args:
           memory_bytes: of a rank; None for what its device says, on CPUs a rank's share of the machine.
@@ -80,6 +89,8 @@ class Hardware:
           'measured'
         """
         check("funcrec.Hardware.measure", mesh_problems(mesh))
+        from funcrec.planner._measure import measured  # which counts bytes as the costs of a Hardware do
+
         found = measured(mesh)
         if memory_bytes is not None:
             found["memory_bytes"] = memory_bytes
@@ -93,6 +104,9 @@ def number_problems(h: Hardware) -> Iterator[Problem]:
     for name in ("memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s", "ranks_per_host"):
         if not 0 < getattr(h, name) < float("inf"):
             yield Problem(f"`{name}` is out of range.", f"{getattr(h, name)}", "a finite number > 0")
+    for name in ("link_latency_s", "host_latency_s", "launch_s"):
+        if not 0 <= getattr(h, name) < float("inf"):
+            yield Problem(f"`{name}` is out of range.", f"{getattr(h, name)}", "a finite number >= 0")
 
 
 def name_problems(name: object) -> Iterator[Problem]:
@@ -111,8 +125,8 @@ def mesh_problems(mesh: object) -> Iterator[Problem]:
 
 
 KNOWN = {
-    "h100": Hardware("h100", 80 * GB, 3.35e12, 450e9, 50e9, 8),
-    "h200": Hardware("h200", 141 * GB, 4.8e12, 450e9, 50e9, 8),
-    "a100": Hardware("a100", 80 * GB, 2.04e12, 300e9, 25e9, 8),
-    "cpu": Hardware("cpu", 16 * GB, 10e9, 1e9, 1e9, 2),
+    "h100": Hardware("h100", 80 * GB, 3.35e12, 450e9, 50e9, 8, 11.8e-6, 22.4e-6, CUDA_LAUNCH_S),
+    "h200": Hardware("h200", 141 * GB, 4.8e12, 450e9, 50e9, 8, 11.8e-6, 22.4e-6, CUDA_LAUNCH_S),
+    "a100": Hardware("a100", 80 * GB, 2.04e12, 300e9, 25e9, 8, 11.8e-6, 22.4e-6, CUDA_LAUNCH_S),
+    "cpu": Hardware("cpu", 16 * GB, 10e9, 1e9, 1e9, 2, 2e-4, 2e-4, 1.6e-4),
 }

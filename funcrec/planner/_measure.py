@@ -1,6 +1,7 @@
-"""How fast the ranks at hand are: rows gathered, blocks exchanged; each number the slowest rank's.
+"""How fast the ranks at hand are: a table looked up, its gradients brought together, blocks exchanged; each number the
+slowest rank's.
 
-bytes per second = bytes / the least of a few times
+bytes per second = bytes, as `_costs` counts them, / the least of a few times;   latency = the least of a few times
 """
 
 import os
@@ -10,31 +11,68 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from funcrec.jagged import KeyedJaggedTensor
 from funcrec.mesh import Mesh
+from funcrec.optim import rowwise_adagrad
+from funcrec.planner._costs import F32_BYTES, SORT_PASSES
+from funcrec.planner._hardware import CUDA_LAUNCH_S
+from funcrec.tables import FeatureConfig, TableConfig, lookup, lookup_transpose
 
-ROWS, DIM, IDS, EXCHANGED, TURNS = 1 << 18, 64, 1 << 16, 8 << 20, 3
+ROWS, DIM, IDS, BAGS, EXCHANGED, TURNS = 1 << 18, 64, 1 << 16, 1 << 13, 8 << 20, 15
 
 
 def measured(mesh: Mesh) -> dict:
     """The fields of `Hardware`, but its name."""
     device = torch.device("cpu" if mesh.is_emulated else mesh.device_mesh.device_type)
-    table = torch.zeros(ROWS, DIM, device=device)
-    ids = torch.randint(ROWS, (IDS,), generator=torch.Generator().manual_seed(0)).to(device)
-    gather = IDS * DIM * 4 * 2 / least_s(lambda: table.index_select(0, ids), device)
-    exchange = gather if mesh.is_emulated else _exchange_bytes_per_s(mesh, device)
-    found = [gather, exchange]
+    latency, per_byte = (0.0, memory_s_per_byte(device)) if mesh.size == 1 or mesh.is_emulated else link(mesh, device)
+    found = [memory_s_per_byte(device), per_byte, latency, launch_s(device)]
     if not mesh.is_emulated and mesh.size > 1:
         slowest = torch.tensor(found, dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MIN)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
         found = slowest.tolist()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size))
     return {
         "memory_bytes": _memory_bytes(device, local),
-        "memory_bytes_per_s": found[0],
-        "link_bytes_per_s": found[1],
-        "host_bytes_per_s": found[1],  # too much where the last axis lies on one host: `replace` corrects it
+        "memory_bytes_per_s": 1 / found[0],
+        "link_bytes_per_s": 1 / found[1],
+        "host_bytes_per_s": 1 / found[1],  # too much where the last axis lies on one host: `replace` corrects it
         "ranks_per_host": local,
+        "link_latency_s": found[2],
+        "host_latency_s": found[2],
+        "launch_s": found[3],
     }
+
+
+def memory_s_per_byte(device: torch.device) -> float:
+    """(lookup + coalesce) / their bytes; the rest of an update, which reads and writes the rows, would copy the table
+    here."""
+    weights, ids, tables, features = _table(ROWS, IDS, BAGS, device)
+    grads = lookup_transpose(lookup(weights, ids, features), ids, features, tables)["t"]
+    distinct = int(grads.coalesce().count)
+    spent = least_s(lambda: lookup(weights, ids, features), device) + least_s(grads.coalesce, device)
+    read = IDS * (DIM * F32_BYTES + 8) + BAGS * DIM * F32_BYTES
+    gathered = IDS * (DIM * F32_BYTES + SORT_PASSES * 2 * 8) + distinct * DIM * F32_BYTES
+    return spent / (read + gathered)
+
+
+def launch_s(device: torch.device) -> float:
+    """A lookup, its transpose and an update of one id."""
+    if device.type == "cuda":
+        return CUDA_LAUNCH_S
+    weights, ids, tables, features = _table(2, 1, 1, device)
+    sparse = rowwise_adagrad(lr=0.1)
+    slots, d = sparse.init(weights), lookup(weights, ids, features)
+    grads = lookup_transpose(d, ids, features, tables)
+    looked = least_s(lambda: lookup(weights, ids, features), device)
+    return looked + least_s(lambda: sparse.update(grads, slots, weights, step=0), device)
+
+
+def _table(rows: int, num_ids: int, bags: int, device: torch.device) -> tuple:
+    tables, features = (TableConfig("t", rows, DIM),), (FeatureConfig("f", table="t"),)
+    drawn = torch.randint(rows, (num_ids,), generator=torch.Generator().manual_seed(0)).to(device)
+    offsets = torch.arange(0, num_ids + 1, num_ids // bags, device=device)
+    ids = KeyedJaggedTensor(drawn, offsets, keys=("f",))
+    return {"t": torch.ones(rows, DIM, device=device)}, ids, tables, features
 
 
 def least_s(call: Callable[[], object], device: torch.device) -> float:
@@ -49,15 +87,21 @@ def least_s(call: Callable[[], object], device: torch.device) -> float:
     return max(min(times), 1e-9)
 
 
-def _exchange_bytes_per_s(mesh: Mesh, device: torch.device) -> float:
+def link(mesh: Mesh, device: torch.device) -> tuple[float, float]:
+    """(seconds of an exchange of a number, seconds of a byte more)."""
     axis = mesh.axis_names[-1]
     n = mesh.shape[axis]
-    if n == 1:
-        return EXCHANGED / least_s(lambda: torch.zeros(EXCHANGED // 4, device=device).clone(), device)
-    group = mesh.device_mesh.get_group(axis)
-    sent = torch.zeros(EXCHANGED // 4 // n * n, device=device)
-    got = torch.empty_like(sent)
-    return sent.nbytes * (n - 1) / n / least_s(lambda: dist.all_to_all_single(got, sent, group=group), device)
+
+    def exchange_s(size: int) -> float:
+        if n == 1:
+            return least_s(lambda: torch.zeros(size, device=device).clone(), device)
+        group, sent = mesh.device_mesh.get_group(axis), torch.zeros(size, device=device)
+        got = torch.empty_like(sent)
+        return least_s(lambda: dist.all_to_all_single(got, sent, group=group), device)
+
+    size = EXCHANGED // F32_BYTES // n * n
+    latency, whole = exchange_s(n), exchange_s(size)
+    return latency, max(whole - latency, 1e-9) / (size * F32_BYTES * max(n - 1, 1) / n)
 
 
 def _wait(device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
     whole:    y[i, o] ∈ {0, 1}, Σ_o y = 1;   x[i, o, shard, place] ∈ {0, 1}, Σ_place x = y;   M_k ≥ load[k, rank]
     options:  the same without places: N · M_k ≥ Σ_ranks load, M_k ≥ the largest shard
+    of `once` M_k ≥ Σ_o base · y[i, o] for each item i, in both
 
 Of the second every plan is a solution, so what it proves holds of all plans. Equal shards of an option are counted, not
 told apart. Whoever stops does so after a number of nodes, never by a clock: the same input gives the same plan.
@@ -123,6 +124,10 @@ def relax(packing: Packing, nodes: int) -> Relaxed:
     for own in chosen:
         program.row([(v, 1.0) for v in own], 1.0, 1.0)
     for k in range(size):
+        if k in packing.once:
+            users = [[v for v, t in zip(own, ts) if t[k]] for own, ts in zip(chosen, tops)]
+            _once(program, most[k], users, 1 / units[k])
+            continue
         terms = [
             (v, -s[k] / packing.num_ranks / units[k]) for own, ss in zip(chosen, sums) for v, s in zip(own, ss) if s[k]
         ]
@@ -138,6 +143,17 @@ def relax(packing: Packing, nodes: int) -> Relaxed:
     if got.x is None:
         return Relaxed(None, np.inf if got.is_infeasible else bound)
     return Relaxed([int(np.argmax([got.x[v] for v in own])) for own in chosen], bound)
+
+
+def _once(program: Program, most: int, users: Sequence[Sequence[int]], amount: float) -> None:
+    """M ≥ amount · Σ_o y[i, o] for the first items i that may need it; of the others together, their mean: below
+    every plan's M too, in one row."""
+    users = [own for own in users if own]
+    for own in users[:NEAR_TOP]:
+        program.row([(most, 1.0), *((v, -amount) for v in own)], 0.0, np.inf)
+    rest = users[NEAR_TOP:]
+    if rest:
+        program.row([(most, 1.0), *((v, -amount / len(rest)) for own in rest for v in own)], 0.0, np.inf)
 
 
 class Exact(NamedTuple):
@@ -158,13 +174,19 @@ def place(
     program = Program([], [], [], [], [], [], [], [])
     most = _resources(program, packing, units, scale, SCALE * (1 + 1e-9))
     on_rank: dict[tuple[int, int], list[tuple[int, float]]] = {}  # (resource, rank) -> terms of its load
-    variables = {}
+    variables, needs = {}, {k: [] for k in packing.once}
     for i in free:
         variables[i] = _item(program, loads, i, units, on_rank, ranks)
         if not variables[i]:
             return Exact(None, -np.inf, True)
         program.row([(y, 1.0) for y, _ in variables[i].values()], 1.0, 1.0)
-    for k in range(len(units)):
+        for k, own in needs.items():
+            own.append([y for o, (y, _) in variables[i].items() if k in loads.options[i][o].used])
+    for k, users in needs.items():
+        program.row([(most[k], 1.0)], loads.most[k] / units[k], np.inf)
+        for own in users if loads.most[k] == 0 else ():
+            program.row([(most[k], 1.0), *((y, -1 / units[k]) for y in own)], 0.0, np.inf)
+    for k in (k for k in range(len(units)) if k not in needs):
         touched = {r for (j, r) in on_rank if j == k}
         rest = [r for r in range(packing.num_ranks) if r not in touched]
         if rest:
@@ -189,7 +211,8 @@ def _item(
             continue
         y, groups = program.variable(1, 1), []
         add = lambda k, r, x, amount: on_rank.setdefault((int(k), int(r)), []).append((x, float(amount)))
-        for k, amounts in zip(own.used, own.base / units[own.used][:, None], strict=True):
+        is_once = loads.ceilings[own.used] < np.inf
+        for k, amounts in zip(own.used[~is_once], (own.base / units[own.used][:, None])[~is_once], strict=True):
             for r, amount in enumerate(np.broadcast_to(amounts, loads.load.shape[1:])) if amounts.any() else ():
                 add(k, r, y, amount)
         alike: dict[tuple, list[int]] = {}

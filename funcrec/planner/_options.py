@@ -5,7 +5,7 @@ options.
 
 Parts of one width and dtype lie in a bank, as tall on all ranks as on the fullest, and a rank sends as many columns
 back as the rank that serves most: so rows and columns of a bank are resources whose maximum counts. A table cut by
-columns has banks of its own.
+columns has banks of its own. Launches of a bank and latencies of the exchanges over some axes are paid once.
 Shapes: n ranks on the placement's axes, N all ranks.
 """
 
@@ -25,15 +25,18 @@ from funcrec.sharding import OF_TWO_AXES, Placement
 from funcrec.tables import TableConfig
 
 Loads = dict[Hashable, float]
-# seconds of a rank's own work, twice; of every rank's exchange; bytes of every rank
-LOOKUP, UPDATE, EXCHANGE, BYTES = "lookup", "update", "exchange", "bytes"
+# seconds of a rank's own work, twice; of every rank's exchanges and launches; bytes of every rank
+LOOKUP, UPDATE, EXCHANGE, LAUNCH, BYTES = "lookup", "update", "exchange", "launch", "bytes"
+ONCE = ("latency", "bank")  # of ("latency", axes, a lookup's exchanges), ("bank", axes, width, dtype, label)
 
 
 class Ground(NamedTuple):
-    """What all tables share. sizes: {axis: ranks}. slot_bytes: (width) -> bytes of a row's optimizer state. back:
+    """What all tables share. sizes: {axis: ranks} of a copy. mesh: the same with the axes of copies that train apart,
+    which say what host a rank is on. slot_bytes: (width) -> bytes of a row's optimizer state. back:
     columns of a block's gradients: its own, or "row" for all of the row's (an optimizer that looks at whole rows)."""
 
     sizes: tuple[tuple[str, int], ...]
+    mesh: tuple[tuple[str, int], ...]
     hardware: Hardware
     bags: float  # on a rank
     answer: str
@@ -83,6 +86,12 @@ def _places_on(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...]) -> tupl
 def peer_s_per_byte(hardware: Hardware, axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...]) -> float:
     """Seconds for a byte to every rank that shares all other coordinates."""
     return costs.peer_s_per_byte(hardware, [p[0] for p in places_on(axes, dict(mesh))]) if axes else 0.0
+
+
+@functools.lru_cache(maxsize=1024)
+def latency_s(hardware: Hardware, axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...]) -> float:
+    """Of an exchange with every rank that shares all other coordinates."""
+    return costs.latency_s(hardware, [p[0] for p in places_on(axes, dict(mesh))]) if axes else 0.0
 
 
 def ways(table: TableConfig, use: Use, constraint: TableConstraint, ground: Ground) -> list[Way]:
@@ -145,14 +154,17 @@ def _way(kind, axes, k, places, numbers, table: TableConfig, use: Use, ground: G
     for block in blocks:
         alone = alone_bytes(block.n, block.width, use, table, ground)
         _add(base, {EXCHANGE: _exchange_s(block, use, table, ground), BYTES: alone})
+    _add(base, latencies(axes, n, use, ground))
     work = [_work(block, use, table, ground) for block in blocks]
+    launch = ground.hardware.launch_s if use.all_ids else 0.0
     if k > 1:  # banks of its own, of each width one, on every rank
         for w in sorted(set(widths)):
             rows, columns = _bank(blocks[widths.index(w)], use, table, ground)
-            _add(base, {BYTES: rows[1] + columns[1], EXCHANGE: columns[2]})
+            _add(base, {BYTES: rows[1] + columns[1], EXCHANGE: columns[2], LAUNCH: launch})
     else:
         rows, columns = _bank(blocks[0], use, table, ground)
         bank = (axes, dim, table.dtype, ground.label(table.name))
+        _add(base, {("bank", *bank): 1.0} if launch else {})
         work = [{**work[0], ("rows", *bank): rows[0], ("columns", *bank): columns[0]}]
     everywhere = (tuple(range(ground.num_ranks)),)
     if kind in ("row_wise", "replicated"):
@@ -162,6 +174,16 @@ def _way(kind, axes, k, places, numbers, table: TableConfig, use: Use, ground: G
         return Way((kind, axes, k, tuple(numbers)), (most,), tuple(places), "any", base)
     how = "apart" if k > 1 else "any"
     return Way((kind, axes, k, tuple(numbers)), tuple(work), tuple(places), how, base)
+
+
+def latencies(axes: tuple[str, ...], n: int, use: Use, ground: Ground) -> Loads:
+    """Of the exchanges that a table needs: over its axes those of a lookup, of pooled and of single rows apart; over
+    the other axes one of gradients."""
+    others = tuple(a for a, _ in ground.sizes if a not in axes)
+    kinds = [kind for kind, is_read in (("pooled", use.num_pooled), ("sequences", use.sequence_ids)) if is_read]
+    needed = [(axes, kind) for kind in kinds if n > 1]
+    needed += [(others, "copies")] if kinds and ground.num_ranks > n else []
+    return {("latency", *x): 1.0 for x in needed if latency_s(ground.hardware, x[0], ground.mesh)}
 
 
 class Block(NamedTuple):
@@ -190,14 +212,14 @@ def _work(block: Block, use: Use, table: TableConfig, ground: Ground) -> Loads:
 def _exchange_s(block: Block, use: Use, table: TableConfig, ground: Ground) -> float:
     """Seconds that a block costs every rank, wherever it lies: ids, rows that go alone, gradients told to copies."""
     sizes = dict(ground.sizes)
-    per_byte = peer_s_per_byte(ground.hardware, block.axes, ground.sizes) if block.n > 1 else 0.0
+    per_byte = peer_s_per_byte(ground.hardware, block.axes, ground.mesh) if block.n > 1 else 0.0
     back = table.embedding_dim if ground.back == "row" else block.width
     ids, rows = _alone(block.n, use, ground)
     out = (ids + rows * costs.both_ways(block.width, ground.codec, table.dtype.itemsize, back)) * per_byte
     others = tuple(a for a in sizes if a not in block.axes)
     if ground.num_ranks > block.n:
         told = costs.copies_bytes(use.all_ids, use.bags, block.width, block.n)
-        out += told * peer_s_per_byte(ground.hardware, others, ground.sizes)
+        out += told * peer_s_per_byte(ground.hardware, others, ground.mesh)
     return out
 
 
@@ -237,7 +259,7 @@ def lane_costs(axes: tuple[str, ...], width: int, table: TableConfig, ground: Gr
         return memory, 0.0
     back = table.embedding_dim if ground.back == "row" else width
     sent = ground.bags * costs.both_ways(width, ground.codec, costs.F32_BYTES, back)
-    return memory, sent * peer_s_per_byte(ground.hardware, axes, ground.sizes)
+    return memory, sent * peer_s_per_byte(ground.hardware, axes, ground.mesh)
 
 
 def _add(loads: Loads, more: Loads) -> None:
@@ -253,23 +275,33 @@ def packing_of(
 ) -> Packing:
     """groups: what is placed as one; own: {table: its ways}; limit: bytes of a rank."""
     merged = {name: _merged([own[t.name] for t in tables]) for name, tables in groups.items()}
-    keys = {LOOKUP: 0, UPDATE: 1, EXCHANGE: 2, BYTES: 3}
+    keys = {k: i for i, k in enumerate((LOOKUP, UPDATE, EXCHANGE, LAUNCH, BYTES))}
     for way in (w for found in merged.values() for w in found):
         for loads in (*way.shards, way.base):
             for k in loads:
                 keys.setdefault(k, len(keys))
-    weights, factors = [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]
     some = {(t.embedding_dim, t.dtype, ground.label(t.name)): t for tables in groups.values() for t in tables}
-    for what, axes, width, dtype, label in list(keys)[4:]:
-        table = some[width, dtype, label]
-        memory, seconds = lane_costs(axes, width, table, ground)
-        row = width * dtype.itemsize + ground.slot_bytes(table.name, width)
-        weights.append(seconds if what == "columns" else 0.0)
-        factors.append(memory if what == "columns" else row)
+    weights, factors = zip(*(_price(k, some, ground) for k in keys), strict=True)
+    once = tuple(i for k, i in keys.items() if k[0] in ONCE)
     vector = lambda loads: tuple(loads.get(k, 0.0) for k in keys)
     option = lambda w: Option(w.key, tuple(map(vector, w.shards)), w.places, w.how, vector(w.base))
     items = tuple(Item(name, tuple(map(option, found))) for name, found in merged.items())
-    return Packing(items, ground.num_ranks, tuple(weights), (Cap("memory", tuple(factors), limit),))
+    return Packing(items, ground.num_ranks, weights, (Cap("memory", factors, limit),), once)
+
+
+def _price(key: Hashable, some: Mapping[tuple, TableConfig], ground: Ground) -> tuple[float, float]:
+    """(seconds, bytes) of a unit of a resource; some: {(width, dtype, label): a table of its banks}."""
+    if isinstance(key, str):
+        return (0.0, 1.0) if key == BYTES else (1.0, 0.0)
+    what, axes, *bank = key
+    if what == "latency":
+        return (1 if bank == ["copies"] else costs.EXCHANGES) * latency_s(ground.hardware, axes, ground.mesh), 0.0
+    if what == "bank":
+        return ground.hardware.launch_s, 0.0
+    table, width = some[tuple(bank)], bank[0]
+    memory, seconds = lane_costs(axes, width, table, ground)
+    row = width * table.dtype.itemsize + ground.slot_bytes(table.name, width)
+    return (seconds, memory) if what == "columns" else (0.0, row)
 
 
 def _merged(own: Sequence[list[Way]]) -> list[Way]:
@@ -285,7 +317,7 @@ def _merged(own: Sequence[list[Way]]) -> list[Way]:
         shards: list[Loads] = [{} for _ in first.shards]
         base: Loads = {}
         for way in alike:
-            _add(base, way.base)
+            _add(base, {k: x for k, x in way.base.items() if not (k in base and k[0] in ONCE)})
             for sum_, shard in zip(shards, way.shards, strict=True):
                 _add(sum_, shard)
         out.append(first._replace(shards=tuple(shards), base=base))

@@ -1,10 +1,12 @@
 """Packing: items, each in one of several options, whose shards go to places of ranks; what a plan is to the solver.
 
-    M_k = max over ranks r of load[k, r];    minimise Σ_k weights_k · M_k    where Σ_k a_k · M_k ≤ limit, of every cap
+    M_k = max over ranks r of load[k, r], at most 1 for k of `once`;
+    minimise Σ_k weights_k · M_k    where Σ_k a_k · M_k ≤ limit, of every cap
 
 A resource k is anything that ranks have a load of: seconds, bytes, rows of a bank. Seconds of which the slowest rank
 counts have weight 1, bytes of which every rank has its own have a cap; a bank, which is as tall on all ranks as on the
-fullest, has both.
+fullest, has both. What is paid once, however many items need it (an exchange's latency), is of `once`: each item that
+needs it has a base of 1.
 Shapes: K resources, N ranks, S shards of an option, P places.
 """
 
@@ -48,12 +50,18 @@ class Cap(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """A problem. weights: f[K], of the objective."""
+    """A problem. weights: f[K], of the objective. once: resources of which only bases have a load, 1 or 0."""
 
     items: tuple[Item, ...]
     num_ranks: int
     weights: tuple[float, ...]
     caps: tuple[Cap, ...] = ()
+    once: tuple[int, ...] = ()
+
+    @property
+    def ceilings(self) -> np.ndarray:
+        """f[K]: above which no M_k is."""
+        return np.array([1.0 if k in self.once else np.inf for k in range(len(self.weights))])
 
 
 class Choice(NamedTuple):
@@ -98,6 +106,7 @@ class Loads:
         self.factors = np.array([c.factors for c in packing.caps], dtype=np.float64).reshape(-1, size)
         limits = np.array([c.limit for c in packing.caps], dtype=np.float64)
         self.factors = self.factors / np.maximum(limits, 1e-300)[:, None]  # a cap is kept where this is at most 1
+        self.ceilings = packing.ceilings
         self.options = [[arrays_of(o, size, packing.num_ranks) for o in item.options] for item in packing.items]
         self.load = np.zeros((size, packing.num_ranks))
         self.most = np.zeros(size)
@@ -123,6 +132,9 @@ class Loads:
     def excess(self) -> float:
         return float(np.maximum(self.factors @ self.most - 1.0 - 1e-12, 0.0).sum())
 
+    def _most(self, used: np.ndarray) -> np.ndarray:
+        return np.minimum(self.load[used].max(1), self.ceilings[used])
+
     def _add(self, item: int, choice: Choice, sign: float) -> None:
         own = self.options[item][choice.option]
         self.load[own.used] += sign * own.base
@@ -133,7 +145,7 @@ class Loads:
         self._add(item, choice, 1.0)
         self.choices[item] = choice
         used = self.options[item][choice.option].used
-        self.most[used] = self.load[used].max(1)
+        self.most[used] = self._most(used)
 
     def take(self, item: int) -> Choice:
         choice = self.choices[item]
@@ -143,7 +155,7 @@ class Loads:
         self.load[used] = np.where(
             np.abs(self.load[used]) < 1e-13 * np.maximum(self.most[used], 1e-300)[:, None], 0, self.load[used]
         )
-        self.most[used] = self.load[used].max(1)
+        self.most[used] = self._most(used)
         return choice
 
     def best(self, item: int, option: int) -> tuple[float, float, Choice]:
@@ -151,14 +163,14 @@ class Loads:
         several shards each in turn goes where it costs least, equal ones at once where each has a place of its own."""
         own = self.options[item][option]
         used, most, load, pull = own.used, self.most.copy(), self.load[own.used] + own.base, self._pull
-        most[used] = np.maximum(most[used], load.max(1))
+        most[used] = np.maximum(most[used], np.minimum(load.max(1), self.ceilings[used]))
         chosen: list[int] = []
         near, free = 0.0, np.ones(len(own.ranks), dtype=bool)
         while len(chosen) < len(own.shards):
             shard = own.shards[len(chosen)]
             alike = (own.shards[len(chosen) :] == shard).all(1)
             num = 1 if own.how != "apart" else len(alike) if alike.all() else int(np.argmin(alike))
-            there = (load[:, own.ranks].max(-1) + shard[:, None]).T  # [P, U]
+            there = np.minimum((load[:, own.ranks].max(-1) + shard[:, None]).T, self.ceilings[used])  # [P, U]
             costs = self._costs_with(most, used, np.maximum(there, most[used]))
             costs[~free] = np.inf
             costs = np.maximum(costs, costs.min() * (1 + 1e-12))  # equal within rounding
@@ -184,8 +196,8 @@ class Loads:
 
     @property
     def _pull(self) -> np.ndarray:
-        """f[K]: what breaks ties among places: what costs or is capped, in objectives."""
-        return self.weights + self.factors.sum(0) * self.scale + 1e-300
+        """f[K]: what breaks ties among places: what costs or is capped, in objectives; not what is paid once."""
+        return np.where(self.ceilings < np.inf, 0.0, self.weights + self.factors.sum(0) * self.scale + 1e-300)
 
 
 def loads_of(packing: Packing, choices: Sequence[Choice]) -> Loads:
@@ -196,7 +208,7 @@ def loads_of(packing: Packing, choices: Sequence[Choice]) -> Loads:
 
 
 def totals(packing: Packing) -> list[list[np.ndarray]]:
-    """f[K] for each option of each item: what all ranks together have of it."""
+    """f[K] for each option of each item: what all ranks together have of it, nothing of what is paid once."""
     return [[_summed(o, packing)[0] for o in item.options] for item in packing.items]
 
 
@@ -210,7 +222,8 @@ def _summed(option: Option, packing: Packing) -> tuple[np.ndarray, np.ndarray]:
     shards = np.array(option.shards, dtype=np.float64).reshape(-1, size)
     base = np.array(option.base or (0.0,) * size)
     top = shards.max(0) if len(shards) else 0.0
-    return shards.sum(0) * len(option.places[0]) + base * packing.num_ranks, top + base
+    total = shards.sum(0) * len(option.places[0]) + base * packing.num_ranks
+    return np.where(packing.ceilings < np.inf, 0.0, total), top + base
 
 
 def without_dominated(packing: Packing) -> tuple[Packing, list[list[int]]]:

@@ -99,7 +99,9 @@ def plan(
     sizes = {a: n for a, n in sizes.items() if a not in named}
     bags, answer = batch_size / prod(sizes_of(mesh).values()), transport_of(exact, dedup).answer
     state = _of_optimizer(optimizer, tables)
-    ground = Ground(tuple(sizes.items()), hardware, bags, answer, codec, capacity_factor, *state)
+    ground = Ground(
+        tuple(sizes.items()), tuple(sizes_of(mesh).items()), hardware, bags, answer, codec, capacity_factor, *state
+    )
     limit = max(1, int((memory_bytes or hardware.memory_bytes) * (1 - reserve)))
     uses = {t.name: use_of(t, reads[t.name], told[t.name], ground) for t in tables}
     found = {t.name: ways(t, uses[t.name], told[t.name], ground) for t in tables}

@@ -10,7 +10,7 @@ import numpy as np
 
 from funcrec.mesh import Mesh
 from funcrec.planner._costs import Use, activation_bytes
-from funcrec.planner._options import EXCHANGE, LOOKUP, UPDATE, Ground, Way, alone_bytes, places_on
+from funcrec.planner._options import EXCHANGE, LAUNCH, LOOKUP, UPDATE, Ground, Way, alone_bytes, places_on
 from funcrec.planner._packing import Loads, Packing, loads_of
 from funcrec.planner._solve import Solution
 from funcrec.sharding import Placement, Plan, RankLine, Report, TableLine, layout_of
@@ -37,9 +37,12 @@ def report_of(
     loads = loads_of(packing, solved.choices)
     loads.scale = max(solved.objective, 1e-300)
     sizes = dict(ground.sizes)
-    memory = rank_bytes(placements, tables, uses, ground)
-    exchange = float(loads.most @ loads.weights) - loads.most[0] - loads.most[1]
-    line = lambda r: RankLine(int(memory), float(loads.load[0, r]), float(exchange), float(loads.load[1, r]))
+    memory, num_banks = rank_bytes(placements, tables, uses, ground)
+    launches = ground.hardware.launch_s * num_banks  # a bank's lookup and update together
+    exchange = float(loads.most @ loads.weights) - loads.most[0] - loads.most[1] - launches
+    line = lambda r: RankLine(
+        int(memory), float(loads.load[0, r]), max(0.0, float(exchange)), float(loads.load[1, r]) + launches
+    )
     reasons = {t.name: why for i, own in enumerate(groups.values()) for why in [reason(packing, loads, i)] for t in own}
     chosen = {
         t.name: packing.items[i].options[c.option].label
@@ -60,11 +63,11 @@ def report_of(
 
 def rank_bytes(
     placements: Mapping[str, Placement], tables: Sequence[TableConfig], uses: Mapping[str, Use], ground: Ground
-) -> float:
-    """What the layout of these placements takes on every rank: its banks, their slots, and the ids, rows and sums of a
-    step's exchanges."""
+) -> tuple[float, int]:
+    """(what the layout of these placements takes on every rank: its banks, their slots, and the ids, rows and sums of a
+    step's exchanges; the number of its banks that are read)."""
     if not tables:
-        return 0.0
+        return 0.0, 0
     shapes, dtypes = {t.name: t.shape for t in tables}, {t.name: t.dtype for t in tables}
     labels = {t.name: ground.label(t.name) for t in tables}
     layout = layout_of(
@@ -86,7 +89,7 @@ def rank_bytes(
                 lanes[r] += uses[s.table].num_pooled
         out += bank.rows * (bank.dim * bank.dtype.itemsize + slots)
         out += max(lanes) * activation_bytes(ground.bags, bank.dim, bank.num_ranks)
-    return out
+    return out, sum(any(uses[s.table].all_ids for s in shards) for shards in own.values())
 
 
 def _table_line(
@@ -107,7 +110,7 @@ def _table_line(
         for (rows, w), b in zip(shapes, blocks)
     )
     work = max(s[LOOKUP] + s[UPDATE] for s in way.shards)
-    seconds = work + way.base.get(EXCHANGE, 0.0)
+    seconds = work + way.base.get(EXCHANGE, 0.0) + way.base.get(LAUNCH, 0.0)
     return TableLine(table.name, placement.kind, tuple(ranks), shapes, int(size * copies), float(seconds), why)
 
 

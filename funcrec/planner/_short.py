@@ -15,6 +15,10 @@ from funcrec.tables import TableConfig
 MOST_TRIED = 40  # constraints that are lifted one at a time
 
 
+class NoPlanError(ValueError):
+    """No plan fits into memory; the input is as it should be."""
+
+
 def fail_short(
     call: str,
     packing: Packing,
@@ -53,6 +57,7 @@ def fail_short(
         got=f"{_mb(limit)} on a rank, its reserve apart",
         need=need,
         hint=hint,
+        kind=NoPlanError,
     )
 
 

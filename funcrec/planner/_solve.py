@@ -57,22 +57,28 @@ def _search(packing: Packing, effort: int) -> Solution:
     best: Loads | None = None
     for options in _starts(packing, relaxed.options):
         loads = improve(longest_first(packing, options), rounds=4 * effort)
-        if best is None or loads.value < best.value:
+        if best is None or (not _keeps(loads), loads.value) < (not _keeps(best), best.value):
             best = loads
     bound, done, is_small = relaxed.bound, False, num_choices(packing) <= WHOLE * effort
-    if is_small and best.value > bound * (1 + TIE):
+    is_open = lambda: not _keeps(best) or best.value > bound * (1 + TIE)
+    if is_small and is_open():
         best, bound, done = whole(packing, best, bound, 200 * effort)
         if not done:  # from a better incumbent a program of everything ends sooner
             best = neighbourhoods(packing, best, bound, rounds=10 * effort)
             best, bound, done = whole(packing, best, bound, 1000 * effort)
-    if not done and best.value > bound * (1 + TIE):
+    if not done and is_open():
         best = neighbourhoods(packing, best, bound, rounds=40 * effort)
-    if best.excess > 1e-9:
+    if not _keeps(best):
         return Solution(None, np.inf, bound, best.excess)
-    best = leaner(packing, best)
+    best = lean(leaner(packing, best))
     clean = loads_of(packing, best.choices)  # without the rounding of moves
     value = float(clean.most @ clean.weights)
     return Solution(list(best.choices), value, min(bound, value))
+
+
+def _keeps(loads: Loads) -> bool:
+    """Whether no cap is broken."""
+    return loads.excess <= 1e-9
 
 
 def num_choices(packing: Packing) -> int:
@@ -95,7 +101,8 @@ def _starts(packing: Packing, relaxed: Sequence[int] | None) -> list[list[int]]:
 def longest_first(packing: Packing, options: Sequence[int]) -> Loads:
     """Every item in its option, the heaviest first, each where it costs least."""
     loads, sums = Loads(packing), [s[o] for s, o in zip(totals(packing), options, strict=True)]
-    loads.scale = max(float(np.sum([s @ loads.weights for s in sums])) / packing.num_ranks, 1e-300)
+    all_once = float(loads.weights[list(packing.once)].sum())
+    loads.scale = max(float(np.sum([s @ loads.weights for s in sums])) / packing.num_ranks + all_once, 1e-300)
     weight = [float(s @ loads._pull) for s in sums]
     for i in sorted(range(len(options)), key=lambda i: (-weight[i], i)):
         loads.put(i, loads.best(i, options[i])[2])
@@ -119,6 +126,23 @@ def leaner(packing: Packing, best: Loads) -> Loads:
         found = [loads.best(i, o) for o in options[i]]
         loads.put(i, min(found, key=lambda f: f[:2])[2])
     return loads_of(packing, loads.choices) if loads.value < before else best
+
+
+def lean(loads: Loads) -> Loads:
+    """Moves of single items to where they take less of what is capped, and the plan no more time."""
+    size = lambda: float((loads.factors @ loads.most).sum())
+    for i in _by_weight(loads) if len(loads.factors) else ():
+        value, least, best = loads.value, size(), loads.take(i)
+        for o in range(len(loads.options[i])):
+            cost, _, choice = loads.best(i, o)
+            if cost > value * (1 + 1e-12):
+                continue
+            loads.put(i, choice)
+            if size() < least * (1 - TIE):
+                best, least = choice, size()
+            loads.take(i)
+        loads.put(i, best)
+    return loads
 
 
 def smooth(loads: Loads) -> float:
@@ -179,8 +203,9 @@ def _move(loads: Loads, item: int) -> None:
 
 def whole(packing: Packing, best: Loads, bound: float, nodes: int) -> tuple[Loads, float, bool]:
     """(the better one, the better bound, whether it is proved), by one program of all items below the incumbent."""
-    empty, is_kept = Loads(packing), best.excess <= 1e-9
+    empty, is_kept = Loads(packing), _keeps(best)
     ceiling = best.value if is_kept else sum(max((s @ empty.weights) for s in own) for own in totals(packing))
+    ceiling += 0.0 if is_kept else sum(empty.weights[list(packing.once)])
     got = place(packing, empty, range(len(packing.items)), ceiling, nodes)
     if got.is_infeasible:
         return best, best.value if is_kept else np.inf, True
@@ -197,7 +222,7 @@ def neighbourhoods(packing: Packing, best: Loads, bound: float, rounds: int) -> 
     """Programs of a few items: those of the slowest rank and of some others, on the ranks where they may lie."""
     draw, idle = random.Random(0), 0
     for turn in range(rounds):
-        if best.value <= bound * (1 + 1e-6) or idle > max(12, rounds // 3):
+        if (_keeps(best) and best.value <= bound * (1 + 1e-6)) or idle > max(12, rounds // 3):
             break
         free, ranks = _neighbours(packing, best, draw, turn)
         trial = best.copy()
@@ -219,7 +244,8 @@ def _neighbours(packing: Packing, loads: Loads, draw: random.Random, turn: int) 
     """(the items to place anew, bool[N]: where). All of the slowest rank, some of the least loaded ranks and of any."""
     price, num_ranks = loads._pull, packing.num_ranks
     own = (loads.load * price[:, None]).sum(0)
-    own = loads.load[int(np.argmax(loads.weights * loads.most))] if loads.excess <= 1e-9 and turn % 2 else own
+    if _keeps(loads) and turn % 2:
+        own = loads.load[int(np.argmax(np.minimum(loads.weights, price) * loads.most))]
     order = sorted(range(num_ranks), key=lambda r: (-own[r], r))
     few = min(num_ranks, 4 + turn % 5)
     picked = {order[0], *order[-(few // 2) :], *draw.sample(range(num_ranks), min(num_ranks, few))}

@@ -76,6 +76,9 @@ class Report(NamedTuple):
                 f"{t.table:{width}}  {t.placement:{kinds}}  {_short(t.ranks):12}  {many + parts:22}  "
                 f"{t.bytes / MB:10.2f}  {t.seconds * 1e3:9.4f}  {t.reason}"
             )
+        rest = (sum(r.bytes for r in self.ranks) - sum(t.bytes for t in self.tables)) / MB
+        what = f"{'padding of banks and what exchanges hold, all ranks':{width + kinds + 40}}"
+        lines += [f"{what}  {rest:10.2f}"] if rest > 0.005 else []
         lines += [
             "",
             f"{'rank':>12}  {'MB':>10}  {'of':>10}  {'lookup ms':>10}  {'exchange':>9}  {'update':>9}  {'in all':>9}",

@@ -11,10 +11,12 @@ SIZES = (1.0, 2.0, 5.0, 10.0)
 
 
 def packing(seed: int) -> Packing:
-    """Up to 5 items of several options on up to 4 ranks, of time, memory and rows of a bank whose height has a price;
-    of some the memory is short, of some too short."""
+    """Up to 5 items of several options on up to 4 ranks, of time, memory and rows of a bank whose height has a price,
+    and of two latencies, each paid once; of some the memory is short, of some too short."""
     draw = random.Random(seed)
     num_ranks, k = draw.choice([1, 2, 2, 3, 4]), 2 + draw.choice([0, 1])
+    needs = random.Random(seed + 1_000)  # two latencies: which options need which
+    once = (k, k + 1)
     single = tuple((r,) for r in range(num_ranks))
     every = (tuple(range(num_ranks)),)
     items = []
@@ -34,10 +36,18 @@ def packing(seed: int) -> Packing:
             options.append(Option("a part each", parts, single, "fixed"))
         if num_ranks == 4 and draw.random() < 0.5:
             options.append(Option("a host", (own(c * 0.55, m / 2, 0.0),), ((0, 1), (2, 3))))
-        items.append(Item(f"item {i}", tuple(options)))
+        items.append(Item(f"item {i}", tuple(_with_once(o, k, needs) for o in options)))
     least = sum(min(sum(s[1] for s in o.shards) for o in item.options) for item in items)
     limit = draw.choice([0.9, 1.1, 1.5, 4.0]) * max(least / num_ranks, 0.2)
-    return Packing(tuple(items), num_ranks, (1.0, 0.0, 0.7)[:k], (Cap("memory", (0.0, 1.0, 0.0)[:k], limit),))
+    weights, factors = (1.0, 0.0, 0.7)[:k], (0.0, 1.0, 0.0)[:k]
+    prices = (needs.choice([0.1, 1.0, 4.0]), needs.choice([0.1, 1.0, 4.0]))
+    return Packing(tuple(items), num_ranks, (*weights, *prices), (Cap("memory", (*factors, 0.0, 0.0), limit),), once)
+
+
+def _with_once(option: Option, k: int, needs: random.Random) -> Option:
+    """The option with a base of 1 of each latency that it needs."""
+    base = (option.base or (0.0,) * k) + tuple(float(needs.random() < 0.5) for _ in range(2))
+    return option._replace(shards=tuple((*s, 0.0, 0.0) for s in option.shards), base=base)
 
 
 def best_of_all(packing: Packing) -> float:
@@ -46,6 +56,7 @@ def best_of_all(packing: Packing) -> float:
     best, weights = np.inf, np.array(packing.weights)
     for loads in itertools.product(*own):
         most = sum(loads, np.zeros((len(weights), packing.num_ranks))).max(1)
+        most = [min(m, 1.0) if k in packing.once else m for k, m in enumerate(most)]
         if all(np.dot(c.factors, most) <= c.limit * (1 + 1e-12) for c in packing.caps):
             best = min(best, float(weights @ most))
     return best
