@@ -8,6 +8,9 @@ from funcrec.metrics._classes import multiclass_accuracy as multiclass_accuracy
 from funcrec.metrics._metric import Metric as Metric
 from funcrec.metrics._metric import collect as collect
 from funcrec.metrics._metric import merge as merge
+from funcrec.metrics._retrieval import hit_rate as hit_rate
+from funcrec.metrics._retrieval import ndcg as ndcg
+from funcrec.metrics._retrieval import recall as recall
 from funcrec.metrics._sums import accuracy as accuracy
 from funcrec.metrics._sums import calibration as calibration
 from funcrec.metrics._sums import ctr as ctr

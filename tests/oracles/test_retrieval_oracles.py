@@ -1,0 +1,65 @@
+"""Metrics of lists against scikit-learn and against sets in Python."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import ndcg_score
+
+import funcrec as fr
+
+metrics = fr.metrics
+GIVEN = st.lists(st.integers(0, 9), unique=True, min_size=4, max_size=7)
+LISTS = st.lists(st.tuples(GIVEN, st.lists(st.integers(0, 9), max_size=6)), min_size=1, max_size=5)
+
+
+def of(metric, rows, relevant, weights=None):
+    return float(metric.compute(metric.update(metric.init(), rows, relevant, weights)))
+
+
+@given(LISTS, st.integers(1, 9))
+def test_lists_are_measured_as_sets_are(lists, k):
+    """recall, hit rate and NDCG at k are those of Python's sets and of scikit-learn; lists without a relevant row count
+    for nothing, and neither do padding, -1 and rows that are named twice."""
+    rows = torch.tensor([(own + [-1] * 7)[:7] for own, _ in lists])
+    bags = fr.JaggedTensor.from_lists([bag for _, bag in lists], dtype=torch.int64)
+    padded = fr.JaggedTensor(torch.cat([bags.values, rows.flatten()]), bags.offsets)
+    found = [(own[:k], set(bag)) for own, bag in lists if bag]
+    mean = lambda xs: float(np.mean(xs)) if xs else np.nan
+    recall = mean([len(bag & set(own)) / len(bag) for own, bag in found])
+    hit = mean([float(bool(bag & set(own))) for own, bag in found])
+    np.testing.assert_allclose(of(metrics.recall(k), rows, padded), recall)
+    np.testing.assert_allclose(of(metrics.hit_rate(k), rows, padded), hit)
+    gains = []
+    for own, bag in ((own, set(bag)) for own, bag in lists if bag):
+        score = np.array([[100 - own.index(i) if i in own else -i for i in range(10)]])
+        label = np.array([[float(i in bag) for i in range(10)]])
+        if k <= len(own):
+            gains.append((ndcg_score(label, score, k=k), own, bag))
+    for want, own, bag in gains:
+        got = of(metrics.ndcg(k), torch.tensor([own]), fr.JaggedTensor.from_lists([list(bag)]))
+        np.testing.assert_allclose(got, want)
+
+
+def test_states_add_up_and_weights_count():
+    """Two batches are one; a list's weight counts as often; a list of weight 0 is padding."""
+    rows, bags = torch.tensor([[1, 2], [3, 4], [5, 6]]), fr.JaggedTensor.from_lists([[1], [9, 4], [5]])
+    m = metrics.recall(2)
+    whole = m.update(m.init(), rows, bags, torch.tensor([2.0, 1.0, 0.0]))
+    parts = m.update(m.init(), rows[:1], fr.JaggedTensor.from_lists([[1]]), torch.tensor([2.0]))
+    parts = m.update(parts, rows[1:2], fr.JaggedTensor.from_lists([[9, 4]]))
+    assert float(m.compute(whole)) == float(m.compute(parts)) == 2.5 / 3
+    assert float(fr.jit(lambda r, b: m.compute(m.update(m.init(), r, b)))(rows, bags)) == 2.5 / 3
+
+
+@pytest.mark.parametrize("rows, bags, kind, text", [
+    (torch.ones(2, 3), fr.JaggedTensor.from_lists([[1], [2]]), TypeError, "not lists of rows"),
+    (torch.tensor([1]), fr.JaggedTensor.from_lists([[1]]), ValueError, "not lists of rows"),
+    (torch.tensor([[1]]), fr.JaggedTensor.from_lists([[0.5]]), TypeError, "not bags of rows"),
+    (torch.tensor([[1]]), fr.JaggedTensor.from_lists([[1], [2]]), ValueError, "of other lists"),
+])  # fmt: skip
+def test_bad_lists_are_told(rows, bags, kind, text):
+    """What is no list of rows, or no bag of relevant ones for each, is refused in four parts."""
+    with pytest.raises(kind, match=text):
+        of(metrics.ndcg(2), rows, bags)
