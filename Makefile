@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 MODEL ?= deepfm
 
-.PHONY: train test docs sanitize ladder bench bench-full gpu clean
+.PHONY: train test serving docs sanitize ladder bench bench-full gpu clean
 
 train: $(VENV)/.installed
 	$(RUN) -m funcrec.examples.ctr --model $(MODEL) --out runs/$(MODEL)
@@ -13,10 +13,15 @@ ladder: $(VENV)/.installed
 	for model in lr fm dlrm widedeep deepfm dcnv2; do \
 	  $(RUN) -m funcrec.examples.ctr --model $$model --out runs/$$model || exit 1; done
 
-test: $(VENV)/.tested
+test: $(VENV)/.tested serving
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pytest -q -n 2 --dist loadgroup
+
+# Packages in C++ without Python: a library, and build/serving/funcrec-serve. Needs the headers of Boost: apt-get install libboost1.81-dev
+serving: $(VENV)/.installed
+	PATH="$(abspath $(VENV))/bin:$$PATH"; command -v cmake > /dev/null || $(RUN) -m pip install --quiet cmake; \
+	cmake -S kernels -B build/serving -DFUNCREC_SERVING=ON -DPython_EXECUTABLE=$(abspath $(RUN)) && cmake --build build/serving --parallel 2
 
 # The docstrings as pages: open build/docs/funcrec.html. Modules without a public name are left out; a `!` that begins a pattern leaves out what matches.
 docs: $(VENV)/.installed

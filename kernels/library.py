@@ -51,7 +51,7 @@ SCHEMAS = {
     "(Tensor, Tensor, Tensor, Tensor)",
     "owner_blocks": "(Tensor ids, Tensor offsets, int[] lanes, int[] slots, int num_bags, int num_ranks, SymInt room, "
     "bool wide, bool placed) -> (Tensor, Tensor, Tensor)",
-    "to_padded": "(Tensor values, Tensor offsets, SymInt max_length, Scalar fill) -> Tensor",
+    "to_padded": "(Tensor values, Tensor offsets, SymInt max_length, float fill, int? whole=None) -> Tensor",
     "from_padded": "(Tensor padded, Tensor offsets, SymInt capacity) -> Tensor",
     "quantized_lookup": "(Tensor[] tables, Tensor[] rows, Tensor offsets, Tensor? weights, SymInt[] features, SymInt "
     "num_bags, int[] bits, int[] dims) -> Tensor",
@@ -147,7 +147,7 @@ FAKES: dict[str, Callable] = {
     "take_ranges_transpose": lambda d, starts, lengths, num_values: d.new_empty((num_values, *d.shape[1:])),
     "bucketize": _bucketize,
     "owner_blocks": _owner_blocks,
-    "to_padded": lambda values, offsets, max_length, fill: values.new_empty(
+    "to_padded": lambda values, offsets, max_length, fill, whole=None: values.new_empty(
         (offsets.shape[0] - 1, max_length, *values.shape[1:])
     ),
     "from_padded": lambda padded, offsets, capacity: padded.new_empty((capacity, *padded.shape[2:])),
@@ -186,7 +186,8 @@ def operator(implementation: str, name: str) -> Callable | None:
     None when the implementation has no such function."""
     module = load(implementation)
     if implementation == "reference":
-        return getattr(module, name, None)
+        found = getattr(module, name, None)
+        return filled(found) if name == "to_padded" else found
     if not hasattr(module, IN_PLACE.get(name, name)):
         return None
     return getattr(getattr(torch.ops, f"funcrec_{implementation}"), name).default
@@ -197,6 +198,16 @@ def twin(target: object) -> tuple[Callable, int] | None:
     if not isinstance(target, torch._ops.OpOverload) or not target.namespace.startswith("funcrec_"):
         return None
     return _twins.get(target._schema.name)
+
+
+def filled(to_padded: Callable) -> Callable:
+    """Given the filling in two parts, a float and, if it is a whole
+    number, that: torch's stable ABI has no number that is either."""
+
+    def run(values, offsets, max_length, fill, whole=None):
+        return to_padded(values, offsets, max_length, fill if whole is None else whole)
+
+    return run
 
 
 _libraries: dict[str, torch.library.Library] = {}  # an operator lives as long as its library
@@ -216,6 +227,8 @@ def _define(namespace: str, module: object) -> None:
         elif name == "pooled_lookup":
             run = stacks.lookup_of_members(run, getattr(module, "READS_STACKS", False))
             fake = stacks.lookup_of_members(fake)
+        elif name == "to_padded":
+            run = filled(run)
         if name in IN_PLACE:
             run, in_place = _pure(run, name), run
         define(namespace, name, schema, run, fake, in_place=in_place, stacked=STACKED.get(name, ()))

@@ -328,7 +328,8 @@ def to_padded(
     values: Tensor, offsets: Tensor, max_length: int, fill: float | int = 0, *, implementation: str | None = None
 ) -> Tensor:
     """[B, max_length, ...]: each bag from its beginning, then `fill`."""
-    return _of("to_padded", implementation, values)(values, offsets, max_length, fill)
+    whole = int(fill) if isinstance(fill, int) else None
+    return _of("to_padded", implementation, values)(values, offsets, max_length, float(fill), whole)
 
 
 def from_padded(padded: Tensor, offsets: Tensor, capacity: int, *, implementation: str | None = None) -> Tensor:

@@ -52,12 +52,12 @@ struct Spec {
 // A column of ids, in the order in which their bags lie in `offsets`: bag b of feature f is number f * bags + b.
 struct Feature {
   std::string name, table;
-  int64_t rows;   // ids are 0 .. rows - 1
+  int64_t rows;   // ids are 0 .. rows - 1; -1: any id is one, which the model brings to a row
   bool weighted;  // whether its ids' weights are read
 };
 
 struct TableOf {
-  std::string name;
+  std::string name, param;  // the parameter that holds its rows
   int64_t rows, dim, bits;
 };
 
@@ -68,8 +68,8 @@ struct Manifest {
   std::vector<TableOf> tables;
   int64_t max_batch, max_ids;
 
-  int64_t dense_columns = 0;  // numbers of `dense` for each bag; 0: the model has none
-  bool has_ids = false, has_weights = false;
+  int64_t dense_columns = 0;  // numbers of `dense` for each bag
+  bool has_dense = false, has_ids = false, has_weights = false;
 };
 
 // One batch, key-major as a KeyedJaggedTensor; the memory is the caller's and is only read while `run` runs.

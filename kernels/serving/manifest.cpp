@@ -1,0 +1,264 @@
+#include "manifest.h"
+
+#include <algorithm>
+#include <fstream>
+#include <limits>
+#include <map>
+#include <sstream>
+
+#include "digest.h"
+
+namespace funcrec::serving {
+namespace {
+
+constexpr int64_t FORMAT = 1, PAGE = 4096, MOST = int64_t(1) << 48;  // no size is larger
+constexpr int64_t ANY_ROW = std::numeric_limits<int64_t>::max();  // the rows of a column that is hashed, or not looked up
+constexpr size_t DIGITS = 64;
+
+struct Named { const char *python, *brief; DType dtype; int64_t bytes; };
+constexpr Named DTYPES[] = {
+    {"uint8", "u8", DType::u8, 1}, {"int8", "i8", DType::i8, 1}, {"int16", "i16", DType::i16, 2}, {"int32", "i32", DType::i32, 4},
+    {"int64", "i64", DType::i64, 8}, {"float16", "f16", DType::f16, 2}, {"bfloat16", "bf16", DType::bf16, 2}, {"float32", "f32", DType::f32, 4},
+    {"float64", "f64", DType::f64, 8}, {"bool", "bool", DType::boolean, 1}};
+
+const Named& named(DType dtype) {
+  return *std::find_if(std::begin(DTYPES), std::end(DTYPES), [&](const Named& n) { return n.dtype == dtype; });
+}
+
+DType dtype_of(const Entry& e) {
+  const std::string name = e.text();
+  for (const Named& n : DTYPES) if (name == n.python) return n.dtype;
+  e.fail('"' + name + '"', "a dtype that packages have");
+}
+
+std::vector<int64_t> shape_of(const Entry& e) {
+  std::vector<int64_t> out;
+  for (const Entry& size : e.items()) {
+    if (!size.is_text()) out.push_back(size.number(0, MOST));
+    else if (size.text() == "B") out.push_back(BAGS);
+    else if (size.text() == "N") out.push_back(IDS);
+    else if (size.text() == "F*B+1") out.push_back(OFFSETS);
+    else size.fail('"' + size.text() + '"', "a number, \"B\", \"N\" or \"F*B+1\"");
+  }
+  return out;
+}
+
+Spec spec_of(const Entry& e) { return {e["name"].text(), dtype_of(e["dtype"]), shape_of(e["shape"])}; }
+
+std::vector<Spec> specs_of(const Entry& e) {
+  std::vector<Spec> out;
+  for (const Entry& x : e.items()) out.push_back(spec_of(x));
+  return out;
+}
+
+// The text with the digits behind these keys as zeros: what a digest in the text itself is made of.
+std::string blanked(std::string text, std::initializer_list<const char*> keys) {
+  const auto is_digit = [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); };
+  for (const std::string key : keys) {
+    const std::string before = '"' + key + "\": \"";
+    for (size_t at = 0; (at = text.find(before, at)) != std::string::npos;) {
+      at += before.size();
+      if (at + DIGITS < text.size() && text[at + DIGITS] == '"' && std::all_of(&text[at], &text[at] + DIGITS, is_digit))
+        text.replace(at, DIGITS, DIGITS, '0');
+    }
+  }
+  return text;
+}
+
+std::string minor(const std::string& version) {
+  const size_t dot = version.find('.');
+  return dot == std::string::npos ? version : version.substr(0, std::min(version.find_first_of(".+", dot + 1), version.size()));
+}
+
+// What Linux calls the instruction sets of this processor.
+std::vector<std::string> processor_flags() {
+  std::ifstream file("/proc/cpuinfo");
+  std::vector<std::string> flags;
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("flags", 0) != 0) continue;
+    std::istringstream words(line.substr(std::min(line.find(':'), line.size() - 1) + 1));
+    for (std::string word; words >> word;) flags.push_back(word);
+    break;
+  }
+  return flags;
+}
+
+void check_place(const Manifest& m, const Entry& top, const std::string& torch) {
+  if (minor(m.torch) != minor(torch)) throw Bad("the package is of another torch.", "torch " + torch, m.torch);
+  const auto flags = processor_flags();
+  std::string absent;
+  for (const Entry& need : top["needs"].items())
+    if (std::find(flags.begin(), flags.end(), need.text()) == flags.end()) absent += (absent.empty() ? "" : ", ") + need.text();
+  if (!absent.empty()) throw Bad("the package needs instructions that this processor lacks.", "a processor without " + absent, "isa " + m.isa);
+}
+
+// The inputs are of dense, values, offsets and weights those that there are, in this order and of these kinds.
+void check_inputs(Manifest& m, const Entry& inputs) {
+  const std::vector<Spec> whole = {{"dense", DType::f32, {BAGS, 0}}, {"values", DType::i64, {IDS}}, {"offsets", DType::i64, {OFFSETS}}, {"weights", DType::f32, {IDS}}};
+  std::vector<Spec> expected;
+  for (const Spec& w : whole) {
+    const auto found = std::find_if(m.inputs.begin(), m.inputs.end(), [&](const Spec& s) { return s.name == w.name; });
+    if (found == m.inputs.end()) continue;
+    expected.push_back(w);
+    if (w.name != "dense") continue;
+    if (found->shape.size() == 2 && found->shape[1] >= 0) m.dense_columns = expected.back().shape[1] = found->shape[1];
+    m.has_dense = true;
+  }
+  const auto list = [](const std::vector<Spec>& specs) {
+    std::string out;
+    for (const Spec& s : specs) out += (out.empty() ? "" : ", ") + s.name + " " + text_of(s);
+    return out;
+  };
+  if (list(m.inputs) != list(expected)) inputs.fail(list(m.inputs), list(expected));
+  const auto is_there = [&](const char* name) { return std::any_of(expected.begin(), expected.end(), [&](const Spec& s) { return s.name == name; }); };
+  m.has_ids = is_there("values"), m.has_weights = is_there("weights");
+  if (m.has_ids != is_there("offsets") || (m.has_weights && !m.has_ids) || (m.has_ids != !m.features.empty()))
+    inputs.fail(list(m.inputs), "values and offsets if there are features, weights only with them");
+}
+
+}  // namespace
+
+// -- entries ----------------------------------------------------------------------------------------------------------
+
+void Entry::fail(const std::string& got, const std::string& need) const { throw Bad("`" + path_ + "` is wrong.", got, need); }
+
+Entry Entry::operator[](const char* key) const {
+  if (!value_->is_object()) fail("no object", "an object");
+  const boost::json::value* found = value_->as_object().if_contains(key);
+  if (!found) fail(std::string("no \"") + key + '"', "the file as it was written");
+  return {path_ + '.' + key, *found};
+}
+
+bool Entry::has(const char* key) const { return value_->is_object() && value_->as_object().contains(key); }
+
+std::vector<Entry> Entry::items() const {
+  if (!value_->is_array()) fail("no list", "a list");
+  std::vector<Entry> out;
+  const auto& array = value_->as_array();
+  for (size_t i = 0; i < array.size(); i++) out.emplace_back(path_ + '[' + std::to_string(i) + ']', array[i]);
+  return out;
+}
+
+std::string Entry::text() const {
+  if (!value_->is_string()) fail("no text", "text");
+  return std::string(value_->as_string());
+}
+
+int64_t Entry::number(int64_t least, int64_t most) const {
+  if (!value_->is_int64()) fail("no whole number of 64 bits", "one");
+  const int64_t n = value_->as_int64();
+  if (n < least || n > most) fail(std::to_string(n), std::to_string(least) + " to " + std::to_string(most));
+  return n;
+}
+
+bool Entry::truth() const {
+  if (!value_->is_bool()) fail("no bool", "true or false");
+  return value_->as_bool();
+}
+
+// -- files ------------------------------------------------------------------------------------------------------------
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string text;
+  if (file) {
+    std::ostringstream all;
+    all << file.rdbuf();
+    text = std::move(all).str();
+  }
+  if (!file) throw Bad("`" + path + "` cannot be read.", "no such file, or no right to read it", "a folder that funcrec wrote");
+  return text;
+}
+
+boost::json::value parse(const std::string& path, const std::string& text) {
+  boost::json::error_code error;
+  auto value = boost::json::parse(text, error);
+  if (error) throw Bad("`" + path + "` is damaged.", error.message(), "the file as it was written");
+  return value;
+}
+
+Manifest read_manifest(const std::string& folder, const std::string& torch) {
+  const std::string path = folder + "/manifest.json", text = read_file(path);
+  const auto value = parse(path, text);
+  const Entry top(path, value);
+  if (const int64_t format = top["format"].number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()); format != FORMAT)
+    throw Bad("`" + path + "` is of another format.", "format " + std::to_string(format), "format " + std::to_string(FORMAT));
+  Manifest m;
+  m.digest = top["digest"].text(), m.funcrec = top["funcrec"].text(), m.torch = top["torch"].text(), m.isa = top["isa"].text();
+  if (const std::string now = sha256(blanked(text, {"digest", "model.pt2", "encoding.frc"})); now != m.digest)
+    throw Bad("`" + path + "` was changed.", "digest " + now, m.digest);
+  check_place(m, top, torch);
+  m.inputs = specs_of(top["inputs"]), m.params = specs_of(top["params"]), m.outputs = specs_of(top["outputs"]);
+  m.max_batch = top["max_batch"].number(1, std::numeric_limits<int32_t>::max());
+  m.max_ids = top["max_ids"].number(0, MOST);
+  for (const Entry& e : top["features"].items()) {
+    const int64_t rows = e["rows"].number(0, ANY_ROW);
+    m.features.push_back({e["name"].text(), e["table"].is_null() ? "" : e["table"].text(), rows == ANY_ROW ? -1 : rows, e["weighted"].truth()});
+  }
+  for (const Entry& e : top["tables"].items())
+    m.tables.push_back({e["name"].text(), e["param"].is_null() ? "" : e["param"].text(), e["rows"].number(0, MOST), e["dim"].number(0, MOST),
+                        e["bits"].is_null() ? 0 : e["bits"].number(1, 64)});
+  for (const Spec& s : m.params) bytes_of(s);
+  check_inputs(m, top["inputs"]);
+  for (const Spec& s : m.outputs)
+    if (s.shape.empty() || s.shape[0] != BAGS || std::any_of(s.shape.begin() + 1, s.shape.end(), [](int64_t n) { return n < 0; }))
+      top["outputs"].fail(s.name + " " + text_of(s), "a row for each bag");
+  const std::string model = top["files"]["model.pt2"].text();
+  if (const std::string now = sha256(read_file(folder + "/model.pt2")); now != model)
+    throw Bad("`" + folder + "/model.pt2` is not the manifest's.", "sha256 " + now, model);
+  return m;
+}
+
+Index read_index(const std::string& folder, const Manifest& manifest) {
+  const std::string path = folder + "/weights.json", text = read_file(path);
+  const auto value = parse(path, text);
+  const Entry top(path, value);
+  if (top["format"].number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()) != FORMAT) top["format"].fail("another format", "format " + std::to_string(FORMAT));
+  const std::string digest = top["digest"].text();
+  if (const std::string now = sha256(blanked(text, {"digest"})); now != digest) throw Bad("`" + path + "` was changed.", "digest " + now, digest);
+  std::map<std::string, Placed> found;
+  for (const Entry& e : top["tensors"].items()) {
+    Placed p{spec_of(e), e["offset"].number(0, MOST), e["nbytes"].number(0, MOST), uint32_t(e["crc32"].number(0, UINT32_MAX))};
+    if (p.nbytes != bytes_of(p.spec)) e["nbytes"].fail(std::to_string(p.nbytes), std::to_string(bytes_of(p.spec)) + ", for " + text_of(p.spec));
+    if (p.offset % PAGE) e["offset"].fail(std::to_string(p.offset), "a multiple of " + std::to_string(PAGE));
+    const std::string name = p.spec.name;
+    if (!found.emplace(name, std::move(p)).second) e.fail(name + " twice", "once");
+  }
+  Index index{top["version"].text(), {}};
+  for (const Spec& want : manifest.params) {
+    const auto at = found.find(want.name);
+    const std::string got = at == found.end() ? "none" : text_of(at->second.spec), need = text_of(want);
+    if (got != need) throw Bad("`" + path + "` is of other parameters than the package.", want.name + ": " + got, want.name + ": " + need);
+    index.tensors.push_back(std::move(at->second));
+    found.erase(at);
+  }
+  if (!found.empty()) throw Bad("`" + path + "` is of other parameters than the package.", found.begin()->first, "no such parameter");
+  return index;
+}
+
+// -- specs ------------------------------------------------------------------------------------------------------------
+
+int64_t size_of(DType dtype) { return named(dtype).bytes; }
+
+std::string text_of(const Spec& spec) {
+  std::string out = named(spec.dtype).brief;
+  for (size_t i = 0; i < spec.shape.size(); i++) {
+    const int64_t n = spec.shape[i];
+    out += (i ? ", " : "[") + (n == BAGS ? "B" : n == IDS ? "N" : n == OFFSETS ? "F*B+1" : std::to_string(n));
+  }
+  return out + (spec.shape.empty() ? "[]" : "]");
+}
+
+int64_t bytes_of(const Spec& spec) {
+  int64_t bytes = size_of(spec.dtype);
+  bool empty = false;
+  for (int64_t n : spec.shape) {
+    if (n < 0) throw Bad("a parameter has no size of its own.", spec.name + " " + text_of(spec), "numbers");
+    empty = empty || n == 0;
+    if (n > 0 && bytes > MOST / n) throw Bad("a tensor is too large.", spec.name + " " + text_of(spec), std::to_string(MOST) + " bytes or less");
+    bytes *= std::max<int64_t>(n, 1);
+  }
+  return empty ? 0 : bytes;
+}
+
+}  // namespace funcrec::serving

@@ -1,0 +1,55 @@
+// What a package's JSON files say, read with every entry checked: manifest.json, weights.json, and the header of a delta.
+#pragma once
+#include <boost/json.hpp>
+#include <string>
+#include <vector>
+
+#include "package.h"
+
+namespace funcrec::serving {
+
+// A tensor in a file: `offset` bytes from its beginning.
+struct Placed {
+  Spec spec;
+  int64_t offset, nbytes;
+  uint32_t crc32;
+};
+
+struct Index {
+  std::string version;
+  std::vector<Placed> tensors;
+};
+
+// A value of a JSON text and where it lies in it; what is not there or of another kind is Bad.
+class Entry {
+ public:
+  Entry(std::string path, const boost::json::value& value) : path_(std::move(path)), value_(&value) {}
+  Entry operator[](const char* key) const;
+  bool has(const char* key) const;
+  std::vector<Entry> items() const;
+  std::string text() const;
+  int64_t number(int64_t least, int64_t most) const;
+  bool truth() const;
+  bool is_null() const { return value_->is_null(); }
+  bool is_text() const { return value_->is_string(); }
+  const std::string& path() const { return path_; }
+  [[noreturn]] void fail(const std::string& got, const std::string& need) const;
+
+ private:
+  std::string path_;
+  const boost::json::value* value_;
+};
+
+std::string read_file(const std::string& path);  // Bad if it cannot be read
+boost::json::value parse(const std::string& path, const std::string& text);
+
+// The manifest of a package that this process can run; `torch`: the version that it has.
+Manifest read_manifest(const std::string& folder, const std::string& torch);
+
+// weights.json of a folder: the tensors in the manifest's order, of its dtypes and shapes.
+Index read_index(const std::string& folder, const Manifest& manifest);
+
+std::string text_of(const Spec& spec);  // f32[B, 13]
+int64_t bytes_of(const Spec& spec);     // of one without sizes that a request chooses
+
+}  // namespace funcrec::serving

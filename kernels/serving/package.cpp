@@ -1,0 +1,219 @@
+#include "package.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/InferenceMode.h>
+#include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+
+#include "manifest.h"
+#include "weights.h"
+
+namespace funcrec::serving {
+namespace {
+
+using Loader = torch::inductor::AOTIModelPackageLoader;
+
+at::ScalarType scalar_type(DType dtype) {
+  switch (dtype) {
+    case DType::u8: return at::kByte;
+    case DType::i8: return at::kChar;
+    case DType::i16: return at::kShort;
+    case DType::i32: return at::kInt;
+    case DType::i64: return at::kLong;
+    case DType::f16: return at::kHalf;
+    case DType::bf16: return at::kBFloat16;
+    case DType::f32: return at::kFloat;
+    case DType::f64: return at::kDouble;
+    case DType::boolean: break;
+  }
+  return at::kBool;
+}
+
+at::Tensor view(const void* data, at::IntArrayRef shape, at::ScalarType dtype) {
+  return at::from_blob(const_cast<void*>(data), shape, at::TensorOptions().dtype(dtype));
+}
+
+template <class F> auto of_torch(const char* what, F&& f) {
+  try {
+    return f();
+  } catch (const c10::Error& e) {
+    throw Failed(std::string(what) + ": " + e.what_without_backtrace());
+  } catch (const Bad&) {
+    throw;
+  } catch (const Failed&) {
+    throw;
+  } catch (const std::exception& e) {
+    throw Failed(std::string(what) + ": " + e.what());
+  }
+}
+
+// Weights, and their tensors in the order in which a program takes them.
+struct Parameters {
+  Weights weights;
+  std::vector<at::Tensor> tensors;
+
+  Parameters(const std::string& folder, const Manifest& manifest, bool checksums) : weights(folder, manifest, checksums) {
+    for (const Placed& p : weights.tensors()) tensors.push_back(view(weights.address(p), p.spec.shape, scalar_type(p.spec.dtype)));
+  }
+};
+
+// `n` things are `needed`, else the request is Bad.
+void count(const char* what, size_t n, int64_t needed) {
+  if (n != size_t(needed)) throw Bad(std::string("`") + what + "` has another size.", std::to_string(n), std::to_string(needed));
+}
+
+// Ids of [0, rows) that are not, written so that it is vectors.
+int64_t outside(std::span<const int64_t> ids, int64_t rows) {
+  int64_t n = 0;
+  for (int64_t id : ids) n += uint64_t(id) >= uint64_t(rows);
+  return n;
+}
+
+}  // namespace
+
+struct Package::Inside {
+  Manifest manifest;
+  Options options;
+  std::optional<Loader> loader;
+  std::atomic<std::shared_ptr<Parameters>> now;
+  std::mutex one_change;  // swaps and deltas, one at a time
+
+  void set_threads() const {  // torch keeps the number for each thread
+    thread_local int set = 0;
+    if (set != options.threads) at::set_num_threads(set = options.threads);
+  }
+
+  std::vector<Output> outputs_of(std::vector<at::Tensor> results, const Request& request, const Parameters& p) const;
+};
+
+Package::Package(std::unique_ptr<Inside> in) : in_(std::move(in)) {}
+Package::~Package() = default;
+
+std::shared_ptr<Package> Package::open(const std::string& folder, const Options& options) {
+  if (options.threads < 1 || options.runners < 1) throw Bad("the options do not fit.", "threads or runners below 1", "1 or more");
+  if (!options.operators.empty() && !dlopen(options.operators.c_str(), RTLD_NOW | RTLD_GLOBAL)) {
+    const char* error = dlerror();
+    throw Bad("the operators cannot be loaded.", error ? error : options.operators, "a shared library that registers them");
+  }
+  auto in = std::make_unique<Inside>();
+  in->options = options;
+  in->manifest = read_manifest(folder, TORCH_VERSION);
+  in->now = std::make_shared<Parameters>(folder, in->manifest, options.checksums);
+  of_torch("the program cannot be loaded", [&] {
+    in->loader.emplace(folder + "/model.pt2", "model", false, size_t(options.runners));
+    const auto metadata = in->loader->get_metadata();
+    const auto digest = metadata.find("funcrec_digest");
+    if (digest == metadata.end() || digest->second != in->manifest.digest)
+      throw Bad("`" + folder + "/model.pt2` is another package's.", digest == metadata.end() ? "no digest" : digest->second, in->manifest.digest);
+  });
+  return std::shared_ptr<Package>(new Package(std::move(in)));
+}
+
+const Manifest& Package::manifest() const { return in_->manifest; }
+
+std::string Package::version() const {
+  const auto p = in_->now.load();
+  std::shared_lock reading(p->weights.gate);
+  return p->weights.version;
+}
+
+int64_t Package::check(const Request& r) const {
+  const Manifest& m = in_->manifest;
+  if (r.bags < 0 || r.bags > m.max_batch) throw Bad("the batch is of another size.", std::to_string(r.bags) + " bags", "0 to " + std::to_string(m.max_batch));
+  count("dense", r.dense.size(), m.dense_columns * r.bags);
+  if (int64_t(r.values.size()) > m.max_ids) throw Bad("there are too many ids.", std::to_string(r.values.size()), std::to_string(m.max_ids) + " or fewer");
+  count("weights", r.weights.size(), m.has_weights ? int64_t(r.values.size()) : 0);
+  if (!m.has_ids) {
+    count("values", r.values.size(), 0), count("offsets", r.offsets.size(), 0);
+    return 0;
+  }
+  count("offsets", r.offsets.size(), int64_t(m.features.size()) * r.bags + 1);
+  const int64_t n = int64_t(r.values.size());
+  if (r.offsets.front() != 0) throw Bad("`offsets` do not begin at 0.", std::to_string(r.offsets.front()), "0");
+  if (r.offsets.back() != n) throw Bad("`offsets` do not end at the number of ids.", std::to_string(r.offsets.back()), std::to_string(n));
+  bool descends = false;
+  for (size_t i = 1; i < r.offsets.size(); i++) descends |= r.offsets[i] < r.offsets[i - 1];
+  if (descends) throw Bad("`offsets` descend.", "a bag that ends before it begins", "ascending numbers");
+  int64_t out = 0;
+  for (size_t f = 0; f < m.features.size(); f++) {
+    if (m.features[f].rows < 0) continue;
+    const int64_t begin = r.offsets[f * size_t(r.bags)], end = r.offsets[(f + 1) * size_t(r.bags)];
+    out += outside(r.values.subspan(size_t(begin), size_t(end - begin)), m.features[f].rows);
+  }
+  return out;
+}
+
+Answer Package::run(const Request& r) const {
+  Answer answer;
+  answer.ids_out_of_range = check(r);
+  in_->set_threads();
+  const auto p = in_->now.load();
+  std::shared_lock reading(p->weights.gate);
+  answer.version = p->weights.version;
+  if (r.bags == 0) {  // programs are made for one bag or more
+    for (const Spec& spec : in_->manifest.outputs) {
+      answer.outputs.push_back({spec.dtype, spec.shape, nullptr, nullptr});
+      answer.outputs.back().shape[0] = 0;
+    }
+    return answer;
+  }
+  answer.outputs = of_torch("the program failed", [&] {
+    c10::InferenceMode inference;
+    const Manifest& m = in_->manifest;
+    std::vector<at::Tensor> inputs;
+    inputs.reserve(p->tensors.size() + 4);
+    inputs = p->tensors;
+    if (m.has_dense) inputs.push_back(view(r.dense.data(), {r.bags, m.dense_columns}, at::kFloat));
+    if (m.has_ids) inputs.push_back(view(r.values.data(), {int64_t(r.values.size())}, at::kLong));
+    if (m.has_ids) inputs.push_back(view(r.offsets.data(), {int64_t(r.offsets.size())}, at::kLong));
+    if (m.has_weights) inputs.push_back(view(r.weights.data(), {int64_t(r.weights.size())}, at::kFloat));
+    return in_->outputs_of(in_->loader->boxed_run(std::move(inputs)), r, *p);
+  });
+  return answer;
+}
+
+std::vector<Output> Package::Inside::outputs_of(std::vector<at::Tensor> results, const Request& r, const Parameters& p) const {
+  if (results.size() != manifest.outputs.size()) throw Failed("the program has other outputs than its manifest");
+  std::vector<Output> out;
+  for (size_t i = 0; i < results.size(); i++) {
+    const Spec& spec = manifest.outputs[i];
+    std::vector<int64_t> shape = spec.shape;
+    shape[0] = r.bags;
+    at::Tensor x = results[i].contiguous();
+    if (x.sizes() != at::IntArrayRef(shape) || x.scalar_type() != scalar_type(spec.dtype))
+      throw Failed("the program's output " + spec.name + " is not " + text_of(spec) + ", as its manifest says");
+    const void* data = x.data_ptr();
+    const auto within = [&](auto span) { return data >= span.data() && data < span.data() + span.size(); };
+    if (p.weights.holds(data) || within(r.dense) || within(r.values) || within(r.offsets) || within(r.weights)) x = x.clone();
+    data = x.data_ptr();
+    out.push_back({spec.dtype, std::move(shape), data, std::make_shared<at::Tensor>(std::move(x))});
+  }
+  return out;
+}
+
+void Package::swap(const std::string& folder) {
+  std::lock_guard alone(in_->one_change);
+  in_->now = std::make_shared<Parameters>(folder, in_->manifest, in_->options.checksums);
+}
+
+void Package::apply(const std::string& file) {
+  std::lock_guard alone(in_->one_change);
+  in_->now.load()->weights.apply(file, in_->manifest);
+}
+
+int64_t Output::row_bytes() const {
+  int64_t bytes = size_of(dtype);
+  for (size_t i = 1; i < shape.size(); i++) bytes *= shape[i];
+  return bytes;
+}
+
+}  // namespace funcrec::serving

@@ -1,0 +1,133 @@
+"""A package in a process without Python, through the program funcrec-answers (kernels/serving/answers.cpp)."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+DTYPES = (
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.bool,
+)  # fmt: skip
+
+
+def build(sanitize: str = "") -> Path:
+    """The folder with the library and its programs, as the README's command builds them; what has changed is compiled.
+
+    sanitize: "address,undefined" or "thread".
+    """
+    folder = ROOT / "build" / "-".join(["serving", *sanitize.replace(",", " ").split()])
+    find = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    cmake = shutil.which("cmake", path=find)
+    if cmake is None:
+        sys.exit("answers.py: there is no cmake\n  try   pip install cmake ninja")
+    make = ("-G", "Ninja") if shutil.which("ninja", path=find) else ()
+    run = lambda *words: subprocess.run([cmake, *map(str, words)], check=True, stdout=sys.stderr)
+    with held(folder):  # by other tests, and builds of the server
+        given = f"-DFUNCREC_SERVING=ON -DPython_EXECUTABLE={sys.executable} -DFUNCREC_SANITIZE={sanitize}".split()
+        if not (folder / "CMakeCache.txt").exists():
+            run(*make, "-S", ROOT / "kernels", "-B", folder, *given)
+        run("--build", folder, "--parallel", "2")
+    return folder
+
+
+@contextlib.contextmanager
+def held(folder: Path):
+    """Nobody else builds there meanwhile."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+class AnswersError(Exception):
+    """What C++ threw. failed: not the caller's fault."""
+
+    def __init__(self, said: str, failed: bool):
+        super().__init__(said)
+        self.failed = failed
+
+
+class Answer(NamedTuple):
+    outputs: list[Tensor]
+    ids_out_of_range: int
+    version: str
+
+
+class Answers:
+    """A package that is open in a process of its own; used as a context, which ends it."""
+
+    def __init__(self, program: Path, folder: Path | str, threads: int = 1, runners: int = 1):
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        command = [str(program), str(folder), str(threads), str(runners)]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environ)
+        try:
+            self._status()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def close(self) -> int:
+        """Its exit status, when it has ended."""
+        self.process.stdin.close()
+        self.process.stdout.close()
+        return self.process.wait(20)
+
+    def run(self, bags: int, dense, values, offsets, weights=None) -> Answer:
+        """What `package->run` gives; tensors or None for what there is nothing of."""
+        parts = ((dense, "f"), (values, "q"), (offsets, "q"), (weights, "f"))
+        lists = [([] if x is None else x.reshape(-1).tolist(), code) for x, code in parts]
+        packed = b"".join(struct.pack(f"<q{len(xs)}{code}", len(xs), *xs) for xs, code in lists)
+        self._send(b"r" + struct.pack("<q", bags) + packed)
+        outside, version = self._number(), self._bytes().decode()
+        return Answer([self._tensor() for _ in range(self._number())], outside, version)
+
+    def swap(self, folder: Path | str) -> None:
+        self._name(b"s", folder)
+
+    def apply(self, file: Path | str) -> None:
+        self._name(b"a", file)
+
+    def _name(self, command: bytes, path: Path | str) -> None:
+        name = os.fsencode(path)
+        self._send(command + struct.pack("<q", len(name)) + name)
+
+    def _send(self, message: bytes) -> None:
+        self.process.stdin.write(message)
+        self.process.stdin.flush()
+        self._status()
+
+    def _status(self) -> None:
+        if status := self._number():
+            raise AnswersError(self._bytes().decode(errors="replace"), status == 2)
+
+    def _number(self) -> int:
+        got = self.process.stdout.read(8)
+        if len(got) < 8:
+            raise RuntimeError(f"funcrec-answers ended with {self.process.wait(20)}")
+        return struct.unpack("<q", got)[0]
+
+    def _bytes(self) -> bytes:
+        return self.process.stdout.read(self._number())
+
+    def _tensor(self) -> Tensor:
+        dtype, dims = DTYPES[self._number()], self._number()
+        shape = struct.unpack(f"<{dims}q", self.process.stdout.read(8 * dims))
+        data = self._bytes()
+        return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
