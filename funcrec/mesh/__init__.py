@@ -52,6 +52,7 @@ from funcrec.mesh._same import checksum as checksum
 from funcrec.mesh._shard_map import mapped as mapped
 from funcrec.mesh._shard_map import shard as shard
 from funcrec.mesh._shard_map import shard_map as shard_map
+from funcrec.mesh._shard_map import telling as telling
 from funcrec.mesh._shard_map import unshard as unshard
 from funcrec.mesh._spec import P as P
 from funcrec.mesh._twins import Twins as Twins

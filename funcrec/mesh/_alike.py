@@ -23,12 +23,12 @@ from funcrec.core import Problem, check, has_tracked, message, outside_transform
 from funcrec.mesh._collectives import all_gather, pmax
 from funcrec.mesh._parts import Part, is_jagged
 
-FOLLOWED, PLAIN = "followed", "not followed"
+FOLLOWED, PLAIN, FAILED = "followed", "not followed", "failed"
 HINT = "ids of one capacity on all ranks (`pad_to`, or `pad_to_bucket` by the longest), batches of one size (pad_last)"
 
 
 class Told(NamedTuple):
-    """What a rank says of an argument: whether a derivative follows it, and its form."""
+    """What a rank says of an argument: whether a derivative follows it, and its form; or why it has failed."""
 
     path: str
     followed: str
@@ -72,6 +72,16 @@ def apart_over_ranks(told: Sequence[Told], axes: Sequence[str], device: torch.de
     yield from problems_of(told, [read(bytes(x.tolist())) for x in all_texts])
 
 
+def tell_failure(error: Exception, axes: Sequence[str], device: torch.device) -> None:
+    """In the place of a rank's `apart_over_ranks`, or of its `agree_on_program` while a program is staged."""
+    told = [Told("", FAILED, " ".join(f"{type(error).__name__}: {error}".split())[:500])]
+    if staged.get():
+        dist.distributed_c10d._get_default_store().set(key_of(Met.turns, dist.get_rank()), write(told))
+        Met.turns += 1
+    else:
+        list(apart_over_ranks(told, axes, device))
+
+
 def write(told: Sequence[Told]) -> bytes:
     return "\n".join("\t".join(t) for t in told).encode()
 
@@ -81,7 +91,14 @@ def read(text: bytes) -> list[Told]:
 
 
 def problems_of(own: Sequence[Told], ranks: Sequence[Sequence[Told]]) -> Iterator[Problem]:
-    """The arguments that are not alike, each with what the ranks have."""
+    """The ranks that have failed; or the arguments that are not alike, each with what the ranks have."""
+    failed = {r: told[0].form for r, told in enumerate(ranks) if told and told[0].followed == FAILED}
+    for rank, why in failed.items():
+        yield Problem(
+            f"rank {rank} failed before it exchanged anything.", why, "every rank to go on", "what that rank says"
+        )
+    if failed:
+        return
     for path in dict.fromkeys(t.path for told in ranks for t in told):
         have = [next((t for t in told if t.path == path), Told(path, PLAIN, "nothing")) for told in ranks]
         if len({t.form for t in have}) > 1:
@@ -162,6 +179,10 @@ def others_changed(call: str, error: RuntimeError) -> RuntimeError:
     except RuntimeError:  # the store went with its rank
         return error
     was = {t.path: t.form for t in read(Met.forms[-1])}
+    ranks = [told.get(r, []) for r in ranks]
+    failed = list(problems_of([], ranks)) if any(t.followed == FAILED for own in ranks for t in own) else []
+    if failed:
+        return ValueError(message(call, failed))
     changed = [(r, t) for r, own in told.items() for t in own if was.get(t.path) != t.form]
     new = [f"`{t.path}`, on rank {r} {t.form}, here {was.get(t.path, 'nothing')}" for r, t in changed]
     if not new:

@@ -6,6 +6,7 @@ On an emulated mesh f runs once, vmapped over every axis, on global
 values. On real ranks f runs on each, on its own shard.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from funcrec.core import Problem, describe, fail, own_errors, tree_flatten, tree_leaves, tree_map, tree_unflatten, typed
 from funcrec.core import check as raise_for
-from funcrec.mesh._alike import Told, agree_on_program, apart_over_ranks, staged
+from funcrec.mesh._alike import Told, agree_on_program, apart_over_ranks, staged, tell_failure
 from funcrec.mesh._axes import Axis, bind, bound_axis, bound_names
 from funcrec.mesh._collectives import all_gather
 from funcrec.mesh._mesh import Mesh, ambient_mesh
@@ -86,15 +87,16 @@ def mapped(
     check: bool = True,
     alike: Mapping | None = None,
 ) -> Callable:
-    """`shard_map`; alike: {argument: its name}, of those that must have one form on all real ranks, which `check` holds
-    them to. On an emulated mesh they have."""
+    """`shard_map`; alike: {number of an argument: its name}, of those that must have one form on all real ranks, which
+    `check` holds them to. On an emulated mesh they have."""
 
     @functools.wraps(f)
     def run(*args):
         where = _mesh_of(CALL, mesh)
         names = _mapped_axes(where, axis_names)
-        parts = _arguments(f, in_specs, args)
-        raise_for(CALL, axis_problems(parts, names))
+        with telling(where if check else None, args, names, bool(alike)):
+            parts = _arguments(f, in_specs, args, alike or {})
+            raise_for(CALL, axis_problems(parts, names))
         if where.is_emulated:
             return _run_emulated(f, where, names, parts, args, out_specs, check)
         if _is_nested(where):
@@ -102,6 +104,24 @@ def mapped(
         return _run_real(f, where, names, parts, args, out_specs, check, alike or {})
 
     return run
+
+
+@contextlib.contextmanager
+def telling(mesh: Mesh | None, args: Any, names: Sequence[str] = (), is_alike: bool = True) -> Iterator[None]:
+    """An error within comes before the exchange by which real ranks compare what they are given (`_check_alike`): the
+    others are told of it in that exchange, and raise, too."""
+    try:
+        yield
+    except Exception as error:
+        where = None if mesh is None else _mesh_of(CALL, mesh)
+        tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        if where is None or where.is_emulated or not (is_alike if staged.get() else all(map(is_readable, tensors))):
+            raise
+        with contextlib.suppress(RuntimeError):  # the others are not there: they have failed, too, in another place
+            device = torch.device(where.device_mesh.device_type)
+            with bind(where.bound_axes(names or where.axis_names, device)):
+                tell_failure(error, names or where.axis_names, device)
+        raise
 
 
 def shard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
@@ -205,9 +225,8 @@ def _run_real(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_c
     return out
 
 
-def _check_alike(call: str, parts: Sequence[Part], names: Sequence[str], alike: Mapping[str, str]) -> None:
-    named = lambda path: next((path.replace(a, n, 1) for a, n in alike.items() if path.startswith(a)), None)
-    told = [Told.of(p._replace(path=named(p.path) or p.path), named(p.path) is not None) for p in parts]
+def _check_alike(call: str, parts: Sequence[Part], names: Sequence[str], alike: Mapping[int, str]) -> None:
+    told = [Told.of(p, p.path.startswith(tuple(alike.values()))) for p in parts]
     if all(is_readable(x) for p in parts for x in _tensors(p)):
         raise_for(call, apart_over_ranks(told, names, _device(parts)))
     elif staged.get() and alike:
@@ -291,7 +310,7 @@ def _is_nested(mesh: Mesh) -> bool:
     return any(a in bound_names() for a in mesh.axis_names)
 
 
-def _arguments(f: Callable, in_specs: Any, args: tuple) -> list[Part]:
+def _arguments(f: Callable, in_specs: Any, args: tuple, called: Mapping[int, str]) -> list[Part]:
     if isinstance(in_specs, P):
         in_specs = (in_specs,) * len(args)
     if not isinstance(in_specs, tuple) or len(in_specs) != len(args):
@@ -304,9 +323,8 @@ def _arguments(f: Callable, in_specs: Any, args: tuple) -> list[Part]:
             need="a tuple with a spec for each",
             kind=TypeError,
         )
-    return [
-        p for i, (s, x) in enumerate(zip(in_specs, args, strict=True)) for p in match_specs(CALL, f"args[{i}]", s, x)
-    ]
+    pairs = enumerate(zip(in_specs, args, strict=True))
+    return [p for i, (s, x) in pairs for p in match_specs(CALL, called.get(i, f"args[{i}]"), s, x)]
 
 
 def _results(out_specs: Any, out: Any, names: Sequence[str]) -> list[Part]:

@@ -25,7 +25,7 @@ from funcrec.core import (
     typed_fields,
     vmaps_of,
 )
-from funcrec.mesh import Codec, Mesh, P, mapped
+from funcrec.mesh import Codec, Mesh, P, mapped, telling
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.sharding import Plan, ShardedTables, dedup_problems, dense_axes_problems
 from funcrec.tables import Params, params_problems
@@ -157,10 +157,11 @@ def train_step(
         return own_memory(TrainState(step, params.tables, slots, params.dense, dense_opt, key.to(device, copy=True)))
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
-        check("funcrec.train_step", state_problems(state))
-        check("funcrec.train_step", merge_problems(state.dense, merge))
-        if mesh is not None:
-            check("funcrec.train_step", sharded_problems(state))
+        with telling(mesh, (state, batch)):
+            check("funcrec.train_step", state_problems(state))
+            check("funcrec.train_step", merge_problems(state.dense, merge))
+            if mesh is not None:
+                check("funcrec.train_step", sharded_problems(state))
         return where.run(functools.partial(run, recipe), state_specs, state, batch)
 
     update.look = functools.partial(look, recipe) if mesh is None else None
@@ -182,7 +183,7 @@ class Where(NamedTuple):
         specs = specs_of(state)
         specs_in, specs_out = (specs, P(self.batch_axes)), (specs, P())
         one_rank = functools.partial(fn, self.place)
-        return mapped(one_rank, self.mesh, specs_in, specs_out, alike={"args[1]": "batch"})(state, batch)
+        return mapped(one_rank, self.mesh, specs_in, specs_out, alike={1: "batch"})(state, batch)
 
 
 def look_of(step: Any) -> Callable[[TrainState, Any], None] | None:

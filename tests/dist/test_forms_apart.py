@@ -1,5 +1,6 @@
 """Batches of different forms on ranks: named by all of them before anything is sent."""
 
+import contextlib
 import time
 
 import pytest
@@ -9,6 +10,7 @@ from programs import training
 from programs.training import plan_of
 
 import funcrec as fr
+from funcrec.mesh import others_changed
 from funcrec.testing import RankError, RankPool
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -80,6 +82,52 @@ def apart_on_ranks(compiled):
             errors[how] = f"ValueError {error}", time.monotonic() - begin
     _, metrics = run(state, mine)
     return errors, bool(metrics["loss"].isfinite())
+
+
+WRONG = {
+    "no batch": lambda state, batch: (state, None),
+    "lists": lambda state, batch: (state, [[1, 2], [3]]),
+    "a scalar": lambda state, batch: (state, fr.Batch(batch.ids, torch.tensor(1.0))),
+    "no state": lambda state, batch: ({}, batch),
+    "a plain state": lambda state, batch: (fr.tree.copy(state).dense, batch),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_rank_whose_call_cannot_begin_tells_the_others(compiled, ranks):
+    """A batch that cannot be cut, or another state, on one rank: it says what is wrong, and the other one at once that
+    it failed, with its words; the next call is right. One that has a program and exchanges is told of it at its end."""
+    first, second = ranks(2).run(begins_on_one, compiled, deadline_s=200)
+    assert first.pop("then") and second.pop("then")
+    for how, (here, took_s) in first.items():
+        there, _ = second.get(how, second["no batch"])
+        assert "funcrec." in here and "rank 1 failed before it exchanged anything" in here, here
+        assert " ".join(there.split())[:200] in here and took_s < 30, (there, here)
+    assert "`batch` cannot be cut" in second["no batch"][0]
+
+
+def begins_on_one(compiled):
+    mesh, said = fr.Mesh.distributed(x=2), {}
+    mine = training.part(training.batch(0, 8), dist.get_rank(), 2)
+    mine = fr.Batch(mine.ids.unpad().pad_to(37), mine.label)  # a form that no test before has agreed on
+    for how in ("no batch", "a scalar") if compiled else WRONG:
+        step, run = step_of(mesh, compiled)
+        state = step.init(training.params())
+        begin = time.monotonic()
+        try:
+            run(*(WRONG[how](state, mine) if dist.get_rank() else (state, mine)))
+        except (TypeError, ValueError) as error:
+            said[how] = f"{type(error).__name__}: {error}", time.monotonic() - begin
+    said["then"] = bool(run(state, mine)[1]["loss"].isfinite())
+    if compiled:
+        for rank in (1, 0):  # the first fails alone, as while the other exchanges by the program that it has
+            if dist.get_rank() == rank:
+                with contextlib.suppress(TypeError):
+                    run(state, None)
+            dist.barrier()
+            if rank == 1 and dist.get_rank() == 0:
+                said["late"] = str(others_changed("funcrec.jit", RuntimeError("timed out"))), 0
+    return said
 
 
 def test_ranks_change_forms_together(ranks):
