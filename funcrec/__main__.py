@@ -1,8 +1,25 @@
-"""python -m funcrec: commands, of which `plan` is one."""
+"""python -m funcrec COMMAND ...
+
+plan   where tables are to lie: python -m funcrec plan --help
+serve  a package behind HTTP: python -m funcrec serve --help
+"""
 
 import sys
 
-from funcrec.planner import main
+from funcrec.planner import main as plan
+from funcrec.serve import main as serve
+
+
+def main(words: list[str]) -> int:
+    """The command's exit code; 2 where there is no such command."""
+    if words[:1] == ["plan"]:
+        return plan(words)
+    if words[:1] == ["serve"]:
+        return serve(words[1:])
+    asked = words[:1] in (["-h"], ["--help"])
+    print(__doc__, file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,7 @@
 """Packages: a trained model as a folder that a server runs."""
 
 import funcrec.core as _core
+from funcrec.serve._command import main as main
 from funcrec.serve._export import export as export
 from funcrec.serve._export import save_weights as save_weights
 from funcrec.serve._package import Package as Package

@@ -1,0 +1,46 @@
+"""python -m funcrec serve PATH [flags]: the server in C++, which takes this process's place.
+
+`python -m funcrec serve --help` lists its flags; kernels/serving/README.md of the repository has what it answers.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from funcrec.core import fail
+
+PROGRAM, BUILD = "funcrec-serve", "build/serving"
+
+
+def main(words: list[str]) -> int:
+    """Become the server, its words and signals its own; 2 where it is not built."""
+    program = _program()
+    if program is not None:
+        os.execv(program, [str(program), *words])
+    build = f"cmake -S kernels -B {BUILD} -DFUNCREC_SERVING=ON -DPython_EXECUTABLE={sys.executable}"
+    try:
+        fail(
+            "python -m funcrec serve",
+            f"`{PROGRAM}` is not built.",
+            got=f"none at {_places()[0]}, nor on the PATH",
+            need="the program, compiled against this torch",
+            hint=f"in the repository: {build} && cmake --build {BUILD}; or FUNCREC_SERVE=<the program>",
+            kind=FileNotFoundError,
+        )
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+    return 2
+
+
+def _places() -> list[Path]:
+    """Where the program may lie: a name in FUNCREC_SERVE rules, then the folder that it is built in."""
+    named = os.environ.get("FUNCREC_SERVE")
+    return [Path(named)] if named else [Path(__file__).resolve().parents[2] / BUILD / PROGRAM]
+
+
+def _program() -> Path | None:
+    found = [p for p in _places() if os.access(p, os.X_OK) and p.is_file()]
+    if not found and "FUNCREC_SERVE" not in os.environ and (path := shutil.which(PROGRAM)):
+        found = [Path(path)]
+    return found[0] if found else None
