@@ -89,7 +89,7 @@ def trace(predict: Callable, params: Any, form: Form, max_batch: int, max_ids: i
         own = dict(zip(order, xs, strict=False))
         batch = form.batch(xs[len(order) :])
         with lookups_seen() as lookups:
-            out = predict(tree_unflatten([own[i] for i in range(len(order))], structure), batch)
+            out = called(predict, tree_unflatten([own[i] for i in range(len(order))], structure), batch)
         check(CALL, output_problems(out, batch.ids.num_bags))
         seen[:] = [xs, batch, out, lookups]
         return tuple(out.values()) if isinstance(out, Mapping) else (out,)
@@ -102,6 +102,15 @@ def trace(predict: Callable, params: Any, form: Form, max_batch: int, max_ids: i
     xs, batch, out, lookups = seen
     param_names = {id(x): names[i] for x, i in zip(xs, order, strict=False)}
     return Program(exported, outputs_of(out), features_of(batch.ids, lookups), tables_of(lookups, param_names))
+
+
+def called(predict: Callable, params: Any, batch: Batch) -> Any:
+    """predict(params, batch); an error of a function that reads a label says that there is none."""
+    try:
+        return predict(params, batch)
+    except (TypeError, AttributeError) as error:
+        error.add_note(f"{CALL}: `predict` is given batches without label and weight")
+        raise
 
 
 def export_of(run: Callable, inputs: list[Tensor], form: Form, max_batch: int, max_ids: int):

@@ -66,10 +66,12 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], version: str | No
 def write_bytes(file: BinaryIO, x: Tensor) -> int:
     """The elements in their order; their CRC."""
     crc = 0
+    if not x.numel():
+        return crc
     rows = x.detach().resolve_neg().reshape(x.shape[0] if x.dim() else 1, -1)
     step = max(1, (1 << 24) // max(1, rows.shape[1] * rows.element_size()))
     for i in range(0, rows.shape[0], step):
-        part = rows[i : i + step].contiguous().view(-1).view(torch.uint8).numpy().data if rows.numel() else b""
+        part = rows[i : i + step].contiguous().view(-1).view(torch.uint8).numpy().data
         crc = zlib.crc32(part, crc)
         file.write(part)
     return crc

@@ -1,21 +1,36 @@
-"""A package answers as the function that it was exported of."""
+"""A package answers as the function that it was exported of, or says what is wrong with it."""
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+import time
+import zipfile
 
 import pytest
+import torch
 from programs import packages
 
 import funcrec as fr
+from funcrec.serve import _export, _manifest
 
 pytestmark = pytest.mark.xdist_group("packages")  # compiled once
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return packages.export(tmp_path_factory.mktemp("packages") / "model")
+    return packages.export(tmp_path_factory.mktemp("packages") / "model", isa="portable")
+
+
+@pytest.fixture(scope="module")
+def package(path):
+    return fr.load_package(path)
 
 
 @pytest.fixture
-def package(path):
-    return fr.load_package(path)
+def copy(path, tmp_path):
+    return shutil.copytree(path, tmp_path / "copy")
 
 
 def same(got, want):
@@ -30,3 +45,351 @@ def test_one_program_takes_every_batch(package, num_bags, most):
     """Of any number of bags and of ids, of which some are in no table, the package gives what `predict` gives."""
     batch = packages.batch(num_bags, seed=num_bags + most, most=most)
     same(package(batch), packages.predict(packages.params(), batch))
+
+
+def test_columns_go_by_their_names(package):
+    """Keys in another order, ids and offsets of 32 bits, padding, labels and weights of examples change no answer."""
+    batch = packages.batch(4, seed=9)
+    want, ids = package(batch), batch.ids
+    turned = ids.permute(["seen", "user", "item"])
+    small = fr.KeyedJaggedTensor(
+        ids.values.int(), ids.offsets.int(), ids.weights, keys=ids.keys, unweighted=ids.unweighted
+    )
+    for other in (turned, small, ids.pad_to(100)):
+        got = package(fr.Batch(other, label=torch.ones(4), dense=batch.dense, weight=torch.ones(4)))
+        assert all(torch.equal(got[n], want[n]) for n in want)
+
+
+def test_raw_rows_are_encoded_as_in_training(package):
+    """`encode` of columns, of a list of rows and of a data frame gives the batch of the encoding, in the package's
+    order."""
+    batch = fr.data.encode(packages.encoding(), packages.ROWS).take(torch.arange(3))
+    want = packages.predict(packages.params(), batch)
+    rows = [{n: x[i] for n, x in packages.ROWS.items()} for i in range(3)]
+    import pyarrow as pa
+
+    for raw in (packages.ROWS, rows, pa.table(packages.ROWS)):
+        same(package(package.encode(raw)), want)
+
+
+def test_the_manifest_tells_what_is_read(package, path):
+    """The manifest names inputs, outputs, tables with their parameters, and the rows that each column has."""
+    found = package.manifest
+    assert found == json.loads((path / "manifest.json").read_text()) and found["format"] == 1
+    assert [x["name"] for x in found["inputs"]] == ["dense", "values", "offsets", "weights"]
+    assert found["inputs"][0]["shape"] == ["B", 3] and found["inputs"][2]["shape"] == ["F*B+1"]
+    assert found["outputs"] == [
+        {"name": "click", "dtype": "float32", "shape": ["B"]},
+        {"name": "last", "dtype": "float32", "shape": ["B", 8]},
+    ]
+    rows = {x["name"]: (x["rows"], x["weighted"]) for x in found["features"]}
+    assert rows == {"user": (50, False), "item": (100, False), "seen": (100, True)}
+    assert {x["name"]: x["param"] for x in found["tables"]}["item"] == "tables['item']"
+    assert {x["name"]: (x["rows"], x["dim"], x["bits"]) for x in found["tables"]}["user"] == (50, 8, 32)
+    assert [x["name"] for x in found["params"]] == sorted(x["name"] for x in found["params"])
+
+
+def test_a_portable_program_has_no_wide_registers(path, tmp_path):
+    """The code of `isa="portable"` has 256-bit vectors at most."""
+    with zipfile.ZipFile(path / "model.pt2") as file:
+        (name,) = [n for n in file.namelist() if n.endswith(".so")]
+        library = file.extract(name, tmp_path)
+    said = subprocess.run(["objdump", "-d", library], capture_output=True, text=True, check=True).stdout
+    assert "%ymm" in said and "%zmm" not in said
+
+
+def test_a_package_is_small_and_opens_fast(path):
+    """Without its weights a package is below 5 MB; it is opened, its weights read once, in 50 ms of CPU."""
+    assert sum(x.stat().st_size for x in path.iterdir() if x.name != "weights.bin") < 5e6
+    took = []
+    for _ in range(3):
+        before = time.process_time()
+        fr.load_package(path)
+        took.append(time.process_time() - before)
+    assert min(took) < 0.05
+
+
+# -- weights -----------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_exchanged_while_others_call(path, tmp_path):
+    """While weights are swapped, every answer is of one version of them, the old one or the new."""
+    package = fr.load_package(path, threads=2)
+    batch = packages.batch(3)
+    folders = [fr.save_weights(tmp_path / f"w{i}", packages.params(i), version=f"v{i}") for i in (0, 1)]
+    want = []
+    for folder in folders:
+        package.swap(folder)
+        want.append(package(batch))
+    stop, wrong, count = threading.Event(), [], []
+
+    def call():
+        while not stop.is_set():
+            got = package(batch)
+            count.append(1)
+            if not any(all(torch.equal(got[n], x[n]) for n in x) for x in want):
+                wrong.append(got)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    [t.start() for t in threads]
+    for i in range(60):
+        package.swap(folders[i % 2])
+    stop.set()
+    [t.join() for t in threads]
+    assert not wrong and count and package.version == "v1"
+
+
+def test_weights_are_nobodys_to_write(path):
+    """What is written to `params` reaches no answer, no other package and no file."""
+    package, batch = fr.load_package(path), packages.batch(3)
+    want, before = package(batch), (path / "weights.bin").read_bytes()
+    for x in package.params.values():
+        x.zero_()
+    same(package(batch), want)
+    same(fr.load_package(path)(batch), want)
+    assert (path / "weights.bin").read_bytes() == before
+    assert all(
+        torch.equal(x, y) for x, y in zip(package.params.values(), fr.load_package(path).params.values(), strict=True)
+    )
+
+
+def test_versions_are_names_of_values(tmp_path):
+    """Without a version the same values have one name, and other values another."""
+    version = lambda n, x: json.loads((fr.save_weights(tmp_path / n, {"w": x}) / "weights.json").read_text())["version"]
+    assert version("a", torch.ones(3)) == version("b", torch.ones(3)) != version("c", torch.zeros(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
+def test_weights_of_every_dtype_and_shape_come_back(dtype, tmp_path):
+    """What save_weights writes is mapped bit for bit: views, scalars, tensors without an element."""
+    from funcrec.serve._weights import read_weights, signature
+
+    given = {
+        "a": torch.arange(12).reshape(3, 4).to(dtype).t(),
+        "b": torch.ones((), dtype=dtype),
+        "c": torch.zeros(0, 2, dtype=dtype),
+    }
+    found = read_weights("test", fr.save_weights(tmp_path / "w", given), signature(given), checksums=True)
+    assert all(torch.equal(found.tensors[n], x) and x.dtype == found.tensors[n].dtype for n, x in given.items())
+
+
+# -- whole or not there ------------------------------------------------------------------------------------------
+
+
+def test_a_package_is_whole_or_not_there(path, tmp_path, monkeypatch):
+    """An export that breaks off leaves what was there, and nothing else."""
+    there = shutil.copytree(path, tmp_path / "model")
+    before = {x.name: x.read_bytes() for x in there.iterdir()}
+
+    def broken(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_export, "compile_program", broken)
+    for target, more in (("model", {"overwrite": True}), ("new", {})):
+        with pytest.raises(KeyboardInterrupt):
+            packages.export(tmp_path / target, **more)
+    assert [x.name for x in tmp_path.iterdir()] == ["model"]
+    assert {x.name: x.read_bytes() for x in there.iterdir()} == before
+
+
+def test_weights_are_replaced_whole(tmp_path):
+    """overwrite=True replaces weights; without it, or where something else is, nothing is touched."""
+    first = fr.save_weights(tmp_path / "w", {"w": torch.ones(3)}, version="first")
+    with pytest.raises(FileExistsError, match="is there already"):
+        fr.save_weights(first, {"w": torch.zeros(3)})
+    fr.save_weights(first, {"w": torch.zeros(3)}, version="second", overwrite=True)
+    assert json.loads((first / "weights.json").read_text())["version"] == "second"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years")
+    with pytest.raises(FileExistsError, match="holds something else"):
+        fr.save_weights(tmp_path / "mine", {"w": torch.zeros(3)}, overwrite=True)
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["mine", "w"]
+
+
+# -- refused -----------------------------------------------------------------------------------------------------
+
+
+def edited(file, old, new):
+    return lambda folder: (folder / file).write_text((folder / file).read_text().replace(old, new, 1))
+
+
+def cut(file, count):
+    return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:-count])
+
+
+def flipped(file, at):
+    def flip(folder):
+        data = bytearray((folder / file).read_bytes())
+        data[at] ^= 1
+        (folder / file).write_bytes(data)
+
+    return flip
+
+
+def rewritten(**changes):
+    """A manifest that says something else, and whose digest is right."""
+
+    def write(folder):
+        content = json.loads((folder / "manifest.json").read_text()) | changes
+        content["digest"] = _manifest.digest_of(_manifest.text_of(content))
+        (folder / "manifest.json").write_text(_manifest.text_of(content))
+
+    return write
+
+
+DAMAGES = {
+    "no manifest": (lambda p: (p / "manifest.json").unlink(), "is not a package"),
+    "half a manifest": (cut("manifest.json", 40), "is damaged"),
+    "a changed manifest": (edited("manifest.json", '"max_batch": 4096', '"max_batch": 8192'), "was changed"),
+    "rows": (edited("manifest.json", '"rows": 50', '"rows": 51'), "was changed"),
+    "another format": (rewritten(format=2), "another format"),
+    "another torch": (rewritten(torch="2.9.1"), "another torch"),
+    "another processor": (rewritten(needs=["avx2", "avx9"]), "lacks"),
+    "another program's manifest": (rewritten(max_batch=8192), "is not the manifest's program"),
+    "a changed program": (flipped("model.pt2", 5000), "`.*model.pt2` was changed"),
+    "half a program": (cut("model.pt2", 9), "`.*model.pt2` was changed"),
+    "no program": (lambda p: (p / "model.pt2").unlink(), "`.*model.pt2` was changed"),
+    "a changed encoding": (flipped("encoding.frc", 50), "`.*encoding.frc` was changed"),
+    "no weights": (lambda p: (p / "weights.bin").unlink(), "is cut off"),
+    "half the weights": (cut("weights.bin", 100), "is cut off"),
+    "a changed weight": (flipped("weights.bin", 4097), "was changed, in"),
+    "no index": (lambda p: (p / "weights.json").unlink(), "has no weights"),
+    "half an index": (cut("weights.json", 30), "is damaged"),
+    "a changed index": (edited("weights.json", '"version": "first"', '"version": "third"'), "was changed"),
+    "weights of another model": (
+        lambda p: shutil.copy(fr.save_weights(p.parent / "o", {"w": torch.ones(2)}) / "weights.json", p),
+        "other parameters",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_was_changed_is_refused_with_the_reason(name, copy):
+    """A package of which a file is missing, cut off, changed or foreign is not opened; the error says why."""
+    fr.load_package(copy)
+    damage, reason = DAMAGES[name]
+    damage(copy)
+    with pytest.raises((ValueError, FileNotFoundError), match=reason) as error:
+        fr.load_package(copy)
+    assert {"got", "need", "try"} <= set(re.findall(r"^  (got|need|try)   ?", str(error.value), re.M))
+
+
+def test_a_swap_that_fails_changes_nothing(path, tmp_path):
+    """Weights of another signature, or damaged ones, are refused, and the package goes on with those that it has."""
+    package, batch = fr.load_package(path), packages.batch(3)
+    want = package(batch)
+    other = packages.params().dense
+    bad = [fr.save_weights(tmp_path / "a", {"w": torch.ones(2)}), fr.save_weights(tmp_path / "b", other)]
+    bad.append(fr.save_weights(tmp_path / "c", packages.params(1).to(torch.float64)))
+    bad.append(fr.save_weights(tmp_path / "d", packages.params(1)))
+    flipped("weights.bin", 4100)(bad[-1])
+    for folder in bad:
+        with pytest.raises(ValueError, match=r"other parameters|was changed"):
+            package.swap(folder)
+        assert package.version == "first"
+    same(package(batch), want)
+
+
+ids = lambda **own: fr.KeyedJaggedTensor.from_lists({k: own.get(k, [[1], [2]]) for k in packages.KEYS},
+    weights={"seen": own.get("by", [[1.0], [1.0]])})  # fmt: skip
+DENSE = torch.zeros(2, 3)
+BATCHES = {
+    "no batch": (lambda: ids(), TypeError, "`batch` is not a batch"),
+    "a missing key": (lambda: fr.Batch(ids().permute(["user", "seen"]), dense=DENSE), KeyError, "lacks keys"),
+    "a key too many": (lambda: fr.Batch(fr.KeyedJaggedTensor.from_lists(
+        {k: [[1], [2]] for k in (*packages.KEYS, "more")}, weights={"seen": [[1.0], [1.0]]}), dense=DENSE),
+        KeyError, "does not read"),
+    "no weights": (lambda: fr.Batch(fr.KeyedJaggedTensor.from_lists(ids().to_lists()), dense=DENSE),
+        ValueError, "other keys have weights"),
+    "no dense": (lambda: fr.Batch(ids()), ValueError, "`batch.dense` is missing"),
+    "narrow dense": (lambda: fr.Batch(ids(), dense=DENSE[:, :2]), ValueError, "`batch.dense` does not fit"),
+    "short dense": (lambda: fr.Batch(ids(), dense=DENSE[:1]), ValueError, "`batch.dense` does not fit"),
+    "dense of f64": (lambda: fr.Batch(ids(), dense=DENSE.double()), TypeError, "is not f32"),
+    "too many bags": (lambda: packages.batch(4097, most=0), ValueError, "too many bags"),
+    "tracked": (lambda: fr.Batch(ids(), dense=torch.zeros(2, 3, requires_grad=True)), TypeError, "under a transform"),
+    "on no device": (lambda: packages.batch(2).to("meta"), ValueError, "another device"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_that_do_not_fit_are_refused(name, package):
+    """A batch of other columns, sizes or dtypes than the package takes is an error before any work."""
+    make, kind, reason = BATCHES[name]
+    with pytest.raises(kind, match=reason):
+        package(make())
+
+
+HELD = torch.ones(3)
+EXAMPLE = fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1], [2]]}), label=torch.ones(2), dense=torch.ones(2, 3))
+W = {"w": torch.ones(3)}
+
+
+def writes(params, batch):
+    params["w"].mul_(2)
+    return batch.dense @ params["w"]
+
+
+def branch(params, batch):
+    return batch.dense @ params["w"] if params["w"].sum() > 0 else batch.dense[:, 0]
+
+
+def by_size(params, batch):
+    return batch.dense @ params["w"] if batch.ids.num_bags > 64 else batch.dense[:, 0]
+
+
+FUNCTIONS = {
+    "a tensor closed over": (lambda p, b: b.dense @ HELD, W, "closes over tensors"),
+    "a write": (writes, W, "writes to its argument"),
+    "a branch on a value": (branch, W, "the function reads a tensor's value|not one program"),
+    "a branch on a size": (by_size, W, "not one program for all batch sizes"),
+    "a value read": (lambda p, b: b.dense * p["w"].sum().item(), W, "the function reads a tensor's value"),
+    "a draw": (lambda p, b: b.dense @ torch.rand(3), W, "draws from torch's generator"),
+    "a loss": (lambda p, b: (b.dense @ p["w"]).mean(), W, "no row for each bag"),
+    "a number": (lambda p, b: 3, W, "is not a tensor"),
+    "a list": (lambda p, b: [b.dense @ p["w"]], W, "is not a tensor"),
+    "a label": (lambda p, b: b.dense @ p["w"] - b.label, W, "unsupported operand"),
+    "no tensor": (lambda p, b: b.dense[:, 0], {}, "have no tensor"),
+    "a number for a parameter": (lambda p, b: b.dense[:, 0], {"w": 3.0}, "is not a tensor"),
+    "a parameter that is followed": (lambda p, b: b.dense @ p["w"], {"w": torch.ones(3, requires_grad=True)},
+        "being differentiated"),
+    "complex parameters": (lambda p, b: b.dense[:, 0], {"w": torch.ones(3) * 1j}, "dtype that packages have not"),
+    "parameters on no device": (lambda p, b: b.dense[:, 0], {"w": torch.ones(3, device="meta")}, "of this memory"),
+    "sharded tables": (lambda p, b: b.dense[:, 0], fr.shard_tables({"t": torch.ones(4, 2)},
+        fr.Plan({"t": fr.row_wise("m")}), fr.Mesh.emulated(m=2)), "sharded tables"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_not_one_program_is_refused(name, tmp_path):
+    """A function that no program for all batches can be made of is refused before anything is written, or changed."""
+    predict, params, reason = FUNCTIONS[name]
+    with pytest.raises((TypeError, ValueError), match=reason) as error:
+        fr.export(predict, params, EXAMPLE, tmp_path / "model")
+    assert "funcrec.export" in "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
+    assert list(tmp_path.iterdir()) == [] and torch.equal(W["w"], torch.ones(3))
+
+
+EXAMPLES = {
+    "keys of different bags": fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1]], "b": [[1], [2]]})),
+    "no key": fr.Batch(fr.KeyedJaggedTensor.from_lists({})),
+    "dense of f64": fr.Batch(EXAMPLE.ids, dense=torch.ones(2, 3).double()),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_that_stand_for_no_batches_are_refused(name, tmp_path):
+    """An example of a form that requests cannot have is refused."""
+    with pytest.raises((TypeError, ValueError), match=r"`example"):
+        fr.export(lambda p, b: b.dense @ p["w"], W, EXAMPLES[name], tmp_path / "model")
+
+
+def test_paths_that_are_taken_are_refused(path, tmp_path):
+    """An existing folder, or one in a folder that is not there, is refused before any work."""
+    before = {x.name: x.stat().st_mtime_ns for x in path.iterdir()}
+    with pytest.raises(FileExistsError, match="overwrite"):
+        packages.export(path)
+    with pytest.raises(FileNotFoundError, match="is not there"):
+        packages.export(tmp_path / "no" / "model")
+    with pytest.raises(FileExistsError, match="is a package"):
+        fr.save_weights(path, packages.params(), overwrite=True)
+    assert {x.name: x.stat().st_mtime_ns for x in path.iterdir()} == before

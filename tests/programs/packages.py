@@ -44,8 +44,23 @@ def batch(num_bags, seed=0, most=5, outside=True):
     return fr.Batch(ids, dense=torch.randn(num_bags, 3, generator=random))
 
 
+ROWS = {
+    "user": [["ann"], ["bob", "cid"], []],
+    "item": [["hat"], [], ["hat", "shoe"]],
+    "seen": [["hat", "sock"], [], []],
+    "share": [[0.5, 2.0], [], []],
+    **{"age": [30.0, 40.0, 50.0], "price": [1.0, 2.0, 6.0], "rank": [3.0, 1.0, 2.0]},
+}
+
+
+def encoding():
+    """Of raw rows, learned from ROWS."""
+    schema = fr.data.Schema(multivalued=KEYS, dense=("age", "price", "rank"), weights={"seen": "share"})
+    return fr.data.fit_encoding(ROWS, schema, share={"seen": "item"})
+
+
 def export(path, **options):
-    return fr.export(predict, params(), batch(3), path, version="first", **options)
+    return fr.export(predict, params(), batch(3), path, version="first", encoding=encoding(), **options)
 
 
 if __name__ == "__main__":
