@@ -65,7 +65,7 @@ def typed(fn: Callable) -> Callable:
 
     Cost: one look at each argument, and at each element of a sequence or mapping; no tensor's value is read.
     """
-    signature, call = inspect.signature(fn), call_name(fn)
+    signature = inspect.signature(fn)
     kinds = {n: kind_of(p.annotation, fn) for n, p in signature.parameters.items() if p.annotation is not p.empty}
     of = lambda *ways: [n for n, p in signature.parameters.items() if p.kind in ways]
     names = of(inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -93,11 +93,11 @@ def typed(fn: Callable) -> Callable:
         for name, x in kwargs.items():
             good = good and named.get(name, test_more)(x)
         if not good:
-            check(call, problems(args, kwargs))
+            check(call_name(run), problems(args, kwargs))
         try:
             return fn(*args, **kwargs)
         except TypeError as error:
-            raise signature_error(fn, error) or error from None
+            raise signature_error(run, error) or error from None
 
     return run
 

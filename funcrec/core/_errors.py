@@ -84,8 +84,8 @@ def describe(x: object) -> str:
 
 
 def call_name(fn: Callable) -> str:
-    """`funcrec.optim.sgd` for what `funcrec/optim/_sgd.py` defines,
-    `funcrec.lookup` for `funcrec/tables/_lookup.py`."""
+    """What a public function or class is called (its face has said so), and one that no face has named yet is to be:
+    `funcrec.optim.sgd` for what `funcrec/optim/_sgd.py` defines, `funcrec.lookup` for `funcrec/tables/_lookup.py`."""
     public = [p for p in fn.__module__.split(".") if not p.startswith("_") and p not in STAGES | {"random"}]
     return ".".join([*public, fn.__qualname__.removesuffix(".__init__")])
 

@@ -38,7 +38,7 @@ def plain_numbers(fn: F) -> F:
         try:
             return fn(*map(plain_number, args), **{n: plain_number(x) for n, x in kwargs.items()})
         except TypeError as error:
-            raise signature_error(fn, error) or error from None
+            raise signature_error(run, error) or error from None
 
     return run
 

@@ -47,6 +47,20 @@ def test_public_names_say_where_they_are(face):
 
 
 @pytest.mark.parametrize("face", FACES)
+def test_messages_call_a_function_by_its_shortest_name(face):
+    """A call with an argument that a public function or class has not is answered with the name that it has in funcrec,
+    or in the public module of those that have it: or by Python itself, with its bare one."""
+    for name in FACES[face].__all__:
+        x = getattr(FACES[face], name)
+        is_class = isinstance(x, type) and not issubclass(x, BaseException) and not getattr(x, "_is_protocol", False)
+        if is_class or isinstance(x, types.FunctionType):
+            with pytest.raises(TypeError) as raised:
+                x(no_such_argument=1)
+            public = "funcrec" if getattr(fr, name, None) is x else face
+            assert re.match(rf"{public}\.{name}: |[\w.]+\(\) ", str(raised.value)), str(raised.value)
+
+
+@pytest.mark.parametrize("face", FACES)
 def test_help_names_no_private_module(face):
     """help of a public module and of each of its names has no name that begins with an underscore on its paths."""
     module = FACES[face]
