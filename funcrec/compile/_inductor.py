@@ -171,18 +171,37 @@ def compile_anew(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callab
 def knowing() -> Iterator[None]:
     """Tell Inductor what it would find out by seconds of work, and nobody what torch thinks of its own old calls."""
     import torch._inductor.codecache as codecache
+    import torch.utils._sympy.solve as solve
     from torch._inductor.cpu_vec_isa import VecISA
     from torch._inductor.runtime import triton_compat
 
     with contextlib.ExitStack() as known:
         known.enter_context(warnings.catch_warnings())  # nothing of a user's runs here
         warnings.simplefilter("ignore", DeprecationWarning)
+        known.enter_context(replaced(solve, "try_solve", in_integers))
         if platform.machine() in ("x86_64", "AMD64"):
             known.enter_context(replaced(VecISA, "check_build", lambda build: runs))
         if not torch.cuda.is_available():  # the digest of Triton's sources is asked for, and then left out of the key
             owner = codecache if hasattr(codecache, "triton_key") else triton_compat  # torch < 2.13
             known.enter_context(replaced(owner, "triton_key", lambda key: lambda: None))
         yield
+
+
+def in_integers(solve: Callable) -> Callable:
+    """Solutions with one division, and no fractions: of s = 3 B + 1 Inductor writes B = s/3 - 1/3, in integers."""
+
+    def solved(*args, **kwargs):
+        import sympy
+        from torch.utils._sympy.functions import FloorDiv
+
+        found = solve(*args, **kwargs)
+        if found is None:
+            return None
+        relation, value = found
+        over, under = sympy.fraction(sympy.together(value))
+        return relation, value if under == 1 else FloorDiv(over, under)
+
+    return solved
 
 
 def runs(isa: object, code: str) -> bool:

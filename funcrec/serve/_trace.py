@@ -17,6 +17,7 @@ from torch import Tensor
 from funcrec.compile import DECOMPOSITIONS, stage
 from funcrec.core import Problem, check, describe, fail, paths, tree_flatten, tree_unflatten
 from funcrec.jagged import KeyedJaggedTensor
+from funcrec.quantized import QuantizedTables
 from funcrec.serve._weights import NAMES
 from funcrec.tables import Batch, lookups_seen, table_shapes
 
@@ -165,10 +166,11 @@ def tables_of(lookups: Sequence, names: Mapping[int, str]) -> list[dict]:
     found = {}
     for tables, _, features in lookups:
         shapes, parts = table_shapes(tables), dict(tables)
+        coded = {n: bits for n, bits, _ in tables.forms} if isinstance(tables, QuantizedTables) else {}
         for table in dict.fromkeys(f.table for f in features):
-            x = parts.get(table)
+            x = parts.get(table)  # of other kinds, whose parts are no tables, nothing is known
             name, (rows, dim) = names.get(id(x)), shapes[table]
-            bits = getattr(tables, "bits_of", lambda t, x=x: 8 * x.element_size() if x is not None else None)(table)
+            bits = coded.get(table, None if x is None else 8 * x.element_size())
             found[table, name] = {"name": table, "param": name, "rows": rows, "dim": dim, "bits": bits}
     return list(found.values())
 

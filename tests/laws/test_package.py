@@ -109,6 +109,21 @@ def test_a_package_is_small_and_opens_fast(path):
     assert min(took) < 0.05
 
 
+def test_quantised_tables_are_parameters_as_others(tmp_path):
+    """Tables of 8 and 4 bits and of f16, in one lookup, are exported as they are, and the manifest tells their bits."""
+    clicked, seen, last = (fr.FeatureConfig(n, table=t) for n, t in (("clicked", "a"), ("seen", "b"), ("last", "c")))
+    tables = fr.init(fr.key(0), [fr.TableConfig(n, 20, dim) for n, dim in (("a", 5), ("b", 8), ("c", 3))])
+    params = {"q": fr.quantize(tables, {"a": "int8", "b": "int4", "c": "float16"}), "w": torch.randn(16)}
+    predict = lambda p, b: fr.lookup(p["q"], b.ids, (clicked, seen, last)).values @ p["w"]
+    lists = {"clicked": [[1, 2], [], [19, 20]], "seen": [[3], [-1], []], "last": [[0, 0], [1], []]}
+    batch = fr.Batch(fr.KeyedJaggedTensor.from_lists(lists))
+    package = fr.load_package(fr.export(predict, params, batch, tmp_path / "model"))
+    assert (package(batch) - predict(params, batch)).abs().max() <= 1e-6
+    found = {x["name"]: (x["bits"], x["dim"], x["rows"], x["param"]) for x in package.manifest["tables"]}
+    at = lambda n: f"['q'].tables['{n}']"
+    assert found == {"a": (8, 5, 20, at("a")), "b": (4, 8, 20, at("b")), "c": (16, 3, 20, at("c"))}
+
+
 # -- weights -----------------------------------------------------------------------------------------------------
 
 
@@ -162,15 +177,16 @@ def test_versions_are_names_of_values(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
 def test_weights_of_every_dtype_and_shape_come_back(dtype, tmp_path):
     """What save_weights writes is mapped bit for bit: views, scalars, tensors without an element."""
-    from funcrec.serve._weights import read_weights, signature
+    from funcrec.serve._weights import named, read_weights, signature
 
     given = {
         "a": torch.arange(12).reshape(3, 4).to(dtype).t(),
         "b": torch.ones((), dtype=dtype),
         "c": torch.zeros(0, 2, dtype=dtype),
     }
-    found = read_weights("test", fr.save_weights(tmp_path / "w", given), signature(given), checksums=True)
-    assert all(torch.equal(found.tensors[n], x) and x.dtype == found.tensors[n].dtype for n, x in given.items())
+    want = named(given)
+    found = read_weights("test", fr.save_weights(tmp_path / "w", given), signature(want), checksums=True).tensors
+    assert all(torch.equal(found[n], x) and x.dtype == found[n].dtype for n, x in want.items())
 
 
 # -- whole or not there ------------------------------------------------------------------------------------------
