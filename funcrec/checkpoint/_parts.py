@@ -114,6 +114,7 @@ class Seen(NamedTuple):
             check(CALL, slot_problems(node))
             return replace(node, tables=self.tables(node.tables, node.slots), slots=self.slots(node))
         if isinstance(node, ShardedTables):
+            check(CALL, coded_problems(node.layout))
             return self.tables(node, {})
         if isinstance(node, DenseShard):
             self.shards.append(node)
@@ -239,6 +240,13 @@ def fingerprint(x: Tensor) -> int:
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def coded_problems(layout: Layout) -> Iterator[Problem]:
+    """A row of codes is no row of columns, by which parts are laid out anew."""
+    if any(b.bits for b in layout.banks):
+        got, hint = f"{[b.name for b in layout.banks if b.bits]}", "fr.save(path, fr.gather_tables(tables, mesh))"
+        yield Problem("`tree` has quantised tables on a mesh.", got, "the tables whole", hint, TypeError)
 
 
 def mesh_problems(mesh: Mesh | None, seen: Seen) -> Iterator[Problem]:

@@ -359,7 +359,7 @@ def learned_problems(tables: Mapping[str, Any], key: Tensor | None) -> Iterator[
             hint = 'fr.Params(fr.fake_quantize(tables, scales="learned"), dense), for the state'
             need = "tables outside of a loss"
             yield Problem(
-                f"the scales of `tables[{n!r}]` would be no parameters.", "a loss's table", need, hint, TypeError
+                f"the scales of `tables[{n!r}]` would not be parameters.", "a loss's table", need, hint, TypeError
             )
         if n + SCALE in tables:
             yield Problem(f"`tables` has a table named {n + SCALE!r}.", f"{list(tables)}", "another name", "'scales'")

@@ -111,7 +111,7 @@ def shapes_of(q: QuantizedTables) -> dict[str, tuple[int, int]]:
 
 
 Mapping.register(QuantizedTables)
-KINDS[QuantizedTables] = Kind(shapes_of, read_quantized, is_trained=False)
+KINDS[QuantizedTables] = Kind(shapes_of, read_quantized, is_trained=lambda q: False)
 
 
 def retyped(q: QuantizedTables, dtype: torch.dtype) -> QuantizedTables:

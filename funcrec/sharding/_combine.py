@@ -41,6 +41,13 @@ def pool(banks: Banks, routed: Routed, routes: Routes, implementation: str | Non
         for k, form in enumerate(slot_forms(routed, routes, sender))
     ]
     tables = [banks[b.name] for b in used]
+    if any(b.bits for b in used):  # all of them: of quantised tables
+        bits, dims = [b.bits for b in used], [b.dim for b in used]
+        out = ops.quantized_lookup(
+            tables, [routed.rows], routed.offsets, routed.weights, forms, routed.num_bags, bits, dims,
+            implementation=implementation
+        )  # fmt: skip
+        return out.unflatten(1, (routes.num_ranks, -1)).transpose(0, 1).contiguous()
     out = pooled_lookup(
         tables, [routed.rows], routed.offsets, routed.weights, forms, routed.num_bags, routes.num_ranks,
         implementation=implementation
@@ -101,15 +108,20 @@ def fetch(
     """{bank: f[n · C, dim]}: for each id that this rank sent its
     row, in the id's place; zeros for those of other banks."""
     rows = {
-        b: gather_rows(banks[b.name], routed.rows_of(b, routes), implementation=implementation).unflatten(
-            0, (routes.num_ranks, -1)
-        )
+        b: rows_of(banks, b, routed.rows_of(b, routes), implementation).unflatten(0, (routes.num_ranks, -1))
         for b in routes.lanes_of_banks
     }
     if routes.axes:
         got = send("all_to_all", list(rows.values()), routes.axes, codec, [(x.shape[-1],) for x in rows.values()])
         rows = dict(zip(rows, got, strict=True))
     return {b: x.flatten(0, 1) for b, x in rows.items()}
+
+
+def rows_of(banks: Banks, bank: Bank, rows: Tensor, implementation: str | None) -> Tensor:
+    """f[N, dim]: rows of a bank; of codes the numbers that they stand for."""
+    if bank.bits:
+        return ops.quantized_rows(banks[bank.name], rows, bank.bits, bank.dim, implementation=implementation)
+    return gather_rows(banks[bank.name], rows, implementation=implementation)
 
 
 def combine(pooled: Tensor, routed: Routed, routes: Routes, codec: Codec | None = None) -> dict[int, Tensor]:

@@ -18,12 +18,14 @@ from torch import Tensor
 from funcrec.core import check, is_tracked, is_wrapped
 from funcrec.kernels.memory import empty_table
 from funcrec.mesh import Mesh, P, rank_at
+from funcrec.quantized import cut_columns, join_columns, stored_width
 from funcrec.sharding._plan import Plan, fit_problems
 
 
 class Bank(NamedTuple):
     """A tensor [rows, dim] on each of `num_ranks` ranks of `axes`; `num_copies`
-    of all that, over `replicas`, which train apart."""
+    of all that, over `replicas`, which train apart.
+    bits: of quantised tables, as `QuantizedTables` has them; 0 for tables of floats that are trained."""
 
     name: str
     axes: tuple[str, ...]
@@ -33,6 +35,12 @@ class Bank(NamedTuple):
     dtype: torch.dtype
     replicas: tuple[str, ...] = ()
     num_copies: int = 1
+    bits: int = 0
+
+    @property
+    def width(self) -> int:
+        """The elements of a stored row."""
+        return stored_width(self.bits, self.dim)
 
     @property
     def spec(self) -> P:
@@ -79,8 +87,10 @@ class Layout(NamedTuple):
         )
 
     def with_dtype(self, dtype: torch.dtype) -> "Layout":
-        """The same places for banks of another dtype."""
-        return self._replace(banks=tuple(b._replace(dtype=dtype) for b in self.banks))
+        """The same places for banks of another dtype; codes stay."""
+        size = 8 * dtype.itemsize
+        retyped = lambda b: b if b.dtype == torch.uint8 else b._replace(dtype=dtype, bits=b.bits and size)
+        return self._replace(banks=tuple(map(retyped, self.banks)))
 
     def specs(self) -> dict[str, P]:
         """How `shard_map` cuts the banks of an emulated mesh."""
@@ -94,8 +104,9 @@ def layout_of(
     plan: Plan,
     mesh: Mesh,
     labels: Mapping[str, Hashable] | None = None,
+    bits: Mapping[str, int] | None = None,
 ) -> Layout:
-    """The layout of a plan; tables with different `labels` share no bank."""
+    """The layout of a plan; tables with different `labels` share no bank. bits: of quantised tables."""
     check(call, fit_problems(plan, mesh, shapes))
     filled: dict[tuple, list[int]] = {}  # a bank -> how many rows each of its ranks has
     names: dict[tuple, str] = {}
@@ -107,7 +118,7 @@ def layout_of(
         alone = table if len(blocks) > 1 else None  # a row's parts are found again by the table's rows
         for block in blocks:
             width = block.last - block.first
-            key = (placement.axes, width, dtypes[table], (labels or {}).get(table), alone)
+            key = (placement.axes, width, dtypes[table], (labels or {}).get(table), alone, (bits or {}).get(table, 0))
             if key not in filled:
                 filled[key] = [0] * n
                 names[key] = table if width == dim else f"{table}[{block.first}:{block.last}]"
@@ -121,7 +132,8 @@ def layout_of(
     # as many rows on every rank as the fullest needs: one graph runs on all, and shapes are in it
     keys = list(filled)
     copies = prod(mesh.shape[a] for a in plan.replicas)
-    banks = [Bank(names[k], k[0], len(filled[k]), max(filled[k]), k[1], k[2], plan.replicas, copies) for k in keys]
+    sizes = lambda k: (len(filled[k]), max(filled[k]))
+    banks = [Bank(names[k], k[0], *sizes(k), k[1], k[2], plan.replicas, copies, k[-1]) for k in keys]
     shards = [s._replace(bank=keys.index(k)) for k, s in places]
     return Layout(tuple(shapes.items()), tuple(banks), tuple(shards), tuple(mesh.shape.items()), plan.replicas)
 
@@ -134,12 +146,14 @@ def pack(layout: Layout, bank: int, tables: Mapping[str, Tensor], ranks: Sequenc
     own, shards = layout.banks[bank], [s for s in layout.shards if s.bank == bank]
     parts = [tables[s.table] for s in shards]  # of this bank alone: another one's may be of another dtype
     narrow = parts[0].dim() == 1
-    out = blank((len(ranks) * own.rows, *([] if narrow else [own.dim])), parts)
+    out = blank((len(ranks) * own.rows, *([] if narrow else [own.width])), parts)
     for s in shards:
+        dim = dict(layout.shapes)[s.table][1]
+        whole = tables[s.table] if narrow else cut_columns(tables[s.table], own.bits, dim, s.first, s.last)
         for i, (rank, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
-            part = tables[s.table][i * s.part : (i + 1) * s.part]
+            part = whole[i * s.part : (i + 1) * s.part]
             for at in (k * own.rows + start for k, r in enumerate(ranks) if r == rank):
-                out[at : at + part.shape[0]] = part if narrow else part[:, s.first : s.last]
+                out[at : at + part.shape[0]] = part
     return out
 
 
@@ -158,14 +172,15 @@ def blank(shape: Sequence[int], like: Sequence[Tensor]) -> Tensor:
 def unpack(layout: Layout, banks: Mapping[str, Tensor], table: str) -> Tensor:
     """A table [R, D], or a slot [R], from banks of all ranks, each [n · rows, ...]; of several copies the first."""
     num_rows, _ = dict(layout.shapes)[table]
-    columns = []
-    for k in layout.shards_of(table):
-        s = layout.shards[k]
+    columns, shards = [], [layout.shards[k] for k in layout.shards_of(table)]
+    for s in shards:
         bank = layout.banks[s.bank]
         x = banks[bank.name]
         parts = [x[r * bank.rows + a : r * bank.rows + a + s.part] for r, a in zip(s.ranks, s.starts, strict=True)]
         columns.append(torch.cat(parts)[:num_rows])
-    return torch.cat(columns, 1) if columns[0].dim() > 1 else columns[0]
+    if columns[0].dim() == 1:
+        return columns[0]
+    return join_columns(columns, layout.banks[shards[0].bank].bits, [s.last - s.first for s in shards])
 
 
 def own_ranks(bank: Bank, mesh: Mesh) -> list[int]:

@@ -4,11 +4,20 @@ lookup(shard_tables(tables, plan), ids) == lookup(tables, ids)        on every r
 """
 
 from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 
 from funcrec.core import RETYPED, Count, Problem, check, describe, fail, pytree, replace, typed
 from funcrec.mesh import Codec, Mesh, P, codec_problems, unshard
+from funcrec.quantized import (
+    QUANTIZE,
+    QuantizedTables,
+    bits_of,
+    dtype_problems,
+    named_dtypes,
+    stored,
+)
 from funcrec.sharding._copies import copy_problems
 from funcrec.sharding._layout import Layout, layout_of, own_ranks, pack, unpack
 from funcrec.sharding._lookup import read_sharded
@@ -88,7 +97,9 @@ class ShardedTables:
 
 
 Mapping.register(ShardedTables)
-KINDS[ShardedTables] = Kind(lambda tables: dict(tables.layout.shapes), read_sharded)
+KINDS[ShardedTables] = Kind(
+    lambda tables: dict(tables.layout.shapes), read_sharded, lambda tables: not any(b.bits for b in tables.layout.banks)
+)
 RETYPED[ShardedTables] = lambda tables, dtype: replace(tables, layout=tables.layout.with_dtype(dtype))
 
 
@@ -107,7 +118,7 @@ def shard_tables(
     """Tables [R, D] as the plan places them: on an emulated mesh the banks of all ranks, on real ranks this rank's.
 
     Args:
-      tables: every rank passes the same.
+      tables: every rank passes the same. QuantizedTables too: each part of a row then has the row's scale and bias.
       exact: whether owners send single rows and not sums, so that row-wise sums
         have one process's bits; more bytes where bags are long.
       capacity: the most ids that a rank may send to another; None for all that it has. A rank with more gets NaN from
@@ -130,18 +141,22 @@ def shard_tables(
       >>> fr.shard_tables({"item": torch.ones(4, 2)}, fr.Plan({"item": fr.replicated()}), fr.Mesh.emulated(data=2))
       ShardedTables({item: f32[4, 2]})
     """
-    call = "funcrec.shard_tables"
-    check(call, table_tensor_problems(tables), codec_problems(codec), dedup_problems(exact, dedup))
+    call, is_quantized = "funcrec.shard_tables", isinstance(tables, QuantizedTables)
+    check(call, () if is_quantized else table_tensor_problems(tables))
+    check(call, codec_problems(codec), dedup_problems(exact, dedup))
     check(call, row_problems(tables), one_device_problems(tables))
-    shapes = {n: (t.shape[0], t.shape[1]) for n, t in tables.items()}
-    layout = layout_of(call, shapes, {n: t.dtype for n, t in tables.items()}, plan, mesh, labels)
+    dims = {n: dim for n, _, dim in tables.forms} if is_quantized else {n: t.shape[1] for n, t in tables.items()}
+    shapes = {n: (t.shape[0], dims[n]) for n, t in tables.items()}
+    bits = {n: b for n, b, _ in tables.forms} if is_quantized else None
+    layout = layout_of(call, shapes, {n: t.dtype for n, t in tables.items()}, plan, mesh, labels, bits)
     banks = {b.name: pack(layout, i, tables, own_ranks(b, mesh)) for i, b in enumerate(layout.banks)}
     return ShardedTables(banks, layout, transport_of(exact, dedup, capacity, codec))
 
 
 @typed
-def gather_tables(tables: ShardedTables, mesh: Mesh) -> dict[str, Tensor]:
-    """{table: [R, D]}: the tables, whole, on every rank; the inverse of `shard_tables`.
+def gather_tables(tables: ShardedTables, mesh: Mesh) -> dict[str, Tensor] | QuantizedTables:
+    """{table: [R, D]}: the tables, whole, on every rank; the inverse of `shard_tables`. Of quantised ones
+    QuantizedTables.
 
     Raises: ValueError for copies that have trained apart (`replicas` of the plan) and are not equal.
 
@@ -161,8 +176,27 @@ def gather_tables(tables: ShardedTables, mesh: Mesh) -> dict[str, Tensor]:
             hint="fr.shard_tables",
             kind=TypeError,
         )
-    check("funcrec.gather_tables", copy_problems(tables.layout, {"table": tables.banks}, mesh))
-    return gather_banks(tables.layout, tables.banks, mesh)
+    layout = tables.layout
+    check("funcrec.gather_tables", copy_problems(layout, {"table": tables.banks}, mesh))
+    whole = gather_banks(layout, tables.banks, mesh)
+    bits = {s.table: layout.banks[s.bank].bits for s in layout.shards}
+    if not any(bits.values()):
+        return whole
+    return QuantizedTables(whole, tuple((n, bits[n], dim) for n, (_, dim) in layout.shapes))
+
+
+def quantize_sharded(tables: ShardedTables, dtype: Any, key: Tensor | None) -> ShardedTables:
+    """Each rank's rows as codes, where they lie: no row goes anywhere, so a row must be whole there."""
+    names, layout = dict(tables.layout.shapes), tables.layout
+    dtype = "int8" if dtype is None else dtype
+    check("funcrec.quantize", dtype_problems(names, dtype), sharded_problems(tables, dtype, key))
+    named = {s.bank: named_dtypes(names, dtype)[s.table] for s in layout.shards}
+    banks = {b.name: stored(tables.banks[b.name], named[i]) for i, b in enumerate(layout.banks)}
+    told = [b._replace(dtype=banks[b.name].dtype, bits=bits_of(named[i])) for i, b in enumerate(layout.banks)]
+    return ShardedTables(banks, layout._replace(banks=tuple(told)), tables.transport)
+
+
+QUANTIZE[ShardedTables] = quantize_sharded
 
 
 def gather_banks(layout: Layout, banks: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
@@ -173,6 +207,25 @@ def gather_banks(layout: Layout, banks: Mapping[str, Tensor], mesh: Mesh) -> dic
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def sharded_problems(tables: ShardedTables, dtype: Any, key: Tensor | None) -> Iterator[Problem]:
+    """Rows that are whole where they lie, of one dtype in a bank; a key says nothing of rows in other places."""
+    layout, hint = tables.layout, "fr.shard_tables(fr.quantize(tables, ...), plan, mesh)"
+    for n, (_, dim) in layout.shapes:
+        own = [layout.shards[i] for i in layout.shards_of(n)]
+        if layout.banks[own[0].bank].bits:
+            yield Problem(f"table {n!r} is quantised.", describe(tables.banks), "tables of floats", hint, TypeError)
+        if own[0].last - own[0].first < dim:
+            got, need = f"{len(own)} blocks of columns", "rows that are whole on a rank: a row has one scale"
+            yield Problem(f"table {n!r} is cut by columns.", got, need, hint)
+    named = named_dtypes(dict(layout.shapes), dtype)
+    for i, b in enumerate(layout.banks):
+        several = {s.table: named[s.table] for s in layout.shards if s.bank == i}
+        if len(set(several.values())) > 1:
+            yield Problem(f"tables of one bank, {b.name!r}, have several dtypes.", f"{several}", "one dtype", hint)
+    if key is not None:
+        yield Problem("`key` is for tables that are whole.", "a key, and sharded tables", "key=None", hint)
 
 
 def one_device_problems(tables: Mapping[str, Tensor]) -> Iterator[Problem]:

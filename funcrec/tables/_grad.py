@@ -179,7 +179,7 @@ def params_problems(params: object) -> Iterator[Problem]:
         got, hint = describe(params.tables), "fr.init(key, table_configs); {} for no tables"
         yield Problem("`params.tables` is not a dict of tables.", got, "{name: f[R, D]}", hint, TypeError)
         return
-    if not kind_of_tables(params.tables).is_trained:
+    if not kind_of_tables(params.tables).is_trained(params.tables):
         got, need = describe(params.tables), "tables of floats"
         hint = "beside them: fr.value_and_grad(loss_fn)(fr.Params({}, dense), tables, batch); or fr.fake_quantize"
         yield Problem("`params.tables` are read, and not trained.", got, need, hint, TypeError)

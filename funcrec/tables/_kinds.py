@@ -46,12 +46,12 @@ class Kind(NamedTuple):
       checks features and ids against, once, for every kind.
     read: (tables, ids, features, implementation) -> Read. The features are checked, not empty for other kinds than
       plain tables, and all of them pooled ("sum", "mean") or all sequences ("none").
-    is_trained: whether the parts get gradients; `value_and_grad` refuses others.
+    is_trained: tables -> whether the parts get gradients; `value_and_grad` refuses others.
     """
 
     shapes: Callable[[Any], Mapping[str, tuple[int, int]]]
     read: Callable[..., Read]
-    is_trained: bool = True
+    is_trained: Callable[[Any], bool] = lambda tables: True
 
 
 KINDS: dict[type, Kind] = {}

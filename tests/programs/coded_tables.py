@@ -1,0 +1,58 @@
+"""Quantised tables on a mesh: what its ranks look up of their own bags, and the whole tables again."""
+
+import torch
+
+import funcrec as fr
+
+FEATURES = (
+    fr.FeatureConfig("sum", table="a", column="x", weighted=True),
+    fr.FeatureConfig("mean", table="b", column="y", pooling="mean", hash=fr.modulo()),
+    fr.FeatureConfig("short", table="a", column="y", hash=fr.multiply_shift(3), max_length=2),
+    fr.FeatureConfig("wide", table="c", column="x", pooling="mean", weighted=True),
+    fr.FeatureConfig("again", table="d", column="y"),
+)
+SEQUENCES = (fr.FeatureConfig("seq", table="a", column="x", pooling="none", weighted=True, max_length=2),)
+DTYPES = {"a": "int4", "b": "int8", "c": "float16", "d": "int2"}
+BAGS = 8
+
+
+def tables():
+    draw = torch.Generator().manual_seed(0)
+    return {n: torch.randn(9, d, generator=draw) for n, d in {"a": 5, "b": 8, "c": 4, "d": 7}.items()}
+
+
+def ids():
+    draw = torch.Generator().manual_seed(1)
+    lists = {k: [torch.randint(-1, 11, (n,), generator=draw).tolist() for n in (3, 0, 1, 2, 5, 0, 1, 4)] for k in "xy"}
+    weights = {k: [[0.1 + 0.3 * i for i, _ in enumerate(bag)] for bag in bags] for k, bags in lists.items()}
+    return fr.KeyedJaggedTensor.from_lists(lists, weights=weights, dtype=torch.int64)
+
+
+def plan_of(kind, mesh):
+    return fr.Plan.uniform(kind, [fr.TableConfig(n, *t.shape) for n, t in tables().items()], mesh)
+
+
+def values(held, batch):
+    """(f[B, D] of pooled features, f[B, L, D] of each sequence)."""
+    rows = fr.lookup_sequence(held, batch, SEQUENCES)
+    return fr.lookup(held, batch, FEATURES).values, {k: x.to_padded(2) for k, x in rows.items()}
+
+
+def whole():
+    return values(fr.quantize(tables(), DTYPES), ids())
+
+
+def looked_up(axes, kind, how, *, real=False, late=False):
+    """(what all ranks look up of their bags, the tables gathered); late: quantised where they lie."""
+    mesh = (fr.Mesh.distributed if real else fr.Mesh.emulated)(**axes)
+    given = tables() if late else fr.quantize(tables(), DTYPES)
+    held = fr.shard_tables(given, plan_of(kind, mesh), mesh, **how)
+    held = fr.quantize(held, "int8") if late else held
+    spec = fr.P(mesh.axis_names)
+    run = fr.shard_map(values, mesh=mesh, in_specs=(held.specs(), spec), out_specs=spec)
+    out = run(held, fr.shard(ids(), spec, mesh=mesh))
+    return fr.unshard(out, spec, mesh=mesh), fr.gather_tables(held, mesh)
+
+
+def on_ranks(axes, kind, how):
+    return looked_up(axes, kind, how, real=True)
