@@ -1,0 +1,193 @@
+"""Packages in a process without Python answer as in Python (kernels/serving)."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+from programs import answers, every_dtype
+
+import funcrec as fr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return every_dtype.export(tmp_path_factory.mktemp("package") / "every")
+
+
+@pytest.fixture(scope="module")
+def next_weights(folder):
+    return fr.save_weights(folder.parent / "next", every_dtype.params(1), version="second")
+
+
+@pytest.fixture(scope="module")
+def program():
+    return answers.build() / "funcrec-answers"
+
+
+@pytest.fixture(scope="module")
+def running(program, folder):
+    with answers.Answers(program, folder) as process:
+        yield process
+
+
+def ask(running, batch):
+    ids = batch.ids
+    return running.run(ids.num_bags, batch.dense, ids.values, ids.offsets, ids.weights)
+
+
+def assert_same(got, want):
+    for x, (name, y) in zip(got.outputs, want.items(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6, msg=lambda said, name=name: f"{name}: {said}")
+
+
+@pytest.mark.parametrize("num_bags, most", [(0, 3), (1, 0), (1, 5), (3, 5), (64, 3), (512, 5)])
+def test_cpp_answers_as_python_does(running, folder, num_bags, most):
+    """C++ = Python within 1e-6: every dtype, pooling, weights, sequences, empty bags, ids -1 and beyond the table."""
+    batch = every_dtype.batch(num_bags, seed=num_bags + most, most=most)
+    got = ask(running, batch)
+    assert_same(got, every_dtype.predict(every_dtype.params(), batch) if num_bags else fr.load_package(folder)(batch))
+    rows = {f["name"]: f["rows"] for f in json.loads((folder / "manifest.json").read_text())["features"]}
+    outside = sum(
+        int(((x < 0) | (x >= rows[k])).sum()) for k, x in ((k, batch.ids[k].values) for k in every_dtype.KEYS)
+    )
+    assert (got.ids_out_of_range, got.version) == (outside, "first")
+
+
+def wrong(offsets=None, values=7, bags=2, dense=6, weights=None):
+    offsets = [0, 1, 2, 3, 4, 5, 7] if offsets is None else offsets
+    weights = values if weights is None else weights
+    numbers = torch.tensor(offsets, dtype=torch.int64)
+    return bags, torch.zeros(dense), torch.zeros(values, dtype=torch.int64), numbers, torch.ones(weights)
+
+
+WRONG = {
+    "first offset": wrong([1, 1, 2, 3, 4, 5, 7]),
+    "last offset": wrong([0, 1, 2, 3, 4, 5, 8]),
+    "last offset below": wrong([0, 1, 2, 3, 4, 5, 6]),
+    "descending": wrong([0, 5, 2, 3, 4, 5, 7]),
+    "far": wrong([0, 2**62, 2, 3, 4, 5, 7]),
+    "negative": wrong([0, -(2**63), 2, 3, 4, 5, 7]),
+    "too few offsets": wrong([0, 1, 7]),
+    "no offsets": wrong([]),
+    "negative bags": wrong(bags=-1),
+    "many bags": wrong(bags=2**62),
+    "too many bags": wrong(torch.zeros(3 * 5000 + 1).long().tolist(), values=0, bags=5000, dense=15000),
+    "short dense": wrong(dense=5),
+    "no dense": wrong(dense=0),
+    "short weights": wrong(weights=6),
+    "more weights": wrong(weights=8),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_requests_are_the_clients_fault(running, name):
+    """What does not fit is Bad, with what came and what is needed; the next request is answered."""
+    with pytest.raises(answers.AnswersError, match=r"(?s)got .*need ") as error:
+        running.run(*WRONG[name])
+    assert not error.value.failed
+    assert running.run(*wrong()).ids_out_of_range == 0
+
+
+def test_weights_are_swapped_whole_or_not_at_all(program, folder, next_weights, tmp_path):
+    """swap answers with the new values; weights of another signature, cut off or changed leave the old ones."""
+    batch = every_dtype.batch(5)
+    with answers.Answers(program, folder) as running:
+        for name, change in WEIGHTS.items():
+            shutil.copytree(next_weights, tmp_path / name)
+            change(tmp_path / name)
+            with pytest.raises(answers.AnswersError, match=r"(?s)got .*need ") as error:
+                running.swap(tmp_path / name)
+            assert not error.value.failed
+            assert_same(ask(running, batch), every_dtype.predict(every_dtype.params(), batch))
+        running.swap(next_weights)
+        got = ask(running, batch)
+    assert got.version == "second"
+    assert_same(got, every_dtype.predict(every_dtype.params(1), batch))
+
+
+def rewritten(name, change):
+    """A JSON file changed, its digest with it: what is refused then is what it says."""
+
+    def run(folder):
+        path = folder / name
+        content = json.loads(path.read_text())
+        change(content)
+        content["digest"] = "0" * 64
+        text = json.dumps(content, indent=1) + "\n"
+        for key in content.get("files", {}):
+            text = text.replace(content["files"][key], "0" * 64)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        content["digest"] = digest
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+    return run
+
+
+def entry(key, value):
+    return rewritten("weights.json", lambda content: content["tensors"][1].__setitem__(key, value))
+
+
+WEIGHTS = {
+    "cut off": lambda f: (f / "weights.bin").write_bytes((f / "weights.bin").read_bytes()[:-1]),
+    "no file": lambda f: (f / "weights.bin").unlink(),
+    "no index": lambda f: (f / "weights.json").unlink(),
+    "a changed index": lambda f: (f / "weights.json").write_text((f / "weights.json").read_text().replace("1", "2")),
+    "no JSON": lambda f: (f / "weights.json").write_text('{"format": 1,'),
+    "deep": lambda f: (f / "weights.json").write_text("[" * 100_000),
+    "another shape": entry("shape", [1]),
+    "a huge shape": entry("shape", [2**40, 2**40]),
+    "a negative shape": entry("shape", [-1, 5]),
+    "a far offset": entry("offset", 2**47),
+    "a negative offset": entry("offset", -4096),
+    "another offset": entry("offset", 1),
+    "more bytes": entry("nbytes", 2**62),
+    "another dtype": entry("dtype", "complex64"),
+    "a number for a name": entry("name", 7),
+    "one less": rewritten("weights.json", lambda content: content["tensors"].pop()),
+    "one twice": rewritten("weights.json", lambda content: content["tensors"].append(content["tensors"][0])),
+    "no version": rewritten("weights.json", lambda content: content.pop("version")),
+}
+
+
+def manifest(key, value):
+    return rewritten("manifest.json", lambda content: content.__setitem__(key, value))
+
+
+PACKAGES = {
+    "another torch": (manifest("torch", "2.11.0"), "torch"),
+    "another processor": (manifest("needs", ["avx1024"]), "avx1024"),
+    "another format": (manifest("format", 2), "format"),
+    "a changed manifest": (
+        lambda f: (f / "manifest.json").write_text((f / "manifest.json").read_text() + " "),
+        "changed",
+    ),
+    "no entry": (rewritten("manifest.json", lambda content: content.pop("outputs")), "outputs"),
+    "a wrong type": (manifest("features", 3), "features"),
+    "a huge number": (manifest("max_batch", 10**30), "max_batch"),
+    "another program": (lambda f: (f / "model.pt2").write_bytes((f / "model.pt2").read_bytes()[:-1]), "model.pt2"),
+    "another manifest": (manifest("max_ids", 5), "another package"),
+    "no features": (manifest("features", []), "features"),
+    "a fixed output": (rewritten("manifest.json", lambda content: content["outputs"][0].update(shape=[3])), "row"),
+}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_packages_of_others_are_refused_with_the_reason(program, folder, tmp_path, name):
+    """A changed file, another torch, another processor, or entries that are no manifest's: Bad says which."""
+    change, said = PACKAGES[name]
+    shutil.copytree(folder, tmp_path / "copy")
+    change(tmp_path / "copy")
+    with pytest.raises(answers.AnswersError, match=r"(?s)got .*need ") as error:
+        answers.Answers(program, tmp_path / "copy")
+    assert said in str(error.value) and not error.value.failed
+
+
+def test_no_python_is_in_the_process(running):
+    """The process maps torch's libraries and the operators, and nothing of Python."""
+    ask(running, every_dtype.batch(2))
+    with open(f"/proc/{running.process.pid}/maps") as file:
+        mapped = {line.split()[-1].rsplit("/", 1)[-1] for line in file if "/" in line}
+    assert {"libtorch_cpu.so", "libfuncrec_operators.so", "libfuncrec_serving.so", "weights.bin"} <= mapped
+    assert not [name for name in mapped if "python" in name.lower()]
