@@ -26,7 +26,7 @@ from contest import Setting
 from funcrec.kernels import ops
 from measure import RESULTS, machine, record
 
-GROUPS = ("bandwidth", "lookup", "update", "jagged", "steps", "ranks", "overhead", "first_step")
+GROUPS = ("bandwidth", "lookup", "quantized", "update", "jagged", "steps", "ranks", "overhead", "first_step")
 ON_HOST = ("overhead", "first_step")  # one number of threads will do
 ON_RANKS = ("ranks",)  # one thread on each of two ranks
 CASE_LIMIT_S = 1800  # compilation included

@@ -41,6 +41,7 @@ def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None) -> Tensor
     most = 2**bits - 1
     x = table.to(torch.float32)
     low, high = (x.amin(1), x.amax(1)) if x.shape[1] else (x.new_zeros(x.shape[0]),) * 2
+    low = torch.where(low == 0, 0, low)  # of zeros of both signs either is the least
     bias = _to_half(low, down=True, directed=key is not None)
     reach = high - bias.to(torch.float32)
     scale = _to_half(reach / most, down=False, directed=key is not None)

@@ -152,4 +152,8 @@ template <class F> int64_t guarded(F&& f) {
   }
 }
 
+// Each takes the numbers of one call; the comment at the function it names tells what it does.
+#define FUNCREC_ENTRY(name) \
+  FUNCREC_EXPORT int64_t funcrec_##name(const int64_t* numbers) { return guarded([&] { name(Reader{numbers}); }); }
+
 }  // namespace funcrec

@@ -4,7 +4,6 @@
 #include "lookup.h"
 #include "owners.h"
 #include "parallel.h"
-#include "quantized.h"
 #include "rows.h"
 #include "top_k.h"
 #include "update.h"
@@ -32,10 +31,7 @@ FUNCREC_EXPORT int64_t funcrec_level() {
 #endif
 }
 
-// Each takes the numbers of one call; the comment at the function it names tells what it does.
-#define FUNCREC_ENTRY(name) \
-  FUNCREC_EXPORT int64_t funcrec_##name(const int64_t* numbers) { return guarded([&] { name(Reader{numbers}); }); }
-
+// The others are in quantized.cpp.
 FUNCREC_ENTRY(pooled_lookup)
 FUNCREC_ENTRY(pooled_lookup_weights)
 FUNCREC_ENTRY(gather_block)
@@ -50,5 +46,3 @@ FUNCREC_ENTRY(top_k)
 FUNCREC_ENTRY(fused_update)
 FUNCREC_ENTRY(write_out)
 FUNCREC_ENTRY(quantized_lookup)
-FUNCREC_ENTRY(quantized_rows)
-FUNCREC_ENTRY(quantize_rows)

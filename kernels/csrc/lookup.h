@@ -84,10 +84,13 @@ class RowsAhead {
     for (int64_t k = 0; k < near_; k++) touch(ring_[k]);
   }
 
-  // The address of row k of the part, for k = 0, 1, ...; USUAL bytes of a row are unrolled.
+  // The address of row k of the part, for k = 0, 1, ...; USUAL bytes of a row are unrolled. Rows that begin anywhere in a line end in
+  // one more line than their bytes fill.
   template <int64_t USUAL> FUNCREC_INLINE const char* next(Cursor& c, uint64_t k) {
     find<USUAL>(c, k + FAR);
-    touch(ring_[(k + near_) % RING]);
+    const char* const near = ring_[(k + near_) % RING];
+    touch(near);
+    if constexpr (USUAL % 16) prefetch<1>(near + USUAL - 1, 1);
     return ring_[k % RING];
   }
 
@@ -102,6 +105,7 @@ class RowsAhead {
     const char* at = __builtin_expect(row < c.num_rows, 1) ? c.table + row * c.bytes : ZEROS;
     if (__builtin_expect(c.bytes == USUAL, 1)) prefetch<2>(at, USUAL);
     else prefetch<2>(at, c.bytes);
+    if constexpr (USUAL % 16) prefetch<2>(at + c.bytes - 1, 1);
     ring_[k % RING] = at;
   }
 
@@ -153,12 +157,12 @@ FUNCREC_INLINE void pool_panel(const Lookup& call, const Feature& f, Range r, in
       at = inside ? f.table.data + row * f.row_bytes : ZEROS;
       first = inside ? column : 0;
     }
-    const InRow<E> from(at, first, f.table.dim);
+    const InRow<E, W> from(at, first, f.table.dim);
     if constexpr (WEIGHTED) {
       const A scale = A(call.weights[i]);
-      for (int v = 0; v < NV; v++) sums[v] += from.template get<W>(v * W) * scale;
+      for (int v = 0; v < NV; v++) sums[v] += from.get(v * W) * scale;
     } else {
-      for (int v = 0; v < NV; v++) sums[v] += from.template get<W>(v * W);
+      for (int v = 0; v < NV; v++) sums[v] += from.get(v * W);
     }
   }
   // Divided at the end, once: (Σ s_i · row_i) / n
@@ -216,19 +220,10 @@ template <class E, class Out, bool WEIGHTED, int W = LANES<Out>> Kernel kernel_o
   }
 }
 
-template <class Out, int BITS> Kernel kernel_of_codes(const Feature& f) {
-  if (f.table.dim >= RowTraits<Codes<BITS>>::LEAST)
-    return f.weighted ? kernel_of<Codes<BITS>, Out, true>(f.table.dim) : kernel_of<Codes<BITS>, Out, false>(f.table.dim);
-  constexpr int W = RowTraits<Codes<BITS>>::LEAST;
-  return f.weighted ? pool_bags<Codes<BITS, true>, Out, true, 1, 0, W> : pool_bags<Codes<BITS, true>, Out, false, 1, 0, W>;
-}
+Kernel kernel_of_codes(const Feature& f);  // quantized.cpp
 
 template <class Out> Kernel kernel_of(const Feature& f) {
-  if constexpr (std::is_same_v<Out, float>) {
-    if (f.table.dtype == CODES8) return kernel_of_codes<Out, 8>(f);
-    if (f.table.dtype == CODES4) return kernel_of_codes<Out, 4>(f);
-    if (f.table.dtype == CODES2) return kernel_of_codes<Out, 2>(f);
-  }
+  if (f.table.dtype >= CODES8) return std::is_same_v<Out, float> ? kernel_of_codes(f) : nullptr;
   return with_table_type(f.table.dtype, [&](auto tag) -> Kernel {
     using E = typename decltype(tag)::type;
     if constexpr (sizeof(E) > sizeof(Out)) return nullptr;  // f64 tables have f64 outputs
@@ -265,7 +260,7 @@ inline std::vector<Part> parts_of(int64_t blocks, int64_t features, int64_t thre
   return parts;
 }
 
-// Of tables of floats; with f32 output also of codes (the entry point quantized_lookup).
+// Tables of codes have f32 outputs only.
 inline void pooled_lookup(Reader in) {
   int64_t threads = in.number();
   auto features = read_features(in);
@@ -295,6 +290,8 @@ inline void pooled_lookup(Reader in) {
     if (stream_columns) stream_end();
   });
 }
+
+inline void quantized_lookup(Reader in) { pooled_lookup(in); }
 
 // -- the gradient of the weights --------------------------------------------------------------------------------------
 

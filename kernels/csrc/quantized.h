@@ -13,15 +13,13 @@
 
 namespace funcrec {
 
-inline void quantized_lookup(Reader in) { pooled_lookup(in); }
-
 // to[c] = the numbers of a row.
 template <int BITS> FUNCREC_INLINE void read_codes(float* to, const char* row, int64_t dim) {
   constexpr int W = LANES<float>;
-  const InRow<Codes<BITS>> from(row, 0, dim);
+  const InRow<Codes<BITS>, W> from(row, 0, dim);
   int64_t c = 0;
-  for (; c + W <= dim; c += W) store<W>(to + c, from.template get<W>(c));
-  for (; c < dim; c++) to[c] = float((from.p[c * BITS / 8] >> c * BITS % 8) & ((1 << BITS) - 1)) * from.scale + from.bias;
+  for (; c + W <= dim; c += W) store<W>(to + c, from.get(c));
+  for (; c < dim; c++) to[c] = float((from.p[c * BITS / 8] >> c * BITS % 8) & ((1 << BITS) - 1)) * from.scale[0] + from.bias[0];
 }
 
 // Plain rows of one table of codes: [threads, table, out, rows]
@@ -69,6 +67,7 @@ struct RowCoder {
     std::fill(x + dim, x + room, dim ? x[0] : 0.0f);
     float low = 0, high = 0;
     bool lost = extent<W>(x, room, low, high);
+    low += 0.0f;  // of zeros of both signs either is the least
     const uint16_t bias_bits = half_of(low, true, draws);
     const float bias = from_half_bits(bias_bits);
     uint16_t scale_bits = half_of((high - bias) / float(most), false, draws);

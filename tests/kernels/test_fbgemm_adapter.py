@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from funcrec.kernels import fbgemm
+from funcrec.kernels import fbgemm, fbgemm_bags
 from funcrec.kernels.forms import Feature, Segment, flatten
 from funcrec.kernels.rules import RULES
 
@@ -336,7 +336,7 @@ def test_what_the_operators_cannot_do_is_refused(name):
 
 def test_without_fbgemm_the_error_names_the_extra(monkeypatch):
     """Where fbgemm_gpu is missing, a call says how to install it."""
-    fbgemm._load.cache_clear()
+    fbgemm_bags._load.cache_clear()
     monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
     with pytest.raises(ImportError, match=r'pip install "funcrec\[fbgemm-cpu\]"'):
         fbgemm.gather_rows(floats(2, 4), ONE_ROW)

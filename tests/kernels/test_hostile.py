@@ -13,7 +13,14 @@ from funcrec.kernels import cpp
 from programs import hostile
 from programs.guarded import Guards, outputs
 
-FEW = {"generated_update": 4, "fused_update": 80, "windowed_update": 40, "empty_update": 40, "pooled_lookup": 150}
+FEW = {
+    "generated_update": 4,
+    "fused_update": 80,
+    "windowed_update": 40,
+    "empty_update": 40,
+    "pooled_lookup": 150,
+    "quantized_lookup": 150,
+}
 
 
 @pytest.mark.parametrize("operation", hostile.OPERATIONS)

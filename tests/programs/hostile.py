@@ -14,12 +14,14 @@ from collections.abc import Callable
 
 import torch
 from funcrec.kernels import library, ops, reference
-from funcrec.kernels.forms import accumulation_dtype
+from funcrec.kernels.forms import accumulation_dtype, row_bytes
 from torch import Tensor
 
 from programs.hostile_draw import (
     BF16,
+    DIMS,
     EXTREMES,
+    F16,
     F32,
     F64,
     FLOATS,
@@ -97,6 +99,51 @@ def scatter_rows(draw: Draw) -> Result:
             want[row] = new[i].to(accumulation_dtype(new.dtype)).to(table.dtype)
     given = (table, draw.put(rows), draw.place(torch.tensor(count)), draw.place(new))
     return Result(lambda: [torch.ops.funcrec_cpp.scatter_rows(*given)], [want])
+
+
+# -- quantised rows ----------------------------------------------------------------------------------------------
+
+
+def coded(draw: Draw) -> tuple[Tensor, int, int, Tensor]:
+    """(table, bits, dim, what it stands for in f32): of finite scales and biases, and any codes; or of floats."""
+    bits, dim, num_rows = draw.one(8, 4, 2, 8, 4, 2, 16, 32), draw.one(*DIMS), draw.one(0, 1, 2, 7, 50, 300)
+    if bits > 8:
+        table = draw.noise(num_rows, dim, dtype=F32 if bits == 32 else draw.one(F16, BF16))
+        return draw.place(table), bits, dim, table.float()
+    codes = torch.randint(0, 256, (num_rows, row_bytes(bits, dim) - 4), generator=draw.generator)
+    head = draw.noise(num_rows, 2, dtype=F16).view(torch.uint8)
+    table = torch.cat([head, codes.to(torch.uint8)], 1)
+    return draw.place(table), bits, dim, reference.quantized_rows(table, torch.arange(num_rows), bits, dim)
+
+
+def quantized_lookup(draw: Draw) -> Result:
+    _, rows, offsets, weights, features, num_bags, _ = lookup_inputs(draw, draw.one(F32, F64, BF16))
+    made = [coded(draw) for _ in range(4)]
+    flat, column = [], 0
+    for f in features:
+        flat += map(int, f._replace(column=column))
+        column += made[f.table][2]
+    tables, bits, dims, plain = map(list, zip(*made, strict=True))
+    run = lambda: [torch.ops.funcrec_cpp.quantized_lookup(tables, rows, offsets, weights, flat, num_bags, bits, dims)]
+    given, call, how = (plain, rows, offsets, weights), reference.pooled_lookup, (flat, num_bags)
+    return Result(run, [call(*wide(given), *how)], [call(*size(given), *how)], rows[0].shape[0], F32)
+
+
+def quantized_rows(draw: Draw) -> Result:
+    table, bits, dim, plain = coded(draw)
+    while bits > 8:
+        table, bits, dim, plain = coded(draw)
+    rows = draw.ids(draw.size(), table.shape[0])
+    run = lambda: [torch.ops.funcrec_cpp.quantized_rows(table, rows, bits, dim)]
+    return Result(run, [reference.gather_rows(plain, rows)])
+
+
+def quantize_rows(draw: Draw) -> Result:
+    table = draw.noise(draw.size(), draw.one(*DIMS)) * draw.one(1, 1, 1e-8, 1e4)
+    table = draw.place(torch.where(torch.rand(table.shape, generator=draw.generator) < 1e-3, torch.nan, table))
+    table = draw.place(table.to(draw.one(*FLOATS)))
+    given = (table, draw.one(8, 4, 2), draw.one(None, draw.place(torch.tensor(draw.one(0, 7, *EXTREMES)))))
+    return Result(lambda: [torch.ops.funcrec_cpp.quantize_rows(*given)], [reference.quantize_rows(*given)])
 
 
 # -- jagged buffers ----------------------------------------------------------------------------------------------
@@ -178,7 +225,7 @@ OPERATIONS = {
     f.__name__: f
     for f in (
         pooled_lookup, pooled_lookup_weights, gather_rows, scatter_rows, take_ranges, take_ranges_transpose, to_padded,
-        from_padded, bucketize, owner_blocks, *UPDATES,
+        from_padded, bucketize, owner_blocks, quantized_lookup, quantized_rows, quantize_rows, *UPDATES,
     )
 }  # fmt: skip
 
