@@ -113,6 +113,7 @@ from funcrec.serve import export as export
 from funcrec.serve import load_package as load_package
 from funcrec.serve import Package as Package
 from funcrec.serve import save_weights as save_weights
+from funcrec.serve import write_delta as write_delta
 
 from funcrec import data as data
 from funcrec import interop as interop

@@ -2,6 +2,7 @@
 
 import funcrec.core as _core
 from funcrec.serve._command import main as main
+from funcrec.serve._delta import write_delta as write_delta
 from funcrec.serve._export import export as export
 from funcrec.serve._export import save_weights as save_weights
 from funcrec.serve._package import Package as Package

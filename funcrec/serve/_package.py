@@ -16,22 +16,27 @@ from funcrec.checkpoint import load
 from funcrec.core import Count, Problem, check, describe, fail, has_tracked, is_wrapped, tree_leaves, typed
 from funcrec.data import Encoding, encode
 from funcrec.kernels import library
+from funcrec.serve._apply import Alone, applied
 from funcrec.serve._manifest import AGAIN, ENCODING, MODEL, read_manifest, sha256_of
 from funcrec.serve._trace import SINGLE, Form
 from funcrec.serve._weights import DTYPES, mapped, read_weights
 from funcrec.tables import Batch, batch_parts
 
 LOAD, CALL, SWAP, ENCODE = "funcrec.load_package", "funcrec.Package", "funcrec.Package.swap", "funcrec.Package.encode"
+APPLY = "funcrec.Package.apply"
 
 
 class Opened(NamedTuple):
-    """What never changes. run: the program, of a list of tensors. free: as many calls as it takes at once."""
+    """What never changes. run: the program, of a list of tensors. free: as many calls as it takes at once, of
+    `threads`. change: held by what changes the weights."""
 
     manifest: dict[str, Any]
     form: Form
     run: Any
     free: threading.Semaphore
     encoding: Encoding | None
+    threads: int
+    change: threading.Lock
 
 
 class Package:
@@ -77,12 +82,16 @@ class Package:
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """{path: tensor}, of the weights' files; what is written to these is in this dict's memory alone."""
-        return mapped(self._weights.file, self._weights.entries)
+        """{path: tensor}, of `version`; what is written to these is in this dict's memory alone."""
+        with self._opened.change:
+            weights = self._weights
+            if weights.is_changed:  # by a delta, in this process's memory
+                return {n: x.clone() for n, x in weights.tensors.items()}
+            return mapped(weights.file, weights.entries)
 
     def __call__(self, batch: Batch) -> Tensor | dict[str, Tensor]:
         """What `predict` gives: a tensor [B, ...], or {name: tensor}. Label and weight of the batch are not read."""
-        manifest, form, run, free, _ = self._opened
+        manifest, form, run, free, *_ = self._opened
         check(CALL, batch_problems(batch, manifest, form))
         ids = batch.ids if batch.ids.keys == form.keys else batch.ids.permute(form.keys)
         tensors = form.inputs(Batch(ids, dense=batch.dense))
@@ -119,7 +128,24 @@ class Package:
         Args:
           checksums: whether to read them once, and compare their checksums.
         """
-        self._weights = read_weights(SWAP, Path(path), self._opened.manifest["params"], checksums=checksums)
+        with self._opened.change:
+            self._weights = read_weights(SWAP, Path(path), self._opened.manifest["params"], checksums=checksums)
+
+    @typed
+    def apply(self, path: str | os.PathLike) -> None:
+        """Take a file of `write_delta`, which is from the version that these weights are of: between two calls, so that
+        every answer is of one version. A file that does not fit, or was changed, is refused before anything changes.
+
+        Cost: reads the file; calls wait while its rows are written. The weights' files are never written to.
+        """
+        own = self._opened
+        with own.change:
+            old = self._weights
+
+            def name(version: str) -> None:
+                self._weights = old._replace(version=version, is_changed=old.is_changed or version != old.version)
+
+            applied(APPLY, Path(path), own.manifest, old.tensors, old.version, Alone(own.free, own.threads), name)
 
 
 @typed
@@ -152,7 +178,15 @@ def load_package(path: str | os.PathLike, *, threads: Count = 1, checksums: bool
     library.load("cpp")  # its operators
     program = torch._C._aoti.AOTIModelPackageLoader(str(folder / MODEL), "model", False, threads, -1)
     check(LOAD, program_problems(program.get_metadata().get("funcrec_digest"), manifest["digest"]))
-    opened = Opened(manifest, form_of_manifest(manifest), program.run, threading.Semaphore(threads), encoding)
+    opened = Opened(
+        manifest,
+        form_of_manifest(manifest),
+        program.run,
+        threading.Semaphore(threads),
+        encoding,
+        threads,
+        threading.Lock(),
+    )
     return Package(opened, weights)
 
 

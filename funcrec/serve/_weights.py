@@ -38,6 +38,7 @@ class Weights(NamedTuple):
     version: str
     file: BinaryIO
     entries: list[dict]
+    is_changed: bool = False  # in this process's memory, by deltas
 
 
 def named(params: Any) -> dict[str, Tensor]:

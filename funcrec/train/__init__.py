@@ -1,5 +1,6 @@
 """Training: the state, a step, a step on ranks, k steps in one call, steps undone, and states moved between plans."""
 
+from funcrec.train._delta import ChangedRows as ChangedRows
 from funcrec.train._delta import Delta as Delta
 from funcrec.train._delta import apply_delta as apply_delta
 from funcrec.train._delta import delta as delta

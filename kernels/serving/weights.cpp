@@ -7,7 +7,6 @@
 
 #include <cerrno>
 #include <cstring>
-#include <mutex>
 
 #include "digest.h"
 
@@ -63,7 +62,5 @@ Weights::Weights(const std::string& folder, const Manifest& manifest, bool check
 Weights::~Weights() {
   if (base_) munmap(base_, size_);
 }
-
-void Weights::apply(const std::string& path, const Manifest&) { throw Bad("`" + path + "` is not read yet.", "a delta", "weights"); }
 
 }  // namespace funcrec::serving

@@ -29,7 +29,9 @@ NOT_HERE = {
         "Params", "TrainState", "TrainStep", "DenseShard", "pytree", "optim.DenseOptimizer", "optim.RowOptimizer",
         "optim.Stage",
     ],
-    "writes and reads files": ["save", "load", "latest", "Saving", "save_safetensors", "load_safetensors"],
+    "writes and reads files": [
+        "save", "load", "latest", "Saving", "save_safetensors", "load_safetensors", "write_delta",
+    ],
     "runs what it is given, and says numbers": ["fit", "Fitted", "evaluate"],
     "stages a function: tests/compile has its laws of tracked inputs": ["jit", "Lowered"],
     "runs a step or a loss, which is here": ["retry_overflow", "pipeline", "accumulate_grads"],

@@ -1,0 +1,243 @@
+"""Deltas as files: a package that takes them has the weights of training, bit for bit, of one version at a time."""
+
+import json
+import threading
+import zlib
+
+import pytest
+import torch
+from programs import answers
+
+import funcrec as fr
+
+pytestmark = pytest.mark.xdist_group("packages")
+
+DTYPES = ("int8", "int4", "int2", "float16", "bfloat16")
+TABLES = tuple(fr.TableConfig(n, 30 + i, 8) for i, n in enumerate(DTYPES))
+FEATURES = tuple(fr.FeatureConfig(n, table=n) for n in DTYPES)
+
+
+def score(params, batch):
+    return fr.lookup(params.tables, batch.ids, FEATURES).values @ params.dense["w"] + params.dense["b"]
+
+
+def batch(seed, num_bags=5):
+    random = torch.Generator().manual_seed(seed)
+    ids = {n: torch.randint(0, 30, (num_bags, 2), generator=random).tolist() for n in DTYPES}
+    return fr.Batch(fr.KeyedJaggedTensor.from_lists(ids), torch.rand(num_bags, generator=random))
+
+
+def held(state, name):
+    """The parameters as a package has them: as they are, or each table in its own number of bits."""
+    return fr.Params(
+        state.tables if name == "plain" else fr.quantize(state.tables, {n: n for n in DTYPES}), state.dense
+    )
+
+
+loss_fn = lambda params, b: (score(params, b) - b.label).square().mean()
+STEP = fr.logged(
+    fr.train_step(loss_fn, sparse=fr.optim.adagrad(0.5), dense=fr.optim.dense(torch.optim.SGD, lr=0.3)), steps=0
+)
+REST = lambda run: fr.Params({}, run.state.dense)
+
+
+@pytest.fixture(scope="module")
+def first():
+    return STEP.init(fr.Params(fr.init(fr.key(0), TABLES), {"w": torch.randn(40), "b": torch.zeros(())}))
+
+
+@pytest.fixture(scope="module")
+def plain(first, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deltas") / "plain"
+    return fr.export(score, held(first.state, "plain"), batch(0), folder, version="0")
+
+
+@pytest.fixture(scope="module")
+def coded(first, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deltas") / "coded"
+    return fr.export(score, held(first.state, "coded"), batch(0), folder, version="0")
+
+
+def bits(tensors):
+    return {n: x.reshape(-1).view(torch.uint8).tolist() for n, x in tensors.items()}
+
+
+@pytest.mark.parametrize("name", ["plain", "coded"])
+def test_deltas_make_the_weights_of_training(name, first, tmp_path, request):
+    """A package and its deltas are, bit for bit, what the newer parameters would be written as, of every dtype."""
+    folder = request.getfixturevalue(name)
+    package, run = fr.load_package(folder), first
+    for i in range(1, 4):
+        sent = run.log.version
+        run, _ = STEP(run, batch(i))
+        path = fr.write_delta(tmp_path / f"{i}.delta", fr.delta(run, sent), package, REST(run), version=str(i))
+        assert path.stat().st_size < 9000
+        package.apply(path)
+    newer = fr.load_package(folder)
+    newer.swap(fr.save_weights(tmp_path / "newer", held(run.state, name), version="3"))
+    assert bits(package.params) == bits(newer.params) and package.version == newer.version == "3"
+    assert torch.equal(package(batch(9)), newer(batch(9)))
+    assert fr.load_package(folder).version == "0"  # the files are as they were
+
+
+def test_damage_is_refused_and_changes_nothing(plain, first, tmp_path):
+    """A file cut anywhere, or with one bit turned anywhere, is refused with the reason, and every weight stays."""
+    package = fr.load_package(plain)
+    run, _ = STEP(first, batch(1))
+    path = fr.write_delta(tmp_path / "good", fr.delta(run), package, REST(run), version="1")
+    whole, before, bad = path.read_bytes(), bits(package.params), tmp_path / "bad"
+    cut = [whole[:n] for n in range(0, len(whole), 5)] + [whole + b"\0"]
+    turned = [whole[:n] + bytes([whole[n] ^ 1 << n % 8]) + whole[n + 1 :] for n in range(0, len(whole), 3)]
+    for data in cut + turned:
+        bad.write_bytes(data)
+        with pytest.raises(ValueError, match=r"funcrec\.Package\.apply: `"):
+            package.apply(bad)
+    assert bits(package.params) == before and package.version == "0"
+    package.apply(path)
+    assert bits(package.params) != before
+
+
+def test_deltas_go_in_their_order(plain, first, tmp_path):
+    """A delta of another version, of another package, or taken twice is refused, and says which would be the next."""
+    package = fr.load_package(plain)
+    one, _ = STEP(first, batch(1))
+    two, _ = STEP(one, batch(2))
+    a = fr.write_delta(tmp_path / "a", fr.delta(one), plain, REST(one), version="1")
+    b = fr.write_delta(tmp_path / "b", fr.delta(two, 1), plain, REST(two), version="2", since="1")
+    before = bits(package.params)
+    with pytest.raises(ValueError, match="not the next delta"):
+        package.apply(b)
+    assert bits(package.params) == before
+    package.apply(a)
+    with pytest.raises(ValueError, match=r"from '0' to '1'"):
+        package.apply(a)
+    package.apply(b)
+    assert package.version == "2"
+    foreign = fr.write_delta(tmp_path / "c", fr.delta(two), package, REST(two), version="3")
+    told = json.loads((plain / "manifest.json").read_text())["digest"]
+    data, size = foreign.read_bytes(), 24
+    length = int.from_bytes(data[8:16], "little")
+    header = data[size : size + length].replace(told.encode(), b"0" * 64)
+    start = data[:16] + zlib.crc32(header).to_bytes(4, "little") + bytes(4)
+    foreign.write_bytes(start + header + data[size + length :])
+    with pytest.raises(ValueError, match="of another package"):
+        package.apply(foreign)
+
+
+def test_answers_are_of_one_version(plain, first, tmp_path):
+    """Threads that predict while deltas are taken see the weights of one version in each answer, never of two."""
+    package, run, asked = fr.load_package(plain, threads=2), first, batch(7, 8)
+    right, files = [package(asked)], []
+    reader = fr.load_package(plain)
+    for i in range(1, 7):
+        sent = run.log.version
+        run, _ = STEP(run, batch(i, 8))
+        own = fr.write_delta(tmp_path / str(i), fr.delta(run, sent), reader, REST(run), version=str(i))
+        reader.apply(own)
+        files.append(own)
+        right.append(reader(asked))
+    answers, stop = [], threading.Event()
+
+    def ask():
+        while not stop.is_set():
+            answers.append(package(asked))
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for file in files:
+        seen = len(answers)
+        while len(answers) < seen + 4:
+            pass
+        package.apply(file)
+    stop.set()
+    for t in threads:
+        t.join()
+    answers.append(package(asked))
+    found = [next((i for i, want in enumerate(right) if torch.equal(x, want)), None) for x in answers]
+    assert None not in found and found[-1] == len(files)
+    assert len(set(found)) > 3
+
+
+def test_an_interrupted_apply_leaves_the_old_weights(plain, first, tmp_path, monkeypatch):
+    """What is interrupted while rows are written has every bit and the version that it had, and goes on to work."""
+    from funcrec.serve import _apply
+
+    package = fr.load_package(plain)
+    run, _ = STEP(first, batch(1))
+    path = fr.write_delta(tmp_path / "1", fr.delta(run), package, REST(run), version="1")
+    before, put = bits(package.params), _apply.put
+
+    def half(tensors, changes):
+        monkeypatch.setattr(_apply, "put", put)
+        put(tensors, dict(list(changes.items())[:2]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_apply, "put", half)
+    with pytest.raises(KeyboardInterrupt):
+        package.apply(path)
+    assert bits(package.params) == before and package.version == "0"
+    package.apply(path)
+    assert package.version == "1"
+
+
+def test_what_is_left_as_it_is_is_said(plain, first, tmp_path):
+    """Dense parameters come along; without them a delta is refused, unless params=None says that they stay."""
+    package = fr.load_package(plain)
+    run, _ = STEP(first, batch(1))
+    with pytest.raises(ValueError, match="lack what `delta` has no rows of") as error:
+        fr.write_delta(tmp_path / "1", fr.delta(run), package, fr.Params({}, {"w": run.state.dense["w"]}), version="1")
+    assert "dense['b']" in str(error.value)
+    dense = {n: x for n, x in bits(package.params).items() if "dense" in n}
+    package.apply(fr.write_delta(tmp_path / "1", fr.delta(run), package, None, version="1"))
+    now = package.params
+    assert {n: x for n, x in bits(now).items() if "dense" in n} == dense
+    assert torch.equal(now["tables['int8']"], run.state.tables["int8"])
+
+
+BAD = {
+    "the version it has": ({"version": "0"}, ValueError, "`version` is the one"),
+    "another shape": ({"params": fr.Params({}, {"w": torch.ones(3), "b": torch.zeros(())})}, ValueError, "is not the"),
+    "a folder": ({"path": "."}, ValueError, "`path` is not a file's"),
+    "no delta": ({"delta": 3}, TypeError, "`delta`"),
+    "another table": ({"delta": fr.Delta({"int8": ()}, torch.tensor(1))}, ValueError, "lack what `delta`"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_calls_are_told(name, plain, first, tmp_path):
+    """A wrong argument is refused before anything is written, in four parts."""
+    changed, kind, text = BAD[name]
+    run, _ = STEP(first, batch(1))
+    good = {"path": tmp_path / "1", "delta": fr.delta(run), "package": plain, "params": REST(run), "version": "1"}
+    with pytest.raises(kind) as error:
+        fr.write_delta(**{**good, **changed})
+    assert "funcrec.write_delta" in str(error.value) and text in str(error.value) and "  need  " in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_without_python_takes_the_same_files(coded, first, tmp_path):
+    """In C++ the answers after each delta are Python's, bit for bit; what is damaged or not the next is refused."""
+    package, run = fr.load_package(coded), first
+    asked = batch(9)
+    ids = asked.ids.permute([f["name"] for f in package.manifest["features"]])
+    with answers.Answers(answers.build() / "funcrec-answers", coded) as other:
+        ask = lambda: other.run(5, None, ids.values, ids.offsets)
+        for i in range(1, 4):
+            sent = run.log.version
+            run, _ = STEP(run, batch(i))
+            path = fr.write_delta(tmp_path / str(i), fr.delta(run, sent), package, REST(run), version=str(i))
+            whole, bad = path.read_bytes(), tmp_path / "bad"
+            for n in range(0, len(whole), 29):
+                for data in (whole[:n], whole[:n] + bytes([whole[n] ^ 4]) + whole[n + 1 :]):
+                    bad.write_bytes(data)
+                    with pytest.raises(answers.AnswersError, match="  need  "):
+                        other.apply(bad)
+            answer = ask()
+            assert torch.equal(answer.outputs[0], package(asked)) and answer.version == package.version
+            package.apply(path)
+            other.apply(path)
+            answer = ask()
+            assert torch.equal(answer.outputs[0], package(asked)) and answer.version == str(i)
+            with pytest.raises(answers.AnswersError, match="not the next delta"):
+                other.apply(path)
