@@ -49,6 +49,9 @@ def plan(
     """The placements whose slowest rank is fastest, by estimate, of all that fit into memory; with a bound on every
     other.
 
+    Every rank has the same memory and speed, and holds its tables in that memory: uneven ranks and cold tables are not
+    modelled, nor are the dense part and caches.
+
     Args:
       mesh: a Mesh, or its shape, {axis: ranks}: nothing is run and no device is needed.
       batch_size: examples of a step, of all ranks together.
