@@ -1,4 +1,5 @@
-"""To and from what others have: TorchRec's values, configs and state dicts, torch's nested tensors and modules.
+"""To and from what others have: TorchRec's values, configs and state dicts, FBGEMM's quantised rows, torch's nested
+tensors and modules.
 
 Optional packages are imported when a function that needs them is called.
 
@@ -9,6 +10,8 @@ import funcrec.core as _core
 from funcrec.interop._module import module as module
 from funcrec.interop._nested import from_nested as from_nested
 from funcrec.interop._nested import to_nested as to_nested
+from funcrec.interop._quantized import from_fbgemm as from_fbgemm
+from funcrec.interop._quantized import to_fbgemm as to_fbgemm
 from funcrec.interop._state import load_torchrec_state_dict as load_torchrec_state_dict
 from funcrec.interop._state import to_torchrec_state_dict as to_torchrec_state_dict
 from funcrec.interop._torchrec import from_torchrec as from_torchrec

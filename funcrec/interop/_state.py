@@ -28,7 +28,9 @@ from funcrec.core import (
     tree_unflatten,
 )
 from funcrec.interop._places import Place, find_places, shape_problems, table_of, to_our_columns, to_their_columns
+from funcrec.interop._quantized import load_quantised
 from funcrec.interop._shards import joined, like, shape_of, whole
+from funcrec.quantized import QuantizedTables
 from funcrec.tables import FeatureConfig, Params, feature_list_problems, params_problems
 from funcrec.train import TrainState
 
@@ -46,13 +48,13 @@ COUNTS = ("step", "iter")  # of the steps taken; ours is TrainState.step
 
 
 def load_torchrec_state_dict(
-    state: Params | TrainState,
+    state: Params | TrainState | QuantizedTables,
     state_dict: Mapping[str, Any],
     *,
     features: Sequence[FeatureConfig] | None = None,
     step: int | None = None,
     group: dist.ProcessGroup | None = None,
-) -> Params | TrainState:
+) -> Params | TrainState | QuantizedTables:
     """`state` with the numbers of a TorchRec state dict: a module's, or an optimizer's.
 
     Args:
@@ -61,6 +63,8 @@ def load_torchrec_state_dict(
         `fr.models.dlrm(..., keep="dense")`, with the products of pairs in our order, and of its DLRM_DCN for
         `fr.models.dlrm_dcnv2`; of `torchrec.models.deepfm.SimpleDeepFMNN` for `fr.models.simple_deepfm`; else by the
         longest tail of a leaf's path that is the tail of one name, as of `{"over": fr.interop.module(over)[0]}`.
+        Or QuantizedTables, for a quantised collection's rows, of the forms that `from_torchrec(module)` gives: bytes
+        do not tell int8 from float16.
       state_dict: `module.state_dict()` of an EmbeddingBagCollection, an EmbeddingCollection, a model with one, sharded
         (ShardedTensor or DTensor: every rank must call, and each gets whole tables) or not; or
         `module.fused_optimizer().state_dict()` and that of a KeyedOptimizer for a TrainState's slots and dense
@@ -95,6 +99,9 @@ def load_torchrec_state_dict(
       True
     """
     call = "funcrec.interop.load_torchrec_state_dict"
+    if isinstance(state, QuantizedTables):
+        check(call, dict_problems(state_dict, "state_dict"), rest_problems(features, step, group))
+        return load_quantised(call, state, state_dict)
     check(call, state_problems(state), dict_problems(state_dict, "state_dict"))
     check(call, step_problems(state, step), group_problems(group), tracked_problems(state_dict))
     check(call, () if features is None else feature_list_problems(features))
@@ -337,6 +344,13 @@ def step_problems(state: object, step: object) -> Iterator[Problem]:
         yield Problem("`step` is of a TrainState.", describe(state), "a TrainState", "step.init(params)", TypeError)
     elif step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
         yield Problem("`step` is not a count.", describe(step), "an int >= 0", "step=1000", TypeError)
+
+
+def rest_problems(features: object, step: object, group: object) -> Iterator[Problem]:
+    for name, x in {"features": features, "step": step, "group": group}.items():
+        if x is not None:
+            hint = "load_torchrec_state_dict(q, state_dict)"
+            yield Problem(f"`{name}` is not of quantised tables.", describe(x), "None", hint, TypeError)
 
 
 def group_problems(group: object) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from funcrec.core import PARTS, check, describe, fail, flag_problems
 from funcrec.interop._configs import from_configs, pair_of, to_configs
+from funcrec.interop._quantized import from_quantised, is_quantised
 from funcrec.interop._values import FROM, TO, is_all
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -33,6 +34,7 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
     | KeyedTensor | KeyedTensor |
     | a list of EmbeddingBagConfig or of EmbeddingConfig, or one | (tables, features) |
     | an EmbeddingBagCollection or EmbeddingCollection | (tables, features); its weights: `load_torchrec_state_dict` |
+    | a quantised one, of `torchrec.quant` | (QuantizedTables, features), its rows copied |
 
     Args:
       weighted: of configs, whether their collection `is_weighted`; configs do not say it, a collection does.
@@ -41,7 +43,7 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
       several tables read. Offsets are made of lengths where a value has no others, which copies those alone.
 
     Raises: TypeError or ValueError for what has no counterpart: batches of several ranks in one value, keys elsewhere
-      than in columns, quantised or virtual tables, a first distribution that `fr.Initializer` cannot say.
+      than in columns, pruned or virtual tables, a first distribution that `fr.Initializer` cannot say.
 
     Law: `to_torchrec(from_torchrec(x))` is x, and `from_torchrec(to_torchrec(x))` is x without its padding.
 
@@ -75,6 +77,8 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
         for name in COLLECTIONS:
             if hasattr(x, name):
                 is_weighted = x.is_weighted() if hasattr(x, "is_weighted") else False
+                if is_quantised(x):
+                    return from_quantised(call, x, getattr(x, name)(), is_weighted)
                 return from_configs(call, getattr(x, name)(), is_weighted)
     fail(
         call, "`x` is not one of TorchRec's values.", got=describe(x),

@@ -12,10 +12,28 @@ NAN, INF = math.nan, math.inf
 TABLE, FEATURE = fr.TableConfig("t", 5, 4), fr.FeatureConfig("f", table="t")
 T, F = (TABLE,), (FEATURE,)
 TOWERS = fr.models.two_tower(T, F, (fr.FeatureConfig("g", table="t"),))
-IDS = torch.tensor([1, 2])
+IDS, BYTES = torch.tensor([1, 2]), torch.zeros(3, 8, dtype=torch.uint8)
 feature = lambda **options: fr.FeatureConfig("f", table="t", **options)
 
 WRONG = {  # call: (kind, what the text names)
+    "fbgemm: words": (lambda: fr.interop.from_fbgemm({"t": BYTES}, [("t", 8, 4)], layout="mine"), ValueError,
+        "`layout`"),
+    "fbgemm: floats": (lambda: fr.interop.from_fbgemm({"t": BYTES.float()}, [("t", 8, 4)]), TypeError, "is not bytes"),
+    "fbgemm: narrow": (lambda: fr.interop.from_fbgemm({"t": BYTES}, [("t", 8, 5)]), ValueError, "rows of another size"),
+    "fbgemm: padded nbit": (lambda: fr.interop.from_fbgemm({"t": BYTES}, [("t", 4, 4)], layout="nbit"), ValueError,
+        "rows of another size"),
+    "fbgemm: other table": (lambda: fr.interop.from_fbgemm({"t": BYTES}, [("u", 8, 4)]), ValueError,
+        "`forms` do not match `rows`"),
+    "fbgemm: 3 bits": (lambda: fr.interop.from_fbgemm({"t": BYTES}, [("t", 3, 4)]), ValueError, "has bits that layout"),
+    "to fbgemm: half bytes": (lambda: fr.interop.to_fbgemm(fr.quantize({"t": torch.ones(2, 3)}, "int4")), ValueError,
+        "do not fill whole bytes"),
+    "to fbgemm: bfloat16": (lambda: fr.interop.to_fbgemm(fr.quantize({"t": torch.ones(2, 3)}, "bfloat16")), TypeError,
+        "a dtype that FBGEMM does not read"),
+    "to fbgemm: floats": (lambda: fr.interop.to_fbgemm({"t": torch.ones(2, 3)}), TypeError, "`q`"),
+    "to fbgemm: 4 as 8": (lambda: fr.interop.to_fbgemm(fr.quantize({"t": torch.ones(2, 4)}, "int4"), layout="8bit"),
+        ValueError, "has bits that layout '8bit' has not"),
+    "to fbgemm: aligned nbit": (lambda: fr.interop.to_fbgemm(fr.quantize({"t": torch.ones(2, 4)}), layout="nbit",
+        row_alignment=16), ValueError, "`row_alignment` does not fit"),
     "weighted in words": (lambda: feature(weighted="no"), TypeError, "`weighted` is neither"),
     "weighted 1": (lambda: feature(weighted=1), TypeError, "`weighted` is neither"),
     "max_length True": (lambda: feature(max_length=True), TypeError, "`max_length` is not an integer"),

@@ -499,6 +499,8 @@ def others() -> list[Call]:
         configs_to_torchrec=(interop.to_torchrec, {"x": (CONFIGS, FEATURES)}))  # fmt: skip
     return (to_torchrec if find_spec("torchrec") else []) + rows("interop",
         from_nested=(interop.from_nested, {"x": interop.to_nested(BAGS)}), to_nested=(interop.to_nested, {"x": BAGS}),
+        from_fbgemm=(interop.from_fbgemm, {"rows": interop.to_fbgemm(QUANTIZED), "forms": QUANTIZED.forms}),
+        to_fbgemm=(interop.to_fbgemm, {"q": QUANTIZED, "layout": "tbe", "row_alignment": 16}),
         module=(interop.module, {"nn_module": torch.nn.Linear(2, 1)}),
         module_apply=(module_apply, {"params": params, "buffers": buffers, "train": True, "key": KEY}),
         load_torchrec_state_dict=(interop.load_torchrec_state_dict, {"state": PARAMS, "state_dict": held}),
