@@ -25,7 +25,8 @@ from funcrec.serve._weights import DTYPES
 
 MAGIC, FORMAT, ALIGN = b"FRDELTA1", 1, 8
 START = struct.Struct("<8sQII")
-KEYS = {"format", "manifest", "from", "to", "size", "crc32", "tensors"}
+HEADER = {"format": int, "manifest": str, "from": str, "to": str, "size": int, "crc32": int, "tensors": list}
+ENTRY = {"name": str, "rows": int | None, "offset": int, "nbytes": int}
 AGAIN = "fr.write_delta again, or the file's own copy"
 
 
@@ -110,10 +111,21 @@ def _parsed(call: str, path: Path, data: bytes) -> tuple[dict[str, Any], memoryv
     header = data[START.size : START.size + length]
     if len(header) != length or zlib.crc32(header) != crc or zero:
         damaged("a header that was changed or cut off", f"{length} bytes of CRC {crc:08x}")
-    content = json.loads(header)
-    if content.get("format") != FORMAT or set(content) != KEYS:
-        damaged(f"format {content.get('format')!r}", f"format {FORMAT}")
+    try:
+        content = json.loads(header)
+    except (ValueError, RecursionError):
+        damaged("a header that is not JSON", "the file as it was written")
+    if not has_form(content, HEADER) or not all(has_form(e, ENTRY) for e in content["tensors"]):
+        damaged("a header with other entries", "the file as it was written")
+    if content["format"] != FORMAT:
+        damaged(f"format {content['format']}", f"format {FORMAT}")
     return content, memoryview(data)[START.size + length :]
+
+
+def has_form(x: Any, form: Mapping[str, Any]) -> bool:
+    """Whether an object of JSON has these entries and no other."""
+    is_one = lambda v, kind: isinstance(v, kind) and not isinstance(v, bool)
+    return isinstance(x, dict) and x.keys() == form.keys() and all(is_one(x[k], kind) for k, kind in form.items())
 
 
 def _change(entry: dict, param: dict, body: memoryview) -> Change:
@@ -159,7 +171,7 @@ def entry_problems(path: Path, header: dict, shapes: Mapping[str, dict]) -> Iter
         whole = rows * row_bytes(param) if param["shape"] else DTYPES[param["dtype"]].itemsize
         need = whole if n is None else n * (8 + row_bytes(param))
         if (
-            (n is not None and not param["shape"])
+            (n is not None and (n < 0 or not param["shape"]))
             or e["nbytes"] != need
             or not 0 <= e["offset"] <= header["size"] - need
         ):

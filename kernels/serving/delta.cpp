@@ -1,7 +1,9 @@
 // Delta files (funcrec/serve/_delta_file.py): rows, and whole tensors, that take the weights from one version to the next.
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <limits>
 #include <mutex>
@@ -15,6 +17,7 @@ namespace {
 
 constexpr std::string_view MAGIC = "FRDELTA1";
 constexpr size_t START = 24;  // the magic, u64 length of the header, u32 its CRC, u32 0
+constexpr size_t HEADER_ENTRIES = 7, TENSOR_ENTRIES = 4;  // each is read below
 constexpr int64_t FORMAT = 1, MOST = std::numeric_limits<int64_t>::max();
 
 // What one tensor is given: `rows` of it from `values` on, or all of it.
@@ -38,6 +41,7 @@ template <class T> T number_at(std::string_view bytes, size_t at) {
 }
 
 Change change_of(const Entry& e, const std::vector<Placed>& tensors, std::string_view body) {
+  e.only(TENSOR_ENTRIES);
   const std::string name = e["name"].text();
   const auto at = std::find_if(tensors.begin(), tensors.end(), [&](const Placed& p) { return p.spec.name == name; });
   if (at == tensors.end()) e["name"].fail(name, "a parameter of the package");
@@ -59,6 +63,46 @@ Change change_of(const Entry& e, const std::vector<Placed>& tensors, std::string
   return change;
 }
 
+// The pages of this process's own that a write to [data, data + size) is going to need: the values stay, and what has no room, or a file
+// that was cut short meanwhile, is found here. (EINVAL: Linux before 5.14, where the write makes them.)
+class Pages {
+ public:
+  void add(const char* data, int64_t size) {
+    if (size <= 0) return;
+    const uintptr_t begin = uintptr_t(data) / page_ * page_, end = (uintptr_t(data) + uintptr_t(size) + page_ - 1) / page_ * page_;
+    if (begin > end_ || begin < begin_) make();
+    if (begin_ == end_) begin_ = begin;
+    end_ = std::max(end_, end);
+  }
+  void make() {
+    if (begin_ != end_ && madvise(reinterpret_cast<void*>(begin_), end_ - begin_, MADV_POPULATE_WRITE) != 0 && errno != EINVAL)
+      throw Failed(std::string("there are no pages to write the delta to: ") + std::strerror(errno));
+    begin_ = end_ = 0;
+  }
+
+ private:
+  const uintptr_t page_ = uintptr_t(sysconf(_SC_PAGESIZE));
+  uintptr_t begin_ = 0, end_ = 0;
+};
+
+// Memory that may be written to while this lives.
+class Writable {
+ public:
+  Writable(char* base, size_t size) : base_(base), size_(size) {
+    if (size_ && mprotect(base_, size_, PROT_READ | PROT_WRITE) != 0)
+      throw Failed(std::string("the weights cannot be made writable: ") + std::strerror(errno));
+  }
+  ~Writable() {
+    if (size_) mprotect(base_, size_, PROT_READ);
+  }
+  Writable(const Writable&) = delete;
+  Writable& operator=(const Writable&) = delete;
+
+ private:
+  char* base_;
+  size_t size_;
+};
+
 }  // namespace
 
 void Weights::apply(const std::string& path, const Manifest& manifest) {
@@ -73,6 +117,7 @@ void Weights::apply(const std::string& path, const Manifest& manifest) {
   const std::string_view body = bytes.substr(START + length);
   const auto value = parse(path, std::string(header));
   const Entry top(path, value);
+  top.only(HEADER_ENTRIES);
   if (const int64_t format = top["format"].number(0, MOST); format != FORMAT) damaged("format " + std::to_string(format), "format " + std::to_string(FORMAT));
   if (top["size"].number(0, MOST) != int64_t(body.size()) || top["crc32"].number(0, UINT32_MAX) != crc32(body))
     damaged(std::to_string(body.size()) + " bytes, another CRC", std::to_string(top["size"].number(0, MOST)) + " bytes");
@@ -86,14 +131,21 @@ void Weights::apply(const std::string& path, const Manifest& manifest) {
     changes.push_back(change_of(e, tensors(), body));
     if (!named.insert(changes.back().tensor).second) e["name"].fail(changes.back().tensor->spec.name + " twice", "once");
   }
-  std::string name = to;  // nothing below can fail but the first line, which changes no value
-  if (size_ && mprotect(base_, size_, PROT_READ | PROT_WRITE) != 0) throw Failed("the weights cannot be made writable");
-  std::lock_guard alone(gate);
-  for (const Change& c : changes) {
-    char* at = address(*c.tensor);
-    if (c.is_whole && c.tensor->nbytes) std::memcpy(at, c.values, size_t(c.tensor->nbytes));
-    for (int64_t i = 0; !c.is_whole && c.row_bytes && i < c.count; i++) std::memcpy(at + c.row(i) * c.row_bytes, c.values + i * c.row_bytes, size_t(c.row_bytes));
-  }
+  // write(to, from, size) for each piece of the weights that changes, in the order of their addresses within a tensor.
+  const auto each = [&](auto&& write) {
+    for (const Change& c : changes) {
+      char* at = address(*c.tensor);
+      if (c.is_whole) write(at, c.values, c.tensor->nbytes);
+      for (int64_t i = 0; !c.is_whole && i < c.count; i++) write(at + c.row(i) * c.row_bytes, c.values + i * c.row_bytes, c.row_bytes);
+    }
+  };
+  std::string name = to;
+  const Writable writable(base_, size_);
+  Pages pages;  // made while runs go on, so that they wait for the copy alone
+  each([&](char* to, const char*, int64_t n) { pages.add(to, n); });
+  pages.make();
+  std::lock_guard alone(gate);  // nothing fails from here on
+  each([](char* to, const char* from, int64_t n) { if (n) std::memcpy(to, from, size_t(n)); });
   version.swap(name);
 }
 

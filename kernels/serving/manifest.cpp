@@ -131,6 +131,10 @@ Entry Entry::operator[](const char* key) const {
 
 bool Entry::has(const char* key) const { return value_->is_object() && value_->as_object().contains(key); }
 
+void Entry::only(size_t entries) const {
+  if (!value_->is_object() || value_->as_object().size() != entries) fail("other entries", "the file as it was written");
+}
+
 std::vector<Entry> Entry::items() const {
   if (!value_->is_array()) fail("no list", "a list");
   std::vector<Entry> out;

@@ -26,6 +26,7 @@ class Entry {
   Entry(std::string path, const boost::json::value& value) : path_(std::move(path)), value_(&value) {}
   Entry operator[](const char* key) const;
   bool has(const char* key) const;
+  void only(size_t entries) const;  // an object of so many
   std::vector<Entry> items() const;
   std::string text() const;
   int64_t number(int64_t least, int64_t most) const;

@@ -5,6 +5,14 @@ import torch
 import funcrec as fr
 
 DTYPES = ("int8", "int4", "int2", "float16", "bfloat16")
+NUMBERS = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)  # of parameters that no output has
 KEYS = ("a", "b", "c")
 KINDS = (("a", "sum", False), ("b", "mean", False), ("c", "sum", True), ("c", "mean", True))
 
@@ -30,7 +38,9 @@ def params(seed=0):
     bare = {"bare": tables.pop("bare")}
     quantized = fr.quantize(tables, {t: t for t in (*DTYPES, "float32")})
     dense = {"w": torch.linspace(-1, 1, 3 * 4).view(3, 4), "wide": torch.linspace(-1, 1, 80).double().view(20, 4)}
-    return {"quantized": quantized, "bare": bare, "dense": dense}
+    dense["scale"] = torch.tensor(1.0 + seed)
+    numbers = {str(x).removeprefix("torch."): (torch.arange(6).view(3, 2) + seed).to(x) for x in NUMBERS}
+    return {"quantized": quantized, "bare": bare, "dense": dense, "unread": {**numbers, "none": torch.empty(0, 4)}}
 
 
 def predict(params, batch):
@@ -43,7 +53,7 @@ def predict(params, batch):
         "bare": bare.values,
         "wide": wide.values,
         "last": torch.cat([last[f.name].to_padded(2).sum(1) for f in LAST], 1),
-        "dense": torch.sigmoid(batch.dense @ params["dense"]["w"]),
+        "dense": torch.sigmoid(batch.dense @ params["dense"]["w"] * params["dense"]["scale"]),
         "count": batch.ids["c"].lengths,
     }
 

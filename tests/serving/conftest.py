@@ -1,16 +1,25 @@
-"""One build of the server for all tests: that of `make serving` where there is one, else kernels/serving/http alone."""
+"""One build for all tests, that of `make serving`, and one package of every dtype."""
 
 import pytest
-from programs import answers, serving
+from programs import answers, every_dtype, serving
 
 
 @pytest.fixture(scope="session")
-def program():
-    whole = serving.ROOT / "build" / "serving" / "CMakeCache.txt"
-    return answers.build() / "funcrec-serve-sums" if whole.exists() else serving.build()
+def built():
+    return answers.build()
+
+
+@pytest.fixture(scope="session")
+def program(built):
+    return built / "funcrec-serve-sums"
 
 
 @pytest.fixture(scope="module")
 def server(program):
     with serving.Server(program, "sums") as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return every_dtype.export(tmp_path_factory.mktemp("package") / "every")

@@ -10,10 +10,7 @@ from programs import answers, every_dtype
 
 import funcrec as fr
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return every_dtype.export(tmp_path_factory.mktemp("package") / "every")
+pytestmark = pytest.mark.xdist_group("every_dtype")
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +19,8 @@ def next_weights(folder):
 
 
 @pytest.fixture(scope="module")
-def program():
-    return answers.build() / "funcrec-answers"
+def program(built):
+    return built / "funcrec-answers"
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from programs import answers
 
 
 @pytest.fixture(scope="session")
-def library():
-    return answers.build() / "libfuncrec_operators.so"
+def library(built):
+    return built / "libfuncrec_operators.so"
 
 
 def ended(command, **environ):
