@@ -31,12 +31,16 @@ NOT_HERE = {
     ],
     "writes and reads files": [
         "save", "load", "latest", "Saving", "save_safetensors", "load_safetensors", "write_delta",
+        "export", "load_package", "save_weights", "Package",
     ],
     "runs what it is given, and says numbers": ["fit", "Fitted", "evaluate"],
     "stages a function: tests/compile has its laws of tracked inputs": ["jit", "Lowered"],
     "runs a step or a loss, which is here": ["retry_overflow", "pipeline", "accumulate_grads"],
     "puts rows back, bit for bit: test_rewind and test_delta": [
         "Logged", "logged", "rewind", "Delta", "delta", "apply_delta",
+    ],
+    "of codes, whose derivatives are none or straight through: test_quantized and test_fake_quantized": [
+        "quantize", "dequantize", "QuantizedTables", "fake_quantize", "FakeQuantizedTables",
     ],
     "of a mesh: tests/dist holds each against its definition, under every transform and on ranks": [
         "ShardedTables", "gather_state", "psum_invariant", "pvary", "ragged_all_to_all", "reshard", "shard",
