@@ -1,7 +1,7 @@
 """The packing as mixed-integer programs, for HiGHS: the choice of options alone, which bounds it, and whole.
 
     whole:    y[i, o] ∈ {0, 1}, Σ_o y = 1;   x[i, o, shard, place] ∈ {0, 1}, Σ_place x = y;   M_k ≥ load[k, rank]
-    options:  the same without places: N · M_k ≥ Σ_ranks load, M_k ≥ the largest shard
+    options:  the same without places: N · M_k ≥ Σ_ranks load, M_k ≥ the largest shard + what all ranks have of others
     of `once` M_k ≥ Σ_o base · y[i, o] for each item i, in both
 
 Of the second every plan is a solution, so what it proves holds of all plans. Equal shards of an option are counted, not
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from funcrec.core import fail
-from funcrec.planner._packing import Choice, Loads, Packing, peaks, totals
+from funcrec.planner._packing import Choice, Loads, Packing, floors, peaks, totals
 
 NEAR_TOP = 64  # items whose largest shard the bound looks at, of each resource
 SCALE = 1000.0  # of the objective: HiGHS calls a gap of 1e-6 none
@@ -111,10 +111,10 @@ class Relaxed(NamedTuple):
     bound: float
 
 
-def relax(packing: Packing, nodes: int) -> Relaxed:
-    """The best choice of options where only sums over ranks and single shards are seen, and the bound that it
-    proves."""
-    sums, tops, size = totals(packing), peaks(packing), len(packing.weights)
+def relax(packing: Packing, nodes: int, beside: bool = True) -> Relaxed:
+    """The best choice of options where only sums over ranks and single shards are seen, these `beside` what every rank
+    has or alone, and the bound that it proves."""
+    sums, tops, lows, size = totals(packing), peaks(packing), floors(packing), len(packing.weights)
     least = np.sum([np.min(own, 0) for own in sums], 0) / packing.num_ranks if sums else np.zeros(size)
     units = _units(packing, least)
     guess = float(np.dot(packing.weights, units)) or 1.0
@@ -133,16 +133,23 @@ def relax(packing: Packing, nodes: int) -> Relaxed:
         ]
         if terms:
             program.row([(most[k], 1.0), *terms], 0.0, np.inf)
-        high = sorted(range(len(chosen)), key=lambda i: -max(t[k] for t in tops[i]))[:NEAR_TOP]
-        for i in high:
-            terms = [(v, -t[k] / units[k]) for v, t in zip(chosen[i], tops[i]) if t[k]]
-            if terms:
-                program.row([(most[k], 1.0), *terms], 0.0, np.inf)
+        _tallest(program, most[k], chosen, [[t[k] / units[k] for t in own] for own in tops],
+            [[x[k] / units[k] if beside else 0.0 for x in own] for own in lows])  # fmt: skip
     got = solve(program, nodes, 1e-5)
     bound = max(got.bound, 0.0) * guess / SCALE
     if got.x is None:
         return Relaxed(None, np.inf if got.is_infeasible else bound)
     return Relaxed([int(np.argmax([got.x[v] for v in own])) for own in chosen], bound)
+
+
+def _tallest(program: Program, most: int, chosen: Sequence, tops: Sequence, lows: Sequence) -> None:
+    """M ≥ L + Σ_o (top - low) · y[i, o] for each of the items whose top may be the largest; L = Σ low · y, what every
+    rank has."""
+    every = program.variable(np.inf, 0)
+    program.row([(every, 1.0), *((v, -x) for own, xs in zip(chosen, lows) for v, x in zip(own, xs) if x)], 0.0, np.inf)
+    for i in sorted(range(len(chosen)), key=lambda i: -max(tops[i]))[:NEAR_TOP]:
+        terms = [(v, x - t) for v, t, x in zip(chosen[i], tops[i], lows[i]) if t != x]
+        program.row([(most, 1.0), (every, -1.0), *terms], 0.0, np.inf)
 
 
 def _once(program: Program, most: int, users: Sequence[Sequence[int]], amount: float) -> None:

@@ -217,13 +217,25 @@ def peaks(packing: Packing) -> list[list[np.ndarray]]:
     return [[_summed(o, packing)[1] for o in item.options] for item in packing.items]
 
 
-def _summed(option: Option, packing: Packing) -> tuple[np.ndarray, np.ndarray]:
-    size = len(packing.weights)
+def floors(packing: Packing) -> list[list[np.ndarray]]:
+    """f[K] for each option of each item: what every rank has of it at least, nothing of what is paid once."""
+    return [[_summed(o, packing)[2] for o in item.options] for item in packing.items]
+
+
+def _summed(option: Option, packing: Packing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    size, once = len(packing.weights), packing.ceilings < np.inf
     shards = np.array(option.shards, dtype=np.float64).reshape(-1, size)
     base = np.array(option.base or (0.0,) * size)
-    top = shards.max(0) if len(shards) else 0.0
+    top, low = shards.max(0) if len(shards) else np.zeros(size), np.zeros(size)
+    if option.how == "fixed":
+        own = np.zeros((packing.num_ranks, size))
+        for shard, place in zip(shards, option.places, strict=False):
+            own[list(place)] += shard
+        top, low = own.max(0), own.min(0)
+    elif len(option.places) == 1 and len(option.places[0]) == packing.num_ranks:
+        low = shards.sum(0)
     total = shards.sum(0) * len(option.places[0]) + base * packing.num_ranks
-    return np.where(packing.ceilings < np.inf, 0.0, total), top + base
+    return np.where(once, 0.0, total), top + base, np.where(once, 0.0, low + base)
 
 
 def without_dominated(packing: Packing) -> tuple[Packing, list[list[int]]]:

@@ -55,7 +55,8 @@ def _search(packing: Packing, effort: int) -> Solution:
     if relaxed.options is None and relaxed.bound == np.inf:
         return Solution(None, np.inf, np.inf)
     best: Loads | None = None
-    for options in _starts(packing, relaxed.options):
+    apart = relax(packing, 100 * effort, beside=False).options  # looser: from its options some plans end lower
+    for options in _starts(packing, relaxed.options, apart):
         loads = improve(longest_first(packing, options), rounds=4 * effort)
         if best is None or (not _keeps(loads), loads.value) < (not _keeps(best), best.value):
             best = loads
@@ -85,16 +86,16 @@ def num_choices(packing: Packing) -> int:
     return sum(len(o.places) if o.how != "fixed" else 1 for item in packing.items for o in item.options)
 
 
-def _starts(packing: Packing, relaxed: Sequence[int] | None) -> list[list[int]]:
-    """Options to begin with: the relaxed program's, each item's cheapest in all, and each one's smallest."""
+def _starts(packing: Packing, *relaxed: Sequence[int] | None) -> list[list[int]]:
+    """Options to begin with: the relaxed programs', each item's cheapest in all, and each one's smallest."""
     weights, sums = np.array(packing.weights), totals(packing)
     factors = np.array([c.factors for c in packing.caps]).reshape(-1, len(weights))
     cheapest = [int(np.argmin([s @ weights for s in own])) for own in sums]
     smallest = [int(np.argmin([(factors @ s).sum() for s in own])) for own in sums]
-    found = [list(relaxed)] if relaxed is not None else []
-    for more in (cheapest, smallest):
-        if more not in found:
-            found.append(more)
+    found: list[list[int]] = []
+    for more in (*relaxed, cheapest, smallest):
+        if more is not None and more not in found:
+            found.append(list(more))
     return found
 
 
