@@ -149,6 +149,9 @@ def cover_problems(wanted: Mapping, tables: Mapping, rest: Mapping[str, Tensor] 
 def tables_problems(delta: Delta, tables: Mapping[str, Mapping]) -> Iterator[Problem]:
     for t in tables.values():
         own, at = delta.tables[t["name"]], f"`delta.tables[{t['name']!r}]`"
+        if t["name"] + ".scale" in delta.tables:
+            need, hint = "rows whose scale follows from their numbers", "fr.save_weights of fr.quantize(state.tables)"
+            yield Problem(f"{at} has learned scales.", f"{t['name']}.scale beside it", need, hint)
         if not isinstance(own, tuple | list) or not all(isinstance(p, ChangedRows) for p in own):
             yield Problem(f"{at} has no rows.", describe(own), "a tuple of parts", "fr.delta(logged)", TypeError)
             continue

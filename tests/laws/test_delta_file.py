@@ -9,6 +9,7 @@ import torch
 from programs import answers
 
 import funcrec as fr
+from funcrec.serve._delta import tables_problems
 
 pytestmark = pytest.mark.xdist_group("packages")
 
@@ -241,3 +242,16 @@ def test_a_process_without_python_takes_the_same_files(coded, first, tmp_path):
             assert torch.equal(answer.outputs[0], package(asked)) and answer.version == str(i)
             with pytest.raises(answers.AnswersError, match="not the next delta"):
                 other.apply(path)
+
+
+def test_rows_of_learned_scales_are_refused():
+    """Codes of learned scales do not follow from the rows of a delta, which are refused by the table's name."""
+    clicked = fr.FeatureConfig("clicked", table="item")
+    loss = lambda p, b: fr.lookup(p.tables, b.ids, [clicked]).values.sum()
+    kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
+    step = fr.logged(fr.train_step(loss, **kind), steps=0)
+    tables = fr.fake_quantize({"item": torch.eye(3, 2)}, "int8", scales="learned")
+    run = step.init(fr.Params(tables, {"w": torch.ones(())}))
+    run, _ = step(run, fr.Batch(fr.KeyedJaggedTensor.from_lists({"clicked": [[0, 2], [2]]}), torch.ones(2)))
+    found = list(tables_problems(fr.delta(run), {"item": {"name": "item", "rows": 3, "dim": 2}}))
+    assert [p.what for p in found] == ["`delta.tables['item']` has learned scales."]
