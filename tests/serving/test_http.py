@@ -70,6 +70,12 @@ BAD_JSON = [
     ("an unknown key", changed(["label"], 1), "unknown key"),
     ("no ids", changed(["ids"], ...), "`ids` and the package differ"),
     ("ids that are no object", changed(["ids"], 3), "`ids` is not an object"),
+    ("a key twice", json.dumps(ONE)[:-1].encode() + b', "dense": [[1, 2, 3]]}', "has a key twice"),
+    (
+        "a feature twice",
+        json.dumps(ONE).replace('"b": [[2]]', '"b": [[2]], "\\u0061": [[3]]').encode(),
+        "has a key twice",
+    ),
     ("a feature short", changed(["ids", "b"], ...), "lacks a feature"),
     ("another feature", changed(["ids", "c"], [[1]]), "a feature that the package has not"),
     ("bags that are no list", changed(["ids", "a"], {}), "`ids.a` is not a list"),
@@ -100,6 +106,13 @@ def test_bad_json_is_told_why(server, body, words):
     error = json.loads(answer)["error"]
     assert status == 400 and words in error["problem"] and error["got"] and error["need"]
     assert predict(connection, ONE)[0] == 200
+
+
+def test_an_unknown_feature_is_told_those_there_are(server):
+    """An error about a name that the package has not names those it has; about weights, those that have them."""
+    for path, names in [(["ids", "c"], "a, b"), (["weights", "a"], "b")]:
+        _, _, answer = server.ask("POST", "/predict", changed(path, [[1]]))
+        assert json.loads(answer)["error"]["need"] == names
 
 
 def at(position, value, body=None):
@@ -260,6 +273,25 @@ def test_slow_clients(program):
         assert predict(server.connect(), ONE)[0] == 200
         assert [statuses(everything(s)) for s in slow] == [[408]] * 40 + [[]] * 20
         assert server.metrics()["funcrec_connections"] == 1
+
+
+def test_idle_connections_give_way(program):
+    """Where all connections are taken, the one that has been idle for longest, and for a second, is closed for a new
+    one; one whose request has begun is not, nor one that asks all the time."""
+    with Server(program, "sums", "--connections", "4") as server:
+        idle = [server.raw() for _ in range(2)]
+        begun, busy = server.raw(), server.connect()
+        begun.sendall(head()[:-2])
+        until = time.monotonic() + 1.2
+        while time.monotonic() < until:
+            assert predict(busy, ONE)[0] == 200
+            time.sleep(0.05)
+        new = [server.connect() for _ in range(2)]
+        for connection in (new[0], busy, new[1], busy):
+            assert predict(connection, ONE)[0] == 200
+        assert [s.recv(10) for s in idle] == [b"", b""]
+        begun.sendall(b"\r\n")
+        assert statuses(begun.recv(1000)) == [400]  # its body is empty
 
 
 def test_a_full_queue_is_told(program):

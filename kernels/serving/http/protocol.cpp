@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <boost/json.hpp>
+#include <boost/json/basic_parser_impl.hpp>
 #include <charconv>
 #include <cmath>
 #include <cstring>
@@ -49,16 +50,51 @@ const json::object& object_of(const json::value& v, const std::string& where) {
   return v.get_object();
 }
 
+// Makes a value of what the parser sees, as Boost's own does, but knows all keys: of two that are the same its objects keep one.
+struct Maker {
+  static constexpr size_t max_object_size = size_t(-1), max_array_size = size_t(-1), max_key_size = size_t(-1), max_string_size = size_t(-1);
+  using Error = json::error_code;
+  using Text = json::string_view;
+
+  json::value_stack made;
+  std::string key;
+  std::vector<std::vector<std::string>> open;  // the keys of each object that has begun
+
+  explicit Maker(json::storage_ptr memory) { made.reset(std::move(memory)); }
+  bool on_document_begin(Error&) { return true; }
+  bool on_document_end(Error&) { return true; }
+  bool on_object_begin(Error&) { return open.emplace_back(), true; }
+  bool on_object_end(size_t n, Error&) {
+    std::vector<std::string>& keys = open.back();
+    std::sort(keys.begin(), keys.end());
+    if (auto twice = std::adjacent_find(keys.begin(), keys.end()); twice != keys.end()) throw Bad("an object has a key twice", *twice, "each key once");
+    return open.pop_back(), made.push_object(n), true;
+  }
+  bool on_array_begin(Error&) { return true; }
+  bool on_array_end(size_t n, Error&) { return made.push_array(n), true; }
+  bool on_key_part(Text s, size_t, Error&) { return key += s, made.push_chars(s), true; }
+  bool on_key(Text s, size_t, Error&) { return open.back().push_back(std::move(key += s)), key.clear(), made.push_key(s), true; }
+  bool on_string_part(Text s, size_t, Error&) { return made.push_chars(s), true; }
+  bool on_string(Text s, size_t, Error&) { return made.push_string(s), true; }
+  bool on_number_part(Text, Error&) { return true; }
+  bool on_int64(int64_t x, Text, Error&) { return made.push_int64(x), true; }
+  bool on_uint64(uint64_t x, Text, Error&) { return made.push_uint64(x), true; }
+  bool on_double(double x, Text, Error&) { return made.push_double(x), true; }
+  bool on_bool(bool x, Error&) { return made.push_bool(x), true; }
+  bool on_null(Error&) { return made.push_null(), true; }
+  bool on_comment_part(Text, Error&) { return true; }
+  bool on_comment(Text, Error&) { return true; }
+};
+
 json::value parsed(std::string_view body, json::storage_ptr memory) {
   json::parse_options options;
   options.max_depth = 8;
   json::error_code error;
-  json::stream_parser parser(memory, options);
-  size_t end = parser.write_some(body.data(), body.size(), error);
-  if (!error) parser.finish(error);
+  json::basic_parser<Maker> parser(options, std::move(memory));
+  const size_t end = parser.write_some(false, body.data(), body.size(), error);
   if (!error && end != body.size()) error = json::error::extra_data;
   if (error) throw Bad("the body is not JSON", error.message() + ", after " + std::to_string(end) + " bytes", "one JSON value, of UTF-8");
-  return parser.release();
+  return parser.handler().made.release();
 }
 
 std::string number(int64_t n) { return std::to_string(n); }
@@ -74,11 +110,19 @@ struct Count {
   }
 };
 
+// `given` names features of the manifest alone; with `weighted` those of them that have weights.
 void no_other_features(const json::object& given, const Manifest& manifest, const char* where, bool weighted) {
+  const auto fits = [&](const Feature& f) { return f.weighted || !weighted; };
+  size_t found = 0;
+  for (const Feature& f : manifest.features) found += fits(f) && given.contains(f.name);
+  if (found == given.size()) return;
   for (const auto& [name, _] : given) {
-    auto is = [&](const Feature& f) { return f.name == std::string_view(name) && (f.weighted || !weighted); };
-    if (!std::any_of(manifest.features.begin(), manifest.features.end(), is))
-      throw Bad(std::string("`") + where + "` has a feature that the package has not" + (weighted ? " with weights" : ""), name, "its features");
+    const auto is = [&](const Feature& f) { return fits(f) && f.name == std::string_view(name); };
+    if (std::any_of(manifest.features.begin(), manifest.features.end(), is)) continue;
+    std::string names;
+    for (const Feature& f : manifest.features)
+      if (fits(f)) names += (names.empty() ? "" : ", ") + f.name;
+    throw Bad(std::string("`") + where + "` has a feature that the package has not" + (weighted ? " with weights" : ""), name, names);
   }
 }
 

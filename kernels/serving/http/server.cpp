@@ -28,6 +28,7 @@ namespace {
 
 constexpr auto FOREVER = Clock::time_point::max();
 constexpr auto TICK = std::chrono::milliseconds(25);       // how late a deadline may be noticed
+constexpr auto YIELDS = std::chrono::seconds(1);           // that a connection has been idle before it gives way to a new one
 constexpr auto LINGER = std::chrono::seconds(2);           // that a client may go on to send after its last answer
 constexpr size_t LINGER_BYTES = 64 << 20;
 const char JSON[] = "application/json", BYTES[] = "application/octet-stream";
@@ -37,7 +38,7 @@ Clock::duration seconds(double s) { return std::chrono::duration_cast<Clock::dur
 struct Connection {
   tcp::socket socket;
   beast::flat_buffer buffer;
-  Clock::time_point deadline = FOREVER;  // for what the socket is doing now
+  Clock::time_point deadline = FOREVER, since = {};  // for what the socket is doing now, and when it began that
   bool idle = false, late = false;
 };
 
@@ -142,15 +143,26 @@ class Server {
 
   Task<> accept() {
     while (!draining_) {
-      if (connections_.size() >= size_t(settings_.connections)) {
-        co_await pause(TICK);
-        continue;
-      }
       error_code error;
       tcp::socket socket = co_await acceptor_.async_accept(net::redirect_error(net::use_awaitable, error));
+      while (!error && !draining_ && connections_.size() >= size_t(settings_.connections)) {
+        const Clock::duration wait = close_an_idle_one() ? Clock::duration(0) : TICK;
+        co_await pause(wait);
+      }
       if (!error) begin(std::move(socket));
       else if (error != net::error::operation_aborted) co_await pause(TICK);  // no more descriptors, say
     }
+  }
+
+  // The one that has been idle for longest, so that a new one has room.
+  bool close_an_idle_one() {
+    Connection* found = nullptr;
+    for (Connection& c : connections_)
+      if (c.idle && (!found || c.since < found->since)) found = &c;
+    if (!found || Clock::now() - found->since < YIELDS) return false;
+    error_code error;
+    found->socket.cancel(error);
+    return true;
   }
 
   void begin(tcp::socket socket) {
@@ -200,7 +212,8 @@ class Server {
   }
 
   void give(Connection& c, double s, bool idle = false) {
-    c.deadline = s < 0 ? FOREVER : Clock::now() + seconds(s);
+    c.since = Clock::now();
+    c.deadline = s < 0 ? FOREVER : c.since + seconds(s);
     c.idle = idle;
     c.late = false;
   }
@@ -213,7 +226,7 @@ class Server {
       if (c.buffer.size() == 0) {
         give(c, settings_.idle_s, true);
         co_await c.socket.async_wait(tcp::socket::wait_read, token);
-        if (error) co_return false;
+        if (error && c.socket.available(error) == 0) co_return false;  // what came in meanwhile is answered
       }
       http::request_parser<http::string_body> parser;
       parser.header_limit(std::uint32_t(settings_.max_header));

@@ -28,7 +28,7 @@ const Setting ALL[] = {
     {"max_body", &Settings::max_body, "bytes of a body, else 413", 1, 1LL << 32},
     {"max_header", &Settings::max_header, "bytes of a header, else 431", 256, 1 << 20},
     {"queue", &Settings::queue, "requests that may wait, else 429", 1, 1 << 20},
-    {"connections", &Settings::connections, "open connections; further ones wait", 1, 1 << 20},
+    {"connections", &Settings::connections, "open connections; further ones take the place of idle ones, or wait", 1, 1 << 20},
     {"timeout_s", &Settings::timeout_s, "for a header, for a body (else 408) and for a client to take an answer", 0.05, 3600},
     {"idle_s", &Settings::idle_s, "that a connection may be open without a request", 0.05, 86400},
     {"drain_s", &Settings::drain_s, "after SIGTERM, that an open connection may begin one more request", 0, 3600},
