@@ -112,7 +112,9 @@ from funcrec.checkpoint import Saving as Saving
 from funcrec.serve import export as export
 from funcrec.serve import load_package as load_package
 from funcrec.serve import Package as Package
+from funcrec.serve import publish as publish
 from funcrec.serve import save_weights as save_weights
+from funcrec.serve import update_server as update_server
 from funcrec.serve import write_delta as write_delta
 
 from funcrec import data as data

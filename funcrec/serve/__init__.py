@@ -7,5 +7,7 @@ from funcrec.serve._export import export as export
 from funcrec.serve._export import save_weights as save_weights
 from funcrec.serve._package import Package as Package
 from funcrec.serve._package import load_package as load_package
+from funcrec.serve._publish import publish as publish
+from funcrec.serve._push import update_server as update_server
 
 _core.publish(globals())

@@ -4,7 +4,7 @@ package(from).apply(write_delta(delta(logged, since), ...)) = export(parameters 
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,36 +72,55 @@ def write_delta(
       (tensor([-3., -2.]), '1')
     """
     check(CALL, version_problems(version), version_problems(since))
-    manifest, now = described(package)
+    manifest, now = described(CALL, package)
     since = now if since is None else since
+    check(CALL, path_problems(path), step_problems(since, version))
+    changes = changes_of(CALL, manifest, delta, params)
+    write_file(CALL, Path(path), manifest["digest"], since, version, changes)
+    return Path(path)
+
+
+def described(call: str, package: Package | str | os.PathLike) -> tuple[Mapping, str]:
+    """(manifest, version) of a package or of its folder."""
+    if isinstance(package, Package):
+        return package.manifest, package.version
+    folder = Path(os.path.realpath(package))
+    return read_manifest(call, folder), read_index(call, folder / INDEX)["version"]
+
+
+def changes_of(call: str, manifest: Mapping, delta: Delta, params: Any) -> dict[str, Change]:
+    """What changes of a package's parameters, in their order, as the package stores them: rows of the tables of
+    `delta`, and the rest whole."""
     wanted, tables = {p["name"]: p for p in manifest["params"]}, {}
     for table in manifest["tables"]:
         if table["param"] is not None and table["name"] in delta.tables:
             tables[table["param"]] = {**table, "dtype": wanted[table["param"]]["dtype"]}
     given = {} if params is None else named(params)
     rest = {n: x for n, x in given.items() if n in wanted and n not in tables}
-    check(CALL, path_problems(path), step_problems(since, version))
-    check(CALL, () if params is None else params_problems(rest) if rest else ())
-    check(CALL, cover_problems(wanted, tables, None if params is None else rest))
-    check(CALL, tables_problems(delta, tables), tracked_problems(delta, rest))
+    check(call, () if params is None else params_problems(rest) if rest else ())
+    check(call, cover_problems(wanted, tables, None if params is None else rest))
+    check(call, tables_problems(delta, tables), tracked_problems(delta, rest))
     changes = {n: Change(None, x) for n, x in rest.items()}
     changes |= {n: rows_of(delta.tables[t["name"]], t) for n, t in tables.items()}
-    write_file(CALL, Path(path), manifest["digest"], since, version, dict(sorted(changes.items())))
-    return Path(path)
+    return dict(sorted(changes.items()))
 
 
-def described(package: Package | str | os.PathLike) -> tuple[Mapping, str]:
-    """(manifest, version) of a package or of its folder."""
-    if isinstance(package, Package):
-        return package.manifest, package.version
-    folder = Path(os.path.realpath(package))
-    return read_manifest(CALL, folder), read_index(CALL, folder / INDEX)["version"]
+def blocks_of(parts: Sequence[ChangedRows]) -> list[tuple[int, Tensor, Tensor]]:
+    """(first column, rows, ascending, their values in these columns): the parts of each cut, put together."""
+    found: dict[tuple[int, int], list[ChangedRows]] = {}
+    for p in parts:
+        found.setdefault((p.first, p.values.shape[1]), []).append(p)
+    out = []
+    for (first, _), own in sorted(found.items()):
+        rows, order = torch.cat([p.rows for p in own]).sort()
+        out.append((first, rows, torch.cat([p.values for p in own])[order]))
+    return out
 
 
-def rows_of(parts: tuple[ChangedRows, ...], table: Mapping) -> Change:
+def rows_of(parts: Sequence[ChangedRows], table: Mapping) -> Change:
     """The rows of one table, ascending, as the package stores them."""
-    rows, order = torch.cat([p.rows for p in parts] or [torch.empty(0, dtype=torch.int64)]).sort()
-    values = torch.cat([p.values for p in parts] or [torch.empty(0, table["dim"])])[order].detach()
+    blocks = blocks_of(parts) or [(0, torch.empty(0, dtype=torch.int64), torch.empty(0, table["dim"]))]
+    rows, values = blocks[0][1], torch.cat([x for _, _, x in blocks], 1).detach()
     if table["bits"] in (8, 4, 2):
         return Change(rows, ops.quantize_rows(values, table["bits"], implementation=None))
     return Change(rows, values.to(DTYPES[table["dtype"]]))
@@ -155,22 +174,33 @@ def tables_problems(delta: Delta, tables: Mapping[str, Mapping]) -> Iterator[Pro
         if not isinstance(own, tuple | list) or not all(isinstance(p, ChangedRows) for p in own):
             yield Problem(f"{at} has no rows.", describe(own), "a tuple of parts", "fr.delta(logged)", TypeError)
             continue
-        for p in own:
-            x = p.values
-            if p.shape != (t["rows"], t["dim"]) or x.dim() != 2 or x.shape != (p.rows.shape[0], t["dim"]):
-                got, need = (
-                    f"{describe(x)} of a table {list(p.shape)}",
-                    f"f[M, {t['dim']}] of [{t['rows']}, {t['dim']}]",
-                )
-                hint = "fr.gather_tables and a whole table's delta, where tables are cut by columns"
-                yield Problem(f"{at} is of another table.", got, need, hint)
-            elif x.device.type != "cpu" or not x.is_floating_point():
-                yield Problem(
-                    f"{at} is not of floats on the CPU.", describe(x), "f[M, D]", 'delta.to("cpu")', TypeError
-                )
-        rows = torch.cat([p.rows for p in own] or [torch.empty(0, dtype=torch.int64)]).sort().values
+        found = [*part_problems(at, own, t)]
+        yield from found or cut_problems(at, blocks_of(own), t)
+
+
+def part_problems(at: str, parts: Sequence[ChangedRows], t: Mapping) -> Iterator[Problem]:
+    for p in parts:
+        x = p.values
+        is_inside = x.dim() == 2 and 0 <= p.first <= t["dim"] - x.shape[1]
+        if p.shape != (t["rows"], t["dim"]) or not is_inside or x.shape[0] != p.rows.shape[0]:
+            got = f"{describe(x)} from column {p.first} on, of a table {list(p.shape)}"
+            need = f"f[M, {t['dim']}] of [{t['rows']}, {t['dim']}]"
+            yield Problem(f"{at} is of another table.", got, need, "fr.delta(logged) of the model that was exported")
+        elif x.device.type != "cpu" or not x.is_floating_point():
+            yield Problem(f"{at} is not of floats on the CPU.", describe(x), "f[M, D]", 'delta.to("cpu")', TypeError)
+
+
+def cut_problems(at: str, blocks: Sequence[tuple[int, Tensor, Tensor]], t: Mapping) -> Iterator[Problem]:
+    """Each row once, and with all of its columns."""
+    for _, rows, _ in blocks:
         if rows.numel() and (rows[0] < 0 or rows[-1] >= t["rows"] or not (rows[1:] > rows[:-1]).all()):
             yield Problem(f"{at} has rows twice, or outside.", f"{describe(rows)}", f"each once, below {t['rows']}")
+    ends = [0, *(first + x.shape[1] for first, _, x in blocks)]
+    is_whole = [*(first for first, _, _ in blocks), t["dim"]] == ends
+    if blocks and not (is_whole and all(torch.equal(rows, blocks[0][1]) for _, rows, _ in blocks)):
+        got = ", ".join(f"{rows.shape[0]} rows' columns {f} to {f + x.shape[1]}" for f, rows, x in blocks)
+        need, hint = f"the same rows of columns 0 to {t['dim']}", "the parts of all ranks, as fr.publish gathers them"
+        yield Problem(f"{at} has not all columns of its rows.", got, need, hint)
 
 
 def tracked_problems(delta: Delta, rest: Mapping) -> Iterator[Problem]:

@@ -70,11 +70,6 @@ def write_file(call: str, path: Path, digest: str, since: str, version: str, cha
         temporary.unlink(missing_ok=True)
 
 
-def read_header(call: str, path: Path) -> dict[str, Any]:
-    """The header alone, its CRC compared."""
-    return _parsed(call, path, _read(call, path, START.size + (1 << 24)))[0]
-
-
 def read_changes(
     call: str, path: Path, params: Sequence[dict], digest: str, version: str
 ) -> tuple[dict[str, Change], str]:
@@ -92,10 +87,9 @@ def read_changes(
     return changes, header["to"]
 
 
-def _read(call: str, path: Path, most: int = -1) -> bytes:
+def _read(call: str, path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            return file.read(most)
+        return path.read_bytes()
     except OSError as error:
         need, got = "a file of fr.write_delta", error.strerror or str(error)
         fail(call, f"`{path}` cannot be read.", got=got, need=need, hint=AGAIN, kind=type(error))

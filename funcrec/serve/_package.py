@@ -17,13 +17,14 @@ from funcrec.core import Count, Problem, check, describe, fail, has_tracked, is_
 from funcrec.data import Encoding, encode
 from funcrec.kernels import library
 from funcrec.serve._apply import Alone, applied
+from funcrec.serve._chain import follow
 from funcrec.serve._manifest import AGAIN, ENCODING, MODEL, read_manifest, sha256_of
 from funcrec.serve._trace import SINGLE, Form
 from funcrec.serve._weights import DTYPES, mapped, read_weights
 from funcrec.tables import Batch, batch_parts
 
 LOAD, CALL, SWAP, ENCODE = "funcrec.load_package", "funcrec.Package", "funcrec.Package.swap", "funcrec.Package.encode"
-APPLY = "funcrec.Package.apply"
+APPLY, FOLLOW = "funcrec.Package.apply", "funcrec.Package.follow"
 
 
 class Opened(NamedTuple):
@@ -146,6 +147,16 @@ class Package:
                 self._weights = old._replace(version=version, is_changed=old.is_changed or version != old.version)
 
             applied(APPLY, Path(path), own.manifest, old.tensors, old.version, Alone(own.free, own.threads), name)
+
+    @typed
+    def follow(self, folder: str | os.PathLike) -> None:
+        """Take the newest of what `publish` writes to a folder: the deltas behind this version, or whole weights and
+        the deltas behind these. Nothing changes where it has the newest.
+
+        Raises: FileNotFoundError for a folder without weights; ValueError for files that do not fit.
+        """
+        take = lambda path: self.swap(path) if path.is_dir() else self.apply(path)
+        follow(FOLLOW, Path(folder), self.version, take)
 
 
 @typed

@@ -51,10 +51,20 @@ def test_one_rank_without_room_is_told_by_all(ranks):
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise", "table_wise"])
 def test_the_ranks_parts_of_a_delta_are_the_whole(kind, ranks):
     """Each rank gives the changed rows that it holds: together, in any order, they make the tables of now."""
-    (then, now, first), (_, _, second) = ranks(2).run(rewinding.changed, {"x": 2}, kind)
+    (then, now, first, _), (_, _, second, _) = ranks(2).run(rewinding.changed, {"x": 2}, kind)
     for one, other in ((first, second), (second, first)):
         assert_trees_close(bits(fr.apply_delta(fr.apply_delta(then, one), other)), bits(now))
         assert any(not torch.equal(t, now[n]) for n, t in fr.apply_delta(then, one).items())
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "column_wise", "replicated"])
+def test_what_ranks_publish_is_gathered(kind, ranks):
+    """Gathered, the rows that changed are on every rank all of them, each once, and make the tables of now."""
+    for then, now, _, whole in ranks(2).run(rewinding.changed, {"x": 2}, kind):
+        assert_trees_close(bits(fr.apply_delta(then, whole)), bits(now))
+        for parts in whole.tables.values():
+            assert all((p.rows[1:] > p.rows[:-1]).all() for p in parts)
+            assert len({p.first for p in parts}) == len(parts) == (2 if kind == "column_wise" else 1)
 
 
 def test_a_step_that_overflows_is_no_step():

@@ -7,60 +7,17 @@ import zlib
 import pytest
 import torch
 from programs import answers
+from programs.fresh import REST, STEP, batch, begun, bits, held
 
 import funcrec as fr
 from funcrec.serve._delta import tables_problems
 
 pytestmark = pytest.mark.xdist_group("packages")
 
-DTYPES = ("int8", "int4", "int2", "float16", "bfloat16")
-TABLES = tuple(fr.TableConfig(n, 30 + i, 8) for i, n in enumerate(DTYPES))
-FEATURES = tuple(fr.FeatureConfig(n, table=n) for n in DTYPES)
-
-
-def score(params, batch):
-    return fr.lookup(params.tables, batch.ids, FEATURES).values @ params.dense["w"] + params.dense["b"]
-
-
-def batch(seed, num_bags=5):
-    random = torch.Generator().manual_seed(seed)
-    ids = {n: torch.randint(0, 30, (num_bags, 2), generator=random).tolist() for n in DTYPES}
-    return fr.Batch(fr.KeyedJaggedTensor.from_lists(ids), torch.rand(num_bags, generator=random))
-
-
-def held(state, name):
-    """The parameters as a package has them: as they are, or each table in its own number of bits."""
-    return fr.Params(
-        state.tables if name == "plain" else fr.quantize(state.tables, {n: n for n in DTYPES}), state.dense
-    )
-
-
-loss_fn = lambda params, b: (score(params, b) - b.label).square().mean()
-STEP = fr.logged(
-    fr.train_step(loss_fn, sparse=fr.optim.adagrad(0.5), dense=fr.optim.dense(torch.optim.SGD, lr=0.3)), steps=0
-)
-REST = lambda run: fr.Params({}, run.state.dense)
-
 
 @pytest.fixture(scope="module")
 def first():
-    return STEP.init(fr.Params(fr.init(fr.key(0), TABLES), {"w": torch.randn(40), "b": torch.zeros(())}))
-
-
-@pytest.fixture(scope="module")
-def plain(first, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deltas") / "plain"
-    return fr.export(score, held(first.state, "plain"), batch(0), folder, version="0")
-
-
-@pytest.fixture(scope="module")
-def coded(first, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deltas") / "coded"
-    return fr.export(score, held(first.state, "coded"), batch(0), folder, version="0")
-
-
-def bits(tensors):
-    return {n: x.reshape(-1).view(torch.uint8).tolist() for n, x in tensors.items()}
+    return begun()
 
 
 @pytest.mark.parametrize("name", ["plain", "coded"])

@@ -31,7 +31,7 @@ NOT_HERE = {
     ],
     "writes and reads files": [
         "save", "load", "latest", "Saving", "save_safetensors", "load_safetensors", "write_delta",
-        "export", "load_package", "save_weights", "Package",
+        "export", "load_package", "save_weights", "Package", "publish", "update_server",
     ],
     "runs what it is given, and says numbers": ["fit", "Fitted", "evaluate"],
     "stages a function: tests/compile has its laws of tracked inputs": ["jit", "Lowered"],

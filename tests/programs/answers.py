@@ -49,6 +49,14 @@ def held(folder: Path):
         yield
 
 
+def pages(pid: int) -> bytes:
+    """Those of weights.bin as a process has them, what it wrote to them too."""
+    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", 0) as memory:
+        found = [line.split()[0].split("-") for line in maps if line.rstrip().endswith("/weights.bin")]
+        parts = [(int(begin, 16), int(end, 16)) for begin, end in found]
+        return b"".join(os.pread(memory.fileno(), end - begin, begin) for begin, end in parts)
+
+
 class AnswersError(Exception):
     """What C++ threw. failed: not the caller's fault."""
 
@@ -106,10 +114,7 @@ class Answers:
 
     def weights(self) -> bytes:
         """The pages of weights.bin as this process has them."""
-        with open(f"/proc/{self.process.pid}/maps") as maps, open(f"/proc/{self.process.pid}/mem", "rb", 0) as memory:
-            found = [line.split()[0].split("-") for line in maps if line.rstrip().endswith("/weights.bin")]
-            parts = [(int(begin, 16), int(end, 16)) for begin, end in found]
-            return b"".join(os.pread(memory.fileno(), end - begin, begin) for begin, end in parts)
+        return pages(self.process.pid)
 
     def _name(self, command: bytes, path: Path | str) -> None:
         name = os.fsencode(path)

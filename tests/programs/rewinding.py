@@ -6,6 +6,7 @@ import torch
 import funcrec as fr
 from funcrec.compile import _program
 from funcrec.optim._builtin import BUILTIN
+from funcrec.serve._publish import gathered
 from programs import training
 from programs.moving import bits
 from programs.overflow import own, skewed
@@ -90,7 +91,7 @@ def crowded(axes, is_real=True):
 
 
 def changed(axes, kind):
-    """(whole tables after one step and after three, the Delta between as this rank has it)."""
+    """(whole tables after one step and after three, the Delta between as this rank has it, and as `publish` has it)."""
     mesh = fr.Mesh.distributed(**axes)
     step = logged("adam", mesh=mesh, plan=training.plan_of(kind, axes))
     run = step.init(params())
@@ -98,4 +99,5 @@ def changed(axes, kind):
         run, _ = step(run, own(training.batch(i, 8), mesh))
         if i == 0:
             then = fr.gather_tables(fr.copy(run.state.tables), mesh)
-    return then, fr.gather_tables(run.state.tables, mesh), fr.delta(run, 1, mesh=mesh)
+    own_rows = fr.delta(run, 1, mesh=mesh)
+    return then, fr.gather_tables(run.state.tables, mesh), own_rows, gathered(own_rows, run.state.tables, mesh)

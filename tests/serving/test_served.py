@@ -1,6 +1,7 @@
 """A package behind the server answers as in Python, in both forms of bodies, whatever weights it has."""
 
 import os
+import threading
 from itertools import pairwise
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from programs import answers, packages, serving
 
 import funcrec as fr
+from funcrec.train import ChangedRows
 
 pytestmark = pytest.mark.xdist_group("serving")
 
@@ -22,8 +24,8 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def running(path):
-    program = os.environ.get("FUNCREC_SERVE") or answers.build() / "funcrec-serve"
+def running(path, built):
+    program = os.environ.get("FUNCREC_SERVE") or built / "funcrec-serve"
     with serving.Server(program, path, "--updates", str(path.parent)) as server:
         yield server
 
@@ -37,6 +39,21 @@ def request(batch):
     return {"ids": lists, "weights": {"seen": seen}, "dense": batch.dense.tolist()}
 
 
+def assert_answers(package, connection, num_bags):
+    """Both forms of one request get the package's outputs within 1e-6, under its version."""
+    batch = packages.batch(num_bags, seed=num_bags)
+    want, asked = package(batch), request(batch)
+    status, plain = serving.predict(connection, asked)
+    body = serving.pack(asked, packages.KEYS, ("seen",))
+    code, _, data = serving.ask(connection, "POST", "/predict", body, serving.BYTES)
+    assert (status, code) == (200, 200)
+    for answer in (plain, serving.unpack(data)):
+        assert answer["version"] == package.version and set(answer["outputs"]) == set(want)
+        for name, x in want.items():
+            got = torch.as_tensor(np.array(answer["outputs"][name], dtype=np.float32)).reshape(x.shape)
+            torch.testing.assert_close(got, x, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("version", ["first", "next"])
 def test_the_server_answers_as_the_package(path, running, version):
     """Batches of 0 to 512 bags with ids in no table, as JSON and as bytes: Python's outputs within 1e-6, of the version
@@ -47,14 +64,101 @@ def test_the_server_answers_as_the_package(path, running, version):
         assert running.ask("POST", "/reload", {"weights": "next"})[0] == 200
     connection = running.connect()
     for num_bags in (0, 1, 3, 64, 512):
-        batch = packages.batch(num_bags, seed=num_bags)
-        want, asked = package(batch), request(batch)
-        status, plain = serving.predict(connection, asked)
-        body = serving.pack(asked, packages.KEYS, ("seen",))
-        code, _, data = serving.ask(connection, "POST", "/predict", body, serving.BYTES)
-        assert (status, code) == (200, 200)
-        for answer in (plain, serving.unpack(data)):
-            assert answer["version"] == version and set(answer["outputs"]) == set(want)
-            for name, x in want.items():
-                got = torch.as_tensor(np.array(answer["outputs"][name], dtype=np.float32)).reshape(x.shape)
-                torch.testing.assert_close(got, x, rtol=0, atol=1e-6)
+        assert_answers(package, connection, num_bags)
+
+
+def test_a_delta_changes_the_answers(path, running):
+    """POST /delta: the answers become those of Python's package with the same file, rows of every table and dense
+    weights; one that is cut off, or taken twice, is 400 and changes no answer."""
+    package, connection = fr.load_package(path), running.connect()
+    assert running.ask("POST", "/reload", {"weights": path.name})[0] == 200
+    for n in (1, 2):
+        newer, rows = packages.params(n), torch.arange(n, 50, 2)
+        parts = {t: (ChangedRows(rows, x[rows], 0, tuple(x.shape)),) for t, x in newer.tables.items()}
+        delta, file = fr.Delta(parts, torch.tensor(n)), path.parent / f"{n}.delta"
+        fr.write_delta(file, delta, package, fr.Params({}, newer.dense), version=str(n))
+        (path.parent / "cut.delta").write_bytes(file.read_bytes()[:-1])
+        assert running.ask("POST", "/delta", {"path": "cut.delta"})[0] == 400
+        assert_answers(package, connection, 9)
+        before = package(packages.batch(9))
+        package.apply(file)
+        assert not torch.equal(before["click"], package(packages.batch(9))["click"])
+        assert running.ask("POST", "/delta", {"path": file.name})[0] == 200
+        assert running.ask("POST", "/delta", {"path": file.name})[0] == 400
+        assert_answers(package, connection, 9)
+
+
+STEP = fr.logged(
+    fr.train_step(
+        fr.models.loss(packages.MODEL), sparse=fr.optim.adagrad(0.5), has_aux=True, merge=fr.models.merge_stats,
+        dense=fr.optim.dense(torch.optim.Adam, lr=0.1),
+    ), steps=0,
+)  # fmt: skip
+
+
+class Asking:
+    """Clients that ask one request in both forms until they are told to stop; `answers`: (version, clicks) of each."""
+
+    def __init__(self, server, request, clients=3):
+        self.answers, self.errors, self.stop = [], [], False
+        self.threads = [threading.Thread(target=self._ask, args=(server, request, i)) for i in range(clients)]
+        [t.start() for t in self.threads]
+
+    def _ask(self, server, request, i):
+        connection, body = server.connect(), serving.pack(request, packages.KEYS, ("seen",))
+        while not self.stop:
+            if i % 2:
+                status, answer = serving.predict(connection, request)
+            else:
+                status, _, data = serving.ask(connection, "POST", "/predict", body, serving.BYTES)
+                answer = serving.unpack(data) if status == 200 else data
+            if status != 200:
+                self.errors.append(answer)
+                return
+            self.answers.append((answer["version"], torch.as_tensor(np.array(answer["outputs"]["click"], np.float32))))
+
+    def end(self):
+        self.stop = True
+        [t.join(20) for t in self.threads]
+        assert not self.errors and not any(t.is_alive() for t in self.threads)
+        return self.answers
+
+
+def test_a_run_publishes_to_a_server(path, built, tmp_path):
+    """A run that publishes each step to a server that is asked meanwhile: every answer is that of an export of the step
+    that it names. A server that ended is warned of; one that begins anew is given all: its memory is the export's."""
+    (tmp_path / "published").mkdir()
+    start = lambda: serving.Server(built / "funcrec-serve", path, "--updates", str(tmp_path / "published"))
+    asked, reader, right = packages.batch(7, seed=7), fr.load_package(path), {}
+    batches = [packages.batch(40, seed=i, outside=False) for i in range(12)]
+    batches = [fr.Batch(b.ids, torch.arange(40) % 2 * 1.0, dense=b.dense) for b in batches]
+
+    def note(record):
+        """What the version that was published answers, by an export's weights."""
+        if record.when == "step":
+            version = sorted(x.name for x in (tmp_path / "published").glob("0*"))[-1].rsplit(".", 1)[0]
+            reader.swap(fr.save_weights(tmp_path / version, record.state.params, version=version))
+            right[version] = reader(asked)["click"]
+
+    def run(state, server, batches):
+        address = f"http://127.0.0.1:{server.port}"
+        tell = fr.publish(tmp_path / "published", path, every_steps=1, keep=3, servers=[address])
+        return fr.fit(STEP, state, batches, epochs=1, callbacks=[tell, note], progress=False).state
+
+    with start() as server:
+        asking = Asking(server, request(asked))
+        state = run(STEP.init(packages.params()), server, batches[:8])
+        found = asking.end()
+    seen = {version for version, _ in found} - {"first"}
+    assert len(seen) > 3 and seen <= set(right)
+    right["first"] = fr.load_package(path)(asked)["click"]
+    for version, click in found:
+        assert [n for n, want in right.items() if torch.allclose(click, want, rtol=0, atol=1e-6)] == [version]
+    with pytest.warns(UserWarning, match="was not answered"):
+        run(state, server, batches[8:])
+    with start() as server:
+        version = fr.update_server(f"http://127.0.0.1:{server.port}", tmp_path / "published")
+        assert version == max(right.keys() - {"first"}) and "step-4" in version
+        want = (tmp_path / version / "weights.bin").read_bytes()
+        assert answers.pages(server.process.pid)[: len(want)] == want
+        assert fr.update_server(f"http://127.0.0.1:{server.port}", tmp_path / "published") == version

@@ -1,0 +1,112 @@
+"""What `publish` writes: a folder of deltas by number, each from the one before, and of whole weights now and then.
+
+weights(n) = weights(w) with deltas w + 1, ..., n in their order          w: of the newest whole weights, w <= n
+
+0000000012-step-200-3fa9c1.delta      from number 11 of the same run, 3fa9c1, to 12
+0000000012-step-200-3fa9c1.weights    all weights of number 12
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from funcrec.core import fail
+from funcrec.serve._folder import SUFFIX
+
+DELTA, WEIGHTS = ".delta", ".weights"
+NAME = re.compile(r"((\d{10,})-step-\d+-([0-9a-f]{6}))(\.delta|\.weights)?")
+TRIES = 3  # of a reader from whom files are removed
+
+
+class Piece(NamedTuple):
+    """One entry of the folder; `run` is who wrote it."""
+
+    number: int
+    run: str
+    version: str
+    kind: str
+
+
+def piece_of(name: str) -> Piece | None:
+    found = NAME.fullmatch(name)
+    return Piece(int(found[2]), found[3], found[1], found[4] or "") if found else None
+
+
+def pieces(folder: Path) -> list[Piece]:
+    """By their numbers, of one number the weights last."""
+    return sorted(p for p in map(piece_of, os.listdir(folder)) if p is not None and p.kind)
+
+
+def version_of(number: int, step: int, run: str) -> str:
+    return f"{number:010d}-step-{step}-{run}"
+
+
+def path_of(folder: Path, piece: Piece) -> Path:
+    return folder / (piece.version + piece.kind)
+
+
+def route(call: str, folder: Path, version: str | None) -> list[Path]:
+    """What takes weights of `version` to the newest: deltas, else whole weights and the deltas behind these."""
+    try:
+        found = pieces(folder)
+    except OSError as error:
+        got, need = error.strerror or str(error), "the folder that fr.publish writes to"
+        fail(call, f"`{folder}` cannot be read.", got=got, need=need, hint='"runs/published"', kind=type(error))
+    deltas = {p.number: p for p in found if p.kind == DELTA and p.run == found[-1].run}
+    own = piece_of(version or "")
+    bases = [p for p in reversed(found) if p.kind == WEIGHTS and p.run == found[-1].run]
+    for base in ([own] if own and found and own.run == found[-1].run else []) + bases:
+        behind = range(base.number + 1, found[-1].number + 1)
+        if base.number <= found[-1].number and all(n in deltas for n in behind):
+            first = [path_of(folder, base)] if base.kind else []
+            return first + [path_of(folder, deltas[n]) for n in behind]
+    need, hint = "whole weights and the deltas behind them", "a publisher that has begun: fr.publish(folder, package)"
+    fail(call, f"`{folder}` has no weights.", got=f"{len(found)} files", need=need, hint=hint, kind=FileNotFoundError)
+
+
+def follow(call: str, folder: Path, version: str | None, take: Callable[[Path], None]) -> None:
+    """take(path) of what takes weights of `version` to the newest. Where a file is refused, or was removed meanwhile,
+    it goes on with whole weights, if these lead around it."""
+    failed: dict[Path, Exception] = {}
+    for _ in range(TRIES):
+        paths, version = route(call, folder, version), None
+        for path in paths:
+            if path in failed:
+                raise failed[path]
+        try:
+            for path in paths:
+                take(path)
+            return
+        except (FileNotFoundError, ValueError) as error:
+            failed[path] = error
+    raise failed[path]
+
+
+def tidy(folder: Path, keep: int) -> None:
+    """Remove what nobody needs who is `keep` deltas behind or begins anew, and what killed publishers left."""
+    found = pieces(folder)
+    newest = found[-1]
+    base = max((p.number for p in found if p.kind == WEIGHTS and p.run == newest.run), default=0)
+    for p in found:
+        is_needed = p.number > min(base, newest.number - keep) if p.kind == DELTA else p.number == base
+        if p.run != newest.run or not is_needed:
+            remove(path_of(folder, p))
+    for name in os.listdir(folder):
+        if name.endswith(SUFFIX):
+            remove(folder / name)
+
+
+def remove(path: Path) -> None:
+    """A folder loses its name first: whoever finds it finds all of it."""
+    with contextlib.suppress(OSError):
+        if path.is_dir():
+            aside = path.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
+            path.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            path.unlink()

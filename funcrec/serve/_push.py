@@ -1,0 +1,96 @@
+"""A running server brought up to the newest weights of a folder, over HTTP.
+
+GET /healthz says which weights it has; POST /reload and /delta what it lacks
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from funcrec.core import Problem, check, describe, fail, typed
+from funcrec.serve._chain import follow
+
+CALL = "funcrec.update_server"
+MOST = 1 << 20  # bytes of an answer that are read
+
+
+@typed
+def update_server(address: str, folder: str | os.PathLike, *, timeout_s: float = 10.0) -> str:
+    """Tell a running `funcrec-serve` what it lacks of what `publish` wrote: the deltas behind its version in their
+    order, or whole weights and the deltas behind these.
+
+    Args:
+      address: "http://127.0.0.1:8080".
+      folder: that of `publish`, which the server reads as its `--updates`.
+      timeout_s: for each answer.
+
+    Returns: the version that the server has then.
+
+    Raises: ConnectionError for a server that does not answer, or says that it cannot; ValueError with its words for a
+      file that it refuses; FileNotFoundError for a folder without weights.
+
+    Example:
+      >>> import tempfile, funcrec as fr
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     fr.update_server("http://127.0.0.1:9", folder)
+      Traceback (most recent call last):
+          ...
+      ConnectionError: funcrec.update_server: http://127.0.0.1:9/healthz was not answered.
+        got   [Errno 111] Connection refused
+        need  a running server
+        try   python -m funcrec serve PATH --updates FOLDER
+    """
+    check(CALL, address_problems("address", [address]), timeout_problems(timeout_s))
+    address = address.rstrip("/")
+
+    def take(path: Path) -> None:
+        where, key = ("reload", "weights") if path.is_dir() else ("delta", "path")
+        ask(f"{address}/{where}", timeout_s, {key: path.name})
+
+    follow(CALL, Path(folder), ask(f"{address}/healthz", timeout_s)["version"], take)
+    return ask(f"{address}/healthz", timeout_s)["version"]
+
+
+def ask(url: str, timeout_s: float, body: Any = None) -> dict[str, Any]:
+    """A server's answer; ValueError with its words where the request is at fault."""
+    from http.client import HTTPException
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
+    data = None if body is None else json.dumps(body).encode()
+    hint = "python -m funcrec serve PATH --updates FOLDER"
+    try:
+        with urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=timeout_s) as reply:
+            found = json.loads(reply.read(MOST))
+        if not isinstance(found, dict) or not isinstance(found.get("version"), str):
+            raise ValueError(f"no version in {found!r:.200}")
+        return found
+    except HTTPError as error:
+        text, need, kind = error.read(MOST).decode(errors="replace").strip(), "200", ConnectionError
+        got = f"{error.code} {text:.500}"
+        if error.code == 400:
+            hint, kind = "whole weights: fr.publish writes them behind every `keep` deltas", ValueError
+        fail(CALL, f"{url} refused {body}.", got=got, need=need, hint=hint, kind=kind)
+    except (OSError, HTTPException, ValueError) as error:
+        got = str(getattr(error, "reason", error)) or type(error).__name__
+        fail(CALL, f"{url} was not answered.", got=got, need="a running server", hint=hint, kind=ConnectionError)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def address_problems(name: str, addresses: Sequence[str]) -> Iterator[Problem]:
+    for x in addresses if not isinstance(addresses, str) else [addresses]:
+        if isinstance(addresses, str) or not isinstance(x, str):
+            need = f'a list of addresses: {name}=["http://127.0.0.1:8080"]'
+            yield Problem(f"`{name}` is not a list of addresses.", describe(x), need, kind=TypeError)
+        elif not x.startswith(("http://", "https://")):
+            yield Problem(f"`{name}` has no address.", repr(x), "http:// and a host", '"http://127.0.0.1:8080"')
+
+
+def timeout_problems(timeout_s: float) -> Iterator[Problem]:
+    if not (timeout_s > 0 and math.isfinite(timeout_s)):
+        yield Problem("`timeout_s` is not a time.", f"{timeout_s}", "seconds, more than 0", "timeout_s=10.0")

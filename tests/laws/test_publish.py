@@ -1,0 +1,229 @@
+"""A run that publishes: at every version servers have the weights of an export of that step, bit for bit."""
+
+import os
+import random
+import warnings
+
+import pytest
+import torch
+from programs.fresh import DTYPES, STEP, batch, begun, bits, held, loss_fn
+
+import funcrec as fr
+from funcrec.serve import _chain, _delta_file, _folder, _publish
+
+pytestmark = pytest.mark.xdist_group("packages")
+
+MESH = fr.Mesh.emulated(x=2)
+KINDS = (
+    fr.column_wise,
+    fr.row_wise,
+    lambda axis: fr.table_wise(axis, rank=1),
+    lambda axis: fr.replicated(),
+    fr.row_wise,
+)
+PLAN = fr.Plan({n: kind("x") for n, kind in zip(DTYPES, KINDS, strict=True)})
+SHARDED = fr.logged(
+    fr.train_step(
+        lambda p, b: loss_fn(p, b) / 2,
+        sparse=fr.optim.adagrad(0.5), dense=fr.optim.dense(torch.optim.SGD, lr=0.3), mesh=MESH, plan=PLAN,
+    ), steps=0,
+)  # fmt: skip
+
+
+def record(when, step, state):
+    return fr.loop.Record(when, 0, step, {}, state)
+
+
+def wanted(run, name):
+    """What an export of this state would write, as bits."""
+    state = run.state if isinstance(run, fr.Logged) else run
+    if isinstance(state.tables, fr.ShardedTables):
+        state = fr.TrainState(state.step, fr.gather_tables(state.tables, MESH), {}, state.dense, (), state.key)
+    return bits(dict(sorted(fr.tree.paths(held(state, name)))))
+
+
+class Told:
+    """A folder, all that was published there, and packages that take it at different times."""
+
+    def __init__(self, package, name, folder, **options):
+        self.package, self.name, self.folder, self.options = package, name, folder, options
+        self.right, self.tell = {}, None
+        self.near, self.far = fr.load_package(package), fr.load_package(package)
+
+    def begin(self):
+        self.tell = fr.publish(self.folder, self.package, every_steps=2, **self.options)
+
+    def step(self, number, run):
+        """Publish, and hold whatever a package finds to the state that it names."""
+        before = set(self.versions())
+        try:
+            self.tell(record("step", number, run))
+        finally:
+            for version in set(self.versions()) - before:
+                self.right[version] = wanted(run, self.name)
+
+    def versions(self):
+        return [p.version for p in _chain.pieces(self.folder)] if self.folder.exists() else []
+
+    def assert_followed(self, package):
+        package.follow(self.folder)
+        assert package.version == self.versions()[-1] and bits(package.params) == self.right[package.version]
+
+
+def killed(monkeypatch, rng):
+    """Whatever is about to take its name does not: the process was killed there, and its temporary file stays."""
+
+    def kill(*args):
+        raise KeyboardInterrupt
+
+    module, name = rng.choice([(_delta_file.os, "replace"), (_folder, "take_name"), (_publish, "tidy")])
+    monkeypatch.setattr(module, name, kill)
+
+
+@pytest.mark.parametrize("seed, name", [(0, "coded"), (1, "coded"), (2, "plain")])
+def test_every_version_is_an_export_of_its_step(seed, name, tmp_path, request, monkeypatch):
+    """Steps, publishers that are killed at any of their writes and begin anew from an older state, packages that follow
+    always, seldom or for the first time: each has, bit for bit, the export of the step whose version it names."""
+    rng, keep = random.Random(seed), 3
+    told = Told(request.getfixturevalue(name), name, tmp_path / "published", keep=keep)
+    run, number, kept = begun(), 0, (begun(), 0)
+    told.begin()
+    for i in range(40):
+        run, number = STEP(run, batch(100 * seed + i))[0], number + 1
+        if rng.random() < 0.15:
+            kept = run, number
+        if rng.random() < 0.15:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                killed(patch, rng)
+                for n in range(number, number + 2 * keep + 2):
+                    told.step(n, run)
+                    run = STEP(run, batch(n))[0]
+            (tmp_path / "published" / ".00.delta.funcrec.tmp").write_bytes(b"half")
+            run, number = kept
+            told.begin()
+        else:
+            told.step(number, run)
+        if told.versions():
+            told.assert_followed(told.near)
+            if rng.random() < 0.2:
+                told.assert_followed(told.far)
+            if rng.random() < 0.2:
+                told.assert_followed(fr.load_package(told.package))
+            assert sum(x.endswith(".delta") for x in os.listdir(told.folder)) <= 2 * keep
+
+
+@pytest.mark.parametrize("step", [STEP, SHARDED], ids=["alone", "mesh"])
+def test_what_is_written_when(step, coded, tmp_path):
+    """The first is whole weights, the next deltas, and behind `keep` of them both; epochs are published too, each step
+    once; a state that lies on a mesh, cut by rows and by columns, as one that does not."""
+    told = Told(coded, "coded", tmp_path / "published", keep=2, mesh=MESH if step is SHARDED else None)
+    told.begin()
+    run = step.init(begun().params)
+    seen = []
+    for n in range(1, 12):
+        run, _ = step(run, batch(n, 4))
+        told.step(n, run)
+        if n % 2 == 0:
+            told.tell(record("epoch", n, run))
+            told.assert_followed(told.near)
+            seen.append([p.version.split("-")[2] + p.kind for p in _chain.pieces(told.folder)])
+    assert seen[:2] == [["2.weights"], ["2.weights", "4.delta"]]
+    assert seen[2] == ["4.delta", "6.delta", "6.weights"] and seen[3] == ["6.delta", "6.weights", "8.delta"]
+    told.tell(record("epoch", 11, run))  # the last steps are not lost
+    told.right[told.versions()[-1]] = wanted(run, "coded")
+    told.assert_followed(told.near)
+    told.assert_followed(told.far)
+
+
+def test_states_without_a_log_are_published_whole(plain, tmp_path):
+    """Of a step without `logged` each publication is whole weights, of which the newest stay."""
+    told = Told(plain, "plain", tmp_path / "published")
+    told.begin()
+    run = begun()
+    for n in (2, 4):
+        run, _ = STEP(run, batch(n))
+        told.step(n, run.state)
+        told.assert_followed(told.near)
+    assert len(told.versions()) == 1
+
+
+def test_a_log_begun_anew_is_published_whole(plain, tmp_path):
+    """A log of another state has earlier versions: which rows changed is not known, and all are written."""
+    told = Told(plain, "plain", tmp_path / "published")
+    told.begin()
+    run = begun()
+    for n in (2, 4):
+        run, _ = STEP(run, batch(n))
+        told.step(n, run)
+    run = STEP.init(fr.tree.map(lambda x: x + 1 if x.is_floating_point() else x, run.state))
+    told.step(6, run)
+    assert _chain.pieces(told.folder)[-1].kind == ".weights"
+    told.assert_followed(told.near)
+
+
+def test_a_server_that_cannot_be_told_does_not_end_training(plain, tmp_path):
+    """A server that is not there is warned of by its address, each time, and the files are written."""
+    address = "http://127.0.0.1:9"
+    tell = fr.publish(tmp_path / "published", plain, every_steps=1, servers=[address], timeout_s=2)
+    run = begun()
+    for n in (1, 2):
+        run, _ = STEP(run, batch(n))
+        with pytest.warns(UserWarning, match=rf"{address}/healthz was not answered"):
+            tell(record("step", n, run))
+    assert len(_chain.pieces(tmp_path / "published")) == 2
+
+
+def test_what_is_damaged_is_led_around_or_told(plain, tmp_path):
+    """A package refuses a damaged delta, and takes whole weights where these lead around it; else it says what is
+    wrong and stays as it was. A folder without weights says so."""
+    with pytest.raises(FileNotFoundError, match="has no weights"):
+        fr.load_package(plain).follow(tmp_path)
+    told = Told(plain, "plain", tmp_path / "published", keep=2)
+    told.begin()
+    run = begun()
+    for n in (2, 4, 6, 8):
+        run, _ = STEP(run, batch(n))
+        told.step(n, run)
+        if n == 2:
+            told.assert_followed(told.near)
+            told.assert_followed(told.far)
+    deltas = {int(p.version.split("-")[2]): told.folder / (p.version + ".delta")
+              for p in _chain.pieces(told.folder) if p.kind == ".delta"}  # fmt: skip
+    deltas[6].write_bytes(deltas[6].read_bytes()[:-1])
+    told.assert_followed(told.near)  # whole weights are of step 6
+    deltas[8].write_bytes(deltas[8].read_bytes()[:-1])
+    with pytest.raises(ValueError, match="damaged"):
+        told.far.follow(told.folder)
+    assert bits(told.far.params) == told.right[told.far.version]
+
+
+BAD = {
+    "no address": ({"servers": ["localhost:80"]}, ValueError, "`servers` has no address"),
+    "one address": ({"servers": "http://localhost"}, TypeError, "`servers`"),
+    "no time": ({"timeout_s": 0.0}, ValueError, "`timeout_s` is not a time"),
+    "no steps": ({"every_steps": 0}, ValueError, "`every_steps`"),
+    "no package": ({"package": "nowhere"}, FileNotFoundError, "is not a package"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_calls_are_told(name, plain, tmp_path):
+    """A wrong argument is refused in four parts, before anything is written."""
+    changed, kind, text = BAD[name]
+    with pytest.raises(kind) as error:
+        fr.publish(**{"folder": tmp_path / "published", "package": plain, "every_steps": 1} | changed)
+    assert "funcrec.publish" in str(error.value) and text in str(error.value) and "  need  " in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_states_that_are_none_are_told(plain, tmp_path):
+    """What is not a training state, or lies on a mesh that is not given, is refused by the callback."""
+    tell = fr.publish(tmp_path / "published", plain, every_steps=1)
+    with pytest.raises(TypeError, match="is not a training state"):
+        tell(record("step", 1, {"w": torch.ones(2)}))
+    run = SHARDED.init(begun().params)
+    with pytest.raises(TypeError, match="lies on a mesh"):
+        tell(record("step", 1, run))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tell(record("begin", 0, run))

@@ -1,0 +1,49 @@
+"""A model whose tables a package has in every number of bits, and its training: what deltas are tested on."""
+
+import torch
+
+import funcrec as fr
+
+DTYPES = ("int8", "int4", "int2", "float16", "bfloat16")
+TABLES = tuple(fr.TableConfig(n, 30 + i, 8) for i, n in enumerate(DTYPES))
+FEATURES = tuple(fr.FeatureConfig(n, table=n) for n in DTYPES)
+
+
+def score(params, batch):
+    return fr.lookup(params.tables, batch.ids, FEATURES).values @ params.dense["w"] + params.dense["b"]
+
+
+def batch(seed, num_bags=5):
+    random = torch.Generator().manual_seed(seed)
+    ids = {n: torch.randint(0, 30, (num_bags, 2), generator=random).tolist() for n in DTYPES}
+    return fr.Batch(fr.KeyedJaggedTensor.from_lists(ids), torch.rand(num_bags, generator=random))
+
+
+def held(state, name):
+    """The parameters as a package has them: as they are, or each table in its own number of bits."""
+    return fr.Params(
+        state.tables if name == "plain" else fr.quantize(state.tables, {n: n for n in DTYPES}), state.dense
+    )
+
+
+loss_fn = lambda params, b: (score(params, b) - b.label).square().mean()
+STEP = fr.logged(
+    fr.train_step(loss_fn, sparse=fr.optim.adagrad(0.5), dense=fr.optim.dense(torch.optim.SGD, lr=0.3)), steps=0
+)
+REST = lambda run: fr.Params({}, run.state.dense)
+
+
+def begun():
+    """The run before its first step."""
+    random = torch.Generator().manual_seed(0)
+    dense = {"w": torch.randn(40, generator=random), "b": torch.zeros(())}
+    return STEP.init(fr.Params(fr.init(fr.key(0), TABLES), dense))
+
+
+def export(path, name):
+    """The package of these parameters, "plain" or "coded"."""
+    return fr.export(score, held(begun().state, name), batch(0), path, version="0")
+
+
+def bits(tensors):
+    return {n: x.reshape(-1).view(torch.uint8).tolist() for n, x in tensors.items()}
