@@ -3,6 +3,8 @@
 import funcrec.core as _core
 from funcrec.compile._cut import Halves as Halves
 from funcrec.compile._cut import cut as cut
+from funcrec.compile._cut_stale import Looked as Looked
+from funcrec.compile._cut_stale import cut_stale as cut_stale
 from funcrec.compile._donated import Donated as Donated
 from funcrec.compile._donated import donated_message as donated_message
 from funcrec.compile._inductor import DECOMPOSITIONS as DECOMPOSITIONS

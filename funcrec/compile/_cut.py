@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from funcrec.compile._jit import Jitted, jit
-from funcrec.compile._program import LOCK, trace
+from funcrec.compile._program import LOCK, Traced, trace
 from funcrec.core import fail, fast_flatten, leaf_paths
 from funcrec.mesh import AWAIT, LEAVES, MOVES
 
@@ -38,14 +38,7 @@ def cut(call: str, step: Callable, state: Any, batch: Any, groups: Mapping[str, 
     Args:
       groups: {process group: the one by which `ahead` sends in its place}.
     """
-    fn = step.fn if isinstance(step, Jitted) else step
-    leaves, structure = fast_flatten((state, batch))
-    paths = [path for _, path in leaf_paths(structure, ("state", "batch")).values()]
-    with LOCK:
-        traced = trace(call, lambda mine: fn(*structure.unflatten(mine)), leaves, paths, decompositions={})
-    if traced.graph is None:
-        got, need = "requires_grad of a tensor that the step closes over", "values that nothing is differentiated by"
-        fail(call, "the step is followed by autograd.", got=got, need=need, hint="`.detach()`", kind=TypeError)
+    traced = operations(call, step.fn if isinstance(step, Jitted) else step, {"state": state, "batch": batch})
     first = len(fast_flatten(state)[0])
     of_state = {node for i, node in traced.places.items() if i < first}
     crossing = crossing_nodes(traced.graph.graph, of_state)
@@ -53,13 +46,7 @@ def cut(call: str, step: Callable, state: Any, batch: Any, groups: Mapping[str, 
         return None
     inputs = list(traced.places.values())
 
-    sending = part_of(traced.graph, [n for n in inputs if n not in of_state], crossing)
-    for swap in (n for n in sending.graph.nodes if n.target in LEAVES):
-        if swap.args[-1] not in groups:
-            got, need = f"an exchange over process group {swap.args[-1]!r}", "the mesh that the step exchanges on"
-            fail(call, "`mesh` is missing, or not the step's.", got=got, need=need, hint="fr.pipeline(step, mesh=mesh)")
-        swap.args = (*swap.args[:-1], groups[swap.args[-1]])
-    sending.recompile()
+    sending = sending_part(call, traced.graph, [n for n in inputs if n not in of_state], crossing, groups)
     outputs = next(iter(traced.graph.graph.find_nodes(op="output"))).args[0]
     remaining = part_of(traced.graph, [*inputs, *crossing], outputs)
     captured, static = traced.captured, traced.static
@@ -73,15 +60,46 @@ def cut(call: str, step: Callable, state: Any, batch: Any, groups: Mapping[str, 
             made = iter(remaining(*tensors((state, batch)), *captured, *routed))
         return traced.structure.unflatten([next(made) if x is Tensor else x for x in static])
 
-    placeholders = sending.graph.find_nodes(op="placeholder")
-    read = [
-        x for x, node in zip(captured, placeholders[len(placeholders) - len(captured) :], strict=True) if node.users
-    ]
+    read = reads_of(sending, captured)
     routed_bytes = sum(n.meta["val"].nbytes for n in crossing)
     if isinstance(step, Jitted):
         rest.__name__ = ahead.__name__ = step.name
         ahead, rest = jit(ahead), jit(rest, donate=donated_names(call, step))
     return Halves(ahead, rest, read, routed_bytes)
+
+
+def operations(call: str, fn: Callable, arguments: Mapping[str, Any]) -> Traced:
+    """Those of fn(*arguments)."""
+    leaves, structure = fast_flatten(tuple(arguments.values()))
+    paths = [path for _, path in leaf_paths(structure, tuple(arguments)).values()]
+    with LOCK:
+        traced = trace(call, lambda mine: fn(*structure.unflatten(mine)), leaves, paths, decompositions={})
+    if traced.graph is None:
+        got, need = "requires_grad of a tensor that the step closes over", "values that nothing is differentiated by"
+        fail(call, "the step is followed by autograd.", got=got, need=need, hint="`.detach()`", kind=TypeError)
+    return traced
+
+
+def sending_part(
+    call: str, whole: GraphModule, inputs: list[Node], crossing: list[Node], groups: Mapping[str, str]
+) -> GraphModule:
+    """crossing as a function of inputs, which sends over the groups that stand for its own."""
+    sending = part_of(whole, inputs, crossing)
+    for swap in (n for n in sending.graph.nodes if n.target in LEAVES):
+        if swap.args[-1] not in groups:
+            got, need = f"an exchange over process group {swap.args[-1]!r}", "the mesh that the step exchanges on"
+            hint = f"fr.{call.removeprefix('funcrec.')}(step, mesh=mesh)"
+            fail(call, "`mesh` is missing, or not the step's.", got=got, need=need, hint=hint)
+        swap.args = (*swap.args[:-1], groups[swap.args[-1]])
+    sending.recompile()
+    return sending
+
+
+def reads_of(part: GraphModule, captured: list[Tensor], behind: int = 0) -> list[Tensor]:
+    """The captured tensors that a part reads: the last of its inputs, but for those `behind` them."""
+    inputs = part.graph.find_nodes(op="placeholder")
+    first = len(inputs) - len(captured) - behind
+    return [x for x, node in zip(captured, inputs[first : len(inputs) - behind], strict=True) if node.users]
 
 
 def tensors(tree: Any) -> list[Tensor]:

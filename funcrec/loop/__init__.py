@@ -17,6 +17,7 @@ from funcrec.loop._ranks import num_processes as num_processes
 from funcrec.loop._ranks import own_part as own_part
 from funcrec.loop._record import Record as Record
 from funcrec.loop._signals import listen as listen
+from funcrec.loop._stale import stale_pipeline as stale_pipeline
 from funcrec.loop._watch import RankLost as RankLost
 from funcrec.loop._watch import watch as watch
 

@@ -142,6 +142,12 @@ class Ahead:
             raise self.error or RuntimeError(message(CALL, [GONE]))
         self.permits.pop(one.number, None)
 
+    def following(self) -> Ready | None:
+        """The batch behind the one that was taken last, on all ranks, before it is taken; None where there is none."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.ready or self.ended)
+            return self.ready[0] if self.ready else None
+
     def close(self, wait_s: float | None = LEAVE_S) -> None:
         """End the thread, behind what the other ranks' threads wait for. They may wait for this rank's loop themselves:
         then the thread is left to end with theirs."""
@@ -255,9 +261,7 @@ class Ahead:
     def launch(self, one: Ready, programs: dict) -> None:
         """Exchange the ids of this batch and of the next on the side stream: from one thread, and in the same order on
         all ranks, as theirs go over several communicators."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.ready or self.ended)
-            following = self.ready[0] if self.ready else None
+        following = self.following()
         current = torch.cuda.current_stream(self.stream.device)
         for x in (one, following):
             is_next = x is not None and not x.is_done and self.permits.get(x.number) is programs and x.form in programs

@@ -15,6 +15,7 @@ from funcrec.train._reshard import reshard as reshard
 from funcrec.train._reshard import slot_problems as slot_problems
 from funcrec.train._reshard import steps_of as steps_of
 from funcrec.train._scan import scan as scan
+from funcrec.train._stale import stale_of as stale_of
 from funcrec.train._state import TrainState as TrainState
 from funcrec.train._step import TrainStep as TrainStep
 from funcrec.train._step import look_of as look_of

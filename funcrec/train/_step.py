@@ -157,11 +157,7 @@ def train_step(
         return own_memory(TrainState(step, params.tables, slots, params.dense, dense_opt, key.to(device, copy=True)))
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
-        with telling(mesh, (state, batch)):
-            check("funcrec.train_step", state_problems(state))
-            check("funcrec.train_step", merge_problems(state.dense, merge))
-            if mesh is not None:
-                check("funcrec.train_step", sharded_problems(state))
+        check_state(recipe, where, state, batch)
         return where.run(functools.partial(run, recipe), state_specs, state, batch)
 
     update.look = functools.partial(look, recipe) if mesh is None else None
@@ -184,6 +180,14 @@ class Where(NamedTuple):
         specs_in, specs_out = (specs, P(self.batch_axes)), (specs, P())
         one_rank = functools.partial(fn, self.place)
         return mapped(one_rank, self.mesh, specs_in, specs_out, alike={1: "batch"})(state, batch)
+
+
+def check_state(recipe: Recipe, where: Where, state: TrainState, batch: Any) -> None:
+    with telling(where.mesh, (state, batch)):
+        check("funcrec.train_step", state_problems(state))
+        check("funcrec.train_step", merge_problems(state.dense, recipe.merge))
+        if where.mesh is not None:
+            check("funcrec.train_step", sharded_problems(state))
 
 
 def look_of(step: Any) -> Callable[[TrainState, Any], None] | None:

@@ -223,6 +223,8 @@ def functions() -> list[Call]:
         TrainStep=(fr.TrainStep, {"init": STEP.init, "update": STEP.update}),
         jit=(fr.jit, {"fn": loss_fn, "donate": ("params",)}),
         scan=(fr.scan, {"step": lambda s, x: (s + x.sum(), {"m": s}), "state": f32(), "batches": f32(3, 2)}),
+        stale_pipeline=(fr.stale_pipeline, {"step": STEP, "depth": 2, "mesh": MESH, "device": "cpu", "blank": len}),
+        stale_run=(first(fr.stale_pipeline(STEP).run), {"state": STATE, "batches": [BATCH]}, ("batches[0]",)),
         retry_overflow=(fr.retry_overflow, {"make_step": lambda n: STEP, "capacity": "measure", "steps": 4}),
     )  # fmt: skip
 

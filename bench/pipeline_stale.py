@@ -1,0 +1,146 @@
+"""A stale pipeline beside `fr.pipeline` and the plain loop on two gloo ranks, where every all-to-all arrives late.
+
+    .venv/bin/python bench/pipeline_stale.py [--late-ms 50] [--work-ms 60] [--steps 60]
+
+Ids, rows and cotangents each travel `late-ms` from when they leave, and every step waits `work-ms` besides, as for a
+device that computes. A step of the plain loop waits for all three, a pipeline's for rows and cotangents, a stale one's
+for cotangents. The law comes first: the pipeline's losses and states are the plain loop's, the stale one's those of a
+loop that reads the tables before the last update, bit for bit; red, there is no number. Rounds of the three alternate,
+each with its own first batches left out.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from funcrec.kernels import library
+from measure import digits, spread
+from pipeline import CONFIGS, DIM, ROUND, ROWS, TABLES, batch_of, loss_fn
+
+import funcrec as fr
+from funcrec.sharding import _combine, _route
+from funcrec.testing import RankPool
+from funcrec.train import stale_of
+
+
+def left(x: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(time.monotonic(), dtype=torch.float64)
+
+
+def arrived(x: torch.Tensor, left: torch.Tensor, seconds: float) -> torch.Tensor:
+    time.sleep(max(0.0, left.item() + seconds - time.monotonic()))
+    return x.clone()
+
+
+def make_links_late(seconds: float) -> None:
+    define = lambda *how: library.define("bench_stale", *how)
+    define("left", "(Tensor x) -> Tensor", left, lambda x: torch.empty((), dtype=torch.float64, device=x.device))
+    define("arrived", "(Tensor x, Tensor left, float s) -> Tensor", arrived, lambda x, left, s: torch.empty_like(x))
+    ops = torch.ops.bench_stale
+
+    def slow(send, xs_of):
+        def run(*args):
+            now = ops.left(xs_of(args)[0])
+            return tuple(ops.arrived(y, now, seconds) for y in send(*args))
+
+        return run
+
+    _route.all_to_all = slow(_route.all_to_all, lambda args: args[0])
+    _combine.send = slow(_combine.send, lambda args: args[1])
+
+
+def one_rank(late_s: float, work_s: float, steps: int) -> dict:
+    torch.set_num_threads(1)
+    mesh = fr.Mesh.distributed(x=2)
+    plan = fr.Plan.uniform("row_wise", {c.name: (ROWS, DIM) for c in CONFIGS}, mesh)
+    kind = {"sparse": fr.optim.rowwise_adagrad(0.05), "dense": fr.optim.dense(torch.optim.Adam, lr=1e-3)}
+    dense = {"w": torch.linspace(-1, 1, TABLES * DIM * 64).sin().reshape(-1, 64) / 8, "v": torch.linspace(-1, 1, 64)}
+    batches = [batch_of(i, mesh.coordinates["x"]) for i in range(steps)]
+
+    def start():
+        step = fr.train_step(loss_fn, **kind, mesh=mesh, plan=plan)
+        return step, step.init(fr.Params(fr.init(fr.key(0), CONFIGS), {k: x.clone() for k, x in dense.items()}))
+
+    def plain(step, state, batches):
+        for batch in batches:
+            state, metrics = step(state, batch)
+            yield state, metrics
+
+    def written(step, state, batches):
+        """The plain loop with a stale pipeline's staleness: it keeps the tables before the last update."""
+        stale, tables = fr.jit(stale_of(step).update), state.tables
+        for batch in batches:
+            before, tables = tables, state.tables
+            state, metrics = stale(state, before, batch)
+            yield state, metrics
+
+    def timed(run, wait_s=work_s):
+        losses, times, cpu, state = [], [time.perf_counter()], [time.process_time()], None
+        for state, metrics in run:  # noqa: B007
+            losses.append(metrics["loss"])
+            time.sleep(wait_s)
+            times.append(time.perf_counter())
+            cpu.append(time.process_time())
+        each = lambda xs: [1e3 * (b - a) for a, b in itertools.pairwise(xs)]
+        return state, losses, each(times), each(cpu)
+
+    parts = [batches[i : i + ROUND] for i in range(0, steps, ROUND)]
+    wants, (step, state) = [], start()
+    for part in parts:
+        state, losses, *_ = timed(written(step, state, part), 0)
+        wants.append((losses, fr.tree.leaves(state)))
+    make_links_late(late_s)
+    jitted = lambda step: fr.jit(step, donate=("state",))
+    stepping = [(jitted(step), state) for step, state in (start(), start(), start())]
+    states = [state for _, state in stepping]
+    pipe = fr.pipeline(stepping[1][0], mesh=mesh)
+    stale = fr.stale_pipeline(stepping[2][0], mesh=mesh)
+    runs = {"plain": lambda *xs: plain(stepping[0][0], *xs), "pipeline": pipe.run, "stale": stale.run}
+    out = {f"{n}_{what}": [] for n in runs for what in ("ms", "cpu_ms")} | {"is_same": True}
+    for k, part in enumerate(parts):
+        losses = {}
+        for j, (name, run) in enumerate(runs.items()):
+            states[j], losses[name], clock, cpu = timed(run(states[j], part))
+            skipped = 4 if k == 0 else 2  # nothing is ahead of a run's first batch; the first run compiles
+            out[f"{name}_ms"] += clock[skipped:]
+            out[f"{name}_cpu_ms"] += cpu[skipped:]
+        out["is_same"] &= all(map(torch.equal, losses["plain"], losses["pipeline"]))
+        out["is_same"] &= all(map(torch.equal, losses["stale"], wants[k][0]))
+        out["is_same"] &= all(map(torch.equal, fr.tree.leaves(states[0]), fr.tree.leaves(states[1])))
+        out["is_same"] &= all(map(torch.equal, fr.tree.leaves(states[2]), wants[k][1]))
+    return out | {"held_bytes": stale.held_bytes, "routed_bytes": pipe.routed_bytes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--late-ms", type=float, default=50.0)
+    parser.add_argument("--work-ms", type=float, default=60.0)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "pipeline.jsonl")
+    args = parser.parse_args()
+    with RankPool(2, timeout_s=300) as pool:
+        ranks = pool.run(one_rank, args.late_ms / 1e3, args.work_ms / 1e3, args.steps, deadline_s=900)
+    if not all(r["is_same"] for r in ranks):
+        raise SystemExit("red: a pipeline that is not its loop gives no number")
+    first = ranks[0]
+    ms = {name: statistics.median(first[f"{name}_ms"]) for name in ("plain", "pipeline", "stale")}
+    row = {
+        "case": "stale", "late_ms": args.late_ms, "work_ms": args.work_ms, "steps": args.steps, "is_same": True,
+        **{f"{name}_{what}": spread(first[f"{name}_{what}"]) for what in ("ms", "cpu_ms") for name in ms},
+        "ratio_to_plain": digits(ms["plain"] / ms["stale"]), "ratio_to_pipeline": digits(ms["pipeline"] / ms["stale"]),
+        "hidden_share": digits((ms["pipeline"] - ms["stale"]) / args.late_ms) if args.late_ms else None,
+        "held_bytes": first["held_bytes"], "routed_bytes": first["routed_bytes"],
+        "torch": torch.__version__, "load": os.getloadavg()[0],
+    }  # fmt: skip
+    with args.out.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps(row, indent=1))
+
+
+if __name__ == "__main__":
+    main()

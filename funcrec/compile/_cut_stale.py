@@ -1,0 +1,159 @@
+"""cut_stale: a step with tables of another time as three functions: ids sent, rows read and sent, and the rest.
+
+    routed = ahead(batch);   looked = look(tables, batch, routed);   rest(state, batch, routed, looked) = step(...)
+
+`look` is what the step needs that reads these tables and nothing else of the state, up to the last exchange in each
+line: that has begun when `look` returns, and `rest` awaits it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from funcrec.compile._cut import (
+    crossing_nodes,
+    donated_names,
+    is_list,
+    needs_of,
+    operations,
+    part_of,
+    reads_of,
+    sending_part,
+    tensors,
+)
+from funcrec.compile._jit import Jitted, jit
+from funcrec.core import fail, fast_flatten, map_tensors
+from funcrec.mesh import AWAIT, LEAVES
+
+
+class Looked(NamedTuple):
+    """What was read of tables. sent: the operands of exchanges under way, which last until `begun` is awaited. given:
+    what was read besides."""
+
+    sent: list[Tensor]
+    begun: list[Tensor]
+    given: list[Tensor]
+
+
+class Thirds(NamedTuple):
+    """A step's three functions.
+
+    ahead: batch -> routed, a list of tensors. look: (tables, batch, routed) -> Looked. rest: (state, batch, routed,
+    Looked) -> what the step gives. read: tensors that the step closes over and the first two read: they must not change
+    before the third. bytes: what `routed` and `Looked` hold.
+    """
+
+    ahead: Callable[[Any], list[Tensor]]
+    look: Callable[[Any, Any, list[Tensor]], Looked]
+    rest: Callable[[Any, Any, list[Tensor], Looked], Any]
+    read: list[Tensor]
+    bytes: int
+
+
+class Found(NamedTuple):
+    """Where a graph is cut. last: exchanges that `rest` awaits. given: other values of `look` that it reads."""
+
+    last: list[Node]
+    given: list[Node]
+
+
+def cut_stale(
+    call: str, step: Callable, fn: Callable, state: Any, tables: Any, batch: Any, groups: Mapping[str, str]
+) -> Thirds:
+    """The thirds of fn(state, tables, batch), for these forms; where `step` is jitted they are, as it is.
+
+    Args:
+      groups: {process group: the one by which `ahead` sends in its place}.
+    """
+    apart = map_tensors(Tensor.detach, tables)  # they may be the state's own
+    traced = operations(call, fn, {"state": state, "tables": apart, "batch": batch})
+    first, behind = len(fast_flatten(state)[0]), len(fast_flatten((state, tables))[0])
+    inputs = list(traced.places.values())
+    of_state = [n for i, n in traced.places.items() if i < first]
+    of_tables = [n for i, n in traced.places.items() if first <= i < behind]
+    others = [n for i, n in traced.places.items() if i >= behind]
+    routed = crossing_nodes(traced.graph.graph, {*of_state, *of_tables})
+    outputs = next(iter(traced.graph.graph.find_nodes(op="output"))).args[0]
+    found = lines_of(call, traced.graph.graph, set(of_state), set(of_tables), {*inputs, *routed}, outputs)
+    awaited = [next(iter(n.users)) for n in found.last]
+    operands = [n.args[0] for n in found.last]
+    captured, static = traced.captured, traced.static
+    sending = sending_part(call, traced.graph, others, routed, groups)
+    looking = part_of(traced.graph, [*of_tables, *others, *routed], [*operands, *found.given])
+    remaining = part_of(traced.graph, [*of_state, *others, *routed, *awaited, *found.given], outputs)
+
+    def ahead(batch):
+        with torch.no_grad():
+            return list(sending(*tensors(batch), *captured))
+
+    def read(tables, batch, routed):
+        with torch.no_grad():
+            return list(looking(*tensors((tables, batch)), *captured, *routed))
+
+    def compute(state, batch, routed, looked):
+        with torch.no_grad():
+            made = iter(remaining(*tensors((state, batch)), *captured, *routed, *looked))
+        return traced.structure.unflatten([next(made) if x is Tensor else x for x in static])
+
+    if isinstance(step, Jitted):
+        ahead.__name__ = read.__name__ = compute.__name__ = step.name
+        donate = ("state",) if donated_names(call, step) else ()
+        ahead, read, compute = jit(ahead), jit(read), jit(compute, donate=donate)
+
+    def look(tables, batch, routed):
+        made = read(tables, batch, routed)
+        sent, given = made[: len(operands)], made[len(operands) :]
+        # at once, outside of any program: what a program has begun it would have to await
+        return Looked(sent, [n.target(x, *n.args[1:]) for n, x in zip(found.last, sent, strict=True)], given)
+
+    def rest(state, batch, routed, looked):
+        return compute(state, batch, routed, [*map(AWAIT, looked.begun), *looked.given])
+
+    captures = reads_of(sending, captured) + reads_of(looking, captured, len(routed))
+    held = [*routed, *operands, *awaited, *found.given]
+    return Thirds(ahead if routed else lambda batch: [], look, rest, captures, sum(n.meta["val"].nbytes for n in held))
+
+
+def lines_of(
+    call: str, graph: Graph, of_state: set[Node], of_tables: set[Node], known: set[Node], outputs: list[Node]
+) -> Found:
+    """Where what follows from the tables alone ends: at its last exchanges, or where the state comes in."""
+    needed = needs_of(outputs, known)
+    late, looked = set(of_state), set(of_tables)
+    for node in (n for n in graph.nodes if n in needed):
+        if not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+        elif not looked.isdisjoint(node.all_input_nodes):
+            looked.add(node)
+    last: set[Node] = set()
+    leading: set[Node] = set()  # to an exchange
+    for node in (n for n in reversed(graph.nodes) if n in looked and n not in of_tables):
+        if node.target in LEAVES and leading.isdisjoint(node.users):
+            last.add(node)
+        if node.target in LEAVES or not leading.isdisjoint(node.users):
+            leading.add(node)
+    for node in (n for n in graph.nodes if n in looked):  # what follows from an exchange that is not awaited there
+        if not last.isdisjoint(node.all_input_nodes) or any(n in late for n in node.all_input_nodes):
+            late.add(node)
+            looked.discard(node)
+    mine = looked - last
+    reads = lambda n: n in needed or n in outputs
+    ends = lambda n: n in outputs or any(reads(u) and u not in looked for u in n.users)
+    given = [n for n in graph.nodes if n in mine and not is_list(n) and ends(n)]
+    refuse_tables(call, given, of_tables)
+    return Found([n for n in graph.nodes if n in last], given)
+
+
+def refuse_tables(call: str, given: list[Node], of_tables: set[Node]) -> None:
+    """Whoever reads the old tables beside the state would read what an update writes to."""
+    memory = lambda n: n.meta["val"].untyped_storage()._cdata
+    held = {memory(n) for n in of_tables}
+    if any(n in of_tables or memory(n) in held for n in given):
+        fail(
+            call, "a lookup waits for the state: it cannot be read a step ahead.",
+            got="ids that follow from dense parameters or the step's key, tables read by no lookup, or micro-batches",
+            need="lookups whose ids follow from the batch alone", hint="fr.pipeline(step), which is not stale",
+        )  # fmt: skip

@@ -1,0 +1,165 @@
+"""stale_pipeline: rows of the next batch travel while this one is computed, as they are before its update.
+
+    time ─▶    look(i+1)  compute(i), update(i)      look(i+2)  compute(i+1), update(i+1)
+                    └─── rows(i+1) under way ───────────▶ └─── rows(i+2) under way ──────▶
+               route(i+2)                            route(i+3)            route: ids to the owners of their rows
+
+Batch i + 1 reads the tables of state i; what is computed from that is an update of state i + 1.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from funcrec.compile import Looked, cut_stale, leaf_key, surroundings
+from funcrec.core import Count, Device, Problem, check, describe, fail, fast_flatten, is_checking, typed
+from funcrec.loop._ahead import Ahead, Ready, form_of, versions_of
+from funcrec.loop._ahead import blank as blank_of
+from funcrec.loop._pipeline import Pipeline, batches_problems, refuse_followed
+from funcrec.mesh import Mesh
+from funcrec.train import stale_of
+
+CALL = "funcrec.stale_pipeline"
+
+
+@typed
+def stale_pipeline(
+    step: Callable,
+    *,
+    depth: Count = 2,
+    mesh: Mesh | None = None,
+    device: Device | None = None,
+    blank: Callable[[Any], Any] | None = None,
+) -> "StalePipeline":
+    """Training that reads each batch's rows one update early, so that they travel while the batch before is computed.
+
+        acts_i = lookup(tables_{i-1}, batch_i);     state_{i+1} = update(state_i, gradient of the loss at acts_i)
+
+    Stale are the rows that lookups read, by one update; the first batch of a run reads them as they are. All else is
+    current: dense parameters, and the tables and slots that an update writes to.
+
+    Args:
+      step: `train_step(...)`, plain or jitted, donating or not.
+      depth: how many batches are ahead of the one that is computed, as of `pipeline`. Rows are one update old with any.
+      mesh: of the step. On an emulated mesh, and on none, nothing travels; the values are the same.
+      device, blank: as of `pipeline`.
+
+    Returns: `stale.run(state, batches)` gives (state, metrics) of each batch. Programs are kept for the next run.
+
+    Raises: TypeError for a step that `train_step` did not make (`logged`, `scan` and `retry_overflow` read and write
+      tables of their own time), ValueError for lookups whose ids follow from the state (a loss that draws ids by its
+      key, `micro_batches`), and for a mesh of CUDA devices, where it was never run. Besides: as `pipeline`.
+
+    Law: states and metrics are those of a plain loop that is written so, bit for bit: loss and gradients at
+      Params(tables of the state before, dense of this one), which update this state. Between two steps nothing may
+      change but through the loop: a run holds its own state. What a run gave is whole, and with a donating step used up
+      by the next batch.
+
+    Cost: what `pipeline` costs, and what a batch's lookups read, here and on its way (`stale.held_bytes` says both). No
+      copy of a table. Only the last exchange of a lookup is hidden: all of it where tables lie on one axis.
+
+    Example: after the first batch, the rows are those before the update of the batch before.
+      >>> import torch, funcrec as fr
+      >>> loss_fn = lambda p, ids: fr.lookup(p.tables, ids, [fr.FeatureConfig("clicked", table="item")]).values.sum()
+      >>> kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
+      >>> step = fr.train_step(loss_fn, **kind)
+      >>> state = step.init(fr.Params({"item": torch.zeros(1, 1)}, {}))
+      >>> ids = fr.KeyedJaggedTensor.from_lists({"clicked": [[0]]})
+      >>> [metrics["loss"].item() for _, metrics in fr.stale_pipeline(step).run(state, [ids] * 4)]
+      [0.0, 0.0, -1.0, -2.0]
+
+    Source: TorchRec's TrainPipelineSemiSync.
+    """
+    check(CALL, step_problems(step), mesh_problems(mesh))
+    return StalePipeline(step, Pipeline(step, depth, mesh, device, blank or blank_of))
+
+
+class StalePipeline:
+    """What `stale_pipeline` returns. pipe: makes the batches ready."""
+
+    def __init__(self, step: Callable, pipe: Pipeline):
+        self.step, self.pipe, self.stale = step, pipe, stale_of(step)
+        self.programs: dict[Any, dict] = {}  # {form of the state, surroundings: {form of a batch: Thirds}}
+        self.held_bytes = 0
+
+    @property
+    def init(self) -> Callable:
+        """The step's."""
+        return self.step.init
+
+    def run(self, state: Any, batches: Iterable) -> Iterator[tuple[Any, Any]]:
+        """(state, metrics) behind each batch; of batches whose ids are exchanged, and rows read, ahead."""
+        check(CALL, batches_problems(batches))
+        return self.steps(state, batches)
+
+    def steps(self, state: Any, batches: Iterable) -> Iterator[tuple[Any, Any]]:
+        looked, key = None, None
+        for one in self.pipe.start(batches, self.pipe.blank):
+            if key is None:
+                self.stale.check(state, one.batch)
+            before, key = key, key_of(state)
+            if before not in (None, key):
+                got, need = "a state of another form, or other surroundings, than a batch before", "one run, one form"
+                fail(CALL, "rows were read for another program.", got=got, need=need, hint="a run of its own")
+            source, programs = self.pipe.under_way, self.programs.setdefault(key, {})
+            source.begin(one, programs)
+            looked = self.look(source, programs, state, one) if looked is None else looked
+            following = source.following()
+            # before the update of this batch, which may write to the tables
+            after = None if following is None else self.look(source, programs, state, following)
+            thirds, routed, one.routed = one.halves, one.routed, None
+            state, metrics = thirds.rest(state, one.batch, routed, looked)
+            looked, routed = after, None
+            del one, following, after
+            yield state, metrics
+
+    def look(self, source: Ahead, programs: dict, state: Any, one: Ready) -> Looked:
+        """The batch's rows, of this state's tables: on their way."""
+        is_sent, form = source.twins is not None, form_of(one.batch)
+        if form not in programs:
+            names = source.twins.names if is_sent else {}
+            thirds = cut_stale(CALL, self.step, self.stale.update, state, state.tables, one.batch, names)
+            source.add(programs, form, thirds)
+        if is_sent:
+            source.wait(one)
+        else:
+            one.halves, one.routed, one.versions = programs[form], [], versions_of(programs[form])
+        if versions_of(one.halves) != one.versions:
+            got = "a write to " + ", ".join(map(describe, one.halves.read))
+            need = "tensors that stay as they are while batches are under way"
+            fail(CALL, "what the step's ids are made with changed behind the exchange.", got=got, need=need)
+        self.held_bytes = one.halves.bytes
+        return one.halves.look(state.tables, one.batch, one.routed)
+
+    def __call__(self, state: Any, batch: Any) -> None:
+        got, need = "a state and a batch alone", "a run, which knows the batch before"
+        hint = "for state, metrics in stale.run(state, batches): ..."
+        fail(CALL, "a single batch has no stale rows.", got=got, need=need, hint=hint, kind=TypeError)
+
+    def __repr__(self) -> str:
+        return f"<funcrec.stale_pipeline of {self.step!r}, depth={self.pipe.depth}>"
+
+
+def key_of(state: Any) -> tuple:
+    """What programs depend on, besides the batch."""
+    leaves, structure = fast_flatten(state)
+    refuse_followed(leaves)
+    if is_checking():
+        got, hint = "`funcrec.checked` around a run", "fr.checked(step)(state, batch), in a plain loop"
+        fail(CALL, "a program is not looked at value by value.", got=got, need="a run without", hint=hint)
+    return structure, tuple(map(leaf_key, leaves)), surroundings()
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def step_problems(step: object) -> Iterator[Problem]:
+    if isinstance(step, Pipeline) or stale_of(step) is None:
+        what, need = "`step` is not of `train_step`.", "train_step(...), or jit of it"
+        hint = "fr.pipeline(step), which is not stale, for logged, scanned and retried steps"
+        yield Problem(what, describe(step), need, hint, TypeError)
+
+
+def mesh_problems(mesh: Mesh | None) -> Iterator[Problem]:
+    if mesh is not None and not mesh.is_emulated and mesh.device_mesh.device_type != "cpu":
+        got, hint = mesh.device_mesh.device_type, "fr.pipeline(step, mesh=mesh)"
+        yield Problem("`mesh` is not of CPUs, where alone this was run.", got, "a mesh of processes on CPUs", hint)

@@ -1,0 +1,47 @@
+"""A train step that reads tables of another time: what a stale pipeline computes, batch by batch.
+
+update(state, tables, batch):   loss and gradients at (tables, state.dense);   their update of `state`
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from funcrec.core import replace
+from funcrec.train._pipeline import Place, Recipe, run
+from funcrec.train._rank_step import state_specs
+from funcrec.train._state import TrainState
+from funcrec.train._step import TrainStep, check_state
+
+
+class StaleStep(NamedTuple):
+    """check: (state, batch) -> None; raises. update: (state, tables, batch) -> (state, metrics); tables as
+    `state.tables`, of an earlier state."""
+
+    check: Callable[[TrainState, Any], None]
+    update: Callable[[TrainState, Any, Any], tuple[TrainState, dict]]
+
+
+def stale_of(step: Any) -> StaleStep | None:
+    """Of a `train_step`, or `jit` of it; None for any other step."""
+    fn = getattr(step, "fn", step)
+    if not isinstance(fn, TrainStep) or not hasattr(fn.update, "recipe_and_where"):
+        return None
+    recipe, where = fn.update.recipe_and_where
+
+    check = functools.partial(check_state, recipe, where)
+
+    def update(state: TrainState, tables: Any, batch: Any) -> tuple[TrainState, dict]:
+        check(state, batch)
+        specs = lambda both: (state_specs(both[0]), both[0].tables.specs())
+        (state, _), metrics = where.run(functools.partial(run_stale, recipe), specs, (state, tables), batch)
+        return state, metrics
+
+    return StaleStep(check, update)
+
+
+def run_stale(recipe: Recipe, place: Place, both: tuple, batch: Any) -> tuple[tuple, dict]:
+    state, tables = both
+    read_then = place._replace(params=lambda state: place.params(replace(state, tables=tables)))
+    state, metrics = run(recipe, read_then, state, batch)
+    return (state, tables), metrics
