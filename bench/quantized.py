@@ -105,10 +105,16 @@ def run(case: CodesCase, setting: Setting) -> dict:
 
 
 SHAPES = {"d64_l1": (64, 512, 1), "d64_l20": (64, 512, 20), "d128_l1": (128, 64, 1), "d128_l20": (128, 64, 20)}
+ONE_ID = {
+    "d64_b1_l1": (64, 1, 1),
+    "d64_b64_l1": (64, 64, 1),
+    "d64_b4096_l1": (64, 4096, 1),
+    "d128_b512_l1": (128, 512, 1),
+}
 CASES = {
     f"int{bits}_{name}{'' if ids == 'int64' else '_i32'}": CodesCase(bits, *shape, ids)
     for bits in (8, 4, 2)
     for name, shape in SHAPES.items()
     for ids in ("int64", "int32")
-}
+} | {f"int{bits}_{name}": CodesCase(bits, *shape) for bits in (8, 4) for name, shape in ONE_ID.items()}
 QUICK = ("int8_d64_l20", "int4_d64_l20")

@@ -193,6 +193,12 @@ def operator(implementation: str, name: str) -> Callable | None:
     return getattr(getattr(torch.ops, f"funcrec_{implementation}"), name).default
 
 
+def function(implementation: str, name: str) -> Callable:
+    """What the operator runs, without the dispatcher, which takes longer than small calls; of tensors that are bare."""
+    load(implementation)
+    return _functions[f"funcrec_{implementation}::{name}"]
+
+
 def twin(target: object) -> tuple[Callable, int] | None:
     """For a pure operator that has a form in place: that, as a function, and how many of the arguments it writes to."""
     if not isinstance(target, torch._ops.OpOverload) or not target.namespace.startswith("funcrec_"):
@@ -211,6 +217,7 @@ def filled(to_padded: Callable) -> Callable:
 
 
 _libraries: dict[str, torch.library.Library] = {}  # an operator lives as long as its library
+_functions: dict[str, Callable] = {}
 _twins: dict[str, tuple[Callable, int]] = {}
 
 
@@ -252,6 +259,7 @@ def define(
     library = _libraries.get(namespace) or _libraries.setdefault(namespace, torch.library.Library(namespace, "DEF"))
     library.define(name + schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
     library.impl(name, run, "CPU")
+    _functions[f"{namespace}::{name}"] = run
     library.impl(name, run, "CUDA")
     library.impl(name, fake, "Meta")
     library.impl(name, _without_derivative(namespace, name), "Autograd", with_keyset=True)

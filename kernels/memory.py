@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 HUGE_PAGE = 2 << 20  # bytes
-MIN_MAPPED = 2 * HUGE_PAGE
+MIN_MAPPED = HUGE_PAGE
 _all_mapped: "weakref.WeakValueDictionary[int, mmap.mmap]" = weakref.WeakValueDictionary()
 
 

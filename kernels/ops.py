@@ -44,11 +44,10 @@ from funcrec.kernels.forms import (
     Terms,
     accumulation_dtype,
     check_coded,
-    check_tables,
     flatten,
 )
 from funcrec.kernels.rules import RULES
-from funcrec.kernels.tracked import any_tracked
+from funcrec.kernels.tracked import any_tracked, is_bare
 from torch import Tensor
 
 __all__ = ["RULES", "Feature", "Owners", "Rule", "Segment", "Terms", "accumulation_dtype"]
@@ -219,8 +218,7 @@ def quantized_lookup(
         first, whole bytes], of which the numbers are code · scale + bias; or f32[R, D] of bits[t]
         32, f16 or bf16[R, D] of bits[t] 16.
     """
-    check_tables("quantized_lookup", tables, bits, dims)
-    call = _of("quantized_lookup", implementation, offsets, *tables, weights)
+    call = _of("quantized_lookup", implementation, offsets, *tables, weights, bare=rows)
     return call(list(tables), list(rows), offsets, weights, flatten(features), num_bags, list(bits), list(dims))
 
 
@@ -356,11 +354,13 @@ def top_k(
       queries: f[B, D]. items: f[N, D], or quantised rows u8[N, S] of `bits` (8, 4 or 2).
       rows: i[L], and offsets i[B + 1], their bags: the rows that each query leaves out. None for none.
     """
-    return _of("top_k", implementation, queries, items)(queries, items, rows, offsets, k, bits)
+    call = _of("top_k", implementation, queries, items, bare=[x for x in (rows, offsets) if x is not None])
+    return call(queries, items, rows, offsets, k, bits)
 
 
-def _of(name: str, implementation: str | None, *tensors: Tensor | None) -> Callable:
-    """What to call; `tensors` are all that a derivative could be wanted of, the first on the call's device."""
+def _of(name: str, implementation: str | None, *tensors: Tensor | None, bare: Sequence[Tensor] | None = None):
+    """What to call; `tensors` are all that a derivative could be wanted of, the first on the call's device. `bare`: the
+    others, of an operation that goes around the dispatcher where nothing looks on."""
     mine = [x for x in tensors if x is not None]
     device = mine[0].device if mine else torch.device("cpu")
     choice = chosen(implementation, device)
@@ -368,20 +368,20 @@ def _of(name: str, implementation: str | None, *tensors: Tensor | None) -> Calla
         if not (is_free(implementation) and has(name, "reference")):
             library.refuse_derivatives(name, choice)
         choice = "reference"
+    if bare is not None and choice == "cpp" and is_bare([*mine, *bare]):
+        return library.function(choice, name)
     call = library.operator(choice, name)
     if call is None:
         raise NotImplementedError(
-            f"funcrec.kernels.{name}: implementation {choice!r} has no {name}.\n  got   "
-            f"implementation={choice!r}\n  need  one of"
-            f" {[i for i in ('reference', 'cpp', 'triton') if i != choice]}\n  try   another for this "
+            f"funcrec.kernels.{name}: implementation {choice!r} has no {name}.\n  got   implementation={choice!r}\n"
+            f"  need  one of {[i for i in ('reference', 'cpp', 'triton') if i != choice]}\n  try   another for this "
             f"call, or None for the device's own"
         )
     return call
 
 
 def is_free(implementation: str | None) -> bool:
-    """Whether nobody named an implementation, so that a call whose
-    input is tracked may take the one that has derivatives."""
+    """Whether nobody named an implementation: a call with a tracked input may take the one that has derivatives."""
     return implementation is None and ambient() is None
 
 

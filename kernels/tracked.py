@@ -5,10 +5,12 @@ tangent follows it. Integers and booleans never are.
 """
 
 import contextlib
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 from torch._C._functorch import (
     TransformType,
     get_interpreter_stack,
@@ -21,6 +23,8 @@ from torch._C._functorch import (
 )
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+
+_PLAIN, _is_cpu = frozenset((Tensor, torch.nn.Parameter)), operator.attrgetter("is_cpu")
 
 
 def is_transforming() -> bool:
@@ -58,6 +62,8 @@ def is_in_derivative() -> bool:
 
 def any_tracked(tensors: Iterable) -> bool:
     """Whether one of them is; what is no tensor is not."""
+    if not torch.compiler.is_dynamo_compiling() and not is_transforming():
+        return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
     return any(isinstance(x, Tensor) and is_tracked(x) for x in tensors)
 
 
@@ -77,6 +83,20 @@ def is_tracked_here(x: object) -> bool:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return False
     return (x.requires_grad and torch.is_grad_enabled()) or (forward_ad._current_level >= 0 and _has_tangent(x))
+
+
+def is_bare(tensors: Sequence[Tensor]) -> bool:
+    """Whether an operator called with these would only run: they are plain and in the CPU's memory, and no transform,
+    mode, tracer, compiler or profiler has to see the call."""
+    return not (
+        torch.compiler.is_compiling()
+        or is_transforming()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._dispatch_tls_is_dispatch_key_included(DispatchKey.PreDispatch)
+        or torch._C._is_tracing()
+        or torch.autograd._profiler_enabled()
+    ) and (_PLAIN.issuperset(map(type, tensors)) and all(map(_is_cpu, tensors)))
 
 
 def is_transformed(x: Tensor) -> bool:

@@ -22,17 +22,30 @@ def pooled_lookup(
     blocks: int = 1,
 ) -> Tensor:
     """f32|f64[n · B, C / n]; `features` are seven numbers each: see `forms.Feature`. A stack of tables counts as K."""
+    return pool("pooled_lookup", stacks(tables), rows, offsets, weights, features, num_bags, blocks)
+
+
+def pool(
+    name: str,
+    described: list[int],
+    rows: list[Tensor],
+    offsets: Tensor,
+    weights: Tensor | None,
+    features: list[int],
+    num_bags: int,
+    blocks: int = 1,
+) -> Tensor:
+    """f32|f64[n · B, C / n] by the entry point `name`; `described` are the tables, four numbers each."""
     rows, offsets = [r.contiguous() for r in rows], offsets.contiguous()
-    described, of_table = stacks(tables), features[::INTS_PER_FEATURE]
-    dtypes, dims = described[1::4], described[3::4]
-    width = _width(tuple(features), tuple(dims), len(rows), blocks)
+    dtypes = described[1::4]
+    width = _width(tuple(features), tuple(described[3::4]), len(rows), blocks)
     numbers = _features(described, rows, offsets, in_blocks(features, num_bags, width, blocks), num_bags)
-    wide = F64 in dtypes and any(dtypes[t] == F64 for t in of_table)
+    wide = F64 in dtypes and any(dtypes[t] == F64 for t in features[::INTS_PER_FEATURE])
     width = width // blocks
     out = empty((blocks * num_bags, width), torch.float64 if wide else torch.float32)
-    weights = _multipliers("pooled_lookup", weights, rows, features)
+    weights = _multipliers(name, weights, rows, features)
     numbers += (*bounds(offsets), *reals(weights), num_bags, width, F64 if wide else F32, out.data_ptr())
-    call("pooled_lookup", numbers)
+    call(name, numbers)
     return out
 
 
@@ -139,7 +152,8 @@ def _fail_feature(i: int, feature: tuple[int, ...], there: str) -> None:
 
 def _multipliers(call: str, weights: Tensor | None, rows: list[Tensor], features: list[int]) -> Tensor | None:
     """Weights as contiguous f32, f64 for f64; enough of them for every feature that has weights."""
-    need = max((rows[r].shape[0] for r, is_weighted in zip(features[1::7], features[5::7]) if is_weighted), default=0)
+    is_weighted = features[5::7]
+    need = max(rows[r].shape[0] for r, is_one in zip(features[1::7], is_weighted) if is_one) if any(is_weighted) else 0
     if need > (0 if weights is None else weights.shape[0]):
         got = None if weights is None else list(weights.shape)
         fail(

@@ -1,9 +1,12 @@
 """Quantised rows in C++ (csrc/quantized.h, csrc/codes.h)."""
 
+import functools
+
 import torch
-from funcrec.kernels.cpp._lookup import _features, _multipliers, _width
-from funcrec.kernels.cpp._native import DTYPES, bounds, call, check, empty, fail, ints, matrix, reals, table
+from funcrec.kernels.cpp._lookup import pool
+from funcrec.kernels.cpp._native import _dtype, _is_cpu, call, check, empty, fail, ints, matrix, table
 from funcrec.kernels.forms import CODE_BITS, check_coded, check_tables, row_bytes
+from funcrec.kernels.memory import empty_table
 from torch import Tensor
 
 CODES = {8: 6, 4: 7, 2: 8}  # DType of csrc/abi.h
@@ -21,16 +24,7 @@ def quantized_lookup(
     dims: list[int],
 ) -> Tensor:
     """f32[B, C]: `pooled_lookup` of what the rows stand for."""
-    check_tables("cpp.quantized_lookup", tables, bits, dims)
-    rows, offsets = [r.contiguous() for r in rows], offsets.contiguous()
-    described = [n for x, b, dim in zip(tables, bits, dims, strict=True) for n in _described(x, b, dim)]
-    width = _width(tuple(features), tuple(dims), len(rows))
-    numbers = _features(described, rows, offsets, features, num_bags)
-    out = empty((num_bags, width), torch.float32)
-    weights = _multipliers("quantized_lookup", weights, rows, features)
-    numbers += (*bounds(offsets), *reals(weights), num_bags, width, DTYPES[torch.float32], out.data_ptr())
-    call("quantized_lookup", numbers)
-    return out
+    return pool("quantized_lookup", _described(tables, bits, dims), rows, offsets, weights, features, num_bags)
 
 
 def quantized_rows(table_: Tensor, rows: Tensor, bits: int, dim: int) -> Tensor:
@@ -38,7 +32,7 @@ def quantized_rows(table_: Tensor, rows: Tensor, bits: int, dim: int) -> Tensor:
     check_coded("cpp.quantized_rows", table_, bits, dim)
     rows = rows.contiguous()
     out = empty((rows.shape[0], dim), torch.float32)
-    call("quantized_rows", [*_described(table_, bits, dim), *matrix(out), *ints(rows)])
+    call("quantized_rows", [*_one(table_, bits, dim), *matrix(out), *ints(rows)])
     return out
 
 
@@ -56,12 +50,35 @@ def quantize_rows(table_: Tensor, bits: int, key: Tensor | None = None) -> Tenso
             TypeError,
         )
     table_ = table_.contiguous()
-    out = empty((table_.shape[0], row_bytes(bits, table_.shape[1])), torch.uint8)
+    out = empty_table((table_.shape[0], row_bytes(bits, table_.shape[1])), dtype=torch.uint8)
     call("quantize_rows", [*table(table_), bits, 0 if key is None else key.data_ptr(), out.data_ptr()])
     return out
 
 
-def _described(x: Tensor, bits: int, dim: int) -> tuple[int, int, int, int]:
+def _described(tables: list[Tensor], bits: list[int], dims: list[int]) -> list[int]:
+    """`_one` of each: by columns where all are codes, as `_native.tables`."""
+    numbers, widths = _forms(tuple(bits), tuple(dims))
+    if numbers and len(tables) == len(numbers) and all(map(_is_cpu, tables)) and all(map(Tensor.is_contiguous, tables)):
+        shapes = [x.shape for x in tables]
+        if {*map(_dtype, tables)} == {torch.uint8} and {*map(len, shapes)} == {2}:
+            num_rows, found = zip(*shapes)
+            if found == widths:
+                out = [0] * (4 * len(tables))
+                out[::4], out[1::4], out[2::4], out[3::4] = map(Tensor.data_ptr, tables), numbers, num_rows, dims
+                return out
+    check_tables("cpp.quantized_lookup", tables, bits, dims)
+    return [n for x, b, dim in zip(tables, bits, dims, strict=True) for n in _one(x, b, dim)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _forms(bits: tuple[int, ...], dims: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of tables that are all of codes their dtypes and the bytes of their rows; else nothing."""
+    if len(bits) != len(dims) or not {*bits} <= {*CODES} or min(dims, default=-1) < 0:
+        return (), ()
+    return tuple(CODES[b] for b in bits), tuple(map(row_bytes, bits, dims))
+
+
+def _one(x: Tensor, bits: int, dim: int) -> tuple[int, int, int, int]:
     """A table, of codes or floats: pointer, dtype, R, D."""
     if bits not in CODE_BITS:
         return table(x)

@@ -167,3 +167,24 @@ class NoHostReads(TorchDispatchMode):
 def no_host_reads():
     """A context in which no operation may ask for a tensor's value."""
     return NoHostReads
+
+
+@pytest.fixture
+def on_every_level(monkeypatch):
+    """run(f): what f() gives under each instruction set that this processor has, by name."""
+    from funcrec.kernels.cpp import _native
+
+    best = _native.LEVELS[_native.level()]
+
+    def run(f):
+        found = {}
+        for level, needs in _native.LEVELS.items():
+            if (path := _native._path(level)) and needs <= best:
+                monkeypatch.setattr(_native, "library", lambda path=path: _native._load(path))
+                _native._entry.cache_clear()
+                found[level] = f()
+        return found
+
+    yield run
+    monkeypatch.undo()
+    _native._entry.cache_clear()

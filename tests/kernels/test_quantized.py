@@ -10,6 +10,8 @@ import pytest
 import torch
 from funcrec.kernels import cpp, ops, reference
 from funcrec.kernels.forms import CODE_BITS, row_bytes
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcrec.testing import assert_trees_close
 
@@ -132,6 +134,56 @@ def test_a_lookup_is_fbgemms(dim):
         size = ops.pooled_lookup(parts, *args[:2], weights.abs().double(), *args[3:])
         error = (got - ops.quantized_lookup(tables, *args, bits, [dim] * 5)).abs()
         assert (error <= 100 * torch.finfo(F32).eps * size).all()
+
+
+def test_instruction_sets_have_the_same_bits(on_every_level):
+    """AVX-512, AVX2 and plain x86 write the reference's rows, and sum them to the reference's bits."""
+    for dim in DIMS:
+        tables, bits, _ = mixed_tables(dim)
+        ids = torch.randint(-2, 53, (90,), generator=torch.Generator().manual_seed(dim))
+        offsets, weights = torch.arange(0, 91, 3), noise(90, dtype=F32, seed=1)
+        features = [ops.Feature(t, 0, t * 5, 3, t % 2 == 1, t > 2, t * dim) for t in range(6)]
+        args = tables, [ids], offsets, weights, features, 5, bits, [dim] * 6
+        x = spans(dim)
+        want = (
+            ops.quantized_lookup(*args, implementation="reference"),
+            *(reference.quantize_rows(x, b) for b in CODE_BITS),
+        )
+        run = lambda args=args, x=x: (ops.quantized_lookup(*args), *(cpp.quantize_rows(x, b) for b in CODE_BITS))
+        found = on_every_level(run)
+        for level, got in found.items():
+            assert all(map(torch.equal, got, want)), (level, dim)
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operators that are called."""
+
+    def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+        self.names = [*getattr(self, "names", []), call.__name__]
+        return call(*args, **(kwargs or {}))
+
+
+def test_what_looks_on_sees_the_operator():
+    """A call that takes the way around the dispatcher has the operator's bits; modes, the profiler and tracers see
+    the operator, and derivatives are refused."""
+    tables, bits, _ = mixed_tables(8)
+    features = [ops.Feature(t, 0, t * 5, 0, False, False, t * 8) for t in range(6)]
+    call = lambda *t: ops.quantized_lookup(t, [torch.arange(30)], torch.arange(31), None, features, 5, bits, [8] * 6)
+    want = call(*tables)
+    with Seen() as seen:
+        assert torch.equal(call(*tables), want)
+    assert "quantized_lookup.default" in seen.names
+    with torch.profiler.profile() as profile:
+        call(*tables)
+    assert any("quantized_lookup" in e.key for e in profile.key_averages())
+    for mode in ("real", "fake"):
+        graph = make_fx(call, tracing_mode=mode)(*tables)
+        assert "quantized_lookup" in graph.code and torch.equal(graph(*tables), want)
+    with pytest.raises(TypeError, match="derivative"):
+        tracked = [*tables[:3], *(t.clone().requires_grad_() for t in tables[3:])]
+        ops.quantized_lookup(
+            tracked, [torch.arange(30)], torch.arange(31), None, features, 5, bits, [8] * 6, implementation="cpp"
+        )
 
 
 @pytest.mark.parametrize("bits", CODE_BITS)
