@@ -65,7 +65,7 @@ BAD_JSON = [
     ("not JSON", b'{"ids": ', "is not JSON"),
     ("more than one value", b"{} {}", "is not JSON"),
     ("not UTF-8", b'{"\xff": 1}', "is not JSON"),
-    ("too deep", b"[" * 2000, "is not JSON"),
+    ("too deep", b"[" * 2000, "`body` is not an object"),
     ("no object", b"[1]", "`body` is not an object"),
     ("an unknown key", changed(["label"], 1), "unknown key"),
     ("no ids", changed(["ids"], ...), "`ids` and the package differ"),
@@ -76,6 +76,9 @@ BAD_JSON = [
         json.dumps(ONE).replace('"b": [[2]]', '"b": [[2]], "\\u0061": [[3]]').encode(),
         "has a key twice",
     ),
+    ("a deep id", changed(["ids", "a"], [[[[1]]]]), "is not an integer"),
+    ("a bag that is an object", changed(["ids", "a"], [{}]), "`ids.a` is not a list"),
+    ("dense that is an object", changed(["dense"], {}), "`dense` is not a list"),
     ("a feature short", changed(["ids", "b"], ...), "lacks a feature"),
     ("another feature", changed(["ids", "c"], [[1]]), "a feature that the package has not"),
     ("bags that are no list", changed(["ids", "a"], {}), "`ids.a` is not a list"),
@@ -106,6 +109,16 @@ def test_bad_json_is_told_why(server, body, words):
     error = json.loads(answer)["error"]
     assert status == 400 and words in error["problem"] and error["got"] and error["need"]
     assert predict(connection, ONE)[0] == 200
+
+
+def test_keys_come_in_any_order(server):
+    """Features, and the body's own keys, are found by their names, with weights beside other ids."""
+    rng = np.random.default_rng(4)
+    for _ in range(20):
+        request = some_request(rng, bags=3)
+        turned = {k: dict(reversed(v.items())) if k == "ids" else v for k, v in reversed(request.items())}
+        status, answer = predict(server.connect(), turned)
+        assert status == 200 and is_right(answer, request)
 
 
 def test_an_unknown_feature_is_told_those_there_are(server):

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -162,3 +163,27 @@ def test_a_run_publishes_to_a_server(path, built, tmp_path):
         want = (tmp_path / version / "weights.bin").read_bytes()
         assert answers.pages(server.process.pid)[: len(want)] == want
         assert fr.update_server(f"http://127.0.0.1:{server.port}", tmp_path / "published") == version
+
+
+def test_weights_are_swapped_under_load(path, running):
+    """Weights, a delta to them, other weights, and again, twenty times while clients ask: no answer fails, each is that
+    of the version which it names, and every version is among them."""
+    package, asked, right = fr.load_package(path), packages.batch(7, seed=7), {}
+    newer = packages.params(2)
+    parts = {t: (ChangedRows(torch.arange(20), x[:20], 0, tuple(x.shape)),) for t, x in newer.tables.items()}
+    delta, file = fr.Delta(parts, torch.tensor(1)), path.parent / "third.delta"
+    fr.write_delta(file, delta, package, fr.Params({}, newer.dense), version="third")
+    learn = lambda: right.update({package.version: package(asked)["click"]})
+    learn(), package.apply(file), learn(), package.swap(path.parent / "next"), learn()
+    turn = [("/reload", {"weights": path.name}), ("/delta", {"path": file.name}), ("/reload", {"weights": "next"})]
+    assert running.ask("POST", *turn[2])[0] == 200
+    asking = Asking(running, request(asked))
+    for i in range(20):
+        assert running.ask("POST", *turn[i % 3])[0] == 200
+        before = len(asking.answers)
+        while len(asking.answers) < before + 6 and not asking.errors:
+            time.sleep(0.001)
+    found = asking.end()
+    assert {version for version, _ in found} == set(right) == {"first", "third", "next"}
+    for version, click in found:
+        assert [n for n, want in right.items() if torch.allclose(click, want, rtol=0, atol=1e-6)] == [version]

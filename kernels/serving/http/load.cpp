@@ -121,8 +121,10 @@ struct Load {
     Clock::time_point began;
   };
 
-  void fail(const std::string& why) {
-    if (!wrong++) first_wrong = why;
+  void fail(std::string why) {
+    for (char& c : why)
+      if (c < ' ') c = '?';  // bytes, and no JSON
+    if (!wrong++) first_wrong = std::move(why);
   }
 
   void open(Connection& c) {
