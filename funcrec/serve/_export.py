@@ -15,7 +15,7 @@ import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec.checkpoint import save
-from funcrec.compile import OPTIONS, knowing
+from funcrec.compile import OPTIONS, knowing, two_products
 from funcrec.core import Count, Problem, check, describe, fail, has_tracked, typed
 from funcrec.core import version as own_version
 from funcrec.data import Encoding
@@ -143,7 +143,7 @@ def compile_program(program: Program, path: Path, isa: str, digest: str) -> None
 
     options = {**OPTIONS, **ISA[isa], "aot_inductor.check_lowerbound": False}
     options["aot_inductor.metadata"] = {"funcrec_digest": digest}
-    with knowing(), warnings.catch_warnings():
+    with knowing(), two_products(program.exported), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         aoti_compile_and_package(program.exported, package_path=str(path), inductor_configs=options)
 

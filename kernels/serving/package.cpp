@@ -10,6 +10,7 @@
 #include <torch/version.h>
 
 #include <algorithm>
+#include <iostream>
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
@@ -41,6 +42,30 @@ at::ScalarType scalar_type(DType dtype) {
 at::Tensor view(const void* data, at::IntArrayRef shape, at::ScalarType dtype) {
   return at::from_blob(const_cast<void*>(data), shape, at::TensorOptions().dtype(dtype));
 }
+
+// A program tells std::cerr of an error, with paths of the machine that compiled it, before it throws one that has the reason. The
+// first is kept from a thread while it runs one.
+class Hush {
+ public:
+  Hush() {
+    static Stream one;
+    hushed++;
+  }
+  ~Hush() { hushed--; }
+  Hush(const Hush&) = delete;
+  Hush& operator=(const Hush&) = delete;
+
+ private:
+  struct Stream : std::streambuf {
+    std::streambuf* const before = std::cerr.rdbuf();
+    Stream() { std::cerr.rdbuf(this); }
+    ~Stream() override { std::cerr.rdbuf(before); }
+    int overflow(int c) override { return hushed || c == EOF ? 0 : before->sputc(char(c)); }
+    std::streamsize xsputn(const char* text, std::streamsize n) override { return hushed ? n : before->sputn(text, n); }
+    int sync() override { return before->pubsync(); }
+  };
+  static inline thread_local int hushed = 0;
+};
 
 template <class F> auto of_torch(const char* what, F&& f) {
   try {
@@ -83,7 +108,7 @@ int64_t outside(std::span<const int64_t> ids, int64_t rows) {
 struct Package::Inside {
   Manifest manifest;
   Options options;
-  std::optional<Loader> loader;
+  mutable std::optional<Loader> loader;  // runs by any number of threads
   std::atomic<std::shared_ptr<Parameters>> now;
   std::mutex one_change;  // swaps and deltas, one at a time
 
@@ -92,7 +117,13 @@ struct Package::Inside {
     if (set != options.threads) at::set_num_threads(set = options.threads);
   }
 
+  // What a program of these weights answers to a request that has been checked.
+  Answer answer(const Request& request, const Parameters& p, const char* failure = "the program failed") const;
   std::vector<Output> outputs_of(std::vector<at::Tensor> results, const Request& request, const Parameters& p) const;
+
+  // Weights that have answered one bag without ids: what no request could be answered with, kernels without an operator, say, is
+  // refused before anybody asks.
+  std::shared_ptr<Parameters> tried(const std::string& folder) const;
 };
 
 Package::Package(std::unique_ptr<Inside> in) : in_(std::move(in)) {}
@@ -107,14 +138,15 @@ std::shared_ptr<Package> Package::open(const std::string& folder, const Options&
   auto in = std::make_unique<Inside>();
   in->options = options;
   in->manifest = read_manifest(folder, TORCH_VERSION);
-  in->now = std::make_shared<Parameters>(folder, in->manifest, options.checksums);
   of_torch("the program cannot be loaded", [&] {
+    const Hush hush;
     in->loader.emplace(folder + "/model.pt2", "model", false, size_t(options.runners));
     const auto metadata = in->loader->get_metadata();
     const auto digest = metadata.find("funcrec_digest");
     if (digest == metadata.end() || digest->second != in->manifest.digest)
       throw Bad("`" + folder + "/model.pt2` is another package's.", digest == metadata.end() ? "no digest" : digest->second, in->manifest.digest);
   });
+  in->now = in->tried(folder);
   return std::shared_ptr<Package>(new Package(std::move(in)));
 }
 
@@ -153,32 +185,45 @@ int64_t Package::check(const Request& r) const {
 }
 
 Answer Package::run(const Request& r) const {
+  const int64_t out_of_range = check(r);
+  Answer answer = in_->answer(r, *in_->now.load());
+  answer.ids_out_of_range = out_of_range;
+  return answer;
+}
+
+Answer Package::Inside::answer(const Request& r, const Parameters& p, const char* failure) const {
+  set_threads();
+  std::shared_lock reading(p.weights.gate);
   Answer answer;
-  answer.ids_out_of_range = check(r);
-  in_->set_threads();
-  const auto p = in_->now.load();
-  std::shared_lock reading(p->weights.gate);
-  answer.version = p->weights.version;
+  answer.version = p.weights.version;
   if (r.bags == 0) {  // programs are made for one bag or more
-    for (const Spec& spec : in_->manifest.outputs) {
+    for (const Spec& spec : manifest.outputs) {
       answer.outputs.push_back({spec.dtype, spec.shape, nullptr, nullptr});
       answer.outputs.back().shape[0] = 0;
     }
     return answer;
   }
-  answer.outputs = of_torch("the program failed", [&] {
+  answer.outputs = of_torch(failure, [&] {
     c10::InferenceMode inference;
-    const Manifest& m = in_->manifest;
+    const Hush hush;
     std::vector<at::Tensor> inputs;
-    inputs.reserve(p->tensors.size() + 4);
-    inputs = p->tensors;
-    if (m.has_dense) inputs.push_back(view(r.dense.data(), {r.bags, m.dense_columns}, at::kFloat));
-    if (m.has_ids) inputs.push_back(view(r.values.data(), {int64_t(r.values.size())}, at::kLong));
-    if (m.has_ids) inputs.push_back(view(r.offsets.data(), {int64_t(r.offsets.size())}, at::kLong));
-    if (m.has_weights) inputs.push_back(view(r.weights.data(), {int64_t(r.weights.size())}, at::kFloat));
-    return in_->outputs_of(in_->loader->boxed_run(std::move(inputs)), r, *p);
+    inputs.reserve(p.tensors.size() + 4);
+    inputs = p.tensors;
+    if (manifest.has_dense) inputs.push_back(view(r.dense.data(), {r.bags, manifest.dense_columns}, at::kFloat));
+    if (manifest.has_ids) inputs.push_back(view(r.values.data(), {int64_t(r.values.size())}, at::kLong));
+    if (manifest.has_ids) inputs.push_back(view(r.offsets.data(), {int64_t(r.offsets.size())}, at::kLong));
+    if (manifest.has_weights) inputs.push_back(view(r.weights.data(), {int64_t(r.weights.size())}, at::kFloat));
+    return outputs_of(loader->boxed_run(std::move(inputs)), r, p);
   });
   return answer;
+}
+
+std::shared_ptr<Parameters> Package::Inside::tried(const std::string& folder) const {
+  auto p = std::make_shared<Parameters>(folder, manifest, options.checksums);
+  const std::vector<float> dense(size_t(manifest.dense_columns));
+  const std::vector<int64_t> offsets(manifest.has_ids ? manifest.features.size() + 1 : 0);
+  answer({.bags = 1, .dense = dense, .values = {}, .offsets = offsets, .weights = {}}, *p, "the package cannot answer one bag without ids");
+  return p;
 }
 
 std::vector<Output> Package::Inside::outputs_of(std::vector<at::Tensor> results, const Request& r, const Parameters& p) const {
@@ -202,7 +247,7 @@ std::vector<Output> Package::Inside::outputs_of(std::vector<at::Tensor> results,
 
 void Package::swap(const std::string& folder) {
   std::lock_guard alone(in_->one_change);
-  in_->now = std::make_shared<Parameters>(folder, in_->manifest, in_->options.checksums);
+  in_->now = in_->tried(folder);
 }
 
 void Package::apply(const std::string& file) {

@@ -29,6 +29,7 @@ def features(tables):
 
 HASHED = (fr.FeatureConfig("hashed", table="int8", column="b", hash=fr.multiply_shift(3)),)
 LAST = tuple(fr.FeatureConfig(f"last_{t}", table=t, column="a", pooling="none") for t in ("int8", "int4", "float16"))
+WIDTH = 305  # of all that is pooled
 WIDE = (fr.FeatureConfig("wide", table="wide", column="b"),)
 
 
@@ -39,6 +40,7 @@ def params(seed=0):
     quantized = fr.quantize(tables, {t: t for t in (*DTYPES, "float32")})
     dense = {"w": torch.linspace(-1, 1, 3 * 4).view(3, 4), "wide": torch.linspace(-1, 1, 80).double().view(20, 4)}
     dense["scale"] = torch.tensor(1.0 + seed)
+    dense["deep"] = {"weight": torch.linspace(-0.1, 0.1, 64 * WIDTH).view(64, WIDTH), "bias": torch.linspace(-1, 1, 64)}
     numbers = {str(x).removeprefix("torch."): (torch.arange(6).view(3, 2) + seed).to(x) for x in NUMBERS}
     return {"quantized": quantized, "bare": bare, "dense": dense, "unread": {**numbers, "none": torch.empty(0, 4)}}
 
@@ -54,6 +56,7 @@ def predict(params, batch):
         "wide": wide.values,
         "last": torch.cat([last[f.name].to_padded(2).sum(1) for f in LAST], 1),
         "dense": torch.sigmoid(batch.dense @ params["dense"]["w"] * params["dense"]["scale"]),
+        "deep": torch.sigmoid(torch.nn.functional.linear(pooled.values, **params["dense"]["deep"])),
         "count": batch.ids["c"].lengths,
     }
 

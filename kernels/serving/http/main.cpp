@@ -1,16 +1,23 @@
 // funcrec-serve: a package behind HTTP.
+#include <mutex>
+
 #include "command.h"
 
 using namespace funcrec::serving;
 
 namespace {
 
-// One bag without ids: what no request could be answered with, an operator that the kernels lack, say, is found before anybody asks.
-void try_it(const Package& package) {
-  const Manifest& m = package.manifest();
-  const std::vector<float> dense(size_t(m.dense_columns));
-  const std::vector<int64_t> offsets(m.has_ids ? m.features.size() + 1 : 0);
-  package.run({.bags = 1, .dense = dense, .values = {}, .offsets = offsets, .weights = {}});
+// To the operator of the server: why a run failed, the first time for each reason in turn. The client is told, too.
+Answer run(const Package& package, const Request& request) {
+  static std::mutex one;
+  static std::string last;
+  try {
+    return package.run(request);
+  } catch (const Failed& e) {
+    std::lock_guard alone(one);
+    if (last != e.what()) std::fprintf(stderr, "funcrec-serve: %s\n", (last = e.what()).c_str());
+    throw;
+  }
 }
 
 }  // namespace
@@ -21,11 +28,10 @@ int main(int count, char** words) {
     options.threads = int(s.threads);
     options.runners = int(s.workers);
     auto package = Package::open(s.package, options);
-    try_it(*package);
     return Model{
         package->manifest(),
         [package](const Request& r) { return package->check(r); },
-        [package](const Request& r) { return package->run(r); },
+        [package](const Request& r) { return run(*package, r); },
         [package] { return package->version(); },
         [package](const std::string& folder) { package->swap(folder); },
         [package](const std::string& file) { package->apply(file); },

@@ -1,0 +1,42 @@
+"""Programs whose number of rows is open take oneDNN's products for many rows, BLAS's for few."""
+
+import torch
+import torch.nn.functional as F
+
+from funcrec.compile import two_products
+
+
+class Layers(torch.nn.Module):
+    """One product of each kind: large, small, f64, without bias, of three dimensions, of weights computed here."""
+
+    def forward(self, x, w, b):
+        cast = F.linear(x, w.half().float(), b)
+        small, double = F.linear(x, w[:8], b[:8]), F.linear(x.double(), w.double(), b.double())
+        return F.linear(x, w, b), cast, small, double, F.linear(x, w), F.linear(x[:, None], w, b)
+
+
+def exported(rows):
+    given = torch.randn(5, 160), torch.randn(128, 160) / 12, torch.randn(128)
+    return torch.export.export(Layers(), given, dynamic_shapes=({0: rows}, None, None), strict=False)
+
+
+def branches(program):
+    return len(program.graph.find_nodes(op="call_function", target=torch.ops.higher_order.cond))
+
+
+def test_large_products_branch_on_their_rows():
+    """A large product of f32 with a bias has both; with any number of rows it is x Wᵀ + b, as the others are."""
+    program = exported(torch.export.Dim("B", min=1, max=4096)).run_decompositions({})
+    with two_products(program):
+        assert branches(program) == 2
+        for rows in (1, 31, 32, 70):
+            x, w, b = torch.randn(rows, 160), torch.randn(128, 160) / 12, torch.randn(128)
+            for got, want in zip(program.module()(x, w, b), Layers()(x, w, b), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_fixed_number_of_rows_has_no_branch():
+    """Where the number of rows is known, the program stays as it was."""
+    program = exported(None).run_decompositions({})
+    with two_products(program):
+        assert branches(program) == 0
