@@ -7,7 +7,6 @@ So a manifest of another program, or one that was changed, is told from the prog
 
 import hashlib
 import json
-import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from funcrec.core import Problem, check, fail
+from funcrec.serve._entries import MOST, SPEC, OrNull, Whole, form_problems, wrong
 
 FORMAT = 1
 MANIFEST, MODEL, ENCODING = "manifest.json", "model.pt2", "encoding.frc"
@@ -23,10 +23,16 @@ BLANK = "0" * 64
 DIGITS = re.compile(r'("(?:digest|model\.pt2|encoding\.frc)": )"[0-9a-f]{64}"')
 # What compilers make of loops, as Linux calls it; x86-64-v3 is what the portable program is limited to.
 V3 = ("ssse3", "sse4_1", "sse4_2", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "popcnt")
-KEYS = (
-    "format", "digest", "funcrec", "torch", "isa", "needs", "inputs", "params", "outputs", "features", "tables",
-    "max_batch", "max_ids", "files",
-)  # fmt: skip
+ANY = Whole(-(1 << 63), (1 << 63) - 1)
+HEAD = {"format": ANY, "digest": str, "funcrec": str, "torch": str, "isa": str}
+FEATURE = {"name": str, "table": OrNull(str), "rows": Whole(0, (1 << 63) - 1), "weighted": bool}
+TABLE = {
+    "name": str, "param": OrNull(str), "rows": Whole(0, MOST), "dim": Whole(0, MOST), "bits": OrNull(Whole(1, 64)),
+}  # fmt: skip
+BODY = {
+    "inputs": [SPEC], "params": [SPEC], "outputs": [SPEC], "max_batch": Whole(1, (1 << 31) - 1),
+    "max_ids": Whole(0, MOST), "features": [FEATURE], "tables": [TABLE], "files": {MODEL: str},
+}  # fmt: skip
 
 
 def text_of(content: dict[str, Any]) -> str:
@@ -69,10 +75,15 @@ def read_manifest(call: str, folder: Path) -> dict[str, Any]:
             kind=FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError)  # fmt: skip
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         fail(call, f"`{path}` is damaged.", got=str(error), need="the file that fr.export wrote", hint=AGAIN)
-    check(call, form_problems(path, found))
-    check(call, changed_problems(path, text, found), place_problems(found))
+    check(call, form_problems(str(path), found, HEAD))
+    check(call, format_problems(path, found))
+    check(call, changed_problems(path, text, found))
+    check(call, form_problems(str(path), found, {"needs": [str]}))
+    check(call, place_problems(found))
+    check(call, form_problems(str(path), found, BODY))
+    check(call, name_problems(str(path), found["files"]))
     return found
 
 
@@ -82,14 +93,18 @@ AGAIN = "fr.export again, or the package's own copy"
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def form_problems(path: Path, found: Any) -> Iterator[Problem]:
-    if not isinstance(found, dict) or "format" not in found:
-        yield Problem(f"`{path}` is not a manifest.", type(found).__name__, "the file that fr.export wrote", AGAIN)
-    elif found["format"] != FORMAT:
+def format_problems(path: Path, found: dict) -> Iterator[Problem]:
+    if found["format"] != FORMAT:
         hint = "the funcrec that wrote it, or fr.export again"
         yield Problem(f"`{path}` is of another format.", f"format {found['format']!r}", f"format {FORMAT}", hint)
-    elif absent := [k for k in KEYS if k not in found]:
-        yield Problem(f"`{path}` lacks entries.", f"no {absent}", f"{list(KEYS)}", AGAIN)
+
+
+def name_problems(at: str, files: dict) -> Iterator[Problem]:
+    """No other file is read than those of a package."""
+    if not files.keys() <= {MODEL, ENCODING}:
+        yield wrong(f"{at}.files", "other files", f"{MODEL} and {ENCODING}")
+    elif ENCODING in files:
+        yield from form_problems(f"{at}.files.{ENCODING}", files[ENCODING], str)
 
 
 def changed_problems(path: Path, text: str, found: dict) -> Iterator[Problem]:
@@ -102,8 +117,9 @@ def place_problems(found: dict) -> Iterator[Problem]:
     minor = lambda version: ".".join(str(version).split("+")[0].split(".")[:2])
     if minor(found["torch"]) != minor(torch.__version__):
         hint = "fr.export with this torch, or the torch that it was exported with"
-        yield Problem("the package is of another torch.", f"torch {torch.__version__}", f"{found['torch']}", hint)
+        own = str(torch.__version__).split("+")[0]
+        yield Problem("the package is of another torch.", f"torch {own}", found["torch"], hint)
     if absent := [f for f in found["needs"] if f not in processor_flags()]:
         hint = 'fr.export(..., isa="portable"), or on this processor'
-        got = f"{platform.machine()} without {', '.join(absent)}"
-        yield Problem("the package needs instructions that this processor lacks.", got, f"{found['needs']}", hint)
+        got, need = f"a processor without {', '.join(absent)}", f"isa {found['isa']}"
+        yield Problem("the package needs instructions that this processor lacks.", got, need, hint)

@@ -184,11 +184,11 @@ def load_package(path: str | os.PathLike, *, threads: Count = 1, checksums: bool
     folder = Path(os.path.realpath(path))
     manifest = read_manifest(LOAD, folder)
     check(LOAD, file_problems(folder, manifest["files"]))
-    weights = read_weights(LOAD, folder, manifest["params"], checksums=checksums)
-    encoding = load(folder / ENCODING) if ENCODING in manifest["files"] else None
     library.load("cpp")  # its operators
     program = torch._C._aoti.AOTIModelPackageLoader(str(folder / MODEL), "model", False, threads, -1)
     check(LOAD, program_problems(program.get_metadata().get("funcrec_digest"), manifest["digest"]))
+    weights = read_weights(LOAD, folder, manifest["params"], checksums=checksums)
+    encoding = load(folder / ENCODING) if ENCODING in manifest["files"] else None
     opened = Opened(
         manifest,
         form_of_manifest(manifest),
@@ -217,7 +217,7 @@ def file_problems(folder: Path, files: Mapping[str, str]) -> Iterator[Problem]:
         path = folder / name
         now = sha256_of(path) if path.is_file() else "no file"
         if now != digest:
-            yield Problem(f"`{path}` was changed.", now, f"sha256 {digest}", AGAIN)
+            yield Problem(f"`{path}` was changed.", f"sha256 {now}", digest, AGAIN)
 
 
 def program_problems(got: str | None, need: str) -> Iterator[Problem]:

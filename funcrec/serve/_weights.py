@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, fail, paths
-from funcrec.serve._manifest import BLANK
+from funcrec.serve._entries import PLACED, form_problems, placed_problems, text_of, wrong
+from funcrec.serve._manifest import ANY, BLANK, format_problems
 
 FORMAT, PAGE = 1, 4096
 WEIGHTS, INDEX = "weights.bin", "weights.json"
@@ -83,12 +84,14 @@ def read_weights(call: str, folder: Path, wanted: Sequence[dict], *, checksums: 
     path = folder / INDEX
     index = read_index(call, path)
     check(call, signature_problems(path, index["tensors"], wanted))
-    check(call, size_problems(folder / WEIGHTS, index["tensors"]))
+    placed = {e["name"]: e for e in index["tensors"]}
+    entries = [placed[e["name"]] for e in wanted]  # in the order in which a program takes them
+    check(call, size_problems(folder / WEIGHTS, entries))
     file = (folder / WEIGHTS).open("rb")  # what is written to the path later is another file
-    tensors = mapped(file, index["tensors"])
+    tensors = mapped(file, entries)
     if checksums:
-        check(call, value_problems(folder / WEIGHTS, index["tensors"], tensors))
-    return Weights(tensors, index["version"], file, index["tensors"])
+        check(call, value_problems(folder / WEIGHTS, entries, tensors))
+    return Weights(tensors, index["version"], file, entries)
 
 
 def read_index(call: str, path: Path) -> dict[str, Any]:
@@ -98,14 +101,19 @@ def read_index(call: str, path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         need, hint = "a folder of fr.save_weights or fr.export", "fr.save_weights(path, params)"
         fail(call, f"`{path.parent}` has no weights.", got=str(error), need=need, hint=hint, kind=FileNotFoundError)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         fail(call, f"`{path}` is damaged.", got=str(error), need="the file that fr.save_weights wrote", hint=AGAIN)
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        got = found.get("format") if isinstance(found, dict) else type(found).__name__
-        fail(call, f"`{path}` is of another format.", got=f"format {got!r}", need=f"format {FORMAT}", hint=AGAIN)
+    check(call, form_problems(str(path), found, {"format": ANY, "digest": str}))
+    check(call, format_problems(path, found))
     now = hashlib.sha256(DIGIT.sub(rf'\1"{BLANK}"', text).encode()).hexdigest()
-    if now != found.get("digest"):
-        fail(call, f"`{path}` was changed.", got=f"digest {now}", need=f"{found.get('digest')}", hint=AGAIN)
+    if now != found["digest"]:
+        fail(call, f"`{path}` was changed.", got=f"digest {now}", need=found["digest"], hint=AGAIN)
+    check(call, form_problems(str(path), found, {"tensors": [PLACED], "version": str}))
+    for i, e in enumerate(found["tensors"]):
+        at = f"{path}.tensors[{i}]"
+        check(call, placed_problems(at, e, PAGE))
+        if any(e["name"] == other["name"] for other in found["tensors"][:i]):
+            check(call, [wrong(at, f"{e['name']} twice", "once")])
     return found
 
 
@@ -153,17 +161,18 @@ def version_problems(version: str | None) -> Iterator[Problem]:
 
 def signature_problems(path: Path, found: Sequence[dict], wanted: Sequence[dict]) -> Iterator[Problem]:
     """The same names, each with its dtype and shape."""
-    form = lambda e: f"{e['dtype']}{e['shape']}"
-    got, want = ({e["name"]: form(e) for e in own} for own in (found, wanted))
-    if differ := [n for n in {**want, **got} if got.get(n) != want.get(n)]:
-        said = lambda own: ", ".join(f"{n}: {own.get(n, 'none')}" for n in differ[:5])
-        hint = "fr.save_weights of the parameters that the package was exported with, trained further"
-        yield Problem(f"`{path}` is of other parameters than the package.", said(got), said(want), hint)
+    got, want = ({e["name"]: text_of(e) for e in own} for own in (found, wanted))
+    hint = "fr.save_weights of the parameters that the package was exported with, trained further"
+    what = f"`{path}` is of other parameters than the package."
+    if differ := [n for n in want if got.get(n) != want[n]]:
+        yield Problem(what, f"{differ[0]}: {got.get(differ[0], 'none')}", f"{differ[0]}: {want[differ[0]]}", hint)
+    elif more := sorted(got.keys() - want.keys(), key=os.fsencode):
+        yield Problem(what, more[0], "no such parameter", hint)
 
 
 def size_problems(path: Path, entries: Sequence[dict]) -> Iterator[Problem]:
     size = path.stat().st_size if path.is_file() else -1
-    need = max((e["offset"] + e["nbytes"] for e in entries), default=0)
+    need = max((e["offset"] + e["nbytes"] for e in entries if e["nbytes"]), default=0)
     if size < need:
         got = f"{size} bytes" if size >= 0 else "no file"
         yield Problem(f"`{path}` is cut off.", got, f"{need} bytes", AGAIN)

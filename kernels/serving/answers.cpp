@@ -1,7 +1,8 @@
-// funcrec-answers FOLDER [threads [runners]]: a package without a server. Commands come from the standard input, little-endian:
+// funcrec-answers FOLDER [threads [runners [checksums]]]: a package without a server. Commands come from the standard input, little-endian:
 //
 //   'r' i64 bags, then dense f32, values i64, offsets i64, weights f32, each as i64 n and n elements      run
 //   's' i64 n and a folder's name         swap            'a' i64 n and a file's name         apply
+//   'o' i64 n and a folder's name         open another package, and close it
 //
 // An answer: i64 0, then of a run i64 ids out of range, the version, i64 outputs, and of each i64 dtype, its shape and its bytes;
 // or i64 1 (Bad) or 2 (Failed) and what was said. Text, a shape and bytes are i64 n and n elements.
@@ -57,18 +58,21 @@ int main(int count, char** words) {
       attempt(2, e.what());
     }
   };
+  Options options;
   guarded([&] {
-    Options options;
     if (count > 2) options.threads = std::atoi(words[2]);
     if (count > 3) options.runners = std::atoi(words[3]);
+    if (count > 4) options.checksums = std::atoi(words[4]);
     package = Package::open(count > 1 ? words[1] : "", options);
     write(0);
   });
   for (int command; package && (command = std::getchar()) != EOF;)
     guarded([&] {
       if (command == 'r') return answer(*package);
-      const auto name = read_list<char>();
-      command == 's' ? package->swap({name.begin(), name.end()}) : package->apply({name.begin(), name.end()});
+      const auto letters = read_list<char>();
+      const std::string name(letters.begin(), letters.end());
+      if (command == 'o') Package::open(name, options);
+      else command == 's' ? package->swap(name) : package->apply(name);
       write(0);
     });
 }

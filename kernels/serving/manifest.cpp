@@ -84,16 +84,18 @@ std::vector<std::string> processor_flags() {
 }
 
 void check_place(const Manifest& m, const Entry& top, const std::string& torch) {
+  std::vector<std::string> needs;
+  for (const Entry& need : top["needs"].items()) needs.push_back(need.text());
   if (minor(m.torch) != minor(torch)) throw Bad("the package is of another torch.", "torch " + torch, m.torch);
   const auto flags = processor_flags();
   std::string absent;
-  for (const Entry& need : top["needs"].items())
-    if (std::find(flags.begin(), flags.end(), need.text()) == flags.end()) absent += (absent.empty() ? "" : ", ") + need.text();
-  if (!absent.empty()) throw Bad("the package needs instructions that this processor lacks.", "a processor without " + absent, "isa " + m.isa);
+  for (const std::string& need : needs)
+    if (std::find(flags.begin(), flags.end(), need) == flags.end()) absent += (absent.empty() ? " " : ", ") + need;
+  if (!absent.empty()) throw Bad("the package needs instructions that this processor lacks.", "a processor without" + absent, "isa " + m.isa);
 }
 
 // The inputs are of dense, values, offsets and weights those that there are, in this order and of these kinds.
-void check_inputs(Manifest& m, const Entry& inputs) {
+void check_inputs(Manifest& m) {
   const std::vector<Spec> whole = {{"dense", DType::f32, {BAGS, 0}}, {"values", DType::i64, {IDS}}, {"offsets", DType::i64, {OFFSETS}}, {"weights", DType::f32, {IDS}}};
   std::vector<Spec> expected;
   for (const Spec& w : whole) {
@@ -109,11 +111,11 @@ void check_inputs(Manifest& m, const Entry& inputs) {
     for (const Spec& s : specs) out += (out.empty() ? "" : ", ") + s.name + " " + text_of(s);
     return out;
   };
-  if (list(m.inputs) != list(expected)) inputs.fail(list(m.inputs), list(expected));
+  if (list(m.inputs) != list(expected)) throw Bad("the program has other inputs.", list(m.inputs), list(expected));
   const auto is_there = [&](const char* name) { return std::any_of(expected.begin(), expected.end(), [&](const Spec& s) { return s.name == name; }); };
   m.has_ids = is_there("values"), m.has_weights = is_there("weights");
   if (m.has_ids != is_there("offsets") || (m.has_weights && !m.has_ids) || (m.has_ids != !m.features.empty()))
-    inputs.fail(list(m.inputs), "values and offsets if there are features, weights only with them");
+    throw Bad("the program has other inputs.", list(m.inputs), "values and offsets if there are features, weights only with them");
 }
 
 }  // namespace
@@ -130,6 +132,11 @@ Entry Entry::operator[](const char* key) const {
 }
 
 bool Entry::has(const char* key) const { return value_->is_object() && value_->as_object().contains(key); }
+
+size_t Entry::size() const {
+  if (!value_->is_object()) fail("no object", "an object");
+  return value_->as_object().size();
+}
 
 void Entry::only(size_t entries) const {
   if (!value_->is_object() || value_->as_object().size() != entries) fail("other entries", "the file as it was written");
@@ -185,10 +192,10 @@ Manifest read_manifest(const std::string& folder, const std::string& torch) {
   const std::string path = folder + "/manifest.json", text = read_file(path);
   const auto value = parse(path, text);
   const Entry top(path, value);
-  if (const int64_t format = top["format"].number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()); format != FORMAT)
-    throw Bad("`" + path + "` is of another format.", "format " + std::to_string(format), "format " + std::to_string(FORMAT));
   Manifest m;
+  const int64_t format = top["format"].number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max());
   m.digest = top["digest"].text(), m.funcrec = top["funcrec"].text(), m.torch = top["torch"].text(), m.isa = top["isa"].text();
+  if (format != FORMAT) throw Bad("`" + path + "` is of another format.", "format " + std::to_string(format), "format " + std::to_string(FORMAT));
   if (const std::string now = sha256(blanked(text, {"digest", "model.pt2", "encoding.frc"})); now != m.digest)
     throw Bad("`" + path + "` was changed.", "digest " + now, m.digest);
   check_place(m, top, torch);
@@ -196,29 +203,37 @@ Manifest read_manifest(const std::string& folder, const std::string& torch) {
   m.max_batch = top["max_batch"].number(1, std::numeric_limits<int32_t>::max());
   m.max_ids = top["max_ids"].number(0, MOST);
   for (const Entry& e : top["features"].items()) {
-    const int64_t rows = e["rows"].number(0, ANY_ROW);
-    m.features.push_back({e["name"].text(), e["table"].is_null() ? "" : e["table"].text(), rows == ANY_ROW ? -1 : rows, e["weighted"].truth()});
+    Feature f{e["name"].text(), e["table"].is_null() ? "" : e["table"].text(), e["rows"].number(0, ANY_ROW), e["weighted"].truth()};
+    if (f.rows == ANY_ROW) f.rows = -1;
+    m.features.push_back(std::move(f));
   }
   for (const Entry& e : top["tables"].items())
     m.tables.push_back({e["name"].text(), e["param"].is_null() ? "" : e["param"].text(), e["rows"].number(0, MOST), e["dim"].number(0, MOST),
                         e["bits"].is_null() ? 0 : e["bits"].number(1, 64)});
-  for (const Spec& s : m.params) bytes_of(s);
-  check_inputs(m, top["inputs"]);
+  const Entry files = top["files"];
+  const std::string model = files["model.pt2"].text();
+  const bool encodes = files.has("encoding.frc");
+  if (files.size() != (encodes ? 2 : 1)) files.fail("other files", "model.pt2 and encoding.frc");
+  if (encodes) files["encoding.frc"].text();  // what it holds is Python's
+  const std::string there = folder + "/model.pt2", now = std::ifstream(there) ? "sha256 " + sha256(read_file(there)) : "no file";
+  if (now != "sha256 " + model) throw Bad("`" + there + "` was changed.", now, model);
+  return m;
+}
+
+void check_program(Manifest& m) {
+  check_inputs(m);
   for (const Spec& s : m.outputs)
     if (s.shape.empty() || s.shape[0] != BAGS || std::any_of(s.shape.begin() + 1, s.shape.end(), [](int64_t n) { return n < 0; }))
-      top["outputs"].fail(s.name + " " + text_of(s), "a row for each bag");
-  const std::string model = top["files"]["model.pt2"].text();
-  if (const std::string now = sha256(read_file(folder + "/model.pt2")); now != model)
-    throw Bad("`" + folder + "/model.pt2` is not the manifest's.", "sha256 " + now, model);
-  return m;
+      throw Bad("the program has other outputs.", s.name + " " + text_of(s), "a row for each bag");
 }
 
 Index read_index(const std::string& folder, const Manifest& manifest) {
   const std::string path = folder + "/weights.json", text = read_file(path);
   const auto value = parse(path, text);
   const Entry top(path, value);
-  if (top["format"].number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()) != FORMAT) top["format"].fail("another format", "format " + std::to_string(FORMAT));
+  const int64_t format = top["format"].number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max());
   const std::string digest = top["digest"].text();
+  if (format != FORMAT) throw Bad("`" + path + "` is of another format.", "format " + std::to_string(format), "format " + std::to_string(FORMAT));
   if (const std::string now = sha256(blanked(text, {"digest"})); now != digest) throw Bad("`" + path + "` was changed.", "digest " + now, digest);
   std::map<std::string, Placed> found;
   for (const Entry& e : top["tensors"].items()) {

@@ -26,6 +26,7 @@ class Entry {
   Entry(std::string path, const boost::json::value& value) : path_(std::move(path)), value_(&value) {}
   Entry operator[](const char* key) const;
   bool has(const char* key) const;
+  size_t size() const;              // of an object
   void only(size_t entries) const;  // an object of so many
   std::vector<Entry> items() const;
   std::string text() const;
@@ -46,6 +47,9 @@ boost::json::value parse(const std::string& path, const std::string& text);
 
 // The manifest of a package that this process can run; `torch`: the version that it has.
 Manifest read_manifest(const std::string& folder, const std::string& torch);
+
+// Inputs and outputs are those that requests and answers have.
+void check_program(Manifest& manifest);
 
 // weights.json of a folder: the tensors in the manifest's order, of its dtypes and shapes.
 Index read_index(const std::string& folder, const Manifest& manifest);

@@ -144,8 +144,9 @@ std::shared_ptr<Package> Package::open(const std::string& folder, const Options&
     const auto metadata = in->loader->get_metadata();
     const auto digest = metadata.find("funcrec_digest");
     if (digest == metadata.end() || digest->second != in->manifest.digest)
-      throw Bad("`" + folder + "/model.pt2` is another package's.", digest == metadata.end() ? "no digest" : digest->second, in->manifest.digest);
+      throw Bad("`model.pt2` is not the manifest's program.", "digest " + (digest == metadata.end() ? "None" : digest->second), in->manifest.digest);
   });
+  check_program(in->manifest);
   in->now = in->tried(folder);
   return std::shared_ptr<Package>(new Package(std::move(in)));
 }

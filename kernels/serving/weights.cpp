@@ -37,9 +37,9 @@ Weights::Weights(const std::string& folder, const Manifest& manifest, bool check
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   struct stat about {};
   if (file < 0 || fstat(file, &about) != 0 || about.st_size < need) {
-    const std::string got = file < 0 ? std::strerror(errno) : std::to_string(about.st_size) + " bytes";
+    const std::string got = file < 0 ? "no file" : std::to_string(about.st_size) + " bytes";
     if (file >= 0) ::close(file);
-    throw Bad("`" + path + "` is cut off or cannot be read.", got, std::to_string(need) + " bytes");
+    throw Bad("`" + path + "` is cut off.", got, std::to_string(need) + " bytes");
   }
   if (need > 0) {  // private: its pages are the file's, shared, until this process writes to one
     void* at = mmap(nullptr, size_t(need), PROT_READ, MAP_PRIVATE | MAP_NORESERVE, file, 0);

@@ -74,9 +74,9 @@ class Answer(NamedTuple):
 class Answers:
     """A package that is open in a process of its own; used as a context, which ends it."""
 
-    def __init__(self, program: Path, folder: Path | str, threads: int = 1, runners: int = 1):
+    def __init__(self, program: Path, folder: Path | str, threads: int = 1, runners: int = 1, checksums: int = 0):
         environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-        command = [str(program), str(folder), str(threads), str(runners)]
+        command = [str(program), str(folder), str(threads), str(runners), str(checksums)]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environ)
         try:
@@ -108,6 +108,10 @@ class Answers:
 
     def swap(self, folder: Path | str) -> None:
         self._name(b"s", folder)
+
+    def open(self, folder: Path | str) -> None:
+        """Open another package, and close it."""
+        self._name(b"o", folder)
 
     def apply(self, file: Path | str) -> None:
         self._name(b"a", file)

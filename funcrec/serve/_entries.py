@@ -1,0 +1,105 @@
+"""JSON that says what files hold, every entry held to its form: in the words of kernels/serving/manifest.cpp."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from funcrec.core import Problem
+
+MOST = 1 << 48  # no size is larger
+BRIEF = {
+    "uint8": "u8", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "float16": "f16", "bfloat16": "bf16",
+    "float32": "f32", "float64": "f64", "bool": "bool",
+}  # fmt: skip
+LENGTHS = ("B", "N", "F*B+1")
+
+
+class Whole(NamedTuple):
+    """A whole number, of 64 bits."""
+
+    least: int
+    most: int
+
+
+class OrNull(NamedTuple):
+    """Null, or of a form."""
+
+    form: Any
+
+
+DTYPE, LENGTH = "a dtype", "a length"
+SPEC = {"name": str, "dtype": DTYPE, "shape": [LENGTH]}
+PLACED = {**SPEC, "offset": Whole(0, MOST), "nbytes": Whole(0, MOST), "crc32": Whole(0, (1 << 32) - 1)}
+
+
+def text_of(spec: Mapping) -> str:
+    """f32[B, 13]"""
+    return f"{BRIEF[spec['dtype']]}[{', '.join(map(str, spec['shape']))}]"
+
+
+def bytes_of(spec: Mapping) -> int:
+    return torch.Size(spec["shape"]).numel() * getattr(torch, spec["dtype"]).itemsize
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def wrong(at: str, got: str, need: str) -> Problem:
+    return Problem(f"`{at}` is wrong.", got, need, "the file as funcrec wrote it")
+
+
+def form_problems(at: str, x: Any, form: Any) -> Iterator[Problem]:
+    """The first entry that is not of its form: str, a Whole, an OrNull, DTYPE, LENGTH, [form], {key: form}."""
+    if isinstance(form, OrNull):
+        yield from form_problems(at, x, form.form) if x is not None else ()
+    elif isinstance(form, dict):
+        if not isinstance(x, dict):
+            yield wrong(at, "no object", "an object")
+            return
+        inner = ((f"{at}.{k}", x[k], own) if k in x else k for k, own in form.items())
+        yield from next(filter(None, ([*entry_problems(at, entry)] for entry in inner)), [])
+    elif isinstance(form, list):
+        if not isinstance(x, list):
+            yield wrong(at, "no list", "a list")
+            return
+        found = ([*form_problems(f"{at}[{i}]", own, form[0])] for i, own in enumerate(x))
+        yield from next(filter(None, found), [])
+    elif form is bool:
+        yield from () if isinstance(x, bool) else [wrong(at, "no bool", "true or false")]
+    elif isinstance(form, Whole) or (form == LENGTH and not isinstance(x, str)):
+        yield from number_problems(at, x, form if isinstance(form, Whole) else Whole(0, MOST))
+    elif not isinstance(x, str):
+        yield wrong(at, "no text", "text")
+    elif form == DTYPE and x not in BRIEF:
+        yield wrong(at, f'"{x}"', "a dtype that packages have")
+    elif form == LENGTH and x not in LENGTHS:
+        yield wrong(at, f'"{x}"', 'a number, "B", "N" or "F*B+1"')
+
+
+def entry_problems(at: str, entry: tuple | str) -> Iterator[Problem]:
+    yield from form_problems(*entry) if isinstance(entry, tuple) else [missing(at, entry)]
+
+
+def missing(at: str, key: str) -> Problem:
+    return wrong(at, f'no "{key}"', "the file as it was written")
+
+
+def number_problems(at: str, x: Any, form: Whole) -> Iterator[Problem]:
+    if type(x) is not int or not -(1 << 63) <= x < 1 << 63:
+        yield wrong(at, "no whole number of 64 bits", "one")
+    elif not form.least <= x <= form.most:
+        yield wrong(at, f"{x}", f"{form.least} to {form.most}")
+
+
+def placed_problems(at: str, e: Mapping, page: int) -> Iterator[Problem]:
+    """A tensor's place is of its size, and begins a page."""
+    if any(isinstance(n, str) for n in e["shape"]):
+        yield Problem("a parameter has no size of its own.", f"{e['name']} {text_of(e)}", "numbers")
+        return
+    if (size := bytes_of(e)) > MOST:
+        yield Problem("a tensor is too large.", f"{e['name']} {text_of(e)}", f"{MOST} bytes or less")
+    elif e["nbytes"] != size:
+        yield wrong(f"{at}.nbytes", f"{e['nbytes']}", f"{size}, for {text_of(e)}")
+    elif e["offset"] % page:
+        yield wrong(f"{at}.offset", f"{e['offset']}", f"a multiple of {page}")
