@@ -28,11 +28,16 @@ docs: $(VENV)/.installed
 	$(RUN) -m pip install --quiet -c .ci/constraints.txt -e ".[docs]"
 	$(RUN) -m pdoc --docformat google --output-directory build/docs funcrec '!funcrec.kernels' '!.*[.]_' funcrec.kernels.ops
 
-# The C++ kernels with the compiler's sanitizers: 100,000 generated calls, then data races. Not part of `test`: it builds them twice.
+# The C++ kernels with the compiler's sanitizers: 100,000 generated calls, then data races; the server: 100,000 hostile requests to sums and to
+# a package, then runs, swaps and deltas at once. Not part of `test`: it builds them twice.
 sanitize: $(VENV)/.tested
 	command -v cmake && command -v ninja || $(RUN) -m pip install --quiet cmake ninja
 	PYTHONPATH=tests $(RUN) -m programs.sanitize --mode address
 	PYTHONPATH=tests $(RUN) -m programs.sanitize --mode thread
+	PYTHONPATH=tests $(RUN) -m programs.fuzz_server
+	PYTHONPATH=tests $(RUN) -m programs.fuzz_server --package
+	PYTHONPATH=tests $(RUN) -m programs.at_once --mode address
+	PYTHONPATH=tests $(RUN) -m programs.at_once --mode thread
 
 # About ten minutes, most of it compiling: the short list (30 runs), then tables and plots.
 bench: $(VENV)/.tested

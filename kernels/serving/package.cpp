@@ -103,13 +103,31 @@ int64_t outside(std::span<const int64_t> ids, int64_t rows) {
   return n;
 }
 
+// The weights that the next run takes. No std::atomic: libstdc++ 12 unlocks its load in relaxed order, so that nothing keeps the read of
+// the pointer before the next store.
+class Current {
+ public:
+  std::shared_ptr<Parameters> load() const {
+    std::lock_guard alone(one_);
+    return now_;
+  }
+  void operator=(std::shared_ptr<Parameters> next) {  // what was before ends after the lock
+    std::lock_guard alone(one_);
+    now_.swap(next);
+  }
+
+ private:
+  mutable std::mutex one_;
+  std::shared_ptr<Parameters> now_;
+};
+
 }  // namespace
 
 struct Package::Inside {
   Manifest manifest;
   Options options;
   mutable std::optional<Loader> loader;  // runs by any number of threads
-  std::atomic<std::shared_ptr<Parameters>> now;
+  Current now;
   std::mutex one_change;  // swaps and deltas, one at a time
 
   void set_threads() const {  // torch keeps the number for each thread

@@ -20,10 +20,10 @@ DTYPES = (
 )  # fmt: skip
 
 
-def build(sanitize: str = "") -> Path:
+def build(sanitize: str = "", kernels: Path | None = None, targets: tuple[str, ...] = ("all",)) -> Path:
     """The folder with the library and its programs, as the README's command builds them; what has changed is compiled.
 
-    sanitize: "address,undefined" or "thread".
+    sanitize: "address,undefined" or "thread". kernels: a folder of compiled ones, for those that Python has.
     """
     folder = ROOT / "build" / "-".join(["serving", *sanitize.replace(",", " ").split()])
     find = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -34,9 +34,10 @@ def build(sanitize: str = "") -> Path:
     run = lambda *words: subprocess.run([cmake, *map(str, words)], check=True, stdout=sys.stderr)
     with held(folder):  # by other tests, and builds of the server
         given = f"-DFUNCREC_SERVING=ON -DPython_EXECUTABLE={sys.executable} -DFUNCREC_SANITIZE={sanitize}".split()
-        if not (folder / "CMakeCache.txt").exists():
+        given += [f"-DFUNCREC_OBJECTS={kernels}"] if kernels else []
+        if kernels or not (folder / "CMakeCache.txt").exists():
             run(*make, "-S", ROOT / "kernels", "-B", folder, *given)
-        run("--build", folder, "--parallel", "2")
+        run("--build", folder, "--parallel", "2", "--target", *targets)
     return folder
 
 

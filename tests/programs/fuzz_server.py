@@ -1,6 +1,10 @@
 """Hostile requests to a server built with the address sanitizer:
 
-    PYTHONPATH=tests python -m programs.fuzz_server [--count 100000] [--seed 0] [--program funcrec-serve-sums]
+    PYTHONPATH=tests python -m programs.fuzz_server [--package] [--count 100000] [--seed 0] [--program PROGRAM]
+
+The model is that of sums (funcrec-serve-sums), or with --package a package (programs.packages) behind funcrec-serve:
+its library and its kernels have the sanitizer too, torch and the compiled program have not. Then the hostile ask for
+weights and deltas too, whole ones and damaged ones, so that versions change under the good requests.
 
 Each connection carries a pipeline of good requests between hostile ones; what comes back is read to the end. Hostile
 are requests whose JSON or bytes were changed in some places, cut, or doubled, whose headers lie, and random bytes. A
@@ -14,9 +18,12 @@ import argparse
 import json
 import re
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +45,19 @@ FIELDS = [
 TARGETS = [b"/predict", b"/reload", b"/delta", b"/healthz", b"/metrics", b"/", b"*", b"/%00", b"/predict/.."]
 TARGETS += [b"http://x/predict", b"/" + b"z" * 300]
 METHODS = [b"POST", b"GET", b"HEAD", b"PUT", b"OPTIONS", b"CONNECT", b"PRI", b"post"]
+
+
+class Subject(NamedTuple):
+    """What is asked: good requests (rng, bags=None), their bytes, whether an answer is theirs, bodies of updates."""
+
+    request: Callable
+    pack: Callable
+    is_right: Callable
+    updates: tuple[tuple[bytes, bytes], ...] = ()
+    fails: bool = False  # whether an id of 900 makes a run fail
+
+
+SUMS = Subject(some_request, pack, is_right, fails=True)
 
 
 def message(
@@ -69,18 +89,21 @@ def changed(rng, body: bytes) -> bytes:
     return bytes(made)
 
 
-def hostile(rng) -> tuple[bytes, bool]:
+def hostile(rng, subject: Subject) -> tuple[bytes, bool]:
     """A request, and whether the connection may end with it."""
-    request = some_request(rng)
+    request = subject.request(rng)
     kind = [JSON, BYTES][rng.integers(2)]
-    body = pack(request) if kind == BYTES else json.dumps(request).encode()
+    body = subject.pack(request) if kind == BYTES else json.dumps(request).encode()
+    if subject.updates and rng.random() < 0.15:
+        target, update = subject.updates[rng.integers(len(subject.updates))]
+        return message(changed(rng, update) if rng.random() < 0.3 else update, target=target), False
     match rng.integers(0, 10):
         case 0 | 1 | 2 | 3:
             return message(changed(rng, body), kind), False
         case 4:
-            if request["ids"]["b"]:
-                request["ids"]["b"][0], request["weights"]["b"][0] = [900], [1.0]  # its run fails
-            return message(pack(request), BYTES), False
+            if subject.fails and request["ids"]["b"]:
+                request["ids"]["b"][0], request["weights"]["b"][0] = [900], [1.0]
+            return message(subject.pack(request), BYTES), False
         case 5:
             return message(body, [JSON, BYTES, "text/plain"][rng.integers(3)], TARGETS[rng.integers(3)]), False
         case 6:
@@ -109,16 +132,17 @@ def answers(data: bytes) -> list[tuple[int, str, bytes]]:
     return [x for x in found if x[0] != 100]
 
 
-def converse(server: Server, seed: int, length: int) -> tuple[int, int, list[str]]:
+def converse(server: Server, subject: Subject, seed: int, length: int) -> tuple[int, int, list[str]]:
     """One connection: (requests sent, good answers seen, what is wrong)."""
     rng = np.random.default_rng(seed)
     sent, good, wrong, seen = [], {}, [], 0
     for i in range(length):
         if rng.random() < 0.3:
-            good[i] = some_request(rng, bags=int(rng.integers(1, 4)))
-            sent.append(message(pack(good[i]), BYTES) if rng.random() < 0.5 else message(json.dumps(good[i]).encode()))
+            good[i] = subject.request(rng, bags=int(rng.integers(1, 4)))
+            binary = rng.random() < 0.5
+            sent.append(message(subject.pack(good[i]), BYTES) if binary else message(json.dumps(good[i]).encode()))
             continue
-        one, may_end = hostile(rng)
+        one, may_end = hostile(rng, subject)
         sent.append(one)
         if may_end:
             break
@@ -141,42 +165,106 @@ def converse(server: Server, seed: int, length: int) -> tuple[int, int, list[str
             break
         status, kind, body = found[i]
         answer = (unpack(body) if kind == BYTES else json.loads(body)) if status == 200 else None
-        if answer is None or not is_right(answer, request):
+        if answer is None or not subject.is_right(answer, request):
             wrong.append(f"seed {seed}: request {i} is answered {status} {body[:200]!r}")
         seen += 1
     return len(sent), seen, wrong
 
 
-def run(server: Server, count: int, first: int, clients: int = 4, length: int = 16) -> tuple[int, int, list[str]]:
+def run(
+    server: Server, count: int, first: int, clients: int = 4, length: int = 16, subject: Subject = SUMS
+) -> tuple[int, int, list[str]]:
     """At least `count` requests over connections of up to `length` each: (sent, good answers, what is wrong)."""
     sent = seen = 0
     wrong: list[str] = []
     with ThreadPoolExecutor(clients) as pool:
         while sent < count and len(wrong) < 10:
             seeds = range(first, first := first + 64)
-            for a, b, c in pool.map(lambda seed: converse(server, seed, length), seeds):
+            for a, b, c in pool.map(lambda seed: converse(server, subject, seed, length), seeds):
                 sent, seen, wrong = sent + a, seen + b, wrong + c
     return sent, seen, wrong
+
+
+def of_package(folder: Path, pool_size: int = 200) -> Subject:
+    """A package in folder/model, other weights and a delta beside it, damaged ones too; good requests are of a pool,
+    for which Python has the answers of all versions."""
+    import torch
+
+    import funcrec as fr
+    from funcrec.train import ChangedRows
+    from programs import packages
+
+    packages.export(folder / "model")
+    fr.save_weights(folder / "next", packages.params(1), version="next")
+    package, newer = fr.load_package(folder / "model"), packages.params(2)
+    parts = {t: (ChangedRows(torch.arange(20), x[:20], 0, tuple(x.shape)),) for t, x in newer.tables.items()}
+    delta, file = fr.Delta(parts, torch.tensor(1)), folder / "third.delta"
+    fr.write_delta(file, delta, package, fr.Params({}, newer.dense), version="third")
+    updates = [(b"/reload", "weights", name) for name in ("model", "next", "nothing", "third.delta", "..")]
+    updates += [(b"/delta", "path", name) for name in ("third.delta", "third.delta", "model", "nothing")]
+    updates *= 5
+    whole, rng = file.read_bytes(), np.random.default_rng(0)
+    for i in range(40):
+        at = int(rng.integers(0, len(whole) if i % 2 else 400))
+        damaged = whole[:at] if i % 4 < 2 else whole[:at] + rng.bytes(3) + whole[at + 3 :]
+        (folder / f"{i}.delta").write_bytes(damaged)
+        updates.append((b"/delta", "path", f"{i}.delta"))
+
+    batches = [packages.batch(n % 4, seed=n) for n in range(pool_size)]
+    plain = [packages.plain(b) for b in batches]
+    right: list[dict] = [{} for _ in batches]
+    for change in (lambda: None, lambda: package.apply(file), lambda: package.swap(folder / "next")):
+        change()
+        for batch, own in zip(batches, right, strict=True):
+            own[package.version] = {k: x.numpy() for k, x in package(batch).items()}
+    found = {json.dumps(p): r for p, r in zip(plain, right, strict=True)}
+
+    def request(rng, bags=None):
+        bags = int(rng.integers(0, 4)) if bags is None else bags
+        return plain[4 * int(rng.integers(0, pool_size // 4)) + bags]
+
+    def is_right(answer, asked):
+        want = found[json.dumps(asked)][answer["version"]]
+        near = lambda x, y: np.abs(np.array(x, np.float32).reshape(y.shape) - y).max(initial=0) <= 1e-6
+        return set(want) == set(answer["outputs"]) and all(near(answer["outputs"][k], y) for k, y in want.items())
+
+    own_pack = lambda asked: pack(asked, packages.KEYS, ("seen",))
+    bodies = tuple((target, json.dumps({key: name}).encode()) for target, key, name in updates)
+    return Subject(request, own_pack, is_right, bodies)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--package", action="store_true", help="behind funcrec-serve, in the place of sums")
     parser.add_argument("--program", type=Path, help="one that was built before")
     options = parser.parse_args()
-    begin = time.monotonic()
-    program = options.program or serving.build("address,undefined")
-    with Server(
-        program, "sums", "--workers", "2", "--timeout-s", "2", "--max-body", "100000", env=SANITIZERS
-    ) as server:
-        sent, seen, wrong = run(server, options.count, options.seed << 32)
-        alive = server.ask("GET", "/healthz")[0]
-        codes = {k: int(x) for k, x in server.metrics().items() if "requests_total" in k}
-        status, errors = server.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        subject, words = SUMS, ["sums"]
+        program = options.program or (sanitized() if options.package else serving.build("address,undefined"))
+        if options.package:
+            subject, words = of_package(Path(folder)), [f"{folder}/model", "--updates", folder]
+        begin = time.monotonic()
+        words += ["--workers", "2", "--timeout-s", "2", "--max-body", "100000"]
+        with Server(program, *words, env=SANITIZERS) as server:
+            sent, seen, wrong = run(server, options.count, options.seed << 32, subject=subject)
+            alive = server.ask("GET", "/healthz")[0]
+            codes = {k: int(x) for k, x in server.metrics().items() if "_total{" in k}
+            status, errors = server.stop()
     print(f"{sent} requests, {seen} good ones answered right, in {time.monotonic() - begin:.0f} s; {codes}")
     print(*wrong, errors, sep="\n")
     return int(bool(wrong or errors) or (alive, status) != (200, 0))
+
+
+def sanitized() -> Path:
+    """funcrec-serve with the sanitizer, and kernels that have it too."""
+    from funcrec.kernels.cpp import _native
+
+    from programs import answers, sanitize
+
+    kernels = sanitize.build("address", _native.level())
+    return answers.build("address,undefined", kernels=kernels.parent) / "funcrec-serve"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ python -m programs.packages FOLDER writes it, and beside it FOLDER-next, weights
 """
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -42,6 +43,13 @@ def batch(num_bags, seed=0, most=5, outside=True):
     bare = ("user", "item")
     ids = fr.KeyedJaggedTensor.from_lengths(KEYS, values, lengths, weights=weights, unweighted=bare)
     return fr.Batch(ids, dense=torch.randn(num_bags, 3, generator=random))
+
+
+def plain(batch):
+    """A batch as JSON has it."""
+    seen = batch.ids["seen"]
+    weights = [seen.weights[a:b].tolist() for a, b in pairwise(seen.offsets.tolist())]
+    return {"ids": batch.ids.to_lists(), "weights": {"seen": weights}, "dense": batch.dense.tolist()}
 
 
 ROWS = {

@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -31,19 +30,10 @@ def running(path, built):
         yield server
 
 
-def request(batch):
-    """A batch as JSON has it."""
-    lists = {k: batch.ids[k].to_lists() for k in packages.KEYS}
-    jagged = batch.ids["seen"]
-    ends, weights = jagged.offsets.tolist(), jagged.weights.tolist()
-    seen = [weights[a:b] for a, b in pairwise(ends)]
-    return {"ids": lists, "weights": {"seen": seen}, "dense": batch.dense.tolist()}
-
-
 def assert_answers(package, connection, num_bags):
     """Both forms of one request get the package's outputs within 1e-6, under its version."""
     batch = packages.batch(num_bags, seed=num_bags)
-    want, asked = package(batch), request(batch)
+    want, asked = package(batch), packages.plain(batch)
     status, plain = serving.predict(connection, asked)
     body = serving.pack(asked, packages.KEYS, ("seen",))
     code, _, data = serving.ask(connection, "POST", "/predict", body, serving.BYTES)
@@ -147,7 +137,7 @@ def test_a_run_publishes_to_a_server(path, built, tmp_path):
         return fr.fit(STEP, state, batches, epochs=1, callbacks=[tell, note], progress=False).state
 
     with start() as server:
-        asking = Asking(server, request(asked))
+        asking = Asking(server, packages.plain(asked))
         state = run(STEP.init(packages.params()), server, batches[:8])
         found = asking.end()
     seen = {version for version, _ in found} - {"first"}
@@ -177,7 +167,7 @@ def test_weights_are_swapped_under_load(path, running):
     learn(), package.apply(file), learn(), package.swap(path.parent / "next"), learn()
     turn = [("/reload", {"weights": path.name}), ("/delta", {"path": file.name}), ("/reload", {"weights": "next"})]
     assert running.ask("POST", *turn[2])[0] == 200
-    asking = Asking(running, request(asked))
+    asking = Asking(running, packages.plain(asked))
     for i in range(20):
         assert running.ask("POST", *turn[i % 3])[0] == 200
         before = len(asking.answers)
