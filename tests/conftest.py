@@ -40,8 +40,15 @@ def poisoned_memory():
     patch.undo()
 
 
-def pytest_collection_modifyitems(items):
-    """Examples that need TorchRec run where it is installed, as the tests against it do."""
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Examples that need TorchRec run where it is installed, as the tests against it do. Tests of one group go to one
+    worker, or none: what they share is made once."""
+    grouped = (
+        [x for x in items if x.get_closest_marker("xdist_group")] if getattr(config.option, "loadgroup", 0) else []
+    )
+    if lost := [x.nodeid for x in grouped if "@" not in x.nodeid.rpartition("]")[2]]:
+        raise pytest.UsageError(f"pytest {pytest.__version__} and its xdist form no groups: {lost[0]} is in none")
     if importlib.util.find_spec("torchrec") is None:
         sources = {x: [e.source for e in x.dtest.examples] for x in items if hasattr(x, "dtest")}
         items[:] = [x for x in items if not any("torchrec" in source for source in sources.get(x, ()))]
