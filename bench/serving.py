@@ -211,7 +211,8 @@ def opening(setting: Setting) -> dict:
     sample = batch(64, 20, rows, torch.Generator().manual_seed(0))
     path = fr.export(predict, params, sample, setting.folder / "large", version="large")
     del params, table
-    requests = write_requests(setting.folder / "requests", Case(512, 20, 1).batches(rows)[:2], 1)
+    batches = [Case(1, 20, 1).batches(rows)[0], *Case(512, 20, 1).batches(rows)[:2]]
+    requests = write_requests(setting.folder / "requests", batches, 1)
     sizes = {f.name: f.stat().st_size for f in path.iterdir()}
     weights = sizes.pop("weights.bin")
     times: dict[str, list[float]] = {}

@@ -16,7 +16,7 @@ from torch import Tensor
 from funcrec.compile._inductor import PATCHING
 
 LINEAR = torch.ops.aten.linear.default
-MANY = 32  # rows
+MANY = 32  # rows, and what they are a multiple of
 LEAST = 1 << 14  # elements of W
 
 
@@ -28,13 +28,12 @@ def two_products(exported: torch.export.ExportedProgram) -> Iterator[None]:
     if not products or not torch.backends.mkldnn.is_available():
         yield
         return
-    wide = torch.ops.mkldnn._linear_pointwise.default
-    graph.add_submodule("many_rows", branch(lambda own, x, w, b: own.call_function(wide, (x, w, b, "none", [], ""))))
-    graph.add_submodule("few_rows", branch(lambda own, *x: own.call_function(LINEAR, x)))
+    graph.add_submodule("many_rows", torch.fx.symbolic_trace(in_steps))
+    graph.add_submodule("few_rows", torch.fx.symbolic_trace(lambda x, weight, bias: (LINEAR(x, weight, bias),)))
     for node in products:
         replace(node)
     graph.recompile()
-    with lowered(wide):
+    with lowered():
         yield
 
 
@@ -49,11 +48,16 @@ def is_worth_it(product: torch.fx.Node) -> bool:
     return fixed and w.numel() >= LEAST and isinstance(x.shape[0], torch.SymInt)
 
 
-def branch(call: Callable) -> torch.fx.GraphModule:
-    graph = torch.fx.Graph()
-    given = [graph.placeholder(name) for name in ("x", "weight", "bias")]
-    graph.output((call(graph, *given),))
-    return torch.fx.GraphModule({}, graph)
+def onednn() -> Callable:
+    return torch.ops.mkldnn._linear_pointwise.default  # not in every build of torch
+
+
+def in_steps(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor]:
+    """x Wᵀ + b, with zeros behind x up to a multiple of MANY rows: oneDNN plans each number of rows for a millisecond,
+    and keeps a thousand plans."""
+    rows = torch.ops.aten.sym_size.int(x, 0)
+    whole = torch.ops.aten.constant_pad_nd.default(x, [0, 0, 0, -rows % MANY])
+    return (torch.ops.aten.slice.Tensor(onednn()(whole, weight, bias, "none", [], ""), 0, 0, rows),)
 
 
 def replace(product: torch.fx.Node) -> None:
@@ -75,7 +79,7 @@ def replace(product: torch.fx.Node) -> None:
 
 
 @contextlib.contextmanager
-def lowered(wide: Callable) -> Iterator[None]:
+def lowered() -> Iterator[None]:
     """Inductor calls oneDNN with weights that are inputs; by itself it takes only constants, which it packs."""
     from torch._inductor import ir, mkldnn_ir
     from torch._inductor.lowering import lowerings
@@ -83,6 +87,7 @@ def lowered(wide: Callable) -> Iterator[None]:
     def lower(x, w, b, *how):
         return ir.TensorBox.create(mkldnn_ir.LinearUnary.create(x, w, b, *how))
 
+    wide = onednn()
     with PATCHING:
         before = lowerings.get(wide)
         lowerings[wide] = lower

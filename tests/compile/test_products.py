@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcrec.compile import two_products
 
@@ -24,13 +25,31 @@ def branches(program):
     return len(program.graph.find_nodes(op="call_function", target=torch.ops.higher_order.cond))
 
 
+class Rows(TorchDispatchMode):
+    """What oneDNN is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.mkldnn._linear_pointwise.default:
+            self.seen.append(args[0].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
 def test_large_products_branch_on_their_rows():
-    """A large product of f32 with a bias has both; with any number of rows it is x Wᵀ + b, as the others are."""
+    """A large product of f32 with a bias has both; with any number of rows it is x Wᵀ + b, as the others are. oneDNN,
+    which plans each number of rows anew, is given multiples of 32."""
     program = exported(torch.export.Dim("B", min=1, max=4096)).run_decompositions({})
     with two_products(program):
         assert branches(program) == 2
-        for rows in (1, 31, 32, 70):
+        for rows, whole in ((1, 32), (31, 32), (32, 32), (33, 64), (70, 96)):
             x, w, b = torch.randn(rows, 160), torch.randn(128, 160) / 12, torch.randn(128)
+            with Rows() as given:
+                (many,) = program.graph_module.many_rows(x, w, b)
+            assert given.seen == [whole]
+            torch.testing.assert_close(many, F.linear(x, w, b), rtol=1e-5, atol=1e-5)
             for got, want in zip(program.module()(x, w, b), Layers()(x, w, b), strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
