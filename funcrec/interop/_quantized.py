@@ -161,13 +161,38 @@ def load_quantised(call: str, q: QuantizedTables, state_dict: Mapping[str, Any])
     return replace(q, tables={n: new[n].to(t.device, t.dtype) for n, t in q.items()})
 
 
-def loaded_rows(call: str, forms: Sequence[tuple[str, int, int]], held: Mapping[str, Any]) -> QuantizedTables:
-    """The tables of a state dict, whole or with scales and biases beside; a TBE's own buffers are beside the point."""
+def quantised_like(call: str, q: QuantizedTables, like_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The rows of `q` in the form of a quantised module's state dict: padded as its rows are, or split as they are."""
+    names, made = placed_names(call, q.forms, like_dict), dict(like_dict)
+    for n, bits, _ in q.forms:
+        name = names[n]
+        x, theirs = their_rows(q[n], bits, "tbe", 1), like_dict[name]
+        if x.shape[0] != theirs.shape[0]:
+            got, need = f"{theirs.shape[0]}", f"{x.shape[0]}"
+            fail(call, f"table {n!r} has another number of rows in the state dict.", got=got, need=need)
+        if bits in CODE_BITS and name + QPARAMS[0] in like_dict:
+            head, x = x[:, :HEAD_BYTES].contiguous().view(torch.float16), x[:, HEAD_BYTES:]
+            for part, own in zip(QPARAMS, head.split(1, 1), strict=True):
+                made[name + part] = own.to(like_dict[name + part], copy=True)
+        width = theirs.detach().view(torch.uint8).shape[1]
+        plain = torch.nn.functional.pad(x, (0, width - x.shape[1])).to(theirs.device, copy=True)
+        made[name] = type(theirs)(plain) if hasattr(type(theirs), "N") else plain  # UInt4Tensor and UInt2Tensor
+    return {n: x.clone() if isinstance(x, Tensor) and x is like_dict[n] else x for n, x in made.items()}
+
+
+def placed_names(call: str, forms: Sequence[tuple[str, int, int]], held: Mapping[str, Any]) -> dict[str, str]:
+    """{table: its name in a state dict}; a TBE's own buffers are beside the point."""
     tables = {n: None for n, _, _ in forms}
     names = {table_of(n, tables): n for n in held if table_of(n, tables) is not None}
     known = {n + part for n in names.values() for part in ("", *QPARAMS)}
     check(call, place_problems(forms, names, [n for n in held if n not in known and ".tbes." not in f".{n}"]))
     check(call, *(weight_problems(names[n], held, bits, dim) for n, bits, dim in forms))
+    return names
+
+
+def loaded_rows(call: str, forms: Sequence[tuple[str, int, int]], held: Mapping[str, Any]) -> QuantizedTables:
+    """The tables of a state dict, whole or with scales and biases beside."""
+    names = placed_names(call, forms, held)
     whole = {n: joined_rows(names[n], held, bits) for n, bits, _ in forms}
     return QuantizedTables({n: our_rows(call, n, whole[n], b, d, "tbe") for n, b, d in forms}, tuple(forms))
 

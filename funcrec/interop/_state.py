@@ -28,7 +28,7 @@ from funcrec.core import (
     tree_unflatten,
 )
 from funcrec.interop._places import Place, find_places, shape_problems, table_of, to_our_columns, to_their_columns
-from funcrec.interop._quantized import load_quantised
+from funcrec.interop._quantized import load_quantised, quantised_like
 from funcrec.interop._shards import joined, like, shape_of, whole
 from funcrec.quantized import QuantizedTables
 from funcrec.tables import FeatureConfig, Params, feature_list_problems, params_problems
@@ -119,12 +119,15 @@ def load_torchrec_state_dict(
     return state if step is None else replace(state, step=torch.full_like(state.step, step))
 
 
-def to_torchrec_state_dict(state: Params | TrainState, like_dict: Mapping[str, Any]) -> dict[str, Any]:
+def to_torchrec_state_dict(
+    state: Params | TrainState | QuantizedTables, like_dict: Mapping[str, Any]
+) -> dict[str, Any]:
     """The way back: the numbers of `state` in the form of a TorchRec state dict, which its `load_state_dict` takes
     strictly.
 
     Args:
-      state: Params, or a TrainState whose tables are whole (`fr.gather_state`, where they are sharded).
+      state: Params, or a TrainState whose tables are whole (`fr.gather_state`, where they are sharded). Or
+        QuantizedTables, for a quantised collection of the same bits.
       like_dict: `module.state_dict()`, or the `state_dict()` of an optimizer (for a TrainState): its names, dtypes,
         devices and shards are kept, its numbers are not; param_groups are copied.
 
@@ -146,6 +149,9 @@ def to_torchrec_state_dict(state: Params | TrainState, like_dict: Mapping[str, A
       True
     """
     call = "funcrec.interop.to_torchrec_state_dict"
+    if isinstance(state, QuantizedTables):
+        check(call, dict_problems(like_dict, "like_dict"))
+        return quantised_like(call, state, like_dict)
     check(call, state_problems(state), dict_problems(like_dict, "like_dict"), tracked_problems(state))
     if is_optimizer(like_dict):
         check(call, trained_problems(state))

@@ -1,0 +1,62 @@
+"""LR, FM, DLRM, DCNv2 and two-tower as packages, beside the functions that they are of.
+
+python -m programs.exported_models [NAME ...] exports each, and runs it on batches of 0, 1, 3, 64 and 512 bags, of which
+some are empty and some ids -1 or beyond their tables. It prints the greatest difference, and ends with 1 if one is over
+1e-5. About ten seconds a model.
+"""
+
+import sys
+import tempfile
+import time
+
+import torch
+
+import funcrec as fr
+
+SIZES, LIMIT, COLUMNS = (0, 1, 3, 64, 512), 1e-5, 3
+TABLES = (fr.TableConfig("user", 50, 8), fr.TableConfig("item", 100, 8))
+FEATURES = (fr.FeatureConfig("user", table="user"), fr.FeatureConfig("item", table="item", pooling="mean"))
+LINEAR_TABLES, LINEAR = fr.models.linear_twins(TABLES, FEATURES)
+DENSE = {"num_dense": COLUMNS, "sizes": (8,)}
+MODELS = {
+    "lr": fr.models.lr(LINEAR_TABLES, LINEAR),
+    "fm": fr.models.fm((*TABLES, *LINEAR_TABLES), FEATURES, linear=LINEAR),
+    "dlrm": fr.models.dlrm(TABLES, FEATURES, bottom=(8, 8), **DENSE),
+    "dcnv2": fr.models.dcnv2(TABLES, FEATURES, **DENSE),
+    "two_tower": fr.models.two_tower(TABLES, FEATURES[:1], FEATURES[1:], sizes=(8, 4)),
+}
+
+
+def batch(name: str, num_bags: int) -> fr.Batch:
+    random = torch.Generator().manual_seed(num_bags)
+    lengths = torch.randint(0, 5, (2 * num_bags,), generator=random)
+    values = torch.randint(-1, 110, (int(lengths.sum()),), generator=random)
+    ids = fr.KeyedJaggedTensor.from_lengths(("user", "item"), values, lengths)
+    return fr.Batch(ids, dense=torch.randn(num_bags, COLUMNS, generator=random) if name in ("dlrm", "dcnv2") else None)
+
+
+def difference(name: str) -> float:
+    """The greatest, of all sizes; inf where a shape or a dtype is another."""
+    model = MODELS[name]
+    params, worst = model.init(fr.key(0)), 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        package = fr.load_package(fr.export(model.apply, params, batch(name, 3), f"{folder}/model"))
+    for n in SIZES:
+        got, want = package(batch(name, n)), model.apply(params, batch(name, n))
+        if (got.shape, got.dtype) != (want.shape, want.dtype):
+            return float("inf")
+        worst = max(worst, float((got - want).abs().max()) if n else 0.0)
+    return worst
+
+
+def main(names: list[str]) -> int:
+    found = {}
+    for name in names or MODELS:
+        begun = time.perf_counter()
+        found[name] = difference(name)
+        print(f"{name}: {found[name]:.2g} apart, {time.perf_counter() - begun:.0f} s", flush=True)
+    return int(any(not x <= LIMIT for x in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
