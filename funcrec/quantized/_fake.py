@@ -16,30 +16,27 @@ quantization" (ICLR 2020, arXiv:1902.08153), equations 1 to 3 and section 2.2.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from funcrec.core import (
-    GAMMA,
     Key,
     Problem,
     any_tracked,
     check,
     describe,
     fail,
-    one_level_below,
     pytree,
     replace,
     typed,
 )
 from funcrec.jagged import KeyedJaggedTensor
-from funcrec.kernels import ops
 from funcrec.kernels.forms import Feature
-from funcrec.kernels.reference_quantized import packed
-from funcrec.quantized._forms import CODES, FLOATS, Dtype, dtype_problems, named_dtypes
-from funcrec.quantized._tables import QUANTIZE, QuantizedTables, quantize, table_key
+from funcrec.quantized._forms import CODES, Dtype, dtype_problems, named_dtypes
+from funcrec.quantized._rounded import StraightThrough, by_scale, first_scales, learned_codes, row_keys
+from funcrec.quantized._tables import QUANTIZE, QuantizedTables, quantize
 from funcrec.tables import (
     KINDS,
     FeatureConfig,
@@ -52,11 +49,11 @@ from funcrec.tables import (
     pooled_read,
     sequence_rows,
     sequences_read,
+    table_shapes,
     tensor_problems,
 )
 
 SCALE = ".scale"  # behind a table's name, the part of its scales
-LEAST_SCALE = 2.0**-14  # f16's least normal number
 
 
 @pytree(static=("dtypes",), optional=("rounding",))
@@ -80,6 +77,9 @@ class FakeQuantizedTables:
     scales: dict[str, Tensor]
     dtypes: tuple[tuple[str, str], ...]
     rounding: Tensor | None = None
+
+    def __post_init__(self):
+        check("funcrec.FakeQuantizedTables", part_problems(self.tables, self.scales, self.dtypes))
 
     def items(self):
         return parts_of(self).items()
@@ -168,12 +168,6 @@ def fake_quantize(
     return FakeQuantizedTables(dict(tables), first, dtypes)
 
 
-def first_scales(t: Tensor, bits: int) -> Tensor:
-    """f[R, 1]: 2 · mean|x| / √p of each row."""
-    wide = t.to(ops.accumulation_dtype(t.dtype))
-    return (2 * wide.abs().mean(1, keepdim=True) / math.sqrt(2 ** (bits - 1) - 1)).clamp(min=LEAST_SCALE)
-
-
 # -- how lookups read them ---------------------------------------------------------------------------------------------
 
 
@@ -181,6 +175,7 @@ def read_fake(
     tables: FakeQuantizedTables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
 ) -> Read:
     """What a lookup gives of rows that are rounded where they were gathered; features all pooled, or all sequences."""
+    check("funcrec.lookup", part_problems(tables.tables, tables.scales, tables.dtypes))
     shapes = {n: tuple(t.shape) for n, t in tables.tables.items()}
     gather = lambda table, rows: rounded_rows(tables, table, rows, implementation)
     if features[0].pooling == "none":
@@ -229,60 +224,10 @@ def rounded_rows(tables: FakeQuantizedTables, table: str, rows: Tensor, implemen
     if dtype == "float32":
         return x
     keys = row_keys(tables.rounding, table, rows, t.shape[1]) if dtype in CODES else ()
-    return _StraightThrough.apply(dtype, x, *keys)
-
-
-def row_keys(key: Tensor | None, table: str, rows: Tensor, dim: int) -> tuple[Tensor, ...]:
-    """(i64[N],): by which a copy of rows is rounded as `quantize` rounds the table by the key."""
-    return () if key is None else (table_key(key, table) + rows * -(-dim // 4) * GAMMA,)
-
-
-class _StraightThrough(torch.autograd.Function):
-    """rows [N, D] as a dtype stores them; of all derivatives the identity."""
-
-    @staticmethod
-    def forward(dtype, x, *keys):
-        if dtype not in CODES:
-            return x.to(FLOATS[dtype]).to(x.dtype)
-        # a key for each row is the reference's alone
-        made = ops.quantize_rows(x, CODES[dtype], *keys, implementation="reference" if keys else None)
-        every = torch.arange(x.shape[0], device=x.device)
-        return ops.quantized_rows(made, every, CODES[dtype], x.shape[1]).to(x.dtype)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.num_keys = len(inputs) - 2
-
-    @staticmethod
-    def backward(ctx, d):
-        return None, d, *[None] * ctx.num_keys
-
-    @staticmethod
-    def jvp(ctx, _, tangent, *keys):
-        return one_level_below(lambda _, tangents: tangents[0].clone(), (), (tangent,))
-
-    @staticmethod
-    def vmap(info, in_dims, dtype, x, *keys):
-        k = info.batch_size
-        whole = lambda t, d: (t.movedim(d, 0) if d is not None else t.expand(k, *t.shape)).flatten(0, 1)
-        out = _StraightThrough.apply(dtype, *map(whole, (x, *keys), in_dims[1:]))
-        return out.unflatten(0, (k, -1)), 0
+    return StraightThrough.apply(dtype, x, *keys)
 
 
 # -- learned scales --------------------------------------------------------------------------------------------------
-
-
-def by_scale(x: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(x̂ f[N, D], its derivative by the scale, and by x); scales: f[N, 1], rounded to f16 as rows of codes have it."""
-    least, most, s = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1, half_scales(scales).to(x.dtype)
-    place = x / s
-    code = place.round().clamp(least, most)
-    inside = (place > least) & (place < most)
-    return code * s, torch.where(inside, code - place, code), inside.to(x.dtype)
-
-
-def half_scales(scales: Tensor) -> Tensor:
-    return scales.clamp(min=LEAST_SCALE).to(torch.float16)
 
 
 def with_scales(read: Read, tables: FakeQuantizedTables) -> Read:
@@ -315,6 +260,7 @@ def quantize_fake(tables: FakeQuantizedTables, dtype: Any, key: Tensor | None) -
         need = "None, for their own"
         got = f"{dtype!r}; the tables have {dict(tables.dtypes)}"
         fail("funcrec.quantize", "`dtype` is that of tables with one.", got=got, need=need, hint="fr.quantize(tables)")
+    check("funcrec.quantize", part_problems(tables.tables, tables.scales, tables.dtypes))
     q = quantize(tables.tables, dict(tables.dtypes), key=tables.rounding if key is None else key)
     learned = {n: learned_codes(t, tables.scales[n + SCALE], CODES[dtype]) for (n, dtype), t in
                zip(tables.dtypes, tables.tables.values(), strict=True) if n + SCALE in tables.scales}  # fmt: skip
@@ -324,14 +270,32 @@ def quantize_fake(tables: FakeQuantizedTables, dtype: Any, key: Tensor | None) -
 QUANTIZE[FakeQuantizedTables] = quantize_fake
 
 
-def learned_codes(t: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """u8[R, S], with the bias at the least code."""
-    s, least = half_scales(scales), 2 ** (bits - 1)
-    codes = (by_scale(t.to(torch.float32), scales, bits)[0] / s.to(torch.float32)).round() + least
-    return torch.cat([torch.cat([s, s * -least], 1).view(torch.uint8), packed(codes.to(torch.int32), bits)], 1)
-
-
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def part_problems(tables: Any, scales: Any, dtypes: Any) -> Iterator[Problem]:
+    """Each table has a dtype, in order, and its scales, if any, a number for each row; of parts that are tensors."""
+    for name, parts in (("tables", tables), ("scales", scales)):
+        if not isinstance(parts, Mapping):
+            got, need = describe(parts), "{name: f[R, D]}"
+            yield Problem(f"`{name}` is not a dict.", got, need, "fr.fake_quantize(tables)", TypeError)
+            return
+    pairs = dtypes if isinstance(dtypes, tuple) and all(isinstance(d, tuple) and len(d) == 2 for d in dtypes) else ()
+    if [n for n, _ in pairs] != list(table_shapes(tables)) or any(d not in get_args(Dtype) for _, d in pairs):
+        need = f"(table, dtype) for each of {list(table_shapes(tables))}, in order, of {list(get_args(Dtype))}"
+        yield Problem("`dtypes` do not match the tables.", repr(dtypes), need, "fr.fake_quantize(tables, dtype)")
+        return
+    of = {n + SCALE: n for n, dtype in pairs if dtype in CODES and n in tables}
+    for part, s in scales.items():
+        if part not in of:
+            yield Problem(f"`scales[{part!r}]` is of no table of codes.", f"{part!r}", f"one of {list(of)}")
+            continue
+        t = tables[of[part]]
+        if not (isinstance(s, Tensor) and isinstance(t, Tensor)):  # what stands for tensors
+            continue
+        if s.shape != (*t.shape[:-1], 1) or not s.is_floating_point():
+            kind, need = ValueError if s.is_floating_point() else TypeError, f"f[{t.shape[0]}, 1], of {describe(t)}"
+            yield Problem(f"`scales[{part!r}]` do not match the table.", describe(s), need, "fr.fake_quantize", kind)
 
 
 def refuse_learned(table: str) -> None:

@@ -1,5 +1,7 @@
 """fake_quantize: lookups with the bits of quantised tables, gradients of float ones, models that lose less by it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -65,6 +67,29 @@ def test_learned_scales_are_those_of_the_codes(dtype):
         assert_trees_close(read(tables, IDS, both), read(fr.quantize(tables), IDS, both))
     with pytest.raises(ValueError, match=r"`dtype` is that of tables with one"):
         fr.quantize(fake, "int8")
+
+
+def test_a_key_draws_the_same_for_ids_of_any_width():
+    """With a key i32 ids read the numbers that i64 ids read: those of `quantize`."""
+    fake, q = (make(TABLES, "int4", key=fr.key(7)) for make in (fr.fake_quantize, fr.quantize))
+    assert_trees_close(read(fake, replace(IDS, values=IDS.values.int()), both), read(q, IDS, both))
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_learned_scales_hide_nothing(dtype):
+    """A row that holds NaN or inf, or has such a scale, is NaN in lookups and in codes; a scale whose bias f16 does not
+    hold counts as the greatest that it does."""
+    t = torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [1.0, torch.inf], [3.0, 4.0], [3.0, 4.0], [4e4, -2e4]])
+    fake = fr.fake_quantize({"a": t}, dtype, scales="learned")
+    scales = torch.tensor([[0.5], [0.5], [0.5], [torch.nan], [torch.inf], [1e9]])
+    fake = replace(fake, scales={"a.scale": scales})
+    ids = fr.KeyedJaggedTensor.from_lists({"x": [[i] for i in range(6)]})
+    rows = fr.lookup(fake, ids, [fr.FeatureConfig("x", table="a")]).values
+    assert torch.equal(rows.isnan().all(1), torch.tensor([False, True, True, True, True, False]))
+    assert torch.equal(rows.isnan().any(1), rows.isnan().all(1))
+    assert_trees_close(fr.dequantize(fr.quantize(fake))["a"], rows)
+    step = 65504 / 2.0 ** (int(dtype[3:]) - 1)
+    assert torch.equal(rows[5], (t[5] / step).round() * step)
 
 
 @given(st.sampled_from(CODES), st.booleans())
@@ -165,6 +190,33 @@ def test_what_cannot_be_trained_so_is_refused(tmp_path):
     for tables in (fake, fr.quantize(TABLES)):
         with pytest.raises(TypeError, match=r"`tables` are not plain tables"):
             fr.fake_quantize(tables)
+
+
+def test_parts_that_do_not_match_are_refused():
+    """Scales of other rows, or of several columns, and dtypes of other tables, in another order or unknown are refused
+    by name, whether the value is made so or a tree's leaves were changed."""
+    fake = fr.fake_quantize(TABLES, "int4", scales="learned")
+    scale, ones = "a.scale", torch.ones(7, 1)
+    bad = {
+        r"`scales\['a.scale'\]` do not match the table.(.|\n)*f32\[1, 1\](.|\n)*f\[7, 1\]": {scale: ones[:1]},
+        r"`scales\['a.scale'\]` do not match the table.(.|\n)*f32\[7, 4\]": {scale: torch.ones(7, 4)},
+        r"`scales\['a.scale'\]` do not match the table.(.|\n)*f32\[7\]": {scale: torch.ones(7)},
+        r"`scales\['c.scale'\]` is of no table of codes": {"c.scale": ones},
+    }
+    for text, scales in bad.items():
+        with pytest.raises(ValueError, match=text):
+            replace(fake, scales=scales)
+    with pytest.raises(TypeError, match=r"`scales\['a.scale'\]` do not match"):
+        replace(fake, scales={scale: ones.int()})
+    for dtypes in ((("b", "int4"), ("a", "int4")), (("a", "int4"),), (("a", "int9"), ("b", "int4")), None):
+        with pytest.raises(ValueError, match=r"`dtypes` do not match the tables(.|\n)*\['a', 'b'\], in order"):
+            replace(fake, dtypes=dtypes)
+    with pytest.raises(TypeError, match=r"`tables` is not a dict"):
+        replace(fake, tables=[torch.ones(2, 2)])
+    cut = fr.tree.map(lambda x: x[:3] if x.shape[1] == 1 else x, fake)
+    for call in (lambda: fr.quantize(cut), lambda: read(cut, IDS, both)):
+        with pytest.raises(ValueError, match=r"`scales\['a.scale'\]` do not match the table"):
+            call()
 
 
 def test_training_for_few_bits_loses_less_by_them():

@@ -1,0 +1,94 @@
+"""Rows of floats as their codes have them: by each row's own range, or by a learned scale.
+
+    x̂ = s · clip(round(x / s), -n, p)        n = 2^(bits - 1), p = n - 1
+
+Shapes: N rows of a table or R of it, D dim.
+
+Source: see `_fake`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from funcrec.core import GAMMA, one_level_below
+from funcrec.kernels import ops
+from funcrec.kernels.reference_quantized import packed
+from funcrec.quantized._forms import CODES, FLOATS
+from funcrec.quantized._tables import table_key
+
+LEAST_SCALE = 2.0**-14  # f16's least normal number
+MOST_BIAS = 65504.0  # f16's greatest number; over a power of two it is one of f16, too
+
+
+def row_keys(key: Tensor | None, table: str, rows: Tensor, dim: int) -> tuple[Tensor, ...]:
+    """(i64[N],): by which a copy of rows is rounded as `quantize` rounds the table by the key."""
+    return () if key is None else (table_key(key, table) + rows.long() * -(-dim // 4) * GAMMA,)
+
+
+class StraightThrough(torch.autograd.Function):
+    """rows [N, D] as a dtype stores them; of all derivatives the identity."""
+
+    @staticmethod
+    def forward(dtype, x, *keys):
+        if dtype not in CODES:
+            return x.to(FLOATS[dtype]).to(x.dtype)
+        # a key for each row is the reference's alone
+        made = ops.quantize_rows(x, CODES[dtype], *keys, implementation="reference" if keys else None)
+        every = torch.arange(x.shape[0], device=x.device)
+        return ops.quantized_rows(made, every, CODES[dtype], x.shape[1]).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.num_keys = len(inputs) - 2
+
+    @staticmethod
+    def backward(ctx, d):
+        return None, d, *[None] * ctx.num_keys
+
+    @staticmethod
+    def jvp(ctx, _, tangent, *keys):
+        return one_level_below(lambda _, tangents: tangents[0].clone(), (), (tangent,))
+
+    @staticmethod
+    def vmap(info, in_dims, dtype, x, *keys):
+        k = info.batch_size
+        whole = lambda t, d: (t.movedim(d, 0) if d is not None else t.expand(k, *t.shape)).flatten(0, 1)
+        out = StraightThrough.apply(dtype, *map(whole, (x, *keys), in_dims[1:]))
+        return out.unflatten(0, (k, -1)), 0
+
+
+# -- learned scales --------------------------------------------------------------------------------------------------
+
+
+def first_scales(t: Tensor, bits: int) -> Tensor:
+    """f[R, 1]: 2 · mean|x| / √p of each row."""
+    wide = t.to(ops.accumulation_dtype(t.dtype))
+    return (2 * wide.abs().mean(1, keepdim=True) / math.sqrt(2 ** (bits - 1) - 1)).clamp(min=LEAST_SCALE)
+
+
+def by_scale(x: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(x̂ f[N, D], its derivative by the scale, and by x); scales: f[N, 1], rounded to f16 as rows of codes have it. A
+    row with a number, or a scale, that is NaN or inf is NaN."""
+    least, most, s = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1, half_scales(scales, bits).to(x.dtype)
+    place = x / s
+    is_whole = x.isfinite().all(1, keepdim=True) & scales.isfinite()
+    code = torch.where(is_whole, place.round().clamp(least, most), torch.nan)
+    inside = (place > least) & (place < most)
+    return code * s, torch.where(inside, code - place, code), inside.to(x.dtype)
+
+
+def half_scales(scales: Tensor, bits: int) -> Tensor:
+    """f16: as a row of codes has them, whose bias -s · 2^(bits - 1) is f16, too."""
+    return scales.clamp(LEAST_SCALE, MOST_BIAS / 2 ** (bits - 1)).to(torch.float16)
+
+
+def learned_codes(t: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """u8[R, S], with the bias at the least code."""
+    s, least = half_scales(scales, bits), 2 ** (bits - 1)
+    read = by_scale(t.to(torch.float32), scales, bits)[0]
+    lost = read.isnan().any(1, keepdim=True)
+    codes = torch.where(lost, 0, (read / s.to(torch.float32)).round() + least)
+    head = torch.where(lost, torch.nan, torch.cat([s, s * -least], 1))
+    return torch.cat([head.view(torch.uint8), packed(codes.to(torch.int32), bits)], 1)
