@@ -68,6 +68,9 @@ from funcrec.quantized import fake_quantize as fake_quantize
 from funcrec.quantized import FakeQuantizedTables as FakeQuantizedTables
 from funcrec.quantized import quantize as quantize
 from funcrec.quantized import QuantizedTables as QuantizedTables
+from funcrec.retrieval import build_index as build_index
+from funcrec.retrieval import Index as Index
+from funcrec.retrieval import search_index as search_index
 from funcrec.retrieval import top_k as top_k
 from funcrec.sharding import column_wise as column_wise
 from funcrec.sharding import DenseShard as DenseShard

@@ -44,8 +44,8 @@ def top_k(
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:
     """Σ_d x[..., d] · y[..., d], term by term: sums of torch's own have an order of their own."""
-    out = x[..., 0] * y[..., 0] + 0
-    for d in range(1, x.shape[-1]):
+    out = x.new_zeros(torch.broadcast_shapes(x.shape, y.shape)[:-1])
+    for d in range(x.shape[-1]):
         out = out + x[..., d] * y[..., d]
     return out
 

@@ -13,12 +13,14 @@ from torch import Tensor
 from funcrec.core import Count, Problem, check, describe, typed
 from funcrec.jagged import JaggedTensor
 from funcrec.kernels import ops
+from funcrec.kernels.forms import CODE_BITS
+from funcrec.quantized import QuantizedTables
 
 
 @typed
 def top_k(
     queries: Tensor,
-    items: Tensor,
+    items: Tensor | QuantizedTables,
     k: Count,
     *,
     exclude: JaggedTensor | None = None,
@@ -31,7 +33,8 @@ def top_k(
 
     Args:
       queries: f[B, D], such as what `two_tower(...).query` gives.
-      items: f[R, D], such as all candidates' vectors, f16 and bf16 as they are.
+      items: f[R, D], such as all candidates' vectors, f16 and bf16 as they are; or QuantizedTables of one table, of
+        which the answer is that of `dequantize`, bit for bit, and no table is written out.
       k: how many, static; it may exceed R.
       exclude: B bags of rows that are not to be given, such as what the user has seen; rows outside count for nothing.
       implementation: of `funcrec.kernels`, chosen by name; None takes the device's own.
@@ -55,22 +58,38 @@ def top_k(
 
     Source: FAISS's IndexFlatIP.
     """
-    check("funcrec.top_k", vector_problems(queries, items), exclude_problems(exclude, queries))
+    vectors, bits = items, 0
+    if isinstance(items, QuantizedTables):
+        check("funcrec.top_k", table_problems(items))
+        ((_, bits, dim),), (items,) = items.forms, items.values()
+        bits = bits if bits in CODE_BITS else 0
+        vectors = items.new_empty((0, dim), dtype=torch.float32) if bits else items
+    check("funcrec.top_k", vector_problems(queries, vectors), exclude_problems(exclude, queries))
     rows, offsets = (None, None) if exclude is None else (exclude.values, exclude.offsets)
-    return ops.top_k(queries, items, rows, offsets, k, implementation=implementation)
+    return ops.top_k(queries, items, rows, offsets, k, bits, implementation=implementation)
 
 
 # -- validators --------------------------------------------------------------------------------------------------
 
 
+def matrix_problems(name: str, x: Tensor, count: str) -> Iterator[Problem]:
+    need = f"f[{count}, D]"
+    if not x.is_floating_point():
+        yield Problem(f"`{name}` are not floating-point numbers.", describe(x), need, f"{name}.float()", TypeError)
+    elif x.dim() != 2:
+        hint = f"{name}[None], of one" if x.dim() == 1 else "two dimensions; vmap over others"
+        yield Problem(f"`{name}` are not vectors.", describe(x), need, hint)
+
+
+def table_problems(items: QuantizedTables) -> Iterator[Problem]:
+    if len(items) != 1:
+        got, hint = f"tables {list(items)}", 'fr.quantize({"items": vectors})'
+        yield Problem("`items` are not one table.", got, "QuantizedTables of the items' vectors alone", hint)
+
+
 def vector_problems(queries: Tensor, items: Tensor) -> Iterator[Problem]:
-    for name, x, count in (("queries", queries, "B"), ("items", items, "R")):
-        need = f"f[{count}, D]"
-        if not x.is_floating_point():
-            yield Problem(f"`{name}` are not floating-point numbers.", describe(x), need, f"{name}.float()", TypeError)
-        elif x.dim() != 2:
-            hint = f"{name}[None], of one" if x.dim() == 1 else "two dimensions; vmap over others"
-            yield Problem(f"`{name}` are not vectors.", describe(x), need, hint)
+    yield from matrix_problems("queries", queries, "B")
+    yield from matrix_problems("items", items, "R")
     if queries.dim() == items.dim() == 2:
         if queries.shape[1] != items.shape[1] or not items.shape[1]:
             got, need = f"{describe(queries)} and {describe(items)}", "f[B, D] and f[R, D], D >= 1"

@@ -11,6 +11,7 @@
 #include "abi.h"
 #include "lookup.h"
 #include "parallel.h"
+#include "quantized.h"
 #include "simd.h"
 
 namespace funcrec {
@@ -39,20 +40,55 @@ template <class A> void read_row(A* to, const Items& t, int64_t row) {
   if (!t.bits) return with_table_type(t.dtype, [&](auto tag) {
     read_floats(to, reinterpret_cast<const typename decltype(tag)::type*>(from), t.dim);
   });
+  if constexpr (sizeof(A) == 4) {
+    if (t.bits == 8) return read_codes<8>(to, from, t.dim);
+    return t.bits == 4 ? read_codes<4>(to, from, t.dim) : read_codes<2>(to, from, t.dim);
+  }
   const float scale = load<1>(reinterpret_cast<const Half*>(from)), bias = load<1>(reinterpret_cast<const Half*>(from + 2));
   const auto codes = reinterpret_cast<const uint8_t*>(from + 4);
   const int each = int(8 / t.bits), mask = (1 << t.bits) - 1;
   for (int64_t c = 0; c < t.dim; c++) to[c] = A(float((codes[c / each] >> (c % each * t.bits)) & mask) * scale + bias);
 }
 
-// to[d · J + j] = from[j · dim + d]
+#if defined(__AVX512F__)
+// to[16 × 16] = fromᵀ, rows `to_stride` and `stride` apart: pairs of lanes, of pairs, of quarters change places.
+FUNCREC_INLINE void transpose_16(float* to, int64_t to_stride, const float* from, int64_t stride) {
+  __m512 x[16], y[16];
+  for (int i = 0; i < 16; i++) x[i] = _mm512_loadu_ps(from + i * stride);
+  for (int i = 0; i < 16; i += 2) y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+  for (int i = 0; i < 16; i += 4)
+    for (int h = 0; h < 2; h++) {
+      const __m512d a = _mm512_castps_pd(y[i + h]), b = _mm512_castps_pd(y[i + 2 + h]);
+      x[i + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), x[i + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+    }
+  for (int i = 0; i < 16; i += 8)
+    for (int c = i; c < i + 4; c++)
+      y[c] = _mm512_shuffle_f32x4(x[c], x[4 + c], 0x88), y[4 + c] = _mm512_shuffle_f32x4(x[c], x[4 + c], 0xdd);
+  for (int c = 0; c < 8; c++) {
+    _mm512_storeu_ps(to + c * to_stride, _mm512_shuffle_f32x4(y[c], y[8 + c], 0x88));
+    _mm512_storeu_ps(to + (c + 8) * to_stride, _mm512_shuffle_f32x4(y[c], y[8 + c], 0xdd));
+  }
+}
+#endif
+
+// to[d · J + j] = from[j · dim + d]. The panel behind it is fetched meanwhile: a query alone waits for memory.
 template <class A, int J> void transpose(A* to, const A* from, int64_t dim) {
   int64_t d = 0;
+#if defined(__AVX512F__)
+  if constexpr (sizeof(A) == 4 && J % 16 == 0)
+    for (; d + 16 <= dim; d += 16)
+      for (int j = 0; j < J; j += 16) {
+        for (int i = 0; i < 16; i++) prefetch<1>(from + (J + j + i) * dim + d, 1);
+        transpose_16(to + d * J + j, J, from + j * dim + d, dim);
+      }
+#endif
 #if defined(__x86_64__)
   if constexpr (sizeof(A) == 4 && J % 4 == 0)
     for (; d + 4 <= dim; d += 4)
       for (int j = 0; j < J; j += 4) {
         const A* at = from + j * dim + d;
+        if (d % 16 == 0)
+          for (int i = 0; i < 4; i++) prefetch<1>(at + (J + i) * dim, 1);
         __m128 a = _mm_loadu_ps(at), b = _mm_loadu_ps(at + dim), c = _mm_loadu_ps(at + 2 * dim), e = _mm_loadu_ps(at + 3 * dim);
         _MM_TRANSPOSE4_PS(a, b, c, e);
         A* out = to + d * J + j;

@@ -26,8 +26,8 @@ ORDER = (
     ("mesh",),
     ("tables",),
     ("compile",),
-    ("optim", "nn", "data", "metrics", "losses", "retrieval", "quantized"),
-    ("sharding", "models"),
+    ("optim", "nn", "data", "metrics", "losses", "quantized"),
+    ("sharding", "models", "retrieval"),
     ("train", "planner"),
     ("checkpoint",),
     ("loop", "serve"),
@@ -57,7 +57,7 @@ SUBCLASSES = {
 
 HEAVY = [
     "triton", "fbgemm_gpu", "torchrec", "hypothesis", "matplotlib", "pyarrow", "pandas", "scipy", "torch._dynamo",
-    "torch._inductor", "safetensors",
+    "torch._inductor", "safetensors", "faiss",
 ]  # fmt: skip
 
 

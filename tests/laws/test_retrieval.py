@@ -28,6 +28,21 @@ def test_no_other_row_scores_more(n, k, seed, leaves_out):
     assert torch.equal(exact.gather(1, rows.clamp(0))[rows >= 0] > -torch.inf, torch.ones(int((rows >= 0).sum())) > 0)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4", "int2", "float16", "bfloat16", "float32"])
+def test_quantised_items_are_read_as_what_they_stand_for(dtype):
+    """Of quantised items the answer is that of `dequantize`, bit for bit, ties by the lower row, also under jit; its
+    derivative by the queries too."""
+    items = fr.quantize({"item": torch.cat([ITEMS, ITEMS[:50]])}, dtype)
+    plain = fr.dequantize(items)["item"]
+    want = fr.top_k(QUERIES, plain, 30)
+    assert all(map(torch.equal, fr.top_k(QUERIES, items, 30), want))
+    assert all(map(torch.equal, fr.top_k(QUERIES[:1], items, 30), [x[:1] for x in want]))
+    if dtype == "int8":
+        assert all(map(torch.equal, fr.jit(lambda q, x: fr.top_k(q, x, 30))(QUERIES, items), want))
+    total = lambda x: lambda q: fr.top_k(q, x, 3)[0].sum()
+    torch.testing.assert_close(torch.func.grad(total(items))(QUERIES), torch.func.grad(total(plain))(QUERIES))
+
+
 def test_what_is_no_number_is_not_given():
     """A row whose score is NaN or -inf is never given; infinite scores come first; a query of NaN is given nothing."""
     items = torch.tensor([[1.0], [torch.nan], [-torch.inf], [torch.inf], [2.0]])
@@ -64,6 +79,12 @@ BAD = {
     "a vector": (lambda: fr.top_k(QUERIES[0], ITEMS, 2), ValueError, "`queries` are not vectors"),
     "other dim": (lambda: fr.top_k(QUERIES[:, :3], ITEMS, 2), ValueError, "no dim in common"),
     "k = 0": (lambda: fr.top_k(QUERIES, ITEMS, 0), ValueError, "`k`"),
+    "two tables": (
+        lambda: fr.top_k(QUERIES, fr.quantize({"a": ITEMS, "b": ITEMS}), 2), ValueError, "`items` are not one table",
+    ),
+    "codes of another dim": (
+        lambda: fr.top_k(QUERIES[:, :3], fr.quantize({"a": ITEMS}), 2), ValueError, "no dim in common",
+    ),
     "floats left out": (
         lambda: fr.top_k(QUERIES, ITEMS, 2, exclude=fr.JaggedTensor.from_lists([[0.5]] * 5)), TypeError, "`exclude`",
     ),

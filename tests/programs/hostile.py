@@ -146,6 +146,19 @@ def quantize_rows(draw: Draw) -> Result:
     return Result(lambda: [torch.ops.funcrec_cpp.quantize_rows(*given)], [reference.quantize_rows(*given)])
 
 
+def top_k(draw: Draw) -> Result:
+    items, bits, dim, plain = coded(draw)
+    num_queries, k = draw.one(0, 1, 2, 5, 7, 13), draw.one(0, 1, 3, 10, 70)
+    queries = draw.noise(num_queries, dim, dtype=draw.one(F32, F64))
+    if bits > 8:
+        bits, plain = 0, items
+    left_out = draw.one(None, draw.ids(draw.size(), items.shape[0]))
+    offsets = None if left_out is None else draw.offsets(num_queries, left_out.shape[0])
+    queries = draw.place(queries)
+    run = lambda: list(torch.ops.funcrec_cpp.top_k(queries, items, left_out, offsets, k, bits))
+    return Result(run, list(reference.top_k(queries, plain, left_out, offsets, k)))
+
+
 # -- jagged buffers ----------------------------------------------------------------------------------------------
 
 
@@ -225,7 +238,7 @@ OPERATIONS = {
     f.__name__: f
     for f in (
         pooled_lookup, pooled_lookup_weights, gather_rows, scatter_rows, take_ranges, take_ranges_transpose, to_padded,
-        from_padded, bucketize, owner_blocks, quantized_lookup, quantized_rows, quantize_rows, *UPDATES,
+        from_padded, bucketize, owner_blocks, quantized_lookup, quantized_rows, quantize_rows, top_k, *UPDATES,
     )
 }  # fmt: skip
 

@@ -1,0 +1,179 @@
+"""An approximate index of items by FAISS: the best of those that a search comes by, in a fraction of the time of all.
+
+    recall@k = |rows(index) ∩ rows(top_k)| / k        higher effort, higher recall, and longer searches
+
+Shapes: B queries, R items, D dim, k.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Count, Problem, check, describe, fail, is_followed, typed
+from funcrec.retrieval._top_k import matrix_problems
+
+LEAST_EFFORT = {"hnsw": 64, "ivf": 8}
+MIN_PER_LIST = 39  # vectors that FAISS wants for each list it learns
+
+
+@dataclass(frozen=True, repr=False)
+class Index:
+    """What `build_index` makes: FAISS's index, a copy of the items in it, of the CPU.
+
+    Args:
+      kind: "hnsw" or "ivf". num_items, dim: what it was made of.
+      faiss: FAISS's own object, for what is not here, such as `faiss.write_index(index.faiss, path)`.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.build_index(torch.eye(3), "ivf")
+      Index(ivf of f32[3, 3])
+    """
+
+    kind: str
+    num_items: int
+    dim: int
+    faiss: Any
+
+    def __repr__(self) -> str:
+        return f"Index({self.kind} of f32[{self.num_items}, {self.dim}])"
+
+
+@typed
+def build_index(
+    items: Tensor,
+    kind: Literal["hnsw", "ivf"] = "hnsw",
+    *,
+    links: Count = 32,
+    build_effort: Count = 200,
+    num_lists: Count | None = None,
+) -> Index:
+    """An index of items f[R, D] for `search_index`, by inner products. Needs `pip install 'funcrec[retrieval]'`.
+
+    Args:
+      items: finite floats, on the CPU; f32 is kept of them. No gradient goes through an index.
+      kind: "hnsw", a graph in which each item has `links` neighbours on a level (FAISS's M), found among
+        `build_effort` (efConstruction): fast searches, slow to build. "ivf", `num_lists` lists, each of the items that
+        are nearest to its centre: quick to build, for many items.
+      num_lists: None takes about 4 · √R, at least one, and 39 items a list.
+
+    Returns: an Index; it has R · (4 · D + 8 · links) bytes or so. Built on torch's number of threads; on one, the same
+    items make the same graph.
+
+    Raises: ImportError without FAISS; TypeError for tracked items; ValueError for items that are not finite.
+
+    Law: recall against `top_k` rises with `effort`, and is 1 for "ivf" whose effort is `num_lists`.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> items = torch.eye(4) * torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None]
+      >>> index = fr.build_index(items)
+      >>> index, fr.search_index(index, torch.ones(1, 4), 2)
+      (Index(hnsw of f32[4, 4]), (tensor([[4., 3.]]), tensor([[3, 2]])))
+
+    Source: Malkov, Yashunin, "Efficient and robust approximate nearest neighbor search using hierarchical navigable
+    small world graphs" (arXiv:1603.09320), and FAISS's IndexHNSWFlat and IndexIVFFlat.
+    """
+    call = "funcrec.build_index"
+    check(call, matrix_problems("items", items, "R"))
+    check(call, value_problems("items", items))
+    faiss = imported(call)
+    (num_items, dim), metric = items.shape, faiss.METRIC_INNER_PRODUCT
+    if kind == "hnsw":
+        made = faiss.IndexHNSWFlat(dim, links, metric)
+        made.hnsw.efConstruction = build_effort
+    else:
+        most = max(num_items // MIN_PER_LIST, 1)
+        wanted = round(4 * num_items**0.5) if num_lists is None else num_lists
+        made = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, min(wanted, most), metric)
+        made.cp.min_points_per_centroid = 1  # of fewer items than a list wants FAISS would warn
+    array = items.detach().to(torch.float32).contiguous().numpy()
+    if num_items:
+        made.train(array)
+        made.add(array)
+    return Index(kind, num_items, dim, made)
+
+
+@typed
+def search_index(index: Index, queries: Tensor, k: Count, *, effort: Count | None = None) -> tuple[Tensor, Tensor]:
+    """Of each query nearly the k best items, as `top_k` gives them: their scores, and their rows.
+
+    Args:
+      queries: f[B, D], finite, on the CPU; searched in f32, on torch's number of threads.
+      k: it may exceed the number of items.
+      effort: how many candidates the graph keeps (FAISS's efSearch; at least k is taken), or how many lists are read
+        (nprobe). None: 64, or 8 lists.
+
+    Returns: (f32[B, k], i64[B, k]), descending, of equal scores the lower row first. Where a search came by fewer than
+    k items, -inf and -1. Scores are inner products to the rounding of f32; `top_k` has the same bits on every machine.
+
+    Raises: TypeError or ValueError for queries that are tracked, are no vectors of the index's dim, or not finite.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> fr.search_index(fr.build_index(torch.eye(3)), torch.tensor([[0.5, 1.0, 0.0]]), 2)
+      (tensor([[1.0000, 0.5000]]), tensor([[1, 0]]))
+
+    Source: FAISS's IndexHNSW.search and IndexIVF.search.
+    """
+    call = "funcrec.search_index"
+    check(call, query_problems(index, queries))
+    check(call, value_problems("queries", queries))
+    faiss, count = imported(call), queries.shape[0]
+    if not count or not index.num_items:
+        return torch.full((count, k), -torch.inf), torch.full((count, k), -1)
+    effort = LEAST_EFFORT[index.kind] if effort is None else effort
+    if index.kind == "hnsw":
+        how = faiss.SearchParametersHNSW(efSearch=min(max(effort, k), index.num_items))
+    else:
+        how = faiss.SearchParametersIVF(nprobe=min(effort, index.faiss.nlist))
+    found = min(k, index.num_items)
+    array = queries.detach().to(torch.float32).contiguous().numpy()
+    scores, rows = map(torch.from_numpy, index.faiss.search(array, found, params=how))
+    order = rows.argsort(1)
+    scores, rows = scores.gather(1, order).masked_fill(rows.gather(1, order) < 0, -torch.inf), rows.gather(1, order)
+    scores, order = scores.sort(dim=1, descending=True, stable=True)
+    pad = torch.nn.functional.pad
+    return pad(scores, (0, k - found), value=-torch.inf), pad(rows.gather(1, order), (0, k - found), value=-1)
+
+
+def imported(call: str) -> ModuleType:
+    """FAISS, on torch's number of threads."""
+    try:
+        import faiss
+    except ImportError:
+        fail(
+            call, "an index is FAISS's.", got="no module faiss", need="faiss-cpu >= 1.8",
+            hint="pip install 'funcrec[retrieval]', or `top_k`, which is exact", kind=ImportError,
+        )  # fmt: skip
+    faiss.omp_set_num_threads(torch.get_num_threads())
+    return faiss
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def query_problems(index: Index, queries: Tensor) -> Iterator[Problem]:
+    yield from matrix_problems("queries", queries, "B")
+    if queries.dim() == 2 and queries.shape[1] != index.dim:
+        got, need = describe(queries), f"f[B, {index.dim}], as {index!r}"
+        yield Problem("`queries` are of another dim than the index.", got, need, "the query tower of the same model")
+
+
+def value_problems(name: str, x: Tensor) -> Iterator[Problem]:
+    """What FAISS, which reads memory alone, does not see or cannot search."""
+    if is_followed(x):
+        need = "plain tensors, outside of grad, vmap and jit"
+        yield Problem(
+            f"`{name}` are tracked, and an index has no derivative.", describe(x), need, f"{name}.detach()", TypeError
+        )
+    elif x.device.type != "cpu":
+        yield Problem(f"`{name}` are not on the CPU.", f"{x.device}", "cpu", f"{name}.cpu()")
+    elif not x.shape[1]:
+        yield Problem(f"`{name}` have no columns.", describe(x), "D >= 1", "vectors of a model's tower")
+    elif not bool(torch.isfinite(x).all()):
+        yield Problem(f"`{name}` are not finite.", "NaN or inf among them", "finite numbers", "torch.nan_to_num")
