@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -117,7 +118,8 @@ class Running:
     """A server of one's own, on a free port."""
 
     def __init__(self, *words):
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         command = [sys.executable, *map(str, words)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
         line = self.process.stdout.readline()
@@ -215,7 +217,10 @@ def swaps(served: Served, count: int, connections: int = 16) -> dict:
         alive = all(t.is_alive() for t in threads)
         [t.join() for t in threads]
     under = "all" if alive else "not all: the load ended first"
-    return {"exchanges": count, "under_load": under, **{name: figures(f) for name, f in found.items()}}
+    own = {name: figures(f) for name, f in found.items()}
+    for f in own.values():
+        f.pop("server_us", None)  # of both loads together
+    return {"exchanges": count, "under_load": under, **own}
 
 
 def soak(served: Served, seconds: float, connections: int = 16, parts: int = 12) -> dict:
@@ -239,6 +244,15 @@ def soak(served: Served, seconds: float, connections: int = 16, parts: int = 12)
     return {"answers": sum(f["answers"] for f in found), "bad": bad, "memory_mb": memory_mb}
 
 
+def build_load() -> None:
+    """funcrec-load, in the folder of `make serving`, which does not build it."""
+    find = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    if not (BUILD / "CMakeCache.txt").exists():
+        sys.exit(f"server.py: nothing is built in {BUILD}\n  try   make serving")
+    command = [shutil.which("cmake", path=find) or "cmake", "--build", BUILD, "--target", "funcrec-load"]
+    subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr, env={**os.environ, "PATH": find})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3, help="of each load")
@@ -248,7 +262,7 @@ def main() -> int:
     parser.add_argument("--swaps", type=int, help="exchanges of weights under load")
     parser.add_argument("--soak", type=float, help="seconds")
     options = parser.parse_args()
-    subprocess.run(["cmake", "--build", BUILD, "--target", "funcrec-load"], check=True, stdout=sys.stderr)
+    build_load()
     with tempfile.TemporaryDirectory() as folder:
         served = Served(Path(folder), options.rows, num_bags=options.bags)
         if options.swaps:
