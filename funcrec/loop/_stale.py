@@ -55,7 +55,8 @@ def stale_pipeline(
       by the next batch.
 
     Cost: what `pipeline` costs, and what a batch's lookups read, here and on its way (`stale.held_bytes` says both). No
-      copy of a table. Only the last exchange of a lookup is hidden: all of it where tables lie on one axis.
+      copy of a table. Only the last exchange of a lookup is hidden: all of it where tables lie on one axis; where rows
+      are not late, nothing is gained.
 
     Example: after the first batch, the rows are those before the update of the batch before.
       >>> import torch, funcrec as fr
