@@ -28,6 +28,7 @@ MAY_RETURN = (
     Row("parameters are trees of floats", r"\.step_init|optim.dense_init|models.num_parameters", r"params.*", FLOATS),
     Row("a carry and its batches are trees of tensors", r"\.scan", "state|batches", TENSORS),
     Row("a checkpoint is a tree of plain values", r"\.save(_ranks)?", r"tree.*"),
+    Row("weights are a tree of any tensors", r"\.save_weights", r"params.*"),
     Row("what is not a jagged value has no padding", r"testing.\w+_padding", "tree"),
     Row("leaves may be anything", r"tree\.(map|unflatten)", "fn|leaves", {"function", "[1.5, 'a']"}),
     Row("an item is a tree of anything", "data.prefetch", r"items.*"),

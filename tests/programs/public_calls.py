@@ -545,6 +545,27 @@ def loops() -> list[Call]:
     )  # fmt: skip
 
 
+def served(folder) -> list[Call]:
+    """What is said to servers of a package; of the package there is what describes it."""
+    from funcrec.serve import _manifest, _weights
+
+    there, tensors = folder / "package", _weights.named(PARAMS)
+    tables = [{"name": n, "param": f"tables[{n!r}]", "rows": len(x), "dim": 4, "bits": 32} for n, x in TABLES.items()]
+    content = {"format": 1, "digest": _manifest.BLANK, "funcrec": "0", "torch": torch.__version__, "isa": "native",
+        "needs": [], "inputs": [], "params": _weights.signature(tensors), "outputs": [], "max_batch": 1, "max_ids": 1,
+        "features": [], "tables": tables, "files": {_manifest.MODEL: _manifest.BLANK}}  # fmt: skip
+    content["digest"] = _manifest.digest_of(_manifest.text_of(content))
+    there.mkdir()
+    (there / _manifest.MANIFEST).write_text(_manifest.text_of(content))
+    _weights.write_weights(there, tensors, "1")
+    return rows("",
+        save_weights=(fr.save_weights, {"path": str(folder / "weights"), "params": PARAMS, "version": "2",
+            "overwrite": True}),
+        publish=(fr.publish, {"folder": "published", "package": str(there), "every_steps": 2, "keep": 3,
+            "servers": ["http://127.0.0.1:9"], "timeout_s": 1.0, "mesh": MESH}),
+    )  # fmt: skip
+
+
 def public_calls(folder) -> list[Call]:
     """All of them."""
     return [
@@ -558,4 +579,5 @@ def public_calls(folder) -> list[Call]:
         *inputs(folder),
         *parts(),
         *loops(),
+        *served(folder),
     ]
