@@ -83,7 +83,7 @@ def trace(predict: Callable, params: Any, form: Form, max_batch: int, max_ids: i
     leaves, structure = tree_flatten(params)
     names = [n for n, _ in paths(params)]
     order = sorted(range(len(names)), key=names.__getitem__)
-    flat = [leaves[i] for i in order]
+    flat = [leaves[i].detach() for i in order]  # one tensor that stands twice is two inputs: other weights may differ
     seen: list = []  # of the last trace
 
     def run(*xs: Tensor) -> tuple[Tensor, ...]:
