@@ -16,7 +16,7 @@ quantization" (ICLR 2020, arXiv:1902.08153), equations 1 to 3 and section 2.2.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from funcrec.core import (
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.kernels.forms import Feature
 from funcrec.quantized._forms import CODES, Dtype, dtype_problems, named_dtypes
-from funcrec.quantized._rounded import StraightThrough, by_scale, first_scales, learned_codes, row_keys
+from funcrec.quantized._rounded import as_stored, by_scale, first_scales, learned_codes, row_keys
 from funcrec.quantized._tables import QUANTIZE, QuantizedTables, quantize
 from funcrec.tables import (
     KINDS,
@@ -62,9 +62,9 @@ class FakeQuantizedTables:
     tables, and of learned scales `scales`.
 
     Args:
-      tables: {table: f[R, D]}.
+      tables: {table: f[R, D]}; or ShardedTables, inside a mapped function.
       scales: {table + ".scale": f[R, 1]}, of those with learned scales; {} for none.
-      dtypes: (table, dtype) of each, in order.
+      dtypes: (table, dtype) of each table, in order.
       rounding: the key that codes are rounded by, i64[]; None rounds to the nearest.
 
     Example:
@@ -119,6 +119,16 @@ def parts_of(tables: FakeQuantizedTables) -> dict[str, Tensor]:
 Mapping.register(FakeQuantizedTables)
 
 
+class Placed(NamedTuple):
+    """How tables are rounded that are not plain. problems: (tables, {table: dtype}) -> why not. read: as of a Kind."""
+
+    problems: Callable[..., Iterator[Problem]]
+    read: Callable[..., Read]
+
+
+PLACED: dict[type, Placed] = {}
+
+
 @typed
 def fake_quantize(
     tables: Mapping[str, Any],
@@ -131,14 +141,19 @@ def fake_quantize(
     quantisation-aware training. `quantize` of the trained tables has the numbers that training saw.
 
     It may stand in a loss, `fr.lookup(fr.fake_quantize(params.tables, "int4"), ids, features)`: the state then has
-    plain tables. Or the state's tables are such a value, of which learned scales are parts that row optimizers train.
+    plain tables, or sharded ones, whose owners round the rows before they are sent. Or the state's tables are such a
+    value, of which learned scales are parts that row optimizers train.
 
     Args:
       dtype: of all tables, or {table: dtype}, as of `quantize`; "float32" leaves a table as it is.
       scales: "row", from each row's least and greatest number as `quantize` has them; or "learned", one for each row,
         a part {table + ".scale"} of R rows and one column, for codes around 0, of 8, 4 or 2 bits. They begin at
         2 · mean|x| / √p, and count as 2⁻¹⁴ below that.
-      key: rounds at random, as `quantize(tables, dtype, key=key)` does; a key for each step: `fold_in(key, step)`.
+      key: rounds at random, as `quantize(tables, dtype, key=key)` does; a key for each step: `fold_in(key, step)`. On
+        a mesh it is that of the rows' owner: pass the same on every rank.
+
+    Raises: TypeError and ValueError for tables that are not of floats; of sharded ones for those cut by columns that
+      are to be codes (a row has one scale), and for learned scales.
 
     Law: lookups have the bits of those of quantize(tables, dtype, key=key); gradients are those of float tables that
       hold the rounded numbers. All derivatives take the rounding for the identity; of learned scales there are the
@@ -159,13 +174,23 @@ def fake_quantize(
     Source: see `funcrec.quantize`; Esser et al., arXiv:1902.08153, for learned scales.
     """
     call = "funcrec.fake_quantize"
-    check(call, fake_problems(tables), dtype_problems(tables, dtype))
-    dtypes = tuple(named_dtypes(tables, dtype).items())
+    check(call, fake_problems(tables))
+    names = names_of(tables)
+    check(call, dtype_problems(names, dtype))
+    dtypes = named_dtypes(names, dtype)
+    if type(tables) in PLACED:
+        check(call, placed_problems(tables, dtypes, scales))
+        return FakeQuantizedTables(tables, {}, tuple(dtypes.items()), key)
     if scales == "row":
-        return FakeQuantizedTables(dict(tables), {}, dtypes, key)
+        return FakeQuantizedTables(dict(tables), {}, tuple(dtypes.items()), key)
     check(call, learned_problems(tables, key))
-    first = {n + SCALE: first_scales(tables[n], CODES[own]) for n, own in dtypes if own in CODES}
-    return FakeQuantizedTables(dict(tables), first, dtypes)
+    first = {n + SCALE: first_scales(tables[n], CODES[own]) for n, own in dtypes.items() if own in CODES}
+    return FakeQuantizedTables(dict(tables), first, tuple(dtypes.items()))
+
+
+def names_of(tables: Mapping[str, Any]) -> list[str]:
+    """By which features call the tables."""
+    return list(table_shapes(tables) if type(tables) in PLACED else tables)
 
 
 # -- how lookups read them ---------------------------------------------------------------------------------------------
@@ -176,6 +201,8 @@ def read_fake(
 ) -> Read:
     """What a lookup gives of rows that are rounded where they were gathered; features all pooled, or all sequences."""
     check("funcrec.lookup", part_problems(tables.tables, tables.scales, tables.dtypes))
+    if type(tables.tables) in PLACED:
+        return PLACED[type(tables.tables)].read(tables, ids, features, implementation)
     shapes = {n: tuple(t.shape) for n, t in tables.tables.items()}
     gather = lambda table, rows: rounded_rows(tables, table, rows, implementation)
     if features[0].pooling == "none":
@@ -185,7 +212,7 @@ def read_fake(
     return with_scales(read, tables) if tables.scales else read
 
 
-KINDS[FakeQuantizedTables] = Kind(lambda t: {n: tuple(x.shape) for n, x in t.tables.items()}, read_fake)
+KINDS[FakeQuantizedTables] = Kind(lambda t: table_shapes(t.tables), read_fake)
 
 
 def pooled(
@@ -221,10 +248,7 @@ def rounded_rows(tables: FakeQuantizedTables, table: str, rows: Tensor, implemen
         if any_tracked((t, scales)):
             refuse_learned(table)
         return by_scale(x, gather_rows(scales, rows, implementation=implementation), CODES[dtype])[0]
-    if dtype == "float32":
-        return x
-    keys = row_keys(tables.rounding, table, rows, t.shape[1]) if dtype in CODES else ()
-    return StraightThrough.apply(dtype, x, *keys)
+    return as_stored(x, dtype, *row_keys(tables.rounding, table, rows, t.shape[1]))
 
 
 # -- learned scales --------------------------------------------------------------------------------------------------
@@ -262,6 +286,8 @@ def quantize_fake(tables: FakeQuantizedTables, dtype: Any, key: Tensor | None) -
         fail("funcrec.quantize", "`dtype` is that of tables with one.", got=got, need=need, hint="fr.quantize(tables)")
     check("funcrec.quantize", part_problems(tables.tables, tables.scales, tables.dtypes))
     q = quantize(tables.tables, dict(tables.dtypes), key=tables.rounding if key is None else key)
+    if not tables.scales:
+        return q
     learned = {n: learned_codes(t, tables.scales[n + SCALE], CODES[dtype]) for (n, dtype), t in
                zip(tables.dtypes, tables.tables.values(), strict=True) if n + SCALE in tables.scales}  # fmt: skip
     return replace(q, tables={**q.tables, **learned})
@@ -281,11 +307,11 @@ def part_problems(tables: Any, scales: Any, dtypes: Any) -> Iterator[Problem]:
             yield Problem(f"`{name}` is not a dict.", got, need, "fr.fake_quantize(tables)", TypeError)
             return
     pairs = dtypes if isinstance(dtypes, tuple) and all(isinstance(d, tuple) and len(d) == 2 for d in dtypes) else ()
-    if [n for n, _ in pairs] != list(table_shapes(tables)) or any(d not in get_args(Dtype) for _, d in pairs):
-        need = f"(table, dtype) for each of {list(table_shapes(tables))}, in order, of {list(get_args(Dtype))}"
+    if [n for n, _ in pairs] != names_of(tables) or any(d not in get_args(Dtype) for _, d in pairs):
+        need = f"(table, dtype) for each of {names_of(tables)}, in order, of {list(get_args(Dtype))}"
         yield Problem("`dtypes` do not match the tables.", repr(dtypes), need, "fr.fake_quantize(tables, dtype)")
         return
-    of = {n + SCALE: n for n, dtype in pairs if dtype in CODES and n in tables}
+    of = {} if type(tables) in PLACED else {n + SCALE: n for n, dtype in pairs if dtype in CODES}
     for part, s in scales.items():
         if part not in of:
             yield Problem(f"`scales[{part!r}]` is of no table of codes.", f"{part!r}", f"one of {list(of)}")
@@ -308,13 +334,22 @@ def refuse_learned(table: str) -> None:
 
 def fake_problems(tables: Mapping[str, Any]) -> Iterator[Problem]:
     """Tables of floats, by their names; in a loss what stands for them."""
+    if type(tables) in PLACED:
+        return
     if type(tables) in KINDS and type(tables) is not dict:
-        hint = "fr.gather_tables, or fr.fake_quantize before they are placed"
-        yield Problem("`tables` are not plain tables.", describe(tables), "{name: f[R, D]}", hint, TypeError)
+        need, hint = "{name: f[R, D]}, or ShardedTables", "fr.fake_quantize(tables.tables, ...) of fake-quantised ones"
+        yield Problem("`tables` are not plain tables.", describe(tables), need, hint, TypeError)
         return
     for n, t in tables.items():
         if not isinstance(t, TableRef):
             yield from tensor_problems(t, f"tables[{n!r}]")
+
+
+def placed_problems(tables: Any, dtypes: Mapping[str, str], scales: str) -> Iterator[Problem]:
+    yield from PLACED[type(tables)].problems(tables, dtypes)
+    if scales == "learned":
+        got, hint = describe(tables), 'scales="row"; or learned ones in one process, placed by fr.quantize at the end'
+        yield Problem("learned scales are of plain tables.", got, "{name: f[R, D]}", hint, TypeError)
 
 
 def learned_problems(tables: Mapping[str, Any], key: Tensor | None) -> Iterator[Problem]:

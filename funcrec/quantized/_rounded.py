@@ -22,6 +22,11 @@ LEAST_SCALE = 2.0**-14  # f16's least normal number
 MOST_BIAS = 65504.0  # f16's greatest number; over a power of two it is one of f16, too
 
 
+def as_stored(x: Tensor, dtype: str, *keys: Tensor) -> Tensor:
+    """Rows f[N, D] as a dtype stores them, straight through; keys: of `row_keys`."""
+    return x if dtype == "float32" else StraightThrough.apply(dtype, x, *(keys if dtype in CODES else ()))
+
+
 def row_keys(key: Tensor | None, table: str, rows: Tensor, dim: int) -> tuple[Tensor, ...]:
     """(i64[N],): by which a copy of rows is rounded as `quantize` rounds the table by the key."""
     return () if key is None else (table_key(key, table) + rows.long() * -(-dim // 4) * GAMMA,)

@@ -43,6 +43,7 @@ from funcrec.sharding._send import send_rows as send_rows
 from funcrec.sharding._sync import sync_grads as sync_grads
 from funcrec.sharding._tables import ShardedTables as ShardedTables
 from funcrec.sharding._tables import gather_tables as gather_tables
+from funcrec.sharding._tables import placed_problems as placed_problems
 from funcrec.sharding._tables import shard_tables as shard_tables
 from funcrec.sharding._transport import Transport as Transport
 from funcrec.sharding._transport import dedup_problems as dedup_problems

@@ -23,24 +23,33 @@ from funcrec.sharding._sequences import lane_rows, sequence_routes
 from funcrec.sharding._transport import POOLED, SEQUENCES, Steps, Transport, steps_of
 from funcrec.tables import FeatureConfig, Read, RowGrads, bag_count_problems, sequence_rows
 
+Rounded = Callable[[Any, Routes, str | None], tuple[Mapping[str, Tensor], Any]]
+
 
 def read_sharded(
-    tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConfig, ...], implementation: str | None = None
+    tables: Any,
+    ids: KeyedJaggedTensor,
+    features: tuple[FeatureConfig, ...],
+    implementation: str | None = None,
+    rounded: Rounded | None = None,
 ) -> Read:
     """What a lookup gives of this rank's bags; its transpose takes
     the cotangents of all ranks' to the owners of the rows.
 
-    tables: ShardedTables. features: all pooled, or all sequences.
+    tables: ShardedTables. features: all pooled, or all sequences. rounded: (routed, routes, implementation) -> what is
+    read instead of the banks, and where.
     """
     is_sequence = features[0].pooling == "none"
     check_bound("funcrec.lookup_sequence" if is_sequence else "funcrec.lookup", tables.layout)
-    return (read_sequences if is_sequence else read_pooled)(tables, ids, features, implementation)
+    return (read_sequences if is_sequence else read_pooled)(tables, ids, features, implementation, rounded)
 
 
-def read_pooled(tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConfig, ...], implementation) -> Read:
+def read_pooled(
+    tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConfig, ...], implementation, rounded: Rounded | None
+) -> Read:
     lanes_of = lambda lanes, routed, routes: lanes
     each = routes_of(tables.layout, features)
-    columns, exchanges = exchanged(tables, ids, features, each, POOLED, lanes_of, implementation)
+    columns, exchanges = exchanged(tables, ids, features, each, POOLED, lanes_of, implementation, rounded)
     dims = {name: sum(x.shape[1] for x in own) for name, own in columns.items()}
     out = KeyedTensor(torch.cat([x for own in columns.values() for x in own], 1), tuple(dims), tuple(dims.values()))
     starts = dict(zip(dims, accumulate(dims.values(), initial=0), strict=False))
@@ -53,13 +62,15 @@ def read_pooled(tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConf
     return Read(out, lambda: exchanges, transpose, overflows_of(tables.transport, each, exchanges))
 
 
-def read_sequences(tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConfig, ...], implementation) -> Read:
+def read_sequences(
+    tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConfig, ...], implementation, rounded: Rounded | None
+) -> Read:
     check("funcrec.lookup_sequence", bag_count_problems(features, ids))  # lanes stand one after the other, B bags each
     num_rows = {n: rows for n, (rows, _) in tables.layout.shapes}
     bags = {f.name: sequence_rows(ids, f, num_rows[f.table]) for f in features}
     lanes_of = lambda rows, routed, routes: lane_rows(rows, routed, routes, {k: x.capacity for k, x in bags.items()})
     each = sequence_routes(tables.layout, features)
-    columns, exchanges = exchanged(tables, ids, features, each, SEQUENCES, lanes_of, implementation)
+    columns, exchanges = exchanged(tables, ids, features, each, SEQUENCES, lanes_of, implementation, rounded)
     out = {k: JaggedTensor(torch.cat(columns[k], 1), x.offsets, x.weights) for k, x in bags.items()}
 
     def transpose(d_rows: Mapping[str, Tensor], exchanges: Sequence) -> dict[str, RowGrads]:
@@ -77,6 +88,7 @@ def exchanged(
     answers: Mapping[str, Steps],
     lanes_of: Callable[[Any, Any, Routes], Mapping[int, Tensor]],
     implementation: str | None,
+    rounded: Rounded | None,
 ) -> tuple[dict[str, list[Tensor]], list]:
     """({feature: its blocks of columns, in order}, what this rank was sent in each
     exchange); lanes_of: (what was fetched, routed, routes)."""
@@ -86,7 +98,8 @@ def exchanged(
         steps = steps_of(answers, tables.transport, routes)
         routed = steps.route(ids, routes, tables.transport.capacity)
         exchanges.append(routed)
-        fetched = steps.fetch(tables.banks, routed, routes, implementation, tables.transport.codec)
+        banks, at = (tables.banks, routed) if rounded is None else rounded(routed, routes, implementation)
+        fetched = steps.fetch(banks, at, routes, implementation, tables.transport.codec)
         for i, block in lanes_of(fetched, routed, routes).items():
             lane = routes.lanes[i]
             blocks[lane.feature.name][lane.shard.first] = unless_lost(block, tables.transport, routes, routed)

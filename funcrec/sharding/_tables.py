@@ -11,7 +11,11 @@ from torch import Tensor
 from funcrec.core import RETYPED, Count, Problem, check, describe, fail, pytree, replace, typed
 from funcrec.mesh import Codec, Mesh, P, codec_problems, unshard
 from funcrec.quantized import (
+    CODES,
+    PLACED,
     QUANTIZE,
+    FakeQuantizedTables,
+    Placed,
     QuantizedTables,
     bits_of,
     dtype_problems,
@@ -19,6 +23,7 @@ from funcrec.quantized import (
     stored,
 )
 from funcrec.sharding._copies import copy_problems
+from funcrec.sharding._fake import read_fake
 from funcrec.sharding._layout import Layout, layout_of, own_ranks, pack, unpack
 from funcrec.sharding._lookup import read_sharded
 from funcrec.sharding._plan import Plan
@@ -142,6 +147,7 @@ def shard_tables(
       ShardedTables({item: f32[4, 2]})
     """
     call, is_quantized = "funcrec.shard_tables", isinstance(tables, QuantizedTables)
+    check(call, placed_problems(tables))
     check(call, () if is_quantized else table_tensor_problems(tables))
     check(call, codec_problems(codec), dedup_problems(exact, dedup))
     check(call, row_problems(tables), one_device_problems(tables))
@@ -197,6 +203,8 @@ def quantize_sharded(tables: ShardedTables, dtype: Any, key: Tensor | None) -> S
 
 
 QUANTIZE[ShardedTables] = quantize_sharded
+PLACED[ShardedTables] = Placed(lambda tables, named: code_problems(tables, named, WHOLE), read_fake)
+WHOLE = 'fr.fake_quantize of rows that are whole on a rank: row_wise, table_wise, replicated; or "float32" for this one'
 
 
 def gather_banks(layout: Layout, banks: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
@@ -211,21 +219,35 @@ def gather_banks(layout: Layout, banks: Mapping[str, Tensor], mesh: Mesh) -> dic
 
 def sharded_problems(tables: ShardedTables, dtype: Any, key: Tensor | None) -> Iterator[Problem]:
     """Rows that are whole where they lie, of one dtype in a bank; a key says nothing of rows in other places."""
-    layout, hint = tables.layout, "fr.shard_tables(fr.quantize(tables, ...), plan, mesh)"
+    hint = "fr.shard_tables(fr.quantize(tables, ...), plan, mesh)"
+    yield from code_problems(tables, named_dtypes(dict(tables.layout.shapes), dtype), hint)
+    if key is not None:
+        yield Problem("`key` is for tables that are whole.", "a key, and sharded tables", "key=None", hint)
+
+
+def code_problems(tables: ShardedTables, named: Mapping[str, str], hint: str) -> Iterator[Problem]:
+    layout = tables.layout
     for n, (_, dim) in layout.shapes:
         own = [layout.shards[i] for i in layout.shards_of(n)]
         if layout.banks[own[0].bank].bits:
             yield Problem(f"table {n!r} is quantised.", describe(tables.banks), "tables of floats", hint, TypeError)
-        if own[0].last - own[0].first < dim:
+        if own[0].last - own[0].first < dim and named[n] in CODES:
             got, need = f"{len(own)} blocks of columns", "rows that are whole on a rank: a row has one scale"
             yield Problem(f"table {n!r} is cut by columns.", got, need, hint)
-    named = named_dtypes(dict(layout.shapes), dtype)
     for i, b in enumerate(layout.banks):
         several = {s.table: named[s.table] for s in layout.shards if s.bank == i}
         if len(set(several.values())) > 1:
             yield Problem(f"tables of one bank, {b.name!r}, have several dtypes.", f"{several}", "one dtype", hint)
-    if key is not None:
-        yield Problem("`key` is for tables that are whole.", "a key, and sharded tables", "key=None", hint)
+
+
+def placed_problems(tables: Any) -> Iterator[Problem]:
+    """Of values that stand for tables those that can be cut: others' parts are not what lookups read."""
+    if type(tables) in KINDS and type(tables) not in (dict, QuantizedTables):
+        got, need = describe(tables), "{name: f[R, D]}, or QuantizedTables"
+        hint = "fr.gather_tables(tables, mesh) first" if isinstance(tables, ShardedTables) else ""
+        if isinstance(tables, FakeQuantizedTables):
+            hint = "the float tables, `.tables`, and in the loss fr.fake_quantize(params.tables, dtype)"
+        yield Problem(f"`tables` are {type(tables).__name__}, which are not placed.", got, need, hint, TypeError)
 
 
 def one_device_problems(tables: Mapping[str, Tensor]) -> Iterator[Problem]:

@@ -36,6 +36,7 @@ from funcrec.sharding import (
     leaf_problems,
     move,
     own_ranks,
+    placed_problems,
     rooms_of,
     rows_of,
     send_rows,
@@ -139,6 +140,7 @@ def reshard(
         check(call, mesh_problems(state.tables.layout, source))
         shapes = dict(state.tables.layout.shapes)
     else:
+        check(call, placed_problems(state.tables))
         check(call, table_tensor_problems(state.tables))
         shapes = {n: tuple(t.shape) for n, t in state.tables.items()}
     check(call, slot_problems(state))

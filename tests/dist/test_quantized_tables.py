@@ -44,12 +44,69 @@ def test_codes_on_ranks_are_looked_up(axes, kind, ranks):
 def test_sharded_tables_are_quantised_where_they_lie(axes, kind):
     """quantize(shard_tables(tables)) has the codes of quantize(tables), wherever rows are whole; elsewhere, for a key,
     and for codes it is refused, with the way that there is."""
-    held = lambda: coded.looked_up(axes, kind, {"exact": True}, late=True)
+    held = lambda: coded.looked_up(axes, kind, {"exact": True}, late="int8")
     if "column" in kind or kind == "grid":
         with pytest.raises(ValueError, match=r"cut by columns(.|\n)*fr.shard_tables\(fr.quantize"):
             held()
+        floats = coded.looked_up(axes, kind, {"exact": True}, late="bfloat16")
+        assert_trees_close(floats, coded.looked_up(axes, kind, {"exact": True}, dtypes=FLOATS))
         return
     assert_trees_close(held()[1], fr.quantize(coded.tables(), "int8"))
+
+
+FLOATS = dict.fromkeys("abcd", "bfloat16")
+
+
+@pytest.mark.parametrize("axes, kind", CASES, ids=str)
+def test_rows_are_rounded_at_their_owners(axes, kind):
+    """fake_quantize of sharded tables reads what one process reads, by a key too, bit for bit but for sums over ranks,
+    and a step trains the same rows; of rows that are cut by columns floats alone."""
+    dtypes = coded.DTYPES
+    if "column" in kind or kind == "grid":
+        with pytest.raises(ValueError, match=r"funcrec.fake_quantize: table 'a' is cut by columns(.|\n)*row_wise"):
+            coded.trained(axes, kind, {}, dtypes)
+        dtypes = FLOATS
+    (rows, loss, tables) = coded.trained(None, None, {}, dtypes)
+    for how in HOW:
+        got, got_loss, got_tables = coded.trained(axes, kind, how, dtypes)
+        assert_trees_close(got, rows, **near(kind, how))
+        assert_trees_close((got_loss, got_tables), (loss, tables), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_are_rounded_at_their_owners_on_ranks(ranks):
+    """On gloo ranks, too."""
+    rows, loss, tables = coded.trained(None, None, {}, coded.DTYPES)
+    for got in ranks(2).run(coded.trained_on_ranks, {"x": 2}, "row_wise", {"exact": True}, coded.DTYPES):
+        assert_trees_close(got[0], rows)
+        assert_trees_close(got[1:], (loss, tables), rtol=1e-5, atol=1e-6)
+
+
+def test_what_reads_its_parts_otherwise_is_not_placed():
+    """Fake-quantised tables, and sharded ones, are refused wherever tables are placed, with what to place instead:
+    their parts would be read as plain tables."""
+    mesh, plan = fr.Mesh.emulated(x=2), fr.Plan({"a": fr.row_wise("x")})
+    tables = {"a": torch.ones(4, 2)}
+    make = {"sparse": fr.optim.sgd(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
+    loss_fn = lambda p, ids: pytest.fail("the loss was run")
+    fake = fr.fake_quantize(tables, "int2")
+    state = fr.train_step(loss_fn, **make).init(fr.Params(fake, {}))
+    calls = (
+        lambda: fr.shard_tables(fake, plan, mesh),
+        lambda: fr.train_step(loss_fn, **make, mesh=mesh, plan=plan).init(fr.Params(fake, {})),
+        lambda: fr.reshard(state, plan, mesh=mesh, sparse=make["sparse"]),
+    )
+    for call in calls:
+        with pytest.raises(
+            TypeError, match=r"FakeQuantizedTables, which are not placed(.|\n)*fr.fake_quantize\(params"
+        ):
+            call()
+    placed = fr.shard_tables(tables, plan, mesh)
+    with pytest.raises(TypeError, match=r"ShardedTables, which are not placed(.|\n)*fr.gather_tables"):
+        fr.shard_tables(placed, plan, mesh)
+    with pytest.raises(TypeError, match=r'learned scales are of plain tables(.|\n)*scales="row"'):
+        fr.fake_quantize(placed, scales="learned")
+    with pytest.raises(TypeError, match=r"table 'a' is quantised"):
+        fr.fake_quantize(fr.quantize(placed))
 
 
 def test_what_is_sharded_and_coded_is_refused_elsewhere(tmp_path):

@@ -42,12 +42,12 @@ def whole():
     return values(fr.quantize(tables(), DTYPES), ids())
 
 
-def looked_up(axes, kind, how, *, real=False, late=False):
-    """(what all ranks look up of their bags, the tables gathered); late: quantised where they lie."""
+def looked_up(axes, kind, how, *, real=False, late=None, dtypes=DTYPES):
+    """(what all ranks look up of their bags, the tables gathered); late: of this dtype, made where they lie."""
     mesh = (fr.Mesh.distributed if real else fr.Mesh.emulated)(**axes)
-    given = tables() if late else fr.quantize(tables(), DTYPES)
+    given = tables() if late else fr.quantize(tables(), dtypes)
     held = fr.shard_tables(given, plan_of(kind, mesh), mesh, **how)
-    held = fr.quantize(held, "int8") if late else held
+    held = fr.quantize(held, late) if late else held
     spec = fr.P(mesh.axis_names)
     run = fr.shard_map(values, mesh=mesh, in_specs=(held.specs(), spec), out_specs=spec)
     out = run(held, fr.shard(ids(), spec, mesh=mesh))
@@ -56,3 +56,34 @@ def looked_up(axes, kind, how, *, real=False, late=False):
 
 def on_ranks(axes, kind, how):
     return looked_up(axes, kind, how, real=True)
+
+
+def loss_of(params, batch, how=None):
+    """Of bags, reads tables as DTYPES store them, or as `how` says; each bag weighs the same on every mesh."""
+    acts, rows = values(params.tables if how is None else fr.fake_quantize(params.tables, how, key=KEY), batch)
+    return (acts.cos().sum(1) + sum(x.sin().sum((1, 2)) for x in rows.values())).mean() * params.dense
+
+
+KEY = fr.key(3)
+
+
+def trained(axes, kind, how, dtypes, *, real=False):
+    """(what all ranks read of rows rounded by a key, loss, tables after a step); axes None: in one process."""
+    make = {"sparse": fr.optim.sgd(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
+    loss_fn, params = (lambda p, batch: loss_of(p, batch, dtypes)), fr.Params(tables(), torch.tensor(1.0))
+    read = lambda held, batch: values(fr.fake_quantize(held, dtypes, key=KEY), batch)
+    if axes is None:
+        step = fr.train_step(loss_fn, **make)
+        state, metrics = step(step.init(params), ids())
+        return read(tables(), ids()), metrics["loss"], state.tables
+    mesh = (fr.Mesh.distributed if real else fr.Mesh.emulated)(**axes)
+    spec, plan = fr.P(mesh.axis_names), plan_of(kind, mesh)
+    held, batch = fr.shard_tables(tables(), plan, mesh, **how), fr.shard(ids(), spec, mesh=mesh)
+    run = fr.shard_map(read, mesh=mesh, in_specs=(held.specs(), spec), out_specs=spec)
+    step = fr.train_step(loss_fn, **make, mesh=mesh, plan=plan, **how)
+    state, metrics = step(step.init(params), batch)
+    return fr.unshard(run(held, batch), spec, mesh=mesh), metrics["loss"], fr.gather_tables(state.tables, mesh)
+
+
+def trained_on_ranks(axes, kind, how, dtypes):
+    return trained(axes, kind, how, dtypes, real=True)
