@@ -58,14 +58,14 @@ def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None) -> Tensor
 
 
 def _to_half(x: Tensor, *, down: bool, directed: bool) -> Tensor:
-    """f16 of x, the nearest one or, if `directed`, the next one in a direction."""
+    """f16 of x, the nearest one or, if `directed`, the next one in a direction; what is nearest to inf is inf."""
     near = x.to(torch.float16)
     if not directed:
         return near
     wide, bits = near.to(torch.float32), near.view(torch.int16)
     away = bits + torch.where(wide.signbit() == down, 1, -1).to(torch.int16)
     beyond = wide > x if down else wide < x
-    return torch.where(beyond, away, bits).view(torch.float16)
+    return torch.where(beyond & wide.isfinite(), away, bits).view(torch.float16)
 
 
 def _at_random(x: Tensor, key: Tensor) -> Tensor:

@@ -44,11 +44,11 @@ inline void quantized_rows(Reader in) {
 
 inline float from_half_bits(uint16_t h) { return from_half<1>(uint32_t(h)); }
 
-// f16 of x: the nearest, or if `directed` the next one that is not above x (`down`) or not below it.
+// f16 of x: the nearest, or if `directed` the next one that is not above x (`down`) or not below it; inf stays inf.
 inline uint16_t half_of(float x, bool down, bool directed) {
   const uint16_t near = uint16_t(to_half<1>(x));
   const float wide = from_half_bits(near);
-  if (!directed || !(down ? wide > x : wide < x)) return near;
+  if (!directed || (near & 0x7fff) == 0x7c00 || !(down ? wide > x : wide < x)) return near;
   return uint16_t(near + (bool(near & 0x8000) == down ? 1 : -1));
 }
 

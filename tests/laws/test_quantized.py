@@ -1,10 +1,12 @@
 """Quantised tables: each number within its bound, and lookups are those of the numbers that codes stand for."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
 import torch
+from funcrec.kernels import ops
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,11 +91,15 @@ def test_rounding_at_random_is_right_on_the_mean():
 
 
 def test_what_is_not_finite_is_seen():
-    """A row with NaN or inf, or with a bias or scale that f16 does not hold, is NaN, and its neighbours are not."""
-    table = torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [torch.inf, 1.0], [3e7, 0.0], [-1e5, 0.0], [3.0, 4.0]])
-    for dtype in CODES:
-        got = fr.dequantize(fr.quantize({"a": table}, dtype))["a"]
-        assert got.isnan().all(1).tolist() == [False, True, True, True, True, False]
+    """A row with NaN or inf, or with a bias or scale that f16 does not hold, is NaN, and its neighbours are not; with a
+    key, too."""
+    lost = [[torch.nan, 1.0], [torch.inf, 1.0], [3e7, 0.0], [-1e5, 0.0], [93620.9765625] * 2, [7e4, 8e4]]
+    table = torch.tensor([[1.0, 2.0], *lost, [3.0, 4.0]])
+    for dtype, key in itertools.product(CODES, (None, fr.key(0))):
+        got = fr.dequantize(fr.quantize({"a": table}, dtype, key=key))["a"]
+        assert got.isnan().all(1).tolist() == [False, *[True] * len(lost), False]
+        made = [ops.quantize_rows(table, int(dtype[3:]), key, implementation=i) for i in ("reference", None)]
+        assert torch.equal(*made)
 
 
 def test_quantised_tables_are_a_value():
