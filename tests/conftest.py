@@ -40,6 +40,12 @@ def poisoned_memory():
     patch.undo()
 
 
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Staged graphs are run as they stand, not compiled: for laws of staging, writes and calls."""
+    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Examples that need TorchRec run where it is installed, as the tests against it do. Tests of one group go to one

@@ -21,12 +21,6 @@ def put(s):
 
 
 @pytest.fixture
-def interpreted(monkeypatch):
-    """The staged graph is run as it stands: what is written matters here, not the code."""
-    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
-
-
-@pytest.fixture
 def step(interpreted):
     return fr.jit(put, donate=("s",))
 

@@ -13,11 +13,7 @@ from funcrec.testing import assert_trees_close
 
 copied = functools.partial(map_tensors, torch.clone)
 
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    """The staged graph is run as it stands: what is looked at before the call matters here, not the code."""
-    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 @pytest.fixture

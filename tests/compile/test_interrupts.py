@@ -26,12 +26,6 @@ def state() -> dict:
     return {"w": torch.arange(4.0), "t": torch.zeros(2)}
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    """The staged graph is run as it stands: what is written matters here, not the code."""
-    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
-
-
 @pytest.fixture(scope="module")
 def trial():
     return Trial()

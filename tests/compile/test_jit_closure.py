@@ -7,12 +7,7 @@ import torch
 import funcrec as fr
 from funcrec.testing import assert_trees_close
 
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    """The staged graph is run as it stands: what it is given matters here, not the code."""
-    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
-
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 X = torch.tensor([2.0, 3.0])
 

@@ -14,11 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import funcrec as fr
 from funcrec.testing import assert_trees_close
 
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    """The staged graph is run as it stands: what it was staged for matters here, not the code."""
-    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 @contextlib.contextmanager

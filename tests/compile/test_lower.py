@@ -24,12 +24,6 @@ def rows(s, x, power=1):
     return {"w": s["w"].index_put((ONE,), s["t"][:1] + x**power), "t": s["t"] + SHIFT}, s["w"].sum()
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    """The staged graph is run as it stands: what is told of it matters here, not the code."""
-    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
-
-
 @pytest.mark.parametrize("kwargs", [{}, {"power": 2}], ids=str)
 def test_the_program_is_the_call(kwargs):
     """lower(...).compile()(...) is the call: its values, twice on what it returned,

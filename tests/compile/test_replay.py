@@ -79,12 +79,6 @@ def recordings(monkeypatch):
     return made
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    """The staged graph is run as it stands: what is recorded matters here, not the code."""
-    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
-
-
 def test_replayed_steps_are_eager_ones(recordings):
     """Five compiled steps, all but the first replayed, with new batch tensors in each: the state has the eager step's
     values, stays where the second call found it, and metrics of earlier calls keep theirs."""

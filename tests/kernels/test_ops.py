@@ -372,33 +372,3 @@ def test_cotangents_of_nothing(ask):
     assert_trees_close(ask("coalesce", none, [(3, 2)]), [(ids[:0], empty, torch.tensor(0), ids[:0])])
     assert_trees_close(ask("expand", none, [(3, 2)]), [(ids[:0], empty)])
     assert ask("expand", none, []) == ask("coalesce", none, []) == ask("fused_update", [], [], none, *numbers)[0] == []
-
-
-# -- the choice --------------------------------------------------------------------------------------------------
-
-
-def test_the_implementation_is_a_choice():
-    """By name, by `using`, or the device's own; an unknown one, and one that lacks the operation, is an error."""
-    device = torch.device("cpu")
-    assert ops.chosen(None, device) == "cpp" and ops.chosen("triton", device) == "triton"
-    with ops.using("reference"):
-        assert ops.chosen(None, device) == "reference" and ops.ambient() == "reference"
-    assert ops.chosen(None, torch.device("cuda")) == "triton" and ops.chosen(None, torch.device("meta")) == "reference"
-    with pytest.raises(ValueError, match="'nothing'"):
-        ops.gather_rows(floats(1, 1), rows_of(1, 1), implementation="nothing")
-    with pytest.raises(NotImplementedError, match="'reference' has no fused_update"):
-        ops.fused_update(
-            [floats(1, 1)], [[]], ops.Terms([], [], [], [], []), *[None] * 3, "sgd", [0.0], implementation="reference"
-        )
-
-
-@pytest.mark.needs("gather_rows", without="reference")
-def test_a_kernel_is_not_differentiated(known, implementation):
-    """grad and jvp through an implementation raise, where a derivative would silently be zero."""
-    table, rows = floats(2, known.dims[-1]), torch.tensor([0])
-    take = lambda x: ops.gather_rows(x, rows, implementation=implementation).sum()
-    for ask in (lambda: torch.func.grad(take)(table), lambda: torch.func.jvp(take, (table,), (table,)),
-                lambda: take(table.clone().requires_grad_()),
-                lambda: torch.func.vmap(torch.func.grad(take))(table[None])):  # fmt: skip
-        with pytest.raises(TypeError, match="has no derivative"):
-            ask()

@@ -16,12 +16,6 @@ SOME = ["sgd", "adam", "stochastic_rounding", "accumulate"]
 BATCHES = [training.batch(i, 6) for i in range(9)]
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    """The staged graph is run as it stands, with its writes behind it: what is written matters here, not the code."""
-    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
-
-
 def donated(step):
     return fr.jit(step, donate=("state",))
 

@@ -4,58 +4,33 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close
 
 pytest.importorskip("torchrec")
-from torchrec.models.deepfm import SimpleDeepFMNN
-from torchrec.models.dlrm import DLRM, DLRM_DCN
+from programs.torchrec_states import (
+    EPS,
+    LR,
+    TABLES,
+    WIDTH,
+    batch,
+    configs,
+    features,
+    fresh,
+    loss_of,
+    models,
+    our_step,
+    scattered,
+    theirs,
+)
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 load, to = fr.interop.load_torchrec_state_dict, fr.interop.to_torchrec_state_dict
-TABLES = (fr.TableConfig("item", 7, 4), fr.TableConfig("user", 5, 4))
-COLUMNS = {"item": ("clicked", "bought"), "user": ("user", "bought")}  # a shared table, and a shared column
-NUM_DENSE, CLOSE = 3, {"rtol": 1e-5, "atol": 1e-6}
-
-
-def features(pooling="sum", tables=TABLES):
-    name = lambda t, c: f"{c}@{t}" if c == "bought" else c
-    column = lambda c: c if c == "bought" else None
-    return tuple(
-        fr.FeatureConfig(name(t.name, c), t.name, pooling, column=column(c)) for t in tables for c in COLUMNS[t.name]
-    )
-
-
-def configs(pooling="sum", tables=TABLES):
-    return fr.interop.to_torchrec((tables, features(pooling, tables)))
-
-
-def batch(seed, num_bags=6):
-    g = torch.Generator().manual_seed(seed)
-    lists = {k: [torch.randint(0, 5, (int(n),), generator=g).tolist() for n in torch.randint(0, 4, (num_bags,),
-                generator=g)] for k in ("bought", "user", "clicked", "seen")}  # fmt: skip
-    ids = fr.KeyedJaggedTensor.from_lists(lists, dtype=torch.int64)
-    return fr.Batch(ids, torch.randint(0, 2, (num_bags,), generator=g).float(), torch.randn(num_bags, 3, generator=g))
-
-
-def theirs(ids):
-    return fr.interop.to_torchrec(ids)
-
-
-def fresh(tables=TABLES, dense=None):
-    return fr.Params(fr.init(fr.key(1), tables), {} if dense is None else dense)
-
-
-def scattered(module):
-    """Every parameter drawn: zeros would hide what is not loaded."""
-    for i, p in enumerate(module.parameters()):
-        p.data.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
-    return module
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 # -- modules -------------------------------------------------------------------------------------------------------
@@ -84,27 +59,6 @@ def test_collections_predict_the_same(dtype):
         other.load_state_dict(to(own, other.state_dict()))
         assert_trees_close(dict(other.state_dict()), before)
         assert_trees_close(load(fresh(tables), to(own, module.state_dict())), own)
-
-
-def models():
-    """(theirs, ours, what makes theirs' answer of our logits)."""
-    singles = tuple(fr.FeatureConfig(t.name, table=t.name) for t in TABLES)
-    collection = lambda own: EmbeddingBagCollection(fr.interop.to_torchrec((TABLES, own)))
-    shared = (
-        *(fr.FeatureConfig(c, table="item") for c in ("clicked", "bought")),
-        *(fr.FeatureConfig(c, table="user") for c in ("user", "seen")),  # five vectors: no involution
-    )
-    sizes = NUM_DENSE, [6, 4], [8, 7, 1]
-    dlrm = {"num_dense": NUM_DENSE, "bottom": (6, 4), "sizes": (8, 7), "keep": "dense"}
-    dcn = {"num_dense": NUM_DENSE, "bottom": (6, 4), "sizes": (8, 7), "num_cross": 3, "rank": 2}
-    deepfm = {"num_dense": NUM_DENSE, "hidden_size": 6, "deep_size": 5}
-    return {
-        "dlrm": (DLRM(collection(singles), *sizes), fr.models.dlrm(TABLES, singles, **dlrm)),
-        "dlrm, shared": (DLRM(collection(shared), *sizes), fr.models.dlrm(TABLES, shared, **dlrm)),
-        "dcn": (DLRM_DCN(collection(shared), *sizes, 3, 2), fr.models.dlrm_dcnv2(TABLES, shared, **dcn)),
-        "deepfm": (SimpleDeepFMNN(NUM_DENSE, collection(shared), 6, 5),
-                   fr.models.simple_deepfm(TABLES, shared, **deepfm)),
-    }  # fmt: skip
 
 
 def answers(name, model, params, b):
@@ -170,22 +124,11 @@ def test_a_model_of_ones_own_is_loaded_by_its_names():
 
 # -- training goes on --------------------------------------------------------------------------------------------------
 
-LR, EPS = 0.1, 1e-6
-WIDTH = 16
 FUSED = {  # name -> (ours, the class that TorchRec fuses, its arguments)
     "sgd": (fr.optim.sgd(LR), torch.optim.SGD, {"lr": LR}),
     "adagrad": (fr.optim.adagrad(LR, eps=EPS), torch.optim.Adagrad, {"lr": LR, "eps": EPS}),
     "rowwise_adagrad": (fr.optim.rowwise_adagrad(LR, eps=EPS), RowWiseAdagrad, {"lr": LR, "eps": EPS}),
 }
-
-
-def loss_of(pooled, w, label):
-    return F.binary_cross_entropy_with_logits(pooled @ w, label)
-
-
-def our_step(sparse, dense):
-    loss_fn = lambda p, b: loss_of(fr.lookup(p.tables, b.ids, features()).values, p.dense["w"], b.label)
-    return fr.train_step(loss_fn, sparse=sparse, dense=dense)
 
 
 def their_steps(module, opts, w, seeds):
@@ -335,71 +278,3 @@ def test_state_of_every_fused_rule_comes_back(name):
     assert_trees_close(back["state"], form)
     got = load(step.init(state.params), back, step=2)
     assert_trees_close((got.slots, got.step), (state.slots, state.step))
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-EBC = EmbeddingBagCollection(configs())
-HELD = EBC.state_dict()
-NAMES = list(HELD)
-STEP = our_step(fr.optim.adam(LR), fr.optim.dense(torch.optim.SGD, lr=LR))
-STATE = STEP.init(fresh(dense={"w": torch.ones(WIDTH)}))
-MOMENTS = {"state": {n: {"exp_avg": torch.zeros(t.shape), "exp_avg_sq": torch.zeros(t.shape)} for n, t in HELD.items()}}
-one = lambda **more: {"state": {n: {**own, **more} for n, own in MOMENTS["state"].items()}}
-DLRM_STATE = models()["dlrm"][0].state_dict()
-ALL_KEPT = fr.models.dlrm(TABLES, tuple(fr.FeatureConfig(t.name, table=t.name) for t in TABLES), num_dense=NUM_DENSE,
-                          bottom=(6, 4), sizes=(8, 7))  # fmt: skip
-WRONG = {
-    "no state": (lambda: load({"item": torch.ones(7, 4)}, HELD), TypeError, "`state` is not a state"),
-    "sharded state": (lambda: load(fr.Params(fr.shard_tables(fresh().tables, fr.Plan({t.name: fr.replicated() for t in
-        TABLES}), fr.Mesh.emulated(x=1)), {}), HELD), TypeError, "`state.tables` are not whole"),
-    "a module": (lambda: load(fresh(), EBC), TypeError, "`state_dict` is not a state dict"),
-    "names of numbers": (lambda: load(fresh(), {1: torch.ones(1)}), TypeError, "`state_dict` is not a state dict"),
-    "a value": (lambda: load(fresh(), {**HELD, "more": "x"}), TypeError, "`state_dict['more']` is not a tensor"),
-    "a table less": (lambda: load(fresh(), {NAMES[0]: HELD[NAMES[0]]}), KeyError, "is not in the state dict"),
-    "a table more": (lambda: load(fresh(TABLES[:1]), HELD), ValueError, "has more than `state`"),
-    "a table twice": (lambda: load(fresh(), {**HELD, f"b.{NAMES[0]}": HELD[NAMES[0]]}), KeyError, "several times"),
-    "another shape": (lambda: load(fresh((replace(TABLES[0], embedding_dim=3), TABLES[1])), HELD), ValueError,
-        "has another shape"),
-    "a weight more": (lambda: load(fresh(), {**HELD, "over.weight": torch.ones(1)}), ValueError, "more than `state`"),
-    "a weight less": (lambda: load(fresh(dense={"w": torch.ones(2)}), HELD), KeyError, "has no counterpart"),
-    "two of a name": (lambda: load(fresh(dense={"w": torch.ones(2)}), {**HELD, "a.w": torch.ones(2), "b.w":
-        torch.ones(2)}), KeyError, "more than one counterpart"),
-    "one for two": (lambda: load(fresh(dense={"a": {"w": torch.ones(2)}, "b": {"w": torch.ones(2)}}), {**HELD, "w":
-        torch.ones(2)}), ValueError, "two places have one name"),
-    "all vectors kept": (lambda: load(ALL_KEPT.init(fr.key(0)), DLRM_STATE), ValueError, "keep='dense'"),
-    "followed": (lambda: load(fresh(), dict(EBC.state_dict(keep_vars=True))), TypeError, "followed by a derivative"),
-    "in grad": (lambda: torch.func.grad(lambda x: load(fresh(), {**HELD, NAMES[0]: x}).tables["item"].sum())(
-        torch.ones(7, 4)), TypeError, "followed by a derivative"),
-    "back in grad": (lambda: torch.func.grad(lambda x: to(fr.Params({"item": x, "user": torch.ones(5, 4)}, {}),
-        HELD)[NAMES[0]].sum())(torch.ones(7, 4)), TypeError, "followed by a derivative"),
-    "step of params": (lambda: load(fresh(), HELD, step=3), TypeError, "`step` is of a TrainState"),
-    "step in words": (lambda: load(STATE, MOMENTS, step="3"), TypeError, "`step` is not a count"),
-    "step below 0": (lambda: load(STATE, MOMENTS, step=-1), TypeError, "`step` is not a count"),
-    "no step": (lambda: load(STATE, MOMENTS), ValueError, "how many steps were taken"),
-    "two steps": (lambda: load(STATE, {"state": {n: {**own, "step": torch.tensor(float(i))} for i, (n, own) in
-        enumerate(MOMENTS["state"].items())}}), ValueError, "counts of steps differ"),
-    "no group": (lambda: load(STATE, MOMENTS, step=1, group="world"), TypeError, "`group` is not a group of ranks"),
-    "optimizer of params": (lambda: load(fresh(), MOMENTS), TypeError, "is of an optimizer"),
-    "optimizer without names": (lambda: load(STATE, {"state": {0: {"exp_avg": torch.ones(1)}}}), TypeError,
-        "an optimizer without names"),
-    "a slot less": (lambda: load(STATE, {"state": {n: {"exp_avg": own["exp_avg"]} for n, own in
-        MOMENTS["state"].items()}}, step=1), ValueError, "slot 'square'"),
-    "a slot more": (lambda: load(STATE, one(row_counter=torch.ones(7)), step=1), ValueError, "more than its slots"),
-    "a state less": (lambda: load(STATE, {"state": {}}, step=1), KeyError, "is not in the state dict"),
-    "a sum for each shard": (lambda: load(our_step(fr.optim.rowwise_adagrad(), fr.optim.dense(torch.optim.SGD,
-        lr=LR)).init(fresh(dense={"w": torch.ones(WIDTH)})), {"state": {n: {"momentum1": torch.ones(2 * len(t))} for
-        n, t in HELD.items()}}), ValueError, "has another shape"),
-    "back from a module": (lambda: to(fresh(), EBC), TypeError, "`like_dict` is not a state dict"),
-    "back, a table less": (lambda: to(fresh(TABLES[:1]), HELD), ValueError, "has more than `state`"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_is_named(name):
-    """A state dict of something else, or a state that has no place for it, raises before any work, in four parts."""
-    call, kind, fragment = WRONG[name]
-    with pytest.raises(kind) as error:
-        call()
-    text = str(error.value)
-    assert all(f in text for f in (fragment, "funcrec", "\n  got   ", "\n  need  ", "\n  try   ")), text

@@ -1,0 +1,69 @@
+"""What no program for all batches can be made of is not exported, and told in words."""
+
+import pytest
+import torch
+
+import funcrec as fr
+
+HELD = torch.ones(3)
+EXAMPLE = fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1], [2]]}), label=torch.ones(2), dense=torch.ones(2, 3))
+W = {"w": torch.ones(3)}
+
+
+def writes(params, batch):
+    params["w"].mul_(2)
+    return batch.dense @ params["w"]
+
+
+def branch(params, batch):
+    return batch.dense @ params["w"] if params["w"].sum() > 0 else batch.dense[:, 0]
+
+
+def by_size(params, batch):
+    return batch.dense @ params["w"] if batch.ids.num_bags > 64 else batch.dense[:, 0]
+
+
+FUNCTIONS = {
+    "a tensor closed over": (lambda p, b: b.dense @ HELD, W, "closes over tensors"),
+    "a write": (writes, W, "writes to its argument"),
+    "a branch on a value": (branch, W, "the function reads a tensor's value|not one program"),
+    "a branch on a size": (by_size, W, "not one program for all batch sizes"),
+    "a value read": (lambda p, b: b.dense * p["w"].sum().item(), W, "the function reads a tensor's value"),
+    "a draw": (lambda p, b: b.dense @ torch.rand(3), W, "draws from torch's generator"),
+    "a loss": (lambda p, b: (b.dense @ p["w"]).mean(), W, "no row for each bag"),
+    "a number": (lambda p, b: 3, W, "is not a tensor"),
+    "a list": (lambda p, b: [b.dense @ p["w"]], W, "is not a tensor"),
+    "a label": (lambda p, b: b.dense @ p["w"] - b.label, W, "unsupported operand"),
+    "no tensor": (lambda p, b: b.dense[:, 0], {}, "have no tensor"),
+    "a number for a parameter": (lambda p, b: b.dense[:, 0], {"w": 3.0}, "is not a tensor"),
+    "a parameter that is followed": (lambda p, b: b.dense @ p["w"], {"w": torch.ones(3, requires_grad=True)},
+        "being differentiated"),
+    "complex parameters": (lambda p, b: b.dense[:, 0], {"w": torch.ones(3) * 1j}, "dtype that packages have not"),
+    "parameters on no device": (lambda p, b: b.dense[:, 0], {"w": torch.ones(3, device="meta")}, "of this memory"),
+    "sharded tables": (lambda p, b: b.dense[:, 0], fr.shard_tables({"t": torch.ones(4, 2)},
+        fr.Plan({"t": fr.row_wise("m")}), fr.Mesh.emulated(m=2)), "sharded tables"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_not_one_program_is_refused(name, tmp_path):
+    """A function that no program for all batches can be made of is refused before anything is written, or changed."""
+    predict, params, reason = FUNCTIONS[name]
+    with pytest.raises((TypeError, ValueError), match=reason) as error:
+        fr.export(predict, params, EXAMPLE, tmp_path / "model")
+    assert "funcrec.export" in "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
+    assert list(tmp_path.iterdir()) == [] and torch.equal(W["w"], torch.ones(3))
+
+
+EXAMPLES = {
+    "keys of different bags": fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1]], "b": [[1], [2]]})),
+    "no key": fr.Batch(fr.KeyedJaggedTensor.from_lists({})),
+    "dense of f64": fr.Batch(EXAMPLE.ids, dense=torch.ones(2, 3).double()),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_that_stand_for_no_batches_are_refused(name, tmp_path):
+    """An example of a form that requests cannot have is refused."""
+    with pytest.raises((TypeError, ValueError), match=r"`example"):
+        fr.export(lambda p, b: b.dense @ p["w"], W, EXAMPLES[name], tmp_path / "model")
