@@ -248,3 +248,25 @@ def score_dtype(queries: Tensor, items: Tensor, bits: int) -> torch.dtype:
             f"{list(items.shape)}\n  need  floats of [N, {dim}]\n  try   bits=8 of quantised rows"
         )
     return widest([queries] if bits else [queries, items])
+
+
+def check_codable(table: Tensor, bits: int, key: Tensor | None) -> None:
+    """That a table is f[R, D], that there are such codes, and that a key is one, or one for each row."""
+    if bits not in CODE_BITS:
+        raise ValueError(
+            f"funcrec.kernels.quantize_rows: there are no such codes.\n  got   bits={bits}\n  need  one of"
+            f" {CODE_BITS}\n  try   bits=8, or table.to(torch.float16)"
+        )
+    is_read = table.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+    if table.dim() != 2 or not is_read:
+        kind = ValueError if is_read else TypeError
+        raise kind(
+            f"funcrec.kernels.quantize_rows: `table` is not a table.\n  got   {table.dtype}{list(table.shape)}\n"
+            "  need  [R, D] of f32, f64, f16 or bf16\n  try   table.to(torch.float32)"
+        )
+    if key is not None and (key.dtype != torch.int64 or tuple(key.shape) not in ((), (table.shape[0],))):
+        kind = ValueError if key.dtype == torch.int64 else TypeError
+        raise kind(
+            f"funcrec.kernels.quantize_rows: `key` is not a key.\n  got   {key.dtype}{list(key.shape)}\n"
+            f"  need  i64[], or i64[{table.shape[0]}], one for each row\n  try   fr.key(0)"
+        )

@@ -43,6 +43,7 @@ from funcrec.kernels.forms import (
     Segment,
     Terms,
     accumulation_dtype,
+    check_codable,
     check_coded,
     flatten,
 )
@@ -245,11 +246,7 @@ def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None, *, implem
       normal numbers; with a key |x - x'| <= scale. A row that holds NaN or inf, or whose min or scale f16 does not
       hold (beyond 65504 and 65504 · L), is NaN in all columns: it is never a finite row of other numbers.
     """
-    if bits not in CODE_BITS:
-        raise ValueError(
-            f"funcrec.kernels.quantize_rows: there are no such codes.\n  got   bits={bits}\n  need  one of"
-            f" {CODE_BITS}\n  try   bits=8, or table.to(torch.float16)"
-        )
+    check_codable(table, bits, key)
     if any_tracked([table]):
         raise TypeError(
             "funcrec.kernels.quantize_rows: codes have no derivative.\n  got   a table that grad or jvp follows\n"

@@ -20,6 +20,7 @@ from funcrec.checkpoint._place import place_of
 from funcrec.core import Problem, check, describe, fail, typed
 from funcrec.mesh import Mesh
 from funcrec.sharding import ShardedTables, gather_tables
+from funcrec.tables import KINDS
 
 SAVE, LOAD = "funcrec.save_safetensors", "funcrec.load_safetensors"
 HEAD, MOST_HEADER = 8, 100_000_000  # bytes; readers refuse a longer header
@@ -65,7 +66,9 @@ def save_safetensors(
     """
     crew = crew_of(mesh)
     where, is_sharded = as_path(SAVE, path), isinstance(tensors, ShardedTables)
-    check(SAVE, transform_problems(), sharded_problems(tensors, mesh), metadata_problems(metadata))
+    check(
+        SAVE, transform_problems(), kind_problems(tensors), sharded_problems(tensors, mesh), metadata_problems(metadata)
+    )
     check(SAVE, tensors_problems(tensors.banks if is_sharded else tensors))
     said = {"mesh": repr(mesh and mesh.axes), "tensors": repr(tensors.layout) if is_sharded else repr(sorted(tensors))}
     check(SAVE, apart_problems(together(crew, SAVE, "save its tensors", lambda: said)[1]))
@@ -151,6 +154,14 @@ def metadata_problems(metadata: Mapping[str, str] | None) -> Iterator[Problem]:
     for key, text in (metadata or {}).items():
         yield from text_problems(key, f"metadata[{key!r}]")
         yield from text_problems(text, f"metadata[{key!r}]")
+
+
+def kind_problems(tensors: Any) -> Iterator[Problem]:
+    """Tables that are more than their tensors would come back as less."""
+    is_floats = isinstance(tensors, ShardedTables) and KINDS[ShardedTables].is_trained(tensors)
+    if type(tensors) in KINDS and type(tensors) is not dict and not is_floats:
+        got, hint = describe(tensors), "fr.save, which keeps all of it; dict(tensors), for the tensors alone"
+        yield Problem("`tensors` are more than tensors by name.", got, "{name: tensor}", hint, TypeError)
 
 
 def tensors_problems(tensors: Mapping[str, Any]) -> Iterator[Problem]:

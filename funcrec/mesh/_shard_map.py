@@ -124,6 +124,7 @@ def telling(mesh: Mesh | None, args: Any, names: Sequence[str] = (), is_alike: b
         raise
 
 
+@typed
 def shard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
     """Global values as `shard_map` takes them: on real ranks this
     rank's parts, on an emulated mesh the values themselves.
@@ -140,6 +141,7 @@ def shard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
     return tree if where.is_emulated else _rebuild(tree, [_own(p, where, where.shape) for p in parts])
 
 
+@typed
 def unshard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
     """What `shard_map` gave, as global values on every rank; the inverse of `shard`.
 

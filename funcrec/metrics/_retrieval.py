@@ -58,7 +58,7 @@ def _of_lists(name: str, k: int, value: Callable[[Tensor, Tensor], Tensor]) -> M
     mean = sums(name, lambda p, y: {"value": p}, lambda s: s["value"] / s["weight"], from_logits=ANY)
 
     def update(state, predictions, labels, weights=None):
-        check(f"{call}.update", list_problems(predictions, labels))
+        check(f"{call}.update", list_problems(predictions, labels, weights))
         hits, count = hits_of(predictions[:, :k], labels)
         weights = torch.ones_like(count) if weights is None else weights
         hits = hits if hits.shape[1] else hits.new_zeros(hits.shape[0], 1)
@@ -88,7 +88,7 @@ def hits_of(rows: Tensor, relevant: JaggedTensor) -> tuple[Tensor, Tensor]:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def list_problems(predictions: object, labels: object) -> Iterator[Problem]:
+def list_problems(predictions: object, labels: object, weights: object) -> Iterator[Problem]:
     is_rows = isinstance(predictions, Tensor) and predictions.dtype in (torch.int32, torch.int64)
     if not is_rows or predictions.dim() != 2:
         kind = ValueError if is_rows else TypeError
@@ -102,3 +102,8 @@ def list_problems(predictions: object, labels: object) -> Iterator[Problem]:
     elif labels.values.dim() != 1 or labels.offsets.shape[0] != predictions.shape[0] + 1:
         got, need = f"{labels.offsets.shape[0] - 1} bags", f"{predictions.shape[0]}, one for each list"
         yield Problem("`labels` are of other lists.", got, need, "the same batch's relevant rows")
+    if weights is not None and not isinstance(weights, Tensor):
+        yield Problem("`weights` are not numbers.", describe(weights), "a tensor, or None", "torch.tensor", TypeError)
+    elif weights is not None and weights.shape != predictions.shape[:1]:
+        need = f"shape [{predictions.shape[0]}]"
+        yield Problem("`weights` do not match `predictions`.", describe(weights), need, "one for each list")

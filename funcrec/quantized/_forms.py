@@ -4,6 +4,7 @@ table f[R, D]  ->  u8[R, 4 + ceil(D · bits / 8)] for codes of 8, 4 or 2 bits; f
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -45,8 +46,17 @@ def dtype_problems(tables: Mapping[str, Any], dtype: str | Mapping[str, str]) ->
             yield Problem(f"`dtype[{n!r}]` is of no table.", f"{n!r}", f"one of {list(tables)}", kind=KeyError)
 
 
+def is_form(form: object) -> bool:
+    is_count = lambda n: isinstance(n, Integral) and not isinstance(n, bool) and n >= 0
+    return isinstance(form, tuple) and len(form) == 3 and isinstance(form[0], str) and all(map(is_count, form[1:]))
+
+
 def form_problems(tables: Mapping[str, Tensor], forms: Sequence[Form], path: str) -> Iterator[Problem]:
     """Each table is stored as its form says."""
+    if not isinstance(forms, Sequence) or not all(map(is_form, forms)):
+        need = "(table, bits, dim) of each table"
+        yield Problem(f"`{path}.forms` are not forms.", repr(forms), need, "fr.quantize(tables)", TypeError)
+        return
     if [f[0] for f in forms] != list(tables):
         got, need = f"forms of {[f[0] for f in forms]}", f"one for each of {list(tables)}, in order"
         yield Problem(f"`{path}.forms` do not match the tables.", got, need, "fr.quantize(tables)")

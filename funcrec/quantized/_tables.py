@@ -69,8 +69,13 @@ class QuantizedTables:
     forms: tuple[Form, ...]
 
     def __post_init__(self):
-        if isinstance(self.tables, Mapping) and all(isinstance(t, Tensor) for t in self.tables.values()):
-            check("funcrec.QuantizedTables", form_problems(self.tables, self.forms, "QuantizedTables"))
+        call = "funcrec.QuantizedTables"
+        if not isinstance(self.tables, Mapping) or not isinstance(self.forms, tuple):
+            got, need = f"{describe(self.tables)}, {describe(self.forms)}", "a dict of tables, a tuple of forms"
+            hint = "fr.quantize(tables)"
+            fail(call, "`tables` or `forms` are of another type.", got=got, need=need, hint=hint, kind=TypeError)
+        if all(isinstance(t, Tensor) for t in self.tables.values()):  # else of what stands for them
+            check(call, form_problems(self.tables, self.forms, "QuantizedTables"))
 
     def items(self):
         return self.tables.items()
@@ -139,15 +144,16 @@ def quantize(
 
     Args:
       tables: {table: f[R, D]} of any float dtype; of f64 tables f32 is taken.
-      dtype: of all tables, or {table: dtype}: "int8", "int4", "int2", "float16", "bfloat16"; "float32" leaves a table
-        as it is. None: "int8", and of FakeQuantizedTables what they are read as.
+      dtype: of all tables, or {table: dtype}: "int8", "int4", "int2", "float16" (numbers beyond 65504 are inf),
+        "bfloat16"; "float32" leaves a table as it is. None: "int8", and of FakeQuantizedTables what they are read as.
       key: rounds codes at random, each up as often as it lies above the one below, so that the mean over keys is x;
         None rounds to the nearest. Floats of 16 bits are rounded to the nearest.
 
     Returns: QuantizedTables, which `lookup` and `lookup_sequence` take. A row that holds NaN or inf, or
       whose bias or scale is beyond f16's 65504, is NaN in all columns.
 
-    Raises: KeyError for a table without a dtype, TypeError for tables that are differentiated (`fake_quantize` is).
+    Raises: KeyError for a table without a dtype, TypeError for tables that are differentiated (`fake_quantize` is); of
+      ShardedTables ValueError for a key, and for codes of tables that are cut by columns: a row has one scale.
 
     Law: for every number x of a row, and r = max - min of the row,
       codes of 8, 4, 2 bits:  |x - x̂| <= scale / 2 + 2⁻¹¹ (|min| + r) + 2⁻¹⁷, with scale <= (r + 2⁻¹¹ |min|) / L · 1.001

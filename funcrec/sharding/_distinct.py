@@ -78,6 +78,7 @@ def route_rows(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None) -> 
     is_first = is_row & torch.cat([torch.ones_like(is_row[:1]), ordered[1:] != ordered[:-1]])
     nth = torch.cat([is_first.new_zeros(1), is_first]).cumsum(0)  # i64[N + 1]: distinct rows before each
     edges = torch.tensor([r * total + s for r in range(n) for s in starts] + [n * total], device=device)
+    edges = edges + ordered.new_zeros(1)  # under vmap each member's own, which lie one after the other
     ends = nth[torch.searchsorted(ordered, edges)]  # before each bank of each owner
     before, counts = ends[:: len(banks)][:n], ends[:: len(banks)].diff()
     # place of a row: the first of its owner's block, and as many on as distinct rows

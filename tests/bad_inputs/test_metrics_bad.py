@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from funcrec import metrics
+from funcrec import JaggedTensor, metrics
 
 P, Y = torch.tensor([0.2, 0.7]), torch.tensor([0, 1])
+LISTS, BAGS = torch.tensor([[5, 3], [1, 2], [7, 8]]), JaggedTensor.from_lists([[3, 1], [9], [7]])
 
 
 def update(metric, *rows):
@@ -20,6 +21,14 @@ ROWS = [
     ("labels of 2", lambda: update(metrics.log_loss(), P, Y * 2), ValueError, "labels[1] = 2"),
     ("no labels", lambda: update(metrics.ctr(), P, None), TypeError, "`labels` are not numbers"),
     ("long weights", lambda: update(metrics.mae(), P, Y, torch.ones(3)), ValueError, "`weights` do not match"),
+    (
+        "one weight of lists",
+        lambda: update(metrics.recall(2), LISTS, BAGS, P[:1]),
+        ValueError,
+        "`weights` do not match",
+    ),
+    ("two weights of 3", lambda: update(metrics.ndcg(2), LISTS, BAGS, P), ValueError, "`weights` do not match"),
+    ("listed weights", lambda: update(metrics.hit_rate(2), LISTS, BAGS, [1.0] * 3), TypeError, "`weights` are not"),
     ("negative weights", lambda: update(metrics.mae(), P, Y, -P), ValueError, "weights >= 0"),
     ("logits for probabilities", lambda: update(metrics.auc(), P + 3, Y), ValueError, "from_logits=True"),
     ("NaN probability", lambda: update(metrics.log_loss(), P * torch.nan, Y), ValueError, "predictions[0] = nan"),

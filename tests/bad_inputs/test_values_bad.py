@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from funcrec.kernels import ops
 
 import funcrec as fr
 
@@ -34,6 +35,25 @@ WRONG = {  # call: (kind, what the text names)
         ValueError, "has bits that layout '8bit' has not"),
     "to fbgemm: aligned nbit": (lambda: fr.interop.to_fbgemm(fr.quantize({"t": torch.ones(2, 4)}), layout="nbit",
         row_alignment=16), ValueError, "`row_alignment` does not fit"),
+    "codes of no forms": (lambda: fr.QuantizedTables({"t": BYTES}, None), TypeError, "`tables` or `forms`"),
+    "codes in a list": (lambda: fr.QuantizedTables([BYTES], (("t", 8, 4),)), TypeError, "`tables` or `forms`"),
+    "codes of '4'": (lambda: fr.QuantizedTables({"t": BYTES}, (("t", 8, "4"),)), TypeError, "forms` are not forms"),
+    "codes of 4.0": (lambda: fr.QuantizedTables({"t": BYTES}, (("t", 8, 4.0),)), TypeError, "forms` are not forms"),
+    "codes of 8.0 bits": (lambda: fr.QuantizedTables({"t": BYTES}, (("t", 8.0, 4),)), TypeError, "are not forms"),
+    "codes of -4": (lambda: fr.QuantizedTables({"t": BYTES}, (("t", 8, -4),)), TypeError, "forms` are not forms"),
+    "a mesh without its name": (lambda: fr.shard(IDS, fr.P(), fr.Mesh.emulated(x=1)), TypeError, "not those that it"),
+    "quantised, as tensors": (lambda: fr.save_safetensors("t", fr.quantize({"t": torch.ones(2, 3)})), TypeError,
+        "`tensors` are more than tensors"),
+    "fake, as tensors": (lambda: fr.save_safetensors("t", fr.fake_quantize({"t": torch.ones(2, 3)})), TypeError,
+        "`tensors` are more than tensors"),
+    "coding a row": (lambda: ops.quantize_rows(torch.ones(3), 8), ValueError, "`table` is not a table"),
+    "coding integers": (lambda: ops.quantize_rows(IDS[None], 8), TypeError, "`table` is not a table"),
+    "coding float8": (lambda: ops.quantize_rows(torch.ones(2, 3).to(torch.float8_e4m3fn), 8), TypeError,
+        "`table` is not a table"),
+    "coding by a float": (lambda: ops.quantize_rows(torch.ones(2, 3), 8, torch.tensor(1.0)), TypeError,
+        "`key` is not a key"),
+    "coding by three keys": (lambda: ops.quantize_rows(torch.ones(2, 3), 8, fr.split(fr.key(0), 3)), ValueError,
+        "`key` is not a key"),
     "weighted in words": (lambda: feature(weighted="no"), TypeError, "`weighted` is neither"),
     "weighted 1": (lambda: feature(weighted=1), TypeError, "`weighted` is neither"),
     "max_length True": (lambda: feature(max_length=True), TypeError, "`max_length` is not an integer"),
