@@ -28,6 +28,7 @@ from funcrec.core import (
     check,
     describe,
     fail,
+    is_forward,
     pytree,
     replace,
     typed,
@@ -35,7 +36,15 @@ from funcrec.core import (
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.kernels.forms import Feature
 from funcrec.quantized._forms import CODES, Dtype, dtype_problems, named_dtypes
-from funcrec.quantized._rounded import as_stored, by_scale, first_scales, learned_codes, row_keys
+from funcrec.quantized._rounded import (
+    ByScale,
+    as_stored,
+    by_scale,
+    first_scales,
+    learned_codes,
+    refuse_learned,
+    row_keys,
+)
 from funcrec.quantized._tables import QUANTIZE, QuantizedTables, quantize
 from funcrec.tables import (
     KINDS,
@@ -245,9 +254,9 @@ def rounded_rows(tables: FakeQuantizedTables, table: str, rows: Tensor, implemen
     x = gather_rows(t, rows, implementation=implementation)
     if table + SCALE in tables.scales:
         scales = tables.scales[table + SCALE]
-        if any_tracked((t, scales)):
+        if any_tracked((t, scales)) and not is_forward():  # there every tensor may have a tangent
             refuse_learned(table)
-        return by_scale(x, gather_rows(scales, rows, implementation=implementation), CODES[dtype])[0]
+        return ByScale.apply(table, CODES[dtype], x, gather_rows(scales, rows, implementation=implementation))
     return as_stored(x, dtype, *row_keys(tables.rounding, table, rows, t.shape[1]))
 
 
@@ -322,14 +331,6 @@ def part_problems(tables: Any, scales: Any, dtypes: Any) -> Iterator[Problem]:
         if s.shape != (*t.shape[:-1], 1) or not s.is_floating_point():
             kind, need = ValueError if s.is_floating_point() else TypeError, f"f[{t.shape[0]}, 1], of {describe(t)}"
             yield Problem(f"`scales[{part!r}]` do not match the table.", describe(s), need, "fr.fake_quantize", kind)
-
-
-def refuse_learned(table: str) -> None:
-    fail(
-        "funcrec.lookup", f"table {table!r}, or its learned scales, is differentiated otherwise than by rows.",
-        got="a table that torch.func or autograd follows", need="gradients by `fr.value_and_grad`",
-        hint='scales="row", whose lookups have every derivative', kind=TypeError,
-    )  # fmt: skip
 
 
 def fake_problems(tables: Mapping[str, Any]) -> Iterator[Problem]:

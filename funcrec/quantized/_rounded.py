@@ -8,11 +8,12 @@ Source: see `_fake`.
 """
 
 import math
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from funcrec.core import GAMMA, one_level_below
+from funcrec.core import GAMMA, fail, one_level_below
 from funcrec.kernels import ops
 from funcrec.kernels.reference_quantized import packed
 from funcrec.quantized._forms import CODES, FLOATS
@@ -97,3 +98,33 @@ def learned_codes(t: Tensor, scales: Tensor, bits: int) -> Tensor:
     codes = torch.where(lost, 0, (read / s.to(torch.float32)).round() + least)
     head = torch.where(lost, torch.nan, torch.cat([s, s * -least], 1))
     return torch.cat([head.view(torch.uint8), packed(codes.to(torch.int32), bits)], 1)
+
+
+class ByScale(torch.autograd.Function):
+    """`by_scale`'s rows of a table, whose derivative is refused: what a transform only holds has none to lose."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(table, bits, x, scales):
+        return by_scale(x, scales, bits)[0]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.table = inputs[0]
+
+    @staticmethod
+    def backward(ctx, d):
+        refuse_learned(ctx.table)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        refuse_learned(ctx.table)
+
+
+def refuse_learned(table: str) -> NoReturn:
+    fail(
+        "funcrec.lookup", f"table {table!r}, or its learned scales, is differentiated otherwise than by rows.",
+        got="a table that torch.func or autograd follows", need="gradients by `fr.value_and_grad`",
+        hint='scales="row", whose lookups have every derivative', kind=TypeError,
+    )  # fmt: skip

@@ -175,6 +175,23 @@ def test_a_step_trains_them(scales):
         assert_trees_close({n: t[i] for n, t in stacked.tables.items()}, want, rtol=1e-5, atol=1e-6)
 
 
+def test_learned_scales_that_a_transform_only_holds():
+    """Learned scales made inside a jvp or grad by something else are read there as outside of it; a tangent of theirs
+    is refused."""
+    make = lambda: fr.fake_quantize(fr.tree.map(lambda x: x * 1, TABLES), "int4", scales="learned")
+    fake = make()
+    by_rows = lambda tables, w: fr.value_and_grad(loss_fn)(fr.Params(tables, w), IDS)[1].dense
+    plainly = lambda tables, w: loss_fn(fr.Params(tables, w), IDS)
+    for f in (by_rows, plainly):
+        want = torch.func.jvp(lambda w: f(fake, w), (DENSE,), (DENSE,))  # noqa: B023
+        assert_trees_close(torch.func.jvp(lambda w: f(make(), w), (DENSE,), (DENSE,)), want)  # noqa: B023
+    want = torch.func.grad(lambda w: plainly(fake, w))(DENSE)
+    assert_trees_close(torch.func.grad(lambda w: plainly(make(), w))(DENSE), want)
+    for f in (by_rows, plainly):
+        with pytest.raises(TypeError, match=r"differentiated otherwise than by rows(.|\n)*value_and_grad"):
+            torch.func.jvp(lambda t: f(t, DENSE), (fake,), (fake,))  # noqa: B023
+
+
 def test_what_cannot_be_trained_so_is_refused(tmp_path):
     """Scales that would be no parameters, a key beside learned scales, and codes are refused; the value is saved and
     comes back."""
