@@ -108,8 +108,9 @@ def search_index(index: Index, queries: Tensor, k: Count, *, effort: Count | Non
       effort: how many candidates the graph keeps (FAISS's efSearch; at least k is taken), or how many lists are read
         (nprobe). None: 64, or 8 lists.
 
-    Returns: (f32[B, k], i64[B, k]), descending, of equal scores the lower row first. Where a search came by fewer than
-    k items, -inf and -1. Scores are inner products to the rounding of f32; `top_k` has the same bits on every machine.
+    Returns: two tensors, f32[B, k] or i64[B, k]: the scores, descending, and their rows, of equal scores the lower one
+    first. Where a search came by fewer than k items, -inf and -1. Scores are inner products to the rounding of f32;
+    `top_k` has the same bits on every machine.
 
     Raises: TypeError or ValueError for queries that are tracked, are no vectors of the index's dim, or not finite.
 

@@ -5,13 +5,14 @@ import contextlib
 import dataclasses
 import doctest
 import functools
-import importlib.util
+import importlib
 import inspect
 import io
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -207,20 +208,31 @@ def rare(calls: Any) -> None:
     torch.func.jvp(rows, (torch.ones(4),), (torch.ones(4),))
 
 
+def made_anew() -> tuple[ModuleType, ModuleType]:
+    """The modules of public calls' values and of the calls, executed once more; those that others imported stay."""
+    names = [f"programs.public_{x}" for x in ("values", "calls_data", "calls_models", "calls")]
+    kept = {n: sys.modules.pop(n) for n in names if n in sys.modules}
+    try:
+        values, *_, calls = (importlib.import_module(n) for n in names)
+    finally:
+        for n in names:
+            sys.modules.pop(n, None)
+        sys.modules.update(kept)
+    return values, calls
+
+
 def record(folder: Path) -> dict[str, Said]:
     """The calls of `public_calls`, made anew so that they go through wrapped functions,
     and the examples of what says something of shapes."""
     recorder = Recorder()
     with recorder.patched():
-        spec = importlib.util.spec_from_file_location("public_calls_noted", Path(__file__).with_name("public_calls.py"))
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        for call in module.public_calls(folder):
+        values, calls = made_anew()
+        for call in calls.public_calls(folder):
             torch.manual_seed(0)
             made = call.fn(**call.good)
             if isinstance(made, fr.optim.RowOptimizer):
-                made.init(module.TABLES)
-        rare(module)
+                made.init(values.TABLES)
+        rare(values)
         runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
         for name, x in public():
             if name in recorder.said and "jit(" not in doc_of(x):

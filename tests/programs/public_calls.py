@@ -5,117 +5,61 @@ for their own constructor: their fields may be anything that stands in a tree (a
 look at them when they are used.
 """
 
-import inspect
 from importlib.util import find_spec
-from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 import funcrec as fr
-from funcrec import data, interop, metrics, models, nn, optim, testing
-from funcrec.optim._builtin import BUILTIN
-from funcrec.optim.write import examples
-
-JT, KJT, KT, RG = fr.JaggedTensor, fr.KeyedJaggedTensor, fr.KeyedTensor, fr.RowGrads
-FC, TC, P = fr.FeatureConfig, fr.TableConfig, fr.P
-i64 = lambda *numbers: torch.tensor(numbers, dtype=torch.int64)
-f32 = lambda *shape: torch.ones(shape)
-
-MESH = fr.Mesh.emulated(a=2, b=2)
-KEY = fr.key(0)
-CONFIGS = (TC("t", 6, 4), TC("u", 5, 4))
-TABLES = fr.init(KEY, CONFIGS)
-FEATURES = (FC("x", table="t"), FC("y", table="u", pooling="mean"))
-SEQUENCES = (FC("x", table="t", pooling="none"),)
-IDS = KJT.from_lists({"x": [[0, 1], [], [2], [5]], "y": [[2], [0, 4], [1], [1]]})
-WEIGHTED = KJT.from_lists({"x": [[0, 1], []]}, weights={"x": [[0.5, 2.0], []]})
-BAGS = JT.from_lists([[1, 2], [], [3]])
-ACTS = fr.lookup(TABLES, IDS, FEATURES)
-ROWS = fr.lookup_sequence(TABLES, IDS, SEQUENCES)
-DENSE = {"w": f32(8), "b": f32()}
-QUANTIZED, FAKE = fr.quantize(TABLES), fr.fake_quantize(TABLES, scales="learned")
-PARAMS = fr.Params(TABLES, DENSE)
-BATCH = fr.Batch(IDS, f32(4))
-GRADS = fr.lookup_transpose(ACTS, IDS, FEATURES, CONFIGS)
-PLAN = fr.Plan({"t": fr.row_wise("a"), "u": fr.table_wise("b", rank=1)})
-SPARSE, OPT = optim.adagrad(lr=0.1), optim.dense(torch.optim.Adam, lr=0.1)
-
-
-def loss_fn(params, batch):
-    z = fr.lookup(params.tables, batch.ids, FEATURES).values @ params.dense["w"] + params.dense["b"]
-    return (z - batch.label).square().mean()
-
-
-STEP = fr.train_step(loss_fn, sparse=SPARSE, dense=OPT)
-STATE = STEP.init(PARAMS)
-ON_MESH = fr.train_step(loss_fn, sparse=SPARSE, dense=OPT, mesh=MESH, plan=PLAN)
-HELD = ON_MESH.init(PARAMS)
-COPIES = fr.Plan({"t": fr.replicated(), "u": fr.replicated()}, replicas="b")
-APART = fr.reshard(STATE, COPIES, mesh=MESH, sparse=SPARSE)
-SHARDED = fr.shard_tables(TABLES, PLAN, MESH)
-MODEL = models.lr((TC("t", 6, 1), TC("u", 5, 1)), FEATURES)
-MODEL_PARAMS = MODEL.init(KEY)
-TOWERS = models.two_tower(CONFIGS, FEATURES[:1], FEATURES[1:], sizes=(8, 3))
-TOWER_PARAMS = TOWERS.init(KEY)
-RANDOM = data.random_rows(KEY, {"x": 6, "y": 5}, num_rows=8)
-RATINGS = data.Ratings(
-    user=i64(*range(20)) % 3, item=i64(*range(20)) % 4, rating=torch.arange(20) % 5 + 1.0, timestamp=i64(*range(20)),
-    users={n: i64(0, 1, 0) for n in ("age", "gender", "occupation", "zip_code")},
-    items={"release_year": i64(0, 0, 1, 1)},
-    genre=JT.from_lists([[0], [1], [0, 1], []]),
-    vocabularies=dict.fromkeys(("user_id", "item_id", "age", "gender", "occupation", "zip_code", "release_year",
-            "genre"), ("p", "q", "r", "s")),
-)  # fmt: skip
-SCORES, LABELS = torch.tensor([0.2, 0.8, 0.5]), torch.tensor([0.0, 1.0, 1.0])
-AUC, LOSS = metrics.auc(16), metrics.log_loss()
-MLP = nn.mlp((4, 3, 1), dropout=0.1, batch_norm=True)
-MLP_PARAMS, MLP_STATS = MLP.init(KEY), MLP.init_stats()
-LINEAR, CROSS, NORM, POSITION = nn.linear(4, 2), nn.cross(4), nn.batch_norm(4), nn.position_weights(3)
-
-SCHEMA = data.Schema(dense=("price",), categorical=("item",), multivalued=("tags",))
-TABLE = {"item": ["a", None], "price": [1.0, 2.0], "tags": [["x"], []]}
-ENCODING = data.fit_encoding(TABLE, SCHEMA)
-
-
-class Call(NamedTuple):
-    """`fn(**good)` works. `skip` names arguments whose wrong values are another row's."""
-
-    name: str
-    fn: Any
-    good: dict
-    skip: tuple[str, ...] = ()
-
-
-def on_ranks(f):
-    """A function of keywords that calls f with x as one rank of MESH has it."""
-
-    def run(**kwargs):
-        x = kwargs.pop("x", f32(4, 4))
-        if isinstance(x, torch.Tensor) and x.shape == (4, 4):
-            inside = lambda x: (f(x, **kwargs), fr.psum(f32(), ("a", "b")))[1]
-            return fr.shard_map(inside, mesh=MESH, in_specs=P(), out_specs=P())(x)
-        return fr.shard_map(lambda: (f(x, **kwargs), f32())[1], mesh=MESH, in_specs=(), out_specs=P())()
-
-    return _like(f, run)
-
-
-def _like(f, run):
-    run.__signature__, run.__wrapped__ = inspect.signature(f), f
-    return run
-
-
-def first(f):
-    """f's first item: what it says at the call, and what at the first batch."""
-    return _like(f, lambda **kwargs: next(iter(f(**kwargs)), None))
-
-
-def rows(prefix: str, **calls) -> list[Call]:
-    return [Call(f"{prefix}.{name}", *spec) if isinstance(spec, tuple) else spec for name, spec in calls.items()]
-
-
-def collective(name: str, **more) -> tuple:
-    return on_ranks(getattr(fr, name)), {"x": f32(4, 4), "axis_name": "a", **more}
+from funcrec import interop, metrics
+from programs.public_calls_data import data_calls
+from programs.public_calls_models import model_calls
+from programs.public_values import (
+    ACTS,
+    APART,
+    BAGS,
+    BATCH,
+    CONFIGS,
+    DENSE,
+    FAKE,
+    FC,
+    FEATURES,
+    GRADS,
+    HELD,
+    IDS,
+    JT,
+    KEY,
+    KJT,
+    KT,
+    LABELS,
+    MESH,
+    MODEL,
+    MODEL_PARAMS,
+    ON_MESH,
+    OPT,
+    PARAMS,
+    PLAN,
+    QUANTIZED,
+    RG,
+    ROWS,
+    SCORES,
+    SEQUENCES,
+    SHARDED,
+    SPARSE,
+    STATE,
+    STEP,
+    TABLES,
+    TC,
+    WEIGHTED,
+    Call,
+    P,
+    collective,
+    f32,
+    first,
+    i64,
+    loss_fn,
+    on_ranks,
+    rows,
+)
 
 
 def values() -> list[Call]:
@@ -287,211 +231,6 @@ def meshes() -> list[Call]:
     )  # fmt: skip
 
 
-def optimizers() -> list[Call]:
-    step = {"row_grads": GRADS, "slots": STATE.slots, "tables": TABLES, "step": 3}
-    update = lambda opt: (opt.update, {**step, "slots": opt.init(TABLES)})
-    own = optim.row_optimizer(init=lambda table: {}, rule=lambda row, grad, slots, hyper: (row - grad, {}))
-    dense = {"grads": DENSE, "state": STATE.dense_opt, "params": DENSE, "step": 3}
-    stage = {
-        "policy": "interpolate",
-        "max_iters": 9,
-        "value": 1.0,
-        "lr_scale": 1.0,
-        "decay_iters": 1,
-        "sgdr_period": 1,
-        "start_interpolating_iters": 1,
-        "end_value": 0.5,
-    }
-    return rows("optim", **{n: (getattr(optim, n), {"lr": 0.1, **examples(n)[0]}) for n in BUILTIN},
-        row_optimizer=(optim.row_optimizer,
-            {"init": lambda table: {}, "rule": lambda row, grad, slots, hyper: (row, {}), "lr": 0.1, "name": "mine"}),
-        init=(SPARSE.init, {"tables": TABLES}), update=update(SPARSE),
-        update_own=(lambda **k: own.update(**k, implementation="reference"), {**step, "slots": own.init(TABLES)}),
-        by_table=(optim.by_table, {"optimizers": {"t": SPARSE}, "default": SPARSE}),
-        update_by_table=update(optim.by_table({"t": SPARSE}, default=optim.sgd())),
-        clip=(optim.clip, {"optimizer": SPARSE, "max_norm": 1.0, "max_value": 1.0}),
-        update_clip=update(optim.clip(SPARSE, max_norm=1.0)),
-        freeze=(optim.freeze, {"optimizer": SPARSE, "tables": ["t"]}),
-        accumulate=(optim.accumulate, {"optimizer": SPARSE, "every": 2, "capacity": 8}),
-        update_accumulate=update(optim.accumulate(SPARSE, every=2, capacity=16)),
-        stochastic_rounding=(optim.stochastic_rounding, {"optimizer": SPARSE, "key": KEY}),
-        RowOptimizer=(optim.RowOptimizer, SPARSE._asdict()), DenseOptimizer=(optim.DenseOptimizer, OPT._asdict()),
-        dense=(optim.dense, {"cls": torch.optim.Adam, "lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0}),
-        dense_init=(OPT.init, {"params": DENSE}), dense_update=(OPT.update, dense),
-        Stage=(optim.Stage, stage), schedule=(optim.schedule, {"stages": [optim.Stage(max_iters=3)], "lr": 0.1}),
-        rate=(optim.schedule([optim.Stage()]), {"step": 3}),
-    )  # fmt: skip
-
-
-def layers() -> list[Call]:
-    model = {"tables": (TC("t", 6, 1), TC("u", 5, 1)), "features": FEATURES}
-    deep = {"tables": CONFIGS, "features": FEATURES, "num_dense": 0}
-    sized = {"sizes": (8,), "dropout": 0.1, "batch_norm": True}
-    at = {"params": MODEL_PARAMS, "batch": BATCH}
-    return [*rows("nn", Layer=(nn.Layer, LINEAR._asdict()),
-            linear=(nn.linear, {"num_in": 4, "num_out": 2, "weight": nn.xavier_normal, "bias": nn.zeros}),
-            linear_apply=(LINEAR.apply, {"params": LINEAR.init(KEY), "x": f32(3, 4)}),
-        linear_init=(LINEAR.init, {"key": KEY}), batch_norm=(nn.batch_norm, {"dim": 4, "momentum": 0.1, "eps": 1e-5}),
-        norm_apply=(NORM.apply, {"params": NORM.init(KEY), "x": f32(3, 4), "stats": NORM.init_stats()}),
-        cross=(nn.cross, {"dim": 4, "rank": 2, "weight": nn.xavier_normal}),
-        cross_apply=(CROSS.apply, {"params": CROSS.init(KEY), "x0": f32(3, 4), "x": f32(3, 4)}),
-        cross_network=(nn.cross_network, {"dim": 4, "num_layers": 2, "rank": 2, "weight": nn.xavier_normal}),
-        dot_interaction=(nn.dot_interaction, {"x": f32(2, 3, 4)}),
-        factorization_machine=(nn.factorization_machine, {"x": f32(2, 3, 4)}),
-        dropout=(nn.dropout, {"x": f32(3), "key": KEY, "rate": 0.5}),
-        fan_out_normal=(nn.fan_out_normal, {"key": KEY, "shape": (2, 3)}),
-        xavier_normal=(nn.xavier_normal, {"key": KEY, "shape": (2, 3)}),
-        zeros=(nn.zeros, {"key": KEY, "shape": (2, 3)}),
-        normal=(nn.normal, {"std": 1.0}), position_weights=(nn.position_weights, {"max_length": 3}),
-        position_apply=(POSITION.apply, {"params": POSITION.init(KEY), "bags": WEIGHTED["x"]}),
-        mlp=(nn.mlp,
-            {"sizes": (4, 3, 1), "activation": torch.relu, "final_activation": None, "dropout": 0.1,
-                "batch_norm": False, "weight": nn.xavier_normal, "bias": nn.zeros}),
-        mlp_apply=(MLP.apply, {"params": MLP_PARAMS, "x": f32(3, 4), "stats": MLP_STATS}),
-        mlp_train=(MLP.train_apply, {"params": MLP_PARAMS, "x": f32(3, 4), "key": KEY, "stats": MLP_STATS})),
-        *rows("models", Model=(models.Model, MODEL._asdict()), TwoTower=(models.TwoTower, TOWERS._asdict()),
-            lr=(models.lr, {**model, "num_dense": 0}), fm=(models.fm, {**deep, "linear": ()}),
-            wide_deep=(models.wide_deep, {**deep, **sized, "linear": ()}),
-        deepfm=(models.deepfm, {**deep, **sized, "linear": ()}),
-        simple_deepfm=(models.simple_deepfm, {**model, "num_dense": 3, "hidden_size": 6, "deep_size": 5}),
-        dlrm=(models.dlrm, {**deep, **sized, "bottom": (), "keep": "all"}),
-        dcnv2=(models.dcnv2, {**deep, "sizes": (8,), "dropout": 0.1}), linear_twins=(models.linear_twins, model),
-        loss=(models.loss, {"model": MODEL}),
-        loss_fn=(models.loss(MODEL), {**at, "key": KEY}), init=(MODEL.init, {"key": KEY}), apply=(MODEL.apply, at),
-        train_apply=(MODEL.train_apply, {**at, "key": KEY}),
-        merge_stats=(models.merge_stats, {"dense": DENSE, "aux": {"stats": {}}}),
-        num_parameters=(models.num_parameters, {"params": PARAMS}), ml1m=(models.ml1m, {"name": "lr"}),
-        mlperf_dlrm_dcnv2=(models.mlperf_dlrm_dcnv2, {"max_rows": 10, "embedding_dim": 8}),
-        two_tower=(models.two_tower,
-            {"tables": CONFIGS, "query": FEATURES[:1], "candidate": FEATURES[1:], "sizes": (8, 3), "dropout": 0.0,
-                "temperature": 0.1}),
-        query=(TOWERS.query, {"params": TOWER_PARAMS, "batch": fr.Batch(IDS, f32(4))}),
-        towers=(TOWERS.towers, {"params": TOWER_PARAMS, "batch": BATCH, "key": KEY}),
-        in_batch_softmax=(models.in_batch_softmax,
-            {"query": f32(3, 2), "candidate": f32(3, 2), "temperature": 1.0, "log_q": -f32(3),
-                "candidate_ids": i64(0, 1, 2)}),
-        in_batch_softmax_loss=(models.in_batch_softmax_loss,
-            {"model": TOWERS, "log_q": None, "candidate_ids": None}))]  # fmt: skip
-
-
-def inputs(folder) -> list[Call]:
-    """Data, metrics, checkpoints; the files lie in `folder`."""
-    np.save(folder / "dense.npy", np.ones((4, 2), np.float32))
-    np.save(folder / "sparse.npy", np.ones((4, 2), np.int64))
-    np.save(folder / "label.npy", np.ones(4, np.float32))
-    fr.save(folder / "tree.pt", {"w": f32(2)})
-    fr.save(folder / "steps", HELD, keep=1)
-    on_ranks = {"path": str(folder / "held"), "tree": HELD, "mesh": MESH, "keep": 2, "step": 1, "asynchronous": False}
-    placed = {"plan": PLAN, "mesh": MESH, "sparse": SPARSE, "exact": False, "codec": None, "dedup": False}
-    (folder / "day.tsv").write_text("\t".join(["1"] + ["3"] * 13 + ["0000000a"] * 26) + "\n")
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    parquet.write_table(pa.table({"label": [0.0, 1.0], "int_0": [1.0, 2.0], "cat_0": [1, 2]}), folder / "day.parquet")
-    npy = {n: str(folder / f"{n}.npy") for n in ("dense", "sparse", "label")}
-    examples = {"predictions": SCORES, "labels": LABELS, "weights": f32(3)}
-    streamed = {"batch_size": 2, "format": "parquet", "key": KEY, "window": 4, "drop_last": False}
-    criteo = {"batch_size": 1, "transform": "log1", "skip": 0, "drop_last": False}
-    return [*rows("data",
-            batches=(first(data.batches),
-                {"data": RANDOM, "rows": i64(0, 1, 2), "batch_size": 2, "key": KEY, "position": data.Position(),
-                    "drop_last": False, "pad_last": False, "bucket": False}),
-        loader=(_like(data.loader, lambda **k: next(data.loader(**k)())),
-            {"data": RANDOM, "rows": i64(0, 1, 2), "batch_size": 2, "key": KEY, "drop_last": False, "pad_last": True,
-                "bucket": False, "workers": 1, "depth": 2, "device": None}),
-        load=(data.loader(RANDOM, None, 2), {"position": data.Position()}),
-        collate=(data.collate, {"source": RANDOM}), collated=(data.collate(RANDOM), {"items": [0, 1]}),
-        num_batches=(data.num_batches, {"num_rows": 9, "batch_size": 2, "drop_last": False}),
-        take=(data.take, {"data": RANDOM, "rows": i64(0, 1)}), RandomRows_take=(RANDOM.take, {"rows": i64(0, 1)}),
-        RandomRows_logits=(RANDOM.logits, {"rows": i64(0, 1)}),
-        ctr_dataset=(data.ctr_dataset,
-            {"ratings": RATINGS, "seed": 1, "drop": (3.0,), "threshold": 4.0, "holdout": 0.2}),
-        prefetch=(first(data.prefetch), {"items": [1, 2], "depth": 2, "pin_memory": False, "device": None}),
-        transform_dense=(data.transform_dense, {"x": f32(2), "transform": "log1"}),
-        random_rows=(data.random_rows,
-            {"key": KEY, "vocabularies": {"x": 5}, "num_rows": 9, "ids_per_bag": (0, 2), "alpha": 1.0, "num_dense": 1,
-                "scatter": True}),
-        random_batches=(first(data.random_batches), {"key": KEY, "vocabularies": {"x": 5}, "batch_size": 2}),
-        zipf=(data.zipf, {"key": KEY, "shape": (3,), "size": 9, "alpha": 1.0}),
-        vocabularies_of=(data.vocabularies_of, {"tables": CONFIGS, "features": FEATURES}),
-        criteo_npy=(data.criteo_npy, {**npy, "transform": None, "keys": ("p", "q")}),
-        criteo_arrays_take=(data.criteo_npy(**npy).take, {"rows": i64(0, 1)}),
-        criteo_tsv=(first(data.criteo_tsv),
-            {"path": str(folder / "day.tsv"), "keys": [f"c{i}" for i in range(26)], **criteo}, ("keys[*]",)),
-        criteo_parquet=(first(data.criteo_parquet),
-            {"path": str(folder / "day.parquet"), "label": "label", "dense": ["int_0"], "sparse": ["cat_0"],
-                "missing": 0, "bucket": False, **criteo}),
-            Schema=(data.Schema, {"label": "y", "dense": ("x",), "categorical": ("a",), "multivalued": ("g",),
-                "weights": {"g": "s"}, "weight": "w", "time": "t", "label_kind": "binary"}, ("weights['g']",)),
-            examples=(data.examples, {"table": {"y": [1.0], "a": [3]}, "schema": data.Schema("y", categorical=("a",)),
-                "vocabularies": {"a": 5}, "missing": 0}, ("vocabularies['a']",)),
-            Text=(data.Text, {"delimiter": ",", "names": ("a", "b"), "types": {"a": "int64"}, "nulls": ("",),
-                "quotes": True}, ("names[0]", "names[1]", "types", "types['a']")),  # looked at where they are used
-            read=(data.read, {"source": str(folder / "day.parquet"), "columns": ("label",), "format": "parquet"}),
-            stream=(first(data.stream), {"source": str(folder / "day.parquet"), **streamed, "columns": ("label",),
-                "skip": 0}),
-            stream_loader=(_like(data.stream_loader, lambda **given: next(data.stream_loader(**given)())),
-                {"source": str(folder / "day.parquet"), **streamed, "bucket": False, "pad_last": False,
-                    "workers": 0, "depth": 2, "device": None,
-                    "encode": data.Schema("label", categorical=("cat_0",))})),
-        *rows("metrics", Metric=(metrics.Metric, AUC._asdict()), collect=(metrics.collect, {"metrics": {"auc": AUC}}),
-            merge=(metrics.merge, {"a": LOSS.init(), "b": LOSS.init()}),
-            auc=(metrics.auc, {"num_bins": 16, "from_logits": False}),
-        auc_update=(AUC.update, {"state": AUC.init(), **examples}), auc_compute=(AUC.compute, {"state": AUC.init()}),
-        auc_error=(metrics.auc_error, {"state": AUC.init()}),
-        exact_auc=(metrics.exact_auc, {"scores": SCORES, "labels": LABELS, "weights": f32(3)}),
-        accuracy=(metrics.accuracy, {"threshold": 0.5, "from_logits": False}),
-        log_loss=(metrics.log_loss, {"from_logits": False}), update=(LOSS.update, {"state": LOSS.init(), **examples}),
-        compute=(lambda state: LOSS.compute(state), {"state": LOSS.init()}),
-        init=(LOSS.init, {"device": None}), calibration=(metrics.calibration, {"from_logits": False}),
-        normalized_entropy=(metrics.normalized_entropy, {"from_logits": False})),
-        *rows("", save=(fr.save, {"path": str(folder / "new.pt"), "tree": {"w": f32(2)}}),
-            load=(fr.load, {"path": str(folder / "tree.pt"), "like": {"w": f32(2)}, "device": None}),
-            save_ranks=(fr.save, on_ranks), latest=(fr.latest, {"folder": str(folder / "steps")}),
-            load_ranks=(fr.load, {"path": str(fr.save(folder / "a", HELD)), **placed, "dense_axes": ("a",)})),
-        *rows("testing",
-            assert_trees_close=(testing.assert_trees_close, {"a": f32(2), "b": f32(2), "rtol": 0.0, "atol": 0.0}),
-            garbage_padding=(testing.garbage_padding, {"tree": BAGS, "key": KEY}),
-        check_adjoint=(testing.check_adjoint,
-            {"forward": lambda x: x * 2, "transpose": lambda x: x * 2, "x": f32(2), "y": f32(2), "key": KEY}),
-        zero_padding=(testing.zero_padding, {"tree": BAGS}),
-        check_grads=(testing.check_grads,
-            {"f": lambda x: x * x, "args": (torch.ones(2, dtype=torch.float64),), "order": 1, "modes": ("fwd", "rev"),
-                "key": KEY, "rtol": 1e-5, "atol": 1e-5},
-            ("args[0]", "f", "order", "key", "rtol", "atol", "modes[0]", "modes[1]")))]  # fmt: skip
-
-
-def parts() -> list[Call]:
-    """What makes examples of columns."""
-    import pyarrow as pa
-
-    table, known = pa.table(TABLE), JT.from_lists([[1, 3], [2]])
-    shares, users, items = {"fractions": (0.5, 0.5)}, i64(0, 1, 0, 1, 0, 1), i64(0, 1, 1, 2, 2, 2)
-    return rows("data",
-        random_split=(data.random_split, {"num_rows": 8, **shares, "key": KEY}),
-        split_by_time=(data.split_by_time, {"time": i64(3, 1, 2), **shares}),
-        split_by_group=(data.split_by_group, {"group": users, **shares, "key": KEY}),
-        leave_one_out=(data.leave_one_out, {"group": users, "time": i64(*range(6)), "held_out": 2}),
-        k_core=(data.k_core, {"user": users, "item": items, "k": (2, 1)}),
-        vocabulary=(data.vocabulary, {"min_count": 2, "max_size": 9}),
-        hashed=(data.hashed, {"num_embeddings": 9, "seed": 1}), identity=(data.identity, {"num_embeddings": 9}),
-        bucketize_edges=(data.bucketize, {"edges": (1.0, 2.0), "num_quantiles": None}),
-        bucketize=(data.bucketize, {"edges": None, "num_quantiles": 4}),
-        chain=(lambda a, b: data.chain(a, b), {"a": data.log1p(), "b": data.normalize()}),
-        fit=(data.vocabulary().fit, {"column": ["a", None]}),
-        decode=(ENCODING.ids["item"].decode, {"ids": i64(0, 1)}),
-        fit_encoding=(data.fit_encoding,
-            {"source": table, "schema": SCHEMA, "encoders": {"item": data.vocabulary()}, "share": {"tags": "item"}}),
-        encode=(data.encode, {"encoding": ENCODING, "table": table}),
-        known_items=(data.known_items, {"user": users, "item": items, "num_users": 2}),
-        uniform_negatives=(data.uniform_negatives, {"num_ids": 5, "first": 1, "known": known}),
-        popularity_negatives=(data.popularity_negatives, {"counts": i64(1, 2, 3, 4), "exponent": 1.0, "known": known}),
-        draw=(data.uniform_negatives(9, known=known), {"key": KEY, "shape": (2, 3), "user": i64(0, 1)}),
-        log_q=(data.log_q, {"counts": i64(1, 2), "exponent": 1.0}),
-        configs=(data.configs, {"encoding": ENCODING, "embedding_dim": {"item": 4}, "pooling": {"tags": "mean"}}),
-    )  # fmt: skip
-
-
 def others() -> list[Call]:
     """What other libraries have."""
     params, buffers, apply = interop.module(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2)))
@@ -573,11 +312,9 @@ def public_calls(folder) -> list[Call]:
         *trees(),
         *functions(),
         *meshes(),
-        *optimizers(),
-        *layers(),
+        *model_calls(),
         *others(),
-        *inputs(folder),
-        *parts(),
+        *data_calls(folder),
         *loops(),
         *served(folder),
     ]

@@ -1,0 +1,167 @@
+"""Good calls of what loads, encodes, measures, saves and checks: a part of `public_calls`."""
+
+import numpy as np
+import torch
+
+import funcrec as fr
+from funcrec import data, metrics, testing
+from programs.public_values import (
+    AUC,
+    BAGS,
+    CONFIGS,
+    ENCODING,
+    FEATURES,
+    HELD,
+    JT,
+    KEY,
+    LABELS,
+    LOSS,
+    MESH,
+    PLAN,
+    RANDOM,
+    RATINGS,
+    SCHEMA,
+    SCORES,
+    SPARSE,
+    TABLE,
+    Call,
+    f32,
+    first,
+    i64,
+    rows,
+    with_signature,
+)
+
+
+def loaded(folder) -> list[Call]:
+    """Data and its loaders; the files lie in `folder`."""
+    np.save(folder / "dense.npy", np.ones((4, 2), np.float32))
+    np.save(folder / "sparse.npy", np.ones((4, 2), np.int64))
+    np.save(folder / "label.npy", np.ones(4, np.float32))
+    (folder / "day.tsv").write_text("\t".join(["1"] + ["3"] * 13 + ["0000000a"] * 26) + "\n")
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"label": [0.0, 1.0], "int_0": [1.0, 2.0], "cat_0": [1, 2]}), folder / "day.parquet")
+    npy = {n: str(folder / f"{n}.npy") for n in ("dense", "sparse", "label")}
+    streamed = {"batch_size": 2, "format": "parquet", "key": KEY, "window": 4, "drop_last": False}
+    criteo = {"batch_size": 1, "transform": "log1", "skip": 0, "drop_last": False}
+    return rows("data",
+            batches=(first(data.batches),
+                {"data": RANDOM, "rows": i64(0, 1, 2), "batch_size": 2, "key": KEY, "position": data.Position(),
+                    "drop_last": False, "pad_last": False, "bucket": False}),
+        loader=(with_signature(data.loader, lambda **k: next(data.loader(**k)())),
+            {"data": RANDOM, "rows": i64(0, 1, 2), "batch_size": 2, "key": KEY, "drop_last": False, "pad_last": True,
+                "bucket": False, "workers": 1, "depth": 2, "device": None}),
+        load=(data.loader(RANDOM, None, 2), {"position": data.Position()}),
+        collate=(data.collate, {"source": RANDOM}), collated=(data.collate(RANDOM), {"items": [0, 1]}),
+        num_batches=(data.num_batches, {"num_rows": 9, "batch_size": 2, "drop_last": False}),
+        take=(data.take, {"data": RANDOM, "rows": i64(0, 1)}), RandomRows_take=(RANDOM.take, {"rows": i64(0, 1)}),
+        RandomRows_logits=(RANDOM.logits, {"rows": i64(0, 1)}),
+        ctr_dataset=(data.ctr_dataset,
+            {"ratings": RATINGS, "seed": 1, "drop": (3.0,), "threshold": 4.0, "holdout": 0.2}),
+        prefetch=(first(data.prefetch), {"items": [1, 2], "depth": 2, "pin_memory": False, "device": None}),
+        transform_dense=(data.transform_dense, {"x": f32(2), "transform": "log1"}),
+        random_rows=(data.random_rows,
+            {"key": KEY, "vocabularies": {"x": 5}, "num_rows": 9, "ids_per_bag": (0, 2), "alpha": 1.0, "num_dense": 1,
+                "scatter": True}),
+        random_batches=(first(data.random_batches), {"key": KEY, "vocabularies": {"x": 5}, "batch_size": 2}),
+        zipf=(data.zipf, {"key": KEY, "shape": (3,), "size": 9, "alpha": 1.0}),
+        vocabularies_of=(data.vocabularies_of, {"tables": CONFIGS, "features": FEATURES}),
+        criteo_npy=(data.criteo_npy, {**npy, "transform": None, "keys": ("p", "q")}),
+        criteo_arrays_take=(data.criteo_npy(**npy).take, {"rows": i64(0, 1)}),
+        criteo_tsv=(first(data.criteo_tsv),
+            {"path": str(folder / "day.tsv"), "keys": [f"c{i}" for i in range(26)], **criteo}, ("keys[*]",)),
+        criteo_parquet=(first(data.criteo_parquet),
+            {"path": str(folder / "day.parquet"), "label": "label", "dense": ["int_0"], "sparse": ["cat_0"],
+                "missing": 0, "bucket": False, **criteo}),
+            Schema=(data.Schema, {"label": "y", "dense": ("x",), "categorical": ("a",), "multivalued": ("g",),
+                "weights": {"g": "s"}, "weight": "w", "time": "t", "label_kind": "binary"}, ("weights['g']",)),
+            examples=(data.examples, {"table": {"y": [1.0], "a": [3]}, "schema": data.Schema("y", categorical=("a",)),
+                "vocabularies": {"a": 5}, "missing": 0}, ("vocabularies['a']",)),
+            Text=(data.Text, {"delimiter": ",", "names": ("a", "b"), "types": {"a": "int64"}, "nulls": ("",),
+                "quotes": True}, ("names[0]", "names[1]", "types", "types['a']")),  # looked at where they are used
+            read=(data.read, {"source": str(folder / "day.parquet"), "columns": ("label",), "format": "parquet"}),
+            stream=(first(data.stream), {"source": str(folder / "day.parquet"), **streamed, "columns": ("label",),
+                "skip": 0}),
+            stream_loader=(with_signature(data.stream_loader, lambda **given: next(data.stream_loader(**given)())),
+                {"source": str(folder / "day.parquet"), **streamed, "bucket": False, "pad_last": False,
+                    "workers": 0, "depth": 2, "device": None,
+                    "encode": data.Schema("label", categorical=("cat_0",))}))  # fmt: skip
+
+
+def measured() -> list[Call]:
+    examples = {"predictions": SCORES, "labels": LABELS, "weights": f32(3)}
+    return rows("metrics", Metric=(metrics.Metric, AUC._asdict()), collect=(metrics.collect, {"metrics": {"auc": AUC}}),
+            merge=(metrics.merge, {"a": LOSS.init(), "b": LOSS.init()}),
+            auc=(metrics.auc, {"num_bins": 16, "from_logits": False}),
+        auc_update=(AUC.update, {"state": AUC.init(), **examples}), auc_compute=(AUC.compute, {"state": AUC.init()}),
+        auc_error=(metrics.auc_error, {"state": AUC.init()}),
+        exact_auc=(metrics.exact_auc, {"scores": SCORES, "labels": LABELS, "weights": f32(3)}),
+        accuracy=(metrics.accuracy, {"threshold": 0.5, "from_logits": False}),
+        log_loss=(metrics.log_loss, {"from_logits": False}), update=(LOSS.update, {"state": LOSS.init(), **examples}),
+        compute=(lambda state: LOSS.compute(state), {"state": LOSS.init()}),
+        init=(LOSS.init, {"device": None}), calibration=(metrics.calibration, {"from_logits": False}),
+        normalized_entropy=(metrics.normalized_entropy, {"from_logits": False}))  # fmt: skip
+
+
+def saved(folder) -> list[Call]:
+    """Checkpoints."""
+    fr.save(folder / "tree.pt", {"w": f32(2)})
+    fr.save(folder / "steps", HELD, keep=1)
+    on_ranks = {"path": str(folder / "held"), "tree": HELD, "mesh": MESH, "keep": 2, "step": 1, "asynchronous": False}
+    placed = {"plan": PLAN, "mesh": MESH, "sparse": SPARSE, "exact": False, "codec": None, "dedup": False}
+    return rows("", save=(fr.save, {"path": str(folder / "new.pt"), "tree": {"w": f32(2)}}),
+            load=(fr.load, {"path": str(folder / "tree.pt"), "like": {"w": f32(2)}, "device": None}),
+            save_ranks=(fr.save, on_ranks), latest=(fr.latest, {"folder": str(folder / "steps")}),
+            load_ranks=(fr.load, {"path": str(fr.save(folder / "a", HELD)), **placed, "dense_axes": ("a",)}),
+    )  # fmt: skip
+
+
+def tested() -> list[Call]:
+    return rows("testing",
+            assert_trees_close=(testing.assert_trees_close, {"a": f32(2), "b": f32(2), "rtol": 0.0, "atol": 0.0}),
+            garbage_padding=(testing.garbage_padding, {"tree": BAGS, "key": KEY}),
+        check_adjoint=(testing.check_adjoint,
+            {"forward": lambda x: x * 2, "transpose": lambda x: x * 2, "x": f32(2), "y": f32(2), "key": KEY}),
+        zero_padding=(testing.zero_padding, {"tree": BAGS}),
+        check_grads=(testing.check_grads,
+            {"f": lambda x: x * x, "args": (torch.ones(2, dtype=torch.float64),), "order": 1, "modes": ("fwd", "rev"),
+                "key": KEY, "rtol": 1e-5, "atol": 1e-5},
+            ("args[0]", "f", "order", "key", "rtol", "atol", "modes[0]", "modes[1]")))  # fmt: skip
+
+
+def parts() -> list[Call]:
+    """What makes examples of columns."""
+    import pyarrow as pa
+
+    table, known = pa.table(TABLE), JT.from_lists([[1, 3], [2]])
+    shares, users, items = {"fractions": (0.5, 0.5)}, i64(0, 1, 0, 1, 0, 1), i64(0, 1, 1, 2, 2, 2)
+    return rows("data",
+        random_split=(data.random_split, {"num_rows": 8, **shares, "key": KEY}),
+        split_by_time=(data.split_by_time, {"time": i64(3, 1, 2), **shares}),
+        split_by_group=(data.split_by_group, {"group": users, **shares, "key": KEY}),
+        leave_one_out=(data.leave_one_out, {"group": users, "time": i64(*range(6)), "held_out": 2}),
+        k_core=(data.k_core, {"user": users, "item": items, "k": (2, 1)}),
+        vocabulary=(data.vocabulary, {"min_count": 2, "max_size": 9}),
+        hashed=(data.hashed, {"num_embeddings": 9, "seed": 1}), identity=(data.identity, {"num_embeddings": 9}),
+        bucketize_edges=(data.bucketize, {"edges": (1.0, 2.0), "num_quantiles": None}),
+        bucketize=(data.bucketize, {"edges": None, "num_quantiles": 4}),
+        chain=(lambda a, b: data.chain(a, b), {"a": data.log1p(), "b": data.normalize()}),
+        fit=(data.vocabulary().fit, {"column": ["a", None]}),
+        decode=(ENCODING.ids["item"].decode, {"ids": i64(0, 1)}),
+        fit_encoding=(data.fit_encoding,
+            {"source": table, "schema": SCHEMA, "encoders": {"item": data.vocabulary()}, "share": {"tags": "item"}}),
+        encode=(data.encode, {"encoding": ENCODING, "table": table}),
+        known_items=(data.known_items, {"user": users, "item": items, "num_users": 2}),
+        uniform_negatives=(data.uniform_negatives, {"num_ids": 5, "first": 1, "known": known}),
+        popularity_negatives=(data.popularity_negatives, {"counts": i64(1, 2, 3, 4), "exponent": 1.0, "known": known}),
+        draw=(data.uniform_negatives(9, known=known), {"key": KEY, "shape": (2, 3), "user": i64(0, 1)}),
+        log_q=(data.log_q, {"counts": i64(1, 2), "exponent": 1.0}),
+        configs=(data.configs, {"encoding": ENCODING, "embedding_dim": {"item": 4}, "pooling": {"tags": "mean"}}),
+    )  # fmt: skip
+
+
+def data_calls(folder) -> list[Call]:
+    """All of them."""
+    return [*loaded(folder), *measured(), *saved(folder), *tested(), *parts()]

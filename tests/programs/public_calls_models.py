@@ -1,0 +1,128 @@
+"""Good calls of what trains and what is trained, optimizers, layers and models: a part of `public_calls`."""
+
+import torch
+
+import funcrec as fr
+from funcrec import models, nn, optim
+from funcrec.optim._builtin import BUILTIN
+from funcrec.optim.write import examples
+from programs.public_values import (
+    BATCH,
+    CONFIGS,
+    DENSE,
+    FEATURES,
+    GRADS,
+    IDS,
+    KEY,
+    MODEL,
+    MODEL_PARAMS,
+    OPT,
+    PARAMS,
+    SPARSE,
+    STATE,
+    TABLES,
+    TC,
+    TOWER_PARAMS,
+    TOWERS,
+    WEIGHTED,
+    Call,
+    f32,
+    i64,
+    rows,
+)
+
+MLP = nn.mlp((4, 3, 1), dropout=0.1, batch_norm=True)
+MLP_PARAMS, MLP_STATS = MLP.init(KEY), MLP.init_stats()
+LINEAR, CROSS, NORM, POSITION = nn.linear(4, 2), nn.cross(4), nn.batch_norm(4), nn.position_weights(3)
+
+
+def optimizers() -> list[Call]:
+    step = {"row_grads": GRADS, "slots": STATE.slots, "tables": TABLES, "step": 3}
+    update = lambda opt: (opt.update, {**step, "slots": opt.init(TABLES)})
+    own = optim.row_optimizer(init=lambda table: {}, rule=lambda row, grad, slots, hyper: (row - grad, {}))
+    dense = {"grads": DENSE, "state": STATE.dense_opt, "params": DENSE, "step": 3}
+    stage = {
+        "policy": "interpolate",
+        "max_iters": 9,
+        "value": 1.0,
+        "lr_scale": 1.0,
+        "decay_iters": 1,
+        "sgdr_period": 1,
+        "start_interpolating_iters": 1,
+        "end_value": 0.5,
+    }
+    return rows("optim", **{n: (getattr(optim, n), {"lr": 0.1, **examples(n)[0]}) for n in BUILTIN},
+        row_optimizer=(optim.row_optimizer,
+            {"init": lambda table: {}, "rule": lambda row, grad, slots, hyper: (row, {}), "lr": 0.1, "name": "mine"}),
+        init=(SPARSE.init, {"tables": TABLES}), update=update(SPARSE),
+        update_own=(lambda **k: own.update(**k, implementation="reference"), {**step, "slots": own.init(TABLES)}),
+        by_table=(optim.by_table, {"optimizers": {"t": SPARSE}, "default": SPARSE}),
+        update_by_table=update(optim.by_table({"t": SPARSE}, default=optim.sgd())),
+        clip=(optim.clip, {"optimizer": SPARSE, "max_norm": 1.0, "max_value": 1.0}),
+        update_clip=update(optim.clip(SPARSE, max_norm=1.0)),
+        freeze=(optim.freeze, {"optimizer": SPARSE, "tables": ["t"]}),
+        accumulate=(optim.accumulate, {"optimizer": SPARSE, "every": 2, "capacity": 8}),
+        update_accumulate=update(optim.accumulate(SPARSE, every=2, capacity=16)),
+        stochastic_rounding=(optim.stochastic_rounding, {"optimizer": SPARSE, "key": KEY}),
+        RowOptimizer=(optim.RowOptimizer, SPARSE._asdict()), DenseOptimizer=(optim.DenseOptimizer, OPT._asdict()),
+        dense=(optim.dense, {"cls": torch.optim.Adam, "lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0}),
+        dense_init=(OPT.init, {"params": DENSE}), dense_update=(OPT.update, dense),
+        Stage=(optim.Stage, stage), schedule=(optim.schedule, {"stages": [optim.Stage(max_iters=3)], "lr": 0.1}),
+        rate=(optim.schedule([optim.Stage()]), {"step": 3}),
+    )  # fmt: skip
+
+
+def layers() -> list[Call]:
+    model = {"tables": (TC("t", 6, 1), TC("u", 5, 1)), "features": FEATURES}
+    deep = {"tables": CONFIGS, "features": FEATURES, "num_dense": 0}
+    sized = {"sizes": (8,), "dropout": 0.1, "batch_norm": True}
+    at = {"params": MODEL_PARAMS, "batch": BATCH}
+    return [*rows("nn", Layer=(nn.Layer, LINEAR._asdict()),
+            linear=(nn.linear, {"num_in": 4, "num_out": 2, "weight": nn.xavier_normal, "bias": nn.zeros}),
+            linear_apply=(LINEAR.apply, {"params": LINEAR.init(KEY), "x": f32(3, 4)}),
+        linear_init=(LINEAR.init, {"key": KEY}), batch_norm=(nn.batch_norm, {"dim": 4, "momentum": 0.1, "eps": 1e-5}),
+        norm_apply=(NORM.apply, {"params": NORM.init(KEY), "x": f32(3, 4), "stats": NORM.init_stats()}),
+        cross=(nn.cross, {"dim": 4, "rank": 2, "weight": nn.xavier_normal}),
+        cross_apply=(CROSS.apply, {"params": CROSS.init(KEY), "x0": f32(3, 4), "x": f32(3, 4)}),
+        cross_network=(nn.cross_network, {"dim": 4, "num_layers": 2, "rank": 2, "weight": nn.xavier_normal}),
+        dot_interaction=(nn.dot_interaction, {"x": f32(2, 3, 4)}),
+        factorization_machine=(nn.factorization_machine, {"x": f32(2, 3, 4)}),
+        dropout=(nn.dropout, {"x": f32(3), "key": KEY, "rate": 0.5}),
+        fan_out_normal=(nn.fan_out_normal, {"key": KEY, "shape": (2, 3)}),
+        xavier_normal=(nn.xavier_normal, {"key": KEY, "shape": (2, 3)}),
+        zeros=(nn.zeros, {"key": KEY, "shape": (2, 3)}),
+        normal=(nn.normal, {"std": 1.0}), position_weights=(nn.position_weights, {"max_length": 3}),
+        position_apply=(POSITION.apply, {"params": POSITION.init(KEY), "bags": WEIGHTED["x"]}),
+        mlp=(nn.mlp,
+            {"sizes": (4, 3, 1), "activation": torch.relu, "final_activation": None, "dropout": 0.1,
+                "batch_norm": False, "weight": nn.xavier_normal, "bias": nn.zeros}),
+        mlp_apply=(MLP.apply, {"params": MLP_PARAMS, "x": f32(3, 4), "stats": MLP_STATS}),
+        mlp_train=(MLP.train_apply, {"params": MLP_PARAMS, "x": f32(3, 4), "key": KEY, "stats": MLP_STATS})),
+        *rows("models", Model=(models.Model, MODEL._asdict()), TwoTower=(models.TwoTower, TOWERS._asdict()),
+            lr=(models.lr, {**model, "num_dense": 0}), fm=(models.fm, {**deep, "linear": ()}),
+            wide_deep=(models.wide_deep, {**deep, **sized, "linear": ()}),
+        deepfm=(models.deepfm, {**deep, **sized, "linear": ()}),
+        simple_deepfm=(models.simple_deepfm, {**model, "num_dense": 3, "hidden_size": 6, "deep_size": 5}),
+        dlrm=(models.dlrm, {**deep, **sized, "bottom": (), "keep": "all"}),
+        dcnv2=(models.dcnv2, {**deep, "sizes": (8,), "dropout": 0.1}), linear_twins=(models.linear_twins, model),
+        loss=(models.loss, {"model": MODEL}),
+        loss_fn=(models.loss(MODEL), {**at, "key": KEY}), init=(MODEL.init, {"key": KEY}), apply=(MODEL.apply, at),
+        train_apply=(MODEL.train_apply, {**at, "key": KEY}),
+        merge_stats=(models.merge_stats, {"dense": DENSE, "aux": {"stats": {}}}),
+        num_parameters=(models.num_parameters, {"params": PARAMS}), ml1m=(models.ml1m, {"name": "lr"}),
+        mlperf_dlrm_dcnv2=(models.mlperf_dlrm_dcnv2, {"max_rows": 10, "embedding_dim": 8}),
+        two_tower=(models.two_tower,
+            {"tables": CONFIGS, "query": FEATURES[:1], "candidate": FEATURES[1:], "sizes": (8, 3), "dropout": 0.0,
+                "temperature": 0.1}),
+        query=(TOWERS.query, {"params": TOWER_PARAMS, "batch": fr.Batch(IDS, f32(4))}),
+        towers=(TOWERS.towers, {"params": TOWER_PARAMS, "batch": BATCH, "key": KEY}),
+        in_batch_softmax=(models.in_batch_softmax,
+            {"query": f32(3, 2), "candidate": f32(3, 2), "temperature": 1.0, "log_q": -f32(3),
+                "candidate_ids": i64(0, 1, 2)}),
+        in_batch_softmax_loss=(models.in_batch_softmax_loss,
+            {"model": TOWERS, "log_q": None, "candidate_ids": None}))]  # fmt: skip
+
+
+def model_calls() -> list[Call]:
+    """All of them."""
+    return [*optimizers(), *layers()]
