@@ -1,6 +1,12 @@
 #include "manifest.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <fstream>
 #include <limits>
 #include <map>
@@ -169,15 +175,38 @@ bool Entry::truth() const {
 
 // -- files ------------------------------------------------------------------------------------------------------------
 
-std::string read_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::string text;
-  if (file) {
-    std::ostringstream all;
-    all << file.rdbuf();
-    text = std::move(all).str();
+namespace {
+
+[[noreturn]] void unreadable(const std::string& path, const std::string& got) {
+  throw Bad("`" + path + "` cannot be read.", got, "a file that funcrec wrote");
+}
+
+}  // namespace
+
+File::File(const std::string& path) : number(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {  // a pipe is opened at once
+  if (number < 0) unreadable(path, std::strerror(errno));
+  struct stat about {};
+  if (fstat(number, &about) == 0 && S_ISREG(about.st_mode)) {
+    bytes = about.st_size;
+    return;
   }
-  if (!file) throw Bad("`" + path + "` cannot be read.", "no such file, or no right to read it", "a folder that funcrec wrote");
+  ::close(number);
+  unreadable(path, "a folder, a pipe or a device");
+}
+
+File::~File() { ::close(number); }
+
+std::string read_file(const std::string& path) {
+  const File file(path);
+  std::string text(size_t(file.bytes), '\0');
+  size_t size = 0;
+  while (size < text.size()) {
+    const ssize_t got = ::read(file.number, &text[size], text.size() - size);
+    if (got < 0 && errno != EINTR) unreadable(path, std::strerror(errno));
+    if (got == 0) break;  // it was cut short meanwhile
+    size += size_t(std::max<ssize_t>(got, 0));
+  }
+  text.resize(size);
   return text;
 }
 
@@ -215,7 +244,7 @@ Manifest read_manifest(const std::string& folder, const std::string& torch) {
   const bool encodes = files.has("encoding.frc");
   if (files.size() != (encodes ? 2 : 1)) files.fail("other files", "model.pt2 and encoding.frc");
   if (encodes) files["encoding.frc"].text();  // what it holds is Python's
-  const std::string there = folder + "/model.pt2", now = std::ifstream(there) ? "sha256 " + sha256(read_file(there)) : "no file";
+  const std::string there = folder + "/model.pt2", now = access(there.c_str(), F_OK) == 0 ? "sha256 " + sha256(read_file(there)) : "no file";
   if (now != "sha256 " + model) throw Bad("`" + there + "` was changed.", now, model);
   return m;
 }

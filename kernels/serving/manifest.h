@@ -42,6 +42,16 @@ class Entry {
   const boost::json::value* value_;
 };
 
+// A file that is open for reading while this lives. Bad if it cannot be, or is none: a pipe, say, that nobody may ever write to.
+struct File {
+  int number;
+  int64_t bytes = 0;
+  explicit File(const std::string& path);
+  ~File();
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+};
+
 std::string read_file(const std::string& path);  // Bad if it cannot be read
 boost::json::value parse(const std::string& path, const std::string& text);
 

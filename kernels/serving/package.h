@@ -33,7 +33,7 @@ struct Failed : std::runtime_error {
 struct Options {
   int threads = 1;         // that one run uses
   int runners = 1;         // runs at the same time: as many as there are threads that call
-  bool checksums = false;  // whether to read all weights once, here and in each swap, and compare their checksums
+  bool checksums = true;   // whether to read all weights once, here and in each swap, and compare their checksums
   std::string operators;   // a library with operators of others, to be opened first; "" for none
 };
 

@@ -1,9 +1,6 @@
 #include "weights.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
@@ -34,27 +31,18 @@ Weights::Weights(const std::string& folder, const Manifest& manifest, bool check
   const std::string path = folder + "/weights.bin";
   int64_t need = 0;
   for (const Placed& p : index_.tensors) need = std::max(need, p.nbytes ? p.offset + p.nbytes : 0);
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  struct stat about {};
-  if (file < 0 || fstat(file, &about) != 0 || about.st_size < need) {
-    const std::string got = file < 0 ? "no file" : std::to_string(about.st_size) + " bytes";
-    if (file >= 0) ::close(file);
-    throw Bad("`" + path + "` is cut off.", got, std::to_string(need) + " bytes");
-  }
+  const File file(path);
+  if (file.bytes < need) throw Bad("`" + path + "` is cut off.", std::to_string(file.bytes) + " bytes", std::to_string(need) + " bytes");
   if (need > 0) {  // private: its pages are the file's, shared, until this process writes to one
-    void* at = mmap(nullptr, size_t(need), PROT_READ, MAP_PRIVATE | MAP_NORESERVE, file, 0);
-    const int error = errno;
-    ::close(file);
-    if (at == MAP_FAILED) throw Failed("`" + path + "` cannot be mapped: " + std::strerror(error));
+    void* at = mmap(nullptr, size_t(need), PROT_READ, MAP_PRIVATE | MAP_NORESERVE, file.number, 0);
+    if (at == MAP_FAILED) throw Failed("`" + path + "` cannot be mapped: " + std::strerror(errno));
     base_ = static_cast<char*>(at), size_ = size_t(need);
-  } else {
-    ::close(file);
   }
   if (!checksums) return;
   for (const Placed& p : index_.tensors) {
     const uint32_t now = crc32({address(p), size_t(p.nbytes)});
     if (now == p.crc32) continue;
-    munmap(base_, size_);
+    if (base_) munmap(base_, size_);
     throw Bad("`" + path + "` was changed, in " + p.spec.name + ".", "CRC " + said(now), said(p.crc32));
   }
 }

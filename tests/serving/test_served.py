@@ -1,6 +1,9 @@
 """A package behind the server answers as in Python, in both forms of bodies, whatever weights it has."""
 
+import contextlib
+import json
 import os
+import shutil
 import threading
 import time
 
@@ -85,6 +88,44 @@ STEP = fr.logged(
         dense=fr.optim.dense(torch.optim.Adam, lr=0.1),
     ), steps=0,
 )  # fmt: skip
+
+
+def flipped(folder):
+    """The folder with one bit of its weights the other way round."""
+    with open(folder / "weights.bin", "r+b") as file:
+        byte = file.read(4)[3]
+        file.seek(3)
+        file.write(bytes([byte ^ 0x40]))
+    return folder
+
+
+def test_weights_that_were_changed_are_refused(path, running, built, tmp_path):
+    """One bit of weights.bin the other way round is 400 for /reload, with the version as it was, and no server begins
+    with it, unless `checksums` is false."""
+    before = running.ask("GET", "/healthz")[2]
+    flipped(shutil.copytree(path.parent / "next", path.parent / "flipped"))
+    status, _, body = running.ask("POST", "/reload", {"weights": "flipped"})
+    assert status == 400 and "was changed" in json.loads(body)["error"]["problem"]
+    assert running.ask("GET", "/healthz")[2] == before
+    copy = flipped(shutil.copytree(path, tmp_path / "copy"))
+    with pytest.raises(RuntimeError, match=r"weights.bin` was changed(?s:.*)got   CRC"):
+        serving.Server(built / "funcrec-serve", copy)
+    with serving.Server(built / "funcrec-serve", copy, "--checksums", "false") as server:
+        assert server.ask("GET", "/healthz")[0] == 200
+
+
+@pytest.mark.parametrize("name", ["a delta", "weights.json", "weights.bin"])
+def test_what_is_no_file_blocks_nobody(path, running, name):
+    """A pipe that nobody writes to, where a file should be, is 400 at once, and other updates go on."""
+    folder, key = path.parent / f"pipe {name}", "path" if name == "a delta" else "weights"
+    shutil.copytree(path.parent / "next", folder)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    asked = f"{folder.name}/{name}" if key == "path" else folder.name
+    with contextlib.closing(running.connect(timeout=5)) as connection:
+        code, _, body = serving.ask(connection, "POST", "/delta" if key == "path" else "/reload", {key: asked})
+    assert code == 400 and name in json.loads(body)["error"]["problem"]
+    assert running.ask("POST", "/reload", {"weights": "next"})[0] == 200
 
 
 class Asking:

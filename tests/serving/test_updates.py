@@ -154,6 +154,8 @@ WRONG = [
     (["--settings", {"queue": 0}], "from 1 to"),
     (["--settings", {"queue": 1.5}], "a whole number"),
     (["--settings", [1]], "one JSON object"),
+    (["--checksums", "1"], "true or false"),
+    (["--settings", {"checksums": 0}], "true or false"),
 ]
 
 

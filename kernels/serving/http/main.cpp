@@ -27,6 +27,7 @@ int main(int count, char** words) {
     Options options;
     options.threads = int(s.threads);
     options.runners = int(s.workers);
+    options.checksums = s.checksums;
     auto package = Package::open(s.package, options);
     return Model{
         package->manifest(),

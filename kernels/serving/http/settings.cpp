@@ -14,7 +14,7 @@ namespace {
 
 struct Setting {
   const char* name;  // of the file; the flag has - for _
-  std::variant<std::string Settings::*, int64_t Settings::*, double Settings::*> field;
+  std::variant<std::string Settings::*, int64_t Settings::*, double Settings::*, bool Settings::*> field;
   const char* help;
   double least = 0, most = 0;
 };
@@ -32,6 +32,7 @@ const Setting ALL[] = {
     {"timeout_s", &Settings::timeout_s, "for a header, for a body (else 408) and for a client to take an answer", 0.05, 3600},
     {"idle_s", &Settings::idle_s, "that a connection may be open without a request", 0.05, 86400},
     {"drain_s", &Settings::drain_s, "after SIGTERM, that an open connection may begin one more request", 0, 3600},
+    {"checksums", &Settings::checksums, "whether all weights are read, at the start and at /reload, and those that were changed refused"},
     {"updates", &Settings::updates, "the folder below which /reload and /delta may read; else 403"},
 };
 
@@ -68,6 +69,9 @@ void set(Settings& out, const Setting& s, const std::string& name, const json::v
   if (auto* text = std::get_if<std::string Settings::*>(&s.field)) {
     if (!v.is_string()) wrong(name, json::serialize(v), "a string");
     out.**text = std::string(v.get_string());
+  } else if (auto* truth = std::get_if<bool Settings::*>(&s.field)) {
+    if (!v.is_bool()) wrong(name, json::serialize(v), "true or false");
+    out.**truth = v.get_bool();
   } else if (!v.is_number()) {
     wrong(name, json::serialize(v), "a number");
   } else {
@@ -78,6 +82,11 @@ void set(Settings& out, const Setting& s, const std::string& name, const json::v
 void set(Settings& out, const Setting& s, const std::string& name, const std::string& text) {
   if (auto* field = std::get_if<std::string Settings::*>(&s.field)) {
     out.**field = text;
+    return;
+  }
+  if (auto* truth = std::get_if<bool Settings::*>(&s.field)) {
+    if (text != "true" && text != "false") wrong(name, text, "true or false");
+    out.**truth = text == "true";
     return;
   }
   size_t end = 0;
@@ -145,6 +154,7 @@ std::string usage() {
   for (const Setting& s : ALL) {
     std::string value = std::visit([&](auto field) {
       if constexpr (std::is_same_v<decltype(field), std::string Settings::*>) return defaults.*field;
+      else if constexpr (std::is_same_v<decltype(field), bool Settings::*>) return std::string(defaults.*field ? "true" : "false");
       else return shown(double(defaults.*field));
     }, s.field);
     std::string flag = "  " + flag_of(s) + " " + value;

@@ -15,7 +15,8 @@ struct Settings {
   int64_t max_body = 16 << 20, max_header = 8192;
   int64_t queue = 1024, connections = 1024;
   double timeout_s = 10, idle_s = 60, drain_s = 0.5;
-  std::string updates;  // the folder below which weights and deltas lie; "": neither is taken
+  bool checksums = true;  // all weights are read once, at the start and at /reload
+  std::string updates;    // the folder below which weights and deltas lie; "": neither is taken
   bool help = false;
 };
 
