@@ -34,6 +34,7 @@ from funcrec.kernels.fbgemm_quantized import quantize_rows as quantize_rows
 from funcrec.kernels.fbgemm_quantized import quantized_lookup as quantized_lookup
 from funcrec.kernels.fbgemm_quantized import quantized_rows as quantized_rows
 from funcrec.kernels.forms import Segment, features_of, segments_of, width_of
+from funcrec.kernels.reference_jagged import ascending
 from torch import Tensor
 
 SUM = 0  # pooling_mode
@@ -58,7 +59,7 @@ def pooled_lookup(
     for f in found:
         table = tables[f.table]
         _check_table(call, table)
-        bounds = offsets[f.first_bag : f.first_bag + num_bags + 1]
+        bounds = ascending(offsets)[f.first_bag : f.first_bag + num_bags + 1]
         bags = _bags(ops, rows[f.rows], bounds, f.max_length, table.shape[0])
         pooled = _forward(ops, table, bags, bags.take(weights) if f.weighted else None)
         out[:, f.column : f.column + table.shape[1]] = bags.per_bag(pooled) if f.mean else pooled
@@ -76,7 +77,7 @@ def pooled_lookup_weights(
     for f in features_of(features):
         table = tables[f.table]
         _check_table(call, table)
-        bounds = offsets[f.first_bag : f.first_bag + num_bags + 1]
+        bounds = ascending(offsets)[f.first_bag : f.first_bag + num_bags + 1]
         bags = _bags(ops, rows[f.rows], bounds, f.max_length, table.shape[0])
         if not f.weighted or num_bags == 0 or bags.rows.shape[0] == 0:
             continue
@@ -148,7 +149,7 @@ def bucketize(
     ops = _operators("funcrec.kernels.bucketize", rows, offsets, weights)
     wide = num_shards * block > torch.iinfo(rows.dtype).max  # the operator multiplies in the ids' dtype
     ids = rows.to(torch.int64) if wide else rows
-    bags = _bags(ops, ids, offsets, 0, num_shards * block)
+    bags = _bags(ops, ids, ascending(offsets), 0, num_shards * block)
     if bags.positions is None:  # the operator wants no padding around the bags
         begin, end = int(bags.offsets[0]), int(bags.offsets[-1])
         bags = Bags(ids[begin:end], bags.offsets - begin, torch.arange(begin, end), bags.lengths)
@@ -171,7 +172,7 @@ def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float | in
     call = "funcrec.kernels.to_padded"
     ops = _operators(call, values, offsets)
     _check_dtype(call, values, PADDED_DTYPES)
-    bounds, rows = offsets.to(torch.int64).clamp(0, values.shape[0]), _matrix(values, 1)
+    bounds, rows = ascending(offsets).to(torch.int64).clamp(0, values.shape[0]), _matrix(values, 1)
     out = ops.jagged_to_padded_dense_forward(rows, [bounds], [max_length], fill)
     return out.reshape(bounds.shape[0] - 1, max_length, *values.shape[1:])
 
@@ -215,7 +216,7 @@ def _segment(ops, table, d, rows, offsets, weights, s: Segment) -> tuple[Bags, T
     """(bags, d f32[B, D], weights f32[K] or None) of one segment; an entry is a bag of one id."""
     entries = s.offsets < 0
     bounds = torch.arange(s.num_bags + 1)
-    bounds = bounds if entries else offsets[s.offsets][s.first_bag : s.first_bag + s.num_bags + 1]
+    bounds = bounds if entries else ascending(offsets[s.offsets])[s.first_bag : s.first_bag + s.num_bags + 1]
     bags = _bags(ops, rows[s.rows], bounds, 0 if entries else s.max_length, table.shape[0])
     own = d[s.d][: s.num_bags, s.column : s.column + table.shape[1]].to(torch.float32)
     own = bags.per_bag(own) if s.mean and not entries else own

@@ -9,6 +9,7 @@ Shapes: B bags, N ids, R rows, D dim, S bytes.
 import torch
 from funcrec.kernels.fbgemm_bags import _bags, _check_dtype, _fail, _ints32, _operators
 from funcrec.kernels.forms import CODE_BITS, HEAD_BYTES, check_coded, check_tables, features_of
+from funcrec.kernels.reference_jagged import ascending
 from torch import Tensor
 
 HOST, SUM, F32 = 3, 0, 0  # placement, pooling_mode, output_dtype
@@ -27,7 +28,7 @@ def quantized_lookup(tables, rows, offsets, weights, features, num_bags, bits, d
     out = torch.empty(num_bags, max((f.column + dims[f.table] for f in found), default=0), dtype=torch.float32)
     for f in found:
         table, b, dim = tables[f.table], bits[f.table], dims[f.table]
-        bounds = offsets[f.first_bag : f.first_bag + num_bags + 1]
+        bounds = ascending(offsets)[f.first_bag : f.first_bag + num_bags + 1]
         bags = _bags(ops, rows[f.rows], bounds, f.max_length, table.shape[0])
         pooled = _pooled(ops, table, b, dim, bags, bags.take(weights) if f.weighted else None)
         out[:, f.column : f.column + dim] = bags.per_bag(pooled) if f.mean else pooled

@@ -36,7 +36,7 @@ def top_k(
         best = scores[:, :k], number.gather(1, order[:, :k])
     found = torch.nn.functional.pad(best[1], (0, k - best[1].shape[1]), value=-1)
     if not items.shape[0]:
-        return torch.where(found >= 0, 0, queries.sum(1, keepdim=True) * 0 - torch.inf), found
+        return torch.where(found >= 0, 0, queries.nan_to_num(0, 0, 0).sum(1, keepdim=True) * 0 - torch.inf), found
     chosen = items.index_select(0, found.clamp(0).flatten())
     scores = _inner(queries[:, None], _read(chosen, bits, dim).to(dtype).unflatten(0, (num_queries, k)))
     return torch.where(found >= 0, scores, -torch.inf), found

@@ -247,7 +247,8 @@ def row_problems(rows: Mapping[str, Tensor], forms: Sequence[tuple[str, int, int
 def alignment_problems(row_alignment: int, layout: str) -> Iterator[Problem]:
     if row_alignment < 1 or (layout != "tbe" and row_alignment != 1):
         need = "an integer >= 1" if layout == "tbe" else f"1: rows of {layout!r} have no padding"
-        yield Problem("`row_alignment` does not fit.", f"{row_alignment}", need, "row_alignment=16")
+        hint = "row_alignment=16" if layout == "tbe" else 'layout="tbe"'
+        yield Problem("`row_alignment` does not fit.", f"{row_alignment}", need, hint)
 
 
 def bfloat_problems(q: QuantizedTables) -> Iterator[Problem]:

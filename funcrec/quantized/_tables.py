@@ -150,7 +150,7 @@ def quantize(
         None rounds to the nearest. Floats of 16 bits are rounded to the nearest.
 
     Returns: QuantizedTables, which `lookup` and `lookup_sequence` take. A row that holds NaN or inf, or
-      whose bias or scale is beyond f16's 65504, is NaN in all columns.
+      whose bias or scale is beyond f16's 65504, is NaN in all columns. Codes do not keep the sign of a zero.
 
     Raises: KeyError for a table without a dtype, TypeError for tables that are differentiated (`fake_quantize` is); of
       ShardedTables ValueError for a key, and for codes of tables that are cut by columns: a row has one scale.

@@ -74,8 +74,14 @@ def top_k(
 
 def matrix_problems(name: str, x: Tensor, count: str) -> Iterator[Problem]:
     need = f"f[{count}, D]"
-    if not x.is_floating_point():
-        yield Problem(f"`{name}` are not floating-point numbers.", describe(x), need, f"{name}.float()", TypeError)
+    if not x.is_floating_point() or x.itemsize < 2:
+        yield Problem(
+            f"`{name}` are not floating-point numbers.",
+            describe(x),
+            need,
+            f"{name}.float()",
+            TypeError,
+        )
     elif x.dim() != 2:
         hint = f"{name}[None], of one" if x.dim() == 1 else "two dimensions; vmap over others"
         yield Problem(f"`{name}` are not vectors.", describe(x), need, hint)

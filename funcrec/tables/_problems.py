@@ -57,7 +57,7 @@ def tensor_problems(t: object, path: str) -> Iterator[Problem]:
         dense = f"torch.nested.to_padded_tensor({path}, 0.0)" if t.is_nested else f"{path}.to_dense()"
         hint = f"{dense}: a table is dense memory, and its gradient is its rows"
         yield Problem(f"`{path}` is not a table.", describe(t), "f[num_embeddings, dim]", hint, TypeError)
-    elif not isinstance(t, Tensor) or t.dim() != 2 or not t.is_floating_point():
+    elif not isinstance(t, Tensor) or t.dim() != 2 or not t.is_floating_point() or t.itemsize < 2:  # float8 has no sums
         yield Problem(f"`{path}` is not a table.", describe(t), "f[num_embeddings, dim]", TABLE_HINT, TypeError)
 
 

@@ -146,7 +146,8 @@ def copy(tree: T) -> T:
 
 
 def num_parameters(tree: Any) -> int:
-    """How many numbers the float tensors hold; a tensor that stands in two places counts once.
+    """How many numbers the float tensors hold; a tensor that stands in two places counts once. Codes of quantised
+    tables are none of them: `nbytes` counts these.
 
     Example:
       >>> import torch, funcrec as fr

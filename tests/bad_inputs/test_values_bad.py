@@ -13,6 +13,7 @@ NAN, INF = math.nan, math.inf
 TABLE, FEATURE = fr.TableConfig("t", 5, 4), fr.FeatureConfig("f", table="t")
 T, F = (TABLE,), (FEATURE,)
 TOWERS = fr.models.two_tower(T, F, (fr.FeatureConfig("g", table="t"),))
+KEYED = fr.KeyedJaggedTensor.from_lists({"f": [[1]]})
 IDS, BYTES = torch.tensor([1, 2]), torch.zeros(3, 8, dtype=torch.uint8)
 feature = lambda **options: fr.FeatureConfig("f", table="t", **options)
 
@@ -54,6 +55,10 @@ WRONG = {  # call: (kind, what the text names)
         "`key` is not a key"),
     "coding by three keys": (lambda: ops.quantize_rows(torch.ones(2, 3), 8, fr.split(fr.key(0), 3)), ValueError,
         "`key` is not a key"),
+    "a table of float8": (lambda: fr.lookup({"t": torch.ones(5, 4).to(torch.float8_e4m3fn)}, KEYED, F), TypeError,
+        "`tables['t']` is not a table"),
+    "queries of float8": (lambda: fr.top_k(torch.ones(5, 4).to(torch.float8_e4m3fn), torch.ones(5, 4), 1), TypeError,
+        "`queries` are not floating-point numbers"),
     "weighted in words": (lambda: feature(weighted="no"), TypeError, "`weighted` is neither"),
     "weighted 1": (lambda: feature(weighted=1), TypeError, "`weighted` is neither"),
     "max_length True": (lambda: feature(max_length=True), TypeError, "`max_length` is not an integer"),

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from funcrec.kernels import fbgemm, fbgemm_bags
+from funcrec.kernels import fbgemm, fbgemm_bags, reference
 from funcrec.kernels.forms import Feature, Segment, flatten
 from funcrec.kernels.rules import RULES
 
@@ -45,8 +45,8 @@ def offsets_of(size, num_bags, padding, dtype=torch.int64):
 
 
 def bags_of(bounds, size, max_length):
-    """[[position, ...], ...], as the contract reads offsets: clamped, cut, empty where they descend."""
-    bounds = [min(max(b, 0), size) for b in bounds]
+    """[[position, ...], ...], as the contract reads offsets: their running maximum, clamped and cut."""
+    bounds = [min(max(b, 0), size) for b in itertools.accumulate(bounds, max)]
     cut = lambda a, b: min(b, a + max_length) if max_length else b
     return [list(range(a, cut(a, b))) for a, b in itertools.pairwise(bounds)]
 
@@ -216,13 +216,16 @@ def test_threads_change_no_bit():
 
 @pytest.mark.parametrize("bounds", [[0, 70, 3, 9], [-5, 2, 4, 1000], [8, 2, 2, 20]])
 def test_offsets_never_lead_outside(bounds):
-    """Offsets beyond the buffer are clamped, and a bag that ends before it begins is empty."""
+    """Offsets are read as their running maximum, clamped to the buffer; of tables of codes, too."""
     table, rows, size = floats(9, 4), rows_of(20, 9), 20
     got = fbgemm.pooled_lookup([table], [rows], torch.tensor(bounds), None, flatten([FEATURES["sum"]]), 3)
     want = torch.zeros(3, 4)
     for b, bag in enumerate(bags_of(bounds, size, 0)):
         want[b] = sum((table[rows[i]] for i in bag if 0 <= rows[i] < 9), torch.zeros(4))
     assert_trees_close(got, want)
+    coded = fbgemm.quantize_rows(table, 8)
+    how = ([coded], [rows], torch.tensor(bounds), None, flatten([FEATURES["sum"]]), 3, [8], [4])
+    assert_trees_close(fbgemm.quantized_lookup(*how), reference.quantized_lookup(*how), **CLOSE)
     values = floats(20, 2)
     padded = fbgemm.to_padded(values, torch.tensor(bounds), 4, -1.0)
     for b, bag in enumerate(bags_of(bounds, size, 4)):
