@@ -4,7 +4,7 @@ package(from).apply(write_delta(delta(logged, since), ...)) = export(parameters 
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,8 @@ def write_delta(
 
     Returns: the path.
 
-    Raises: ValueError or TypeError for a parameter that neither `delta` nor `params` has, or of another shape or dtype.
+    Raises: ValueError or TypeError for a parameter that neither `delta` nor `params` has, or of another shape or dtype,
+      and for a table of `delta` whose name several parameters of the package have, such as a model's and its average's.
 
     Law: weights with the delta are those of `fr.export` of the newer parameters, bit for bit.
 
@@ -91,6 +92,7 @@ def described(call: str, package: Package | str | os.PathLike) -> tuple[Mapping,
 def changes_of(call: str, manifest: Mapping, delta: Delta, params: Any) -> dict[str, Change]:
     """What changes of a package's parameters, in their order, as the package stores them: rows of the tables of
     `delta`, and the rest whole."""
+    check(call, shared_problems(manifest, delta.tables))
     wanted, tables = {p["name"]: p for p in manifest["params"]}, {}
     for table in manifest["tables"]:
         if table["param"] is not None and table["name"] in delta.tables:
@@ -144,6 +146,19 @@ def step_problems(since: str, version: str) -> Iterator[Problem]:
     if since == version:
         need = "another name for the newer weights"
         yield Problem("`version` is the one that the package has.", repr(version), need, 'version="2"')
+
+
+def shared_problems(manifest: Mapping, names: Collection[str]) -> Iterator[Problem]:
+    """Rows are told by their table's name, which must be one parameter's."""
+    owners: dict[str, set[str]] = {n: set() for n in names}
+    for t in manifest["tables"]:
+        if t["param"] is not None and t["name"] in owners:
+            owners[t["name"]].add(t["param"])
+    for n, own in owners.items():
+        if len(own) > 1:
+            got, need = ", ".join(sorted(own)), "one parameter, whose rows these are"
+            hint = "an export whose models call their tables by other names; fr.save_weights of all parameters"
+            yield Problem(f"several parameters are tables called {n!r}.", got, need, hint)
 
 
 def cover_problems(wanted: Mapping, tables: Mapping, rest: Mapping[str, Tensor] | None) -> Iterator[Problem]:

@@ -18,9 +18,10 @@ from torch import Tensor
 from funcrec.core import Count, Problem, check, describe, typed
 from funcrec.mesh import Mesh, P, pmax, shard_map, unshard
 from funcrec.serve._chain import DELTA, WEIGHTS, pieces, tidy, version_of
-from funcrec.serve._delta import changes_of, described
+from funcrec.serve._delta import changes_of, described, shared_problems
 from funcrec.serve._delta_file import write_file
 from funcrec.serve._folder import write_folder
+from funcrec.serve._hold import Hold
 from funcrec.serve._package import Package
 from funcrec.serve._push import address_problems, timeout_problems, update_server
 from funcrec.serve._weights import write_weights
@@ -70,8 +71,9 @@ def publish(
     version to the newest.
 
     Args:
-      folder: of one model; it is made if it is not there. A new run goes on in it with whole weights: which rows
-        changed since a run that was killed, nobody knows.
+      folder: of one model, and of one publisher at a time; it is made if it is not there. A new run goes on in it with
+        whole weights: which rows changed since a run that was killed, nobody knows. In one process the newest
+        publisher takes it over, and the older one is refused.
       package: the package that servers run, or its folder: how tables are stored, and which parameters are read.
       every_steps: of steps of the run.
       keep: how many of the newest deltas stay; who is further behind begins with whole weights.
@@ -82,10 +84,14 @@ def publish(
       mesh: of a state that lies on one: every rank calls, what they hold is gathered, and the first rank writes.
 
     Returns: a function of a `fr.loop.Record`, for `fit(callbacks=[...])`; in a loop of your own,
-      `tell(fr.loop.Record("step", epoch, step, {}, state))`.
+      `tell(fr.loop.Record("step", epoch, step, {}, state))`. Behind a state that was restored tell
+      `fr.loop.Record("begin", epoch, step, {}, state)`, as `fit` does: the next are whole weights then. So they are
+      behind a step that is not beyond the last one told. A state that was restored, and trained beyond that step
+      before it is told, is not seen: rows that only the steps given up had changed stay as these left them.
 
-    Raises: from its callback ValueError, TypeError for a state without the parameters that the package reads, OSError
-      for a folder that cannot be written.
+    Raises: ValueError, NotADirectoryError for a path that is no folder's. From its callback ValueError for a folder
+      that another publisher writes to, or that is of another package; ValueError, TypeError for a state without the
+      parameters that the package reads, OSError for a folder that cannot be written.
 
     Law: weights of any published version are those of `fr.export` of that step's parameters, bit for bit, by whichever
       of these files they were reached. Tables quantised with a `key` or with learned scales have other codes.
@@ -107,16 +113,25 @@ def publish(
       >>> package.version[:17], torch.allclose(package(batch), model.apply(done.state.params, batch))
       ('0000000002-step-3', True)
     """
+    check(CALL, folder_problems(folder))
     manifest, _ = described(CALL, package)
-    check(CALL, address_problems("servers", servers), timeout_problems(timeout_s))
-    there, run = Folder(Path(folder), manifest, keep, secrets.token_hex(3)), []
+    names = [t["name"] for t in manifest["tables"]]
+    check(CALL, address_problems("servers", servers), timeout_problems(timeout_s), shared_problems(manifest, names))
+    there, run = Folder(Path(os.path.abspath(folder)), manifest, keep, secrets.token_hex(3)), []
+    hold, seen = Hold(CALL, there.path, there.run, manifest["digest"]), []
 
     def write(record: Any) -> None:
-        if record.when == "begin":
+        if record.is_chief and (not seen or record.when == "begin"):
+            hold.keep()  # before training is spent on what cannot be published
+        now = record.step, record.when == "epoch"  # an epoch's end is told behind its last step
+        if record.when == "begin" or (seen and now <= seen[-1]):
             run.clear()
+        seen[:] = [now]
         is_due = record.when == "epoch" or (record.when == "step" and record.step % every_steps == 0)
         if not is_due or (run and run[-1].step == record.step):
             return
+        if record.is_chief:
+            hold.keep()
         for last in publications(there, record, run[-1] if run else None, mesh):
             run[:] = [last]  # it is on the disk
         if record.is_chief:
@@ -134,8 +149,6 @@ def publications(there: Folder, record: Any, last: Last | None, mesh: Mesh | Non
     now = None if logged is None else int(logged.log.version)
     is_whole = now is None or last is None or last.log is None or last.log > now
     count = 0 if is_whole else last.deltas + 1
-    if record.is_chief:
-        there.path.mkdir(parents=True, exist_ok=True)
     number = next_number(there.path) if record.is_chief else 0
     version = version_of(number, record.step, there.run)
     if not is_whole:
@@ -199,6 +212,21 @@ def gathered(changed: Delta, tables: Any, mesh: Mesh | None) -> Delta:
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def folder_problems(folder: str | os.PathLike) -> Iterator[Problem]:
+    """A folder, or where one can be made."""
+    text = os.fspath(folder)
+    need, hint = "a folder, or where one can be made", '"runs/published"'
+    if not isinstance(text, str):
+        yield Problem("`folder` is not a path.", describe(text), "str or pathlib.Path", hint, TypeError)
+    elif not text or "\0" in text:
+        yield Problem("`folder` names no folder.", repr(text), need, hint)
+    else:
+        path = Path(os.path.abspath(text))
+        first = next(x for x in (path, *path.parents) if os.path.lexists(x))
+        if not first.is_dir():
+            yield Problem("`folder` is a file's, or below one.", repr(str(first)), need, hint, NotADirectoryError)
 
 
 def state_problems(state: Any, mesh: Mesh | None) -> Iterator[Problem]:

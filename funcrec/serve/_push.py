@@ -23,7 +23,7 @@ def update_server(address: str, folder: str | os.PathLike, *, timeout_s: float =
     order, or whole weights and the deltas behind these.
 
     Args:
-      address: "http://127.0.0.1:8080".
+      address: "http://127.0.0.1:8080". It is asked directly, whatever proxy this process is told of.
       folder: that of `publish`, which the server reads as its `--updates`.
       timeout_s: for each answer.
 
@@ -58,12 +58,13 @@ def ask(url: str, timeout_s: float, body: Any = None) -> dict[str, Any]:
     """A server's answer; ValueError with its words where the request is at fault."""
     from http.client import HTTPException
     from urllib.error import HTTPError
-    from urllib.request import Request, urlopen
+    from urllib.request import ProxyHandler, Request, build_opener
 
     data = None if body is None else json.dumps(body).encode()
     hint = "python -m funcrec serve PATH --updates FOLDER"
     try:
-        with urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=timeout_s) as reply:
+        request = Request(url, data, {"Content-Type": "application/json"})
+        with build_opener(ProxyHandler({})).open(request, timeout=timeout_s) as reply:
             found = json.loads(reply.read(MOST))
         if not isinstance(found, dict) or not isinstance(found.get("version"), str):
             raise ValueError(f"no version in {found!r:.200}")

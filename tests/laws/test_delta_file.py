@@ -7,7 +7,7 @@ import zlib
 import pytest
 import torch
 from programs import answers
-from programs.fresh import REST, STEP, batch, begun, bits, held
+from programs.fresh import REST, STEP, batch, begun, bits, changed_manifest, held
 
 import funcrec as fr
 from funcrec.serve._delta import tables_problems
@@ -151,6 +151,25 @@ def test_what_is_left_as_it_is_is_said(plain, first, tmp_path):
     now = package.params
     assert {n: x for n, x in bits(now).items() if "dense" in n} == dense
     assert torch.equal(now["tables['int8']"], run.state.tables["int8"])
+
+
+def test_a_name_of_two_tables_is_refused(plain, first, tmp_path):
+    """Where two parameters of a package are tables of one name, as a model's and its average's, a delta cannot say
+    whose rows it has: it is refused by the name and both parameters, and so is a run that would publish them."""
+
+    def share(found):
+        one, other = (t for t in found["tables"] if t["name"] in ("int8", "int4"))
+        other.update({**one, "param": other["param"]})
+
+    package = changed_manifest(plain, tmp_path / "two", share)
+    run, _ = STEP(first, batch(1))
+    with pytest.raises(ValueError, match="several parameters are tables called 'int") as error:
+        fr.write_delta(tmp_path / "1", fr.delta(run), package, REST(run), version="1")
+    assert "tables['int4'], tables['int8']" in str(error.value) and not (tmp_path / "1").exists()
+    with pytest.raises(ValueError, match="several parameters are tables called 'int"):
+        fr.publish(tmp_path / "published", package, every_steps=1)
+    other = fr.Delta({"float16": fr.delta(run).tables["float16"]}, torch.tensor(1))
+    fr.write_delta(tmp_path / "2", other, package, None, version="1")  # none of these rows
 
 
 BAD = {

@@ -1,12 +1,18 @@
 """A run that publishes: at every version servers have the weights of an export of that step, bit for bit."""
 
+import contextlib
+import http.server
+import json
 import os
 import random
+import subprocess
+import sys
+import threading
 import warnings
 
 import pytest
 import torch
-from programs.fresh import DTYPES, STEP, batch, begun, bits, held, loss_fn
+from programs.fresh import DTYPES, STEP, batch, begun, bits, changed_manifest, held, loss_fn
 
 import funcrec as fr
 from funcrec.serve import _chain, _delta_file, _folder, _publish
@@ -51,7 +57,7 @@ class Told:
         self.near, self.far = fr.load_package(package), fr.load_package(package)
 
     def begin(self):
-        self.tell = fr.publish(self.folder, self.package, every_steps=2, **self.options)
+        self.tell = fr.publish(self.folder, self.package, **{"every_steps": 2} | self.options)
 
     def step(self, number, run):
         """Publish, and hold whatever a package finds to the state that it names."""
@@ -197,7 +203,143 @@ def test_what_is_damaged_is_led_around_or_told(plain, tmp_path):
     assert bits(told.far.params) == told.right[told.far.version]
 
 
+@pytest.mark.parametrize("steps, beyond", [(3, 5), (4, 6), (4, 5), (6, 9)], ids=["5", "6", "epoch", "begin"])
+def test_a_state_that_was_restored_is_published_whole(steps, beyond, plain, tmp_path):
+    """A step, or an end of an epoch, that is not beyond the last one told, and any behind "begin", is whole weights:
+    rows that the steps given up had changed are the restored state's again."""
+    told = Told(plain, "plain", tmp_path / "published")
+    told.options["every_steps"] = 1
+    told.begin()
+    runs, when = [begun()], "epoch" if (steps, beyond) == (4, 5) else "step"
+    for n in range(1, 7):
+        runs.append(STEP(runs[-1], batch(n, 9))[0])
+        told.step(n, runs[n])
+    told.assert_followed(told.near)
+    if when == "epoch":
+        told.tell(record("epoch", 6, runs[6]))
+    run = runs[3]
+    if beyond == 9:
+        told.tell(record("begin", 3, run))
+    for n in range(steps):
+        run, _ = STEP(run, batch(20 + n, 1))
+    step = 6 if when == "epoch" else beyond
+    told.step(step, run) if when == "step" else told.tell(record("epoch", step, run))
+    told.right[told.versions()[-1]] = wanted(run, "plain")
+    assert [p.kind for p in _chain.pieces(told.folder)][-1] == ".weights"
+    told.assert_followed(told.near)
+    run, _ = STEP(run, batch(40))
+    told.step(step + 1, run)
+    assert _chain.pieces(told.folder)[-1].kind == ".delta"
+    told.assert_followed(told.near)
+    told.assert_followed(told.far)
+
+
+OTHER = """
+import fcntl, sys
+file = open(sys.argv[1], "a+")
+try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    sys.exit("held")
+file.truncate(0)
+file.write('{"who": "process 7 of elsewhere", "process": "7"}')
+file.flush()
+print("has it", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def another(folder):
+    """Another process that publishes there, until it is killed."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", OTHER, str(folder / ".publisher")], **pipes) as process:
+        try:
+            yield process.stdout.readline() or process.stderr.read()
+        finally:
+            process.kill()
+
+
+def test_a_folder_has_one_publisher(plain, tmp_path):
+    """While one process publishes to a folder another one is refused by the first's name, before it has written; a
+    killed one's hold goes with it. Of one process the newest goes on, and the old one is refused from then on."""
+    folder, run = tmp_path / "published", begun()
+    folder.mkdir()
+    first = fr.publish(folder, plain, every_steps=2)
+    with another(folder) as word:
+        assert word == "has it\n"
+        with pytest.raises(ValueError, match="has another publisher") as error:
+            first(record("step", 1, run))  # though nothing is due
+        assert "process 7 of elsewhere" in str(error.value) and not _chain.pieces(folder)
+    first(record("step", 2, run))
+    with another(folder) as word:
+        assert word == "held\n"
+    second = fr.publish(folder, plain, every_steps=2)
+    second(record("step", 2, run))
+    there = os.listdir(folder)
+    with pytest.raises(ValueError, match="has another publisher"):
+        first(record("step", 4, run))
+    assert sorted(os.listdir(folder)) == sorted(there)
+    del first, error
+    second(record("step", 4, STEP(run, batch(1))[0]))
+    with another(folder) as word:
+        assert word == "held\n"
+    assert json.loads((folder / ".publisher").read_text())["run"] == _chain.pieces(folder)[-1].run
+    del second
+    with another(folder) as word:
+        assert word == "has it\n"
+
+
+def test_a_folder_is_of_one_package(plain, tmp_path):
+    """A folder that another package's weights are published to is refused, and stays as it is; an empty one is not."""
+    folder, run = tmp_path / "published", begun()
+    other = changed_manifest(plain, tmp_path / "other", lambda found: found.update(max_batch=7))
+    fr.publish(folder, other, every_steps=1)(record("step", 1, run))
+    there = os.listdir(folder)
+    with pytest.raises(ValueError, match="is of another package"):
+        fr.publish(folder, plain, every_steps=1)(record("step", 1, run))
+    assert os.listdir(folder) == there
+    for piece in _chain.pieces(folder):
+        _chain.remove(_chain.path_of(folder, piece))
+    fr.publish(folder, plain, every_steps=1)(record("step", 1, run))
+    fr.load_package(plain).follow(folder)
+
+
+class Answering(http.server.BaseHTTPRequestHandler):
+    """A server that has all it needs."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"version": self.server.version}).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+def test_servers_are_told_directly(plain, tmp_path, monkeypatch):
+    """A server is asked itself, whatever proxy the process is told of."""
+    tell = fr.publish(tmp_path / "published", plain, every_steps=1)
+    tell(record("step", 1, begun()))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with http.server.HTTPServer(("127.0.0.1", 0), Answering) as server:
+        server.version = _chain.pieces(tmp_path / "published")[-1].version
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            address = f"http://127.0.0.1:{server.server_port}"
+            assert fr.update_server(address, tmp_path / "published") == server.version
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 BAD = {
+    "no name": ({"folder": ""}, ValueError, "`folder` names no folder"),
+    "a null byte": ({"folder": "a\0b"}, ValueError, "`folder` names no folder"),
+    "a file": ({"folder": __file__}, NotADirectoryError, "`folder` is a file's"),
+    "below a file": ({"folder": __file__ + "/a/b"}, NotADirectoryError, "`folder` is a file's, or below one"),
     "no address": ({"servers": ["localhost:80"]}, ValueError, "`servers` has no address"),
     "one address": ({"servers": "http://localhost"}, TypeError, "`servers`"),
     "no time": ({"timeout_s": 0.0}, ValueError, "`timeout_s` is not a time"),

@@ -1,8 +1,12 @@
 """A model whose tables a package has in every number of bits, and its training: what deltas are tested on."""
 
+import json
+import shutil
+
 import torch
 
 import funcrec as fr
+from funcrec.serve import _manifest
 
 DTYPES = ("int8", "int4", "int2", "float16", "bfloat16")
 TABLES = tuple(fr.TableConfig(n, 30 + i, 8) for i, n in enumerate(DTYPES))
@@ -43,6 +47,16 @@ def begun():
 def export(path, name):
     """The package of these parameters, "plain" or "coded"."""
     return fr.export(score, held(begun().state, name), batch(0), path, version="0")
+
+
+def changed_manifest(package, path, change):
+    """A copy of a package without its program, whose manifest says otherwise, and agrees with its own digest."""
+    shutil.copytree(package, path, ignore=shutil.ignore_patterns(_manifest.MODEL))
+    content = json.loads((path / _manifest.MANIFEST).read_text())
+    change(content)
+    content["digest"] = _manifest.digest_of(_manifest.text_of(content))
+    (path / _manifest.MANIFEST).write_text(_manifest.text_of(content))
+    return path
 
 
 def bits(tensors):
