@@ -25,6 +25,8 @@ DTYPES = ("u1", "i1", "i2", "i4", "i8", "f2", "u2", "f4", "f8", "?")  # 6: bfloa
 JSON, BYTES = "application/json", "application/octet-stream"
 FEATURES, WEIGHTED, COLUMNS, ROWS = ("a", "b"), ("b",), 3, 1000  # of the model of sums
 
+ONE = {"ids": {"a": [[1]], "b": [[2]]}, "weights": {"b": [[0.5]]}, "dense": [[0, 0, 0.5]]}  # a request of it
+
 
 def build(sanitize: str = "") -> Path:
     """The program funcrec-serve-sums, of kernels/serving/http alone; compiled if its sources changed."""
@@ -151,6 +153,20 @@ def some_request(rng, bags: int | None = None, length: int = 4, ids=(-2, 899)) -
         made["a"][0] = [ROWS, 1 << 40, -(1 << 62)]
     weights = {"b": [(rng.integers(0, 9, len(bag)) / 4).tolist() for bag in made["b"]]}
     return {"ids": made, "weights": weights, "dense": (rng.integers(-9, 9, (bags, COLUMNS)) / 2).tolist()}
+
+
+def changed(path, value, request=ONE):
+    """A request with one value in it changed; `...` takes it out."""
+    made = json.loads(json.dumps(request))
+    *way, last = path
+    place = made
+    for key in way:
+        place = place[key]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return made
 
 
 def expected(request: dict, version: int = 0) -> dict:

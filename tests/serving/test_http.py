@@ -10,11 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from programs import serving
-from programs.serving import BYTES, JSON, Server, ask, is_right, pack, predict, some_request
+from programs.serving import BYTES, JSON, ONE, Server, changed, is_right, pack, predict, some_request
 
 pytestmark = pytest.mark.xdist_group("serving")
-
-ONE = {"ids": {"a": [[1]], "b": [[2]]}, "weights": {"b": [[0.5]]}, "dense": [[0, 0, 0.5]]}
 
 
 def head(body=b"", path="/predict", method="POST", **more):
@@ -34,20 +32,6 @@ def statuses(answer):
     return [int(code) for code in re.findall(rb"HTTP/1\.[01] (\d+)", answer)]
 
 
-def changed(path, value, request=ONE):
-    """A request with one value in it changed; `...` takes it out."""
-    made = json.loads(json.dumps(request))
-    *way, last = path
-    place = made
-    for key in way:
-        place = place[key]
-    if value is ...:
-        del place[last]
-    else:
-        place[last] = value
-    return made
-
-
 def test_every_answer_is_its_requests(server):
     """Requests of many clients at once, in both forms, with no bags and with some, get their own rows."""
 
@@ -59,102 +43,6 @@ def test_every_answer_is_its_requests(server):
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(talk, range(8)))
-
-
-BAD_JSON = [
-    ("not JSON", b'{"ids": ', "is not JSON"),
-    ("more than one value", b"{} {}", "is not JSON"),
-    ("not UTF-8", b'{"\xff": 1}', "is not JSON"),
-    ("too deep", b"[" * 2000, "`body` is not an object"),
-    ("no object", b"[1]", "`body` is not an object"),
-    ("an unknown key", changed(["label"], 1), "unknown key"),
-    ("no ids", changed(["ids"], ...), "`ids` and the package differ"),
-    ("ids that are no object", changed(["ids"], 3), "`ids` is not an object"),
-    ("a key twice", json.dumps(ONE)[:-1].encode() + b', "dense": [[1, 2, 3]]}', "has a key twice"),
-    (
-        "a feature twice",
-        json.dumps(ONE).replace('"b": [[2]]', '"b": [[2]], "\\u0061": [[3]]').encode(),
-        "has a key twice",
-    ),
-    ("a deep id", changed(["ids", "a"], [[[[1]]]]), "is not an integer"),
-    ("a bag that is an object", changed(["ids", "a"], [{}]), "`ids.a` is not a list"),
-    ("dense that is an object", changed(["dense"], {}), "`dense` is not a list"),
-    ("a feature short", changed(["ids", "b"], ...), "lacks a feature"),
-    ("another feature", changed(["ids", "c"], [[1]]), "a feature that the package has not"),
-    ("bags that are no list", changed(["ids", "a"], {}), "`ids.a` is not a list"),
-    ("a bag that is no list", changed(["ids", "a"], [1]), "`ids.a` is not a list"),
-    ("more bags in one", changed(["ids", "b"], [[1], [2]]), "another number of bags"),
-    ("an id with a point", changed(["ids", "a"], [[1.0]]), "is not an integer"),
-    ("an id that is a string", changed(["ids", "a"], [["1"]]), "is not an integer"),
-    ("an id of 65 bits", changed(["ids", "a"], [[1 << 63]]), "is not an integer"),
-    ("too many bags", {"ids": {"a": [[]] * 513, "b": [[]] * 513}, "weights": {"b": []}, "dense": []}, "too many bags"),
-    ("too many ids", changed(["ids", "a"], [[0] * 65537]), "too many ids"),
-    ("no weights", changed(["weights"], ...), "lacks a feature whose ids have weights"),
-    ("weights of others", changed(["weights", "a"], [[1]]), "with weights"),
-    ("fewer weights", changed(["weights", "b"], [[]]), "does not match its ids"),
-    ("fewer bags of weights", changed(["weights", "b"], []), "does not match its ids"),
-    ("a weight that is none", changed(["weights", "b"], [[None]]), "is not one of 32 bits"),
-    ("a weight beyond f32", changed(["weights", "b"], [[1e39]]), "is not one of 32 bits"),
-    ("no dense", changed(["dense"], ...), "`dense` and the package differ"),
-    ("a short row", changed(["dense"], [[1, 2]]), "another length"),
-    ("more rows", changed(["dense"], [[1, 2, 3]] * 2), "another number of bags"),
-]
-
-
-@pytest.mark.parametrize(("body", "words"), [x[1:] for x in BAD_JSON], ids=[x[0] for x in BAD_JSON])
-def test_bad_json_is_told_why(server, body, words):
-    """A body that does not fit is answered 400 with what, got and need; the connection goes on."""
-    connection = server.connect()
-    status, _, answer = ask(connection, "POST", "/predict", body)
-    error = json.loads(answer)["error"]
-    assert status == 400 and words in error["problem"] and error["got"] and error["need"]
-    assert predict(connection, ONE)[0] == 200
-
-
-def test_keys_come_in_any_order(server):
-    """Features, and the body's own keys, are found by their names, with weights beside other ids."""
-    rng = np.random.default_rng(4)
-    for _ in range(20):
-        request = some_request(rng, bags=3)
-        turned = {k: dict(reversed(v.items())) if k == "ids" else v for k, v in reversed(request.items())}
-        status, answer = predict(server.connect(), turned)
-        assert status == 200 and is_right(answer, request)
-
-
-def test_an_unknown_feature_is_told_those_there_are(server):
-    """An error about a name that the package has not names those it has; about weights, those that have them."""
-    for path, names in [(["ids", "c"], "a, b"), (["weights", "a"], "b")]:
-        _, _, answer = server.ask("POST", "/predict", changed(path, [[1]]))
-        assert json.loads(answer)["error"]["need"] == names
-
-
-def at(position, value, body=None):
-    body = bytearray(pack(ONE) if body is None else body)
-    body[position : position + len(value)] = value
-    return bytes(body)
-
-
-BAD_BYTES = [
-    ("nothing", b"", "is not a request"),
-    ("no magic", at(0, b"FRQ2"), "is not a request"),
-    ("another number of features", at(4, b"\x03"), "features and the package differ"),
-    ("another number of columns", at(8, b"\x00"), "dense columns and the package differ"),
-    ("no weights", at(12, b"\x00"), "weights follow and the package differ"),
-    ("more bags than bytes", at(16, b"\x02"), "the bytes that the header tells of"),
-    ("bags of 64 bits", at(16, b"\xff" * 8), "too many bags"),
-    ("ids of 64 bits", at(24, b"\xff" * 8), "too many ids"),
-    ("a byte short", pack(ONE)[:-1], "the bytes that the header tells of"),
-    ("a byte more", pack(ONE) + b"x", "the bytes that the header tells of"),
-    ("a long bag", at(44, b"\xff" * 4), "do not sum to the number of ids"),
-    ("two long bags", at(44, b"\xff" * 8), "do not sum to the number of ids"),
-]
-
-
-@pytest.mark.parametrize(("body", "words"), [x[1:] for x in BAD_BYTES], ids=[x[0] for x in BAD_BYTES])
-def test_bad_bytes_are_told_why(server, body, words):
-    """Bytes that are not a request of this package are answered 400; none beyond the body is read."""
-    status, _, answer = server.ask("POST", "/predict", body, BYTES)
-    assert (status, words in json.loads(answer)["error"]["problem"]) == (400, True)
 
 
 def test_paths_methods_and_types(server):
@@ -169,8 +57,22 @@ def test_paths_methods_and_types(server):
     assert server.ask("POST", "/reload", b"x", BYTES)[0] == 415
     assert server.ask("POST", "/predict", ONE, "Application/JSON ; charset=utf-8")[0] == 200
     assert server.ask("GET", "/healthz?why")[0] == 200
+    assert server.ask("GET", "http://127.0.0.1/healthz?why")[0] == 200
+    assert server.ask("POST", "HTTP://x:1/predict", ONE)[0] == 200
+    assert server.ask("POST", "http://x", ONE)[0] == 404
     (status, whole, _), (again, headers, body) = server.ask("GET", "/healthz"), server.ask("HEAD", "/healthz")
     assert (status, again, body) == (200, 200, b"") and headers["Content-Length"] == whole["Content-Length"] != "0"
+
+
+def test_bodies_that_are_coded_are_refused(server):
+    """A body with a Content-Encoding is 415, whatever its bytes, and the codings that are taken are told: none."""
+    body = json.dumps(ONE).encode()
+    for coding, code in (("gzip", 415), ("Identity", 200), ("br, gzip", 415)):
+        with server.raw() as s:
+            s.sendall(head(body, Content_Encoding=coding, Connection="close") + body)
+            answer = everything(s)
+        assert statuses(answer) == [code]
+        assert (b"Accept-Encoding: identity" in answer) == (code == 415)
 
 
 def test_updates_need_a_folder(server):

@@ -156,6 +156,8 @@ WRONG = [
     (["--settings", [1]], "one JSON object"),
     (["--checksums", "1"], "true or false"),
     (["--settings", {"checksums": 0}], "true or false"),
+    (["--updates", "/nothing"], "a folder that is there"),
+    (["--host", "nonsense"], "the number of an address"),
 ]
 
 

@@ -39,7 +39,7 @@ template <class T> struct Events {
   bool on_string(Text s, size_t, Error&) { return whole(s, [&] { to.string(text); }); }
   bool on_number_part(Text, Error&) { return true; }
   bool on_int64(int64_t x, Text, Error&) { return to.integer(x), true; }
-  bool on_uint64(uint64_t x, Text, Error&) { return to.real(double(x)), true; }
+  bool on_uint64(uint64_t x, Text, Error&) { return to.real(double(x), std::to_string(x).c_str()), true; }
   bool on_double(double x, Text, Error&) { return to.real(x), true; }
   bool on_bool(bool, Error&) { return to.other("a bool"), true; }
   bool on_null(Error&) { return to.other("null"), true; }
@@ -54,6 +54,7 @@ template <class T, class... X> T read(std::string_view body, X&&... x) {
   json::basic_parser<Events<T>> parser(options, std::forward<X>(x)...);
   const size_t end = parser.write_some(false, body.data(), body.size(), error);
   if (!error && end != body.size()) error = json::error::extra_data;
+  if (error == json::error::exponent_overflow) throw Bad("a number of the body has another exponent", "one beyond 32 bits", "a number of 64 bits");
   if (error) throw Bad("the body is not JSON", error.message() + ", after " + std::to_string(end) + " bytes", "one JSON value, of UTF-8");
   return std::move(parser.handler().to);
 }
@@ -89,7 +90,9 @@ struct Body {
     numbers[0].columns.resize(m.features.size()), numbers[1].columns.resize(1);
   }
 
-  bool needs(Group g) const { return g == IDS ? manifest.has_ids : g == WEIGHTS ? manifest.has_weights : manifest.dense_columns > 0; }
+  // Rows of no columns may be given to any package.
+  bool takes(Group g) const { return g == IDS ? manifest.has_ids : g == WEIGHTS ? manifest.has_weights : true; }
+  bool needs(Group g) const { return g == DENSE ? manifest.dense_columns > 0 : takes(g); }
 
   std::string where() const { return group == DENSE ? "dense" : std::string(NAMES[group]) + "." + manifest.features[feature].name; }
 
@@ -100,8 +103,8 @@ struct Body {
     if (depth == 0) throw Bad("`body` is not an object", kind, "an object");
     if (depth == 1 && group != DENSE) throw Bad(std::string("`") + NAMES[group] + "` is not an object", kind, "an object");
     if (depth < 4) throw Bad("`" + where() + "` is not a list", kind, "a list");
-    if (group == IDS) throw Bad("an id of `" + where() + "` is not an integer of 64 bits", kind, "an integer");
-    throw Bad("a number of `" + where() + "` is not one of 32 bits", kind, "a number");
+    if (group == IDS) throw Bad("an id of `" + where() + "` is not an integer of 64 bits", kind, "an integer from -2^63 to 2^63 - 1, without point or exponent");
+    throw Bad("a number of `" + where() + "` is not one of 32 bits", kind, "a finite number of 32 bits");
   }
 
   void begin_object() {
@@ -116,7 +119,7 @@ struct Body {
       if (at == std::end(NAMES)) throw Bad("the body has an unknown key", name, "ids, weights, dense");
       group = Group(at - std::begin(NAMES));
       if (has[group]) throw Bad("an object has a key twice", name, "each key once");
-      if (!needs(group)) throw Bad("`" + name + "` and the package differ", name, "no " + name);
+      if (!takes(group)) throw Bad("the package reads no `" + name + "`", name, "a body without it");
       has[group] = true;
       return;
     }
@@ -232,7 +235,7 @@ struct OneString {
   void begin_list() { must(false); }
   void end_list() {}
   void integer(int64_t) { must(false); }
-  void real(double) { must(false); }
+  void real(double, const char* = "") { must(false); }
   void other(const char*) { must(false); }
 };
 

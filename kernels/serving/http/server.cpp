@@ -63,7 +63,8 @@ std::string media_type(const Ask& ask) {
 }
 
 std::string_view path_of(const Ask& ask) {
-  const std::string_view target = ask.target();
+  std::string_view target = ask.target();
+  if (beast::iequals(target.substr(0, 7), "http://")) target.remove_prefix(std::min(target.find('/', 7), target.size()));  // as proxies ask
   return target.substr(0, target.find('?'));
 }
 
@@ -80,6 +81,12 @@ std::optional<Reply> refusal(const Ask& ask) {
     if (!route.has(ask.method())) {
       Reply reply = problem(ask, 405, "the path has no such method", std::string(ask.method_string()), std::string(route.methods));
       reply.set(http::field::allow, route.methods);
+      return reply;
+    }
+    const std::string_view coding = ask[http::field::content_encoding];
+    if (route.methods == "POST" && !coding.empty() && !beast::iequals(coding, "identity")) {
+      Reply reply = problem(ask, 415, "the body is coded", "Content-Encoding: " + std::string(coding), "a body as it is");
+      reply.set(http::field::accept_encoding, "identity");
       return reply;
     }
     const std::string type = route.methods == "POST" ? media_type(ask) : JSON;

@@ -1,7 +1,9 @@
 #include "settings.h"
 
+#include <boost/asio/ip/address.hpp>
 #include <boost/json.hpp>
 #include <cmath>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <variant>
@@ -143,6 +145,11 @@ Settings settings_of(const std::vector<std::string>& arguments) {
     if (!found) flags.pop_back();
   }
   for (const auto& [setting, value] : flags) set(out, *setting, flag_of(*setting), value);
+  boost::system::error_code error;
+  boost::asio::ip::make_address(out.host, error);
+  if (error) wrong("host", out.host.empty() ? "nothing" : out.host, "the number of an address, as 127.0.0.1, ::1 or 0.0.0.0");
+  std::error_code absent;
+  if (!out.updates.empty() && !std::filesystem::is_directory(out.updates, absent)) wrong("updates", out.updates, "a folder that is there");
   return out;
 }
 

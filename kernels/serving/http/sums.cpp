@@ -1,5 +1,5 @@
 // funcrec-serve-sums: the server with a model that needs no package: what it answers is known without running it, it fails and
-// dawdles when told to, and it is small enough for a build with sanitizers. PATH is read as nothing but a word.
+// dawdles when told to, and it is small enough for a build with sanitizers. PATH is a word: `bare` has no dense columns, others have 3.
 //
 //   score[b] = version + sum over dense of x + sum over features f and ids i of (f + 1) * weight * id     f32
 //   ids[b]   = how many ids the bag has in all features                                                  i64[B, 2]: twice
@@ -20,35 +20,36 @@ namespace {
 
 constexpr int64_t ROWS = 1000, FAILS = 900, DAWDLES = 901;
 
-Manifest manifest() {
+Manifest manifest(int64_t columns) {
   Manifest m;
   m.digest = "sums";
-  m.inputs = {{"dense", DType::f32, {BAGS, 3}}, {"values", DType::i64, {IDS}}, {"offsets", DType::i64, {OFFSETS}}, {"weights", DType::f32, {IDS}}};
+  m.inputs = {{"dense", DType::f32, {BAGS, columns}}, {"values", DType::i64, {IDS}}, {"offsets", DType::i64, {OFFSETS}}, {"weights", DType::f32, {IDS}}};
   m.outputs = {{"score", DType::f32, {BAGS}}, {"ids", DType::i64, {BAGS, 2}}};
   m.features = {{"a", "t", ROWS, false}, {"b", "t", ROWS, true}};
   m.max_batch = 512;
   m.max_ids = 1 << 16;
-  m.dense_columns = 3;
-  m.has_ids = m.has_weights = true;
+  m.dense_columns = columns;
+  m.has_dense = m.has_ids = m.has_weights = true;
   return m;
 }
 
-int64_t check(const Request& r) {
-  if (r.dense.size() != size_t(3 * r.bags) || r.offsets.size() != size_t(2 * r.bags + 1) || r.weights.size() != r.values.size())
+int64_t check(const Request& r, int64_t columns) {
+  if (r.dense.size() != size_t(columns * r.bags) || r.offsets.size() != size_t(2 * r.bags + 1) || r.weights.size() != r.values.size())
     throw Failed("the server let a request in that does not fit");
   if (r.offsets[0] != 0 || r.offsets.back() != int64_t(r.values.size())) throw Failed("the server let wrong offsets in");
   return std::count_if(r.values.begin(), r.values.end(), [](int64_t id) { return id < 0 || id >= ROWS; });
 }
 
-Answer run(const Request& r, int64_t version) {
+Answer run(const Request& r, int64_t version, int64_t columns) {
   Answer out;
-  out.ids_out_of_range = check(r);
+  out.ids_out_of_range = check(r, columns);
   out.version = std::to_string(version);
   auto scores = std::make_shared<std::vector<float>>(r.bags);
   auto counts = std::make_shared<std::vector<int64_t>>(2 * r.bags);
   bool dawdles = false;
   for (int64_t b = 0; b < r.bags; b++) {
-    double sum = double(version) + std::accumulate(&r.dense[size_t(3 * b)], &r.dense[size_t(3 * b)] + 3, 0.0);
+    const auto row = r.dense.subspan(size_t(columns * b), size_t(columns));
+    double sum = double(version) + std::accumulate(row.begin(), row.end(), 0.0);
     for (int64_t f = 0; f < 2; f++)
       for (int64_t i = r.offsets[size_t(f * r.bags + b)]; i < r.offsets[size_t(f * r.bags + b + 1)]; i++) {
         const int64_t id = r.values[size_t(i)];
@@ -75,11 +76,12 @@ int64_t number_in(const std::string& path) {
 
 int main(int count, char** words) {
   std::atomic<int64_t> version = 0;
-  return command(count, words, [&](const Settings&) {
+  return command(count, words, [&](const Settings& s) {
+    const int64_t columns = s.package == "bare" ? 0 : 3;
     return Model{
-        manifest(),
-        check,
-        [&](const Request& r) { return run(r, version); },
+        manifest(columns),
+        [columns](const Request& r) { return check(r, columns); },
+        [&version, columns](const Request& r) { return run(r, version, columns); },
         [&] { return std::to_string(version); },
         [&](const std::string& folder) { version = number_in(folder + "/version"); },
         [&](const std::string& file) { version = number_in(file); },
