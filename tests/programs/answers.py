@@ -1,9 +1,6 @@
 """A package in a process without Python, through the program funcrec-answers (kernels/serving/answers.cpp)."""
 
-import contextlib
-import fcntl
 import os
-import shutil
 import struct
 import subprocess
 import sys
@@ -12,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from programs import cmake
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = (
@@ -25,29 +24,10 @@ def build(sanitize: str = "", kernels: Path | None = None, targets: tuple[str, .
 
     sanitize: "address,undefined" or "thread". kernels: a folder of compiled ones, for those that Python has.
     """
-    folder = ROOT / "build" / "-".join(["serving", *sanitize.replace(",", " ").split()])
-    find = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    cmake = shutil.which("cmake", path=find)
-    if cmake is None:
-        sys.exit("answers.py: there is no cmake\n  try   pip install cmake ninja")
-    make = ("-G", "Ninja") if shutil.which("ninja", path=find) else ()
-    run = lambda *words: subprocess.run([cmake, *map(str, words)], check=True, stdout=sys.stderr)
-    with held(folder):  # by other tests, and builds of the server
-        given = f"-DFUNCREC_SERVING=ON -DPython_EXECUTABLE={sys.executable} -DFUNCREC_SANITIZE={sanitize}".split()
-        given += [f"-DFUNCREC_OBJECTS={kernels}"] if kernels else []
-        if kernels or not (folder / "CMakeCache.txt").exists():
-            run(*make, "-S", ROOT / "kernels", "-B", folder, *given)
-        run("--build", folder, "--parallel", "2", "--target", *targets)
-    return folder
-
-
-@contextlib.contextmanager
-def held(folder: Path):
-    """Nobody else builds there meanwhile."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    given = ("FUNCREC_SERVING=ON", f"Python_EXECUTABLE={sys.executable}")
+    given += (f"FUNCREC_OBJECTS={kernels}",) if kernels else ()
+    anew = kernels is not None
+    return cmake.build("serving", "kernels", sanitize=sanitize, given=given, anew=anew, targets=targets)
 
 
 def pages(pid: int) -> bytes:

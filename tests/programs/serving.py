@@ -5,20 +5,19 @@ Requests are dicts as in JSON: {"ids": {feature: bags}, "weights": {feature: bag
 """
 
 import contextlib
-import fcntl
 import http.client
 import json
 import os
 import re
 import select
-import shutil
 import socket
 import struct
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+
+from programs import cmake
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = ("u1", "i1", "i2", "i4", "i8", "f2", "u2", "f4", "f8", "?")  # 6: bfloat16, as its 16 bits
@@ -30,19 +29,8 @@ ONE = {"ids": {"a": [[1]], "b": [[2]]}, "weights": {"b": [[0.5]]}, "dense": [[0,
 
 def build(sanitize: str = "") -> Path:
     """The program funcrec-serve-sums, of kernels/serving/http alone; compiled if its sources changed."""
-    folder = ROOT / "build" / f"http{'-' if sanitize else ''}{sanitize.replace(',', '-')}"
-    find = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    cmake = shutil.which("cmake", path=find)
-    if cmake is None:
-        sys.exit("serving.py: there is no cmake\n  try   pip install cmake ninja")
-    make = ("-G", "Ninja") if shutil.which("ninja", path=find) else ()
-    run = lambda *words: subprocess.run([cmake, *map(str, words)], check=True, stdout=sys.stderr)
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        run(*make, "-S", ROOT / "kernels/serving/http", "-B", folder, f"-DFUNCREC_SANITIZE={sanitize}")
-        run("--build", folder, "--target", "funcrec-serve-sums", "--parallel", "2")
-    return folder / "funcrec-serve-sums"
+    program = "funcrec-serve-sums"
+    return cmake.build("http", "kernels/serving/http", sanitize=sanitize, targets=(program,)) / program
 
 
 class Server:

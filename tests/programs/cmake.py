@@ -1,0 +1,33 @@
+"""Programs of kernels/serving, built where their sources changed; one build of a folder at a time."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def build(name: str, source: str, *, sanitize: str = "", given=(), anew: bool = False, targets=("all",)) -> Path:
+    """The folder build/name, or of one for `sanitize`, with the targets of ROOT/source.
+
+    sanitize: "address,undefined" or "thread". given: definitions of the cache, which a folder that is there keeps
+    unless it is configured `anew`.
+    """
+    folder = ROOT / "build" / "-".join([name, *sanitize.replace(",", " ").split()])
+    find = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    cmake = shutil.which("cmake", path=find)
+    if cmake is None:
+        sys.exit("cmake.py: there is no cmake\n  try   pip install cmake ninja")
+    make = ("-G", "Ninja") if shutil.which("ninja", path=find) else ()
+    run = lambda *words: subprocess.run([cmake, *map(str, words)], check=True, stdout=sys.stderr)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:  # of other tests
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if anew or not (folder / "CMakeCache.txt").exists():
+            definitions = [f"-D{x}" for x in (f"FUNCREC_SANITIZE={sanitize}", *given)]
+            run(*make, "-S", ROOT / source, "-B", folder, *definitions)
+        run("--build", folder, "--parallel", "2", "--target", *targets)
+    return folder
