@@ -3,46 +3,44 @@
 tensors[name][rows] = values          while nobody reads
 """
 
-import threading
 from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
 
 from torch import Tensor
 
 from funcrec.serve._delta_file import Change, read_changes
 
 
-class Alone:
-    """Held when all `count` permits of a semaphore are: nobody else is inside then. By one thread at a time."""
+def permits(free: SimpleQueue, count: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """(take, give): `count` of the permits in a queue, for `try: take() ... finally: give()`.
 
-    __slots__ = ("count", "free", "held")
-
-    def __init__(self, free: threading.Semaphore, count: int):
-        self.free, self.count, self.held = free, count, 0
-
-    def __enter__(self):
-        try:
-            while self.held < self.count:
-                self.free.acquire()
-                self.held += 1
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *error):
-        if self.held:
-            self.free.release(self.held)
-        self.held = 0
+    Both are of C alone: an interrupt falls before or behind them, or while `take` waits, and `give` returns what was
+    taken until then.
+    """
+    held: list[bool] = []
+    return partial(held.extend, islice(iter(free.get, None), count)), partial([].extend, map(free.put, held))
 
 
 def applied(
-    call: str, path: Path, manifest: Mapping, tensors: Mapping[str, Tensor], version: str, alone: Alone, name: Callable
+    call: str,
+    path: Path,
+    manifest: Mapping,
+    tensors: Mapping[str, Tensor],
+    version: str,
+    alone: tuple[Callable, Callable],
+    name: Callable,
 ) -> None:
-    """Write a delta to the tensors, which are of `version`, and `name` them anew. The file is read and held to the
-    package before; what fails or is interrupted leaves every bit as it was."""
+    """Write a delta to the tensors, which are of `version`, and `name` them anew; nobody else reads them between the
+    two calls of `alone`. The file is read and held to the package before; what fails or is interrupted leaves every bit
+    as it was."""
     changes, to = read_changes(call, path, manifest["params"], manifest["digest"], version)
     now = lambda n, rows: (tensors[n] if rows is None else tensors[n][rows]).clone()
-    with alone:
+    take, give = alone
+    try:
+        take()
         before = {n: Change(c.rows, now(n, c.rows)) for n, c in changes.items()}
         try:
             put(tensors, changes)
@@ -51,6 +49,8 @@ def applied(
             put(tensors, before)
             name(version)
             raise
+    finally:
+        give()
 
 
 def put(tensors: Mapping[str, Tensor], changes: Mapping[str, Change]) -> None:

@@ -6,7 +6,7 @@ load_package(export(predict, params, example, path))(batch) = predict(params, ba
 import os
 import platform
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,10 +19,11 @@ from funcrec.compile import OPTIONS, knowing, two_products
 from funcrec.core import Count, Problem, check, describe, fail, has_tracked, typed
 from funcrec.core import version as own_version
 from funcrec.data import Encoding
+from funcrec.jagged import KeyedJaggedTensor
 from funcrec.serve._folder import folder_path, write_folder
 from funcrec.serve._manifest import BLANK, ENCODING, FORMAT, MANIFEST, MODEL, digest_of, needs_of, sha256_of, text_of
 from funcrec.serve._package import Package, load_package
-from funcrec.serve._trace import CALL, Program, example_problems, form_of, trace
+from funcrec.serve._trace import ANY_ROW, CALL, Program, example_problems, form_of, trace
 from funcrec.serve._weights import INDEX, named, params_problems, signature, version_problems, write_weights
 from funcrec.sharding import ShardedTables
 from funcrec.tables import Batch
@@ -30,6 +31,8 @@ from funcrec.tables import Batch
 ISA = {"native": {}, "portable": {"cpp.simdlen": 256, "cpp.march": "x86-64-v3"}}
 # of what is computed in another order; numbers without a fraction may turn on a tie, and are not compared
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+PROBES = 5  # bags that are answered together and one by one
 
 
 @typed
@@ -64,8 +67,9 @@ def export(
       encoding.frc where there is one.
 
     Raises: TypeError, ValueError for what no program for all batches can do: branches on values or sizes, writes to
-      arguments, draws from torch's generators, tensors that are closed over (they belong into `params`), derivatives;
-      FileExistsError.
+      arguments, draws from torch's generators, tensors that are closed over (they belong into `params`), derivatives,
+      answers that depend on the other bags of a batch (a server joins requests): five bags, of the example's ids and
+      others, are answered together and one by one, numbers with a fraction within 1e-4 (of f32); FileExistsError.
 
     Law: load_package(export(predict, params, batch, path))(batch) == predict(params, batch), to rounding.
 
@@ -89,6 +93,7 @@ def export(
         fail(CALL, "an argument is being differentiated.", got=got, need=need, hint="x.detach()", kind=TypeError)
     form, tensors = form_of(example), named(params)
     program = trace(predict, params, form, max_batch, max_ids)
+    compare_alone(predict, params, probe(example, program.features), min(PROBES, max_batch))
     content = {
         **{"format": FORMAT, "digest": BLANK, "funcrec": own_version(), "torch": torch.__version__},
         **{"isa": isa, "needs": needs_of(isa), "inputs": form.specs(), "params": signature(tensors)},
@@ -156,16 +161,61 @@ def compare(predict: Callable, params: Any, example: Batch, package: Package) ->
         with torch.no_grad():
             want = predict(params, batch)
         got = package(batch)
-        pairs = [("", got, want)] if isinstance(got, Tensor) else [(n, x, want[n]) for n, x in got.items()]
-        for name, x, y in pairs:
-            near = TOLERANCE.get(y.dtype)
-            if x.shape != y.shape or (near and not torch.allclose(x, y, near, near, equal_nan=True)):
-                at = f"`predict(...)[{name!r}]`" if name else "`predict(...)`"
-                far = f"{(x - y).abs().max():.3g} apart" if x.shape == y.shape else f"{describe(x)}, not {describe(y)}"
-                what = f"{at} of {count} bags is not what the compiled program gives."
-                need = "one function for all batch sizes"
-                hint = "no branch on the number of bags, no squeeze() without a dimension"
-                fail(CALL, what, got=far, need=need, hint=hint)
+        for at, far in differences(got, want):
+            what = f"{at} of {count} bags is not what the compiled program gives."
+            need = "one function for all batch sizes"
+            hint = "no branch on the number of bags, no squeeze() without a dimension"
+            fail(CALL, what, got=far, need=need, hint=hint)
+
+
+def compare_alone(predict: Callable, params: Any, bags: Callable[[slice], Batch], count: int) -> None:
+    """predict(params, bags)[i] = predict(params, bags[i:i+1])[0], so that requests may be joined."""
+    with torch.no_grad():
+        joined = predict(params, bags(slice(count)))
+        for i in range(count):
+            row = joined[i : i + 1] if isinstance(joined, Tensor) else {n: x[i : i + 1] for n, x in joined.items()}
+            for at, far in differences(predict(params, bags(slice(i, i + 1))), row):
+                what = f"{at} of a bag depends on the bags beside it."
+                need = "the answer that a bag has alone: a server joins requests"
+                hint = "no mean, softmax or sort over bags; what was learned of many, as a tensor in `params`"
+                fail(CALL, what, got=f"alone and in a batch of {count}: {far}", need=need, hint=hint)
+
+
+def probe(example: Batch, features: Sequence[Mapping]) -> Callable[[slice], Batch]:
+    """Some of PROBES bags that all differ: ids of the example, and others of tables whose rows are known, of 0 to 3 for
+    each key; dense inputs of the example and a fraction, which keeps whole numbers' floors."""
+    random = torch.Generator().manual_seed(0)
+    draw = lambda n: int(torch.randint(n, (), generator=random))
+    ids, weights = {}, {}
+    for k, feature in enumerate(features):
+        name, rows = feature["name"], feature["rows"]
+        known = example.ids[name]
+        found = known.values[int(known.offsets[0]) : int(known.offsets[-1])][:PROBES].tolist()
+        found += [draw(rows) for _ in range(PROBES if 0 < rows < ANY_ROW else 0)]
+        ids[name] = [[found[draw(len(found))] for _ in range((i + k + 1) % 4 if found else 0)] for i in range(PROBES)]
+        if feature["weighted"]:
+            weights[name] = [[(j + 1) / 4 for j in range(len(bag))] for bag in ids[name]]
+    dense = example.dense
+    if dense is not None:
+        places = torch.arange(PROBES)
+        rows = dense[places % len(dense)] if len(dense) else dense.new_zeros(PROBES, dense.shape[1])
+        dense = rows + (places / 8)[:, None]
+
+    def bags(at: slice) -> Batch:
+        cut, by = ({n: x[at] for n, x in part.items()} for part in (ids, weights))
+        return Batch(KeyedJaggedTensor.from_lists(cut, weights=by or None), dense=None if dense is None else dense[at])
+
+    return bags
+
+
+def differences(got: Tensor | Mapping, want: Tensor | Mapping) -> Iterator[tuple[str, str]]:
+    """(which output, how far apart) of those that are not near each other."""
+    pairs = [("", got, want)] if isinstance(got, Tensor) else [(n, x, want[n]) for n, x in got.items()]
+    for name, x, y in pairs:
+        near = TOLERANCE.get(y.dtype)
+        if x.shape != y.shape or (near and not torch.allclose(x, y, near, near, equal_nan=True)):
+            far = f"{(x - y).abs().max():.3g} apart" if x.shape == y.shape else f"{describe(x)}, not {describe(y)}"
+            yield f"`predict(...)[{name!r}]`" if name else "`predict(...)`", far
 
 
 # -- validators --------------------------------------------------------------------------------------------------

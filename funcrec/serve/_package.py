@@ -5,8 +5,9 @@ package(batch) = predict(params, batch)          params: those of `package.versi
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from funcrec.checkpoint import load
 from funcrec.core import Count, Problem, check, describe, fail, has_tracked, is_wrapped, tree_leaves, typed
 from funcrec.data import Encoding, encode
 from funcrec.kernels import library
-from funcrec.serve._apply import Alone, applied
+from funcrec.serve._apply import applied, permits
 from funcrec.serve._chain import follow
 from funcrec.serve._manifest import AGAIN, ENCODING, MODEL, read_manifest, sha256_of
 from funcrec.serve._trace import SINGLE, Form
@@ -24,17 +25,18 @@ from funcrec.serve._weights import DTYPES, mapped, read_weights
 from funcrec.tables import Batch, batch_parts
 
 LOAD, CALL, SWAP, ENCODE = "funcrec.load_package", "funcrec.Package", "funcrec.Package.swap", "funcrec.Package.encode"
+ROWS = {"memory_format": torch.contiguous_format}  # of a view that has one row for all bags, one for each
 APPLY, FOLLOW = "funcrec.Package.apply", "funcrec.Package.follow"
 
 
 class Opened(NamedTuple):
-    """What never changes. run: the program, of a list of tensors. free: as many calls as it takes at once, of
-    `threads`. change: held by what changes the weights."""
+    """What never changes. run: the program, of a list of tensors. free: a permit for each call that it takes at
+    once, of `threads`. change: held by what changes the weights."""
 
     manifest: dict[str, Any]
     form: Form
     run: Any
-    free: threading.Semaphore
+    free: SimpleQueue
     encoding: Encoding | None
     threads: int
     change: threading.Lock
@@ -100,8 +102,13 @@ class Package:
             out = [torch.empty(0, *x["shape"][1:], dtype=DTYPES[x["dtype"]]) for x in manifest["outputs"]]
         else:
             weights = self._weights  # all of one version
-            with free:
-                out = run([*weights.tensors.values(), *tensors])
+            given = [*weights.tensors.values(), *tensors]
+            take, give = permits(free, 1)
+            try:
+                take()
+                out = own(run(given), given)
+            finally:
+                give()
         names = [x["name"] for x in manifest["outputs"]]
         return out[0] if names == [SINGLE] else dict(zip(names, out, strict=True))
 
@@ -146,7 +153,7 @@ class Package:
             def name(version: str) -> None:
                 self._weights = old._replace(version=version, is_changed=old.is_changed or version != old.version)
 
-            applied(APPLY, Path(path), own.manifest, old.tensors, old.version, Alone(own.free, own.threads), name)
+            applied(APPLY, Path(path), own.manifest, old.tensors, old.version, permits(own.free, own.threads), name)
 
     @typed
     def follow(self, folder: str | os.PathLike) -> None:
@@ -189,16 +196,17 @@ def load_package(path: str | os.PathLike, *, threads: Count = 1, checksums: bool
     check(LOAD, program_problems(program.get_metadata().get("funcrec_digest"), manifest["digest"]))
     weights = read_weights(LOAD, folder, manifest["params"], checksums=checksums)
     encoding = load(folder / ENCODING) if ENCODING in manifest["files"] else None
-    opened = Opened(
-        manifest,
-        form_of_manifest(manifest),
-        program.run,
-        threading.Semaphore(threads),
-        encoding,
-        threads,
-        threading.Lock(),
-    )
-    return Package(opened, weights)
+    free = SimpleQueue()
+    for _ in range(threads):
+        free.put(True)
+    form = form_of_manifest(manifest)
+    return Package(Opened(manifest, form, program.run, free, encoding, threads, threading.Lock()), weights)
+
+
+def own(out: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    """Answers in memory of their own, not in that of weights or of a batch: what is written to one changes no other."""
+    memory = {x.untyped_storage().data_ptr() for x in given}
+    return [x.clone(**ROWS) if x.untyped_storage().data_ptr() in memory else x.contiguous() for x in out]
 
 
 def form_of_manifest(manifest: Mapping) -> Form:
@@ -257,9 +265,19 @@ def plain_problems(batch: Batch) -> Iterator[Problem]:
         hint = "the model's own `predict`, which has derivatives and maps"
         got = "a tensor that grad, jvp or vmap follows"
         yield Problem("the batch is under a transform.", got, "plain tensors", hint, TypeError)
+    elif is_traced(tensors):
+        hint = "the package outside of `fr.jit`, torch.compile and torch.export: it is compiled already"
+        got = "a tensor without values, or a mode that follows operators"
+        yield Problem("the batch is being traced.", got, "plain tensors", hint, TypeError)
     elif any(x.device.type != "cpu" for x in tensors):
         got = f"{sorted({str(x.device) for x in tensors})}"
         yield Problem("the batch is on another device.", got, "the CPU", 'batch.to("cpu")')
+
+
+def is_traced(tensors: Sequence[Tensor]) -> bool:
+    """Whether somebody stages a program of these: they have no memory that a compiled one could read."""
+    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    return not plain or torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def key_problems(batch: Batch, form: Form) -> Iterator[Problem]:

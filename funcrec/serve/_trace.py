@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from funcrec.compile import DECOMPOSITIONS, stage
-from funcrec.core import Problem, check, describe, fail, paths, tree_flatten, tree_unflatten
+from funcrec.core import Problem, check, describe, fail, paths, replace, tree_flatten, tree_unflatten
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.quantized import QuantizedTables
 from funcrec.serve._weights import NAMES
@@ -106,12 +106,26 @@ def trace(predict: Callable, params: Any, form: Form, max_batch: int, max_ids: i
 
 
 def called(predict: Callable, params: Any, batch: Batch) -> Any:
-    """predict(params, batch); an error of a function that reads a label says that there is none."""
+    """predict(params, batch); a function that fails for want of a label or a weight is told so."""
     try:
         return predict(params, batch)
     except (TypeError, AttributeError) as error:
-        error.add_note(f"{CALL}: `predict` is given batches without label and weight")
+        if reads_examples(predict, params, batch):
+            got, need = f"{type(error).__name__}: {str(error)[:120]}", "ids and dense inputs: a request has no more"
+            hint = "the logits, as `model.apply(params, batch)` gives them, not their loss"
+            fail(CALL, "`predict` reads the label or the weight of examples.", got=got, need=need, hint=hint,
+                kind=TypeError)  # fmt: skip
         raise
+
+
+def reads_examples(predict: Callable, params: Any, batch: Batch) -> bool:
+    """Whether what failed without label and weight does not with them."""
+    ones = torch.ones(batch.ids.num_bags)
+    try:
+        predict(params, replace(batch, label=ones, weight=ones))
+    except Exception:
+        return False
+    return True
 
 
 def export_of(run: Callable, inputs: list[Tensor], form: Form, max_batch: int, max_ids: int):

@@ -8,6 +8,7 @@ import funcrec as fr
 HELD = torch.ones(3)
 EXAMPLE = fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1], [2]]}), label=torch.ones(2), dense=torch.ones(2, 3))
 W = {"w": torch.ones(3)}
+CLICKED = [fr.FeatureConfig("a", table="t")]
 
 
 def writes(params, batch):
@@ -33,7 +34,11 @@ FUNCTIONS = {
     "a loss": (lambda p, b: (b.dense @ p["w"]).mean(), W, "no row for each bag"),
     "a number": (lambda p, b: 3, W, "is not a tensor"),
     "a list": (lambda p, b: [b.dense @ p["w"]], W, "is not a tensor"),
-    "a label": (lambda p, b: b.dense @ p["w"] - b.label, W, "unsupported operand"),
+    "a label": (lambda p, b: b.dense @ p["w"] - b.label, W, "`predict` reads the label or the weight of examples"),
+    "a mean over bags": (lambda p, b: b.dense @ p["w"] - (b.dense @ p["w"]).mean(0), W, "depends on the bags"),
+    "the number of ids": (lambda p, b: {"x": b.dense @ p["w"] * b.ids.values.shape[0]}, W, "depends on the bags"),
+    "a softmax over bags, of ids": (lambda p, b: fr.lookup(p, b.ids, CLICKED).values.softmax(0), {"t": torch.eye(3)},
+        "depends on the bags"),
     "no tensor": (lambda p, b: b.dense[:, 0], {}, "have no tensor"),
     "a number for a parameter": (lambda p, b: b.dense[:, 0], {"w": 3.0}, "is not a tensor"),
     "a parameter that is followed": (lambda p, b: b.dense @ p["w"], {"w": torch.ones(3, requires_grad=True)},

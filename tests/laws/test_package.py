@@ -11,6 +11,7 @@ import zipfile
 import pytest
 import torch
 from programs import packages
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import funcrec as fr
 from funcrec.serve import _export, _manifest
@@ -323,6 +324,7 @@ BATCHES = {
     "dense of f64": (lambda: fr.Batch(ids(), dense=DENSE.double()), TypeError, "is not f32"),
     "too many bags": (lambda: packages.batch(4097, most=0), ValueError, "too many bags"),
     "tracked": (lambda: fr.Batch(ids(), dense=torch.zeros(2, 3, requires_grad=True)), TypeError, "under a transform"),
+    "without memory": (lambda: fr.tree.map(FakeTensorMode().from_tensor, packages.batch(2)), TypeError, "being traced"),
     "on no device": (lambda: packages.batch(2).to("meta"), ValueError, "another device"),
 }  # fmt: skip
 

@@ -1,0 +1,94 @@
+"""Calls of packages that others interrupt, stage or write to what they gave."""
+
+import signal
+import threading
+from queue import SimpleQueue
+
+import pytest
+import torch
+
+import funcrec as fr
+from funcrec.serve._apply import permits
+
+pytestmark = pytest.mark.xdist_group("packages")
+
+EXAMPLE = fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1], [2]]}), dense=torch.ones(2, 3))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Of a function whose outputs are views of a parameter, of the batch, and of a number."""
+
+    def predict(params, batch):
+        rows, two = batch.ids.num_bags, torch.tensor([1.0, 2.0])
+        views = {"w": params["w"].expand(rows, 3), "dense": batch.dense, "two": two.expand(rows, 2)}
+        return {**views, "x": batch.dense @ params["w"]}
+
+    return fr.export(predict, {"w": torch.ones(3)}, EXAMPLE, tmp_path_factory.mktemp("packages") / "model")
+
+
+@pytest.mark.parametrize("bags", [1, 3])
+def test_answers_are_nobodys_memory(path, bags):
+    """What is written to an answer, or to a batch, reaches no other answer, no batch and no weight."""
+    package = fr.load_package(path)
+    batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1]] * bags}), dense=torch.ones(bags, 3))
+    first, want = package(batch), {n: x.clone() for n, x in package(batch).items()}
+    batch.dense.zero_()
+    assert all(torch.equal(x, want[n]) for n, x in first.items())
+    for x in first.values():
+        x[0] = 99.0
+        assert (x[1:] != 99.0).all()
+    again = package(fr.Batch(batch.ids, dense=torch.ones(bags, 3)))
+    assert all(torch.equal(x, want[n]) for n, x in again.items()) and not batch.dense.any()
+
+
+def test_packages_are_not_staged(path):
+    """A package inside fr.jit, torch.export or a fake mode is refused: a program has no values to give to a program."""
+    package = fr.load_package(path)
+    with pytest.raises(TypeError, match="being traced"):
+        fr.jit(lambda batch: package(batch)["x"])(EXAMPLE)
+    with torch._subclasses.fake_tensor.FakeTensorMode(), pytest.raises(TypeError, match="being traced"):
+        package(EXAMPLE)
+
+
+def test_an_interrupted_call_gives_its_permit_back(path):
+    """Wherever Ctrl-C meets a call, the package answers the next one."""
+    package = fr.load_package(path)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before, met = signal.signal(signal.SIGALRM, interrupt), 0
+    try:
+        for i in range(1000):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 5e-5 + 1e-6 * (i % 311))
+                while True:
+                    package(EXAMPLE)
+            except KeyboardInterrupt:
+                met += 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    answered = threading.Event()
+    threading.Thread(target=lambda: (package(EXAMPLE), answered.set()), daemon=True).start()
+    assert met and answered.wait(10)
+
+
+def test_permits_taken_in_part_come_back():
+    """Who is interrupted while it waits for all permits gives back those that it has."""
+    free = SimpleQueue()
+    free.put(True)
+    take, give = permits(free, 2)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            take()
+        finally:
+            give()
+    signal.signal(signal.SIGALRM, before)
+    assert free.qsize() == 1
