@@ -79,12 +79,12 @@ def test_permits_taken_in_part_come_back():
     free = SimpleQueue()
     free.put(True)
     take, give = permits(free, 2)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
     with pytest.raises(KeyboardInterrupt):
         try:
             take()
