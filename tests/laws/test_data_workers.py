@@ -48,10 +48,11 @@ def test_a_loaders_batches_go_to_a_device():
     same([b for _, b in loader(DATA, None, 5, device="cpu")()], [b for _, b in batches(DATA, None, 5)])
 
 
-def no_threads():
+def ended(before):
+    """Whether the threads that were not there `before` end within five seconds."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
-        if not any(t.name.startswith("funcrec.data.") for t in threading.enumerate()):
+        if {*threading.enumerate()} <= before:
             return True
         time.sleep(0.01)
     return False
@@ -70,18 +71,19 @@ class Broken:
 
 def test_workers_end_with_their_iterator():
     """Threads are gone when the epoch is over, when the consumer stops, and behind an error, which has its place."""
-    load = loader(DATA, None, 2, workers=3, depth=8)
-    assert len(list(load())) == 12 and no_threads()
+    load, before = loader(DATA, None, 2, workers=3, depth=8), {*threading.enumerate()}
+    assert len(list(load())) == 12 and ended(before)
     half = load()
     next(half)
+    assert not {*threading.enumerate()} <= before
     half.close()
-    assert no_threads()
+    assert ended(before)
     got = []
     with pytest.raises(OSError, match="the disk is gone"):
         for _, batch in loader(Broken(), None, 5, workers=3)():
             got.append(batch)
     same(got, [b for _, b in batches(DATA, None, 5)][:2])
-    assert no_threads()
+    assert ended(before)
 
 
 def test_workers_are_ahead_by_depth_and_no_more():
