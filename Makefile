@@ -16,7 +16,7 @@ ladder: $(VENV)/.installed
 test: $(VENV)/.tested serving
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m pytest -q -n 2 --dist loadgroup
+	$(RUN) -m pytest -q -n 3 --dist loadgroup
 
 # Packages in C++ without Python: a library, and build/serving/funcrec-serve. Needs the headers of Boost: apt-get install libboost1.81-dev
 serving: $(VENV)/.installed

@@ -298,4 +298,4 @@ def test_every_test_file_is_collected(request):
         assert any(path.match(pattern) for pattern in config.getini("python_files")), path
     assert config.getini("testpaths") == ["tests", "funcrec"]
     (command,) = re.findall(r"-m pytest (.*)", (ROOT / "Makefile").read_text().split("# About")[0])
-    assert command == "-q -n 2 --dist loadgroup"
+    assert command == "-q -n 3 --dist loadgroup"
