@@ -165,7 +165,7 @@ def _instance(is_one: Callable[[Any], bool], noun: str, need: str, cls: Any = No
         if not is_one(x):
             yield Problem(f"`{path}` is not {noun}.", describe(x), need, conversion(path, x, cls), TypeError)
 
-    return Kind(need, find, is_one, is_one)
+    return Kind(need, find, is_one, is_one, EXAMPLES.get(getattr(cls, "__name__", ""), ""))
 
 
 def _of_class(cls: type) -> Kind:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, fail, function_problems, pytree
+from funcrec.core import Problem, check, describe, fail, function_problems, pytree, typed
 from funcrec.data import _columns as columns
 from funcrec.data._codes import values_of
 from funcrec.data._sources import need_pyarrow
@@ -169,6 +169,7 @@ def elements(column: Any, place: Place) -> tuple[Any, Place, Any]:
 def by_elements(encode: Callable) -> Callable:
     """A state's `apply`, of a function (state, values, place) -> as many numbers, NaN where there is none."""
 
+    @typed
     def apply(self, column: Any, place: Place = Place("funcrec.data.apply", "column")) -> Any:  # noqa: B008
         import pyarrow as pa
         import pyarrow.types as kinds
@@ -189,6 +190,7 @@ def by_elements(encode: Callable) -> Callable:
         return pa.chunked_array([pa.LargeListArray.from_arrays(ends, made, mask=missing)])
 
     apply.__doc__ = encode.__doc__
+    apply.__qualname__ = "apply"
     return apply
 
 
@@ -219,6 +221,7 @@ class Chained:
     def num_ids(self) -> int | None:
         return self.states[-1].num_ids
 
+    @typed
     def apply(self, column: Any, place: Place = Place("funcrec.data.apply", "column")) -> Any:  # noqa: B008
         for state in self.states:
             column = state.apply(column, place)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from funcrec.core import fail
+from funcrec.core import fail, typed
 from funcrec.data._fetch import Source, fetch
 from funcrec.jagged import JaggedTensor
 
@@ -79,6 +79,7 @@ class Ratings:
         return f"Ratings({self.num_ratings} ratings, vocabularies: {sizes})"
 
 
+@typed
 def movielens_1m(data_dir: str | os.PathLike | None = None, *, cache: str | os.PathLike | None = None) -> Ratings:
     """The 1,000,209 ratings of MovieLens-1M; about 2 s.
 

@@ -31,6 +31,7 @@ def print_epoch(record: Record) -> None:
         print(f"epoch {record.epoch:3d}", *words, *["best"] * record.is_best, sep="  ", flush=True)
 
 
+@typed
 def json_lines(path: str | os.PathLike) -> Callable[[Record], None]:
     """Appends each epoch's entry as a line of JSON; a number that is not finite as null.
 
@@ -53,6 +54,7 @@ def json_lines(path: str | os.PathLike) -> Callable[[Record], None]:
     return write
 
 
+@typed
 def csv_lines(path: str | os.PathLike) -> Callable[[Record], None]:
     """Appends each epoch's entry as a line of CSV, with a header where the file is new.
 

@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from funcrec.core import Device, typed
 from funcrec.mesh import Mesh, P, pmax, shard, shard_map, unshard
 
 STEPS_PER_QUESTION = 16  # whether anyone was interrupted: an exchange and a wait
 
 
+@typed
 def is_chief(mesh: Mesh | None) -> bool:
     """Whether this process prints and writes: it is alone, emulates all ranks, or is the first of them.
 
@@ -26,6 +28,7 @@ def is_chief(mesh: Mesh | None) -> bool:
     return mesh is None or mesh.is_emulated or not any(mesh.coordinates.values())
 
 
+@typed
 def num_processes(mesh: Mesh | None) -> int:
     """The processes of a mesh; 1 for an emulated one, and for none.
 
@@ -37,6 +40,7 @@ def num_processes(mesh: Mesh | None) -> int:
     return 1 if mesh is None or mesh.is_emulated else mesh.size
 
 
+@typed
 def own_part(x: Tensor, mesh: Mesh | None) -> Tensor:
     """This process's rows of x[N, ...]; all of them where it is the only one.
 
@@ -48,6 +52,7 @@ def own_part(x: Tensor, mesh: Mesh | None) -> Tensor:
     return x if num_processes(mesh) == 1 else shard(x, P(mesh.axis_names), mesh=mesh)
 
 
+@typed
 def all_parts(x: Tensor, mesh: Mesh | None) -> Tensor:
     """x[N, ...] of all processes' rows, in the order of the ranks; each has as many.
 
@@ -69,7 +74,8 @@ def of_any(numbers: Sequence[int], mesh: Mesh | None, device: torch.device | str
     return largest(torch.tensor(list(numbers), device=device)).tolist()
 
 
-def agreed(stop: Callable[[], int], mesh: Mesh | None, device: torch.device | str = "cpu") -> Callable[[], int]:
+@typed
+def agreed(stop: Callable[[], int], mesh: Mesh | None, device: Device = "cpu") -> Callable[[], int]:
     """`stop` of any rank, at the same call on all of them; the largest number where they differ.
 
     Ranks ask each other at every 16th call, which all must make: between steps.

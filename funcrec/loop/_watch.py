@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from funcrec.core import Problem, message
+from funcrec.core import Problem, message, typed
 from funcrec.loop._ranks import all_parts, num_processes
 from funcrec.mesh import Mesh
 
@@ -66,6 +66,7 @@ class Watched:
     main: int = field(default_factory=threading.get_ident)
 
 
+@typed
 @contextlib.contextmanager
 def watch(mesh: Mesh | None) -> Iterator[Callable[[str], None]]:
     """Inside the block a rank that ends takes the others with it; `fit` does so by itself.

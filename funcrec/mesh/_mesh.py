@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from funcrec.core import Problem, check, describe, fail, plain_numbers
+from funcrec.core import Positive, Problem, check, describe, fail, plain_numbers, typed
 from funcrec.kernels import library
 from funcrec.mesh._axes import Axis
 
@@ -72,9 +73,13 @@ class Mesh:
         return Mesh(tuple(axes.items()))
 
     @staticmethod
-    @plain_numbers
+    @typed
     def distributed(
-        *, device: str | None = None, timeout_s: float = TIMEOUT_S, debug: bool = False, **axes: int
+        *,
+        device: Literal["cpu", "cuda"] | None = None,
+        timeout_s: Positive = TIMEOUT_S,
+        debug: bool = False,
+        **axes: int,
     ) -> "Mesh":
         """The mesh of the ranks that torchrun started; every rank makes it, with the same arguments.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, count_problems, describe
+from funcrec.core import PARTS, Problem, check, count_problems, describe
 from funcrec.jagged import JaggedTensor
 from funcrec.kernels.reference_jagged import ascending, place_among
 from funcrec.metrics._metric import ANY, Metric, sums
@@ -95,11 +95,14 @@ def list_problems(predictions: object, labels: object, weights: object) -> Itera
         what, hint = "`predictions` are not lists of rows.", "fr.top_k(...)[1]"
         yield Problem(what, describe(predictions), "i[B, K]", hint, kind)
         return
-    if not isinstance(labels, JaggedTensor) or labels.values.dtype not in (torch.int32, torch.int64):
-        got = describe(labels.values) if isinstance(labels, JaggedTensor) else describe(labels)
+    values = labels.values if isinstance(labels, JaggedTensor) else None
+    if not isinstance(values, Tensor) or values.dtype not in (torch.int32, torch.int64):
+        got = describe(values if isinstance(labels, JaggedTensor) else labels)
         hint = "fr.JaggedTensor.from_lists([[3], [5, 1]])"
         yield Problem("`labels` are not bags of rows.", got, "a JaggedTensor of integers", hint, TypeError)
-    elif labels.values.dim() != 1 or labels.offsets.shape[0] != predictions.shape[0] + 1:
+    elif found := list(PARTS[JaggedTensor](labels, "labels")):
+        yield from found
+    elif values.dim() != 1 or labels.offsets.shape[0] != predictions.shape[0] + 1:
         got, need = f"{labels.offsets.shape[0] - 1} bags", f"{predictions.shape[0]}, one for each list"
         yield Problem("`labels` are of other lists.", got, need, "the same batch's relevant rows")
     if weights is not None and not isinstance(weights, Tensor):

@@ -23,7 +23,7 @@ from funcrec.jagged import KeyedJaggedTensor
 from funcrec.serve._folder import folder_path, write_folder
 from funcrec.serve._manifest import BLANK, ENCODING, FORMAT, MANIFEST, MODEL, digest_of, needs_of, sha256_of, text_of
 from funcrec.serve._package import Package, load_package
-from funcrec.serve._trace import ANY_ROW, CALL, Program, example_problems, form_of, trace
+from funcrec.serve._trace import ANY_ROW, CALL, Form, Program, example_problems, form_of, trace
 from funcrec.serve._weights import INDEX, named, params_problems, signature, version_problems, write_weights
 from funcrec.sharding import ShardedTables
 from funcrec.tables import Batch
@@ -92,6 +92,7 @@ def export(
         got, need = "a tensor that grad or jvp follows", "plain tensors: a package has no derivative"
         fail(CALL, "an argument is being differentiated.", got=got, need=need, hint="x.detach()", kind=TypeError)
     form, tensors = form_of(example), named(params)
+    check(CALL, encoding_problems(encoding, form) if encoding is not None else ())
     program = trace(predict, params, form, max_batch, max_ids)
     compare_alone(predict, params, probe(example, program.features), min(PROBES, max_batch))
     content = {
@@ -219,6 +220,21 @@ def differences(got: Tensor | Mapping, want: Tensor | Mapping) -> Iterator[tuple
 
 
 # -- validators --------------------------------------------------------------------------------------------------
+
+
+def encoding_problems(encoding: Encoding, form: Form) -> Iterator[Problem]:
+    """Its batches are of the example's form."""
+    schema, columns = encoding.schema, [column for column, _ in encoding.tables]
+    hint = "fr.data.fit_encoding(table, schema) of the data that `example` is of"
+    if absent := [k for k in form.keys if k not in columns]:
+        yield Problem("`encoding` lacks keys of `example`.", f"{columns}", f"{absent} among them", hint)
+    if form.dense is not None and len(schema.dense) != form.dense:
+        need = f"{form.dense}, as in `example.dense`"
+        yield Problem("`encoding` has other dense columns.", f"{len(schema.dense)}", need, hint)
+    weighted, wanted = [k for k in form.keys if k in dict(schema.weights)], form.weighted_keys
+    if weighted != wanted:
+        need = f"of {wanted}, as in `example.ids`"
+        yield Problem("`encoding` has weights of other keys.", f"of {weighted}", need, hint)
 
 
 def kept_problems(params: Any) -> Iterator[Problem]:

@@ -291,7 +291,7 @@ def key_problems(batch: Batch, form: Form) -> Iterator[Problem]:
     if ids.strides is not None or ids.inverse is not None:
         yield Problem("the keys have different numbers of bags.", f"{ids!r:.60}", "B bags per key", "[] for none")
     weighted = [k for k in ids.keys if ids.weights is not None and k not in ids.unweighted]
-    wanted = [k for k in form.keys if form.weighted and k not in form.unweighted]
-    if sorted(weighted) != sorted(wanted) and not absent and not more:
+    if sorted(weighted) != sorted(form.weighted_keys) and not absent and not more:
         hint = "KeyedJaggedTensor.from_lists(ids, weights={key: ...}) of these keys"
-        yield Problem("other keys have weights than the package reads.", f"weights of {weighted}", f"of {wanted}", hint)
+        got, need = f"weights of {weighted}", f"of {form.weighted_keys}"
+        yield Problem("other keys have weights than the package reads.", got, need, hint)

@@ -15,7 +15,18 @@ import torch
 from torch import Tensor
 
 from funcrec.compile import DECOMPOSITIONS, stage
-from funcrec.core import Problem, check, describe, fail, paths, replace, tree_flatten, tree_unflatten
+from funcrec.core import (
+    Problem,
+    check,
+    describe,
+    fail,
+    own_errors,
+    paths,
+    replace,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.quantized import QuantizedTables
 from funcrec.serve._weights import NAMES
@@ -35,6 +46,10 @@ class Form(NamedTuple):
     dense: int | None
     weighted: bool
     unweighted: tuple[str, ...]
+
+    @property
+    def weighted_keys(self) -> list[str]:
+        return [k for k in self.keys if self.weighted and k not in self.unweighted]
 
     def batch(self, inputs: Sequence[Tensor]) -> Batch:
         left = list(inputs)
@@ -97,7 +112,8 @@ def trace(predict: Callable, params: Any, form: Form, max_batch: int, max_ids: i
 
     with torch.no_grad():
         said = [f"params.{names[i]}" for i in order] + [f"batch.{x['name']}" for x in form.specs()]
-        staged = stage(CALL, run, [*flat, *form.sample()], said)
+        with own_errors(CALL, predict, params, form.batch(form.sample()), need="parameters and a batch that it reads"):
+            staged = stage(CALL, run, [*flat, *form.sample()], said)
         check(CALL, captured_problems(staged.captured))
         exported = export_of(run, [*flat, *form.sample()], form, max_batch, max_ids)
     xs, batch, out, lookups = seen
@@ -203,6 +219,10 @@ def example_problems(example: Batch) -> Iterator[Problem]:
     if example.dense is not None and (example.dense.dim() != 2 or example.dense.dtype != torch.float32):
         got = describe(example.dense)
         yield Problem("`example.dense` is not f32[B, D].", got, "f32[B, D]", "dense.float()", TypeError)
+    away = [x for x in (*tree_leaves(ids), example.dense) if isinstance(x, Tensor) and x.device.type != "cpu"]
+    if away:
+        need, hint = "the CPU, where packages run", 'example.to("cpu")'
+        yield Problem("`example` is on another device.", f"{away[0].device}", need, hint)
     if ids.weights is not None and (ids.weights.dim() != 1 or not ids.weights.is_floating_point()):
         yield Problem("`example.ids.weights` are not numbers.", describe(ids.weights), "f[N]", kind=TypeError)
 

@@ -80,6 +80,8 @@ ROWS = {
         "axis 'b' has no ranks"),
     "Mesh.emulated: a float": e(lambda: fr.Mesh.emulated(a=2.0), TypeError, "axis 'a' has no size", "float 2.0"),
     "Mesh.distributed: no ranks": e(lambda: fr.Mesh.distributed(a=2), RuntimeError, "there are no ranks", "torchrun"),
+    "Mesh.distributed: a kind of device": e(lambda: fr.Mesh.distributed(device="tpu", timeout_s=0, debug=1, a="x"),
+        ValueError, "`device` is unknown", "`timeout_s` is out of range", "`debug` is not", "`a` is not an integer"),
     "Mesh.coordinates: emulated": e(lambda: MESH.coordinates, ValueError, "no rank of its own", "axis_index"),
     "P: a number": e(lambda: fr.P(0), TypeError, "a dimension has no axis", "axis names"),
     "P: twice": e(lambda: fr.P("a", ("b", "a")), ValueError, "an axis is named twice", "['a']"),

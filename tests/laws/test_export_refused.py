@@ -64,6 +64,7 @@ EXAMPLES = {
     "keys of different bags": fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1]], "b": [[1], [2]]})),
     "no key": fr.Batch(fr.KeyedJaggedTensor.from_lists({})),
     "dense of f64": fr.Batch(EXAMPLE.ids, dense=torch.ones(2, 3).double()),
+    "no numbers": fr.Batch(EXAMPLE.ids, dense=torch.ones(2, 3, device="meta")),
 }
 
 
@@ -72,3 +73,21 @@ def test_examples_that_stand_for_no_batches_are_refused(name, tmp_path):
     """An example of a form that requests cannot have is refused."""
     with pytest.raises((TypeError, ValueError), match=r"`example"):
         fr.export(lambda p, b: b.dense @ p["w"], W, EXAMPLES[name], tmp_path / "model")
+
+
+ENCODINGS = {
+    "other keys": ({"b": [[1]], "x": [0.0], "y": [0.0], "z": [0.0]}, {}, "lacks keys"),
+    "fewer dense columns": ({"a": [[1]], "x": [0.0]}, {}, "other dense columns"),
+    "weights": ({"a": [[1]], "x": [0.0], "y": [0.0], "z": [0.0], "w": [[1.0]]}, {"a": "w"}, "weights of other keys"),
+}
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_an_encoding_makes_the_batches_of_the_example(name, tmp_path):
+    """An encoding whose batches the package would refuse is refused where it is exported."""
+    table, weights, reason = ENCODINGS[name]
+    dense, ids = ([n for n in table if n in own] for own in ("xyz", "ab"))
+    schema = fr.data.Schema(multivalued=ids, dense=dense, weights=weights)
+    encoding = fr.data.fit_encoding(table, schema)
+    with pytest.raises(ValueError, match=reason):
+        fr.export(lambda p, b: b.dense @ p["w"], W, EXAMPLE, tmp_path / "model", encoding=encoding)

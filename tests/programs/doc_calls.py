@@ -56,7 +56,7 @@ class Recorder:
 
     def note(self, name: str, statements: Callable[[], list[Statement]], values: Mapping[str, Any]) -> None:
         """A call, and the fields of what it took and gave."""
-        if self.is_noting:
+        if self.is_noting or torch.compiler.is_exporting():  # of sizes that are open
             return
         self.is_noting = True
         try:

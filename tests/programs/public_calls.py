@@ -13,6 +13,7 @@ import funcrec as fr
 from funcrec import interop, metrics
 from programs.public_calls_data import data_calls
 from programs.public_calls_models import model_calls
+from programs.public_calls_served import served_calls
 from programs.public_values import (
     ACTS,
     APART,
@@ -31,6 +32,7 @@ from programs.public_values import (
     KJT,
     KT,
     LABELS,
+    LOGGED,
     MESH,
     MODEL,
     MODEL_PARAMS,
@@ -53,6 +55,7 @@ from programs.public_values import (
     Call,
     P,
     collective,
+    entered,
     f32,
     first,
     i64,
@@ -118,7 +121,8 @@ def trees() -> list[Call]:
     tree, form = {"w": f32(2), "n": 3}, fr.tree.structure([0, 0])
     add = lambda fn, tree: fr.tree.map(fn, tree, tree)
     own = lambda name: (name, f"{name}['w']", f"{name}['n']")
-    return rows("tree",
+    read = ("copy", "flatten", "leaves", "nbytes", "num_parameters", "paths", "structure")
+    return rows("tree", **{n: (getattr(fr.tree, n), {"tree": tree}) for n in read},
         map=(add, {"fn": lambda x, y: x, "tree": tree}, own("tree")),
         to=(fr.tree.to, {"tree": tree, "device": "cpu", "dtype": torch.float64}, own("tree")),
         unflatten=(fr.tree.unflatten, {"structure": form, "leaves": [1, 2]}, ("leaves[0]", "leaves[1]")),
@@ -171,6 +175,13 @@ def functions() -> list[Call]:
         TrainStep=(fr.TrainStep, {"init": STEP.init, "update": STEP.update}),
         jit=(fr.jit, {"fn": loss_fn, "donate": ("params",)}),
         scan=(fr.scan, {"step": lambda s, x: (s + x.sum(), {"m": s}), "state": f32(), "batches": f32(3, 2)}),
+        accumulate_grads=(fr.accumulate_grads, {"loss_fn": loss_fn, "num_micro_batches": 2, "has_aux": False}),
+        logged=(fr.logged, {"step": STEP, "steps": 2, "rows": {"t": 4, "u": 4}}),
+        rewind=(fr.rewind, {"logged": LOGGED, "k": 0, "mesh": None, "donate": False}),
+        delta=(fr.delta, {"logged": LOGGED, "since": 0, "mesh": None}),
+        apply_delta=(fr.apply_delta, {"tables": TABLES, "delta": fr.delta(LOGGED)}),
+        pipeline=(fr.pipeline, {"step": STEP, "depth": 2, "mesh": MESH, "device": "cpu", "blank": len}),
+        pipeline_run=(first(fr.pipeline(STEP).run), {"state": STATE, "batches": [BATCH]}, ("batches[0]",)),
         stale_pipeline=(fr.stale_pipeline, {"step": STEP, "depth": 2, "mesh": MESH, "device": "cpu", "blank": len}),
         stale_run=(first(fr.stale_pipeline(STEP).run), {"state": STATE, "batches": [BATCH]}, ("batches[0]",)),
         retry_overflow=(fr.retry_overflow, {"make_step": lambda n: STEP, "capacity": "measure", "steps": 4}),
@@ -240,9 +251,10 @@ def others() -> list[Call]:
 
     held = {f"embedding_bags.{n}.weight": t for n, t in TABLES.items()} | DENSE
     sums = {"state": {f"{n}.weight": {"momentum1": own["sum"]} for n, own in STATE.slots.items()}}
-    to_torchrec = rows("interop", to_torchrec=(interop.to_torchrec, {"x": IDS, "weighted": False}),
-        configs_to_torchrec=(interop.to_torchrec, {"x": (CONFIGS, FEATURES)}))  # fmt: skip
-    return (to_torchrec if find_spec("torchrec") else []) + rows("interop",
+    to_torchrec = lambda: rows("interop", to_torchrec=(interop.to_torchrec, {"x": IDS, "weighted": False}),
+        configs_to_torchrec=(interop.to_torchrec, {"x": (CONFIGS, FEATURES)}),
+        from_torchrec=(interop.from_torchrec, {"x": interop.to_torchrec(IDS), "weighted": False}))  # fmt: skip
+    return (to_torchrec() if find_spec("torchrec") else []) + rows("interop",
         from_nested=(interop.from_nested, {"x": interop.to_nested(BAGS)}), to_nested=(interop.to_nested, {"x": BAGS}),
         from_fbgemm=(interop.from_fbgemm, {"rows": interop.to_fbgemm(QUANTIZED), "forms": QUANTIZED.forms}),
         to_fbgemm=(interop.to_fbgemm, {"q": QUANTIZED, "layout": "tbe", "row_alignment": 16}),
@@ -270,6 +282,12 @@ def loops() -> list[Call]:
         best_epoch=(fr.loop.best_epoch, {"history": [{"a": 0.5}], "monitor": "a", "mode": "max"}),
         tensorboard=(fr.loop.tensorboard, {"writer": "runs", "every": 2}),
         print_epoch=(fr.loop.print_epoch, {"record": record}),
+        json_lines=(fr.loop.json_lines, {"path": "lines.json"}), csv_lines=(fr.loop.csv_lines, {"path": "lines.csv"}),
+        is_chief=(fr.loop.is_chief, {"mesh": MESH}), num_processes=(fr.loop.num_processes, {"mesh": MESH}),
+        own_part=(fr.loop.own_part, {"x": f32(4), "mesh": MESH}),
+        all_parts=(fr.loop.all_parts, {"x": f32(4), "mesh": MESH}),
+        agreed=(fr.loop.agreed, {"stop": lambda: 0, "mesh": MESH, "device": "cpu"}),
+        watch=(entered(fr.loop.watch), {"mesh": MESH}),
     ) + rows("losses",
         bce=(fr.losses.bce, {"logits": SCORES, **lossy}),
         mse=(fr.losses.mse, {"predictions": SCORES, **lossy}),
@@ -284,27 +302,6 @@ def loops() -> list[Call]:
     )  # fmt: skip
 
 
-def served(folder) -> list[Call]:
-    """What is said to servers of a package; of the package there is what describes it."""
-    from funcrec.serve import _manifest, _weights
-
-    there, tensors = folder / "package", _weights.named(PARAMS)
-    tables = [{"name": n, "param": f"tables[{n!r}]", "rows": len(x), "dim": 4, "bits": 32} for n, x in TABLES.items()]
-    content = {"format": 1, "digest": _manifest.BLANK, "funcrec": "0", "torch": torch.__version__, "isa": "native",
-        "needs": [], "inputs": [], "params": _weights.signature(tensors), "outputs": [], "max_batch": 1, "max_ids": 1,
-        "features": [], "tables": tables, "files": {_manifest.MODEL: _manifest.BLANK}}  # fmt: skip
-    content["digest"] = _manifest.digest_of(_manifest.text_of(content))
-    there.mkdir()
-    (there / _manifest.MANIFEST).write_text(_manifest.text_of(content))
-    _weights.write_weights(there, tensors, "1")
-    return rows("",
-        save_weights=(fr.save_weights, {"path": str(folder / "weights"), "params": PARAMS, "version": "2",
-            "overwrite": True}),
-        publish=(fr.publish, {"folder": "published", "package": str(there), "every_steps": 2, "keep": 3,
-            "servers": ["http://127.0.0.1:9"], "timeout_s": 1.0, "mesh": MESH}),
-    )  # fmt: skip
-
-
 def public_calls(folder) -> list[Call]:
     """All of them."""
     return [
@@ -316,5 +313,5 @@ def public_calls(folder) -> list[Call]:
         *others(),
         *data_calls(folder),
         *loops(),
-        *served(folder),
+        *served_calls(folder),
     ]

@@ -5,6 +5,7 @@ import torch
 
 import funcrec as fr
 from funcrec import data, metrics, testing
+from programs import small_movielens
 from programs.public_values import (
     AUC,
     BAGS,
@@ -39,6 +40,8 @@ def loaded(folder) -> list[Call]:
     np.save(folder / "sparse.npy", np.ones((4, 2), np.int64))
     np.save(folder / "label.npy", np.ones(4, np.float32))
     (folder / "day.tsv").write_text("\t".join(["1"] + ["3"] * 13 + ["0000000a"] * 26) + "\n")
+    (folder / "ml-1m").mkdir()
+    small_movielens.write(folder / "ml-1m")
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -55,6 +58,11 @@ def loaded(folder) -> list[Call]:
                 "bucket": False, "workers": 1, "depth": 2, "device": None}),
         load=(data.loader(RANDOM, None, 2), {"position": data.Position()}),
         collate=(data.collate, {"source": RANDOM}), collated=(data.collate(RANDOM), {"items": [0, 1]}),
+        ctr_take=(data.ctr_dataset(RATINGS).data.take, {"rows": i64(0, 1)}),
+        examples_take=(data.encode(ENCODING, TABLE).take, {"rows": i64(0, 1)}),
+        movielens_1m=(with_signature(data.movielens_1m, lambda data_dir, cache: data_dir is None  # would fetch it
+                or data.movielens_1m(data_dir, cache=cache)),
+            {"data_dir": str(folder / "ml-1m"), "cache": str(folder / "cache")}),
         num_batches=(data.num_batches, {"num_rows": 9, "batch_size": 2, "drop_last": False}),
         take=(data.take, {"data": RANDOM, "rows": i64(0, 1)}), RandomRows_take=(RANDOM.take, {"rows": i64(0, 1)}),
         RandomRows_logits=(RANDOM.logits, {"rows": i64(0, 1)}),
@@ -102,17 +110,24 @@ def measured() -> list[Call]:
         log_loss=(metrics.log_loss, {"from_logits": False}), update=(LOSS.update, {"state": LOSS.init(), **examples}),
         compute=(lambda state: LOSS.compute(state), {"state": LOSS.init()}),
         init=(LOSS.init, {"device": None}), calibration=(metrics.calibration, {"from_logits": False}),
-        normalized_entropy=(metrics.normalized_entropy, {"from_logits": False}))  # fmt: skip
+        normalized_entropy=(metrics.normalized_entropy, {"from_logits": False}),
+        recall=(metrics.recall, {"k": 2}), hit_rate=(metrics.hit_rate, {"k": 2}), ndcg=(metrics.ndcg, {"k": 2}),
+        recall_update=(metrics.recall(2).update, {"state": metrics.recall(2).init(), "predictions": i64(1, 2)[None],
+            "labels": JT.from_lists([[1]]), "weights": f32(1)}))  # fmt: skip
 
 
 def saved(folder) -> list[Call]:
     """Checkpoints."""
     fr.save(folder / "tree.pt", {"w": f32(2)})
+    tensors = fr.save_safetensors(folder / "tree.safetensors", {"w": f32(2)})
     fr.save(folder / "steps", HELD, keep=1)
     on_ranks = {"path": str(folder / "held"), "tree": HELD, "mesh": MESH, "keep": 2, "step": 1, "asynchronous": False}
     placed = {"plan": PLAN, "mesh": MESH, "sparse": SPARSE, "exact": False, "codec": None, "dedup": False}
     return rows("", save=(fr.save, {"path": str(folder / "new.pt"), "tree": {"w": f32(2)}}),
             load=(fr.load, {"path": str(folder / "tree.pt"), "like": {"w": f32(2)}, "device": None}),
+            save_safetensors=(fr.save_safetensors, {"path": str(folder / "new.safetensors"), "tensors": {"w": f32(2)},
+                "mesh": None, "metadata": {"a": "b"}}),
+            load_safetensors=(fr.load_safetensors, {"path": str(tensors), "device": None, "mmap": False}),
             save_ranks=(fr.save, on_ranks), latest=(fr.latest, {"folder": str(folder / "steps")}),
             load_ranks=(fr.load, {"path": str(fr.save(folder / "a", HELD)), **placed, "dense_axes": ("a",)}),
     )  # fmt: skip
@@ -149,6 +164,8 @@ def parts() -> list[Call]:
         bucketize=(data.bucketize, {"edges": None, "num_quantiles": 4}),
         chain=(lambda a, b: data.chain(a, b), {"a": data.log1p(), "b": data.normalize()}),
         fit=(data.vocabulary().fit, {"column": ["a", None]}),
+        apply=(ENCODING.ids["item"].apply, {"column": ["a", None], "place": data.Place("mine", "item")}),
+        apply_numbers=(ENCODING.dense["price"].apply, {"column": [1.0], "place": data.Place("mine", "price")}),
         decode=(ENCODING.ids["item"].decode, {"ids": i64(0, 1)}),
         fit_encoding=(data.fit_encoding,
             {"source": table, "schema": SCHEMA, "encoders": {"item": data.vocabulary()}, "share": {"tags": "item"}}),

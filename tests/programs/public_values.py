@@ -42,6 +42,7 @@ STEP = fr.train_step(loss_fn, sparse=SPARSE, dense=OPT)
 STATE = STEP.init(PARAMS)
 ON_MESH = fr.train_step(loss_fn, sparse=SPARSE, dense=OPT, mesh=MESH, plan=PLAN)
 HELD = ON_MESH.init(PARAMS)
+LOGGED = fr.logged(STEP, steps=1, rows=4).init(STATE)
 COPIES = fr.Plan({"t": fr.replicated(), "u": fr.replicated()}, replicas="b")
 APART = fr.reshard(STATE, COPIES, mesh=MESH, sparse=SPARSE)
 SHARDED = fr.shard_tables(TABLES, PLAN, MESH)
@@ -96,6 +97,16 @@ def with_signature(f, run):
 def first(f):
     """f's first item: what it says at the call, and what at the first batch."""
     return with_signature(f, lambda **kwargs: next(iter(f(**kwargs)), None))
+
+
+def entered(f):
+    """What f says at the call, and where its block begins."""
+
+    def run(**kwargs):
+        with f(**kwargs):
+            pass
+
+    return with_signature(f, run)
 
 
 def rows(prefix: str, **calls) -> list[Call]:

@@ -6,10 +6,12 @@ import inspect
 import io
 import os
 import signal
+import sys
 import types
 import typing
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ import torch
 import funcrec as fr
 
 LIMIT_S = 10
+LIBRARY, PROGRAMS = (str(Path(x).parent) + os.sep for x in (fr.__file__, __file__))
 TREES = (fr.JaggedTensor, fr.KeyedJaggedTensor, fr.KeyedTensor, fr.Params, fr.Batch, fr.TrainState)
 
 
@@ -87,12 +90,12 @@ def with_field(value: Any, field: str, x: Any) -> Any:
 
 
 @contextlib.contextmanager
-def limited():
+def limited(seconds: int = LIMIT_S):
     def ring(*_):
-        raise TimeoutError(f"longer than {LIMIT_S} s")
+        raise TimeoutError(f"longer than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(LIMIT_S)
+    signal.alarm(seconds)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -116,12 +119,55 @@ def attempt(call, path: str, wrong: str, arguments: dict, fits: str) -> Outcome:
     return Outcome(call.name, path, wrong, "returned", False, "", fits)
 
 
-def sweep(calls, folder) -> Iterator[Outcome]:
-    """Run in `folder`, where a file that appears is told of."""
+@contextlib.contextmanager
+def reached(call, codes: set):
+    """Adds the functions that a good call is of: its own, or what it calls itself, behind what looks at arguments."""
+    own = code_of(call.fn)
+    if own is not None and own.co_filename.startswith(LIBRARY):
+        codes.add(own)
+        yield
+        return
+    between = tuple(LIBRARY + x for x in ("core/_arguments.py", "core/_numbers.py"))
+
+    def on_call(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(LIBRARY):
+            by = frame.f_back
+            while by.f_code.co_filename.endswith("contextlib.py") or by.f_code.co_filename.startswith(between):
+                by = by.f_back
+            if by.f_code.co_filename.startswith(PROGRAMS):
+                codes.add(frame.f_code)
+
+    sys.setprofile(on_call)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def code_of(fn: Any) -> types.CodeType | None:
+    """Of what is behind all that wraps it; of a class its constructor's."""
+    fn = inspect.unwrap(vars(fn).get("__init__", fn.__new__) if inspect.isclass(fn) else fn)
+    return getattr(getattr(fn, "__func__", fn), "__code__", None)
+
+
+def public_functions() -> Iterator[tuple[str, Any]]:
+    """(name, function or method) of all that take an argument."""
+    for face in (fr, *(getattr(fr, n) for n in fr.__all__ if isinstance(getattr(fr, n), types.ModuleType))):
+        prefix = face.__name__.removeprefix("funcrec").removeprefix(".")
+        for name in face.__all__ if prefix not in ("kernels", "examples") else ():
+            found = getattr(face, name)
+            methods = [n for n in vars(found) if not n.startswith("_")] if inspect.isclass(found) else []
+            fits = lambda x: inspect.isroutine(x) and set(inspect.signature(x).parameters) - {"self"}
+            own = [(f"{name}.{n}", getattr(found, n)) for n in methods] or [(name, found)]
+            yield from ((".".join(filter(None, (prefix, n))), x) for n, x in own if fits(x))
+
+
+def sweep(calls, folder, codes: set) -> Iterator[Outcome]:
+    """Run in `folder`, where a file that appears is told of. codes: gets what the good calls reached."""
     values = wrong_values()
     os.chdir(folder)
     for call in calls:
-        with limited():
+        with limited(60), reached(call, codes):  # imports, too
             call.fn(**call.good)
         hints = annotations(call.fn) | inner_annotations(call)
         for path, replaced in places(call.good):

@@ -1,0 +1,130 @@
+"""Good calls of what makes packages, runs them and keeps them fresh: a part of `public_calls`.
+
+Programs are not compiled here: what runs in the place of one gives zeros. All else of a package is real.
+"""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+import funcrec as fr
+from funcrec.serve import _export, _manifest, _weights
+from programs.public_values import (
+    IDS,
+    LOGGED,
+    MESH,
+    PARAMS,
+    TABLES,
+    Call,
+    f32,
+    rows,
+    with_signature,
+)
+
+VERSION = "1"
+BATCH = fr.Batch(IDS, dense=f32(4, 2))
+RAW = {"x": [["a"], []], "y": [["b"], ["b"]], "age": [1.0, 2.0], "price": [3.0, 4.0]}
+ENCODING = fr.data.fit_encoding(RAW, fr.data.Schema(multivalued=("x", "y"), dense=("age", "price")))
+
+
+def predict(params, batch):
+    return batch.dense.sum(1) + params.dense["b"]
+
+
+def described(folder: Path) -> Path:
+    """A package of PARAMS and of batches of BATCH's form."""
+    tensors = _weights.named(PARAMS)
+    tables = [{"name": n, "param": f"tables[{n!r}]", "rows": len(x), "dim": 4, "bits": 32} for n, x in TABLES.items()]
+    features = [{"name": n, "table": None, "rows": 5, "weighted": False} for n in IDS.keys]
+    inputs = [("dense", "float32", ["B", 2]), ("values", "int64", ["N"]), ("offsets", "int64", ["F*B+1"])]
+    spec = lambda name, dtype, shape: {"name": name, "dtype": dtype, "shape": shape}
+    content = {"format": 1, "digest": _manifest.BLANK, "funcrec": "0", "torch": torch.__version__, "isa": "native",
+        "needs": [], "inputs": [spec(*x) for x in inputs], "params": _weights.signature(tensors),
+        "outputs": [spec("output", "float32", ["B"])], "max_batch": 9, "max_ids": 99, "features": features,
+        "tables": tables, "files": dict.fromkeys((_manifest.MODEL, _manifest.ENCODING), _manifest.BLANK)}  # fmt: skip
+    content["digest"] = _manifest.digest_of(_manifest.text_of(content))
+    folder.mkdir()
+    (folder / _manifest.MODEL).write_bytes(b"")
+    fr.save(folder / _manifest.ENCODING, ENCODING)
+    content["files"] = {n: _manifest.sha256_of(folder / n) for n in content["files"]}
+    (folder / _manifest.MANIFEST).write_text(_manifest.text_of(content))
+    _weights.write_weights(folder, tensors, VERSION)
+    return folder
+
+
+class Program:
+    """In the place of a compiled one, as torch opens it."""
+
+    def __init__(self, path: str, *_):
+        self.digest = json.loads((Path(path).parent / _manifest.MANIFEST).read_text())["digest"]
+
+    def get_metadata(self) -> dict[str, str]:
+        return {"funcrec_digest": self.digest}
+
+    def run(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.zeros(given[-3].shape[0])]
+
+
+def instead(fn, patch):
+    """`fn`, where what takes long is replaced."""
+
+    def run(**given):
+        with patch:
+            return fn(**given)
+
+    return with_signature(fn, run)
+
+
+class Server(BaseHTTPRequestHandler):
+    """Of the newest weights, whichever these are."""
+
+    version = VERSION
+
+    def do_GET(self):
+        text = json.dumps({"version": self.version}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+def served_calls(folder) -> list[Call]:
+    """All of them."""
+    there, published = described(folder / "package"), folder / "published"
+    quick = mock.patch.multiple(_export, load_package=mock.DEFAULT, compare=mock.DEFAULT,
+        compile_program=lambda program, path, isa, digest: path.write_bytes(b""))  # fmt: skip
+    load = instead(fr.load_package, mock.patch.object(torch._C._aoti, "AOTIModelPackageLoader", Program))
+    package = load(path=there)
+    tell = fr.publish(published, package, every_steps=1)
+    tell(fr.loop.Record("step", 0, 1, {}, LOGGED))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    Server.version = next(x.stem for x in published.glob("*.weights"))
+    changed = {"package": str(there), "params": PARAMS, "version": "2", "since": VERSION}
+    file = fr.write_delta(folder / "1.delta", fr.delta(LOGGED), **changed)
+    told = {"every_steps": 2, "keep": 3, "servers": ["http://127.0.0.1:9"], "timeout_s": 1.0, "mesh": MESH}
+    return rows("",
+        export=(instead(fr.export, quick),
+            {"predict": predict, "params": PARAMS, "example": BATCH, "path": str(folder / "exported"),
+                "encoding": ENCODING, "version": "1", "max_batch": 9, "max_ids": 99, "isa": "portable",
+                "overwrite": True}, ("example.label", "example.weight")),
+        load_package=(load, {"path": str(there), "threads": 2, "checksums": True}),
+        save_weights=(fr.save_weights, {"path": str(folder / "weights"), "params": PARAMS, "version": "2",
+            "overwrite": True}),
+        write_delta=(fr.write_delta, {"path": str(folder / "2.delta"), "delta": fr.delta(LOGGED), **changed}),
+        publish=(fr.publish, {"folder": "published", "package": str(there), **told}),
+        update_server=(fr.update_server, {"address": f"http://127.0.0.1:{server.server_port}",
+            "folder": str(published), "timeout_s": 1.0}),
+    ) + rows("Package",
+        call=(package.__call__, {"batch": BATCH}), encode=(package.encode, {"rows": RAW}),
+        swap=(package.swap, {"path": str(there), "checksums": True}),
+        apply=(with_signature(package.apply, lambda path: load(path=there).apply(path)), {"path": str(file)}),
+        follow=(package.follow, {"folder": str(published)}),
+    )  # fmt: skip
