@@ -12,6 +12,7 @@
 #include <dlfcn.h>
 #include <torch/script.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <fstream>
@@ -48,7 +49,8 @@ std::vector<Asked> read_requests(const char* path, int64_t& block) {
     file.read(reinterpret_cast<char*>(&a.bags), sizeof a.bags);
     take(file, a.dense), take(file, a.values), take(file, a.offsets), take(file, a.lengths);
   }
-  if (!file || all.empty()) throw Bad("the requests cannot be read.", path, "what bench/serving.py writes");
+  const auto none = [](const Asked& a) { return a.bags < 1; };
+  if (!file || all.empty() || std::any_of(all.begin(), all.end(), none)) throw Bad("the requests cannot be read.", path, "what bench/serving.py writes");
   block = n[0];
   return all;
 }

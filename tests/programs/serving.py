@@ -93,6 +93,23 @@ def ask(connection, method: str, path: str, body=None, type: str = JSON):
     return reply.status, reply.headers, reply.read()
 
 
+def head(body=b"", path="/predict", method="POST", **more):
+    """The bytes of a request's header; what is None is left out."""
+    fields = {"Host": "x", "Content_Type": JSON, "Content_Length": len(body), **more}
+    lines = "".join(f"{k.replace('_', '-')}: {v}\r\n" for k, v in fields.items() if v is not None)
+    return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode()
+
+
+def everything(s):
+    """What comes until the server closes."""
+    with s:
+        return b"".join(iter(lambda: s.recv(1 << 16), b""))
+
+
+def statuses(answer):
+    return [int(code) for code in re.findall(rb"HTTP/1\.[01] (\d+)", answer)]
+
+
 def predict(connection, request: dict, binary: bool = False):
     """(status, {"version", "outputs", "ids_out_of_range"} or {"error"}) of a request as JSON or as bytes."""
     body, kind = (pack(request), BYTES) if binary else (json.dumps(request), JSON)

@@ -1,7 +1,6 @@
 """The server as clients meet it: answers, refusals, limits, slow and broken connections. The model is that of sums."""
 
 import json
-import re
 import socket
 import threading
 import time
@@ -10,26 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from programs import serving
-from programs.serving import BYTES, JSON, ONE, Server, changed, is_right, pack, predict, some_request
+from programs.serving import (
+    BYTES, ONE, Server, changed, everything, head, is_right, pack, predict, some_request, statuses,
+)  # fmt: skip
 
 pytestmark = pytest.mark.xdist_group("serving")
-
-
-def head(body=b"", path="/predict", method="POST", **more):
-    """The bytes of a request's header; what is None is left out."""
-    fields = {"Host": "x", "Content_Type": JSON, "Content_Length": len(body), **more}
-    lines = "".join(f"{k.replace('_', '-')}: {v}\r\n" for k, v in fields.items() if v is not None)
-    return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode()
-
-
-def everything(s):
-    """What comes until the server closes."""
-    with s:
-        return b"".join(iter(lambda: s.recv(1 << 16), b""))
-
-
-def statuses(answer):
-    return [int(code) for code in re.findall(rb"HTTP/1\.[01] (\d+)", answer)]
 
 
 def test_every_answer_is_its_requests(server):

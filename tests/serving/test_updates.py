@@ -144,6 +144,7 @@ WRONG = [
     (["--port"], "nothing"),
     (["--port", "65536"], "from 0 to 65535"),
     (["--port", "x"], "a number"),
+    (["--max-header", "65537"], "from 256 to 65536"),
     (["--workers", "1.5"], "a whole number"),
     (["--timeout-s", "nan"], "a number from"),
     (["again"], "one folder"),

@@ -3,7 +3,6 @@
 #include <boost/json.hpp>
 #include <boost/json/basic_parser_impl.hpp>
 #include <cmath>
-#include <limits>
 
 #include "protocol.h"
 
@@ -165,7 +164,7 @@ struct Body {
   }
   void real(double x, const char* kind = "a number that is no integer of 64 bits") {
     if (depth != 4 || group == IDS) other(kind);
-    if (!(std::abs(x) <= std::numeric_limits<float>::max())) other("a larger number");
+    if (!(std::abs(x) < 0x1.ffffffp127)) other("a larger number");  // from there on it is rounded to infinity
     numbers[group - 1].values.push_back(float(x));
   }
 };

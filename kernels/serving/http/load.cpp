@@ -41,18 +41,18 @@ struct Asked {
 
 struct Reader {
   std::string_view rest;
-  template <class T> T one() {
-    T x;
-    std::memcpy(&x, rest.data(), sizeof x);
-    rest.remove_prefix(sizeof x);
-    return x;
-  }
   std::string_view text(size_t n) {
+    if (n > rest.size()) throw std::runtime_error("bytes that end too early");
     const std::string_view out = rest.substr(0, n);
     rest.remove_prefix(n);
     return out;
   }
-  void align(const char* begin) { rest.remove_prefix(size_t(-(rest.data() - begin) & 7)); }
+  template <class T> T one() {
+    T x;
+    std::memcpy(&x, text(sizeof x).data(), sizeof x);
+    return x;
+  }
+  void align(const char* begin) { text(size_t(-(rest.data() - begin) & 7)); }
 };
 
 std::vector<Asked> read(const char* path) {
@@ -69,6 +69,7 @@ std::vector<Asked> read(const char* path) {
       for (float& f : x) f = in.one<float>();
     }
   }
+  if (out.empty()) throw std::runtime_error(std::string("no requests in ") + path);
   return out;
 }
 
@@ -172,13 +173,15 @@ struct Load {
     return true;
   }
 
-  void compare(const Connection& c, std::string_view body) {
+  void compare(const Connection& c, std::string_view body) try {
     const auto [version, got] = numbers(body);
     versions[version]++;
     const auto want = c.of->right.find(version);
     bool same = want != c.of->right.end() && want->second.size() == got.size();
     for (size_t i = 0; same && i < got.size(); i++) same = std::abs(got[i] - want->second[i]) <= WITHIN;
     if (!same) fail(std::string(body.substr(0, 400)));
+  } catch (const std::exception& e) {  // no answer of either form
+    fail(e.what() + std::string(": ") + std::string(body.substr(0, 400)));
   }
 
   void run(size_t connections, double time) {
@@ -233,6 +236,7 @@ int main(int count, char** words) try {
   load.run(std::stoul(words[3]), std::stod(words[4]));
   const double wall = std::chrono::duration<double>(Clock::now() - begin).count();
   std::vector<float>& s = load.seconds;
+  if (s.empty()) throw std::runtime_error("no answers: no connections");
   std::sort(s.begin(), s.end());
   const auto quantile = [&](double q) { return double(s[std::min(s.size() - 1, size_t(q * double(s.size())))]); };
   json::object versions;

@@ -13,7 +13,16 @@ static_assert(std::endian::native == std::endian::little, "bodies of bytes are c
 
 namespace {
 
+constexpr size_t MOST_TOLD = 1000;  // bytes of what came, in the answer that refuses it: a key may be as long as a body
+
 std::string number(int64_t n) { return std::to_string(n); }
+
+std::string told(const std::string& got) {
+  size_t n = MOST_TOLD;
+  if (got.size() <= n) return got;
+  while (n > 0 && uint8_t(got[n]) >> 6 == 2) n--;  // within a character of UTF-8
+  return got.substr(0, n) + " .. of " + std::to_string(got.size()) + " bytes";
+}
 
 // Values one after the other, each of which must be there.
 struct Cursor {
@@ -174,7 +183,7 @@ std::string json_string(std::string_view text) {
 }
 
 std::string to_json(const Problem& p) {
-  return "{\"error\":{\"problem\":" + json_string(p.problem) + ",\"got\":" + json_string(p.got) + ",\"need\":" + json_string(p.need) + "}}\n";
+  return "{\"error\":{\"problem\":" + json_string(p.problem) + ",\"got\":" + json_string(told(p.got)) + ",\"need\":" + json_string(p.need) + "}}\n";
 }
 
 }  // namespace funcrec::serving

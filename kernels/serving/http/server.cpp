@@ -2,7 +2,6 @@
 
 #include <boost/asio.hpp>
 #include <boost/beast/core.hpp>
-#include <boost/beast/http.hpp>
 #include <chrono>
 #include <filesystem>
 #include <list>
@@ -10,18 +9,14 @@
 
 #include "batcher.h"
 #include "metrics.h"
-#include "protocol.h"
+#include "routes.h"
 
 namespace funcrec::serving {
 namespace net = boost::asio;
-namespace beast = boost::beast;
-namespace http = beast::http;
 namespace fs = std::filesystem;
 using tcp = net::ip::tcp;
 using boost::system::error_code;
 using Clock = std::chrono::steady_clock;
-using Ask = http::request<http::string_body>;
-using Reply = http::response<http::string_body>;
 template <class T = void> using Task = net::awaitable<T>;
 
 namespace {
@@ -31,70 +26,16 @@ constexpr auto TICK = std::chrono::milliseconds(25);       // how late a deadlin
 constexpr auto YIELDS = std::chrono::seconds(1);           // that a connection has been idle before it gives way to a new one
 constexpr auto LINGER = std::chrono::seconds(2);           // that a client may go on to send after its last answer
 constexpr size_t LINGER_BYTES = 64 << 20;
-const char JSON[] = "application/json", BYTES[] = "application/octet-stream";
+constexpr size_t UNREAD = 1 << 16;                         // bytes of a header, of a chunk's, or of what follows chunks: no parser's limit holds for these
 
 Clock::duration seconds(double s) { return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(s)); }
 
 struct Connection {
   tcp::socket socket;
-  beast::flat_buffer buffer;
+  beast::flat_buffer buffer = beast::flat_buffer(UNREAD);
   Clock::time_point deadline = FOREVER, since = {};  // for what the socket is doing now, and when it began that
   bool idle = false, late = false;
 };
-
-Reply reply_of(const Ask& ask, unsigned code, std::string body, const char* type = JSON) {
-  Reply reply{http::status(code), ask.version() < 10 ? 11 : ask.version()};
-  reply.set(http::field::content_type, type);
-  reply.keep_alive(ask.keep_alive());
-  reply.body() = std::move(body);
-  return reply;
-}
-
-Reply problem(const Ask& ask, unsigned code, std::string what, std::string got, std::string need) {
-  return reply_of(ask, code, to_json(Problem{code, std::move(what), std::move(got), std::move(need)}));
-}
-
-std::string media_type(const Ask& ask) {
-  const std::string_view all = ask[http::field::content_type];
-  std::string type(all.substr(0, all.find(';')));
-  while (!type.empty() && (type.back() == ' ' || type.back() == '\t')) type.pop_back();
-  for (char& c : type) c = char(std::tolower(static_cast<unsigned char>(c)));
-  return type;
-}
-
-std::string_view path_of(const Ask& ask) {
-  std::string_view target = ask.target();
-  if (beast::iequals(target.substr(0, 7), "http://")) target.remove_prefix(std::min(target.find('/', 7), target.size()));  // as proxies ask
-  return target.substr(0, target.find('?'));
-}
-
-struct Route {
-  std::string_view path, methods;
-  bool has(http::verb verb) const { return verb == http::verb::post ? methods == "POST" : methods != "POST" && (verb == http::verb::get || verb == http::verb::head); }
-};
-const Route ROUTES[] = {{"/predict", "POST"}, {"/reload", "POST"}, {"/delta", "POST"}, {"/healthz", "GET, HEAD"}, {"/metrics", "GET, HEAD"}};
-
-// What a header alone already decides.
-std::optional<Reply> refusal(const Ask& ask) {
-  for (const Route& route : ROUTES) {
-    if (route.path != path_of(ask)) continue;
-    if (!route.has(ask.method())) {
-      Reply reply = problem(ask, 405, "the path has no such method", std::string(ask.method_string()), std::string(route.methods));
-      reply.set(http::field::allow, route.methods);
-      return reply;
-    }
-    const std::string_view coding = ask[http::field::content_encoding];
-    if (route.methods == "POST" && !coding.empty() && !beast::iequals(coding, "identity")) {
-      Reply reply = problem(ask, 415, "the body is coded", "Content-Encoding: " + std::string(coding), "a body as it is");
-      reply.set(http::field::accept_encoding, "identity");
-      return reply;
-    }
-    const std::string type = route.methods == "POST" ? media_type(ask) : JSON;
-    if (type == JSON || (type == BYTES && route.path == "/predict")) return {};
-    return problem(ask, 415, "the body is of another type", type.empty() ? "no Content-Type" : type, route.path == "/predict" ? std::string(JSON) + " or " + BYTES : JSON);
-  }
-  return problem(ask, 404, "there is no such path", std::string(path_of(ask)), "/predict, /reload, /delta, /healthz or /metrics");
-}
 
 // What is said to a client whose message cannot be read; 0: nothing, it has gone.
 unsigned code_of(error_code error, bool late) {
@@ -126,7 +67,11 @@ class Server {
     net::co_spawn(io_, accept(), net::detached);
     net::co_spawn(io_, watch(), net::detached);
     net::co_spawn(io_, wait_for_signal(), net::detached);
-    io_.run();
+    for (bool over = false; !over;) try {
+      io_.run();
+      over = true;
+    } catch (const std::exception&) {  // a connection's, which went with it: there was no memory for a body, say
+    }
     updater_.join();
   }
 
@@ -156,7 +101,10 @@ class Server {
         const Clock::duration wait = close_an_idle_one() ? Clock::duration(0) : TICK;
         co_await pause(wait);
       }
-      if (!error) begin(std::move(socket));
+      if (!error) try {
+        begin(std::move(socket));
+      } catch (const std::exception&) {  // no memory for this one
+      }
       else if (error != net::error::operation_aborted) co_await pause(TICK);  // no more descriptors, say
     }
   }
@@ -175,16 +123,20 @@ class Server {
   void begin(tcp::socket socket) {
     error_code error;
     socket.set_option(tcp::no_delay(true), error);
-    connections_.push_back({std::move(socket), {}, FOREVER});
+    connections_.push_back({.socket = std::move(socket)});
     net::co_spawn(io_, live(std::prev(connections_.end())), net::detached);
   }
 
   Task<> live(std::list<Connection>::iterator c) {
+    struct Entry {  // goes with the coroutine, however that ends
+      std::list<Connection>& all;
+      std::list<Connection>::iterator at;
+      ~Entry() { all.erase(at); }
+    } const entry{connections_, c};
     try {
       if (co_await converse(*c)) co_await linger(*c);
     } catch (const std::exception&) {  // no memory for this one: the others go on
     }
-    connections_.erase(c);
   }
 
   // Ends what has taken too long, by its deadline; returns when the server has drained.
@@ -271,7 +223,7 @@ class Server {
   std::string need_of(unsigned code) const {
     if (code == 408) return "a header, and a body, within " + std::to_string(settings_.timeout_s) + " s";
     if (code == 413) return "a body of at most " + std::to_string(settings_.max_body) + " bytes";
-    if (code == 431) return "a header of at most " + std::to_string(settings_.max_header) + " bytes";
+    if (code == 431) return "a header of at most " + std::to_string(settings_.max_header) + " bytes, and " + std::to_string(UNREAD) + " about chunks";
     return "a whole request of HTTP/1.1";
   }
 
@@ -360,7 +312,7 @@ class Server {
       } catch (const Bad& e) {
         co_return Problem{400, e.problem, e.got, e.need};
       } catch (const std::exception& e) {
-        co_return Problem{500, "the update failed", e.what(), "a whole file of this package"};
+        co_return Problem{500, "the update failed", e.what(), "weights that the program runs with"};
       }
     };
     const std::optional<Problem> wrong = co_await net::co_spawn(updater_, work, net::use_awaitable);

@@ -28,7 +28,7 @@ const Setting ALL[] = {
     {"threads", &Settings::threads, "threads of each", 1, 1024},
     {"max_batch", &Settings::max_batch, "bags of one batch; 0: as many as the package takes", 0, 1 << 24},
     {"max_body", &Settings::max_body, "bytes of a body, else 413", 1, 1LL << 32},
-    {"max_header", &Settings::max_header, "bytes of a header, else 431", 256, 1 << 20},
+    {"max_header", &Settings::max_header, "bytes of a header, else 431", 256, 1 << 16},
     {"queue", &Settings::queue, "requests that may wait, else 429", 1, 1 << 20},
     {"connections", &Settings::connections, "open connections; further ones take the place of idle ones, or wait", 1, 1 << 20},
     {"timeout_s", &Settings::timeout_s, "for a header, for a body (else 408) and for a client to take an answer", 0.05, 3600},

@@ -1,0 +1,77 @@
+// What is asked where, and what a header alone decides.
+#pragma once
+#include <boost/beast/core.hpp>
+#include <boost/beast/http.hpp>
+#include <optional>
+
+#include "protocol.h"
+
+namespace funcrec::serving {
+namespace beast = boost::beast;
+namespace http = beast::http;
+using Ask = http::request<http::string_body>;
+using Reply = http::response<http::string_body>;
+
+inline constexpr char JSON[] = "application/json", BYTES[] = "application/octet-stream";
+
+inline Reply reply_of(const Ask& ask, unsigned code, std::string body, const char* type = JSON) {
+  Reply reply{http::status(code), ask.version() < 10 ? 11 : ask.version()};
+  reply.set(http::field::content_type, type);
+  reply.keep_alive(ask.keep_alive());
+  reply.body() = std::move(body);
+  return reply;
+}
+
+inline Reply problem(const Ask& ask, unsigned code, std::string what, std::string got, std::string need) {
+  return reply_of(ask, code, to_json(Problem{code, std::move(what), std::move(got), std::move(need)}));
+}
+
+inline std::string media_type(const Ask& ask) {
+  const std::string_view all = ask[http::field::content_type];
+  std::string type(all.substr(0, all.find(';')));
+  while (!type.empty() && (type.back() == ' ' || type.back() == '\t')) type.pop_back();
+  for (char& c : type) c = char(std::tolower(static_cast<unsigned char>(c)));
+  return type;
+}
+
+inline std::string_view path_of(const Ask& ask) {
+  std::string_view target = ask.target();
+  if (beast::iequals(target.substr(0, 7), "http://")) target.remove_prefix(std::min(target.find('/', 7), target.size()));  // as proxies ask
+  return target.substr(0, target.find('?'));
+}
+
+struct Route {
+  std::string_view path, methods;
+  bool has(http::verb verb) const { return verb == http::verb::post ? methods == "POST" : methods != "POST" && (verb == http::verb::get || verb == http::verb::head); }
+};
+inline const Route ROUTES[] = {{"/predict", "POST"}, {"/reload", "POST"}, {"/delta", "POST"}, {"/healthz", "GET, HEAD"}, {"/metrics", "GET, HEAD"}};
+
+// What a header alone already decides.
+inline std::optional<Reply> refusal(const Ask& ask) {
+  const auto framing = ask.find(http::field::transfer_encoding);
+  if (framing != ask.end() && (ask.version() < 11 || !beast::iequals(framing->value(), "chunked"))) {  // whoever passed it on may see its end elsewhere
+    Reply reply = problem(ask, 501, "the body's end is not known", "Transfer-Encoding: " + std::string(framing->value()), "a Content-Length, or chunks of HTTP/1.1");
+    reply.keep_alive(false);
+    return reply;
+  }
+  for (const Route& route : ROUTES) {
+    if (route.path != path_of(ask)) continue;
+    if (!route.has(ask.method())) {
+      Reply reply = problem(ask, 405, "the path has no such method", std::string(ask.method_string()), std::string(route.methods));
+      reply.set(http::field::allow, route.methods);
+      return reply;
+    }
+    const std::string_view coding = ask[http::field::content_encoding];
+    if (route.methods == "POST" && !coding.empty() && !beast::iequals(coding, "identity")) {
+      Reply reply = problem(ask, 415, "the body is coded", "Content-Encoding: " + std::string(coding), "a body as it is");
+      reply.set(http::field::accept_encoding, "identity");
+      return reply;
+    }
+    const std::string type = route.methods == "POST" ? media_type(ask) : JSON;
+    if (type == JSON || (type == BYTES && route.path == "/predict")) return {};
+    return problem(ask, 415, "the body is of another type", type.empty() ? "no Content-Type" : type, route.path == "/predict" ? std::string(JSON) + " or " + BYTES : JSON);
+  }
+  return problem(ask, 404, "there is no such path", std::string(path_of(ask)), "/predict, /reload, /delta, /healthz or /metrics");
+}
+
+}  // namespace funcrec::serving

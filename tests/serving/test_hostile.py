@@ -1,0 +1,84 @@
+"""What a client can say to harm others: bodies whose end is disputed, words without an end, memory that is not there."""
+
+import json
+import socket
+
+import pytest
+from programs.serving import ONE, Server, changed, everything, head, predict, statuses
+
+pytestmark = pytest.mark.xdist_group("serving")
+BODY = json.dumps(ONE).encode()
+HIDDEN = b"GET /metrics HTTP/1.1\r\n\r\n"
+
+
+@pytest.mark.parametrize("coding", ["gzip", "chunked, gzip", "gzip, chunked", "xchunked", "identity", ""])
+def test_a_body_whose_end_is_disputed_ends_the_connection(server, coding):
+    """A Transfer-Encoding other than chunks is 501, with a Content-Length beside it or without, and nothing behind it
+    is read as a request: a proxy in between may have seen the body end elsewhere."""
+    for more in ({"Content_Length": None}, {}):
+        s = server.raw()
+        s.sendall(head(BODY, Transfer_Encoding=coding, **more) + b"0\r\n\r\n" + BODY + HIDDEN)
+        s.shutdown(socket.SHUT_WR)
+        assert statuses(everything(s)) in ([501], [400])  # chunks beside a length cannot be read
+
+
+def test_chunks_are_of_http_1_1(server):
+    """Chunks in a message of HTTP/1.0, whose proxies do not know them, are 501."""
+    s = server.raw()
+    sent = head(Content_Length=None, Transfer_Encoding="chunked", Connection="keep-alive").replace(b"/1.1", b"/1.0")
+    s.sendall(sent + b"0\r\n\r\n" + HIDDEN)
+    assert statuses(everything(s)) == [501]
+
+
+LONG = {
+    "an extension": b"1;a=" + b"x" * 70_000,
+    "extensions": b"1" + b";a=b" * 20_000,
+    "a size": b"0" * 70_000,
+    "a trailer": b"1\r\n1\r\n0\r\nX: " + b"y" * 70_000,
+    "trailers": b"1\r\n1\r\n0\r\n" + b"X: y\r\n" * 12_000,
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_what_is_said_about_chunks_has_a_limit(server, name):
+    """Extensions of chunks and fields behind them are 431 from 64 KiB on, as a long header is; others are served."""
+    other = server.connect()
+    assert predict(other, ONE)[0] == 200
+    s = server.raw()
+    s.sendall(head(Content_Length=None, Transfer_Encoding="chunked") + LONG[name])
+    answer = everything(s)
+    assert statuses(answer) == [431] and b"about chunks" in answer
+    assert predict(other, ONE)[0] == 200
+
+
+def test_no_memory_for_one_body_harms_no_other(program, tmp_path):
+    """A body for which there is no memory, announced or in chunks, ends its own connection; the server goes on, and
+    stops as it should."""
+    small = tmp_path / "small"
+    small.write_text(f'#!/bin/sh\nulimit -v 1000000\nexec {program} "$@"\n')
+    small.chmod(0o755)
+    with Server(small, "sums", "--max-body", "4000000000") as server:
+        other = server.connect()
+        for length in ({"Content_Length": 3_900_000_000}, {"Content_Length": None, "Transfer_Encoding": "chunked"}):
+            s = server.raw()
+            s.sendall(head(**length) + b"e8754700\r\nx")
+            s.shutdown(socket.SHUT_WR)
+            assert statuses(everything(s)) in ([], [400])
+            assert predict(other, ONE)[0] == 200
+        assert server.metrics()["funcrec_connections"] == 2
+        other.close()
+        assert server.stop() == (0, "")
+
+
+def test_a_refusal_is_short(server):
+    """What came is told in part where it is long, cut between two characters."""
+    name = "é" * 5000
+    status, _, answer = server.ask("POST", "/predict", changed(["ids", name], [[1]]))
+    got = json.loads(answer)["error"]["got"]
+    assert status == 400 and got == "é" * 500 + " .. of 10000 bytes" and len(answer) < 2000
+
+
+def test_the_greatest_number_of_32_bits_is_one(server):
+    """The greatest f32 is taken as it is written for short, which is a little more; half a step more is none."""
+    for text, code in (("3.4028235e38", 200), ("-3.4028235677973e38", 200), ("3.4028235677973368e38", 400)):
+        assert server.ask("POST", "/predict", json.dumps(ONE).replace("0.5]]}", f"{text}]]}}"))[0] == code
