@@ -3,6 +3,7 @@
 package(batch) = predict(params, batch)          params: those of `package.version`
 """
 
+import json
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from funcrec.data import Encoding, encode
 from funcrec.kernels import library
 from funcrec.serve._apply import applied, permits
 from funcrec.serve._chain import follow
-from funcrec.serve._manifest import AGAIN, ENCODING, MODEL, read_manifest, sha256_of
+from funcrec.serve._manifest import AGAIN, ENCODING, MANIFEST, MODEL, read_manifest, sha256_of
 from funcrec.serve._trace import SINGLE, Form
 from funcrec.serve._weights import DTYPES, mapped, read_weights
 from funcrec.tables import Batch, batch_parts
@@ -137,6 +138,7 @@ class Package:
           checksums: whether to read them once, and compare their checksums.
         """
         with self._opened.change:
+            check(SWAP, other_problems(Path(path), self._opened.manifest["digest"]))
             self._weights = read_weights(SWAP, Path(path), self._opened.manifest["params"], checksums=checksums)
 
     @typed
@@ -231,6 +233,19 @@ def file_problems(folder: Path, files: Mapping[str, str]) -> Iterator[Problem]:
 def program_problems(got: str | None, need: str) -> Iterator[Problem]:
     if got != need:
         yield Problem(f"`{MODEL}` is not the manifest's program.", f"digest {got}", need, AGAIN)
+
+
+def other_problems(folder: Path, need: str) -> Iterator[Problem]:
+    """A folder of weights that is a package is one of this program: another's is not taken with them, and they may mean
+    something else."""
+    try:
+        got = json.loads((folder / MANIFEST).read_text())["digest"]
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
+        got = f"{type(error).__name__}: {error}"
+    if got != need:
+        yield Problem(f"`{folder}` is a package of another program.", f"digest {got}", need, "fr.load_package(path)")
 
 
 def batch_problems(batch: Any, manifest: Mapping, form: Form) -> Iterator[Problem]:

@@ -256,6 +256,14 @@ void check_program(Manifest& m) {
       throw Bad("the program has other outputs.", s.name + " " + text_of(s), "a row for each bag");
 }
 
+void check_same_program(const std::string& folder, const Manifest& manifest) {
+  const std::string path = folder + "/manifest.json";
+  if (access(path.c_str(), F_OK) != 0) return;
+  const auto value = parse(path, read_file(path));
+  if (const std::string digest = Entry(path, value)["digest"].text(); digest != manifest.digest)
+    throw Bad("`" + folder + "` is a package of another program.", "digest " + digest, manifest.digest);
+}
+
 Index read_index(const std::string& folder, const Manifest& manifest) {
   const std::string path = folder + "/weights.json", text = read_file(path);
   const auto value = parse(path, text);

@@ -61,6 +61,9 @@ Manifest read_manifest(const std::string& folder, const std::string& torch);
 // Inputs and outputs are those that requests and answers have.
 void check_program(Manifest& manifest);
 
+// A folder of weights that is a package is one of this program: another's is not taken with them, and they may mean something else.
+void check_same_program(const std::string& folder, const Manifest& manifest);
+
 // weights.json of a folder: the tensors in the manifest's order, of its dtypes and shapes.
 Index read_index(const std::string& folder, const Manifest& manifest);
 

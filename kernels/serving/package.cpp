@@ -67,17 +67,20 @@ class Hush {
   static inline thread_local int hushed = 0;
 };
 
+// What torch says of an error, without the calls that led there: their addresses are no client's.
+std::string reason(const std::string& what) { return what.substr(0, what.find("\nException raised from ")); }
+
 template <class F> auto of_torch(const char* what, F&& f) {
   try {
     return f();
   } catch (const c10::Error& e) {
-    throw Failed(std::string(what) + ": " + e.what_without_backtrace());
+    throw Failed(std::string(what) + ": " + reason(e.what_without_backtrace()));
   } catch (const Bad&) {
     throw;
   } catch (const Failed&) {
     throw;
   } catch (const std::exception& e) {
-    throw Failed(std::string(what) + ": " + e.what());
+    throw Failed(std::string(what) + ": " + reason(e.what()));
   }
 }
 
@@ -266,6 +269,7 @@ std::vector<Output> Package::Inside::outputs_of(std::vector<at::Tensor> results,
 
 void Package::swap(const std::string& folder) {
   std::lock_guard alone(in_->one_change);
+  check_same_program(folder, in_->manifest);
   in_->now = in_->tried(folder);
 }
 

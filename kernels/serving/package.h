@@ -112,7 +112,7 @@ class Package {
   int64_t check(const Request&) const;
   Answer run(const Request&) const;
 
-  void swap(const std::string& folder);  // weights.bin and weights.json of it; runs that have begun end with those they have
+  void swap(const std::string& folder);  // weights.bin and weights.json of it, no package of another program; runs that have begun end with those they have
   void apply(const std::string& file);   // a file of funcrec.write_delta: all of it, or Bad and nothing has changed
 
  private:

@@ -1,9 +1,12 @@
 """What no program for all batches can be made of is not exported, and told in words."""
 
+import itertools
+
 import pytest
 import torch
 
 import funcrec as fr
+from funcrec.serve._export import compare_alone, probe
 
 HELD = torch.ones(3)
 EXAMPLE = fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1], [2]]}), label=torch.ones(2), dense=torch.ones(2, 3))
@@ -18,6 +21,10 @@ def writes(params, batch):
 
 def branch(params, batch):
     return batch.dense @ params["w"] if params["w"].sum() > 0 else batch.dense[:, 0]
+
+
+def above(x):
+    return x > x.mean()
 
 
 def by_size(params, batch):
@@ -39,6 +46,11 @@ FUNCTIONS = {
     "the number of ids": (lambda p, b: {"x": b.dense @ p["w"] * b.ids.values.shape[0]}, W, "depends on the bags"),
     "a softmax over bags, of ids": (lambda p, b: fr.lookup(p, b.ids, CLICKED).values.softmax(0), {"t": torch.eye(3)},
         "depends on the bags"),
+    "ranks in the batch": (lambda p, b: (b.dense @ p["w"]).argsort(0), W, "depends on the bags"),
+    "whether it is above the others' mean": (lambda p, b: {"x": b.dense @ p["w"], "y": above(b.dense @ p["w"])}, W,
+        r"\['y'\]` of a bag depends on the bags"),
+    "the place in the batch": (lambda p, b: torch.arange(b.ids.num_bags), W, "depends on the bags"),
+    "who has most ids": (lambda p, b: b.ids["a"].lengths >= b.ids["a"].lengths.max(), W, "depends on the bags"),
     "no tensor": (lambda p, b: b.dense[:, 0], {}, "have no tensor"),
     "a number for a parameter": (lambda p, b: b.dense[:, 0], {"w": 3.0}, "is not a tensor"),
     "a parameter that is followed": (lambda p, b: b.dense @ p["w"], {"w": torch.ones(3, requires_grad=True)},
@@ -91,3 +103,35 @@ def test_an_encoding_makes_the_batches_of_the_example(name, tmp_path):
     encoding = fr.data.fit_encoding(table, schema)
     with pytest.raises(ValueError, match=reason):
         fr.export(lambda p, b: b.dense @ p["w"], W, EXAMPLE, tmp_path / "model", encoding=encoding)
+
+
+PROBED = [{"name": "a", "rows": 3, "weighted": False}]
+SCORES = lambda p, b: fr.lookup(p, b.ids, CLICKED).values @ p["u"].T
+OWN = {
+    "the best column": lambda p, b: SCORES(p, b).argmax(1),
+    "the best rows": lambda p, b: fr.top_k(fr.lookup(p, b.ids, CLICKED).values, p["u"], 2)[1],
+    "a threshold": lambda p, b: {"x": SCORES(p, b), "y": SCORES(p, b)[:, 0] > 0.1},
+    "counts": lambda p, b: b.ids["a"].lengths,
+}
+
+
+def check_alone(predict):
+    params = {"t": torch.randn(3, 8), "u": torch.randn(4, 8)}
+    compare_alone(predict, params, lambda seed: probe(EXAMPLE, PROBED, seed), 5)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_whole_numbers_of_a_bag_are_its_own(name):
+    """Numbers without a fraction that a bag has alone are not taken for those that depend on others."""
+    check_alone(OWN[name])
+
+
+@pytest.mark.parametrize("draws", [2, 3])
+def test_a_tie_may_turn_and_not_always(draws):
+    """Whole numbers that differ in two of six draws of bags are a tie that rounding decides; in three, they depend."""
+    calls = itertools.count()
+    own = lambda p, b: torch.full((b.ids.num_bags,), int((n := next(calls)) % 6 == 0 and n < 6 * draws))
+    if draws == 2:
+        return check_alone(own)
+    with pytest.raises(ValueError, match="depends on the bags"):
+        check_alone(own)

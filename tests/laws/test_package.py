@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +98,17 @@ def test_a_portable_program_has_no_wide_registers(path, tmp_path):
         library = file.extract(name, tmp_path)
     said = subprocess.run(["objdump", "-d", library], capture_output=True, text=True, check=True).stdout
     assert "%ymm" in said and "%zmm" not in said
+
+
+def test_what_is_compiled_lies_apart(path):
+    """The files of an export are in a folder of its own, which goes with it: another export of one function, in another
+    process at the same time, would write to the same ones while they are packed."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    with zipfile.ZipFile(path / "model.pt2") as archive:
+        (kernel,) = (n for n in archive.namelist() if n.endswith(".kernel.cpp"))
+        folder = Path(re.search(r"^// g\+\+ (\S+)\.kernel\.cpp ", archive.read(kernel).decode(), re.M)[1]).parent
+    assert folder.is_absolute() and not folder.exists() and Path(cache_dir()) not in folder.parents
 
 
 def test_a_package_is_small_and_opens_fast(path):

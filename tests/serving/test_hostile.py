@@ -1,4 +1,4 @@
-"""What a client can say to harm others: bodies whose end is disputed, words without an end, memory that is not there."""
+"""What a client says to harm others: bodies whose end is disputed, words without an end, memory that is not there."""
 
 import json
 import socket

@@ -10,8 +10,18 @@ import numpy as np
 import pytest
 from programs import serving
 from programs.serving import (
-    BYTES, ONE, Server, changed, everything, head, is_right, pack, predict, some_request, statuses,
-)  # fmt: skip
+    BYTES,
+    ONE,
+    Server,
+    changed,
+    everything,
+    head,
+    is_right,
+    pack,
+    predict,
+    some_request,
+    statuses,
+)
 
 pytestmark = pytest.mark.xdist_group("serving")
 

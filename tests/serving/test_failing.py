@@ -1,0 +1,102 @@
+"""A program that fails, for a request or for weights: whoever caused it is told, and all else goes on."""
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from programs.serving import Server, predict
+
+import funcrec as fr
+from funcrec.serve._manifest import BLANK, digest_of, text_of
+
+pytestmark = pytest.mark.xdist_group("serving")
+ROWS, DIM = 50, 4096
+PARAMS = {"t": torch.arange(ROWS * DIM).view(ROWS, DIM) / DIM, "order": torch.tensor([1, 2])}
+
+
+def rows_of(params, batch):
+    """The row of a bag's first id, by torch's own index, which takes no id beyond the table."""
+    ids = batch.ids["a"]
+    first = torch.cat([ids.values, ids.values.new_zeros(1)])[ids.offsets[:-1]]
+    return torch.relu(params["t"])[torch.where(ids.lengths > 0, first, 0)] + params["t"][params["order"], 0].sum()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A package that was exported where torch has two threads, and weights in whose `order` is no row."""
+    folder, threads = tmp_path_factory.mktemp("failing"), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        example = fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1], [2], [3]]}))
+        fr.export(rows_of, PARAMS, example, folder / "model", version="good")
+    finally:
+        torch.set_num_threads(threads)
+    fr.save_weights(folder / "bad", {**PARAMS, "order": torch.tensor([1, ROWS])}, version="bad")
+    fr.save_weights(folder / "next", {**PARAMS, "order": torch.tensor([0, 0])}, version="next")
+    return folder / "model"
+
+
+@pytest.fixture
+def running(path, built):
+    with Server(built / "funcrec-serve", path, "--updates", str(path.parent), "--threads", "2") as server:
+        yield server
+
+
+def first_number(answer):
+    return answer["outputs"]["output"][0][0]
+
+
+def assert_reason(error):
+    """What torch says, without the calls that led there."""
+    assert "index out of bounds" in error["got"] and "frame" not in error["got"] and "0x" not in error["got"]
+
+
+def test_an_index_beyond_its_tensor_is_the_requests_error(running):
+    """An id that a program's own loops cannot index is the 500 of its request, however many threads there are: its
+    neighbours are answered, and the server goes on. The reason has no addresses."""
+    ids = [3, ROWS, 4, -ROWS - 1, 1 << 62, 5]
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda i: predict(running.connect(), {"ids": {"a": [[i]]}}), ids))
+    for i, (status, answer) in zip(ids, answers, strict=True):
+        if i < 6 and i > 0:
+            assert status == 200 and first_number(answer) == i + 3
+        else:
+            assert status == 500
+            assert_reason(answer["error"])
+    status, errors = running.stop()
+    assert status == 0 and "index out of bounds" in errors and "frame" not in errors
+
+
+def test_weights_that_the_program_fails_with_are_not_taken(running):
+    """/reload of weights with which the program fails tells why, as often as it is asked; the old ones go on, and
+    others are taken afterwards."""
+    connection, asked = running.connect(), {"ids": {"a": [[7]]}}
+    for _ in range(3):
+        status, _, body = running.ask("POST", "/reload", {"weights": "bad"})
+        assert status == 500
+        assert_reason(json.loads(body)["error"])
+        status, answer = predict(connection, asked)
+        assert (status, answer["version"], first_number(answer)) == (200, "good", 7 + 3)
+    assert running.ask("POST", "/reload", {"weights": "next"})[0] == 200
+    _, answer = predict(connection, asked)
+    assert (answer["version"], first_number(answer)) == ("next", 7)
+
+
+def test_weights_of_a_package_of_another_program_are_not_taken(path, running):
+    """/reload, and swap, of a package with other inputs are refused, though its parameters are of the same form; one of
+    this program is taken."""
+    other = shutil.copytree(path, path.parent / "other", dirs_exist_ok=True)
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["inputs"].insert(0, {"name": "dense", "dtype": "float32", "shape": ["B", 1]})
+    manifest["digest"] = digest_of(text_of({**manifest, "digest": BLANK}))
+    (other / "manifest.json").write_text(text_of(manifest))
+    status, _, body = running.ask("POST", "/reload", {"weights": "other"})
+    error = json.loads(body)["error"]
+    assert status == 400 and "is a package of another program" in error["problem"]
+    with pytest.raises(ValueError, match="is a package of another program") as refused:
+        fr.load_package(path).swap(other)
+    assert error["got"] in str(refused.value) and error["need"] in str(refused.value)
+    assert running.ask("POST", "/reload", {"weights": "model"})[0] == 200
+    fr.load_package(path).swap(path)
