@@ -55,8 +55,8 @@ def export(
     """Compile a model into a folder that `load_package` runs, and C++ without Python.
 
     Args:
-      predict: (params, batch) -> a tensor [B, ...], or {name: tensor [B, ...]}; pure. It is given batches without
-        label and weight.
+      predict: (params, batch) -> a tensor with a row for each of B bags, or {name: such a tensor}; pure. It is given
+        batches without label and weight.
       params: any tree of tensors: `state.params`, with quantised tables in their place, or what `predict` takes.
       example: any batch of the keys, dense inputs and weights of ids that requests have. Its sizes do not matter.
       path: a folder that is not there yet; it is written whole or not at all.

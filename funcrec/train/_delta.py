@@ -34,7 +34,7 @@ class Delta:
     """The rows that changed, with their values: what `delta` gives and `apply_delta` takes; `fr.save` keeps it.
 
     Args:
-      tables: {table: its parts}, each of `rows` i64[M], `values` f[M, w] and the
+      tables: {table: its parts}, each of M `rows`, integers, their `values` of w columns and the
         column `first` at which these begin; one part of a table that is not sharded.
       version: i64[], of the log: what the next `delta` is asked for `since`.
 

@@ -45,8 +45,8 @@ class Logged:
       log: of this state and no other, as a stamp of its step, key and dense parameters tells. It does not know of
         tables and slots that are changed by hand between two steps, nor two states apart that differ in these alone
         (without dense parameters, two trainings of one key): for such a state begin a log, `logged.init(state)`. A step
-        from a state of another stamp, such as one that was restored, begins the log anew. `log.version`,
-        i64[], is the number of changes so far: steps, and calls of `rewind`.
+        from a state of another stamp, such as one that was restored, begins the log anew. Its `version`
+        is the number of changes so far: steps, and calls of `rewind`.
       waiting: of the row optimizer (`RowOptimizer.waiting`).
 
     Example:

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.xdist_group("shapes")  # the calls are made once
 
 # Functions of bare tensors that say nothing of their shapes, and why.
 SAID_ELSEWHERE = {
-    **dict.fromkeys(("save", "load", "shard", "unshard"), "any tree of tensors"),
+    **dict.fromkeys(
+        ("save", "load", "shard", "unshard", "save_safetensors", "load_safetensors"), "any tree of tensors"
+    ),
     **dict.fromkeys(("Layer.init", "Layer.init_stats", "Layer.apply", "Layer.train_apply"), "by what makes the layer"),
     **dict.fromkeys(("Model.init", "TwoTower.init", "models.merge_stats"), "each model's own parameters"),
     **dict.fromkeys(("TrainStep.init", "TrainStep.update"), "fields of a TrainState; metrics by train_step"),
