@@ -7,11 +7,11 @@ its library and its kernels have the sanitizer too, torch and the compiled progr
 weights and deltas too, whole ones and damaged ones, so that versions change under the good requests.
 
 Each connection carries a pipeline of good requests between hostile ones; what comes back is read to the end. Hostile
-are requests whose JSON or bytes were changed in some places, cut, or doubled, whose headers lie, and random bytes. A
-changed body that is still a request is answered as any other. What must hold: every good request that was sent before
-the connection's first broken message is answered right, in its place; neighbours in a batch too (connections run side
-by side, and ids that make a batch fail are among the requests); the server is there at the end, has no leak, and the
-sanitizer nothing to say.
+are requests whose JSON or bytes were changed in some places, cut, or doubled, whose headers lie, chunks with long
+words about them, and random bytes. A changed body that is still a request is answered as any other. What must hold:
+every good request that was sent before the connection's first broken message is answered right, in its place;
+neighbours in a batch too (connections run side by side, and ids that make a batch fail are among the requests); the
+server is there at the end, has no leak, and the sanitizer nothing to say.
 """
 
 import argparse
@@ -89,6 +89,17 @@ def changed(rng, body: bytes) -> bytes:
     return bytes(made)
 
 
+def in_chunks(rng, body: bytes, kind: str) -> bytes:
+    """A body in chunks, with words about them of which some are long, and some no words."""
+    long = lambda: b"y" * int(rng.integers(1, 90_000))
+    words, cut = [b"", b";a", b';a="b"', b";" + long(), rng.bytes(5)], int(rng.integers(1, len(body) + 1))
+    chunk = lambda x: b"%x%s\r\n%s\r\n" % (len(x), words[rng.integers(5)] if rng.random() < 0.3 else b"", x)
+    behind = [b"", b"X: y\r\n", b"X: " + long() + b"\r\n", b"X: y\r\n" * 9000, rng.bytes(9)][rng.integers(5)]
+    coding = [b"chunked", b"Chunked", b"gzip, chunked", b"chunked, gzip", b""][max(0, int(rng.integers(-16, 5)))]
+    whole = b"".join(chunk(x) for x in (body[:cut], body[cut:]) if x) + b"0\r\n" + behind + b"\r\n"
+    return message(b"", kind, more=b"Transfer-Encoding: " + coding).replace(b"Content-Length: 0\r\n", b"") + whole
+
+
 def hostile(rng, subject: Subject) -> tuple[bytes, bool]:
     """A request, and whether the connection may end with it."""
     request = subject.request(rng)
@@ -111,6 +122,8 @@ def hostile(rng, subject: Subject) -> tuple[bytes, bool]:
         case 7:
             target, method = TARGETS[rng.integers(len(TARGETS))], METHODS[rng.integers(len(METHODS))]
             return message(body, kind, target, method), True
+        case 8 if rng.random() < 0.5:
+            return in_chunks(rng, body, kind), True
         case 8:
             return message(body, kind, more=FIELDS[rng.integers(len(FIELDS))]), True
         case _:
