@@ -199,6 +199,22 @@ def function(implementation: str, name: str) -> Callable:
     return _functions[f"funcrec_{implementation}::{name}"]
 
 
+@functools.cache
+def planned(name: str) -> Callable:
+    """The operation of "cpp" as most calls need it, of tensors that nobody asks about before; of other calls None."""
+    return getattr(load("cpp"), f"planned_{name}")
+
+
+def check_name(call: str, implementation: str) -> str:
+    """The implementation, if there is one of this name."""
+    if not isinstance(implementation, str) or implementation not in MODULES:
+        raise (ValueError if isinstance(implementation, str) else TypeError)(
+            f"funcrec.kernels.{call}: the implementation is unknown.\n  got   {implementation!r}\n  need  one of"
+            f" {list(MODULES)}\n  try   implementation='reference', or None for the device's own"
+        )
+    return implementation
+
+
 def twin(target: object) -> tuple[Callable, int] | None:
     """For a pure operator that has a form in place: that, as a function, and how many of the arguments it writes to."""
     if not isinstance(target, torch._ops.OpOverload) or not target.namespace.startswith("funcrec_"):

@@ -48,7 +48,7 @@ from funcrec.kernels.forms import (
     flatten,
 )
 from funcrec.kernels.rules import RULES
-from funcrec.kernels.tracked import any_tracked, is_bare
+from funcrec.kernels.tracked import any_tracked, is_bare, is_quiet
 from torch import Tensor
 
 __all__ = ["RULES", "Feature", "Owners", "Rule", "Segment", "Terms", "accumulation_dtype"]
@@ -72,7 +72,7 @@ def using(implementation: str) -> Iterator[None]:
     """
     before = _using.get()
     try:
-        _using.set(check_name("using", implementation))
+        _using.set(library.check_name("using", implementation))
         yield
     finally:
         _using.set(before)
@@ -81,7 +81,7 @@ def using(implementation: str) -> Iterator[None]:
 def chosen(implementation: str | None, device: torch.device) -> str:
     """The name of the implementation that a call on `device` takes."""
     own = _using.get() or _DEVICES.get(device.type, "reference")
-    return check_name("ops", own if implementation is None else implementation)
+    return library.check_name("ops", own if implementation is None else implementation)
 
 
 def ambient() -> str | None:
@@ -219,6 +219,10 @@ def quantized_lookup(
         first, whole bytes], of which the numbers are code · scale + bias; or f32[R, D] of bits[t]
         32, f16 or bf16[R, D] of bits[t] 16.
     """
+    is_usual = weights is None and _is_plain(implementation, offsets)
+    out = library.planned("lookup")(tables, rows, offsets, features, num_bags, bits, dims) if is_usual else None
+    if out is not None:
+        return out
     call = _of("quantized_lookup", implementation, offsets, *tables, weights, bare=rows)
     return call(list(tables), list(rows), offsets, weights, flatten(features), num_bags, list(bits), list(dims))
 
@@ -266,8 +270,7 @@ def take_ranges(
 def take_ranges_transpose(
     d: Tensor, starts: Tensor, lengths: Tensor, num_values: int, *, implementation: str | None = None
 ) -> Tensor:
-    """[num_values, ...] of d's dtype: for each position the sum
-    of d [C, ...] over the ranges that hold it, in order."""
+    """[num_values, ...] of d's dtype: the sum of d [C, ...] over the ranges that hold each position, in order."""
     return _of("take_ranges_transpose", implementation, d)(d, starts, lengths, num_values)
 
 
@@ -351,6 +354,10 @@ def top_k(
       queries: f[B, D]. items: f[N, D], or quantised rows u8[N, S] of `bits` (8, 4 or 2).
       rows: i[L], and offsets i[B + 1], their bags: the rows that each query leaves out. None for none.
     """
+    is_usual = rows is None and not any_tracked([queries, items]) and _is_plain(implementation, queries)
+    out = library.planned("top_k")(queries, items, k, bits) if is_usual else None
+    if out is not None:
+        return out
     call = _of("top_k", implementation, queries, items, bare=[x for x in (rows, offsets) if x is not None])
     return call(queries, items, rows, offsets, k, bits)
 
@@ -377,6 +384,11 @@ def _of(name: str, implementation: str | None, *tensors: Tensor | None, bare: Se
     return call
 
 
+def _is_plain(implementation: str | None, x: Tensor) -> bool:
+    """Whether a call of which nothing can be tracked runs "cpp", and nobody looks on."""
+    return implementation is None and _using.get() is None and type(x) is Tensor and x.is_cpu and is_quiet()
+
+
 def is_free(implementation: str | None) -> bool:
     """Whether nobody named an implementation: a call with a tracked input may take the one that has derivatives."""
     return implementation is None and ambient() is None
@@ -386,12 +398,3 @@ def _of_terms(name: str, implementation: str | None, terms: Terms) -> Callable:
     """Without a tensor there is nothing to do, and no operator could be called."""
     tensors = (*terms.d, *terms.rows, *terms.weights)
     return _of(name, implementation if tensors else "reference", *tensors)
-
-
-def check_name(call: str, implementation: str) -> str:
-    if not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:
-        raise (ValueError if isinstance(implementation, str) else TypeError)(
-            f"funcrec.kernels.{call}: the implementation is unknown.\n  got   {implementation!r}\n  need  one of"
-            f" {list(IMPLEMENTATIONS)}\n  try   implementation='reference', or None for the device's own"
-        )
-    return implementation

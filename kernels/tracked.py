@@ -86,8 +86,12 @@ def is_tracked_here(x: object) -> bool:
 
 
 def is_bare(tensors: Sequence[Tensor]) -> bool:
-    """Whether an operator called with these would only run: they are plain and in the CPU's memory, and no transform,
-    mode, tracer, compiler or profiler has to see the call."""
+    """Whether an operator called with these would only run: they are plain, on the CPU, and nobody looks on."""
+    return is_quiet() and _PLAIN.issuperset(map(type, tensors)) and all(map(_is_cpu, tensors))
+
+
+def is_quiet() -> bool:
+    """Whether no transform, mode, tracer, compiler or profiler has to see a call."""
     return not (
         torch.compiler.is_compiling()
         or is_transforming()
@@ -96,7 +100,7 @@ def is_bare(tensors: Sequence[Tensor]) -> bool:
         or torch._C._dispatch_tls_is_dispatch_key_included(DispatchKey.PreDispatch)
         or torch._C._is_tracing()
         or torch.autograd._profiler_enabled()
-    ) and (_PLAIN.issuperset(map(type, tensors)) and all(map(_is_cpu, tensors)))
+    )
 
 
 def is_transformed(x: Tensor) -> bool:

@@ -13,12 +13,14 @@ from funcrec.kernels.cpp._lookup import pooled_lookup as pooled_lookup
 from funcrec.kernels.cpp._lookup import pooled_lookup_weights as pooled_lookup_weights
 from funcrec.kernels.cpp._lookup import scatter_block_ as scatter_block_
 from funcrec.kernels.cpp._lookup import scatter_rows_ as scatter_rows_
+from funcrec.kernels.cpp._quantized import planned_lookup as planned_lookup
 from funcrec.kernels.cpp._quantized import quantize_rows as quantize_rows
 from funcrec.kernels.cpp._quantized import quantized_lookup as quantized_lookup
 from funcrec.kernels.cpp._quantized import quantized_rows as quantized_rows
 from funcrec.kernels.cpp._rules import Generated as Generated
 from funcrec.kernels.cpp._rules import decompositions as decompositions
 from funcrec.kernels.cpp._rules import generate as generate
+from funcrec.kernels.cpp._top_k import planned_top_k as planned_top_k
 from funcrec.kernels.cpp._top_k import top_k as top_k
 from funcrec.kernels.cpp._update import MOST_SLOTS as MOST_SLOTS
 from funcrec.kernels.cpp._update import coalesce as coalesce

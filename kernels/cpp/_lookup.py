@@ -38,7 +38,7 @@ def pool(
     """f32|f64[n · B, C / n] by the entry point `name`; `described` are the tables, four numbers each."""
     rows, offsets = [r.contiguous() for r in rows], offsets.contiguous()
     dtypes = described[1::4]
-    width = _width(tuple(features), tuple(described[3::4]), len(rows), blocks)
+    width = feature_width(tuple(features), tuple(described[3::4]), len(rows), blocks)
     numbers = _features(described, rows, offsets, in_blocks(features, num_bags, width, blocks), num_bags)
     wide = F64 in dtypes and any(dtypes[t] == F64 for t in features[::INTS_PER_FEATURE])
     width = width // blocks
@@ -55,7 +55,7 @@ def pooled_lookup_weights(
     """f[N], the gradient of the weights: <table[row], d_out[b]> summed over the weighted features that read the id."""
     rows, offsets, d_out = [r.contiguous() for r in rows], offsets.contiguous(), _with_rows(d_out)
     described = described_tables(tables)
-    _width(tuple(features), tuple(described[3::4]), len(rows), of=d_out.shape[1])
+    feature_width(tuple(features), tuple(described[3::4]), len(rows), of=d_out.shape[1])
     numbers = _features(described, rows, offsets, features, d_out.shape[0])
     d_weights = torch.empty(weights.shape, dtype=torch.float64 if weights.dtype == torch.float64 else torch.float32)
     numbers += (*bounds(offsets), *reals(d_weights), *matrix(d_out))
@@ -124,7 +124,7 @@ def _features(
 
 
 @functools.lru_cache(maxsize=1024)
-def _width(
+def feature_width(
     features: tuple[int, ...], dims: tuple[int, ...], num_buffers: int, blocks: int = 1, of: int | None = None
 ) -> int:
     """The columns that features cover, each once, none across two of the

@@ -38,7 +38,11 @@ def call(name: str, numbers: list[int]) -> None:
     """Run the entry point `funcrec_<name>` with torch's number of threads."""
     numbers = (torch.get_num_threads(), *numbers)
     packed = struct.pack(f"{len(numbers)}q", *numbers)  # a quarter of the time of array("q", numbers)
-    status = _entry(name)(packed)
+    finish(name, _entry(name)(packed))
+
+
+def finish(name: str, status: int) -> None:
+    """Nothing where an entry point gave 0; else what went wrong, raised."""
     if status == 1:
         raise MemoryError(f"funcrec.kernels.cpp.{name}: no memory")
     if status == 3:
@@ -60,13 +64,15 @@ def fail(call: str, what: str, got: object, need: str, attempt: str, error: type
 def check(x: Tensor, dims: int, dtypes: Sequence[torch.dtype]) -> int:
     """The address of a tensor whose numbers the compiled object may read as they lie in memory."""
     at = x.data_ptr() if x.is_cpu else 0
-    if x.dtype in dtypes and x.dim() == dims and x.is_cpu and not at % x.itemsize:
+    if x.dtype in dtypes and x.dim() == dims and x.is_cpu and not at % x.itemsize and (at or not x.numel()):
         return at
     got, names = f"{x.dtype}{list(x.shape)} on {x.device}", ", ".join(map(str, dtypes))
     if x.dtype not in dtypes or not x.is_cpu:
         fail("call", "a tensor is of another kind.", got, f"{names} on cpu", f"x.to({dtypes[0]})", TypeError)
     if x.dim() != dims:
         fail("call", "a tensor has another number of dimensions.", got, str(dims), "see its contract in ops")
+    if not at:
+        fail("call", "a tensor's memory was given away.", got, "memory", "a tensor whose storage was not resized")
     fail("call", "numbers lie across their addresses.", f"{got} at {at}", f"a multiple of {x.itemsize}", "x.clone()")
 
 
@@ -96,7 +102,7 @@ def _addresses(xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[int]
     """`check` of matrices of floats, all at once where addresses fit any number."""
     if all(map(_is_cpu, xs)) and {*map(Tensor.dim, xs)} == {2} and _FLOATS.issuperset(dtypes):
         found = [*map(Tensor.data_ptr, xs)]
-        if not functools.reduce(operator.or_, found) % 8:
+        if all(found) and not functools.reduce(operator.or_, found) % 8:
             return found
     return [check(x, 2, FLOATS) for x in xs]
 

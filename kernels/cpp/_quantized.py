@@ -1,10 +1,12 @@
 """Quantised rows in C++ (csrc/quantized.h, csrc/codes.h)."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
-from funcrec.kernels.cpp._lookup import pool
-from funcrec.kernels.cpp._native import _dtype, _is_cpu, call, check, empty, fail, ints, matrix, table
+from funcrec.kernels.cpp._lookup import F32, INTS_PER_FEATURE, feature_width, pool
+from funcrec.kernels.cpp._native import ABSENT, _dtype, _is_cpu, call, check, empty, fail, ints, matrix, table
+from funcrec.kernels.cpp._planned import INTS, OUT, ROWS, Plan, Slot, find, plan_of, ran
 from funcrec.kernels.forms import CODE_BITS, check_coded, check_tables, row_bytes
 from funcrec.kernels.memory import empty_table
 from torch import Tensor
@@ -24,7 +26,62 @@ def quantized_lookup(
     dims: list[int],
 ) -> Tensor:
     """f32[B, C]: `pooled_lookup` of what the rows stand for."""
+    if weights is None:
+        out = planned_lookup(tables, rows, offsets, features, num_bags, bits, dims)
+        if out is not None:
+            return out
     return pool("quantized_lookup", _described(tables, bits, dims), rows, offsets, weights, features, num_bags)
+
+
+def planned_lookup(
+    tables: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    offsets: Tensor,
+    features: Sequence,
+    num_bags: int,
+    bits: Sequence[int],
+    dims: Sequence[int],
+) -> Tensor | None:
+    """`quantized_lookup` of features without weights in tables that are all of codes, None of what has to be looked at
+    closer. The features are records, or the seven numbers of each one after the other."""
+    plan = find(_plans, (len(tables), len(rows), num_bags, features, bits, dims), _plan)
+    if plan is None:
+        return None
+    out = empty(plan.shape, torch.float32)
+    return out if ran(plan, [*tables, *rows, offsets, out]) else None
+
+
+_plans: list[Plan] = []
+
+
+def _plan(
+    num_tables: int, num_buffers: int, num_bags: int, features: Sequence, bits: Sequence[int], dims: Sequence[int]
+) -> Plan | None:
+    dtypes, widths = _forms(tuple(bits), tuple(dims))
+    if num_bags < 0 or len(dtypes) != num_tables:
+        return None
+    flat = [int(n) for f in features for n in (f if isinstance(f, tuple) else (f,))]
+    if any(flat[5::INTS_PER_FEATURE]):
+        return None
+    try:
+        width = feature_width(tuple(flat), tuple(dims), num_buffers)
+    except ValueError:
+        return None
+    array, slots = [0, num_tables], []
+    for dtype, dim, size in zip(dtypes, dims, widths, strict=True):
+        slots.append(Slot(len(array), ROWS, size))
+        array += 0, dtype, 0, dim
+    array.append(num_buffers)
+    for _ in range(num_buffers):
+        slots.append(Slot(len(array), INTS, 0))
+        array += 0, 0, 0
+    array += len(flat) // INTS_PER_FEATURE, *flat
+    slots.append(Slot(len(array), INTS, max(flat[2::INTS_PER_FEATURE]) + num_bags + 1 if flat else 1))
+    array += 0, 0, 0, *ABSENT, num_bags, width, F32
+    slots.append(Slot(len(array), OUT, width, torch.float32))
+    array.append(0)
+    own = [x if type(x) is tuple else [*x] for x in (features, bits, dims)]  # a caller's list may be changed
+    return plan_of((num_tables, num_buffers, num_bags, *own), "quantized_lookup", array, slots, (num_bags, width))
 
 
 def quantized_rows(table_: Tensor, rows: Tensor, bits: int, dim: int) -> Tensor:
@@ -62,9 +119,9 @@ def _described(tables: list[Tensor], bits: list[int], dims: list[int]) -> list[i
         shapes = [x.shape for x in tables]
         if {*map(_dtype, tables)} == {torch.uint8} and {*map(len, shapes)} == {2}:
             num_rows, found = zip(*shapes)
-            if found == widths:
+            if found == widths and all(addresses := [*map(Tensor.data_ptr, tables)]):
                 out = [0] * (4 * len(tables))
-                out[::4], out[1::4], out[2::4], out[3::4] = map(Tensor.data_ptr, tables), numbers, num_rows, dims
+                out[::4], out[1::4], out[2::4], out[3::4] = addresses, numbers, num_rows, dims
                 return out
     check_tables("cpp.quantized_lookup", tables, bits, dims)
     return [n for x, b, dim in zip(tables, bits, dims, strict=True) for n in _one(x, b, dim)]

@@ -2,6 +2,7 @@
 #include "abi.h"
 #include "jagged.h"
 #include "lookup.h"
+#include "objects.h"
 #include "owners.h"
 #include "parallel.h"
 #include "rows.h"
@@ -16,6 +17,17 @@ FUNCREC_EXPORT int64_t funcrec_abi() { return ABI; }
 FUNCREC_EXPORT int64_t funcrec_formulas() { return FORMULAS; }
 
 FUNCREC_EXPORT void funcrec_start(int64_t gomp_parallel_address) { start_parallel(gomp_parallel_address); }
+
+// What `planned` calls of Python and torch: the addresses of an Interpreter.
+FUNCREC_EXPORT void funcrec_python(const int64_t* addresses) { std::memcpy(&interpreter(), addresses, sizeof(Interpreter)); }
+
+FUNCREC_EXPORT int64_t funcrec_planned(int64_t (*entry)(const int64_t*), void* list, const int64_t* plan, int64_t threads) {
+  try {
+    return planned(entry, list, plan, threads);
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
 
 // The best instruction set of this processor: 4 and 3 for x86-64-v4 and -v3, else 0.
 FUNCREC_EXPORT int64_t funcrec_level() {

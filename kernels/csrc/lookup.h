@@ -21,7 +21,7 @@ constexpr int64_t FAR = 64;          // rows between the fetch into L2 and the s
 constexpr int64_t NEAR_BYTES = 4096;  // bytes of rows between the touch and the sum
 constexpr uint64_t RING = 128;       // a power of two above FAR
 constexpr int MAX_VECTORS = 8;       // accumulators of a panel: AVX has 16 registers
-constexpr int64_t MIN_STREAM = 2 << 20;  // bytes of output above which it is written past the caches
+constexpr int64_t MIN_STREAM = 8 << 20;  // bytes of output above which it is written past the caches: a smaller one is still in them when it is read
 constexpr int64_t MIN_WORK = 32768;  // elements below which one thread is faster
 
 // What a row outside its table reads: a panel of zeros of any type.
@@ -237,7 +237,8 @@ inline std::vector<Feature> read_features(Reader& in) {
   std::vector<Vector> rows(in.number());
   for (Vector& r : rows) r = in.vector();
   std::vector<Feature> features;
-  for (int64_t n = in.number(); n > 0; n--) {
+  int64_t n = in.number();
+  for (features.reserve(n); n > 0; n--) {
     const Table t = tables[in.number()];
     const Ints ids(rows[in.number()]);
     const int64_t first_bag = in.number(), max_length = in.number();

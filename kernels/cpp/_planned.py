@@ -1,0 +1,100 @@
+"""Calls whose tensors are described in C++ (csrc/objects.h): Python needs a third of a microsecond to ask one of them.
+
+    ran(plan, tensors)          plan: a call without its tensors, which a caller keeps; of tensors nothing is kept
+
+What is not as in nearly all calls (another dtype, device, layout, a short buffer) is not run: the caller then describes
+its tensors in Python, which converts them or says what is wrong.
+"""
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from funcrec.kernels.cpp import _native
+from torch import Tensor
+
+ROWS, INTS, OUT = range(3)  # Slot::Form of csrc/objects.h
+KINDS = {  # DLPack's dtypes: code << 8 | bits
+    torch.uint8: 1 << 8 | 8, torch.float32: 2 << 8 | 32, torch.float64: 2 << 8 | 64, torch.float16: 2 << 8 | 16,
+    torch.bfloat16: 4 << 8 | 16, torch.int64: 64,
+}  # fmt: skip
+LOOK_CLOSER = 4
+MOST = 16  # plans of an operation that are kept
+
+
+class Slot(NamedTuple):
+    """Where in a call's array a tensor is told of: ROWS, any number of them, of `size` columns; INTS, i32 or i64 [N],
+    N >= size; OUT, rows of which the address is all."""
+
+    place: int
+    form: int
+    size: int
+    dtype: torch.dtype = torch.uint8
+
+
+class Plan(NamedTuple):
+    """static: what it was made of, by which it is found again. name: of the entry point."""
+
+    static: tuple
+    name: str
+    numbers: bytes
+    shape: tuple[int, ...]
+
+
+def plan_of(static: tuple, name: str, array: Sequence[int], slots: Sequence[Slot], shape: tuple[int, ...]) -> Plan:
+    """array: the call's numbers, the first of them the threads; zeros where the slots' are put."""
+    flat = [n for s in slots for n in (*s[:3], KINDS[s.dtype])]
+    packed = len(slots), len(array), *flat, *array
+    return Plan(static, name, struct.pack(f"{len(packed)}q", *packed), shape)
+
+
+def find(plans: list[Plan], static: tuple, make: Callable[..., Plan | None]) -> Plan | None:
+    """The one of `plans` that was made of equal numbers; else make(*static), which is kept in the place of the oldest.
+
+    Equal lists of the same objects, such as a caller's own, are told so without a look at each number.
+    """
+    for plan in plans:
+        if plan.static == static:
+            return plan
+    plan = make(*static)
+    if plan is not None:
+        plans[:] = [plan, *plans[: MOST - 1]]
+    return plan
+
+
+def ran(plan: Plan, tensors: list[Tensor]) -> bool:
+    """Whether the call was made; else nothing was done."""
+    run, entry = _runner(_native.library()._name, plan.name)
+    if run is None:
+        return False
+    status = run(entry, tensors, plan.numbers, torch.get_num_threads())
+    if status == LOOK_CLOSER:
+        return False
+    _native.finish(plan.name, status)
+    return True
+
+
+@functools.lru_cache(maxsize=64)
+def _runner(path: str, name: str) -> tuple[Callable | None, int]:
+    """funcrec_planned of the compiled object, and the address of one of its entry points; None where the object is
+    older, or torch has no functions of DLPack's."""
+    loaded, capsule = ctypes.PyDLL(path), getattr(Tensor, "__dlpack_c_exchange_api__", None)  # which keeps the lock
+    if capsule is None or not hasattr(loaded, "funcrec_planned"):
+        return None, 0
+    python = ctypes.pythonapi
+    pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", python))
+    table = pointer(capsule, b"dlpack_exchange_api")
+    borrow = ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p))[5]  # behind a version, an older table, three functions
+    if ctypes.cast(table, ctypes.POINTER(ctypes.c_uint32))[0] != 1 or not borrow:
+        return None, 0
+    address = lambda function: ctypes.cast(function, ctypes.c_void_p).value
+    names = "PyList_GetItem", "PyObject_Type", "Py_DecRef", "PyErr_Clear", "PyEval_SaveThread", "PyEval_RestoreThread"
+    given = id(Tensor), borrow, *(address(getattr(python, n)) for n in names)
+    loaded.funcrec_python(struct.pack(f"{len(given)}q", *given))
+    run = loaded.funcrec_planned
+    run.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p, ctypes.c_int64]
+    run.restype = ctypes.c_int64
+    return run, address(getattr(loaded, f"funcrec_{name}"))
