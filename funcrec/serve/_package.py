@@ -6,7 +6,7 @@ package(batch) = predict(params, batch)          params: those of `package.versi
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -17,15 +17,18 @@ from torch import Tensor
 from funcrec.checkpoint import load
 from funcrec.core import Count, Problem, check, describe, fail, has_tracked, is_wrapped, tree_leaves, typed
 from funcrec.data import Encoding, encode
+from funcrec.jagged import KeyedJaggedTensor
 from funcrec.kernels import library
+from funcrec.kernels.tracked import is_bare
 from funcrec.serve._apply import applied, permits
 from funcrec.serve._chain import follow
 from funcrec.serve._manifest import AGAIN, ENCODING, MANIFEST, MODEL, read_manifest, sha256_of
 from funcrec.serve._trace import SINGLE, Form
-from funcrec.serve._weights import DTYPES, mapped, read_weights
+from funcrec.serve._weights import DTYPES, mapped, memory_of, read_weights
 from funcrec.tables import Batch, batch_parts
 
 LOAD, CALL, SWAP, ENCODE = "funcrec.load_package", "funcrec.Package", "funcrec.Package.swap", "funcrec.Package.encode"
+INTS = (torch.int32, torch.int64)
 ROWS = {"memory_format": torch.contiguous_format}  # of a view that has one row for all bags, one for each
 APPLY, FOLLOW = "funcrec.Package.apply", "funcrec.Package.follow"
 
@@ -96,18 +99,21 @@ class Package:
     def __call__(self, batch: Batch) -> Tensor | dict[str, Tensor]:
         """What `predict` gives: a tensor [B, ...], or {name: tensor}. Label and weight of the batch are not read."""
         manifest, form, run, free, *_ = self._opened
-        check(CALL, batch_problems(batch, manifest, form))
+        if not is_usual(batch, manifest, form):
+            check(CALL, batch_problems(batch, manifest, form))
         ids = batch.ids if batch.ids.keys == form.keys else batch.ids.permute(form.keys)
         tensors = form.inputs(Batch(ids, dense=batch.dense))
         if ids.num_bags == 0:  # programs are made for one bag or more
             out = [torch.empty(0, *x["shape"][1:], dtype=DTYPES[x["dtype"]]) for x in manifest["outputs"]]
         else:
             weights = self._weights  # all of one version
-            given = [*weights.tensors.values(), *tensors]
+            memory = weights.memory.union(map(memory_of, tensors))
             take, give = permits(free, 1)
             try:
                 take()
-                out = own(run(given), given)
+                with torch._C._AutoDispatchBelowAutograd():  # nothing is tracked, and each operator would look
+                    out = run([*weights.tensors.values(), *tensors])
+                out = own(out, memory)
             finally:
                 give()
         names = [x["name"] for x in manifest["outputs"]]
@@ -205,10 +211,9 @@ def load_package(path: str | os.PathLike, *, threads: Count = 1, checksums: bool
     return Package(Opened(manifest, form, program.run, free, encoding, threads, threading.Lock()), weights)
 
 
-def own(out: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+def own(out: Sequence[Tensor], memory: Collection[int]) -> list[Tensor]:
     """Answers in memory of their own, not in that of weights or of a batch: what is written to one changes no other."""
-    memory = {x.untyped_storage().data_ptr() for x in given}
-    return [x.clone(**ROWS) if x.untyped_storage().data_ptr() in memory else x.contiguous() for x in out]
+    return [x.clone(**ROWS) if memory_of(x) in memory else x.contiguous() for x in out]
 
 
 def form_of_manifest(manifest: Mapping) -> Form:
@@ -246,6 +251,26 @@ def other_problems(folder: Path, need: str) -> Iterator[Problem]:
         got = f"{type(error).__name__}: {error}"
     if got != need:
         yield Problem(f"`{folder}` is a package of another program.", f"digest {got}", need, "fr.load_package(path)")
+
+
+def is_usual(batch: Any, manifest: Mapping, form: Form) -> bool:
+    """Whether a batch is as nearly all are, and fits; of others `batch_problems`, in ten times the time, says what is
+    wrong, or nothing."""
+    ids, dense = getattr(batch, "ids", None), getattr(batch, "dense", None)
+    if type(batch) is not Batch or type(ids) is not KeyedJaggedTensor or ids.keys != form.keys or form.weighted:
+        return False
+    if ids.unweighted or any(x is not None for x in (ids.weights, ids.inverse, ids.strides, batch.label, batch.weight)):
+        return False
+    values, offsets = ids.values, ids.offsets
+    if not is_bare([values, offsets] if dense is None else [values, offsets, dense]):
+        return False
+    if not (values.dtype in INTS and offsets.dtype in INTS and values.dim() == offsets.dim() == 1):
+        return False
+    bags, rest = divmod(offsets.shape[0] - 1, len(form.keys))
+    if rest or not 0 <= bags <= manifest["max_batch"] or values.shape[0] > manifest["max_ids"]:
+        return False
+    got = None if dense is None else (dense.dtype, dense.shape, dense.requires_grad)
+    return got == (None if form.dense is None else (torch.float32, (bags, form.dense), False))
 
 
 def batch_problems(batch: Any, manifest: Mapping, form: Form) -> Iterator[Problem]:

@@ -33,12 +33,13 @@ DIGIT = re.compile(r'("digest": )"[0-9a-f]{64}"')
 
 
 class Weights(NamedTuple):
-    """Tensors by name, the version that they are of, and whence they are."""
+    """Tensors by name, the version that they are of, whence they are, and where their memory begins."""
 
     tensors: dict[str, Tensor]
     version: str
     file: BinaryIO
     entries: list[dict]
+    memory: frozenset[int]
     is_changed: bool = False  # in this process's memory, by deltas
 
 
@@ -91,7 +92,12 @@ def read_weights(call: str, folder: Path, wanted: Sequence[dict], *, checksums: 
     tensors = mapped(file, entries)
     if checksums:
         check(call, value_problems(folder / WEIGHTS, entries, tensors))
-    return Weights(tensors, index["version"], file, entries)
+    return Weights(tensors, index["version"], file, entries, frozenset(map(memory_of, tensors.values())))
+
+
+def memory_of(x: Tensor) -> int:
+    """Where the storage of a tensor begins."""
+    return x.untyped_storage().data_ptr()
 
 
 def read_index(call: str, path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import funcrec as fr
+from funcrec.serve import _package
 from funcrec.serve._apply import permits
 
 pytestmark = pytest.mark.xdist_group("packages")
@@ -52,7 +53,7 @@ def test_packages_are_not_staged(path):
 
 
 def test_an_interrupted_call_gives_its_permit_back(path):
-    """Wherever Ctrl-C meets a call, the package answers the next one."""
+    """Wherever Ctrl-C meets a call, the package answers the next one, and derivatives are followed as before."""
     package = fr.load_package(path)
 
     def interrupt(*_):
@@ -72,6 +73,40 @@ def test_an_interrupted_call_gives_its_permit_back(path):
     answered = threading.Event()
     threading.Thread(target=lambda: (package(EXAMPLE), answered.set()), daemon=True).start()
     assert met and answered.wait(10)
+    w = torch.ones(3, requires_grad=True)
+    (2 * w).sum().backward()
+    assert torch.equal(w.grad, torch.full((3,), 2.0))
+
+
+def test_most_batches_are_not_looked_at_closely(path, monkeypatch):
+    """A batch that fits as nearly all do is found to fit without the search for what is wrong with it; any other one is
+    searched, and its answer has the same bits. Answers are plain tensors, that derivatives may go through."""
+    package, searched = fr.load_package(path), []
+    search = _package.batch_problems
+    monkeypatch.setattr(_package, "batch_problems", lambda *args: searched.append(args) or search(*args))
+    w = torch.ones(2, requires_grad=True)
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with mode():
+            want = package(EXAMPLE)["x"]
+        assert not searched and not want.requires_grad
+    (package(EXAMPLE)["x"] * w).sum().backward()
+    assert torch.equal(w.grad, want)
+    ids, dense = EXAMPLE.ids, EXAMPLE.dense
+    for own in (
+        fr.Batch(fr.KeyedJaggedTensor(ids.values.int(), ids.offsets.int(), keys=ids.keys), dense=dense),
+        fr.Batch(ids, dense=dense.T.contiguous().T),
+        fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": []}), dense=dense[:0]),
+    ):
+        assert torch.equal(package(own)["x"], want[: own.ids.num_bags]) and not searched
+    for own in (
+        fr.Batch(fr.KeyedJaggedTensor(ids.values.float(), ids.offsets, keys=ids.keys), dense=dense),
+        fr.Batch(ids, torch.ones(2), dense),
+    ):
+        searched.clear()
+        assert torch.equal(package(own)["x"], want) and searched
+    for wrong in (None, torch.ones(2, 4), torch.ones(3, 3), dense.double(), dense.clone().requires_grad_()):
+        with pytest.raises((TypeError, ValueError), match=r"funcrec\.Package: "):
+            package(fr.Batch(ids, dense=wrong))
 
 
 def test_permits_taken_in_part_come_back():
