@@ -22,7 +22,7 @@ import funcrec as fr
 NUM_TABLES, NUM_DENSE = 26, 13
 DENSE_LR = 0.01
 DENSE_PARTS = {"dlrm": DLRMDense, "dcnv2": DCNDense}
-DENSE_OPTIMIZERS = {"dlrm": torch.optim.SGD, "dcnv2": torch.optim.Adagrad}
+DENSE_OPTIMIZERS = {"dlrm": torch.optim.SGD, "dcnv2": torch.optim.Adagrad, "deepfm": torch.optim.SGD}
 
 
 def make_model(case: StepCase, tiny: bool) -> fr.models.Model:

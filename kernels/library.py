@@ -266,14 +266,15 @@ def define(
     *,
     in_place: Callable | None = None,
     stacked: Sequence[str] = (),
+    layout: torch.Tag = torch.Tag.needs_fixed_stride_order,
 ) -> None:
     """An operator `torch.ops.<namespace>.<name>`; `in_place` takes the
     same arguments and writes to the first, lists of tensors.
 
-    stacked: the names of its arguments, if it takes stacks.
+    stacked: the names of its arguments, if it takes stacks. layout: what compiled programs must keep of its arguments'.
     """
     library = _libraries.get(namespace) or _libraries.setdefault(namespace, torch.library.Library(namespace, "DEF"))
-    library.define(name + schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
+    library.define(name + schema, tags=(layout, torch.Tag.pt2_compliant_tag))
     library.impl(name, run, "CPU")
     _functions[f"{namespace}::{name}"] = run
     library.impl(name, run, "CUDA")

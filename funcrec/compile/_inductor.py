@@ -24,6 +24,7 @@ from torch import Tensor
 
 from funcrec.compile._code import Generated, generated, load, source
 from funcrec.compile._digest import digest
+from funcrec.compile._onednn import faster_products
 from funcrec.compile._passes import fill_waits
 from funcrec.core import fail
 from funcrec.kernels import files
@@ -83,6 +84,7 @@ def compile_graph(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Calla
     Raises: RuntimeError for loops for a CPU by a torch whose Inductor is known to get them wrong.
     """
     refuse_old_torch(graph)
+    graph = faster_products(graph)
     opened, constants = open_constants(graph)
     arguments = [*constants, *arguments]
     name = digest(opened, arguments, OPTIONS)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from funcrec.compile._inductor import PATCHING
+from funcrec.compile._onednn import onednn
 
 LINEAR = torch.ops.aten.linear.default
 MANY = 32  # rows, and what they are a multiple of
@@ -46,10 +47,6 @@ def is_worth_it(product: torch.fx.Node) -> bool:
     plain = x.dim() == w.dim() == 2 and b.dim() == 1 and all(v.device.type == "cpu" for v in values)
     fixed = plain and all(isinstance(n, int) for n in (*w.shape, *b.shape))
     return fixed and w.numel() >= LEAST and isinstance(x.shape[0], torch.SymInt)
-
-
-def onednn() -> Callable:
-    return torch.ops.mkldnn._linear_pointwise.default  # not in every build of torch
 
 
 def in_steps(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor]:
