@@ -14,6 +14,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pipeline_peer
@@ -51,25 +52,36 @@ def batch_of(number: int, rank: int):
     return fr.Batch(ids, torch.randint(2, (BATCH,), generator=g).float())
 
 
+def problem(mesh: fr.Mesh, steps: int) -> tuple[Callable, list]:
+    """(() -> a step and its first state, this rank's batches)."""
+    plan = fr.Plan.uniform("row_wise", {c.name: (ROWS, DIM) for c in CONFIGS}, mesh)
+    kind = {"sparse": fr.optim.rowwise_adagrad(0.05), "dense": fr.optim.dense(torch.optim.Adam, lr=1e-3)}
+    dense = {"w": torch.linspace(-1, 1, TABLES * DIM * 64).sin().reshape(-1, 64) / 8, "v": torch.linspace(-1, 1, 64)}
+
+    def start():
+        step = fr.train_step(loss_fn, **kind, mesh=mesh, plan=plan)
+        return step, step.init(fr.Params(fr.init(fr.key(0), CONFIGS), {k: x.clone() for k, x in dense.items()}))
+
+    return start, [batch_of(i, mesh.coordinates["x"]) for i in range(steps)]
+
+
+def plain(step: Callable, state: fr.TrainState, batches: list) -> Iterator[tuple]:
+    for batch in batches:
+        state, metrics = step(state, batch)
+        yield state, metrics
+
+
 def one_rank(late_s: float, work_s: float, steps: int) -> dict:
     torch.set_num_threads(1)
     mesh = fr.Mesh.distributed(x=2)
     library.define("bench_pipeline", "late", "(Tensor x, float s) -> Tensor", late, lambda x, s: torch.empty_like(x))
     send = _route.all_to_all
     _route.all_to_all = lambda xs, axes: send(tuple(torch.ops.bench_pipeline.late(x, late_s) for x in xs), axes)
-    plan = fr.Plan.uniform("row_wise", {c.name: (ROWS, DIM) for c in CONFIGS}, mesh)
-    kind = {"sparse": fr.optim.rowwise_adagrad(0.05), "dense": fr.optim.dense(torch.optim.Adam, lr=1e-3)}
-    dense = {"w": torch.linspace(-1, 1, TABLES * DIM * 64).sin().reshape(-1, 64) / 8, "v": torch.linspace(-1, 1, 64)}
-    batches = [batch_of(i, mesh.coordinates["x"]) for i in range(steps)]
+    step_of, batches = problem(mesh, steps)
 
     def start():
-        step = fr.jit(fr.train_step(loss_fn, **kind, mesh=mesh, plan=plan), donate=("state",))
-        return step, step.init(fr.Params(fr.init(fr.key(0), CONFIGS), {k: x.clone() for k, x in dense.items()}))
-
-    def plain(step, state, batches):
-        for batch in batches:
-            state, metrics = step(state, batch)
-            yield state, metrics
+        step, state = step_of()
+        return fr.jit(step, donate=("state",)), state
 
     def timed(run):
         losses, times, state = [], [time.perf_counter()], None
@@ -95,33 +107,40 @@ def one_rank(late_s: float, work_s: float, steps: int) -> dict:
     return out | {"routed_bytes": pipe.routed_bytes}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--late-ms", type=float, default=50.0)
-    parser.add_argument("--work-ms", type=float, default=60.0)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "pipeline.jsonl")
-    args = parser.parse_args()
+def row_of(ranks: list[dict], late_s: float, work_s: float, steps: int) -> dict:
     with RankPool(2, timeout_s=300) as pool:
-        ranks = pool.run(one_rank, args.late_ms / 1e3, args.work_ms / 1e3, args.steps, deadline_s=1200)
-    if not all(r["is_same"] for r in ranks):
-        raise SystemExit("red: a pipeline that is not the plain loop gives no number")
-    with RankPool(2, timeout_s=300) as pool:
-        how = (args.late_ms / 1e3, args.work_ms / 1e3, args.steps, (TABLES, ROWS, DIM, BATCH, IDS))
+        how = (late_s, work_s, steps, (TABLES, ROWS, DIM, BATCH, IDS))
         theirs = pool.run(pipeline_peer.one_rank, *how, deadline_s=600)[0]
     first = ranks[0]
     plain, piped = statistics.median(first["plain_ms"]), statistics.median(first["pipeline_ms"])
-    row = {
-        "late_ms": args.late_ms, "work_ms": args.work_ms, "steps": args.steps, "is_same": True,
+    return {
         "plain_ms": spread(first["plain_ms"]), "pipeline_ms": spread(first["pipeline_ms"]),
-        "ratio": digits(plain / piped), "hidden_share": digits((plain - piped) / args.late_ms),
+        "ratio": digits(plain / piped), "hidden_share": digits(1e-3 * (plain - piped) / late_s) if late_s else None,
         "torchrec_plain_ms": spread(theirs["plain_ms"]), "torchrec_pipeline_ms": spread(theirs["pipeline_ms"]),
-        "routed_bytes": first["routed_bytes"], "torch": torch.__version__, "load": os.getloadavg()[0],
+        "routed_bytes": first["routed_bytes"],
     }  # fmt: skip
+
+
+def main(one_rank: Callable, row_of: Callable, *, steps: int) -> None:
+    """Two ranks' one_rank(late_s, work_s, steps) and, if they say that all `is_same`, a row of what row_of makes of
+    them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--late-ms", type=float, default=50.0)
+    parser.add_argument("--work-ms", type=float, default=60.0)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "pipeline.jsonl")
+    args = parser.parse_args()
+    how = args.late_ms / 1e3, args.work_ms / 1e3, args.steps
+    with RankPool(2, timeout_s=300) as pool:
+        ranks = pool.run(one_rank, *how, deadline_s=1200)
+    if not all(r["is_same"] for r in ranks):
+        raise SystemExit("red: a pipeline that is not its loop gives no number")
+    row = {"late_ms": args.late_ms, "work_ms": args.work_ms, "steps": args.steps, "is_same": True}
+    row |= row_of(ranks, *how) | {"torch": torch.__version__, "load": os.getloadavg()[0]}
     with args.out.open("a") as file:
         file.write(json.dumps(row) + "\n")
     print(json.dumps(row, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    main(one_rank, row_of, steps=100)

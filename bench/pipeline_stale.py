@@ -9,22 +9,17 @@ loop that reads the tables before the last update, bit for bit; red, there is no
 each with its own first batches left out.
 """
 
-import argparse
 import itertools
-import json
-import os
 import statistics
 import time
-from pathlib import Path
 
 import torch
 from funcrec.kernels import library
 from measure import digits, spread
-from pipeline import CONFIGS, DIM, ROUND, ROWS, TABLES, batch_of, loss_fn
+from pipeline import ROUND, main, plain, problem
 
 import funcrec as fr
 from funcrec.sharding import _combine, _route
-from funcrec.testing import RankPool
 from funcrec.train import stale_of
 
 
@@ -57,19 +52,7 @@ def make_links_late(seconds: float) -> None:
 def one_rank(late_s: float, work_s: float, steps: int) -> dict:
     torch.set_num_threads(1)
     mesh = fr.Mesh.distributed(x=2)
-    plan = fr.Plan.uniform("row_wise", {c.name: (ROWS, DIM) for c in CONFIGS}, mesh)
-    kind = {"sparse": fr.optim.rowwise_adagrad(0.05), "dense": fr.optim.dense(torch.optim.Adam, lr=1e-3)}
-    dense = {"w": torch.linspace(-1, 1, TABLES * DIM * 64).sin().reshape(-1, 64) / 8, "v": torch.linspace(-1, 1, 64)}
-    batches = [batch_of(i, mesh.coordinates["x"]) for i in range(steps)]
-
-    def start():
-        step = fr.train_step(loss_fn, **kind, mesh=mesh, plan=plan)
-        return step, step.init(fr.Params(fr.init(fr.key(0), CONFIGS), {k: x.clone() for k, x in dense.items()}))
-
-    def plain(step, state, batches):
-        for batch in batches:
-            state, metrics = step(state, batch)
-            yield state, metrics
+    start, batches = problem(mesh, steps)
 
     def written(step, state, batches):
         """The plain loop with a stale pipeline's staleness: it keeps the tables before the last update."""
@@ -116,31 +99,17 @@ def one_rank(late_s: float, work_s: float, steps: int) -> dict:
     return out | {"held_bytes": stale.held_bytes, "routed_bytes": pipe.routed_bytes}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--late-ms", type=float, default=50.0)
-    parser.add_argument("--work-ms", type=float, default=60.0)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "pipeline.jsonl")
-    args = parser.parse_args()
-    with RankPool(2, timeout_s=300) as pool:
-        ranks = pool.run(one_rank, args.late_ms / 1e3, args.work_ms / 1e3, args.steps, deadline_s=900)
-    if not all(r["is_same"] for r in ranks):
-        raise SystemExit("red: a pipeline that is not its loop gives no number")
+def row_of(ranks: list[dict], late_s: float, work_s: float, steps: int) -> dict:
     first = ranks[0]
     ms = {name: statistics.median(first[f"{name}_ms"]) for name in ("plain", "pipeline", "stale")}
-    row = {
-        "case": "stale", "late_ms": args.late_ms, "work_ms": args.work_ms, "steps": args.steps, "is_same": True,
+    return {
+        "case": "stale",
         **{f"{name}_{what}": spread(first[f"{name}_{what}"]) for what in ("ms", "cpu_ms") for name in ms},
         "ratio_to_plain": digits(ms["plain"] / ms["stale"]), "ratio_to_pipeline": digits(ms["pipeline"] / ms["stale"]),
-        "hidden_share": digits((ms["pipeline"] - ms["stale"]) / args.late_ms) if args.late_ms else None,
+        "hidden_share": digits(1e-3 * (ms["pipeline"] - ms["stale"]) / late_s) if late_s else None,
         "held_bytes": first["held_bytes"], "routed_bytes": first["routed_bytes"],
-        "torch": torch.__version__, "load": os.getloadavg()[0],
     }  # fmt: skip
-    with args.out.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-    print(json.dumps(row, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    main(one_rank, row_of, steps=60)
