@@ -6,8 +6,8 @@ What is rounded is a copy of those rows, which is then read in their place; grad
 Shapes: n ranks, C rows in a block, D dim.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +15,19 @@ from torch import Tensor
 from funcrec.core import replace
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.mesh import axis_index
-from funcrec.quantized import CODES, FakeQuantizedTables, as_stored, row_keys
+from funcrec.quantized import FakeQuantizedTables, as_stored, row_keys
 from funcrec.sharding._lanes import Routes
 from funcrec.sharding._layout import Bank, Layout
 from funcrec.sharding._lookup import read_sharded
 from funcrec.tables import FeatureConfig, Read, gather_rows
+
+
+class Owned(NamedTuple):
+    """Of N rows of a bank which are a table's, and which of its rows they would be."""
+
+    table: str
+    is_here: Tensor
+    rows: Tensor
 
 
 def read_fake(
@@ -34,18 +42,29 @@ def read_fake(
         for b in routes.lanes_of_banks:
             rows = routed.rows_of(b, routes).long()
             x = gather_rows(fake.tables.banks[b.name], rows, implementation=implementation)
-            dtype = next(dtypes[s.table] for s in layout.shards if layout.banks[s.bank] == b)
-            keys = () if fake.rounding is None or dtype not in CODES else (bank_keys(fake.rounding, layout, b, rows),)
-            copies[b.name] = as_stored(x, dtype, *keys)
+            copies[b.name] = rounded_copy(x, b, list(owners(layout, b, rows)), dtypes, fake.rounding)
         places = torch.arange(routed.rows.shape[0], device=routed.rows.device)
         return copies, replace(routed, rows=torch.where(routed.rows < 0, -1, places))
 
     return read_sharded(fake.tables, ids, tuple(features), implementation, rounded)
 
 
-def bank_keys(key: Tensor, layout: Layout, bank: Bank, rows: Tensor) -> Tensor:
-    """i64[N]: what this rank's rows of a bank are rounded by, wherever they lie: the keys of their tables' rows."""
-    keys = torch.zeros_like(rows)
+def rounded_copy(
+    x: Tensor, bank: Bank, owned: Sequence[Owned], dtypes: Mapping[str, str], key: Tensor | None
+) -> Tensor:
+    """Rows f[N, D] of a bank, each as its table's dtype stores it; zeros, of no table, are zeros of all dtypes."""
+    keys = () if key is None else (torch.zeros_like(owned[0].rows),)
+    for own in owned if keys else ():
+        keys = (torch.where(own.is_here, *row_keys(key, own.table, own.rows, bank.dim), *keys),)
+    by_dtype = {dtypes[own.table]: as_stored(x, dtypes[own.table], *keys) for own in owned}
+    out = by_dtype[dtypes[owned[0].table]]
+    for own in owned if len(by_dtype) > 1 else ():
+        out = torch.where(own.is_here[:, None], by_dtype[dtypes[own.table]], out)
+    return out
+
+
+def owners(layout: Layout, bank: Bank, rows: Tensor) -> Iterator[Owned]:
+    """Of this rank's rows i64[N] of a bank, for each table that has some there, on this rank or on others."""
     of_rank = lambda x: (
         x.to(rows.device).index_select(0, axis_index(bank.axes)[None]) if bank.axes else x.to(rows.device)
     )
@@ -56,6 +75,4 @@ def bank_keys(key: Tensor, layout: Layout, bank: Bank, rows: Tensor) -> Tensor:
         for i, (r, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
             starts[r], firsts[r] = start, i * s.part
         at = rows - of_rank(starts)
-        (own,) = row_keys(key, s.table, at + of_rank(firsts), bank.dim)
-        keys = torch.where((at >= 0) & (at < s.part), own, keys)
-    return keys
+        yield Owned(s.table, (at >= 0) & (at < s.part), at + of_rank(firsts))

@@ -220,7 +220,12 @@ def gather_banks(layout: Layout, banks: Mapping[str, Tensor], mesh: Mesh) -> dic
 def sharded_problems(tables: ShardedTables, dtype: Any, key: Tensor | None) -> Iterator[Problem]:
     """Rows that are whole where they lie, of one dtype in a bank; a key says nothing of rows in other places."""
     hint = "fr.shard_tables(fr.quantize(tables, ...), plan, mesh)"
-    yield from code_problems(tables, named_dtypes(dict(tables.layout.shapes), dtype), hint)
+    named = named_dtypes(dict(tables.layout.shapes), dtype)
+    yield from code_problems(tables, named, hint)
+    for i, b in enumerate(tables.layout.banks):
+        several = {s.table: named[s.table] for s in tables.layout.shards if s.bank == i}
+        if len(set(several.values())) > 1:
+            yield Problem(f"tables of one bank, {b.name!r}, have several dtypes.", f"{several}", "one dtype", hint)
     if key is not None:
         yield Problem("`key` is for tables that are whole.", "a key, and sharded tables", "key=None", hint)
 
@@ -234,10 +239,6 @@ def code_problems(tables: ShardedTables, named: Mapping[str, str], hint: str) ->
         if own[0].last - own[0].first < dim and named[n] in CODES:
             got, need = f"{len(own)} blocks of columns", "rows that are whole on a rank: a row has one scale"
             yield Problem(f"table {n!r} is cut by columns.", got, need, hint)
-    for i, b in enumerate(layout.banks):
-        several = {s.table: named[s.table] for s in layout.shards if s.bank == i}
-        if len(set(several.values())) > 1:
-            yield Problem(f"tables of one bank, {b.name!r}, have several dtypes.", f"{several}", "one dtype", hint)
 
 
 def placed_problems(tables: Any) -> Iterator[Problem]:

@@ -35,6 +35,21 @@ def test_real_ranks_look_up_as_emulated_ones(axes, name, ranks):
         assert_trees_close(got, want, **EXACT)
 
 
+ROUNDED = [({"x": 2}, "table_wise, rounded"), ({"x": 2}, "row_wise, rounded, dedup"), ({"x": 4}, "row_wise, rounded"),
+    ({"x": 2}, "row_wise, rounded, exact, coded"), ({"x": 2, "y": 2}, "table_row_wise, rounded")]  # fmt: skip
+
+
+@pytest.mark.parametrize("axes, name", ROUNDED, ids=str)
+def test_tables_read_as_if_quantised_are_so_under_every_transform(axes, name, ranks):
+    """Sharded tables that are rounded by a key where they lie, to dtypes of their own in one bank, have under every
+    transform what those of one process have; on two gloo ranks, too."""
+    close = lookups.ROUNDED if "coded" in name else EXACT
+    want = lookups.wanted(axes, name)
+    assert_trees_close(lookups.cells(fr.Mesh.emulated(**axes), name), want, **close)
+    for got in ranks(2).run(lookups.real_cells, axes, name) if "dedup" in name else ():
+        assert_trees_close(got, want, **close)
+
+
 @pytest.mark.parametrize(
     "axes, name", [({"x": 2}, "row_wise"), ({"x": 2}, "column_wise"), ({"x": 2, "y": 2}, "grid")], ids=str
 )

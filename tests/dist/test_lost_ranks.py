@@ -23,6 +23,16 @@ def test_a_lost_rank_ends_the_others(way, moment):
     it was, where and why, the other in a line."""
     where, why, within_s = CASES[way, moment]
     told, rank, took = lost_ranks.lost(way, moment)
+    hold_to(told, rank, took, where, why, within_s)
+
+
+def test_a_rank_lost_within_a_stale_pipeline_ends_the_others():
+    """So it is where the next batch's rows are under way: killed behind a step, within `fr.loop.watch`."""
+    told, rank, took = lost_ranks.lost("kill", "step", lost_ranks.run_stale)
+    hold_to(told, rank, took, "ended, last seen in ", GONE, 1.0)
+
+
+def hold_to(told, rank, took, where, why, within_s):
     assert took < within_s + LEAVE_S + SLACK_S, told
     assert sorted(text.count("  got   ") for text in told.values()) == [0, 1], told
     for text in told.values():

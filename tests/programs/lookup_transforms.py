@@ -25,6 +25,10 @@ FEATURES = (
     fr.FeatureConfig("f1", table="b", column="v", pooling="mean"),
     fr.FeatureConfig("f2", table="a", column="v", pooling="mean", weighted=True),
 )
+# of tables that are read as if quantised: two dtypes in a bank, and a key
+ROUNDED_SHAPES = {**SHAPES, "c": (5, 3)}
+ROUNDED_FEATURES = (*FEATURES, fr.FeatureConfig("f3", table="c", column="u", pooling="mean", weighted=True))
+DTYPES, KEY = {"a": "int4", "b": "int2", "c": "bfloat16"}, fr.key(5)
 BAGS = 2  # on each rank
 ONE_AXIS = ("table_wise", "row_wise", "column_wise", "replicated")
 TWO_AXES = (*ONE_AXIS, "table_row_wise", "table_column_wise", "grid")
@@ -42,9 +46,9 @@ class Program(NamedTuple):
     layout: Any
 
 
-def tables():
+def tables(shapes=SHAPES):
     make = lambda i, shape: (torch.arange(shape[0] * shape[1], dtype=torch.float64) * 0.9 + i).sin().reshape(shape)
-    return {n: make(i, s) for i, (n, s) in enumerate(SHAPES.items())}
+    return {n: make(i, s) for i, (n, s) in enumerate(shapes.items())}
 
 
 def batch(n):
@@ -78,8 +82,10 @@ def names(axes):
 def program(name, mesh):
     """The program of that name."""
     n, kind = mesh.size, name.split(", ")[0]
+    is_rounded = "rounded" in name
+    shapes, features = (ROUNDED_SHAPES, ROUNDED_FEATURES) if is_rounded else (SHAPES, FEATURES)
     layout_of = lambda kind: (
-        fr.shard_tables(tables(), fr.Plan.uniform(kind, SHAPES, mesh), fr.Mesh.emulated(**mesh.shape)).layout
+        fr.shard_tables(tables(shapes), fr.Plan.uniform(kind, shapes, mesh), fr.Mesh.emulated(**mesh.shape)).layout
     )
     mine = parts(n)
     weights = torch.stack([p.weights for p in mine])
@@ -89,15 +95,17 @@ def program(name, mesh):
         return combine_program(layout_of("row_wise"), mine)
     layout, codec = layout_of(kind), CODEC if "coded" in name else None
 
+    read = lambda held: fr.fake_quantize(held, DTYPES, key=KEY) if is_rounded else held
+
     def one(x, ids):
         held = fr.ShardedTables(x["banks"], layout, transport_of("exact" in name, "dedup" in name, codec=codec))
-        return fr.lookup(held, with_weights(ids, x["weights"]), FEATURES).values
+        return fr.lookup(read(held), with_weights(ids, x["weights"]), features).values
 
     def whole(x):
-        own = [replace(p, weights=w) for p, w in zip(mine, x["weights"], strict=True)]
-        return torch.stack([fr.lookup(x["banks"], ids, FEATURES, implementation="reference").values for ids in own])
+        own, held = [replace(p, weights=w) for p, w in zip(mine, x["weights"], strict=True)], read(x["banks"])
+        return torch.stack([fr.lookup(held, ids, features, implementation="reference").values for ids in own])
 
-    return Program(one, whole, {"banks": tables(), "weights": weights}, layout)
+    return Program(one, whole, {"banks": tables(shapes), "weights": weights}, layout)
 
 
 def route_program(layout, mine):

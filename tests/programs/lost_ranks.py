@@ -39,12 +39,49 @@ def lose(way, folder):
             time.sleep(60)
 
 
+@contextlib.contextmanager
+def telling(way, folder, rank):
+    """What this rank is told goes to a file."""
+    os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    try:
+        yield
+    except fr.loop.RankLost as error:
+        sys.excepthook(type(error), error, None)
+        sys.stderr.flush()
+        with contextlib.suppress(ProcessLookupError):  # nobody is to wait for one that does not end
+            os.kill(int((folder / "lost").read_text().split()[1]), signal.SIGKILL * (way in ("stop", "hang")))
+        raise
+
+
+def run_stale(way, moment, folder):
+    """A stale pipeline, whose next rows are under way at any time, of which the second rank is lost behind its second
+    step, or in the thread that fetches its fourth batch."""
+    _watch.LEAVE_S = LEAVE_S
+    mesh = fr.Mesh.distributed(data=3, timeout_s=20.0)
+    rank = mesh.coordinates["data"]
+    loss_fn = lambda p, ids: fr.lookup(p.tables, ids, [fr.FeatureConfig("x", table="t")]).values.square().mean()
+    kind = {"sparse": fr.optim.sgd(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
+    step = fr.train_step(loss_fn, **kind, mesh=mesh, plan=fr.Plan({"t": fr.row_wise("data")}))
+    state = step.init(fr.Params({"t": torch.ones(7, 2)}, {}))
+    is_lost = lambda here, n: here == moment and rank == 1 and n == 3 and lose(way, folder)
+
+    def loader():
+        for i in range(6):
+            is_lost("loader", i)
+            yield fr.KeyedJaggedTensor.from_lists({"x": [[i], [i + 1]]})
+
+    with telling(way, folder, rank), fr.loop.watch(mesh) as at:
+        for i, _ in enumerate(fr.stale_pipeline(step, mesh=mesh).run(state, loader())):
+            at(f"step {i + 1}")
+            is_lost("step", i + 1)
+
+
 def run(way, moment, folder):
     """A run of which one rank is lost at its third step, the first of them in a save and the second else."""
     _watch.SILENT_S, _watch.LEAVE_S, _watch.BROKEN_S, _watch.SAVE_S = 1.0, LEAVE_S, 1.0, LEAVE_S
     mesh = fr.Mesh.distributed(data=3, timeout_s=TIMEOUT_S)
     rank, save = mesh.coordinates["data"], _run.save
-    os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
     is_lost = lambda here, n: here == moment and rank == (moment != "save") and n == 3 and lose(way, folder)
     total = fr.shard_map(lambda x: fr.psum(x, "data"), mesh=mesh, in_specs=fr.P("data"), out_specs=fr.P())
 
@@ -69,25 +106,18 @@ def run(way, moment, folder):
         return {}
 
     _run.save = saved
-    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-    try:
+    with telling(way, folder, rank):
         fr.fit(
             step, torch.zeros(()), loader, epochs=2, checkpoint=folder / "run.pt", save_every_steps=1,
             evaluate=evaluate, callbacks=[callback], mesh=mesh,
         )  # fmt: skip
-    except fr.loop.RankLost as error:
-        sys.excepthook(type(error), error, None)
-        sys.stderr.flush()
-        with contextlib.suppress(ProcessLookupError):  # nobody is to wait for one that does not end
-            os.kill(int((folder / "lost").read_text().split()[1]), signal.SIGKILL * (way in ("stop", "hang")))
-        raise
 
 
-def lost(way, moment):
+def lost(way, moment, run=run):
     """({rank: what it was told}, the rank that was lost, the others' seconds until they were down)."""
     with tempfile.TemporaryDirectory() as folder, RankPool(3, timeout_s=10) as pool:
         with contextlib.suppress(RankError):
-            pool.run(run, way, moment, Path(folder), deadline_s=30)
+            pool.run(run, way, moment, Path(folder), deadline_s=60)
         rank = int(moment != "save")
         files = {r: Path(folder) / f"stderr{r}" for r in range(3) if r != rank}
         began = float((Path(folder) / "lost").read_text().split()[0])
