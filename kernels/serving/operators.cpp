@@ -36,7 +36,7 @@ int64_t width_of(const Numbers& features, const Numbers& dims, int64_t buffers, 
   int64_t width = 0;
   for (size_t i = 0; i < features.size(); i += PER_FEATURE) {
     const int64_t *f = &features[i], tables = int64_t(dims.size());
-    const bool there = f[0] >= 0 && f[0] < tables && f[1] >= 0 && f[1] < buffers && std::min({f[2], f[3], f[6]}) >= 0 && f[6] < INT32_MAX;
+    const bool there = f[0] >= 0 && f[0] < tables && f[1] >= 0 && f[1] < buffers && std::min({f[2], f[3], f[6]}) >= 0 && f[2] < INT64_MAX / 2 && f[6] < INT32_MAX;
     if (!there) fail("pooled_lookup", "a feature does not fit.", text_of(f), std::to_string(tables) + " tables, " + std::to_string(buffers) + " buffers of rows");
     spans.push_back({f[6], f[6] + dims[f[0]], i});
     width = std::max(width, spans.back().end);
@@ -159,6 +159,7 @@ std::tuple<Tensor, Tensor> top_k(Tensor queries, Tensor items, std::optional<Ten
   static const Entry entry = Object::get().entry("top_k");
   Call call("top_k"), table("top_k");
   if (queries.dim() != 2 || k < 0 || k > INT32_MAX) call.fail("`queries` are no matrix, or k is out of range", queries, "f[B, D], and k of 0 to 2^31 - 1");
+  if (bits && bits != 8 && bits != 4 && bits != 2) call.fail("there are no such codes", items, "bits of 8, 4 or 2, or 0 for floats");
   items = packed(items);
   bits ? table.coded(items, bits, queries.size(1)) : table.table(items);  // for what it refuses
   if (!bits && items.size(1) != queries.size(1)) call.fail("`items` are of another dim", items, "that of the queries");
@@ -236,7 +237,8 @@ Tensor from_padded(Tensor padded, Tensor offsets, int64_t capacity) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> bucketize(Tensor rows, Tensor offsets, std::optional<Tensor> weights, int64_t num_shards, int64_t block) {
   static const Entry entry = Object::get().entry("bucketize");
-  if (block < 1 || num_shards < 0) fail("bucketize", "a number is too small.", std::to_string(block), "at least one row per shard");
+  if (block < 1 || num_shards < 0 || num_shards > INT32_MAX)
+    fail("bucketize", "a number is out of range.", std::to_string(num_shards) + " shards of " + std::to_string(block), "0 to 2^31 - 1, of one row or more");
   rows = packed(rows), offsets = packed(offsets);
   Call call("bucketize");
   call.ints(rows).bounds(offsets);

@@ -69,6 +69,16 @@ def test_an_index_beyond_its_tensor_is_the_requests_error(running):
     assert status == 0 and "index out of bounds" in errors and "frame" not in errors
 
 
+def test_nobody_need_read_what_is_said(path, built):
+    """A failed run is told to a stderr that nobody reads any more, and the server goes on."""
+    with Server(built / "funcrec-serve", path) as server:
+        server.process.stderr.close()
+        for i, code in ((ROWS, 500), (1, 200)):
+            assert predict(server.connect(), {"ids": {"a": [[i]]}})[0] == code
+        server.process.terminate()
+        assert server.process.wait(30) == 0
+
+
 def test_weights_that_the_program_fails_with_are_not_taken(running):
     """/reload of weights with which the program fails tells why, as often as it is asked; the old ones go on, and
     others are taken afterwards."""

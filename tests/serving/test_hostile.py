@@ -70,6 +70,18 @@ def test_no_memory_for_one_body_harms_no_other(program, tmp_path):
         assert server.stop() == (0, "")
 
 
+def test_idle_connections_give_way_where_there_are_no_descriptors(program, tmp_path):
+    """More idle connections than the process may have descriptors, though fewer than its own limit, keep no new one
+    out for longer than a second."""
+    few = tmp_path / "few"
+    few.write_text(f'#!/bin/sh\nulimit -n 40\nexec {program} "$@"\n')
+    few.chmod(0o755)
+    with Server(few, "sums") as server:
+        idle = [server.raw() for _ in range(50)]
+        assert predict(server.connect(timeout=8), ONE)[0] == 200
+        [s.close() for s in idle]
+
+
 def test_a_refusal_is_short(server):
     """What came is told in part where it is long, cut between two characters."""
     name = "é" * 5000

@@ -105,7 +105,10 @@ class Server {
         begin(std::move(socket));
       } catch (const std::exception&) {  // no memory for this one
       }
-      else if (error != net::error::operation_aborted) co_await pause(TICK);  // no more descriptors, say
+      else if (error != net::error::operation_aborted) {  // no more descriptors, say
+        close_an_idle_one();
+        co_await pause(TICK);
+      }
     }
   }
 
