@@ -48,6 +48,7 @@ from funcrec.core._functorch import outside_transforms as outside_transforms
 from funcrec.core._functorch import under_vmaps as under_vmaps
 from funcrec.core._functorch import value_below as value_below
 from funcrec.core._functorch import vmaps_above as vmaps_above
+from funcrec.core._mapping import mapping as mapping
 from funcrec.core._numbers import count_problems as count_problems
 from funcrec.core._numbers import device_problems as device_problems
 from funcrec.core._numbers import flag_problems as flag_problems

@@ -29,6 +29,7 @@ from funcrec.core import (
     describe,
     fail,
     is_forward,
+    mapping,
     pytree,
     replace,
     typed,
@@ -65,6 +66,7 @@ from funcrec.tables import (
 SCALE = ".scale"  # behind a table's name, the part of its scales
 
 
+@mapping(lambda fake: parts_of(fake), "part")
 @pytree(static=("dtypes",), optional=("rounding",))
 class FakeQuantizedTables:
     """Tables of floats that are read as codes: what `fake_quantize` makes. Its parts, which optimizers update, are the
@@ -90,31 +92,6 @@ class FakeQuantizedTables:
     def __post_init__(self):
         check("funcrec.FakeQuantizedTables", part_problems(self.tables, self.scales, self.dtypes))
 
-    def items(self):
-        return parts_of(self).items()
-
-    def keys(self):
-        return parts_of(self).keys()
-
-    def values(self):
-        return parts_of(self).values()
-
-    def __getitem__(self, part: str) -> Tensor:
-        parts = parts_of(self)
-        if not isinstance(part, str) or part not in parts:
-            got, need = describe(part), f"one of {list(parts)}"
-            fail("funcrec.FakeQuantizedTables", "there is no such part.", got=got, need=need, kind=KeyError)
-        return parts[part]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(parts_of(self))
-
-    def __len__(self) -> int:
-        return len(parts_of(self))
-
-    def __contains__(self, part: object) -> bool:
-        return part in parts_of(self)
-
     def __repr__(self) -> str:
         dtypes = {n: f"{dtype} of " for n, dtype in self.dtypes}
         each = (f"{n}: {dtypes.get(n, '')}{describe(t)}" for n, t in self.items())
@@ -123,9 +100,6 @@ class FakeQuantizedTables:
 
 def parts_of(tables: FakeQuantizedTables) -> dict[str, Tensor]:
     return {**tables.tables, **tables.scales}
-
-
-Mapping.register(FakeQuantizedTables)
 
 
 class Placed(NamedTuple):

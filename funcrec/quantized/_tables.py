@@ -6,7 +6,7 @@ A row of codes has a scale and a bias of its own. How far a number may be off st
 Shapes: R rows, D dim, S bytes of a stored row.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from funcrec.core import (
     describe,
     fail,
     fold_in,
+    mapping,
     pytree,
     replace,
     tree_leaves,
@@ -41,6 +42,7 @@ from funcrec.quantized._lookup import read_quantized
 from funcrec.tables import KINDS, Kind, name_number, row_problems, table_tensor_problems
 
 
+@mapping(lambda q: q.tables, "table")
 @pytree(static=("forms",))
 class QuantizedTables:
     """Tables as codes of 8, 4 or 2 bits, or as floats of 16 or 32: what `quantize` makes, and lookups take.
@@ -77,30 +79,6 @@ class QuantizedTables:
         if all(isinstance(t, Tensor) for t in self.tables.values()):  # else of what stands for them
             check(call, form_problems(self.tables, self.forms, "QuantizedTables"))
 
-    def items(self):
-        return self.tables.items()
-
-    def keys(self):
-        return self.tables.keys()
-
-    def values(self):
-        return self.tables.values()
-
-    def __getitem__(self, table: str) -> Tensor:
-        if not isinstance(table, str) or table not in self.tables:
-            got, need = describe(table), f"one of {list(self.tables)}"
-            fail("funcrec.QuantizedTables", "there is no such table.", got=got, need=need, kind=KeyError)
-        return self.tables[table]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tables)
-
-    def __len__(self) -> int:
-        return len(self.tables)
-
-    def __contains__(self, table: object) -> bool:
-        return table in self.tables
-
     def __repr__(self) -> str:
         each = (f"{n}: {shown(self.tables[n], *rest)}" for n, *rest in self.forms)
         return f"QuantizedTables({{{', '.join(each)}}})"
@@ -115,7 +93,6 @@ def shapes_of(q: QuantizedTables) -> dict[str, tuple[int, int]]:
     return {n: (q[n].shape[0], dim) for n, _, dim in q.forms}
 
 
-Mapping.register(QuantizedTables)
 KINDS[QuantizedTables] = Kind(shapes_of, read_quantized, is_trained=lambda q: False)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from funcrec.core import RETYPED, Count, Problem, check, describe, fail, pytree, replace, typed
+from funcrec.core import RETYPED, Count, Problem, check, describe, fail, mapping, pytree, replace, typed
 from funcrec.mesh import Codec, Mesh, P, codec_problems, unshard
 from funcrec.quantized import (
     CODES,
@@ -31,6 +31,7 @@ from funcrec.sharding._transport import Transport, dedup_problems, transport_of
 from funcrec.tables import KINDS, Kind, row_problems, table_tensor_problems
 
 
+@mapping(lambda tables: tables.banks, "bank", "fr.gather_tables(tables, mesh), for the tables by their names")
 @pytree(static=("layout", "transport", "whole"))
 class ShardedTables:
     """The tables of a plan, as their banks: what `shard_tables` makes, and `lookup` takes inside `shard_map`.
@@ -66,42 +67,10 @@ class ShardedTables:
         """The same with a P for each bank, for `shard_map`."""
         return replace(self, banks=self.layout.specs())
 
-    def items(self):
-        return self.banks.items()
-
-    def keys(self):
-        return self.banks.keys()
-
-    def values(self):
-        return self.banks.values()
-
-    def __getitem__(self, bank: str) -> Tensor:
-        if not isinstance(bank, str) or bank not in self.banks:
-            need, hint = f"one of {list(self.banks)}", "fr.gather_tables(tables, mesh), for the tables by their names"
-            fail(
-                "funcrec.ShardedTables",
-                "there is no such bank.",
-                got=describe(bank),
-                need=need,
-                hint=hint,
-                kind=KeyError,
-            )
-        return self.banks[bank]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.banks)
-
-    def __len__(self) -> int:
-        return len(self.banks)
-
-    def __contains__(self, bank: object) -> bool:
-        return bank in self.banks
-
     def __repr__(self) -> str:
         return "ShardedTables({" + ", ".join(f"{n}: {describe(t)}" for n, t in self.banks.items()) + "})"
 
 
-Mapping.register(ShardedTables)
 KINDS[ShardedTables] = Kind(
     lambda tables: dict(tables.layout.shapes), read_sharded, lambda tables: not any(b.bits for b in tables.layout.banks)
 )
