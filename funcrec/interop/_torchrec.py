@@ -9,6 +9,9 @@ from funcrec.interop._configs import from_configs, pair_of, to_configs
 from funcrec.interop._quantized import from_quantised, is_quantised
 from funcrec.interop._values import FROM, TO, is_all
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from funcrec.quantized import QuantizedTables
+from funcrec.tables import Params
+from funcrec.train import TrainState
 
 COLLECTIONS = ("embedding_bag_configs", "embedding_configs")  # what modules of embeddings call their configs
 
@@ -101,7 +104,8 @@ def to_torchrec(
       offsets[-1] is read on the host.
 
     Raises: TypeError or ValueError for what TorchRec has no counterpart of: hashed features, max_length, tables of f64
-      or whose features are pooled in two ways, features in another order than its answer.
+      or whose features are pooled in two ways, features in another order than its answer; and for QuantizedTables and
+      Params, whose numbers `to_torchrec_state_dict` takes to a module of such configs.
 
     Example:
       >>> import funcrec as fr
@@ -117,6 +121,13 @@ def to_torchrec(
     check(call, flag_problems(weighted, "weighted"))
     pair, made = pair_of(x), TO.get(type(x))
     if made is None and pair is None and not is_all(x, JaggedTensor):
+        first = x[0] if isinstance(x, tuple | list) and x else x
+        if isinstance(first, QuantizedTables | Params | TrainState):
+            need = "configs, (tables, features): a module is made of these, and takes numbers by its state dict"
+            hint = "module.load_state_dict(fr.interop.to_torchrec_state_dict(tables, module.state_dict()))"
+            got = f"the numbers of {describe(first)}"
+            fail(call, "`x` has numbers, and TorchRec's configs have none.", got=got, need=need, hint=hint,
+                kind=TypeError)  # fmt: skip
         fail(
             call, "`x` has no counterpart.", got=describe(x),
             need="a KeyedJaggedTensor, a JaggedTensor, a KeyedTensor or (tables, features)",

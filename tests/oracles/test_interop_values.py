@@ -181,6 +181,7 @@ LENGTHS, VALUES = torch.tensor([2, 0, 1, 1]), torch.arange(4)
 bag_config = partial(EmbeddingBagConfig, num_embeddings=10, embedding_dim=4, name="t", feature_names=["x"])
 T, F = fr.TableConfig("t", 10, 4), fr.FeatureConfig("x", table="t")
 U = fr.TableConfig("u", 10, 4)
+Q = fr.quantize({"t": torch.ones(10, 4)})
 pair = lambda *features, tables=(T,): to_torchrec((tables, features))
 
 WRONG = {  # call: (kind, what the text says)
@@ -213,6 +214,9 @@ WRONG = {  # call: (kind, what the text says)
         "configs of two collections"),
     "a name twice": (lambda: from_torchrec([bag_config(), bag_config()]), ValueError, "twice"),
     "a tensor": (lambda: to_torchrec(VALUES), TypeError, "`x` has no counterpart"),
+    "quantised tables": (lambda: to_torchrec((Q, (F,))), TypeError,
+        "module.load_state_dict(fr.interop.to_torchrec_state_dict("),
+    "params": (lambda: to_torchrec(fr.Params({"t": torch.ones(10, 4)}, {})), TypeError, "numbers of Params"),
     "tables alone": (lambda: to_torchrec((T,)), TypeError, "`x` has no counterpart"),
     "hash": (lambda: pair(replace(F, hash=fr.modulo())), ValueError, "`hash` of feature 'x'"),
     "max_length": (lambda: pair(replace(F, max_length=3)), ValueError, "`max_length` of feature 'x'"),
