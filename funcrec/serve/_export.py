@@ -6,6 +6,7 @@ load_package(export(predict, params, example, path))(batch) = predict(params, ba
 import os
 import platform
 import tempfile
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ from funcrec.tables import Batch
 ISA = {"native": {}, "portable": {"cpp.simdlen": 256, "cpp.march": "x86-64-v3"}}
 # of what is computed in another order
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+STAGING = threading.RLock()  # what torch patches while it stages, and Inductor's settings, are the process's
 
 PROBES = 5  # bags that are answered together and one by one
 DRAWS, TURNS = 6, 2  # of such bags, and in how many of these a whole number may differ: rounding decides a tie
@@ -97,7 +100,8 @@ def export(
         fail(CALL, "an argument is being differentiated.", got=got, need=need, hint="x.detach()", kind=TypeError)
     form, tensors = form_of(example), named(params)
     check(CALL, encoding_problems(encoding, form) if encoding is not None else ())
-    program = trace(predict, params, form, max_batch, max_ids)
+    with STAGING:
+        program = trace(predict, params, form, max_batch, max_ids)
     compare_alone(predict, params, lambda seed: probe(example, program.features, seed), min(PROBES, max_batch))
     content = {
         **{"format": FORMAT, "digest": BLANK, "funcrec": own_version(), "torch": torch.__version__},
@@ -156,9 +160,10 @@ def compile_program(program: Program, path: Path, isa: str, digest: str) -> None
 
     options = {**OPTIONS, **ISA[isa], "cpp.threads": 1, "aot_inductor.check_lowerbound": False}
     options["aot_inductor.metadata"] = {"funcrec_digest": digest}
-    with tempfile.TemporaryDirectory() as own, knowing(), two_products(program.exported), warnings.catch_warnings():
+    own = tempfile.TemporaryDirectory()
+    with STAGING, own, knowing(), two_products(program.exported), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        with config.patch({"aot_inductor.output_path": own}):
+        with config.patch({"aot_inductor.output_path": own.name}):
             aoti_compile_and_package(program.exported, package_path=str(path), inductor_configs=options)
 
 

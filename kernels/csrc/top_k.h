@@ -6,6 +6,7 @@
 #pragma once
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "abi.h"
@@ -197,17 +198,21 @@ template <class A> void top_k_of(Reader r) {
   const int64_t panels = (items.rows + PANEL<A> - 1) / PANEL<A>;
   const bool is_small = queries.rows * items.rows * dim < MIN_WORK;
   const int64_t parts = is_small || threads < 2 ? 1 : std::min(4 * threads, (panels + 7) / 8);
+  const auto begin = [&](int64_t part) { return std::min(items.rows, panels * part / parts * PANEL<A>); };
   for (int64_t start = 0; start < queries.rows; start += GROUP) {
     const int64_t count = std::min(GROUP, queries.rows - start);
-    std::vector<Scored<A>> found(parts * count * kept);
+    std::vector<Scored<A>> found;
     std::vector<Best<A>> best(parts * count);
-    for (int64_t i = 0; i < parts * count; i++) {
+    std::vector<int64_t> most(parts);  // that a part can have: where all are asked for, not all of them for each part
+    for (int64_t p = 0; p < parts; p++) most[p] = std::min(kept, begin(p + 1) - begin(p));
+    found.resize(count * std::accumulate(most.begin(), most.end(), int64_t(0)));
+    Scored<A>* room = found.data();
+    for (int64_t i = 0; i < parts * count; room += most[i++ / count]) {
       const int64_t *at = excluded.rows.data(), *begins = excluded.begins.data() + start + i % count;
-      best[i] = {&found[i * kept], 0, kept, -std::numeric_limits<A>::infinity(), at + begins[0], at + begins[1]};
+      best[i] = {room, 0, most[i / count], -std::numeric_limits<A>::infinity(), at + begins[0], at + begins[1]};
     }
     parallel_for(threads, parts, [&](int64_t p) {
-      const int64_t begin = panels * p / parts * PANEL<A>, end = std::min(items.rows, panels * (p + 1) / parts * PANEL<A>);
-      scan(items, begin, end, queries.as<A>() + start * dim, count, &best[p * count]);
+      scan(items, begin(p), begin(p + 1), queries.as<A>() + start * dim, count, &best[p * count]);
     });
     for (int64_t q = 0; q < count; q++) {
       std::vector<Scored<A>> all;

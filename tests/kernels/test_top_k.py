@@ -1,5 +1,8 @@
 """top_k of every implementation: the same bits as the reference, on every thread count, instruction set and batch."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from funcrec.kernels import ops
@@ -99,3 +102,21 @@ def test_nothing_outside_is_read():
         want = ops.top_k(queries, items, rows, bags, 20, implementation="reference")
         same(ops.top_k(queries, items, rows, bags, 20), want)
     assert ops.top_k(queries, items, None, None, 0)[1].shape == (3, 0)
+
+
+def test_the_memory_of_a_call_is_of_its_answers_order():
+    """Where all rows are asked for, on several threads, each thread keeps those of its part, not as many as all."""
+    queries, items = draw(32, 20_000, 8)
+    status = Path("/proc/self/status")
+    resident = lambda key: int(re.search(rf"{key}:\s+(\d+)", status.read_text())[1]) << 10
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        ops.top_k(queries, items, None, None, 1)
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+        answer = ops.top_k(queries, items, None, None, len(items))
+        assert resident("VmHWM") - before < 5 * sum(x.nbytes for x in answer)
+    finally:
+        torch.set_num_threads(threads)
+    same(answer, ops.top_k(queries, items, None, None, len(items), implementation="reference"))

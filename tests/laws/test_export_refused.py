@@ -1,6 +1,7 @@
 """What no program for all batches can be made of is not exported, and told in words."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -103,6 +104,19 @@ def test_an_encoding_makes_the_batches_of_the_example(name, tmp_path):
     encoding = fr.data.fit_encoding(table, schema)
     with pytest.raises(ValueError, match=reason):
         fr.export(lambda p, b: b.dense @ p["w"], W, EXAMPLE, tmp_path / "model", encoding=encoding)
+
+
+def test_threads_may_export(tmp_path):
+    """Exports of several threads at once are told what each is alone, and nothing of torch's, which stages one."""
+    predict = lambda p, b: (b.dense @ p["w"]).argsort(0)
+
+    def told(i):
+        with pytest.raises((TypeError, ValueError, AssertionError)) as error:
+            fr.export(predict, W, EXAMPLE, tmp_path / f"{i}")
+        return str(error.value)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all("depends on the bags" in said for said in pool.map(told, range(4)))
 
 
 PROBED = [{"name": "a", "rows": 3, "weighted": False}]
