@@ -4,7 +4,7 @@
 
 On AMD's processors MKL stays away from AVX-512: 100 GFLOP/s a core beside oneDNN's 220.
 The choice follows the processor and the shapes, never a clock: every process and rank makes the same one.
-Shapes: a is [M, K], b [K, N].
+Shapes: a is [M, K], b [K, N]; of members or emulated ranks [S, M, K] and [S, K, N].
 """
 
 import functools
@@ -19,7 +19,8 @@ from torch.fx import Graph, GraphModule, Node
 from funcrec.compile._digest import processor
 from funcrec.kernels import library
 
-ADDED = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}  # arguments before a and b
+aten = torch.ops.aten
+ADDED = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0}  # arguments before a and b
 LEAST = 8  # of M, K and N: narrower ones are vectors
 WORTH = 3 << 20  # M K N, 60 µs of MKL's: a call of oneDNN costs 15 µs more
 ROUNDS = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")  # with them oneDNN rounds otherwise, MKL does not
@@ -30,7 +31,12 @@ def onednn() -> Callable:
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """a b, or (bᵀ aᵀ)ᵀ where a does not lie row by row and that has the smaller copies."""
+    """a b, or (bᵀ aᵀ)ᵀ where a does not lie row by row and that has the smaller copies; of each member its own."""
+    if a.dim() == 3:
+        out = a.new_empty(*a.shape[:2], b.shape[2])
+        for product, x, y in zip(out, a, b, strict=True):
+            product.copy_(mm(x, y))
+        return out
     (rows, inner), columns = a.shape, b.shape[1]
     if a.stride(1) != 1 and 2 * (inner + rows) * columns < rows * inner:
         return linear(b.t(), a.t()).t().contiguous()
@@ -50,7 +56,7 @@ library.define(
     "mm",
     "(Tensor a, Tensor b) -> Tensor",
     mm,
-    lambda a, b: a.new_empty(a.shape[0], b.shape[1]),
+    lambda a, b: a.new_empty(*a.shape[:-1], b.shape[-1]),
     layout=torch.Tag.flexible_layout,
 )
 MM = torch.ops.funcrec_onednn.mm.default
@@ -69,7 +75,7 @@ def faster_products(graph: GraphModule) -> GraphModule:
         *added, a, b = map(copies.__getitem__, node.args)
         copies[node] = own.call_function(MM, (a, b))
         for x in added:  # by a loop: as a rule the one that reads the product
-            copies[node] = own.call_function(torch.ops.aten.add.Tensor, (copies[node], x))
+            copies[node] = own.call_function(aten.add.Tensor, (copies[node], x))
     return GraphModule(graph, own)
 
 
@@ -78,8 +84,8 @@ def large_products(graph: Graph) -> Iterator[Node]:
     for target, added in ADDED.items():
         for node in graph.find_nodes(op="call_function", target=target):
             a, b = (n.meta["val"] for n in node.args[added:])
-            sizes = (*a.shape, b.shape[1])
-            fixed = not node.kwargs and all(isinstance(n, int) for n in sizes)
+            sizes = (*a.shape[-2:], b.shape[-1])
+            fixed = not node.kwargs and all(isinstance(n, int) for n in (*a.shape, *sizes))
             known = fixed and a.dtype == torch.float32 and a.device.type == "cpu"
             if known and min(sizes) >= LEAST and math.prod(sizes) >= WORTH:
                 yield node
