@@ -219,7 +219,7 @@ def quantized_lookup(
         first, whole bytes], of which the numbers are code · scale + bias; or f32[R, D] of bits[t]
         32, f16 or bf16[R, D] of bits[t] 16.
     """
-    is_usual = weights is None and _is_plain(implementation, offsets)
+    is_usual = weights is None and is_plain(implementation, offsets)
     out = library.planned("lookup")(tables, rows, offsets, features, num_bags, bits, dims) if is_usual else None
     if out is not None:
         return out
@@ -354,10 +354,6 @@ def top_k(
       queries: f[B, D]. items: f[N, D], or quantised rows u8[N, S] of `bits` (8, 4 or 2).
       rows: i[L], and offsets i[B + 1], their bags: the rows that each query leaves out. None for none.
     """
-    is_usual = rows is None and not any_tracked([queries, items]) and _is_plain(implementation, queries)
-    out = library.planned("top_k")(queries, items, k, bits) if is_usual else None
-    if out is not None:
-        return out
     call = _of("top_k", implementation, queries, items, bare=[x for x in (rows, offsets) if x is not None])
     return call(queries, items, rows, offsets, k, bits)
 
@@ -384,7 +380,7 @@ def _of(name: str, implementation: str | None, *tensors: Tensor | None, bare: Se
     return call
 
 
-def _is_plain(implementation: str | None, x: Tensor) -> bool:
+def is_plain(implementation: str | None, x: Tensor) -> bool:
     """Whether a call of which nothing can be tracked runs "cpp", and nobody looks on."""
     return implementation is None and _using.get() is None and type(x) is Tensor and x.is_cpu and is_quiet()
 

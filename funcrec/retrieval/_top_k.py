@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, check, describe, typed
+from funcrec.core import Count, Problem, any_tracked, check, describe, typed
 from funcrec.jagged import JaggedTensor
-from funcrec.kernels import ops
+from funcrec.kernels import library, ops
 from funcrec.kernels.forms import CODE_BITS
 from funcrec.quantized import QuantizedTables
 
@@ -58,12 +58,16 @@ def top_k(
 
     Source: FAISS's IndexFlatIP.
     """
-    vectors, bits = items, 0
+    bits = 0
     if isinstance(items, QuantizedTables):
         check("funcrec.top_k", table_problems(items))
         ((_, bits, dim),), (items,) = items.forms, items.values()
         bits = bits if bits in CODE_BITS else 0
-        vectors = items.new_empty((0, dim), dtype=torch.float32) if bits else items
+    if exclude is None and ops.is_plain(implementation, queries) and not any_tracked((queries, items)):
+        found = library.planned("top_k")(queries, items, k, bits)  # None of vectors that do not fit each other, too
+        if found is not None:
+            return found
+    vectors = items.new_empty((0, dim), dtype=torch.float32) if bits else items
     check("funcrec.top_k", vector_problems(queries, vectors), exclude_problems(exclude, queries))
     rows, offsets = (None, None) if exclude is None else (exclude.values, exclude.offsets)
     return ops.top_k(queries, items, rows, offsets, k, bits, implementation=implementation)

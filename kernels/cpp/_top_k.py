@@ -41,7 +41,8 @@ _plans: list[Plan] = []
 
 def _plan(shape: torch.Size, dtype: torch.dtype, k: int, bits: int) -> Plan | None:
     of_codes = bits in CODE_BITS and dtype == torch.uint8
-    if len(shape) != 2 or k < 0 or not (of_codes or (not bits and dtype in FLOATS and dtype != torch.float64)):
+    of_floats = not bits and dtype in FLOATS and dtype != torch.float64
+    if len(shape) != 2 or not shape[1] or k < 0 or not (of_codes or of_floats):
         return None
     num_queries, dim = shape
     width = row_bytes(bits, dim) if of_codes else dim

@@ -40,6 +40,13 @@ struct Feature {
   Kernel kernel;
 };
 
+// Whether x[0], x[1] ... x[n] go up by one.
+template <class I> bool counts_up(const I* x, int64_t n) {
+  I other = 0;  // found without a branch, in vectors
+  for (int64_t i = 0; i < n; i++) other |= (x[i + 1] - x[i]) ^ 1;
+  return other == 0;
+}
+
 struct Lookup {
   std::vector<Feature> features;
   Ints offsets;
@@ -49,6 +56,13 @@ struct Lookup {
 
   Range bag(const Feature& f, int64_t b) const {
     return funcrec::bag(offsets, f.first_bag + b, f.rows.size, f.max_length);
+  }
+
+  // Whether each of some bags is one position, inside the buffer.
+  bool is_single(const Feature& f, Range bags) const {
+    const int64_t n = bags.size(), at = f.first_bag + bags.begin;
+    if (n <= 0 || offsets[at] < 0 || offsets[at + n] > f.rows.size || offsets[at + n] - offsets[at] != n) return false;
+    return offsets.wide ? counts_up(static_cast<const int64_t*>(offsets.data) + at, n) : counts_up(static_cast<const int32_t*>(offsets.data) + at, n);
   }
 };
 
@@ -114,6 +128,10 @@ class RowsAhead {
     while (block_ < part_.blocks.end) {
       const Feature& f = call_.features[f_];
       Range r{0, 0};
+      if (call_.is_single(f, bags_)) {
+        r = {call_.offsets[f.first_bag + bags_.begin], call_.offsets[f.first_bag + bags_.end]};
+        bags_.begin = bags_.end;
+      }
       for (; bags_.begin < bags_.end; bags_.begin++) {
         const Range next = call_.bag(f, bags_.begin);
         if (next.size() == 0) continue;
@@ -181,12 +199,29 @@ FUNCREC_INLINE void pool_panel(const Lookup& call, const Feature& f, Range r, in
   }
 }
 
+// Bags of one id each, of rows that are one panel: the sum's own loops and what they look at take as long as the row again.
+template <class E, class Out, int NV, int W>
+FUNCREC_INLINE void pool_single(const Lookup& call, const Feature& f, Range bags, Out* out, RowsAhead& ahead) {
+  auto [cursor, taken] = std::pair(ahead.cursor, ahead.taken);
+  for (int64_t b = bags.begin; b < bags.end; b++, out += call.columns) {
+    const InRow<E, W> from(ahead.next<RowTraits<E>::bytes(NV * W)>(cursor, taken++), 0, f.table.dim);
+    for (int v = 0; v < NV; v++) {
+      const auto sum = convert<Out, W>(Vec<Acc<E>, W>{} + from.get(v * W));  // 0 + x: a zero is +0, as in any sum
+      if (f.streamed) stream<W>(out + v * W, sum);
+      else store<W>(out + v * W, sum);
+    }
+  }
+  ahead.cursor = cursor, ahead.taken = taken;
+}
+
 // Bags of one feature. A row is a panel of NV vectors, then panels of FULL, then one that overlaps.
 template <class E, class Out, bool WEIGHTED, int FULL, int NV, int W>
 void pool_bags(const Lookup& call, const Feature& f, Range bags, RowsAhead& ahead) {
   constexpr int FIRST = NV > 0 ? NV : FULL;
   const int64_t dim = f.table.dim;
   Out* out = reinterpret_cast<Out*>(call.out) + bags.begin * call.columns + f.column;
+  if constexpr (!WEIGHTED)
+    if (dim == FIRST * W && call.is_single(f, bags)) return pool_single<E, Out, FIRST, W>(call, f, bags, out, ahead);
   RowsAhead::Cursor cursor = ahead.cursor;
   uint64_t taken = ahead.taken;
   for (int64_t b = bags.begin; b < bags.end; b++, out += call.columns) {
