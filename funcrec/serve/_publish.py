@@ -42,12 +42,12 @@ class Folder(NamedTuple):
 
 
 class Last(NamedTuple):
-    """What was published last. log: the version of the state's log then, None without one. deltas: how many since the
-    newest whole weights."""
+    """What was published last. log: the version of the state's log then, and its origin; None without one. deltas: how
+    many since the newest whole weights."""
 
     step: int
     version: str
-    log: int | None
+    log: tuple[int, int] | None
     deltas: int
 
 
@@ -86,15 +86,17 @@ def publish(
     Returns: a function of a `fr.loop.Record`, for `fit(callbacks=[...])`; in a loop of your own,
       `tell(fr.loop.Record("step", epoch, step, {}, state))`. Behind a state that was restored tell
       `fr.loop.Record("begin", epoch, step, {}, state)`, as `fit` does: the next are whole weights then. So they are
-      behind a step that is not beyond the last one told. A state that was restored, and trained beyond that step
-      before it is told, is not seen: rows that only the steps given up had changed stay as these left them.
+      behind a step that is not beyond the last one told, and of a log that was begun anew, as behind `fr.reshard`.
+      A state that was restored with its log, and trained beyond that step before it is told, is not seen: rows that
+      only the steps given up had changed stay as these left them.
 
     Raises: ValueError, NotADirectoryError for a path that is no folder's. From its callback ValueError for a folder
-      that another publisher writes to, or that is of another package; ValueError, TypeError for a state without the
-      parameters that the package reads, OSError for a folder that cannot be written.
+      that another publisher writes to, or that is of another package; ValueError, TypeError for a state of
+      several members, with learned scales, or without the parameters that the package reads; OSError for a folder that
+      cannot be written.
 
     Law: weights of any published version are those of `fr.export` of that step's parameters, bit for bit, by whichever
-      of these files they were reached. Tables quantised with a `key` or with learned scales have other codes.
+      of these files they were reached. Those of tables quantised with a `key` are rounded to the nearest instead.
 
     Cost: of a delta `fr.delta`'s, and a file of the rows that changed; whole weights are all tables once more.
 
@@ -146,13 +148,13 @@ def publications(there: Folder, record: Any, last: Last | None, mesh: Mesh | Non
     state = record.state if logged is None else logged.state
     check(CALL, state_problems(state, mesh))
     mesh = mesh if isinstance(state.tables, ShardedTables) else None
-    now = None if logged is None else int(logged.log.version)
-    is_whole = now is None or last is None or last.log is None or last.log > now
+    now = None if logged is None or logged.log.origin is None else (int(logged.log.version), int(logged.log.origin))
+    is_whole = now is None or last is None or last.log is None or last.log[1] != now[1] or last.log[0] > now[0]
     count = 0 if is_whole else last.deltas + 1
     number = next_number(there.path) if record.is_chief else 0
     version = version_of(number, record.step, there.run)
     if not is_whole:
-        changed = gathered(delta(logged, last.log, mesh=mesh), state.tables, mesh)
+        changed = gathered(delta(logged, last.log[0], mesh=mesh), state.tables, mesh)
         if record.is_chief:
             tables = {} if mesh is not None else state.tables
             changes = changes_of(CALL, there.manifest, changed.to("cpu"), Params(tables, state.dense).to("cpu"))

@@ -29,7 +29,7 @@ class ChangedRows:
     shape: tuple[int, int]
 
 
-@pytree
+@pytree(optional=("origin",))
 class Delta:
     """The rows that changed, with their values: what `delta` gives and `apply_delta` takes; `fr.save` keeps it.
 
@@ -37,6 +37,8 @@ class Delta:
       tables: {table: its parts}, each of M `rows`, integers, their `values` of w columns and the
         column `first` at which these begin; one part of a table that is not sharded.
       version: i64[], of the log: what the next `delta` is asked for `since`.
+      origin: i64[], of the log: by it a `delta` since this one knows that it is asked of the same log; None in one that
+        was made by hand.
 
     Example: of no table.
       >>> import torch, funcrec as fr
@@ -46,6 +48,7 @@ class Delta:
 
     tables: dict[str, tuple]
     version: Tensor
+    origin: Tensor | None = None
 
     def __repr__(self) -> str:
         counts = (f"{n}: {sum(x.rows.shape[0] for x in own)} rows" for n, own in self.tables.items())
@@ -53,21 +56,21 @@ class Delta:
 
 
 @typed
-def delta(logged: Logged, since: Size | Tensor = 0, *, mesh: Mesh | None = None) -> Delta:
+def delta(logged: Logged, since: Size | Tensor | Delta = 0, *, mesh: Mesh | None = None) -> Delta:
     """The rows of all tables that changed, and what they are now.
 
     Args:
       logged: what a step of `fr.logged` gave; its `steps` may be 0.
-      since: a version of this log: that of the last Delta, or `logged.log.version` at a checkpoint; 0 for where the log
+      since: the last Delta; or a version of this log, such as `logged.log.version` at a checkpoint; 0 for where the log
         was begun. A call of `rewind` is a change, too: the rows that it put back are among those since then. Since a
         version before a step that was taken from another state, such as one that was restored, these are all rows.
-        Versions are numbers of one log, and of one line of steps: those of another log, or of steps that were
-        taken from the same value a second time, are not told from it.
+        Versions are numbers of one log, and of one line of steps: that of another log, which a Delta tells, and those
+        of steps that were taken from the same value a second time are not told from it.
       mesh: of a state that lies on one. On real ranks each gets the rows that it holds, of tables
         cut by columns its columns: together these are all.
 
-    Raises: ValueError for a version that is still to come, for a log of another state, and without the `mesh`;
-      TypeError for an ensemble of states: each member's is another's size.
+    Raises: ValueError for a version that is still to come, for a Delta of another log, for a log of another state, and
+      without the `mesh`; TypeError for an ensemble of states: each member's is another's size.
 
     Law: `apply_delta` of it to the tables of that version gives the tables of now.
 
@@ -85,7 +88,9 @@ def delta(logged: Logged, since: Size | Tensor = 0, *, mesh: Mesh | None = None)
       (Delta(item: 2 rows; version i64[]), tensor([-2.,  0., -1.]))
     """
     call = "funcrec.delta"
-    check(call, member_problems(logged), version_problems(since))
+    check(call, member_problems(logged), origin_problems(since, logged))
+    since = since.version if isinstance(since, Delta) else since
+    check(call, version_problems(since))
     check(call, laid_out_problems(logged.state, mesh), form_problems(logged))
     check(call, stamp_problems(logged, mesh))
     since = int(since)
@@ -95,7 +100,8 @@ def delta(logged: Logged, since: Size | Tensor = 0, *, mesh: Mesh | None = None)
     for n, found in (pair for own in logged.log.touched for pair in parts_of(own, state, since, mesh)):
         out.setdefault(n, []).append(found)
     whole = [n for n, _ in state.tables.layout.shapes] if mesh is not None else state.tables
-    return Delta({n: tuple(out.get(n, ())) for n in whole}, logged.log.version.clone())
+    origin = None if logged.log.origin is None else logged.log.origin.clone()
+    return Delta({n: tuple(out.get(n, ())) for n in whole}, logged.log.version.clone(), origin)
 
 
 def parts_of(own: Touched, state: TrainState, since: int, mesh: Mesh | None) -> Iterator[tuple[str, ChangedRows]]:
@@ -176,6 +182,14 @@ def version_problems(since: int | Tensor) -> Iterator[Problem]:
             )
         elif since < 0:
             yield Problem("`since` is negative.", f"{int(since)}", ">= 0", "0, for all since the log was begun")
+
+
+def origin_problems(since: int | Tensor | Delta, logged: Logged) -> Iterator[Problem]:
+    if isinstance(since, Delta) and since.origin is not None and logged.log.origin is not None:
+        got, need = int(since.origin), int(logged.log.origin)
+        if got != need:
+            hint = "whole tables, and from then on the Deltas of this log"
+            yield Problem("`since` is of another log.", f"origin {got}", f"a Delta of this one, {need}", hint)
 
 
 def since_problems(since: int, logged: Logged) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import mix, pytree, ravel, replace, tree_flatten, tree_leaves, tree_unflatten
-from funcrec.mesh import Mesh, P, bits_of, pmin
+from funcrec.mesh import Mesh, P, bits_of, pmin, psum
 from funcrec.tables import RowGrads, with_parts
 from funcrec.train._state import TrainState
 
@@ -48,14 +48,15 @@ class Touched:
         return list(itertools.starmap(slice, itertools.pairwise(ends)))
 
 
-@pytree(static=("num_steps",))
+@pytree(static=("num_steps",), optional=("origin",))
 class DeltaLog:
     """The last K steps of a state, and which of its rows changed when: what `logged` keeps.
 
     version: i64[], how many changes there were: steps and rewindings. kept: i64[], how many steps are held, of which
     the next one is written at `place`, i64[]. begun: i64[], the first version of these tables: of what was before it is
     not known which rows changed. stamp: i64[1], of the state that it belongs to. touched: by the form of tables. whole:
-    bits [K, E] of what changes whole in every step. num_steps: K.
+    bits [K, E] of what changes whole in every step. num_steps: K. origin: i64[], of all bits of the state that it was
+    begun beside, the same on all ranks: versions of two logs are told apart by it. None in one of an older checkpoint.
     """
 
     version: Tensor
@@ -66,6 +67,7 @@ class DeltaLog:
     touched: tuple[Touched, ...]
     whole: tuple[Tensor, ...]
     num_steps: int
+    origin: Tensor | None = None
 
 
 def rows_and_whole(state: TrainState, waiting: Sequence[str]) -> tuple[dict[str, dict[str, Tensor]], Any]:
@@ -114,7 +116,9 @@ def form_of(own: Mapping[str, Tensor]) -> list[tuple[torch.dtype, int]]:
     return [(x.dtype, x.shape[1]) for x in row_bits(one, torch.zeros(1, dtype=torch.int64, device="meta"))[0]]
 
 
-def begin_log(state: TrainState, waiting: Sequence[str], num_steps: int, room: Mapping[str, int]) -> DeltaLog:
+def begin_log(
+    state: TrainState, waiting: Sequence[str], num_steps: int, room: Mapping[str, int], axes: Sequence[str] = ()
+) -> DeltaLog:
     """A log of no step. room: {table: C}."""
     of_rows, whole = rows_and_whole(state, waiting)
     forms: dict[tuple, list[str]] = {}
@@ -131,7 +135,18 @@ def begin_log(state: TrainState, waiting: Sequence[str], num_steps: int, room: M
         rows, over, last = zeros(num_steps, places) - 1, zeros(num_steps), zeros(sum(heights) + 1)
         touched.append(Touched(rows, old, over, last, tables))
     kept = [zeros(num_steps, x.shape[0], dtype=x.dtype) for x in flat_bits((state.step, whole))]
-    return DeltaLog(zeros(), zeros(), zeros(), zeros(), stamp_of(state), tuple(touched), tuple(kept), num_steps)
+    stamp, parts = stamp_of(state), (tuple(touched), tuple(kept))
+    return DeltaLog(zeros(), zeros(), zeros(), zeros(), stamp, *parts, num_steps, origin_of(state, axes))
+
+
+def origin_of(state: TrainState, axes: Sequence[str]) -> Tensor:
+    """i64[]: of the step, the key, the dense parameters and all rows, drawn from no random number: a run that is done
+    again has the same."""
+    out = stamp_of(state)[0]
+    for x in state.tables.values():
+        rows = bits_of(x).sum(1, dtype=torch.int64)
+        out = mix(out ^ (mix(rows) * (torch.arange(rows.shape[0], device=x.device) * 2 + 1)).sum())
+    return psum(out, tuple(axes)) if axes else out
 
 
 def stamp_of(state: TrainState) -> Tensor:
@@ -168,7 +183,8 @@ def recorded(
     held = tuple(x.index_put((at,), y[None]) for x, y in zip(log.whole, now, strict=True))
     # the oldest one's place is written over in any case
     kept = torch.where(is_own, log.kept.clamp(max=log.num_steps - 1), 0) + took
-    return DeltaLog(version, kept, (log.place + took) % log.num_steps, begun, stamp, touched, held, log.num_steps)
+    place = (log.place + took) % log.num_steps
+    return DeltaLog(version, kept, place, begun, stamp, touched, held, log.num_steps, log.origin)
 
 
 def belongs(log: DeltaLog, state: TrainState, axes: Sequence[str]) -> Tensor:
@@ -275,7 +291,7 @@ def begins(ordered: Tensor) -> Tensor:
     return torch.cat([torch.ones_like(ordered[:1], dtype=torch.bool), ordered[1:] != ordered[:-1]])
 
 
-def log_specs(mesh: Mesh, num_steps: int) -> DeltaLog:
-    """Each rank has its own log; how many steps it holds is the same on all."""
+def log_specs(mesh: Mesh, num_steps: int, *, has_origin: bool = True) -> DeltaLog:
+    """Each rank has its own log; how many steps it holds, and where it was begun, is the same on all."""
     own = P(mesh.axis_names)
-    return DeltaLog(P(), P(), P(), P(), own, own, own, num_steps)
+    return DeltaLog(P(), P(), P(), P(), own, own, own, num_steps, P() if has_origin else None)

@@ -121,7 +121,7 @@ def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Coun
             begin_log, waiting=recipe.sparse.waiting, num_steps=steps, room=room_of(state, rows if steps else 1)
         )
         if where.mesh is not None:
-            specs = log_specs(where.mesh, steps)
+            specs, begin = log_specs(where.mesh, steps), functools.partial(begin, axes=where.mesh.axis_names)
             begin = shard_map(begin, mesh=where.mesh, in_specs=(state_specs(state),), out_specs=specs)
         return own_memory(Logged(state, begin(state), recipe.sparse.waiting))
 
@@ -213,7 +213,8 @@ undo_donated = jit(_undo_one, donate=("logged",))
 
 
 def specs_of(logged: Logged, mesh: Mesh) -> Logged:
-    return Logged(state_specs(logged.state), log_specs(mesh, logged.log.num_steps), logged.waiting)
+    specs = log_specs(mesh, logged.log.num_steps, has_origin=logged.log.origin is not None)
+    return Logged(state_specs(logged.state), specs, logged.waiting)
 
 
 def room_of(state: TrainState, rows: int | Mapping[str, int]) -> dict[str, int]:

@@ -51,6 +51,31 @@ def test_only_rows_that_were_looked_up_are_sent():
     assert rows(1) == {"a": [5, 9], "b": [5], "c": [4]}
 
 
+def test_a_delta_of_another_log_is_told():
+    """Since a Delta there are the rows since its version; one of a log that was begun anew, or elsewhere, is refused,
+    whatever its version. A log that is begun beside the same state, on whatever mesh, is the same one to the bit."""
+    step = logged("adam")
+    _, run = run_of(step, 2)
+    first = fr.delta(run)
+    new = step.init(run.state)
+    for batch in BATCHES[:3]:
+        run, new = step(run, batch)[0], step(new, batch)[0]
+    same(fr.delta(run, first), fr.delta(run, 2))
+    for other in (new, logged("adam").init(params(), fr.key(1)), logged("sgd").init(moved())):
+        with pytest.raises(ValueError, match="`since` is of another log"):
+            fr.delta(other, first)
+    assert int(run.log.origin) == int(step.init(params()).log.origin) == int(fr.jit(step.init)(params()).log.origin)
+    mesh, plan = fr.Mesh.emulated(x=2), training.plan_of("row_wise", {"x": 2})
+    on = [logged("adam", mesh=mesh, plan=plan).init(p).log.origin for p in (params(), params(), moved())]
+    assert on[0] == on[1] != on[2]
+
+
+def moved():
+    """The parameters, but for one row's bit."""
+    made = params()
+    return fr.Params({**made.tables, "b": made.tables["b"].index_fill(0, torch.tensor([3]), 0.25)}, made.dense)
+
+
 def test_rewinding_is_a_change():
     """Who was sent what is undone later is sent the rows that were put back: a version is never another state's."""
     step = logged("adam", steps=4)

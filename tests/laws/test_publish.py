@@ -15,6 +15,7 @@ import torch
 from programs.fresh import DTYPES, STEP, batch, begun, bits, changed_manifest, held, loss_fn
 
 import funcrec as fr
+from funcrec.core._tree import replace
 from funcrec.serve import _chain, _delta_file, _folder, _publish
 
 pytestmark = pytest.mark.xdist_group("packages")
@@ -28,12 +29,16 @@ KINDS = (
     fr.row_wise,
 )
 PLAN = fr.Plan({n: kind("x") for n, kind in zip(DTYPES, KINDS, strict=True)})
-SHARDED = fr.logged(
-    fr.train_step(
-        lambda p, b: loss_fn(p, b) / 2,
-        sparse=fr.optim.adagrad(0.5), dense=fr.optim.dense(torch.optim.SGD, lr=0.3), mesh=MESH, plan=PLAN,
-    ), steps=0,
-)  # fmt: skip
+
+
+def sharded(plan):
+    """The step of `fresh` on a mesh."""
+    loss = lambda p, b: loss_fn(p, b) / 2
+    kind = {"sparse": fr.optim.adagrad(0.5), "dense": fr.optim.dense(torch.optim.SGD, lr=0.3)}
+    return fr.logged(fr.train_step(loss, **kind, mesh=MESH, plan=plan), steps=0)
+
+
+SHARDED = sharded(PLAN)
 
 
 def record(when, step, state):
@@ -165,6 +170,44 @@ def test_a_log_begun_anew_is_published_whole(plain, tmp_path):
     told.step(6, run)
     assert _chain.pieces(told.folder)[-1].kind == ".weights"
     told.assert_followed(told.near)
+
+
+@pytest.mark.parametrize("where", ["alone", "mesh"])
+def test_a_new_log_that_is_as_old_is_published_whole(where, plain, tmp_path):
+    """A log that is begun in the midst of a run, as behind `reshard`, and has reached the version that was told of the
+    old one is another log: all rows are written, then deltas again."""
+    is_mesh = where == "mesh"
+    told = Told(plain, "plain", tmp_path / "published", every_steps=3, mesh=MESH if is_mesh else None)
+    told.begin()
+    step = SHARDED if is_mesh else STEP
+    run, kinds = step.init(begun().params), []
+    for n in range(1, 13):
+        if n == 4:
+            plan, sparse = fr.Plan({n: fr.row_wise("x") for n in DTYPES}), fr.optim.adagrad(0.5)
+            step = sharded(plan) if is_mesh else STEP
+            run = step.init(fr.reshard(run.state, plan, mesh=MESH, sparse=sparse) if is_mesh else run.state)
+        run, _ = step(run, batch(n, 4))
+        told.step(n, run)
+        if n % 3 == 0:
+            kinds.append(_chain.pieces(told.folder)[-1].kind)
+            told.assert_followed(told.near)
+    assert kinds == [".weights", ".weights", ".delta", ".delta"]
+    told.assert_followed(told.far)
+
+
+def test_a_log_of_an_older_checkpoint_is_published_whole(plain, tmp_path):
+    """A log that does not say where it was begun may be any: all rows are written each time, and it is trained on."""
+    told = Told(plain, "plain", tmp_path / "published", every_steps=1)
+    told.begin()
+    run = begun()
+    run = replace(run, log=replace(run.log, origin=None))
+    for n in (1, 2):
+        run, _ = STEP(run, batch(n))
+        fr.save(tmp_path / "run", run)
+        run = fr.load(tmp_path / "run")
+        told.step(n, run)
+        assert _chain.pieces(told.folder)[-1].kind == ".weights"
+        told.assert_followed(told.near)
 
 
 def test_a_server_that_cannot_be_told_does_not_end_training(plain, tmp_path):
