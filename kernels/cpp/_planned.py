@@ -8,6 +8,7 @@ its tensors in Python, which converts them or says what is wrong.
 
 import ctypes
 import functools
+import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -36,19 +37,22 @@ class Slot(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """static: what it was made of, by which it is found again. name: of the entry point."""
+    """static: what it was made of, by which it is found again. name: of the entry point. shape: of what is written,
+    and whether that is worth advice to the system."""
 
     static: tuple
     name: str
     numbers: bytes
     shape: tuple[int, ...]
+    is_large: bool
 
 
 def plan_of(static: tuple, name: str, array: Sequence[int], slots: Sequence[Slot], shape: tuple[int, ...]) -> Plan:
     """array: the call's numbers, the first of them the threads; zeros where the slots' are put."""
     flat = [n for s in slots for n in (*s[:3], KINDS[s.dtype])]
     packed = len(slots), len(array), *flat, *array
-    return Plan(static, name, struct.pack(f"{len(packed)}q", *packed), shape)
+    is_large = 8 * math.prod(shape) >= _native.MIN_ADVISED
+    return Plan(static, name, struct.pack(f"{len(packed)}q", *packed), shape, is_large)
 
 
 def find(plans: list[Plan], static: tuple, make: Callable[..., Plan | None]) -> Plan | None:

@@ -47,7 +47,7 @@ def planned_lookup(
     plan = find(_plans, (len(tables), len(rows), num_bags, features, bits, dims), _plan)
     if plan is None:
         return None
-    out = empty(plan.shape, torch.float32)
+    out = (empty if plan.is_large else torch.empty)(plan.shape, dtype=torch.float32)
     return out if ran(plan, [*tables, *rows, offsets, out]) else None
 
 

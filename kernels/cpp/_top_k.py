@@ -32,7 +32,8 @@ def planned_top_k(queries: Tensor, items: Tensor, k: int, bits: int) -> tuple[Te
     plan = find(_plans, (queries.shape, items.dtype, k, bits), _plan)
     if plan is None:
         return None
-    out = empty(plan.shape, torch.float32), torch.empty(plan.shape, dtype=torch.int64)
+    scores = (empty if plan.is_large else torch.empty)(plan.shape, dtype=torch.float32)
+    out = scores, torch.empty(plan.shape, dtype=torch.int64)
     return out if ran(plan, [queries, items, *out]) else None
 
 
