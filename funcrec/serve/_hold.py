@@ -30,6 +30,7 @@ class Hold:
         self.call, self.folder, self.run, self.digest = call, folder, run, digest
         self.fd: int | None = None
         self.close: Callable[[], None] = lambda: None
+        HOLDS.add(self)
 
     def keep(self) -> None:
         try:
@@ -65,9 +66,21 @@ class Hold:
             raise
 
     def refuse(self, owner: Mapping[str, str]) -> None:
-        got, hint = owner.get("who", "another process"), "another folder, or an end to the other one"
+        got, hint = owner.get("who", "another process"), "another folder, or an end to that process"
         what = f"`{self.folder}` has another publisher."
         fail(self.call, what, got=got, need="one publisher of a folder", hint=hint)
+
+
+def let_go() -> None:
+    """A forked process has the open files of its parent, and with them the lock: it would keep the folder of a parent
+    that was killed."""
+    for hold in list(HOLDS):
+        hold.close()
+        hold.fd = None
+
+
+HOLDS: weakref.WeakSet[Hold] = weakref.WeakSet()
+os.register_at_fork(after_in_child=let_go)
 
 
 def this_process() -> str:

@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, Problem, check, describe, typed
+from funcrec.core import Count, Problem, check, describe, is_wrapped, typed
 from funcrec.mesh import Mesh, P, pmax, shard_map, unshard
 from funcrec.serve._chain import DELTA, WEIGHTS, pieces, tidy, version_of
 from funcrec.serve._delta import changes_of, described, shared_problems
 from funcrec.serve._delta_file import write_file
 from funcrec.serve._folder import write_folder
 from funcrec.serve._hold import Hold
+from funcrec.serve._manifest import MANIFEST
 from funcrec.serve._package import Package
 from funcrec.serve._push import address_problems, timeout_problems, update_server
-from funcrec.serve._weights import write_weights
+from funcrec.serve._weights import INDEX, write_weights
 from funcrec.sharding import ShardedTables, gather_tables
 from funcrec.tables import Params
 from funcrec.train import ChangedRows, Delta, Logged, TrainState, delta
@@ -123,6 +124,7 @@ def publish(
     hold, seen = Hold(CALL, there.path, there.run, manifest["digest"]), []
 
     def write(record: Any) -> None:
+        check(CALL, record_problems(record))
         if record.is_chief and (not seen or record.when == "begin"):
             hold.keep()  # before training is spent on what cannot be published
         now = record.step, record.when == "epoch"  # an epoch's end is told behind its last step
@@ -229,11 +231,23 @@ def folder_problems(folder: str | os.PathLike) -> Iterator[Problem]:
         first = next(x for x in (path, *path.parents) if os.path.lexists(x))
         if not first.is_dir():
             yield Problem("`folder` is a file's, or below one.", repr(str(first)), need, hint, NotADirectoryError)
+        elif any((path / x).exists() for x in (MANIFEST, INDEX)):
+            need = "a folder of its own, which servers read as their updates"
+            yield Problem("`folder` is a package's, or holds weights.", repr(str(path)), need, hint)
+
+
+def record_problems(record: Any) -> Iterator[Problem]:
+    if not all(hasattr(record, x) for x in ("when", "step", "state", "is_chief")):
+        hint = 'fr.loop.Record("step", epoch, step, {}, state)'
+        yield Problem("the callback is not given a Record.", describe(record), "what fit gives", hint, TypeError)
 
 
 def state_problems(state: Any, mesh: Mesh | None) -> Iterator[Problem]:
     if not isinstance(state, TrainState):
         need, hint = "a TrainState, or a Logged", "the state of fr.logged(fr.train_step(...))"
         yield Problem("the state is not a training state.", describe(state), need, hint, TypeError)
+    elif state.step.dim() or is_wrapped(state.step):
+        what, hint = "there are several states.", "fr.tree.map(lambda x: x[0], state), of the member that is served"
+        yield Problem(what, f"`step` {describe(state.step)}", "one", hint, TypeError)
     elif isinstance(state.tables, ShardedTables) and mesh is None:
         yield Problem("the state lies on a mesh.", "no `mesh`", "that mesh", "fr.publish(..., mesh=mesh)", TypeError)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from funcrec.core import Problem, check, describe, fail, typed
 from funcrec.serve._chain import follow
@@ -74,7 +75,8 @@ def ask(url: str, timeout_s: float, body: Any = None) -> dict[str, Any]:
         got = f"{error.code} {text:.500}"
         if error.code == 400:
             hint, kind = "whole weights: fr.publish writes them behind every `keep` deltas", ValueError
-        fail(CALL, f"{url} refused {body}.", got=got, need=need, hint=hint, kind=kind)
+        what = f"{url} refused." if body is None else f"{url} refused {body}."
+        fail(CALL, what, got=got, need=need, hint=hint, kind=kind)
     except (OSError, HTTPException, ValueError) as error:
         got = str(getattr(error, "reason", error)) or type(error).__name__
         fail(CALL, f"{url} was not answered.", got=got, need="a running server", hint=hint, kind=ConnectionError)
@@ -88,8 +90,20 @@ def address_problems(name: str, addresses: Sequence[str]) -> Iterator[Problem]:
         if isinstance(addresses, str) or not isinstance(x, str):
             need = f'a list of addresses: {name}=["http://127.0.0.1:8080"]'
             yield Problem(f"`{name}` is not a list of addresses.", describe(x), need, kind=TypeError)
-        elif not x.startswith(("http://", "https://")):
-            yield Problem(f"`{name}` has no address.", repr(x), "http:// and a host", '"http://127.0.0.1:8080"')
+        elif not is_address(x):
+            need = "http:// or https://, a host, and a port below 65536"
+            yield Problem(f"`{name}` has no address.", repr(x), need, '"http://127.0.0.1:8080"')
+
+
+def is_address(text: str) -> bool:
+    """A scheme, a host, a port and a path: no user, and nothing behind the path, to which others are added."""
+    try:
+        found = urlsplit(text)
+        is_server = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+    except ValueError:  # the port is none, or brackets are not closed
+        return False
+    is_bare = not (found.query or found.fragment or "@" in found.netloc)
+    return is_server and is_bare and text.isprintable() and " " not in text
 
 
 def timeout_problems(timeout_s: float) -> Iterator[Problem]:

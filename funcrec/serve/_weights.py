@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 import re
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,12 +33,20 @@ NAMES = {x: n for n, x in DTYPES.items()}
 DIGIT = re.compile(r'("digest": )"[0-9a-f]{64}"')
 
 
+class OpenFile:
+    """A file that is read, and is closed when nothing holds this."""
+
+    def __init__(self, path: Path):
+        self.fd = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.fd)
+
+
 class Weights(NamedTuple):
     """Tensors by name, the version that they are of, whence they are, and where their memory begins."""
 
     tensors: dict[str, Tensor]
     version: str
-    file: BinaryIO
+    file: OpenFile
     entries: list[dict]
     memory: frozenset[int]
     is_changed: bool = False  # in this process's memory, by deltas
@@ -88,7 +97,7 @@ def read_weights(call: str, folder: Path, wanted: Sequence[dict], *, checksums: 
     placed = {e["name"]: e for e in index["tensors"]}
     entries = [placed[e["name"]] for e in wanted]  # in the order in which a program takes them
     check(call, size_problems(folder / WEIGHTS, entries))
-    file = (folder / WEIGHTS).open("rb")  # what is written to the path later is another file
+    file = OpenFile(folder / WEIGHTS)  # what is written to the path later is another file
     tensors = mapped(file, entries)
     if checksums:
         check(call, value_problems(folder / WEIGHTS, entries, tensors))
@@ -123,10 +132,10 @@ def read_index(call: str, path: Path) -> dict[str, Any]:
     return found
 
 
-def mapped(file: BinaryIO, entries: Sequence[dict]) -> dict[str, Tensor]:
+def mapped(file: OpenFile, entries: Sequence[dict]) -> dict[str, Tensor]:
     """Tensors whose memory is the file's: what is written to them stays in this mapping."""
-    size = os.fstat(file.fileno()).st_size
-    memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
+    size = os.fstat(file.fd).st_size
+    memory = mmap.mmap(file.fd, size, access=mmap.ACCESS_COPY) if size else b""
     out = {}
     for e in entries:
         dtype, count = DTYPES[e["dtype"]], e["nbytes"] // DTYPES[e["dtype"]].itemsize

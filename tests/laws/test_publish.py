@@ -1,12 +1,11 @@
 """A run that publishes: at every version servers have the weights of an export of that step, bit for bit."""
 
-import contextlib
+import functools
+import gc
 import http.server
 import json
 import os
 import random
-import subprocess
-import sys
 import threading
 import warnings
 
@@ -277,62 +276,6 @@ def test_a_state_that_was_restored_is_published_whole(steps, beyond, plain, tmp_
     told.assert_followed(told.far)
 
 
-OTHER = """
-import fcntl, sys
-file = open(sys.argv[1], "a+")
-try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-except BlockingIOError:
-    sys.exit("held")
-file.truncate(0)
-file.write('{"who": "process 7 of elsewhere", "process": "7"}')
-file.flush()
-print("has it", flush=True)
-sys.stdin.read()
-"""
-
-
-@contextlib.contextmanager
-def another(folder):
-    """Another process that publishes there, until it is killed."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", OTHER, str(folder / ".publisher")], **pipes) as process:
-        try:
-            yield process.stdout.readline() or process.stderr.read()
-        finally:
-            process.kill()
-
-
-def test_a_folder_has_one_publisher(plain, tmp_path):
-    """While one process publishes to a folder another one is refused by the first's name, before it has written; a
-    killed one's hold goes with it. Of one process the newest goes on, and the old one is refused from then on."""
-    folder, run = tmp_path / "published", begun()
-    folder.mkdir()
-    first = fr.publish(folder, plain, every_steps=2)
-    with another(folder) as word:
-        assert word == "has it\n"
-        with pytest.raises(ValueError, match="has another publisher") as error:
-            first(record("step", 1, run))  # though nothing is due
-        assert "process 7 of elsewhere" in str(error.value) and not _chain.pieces(folder)
-    first(record("step", 2, run))
-    with another(folder) as word:
-        assert word == "held\n"
-    second = fr.publish(folder, plain, every_steps=2)
-    second(record("step", 2, run))
-    there = os.listdir(folder)
-    with pytest.raises(ValueError, match="has another publisher"):
-        first(record("step", 4, run))
-    assert sorted(os.listdir(folder)) == sorted(there)
-    del first, error
-    second(record("step", 4, STEP(run, batch(1))[0]))
-    with another(folder) as word:
-        assert word == "held\n"
-    assert json.loads((folder / ".publisher").read_text())["run"] == _chain.pieces(folder)[-1].run
-    del second
-    with another(folder) as word:
-        assert word == "has it\n"
-
-
 def test_a_folder_is_of_one_package(plain, tmp_path):
     """A folder that another package's weights are published to is refused, and stays as it is; an empty one is not."""
     folder, run = tmp_path / "published", begun()
@@ -346,6 +289,50 @@ def test_a_folder_is_of_one_package(plain, tmp_path):
         _chain.remove(_chain.path_of(folder, piece))
     fr.publish(folder, plain, every_steps=1)(record("step", 1, run))
     fr.load_package(plain).follow(folder)
+
+
+def test_a_package_is_not_published_into(plain, tmp_path):
+    """A package's own folder, or one of weights, is no folder of a publisher's, and stays as it is."""
+    other = changed_manifest(plain, tmp_path / "other", lambda found: None)
+    fr.save_weights(tmp_path / "weights", held(begun().state, "plain"))
+    for folder in (other, tmp_path / "weights"):
+        there = os.listdir(folder)
+        with pytest.raises(ValueError, match="is a package's, or holds weights"):
+            fr.publish(folder, plain, every_steps=1)
+        assert os.listdir(folder) == there
+
+
+def test_weights_that_are_exchanged_are_closed(plain, tmp_path):
+    """Files of weights that nothing reads any more are closed, and nothing is left for Python to warn of."""
+    weights = fr.save_weights(tmp_path / "weights", held(begun().state, "plain"))
+    package, count = fr.load_package(plain), len(os.listdir("/proc/self/fd"))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            package.swap(weights)
+        gc.collect()
+    assert not seen and len(os.listdir("/proc/self/fd")) == count
+
+
+class Refusing(http.server.BaseHTTPRequestHandler):
+    """A server that says it cannot."""
+
+    def do_GET(self):
+        self.send_error(503, "busy")
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_question_that_is_refused_is_told(tmp_path):
+    """What a server says to a question is told by its address; there is no body to name."""
+    with http.server.HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(ConnectionError, match=rf"{address}/healthz refused\.\n  got   503"):
+            fr.update_server(address, tmp_path)
+        thread.join()
 
 
 class Answering(http.server.BaseHTTPRequestHandler):
@@ -385,6 +372,10 @@ BAD = {
     "below a file": ({"folder": __file__ + "/a/b"}, NotADirectoryError, "`folder` is a file's, or below one"),
     "no address": ({"servers": ["localhost:80"]}, ValueError, "`servers` has no address"),
     "one address": ({"servers": "http://localhost"}, TypeError, "`servers`"),
+    "a port beyond": ({"servers": ["http://localhost:65536"]}, ValueError, "`servers` has no address"),
+    "a user": ({"servers": ["http://me:word@localhost"]}, ValueError, "`servers` has no address"),
+    "a query": ({"servers": ["http://localhost/?x=1"]}, ValueError, "`servers` has no address"),
+    "no host": ({"servers": ["http://:80"]}, ValueError, "`servers` has no address"),
     "no time": ({"timeout_s": 0.0}, ValueError, "`timeout_s` is not a time"),
     "no steps": ({"every_steps": 0}, ValueError, "`every_steps`"),
     "no package": ({"package": "nowhere"}, FileNotFoundError, "is not a package"),
@@ -406,6 +397,12 @@ def test_states_that_are_none_are_told(plain, tmp_path):
     tell = fr.publish(tmp_path / "published", plain, every_steps=1)
     with pytest.raises(TypeError, match="is not a training state"):
         tell(record("step", 1, {"w": torch.ones(2)}))
+    with pytest.raises(TypeError, match="is not given a Record"):
+        tell(begun())
+    several = torch.func.vmap(functools.partial(STEP.init, begun().params))(fr.split(fr.key(0), 2))
+    for state in (several, several.state):
+        with pytest.raises(TypeError, match="there are several states"):
+            tell(record("step", 1, state))
     run = SHARDED.init(begun().params)
     with pytest.raises(TypeError, match="lies on a mesh"):
         tell(record("step", 1, run))

@@ -1,0 +1,159 @@
+"""Who publishes: one process at a time, and whatever moment it is killed at, what it left is whole."""
+
+import contextlib
+import functools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from programs.fresh import STEP, batch, begun, bits, held
+
+import funcrec as fr
+from funcrec.serve import _chain
+
+pytestmark = pytest.mark.xdist_group("packages")
+
+
+def record(when, step, state):
+    return fr.loop.Record(when, 0, step, {}, state)
+
+
+OTHER = """
+import fcntl, sys
+file = open(sys.argv[1], "a+")
+try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    sys.exit("held")
+file.truncate(0)
+file.write('{"who": "process 7 of elsewhere", "process": "7"}')
+file.flush()
+print("has it", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def another(folder):
+    """Another process that publishes there, until it is killed."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", OTHER, str(folder / ".publisher")], **pipes) as process:
+        try:
+            yield process.stdout.readline() or process.stderr.read()
+        finally:
+            process.kill()
+
+
+def test_a_folder_has_one_publisher(plain, tmp_path):
+    """While one process publishes to a folder another one is refused by the first's name, before it has written; a
+    killed one's hold goes with it. Of one process the newest goes on, and the old one is refused from then on."""
+    folder, run = tmp_path / "published", begun()
+    folder.mkdir()
+    first = fr.publish(folder, plain, every_steps=2)
+    with another(folder) as word:
+        assert word == "has it\n"
+        with pytest.raises(ValueError, match="has another publisher") as error:
+            first(record("step", 1, run))  # though nothing is due
+        assert "process 7 of elsewhere" in str(error.value) and not _chain.pieces(folder)
+    first(record("step", 2, run))
+    with another(folder) as word:
+        assert word == "held\n"
+    second = fr.publish(folder, plain, every_steps=2)
+    second(record("step", 2, run))
+    there = os.listdir(folder)
+    with pytest.raises(ValueError, match="has another publisher"):
+        first(record("step", 4, run))
+    assert sorted(os.listdir(folder)) == sorted(there)
+    del first, error
+    second(record("step", 4, STEP(run, batch(1))[0]))
+    with another(folder) as word:
+        assert word == "held\n"
+    assert json.loads((folder / ".publisher").read_text())["run"] == _chain.pieces(folder)[-1].run
+    del second
+    with another(folder) as word:
+        assert word == "has it\n"
+
+
+@contextlib.contextmanager
+def forked(do):
+    """A forked process that does this, until it is killed."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            torch.set_num_threads(1)
+            do()
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_forked_process_does_not_hold_the_folder(plain, tmp_path):
+    """What a publisher forks, such as a worker that reads data, has not its folder: who comes behind one that was
+    killed goes on though the worker lives; and the worker itself is refused."""
+    folder, run = tmp_path / "published", begun()
+    first = fr.publish(folder, plain, every_steps=1)
+    first(record("step", 1, run))
+    with forked(functools.partial(time.sleep, 60)):
+        with another(folder) as word:
+            assert word == "held\n"
+        first(record("step", 2, run))
+        del first
+        with another(folder) as word:
+            assert word == "has it\n"
+    first = fr.publish(folder, plain, every_steps=1)
+    first(record("step", 3, run))
+    found, say = os.pipe()
+
+    def worker():
+        try:
+            first(record("step", 4, run))
+        except ValueError as error:
+            os.write(say, str(error).encode())
+        finally:
+            os.close(say)
+
+    with forked(worker):
+        os.close(say)
+        assert b"has another publisher" in os.read(found, 1000)
+    os.close(found)
+
+
+def test_a_publisher_that_is_killed_leaves_one_whole_version(coded, tmp_path):
+    """SIGKILL at any moment: whoever follows has the weights of one step that was told, bit for bit, never of an older
+    publication than it had, and the next publisher goes on."""
+    folder, rng, runs = tmp_path / "published", random.Random(3), [begun()]
+    for n in range(8):
+        runs.append(STEP(runs[-1], batch(n, 9))[0])
+    right = [bits(dict(sorted(fr.tree.paths(held(run.state, "coded"))))) for run in runs]
+    near, had = fr.load_package(coded), -1
+
+    def publisher():
+        tell = fr.publish(folder, coded, every_steps=1, keep=2)
+        for i in range(10**6):
+            tell(record("step", i, runs[i % len(runs)]))
+
+    for _ in range(12):
+        with forked(publisher):
+            end = time.monotonic() + 20
+            while not folder.exists() or had >= newest(folder):
+                assert time.monotonic() < end
+            time.sleep(rng.random() * 0.03)
+        for package in (near, fr.load_package(coded)):
+            package.follow(folder)
+            number, _, step, _ = package.version.split("-")
+            assert bits(package.params) == right[int(step) % len(runs)]
+        assert int(number) > had
+        had = int(number)
+
+
+def newest(folder):
+    return max((p.number for p in _chain.pieces(folder)), default=-1)
