@@ -8,6 +8,7 @@ What ranks exchange over the thread's groups follows from what their loops did, 
 fetched from how many the loop has taken, and by which program one is routed, or that it is not, from the steps before.
 """
 
+import contextlib
 import contextvars
 import hashlib
 import threading
@@ -68,7 +69,9 @@ class Ahead:
 
     def __init__(self, batches: Iterable, depth: int, twins: Twins | None, blank: Callable, stream: Any = None):
         self.batches, self.depth, self.twins, self.blank, self.stream = batches, depth, twins, blank, stream
-        self.changed, self.thread = threading.Condition(), None
+        # `with self.lock` is all in C; an interrupt within the condition's own `with` would leave it held for good
+        self.lock, self.thread = threading.RLock(), None
+        self.changed = threading.Condition(self.lock)
         self.ready: deque[Ready] = deque()
         self.taken, self.last, self.limit = 0, None, 0
         # {number: its programs, {form: Halves}}; None before the first step
@@ -88,7 +91,7 @@ class Ahead:
 
     def take(self) -> Ready | None:
         """The next one; None behind the last."""
-        with self.changed:
+        with self.lock:
             if self.last is not None:  # if no step took it, nobody tells by which program it is routed: by none
                 self.skip(self.last)
             self.last = None
@@ -100,7 +103,7 @@ class Ahead:
             around = contextvars.copy_context()  # the loader's `with mesh:`
             self.thread = threading.Thread(target=lambda: around.run(self.work), name=CALL, daemon=True)
             self.thread.start()
-        with self.changed:
+        with self.lock:
             self.changed.wait_for(lambda: self.ready or self.ended or self.closing)
             if self.closing:
                 raise RuntimeError(message(CALL, [OTHER]))
@@ -114,7 +117,7 @@ class Ahead:
 
     def begin(self, one: Ready, programs: dict) -> bool:
         """Whether the batch is, or will be, routed for a step of these programs, once they hold its form."""
-        with self.changed:
+        with self.lock:
             self.programs = programs
             self.permits = {n: programs if own is None else own for n, own in self.permits.items()}
             mine = self.permits.get(one.number) is programs and one.number not in self.skipped
@@ -130,13 +133,13 @@ class Ahead:
             self.changed.notify_all()
 
     def add(self, programs: dict, form: Any, halves: Halves | None) -> None:
-        with self.changed:
+        with self.lock:
             programs[form] = halves
             self.changed.notify_all()
 
     def wait(self, one: Ready) -> None:
         """Until the batch is routed."""
-        with self.changed:
+        with self.lock:
             self.changed.wait_for(lambda: one.is_done or self.ended)
         if not one.is_done:
             raise self.error or RuntimeError(message(CALL, [GONE]))
@@ -144,18 +147,19 @@ class Ahead:
 
     def following(self) -> Ready | None:
         """The batch behind the one that was taken last, on all ranks, before it is taken; None where there is none."""
-        with self.changed:
+        with self.lock:
             self.changed.wait_for(lambda: self.ready or self.ended)
             return self.ready[0] if self.ready else None
 
     def close(self, wait_s: float | None = LEAVE_S) -> None:
         """End the thread, behind what the other ranks' threads wait for. They may wait for this rank's loop themselves:
         then the thread is left to end with theirs."""
-        with self.changed:
+        with self.lock:
             self.closing = True
             self.changed.notify_all()
         if self.thread is not None:
-            self.thread.join(None if self.twins is None else wait_s)
+            with contextlib.suppress(RuntimeError):  # its start was interrupted: if it begins, it ends by itself
+                self.thread.join(None if self.twins is None else wait_s)
             if self.thread.is_alive():  # it reads what others have begun
                 return
         self.ready.clear()
@@ -177,7 +181,7 @@ class Ahead:
                     items.close()
             except BaseException as error:
                 self.error = self.error or error
-            with self.changed:
+            with self.lock:
                 self.ended = True
                 self.changed.notify_all()
 
@@ -185,7 +189,7 @@ class Ahead:
         """The batches of this rank, for as long as all have one."""
         number, like = 0, None
         while True:
-            with self.changed:
+            with self.lock:
                 self.changed.wait_for(lambda: number < self.limit or self.closing)  # noqa: B023
                 if number >= self.limit:  # closing, and nobody waits for this rank
                     return
@@ -195,7 +199,7 @@ class Ahead:
             if not self.is_go(told, number, text, error):
                 return
             one, like = Ready(self, number, batch, form), batch
-            with self.changed:
+            with self.lock:
                 self.ready.append(one)
                 self.changed.notify_all()
             yield one
@@ -247,12 +251,12 @@ class Ahead:
         """Exchange the batch's ids, if a program for its form comes."""
         if self.stream is not None or self.twins is None:
             return
-        with self.changed:
+        with self.lock:
             own = lambda: self.permits.get(one.number) or {}
             self.changed.wait_for(lambda: one.form in own() or one.number in self.skipped or self.closing)
             halves = None if one.number in self.skipped else own().get(one.form)
         send(one, halves)
-        with self.changed:
+        with self.lock:
             one.is_done = True
             self.changed.notify_all()
 

@@ -1,5 +1,7 @@
 """A pipeline is the plain loop: the same bits, and nothing left of it however it ends."""
 
+import itertools
+import sys
 import threading
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from programs import training
 
 import funcrec as fr
+from funcrec.loop import _ahead
 from funcrec.loop._ahead import CALL
 from funcrec.testing import assert_trees_close
 
@@ -119,6 +122,49 @@ def test_nothing_is_left_of_a_loop_that_ends_early(ends):
     else:
         loop()
     assert is_alone() and closed == [True] and float(first) == 0
+
+
+MOMENTS = {"call", "c_return"}  # of a profiler, at which CPython lets a signal in
+
+
+def is_moment(frame, event):
+    """Of the loop's own code, and of what it calls of threading's: there not once a thread has begun to start, which
+    threading would list for good."""
+    is_own = lambda frame: frame.f_code.co_filename == _ahead.__file__
+    is_called = frame.f_code.co_filename == threading.__file__ and is_own(frame.f_back)
+    return event in MOMENTS and (is_own(frame) or is_called) and (frame.f_code.co_name, event) != ("start", "c_return")
+
+
+def interrupted(at):
+    """Whether a run was, at the at-th such moment; a second one follows."""
+    pipe, seen = fr.pipeline(add), [0]
+
+    def on_event(frame, event, _):
+        if is_moment(frame, event):
+            seen[0] += 1
+            if seen[0] == at:
+                raise KeyboardInterrupt
+
+    sys.setprofile(on_event)
+    try:
+        list(pipe.run(torch.tensor(0), numbers(3)))
+    except (KeyboardInterrupt, RuntimeError):  # of a lock that is waited for, threading has words of its own
+        pass
+    finally:
+        sys.setprofile(None)
+    assert [m["loss"].item() for _, m in pipe.run(torch.tensor(0), numbers(3))] == [0, 1, 3]
+    return seen[0] >= at
+
+
+def test_interrupts_leave_no_lock_behind():
+    """An interrupt at any moment at which a loop deals with its thread ends the loop: nothing waits for good, and the
+    pipeline runs again."""
+    found = []
+    run = lambda: found.extend(itertools.takewhile(bool, map(interrupted, itertools.count(1))))
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive() and len(found) > 50 and is_alone(), len(found)
 
 
 def test_batches_are_steps_of_a_loop_of_ones_own():
