@@ -106,7 +106,8 @@ def reshard(
     """A state in the layout of a plan, from a plain one (as `gather_state` gives) or from that of another plan.
 
     Args:
-      state: plain, the same on every rank; or sharded, each rank's own.
+      state: plain, the same on every rank; or sharded, each rank's own. Of a Logged its `state`: the new step's `init`
+        begins a log beside what this returns.
       plan, mesh, sparse, exact, codec, dedup, dense_axes: as of the `train_step` that goes on from it. Tables that
         `sparse` updates differently share no bank.
       from_mesh: of a sharded state, where it is not `mesh`.
