@@ -340,10 +340,14 @@ def _pure(in_place: Callable, name: str) -> Callable:
 def _loop(op: Callable, info, in_dims, *args):
     """One call for each member of the batch, and their results stacked."""
     dims = [None if _is_shared(d) else d for d in in_dims]  # a list of numbers may be long
-    members = [op(*(_member(x, d, i) for x, d in zip(args, dims, strict=True))) for i in range(info.batch_size)]
+    size = info.batch_size
+    blank = lambda x, d: _member(x, d, None)
+    call = lambda pick: op(*(pick(x, d) for x, d in zip(args, dims, strict=True)))
+    members = [call(lambda x, d: _member(x, d, i)) for i in range(size)] or [call(blank)]  # noqa: B023
+    stack = lambda parts: torch.stack(list(parts))[:size]  # none of one, which has the shape of a member
     if isinstance(members[0], Tensor):
-        return torch.stack(members), 0
-    stacked = [torch.stack(parts) for parts in zip(*members, strict=True)]
+        return stack(members), 0
+    stacked = [stack(parts) for parts in zip(*members, strict=True)]
     return (stacked, [0] * len(stacked)) if isinstance(members[0], list) else (tuple(stacked), (0,) * len(stacked))
 
 
@@ -351,7 +355,12 @@ def _is_shared(dim) -> bool:
     return all(map(_is_shared, dim)) if isinstance(dim, (list, tuple)) else dim is None
 
 
-def _member(x, dim, index: int):
+def _member(x, dim, index: int | None):
+    """Of a batch of none (index None) one of zeros."""
     if isinstance(x, (list, tuple)) and isinstance(dim, (list, tuple)):
         return [_member(y, d, index) for y, d in zip(x, dim, strict=True)]
-    return x if dim is None else x.select(dim, index).contiguous()
+    if dim is None:
+        return x
+    if index is None:
+        return x.new_zeros([*x.shape[:dim], *x.shape[dim + 1 :]])
+    return x.select(dim, index).contiguous()

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Count, Problem, check, describe, fail, is_followed, typed
-from funcrec.retrieval._top_k import matrix_problems
+from funcrec.retrieval._top_k import k_problems, matrix_problems
 
 LEAST_EFFORT = {"hnsw": 64, "ivf": 8}
 MIN_PER_LIST = 39  # vectors that FAISS wants for each list it learns
+MOST = {"links": 4096, "build_effort": 2**31 - 1}  # FAISS counts in C's int, and links twice
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,16 +56,18 @@ def build_index(
     """An index of items f[R, D] for `search_index`, by inner products. Needs `pip install 'funcrec[retrieval]'`.
 
     Args:
-      items: finite floats, on the CPU; f32 is kept of them. No gradient goes through an index.
+      items: floats, on the CPU, finite in f32, which is kept of them. No gradient goes through an index.
       kind: "hnsw", a graph in which each item has `links` neighbours on a level (FAISS's M), found among
         `build_effort` (efConstruction): fast searches, slow to build. "ivf", `num_lists` lists, each of the items that
         are nearest to its centre: quick to build, for many items.
-      num_lists: None takes about 4 · √R, at least one, and 39 items a list.
+      links: 2 to 4096.
+      num_lists: at most R; None takes about 4 · √R, at least one, and 39 items a list.
 
     Returns: an Index; it has R · (4 · D + 8 · links) bytes or so. Built on torch's number of threads; on one, the same
     items make the same graph.
 
-    Raises: ImportError without FAISS; TypeError for tracked items; ValueError for items that are not finite.
+    Raises: ImportError without FAISS; TypeError for tracked items; ValueError for items that are not finite
+      in f32, and for counts that FAISS cannot take.
 
     Law: recall against `top_k` rises with `effort`, and is 1 for "ivf" whose effort is `num_lists`.
 
@@ -79,7 +82,7 @@ def build_index(
     small world graphs" (arXiv:1603.09320), and FAISS's IndexHNSWFlat and IndexIVFFlat.
     """
     call = "funcrec.build_index"
-    check(call, matrix_problems("items", items, "R"))
+    check(call, matrix_problems("items", items, "R"), count_problems(items, kind, links, build_effort, num_lists))
     check(call, value_problems("items", items))
     faiss = imported(call)
     (num_items, dim), metric = items.shape, faiss.METRIC_INNER_PRODUCT
@@ -87,9 +90,8 @@ def build_index(
         made = faiss.IndexHNSWFlat(dim, links, metric)
         made.hnsw.efConstruction = build_effort
     else:
-        most = max(num_items // MIN_PER_LIST, 1)
-        wanted = round(4 * num_items**0.5) if num_lists is None else num_lists
-        made = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, min(wanted, most), metric)
+        usual = max(min(round(4 * num_items**0.5), num_items // MIN_PER_LIST), 1)
+        made = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, num_lists or usual, metric)
         made.cp.min_points_per_centroid = 1  # of fewer items than a list wants FAISS would warn
     array = items.detach().to(torch.float32).contiguous().numpy()
     if num_items:
@@ -103,7 +105,7 @@ def search_index(index: Index, queries: Tensor, k: Count, *, effort: Count | Non
     """Of each query nearly the k best items, as `top_k` gives them: their scores, and their rows.
 
     Args:
-      queries: f[B, D], finite, on the CPU; searched in f32, on torch's number of threads.
+      queries: f[B, D], finite in f32, on the CPU; searched in f32, on torch's number of threads.
       k: it may exceed the number of items.
       effort: how many candidates the graph keeps (FAISS's efSearch; at least k is taken), or how many lists are read
         (nprobe). None: 64, or 8 lists.
@@ -122,7 +124,7 @@ def search_index(index: Index, queries: Tensor, k: Count, *, effort: Count | Non
     Source: FAISS's IndexHNSW.search and IndexIVF.search.
     """
     call = "funcrec.search_index"
-    check(call, query_problems(index, queries))
+    check(call, query_problems(index, queries), k_problems(k))
     check(call, value_problems("queries", queries))
     faiss, count = imported(call), queries.shape[0]
     if not count or not index.num_items:
@@ -158,6 +160,21 @@ def imported(call: str) -> ModuleType:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
+def count_problems(items: Tensor, kind: str, links: int, build_effort: int, num_lists: int | None) -> Iterator[Problem]:
+    """FAISS draws levels by 1 / log(links), and does not check its counts, which are C ints."""
+    if links < 2:
+        yield Problem("`links` are too few.", f"{links}", "2 to 4096", "links=32")
+    elif links > MOST["links"]:
+        yield Problem("`links` are too many.", f"{links}", f"2 to {MOST['links']}", "links=32")
+    if build_effort > MOST["build_effort"]:
+        yield Problem(
+            "`build_effort` is too high.", f"{build_effort}", f"at most {MOST['build_effort']}", "build_effort=200"
+        )
+    if kind == "ivf" and num_lists is not None and items.dim() == 2 and num_lists > max(items.shape[0], 1):
+        got = f"num_lists={num_lists} of {describe(items)}"
+        yield Problem("there are more lists than items.", got, "num_lists <= R", "num_lists=None")
+
+
 def query_problems(index: Index, queries: Tensor) -> Iterator[Problem]:
     yield from matrix_problems("queries", queries, "B")
     if queries.dim() == 2 and queries.shape[1] != index.dim:
@@ -176,5 +193,6 @@ def value_problems(name: str, x: Tensor) -> Iterator[Problem]:
         yield Problem(f"`{name}` are not on the CPU.", f"{x.device}", "cpu", f"{name}.cpu()")
     elif not x.shape[1]:
         yield Problem(f"`{name}` have no columns.", describe(x), "D >= 1", "vectors of a model's tower")
-    elif not bool(torch.isfinite(x).all()):
-        yield Problem(f"`{name}` are not finite.", "NaN or inf among them", "finite numbers", "torch.nan_to_num")
+    elif not bool(torch.isfinite(x.to(torch.float32)).all()):
+        got, need = "NaN, inf or numbers beyond f32 among them", "numbers that are finite in f32"
+        yield Problem(f"`{name}` are not finite in f32.", got, need, "torch.nan_to_num")

@@ -16,6 +16,8 @@ from funcrec.kernels import library, ops
 from funcrec.kernels.forms import CODE_BITS
 from funcrec.quantized import QuantizedTables
 
+MOST_K = 2**31 - 1
+
 
 @typed
 def top_k(
@@ -63,12 +65,12 @@ def top_k(
         check("funcrec.top_k", table_problems(items))
         ((_, bits, dim),), (items,) = items.forms, items.values()
         bits = bits if bits in CODE_BITS else 0
-    if exclude is None and ops.is_plain(implementation, queries) and not any_tracked((queries, items)):
+    if exclude is None and k <= MOST_K and ops.is_plain(implementation, queries) and not any_tracked((queries, items)):
         found = library.planned("top_k")(queries, items, k, bits)  # None of vectors that do not fit each other, too
         if found is not None:
             return found
     vectors = items.new_empty((0, dim), dtype=torch.float32) if bits else items
-    check("funcrec.top_k", vector_problems(queries, vectors), exclude_problems(exclude, queries))
+    check("funcrec.top_k", vector_problems(queries, vectors), k_problems(k), exclude_problems(exclude, queries))
     rows, offsets = (None, None) if exclude is None else (exclude.values, exclude.offsets)
     return ops.top_k(queries, items, rows, offsets, k, bits, implementation=implementation)
 
@@ -78,7 +80,9 @@ def top_k(
 
 def matrix_problems(name: str, x: Tensor, count: str) -> Iterator[Problem]:
     need = f"f[{count}, D]"
-    if not x.is_floating_point() or x.itemsize < 2:
+    if x.layout != torch.strided:
+        yield Problem(f"`{name}` are not dense.", describe(x), f"{need}, strided", f"{name}.to_dense()", TypeError)
+    elif not x.is_floating_point() or x.itemsize < 2:
         yield Problem(
             f"`{name}` are not floating-point numbers.",
             describe(x),
@@ -89,6 +93,11 @@ def matrix_problems(name: str, x: Tensor, count: str) -> Iterator[Problem]:
     elif x.dim() != 2:
         hint = f"{name}[None], of one" if x.dim() == 1 else "two dimensions; vmap over others"
         yield Problem(f"`{name}` are not vectors.", describe(x), need, hint)
+
+
+def k_problems(k: int) -> Iterator[Problem]:
+    if k > MOST_K:
+        yield Problem("`k` is too large.", f"{k}", f"an int in [1, {MOST_K}]", "k=10")
 
 
 def table_problems(items: QuantizedTables) -> Iterator[Problem]:

@@ -65,6 +65,12 @@ def test_few_items_are_all_given(kind, num_items, num_queries, k, seed):
         assert torch.equal(scores, want[0]) and torch.equal(rows, want[1])
 
 
+def test_lists_are_as_many_as_told():
+    """An index of lists has those that it was told, up to one for each item, without a word of FAISS's."""
+    assert fr.build_index(ITEMS[:60], "ivf", num_lists=40).faiss.nlist == 40
+    assert fr.build_index(ITEMS[:60], "ivf").faiss.nlist == 1
+
+
 def test_arguments_are_left_alone():
     """Building and searching write to no argument, and items changed later change no answer."""
     items, queries = ITEMS[:100].clone(), QUERIES[:3].clone()
@@ -84,6 +90,16 @@ BAD = {
     "a kind": (lambda: fr.build_index(ITEMS[:3], "tree"), ValueError, "`kind`"),
     "tracked items": (lambda: fr.build_index(ITEMS[:3].clone().requires_grad_()), TypeError, "`items` are tracked"),
     "another dim": (lambda: fr.search_index(SMALL(), QUERIES[:, :3], 2), ValueError, "of another dim"),
+    "f64 beyond f32": (lambda: fr.build_index(ITEMS[:3].double() * 1e300), ValueError, "`items` are not finite in f32"),
+    "one link": (lambda: fr.build_index(ITEMS[:3], links=1), ValueError, "`links` are too few"),
+    "links beyond": (lambda: fr.build_index(ITEMS[:3], links=2**31), ValueError, "`links` are too many"),
+    "effort beyond": (lambda: fr.build_index(ITEMS[:3], build_effort=2**31), ValueError, "`build_effort` is too high"),
+    "more lists than items": (lambda: fr.build_index(ITEMS[:3], "ivf", num_lists=4), ValueError, "more lists"),
+    "k beyond": (lambda: fr.search_index(SMALL(), QUERIES, 2**31), ValueError, "`k` is too large"),
+    "queries beyond f32": (
+        lambda: fr.search_index(SMALL(), QUERIES.double() * 1e300, 2), ValueError, "`queries` are not finite in f32",
+    ),
+    "sparse items": (lambda: fr.build_index(ITEMS[:3].to_sparse()), TypeError, "`items` are not dense"),
     "inf": (lambda: fr.search_index(SMALL(), QUERIES[:1] / 0, 2), ValueError, "`queries` are not finite"),
     "k = 0": (lambda: fr.search_index(SMALL(), QUERIES, 0), ValueError, "`k`"),
     "grad": (

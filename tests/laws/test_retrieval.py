@@ -74,7 +74,18 @@ def test_transforms_and_compiled_programs_agree():
     assert torch.equal(fr.top_k(QUERIES, ITEMS, 4, exclude=padded)[1][:, :3], want[1][:, 1:])
 
 
+def test_of_no_members_there_are_none():
+    """vmap over no members gives none, in the shape of a member's answer, of top_k and of quantize."""
+    found = torch.func.vmap(lambda q: fr.top_k(q, ITEMS, 3))(QUERIES.new_zeros(0, *QUERIES.shape))
+    assert [(x.shape, x.dtype) for x in found] == [((0, 5, 3), torch.float32), ((0, 5, 3), torch.int64)]
+    coded = torch.func.vmap(lambda x: fr.quantize({"item": x})["item"])(ITEMS.new_zeros(0, *ITEMS.shape))
+    assert (coded.shape, coded.dtype) == ((0, *fr.quantize({"item": ITEMS})["item"].shape), torch.uint8)
+
+
 BAD = {
+    "k beyond": (lambda: fr.top_k(QUERIES, ITEMS, 10**12), ValueError, "`k` is too large"),
+    "k beyond i64": (lambda: fr.top_k(QUERIES, ITEMS, 2**63), ValueError, "`k` is too large"),
+    "sparse queries": (lambda: fr.top_k(QUERIES.to_sparse(), ITEMS, 2), TypeError, "`queries` are not dense"),
     "ints": (lambda: fr.top_k(QUERIES.long(), ITEMS, 2), TypeError, "`queries` are not floating-point"),
     "a vector": (lambda: fr.top_k(QUERIES[0], ITEMS, 2), ValueError, "`queries` are not vectors"),
     "other dim": (lambda: fr.top_k(QUERIES[:, :3], ITEMS, 2), ValueError, "no dim in common"),
