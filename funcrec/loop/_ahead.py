@@ -26,7 +26,6 @@ from funcrec.jagged import KeyedJaggedTensor
 from funcrec.mesh import Twins, form_text, tell
 from funcrec.tables import Batch
 
-CALL = "funcrec.pipeline"
 LEAVE_S = 1.0  # how long a rank that leaves waits for the others to come to what its thread exchanges
 
 
@@ -61,14 +60,17 @@ class Ready:
             raise AttributeError(name)
         got, need = f"`.{name}` of {type(self).__name__}", "the batch in it"
         what, hint = "a batch that is ready has no fields of its own.", f"batch.batch.{name}"
-        fail(CALL, what, got=got, need=need, hint=hint, kind=AttributeError)
+        fail(self.source.call, what, got=got, need=need, hint=hint, kind=AttributeError)
 
 
 class Ahead:
     """Batches that are made ready in a thread, which ends with the last of them, or when this is closed."""
 
-    def __init__(self, batches: Iterable, depth: int, twins: Twins | None, blank: Callable, stream: Any = None):
-        self.batches, self.depth, self.twins, self.blank, self.stream = batches, depth, twins, blank, stream
+    def __init__(
+        self, call: str, batches: Iterable, depth: int, twins: Twins | None, blank: Callable, stream: Any = None
+    ):
+        self.call, self.batches, self.depth, self.twins = call, batches, depth, twins
+        self.blank, self.stream = blank, stream
         # `with self.lock` is all in C; an interrupt within the condition's own `with` would leave it held for good
         self.lock, self.thread = threading.RLock(), None
         self.changed = threading.Condition(self.lock)
@@ -101,12 +103,12 @@ class Ahead:
             self.changed.notify_all()
         if self.thread is None and not self.closing:
             around = contextvars.copy_context()  # the loader's `with mesh:`
-            self.thread = threading.Thread(target=lambda: around.run(self.work), name=CALL, daemon=True)
+            self.thread = threading.Thread(target=lambda: around.run(self.work), name=self.call, daemon=True)
             self.thread.start()
         with self.lock:
             self.changed.wait_for(lambda: self.ready or self.ended or self.closing)
             if self.closing:
-                raise RuntimeError(message(CALL, [OTHER]))
+                raise RuntimeError(message(self.call, [OTHER]))
             if self.ready:
                 self.taken += 1
                 self.last = self.ready.popleft()
@@ -142,7 +144,7 @@ class Ahead:
         with self.lock:
             self.changed.wait_for(lambda: one.is_done or self.ended)
         if not one.is_done:
-            raise self.error or RuntimeError(message(CALL, [GONE]))
+            raise self.error or RuntimeError(message(self.call, [GONE]))
         self.permits.pop(one.number, None)
 
     def following(self) -> Ready | None:
@@ -230,21 +232,22 @@ class Ahead:
             return False
         if failed := who(Told.FAILED):
             what, got = "the batches of another rank ended in an error.", f"ranks {failed} raised"
-            raise RuntimeError(message(CALL, [Problem(what, got, "batches on every rank", "see what they raised")]))
+            need, hint = "batches on every rank", "see what they raised"
+            raise RuntimeError(message(self.call, [Problem(what, got, need, hint)]))
         if closed := who(Told.CLOSED):
             what, got = "another rank has left its loop.", f"ranks {closed} have, this one goes on"
-            raise RuntimeError(message(CALL, [Problem(what, got, "the same steps on every rank")]))
+            raise RuntimeError(message(self.call, [Problem(what, got, "the same steps on every rank")]))
         if bare := who(Told.ENDED):
             what = "the ranks have different numbers of batches."
             got = f"ranks {bare} have no more, ranks {who(Told.HAS)} have"
             hint = "batches of fr.Batch with weights, or blank=lambda batch: one of that form that counts for nothing"
             if not number:
                 hint = "a batch for every rank: those have had none, of which a blank one could be made"
-            raise ValueError(message(CALL, [Problem(what, got, "as many on all, or blank ones", hint)]))
+            raise ValueError(message(self.call, [Problem(what, got, "as many on all, or blank ones", hint)]))
         if len({form for _, form in told}) > 1:
             what, got = "the ranks' batches have different forms.", f"{form or 'no leaves'} here, another elsewhere"
             hint = "the same keys, pad_to of one capacity, and batches of one size"
-            raise ValueError(message(CALL, [Problem(what, got, "one form on all ranks", hint)]))
+            raise ValueError(message(self.call, [Problem(what, got, "one form on all ranks", hint)]))
         return True
 
     def route(self, one: Ready) -> None:

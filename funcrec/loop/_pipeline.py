@@ -29,9 +29,11 @@ from funcrec.core import (
     typed,
 )
 from funcrec.data import prefetch
-from funcrec.loop._ahead import CALL, Ahead, Ready, versions_of
+from funcrec.loop._ahead import Ahead, Ready, versions_of
 from funcrec.loop._ahead import blank as blank_of
 from funcrec.mesh import Mesh, twins_of
+
+CALL = "funcrec.pipeline"
 
 
 @typed
@@ -57,7 +59,7 @@ def pipeline(
 
     Returns: a step: `pipe(state, batch)` is `step(state, batch)`. `pipe.run(state, batches)` gives (state, metrics) of
       each batch; `for batch in pipe.ahead(batches): state, metrics = pipe(state, batch)` is the same, for loops that do
-      more. `fr.fit(pipe, ...)` takes it.
+      more. `fr.fit(pipe, ...)` takes it, and tells which rank is lost (in a loop of your own `fr.loop.watch` does).
 
     Raises: what the loader raises, at its place, and RuntimeError on the other ranks; ValueError for ranks with batches
       of different forms, or numbers; TypeError for a ready batch under vmap, grad, or of a state that requires grad. It
@@ -97,10 +99,13 @@ def pipeline(
 
 
 class Pipeline:
-    """What `pipeline` returns."""
+    """What `pipeline` returns, and what a stale one makes its batches ready with."""
 
-    def __init__(self, step: Callable, depth: int, mesh: Mesh | None, device: Device | None, blank: Callable):
+    def __init__(
+        self, step: Callable, depth: int, mesh: Mesh | None, device: Device | None, blank: Callable, call: str = CALL
+    ):
         self.step, self.depth, self.mesh, self.device, self.blank = step, depth, mesh, device, blank
+        self.call = call  # in messages
         self.fn = getattr(step, "fn", step)
         self.programs: dict[Any, dict] = {}  # {form of the state, surroundings: {form of a batch: Halves or None}}
         self.twins, self.stream, self.under_way, self.routed_bytes = None, None, None, 0
@@ -115,7 +120,7 @@ class Pipeline:
             return self.step(state, batch)
         one, source = batch, batch.source
         leaves, structure = fast_flatten(state)
-        refuse_followed(leaves)
+        refuse_followed(self.call, leaves)
         if self.twins is None or is_checking():
             return self.step(state, one.batch)
         present = getattr(self.step, "present", None)  # of retry_overflow, the step that it would take
@@ -154,7 +159,7 @@ class Pipeline:
         if self.device is not None:
             is_cuda = torch.device(self.device).type == "cuda"
             batches = prefetch(batches, depth=1, pin_memory=is_cuda, device=self.device)
-        self.under_way = Ahead(batches, self.depth, self.twins, blank, self.stream)
+        self.under_way = Ahead(self.call, batches, self.depth, self.twins, blank, self.stream)
         return iter(self.under_way)
 
     def run(self, state: Any, batches: Iterable) -> Iterator[tuple[Any, Any]]:
@@ -183,25 +188,19 @@ def ahead_of(step: Any, items: Iterator) -> Iterator:
     return (both(taken.popleft(), one) for one in step.start(batches, lambda batch: None))
 
 
-def refuse_followed(leaves: list) -> None:
+def refuse_followed(call: str, leaves: list) -> None:
     if any_tracked(leaves) or (is_transformed() and not is_checking()):
         need, hint = "a plain loop over batches", "`.detach()`, or the step itself: step(state, batch)"
         got = "requires_grad of the state, or a transform around the step"
-        fail(
-            CALL,
-            "a batch that is ready is taken where something follows.",
-            got=got,
-            need=need,
-            hint=hint,
-            kind=TypeError,
-        )
+        what = "a batch that is ready is taken where something follows."
+        fail(call, what, got=got, need=need, hint=hint, kind=TypeError)
 
 
 # -- validators --------------------------------------------------------------------------------------------------
 
 
 def step_problems(step: object) -> Iterator[Problem]:
-    if isinstance(step, Pipeline):
+    if isinstance(step, Pipeline) or isinstance(getattr(step, "pipe", None), Pipeline):
         yield Problem("`step` is a pipeline.", describe(step), "a step", "fr.pipeline(step), once", TypeError)
 
 

@@ -44,15 +44,16 @@ def stale_pipeline(
       device, blank: as of `pipeline`.
 
     Returns: `stale.run(state, batches)` gives (state, metrics) of each batch. Programs are kept for the next run.
+      `fr.fit` does not take it: it calls a step batch by batch. Which rank was lost tells `fr.loop.watch`.
 
     Raises: TypeError for a step that `train_step` did not make (`logged`, `scan` and `retry_overflow` read and write
       tables of their own time), ValueError for lookups whose ids follow from the state (a loss that draws ids by its
       key, `micro_batches`), and for a mesh of CUDA devices, where it was never run. Besides: as `pipeline`.
 
-    Law: states and metrics are those of a plain loop that is written so, bit for bit: loss and gradients at
-      Params(tables of the state before, dense of this one), which update this state. Between two steps nothing may
-      change but through the loop: a run holds its own state. What a run gave is whole, and with a donating step used up
-      by the next batch.
+    Law: states and metrics are those of a plain loop that is written so, bit for bit where it is compiled as the step
+      is: loss and gradients at Params(tables of the state before, dense of this one), which update this state. Between
+      two steps nothing may change but through the loop: a run holds its own state. What a run gave is whole, and with a
+      donating step used up by the next batch.
 
     Cost: what `pipeline` costs, and what a batch's lookups read, here and on its way (`stale.held_bytes` says both). No
       copy of a table. Only the last exchange of a lookup is hidden: all of it where tables lie on one axis; where rows
@@ -71,7 +72,7 @@ def stale_pipeline(
     Source: TorchRec's TrainPipelineSemiSync.
     """
     check(CALL, step_problems(step), mesh_problems(mesh))
-    return StalePipeline(step, Pipeline(step, depth, mesh, device, blank or blank_of))
+    return StalePipeline(step, Pipeline(step, depth, mesh, device, blank or blank_of, CALL))
 
 
 class StalePipeline:
@@ -133,7 +134,7 @@ class StalePipeline:
 
     def __call__(self, state: Any, batch: Any) -> None:
         got, need = "a state and a batch alone", "a run, which knows the batch before"
-        hint = "for state, metrics in stale.run(state, batches): ..."
+        hint = "for state, metrics in stale.run(state, batches): ..., a loop of your own in the place of fr.fit"
         fail(CALL, "a single batch has no stale rows.", got=got, need=need, hint=hint, kind=TypeError)
 
     def __repr__(self) -> str:
@@ -143,7 +144,7 @@ class StalePipeline:
 def key_of(state: Any) -> tuple:
     """What programs depend on, besides the batch."""
     leaves, structure = fast_flatten(state)
-    refuse_followed(leaves)
+    refuse_followed(CALL, leaves)
     if is_checking():
         got, hint = "`funcrec.checked` around a run", "fr.checked(step)(state, batch), in a plain loop"
         fail(CALL, "a program is not looked at value by value.", got=got, need="a run without", hint=hint)

@@ -323,6 +323,7 @@ ROWS = {
     "pipeline: depth": e(lambda: fr.pipeline(step, depth=0), ValueError, "`depth`"),
     "pipeline: no step": e(lambda: fr.pipeline(3), TypeError, "`step`", "int 3"),
     "pipeline: of a pipeline": e(lambda: fr.pipeline(fr.pipeline(step)), TypeError, "`step` is a pipeline"),
+    "pipeline: of a stale one": e(lambda: fr.pipeline(fr.stale_pipeline(step())), TypeError, "`step` is a pipeline"),
     "pipeline: no batches": e(lambda: fr.pipeline(step).run(None, 3), TypeError,
         "`batches` cannot be iterated", "int 3"),
     "stale_pipeline: of logged": e(lambda: fr.stale_pipeline(fr.logged(step(), steps=0)), TypeError,

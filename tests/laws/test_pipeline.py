@@ -10,7 +10,7 @@ from programs import training
 
 import funcrec as fr
 from funcrec.loop import _ahead
-from funcrec.loop._ahead import CALL
+from funcrec.loop._pipeline import CALL
 from funcrec.testing import assert_trees_close
 
 MESH = fr.Mesh.emulated(x=2, y=2)

@@ -8,7 +8,7 @@ from funcrec.kernels import library
 from programs import stale, training
 
 import funcrec as fr
-from funcrec.loop._ahead import CALL
+from funcrec.loop._stale import CALL
 from funcrec.testing import assert_trees_close
 
 MESH = fr.Mesh.emulated(x=2)
@@ -133,9 +133,9 @@ def test_what_follows_or_looks_at_a_run_is_refused():
     step, state = small(score)
     pipe = fr.stale_pipeline(step)
     tracked = fr.tree.map(lambda x: x.clone().requires_grad_() if x.is_floating_point() else x, state)
-    with pytest.raises(TypeError, match="is taken where something follows"):
+    with pytest.raises(TypeError, match=r"funcrec.stale_pipeline: .*is taken where something follows"):
         next(pipe.run(tracked, [ids(0, 1)]))
-    with pytest.raises(TypeError, match="is taken where something follows"):
+    with pytest.raises(TypeError, match=r"funcrec.stale_pipeline: .*is taken where something follows"):
         torch.func.vmap(lambda x: next(pipe.run(state, [ids(0, 1)]))[1]["loss"] + x)(torch.ones(2))
     with pytest.raises(ValueError, match="a program is not looked at"):
         fr.checked(lambda: next(pipe.run(state, [ids(0, 1)])))()
