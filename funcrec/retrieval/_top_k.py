@@ -60,12 +60,14 @@ def top_k(
 
     Source: FAISS's IndexFlatIP.
     """
-    bits = 0
+    bits, fits = 0, True
     if isinstance(items, QuantizedTables):
         check("funcrec.top_k", table_problems(items))
         ((_, bits, dim),), (items,) = items.forms, items.values()
         bits = bits if bits in CODE_BITS else 0
-    if exclude is None and k <= MOST_K and ops.is_plain(implementation, queries) and not any_tracked((queries, items)):
+        fits = queries.shape[1:] == (dim,)  # rows of codes of several dims have as many bytes
+    is_usual = fits and exclude is None and k <= MOST_K and ops.is_plain(implementation, queries)
+    if is_usual and not any_tracked((queries, items)):
         found = library.planned("top_k")(queries, items, k, bits)  # None of vectors that do not fit each other, too
         if found is not None:
             return found

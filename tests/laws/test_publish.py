@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 import torch
-from programs.fresh import DTYPES, STEP, batch, begun, bits, changed_manifest, held, loss_fn
+from programs.fresh import DTYPES, STEP, batch, begun, bits, held, loss_fn
 
 import funcrec as fr
 from funcrec.core._tree import replace
@@ -274,32 +274,6 @@ def test_a_state_that_was_restored_is_published_whole(steps, beyond, plain, tmp_
     assert _chain.pieces(told.folder)[-1].kind == ".delta"
     told.assert_followed(told.near)
     told.assert_followed(told.far)
-
-
-def test_a_folder_is_of_one_package(plain, tmp_path):
-    """A folder that another package's weights are published to is refused, and stays as it is; an empty one is not."""
-    folder, run = tmp_path / "published", begun()
-    other = changed_manifest(plain, tmp_path / "other", lambda found: found.update(max_batch=7))
-    fr.publish(folder, other, every_steps=1)(record("step", 1, run))
-    there = os.listdir(folder)
-    with pytest.raises(ValueError, match="is of another package"):
-        fr.publish(folder, plain, every_steps=1)(record("step", 1, run))
-    assert os.listdir(folder) == there
-    for piece in _chain.pieces(folder):
-        _chain.remove(_chain.path_of(folder, piece))
-    fr.publish(folder, plain, every_steps=1)(record("step", 1, run))
-    fr.load_package(plain).follow(folder)
-
-
-def test_a_package_is_not_published_into(plain, tmp_path):
-    """A package's own folder, or one of weights, is no folder of a publisher's, and stays as it is."""
-    other = changed_manifest(plain, tmp_path / "other", lambda found: None)
-    fr.save_weights(tmp_path / "weights", held(begun().state, "plain"))
-    for folder in (other, tmp_path / "weights"):
-        there = os.listdir(folder)
-        with pytest.raises(ValueError, match="is a package's, or holds weights"):
-            fr.publish(folder, plain, every_steps=1)
-        assert os.listdir(folder) == there
 
 
 def test_weights_that_are_exchanged_are_closed(plain, tmp_path):

@@ -96,6 +96,10 @@ BAD = {
     "codes of another dim": (
         lambda: fr.top_k(QUERIES[:, :3], fr.quantize({"a": ITEMS}), 2), ValueError, "no dim in common",
     ),
+    "codes whose rows have as many bytes": (
+        lambda: fr.top_k(QUERIES[:, :7].contiguous(), fr.quantize({"a": ITEMS}, "int4"), 2),
+        ValueError, "no dim in common",
+    ),
     "floats left out": (
         lambda: fr.top_k(QUERIES, ITEMS, 2, exclude=fr.JaggedTensor.from_lists([[0.5]] * 5)), TypeError, "`exclude`",
     ),
