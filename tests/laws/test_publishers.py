@@ -80,7 +80,6 @@ def test_a_folder_has_one_publisher(plain, tmp_path):
         assert word == "has it\n"
 
 
-@contextlib.contextmanager
 def test_a_folder_is_of_one_package(plain, tmp_path):
     """A folder that another package's weights are published to is refused, and stays as it is; an empty one is not."""
     folder, run = tmp_path / "published", begun()
@@ -107,6 +106,7 @@ def test_a_package_is_not_published_into(plain, tmp_path):
         assert os.listdir(folder) == there
 
 
+@contextlib.contextmanager
 def forked(do):
     """A forked process that does this, until it is killed."""
     child = os.fork()
