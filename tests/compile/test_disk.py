@@ -159,11 +159,15 @@ def surrounded(change):
             _digest.system.cache_clear()
 
 
+def another(capability):
+    return "default" if capability == "avx2" else "avx2"
+
+
 SURROUNDINGS = {
     "torch": lambda m: m.setattr(torch, "__version__", "2.99"),
     "the processor": lambda m: m.setattr(_digest, "processor", lambda: "flags: avx"),
     "sources": lambda m: m.setattr(_digest, "__file__", __file__),
-    "a variable": lambda m: m.setenv("ATEN_CPU_CAPABILITY", "avx2"),
+    "a variable": lambda m: m.setenv("ATEN_CPU_CAPABILITY", another(os.environ.get("ATEN_CPU_CAPABILITY"))),
     "the compiler": lambda m: m.setenv("CXX", "another"),
     "threads": lambda m: m.setitem(_digest.SEEN, "the number of threads", lambda: 7),
     "determinism": lambda m: m.setitem(_digest.SEEN, "deterministic algorithms", lambda: True),

@@ -1,5 +1,7 @@
 """accumulate_grads and train_step(micro_batches=): a batch's gradients, part by part."""
 
+import functools
+import operator
 import subprocess
 import sys
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import ordered
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close
@@ -131,25 +134,49 @@ def test_micro_batches_on_ranks_move_tables_as_the_whole(kind):
     assert_trees_close(made[0][1:], made[1][1:], rtol=1e-6, atol=1e-6)
 
 
+KEPT = fr.FeatureConfig("a", table="item")
+
+
+def with_dropout(params):
+    """Params of one table and a matrix."""
+    return fr.Params({"item": params.tables["item"]}, {"m": torch.linspace(-1, 1, 20).reshape(4, 5)})
+
+
+def dropped(params, batch, key, product, total):
+    x = fr.nn.dropout(fr.lookup(params.tables, batch.ids, [KEPT])["a"], key, rate=0.5)
+    logits = total(product(x, params.dense["m"]).relu(), 1)
+    return total((logits - batch.label).square(), 0) / batch.label.shape[0]
+
+
 def test_micro_batches_are_ranks():
-    """k micro-batches, k ranks and one process that adds the gradients of k batches give the same dense parameters, bit
-    for bit, dropout's draws and matrix products included; tables of one feature, too."""
-    keep = fr.FeatureConfig("a", table="item")
-
-    def loss_fn(params, batch, key):
-        x = fr.lookup(params.tables, batch.ids, [keep])["a"]
-        x = fr.nn.dropout(x, key, rate=0.5)
-        return (x @ params.dense["m"]).tanh().sum(1).sub(batch.label).square().mean()
-
+    """k micro-batches and k emulated ranks give the same tables, dense parameters and loss, bit for bit, with dropout,
+    where the loss sums in one order: the ranks' matrix products are one of all, which a library may sum in
+    another order than one of a rank."""
+    loss_fn = lambda params, batch, key: dropped(params, batch, key, ordered.product, ordered.total)
     params, batch = drawn(11)
-    params = fr.Params({"item": params.tables["item"]}, {"m": torch.linspace(-1, 1, 20).reshape(4, 5)})
-    mesh = fr.Mesh.emulated(x=4)
+    params, mesh = with_dropout(params), fr.Mesh.emulated(x=4)
     alone = step_of(4, loss_fn)
     ranks = step_of(1, loss_fn, mesh=mesh, plan=fr.Plan({"item": fr.row_wise("x")}), exact=True)
     batch = fr.Batch(batch.ids, batch.label)
     a, of_a = alone(alone.init(params), batch)
     b, of_b = ranks(ranks.init(params), batch)
     assert_trees_close((a.tables, a.dense, of_a), (fr.gather_tables(b.tables, mesh), b.dense, of_b))
+
+
+def test_micro_batches_are_batches_that_are_added(k=4):
+    """k micro-batches give the loss, rows and dense gradients of one process that adds those of k batches, bit for bit,
+    dropout's draws and matrix products included: these are of the same shapes."""
+    loss_fn = lambda params, batch, key: dropped(params, batch, key, torch.matmul, torch.sum)
+    share = fr.value_and_grad(lambda params, batch, key: loss_fn(params, batch, key) / k)
+    params, batch = drawn(11)
+    params, batch, n = with_dropout(params), fr.Batch(batch.ids, batch.label), batch.label.shape[0] // k
+    got, mine = fr.accumulate_grads(loss_fn, k)(params, batch, key=fr.key(3))
+    parts = [fr.Batch(batch.ids[j * n : (j + 1) * n], batch.label[j * n : (j + 1) * n]) for j in range(k)]
+    made = [share(params, part, key=fr.fold_in(fr.key(3), j)) for j, part in enumerate(parts)]
+    want = sum(loss for loss, _ in made)
+    rows = functools.reduce(operator.add, [g.tables["item"] for _, g in made]).to_dense()
+    dense = functools.reduce(operator.add, [g.dense["m"] for _, g in made])
+    assert_trees_close((got, mine.tables["item"].to_dense(), mine.dense["m"]), (want, rows, dense))
 
 
 def test_aux_is_the_mean():

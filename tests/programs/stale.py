@@ -41,9 +41,10 @@ def whole(mesh, state, metrics):
     return tables, state.dense, [m["loss"] for m in metrics]
 
 
-def loop(step, state, batches):
+def loop(step, state, batches, compiled=False):
     """Each batch's lookups read the tables of the state before."""
     stale, tables, out = stale_of(step).update, state.tables, []
+    stale = fr.jit(stale) if compiled else stale
     for batch in batches:
         before, tables = tables, state.tables
         state, metrics = stale(state, before, batch)
@@ -72,16 +73,16 @@ def beside_a_loop(axes, plan, count, how):
 
 
 def donated():
-    """The same of a jitted step that uses up its state, of a last batch of another size; whether a second run, which
-    compiles nothing, goes on; whether the first state is gone."""
+    """The same of a jitted step that uses up its state, beside a compiled loop, of a last batch of another size;
+    whether a second run, which compiles nothing, goes on; whether the first state is gone."""
     mesh, plan = piped.mesh_of({"x": 2}), fr.Plan({"a": fr.row_wise("x")})
     loss = lambda p, b: (fr.lookup(p.tables, b.ids, training.FEATURES[:1]).values @ p.dense).square().mean()
     kind = {"sparse": fr.optim.rowwise_adagrad(0.1), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
     batches = [piped.own(mesh, i) for i in range(4)] + [piped.own(mesh, 4, 2, 16)]
     step = fr.train_step(loss, **kind, mesh=mesh, plan=plan)
     state = step.init(fr.Params(fr.init(fr.key(1), [fr.TableConfig("a", 11, 4)]), torch.ones(4)))
-    want = loop(step, fr.copy(state), batches)
-    again = loop(step, want[0], batches[:3])
+    want = loop(step, fr.copy(state), batches, compiled=True)
+    again = loop(step, want[0], batches[:3], compiled=True)
     stale = fr.stale_pipeline(fr.jit(step, donate=("state",)), mesh=mesh)
     now, out = piped.run(stale, state, iter(batches))
     first = piped.is_same((now, out), want)
