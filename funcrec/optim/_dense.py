@@ -80,9 +80,10 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
       update names every gradient and state that does not fit.
 
     Law: k updates are k steps of the class, up to rounding: counters and bias corrections are in f64. Staged and eager
-    updates give the same bits. SGD, Adam, AdamW, Adagrad and RMSprop are differentiable with respect to parameters,
-    gradients, state and lr, of any order and in any mode; any other class raises a TypeError when one of these is
-    tracked (requires grad, or of torch.func).
+    updates give the same bits; compiled ones may round once more where eager torch fuses a product and a sum. SGD,
+    Adam, AdamW, Adagrad and RMSprop are differentiable with respect to parameters, gradients, state and lr, of any
+    order and in any mode; any other class raises a TypeError when one of these is tracked (requires grad, or of
+    torch.func).
 
     Example:
       >>> import torch, funcrec as fr

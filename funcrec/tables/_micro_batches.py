@@ -65,8 +65,9 @@ def accumulate_grads(loss_fn: Callable, num_micro_batches: Count, has_aux: bool 
     Law: grads.tables are the batch's entries in the batch's order: of the same cotangents the same bits, when they are
       summed and in every update. Cotangents are the same where k is a power of two and the loss treats each example
       alone by operations whose rounding does not depend on the number of examples (matrix products may); else within
-      1e-6, as the loss and dense gradients are. k micro-batches have the bits of k ranks with one each, whose
-      gradients are added in their order.
+      1e-6, as the loss and dense gradients are. k micro-batches have the bits of k real ranks with one each, whose
+      gradients are added in their order. An emulated mesh has them too, but for matrix products: one product of all
+      ranks may sum in another order than a rank's own.
 
     Cost: activations of B / k examples, besides the ids and the cotangents of all lookups. With weights the loss runs
       once more, for their sum over the batch. Under `jit` the micro-batches are one program; as it cannot read lengths

@@ -118,7 +118,9 @@ def train_step(
       (what happens to tables, given the loss's cotangents, on any number). A plan changes no bit: n ranks give what
       one process gives that adds the gradients of the same n batches (row-wise tables: with exact=True; dedup rounds
       gradients otherwise). Under torch.func.vmap over states (`vmap(step.init)` makes them) every member takes its own
-      step, by one update for all members; under vmap of vmap by one for each member of the outer.
+      step, by one update for all members; under vmap of vmap by one for each member of the outer. Matrix products of
+      members and of emulated ranks are one product of all, which may sum in another order than that of one: what
+      follows from them agrees within rounding.
 
     Example:
       >>> import torch, funcrec as fr
