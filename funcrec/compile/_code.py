@@ -21,6 +21,7 @@ NAME = "funcrec_program"  # of the library, as a module of Python
 KERNEL = "cpp_pybinding"  # what Inductor's module makes of argument types and C++
 BINDING = """
 #include <Python.h>
+#include <cstring>
 #include <stdexcept>
 static void* (*memory)(PyObject*);
 
@@ -30,7 +31,8 @@ template <class F> static PyObject* guarded(bool fits, F run) {
     run();
     Py_RETURN_NONE;
   } catch (std::exception const& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
+    const char* index = std::strstr(error.what(), "index out of bounds");
+    PyErr_SetString(index ? PyExc_IndexError : PyExc_RuntimeError, index ? index : error.what());
   } catch (...) {
     PyErr_SetString(PyExc_RuntimeError, "unhandled error");
   }

@@ -26,6 +26,8 @@ from funcrec.compile._code import Generated, generated, load, source
 from funcrec.compile._digest import digest
 from funcrec.compile._onednn import faster_products
 from funcrec.compile._passes import fill_waits
+from funcrec.compile._raising import raising
+from funcrec.compile._wrapping import wrapping
 from funcrec.core import fail
 from funcrec.kernels import files
 
@@ -181,6 +183,8 @@ def knowing() -> Iterator[None]:
         known.enter_context(warnings.catch_warnings())  # nothing of a user's runs here
         warnings.simplefilter("ignore", DeprecationWarning)
         known.enter_context(replaced(solve, "try_solve", in_integers))
+        for patch in (*wrapping(), *raising()):
+            known.enter_context(replaced(*patch))
         if platform.machine() in ("x86_64", "AMD64"):
             known.enter_context(replaced(VecISA, "check_build", lambda build: runs))
         if not torch.cuda.is_available():  # the digest of Triton's sources is asked for, and then left out of the key

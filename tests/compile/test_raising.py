@@ -1,0 +1,74 @@
+"""Errors in compiled loops raise where the program is called, however many threads run the loops."""
+
+import threading
+
+import pytest
+import torch
+
+import funcrec as fr
+
+SIZES = [100, 100_000]  # a loop of one thread, and one of several where torch has them
+RAISES = {
+    "a gather": (lambda t, i: t[i] * 2, IndexError, 5000),
+    "a gather of negative indices": (lambda t, i: t[i - 1000] * 2, IndexError, -1),
+    "a gather and a sum": (lambda t, i: (t[i] * 2).sum(), IndexError, 10**14),
+    "an index_put": (lambda t, i: t.index_put((i,), 2.0 * i), IndexError, 5000),
+    "a scatter": (lambda t, i: t.scatter(0, i, 2.0 * i), IndexError, -1),
+    "an embedding": (lambda t, i: torch.nn.functional.embedding(i, t[:, None]) * 2, IndexError, 5000),
+    "a quotient": (lambda t, i: i // (i - 999), RuntimeError, 999),
+    "a remainder": (lambda t, i: 7 % (i - 999), RuntimeError, 999),
+}
+
+
+def ids(size, bad=None):
+    out = torch.arange(size) % 999
+    if bad is not None:
+        out[size // 3] = bad
+    return out
+
+
+@pytest.mark.parametrize("name", RAISES)
+def test_a_loop_raises(name):
+    """jit(f)(x) raises where f(x) raises, a loop of several threads too, and the next call is right."""
+    f, kind, bad = RAISES[name]
+    t = torch.arange(1000.0)
+    for size in SIZES:
+        program = fr.jit(f)
+        expected = f(t, ids(size))
+        assert torch.equal(program(t, ids(size)), expected)
+        with pytest.raises((IndexError, RuntimeError)):
+            f(t, ids(size, bad))
+        with pytest.raises(kind, match=r"out of bounds|ZeroDivisionError"):
+            program(t, ids(size, bad))
+        assert torch.equal(program(t, ids(size)), expected)
+
+
+def test_a_donating_call_that_raises_has_not_begun():
+    """An index out of bounds leaves a donated state whole."""
+    step = fr.jit(lambda state, i: state.index_put((i,), state[i] + 1), donate=("state",))
+    state, before = torch.arange(1000.0), torch.arange(1000.0)
+    with pytest.raises(IndexError, match="out of bounds for a dimension of size 1000"):
+        step(state, ids(100_000, 5000))
+    assert torch.equal(state, before)
+
+
+def test_calls_of_several_threads_raise_each_its_own():
+    """Of two calls at once the one that divides by 0 raises, and the other one gives its value."""
+    program = fr.jit(lambda i, n: (i // n).sum())
+    x, wrong = ids(100_000), []
+    program(x, torch.ones_like(x))
+
+    def calls(divisor, raises):
+        for _ in range(100):
+            try:
+                program(x, torch.full_like(x, divisor))
+                wrong.extend(["did not raise"] * raises)
+            except RuntimeError as error:
+                wrong.extend([] if raises else [error])
+
+    threads = [threading.Thread(target=calls, args=x) for x in ((0, True), (3, False), (0, True), (1, False))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong

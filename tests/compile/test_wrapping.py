@@ -1,0 +1,120 @@
+"""Integers of compiled programs wrap as eager ones do, whatever Inductor's expressions and the C++ compiler assume."""
+
+import subprocess
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._inductor import cpp_builder, cpu_vec_isa
+
+import funcrec as fr
+from funcrec.compile import _inductor
+
+FACTOR = -4658895280553007687
+COUNTERS = {
+    "a sum": lambda k: k + torch.arange(200) * 2**56,
+    "a hash": lambda k: ((torch.arange(300) * FACTOR + k) >> 58) & 63,
+    "counts": lambda k: k.new_zeros(64).scatter_add(0, ((torch.arange(300) * FACTOR + k) >> 58) & 63, k.new_ones(300)),
+    "keys": lambda k: torch.func.vmap(lambda i: fr.fold_in(k, i))(torch.arange(200)),
+    "few keys": lambda k: torch.func.vmap(lambda i: fr.fold_in(k, i))(torch.arange(37)),
+    "drawn ids": lambda k: (
+        fr.data.take(fr.data.random_rows(k, {"a": 1000}, ids_per_bag=2), torch.arange(200)).ids.values
+    ),
+    "a quotient": lambda k: k + (torch.arange(200) * 2**56) // 2**56,
+    "a remainder": lambda k: k + (torch.arange(200) * 2**56) % 97,
+    "a least one": lambda k: torch.minimum(torch.arange(200) * 2**56 + k, torch.arange(200)),
+    "a square": lambda k: k + (torch.arange(200) * 2**40).square(),
+    "through u8": lambda k: k + torch.arange(300).to(torch.uint8).to(torch.int64),
+    "through i8": lambda k: k + torch.arange(300, dtype=torch.int32).to(torch.int8) // 3,
+    "through i32": lambda k: k + (torch.arange(200, dtype=torch.int32) * 2**28).to(torch.int64),
+    "through f16": lambda k: k + torch.arange(5000).to(torch.float16).to(torch.int64),
+    "through f32": lambda k: k + (torch.arange(300) * 2**18 + 1).to(torch.float32).to(torch.int64),
+    "through bool": lambda k: k + torch.arange(300).to(torch.bool).to(torch.int64) + 1,
+    "an index": lambda k: torch.arange(64)[(torch.arange(200) * 2**61) // 2**58] + k,
+    "an i32 index": lambda k: torch.arange(64)[((torch.arange(200, dtype=torch.int32) * 2**29) // 2**26).long()] + k,
+    "an index from the end": lambda k: torch.arange(64)[-1 - torch.arange(64)] + k,
+}
+IDS = {
+    "a factor there and back": lambda x: (x * 3) // 3,
+    "a square's size": lambda x: (x * x).abs(),
+    "a square's remainder": lambda x: torch.remainder(x * x, 97),
+    "a comparison": lambda x: x - 2**62 - 2**62 < x,
+    "a hash": lambda x: ((x ^ (x >> 30)) * FACTOR) >> 31,
+    "a sum": lambda x: (x + x + x) > x,
+    "a negative": lambda x: -x < 0,
+    "a running sum": lambda x: x.cumsum(0),
+}
+
+
+def agree(functions, *arguments):
+    """All functions, compiled as one, give what each gives eagerly."""
+    names = list(functions)
+    got = fr.jit(lambda *x: [functions[n](*x) for n in names])(*arguments)
+    wrong = [n for n, x in zip(names, got, strict=True) if not torch.equal(x, functions[n](*arguments))]
+    assert not wrong
+
+
+def test_expressions_of_counters_wrap():
+    """What is computed from `arange` wraps in its own dtype, and every index that follows is checked as it is."""
+    agree(COUNTERS, fr.key(3))
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 67])
+def test_ids_wrap(size):
+    """Arithmetic on ids wraps in the vector part of a loop, in its tail, and where there is no vector."""
+    x = torch.cat([torch.tensor([2**62 + 12345, -(2**63) + 5, 7123456789123456789]), fr.split(fr.key(size), 64)])
+    agree(IDS, x[:size].clone())
+
+
+def test_a_scalar_wraps():
+    """Arithmetic on one number wraps."""
+    agree({n: f for n, f in IDS.items() if n != "a running sum"}, torch.tensor(2**62 + 12345))
+
+
+INTEGERS = st.sampled_from([1, -1, 3, 97, 2**31 - 1, 2**31, -(2**33), 2**56, 2**62 + 1, -(2**63), FACTOR])
+STEPS = {
+    "+": lambda x, c: x + c,
+    "*": lambda x, c: x * c,
+    "//": lambda x, c: x // c if c != -1 else -x,  # the least integer over -1 ends a process in eager torch, too
+    "%": lambda x, c: torch.remainder(x, c) if c != -1 else x,
+    ">>": lambda x, c: x >> (abs(c) % 63),
+    "^": lambda x, c: x ^ c,
+    "min": lambda x, c: x.clamp(max=c),
+    "i32": lambda x, c: x.to(torch.int32).to(torch.int64),
+    "u8": lambda x, c: x.to(torch.uint8).to(torch.int64),
+    "<": lambda x, c: (x < c).to(torch.int64),
+}
+PROGRAMS = st.lists(st.tuples(st.sampled_from(sorted(STEPS)), INTEGERS), min_size=1, max_size=6)
+
+
+@settings(max_examples=3)
+@given(st.lists(st.tuples(PROGRAMS, st.integers(1, 300)), min_size=30, max_size=30))
+def test_generated_arithmetic_wraps(programs):
+    """Any chain of integer operations on a counter of 1 to 300 elements gives eager's integers."""
+
+    def chain(steps, size):
+        def run(k):
+            x = torch.arange(size)
+            for name, c in steps:
+                x = STEPS[name](x, c)
+            return x + k
+
+        return run
+
+    agree({i: chain(*p) for i, p in enumerate(programs)}, torch.tensor(7))
+
+
+@pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="a processor of x86-64")
+def test_loops_of_shorter_vectors_take_no_longer_registers():
+    """Where loops are of AVX2's vectors or of none, the compiler may not use AVX-512, whatever the processor has."""
+    with _inductor.knowing():
+        for isa in (cpu_vec_isa.VecAVX2(), cpu_vec_isa.invalid_vec_isa):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(cpu_vec_isa, "pick_vec_isa", lambda isa=isa: isa)
+                flags, _ = cpp_builder._get_optimization_cflags(cpp_builder.get_cpp_compiler())
+            assert "fwrapv" in flags
+            given = [f"-{f}" for f in flags if not f.startswith("march")]
+            command = [cpp_builder.get_cpp_compiler(), "-march=sapphirerapids", *given, "-dM", "-E", "-x", "c++", "-"]
+            macros = subprocess.run(command, input="", capture_output=True, text=True, check=True).stdout
+            assert "__AVX2__" in macros and "__AVX512" not in macros
