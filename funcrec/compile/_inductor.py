@@ -60,7 +60,16 @@ def remember_writes(steps: list) -> list:
     return steps
 
 
-DECOMPOSITIONS = {torch.ops.aten.add.Tensor: add_with_product}  # for the graph, before it is compiled
+def zeros_with_memory(size, *, dtype=None, layout=None, device=None, pin_memory=None):
+    """Zeros in place of a tensor without memory, which forward derivatives make and loops read at address 0."""
+    return torch.ops.aten.zeros.default(size, dtype=dtype, layout=layout, device=device, pin_memory=pin_memory)
+
+
+# for the graph, before it is compiled
+DECOMPOSITIONS = {
+    torch.ops.aten.add.Tensor: add_with_product,
+    torch.ops.aten._efficientzerotensor.default: zeros_with_memory,
+}
 OPTIONS = {
     "_pre_fusion_custom_pass": remember_writes,
     # it writes into rows that their own new values, or parts of a cat, still read

@@ -253,13 +253,13 @@ class Jitted:
         return lowered(entry, leaf_paths(structure, here[0]), key[1], compile)
 
     def in_memory(self, leaves: list, here: tuple) -> list:
-        """The leaves as plain memory: what is lazily conjugate or negative is computed, other forms are refused."""
+        """The leaves as plain memory: lazy conjugates, negatives and zeros are computed, other forms are refused."""
         out = list(leaves)
         for i, x in enumerate(leaves):
             if isinstance(x, Tensor):
                 if is_odd(x):
                     refuse_odd(f"funcrec.jit({self.name})", x, f"`{leaf_paths(here[1], here[0])[i][1]}`")
-                out[i] = x.resolve_conj().resolve_neg()
+                out[i] = x.clone() if x._is_zerotensor() else x.resolve_conj().resolve_neg()
         return out
 
     def find(self, leaves: list, here: tuple) -> Compiled | Followed:

@@ -133,14 +133,14 @@ class _Lift(TorchFunctionMode):
                 except TypeError as error:
                     self.refused = error
                     raise
-            if x.is_conj() or x.is_neg():
-                need, got = "plain memory", "a lazy conjugate or negative"
+            if x.is_conj() or x.is_neg() or x._is_zerotensor():
+                need, got = "plain memory", "a lazy conjugate, negative or zero"
                 fail(
                     self.call,
                     "a tensor that is closed over is not there yet.",
                     got=got,
                     need=need,
-                    hint="resolve_conj().resolve_neg()",
+                    hint="resolve_conj().resolve_neg(), or clone() of a zero",
                 )
             # a stand-in is of the tensor as it lies in memory,
             # whatever maps or differentiates the program that is staged

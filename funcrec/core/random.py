@@ -100,7 +100,7 @@ def bits(key: Tensor, shape: tuple[int, ...], *, start: int = 0) -> Tensor:
     """i64[shape]: numbers start, start + 1, ... of the key's sequence."""
     count = math.prod(shape)
     counter = torch.arange(start + 1, start + count + 1, device=key.device, dtype=torch.int64)
-    # = key + counter · GAMMA. The sum comes first: outside of fr.jit, torch.compile folds arange · GAMMA without a wrap.
+    # = key + counter · GAMMA. The sum comes first: outside of fr.jit, torch.compile folds arange · GAMMA unwrapped.
     return mix((counter + key * GAMMA_INVERSE) * GAMMA).reshape(shape)
 
 

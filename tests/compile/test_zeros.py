@@ -1,0 +1,80 @@
+"""Zeros without memory, which torch makes for forward derivatives, have the values of zeros in compiled programs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import funcrec as fr
+
+FEATURES = (fr.FeatureConfig("clicked", table="item"),)
+IDS = fr.KeyedJaggedTensor.from_lists({"clicked": [[0, 1], [2], [1, 3, 3]]})
+LOSSES = {
+    "square": lambda logits: (logits - 1).square().mean(),
+    "softplus": lambda logits: F.softplus(logits).sum(),
+    "bce": lambda logits: F.binary_cross_entropy_with_logits(logits, torch.tensor([1.0, 0.0, 1.0], dtype=logits.dtype)),
+}
+
+
+def zeros(*size, dtype=torch.float32):
+    return torch._efficientzerotensor(size, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", LOSSES)
+def test_second_derivatives_of_a_gradient_of_a_table(name, dtype):
+    """jit(d²f) = d²f, by forward over reverse, reverse over forward and forward over forward, of a gradient of rows."""
+    table = torch.arange(12.0, dtype=dtype).view(4, 3) / 10
+    w = torch.tensor([0.3, -0.2, 0.5], dtype=dtype)
+
+    def loss(params, ids):
+        return LOSSES[name](fr.lookup(params.tables, ids, FEATURES)["clicked"] @ params.dense["w"])
+
+    def f(w):
+        grads = fr.value_and_grad(loss)(fr.Params({"item": table}, {"w": w}), IDS)[1]
+        return grads.tables["item"].to_dense().tanh().sum()
+
+    func = torch.func
+    expected = func.jacrev(func.jacrev(f))(w)
+    twice = lambda w: [g(w) for g in (func.hessian(f), func.jacrev(func.jacfwd(f)), func.jacfwd(func.jacfwd(f)))]
+    for found in (*twice(w), *fr.jit(twice)(w)):
+        torch.testing.assert_close(found, expected, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=1e-6)
+
+
+MADE = {
+    "a sum": lambda x: x + zeros(3),
+    "a function": lambda x: x * zeros(3).exp(),
+    "a product": lambda x: x * zeros(3),
+    "an output": lambda x: zeros(3),
+    "a view": lambda x: zeros(3, 3).t()[1:] + x,
+    "a write": lambda x: zeros(3).clone().add_(x),
+    "bools": lambda x: torch.where(zeros(3, dtype=torch.bool), x, x + 1),
+    "a tangent": lambda x: torch.func.jvp(lambda y: y.exp() * y, (x,), (zeros(3),))[1],
+}
+
+
+def test_zeros_that_a_program_makes():
+    """jit(f)(x) = f(x) where f makes zeros without memory."""
+    x = torch.arange(3.0)
+    found = fr.jit(lambda x: [f(x) for f in MADE.values()])(x)
+    for name, y in zip(MADE, found, strict=True):
+        expected = MADE[name](x)
+        assert torch.equal(y, torch.zeros(3) if expected._is_zerotensor() else expected), name
+        assert not y._is_zerotensor() and y.data_ptr(), name
+
+
+def test_zeros_that_a_program_is_given():
+    """An argument that is zeros without memory counts as zeros, first or after another call, and donated."""
+    f = fr.jit(lambda x, y: x.exp() + y)
+    ones, x = torch.ones(3), torch.arange(3.0)
+    assert torch.equal(f(zeros(3), x), ones + x)
+    assert torch.equal(f(x, zeros(3)), x.exp())
+    assert torch.equal(f(zeros(3), zeros(3)), ones)
+    add = fr.jit(lambda state, i: state.index_put((i,), state[i] + 1), donate=("state",))
+    assert torch.equal(add(zeros(3), torch.tensor([1])), torch.tensor([0.0, 1.0, 0.0]))
+
+
+def test_zeros_that_a_program_closes_over():
+    """A closure over zeros without memory is refused: their values could not be read in later calls."""
+    closed = zeros(3)
+    with pytest.raises(ValueError, match="a tensor that is closed over is not there yet"):
+        fr.jit(lambda x: x + closed)(torch.ones(3))
