@@ -190,26 +190,31 @@ def library() -> ctypes.CDLL:
 
 def level() -> str:
     """The best of LEVELS that was built and runs here, or the one that FUNCREC_CPU names."""
-    built = {name: path for name in LEVELS if (path := _path(name))}
-    if not built:
+    forced, found = os.environ.get("FUNCREC_CPU") or None, usable()
+    if not found:
         raise RuntimeError(
             "funcrec.kernels.cpp: there is no compiled object.\n"
             f"  got   none of {', '.join('_' + name for name in LEVELS)} in {Path(__file__).parent}\n"
             "  need  the C++ kernels, which are built when funcrec is installed\n"
             '  try   install a C++ compiler (g++ or clang++) and reinstall funcrec, or implementation="reference"'
         )
-    forced = os.environ.get("FUNCREC_CPU") or None
     if forced is not None and forced not in LEVELS:
         raise ValueError(f"FUNCREC_CPU={forced}: unknown instruction set\n  need  one of {', '.join(LEVELS)}")
-    best = _load(next(reversed(built.values()))).funcrec_level()
-    usable = [name for name in built if LEVELS[name] <= best]
-    if forced is not None and forced not in usable:
+    if forced is not None and forced not in found:
         raise ValueError(
             f"FUNCREC_CPU={forced}: cannot be used.\n  got   "
-            f"{'not built' if forced not in built else 'another processor'}"
-            f"\n  need  one of {', '.join(usable)}"
+            f"{'another processor' if _path(forced) else 'not built'}"
+            f"\n  need  one of {', '.join(found)}"
         )
-    return forced or usable[0]
+    return forced or found[0]
+
+
+def usable() -> list[str]:
+    """Those of LEVELS that were built and run here, best first. The least one is asked: code of a better one may end
+    the process before it can answer."""
+    built = {name: path for name in LEVELS if (path := _path(name))}
+    best = _load(next(reversed(built.values()))).funcrec_level() if built else 0
+    return [name for name in built if LEVELS[name] <= best]
 
 
 def _path(name: str) -> str | None:

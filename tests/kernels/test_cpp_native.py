@@ -10,9 +10,8 @@ import torch
 from funcrec.kernels import cpp
 from funcrec.kernels.cpp import _native
 
-BUILT = [name for name in _native.LEVELS if _native._path(name)]
-SETS = [name for name in BUILT if _native.LEVELS[name] <= _native._load(_native._path(name)).funcrec_level()]
-pytestmark = pytest.mark.skipif(not BUILT, reason="the C++ kernels are not built")
+SETS = _native.usable()
+pytestmark = pytest.mark.skipif(not SETS, reason="the C++ kernels are not built")
 DIMS = (1, 3, 4, 7, 10, 16, 20, 33, 64, 100, 128, 257)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
