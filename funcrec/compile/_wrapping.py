@@ -33,6 +33,7 @@ def wrapping() -> list[tuple[Any, str, Callable]]:
         (BoundVars, "get_bounds", lambda get_bounds: lambda loop: {}),
         (CppVecKernel, "arange", with_wide_steps),
         (CppScheduling, "try_loop_split", of_whole_parts),
+        (CppVecKernel, "store", with_index_vectors),
     ]
 
 
@@ -139,5 +140,25 @@ def of_whole_parts(split: Callable) -> Callable:
             if not all(V.graph.sizevars.statically_known_multiple_of(size, n) for size, n in of_counters):
                 return nodes
         return split(self, nodes)
+
+    return instead
+
+
+def with_index_vectors(store: Callable) -> Callable:
+    """Stores of vectors. Where several threads add to one place, each lane is given its index, as Inductor asserts."""
+
+    def instead(kernel: Any, name: str, index: Any, value: Any, mode: Any = None) -> Any:
+        from torch._inductor.ops_handler import WrapperHandler
+        from torch._inductor.virtualized import V
+
+        class OfVectors(WrapperHandler):
+            def index_expr(self, expr: Any, dtype: torch.dtype) -> Any:
+                found = self._inner.index_expr(expr, dtype)
+                return found if found.is_vec else kernel.broadcast(found)
+
+        if mode != "atomic_add":
+            return store(kernel, name, index, value, mode)
+        with V.set_ops_handler(OfVectors(V.get_ops_handler())):
+            return store(kernel, name, index, value, mode)
 
     return instead

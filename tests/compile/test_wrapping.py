@@ -72,6 +72,22 @@ def test_a_scalar_wraps():
     agree({n: f for n, f in IDS.items() if n != "a running sum"}, torch.tensor(2**62 + 12345))
 
 
+def test_several_threads_add_to_one_place():
+    """A loop of several threads whose index is the same in all lanes of a vector adds each of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        first, last = torch.arange(156) * 7 % 1, torch.full((156,), 2)
+        sums = {
+            "i8": lambda x: torch.zeros(1, dtype=torch.int8).index_put((first,), x.to(torch.int8), accumulate=True),
+            "f32": lambda x: torch.zeros(3).index_put((last,), x.float(), accumulate=True),
+            "i64": lambda x: x.new_zeros(3).scatter_add(0, last, x),
+        }
+        agree(sums, torch.arange(156))
+    finally:
+        torch.set_num_threads(before)
+
+
 INTEGERS = st.sampled_from([1, -1, 3, 97, 2**31 - 1, 2**31, -(2**33), 2**56, 2**62 + 1, -(2**63), FACTOR])
 STEPS = {
     "+": lambda x, c: x + c,
