@@ -9,7 +9,7 @@ FUNCTIONS = (
     "cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "floor", "ceil", "trunc", "nearbyint",
 )  # fmt: skip
 BINARY_FUNCTIONS = ("pow", "atan2", "fmod", "hypot", "copysign")
-# those that Sleef, inside torch, has for vectors: how its names end (the error in tenths of a last place)
+# those that Sleef, inside torch, has for vectors: what follows lanes in its names (the error in tenths of a last place)
 SLEEF = {
     **dict.fromkeys(FUNCTIONS[1:21], "_u10"), "erf": "_u10", "erfc": "_u15", "pow": "_u10", "atan2": "_u10", "fmod": "",
     "hypot": "_u05",
@@ -54,12 +54,12 @@ POWERS = {2: "{0} * {0}", 3: "{0} * {0} * {0}", 1: "{0}", 0.5: "sqrt_({0})", -0.
 # name: (the term of an element, the result from n of them)
 BY_LANES = {
     "sum": ("{0}", "total({0}, {1})"), "mean": ("{0}", "total({0}, {1}) / {1}"),
+    "prod": ("{0}", "product({0}, {1})"),
     "amax": ("{0}", "largest({0}, {1})"), "amin": ("-{0}", "-largest({0}, {1})"),
 }  # fmt: skip
-# name: (start, kind of `omp simd reduction`, one step from {0} by {1});
-# here the order does not matter, but for prod's last place
+# name: (start, kind of `omp simd reduction`, one step from {0} by {1}); here the order does not matter
 REDUCTIONS = {
-    "prod": ("1", "*", "{0} *= {1};"), "any": ("false", "||", "{0} = {0} || {1};"),
+    "any": ("false", "||", "{0} = {0} || {1};"),
     "all": ("true", "&&", "{0} = {0} && {1};"),
 }  # fmt: skip
 
@@ -99,6 +99,21 @@ template <class A> static inline A total(const A* p, int n) {{
   }}
   for (int k = 0; i + k < n; k++) lanes[k] += p[i + k];
   return fold<A>(lanes);
+}}
+template <class A> static inline A product(const A* p, int n) {{
+  typename Lanes<A, LANES>::V lanes = {{}}, x = {{}};
+  lanes += A(1);
+  int i = 0;
+  for (; i + LANES <= n; i += LANES) {{
+    __builtin_memcpy(&x, p + i, sizeof x);
+    lanes *= x;
+  }}
+  A all[LANES];
+  __builtin_memcpy(all, &lanes, sizeof lanes);
+  for (int k = 0; i + k < n; k++) all[k] *= p[i + k];
+  for (int h = LANES / 2; h > 0; h /= 2)
+    for (int k = 0; k < h; k++) all[k] *= all[k + h];
+  return all[0];
 }}
 template <class A> static inline A largest(const A* p, int n) {{  // NaN if one is
   typedef typename Lanes<A, LANES>::V V;

@@ -71,8 +71,8 @@ class Writer:
         self.loops: dict[tuple[int, int], Loop] = defaultdict(lambda: Loop([], [], [], []))
         self.arrays: dict[str, tuple[torch.dtype, int]] = {}
         self.functions: dict[
-            str, tuple[str, str, int]
-        ] = {}  # pointers to functions of vectors: C++ name: (symbol, type, arguments)
+            str, tuple[str, torch.dtype, int, int]
+        ] = {}  # pointers to functions of vectors: C++ name: (symbol, of elements, lanes, arguments)
         self.count = 0
 
     def name(self, letter: str = "v") -> str:
@@ -116,12 +116,10 @@ class Writer:
             names.append(self.name("m"))
             self.arrays[names[-1]] = dtype, size
             self.loops[level, size].stores.append(f"{names[-1]}[i] = {self.read(x, level, shape, dtype)};")
-        result, of = self.name("m"), f"V_{TYPES[dtype]}"
+        result = self.name("m")
         self.arrays[result] = dtype, size
-        self.functions[f"p_{symbol}"] = symbol, of, len(operands)
-        at = lambda name: f"*reinterpret_cast<{of}*>({name} + i)"
-        call = f"{at(result)} = p_{symbol}({', '.join(map(at, names))})"
-        self.numbers[level + 1].append(f"for (int i = 0; i < {size}; i += {lanes}) {call};")
+        self.functions[f"p_{symbol}"] = symbol, dtype, lanes, len(operands)
+        self.numbers[level + 1].append(f"map_{symbol}({', '.join([result, *names])}, {size});")
         return whole(Base(result, dtype, size, None, result, level + 1), shape)
 
     def read(self, x: Value, level: int, shape: tuple[int, ...], to: torch.dtype) -> str:

@@ -26,7 +26,7 @@ FLAGS = (
     "-fno-math-errno", "-fno-trapping-math",
 )  # fmt: skip
 LEVEL_FLAGS = json.loads(Path(__file__).with_name("levels.json").read_text())  # CMakeLists.txt reads it, too
-VECTOR_BYTES = {"v4": 64, "v3": 32, "base": 0}  # for which torch has Sleef's functions
+NARROW_BYTES, WIDE_BYTES = 32, 64  # of the vectors for which torch has Sleef's functions
 LETTERS = {torch.float32: "f", torch.float64: "d"}
 MOST_ON_STACK = 1 << 16  # bytes of a row's intermediate values
 GIVEN = ("row", "grad", "lr", "t", "repeats")
@@ -177,11 +177,9 @@ def elementwise(writer: Writer, name: str, target, args: Sequence[Any], kwargs: 
     formula = formulas.BITS.get(name) or formulas.ARITHMETIC.get(name)
     if formula is None or not (like.is_floating_point() or name in formulas.INTEGRAL or name in formulas.BITS):
         raise UnsupportedError(str(target))
-    lanes = VECTOR_BYTES[_native.level()] // like.dtype.itemsize
-    if lanes and name in formulas.SLEEF and like.dtype in LETTERS and any(x.number is None for x in operands):
-        symbol = f"Sleef_{name}{LETTERS[like.dtype]}{lanes}{formulas.SLEEF[name]}"
-        if sleef(symbol):
-            return writer.mapped(symbol, lanes, operands, like)
+    is_wide = any(x.number is None for x in operands)
+    if is_wide and name in formulas.SLEEF and like.dtype in LETTERS and (found := of_vectors(name, like.dtype)):
+        return writer.mapped(*found, operands, like)
     return writer.pointwise(formula, operands, like)
 
 
@@ -235,17 +233,11 @@ def assemble(writer: Writer, last: Sequence[str], num_slots: int) -> str:
                 lines += [*loop.before, pragma, f"for (int i = 0; i < {n}; i++) {{", *inner, "}"]
     body = "\n".join(f"  {x}" for x in (*lines, *last))
     shared = "\n".join(f"  {x}" for x in writer.shared)
-    of_vectors = {p: (v, ", ".join([v] * n)) for p, (_, v, n) in writer.functions.items()}
-    pointers = "\n".join(f"static {v} (*{p})({given});" for p, (v, given) in of_vectors.items())
-    links = " ".join(
-        f"{p} = reinterpret_cast<{v} (*)({x})>(at[{i}]);" for i, (p, (v, x)) in enumerate(of_vectors.items())
-    )
-    width = VECTOR_BYTES[_native.level()] or 16
+    maps = "\n".join(mapping(p, *function) for p, function in writer.functions.items())
+    links = " ".join(f"{p} = reinterpret_cast<decltype({p})>(at[{i}]);" for i, p in enumerate(writer.functions))
     fields = " ".join(f"{kind} {name};" for name, kind in writer.fields.items())
     return f"""{formulas.PRELUDE}
-typedef float V_float __attribute__((vector_size({width}), may_alias));
-typedef double V_double __attribute__((vector_size({width}), may_alias));
-{pointers}
+{maps}
 extern "C" void funcrec_link(void** at) {{ {links} }}
 
 struct Shared {{ {fields} }};
@@ -261,6 +253,39 @@ extern "C" void funcrec_rule({of}* w, const {of}* x, {of}* const* slots, {of} re
 {body}
 }}
 """
+
+
+def mapping(pointer: str, symbol: str, dtype: torch.dtype, lanes: int, count: int) -> str:
+    """A pointer to a function of vectors, and the loop that calls it. Kernels of a lesser instruction set than the
+    function's give the loop alone the registers that vectors are passed in."""
+    of, names = f"V_{symbol}", [f"a{k}" for k in range(count)]
+    size = lanes * dtype.itemsize
+    target = "" if _native.level() != "base" else '__attribute__((target("avx2,fma"))) '
+    given = ", ".join(f"const {TYPES[dtype]}* {name}" for name in names)
+    at = lambda name, of: f"*reinterpret_cast<{of}*>({name} + i)"
+    call = f"{pointer}({', '.join(at(name, f'const {of}') for name in names)})"
+    return f"""typedef {TYPES[dtype]} {of} __attribute__((vector_size({size}), may_alias));
+static {of} (*{pointer})({", ".join([of] * count)});
+static {target}void map_{symbol}({TYPES[dtype]}* to, {given}, int n) {{
+  for (int i = 0; i < n; i += {lanes}) {at("to", of)} = {call};
+}}"""
+
+
+def of_vectors(name: str, dtype: torch.dtype) -> tuple[str, int] | None:
+    """Sleef's symbol of a function and its lanes, or None for the C library's.
+
+    The kernels' instruction set does not change a bit of what it gives: the names in `finz` promise the same bits for
+    vectors of every width, and where there is none the narrower vectors serve for all. Processors that have none of
+    them call the C library, with bits of its own.
+    """
+    if _native.library().funcrec_level() < _native.LEVELS["v3"]:
+        return None
+    parts = lambda size: f"{name}{LETTERS[dtype]}{size // dtype.itemsize}{formulas.SLEEF[name]}"
+    wide, narrow = f"Sleef_finz_{parts(WIDE_BYTES)}avx512f", f"Sleef_finz_{parts(NARROW_BYTES)}avx2"
+    if _native.level() == "v4" and sleef(wide) and sleef(narrow):
+        return wide, WIDE_BYTES // dtype.itemsize
+    found = next(filter(sleef, (narrow, f"Sleef_{parts(NARROW_BYTES)}avx2")), None)
+    return found and (found, NARROW_BYTES // dtype.itemsize)
 
 
 def sleef(symbol: str) -> int | None:

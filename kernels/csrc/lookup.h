@@ -12,6 +12,7 @@
 #include "abi.h"
 #include "codes.h"
 #include "parallel.h"
+#include "passes.h"
 #include "simd.h"
 
 namespace funcrec {
@@ -331,15 +332,12 @@ inline void quantized_lookup(Reader in) { pooled_lookup(in); }
 
 // -- the gradient of the weights --------------------------------------------------------------------------------------
 
-// <x, y> over n elements: vectors, then a tail of scalars.
+// <x, y> over n elements.
 template <class A, class E, class D> FUNCREC_INLINE A dot(const E* x, const D* y, int64_t n) {
-  constexpr int W = LANES<A>;
-  Vec<A, W> sums = {};
-  int64_t c = 0;
-  for (; c + W <= n; c += W) sums += load<W>(x + c) * convert<A, W>(load<W>(y + c));
-  A total = sum<A, W>(sums);
-  for (; c < n; c++) total += load<1>(x + c) * A(y[c]);
-  return total;
+  return total<A, 0>(n, [&](auto at) {
+    constexpr int W = decltype(at)::lanes;
+    return Vec<A, W>(load<W>(x + at.i) * convert<A, W>(load<W>(y + at.i)));
+  });
 }
 
 // Adds <table[rows[i]], d[b]> to out[i] for the positions i in `part` of the bags of f.

@@ -1,78 +1,15 @@
 // The rules of the row optimizers, each for one row: w the row, x its summed gradient, s its slots, in the accumulator type;
 // w may be a row of 16 bits, which is widened where it is read and rounded where it is written. A rule writes w once.
-// The rules are in formulas.h; here is what they are made of, and a user's. `each` runs a formula over a row in vectors and in single elements behind them:
-// a formula is a generic lambda of a position `at`, where at(p) reads p's element(s) there and at.put(p, v)
-// writes them.
+// The rules are in formulas.h; here is what they are given, and a user's.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
 #include <vector>
 
-#include "simd.h"
+#include "passes.h"
 
 namespace funcrec {
-
-template <class A, int N> struct Position {
-  int64_t i;
-  FUNCREC_INLINE Vec<A, N> operator()(const A* p) const { return load<N>(p + i); }
-  FUNCREC_INLINE void put(A* p, const Vec<A, N>& v) const { store<N>(p + i, v); }
-  template <class E> FUNCREC_INLINE Vec<A, N> operator()(const Narrow<E>& w) const { return load<N>(w.p + i); }
-  template <class E> FUNCREC_INLINE void put(const Narrow<E>& w, const Vec<A, N>& v) const {
-    if (w.bits) store_random<N>(w.p + i, v, load_u16<N>(w.bits + i));
-    else store<N>(w.p + i, v);
-  }
-  FUNCREC_INLINE Vec<A, N> root(const Vec<A, N>& v) const { return square_root<A, N>(v); }
-  FUNCREC_INLINE Vec<A, N> sign(const Vec<A, N>& v) const { return where(v > 0, one, zero) - where(v < 0, one, zero); }
-  FUNCREC_INLINE Vec<A, N> abs(const Vec<A, N>& v) const { return where(v < 0, -v, v); }
-  template <class C> FUNCREC_INLINE Vec<A, N> where(C c, const Vec<A, N>& a, const Vec<A, N>& b) const { return c ? a : b; }
-  const Vec<A, N> zero = {}, one = zero + A(1);
-};
-
-// The lanes of the vectors behind those of N lanes.
-template <int N> constexpr int NARROWER = N > 4 ? N / 2 : 1;
-
-// f(i) for i = begin, begin + N, .. while N elements are left before end, at most MOST times; returns where it stopped. A compiler that is
-// not told of MOST makes vectors of the single elements behind vectors once more: half of its work, and it never runs.
-template <int N, int MOST, class F> FUNCREC_INLINE int64_t at_most(int64_t i, int64_t end, const F& f) {
-  if constexpr (MOST == 1) {
-    if (i + N <= end) f(i), i += N;
-  } else {
-#pragma GCC unroll 1
-    for (int k = 0; k < MOST && i + N <= end; i += N, k++) f(i);
-  }
-  return i;
-}
-
-// f at every position of a row; D is the row's length where the compiler knows it, else 0.
-template <class A, int D, int N = LANES<A>, int MOST = 0, class F>
-FUNCREC_INLINE void each(int64_t dim, const F& f, int64_t begin = 0) {
-  const int64_t end = D ? D : dim;
-  int64_t i = begin;
-  if constexpr (MOST) i = at_most<N, MOST>(i, end, [&](int64_t k) __attribute__((always_inline)) { f(Position<A, N>{k}); });
-  else
-    for (; i + N <= end; i += N) f(Position<A, N>{i});
-  if constexpr (N > 1 && (D == 0 || D % N != 0)) each<A, D, NARROWER<N>, N / NARROWER<N> - 1>(dim, f, i);
-}
-
-// Σ f over a row: one partial sum per lane, then the lanes; the order depends on nothing but the row's length.
-template <class A, int D, int N = LANES<A>, int MOST = 0, class F>
-FUNCREC_INLINE A total(int64_t dim, const F& f, int64_t begin = 0) {
-  const int64_t end = D ? D : dim;
-  int64_t i = begin;
-  A rest = 0;
-  if constexpr (N == 1) {
-    at_most<1, MOST>(i, end, [&](int64_t k) __attribute__((always_inline)) { rest += f(Position<A, 1>{k}); });
-    return rest;
-  } else {
-    Vec<A, N> lanes = {};
-    if (i + N <= end) lanes = f(Position<A, N>{i}), i += N;
-    if constexpr (MOST != 1)
-      for (; i + N <= end; i += N) lanes += f(Position<A, N>{i});
-    if constexpr (D == 0 || D % N != 0) rest = total<A, D, NARROWER<N>, N / NARROWER<N> - 1>(dim, f, i);
-    return rest + sum<A, N>(lanes);
-  }
-}
 
 constexpr int MOST_SLOTS = 8;
 

@@ -76,13 +76,15 @@ template <int W, class C> FUNCREC_INLINE Vec<uint32_t, W> choose(C c, Vec<uint32
   return c ? a : b;
 }
 
-// The exponent moves from a bias of 15 to one of 127 by a product, which normalises small numbers as well.
+// The exponent moves from a bias of 15 to one of 127 by a product, which normalises small numbers as well. NaN keeps its upper
+// bits and is quiet, as the processor's own conversions have it.
 template <int W> FUNCREC_INLINE Vec<float, W> from_half(Vec<uint32_t, W> h) {
   using U = Vec<uint32_t, W>;
   const U sign = (h & 0x8000u) << 16;
   const Vec<float, W> size = bit_cast<Vec<float, W>>(U((h & 0x7fffu) << 13)) * 0x1p112f;
   const U bits = bit_cast<U>(size);
-  return bit_cast<Vec<float, W>>(U(choose<W>((h & 0x7c00u) == 0x7c00u, bits | 0x7f800000u, bits) | sign));
+  const U infinite = choose<W>((h & 0x7fffu) > 0x7c00u, bits | 0x7fc00000u, bits | 0x7f800000u);
+  return bit_cast<Vec<float, W>>(U(choose<W>((h & 0x7c00u) == 0x7c00u, infinite, bits) | sign));
 }
 
 template <int W> FUNCREC_INLINE Vec<float, W> load(const Half* p) {
@@ -152,7 +154,7 @@ template <int W> FUNCREC_INLINE Vec<uint32_t, W> to_half(const Vec<float, W>& v)
   const Vec<float, W> shifted = bit_cast<Vec<float, W>>(size) + 0.5f;
   const U small = bit_cast<U>(shifted) - 0x3f000000u;
   const U normal = (size + (0xc8000fffu + ((size >> 13) & 1u))) >> 13;
-  const U infinite = U{} + 0x7c00u, nan = U{} + 0x7e00u;
+  const U infinite = U{} + 0x7c00u, nan = ((size >> 13) & 0x1ffu) | 0x7e00u;
   U h = choose<W>(size < 0x38800000u, small, normal);
   h = choose<W>(size >= 0x477ff000u, infinite, h);
   return choose<W>(size > 0x7f800000u, nan, h) | sign;

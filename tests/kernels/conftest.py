@@ -180,6 +180,7 @@ def on_every_level(monkeypatch):
         found = {}
         for level, needs in _native.LEVELS.items():
             if (path := _native._path(level)) and needs <= best:
+                monkeypatch.setenv("FUNCREC_CPU", level)  # for which rules are compiled
                 monkeypatch.setattr(_native, "library", lambda path=path: _native._load(path))
                 _native._entry.cache_clear()
                 found[level] = f()
