@@ -19,8 +19,9 @@ def zeros(*size, dtype=torch.float32):
     return torch._efficientzerotensor(size, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("square", torch.float64), ("softplus", torch.float32), ("bce", torch.float64)]
+)
 def test_second_derivatives_of_a_gradient_of_a_table(name, dtype):
     """jit(d²f) = d²f, by forward over reverse, reverse over forward and forward over forward, of a gradient of rows."""
     table = torch.arange(12.0, dtype=dtype).view(4, 3) / 10

@@ -1,0 +1,21 @@
+"""Two dozen programs of `fr.jit` in a net of programs.sanitize_jit, which has all of them (`make sanitize`)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages without access are put around buffers by glibc's own names")
+def test_compiled_programs_stay_in_their_buffers():
+    """Programs of integers, compiled as users' are, touch no page beside a buffer and give eager's integers; each fault
+    that the net makes on purpose is found."""
+    command = [sys.executable, "-m", "programs.sanitize_jit", "--mode", "guard", "--count", "24", "--batch", "24"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("found\n") == 3 and "guard: 24 of arithmetic, 0 findings" in ended.stdout

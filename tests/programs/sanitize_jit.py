@@ -1,0 +1,400 @@
+"""Programs of `fr.jit` where no buffer has a neighbour, beside eager: `make sanitize`, or
+
+    PYTHONPATH=tests python -m programs.sanitize_jit --mode guard   [--kind arithmetic] [--count 10000]
+    the code that users run, each buffer between pages without access (guard_pages.cpp)
+    PYTHONPATH=tests python -m programs.sanitize_jit --mode address [--kind arithmetic] [--count 1000]
+    the same with the compiler's checks of addresses, of shifts, of quotients and of C++ arrays
+
+Both are needed. What g++ makes of undefined arithmetic is other code with the address sanitizer: loops that leave their
+arrays without it keep their end. And a page sees nothing of an access that stays in its own.
+
+Kinds: arithmetic, programs of integers that are drawn by a number; cells, every function under every transform that
+tests have a table of; steps, lookups and training steps with small tables that they write into. Some 25 to 100 are one
+program of `fr.jit`, of 1, 2 or 4 threads, for each set of instructions that Inductor has here.
+
+First faults are made on purpose, which must be found: a loop one step too long, and arithmetic without funcrec's care.
+What fails is looked for in halves, in new processes, and its line of the shell is printed. Ends with 1 if there is any.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+MODES = ("guard", "address")
+CHECKS = ("fsanitize=address,shift-exponent,integer-divide-by-zero,bounds", "fno-omit-frame-pointer", "g1")
+OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1", "OMP_WAIT_POLICY": "passive"}
+FINDING = re.compile(r"runtime error:|ERROR: AddressSanitizer|AddressSanitizer:DEADLYSIGNAL|guard pages: ")
+IN_A_PROCESS = 8  # batches: what is compiled stays in memory
+LIMIT_S = 1200  # of a process between two of its lines
+
+
+class Batch(NamedTuple):
+    """Cases that are one program of `fr.jit`."""
+
+    kind: str
+    numbers: list[int]
+    threads: int
+    capability: str  # "avx512", "avx2", "default": ATEN_CPU_CAPABILITY
+
+    def line(self, mode: str) -> str:
+        numbers = ",".join(map(str, self.numbers))
+        return (
+            f"PYTHONPATH=tests python -m programs.sanitize_jit --mode {mode} --kind {self.kind} --only {numbers} "
+            f"--threads {self.threads} --capability {self.capability}"
+        )
+
+
+class Net(NamedTuple):
+    """How processes are begun: the mode, their environment, and a folder for what they compile."""
+
+    mode: str
+    environment: dict[str, str]
+
+
+# -- outside: processes and what they say ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def net(mode: str) -> Iterator[Net]:
+    """Libraries that are loaded first, and a cache that no other process reads."""
+    compiler = os.environ.get("CXX", "g++")
+    with tempfile.TemporaryDirectory(prefix="sanitize_jit_") as place:
+        if mode == "guard":
+            first = [str(Path(place, "guard_pages.so"))]
+            source = str(Path(__file__).with_name("guard_pages.cpp"))
+            subprocess.run([compiler, "-O1", "-g1", "-shared", "-fPIC", "-pthread", source, "-o", *first], check=True)
+        else:
+            command = [[compiler, f"-print-file-name={name}"] for name in ("libasan.so", "libubsan.so")]
+            first = [subprocess.run(c, capture_output=True, text=True, check=True).stdout.strip() for c in command]
+        own = {
+            "LD_PRELOAD": " ".join(first),
+            "TORCHINDUCTOR_CACHE_DIR": place,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        }
+        yield Net(mode, {**os.environ, **OPTIONS, **own})
+
+
+class Outcome(NamedTuple):
+    """done: how many batches ended. wrong: (number, how it differs). report: of a process that ended early."""
+
+    done: int
+    wrong: list[tuple[int, str]]
+    report: str
+    refused: set[int]
+
+
+def watch(net: Net, batches: list[Batch], probe: str = "") -> Outcome:
+    """What a process with these batches says, all of one capability."""
+    command = [sys.executable, "-m", "programs.sanitize_jit", "--mode", net.mode, "--inside", json.dumps(batches)]
+    environment = {**net.environment, "ATEN_CPU_CAPABILITY": batches[0].capability}
+    done, refused, wrong = 0, set(), {}
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(
+            [*command, "--probe", probe], env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        timer = None
+        for line in process.stdout:
+            if timer is not None:
+                timer.cancel()
+            timer = threading.Timer(LIMIT_S, process.kill)
+            timer.daemon = True
+            timer.start()
+            name, *rest = json.loads(line)
+            done += name == "done"
+            if name == "refused":
+                refused.add(rest[0])
+            if name == "wrong":
+                wrong.setdefault(*rest)
+        status = process.wait()
+        if timer is not None:
+            timer.cancel()
+        errors.seek(0)
+        said = errors.read()
+    is_found = status or done < len(batches) or FINDING.search(said)
+    return Outcome(done, [*wrong.items()], f"exit {status}\n{excerpt(said)}" if is_found else "", refused)
+
+
+def excerpt(said: str, most: int = 30) -> str:
+    """The lines from the first finding on, else the last ones."""
+    lines = said.splitlines()
+    at = next((i for i, line in enumerate(lines) if FINDING.search(line)), max(0, len(lines) - most))
+    return "\n".join(lines[at : at + most])
+
+
+def run(net: Net, batches: list[Batch]) -> list[str]:
+    """The findings of batches; those behind one that ends the process are run in a new one."""
+    found = []
+    while batches:
+        outcome = watch(net, batches)
+        for number, how in outcome.wrong:
+            batch = next(b for b in batches if number in b.numbers)
+            found.append(shown(named(net, batch, number, how)))
+        if outcome.report and outcome.done < len(batches):
+            of_one = culprits(net, batches[outcome.done])
+            found += [shown(f"{b.line(net.mode)}\n{report}") for b, report in of_one]
+        elif outcome.report:
+            found.append(shown(f"{len(batches)} batches, of which each ended\n{outcome.report}"))
+        count = sum(len(b.numbers) for b in batches[: outcome.done])
+        print(
+            f"  {count} of {batches[0].capability}, {len(outcome.refused)} refused, {len(found)} findings", flush=True
+        )
+        batches = batches[outcome.done + 1 :]
+    return found
+
+
+def shown(text: str) -> str:
+    print(text, flush=True)
+    return text
+
+
+def named(net: Net, batch: Batch, number: int, how: str) -> str:
+    """The line of a case that differs: alone, else with those beside it."""
+    alone = batch._replace(numbers=[number])
+    outcome = watch(net, [alone])
+    is_alone = outcome.wrong or outcome.report
+    return f"{(alone if is_alone else batch).line(net.mode)}\n{number} differs from eager: {how}"
+
+
+def culprits(net: Net, batch: Batch) -> list[tuple[Batch, str]]:
+    """The least parts of a batch, and their reports, that end a process; each is tried in a new one."""
+    half = len(batch.numbers) // 2
+    parts = [batch.numbers[:half], batch.numbers[half:]] if half else []
+    found = []
+    for part in (batch._replace(numbers=p) for p in parts):
+        if watch(net, [part]).report:
+            found += culprits(net, part)
+    return found or [(batch, watch(net, [batch]).report)]
+
+
+def probes(net: Net, capability: str) -> list[str]:
+    """The faults that were made on purpose and not found."""
+    missed = []
+    for probe in ("past", "far", "bare"):
+        outcome = watch(net, [Batch("arithmetic", [0], 1, capability)], probe)
+        is_found = (outcome.report and FINDING.search(outcome.report)) or (probe == "bare" and outcome.wrong)
+        print(f"  fault {probe!r}: {'found' if is_found else 'MISSED'}", flush=True)
+        missed += [] if is_found else [probe]
+    return missed
+
+
+def capabilities() -> list[str]:
+    """The sets of instructions that Inductor may compile for here, the largest first."""
+    import torch
+
+    best = torch.backends.cpu.get_cpu_capability().lower()
+    known = ["avx512", "avx2", "default"]
+    return known[known.index(best) :] if best in known else ["default"]
+
+
+def batches_of(kind: str, numbers: list[int], size: int, threads: int, kinds: list[str]) -> list[Batch]:
+    """The numbers in batches of 25 to 100, each drawn by its first number."""
+    out, least, most = [], *((25, 100) if kind == "arithmetic" else (3, 8))
+    while numbers:
+        draw = random.Random(numbers[0])
+        count, drawn = size or draw.randint(least, most), draw.choice([1, 1, 2, 4])
+        out.append(Batch(kind, numbers[:count], threads or drawn, kinds[len(out) % len(kinds)]))
+        numbers = numbers[count:]
+    return out
+
+
+def launch(asked: argparse.Namespace) -> int:
+    """Probes, then all batches in `jobs` processes at once."""
+    begin, kinds = time.monotonic(), [asked.capability] if asked.capability else capabilities()
+    numbers = [int(n) for n in asked.only.split(",")] if asked.only else range(asked.first, asked.first + asked.count)
+    batches = batches_of(asked.kind, list(numbers), len(numbers) if asked.only else asked.batch, asked.threads, kinds)
+    with net(asked.mode) as own, ThreadPoolExecutor(asked.jobs) as pool:
+        if not asked.only and (missed := probes(own, kinds[0])):
+            print(f"{asked.mode}: faults made on purpose are not found: {', '.join(missed)}")
+            return 1
+        groups = []
+        for k in kinds:
+            of_one = [b for b in batches if b.capability == k]
+            groups += [of_one[i : i + IN_A_PROCESS] for i in range(0, len(of_one), IN_A_PROCESS)]
+        found = [text for texts in pool.map(lambda group: run(own, group), groups) for text in texts]
+    end = time.monotonic() - begin
+    print(f"{asked.mode}: {len(numbers)} of {asked.kind}, {len(found)} findings, {end:.0f} s", flush=True)
+    return int(bool(found))
+
+
+# -- inside: one process of the net ------------------------------------------------------------------------------------
+
+
+def say(*what) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def inside(mode: str, batches: list[Batch], probe: str) -> None:
+    first = os.environ.pop("LD_PRELOAD")  # the compiler is no part of this
+    import torch
+    from torch._inductor import cpp_builder
+
+    from funcrec.compile import _inductor
+
+    if mode == "address":
+        own = cpp_builder._get_optimization_cflags
+        cpp_builder._get_optimization_cflags = lambda *a, **k: with_checks(*own(*a, **k))
+    if probe == "bare":
+        _inductor.wrapping = list  # nothing is put in the place of Inductor's functions
+    elif probe:
+        source = _inductor.source
+        _inductor.source = lambda code: re.sub(r"\((6|38|40)L\)", lambda n: f"({int(n[1]) + 1}L)", source(code))
+    say("begin")
+    for batch in batches:
+        torch.set_num_threads(batch.threads)
+        check_parts(faults(probe) if probe else cases_of(batch.kind, batch.numbers))
+        say("done")
+    if mode == "guard" and not ctypes.CDLL(first).guarded_buffers():
+        raise SystemExit("no buffer of torch's was among the guarded ones")
+
+
+def with_checks(flags: list[str], links: list[str]) -> tuple[list[str], list[str]]:
+    return [*flags, *CHECKS], links
+
+
+class Case(NamedTuple):
+    """f(*inputs) → a tree. The first input is donated where is_donated; f then runs twice, the second time on what the
+    first gave for it. close: `assert_trees_close`'s rtol and atol, for floats; None for the same bits."""
+
+    number: int
+    f: object
+    inputs: tuple
+    close: dict | None = None
+    is_donated: bool = False
+    name: str = ""
+
+
+def cases_of(kind: str, numbers: list[int]) -> list[Case]:
+    if kind == "arithmetic":
+        import funcrec as fr
+        from programs.jit_arithmetic import function, program
+
+        made = [program(n) for n in numbers]
+        return [Case(p.number, function(p.text), (fr.key(p.number), *p.inputs)) for p in made]
+    from programs import jit_cells
+
+    return [jit_cells.case(kind, n) for n in numbers]
+
+
+def faults(probe: str) -> list[Case]:
+    """Programs whose compiled code `inside` makes wrong."""
+    import torch
+
+    import funcrec as fr
+
+    if probe != "bare":
+        size = {"past": 38, "far": 40}[probe]  # 38: six elements behind the last vector; 40: up to a page's start
+        return [Case(0, lambda x: x * 3 + 1, (torch.arange(size),))]
+    hashed = lambda n: lambda k: ((torch.arange(n) * -4658895280553007687 + k) >> 58) & 63
+    count = lambda n: lambda k: k.new_zeros(64).scatter_add(0, hashed(n)(k), k.new_ones(n))
+    drawn = lambda n: (
+        lambda k: fr.data.take(fr.data.random_rows(k, {"a": 1000}, ids_per_bag=2), torch.arange(n)).ids.values
+    )
+    keys = lambda n: lambda k: torch.func.vmap(lambda i: fr.fold_in(k, i))(torch.arange(n))
+    fs = [f(n) for f in (keys, count, drawn) for n in (200, 300)]
+    fs += [lambda k: (k * 3) // 3, lambda k: (k * k).abs(), lambda k: k - 2**62 - 2**62 < k]
+    return [Case(i, f, (k,)) for i, (f, k) in enumerate((f, fr.key(k)) for f in fs for k in (3, 4))]
+
+
+def check_parts(cases: list[Case]) -> None:
+    """`check`; if it raises, of each half, down to the cases that raise."""
+    try:
+        check(cases)
+    except Exception as error:  # of every kind, as it is said
+        if len(cases) == 1:
+            how = re.search(r"error: .*", str(error)) or re.match(r"(?s).*", str(error))  # rather the compiler's
+            how = f"{cases[0].name} it raises {type(error).__name__}: {' '.join(how[0].split())[:300]}"
+            return say("wrong", cases[0].number, how.strip())
+        half = len(cases) // 2
+        check_parts(cases[:half])
+        check_parts(cases[half:])
+
+
+def check(cases: list[Case]) -> None:
+    """All cases as one program of `fr.jit`, twice, beside each in eager mode."""
+    import funcrec as fr
+
+    refused: dict[int, str] = {}
+
+    def each(donated: list, inputs: list) -> list:
+        return [attempted(c, (*d, *x), refused) for c, d, x in zip(cases, donated, inputs, strict=True)]
+
+    donated = [list(c.inputs[:1]) if c.is_donated else [] for c in cases]
+    inputs = [list(c.inputs[len(d) :]) for c, d in zip(cases, donated, strict=True)]
+    jitted = fr.jit(each, donate=("donated",))
+    eager = [copied(d) for d in donated]
+    for _ in range(2):
+        wanted = [attempted(c, (*d, *copied(x)), {}) for c, d, x in zip(cases, eager, inputs, strict=True)]
+        got = jitted(copied(donated), inputs)
+        for c, a, b in zip(cases, got, wanted, strict=True):
+            if how := difference(a, b, c.close):
+                how = refused.get(c.number, how)[:500]
+                say("refused" if c.number in refused else "wrong", c.number, f"{c.name} {how}".strip())
+        donated = [[a[0]] if c.is_donated else [] for c, a in zip(cases, got, strict=True)]
+        eager = [[b[0]] if c.is_donated else [] for c, b in zip(cases, wanted, strict=True)]
+
+
+def attempted(case: Case, inputs: tuple, refused: dict):
+    """f(*inputs), or nothing where it refuses, as some transforms do."""
+    try:
+        return case.f(*inputs)
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        if case.close is None:  # integers refuse nothing
+            raise
+        refused[case.number] = f"{type(error).__name__}: {error}"
+        return []
+
+
+def copied(x):
+    import funcrec as fr
+
+    return fr.tree.map(lambda y: y.clone(), x)
+
+
+def difference(got, wanted, close: dict | None) -> str:
+    """Where two trees differ, in a line; nothing where they do not."""
+    from funcrec.core._tree import tree_leaves
+    from funcrec.testing import assert_trees_close
+
+    try:
+        assert_trees_close(got, wanted, **(close or {"rtol": 0.0, "atol": 0.0}))
+    except AssertionError as error:
+        return " ".join(str(error).split())
+    return "" if len(tree_leaves(got)) == len(tree_leaves(wanted)) else "another number of leaves"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", choices=MODES, default="guard")
+    parser.add_argument("--kind", choices=("arithmetic", "cells", "steps"), default="arithmetic")
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
+    parser.add_argument("--only", default="", help="these numbers, as one program: 3,17")
+    parser.add_argument("--batch", type=int, default=0, help="cases in a program; 25 to 100, by its first number")
+    parser.add_argument("--threads", type=int, default=0, help="torch's; 1, 2 or 4, by the first number")
+    parser.add_argument("--capability", default="", help="avx512, avx2 or default; each in turn")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at once")
+    parser.add_argument("--inside", default="")
+    parser.add_argument("--probe", default="")
+    asked = parser.parse_args()
+    if asked.inside:
+        inside(asked.mode, [Batch(*b) for b in json.loads(asked.inside)], asked.probe)
+        return 0
+    return launch(asked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
