@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 MODEL ?= deepfm
 
-.PHONY: train test serving docs sanitize ladder bench bench-full gpu clean
+.PHONY: train test serving docs sanitize processors ladder bench bench-full gpu clean
 
 train: $(VENV)/.installed
 	$(RUN) -m funcrec.examples.ctr --model $(MODEL) --out runs/$(MODEL)
@@ -18,9 +18,10 @@ test: $(VENV)/.tested serving
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pytest -q -n 3 --dist loadgroup
 
-# Packages in C++ without Python: a library, and build/serving/funcrec-serve. Needs the headers of Boost: apt-get install libboost1.81-dev
+# Packages in C++ without Python: a library, and build/serving/funcrec-serve. Boost's headers come as a package where the system has none.
 serving: $(VENV)/.installed
 	PATH="$(abspath $(VENV))/bin:$$PATH"; command -v cmake > /dev/null || $(RUN) -m pip install --quiet cmake; \
+	[ -e /usr/include/boost/beast.hpp ] || $(RUN) -m pip show --quiet cmeel-boost || $(RUN) -m pip install --quiet -c .ci/constraints.txt cmeel-boost; \
 	cmake -S kernels -B build/serving -DFUNCREC_SERVING=ON -DPython_EXECUTABLE=$(abspath $(RUN)) && cmake --build build/serving --parallel 2
 
 # The docstrings as pages: open build/docs/funcrec.html. Modules without a public name are left out; a `!` that begins a pattern leaves out what matches.
@@ -29,7 +30,8 @@ docs: $(VENV)/.installed
 	$(RUN) -m pdoc --docformat google --output-directory build/docs funcrec '!funcrec.kernels' '!.*[.]_' funcrec.kernels.ops
 
 # The C++ kernels with the compiler's sanitizers: 100,000 generated calls, then data races; the server: 100,000 hostile requests to sums and to
-# a package, then runs, swaps and deltas at once. Not part of `test`: it builds them twice.
+# a package, then runs, swaps and deltas at once; compiled programs in buffers between pages without access, and with the address sanitizer. Not
+# part of `test`: it builds the kernels twice.
 sanitize: $(VENV)/.tested
 	command -v cmake && command -v ninja || $(RUN) -m pip install --quiet cmake ninja
 	PYTHONPATH=tests $(RUN) -m programs.sanitize --mode address
@@ -38,6 +40,15 @@ sanitize: $(VENV)/.tested
 	PYTHONPATH=tests $(RUN) -m programs.fuzz_server --package
 	PYTHONPATH=tests $(RUN) -m programs.at_once --mode address
 	PYTHONPATH=tests $(RUN) -m programs.at_once --mode thread
+	PYTHONPATH=tests $(RUN) -m programs.sanitize_jit --mode guard --count 10000
+	PYTHONPATH=tests $(RUN) -m programs.sanitize_jit --mode guard --kind cells --count 200
+	PYTHONPATH=tests $(RUN) -m programs.sanitize_jit --mode guard --kind steps --count 100
+	PYTHONPATH=tests $(RUN) -m programs.sanitize_jit --mode address --count 500
+
+# The laws that speak of bits and of compiled values on 1, 2 and 4 threads, with the kernels' base level, with MKL's Intel kernels, as on an AVX2
+# machine, and with products whose bits follow from their shape: a table. Needs a C compiler; under 25 minutes on two cores.
+processors: $(VENV)/.tested
+	PYTHONPATH=tests $(RUN) -m programs.processors
 
 # About ten minutes, most of it compiling: the short list (30 runs), then tables and plots.
 bench: $(VENV)/.tested

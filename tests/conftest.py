@@ -1,4 +1,4 @@
-"""One thread, hypothesis profiles, and torch.empty that shows when it is read before it is written."""
+"""One thread, or FUNCREC_TEST_THREADS; hypothesis profiles; and torch.empty that shows when it is read too early."""
 
 import importlib.util
 import os
@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("FUNCREC_TEST_THREADS", "1")))
 
 settings.register_profile(
     "ci", derandomize=True, deadline=None, max_examples=40, database=None, suppress_health_check=[HealthCheck.too_slow]

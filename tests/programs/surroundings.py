@@ -1,0 +1,82 @@
+"""What a processor, its libraries and the environment make of a process, as facts that can be compared.
+
+    facts() in a test == facts() in the ranks and fresh processes that it starts, threads aside
+
+`programs.processors` runs laws in surroundings of its choice: a run whose facts are other ones would test nothing.
+With PYTEST_PLUGINS=programs.surroundings and FUNCREC_EXPECTED (facts, as JSON) pytest refuses to begin in others, and
+so does each worker.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EXPECTED = "FUNCREC_EXPECTED"
+THREADS = "FUNCREC_TEST_THREADS"  # of the tests' own process, which conftest.py sets; ranks have one
+
+
+def facts() -> dict[str, Any]:
+    """Of this process: the bits of products on one thread, whether those of a row alone are those among others, and
+    what was chosen."""
+    from funcrec.kernels.cpp import _native
+
+    draw = torch.Generator().manual_seed(0)
+    a, b = torch.randn(64, 48, generator=draw), torch.randn(48, 40, generator=draw)
+    with on_one_thread():
+        few = [a[:n] @ b for n in (1, 3, 7, 64)]
+        members = torch.bmm(a.reshape(4, 16, 48), b.expand(4, 48, 40))
+        vector = a @ b[:, 0]
+    return {
+        "products": digest([*few, members, vector]),
+        "alike": all(torch.equal(x, few[-1][: len(x)]) for x in few),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "kernels": _native.level(),
+        "threads": torch.get_num_threads(),
+        "mkl": torch.backends.mkl.is_available(),
+        "machine": platform.machine(),
+        "vendor": vendor(),
+    }
+
+
+@contextlib.contextmanager
+def on_one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def digest(tensors: list[Tensor]) -> str:
+    data = b"".join(x.contiguous().numpy().tobytes() for x in tensors)
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def vendor() -> str:
+    """As the processor says it: GenuineIntel, AuthenticAMD; "" where there is no such line."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
+
+
+def pytest_sessionstart(session: Any) -> None:
+    """Refuses surroundings that are not those expected."""
+    expected, found = json.loads(os.environ[EXPECTED]), facts()
+    if found != expected:
+        import pytest
+
+        raise pytest.UsageError(f"the surroundings are others.\n  got   {found}\n  need  {expected}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(os.environ.get(THREADS, "1")))
+    print(json.dumps(facts()))
