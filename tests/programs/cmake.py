@@ -27,7 +27,8 @@ def build(name: str, source: str, *, sanitize: str = "", given=(), anew: bool = 
     with open(folder / "lock", "w") as lock:  # of other tests
         fcntl.flock(lock, fcntl.LOCK_EX)
         if anew or not (folder / "CMakeCache.txt").exists():
-            definitions = [f"-D{x}" for x in (f"FUNCREC_SANITIZE={sanitize}", *given)]
+            own = (f"FUNCREC_SANITIZE={sanitize}", f"Python_EXECUTABLE={sys.executable}")
+            definitions = [f"-D{x}" for x in (*own, *given)]
             run(*make, "-S", ROOT / source, "-B", folder, *definitions)
         run("--build", folder, "--parallel", "2", "--target", *targets)
     return folder
