@@ -154,8 +154,9 @@ def with_index_vectors(store: Callable) -> Callable:
         class OfVectors(WrapperHandler):
             def index_expr(self, expr: Any, dtype: torch.dtype) -> Any:
                 found = self._inner.index_expr(expr, dtype)
-                return found if found.is_vec else kernel.broadcast(found)
+                return found if found.is_vec else to_lanes(found)
 
+        to_lanes = kernel.broadcast
         if mode != "atomic_add":
             return store(kernel, name, index, value, mode)
         with V.set_ops_handler(OfVectors(V.get_ops_handler())):

@@ -82,8 +82,7 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
     Law: k updates are k steps of the class, up to rounding: counters and bias corrections are in f64. Staged and eager
     updates give the same bits; compiled ones may round once more where eager torch fuses a product and a sum. SGD,
     Adam, AdamW, Adagrad and RMSprop are differentiable with respect to parameters, gradients, state and lr, of any
-    order and in any mode; any other class raises a TypeError when one of these is tracked (requires grad, or of
-    torch.func).
+    order and mode; any other class raises a TypeError when one of these is tracked (requires grad, or of torch.func).
 
     Example:
       >>> import torch, funcrec as fr
