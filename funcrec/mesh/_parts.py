@@ -15,8 +15,10 @@ import torch
 import torch.utils._pytree as torch_tree
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, tree_map
+from funcrec.core import Problem, check, describe, outside_transforms, tree_map
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, bucket, is_concrete, take_ranges
+from funcrec.mesh._axes import bound
+from funcrec.mesh._collectives import pmax
 from funcrec.mesh._spec import P
 
 Sizes = Mapping[str, int]
@@ -136,13 +138,22 @@ def join(stacked: Any, spec: P, sizes: Sizes) -> Any:
 
 def _stack_bags(x: Any, n: int) -> Any:
     """n parts of the bags, stacked. Their capacity is a bucket of what the fullest
-    needs, or the whole where lengths cannot be read."""
+    needs on any rank, or the whole where lengths cannot be read."""
     bags = x.num_bags // n
     parts = [x[i * bags : (i + 1) * bags] for i in range(n)]
     if is_concrete(x.values) and is_concrete(x.offsets):
-        capacity = min(bucket(max(int(p.offsets[-1]) for p in parts)), x.capacity)
+        capacity = min(bucket(_most_over_ranks(max(int(p.offsets[-1]) for p in parts))), x.capacity)
         parts = [p.unpad().pad_to(capacity) for p in parts]
     return tree_map(lambda *xs: torch.stack(xs), *parts)
+
+
+def _most_over_ranks(size: int) -> int:
+    """The greatest on the real ranks of all bound axes: they exchange what they cut, in buffers of one size."""
+    names = tuple(a.name for a in bound.get().values() if a.group is not None)
+    if not names:
+        return size
+    with outside_transforms():
+        return int(pmax(torch.tensor(size, device=bound.get()[names[0]].marker.device), names))
 
 
 def join_bags(parts: Sequence[Any]) -> Any:

@@ -156,7 +156,7 @@ def unshard(tree: Any, specs: Any, *, mesh: Mesh | None = None) -> Any:
     if where.is_emulated:
         return tree
     with bind(where.bound_axes(where.axis_names, _device(parts))):
-        _check_alike("funcrec.unshard", parts, where.axis_names, {})
+        _check_alike("funcrec.unshard", parts, where.axis_names, {0: "tree"})
         return _rebuild(tree, [_whole(p, where.shape) for p in parts])
 
 
