@@ -41,10 +41,12 @@ from funcrec.core._functorch import is_differentiated_above as is_differentiated
 from funcrec.core._functorch import is_in_transform as is_in_transform
 from funcrec.core._functorch import is_in_vmap as is_in_vmap
 from funcrec.core._functorch import is_wrapped as is_wrapped
+from funcrec.core._functorch import level_of as level_of
 from funcrec.core._functorch import member_of as member_of
 from funcrec.core._functorch import members_below as members_below
 from funcrec.core._functorch import one_level_below as one_level_below
 from funcrec.core._functorch import outside_transforms as outside_transforms
+from funcrec.core._functorch import tangents_below as tangents_below
 from funcrec.core._functorch import under_vmaps as under_vmaps
 from funcrec.core._functorch import value_below as value_below
 from funcrec.core._functorch import vmaps_above as vmaps_above

@@ -6,6 +6,7 @@
 (What the kernels ask, which import torch only, stands in `kernels/tracked.py`.)
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,6 +64,24 @@ def below(x: Tensor) -> Tensor:
 def value_below(x: Tensor) -> Tensor:
     """The same without its history."""
     return below(x).detach()
+
+
+def tangents_below(x: Tensor, place: int = 1) -> dict[int, Tensor]:
+    """{place: tangent} of x at all levels of forward derivatives, of tangents too, each below all transforms. The
+    place tells the levels that lead there."""
+    found = {}
+    with contextlib.ExitStack() as lowered:
+        while True:
+            level = level_of(x)
+            while (top := _functorch.peek_interpreter_stack()) is not None and top.level() > level:
+                lowered.enter_context(temporarily_pop_interpreter_stack())
+            if not is_wrapped(x) or not _functorch.is_batchedtensor(x):  # of a batch its own value has it
+                tangent = torch._VF._unpack_dual(x, level=0)[1]
+                own = place * 64 + level + 1
+                found |= {} if tangent is None else {own: value_below(tangent)} | tangents_below(tangent, own)
+            if not is_wrapped(x):
+                return found
+            x = _functorch.get_unwrapped(x)
 
 
 def is_differentiated_above(x: Tensor, level: int) -> bool:

@@ -2,40 +2,49 @@
 
     x[0] = x[1] = ... = x[n-1], bit by bit
 
-Under a transform the values at its bottom are compared. While a function is staged there are none: then a result is the
-same when it follows from nothing that is cut along the axis, which the axis's vmap level knows.
+Under a vmap the values at its bottom are compared. While a function is staged there are none, and where a derivative
+follows a result, equal values say nothing of it: then a result is the same when it follows from nothing that is cut
+along the axis, which the axis's vmap level knows. Real ranks have no such level: they compare tangents as they do
+values, and a reverse derivative is of each rank's own result.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from funcrec.core import Problem, outside_transforms, tree_leaves, value_below
+from funcrec.core import Problem, is_tracked, outside_transforms, tangents_below, tree_leaves, value_below
 from funcrec.mesh._collectives import pmax
 from funcrec.mesh._parts import Part
 
 
-def unequal(parts: Sequence[Part], stacked: Sequence[Any], sizes: dict[str, int]) -> Iterator[Problem]:
-    """The results that differ along an axis that their spec does not name; those that may, where no value can be read.
+def unequal(
+    parts: Sequence[Part], stacked: Sequence[Any], varying: Sequence[Sequence[frozenset[str]]], sizes: dict[str, int]
+) -> Iterator[Problem]:
+    """The results that differ along an axis that their spec does not name; those that may, where no value can be read
+    or a derivative follows it.
 
-    stacked: each result with all axes in front, as emulation gives them.
+    stacked: each result with all axes in front, as emulation gives them. varying: the axes that each of its tensors
+    follows from; along the others it is one value, the same, whatever it is.
     """
-    for p, value in zip(parts, stacked, strict=True):
+    for p, value, axes in zip(parts, stacked, varying, strict=True):
         for d, axis in enumerate(sizes):
-            for x in tree_leaves(value) if axis not in p.spec.axes else ():
-                # a result that is not batched is one value, expanded: the same, whatever it is
-                got = _difference(x, d) if isinstance(x, Tensor) and x.shape[d] > 1 and x.stride(d) != 0 else ""
+            tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)] if axis not in p.spec.axes else []
+            for x, own in zip(tensors, axes, strict=bool(tensors)):
+                got = _difference(x, d) if axis in own and x.shape[d] > 1 else ""
                 if got:
                     yield _problem(p, axis, got)
 
 
 def _difference(x: Tensor, d: int) -> str:
-    """What differs along dimension d; "" when nothing does."""
+    """What differs along dimension d, or may; "" when nothing does."""
+    by_place = "follows from the rank's place, or from what is cut along the axis"
     if not is_readable(x):
-        return "a value that follows from the rank's place, or from what is cut along the axis"
+        return f"a value that {by_place}"
+    if is_tracked(x):
+        return f"a value that is followed by a derivative and {by_place}"
     others = (bits_of(x) != bits_of(x.select(d, 0).unsqueeze(d))).movedim(d, 0)
     differs = value_below(others[..., None].flatten(1).any(1))
     if not bool(differs.any()):
@@ -51,8 +60,10 @@ def unequal_over_ranks(parts: Sequence[Part], names: Sequence[str]) -> Iterator[
         ]
         if not shared:
             continue
+        tangents = [tangents_below(x) for _, x in shared]
         with outside_transforms():
-            sums = torch.stack([checksum(value_below(x)) for _, x in shared])
+            each = zip(shared, tangents, strict=True)
+            sums = torch.stack([sum_with_tangents(value_below(x), own) for (_, x), own in each])
             most = pmax(torch.stack([sums, -sums]), axis)  # max s = -max(-s) = min s only where all are equal
             differ = (most[0] != -most[1]).tolist()
         for (p, _), wrong in zip(shared, differ, strict=True):
@@ -82,6 +93,14 @@ def checksum(x: Tensor) -> Tensor:
     places = torch.arange(bits.shape[0], device=x.device) * 2 + 1
     shape = sum(n * (2 * i + 3) for i, n in enumerate(x.shape))
     return (bits * places * 0x9E3779B97F4A7C1).sum() + shape
+
+
+def sum_with_tangents(value: Tensor, tangents: Mapping[int, Tensor]) -> Tensor:
+    """i64[]: of the value and of its tangents at every level; no tangent and one of zeros are the same."""
+    total = checksum(value)
+    for place, t in tangents.items():
+        total = total + (checksum(t + 0.0) - checksum(torch.zeros_like(t))) * (2 * place + 1)  # -0 + 0 = 0
+    return total
 
 
 def bits_of(x: Tensor) -> Tensor:

@@ -15,7 +15,19 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from funcrec.core import Problem, describe, fail, own_errors, tree_flatten, tree_leaves, tree_map, tree_unflatten, typed
+from funcrec.core import (
+    Problem,
+    describe,
+    fail,
+    level_of,
+    own_errors,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    typed,
+    vmaps_of,
+)
 from funcrec.core import check as raise_for
 from funcrec.mesh._alike import Told, agree_on_program, apart_over_ranks, staged, tell_failure
 from funcrec.mesh._axes import Axis, bind, bound_axis, bound_names
@@ -49,18 +61,20 @@ def shard_map(
         not name promises that the value is the same all along it.
       axis_names: the axes to bind; None for all that are not bound yet.
         The others are left to an enclosing or nested shard_map.
-      check: hold out_specs to what they promise to be the same: bit by bit, under transforms too. On real ranks it
-        costs an exchange of checksums and one of 16 bytes, by which the same arguments are followed by a derivative
-        (requires_grad, a transform) on all ranks, and reads on the host. Inside `jit`, where no value can be read, a
-        result may follow along such an axis from nothing but arguments whole along it and what psum, pmean, pmax, pmin
-        and all_gather made so; what is the same for another reason wants check=False. (JAX lets what all_gather made
-        count as different on each rank.)
+      check: hold out_specs to what they promise to be the same: bit by bit, under vmap too. On real ranks it costs an
+        exchange of checksums and one of 16 bytes, by which the same arguments are followed by a derivative
+        (requires_grad, a transform) on all ranks, and reads on the host. Inside `jit`, where no value can be read, and
+        on an emulated mesh where a derivative follows a result, for equal values may have other derivatives, it may
+        follow along such an axis from nothing but arguments whole along it and what psum, pmean, pmax, pmin and
+        all_gather made so; what is the same for another reason wants check=False, which takes rank 0's. (JAX lets what
+        all_gather made count as different on each rank.) On real ranks tangents are compared as values are, and a
+        reverse derivative is that of the rank's own result.
 
     Returns: on an emulated mesh a function of global values; on real ranks one of this rank's shards (`shard`,
       `unshard`). Inside another shard_map the values are global over the new axes on both.
 
     Raises: TypeError or ValueError that names every argument, result, axis or size that does not fit; ValueError for a
-      value that was promised to be the same along an axis and is not, or inside `jit` need not be.
+      value that was promised to be the same along an axis and is not, or inside `jit` or a derivative need not be.
 
     Law: the same values on an emulated mesh and on real ranks.
 
@@ -72,7 +86,7 @@ def shard_map(
       >>> g(torch.eye(4), torch.arange(4.0)[None])
       tensor([[0., 1., 2., 3.]])
 
-    Source: jax.shard_map, with check_vma inside `jit`.
+    Source: jax.shard_map, with check_vma inside `jit` and derivatives.
     """
 
     return mapped(f, mesh, in_specs, out_specs, axis_names, check)
@@ -167,16 +181,16 @@ def _run_emulated(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, 
     """f once, on values that are cut first."""
     sizes = {a: mesh.shape[a] for a in names}
     raise_for(CALL, size_problems(parts, sizes))
-    tree, results, whole = _emulate(f, sizes, parts, [cut(p, sizes) for p in parts], args, out_specs)
+    tree, results, whole, varying = _emulate(f, sizes, parts, [cut(p, sizes) for p in parts], args, out_specs)
     if is_checked:
-        raise_for(CALL, unequal(results, whole, sizes))
+        raise_for(CALL, unequal(results, whole, varying, sizes))
     first = [_drop_axes(x, p.spec, names) for p, x in zip(results, whole, strict=True)]
     return _rebuild(tree, [join(x, p.spec, sizes) for p, x in zip(results, first, strict=True)])
 
 
 def _emulate(f, sizes, parts: Sequence[Part], stacked: Sequence[Any], args, out_specs):
-    """f under a vmap for each axis, the first outermost: the tree of one rank's
-    results, its parts, and each with all axes in front."""
+    """f under a vmap for each axis, the first outermost: the tree of one rank's results,
+    its parts, each with all axes in front, and the axes that each part's tensors follow from."""
     leaves, structure = tree_flatten(stacked)
     axes_of = [p.spec.axes for p, x in zip(parts, stacked, strict=True) for _ in tree_leaves(x)]
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -192,7 +206,10 @@ def _emulate(f, sizes, parts: Sequence[Part], stacked: Sequence[Any], args, out_
         with bind([Axis(a, n, m) for (a, n), m in zip(sizes.items(), markers, strict=True)]):
             out = _call(f, *_rebuild(args, tree_unflatten(mine, structure)))
         found["tree"], found["parts"] = out, _results(out_specs, out, tuple(sizes))
-        return [x for p in found["parts"] for x in tree_leaves(p.value) if isinstance(x, Tensor)]
+        levels = {level_of(m): a for a, m in zip(sizes, markers, strict=True)}
+        own_axes = lambda x: frozenset(levels[v] for v in vmaps_of([x]) if v in levels)
+        found["varying"] = [list(map(own_axes, _tensors(p))) for p in found["parts"]]
+        return [x for p in found["parts"] for x in _tensors(p)]
 
     mapped = one_rank
     for name in reversed(sizes):
@@ -201,7 +218,7 @@ def _emulate(f, sizes, parts: Sequence[Part], stacked: Sequence[Any], args, out_
         mapped = torch.func.vmap(mapped, in_dims=([0 if a == name else None for a in sizes], *dims))
     results = iter(mapped(markers, *(leaves[i] for i in at)))
     whole = [tree_map(lambda x: next(results) if isinstance(x, Tensor) else x, p.value) for p in found["parts"]]
-    return found["tree"], found["parts"], whole
+    return found["tree"], found["parts"], whole, found["varying"]
 
 
 def _drop_axes(stacked: Any, spec: P, names: Sequence[str]) -> Any:
@@ -242,8 +259,8 @@ def _unequal_in_emulation(f, mesh: Mesh, names, parts: Sequence[Part], args, out
     cut_by = lambda p: [sizes[a] for a in sizes if a in p.spec.axes]
     some = lambda p: tree_map(lambda x: x.new_empty([*cut_by(p), *x.shape]) if isinstance(x, Tensor) else x, p.value)
     with disable_proxy_modes_tracing():
-        _, results, whole = _emulate(f, sizes, parts, list(map(some, parts)), args, out_specs)
-    yield from unequal(results, whole, sizes)
+        _, results, whole, varying = _emulate(f, sizes, parts, list(map(some, parts)), args, out_specs)
+    yield from unequal(results, whole, varying, sizes)
 
 
 def _run_nested(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_checked: bool):

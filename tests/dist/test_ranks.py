@@ -112,6 +112,32 @@ def test_a_broken_promise_is_found_on_ranks(ranks):
     assert ranks(2).run(promise, False) == [[1.0] * 3] * 2
 
 
+def equal_with_tangents(kind):
+    """Of a value that all ranks have and promise: its tangent's, where only rank 1 has one or it is another there."""
+    mesh, here = fr.Mesh.distributed(x=2), dist.get_rank()
+    f = fr.shard_map(lambda x: x * x.detach(), mesh=mesh, in_specs=fr.P("x"), out_specs=fr.P())
+    x, t = torch.ones(3), torch.arange(3.0) * (1 if kind in ("the same", "twice the same") else here)
+    if kind.startswith("twice"):
+        g = lambda x: torch.func.jvp(lambda y: f(x * y), (torch.ones(3),), (torch.ones(3),))[1]
+        return torch.func.jvp(g, (x,), (t,))[1].tolist()
+    if kind == "vmapped":
+        return torch.func.jacfwd(lambda s: f(x * s + (1 - s.detach()) + (here * s - here)))(torch.ones(())).tolist()
+    return torch.func.jvp(f, (x,), (t,))[1].tolist()
+
+
+@pytest.mark.parametrize("kind", ["unlike", "twice unlike", "vmapped"])
+def test_a_promise_is_of_tangents_too_on_ranks(kind, ranks):
+    """A result that out_specs promise to be the same, of equal values and unlike tangents, is refused on every rank, at
+    every level of forward derivatives; equal tangents pass."""
+    with pytest.raises(RankError) as raised:
+        ranks(2).run(equal_with_tangents, kind)
+    assert str(raised.value).count("`result` is not the same along axis 'x'.") >= 2
+    same = kind.replace("unlike", "the same")
+    if same != kind:
+        first, second = ranks(2).run(equal_with_tangents, same)
+        assert first == second and first[1:] != [0, 0]
+
+
 def staged_then_differentiated(size):
     """The device of a gradient on shapes, behind a function staged
     on real ranks whose result is `size` equal values."""

@@ -241,6 +241,57 @@ def test_a_kept_promise_passes_below_transforms(name, how):
     BELOW[how](f, X)
 
 
+FOLLOWED = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.arange(4.0),)),
+    "linearize": lambda f, x: torch.func.linearize(f, x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(torch.stack([x, x])),
+    "grad of vmap": lambda f, x: torch.func.grad(lambda x: torch.func.vmap(f)(torch.stack([x, x])).sum())(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "requires grad": lambda f, x: f(x.clone().requires_grad_()),
+    "no memory": lambda f, x: torch.func.grad(lambda y: f(y.expand(4)).sum())(torch.ones(())),
+    "by another": lambda f, x: torch.func.grad(lambda y: f(x * y).sum())(torch.ones(())),
+    "double": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x.double()),
+}
+HAPPEN_TO_BE_EQUAL = {  # where both ranks have the same shard
+    "its own shard": lambda x: x,
+    "a sum of it": lambda x: x.sum()[None],
+    "an index": lambda x: x * (fr.axis_index("x") - 0.5).square(),
+    "a permuted value": lambda x: fr.ppermute(x, "x", [(0, 1), (1, 0)]),
+    "through a nested call": lambda x: fr.shard_map(
+        lambda y: fr.psum(y, "y"), mesh=fr.Mesh.emulated(x=2, y=2), in_specs=fr.P("y"), out_specs=fr.P()
+    )(x),
+}
+
+
+@pytest.mark.parametrize("how", FOLLOWED)
+@pytest.mark.parametrize("name", HAPPEN_TO_BE_EQUAL)
+def test_equal_values_are_no_promise_of_equal_derivatives(name, how):
+    """Where a derivative is followed, a value promised to be the same follows from the program: ranks that happen to
+    have equal shards are refused, for rank 0's derivative is not that of all. check=False takes rank 0's."""
+    specs = {"in_specs": fr.P("x"), "out_specs": fr.P(), "mesh": fr.Mesh.emulated(x=2)}
+    f = lambda check: fr.shard_map(HAPPEN_TO_BE_EQUAL[name], check=check, **specs)
+    x = torch.tensor([1.0, 2.0, 1.0, 2.0])
+    f(True)(x)
+    with pytest.raises(ValueError, match="`result` is not the same along axis 'x'") as raised:
+        FOLLOWED[how](f(True), x)
+    assert "follows from the rank's place, or from what is cut along the axis" in str(raised.value)
+    FOLLOWED[how](f(False), x)
+
+
+@pytest.mark.parametrize("how", FOLLOWED)
+@pytest.mark.parametrize("reduce", [fr.psum, fr.pmean, fr.pmax, fr.all_gather, fr.psum_invariant])
+def test_what_collectives_made_the_same_is_differentiated(reduce, how):
+    """psum, pmean, pmax and all_gather of unlike or equal shards, and values that are whole, keep the promise under
+    every derivative."""
+    f = lambda x, whole: (reduce(x.sin(), "x"), whole * 2)
+    g = fr.shard_map(f, mesh=fr.Mesh.emulated(x=2), in_specs=(fr.P("x"), fr.P()), out_specs=fr.P())
+    for x in (torch.tensor([1.0, 2.0, 1.0, 2.0]), torch.arange(4.0)):
+        FOLLOWED[how](lambda x: sum(y.sum(0, keepdim=True) for y in g(x, x)), x)
+
+
 def test_inside_jit_what_cannot_be_read_is_refused():
     """Inside jit a value that is the same only by its computation is refused,
     as JAX's check_vma does; check=False takes rank 0's."""
