@@ -13,8 +13,8 @@ from torch import Tensor
 
 from funcrec.core import Positive, Problem, check, describe, kind_of
 from funcrec.jagged import is_concrete
-from funcrec.losses._mean import reduce, reduction_problems, values_problems, weight_problems
-from funcrec.tables import blank_padding, refuse_in_micro_batches
+from funcrec.losses._mean import reduce, reduction_problems, values_problems, weight_problems, where_it_jumps
+from funcrec.tables import blank_padding, jump_problems, refuse_in_micro_batches
 
 
 def cross_entropy(logits: Tensor, label: Tensor, weight: Tensor | None = None, *, reduction: str = "mean") -> Tensor:
@@ -87,6 +87,7 @@ def in_batch_softmax(
     )
     check(call, weight_problems(weight, query.shape), reduction_problems(reduction), log_q_problems(log_q, weight))
     refuse_in_micro_batches(call, "the candidates")
+    check(call, jump_problems(weight, "a loss over the batch's candidates"))
     q, c = blank_padding(query, weight), blank_padding(candidate, weight)
     logits = q @ c.T / temperature
     if log_q is not None:
@@ -97,7 +98,8 @@ def in_batch_softmax(
         logits = torch.where((candidate_ids[:, None] == candidate_ids) & other, -torch.inf, logits)
     if weight is not None:
         logits = torch.where((weight == 0) & other, -torch.inf, logits)
-    return reduce(-torch.log_softmax(logits, 1).diagonal(), weight, reduction)
+    own = -torch.log_softmax(logits, 1).diagonal()
+    return reduce(own if weight is None else where_it_jumps(own, weight), weight, reduction)
 
 
 # -- validators --------------------------------------------------------------------------------------------------

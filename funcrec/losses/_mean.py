@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe
+from funcrec.core import Problem, check, describe, is_tracked
 from funcrec.jagged import is_concrete
 from funcrec.mesh import bound_names, pmean
-from funcrec.tables import blank_padding, total_weight, weight_value_problems
+from funcrec.tables import blank_padding, holds_somewhere, jump_problems, total_weight, weight_value_problems
 
 
 def weighted_mean(values: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -21,15 +21,16 @@ def weighted_mean(values: Tensor, weight: Tensor | None = None) -> Tensor:
 
     Args:
       values: f[B], a loss of each example.
-      weight: f[B] >= 0, or None for the plain mean. A value of weight 0 is not read.
+      weight: f[B] >= 0, or None for the plain mean. A value of weight 0 is not read, unless a derivative follows the
+        weights: then it is in the derivative by its weight, and must be finite.
 
     Inside `shard_map`, so in a step on a mesh too, the sum of weights is taken over all ranks: the mean of the ranks'
     losses, which is what they are trained on, is then the weighted mean over all their examples, however the weights
     lie. (The groups of a plan with `replicas` take the sum over all groups as well.) In micro-batches
     (`accumulate_grads`) it is taken over all of them. Without weights nothing is sent.
 
-    Raises: ValueError for a weight that is negative or not finite; where no value can be read (under `jit`, on a GPU)
-      the mean is NaN then.
+    Raises: ValueError for a weight that is negative or not finite; for the derivative by weights that are all 0, or by
+      one that is 0 of a value that is not finite. Where no value can be read (under `jit`, on a GPU) the mean is NaN.
 
     Law: a weight of 2 is the example twice; an example of weight 0 changes neither value nor gradient.
 
@@ -47,13 +48,24 @@ def weighted_mean(values: Tensor, weight: Tensor | None = None) -> Tensor:
     w = torch.where((weight >= 0) & (weight < torch.inf), weight, torch.nan).to(dtype)
     total, ranks = total_weight(w), bound_names()
     total = pmean(total, ranks) if ranks else total
-    mean = (w * blank_padding(values, weight)).sum() / torch.where(total == 0, 1, total)
-    return mean.to(values.dtype)
+    check(call, no_derivative_problems(values, weight, total))
+    total = total if is_tracked(weight) else torch.where(total == 0, 1, total)
+    return ((w * blank_padding(values, weight)).sum() / total).to(values.dtype)
 
 
 def reduce(values: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
     """f[B] as it is, 0 for padding, or its weighted mean."""
-    return weighted_mean(values, weight) if reduction == "mean" else blank_padding(values, weight)
+    if reduction == "mean":
+        return weighted_mean(values, weight)
+    check("funcrec.losses", jump_problems(weight, 'a loss with reduction="none"'))
+    return where_it_jumps(values, weight)
+
+
+def where_it_jumps(values: Tensor, weight: Tensor | None) -> Tensor:
+    """values f[B], 0 for padding; NaN where a derivative follows a weight of 0 and nobody could read that it is 0."""
+    if weight is None or not is_tracked(weight):
+        return blank_padding(values, weight)
+    return torch.where(weight == 0, torch.nan, values)
 
 
 # -- validators --------------------------------------------------------------------------------------------------
@@ -80,6 +92,19 @@ def weight_problems(weight: object, shape: torch.Size) -> Iterator[Problem]:
         yield Problem("`weight` does not match the examples.", describe(weight), need, hint)
     elif is_concrete(weight):
         yield from weight_value_problems(weight, "weight")
+
+
+def no_derivative_problems(values: Tensor, weight: Tensor, total: Tensor) -> Iterator[Problem]:
+    """Where a derivative follows the weights: what of them has none."""
+    if not is_tracked(weight):
+        return
+    got = "a derivative by the weights"
+    if holds_somewhere(total == 0):
+        hint = '(weight * loss(predictions, label, reduction="none")).sum()'
+        yield Problem("all weights are 0, where their mean has no derivative.", got, "a sum of weights > 0", hint)
+    elif holds_somewhere((weight == 0) & ~values.isfinite()):
+        need, hint = "finite predictions and labels", "weight.detach(), if it is padding; or numbers for it"
+        yield Problem("an example of weight 0 has no finite loss.", got, need, hint)
 
 
 def reduction_problems(reduction: object) -> Iterator[Problem]:

@@ -49,6 +49,7 @@ from funcrec.mesh._parts import is_jagged as is_jagged
 from funcrec.mesh._ragged import ragged_all_to_all as ragged_all_to_all
 from funcrec.mesh._same import bits_of as bits_of
 from funcrec.mesh._same import checksum as checksum
+from funcrec.mesh._same import is_readable as is_readable
 from funcrec.mesh._shard_map import mapped as mapped
 from funcrec.mesh._shard_map import shard as shard
 from funcrec.mesh._shard_map import shard_map as shard_map

@@ -21,6 +21,7 @@ from funcrec.core import (
     check,
     describe,
     flag_problems,
+    is_tracked,
     tree_leaves,
     tree_map,
     tree_structure,
@@ -144,13 +145,13 @@ def examples(
     predictions, labels, weights, from_logits: bool | object, of_labels: tuple[float, float] = CHANCES
 ) -> tuple[Tensor, Tensor, Tensor]:
     """f64[B] each: 0 with weight 0 for padding, and 0 with weight NaN
-    for what is out of range, so that it shows in every sum."""
+    for what is out of range, so that it shows in every sum. Where a derivative follows the weights none is padding."""
     p, y = predictions.double(), labels.double()
     w = torch.ones_like(p) if weights is None else weights.double()
     low, high = RANGES[from_logits]
     valid = (p >= low) & (p <= high) & (y >= of_labels[0]) & (y <= of_labels[1]) & (w >= 0) & (w < torch.inf)
-    used = valid & (w != 0)
-    return torch.where(used, p, 0), torch.where(used, y, 0), torch.where(valid | (w == 0), w, torch.nan)
+    used, good = (valid, valid) if is_tracked(w) else (valid & (w != 0), valid | (w == 0))
+    return torch.where(used, p, 0), torch.where(used, y, 0), torch.where(good, w, torch.nan)
 
 
 # -- validators --------------------------------------------------------------------------------------------------

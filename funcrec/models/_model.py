@@ -19,6 +19,7 @@ from funcrec.core import (
     describe,
     fail,
     function_problems,
+    is_tracked,
     map_tensors,
     random,
     tree_leaves,
@@ -36,6 +37,7 @@ from funcrec.tables import (
     blank_padding,
     feature_list_problems,
     feature_table_problems,
+    jump_problems,
     params_problems,
     table_list_problems,
 )
@@ -228,6 +230,9 @@ def build(
         check(f"{call}.train_apply", own_problems(params), batch_problems(batch, num_dense))
         random.check_key(f"{call}.train_apply", key)
         logits, stats = forward(params, without_padding(batch), key)
+        if stats and batch.weight is not None and is_tracked(batch.weight):
+            check(f"{call}.train_apply", jump_problems(batch.weight, "batch norm"))
+            logits = torch.where((batch.weight == 0).any(), torch.nan, logits)  # where no value can be read
         return logits, stats or {}
 
     return Model(tables, tuple(features), init, apply, train_apply, penalty)
@@ -240,8 +245,8 @@ def used(batch: Batch) -> Tensor | None:
 
 def without_padding(batch: Batch) -> Batch:
     """The batch with zeros for the numbers of examples of weight 0: zero
-    times what stood there need not be zero in a gradient."""
-    if batch.weight is None:
+    times what stood there need not be zero in a gradient. (Where a derivative follows the weights none is padding.)"""
+    if batch.weight is None or is_tracked(batch.weight):
         return batch
     ids, dense = batch.ids, None if batch.dense is None else blank_padding(batch.dense, batch.weight)
     if ids.weights is not None and ids.strides is None and ids.inverse is None and ids.num_bags:

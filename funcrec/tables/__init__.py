@@ -41,6 +41,8 @@ from funcrec.tables._params import Batch as Batch
 from funcrec.tables._params import Params as Params
 from funcrec.tables._params import batch_parts as batch_parts
 from funcrec.tables._params import blank_padding as blank_padding
+from funcrec.tables._params import holds_somewhere as holds_somewhere
+from funcrec.tables._params import jump_problems as jump_problems
 from funcrec.tables._params import show_dense as show_dense
 from funcrec.tables._params import show_tables as show_tables
 from funcrec.tables._plain import lookup_forms as lookup_forms

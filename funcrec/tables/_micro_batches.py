@@ -232,7 +232,7 @@ class Totals:
             fail(CALL, "weights of examples are not the batch's own.", got=got, need="data", hint=hint, kind=TypeError)
         if self.finding:
             self.found.append(weights)
-            return weights.sum()
+            return torch.ones_like(weights.sum())  # of a loss that nobody reads; a part's own sum may be 0
         if self.means is None:
             self.find()
         if self.place >= len(self.means):

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funcrec.core import PARTS, Problem, check, describe, fail, pytree, tree_leaves
+from funcrec.core import PARTS, Problem, check, describe, fail, is_tracked, pytree, tree_leaves, value_below
 from funcrec.jagged import KeyedJaggedTensor, keyed_hint, keyed_parts
-from funcrec.mesh import P
+from funcrec.mesh import P, is_readable
 
 
 @pytree
@@ -73,8 +73,24 @@ class Batch:
 
 def blank_padding(x: Tensor, weight: Tensor | None) -> Tensor:
     """x [B, ...] with zeros for the examples of weight 0, so that what they
-    hold is in no sum, and in no derivative: 0 · NaN is NaN."""
-    return x if weight is None else torch.where((weight == 0).reshape(-1, *(1,) * (x.dim() - 1)), 0, x)
+    hold is in no sum, and in no derivative: 0 · NaN is NaN.
+
+    Where a derivative follows the weight no example is padding: what one of weight 0 holds is the derivative by it."""
+    if weight is None or is_tracked(weight):
+        return x
+    return torch.where((weight == 0).reshape(-1, *(1,) * (x.dim() - 1)), 0, x)
+
+
+def jump_problems(weight: Tensor | None, what: str) -> Iterator[Problem]:
+    """What leaves out examples of weight 0 has no derivative there, and is refused where one is asked for."""
+    if weight is not None and is_tracked(weight) and holds_somewhere(weight == 0):
+        got, need = "a derivative by weights of which some are 0", "weights > 0, or none that a derivative follows"
+        yield Problem(f"{what} jumps where a weight is 0.", got, need, "weight.detach(), if these are padding")
+
+
+def holds_somewhere(x: Tensor) -> bool:
+    """Whether x bool[...] holds anywhere, in any member of a vmap; False where no value can be read."""
+    return is_readable(x) and bool(value_below(x).any())
 
 
 def _is_spec(x: object) -> bool:
