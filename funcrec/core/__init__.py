@@ -83,6 +83,7 @@ from funcrec.core._tracked import is_transforming as is_transforming
 from funcrec.core._tracked import plain as plain
 from funcrec.core._tracked import reading as reading
 from funcrec.core._tracked import vmaps_of as vmaps_of
+from funcrec.core._tracked import written as written
 from funcrec.core._tree import CLASSES as CLASSES
 from funcrec.core._tree import STATIC_DEFAULTS as STATIC_DEFAULTS
 from funcrec.core._tree import T as T

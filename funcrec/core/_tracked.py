@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -102,6 +103,26 @@ def reading(fn: Callable, *args: Any) -> tuple[Any, Reading]:
     calls = (*reads.calls, (structure, *map(reads.mark, leaves)))
     written = (x for x, version in zip(reads.found, reads.versions, strict=True) if version_of(x) != version)
     return out, Reading(tuple(reads.found), calls, tuple(written))
+
+
+def written(out: Tensor, at: tuple[slice, ...], part: Tensor) -> Tensor:
+    """out[at] = part, of `out` that is the caller's own: what it is then.
+
+    `torch.func.linearize` (2.13) traces operations without their writes through views and drops these: there it is a
+    new tensor. (A forward level is open while it traces.)"""
+    if not (is_forward() and torch._C._len_torch_dispatch_stack()):
+        out[at] = part
+        return out
+    return _replaced(out, at, part.to(out.dtype), 0)
+
+
+def _replaced(out: Tensor, at: tuple[slice, ...], part: Tensor, d: int) -> Tensor:
+    if d == len(at):
+        return part
+    size = out.shape[d]
+    first, last, _ = at[d].indices(size)
+    own = _replaced(out.narrow(d, first, last - first), at, part, d + 1)
+    return torch.cat([out.narrow(d, 0, first), own, out.narrow(d, last, size - last)], d)
 
 
 def version_of(x: Tensor) -> int:

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, one_level_below
+from funcrec.core import Problem, check, one_level_below, written
 from funcrec.kernels import library
 from funcrec.mesh._axes import Axis, bind, bound_axes
 from funcrec.mesh._collectives import all_gather, all_to_all
@@ -114,7 +114,7 @@ def encode(x: Tensor, kind: str, widths: Sequence[int]) -> Tensor:
         near.add_(x - near, alpha=torch.finfo(x.dtype).tiny)
         return near.to(torch.float16, memory_format=torch.contiguous_format).view(torch.int8)
     x = x if x.dtype == torch.float64 else x.float()
-    out = x.new_empty(encoded_shape(x.shape, kind, widths), dtype=torch.int8)
+    out, whole = x.new_empty(encoded_shape(x.shape, kind, widths), dtype=torch.int8), [slice(None)] * (x.dim() - 1)
     scales = []
     for first, last, width in _runs(widths):
         rows = x[..., first:last].unflatten(-1, (-1, width))
@@ -123,10 +123,9 @@ def encode(x: Tensor, kind: str, widths: Sequence[int]) -> Tensor:
         steps = (
             (rows / scale[..., None]).mul_(STEPS).round_().clamp_(-STEPS, STEPS).nan_to_num_(0.0)
         )  # 0 / 0 is a step of 0
-        out[..., first:last] = steps.flatten(-2)
+        out = written(out, (*whole, slice(first, last)), steps.flatten(-2))
         scales.append(scale)
-    out[..., x.shape[-1] :] = torch.cat(scales, -1).view(torch.int8)
-    return out
+    return written(out, (*whole, slice(x.shape[-1], None)), torch.cat(scales, -1).view(torch.int8))
 
 
 def decode(coded: Tensor, kind: str, widths: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -139,7 +138,8 @@ def decode(coded: Tensor, kind: str, widths: Sequence[int], dtype: torch.dtype) 
     for first, last, width in _runs(widths):
         num_rows = (last - first) // width
         rows = coded[..., first:last].to(wide).div_(STEPS).unflatten(-1, (num_rows, width))
-        out[..., first:last] = rows.mul_(scales[..., row : row + num_rows, None]).flatten(-2)
+        rows = rows.mul_(scales[..., row : row + num_rows, None]).flatten(-2)
+        out = written(out, (*[slice(None)] * (out.dim() - 1), slice(first, last)), rows)
         row += num_rows
     return out
 

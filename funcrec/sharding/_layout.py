@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import check, is_tracked, is_wrapped
+from funcrec.core import check, is_tracked, is_wrapped, written
 from funcrec.kernels.memory import empty_table
 from funcrec.mesh import Mesh, P, rank_at
 from funcrec.quantized import cut_columns, join_columns, stored_width
@@ -153,7 +153,7 @@ def pack(layout: Layout, bank: int, tables: Mapping[str, Tensor], ranks: Sequenc
         for i, (rank, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
             part = whole[i * s.part : (i + 1) * s.part]
             for at in (k * own.rows + start for k, r in enumerate(ranks) if r == rank):
-                out[at : at + part.shape[0]] = part
+                out = written(out, (slice(at, at + part.shape[0]),), part)
     return out
 
 

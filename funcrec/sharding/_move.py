@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, is_tracked, outside_transforms, plain
+from funcrec.core import Problem, check, describe, is_tracked, outside_transforms, plain, written
 from funcrec.mesh import Mesh, bind, pmax, psum
 from funcrec.sharding._layout import Layout, Shard, blank, own_ranks
 
@@ -45,9 +45,9 @@ def rows_of(layout: Layout, banks: Mapping[str, Tensor], table: str, mesh: Mesh,
     out = blank([last - first, *width], [banks[layout.banks[s.bank].name] for s in shards])
     for s, bank, here, there in places(layout, table, mesh, first, last):
         if is_cut:
-            out[here, s.first : s.last] = banks[bank][there]
+            out = written(out, (here, slice(s.first, s.last)), banks[bank][there])
         elif s == shards[0]:  # one number per row is the same with all of its columns
-            out[here] = banks[bank][there]
+            out = written(out, (here,), banks[bank][there])
     if mesh.is_emulated or not axes or first == last:
         return out
     with bind(mesh.bound_axes(axes, out.device)):
@@ -68,16 +68,17 @@ def blank_banks(
     return out
 
 
-def move(layout: Layout, banks: Mapping[str, Tensor], table: str, mesh: Mesh, read: Rows, shape: Sequence[int]) -> None:
-    """Write a table, or a slot of it, into banks that are this function's own; a block of rows at a time."""
-    num_rows, dim = shape
+def move(layout: Layout, banks: Mapping[str, dict[str, Tensor]], table: str, leaf: str, mesh: Mesh, read: Rows) -> None:
+    """Write a table (leaf ""), or a slot of it, into banks that are this function's own; a block of rows at a time."""
+    num_rows, dim = dict(layout.shapes)[table]
     block = max(1, BLOCK_BYTES // (8 * dim))
     for first in range(0, num_rows, block):
         last = min(first + block, num_rows)
         rows = read(first, last)
         for s, bank, here, there in places(layout, table, mesh, first, last):
             is_cut = rows.dim() > 1 and s.last - s.first < dim
-            banks[bank][there] = rows[here, s.first : s.last] if is_cut else rows[here]
+            own = rows[here, s.first : s.last] if is_cut else rows[here]
+            banks[bank][leaf] = written(banks[bank][leaf], (there,), own)
 
 
 # -- validators --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, value_below
+from funcrec.core import Problem, check, describe, value_below, written
 from funcrec.mesh import Mesh, bind, psum
 from funcrec.optim import RowOptimizer
 from funcrec.sharding._layout import Layout, Shard, blank, own_ranks
@@ -88,9 +88,9 @@ def gather_waiting(layout: Layout, table: str, slots: Mapping[str, Mapping[str, 
                 part = part_of(s, i, of_rank(slots[bank.name], number, len(own)))
                 room = part.rows.shape[1]
                 at = slice(i * room, (i + 1) * room)
-                grads[:, at, s.first : s.last] = part.grads
+                grads = written(grads, (slice(None), at, slice(s.first, s.last)), part.grads)
                 if s == shards[0]:
-                    rows[:, at] = part.rows
+                    rows = written(rows, (slice(None), at), part.rows)
     axes = banks[0].axes
     if mesh.is_emulated or not axes:
         return Waiting(rows, grads)

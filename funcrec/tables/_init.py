@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from funcrec.core import Device, Key, check, random, typed
+from funcrec.core import Device, Key, check, random, typed, written
 from funcrec.kernels.memory import empty_table
 from funcrec.tables._configs import TableConfig
 from funcrec.tables._problems import table_list_problems
@@ -55,7 +55,7 @@ def init_rows(key: Tensor, table: TableConfig, start: int, stop: int, *, device=
     out = empty_table(shape, dtype=table.dtype, device=device)
     for first in range(start, stop, step):
         last = min(first + step, stop)
-        out[first - start : last - start] = draw(first, last)
+        out = written(out, (slice(first - start, last - start),), draw(first, last))
     return out
 
 

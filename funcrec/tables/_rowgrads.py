@@ -32,7 +32,7 @@ from funcrec.core import (
 )
 from funcrec.kernels import ops, reference
 from funcrec.kernels.forms import Feature, Segment, Terms, capacity_of, flatten
-from funcrec.mesh import psum
+from funcrec.mesh import is_readable, psum
 from funcrec.tables._primitives import dense_sum, segments_of_lookup
 
 WAITING = "pending_rows", "pending_grads"  # slots in which entries of a gradient wait for a later step
@@ -301,7 +301,7 @@ def usable(grads: RowGrads) -> RowGrads:
             hint = "torch.func.vmap(lambda g: g.to_dense())(grads), or use them inside of the mapped function"
     if grads.mark is not None and not what:
         mark = plain(grads.mark)
-        if mark is None:  # a graph is being staged
+        if mark is None or not is_readable(grads.mark):  # a graph is being staged, by jit or linearize
             return grads.scale(torch.where(grads.mark == 1, 1.0, torch.nan))
         if bool((mark == 0).any()):
             what, got = "these are tangents of row gradients, whose rows are not among them.", "RowGrads from a jvp"

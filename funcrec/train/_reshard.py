@@ -165,7 +165,7 @@ def reshard(
     else:  # all rows are here, or come here: under vmap, of all members
         for name, own in reads.items():
             for k, read in own.items():
-                move(layout, {b: x[k] for b, x in banks.items() if k in x}, name, mesh, read, shapes[name])
+                move(layout, banks, name, k, mesh, read)
     for n, held in waiting_in(state, source):
         for b, own in cut_waiting(layout, n, held, rooms[n], whole_banks(sparse, layout), mesh).items():
             banks[b] |= own
