@@ -12,7 +12,7 @@ from funcrec.compile._inductor import OPTIONS as OPTIONS
 from funcrec.compile._inductor import compile_graph as compile_graph
 from funcrec.compile._inductor import knowing as knowing
 from funcrec.compile._jit import jit as jit
-from funcrec.compile._keys import leaf_key as leaf_key
+from funcrec.compile._keys import form_key as form_key
 from funcrec.compile._lower import Lowered as Lowered
 from funcrec.compile._products import two_products as two_products
 from funcrec.compile._staging import stage as stage

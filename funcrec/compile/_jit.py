@@ -36,6 +36,7 @@ from funcrec.core import (
     is_in_derivative,
     leaf_paths,
     message,
+    structure_key,
     typed,
 )
 from funcrec.mesh import alone, others_changed, staged
@@ -145,7 +146,7 @@ class Jitted:
             return self.followed(args, kwargs) if is_in_derivative() else self.fn(*args, **kwargs)
         if self.donate and torch.cuda.is_initialized():
             leaves = bring_to_cuda(leaves)
-        when, here = (self.name, next(self.calls)), (names, structure, surroundings())
+        when, here = (self.name, next(self.calls)), (names, structure, structure_key(structure), surroundings())
         entry = self.recent.get(here)
         # Most calls repeat a key. Their leaves are compared in C++, with what is
         # closed over among them: another form finds another entry.
@@ -237,13 +238,13 @@ class Jitted:
             program.step_aside(TRANSFORM)
         if self.donate and torch.cuda.is_initialized():
             leaves = bring_to_cuda(leaves)
-        here = (tuple(bound.arguments), structure, surroundings())
+        here = (tuple(bound.arguments), structure, structure_key(structure), surroundings())
         entry, _ = program.staged(leaves, here)
 
         (key,) = program.compiled
 
         def compile() -> Jitted:
-            now = ((*here[:2], surroundings()), key[1])
+            now = ((*here[:-1], surroundings()), key[1])
             if now != key:
                 refuse_other(self.name, key, now)
             with torch.no_grad(), torch._C._DisableAutocast():
@@ -274,7 +275,7 @@ class Jitted:
             if entry is None or not entry.is_current():
                 if self.is_one and self.compiled:
                     refuse_other(self.name, *self.compiled, key)
-                names, structure, _ = here
+                names, structure, *_ = here
                 before = staged.set("" if self.is_one else self.name)
                 try:
                     entry = compile_function(self.fn, self.name, self.signature, names, leaves, structure, self.donate)

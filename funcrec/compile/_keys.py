@@ -1,6 +1,6 @@
 """Keys of compilations: what of its arguments and surroundings a program was staged for, and how two such keys differ.
 
-key = ((names of the arguments, their structure, surroundings), the form of each leaf)
+key = ((names of the arguments, their structure, its keys, surroundings), the form of each leaf)
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcrec.compile._surroundings import differences
-from funcrec.core import Problem, fail, leaf_paths, message, short_dtype, static_key
+from funcrec.core import Problem, fail, leaf_paths, message, short_dtype, static_key, structure_key
 
 
 def leaf_key(x: object) -> Any:
@@ -19,21 +19,26 @@ def leaf_key(x: object) -> Any:
     return static_key(x)
 
 
+def form_key(leaves: list, structure: Any) -> tuple:
+    """What a compilation depends on: a tree's structure, and the form of each leaf."""
+    return structure, structure_key(structure), tuple(map(leaf_key, leaves))
+
+
 def what_differs(before: tuple, now: tuple) -> tuple[str, str]:
     """What differs between two keys, and what to do about it."""
-    (names, structure, around), leaves = now
-    (names_before, structure_before, around_before), leaves_before = before
+    (names, *structure, around), leaves = now
+    (names_before, *structure_before, around_before), leaves_before = before
     other = differences(around_before, around)
     if other:
         got = "; ".join(f"{what}: {a}, then {b}" for what, (a, b) in other.items())
         return got, "call it in one and the same surroundings"
     if names != names_before or structure != structure_before:
-        return "another structure of the arguments", "the same keys in the same order, and the same static fields"
+        return "another structure of the arguments", "the same keys, types and order, and the same static fields"
     i = next((i for i, (a, b) in enumerate(zip(leaves_before, leaves, strict=True)) if a != b), None)
     if i is None:
         return "another form of a tensor that it closes over", "pass it as an argument"
     a, b = show_key(leaves_before[i]), show_key(leaves[i])
-    path = leaf_paths(structure, names)[i][1]
+    path = leaf_paths(structure[0], names)[i][1]
     got = f"`{path}`: {a}, then {b}" if a != b else f"`{path}`: other strides"
     if len(leaves[i]) > 2 and isinstance(leaves[i][1], torch.Size):
         return got, "fr.pad_to_bucket for ids, and batches of one size"

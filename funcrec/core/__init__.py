@@ -65,6 +65,7 @@ from funcrec.core._ravel import ravel as ravel
 from funcrec.core._recipe import reduced as reduced
 from funcrec.core._recipe import remade as remade
 from funcrec.core._static import static_key as static_key
+from funcrec.core._static import structure_key as structure_key
 from funcrec.core._to import RETYPED as RETYPED
 from funcrec.core._to import copied as copied
 from funcrec.core._to import to as to

@@ -1,16 +1,21 @@
 """Static values: what a call of a jitted function holds besides tensors, and what tells one from another.
 
 static_key(a) == static_key(b)   only if no program can tell a from b:
-1, 1.0 and True differ, and 0.0 and -0.0; NaN is NaN
+1, 1.0 and True differ, and 0.0 and -0.0; NaN is NaN of the same sign; a value of a subclass is not its base's
 """
 
 import dataclasses
+import datetime
 import enum
+import math
 import numbers
 import types
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
+import optree
 import torch
 from torch import Tensor
 
@@ -22,6 +27,12 @@ EXACT = {
     type, object, types.FunctionType, types.BuiltinFunctionType,
 }  # fmt: skip
 PLAIN = {int, str, bytes, type(None)}  # of these no value equals one of another type
+OWN_NODES: set[type] = set()  # classes of `pytree`, whose structure `fix` told apart
+HEAP_TYPE = 1 << 9  # of a type's flags: made by a `class` statement
+# Types whose `==` passes over what their words tell: a unit, a time zone, the number of digits, an order.
+TOLD_BY_WORDS = (
+    numbers.Number, np.generic, datetime.datetime, datetime.time, PurePath, types.GenericAlias, types.UnionType,
+)  # fmt: skip
 
 
 def static_key(x: Any) -> Hashable:
@@ -32,14 +43,53 @@ def static_key(x: Any) -> Hashable:
     kind = type(x)
     if kind in EXACT:
         return kind, x
+    if kind is float:
+        return (kind, repr(x)) if x == x else (kind, repr(x), math.copysign(1.0, x))
+    if isinstance(x, enum.Enum):  # a member is its name, whatever it is equal to
+        return kind, x._name_, x._value_ if isinstance(x, enum.Flag) else None
     if isinstance(x, (slice, range)):
         return kind, *map(static_key, (x.start, x.stop, x.step))
-    if isinstance(x, (tuple, frozenset)):
-        return kind, (tuple if isinstance(x, tuple) else frozenset)(map(static_key, x))
+    if isinstance(x, (tuple, frozenset)):  # equal sets may be gone through in different orders
+        return kind, tuple(map(static_key, x)), *held_keys(x)
     refuse_opaque(x)
     if dataclasses.is_dataclass(x):
         return kind, x, *(static_key(getattr(x, f.name)) for f in dataclasses.fields(x))
-    return kind, repr(x) if isinstance(x, numbers.Number) else x
+    return kind, plain_value(x), *held_keys(x)
+
+
+def plain_value(x: Any) -> Hashable:
+    """What a value is apart from its attributes, told by Python's own methods: a subclass's may say less."""
+    if isinstance(x, float):
+        return float.__repr__(x), math.copysign(1.0, x), getattr(x, "dtype", None)
+    if isinstance(x, (complex, np.complexfloating)):
+        return repr(x), math.copysign(1.0, x.real), math.copysign(1.0, x.imag), getattr(x, "dtype", None)
+    if isinstance(x, np.generic):
+        return repr(x), str(x.dtype), math.copysign(1.0, x) if isinstance(x, np.floating) else None
+    for own, plain in ((int, int.__int__), (str, str.__str__), (bytes, lambda b: b"".join((b,)))):
+        if isinstance(x, own):
+            return plain(x)
+    return repr(x) if isinstance(x, TOLD_BY_WORDS) else x
+
+
+def held_keys(x: Any) -> Iterator[Hashable]:
+    """The keys of what a value of a class with its own `==` holds: `==` may pass over it."""
+    kind = type(x)
+    is_known_by_name = kind.__eq__ is object.__eq__ or callable(x)
+    if is_known_by_name or not kind.__flags__ & HEAP_TYPE or isinstance(x, PurePath) or is_of_torch(kind):
+        return
+    for name, value in held(x).items():
+        yield name, static_key(value)
+
+
+def held(x: object) -> dict[str, Any]:
+    """{name: value} of an object's attributes and slots."""
+    slots = [vars(c).get("__slots__", ()) for c in type(x).__mro__]
+    names = [n for s in slots for n in ((s,) if isinstance(s, str) else s) if n not in ("__dict__", "__weakref__")]
+    return {**{n: getattr(x, n) for n in names if hasattr(x, n)}, **getattr(x, "__dict__", {})}
+
+
+def is_of_torch(kind: type) -> bool:
+    return kind.__module__.startswith("torch.")
 
 
 def refuse_opaque(x: object) -> None:
@@ -55,17 +105,31 @@ def refuse_opaque(x: object) -> None:
 
 def is_opaque(x: object) -> bool:
     kind = type(x)
-    if isinstance(x, (Tensor, torch.nn.Module)) or kind.__hash__ is None:
+    if isinstance(x, (Tensor, torch.nn.Module, np.void)) or kind.__hash__ is None:
         return True
     if isinstance(x, (enum.Enum, type)):
         return False
-    held = [*getattr(x, "__dict__", {}).values(), *(getattr(x, n, None) for n in getattr(kind, "__slots__", ()))]
     if kind.__eq__ is object.__eq__ and not callable(x):
-        return bool(held) or not kind.__flags__ & HEAP_TYPE  # known by its name only: a generator, a lock, a box
-    return not kind.__module__.startswith("torch.") and any(isinstance(v, Tensor) for v in held)
+        return bool(held(x)) or not kind.__flags__ & HEAP_TYPE  # known by its name only: a generator, a lock, a box
+    return not is_of_torch(kind) and any(isinstance(v, Tensor) for v in held(x).values())
 
 
-HEAP_TYPE = 1 << 9  # of a type's flags: made by a `class` statement
+def structure_key(structure: optree.PyTreeSpec) -> Hashable:
+    """What `==` of structures passes over: the keys of dicts, and what users' own classes keep in theirs.
+
+    Nothing where all of them are plain, as most are.
+    """
+    odd = []
+    for i, (_, _, data, _, kind, *_) in enumerate(structure.__getstate__()[0]):
+        if data is None or kind in OWN_NODES or isinstance(data, type):
+            continue
+        if type(data) is not list or not PLAIN.issuperset(map(type, data)):
+            odd.append((i, tuple(static_key(tuple(d) if type(d) is list else d) for d in as_tuple(data))))
+    return tuple(odd)
+
+
+def as_tuple(data: Any) -> tuple:
+    return tuple(data) if isinstance(data, (list, tuple)) else (data,)
 
 
 class Fixed:

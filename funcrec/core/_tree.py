@@ -15,7 +15,7 @@ import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec.core._errors import Problem, check, describe
-from funcrec.core._static import fix, loosen
+from funcrec.core._static import OWN_NODES, fix, loosen
 from funcrec.core._to import to as moved
 
 T = TypeVar("T")
@@ -103,6 +103,8 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
         namespace=NAMESPACE,
     )
 
+    OWN_NODES.add(cls)
+
     def flatten_call(value):
         leaves, (fields, fixed) = flatten(value)
         return leaves, (fields, fix(fixed)), fields
@@ -179,8 +181,8 @@ def _last_name(path: Sequence) -> str:
 def fast_flatten(tree: Any) -> tuple[list, optree.PyTreeSpec]:
     """(leaves, structure) in C++, dicts in their own order; `structure.unflatten(leaves)` is the way back.
 
-    Two structures are equal only when a program cannot tell them apart: the order
-    of a dict's keys counts, and the types of static fields.
+    Of two equal structures a program can tell apart the keys of dicts at most, by what `==` passes over:
+    `structure_key`. The order of a dict's keys counts, and the types of static fields.
     """
     return optree.tree_flatten(tree, namespace=CALLS)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.compile import Halves, leaf_key
+from funcrec.compile import Halves, form_key
 from funcrec.core import Problem, fail, fast_flatten, map_tensors, message
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.mesh import Twins, form_text, tell
@@ -197,7 +197,8 @@ class Ahead:
                     return
             told, batch, error = self.fetch(items, like)
             has = told in (Told.HAS, Told.BLANK)
-            form, text = (form_of(batch), form_text(batch)) if has and self.twins is not None else (None, "")
+            is_cut = has and self.twins is not None
+            form, text = (form_key(*fast_flatten(batch)), form_text(batch)) if is_cut else (None, "")
             if not self.is_go(told, number, text, error):
                 return
             one, like = Ready(self, number, batch, form), batch
@@ -306,12 +307,6 @@ OTHER = Problem(
     "one at a time",
     "a pipeline each",
 )
-
-
-def form_of(batch: Any) -> tuple:
-    """What a program depends on."""
-    leaves, structure = fast_flatten(batch)
-    return structure, tuple(map(leaf_key, leaves))
 
 
 def digest(form: str) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.compile import cut, is_transformed, leaf_key, surroundings
+from funcrec.compile import cut, form_key, is_transformed, surroundings
 from funcrec.core import (
     Count,
     Device,
@@ -125,7 +125,7 @@ class Pipeline:
             return self.step(state, one.batch)
         present = getattr(self.step, "present", None)  # of retry_overflow, the step that it would take
         step = self.step if present is None else present()
-        key = id(step), structure, tuple(map(leaf_key, leaves)), surroundings()
+        key = id(step), form_key(leaves, structure), surroundings()
         programs = self.programs.setdefault(key, {})
         if not source.begin(one, programs):
             return self.step(state, one.batch)

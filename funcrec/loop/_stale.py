@@ -10,9 +10,9 @@ Batch i + 1 reads the tables of state i; what is computed from that is an update
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from funcrec.compile import Looked, cut_stale, leaf_key, surroundings
+from funcrec.compile import Looked, cut_stale, form_key, surroundings
 from funcrec.core import Count, Device, Problem, check, describe, fail, fast_flatten, is_checking, typed
-from funcrec.loop._ahead import Ahead, Ready, form_of, versions_of
+from funcrec.loop._ahead import Ahead, Ready, versions_of
 from funcrec.loop._ahead import blank as blank_of
 from funcrec.loop._pipeline import Pipeline, batches_problems, refuse_followed
 from funcrec.mesh import Mesh
@@ -116,7 +116,7 @@ class StalePipeline:
 
     def look(self, source: Ahead, programs: dict, state: Any, one: Ready) -> Looked:
         """The batch's rows, of this state's tables: on their way."""
-        is_sent, form = source.twins is not None, form_of(one.batch)
+        is_sent, form = source.twins is not None, form_key(*fast_flatten(one.batch))
         if form not in programs:
             names = source.twins.names if is_sent else {}
             thirds = cut_stale(CALL, self.step, self.stale.update, state, state.tables, one.batch, names)
@@ -148,7 +148,7 @@ def key_of(state: Any) -> tuple:
     if is_checking():
         got, hint = "`funcrec.checked` around a run", "fr.checked(step)(state, batch), in a plain loop"
         fail(CALL, "a program is not looked at value by value.", got=got, need="a run without", hint=hint)
-    return structure, tuple(map(leaf_key, leaves)), surroundings()
+    return form_key(leaves, structure), surroundings()
 
 
 # -- validators --------------------------------------------------------------------------------------------------

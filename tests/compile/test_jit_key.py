@@ -1,10 +1,18 @@
 """What a staged program could see is in jit's key, or refused: the first compilation never answers for another call."""
 
 import contextlib
+import datetime
 import enum
 import itertools
 import math
+import numbers
+from collections import OrderedDict, defaultdict
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePosixPath
 
+import numpy as np
+import optree
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -158,8 +166,66 @@ class Number(enum.IntEnum):
     ONE = 1
 
 
+class Word(str):
+    __hash__ = str.__hash__
+    __eq__ = lambda self, other: str.lower(self) == str.lower(other)
+
+
+class Loud(float):
+    __repr__ = lambda self: "loud"
+
+
+class Marked(int):
+    pass
+
+
+class MarkedPair(tuple):
+    pass
+
+
+class Same:
+    __slots__ = ("held",)
+    __eq__ = lambda self, other: True
+    __hash__ = lambda self: 0
+    __repr__ = lambda self: f"Same({self.held!r})"
+
+    def __init__(self, held):
+        self.held = held
+
+
+class Alike(enum.Enum):
+    A, B = 1, 2
+    __eq__ = lambda self, other: True
+    __hash__ = lambda self: 0
+
+
+class Letters(enum.StrEnum):
+    ONE = "1"
+
+
+def marked(kind, value, mark):
+    """A value of a class of one's own, with an attribute that `==` does not see."""
+    x = kind(value)
+    x.mark = mark
+    return x
+
+
+ONE = torch.ones(2)
+utc, paris = (datetime.timezone(datetime.timedelta(hours=h)) for h in (0, 1))
 nan = float("nan")
 ALIKE = [
+    ("1", Word("1"), np.str_("1"), Letters.ONE), (Word("a"), Word("A")), (Loud(1.0), Loud(2.0), 1.0),
+    (marked(Marked, 1, 2), marked(Marked, 1, 3), 1),
+    (marked(Word, "a", 1), marked(Word, "a", True), marked(Word, "b", 1)),
+    (marked(MarkedPair, (1, 2), 1), marked(MarkedPair, (1, 2), 1.0)), (Same(1), Same(2), Same(1.0)), (Alike.A, Alike.B),
+    (np.float32(1), np.float64(1), np.int64(1), np.int32(1), np.bool_(True), 1),
+    (np.float64(0.0), np.float64(-0.0), 0.0),
+    (np.float32(nan), np.float32(-nan), np.float32(1)), (complex(0, nan), complex(0, -nan), complex(-0.0, 0)),
+    (np.datetime64(1, "s"), np.datetime64(1000, "ms"), np.datetime64(2, "s")),
+    (datetime.datetime(2020, 1, 1, 0, tzinfo=utc), datetime.datetime(2020, 1, 1, 1, tzinfo=paris)),
+    (frozenset([8, 0]), frozenset([0, 8])), (frozenset([1]), frozenset([1.0]), frozenset([True])),
+    (Decimal("1.0"), Decimal("1.00"), Fraction(1)), (PurePosixPath("a"), PurePosixPath("b"), "a"),
+    (int | float, float | int),
     (1, 1.0, True, Number.ONE, complex(1, 0)), (0.0, -0.0, 0, False), (nan, -nan, 0.5), ("1", b"1", 1, None),
     (Colour.RED, Colour.BLUE),
     (torch.float32, torch.float64), (torch.device("cpu"), torch.device("meta")),
@@ -171,9 +237,15 @@ ALIKE = [
 
 def see(x, s):
     """A value that tells apart all static values."""
-    if isinstance(s, tuple):
+    if type(s) is tuple:
         return sum(see(x, v) for v in s)
-    return x + sum(map(ord, f"{type(s).__name__} {s!r}")) / 7
+    return x + sum(i * ord(c) for i, c in enumerate(shown(s))) / 7
+
+
+def shown(s):
+    sign = [math.copysign(1, v) for v in (s.real, s.imag)] if isinstance(s, numbers.Number) else None
+    plain = float.__repr__(s) if isinstance(s, Loud) else repr(s)
+    return f"{type(s).__name__} {plain} {getattr(s, 'mark', None)!r} {sign} {getattr(s, 'dtype', None)}"
 
 
 @pytest.mark.parametrize("values", ALIKE, ids=lambda v: " ".join(map(str, v)))
@@ -188,8 +260,65 @@ def test_static_values_that_compare_equal_are_told_apart(place, values):
     jitted = fr.jit(lambda v, s: see(v.x, v.fixed) if isinstance(v, Value) else see(v, s))
     for s in (*values, *reversed(values)):
         assert_trees_close(give(jitted, s), see(torch.zeros(2), s))
-    distinct = {(type(s), str(s)) for s in values}
-    assert jitted.num_compiled() == len(distinct)
+    assert jitted.num_compiled() == len({shown(s) for s in values})
+
+
+def see_keys(tree):
+    """A value that tells apart all keys of dicts in a tree, in their order."""
+    if isinstance(tree, dict):
+        return sum(see(see_keys(v), k) for k, v in tree.items())
+    if isinstance(tree, (tuple, list)):
+        return sum(map(see_keys, tree))
+    return torch.zeros(2) if tree is None else tree + 0.0
+
+
+WRAPPED = {
+    "a dict": lambda s: {s: ONE}, "a dict of dicts": lambda s: {"a": {s: ONE}, "b": ONE},
+    "no leaf": lambda s: {s: None},
+    "an empty dict": lambda s: {s: {}}, "a tuple as key": lambda s: {("a", s): ONE},
+    "an ordered dict": lambda s: OrderedDict([(s, ONE)]),
+    "a default dict": lambda s: defaultdict(list, [(s, ONE)]),
+}  # fmt: skip
+KEYS = (1, 1.0, True, Number.ONE, "1", Word("1"), np.str_("1"), Letters.ONE, np.int64(1), 0.0, -0.0, 0, False)
+KEYS += (nan, -nan, None, torch.float32, Colour.RED, frozenset([1]), frozenset([True]), Word("a"), Word("A"))
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_keys_of_dicts_that_compare_equal_are_told_apart(name):
+    """A program is staged for a dict's keys as they are: another type, another sign of zero are another program's.
+    A second call with the same keys compiles nothing, and results have the keys of their own call."""
+    wrap, jitted = WRAPPED[name], fr.jit(lambda tree: (see_keys(tree), tree))
+    for s in (*KEYS, *reversed(KEYS)):
+        got, back = jitted(wrap(s))
+        assert_trees_close(got, see_keys(wrap(s)))
+        assert repr(back) == repr(wrap(s))
+    assert jitted.num_compiled() == len({shown(s) for s in KEYS})
+
+
+GLOBAL = vars(optree.registry)["__GLOBAL_NAMESPACE"]
+
+
+class Node:
+    def __init__(self, x, scale):
+        self.x, self.scale = x, scale
+
+
+def test_the_structure_of_other_classes_is_told_apart():
+    """What a user's own class keeps in its structure is told apart as static fields are."""
+    optree.register_pytree_node(
+        Node, lambda n: ((n.x,), n.scale), lambda scale, leaves: Node(leaves[0], scale), namespace=GLOBAL
+    )
+    jitted = fr.jit(lambda n: see(n.x, n.scale))
+    for scale in (1, 1.0, True, 1):
+        assert_trees_close(jitted(Node(ONE, scale)), see(ONE, scale))
+    assert jitted.num_compiled() == 3
+
+
+def test_a_key_that_may_change_is_refused():
+    """An object whose state the key of a compilation cannot hold is a TypeError as the key of a dict."""
+    for key in (Box(1), Equal(ONE), Pair([ONE])):
+        with pytest.raises(TypeError, match="neither a tensor nor a plain static value"):
+            fr.jit(lambda d: list(d.values()))({key: ONE})
 
 
 class Box:
@@ -217,7 +346,6 @@ class Pair(tuple):
     pass
 
 
-ONE = torch.ones(2)
 OPAQUE = {
     "plain object": lambda: Box(ONE), "of slots": lambda: Slotted(ONE), "equal to all": lambda: Equal(ONE),
     "callable": lambda: Callable(ONE),
