@@ -89,11 +89,7 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
     CLASSES[class_name(cls)] = (flatten, unflatten)
     STATIC_DEFAULTS[class_name(cls)] = tuple(cls.__dataclass_fields__[n].default for n in static)
     torch_tree.register_pytree_node(
-        cls,
-        flatten,
-        unflatten,
-        serialized_type_name=class_name(cls),
-        flatten_with_keys_fn=flatten_with_keys,
+        cls, flatten, unflatten, serialized_type_name=class_name(cls), flatten_with_keys_fn=flatten_with_keys
     )
     optree.register_pytree_node(
         cls,

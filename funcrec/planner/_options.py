@@ -132,6 +132,8 @@ def _of_axes(
     if constraint.ranks and kind in ("row_wise", "replicated"):
         return []
     allowed = [i for i in range(len(places)) if not constraint.ranks or i in constraint.ranks]
+    if not allowed:  # ranks that only other axes have
+        return []
     out = []
     for k in num_blocks_of(
         kind, inner if kind == "table_column_wise" else len(allowed), table.embedding_dim, constraint

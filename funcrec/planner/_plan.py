@@ -53,7 +53,7 @@ def plan(
     modelled, nor are the dense part and caches.
 
     Args:
-      mesh: a Mesh, or its shape, {axis: ranks}: nothing is run and no device is needed.
+      mesh: a Mesh, or its shape, {axis: ranks}: nothing is run and no device is needed. At most 65,536 ranks.
       batch_size: examples of a step, of all ranks together.
       hardware: a `Hardware`, or "h100", "h200", "a100", "cpu".
       constraints: {table: TableConstraint, or a dict of its fields}.

@@ -10,14 +10,20 @@ from funcrec.planner._hardware import KNOWN, Hardware
 from funcrec.sharding import OF_TWO_AXES, dedup_problems
 from funcrec.tables import FeatureConfig, TableConfig, feature_list_problems, table_list_problems
 
+MOST_RANKS = 2**16  # a plan takes time in proportion to them: minutes
+
 
 def sizes_of(mesh: Mesh | Mapping[str, int]) -> dict[str, int]:
     return mesh.shape if isinstance(mesh, Mesh) else dict(mesh)
 
 
 def mesh_problems(mesh: Mesh | Mapping[str, int]) -> Iterator[Problem]:
+    sizes = sizes_of(mesh)
     if not isinstance(mesh, Mesh):
-        yield from axes_problems(dict(mesh))
+        yield from axes_problems(sizes)
+    if prod(sizes.values()) > MOST_RANKS:
+        got, hint = f"{prod(sizes.values()):,}: {sizes}", '{"model": 1024}'
+        yield Problem("`mesh` has too many ranks.", got, f"at most {MOST_RANKS:,} ranks", hint)
 
 
 def plan_problems(

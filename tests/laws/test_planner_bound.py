@@ -1,9 +1,12 @@
-"""The planner's relaxed program: what every rank has is beside the largest shard on its rank."""
+"""The planner's edges: what every rank has is beside the largest shard on its rank; ranks that a constraint names
+hold the table or nothing does; how many ranks a mesh may have."""
 
+import itertools
 import random
 
 import pytest
 
+import funcrec as fr
 from funcrec.planner._packing import Item, Option, Packing
 from funcrec.planner._solve import solve
 
@@ -27,3 +30,36 @@ def test_the_bound_counts_what_every_rank_has(seed, num):
     """A plan is proved the best where the largest shard lies on a rank that has its part of the tables on all ranks,
     too."""
     assert solve(packing(seed, num)).gap < 1e-6
+
+
+OF_ONE = [None, "table_wise", "column_wise"]
+OF_TWO = [*OF_ONE, "table_row_wise", "table_column_wise", "grid"]
+PINNED = [(m, k) for m in ({"h": 2, "m": 2}, {"h": 3, "m": 2}) for k in OF_TWO]
+PINNED += [(m, k) for m in ({"h": 1, "m": 4}, {"m": 4}, {"a": 1, "b": 1}) for k in OF_ONE]
+
+
+@pytest.mark.parametrize(("mesh", "kind"), PINNED)
+def test_pinned_ranks_hold_the_table_or_no_plan_does(mesh, kind):
+    """A table lies on ranks that its constraint names, on whichever axes they are; where no axes have them the
+    constraint is said to leave no placement."""
+    num = fr.Mesh.emulated(**mesh).size
+    kinds = () if kind is None else (kind,)
+    tables, features = (fr.TableConfig("t", 100, 8),), (fr.FeatureConfig("f", table="t"),)
+    for ranks in itertools.chain.from_iterable(itertools.combinations(range(num), k) for k in (1, 2)):
+        told = {"t": {"ranks": ranks, "kinds": kinds}}
+        try:
+            made = fr.plan(tables, features, mesh, batch_size=64, constraints=told)["t"]
+        except ValueError as error:
+            assert "leave no placement" in str(error)
+            assert kind is not None, "a table lies somewhere"
+            continue
+        assert made.ranks and set(made.ranks) <= set(ranks)
+
+
+def test_a_mesh_beyond_all_clusters_is_refused():
+    """More ranks than a plan can be made for raise before any work, on one axis and on several."""
+    tables = (fr.TableConfig("t", 100, 8),)
+    for mesh in ({"m": 10**6}, {"h": 1000, "m": 1000}, {"h": 2**15, "m": 4}):
+        with pytest.raises(ValueError, match="`mesh` has too many ranks") as told:
+            fr.plan(tables, (), mesh, batch_size=64)
+        assert all(word in str(told.value) for word in ("got", "need", "65,536"))
