@@ -14,10 +14,10 @@ import torch
 
 from funcrec.checkpoint._code import CodeError, decode, transform_problems
 from funcrec.checkpoint._compare import difference_problems
-from funcrec.checkpoint._crew import agreed, apart_problems, crew_of, together
+from funcrec.checkpoint._crew import Crew, agreed, apart_problems, crew_of, together
 from funcrec.checkpoint._files import as_path, open_file
 from funcrec.checkpoint._first_format import read_first
-from funcrec.checkpoint._folder import Files, is_folder, read_manifest
+from funcrec.checkpoint._folder import Files, fail_if_manifest, fail_without_manifest, is_folder, read_manifest
 from funcrec.checkpoint._format import read_header
 from funcrec.checkpoint._job import copy_problems, copy_rest, job_of, step_problems
 from funcrec.checkpoint._place import Reader, Target, axes_of, device_of, place_of, placed, target_problems
@@ -129,8 +129,8 @@ def load(
     Raises: ValueError for a file that is truncated, damaged (every byte is under a CRC) or no checkpoint, and for a
       tree unlike `like`; FileNotFoundError. Of a folder the file and the rows that are missing or damaged are named.
 
-    Cost: of a folder, blocks of 16 MiB of which some row is wanted; a table of one file is read whole, to its CRC, and
-      256 KiB of it held.
+    Cost: of a folder, every file's own index, and blocks of 16 MiB of which some row is wanted; a table of one file
+      is read whole, to its CRC, and 256 KiB of it held.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -166,39 +166,42 @@ def read(
     place = None if device is None else place_of(LOAD, device)
     if place is None and mesh is not None and not mesh.is_emulated:
         place = place_of(LOAD, mesh.device_mesh.device_type)
-    tree = None
+    tree, crew = None, crew_of(mesh)
 
     def work() -> dict[str, str]:
         nonlocal tree
-        tree = (read_folder if is_folder(path) else read_file)(path, target, place, mmap)
+        if is_folder(path):
+            tree = read_folder(path, target, place, mmap, crew)
+        else:
+            tree = read_file(path, target, place, mmap)
+            fail_if_manifest(LOAD, path, tree)
         if like is not None:
             check(LOAD, difference_problems(tree, like))
         return said
 
-    check(LOAD, apart_problems(together(crew_of(mesh), LOAD, "load it", work)[1]))
+    check(LOAD, apart_problems(together(crew, LOAD, "load it", work)[1]))
     return tree
 
 
 # -- a folder ----------------------------------------------------------------------------------------------------
 
 
-def read_folder(path: Path, target: Target | None, place: torch.device | None, mmap: bool) -> Any:
+def read_folder(path: Path, target: Target | None, place: torch.device | None, mmap: bool, crew: Crew) -> Any:
     """The tree of a folder's checkpoint; of the new one where it was replaced meanwhile."""
     last = None
     while True:
         try:
             manifest = read_manifest(LOAD, path)
         except FileNotFoundError:
-            need, hint = "a file that save wrote, or a folder", "a file or a folder in it; fr.latest(folder)"
-            what = f"`{path}` is not a file, nor a folder that holds a checkpoint."
-            fail(LOAD, what, got="a folder without a manifest", need=need, hint=hint, kind=IsADirectoryError)
+            fail_without_manifest(LOAD, path)
         except (CodeError, RecursionError) as error:
             damaged(path, error)
-        files = Files(LOAD, path, manifest.files, {})
+        files = Files(LOAD, path, manifest.files, {}, set())
         try:
-            return made(
-                manifest.leaves, manifest.code, Reader(files.open, device_of(place), {} if mmap else None), target
-            )
+            reader = Reader(files.open, device_of(place), {} if mmap else None)
+            tree = made(manifest.leaves, manifest.code, reader, target)
+            files.check(crew.rank, crew.size)
+            return tree
         except (CodeError, RecursionError) as error:
             if manifest == last:
                 damaged(path, error)

@@ -36,10 +36,12 @@ from funcrec.checkpoint._format import (
     said,
 )
 from funcrec.checkpoint._parts import Where, whole_parts
+from funcrec.core import fail
 
 MANIFEST = "manifest"
 FORMAT = "funcrec folder 1"
 OURS = re.compile(r"rank-\d+-of-\d+-[0-9a-f]{16}")
+STEP = re.compile(r"step-(\d{10,})")  # a checkpoint among those that `keep` keeps
 BLOCK_BYTES = 1 << 24  # what is read and held to its CRC for a row of it
 MOST_OPEN = 64
 ROWS = 64  # a block has a multiple of them, so that it ends where the next one may begin
@@ -163,6 +165,29 @@ def make_folder(call: str, folder: Path) -> None:
 # -- reading -----------------------------------------------------------------------------------------------------
 
 
+def fail_without_manifest(call: str, path: Path) -> None:
+    """Say what a folder is that holds no manifest."""
+    names = sorted(os.listdir(path))
+    steps, parts = [n for n in names if STEP.fullmatch(n)], [n for n in names if OURS.fullmatch(n)]
+    some = lambda own: f"{', '.join(own[:2])}{f' and {len(own) - 2} more' if len(own) > 2 else ''}"
+    need, hint = "a file that save wrote, or a folder", "a file or a folder in it; fr.latest(folder)"
+    if steps:
+        what, hint = f"`{path}` is a folder of checkpoints.", f"fr.load(fr.latest({str(path)!r}))"
+        fail(call, what, got=some(steps[::-1]), need="one of them", hint=hint, kind=IsADirectoryError)
+    if parts:
+        what, hint = f"`{path}` has no manifest.", "an older checkpoint; the manifest is the last that a save writes"
+        fail(call, what, got=some(parts), need=f"`{MANIFEST}` beside them", hint=hint, kind=FileNotFoundError)
+    what = f"`{path}` is not a file, nor a folder that holds a checkpoint."
+    fail(call, what, got="a folder without a manifest", need=need, hint=hint, kind=IsADirectoryError)
+
+
+def fail_if_manifest(call: str, path: Path, tree: Any) -> None:
+    """The manifest of a folder is no checkpoint of its own."""
+    if isinstance(tree, dict) and tree.get("format") == FORMAT and set(tree) == {"format", "manifest"}:
+        what, need = f"`{path.name}` is the manifest of a folder.", "the folder, which is the checkpoint"
+        fail(call, what, got=f"`{path}`", need=need, hint=f"fr.load({str(path.parent)!r})")
+
+
 def is_folder(path: Path) -> bool:
     with contextlib.suppress(OSError):
         return stat.S_ISDIR(os.stat(path).st_mode)
@@ -232,29 +257,47 @@ def is_covered(x: Stored) -> bool:
 
 
 class Files(NamedTuple):
-    """The files of a folder, each opened when it is first read."""
+    """The files of a folder, each opened when it is first read; checked: those whose own index, and all that is
+    beside the blocks, was held to its CRC."""
 
     call: str
     folder: Path
     sizes: dict[str, int]
     opened: dict[str, BinaryIO]
+    checked: set[str]
 
     def open(self, block: Block, x: Stored) -> BinaryIO:
-        if block.file not in self.opened:
+        return self.file(block.file, said(x, block))
+
+    def check(self, rank: int, size: int) -> None:
+        """Every file is there and whole, those too that hold no block; each rank looks at its share of them."""
+        for name in list(self.sizes)[rank::size]:
+            if name not in self.checked:
+                self.file(name, f"`{name}`")
+
+    def file(self, name: str, label: str) -> BinaryIO:
+        """label: what is read of it, for errors."""
+        if name not in self.opened:
             try:
-                file = open_file(self.call, self.folder / block.file)
+                file = open_file(self.call, self.folder / name)
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     raise
                 gone = "which is not there" if error.errno == errno.ENOENT else "which cannot be read"
-                raise CodeError(f"{said(x, block)}, {gone}") from error
+                raise CodeError(f"{label}, {gone}") from error
             if len(self.opened) == MOST_OPEN:
                 self.opened.pop(next(iter(self.opened))).close()
-            self.opened[block.file] = file
+            self.opened[name] = file
             size = os.fstat(file.fileno()).st_size
-            if size != self.sizes[block.file]:
-                raise CodeError(f"{said(x, block)}, which has {size:,} bytes and not {self.sizes[block.file]:,}")
-        return self.opened[block.file]
+            if size != self.sizes[name]:
+                raise CodeError(f"{label}, which has {size:,} bytes and not {self.sizes[name]:,}")
+            if name not in self.checked:
+                try:
+                    read_header(file)
+                except CodeError as error:
+                    raise CodeError(f"{label}, which is {error}") from None
+                self.checked.add(name)
+        return self.opened[name]
 
     def close(self) -> None:
         for file in self.opened.values():

@@ -6,18 +6,15 @@ folder/step-0000001200: a file, or a folder of ranks
 import contextlib
 import itertools
 import os
-import re
 from pathlib import Path
 
 from funcrec.checkpoint._code import CodeError
 from funcrec.checkpoint._files import SUFFIX, as_path, open_file, sync_folder
-from funcrec.checkpoint._folder import MANIFEST, OURS, is_folder, read_manifest
+from funcrec.checkpoint._folder import MANIFEST, OURS, STEP, is_folder, read_manifest
 from funcrec.checkpoint._format import MAGIC, read_header
 from funcrec.checkpoint._parts import Seen
 from funcrec.checkpoint._saving import finish
 from funcrec.core import fail, typed
-
-NAME = re.compile(r"step-(\d{10,})")
 
 
 @typed
@@ -56,7 +53,7 @@ def step_of(seen: Seen, step: int | None) -> int:
 
 def steps_in(folder: Path) -> dict[int, Path]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
-        return {int(m[1]): folder / e.name for e in entries if (m := NAME.fullmatch(e.name))}
+        return {int(m[1]): folder / e.name for e in entries if (m := STEP.fullmatch(e.name))}
     return {}
 
 
