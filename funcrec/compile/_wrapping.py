@@ -151,15 +151,17 @@ def with_index_vectors(store: Callable) -> Callable:
         from torch._inductor.ops_handler import WrapperHandler
         from torch._inductor.virtualized import V
 
-        class OfVectors(WrapperHandler):
-            def index_expr(self, expr: Any, dtype: torch.dtype) -> Any:
-                found = self._inner.index_expr(expr, dtype)
-                return found if found.is_vec else to_lanes(found)
-
-        to_lanes = kernel.broadcast
         if mode != "atomic_add":
             return store(kernel, name, index, value, mode)
-        with V.set_ops_handler(OfVectors(V.get_ops_handler())):
+        inner, to_lanes = V.get_ops_handler(), kernel.broadcast
+
+        def of_lanes(expr: Any, dtype: torch.dtype) -> Any:
+            found = inner.index_expr(expr, dtype)
+            return found if found.is_vec else to_lanes(found)
+
+        handler = WrapperHandler(inner)
+        handler.index_expr = of_lanes
+        with V.set_ops_handler(handler):
             return store(kernel, name, index, value, mode)
 
     return instead
