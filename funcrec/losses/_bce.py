@@ -21,7 +21,8 @@ def bce(logits: Tensor, label: Tensor, weight: Tensor | None = None, *, reductio
     Args:
       logits: f[B].
       label: [B] in [0, 1], of any real dtype.
-      weight: f[B] >= 0, or None; an example of weight 0 is padding, whose logit and label are not read.
+      weight: f[B] >= 0, or None; an example of weight 0 is padding, whose logit and label are not read, unless a
+        derivative follows the weights (`weighted_mean`).
       reduction: "mean" for `weighted_mean`, f[]; "none" for each example's own loss, f[B], 0 for padding.
 
     Raises: ValueError for a label outside [0, 1]; where no value can be read (under `jit`, on a GPU) its loss is NaN.

@@ -23,7 +23,8 @@ def cross_entropy(logits: Tensor, label: Tensor, weight: Tensor | None = None, *
     Args:
       logits: f[B, C].
       label: [B], numbers of classes, 0 <= label < C: integers, or floats that are whole.
-      weight: f[B] >= 0, or None; an example of weight 0 is padding, which is not read.
+      weight: f[B] >= 0, or None; an example of weight 0 is padding, which is not read, unless a derivative
+        follows the weights (`weighted_mean`).
       reduction: "mean" for `weighted_mean`, f[]; "none" for each example's own loss, f[B], 0 for padding.
 
     Raises: ValueError for a label that is no class; where no value can be read (under `jit`, on a GPU) its loss is NaN.
@@ -59,7 +60,8 @@ def in_batch_softmax(
 
     Args:
       query, candidate: f[B, D]; row i of both belong together.
-      weight: f[B] >= 0, or None; an example of weight 0 is padding, and no other's negative.
+      weight: f[B] >= 0, or None; an example of weight 0 is padding, and no other's negative: there
+        the loss jumps, and a derivative by the weights is refused.
       log_q: f[B], log of the probability that each candidate is in a batch; None declines the correction, which is
         right where candidates are drawn evenly: else popular ones are pushed down. `fr.data.log_q` makes it of counts.
       temperature: T > 0.

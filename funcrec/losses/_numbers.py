@@ -23,7 +23,8 @@ def mse(predictions: Tensor, label: Tensor, weight: Tensor | None = None, *, red
     Args:
       predictions: f[B].
       label: [B], finite, of any real dtype.
-      weight: f[B] >= 0, or None; an example of weight 0 is padding, which is not read.
+      weight: f[B] >= 0, or None; an example of weight 0 is padding, which is not read, unless a derivative
+        follows the weights (`weighted_mean`).
       reduction: "mean" for `weighted_mean`, f[]; "none" for each example's own loss, f[B], 0 for padding.
 
     Raises: ValueError for a label that is not finite, where values can be read.

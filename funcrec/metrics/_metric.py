@@ -44,7 +44,8 @@ class Metric(NamedTuple):
     predictions: f[B] or i[B, K], probabilities (logits, where a metric was made with from_logits=True; any numbers of
     mse, rmse and mae; f[B, C] of multiclass_accuracy; lists of rows of recall, hit_rate and ndcg). labels: [B], floats,
     integers or booleans in [0, 1] (any finite ones of mse, rmse and mae; classes below C of multiclass_accuracy; bags
-    of rows for lists). weights: [B] >= 0 and finite, or None for ones; an example of weight 0 is padding.
+    of rows for lists). weights: [B] >= 0 and finite, or None for ones; an example of weight 0 is padding, unless a
+    derivative follows the weights.
     `compute` gives NaN before the first example, when all weights are 0, and wherever a quotient has no value: never a
     number that could be the best. Where no value can be read (traced, on a GPU), an example that is out of range makes
     the answer NaN instead of an error.
