@@ -211,7 +211,7 @@ std::string read_file(const std::string& path) {
 }
 
 boost::json::value parse(const std::string& path, const std::string& text) {
-  boost::json::error_code error;
+  boost::system::error_code error;
   auto value = boost::json::parse(text, error);
   if (error) throw Bad("`" + path + "` is damaged.", error.message(), "the file as it was written");
   return value;

@@ -16,7 +16,7 @@ std::string number(int64_t n) { return std::to_string(n); }
 // What the parser sees, told to T: objects and lists that begin and end, whole keys and strings, numbers, and what else there is.
 template <class T> struct Events {
   static constexpr size_t max_object_size = size_t(-1), max_array_size = size_t(-1), max_key_size = size_t(-1), max_string_size = size_t(-1);
-  using Error = json::error_code;
+  using Error = boost::system::error_code;
   using Text = json::string_view;
 
   T to;
@@ -49,7 +49,7 @@ template <class T> struct Events {
 template <class T, class... X> T read(std::string_view body, X&&... x) {
   json::parse_options options;
   options.max_depth = 8;
-  json::error_code error;
+  boost::system::error_code error;
   json::basic_parser<Events<T>> parser(options, std::forward<X>(x)...);
   const size_t end = parser.write_some(false, body.data(), body.size(), error);
   if (!error && end != body.size()) error = json::error::extra_data;

@@ -172,7 +172,7 @@ std::string to_bytes(const Part& part, const Manifest& manifest) {
 }
 
 std::string json_string(std::string_view text) {
-  json::error_code error;
+  boost::system::error_code error;
   std::string out = json::serialize(json::string(text));
   if (std::all_of(text.begin(), text.end(), [](char c) { return c >= 0; })) return out;
   json::parse(out, error);

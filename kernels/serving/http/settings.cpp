@@ -105,7 +105,7 @@ void read_file(Settings& out, const std::string& path) {
   std::ifstream file(path);
   std::stringstream text;
   text << file.rdbuf();
-  json::error_code error;
+  boost::system::error_code error;
   const json::value value = file ? json::parse(text.str(), error) : json::value();
   if (error || !value.is_object()) wrong("settings", path, "a file that holds one JSON object");
   for (const auto& [key, v] : value.get_object()) {
