@@ -36,7 +36,8 @@ BAD_JSON = [
     ("an id of 65 bits", changed(["ids", "a"], [[1 << 63]]), "is not an integer"),
     ("an id of 2000 bits", changed(["ids", "a"], [[10**600]]), "is not an integer"),
     ("a weight beyond f64", json.dumps(ONE).replace("0.5", "1e400", 1).encode(), "is not one of 32 bits"),
-    ("a weight of a long exponent", json.dumps(ONE).replace("0.5", "1e99999999999", 1).encode(), "another exponent"),
+    # Boost 1.81 refuses the exponent, 1.90 reads an infinite number
+    ("a weight of a long exponent", json.dumps(ONE).replace("0.5", "1e99999999999", 1).encode(), "a number of"),
     ("too many bags", {"ids": {"a": [[]] * 513, "b": [[]] * 513}, "weights": {"b": []}, "dense": []}, "too many bags"),
     ("too many ids", changed(["ids", "a"], [[0] * 65537]), "too many ids"),
     ("no weights", changed(["weights"], ...), "lacks a feature whose ids have weights"),
