@@ -27,7 +27,7 @@ from funcrec.compile._digest import digest
 from funcrec.compile._onednn import faster_products
 from funcrec.compile._passes import fill_waits
 from funcrec.compile._raising import raising
-from funcrec.compile._wrapping import wrapping
+from funcrec.compile._wrapping import REDUCTIONS, wrapping
 from funcrec.core import fail
 from funcrec.kernels import files
 
@@ -69,6 +69,7 @@ def zeros_with_memory(size, *, dtype=None, layout=None, device=None, pin_memory=
 DECOMPOSITIONS = {
     torch.ops.aten.add.Tensor: add_with_product,
     torch.ops.aten._efficientzerotensor.default: zeros_with_memory,
+    **REDUCTIONS,
 }
 OPTIONS = {
     "_pre_fusion_custom_pass": remember_writes,

@@ -17,6 +17,7 @@ LARGEST_SIZE = 1 << 48  # no tensor has more elements: x86-64 and aarch64 addres
 DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of integers that are exact
 WRAP = "fwrapv"
 QUOTIENTS = {"floordiv", "mod", "remainder"}
+OF_SIGNED_ZEROS = {"neg", "mul"}  # of floats: -0 is no integer
 
 
 def wrapping() -> list[tuple[Any, str, Callable]]:
@@ -75,6 +76,7 @@ def within_dtype(propagate: Callable) -> Callable:
         if not found.is_symbolic:
             return found
         is_plain = name not in QUOTIENTS or is_quotient(*(x.value.expr for x in args), self)
+        is_plain = is_plain and not (found.value.dtype.is_floating_point and name in OF_SIGNED_ZEROS)
         return found if is_plain and is_exact(found.value, self) else self.fallback(name, args, kwargs)
 
     return propagated
@@ -119,11 +121,22 @@ def bounds(expr: Any, loop: Any) -> Any:
 
 
 def with_wide_steps(arange: Callable) -> Callable:
-    """A vector of a counter's values, its step an i64.
+    """A vector of a counter's values, its step an i64; narrow ones are converted from i64.
 
-    In C++ a literal below 2³¹ is an int, and seven times it wraps at 32 bits.
+    In C++ a literal below 2³¹ is an int, and seven times it wraps at 32 bits. A vector of i8 has more lanes than the
+    loop has steps: `torch.arange(31).to(torch.int8).amax()` was 47.
     """
-    return lambda kernel, index, stride: arange(kernel, index, f"static_cast<int64_t>({stride})")
+
+    def counted(kernel: Any, index: Any, stride: Any) -> Any:
+        from torch._inductor.virtualized import ops
+
+        step, dtype = f"static_cast<int64_t>({stride})", index.dtype
+        if dtype.itemsize >= 4:
+            return arange(kernel, index, step)
+        plain = lambda x: getattr(x, "value", x)
+        return plain(ops.to_dtype(arange(kernel, plain(ops.to_dtype(index, torch.int64)), step), dtype))
+
+    return counted
 
 
 def of_whole_parts(split: Callable) -> Callable:
@@ -165,3 +178,36 @@ def with_index_vectors(store: Callable) -> Callable:
             return store(kernel, name, index, value, mode)
 
     return instead
+
+
+# -- reductions --------------------------------------------------------------------------------------------------------
+
+
+def in_more_bits(op: Callable) -> Callable:
+    """A reduction of 8-bit integers as one of 64 bits: a vector of them has more lanes than a loop's rest has elements,
+    and Inductor reduces what lies in the others."""
+
+    def reduced(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if "dtype" in {a.name for a in op._schema.arguments}:
+            dtype = kwargs.get("dtype")
+            return op(x, *args, **kwargs | {"dtype": torch.int64}).to(dtype) if dtype in NARROW else NotImplemented
+        if x.dtype not in NARROW:
+            return NotImplemented
+        found = op(x.to(torch.int64), *args, **kwargs)
+        if op in (aten.argmax.default, aten.argmin.default):
+            return found
+        return (found[0].to(x.dtype), found[1]) if isinstance(found, tuple) else found.to(x.dtype)
+
+    return reduced
+
+
+aten = torch.ops.aten
+NARROW = {torch.int8, torch.uint8}
+REDUCTIONS = {
+    op: in_more_bits(op)
+    for op in (
+        aten.sum.default, aten.sum.dim_IntList, aten.prod.default, aten.prod.dim_int, aten.amax.default,
+        aten.amin.default, aten.max.default, aten.min.default, aten.max.dim, aten.min.dim, aten.argmax.default,
+        aten.argmin.default,
+    )
+}  # fmt: skip

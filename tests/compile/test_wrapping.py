@@ -72,6 +72,33 @@ def test_a_scalar_wraps():
     agree({n: f for n, f in IDS.items() if n != "a running sum"}, torch.tensor(2**62 + 12345))
 
 
+U8, I8 = torch.uint8, torch.int8
+NARROW = {
+    "most": lambda x: torch.arange(31).to(I8).amax(),
+    "least": lambda x: (-torch.arange(31, dtype=I8)).amin(),
+    "where": lambda x: torch.arange(20).to(I8).argmax(),
+    "a sum": lambda x: (torch.arange(200).to(U8) + x[0]).sum(dtype=U8),
+    "a product": lambda x: (torch.arange(37, dtype=U8) * 2 + 1).prod(dtype=U8),
+    "a wide sum": lambda x: torch.arange(37).to(U8).sum() + (torch.arange(37).to(U8) + 250).sum(dtype=U8),
+    "beside others": lambda x: (torch.arange(200).to(U8) * x).sum(dtype=U8),
+    "by rows": lambda x: (torch.arange(200, dtype=U8)[None] + x[:50, None]).amax(1),
+    "by columns": lambda x: (torch.arange(200, dtype=U8)[:, None] + x[:50]).amax(0),
+    "given": lambda x: x.sum(dtype=U8),
+    "given, by rows": lambda x: (x.view(20, 10).to(I8) - 9).amax(1),
+    "its place": lambda x: (x.view(20, 10).to(I8) - 9).max(1).indices,
+    "its least": lambda x: (x.view(20, 10) + 9).min(1).values,
+    "i16": lambda x: (torch.arange(100).to(torch.int16) * 3).amax(),
+    "f16": lambda x: torch.arange(100).to(torch.float16).amax() + x[0],
+    "bf16": lambda x: torch.arange(45).to(torch.bfloat16).sum(),
+    "a signed zero": lambda x: torch.cat([1 / -torch.arange(9.0), 1 / (torch.arange(9).double() * -1).float()]) * x[1],
+}
+
+
+def test_counters_of_few_bits_are_reduced():
+    """A reduction of a counter of 8 or 16 bits has as many elements as the counter; a negative zero is one."""
+    agree(NARROW, torch.arange(200, dtype=torch.uint8) % 7)
+
+
 def test_several_threads_add_to_one_place():
     """A loop of several threads whose index is the same in all lanes of a vector adds each of them."""
     before = torch.get_num_threads()
