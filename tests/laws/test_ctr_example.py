@@ -111,7 +111,7 @@ def test_two_ranks_train_what_one_process_trains(folder, tmp_path, alone):
         [*TORCHRUN, "-m", "funcrec.examples.ctr", *words],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=900,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
