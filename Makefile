@@ -46,7 +46,7 @@ sanitize: $(VENV)/.tested
 	PYTHONPATH=tests $(RUN) -m programs.sanitize_jit --mode address --count 500
 
 # The laws that speak of bits and of compiled values on 1, 2 and 4 threads, with the kernels' base level, with MKL's Intel kernels, as on an AVX2
-# machine, and with products whose bits follow from their shape: a table. Needs a C compiler; under 25 minutes on two cores.
+# machine, and with products whose bits follow from their shape: a table. Needs a C compiler.
 processors: $(VENV)/.tested
 	PYTHONPATH=tests $(RUN) -m programs.processors
 

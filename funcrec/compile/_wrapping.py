@@ -75,8 +75,9 @@ def within_dtype(propagate: Callable) -> Callable:
         found = propagate(self, name, args, kwargs)
         if not found.is_symbolic:
             return found
+        if name in OF_SIGNED_ZEROS and found.value.dtype.is_floating_point:
+            return self.fallback(name, args, kwargs)
         is_plain = name not in QUOTIENTS or is_quotient(*(x.value.expr for x in args), self)
-        is_plain = is_plain and not (found.value.dtype.is_floating_point and name in OF_SIGNED_ZEROS)
         return found if is_plain and is_exact(found.value, self) else self.fallback(name, args, kwargs)
 
     return propagated
