@@ -1,6 +1,9 @@
 """jit: staging, writes behind it, what a program sees, Inductor's options, recordings."""
 
 import funcrec.core as _core
+from funcrec.compile._apart import FOR_EXPORT as FOR_EXPORT
+from funcrec.compile._apart import apart as apart
+from funcrec.compile._apart import imported as imported
 from funcrec.compile._cut import Halves as Halves
 from funcrec.compile._cut import cut as cut
 from funcrec.compile._cut_stale import Looked as Looked

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcrec.compile._apart import apart
 from funcrec.compile._code import Generated, generated, load, source
 from funcrec.compile._digest import digest
 from funcrec.compile._onednn import faster_products
@@ -96,7 +97,11 @@ def compile_graph(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Calla
     Raises: RuntimeError for loops for a CPU by a torch whose Inductor is known to get them wrong.
     """
     refuse_old_torch(graph)
-    graph = faster_products(graph)
+    return apart(lambda: code_of(faster_products(graph), arguments))
+
+
+def code_of(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callable:
+    """Code as it was kept on disk, or made now."""
     opened, constants = open_constants(graph)
     arguments = [*constants, *arguments]
     name = digest(opened, arguments, OPTIONS)

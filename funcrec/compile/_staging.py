@@ -28,6 +28,7 @@ from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from funcrec.compile._apart import FOR_STAGING, imported, settle
 from funcrec.compile._donated import Donated
 from funcrec.compile._inductor import DECOMPOSITIONS
 from funcrec.core import ADDRESSES, Problem, describe, fail, is_wrapped, message, outside_transforms
@@ -64,6 +65,8 @@ def stage(
     Args:
       paths: what errors call the leaves. decompositions: of operations that the graph's compiler gets wrong.
     """
+    imported(FOR_STAGING)
+    settle()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         shapes = [like(x) for x in leaves]
         with _Lift(call, fake) as lift:

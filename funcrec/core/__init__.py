@@ -69,6 +69,7 @@ from funcrec.core._static import structure_key as structure_key
 from funcrec.core._to import RETYPED as RETYPED
 from funcrec.core._to import copied as copied
 from funcrec.core._to import to as to
+from funcrec.core._torch_words import is_of_handler as is_of_handler
 from funcrec.core._torch_words import own_errors as own_errors
 from funcrec.core._tracked import ADDRESSES as ADDRESSES
 from funcrec.core._tracked import NoHostMemory as NoHostMemory

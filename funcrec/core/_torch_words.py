@@ -6,6 +6,8 @@ there torch tells in words of its own machinery; here is what was done, what is 
 
 import contextlib
 import re
+import signal
+import traceback
 from collections.abc import Callable, Iterator
 
 from funcrec.core._errors import Problem, describe, message
@@ -39,13 +41,22 @@ def own_errors(call: str, fn: Callable | str, *given: object, need: str) -> Iter
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        if not any("\n  need  " in text for text in (str(error), *getattr(error, "__notes__", ()))):
+        if not is_of_handler(error) and not any(
+            "\n  need  " in text for text in (str(error), *getattr(error, "__notes__", ()))
+        ):
             name = fn if isinstance(fn, str) else getattr(fn, "__name__", type(fn).__name__)
             if known := problem_of(name, error):
                 raise TypeError(message(call, [known])) from error
             got, hint = ", ".join(map(describe, given)), f"{name}(...) alone: it fails in the same way"
             error.add_note(message(call, [Problem(f"`{name}` failed on its arguments.", got, need, hint)]))
         raise
+
+
+def is_of_handler(error: BaseException) -> bool:
+    """Whether a signal's handler raised the error, in the midst of whatever ran: it is no fault of that."""
+    handlers = (getattr(h, "func", h) for h in map(signal.getsignal, signal.valid_signals()))  # func: of a partial
+    codes = [getattr(x, "__code__", None) for h in handlers for x in (h, type(h).__dict__.get("__call__"))]
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def problem_of(name: str, error: Exception) -> Problem | None:

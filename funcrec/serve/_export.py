@@ -5,6 +5,7 @@ load_package(export(predict, params, example, path))(batch) = predict(params, ba
 
 import os
 import platform
+import shutil
 import tempfile
 import threading
 import warnings
@@ -18,7 +19,7 @@ import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec.checkpoint import save
-from funcrec.compile import OPTIONS, knowing, two_products
+from funcrec.compile import OPTIONS, apart, knowing, two_products
 from funcrec.core import Count, Problem, check, describe, fail, has_tracked, typed
 from funcrec.core import version as own_version
 from funcrec.data import Encoding
@@ -156,15 +157,22 @@ def compile_program(program: Program, path: Path, isa: str, digest: str) -> None
     this function, at the same time, would write the same files while they are packed.
 
     Its loops are of one thread: where an index is not in its tensor they throw, which ends a process out of several."""
-    from torch._inductor import aoti_compile_and_package, config
-
     options = {**OPTIONS, **ISA[isa], "cpp.threads": 1, "aot_inductor.check_lowerbound": False}
     options["aot_inductor.metadata"] = {"funcrec_digest": digest}
-    own = tempfile.TemporaryDirectory()
-    with STAGING, own, knowing(), two_products(program.exported), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        with config.patch({"aot_inductor.output_path": own.name}):
-            aoti_compile_and_package(program.exported, package_path=str(path), inductor_configs=options)
+
+    def work() -> None:
+        from torch._inductor import aoti_compile_and_package, config
+
+        own = tempfile.TemporaryDirectory()
+        with STAGING, own, knowing(), two_products(program.exported), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            with config.patch({"aot_inductor.output_path": own.name}):
+                made = aoti_compile_and_package(
+                    program.exported, package_path=f"{own.name}/{path.name}", inductor_configs=options
+                )
+            shutil.move(made, path)  # no folder is there when the call was interrupted
+
+    apart(work)
 
 
 def compare(predict: Callable, params: Any, example: Batch, package: Package) -> None:
@@ -191,10 +199,10 @@ def compare_alone(predict: Callable, params: Any, draw: Callable[[int], Callable
             joined = predict(params, bags(slice(count)))
             rows = [{name: x[i : i + 1] for name, x, _ in outputs(joined, joined)} for i in range(count)]
             pairs = [(predict(params, bags(slice(i, i + 1))), row) for i, row in enumerate(rows)]
-        apart = dict(x for pair in pairs for x in differences(*pair))
+        found = dict(x for pair in pairs for x in differences(*pair))
         whole = dict(x for pair in pairs for x in whole_differences(*pair))
         turned.update(whole.keys())
-        for at, far in (*apart.items(), *((at, far) for at, far in whole.items() if turned[at] > TURNS)):
+        for at, far in (*found.items(), *((at, far) for at, far in whole.items() if turned[at] > TURNS)):
             need = "the answer that a bag has alone: a server joins requests"
             hint = "no mean, softmax or sort over bags; what was learned of many, as a tensor in `params`"
             got = f"alone and in a batch of {count}: {far}"

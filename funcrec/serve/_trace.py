@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.compile import DECOMPOSITIONS, stage
+from funcrec.compile import DECOMPOSITIONS, FOR_EXPORT, imported, stage
 from funcrec.core import (
     Problem,
     check,
     describe,
     fail,
+    is_of_handler,
     own_errors,
     paths,
     replace,
@@ -126,7 +127,7 @@ def called(predict: Callable, params: Any, batch: Batch) -> Any:
     try:
         return predict(params, batch)
     except (TypeError, AttributeError) as error:
-        if reads_examples(predict, params, batch):
+        if not is_of_handler(error) and reads_examples(predict, params, batch):
             got, need = f"{type(error).__name__}: {str(error)[:120]}", "ids and dense inputs: a request has no more"
             hint = "the logits, as `model.apply(params, batch)` gives them, not their loss"
             fail(CALL, "`predict` reads the label or the weight of examples.", got=got, need=need, hint=hint,
@@ -139,7 +140,9 @@ def reads_examples(predict: Callable, params: Any, batch: Batch) -> bool:
     ones = torch.ones(batch.ids.num_bags)
     try:
         predict(params, replace(batch, label=ones, weight=ones))
-    except Exception:
+    except Exception as error:
+        if is_of_handler(error):
+            raise
         return False
     return True
 
@@ -153,13 +156,14 @@ def export_of(run: Callable, inputs: list[Tensor], form: Form, max_batch: int, m
     shapes = (None,) * (len(inputs) - len(open_sizes)) + tuple(open_sizes)
     module = torch.nn.Module()
     module.forward = run
+    imported(FOR_EXPORT)
     try:
         with warnings.catch_warnings():  # what torch thinks of its own old calls
             warnings.simplefilter("ignore", FutureWarning)
             exported = torch.export.export(module, tuple(inputs), dynamic_shapes=(shapes,), strict=False)
             return exported.run_decompositions(dict(DECOMPOSITIONS))
     except Exception as error:
-        if str(error).startswith(CALL):
+        if str(error).startswith(CALL) or is_of_handler(error):
             raise
         said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         need = "a function of tensors that is the same for every batch size and number of ids"

@@ -1,0 +1,86 @@
+"""A first fr.jit, or a first fr.export, that a signal interrupts when torch begins to import a module; then once more.
+
+    PYTHONPATH=tests python -m programs.first_calls jit|export NUMBER [main]
+
+NUMBER: of the module, counted from the call on. main: count only modules that the main thread imports. Prints JSON:
+whether a signal came, what the first call raised, and what the second one gave.
+"""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+
+import torch
+
+import funcrec as fr
+
+CLICKED = fr.FeatureConfig("clicked", table="item")
+PARAMS = fr.Params({"item": torch.arange(6.0).reshape(3, 2)}, {"w": torch.ones(2)})
+BATCH = fr.Batch(fr.KeyedJaggedTensor.from_lists({"clicked": [[1, 2], [], [0]]}))
+OURS = ("funcrec", "__mp_main__", "programs")
+
+
+class TooLateError(ValueError):
+    """What the handler raises: an error that a function may raise, too."""
+
+
+def predict(params, batch):
+    return fr.lookup(params.tables, batch.ids, [CLICKED]).values @ params.dense["w"]
+
+
+def loss(params, batch):
+    return predict(params, batch).square().sum()
+
+
+def jit() -> list[float]:
+    step = fr.jit(fr.value_and_grad(loss))
+    value, grads = step(PARAMS, BATCH)
+    return [float(value), *grads.dense["w"].tolist()]
+
+
+def export() -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        return fr.load_package(fr.export(predict, PARAMS, BATCH, folder + "/model"))(BATCH).tolist()
+
+
+class Interrupter:
+    """A finder of modules that finds none, and sends a signal when it is asked for one."""
+
+    def __init__(self, number: int, is_main_alone: bool):
+        self.left, self.is_main_alone, self.sent = number, is_main_alone, ""
+        self.handled = threading.Event()
+
+    def find_spec(self, name, path=None, target=None):
+        on_main = threading.current_thread() is threading.main_thread()
+        if self.sent or name.startswith(OURS) or (self.is_main_alone and not on_main):
+            return
+        self.left -= 1
+        if self.left == 0:
+            self.sent = name
+            os.kill(os.getpid(), signal.SIGALRM)
+            if not on_main:
+                self.handled.wait()
+
+    def handle(self, number, frame):
+        self.handled.set()
+        raise TooLateError("a handler's own words")
+
+
+def main() -> None:
+    call, interrupter = {"jit": jit, "export": export}[sys.argv[1]], Interrupter(int(sys.argv[2]), "main" in sys.argv)
+    signal.signal(signal.SIGALRM, interrupter.handle)
+    sys.meta_path.insert(0, interrupter)
+    said = ""
+    try:
+        call()
+    except BaseException as error:
+        said = "".join([repr(error), *getattr(error, "__notes__", ())])
+    sys.meta_path.remove(interrupter)
+    print(json.dumps({"sent": interrupter.sent, "said": said, "then": call()}))
+
+
+if __name__ == "__main__":
+    main()
