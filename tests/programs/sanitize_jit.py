@@ -251,7 +251,7 @@ def inside(mode: str, batches: list[Batch], probe: str) -> None:
         _inductor.wrapping = list  # nothing is put in the place of Inductor's functions
     elif probe:
         source = _inductor.source
-        _inductor.source = lambda code: re.sub(r"\((6|38|40)L\)", lambda n: f"({int(n[1]) + 1}L)", source(code))
+        _inductor.source = lambda code: re.sub(r"\((6|38|48)L\)", lambda n: f"({int(n[1]) + 1}L)", source(code))
     say("begin")
     for batch in batches:
         torch.set_num_threads(batch.threads)
@@ -296,7 +296,7 @@ def faults(probe: str) -> list[Case]:
     import funcrec as fr
 
     if probe != "bare":
-        size = {"past": 38, "far": 40}[probe]  # 38: six elements behind the last vector; 40: up to a page's start
+        size = {"past": 38, "far": 48}[probe]  # 38: six elements behind the last vector; 48: vectors up to a page's start
         return [Case(0, lambda x: x * 3 + 1, (torch.arange(size),))]
     hashed = lambda n: lambda k: ((torch.arange(n) * -4658895280553007687 + k) >> 58) & 63
     count = lambda n: lambda k: k.new_zeros(64).scatter_add(0, hashed(n)(k), k.new_ones(n))
