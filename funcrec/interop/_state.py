@@ -73,8 +73,8 @@ def load_torchrec_state_dict(
       features: those of the model that `state` is of. **Give them wherever it has dense weights**: these read the
         features' vectors in the order of TorchRec's tables, which neither side's numbers tell, so that a model of ours
         with another order of features computes something else without a word. Given, they are held to the order of
-        the tables in a module's state dict, as `from_torchrec` gives them; without them, and for TorchRec's own models
-        only, the tables of `state` are.
+        the tables in a module's state dict, as `from_torchrec` gives them; without them the tables of `state` are,
+        unless the module is sharded.
       step: the steps taken, for `TrainState.step`; FBGEMM's state dicts do not say it, torch.optim's do.
       group: the ranks that each have the state of their own tables alone, as DistributedModelParallel's fused optimizer
         does (`torch.distributed.group.WORLD`); None where every rank has all names.
@@ -111,7 +111,7 @@ def load_torchrec_state_dict(
         return load_optimizer(call, state, theirs if group is None else joined(theirs, group), step)
     places, problems = find_places(list(state_dict), state.tables, state.dense)
     check(call, problems, *(shape_problems(p, shape_of(state_dict[p.name]), p.ours.shape) for p in places))
-    check(call, order_problems(state_dict, state.tables, features))
+    check(call, order_problems(state_dict, state, features))
     new = {p.at: loaded(call, p, state_dict[p.name], p.ours, dim_of(state)) for p in places}
     leaves, structure = tree_flatten(state.dense)
     tables = {name: new[name] for name in state.tables}
@@ -329,12 +329,13 @@ def trained_problems(state: object) -> Iterator[Problem]:
 
 
 def order_problems(
-    state_dict: Mapping[str, Any], tables: Mapping[str, Tensor], features: Sequence[FeatureConfig] | None
+    state_dict: Mapping[str, Any], state: Params | TrainState, features: Sequence[FeatureConfig] | None
 ) -> Iterator[Problem]:
     """A model's dense weights read the vectors of its features in the order of the collection's tables."""
+    tables = state.tables
     known = [table_of(n, tables) for n in state_dict if table_of(n, tables) is not None]
     if features is None:
-        tells = any("over_arch." in n for n in state_dict) and all(isinstance(x, Tensor) for x in state_dict.values())
+        tells = bool(tree_flatten(state.dense)[0]) and all(isinstance(x, Tensor) for x in state_dict.values())
         what, got = "tables", list(tables) if tells else known  # a sharded module's may stand by their kind of shards
     else:
         what, got = "features", [t for t, _ in itertools.groupby(f.table for f in features) if t in known]

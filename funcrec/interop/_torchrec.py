@@ -43,7 +43,9 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
       weighted: of configs, whether their collection `is_weighted`; configs do not say it, a collection does.
 
     Returns: features in the order of the collection's answer, and under its keys: `column@table` for a column that
-      several tables read. Offsets are made of lengths where a value has no others, which copies those alone.
+      several tables read. A FusedEmbeddingBagCollection of several poolings has another order of columns than its keys
+      say; the features have that of its numbers. Offsets are made of lengths where a value has no others, which copies
+      those alone.
 
     Raises: TypeError or ValueError for what has no counterpart: batches of several ranks in one value, keys elsewhere
       than in columns, pruned or virtual tables, a first distribution that `fr.Initializer` cannot say.
@@ -82,12 +84,22 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
                 is_weighted = x.is_weighted() if hasattr(x, "is_weighted") else False
                 if is_quantised(x):
                     return from_quantised(call, x, getattr(x, name)(), is_weighted)
-                return from_configs(call, getattr(x, name)(), is_weighted)
+                return from_configs(call, in_order(x, getattr(x, name)()), is_weighted)
     fail(
         call, "`x` is not one of TorchRec's values.", got=describe(x),
         need="its KeyedJaggedTensor, JaggedTensor, KeyedTensor, configs of embeddings, or a collection of them",
         hint="x=torchrec.KeyedJaggedTensor(keys, values, lengths=lengths)", kind=TypeError,
     )  # fmt: skip
+
+
+def in_order(module: Any, configs: Sequence[Any]) -> Sequence[Any]:
+    """The configs in the order of the columns of the module's answer. A FusedEmbeddingBagCollection puts tables of one
+    pooling together, and names the columns as if it had not."""
+    fused = sys.modules.get("torchrec.modules.fused_embedding_modules")
+    if fused is None or not isinstance(module, fused.FusedEmbeddingBagCollection):
+        return configs
+    place = {name: i for i, name in enumerate(module.embedding_bags)}
+    return sorted(configs, key=lambda config: place[config.name])
 
 
 def to_torchrec(

@@ -177,3 +177,22 @@ def test_what_does_not_fit_is_refused():
         load(fr.quantize({n: t[:3] for n, t in fr.dequantize(q).items()}, "int4"), held)
     with pytest.raises(TypeError, match="`step` is not of quantised tables"):
         load(q, held, step=3)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_rows_of_a_wide_range_differ_by_their_rounding(dtype):
+    """FBGEMM adds up scales and least values apart: with one column of thousands among ones a bag's numbers are ours up
+    to rounding of its greatest, and those of a lone id are ours bit for bit."""
+    draws = torch.Generator().manual_seed(3)
+    rows = {"a": torch.randn(7, 8, generator=draws) * torch.tensor([1e3, *[1.0] * 7])}
+    features = (fr.FeatureConfig("x", table="a"),)
+    collection = EmbeddingBagCollection([EmbeddingBagConfig(7, 8, "a", feature_names=["x"])])
+    collection.embedding_bags["a"].weight.data.copy_(rows["a"])
+    theirs, ours = quantised(collection, dtype), fr.quantize(rows, dtype)
+    both = lambda ids: (fr.lookup(ours, ids, features).values, theirs(fr.interop.to_torchrec(ids)).values().float())
+    got, want = both(fr.KeyedJaggedTensor.from_lists({"x": [[i] for i in range(7)]}))
+    assert torch.equal(got, want)
+    bags = [[3, 2, 3], [0, 1, 2, 3, 4, 5, 6], [5, 5]]
+    got, want = both(fr.KeyedJaggedTensor.from_lists({"x": bags}))
+    greatest = torch.tensor([[rows["a"][bag].abs().sum(0).max()] for bag in bags])
+    assert ((got - want).abs() <= 8 * torch.finfo(torch.float32).eps * greatest).all()
