@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 MODEL ?= deepfm
 
-.PHONY: train test serving docs sanitize processors ladder bench bench-full gpu clean
+.PHONY: train test check wheel serving docs sanitize processors ladder bench bench-full gpu clean
 
 train: $(VENV)/.installed
 	$(RUN) -m funcrec.examples.ctr --model $(MODEL) --out runs/$(MODEL)
@@ -17,6 +17,18 @@ test: $(VENV)/.tested serving
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pytest -q -n 3 --dist loadgroup
+
+# What a change needs within minutes: form, the house's rules, and what starts no compiler, rank or server. `test` is the whole.
+check: $(VENV)/.tested
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m pytest -q -rf -n 3 --dist loadgroup --alone
+
+# funcrec with kernels and server inside, for the torch of .venv: dist/*.whl runs where there is no compiler.
+wheel: $(VENV)/.installed
+	$(RUN) -m pip install --quiet -c .ci/constraints.txt cmake ninja scikit-build-core cmeel-boost
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist \
+	  -C cmake.define.FUNCREC_SERVING=ON -C cmake.define.Python_EXECUTABLE=$(abspath $(RUN)) -C build-dir=build/wheel .
 
 # Packages in C++ without Python: a library, and build/serving/funcrec-serve. Boost's headers come as a package where the system has none.
 serving: $(VENV)/.installed

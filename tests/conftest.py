@@ -1,7 +1,9 @@
 """One thread, or FUNCREC_TEST_THREADS; hypothesis profiles; and torch.empty that shows when it is read too early."""
 
 import importlib.util
+import multiprocessing
 import os
+import subprocess
 import sys
 
 import pytest
@@ -29,6 +31,22 @@ def _poisoned(empty):
         return out if out.dtype == torch.bool else torch.full_like(out, torch.iinfo(out.dtype).min)
 
     return fill
+
+
+def pytest_addoption(parser):
+    parser.addoption("--alone", action="store_true", help="skip each test where it would start a process")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def alone(request):
+    """With --alone compilers, ranks, servers and fresh interpreters are not started: `make check`."""
+    patch = pytest.MonkeyPatch()
+    if request.config.option.alone:
+        skip = lambda *args, **kwargs: pytest.skip("starts a process")
+        patch.setattr(subprocess, "Popen", skip)
+        patch.setattr(multiprocessing.process.BaseProcess, "start", skip)
+    yield
+    patch.undo()
 
 
 @pytest.fixture(scope="session", autouse=True)

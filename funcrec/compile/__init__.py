@@ -14,6 +14,7 @@ from funcrec.compile._inductor import DECOMPOSITIONS as DECOMPOSITIONS
 from funcrec.compile._inductor import OPTIONS as OPTIONS
 from funcrec.compile._inductor import compile_graph as compile_graph
 from funcrec.compile._inductor import knowing as knowing
+from funcrec.compile._inductor import need_compiler as need_compiler
 from funcrec.compile._jit import jit as jit
 from funcrec.compile._keys import form_key as form_key
 from funcrec.compile._lower import Lowered as Lowered

@@ -117,13 +117,28 @@ def code_of(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callable:
 
 def refuse_old_torch(graph: torch.fx.GraphModule) -> None:
     version = tuple(map(int, torch.__version__.split(".")[:2]))
-    if version >= LEAST_FOR_CPU:
-        return
-    values = [x for node in graph.graph.nodes if isinstance(x := node.meta.get("val"), Tensor)]
-    if all(x.device.type == "cpu" for x in values):
+    if version < LEAST_FOR_CPU and all(d == "cpu" for d in devices(graph)):
         what = "the code that this torch's Inductor makes for a CPU is known to be wrong."
         need, hint = f"torch {LEAST_FOR_CPU[0]}.{LEAST_FOR_CPU[1]} or newer", "a newer torch, or no fr.jit"
         fail("funcrec.jit", what, got=f"torch {torch.__version__}", need=need, hint=hint, kind=RuntimeError)
+
+
+def devices(graph: torch.fx.GraphModule) -> set[str]:
+    values = (node.meta.get("val") for node in graph.graph.nodes)
+    return {x.device.type for x in values if isinstance(x, Tensor)}
+
+
+def need_compiler(call: str) -> None:
+    """What has loops for a CPU is compiled by a compiler of C++; what lies on disk is loaded without."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        got, need = f"{error}".splitlines()[0], "g++ or clang++ on the PATH, or CXX=<the compiler>"
+        hint = "install one: loops for a CPU are compiled where they run"
+        fail(call, "there is no C++ compiler.", got=got, need=need, hint=hint, kind=RuntimeError)
 
 
 def open_constants(graph: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, list[Tensor]]:
@@ -154,6 +169,8 @@ def write_code(graph: torch.fx.GraphModule, arguments: list[Tensor], path: Path)
     from torch._inductor.select_algorithm import extern_kernels
     from torch._inductor.virtualized import V
 
+    if "cpu" in devices(graph):
+        need_compiler("funcrec.jit")
     found: list[Generated] = []
 
     def taken(load: Callable) -> Callable:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from funcrec.core import fail
+from funcrec.kernels import cpp
 
 PROGRAM, BUILD = "funcrec-serve", "build/serving"
 
@@ -34,9 +35,10 @@ def main(words: list[str]) -> int:
 
 
 def _places() -> list[Path]:
-    """Where the program may lie: a name in FUNCREC_SERVE rules, then the folder that it is built in."""
+    """Where the program may lie: a name in FUNCREC_SERVE rules, then the folder that it is built in, then a wheel's."""
     named = os.environ.get("FUNCREC_SERVE")
-    return [Path(named)] if named else [Path(__file__).resolve().parents[2] / BUILD / PROGRAM]
+    built = Path(__file__).resolve().parents[2] / BUILD / PROGRAM
+    return [Path(named)] if named else [built, Path(cpp.__file__).with_name(PROGRAM)]
 
 
 def _program() -> Path | None:

@@ -19,7 +19,7 @@ import torch.utils._pytree as torch_tree
 from torch import Tensor
 
 from funcrec.checkpoint import save
-from funcrec.compile import OPTIONS, apart, knowing, two_products
+from funcrec.compile import OPTIONS, apart, knowing, need_compiler, two_products
 from funcrec.core import Count, Problem, check, describe, fail, has_tracked, typed
 from funcrec.core import version as own_version
 from funcrec.data import Encoding
@@ -99,6 +99,7 @@ def export(
     if has_tracked(params, example):
         got, need = "a tensor that grad or jvp follows", "plain tensors: a package has no derivative"
         fail(CALL, "an argument is being differentiated.", got=got, need=need, hint="x.detach()", kind=TypeError)
+    apart(lambda: need_compiler(CALL))
     form, tensors = form_of(example), named(params)
     check(CALL, encoding_problems(encoding, form) if encoding is not None else ())
     with STAGING:

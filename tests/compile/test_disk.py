@@ -115,6 +115,14 @@ def test_what_is_interrupted_leaves_no_file(place):
     assert list(place.iterdir()) == []
 
 
+def test_without_a_compiler_the_error_says_so(tmp_path):
+    """Where nothing lies on disk that could be loaded, and before anything is compiled."""
+    call = "fr.jit(lambda x: x * 2)(torch.ones(3))"
+    told = f"import torch, funcrec as fr\ntry:\n    {call}\nexcept RuntimeError as e:\n    print(e)"
+    said = run(told, tmp_path, PATH="", CXX="").communicate(timeout=200)[0]
+    assert "funcrec.jit: there is no C++ compiler." in said and "\n  need  g++ or clang++" in said
+
+
 # -- names -------------------------------------------------------------------------------------------------------
 
 

@@ -267,11 +267,14 @@ class Drawing(random.Random):
         x = self.any(*BITS)
         dims = len(self.shape(x))
         dim = self.randrange(dims) if dims else 0
+        to = self.choice(list(BITS))
         return self.choice([
             f"{x}.sum()", f"{x}.sum({dim})", f"{x}.cumsum({dim})", f"{x}.amax({dim})", f"{x}.amin({dim})",
             f"{x}.prod()", f"{x} - {x}.sum()", f"{x} ^ {x}.amax({dim}, keepdim=True)", f"({x} > 3).sum({dim})",
             f"({x} > 3).any()", f"{self.vector()}.sort().values", f"{x}.to(torch.int32).sum({dim})",
-            f"{x}.cumsum({dim}) % 97",
+            f"{x}.cumsum({dim}) % 97", f"{x}.sum({dim}, dtype={to})", f"{x}.sum(dtype={to})", f"{x}.prod(dtype={to})",
+            f"{x}.cumsum({dim}, dtype={to})", f"{x}.prod({dim}, dtype={to})", f"{x}.argmax({dim})",
+            f"{x}.argmin({dim}, keepdim=True)", f"({x} > 3).all({dim})", f"{x}.to({to}).amax({dim})",
         ])  # fmt: skip
 
     def of_bools(self) -> str:
