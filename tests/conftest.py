@@ -19,6 +19,9 @@ settings.register_profile("long", parent=settings.get_profile("ci"), derandomize
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+REFUSED = []  # the processes that a test would have started
+
+
 def _poisoned(empty):
     """`empty` that is NaN, or the least integer, when a module of funcrec calls it."""
 
@@ -42,11 +45,26 @@ def alone(request):
     """With --alone compilers, ranks, servers and fresh interpreters are not started: `make check`."""
     patch = pytest.MonkeyPatch()
     if request.config.option.alone:
-        skip = lambda *args, **kwargs: pytest.skip("starts a process")
+
+        def skip(*args, **kwargs):
+            REFUSED.append(args)
+            pytest.skip("starts a process")
+
         patch.setattr(subprocess, "Popen", skip)
         patch.setattr(multiprocessing.process.BaseProcess, "start", skip)
     yield
     patch.undo()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A test that was refused a process, in a thread of its own or where it expects an error, is skipped, too."""
+    report = yield
+    if REFUSED and report.failed:
+        report.outcome, report.longrepr = "skipped", (str(item.path), None, "Skipped: starts a process")
+    if call.when == "teardown":
+        REFUSED.clear()
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

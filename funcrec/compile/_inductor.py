@@ -301,7 +301,7 @@ def replaced(owner: object, name: str, make: Callable[[Callable], Callable]) -> 
         return (own if threading.get_ident() == mine else original)(*args, **kwargs)
 
     with PATCHING:
-        setattr(owner, name, staticmethod(chosen) if isinstance(kept, classmethod) else chosen)
+        setattr(owner, name, staticmethod(chosen) if isinstance(kept, classmethod | staticmethod) else chosen)
         try:
             yield
         finally:

@@ -24,7 +24,7 @@ def wrapping() -> list[tuple[Any, str, Callable]]:
     """(owner, name, make): Inductor's functions f, and what puts make(f) in their place so that its integers wrap."""
     from torch._inductor import cpp_builder
     from torch._inductor.bounds import BoundVars
-    from torch._inductor.codegen.cpp import CppScheduling, CppVecKernel
+    from torch._inductor.codegen.cpp import CppOverrides, CppScheduling, CppVecKernel
     from torch._inductor.index_propagation import IndexPropagation
 
     return [
@@ -35,6 +35,9 @@ def wrapping() -> list[tuple[Any, str, Callable]]:
         (CppVecKernel, "arange", with_wide_steps),
         (CppScheduling, "try_loop_split", of_whole_parts),
         (CppVecKernel, "store", with_index_vectors),
+        (CppVecKernel, "load", within_memory),
+        (CppOverrides, "truncdiv", in_own_type),
+        (CppOverrides, "abs", in_own_type),
     ]
 
 
@@ -140,6 +143,11 @@ def with_wide_steps(arange: Callable) -> Callable:
     return counted
 
 
+def in_own_type(op: Callable) -> Callable:
+    """A scalar's operation in its operand's type, as torch's: C++ computes with i16 and i8 as ints."""
+    return lambda x, *rest: f"decltype({x})({op(x, *rest)})"
+
+
 def of_whole_parts(split: Callable) -> Callable:
     """Loops over `x // n` split into n steps each, where n divides the loop's size: a rest would never be written."""
 
@@ -212,3 +220,21 @@ REDUCTIONS = {
         aten.argmin.default,
     )
 }  # fmt: skip
+
+
+def within_memory(load: Callable) -> Callable:
+    """A masked vector of a loop's rest, and one of bools, is loaded lane by lane: Inductor loads the lanes behind the
+    rest, and bools whatever the mask says, which may lie outside the tensor's memory."""
+
+    def loaded(self: Any, name: str, index: Any) -> Any:
+        from torch._inductor.virtualized import V
+
+        dtype = V.graph.get_dtype(name)
+        if self._load_mask is None or not (self.tail_size or dtype == torch.bool):
+            return load(self, name, index)
+        renamed = self.rename_indexing(index)
+        if self._try_get_const_stride(renamed, self.itervars[self.tiling_idx]) != 1:
+            return load(self, name, index)
+        return self._load_or_store_non_contiguous(self.args.input(name), renamed, dtype)
+
+    return loaded

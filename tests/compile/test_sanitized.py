@@ -19,3 +19,12 @@ def test_compiled_programs_stay_in_their_buffers():
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("found\n") == 3 and "guard: 24 of arithmetic, 0 findings" in ended.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mprotect is called by its name in glibc")
+def test_what_is_padded_is_read_within_its_memory():
+    """Masked vectors, which Inductor loads whole, read nothing beside a tensor that begins or ends with its page."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    command = [sys.executable, "-m", "programs.at_page_ends"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "right\n"), ended.stderr

@@ -161,3 +161,15 @@ def test_loops_of_shorter_vectors_take_no_longer_registers():
             command = [cpp_builder.get_cpp_compiler(), "-march=sapphirerapids", *given, "-dM", "-E", "-x", "c++", "-"]
             macros = subprocess.run(command, input="", capture_output=True, text=True, check=True).stdout
             assert "__AVX2__" in macros and "__AVX512" not in macros
+
+
+def test_scalars_of_few_bits_stay_in_their_type():
+    """Quotients and sizes of i16, which C++ computes as ints, beside others of their dtype."""
+    x = torch.cat([torch.tensor([-(2**15)] * 3, dtype=torch.int16), torch.arange(-9, 9, dtype=torch.int16)])
+    rows = torch.arange(50) % len(x)
+    divided = lambda x: torch.div(x, -128, rounding_mode="trunc") // 31765
+    for fn in (
+        lambda x: torch.remainder(torch.arange(50), divided(x)[rows].clamp(max=-2)),
+        lambda x: x.abs()[rows].clamp(max=5) < 0,
+    ):
+        assert torch.equal(fr.jit(fn)(x), fn(x))

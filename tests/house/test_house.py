@@ -297,5 +297,5 @@ def test_every_test_file_is_collected(request):
         assert not any(ignored(p) for p in (path, *path.parents) if p.is_relative_to(ROOT / "tests")), path
         assert any(path.match(pattern) for pattern in config.getini("python_files")), path
     assert config.getini("testpaths") == ["tests", "funcrec"]
-    (command,) = re.findall(r"-m pytest (.*)", (ROOT / "Makefile").read_text().split("# About")[0])
-    assert command == "-q -n 3 --dist loadgroup"
+    commands = re.findall(r"-m pytest (.*)", (ROOT / "Makefile").read_text().split("# About")[0])
+    assert sorted(commands) == ["-q -n 3 --dist loadgroup", "-q -rf -n 3 --dist loadgroup --alone"]  # test and check

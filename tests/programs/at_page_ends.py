@@ -1,0 +1,48 @@
+"""Compiled programs that pad what lies between two pages without access: a read beyond it ends the process.
+
+PYTHONPATH=tests python -m programs.at_page_ends
+"""
+
+import ctypes
+import mmap
+
+import torch
+from torch import Tensor
+
+import funcrec as fr
+
+PAGE = mmap.PAGESIZE
+COUNTS = (272, 264, 64)  # of 64 bytes and more: what is not aligned to them is copied
+
+
+def between_pages(count: int, dtype: torch.dtype, at_end: bool) -> Tensor:
+    """A tensor that begins, or ends, where its page does; the pages before and behind it have no access."""
+    place = mmap.mmap(-1, 3 * PAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(place))
+    nbytes = count * dtype.itemsize
+    x = torch.frombuffer(place, dtype=dtype, count=count, offset=2 * PAGE - nbytes if at_end else PAGE)
+    x.copy_(torch.arange(count) % 3)
+    for page in (0, 2):
+        if ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + page * PAGE), PAGE, 0):
+            raise OSError("mprotect")
+    return x
+
+
+def padded(x: Tensor) -> Tensor:
+    before, both = torch.nn.functional.pad(x, (6, 0), value=1), torch.nn.functional.pad(x, (1, 5))
+    return torch.cat([before.to(torch.int64) * 3, both.to(torch.int64)])
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for dtype in (torch.int64, torch.int32, torch.float32, torch.bool, torch.uint8):
+        for count in COUNTS:
+            for at_end in (False, True):
+                x = between_pages(count, dtype, at_end)
+                if not torch.equal(fr.jit(padded)(x), padded(x)):
+                    raise AssertionError(f"{dtype}, {count} elements")
+    print("right")
+
+
+if __name__ == "__main__":
+    main()
