@@ -102,7 +102,7 @@ def as_bytes(batch: fr.Batch) -> bytes:
 
 
 def message(path: str, body: bytes = b"", kind: str = JSON) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
@@ -127,6 +127,8 @@ class Running:
         if not found:
             sys.exit(f"server.py: no server began ({line.strip()})")
         self.port, self.name = int(found[1]), line.split(":")[0]
+        admin = "--admin" in words and re.search(r":(\d+) takes updates", self.process.stdout.readline())
+        self.admin = int(admin[1]) if admin else self.port
 
     def __enter__(self):
         return self
@@ -148,7 +150,7 @@ class Running:
         import urllib.request
 
         head = {"Content-Type": JSON}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), head)
+        request = urllib.request.Request(f"http://127.0.0.1:{self.admin}{path}", json.dumps(body).encode(), head)
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
             return json.load(answer)
 
@@ -164,7 +166,7 @@ class Running:
 
 
 def ours(served: Served, *words) -> Running:
-    return Running("-m", "funcrec", "serve", served.path, "--port", 0, "--updates", served.folder, *words)
+    return Running("-m", "funcrec", "serve", served.path, "--port", 0, "--updates", served.folder, "--admin", 0, *words)
 
 
 def figures(found: dict) -> dict:
@@ -179,7 +181,7 @@ def figures(found: dict) -> dict:
 def throughput(served: Served, seconds: float, connections: list[int]) -> dict:
     files = {"json": served.requests(JSON), "bytes": served.requests(BYTES)}
     alive = served.folder / "healthz"
-    alive.write_bytes(asked(200, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n", {}))
+    alive.write_bytes(asked(200, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n", {}))
     found = {}
     with ours(served) as mine, Running(Path(__file__).with_name("server_peer.py"), served.path) as peer:
         for n in connections:
@@ -228,7 +230,7 @@ def soak(served: Served, seconds: float, connections: int = 16, parts: int = 12)
     wrong = [(400, b"{}"), (400, b"["), (400, b'{"ids": 3}'), (400, b'{"ids": {"c0": [["x"]]}}')]
     broken = [asked(status, message("/predict", body), {}) for status, body in wrong]
     broken += [asked(404, message("/nothing", b"{}"), {}), asked(415, message("/predict", b"x", "text/plain"), {})]
-    broken += [asked(400, message("/reload", b'{"weights": "nothing"}'), {})]
+    broken += [asked(403, message("/reload", b'{"weights": "nothing"}'), {})]
     mixed = served.folder / "mixed"
     good = [served.requests(JSON).read_bytes(), served.requests(BYTES).read_bytes()]
     mixed.write_bytes(b"".join([good[0], *broken, good[1], *broken]))

@@ -78,9 +78,9 @@ def publish(
       package: the package that servers run, or its folder: how tables are stored, and which parameters are read.
       every_steps: of steps of the run.
       keep: how many of the newest deltas stay; who is further behind begins with whole weights.
-      servers: addresses, "http://127.0.0.1:8080", of `funcrec-serve` that read `folder` as their `--updates`. They are
-        told one after the other what they lack. One that cannot be told is warned of, and told all of it the next time;
-        training goes on.
+      servers: addresses of the `--admin` of `funcrec-serve` that read `folder` as their `--updates`:
+        "http://127.0.0.1:8081", or "unix:/run/admin". They are told one after the other what they lack. One that cannot
+        be told is warned of, and told all of it the next time; training goes on.
       timeout_s: for an answer of a server. Training waits for it.
       mesh: of a state that lies on one: every rank calls, what they hold is gathered, and the first rank writes.
 

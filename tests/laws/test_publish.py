@@ -347,6 +347,7 @@ BAD = {
     "no address": ({"servers": ["localhost:80"]}, ValueError, "`servers` has no address"),
     "one address": ({"servers": "http://localhost"}, TypeError, "`servers`"),
     "a port beyond": ({"servers": ["http://localhost:65536"]}, ValueError, "`servers` has no address"),
+    "no path": ({"servers": ["unix:admin"]}, ValueError, "`servers` has no address"),
     "a user": ({"servers": ["http://me:word@localhost"]}, ValueError, "`servers` has no address"),
     "a query": ({"servers": ["http://localhost/?x=1"]}, ValueError, "`servers` has no address"),
     "no host": ({"servers": ["http://:80"]}, ValueError, "`servers` has no address"),

@@ -40,7 +40,7 @@ class Page:
     def __init__(self):
         self.names, self.printed, self.answers, self.servers = {"__name__": "page"}, [], [], []
         self.names["print"] = lambda *x: self.printed.append(" ".join(map(str, x)))
-        self.ports = dict(zip(("8080", "8081"), map(str, free_ports(2)), strict=True))
+        self.ports = dict(zip(("8080", "8081", "8082"), map(str, free_ports(3)), strict=True))
         self.environ = {k: v for k, v in os.environ.items() if k != "FUNCREC_SERVE"}
         self.environ["PATH"] = f"{Path(sys.executable).parent}:{self.environ['PATH']}"
         self.environ["PYTHONPATH"] = str(Path(fr.__file__).parents[1])

@@ -40,10 +40,10 @@ FIELDS = [
     b"Content-Length: 1073741824",
     b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip", b"Content-Type: text/html", b"Content-Type:",
     b"Expect: 100-continue",
-    b"Connection: upgrade", b"X: " + b"y" * 9000, b": x", b"x", b"\x00: \x00", b"Host: a\r\n b",
+    b"Host: x", b"Connection: upgrade", b"X: " + b"y" * 9000, b": x", b"x", b"\x00: \x00", b"Host: a\r\n b",
 ]  # fmt: skip
 TARGETS = [b"/predict", b"/reload", b"/delta", b"/healthz", b"/metrics", b"/", b"*", b"/%00", b"/predict/.."]
-TARGETS += [b"http://x/predict", b"/" + b"z" * 300]
+TARGETS += [b"http://x/predict", b"http://localhost/predict", b"/" + b"z" * 300]
 METHODS = [b"POST", b"GET", b"HEAD", b"PUT", b"OPTIONS", b"CONNECT", b"PRI", b"post"]
 
 
@@ -64,7 +64,7 @@ def message(
     body: bytes, kind: str = JSON, target: bytes = b"/predict", method: bytes = b"POST", more: bytes = b""
 ) -> bytes:
     length = b"" if b"Content-Length" in more or b"chunked" in more else b"Content-Length: %d\r\n" % len(body)
-    fields = b"Content-Type: %s\r\n%s%s" % (kind.encode(), length, more and more + b"\r\n")
+    fields = b"Host: localhost\r\nContent-Type: %s\r\n%s%s" % (kind.encode(), length, more and more + b"\r\n")
     return b"%s %s HTTP/1.1\r\n%s\r\n%s" % (method, target, fields, body)
 
 
@@ -161,7 +161,7 @@ def converse(server: Server, subject: Subject, seed: int, length: int) -> tuple[
             break
     received = b""
     try:
-        with server.raw(timeout=30) as s:
+        with server.raw(timeout=30, admin=bool(subject.updates) and rng.random() < 0.5) as s:
             s.sendall(b"".join(sent))
             if rng.random() < 0.95:
                 s.shutdown(1)

@@ -22,6 +22,7 @@ from programs import cmake
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = ("u1", "i1", "i2", "i4", "i8", "f2", "u2", "f4", "f8", "?")  # 6: bfloat16, as its 16 bits
 JSON, BYTES = "application/json", "application/octet-stream"
+UPDATES = ("/reload", "/delta")
 FEATURES, WEIGHTED, COLUMNS, ROWS = ("a", "b"), ("b",), 3, 1000  # of the model of sums
 
 ONE = {"ids": {"a": [[1]], "b": [[2]]}, "weights": {"b": [[0.5]]}, "dense": [[0, 0, 0.5]]}  # a request of it
@@ -34,30 +35,36 @@ def build(sanitize: str = "") -> Path:
 
 
 class Server:
-    """A running server: `stop()` sends SIGTERM and returns (exit status, what it wrote to stderr)."""
+    """A running server: `stop()` sends SIGTERM and returns (exit status, what it wrote to stderr).
+
+    Where updates are taken it has a port of its own for these, `admin`, which `ask` turns to by itself.
+    """
 
     def __init__(self, program: Path, package: Path | str, *words: str, env: dict | None = None):
-        command = [str(program), str(package), "--port", "0", *words]
+        own = ["--admin", "0"] if "--updates" in words and "--admin" not in words else []
+        command = [str(program), str(package), "--port", "0", *own, *words]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
         )
         ready, _, _ = select.select([self.process.stdout], [], [], 60)
         line = self.process.stdout.readline() if ready else ""
-        found = re.search(r"http://127\.0\.0\.1:(\d+) ", line)
+        found = re.search(r"http://[\d.]+:(\d+) ", line)
         if not found:
             self.process.kill()
             raise RuntimeError(f"the server did not begin: {line}{self.process.communicate()[1]}")
-        self.port = int(found[1])
+        self.port = self.admin = int(found[1])
+        if own:
+            self.admin = int(re.search(r"http://127\.0\.0\.1:(\d+) ", self.process.stdout.readline())[1])
 
-    def connect(self, timeout: float = 20) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+    def connect(self, timeout: float = 20, *, admin: bool = False) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.admin if admin else self.port, timeout=timeout)
 
-    def raw(self, timeout: float = 20) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=timeout)
+    def raw(self, timeout: float = 20, *, admin: bool = False) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.admin if admin else self.port), timeout=timeout)
 
     def ask(self, method: str, path: str, body=None, type: str = JSON):
         """(status, headers, body) over a connection of its own."""
-        with contextlib.closing(self.connect()) as connection:
+        with contextlib.closing(self.connect(admin=path in UPDATES)) as connection:
             return ask(connection, method, path, body, type)
 
     def metrics(self) -> dict[str, float]:
@@ -95,7 +102,7 @@ def ask(connection, method: str, path: str, body=None, type: str = JSON):
 
 def head(body=b"", path="/predict", method="POST", **more):
     """The bytes of a request's header; what is None is left out."""
-    fields = {"Host": "x", "Content_Type": JSON, "Content_Length": len(body), **more}
+    fields = {"Host": "127.0.0.1", "Content_Type": JSON, "Content_Length": len(body), **more}
     lines = "".join(f"{k.replace('_', '-')}: {v}\r\n" for k, v in fields.items() if v is not None)
     return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode()
 

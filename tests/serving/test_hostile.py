@@ -8,7 +8,7 @@ from programs.serving import ONE, Server, changed, everything, head, predict, st
 
 pytestmark = pytest.mark.xdist_group("serving")
 BODY = json.dumps(ONE).encode()
-HIDDEN = b"GET /metrics HTTP/1.1\r\n\r\n"
+HIDDEN = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.mark.parametrize("coding", ["gzip", "chunked, gzip", "gzip, chunked", "xchunked", "identity", ""])

@@ -48,12 +48,11 @@ def test_paths_methods_and_types(server):
     assert (status, headers["Allow"]) == (405, "GET, HEAD")
     assert server.ask("DELETE", "/metrics")[0] == 405
     assert server.ask("POST", "/predict", b"x", "text/plain")[0] == 415
-    assert server.ask("POST", "/reload", b"x", BYTES)[0] == 415
     assert server.ask("POST", "/predict", ONE, "Application/JSON ; charset=utf-8")[0] == 200
     assert server.ask("GET", "/healthz?why")[0] == 200
     assert server.ask("GET", "http://127.0.0.1/healthz?why")[0] == 200
-    assert server.ask("POST", "HTTP://x:1/predict", ONE)[0] == 200
-    assert server.ask("POST", "http://x", ONE)[0] == 404
+    assert server.ask("POST", "HTTP://localhost:1/predict", ONE)[0] == 200
+    assert server.ask("POST", "http://localhost", ONE)[0] == 404
     (status, whole, _), (again, headers, body) = server.ask("GET", "/healthz"), server.ask("HEAD", "/healthz")
     assert (status, again, body) == (200, 200, b"") and headers["Content-Length"] == whole["Content-Length"] != "0"
 
@@ -67,12 +66,6 @@ def test_bodies_that_are_coded_are_refused(server):
             answer = everything(s)
         assert statuses(answer) == [code]
         assert (b"Accept-Encoding: identity" in answer) == (code == 415)
-
-
-def test_updates_need_a_folder(server):
-    """A server that was given no folder of updates takes none."""
-    assert server.ask("POST", "/reload", {"weights": "x"})[0] == 403
-    assert server.ask("POST", "/delta", {"path": "x"})[0] == 403
 
 
 def test_pipelined_requests_are_answered_in_order(server):

@@ -122,7 +122,7 @@ def test_what_is_no_file_blocks_nobody(path, running, name):
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     asked = f"{folder.name}/{name}" if key == "path" else folder.name
-    with contextlib.closing(running.connect(timeout=5)) as connection:
+    with contextlib.closing(running.connect(timeout=5, admin=True)) as connection:
         code, _, body = serving.ask(connection, "POST", "/delta" if key == "path" else "/reload", {key: asked})
     assert code == 400 and name in json.loads(body)["error"]["problem"]
     assert running.ask("POST", "/reload", {"weights": "next"})[0] == 200
@@ -173,7 +173,7 @@ def test_a_run_publishes_to_a_server(path, built, tmp_path):
             right[version] = reader(asked)["click"]
 
     def run(state, server, batches):
-        address = f"http://127.0.0.1:{server.port}"
+        address = f"http://127.0.0.1:{server.admin}"
         tell = fr.publish(tmp_path / "published", path, every_steps=1, keep=3, servers=[address])
         return fr.fit(STEP, state, batches, epochs=1, callbacks=[tell, note], progress=False).state
 
@@ -189,11 +189,11 @@ def test_a_run_publishes_to_a_server(path, built, tmp_path):
     with pytest.warns(UserWarning, match="was not answered"):
         run(state, server, batches[8:])
     with start() as server:
-        version = fr.update_server(f"http://127.0.0.1:{server.port}", tmp_path / "published")
+        version = fr.update_server(f"http://127.0.0.1:{server.admin}", tmp_path / "published")
         assert version == max(right.keys() - {"first"}) and "step-4" in version
         want = (tmp_path / version / "weights.bin").read_bytes()
         assert answers.pages(server.process.pid)[: len(want)] == want
-        assert fr.update_server(f"http://127.0.0.1:{server.port}", tmp_path / "published") == version
+        assert fr.update_server(f"http://127.0.0.1:{server.admin}", tmp_path / "published") == version
 
 
 def test_weights_are_swapped_under_load(path, running):

@@ -107,7 +107,7 @@ def test_a_stopped_server_has_answered_all(program):
     with Server(program, "sums", "--workers", "2") as server:
         idle, load = server.raw(), Load(server, 12)
         half = server.raw()
-        half.sendall(b"GET /healthz HTTP/1.1\r\n")
+        half.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n")
         time.sleep(0.1)
         os.kill(server.process.pid, signal.SIGTERM)
         time.sleep(0.1)
@@ -125,7 +125,7 @@ def test_what_waits_at_the_end_is_answered(program):
     """Requests that are queued when SIGTERM comes are run, one slow batch after the other."""
     slow = {"ids": {"a": [[901]] * 400, "b": [[]] * 400}, "weights": {"b": [[]] * 400}, "dense": [[0, 0, 0]] * 400}
     body = serving.pack(slow)
-    sent = b"POST /predict HTTP/1.1\r\nContent-Type: application/octet-stream\r\nContent-Length: %d\r\n\r\n" % len(body)
+    sent = serving.head(body, Content_Type=serving.BYTES)
     with Server(program, "sums", "--drain-s", "0") as server:
         clients = [server.raw() for _ in range(8)]
         [s.sendall(sent + body) for s in clients]
@@ -157,7 +157,13 @@ WRONG = [
     (["--settings", [1]], "one JSON object"),
     (["--checksums", "1"], "true or false"),
     (["--settings", {"checksums": 0}], "true or false"),
-    (["--updates", "/nothing"], "a folder that is there"),
+    (["--updates", "/nothing", "--admin", "0"], "a folder that is there"),
+    (["--updates", "/"], "--admin PORT or --admin PATH"),
+    (["--admin", "65536"], "the path of a unix socket"),
+    (["--admin", "somewhere:1"], "the path of a unix socket"),
+    (["--admin", "::1:1"], "the path of a unix socket"),
+    (["--admin", "/folder/"], "the path of a unix socket"),
+    (["--admin", "/" + "x" * 200], "the path of a unix socket"),
     (["--host", "nonsense"], "the number of an address"),
 ]
 

@@ -15,8 +15,9 @@ inline int command(int count, char** words, const std::function<Model(const Sett
     if (settings.help) return std::fputs(usage().c_str(), stdout) < 0;
     if (settings.package.empty()) throw Bad("funcrec-serve: no package", "no PATH", "the folder that funcrec.export wrote");
     const Model model = open(settings);
-    serve(model, settings, [&](unsigned short port) {
-      std::printf("funcrec-serve: http://%s:%d serves version %s\n", settings.host.c_str(), int(port), model.version().c_str());
+    serve(model, settings, [&](const std::string& url, const std::string& admin) {
+      std::printf("funcrec-serve: %s serves version %s\n", url.c_str(), model.version().c_str());
+      if (!admin.empty()) std::printf("funcrec-serve: %s takes updates\n", admin.c_str());
       std::fflush(stdout);
     });
     return 0;

@@ -4,6 +4,7 @@
 #include <boost/beast/http.hpp>
 #include <optional>
 
+#include "hosts.h"
 #include "protocol.h"
 
 namespace funcrec::serving {
@@ -34,28 +35,49 @@ inline std::string media_type(const Ask& ask) {
   return type;
 }
 
+// Of a target as proxies ask, http://host/path, the host; else nothing.
+inline std::string_view host_of(std::string_view target) {
+  return beast::iequals(target.substr(0, 7), "http://") ? target.substr(7, target.find_first_of("/?", 7) - 7) : std::string_view();
+}
+
 inline std::string_view path_of(const Ask& ask) {
   std::string_view target = ask.target();
-  if (beast::iequals(target.substr(0, 7), "http://")) target.remove_prefix(std::min(target.find('/', 7), target.size()));  // as proxies ask
+  if (beast::iequals(target.substr(0, 7), "http://")) target.remove_prefix(7 + host_of(target).size());
   return target.substr(0, target.find('?'));
 }
 
 struct Route {
   std::string_view path, methods;
+  bool updates = false;  // taken where the operator asks, and nowhere else
   bool has(http::verb verb) const { return verb == http::verb::post ? methods == "POST" : methods != "POST" && (verb == http::verb::get || verb == http::verb::head); }
 };
-inline const Route ROUTES[] = {{"/predict", "POST"}, {"/reload", "POST"}, {"/delta", "POST"}, {"/healthz", "GET, HEAD"}, {"/metrics", "GET, HEAD"}};
+inline const Route ROUTES[] = {{"/predict", "POST"}, {"/reload", "POST", true}, {"/delta", "POST", true}, {"/healthz", "GET, HEAD"}, {"/metrics", "GET, HEAD"}};
 
-// What a header alone already decides.
-inline std::optional<Reply> refusal(const Ask& ask) {
+// A request of HTTP/1.1 names one host, which is this server.
+inline std::optional<Reply> refused_host(const Ask& ask, const Hosts& hosts) {
+  const size_t count = ask.count(http::field::host);
+  if (count > 1 || (ask[http::field::host].empty() && ask.version() >= 11)) {  // of two, whoever passed it on may have read the other
+    Reply reply = problem(ask, 400, "the request does not name one host", std::to_string(count) + " fields Host", "one");
+    reply.keep_alive(false);
+    return reply;
+  }
+  for (const std::string_view host : {host_of(ask.target()), std::string_view(ask[http::field::host])})
+    if (!host.empty() && !hosts.allow(host)) return problem(ask, 421, "the request is for another host", std::string(host), "an address, localhost, or a name of --allowed-hosts");
+  return {};
+}
+
+// What a header alone already decides. admin: whether the operator asks.
+inline std::optional<Reply> refusal(const Ask& ask, const Hosts& hosts, bool admin) {
   const auto framing = ask.find(http::field::transfer_encoding);
   if (framing != ask.end() && (ask.version() < 11 || !beast::iequals(framing->value(), "chunked"))) {  // whoever passed it on may see its end elsewhere
     Reply reply = problem(ask, 501, "the body's end is not known", "Transfer-Encoding: " + std::string(framing->value()), "a Content-Length, or chunks of HTTP/1.1");
     reply.keep_alive(false);
     return reply;
   }
+  if (auto refused = refused_host(ask, hosts)) return refused;
   for (const Route& route : ROUTES) {
     if (route.path != path_of(ask)) continue;
+    if (route.updates && !admin) return problem(ask, 403, "updates are not taken here", std::string(route.path), "the address of --admin");
     if (!route.has(ask.method())) {
       Reply reply = problem(ask, 405, "the path has no such method", std::string(ask.method_string()), std::string(route.methods));
       reply.set(http::field::allow, route.methods);

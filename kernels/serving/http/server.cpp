@@ -8,13 +8,12 @@
 #include <optional>
 
 #include "batcher.h"
+#include "listen.h"
 #include "metrics.h"
 #include "routes.h"
 
 namespace funcrec::serving {
-namespace net = boost::asio;
 namespace fs = std::filesystem;
-using tcp = net::ip::tcp;
 using boost::system::error_code;
 using Clock = std::chrono::steady_clock;
 template <class T = void> using Task = net::awaitable<T>;
@@ -25,13 +24,25 @@ constexpr auto FOREVER = Clock::time_point::max();
 constexpr auto TICK = std::chrono::milliseconds(25);       // how late a deadline may be noticed
 constexpr auto YIELDS = std::chrono::seconds(1);           // that a connection has been idle before it gives way to a new one
 constexpr auto LINGER = std::chrono::seconds(2);           // that a client may go on to send after its last answer
+constexpr size_t ADMINS = 64;                              // connections where updates are taken: those elsewhere keep none out
 constexpr size_t LINGER_BYTES = 64 << 20;
 constexpr size_t UNREAD = 1 << 16;                         // bytes of a header, of a chunk's, or of what follows chunks: no parser's limit holds for these
 
 Clock::duration seconds(double s) { return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(s)); }
 
+// Where it listens, and the connections that were let in there.
+struct Listener {
+  Place place;
+  bool admin;  // whether updates are taken here
+  size_t most;
+  Hosts hosts;
+  Acceptor acceptor;
+  size_t open = 0;
+};
+
 struct Connection {
-  tcp::socket socket;
+  Stream::socket socket;
+  Listener& from;
   beast::flat_buffer buffer = beast::flat_buffer(UNREAD);
   Clock::time_point deadline = FOREVER, since = {};  // for what the socket is doing now, and when it began that
   bool idle = false, late = false;
@@ -61,10 +72,12 @@ class Server {
  public:
   Server(const Model& model, const Settings& settings) : model_(model), settings_(settings) {}
 
-  void run(const std::function<void(unsigned short)>& ready) {
-    listen();
-    ready(acceptor_.local_endpoint().port());
-    net::co_spawn(io_, accept(), net::detached);
+  void run(const std::function<void(const std::string&, const std::string&)>& ready) {
+    listen({settings_.host, static_cast<unsigned short>(settings_.port), ""}, false, size_t(settings_.connections));
+    if (!settings_.admin.empty()) listen(place_of(settings_.admin), true, ADMINS);
+    const auto url = [](const Listener& l) { return url_of(l.acceptor, l.place); };
+    ready(url(listeners_.front()), listeners_.size() > 1 ? url(listeners_.back()) : "");
+    for (Listener& l : listeners_) net::co_spawn(io_, accept(l), net::detached);
     net::co_spawn(io_, watch(), net::detached);
     net::co_spawn(io_, wait_for_signal(), net::detached);
     for (bool over = false; !over;) try {
@@ -76,15 +89,8 @@ class Server {
   }
 
  private:
-  void listen() {
-    error_code error;
-    const auto address = net::ip::make_address(settings_.host, error);
-    const tcp::endpoint end{address, static_cast<unsigned short>(settings_.port)};
-    if (!error) acceptor_.open(end.protocol(), error);
-    if (!error) acceptor_.set_option(tcp::acceptor::reuse_address(true), error);
-    if (!error) acceptor_.bind(end, error);
-    if (!error) acceptor_.listen(1024, error);
-    if (error) throw Failed("cannot listen on " + settings_.host + ":" + std::to_string(settings_.port) + ": " + error.message());
+  void listen(const Place& place, bool admin, size_t most) {
+    listeners_.push_back({place, admin, most, Hosts(settings_.allowed_hosts, !is_loopback(place)), listen_at(io_, place)});
   }
 
   Task<> pause(Clock::duration time) {
@@ -93,40 +99,41 @@ class Server {
     co_await timer.async_wait(net::redirect_error(net::use_awaitable, error));
   }
 
-  Task<> accept() {
+  Task<> accept(Listener& l) {
     while (!draining_) {
       error_code error;
-      tcp::socket socket = co_await acceptor_.async_accept(net::redirect_error(net::use_awaitable, error));
-      while (!error && !draining_ && connections_.size() >= size_t(settings_.connections)) {
-        const Clock::duration wait = close_an_idle_one() ? Clock::duration(0) : TICK;
+      Stream::socket socket = co_await l.acceptor.async_accept(net::redirect_error(net::use_awaitable, error));
+      while (!error && !draining_ && l.open >= l.most) {
+        const Clock::duration wait = close_an_idle_one(l) ? Clock::duration(0) : TICK;
         co_await pause(wait);
       }
       if (!error) try {
-        begin(std::move(socket));
+        begin(std::move(socket), l);
       } catch (const std::exception&) {  // no memory for this one
       }
       else if (error != net::error::operation_aborted) {  // no more descriptors, say
-        close_an_idle_one();
+        close_an_idle_one(l);
         co_await pause(TICK);
       }
     }
   }
 
   // The one that has been idle for longest, so that a new one has room.
-  bool close_an_idle_one() {
+  bool close_an_idle_one(const Listener& l) {
     Connection* found = nullptr;
     for (Connection& c : connections_)
-      if (c.idle && (!found || c.since < found->since)) found = &c;
+      if (c.idle && &c.from == &l && (!found || c.since < found->since)) found = &c;
     if (!found || Clock::now() - found->since < YIELDS) return false;
     error_code error;
     found->socket.cancel(error);
     return true;
   }
 
-  void begin(tcp::socket socket) {
+  void begin(Stream::socket socket, Listener& l) {
     error_code error;
-    socket.set_option(tcp::no_delay(true), error);
-    connections_.push_back({.socket = std::move(socket)});
+    if (l.place.path.empty()) socket.set_option(net::ip::tcp::no_delay(true), error);
+    connections_.push_back({.socket = std::move(socket), .from = l});
+    l.open++;
     net::co_spawn(io_, live(std::prev(connections_.end())), net::detached);
   }
 
@@ -134,7 +141,10 @@ class Server {
     struct Entry {  // goes with the coroutine, however that ends
       std::list<Connection>& all;
       std::list<Connection>::iterator at;
-      ~Entry() { all.erase(at); }
+      ~Entry() {
+        at->from.open--;
+        all.erase(at);
+      }
     } const entry{connections_, c};
     try {
       if (co_await converse(*c)) co_await linger(*c);
@@ -163,14 +173,17 @@ class Server {
     signals_.clear();  // a second one ends the process at once
     draining_ = true;
     drained_ = Clock::now() + seconds(settings_.drain_s);
-    error_code error;
-    acceptor_.non_blocking(true, error);
-    while (connections_.size() < size_t(settings_.connections)) {  // those that were let in before
-      tcp::socket socket(io_);
-      if (acceptor_.accept(socket, error)) break;
-      begin(std::move(socket));
+    for (Listener& l : listeners_) {
+      error_code error;
+      l.acceptor.non_blocking(true, error);
+      while (l.open < l.most) {  // those that were let in before
+        Stream::socket socket(io_);
+        if (l.acceptor.accept(socket, error)) break;
+        begin(std::move(socket), l);
+      }
+      l.acceptor.close(error);
+      if (!l.place.path.empty()) fs::remove(l.place.path, error);
     }
-    acceptor_.close(error);
   }
 
   void give(Connection& c, double s, bool idle = false) {
@@ -187,7 +200,7 @@ class Server {
       auto token = net::redirect_error(net::use_awaitable, error);
       if (c.buffer.size() == 0) {
         give(c, settings_.idle_s, true);
-        co_await c.socket.async_wait(tcp::socket::wait_read, token);
+        co_await c.socket.async_wait(Stream::socket::wait_read, token);
         if (error && c.socket.available(error) == 0) co_return false;  // what came in meanwhile is answered
       }
       http::request_parser<http::string_body> parser;
@@ -196,7 +209,7 @@ class Server {
       give(c, settings_.timeout_s);
       co_await http::async_read_header(c.socket, c.buffer, parser, token);
       std::optional<Reply> refused;
-      if (!error) refused = refusal(parser.get());
+      if (!error) refused = refusal(parser.get(), c.from.hosts, c.from.admin);
       const bool waits = !error && beast::iequals(parser.get()[http::field::expect], "100-continue");
       if (!error && waits && !refused && !parser.is_done()) {
         const http::response<http::empty_body> go_on{http::status::continue_, 11};
@@ -243,7 +256,7 @@ class Server {
   // A socket that is closed while bytes come in takes back what it sent last: so we read on for a while.
   Task<> linger(Connection& c) {
     error_code error;
-    c.socket.shutdown(tcp::socket::shutdown_send, error);
+    c.socket.shutdown(Stream::socket::shutdown_send, error);
     c.buffer = {};
     give(c, std::chrono::duration<double>(LINGER).count());
     std::vector<char> bin(1 << 14);
@@ -334,7 +347,7 @@ class Server {
   Metrics metrics_;
   net::io_context io_{1};
   net::thread_pool updater_{1};
-  tcp::acceptor acceptor_{io_};
+  std::list<Listener> listeners_;
   net::signal_set signals_{io_, SIGTERM, SIGINT};
   std::list<Connection> connections_;
   bool draining_ = false;
@@ -348,6 +361,6 @@ class Server {
 
 }  // namespace
 
-void serve(const Model& model, const Settings& settings, const std::function<void(unsigned short)>& ready) { Server(model, settings).run(ready); }
+void serve(const Model& model, const Settings& settings, const std::function<void(const std::string&, const std::string&)>& ready) { Server(model, settings).run(ready); }
 
 }  // namespace funcrec::serving

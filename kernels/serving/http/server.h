@@ -7,7 +7,7 @@
 namespace funcrec::serving {
 
 // Serves until SIGTERM or SIGINT; then takes no more connections, answers what it has been asked, and returns. `ready` is told
-// the port. Failed if it cannot listen.
-void serve(const Model&, const Settings&, const std::function<void(unsigned short port)>& ready);
+// where it listens: for requests, and, unless it is "", for updates. Failed if it cannot listen.
+void serve(const Model&, const Settings&, const std::function<void(const std::string& url, const std::string& admin)>& ready);
 
 }  // namespace funcrec::serving

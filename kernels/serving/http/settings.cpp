@@ -9,6 +9,7 @@
 #include <variant>
 
 #include "../package.h"
+#include "listen.h"
 
 namespace funcrec::serving {
 namespace json = boost::json;
@@ -35,7 +36,9 @@ const Setting ALL[] = {
     {"idle_s", &Settings::idle_s, "that a connection may be open without a request", 0.05, 86400},
     {"drain_s", &Settings::drain_s, "after SIGTERM, that an open connection may begin one more request", 0, 3600},
     {"checksums", &Settings::checksums, "whether all weights are read, at the start and at /reload, and those that were changed refused"},
-    {"updates", &Settings::updates, "the folder below which /reload and /delta may read; else 403"},
+    {"updates", &Settings::updates, "the folder below which /reload and /delta may read; needs --admin"},
+    {"admin", &Settings::admin, "where alone /reload and /delta are taken: a port of 127.0.0.1, ADDRESS:PORT, or a unix socket's path, with a /"},
+    {"allowed_hosts", &Settings::allowed_hosts, "names, with commas between, that Host may have besides addresses and localhost; *: any, as where others than the loopback address are listened on"},
 };
 
 std::string flag_of(const Setting& s) {
@@ -148,6 +151,8 @@ Settings settings_of(const std::vector<std::string>& arguments) {
   boost::system::error_code error;
   boost::asio::ip::make_address(out.host, error);
   if (error) wrong("host", out.host.empty() ? "nothing" : out.host, "the number of an address, as 127.0.0.1, ::1 or 0.0.0.0");
+  if (!out.admin.empty()) place_of(out.admin);
+  else if (!out.updates.empty()) wrong("updates", "no --admin", "--admin PORT or --admin PATH: whoever may ask for predictions may not change the model");
   std::error_code absent;
   if (!out.updates.empty() && !std::filesystem::is_directory(out.updates, absent)) wrong("updates", out.updates, "a folder that is there");
   return out;

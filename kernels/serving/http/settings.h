@@ -17,6 +17,8 @@ struct Settings {
   double timeout_s = 10, idle_s = 60, drain_s = 0.5;
   bool checksums = true;  // all weights are read once, at the start and at /reload
   std::string updates;    // the folder below which weights and deltas lie; "": neither is taken
+  std::string admin;      // where /reload and /delta are taken: listen.h has what may stand here
+  std::string allowed_hosts;
   bool help = false;
 };
 
