@@ -14,9 +14,10 @@ from torch import Tensor
 from funcrec.core import Problem, check, describe, has_tracked, typed
 from funcrec.kernels import ops
 from funcrec.serve._delta_file import Change, write_file
+from funcrec.serve._files import read_folder
 from funcrec.serve._manifest import read_manifest
 from funcrec.serve._package import Package
-from funcrec.serve._weights import DTYPES, INDEX, named, params_problems, read_index, version_problems
+from funcrec.serve._weights import DTYPES, named, params_problems, read_index, version_problems
 from funcrec.train import ChangedRows, Delta
 
 CALL = "funcrec.write_delta"
@@ -85,8 +86,7 @@ def described(call: str, package: Package | str | os.PathLike) -> tuple[Mapping,
     """(manifest, version) of a package or of its folder."""
     if isinstance(package, Package):
         return package.manifest, package.version
-    folder = Path(os.path.realpath(package))
-    return read_manifest(call, folder), read_index(call, folder / INDEX)["version"]
+    return read_folder(package, lambda folder: (read_manifest(call, folder), read_index(call, folder)["version"]))
 
 
 def changes_of(call: str, manifest: Mapping, delta: Delta, params: Any) -> dict[str, Change]:

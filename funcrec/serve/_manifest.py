@@ -16,6 +16,7 @@ import torch
 
 from funcrec.core import Problem, check, fail
 from funcrec.serve._entries import MOST, SPEC, OrNull, Whole, form_problems, wrong
+from funcrec.serve._files import Folder
 
 FORMAT = 1
 MANIFEST, MODEL, ENCODING = "manifest.json", "model.pt2", "encoding.frc"
@@ -64,14 +65,14 @@ def needs_of(isa: str) -> list[str]:
     return sorted(f for f in processor_flags() if f in V3 or f.startswith("avx"))
 
 
-def read_manifest(call: str, folder: Path) -> dict[str, Any]:
+def read_manifest(call: str, folder: Folder) -> dict[str, Any]:
     """The manifest of a package that this process can run; else what is wrong with it."""
-    path = folder / MANIFEST
+    path = folder.path / MANIFEST
     try:
-        text = path.read_text()
+        text = folder.open(MANIFEST).text()
     except (OSError, UnicodeDecodeError) as error:
         need, hint = "a folder that fr.export wrote", "fr.export(predict, params, example, path)"
-        fail(call, f"`{folder}` is not a package.", got=f"{MANIFEST}: {error}", need=need, hint=hint,
+        fail(call, f"`{folder.path}` is not a package.", got=f"{MANIFEST}: {error}", need=need, hint=hint,
             kind=FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError)  # fmt: skip
     try:
         found = json.loads(text)

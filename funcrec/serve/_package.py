@@ -22,9 +22,10 @@ from funcrec.kernels import library
 from funcrec.kernels.tracked import is_bare
 from funcrec.serve._apply import applied, permits
 from funcrec.serve._chain import follow
+from funcrec.serve._files import Folder, OpenFile, read_folder
 from funcrec.serve._manifest import AGAIN, ENCODING, MANIFEST, MODEL, read_manifest, sha256_of
 from funcrec.serve._trace import SINGLE, Form
-from funcrec.serve._weights import DTYPES, mapped, memory_of, read_weights
+from funcrec.serve._weights import DTYPES, Weights, mapped, memory_of, read_weights
 from funcrec.tables import Batch, batch_parts
 
 LOAD, CALL, SWAP, ENCODE = "funcrec.load_package", "funcrec.Package", "funcrec.Package.swap", "funcrec.Package.encode"
@@ -143,9 +144,14 @@ class Package:
         Args:
           checksums: whether to read them once, and compare their checksums.
         """
+        own = self._opened.manifest
+
+        def read(folder: Folder) -> Weights:
+            check(SWAP, other_problems(folder, own["digest"]))
+            return read_weights(SWAP, folder, own["params"], checksums=checksums)
+
         with self._opened.change:
-            check(SWAP, other_problems(Path(path), self._opened.manifest["digest"]))
-            self._weights = read_weights(SWAP, Path(path), self._opened.manifest["params"], checksums=checksums)
+            self._weights = read_folder(path, read)
 
     @typed
     def apply(self, path: str | os.PathLike) -> None:
@@ -196,14 +202,18 @@ def load_package(path: str | os.PathLike, *, threads: Count = 1, checksums: bool
       >>> package(batch)
       {'click': tensor([0.5000, 0.5000])}
     """
-    folder = Path(os.path.realpath(path))
+    return read_folder(path, lambda folder: open_package(folder, threads, checksums))
+
+
+def open_package(folder: Folder, threads: int, checksums: bool) -> Package:
     manifest = read_manifest(LOAD, folder)
-    check(LOAD, file_problems(folder, manifest["files"]))
+    files = {name: folder.open(name) for name in manifest["files"] if folder.has(name)}
+    check(LOAD, file_problems(folder, files, manifest["files"]))
     library.load("cpp")  # its operators
-    program = torch._C._aoti.AOTIModelPackageLoader(str(folder / MODEL), "model", False, threads, -1)
+    program = torch._C._aoti.AOTIModelPackageLoader(str(files[MODEL].own_path), "model", False, threads, -1)
     check(LOAD, program_problems(program.get_metadata().get("funcrec_digest"), manifest["digest"]))
     weights = read_weights(LOAD, folder, manifest["params"], checksums=checksums)
-    encoding = load(folder / ENCODING) if ENCODING in manifest["files"] else None
+    encoding = load(files[ENCODING].own_path) if ENCODING in files else None
     free = SimpleQueue()
     for _ in range(threads):
         free.put(True)
@@ -227,12 +237,11 @@ def form_of_manifest(manifest: Mapping) -> Form:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def file_problems(folder: Path, files: Mapping[str, str]) -> Iterator[Problem]:
-    for name, digest in files.items():
-        path = folder / name
-        now = sha256_of(path) if path.is_file() else "no file"
+def file_problems(folder: Folder, files: Mapping[str, OpenFile], digests: Mapping[str, str]) -> Iterator[Problem]:
+    for name, digest in digests.items():
+        now = sha256_of(files[name].own_path) if name in files and files[name].size() >= 0 else "no file"
         if now != digest:
-            yield Problem(f"`{path}` was changed.", f"sha256 {now}", digest, AGAIN)
+            yield Problem(f"`{folder.path / name}` was changed.", f"sha256 {now}", digest, AGAIN)
 
 
 def program_problems(got: str | None, need: str) -> Iterator[Problem]:
@@ -240,17 +249,18 @@ def program_problems(got: str | None, need: str) -> Iterator[Problem]:
         yield Problem(f"`{MODEL}` is not the manifest's program.", f"digest {got}", need, AGAIN)
 
 
-def other_problems(folder: Path, need: str) -> Iterator[Problem]:
+def other_problems(folder: Folder, need: str) -> Iterator[Problem]:
     """A folder of weights that is a package is one of this program: another's is not taken with them, and they may mean
     something else."""
     try:
-        got = json.loads((folder / MANIFEST).read_text())["digest"]
+        got = json.loads(folder.open(MANIFEST).text())["digest"]
     except (FileNotFoundError, NotADirectoryError):
         return
     except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
         got = f"{type(error).__name__}: {error}"
     if got != need:
-        yield Problem(f"`{folder}` is a package of another program.", f"digest {got}", need, "fr.load_package(path)")
+        what = f"`{folder.path}` is a package of another program."
+        yield Problem(what, f"digest {got}", need, "fr.load_package(path)")
 
 
 def is_usual(batch: Any, manifest: Mapping, form: Form) -> bool:

@@ -9,7 +9,6 @@ import json
 import mmap
 import os
 import re
-import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from funcrec.core import Problem, check, describe, fail, paths
 from funcrec.serve._entries import PLACED, form_problems, placed_problems, text_of, wrong
+from funcrec.serve._files import Folder, OpenFile
 from funcrec.serve._manifest import ANY, BLANK, format_problems
 
 FORMAT, PAGE = 1, 4096
@@ -31,14 +31,6 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {x: n for n, x in DTYPES.items()}
 DIGIT = re.compile(r'("digest": )"[0-9a-f]{64}"')
-
-
-class OpenFile:
-    """A file that is read, and is closed when nothing holds this."""
-
-    def __init__(self, path: Path):
-        self.fd = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self.fd)
 
 
 class Weights(NamedTuple):
@@ -89,18 +81,18 @@ def write_bytes(file: BinaryIO, x: Tensor) -> int:
     return crc
 
 
-def read_weights(call: str, folder: Path, wanted: Sequence[dict], *, checksums: bool) -> Weights:
+def read_weights(call: str, folder: Folder, wanted: Sequence[dict], *, checksums: bool) -> Weights:
     """The weights of a folder, mapped; what they are must be what a package wants."""
-    path = folder / INDEX
-    index = read_index(call, path)
+    path = folder.path / INDEX
+    file = folder.open(WEIGHTS) if folder.has(WEIGHTS) else None  # before the folder loses any
+    index = read_index(call, folder)
     check(call, signature_problems(path, index["tensors"], wanted))
     placed = {e["name"]: e for e in index["tensors"]}
     entries = [placed[e["name"]] for e in wanted]  # in the order in which a program takes them
-    check(call, size_problems(folder / WEIGHTS, entries))
-    file = OpenFile(folder / WEIGHTS)  # what is written to the path later is another file
+    check(call, size_problems(folder.path / WEIGHTS, file, entries))
     tensors = mapped(file, entries)
     if checksums:
-        check(call, value_problems(folder / WEIGHTS, entries, tensors))
+        check(call, value_problems(file.path, entries, tensors))
     return Weights(tensors, index["version"], file, entries, frozenset(map(memory_of, tensors.values())))
 
 
@@ -109,9 +101,10 @@ def memory_of(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def read_index(call: str, path: Path) -> dict[str, Any]:
+def read_index(call: str, folder: Folder) -> dict[str, Any]:
+    path = folder.path / INDEX
     try:
-        text = path.read_text()
+        text = folder.open(INDEX).text()
         found = json.loads(text)
     except FileNotFoundError as error:
         need, hint = "a folder of fr.save_weights or fr.export", "fr.save_weights(path, params)"
@@ -185,8 +178,8 @@ def signature_problems(path: Path, found: Sequence[dict], wanted: Sequence[dict]
         yield Problem(what, more[0], "no such parameter", hint)
 
 
-def size_problems(path: Path, entries: Sequence[dict]) -> Iterator[Problem]:
-    size = path.stat().st_size if path.is_file() else -1
+def size_problems(path: Path, file: OpenFile | None, entries: Sequence[dict]) -> Iterator[Problem]:
+    size = -1 if file is None else file.size()
     need = max((e["offset"] + e["nbytes"] for e in entries if e["nbytes"]), default=0)
     if size < need:
         got = f"{size} bytes" if size >= 0 else "no file"

@@ -99,18 +99,18 @@ int main(int count, char** words) {
     return sum;
   };
   {
-    Weights w(folder, m, true);
+    Weights w(Folder(folder), m, true);
     sums[w.version] = sum_of(w);
-    for (const std::string& d : deltas) w.apply(d, m), sums[w.version] = sum_of(w);
+    for (const std::string& d : deltas) w.apply(open_file(d), m), sums[w.version] = sum_of(w);
   }
   runs = changes = 0;
   for (const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds); std::chrono::steady_clock::now() < end;) {
-    Weights w(folder, m, true);
+    Weights w(Folder(folder), m, true);
     std::mutex one_change;
     at_once(seconds / 10, [&] {
       std::shared_lock reading(w.gate);
       runs++, wrong += sum_of(w) != sums.at(w.version);
-    }, [&] { change([] {}, [&](const std::string& d) { std::lock_guard alone(one_change); w.apply(d, m); }); });
+    }, [&] { change([] {}, [&](const std::string& d) { std::lock_guard alone(one_change); w.apply(open_file(d), m); }); });
   }
   std::printf("weights: %ld reads, %ld deltas, %ld wrong\n", runs.load(), changes.load(), wrong.load());
   return wrong || !all || !changes;

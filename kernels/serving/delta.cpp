@@ -105,9 +105,9 @@ class Writable {
 
 }  // namespace
 
-void Weights::apply(const std::string& path, const Manifest& manifest) {
-  const std::string file = read_file(path);
-  const std::string_view bytes = file;
+void Weights::apply(const File& file, const Manifest& manifest) {
+  const std::string &path = file.path, content = read(file);
+  const std::string_view bytes = content;
   const auto damaged = [&](const std::string& got, const std::string& need) { throw Bad("`" + path + "` is not a delta.", got, need); };
   if (bytes.size() < START || bytes.substr(0, 8) != MAGIC) damaged(std::to_string(bytes.size()) + " bytes that begin with others", std::string(MAGIC));
   const uint64_t length = number_at<uint64_t>(bytes, 8);

@@ -1,12 +1,6 @@
 #include "manifest.h"
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <fstream>
 #include <limits>
 #include <map>
@@ -175,41 +169,6 @@ bool Entry::truth() const {
 
 // -- files ------------------------------------------------------------------------------------------------------------
 
-namespace {
-
-[[noreturn]] void unreadable(const std::string& path, const std::string& got) {
-  throw Bad("`" + path + "` cannot be read.", got, "a file that funcrec wrote");
-}
-
-}  // namespace
-
-File::File(const std::string& path) : number(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {  // a pipe is opened at once
-  if (number < 0) unreadable(path, std::strerror(errno));
-  struct stat about {};
-  if (fstat(number, &about) == 0 && S_ISREG(about.st_mode)) {
-    bytes = about.st_size;
-    return;
-  }
-  ::close(number);
-  unreadable(path, "a folder, a pipe or a device");
-}
-
-File::~File() { ::close(number); }
-
-std::string read_file(const std::string& path) {
-  const File file(path);
-  std::string text(size_t(file.bytes), '\0');
-  size_t size = 0;
-  while (size < text.size()) {
-    const ssize_t got = ::read(file.number, &text[size], text.size() - size);
-    if (got < 0 && errno != EINTR) unreadable(path, std::strerror(errno));
-    if (got == 0) break;  // it was cut short meanwhile
-    size += size_t(std::max<ssize_t>(got, 0));
-  }
-  text.resize(size);
-  return text;
-}
-
 boost::json::value parse(const std::string& path, const std::string& text) {
   boost::system::error_code error;
   auto value = boost::json::parse(text, error);
@@ -217,8 +176,9 @@ boost::json::value parse(const std::string& path, const std::string& text) {
   return value;
 }
 
-Manifest read_manifest(const std::string& folder, const std::string& torch) {
-  const std::string path = folder + "/manifest.json", text = read_file(path);
+Manifest read_manifest(const Folder& folder, const std::string& torch) {
+  const File file = folder.file("manifest.json");
+  const std::string &path = file.path, text = read(file);
   const auto value = parse(path, text);
   const Entry top(path, value);
   Manifest m;
@@ -244,8 +204,8 @@ Manifest read_manifest(const std::string& folder, const std::string& torch) {
   const bool encodes = files.has("encoding.frc");
   if (files.size() != (encodes ? 2 : 1)) files.fail("other files", "model.pt2 and encoding.frc");
   if (encodes) files["encoding.frc"].text();  // what it holds is Python's
-  const std::string there = folder + "/model.pt2", now = access(there.c_str(), F_OK) == 0 ? "sha256 " + sha256(read_file(there)) : "no file";
-  if (now != "sha256 " + model) throw Bad("`" + there + "` was changed.", now, model);
+  const std::string now = folder.has("model.pt2") ? "sha256 " + sha256(read(folder.file("model.pt2"))) : "no file";
+  if (now != "sha256 " + model) throw Bad("`" + folder.path() + "/model.pt2` was changed.", now, model);
   return m;
 }
 
@@ -256,16 +216,16 @@ void check_program(Manifest& m) {
       throw Bad("the program has other outputs.", s.name + " " + text_of(s), "a row for each bag");
 }
 
-void check_same_program(const std::string& folder, const Manifest& manifest) {
-  const std::string path = folder + "/manifest.json";
-  if (access(path.c_str(), F_OK) != 0) return;
-  const auto value = parse(path, read_file(path));
-  if (const std::string digest = Entry(path, value)["digest"].text(); digest != manifest.digest)
-    throw Bad("`" + folder + "` is a package of another program.", "digest " + digest, manifest.digest);
+void check_same_program(const Folder& folder, const Manifest& manifest) {
+  if (!folder.has("manifest.json")) return;
+  const File file = folder.file("manifest.json");
+  const auto value = parse(file.path, read(file));
+  if (const std::string digest = Entry(file.path, value)["digest"].text(); digest != manifest.digest)
+    throw Bad("`" + folder.path() + "` is a package of another program.", "digest " + digest, manifest.digest);
 }
 
-Index read_index(const std::string& folder, const Manifest& manifest) {
-  const std::string path = folder + "/weights.json", text = read_file(path);
+Index read_index(const File& file, const Manifest& manifest) {
+  const std::string &path = file.path, text = read(file);
   const auto value = parse(path, text);
   const Entry top(path, value);
   const int64_t format = top["format"].number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max());

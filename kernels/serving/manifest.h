@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "files.h"
 #include "package.h"
 
 namespace funcrec::serving {
@@ -42,30 +43,19 @@ class Entry {
   const boost::json::value* value_;
 };
 
-// A file that is open for reading while this lives. Bad if it cannot be, or is none: a pipe, say, that nobody may ever write to.
-struct File {
-  int number;
-  int64_t bytes = 0;
-  explicit File(const std::string& path);
-  ~File();
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
-};
-
-std::string read_file(const std::string& path);  // Bad if it cannot be read
 boost::json::value parse(const std::string& path, const std::string& text);
 
 // The manifest of a package that this process can run; `torch`: the version that it has.
-Manifest read_manifest(const std::string& folder, const std::string& torch);
+Manifest read_manifest(const Folder& folder, const std::string& torch);
 
 // Inputs and outputs are those that requests and answers have.
 void check_program(Manifest& manifest);
 
 // A folder of weights that is a package is one of this program: another's is not taken with them, and they may mean something else.
-void check_same_program(const std::string& folder, const Manifest& manifest);
+void check_same_program(const Folder& folder, const Manifest& manifest);
 
-// weights.json of a folder: the tensors in the manifest's order, of its dtypes and shapes.
-Index read_index(const std::string& folder, const Manifest& manifest);
+// weights.json: the tensors in the manifest's order, of its dtypes and shapes.
+Index read_index(const File& file, const Manifest& manifest);
 
 std::string text_of(const Spec& spec);  // f32[B, 13]
 int64_t bytes_of(const Spec& spec);     // of one without sizes that a request chooses

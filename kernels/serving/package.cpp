@@ -89,7 +89,7 @@ struct Parameters {
   Weights weights;
   std::vector<at::Tensor> tensors;
 
-  Parameters(const std::string& folder, const Manifest& manifest, bool checksums) : weights(folder, manifest, checksums) {
+  Parameters(const Folder& folder, const Manifest& manifest, bool checksums) : weights(folder, manifest, checksums) {
     for (const Placed& p : weights.tensors()) tensors.push_back(view(weights.address(p), p.spec.shape, scalar_type(p.spec.dtype)));
   }
 };
@@ -133,6 +133,8 @@ struct Package::Inside {
   Current now;
   std::mutex one_change;  // swaps and deltas, one at a time
 
+  static std::unique_ptr<Inside> open(const Folder& folder, const Options& options);
+
   void set_threads() const {  // torch keeps the number for each thread
     thread_local int set = 0;
     if (set != options.threads) at::set_num_threads(set = options.threads);
@@ -144,7 +146,7 @@ struct Package::Inside {
 
   // Weights that have answered one bag without ids: what no request could be answered with, kernels without an operator, say, is
   // refused before anybody asks.
-  std::shared_ptr<Parameters> tried(const std::string& folder) const;
+  std::shared_ptr<Parameters> tried(const Folder& folder) const;
 };
 
 Package::Package(std::unique_ptr<Inside> in) : in_(std::move(in)) {}
@@ -156,12 +158,17 @@ std::shared_ptr<Package> Package::open(const std::string& folder, const Options&
     const char* error = dlerror();
     throw Bad("the operators cannot be loaded.", error ? error : options.operators, "a shared library that registers them");
   }
+  return read_folder(folder, "", [&](const Folder& opened) { return std::shared_ptr<Package>(new Package(Inside::open(opened, options))); });
+}
+
+std::unique_ptr<Package::Inside> Package::Inside::open(const Folder& folder, const Options& options) {
   auto in = std::make_unique<Inside>();
   in->options = options;
   in->manifest = read_manifest(folder, TORCH_VERSION);
+  const File model = folder.file("model.pt2");
   of_torch("the program cannot be loaded", [&] {
     const Hush hush;
-    in->loader.emplace(folder + "/model.pt2", "model", false, size_t(options.runners));
+    in->loader.emplace(own_path(model), "model", false, size_t(options.runners));
     const auto metadata = in->loader->get_metadata();
     const auto digest = metadata.find("funcrec_digest");
     if (digest == metadata.end() || digest->second != in->manifest.digest)
@@ -169,7 +176,7 @@ std::shared_ptr<Package> Package::open(const std::string& folder, const Options&
   });
   check_program(in->manifest);
   in->now = in->tried(folder);
-  return std::shared_ptr<Package>(new Package(std::move(in)));
+  return in;
 }
 
 const Manifest& Package::manifest() const { return in_->manifest; }
@@ -240,7 +247,7 @@ Answer Package::Inside::answer(const Request& r, const Parameters& p, const char
   return answer;
 }
 
-std::shared_ptr<Parameters> Package::Inside::tried(const std::string& folder) const {
+std::shared_ptr<Parameters> Package::Inside::tried(const Folder& folder) const {
   auto p = std::make_shared<Parameters>(folder, manifest, options.checksums);
   const std::vector<float> dense(size_t(manifest.dense_columns));
   const std::vector<int64_t> offsets(manifest.has_ids ? manifest.features.size() + 1 : 0);
@@ -267,15 +274,17 @@ std::vector<Output> Package::Inside::outputs_of(std::vector<at::Tensor> results,
   return out;
 }
 
-void Package::swap(const std::string& folder) {
+void Package::swap(const std::string& folder, const std::string& below) {
   std::lock_guard alone(in_->one_change);
-  check_same_program(folder, in_->manifest);
-  in_->now = in_->tried(folder);
+  read_folder(folder, below, [&](const Folder& opened) {
+    check_same_program(opened, in_->manifest);
+    in_->now = in_->tried(opened);
+  });
 }
 
-void Package::apply(const std::string& file) {
+void Package::apply(const std::string& file, const std::string& below) {
   std::lock_guard alone(in_->one_change);
-  in_->now.load()->weights.apply(file, in_->manifest);
+  in_->now.load()->weights.apply(open_file(file, below), in_->manifest);
 }
 
 int64_t Output::row_bytes() const {

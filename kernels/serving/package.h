@@ -112,8 +112,11 @@ class Package {
   int64_t check(const Request&) const;
   Answer run(const Request&) const;
 
-  void swap(const std::string& folder);  // weights.bin and weights.json of it, no package of another program; runs that have begun end with those they have
-  void apply(const std::string& file);   // a file of funcrec.write_delta: all of it, or Bad and nothing has changed
+  // weights.bin and weights.json of a folder, no package of another program; runs that have begun end with those they have. With `below`
+  // the folder is one of this name below that one, which neither the name nor a link in it leads out of.
+  void swap(const std::string& folder, const std::string& below = "");
+  // A file of funcrec.write_delta: all of it, or Bad and nothing has changed.
+  void apply(const std::string& file, const std::string& below = "");
 
  private:
   struct Inside;

@@ -26,15 +26,16 @@ Gate::Gate() {
   pthread_rwlockattr_destroy(&kind);
 }
 
-Weights::Weights(const std::string& folder, const Manifest& manifest, bool checksums) : index_(read_index(folder, manifest)) {
+Weights::Weights(const Folder& folder, const Manifest& manifest, bool checksums) {
+  const File index = folder.file("weights.json"), bytes = folder.file("weights.bin");  // both, before the folder loses any
+  index_ = read_index(index, manifest);
   version = index_.version;
-  const std::string path = folder + "/weights.bin";
+  const std::string& path = bytes.path;
   int64_t need = 0;
   for (const Placed& p : index_.tensors) need = std::max(need, p.nbytes ? p.offset + p.nbytes : 0);
-  const File file(path);
-  if (file.bytes < need) throw Bad("`" + path + "` is cut off.", std::to_string(file.bytes) + " bytes", std::to_string(need) + " bytes");
+  if (bytes.bytes < need) throw Bad("`" + path + "` is cut off.", std::to_string(bytes.bytes) + " bytes", std::to_string(need) + " bytes");
   if (need > 0) {  // private: its pages are the file's, shared, until this process writes to one
-    void* at = mmap(nullptr, size_t(need), PROT_READ, MAP_PRIVATE | MAP_NORESERVE, file.number, 0);
+    void* at = mmap(nullptr, size_t(need), PROT_READ, MAP_PRIVATE | MAP_NORESERVE, bytes.descriptor.number(), 0);
     if (at == MAP_FAILED) throw Failed("`" + path + "` cannot be mapped: " + std::strerror(errno));
     base_ = static_cast<char*>(at), size_ = size_t(need);
   }

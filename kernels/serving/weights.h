@@ -28,7 +28,7 @@ class Gate {
 
 class Weights {
  public:
-  Weights(const std::string& folder, const Manifest& manifest, bool checksums);
+  Weights(const Folder& folder, const Manifest& manifest, bool checksums);
   ~Weights();
   Weights(const Weights&) = delete;
   Weights& operator=(const Weights&) = delete;
@@ -42,7 +42,7 @@ class Weights {
   std::string version;  // changed under the gate
 
   // All rows of a delta file for the version that these are of: validated whole, then written while nobody reads.
-  void apply(const std::string& path, const Manifest& manifest);
+  void apply(const File& file, const Manifest& manifest);
 
  private:
   Index index_;

@@ -190,6 +190,7 @@ def test_versions_are_names_of_values(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
 def test_weights_of_every_dtype_and_shape_come_back(dtype, tmp_path):
     """What save_weights writes is mapped bit for bit: views, scalars, tensors without an element."""
+    from funcrec.serve._files import Folder
     from funcrec.serve._weights import named, read_weights, signature
 
     given = {
@@ -198,7 +199,8 @@ def test_weights_of_every_dtype_and_shape_come_back(dtype, tmp_path):
         "c": torch.zeros(0, 2, dtype=dtype),
     }
     want = named(given)
-    found = read_weights("test", fr.save_weights(tmp_path / "w", given), signature(want), checksums=True).tensors
+    folder = Folder(fr.save_weights(tmp_path / "w", given))
+    found = read_weights("test", folder, signature(want), checksums=True).tensors
     assert all(torch.equal(found[n], x) and x.dtype == found[n].dtype for n, x in want.items())
 
 

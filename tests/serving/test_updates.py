@@ -30,6 +30,12 @@ def updates(tmp_path):
     (tmp_path / "secret" / "version").write_text("999")
     (root / "link").symlink_to(tmp_path / "secret")
     (root / "empty").mkdir()
+    (root / "inner").mkdir()
+    (root / "inner" / "version").symlink_to("../../secret/version")
+    (root / "file").symlink_to(tmp_path / "secret" / "version")
+    (root / "near").symlink_to("v5")
+    (root / "whole").symlink_to(root / "v6")
+    (root / "row").symlink_to("d7")
     return root
 
 
@@ -87,6 +93,7 @@ def test_weights_are_swapped_under_load(program, updates):
 
 
 OUTSIDE = ["../secret", "link", "/etc", "", ".", "..", "v1/../../secret", "nothing", "empty", "v1\0", "x" * 5000]
+OUTSIDE += ["inner", "inner/version", "file"]  # links to what lies outside
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
@@ -99,6 +106,15 @@ def test_no_client_leaves_the_folder_of_updates(program, updates, name):
             assert server.ask("POST", path, {key: name, "more": 1})[0] == 400
             assert server.ask("POST", path, {key: 3})[0] == 400
         assert json.loads(server.ask("GET", "/healthz")[2])["version"] == "0"
+
+
+def test_links_within_the_folder_of_updates_are_followed(program, updates):
+    """A link of the folder that leads to what lies in it names that, whether it is relative or not."""
+    with Server(program, "sums", "--updates", str(updates)) as server:
+        turn = [("/reload", "weights", "near"), ("/reload", "weights", "whole"), ("/delta", "path", "row")]
+        for (path, key, name), version in zip(turn, ("5", "6", "207"), strict=True):
+            status, _, body = server.ask("POST", path, {key: name})
+            assert (status, json.loads(body)) == (200, {"version": version})
 
 
 def test_a_stopped_server_has_answered_all(program):

@@ -34,8 +34,8 @@ int main(int count, char** words) {
         [package](const Request& r) { return package->check(r); },
         [package](const Request& r) { return run(*package, r); },
         [package] { return package->version(); },
-        [package](const std::string& folder) { package->swap(folder); },
-        [package](const std::string& file) { package->apply(file); },
+        [package, below = s.updates](const std::string& folder) { package->swap(folder, below); },
+        [package, below = s.updates](const std::string& file) { package->apply(file, below); },
     };
   });
 }

@@ -14,7 +14,7 @@ struct Model {
   std::function<int64_t(const Request&)> check;  // ids that are not in their tables; Bad if the request does not fit
   std::function<Answer(const Request&)> run;     // of one version; called by several workers at once
   std::function<std::string()> version;
-  std::function<void(const std::string&)> swap, apply;  // a folder of weights, a file of changed rows; one at a time
+  std::function<void(const std::string&)> swap, apply;  // a folder of weights, a file of changed rows, by their names below `updates`; one at a time
 };
 
 // A request with memory of its own.

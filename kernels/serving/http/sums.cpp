@@ -8,10 +8,11 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <fstream>
 #include <numeric>
+#include <sstream>
 #include <thread>
 
+#include "../files.h"
 #include "command.h"
 
 using namespace funcrec::serving;
@@ -66,9 +67,9 @@ Answer run(const Request& r, int64_t version, int64_t columns) {
 }
 
 // A folder's `version`, or a file of changes: one number.
-int64_t number_in(const std::string& path) {
+int64_t number_in(const File& file) {
   int64_t n = -1;
-  if (!(std::ifstream(path) >> n) || n < 0) throw Bad("there is no version in it", path, "a file that holds a number");
+  if (!(std::istringstream(read(file)) >> n) || n < 0) throw Bad("there is no version in it", file.path, "a file that holds a number");
   return n;
 }
 
@@ -83,8 +84,8 @@ int main(int count, char** words) {
         [columns](const Request& r) { return check(r, columns); },
         [&version, columns](const Request& r) { return run(r, version, columns); },
         [&] { return std::to_string(version); },
-        [&](const std::string& folder) { version = number_in(folder + "/version"); },
-        [&](const std::string& file) { version = number_in(file); },
+        [&version, below = s.updates](const std::string& name) { version = number_in(Folder(name, below).file("version")); },
+        [&version, below = s.updates](const std::string& name) { version = number_in(open_file(name, below)); },
     };
   });
 }

@@ -1,0 +1,120 @@
+"""A folder whose name is given to another while it is read: what is taken is one folder's, and is called what it is."""
+
+import contextlib
+import shutil
+import threading
+
+import pytest
+import torch
+from programs import answers, every_dtype
+
+import funcrec as fr
+from funcrec.serve import _weights
+from funcrec.serve._folder import take_name
+
+pytestmark = pytest.mark.xdist_group("every_dtype")
+VERSIONS = ("first", "second")
+
+
+@pytest.fixture(scope="module")
+def two(folder, tmp_path_factory):
+    """Two folders of weights, and what a batch is answered with each."""
+    there = tmp_path_factory.mktemp("exchanged")
+    paths = [fr.save_weights(there / v, every_dtype.params(n), version=v) for n, v in enumerate(VERSIONS)]
+    batch, package, right = every_dtype.batch(5), fr.load_package(folder), {}
+    for path in paths:
+        package.swap(path)
+        right[package.version] = package(batch)
+    return paths, batch, right
+
+
+@contextlib.contextmanager
+def going_on(change):
+    """`change` again and again in a thread of its own."""
+    over = threading.Event()
+
+    def run():
+        while not over.is_set():
+            change()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def outputs(answer, names):
+    return dict(zip(names, answer.outputs, strict=True))
+
+
+def assert_right(found, want):
+    for name, x in want.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-6, atol=1e-6)
+
+
+def test_cpp_takes_one_folder(two, built, folder):
+    """Two folders exchange their names all the time: each swap takes one of them whole, with checksums or without, is
+    never refused, and the answers are those of the version that they name."""
+    paths, batch, right = two
+    ids = batch.ids
+    with answers.Answers(built / "funcrec-answers", folder) as running, going_on(lambda: take_name(*paths)):
+        seen = set()
+        for _ in range(1500):
+            running.swap(paths[0])
+            got = running.run(ids.num_bags, batch.dense, ids.values, ids.offsets, ids.weights)
+            assert_right(outputs(got, right[got.version]), right[got.version])
+            seen.add(got.version)
+    assert seen == set(VERSIONS)
+
+
+def test_python_takes_one_folder(two, folder, monkeypatch):
+    """The folder's name is another's between the index and the values: both are of the folder that was opened."""
+    paths, batch, right = two
+    own, package = _weights.read_index, fr.load_package(folder)
+
+    def read_index(*args):
+        found = own(*args)
+        take_name(*paths)
+        return found
+
+    monkeypatch.setattr(_weights, "read_index", read_index)
+    for checksums in (False, True) * 2:
+        package.swap(paths[0], checksums=checksums)
+        assert_right(package(batch), right[package.version])
+
+
+@pytest.mark.parametrize("language", ["python", "cpp"])
+def test_a_folder_that_is_written_again_is_never_refused(language, two, built, folder, tmp_path):
+    """Weights that are written over while they are taken, the old files removed, are taken whole, old or new."""
+    paths, batch, right = two
+    path, turn = shutil.copytree(paths[0], tmp_path / "again"), iter(range(1 << 20))
+
+    def write():
+        version = VERSIONS[next(turn) % 2]
+        fr.save_weights(path, every_dtype.params(VERSIONS.index(version)), version=version, overwrite=True)
+
+    package = fr.load_package(folder)
+    with answers.Answers(built / "funcrec-answers", folder, 1, 1, 1) as running, going_on(write):
+        for _ in range(200):
+            if language == "cpp":
+                running.swap(path)
+            else:
+                package.swap(path)
+                assert_right(package(batch), right[package.version])
+
+
+@pytest.mark.parametrize("language", ["python", "cpp"])
+def test_a_package_is_opened_whole(language, built, folder, tmp_path):
+    """Two packages exchange their names while one is opened: it is never refused for a file of the other."""
+    paths = [shutil.copytree(folder, tmp_path / v) for v in VERSIONS]
+    shutil.rmtree(paths[1])
+    other = fr.save_weights(tmp_path / "w", every_dtype.params(1), version="second")
+    shutil.copytree(folder, paths[1])
+    for name in ("weights.bin", "weights.json"):
+        shutil.copy(other / name, paths[1] / name)
+    with answers.Answers(built / "funcrec-answers", folder, 1, 1, 1) as running, going_on(lambda: take_name(*paths)):
+        for _ in range(30):
+            running.open(paths[0]) if language == "cpp" else fr.load_package(paths[0])
