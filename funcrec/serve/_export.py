@@ -39,6 +39,7 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torc
 STAGING = threading.RLock()  # what torch patches while it stages, and Inductor's settings, are the process's
 
 PROBES = 5  # bags that are answered together and one by one
+CANARY_BAGS, CANARY_IDS = 4, 4096  # at most, of the example that a package keeps
 DRAWS, TURNS = 6, 2  # of such bags, and in how many of these a whole number may differ: rounding decides a tie
 
 
@@ -62,7 +63,8 @@ def export(
       predict: (params, batch) -> a tensor with a row for each of B bags, or {name: such a tensor}; pure. It is given
         batches without label and weight.
       params: any tree of tensors: `state.params`, with quantised tables in their place, or what `predict` takes.
-      example: any batch of the keys, dense inputs and weights of ids that requests have. Its sizes do not matter.
+      example: any batch of the keys, dense inputs and weights of ids that requests have. Its sizes do not matter. The
+        package keeps its first four bags: a server takes no weights that do not answer these with finite numbers.
       path: a folder that is not there yet; it is written whole or not at all.
       encoding: of raw rows, for `Package.encode`.
       version: of the parameters; by default a name of their values.
@@ -105,11 +107,12 @@ def export(
     with STAGING:
         program = trace(predict, params, form, max_batch, max_ids)
     compare_alone(predict, params, lambda seed: probe(example, program.features, seed), min(PROBES, max_batch))
+    canary = canary_of(predict, params, example, form, min(CANARY_BAGS, max_batch), min(CANARY_IDS, max_ids))
     content = {
         **{"format": FORMAT, "digest": BLANK, "funcrec": own_version(), "torch": torch.__version__},
         **{"isa": isa, "needs": needs_of(isa), "inputs": form.specs(), "params": signature(tensors)},
         **{"outputs": program.outputs, "features": program.features, "tables": program.tables},
-        **{"max_batch": max_batch, "max_ids": max_ids},
+        **{"max_batch": max_batch, "max_ids": max_ids, "example": canary},
     }
 
     def write(folder: Path) -> None:
@@ -174,6 +177,26 @@ def compile_program(program: Program, path: Path, isa: str, digest: str) -> None
             shutil.move(made, path)  # no folder is there when the call was interrupted
 
     apart(work)
+
+
+def canary_of(predict: Callable, params: Any, example: Batch, form: Form, most_bags: int, most_ids: int) -> dict:
+    """What other weights have to answer: the example's first bags, and which outputs are finite numbers for them."""
+    ids, bags = example.ids, min(most_bags, example.ids.num_bags)
+    while bags and int(ids[:bags].lengths.sum()) > most_ids:
+        bags -= 1
+    cut = ids[:bags]
+    begin, end = int(cut.offsets[0]), int(cut.offsets[-1])
+    weights = None if cut.weights is None else cut.weights[begin:end].nan_to_num()
+    parts = {"weights": weights, "unweighted": cut.unweighted} if weights is not None else {}
+    own = KeyedJaggedTensor.from_offsets(cut.keys, cut.values[begin:end], cut.offsets - begin, **parts)
+    batch = Batch(own, dense=None if example.dense is None else example.dense[:bags].nan_to_num())
+    finite = []
+    if bags:
+        with torch.no_grad():
+            out = predict(params, batch)
+        finite = [name for name, x, _ in outputs(out, out) if x.is_floating_point() and bool(x.isfinite().all())]
+    inputs = {spec["name"]: x.reshape(-1).tolist() for spec, x in zip(form.specs(), form.inputs(batch), strict=True)}
+    return {"bags": bags, **inputs, "finite": finite}
 
 
 def compare(predict: Callable, params: Any, example: Batch, package: Package) -> None:

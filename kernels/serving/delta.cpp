@@ -105,7 +105,7 @@ class Writable {
 
 }  // namespace
 
-void Weights::apply(const File& file, const Manifest& manifest) {
+void Weights::apply(const File& file, const Manifest& manifest, const std::function<void()>& accept) {
   const std::string &path = file.path, content = read(file);
   const std::string_view bytes = content;
   const auto damaged = [&](const std::string& got, const std::string& need) { throw Bad("`" + path + "` is not a delta.", got, need); };
@@ -139,13 +139,20 @@ void Weights::apply(const File& file, const Manifest& manifest) {
       for (int64_t i = 0; !c.is_whole && i < c.count; i++) write(at + c.row(i) * c.row_bytes, c.values + i * c.row_bytes, c.row_bytes);
     }
   };
-  std::string name = to;
+  std::string name = to, before;
   const Writable writable(base_, size_);
   Pages pages;  // made while runs go on, so that they wait for the copy alone
-  each([&](char* to, const char*, int64_t n) { pages.add(to, n); });
+  each([&](char* at, const char*, int64_t n) { pages.add(at, n), before.append(accept ? at : "", accept ? size_t(n) : 0); });
   pages.make();
-  std::lock_guard alone(gate);  // nothing fails from here on
-  each([](char* to, const char* from, int64_t n) { if (n) std::memcpy(to, from, size_t(n)); });
+  std::lock_guard alone(gate);
+  each([](char* at, const char* from, int64_t n) { if (n) std::memcpy(at, from, size_t(n)); });
+  if (accept) try {
+    accept();
+  } catch (...) {
+    const char* from = before.data();
+    each([&](char* at, const char*, int64_t n) { if (n) std::memcpy(at, from, size_t(n)); from += n; });
+    throw;
+  }
   version.swap(name);
 }
 

@@ -94,6 +94,21 @@ void check_place(const Manifest& m, const Entry& top, const std::string& torch) 
   if (!absent.empty()) throw Bad("the package needs instructions that this processor lacks.", "a processor without" + absent, "isa " + m.isa);
 }
 
+Example example_of(const Entry& e) {
+  Example out;
+  out.bags = e["bags"].number(0, MOST);
+  const auto list = [&](const char* key, auto&& add) {
+    if (e.has(key))
+      for (const Entry& x : e[key].items()) add(x);
+  };
+  list("dense", [&](const Entry& x) { out.dense.push_back(float(x.real())); });
+  list("values", [&](const Entry& x) { out.values.push_back(x.number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max())); });
+  list("offsets", [&](const Entry& x) { out.offsets.push_back(x.number(0, MOST)); });
+  list("weights", [&](const Entry& x) { out.weights.push_back(float(x.real())); });
+  list("finite", [&](const Entry& x) { out.finite.push_back(x.text()); });
+  return out;
+}
+
 // The inputs are of dense, values, offsets and weights those that there are, in this order and of these kinds.
 void check_inputs(Manifest& m) {
   const std::vector<Spec> whole = {{"dense", DType::f32, {BAGS, 0}}, {"values", DType::i64, {IDS}}, {"offsets", DType::i64, {OFFSETS}}, {"weights", DType::f32, {IDS}}};
@@ -162,6 +177,11 @@ int64_t Entry::number(int64_t least, int64_t most) const {
   return n;
 }
 
+double Entry::real() const {
+  if (!value_->is_number()) fail("no number", "one");
+  return value_->to_number<double>();
+}
+
 bool Entry::truth() const {
   if (!value_->is_bool()) fail("no bool", "true or false");
   return value_->as_bool();
@@ -191,6 +211,10 @@ Manifest read_manifest(const Folder& folder, const std::string& torch) {
   m.inputs = specs_of(top["inputs"]), m.params = specs_of(top["params"]), m.outputs = specs_of(top["outputs"]);
   m.max_batch = top["max_batch"].number(1, std::numeric_limits<int32_t>::max());
   m.max_ids = top["max_ids"].number(0, MOST);
+  if (top.has("example")) try {
+    m.example = example_of(top["example"]);
+  } catch (const Bad&) {  // it was changed, and with it the digest, which is not the program's then: that is what is told
+  }
   for (const Entry& e : top["features"].items()) {
     Feature f{e["name"].text(), e["table"].is_null() ? "" : e["table"].text(), e["rows"].number(0, ANY_ROW), e["weighted"].truth()};
     if (f.rows == ANY_ROW) f.rows = -1;

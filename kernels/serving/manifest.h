@@ -32,6 +32,7 @@ class Entry {
   std::vector<Entry> items() const;
   std::string text() const;
   int64_t number(int64_t least, int64_t most) const;
+  double real() const;
   bool truth() const;
   bool is_null() const { return value_->is_null(); }
   bool is_text() const { return value_->is_string(); }

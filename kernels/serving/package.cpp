@@ -2,8 +2,8 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/isfinite.h>
 #include <c10/core/InferenceMode.h>
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
@@ -140,13 +140,18 @@ struct Package::Inside {
     if (set != options.threads) at::set_num_threads(set = options.threads);
   }
 
-  // What a program of these weights answers to a request that has been checked.
-  Answer answer(const Request& request, const Parameters& p, const char* failure = "the program failed") const;
+  // What a program of these weights answers to a request that has been checked; `answer_now`: by whoever holds their gate.
+  Answer answer(const Request& request, const Parameters& p) const {
+    std::shared_lock reading(p.weights.gate);
+    return answer_now(request, p, "the program failed");
+  }
+  Answer answer_now(const Request& request, const Parameters& p, const char* failure) const;
   std::vector<Output> outputs_of(std::vector<at::Tensor> results, const Request& request, const Parameters& p) const;
 
-  // Weights that have answered one bag without ids: what no request could be answered with, kernels without an operator, say, is
-  // refused before anybody asks.
-  std::shared_ptr<Parameters> tried(const Folder& folder) const;
+  // Weights answer one bag without ids, and the example with finite numbers, before anybody asks them: what no request could be answered
+  // with, kernels without an operator, say, or weights of a run that diverged, is refused. `others`: the program has run with some before.
+  void try_out(const Parameters& p, bool others) const;
+  void try_example(const Parameters& p) const;
 };
 
 Package::Package(std::unique_ptr<Inside> in) : in_(std::move(in)) {}
@@ -175,7 +180,9 @@ std::unique_ptr<Package::Inside> Package::Inside::open(const Folder& folder, con
       throw Bad("`model.pt2` is not the manifest's program.", "digest " + (digest == metadata.end() ? "None" : digest->second), in->manifest.digest);
   });
   check_program(in->manifest);
-  in->now = in->tried(folder);
+  auto p = std::make_shared<Parameters>(folder, in->manifest, options.checksums);
+  in->try_out(*p, false);
+  in->now = std::move(p);
   return in;
 }
 
@@ -220,9 +227,8 @@ Answer Package::run(const Request& r) const {
   return answer;
 }
 
-Answer Package::Inside::answer(const Request& r, const Parameters& p, const char* failure) const {
+Answer Package::Inside::answer_now(const Request& r, const Parameters& p, const char* failure) const {
   set_threads();
-  std::shared_lock reading(p.weights.gate);
   Answer answer;
   answer.version = p.weights.version;
   if (r.bags == 0) {  // programs are made for one bag or more
@@ -247,12 +253,28 @@ Answer Package::Inside::answer(const Request& r, const Parameters& p, const char
   return answer;
 }
 
-std::shared_ptr<Parameters> Package::Inside::tried(const Folder& folder) const {
-  auto p = std::make_shared<Parameters>(folder, manifest, options.checksums);
+void Package::Inside::try_out(const Parameters& p, bool others) const {
   const std::vector<float> dense(size_t(manifest.dense_columns));
   const std::vector<int64_t> offsets(manifest.has_ids ? manifest.features.size() + 1 : 0);
-  answer({.bags = 1, .dense = dense, .values = {}, .offsets = offsets, .weights = {}}, *p, "the package cannot answer one bag without ids");
-  return p;
+  try {
+    answer_now({.bags = 1, .dense = dense, .values = {}, .offsets = offsets, .weights = {}}, p, "the package cannot answer one bag without ids");
+    if (options.canary && manifest.example.bags) try_example(p);
+  } catch (const Failed& e) {
+    if (!others) throw;
+    throw Bad("the program fails with these weights.", e.what(), "weights that it runs with");
+  }
+}
+
+void Package::Inside::try_example(const Parameters& p) const {
+  const Example& x = manifest.example;
+  const Answer answer = answer_now({x.bags, x.dense, x.values, x.offsets, x.weights}, p, "the package cannot answer its example");
+  for (size_t i = 0; i < answer.outputs.size(); i++) {
+    const std::string& name = manifest.outputs[i].name;
+    if (std::find(x.finite.begin(), x.finite.end(), name) == x.finite.end()) continue;
+    const at::Tensor& numbers = *std::static_pointer_cast<const at::Tensor>(answer.outputs[i].memory);
+    const int64_t wrong = of_torch("the answer cannot be read", [&] { return numbers.numel() - at::isfinite(numbers).sum().item<int64_t>(); });
+    if (wrong) throw Bad("the package's example is not answered with finite numbers.", std::to_string(wrong) + " of " + name + " that are none", "weights as those that it was exported with, or --canary false");
+  }
 }
 
 std::vector<Output> Package::Inside::outputs_of(std::vector<at::Tensor> results, const Request& r, const Parameters& p) const {
@@ -278,13 +300,16 @@ void Package::swap(const std::string& folder, const std::string& below) {
   std::lock_guard alone(in_->one_change);
   read_folder(folder, below, [&](const Folder& opened) {
     check_same_program(opened, in_->manifest);
-    in_->now = in_->tried(opened);
+    auto p = std::make_shared<Parameters>(opened, in_->manifest, in_->options.checksums);
+    in_->try_out(*p, true);
+    in_->now = std::move(p);
   });
 }
 
 void Package::apply(const std::string& file, const std::string& below) {
   std::lock_guard alone(in_->one_change);
-  in_->now.load()->weights.apply(open_file(file, below), in_->manifest);
+  const auto p = in_->now.load();
+  p->weights.apply(open_file(file, below), in_->manifest, [&] { in_->try_out(*p, true); });
 }
 
 int64_t Output::row_bytes() const {

@@ -34,6 +34,7 @@ struct Options {
   int threads = 1;         // that one run uses
   int runners = 1;         // runs at the same time: as many as there are threads that call
   bool checksums = true;   // whether to read all weights once, here and in each swap, and compare their checksums
+  bool canary = true;      // whether weights, here and in each swap and delta, have to answer the manifest's example with finite numbers
   std::string operators;   // a library with operators of others, to be opened first; "" for none
 };
 
@@ -61,12 +62,22 @@ struct TableOf {
   int64_t rows, dim, bits;
 };
 
+// A batch that other weights have to answer with finite numbers, in these outputs; of no bags in packages from before.
+struct Example {
+  int64_t bags = 0;
+  std::vector<float> dense;
+  std::vector<int64_t> values, offsets;
+  std::vector<float> weights;
+  std::vector<std::string> finite;
+};
+
 struct Manifest {
   std::string digest, funcrec, torch, isa;
   std::vector<Spec> inputs, params, outputs;  // inputs: those of them that there are of dense, values, offsets, weights, in that order
   std::vector<Feature> features;
   std::vector<TableOf> tables;
   int64_t max_batch, max_ids;
+  Example example;
 
   int64_t dense_columns = 0;  // numbers of `dense` for each bag
   bool has_dense = false, has_ids = false, has_weights = false;
@@ -115,7 +126,7 @@ class Package {
   // weights.bin and weights.json of a folder, no package of another program; runs that have begun end with those they have. With `below`
   // the folder is one of this name below that one, which neither the name nor a link in it leads out of.
   void swap(const std::string& folder, const std::string& below = "");
-  // A file of funcrec.write_delta: all of it, or Bad and nothing has changed.
+  // A file of funcrec.write_delta: all of it, or Bad and every bit is as it was.
   void apply(const std::string& file, const std::string& below = "");
 
  private:
@@ -123,6 +134,9 @@ class Package {
   explicit Package(std::unique_ptr<Inside>);
   std::unique_ptr<Inside> in_;
 };
+
+// Should a file of weights be cut short under this process, or its disk fail, the signal that ends it (SIGBUS) first names the file to stderr.
+void name_bus_errors();
 
 template <class T> constexpr DType dtype_of() {
   if constexpr (std::is_same_v<T, uint8_t>) return DType::u8;

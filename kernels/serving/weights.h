@@ -3,6 +3,7 @@
 #pragma once
 #include <pthread.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -29,7 +30,7 @@ class Gate {
 class Weights {
  public:
   Weights(const Folder& folder, const Manifest& manifest, bool checksums);
-  ~Weights();
+  ~Weights() { unmap(); }
   Weights(const Weights&) = delete;
   Weights& operator=(const Weights&) = delete;
 
@@ -41,10 +42,13 @@ class Weights {
   mutable Gate gate;
   std::string version;  // changed under the gate
 
-  // All rows of a delta file for the version that these are of: validated whole, then written while nobody reads.
-  void apply(const File& file, const Manifest& manifest);
+  // All rows of a delta file for the version that these are of: validated whole, then written while nobody reads. What `accept`, which is
+  // called before anybody reads, throws leaves every bit as it was.
+  void apply(const File& file, const Manifest& manifest, const std::function<void()>& accept = nullptr);
 
  private:
+  void unmap();
+
   Index index_;
   char* base_ = nullptr;
   size_t size_ = 0;

@@ -85,7 +85,7 @@ def test_weights_that_the_program_fails_with_are_not_taken(running):
     connection, asked = running.connect(), {"ids": {"a": [[7]]}}
     for _ in range(3):
         status, _, body = running.ask("POST", "/reload", {"weights": "bad"})
-        assert status == 500
+        assert status == 400
         assert_reason(json.loads(body)["error"])
         status, answer = predict(connection, asked)
         assert (status, answer["version"], first_number(answer)) == (200, "good", 7 + 3)

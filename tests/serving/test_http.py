@@ -178,12 +178,13 @@ def test_slow_clients(program):
 
 
 def test_idle_connections_give_way(program):
-    """Where all connections are taken, the one that has been idle for longest, and for a second, is closed for a new
-    one; one whose request has begun is not, nor one that asks all the time."""
+    """Where all connections are taken, the one that has been idle for longest, and for a second, or is that long within
+    a request's head, is closed for a new one; one whose body has begun is not, nor one that asks all the time."""
     with Server(program, "sums", "--connections", "4") as server:
         idle = [server.raw() for _ in range(2)]
+        idle[1].sendall(head()[:-2])
         begun, busy = server.raw(), server.connect()
-        begun.sendall(head()[:-2])
+        begun.sendall(head(b"{}") + b"{")
         until = time.monotonic() + 1.2
         while time.monotonic() < until:
             assert predict(busy, ONE)[0] == 200
@@ -192,8 +193,45 @@ def test_idle_connections_give_way(program):
         for connection in (new[0], busy, new[1], busy):
             assert predict(connection, ONE)[0] == 200
         assert [s.recv(10) for s in idle] == [b"", b""]
-        begun.sendall(b"\r\n")
-        assert statuses(begun.recv(1000)) == [400]  # its body is empty
+        begun.sendall(b"}")
+        assert statuses(begun.recv(1000)) == [400]
+
+
+def test_an_address_has_so_many_connections(program):
+    """Connections of one address beyond --per-address are 429 and closed, unless one of its own has asked for nothing
+    for a second; those of other addresses are let in."""
+    of = lambda server, address: socket.create_connection(("127.0.0.1", server.port), 20, (address, 0))
+    with Server(program, "sums", "--per-address", "3") as server:
+        begun = [of(server, "127.0.0.2") for _ in range(3)]
+        for s in begun:
+            s.sendall(head(b"{}") + b"{")
+        for _ in range(3):
+            assert statuses(everything(of(server, "127.0.0.2"))) == [429]
+        assert predict(server.connect(), ONE)[0] == 200
+        assert server.metrics()['funcrec_requests_total{code="429"}'] == 3
+        begun[0].sendall(b"}")
+        assert statuses(begun[0].recv(1000)) == [400]  # and it is idle then
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            with of(server, "127.0.0.2") as new:
+                new.sendall(head(method="GET", path="/healthz", Connection="close"))
+                if statuses(new.recv(1000)) == [200]:
+                    break
+            time.sleep(0.1)
+        assert begun[0].recv(10) == b""
+        [s.sendall(b"}") for s in begun[1:]]
+        assert [statuses(s.recv(1000)) for s in begun[1:]] == [[400]] * 2
+
+
+def test_a_head_has_less_time_than_a_body(program):
+    """A head that does not come in --head-s is 408, though a body has longer."""
+    with Server(program, "sums", "--head-s", "0.2", "--timeout-s", "60") as server:
+        body, slow = server.raw(), server.raw()
+        body.sendall(head(b"{}") + b"{")
+        slow.sendall(head()[:-2])
+        assert statuses(everything(slow)) == [408]
+        body.sendall(b"}")
+        assert statuses(body.recv(1000)) == [400]
 
 
 def test_a_full_queue_is_told(program):

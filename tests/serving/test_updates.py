@@ -117,15 +117,16 @@ def test_links_within_the_folder_of_updates_are_followed(program, updates):
             assert (status, json.loads(body)) == (200, {"version": version})
 
 
-def test_a_stopped_server_has_answered_all(program):
-    """SIGTERM under load: whoever is connected is answered and told that the connection ends, none is let in again,
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stopped_server_has_answered_all(program, number):
+    """A signal under load: whoever is connected is answered and told that the connection ends, none is let in again,
     idle connections are closed, the status is 0."""
     with Server(program, "sums", "--workers", "2") as server:
         idle, load = server.raw(), Load(server, 12)
         half = server.raw()
         half.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n")
         time.sleep(0.1)
-        os.kill(server.process.pid, signal.SIGTERM)
+        os.kill(server.process.pid, number)
         time.sleep(0.1)
         with pytest.raises(ConnectionError):
             server.raw()
@@ -135,6 +136,17 @@ def test_a_stopped_server_has_answered_all(program):
         assert (server.ended()[0], idle.recv(10)) == (0, b"")
         assert load.end() == [] and min(load.answers) > 1
         assert not load.stop or all(not t.is_alive() for t in load.threads)
+
+
+def test_nohup_holds(program, tmp_path):
+    """A server that was begun under nohup goes on after SIGHUP."""
+    under = tmp_path / "under"
+    under.write_text(f'#!/bin/sh\ntrap "" HUP\nexec {program} "$@"\n')
+    under.chmod(0o755)
+    with Server(under, "sums") as server:
+        os.kill(server.process.pid, signal.SIGHUP)
+        assert [server.ask("GET", "/healthz")[0] for _ in range(20)] == [200] * 20
+        assert server.stop() == (0, "")
 
 
 def test_what_waits_at_the_end_is_answered(program):

@@ -28,6 +28,8 @@ int main(int count, char** words) {
     options.threads = int(s.threads);
     options.runners = int(s.workers);
     options.checksums = s.checksums;
+    options.canary = s.canary;
+    name_bus_errors();
     auto package = Package::open(s.package, options);
     return Model{
         package->manifest(),

@@ -4,7 +4,9 @@
 #include <boost/beast/core.hpp>
 #include <chrono>
 #include <filesystem>
+#include <csignal>
 #include <list>
+#include <map>
 #include <optional>
 
 #include "batcher.h"
@@ -37,14 +39,16 @@ struct Listener {
   Hosts hosts;
   Acceptor acceptor;
   size_t open = 0;
+  std::map<std::string, size_t> from = {};  // open ones by their address; those of a unix socket have none
 };
 
 struct Connection {
   Stream::socket socket;
   Listener& from;
+  std::string address;
   beast::flat_buffer buffer = beast::flat_buffer(UNREAD);
   Clock::time_point deadline = FOREVER, since = {};  // for what the socket is doing now, and when it began that
-  bool idle = false, late = false;
+  bool idle = false, yields = false, late = false;  // yields: no request of it has come in, so that a new one may take its place
 };
 
 // What is said to a client whose message cannot be read; 0: nothing, it has gone.
@@ -61,6 +65,8 @@ class Server {
   Server(const Model& model, const Settings& settings) : model_(model), settings_(settings) {}
 
   void run(const std::function<void(const std::string&, const std::string&)>& ready) {
+    struct sigaction before {};
+    if (sigaction(SIGHUP, nullptr, &before) == 0 && before.sa_handler != SIG_IGN) signals_.add(SIGHUP);
     listen({settings_.host, static_cast<unsigned short>(settings_.port), ""}, false, size_t(settings_.connections));
     if (!settings_.admin.empty()) listen(place_of(settings_.admin), true, ADMINS);
     const auto url = [](const Listener& l) { return url_of(l.acceptor, l.place); };
@@ -89,8 +95,12 @@ class Server {
 
   Task<> accept(Listener& l) {
     while (!draining_) {
-      error_code error;
+      error_code error, gone;
       Stream::socket socket = co_await l.acceptor.async_accept(net::redirect_error(net::use_awaitable, error));
+      if (!error && !has_room(l, address_of(socket.remote_endpoint(gone)))) {
+        refuse(socket);
+        continue;
+      }
       while (!error && !draining_ && l.open >= l.most) {
         const Clock::duration wait = close_an_idle_one(l) ? Clock::duration(0) : TICK;
         co_await pause(wait);
@@ -106,11 +116,25 @@ class Server {
     }
   }
 
-  // The one that has been idle for longest, so that a new one has room.
-  bool close_an_idle_one(const Listener& l) {
+  // Whether an address may have one more; one of its own that asks for nothing gives way.
+  bool has_room(Listener& l, const std::string& address) {
+    const auto own = l.from.find(address);
+    return !settings_.per_address || address.empty() || own == l.from.end() || own->second < size_t(settings_.per_address) || close_an_idle_one(l, &address);
+  }
+
+  void refuse(Stream::socket& socket) {
+    constexpr std::string_view said = "HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+    error_code error;
+    socket.non_blocking(true, error);
+    socket.write_some(net::buffer(said), error);
+    metrics_.answered(429);
+  }
+
+  // The one that has asked for nothing for longest, so that a new one has room.
+  bool close_an_idle_one(const Listener& l, const std::string* address = nullptr) {
     Connection* found = nullptr;
     for (Connection& c : connections_)
-      if (c.idle && &c.from == &l && (!found || c.since < found->since)) found = &c;
+      if (c.yields && &c.from == &l && (!address || c.address == *address) && (!found || c.since < found->since)) found = &c;
     if (!found || Clock::now() - found->since < YIELDS) return false;
     error_code error;
     found->socket.cancel(error);
@@ -120,8 +144,9 @@ class Server {
   void begin(Stream::socket socket, Listener& l) {
     error_code error;
     if (l.place.path.empty()) socket.set_option(net::ip::tcp::no_delay(true), error);
-    connections_.push_back({.socket = std::move(socket), .from = l});
-    l.open++;
+    const std::string address = address_of(socket.remote_endpoint(error));
+    connections_.push_back({.socket = std::move(socket), .from = l, .address = address});
+    l.open++, l.from[address]++;
     net::co_spawn(io_, live(std::prev(connections_.end())), net::detached);
   }
 
@@ -130,7 +155,8 @@ class Server {
       std::list<Connection>& all;
       std::list<Connection>::iterator at;
       ~Entry() {
-        at->from.open--;
+        Listener& l = at->from;
+        if (l.open--; --l.from[at->address] == 0) l.from.erase(at->address);
         all.erase(at);
       }
     } const entry{connections_, c};
@@ -177,7 +203,7 @@ class Server {
   void give(Connection& c, double s, bool idle = false) {
     c.since = Clock::now();
     c.deadline = s < 0 ? FOREVER : c.since + seconds(s);
-    c.idle = idle;
+    c.idle = c.yields = idle;
     c.late = false;
   }
 
@@ -194,7 +220,8 @@ class Server {
       http::request_parser<http::string_body> parser;
       parser.header_limit(std::uint32_t(settings_.max_header));
       parser.body_limit(std::uint64_t(settings_.max_body));
-      give(c, settings_.timeout_s);
+      give(c, std::min(settings_.head_s, settings_.timeout_s));
+      c.yields = true;
       co_await http::async_read_header(c.socket, c.buffer, parser, token);
       std::optional<Reply> refused;
       if (!error) refused = refusal(parser.get(), c.from.hosts, c.from.admin);
@@ -225,7 +252,7 @@ class Server {
   }
 
   std::string need_of(unsigned code) const {
-    if (code == 408) return "a header, and a body, within " + std::to_string(settings_.timeout_s) + " s";
+    if (code == 408) return "a head within " + std::to_string(std::min(settings_.head_s, settings_.timeout_s)) + " s, and a body within " + std::to_string(settings_.timeout_s) + " s";
     if (code == 413) return "a body of at most " + std::to_string(settings_.max_body) + " bytes";
     if (code == 431) return "a header of at most " + std::to_string(settings_.max_header) + " bytes, and " + std::to_string(UNREAD) + " about chunks";
     return "a whole request of HTTP/1.1";

@@ -6,7 +6,7 @@
 
 namespace funcrec::serving {
 
-// Serves until SIGTERM or SIGINT; then takes no more connections, answers what it has been asked, and returns. `ready` is told
+// Serves until SIGTERM, SIGINT or SIGHUP (unless that one is ignored, as by nohup); then takes no more connections, answers what it has been asked, and returns. `ready` is told
 // where it listens: for requests, and, unless it is "", for updates. Failed if it cannot listen.
 void serve(const Model&, const Settings&, const std::function<void(const std::string& url, const std::string& admin)>& ready);
 
