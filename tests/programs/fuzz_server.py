@@ -40,9 +40,23 @@ FIELDS = [
     b"Content-Length: 1073741824",
     b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip", b"Content-Type: text/html", b"Content-Type:",
     b"Expect: 100-continue",
-    b"Host: x", b"Connection: upgrade", b"X: " + b"y" * 9000, b": x", b"x", b"\x00: \x00", b"Host: a\r\n b",
+    b"Host: x", b"Timeout-Ms: 0", b"Timeout-Ms: x",
+    b"Connection: upgrade", b"X: " + b"y" * 9000, b": x", b"x", b"\x00: \x00", b"Host: a\r\n b",
 ]  # fmt: skip
-TARGETS = [b"/predict", b"/reload", b"/delta", b"/healthz", b"/metrics", b"/", b"*", b"/%00", b"/predict/.."]
+TARGETS = [
+    b"/predict",
+    b"/reload",
+    b"/delta",
+    b"/healthz",
+    b"/livez",
+    b"/readyz",
+    b"/manifest",
+    b"/metrics",
+    b"/",
+    b"*",
+    b"/%00",
+    b"/predict/..",
+]
 TARGETS += [b"http://x/predict", b"http://localhost/predict", b"/" + b"z" * 300]
 METHODS = [b"POST", b"GET", b"HEAD", b"PUT", b"OPTIONS", b"CONNECT", b"PRI", b"post"]
 

@@ -48,6 +48,15 @@ def assert_answers(package, connection, num_bags):
             torch.testing.assert_close(got, x, rtol=0, atol=1e-6)
 
 
+def test_the_manifest_is_the_packages(path, running):
+    """GET /manifest has what the package's own manifest says of requests and answers, and nothing of the example."""
+    own, found = json.loads((path / "manifest.json").read_text()), json.loads(running.ask("GET", "/manifest")[2])
+    assert found.pop("version") == "first" and found.pop("manifest") == own["digest"]
+    features = [{k: f[k] for k in ("name", "rows", "weighted")} for f in own["features"]]
+    assert found.pop("features") == features and "example" not in found
+    assert found == {k: own[k] for k in found} and {"inputs", "outputs", "max_batch", "max_ids", "torch"} <= set(found)
+
+
 @pytest.mark.parametrize("version", ["first", "next"])
 def test_the_server_answers_as_the_package(path, running, version):
     """Batches of 0 to 512 bags with ids in no table, as JSON and as bytes: Python's outputs within 1e-6, of the version
@@ -125,6 +134,40 @@ def test_what_is_no_file_blocks_nobody(path, running, name):
     with contextlib.closing(running.connect(timeout=5, admin=True)) as connection:
         code, _, body = serving.ask(connection, "POST", "/delta" if key == "path" else "/reload", {key: asked})
     assert code == 400 and name in json.loads(body)["error"]["problem"]
+    assert running.ask("POST", "/reload", {"weights": "next"})[0] == 200
+
+
+def led(path, elsewhere):
+    """A link in a file's place."""
+    path.unlink()
+    path.symlink_to(elsewhere)
+
+
+def test_no_answer_has_a_path_of_the_servers(path, running, tmp_path):
+    """Whatever is wrong with an update, its refusal calls it what the client called it, and has no path besides; a link
+    out of the folder of updates is followed in no file of a folder."""
+    folder, secret = path.parent / "wrong", shutil.copytree(path.parent / "next", tmp_path / "secret")
+    wrong = {
+        "no index": lambda: (folder / "weights.json").unlink(),
+        "no values": lambda: (folder / "weights.bin").unlink(),
+        "cut off": lambda: os.truncate(folder / "weights.bin", 5),
+        "no JSON": lambda: (folder / "weights.json").write_text("{"),
+        "another index": lambda: (folder / "weights.json").write_text("{}"),
+        "another program": lambda: (folder / "manifest.json").write_text('{"digest": "0"}'),
+        "no manifest": lambda: (folder / "manifest.json").mkdir(),
+        "changed": lambda: flipped(folder),
+        "led out": lambda: led(folder / "weights.bin", secret / "weights.bin"),
+        "index led out": lambda: led(folder / "weights.json", secret / "weights.json"),
+    }
+    for name, change in wrong.items():
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(path.parent / "next", folder)
+        change()
+        for where, key in (("/reload", "weights"), ("/delta", "path")):
+            status, _, body = running.ask("POST", where, {key: "wrong"})
+            assert status == 400 and str(path.parent) not in body.decode() and "/tmp" not in body.decode(), name
+        status, _, body = running.ask("POST", "/delta", {"path": "wrong/weights.json"})
+        assert status == 400 and "/tmp" not in body.decode(), name
     assert running.ask("POST", "/reload", {"weights": "next"})[0] == 200
 
 

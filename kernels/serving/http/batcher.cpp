@@ -17,7 +17,7 @@ Answer whole(Answer answer, const Model& model, int64_t bags) {
 }  // namespace
 
 Bags merge(const Jobs& jobs, const Manifest& manifest) {
-  Bags all;
+  Bags all(jobs.empty() ? nullptr : jobs[0]->bags.values.get_allocator().memory);
   size_t ids = 0;
   for (const auto& job : jobs) {
     all.bags += job->bags.bags;
@@ -56,6 +56,7 @@ Batcher::~Batcher() {
 }
 
 bool Batcher::push(std::unique_ptr<Job>& job) {
+  job->queued = Clock::now();
   {
     std::lock_guard lock(mutex_);
     if (queue_.size() >= limits_.queue) return false;
@@ -88,9 +89,28 @@ Jobs Batcher::take() {
 
 void Batcher::work() {
   for (Jobs jobs = take(); !jobs.empty(); jobs = take()) {
-    run(jobs);
-    deliver_(std::move(jobs));
+    Jobs in_time = without_late(jobs);
+    if (!jobs.empty()) deliver_(std::move(jobs));
+    if (in_time.empty()) continue;
+    run(in_time);
+    deliver_(std::move(in_time));
   }
+}
+
+Jobs Batcher::without_late(Jobs& jobs) {
+  Jobs in_time, late;
+  const Clock::time_point now = Clock::now();
+  for (auto& job : jobs) {
+    metrics_.waited(seconds_since(job->queued));
+    if (now < job->deadline) {
+      in_time.push_back(std::move(job));
+      continue;
+    }
+    job->outcome = Problem{504, "the request's time is over", "a queue that was longer", "more time in Timeout-Ms, or fewer requests at once"};
+    late.push_back(std::move(job));
+  }
+  jobs = std::move(late);
+  return in_time;
 }
 
 void Batcher::run(Jobs& jobs) {

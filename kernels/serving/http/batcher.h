@@ -20,6 +20,7 @@ using Outcome = std::variant<Problem, Part>;
 struct Job {
   Bags bags;
   int64_t ids_out_of_range = 0;
+  std::chrono::steady_clock::time_point queued = {}, deadline = std::chrono::steady_clock::time_point::max();  // then nobody waits for it
   std::function<void(Outcome)> done;
   Outcome outcome;
 };
@@ -38,11 +39,13 @@ class Batcher {
   ~Batcher();                           // what is queued is run first
   bool push(std::unique_ptr<Job>&);     // false, and the job stays the caller's, if too many wait
   size_t waiting() const;
+  bool is_full() const { return waiting() >= limits_.queue; }
 
  private:
   void work();
   Jobs take();
   void run(Jobs&);
+  Jobs without_late(Jobs&);  // those that are not late; what is left has its outcome
   void run_alone(Job&);
 
   const Model& model_;

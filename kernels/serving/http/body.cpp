@@ -63,9 +63,11 @@ template <class T> struct Lists {
   struct Column {
     int64_t begin = -1, end = -1;
   };
-  std::vector<T> values;
-  std::vector<int64_t> ends;  // of each bag in `values`
-  std::vector<Column> columns;
+  Many<T> values;
+  Many<int64_t> ends;  // of each bag in `values`
+  std::vector<Column> columns{};
+
+  explicit Lists(Memory* memory) : values(memory), ends(memory) {}
 
   int64_t bags() const { return int64_t(ends.size()); }
   int64_t start(int64_t bag) const { return bag ? ends[size_t(bag) - 1] : 0; }
@@ -77,14 +79,14 @@ struct Body {
   static constexpr const char* NAMES[] = {"ids", "weights", "dense"};
 
   const Manifest& manifest;
-  Lists<int64_t> ids{};
-  Lists<float> numbers[2]{};  // weights, dense
+  Lists<int64_t> ids;
+  Lists<float> numbers[2];  // weights, dense
   bool has[3]{};
   Group group = IDS;
   size_t feature = 0;
   int depth = 0;  // 1: in the body, 2: in an object of features, 3: in a list of bags, 4: in a bag
 
-  explicit Body(const Manifest& m) : manifest(m) {
+  Body(const Manifest& m, Memory* memory) : manifest(m), ids(memory), numbers{Lists<float>(memory), Lists<float>(memory)} {
     ids.columns.resize(m.features.size());
     numbers[0].columns.resize(m.features.size()), numbers[1].columns.resize(1);
   }
@@ -151,26 +153,32 @@ struct Body {
       } else {
         l.ends.push_back(int64_t(l.values.size()));
         if (l.bags() - column.begin > manifest.max_batch) throw Bad("`" + where() + "` has too many bags", "more", "at most " + number(manifest.max_batch));
-        if (group != DENSE && int64_t(l.values.size()) > manifest.max_ids) throw Bad("there are too many ids", "more", "at most " + number(manifest.max_ids));
       }
     });
     depth = depth == 4 ? 3 : group == DENSE ? 1 : 2;
   }
 
+  // For one more beside so many ids, or weights of them.
+  void room(size_t count) const {
+    if (int64_t(count) >= manifest.max_ids) throw Bad("there are too many ids", "more", "at most " + number(manifest.max_ids));
+  }
+
   void string(const std::string&) { other("a string"); }
   void integer(int64_t x) {
     if (depth != 4 || group != IDS) return real(double(x), "an integer");
+    room(ids.values.size());
     ids.values.push_back(x);
   }
   void real(double x, const char* kind = "a number that is no integer of 64 bits") {
     if (depth != 4 || group == IDS) other(kind);
     if (!(std::abs(x) < 0x1.ffffffp127)) other("a larger number");  // from there on it is rounded to infinity
+    if (group == WEIGHTS) room(numbers[0].values.size());
     numbers[group - 1].values.push_back(float(x));
   }
 };
 
 // The weights of feature f's ids.
-void add_weights(const Body& body, size_t f, std::vector<float>& out) {
+void add_weights(const Body& body, size_t f, Many<float>& out) {
   const Feature& feature = body.manifest.features[f];
   const auto [begin, end] = body.ids.columns[f];
   const int64_t first = body.ids.start(begin), last = body.ids.start(end);
@@ -240,11 +248,11 @@ struct OneString {
 
 }  // namespace
 
-Bags from_json(std::string_view text, const Manifest& manifest) {
-  Body body = read<Body>(text, manifest);
+Bags from_json(std::string_view text, const Manifest& manifest, Memory* memory) {
+  Body body = read<Body>(text, manifest, memory);
   for (const auto group : {Body::IDS, Body::DENSE})
     if (const std::string name = Body::NAMES[group]; body.needs(group) && !body.has[group]) throw Bad("`" + name + "` and the package differ", "no " + name, name);
-  Bags out;
+  Bags out(memory);
   int64_t bags = -1;
   if (body.has[Body::IDS]) add_ids(body, bags, out);
   if (body.has[Body::DENSE]) {

@@ -67,7 +67,12 @@ void Metrics::reloaded(const char* what, bool ok) {
   reloads_[{what, ok}]++;
 }
 
-std::string Metrics::text(size_t queue, size_t connections, const std::string& version) const {
+void Metrics::waited(double seconds) {
+  std::lock_guard lock(mutex_);
+  queue_.add(seconds);
+}
+
+std::string Metrics::text(const Now& now) const {
   std::lock_guard lock(mutex_);
   std::ostringstream out;
   out.precision(12);
@@ -77,16 +82,19 @@ std::string Metrics::text(size_t queue, size_t connections, const std::string& v
   write(out, "run_seconds", "seconds of one run of the model", run_);
   write(out, "batch_bags", "bags of one run", bags_);
   write(out, "batch_requests", "requests of one run", requests_);
-  write(out, "queue_length", "gauge", "requests that wait for a worker", queue);
-  write(out, "connections", "gauge", "open connections", connections);
+  write(out, "queue_seconds", "seconds that a request waited for a worker", queue_);
+  write(out, "queue_length", "gauge", "requests that wait for a worker", now.queue);
+  write(out, "connections", "gauge", "open connections", now.connections);
+  write(out, "parsing", "gauge", "long bodies and answers that are parsed or written, not by the thread that reads and writes sockets", now.parsing);
+  write(out, "body_memory_bytes", "gauge", "memory of bodies and of what is parsed of them", now.memory);
   write(out, "ids_out_of_range_total", "counter", "ids that are not in their tables", ids_out_of_range_);
   write(out, "batches_one_by_one_total", "counter", "batches that failed and were run request by request", one_by_one_);
   describe(out, "reloads_total", "counter", "weights and deltas that were put in, or refused");
   for (auto& [key, n] : reloads_)
     out << "funcrec_reloads_total{what=\"" << key.first << "\",result=\"" << (key.second ? "ok" : "refused") << "\"} " << n << "\n";
   describe(out, "version_info", "gauge", "the version of the weights");
-  out << "funcrec_version_info{version=\"" << label(version) << "\"} 1\n";
-  return out.str();
+  out << "funcrec_version_info{version=\"" << label(now.version) << "\"} 1\n";
+  return out.str() + process_text();
 }
 
 }  // namespace funcrec::serving

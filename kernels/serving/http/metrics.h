@@ -17,6 +17,15 @@ struct Histogram {
   void add(double x);
 };
 
+// What the server holds now.
+struct Now {
+  size_t queue, connections, parsing;
+  int64_t memory;  // bytes
+  std::string version;
+};
+
+std::string process_text();  // process_*, as all processes have them
+
 // All functions may be called by any thread.
 class Metrics {
  public:
@@ -24,15 +33,16 @@ class Metrics {
   void predicted(double seconds);  // from a body that is whole to its answer
   void ran(size_t requests, int64_t bags, double seconds, int64_t ids_out_of_range);
   void ran_one_by_one();
+  void waited(double seconds);  // for a worker
   void reloaded(const char* what, bool ok);  // "weights" or "delta"
-  std::string text(size_t queue, size_t connections, const std::string& version) const;
+  std::string text(const Now&) const;
 
  private:
   mutable std::mutex mutex_;
   std::map<unsigned, uint64_t> codes_;
   std::map<std::pair<std::string, bool>, uint64_t> reloads_;
   uint64_t ids_out_of_range_ = 0, one_by_one_ = 0;
-  Histogram latency_{{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5}}, run_{latency_.bounds};
+  Histogram latency_{{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5}}, run_{latency_.bounds}, queue_{latency_.bounds};
   Histogram bags_{{1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096}}, requests_{{1, 2, 4, 8, 16, 32, 64, 128, 256}};
 };
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../package.h"
+#include "memory.h"
 
 namespace funcrec::serving {
 
@@ -20,9 +21,10 @@ struct Model {
 // A request with memory of its own.
 struct Bags {
   int64_t bags = 0;
-  std::vector<float> dense;
-  std::vector<int64_t> values, offsets;
-  std::vector<float> weights;
+  Many<float> dense;
+  Many<int64_t> values, offsets;
+  Many<float> weights;
+  explicit Bags(Memory* memory = nullptr) : dense(memory), values(memory), offsets(memory), weights(memory) {}
   Request view() const { return {bags, dense, values, offsets, weights}; }
 };
 

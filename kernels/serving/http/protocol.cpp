@@ -27,14 +27,15 @@ std::string told(const std::string& got) {
 // Values one after the other, each of which must be there.
 struct Cursor {
   std::string_view rest;
+  Memory* memory;
   template <class T> T one() {
     T x;
     std::memcpy(&x, rest.data(), sizeof x);
     rest.remove_prefix(sizeof x);
     return x;
   }
-  template <class T> std::vector<T> many(uint64_t n) {
-    std::vector<T> out(n);
+  template <class T> Many<T> many(uint64_t n) {
+    Many<T> out(n, Counted<T>(memory));
     if (n) std::memcpy(out.data(), rest.data(), n * sizeof(T));
     rest.remove_prefix(n * sizeof(T));
     return out;
@@ -109,9 +110,9 @@ void pad(std::string& out) { out.resize((out.size() + 7) / 8 * 8); }
 
 }  // namespace
 
-Bags from_bytes(std::string_view body, const Manifest& manifest) {
+Bags from_bytes(std::string_view body, const Manifest& manifest, Memory* memory) {
   if (body.size() < 32 || body.substr(0, 4) != "FRQ1") throw Bad("the body is not a request", number(int64_t(body.size())) + " bytes", "FRQ1 and a header of 32 bytes");
-  Cursor in{body.substr(4)};
+  Cursor in{body.substr(4), memory};
   const uint64_t features = in.one<uint32_t>(), columns = in.one<uint32_t>(), weights = in.one<uint32_t>();
   const uint64_t bags = in.one<uint64_t>(), ids = in.one<uint64_t>();
   auto same = [](const char* what, uint64_t got, uint64_t need) {
@@ -123,10 +124,11 @@ Bags from_bytes(std::string_view body, const Manifest& manifest) {
   if (bags > uint64_t(manifest.max_batch)) throw Bad("there are too many bags", std::to_string(bags), "at most " + number(manifest.max_batch));
   if (ids > uint64_t(manifest.max_ids)) throw Bad("there are too many ids", std::to_string(ids), "at most " + number(manifest.max_ids));
   same("the bytes that the header tells of", body.size(), 32 + 4 * bags * columns + 4 * bags * features + 8 * ids + 4 * ids * weights);
-  Bags out;
+  Bags out(memory);
   out.bags = int64_t(bags);
   out.dense = in.many<float>(bags * columns);
   uint64_t sum = 0;
+  out.offsets.reserve(manifest.has_ids ? bags * features + 1 : 0);
   if (manifest.has_ids) out.offsets.push_back(0);
   for (uint32_t length : in.many<uint32_t>(bags * features)) out.offsets.push_back(int64_t(sum += length));
   if (sum != ids) throw Bad("the lengths of bags do not sum to the number of ids", std::to_string(sum), std::to_string(ids));
@@ -169,6 +171,25 @@ std::string to_bytes(const Part& part, const Manifest& manifest) {
     pad(out);
   }
   return out;
+}
+
+std::string to_json(const Manifest& m, const std::string& version) {
+  constexpr const char* DTYPES[] = {"uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool"};
+  const auto list = [](const auto& all, auto&& one) {
+    std::string out = "[";
+    for (const auto& x : all) out += (out.size() > 1 ? "," : "") + one(x);
+    return out + "]";
+  };
+  const auto size = [](int64_t n) { return n == BAGS ? "\"B\"" : n == IDS ? "\"N\"" : n == OFFSETS ? "\"F*B+1\"" : number(n); };
+  const auto spec = [&](const Spec& s) {
+    return "{\"name\":" + json_string(s.name) + ",\"dtype\":" + json_string(DTYPES[int(s.dtype)]) + ",\"shape\":" + list(s.shape, size) + "}";
+  };
+  const auto feature = [](const Feature& f) {
+    return "{\"name\":" + json_string(f.name) + ",\"rows\":" + (f.rows < 0 ? "null" : number(f.rows)) + ",\"weighted\":" + (f.weighted ? "true" : "false") + "}";
+  };
+  return "{\"version\":" + json_string(version) + ",\"manifest\":" + json_string(m.digest) + ",\"funcrec\":" + json_string(m.funcrec) + ",\"torch\":" +
+         json_string(m.torch) + ",\"isa\":" + json_string(m.isa) + ",\"inputs\":" + list(m.inputs, spec) + ",\"outputs\":" + list(m.outputs, spec) +
+         ",\"features\":" + list(m.features, feature) + ",\"max_batch\":" + number(m.max_batch) + ",\"max_ids\":" + number(m.max_ids) + "}\n";
 }
 
 std::string json_string(std::string_view text) {

@@ -8,11 +8,15 @@
 namespace funcrec::serving {
 
 // What a body says; Bad, with what is wrong with it, if it does not fit the manifest. Nothing is read beyond the body.
-Bags from_json(std::string_view body, const Manifest&);
-Bags from_bytes(std::string_view body, const Manifest&);
+// Busy if there is no room for it.
+Bags from_json(std::string_view body, const Manifest&, Memory* = nullptr);
+Bags from_bytes(std::string_view body, const Manifest&, Memory* = nullptr);
 
 std::string to_json(const Part&, const Manifest&);
 std::string to_bytes(const Part&, const Manifest&);
+
+// What a client has to know of a package, and which weights it has.
+std::string to_json(const Manifest&, const std::string& version);
 
 // The one string that an object {key: string} holds; Bad if the body is another.
 std::string one_string(std::string_view body, const std::string& key);

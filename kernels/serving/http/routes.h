@@ -10,7 +10,7 @@
 namespace funcrec::serving {
 namespace beast = boost::beast;
 namespace http = beast::http;
-using Ask = http::request<http::string_body>;
+using Ask = http::request<CountedBody>;
 using Reply = http::response<http::string_body>;
 
 inline constexpr char JSON[] = "application/json", BYTES[] = "application/octet-stream";
@@ -23,8 +23,14 @@ inline Reply reply_of(const Ask& ask, unsigned code, std::string body, const cha
   return reply;
 }
 
+inline Reply problem(const Ask& ask, const Problem& p) {
+  Reply reply = reply_of(ask, p.code, to_json(p));
+  if (p.code == 429 || p.code == 503) reply.set(http::field::retry_after, "1");
+  return reply;
+}
+
 inline Reply problem(const Ask& ask, unsigned code, std::string what, std::string got, std::string need) {
-  return reply_of(ask, code, to_json(Problem{code, std::move(what), std::move(got), std::move(need)}));
+  return problem(ask, Problem{code, std::move(what), std::move(got), std::move(need)});
 }
 
 inline std::string media_type(const Ask& ask) {
@@ -51,7 +57,8 @@ struct Route {
   bool updates = false;  // taken where the operator asks, and nowhere else
   bool has(http::verb verb) const { return verb == http::verb::post ? methods == "POST" : methods != "POST" && (verb == http::verb::get || verb == http::verb::head); }
 };
-inline const Route ROUTES[] = {{"/predict", "POST"}, {"/reload", "POST", true}, {"/delta", "POST", true}, {"/healthz", "GET, HEAD"}, {"/metrics", "GET, HEAD"}};
+inline const Route ROUTES[] = {{"/predict", "POST"}, {"/reload", "POST", true}, {"/delta", "POST", true}, {"/healthz", "GET, HEAD"}, {"/livez", "GET, HEAD"},
+                        {"/readyz", "GET, HEAD"}, {"/manifest", "GET, HEAD"}, {"/metrics", "GET, HEAD"}};
 
 // A request of HTTP/1.1 names one host, which is this server.
 inline std::optional<Reply> refused_host(const Ask& ask, const Hosts& hosts) {
@@ -93,7 +100,7 @@ inline std::optional<Reply> refusal(const Ask& ask, const Hosts& hosts, bool adm
     if (type == JSON || (type == BYTES && route.path == "/predict")) return {};
     return problem(ask, 415, "the body is of another type", type.empty() ? "no Content-Type" : type, route.path == "/predict" ? std::string(JSON) + " or " + BYTES : JSON);
   }
-  return problem(ask, 404, "there is no such path", std::string(path_of(ask)), "/predict, /reload, /delta, /healthz or /metrics");
+  return problem(ask, 404, "there is no such path", std::string(path_of(ask)), "/predict, /reload, /delta, /healthz, /livez, /readyz, /manifest or /metrics");
 }
 
 }  // namespace funcrec::serving

@@ -7,7 +7,9 @@
 #include <csignal>
 #include <list>
 #include <map>
+#include <numeric>
 #include <optional>
+#include <thread>
 
 #include "batcher.h"
 #include "listen.h"
@@ -27,6 +29,7 @@ constexpr auto YIELDS = std::chrono::seconds(1);           // that a connection 
 constexpr auto LINGER = std::chrono::seconds(2);           // that a client may go on to send after its last answer
 constexpr size_t ADMINS = 64;                              // connections where updates are taken: those elsewhere keep none out
 constexpr size_t LINGER_BYTES = 64 << 20;
+constexpr size_t SHORT = 1 << 14;                          // bytes of a body, and numbers of an answer, that no other thread need read or write
 constexpr size_t UNREAD = 1 << 16;                         // bytes of a header, of a chunk's, or of what follows chunks: no parser's limit holds for these
 
 Clock::duration seconds(double s) { return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(s)); }
@@ -51,11 +54,18 @@ struct Connection {
   bool idle = false, yields = false, late = false;  // yields: no request of it has come in, so that a new one may take its place
 };
 
+int64_t numbers_of(const Part& part) {
+  int64_t n = 0;
+  for (const Output& output : part.answer->outputs) n += std::accumulate(output.shape.begin() + 1, output.shape.end(), part.bags, std::multiplies<>());
+  return n;
+}
+
 // What is said to a client whose message cannot be read; 0: nothing, it has gone.
 unsigned code_of(error_code error, bool late) {
   if (late) return 408;
   if (error == http::error::header_limit || error == http::error::buffer_overflow) return 431;
   if (error == http::error::body_limit) return 413;
+  if (error == boost::system::errc::no_buffer_space) return 503;
   if (error == http::error::end_of_stream) return 0;
   return error.category() == http::make_error_code(http::error::bad_version).category() ? 400 : 0;
 }
@@ -79,7 +89,7 @@ class Server {
       over = true;
     } catch (const std::exception&) {  // a connection's, which went with it: there was no memory for a body, say
     }
-    updater_.join();
+    updater_.join(), parsers_.join();
   }
 
  private:
@@ -217,7 +227,8 @@ class Server {
         co_await c.socket.async_wait(Stream::socket::wait_read, token);
         if (error && c.socket.available(error) == 0) co_return false;  // what came in meanwhile is answered
       }
-      http::request_parser<http::string_body> parser;
+      http::request_parser<CountedBody> parser;
+      parser.get().body() = Text(Counted<char>(&bodies_));
       parser.header_limit(std::uint32_t(settings_.max_header));
       parser.body_limit(std::uint64_t(settings_.max_body));
       give(c, std::min(settings_.head_s, settings_.timeout_s));
@@ -253,7 +264,8 @@ class Server {
 
   std::string need_of(unsigned code) const {
     if (code == 408) return "a head within " + std::to_string(std::min(settings_.head_s, settings_.timeout_s)) + " s, and a body within " + std::to_string(settings_.timeout_s) + " s";
-    if (code == 413) return "a body of at most " + std::to_string(settings_.max_body) + " bytes";
+    if (code == 413) return "a body of at most " + std::to_string(std::min(settings_.max_body, bodies_.most())) + " bytes";
+    if (code == 503) return "to be asked again later, or a server with more --memory";
     if (code == 431) return "a header of at most " + std::to_string(settings_.max_header) + " bytes, and " + std::to_string(UNREAD) + " about chunks";
     return "a whole request of HTTP/1.1";
   }
@@ -279,12 +291,15 @@ class Server {
       total += co_await c.socket.async_read_some(net::buffer(bin), net::redirect_error(net::use_awaitable, error));
   }
 
-  Task<Reply> answer(Connection& c, const Ask& ask) {
+  Task<Reply> answer(Connection& c, Ask& ask) {
     give(c, -1);
-    const std::string_view path = path_of(ask);
-    if (path == "/healthz") co_return health(ask);
+    const std::string path(path_of(ask));
+    if (path == "/healthz") co_return health(ask, draining_);
+    if (path == "/livez") co_return health(ask, false);
+    if (path == "/readyz") co_return health(ask, draining_ || batcher_->is_full());
+    if (path == "/manifest") co_return reply_of(ask, 200, to_json(model_.manifest, model_.version()));
     if (path == "/metrics")
-      co_return reply_of(ask, 200, metrics_.text(batcher_->waiting(), connections_.size(), model_.version()), "text/plain; version=0.0.4");
+      co_return reply_of(ask, 200, metrics_.text({batcher_->waiting(), connections_.size(), parsing_, bodies_.used() + parsed_.used(), model_.version()}), "text/plain; version=0.0.4");
     std::optional<Reply> failed;
     try {
       if (path == "/predict") co_return co_await predict(ask);
@@ -293,33 +308,62 @@ class Server {
       co_return co_await update(ask, one_string(ask.body(), reload ? "weights" : "path"), reload);
     } catch (const Bad& e) {
       failed = problem(ask, 400, e.problem, e.got, e.need);
+    } catch (const Busy& e) {
+      failed = problem(ask, 503, e.what(), std::to_string(bodies_.used() + parsed_.used()) + " bytes", need_of(503));
     } catch (const std::exception& e) {
       failed = problem(ask, 500, "the server failed", e.what(), "a server that does not");
     }
     co_return std::move(*failed);
   }
 
-  Reply health(const Ask& ask) const {
+  Reply health(const Ask& ask, bool away) const {
     const std::string body = std::string("{\"status\":\"") + (draining_ ? "draining" : "ok") + "\",\"version\":" + json_string(model_.version()) +
                              ",\"manifest\":" + json_string(model_.manifest.digest) + "}\n";
-    return reply_of(ask, draining_ ? 503 : 200, body);
+    return reply_of(ask, away ? 503 : 200, body);
   }
 
-  Task<Reply> predict(const Ask& ask) {
+  // f() of what takes long, by a thread of its own: all others are answered meanwhile.
+  template <class F> Task<std::invoke_result_t<F>> aside(bool is_long, F f) {
+    if (!is_long) co_return f();
+    auto work = [&]() -> Task<std::invoke_result_t<F>> { co_return f(); };
+    struct Count {
+      size_t& n;
+      ~Count() { n--; }
+    } const count{++parsing_};
+    co_return co_await net::co_spawn(parsers_, work, net::use_awaitable);
+  }
+
+  Task<Reply> predict(Ask& ask) {
     const auto begin = Clock::now();
+    const auto limit = time_of(ask);
     const bool bytes = media_type(ask) == BYTES;
-    auto job = std::make_unique<Job>();
-    job->bags = (bytes ? from_bytes : from_json)(ask.body(), model_.manifest);
-    job->ids_out_of_range = model_.check(job->bags.view());
+    const auto parse = [&] {
+      auto job = std::make_unique<Job>();
+      const Text body = std::move(ask.body());  // it goes before the job waits
+      job->bags = (bytes ? from_bytes : from_json)(body, model_.manifest, &parsed_);
+      job->ids_out_of_range = model_.check(job->bags.view());
+      return job;
+    };
+    const bool is_long = ask.body().size() > SHORT;
+    std::unique_ptr<Job> job = co_await aside(is_long, parse);
+    if (limit) job->deadline = begin + *limit;
     const Outcome outcome = co_await wait(job);
     metrics_.predicted(std::chrono::duration<double>(Clock::now() - begin).count());
-    if (const Problem* p = std::get_if<Problem>(&outcome)) {
-      Reply reply = reply_of(ask, p->code, to_json(*p));
-      if (p->code == 429) reply.set(http::field::retry_after, "1");
-      co_return reply;
-    }
+    if (const Problem* p = std::get_if<Problem>(&outcome)) co_return problem(ask, *p);
     const Part& part = std::get<Part>(outcome);
-    co_return bytes ? reply_of(ask, 200, to_bytes(part, model_.manifest), BYTES) : reply_of(ask, 200, to_json(part, model_.manifest));
+    const auto write = [&] { return bytes ? to_bytes(part, model_.manifest) : to_json(part, model_.manifest); };
+    const bool is_wide = numbers_of(part) > int64_t(SHORT);
+    std::string written = co_await aside(is_wide, write);
+    co_return reply_of(ask, 200, std::move(written), bytes ? BYTES : JSON);
+  }
+
+  // How long the client waits, by Timeout-Ms.
+  static std::optional<Clock::duration> time_of(const Ask& ask) {
+    const std::string text(ask["Timeout-Ms"]);
+    if (ask.find("Timeout-Ms") == ask.end()) return {};
+    if (text.empty() || text.size() > 9 || text.find_first_not_of("0123456789") != std::string::npos)
+      throw Bad("`Timeout-Ms` is no time", text, "milliseconds, a whole number of at most nine digits");
+    return std::chrono::milliseconds(std::stol(text));
   }
 
   // The outcome of a job: of a batch that it is in, or that the queue is full.
@@ -348,7 +392,7 @@ class Server {
     };
     const std::optional<Problem> wrong = co_await net::co_spawn(updater_, work, net::use_awaitable);
     metrics_.reloaded(reload ? "weights" : "delta", !wrong);
-    if (wrong) co_return reply_of(ask, wrong->code, to_json(*wrong));
+    if (wrong) co_return problem(ask, *wrong);
     co_return reply_of(ask, 200, "{\"version\":" + json_string(model_.version()) + "}\n");
   }
 
@@ -360,8 +404,10 @@ class Server {
   const Model& model_;
   const Settings& settings_;
   Metrics metrics_;
+  Memory bodies_{settings_.memory / 2}, parsed_{settings_.memory / 2};  // of its own each: what came in finds room to be parsed
+  size_t parsing_ = 0;
   net::io_context io_{1};
-  net::thread_pool updater_{1};
+  net::thread_pool updater_{1}, parsers_{std::clamp(std::thread::hardware_concurrency() / 2, 1u, 8u)};
   std::list<Listener> listeners_;
   net::signal_set signals_{io_, SIGTERM, SIGINT};
   std::list<Connection> connections_;

@@ -30,6 +30,7 @@ const Setting ALL[] = {
     {"max_batch", &Settings::max_batch, "bags of one batch; 0: as many as the package takes", 0, 1 << 24},
     {"max_body", &Settings::max_body, "bytes of a body, else 413", 1, 1LL << 32},
     {"max_header", &Settings::max_header, "bytes of a header, else 431", 256, 1 << 16},
+    {"memory", &Settings::memory, "bytes, half of them for all bodies, half for what is parsed of them; else 503", 4096, 1LL << 44},
     {"queue", &Settings::queue, "requests that may wait, else 429", 1, 1 << 20},
     {"connections", &Settings::connections, "open connections; further ones take the place of idle ones, or wait", 1, 1 << 20},
     {"per_address", &Settings::per_address, "of these from one address, else 429; 0: as many as there are, as behind a proxy", 0, 1 << 20},

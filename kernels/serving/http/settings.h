@@ -12,7 +12,7 @@ struct Settings {
   int64_t port = 8080;  // 0: a free one, which is printed
   int64_t workers = 1, threads = 1;
   int64_t max_batch = 0;  // 0: the package's
-  int64_t max_body = 16 << 20, max_header = 8192;
+  int64_t max_body = 16 << 20, max_header = 8192, memory = 512 << 20;
   int64_t queue = 1024, connections = 1024, per_address = 512;
   double head_s = 5, timeout_s = 10, idle_s = 60, drain_s = 0.5;
   bool checksums = true;  // all weights are read once, at the start and at /reload

@@ -1,0 +1,97 @@
+// The memory of all bodies, and of what is parsed of them: counted where it is allocated, and refused where there would be too much.
+#pragma once
+#include <atomic>
+#include <boost/beast/core/buffers_range.hpp>
+#include <boost/beast/http/error.hpp>
+#include <boost/beast/http/message.hpp>
+#include <boost/optional.hpp>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace funcrec::serving {
+
+// There is no room now: whoever asks again later may find some.
+struct Busy : std::exception {
+  const char* what() const noexcept override { return "the memory for bodies is in use"; }
+};
+
+class Memory {
+ public:
+  explicit Memory(int64_t most) : most_(most) {}
+  void take(size_t bytes) {
+    if (bytes > size_t(most_) || used_.fetch_add(int64_t(bytes)) + int64_t(bytes) > most_) {
+      if (bytes <= size_t(most_)) give(bytes);
+      throw Busy();
+    }
+  }
+  void give(size_t bytes) { used_ -= int64_t(bytes); }
+  int64_t used() const { return used_; }
+  int64_t most() const { return most_; }
+
+ private:
+  const int64_t most_;
+  std::atomic<int64_t> used_ = 0;
+};
+
+// An allocator that counts; without a memory it does not.
+template <class T> struct Counted {
+  using value_type = T;
+  using propagate_on_container_move_assignment = std::true_type;
+  using propagate_on_container_swap = std::true_type;
+  Memory* memory = nullptr;
+
+  Counted(Memory* m = nullptr) : memory(m) {}
+  template <class U> Counted(const Counted<U>& other) : memory(other.memory) {}
+  T* allocate(size_t n) {
+    if (memory) memory->take(n * sizeof(T));
+    try {
+      return std::allocator<T>().allocate(n);
+    } catch (...) {
+      if (memory) memory->give(n * sizeof(T));
+      throw;
+    }
+  }
+  void deallocate(T* p, size_t n) {
+    std::allocator<T>().deallocate(p, n);
+    if (memory) memory->give(n * sizeof(T));
+  }
+  friend bool operator==(const Counted& a, const Counted& b) { return a.memory == b.memory; }
+};
+
+template <class T> using Many = std::vector<T, Counted<T>>;
+using Text = std::basic_string<char, std::char_traits<char>, Counted<char>>;
+
+// A body of a request: `no_buffer_space` where there is no room for it, before any of it is read if its length is told.
+struct CountedBody {
+  using value_type = Text;
+  static uint64_t size(const value_type& body) { return body.size(); }
+
+  class reader {
+   public:
+    using Error = boost::system::error_code;
+    template <bool R, class F> reader(boost::beast::http::header<R, F>&, value_type& body) : body_(body) {}
+    void init(const boost::optional<uint64_t>& length, Error& error) { error = reserve(length ? size_t(*length) : 0); }
+    template <class Buffers> size_t put(const Buffers& buffers, Error& error) {
+      const size_t more = boost::beast::buffer_bytes(buffers), need = body_.size() + more;
+      error = need > body_.capacity() ? reserve(std::max(need, 2 * body_.capacity())) : Error();
+      if (error) return 0;
+      for (const auto part : boost::beast::buffers_range_ref(buffers)) body_.append(static_cast<const char*>(part.data()), part.size());
+      return more;
+    }
+    void finish(Error& error) { error = {}; }
+
+   private:
+    Error reserve(size_t bytes) try {
+      body_.reserve(bytes);
+      return {};
+    } catch (const std::exception&) {  // Busy, or there is no memory at all
+      const Memory* memory = body_.get_allocator().memory;
+      if (memory && bytes > size_t(memory->most())) return boost::beast::http::error::body_limit;
+      return make_error_code(boost::system::errc::no_buffer_space);
+    }
+    value_type& body_;
+  };
+};
+
+}  // namespace funcrec::serving
