@@ -142,8 +142,9 @@ void Weights::apply(const File& file, const Manifest& manifest, const std::funct
   std::string name = to, before;
   const Writable writable(base_, size_);
   Pages pages;  // made while runs go on, so that they wait for the copy alone
-  each([&](char* at, const char*, int64_t n) { pages.add(at, n), before.append(accept ? at : "", accept ? size_t(n) : 0); });
+  each([&](char* at, const char*, int64_t n) { pages.add(at, n); });
   pages.make();
+  if (accept) each([&](char* at, const char*, int64_t n) { if (n) before.append(at, size_t(n)); });
   std::lock_guard alone(gate);
   each([](char* at, const char* from, int64_t n) { if (n) std::memcpy(at, from, size_t(n)); });
   if (accept) try {
