@@ -7,7 +7,7 @@ threads may make the batches. Shapes: N rows, B rows of a batch.
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -129,10 +129,12 @@ class Loader:
     workers: int = 0
     depth: int = 1
     device: Device | None = None
+    look: Callable[[tuple[Position, Batch]], Any] | None = None  # of each item, before it goes to the device
 
     def __call__(self, position: Position = Position()) -> Iterator[tuple[Position, Batch]]:  # noqa: B008
         check("funcrec.data.Loader", position_problems(position), epoch_problems(self, position))
         made = _epoch(self, Position(*position))
+        made = made if self.look is None else (self.look(item) for item in made)
         return made if self.device is None else prefetch(made, depth=self.depth, device=self.device)
 
     def __len__(self) -> int:

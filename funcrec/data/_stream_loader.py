@@ -56,10 +56,12 @@ class StreamLoader:
     depth: int
     device: Device | None
     given: dict[str, Any]  # what `stream_loader` was asked for, of which a copy in another process is made
+    look: Callable[[tuple[Position, Batch]], Any] | None = None  # of each item, before it goes to the device
 
     def __call__(self, position: Position = Position()) -> Iterator[tuple[Position, Batch]]:  # noqa: B008
         check(CALL, position_problems(position))
         made = _positions(self, Position(*position))
+        made = made if self.look is None else (self.look(item) for item in made)
         return made if self.device is None else prefetch(made, depth=self.depth, device=self.device)
 
     def __length_hint__(self) -> int:

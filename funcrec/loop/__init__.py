@@ -5,6 +5,7 @@ from funcrec.loop._callbacks import csv_lines as csv_lines
 from funcrec.loop._callbacks import json_lines as json_lines
 from funcrec.loop._callbacks import print_epoch as print_epoch
 from funcrec.loop._callbacks import tensorboard as tensorboard
+from funcrec.loop._diverged import DivergedError as DivergedError
 from funcrec.loop._evaluate import evaluate as evaluate
 from funcrec.loop._fit import Fitted as Fitted
 from funcrec.loop._fit import fit as fit

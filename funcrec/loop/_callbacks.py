@@ -27,7 +27,8 @@ def print_epoch(record: Record) -> None:
     """
     if record.when == "epoch" and record.is_chief:
         hidden = ("epoch", "steps", "seconds")
-        words = [f"{name} {x:,.4f}" for name, x in numbers_of(record.metrics).items() if name not in hidden]
+        shown = {name: x for name, x in numbers_of(record.metrics).items() if name not in hidden}
+        words = [f"{name} {x:,.4f}" if isinstance(x, float) else f"{name} {x:,}" for name, x in shown.items()]
         print(f"epoch {record.epoch:3d}", *words, *["best"] * record.is_best, sep="  ", flush=True)
 
 

@@ -5,7 +5,11 @@
 Shapes: B batch.
 """
 
+import contextlib
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
 
@@ -16,6 +20,18 @@ from funcrec.core import Problem, check, describe, fail, function_problems, own_
 from funcrec.loop._ranks import all_parts, num_processes
 from funcrec.mesh import Mesh
 from funcrec.metrics import Metric
+
+_is_trial: ContextVar[bool] = ContextVar("funcrec_trial", default=False)
+
+
+@contextlib.contextmanager
+def one_batch() -> Iterator[None]:
+    """Inside, `evaluate` takes the first batch only, of this process; of an iterator, which that would use up, none."""
+    before = _is_trial.set(True)
+    try:
+        yield
+    finally:
+        _is_trial.reset(before)
 
 
 def evaluate(
@@ -61,6 +77,10 @@ def evaluate(
         with own_errors(call, batches, need="no argument"):
             given = batches()
     check(call, batches_problems(given))
+    if _is_trial.get():
+        if isinstance(given, Iterator) and given is batches:
+            return dict.fromkeys(metrics, math.nan)
+        given, mesh = itertools.islice(given, 1), None
     adding = {n: m for n, m in metrics.items() if isinstance(m, Metric)}
     at_once = {n: m for n, m in metrics.items() if n not in adding}
     states, seen = None, []

@@ -23,6 +23,8 @@ from tqdm import tqdm
 from funcrec.checkpoint import finish, settle
 from funcrec.core import check, describe, fail, own_errors
 from funcrec.data import Position
+from funcrec.loop._bad_ids import BadIds, bad_ids_problems
+from funcrec.loop._diverged import Losses
 from funcrec.loop._history import Limits, best_epoch, is_finished
 from funcrec.loop._pipeline import ahead_of
 from funcrec.loop._problems import (
@@ -33,13 +35,12 @@ from funcrec.loop._problems import (
     loader_problems,
     look_problems,
     loss_problems,
-    measure_problems,
     mode_problems,
     place_problems,
     settings_problems,
     work_problems,
 )
-from funcrec.loop._ranks import is_chief, of_any, questions
+from funcrec.loop._ranks import all_parts, is_chief, of_any, questions
 from funcrec.loop._record import Record
 from funcrec.loop._run import (
     Clock,
@@ -57,6 +58,7 @@ from funcrec.loop._run import (
     whole_params,
 )
 from funcrec.loop._signals import end, listen
+from funcrec.loop._trial import look_first, measured, try_evaluate
 from funcrec.loop._watch import at, watch
 from funcrec.mesh import Mesh
 from funcrec.tables import validate as validate_batch
@@ -109,6 +111,7 @@ def fit(
     callbacks: Sequence[Callable[[Record], Any]] = (),
     model: Any = None,
     validate: Callable[[Any], Any] | None = None,
+    on_bad_ids: str | None = None,
     stop: Callable[[], int] | None = None,
     progress: bool | None = None,
     mesh: Mesh | None = None,
@@ -123,7 +126,8 @@ def fit(
       loader: position -> the rest of that position's epoch, pairs (position behind the batch, batch), as
         `lambda position: fr.data.batches(..., position=position)`. Or a list of batches, the same in every epoch.
       epochs: at most.
-      evaluate: params -> {name: number}, run behind each epoch, as `lambda params: fr.evaluate(predict, params, ...)`.
+      evaluate: params -> {name: number}, run behind each epoch, as `lambda params: fr.evaluate(predict, params, ...)`,
+        and, if it calls `fr.evaluate`, once before the first step, with one batch: what cannot work raises then.
       monitor, mode: the number of the history that says which epoch is best: the greatest ("max"), or the least
         ("min"). None takes the greatest, and is refused for what is called a loss or an error. NaN is never best.
       patience: the end comes after this many epochs without a better one; None for never.
@@ -148,6 +152,11 @@ def fit(
         which names ids outside their tables), and a loss that reads no `batch.weight` is refused for a batch that has
         weights; not so the loss of a step on a mesh, or of a function of your own around one. `validate` takes the
         place of all this: your own function of that batch, which raises.
+      on_bad_ids: what is done about ids outside their tables, which read zeros. "raise", which None is; or
+        "count": each epoch's entry has their number as "bad_ids", and the bar shows it. They are looked for by the
+        loader's thread, where it has one, before the batch goes to a device. Which features read a batch's ids is known
+        of `model`, or else of the lookups of `batch.ids` in the loss that the first batch goes through; where it is not
+        known none are looked for, and "raise" and "count" are refused.
       stop: () -> whether to end, asked between steps; on ranks any rank's answer counts. None: SIGINT and SIGTERM,
         where there is a checkpoint: they are raised again once it is written.
       progress: a bar on stderr; None for one where that is a terminal.
@@ -159,7 +168,8 @@ def fit(
 
     Returns: Fitted(state, best, history, stopped).
 
-    Raises: TypeError or ValueError for arguments that do not fit, before the first step; what step, loader, evaluate
+    Raises: TypeError or ValueError for arguments that do not fit, before the first step; CheckError for ids outside
+      their tables; `fr.loop.DivergedError` for a loss that is NaN, infinite or beyond 1e20; what step, loader, evaluate
       and callbacks raise, and on the other ranks `fr.loop.RankLost`. The checkpoint is then that of the last time it
       was written.
 
@@ -180,15 +190,16 @@ def fit(
     """
     path = None if checkpoint is None else Path(checkpoint)
     check("funcrec.fit", look_problems(model, validate), settings_problems(settings, callbacks, stop))
-    check("funcrec.fit", mode_problems(mode, monitor))
+    check("funcrec.fit", mode_problems(mode, monitor), bad_ids_problems(on_bad_ids))
     mode = mode or "max"
     own = (lambda batch: validate_batch(batch, model.features, model.tables)) if model else (lambda batch: batch)
     look = validate or own
+    bad_ids = BadIds(on_bad_ids, model)
     work = Work(
-        step, loader, evaluate, monitor, mode, path, save_every, save_every_steps, dict(settings), tuple(callbacks),
-        look, progress, mesh, place, sync or (lambda state: state), order_of(loader),
+        step, bad_ids.watching(loader), evaluate, monitor, mode, path, save_every, save_every_steps, dict(settings),
+        tuple(callbacks), look, progress, mesh, place, sync or (lambda state: state), order_of(loader),
         look_of(step) if validate is None else None, Clock(save_every_minutes), keep,
-        save_asynchronously,
+        save_asynchronously, bad_ids,
     )  # fmt: skip
     limits = Limits(epochs, monitor, mode, patience)
     check("funcrec.fit", work_problems(work), limit_problems(limits), clock_problems(save_every_minutes, path, sync))
@@ -214,13 +225,11 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
     ask, stopped = questions([stop, is_due], work.mesh, device_of(run.state)), 0
     at("the loader before its first step")
     if not is_finished(run.history, limits):
-        items = iter(rest_of_epoch(work.loader, run.position))
+        items = iter(rest_of_epoch(work, run.position))
         first = next(items, None)
         check("funcrec.fit", item_problems(first, run.position))
-        with own_errors("funcrec.fit", work.look, first[1], need="a batch that it takes"):
-            work.look(first[1])
-        if work.trial is not None:
-            work.trial(run.state, first[1])
+        look_first(work, run.state, first[1])
+        try_evaluate(work, run)
         items = itertools.chain([first], items)
         if (
             run.position == Position()
@@ -239,7 +248,7 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
             break
         if len(run.history) % work.save_every == 0 or is_finished(run.history, limits):
             save_run(work, run)
-        items = rest_of_epoch(work.loader, run.position)
+        items = rest_of_epoch(work, run.position)
     if stopped:
         save_run(work, run)
     best = whole_params(run.state, work.mesh) if run.best is None else run.best
@@ -248,28 +257,37 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
 
 def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[int]]) -> tuple[Run, int]:
     """The rest of an epoch and its evaluation, or the part of it before `ask` says to stop: (run, what it said)."""
-    state, position, loss_sum, *_ = run
+    state, position, loss_sum, bad, losses = run.state, run.position, run.loss_sum, run.bad_ids, Losses()
+    now = lambda: Run(work.sync(state), position, loss_sum, run.best, run.history, bad)
     before = steps_of(run.history)
     epoch, steps, began = position.epoch, position.batch, 0.0
     with progress_bar(work, epoch, steps) as bar:
         for item in ahead_of(work.step, items):
             check("funcrec.fit", item_problems(item, position))
             position, batch = item
+            bad += work.bad_ids.take(position, batch)
             at(f"step {before + steps + 1}")
             state, metrics = one_step(work.step, state, batch)
             check("funcrec.fit", loss_problems(work, metrics))
             loss_sum = loss_sum + loss_of(metrics, loss_sum)
             steps, began = steps + 1, began or time.perf_counter()
             bar.update()
+            if bad:
+                bar.set_postfix(bad_ids=bad)
             tell(work, Record("step", epoch, before + steps, metrics, state, is_chief=is_chief(work.mesh)))
-            if position.epoch != epoch:
+            is_last = position.epoch != epoch
+            stopped, is_late = (0, 0) if is_last else ask()
+            is_due = is_late or (work.save_every_steps and steps % work.save_every_steps == 0)
+            if losses.add(before + steps, metrics) or is_last or stopped or is_due:
+                losses.read(run.best, run.history)
+            if is_last:
                 break
-            stopped, is_late = ask()
             if stopped:
-                return Run(work.sync(state), position, loss_sum, run.best, run.history), stopped
-            if is_late or (work.save_every_steps and steps % work.save_every_steps == 0):
-                state = work.sync(state)
-                save_run(work, Run(state, position, loss_sum, run.best, run.history))
+                return now(), stopped
+            if is_due:
+                saved = now()
+                state = saved.state
+                save_run(work, saved)
             at(f"the loader behind step {before + steps}")
         else:
             got, need = f"{steps} batches, the last with {position}", f"Position({epoch + 1}, 0) with the last one"
@@ -278,7 +296,9 @@ def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[in
     seconds = time.perf_counter() - began
     timed = steps - run.position.batch - 1
     entry = {"epoch": epoch, **loss, "steps": steps, "seconds": seconds, "steps_per_s": timed / seconds}
-    return end_epoch(work, Run(work.sync(state), position, torch.zeros_like(loss_sum), run.best, run.history), entry), 0
+    if work.bad_ids.mode == "count":
+        entry["bad_ids"] = int(all_parts(torch.tensor([bad], device=loss_sum.device), work.mesh).sum())
+    return end_epoch(work, now()._replace(loss_sum=torch.zeros_like(loss_sum), bad_ids=0), entry), 0
 
 
 def end_epoch(work: Work, run: Run, entry: dict[str, float]) -> Run:
@@ -315,16 +335,6 @@ def loss_of(metrics: Any, like: Tensor) -> Tensor:
     return loss.detach().double().mean() if isinstance(loss, Tensor) else torch.full_like(like, loss)
 
 
-def measured(evaluate: Callable | None, params: Any, entry: Mapping) -> dict[str, float]:
-    """The numbers of `evaluate`, by names that the entry has not."""
-    found = {}
-    if evaluate is not None:
-        with own_errors("funcrec.fit", evaluate, params, need="the parameters that it reads"):
-            found = evaluate(params)
-    check("funcrec.fit", measure_problems(found, entry))
-    return {n: float(x) for n, x in found.items()}
-
-
 def progress_bar(work: Work, epoch: int, done: int) -> tqdm:
     is_shown = sys.stderr.isatty() if work.progress is None else work.progress
     total = operator.length_hint(work.loader) or None
@@ -332,7 +342,12 @@ def progress_bar(work: Work, epoch: int, done: int) -> tqdm:
     return tqdm(total=total, initial=done, desc=f"epoch {epoch:3d}", leave=False, disable=hidden)
 
 
-def rest_of_epoch(loader: Any, position: Position) -> Iterator[tuple[Position, Any]]:
+def rest_of_epoch(work: Work, position: Position) -> Iterator[tuple[Position, Any]]:
+    """What the loader has behind `position`, watched for bad ids."""
+    return work.bad_ids.watched(work.loader, given_of_epoch(work.loader, position))
+
+
+def given_of_epoch(loader: Any, position: Position) -> Iterator[tuple[Position, Any]]:
     """What the loader has behind `position`; a list of batches is every epoch's."""
     if callable(loader):
         with own_errors("funcrec.fit", loader, position, need="a position, of which it gives the rest of the epoch"):

@@ -14,7 +14,14 @@ from funcrec.loop._history import mode_problems as known_mode_problems
 from funcrec.loop._run import Work, is_sharded
 from funcrec.mesh import Mesh
 
-OF_AN_EPOCH = ("epoch", "loss", "steps", "seconds", "steps_per_s")  # what the history has without `evaluate`
+OF_AN_EPOCH = (
+    "epoch",
+    "loss",
+    "steps",
+    "seconds",
+    "steps_per_s",
+    "bad_ids",
+)  # the last if counted: what the history has without `evaluate`
 LESS_IS_BETTER = ("loss", "error", "entropy", "mse", "mae", "nll", "perplexity")  # in the name of a number
 
 
@@ -47,9 +54,10 @@ def work_problems(work: Work) -> Iterator[Problem]:
         hint = "step=fr.jit(fr.train_step(loss_fn, sparse=sparse, dense=dense), donate=('state',))"
         need = "(state, batch) -> (state, metrics)"
         yield Problem("`step` is not a function.", describe(work.step), need, hint, TypeError)
-    if work.evaluate is None and isinstance(work.monitor, str) and work.monitor not in OF_AN_EPOCH:
+    known = OF_AN_EPOCH if work.bad_ids.mode == "count" else OF_AN_EPOCH[:-1]
+    if work.evaluate is None and isinstance(work.monitor, str) and work.monitor not in known:
         what, hint = "`monitor` is measured by nothing.", f"evaluate=... that gives {work.monitor!r}"
-        yield Problem(what, f"{work.monitor!r}", f"among {list(OF_AN_EPOCH)}, without `evaluate`", hint, KeyError)
+        yield Problem(what, f"{work.monitor!r}", f"among {list(known)}, without `evaluate`", hint, KeyError)
     for i, callback in enumerate(work.callbacks):
         if not callable(callback):
             hint = "callbacks=[print_epoch]"

@@ -16,6 +16,7 @@ from torch import Tensor
 from funcrec.checkpoint import difference_problems, latest, load, load_as, remove_all, save, step_path
 from funcrec.core import Problem, check, describe, fail, flag_problems, tree_leaves
 from funcrec.data import Position
+from funcrec.loop._bad_ids import BadIds
 from funcrec.loop._ranks import all_parts, is_chief, num_processes
 from funcrec.loop._watch import at
 from funcrec.mesh import Mesh
@@ -50,6 +51,7 @@ class Work(NamedTuple):
     clock: "Clock"
     keep: int | None = None
     asynchronous: bool = False
+    bad_ids: BadIds | None = None
 
 
 @dataclass
@@ -71,6 +73,7 @@ class Run(NamedTuple):
     loss_sum: Tensor  # f64[], over the steps of this epoch
     best: Any  # the parameters of the best epoch; None before there is one
     history: list[dict[str, float]]
+    bad_ids: int = 0  # of this process in the steps of this epoch
 
 
 def device_of(state: Any) -> torch.device:
@@ -136,7 +139,7 @@ def load_run(work: Work, state: Any, path: Path) -> Run:
     if is_sharded(state) and work.place is not None:
         saved = work.place(saved)
     check(call, state_problems(saved, state))
-    run = Run(**{name: tree[name] for name in Run._fields})
+    run = Run(**{name: tree[name] for name in Run._fields if name in tree})
     return run._replace(state=saved, position=Position(*tree["position"]))
 
 

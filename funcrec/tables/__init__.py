@@ -70,10 +70,12 @@ from funcrec.tables._rowgrads import global_norm as global_norm
 from funcrec.tables._rowgrads import is_stacked as is_stacked
 from funcrec.tables._rowgrads import root as root
 from funcrec.tables._rowgrads import terms_of as terms_of
+from funcrec.tables._seen import Lookup as Lookup
 from funcrec.tables._seen import lookups_seen as lookups_seen
 from funcrec.tables._taps import TableRef as TableRef
 from funcrec.tables._validate import label_value_problems as label_value_problems
 from funcrec.tables._validate import validate as validate
+from funcrec.tables._validate import value_problems as value_problems
 from funcrec.tables._validate import weight_value_problems as weight_value_problems
 
 _core.publish(globals())

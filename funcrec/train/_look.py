@@ -31,10 +31,11 @@ class Readers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def look(recipe: Recipe, state: TrainState, batch: Any) -> None:
-    """Raise for ids outside their table, as `checked` does, and for weights of examples that the loss does not read."""
+def look(recipe: Recipe, state: TrainState, batch: Any, by_value: bool = True) -> None:
+    """Raise for ids outside their table, as `checked` does (not without `by_value`), and for weights of examples that
+    the loss does not read."""
     loss, extra = recipe.loss_fn, with_key(recipe, state)
-    run = lambda: checked(loss)(state.params, batch, **extra)
+    run = lambda: (checked(loss) if by_value else loss)(state.params, batch, **extra)
     with own_errors("funcrec.train_step", loss, state.params, batch, need="the batch that it reads"):
         if not isinstance(batch, Batch) or not isinstance(batch.weight, Tensor):
             run()

@@ -1,0 +1,128 @@
+"""Ids outside their tables, looked for in every batch of a run, by the thread that makes the batch.
+
+bad(batch) = Σ_f |{i in batch.ids[f.key] : not 0 <= i < rows of f.table}|      over features without a hash
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from funcrec.core import CheckError, Problem, check, describe, replace
+from funcrec.data import Loader, Position, StreamLoader
+from funcrec.jagged import KeyedJaggedTensor, offset_value_problems
+from funcrec.loop._ahead import Ready
+from funcrec.tables import Batch, FeatureConfig, Lookup, table_shapes, value_problems
+
+CALL = "funcrec.fit"
+FREE = np.iinfo(np.int64).max  # the rows of what no table bounds
+
+
+class BadIds:
+    """What `fit` knows of ids outside their tables.
+
+    features, shapes: what reads the batches' ids, and {table: (R, D)}; None before the first batch was looked at.
+    found: {position behind a batch: its bad ids}, of batches that are made and not yet taken.
+    """
+
+    def __init__(self, mode: str | None, model: Any):
+        self.mode, self.model, self.found = mode, model, {}
+        self.features: Sequence[FeatureConfig] | None = None
+        self.shapes: Mapping[str, tuple[int, int]] = {}
+
+    def learn(self, lookups: Sequence[Lookup], batch: Any) -> None:
+        """From the model, or from the lookups that a loss made of a batch: those of its own ids."""
+        own = [x for x in lookups if x.ids is ids_of(batch)]
+        if self.model is not None:
+            self.features, self.shapes = tuple(self.model.features), table_shapes(self.model.tables)
+        elif self.features is None and own:
+            self.features = tuple(dict.fromkeys(f for x in own for f in x.features))
+            self.shapes = {n: shape for x in own for n, shape in table_shapes(x.tables).items()}
+
+    def watching(self, loader: Any) -> Any:
+        """The loader; one of `fr.data` looks at what it makes, in its own thread."""
+        return replace(loader, look=self.look) if isinstance(loader, Loader | StreamLoader) else loader
+
+    def watched(self, loader: Any, items: Iterable) -> Iterator:
+        """The items of any other loader, looked at as they are taken."""
+        return iter(items) if isinstance(loader, Loader | StreamLoader) else map(self.look, items)
+
+    def look(self, item: Any) -> Any:
+        """Note the bad ids of an item (position, batch); with "raise", raise what is wrong with it."""
+        if self.features is not None and isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], Position):
+            self.found[item[0]] = self.count(*item)
+        return item
+
+    def take(self, position: Position, batch: Any) -> int:
+        """The bad ids of a batch that is about to be trained on."""
+        found = self.found.pop(position, None)
+        return (0 if self.features is None else self.count(position, batch)) if found is None else found
+
+    def count(self, position: Position, batch: Any) -> int:
+        ids = ids_of(batch)
+        if ids is None or not (bad := outside(ids, self.features, self.shapes).sum()):
+            return 0
+        if self.mode != "count":
+            where = f", in the batch before {position}"
+            problems = value_problems(ids, self.features, self.shapes)
+            check(CALL, (p._replace(got=p.got + where, hint=f"{p.hint}; on_bad_ids='count'") for p in problems))
+        return int(bad)
+
+    def cleaned(self, batch: Any) -> Any:
+        """The batch with row 0 for its bad ids, where these are counted, so that others' faults can be looked for."""
+        ids = ids_of(batch)
+        if self.mode != "count" or self.features is None or ids is None:
+            return batch
+        first = int(ids.offsets[0])
+        values = ids.values.clone()
+        is_bad = outside(ids, self.features, self.shapes) > 0
+        values[first : first + len(is_bad)][torch.from_numpy(is_bad).to(values.device)] = 0
+        ids = replace(ids, values=values)
+        return replace(batch, ids=ids) if isinstance(batch, Batch) else ids
+
+
+def ids_of(batch: Any) -> KeyedJaggedTensor | None:
+    """A batch's ids, of one that a pipeline made ready too; None where it has none."""
+    own = batch.batch if isinstance(batch, Ready) else batch
+    found = own.ids if isinstance(own, Batch) else own
+    return found if isinstance(found, KeyedJaggedTensor) else None
+
+
+def outside(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: Mapping) -> np.ndarray:
+    """i64[N]: of how many features' tables each id is no row, padding apart. Read on the host."""
+    offsets, values = ids.offsets.detach().cpu().numpy(), ids.values.detach().cpu().numpy()
+    ends = [0, *(ids.bag_range(key)[1] for key in ids.keys)]
+    bounds = offsets[ends]
+    lengths = np.diff(bounds)
+    if (lengths < 0).any() or bounds[0] != 0 or bounds[-1] > len(values):
+        problems = offset_value_problems(ids.capacity, ids.offsets, "batch.ids.offsets")
+        check(CALL, (p._replace(kind=CheckError) for p in problems))
+    values = values[: bounds[-1]]
+    sizes: dict[str, list[int]] = {}
+    for f in features:
+        if f.hash is None:
+            sizes.setdefault(f.key, []).append(shapes[f.table][0])
+    found = np.zeros(len(values), np.int64)
+    for nth in range(max(map(len, sizes.values()), default=0)):
+        rows = [(sizes.get(key, []) + [FREE] * (nth + 1))[nth] for key in ids.keys]
+        is_read = np.repeat([key in sizes and nth < len(sizes[key]) for key in ids.keys], lengths)
+        found += is_read & ((values < 0) | (values >= np.repeat(rows, lengths)))
+    return found
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def bad_ids_problems(mode: object) -> Iterator[Problem]:
+    if mode is not None and mode not in ("raise", "count"):
+        what, need = "`on_bad_ids` is unknown.", "'raise' or 'count'"
+        yield Problem(what, describe(mode), need, "on_bad_ids='count'")
+
+
+def unknown_problems(bad_ids: BadIds, batch: Any) -> Iterator[Problem]:
+    """What was asked for can be done: it is known what reads the ids of the batches."""
+    if bad_ids.mode is not None and (bad_ids.features is None or ids_of(batch) is None):
+        got = f"on_bad_ids={bad_ids.mode!r}, and {describe(batch)}"
+        need = "a model, or the loss of a `train_step` that looks up `batch.ids`"
+        yield Problem("`on_bad_ids` knows no lookup of the batches' ids.", got, need, "model=model, or on_bad_ids=None")

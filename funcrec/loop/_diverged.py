@@ -1,0 +1,61 @@
+"""A loss that is no number any more ends a run.
+
+diverged(l) = not |l| <= 1e20
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, message
+from funcrec.loop._problems import has_loss
+from funcrec.loop._ranks import STEPS_PER_QUESTION
+
+LARGEST_LOSS = 1e20  # the square of a larger number is infinite in f32
+
+
+class DivergedError(FloatingPointError):
+    """The loss of a step of `fit` is NaN, infinite or greater than 1e20; where a step gives a loss for each of some
+    members, all of them are.
+
+    step: the number of that step since the beginning of the run. best: the parameters of the best epoch by `monitor`,
+    None where there is none. history: one dict per epoch, as in `Fitted`. A checkpoint is that of the last time it was
+    written, before that step.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> double = lambda w, batch: (w * 1e15, {"loss": w})
+      >>> try:
+      ...     fr.fit(double, torch.tensor(1.0), [None], epochs=3, monitor="loss", mode="min")
+      ... except fr.loop.DivergedError as error:
+      ...     print(error.step, error.best, len(error.history))
+      3 tensor(1.0000e+15) 2
+    """
+
+    def __init__(self, text: str, step: int = 0, best: Any = None, history: Any = ()):
+        super().__init__(text)
+        self.step, self.best, self.history = step, best, list(history)
+
+
+class Losses:
+    """The losses of an epoch's steps that nobody read yet: on a CPU none waits, elsewhere a few are read at once."""
+
+    def __init__(self):
+        self.unread: list[tuple[int, Tensor]] = []
+
+    def add(self, step: int, metrics: Any) -> bool:
+        """Note the loss of a step; whether it is time to read."""
+        if has_loss(metrics):
+            self.unread.append((step, torch.as_tensor(metrics["loss"]).detach()))
+        return any(x.device.type == "cpu" for _, x in self.unread) or len(self.unread) >= STEPS_PER_QUESTION
+
+    def read(self, best: Any, history: Any) -> None:
+        """Raise for the first one that diverged."""
+        unread, self.unread = self.unread, []
+        for step, loss in unread:
+            if not bool((loss.abs() <= LARGEST_LOSS).any()):
+                got = f"{loss.flatten()[0].item()}" + (f" and {loss.numel() - 1} more" if loss.numel() > 1 else "")
+                what, need = f"the loss diverged in step {step}.", f"a number of at most {LARGEST_LOSS:g}"
+                hint = "a smaller lr, or fr.optim.clip(sparse, ...); the error has `best` and `history`"
+                raise DivergedError(message("funcrec.fit", [Problem(what, got, need, hint)]), step, best, history)

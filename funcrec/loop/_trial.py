@@ -1,0 +1,89 @@
+"""What `fit` tries before its first step: the first batch, the loss that it goes through, and the evaluation.
+
+fit raises here what it would raise behind an epoch
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from funcrec.core import check, own_errors
+from funcrec.loop._bad_ids import unknown_problems
+from funcrec.loop._evaluate import evaluate as run_evaluate
+from funcrec.loop._evaluate import one_batch
+from funcrec.loop._history import monitor_problems
+from funcrec.loop._problems import OF_AN_EPOCH, measure_problems
+from funcrec.loop._ranks import of_any
+from funcrec.loop._run import Run, Work, device_of, whole_params
+from funcrec.loop._watch import at
+from funcrec.tables import lookups_seen
+
+
+def look_first(work: Work, state: Any, batch: Any) -> None:
+    """Raise for what is wrong with the first batch, before any work; learn which lookups read its ids."""
+    bad_ids = work.bad_ids
+    with lookups_seen() as lookups:
+        if bad_ids.mode == "count":  # a look by value would raise for what is counted
+            if work.trial is not None:
+                work.trial(state, batch, by_value=False)
+            bad_ids.learn(lookups, batch)
+        cleaned = bad_ids.cleaned(batch)
+        with own_errors("funcrec.fit", work.look, cleaned, need="a batch that it takes"):
+            work.look(cleaned)
+        if work.trial is not None:
+            work.trial(state, cleaned)
+    bad_ids.learn(lookups, cleaned)
+    check("funcrec.fit", unknown_problems(bad_ids, batch))
+
+
+def try_evaluate(work: Work, run: Run) -> None:
+    """Raise for what the evaluation behind an epoch would raise, by one batch of it. One that does not call
+    `fr.evaluate` has no batch to take one of, and is not tried."""
+    if work.evaluate is None or not uses(work.evaluate, run_evaluate):
+        return
+    at("the evaluation of one batch, before the first step")
+    params, entry, failed = whole_params(run.state, work.mesh), dict.fromkeys(OF_AN_EPOCH[:1] + OF_AN_EPOCH[2:]), False
+    try:
+        with one_batch():
+            found = measured(work.evaluate, params, entry)
+    except Exception:
+        failed = True
+    # one batch may lack what all have, such as examples of each class
+    if of_any([int(failed)], work.mesh, device_of(run.state))[0]:
+        found = measured(work.evaluate, params, entry)
+    if work.monitor is not None:
+        check("funcrec.fit", monitor_problems(entry | {"loss": None} | found, work.monitor, run.position.epoch))
+
+
+def uses(fn: Any, used: Callable, depth: int = 4) -> bool:
+    """Whether the code of fn, or of a function that it names, names the function `used`, or has it from a module."""
+    fn = fn.func if isinstance(fn, functools.partial) else fn
+    own = fn if isinstance(fn, FunctionType | MethodType) else vars(type(fn)).get("__call__")
+    fn = own.__func__ if isinstance(own, MethodType) else own
+    if not isinstance(fn, FunctionType) or not depth:
+        return False
+    names = list(names_in(fn.__code__))
+    closed = [c.cell_contents for c in fn.__closure__ or () if c != CellType()]
+    named = [*closed, *(fn.__globals__[n] for n in names if n in fn.__globals__)]
+    of_modules = [getattr(m, n, None) for m in named if isinstance(m, ModuleType) for n in names]
+    functions = [x for x in (*named, *of_modules) if isinstance(x, FunctionType | MethodType | functools.partial)]
+    return used in functions or any(uses(x, used, depth - 1) for x in functions)
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """The names that a function's code has, and that of those inside it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from names_in(inner)
+
+
+def measured(evaluate: Callable | None, params: Any, entry: Mapping) -> dict[str, float]:
+    """The numbers of `evaluate`, by names that the entry has not."""
+    found = {}
+    if evaluate is not None:
+        with own_errors("funcrec.fit", evaluate, params, need="the parameters that it reads"):
+            found = evaluate(params)
+    check("funcrec.fit", measure_problems(found, entry))
+    return {n: float(x) for n, x in found.items()}
