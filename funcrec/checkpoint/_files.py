@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from funcrec.core import Problem, check, describe, fail, message
+from funcrec.core import Problem, check, describe, fail, message, path_hint
 
 try:
     import fcntl
@@ -85,7 +85,7 @@ def place_problems(path: Path) -> Iterator[Problem]:
         if not path.parent.is_dir():
             yield Problem(
                 f"the folder of `{path}` is not there.", f"{str(path.parent)!r}", "a folder",
-                "os.makedirs(folder, exist_ok=True)", FileNotFoundError,
+                path_hint(path, "os.makedirs(folder, exist_ok=True)"), FileNotFoundError,
             )  # fmt: skip
         return
     if not stat.S_ISREG(mode):
@@ -103,7 +103,7 @@ def open_file(call: str, path: Path) -> BinaryIO:
         if isinstance(error, FileNotFoundError):
             near = sorted(p.name for p in path.parent.glob("*") if p.is_file())[:5] if path.parent.is_dir() else []
             hint = f"beside it: {', '.join(near)}" if near else "the path that save returned"
-            raise_os(call, error, f"`{path}` is not there.", "a file that save wrote", hint)
+            raise_os(call, error, f"`{path}` is not there.", "a file that save wrote", path_hint(path, hint))
         raise_os(call, error, f"`{path}` cannot be read.", "a file that this user may read", "another path")
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):

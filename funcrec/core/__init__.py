@@ -18,6 +18,7 @@ from funcrec.core._errors import describe as describe
 from funcrec.core._errors import fail as fail
 from funcrec.core._errors import message as message
 from funcrec.core._errors import nearest as nearest
+from funcrec.core._errors import path_hint as path_hint
 from funcrec.core._errors import short_dtype as short_dtype
 from funcrec.core._face import Later as Later
 from funcrec.core._face import module_later as module_later
@@ -43,6 +44,7 @@ from funcrec.core._functorch import is_in_vmap as is_in_vmap
 from funcrec.core._functorch import is_wrapped as is_wrapped
 from funcrec.core._functorch import level_of as level_of
 from funcrec.core._functorch import member_of as member_of
+from funcrec.core._functorch import member_problems as member_problems
 from funcrec.core._functorch import members_below as members_below
 from funcrec.core._functorch import one_level_below as one_level_below
 from funcrec.core._functorch import outside_transforms as outside_transforms
@@ -98,6 +100,7 @@ from funcrec.core._tree import map_with_names as map_with_names
 from funcrec.core._tree import name_in_checkpoints as name_in_checkpoints
 from funcrec.core._tree import paths as paths
 from funcrec.core._tree import pytree as pytree
+from funcrec.core._tree import refuse_write as refuse_write
 from funcrec.core._tree import replace as replace
 from funcrec.core._tree import tree_flatten as tree_flatten
 from funcrec.core._tree import tree_leaves as tree_leaves

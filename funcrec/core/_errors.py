@@ -83,6 +83,12 @@ def describe(x: object) -> str:
     return f"{short_dtype(x.dtype)}[{shape}]{place}{odd}"
 
 
+def path_hint(path: object, hint: str) -> str:
+    """What to try where a file is not there: a URL, of which `Path` keeps one slash, is no file."""
+    found = re.search(r"(?:^|/)([a-z][a-z0-9+.-]+):/", str(path))
+    return f"a copy on this machine: {found[1]}:// is not read, nor any URL" if found else hint
+
+
 def call_name(fn: Callable) -> str:
     """What a public function or class is called (its face has said so), and one that no face has named yet is to be:
     `funcrec.optim.sgd` for what `funcrec/optim/_sgd.py` defines, `funcrec.lookup` for `funcrec/tables/_lookup.py`."""

@@ -8,7 +8,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch._functorch.pyfunctorch import (
 )
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 
+from funcrec.core._errors import Problem
 from funcrec.core._tree import tree_flatten, tree_unflatten
 
 outside_transforms = temporarily_clear_interpreter_stack
@@ -64,6 +65,13 @@ def below(x: Tensor) -> Tensor:
 def value_below(x: Tensor) -> Tensor:
     """The same without its history."""
     return below(x).detach()
+
+
+def member_problems(x: Tensor, name: str) -> Iterator[Problem]:
+    """A vmap around x must have members: of none torch cannot compute with what is one number in each."""
+    if is_wrapped(x) and not torch.compiler.is_dynamo_compiling() and 0 in below(x).shape:
+        got, need = f"`{name}` of a vmap of size 0", "a vmap of size 1 or more"
+        yield Problem("the vmap has no members.", got, need, "a branch in Python, if there may be none")
 
 
 def tangents_below(x: Tensor, place: int = 1) -> dict[int, Tensor]:

@@ -29,6 +29,8 @@ WORDS: tuple[tuple[str, str, str, str], ...] = (
     ("saved tensor hooks", "runs torch.utils.checkpoint, or other hooks on saved tensors.",
         "a function without them: torch.func has none",
         "the function itself; for memory smaller batches, added up by fr.optim.accumulate"),
+    (r"_higher_order_ops/cond\.py|torch\.cond", "calls torch.cond, which no transform of torch.func passes.",
+        "both values, and a choice between them", "torch.where(condition, a, b)"),
     ("Cannot access data pointer|Can't call numpy|tensor that doesn't have storage",
         "reads a tensor's memory on the host.", _TENSORS, "torch's own operations in place of numpy's"),
 )  # fmt: skip
@@ -40,7 +42,7 @@ def own_errors(call: str, fn: Callable | str, *given: object, need: str) -> Iter
     others with a note of what it was given, if they do not say so."""
     try:
         yield
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         if not is_of_handler(error) and not any(
             "\n  need  " in text for text in (str(error), *getattr(error, "__notes__", ()))
         ):
@@ -64,5 +66,6 @@ def problem_of(name: str, error: Exception) -> Problem | None:
     text = str(error)
     for pattern, what, need, hint in WORDS:
         if re.search(pattern, text):
-            return Problem(f"`{name}` {what}", text.removeprefix("vmap: ").split(". ")[0], need, hint, TypeError)
+            got = text.removeprefix("vmap: ").split(". ")[0].splitlines()[0]
+            return Problem(f"`{name}` {what}", got, need, hint, TypeError)
     return None

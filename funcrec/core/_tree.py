@@ -7,14 +7,14 @@ are never zipped with leaves of the other.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, NoReturn, TypeVar, dataclass_transform
 
 import optree
 import torch
 import torch.utils._pytree as torch_tree
 from torch import Tensor
 
-from funcrec.core._errors import Problem, check, describe
+from funcrec.core._errors import Problem, check, describe, message
 from funcrec.core._static import OWN_NODES, fix, loosen
 from funcrec.core._to import to as moved
 
@@ -61,6 +61,7 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
         return lambda c: pytree(c, static=static, optional=optional)
     check("funcrec.pytree", class_problems(cls, static, optional))
     cls = dataclasses.dataclass(frozen=True, eq=False, repr="__repr__" not in cls.__dict__)(cls)
+    cls.__setattr__, cls.__delattr__ = refuse_write, refuse_write
     names = tuple(f.name for f in dataclasses.fields(cls))
     children = tuple(n for n in names if n not in static)
     if "to" not in names and not hasattr(cls, "to"):
@@ -113,6 +114,14 @@ def pytree(cls: type[T] | None = None, *, static: tuple[str, ...] = (), optional
         namespace=CALLS,
     )
     return cls
+
+
+def refuse_write(self: Any, name: str, *value: Any) -> NoReturn:
+    """`__setattr__` and `__delattr__` of a value."""
+    what, need = f"`{name}` of a value cannot be changed.", "values stay as they are; functions return new ones"
+    hint = f"dataclasses.replace(value, {name}=...)" if value else "a new value without it"
+    problem = Problem(what, f"a {type(self).__name__}", need, hint)
+    raise dataclasses.FrozenInstanceError(message("funcrec", [problem]))
 
 
 def to_of(cls: type) -> Callable:

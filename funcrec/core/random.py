@@ -14,7 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from funcrec.core._errors import describe, fail
+from funcrec.core._errors import check, describe, fail
+from funcrec.core._functorch import member_problems
 from funcrec.core._numbers import plain_numbers
 
 Draw = Callable[[Tensor, tuple[int, ...]], Tensor]
@@ -120,3 +121,4 @@ def normal(key: Tensor, shape: tuple[int, ...], *, start: int = 0, dtype: torch.
 def check_key(call: str, key: object) -> None:
     if not isinstance(key, Tensor) or key.dtype != torch.int64 or key.dim() != 0:
         fail(call, "`key` is not a key.", got=describe(key), need="i64[], from funcrec.key(seed)", kind=TypeError)
+    check(call, member_problems(key, "key"))

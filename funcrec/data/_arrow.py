@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from funcrec.core import describe, fail
+from funcrec.core import describe, fail, path_hint
 
 
 def need_pyarrow(call: str):
@@ -29,7 +29,7 @@ def need_file(call: str, path: str | os.PathLike) -> Path:
             "there is no such file.",
             got=f"{str(path)!r}",
             need="a file",
-            hint="a path from here, or a whole one",
+            hint=path_hint(path, "a path from here, or a whole one"),
             kind=FileNotFoundError,
         )
     return path

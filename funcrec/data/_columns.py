@@ -72,6 +72,30 @@ def is_time(kind) -> bool:
     return is_number(kind) or kinds.is_timestamp(kind) or kinds.is_date(kind)
 
 
+def is_point_in_time(kind) -> bool:
+    """Also a length of time: what no model reads as it is."""
+    import pyarrow.types as kinds
+
+    return any(is_one(kind) for is_one in (kinds.is_timestamp, kinds.is_date, kinds.is_time, kinds.is_duration))
+
+
+def time_hint(name: str) -> str:
+    age = f'(df["{name}"] - df["{name}"].min()).dt.total_seconds()'
+    return f'{age} for a number; df["{name}"].dt.dayofweek as categorical; time="{name}" for split_by_time'
+
+
+def text_list_problems(types, names: list[str]) -> Iterator[Problem]:
+    """Multivalued columns (of a pyarrow.Schema) that are texts, whose parts nobody can tell."""
+    import pyarrow.types as kinds
+
+    for name in names:
+        kind = value_kind(types.field(name).type)
+        if kinds.is_string(kind) or kinds.is_large_string(kind):
+            what, need = f"column `{name}` does not hold lists.", "lists, for a multivalued column"
+            hint = _type_hint(name, "lists of ids", kind)
+            yield Problem(what, f"{types.field(name).type}", need, hint, TypeError)
+
+
 def is_dense(kind) -> bool:
     import pyarrow.types as kinds
 
@@ -113,6 +137,8 @@ NEEDS = {
 def _type_hint(name: str, role: str, kind) -> str:
     import pyarrow.types as kinds
 
+    if role.startswith("lists") and (kinds.is_string(kind) or kinds.is_large_string(kind)):
+        return f'df["{name}"].str.split("|"), a list in each row, if "|" stands between them; then fr.data.fit_encoding'
     if is_list(kind) != role.startswith("lists") and role.endswith("ids"):
         other = "multivalued" if is_list(kind) else "categorical"
         return f'{other}=("{name}",) in the schema'
@@ -123,6 +149,8 @@ def _type_hint(name: str, role: str, kind) -> str:
         return ENCODE
     if is_list(kind):
         return f'multivalued=("{name}",) if these are ids; else a list of one fixed size, a column each'
+    if is_point_in_time(kind):
+        return time_hint(name)
     return f'categorical=("{name}",) if these are kinds of something; else cast them: column.cast("float64")'
 
 

@@ -97,6 +97,8 @@ def fit_encoding(
     known, rows = {n: e.init() for n, e in chosen.items()}, 0
     wanted = (*schema.keys, *schema.dense)
     for table, name_of_row in _tables_of(call, source, wanted):
+        unsplit = [c for c in schema.multivalued if of.get(c, c) not in (encoders or {})]
+        check(call, columns.text_list_problems(table.schema, unsplit))
         table = columns.lists_and_ids(table, schema)
         with columns.rows_named(name_of_row):
             for column in wanted:

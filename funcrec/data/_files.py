@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
-from funcrec.core import Problem, check, describe, fail, typed_fields
+from funcrec.core import Problem, check, describe, fail, path_hint, typed_fields
 from funcrec.data._arrow import need_pyarrow
 from funcrec.data._columns import first_true, plain
 from funcrec.data._sources import NEED, Part, Source, Wanted, absent_problems, as_table, wanted_names
@@ -91,7 +91,7 @@ def _files(call: str, source: Any) -> list[tuple[Path, dict[str, str | None]]]:
         elif root.is_file():
             files.append((root, _partitions(root.parent, ())))
         else:
-            got, hint = f"{str(root)!r}", "a path from here, or a whole one"
+            got, hint = f"{str(root)!r}", path_hint(root, "a path from here, or a whole one")
             fail(call, "there is no such file.", got=got, need="a file or a folder", hint=hint, kind=FileNotFoundError)
     if not files:
         fail(call, "there is no file in the folder.", got=f"{str(source)!r}", need="files of text or Parquet")

@@ -9,7 +9,7 @@ threads may make the batches. Shapes: N rows, B rows of a batch.
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -139,6 +139,14 @@ class Loader:
 
     def __len__(self) -> int:
         return self.count
+
+    def __iter__(self) -> NoReturn:
+        what, hint = (
+            "a loader is called, once for each epoch, not gone through.",
+            "for position, batch in load(position)",
+        )
+        need = "a position, which says where to begin, and how the epoch is shuffled"
+        fail("funcrec.data.Loader", what, got="iter(load)", need=need, hint=hint, kind=TypeError)
 
     def __repr__(self) -> str:
         return f"Loader({len(self)} batches of {self.batch_size})"

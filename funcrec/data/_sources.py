@@ -6,6 +6,7 @@ A part is a row group, a file of text or a piece of a table; it knows what its r
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Number
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,7 +132,7 @@ def as_table(call: str, source: Any, wanted: Wanted):
             "the table cannot be read.",
             got=got,
             need=need,
-            hint=f"{hint}; series.to_frame() for one column",
+            hint=f"{hint}; df.iloc[[0]] for one row, series.to_frame() for one column",
             kind=TypeError,
         )
     check(call, absent_problems("the table", table.column_names, wanted))
@@ -144,6 +145,8 @@ def _column(call: str, name: str, x: Any):
 
     what, need = f"column `{name}` cannot be read.", "values of one kind; None where one is missing"
     hint = "a list, a vector of numpy or torch, an array of pyarrow: [1, 2], or [[1, 2], []]"
+    if isinstance(x, Number):
+        fail(call, what, got=describe(x), need=f"{need}: a list of one, for one row", hint=f"[{x!r}]", kind=TypeError)
     if isinstance(x, str | bytes | Mapping):
         fail(call, what, got=describe(x), need=need, hint=hint, kind=TypeError)
     if isinstance(x, torch.Tensor) and is_followed(x):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -63,6 +63,14 @@ class StreamLoader:
         made = _positions(self, Position(*position))
         made = made if self.look is None else (self.look(item) for item in made)
         return made if self.device is None else prefetch(made, depth=self.depth, device=self.device)
+
+    def __iter__(self) -> NoReturn:
+        what, hint = (
+            "a loader is called, once for each epoch, not gone through.",
+            "for position, batch in load(position)",
+        )
+        need = "a position, which says where to begin, and how the epoch is shuffled"
+        fail("funcrec.data.StreamLoader", what, got="iter(load)", need=need, hint=hint, kind=TypeError)
 
     def __length_hint__(self) -> int:
         counts = [part.num_rows for part in self.source.parts]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from funcrec.core import EXAMPLES, Problem, describe
 from funcrec.jagged._jagged import JaggedTensor
-from funcrec.jagged._problems import bag_problems, buffer_problems, offset_form_problems
+from funcrec.jagged._problems import bag_problems, buffer_problems, mapped_problems, offset_form_problems
 
 FIELDS = ("values", "offsets", "weights", "inverse", "keys", "strides", "unweighted")
 
@@ -96,6 +96,10 @@ def unweighted_problems(keys: object, weights: object, unweighted: object, path:
 
 def keyed_parts(ids: Any, path: str) -> Iterator[Problem]:
     """What is wrong with the fields of a KeyedJaggedTensor."""
+    mapped = list(mapped_problems(ids.values, path))
+    yield from mapped
+    if mapped:
+        return
     yield from buffer_problems(ids.values, ids.weights, f"{path}.")
     found = list(offset_form_problems(ids.offsets, getattr(ids.values, "device", None), f"{path}.offsets"))
     yield from found

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, describe, short_dtype
+from funcrec.core import Problem, describe, is_wrapped, short_dtype
 from funcrec.jagged._primitives import is_concrete
 
 INT_DTYPES = (torch.int32, torch.int64)
@@ -43,6 +43,14 @@ def capacity_problems(capacity: object, least: int) -> Iterator[Problem]:
     if not found and capacity < least:
         what, hint = "`capacity` is smaller than the buffer.", "unpad() first, which reads offsets on the host"
         yield Problem(what, f"{capacity}", f"capacity >= {least}", hint)
+
+
+def mapped_problems(values: object, path: str) -> Iterator[Problem]:
+    """A vmap over a ragged value's own buffer cuts it into numbers."""
+    if isinstance(values, Tensor) and values.dim() < 1 and is_wrapped(values):
+        what, need = f"`{path}` are mapped by vmap along the buffer of all bags.", "bags of one length, padded"
+        hint = "ids[key].to_padded(length), i[B, length], in its place; in_dims=None, if members share the ids"
+        yield Problem(what, f"{path}.values {describe(values)}", need, hint, TypeError)
 
 
 def buffer_problems(values: Tensor, weights: Tensor | None, path: str = "") -> Iterator[Problem]:

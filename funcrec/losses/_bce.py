@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funcrec.core import check
-from funcrec.jagged import is_concrete
-from funcrec.losses._mean import pair_problems, reduce, reduction_problems, weight_problems
+from funcrec.losses._mean import can_be_read, pair_problems, reduce, reduction_problems, weight_problems
 from funcrec.tables import blank_padding, label_value_problems
 
 
@@ -37,7 +36,7 @@ def bce(logits: Tensor, label: Tensor, weight: Tensor | None = None, *, reductio
     call = "funcrec.losses.bce"
     check(call, reduction_problems(reduction), pair_problems(logits, "logits", label, 1))
     check(call, weight_problems(weight, logits.shape))
-    check(call, label_value_problems(label, "label", weight=weight) if is_concrete(label) else ())
+    check(call, label_value_problems(label, "label", weight=weight) if can_be_read(label, weight) else ())
     z, y = (blank_padding(x, weight) for x in (logits, label if label.is_floating_point() else label.float()))
     y = torch.where((y >= 0) & (y <= 1), y, torch.nan).to(z.dtype)
     if weight is None:

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from funcrec.core import Positive, Problem, check, describe, kind_of
 from funcrec.jagged import is_concrete
-from funcrec.losses._mean import reduce, reduction_problems, values_problems, weight_problems, where_it_jumps
+from funcrec.losses._mean import (
+    can_be_read,
+    reduce,
+    reduction_problems,
+    values_problems,
+    weight_problems,
+    where_it_jumps,
+)
 from funcrec.tables import blank_padding, jump_problems, refuse_in_micro_batches
 
 
@@ -116,7 +123,7 @@ def label_problems(label: object, logits: Tensor) -> Iterator[Problem]:
 
 
 def class_problems(label: Tensor, num_classes: int, weight: Tensor | None) -> Iterator[Problem]:
-    if not is_concrete(label) or (weight is not None and not is_concrete(weight)):
+    if not can_be_read(label, weight):
         return
     is_whole = label == label.floor() if label.is_floating_point() else torch.ones_like(label, dtype=torch.bool)
     wrong = blank_padding(~((label >= 0) & (label < num_classes) & is_whole), weight)

@@ -68,6 +68,11 @@ def where_it_jumps(values: Tensor, weight: Tensor | None) -> Tensor:
     return torch.where(weight == 0, torch.nan, values)
 
 
+def can_be_read(*given: Tensor | None) -> bool:
+    """Whether the values of all that is given can be read: of no member of a vmap, and not on a GPU."""
+    return all(x is None or is_concrete(x) for x in given)
+
+
 # -- validators --------------------------------------------------------------------------------------------------
 
 

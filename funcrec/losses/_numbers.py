@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Positive, check, kind_of
-from funcrec.jagged import is_concrete
-from funcrec.losses._mean import pair_problems, reduce, reduction_problems, weight_problems
+from funcrec.losses._mean import can_be_read, pair_problems, reduce, reduction_problems, weight_problems
 from funcrec.tables import blank_padding, label_value_problems
 
 
@@ -69,6 +68,6 @@ def _of_errors(call: str, loss: Callable, predictions, label, weight, reduction)
     check(call, reduction_problems(reduction), pair_problems(predictions, "predictions", label, 1))
     check(call, weight_problems(weight, predictions.shape))
     any_number = {"weight": weight, "labels": (-math.inf, math.inf)}
-    check(call, label_value_problems(label, "label", **any_number) if is_concrete(label) else ())
+    check(call, label_value_problems(label, "label", **any_number) if can_be_read(label, weight) else ())
     p, y = blank_padding(predictions, weight), blank_padding(label, weight)
     return reduce(loss(p - y.to(p.dtype)), weight, reduction)

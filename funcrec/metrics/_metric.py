@@ -188,11 +188,11 @@ def example_problems(
 
 
 def range_problems(x: Tensor, name: str, low: float, high: float, need: str, weights=None, hint: str = ""):
-    """Values must be in [low, high], where the weight is not 0; nothing is read of a tensor that is not concrete."""
-    if not is_concrete(x) or x.numel() == 0:
+    """Values must be in [low, high], where the weight is not 0; nothing is read where one of them is not concrete."""
+    if not is_concrete(x) or x.numel() == 0 or (isinstance(weights, Tensor) and not is_concrete(weights)):
         return
     wrong = ~((x >= low) & (x <= high))
-    if isinstance(weights, Tensor) and weights.shape == x.shape and is_concrete(weights):
+    if isinstance(weights, Tensor) and weights.shape == x.shape:
         wrong = wrong & (weights != 0)
     if bool(wrong.any()):
         at = int(wrong.to(torch.int8).argmax())

@@ -7,7 +7,7 @@ A model is a value that holds functions; its parameters live outside, in `Params
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -71,6 +71,11 @@ class Model(NamedTuple):
     apply: Callable[[Params, Batch], Tensor]
     train_apply: Callable[[Params, Batch, Tensor], tuple[Tensor, Any]]
     penalty: Callable[[Any], Tensor] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        what, need = "a model is a record of functions, not a function.", "one of them"
+        hint = "model.apply(params, batch), with params = model.init(key); model.train_apply(params, batch, key)"
+        fail("funcrec.models.Model", what, got="model(...)", need=need, hint=hint, kind=TypeError)
 
 
 def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> Callable:

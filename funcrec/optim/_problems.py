@@ -41,6 +41,11 @@ def hyper_problems(
 ) -> Iterator[Problem]:
     """Numbers, or tensors of one number each, in their ranges; what a tensor holds
     is not read. hints: of names that the field has not."""
+    if hasattr(lr, "get_last_lr"):
+        what, need = "`lr` is a scheduler of torch.optim, which keeps a count of its own.", "a function of the step"
+        hint = "lr=lambda step: 0.01 * 0.5 ** (step / 1000), or fr.optim.schedule([fr.optim.Stage(...)], lr=0.01)"
+        yield Problem(what, describe(lr), need, hint, TypeError)
+        return
     yield from _KINDS["lr"].find("lr", lr)
     for name, value in hyper.items():
         if name in ("lr", "step", "repeats"):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, has_tracked, typed
+from funcrec.core import Problem, check, describe, has_tracked, path_hint, typed
 from funcrec.kernels import ops
 from funcrec.serve._delta_file import Change, write_file
 from funcrec.serve._files import read_folder
@@ -136,7 +136,7 @@ def path_problems(path: str | os.PathLike) -> Iterator[Problem]:
     if not found.name or found.is_dir():
         yield Problem("`path` is not a file's.", f"{os.fspath(path)!r}", "the name of a file", '"runs/000001.delta"')
     elif not found.parent.is_dir():
-        hint = "os.makedirs(folder, exist_ok=True)"
+        hint = path_hint(path, "os.makedirs(folder, exist_ok=True)")
         yield Problem(
             "the folder of `path` is not there.", f"{str(found.parent)!r}", "a folder", hint, FileNotFoundError
         )

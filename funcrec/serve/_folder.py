@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from funcrec.core import Problem, check, describe, fail
+from funcrec.core import Problem, check, describe, fail, path_hint
 
 SUFFIX = ".funcrec.tmp"
 EXCHANGE, HERE = 2, -100  # renameat2's RENAME_EXCHANGE and AT_FDCWD
@@ -74,7 +74,7 @@ def sync(path: Path) -> None:
 
 def place_problems(path: Path, overwrite: bool, marks: tuple[str, ...]) -> Iterator[Problem]:
     if not path.parent.is_dir():
-        hint = "os.makedirs(folder, exist_ok=True)"
+        hint = path_hint(path, "os.makedirs(folder, exist_ok=True)")
         what = f"the folder of `{path}` is not there."
         yield Problem(what, f"{str(path.parent)!r}", "a folder", hint, FileNotFoundError)
     elif path.exists() and not overwrite:

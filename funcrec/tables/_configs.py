@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from funcrec.core import Problem, check, count_problems, describe, flag_problems, plain_numbers, typed
+from funcrec.core import Problem, check, count_problems, describe, flag_problems, plain_numbers, refuse_write, typed
 from funcrec.tables._initializers import Initializer
 
 TABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -171,3 +171,7 @@ def feature_problems(f: FeatureConfig) -> Iterator[Problem]:
     yield from flag_problems(f.weighted, "weighted")
     if f.hash is not None and not isinstance(f.hash, Hash):
         yield Problem("`hash` is not a hash.", describe(f.hash), "fr.modulo() or fr.multiply_shift()", kind=TypeError)
+
+
+for _config in (Hash, TableConfig, FeatureConfig):
+    _config.__setattr__ = _config.__delattr__ = refuse_write

@@ -57,8 +57,9 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
       shapes, when it is called again with the same arguments.
 
     Law: grads.tables[name].to_dense() is the gradient that torch.func.grad gives for the table as a dense leaf.
-    It composes with torch.func.vmap, jvp and `fr.jit`. Lookups may stand inside grad, jvp, vmap and value_and_grad that
-    the loss calls itself, of the loss's own tables too. The gradient is the table's,
+    It composes with torch.func.vmap, jvp and `fr.jit`; jacrev and vjp take floats alone, so of `grads.dense` or of
+    `to_dense()`, not of a RowGrads, which holds rows' numbers. Lookups may stand inside grad, jvp, vmap and
+    value_and_grad that the loss calls itself, of the loss's own tables too. The gradient is the table's,
     whatever a lookup calls it: {"a": params.tables["b"]}.
 
     Of tables with a capacity (`shard_tables`) a rank whose ids found no place looks up NaN, which makes its loss and

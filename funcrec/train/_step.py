@@ -17,6 +17,7 @@ from funcrec.core import (
     check,
     describe,
     map_tensors,
+    member_problems,
     random,
     reduced,
     remade,
@@ -211,7 +212,8 @@ def own_memory(state: TrainState) -> TrainState:
 
 def state_problems(state: object) -> Iterator[Problem]:
     if isinstance(state, TrainState):
-        yield from state_parts(state, "state")
+        found = list(state_parts(state, "state"))
+        yield from found or member_problems(state.step, "state.step")
     else:
         yield Problem("`state` is not a TrainState.", describe(state), "TrainState", "step.init(params)", TypeError)
 
