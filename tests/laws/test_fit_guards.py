@@ -187,6 +187,7 @@ def test_a_loss_that_diverges_ends_the_run(loss, kind, tmp_path):
 
 
 def test_one_member_that_diverges_does_not_end_the_others():
+    """Of an ensemble's losses one finite number is enough to go on."""
     step = lambda state, i: (state, {"loss": torch.tensor([1.0, math.nan])})
     assert math.isnan(fr.fit(step, torch.tensor(0), [0], epochs=1).history[0]["loss"])
 
@@ -277,6 +278,7 @@ CALLING = {
 
 @pytest.mark.parametrize("name", CALLING)
 def test_what_calls_evaluate_is_tried(name):
+    """However an evaluation names `fr.evaluate`, its metric is tried before the first step."""
     assert uses(CALLING[name], fr.evaluate)
 
 
@@ -289,6 +291,7 @@ def test_an_evaluation_of_ones_own_is_run_behind_epochs_only():
 
 
 def test_the_bar_shows_bad_ids(capsys):
+    """?"""
     with warnings.catch_warnings():
         fr.fit(STEP, start(), BATCHES, epochs=1, on_bad_ids="count", progress=True, callbacks=[fr.loop.print_epoch])
     out = capsys.readouterr()

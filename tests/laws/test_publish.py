@@ -279,6 +279,7 @@ def test_a_state_that_was_restored_is_published_whole(steps, beyond, plain, tmp_
 def test_weights_that_are_exchanged_are_closed(plain, tmp_path):
     """Files of weights that nothing reads any more are closed, and nothing is left for Python to warn of."""
     weights = fr.save_weights(tmp_path / "weights", held(begun().state, "plain"))
+    gc.collect()  # what other tests left
     package, count = fr.load_package(plain), len(os.listdir("/proc/self/fd"))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
