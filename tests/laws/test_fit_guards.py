@@ -291,7 +291,7 @@ def test_an_evaluation_of_ones_own_is_run_behind_epochs_only():
 
 
 def test_the_bar_shows_bad_ids(capsys):
-    """?"""
+    """Beside the loss, and in what `print_epoch` prints."""
     with warnings.catch_warnings():
         fr.fit(STEP, start(), BATCHES, epochs=1, on_bad_ids="count", progress=True, callbacks=[fr.loop.print_epoch])
     out = capsys.readouterr()
