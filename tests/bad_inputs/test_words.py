@@ -71,6 +71,7 @@ NONE = {
 
 @pytest.mark.parametrize("name", NONE)
 def test_a_vmap_of_size_0_is_refused(name):
+    """No members: our words, not those of torch about its shapes."""
     with pytest.raises(ValueError, match=four("the vmap has no members")):
         NONE[name]()
 
@@ -90,11 +91,13 @@ CONDS = {
 
 @pytest.mark.parametrize("name", CONDS)
 def test_torch_cond_in_a_loss(name):
+    """It is named, with what to write in its place."""
     with pytest.raises(TypeError, match=four(r"calls torch\.cond.*torch\.where\(condition, a, b\)")):
         CONDS[name]()
 
 
 def test_ids_that_vmap_cuts_are_to_be_padded():
+    """A batch of jagged ids has no first dimension that vmap could cut."""
     for run in (lambda ids: fr.lookup(PARAMS.tables, ids, FEATURES)["item"],):
         with pytest.raises(TypeError, match=four("mapped by vmap.*to_padded")):
             vmap(run, in_dims=0)(IDS)
@@ -103,6 +106,7 @@ def test_ids_that_vmap_cuts_are_to_be_padded():
 @pytest.mark.parametrize("make", [fr.optim.sgd, fr.optim.adam, lambda lr: fr.optim.dense(torch.optim.Adam, lr=lr)])
 @pytest.mark.parametrize("kind", ["LambdaLR", "StepLR", "ReduceLROnPlateau"])
 def test_a_scheduler_of_torch_is_no_rate(make, kind):
+    """A scheduler changes torch's optimizers; a rate here is a number or a function of the step."""
     args = {"LambdaLR": (lambda step: 1.0,), "StepLR": (2,), "ReduceLROnPlateau": ()}[kind]
     lr = schedule_of(getattr(torch.optim.lr_scheduler, kind), *args)
     with pytest.raises(TypeError, match=four(r"scheduler of torch\.optim.*lr=lambda step.*fr\.optim\.schedule")):
@@ -111,12 +115,14 @@ def test_a_scheduler_of_torch_is_no_rate(make, kind):
 
 @pytest.mark.parametrize("load", [LOADER, stream_loader({"item": [1, 2]}, Schema(categorical=("item",)), 2)])
 def test_a_loader_is_called(load):
+    """Whatever iterates a loader is told that it is a function."""
     for go in (iter, list, lambda x: [batch for _, batch in x]):
         with pytest.raises(TypeError, match=four(r"a loader is called.*load\(position\)")):
             go(load)
 
 
 def test_a_model_is_applied():
+    """What calls a model is told of its `apply`."""
     for args in ((BATCH,), (MODEL.init(fr.key(0)), BATCH)):
         with pytest.raises(TypeError, match=four(r"model\.apply\(params, batch\)")):
             MODEL(*args)
@@ -159,6 +165,7 @@ def test_text_in_a_multivalued_column_is_to_be_split(tmp_path):
 
 
 def test_a_row_of_pandas_is_no_table():
+    """A row of a data frame is refused where a data frame is needed."""
     schema = Schema(categorical=("item",))
     with pytest.raises(TypeError, match=four(r"the table cannot be read.*df\.iloc\[\[0\]\] for one row")):
         examples(frame().iloc[0], schema)
@@ -169,6 +176,7 @@ def test_a_row_of_pandas_is_no_table():
 
 @pytest.mark.parametrize("column", ["when", "took"])
 def test_times_are_no_dense_numbers(column):
+    """Times and durations are refused as dense columns, with the number to make of them."""
     schema = Schema(categorical=("item",), dense=(column,))
     for run in (lambda: examples(frame(), schema), lambda: fit_encoding(frame(), schema),
                 lambda: fit_encoding(frame(), schema, {column: log1p()})):  # fmt: skip
@@ -190,6 +198,7 @@ READERS = {
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("path", ADDRESSES)
 def test_an_address_is_no_file(name, path):
+    """URLs are refused in words of their own, wherever a path is taken."""
     scheme = path.split(":")[0]
     with pytest.raises(FileNotFoundError, match=four(f"a copy on this machine: {scheme}:// is not read")):
         READERS[name](path)

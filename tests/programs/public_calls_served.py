@@ -60,7 +60,7 @@ class Program:
     """In the place of a compiled one, as torch opens it."""
 
     def __init__(self, path: str, *_):
-        self.digest = json.loads((Path(path).parent / _manifest.MANIFEST).read_text())["digest"]
+        self.digest = json.loads((Path(path).resolve().parent / _manifest.MANIFEST).read_text())["digest"]
 
     def get_metadata(self) -> dict[str, str]:
         return {"funcrec_digest": self.digest}
