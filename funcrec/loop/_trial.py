@@ -53,7 +53,7 @@ def try_evaluate(work: Work, run: Run) -> None:
     if of_any([int(failed)], work.mesh, device_of(run.state))[0]:
         found = measured(work.evaluate, params, entry)
     if work.monitor is not None:
-        check("funcrec.fit", monitor_problems(entry | {"loss": None} | found, work.monitor, run.position.epoch))
+        check("funcrec.fit", monitor_problems(dict.fromkeys(OF_AN_EPOCH) | found, work.monitor, run.position.epoch))
 
 
 def uses(fn: Any, used: Callable, depth: int = 4) -> bool:

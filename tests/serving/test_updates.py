@@ -117,6 +117,15 @@ def test_links_within_the_folder_of_updates_are_followed(program, updates):
             assert (status, json.loads(body)) == (200, {"version": version})
 
 
+@pytest.fixture
+def heard():
+    """SIGHUP is heard by what is started, also where `nohup` began the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stopped_server_has_answered_all(program, number):
     """A signal under load: whoever is connected is answered and told that the connection ends, none is let in again,
