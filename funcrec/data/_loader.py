@@ -104,6 +104,13 @@ def batches(
     return _epoch(load, Position(*position))
 
 
+def refuse_iteration(call: str) -> NoReturn:
+    what = "a loader is called, once for each epoch, not gone through."
+    need = "a position, which says where to begin, and how the epoch is shuffled"
+    hint = "for position, batch in load(position)"
+    fail(call, what, got="iter(load)", need=need, hint=hint, kind=TypeError)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Loader:
     """Batches of any epoch, from any position on: what `fr.fit` trains on; `loader` makes it.
@@ -141,12 +148,7 @@ class Loader:
         return self.count
 
     def __iter__(self) -> NoReturn:
-        what, hint = (
-            "a loader is called, once for each epoch, not gone through.",
-            "for position, batch in load(position)",
-        )
-        need = "a position, which says where to begin, and how the epoch is shuffled"
-        fail("funcrec.data.Loader", what, got="iter(load)", need=need, hint=hint, kind=TypeError)
+        refuse_iteration("funcrec.data.Loader")
 
     def __repr__(self) -> str:
         return f"Loader({len(self)} batches of {self.batch_size})"

@@ -19,7 +19,7 @@ from funcrec.data._encoding import Encoding
 from funcrec.data._encoding import encode as encode_by
 from funcrec.data._examples import Examples, examples_of, whole
 from funcrec.data._files import Format, is_path, opened
-from funcrec.data._loader import Position, position_problems
+from funcrec.data._loader import Position, position_problems, refuse_iteration
 from funcrec.data._prefetch import device_problems, in_threads, prefetch
 from funcrec.data._schema import Schema
 from funcrec.data._sources import Source, table_of
@@ -65,12 +65,7 @@ class StreamLoader:
         return made if self.device is None else prefetch(made, depth=self.depth, device=self.device)
 
     def __iter__(self) -> NoReturn:
-        what, hint = (
-            "a loader is called, once for each epoch, not gone through.",
-            "for position, batch in load(position)",
-        )
-        need = "a position, which says where to begin, and how the epoch is shuffled"
-        fail("funcrec.data.StreamLoader", what, got="iter(load)", need=need, hint=hint, kind=TypeError)
+        refuse_iteration("funcrec.data.StreamLoader")
 
     def __length_hint__(self) -> int:
         counts = [part.num_rows for part in self.source.parts]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from funcrec.core import check, own_errors
+from funcrec.core import check, is_of_handler, own_errors
 from funcrec.loop._bad_ids import unknown_problems
 from funcrec.loop._evaluate import evaluate as run_evaluate
 from funcrec.loop._evaluate import one_batch
@@ -47,7 +47,9 @@ def try_evaluate(work: Work, run: Run) -> None:
     try:
         with one_batch():
             found = measured(work.evaluate, params, entry)
-    except Exception:
+    except Exception as error:
+        if is_of_handler(error):
+            raise
         failed = True
     # one batch may lack what all have, such as examples of each class
     if of_any([int(failed)], work.mesh, device_of(run.state))[0]:

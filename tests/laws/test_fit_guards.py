@@ -2,6 +2,7 @@
 
 import functools
 import math
+import signal
 import warnings
 
 import numpy as np
@@ -221,6 +222,26 @@ def test_a_metric_that_cannot_work_raises_before_the_first_step():
     ):
         steps, error = first_steps(evaluate, **how)
         assert steps == [] and words in str(error), (steps, error)
+
+
+def test_a_handlers_error_ends_the_trial():
+    """What a signal's handler raises in it passes: the evaluation is not blamed, nor run again."""
+    runs, before = [], signal.getsignal(signal.SIGUSR1)
+
+    def late(number, frame):
+        raise ValueError("the handler's words")
+
+    def measure(params):
+        runs.append(1)
+        signal.raise_signal(signal.SIGUSR1)
+        return fr.evaluate(predict, params, [GOOD], {"auc": fr.metrics.exact_auc})
+
+    signal.signal(signal.SIGUSR1, late)
+    try:
+        steps, error = first_steps(measure)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (steps, runs, str(error), getattr(error, "__notes__", [])) == ([], [1], "the handler's words", [])
 
 
 def test_the_trial_takes_one_batch():
