@@ -48,19 +48,23 @@ class Server:
         )
         ready, _, _ = select.select([self.process.stdout], [], [], 60)
         line = self.process.stdout.readline() if ready else ""
-        found = re.search(r"http://[\d.]+:(\d+) ", line)
+        found = re.search(r"http://([\d.]+|\[[\da-f:]+\]):(\d+) ", line)
         if not found:
             self.process.kill()
             raise RuntimeError(f"the server did not begin: {line}{self.process.communicate()[1]}")
-        self.port = self.admin = int(found[1])
+        self.host, self.port = found[1].strip("[]"), int(found[2])
+        self.admin = self.port
         if own:
             self.admin = int(re.search(r"http://127\.0\.0\.1:(\d+) ", self.process.stdout.readline())[1])
 
+    def place(self, admin: bool) -> tuple[str, int]:
+        return ("127.0.0.1", self.admin) if admin and self.admin != self.port else (self.host, self.port)
+
     def connect(self, timeout: float = 20, *, admin: bool = False) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.admin if admin else self.port, timeout=timeout)
+        return http.client.HTTPConnection(*self.place(admin), timeout=timeout)
 
     def raw(self, timeout: float = 20, *, admin: bool = False) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.admin if admin else self.port), timeout=timeout)
+        return socket.create_connection(self.place(admin), timeout=timeout)
 
     def ask(self, method: str, path: str, body=None, type: str = JSON):
         """(status, headers, body) over a connection of its own."""

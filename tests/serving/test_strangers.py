@@ -134,6 +134,23 @@ def test_a_request_names_this_host(server, hosts, code):
     assert asked(server, hosts) == ([400] if code == 400 else [code, 200])
 
 
+@pytest.mark.parametrize(
+    ("word", "number"),
+    [
+        ("localhost", "127.0.0.1"),
+        ("LOCALHOST", "127.0.0.1"),
+        ("::1", "::1"),
+        ("[::1]", "::1"),
+        ("127.0.0.1", "127.0.0.1"),
+    ],
+)
+def test_a_server_listens_at_a_name_or_a_number(program, word, number):
+    """`--host localhost` is the loopback address, an address of 128 bits may have brackets, as urls have it."""
+    with Server(program, "sums", "--host", word) as server:
+        assert server.host == number
+        assert server.ask("GET", "/healthz")[0] == 200
+
+
 def test_a_target_names_this_host(server):
     """The host of a whole target is held to what Host is held to."""
     assert asked(server, ["localhost"], "http://evil.example/predict") == [421, 200]

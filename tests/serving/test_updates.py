@@ -201,7 +201,11 @@ WRONG = [
     (["--admin", "::1:1"], "the path of a unix socket"),
     (["--admin", "/folder/"], "the path of a unix socket"),
     (["--admin", "/" + "x" * 200], "the path of a unix socket"),
+    (["--admin", "[127.0.0.1]:1"], "the path of a unix socket"),
     (["--host", "nonsense"], "the number of an address"),
+    (["--host", "localhost.evil.example"], "the number of an address"),
+    (["--host", "[127.0.0.1]"], "the number of an address"),
+    (["--host", ""], "the number of an address"),
 ]
 
 

@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <boost/beast/core/string.hpp>
 #include <cstring>
 
 #include "../package.h"
@@ -10,6 +11,7 @@
 namespace funcrec::serving {
 namespace {
 
+namespace beast = boost::beast;
 using boost::system::error_code;
 using tcp = net::ip::tcp;
 using Local = net::local::stream_protocol;
@@ -40,20 +42,26 @@ bool is_left(const std::string& path) {
 
 }  // namespace
 
+std::string number_of(const std::string& host) {
+  if (beast::iequals(host, "localhost")) return "127.0.0.1";
+  const bool bracketed = host.size() > 2 && host.front() == '[' && host.back() == ']';
+  const std::string number = bracketed ? host.substr(1, host.size() - 2) : host;
+  error_code error;
+  const net::ip::address address = net::ip::make_address(number, error);
+  return error || (bracketed && !address.is_v6()) ? "" : number;
+}
+
 Place place_of(const std::string& text) {
   if (text.find('/') != std::string::npos) {
     if (text.size() >= sizeof(sockaddr_un{}.sun_path) || text.back() == '/') no_place(text);
     return {"", 0, text};
   }
   const size_t colon = text.rfind(':');
-  std::string host = colon == std::string::npos ? "127.0.0.1" : text.substr(0, colon);
+  const std::string host = colon == std::string::npos ? "127.0.0.1" : text.substr(0, colon);
+  const std::string number = host.find(':') != std::string::npos && host.front() != '[' ? "" : number_of(host);  // ::1:8081 has two readings
   const std::string port = text.substr(colon == std::string::npos ? 0 : colon + 1);
-  if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
-  else if (host.find(':') != std::string::npos) no_place(text);
-  error_code error;
-  net::ip::make_address(host, error);
-  if (error || port.empty() || port.size() > 5 || port.find_first_not_of("0123456789") != std::string::npos || std::stol(port) > 65535) no_place(text);
-  return {host, static_cast<unsigned short>(std::stol(port)), ""};
+  if (number.empty() || port.empty() || port.size() > 5 || port.find_first_not_of("0123456789") != std::string::npos || std::stol(port) > 65535) no_place(text);
+  return {number, static_cast<unsigned short>(std::stol(port)), ""};
 }
 
 bool is_loopback(const Place& place) {

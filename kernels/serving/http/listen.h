@@ -14,6 +14,9 @@ struct Place {
   std::string path;  // of a unix socket, in place of both
 };
 
+// The number of an address that words name: of `localhost` 127.0.0.1, of `[::1]` ::1; "" of what is none.
+std::string number_of(const std::string& host);
+
 // Of a setting: PORT (of the loopback address), ADDRESS:PORT, or a path that has a `/`. Bad for what is none.
 Place place_of(const std::string& text);
 bool is_loopback(const Place&);  // whether only this machine reaches it

@@ -1,6 +1,5 @@
 #include "settings.h"
 
-#include <boost/asio/ip/address.hpp>
 #include <boost/json.hpp>
 #include <cmath>
 #include <filesystem>
@@ -152,9 +151,9 @@ Settings settings_of(const std::vector<std::string>& arguments) {
     if (!found) flags.pop_back();
   }
   for (const auto& [setting, value] : flags) set(out, *setting, flag_of(*setting), value);
-  boost::system::error_code error;
-  boost::asio::ip::make_address(out.host, error);
-  if (error) wrong("host", out.host.empty() ? "nothing" : out.host, "the number of an address, as 127.0.0.1, ::1 or 0.0.0.0");
+  const std::string number = number_of(out.host);
+  if (number.empty()) wrong("host", out.host.empty() ? "nothing" : out.host, "localhost or the number of an address, as 127.0.0.1, ::1 or 0.0.0.0");
+  out.host = number;
   if (!out.admin.empty()) place_of(out.admin);
   else if (!out.updates.empty()) wrong("updates", "no --admin", "--admin PORT or --admin PATH: whoever may ask for predictions may not change the model");
   std::error_code absent;
