@@ -16,7 +16,6 @@ from funcrec.checkpoint._code import CodeError, decode, transform_problems
 from funcrec.checkpoint._compare import difference_problems
 from funcrec.checkpoint._crew import Crew, agreed, apart_problems, crew_of, together
 from funcrec.checkpoint._files import as_path, open_file
-from funcrec.checkpoint._first_format import read_first
 from funcrec.checkpoint._folder import Files, fail_if_manifest, fail_without_manifest, is_folder, read_manifest
 from funcrec.checkpoint._format import read_header
 from funcrec.checkpoint._job import copy_problems, copy_rest, job_of, step_problems
@@ -216,9 +215,7 @@ def read_folder(path: Path, target: Target | None, place: torch.device | None, m
 def read_file(path: Path, target: Target | None, place: torch.device | None, mmap: bool) -> Any:
     with open_file(LOAD, path) as file:
         try:
-            is_first = file.read(2) == b"PK"
-            file.seek(0)
-            leaves, code = read_first(file, place) if is_first else read_header(file)
+            leaves, code = read_header(file)
             return made(leaves, code, Reader(lambda block, x: file, device_of(place), {} if mmap else None), target)
         except (CodeError, RecursionError) as error:
             damaged(path, error)

@@ -24,7 +24,6 @@ from funcrec.core import (
     describe,
     is_in_transform,
     is_tracked,
-    name_in_checkpoints,
 )
 
 PLAIN = (int, float, str, bool, type(None))
@@ -244,11 +243,11 @@ def _decode_dict(items: list, inside: Callable) -> dict:
 
 
 def _decode_class(name: str, fields: list, parts: list, static: Any) -> Any:
-    found = CLASSES.get(name_in_checkpoints(name))
+    found = CLASSES.get(name)
     if found is None:
         raise CodeError(f"the class {name!r:.100}, which is not imported here")
     flatten, unflatten = found
-    later = STATIC_DEFAULTS[name_in_checkpoints(name)][len(static) :] if isinstance(static, tuple) else ()
+    later = STATIC_DEFAULTS[name][len(static) :] if isinstance(static, tuple) else ()
     if later and MISSING not in later:  # a field that the class has had since the file was written
         static = (*static, *later)
     try:

@@ -4,7 +4,6 @@
     device and CRC of each, and the tree | its length and CRC
 
 Nothing in a file is run, and all sizes are held against the file's before memory is asked for.
-Files of the second format are not aligned; `_first_format` has the first.
 """
 
 import json
@@ -24,7 +23,6 @@ from funcrec.kernels.memory import empty_table
 
 ALIGN = 64  # bytes: a mapped tensor lies as one of the allocator's does
 MAGIC = b"funcrec checkpoint 3".ljust(ALIGN - 1) + b"\n"
-SECOND = b"funcrec checkpoint 2\n"
 FOOTER = struct.Struct("<QI")  # the header's length in bytes, and its CRC
 CHUNK = 1 << 18  # bytes: longer writes take a system up to five times the time, each byte
 MAX_SIZE = 2**63
@@ -138,16 +136,14 @@ def read_header(file: BinaryIO) -> tuple[list[Stored], Any]:
     """The tensors, each as one block, and the code of the tree; nothing is larger than the file has bytes for."""
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
-    begins = file.read(len(MAGIC))
-    magic = MAGIC if begins == MAGIC else SECOND
-    if not begins.startswith(magic):
+    if file.read(len(MAGIC)) != MAGIC:
         raise CodeError("another kind of file")
-    if size < len(magic) + FOOTER.size:
+    if size < len(MAGIC) + FOOTER.size:
         raise CodeError("a file that is cut off")
     file.seek(size - FOOTER.size)
     length, crc = FOOTER.unpack(file.read(FOOTER.size))
     start = size - FOOTER.size - length
-    if start < len(magic):
+    if start < len(MAGIC):
         raise CodeError("a file that is cut off, or goes on behind its end")
     file.seek(start)
     text = file.read(length)
@@ -163,10 +159,10 @@ def read_header(file: BinaryIO) -> tuple[list[Stored], Any]:
         if type(e.crc) is not int:
             raise CodeError(f"a tensor that cannot be: {show(e)}")
         check_tensor(e.dtype, e.shape, e.device)
-    places = list(_places(entries, len(magic), ALIGN if magic == MAGIC else 1))
-    end = places[-1][1] if places else len(magic)
+    places = list(_places(entries))
+    end = places[-1][1] if places else len(MAGIC)
     if end != start:
-        raise CodeError(f"{start - len(magic)} bytes of tensors where the header says {end - len(magic)}")
+        raise CodeError(f"{start - len(MAGIC)} bytes of tensors where the header says {end - len(MAGIC)}")
     for at, _, gap in places:
         file.seek(at - gap)
         if any(file.read(gap)):
@@ -174,10 +170,11 @@ def read_header(file: BinaryIO) -> tuple[list[Stored], Any]:
     return [_stored(e, at) for e, (at, _, _) in zip(entries, places, strict=True)], code
 
 
-def _places(entries: Sequence[Entry], end: int, align: int) -> Iterator[tuple[int, int, int]]:
+def _places(entries: Sequence[Entry]) -> Iterator[tuple[int, int, int]]:
     """(where it begins, where it ends, how many bytes lie before it) of every tensor."""
+    end = len(MAGIC)
     for e in entries:
-        gap = -end % align
+        gap = -end % ALIGN
         at = end + gap
         end = at + e.nbytes
         yield at, end, gap

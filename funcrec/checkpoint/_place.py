@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as torch_tree
 from torch import Tensor
 
-from funcrec.checkpoint._format import Stored, Want, blank, check_block, fill, grid_of, is_wanted, scatter
+from funcrec.checkpoint._format import Stored, Want, blank, check_block, fill, grid_of, is_wanted
 from funcrec.core import Problem, check, describe, fail, replace
 from funcrec.mesh import Codec, Mesh
 from funcrec.optim import RowOptimizer
@@ -67,11 +67,8 @@ class Reader(NamedTuple):
     device: Callable[[str], torch.device]
     maps: dict[str, mmap.mmap] | None = None  # of files, by their names; None where nothing is mapped
 
-    def give(self, x: Stored | Tensor, wants: Sequence[Want]) -> None:
+    def give(self, x: Stored, wants: Sequence[Want]) -> None:
         """Write what is wanted of x."""
-        if isinstance(x, Tensor):
-            scatter(x.reshape(grid_of(x.shape)), 0, 0, wants)
-            return
         for block in x.blocks:
             own = [w for w in wants if is_wanted(block, w)]
             if own:
@@ -91,9 +88,7 @@ class Reader(NamedTuple):
             at += held.shape[0]
         return out.view(x.shape)
 
-    def whole(self, x: Stored | Tensor) -> Tensor:
-        if isinstance(x, Tensor):
-            return blank(x.nbytes).view(x.dtype).view(x.shape).to(x.device).copy_(x)
+    def whole(self, x: Stored) -> Tensor:
         if self.maps is not None and is_run(x) and self.device(x.device).type == "cpu":
             return self.mapped(x)
         rows, columns = x.grid
@@ -117,8 +112,8 @@ def is_run(x: Stored) -> bool:
 
 
 def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """fn of every state and every tensor that is not read yet; all else as it is."""
-    own = lambda x: fn(x) if isinstance(x, TrainState | Stored | Tensor) else x
+    """fn of every state and every stored tensor; all else as it is."""
+    own = lambda x: fn(x) if isinstance(x, TrainState | Stored) else x
     return torch_tree.tree_map(own, tree, is_leaf=lambda x: isinstance(x, TrainState | Stored))
 
 
@@ -262,19 +257,18 @@ def shape_problems(shapes: dict[str, tuple], like: TrainState) -> Iterator[Probl
 
 def state_problems(state: TrainState) -> Iterator[Problem]:
     """Tables [R, D], each with slots of its rows."""
-    is_tensor = lambda x: isinstance(x, Stored | Tensor)
     shown = lambda x: f"{x.dtype}{list(x.shape)}" if isinstance(x, Stored) else describe(x)
     if not isinstance(state.tables, dict) or not isinstance(state.slots, dict):
         yield Problem("the checkpoint has a state without tables by name.", describe(state.tables), "{name: f[R, D]}")
         return
     for n, t in state.tables.items():
-        if not is_tensor(t) or len(t.shape) != 2 or not t.dtype.is_floating_point:
+        if not isinstance(t, Stored) or len(t.shape) != 2 or not t.dtype.is_floating_point:
             yield Problem(f"table {n!r} of the checkpoint is not a table.", shown(t), "f[R, D]")
         elif not isinstance(state.slots.get(n), dict):
             yield Problem(f"table {n!r} of the checkpoint has no slots.", describe(state.slots.get(n)), "{} for none")
         else:
             for k, s in state.slots[n].items():
-                if k not in WAITING and (not is_tensor(s) or not s.shape or s.shape[0] != t.shape[0]):
+                if k not in WAITING and (not isinstance(s, Stored) or not s.shape or s.shape[0] != t.shape[0]):
                     what = f"slot {k!r} of {n!r} has no rows of its table."
                     yield Problem(what, shown(s), f"[{t.shape[0]}, ...]", "plan=None, which loads what there is")
             yield from waiting_problems(n, state.slots[n])

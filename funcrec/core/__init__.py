@@ -97,7 +97,6 @@ from funcrec.core._tree import leaf_names as leaf_names
 from funcrec.core._tree import leaf_paths as leaf_paths
 from funcrec.core._tree import map_tensors as map_tensors
 from funcrec.core._tree import map_with_names as map_with_names
-from funcrec.core._tree import name_in_checkpoints as name_in_checkpoints
 from funcrec.core._tree import paths as paths
 from funcrec.core._tree import pytree as pytree
 from funcrec.core._tree import refuse_write as refuse_write

@@ -150,14 +150,9 @@ def class_problems(cls: object, static: object, optional: object) -> Iterator[Pr
 
 
 def class_name(cls: type) -> str:
-    """What checkpoints call a class."""
-    return name_in_checkpoints(f"{cls.__module__}.{cls.__qualname__}")
-
-
-def name_in_checkpoints(name: str) -> str:
-    """A class of funcrec goes by its name alone, for files may move;
-    what an older file says of its module is passed over."""
-    return f"funcrec.{name.rsplit('.', 1)[1]}" if name.startswith("funcrec.") else name
+    """What checkpoints call a class: one of funcrec goes by its name alone, for files may move."""
+    module = "funcrec" if cls.__module__.startswith("funcrec.") else cls.__module__
+    return f"{module}.{cls.__qualname__}"
 
 
 replace = dataclasses.replace
