@@ -1,6 +1,7 @@
 """Real ranks, kept alive for a file of tests, and the programs that they and the emulation run.
 
-Starting them takes 0.06 s, and every mesh that they make leaves threads of gloo that ask for messages.
+Starting them takes 0.06 s, and every mesh that they make leaves threads of gloo that ask for messages. The tests of
+`ranks` are one group, so that one of them runs at a time.
 """
 
 import pytest
@@ -15,3 +16,10 @@ def ranks():
     yield lambda n: pools[n] if n in pools else pools.setdefault(n, RankPool(n))
     for pool in pools.values():
         pool.kill()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
