@@ -18,11 +18,11 @@ test: $(VENV)/.tested serving
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pytest -q -n 3 --dist loadgroup
 
-# What a change needs within minutes: form, the house's rules, and what starts no compiler, rank or server. `test` is the whole.
+# What a change needs within five minutes: form, the house's rules, bad input, and the laws that start no compiler, rank or server. `test` is the whole.
 check: $(VENV)/.tested
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m pytest -q -rf -n 3 --dist loadgroup --alone
+	$(RUN) -m pytest -q -rf -n 3 --dist loadgroup --alone tests/house tests/bad_inputs tests/laws --ignore tests/laws/test_right_or_raises.py
 
 # funcrec with kernels and server inside, for the torch of .venv: dist/*.whl runs where there is no compiler.
 wheel: $(VENV)/.installed

