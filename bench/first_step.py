@@ -38,7 +38,7 @@ batches = steps.make_batches(case, model, sys.argv[4])
 params = steps.move(model.init(fr.key(0)), lambda x: x.to(sys.argv[4]))
 mark()
 from funcrec.kernels import ops
-def median_of(call, count=20):
+def median_of(call, count=100):
     times = []
     for _ in range(count):
         start = time.perf_counter()
@@ -69,18 +69,17 @@ def start(case: str, setting: Setting, place: str, tree: str = "", eager: bool =
     tree = tree and os.path.abspath(tree)
     words = [HERE, case, str(setting.threads), setting.device, tiny, implementation, "eager" if eager else "", tree]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": place, "TMPDIR": place}
-    if tree:
-        environment["PYTHONPATH"] = tree
-    command = [sys.executable, "-P", "-c", PROGRAM, *words]  # -P: the working folder's funcrec is not `tree`'s
+    python = os.path.join(tree, ".venv", "bin", "python") if tree else sys.executable  # whose funcrec is `tree`'s
+    command = [python, "-P", "-c", PROGRAM, *words]  # -P: the working folder's funcrec is not
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
     wall, cpu, losses, compiled, eager_s = json.loads(done.stdout.strip().splitlines()[-1])
     spent = {k: digits(s) for k, s in zip(NAMES, wall, strict=True)} | {"first_call_cpu_s": digits(cpu[3])}
+    spent["compiled_ms"] = digits(compiled * 1e3)
     if eager:
-        ms = {"compiled": digits(compiled * 1e3), "eager": digits(eager_s * 1e3)}
         won = eager_s - compiled
-        spent |= {"step_ms": ms, "steps_to_win_back": round(wall[3] / won) if won > 0 else None}
+        spent |= {"eager_ms": digits(eager_s * 1e3), "steps_to_win_back": round(wall[3] / won) if won > 0 else None}
     return {**spent, "losses": losses}
 
 
@@ -100,7 +99,7 @@ def compare(case: str, setting: Setting, trees: dict[str, str], rounds: int) -> 
             found[name].append(run(case, setting, tree=tree))
     runs = [x for lines in found.values() for x in lines]
     law = "green" if len({tuple(y["losses"]) for x in runs for y in (x, x["warm"])}) == 1 else "red"
-    keys = ("first_call_s", "first_call_cpu_s")
+    keys = ("first_call_s", "first_call_cpu_s", "compiled_ms")
     middle = lambda lines: {k: digits(statistics.median(x[k] for x in lines)) for k in keys}
     out = {n: {"from nothing": middle(x), "kept": middle([y["warm"] for y in x])} for n, x in found.items()}
     return {"comparison": case, "law": law, "rounds": rounds, "threads": setting.threads, **out}
@@ -111,7 +110,7 @@ QUICK = ("dlrm-d64-b512-l1",)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("before", nargs="?", help="another checkout")
+    parser.add_argument("before", nargs="?", help="another checkout, with a .venv of its own")
     parser.add_argument("--case", default=QUICK[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
