@@ -14,7 +14,7 @@ from funcrec.core._numbers import plain_number, signature_error
 F = TypeVar("F", bound=Callable)
 
 
-class Recipe(NamedTuple):
+class Origin(NamedTuple):
     """The call that made a tuple of functions."""
 
     maker: Callable
@@ -34,15 +34,15 @@ def remade(maker: F) -> F:
             made = maker(*args, **kwargs)
         except TypeError as error:
             raise signature_error(maker, error) or error from None
-        made.update.recipe = Recipe(run, args, kwargs, made)
+        made.update.made_by = Origin(run, args, kwargs, made)
         return made
 
     return run
 
 
 def reduced(value: Any) -> tuple:
-    """`__reduce__` of such a NamedTuple: its recipe, if it still is what that made; else its fields."""
-    recipe = getattr(value.update, "recipe", None)
-    if recipe is None or not all(x is y for x, y in zip(recipe.made, value, strict=True)):
+    """`__reduce__` of such a NamedTuple: the call that made it, if it still is what that made; else its fields."""
+    origin = getattr(value.update, "made_by", None)
+    if origin is None or not all(x is y for x, y in zip(origin.made, value, strict=True)):
         return type(value), tuple(value)
-    return functools.partial(recipe.maker, *recipe.args, **recipe.kwargs), ()
+    return functools.partial(origin.maker, *origin.args, **origin.kwargs), ()

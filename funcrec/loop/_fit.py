@@ -62,7 +62,7 @@ from funcrec.loop._trial import look_first, measured, try_evaluate
 from funcrec.loop._watch import at, watch
 from funcrec.mesh import Mesh
 from funcrec.tables import validate as validate_batch
-from funcrec.train import look_of
+from funcrec.train import trial_of
 from funcrec.tree import copy
 
 
@@ -198,7 +198,7 @@ def fit(
     work = Work(
         step, bad_ids.watching(loader), evaluate, monitor, mode, path, save_every, save_every_steps, dict(settings),
         tuple(callbacks), look, progress, mesh, place, sync or (lambda state: state), order_of(loader),
-        look_of(step) if validate is None else None, Clock(save_every_minutes), keep,
+        trial_of(step) if validate is None else None, Clock(save_every_minutes), keep,
         save_asynchronously, bad_ids,
     )  # fmt: skip
     limits = Limits(epochs, monitor, mode, patience)

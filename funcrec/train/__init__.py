@@ -4,6 +4,7 @@ from funcrec.train._delta import ChangedRows as ChangedRows
 from funcrec.train._delta import Delta as Delta
 from funcrec.train._delta import apply_delta as apply_delta
 from funcrec.train._delta import delta as delta
+from funcrec.train._first_batch import trial_of as trial_of
 from funcrec.train._logged import Logged as Logged
 from funcrec.train._logged import logged as logged
 from funcrec.train._logged import rewind as rewind
@@ -18,5 +19,4 @@ from funcrec.train._scan import scan as scan
 from funcrec.train._stale import stale_of as stale_of
 from funcrec.train._state import TrainState as TrainState
 from funcrec.train._step import TrainStep as TrainStep
-from funcrec.train._step import look_of as look_of
 from funcrec.train._step import train_step as train_step

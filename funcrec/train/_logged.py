@@ -33,7 +33,7 @@ from funcrec.train._pipeline import Place, Recipe, Summed, run
 from funcrec.train._rank_step import state_specs
 from funcrec.train._reshard import mesh_problems
 from funcrec.train._state import TrainState
-from funcrec.train._step import TrainStep, own_memory, state_problems
+from funcrec.train._step import TrainStep, Update, own_memory, state_problems
 
 
 @pytree(static=("waiting",))
@@ -110,7 +110,7 @@ def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Coun
     """
     call = "funcrec.logged"
     check(call, step_problems(step), room_problems(steps, rows))
-    recipe, where = step.update.recipe_and_where
+    recipe, where = step.update.recipe, step.update.where
 
     def init(params: Params | TrainState, key: Tensor | None = None) -> Logged:
         if isinstance(params, TrainState):
@@ -257,7 +257,7 @@ def facts_of(logged: Logged, k: int, mesh: Mesh | None) -> list[int]:
 
 
 def step_problems(step: TrainStep) -> Iterator[Problem]:
-    if not hasattr(step.update, "recipe_and_where"):
+    if not isinstance(step.update, Update):
         what, hint = "`step` is not of `train_step`.", "fr.jit(fr.logged(fr.train_step(...)), donate=('state',))"
         yield Problem(what, describe(step.update), "a step that train_step made", hint, TypeError)
 

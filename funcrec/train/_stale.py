@@ -11,7 +11,7 @@ from funcrec.core import replace
 from funcrec.train._pipeline import Place, Recipe, run
 from funcrec.train._rank_step import state_specs
 from funcrec.train._state import TrainState
-from funcrec.train._step import TrainStep, check_state
+from funcrec.train._step import update_of
 
 
 class StaleStep(NamedTuple):
@@ -24,20 +24,17 @@ class StaleStep(NamedTuple):
 
 def stale_of(step: Any) -> StaleStep | None:
     """Of a `train_step`, or `jit` of it; None for any other step."""
-    fn = getattr(step, "fn", step)
-    if not isinstance(fn, TrainStep) or not hasattr(fn.update, "recipe_and_where"):
+    own = update_of(step)
+    if own is None:
         return None
-    recipe, where = fn.update.recipe_and_where
-
-    check = functools.partial(check_state, recipe, where)
 
     def update(state: TrainState, tables: Any, batch: Any) -> tuple[TrainState, dict]:
-        check(state, batch)
+        own.check(state, batch)
         specs = lambda both: (state_specs(both[0]), both[0].tables.specs())
-        (state, _), metrics = where.run(functools.partial(run_stale, recipe), specs, (state, tables), batch)
+        (state, _), metrics = own.where.run(functools.partial(run_stale, own.recipe), specs, (state, tables), batch)
         return state, metrics
 
-    return StaleStep(check, update)
+    return StaleStep(own.check, update)
 
 
 def run_stale(recipe: Recipe, place: Place, both: tuple, batch: Any) -> tuple[tuple, dict]:

@@ -5,6 +5,7 @@ state, batch -> (loss, grads) -> (tables', slots'), (dense', dense_opt') -> stat
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -30,7 +31,6 @@ from funcrec.mesh import Codec, Mesh, P, mapped, telling
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.sharding import Plan, ShardedTables, dedup_problems, dense_axes_problems
 from funcrec.tables import Params, params_problems
-from funcrec.train._look import look
 from funcrec.train._pipeline import Place, Recipe, run, takes_key
 from funcrec.train._rank_step import rank_of, shard_state, state_specs
 from funcrec.train._state import TrainState, state_parts
@@ -159,13 +159,7 @@ def train_step(
         slots, dense_opt = sparse.init(params.tables), dense.init(params.dense)
         return own_memory(TrainState(step, params.tables, slots, params.dense, dense_opt, key.to(device, copy=True)))
 
-    def update(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
-        check_state(recipe, where, state, batch)
-        return where.run(functools.partial(run, recipe), state_specs, state, batch)
-
-    update.look = functools.partial(look, recipe) if mesh is None else None
-    update.recipe_and_where = recipe, where
-    return TrainStep(init, update)
+    return TrainStep(init, Update(recipe, where))
 
 
 class Where(NamedTuple):
@@ -185,19 +179,31 @@ class Where(NamedTuple):
         return mapped(one_rank, self.mesh, specs_in, specs_out, alike={1: "batch"})(state, batch)
 
 
-def check_state(recipe: Recipe, where: Where, state: TrainState, batch: Any) -> None:
-    with telling(where.mesh, (state, batch)):
-        check("funcrec.train_step", state_problems(state))
-        check("funcrec.train_step", merge_problems(state.dense, recipe.merge))
-        if where.mesh is not None:
-            check("funcrec.train_step", sharded_problems(state))
+@dataclass(eq=False)
+class Update:
+    """(state, batch) -> (state', metrics) of a `train_step`: what it computes, and where."""
+
+    recipe: Recipe
+    where: Where
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+        self.check(state, batch)
+        return self.where.run(functools.partial(run, self.recipe), state_specs, state, batch)
+
+    def check(self, state: TrainState, batch: Any) -> None:
+        mesh = self.where.mesh
+        with telling(mesh, (state, batch)):
+            check("funcrec.train_step", state_problems(state))
+            check("funcrec.train_step", merge_problems(state.dense, self.recipe.merge))
+            if mesh is not None:
+                check("funcrec.train_step", sharded_problems(state))
 
 
-def look_of(step: Any) -> Callable[[TrainState, Any], None] | None:
-    """What looks at a batch by a step's loss (`look`): of a `train_step` in one process, or `jit` of it."""
+def update_of(step: Any) -> Update | None:
+    """Of a `train_step`, of its `update`, or of `jit` of either; None for any other step."""
     fn = getattr(step, "fn", step)
-    found = getattr(fn.update if isinstance(fn, TrainStep) else fn, "look", None)
-    return found if isinstance(found, functools.partial) and found.func is look else None
+    found = fn.update if isinstance(fn, TrainStep) else fn
+    return found if isinstance(found, Update) else None
 
 
 def own_memory(state: TrainState) -> TrainState:

@@ -1,8 +1,9 @@
-"""look: what a step's loss makes of a batch, by value, before a step is taken.
+"""What a step's loss makes of a run's first batch, by value, before a step is taken.
 
 checked(loss)(params, batch);      batch.weight is read by some operation of the loss, or None
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from funcrec.core import checked, fail, own_errors, tree_leaves
 from funcrec.tables import Batch
 from funcrec.train._pipeline import Recipe, with_key
 from funcrec.train._state import TrainState
+from funcrec.train._step import update_of
 
 ABOUT = (torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.ndim.__get__,
          torch.Tensor.requires_grad.__get__)  # fmt: skip
@@ -31,7 +33,14 @@ class Readers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def look(recipe: Recipe, state: TrainState, batch: Any, by_value: bool = True) -> None:
+def trial_of(step: Any) -> Callable[..., None] | None:
+    """(state, batch) -> None, which raises for a first batch: of a `train_step` in one process, or `jit` of it."""
+    update = update_of(step)
+    alone = update is not None and update.where.mesh is None
+    return functools.partial(try_first_batch, update.recipe) if alone else None
+
+
+def try_first_batch(recipe: Recipe, state: TrainState, batch: Any, by_value: bool = True) -> None:
     """Raise for ids outside their table, as `checked` does (not without `by_value`), and for weights of examples that
     the loss does not read."""
     loss, extra = recipe.loss_fn, with_key(recipe, state)
