@@ -40,10 +40,7 @@ def timed(calls: dict, queries: torch.Tensor, size: int, rounds: int) -> tuple[d
     of = lambda name, call: lambda: call(next(turns[name]))
     times = interleave({n: of(n, c) for n, c in calls.items()}, rounds=rounds, clock=time.thread_time)
     first, *others = times
-    return (
-        {n: spread(t, 1e3) for n, t in times.items()},
-        {n: spread(ratios(times[n], times[first])) for n in others},
-    )
+    return ({n: spread(t, 1e3) for n, t in times.items()}, {n: spread(ratios(times[n], times[first])) for n in others})
 
 
 def exact(num_items: int, rounds: int) -> None:

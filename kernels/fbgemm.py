@@ -20,16 +20,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from funcrec.kernels.fbgemm_bags import (
-    Bags,
-    _bags,
-    _check_dtype,
-    _fail,
-    _ints32,
-    _offsets,
-    _operators,
-    _positions,
-)
+from funcrec.kernels.fbgemm_bags import Bags, _bags, _check_dtype, _fail, _ints32, _offsets, _operators, _positions
 from funcrec.kernels.fbgemm_quantized import quantize_rows as quantize_rows
 from funcrec.kernels.fbgemm_quantized import quantized_lookup as quantized_lookup
 from funcrec.kernels.fbgemm_quantized import quantized_rows as quantized_rows

@@ -21,16 +21,7 @@ from funcrec.checkpoint._code import Cut
 from funcrec.checkpoint._format import grid_of
 from funcrec.core import Problem, check, describe, map_tensors, replace
 from funcrec.mesh import Mesh, checksum, coordinates, rank_at
-from funcrec.sharding import (
-    DenseShard,
-    Layout,
-    ShardedTables,
-    copy_problems,
-    filled,
-    of_rank,
-    part_of,
-    whole_shape,
-)
+from funcrec.sharding import DenseShard, Layout, ShardedTables, copy_problems, filled, of_rank, part_of, whole_shape
 from funcrec.tables import WAITING
 from funcrec.train import TrainState, slot_problems
 

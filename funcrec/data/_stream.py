@@ -11,14 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from funcrec.core import (
-    Count,
-    Key,
-    Size,
-    fail,
-    random,
-    typed,
-)
+from funcrec.core import Count, Key, Size, fail, random, typed
 from funcrec.data._ctr import random_order
 from funcrec.data._files import Format, opened
 from funcrec.data._sources import Part, Source, part_chunks, table_of

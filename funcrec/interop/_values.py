@@ -114,11 +114,7 @@ FROM = {
     "JaggedTensor": from_jagged_tensor,
     "KeyedTensor": from_keyed_tensor,
 }
-TO = {
-    KeyedJaggedTensor: to_keyed_jagged_tensor,
-    JaggedTensor: to_jagged_tensor,
-    KeyedTensor: to_keyed_tensor,
-}
+TO = {KeyedJaggedTensor: to_keyed_jagged_tensor, JaggedTensor: to_jagged_tensor, KeyedTensor: to_keyed_tensor}
 
 
 def is_all(x: Any, kind: type) -> bool:

@@ -16,18 +16,7 @@ import torch
 from torch import Tensor
 
 from funcrec.compile import cut, form_key, is_transformed, surroundings
-from funcrec.core import (
-    Count,
-    Device,
-    Problem,
-    any_tracked,
-    check,
-    describe,
-    fail,
-    fast_flatten,
-    is_checking,
-    typed,
-)
+from funcrec.core import Count, Device, Problem, any_tracked, check, describe, fail, fast_flatten, is_checking, typed
 from funcrec.data import prefetch
 from funcrec.loop._ahead import Ahead, Ready, versions_of
 from funcrec.loop._ahead import blank as blank_of

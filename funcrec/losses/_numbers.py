@@ -39,12 +39,7 @@ def mse(predictions: Tensor, label: Tensor, weight: Tensor | None = None, *, red
 
 
 def huber(
-    predictions: Tensor,
-    label: Tensor,
-    weight: Tensor | None = None,
-    *,
-    delta: float = 1.0,
-    reduction: str = "mean",
+    predictions: Tensor, label: Tensor, weight: Tensor | None = None, *, delta: float = 1.0, reduction: str = "mean"
 ) -> Tensor:
     """The mean of a square that goes on as a line: a label far away pulls no harder than one at `delta`.
 

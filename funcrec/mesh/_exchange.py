@@ -120,16 +120,8 @@ EXCHANGES = {
     "psum": Exchange(_start_sum, _emulate_sum, "psum"),
     "psum_invariant": Exchange(_start_sum, _emulate_sum, "pvary"),
     "pvary": Exchange(lambda x, call: x.clone(), lambda x, call: (x.clone(), True), "psum_invariant"),
-    "all_gather": Exchange(
-        _start_gather,
-        lambda x, call: (x.clone(), False),
-        "psum_scatter",
-    ),
-    "psum_scatter": Exchange(
-        _start_scatter,
-        lambda x, call: (x.sum(0, dtype=x.dtype), True),
-        "all_gather",
-    ),
+    "all_gather": Exchange(_start_gather, lambda x, call: (x.clone(), False), "psum_scatter"),
+    "psum_scatter": Exchange(_start_scatter, lambda x, call: (x.sum(0, dtype=x.dtype), True), "all_gather"),
     "all_to_all": Exchange(_start_swap, lambda x, call: (x.transpose(0, 1), True), "all_to_all"),
     "ppermute": Exchange(_start_permute, _emulate_permute, "ppermute"),
 }

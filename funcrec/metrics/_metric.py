@@ -214,11 +214,7 @@ def state_problems(state: object, names: tuple[str, ...]) -> Iterator[Problem]:
     for n in names:
         if not isinstance(state[n], Tensor) or not state[n].is_floating_point() or state[n].dim():
             yield Problem(
-                f"`state[{n!r}]` is not a sum.",
-                describe(state[n]),
-                "f64[]",
-                "state = metric.init()",
-                TypeError,
+                f"`state[{n!r}]` is not a sum.", describe(state[n]), "f64[]", "state = metric.init()", TypeError
             )
 
 

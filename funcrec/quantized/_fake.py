@@ -21,19 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from funcrec.core import (
-    Key,
-    Problem,
-    any_tracked,
-    check,
-    describe,
-    fail,
-    is_forward,
-    mapping,
-    pytree,
-    replace,
-    typed,
-)
+from funcrec.core import Key, Problem, any_tracked, check, describe, fail, is_forward, mapping, pytree, replace, typed
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.kernels.forms import Feature
 from funcrec.quantized._forms import CODES, Dtype, dtype_problems, named_dtypes

@@ -85,13 +85,7 @@ def matrix_problems(name: str, x: Tensor, count: str) -> Iterator[Problem]:
     if x.layout != torch.strided:
         yield Problem(f"`{name}` are not dense.", describe(x), f"{need}, strided", f"{name}.to_dense()", TypeError)
     elif not x.is_floating_point() or x.itemsize < 2:
-        yield Problem(
-            f"`{name}` are not floating-point numbers.",
-            describe(x),
-            need,
-            f"{name}.float()",
-            TypeError,
-        )
+        yield Problem(f"`{name}` are not floating-point numbers.", describe(x), need, f"{name}.float()", TypeError)
     elif x.dim() != 2:
         hint = f"{name}[None], of one" if x.dim() == 1 else "two dimensions; vmap over others"
         yield Problem(f"`{name}` are not vectors.", describe(x), need, hint)

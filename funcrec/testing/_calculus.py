@@ -24,12 +24,7 @@ Leaves = dict[str, Tensor]
 
 @typed
 def check_adjoint(
-    forward: Callable[[Any], Any],
-    transpose: Callable[[Any], Any],
-    x: Any,
-    y: Any = None,
-    *,
-    key: Key | None = None,
+    forward: Callable[[Any], Any], transpose: Callable[[Any], Any], x: Any, y: Any = None, *, key: Key | None = None
 ) -> None:
     """Assert that `transpose` is the transpose of the linear map `forward`: ⟨forward(x), y⟩ = ⟨x, transpose(y)⟩.
 

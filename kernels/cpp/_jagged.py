@@ -46,15 +46,7 @@ def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float | in
     one = torch.full(values.shape[1:], fill, dtype=values.dtype)
     call(
         "to_padded",
-        [
-            values.data_ptr(),
-            values.shape[0],
-            _bytes(values),
-            *described,
-            max_length,
-            one.data_ptr(),
-            out.data_ptr(),
-        ],
+        [values.data_ptr(), values.shape[0], _bytes(values), *described, max_length, one.data_ptr(), out.data_ptr()],
     )
     return out
 
@@ -65,10 +57,7 @@ def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
     described = bounds(offsets)
     _same("from_padded", "offsets", offsets.shape[0] - 1, padded.shape[0])
     out = empty((capacity, *padded.shape[2:]), padded.dtype)
-    call(
-        "from_padded",
-        [padded.data_ptr(), padded.shape[1], _bytes(padded, 2), *described, out.data_ptr(), capacity],
-    )
+    call("from_padded", [padded.data_ptr(), padded.shape[1], _bytes(padded, 2), *described, out.data_ptr(), capacity])
     return out
 
 

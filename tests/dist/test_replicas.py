@@ -254,9 +254,7 @@ def test_a_synchronisation_exchanges_once(name, want, monkeypatch):
     for collective in ("all_to_all", "all_gather"):
         whole = getattr(fr.mesh._joined, collective)
         monkeypatch.setattr(
-            fr.mesh._joined,
-            collective,
-            lambda *args, f=whole, **kwargs: calls.append(f.__name__) or f(*args, **kwargs),
+            fr.mesh._joined, collective, lambda *args, f=whole, **kwargs: calls.append(f.__name__) or f(*args, **kwargs)
         )
     at_once = fr.sync_replicas(state, mesh=mesh)
     assert calls == ["all_to_all", "all_gather"] * want

@@ -155,10 +155,7 @@ OPTIMIZERS = {  # name -> (optimizer, reference)
     "rowwise_max_norm": (fr.optim.rowwise_adagrad(LR, max_norm=1.2), rowwise_max_norm),
     "counter_l2": (fr.optim.rowwise_adagrad_counter(**COUNTER), counter("l2")),
     "counter_decoupled": (fr.optim.rowwise_adagrad_counter(**COUNTER, decay="decoupled"), counter("decoupled")),
-    "cowclip": (
-        fr.optim.rowwise_adagrad_cowclip(LR, clip_ratio=0.3, lower_bound=1e-2, weight_decay=0.1),
-        cowclip,
-    ),
+    "cowclip": (fr.optim.rowwise_adagrad_cowclip(LR, clip_ratio=0.3, lower_bound=1e-2, weight_decay=0.1), cowclip),
     "rmsprop": (fr.optim.rmsprop(LR, b2=0.9, eps=1e-3, momentum=0.5, weight_decay=0.1), rmsprop),
     "ftrl": (fr.optim.ftrl(LR, beta=1.0, l1=0.2, l2=0.1), ftrl),
     "adam": (fr.optim.adam(**ADAM), adam),

@@ -261,9 +261,7 @@ def test_what_does_not_fit_is_said_with_what_would():
             planned(mesh, memory_bytes=int(enough * 0.99))
     with pytest.raises(ValueError, match="lift the constraints of table 'item'"):
         planned(
-            {"model": 4},
-            memory_bytes=8_000_000,
-            constraints={"item": {"kinds": ["replicated"]}, "tiny": {"zipf": 1.0}},
+            {"model": 4}, memory_bytes=8_000_000, constraints={"item": {"kinds": ["replicated"]}, "tiny": {"zipf": 1.0}}
         )
 
 

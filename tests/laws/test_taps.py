@@ -16,10 +16,7 @@ IDS = fr.KeyedJaggedTensor.from_lists(
     {"a": [[0, 2, 2], [1]], "b": [[1], [0, -1]]}, weights={"a": [[1.0, 0.5, 2.0], [1.5]], "b": [[0.5], [2.0, 1.0]]}
 )
 IDS = fr.KeyedJaggedTensor(IDS.values, IDS.offsets, IDS.weights.double(), None, IDS.keys).pad_to(9)
-TABLES = {
-    "x": torch.arange(6.0, dtype=F64).reshape(3, 2).sin(),
-    "y": torch.arange(6.0, dtype=F64).reshape(3, 2).cos(),
-}
+TABLES = {"x": torch.arange(6.0, dtype=F64).reshape(3, 2).sin(), "y": torch.arange(6.0, dtype=F64).reshape(3, 2).cos()}
 FROZEN = torch.arange(8.0, dtype=F64).reshape(4, 2).cos() / 3
 PARAMS = fr.Params(TABLES, {"w": torch.tensor([0.5, -1.0], dtype=F64), "s": torch.tensor(0.7, dtype=F64)})
 BATCHED = tree_map(lambda x: torch.stack([x, x]), IDS)
@@ -32,10 +29,7 @@ BATCHED = fr.KeyedJaggedTensor(
 def pooled(first, second=None, **options):
     """A feature of each key, of these tables; the first weighted, the second a mean."""
     own = {"weighted": True, **options}
-    return [
-        fr.FeatureConfig("a", table=first, **own),
-        fr.FeatureConfig("b", table=second or first, pooling="mean"),
-    ]
+    return [fr.FeatureConfig("a", table=first, **own), fr.FeatureConfig("b", table=second or first, pooling="mean")]
 
 
 def histories(first, second=None):

@@ -8,16 +8,7 @@ import torch
 import funcrec as fr
 
 pytest.importorskip("torchrec")
-from programs.torchrec_states import (
-    LR,
-    NUM_DENSE,
-    TABLES,
-    WIDTH,
-    configs,
-    fresh,
-    models,
-    our_step,
-)
+from programs.torchrec_states import LR, NUM_DENSE, TABLES, WIDTH, configs, fresh, models, our_step
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 load, to = fr.interop.load_torchrec_state_dict, fr.interop.to_torchrec_state_dict

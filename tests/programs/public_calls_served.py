@@ -13,17 +13,7 @@ import torch
 
 import funcrec as fr
 from funcrec.serve import _export, _manifest, _weights
-from programs.public_values import (
-    IDS,
-    LOGGED,
-    MESH,
-    PARAMS,
-    TABLES,
-    Call,
-    f32,
-    rows,
-    with_signature,
-)
+from programs.public_values import IDS, LOGGED, MESH, PARAMS, TABLES, Call, f32, rows, with_signature
 
 VERSION = "1"
 BATCH = fr.Batch(IDS, dense=f32(4, 2))

@@ -92,17 +92,7 @@ def launch(mode: str, count: int, given: Path | None, first: int, jobs: int, mor
         "LD_PRELOAD": runtimes,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
-    command = [
-        sys.executable,
-        "-m",
-        "programs.sanitize",
-        "--mode",
-        mode,
-        "--object",
-        str(built),
-        "--inside",
-        *more,
-    ]
+    command = [sys.executable, "-m", "programs.sanitize", "--mode", mode, "--object", str(built), "--inside", *more]
     for what in ("kernel", "rule"):
         if not watch([*command, "--probe", what], environment, is_quiet=True)[1]:
             print(f"{mode}: a fault made on purpose in a {what} is not found")
