@@ -285,8 +285,9 @@ def bucketize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows grouped by their owner, row // block, then by bag, in order: what a row-wise shard of tables is sent.
 
-    Returns: rows i[N] in the owner's own numbers, lengths i64[S · B], weights f[N] (or [0]), positions i64[N]: where
-      each id went, -1 for one that nobody owns. Behind the last row zeros.
+    Returns:
+      rows i[N] in the owner's own numbers, lengths i64[S · B], weights f[N] (or [0]), positions i64[N]: where each id
+      went, -1 for one that nobody owns. Behind the last row zeros.
     """
     return _of("bucketize", implementation, rows, weights)(rows, offsets, weights, num_shards, block)
 
@@ -313,9 +314,10 @@ def owner_blocks(
       wide: i64, not i32, of what is sent: the caller's word that rows and lengths fit.
       placed: whether to say where each id went: no two lanes then read the same id.
 
-    Returns: [n, C + K · B], C rows (of the owner's bank, -1 where there are fewer), then B lengths for each of K slots,
-      of all rows and not only those sent; i64[n], how many rows each rank owns; i64[N], the place among the n · C of
-      each id, -1 for none, or [0] if not `placed`. An id outside its table is nobody's.
+    Returns:
+      [n, C + K · B], C rows (of the owner's bank, -1 where there are fewer), then B lengths for each of K slots, of all
+      rows and not only those sent; i64[n], how many rows each rank owns; i64[N], the place among the n · C of each id,
+      -1 for none, or [0] if not `placed`. An id outside its table is nobody's.
     """
     flat, told = [n for x in lanes for n in x.flat()], [n for x in slots for n in x]
     call = _of("owner_blocks", implementation, ids)

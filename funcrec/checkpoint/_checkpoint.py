@@ -68,12 +68,15 @@ def save(
       copy_bytes: the most that the copy may take on this rank: what is beyond it is written before the call returns.
         None for all that this rank writes.
 
-    Returns: the path of the checkpoint; a `Saving`, whose `wait()` gives it, where asynchronous. What goes wrong then
-      is raised by `wait`, or by the next save.
+    Returns:
+      the path of the checkpoint; a `Saving`, whose `wait()` gives it, where asynchronous. What goes wrong then is
+      raised by `wait`, or by the next save.
 
-    Raises: TypeError that names every leaf and key that would not come back the same (another tensor than a plain,
-      dense one, one of which a derivative is wanted, a number of numpy, an Enum), before anything is written;
-      ValueError for copies that trained apart; OSError when the disk is full or the folder cannot be written.
+    Raises:
+      TypeError: names every leaf and key that would not come back the same (another tensor than a plain, dense one, one
+        of which a derivative is wanted, a number of numpy, an Enum), before anything is written.
+      ValueError: copies that trained apart.
+      OSError: when the disk is full or the folder cannot be written.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -125,8 +128,10 @@ def load(
         them is in this process alone. Not with a plan, whose ranks read parts. Every byte is read once, to its CRC. A
         tensor that lies in several files, or in a file of an older format, is read as without it.
 
-    Raises: ValueError for a file that is truncated, damaged (every byte is under a CRC) or no checkpoint, and for a
-      tree unlike `like`; FileNotFoundError. Of a folder the file and the rows that are missing or damaged are named.
+    Raises:
+      ValueError: a file that is truncated, damaged (every byte is under a CRC) or no checkpoint, and a tree unlike
+        `like`. Of a folder the file and the rows that are missing or damaged are named.
+      FileNotFoundError: a path where nothing is.
 
     Cost: of a folder, every file's own index, and blocks of 16 MiB of which some row is wanted; a table of one file
       is read whole, to its CRC, and 256 KiB of it held.

@@ -196,7 +196,8 @@ def transform_problems() -> Iterator[Problem]:
 def decode(code: Any, tensors: Iterator[Tensor], depth: int = 0) -> Any:
     """The tree of a code whose tensors come in order.
 
-    Raises: CodeError.
+    Raises:
+      CodeError.
     """
     if depth > MAX_DEPTH + 1:
         raise CodeError(f"a tree that is more than {MAX_DEPTH} deep")

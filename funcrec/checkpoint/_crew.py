@@ -85,7 +85,8 @@ def apart_problems(told: Sequence[dict[str, str]]) -> Iterator[Problem]:
 def together(crew: Crew, call: str, doing: str, work: Callable[[], T]) -> tuple[T, list[Any]]:
     """(own result, those of all ranks): results are what JSON can write.
 
-    Raises: on the rank that failed its own error, on the others one that names it, of the same kind.
+    Raises:
+      On the rank that failed its own error; on the others one of the same kind that names that rank.
     """
     result, error = None, None
     try:

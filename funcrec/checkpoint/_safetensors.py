@@ -52,10 +52,12 @@ def save_safetensors(
         writes. Tables that no rank has room for: `save` them, and give one process's `load(folder, mmap=True)`.
       metadata: texts for the header.
 
-    Returns: the path.
+    Returns:
+      the path.
 
-    Raises: TypeError for what the format has not: a dict in the dict, complex numbers, a tensor of which a derivative
-      is wanted; OSError.
+    Raises:
+      TypeError: what the format has not: a dict in the dict, complex numbers, a tensor of which a derivative is wanted.
+      OSError.
 
     Example:
       >>> import tempfile, torch, funcrec as fr
@@ -107,8 +109,10 @@ def load_safetensors(
       mmap: the tensors have the file's memory, which the system may take back and read again; what is written to them
         is in this process alone.
 
-    Raises: ModuleNotFoundError without the package; ValueError for a file that is damaged where its header tells it
-      (the format has no checksums); FileNotFoundError.
+    Raises:
+      ModuleNotFoundError: without the package.
+      ValueError: a file that is damaged where its header tells it (the format has no checksums).
+      FileNotFoundError.
 
     Example:
       >>> import tempfile, torch, funcrec as fr

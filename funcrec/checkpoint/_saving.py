@@ -71,7 +71,8 @@ class Saving:
     def wait(self) -> Path:
         """The path, when the checkpoint is whole.
 
-        Raises: what went wrong, once: here, or at the next save.
+        Raises:
+          What went wrong, once: here, or at the next save.
         """
         self._thread.join()
         error, self._error = self._error, None

@@ -94,7 +94,8 @@ def compile_graph(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Calla
     Code for a CPU is kept on disk, one file a graph, under a name of all that it depends on: a process that stages the
     same graph loads it in milliseconds.
 
-    Raises: RuntimeError for loops for a CPU by a torch whose Inductor is known to get them wrong.
+    Raises:
+      RuntimeError: loops for a CPU by a torch whose Inductor is known to get them wrong.
     """
     refuse_old_torch(graph)
     return apart(lambda: code_of(faster_products(graph), arguments))

@@ -65,7 +65,8 @@ def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
         and they keep what they see; `fr.copy` says so at once. Not seen are a bare `data_ptr()` or storage, and another
         thread that reads the value meanwhile. Under vmap, grad, jvp, another jit and `fr.checked` nothing is taken.
 
-    Returns: a function of the same arguments, safe to call from several threads; it pickles where `fn` does.
+    Returns:
+      a function of the same arguments, safe to call from several threads; it pickles where `fn` does.
       `fn.num_compiled()` tells how often it was compiled: once for each form of the arguments (shapes, dtypes, strides,
       static values, order of keys) in each surroundings (grad and inference mode, autocast, default dtype and device,
       precision of products, meshes, bound axes, threads). From the tenth on it warns, and it keeps the last 128.
@@ -74,23 +75,23 @@ def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
 
     What follows `fn` sees `fn` itself, not compiled and donating nothing: transforms of torch.func, `value_and_grad`,
     `checked`, modes of torch, torch.compile, and autograd where an argument or a tensor that is closed over requires
-    grad (a donating call then raises). Tensors that are made inside
-    are not followed: a result requires no grad for their sake. What exchanges with real ranks raises where a derivative
-    follows it, for other ranks may run the program: there it is the derivative that is jitted.
+    grad (a donating call then raises). Tensors that are made inside are not followed: a result requires no grad for
+    their sake. What exchanges with real ranks raises where a derivative follows it, for other ranks may run the
+    program: there it is the derivative that is jitted.
 
-    Raises: DonatedError when a value is used after it was donated, naming the argument and the call that took it.
-      ValueError for an unknown name, donated memory given twice, or a function that writes to what it was given or
-      closes over. TypeError for a function that reads values on the host or draws random numbers without a key, for a
-      donating call that autograd follows, for objects that may change behind their name, and for tensors that are no
-      dense memory (sparse, nested, quantized, subclasses).
+    Raises:
+      DonatedError: a value that is used after it was donated; names the argument and the call that took it.
+      ValueError: an unknown name, memory donated twice, a function that writes to arguments or closed-over values.
+      TypeError: a function that reads values on the host or draws random numbers without a key, a donating call that
+        autograd follows, objects that may change behind their name, and tensors that are no dense memory (sparse,
+        nested, quantized, subclasses).
 
     Cost: a small job is done sooner without jit. A DLRM's first step with 26 tables compiles for 5 s, half a second
-      where an earlier process left its code (TORCHINDUCTOR_CACHE_DIR); at batch 512 a step then takes 24 ms, not
-      51: 200 steps win the time back, 20 with code that was kept. Each form of the arguments compiles
-      anew: pad the last batch to the others' shape, in evaluation too.
+      where an earlier process left its code (TORCHINDUCTOR_CACHE_DIR); at batch 512 a step then takes 24 ms, not 51:
+      200 steps win the time back, 20 with code that was kept. Each form of the arguments compiles anew: pad the last
+      batch to the others' shape, in evaluation too.
 
-    Law: the same values as `fn`; arguments that are not donated keep every bit; the second call with the same shapes
-    compiles nothing.
+    Law: the values of `fn`; what is not donated keeps every bit; a second call with the same shapes compiles nothing.
 
     Example:
       >>> import torch, funcrec as fr

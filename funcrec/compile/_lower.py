@@ -34,10 +34,11 @@ class Lowered(NamedTuple):
         shape, dtype, sent_bytes); of emulated ranks nothing does.
       compile: () -> the program as code, a function of the same arguments. Called once more it gives the same.
 
-    Raises: `lower` what the call would raise before it runs, and TypeError where the call would run `f` itself: under a
-      transform, for tensors that require grad where autograd would follow them, for tensors on the device meta. The
-      program TypeError for the same, and for another form of arguments or other surroundings than it was lowered in; so
-      does `compile` for surroundings.
+    Raises:
+      TypeError: from `lower` and from the program where the call would run `f` itself: under a transform, for tensors
+        that require grad where autograd would follow them, for tensors on the device meta. From the program also for
+        another form of arguments or other surroundings than it was lowered in; from `compile` for other surroundings.
+        Besides, `lower` raises what the call would raise before it runs.
 
     Law: `fr.jit(f).lower(*args).compile()(*args)` is `fr.jit(f)(*args)`:
       the same values, and what is donated is taken alike.

@@ -19,7 +19,8 @@ def checked(fn: Callable) -> Callable:
     It reads values on the host, so it is for finding faults, not for the hot path; a jitted function inside runs
     uncompiled and undonated.
 
-    Raises: CheckError that names the feature, bag and id, or the gradient and row.
+    Raises:
+      CheckError: names the feature, bag and id, or the gradient and row.
 
     Law: where nothing is wrong, checked(fn) == fn.
 

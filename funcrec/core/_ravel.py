@@ -22,8 +22,9 @@ def ravel(tree: Any, lead: int = 0) -> tuple[list[Tensor], Unravel]:
       tree: of tensors [*first, *shape], whose first `lead` sizes are the
         same in all; `shape` has a dimension if `lead` is not 0.
 
-    Returns: buffers [*first, N], in the order in which the dtypes come; and unravel(buffers [..., N]), a tree of leaves
-      [..., *shape]: a buffer may have lost or gained leading dimensions meanwhile.
+    Returns:
+      buffers [*first, N], in the order in which the dtypes come; and unravel(buffers [..., N]), a tree of leaves [...,
+      *shape]: a buffer may have lost or gained leading dimensions meanwhile.
 
     Law: unravel(ravel(tree)) = tree, bit by bit. Both are linear.
     """

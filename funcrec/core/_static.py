@@ -38,7 +38,8 @@ TOLD_BY_WORDS = (
 def static_key(x: Any) -> Hashable:
     """What stands for x in the key of a compilation.
 
-    Raises: TypeError for a value that cannot be told from another, or from itself after a change.
+    Raises:
+      TypeError: a value that cannot be told from another, or from itself after a change.
     """
     kind = type(x)
     if kind in EXACT:

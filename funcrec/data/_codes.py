@@ -23,7 +23,9 @@ NEED = "a tensor, a numpy array, a list of numbers or text, or a column of pyarr
 def codes_of(call: str, column: Any, name: str, *, is_time: bool = False) -> Tensor:
     """i64[N]: the place of each value among the different ones, from 0. Text is ordered by its bytes.
 
-    Raises: TypeError for what is no column, or no time; ValueError for a missing value, and for no row.
+    Raises:
+      TypeError: what is no column, or no time.
+      ValueError: a missing value, and no row.
     """
     values = values_of(call, column, name) if isinstance(column, Tensor) else column
     if not isinstance(values, np.ndarray) or values.dtype.kind in "OUST":

@@ -22,7 +22,8 @@ def collate(source: RowData | Schema | Encoding) -> Callable[[list], Batch]:
         batch is taken at once. Or a Schema (its ids integers) or an Encoding, for a dataset whose items are dicts,
         {column: value}.
 
-    Returns: a function of a list of items that gives a `fr.Batch`; it can be pickled where `source` can.
+    Returns:
+      a function of a list of items that gives a `fr.Batch`; it can be pickled where `source` can.
 
     Law: a batch is take(data, rows), or the examples of a table of the dicts.
 

@@ -77,10 +77,13 @@ def criteo_tsv(
       vocabularies: {column: V}, to have an id outside [0, V) be an error instead of a row of zeros:
         `vocabularies_of(tables, features)` for features without a hash.
 
-    Returns: batches with one id i64 per key and row, dense f32[B, 13], label f32[B]; every full one of the same shapes.
+    Returns:
+      batches with one id i64 per key and row, dense f32[B, 13], label f32[B]; every full one of the same shapes.
 
-    Raises: at the call: TypeError, ValueError, FileNotFoundError; ModuleNotFoundError without pyarrow. While reading:
-    ValueError that names the file and the line.
+    Raises:
+      TypeError, ValueError, FileNotFoundError: at the call.
+      ModuleNotFoundError: without pyarrow.
+      ValueError: while reading; names the file and the line.
     """
     call = "funcrec.data.criteo_tsv"
     check(call, transform_problems(transform), _column_problems(keys), vocabulary_problems(vocabularies, keys))
@@ -217,9 +220,9 @@ def criteo_npy(
       keys: F names; cat_0, cat_1, ... if None.
       vocabularies: as in `criteo_tsv`.
 
-    Raises: ValueError that names the file which is cut short, or whose shape or dtype does not fit; from `take`, one
-      that names the row with a label outside [0, 1], a dense feature
-      that is not finite in f32, or an id outside its vocabulary.
+    Raises:
+      ValueError: names the file which is cut short, or whose shape or dtype does not fit; from `take`, one that names
+        the row with a label outside [0, 1], a dense feature that is not finite in f32, or an id outside its vocabulary.
     """
     call = "funcrec.data.criteo_npy"
     opened = {name: _open_npy(call, path) for name, path in [("dense", dense), ("sparse", sparse), ("label", label)]}

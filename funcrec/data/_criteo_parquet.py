@@ -47,10 +47,13 @@ def criteo_parquet(
       bucket: pad the ids by `fr.pad_to_bucket`, since lists give every batch another number of ids.
       skip, drop_last, vocabularies: as in `criteo_tsv`.
 
-    Returns: batches with ids i64 and no padding unless `bucket`.
+    Returns:
+      batches with ids i64 and no padding unless `bucket`.
 
-    Raises: at the call: TypeError, ValueError, FileNotFoundError; ModuleNotFoundError without pyarrow. While reading:
-    ValueError that names file, column and row, or the damage.
+    Raises:
+      TypeError, ValueError, FileNotFoundError: at the call.
+      ModuleNotFoundError: without pyarrow.
+      ValueError: while reading; names file, column and row, or the damage.
     """
     types = opened(CALL, path, None, "parquet").schema
     begins = lambda start: [n for n in types.names if n.startswith(start)]

@@ -104,7 +104,8 @@ def ctr_dataset(
       threshold: the lowest rating that counts as a click.
       holdout: the part of the rows that goes to validation, and the part that goes to the test.
 
-    Returns: (data, train, valid, test). MovieLens-1M: 739,012 rows; 591,210, 73,901 and 73,901 of them.
+    Returns:
+      (data, train, valid, test). MovieLens-1M: 739,012 rows; 591,210, 73,901 and 73,901 of them.
     """
     call = "funcrec.data.ctr_dataset"
     if not isinstance(ratings, Ratings):
@@ -164,8 +165,9 @@ def random_order(key: Tensor, count: int) -> Tensor:
 def take_rows(data: CtrData, rows: Tensor) -> Batch:
     """Row numbers i[B] -> the batch; no value is read on the host, and its shapes depend on B only.
 
-    Returns: ids i64 with capacity B · (L + 6): all genres first, then one id per row for each of the six fields, then
-    padding; label f32[B].
+    Returns:
+      ids i64 with capacity B · (L + 6): all genres first, then one id per row for each of the six fields, then padding;
+      label f32[B].
 
     Cost: reads and writes about 20 ids per row; 0.4 ms for 4096 rows on one core.
     """

@@ -232,7 +232,8 @@ class Chained:
 def chain(*encoders: Encoder) -> Encoder:
     """Encoders one behind the other, the first applied first. One of them may learn; those before it are applied then.
 
-    Raises: ValueError for two that learn: the second would have to see the rows again.
+    Raises:
+      ValueError: two that learn: the second would have to see the rows again.
 
     Example:
       >>> from funcrec.data import bucketize, chain, log1p

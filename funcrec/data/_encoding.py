@@ -77,7 +77,8 @@ def fit_encoding(
       share: {column: table}, for columns of ids that share a table with the column of that name, and its vocabulary:
         share={"history": "item"}. It is learned from all of them, by the encoder of "item".
 
-    Raises: TypeError, ValueError or KeyError that names the column, and the row where there is one.
+    Raises:
+      TypeError, ValueError, KeyError: names the column, and the row where there is one.
 
     Law: the same encoding for the same rows in any chunks.
 
@@ -129,7 +130,8 @@ def encode(encoding: Encoding, table: object) -> Examples:
 
     Law: row r of the answer depends on the encoding and row r only.
 
-    Raises: as `examples`, and TypeError for a column of another kind than was learned.
+    Raises:
+      TypeError: a column of another kind than was learned. Besides, what `examples` raises.
 
     Example:
       >>> import torch

@@ -140,8 +140,11 @@ def examples(
     decimals, all finite in f32. Times: numbers, or timestamps and dates as microseconds since 1970. Dictionaries are
     the values that they stand for.
 
-    Raises: ModuleNotFoundError without pyarrow; TypeError for a column of another kind, ValueError for a column that is
-      missing, and for a missing id, label or number, or one out of its range, by column and row.
+    Raises:
+      ModuleNotFoundError: without pyarrow.
+      TypeError: a column of another kind.
+      ValueError: a column that is missing, and a missing id, label or number, or one out of its range, by column and
+        row.
 
     Law: take(examples(table, schema), rows) has the table's values in these rows.
 

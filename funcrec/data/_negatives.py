@@ -63,8 +63,9 @@ class Negatives:
     def __call__(self, key: Key, shape: Shape, user: Tensor | None = None) -> Tensor:
         """i64[shape]: ids; shape[0] is the number of users, i[B], where known ids are left out.
 
-        Raises: ValueError for a user without a bag of known ids, and one that all ids are known of. Inside `jit`, where
-          no value can be read, both get ids -1, which are in no table.
+        Raises:
+          ValueError: a user without a bag of known ids, and one that all ids are known of. Inside `jit`, where no value
+            can be read, both get ids -1, which are in no table.
         """
         check("funcrec.data.Negatives", _user_problems(self, shape, user))
         own = random.bits(key, tuple(shape))

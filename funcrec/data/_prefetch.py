@@ -29,12 +29,13 @@ def prefetch(
       device: where the tensors go. To a GPU they are copied on a stream of their own, which the consumer's stream
         awaits: no host wait.
 
-    Returns: an iterator whose thread starts with its first item and ends with its last, or when it is closed or
-    dropped. An exception of `items` is raised where its item would have been. One thread at a time takes items of it: a
-    second one that asks while the first waits gets ValueError, as of any generator.
+    Returns:
+      an iterator whose thread starts with its first item and ends with its last, or when it is closed or dropped. An
+      exception of `items` is raised where its item would have been. One thread at a time takes items of it: a second
+      one that asks while the first waits gets ValueError, as of any generator.
 
-    Raises: TypeError or ValueError for an argument that does not fit,
-      and for a GPU that is not there, before the thread starts.
+    Raises:
+      TypeError, ValueError: an argument that does not fit, and a GPU that is not there, before the thread starts.
 
     Law: the same items in the same order.
 

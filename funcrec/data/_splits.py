@@ -27,7 +27,8 @@ def random_split(num_rows: Size, fractions: Sequence[float], *, key: Key) -> tup
     Args:
       fractions: the share of each part, together 1; part p ends at row round(N · (f_0 + ... + f_p)) of a random order.
 
-    Raises: ValueError for shares that do not sum to 1, and where a part would have no row.
+    Raises:
+      ValueError: shares that do not sum to 1, and where a part would have no row.
 
     Law: every row is in one part; the same key gives the same parts on every device.
 
@@ -52,7 +53,8 @@ def split_by_time(time: Any, fractions: Sequence[float]) -> tuple[Tensor, ...]:
       fractions: the share of each part, together 1, the oldest first. Rows of one time stay together: a part ends
         where the time changes, as near to its share as such a place is.
 
-    Raises: ValueError for a missing time, and where a part would have no row (as when all times are equal).
+    Raises:
+      ValueError: a missing time, and where a part would have no row (as when all times are equal).
 
     Law: every row is in one part; every time of a part is before every time of the next.
 
@@ -77,7 +79,8 @@ def split_by_group(group: Any, fractions: Sequence[float], *, key: Tensor) -> tu
       group: the user, session or query of each row, as numbers or text; in the forms of `split_by_time`'s time.
       fractions: the share of the groups that each part has, together 1; how many rows that are is the groups' matter.
 
-    Raises: ValueError for a missing group, and where a part would have no group.
+    Raises:
+      ValueError: a missing group, and where a part would have no group.
 
     Law: no group is in two parts; which part a group is in does not depend on the order of the rows.
 
@@ -108,7 +111,8 @@ def leave_one_out(group: Any, time: Any, *, held_out: int = 2) -> tuple[Tensor, 
 
     A group keeps a row to train on: one of two rows has none for validation, one of a single row none for the test.
 
-    Raises: ValueError for a missing group or time, and where no group has a row to hold out.
+    Raises:
+      ValueError: a missing group or time, and where no group has a row to hold out.
 
     Law: every row is in one part; a group has at most one row in valid and in test, and none that is later in train.
 
@@ -140,7 +144,8 @@ def k_core(user: Any, item: Any, k: int | tuple[int, int]) -> Tensor:
       user, item: of each row, as the groups of `split_by_group`. A pair that stands twice counts twice.
       k: the least rows of a user and of an item, or (k of users, k of items).
 
-    Returns: row numbers, ascending; none, where there is no such core.
+    Returns:
+      row numbers, ascending; none, where there is no such core.
 
     Law: every user and item of the rows has k of them or more, and no larger set of rows has this.
 

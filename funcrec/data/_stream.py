@@ -32,9 +32,12 @@ def read(source: object, *, columns: Sequence[str] | None = None, format: Format
       columns: those to read, in this order; all of the first file's if None.
       format: "csv", "tsv", "parquet" or a `Text`, where the files' names do not end so.
 
-    Returns: rows in the order of the files' names, a folder's sorted. Types are those that hold all files' values.
+    Returns:
+      rows in the order of the files' names, a folder's sorted. Types are those that hold all files' values.
 
-    Raises: ValueError or TypeError that names file and line, or row and column; FileNotFoundError.
+    Raises:
+      ValueError, TypeError: names file and line, or row and column.
+      FileNotFoundError.
 
     Law: read(path) has the rows of `stream(path)`.
 
@@ -98,8 +101,9 @@ def tables(
 ) -> Iterator[tuple[np.ndarray, Any]]:
     """(numbers of the rows, see `row_name`; table of `batch_size` rows), behind the first `skip`.
 
-    Raises: ValueError for a source that has no batch, or less than `skip` of them: who reads it again and again would
-      never come on.
+    Raises:
+      ValueError: a source that has no batch, or less than `skip` of them: who reads it again and again would never come
+        on.
     """
     first, seen = skip * batch_size, [0]
     parts = list(enumerate(source.parts))

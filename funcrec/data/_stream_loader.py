@@ -118,9 +118,12 @@ def stream_loader(
       bucket: pad the ids by `fr.pad_to_bucket`.
       workers, depth, device: as in `loader`; the threads encode, one thread reads.
 
-    Returns: load(position=Position()) -> iterator of (the position behind the batch, the batch), as `batches` has it.
+    Returns:
+      load(position=Position()) -> iterator of (the position behind the batch, the batch), as `batches` has it.
 
-    Raises: at the call: for what the source's schema tells. While reading: ValueError that names file and row.
+    Raises:
+      TypeError, ValueError: at the call, for what the source's schema tells.
+      ValueError: while reading; names file and row.
 
     Law: one epoch has every row once; load(position) gives exactly the batches that would have followed it.
 

@@ -38,18 +38,19 @@ def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], 
       nn_module: any module whose state is its parameters and buffers. It is not changed, and later changes of it are
         not seen.
 
-    Returns: `params` {name: f[...]}, copies of the parameters that require grad, a tied one once; `buffers`
-      {name: f[...]}, copies of the others: running statistics, frozen parameters, and integers (counters, masks) as
-      f64, for `Params.dense` is a tree of floats; and
-      `apply(params, buffers, *args, train=False, key=None, **kwargs) -> (answer, buffers)`, which hands args and kwargs
-      to the module. With train=True it is the module in train() (parts that were set to eval() stay so): batch norm
-      takes its statistics from the batch and the new running ones come back, nn.Dropout draws from `key`. Buffers are
-      constants to derivatives.
+    Returns:
+      `params` {name: f[...]}, copies of the parameters that require grad, a tied one once; `buffers` {name: f[...]},
+      copies of the others: running statistics, frozen parameters, and integers (counters, masks) as f64, for
+      `Params.dense` is a tree of floats; and `apply(params, buffers, *args, train=False, key=None, **kwargs) ->
+      (answer, buffers)`, which hands args and kwargs to the module. With train=True it is the module in train() (parts
+      that were set to eval() stay so): batch norm takes its statistics from the batch and the new running ones come
+      back, nn.Dropout draws from `key`. Buffers are constants to derivatives.
 
-    Raises: TypeError for what is no module, has lazy or complex parameters, or renormalises its rows in place; from
-      apply for params or buffers of another module, for a draw without a key or from torch's generator, and for a
-      parameter, or an attribute (a number, a tensor that is no buffer, a list or dict), that the module writes to.
-      ValueError for integers in buffers beyond ±2⁵³, which f64 does not hold.
+    Raises:
+      TypeError: what is no module, has lazy or complex parameters, or renormalises its rows in place; from apply for
+        params or buffers of another module, for a draw without a key or from torch's generator, and a parameter, or an
+        attribute (a number, a tensor that is no buffer, a list or dict), that the module writes to.
+      ValueError: integers in buffers beyond ±2⁵³, which f64 does not hold.
 
     Law: apply gives the bits that the module gives, and the buffers that it is left with.
 

@@ -12,7 +12,9 @@ from funcrec.jagged import JaggedTensor
 def from_nested(x: Tensor) -> JaggedTensor:
     """The bags of a nested tensor [B, ragged, ...] of layout `torch.jagged`. Values and offsets are shared, not copied.
 
-    Raises: TypeError for another layout, ValueError for a ragged dimension that is not the second or has holes.
+    Raises:
+      TypeError: another layout.
+      ValueError: a ragged dimension that is not the second or has holes.
 
     Law: `from_nested(to_nested(x))` is x without its padding and its weights.
 
@@ -30,8 +32,10 @@ def to_nested(x: JaggedTensor) -> Tensor:
     """Bags as a nested tensor [B, ragged, ...] of layout `torch.jagged`. Values and offsets are shared, not copied; the
     padding is cut off, a view, for which offsets[-1] is read on the host.
 
-    Raises: ValueError for bags with weights, which a nested tensor has no place for; TypeError under a transform of
-      torch.func, which torch's nested tensors have no rules for (`backward()` goes through).
+    Raises:
+      ValueError: bags with weights, which a nested tensor has no place for.
+      TypeError: under a transform of torch.func, which torch's nested tensors have no rules for (`backward()` goes
+        through).
 
     Example:
       >>> import torch, funcrec as fr

@@ -45,7 +45,8 @@ def from_fbgemm(
       forms: (table, bits, dim) of each, in order, as `QuantizedTables.forms`: 8, 4 or 2 bits; of "tbe" also 16 and 32,
         rows of f16 and f32. The bytes do not tell it.
 
-    Raises: ValueError for a scale or a bias of "8bit" that f16 does not hold, beyond 65504.
+    Raises:
+      ValueError: a scale or a bias of "8bit" that f16 does not hold, beyond 65504.
 
     Law: "tbe" and "nbit" keep every bit. Of "8bit" scale and bias are rounded to f16, which moves a number of the row
       by at most 2⁻¹¹ (|bias| + 255 · scale) + 2⁻¹⁷.
@@ -70,10 +71,12 @@ def to_fbgemm(q: QuantizedTables, *, layout: Layout = "tbe", row_alignment: int 
       row_alignment: of "tbe", the bytes of which rows are whole multiples, by zeros: its `row_alignment`, 1 on a CPU
         and 16 on a GPU if nobody asks for another.
 
-    Returns: {table: u8[R, W]}, new tensors.
+    Returns:
+      {table: u8[R, W]}, new tensors.
 
-    Raises: ValueError for a dim whose codes do not fill whole bytes, codes of 4 or 2 bits as "8bit", floats other than
-      as "tbe"; TypeError for bfloat16, which FBGEMM does not read.
+    Raises:
+      ValueError: a dim whose codes do not fill whole bytes, codes of 4 or 2 bits as "8bit", floats other than as "tbe".
+      TypeError: bfloat16, which FBGEMM does not read.
 
     Law: `from_fbgemm(to_fbgemm(q, layout=layout), q.forms, layout=layout)` is q, bit for bit.
 

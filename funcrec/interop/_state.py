@@ -79,10 +79,11 @@ def load_torchrec_state_dict(
       group: the ranks that each have the state of their own tables alone, as DistributedModelParallel's fused optimizer
         does (`torch.distributed.group.WORLD`); None where every rank has all names.
 
-    Raises: TypeError, ValueError or KeyError, before anything is gathered, for a name without a place, a place without
-      a name, other shapes (row-wise state of column-wise shards is one number for each shard: another optimizer),
-      optimizer state that is not the slots', and Adam's without a step; TypeError for a state dict that autograd
-      follows.
+    Raises:
+      TypeError, ValueError, KeyError: before anything is gathered: a name without a place, a place without a name,
+        other shapes (row-wise state of column-wise shards is one number for each shard: another optimizer), optimizer
+        state that is not the slots', and Adam's without a step.
+      TypeError: a state dict that autograd follows.
 
     Law: predictions on a batch are equal, and k more steps leave the same tables on both sides, up to rounding.
 
@@ -131,9 +132,11 @@ def to_torchrec_state_dict(
       like_dict: `module.state_dict()`, or the `state_dict()` of an optimizer (for a TrainState): its names, dtypes,
         devices and shards are kept, its numbers are not; param_groups are copied.
 
-    Returns: a new dict of new tensors; of a sharded one each rank's own shards.
+    Returns:
+      a new dict of new tensors; of a sharded one each rank's own shards.
 
-    Raises: as `load_torchrec_state_dict`.
+    Raises:
+      What `load_torchrec_state_dict` raises.
 
     Law: `load_torchrec_state_dict(state, to_torchrec_state_dict(state, like_dict))` is `state`, up to the rounding of
       TorchRec's dtypes.

@@ -42,13 +42,15 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
     Args:
       weighted: of configs, whether their collection `is_weighted`; configs do not say it, a collection does.
 
-    Returns: features in the order of the collection's answer, and under its keys: `column@table` for a column that
-      several tables read. A FusedEmbeddingBagCollection of several poolings has another order of columns than its keys
-      say; the features have that of its numbers. Offsets are made of lengths where a value has no others, which copies
-      those alone.
+    Returns:
+      features in the order of the collection's answer, and under its keys: `column@table` for a column that several
+      tables read. A FusedEmbeddingBagCollection of several poolings has another order of columns than its keys say; the
+      features have that of its numbers. Offsets are made of lengths where a value has no others, which copies those
+      alone.
 
-    Raises: TypeError or ValueError for what has no counterpart: batches of several ranks in one value, keys elsewhere
-      than in columns, pruned or virtual tables, a first distribution that `fr.Initializer` cannot say.
+    Raises:
+      TypeError, ValueError: what has no counterpart: batches of several ranks in one value, keys elsewhere than in
+        columns, pruned or virtual tables, a first distribution that `fr.Initializer` cannot say.
 
     Law: `to_torchrec(from_torchrec(x))` is x, and `from_torchrec(to_torchrec(x))` is x without its padding.
 
@@ -111,13 +113,15 @@ def to_torchrec(
       x: a KeyedJaggedTensor, a JaggedTensor or a dict of them, a KeyedTensor, or (tables, features).
       weighted: of configs, whether the features are weighted; give the collection `is_weighted=True` then.
 
-    Returns: TorchRec's value; of (tables, features) a list of configs, for an EmbeddingCollection where the features
-      are sequences, else for an EmbeddingBagCollection. TorchRec has no padding: it is cut off, a view, for which
+    Returns:
+      TorchRec's value; of (tables, features) a list of configs, for an EmbeddingCollection where the features are
+      sequences, else for an EmbeddingBagCollection. TorchRec has no padding: it is cut off, a view, for which
       offsets[-1] is read on the host.
 
-    Raises: TypeError or ValueError for what TorchRec has no counterpart of: hashed features, max_length, tables of f64
-      or whose features are pooled in two ways, features in another order than its answer; and for QuantizedTables and
-      Params, whose numbers `to_torchrec_state_dict` takes to a module of such configs.
+    Raises:
+      TypeError, ValueError: what TorchRec has no counterpart of: hashed features, max_length, tables of f64 or whose
+        features are pooled in two ways, features in another order than its answer; and QuantizedTables and Params,
+        whose numbers `to_torchrec_state_dict` takes to a module of such configs.
 
     Example:
       >>> import funcrec as fr

@@ -62,7 +62,9 @@ class JaggedTensor:
         always) or bool, and no values at all i64, unless `dtype` says otherwise. Lists of numbers may stand beside
         arrays of that dtype: `[numpy.array([1, 2]), [3]]`.
 
-        Raises: TypeError for dtypes that are mixed; ValueError for a number that the dtype does not hold.
+        Raises:
+          TypeError: dtypes that are mixed.
+          ValueError: a number that the dtype does not hold.
 
         Example:
           >>> import torch, funcrec as fr
@@ -144,8 +146,9 @@ class JaggedTensor:
     def select(self, bags: Annotated[Tensor, Form("i[K]")], *, capacity: Size) -> "JaggedTensor":
         """The bags i[K], in that order and with repeats, in a buffer of `capacity` values.
 
-        Raises: for values on the CPU, ValueError for a bag that is not there, or bags that the buffer does not hold;
-          where nothing can be read, the caller owes them.
+        Raises:
+          ValueError: a bag that is not there, or bags that the buffer does not hold, for values on the CPU. Where no
+            value can be read, the caller owes both.
         """
         check("funcrec.JaggedTensor.select", select_problems(self.offsets, bags, capacity))
         starts = self.offsets[:-1].index_select(0, bags)

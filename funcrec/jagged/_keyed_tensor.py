@@ -93,9 +93,12 @@ def regroup(parts: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> li
 
     A key may stand in several groups. TorchRec's `KeyedTensor.regroup`.
 
-    Returns: [B, W] for each group, W the sum of its features' dims.
+    Returns:
+      [B, W] for each group, W the sum of its features' dims.
 
-    Raises: KeyError for a key that no part has, ValueError for one that two parts have, and for a group without keys.
+    Raises:
+      KeyError: a key that no part has.
+      ValueError: one that two parts have, and a group without keys.
 
     Example:
       >>> import torch, funcrec as fr

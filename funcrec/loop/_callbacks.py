@@ -59,7 +59,8 @@ def json_lines(path: str | os.PathLike) -> Callable[[Record], None]:
 def csv_lines(path: str | os.PathLike) -> Callable[[Record], None]:
     """Appends each epoch's entry as a line of CSV, with a header where the file is new.
 
-    Raises: ValueError from its callback for a file of other columns.
+    Raises:
+      ValueError: from its callback, for a file of other columns.
 
     Example:
       >>> import tempfile, pathlib, funcrec as fr

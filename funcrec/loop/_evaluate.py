@@ -59,7 +59,8 @@ def evaluate(
       mesh: of real ranks that have different examples each, equally many: the numbers are of all of them, and the same
         on all. None where every process sees every example.
 
-    Raises: ValueError without a batch, as of an iterator that was used up, and for a batch without a label.
+    Raises:
+      ValueError: without a batch, as of an iterator that was used up, and for a batch without a label.
 
     Example:
       >>> import torch, funcrec as fr

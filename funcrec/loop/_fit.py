@@ -166,12 +166,16 @@ def fit(
         None lays it out as `state` lies.
       sync: state -> state, run before a state is evaluated or saved: `fr.sync_replicas` of copies that train apart.
 
-    Returns: Fitted(state, best, history, stopped).
+    Returns:
+      Fitted(state, best, history, stopped).
 
-    Raises: TypeError or ValueError for arguments that do not fit, before the first step; CheckError for ids outside
-      their tables; `fr.loop.DivergedError` for a loss that is NaN, infinite or beyond 1e20; what step, loader, evaluate
-      and callbacks raise, and on the other ranks `fr.loop.RankLost`. The checkpoint is then that of the last time it
-      was written.
+    Raises:
+      TypeError, ValueError: arguments that do not fit, before the first step.
+      CheckError: ids outside their tables.
+      DivergedError: a loss that is NaN, infinite or beyond 1e20 (`fr.loop.DivergedError`).
+      RankLost: on the other ranks, where one fails (`fr.loop.RankLost`).
+
+    What step, loader, evaluate and callbacks raise passes. The checkpoint is then that of the last time it was written.
 
     Law: with the same arguments the same bits, however often it was interrupted and resumed (but for times in the
       history).

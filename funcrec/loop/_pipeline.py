@@ -46,14 +46,18 @@ def pipeline(
         have some; None: of a `Batch` with weights one of weights 0 and bags without ids. Where there is none, ranks
         with different numbers of batches raise, all at the same one.
 
-    Returns: a step: `pipe(state, batch)` is `step(state, batch)`. `pipe.run(state, batches)` gives (state, metrics) of
-      each batch; `for batch in pipe.ahead(batches): state, metrics = pipe(state, batch)` is the same, for loops that do
+    Returns:
+      a step: `pipe(state, batch)` is `step(state, batch)`. `pipe.run(state, batches)` gives (state, metrics) of each
+      batch; `for batch in pipe.ahead(batches): state, metrics = pipe(state, batch)` is the same, for loops that do
       more. `fr.fit(pipe, ...)` takes it, and tells which rank is lost (in a loop of your own `fr.loop.watch` does).
 
-    Raises: what the loader raises, at its place, and RuntimeError on the other ranks; ValueError for ranks with batches
-      of different forms, or numbers; TypeError for a ready batch under vmap, grad, or of a state that requires grad. It
-      ends without a thread: behind the last batch, `break`, an exception, an interrupt. (On ranks a loop that is left
-      early waits 1 s for its thread; one that must still exchange with other ranks ends by itself, when they do.)
+    Raises:
+      RuntimeError: on the other ranks, where a rank's loader raises, which is raised in its place there.
+      ValueError: ranks with batches of different forms, or of different numbers of batches.
+      TypeError: a ready batch under vmap, grad, or of a state that requires grad.
+
+    However the loop ends (the last batch, `break`, an exception, an interrupt), no thread is left. (On ranks a loop
+    that is left early waits 1 s for its thread; one that must still exchange with other ranks ends when they do.)
 
     Law: states and metrics are those of the plain loop, bit for bit, of batches that stay as they are once the loader
       gave them: one that writes each batch into the same memory writes over those that are ahead (give clones).

@@ -19,10 +19,12 @@ SAME_S = 5.0
 def listen() -> Iterator[Callable[[], int]]:
     """Inside the block the first signal is only heard; behind it the handlers are what they were.
 
-    Yields: asked, a function () -> the first signal's number, 0 for none. In another thread than the main one, which
-      signals do not reach, it is always 0.
+    Yields:
+      asked, a function () -> the first signal's number, 0 for none. In another thread than the main one, which signals
+      do not reach, it is always 0.
 
-    Raises: from the second signal, KeyboardInterrupt or SystemExit; under torchrun from one that comes 5 seconds later.
+    Raises:
+      KeyboardInterrupt, SystemExit: from the second signal on; under torchrun from one that comes 5 seconds later.
 
     Example:
       >>> import os, signal, funcrec as fr

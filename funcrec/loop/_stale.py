@@ -43,12 +43,15 @@ def stale_pipeline(
       mesh: of the step. On an emulated mesh, and on none, nothing travels; the values are the same.
       device, blank: as of `pipeline`.
 
-    Returns: `stale.run(state, batches)` gives (state, metrics) of each batch. Programs are kept for the next run.
-      `fr.fit` does not take it: it calls a step batch by batch. Which rank was lost tells `fr.loop.watch`.
+    Returns:
+      `stale.run(state, batches)` gives (state, metrics) of each batch. Programs are kept for the next run. `fr.fit`
+      does not take it: it calls a step batch by batch. Which rank was lost tells `fr.loop.watch`.
 
-    Raises: TypeError for a step that `train_step` did not make (`logged`, `scan` and `retry_overflow` read and write
-      tables of their own time), ValueError for lookups whose ids follow from the state (a loss that draws ids by its
-      key, `micro_batches`), and for a mesh of CUDA devices, where it was never run. Besides: as `pipeline`.
+    Raises:
+      TypeError: a step that `train_step` did not make (`logged`, `scan` and `retry_overflow` read and write tables of
+        their own time).
+      ValueError: lookups whose ids follow from the state (a loss that draws ids by its key, `micro_batches`), and a
+        mesh of CUDA devices, where it was never run. Besides: as `pipeline`.
 
     Law: states and metrics are those of a plain loop that is written so, bit for bit where it is compiled as the step
       is: loss and gradients at Params(tables of the state before, dense of this one), which update this state. Between

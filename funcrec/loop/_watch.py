@@ -87,7 +87,8 @@ def watch(mesh: Mesh | None) -> Iterator[Callable[[str], None]]:
     Args:
       mesh: of real ranks; of other meshes, and for None, there is nothing to watch.
 
-    Yields: at: (text) -> None, to tell what this rank begins to do; it raises the RankLost if there is one.
+    Yields:
+      at: (text) -> None, to tell what this rank begins to do; it raises the RankLost if there is one.
 
     Example:
       >>> import funcrec as fr

@@ -24,7 +24,8 @@ def bce(logits: Tensor, label: Tensor, weight: Tensor | None = None, *, reductio
         derivative follows the weights (`weighted_mean`).
       reduction: "mean" for `weighted_mean`, f[]; "none" for each example's own loss, f[B], 0 for padding.
 
-    Raises: ValueError for a label outside [0, 1]; where no value can be read (under `jit`, on a GPU) its loss is NaN.
+    Raises:
+      ValueError: a label outside [0, 1]; where no value can be read (under `jit`, on a GPU) its loss is NaN.
 
     Example:
       >>> import torch, funcrec as fr

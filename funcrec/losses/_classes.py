@@ -34,7 +34,8 @@ def cross_entropy(logits: Tensor, label: Tensor, weight: Tensor | None = None, *
         follows the weights (`weighted_mean`).
       reduction: "mean" for `weighted_mean`, f[]; "none" for each example's own loss, f[B], 0 for padding.
 
-    Raises: ValueError for a label that is no class; where no value can be read (under `jit`, on a GPU) its loss is NaN.
+    Raises:
+      ValueError: a label that is no class; where no value can be read (under `jit`, on a GPU) its loss is NaN.
 
     Example:
       >>> import torch, funcrec as fr
@@ -75,8 +76,9 @@ def in_batch_softmax(
       candidate_ids: i[B]; another row with the same candidate is left out of the sum, not counted as a negative.
       reduction: "mean", or "none" for each example's own loss, f[B], 0 for padding.
 
-    Raises: ValueError for a log_q that is no logarithm of a probability, finite and <= 0; where no value can be read
-      (under `jit`, on a GPU) the loss is NaN.
+    Raises:
+      ValueError: a log_q that is no logarithm of a probability, finite and <= 0; where no value can be read (under
+        `jit`, on a GPU) the loss is NaN.
 
     On a mesh the candidates are those of the rank's own part of the batch.
     Micro-batches (`accumulate_grads`) are refused.

@@ -29,8 +29,9 @@ def weighted_mean(values: Tensor, weight: Tensor | None = None) -> Tensor:
     lie. (The groups of a plan with `replicas` take the sum over all groups as well.) In micro-batches
     (`accumulate_grads`) it is taken over all of them. Without weights nothing is sent.
 
-    Raises: ValueError for a weight that is negative or not finite; for the derivative by weights that are all 0, or by
-      one that is 0 of a value that is not finite. Where no value can be read (under `jit`, on a GPU) the mean is NaN.
+    Raises:
+      ValueError: a weight that is negative or not finite; for the derivative by weights that are all 0, or by one that
+        is 0 of a value that is not finite. Where no value can be read (under `jit`, on a GPU) the mean is NaN.
 
     Law: a weight of 2 is the example twice; an example of weight 0 changes neither value nor gradient.
 

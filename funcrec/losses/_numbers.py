@@ -26,7 +26,8 @@ def mse(predictions: Tensor, label: Tensor, weight: Tensor | None = None, *, red
         follows the weights (`weighted_mean`).
       reduction: "mean" for `weighted_mean`, f[]; "none" for each example's own loss, f[B], 0 for padding.
 
-    Raises: ValueError for a label that is not finite, where values can be read.
+    Raises:
+      ValueError: a label that is not finite, where values can be read.
 
     Example:
       >>> import torch, funcrec as fr

@@ -23,8 +23,9 @@ def multi_task(losses: Sequence[Callable[..., Tensor]], *, weights: Sequence[flo
       losses: for each column a function of (predictions, label, weight, reduction=...), such as `bce` and `mse`.
       weights: c, one number for each task; None for ones.
 
-    Returns: loss(predictions f[B, T], label [B, T], weight=None, *, reduction="mean") -> f[], or f[B] with "none".
-      weight: f[B] of the examples, or f[B, T] of each task's: with 0 where an example has no label for a task.
+    Returns:
+      loss(predictions f[B, T], label [B, T], weight=None, *, reduction="mean") -> f[], or f[B] with "none". weight:
+      f[B] of the examples, or f[B, T] of each task's: with 0 where an example has no label for a task.
 
     Example:
       >>> import torch, funcrec as fr

@@ -89,7 +89,8 @@ class Mesh:
           debug: compare what the ranks call before every collective, and name the rank that calls another one or with
             another shape; slow. A sum and a maximum are one collective to it.
 
-        Raises: ValueError when the axes do not multiply to the number of ranks.
+        Raises:
+          ValueError: when the axes do not multiply to the number of ranks.
 
         Example:
           >>> import funcrec as fr

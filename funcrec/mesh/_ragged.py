@@ -41,7 +41,8 @@ def ragged_all_to_all(
       capacity: the most rows that any pair of ranks exchanges; None for N. It is what is sent, so a tight one saves
         bytes; rows beyond it are lost, which `capacity=None` excludes.
 
-    Returns: [M, ...].
+    Returns:
+      [M, ...].
 
     Law: linear in operand and output; its transpose sends every row back. With capacity=None nothing is lost.
 

@@ -70,11 +70,14 @@ def shard_map(
         all_gather made count as different on each rank.) On real ranks tangents are compared as values are, and a
         reverse derivative is that of the rank's own result.
 
-    Returns: on an emulated mesh a function of global values; on real ranks one of this rank's shards (`shard`,
-      `unshard`). Inside another shard_map the values are global over the new axes on both.
+    Returns:
+      on an emulated mesh a function of global values; on real ranks one of this rank's shards (`shard`, `unshard`).
+      Inside another shard_map the values are global over the new axes on both.
 
-    Raises: TypeError or ValueError that names every argument, result, axis or size that does not fit; ValueError for a
-      value that was promised to be the same along an axis and is not, or inside `jit` or a derivative need not be.
+    Raises:
+      TypeError, ValueError: names every argument, result, axis or size that does not fit.
+      ValueError: a value that was promised to be the same along an axis and is not, or inside `jit` or a derivative
+        need not be.
 
     Law: the same values on an emulated mesh and on real ranks.
 

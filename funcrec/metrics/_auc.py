@@ -75,7 +75,8 @@ def exact_auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> 
       labels: [B] in [0, 1].
       weights: [B] >= 0, or None.
 
-    Returns: NaN without a positive or a negative example.
+    Returns:
+      NaN without a positive or a negative example.
 
     Law: unchanged by any increasing map of the scores; exact_auc(-scores) = 1 - exact_auc(scores).
 

@@ -150,7 +150,8 @@ def mlperf_dlrm_dcnv2(max_rows: int | None = None, *, embedding_dim: int = 128) 
     Args:
       max_rows: tables are cut to so many rows, and their ids hashed by modulo; None for all 204,184,588 rows.
 
-    Returns: a Model with tables "t_cat_0" ... "t_cat_25" and features "cat_0" ... "cat_25", summed.
+    Returns:
+      a Model with tables "t_cat_0" ... "t_cat_25" and features "cat_0" ... "cat_25", summed.
 
     Example:
       >>> import funcrec as fr

@@ -37,7 +37,8 @@ def dlrm(
       sizes: the hidden layers over the interactions, ReLU after each; the output layer comes on top.
       keep: what stands beside the dot products: "all" vectors, or only the "dense" one, as the paper's DLRM.
 
-    Raises: ValueError for features of different widths, or a bottom that does not end in their dim.
+    Raises:
+      ValueError: features of different widths, or a bottom that does not end in their dim.
 
     Example:
       >>> import funcrec as fr

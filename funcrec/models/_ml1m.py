@@ -35,7 +35,8 @@ def ml1m(name: str) -> Model:
     table of 10,040 rows) and "genre" (ids 1 ... 18). As in RecBole every model has the embeddings, the first-order
     weights and the bias, even where it does not read them: its published parameter counts include them.
 
-    Raises: ValueError for an unknown name.
+    Raises:
+      ValueError: an unknown name.
 
     Example:
       >>> import funcrec as fr

@@ -85,11 +85,13 @@ def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> Callable:
       loss: (f[B] of model.train_apply, batch.label, batch.weight) -> f[]: binary cross entropy with logits, or another
         of `fr.losses`, or your own.
 
-    Returns: loss_fn(params, batch, *, key) -> (f[], {"logits": f[B], "stats": ...}), for `value_and_grad(has_aux=True)`
-      and for `train_step(has_aux=True, merge=merge_stats)`.
+    Returns:
+      loss_fn(params, batch, *, key) -> (f[], {"logits": f[B], "stats": ...}), for `value_and_grad(has_aux=True)` and
+      for `train_step(has_aux=True, merge=merge_stats)`.
 
-    Raises: from loss_fn, ValueError for a batch without a label, and what `loss` raises: for labels that are not f[B]
-      in [0, 1]; where no value can be read (under `jit`, on a GPU), such a label makes the loss NaN.
+    Raises:
+      ValueError: from loss_fn, for a batch without a label. Besides, what `loss` raises for labels that are not f[B] in
+        [0, 1]; where no value can be read (under `jit`, on a GPU), such a label makes the loss NaN.
 
     Law: an example of weight 0 changes neither loss, gradients nor running statistics, whatever it holds besides ids.
 

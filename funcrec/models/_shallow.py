@@ -44,7 +44,8 @@ def fm(
     Args:
       linear: features of tables with embedding_dim 1; `linear_twins` makes them.
 
-    Raises: ValueError for `features` of different widths.
+    Raises:
+      ValueError: `features` of different widths.
 
     Example:
       >>> import funcrec as fr

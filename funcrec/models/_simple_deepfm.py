@@ -32,7 +32,8 @@ def simple_deepfm(
       hidden_size: of the layer between the dense inputs and their vector f[B, D].
       deep_size: of the deep part's one layer.
 
-    Raises: ValueError for features of different widths, or without dense inputs.
+    Raises:
+      ValueError: features of different widths, or without dense inputs.
 
     Example:
       >>> import funcrec as fr

@@ -19,11 +19,13 @@ from funcrec.nn._layer import Layer, ones, param_problems, width_problems, zeros
 def batch_norm(dim: int, *, momentum: float = 0.1, eps: float = 1e-5) -> Layer:
     """x f[B, dim] -> f[B, dim], each column normalised over the batch.
 
-    Returns: Layer with params {"scale", "shift"} and stats {"mean", "var"}, f[dim] each; apply(params, x, stats) and
-    train_apply(params, x, key, stats, mask=None) -> (y, stats), whose key is not used. mask: bool[B], False for rows of
-    padding, which no statistic counts; fewer than two others leave the stats as they are.
+    Returns:
+      Layer with params {"scale", "shift"} and stats {"mean", "var"}, f[dim] each; apply(params, x, stats) and
+      train_apply(params, x, key, stats, mask=None) -> (y, stats), whose key is not used. mask: bool[B], False for rows
+      of padding, which no statistic counts; fewer than two others leave the stats as they are.
 
-    Raises: ValueError for a training batch of one row, whose variance is unknown.
+    Raises:
+      ValueError: a training batch of one row, whose variance is unknown.
 
     Example:
       >>> import torch, funcrec as fr

@@ -21,7 +21,8 @@ def cross(dim: int, rank: int | None = None, *, weight: Draw = xavier_normal) ->
     Args:
       rank: None for the full matrix W f[d, d]; r for U f[d, r] and V f[r, d], with W = U V.
 
-    Returns: Layer with params {"weight", "bias"}, or {"u", "v", "bias"}.
+    Returns:
+      Layer with params {"weight", "bias"}, or {"u", "v", "bias"}.
 
     Cost: 2 B d² multiply-adds forward, or 4 B d r.
 

@@ -17,7 +17,9 @@ def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
       x: f[...].
       key: i64[]; the same key drops the same places.
 
-    Raises: ValueError for a rate outside [0, 1), TypeError for a key that is none.
+    Raises:
+      ValueError: a rate outside [0, 1).
+      TypeError: a key that is none.
 
     Law: the mean over keys is x; rate 0 is the identity.
 

@@ -85,8 +85,9 @@ def mlp(
       dropout: the rate before every linear layer.
       batch_norm: between each linear layer and its activation.
 
-    Returns: Layer with params {"linear": [...]} and, with batch norm, "norm": [...]; apply(params, x, stats=[]) and
-    train_apply(params, x, key, stats=[], mask=None) -> (y, stats); mask: of batch norm.
+    Returns:
+      Layer with params {"linear": [...]} and, with batch norm, "norm": [...]; apply(params, x, stats=[]) and
+      train_apply(params, x, key, stats=[], mask=None) -> (y, stats); mask: of batch norm.
 
     Example:
       >>> import torch, funcrec as fr

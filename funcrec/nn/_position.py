@@ -18,7 +18,8 @@ def position_weights(max_length: int) -> Layer:
     """apply(params f[max_length], bags) -> f[N]: weights for a weighted feature,
     by the places of its bags; 0 in the padding and beyond.
 
-    Returns: Layer whose params are ones at first; `bags` is a JaggedTensor.
+    Returns:
+      Layer whose params are ones at first; `bags` is a JaggedTensor.
 
     Example:
       >>> import torch, funcrec as fr

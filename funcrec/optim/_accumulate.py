@@ -28,13 +28,16 @@ def accumulate(optimizer: RowOptimizer, *, every: int, capacity: int | Mapping[s
       every: k; the update comes with the steps k - 1, 2k - 1, ... (`step` counts from 0).
       capacity: C, the entries that a step can have, for all tables or {table: C}; an entry is an id that was looked up.
 
-    Returns: RowOptimizer. Its slots are those of `optimizer` and, for each table, pending_rows i64[k, C] and
-      pending_grads f[k, C, D]. The inner optimizer is given the number of updates, step // every, as its step: bias
-      corrections and schedules count updates.
+    Returns:
+      RowOptimizer. Its slots are those of `optimizer` and, for each table, pending_rows i64[k, C] and pending_grads
+      f[k, C, D]. The inner optimizer is given the number of updates, step // every, as its step: bias corrections and
+      schedules count updates.
 
-    Raises: ValueError when a gradient has more entries than its table's capacity. KeyError for a table without one.
-      TypeError for entries that stand for several ids (coalesced, by a `clip` to a norm around this too; of tables with
-      `dedup`) under an optimizer that may count them: how many there were does not wait with them.
+    Raises:
+      ValueError: when a gradient has more entries than its table's capacity.
+      KeyError: a table without one.
+      TypeError: entries that stand for several ids (coalesced, by a `clip` to a norm around this too; of tables with
+        `dedup`) under an optimizer that may count them: how many there were does not wait with them.
 
     On a mesh gradients wait with the owners of their rows, to which the entries of all ranks come, padding among them:
       the capacity is for what one owner is sent (the first step raises with that number where it is more). Tables share

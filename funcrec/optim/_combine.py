@@ -20,7 +20,9 @@ from funcrec.tables import clip_by_global_norm
 def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | None = None) -> RowOptimizer:
     """A row optimizer for each table, `default` for those that are not named.
 
-    Raises: KeyError when a name is no table, ValueError when a table is not named and there is no default.
+    Raises:
+      KeyError: when a name is no table.
+      ValueError: when a table is not named and there is no default.
 
     Law: the tables of one optimizer are updated as that optimizer alone would update them.
 

@@ -72,12 +72,11 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
     Args:
       cls: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, RMSprop, Rprop, ASGD, Muon (matrices only), or a
         class written like them.
-      hyper: its keyword arguments. `lr` may also be a 0-dimensional
-        tensor or a function of the step, such as `schedule`.
+      hyper: its keyword arguments. `lr` may also be a tensor f[] or a function of the step, such as `schedule`.
 
-    Raises: TypeError for a class that cannot be run so (LBFGS wants a closure, SparseAdam sparse tensors,
-      Adafactor reads its counter); whatever the class raises for its hyper-parameters. The
-      update names every gradient and state that does not fit.
+    Raises:
+      TypeError: a class that cannot be run so (LBFGS wants a closure, SparseAdam sparse tensors, Adafactor reads its
+        counter). Besides, what the class raises for its hyper-parameters; the update names what does not fit.
 
     Law: k updates are k steps of the class, up to rounding: counters and bias corrections are in f64. Staged and eager
     updates give the same bits; compiled ones may round once more where eager torch fuses a product and a sum. SGD,

@@ -150,9 +150,10 @@ def row_optimizer(
     cumsum, a matrix product, a number read on the host), or with more than eight slots, runs on blocks of rows in two
     to four times the time, and a warning says why.
 
-    Raises: TypeError or ValueError that tells every hyper-parameter out of its range. RuntimeError without a C++
-      compiler, at the first update on a CPU. The update names every table,
-      gradient and slot that does not fit.
+    Raises:
+      TypeError, ValueError: tells every hyper-parameter out of its range.
+      RuntimeError: without a C++ compiler, at the first update on a CPU. The update names every table, gradient and
+        slot that does not fit.
 
     Example:
       >>> import torch, funcrec as fr

@@ -66,7 +66,8 @@ def schedule(stages: Sequence[Stage], *, lr: float = 1.0) -> Callable[[int | Ten
     """A function from the steps taken (int or i64[], or i64[...] for many) to
     the learning rate, f64[]; give it as any optimizer's `lr`.
 
-    Raises: ValueError when `max_iters` does not rise from stage to stage.
+    Raises:
+      ValueError: when `max_iters` does not rise from stage to stage.
 
     Example:
       >>> import torch, funcrec as fr

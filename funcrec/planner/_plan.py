@@ -66,10 +66,12 @@ def plan(
       reserve: the share of it that the plan leaves for everything else.
       effort: how long to search, in rounds, not in seconds.
 
-    Returns: a Plan, for `train_step(plan=...)` and `shard_tables`; plan.gap, plan.reasons, plan.table(), plan.draw(),
+    Returns:
+      a Plan, for `train_step(plan=...)` and `shard_tables`; plan.gap, plan.reasons, plan.table(), plan.draw(),
       plan.to_json(), plan.digest.
 
-    Raises: ValueError where no plan fits; it says which memory or constraint is short, by how much, and what would do.
+    Raises:
+      ValueError: where no plan fits; it says which memory or constraint is short, by how much, and what would do.
 
     Law: the same arguments give the same plan, on every machine with this SciPy; plan.gap bounds how much faster any
       plan can be by these estimates.

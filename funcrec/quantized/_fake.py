@@ -123,8 +123,9 @@ def fake_quantize(
       key: rounds at random, as `quantize(tables, dtype, key=key)` does; a key for each step: `fold_in(key, step)`. On
         a mesh it is that of the rows' owner: pass the same on every rank.
 
-    Raises: TypeError and ValueError for tables that are not of floats; of sharded ones for those cut by columns that
-      are to be codes (a row has one scale), and for learned scales.
+    Raises:
+      TypeError, ValueError: tables that are not of floats; of sharded ones for those cut by columns that are to be
+        codes (a row has one scale), and learned scales.
 
     Law: lookups have the bits of those of quantize(tables, dtype, key=key); gradients are those of float tables that
       hold the rounded numbers. All derivatives take the rounding for the identity; of learned scales there are the

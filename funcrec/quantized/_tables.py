@@ -117,11 +117,14 @@ def quantize(
       key: rounds codes at random, each up as often as it lies above the one below, so that the mean over keys is x;
         None rounds to the nearest. Floats of 16 bits are rounded to the nearest.
 
-    Returns: QuantizedTables, which `lookup` and `lookup_sequence` take. A row that holds NaN or inf, or
-      whose bias or scale is beyond f16's 65504, is NaN in all columns. Codes do not keep the sign of a zero.
+    Returns:
+      QuantizedTables, which `lookup` and `lookup_sequence` take. A row that holds NaN or inf, or whose bias or scale is
+      beyond f16's 65504, is NaN in all columns. Codes do not keep the sign of a zero.
 
-    Raises: KeyError for a table without a dtype, TypeError for tables that are differentiated (`fake_quantize` is); of
-      ShardedTables ValueError for a key, and for codes of tables that are cut by columns: a row has one scale.
+    Raises:
+      KeyError: a table without a dtype.
+      TypeError: tables that are differentiated (`fake_quantize` is).
+      ValueError: ShardedTables with a key, and codes of tables that are cut by columns: a row has one scale.
 
     Law: for every number x of a row, and r = max - min of the row,
       codes of 8, 4, 2 bits:  |x - x̂| <= scale / 2 + 2⁻¹¹ (|min| + r) + 2⁻¹⁷, with scale <= (r + 2⁻¹¹ |min|) / L · 1.001

@@ -63,11 +63,14 @@ def build_index(
       links: 2 to 4096.
       num_lists: at most R; None takes about 4 · √R, at least one, and 39 items a list.
 
-    Returns: an Index; it has R · (4 · D + 8 · links) bytes or so. Built on torch's number of threads; on one, the same
-    items make the same graph.
+    Returns:
+      an Index; it has R · (4 · D + 8 · links) bytes or so. Built on torch's number of threads; on one, the same items
+      make the same graph.
 
-    Raises: ImportError without FAISS; TypeError for tracked items; ValueError for items that are not finite
-      in f32, and for counts that FAISS cannot take.
+    Raises:
+      ImportError: without FAISS.
+      TypeError: tracked items.
+      ValueError: items that are not finite in f32, and counts that FAISS cannot take.
 
     Law: recall against `top_k` rises with `effort`, and is 1 for "ivf" whose effort is `num_lists`.
 
@@ -110,11 +113,13 @@ def search_index(index: Index, queries: Tensor, k: Count, *, effort: Count | Non
       effort: how many candidates the graph keeps (FAISS's efSearch; at least k is taken), or how many lists are read
         (nprobe). None: 64, or 8 lists.
 
-    Returns: two tensors, f32[B, k] or i64[B, k]: the scores, descending, and their rows, of equal scores the lower one
-    first. Where a search came by fewer than k items, -inf and -1. Scores are inner products to the rounding of f32;
-    `top_k` has the same bits on every machine.
+    Returns:
+      two tensors, f32[B, k] or i64[B, k]: the scores, descending, and their rows, of equal scores the lower one first.
+      Where a search came by fewer than k items, -inf and -1. Scores are inner products to the rounding of f32; `top_k`
+      has the same bits on every machine.
 
-    Raises: TypeError or ValueError for queries that are tracked, are no vectors of the index's dim, or not finite.
+    Raises:
+      TypeError, ValueError: queries that are tracked, are no vectors of the index's dim, or not finite.
 
     Example:
       >>> import torch, funcrec as fr

@@ -41,10 +41,12 @@ def top_k(
       exclude: B bags of rows that are not to be given, such as what the user has seen; rows outside count for nothing.
       implementation: of `funcrec.kernels`, chosen by name; None takes the device's own.
 
-    Returns: two tensors, f32|f64[B, k] or i64[B, k]: the scores, descending, and their rows. A row whose score is NaN
-    or -∞ is not given; where fewer than k rows are left, -inf and -1.
+    Returns:
+      two tensors, f32|f64[B, k] or i64[B, k]: the scores, descending, and their rows. A row whose score is NaN or -∞ is
+      not given; where fewer than k rows are left, -inf and -1.
 
-    Raises: TypeError or ValueError for vectors that do not fit each other.
+    Raises:
+      TypeError, ValueError: vectors that do not fit each other.
 
     Law: scores[b, j] = ⟨queries[b], items[rows[b, j]]⟩, and no other row has a greater score than the last. Derivatives
     are those of the scores of the rows that were chosen.

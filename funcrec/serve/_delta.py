@@ -46,10 +46,12 @@ def write_delta(
       version: what the weights are called then.
       since: the version that they are called now; by default that of `package`.
 
-    Returns: the path.
+    Returns:
+      the path.
 
-    Raises: ValueError or TypeError for a parameter that neither `delta` nor `params` has, or of another shape or dtype,
-      and for a table of `delta` whose name several parameters of the package have, such as a model's and its average's.
+    Raises:
+      ValueError, TypeError: a parameter that neither `delta` nor `params` has, or of another shape or dtype, and a
+        table of `delta` whose name several parameters of the package have, such as a model's and its average's.
 
     Law: weights with the delta are those of `fr.export` of the newer parameters, bit for bit.
 

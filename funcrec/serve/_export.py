@@ -72,14 +72,17 @@ def export(
       isa: "native", for processors like this one; "portable", for all with AVX2 (x86-64-v3).
       overwrite: whether a package at `path` may be replaced; who has it open keeps what it has.
 
-    Returns: the folder: model.pt2 (AOTInductor; parameters are inputs), weights.bin, weights.json, manifest.json, and
+    Returns:
+      the folder: model.pt2 (AOTInductor; parameters are inputs), weights.bin, weights.json, manifest.json, and
       encoding.frc where there is one.
 
-    Raises: TypeError, ValueError for what no program for all batches can do: branches on values or sizes, writes to
-      arguments, draws from torch's generators, tensors that are closed over (they belong into `params`), derivatives,
-      answers that depend on the other bags of a batch (a server joins requests): five bags, of the example's ids and
-      others, are answered together and one by one, numbers with a fraction within 1e-4 (of f32), others the
-        same in four of six draws of bags; FileExistsError.
+    Raises:
+      TypeError, ValueError: what no program for all batches can do: branches on values or sizes, writes to arguments,
+        draws from torch's generators, tensors that are closed over (they belong into `params`), derivatives, answers
+        that depend on the other bags of a batch (a server joins requests): five bags, of the example's ids and others,
+        are answered together and one by one, numbers with a fraction within 1e-4 (of f32), others the same in four of
+        six draws of bags.
+      FileExistsError.
 
     Law: load_package(export(predict, params, batch, path))(batch) == predict(params, batch), to rounding.
 
@@ -139,7 +142,8 @@ def save_weights(path: str | os.PathLike, params: Any, *, version: str | None = 
       version: its name; by default one of the values.
       overwrite: whether weights at `path` may be replaced.
 
-    Returns: the folder, of weights.bin and weights.json; it is there whole or not at all.
+    Returns:
+      the folder, of weights.bin and weights.json; it is there whole or not at all.
 
     Example:
       >>> import pathlib, tempfile, torch, funcrec as fr

@@ -174,7 +174,9 @@ class Package:
         """Take the newest of what `publish` writes to a folder: the deltas behind this version, or whole weights and
         the deltas behind these. Nothing changes where it has the newest.
 
-        Raises: FileNotFoundError for a folder without weights; ValueError for files that do not fit.
+        Raises:
+          FileNotFoundError: a folder without weights.
+          ValueError: files that do not fit.
         """
         take = lambda path: self.swap(path) if path.is_dir() else self.apply(path)
         follow(FOLLOW, Path(folder), self.version, take)
@@ -188,8 +190,10 @@ def load_package(path: str | os.PathLike, *, threads: Count = 1, checksums: bool
       threads: how many calls may run at the same time; others wait.
       checksums: whether to read all weights once, and compare their checksums.
 
-    Raises: ValueError with the reason: another format or torch (of another minor version), instructions that this
-      processor lacks, a file that was changed or cut off, weights of another signature; FileNotFoundError.
+    Raises:
+      ValueError: with the reason: another format or torch (of another minor version), instructions that this processor
+        lacks, a file that was changed or cut off, weights of another signature.
+      FileNotFoundError.
 
     Cost: some 20 ms, and a pass over the weights for their checksums.
 

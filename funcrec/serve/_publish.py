@@ -84,17 +84,20 @@ def publish(
       timeout_s: for an answer of a server. Training waits for it.
       mesh: of a state that lies on one: every rank calls, what they hold is gathered, and the first rank writes.
 
-    Returns: a function of a `fr.loop.Record`, for `fit(callbacks=[...])`; in a loop of your own,
-      `tell(fr.loop.Record("step", epoch, step, {}, state))`. Behind a state that was restored tell
-      `fr.loop.Record("begin", epoch, step, {}, state)`, as `fit` does: the next are whole weights then. So they are
-      behind a step that is not beyond the last one told, and of a log that was begun anew, as behind `fr.reshard`.
-      A state that was restored with its log, and trained beyond that step before it is told, is not seen: rows that
-      only the steps given up had changed stay as these left them.
+    Returns:
+      a function of a `fr.loop.Record`, for `fit(callbacks=[...])`; in a loop of your own, `tell(fr.loop.Record("step",
+      epoch, step, {}, state))`. Behind a state that was restored tell `fr.loop.Record("begin", epoch, step, {},
+      state)`, as `fit` does: the next are whole weights then. So they are behind a step that is not beyond the last one
+      told, and of a log that was begun anew, as behind `fr.reshard`. A state that was restored with its log, and
+      trained beyond that step before it is told, is not seen: rows that only the steps given up had changed stay as
+      these left them.
 
-    Raises: ValueError, NotADirectoryError for a path that is no folder's. From its callback ValueError for a folder
-      that another publisher writes to, or that is of another package; ValueError, TypeError for a state of
-      several members, with learned scales, or without the parameters that the package reads; OSError for a folder that
-      cannot be written.
+    Raises:
+      ValueError, NotADirectoryError: a path that is no folder's.
+      ValueError: from its callback, for a folder that another publisher writes to, or that is of another package.
+      ValueError, TypeError: from its callback, for a state of several members, with learned scales, or without the
+        parameters that the package reads.
+      OSError: from its callback, for a folder that cannot be written.
 
     Law: weights of any published version are those of `fr.export` of that step's parameters, bit for bit, by whichever
       of these files they were reached. Those of tables quantised with a `key` are rounded to the nearest instead.

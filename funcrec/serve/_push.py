@@ -30,10 +30,13 @@ def update_server(address: str, folder: str | os.PathLike, *, timeout_s: float =
       folder: that of `publish`, which the server reads as its `--updates`.
       timeout_s: for each answer.
 
-    Returns: the version that the server has then.
+    Returns:
+      the version that the server has then.
 
-    Raises: ConnectionError for a server that does not answer, or says that it cannot; ValueError with its words for a
-      file that it refuses; FileNotFoundError for a folder without weights.
+    Raises:
+      ConnectionError: a server that does not answer, or says that it cannot.
+      ValueError: with its words for a file that it refuses.
+      FileNotFoundError: a folder without weights.
 
     Example:
       >>> import tempfile, funcrec as fr

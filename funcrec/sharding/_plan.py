@@ -108,7 +108,8 @@ class Plan:
     def from_json(text: str) -> "Plan":
         """The plan of `to_json`.
 
-        Raises: ValueError for another text.
+        Raises:
+          ValueError: another text.
 
         Example:
           >>> import funcrec as fr
@@ -133,7 +134,8 @@ class Plan:
           tables: their configs, or a mapping by their names, such as the tables themselves.
           replicas: as of Plan.
 
-        Raises: ValueError for a kind that wants two axes, or one, on a mesh that has not as many besides `replicas`.
+        Raises:
+          ValueError: a kind that wants two axes, or one, on a mesh that has not as many besides `replicas`.
 
         Law: of T tables on n places each has floor(T / n) or ceil(T / n).
 

@@ -105,8 +105,9 @@ def shard_tables(
         it). Copies of replicated tables are looked up where they are.
       labels: tables with different ones share no bank.
 
-    Raises: KeyError for a table without a placement, ValueError for an axis or a
-      rank that the mesh lacks, and for both `exact` and `dedup`.
+    Raises:
+      KeyError: a table without a placement.
+      ValueError: an axis or a rank that the mesh lacks, and both `exact` and `dedup`.
 
     Law: gather_tables(shard_tables(tables, plan, mesh), mesh) has tables' bits.
 
@@ -133,7 +134,8 @@ def gather_tables(tables: ShardedTables, mesh: Mesh) -> dict[str, Tensor] | Quan
     """{table: [R, D]}: the tables, whole, on every rank; the inverse of `shard_tables`. Of quantised ones
     QuantizedTables.
 
-    Raises: ValueError for copies that have trained apart (`replicas` of the plan) and are not equal.
+    Raises:
+      ValueError: copies that have trained apart (`replicas` of the plan) and are not equal.
 
     Example:
       >>> import torch, funcrec as fr

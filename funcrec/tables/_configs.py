@@ -69,7 +69,8 @@ def multiply_shift(seed: int = 0) -> Hash:
 class TableConfig:
     """One embedding matrix [num_embeddings, embedding_dim].
 
-    Raises: TypeError or ValueError that tells every field that is wrong.
+    Raises:
+      TypeError, ValueError: tells every field that is wrong.
 
     Example:
       >>> import funcrec as fr

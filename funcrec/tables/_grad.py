@@ -47,14 +47,14 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
       loss_fn: (params: Params, *args, **kwargs) -> f[], or (f[], aux) with `has_aux`. It reads tables through `lookup`
         and `lookup_sequence` only, as often as it likes.
 
-    Returns: a function of the same arguments that gives (loss, grads) or ((loss, aux), grads); grads is Params with
-      tables {name: RowGrads} (not coalesced) and dense as `params.dense`.
+    Returns:
+      a function of the same arguments that gives (loss, grads) or ((loss, aux), grads); grads is Params with tables
+      {name: RowGrads} (not coalesced) and dense as `params.dense`.
 
-    Raises: TypeError for a table used densely, a dense leaf that is no float tensor, a loss that is no scalar, or one
-      that reads an nn.Parameter which is no argument, so that nothing would train it (a warning for other leaves of
-      autograd);
-      ValueError for a loss that looks up other tables, or other
-      shapes, when it is called again with the same arguments.
+    Raises:
+      TypeError: a table used densely, a dense leaf that is no float tensor, a loss that is no scalar, or one that reads
+        an nn.Parameter which is no argument, so that nothing would train it (a warning for other leaves of autograd).
+      ValueError: a loss that looks up other tables, or other shapes, when it is called again with the same arguments.
 
     Law: grads.tables[name].to_dense() is the gradient that torch.func.grad gives for the table as a dense leaf.
     It composes with torch.func.vmap, jvp and `fr.jit`; jacrev and vjp take floats alone, so of `grads.dense` or of

@@ -20,7 +20,8 @@ def hash_rows(ids: Tensor, hash: Hash | None, num_embeddings: int) -> Tensor:
 
     Law: a hashed row is in [0, num_embeddings); without a hash it is the id.
 
-    Raises: ValueError when multiply_shift meets num_embeddings >= 2³¹, or rows that the ids' dtype cannot hold.
+    Raises:
+      ValueError: when multiply_shift meets num_embeddings >= 2³¹, or rows that the ids' dtype cannot hold.
 
     Example:
       >>> import torch, funcrec as fr

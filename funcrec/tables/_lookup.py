@@ -49,10 +49,12 @@ def lookup(
       features: those with pooling "none" are left to `lookup_sequence`.
       implementation: of `funcrec.kernels`, chosen by name; None takes the device's own.
 
-    Returns: KeyedTensor f32|f64[B, ΣD] (f64 when a table is), keys in the order of `features`. Without features it is
-    [B, 0], with B the bags of every key (0 when the keys differ).
+    Returns:
+      KeyedTensor f32|f64[B, ΣD] (f64 when a table is), keys in the order of `features`. Without features it is [B, 0],
+      with B the bags of every key (0 when the keys differ).
 
-    Raises: TypeError, ValueError or KeyError that names every feature, table or key that does not fit.
+    Raises:
+      TypeError, ValueError, KeyError: names every feature, table or key that does not fit.
 
     Law: linear in the tables; ⟨lookup(x), y⟩ = ⟨x, lookup_transpose(y)⟩.
 
@@ -99,7 +101,8 @@ def lookup_transpose(
       d_acts: f[B, ΣD], as `lookup` returned them.
       tables: the configs or the tables; only shapes are read.
 
-    Returns: {table: RowGrads} for the tables of the pooled features; a bag's gradient goes to each of its ids.
+    Returns:
+      {table: RowGrads} for the tables of the pooled features; a bag's gradient goes to each of its ids.
 
     Example:
       >>> import torch, funcrec as fr
@@ -122,8 +125,9 @@ def lookup_sequence(
 ) -> dict[str, JaggedTensor]:
     """One row per id: the features of `features` whose pooling is "none".
 
-    Returns: {feature: JaggedTensor with values f32|f64[capacity, D]}, the bags of its column; padding is zero. With
-    `max_length` L the capacity is min(N, B · L) and bags are cut to L, else it is N.
+    Returns:
+      {feature: JaggedTensor with values f32|f64[capacity, D]}, the bags of its column; padding is zero. With
+      `max_length` L the capacity is min(N, B · L) and bags are cut to L, else it is N.
 
     Law: linear in the tables; lookup_sequence_transpose is its transpose.
 

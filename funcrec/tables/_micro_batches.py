@@ -53,14 +53,16 @@ def accumulate_grads(loss_fn: Callable, num_micro_batches: Count, has_aux: bool 
         is refused, for it would have fewer candidates.
       num_micro_batches: k; the batch has B examples, a multiple of k, in every tensor and every jagged value of it.
 
-    Returns: a function of the same arguments that gives what `value_and_grad`'s gives. `batch` is cut by its examples,
-      the other arguments go to every micro-batch, but for a keyword `key`, which is folded with the micro-batch's
-      number, as on ranks. aux: of its float tensors the mean over the micro-batches, of which
-      none has a micro-batch's examples in front (it is refused); what else it holds must be no tensor, and the same in
-      all.
+    Returns:
+      a function of the same arguments that gives what `value_and_grad`'s gives. `batch` is cut by its examples, the
+      other arguments go to every micro-batch, but for a keyword `key`, which is folded with the micro-batch's number,
+      as on ranks. aux: of its float tensors the mean over the micro-batches, of which none has a micro-batch's examples
+      in front (it is refused); what else it holds must be no tensor, and the same in all.
 
-    Raises: ValueError for a batch that k does not divide, for tensors of other numbers of examples, and for a loss that
-      looks up other tables in some micro-batch. TypeError for weights of a loss that follow from its parameters.
+    Raises:
+      ValueError: a batch that k does not divide, tensors of other numbers of examples, and a loss that looks up
+        other tables in some micro-batch.
+      TypeError: weights of a loss that follow from its parameters.
 
     Law: grads.tables are the batch's entries in the batch's order: of the same cotangents the same bits, when they are
       summed and in every update. Cotangents are the same where k is a power of two and the loss treats each example

@@ -39,7 +39,8 @@ def validate(
         finite, and its weights, finite and >= 0. What an example of weight 0 has besides its ids is not looked at.
       labels: the least and the greatest label that is right; (0, 1) are the labels of clicks, (-inf, inf) any numbers.
 
-    Raises: CheckError that names feature, bag and id, or the label; reads the values on the host.
+    Raises:
+      CheckError: names feature, bag and id, or the label; reads the values on the host.
 
     Example:
       >>> import funcrec as fr

@@ -38,7 +38,8 @@ def check_adjoint(
     dense gradient. A path of x that transpose(y) lacks has cotangent zero. The tolerance is 16 roundings of the
     coarsest dtype, relative to ‖forward(x)‖·‖y‖ + ‖x‖·‖transpose(y)‖.
 
-    Raises: AssertionError with both inner products; a cotangent of something that is not in x.
+    Raises:
+      AssertionError: with both inner products; a cotangent of something that is not in x.
 
     Example:
       >>> import torch
@@ -106,7 +107,8 @@ def check_grads(
         is checked in every combination of them.
       key: what tangents and cotangents are drawn from; funcrec.key(0) by default.
 
-    Raises: AssertionError that names the mode, order and sizes.
+    Raises:
+      AssertionError: names the mode, order and sizes.
 
     Example:
       >>> import torch

@@ -60,7 +60,8 @@ class RankPool:
           fn: a function of a module, so that it can be sent by name.
           deadline_s: how long to wait; None for four times `timeout_s`.
 
-        Raises: RankError that tells each rank that raised, died or did not answer.
+        Raises:
+          RankError: tells each rank that raised, died or did not answer.
         """
         if not self.processes:
             self._start()

@@ -37,7 +37,8 @@ def assert_trees_close(a: Any, b: Any, *, rtol: NotNegative = 0, atol: NotNegati
     |a - b| <= atol + rtol · |b|, elementwise; NaN equals NaN, and padding is compared like the rest (`zero_padding`
     takes it out of the question). The structure is torch's, static fields included.
 
-    Raises: AssertionError with the path and the size of the first difference.
+    Raises:
+      AssertionError: with the path and the size of the first difference.
 
     Example:
       >>> import torch

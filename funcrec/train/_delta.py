@@ -69,8 +69,10 @@ def delta(logged: Logged, since: Size | Tensor | Delta = 0, *, mesh: Mesh | None
       mesh: of a state that lies on one. On real ranks each gets the rows that it holds, of tables
         cut by columns its columns: together these are all.
 
-    Raises: ValueError for a version that is still to come, for a Delta of another log, for a log of another state, and
-      without the `mesh`; TypeError for an ensemble of states: each member's is another's size.
+    Raises:
+      ValueError: a version that is still to come, a Delta of another log, a log of another state; and without
+        the `mesh`.
+      TypeError: an ensemble of states: each member's is another's size.
 
     Law: `apply_delta` of it to the tables of that version gives the tables of now.
 
@@ -138,8 +140,10 @@ def apply_delta(tables: Mapping[str, Tensor], delta: Delta) -> dict[str, Tensor]
       tables: {table: f[R, D]}, whole, such as `params.tables` of a checkpoint.
       delta: `fr.delta`'s; of real ranks one after the other, in any order.
 
-    Raises: KeyError for a table that is not there, ValueError for one of another shape, TypeError for another dtype:
-      `delta.to(torch.float16)` for tables that are served in 16 bits.
+    Raises:
+      KeyError: a table that is not there.
+      ValueError: one of another shape.
+      TypeError: another dtype: `delta.to(torch.float16)` for tables that are served in 16 bits.
 
     Cost: `fr.jit(fr.apply_delta, donate=("tables",))` writes the rows where they are; without it tables are copied.
 

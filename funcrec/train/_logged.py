@@ -83,12 +83,15 @@ def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Coun
       rows: the most distinct rows of a table that a step touches, for all tables or {table: n}; on a mesh of any one
         rank's part of it. A step with more is not held: `rewind` over it raises. None with steps=0.
 
-    Returns: TrainStep over `Logged`. `init` takes Params, as that of `step`, or a TrainState to begin a log beside.
-      `fr.jit(logged, donate=("state",))` is one compiled call, which takes state and log
-      together; `scan`, `fit`, `retry_overflow`, vmap and meshes take it in the place of `step`.
+    Returns:
+      TrainStep over `Logged`. `init` takes Params, as that of `step`, or a TrainState to begin a log beside.
+      `fr.jit(logged, donate=("state",))` is one compiled call, which takes state and log together; `scan`, `fit`,
+      `retry_overflow`, vmap and meshes take it in the place of `step`.
 
-    Raises: ValueError for a plan with replicas, KeyError for a table without `rows`; TypeError where a derivative
-      follows the state: a log keeps bits, which have none.
+    Raises:
+      ValueError: a plan with replicas.
+      KeyError: a table without `rows`.
+      TypeError: where a derivative follows the state: a log keeps bits, which have none.
 
     Law: the states and metrics are those of `step`, bit for bit.
 
@@ -163,8 +166,10 @@ def rewind(logged: Logged, k: Size = 1, *, mesh: Mesh | None = None, donate: boo
       donate: whether `logged` may be used up, as by `fr.jit(donate=...)`: rows are then written
         into its memory, by a program that is compiled once. Otherwise the tables are copied once.
 
-    Raises: ValueError where the log holds fewer steps (it says how many, and why), where one of them touched more rows
-      than were kept, for a log of another state, and without the `mesh`; TypeError where a derivative follows.
+    Raises:
+      ValueError: where the log holds fewer steps (it says how many, and why), where one of them touched more rows than
+        were kept, for a log of another state, and without the `mesh`.
+      TypeError: where a derivative follows.
 
     Law: every bit of the state is what it was, and training goes on from it to the same bits. `log.version` counts on:
       the rows that were put back have changed, for `delta`.

@@ -40,10 +40,12 @@ def sync_replicas(
       greatest: slots of which the greatest is taken and no mean, besides all that are integers: step numbers, such as
         `last` of `rowwise_adagrad_counter`.
 
-    Returns: TrainState; what is not tables and slots is the old state's own, as it is the same on all ranks.
+    Returns:
+      TrainState; what is not tables and slots is the old state's own, as it is the same on all ranks.
 
-    Raises: TypeError for a state that is not sharded; ValueError
-      for one of another mesh, or of a plan without replicas.
+    Raises:
+      TypeError: a state that is not sharded.
+      ValueError: one of another mesh, or of a plan without replicas.
 
     Law: all copies have the same bits, on emulated and on real ranks. Rows that no copy trained, and so a second
       call's, keep every bit. Under plain SGD with a call after every step the tables

@@ -58,8 +58,9 @@ def gather_state(state: TrainState, mesh: Mesh) -> TrainState:
     Args:
       state: of a `train_step` with this mesh; every rank passes its own.
 
-    Raises: TypeError for a state that is not sharded, ValueError for one of another mesh, and for copies that have
-      trained apart and are not equal: `sync_replicas` them first.
+    Raises:
+      TypeError: a state that is not sharded.
+      ValueError: one of another mesh, and copies that have trained apart and are not equal: `sync_replicas` them first.
 
     Law: gather_state(reshard(state, plan, mesh=mesh, sparse=sparse), mesh) has state's bits.
 
@@ -112,9 +113,12 @@ def reshard(
         `sparse` updates differently share no bank.
       from_mesh: of a sharded state, where it is not `mesh`.
 
-    Returns: TrainState with ShardedTables. What is not tables and slots is the old state's own.
+    Returns:
+      TrainState with ShardedTables. What is not tables and slots is the old state's own.
 
-    Raises: as `train_step(...).init`; ValueError for a state of another mesh, and for copies that have trained apart.
+    Raises:
+      ValueError: a state of another mesh, and copies that have trained apart. Besides, what `train_step(...).init`
+        raises.
 
     Law: every bit is kept; training goes on as it would have, up to what the plan rounds.
 

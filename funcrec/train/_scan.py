@@ -24,12 +24,14 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Any) 
       step: (state, batch) -> (state, metrics), such as `train_step(...)` or `jit` of it; a donating one takes `state`.
       batches: a pytree of tensors [k, ...]: k batches of one shape, stacked.
 
-    Returns: the last state, and the metrics stacked along a new first dimension of size k; numbers become tensors i64,
-      f64 or bool. What is neither (a name, None) is the same in every step, and comes back as it is.
+    Returns:
+      the last state, and the metrics stacked along a new first dimension of size k; numbers become tensors i64, f64 or
+      bool. What is neither (a name, None) is the same in every step, and comes back as it is.
 
-    Raises: ValueError when the tensors of `batches` have no common leading dimension, or k is 0, and when a metric that
-      is no number changes, or its shape; TypeError for arrays in `batches`,
-      and when a metric is of another class in some step.
+    Raises:
+      ValueError: when the tensors of `batches` have no common leading dimension, or k is 0, and when a metric that is
+        no number changes, or its shape.
+      TypeError: arrays in `batches`, and when a metric is of another class in some step.
 
     Law: the same bits as k calls of `step`.
 

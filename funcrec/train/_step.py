@@ -109,9 +109,9 @@ def train_step(
       codec: how looked up vectors and their cotangents travel; None for
         what the state's tables say (`shard_tables`, `reshard`).
 
-    Returns: TrainStep. `init(params, key=fr.key(0)) -> TrainState` takes an nn.Parameter for its values, so that steps
-      are not one long graph of autograd (another tensor that requires grad is followed); calling it gives (state,
-      metrics) with
+    Returns:
+      TrainStep. `init(params, key=fr.key(0)) -> TrainState` takes an nn.Parameter for its values, so that steps are not
+      one long graph of autograd (another tensor that requires grad is followed); calling it gives (state, metrics) with
       metrics["loss"] and, with `has_aux`, metrics["aux"]; with a `capacity` also metrics["overflow"], how many ids of
       all ranks found no place, and metrics["needed"], the capacity that would have done (i64[]).
 

@@ -18,7 +18,8 @@ def map(fn: Callable, tree: Any, *rest: Any) -> Any:
     Args:
       rest: trees of the structure of `tree`; where `tree` has a leaf they may have a whole tree, which `fn` is given.
 
-    Raises: ValueError where a tree of `rest` is not of the structure of `tree`.
+    Raises:
+      ValueError: where a tree of `rest` is not of the structure of `tree`.
 
     Law: map(lambda x: x, tree) is `tree`, and map(f, map(g, tree)) is map(lambda x: f(g(x)), tree).
 
@@ -73,7 +74,8 @@ def flatten(tree: Any) -> tuple[list[Any], PyTreeSpec]:
 def unflatten(structure: PyTreeSpec, leaves: Sequence[Any]) -> Any:
     """The tree of a structure with these leaves.
 
-    Raises: ValueError for another number of leaves than the structure has.
+    Raises:
+      ValueError: another number of leaves than the structure has.
 
     Law: unflatten(structure(tree), leaves(tree)) is `tree`.
 
@@ -110,7 +112,9 @@ def to(tree: T, device: torch.device | str | torch.dtype | None = None, dtype: t
       device: a device or its name; a dtype may stand in its place: `to(tree, torch.float16)`.
       dtype: of floats. An optimizer's state is floats, too.
 
-    Raises: ValueError for a device that is not there; TypeError for a dtype that is not of floats.
+    Raises:
+      ValueError: a device that is not there.
+      TypeError: a dtype that is not of floats.
 
     Law: differentiable in the floats; `to` of the tree's own device and dtype gives its own tensors.
 

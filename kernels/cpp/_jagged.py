@@ -66,7 +66,8 @@ def bucketize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ids grouped by (shard, bag) with shard = row // block, as rows of their shard.
 
-    Returns: rows i[N], lengths i64[S * B], weights f[N] (f32[0] without), positions i64[N]: where each id went, or -1.
+    Returns:
+      rows i[N], lengths i64[S * B], weights f[N] (f32[0] without), positions i64[N]: where each id went, or -1.
     """
     if block < 1:
         raise ValueError(f"funcrec.kernels.cpp.bucketize: block is {block}\n  need  at least one row per shard")

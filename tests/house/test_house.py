@@ -203,6 +203,13 @@ def test_functions_are_short(name):
 
 
 @pytest.mark.parametrize("name", FILES)
+def test_sections_of_docstrings_have_a_line_for_their_name(name):
+    """What a call takes, returns and raises stands below the section's name, where pdoc reads it."""
+    found = re.findall(r"^\s+(?:Args|Returns|Yields|Raises): \S.*$", FILES[name].read_text(), re.M)
+    assert found == []
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_there_are_no_class_hierarchies(name):
     """A class has no base but those that make a record, a protocol,
     an enumeration, an error or a differentiable function."""

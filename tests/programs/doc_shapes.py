@@ -7,7 +7,8 @@ A statement is a subject (an argument, a field, or the result) and the shapes th
     Values [N, ...] and lengths i[B]            in the first line, a name and its shape
     i64[num]: independent keys                  first in the text: the result; so is what stands behind `->`, there or
                                                 under Shapes
-    Returns: KeyedTensor f32[B, ΣD]             the result
+    Returns:
+      KeyedTensor f32[B, ΣD]                    the result
     Slots: mean f[R, D], square f[R].           what the optimizer's `init` gives for a table f[R, D]
 
 A dimension is a number, a name, or arithmetic of such. A name is an int argument of the call, a letter of one of its
@@ -95,7 +96,7 @@ def statements_of(doc: str, names: set[str]) -> list[Statement]:
         for word in before[1].lower().split(", ") if before else ():
             if word in names:
                 out.setdefault(word, (shape,))
-    returns = re.search(r"^Returns: (.*?)(?=\n\n|\Z)", doc, re.S | re.M)
+    returns = re.search(r"^Returns:\s+(.*?)(?=\n\n|\Z)", doc, re.S | re.M)
     result = first_shapes(returns[1]) if returns else ()
     for text in () if result else (first, *re.findall(r"^Shapes.*(?:\n\S.*)*", doc, re.M)):
         begins = re.match(r"(\{\w+: )?", text).end() in [start for start, _, _ in shapes_in(text)]
