@@ -19,7 +19,7 @@ from contest import Closeness, Contender, differences
 from measure import digits, record
 
 import funcrec as fr
-from funcrec.compile import _onednn
+from funcrec.compile.backend import _onednn
 
 DEEPFM = cases.StepCase("deepfm", 100_000, 16, 2048, 1)
 CASES = {"deepfm": DEEPFM, **cases.STEPS}

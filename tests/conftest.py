@@ -79,7 +79,7 @@ def poisoned_memory():
 @pytest.fixture
 def interpreted(monkeypatch):
     """Staged graphs are run as they stand, not compiled: for laws of staging, writes and calls."""
-    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
+    monkeypatch.setattr("funcrec.compile._compiled.compile_graph", lambda graph, arguments: graph)
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,15 +1,15 @@
 """Checkpoints: any tree in one file that is whole or not there; of many ranks in a folder, under any plan."""
 
+from funcrec.checkpoint._asynchronous import Saving as Saving
+from funcrec.checkpoint._asynchronous import finish as finish
+from funcrec.checkpoint._asynchronous import settle as settle
 from funcrec.checkpoint._checkpoint import load as load
 from funcrec.checkpoint._checkpoint import load_as as load_as
 from funcrec.checkpoint._checkpoint import save as save
 from funcrec.checkpoint._compare import difference_problems as difference_problems
 from funcrec.checkpoint._files import write_whole as write_whole
-from funcrec.checkpoint._kept import latest as latest
-from funcrec.checkpoint._kept import remove_all as remove_all
-from funcrec.checkpoint._kept import step_path as step_path
 from funcrec.checkpoint._safetensors import load_safetensors as load_safetensors
 from funcrec.checkpoint._safetensors import save_safetensors as save_safetensors
-from funcrec.checkpoint._saving import Saving as Saving
-from funcrec.checkpoint._saving import finish as finish
-from funcrec.checkpoint._saving import settle as settle
+from funcrec.checkpoint._steps import latest as latest
+from funcrec.checkpoint._steps import remove_all as remove_all
+from funcrec.checkpoint._steps import step_path as step_path

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from funcrec.checkpoint._code import CodeError, decode, transform_problems
+from funcrec.checkpoint._asynchronous import Saving, crew_beside, finish, go_on, num_live, settle
 from funcrec.checkpoint._compare import difference_problems
 from funcrec.checkpoint._crew import Crew, agreed, apart_problems, crew_of, together
 from funcrec.checkpoint._files import as_path, open_file
@@ -20,7 +20,7 @@ from funcrec.checkpoint._folder import Files, fail_if_manifest, fail_without_man
 from funcrec.checkpoint._format import read_header
 from funcrec.checkpoint._job import copy_problems, copy_rest, job_of, step_problems
 from funcrec.checkpoint._place import Reader, Target, axes_of, device_of, place_of, placed, target_problems
-from funcrec.checkpoint._saving import Saving, crew_beside, finish, go_on, num_live, settle
+from funcrec.checkpoint._tree_json import CodeError, decode, transform_problems
 from funcrec.core import Count, Size, check, fail, typed
 from funcrec.mesh import Codec, Mesh
 from funcrec.optim import RowOptimizer

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from funcrec.checkpoint._code import show
+from funcrec.checkpoint._tree_json import show
 from funcrec.core import CLASSES, Problem, class_name, describe
 
 

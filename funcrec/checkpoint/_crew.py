@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from funcrec.checkpoint._parts import is_of_ranks
+from funcrec.checkpoint._rank_parts import is_of_ranks
 from funcrec.core import Problem, message
 from funcrec.mesh import Mesh
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.checkpoint._code import DTYPES, CodeError, show
+from funcrec.checkpoint._tree_json import DTYPES, CodeError, show
 from funcrec.core import fail, short_dtype
 from funcrec.kernels.memory import empty_table
 

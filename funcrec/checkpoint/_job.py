@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funcrec.checkpoint._code import CodeError, Encoded, encode
+from funcrec.checkpoint._asynchronous import copy_of
 from funcrec.checkpoint._crew import Crew, apart_problems, together
 from funcrec.checkpoint._files import write_whole
 from funcrec.checkpoint._folder import (
@@ -25,9 +25,9 @@ from funcrec.checkpoint._folder import (
     write_manifest,
     write_rank,
 )
-from funcrec.checkpoint._kept import remove_older, step_of, step_path
-from funcrec.checkpoint._parts import Seen, Where, equal_problems, told_of, where_of
-from funcrec.checkpoint._saving import copy_of
+from funcrec.checkpoint._rank_parts import Seen, Where, equal_problems, told_of, where_of
+from funcrec.checkpoint._steps import remove_older, step_of, step_path
+from funcrec.checkpoint._tree_json import CodeError, Encoded, encode
 from funcrec.core import Problem, check
 from funcrec.mesh import Mesh
 

@@ -1,27 +1,27 @@
 """jit: staging, writes behind it, what a program sees, Inductor's options, recordings."""
 
 import funcrec.core as _core
+from funcrec.compile._ambient import is_transformed as is_transformed
+from funcrec.compile._ambient import surroundings as surroundings
 from funcrec.compile._apart import FOR_EXPORT as FOR_EXPORT
 from funcrec.compile._apart import apart as apart
 from funcrec.compile._apart import imported as imported
-from funcrec.compile._cut import Halves as Halves
-from funcrec.compile._cut import cut as cut
 from funcrec.compile._cut_stale import Looked as Looked
 from funcrec.compile._cut_stale import cut_stale as cut_stale
 from funcrec.compile._donated import Donated as Donated
 from funcrec.compile._donated import donated_message as donated_message
-from funcrec.compile._inductor import DECOMPOSITIONS as DECOMPOSITIONS
-from funcrec.compile._inductor import OPTIONS as OPTIONS
-from funcrec.compile._inductor import compile_graph as compile_graph
-from funcrec.compile._inductor import knowing as knowing
-from funcrec.compile._inductor import need_compiler as need_compiler
 from funcrec.compile._jit import jit as jit
 from funcrec.compile._keys import form_key as form_key
 from funcrec.compile._lower import Lowered as Lowered
-from funcrec.compile._products import two_products as two_products
-from funcrec.compile._staging import stage as stage
-from funcrec.compile._surroundings import is_transformed as is_transformed
-from funcrec.compile._surroundings import surroundings as surroundings
+from funcrec.compile._split_step import Halves as Halves
+from funcrec.compile._split_step import cut as cut
+from funcrec.compile._trace import stage as stage
 from funcrec.compile._traffic import Sent as Sent
+from funcrec.compile.backend._inductor import DECOMPOSITIONS as DECOMPOSITIONS
+from funcrec.compile.backend._inductor import OPTIONS as OPTIONS
+from funcrec.compile.backend._inductor import compile_graph as compile_graph
+from funcrec.compile.backend._inductor import knowing as knowing
+from funcrec.compile.backend._inductor import need_compiler as need_compiler
+from funcrec.compile.backend._products import two_products as two_products
 
 _core.publish(globals())

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from funcrec.compile._cut import (
+from funcrec.compile._jit import Jitted, jit
+from funcrec.compile._split_step import (
     crossing_nodes,
     donated_names,
     is_list,
@@ -24,7 +25,6 @@ from funcrec.compile._cut import (
     sending_part,
     tensors,
 )
-from funcrec.compile._jit import Jitted, jit
 from funcrec.core import fail, fast_flatten, map_tensors
 from funcrec.mesh import AWAIT, LEAVES
 

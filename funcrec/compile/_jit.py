@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcrec.compile._ambient import is_transformed, surroundings
+from funcrec.compile._compiled import LOCK, Compiled, Followed, compile_function
 from funcrec.compile._donated import refuse_donated
 from funcrec.compile._keys import leaf_key, many_compilations, refuse_other
 from funcrec.compile._lower import Lowered, lowered
-from funcrec.compile._program import LOCK, Compiled, Followed, compile_function
-from funcrec.compile._replay import bring
-from funcrec.compile._staging import is_odd, refuse_odd
-from funcrec.compile._surroundings import is_transformed, surroundings
+from funcrec.compile._recording import bring
+from funcrec.compile._trace import is_odd, refuse_odd
 from funcrec.core import (
     Problem,
     any_tracked,

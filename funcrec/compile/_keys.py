@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.compile._surroundings import differences
+from funcrec.compile._ambient import differences
 from funcrec.core import Problem, fail, leaf_paths, message, short_dtype, static_key, structure_key
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from funcrec.compile._compiled import Compiled
 from funcrec.compile._keys import show_key
-from funcrec.compile._program import Compiled
 from funcrec.compile._traffic import Sent, collectives_of
 from funcrec.compile._writes import leaves_read
 from funcrec.core import fail

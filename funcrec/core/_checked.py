@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 
-from funcrec.core._arguments import typed
+from funcrec.core._typed import typed
 
 checking: ContextVar[bool] = ContextVar("funcrec_checking", default=False)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core._examples import EXAMPLES as EXAMPLES
+from funcrec.core._hints import EXAMPLES as EXAMPLES
 
 STAGES = {
     "core",
@@ -28,6 +28,11 @@ STAGES = {
     "retrieval",
     "serve",
 }  # folders of no public name
+ROOMS = {
+    "compile.backend", "data.datasets", "data.encoders", "data.readers", "loop.pipelines", "mesh.processes",
+    "serve.freshness", "sharding.moves", "sharding.placement",
+}  # rooms within folders: of no public name either  # fmt: skip
+HIDDEN = STAGES | {room.split(".")[1] for room in ROOMS} | {"random"}
 
 
 class DonatedError(RuntimeError):
@@ -92,7 +97,7 @@ def path_hint(path: object, hint: str) -> str:
 def call_name(fn: Callable) -> str:
     """What a public function or class is called (its face has said so), and one that no face has named yet is to be:
     `funcrec.optim.sgd` for what `funcrec/optim/_sgd.py` defines, `funcrec.lookup` for `funcrec/tables/_lookup.py`."""
-    public = [p for p in fn.__module__.split(".") if not p.startswith("_") and p not in STAGES | {"random"}]
+    public = [p for p in fn.__module__.split(".") if not p.startswith("_") and p not in HIDDEN]
     return ".".join([*public, fn.__qualname__.removesuffix(".__init__")])
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.utils._pytree as torch_tree
 from torch import Tensor
 
+from funcrec.core._devices import to as moved
 from funcrec.core._errors import Problem, check, describe, message
 from funcrec.core._static import OWN_NODES, fix, loosen
-from funcrec.core._to import to as moved
 
 T = TypeVar("T")
 NAMESPACE = "funcrec"

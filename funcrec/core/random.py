@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from funcrec.core._errors import check, describe, fail
-from funcrec.core._functorch import member_problems
-from funcrec.core._numbers import plain_numbers
+from funcrec.core._levels import member_problems
+from funcrec.core._number_checks import plain_numbers
 
 Draw = Callable[[Tensor, tuple[int, ...]], Tensor]
 

@@ -7,10 +7,10 @@ from numbers import Integral
 import torch
 
 from funcrec.core import describe, fail
-from funcrec.data._encoding import Encoding, encode
 from funcrec.data._examples import examples, whole
 from funcrec.data._loader import RowData, is_row_data, take
-from funcrec.data._schema import Schema
+from funcrec.data.encoders._encoding import Encoding, encode
+from funcrec.data.readers._schema import Schema
 from funcrec.tables import Batch
 
 

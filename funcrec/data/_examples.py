@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, pytree, typed
-from funcrec.data import _columns as columns
-from funcrec.data._files import opened
-from funcrec.data._rows import Vocabularies, need_ids, row_problems, there, vocabulary_problems
-from funcrec.data._schema import Schema
-from funcrec.data._sources import table_of
+from funcrec.data.readers import _columns as columns
+from funcrec.data.readers._files import opened
+from funcrec.data.readers._rows import Vocabularies, need_ids, row_problems, there, vocabulary_problems
+from funcrec.data.readers._schema import Schema
+from funcrec.data.readers._sources import table_of
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, is_concrete, offsets_of, take_ranges
 from funcrec.tables import Batch
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Device, Problem, check, count_problems, describe, fail, flag_problems, kind_of, random, replace
-from funcrec.data._ctr import random_order
 from funcrec.data._prefetch import device_problems, in_threads, prefetch
-from funcrec.data._rows import row_problems
+from funcrec.data.datasets._ctr import random_order
+from funcrec.data.readers._rows import row_problems
 from funcrec.jagged import int_problems, pad_to_bucket
 from funcrec.tables import Batch
 

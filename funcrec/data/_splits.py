@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Key, Problem, Size, check, describe, random, typed
-from funcrec.data._codes import codes_of, length_problems
-from funcrec.data._ctr import random_order
+from funcrec.data.datasets._ctr import random_order
+from funcrec.data.encoders._codes import codes_of, length_problems
 
 
 @typed

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Count, Device, Key, Problem, Size, check, describe, fail, random, replace, typed
-from funcrec.data import _columns as columns_of
-from funcrec.data._encoding import Encoding
-from funcrec.data._encoding import encode as encode_by
 from funcrec.data._examples import Examples, examples_of, whole
-from funcrec.data._files import Format, is_path, opened
 from funcrec.data._loader import Position, position_problems, refuse_iteration
 from funcrec.data._prefetch import device_problems, in_threads, prefetch
-from funcrec.data._schema import Schema
-from funcrec.data._sources import Source, table_of
-from funcrec.data._stream import WINDOW, row_name, tables
+from funcrec.data.encoders._encoding import Encoding
+from funcrec.data.encoders._encoding import encode as encode_by
+from funcrec.data.readers import _columns as columns_of
+from funcrec.data.readers._files import Format, is_path, opened
+from funcrec.data.readers._schema import Schema
+from funcrec.data.readers._sources import Source, table_of
+from funcrec.data.readers._stream import WINDOW, row_name, tables
 from funcrec.jagged import pad_to_bucket
 from funcrec.tables import Batch
 

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from funcrec.core import PARTS, Form, Size, check, pytree, typed
 from funcrec.jagged import _primitives as primitives
-from funcrec.jagged._lists import bag_list, flat_list, repeats, show_bags, show_buffer, split_list
-from funcrec.jagged._primitives import offsets_of
-from funcrec.jagged._problems import (
+from funcrec.jagged._checks import (
     bag_problems,
     buffer_problems,
     capacity_problems,
@@ -29,6 +27,8 @@ from funcrec.jagged._problems import (
     padded_problems,
     select_problems,
 )
+from funcrec.jagged._lists import bag_list, flat_list, repeats, show_bags, show_buffer, split_list
+from funcrec.jagged._primitives import offsets_of
 from funcrec.kernels.reference_jagged import place_among
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from funcrec.core import PARTS, Size, check, describe, fail, pytree, typed
+from funcrec.jagged._checks import buffer_problems, capacity_problems, length_problems, offset_problems
 from funcrec.jagged._jagged import JaggedTensor, grow, take_ranges
 from funcrec.jagged._join import as_part, join
-from funcrec.jagged._keyed_problems import (
+from funcrec.jagged._keyed_checks import (
     concat_problems,
     field_problems,
     id_dtype_problems,
@@ -31,7 +32,6 @@ from funcrec.jagged._keyed_problems import (
 )
 from funcrec.jagged._lists import bag_list, flat_list, repeats, show_bags, show_buffer, split_list
 from funcrec.jagged._primitives import offsets_of
-from funcrec.jagged._problems import buffer_problems, capacity_problems, length_problems, offset_problems
 from funcrec.jagged._weights import flat_weights, given
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from funcrec.core import check
+from funcrec.jagged._checks import list_length_problems
 from funcrec.jagged._jagged import bag_ids
 from funcrec.jagged._lists import flat_list
-from funcrec.jagged._problems import list_length_problems
 
 
 def given(weights: Any) -> Any:

@@ -6,11 +6,10 @@ from funcrec.loop._callbacks import json_lines as json_lines
 from funcrec.loop._callbacks import print_epoch as print_epoch
 from funcrec.loop._callbacks import tensorboard as tensorboard
 from funcrec.loop._diverged import DivergedError as DivergedError
+from funcrec.loop._epochs import best_epoch as best_epoch
 from funcrec.loop._evaluate import evaluate as evaluate
 from funcrec.loop._fit import Fitted as Fitted
 from funcrec.loop._fit import fit as fit
-from funcrec.loop._history import best_epoch as best_epoch
-from funcrec.loop._pipeline import pipeline as pipeline
 from funcrec.loop._ranks import agreed as agreed
 from funcrec.loop._ranks import all_parts as all_parts
 from funcrec.loop._ranks import is_chief as is_chief
@@ -21,5 +20,6 @@ from funcrec.loop._signals import listen as listen
 from funcrec.loop._stale import stale_pipeline as stale_pipeline
 from funcrec.loop._watch import RankLost as RankLost
 from funcrec.loop._watch import watch as watch
+from funcrec.loop.pipelines._pipeline import pipeline as pipeline
 
 _core.publish(globals())

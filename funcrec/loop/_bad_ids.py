@@ -12,7 +12,7 @@ import torch
 from funcrec.core import CheckError, Problem, check, describe, replace
 from funcrec.data import Loader, Position, StreamLoader
 from funcrec.jagged import KeyedJaggedTensor, offset_value_problems
-from funcrec.loop._ahead import Ready
+from funcrec.loop.pipelines._ready_batches import Ready
 from funcrec.tables import Batch, FeatureConfig, Lookup, table_shapes, value_problems
 
 CALL = "funcrec.fit"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, message
-from funcrec.loop._problems import has_loss
+from funcrec.loop._checks import has_loss
 from funcrec.loop._ranks import STEPS_PER_QUESTION
 
 LARGEST_LOSS = 1e20  # the square of a larger number is infinite in f32

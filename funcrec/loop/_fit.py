@@ -24,10 +24,7 @@ from funcrec.checkpoint import finish, settle
 from funcrec.core import check, describe, fail, own_errors
 from funcrec.data import Position
 from funcrec.loop._bad_ids import BadIds, bad_ids_problems
-from funcrec.loop._diverged import Losses
-from funcrec.loop._history import Limits, best_epoch, is_finished
-from funcrec.loop._pipeline import ahead_of
-from funcrec.loop._problems import (
+from funcrec.loop._checks import (
     clock_problems,
     has_loss,
     item_problems,
@@ -40,9 +37,11 @@ from funcrec.loop._problems import (
     settings_problems,
     work_problems,
 )
+from funcrec.loop._diverged import Losses
+from funcrec.loop._epochs import Limits, best_epoch, is_finished
 from funcrec.loop._ranks import all_parts, is_chief, of_any, questions
 from funcrec.loop._record import Record
-from funcrec.loop._run import (
+from funcrec.loop._run_state import (
     Clock,
     Run,
     Work,
@@ -60,6 +59,7 @@ from funcrec.loop._run import (
 from funcrec.loop._signals import end, listen
 from funcrec.loop._trial import look_first, measured, try_evaluate
 from funcrec.loop._watch import at, watch
+from funcrec.loop.pipelines._pipeline import ahead_of
 from funcrec.mesh import Mesh
 from funcrec.tables import validate as validate_batch
 from funcrec.train import trial_of

@@ -12,9 +12,9 @@ from typing import Any
 
 from funcrec.compile import Looked, cut_stale, form_key, surroundings
 from funcrec.core import Count, Device, Problem, check, describe, fail, fast_flatten, is_checking, typed
-from funcrec.loop._ahead import Ahead, Ready, versions_of
-from funcrec.loop._ahead import blank as blank_of
-from funcrec.loop._pipeline import Pipeline, batches_problems, refuse_followed
+from funcrec.loop.pipelines._pipeline import Pipeline, batches_problems, refuse_followed
+from funcrec.loop.pipelines._ready_batches import Ahead, Ready, versions_of
+from funcrec.loop.pipelines._ready_batches import blank as blank_of
 from funcrec.mesh import Mesh
 from funcrec.train import stale_of
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from funcrec.core import check, is_of_handler, own_errors
 from funcrec.loop._bad_ids import unknown_problems
+from funcrec.loop._checks import OF_AN_EPOCH, measure_problems
+from funcrec.loop._epochs import monitor_problems
 from funcrec.loop._evaluate import evaluate as run_evaluate
 from funcrec.loop._evaluate import one_batch
-from funcrec.loop._history import monitor_problems
-from funcrec.loop._problems import OF_AN_EPOCH, measure_problems
 from funcrec.loop._ranks import of_any
-from funcrec.loop._run import Run, Work, device_of, whole_params
+from funcrec.loop._run_state import Run, Work, device_of, whole_params
 from funcrec.loop._watch import at
 from funcrec.tables import lookups_seen
 

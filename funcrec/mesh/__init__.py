@@ -1,9 +1,6 @@
 """Ranks in a grid with named axes: exchanges between them, collectives, and one rank's function run on all."""
 
 import funcrec.core as _core
-from funcrec.mesh._alike import form_text as form_text
-from funcrec.mesh._alike import others_changed as others_changed
-from funcrec.mesh._alike import staged as staged
 from funcrec.mesh._axes import Axis as Axis
 from funcrec.mesh._axes import AxisName as AxisName
 from funcrec.mesh._axes import bind as bind
@@ -11,7 +8,6 @@ from funcrec.mesh._axes import bound as bound
 from funcrec.mesh._axes import bound_names as bound_names
 from funcrec.mesh._axes import coordinates as coordinates
 from funcrec.mesh._axes import rank_at as rank_at
-from funcrec.mesh._bytes import swap_bytes as swap_bytes
 from funcrec.mesh._codec import Codec as Codec
 from funcrec.mesh._codec import codec_problems as codec_problems
 from funcrec.mesh._codec import send as send
@@ -56,8 +52,12 @@ from funcrec.mesh._shard_map import shard_map as shard_map
 from funcrec.mesh._shard_map import telling as telling
 from funcrec.mesh._shard_map import unshard as unshard
 from funcrec.mesh._spec import P as P
-from funcrec.mesh._twins import Twins as Twins
-from funcrec.mesh._twins import tell as tell
-from funcrec.mesh._twins import twins_of as twins_of
+from funcrec.mesh.processes._alike import form_text as form_text
+from funcrec.mesh.processes._alike import others_changed as others_changed
+from funcrec.mesh.processes._alike import staged as staged
+from funcrec.mesh.processes._bytes import swap_bytes as swap_bytes
+from funcrec.mesh.processes._groups import Twins as Twins
+from funcrec.mesh.processes._groups import tell as tell
+from funcrec.mesh.processes._groups import twins_of as twins_of
 
 _core.publish(globals())

@@ -29,13 +29,13 @@ from funcrec.core import (
     vmaps_of,
 )
 from funcrec.core import check as raise_for
-from funcrec.mesh._alike import Told, agree_on_program, apart_over_ranks, staged, tell_failure
 from funcrec.mesh._axes import Axis, bind, bound_axis, bound_names
 from funcrec.mesh._collectives import all_gather
 from funcrec.mesh._mesh import Mesh, ambient_mesh
 from funcrec.mesh._parts import Part, axis_problems, cut, flatten_parts, join, match_specs, size_problems
 from funcrec.mesh._same import is_readable, unequal, unequal_over_ranks
 from funcrec.mesh._spec import P
+from funcrec.mesh.processes._alike import Told, agree_on_program, apart_over_ranks, staged, tell_failure
 
 CALL = "funcrec.shard_map"
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from funcrec.core import Problem, check, describe, fail, remade, replace
 from funcrec.kernels import ops
-from funcrec.optim._problems import check_update, tables_problems
+from funcrec.optim._checks import check_update, tables_problems
 from funcrec.optim._row import RowOptimizer, check_optimizer, step_tensor
 from funcrec.tables import WAITING, RowGrads
 

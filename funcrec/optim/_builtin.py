@@ -18,8 +18,8 @@ from torch import Tensor
 from funcrec.core import check, remade, signature_error
 from funcrec.kernels import formula, ops
 from funcrec.kernels.memory import full_table
+from funcrec.optim._checks import hyper_problems
 from funcrec.optim._kernel import Kernel
-from funcrec.optim._problems import hyper_problems
 from funcrec.optim._row import RowOptimizer, build
 
 P = ParamSpec("P")

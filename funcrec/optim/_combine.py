@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, fail, random, remade
-from funcrec.optim._problems import check_update, hyper_problems, tables_problems
+from funcrec.optim._checks import check_update, hyper_problems, tables_problems
 from funcrec.optim._row import RowOptimizer, check_optimizer
 from funcrec.tables import clip_by_global_norm
 

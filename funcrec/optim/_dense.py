@@ -38,8 +38,8 @@ from funcrec.core import (
     tree_unflatten,
     typed_fields,
 )
-from funcrec.optim._problems import hyper_problems as row_hyper_problems
-from funcrec.optim._problems import rate_at, step_problems
+from funcrec.optim._checks import hyper_problems as row_hyper_problems
+from funcrec.optim._checks import rate_at, step_problems
 from funcrec.optim._row import step_tensor
 from funcrec.tables import root
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcrec.kernels import ops
-from funcrec.optim._problems import choices_of
+from funcrec.optim._checks import choices_of
 from funcrec.tables import RowGrads
 
 

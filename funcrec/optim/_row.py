@@ -34,8 +34,7 @@ from funcrec.core import (
 )
 from funcrec.kernels import formula, ops
 from funcrec.optim._blocks import flat
-from funcrec.optim._kernel import Kernel, facts_of
-from funcrec.optim._problems import (
+from funcrec.optim._checks import (
     Rate,
     Tables,
     check_update,
@@ -48,6 +47,7 @@ from funcrec.optim._problems import (
     rule_result_problems,
     tables_problems,
 )
+from funcrec.optim._kernel import Kernel, facts_of
 from funcrec.optim._rounding import draws_of, round_stochastic
 from funcrec.optim._user_rule import RuleMemory
 from funcrec.tables import RowGrads, terms_of

@@ -18,7 +18,7 @@ from typing import Any
 from funcrec.kernels import formula, ops, write_cpp, write_rules, write_triton
 from funcrec.kernels.write_cpp import Variant, Written
 from funcrec.optim._builtin import BUILTIN, Builtin, widths
-from funcrec.optim._problems import choices_of
+from funcrec.optim._checks import choices_of
 
 TRIED = {
     "weight_decay": 0.1,

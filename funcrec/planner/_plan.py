@@ -13,10 +13,10 @@ from funcrec.core import Count, NotNegative, check, typed
 from funcrec.mesh import AxisName, Codec, Mesh, codec_problems
 from funcrec.optim import RowOptimizer
 from funcrec.planner import _costs as costs
+from funcrec.planner._checks import mesh_problems, plan_problems, sizes_of, together_problems
 from funcrec.planner._constraints import TableConstraint, constraint_of, given_problems
 from funcrec.planner._hardware import Hardware
 from funcrec.planner._options import Ground, packing_of, placement_of, ways
-from funcrec.planner._problems import mesh_problems, plan_problems, sizes_of, together_problems
 from funcrec.planner._report import report_of
 from funcrec.planner._short import fail_short
 from funcrec.planner._solve import solve

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from funcrec.core import fail
-from funcrec.serve._chain import pieces
+from funcrec.serve.freshness._published import pieces
 
 FILE = ".publisher"
 TOKEN = secrets.token_hex(8)  # a process's number is another's on another machine

@@ -20,12 +20,12 @@ from funcrec.data import Encoding, encode
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.kernels import library
 from funcrec.kernels.tracked import is_bare
-from funcrec.serve._apply import applied, permits
-from funcrec.serve._chain import follow
 from funcrec.serve._files import Folder, OpenFile, read_folder
 from funcrec.serve._manifest import AGAIN, ENCODING, MANIFEST, MODEL, read_manifest, sha256_of
 from funcrec.serve._trace import SINGLE, Form
 from funcrec.serve._weights import DTYPES, Weights, mapped, memory_of, read_weights
+from funcrec.serve.freshness._apply import applied, permits
+from funcrec.serve.freshness._published import follow
 from funcrec.tables import Batch, batch_parts
 
 LOAD, CALL, SWAP, ENCODE = "funcrec.load_package", "funcrec.Package", "funcrec.Package.swap", "funcrec.Package.encode"

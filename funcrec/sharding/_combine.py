@@ -18,8 +18,8 @@ from funcrec.kernels import ops
 from funcrec.kernels.forms import Feature
 from funcrec.mesh import Codec, send
 from funcrec.sharding._lanes import Lane, Routes
-from funcrec.sharding._layout import Bank
 from funcrec.sharding._route import Routed
+from funcrec.sharding.placement._layout import Bank
 from funcrec.tables import Bags, FeatureConfig, RowGrads, gather_rows, pooled_lookup
 
 Banks = Mapping[str, Tensor]

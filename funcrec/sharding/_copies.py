@@ -7,7 +7,7 @@ from torch import Tensor
 
 from funcrec.core import Problem, value_below
 from funcrec.mesh import Mesh, all_gather, bind, bits_of, checksum, pmax
-from funcrec.sharding._layout import Layout
+from funcrec.sharding.placement._layout import Layout
 
 
 def copy_problems(layout: Layout, leaves: Mapping[str, Mapping[str, Tensor]], mesh: Mesh) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from funcrec.core import replace
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, bag_ids, offsets_of, take_ranges
 from funcrec.kernels import owners
 from funcrec.kernels.ops import Owners
-from funcrec.sharding._layout import Bank, Layout, Shard
+from funcrec.sharding.placement._layout import Bank, Layout, Shard
 from funcrec.tables import FeatureConfig, Hash, hash_lanes
 
 

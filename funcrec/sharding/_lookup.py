@@ -18,9 +18,9 @@ from funcrec.core import check, fail
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from funcrec.mesh import bound_names
 from funcrec.sharding._lanes import Lane, Routes, routes_of
-from funcrec.sharding._layout import Layout
 from funcrec.sharding._sequences import lane_rows, sequence_routes
 from funcrec.sharding._transport import POOLED, SEQUENCES, Steps, Transport, steps_of
+from funcrec.sharding.placement._layout import Layout
 from funcrec.tables import FeatureConfig, Read, RowGrads, bag_count_problems, sequence_rows
 
 Rounded = Callable[[Any, Routes, str | None], tuple[Mapping[str, Tensor], Any]]

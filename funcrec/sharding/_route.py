@@ -17,7 +17,7 @@ from funcrec.kernels import ops
 from funcrec.kernels.reference_jagged import place_among
 from funcrec.mesh import all_to_all
 from funcrec.sharding._lanes import Routes, is_weighted_mean, read_ids, weight_scales
-from funcrec.sharding._layout import Bank
+from funcrec.sharding.placement._layout import Bank
 
 
 @pytree(static=("num_bags",), optional=("sent", "weights", "scales", "own_weights"))

@@ -16,8 +16,8 @@ from torch import Tensor
 from funcrec.core import replace
 from funcrec.mesh import Codec, send
 from funcrec.sharding._lanes import Routes, routes_of
-from funcrec.sharding._layout import Bank, Layout
 from funcrec.sharding._route import Routed, sent_blocks
+from funcrec.sharding.placement._layout import Bank, Layout
 from funcrec.tables import Entries, FeatureConfig, RowGrads
 
 

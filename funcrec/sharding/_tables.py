@@ -23,11 +23,11 @@ from funcrec.quantized import (
     stored,
 )
 from funcrec.sharding._copies import copy_problems
-from funcrec.sharding._fake import read_fake
-from funcrec.sharding._layout import Layout, layout_of, own_ranks, pack, unpack
+from funcrec.sharding._fake_quantized import read_fake
 from funcrec.sharding._lookup import read_sharded
-from funcrec.sharding._plan import Plan
 from funcrec.sharding._transport import Transport, dedup_problems, transport_of
+from funcrec.sharding.placement._layout import Layout, layout_of, own_ranks, pack, unpack
+from funcrec.sharding.placement._plan import Plan
 from funcrec.tables import KINDS, Kind, row_problems, table_tensor_problems
 
 

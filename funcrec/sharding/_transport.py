@@ -18,9 +18,9 @@ from torch import Tensor
 from funcrec.core import Problem
 from funcrec.mesh import Codec
 from funcrec.sharding._combine import combine_transpose, fetch, pooled_here, pooled_there
-from funcrec.sharding._distinct import fetch_rows_transpose, fetch_transpose, route_rows
 from funcrec.sharding._lanes import Routes
 from funcrec.sharding._route import route
+from funcrec.sharding._route_distinct import fetch_rows_transpose, fetch_transpose, route_rows
 from funcrec.sharding._sequences import send_rows
 
 

@@ -21,8 +21,8 @@ from funcrec.kernels import ops
 from funcrec.kernels.reference_jagged import place_among
 from funcrec.mesh import Mesh, axis_index, gather_as_one
 from funcrec.optim import RowOptimizer
-from funcrec.sharding._layout import Layout, own_ranks
 from funcrec.sharding._tables import ShardedTables
+from funcrec.sharding.placement._layout import Layout, own_ranks
 from funcrec.tables import BEHIND, RowGrads, origin_of
 
 

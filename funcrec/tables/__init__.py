@@ -1,6 +1,14 @@
 """Embedding tables: configs, first rows, hashing, lookup and its transpose, row gradients, and value_and_grad."""
 
 import funcrec.core as _core
+from funcrec.tables._checks import bag_count_problems as bag_count_problems
+from funcrec.tables._checks import duplicate_problems as duplicate_problems
+from funcrec.tables._checks import feature_list_problems as feature_list_problems
+from funcrec.tables._checks import feature_table_problems as feature_table_problems
+from funcrec.tables._checks import row_problems as row_problems
+from funcrec.tables._checks import table_list_problems as table_list_problems
+from funcrec.tables._checks import table_tensor_problems as table_tensor_problems
+from funcrec.tables._checks import tensor_problems as tensor_problems
 from funcrec.tables._configs import TABLE_HINT as TABLE_HINT
 from funcrec.tables._configs import FeatureConfig as FeatureConfig
 from funcrec.tables._configs import Hash as Hash
@@ -53,14 +61,6 @@ from funcrec.tables._plain import sequence_rows as sequence_rows
 from funcrec.tables._plain import sequences_read as sequences_read
 from funcrec.tables._primitives import gather_rows as gather_rows
 from funcrec.tables._primitives import pooled_lookup as pooled_lookup
-from funcrec.tables._problems import bag_count_problems as bag_count_problems
-from funcrec.tables._problems import duplicate_problems as duplicate_problems
-from funcrec.tables._problems import feature_list_problems as feature_list_problems
-from funcrec.tables._problems import feature_table_problems as feature_table_problems
-from funcrec.tables._problems import row_problems as row_problems
-from funcrec.tables._problems import table_list_problems as table_list_problems
-from funcrec.tables._problems import table_tensor_problems as table_tensor_problems
-from funcrec.tables._problems import tensor_problems as tensor_problems
 from funcrec.tables._rowgrads import WAITING as WAITING
 from funcrec.tables._rowgrads import Bags as Bags
 from funcrec.tables._rowgrads import Entries as Entries
@@ -72,10 +72,10 @@ from funcrec.tables._rowgrads import root as root
 from funcrec.tables._rowgrads import terms_of as terms_of
 from funcrec.tables._seen import Lookup as Lookup
 from funcrec.tables._seen import lookups_seen as lookups_seen
-from funcrec.tables._taps import TableRef as TableRef
-from funcrec.tables._validate import label_value_problems as label_value_problems
-from funcrec.tables._validate import validate as validate
-from funcrec.tables._validate import value_problems as value_problems
-from funcrec.tables._validate import weight_value_problems as weight_value_problems
+from funcrec.tables._tape import TableRef as TableRef
+from funcrec.tables._value_checks import label_value_problems as label_value_problems
+from funcrec.tables._value_checks import validate as validate
+from funcrec.tables._value_checks import value_problems as value_problems
+from funcrec.tables._value_checks import weight_value_problems as weight_value_problems
 
 _core.publish(globals())

@@ -28,13 +28,13 @@ from funcrec.core import (
     typed,
 )
 from funcrec.kernels import ops
-from funcrec.tables import _validate as checks
+from funcrec.tables import _value_checks as checks
+from funcrec.tables._checks import tensor_problems
 from funcrec.tables._constants import check_constants
 from funcrec.tables._kinds import kind_of_tables, map_parts
 from funcrec.tables._params import Params
-from funcrec.tables._problems import tensor_problems
 from funcrec.tables._rowgrads import RowGrads
-from funcrec.tables._taps import Site, TableRef, Tape, handed_over, plain_tables, summed
+from funcrec.tables._tape import Site, TableRef, Tape, handed_over, plain_tables, summed
 
 _TENSOR = object()  # stands for a tensor among the static leaves of aux
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from funcrec.core import Device, Key, check, random, typed, written
 from funcrec.kernels.memory import empty_table
+from funcrec.tables._checks import table_list_problems
 from funcrec.tables._configs import TableConfig
-from funcrec.tables._problems import table_list_problems
 
 INIT_BLOCK = 1 << 20  # elements drawn at once: the generator's i64 counters need eight bytes each
 

@@ -17,10 +17,7 @@ from torch import Tensor
 
 from funcrec.core import check, describe, fail, is_checking, kind_of
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, check_ids
-from funcrec.tables._configs import FeatureConfig, TableConfig
-from funcrec.tables._kinds import Read, is_plain, kind_of_tables, table_shapes
-from funcrec.tables._plain import Tables, marked, pooled_transpose, read_plain, read_rows, sequence_rows
-from funcrec.tables._problems import (
+from funcrec.tables._checks import (
     bag_count_problems,
     cotangent_problems,
     device_problems,
@@ -32,10 +29,13 @@ from funcrec.tables._problems import (
     row_problems,
     table_tensor_problems,
 )
+from funcrec.tables._configs import FeatureConfig, TableConfig
+from funcrec.tables._kinds import Read, is_plain, kind_of_tables, table_shapes
+from funcrec.tables._plain import Tables, marked, pooled_transpose, read_plain, read_rows, sequence_rows
 from funcrec.tables._rowgrads import RowGrads
 from funcrec.tables._seen import see
-from funcrec.tables._taps import Owner, is_followed_inside, open_tables, tapped
-from funcrec.tables._validate import check_values, room_problems, value_problems
+from funcrec.tables._tape import Owner, is_followed_inside, open_tables, tapped
+from funcrec.tables._value_checks import check_values, room_problems, value_problems
 
 
 def lookup(

@@ -20,7 +20,7 @@ from funcrec.tables._configs import FeatureConfig
 from funcrec.tables._hashing import hash_rows
 from funcrec.tables._kinds import KINDS, Kind, Read, table_shapes
 from funcrec.tables._rowgrads import Bags, RowGrads
-from funcrec.tables._taps import summed
+from funcrec.tables._tape import summed
 
 Tables = Mapping[str, Tensor]
 

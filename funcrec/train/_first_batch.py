@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from funcrec.core import checked, fail, own_errors, tree_leaves
 from funcrec.tables import Batch
-from funcrec.train._pipeline import Recipe, with_key
+from funcrec.train._recipe import Recipe, with_key
 from funcrec.train._state import TrainState
 from funcrec.train._step import update_of
 

@@ -36,7 +36,7 @@ from funcrec.sharding import (
     whole_leaves,
 )
 from funcrec.tables import Params, check_gradients, loss_and_aux
-from funcrec.train._pipeline import Place, Recipe, Summed
+from funcrec.train._recipe import Place, Recipe, Summed
 from funcrec.train._state import TrainState
 
 

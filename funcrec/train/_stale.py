@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from funcrec.core import replace
-from funcrec.train._pipeline import Place, Recipe, run
 from funcrec.train._rank_step import state_specs
+from funcrec.train._recipe import Place, Recipe, run
 from funcrec.train._state import TrainState
 from funcrec.train._step import update_of
 

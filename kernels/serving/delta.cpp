@@ -1,4 +1,4 @@
-// Delta files (funcrec/serve/_delta_file.py): rows, and whole tensors, that take the weights from one version to the next.
+// Delta files (funcrec/serve/freshness/_delta_file.py): rows, and whole tensors, that take the weights from one version to the next.
 #include <sys/mman.h>
 #include <unistd.h>
 

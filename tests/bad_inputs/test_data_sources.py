@@ -45,7 +45,7 @@ def test_bad_text(tmp_path, name, key):
 
 def test_bad_value_beyond_the_first_block(tmp_path, monkeypatch):
     """A value that is not of the type inferred before it is named by file, line and column."""
-    monkeypatch.setattr("funcrec.data._files.BLOCK_BYTES", 100)
+    monkeypatch.setattr("funcrec.data.readers._files.BLOCK_BYTES", 100)
     (tmp_path / "x.csv").write_text(GOOD + "1,ten\n")
     said(lambda: read(tmp_path), "x.csv`, line 52, column `a`", "invalid value 'ten'", 'types={"a": "string"}')
     assert read(tmp_path, format=Text(types={"a": "string"}))["a"][-1].as_py() == "ten"
@@ -90,7 +90,7 @@ def test_integers_beyond_64_bits_in_text(tmp_path, number):
 
 def test_damaged_gzip(tmp_path, monkeypatch):
     """Of a packed file that is cut short, or has a byte changed, name and first line that is not whole are told."""
-    monkeypatch.setattr("funcrec.data._files.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("funcrec.data.readers._files.BLOCK_BYTES", 1000)
     rows = np.random.default_rng(0).integers(0, 2**40, 3000)
     packed = gzip.compress(("y,a\n" + "".join(f"1,{i}\n" for i in rows)).encode())
     path = tmp_path / "x.csv.gz"

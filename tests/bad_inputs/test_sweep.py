@@ -9,7 +9,7 @@ from programs.public_calls import public_calls
 from programs.sweep import code_of, figures, public_functions, sweep, tried
 
 import funcrec as fr
-from funcrec.core._examples import EXAMPLES
+from funcrec.core._hints import EXAMPLES
 
 pytestmark = pytest.mark.xdist_group("sweep")  # the calls are made once
 NOT_SWEPT = {

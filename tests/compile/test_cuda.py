@@ -67,10 +67,10 @@ def run(step, state, batches):
 def recorded(monkeypatch):
     """How many CUDA graphs were recorded."""
     made = []
-    from funcrec.compile import _program
+    from funcrec.compile import _compiled
 
-    capture = _program.capture_cuda
-    monkeypatch.setattr(_program, "capture_cuda", lambda once: made.append(1) or capture(once))
+    capture = _compiled.capture_cuda
+    monkeypatch.setattr(_compiled, "capture_cuda", lambda once: made.append(1) or capture(once))
     return made
 
 

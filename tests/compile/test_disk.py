@@ -12,7 +12,7 @@ from torch._inductor import config, cpu_vec_isa
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcrec as fr
-from funcrec.compile import _digest, _inductor
+from funcrec.compile.backend import _digest, _inductor
 
 STEP = """
 import sys, torch, funcrec as fr

@@ -21,7 +21,7 @@ def looks(monkeypatch):
     """How many calls looked at every leaf."""
     made, admit = [], fr.compile._program.Compiled.admit
     monkeypatch.setattr(
-        "funcrec.compile._program.Compiled.admit", lambda self, leaves: (made.append(1), admit(self, leaves))[1]
+        "funcrec.compile._compiled.Compiled.admit", lambda self, leaves: (made.append(1), admit(self, leaves))[1]
     )
     return made
 

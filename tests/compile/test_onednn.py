@@ -7,8 +7,8 @@ from programs.generated_code import generated_code
 
 import funcrec as fr
 from funcrec.compile import OPTIONS, _onednn
-from funcrec.compile._digest import digest
-from funcrec.compile._onednn import MM, faster_products
+from funcrec.compile.backend._digest import digest
+from funcrec.compile.backend._onednn import MM, faster_products
 from funcrec.testing import assert_trees_close
 
 LAYOUTS = {

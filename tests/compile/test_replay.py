@@ -8,7 +8,7 @@ import torch
 from programs import interrupts
 
 import funcrec as fr
-from funcrec.compile._replay import record
+from funcrec.compile._recording import record
 from funcrec.core._tree import map_tensors
 from funcrec.testing import assert_trees_close
 
@@ -73,9 +73,9 @@ def recordings(monkeypatch):
         at = [address_of(x) if i in donated else x for i, x in enumerate(leaves)]
         return record(run, at, donated, *rest)
 
-    monkeypatch.setattr("funcrec.compile._program.is_replayed", lambda donated: True)
-    monkeypatch.setattr("funcrec.compile._program.record", record_addresses)
-    monkeypatch.setattr("funcrec.compile._program.capture_cuda", capture)
+    monkeypatch.setattr("funcrec.compile._compiled.is_replayed", lambda donated: True)
+    monkeypatch.setattr("funcrec.compile._compiled.record", record_addresses)
+    monkeypatch.setattr("funcrec.compile._compiled.capture_cuda", capture)
     return made
 
 

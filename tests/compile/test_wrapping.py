@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch._inductor import cpp_builder, cpu_vec_isa
 
 import funcrec as fr
-from funcrec.compile import _inductor
+from funcrec.compile.backend import _inductor
 
 FACTOR = -4658895280553007687
 COUNTERS = {

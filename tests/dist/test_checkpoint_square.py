@@ -17,7 +17,7 @@ from programs.moving import bits
 from programs.training import plan_of
 
 import funcrec as fr
-from funcrec.checkpoint import _files, _folder, _format, _parts, _place
+from funcrec.checkpoint import _files, _folder, _format, _place, _rank_parts
 from funcrec.core._tree import tree_structure
 from funcrec.testing import assert_trees_close
 from funcrec.testing import strategies as frs
@@ -54,7 +54,7 @@ def test_every_plan_is_loaded_under_every_other(tmp_path_factory, name, first, s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_folder, "BLOCK_BYTES", block)
         patch.setattr(_folder, "ROWS", 1)
-        patch.setattr(_parts, "SPLIT_BYTES", split)
+        patch.setattr(_rank_parts, "SPLIT_BYTES", split)
         patch.setattr(_format, "CHUNK", max(16, block))
         own = fr.reshard(state, plan, mesh=here, sparse=sparse, dense_axes=dense)
         path = fr.save(folder / "a", {"state": own, "more": [1, torch.arange(3)]})

@@ -14,7 +14,7 @@ from programs.sequence_models import loss as loss_with_sequences
 import funcrec as fr
 from funcrec.core._tree import replace, tree_map
 from funcrec.sharding import _update
-from funcrec.sharding._layout import layout_of
+from funcrec.sharding.placement._layout import layout_of
 from funcrec.testing import assert_trees_close
 
 pytestmark = pytest.mark.xdist_group("ranks")

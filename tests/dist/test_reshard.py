@@ -10,7 +10,7 @@ from programs.training import plan_of
 
 import funcrec as fr
 from funcrec.core._tree import tree_structure
-from funcrec.sharding import _move
+from funcrec.sharding.moves import _gather_rows
 from funcrec.testing import assert_trees_close
 from funcrec.testing import strategies as frs
 
@@ -41,7 +41,7 @@ def test_a_state_keeps_every_bit_on_its_way(name, first, second, dtype, block):
     state, sparse = moving.full_state(name, dtype), training.OPTIMIZERS[name]()
     here, there = fr.Mesh.emulated(**first[0]), fr.Mesh.emulated(**second[0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_move, "BLOCK_BYTES", block)
+        patch.setattr(_gather_rows, "BLOCK_BYTES", block)
         one = fr.reshard(state, first[1], mesh=here, sparse=sparse)
         two = fr.reshard(one, second[1], mesh=there, sparse=sparse, from_mesh=here)
     assert_trees_close(bits(fr.gather_state(one, here)), bits(state))

@@ -178,12 +178,12 @@ def test_imports_are_of_what_is_installed(name):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_torchs_private_levels_are_asked_in_one_place(name):
-    """`torch._functorch` and `torch._C._functorch` are named in core/_functorch.py
+    """`torch._functorch` and `torch._C._functorch` are named in core/_levels.py
     alone, and for the kernels in their tracked.py."""
     named = [f"{m}.{what}" for m, what in imports(TREES[name], lazy=True)]
     named += [ast.unparse(node) for node in ast.walk(TREES[name]) if isinstance(node, ast.Attribute)]
     found = [x for x in named if re.match(r"torch\.(_C\.)?_functorch\b", x)]
-    assert not found or name in ("core._functorch", "kernels.tracked")
+    assert not found or name in ("core._levels", "kernels.tracked")
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec.checkpoint import _job, _saving
+from funcrec.checkpoint import _asynchronous, _job
 from funcrec.testing import assert_trees_close
 
 
@@ -50,7 +50,7 @@ def test_what_was_given_is_saved(copy_bytes, tmp_path):
 def test_the_copy_is_bounded():
     """The first tensors are written from where they are, so many that the others fit into a copy of that size."""
     sizes = [5, 3, 0, 8, 2]
-    assert [_saving.num_live(sizes, n) for n in (None, 18, 17, 13, 10, 9, 2, 1, 0)] == [0, 0, 1, 1, 2, 4, 4, 5, 5]
+    assert [_asynchronous.num_live(sizes, n) for n in (None, 18, 17, 13, 10, 9, 2, 1, 0)] == [0, 0, 1, 1, 2, 4, 4, 5, 5]
 
 
 def test_the_call_returns_before_the_file_is_there(gate, tmp_path):
@@ -75,7 +75,7 @@ def test_an_interrupted_call_saves_nothing(tmp_path, monkeypatch):
         return write(*args)
 
     interrupted.wait, given = interrupt, tree(1.0)
-    monkeypatch.setattr(_saving, "threading", SimpleNamespace(Event=interrupted, Thread=threading.Thread))
+    monkeypatch.setattr(_asynchronous, "threading", SimpleNamespace(Event=interrupted, Thread=threading.Thread))
     monkeypatch.setattr(_job, "write_file", late)
     with pytest.raises(KeyboardInterrupt):
         fr.save(tmp_path / "a.pt", given, asynchronous=True, copy_bytes=0)
@@ -133,7 +133,7 @@ def test_an_error_that_nobody_waited_for_is_told_at_the_end(tmp_path, capsys):
     os.mkdir(tmp_path / "a")
     saving = fr.save(tmp_path / "a", 1, asynchronous=True)
     saving._thread.join()
-    _saving._tell()
+    _asynchronous._tell()
     assert "a was not saved: funcrec.save: " in capsys.readouterr().err
     with pytest.raises(IsADirectoryError):
         saving.wait()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 import funcrec as fr
-from funcrec.checkpoint._code import DTYPES
+from funcrec.checkpoint._tree_json import DTYPES
 
 
 class Colour(enum.Enum):

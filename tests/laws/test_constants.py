@@ -93,7 +93,7 @@ def test_what_is_not_to_be_trained_is_let_be(how):
 def test_a_module_s_parameters_are_trained_as_plain_ones(compiled, monkeypatch):
     """Params(tables, dict(module.named_parameters())) trains as its detached values do, eager
     and donated, and the state follows no history."""
-    monkeypatch.setattr("funcrec.compile._program.compile_graph", lambda graph, arguments: graph)
+    monkeypatch.setattr("funcrec.compile._compiled.compile_graph", lambda graph, arguments: graph)
     net = module()
     own = dict(net.named_parameters())
     step = fr.train_step(given(net), **OPTIMIZERS)

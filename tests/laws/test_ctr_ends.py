@@ -16,7 +16,7 @@ from programs import small_movielens
 import funcrec as fr
 from funcrec.core._tree import replace
 from funcrec.examples import _folder, ctr
-from funcrec.loop import _fit, _run, _watch
+from funcrec.loop import _fit, _run_state, _watch
 from funcrec.testing import assert_trees_close
 
 ROOT = Path(__file__).parents[2]
@@ -216,7 +216,7 @@ def test_a_full_disk_ends_the_run_and_is_told(room, folder, tmp_path, monkeypatc
     def broken(path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(_run, "save", full)
+    monkeypatch.setattr(_run_state, "save", full)
     if not room:
         monkeypatch.setattr(_fit, "train_epoch", None)
     with pytest.raises(SystemExit) as end:

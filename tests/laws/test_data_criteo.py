@@ -12,7 +12,7 @@ import torch
 
 import funcrec as fr
 from funcrec.data import batches, criteo_npy, criteo_parquet, criteo_tsv, transform_dense
-from funcrec.data._criteo import hexadecimal
+from funcrec.data.datasets._criteo import hexadecimal
 from funcrec.testing import assert_trees_close
 
 NUM = 57
@@ -51,7 +51,7 @@ def tsv(tmp_path):
 @pytest.mark.parametrize("block", [2000, 8 << 20])
 def test_tsv_is_the_file(tsv, size, block, monkeypatch):
     """Every field of every line comes once and in order, whatever the batch and the block."""
-    monkeypatch.setattr("funcrec.data._files.BLOCK_BYTES", block)
+    monkeypatch.setattr("funcrec.data.readers._files.BLOCK_BYTES", block)
     found = list(criteo_tsv(tsv, size, transform=None))
     assert [b.label.shape[0] for b in found[:-1]] == [size] * (len(found) - 1)
     labels = [y for b in found for y in b.label.tolist()]

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import funcrec as fr
-from funcrec.data import _numbers as numbers
-from funcrec.data import _vocabulary as vocabularies
 from funcrec.data import bucketize, chain, hashed, identity, log1p, normalize, vocabulary
+from funcrec.data.encoders import _numbers as numbers
+from funcrec.data.encoders import _vocabulary as vocabularies
 from funcrec.testing import assert_trees_close
 
 TEXTS = st.one_of(st.none(), st.sampled_from(["", "a", "b", "ab", "é", "日", "a\0", "zz", "z"]))

@@ -106,7 +106,7 @@ def test_text_is_read_as_written(tmp_path_factory, table, data):
     types = {"i": "int64", "f": "float64", "s": "string", "b": "bool"}
     form = Text(delimiter, types=types)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("funcrec.data._files.BLOCK_BYTES", data.draw(st.sampled_from([200, 8 << 20])))
+        patch.setattr("funcrec.data.readers._files.BLOCK_BYTES", data.draw(st.sampled_from([200, 8 << 20])))
         assert read(folder, format=form).to_pydict() == table.to_pydict()
         got = list(stream(folder, 7, format=form))
         assert pa.Table.from_batches(got).to_pydict() == table.to_pydict()

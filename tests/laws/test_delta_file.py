@@ -10,7 +10,7 @@ from programs import answers
 from programs.fresh import REST, STEP, batch, begun, bits, changed_manifest, held
 
 import funcrec as fr
-from funcrec.serve._delta import tables_problems
+from funcrec.serve.freshness._delta import tables_problems
 
 pytestmark = pytest.mark.xdist_group("packages")
 
@@ -119,7 +119,7 @@ def test_answers_are_of_one_version(plain, first, tmp_path):
 
 def test_an_interrupted_apply_leaves_the_old_weights(plain, first, tmp_path, monkeypatch):
     """What is interrupted while rows are written has every bit and the version that it had, and goes on to work."""
-    from funcrec.serve import _apply
+    from funcrec.serve.freshness import _apply
 
     package = fr.load_package(plain)
     run, _ = STEP(first, batch(1))

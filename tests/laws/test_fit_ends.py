@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec.loop import _run, _signals
+from funcrec.loop import _run_state, _signals
 from funcrec.testing import assert_trees_close
 
 LABELS = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
@@ -56,7 +56,7 @@ def test_minutes_are_counted_from_the_last_checkpoint(tmp_path, monkeypatch):
     """With `save_every_minutes` the file is written between two steps once the last one is that old, whatever wrote it;
     what is killed goes on from there to the same bits."""
     path, now, seen = tmp_path / "run.pt", [0.0], []
-    monkeypatch.setattr(_run.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(_run_state.time, "monotonic", lambda: now[0])
 
     def callback(record):
         if record.when == "step":

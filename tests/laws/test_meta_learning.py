@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec.compile import _program
+from funcrec.compile import _compiled
 from funcrec.core._tree import map_tensors
 
 F64 = torch.float64
@@ -188,7 +188,7 @@ def test_meta_gradients_are_compiled():
     assert compiled.num_compiled() == 1
     for how, cls in (("scan", torch.optim.SGD), ("eager", torch.optim.Adam)):
         grad = torch.func.grad(learnt(how, cls))
-        with mock.patch.object(_program, "compile_graph", lambda graph, args: graph):  # the staged graph itself
+        with mock.patch.object(_compiled, "compile_graph", lambda graph, args: graph):  # the staged graph itself
             torch.testing.assert_close(fr.jit(grad)(AT), grad(AT), rtol=1e-10, atol=1e-12)
 
 

@@ -9,7 +9,7 @@ import torch
 
 import funcrec as fr
 from funcrec.serve import _package
-from funcrec.serve._apply import permits
+from funcrec.serve.freshness._apply import permits
 
 pytestmark = pytest.mark.xdist_group("packages")
 

@@ -9,8 +9,8 @@ import torch
 from programs import training
 
 import funcrec as fr
-from funcrec.loop import _ahead
-from funcrec.loop._pipeline import CALL
+from funcrec.loop.pipelines import _ready_batches
+from funcrec.loop.pipelines._pipeline import CALL
 from funcrec.testing import assert_trees_close
 
 MESH = fr.Mesh.emulated(x=2, y=2)
@@ -130,7 +130,7 @@ MOMENTS = {"call", "c_return"}  # of a profiler, at which CPython lets a signal 
 def is_moment(frame, event):
     """Of the loop's own code, and of what it calls of threading's: there not once a thread has begun to start, which
     threading would list for good."""
-    is_own = lambda frame: frame.f_code.co_filename == _ahead.__file__
+    is_own = lambda frame: frame.f_code.co_filename == _ready_batches.__file__
     is_called = frame.f_code.co_filename == threading.__file__ and is_own(frame.f_back)
     return event in MOMENTS and (is_own(frame) or is_called) and (frame.f_code.co_name, event) != ("start", "c_return")
 

@@ -15,7 +15,8 @@ from programs.fresh import DTYPES, STEP, batch, begun, bits, held, loss_fn
 
 import funcrec as fr
 from funcrec.core._tree import replace
-from funcrec.serve import _chain, _delta_file, _folder, _publish
+from funcrec.serve import _folder
+from funcrec.serve.freshness import _delta_file, _publish, _published
 
 pytestmark = pytest.mark.xdist_group("packages")
 
@@ -73,7 +74,7 @@ class Told:
                 self.right[version] = wanted(run, self.name)
 
     def versions(self):
-        return [p.version for p in _chain.pieces(self.folder)] if self.folder.exists() else []
+        return [p.version for p in _published.pieces(self.folder)] if self.folder.exists() else []
 
     def assert_followed(self, package):
         package.follow(self.folder)
@@ -136,7 +137,7 @@ def test_what_is_written_when(step, coded, tmp_path):
         if n % 2 == 0:
             told.tell(record("epoch", n, run))
             told.assert_followed(told.near)
-            seen.append([p.version.split("-")[2] + p.kind for p in _chain.pieces(told.folder)])
+            seen.append([p.version.split("-")[2] + p.kind for p in _published.pieces(told.folder)])
     assert seen[:2] == [["2.weights"], ["2.weights", "4.delta"]]
     assert seen[2] == ["4.delta", "6.delta", "6.weights"] and seen[3] == ["6.delta", "6.weights", "8.delta"]
     told.tell(record("epoch", 11, run))  # the last steps are not lost
@@ -167,7 +168,7 @@ def test_a_log_begun_anew_is_published_whole(plain, tmp_path):
         told.step(n, run)
     run = STEP.init(fr.tree.map(lambda x: x + 1 if x.is_floating_point() else x, run.state))
     told.step(6, run)
-    assert _chain.pieces(told.folder)[-1].kind == ".weights"
+    assert _published.pieces(told.folder)[-1].kind == ".weights"
     told.assert_followed(told.near)
 
 
@@ -188,7 +189,7 @@ def test_a_new_log_that_is_as_old_is_published_whole(where, plain, tmp_path):
         run, _ = step(run, batch(n, 4))
         told.step(n, run)
         if n % 3 == 0:
-            kinds.append(_chain.pieces(told.folder)[-1].kind)
+            kinds.append(_published.pieces(told.folder)[-1].kind)
             told.assert_followed(told.near)
     assert kinds == [".weights", ".weights", ".delta", ".delta"]
     told.assert_followed(told.far)
@@ -205,7 +206,7 @@ def test_a_log_of_an_older_checkpoint_is_published_whole(plain, tmp_path):
         fr.save(tmp_path / "run", run)
         run = fr.load(tmp_path / "run")
         told.step(n, run)
-        assert _chain.pieces(told.folder)[-1].kind == ".weights"
+        assert _published.pieces(told.folder)[-1].kind == ".weights"
         told.assert_followed(told.near)
 
 
@@ -218,7 +219,7 @@ def test_a_server_that_cannot_be_told_does_not_end_training(plain, tmp_path):
         run, _ = STEP(run, batch(n))
         with pytest.warns(UserWarning, match=rf"{address}/healthz was not answered"):
             tell(record("step", n, run))
-    assert len(_chain.pieces(tmp_path / "published")) == 2
+    assert len(_published.pieces(tmp_path / "published")) == 2
 
 
 def test_what_is_damaged_is_led_around_or_told(plain, tmp_path):
@@ -236,7 +237,7 @@ def test_what_is_damaged_is_led_around_or_told(plain, tmp_path):
             told.assert_followed(told.near)
             told.assert_followed(told.far)
     deltas = {int(p.version.split("-")[2]): told.folder / (p.version + ".delta")
-              for p in _chain.pieces(told.folder) if p.kind == ".delta"}  # fmt: skip
+              for p in _published.pieces(told.folder) if p.kind == ".delta"}  # fmt: skip
     deltas[6].write_bytes(deltas[6].read_bytes()[:-1])
     told.assert_followed(told.near)  # whole weights are of step 6
     deltas[8].write_bytes(deltas[8].read_bytes()[:-1])
@@ -267,11 +268,11 @@ def test_a_state_that_was_restored_is_published_whole(steps, beyond, plain, tmp_
     step = 6 if when == "epoch" else beyond
     told.step(step, run) if when == "step" else told.tell(record("epoch", step, run))
     told.right[told.versions()[-1]] = wanted(run, "plain")
-    assert [p.kind for p in _chain.pieces(told.folder)][-1] == ".weights"
+    assert [p.kind for p in _published.pieces(told.folder)][-1] == ".weights"
     told.assert_followed(told.near)
     run, _ = STEP(run, batch(40))
     told.step(step + 1, run)
-    assert _chain.pieces(told.folder)[-1].kind == ".delta"
+    assert _published.pieces(told.folder)[-1].kind == ".delta"
     told.assert_followed(told.near)
     told.assert_followed(told.far)
 
@@ -329,7 +330,7 @@ def test_servers_are_told_directly(plain, tmp_path, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     with http.server.HTTPServer(("127.0.0.1", 0), Answering) as server:
-        server.version = _chain.pieces(tmp_path / "published")[-1].version
+        server.version = _published.pieces(tmp_path / "published")[-1].version
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

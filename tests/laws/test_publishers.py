@@ -15,7 +15,7 @@ import torch
 from programs.fresh import STEP, batch, begun, bits, changed_manifest, held
 
 import funcrec as fr
-from funcrec.serve import _chain
+from funcrec.serve.freshness import _published
 
 pytestmark = pytest.mark.xdist_group("packages")
 
@@ -60,7 +60,7 @@ def test_a_folder_has_one_publisher(plain, tmp_path):
         assert word == "has it\n"
         with pytest.raises(ValueError, match="has another publisher") as error:
             first(record("step", 1, run))  # though nothing is due
-        assert "process 7 of elsewhere" in str(error.value) and not _chain.pieces(folder)
+        assert "process 7 of elsewhere" in str(error.value) and not _published.pieces(folder)
     first(record("step", 2, run))
     with another(folder) as word:
         assert word == "held\n"
@@ -74,7 +74,7 @@ def test_a_folder_has_one_publisher(plain, tmp_path):
     second(record("step", 4, STEP(run, batch(1))[0]))
     with another(folder) as word:
         assert word == "held\n"
-    assert json.loads((folder / ".publisher").read_text())["run"] == _chain.pieces(folder)[-1].run
+    assert json.loads((folder / ".publisher").read_text())["run"] == _published.pieces(folder)[-1].run
     del second
     with another(folder) as word:
         assert word == "has it\n"
@@ -89,8 +89,8 @@ def test_a_folder_is_of_one_package(plain, tmp_path):
     with pytest.raises(ValueError, match="is of another package"):
         fr.publish(folder, plain, every_steps=1)(record("step", 1, run))
     assert os.listdir(folder) == there
-    for piece in _chain.pieces(folder):
-        _chain.remove(_chain.path_of(folder, piece))
+    for piece in _published.pieces(folder):
+        _published.remove(_published.path_of(folder, piece))
     fr.publish(folder, plain, every_steps=1)(record("step", 1, run))
     fr.load_package(plain).follow(folder)
 
@@ -182,4 +182,4 @@ def test_a_publisher_that_is_killed_leaves_one_whole_version(coded, tmp_path):
 
 
 def newest(folder):
-    return max((p.number for p in _chain.pieces(folder)), default=-1)
+    return max((p.number for p in _published.pieces(folder)), default=-1)

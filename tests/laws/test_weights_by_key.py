@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.func import grad, jvp, vmap
 
 import funcrec as fr
-from funcrec.checkpoint._code import decode, encode
+from funcrec.checkpoint._tree_json import decode, encode
 from funcrec.testing import assert_trees_close, garbage_padding, zero_padding
 from funcrec.testing import strategies as frs
 

@@ -11,7 +11,7 @@ from torch.func import grad, jvp, vmap
 
 import funcrec as fr
 from funcrec import P
-from funcrec.compile import _program
+from funcrec.compile import _compiled
 from funcrec.testing import assert_trees_close
 
 WANTED = json.loads((Path(__file__).parent / "jax_programs.json").read_text())
@@ -89,7 +89,7 @@ def test_two_axes_are_jaxs(name):
 def test_what_may_be_called_the_same_is_what_jax_lets_be(name):
     """While staging, out_specs that promise one value for all ranks are refused where JAX's check_vma refuses them."""
     staged = fr.jit(mapped(DECIDED[name], out=P()))
-    with mock.patch.object(_program, "compile_graph", lambda graph, args: graph):  # the staged graph itself
+    with mock.patch.object(_compiled, "compile_graph", lambda graph, args: graph):  # the staged graph itself
         if WANTED[f"decide {name}"] == "refused":
             with pytest.raises(ValueError, match="is not the same along axis"):
                 staged(X)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import funcrec as fr
-from funcrec.compile import _program
+from funcrec.compile import _compiled
 from funcrec.core._tree import replace, tree_leaves, tree_map
 from programs import differences
 from programs.differences import BATCH, H2, RAISED, ZERO, Case, H, along, draw
@@ -229,7 +229,7 @@ CODED = {  # a case whose vectors travel coded: (the case, its `how`, how much o
 BITS = ("gather_state", "reshard")  # between real ranks rows travel as bits: refused
 SHARED = ("train_step", "train_step, all options")  # no rank can move its parameters alone: all must have the same
 FEW = ("grad", "autograd", "jvp", "vmap", "vmap of grad", "jvp of grad")
-STAGED = mock.patch.object(_program, "compile_graph", lambda graph, args: graph)  # jit runs the staged graph itself
+STAGED = mock.patch.object(_compiled, "compile_graph", lambda graph, args: graph)  # jit runs the staged graph itself
 
 
 def case_of(name: str, mesh: fr.Mesh) -> Case:

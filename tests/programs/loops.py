@@ -6,7 +6,7 @@ import signal
 import torch
 
 import funcrec as fr
-from funcrec.loop import _run
+from funcrec.loop import _run_state
 
 TABLES, FEATURES = (fr.TableConfig("item", 12, 1),), (fr.FeatureConfig("item", table="item"),)
 MODEL = fr.models.lr(TABLES, FEATURES)
@@ -97,7 +97,7 @@ def saved_by_the_clock(path, minutes):
     """The steps at which a rank finds a checkpoint that it had not seen, whose clock says every minute that it is due
     where it is the first one, and never else."""
     mesh, seen, at = fr.Mesh.distributed(data=2), [], []
-    _run.Clock.is_due = lambda clock: clock.minutes == minutes and mesh.coordinates["data"] == 0
+    _run_state.Clock.is_due = lambda clock: clock.minutes == minutes and mesh.coordinates["data"] == 0
     torch.distributed.barrier()
 
     def callback(record):

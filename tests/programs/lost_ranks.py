@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import funcrec as fr
-from funcrec.loop import _run, _watch
+from funcrec.loop import _run_state, _watch
 from funcrec.testing import RankError, RankPool
 
 WAYS = ("exception", "exit", "kill", "stop", "hang")
@@ -81,7 +81,7 @@ def run(way, moment, folder):
     """A run of which one rank is lost at its third step, the first of them in a save and the second else."""
     _watch.SILENT_S, _watch.LEAVE_S, _watch.BROKEN_S, _watch.SAVE_S = 1.0, LEAVE_S, 1.0, LEAVE_S
     mesh = fr.Mesh.distributed(data=3, timeout_s=TIMEOUT_S)
-    rank, save = mesh.coordinates["data"], _run.save
+    rank, save = mesh.coordinates["data"], _run_state.save
     is_lost = lambda here, n: here == moment and rank == (moment != "save") and n == 3 and lose(way, folder)
     total = fr.shard_map(lambda x: fr.psum(x, "data"), mesh=mesh, in_specs=fr.P("data"), out_specs=fr.P())
 
@@ -105,7 +105,7 @@ def run(way, moment, folder):
         is_lost("evaluation", 3)
         return {}
 
-    _run.save = saved
+    _run_state.save = saved
     with telling(way, folder, rank):
         fr.fit(
             step, torch.zeros(()), loader, epochs=2, checkpoint=folder / "run.pt", save_every_steps=1,

@@ -6,7 +6,7 @@ import torch
 import funcrec as fr
 from funcrec.core._tree import map_tensors, replace
 from funcrec.examples import _ranks
-from funcrec.sharding import _move, _send
+from funcrec.sharding.moves import _gather_rows, _send_cells
 from programs import training
 from programs.training import plan_of
 
@@ -14,7 +14,7 @@ from programs.training import plan_of
 def moved(name, stations, steps, num_bags, is_real, folder=None):
     """`steps` steps at each station, a pair (axes, kind), in blocks of one or two rows between them, to every second
     one by way of a folder if there is one: the last state, whole."""
-    _move.BLOCK_BYTES = 64
+    _gather_rows.BLOCK_BYTES = 64
     make = fr.Mesh.distributed if is_real else fr.Mesh.emulated
     meshes = [make(**axes) for axes, _ in stations]
     state, done = None, 0
@@ -38,7 +38,7 @@ def moved(name, stations, steps, num_bags, is_real, folder=None):
 
 def carried(state, axes, kind, others, other, name):
     """A plain state laid out by one plan, moved to another, and made plain again, on ranks."""
-    _move.BLOCK_BYTES = 64
+    _gather_rows.BLOCK_BYTES = 64
     here, there, sparse = fr.Mesh.distributed(**axes), fr.Mesh.distributed(**others), training.OPTIMIZERS[name]()
     first = fr.reshard(state, plan_of(kind, axes), mesh=here, sparse=sparse)
     second = fr.reshard(first, plan_of(other, others), mesh=there, sparse=sparse, from_mesh=here)
@@ -122,11 +122,11 @@ def sent(state, first, second, name, block):
         counted.append((sum(going), sum(coming)))
         return swap_bytes(blocks, coming, going, mesh)
 
-    swap_bytes = _send.swap_bytes
+    swap_bytes = _send_cells.swap_bytes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_move, "BLOCK_BYTES", block)
+        patch.setattr(_gather_rows, "BLOCK_BYTES", block)
         one = fr.reshard(state, plan, mesh=here, sparse=sparse)
-        patch.setattr(_send, "swap_bytes", swap)
+        patch.setattr(_send_cells, "swap_bytes", swap)
         two = fr.reshard(one, other, mesh=there, sparse=sparse, from_mesh=here)
     again = fr.reshard(state, other, mesh=there, sparse=sparse)  # what lies behind a table's rows is zero, too
     same = lambda a, b: all(

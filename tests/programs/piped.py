@@ -7,7 +7,7 @@ import torch
 from funcrec.kernels import library
 
 import funcrec as fr
-from funcrec.loop._pipeline import CALL
+from funcrec.loop.pipelines._pipeline import CALL
 from funcrec.sharding import _route
 from programs import training
 

@@ -242,7 +242,7 @@ def inside(mode: str, batches: list[Batch], probe: str) -> None:
     import torch
     from torch._inductor import cpp_builder
 
-    from funcrec.compile import _inductor
+    from funcrec.compile.backend import _inductor
 
     if mode == "address":
         own = cpp_builder._get_optimization_cflags

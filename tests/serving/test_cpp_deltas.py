@@ -11,8 +11,8 @@ import torch
 from programs import answers, every_dtype
 
 import funcrec as fr
-from funcrec.serve._delta_file import START, Change, write_file
 from funcrec.serve._weights import named
+from funcrec.serve.freshness._delta_file import START, Change, write_file
 
 pytestmark = pytest.mark.xdist_group("every_dtype")
 

@@ -1,0 +1,293 @@
+"""Which part of a tree each rank writes: every element once, whoever has copies of it.
+
+    tables and slots: rows and columns by their layout;    cut dense parameters: elements;    all else: rows of what
+    every rank has whole
+
+Copies share the work: each rank of k that hold the same rows writes a k-th of them.
+Shapes: R rows, D dim, n ranks on the axes of a bank, k copies of it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as torch_tree
+from torch import Tensor
+
+from funcrec.checkpoint._format import grid_of
+from funcrec.checkpoint._tree_json import Cut
+from funcrec.core import Problem, check, describe, map_tensors, replace
+from funcrec.mesh import Mesh, checksum, coordinates, rank_at
+from funcrec.sharding import DenseShard, Layout, ShardedTables, copy_problems, filled, of_rank, part_of, whole_shape
+from funcrec.tables import WAITING
+from funcrec.train import TrainState, slot_problems
+
+CALL = "funcrec.save"
+ROWS, _ = WAITING
+SPLIT_BYTES = 1 << 20  # what is smaller is written by the first of those that have it
+
+Parts = Iterator[tuple[int, int, int, Tensor]]
+
+
+class Where(NamedTuple):
+    """The ranks of a mesh, and those of them that this process is."""
+
+    sizes: dict[str, int]
+    own: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return prod(self.sizes.values())
+
+    @property
+    def is_emulated(self) -> bool:
+        return len(self.own) == self.size
+
+    def copy(self, rank: int, axes: tuple[str, ...]) -> tuple[int, int, int]:
+        """(number of the rank among those of the axes, number of its copy of what these cut, how many there are)."""
+        at = coordinates(rank, list(self.sizes), self.sizes)
+        others = [a for a in self.sizes if a not in axes]
+        return rank_at(at, axes, self.sizes), rank_at(at, others, self.sizes), prod(self.sizes[a] for a in others)
+
+
+def where_of(mesh: Mesh | None, seen: "Seen") -> Where:
+    """The ranks among which a tree is cut: those of the mesh, or of the layouts in it.
+
+    Without a mesh tables that hold the rows of all ranks are an emulated mesh's. Where nothing tells (all tables
+    replicated), ranks that run are the ranks.
+    """
+    check(CALL, mesh_problems(mesh, seen))
+    sizes = mesh.shape if mesh is not None else dict(seen.layouts[0][0].mesh_shape)
+    size = prod(sizes.values())
+    rank = dist.get_rank() if dist.is_initialized() and dist.get_world_size() == size else None
+    if mesh is None:
+        kinds = [k for layout, leaves in seen.layouts for k in held_kinds(layout, leaves["table"])]
+        is_emulated = rank is None or not all("one" in k for k in kinds)
+    else:
+        is_emulated = mesh.is_emulated
+    return Where(sizes, tuple(range(size)) if is_emulated or rank is None else (rank,))
+
+
+def is_of_ranks(mesh: Any, trees: Sequence[Any]) -> bool:
+    """Whether a call, right or wrong, is one that all running ranks make: by its mesh, or the tables in its trees."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    if mesh is not None:
+        return not isinstance(mesh, Mesh) or not mesh.is_emulated
+    leaves = torch_tree.tree_leaves(list(trees), is_leaf=lambda x: isinstance(x, ShardedTables))
+    kinds = [k for x in leaves if isinstance(x, ShardedTables) for k in held_kinds(x.layout, x.banks)]
+    return bool(kinds) and all("one" in k for k in kinds)
+
+
+def held_kinds(layout: Layout, banks: Mapping[str, Tensor]) -> Iterator[set[str]]:
+    """Whether the rows of each bank are those of one rank, or of all."""
+    for b in layout.banks:
+        rows = banks[b.name].shape[0]
+        yield {k for k, n in (("one", 1), ("all", b.num_ranks * b.num_copies)) if rows == n * b.rows}
+
+
+class Seen(NamedTuple):
+    """What is cut in a tree: the layouts of its tables with their banks and slots, and its cut dense parameters;
+    and the steps of its states."""
+
+    layouts: list[tuple[Layout, dict[str, dict[str, Tensor]]]]
+    shards: list[DenseShard]
+    steps: list[Any]
+
+    def see(self, node: Any) -> Any:
+        """A node as one process has it, its cut tensors as Cuts."""
+        if isinstance(node, TrainState):
+            self.steps.append(node.step)
+        if isinstance(node, TrainState) and isinstance(node.tables, ShardedTables):
+            check(CALL, slot_problems(node))
+            return replace(node, tables=self.tables(node.tables, node.slots), slots=self.slots(node))
+        if isinstance(node, ShardedTables):
+            check(CALL, coded_problems(node.layout))
+            return self.tables(node, {})
+        if isinstance(node, DenseShard):
+            self.shards.append(node)
+            grid = (prod(node.shape), 1)
+            cut = lambda x: Cut((x,), x.dtype, node.shape, grid, lambda where: shard_parts(node, x, where))
+            return map_tensors(lambda x: cut(x) if x.dim() else x, node.flat)
+        return node
+
+    def tables(self, tables: ShardedTables, slots: Any) -> dict[str, Cut]:
+        leaves: dict[str, dict[str, Tensor]] = {"table": dict(tables.banks)}
+        for n, own in slots.items():
+            for k, s in (own | filled(own)).items():
+                leaves.setdefault(f"slot {k!r}", {})[n] = s
+        self.layouts.append((tables.layout, leaves))
+        return {n: table_cut(tables.layout, n, tables.banks) for n, _ in tables.layout.shapes}
+
+    def slots(self, state: TrainState) -> dict[str, dict[str, Cut]]:
+        layout, out = state.tables.layout, {}
+        for name, _ in layout.shapes:
+            banks = [layout.banks[layout.shards[i].bank].name for i in layout.shards_of(name)]
+            own = {k: {b: state.slots[b][k] for b in banks} for k in state.slots[banks[0]]}
+            of_rows = {k: table_cut(layout, name, held) for k, held in own.items() if k not in WAITING}
+            out[name] = of_rows | {k: waiting_cut(state, name, k) for k in own if k in WAITING}
+        return out
+
+
+def table_cut(layout: Layout, name: str, banks: Mapping[str, Tensor]) -> Cut:
+    """A table, or a slot of it, that lies in banks."""
+    shards = [layout.shards[i] for i in layout.shards_of(name)]
+    held = [banks[layout.banks[s.bank].name] for s in shards]
+    num_rows, dim = dict(layout.shapes)[name]
+    is_cut = len(shards) > 1 and held[0].dim() > 1
+    shape = (num_rows, dim) if is_cut else (num_rows, *held[0].shape[1:])
+    parts = lambda where: table_parts(layout, name, banks, num_rows, where)
+    return Cut(tuple(held), held[0].dtype, shape, grid_of(shape), parts)
+
+
+def table_parts(layout: Layout, name: str, banks: Mapping[str, Tensor], num_rows: int, where: Where) -> Parts:
+    shards = [layout.shards[i] for i in layout.shards_of(name)]
+    for rank in where.own:
+        for s in shards:
+            bank = layout.banks[s.bank]
+            x = banks[bank.name]
+            if x.dim() == 1 and s != shards[0]:  # one number per row is the same with all of its columns
+                continue
+            place, copy, copies = where.copy(rank, bank.axes)
+            group, _, _ = where.copy(rank, layout.replicas)
+            begin = (group * bank.num_ranks + place) * bank.rows if where.is_emulated else 0
+            for i, (owner, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
+                first, last = i * s.part, min((i + 1) * s.part, num_rows)
+                if owner == place and first < last:
+                    at = begin + start - first
+                    first, last = share(first, last, copy, copies, x)
+                    yield rank, first, s.first if len(shards) > 1 and x.dim() > 1 else 0, x[at + first : at + last]
+
+
+def waiting_cut(state: TrainState, name: str, slot: str) -> Cut:
+    """One of the two slots of gradients that wait for a table, as one process has it."""
+    layout = state.tables.layout
+    banks = [layout.banks[layout.shards[i].bank] for i in layout.shards_of(name)]
+    held = [state.slots[b.name][slot] for b in banks]
+    ranks = max(1, state.tables.banks[banks[0].name].shape[0] // max(1, banks[0].rows))
+    every, places, dim = whole_shape(layout, name, state.slots, ranks)
+    shape, grid = ((every, places), (every, places)) if slot == ROWS else ((every, places, dim), (every * places, dim))
+    parts = lambda where: waiting_parts(layout, name, state.slots, slot == ROWS, ranks, where)
+    return Cut(tuple(held), held[0].dtype, shape, grid, parts)
+
+
+def waiting_parts(layout: Layout, name: str, slots: Any, is_rows: bool, ranks: int, where: Where) -> Parts:
+    shards = [layout.shards[i] for i in layout.shards_of(name)]
+    _, places, _ = whole_shape(layout, name, slots, ranks)
+    for rank in where.own:
+        for s in shards[:1] if is_rows else shards:  # owners of other columns have the same entries
+            bank = layout.banks[s.bank]
+            place, copy, _ = where.copy(rank, bank.axes)
+            group, _, _ = where.copy(rank, layout.replicas)
+            for i in (i for i, owner in enumerate(s.ranks) if owner == place and copy == 0):
+                number = group * bank.num_ranks + place if where.is_emulated else 0
+                part = part_of(s, i, of_rank(slots[bank.name], number, ranks))
+                at = i * part.rows.shape[1]
+                if is_rows:
+                    yield rank, 0, at, part.rows
+                else:
+                    yield from ((rank, k * places + at, s.first, grads) for k, grads in enumerate(part.grads))
+
+
+def shard_parts(node: DenseShard, flat: Tensor, where: Where) -> Parts:
+    """Elements of a dense parameter, as rows of one column each of its flattened self."""
+    size, n = prod(node.shape), prod(where.sizes[a] for a in node.axes)
+    part = -(-size // n)
+    for rank in where.own:
+        place, copy, copies = where.copy(rank, node.axes)
+        begin = place * part
+        first, last = share(min(begin, size), min(begin + part, size), copy, copies, flat)
+        at = 0 if where.is_emulated else -begin
+        yield rank, first, 0, flat[at + first : at + last]
+
+
+def whole_parts(x: Tensor, where: Where) -> Parts:
+    """Rows of what every rank has whole."""
+    rows = x if x.dim() else x.reshape(1)
+    for rank in where.own:
+        first, last = share(0, rows.shape[0], rank, where.size, rows)
+        yield rank, first, 0, rows[first:last]
+
+
+def share(first: int, last: int, copy: int, copies: int, x: Tensor) -> tuple[int, int]:
+    """Of rows [first, last), which all copies have, those that this one writes."""
+    if (last - first) * prod(x.shape[1:]) * x.element_size() < SPLIT_BYTES:
+        return (first, last) if copy == 0 else (first, first)
+    rows = last - first
+    return first + rows * copy // copies, first + rows * (copy + 1) // copies
+
+
+def fingerprint(x: Tensor) -> int:
+    """Of all bits of a tensor, a block at a time."""
+    flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if x.is_complex() else flat
+    total = 0
+    for i, block in enumerate(flat.split(SPLIT_BYTES)):
+        total = (total * 0x100000001B3 + int(checksum(block)) + i) % 2**63
+    return total
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def coded_problems(layout: Layout) -> Iterator[Problem]:
+    """A row of codes is no row of columns, by which parts are laid out anew."""
+    if any(b.bits for b in layout.banks):
+        got, hint = f"{[b.name for b in layout.banks if b.bits]}", "fr.save(path, fr.gather_tables(tables, mesh))"
+        yield Problem("`tree` has quantised tables on a mesh.", got, "the tables whole", hint, TypeError)
+
+
+def mesh_problems(mesh: Mesh | None, seen: Seen) -> Iterator[Problem]:
+    """The mesh is that of all layouts, whose banks have the rows of one rank, or of all."""
+    shapes = list(dict.fromkeys(layout.mesh_shape for layout, _ in seen.layouts))
+    if mesh is not None and shapes and shapes != [mesh.axes]:
+        yield Problem("`tree` lies on another mesh.", f"{mesh!r}", f"axes {[dict(s) for s in shapes]}", "its own mesh")
+    elif len(shapes) > 1:
+        yield Problem("`tree` has states of several meshes.", f"{[dict(s) for s in shapes]}", "one", "a save for each")
+    for layout, leaves in seen.layouts:
+        kinds = list(held_kinds(layout, leaves["table"]))
+        if not all(kinds) or (kinds and not set.intersection(*kinds)):
+            got = ", ".join(f"{n}: {describe(t)}" for n, t in leaves["table"].items())
+            need = f"the rows of one rank, or of all {prod(dict(layout.mesh_shape).values())}"
+            yield Problem("the banks of `tree` have other rows than their layout.", got, need, "a step's own state")
+
+
+def equal_problems(where: Where, seen: Seen, told: list) -> Iterator[Problem]:
+    """What several ranks have is the same on all of them. told: what each rank says of its own (`told_of`)."""
+    for layout, leaves in seen.layouts if where.is_emulated else ():
+        yield from copy_problems(layout, leaves, Mesh.emulated(**where.sizes))
+    first = told[0]
+    for rank, other in enumerate(told):
+        if [leaf[:3] for leaf in other["leaves"]] != [leaf[:3] for leaf in first["leaves"]]:
+            pairs = zip_longest(other["leaves"], first["leaves"])
+            a, b = next((a, b) for a, b in pairs if (a and a[:3]) != (b and b[:3]))
+            show = lambda x: f"{x[0]} {x[1]}{x[2]}" if x else "nothing"
+            what = f"rank {rank} saves another tree than rank 0."
+            hint = "the same tree on every rank, of sharded parts each its own"
+            yield Problem(what, show(a), show(b), hint, kind=TypeError)
+            return
+    for i, (name, _, _, _) in enumerate(first["leaves"]):
+        apart = [rank for rank, other in enumerate(told) if other["leaves"][i][3] != first["leaves"][i][3]]
+        if apart:
+            got, need = f"ranks {apart} differ from rank 0", "equal bits: what is not sharded is written once"
+            yield Problem(f"`{name}` is not the same on all ranks.", got, need, "a tensor with a dimension for ranks")
+    for i, (layout, _) in enumerate(seen.layouts):
+        sums: dict[int, list] = {}  # of each place among the ranks of one copy
+        for rank, other in enumerate(told if layout.replicas else ()):
+            sums.setdefault(where.copy(rank, layout.replicas)[1], []).append(other["copies"][i])
+        if any(x != own[0] for own in sums.values() for x in own):
+            got, hint = f"{layout.num_copies} copies over {layout.replicas}", "fr.sync_replicas(state, mesh=mesh) first"
+            yield Problem("the tables have copies that trained apart.", got, "copies of equal bits", hint)
+
+
+def told_of(leaves: Mapping[str, Tensor | Cut], where: Where, seen: Seen) -> dict[str, list]:
+    """What a rank tells the others of its tree, before any work."""
+    kind = lambda x: (str(x.dtype).removeprefix("torch."), list(x.shape))
+    alone = where.is_emulated
+    mark = lambda x: None if alone or isinstance(x, Cut) else fingerprint(x)
+    sums = lambda own: [fingerprint(x) for group in own.values() for x in group.values()]
+    copies = [sums(own) if layout.replicas and not alone else [] for layout, own in seen.layouts]
+    return {"leaves": [[n, *kind(x), mark(x)] for n, x in leaves.items()], "copies": copies}

@@ -1,0 +1,107 @@
+"""Checkpoints by their steps in one folder: the newest, and how many stay.
+
+folder/step-0000001200: a file, or a folder of ranks
+"""
+
+import contextlib
+import itertools
+import os
+from pathlib import Path
+
+from funcrec.checkpoint._asynchronous import finish
+from funcrec.checkpoint._files import SUFFIX, as_path, open_file, sync_folder
+from funcrec.checkpoint._folder import MANIFEST, OURS, STEP, is_folder, read_manifest
+from funcrec.checkpoint._format import MAGIC, read_header
+from funcrec.checkpoint._rank_parts import Seen
+from funcrec.checkpoint._tree_json import CodeError
+from funcrec.core import fail, typed
+
+
+@typed
+def latest(folder: str | os.PathLike) -> Path | None:
+    """The newest whole checkpoint of those that `save(folder, tree, keep=n)` wrote; None where there is none.
+
+    Whole: the file, or all files of a folder, are there with all their bytes; `load` holds these to their CRCs.
+
+    Example:
+      >>> import os, tempfile, funcrec as fr
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     none = fr.latest(folder)
+      ...     for step in (100, 200, 300):
+      ...         _ = fr.save(folder, {"epoch": 1}, step=step, keep=2)
+      ...     none, fr.latest(folder).name, sorted(os.listdir(folder))
+      (None, 'step-0000000300', ['step-0000000200', 'step-0000000300'])
+    """
+    finish()
+    found = steps_in(as_path("funcrec.latest", folder))
+    return next((found[n] for n in sorted(found, reverse=True) if is_whole(found[n])), None)
+
+
+def step_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:010d}"
+
+
+def step_of(seen: Seen, step: int | None) -> int:
+    """The number that names a checkpoint."""
+    if step is not None:
+        return step
+    if not seen.steps:
+        need, hint = "a TrainState in `tree`, or a number", "step=1200"
+        fail("funcrec.save", "the checkpoint has no step to be called by.", got="step=None", need=need, hint=hint)
+    return int(seen.steps[0])
+
+
+def steps_in(folder: Path) -> dict[int, Path]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        return {int(m[1]): folder / e.name for e in entries if (m := STEP.fullmatch(e.name))}
+    return {}
+
+
+def is_whole(path: Path) -> bool:
+    """Whether all bytes of a checkpoint are there."""
+    try:
+        if is_folder(path):
+            files = read_manifest("funcrec.latest", path).files
+            return all(os.path.getsize(path / name) == size for name, size in files.items())
+        with open_file("funcrec.latest", path) as file:
+            read_header(file)
+        return True
+    except (OSError, CodeError, ValueError, RecursionError):
+        return False
+
+
+def remove_older(path: Path, keep: int) -> None:
+    """Remove all but the newest `keep` of a folder, of which `path` is one in any case."""
+    found = steps_in(path.parent)
+    others = (found[n] for n in sorted(found, reverse=True) if found[n] != path)
+    stays = list(itertools.islice(filter(is_whole, others), keep - 1))
+    for old in found.values():
+        if old != path and old not in stays:
+            remove(old)
+    sync_folder(path.parent)
+
+
+def remove_all(folder: Path) -> None:
+    """Remove the checkpoints of a folder, the newest last."""
+    for _, path in sorted(steps_in(folder).items()):
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, and nothing else that has such a name: what is removed by half is not one any more."""
+    with contextlib.suppress(OSError):
+        if not is_folder(path):
+            with open_file("funcrec.save", path) as file:
+                is_ours = file.read(len(MAGIC)) == MAGIC
+            if is_ours:
+                os.unlink(path)
+            return
+        names = os.listdir(path)
+        parts = [n for n in names if OURS.fullmatch(n) or n.endswith(SUFFIX)]
+        if MANIFEST in names:
+            os.unlink(path / MANIFEST)
+        elif parts != names:  # nothing but parts is of a save that was killed
+            return
+        for name in parts:
+            os.unlink(path / name)
+        os.rmdir(path)

@@ -1,0 +1,276 @@
+"""Staging: a function is run once on shapes, and its operations are recorded as a graph of flat tensors.
+
+    stage(f, leaves)  →  graph, captured;      graph(*leaves, *captured) = f(*leaves)
+
+The tensors that f closes over become inputs like its arguments, so that their values are read in every call. What a
+graph cannot hold is refused: values read on the host, writes to arguments
+and to what f closes over, draws from torch's generators.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.func import functionalize
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from funcrec.compile._apart import FOR_STAGING, imported, settle
+from funcrec.compile._donated import Donated
+from funcrec.compile.backend._inductor import DECOMPOSITIONS
+from funcrec.core import ADDRESSES, Problem, describe, fail, is_wrapped, message, outside_transforms
+
+COPIES = {
+    torch.ops.aten.lift_fresh_copy.default,
+    torch.ops.aten.lift_fresh.default,
+}  # of numbers written in the function
+SETS = {"__set__", "requires_grad_", "register_hook", "retain_grad"}  # they change a tensor, and no graph shows it
+MADE = (FakeTensor, FunctionalTensor, Donated)  # by staging, or what speaks for itself
+PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
+HOST = Problem(
+    "the function reads a tensor's value on the host.",
+    "",
+    "shapes and branches that do not depend on values",
+    "torch.where, masks and capacities",
+    TypeError,
+)
+
+
+class Recorded(NamedTuple):
+    """graph: of (*leaves, *captured), without writes; None when a captured
+    tensor requires grad where autograd would follow it."""
+
+    graph: GraphModule | None
+    captured: list[Tensor]
+
+
+def stage(
+    call: str, flat: Callable, leaves: Sequence[Tensor], paths: Sequence[str], decompositions: Any = DECOMPOSITIONS
+) -> Recorded:
+    """The operations of flat(*leaves), which gives a list of tensors.
+
+    Args:
+      paths: what errors call the leaves. decompositions: of operations that the graph's compiler gets wrong.
+    """
+    imported(FOR_STAGING)
+    settle()
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        shapes = [like(x) for x in leaves]
+        with _Lift(call, fake) as lift:
+            try:  # first as it is: rules of autograd.Function are unknown to functionalize
+                graph = make_fx(flat)(*shapes)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise TypeError(message(call, [HOST._replace(got=f"{error}")])) from error
+            except TypeError as error:  # Python's operators have words of their own for one of a tensor's
+                raise lift.refused or error from None
+        captured = lift_constants(graph, lift)  # inputs: read in every call, and held to their forms
+        if torch.is_grad_enabled() and any(c.requires_grad for c in captured):
+            return Recorded(None, captured)
+        lift.refuse_gradients()
+        _refuse_draws(call, graph.graph)
+        _refuse_writes(call, graph.graph, [f"`{p}`" for p in paths] + [f"{describe(c)}, closed over" for c in captured])
+        # Once more, with writes to what the function made itself replaced by
+        # values: the plan of writes and Inductor see a pure graph.
+        shapes = [like(x) for x in (*leaves, *captured)]
+        with torch.no_grad(), torch._C._DisableAutocast():  # what these did is in the graph
+            return Recorded(make_fx(functionalize(graph, remove="mutations"), decompositions)(*shapes), captured)
+
+
+def like(x: Tensor) -> Tensor:
+    """A tensor of x's form for each leaf, also where two leaves are one object: the next call's may be two."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
+
+
+# -- what a function closes over ---------------------------------------------------------------------------------
+
+
+class _Lift(TorchFunctionMode):
+    """Operations are given a stand-in without values for each tensor
+    that is closed over: none can be read or written to."""
+
+    def __init__(self, call: str, fake: FakeTensorMode):
+        super().__init__()
+        self.call, self.fake = call, fake
+        self.stand_ins: dict[
+            int, tuple[Tensor, FakeTensor, object]
+        ] = {}  # by id; the tensor, its stand-in, the grad of that
+        self.origins: dict[int, Tensor] = {}  # by the id of the stand-in
+        self.refused: TypeError | None = None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not is_recording():
+            return func(*args, **(kwargs or {}))
+        if args and getattr(func, "__name__", "") in SETS and is_closed_over(args[0]):
+            got, need = f"`{func.__name__}` of {describe(args[0])}", "a pure function"
+            fail(self.call, "the function changes a tensor that it closes over.", got=got, need=need)
+        if getattr(func, "__name__", "") in ADDRESSES:
+            raise TypeError(message(self.call, [HOST._replace(got=f"`{func.__name__}` of {describe(args[0])}")]))
+        return func(*self.lift(args), **self.lift(kwargs or {}))
+
+    def lift(self, x: Any) -> Any:
+        kind = type(x)
+        if kind is tuple or kind is list:
+            return kind([self.lift(v) for v in x])
+        if kind is dict:
+            return {k: self.lift(v) for k, v in x.items()}
+        return self.stand_in(x) if is_closed_over(x) else x
+
+    def stand_in(self, x: Tensor) -> FakeTensor:
+        if id(x) not in self.stand_ins:
+            if is_odd(x):
+                try:
+                    refuse_odd(self.call, x, "a tensor that the function closes over")
+                except TypeError as error:
+                    self.refused = error
+                    raise
+            if x.is_conj() or x.is_neg() or x._is_zerotensor():
+                need, got = "plain memory", "a lazy conjugate, negative or zero"
+                fail(
+                    self.call,
+                    "a tensor that is closed over is not there yet.",
+                    got=got,
+                    need=need,
+                    hint="resolve_conj().resolve_neg(), or clone() of a zero",
+                )
+            # a stand-in is of the tensor as it lies in memory,
+            # whatever maps or differentiates the program that is staged
+            with outside_transforms(), _disable_current_modes(), torch._C.DisableTorchFunction():
+                made = self.fake.from_tensor(x)
+                self.stand_ins[id(x)] = (x, made, made.grad)
+            self.origins[id(made)] = x
+        return self.stand_ins[id(x)][1]
+
+    def refuse_gradients(self) -> None:
+        for x, made, before in self.stand_ins.values():
+            if made.grad is not before:
+                got, need = f"`.backward()` that reaches {describe(x)}", "gradients that are returned"
+                hint = "torch.func.grad, torch.autograd.grad or fr.value_and_grad"
+                fail(
+                    self.call,
+                    "the function leaves a gradient in a tensor that it closes over.",
+                    got=got,
+                    need=need,
+                    hint=hint,
+                )
+
+
+def is_recording() -> bool:
+    """Whether operations are the staged function's own. Within an operation its mode is away, and what torch makes
+    there is torch's: lifted, a result of its kernels for shapes would be kept, on the device "meta", as the result of
+    that operation for the rest of the process."""
+    keys = torch._C._TorchDispatchModeKey
+    return all(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY))
+
+
+def is_closed_over(x: object) -> bool:
+    """Whether x is a tensor with memory of its own, which staging did not make."""
+    if not isinstance(x, Tensor) or isinstance(x, MADE):
+        return False
+    return not (is_wrapped(x) or torch._is_functional_tensor(x))
+
+
+def lift_constants(graph: GraphModule, lift: _Lift) -> list[Tensor]:
+    """Make the tensors that the graph holds inputs behind its others,
+    and return them; numbers written in the function stay."""
+    captured: dict[int, tuple[Tensor, Node]] = {}
+    last = next(reversed(graph.graph.find_nodes(op="placeholder")), None)
+    for node in graph.graph.find_nodes(op="get_attr"):
+        value = getattr(graph, node.target)
+        origin = lift.origins.get(id(value), value)  # two stand-ins of one tensor are one input
+        if not isinstance(value, Tensor) or (node.users and all(u.target in COPIES for u in node.users)):
+            setattr(graph, node.target, origin)  # of a part of a graph that was staged before (`cut`)
+            continue
+        if id(origin) not in captured:
+            with (
+                graph.graph.inserting_after(last)
+                if last
+                else graph.graph.inserting_before(next(iter(graph.graph.nodes)))
+            ):
+                last = graph.graph.placeholder(f"captured_{len(captured)}")
+            captured[id(origin)] = (origin, last)
+        node.replace_all_uses_with(captured[id(origin)][1])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return [x for x, _ in captured.values()]
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+def is_odd(x: Tensor) -> bool:
+    """Whether x is anything but dense memory with strides."""
+    return type(x) not in PLAIN or x.layout != torch.strided or x.is_nested or x.is_quantized
+
+
+def refuse_odd(call: str, x: Tensor, what: str) -> None:
+    form = "nested" if x.is_nested else "quantized" if x.is_quantized else f"layout {x.layout}"
+    hint = "`.to_dense()`, `.dequantize()`, a JaggedTensor for nested ones, or the function without jit"
+    got, need = f"{type(x).__name__}, {form}", "a torch.Tensor of layout torch.strided"
+    fail(call, f"{what} is not a plain tensor.", got=got, need=need, hint=hint, kind=TypeError)
+
+
+def _refuse_draws(call: str, graph: Graph) -> None:
+    # a generator's state is neither in the key nor an input: the first call's numbers would be every call's
+    drawn = sorted(
+        {str(n.target) for n in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())}
+    )
+    if drawn:
+        need, hint = "random numbers that are made of a key, an argument", "fr.key, fr.split and fr.nn.dropout"
+        fail(call, "the function draws from torch's generator.", got=f"{drawn}", need=need, hint=hint, kind=TypeError)
+
+
+def _refuse_writes(call: str, graph: Graph, names: Sequence[str]) -> None:
+    """names: of the graph's inputs, in order."""
+    written = set(written_nodes(graph))
+    found = [name for name, node in zip(names, graph.find_nodes(op="placeholder"), strict=True) if node in written]
+    arguments = [x for x in found if not x.endswith(", closed over")]
+    if found:
+        what = (
+            "the function writes to its argument."
+            if arguments
+            else "the function writes to a tensor that it closes over."
+        )
+        hint = "`.clone()` first; return what changes" + (", and donate it" if not arguments else "")
+        fail(call, what, got=f"an in-place write to {', '.join(found)}", need="a pure function", hint=hint)
+
+
+def written_nodes(graph: Graph) -> Iterator[Node]:
+    """The nodes whose memory some operation writes to, seen through views."""
+    bases: dict[Node, set[Node]] = {}
+    for node in graph.nodes:
+        bases[node] = {node}
+        if node.op != "call_function":
+            continue
+        if node.target is operator.getitem:
+            bases[node] = bases[node.args[0]]
+        if not isinstance(node.target, OpOverload):
+            continue
+        schema, shared = node.target._schema, set()
+        given = [
+            *zip(schema.arguments, node.args, strict=False),
+            *((a, node.kwargs[a.name]) for a in schema.arguments if a.name in node.kwargs),
+        ]
+        for argument, value in given:
+            if argument.alias_info is None:
+                continue
+            tensors: list[Node] = []
+            map_arg(value, lambda n: tensors.append(n) or n)  # noqa: B023
+            under = {b for n in tensors for b in bases[n]}
+            shared |= under
+            if argument.alias_info.is_write:
+                yield from under
+        if any(r.alias_info is not None for r in schema.returns):
+            bases[node] = shared | {node}

@@ -1,0 +1,130 @@
+"""What the code of a graph depends on, as one name: of two graphs with one name the code is the same, in any process.
+
+digest(graph, arguments, options) = hash(operations, forms, options, surroundings, torch, funcrec, processor)
+"""
+
+import functools
+import hashlib
+import operator
+import os
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from funcrec.compile._ambient import SEEN
+
+KNOWN = {"aten", "prims", "_c10d_functional"}  # namespaces whose operators are lowered in one way, known by versions
+PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+CONFIGS = ("torch._inductor.config", "torch._functorch.config", "torch._dynamo.config")
+# read by torch and by compilers; where things lie is not among what they change
+VARIABLES = ("TORCH", "ATEN_", "PYTORCH_", "CXX", "CPATH", "CPLUS_", "C_INCLUDE", "CFLAGS", "CPPFLAGS", "GCC_")
+PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME", "TORCHELASTIC_")
+
+
+def digest(graph: GraphModule, arguments: Sequence[Tensor], options: dict[str, Any]) -> str | None:
+    """None where something may change the code that has no name: another's operators, passes and lowerings."""
+    try:
+        parts = [*operations(graph), *map(form, arguments), *surroundings(), *map(setting, sorted(options.items()))]
+    except Unnamed:
+        return None
+    return hashlib.sha256("\n".join([*parts, *system()]).encode()).hexdigest()
+
+
+class Unnamed(Exception):
+    """A value that is not known by its text."""
+
+
+def named(x: Any) -> Any:
+    """x, if its text tells all of it."""
+    if isinstance(x, (tuple, list)):
+        return [named(y) for y in x]
+    if isinstance(x, dict):
+        return {named(k): named(v) for k, v in sorted(x.items())}
+    if type(x) not in PLAIN or (isinstance(x, torch.device) and x.type != "cpu"):  # of other devices code is not kept
+        raise Unnamed
+    return x
+
+
+def form(x: Tensor) -> str:
+    if x.device.type != "cpu":
+        raise Unnamed
+    return f"{x.dtype} {tuple(x.shape)} {x.stride()}"
+
+
+def operations(graph: GraphModule) -> Iterator[str]:
+    """The nodes, by number."""
+    number: dict[Node, int] = {}
+    for node in graph.graph.nodes:
+        number[node] = len(number)
+        arguments = map_arg((node.args, node.kwargs), lambda n: ("%", number[n]))
+        yield f"{node.op} {target(node)} {named(arguments)}"
+
+
+def target(node: Node) -> str:
+    if node.op == "placeholder" or node.op == "output":
+        return ""
+    is_known = isinstance(node.target, torch._ops.OpOverload) and (
+        node.target.namespace in KNOWN or node.target.namespace.startswith("funcrec_")
+    )
+    if node.op != "call_function" or not (is_known or node.target is operator.getitem):
+        raise Unnamed
+    return str(node.target)
+
+
+def surroundings() -> Iterator[str]:
+    """What changes how code is made: settings of torch and the environment's; not meshes, which the graph has seen."""
+    yield from (f"{name} {x}" for name, x in ((n, read()) for n, read in SEEN.items()) if isinstance(x, PLAIN))
+    for module in CONFIGS:
+        yield from map(setting, changed(sys.modules.get(module)))
+    for name, value in sorted(os.environ.items()):
+        if value and name.startswith(VARIABLES) and not name.startswith(PLACES):
+            yield f"{name}={value}"
+
+
+def changed(config: Any) -> list[tuple[str, Any]]:
+    """The settings that are not what torch ships; a module that nobody imported has none."""
+    entries = {} if config is None else config._config
+    now = {name: getattr(config, name) for name in sorted(entries) if not config._is_default(name)}
+    # one that was changed and put back is not "default" to torch
+    return [(name, x) for name, x in now.items() if x != entries[name].default]
+
+
+def setting(item: tuple[str, Any]) -> str:
+    """A function is known by its name where it is funcrec's, whose sources are part of the name."""
+    name, value = item
+    own = [x for x in (value if isinstance(value, list) else [value]) if callable(x)]
+    if any(not getattr(x, "__module__", "").startswith("funcrec.") or "<" in x.__qualname__ for x in own):
+        raise Unnamed
+    return f"{name} {[x.__qualname__ for x in own] if own else named(value)}"
+
+
+@functools.cache
+def system() -> tuple[str, ...]:
+    """torch, Python, the processor that code is made for, and what of funcrec makes it."""
+    import funcrec.kernels
+
+    text = hashlib.sha256()
+    sources = [*Path(__file__).parents[1].rglob("*.py"), *Path(funcrec.kernels.__file__).parent.glob("*.py")]
+    for path in sorted(sources):
+        text.update(path.read_bytes())
+    versions = (torch.__version__, torch.version.git_version, sys.version, sysconfig.get_config_var("SOABI"))
+    machine = (platform.machine(), *platform.libc_ver(), torch.backends.cpu.get_cpu_capability(), processor())
+    return (*map(str, versions), *machine, text.hexdigest())
+
+
+def processor() -> str:
+    """What a compiler sees of it."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor()
+    kinds = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ")
+    return "\n".join(line for line in first if line.startswith(kinds))

@@ -1,0 +1,309 @@
+"""A graph as compiled code: what Inductor is asked for, and what is kept from it because torch 2.13 gets it wrong.
+
+compile_graph(graph, x)(*x) = graph(*x)
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import itertools
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.compile._apart import apart
+from funcrec.compile._raising import raising
+from funcrec.compile._wrapping import REDUCTIONS, wrapping
+from funcrec.compile.backend._digest import digest
+from funcrec.compile.backend._exchanges import fill_waits
+from funcrec.compile.backend._one_library import Generated, generated, load, source
+from funcrec.compile.backend._onednn import faster_products
+from funcrec.core import fail
+from funcrec.kernels import files
+
+HEADER = "torch/csrc/inductor/cpp_prefix.h"
+MANY = 8  # libraries that a process compiles, and then the header, too
+COMPILED = itertools.count(1)
+PATCHING = threading.RLock()  # one thread at a time puts functions in torch's place
+# Before, loops for a CPU read rows before they are written and round 16 bits late, whatever OPTIONS say.
+LEAST_FOR_CPU = (2, 13)
+
+
+def add_with_product(x, y, *, alpha=1):
+    """x + alpha · y without `alpha`, which Inductor drops when y
+    is a matrix product (addition and product become addmm)."""
+    return NotImplemented if alpha == 1 else x + y * alpha
+
+
+def remember_writes(steps: list) -> list:
+    """The steps of a graph before they are fused: each that reads what another wrote in place is told so once more.
+
+    Inductor looks up anew what a step reads when it fuses loops of different shapes, and then forgets that the buffer
+    has been written since, unless the step has a dependency of this kind: it would run before the write.
+    """
+    from torch._inductor.dependencies import WeakDep
+
+    for step in (s for group in steps for s in group.get_nodes()):
+        written = {d.name for d in step.read_writes.reads} & set(step.mutation_renames.values())
+        for name in sorted(written):
+            step.add_fake_dep(WeakDep(name, mutating_buf=step.get_name(), is_fake=True))
+    return steps
+
+
+def zeros_with_memory(size, *, dtype=None, layout=None, device=None, pin_memory=None):
+    """Zeros in place of a tensor without memory, which forward derivatives make and loops read at address 0."""
+    return torch.ops.aten.zeros.default(size, dtype=dtype, layout=layout, device=device, pin_memory=pin_memory)
+
+
+# for the graph, before it is compiled
+DECOMPOSITIONS = {
+    torch.ops.aten.add.Tensor: add_with_product,
+    torch.ops.aten._efficientzerotensor.default: zeros_with_memory,
+    **REDUCTIONS,
+}
+OPTIONS = {
+    "_pre_fusion_custom_pass": remember_writes,
+    # it writes into rows that their own new values, or parts of a cat, still read
+    "disabled_passes": "reinplace_inplaceable_ops",
+    "emulate_precision_casts": True,  # casts to 16 bits round as in eager mode
+    # ranks compute while values travel: started at once, awaited where they are read
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": [fill_waits],
+    # a chain of key derivations, inlined, would grow by eight with each link (30 is torch's)
+    "realize_opcount_threshold": 16,
+    # what is kept is kept here, and nothing is compiled elsewhere
+    "fx_graph_cache": False,
+    "compile_threads": 1,
+}
+
+
+def compile_graph(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callable:
+    """The graph as code for arguments of these forms.
+
+    Code for a CPU is kept on disk, one file a graph, under a name of all that it depends on: a process that stages the
+    same graph loads it in milliseconds.
+
+    Raises:
+      RuntimeError: loops for a CPU by a torch whose Inductor is known to get them wrong.
+    """
+    refuse_old_torch(graph)
+    return apart(lambda: code_of(faster_products(graph), arguments))
+
+
+def code_of(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callable:
+    """Code as it was kept on disk, or made now."""
+    opened, constants = open_constants(graph)
+    arguments = [*constants, *arguments]
+    name = digest(opened, arguments, OPTIONS)
+    if name is None:
+        return compile_anew(graph, arguments[len(constants) :])
+    try:
+        call = files.load(f"{name}.program", lambda path: write_code(opened, arguments, path), load)
+    except OtherCodeError as other:
+        code = other.code
+        call = lambda tensors: code(*tensors)
+    return lambda *tensors: call([*constants, *tensors])  # Inductor's functions empty the list that they are given
+
+
+def refuse_old_torch(graph: torch.fx.GraphModule) -> None:
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    if version < LEAST_FOR_CPU and all(d == "cpu" for d in devices(graph)):
+        what = "the code that this torch's Inductor makes for a CPU is known to be wrong."
+        need, hint = f"torch {LEAST_FOR_CPU[0]}.{LEAST_FOR_CPU[1]} or newer", "a newer torch, or no fr.jit"
+        fail("funcrec.jit", what, got=f"torch {torch.__version__}", need=need, hint=hint, kind=RuntimeError)
+
+
+def devices(graph: torch.fx.GraphModule) -> set[str]:
+    values = (node.meta.get("val") for node in graph.graph.nodes)
+    return {x.device.type for x in values if isinstance(x, Tensor)}
+
+
+def need_compiler(call: str) -> None:
+    """What has loops for a CPU is compiled by a compiler of C++; what lies on disk is loaded without."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        got, need = f"{error}".splitlines()[0], "g++ or clang++ on the PATH, or CXX=<the compiler>"
+        hint = "install one: loops for a CPU are compiled where they run"
+        fail(call, "there is no C++ compiler.", got=got, need=need, hint=hint, kind=RuntimeError)
+
+
+def open_constants(graph: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, list[Tensor]]:
+    """The graph with its constants as first arguments, and they: code does not depend on their values."""
+    found = {n: getattr(graph, n.target) for n in graph.graph.find_nodes(op="get_attr")}
+    if not found or not all(type(x) is Tensor for x in found.values()):
+        return graph, []
+    own = torch.fx.Graph()
+    copies = {n: own.placeholder(f"constant_{i}") for i, n in enumerate(found)}
+    for node in graph.graph.nodes:
+        if node not in found:
+            copies[node] = own.node_copy(node, copies.__getitem__)
+    return torch.fx.GraphModule({}, own), list(found.values())
+
+
+class OtherCodeError(Exception):
+    """What Inductor made of a graph is more than loops: code that is in no file."""
+
+    def __init__(self, code: Callable):
+        super().__init__()
+        self.code = code
+
+
+def write_code(graph: torch.fx.GraphModule, arguments: list[Tensor], path: Path) -> None:
+    """Compile the graph into a file for `load`."""
+    import torch._inductor.codecache as codecache
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor.select_algorithm import extern_kernels
+    from torch._inductor.virtualized import V
+
+    if "cpu" in devices(graph):
+        need_compiler("funcrec.jit")
+    found: list[Generated] = []
+
+    def taken(load: Callable) -> Callable:
+        def instead(key, file, linemap=None, attrs=None, **rest):
+            code = None if attrs else generated(Path(file).read_text(), extern_kernels)
+            if code is None or len(V.graph.graph_input_names) != len(arguments):
+                return load(key, file, linemap, attrs, **rest)
+            found.append(code)
+            # nobody calls it: torch before 2.13 wants a function there
+            return SimpleNamespace(call=found.append, __file__=file)
+
+        return instead
+
+    with knowing():
+        with replaced(codecache.PyCodeCache, "load_by_key_path", taken):
+            whole = torch._inductor.compile(graph, arguments, OPTIONS)
+        if len(found) != 1:
+            raise OtherCodeError(compile_anew(graph, arguments) if found else whole)
+        if not found[0].kernels:
+            path.write_text(found[0].text)
+        else:
+            build(source(found[0]), path, pick_vec_isa())
+
+
+def compile_anew(graph: torch.fx.GraphModule, arguments: list[Tensor]) -> Callable:
+    """The graph as code that is kept nowhere."""
+    import torch._inductor  # slow to import, and only needed to compile
+
+    with knowing():
+        return torch._inductor.compile(graph, arguments, OPTIONS)
+
+
+@contextlib.contextmanager
+def knowing() -> Iterator[None]:
+    """Tell Inductor what it would find out by seconds of work, and nobody what torch thinks of its own old calls."""
+    import torch._inductor.codecache as codecache
+    import torch.utils._sympy.solve as solve
+    from torch._inductor.cpu_vec_isa import VecISA
+    from torch._inductor.runtime import triton_compat
+
+    with contextlib.ExitStack() as known:
+        known.enter_context(warnings.catch_warnings())  # nothing of a user's runs here
+        warnings.simplefilter("ignore", DeprecationWarning)
+        known.enter_context(replaced(solve, "try_solve", in_integers))
+        for patch in (*wrapping(), *raising()):
+            known.enter_context(replaced(*patch))
+        if platform.machine() in ("x86_64", "AMD64"):
+            known.enter_context(replaced(VecISA, "check_build", lambda build: runs))
+        if not torch.cuda.is_available():  # the digest of Triton's sources is asked for, and then left out of the key
+            owner = codecache if hasattr(codecache, "triton_key") else triton_compat  # torch < 2.13
+            known.enter_context(replaced(owner, "triton_key", lambda key: lambda: None))
+        yield
+
+
+def in_integers(solve: Callable) -> Callable:
+    """Solutions with one division, and no fractions: of s = 3 B + 1 Inductor writes B = s/3 - 1/3, in integers."""
+
+    def solved(*args, **kwargs):
+        import sympy
+        from torch.utils._sympy.functions import FloorDiv
+
+        found = solve(*args, **kwargs)
+        if found is None:
+            return None
+        relation, value = found
+        over, under = sympy.fraction(sympy.together(value))
+        return relation, value if under == 1 else FloorDiv(over, under)
+
+    return solved
+
+
+def runs(isa: object, code: str) -> bool:
+    """Whether the compiler knows the instructions, and torch the functions of vectors of this size.
+
+    Of the processor Inductor has asked before. It would build and load a program for each of six sets: 7 s of a CPU.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    command = [get_cpp_compiler(), *isa.build_arch_flags().split(), "-fsyntax-only", "-x", "c++", os.devnull]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        return False
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    return hasattr(library, f"Sleef_expf{isa.bit_width() // 32}_u10")
+
+
+def build(text: str, path: Path, isa: object) -> None:
+    """The text as a library, by the compiler and flags of Inductor's own loops."""
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+
+    flags = {"vec_isa": isa, "device_type": "cpu", "include_pytorch": False, "shared": True}
+    options = CppTorchDeviceOptions(**flags)
+    options.precompiled_header = compiled_header(flags)
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place, "loops.cpp")
+        file.write_text(text)
+        builder = CppBuilder(name="loops", sources=[str(file)], BuildOption=options, output_dir=place)
+        builder.build()
+        shutil.move(builder.get_target_file_path(), path)
+
+
+def compiled_header(flags: dict[str, Any]) -> str | None:
+    """What loops include, compiled: 5 s once, for 1.2 s less a program. So it is made for
+    a process that compiles many, and taken by all that find that it was made."""
+    from torch._inductor import codecache, config
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+
+    compiled = getattr(codecache, "_precompile_header", None)
+    if compiled is None or not config.cpp_cache_precompile_headers:
+        return None
+    command = CppBuilder(name="o", sources="i", BuildOption=CppTorchDeviceOptions(**flags)).get_command_line()
+    name = hashlib.sha256(f"{torch.__version__} {command}".encode()).hexdigest()
+    note = files.folder() / f"{name}.header"
+    if next(COMPILED) < MANY and not note.exists():
+        return None
+    path = compiled(HEADER, command, **flags)  # torch's own: kept by its content
+    if not files.is_off():
+        note.touch()
+    return path
+
+
+@contextlib.contextmanager
+def replaced(owner: object, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Have this thread find make(f) where `owner` has the function f; others find f."""
+    mine, kept, original = threading.get_ident(), vars(owner)[name], getattr(owner, name)
+    own = make(original)
+
+    def chosen(*args, **kwargs):
+        return (own if threading.get_ident() == mine else original)(*args, **kwargs)
+
+    with PATCHING:
+        setattr(owner, name, staticmethod(chosen) if isinstance(kept, classmethod | staticmethod) else chosen)
+        try:
+            yield
+        finally:
+            setattr(owner, name, kept)

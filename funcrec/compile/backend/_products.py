@@ -1,0 +1,96 @@
+"""Products with weights in a program whose number of rows is open: BLAS's for few rows, oneDNN's for many.
+
+    x Wᵀ + b = oneDNN(x, W, b) if rows(x) >= MANY else BLAS(x, W, b)          one branch on a size in compiled code
+
+oneDNN's calls cost 10 µs more. On processors where MKL stays away from AVX-512 its products take half the time.
+Shapes: B rows, I inputs, O outputs.
+"""
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from funcrec.compile.backend._inductor import PATCHING
+from funcrec.compile.backend._onednn import onednn
+
+LINEAR = torch.ops.aten.linear.default
+MANY = 32  # rows, and what they are a multiple of
+LEAST = 1 << 14  # elements of W
+
+
+@contextlib.contextmanager
+def two_products(exported: torch.export.ExportedProgram) -> Iterator[None]:
+    """Give the program's larger products the branch; it can be compiled by AOTInductor within."""
+    graph = exported.graph_module
+    products = [n for n in graph.graph.find_nodes(op="call_function", target=LINEAR) if is_worth_it(n)]
+    if not products or not torch.backends.mkldnn.is_available():
+        yield
+        return
+    graph.add_submodule("many_rows", torch.fx.symbolic_trace(in_steps))
+    graph.add_submodule("few_rows", torch.fx.symbolic_trace(lambda x, weight, bias: (LINEAR(x, weight, bias),)))
+    for node in products:
+        replace(node)
+    graph.recompile()
+    with lowered():
+        yield
+
+
+def is_worth_it(product: torch.fx.Node) -> bool:
+    """Whether it is f32[B, O] of f32[B, I] with bias, B open, on the CPU."""
+    values = [n.meta.get("val") if isinstance(n, torch.fx.Node) else None for n in product.args]
+    if len(values) != 3 or not all(isinstance(x, Tensor) and x.dtype == torch.float32 for x in values):
+        return False
+    x, w, b = values
+    plain = x.dim() == w.dim() == 2 and b.dim() == 1 and all(v.device.type == "cpu" for v in values)
+    fixed = plain and all(isinstance(n, int) for n in (*w.shape, *b.shape))
+    return fixed and w.numel() >= LEAST and isinstance(x.shape[0], torch.SymInt)
+
+
+def in_steps(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor]:
+    """x Wᵀ + b, with zeros behind x up to a multiple of MANY rows: oneDNN plans each number of rows for a millisecond,
+    and keeps a thousand plans."""
+    rows = torch.ops.aten.sym_size.int(x, 0)
+    whole = torch.ops.aten.constant_pad_nd.default(x, [0, 0, 0, -rows % MANY])
+    return (torch.ops.aten.slice.Tensor(onednn()(whole, weight, bias, "none", [], ""), 0, 0, rows),)
+
+
+def replace(product: torch.fx.Node) -> None:
+    graph, rows = product.graph, product.args[0].meta["val"].shape[0]
+
+    def add(target: Callable, args: tuple, value: object) -> torch.fx.Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = value
+        return node
+
+    with graph.inserting_before(product):
+        size = add(torch.ops.aten.sym_size.int, (product.args[0], 0), rows)
+        many = add(operator.ge, (size, MANY), rows >= MANY)
+        both = graph.get_attr("many_rows"), graph.get_attr("few_rows")
+        value = product.meta["val"]
+        out = add(torch.ops.higher_order.cond, (many, *both, product.args), (value,))
+        product.replace_all_uses_with(add(operator.getitem, (out, 0), value))
+    graph.erase_node(product)
+
+
+@contextlib.contextmanager
+def lowered() -> Iterator[None]:
+    """Inductor calls oneDNN with weights that are inputs; by itself it takes only constants, which it packs."""
+    from torch._inductor import ir, mkldnn_ir
+    from torch._inductor.lowering import lowerings
+
+    def lower(x, w, b, *how):
+        return ir.TensorBox.create(mkldnn_ir.LinearUnary.create(x, w, b, *how))
+
+    wide = onednn()
+    with PATCHING:
+        before = lowerings.get(wide)
+        lowerings[wide] = lower
+        try:
+            yield
+        finally:
+            lowerings[wide] = before
+            if before is None:
+                del lowerings[wide]

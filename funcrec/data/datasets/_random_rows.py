@@ -1,0 +1,305 @@
+"""Rows that are generated, each from the key and its number: data of any size that takes no memory.
+
+    P(rank k) = k^-alpha / Σ_{j <= V} j^-alpha,   k = 1 .. V        the bounded Zipf distribution
+    label ~ Bernoulli(sigmoid(s · (Σ_f mean of effect_f(id) + Σ_j w_j x_j) / √(F + J)))
+
+effect and w are fixed normal numbers of the key: a model that embeds the ids can learn them. Shapes: B rows of a batch,
+F columns, V ids of a column, L the most ids of a bag, J dense features.
+
+Source: the tail's inverse by the midpoint rule, as in Hörmann and Derflinger, "Rejection-inversion to generate variates
+from monotone discrete distributions" (1996), without the rejection.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec.core import (
+    Key,
+    Problem,
+    Shape,
+    check,
+    count_problems,
+    describe,
+    flag_problems,
+    pytree,
+    random,
+    replace,
+    typed,
+)
+from funcrec.data.readers._rows import marked, row_problems, there
+from funcrec.jagged import KeyedJaggedTensor, offsets_of
+from funcrec.tables import (
+    Batch,
+    FeatureConfig,
+    TableConfig,
+    feature_list_problems,
+    feature_table_problems,
+    name_number,
+    table_list_problems,
+)
+
+HEAD = 1024  # ranks with exact weights; beyond, the midpoint rule errs by alpha (alpha + 1) / (24 · 1024²) of a weight
+LABEL_SCALE = 2.0  # s: logits of standard deviation 2
+Counts = int | tuple[int, int]
+
+
+class RandomColumn(NamedTuple):
+    """Bags of `fewest` to `most` ids, uniformly; ids Zipf(alpha) in [0, vocabulary)."""
+
+    name: str
+    vocabulary: int
+    fewest: int
+    most: int
+    alpha: float
+
+
+@pytree(static=("columns", "num_dense", "num_rows", "scatter"))
+class RandomRows:
+    """A dataset that is a function of its key; `random_rows` makes it."""
+
+    key: Tensor
+    columns: tuple[RandomColumn, ...]
+    num_dense: int
+    num_rows: int
+    scatter: bool
+
+    def take(self, rows: Tensor) -> Batch:
+        """Row numbers i64[B] -> the batch; shapes depend on B only. Row r is the same in every batch."""
+        check("funcrec.data.take", row_problems(rows, self.num_rows, self.key.device))
+        batch = generate(self, rows)[0]
+        return replace(batch, label=marked(batch.label, there(rows, self.num_rows)[1]))
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """f32[B]: the logits that the labels were drawn from, the best that a model can learn."""
+        check("funcrec.data.RandomRows.logits", row_problems(rows, self.num_rows, self.key.device))
+        return marked(generate(self, rows)[1], there(rows, self.num_rows)[1])
+
+    def __repr__(self) -> str:
+        return f"RandomRows({self.num_rows} rows, {len(self.columns)} columns, {self.num_dense} dense features)"
+
+
+def random_rows(
+    key: Tensor,
+    vocabularies: Mapping[str, int],
+    *,
+    num_rows: int = 2**31,
+    ids_per_bag: Counts | Mapping[str, Counts] = 1,
+    alpha: float | Mapping[str, float] = 0.0,
+    num_dense: int = 0,
+    scatter: bool = True,
+) -> RandomRows:
+    """A generated click-through dataset, for benchmarks, tests and trials.
+
+    Args:
+      vocabularies: {column: V}, `vocabularies_of(tables, features)` for example.
+      ids_per_bag: a number, or (fewest, most) for bags of different lengths; one for all columns or {column: ...}.
+      alpha: the Zipf exponent, 0 for uniform ids; one for all or {column: ...}.
+      num_dense: dense features, standard normal.
+      scatter: spread the ranks over the ids by a bijection; False makes id k - 1 the k-th most frequent.
+
+    Law: row r depends on the key, r and its column's name and settings only.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> from funcrec.data import random_rows, take
+      >>> data = random_rows(fr.key(0), {"item": 1000, "tags": 50}, ids_per_bag={"item": 1, "tags": (0, 3)}, alpha=1.1)
+      >>> batch = take(data, torch.arange(4))
+      >>> batch.ids.keys, batch.ids.num_bags, batch.ids.capacity
+      (('item', 'tags'), 4, 16)
+    """
+    call = "funcrec.data.random_rows"
+    random.check_key(call, key)
+    check(call, _vocabulary_problems(vocabularies))
+    of = lambda setting, name: setting.get(name) if isinstance(setting, Mapping) else setting
+    counts = {name: of(ids_per_bag, name) for name in vocabularies}
+    counts = {name: (c, c) if type(c) is int else c for name, c in counts.items()}
+    alphas = {name: of(alpha, name) for name in vocabularies}
+    check(
+        call,
+        _count_problems(counts),
+        _alpha_problems(alphas),
+        count_problems(num_rows, "num_rows"),
+        _dense_problems(num_dense),
+        flag_problems(scatter, "scatter"),
+        *(
+            _setting_problems(name, setting, vocabularies)
+            for name, setting in (("ids_per_bag", ids_per_bag), ("alpha", alpha))
+        ),
+    )
+    columns = tuple(RandomColumn(n, v, *counts[n], float(alphas[n])) for n, v in vocabularies.items())
+    return RandomRows(key, columns, num_dense, num_rows, scatter)
+
+
+def random_batches(key: Tensor, vocabularies: Mapping[str, int], batch_size: int, **settings) -> Iterator[Batch]:
+    """Batches without end: batch i is rows [i · B, (i + 1) · B) of `random_rows(key, vocabularies, **settings)`.
+
+    Example:
+      >>> import funcrec as fr
+      >>> from funcrec.data import random_batches
+      >>> next(random_batches(fr.key(0), {"item": 100}, 8, num_dense=2)).dense.shape
+      torch.Size([8, 2])
+    """
+    check("funcrec.data.random_batches", count_problems(batch_size, "batch_size"))
+    data = random_rows(key, vocabularies, **settings)
+    rows = torch.arange(batch_size, device=key.device)
+    return (generate(data, rows + i * batch_size)[0] for i in count())
+
+
+def vocabularies_of(tables: Sequence[TableConfig], features: Sequence[FeatureConfig]) -> dict[str, int]:
+    """{column: num_embeddings of its table}; the least, when a column feeds several tables."""
+    check("funcrec.data.vocabularies_of", table_list_problems(tables), feature_list_problems(features))
+    check("funcrec.data.vocabularies_of", feature_table_problems(features, tables))
+    sizes, out = {t.name: t.num_embeddings for t in tables}, {}
+    for f in features:
+        out[f.key] = min(out.get(f.key, sizes[f.table]), sizes[f.table])
+    return out
+
+
+@typed
+def zipf(key: Key, shape: Shape, size: int, alpha: float) -> Tensor:
+    """i64[shape] in [0, size): k - 1 with probability proportional to k^-alpha, k = 1 .. size."""
+    random.check_key("funcrec.data.zipf", key)
+    check("funcrec.data.zipf", count_problems(size, "size"), _alpha_problems({"zipf": alpha}))
+    return zipf_ranks(random.uniform(key, shape, dtype=torch.float64), size, alpha)
+
+
+def zipf_ranks(u: Tensor, size: int, alpha: float) -> Tensor:
+    """The inverse of the distribution function at u, f64 in [0,
+    1): an exact table of the first ranks, then a formula."""
+    if alpha == 0:
+        return (u * size).long().clamp(max=size - 1)
+    head = min(size, HEAD)
+    cumulative = torch.arange(1, head + 1, dtype=u.dtype, device=u.device).pow(-alpha).cumsum(0)
+    first, last = head + 0.5, size + 0.5
+    # Σ_{head < k <= size} k^-alpha = ∫ x^-alpha dx from head + ½ to size + ½, by the midpoint rule
+    if abs(alpha - 1) < 1e-9:
+        tail = math.log(last / first)
+        invert = lambda mass: first * torch.exp(mass)
+    else:
+        power = 1 - alpha
+        tail = (last**power - first**power) / power
+        invert = lambda mass: (first**power + power * mass).pow(1 / power)
+    mass = u * (cumulative[-1] + tail)
+    in_head = torch.searchsorted(cumulative, mass, right=True)
+    beyond = invert((mass - cumulative[-1]).clamp(min=0, max=tail)).round().long() - 1
+    return torch.where(in_head < head, in_head, beyond.clamp(min=head, max=size - 1)).clamp(max=size - 1)
+
+
+def generate(data: RandomRows, rows: Tensor) -> tuple[Batch, Tensor]:
+    """The batch of `rows` and the logits of its labels."""
+    rows, parts = rows.long(), [column_ids(data, c, rows) for c in data.columns]
+    score = torch.zeros(rows.shape[0], device=rows.device, dtype=torch.float64)
+    for c, (ids, lengths) in zip(data.columns, parts, strict=True):
+        effect = normal_of(random.mix(_key(data, c.name, 2) + (ids + 1) * random.GAMMA))
+        valid = torch.arange(c.most, device=rows.device) < lengths[:, None]
+        score = score + torch.where(valid, effect, 0).sum(1) / lengths.clamp(min=1)
+    dense = None
+    if data.num_dense:
+        at = rows[:, None] * data.num_dense + torch.arange(data.num_dense, device=rows.device)
+        x = normal_of(random.mix(_key(data, "dense", 4) + (at + 1) * random.GAMMA))
+        score = score + x @ random.normal(_key(data, "dense", 5), (data.num_dense,), dtype=torch.float64)
+        dense = x.float()
+    logits = score * (LABEL_SCALE / math.sqrt(len(data.columns) + data.num_dense))
+    chance = uniform_of(random.mix(_key(data, "label", 6) + (rows + 1) * random.GAMMA))
+    label = (chance < logits.sigmoid()).float()
+    return Batch(_pack(data.columns, parts), label, dense), logits.float()
+
+
+def column_ids(data: RandomRows, c: RandomColumn, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(ids i64[B, L], lengths i64[B]); ids at and beyond a length are there too, and are not used."""
+    at = rows[:, None] * max(c.most, 1) + torch.arange(c.most, device=rows.device)
+    ids = zipf_ranks(uniform_of(random.mix(_key(data, c.name, 0) + (at + 1) * random.GAMMA)), c.vocabulary, c.alpha)
+    if data.scatter:
+        ids = (ids * coprime(c.vocabulary)) % c.vocabulary
+    extra = uniform_of(random.mix(_key(data, c.name, 1) + (rows + 1) * random.GAMMA))
+    return ids, c.fewest + (extra * (c.most - c.fewest + 1)).long()
+
+
+def coprime(size: int) -> int:
+    """A factor near the golden section of `size` without a common
+    divisor, so that x -> factor · x mod size is one to one."""
+    factor = max(int(size * 0.6180339887), 1)
+    while math.gcd(factor, size) != 1:
+        factor += 1
+    return factor
+
+
+def _key(data: RandomRows, name: str, purpose: int) -> Tensor:
+    return random.fold_in(data.key, name_number(name) * 8 + purpose)
+
+
+def uniform_of(bits: Tensor) -> Tensor:
+    """i64 -> f64 in [0, 1), of the upper 53 bits."""
+    return random.shift_right(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def normal_of(bits: Tensor) -> Tensor:
+    """i64 -> f64, standard normal."""
+    return math.sqrt(2) * torch.erfinv((uniform_of(bits) + 2.0**-54) * 2 - 1)
+
+
+def _pack(columns: tuple[RandomColumn, ...], parts: list[tuple[Tensor, Tensor]]) -> KeyedJaggedTensor:
+    """Padded columns -> one buffer of capacity B · ΣL."""
+    keys = tuple(c.name for c in columns)
+    offsets = offsets_of(torch.cat([lengths for _, lengths in parts]))
+    flat = torch.cat([ids.flatten() for ids, _ in parts])
+    if all(c.fewest == c.most for c in columns):
+        return KeyedJaggedTensor(flat, offsets, keys=keys)
+    capacity, num_rows = flat.shape[0], parts[0][0].shape[0]
+    places = []
+    for i, (ids, lengths) in enumerate(parts):
+        nth = torch.arange(ids.shape[1], device=ids.device)
+        starts = offsets[i * num_rows : (i + 1) * num_rows, None]
+        places.append(torch.where(nth < lengths[:, None], starts + nth, capacity).flatten())
+    buffer = flat.new_zeros(capacity + 1).scatter(0, torch.cat(places), flat)
+    return KeyedJaggedTensor(buffer[:capacity], offsets, keys=keys)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def _vocabulary_problems(vocabularies: object) -> Iterator[Problem]:
+    if not isinstance(vocabularies, Mapping) or not vocabularies:
+        hint = "vocabularies_of(tables, features)"
+        yield Problem("`vocabularies` are not sizes by name.", describe(vocabularies), "{column: V}", hint, TypeError)
+        return
+    for name, size in vocabularies.items():
+        yield from count_problems(size, f"vocabularies[{name!r}]")
+        if type(size) is int and size >= 2**31:
+            yield Problem(f"`vocabularies[{name!r}]` is too large.", f"{size}", "fewer than 2³¹ ids")
+
+
+def _count_problems(counts: Mapping) -> Iterator[Problem]:
+    for name, c in counts.items():
+        pair = isinstance(c, tuple) and len(c) == 2 and all(type(x) is int for x in c)
+        if not pair:
+            need = "an int, or (fewest, most)"
+            yield Problem(f"`ids_per_bag` of {name!r} is not a number of ids.", describe(c), need, kind=TypeError)
+        elif not 0 <= c[0] <= c[1] or c[1] < 1:
+            yield Problem(f"`ids_per_bag` of {name!r} is not a range.", f"{c}", "0 <= fewest <= most, 1 <= most")
+
+
+def _alpha_problems(alphas: Mapping) -> Iterator[Problem]:
+    for name, a in alphas.items():
+        if not isinstance(a, (int, float)) or isinstance(a, bool):
+            yield Problem(f"`alpha` of {name!r} is not a number.", describe(a), "a number >= 0", kind=TypeError)
+        elif not 0 <= a < math.inf:
+            yield Problem(f"`alpha` of {name!r} is not an exponent.", f"{a}", "0 <= alpha < ∞")
+
+
+def _setting_problems(name: str, setting: object, vocabularies: Mapping) -> Iterator[Problem]:
+    unknown = [k for k in setting if k not in vocabularies] if isinstance(setting, Mapping) else []
+    if unknown:
+        yield Problem(f"`{name}` names columns that are not there.", f"{unknown}", f"among {list(vocabularies)}")
+
+
+def _dense_problems(num_dense: object) -> Iterator[Problem]:
+    if not isinstance(num_dense, int) or isinstance(num_dense, bool):
+        yield Problem("`num_dense` is not an integer.", describe(num_dense), "an int >= 0", kind=TypeError)
+    elif num_dense < 0:
+        yield Problem("`num_dense` is negative.", f"{num_dense}", "an int >= 0")

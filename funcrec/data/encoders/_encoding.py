@@ -1,0 +1,267 @@
+"""All columns of a schema encoded: learned from a table or a stream, applied to any table, saved with the parameters.
+
+    encoding = fit_encoding(train_table, schema)        encode(encoding, any_table): Examples of it
+
+Columns that share a table of embeddings (an item, and the items that somebody has seen) share one vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+
+from funcrec.core import Count, Problem, check, fail, pytree, replace, typed
+from funcrec.data._examples import Examples, examples_of
+from funcrec.data.encoders._encoders import Encoder, Place, elements, encoder_problems
+from funcrec.data.encoders._numbers import normalize
+from funcrec.data.encoders._vocabulary import vocabulary
+from funcrec.data.readers import _columns as columns
+from funcrec.data.readers._files import is_path, opened
+from funcrec.data.readers._schema import Schema
+from funcrec.data.readers._sources import as_table, need_pyarrow, part_chunks, table_of
+from funcrec.tables import FeatureConfig, TableConfig
+
+Pooling = Literal["sum", "mean", "none"]
+
+
+@pytree(static=("schema", "tables"))
+class Encoding:
+    """What `fit_encoding` has learned; `fr.save` takes it, beside the parameters that were trained with it.
+
+    Args:
+      ids: {table: the state of its encoder}.
+      dense: {column: the state of its encoder}; columns that stay as they are have none.
+      schema: the columns' names.
+      tables: (column, table) of each column of ids.
+
+    What it has learned of numbers is f64: `encode` refuses an encoding that `fr.tree.to` has cast; cast the parameters.
+
+    Example:
+      >>> from funcrec.data import Schema, encode, fit_encoding
+      >>> table = {"click": [1, 0, 1], "item": ["hat", "shoe", "hat"], "price": [2.0, 4.0, 2.0]}
+      >>> encoding = fit_encoding(table, Schema(label="click", categorical=("item",), dense=("price",)))
+      >>> encoding.num_ids, encode(encoding, {"item": ["shoe", "sock"], "price": [4.0, None]}).categorical.tolist()
+      ({'item': 3}, [[2], [0]])
+    """
+
+    ids: dict[str, Any]
+    dense: dict[str, Any]
+    schema: Schema
+    tables: tuple[tuple[str, str], ...]
+
+    @property
+    def num_ids(self) -> dict[str, int]:
+        """{column: ids are in [0, this)}."""
+        return {column: self.ids[table].num_ids for column, table in self.tables}
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{column}: {size}" for column, size in self.num_ids.items())
+        return f"Encoding({{{sizes}}}, dense=({', '.join(self.schema.dense)}))"
+
+
+@typed
+def fit_encoding(
+    source: object,
+    schema: Schema,
+    encoders: Mapping[str, Encoder | None] | None = None,
+    *,
+    share: Mapping[str, str] | None = None,
+) -> Encoding:
+    """What the encoders of all columns learn from the rows to train on, in one pass.
+
+    Args:
+      source: what `read` takes, or an iterable of tables and record batches; neither needs to fit in memory.
+      schema: which column is what; its label, weights and time are not encoded.
+      encoders: {column: Encoder}; of those not named `vocabulary()` for ids, and `normalize()` for dense columns. None
+        leaves a dense column as it is.
+      share: {column: table}, for columns of ids that share a table with the column of that name, and its vocabulary:
+        share={"history": "item"}. It is learned from all of them, by the encoder of "item".
+
+    Raises:
+      TypeError, ValueError, KeyError: names the column, and the row where there is one.
+
+    Law: the same encoding for the same rows in any chunks.
+
+    Example:
+      >>> from funcrec.data import Schema, bucketize, fit_encoding
+      >>> table = {"item": ["hat", "shoe"], "history": [["sock"], []], "age": [30, 50]}
+      >>> schema = Schema(categorical=("item", "age"), multivalued=("history",))
+      >>> fit_encoding(table, schema, {"age": bucketize(edges=(18, 40, 65))}, share={"history": "item"})
+      Encoding({item: 4, age: 5, history: 4}, dense=())
+    """
+    call = "funcrec.data.fit_encoding"
+    of = {n: n for n in schema.keys} | dict(share or {})
+    check(call, _sharing_problems(schema, share or {}), _role_problems(schema))
+    chosen = {n: vocabulary() for n in of.values()} | {n: normalize() for n in schema.dense} | dict(encoders or {})
+    chosen = {n: e for n, e in chosen.items() if e is not None}
+    check(call, _encoder_problems(encoders or {}, schema, of))
+    known, rows = {n: e.init() for n, e in chosen.items()}, 0
+    wanted = (*schema.keys, *schema.dense)
+    for table, name_of_row in _tables_of(call, source, wanted):
+        unsplit = [c for c in schema.multivalued if of.get(c, c) not in (encoders or {})]
+        check(call, columns.text_list_problems(table.schema, unsplit))
+        table = columns.lists_and_ids(table, schema)
+        with columns.rows_named(name_of_row):
+            for column in wanted:
+                n = of.get(column, column)
+                if n in chosen:
+                    known[n] = chosen[n].update(known[n], *elements(table[column], Place(call, column))[:2])
+        rows += table.num_rows
+    if not rows:
+        fail(
+            call,
+            "`source` has no rows.",
+            got="0 rows",
+            need="the rows to train on",
+            hint="an iterable that was not read before",
+        )
+    states = {n: _computed(call, n, e, known[n]) for n, e in chosen.items()}
+    ids = {n: states[n] for n in dict.fromkeys(of.values())}
+    return Encoding(ids, {n: states[n] for n in schema.dense if n in states}, schema, tuple(of.items()))
+
+
+@typed
+def encode(encoding: Encoding, table: object) -> Examples:
+    """The rows of a table as `encoding` has learned to read them; values that it has not seen get the unknown id 0.
+
+    Args:
+      table: what `read` takes. Without any of the schema's labels, for prediction, it may lack weight and time
+        too, and the batches have no label.
+
+    Law: row r of the answer depends on the encoding and row r only.
+
+    Raises:
+      TypeError: a column of another kind than was learned. Besides, what `examples` raises.
+
+    Example:
+      >>> import torch
+      >>> from funcrec.data import Schema, encode, fit_encoding
+      >>> encoding = fit_encoding({"tags": [["a", "b"], []]}, Schema(multivalued=("tags",)))
+      >>> encode(encoding, {"tags": [["b", "?"]]}).take(torch.tensor([0])).ids.to_lists()
+      {'tags': [[2, 0]]}
+    """
+    call, schema = "funcrec.data.encode", encoding.schema
+    if not (is_path(table) or isinstance(table, Mapping | Sequence)):  # what can be read once only
+        table = as_table(call, table, None)
+    names = list(table) if isinstance(table, Mapping) else opened(call, table, None).schema.names
+    if not set(schema.labels) & set(names):
+        absent = {n: None for n in ("weight", "time") if getattr(schema, n) not in names}
+        schema = replace(schema, label=None, label_kind="binary", **absent)
+    table = columns.lists_and_ids(table_of(call, opened(call, table, schema)), schema)
+    for column, state in ({c: encoding.ids[t] for c, t in encoding.tables} | encoding.dense).items():
+        made = state.apply(table[column], Place(call, column))
+        table = table.set_column(table.column_names.index(column), column, made)
+    return examples_of(call, table, schema, encoding.num_ids)
+
+
+@typed
+def configs(
+    encoding: Encoding,
+    embedding_dim: Count | Mapping[str, Count] = 16,
+    *,
+    pooling: Pooling | Mapping[str, Pooling] = "sum",
+) -> tuple[tuple[TableConfig, ...], tuple[FeatureConfig, ...]]:
+    """(tables, features) for the ids of an encoding: what models are made of.
+
+    Args:
+      embedding_dim: of all tables, or {table: dim}.
+      pooling: of all columns, or {column: pooling}; "sum" for those that are not named.
+
+    Example:
+      >>> from funcrec.data import Schema, configs, fit_encoding
+      >>> encoding = fit_encoding({"item": ["hat", "shoe"]}, Schema(categorical=("item",)))
+      >>> configs(encoding, 8)[0][0].shape
+      (3, 8)
+    """
+    call, schema = "funcrec.data.configs", encoding.schema
+    settings = {"embedding_dim": (embedding_dim, list(encoding.ids)), "pooling": (pooling, list(schema.keys))}
+    check(call, *(_setting_problems(n, x, among) for n, (x, among) in settings.items()))
+    dim_of = lambda n: embedding_dim.get(n, 16) if isinstance(embedding_dim, Mapping) else embedding_dim
+    pooled = lambda n: pooling.get(n, "sum") if isinstance(pooling, Mapping) else pooling
+    weighted = dict(schema.weights)
+    tables = tuple(TableConfig(n, state.num_ids, dim_of(n)) for n, state in encoding.ids.items())
+    features = tuple(FeatureConfig(c, table=t, pooling=pooled(c), weighted=c in weighted) for c, t in encoding.tables)
+    return tables, features
+
+
+def _computed(call: str, name: str, encoder: Encoder, known: Any) -> Any:
+    """The state; what it has to say against the rows is said of the column."""
+    try:
+        return encoder.compute(known)
+    except ValueError as error:
+        error.add_note(f"{call}: of column `{name}`")
+        raise
+
+
+def _tables_of(call: str, source: object, names: tuple[str, ...]) -> Iterator[tuple[Any, Callable[[int], str]]]:
+    """The tables that a source has, each with the columns `names`, and what its rows are called."""
+    pa = need_pyarrow(call)
+    is_whole = isinstance(source, Sequence | Mapping | Tensor) and not _is_tables(source)
+    is_arrow = any(hasattr(source, f"__arrow_c_{x}__") for x in ("stream", "array"))
+    if not isinstance(source, pa.RecordBatchReader) and (is_whole or is_arrow or not isinstance(source, Iterable)):
+        found = opened(call, source, names)
+        for part in found.parts:
+            first = part.first
+            for chunk in part_chunks(call, part):
+                yield pa.Table.from_batches([chunk]), lambda r, part=part, first=first: part.name_of(first + r)
+                first += chunk.num_rows
+        return
+    first = 0
+    for part in source:
+        table = as_table(call, part, names)
+        yield table, lambda r, first=first: f"row {first + r}"
+        first += table.num_rows
+
+
+def _is_tables(source: object) -> bool:
+    """Whether a list holds tables, and not paths."""
+    return isinstance(source, list | tuple) and bool(source) and not any(map(is_path, source))
+
+
+def _sharing_problems(schema: Schema, share: Mapping[str, str]) -> Iterator[Problem]:
+    unknown = [n for n in (*share, *share.values()) if n not in schema.keys]
+    if unknown:
+        what, need = "`share` names columns that are not ids.", f"among {list(schema.keys)}"
+        yield Problem(what, f"{unknown}", need, 'share={"history": "item"}')
+    onward = [n for n in share.values() if share.get(n, n) != n]
+    if onward:
+        yield Problem(
+            "`share` sends a column on to a third.", f"{onward}", "tables of their own", 'share={"history": "item"}'
+        )
+
+
+def _role_problems(schema: Schema) -> Iterator[Problem]:
+    """A column is encoded in one way: what else it is must have another name."""
+    others = {*(by for _, by in schema.weights), schema.weight, schema.time}
+    twice = [n for n in schema.keys if n in {*others, *schema.dense}] + [n for n in schema.dense if n in others]
+    if twice:
+        hint = f'a copy: table.append_column("{twice[0]}_2", table["{twice[0]}"])'
+        yield Problem("columns are to be encoded and something else.", f"{twice}", "one use of each", hint)
+
+
+def _encoder_problems(encoders: Mapping, schema: Schema, of: Mapping[str, str]) -> Iterator[Problem]:
+    known = [*dict.fromkeys(of.values()), *schema.dense]
+    for name, e in encoders.items():
+        is_dense, at = name in schema.dense, f"encoders[{name!r}]"
+        if name not in known:
+            hint = f"encoders[{of[name]!r}], whose table it shares" if name in of else ""
+            yield Problem(f"`{at}` is of a column that is not encoded.", f"{name!r}", f"among {known}", hint)
+        elif e is None and not is_dense:
+            yield Problem(
+                f"`{at}` is not an encoder.", "None", "an Encoder", "fr.data.identity(num_embeddings)", TypeError
+            )
+        elif e is not None:
+            found = list(encoder_problems(e, at))
+            yield from found
+            if not found and (e.makes == "numbers") != is_dense:
+                role, want = ("a dense column", "numbers") if is_dense else ("a column of ids", "ids")
+                hint = f'"{name}" in categorical= of the schema' if is_dense else f'"{name}" in dense= of the schema'
+                yield Problem(f"`{at}` makes {e.makes}, of {role}.", e.makes, want, hint)
+
+
+def _setting_problems(name: str, setting: object, among: list[str]) -> Iterator[Problem]:
+    unknown = [n for n in setting if n not in among] if isinstance(setting, Mapping) else []
+    if unknown:
+        yield Problem(
+            f"`{name}` names what is not there.", f"{unknown}", f"among {among}", f"{name}={{{among[0]!r}: ...}}"
+        )

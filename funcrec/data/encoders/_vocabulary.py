@@ -1,0 +1,355 @@
+"""Encoders that make ids: of the values that were seen, of any by a hash, of those that are ids already.
+
+    vocabulary:  id = 1 + place of the value among those kept, in their order;   0 for all others, and for missing ones
+    hashed:      id = 1 + hash(value) mod (n - 1);                               0 for missing ones
+    identity:    id = value
+
+Text is ordered by its UTF-8 bytes and hashed as Σ_i mix(byte_i, i). Shapes: V ids, N values, S bytes.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funcrec.core import GAMMA, Count, Problem, Size, check, describe, fail, mix, pytree, typed
+from funcrec.data.encoders._encoders import Encoder, Place, by_elements, fixed
+from funcrec.tables import hash_rows, multiply_shift
+
+MERGE_AT = 1 << 16  # values that wait, at least, before counts are added up
+SCAN = 16  # a column of fewer values than V / SCAN is looked up by bisection, which needs no index
+HASHED_BYTES = 1 << 22  # of text at a time
+KINDS = "integers, text, bytes or booleans"
+
+
+class Seen(NamedTuple):
+    """The values so far. kind: "none" before any. counted: (values, counts i64) with each value once, or None.
+    waiting: more such, not added up yet; size: of these. missing: values that are not there."""
+
+    kind: str = "none"
+    counted: tuple | None = None
+    waiting: tuple = ()
+    size: int = 0
+    missing: int = 0
+
+
+@pytree(static=("kind",))
+class Vocabulary:
+    """The values that have an id of their own: 1, 2, ... in their order; 0 is the id of all others.
+
+    Args:
+      values: i64[V - 1], ascending (of unsigned ids their bits); of text and bytes u8[S], one behind the other.
+      offsets: i64[V] of text and bytes, where each begins and the last ends; i64[0] of integers.
+      counts: i64[V], how often each id came when the vocabulary was learned.
+      kind: "int", "uint", "text" or "bytes"; "none" where no value was there.
+    """
+
+    values: Tensor
+    offsets: Tensor
+    counts: Tensor
+    kind: str
+
+    @property
+    def num_ids(self) -> int:
+        return self.counts.shape[0]
+
+    @by_elements
+    def apply(self, values: Any, place: Place) -> np.ndarray:
+        """Ids i64 of a column; 0 for what has none. TypeError for a column of another kind than was learned."""
+        kind, values = of_kind(values, place)
+        if "none" in (kind, self.kind):
+            return np.zeros(len(values), np.int64)
+        if {kind, self.kind} <= {"int", "uint"}:
+            return _find_integers(values, kind, self.values.cpu().numpy(), self.kind)
+        if kind != self.kind:
+            hint = f'column.cast("{"string" if self.kind == "text" else "int64"}"), or a vocabulary of such values'
+            place.refuse_type(values.type, f"{self.kind}, as the vocabulary was learned from", hint)
+        return _find_text(values, self._known())
+
+    def decode(self, ids: Tensor) -> Any:
+        """The values of ids i64[N], a pyarrow array; missing where the id is 0."""
+        import pyarrow as pa
+
+        check("funcrec.data.Vocabulary.decode", _id_problems(ids, self.num_ids))
+        places = pa.array(ids.cpu().numpy() - 1, mask=(ids == 0).cpu().numpy())
+        return self._known().take(places)
+
+    def _known(self) -> Any:
+        """i64 or u64, or large text: the values as pyarrow has them, without a copy."""
+        import pyarrow as pa
+
+        if self.kind in ("int", "uint", "none"):
+            return pa.array(self.values.cpu().numpy().view(np.uint64 if self.kind == "uint" else np.int64))
+        buffers = [None, pa.py_buffer(self.offsets.cpu().numpy()), pa.py_buffer(self.values.cpu().numpy())]
+        kind = pa.large_string() if self.kind == "text" else pa.large_binary()
+        return pa.Array.from_buffers(kind, self.num_ids - 1, buffers)
+
+    def __repr__(self) -> str:
+        return f"Vocabulary({self.num_ids} ids of {self.kind})"
+
+
+@typed
+def vocabulary(*, min_count: Count = 1, max_size: Count | None = None) -> Encoder:
+    """Integers, text, bytes or booleans -> ids: 1, 2, ... for the values that were seen, in their order.
+
+    Id 0 is the unknown one: of missing values, of those that come later and were not seen, and of those left out here.
+    Its row is trained on the rows that have it: with min_count=2, say, rare values teach what to make of unknown ones.
+
+    Args:
+      min_count: values seen less often are left out.
+      max_size: the most values that are kept, the most frequent, the smaller one where two are as frequent.
+
+    Law: the state depends on how often each value came, not on the order of the rows or how they came in chunks.
+
+    Cost: memory for the different values; a million texts of 17 bytes are learned in a second of one core, and are 33
+    MB when saved.
+
+    Example:
+      >>> from funcrec.data import vocabulary
+      >>> state = vocabulary(min_count=2).fit([["a", "b"], ["b", None]])
+      >>> state.apply([["b"], [], ["a", None]]).to_pylist(), state.counts
+      ([[1], [], [0, 0]], tensor([2, 2]))
+    """
+    return Encoder(Seen, _see, lambda seen: _vocabulary_of(seen, min_count, max_size))
+
+
+def _see(seen: Seen, values: Any, place: Place) -> Seen:
+    import pyarrow.compute as pc
+
+    kind, values = of_kind(values, place)
+    if "none" not in (kind, seen.kind) and kind != seen.kind:
+        place.refuse_type(values.type, f"{seen.kind}, as in the rows before", "one type for all chunks of a column")
+    missing, known = seen.missing + values.null_count, kind if seen.kind == "none" else seen.kind
+    if kind == "none" or values.null_count == len(values):
+        return seen._replace(kind=known, missing=missing)
+    counted = pc.value_counts(values.drop_null())
+    part = counted.field(0), counted.field(1).to_numpy()
+    seen = Seen(known, seen.counted, (*seen.waiting, part), seen.size + len(counted), missing)
+    return _add_up(seen) if seen.size >= max(MERGE_AT, len(seen.counted[0]) if seen.counted else 0) else seen
+
+
+def _add_up(seen: Seen) -> Seen:
+    """Nothing waits: each value once, with the sum of its counts."""
+    import pyarrow as pa
+
+    parts = [*([seen.counted] if seen.counted else []), *seen.waiting]
+    coded = pa.chunked_array([v for v, _ in parts]).combine_chunks().dictionary_encode()
+    sums = np.zeros(len(coded.dictionary), np.int64)
+    np.add.at(sums, coded.indices.to_numpy(), np.concatenate([c for _, c in parts]))
+    return seen._replace(counted=(coded.dictionary, sums), waiting=(), size=0)
+
+
+def _vocabulary_of(seen: Seen, min_count: int, max_size: int | None) -> Vocabulary:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not seen.waiting and seen.counted is None:
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return Vocabulary(nothing, nothing, torch.tensor([seen.missing]), "none")
+    values, counts = _add_up(seen).counted
+    order = pc.sort_indices(values).to_numpy()
+    counts = counts[order]
+    kept = counts >= min_count
+    if max_size is not None and kept.sum() > max_size:
+        kept = np.zeros(len(counts), bool)
+        kept[np.argsort(-counts, kind="stable")[:max_size]] = True
+    values, unknown = values.take(pa.array(order[kept])), seen.missing + int(counts[~kept].sum())
+    counts = torch.from_numpy(np.concatenate([[unknown], counts[kept]]))
+    if seen.kind in ("int", "uint"):
+        bits = torch.from_numpy(values.to_numpy().view(np.int64).copy())
+        return Vocabulary(bits, torch.zeros(0, dtype=torch.int64), counts, seen.kind)
+    ends, data = text_buffers(values)
+    return Vocabulary(torch.from_numpy(data.copy()), torch.from_numpy(ends - ends[0]), counts, seen.kind)
+
+
+def of_kind(values: Any, place: Place) -> tuple[str, Any]:
+    """("int", "uint", "text", "bytes" or "none"; the values as i64, u64, large text or large bytes)."""
+    import pyarrow as pa
+    import pyarrow.types as kinds
+
+    kind = values.type
+    if kinds.is_null(kind):
+        return "none", values
+    if kinds.is_uint64(kind):
+        return "uint", values
+    if kinds.is_integer(kind) or kinds.is_boolean(kind):
+        return "int", values.cast(pa.int64())
+    if kinds.is_string(kind) or kinds.is_large_string(kind):
+        return "text", values.cast(pa.large_string())
+    if kinds.is_binary(kind) or kinds.is_large_binary(kind) or kinds.is_fixed_size_binary(kind):
+        return "bytes", values.cast(pa.large_binary())
+    hint = 'column.cast("string"), or column.cast("int64")'
+    if kinds.is_floating(kind):
+        hint = (
+            'column.astype("Int64") in pandas, which makes floats of integers with missing ones; bucketize() of numbers'
+        )
+    place.refuse_type(kind, KINDS, hint)
+
+
+def text_buffers(values: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(offsets i64[N + 1], bytes u8[S]) of an array of large text or bytes; the first offset is where it begins."""
+    _, offsets, data = values.buffers()
+    ends = np.frombuffer(offsets, np.int64)[values.offset : values.offset + len(values) + 1]
+    whole = np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(0, np.uint8)
+    return ends, whole[ends[0] : ends[-1]]
+
+
+def _find_integers(values: Any, kind: str, known: np.ndarray, known_kind: str) -> np.ndarray:
+    """1 + the place of each value among the ascending ones; 0 where it is not among them, or missing."""
+    there = ~values.is_null().to_numpy()
+    bits = values.fill_null(0).to_numpy().view(np.int64)
+    if kind != known_kind:
+        there &= bits >= 0  # above 2⁶³ or below 0: of no use in the other
+    dtype = np.uint64 if known_kind == "uint" else np.int64
+    known, bits = known.view(dtype), bits.view(dtype)
+    if not len(known):
+        return np.zeros(len(bits), np.int64)
+    at = np.searchsorted(known, bits).clip(max=len(known) - 1)
+    return np.where(there & (known[at] == bits), at + 1, 0)
+
+
+def _find_text(values: Any, known: Any) -> np.ndarray:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if len(values) * SCAN >= len(known):
+        return pc.fill_null(pc.index_in(values, value_set=known), -1).to_numpy().astype(np.int64) + 1
+    low, high = np.zeros(len(values), np.int64), np.full(len(values), len(known))
+    for _ in range(len(known).bit_length()):
+        middle = (low + high) // 2
+        tried = known.take(pa.array(middle.clip(max=len(known) - 1)))
+        below = pc.fill_null(pc.less(tried, values), False).to_numpy() & (middle < high)
+        low, high = np.where(below, middle + 1, low), np.where(below, high, middle)
+    found = known.take(pa.array(low.clip(max=len(known) - 1)))
+    return np.where(pc.fill_null(pc.equal(found, values), False).to_numpy(), low + 1, 0)
+
+
+def _id_problems(ids: object, num_ids: int) -> Iterator[Problem]:
+    if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
+        hint = "ids.flatten().long(), of ids that this vocabulary has given"
+        yield Problem("`ids` are not ids.", describe(ids), "i64[N]", hint, TypeError)
+    elif ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= num_ids):
+        got, hint = f"ids from {int(ids.min())} to {int(ids.max())}", "ids that this vocabulary has given"
+        yield Problem("`ids` has an id that is not there.", got, f"0 <= id < {num_ids}", hint)
+
+
+# -- ids without a vocabulary ----------------------------------------------------------------------------------------
+
+
+@pytree(static=("num_embeddings", "seed", "kind"))
+class Hashed:
+    """What `hashed` has learned: the kind of the values, of which others are refused."""
+
+    num_embeddings: int
+    seed: int
+    kind: str
+
+    @property
+    def num_ids(self) -> int:
+        return self.num_embeddings
+
+    @by_elements
+    def apply(self, values: Any, place: Place) -> np.ndarray:
+        """Ids i64 of a column, in [1, num_embeddings); 0 for what is missing."""
+        kind, values = of_kind(values, place)
+        if kind == "none" or not len(values):
+            return np.zeros(len(values), np.int64)
+        if {kind, self.kind} - {"int", "uint", "none"} and "none" != self.kind != kind:
+            place.refuse_type(values.type, f"{self.kind}, as was learned", "one type of values in all tables")
+        if kind in ("int", "uint"):
+            bits = torch.from_numpy(values.fill_null(0).to_numpy().view(np.int64).copy())
+        else:
+            coded = values.combine_chunks().fill_null("" if kind == "text" else b"").dictionary_encode()
+            bits = text_bits(coded.dictionary)[torch.from_numpy(coded.indices.to_numpy().astype(np.int64))]
+        rows = hash_rows(bits, multiply_shift(self.seed), self.num_embeddings - 1).numpy() + 1
+        return np.where(values.is_null().to_numpy(), 0, rows)
+
+
+@typed
+def hashed(num_embeddings: Count, *, seed: Size = 0) -> Encoder:
+    """Integers, text, bytes or booleans -> ids in [1, num_embeddings) by a hash; 0 for missing values.
+
+    Args:
+      num_embeddings: 2 or more; two values have the same id with probability 1 / (num_embeddings - 1).
+
+    Law: the same value has the same id in every table and process; a column of another kind than was fitted is refused.
+
+    Example:
+      >>> from funcrec.data import hashed
+      >>> hashed(1000).fit(["a"]).apply(["a", "b", None]).to_pylist()
+      [940, 240, 0]
+    """
+    if not 2 <= num_embeddings < 2**31:
+        hint = "num_embeddings=100_000"
+        fail(
+            "funcrec.data.hashed",
+            "`num_embeddings` is out of range.",
+            got=f"{num_embeddings}",
+            need="2 <= num_embeddings < 2³¹",
+            hint=hint,
+        )
+
+    def update(known: str, values: Any, place: Place) -> str:
+        kind = of_kind(values, place)[0]
+        if {kind, known} - {"int", "uint", "none"} and "none" != known != kind != "none":
+            place.refuse_type(values.type, f"{known}, as in the rows before", "one type for all chunks of a column")
+        return kind if known == "none" else known
+
+    return Encoder(lambda: "none", update, lambda kind: Hashed(int(num_embeddings), int(seed), kind))
+
+
+def text_bits(values: Any) -> Tensor:
+    """i64[N]: a hash of each of an array of large text or bytes, by its bytes and their places."""
+    ends, data = text_buffers(values)
+    ends, out, first = torch.from_numpy(ends - ends[0]), [torch.zeros(0, dtype=torch.int64)], 0
+    while first < len(values):
+        last = max(first + 1, int(torch.searchsorted(ends, ends[first] + HASHED_BYTES, right=True)) - 1)
+        begin, own = int(ends[first]), ends[first : last + 1] - ends[first]
+        place = torch.arange(int(own[-1])) - own[:-1].repeat_interleave(own.diff())
+        terms = mix((place * 256 + torch.from_numpy(data[begin : begin + int(own[-1])].copy()) + 1) * GAMMA)
+        sums = torch.cat([terms.new_zeros(1), terms.cumsum(0)])  # modulo 2⁶⁴, as are their differences
+        out.append(mix(sums[own[1:]] - sums[own[:-1]]))
+        first = last
+    return torch.cat(out)
+
+
+@pytree(static=("num_embeddings",))
+class Identity:
+    """Ids as they are."""
+
+    num_embeddings: int
+
+    @property
+    def num_ids(self) -> int:
+        return self.num_embeddings
+
+    @by_elements
+    def apply(self, values: Any, place: Place) -> np.ndarray:
+        """Ids i64 of a column of integers in [0, num_embeddings); ValueError for others, and for missing ones."""
+        kind, values = of_kind(values, place)
+        if kind in ("text", "bytes"):
+            place.refuse_type(values.type, "integers", "vocabulary(), which gives ids to text")
+        values = values.cast("int64") if kind == "none" else values
+        need, missing = f"0 <= id < {self.num_embeddings}", values.is_null().to_numpy()
+        if missing.any():
+            place.refuse(int(missing.argmax()), "a missing id", need, "vocabulary(), to which it is the unknown one")
+        ids = values.to_numpy()
+        wrong = (ids < 0) | (ids >= self.num_embeddings)
+        if wrong.any():
+            at = int(wrong.argmax())
+            place.refuse(at, f"id {ids[at]}", need, "vocabulary() or hashed(n), or a larger num_embeddings")
+        return ids.astype(np.int64)
+
+
+@typed
+def identity(num_embeddings: Count) -> Encoder:
+    """Integers in [0, num_embeddings) are ids already; others are an error, with column and row.
+
+    Example:
+      >>> from funcrec.data import identity
+      >>> identity(10).fit([3]).apply([[9, 0], []]).to_pylist()
+      [[9, 0], []]
+    """
+    return fixed(Identity(int(num_embeddings)), "ids")

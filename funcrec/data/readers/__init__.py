@@ -1,0 +1,1 @@
+"""Columns from files and frames: CSV, Parquet and Arrow, whole or as a stream, with a schema."""

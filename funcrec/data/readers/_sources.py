@@ -1,0 +1,164 @@
+"""Sources of rows: parts that are read one after another, and what is in memory as a table.
+
+    source -> Source(schema, parts);   the rows of a source are those of its parts, in order
+
+A part is a row group, a file of text or a piece of a table; it knows what its rows are called in errors.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Number
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from funcrec.core import Problem, check, describe, fail, is_followed, is_tracked
+from funcrec.data.readers._arrow import need_pyarrow
+from funcrec.data.readers._schema import Schema
+
+NEED = "a pandas, polars or pyarrow table, a dict of columns, a path, or paths"
+
+
+Wanted = Sequence[str] | Schema | None  # the columns to read: these, a schema's, or all
+
+
+class Part(NamedTuple):
+    """A run of rows. file: its name, "" in memory. word, first: what its first row is called: "row" 0, "line" 2.
+    num_rows: None where only reading tells. read: its record batches, from the beginning."""
+
+    file: str
+    word: str
+    first: int
+    num_rows: int | None
+    read: Callable[[], Iterator]
+
+    def name_of(self, row: int) -> str:
+        """`part-3.parquet`, row 17."""
+        return f"`{self.file}`, {self.word} {row}" if self.file else f"{self.word} {row}"
+
+
+class Source(NamedTuple):
+    """schema: pyarrow's, of the columns that are read, in order. parts: see `Part`. name: of the whole, in errors."""
+
+    schema: Any
+    parts: list[Part]
+    name: str
+
+
+def table_of(call: str, source: Source):
+    """All rows of a source."""
+    import pyarrow as pa
+
+    return pa.Table.from_batches((c for part in source.parts for c in part_chunks(call, part)), source.schema)
+
+
+def part_chunks(call: str, part: Part) -> Iterator:
+    """The record batches of a part: as many rows as it says, or an error."""
+    import pyarrow as pa
+
+    rows = 0
+    try:
+        for chunk in part.read():
+            rows += chunk.num_rows
+            yield chunk
+        if part.num_rows is not None and rows != part.num_rows:
+            raise pa.ArrowInvalid(f"{rows} rows of {part.num_rows}")
+    except (pa.ArrowException, OSError) as error:
+        what, need = f"`{part.file}` is damaged.", "pages as they were written"
+        fail(call, what, got=f"{str(error)[:120]}", need=need, hint="the file once more from where it came")
+
+
+def absent_problems(name: str, names: Sequence[str], wanted: Wanted) -> Iterator[Problem]:
+    """What is wanted must be there, once."""
+    labels = wanted.labels if isinstance(wanted, Schema) else ()
+    columns = names if wanted is None else wanted_names(wanted)
+    if not columns and wanted is not None:
+        yield Problem("`columns` are none.", "no name", "names of columns", f"columns={names[:2]!r}; None for all")
+    twice = sorted({n for n in columns if list(names).count(n) > 1 or list(columns).count(n) > 1})
+    if twice:
+        hint = "other names, when it is written"
+        yield Problem(f"{name} has a column twice.", f"{twice}", "each name once", hint)
+    absent = [n for n in columns if n not in names]
+    if absent:
+        is_unlabelled = set(absent) <= set(labels)
+        hint = "label=None in the schema, for prediction" if is_unlabelled else "names that it has"
+        yield Problem(f"{name} lacks columns.", f"{list(names)}", f"{absent}", hint)
+
+
+def wanted_names(wanted: Wanted) -> list[str] | None:
+    return None if wanted is None else list(wanted.columns if isinstance(wanted, Schema) else wanted)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def as_table(call: str, source: Any, wanted: Wanted):
+    """A source in memory -> pyarrow.Table of the columns that are wanted."""
+    pa, names = need_pyarrow(call), wanted_names(wanted)
+    hint = '{"item": [1, 2], "click": [0, 1]}'
+    try:
+        if isinstance(source, pa.Table):
+            table = source
+        elif isinstance(source, pa.RecordBatch):
+            table = pa.Table.from_batches([source])
+        elif hasattr(source, "__arrow_c_stream__"):
+            table = pa.table(source)
+        elif hasattr(source, "__arrow_c_array__"):
+            table = pa.Table.from_batches([pa.record_batch(source)])
+        elif isinstance(source, Mapping):
+            check(call, absent_problems("the table", list(map(str, source)), wanted))
+            found = {str(n): _column(call, n, x) for n, x in source.items() if names is None or n in names}
+            table = pa.Table.from_arrays(list(found.values()), names=list(found))
+        else:
+            fail(call, "the source is not a table.", got=describe(source), need=NEED, hint=hint, kind=TypeError)
+    except (pa.ArrowException, TypeError, ValueError, NotImplementedError) as error:
+        if len(error.args) == 1 and "\n  got   " in str(error):  # an error of this library
+            raise
+        got = f"{describe(source)}: {'; '.join(map(str, error.args))}"[:200]
+        if isinstance(source, Mapping):
+            fail(
+                call,
+                "the columns of the table do not stand side by side.",
+                got=got,
+                need="columns of one length",
+                hint=hint,
+            )
+        need, hint = (
+            "columns of numbers, text, times or lists, each of one kind and one name",
+            "df.dtypes tells their kinds",
+        )
+        fail(
+            call,
+            "the table cannot be read.",
+            got=got,
+            need=need,
+            hint=f"{hint}; df.iloc[[0]] for one row, series.to_frame() for one column",
+            kind=TypeError,
+        )
+    check(call, absent_problems("the table", table.column_names, wanted))
+    return (table if names is None else table.select(names)).replace_schema_metadata(None)
+
+
+def _column(call: str, name: str, x: Any):
+    """One column of a dict: a list, an array of any library, a tensor."""
+    import pyarrow as pa
+
+    what, need = f"column `{name}` cannot be read.", "values of one kind; None where one is missing"
+    hint = "a list, a vector of numpy or torch, an array of pyarrow: [1, 2], or [[1, 2], []]"
+    if isinstance(x, Number):
+        fail(call, what, got=describe(x), need=f"{need}: a list of one, for one row", hint=f"[{x!r}]", kind=TypeError)
+    if isinstance(x, str | bytes | Mapping):
+        fail(call, what, got=describe(x), need=need, hint=hint, kind=TypeError)
+    if isinstance(x, torch.Tensor) and is_followed(x):
+        got = f"{describe(x)} of which a derivative is wanted" if is_tracked(x) else describe(x)
+        need = "a tensor outside of transforms, that needs no gradient"
+        fail(call, what, got=got, need=need, hint=f"{name}.detach()", kind=TypeError)
+    try:
+        x = x.detach().cpu().resolve_conj().resolve_neg().numpy() if isinstance(x, torch.Tensor) else x
+        if isinstance(x, np.ndarray) and x.ndim == 2 and x.shape[1]:
+            return pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), x.shape[1])
+        return x if isinstance(x, pa.Array | pa.ChunkedArray) else pa.array(x)
+    except (pa.ArrowException, TypeError, OverflowError, ValueError, NotImplementedError) as error:
+        got = f"{describe(x)}; {str(error)[:100]}"
+        hint = "pa.array(x, pa.uint64()), or strings" if isinstance(error, OverflowError) else hint
+        fail(call, what, got=got, need=need, hint=hint, kind=TypeError)

@@ -1,0 +1,181 @@
+"""Tables larger than memory: record batches of one size, in order or shuffled, from any of them on.
+
+    batch i = rows [i · B, (i + 1) · B) of the parts in a random order, each window of W rows shuffled
+
+The order depends on the key, the source and W only, so a number of batches is all there is to a position.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from funcrec.core import Count, Key, Size, fail, random, typed
+from funcrec.data.datasets._ctr import random_order
+from funcrec.data.readers._files import Format, opened
+from funcrec.data.readers._sources import Part, Source, part_chunks, table_of
+
+WINDOW = 1 << 17
+ROW = "\0row"  # a column of the parts' and their rows' numbers, which goes with each row
+BITS = 40  # of a row's number in its file
+
+
+@typed
+def read(source: object, *, columns: Sequence[str] | None = None, format: Format = None):
+    """A table of anything, as a pyarrow.Table.
+
+    Args:
+      source: pandas, polars or pyarrow tables and whatever else has Arrow's PyCapsule interface; a dict of columns
+        (lists, numpy, torch); a path of CSV, TSV or Parquet, of text packed as .gz, .bz2, .zst or .lz4 too; paths; a
+        folder of files, with hive partitions (`day=3/part.parquet`) as columns of integers or strings.
+      columns: those to read, in this order; all of the first file's if None.
+      format: "csv", "tsv", "parquet" or a `Text`, where the files' names do not end so.
+
+    Returns:
+      rows in the order of the files' names, a folder's sorted. Types are those that hold all files' values.
+
+    Raises:
+      ValueError, TypeError: names file and line, or row and column.
+      FileNotFoundError.
+
+    Law: read(path) has the rows of `stream(path)`.
+
+    Example:
+      >>> from funcrec.data import read
+      >>> read({"item": [3, 4], "tags": [["a"], []]}, columns=["tags"]).to_pydict()
+      {'tags': [['a'], []]}
+    """
+    call = "funcrec.data.read"
+    return table_of(call, opened(call, source, columns, format))
+
+
+@typed
+def stream(
+    source: object,
+    batch_size: Count,
+    *,
+    columns: Sequence[str] | None = None,
+    format: Format = None,
+    key: Key | None = None,
+    window: Count = WINDOW,
+    skip: Size = 0,
+    drop_last: bool = False,
+) -> Iterator:
+    """The rows of `read` as pyarrow.RecordBatches of `batch_size` rows, with a few blocks of a file in memory.
+
+    Args:
+      source, columns, format: as in `read`.
+      key: shuffles files and row groups, then the rows of each window; None keeps the order. `fr.fold_in(key, epoch)`
+        for another order each epoch. A file of text is one run of rows: only the window mixes it.
+      window: the rows that are held and shuffled.
+      skip: batches to leave out at the beginning, for a run that goes on; row groups among them are not read.
+      drop_last: leave out a last batch that is not full.
+
+    Law: every row once; the batches behind `skip` are those that would have followed.
+
+    Example:
+      >>> from funcrec.data import stream
+      >>> [batch.to_pydict() for batch in stream({"item": [3, 4, 5]}, 2)]
+      [{'item': [3, 4]}, {'item': [5]}]
+    """
+    call = "funcrec.data.stream"
+    found = opened(call, source, columns, format)
+    numbered = tables(call, found, batch_size, key=key, window=window, skip=skip, drop_last=drop_last)
+    return (_joined(table) for _, table in numbered)
+
+
+def row_name(source: Source, number: int) -> str:
+    return source.parts[number >> BITS].name_of(number & ((1 << BITS) - 1))
+
+
+def tables(
+    call: str,
+    source: Source,
+    batch_size: int,
+    *,
+    key: Tensor | None = None,
+    window: int = WINDOW,
+    skip: int = 0,
+    drop_last: bool = False,
+) -> Iterator[tuple[np.ndarray, Any]]:
+    """(numbers of the rows, see `row_name`; table of `batch_size` rows), behind the first `skip`.
+
+    Raises:
+      ValueError: a source that has no batch, or less than `skip` of them: who reads it again and again would never come
+        on.
+    """
+    first, seen = skip * batch_size, [0]
+    parts = list(enumerate(source.parts))
+    if key is None:
+        chunks = _numbered(call, parts, first, seen)
+    else:
+        parts = [parts[i] for i in random_order(random.fold_in(key, 0), len(parts)).tolist()]
+        number = first // window
+        whole_windows = _shuffled(_numbered(call, parts, number * window, seen), random.fold_in(key, 1), window, number)
+        chunks = _behind(whole_windows, first - number * window)
+    for table in regrouped(chunks, batch_size):
+        if table.num_rows == batch_size or not drop_last:
+            yield table[ROW].to_numpy(), table.drop_columns([ROW])
+    count = seen[0] // batch_size if drop_last else -(-seen[0] // batch_size)
+    if not count or count < skip:
+        least = f"at least {batch_size if drop_last else 1} rows"
+        need = f"at least {skip} batches, to skip them" if count else least
+        got, hint = f"{seen[0]} rows, batches of {batch_size}", "a smaller batch_size, or drop_last=False"
+        fail(call, f"{source.name} does not make a batch.", got=got, need=need, hint=hint)
+
+
+def _numbered(call: str, parts: list[tuple[int, Part]], skip: int, seen: list[int]) -> Iterator:
+    """The record batches behind the first `skip` rows, with a column of the numbers of their rows; `seen` counts all
+    rows. Parts that are skipped whole are not read."""
+    import pyarrow as pa
+
+    for number, part in parts:
+        if part.num_rows is not None and part.num_rows <= skip:
+            skip, seen[0] = skip - part.num_rows, seen[0] + part.num_rows
+            continue
+        at = (number << BITS) + part.first
+        for chunk in part_chunks(call, part):
+            numbers = pa.array(np.arange(at, at + chunk.num_rows))
+            at, seen[0] = at + chunk.num_rows, seen[0] + chunk.num_rows
+            cut, skip = min(skip, chunk.num_rows), max(skip - chunk.num_rows, 0)
+            if cut < chunk.num_rows:
+                yield chunk.append_column(ROW, numbers).slice(cut)
+
+
+def _behind(chunks: Iterator, skip: int) -> Iterator:
+    """The record batches behind the first `skip` rows."""
+    for chunk in chunks:
+        cut, skip = min(skip, chunk.num_rows), max(skip - chunk.num_rows, 0)
+        if cut < chunk.num_rows:
+            yield chunk.slice(cut)
+
+
+def _shuffled(chunks: Iterator, key: Tensor, window: int, first: int) -> Iterator:
+    """Each window in an order of its own; `first` is the number of the first one."""
+    for number, table in enumerate(regrouped(chunks, window), first):
+        order = random_order(random.fold_in(key, number), table.num_rows)
+        yield from table.combine_chunks().take(order.cpu().numpy()).to_batches()
+
+
+def regrouped(chunks: Iterator, size: int) -> Iterator:
+    """Record batches of any size -> tables of `size` rows; the last may have fewer."""
+    import pyarrow as pa
+
+    pending, have = [], 0
+    for chunk in chunks:
+        pending.append(chunk)
+        have += chunk.num_rows
+        if have >= size:
+            table = pa.Table.from_batches(pending)
+            for at in range(0, have - size + 1, size):
+                yield table.slice(at, size)
+            pending, have = table.slice(have - have % size).to_batches(), have % size
+    if have:
+        yield pa.Table.from_batches(pending)
+
+
+def _joined(table):
+    """A table as one record batch; no copy where it is one already."""
+    (batch,) = table.combine_chunks().to_batches()
+    return batch

@@ -1,0 +1,167 @@
+"""What is wrong with the parts of a KeyedJaggedTensor, found from metadata."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.core import EXAMPLES, Problem, describe
+from funcrec.jagged._checks import bag_problems, buffer_problems, mapped_problems, offset_form_problems
+from funcrec.jagged._jagged import JaggedTensor
+
+FIELDS = ("values", "offsets", "weights", "inverse", "keys", "strides", "unweighted")
+
+
+def field_problems(fields: tuple, named: Mapping[str, object]) -> Iterator[Problem]:
+    """What is given to KeyedJaggedTensor itself: TorchRec's order and names, or keys that are no tuple."""
+    given, unknown = dict(zip(FIELDS, fields, strict=False)) | dict(named), [k for k in named if k not in FIELDS]
+    keys, no_tensors = given.get("keys", ()), [k for k in FIELDS[:4] if type(given.get(k)) in (list, tuple, str)]
+    named_keys = isinstance(keys, tuple) and all(isinstance(k, str) for k in keys)
+    if unknown or no_tensors or not named_keys or len(fields) > len(FIELDS):
+        got = ", ".join(f"{k}: {describe(x)}" for k, x in given.items())
+        hint = "KeyedJaggedTensor.from_lengths(keys, values, lengths), from_offsets, from_lists"
+        need = "values, offsets, weights, inverse, keys=(a tuple of names), strides, unweighted"
+        yield Problem("the fields are others.", got, need, f"{hint}; fr.interop.from_torchrec(kjt)", TypeError)
+
+
+def key_problems(keys: tuple[str, ...]) -> Iterator[Problem]:
+    if any(not isinstance(k, str) for k in keys):
+        yield Problem("`keys` are not names.", f"{keys!r}", "strings", kind=TypeError)
+    elif len(set(keys)) != len(keys):
+        doubled = sorted({k for k in keys if keys.count(k) > 1})
+        hint = f"a name of its own for each {doubled[0]!r}"
+        yield Problem("`keys` names a feature twice.", f"{doubled} more than once", "distinct keys", hint)
+
+
+def stride_problems(keys: tuple[str, ...], num_lengths: int, strides: tuple[int, ...] | None) -> Iterator[Problem]:
+    if strides is not None:
+        if not isinstance(strides, tuple) or not all(type(s) is int for s in strides):
+            need, hint = "a tuple of counts, one for each key", "strides=None, where all keys have one number of bags"
+            yield Problem("`strides` are not counts.", describe(strides), need, hint, TypeError)
+        elif len(strides) != len(keys) or any(s < 0 for s in strides):
+            yield Problem("`strides` does not match the keys.", f"{strides}", f"{len(keys)} counts >= 0")
+        elif sum(strides) != num_lengths:
+            need = f"{sum(strides)} (the sum of strides {strides})"
+            yield Problem("the number of bags does not match `strides`.", f"{num_lengths} bags", need)
+    elif (not keys and num_lengths) or (keys and num_lengths % len(keys)):
+        got = f"{num_lengths} bags for {len(keys)} keys"
+        yield Problem(
+            "the number of bags is not a multiple of the keys.", got, "F * B bags", "strides=(...), if they differ"
+        )
+
+
+def mapping_problems(x: object, name: str) -> Iterator[Problem]:
+    if not isinstance(x, Mapping):
+        yield Problem(
+            f"`{name}` is not a mapping from keys.",
+            describe(x),
+            "{key: ...}",
+            "{'clicked': fr.JaggedTensor.from_lists([[1, 2], []])}",
+            TypeError,
+        )
+
+
+def keyed_bag_problems(x: object, name: str) -> Iterator[Problem]:
+    yield from mapping_problems(x, name)
+    for k, bags in x.items() if isinstance(x, Mapping) else ():
+        yield from bag_problems(bags, f"{name}[{k!r}]")
+
+
+def same_key_problems(a: Mapping, b: Mapping, *, some: bool = False) -> Iterator[Problem]:
+    """The keys of b must be those of a, or `some` of them, and bags of both as long."""
+    if not isinstance(b, Mapping) or not (set(a) >= set(b) if some else set(a) == set(b)):
+        got = f"{sorted(b)}" if isinstance(b, Mapping) else describe(b)
+        yield Problem("the keys of the two arguments differ.", got, f"{'some of ' if some else ''}{sorted(a)}")
+        return
+    for k in b:
+        shapes = [[len(bag) for bag in x[k]] if isinstance(x[k], Sequence) else None for x in (a, b)]
+        if None not in shapes and shapes[0] != shapes[1]:
+            hint = "a weight for each id"
+            yield Problem(f"`weights[{k!r}]` has bags of other lengths.", f"{shapes[1]}", f"{shapes[0]}", hint)
+
+
+def unweighted_problems(keys: object, weights: object, unweighted: object, path: str = "") -> Iterator[Problem]:
+    """Of the keys that have no weights where others have."""
+    hint = "unweighted=(), where all keys have weights, or none has"
+    if not isinstance(unweighted, tuple) or not all(isinstance(k, str) for k in unweighted):
+        what = f"`{path}unweighted` are not names."
+        yield Problem(what, describe(unweighted), "a tuple of strings", hint, TypeError)
+    elif unweighted and weights is None:
+        what = f"`{path}unweighted` names keys, and none has weights."
+        yield Problem(what, f"{unweighted}; `weights` is None", "weights, or unweighted=()", hint)
+    elif isinstance(keys, tuple) and not set(unweighted) <= set(keys):
+        yield Problem(f"`{path}unweighted` names other keys.", f"{unweighted}", f"some of {list(keys)}", hint)
+
+
+def keyed_parts(ids: Any, path: str) -> Iterator[Problem]:
+    """What is wrong with the fields of a KeyedJaggedTensor."""
+    mapped = list(mapped_problems(ids.values, path))
+    yield from mapped
+    if mapped:
+        return
+    yield from buffer_problems(ids.values, ids.weights, f"{path}.")
+    found = list(offset_form_problems(ids.offsets, getattr(ids.values, "device", None), f"{path}.offsets"))
+    yield from found
+    if not isinstance(ids.keys, tuple):
+        hint = f"tuple({path}.keys)" if isinstance(ids.keys, list) else "KeyedJaggedTensor.from_offsets(keys, ...)"
+        yield Problem(f"`{path}.keys` are not names.", describe(ids.keys), "a tuple of strings", hint, TypeError)
+    elif not found:
+        yield from stride_problems(ids.keys, ids.offsets.shape[0] - 1, ids.strides)
+    yield from unweighted_problems(ids.keys, ids.weights, ids.unweighted, f"{path}.")
+    if ids.inverse is not None:
+        yield from inverse_problems(ids.inverse, path)
+
+
+def inverse_problems(inverse: object, path: str) -> Iterator[Problem]:
+    if not isinstance(inverse, Tensor) or inverse.is_floating_point() or inverse.dim() != 2:
+        hint = "inverse=None, where all keys have one number of bags"
+        yield Problem(f"`{path}.inverse` is not a matrix of bags.", describe(inverse), "i[F, E]", hint, TypeError)
+
+
+def keyed_hint(ids: object, path: str) -> str:
+    """How to make a KeyedJaggedTensor of what was got."""
+    if type(ids).__name__ == "KeyedJaggedTensor":  # TorchRec's
+        return f"fr.interop.from_torchrec({path})"
+    if isinstance(ids, JaggedTensor):
+        return f'fr.KeyedJaggedTensor.from_jagged({{"clicked": {path}}})'
+    if isinstance(ids, Mapping) and ids and all(isinstance(x, JaggedTensor) for x in ids.values()):
+        return f"fr.KeyedJaggedTensor.from_jagged({path})"
+    if hasattr(ids, "ids"):
+        return f"`{path}.ids`, the ids of a batch"
+    return "KeyedJaggedTensor.from_lists({...}) or from_jagged({...})"
+
+
+def jagged_problems(
+    features: Mapping[str, Any], what: str = "the features", kind: type = JaggedTensor
+) -> Iterator[Problem]:
+    """Values that go into one buffer: of one dtype, on one device, with rows of one shape."""
+    if not isinstance(features, Mapping):
+        return
+    for k, x in features.items():
+        if not isinstance(x, kind):
+            hint = EXAMPLES["JaggedTensor"]
+            yield Problem(f"`features[{k!r}]` is not jagged.", describe(x), "a JaggedTensor", hint, TypeError)
+            return
+    got = ", ".join(f"{k}: {describe(x.values)}" for k, x in features.items())
+    if len({(x.values.dtype, x.values.device) for x in features.values()}) > 1:
+        yield Problem(f"{what} differ in dtype or device.", got, "one dtype on one device", kind=TypeError)
+    elif len({x.values.shape[1:] for x in features.values()}) > 1:
+        yield Problem(f"{what} have values of different shapes.", got, "one shape")
+
+
+def concat_problems(parts: Sequence[Any], kind: type) -> Iterator[Problem]:
+    yield from key_problems(tuple(k for p in parts for k in p.keys))
+    yield from jagged_problems({f"parts[{i}]": p for i, p in enumerate(parts) if p.keys}, "the parts", kind)
+    bare = [i for i, p in enumerate(parts) if p.inverse is None]
+    if 0 < len(bare) < len(parts):
+        yield Problem("only some of `parts` have inverse indices.", f"none in parts {bare}", "all or none")
+    counts = {p.num_bags for p in parts if p.keys and p.strides is None}
+    if len(counts) > 1:
+        yield Problem("`parts` have different numbers of bags.", f"{sorted(counts)}", "one number of bags")
+
+
+def id_dtype_problems(values: Tensor, path: str) -> Iterator[Problem]:
+    if isinstance(values, Tensor) and (values.dtype not in (torch.int32, torch.int64) or values.dim() != 1):
+        got = describe(values)
+        yield Problem(f"`{path}.values` are not ids.", got, "i32[N] or i64[N]", "values.long()", TypeError)

@@ -1,0 +1,1 @@
+"""Batches that are made ready while a step computes."""

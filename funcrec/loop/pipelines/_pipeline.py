@@ -1,0 +1,202 @@
+"""pipeline: a step that takes batches whose ids were exchanged while the batch before was computed.
+
+    time ─▶    compute(i)        compute(i+1)       compute(i+2)
+               route(i+1)        route(i+2)         ...                 route: ids to the owners of their rows
+               copy(i+2)         copy(i+3)          ...
+
+Where rows go depends on ids and the plan and on nothing that a step changes, so it is exact to know it early; rows
+themselves change, so they are looked up when their batch is computed. The cut is found in the step's graph.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcrec.compile import cut, form_key, is_transformed, surroundings
+from funcrec.core import Count, Device, Problem, any_tracked, check, describe, fail, fast_flatten, is_checking, typed
+from funcrec.data import prefetch
+from funcrec.loop.pipelines._ready_batches import Ahead, Ready, versions_of
+from funcrec.loop.pipelines._ready_batches import blank as blank_of
+from funcrec.mesh import Mesh, twins_of
+
+CALL = "funcrec.pipeline"
+
+
+@typed
+def pipeline(
+    step: Callable,
+    *,
+    depth: Count = 2,
+    mesh: Mesh | None = None,
+    device: Device | None = None,
+    blank: Callable[[Any], Any] | None = None,
+) -> "Pipeline":
+    """A step whose next batches are fetched, copied to the device and routed while it computes.
+
+    Args:
+      step: (state, batch) -> (state, metrics): `train_step(...)`, plain or jitted, donating or not, or a function like
+        it that `fr.jit` could stage.
+      depth: how many batches are ahead of the one that is computed.
+      mesh: of the step. On real ranks ids travel ahead; on an emulated mesh, and on none, batches are only fetched.
+      device: where batches are copied to, from page-locked memory on a stream of their own; None leaves them.
+      blank: a batch -> one of its form that counts for nothing, with which a rank without data goes on while others
+        have some; None: of a `Batch` with weights one of weights 0 and bags without ids. Where there is none, ranks
+        with different numbers of batches raise, all at the same one.
+
+    Returns:
+      a step: `pipe(state, batch)` is `step(state, batch)`. `pipe.run(state, batches)` gives (state, metrics) of each
+      batch; `for batch in pipe.ahead(batches): state, metrics = pipe(state, batch)` is the same, for loops that do
+      more. `fr.fit(pipe, ...)` takes it, and tells which rank is lost (in a loop of your own `fr.loop.watch` does).
+
+    Raises:
+      RuntimeError: on the other ranks, where a rank's loader raises, which is raised in its place there.
+      ValueError: ranks with batches of different forms, or of different numbers of batches.
+      TypeError: a ready batch under vmap, grad, or of a state that requires grad.
+
+    However the loop ends (the last batch, `break`, an exception, an interrupt), no thread is left. (On ranks a loop
+    that is left early waits 1 s for its thread; one that must still exchange with other ranks ends when they do.)
+
+    Law: states and metrics are those of the plain loop, bit for bit, of batches that stay as they are once the loader
+      gave them: one that writes each batch into the same memory writes over those that are ahead (give clones).
+
+    Batches are made in another thread, on each rank at its own time: a loader must not exchange over the groups that
+      the step exchanges over, the mesh's or the default one, but over a group of its own (`dist.new_group`).
+
+    Cost: `depth` + 1 batches (with `device` two more on their way), and of each what was exchanged: of a lookup the
+      rows sent here, about as many integers as a rank's ids have room for, times the ranks (`pipe.routed_bytes` says
+      it). A thread and a process group for each axis, made once. Of a batch of a new form nothing is ahead. A batch
+      that is under way when the state's form changes (another plan) is run by the step as it is.
+
+    No deadlock: all that the thread exchanges goes over groups of its own, and one thread makes it, batch by batch: a
+    few numbers (has a batch, or why not), then the ids. Which batches those are follows from how many the loop has
+    taken, and whether their ids are exchanged from its steps; so ranks whose loops do the same pair the same exchanges,
+    whenever they come to them. A loop that ends early lets its thread finish what the others' threads begin. (A rank
+    that leaves alone is out within 1 s; it keeps the others waiting as in a plain loop: until it ends, or `timeout_s`.
+    Before it begins again on that pipeline it waits for its thread.) On CUDA the loop itself launches the next batch's
+    exchange, on a stream of its own, before it computes: in one order on all ranks.
+
+    Example:
+      >>> import torch, funcrec as fr
+      >>> add = lambda total, batch: (total + batch, {"total": total + batch})
+      >>> pipe = fr.pipeline(add, depth=2)
+      >>> [metrics["total"].item() for _, metrics in pipe.run(torch.tensor(0), map(torch.tensor, range(4)))]
+      [0, 1, 3, 6]
+
+    Source: TorchRec's TrainPipelineSparseDist, which finds the lookups by tracing the model.
+    """
+    check(CALL, step_problems(step))
+    return Pipeline(step, depth, mesh, device, blank or blank_of)
+
+
+class Pipeline:
+    """What `pipeline` returns, and what a stale one makes its batches ready with."""
+
+    def __init__(
+        self, step: Callable, depth: int, mesh: Mesh | None, device: Device | None, blank: Callable, call: str = CALL
+    ):
+        self.step, self.depth, self.mesh, self.device, self.blank = step, depth, mesh, device, blank
+        self.call = call  # in messages
+        self.fn = getattr(step, "fn", step)
+        self.programs: dict[Any, dict] = {}  # {form of the state, surroundings: {form of a batch: Halves or None}}
+        self.twins, self.stream, self.under_way, self.routed_bytes = None, None, None, 0
+
+    @property
+    def init(self) -> Callable:
+        """The step's."""
+        return self.step.init
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        if not isinstance(batch, Ready):
+            return self.step(state, batch)
+        one, source = batch, batch.source
+        leaves, structure = fast_flatten(state)
+        refuse_followed(self.call, leaves)
+        if self.twins is None or is_checking():
+            return self.step(state, one.batch)
+        present = getattr(self.step, "present", None)  # of retry_overflow, the step that it would take
+        step = self.step if present is None else present()
+        key = id(step), form_key(leaves, structure), surroundings()
+        programs = self.programs.setdefault(key, {})
+        if not source.begin(one, programs):
+            return self.step(state, one.batch)
+        if one.form not in programs:
+            source.add(programs, one.form, cut(CALL, step, state, one.batch, self.twins.names))
+        source.wait(one) if self.stream is None else source.launch(one, programs)
+        halves, routed, one.routed = one.halves, one.routed, None
+        if halves is None:
+            return self.step(state, one.batch)
+        self.routed_bytes = halves.routed_bytes
+        if versions_of(halves) != one.versions:
+            got = "a write to " + ", ".join(map(describe, halves.read))
+            need = "tensors that stay as they are while batches are under way"
+            fail(CALL, "what the step's ids are made with changed behind the exchange.", got=got, need=need)
+        if present is None:
+            return halves.rest(state, one.batch, routed)
+        return self.step(state, one.batch, lambda state, batch: halves.rest(state, batch, routed))
+
+    def ahead(self, batches: Iterable) -> Iterator[Ready]:
+        """The batches, made ready: an iterator that ends its thread when it ends, is left, closed or dropped. One at a
+        time: the one before is closed."""
+        check(CALL, batches_problems(batches))
+        return self.start(batches, self.blank)
+
+    def start(self, batches: Iterable, blank: Callable) -> Iterator[Ready]:
+        if self.under_way is not None:
+            self.under_way.close(wait_s=None)
+        if self.twins is None and self.mesh is not None and not self.mesh.is_emulated:
+            self.twins = twins_of(self.mesh)
+            self.stream = None if self.mesh.device_mesh.device_type == "cpu" else torch.cuda.Stream()
+        if self.device is not None:
+            is_cuda = torch.device(self.device).type == "cuda"
+            batches = prefetch(batches, depth=1, pin_memory=is_cuda, device=self.device)
+        self.under_way = Ahead(self.call, batches, self.depth, self.twins, blank, self.stream)
+        return iter(self.under_way)
+
+    def run(self, state: Any, batches: Iterable) -> Iterator[tuple[Any, Any]]:
+        """(state, metrics) behind each batch."""
+        check(CALL, batches_problems(batches))
+        return self.steps(state, batches)
+
+    def steps(self, state: Any, batches: Iterable) -> Iterator[tuple[Any, Any]]:
+        for batch in self.ahead(batches):
+            state, metrics = self(state, batch)
+            del batch
+            yield state, metrics
+
+    def __repr__(self) -> str:
+        return f"<funcrec.pipeline of {self.step!r}, depth={self.depth}>"
+
+
+def ahead_of(step: Any, items: Iterator) -> Iterator:
+    """Pairs (position, batch), their batches made ready where the step is a pipeline."""
+    if not isinstance(step, Pipeline):
+        return items
+    taken: deque = deque()
+    is_pair = lambda item: isinstance(item, tuple) and len(item) == 2
+    batches = (taken.append(item) or (item[1] if is_pair(item) else item) for item in items)
+    both = lambda item, one: (item[0], one) if is_pair(item) else item
+    return (both(taken.popleft(), one) for one in step.start(batches, lambda batch: None))
+
+
+def refuse_followed(call: str, leaves: list) -> None:
+    if any_tracked(leaves) or (is_transformed() and not is_checking()):
+        need, hint = "a plain loop over batches", "`.detach()`, or the step itself: step(state, batch)"
+        got = "requires_grad of the state, or a transform around the step"
+        what = "a batch that is ready is taken where something follows."
+        fail(call, what, got=got, need=need, hint=hint, kind=TypeError)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def step_problems(step: object) -> Iterator[Problem]:
+    if isinstance(step, Pipeline) or isinstance(getattr(step, "pipe", None), Pipeline):
+        yield Problem("`step` is a pipeline.", describe(step), "a step", "fr.pipeline(step), once", TypeError)
+
+
+def batches_problems(batches: object) -> Iterator[Problem]:
+    if not isinstance(batches, Iterable) or (isinstance(batches, Tensor) and not batches.dim()):
+        yield Problem("`batches` cannot be iterated.", describe(batches), "an iterable of batches", kind=TypeError)

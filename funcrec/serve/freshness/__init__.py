@@ -1,0 +1,1 @@
+"""Newer weights for a package that serves: published, pushed, applied as deltas."""

@@ -1,0 +1,61 @@
+"""A delta put into weights that other threads read: all of it, between two calls, or nothing.
+
+tensors[name][rows] = values          while nobody reads
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from queue import SimpleQueue
+
+from torch import Tensor
+
+from funcrec.serve.freshness._delta_file import Change, read_changes
+
+
+def permits(free: SimpleQueue, count: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """(take, give): `count` of the permits in a queue, for `try: take() ... finally: give()`.
+
+    Both are of C alone: an interrupt falls before or behind them, or while `take` waits, and `give` returns what was
+    taken until then.
+    """
+    held: list[bool] = []
+    return partial(held.extend, islice(iter(free.get, None), count)), partial([].extend, map(free.put, held))
+
+
+def applied(
+    call: str,
+    path: Path,
+    manifest: Mapping,
+    tensors: Mapping[str, Tensor],
+    version: str,
+    alone: tuple[Callable, Callable],
+    name: Callable,
+) -> None:
+    """Write a delta to the tensors, which are of `version`, and `name` them anew; nobody else reads them between the
+    two calls of `alone`. The file is read and held to the package before; what fails or is interrupted leaves every bit
+    as it was."""
+    changes, to = read_changes(call, path, manifest["params"], manifest["digest"], version)
+    now = lambda n, rows: (tensors[n] if rows is None else tensors[n][rows]).clone()
+    take, give = alone
+    try:
+        take()
+        before = {n: Change(c.rows, now(n, c.rows)) for n, c in changes.items()}
+        try:
+            put(tensors, changes)
+            name(to)
+        except BaseException:
+            put(tensors, before)
+            name(version)
+            raise
+    finally:
+        give()
+
+
+def put(tensors: Mapping[str, Tensor], changes: Mapping[str, Change]) -> None:
+    for n, (rows, values) in changes.items():
+        if rows is None:
+            tensors[n].copy_(values)
+        else:
+            tensors[n][rows] = values

@@ -1,0 +1,256 @@
+"""A training run that keeps servers fresh: deltas in a folder, told to those that run.
+
+server's weights = export(state at the version that it names)          bit for bit, at every version
+
+The rows that changed are those of the state's log; a run that begins, or has no log, writes whole weights.
+"""
+
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Count, Problem, check, describe, is_wrapped, typed
+from funcrec.mesh import Mesh, P, pmax, shard_map, unshard
+from funcrec.serve._folder import write_folder
+from funcrec.serve._hold import Hold
+from funcrec.serve._manifest import MANIFEST
+from funcrec.serve._package import Package
+from funcrec.serve._weights import INDEX, write_weights
+from funcrec.serve.freshness._delta import changes_of, described, shared_problems
+from funcrec.serve.freshness._delta_file import write_file
+from funcrec.serve.freshness._published import DELTA, WEIGHTS, pieces, tidy, version_of
+from funcrec.serve.freshness._push import address_problems, timeout_problems, update_server
+from funcrec.sharding import ShardedTables, gather_tables
+from funcrec.tables import Params
+from funcrec.train import ChangedRows, Delta, Logged, TrainState, delta
+
+CALL = "funcrec.publish"
+
+
+class Folder(NamedTuple):
+    """Where a run publishes, and what of."""
+
+    path: Path
+    manifest: Mapping
+    keep: int
+    run: str
+
+
+class Last(NamedTuple):
+    """What was published last. log: the version of the state's log then, and its origin; None without one. deltas: how
+    many since the newest whole weights."""
+
+    step: int
+    version: str
+    log: tuple[int, int] | None
+    deltas: int
+
+
+@typed
+def publish(
+    folder: str | os.PathLike,
+    package: Package | str | os.PathLike,
+    *,
+    every_steps: Count,
+    keep: Count = 16,
+    servers: Sequence[str] = (),
+    timeout_s: float = 10.0,
+    mesh: Mesh | None = None,
+) -> Callable[[Any], None]:
+    """A callback of `fit` that publishes what it trains: servers have the weights of a step soon after it.
+
+    It writes to `folder` behind every `every_steps` steps and behind each epoch: where the step is one of `fr.logged`
+    (`steps=0` is enough) a delta from the version before, of the rows that changed and the dense parameters; and whole
+    weights the first time, behind every `keep` deltas, and each time where there is no log. Each is there whole or not
+    at all, and is called by number, step and run; `Package.follow` and `update_server` find what takes weights of any
+    version to the newest.
+
+    Args:
+      folder: of one model, and of one publisher at a time; it is made if it is not there. A new run goes on in it with
+        whole weights: which rows changed since a run that was killed, nobody knows. In one process the newest
+        publisher takes it over, and the older one is refused.
+      package: the package that servers run, or its folder: how tables are stored, and which parameters are read.
+      every_steps: of steps of the run.
+      keep: how many of the newest deltas stay; who is further behind begins with whole weights.
+      servers: addresses of the `--admin` of `funcrec-serve` that read `folder` as their `--updates`:
+        "http://127.0.0.1:8081", or "unix:/run/admin". They are told one after the other what they lack. One that cannot
+        be told is warned of, and told all of it the next time; training goes on.
+      timeout_s: for an answer of a server. Training waits for it.
+      mesh: of a state that lies on one: every rank calls, what they hold is gathered, and the first rank writes.
+
+    Returns:
+      a function of a `fr.loop.Record`, for `fit(callbacks=[...])`; in a loop of your own, `tell(fr.loop.Record("step",
+      epoch, step, {}, state))`. Behind a state that was restored tell `fr.loop.Record("begin", epoch, step, {},
+      state)`, as `fit` does: the next are whole weights then. So they are behind a step that is not beyond the last one
+      told, and of a log that was begun anew, as behind `fr.reshard`. A state that was restored with its log, and
+      trained beyond that step before it is told, is not seen: rows that only the steps given up had changed stay as
+      these left them.
+
+    Raises:
+      ValueError, NotADirectoryError: a path that is no folder's.
+      ValueError: from its callback, for a folder that another publisher writes to, or that is of another package.
+      ValueError, TypeError: from its callback, for a state of several members, with learned scales, or without the
+        parameters that the package reads.
+      OSError: from its callback, for a folder that cannot be written.
+
+    Law: weights of any published version are those of `fr.export` of that step's parameters, bit for bit, by whichever
+      of these files they were reached. Those of tables quantised with a `key` are rounded to the nearest instead.
+
+    Cost: of a delta `fr.delta`'s, and a file of the rows that changed; whole weights are all tables once more.
+
+    Example:
+      >>> import tempfile, torch, funcrec as fr
+      >>> model = fr.models.lr((fr.TableConfig("item", 4, 1),), (fr.FeatureConfig("item", table="item"),))
+      >>> batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"item": [[1], [2]]}), torch.tensor([0.0, 1.0]))
+      >>> kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=1.0)}
+      >>> step = fr.logged(fr.train_step(fr.models.loss(model), **kind, has_aux=True), steps=0)
+      >>> state = step.init(model.init(fr.key(0)))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     package = fr.load_package(fr.export(model.apply, state.params, batch, folder + "/model", version="0"))
+      ...     tell = fr.publish(folder + "/published", package, every_steps=1)
+      ...     done = fr.fit(step, state, [batch], epochs=3, callbacks=[tell])
+      ...     package.follow(folder + "/published")
+      >>> package.version[:17], torch.allclose(package(batch), model.apply(done.state.params, batch))
+      ('0000000002-step-3', True)
+    """
+    check(CALL, folder_problems(folder))
+    manifest, _ = described(CALL, package)
+    names = [t["name"] for t in manifest["tables"]]
+    check(CALL, address_problems("servers", servers), timeout_problems(timeout_s), shared_problems(manifest, names))
+    there, run = Folder(Path(os.path.abspath(folder)), manifest, keep, secrets.token_hex(3)), []
+    hold, seen = Hold(CALL, there.path, there.run, manifest["digest"]), []
+
+    def write(record: Any) -> None:
+        check(CALL, record_problems(record))
+        if record.is_chief and (not seen or record.when == "begin"):
+            hold.keep()  # before training is spent on what cannot be published
+        now = record.step, record.when == "epoch"  # an epoch's end is told behind its last step
+        if record.when == "begin" or (seen and now <= seen[-1]):
+            run.clear()
+        seen[:] = [now]
+        is_due = record.when == "epoch" or (record.when == "step" and record.step % every_steps == 0)
+        if not is_due or (run and run[-1].step == record.step):
+            return
+        if record.is_chief:
+            hold.keep()
+        for last in publications(there, record, run[-1] if run else None, mesh):
+            run[:] = [last]  # it is on the disk
+        if record.is_chief:
+            tell(servers, there.path, timeout_s)
+
+    return write
+
+
+def publications(there: Folder, record: Any, last: Last | None, mesh: Mesh | None) -> Iterator[Last]:
+    """Write what is due, and say what was published then: a delta, whole weights, or both of one version."""
+    logged = record.state if isinstance(record.state, Logged) else None
+    state = record.state if logged is None else logged.state
+    check(CALL, state_problems(state, mesh))
+    mesh = mesh if isinstance(state.tables, ShardedTables) else None
+    now = None if logged is None or logged.log.origin is None else (int(logged.log.version), int(logged.log.origin))
+    is_whole = now is None or last is None or last.log is None or last.log[1] != now[1] or last.log[0] > now[0]
+    count = 0 if is_whole else last.deltas + 1
+    number = next_number(there.path) if record.is_chief else 0
+    version = version_of(number, record.step, there.run)
+    if not is_whole:
+        changed = gathered(delta(logged, last.log[0], mesh=mesh), state.tables, mesh)
+        if record.is_chief:
+            tables = {} if mesh is not None else state.tables
+            changes = changes_of(CALL, there.manifest, changed.to("cpu"), Params(tables, state.dense).to("cpu"))
+            path = there.path / (version + DELTA)
+            write_file(CALL, path, there.manifest["digest"], last.version, version, changes)
+        yield Last(record.step, version, now, count)
+    if is_whole or count >= there.keep:
+        tables = state.tables if mesh is None else gather_tables(state.tables, mesh)
+        if record.is_chief:
+            changes = changes_of(CALL, there.manifest, whole(tables).to("cpu"), Params(tables, state.dense).to("cpu"))
+            tensors = {n: c.values for n, c in changes.items()}
+            write_folder(CALL, there.path / (version + WEIGHTS), lambda own: write_weights(own, tensors, version))
+        yield Last(record.step, version, now, 0)
+    if record.is_chief:
+        tidy(there.path, there.keep)
+
+
+def next_number(folder: Path) -> int:
+    found = pieces(folder)
+    return found[-1].number + 1 if found else 0
+
+
+def tell(servers: Sequence[str], folder: Path, timeout_s: float) -> None:
+    for address in servers:
+        try:
+            update_server(address, folder, timeout_s=timeout_s)
+        except (OSError, ValueError) as error:
+            warnings.warn(f"{CALL}: {error}", stacklevel=2)
+
+
+def whole(tables: Mapping[str, Tensor]) -> Delta:
+    """All rows of all tables."""
+    part = lambda x: ChangedRows(torch.arange(x.shape[0], device=x.device), x, 0, tuple(x.shape))
+    return Delta({n: (part(x),) for n, x in tables.items()}, torch.tensor(0))
+
+
+def gathered(changed: Delta, tables: Any, mesh: Mesh | None) -> Delta:
+    """On real ranks the rows of all of them, each once, on every rank."""
+    if mesh is None or mesh.is_emulated:
+        return changed
+    shards, out = tables.layout.shards, {n: [] for n in changed.tables}
+    own = [[p for p in changed.tables[s.table] if p.first == s.first] for s in shards]
+    counts = torch.tensor([sum(p.rows.shape[0] for p in parts) for parts in own])
+    largest = shard_map(lambda x: pmax(x, mesh.axis_names), mesh=mesh, in_specs=P(), out_specs=P(), check=False)
+    for s, parts, most in zip(shards, own, largest(counts).tolist(), strict=True):
+        like = tables[tables.layout.banks[s.bank].name]
+        rows = torch.cat([p.rows for p in parts] or [torch.empty(0, dtype=torch.int64)])
+        values = torch.cat([p.values for p in parts] or [like.new_empty(0, s.last - s.first)])
+        rows = torch.cat([rows, rows.new_full((most - rows.shape[0],), -1)])
+        values = torch.cat([values, values.new_zeros(most - values.shape[0], values.shape[1])])
+        rows, values = (unshard(x, P(mesh.axis_names), mesh=mesh) for x in (rows, values))
+        ordered, order = rows.sort(stable=True)
+        is_first = (ordered >= 0) & torch.cat([ordered[:1] >= 0, ordered[1:] != ordered[:-1]])
+        kept = order[is_first]
+        out[s.table].append(ChangedRows(rows[kept], values[kept], s.first, dict(tables.layout.shapes)[s.table]))
+    return Delta({n: tuple(x) for n, x in out.items()}, changed.version)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def folder_problems(folder: str | os.PathLike) -> Iterator[Problem]:
+    """A folder, or where one can be made."""
+    text = os.fspath(folder)
+    need, hint = "a folder, or where one can be made", '"runs/published"'
+    if not isinstance(text, str):
+        yield Problem("`folder` is not a path.", describe(text), "str or pathlib.Path", hint, TypeError)
+    elif not text or "\0" in text:
+        yield Problem("`folder` names no folder.", repr(text), need, hint)
+    else:
+        path = Path(os.path.abspath(text))
+        first = next(x for x in (path, *path.parents) if os.path.lexists(x))
+        if not first.is_dir():
+            yield Problem("`folder` is a file's, or below one.", repr(str(first)), need, hint, NotADirectoryError)
+        elif any((path / x).exists() for x in (MANIFEST, INDEX)):
+            need = "a folder of its own, which servers read as their updates"
+            yield Problem("`folder` is a package's, or holds weights.", repr(str(path)), need, hint)
+
+
+def record_problems(record: Any) -> Iterator[Problem]:
+    if not all(hasattr(record, x) for x in ("when", "step", "state", "is_chief")):
+        hint = 'fr.loop.Record("step", epoch, step, {}, state)'
+        yield Problem("the callback is not given a Record.", describe(record), "what fit gives", hint, TypeError)
+
+
+def state_problems(state: Any, mesh: Mesh | None) -> Iterator[Problem]:
+    if not isinstance(state, TrainState):
+        need, hint = "a TrainState, or a Logged", "the state of fr.logged(fr.train_step(...))"
+        yield Problem("the state is not a training state.", describe(state), need, hint, TypeError)
+    elif state.step.dim() or is_wrapped(state.step):
+        what, hint = "there are several states.", "fr.tree.map(lambda x: x[0], state), of the member that is served"
+        yield Problem(what, f"`step` {describe(state.step)}", "one", hint, TypeError)
+    elif isinstance(state.tables, ShardedTables) and mesh is None:
+        yield Problem("the state lies on a mesh.", "no `mesh`", "that mesh", "fr.publish(..., mesh=mesh)", TypeError)

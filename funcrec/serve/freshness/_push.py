@@ -1,0 +1,147 @@
+"""A running server brought up to the newest weights of a folder, over HTTP.
+
+GET /healthz says which weights it has; POST /reload and /delta what it lacks
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from funcrec.core import Problem, check, describe, fail, typed
+from funcrec.serve.freshness._published import follow
+
+CALL = "funcrec.update_server"
+MOST = 1 << 20  # bytes of an answer that are read
+UNIX = "unix:"
+
+
+@typed
+def update_server(address: str, folder: str | os.PathLike, *, timeout_s: float = 10.0) -> str:
+    """Tell a running `funcrec-serve` what it lacks of what `publish` wrote: the deltas behind its version in their
+    order, or whole weights and the deltas behind these.
+
+    Args:
+      address: of the server's `--admin`: "http://127.0.0.1:8081", or "unix:/run/admin" for the socket at this path. It
+        is asked directly, whatever proxy this process is told of.
+      folder: that of `publish`, which the server reads as its `--updates`.
+      timeout_s: for each answer.
+
+    Returns:
+      the version that the server has then.
+
+    Raises:
+      ConnectionError: a server that does not answer, or says that it cannot.
+      ValueError: with its words for a file that it refuses.
+      FileNotFoundError: a folder without weights.
+
+    Example:
+      >>> import tempfile, funcrec as fr
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     fr.update_server("http://127.0.0.1:9", folder)
+      Traceback (most recent call last):
+          ...
+      ConnectionError: funcrec.update_server: http://127.0.0.1:9/healthz was not answered.
+        got   [Errno 111] Connection refused
+        need  a running server
+        try   python -m funcrec serve PATH --updates FOLDER --admin PORT
+    """
+    check(CALL, address_problems("address", [address]), timeout_problems(timeout_s))
+    address = address.rstrip("/")
+
+    def take(path: Path) -> None:
+        where, key = ("reload", "weights") if path.is_dir() else ("delta", "path")
+        ask(f"{address}/{where}", timeout_s, {key: path.name})
+
+    follow(CALL, Path(folder), ask(f"{address}/healthz", timeout_s)["version"], take)
+    return ask(f"{address}/healthz", timeout_s)["version"]
+
+
+def ask(url: str, timeout_s: float, body: Any = None) -> dict[str, Any]:
+    """A server's answer; ValueError with its words where the request is at fault."""
+    from http.client import HTTPException
+
+    hint = "python -m funcrec serve PATH --updates FOLDER --admin PORT"
+    try:
+        status, text = exchange(url, timeout_s, None if body is None else json.dumps(body).encode())
+        found = json.loads(text) if status == 200 else None
+        if status == 200 and not (isinstance(found, dict) and isinstance(found.get("version"), str)):
+            raise ValueError(f"no version in {found!r:.200}")
+    except (OSError, HTTPException, ValueError) as error:
+        got = str(getattr(error, "reason", error)) or type(error).__name__
+        fail(CALL, f"{url} was not answered.", got=got, need="a running server", hint=hint, kind=ConnectionError)
+    if found is not None:
+        return found
+    kind = ConnectionError
+    if status == 400:
+        hint, kind = "whole weights: fr.publish writes them behind every `keep` deltas", ValueError
+    what = f"{url} refused." if body is None else f"{url} refused {body}."
+    got = f"{status} {text.decode(errors='replace').strip():.500}"
+    fail(CALL, what, got=got, need="200", hint=hint, kind=kind)
+
+
+def exchange(url: str, timeout_s: float, body: bytes | None) -> tuple[int, bytes]:
+    """(status, body) of an answer: GET without a body, else POST."""
+    from urllib.error import HTTPError
+    from urllib.request import ProxyHandler, Request, build_opener
+
+    head = {"Content-Type": "application/json"}
+    if url.startswith(UNIX):
+        return over_unix(*url.removeprefix(UNIX).rsplit("/", 1), timeout_s, body, head)
+    try:
+        with build_opener(ProxyHandler({})).open(Request(url, body, head), timeout=timeout_s) as reply:
+            return reply.status, reply.read(MOST)
+    except HTTPError as error:
+        return error.code, error.read(MOST)
+
+
+def over_unix(path: str, name: str, timeout_s: float, body: bytes | None, head: dict) -> tuple[int, bytes]:
+    """What `exchange` gives, from the socket at `path`."""
+    import socket
+    from http.client import HTTPConnection
+
+    connection = HTTPConnection("localhost")
+    connection.sock = socket.socket(socket.AF_UNIX)
+    try:
+        connection.sock.settimeout(timeout_s)
+        connection.sock.connect(path)
+        connection.request("GET" if body is None else "POST", f"/{name}", body, head)
+        reply = connection.getresponse()
+        return reply.status, reply.read(MOST)
+    finally:
+        connection.close()
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def address_problems(name: str, addresses: Sequence[str]) -> Iterator[Problem]:
+    for x in addresses if not isinstance(addresses, str) else [addresses]:
+        if isinstance(addresses, str) or not isinstance(x, str):
+            need = f'a list of addresses: {name}=["http://127.0.0.1:8080"]'
+            yield Problem(f"`{name}` is not a list of addresses.", describe(x), need, kind=TypeError)
+        elif not is_address(x):
+            need = "http:// or https://, a host, and a port below 65536, or unix: and the path of a socket"
+            yield Problem(f"`{name}` has no address.", repr(x), need, '"http://127.0.0.1:8080"')
+
+
+def is_address(text: str) -> bool:
+    """A scheme, a host, a port and a path: no user, and nothing behind the path, to which others are added. Or a
+    socket's path."""
+    if text.startswith(UNIX):
+        return text.removeprefix(UNIX).startswith("/") and "\0" not in text
+    try:
+        found = urlsplit(text)
+        is_server = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+    except ValueError:  # the port is none, or brackets are not closed
+        return False
+    is_bare = not (found.query or found.fragment or "@" in found.netloc)
+    return is_server and is_bare and text.isprintable() and " " not in text
+
+
+def timeout_problems(timeout_s: float) -> Iterator[Problem]:
+    if not (timeout_s > 0 and math.isfinite(timeout_s)):
+        yield Problem("`timeout_s` is not a time.", f"{timeout_s}", "seconds, more than 0", "timeout_s=10.0")

@@ -1,0 +1,78 @@
+"""Sharded tables that lookups read as if they were quantised: owners round the rows that they are asked for.
+
+    lookup(fake_quantize(shard_tables(tables, plan, mesh)), ids) == lookup(fake_quantize(tables), ids)
+
+What is rounded is a copy of those rows, which is then read in their place; gradients go back as those of float tables.
+Shapes: n ranks, C rows in a block, D dim.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec.core import replace
+from funcrec.jagged import KeyedJaggedTensor
+from funcrec.mesh import axis_index
+from funcrec.quantized import FakeQuantizedTables, as_stored, row_keys
+from funcrec.sharding._lanes import Routes
+from funcrec.sharding._lookup import read_sharded
+from funcrec.sharding.placement._layout import Bank, Layout
+from funcrec.tables import FeatureConfig, Read, gather_rows
+
+
+class Owned(NamedTuple):
+    """Of N rows of a bank which are a table's, and which of its rows they would be."""
+
+    table: str
+    is_here: Tensor
+    rows: Tensor
+
+
+def read_fake(
+    fake: FakeQuantizedTables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
+) -> Read:
+    """What a lookup gives of this rank's bags."""
+    dtypes, layout = dict(fake.dtypes), fake.tables.layout
+
+    def rounded(routed: Any, routes: Routes, implementation: str | None) -> tuple[dict[str, Tensor], Any]:
+        """({bank: f[n · C, D]}, of each id that came the row; what was routed, of which row i is the i-th of those)."""
+        copies = {}
+        for b in routes.lanes_of_banks:
+            rows = routed.rows_of(b, routes).long()
+            x = gather_rows(fake.tables.banks[b.name], rows, implementation=implementation)
+            copies[b.name] = rounded_copy(x, b, list(owners(layout, b, rows)), dtypes, fake.rounding)
+        places = torch.arange(routed.rows.shape[0], device=routed.rows.device)
+        return copies, replace(routed, rows=torch.where(routed.rows < 0, -1, places))
+
+    return read_sharded(fake.tables, ids, tuple(features), implementation, rounded)
+
+
+def rounded_copy(
+    x: Tensor, bank: Bank, owned: Sequence[Owned], dtypes: Mapping[str, str], key: Tensor | None
+) -> Tensor:
+    """Rows f[N, D] of a bank, each as its table's dtype stores it; zeros, of no table, are zeros of all dtypes."""
+    keys = () if key is None else (torch.zeros_like(owned[0].rows),)
+    for own in owned if keys else ():
+        keys = (torch.where(own.is_here, *row_keys(key, own.table, own.rows, bank.dim), *keys),)
+    by_dtype = {dtypes[own.table]: as_stored(x, dtypes[own.table], *keys) for own in owned}
+    out = by_dtype[dtypes[owned[0].table]]
+    for own in owned if len(by_dtype) > 1 else ():
+        out = torch.where(own.is_here[:, None], by_dtype[dtypes[own.table]], out)
+    return out
+
+
+def owners(layout: Layout, bank: Bank, rows: Tensor) -> Iterator[Owned]:
+    """Of this rank's rows i64[N] of a bank, for each table that has some there, on this rank or on others."""
+    of_rank = lambda x: (
+        x.to(rows.device).index_select(0, axis_index(bank.axes)[None]) if bank.axes else x.to(rows.device)
+    )
+    for s in layout.shards:
+        if layout.banks[s.bank] != bank:
+            continue
+        starts, firsts = torch.full((2, bank.num_ranks), bank.rows)  # of a rank without the table: behind all rows
+        for i, (r, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
+            starts[r], firsts[r] = start, i * s.part
+        at = rows - of_rank(starts)
+        yield Owned(s.table, (at >= 0) & (at < s.part), at + of_rank(firsts))

@@ -1,0 +1,71 @@
+"""The gradients of the global batch: every copy of a row gets the terms of all ranks.
+
+    grads[copy] = (terms of rank 0, ..., terms of rank n-1)
+
+Shapes: n ranks on some axes.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from funcrec.core import replace, tree_leaves, tree_map
+from funcrec.mesh import coordinates, gather_each, rank_at
+from funcrec.sharding.placement._layout import Bank, Layout
+from funcrec.tables import Bags, Entries, RowGrads
+
+
+def sync_grads(
+    grads: Mapping[str, RowGrads], layout: Layout, told: Sequence[Tensor] = ()
+) -> tuple[dict[str, RowGrads], list[tuple[Tensor, ...]]]:
+    """(every bank's gradient with the terms of all ranks that hold a copy of it, in the order of the global batch; each
+    of `told` of all ranks of the mesh, which travels along).
+
+    Copies that train apart have each the terms of its own group.
+    """
+    own = [b for b in layout.banks if b.name in grads]
+    everywhere = tuple(a for a, _ in layout.mesh_shape)
+    wanted: dict[tuple[str, ...], list[Tensor]] = {everywhere: list(told)}
+    for b in own:
+        axes, terms = copy_axes(b, layout), grads[b.name].terms
+        # a row that one rank alone holds has all its terms there: they came to it as the transpose of the lookup
+        wanted.setdefault(axes, []).extend(tree_leaves(terms) if axes and grads[b.name].capacity else ())
+    narrow = narrow_bounds(t for b in own for t in grads[b.name].terms)
+    gathered = {axes: gather_each(xs, axes, narrow) for axes, xs in wanted.items() if xs}
+    synced = {b.name: _of_all(grads[b.name], b, layout, gathered.get(copy_axes(b, layout), {})) for b in own}
+    return synced, [gathered[everywhere][id(x)] for x in told]
+
+
+def copy_axes(bank: Bank, layout: Layout) -> tuple[str, ...]:
+    """The axes whose ranks hold one and the same copy of a bank's rows."""
+    return tuple(a for a, _ in layout.mesh_shape if a not in bank.axes and a not in layout.replicas)
+
+
+def narrow_bounds(terms: Iterable[Entries | Bags]) -> dict[int, Tensor]:
+    """{id of offsets: the same as i32}, of bags of fewer than 2^31 ids whose rows are."""
+    bags = [t for t in terms if isinstance(t, Bags) and t.rows.dtype == torch.int32]
+    apart = {id(t.offsets): t.offsets for t in bags if t.rows.shape[0] <= torch.iinfo(torch.int32).max}
+    return {i: x.int() for i, x in apart.items()}
+
+
+def _of_all(grads: RowGrads, bank: Bank, layout: Layout, gathered: Mapping[int, tuple[Tensor, ...]]) -> RowGrads:
+    """A bank's gradient with the terms of all copies, whose tensors were
+    gathered, in the order of the ranks whose bags they are of.
+
+    That order is the mesh's, whatever the order in which a placement
+    names its axes: a row's sum has one process's bits.
+    """
+    names, sizes = [a for a, _ in layout.mesh_shape], dict(layout.mesh_shape)
+    others = copy_axes(bank, layout)
+    if grads.capacity == 0:
+        return grads
+    placed = []
+    for i, t in enumerate(grads.terms):  # each lookup has one term for every sender on the bank's axes
+        for copy in range(prod(sizes[a] for a in others)):
+            sender = coordinates(i % bank.num_ranks, bank.axes, sizes) | coordinates(copy, others, sizes)
+            rank = rank_at(dict.fromkeys(names, 0) | sender, names, sizes)
+            placed.append((rank, i, tree_map(lambda x, c=copy: gathered[id(x)][c], t) if others else t))
+    placed.sort(key=lambda p: p[:2])
+    return replace(grads, terms=tuple(t for _, _, t in placed), coalesced=grads.coalesced and not others)

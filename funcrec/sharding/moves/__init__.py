@@ -1,0 +1,1 @@
+"""Rows and slots that go from rank to rank when a plan changes."""

@@ -1,0 +1,116 @@
+"""Rows moved between a layout's banks and whole tables, a block of rows at a time.
+
+    rows_of(layout, banks, table, first, last) == table[first:last]        on every rank;
+    move: that table into another layout's banks
+
+Rows travel as integers: a sum of which all but one are zero keeps every bit, that of a NaN or of -0.0 too.
+Shapes: R rows, D dim.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, check, describe, is_tracked, outside_transforms, plain, written
+from funcrec.mesh import Mesh, bind, pmax, psum
+from funcrec.sharding.placement._layout import Layout, Shard, blank, own_ranks
+
+BLOCK_BYTES = 1 << 26  # what a rank holds besides the two states
+INTEGERS = {4: torch.int32, 8: torch.int64}  # of an element's bytes; gloo sums no int16: others are bytes
+
+Rows = Callable[[int, int], Tensor]
+
+
+def places(layout: Layout, table: str, mesh: Mesh, first: int, last: int) -> Iterator[tuple[Shard, str, slice, slice]]:
+    """Where rows [first, last) of a table lie in this process:
+    (shard, bank, which of these rows, which of the bank)."""
+    for s in (layout.shards[i] for i in layout.shards_of(table)):
+        bank = layout.banks[s.bank]
+        own = own_ranks(bank, mesh)
+        for i, (rank, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
+            a, b = max(first, i * s.part), min(last, (i + 1) * s.part)
+            for k in (k for k, r in enumerate(own) if r == rank and a < b):
+                at = k * bank.rows + start - i * s.part
+                yield s, bank.name, slice(a - first, b - first), slice(at + a, at + b)
+
+
+def rows_of(layout: Layout, banks: Mapping[str, Tensor], table: str, mesh: Mesh, first: int, last: int) -> Tensor:
+    """Rows [first, last) of a table f[R, D], or of a slot of it, on every rank, from this rank's banks."""
+    shards = [layout.shards[i] for i in layout.shards_of(table)]
+    axes = layout.banks[shards[0].bank].axes
+    old = banks[layout.banks[shards[0].bank].name]
+    is_cut = len(shards) > 1 and old.dim() > 1
+    width = [dict(layout.shapes)[table][1]] if is_cut else old.shape[1:]
+    out = blank([last - first, *width], [banks[layout.banks[s.bank].name] for s in shards])
+    for s, bank, here, there in places(layout, table, mesh, first, last):
+        if is_cut:
+            out = written(out, (here, slice(s.first, s.last)), banks[bank][there])
+        elif s == shards[0]:  # one number per row is the same with all of its columns
+            out = written(out, (here,), banks[bank][there])
+    if mesh.is_emulated or not axes or first == last:
+        return out
+    with bind(mesh.bound_axes(axes, out.device)):
+        check("funcrec.reshard", tracked_problems(table, out, axes))
+        return psum(out.view(INTEGERS.get(out.element_size(), torch.int8)), axes).view(out.dtype)
+
+
+def blank_banks(
+    layout: Layout, samples: Mapping[str, Mapping[str, Tensor]], mesh: Mesh
+) -> dict[str, dict[str, Tensor]]:
+    """{bank: {"": the bank, slot: its slot}} of zeros; samples: of each table, no rows of each."""
+    out: dict[str, dict[str, Tensor]] = {}
+    for i, bank in enumerate(layout.banks):
+        rows, within = len(own_ranks(bank, mesh)) * bank.rows, [s.table for s in layout.shards if s.bank == i]
+        is_cut = bank.dim < dict(layout.shapes)[within[0]][1]
+        shape = lambda x: (rows, *([bank.dim] if is_cut and x.dim() > 1 else x.shape[1:]))  # noqa: B023
+        out[bank.name] = {k: blank(shape(x), [samples[n][k] for n in within]) for k, x in samples[within[0]].items()}
+    return out
+
+
+def move(layout: Layout, banks: Mapping[str, dict[str, Tensor]], table: str, leaf: str, mesh: Mesh, read: Rows) -> None:
+    """Write a table (leaf ""), or a slot of it, into banks that are this function's own; a block of rows at a time."""
+    num_rows, dim = dict(layout.shapes)[table]
+    block = max(1, BLOCK_BYTES // (8 * dim))
+    for first in range(0, num_rows, block):
+        last = min(first + block, num_rows)
+        rows = read(first, last)
+        for s, bank, here, there in places(layout, table, mesh, first, last):
+            is_cut = rows.dim() > 1 and s.last - s.first < dim
+            own = rows[here, s.first : s.last] if is_cut else rows[here]
+            banks[bank][leaf] = written(banks[bank][leaf], (there,), own)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def tracked_problems(table: str, rows: Tensor, axes: Sequence[str]) -> Iterator[Problem]:
+    """Real ranks send a row's bits, which have no derivative: what one rank's followed rows are, all ranks refuse."""
+    followed = is_tracked(rows)
+    if plain(rows) is not None:
+        with outside_transforms():
+            followed = bool(pmax(torch.tensor(int(followed), device=rows.device), axes))
+    if followed:
+        yield followed_problem(table)
+
+
+def followed_problem(table: str) -> Problem:
+    what, hint = f"table {table!r}, or a slot of it, is differentiated.", "`.detach()`, or Mesh.emulated(...)"
+    need = "plain tensors on real ranks"
+    return Problem(what, "a tensor that autograd or torch.func follows", need, hint, TypeError)
+
+
+def bank_problems(layout: Layout, samples: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Problem]:
+    """Tables of one bank have the same slots, and those of a table that is cut by columns can be cut."""
+    kinds = lambda own: {k: (x.dtype, tuple(x.shape[1:])) for k, x in own.items()}
+    first: dict[int, str] = {}
+    for s in layout.shards:
+        before, dim = first.setdefault(s.bank, s.table), dict(layout.shapes)[s.table][1]
+        if kinds(samples[s.table]) != kinds(samples[before]):
+            got = f"{before!r}: {list(samples[before])[1:]}, {s.table!r}: {list(samples[s.table])[1:]}"
+            what = f"tables {before!r} and {s.table!r} have different slots and one label."
+            yield Problem(what, got, "the row optimizer that made them", "sparse=...")
+        for k, x in samples[s.table].items():
+            if s.last - s.first < dim and x.dim() > 1 and tuple(x.shape[1:]) != (dim,):
+                what = f"slot {k!r} of {s.table!r} cannot be cut by columns."
+                yield Problem(what, describe(x), f"[R] or [R, {dim}]", "row_wise or table_wise for it")

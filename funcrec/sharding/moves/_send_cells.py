@@ -1,0 +1,180 @@
+"""Rows sent from one layout's banks into another's, on real ranks: each once, from one that has it to one that is to.
+
+    cell = (rows, columns) that lie together in both layouts;   stream (s, d) = the cells that rank s sends to rank d
+
+Which cells there are follows from the two layouts alone, so every rank knows all streams. They are sent in rounds, by
+one all-to-all each, in which no rank sends or gets more than `_gather_rows.BLOCK_BYTES`. Rows travel as bytes.
+Shapes: n ranks, R rows, D dim.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcrec.core import Problem, is_tracked, outside_transforms, plain
+from funcrec.mesh import Mesh, bind, coordinates, pmax, rank_at, swap_bytes
+from funcrec.sharding.moves import _gather_rows
+from funcrec.sharding.placement._layout import Layout, Shard
+
+Leaves = Mapping[str, Mapping[str, Tensor]]  # {bank: {"": the bank, slot: its slot}}
+
+
+class Place(NamedTuple):
+    """Where a cell lies in a bank: from which row on, and which columns; None for all."""
+
+    bank: str
+    row: int
+    columns: slice | None
+
+    def of(self, leaves: Leaves, leaf: str, first: int, last: int) -> Tensor:
+        """Rows [first, last) of the cell, of a leaf: a view."""
+        rows = leaves[self.bank][leaf][self.row + first : self.row + last]
+        return rows if self.columns is None else rows[:, self.columns]
+
+
+class Cell(NamedTuple):
+    """Rows and columns of a leaf of a table that one rank has and another is to have."""
+
+    leaf: str
+    sender: int
+    receiver: int
+    num_rows: int
+    row_bytes: int
+    source: Place
+    target: Place
+
+
+class Side(NamedTuple):
+    """A layout, and the ranks that hold what: holders[axes][rank of these axes] = ranks of the mesh."""
+
+    layout: Layout
+    holders: Mapping[tuple[str, ...], Sequence[Sequence[int]]]
+
+
+def side_of(layout: Layout) -> Side:
+    sizes = dict(layout.mesh_shape)
+    names, num_ranks = list(sizes), 1
+    for n in sizes.values():
+        num_ranks *= n
+    holders = {}
+    for bank in layout.banks:
+        own = holders.setdefault(bank.axes, [[] for _ in range(bank.num_ranks)])
+        if not any(own):
+            for r in range(num_ranks):
+                own[rank_at(coordinates(r, names, sizes), bank.axes, sizes)].append(r)
+    return Side(layout, holders)
+
+
+def parts_of(side: Side, shard: Shard, first: int, last: int) -> Iterator[tuple[int, int, int, Sequence[int]]]:
+    """(first row, last row, where the first lies in the bank, the ranks that hold it), of a shard's parts."""
+    ranks = side.holders[side.layout.banks[shard.bank].axes]
+    for i in range(first // shard.part, -(-last // shard.part)):
+        a, b = max(first, i * shard.part), min(last, (i + 1) * shard.part)
+        if a < b:
+            yield a, b, shard.starts[i] + a - i * shard.part, ranks[shard.ranks[i]]
+
+
+def cells_of(old: Side, new: Side, table: str, leaf: str, sample: Tensor) -> Iterator[Cell]:
+    """All cells of a leaf of a table, in one order on all ranks. sample: of the leaf, no row."""
+    num_rows, _ = dict(old.layout.shapes)[table]
+    sources, targets = ([x.layout.shards[i] for i in x.layout.shards_of(table)] for x in (old, new))
+    is_cut = sample.dim() > 1 and len(sources) + len(targets) > 2
+    width = lambda s: (s.last - s.first) if is_cut else 1
+    for t in targets:
+        for a, b, at, receivers in parts_of(new, t, 0, num_rows):
+            # one number per row is the same with all of its columns
+            for s in sources if is_cut else sources[:1]:
+                c, d = (max(s.first, t.first), min(s.last, t.last)) if is_cut else (0, 1)
+                if c >= d:
+                    continue
+                cut = lambda x: slice(c - x.first, d - x.first) if is_cut and d - c < width(x) else None  # noqa: B023
+                row_bytes = sample.element_size() * ((d - c) if is_cut else sample.shape[1:].numel())
+                for first, last, start, senders in parts_of(old, s, a, b):
+                    source = Place(old.layout.banks[s.bank].name, start, cut(s))
+                    target = Place(new.layout.banks[t.bank].name, at + first - a, cut(t))
+                    for r in receivers:
+                        sender = r if r in senders else senders[r % len(senders)]
+                        yield Cell(leaf, sender, r, last - first, row_bytes, source, target)
+
+
+class Piece(NamedTuple):
+    """Rows [first, last) of a cell, which travel in one round."""
+
+    cell: Cell
+    first: int
+    last: int
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.last - self.first) * self.cell.row_bytes
+
+
+def rounds_of(stream: Sequence[Cell], most_bytes: int) -> list[list[Piece]]:
+    """A stream in rounds of at most that many bytes, or of one row."""
+    out: list[list[Piece]] = [[]]
+    room = most_bytes
+    for cell in stream:
+        done = 0
+        while done < cell.num_rows:
+            fits = min(cell.num_rows - done, room // cell.row_bytes if cell.row_bytes else cell.num_rows)
+            if fits == 0 and out[-1]:
+                out, room = [*out, []], most_bytes
+                continue
+            fits = max(fits, 1)
+            out[-1].append(Piece(cell, done, done + fits))
+            done, room = done + fits, max(0, room - fits * cell.row_bytes)
+    return out
+
+
+def send_rows(old: Layout, leaves: Leaves, new: Layout, banks: Leaves, mesh: Mesh) -> None:
+    """Write what `leaves`, this rank's of the old layout, hold into
+    `banks`, this rank's of the new one, which are this function's own."""
+    me, before, after = rank_at(mesh.coordinates, mesh.axis_names, mesh.shape), side_of(old), side_of(new)
+    streams: dict[tuple[int, int], list[Cell]] = {}
+    for table, _ in old.shapes:
+        bank = old.banks[old.shards[old.shards_of(table)[0]].bank].name
+        for leaf, x in leaves[bank].items():
+            for cell in cells_of(before, after, table, leaf, x[:0]):
+                streams.setdefault((cell.sender, cell.receiver), []).append(cell)
+    for cell in streams.pop((me, me), ()):
+        put(banks, Piece(cell, 0, cell.num_rows), cell.source.of(leaves, cell.leaf, 0, cell.num_rows))
+    most_bytes = _gather_rows.BLOCK_BYTES // mesh.size
+    rounds = {pair: rounds_of(own, most_bytes) for pair, own in streams.items() if pair[0] != pair[1]}
+    for i in range(max(map(len, rounds.values()), default=0)):
+        now = lambda s, d: rounds[s, d][i] if i < len(rounds.get((s, d), ())) else []  # noqa: B023
+        going, coming = [now(me, r) for r in range(mesh.size)], [now(r, me) for r in range(mesh.size)]
+        sizes = [[sum(p.num_bytes for p in own) for own in way] for way in (coming, going)]
+        sent = [as_bytes(p.cell.source.of(leaves, p.cell.leaf, p.first, p.last)) for own in going for p in own]
+        got = swap_bytes(sent, *sizes, mesh)
+        pieces = [p for own in coming for p in own]
+        for p, x in zip(pieces, got.split([p.num_bytes for p in pieces]), strict=True):
+            put(banks, p, x)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    return x.contiguous().flatten().view(torch.uint8)
+
+
+def put(banks: Leaves, piece: Piece, rows: Tensor) -> None:
+    """Rows, or their bytes, to their places."""
+    there = piece.cell.target.of(banks, piece.cell.leaf, piece.first, piece.last)
+    # of its own memory: that of one number begins at a multiple of its size
+    there.copy_(rows.clone().view(there.dtype).reshape(there.shape) if rows.dtype != there.dtype else rows)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def followed_problems(layout: Layout, leaves: Leaves, mesh: Mesh) -> Iterator[Problem]:
+    """Real ranks send a row's bits, which have no derivative: what one rank's followed rows are, all ranks refuse."""
+    followed = [any(map(is_tracked, own.values())) for own in leaves.values()]
+    some = next(iter(leaves.values()))[""]
+    if plain(some) is not None:
+        with outside_transforms(), bind(mesh.bound_axes(mesh.axis_names, some.device)):
+            followed = pmax(torch.tensor(followed, device=some.device).long(), mesh.axis_names).tolist()
+    for bank, is_followed in zip(leaves, followed, strict=True):
+        if is_followed:
+            number = next(i for i, b in enumerate(layout.banks) if b.name == bank)
+            yield _gather_rows.followed_problem(next(s.table for s in layout.shards if s.bank == number))

@@ -1,0 +1,1 @@
+"""Where a plan puts each table, and how ranks hold it."""

@@ -1,0 +1,278 @@
+"""Plan: a placement for each table, and what was told of them.
+
+plan[table] is its Placement;    a plan that `fr.plan` made has a report: estimate, bound, reasons
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from funcrec.core import Problem, check, describe, fail, typed
+from funcrec.mesh import AxisName, Mesh
+from funcrec.sharding.placement._placement import OF_TWO_AXES, ON_ONE_PLACE, Kind, Placement, axis_names
+from funcrec.sharding.placement._report import Report, report_problem
+from funcrec.tables import TableConfig, table_list_problems
+
+VERSION = 1  # of the text
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Plan:
+    """Table -> placement; static, so that it is part of the compile key.
+
+    Args:
+      placements: {table: Placement}. Along mesh axes that a placement does not name its table has copies that apply one
+        gradient at every step.
+      replicas: axes along which copies of all tables, replicated ones too, train apart: the ranks that share a place on
+        them are a group, which trains its copy on its own bags as if it were
+        alone, until `sync_replicas`. No placement may name them.
+      report: what `fr.plan` estimates of it, and why it is so; None of a plan made by hand.
+        Plans are equal by their placements, whatever is told of them.
+
+    Example:
+      >>> import funcrec as fr
+      >>> plan = fr.Plan({"item": fr.row_wise("model"), "user": fr.table_wise("model", rank=1)})
+      >>> plan["user"].ranks
+      (1,)
+      >>> fr.Plan({"item": fr.row_wise("model")}, replicas="group").replicas
+      ('group',)
+
+    Source: TorchRec's ShardingPlan; `replicas`: its DMPCollection.
+    """
+
+    placements: tuple[tuple[str, Placement], ...]
+    replicas: tuple[str, ...]
+    report: Report | None = field(default=None, compare=False)
+
+    def __init__(self, placements: Mapping[str, Placement], replicas: AxisName = (), report: Report | None = None):
+        check("funcrec.Plan", plan_problems(placements, replicas))
+        object.__setattr__(self, "placements", tuple(placements.items()))
+        object.__setattr__(self, "replicas", axis_names(replicas))
+        object.__setattr__(self, "report", report)
+
+    @property
+    def gap(self) -> float:
+        """How much faster any plan may be at most, by the planner's estimate: 1 - bound / estimate."""
+        return self._told("gap").gap
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """{table: why it lies where it does}."""
+        return {t.table: t.reason for t in self._told("reasons").tables}
+
+    def table(self) -> str:
+        """A line for each table and each rank: where, how large, how long."""
+        return self._told("table").text()
+
+    def draw(self) -> Any:
+        """A matplotlib Figure, ranks × tables."""
+        return self._told("draw").draw()
+
+    def _told(self, name: str) -> Report:
+        if self.report is None:
+            need = "a plan that fr.plan made, which keeps its report"
+            fail(
+                f"funcrec.Plan.{name}",
+                "nobody has estimated this plan.",
+                got="a plan made by hand",
+                need=need,
+                hint="fr.plan(...)",
+            )
+        return self.report
+
+    @property
+    def digest(self) -> str:
+        """A hash of the placements, the same in every process and version of Python; the order of tables counts not."""
+        own = {
+            "placements": sorted((n, p.kind, p.axes, p.ranks) for n, p in self.placements),
+            "replicas": self.replicas,
+        }
+        return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The plan and its report as a text.
+
+        Law: Plan.from_json(plan.to_json()) == plan, with an equal report.
+        """
+        placements = {n: {"kind": p.kind, "axes": p.axes, "ranks": p.ranks} for n, p in self.placements}
+        report = None if self.report is None else self.report.to_dict()
+        return json.dumps(
+            {"version": VERSION, "placements": placements, "replicas": self.replicas, "report": report}, indent=1
+        )
+
+    @staticmethod
+    @typed
+    def from_json(text: str) -> "Plan":
+        """The plan of `to_json`.
+
+        Raises:
+          ValueError: another text.
+
+        Example:
+          >>> import funcrec as fr
+          >>> plan = fr.Plan({"item": fr.row_wise("model")})
+          >>> fr.Plan.from_json(plan.to_json()) == plan
+          True
+        """
+        check("funcrec.Plan.from_json", text_problems(text))
+        own = json.loads(text)
+        placement = lambda p: Placement(p["kind"], tuple(p["axes"]), tuple(p["ranks"]))
+        report = None if own["report"] is None else Report.from_dict(own["report"])
+        return Plan({n: placement(p) for n, p in own["placements"].items()}, tuple(own["replicas"]), report)
+
+    @staticmethod
+    @typed
+    def uniform(
+        kind: Kind, tables: Sequence[TableConfig] | Mapping[str, Any], mesh: Mesh, *, replicas: AxisName = ()
+    ) -> "Plan":
+        """All tables placed alike, over all axes of the mesh but `replicas`; those that lie on one place take turns.
+
+        Args:
+          tables: their configs, or a mapping by their names, such as the tables themselves.
+          replicas: as of Plan.
+
+        Raises:
+          ValueError: a kind that wants two axes, or one, on a mesh that has not as many besides `replicas`.
+
+        Law: of T tables on n places each has floor(T / n) or ceil(T / n).
+
+        Example:
+          >>> import funcrec as fr
+          >>> tables, mesh = [fr.TableConfig("item", 9, 4), fr.TableConfig("user", 5, 4)], fr.Mesh.emulated(model=2)
+          >>> plan = fr.Plan.uniform("table_wise", tables, mesh)
+          >>> plan["item"].ranks, plan["user"].ranks
+          ((0,), (1,))
+
+        Source: TorchRec's planner with one ShardingType among the constraints of every table.
+        """
+        axes = tuple(a for a in mesh.axis_names if a not in axis_names(replicas))
+        names = list(tables) if isinstance(tables, Mapping) else [t.name for t in tables]
+        check("funcrec.Plan.uniform", uniform_problems(kind, tables, mesh, axis_names(replicas)))
+        num_places = prod(mesh.shape[a] for a in (axes[:1] if kind in OF_TWO_AXES else axes))
+        ranks = lambda i: (i % num_places,) if kind in ON_ONE_PLACE else ()
+        made = lambda i: Placement(kind, () if kind == "replicated" else axes, ranks(i))
+        return Plan({n: made(i) for i, n in enumerate(names)}, replicas)
+
+    def __getitem__(self, table: str) -> Placement:
+        own = dict(self.placements)
+        if not isinstance(table, str) or table not in own:
+            hint = f"{table!r}: fr.replicated() among the placements" if isinstance(table, str) else "a table's name"
+            fail(
+                "funcrec.Plan",
+                "the plan has no such table.",
+                got=describe(table),
+                need=f"one of {list(own)}",
+                hint=hint,
+                kind=KeyError,
+            )
+        return own[table]
+
+    def __repr__(self) -> str:
+        return f"Plan({dict(self.placements)}{f', replicas={self.replicas}' if self.replicas else ''})"
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def plan_problems(placements: Any, replicas: Any) -> Iterator[Problem]:
+    named = replicas if isinstance(replicas, tuple) else (replicas,)
+    if not all(isinstance(a, str) for a in named) or len(set(named)) < len(named):
+        need = "an axis, or a tuple of distinct axes"
+        yield Problem("`replicas` are not axes of a mesh.", f"{replicas!r}", need, kind=TypeError)
+        return
+    if not isinstance(placements, Mapping):
+        yield Problem(
+            "a plan is not a mapping.",
+            describe(placements),
+            "{table: placement}",
+            '{"item": fr.row_wise("model")}',
+            TypeError,
+        )
+        return
+    for name, p in placements.items():
+        if not isinstance(p, Placement):
+            hint = "fr.row_wise('model')"
+            yield Problem(f"table {name!r} has no placement.", describe(p), "a Placement", hint, TypeError)
+        elif set(p.axes) & set(named):
+            both, need = [a for a in p.axes if a in named], "other axes than those of `replicas`"
+            yield Problem(f"table {name!r} is cut over an axis whose copies train apart.", f"{both}", need)
+
+
+def uniform_problems(kind: str, tables: Any, mesh: Mesh, replicas: tuple[str, ...]) -> Iterator[Problem]:
+    if not isinstance(tables, Mapping):
+        yield from table_list_problems(tables)
+    yield from replica_problems(replicas, mesh)
+    wanted, axes = 2 if kind in OF_TWO_AXES else int(kind != "replicated"), set(mesh.axis_names) - set(replicas)
+    if len(axes) < wanted or (wanted == 2 and len(axes) > 2):
+        need = "two, the outer one first" if wanted == 2 else "one at least"
+        hint = "fr.Mesh.emulated(node=2, local=4)" if wanted == 2 else 'kind="replicated", or fewer `replicas`'
+        yield Problem(f"{kind!r} has no such axes here.", f"{sorted(axes)} besides `replicas`", need, hint)
+
+
+def replica_problems(replicas: tuple[str, ...], mesh: Mesh) -> Iterator[Problem]:
+    unknown = [a for a in replicas if a not in mesh.shape]
+    if unknown:
+        need = f"among {list(mesh.axis_names)}"
+        yield Problem("`replicas` of the plan name an axis that the mesh lacks.", f"{unknown}", need)
+
+
+def fit_problems(plan: Plan, mesh: Mesh, shapes: Mapping[str, tuple[int, int]]) -> Iterator[Problem]:
+    """Every table has a placement whose axes and ranks the mesh has."""
+    placements = dict(plan.placements)
+    yield from replica_problems(plan.replicas, mesh)
+    for name in shapes:
+        if name not in placements:
+            hint = "fr.replicated(), for a small table"
+            yield Problem(
+                f"the plan lacks table {name!r}.", f"tables {list(placements)}", "a placement for each", hint, KeyError
+            )
+    for name, p in placements.items():
+        if name not in shapes:
+            yield Problem(
+                f"the plan places table {name!r}, which is not there.",
+                f"tables {list(shapes)}",
+                "one of them",
+                kind=KeyError,
+            )
+        missing = [a for a in p.axes if a not in mesh.shape]
+        if missing:
+            yield Problem(
+                f"the placement of {name!r} names an axis that the mesh lacks.",
+                f"{missing}",
+                f"among {list(mesh.axis_names)}",
+            )
+            continue
+        ranks = [mesh.shape[a] for a in p.axes]
+        most = ranks[0] if p.kind in OF_TWO_AXES else prod(ranks)
+        for r in p.ranks:
+            if r >= most:
+                yield Problem(f"the placement of {name!r} names a rank that is not there.", f"{r}", f"0 to {most - 1}")
+
+
+def text_problems(text: str) -> Iterator[Problem]:
+    need, hint = "the text that plan.to_json() made", "fr.Plan.from_json(plan.to_json())"
+    try:
+        own = json.loads(text)
+    except ValueError as error:
+        yield Problem("`text` is not JSON.", str(error), need, hint)
+        return
+    if not isinstance(own, dict) or not {"version", "placements", "replicas", "report"} <= set(own):
+        yield Problem("`text` is not a plan.", f"JSON of a {type(own).__name__}", need, hint)
+    elif own["version"] != VERSION:
+        yield Problem("`text` is of another version.", f"version {own['version']!r}", f"version {VERSION}", hint)
+    else:
+        all_are = lambda x, kind: isinstance(x, list) and all(type(a) is kind for a in x)
+        fits = lambda p: (
+            isinstance(p, dict) and set(p) == {"kind", "axes", "ranks"} and type(p["kind"]) is str
+            and all_are(p["axes"], str) and all_are(p["ranks"], int)
+        )  # fmt: skip
+        is_plan = isinstance(own["placements"], dict) and all(map(fits, own["placements"].values()))
+        if not is_plan or not all_are(own["replicas"], str):
+            yield Problem("`text` is not a plan.", "JSON with other fields", need, hint)
+        elif own["report"] is not None:
+            wrong = report_problem(own["report"], list(own["placements"]))
+            if wrong:
+                yield Problem("`text` has a report that is none.", wrong, need, hint)
