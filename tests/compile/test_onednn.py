@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from programs.generated_code import generated_code
 
 import funcrec as fr
-from funcrec.compile import OPTIONS, _onednn
+from funcrec.compile import OPTIONS
+from funcrec.compile.backend import _onednn
 from funcrec.compile.backend._digest import digest
 from funcrec.compile.backend._onednn import MM, faster_products
 from funcrec.testing import assert_trees_close
