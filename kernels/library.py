@@ -133,16 +133,21 @@ def _top_k(queries, items, rows, offsets, k, bits=0):
     return tuple(queries.new_empty((queries.shape[0], k), dtype=d) for d in (dtype, torch.int64))
 
 
+def blank(x: Tensor) -> Tensor:
+    """Memory for x's elements, one row after the other whatever x's strides."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 FAKES: dict[str, Callable] = {
     "pooled_lookup": _pooled_lookup,
     "pooled_lookup_weights": lambda d_out, tables, rows, offsets, weights, features: torch.empty_like(weights),
     "gather_rows": lambda table, rows: table.new_empty(
         (rows.shape[0], table.shape[1]), dtype=accumulation_dtype(table.dtype)
     ),
-    "scatter_rows": lambda table, rows, count, new: torch.empty_like(table),
+    "scatter_rows": lambda table, rows, count, new: blank(table),
     "expand": _expand,
     "coalesce": _coalesce,
-    "fused_update": lambda tables, slots, *rest: [torch.empty_like(x) for x in (*tables, *slots)],
+    "fused_update": lambda tables, slots, *rest: [blank(x) for x in (*tables, *slots)],
     "take_ranges": _take_ranges,
     "take_ranges_transpose": lambda d, starts, lengths, num_values: d.new_empty((num_values, *d.shape[1:])),
     "bucketize": _bucketize,
@@ -319,18 +324,20 @@ def refuse_derivatives(name: str, implementation: str) -> NoReturn:
 
 
 def _pure(in_place: Callable, name: str) -> Callable:
-    """The operation on copies of what it writes to."""
+    """The operation on copies of what it writes to. They are contiguous: a compiled program keeps the order of an
+    operand's strides alone, and lays a table that is every member's of a stack with the members side by side."""
+    copy = lambda x: x.clone(memory_format=torch.contiguous_format)
     if name == "scatter_rows":
 
         def scatter_rows(table, *rest):
-            out = table.clone()
+            out = copy(table)
             in_place(out, *rest)
             return out
 
         return scatter_rows
 
     def fused_update(tables, slots, *rest):
-        new_tables, new_slots = [t.clone() for t in tables], [s.clone() for s in slots]
+        new_tables, new_slots = [copy(t) for t in tables], [copy(s) for s in slots]
         in_place(new_tables, new_slots, *rest)
         return new_tables + new_slots
 

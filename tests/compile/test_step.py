@@ -223,3 +223,24 @@ def test_a_deep_copy_of_what_is_gone_raises():
     fr.jit(step, donate=("state",))(old, None)
     with pytest.raises(fr.DonatedError, match="was donated to call 1"):
         copy.deepcopy(old)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam", "ftrl"])
+def test_compiled_members_begin_with_one_table(rule):
+    """jit(vmap(update)) = vmap(update) where tables and slots, or the rate, are every member's, and so lie once in
+    memory; gradients f[K, M, D] or a rate f[K] are each member's own."""
+    tables = {"t": torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}
+    d = torch.arange(18, dtype=torch.float64).reshape(2, 3, 3) / 10
+
+    def run(rate, d):
+        own = getattr(fr.optim, rule)(rate)
+        grads = {"t": fr.RowGrads.from_entries(torch.tensor([0, 2, 4]), d, num_embeddings=5)}
+        return own.update(grads, own.init(tables), tables, 1)
+
+    rates = torch.tensor([0.1, 0.2], dtype=torch.float64)
+    for f in (
+        lambda rates, d: torch.func.vmap(run, in_dims=(None, 0))(rates[0], d),
+        lambda rates, d: torch.func.vmap(run, in_dims=(0, None))(rates, d[0]),
+        lambda rates, d: torch.func.vmap(run, in_dims=(0, 2))(rates, d.permute(1, 2, 0)),
+    ):
+        assert_trees_close(fr.jit(f)(rates, d), f(rates, d), rtol=1e-12, atol=1e-12)
