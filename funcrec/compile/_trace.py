@@ -7,7 +7,9 @@ graph cannot hold is refused: values read on the host, writes to arguments
 and to what f closes over, draws from torch's generators.
 """
 
+import functools
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +35,7 @@ from funcrec.compile._donated import Donated
 from funcrec.compile.backend._inductor import DECOMPOSITIONS
 from funcrec.core import ADDRESSES, Problem, describe, fail, is_wrapped, message, outside_transforms
 
+LIBRARY = torch.library.Library("aten", "IMPL")
 COPIES = {
     torch.ops.aten.lift_fresh_copy.default,
     torch.ops.aten.lift_fresh.default,
@@ -67,6 +70,7 @@ def stage(
     """
     imported(FOR_STAGING)
     settle()
+    views_of_zeros()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         shapes = [like(x) for x in leaves]
         with _Lift(call, fake) as lift:
@@ -87,6 +91,21 @@ def stage(
         shapes = [like(x) for x in (*leaves, *captured)]
         with torch.no_grad(), torch._C._DisableAutocast():  # what these did is in the graph
             return Recorded(make_fx(functionalize(graph, remove="mutations"), decompositions)(*shapes), captured)
+
+
+@functools.cache
+def views_of_zeros() -> None:
+    """Views of zeros without memory go the way of all views. torch names the kernels of three of them for such zeros
+    too, which hides the view from the modes that stage: what it gave was a tensor on the device "meta"."""
+    names = [n for n in ("view", "as_strided", "_reshape_alias") if not is_passed_by(f"aten::{n}")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a kernel takes another's place
+        for n in names:
+            LIBRARY.impl(n, torch.library.fallthrough_kernel, "ZeroTensor")
+
+
+def is_passed_by(name: str) -> bool:
+    return torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(name, "ZeroTensor")
 
 
 def like(x: Tensor) -> Tensor:

@@ -79,3 +79,23 @@ def test_zeros_that_a_program_closes_over():
     closed = zeros(3)
     with pytest.raises(ValueError, match="a tensor that is closed over is not there yet"):
         fr.jit(lambda x: x + closed)(torch.ones(3))
+
+
+def test_members_of_a_second_derivative():
+    """jit(vmap(f'')) = vmap(f'') where a member's zeros are reshaped beside what all members share."""
+    mask, w, x = torch.tensor([True, False, True]), torch.arange(3.0), torch.ones(2, 2)
+
+    def f(v):
+        return torch.where(mask, w * v[0] / 2, w * v[0]).sum() * v.sum()
+
+    func = torch.func
+    for second in (func.hessian(f), func.jacfwd(func.jacfwd(f)), func.jacrev(func.jacfwd(f))):
+        torch.testing.assert_close(fr.jit(func.vmap(second))(x), func.vmap(second)(x))
+
+
+@pytest.mark.parametrize("take", [lambda z: z.view(3, 2), lambda z: z.reshape(6), lambda z: z.as_strided((2,), (1,))])
+def test_views_of_zeros_are_staged(take):
+    """A view of zeros without memory has its shape and its values, in eager and in compiled programs."""
+    made = lambda x: take(zeros(2, 3)) + x
+    x = torch.arange(take(torch.zeros(2, 3)).numel() * 1.0).view_as(take(torch.zeros(2, 3)))
+    assert torch.equal(fr.jit(made)(x), x) and torch.equal(made(x), x)
