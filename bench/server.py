@@ -27,7 +27,7 @@ import torch
 from measure import digits, record
 
 import funcrec as fr
-from funcrec.train import ChangedRows
+from funcrec.history import ChangedRows
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "serving"

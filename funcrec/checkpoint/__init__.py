@@ -7,9 +7,9 @@ from funcrec.checkpoint._checkpoint import load as load
 from funcrec.checkpoint._checkpoint import load_as as load_as
 from funcrec.checkpoint._checkpoint import save as save
 from funcrec.checkpoint._compare import difference_problems as difference_problems
-from funcrec.checkpoint._files import write_whole as write_whole
 from funcrec.checkpoint._safetensors import load_safetensors as load_safetensors
 from funcrec.checkpoint._safetensors import save_safetensors as save_safetensors
 from funcrec.checkpoint._steps import latest as latest
 from funcrec.checkpoint._steps import remove_all as remove_all
 from funcrec.checkpoint._steps import step_path as step_path
+from funcrec.checkpoint._whole_file import write_whole as write_whole

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from funcrec.checkpoint._crew import Crew
+from funcrec.checkpoint._together import Crew
 
 
 class Saving:

@@ -14,13 +14,13 @@ import torch
 
 from funcrec.checkpoint._asynchronous import Saving, crew_beside, finish, go_on, num_live, settle
 from funcrec.checkpoint._compare import difference_problems
-from funcrec.checkpoint._crew import Crew, agreed, apart_problems, crew_of, together
-from funcrec.checkpoint._files import as_path, open_file
 from funcrec.checkpoint._folder import Files, fail_if_manifest, fail_without_manifest, is_folder, read_manifest
 from funcrec.checkpoint._format import read_header
 from funcrec.checkpoint._job import copy_problems, copy_rest, job_of, step_problems
 from funcrec.checkpoint._place import Reader, Target, axes_of, device_of, place_of, placed, target_problems
+from funcrec.checkpoint._together import Crew, agreed, apart_problems, crew_of, together
 from funcrec.checkpoint._tree_json import CodeError, decode, transform_problems
+from funcrec.checkpoint._whole_file import as_path, open_file
 from funcrec.core import Count, Size, check, fail, typed
 from funcrec.mesh import Codec, Mesh
 from funcrec.optim import RowOptimizer

@@ -21,7 +21,6 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.checkpoint._files import STALE_S, open_file, raise_os, sync_folder, write_whole
 from funcrec.checkpoint._format import (
     Block,
     Stored,
@@ -36,6 +35,7 @@ from funcrec.checkpoint._format import (
 )
 from funcrec.checkpoint._rank_parts import Where, whole_parts
 from funcrec.checkpoint._tree_json import DTYPES, CodeError, Cut, Encoded, decode, encode, show
+from funcrec.checkpoint._whole_file import STALE_S, open_file, raise_os, sync_folder, write_whole
 from funcrec.core import fail
 
 MANIFEST = "manifest"

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funcrec.checkpoint._asynchronous import copy_of
-from funcrec.checkpoint._crew import Crew, apart_problems, together
-from funcrec.checkpoint._files import write_whole
 from funcrec.checkpoint._folder import (
     Piece,
     file_name,
@@ -27,7 +25,9 @@ from funcrec.checkpoint._folder import (
 )
 from funcrec.checkpoint._rank_parts import Seen, Where, equal_problems, told_of, where_of
 from funcrec.checkpoint._steps import remove_older, step_of, step_path
+from funcrec.checkpoint._together import Crew, apart_problems, together
 from funcrec.checkpoint._tree_json import CodeError, Encoded, encode
+from funcrec.checkpoint._whole_file import write_whole
 from funcrec.core import Problem, check
 from funcrec.mesh import Mesh
 

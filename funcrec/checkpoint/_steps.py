@@ -9,11 +9,11 @@ import os
 from pathlib import Path
 
 from funcrec.checkpoint._asynchronous import finish
-from funcrec.checkpoint._files import SUFFIX, as_path, open_file, sync_folder
 from funcrec.checkpoint._folder import MANIFEST, OURS, STEP, is_folder, read_manifest
 from funcrec.checkpoint._format import MAGIC, read_header
 from funcrec.checkpoint._rank_parts import Seen
 from funcrec.checkpoint._tree_json import CodeError
+from funcrec.checkpoint._whole_file import SUFFIX, as_path, open_file, sync_folder
 from funcrec.core import fail, typed
 
 

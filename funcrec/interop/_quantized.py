@@ -18,7 +18,7 @@ from funcrec.core import Problem, check, describe, fail, is_wrapped, replace, ty
 from funcrec.interop._configs import from_configs
 from funcrec.interop._places import table_of
 from funcrec.kernels.forms import CODE_BITS, HEAD_BYTES, row_bytes
-from funcrec.quantized import QuantizedTables
+from funcrec.kinds import QuantizedTables
 from funcrec.tables import FeatureConfig
 
 Layout = Literal["tbe", "nbit", "8bit"]

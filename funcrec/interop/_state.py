@@ -27,11 +27,12 @@ from funcrec.core import (
     tree_structure,
     tree_unflatten,
 )
+from funcrec.grad import params_problems
 from funcrec.interop._places import Place, find_places, shape_problems, table_of, to_our_columns, to_their_columns
 from funcrec.interop._quantized import load_quantised, quantised_like
 from funcrec.interop._shards import joined, like, shape_of, whole
-from funcrec.quantized import QuantizedTables
-from funcrec.tables import FeatureConfig, Params, feature_list_problems, params_problems
+from funcrec.kinds import QuantizedTables
+from funcrec.tables import FeatureConfig, Params, feature_list_problems
 from funcrec.train import TrainState
 
 # A slot of our row optimizers: what FBGEMM and torch.optim call it. FBGEMM's first state is momentum1 whatever it is.

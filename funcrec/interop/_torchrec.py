@@ -9,7 +9,7 @@ from funcrec.interop._configs import from_configs, pair_of, to_configs
 from funcrec.interop._quantized import from_quantised, is_quantised
 from funcrec.interop._values import FROM, TO, is_all
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from funcrec.quantized import QuantizedTables
+from funcrec.kinds import QuantizedTables
 from funcrec.tables import Params
 from funcrec.train import TrainState
 

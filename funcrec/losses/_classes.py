@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Positive, Problem, check, describe, kind_of
+from funcrec.grad import refuse_in_micro_batches
 from funcrec.jagged import is_concrete
 from funcrec.losses._mean import (
     can_be_read,
@@ -21,7 +22,7 @@ from funcrec.losses._mean import (
     weight_problems,
     where_it_jumps,
 )
-from funcrec.tables import blank_padding, jump_problems, refuse_in_micro_batches
+from funcrec.tables import blank_padding, jump_problems
 
 
 def cross_entropy(logits: Tensor, label: Tensor, weight: Tensor | None = None, *, reduction: str = "mean") -> Tensor:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, is_tracked
+from funcrec.grad import total_weight
 from funcrec.jagged import is_concrete
 from funcrec.mesh import bound_names, pmean
-from funcrec.tables import blank_padding, holds_somewhere, jump_problems, total_weight, weight_value_problems
+from funcrec.tables import blank_padding, holds_somewhere, jump_problems, weight_value_problems
 
 
 def weighted_mean(values: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -27,6 +27,7 @@ from funcrec.core import (
     typed,
     typed_fields,
 )
+from funcrec.grad import params_problems
 from funcrec.jagged import bag_ids
 from funcrec.tables import (
     Batch,
@@ -38,7 +39,6 @@ from funcrec.tables import (
     feature_list_problems,
     feature_table_problems,
     jump_problems,
-    params_problems,
     table_list_problems,
 )
 from funcrec.tables import init as init_tables

@@ -14,7 +14,7 @@ from funcrec.core import Count, Problem, any_tracked, check, describe, typed
 from funcrec.jagged import JaggedTensor
 from funcrec.kernels import library, ops
 from funcrec.kernels.forms import CODE_BITS
-from funcrec.quantized import QuantizedTables
+from funcrec.kinds import QuantizedTables
 
 MOST_K = 2**31 - 1
 

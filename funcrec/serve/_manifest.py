@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from funcrec.core import Problem, check, fail, path_hint
-from funcrec.serve._entries import MOST, SPEC, OrNull, Whole, form_problems, wrong
 from funcrec.serve._files import Folder
+from funcrec.serve._json_forms import MOST, SPEC, OrNull, Whole, form_problems, wrong
 
 FORMAT = 1
 MANIFEST, MODEL, ENCODING = "manifest.json", "model.pt2", "encoding.frc"

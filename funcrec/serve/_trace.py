@@ -29,7 +29,7 @@ from funcrec.core import (
     tree_unflatten,
 )
 from funcrec.jagged import KeyedJaggedTensor
-from funcrec.quantized import QuantizedTables
+from funcrec.kinds import QuantizedTables
 from funcrec.serve._weights import NAMES
 from funcrec.tables import Batch, lookups_seen, table_shapes
 

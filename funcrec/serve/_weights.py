@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, fail, paths
-from funcrec.serve._entries import PLACED, form_problems, placed_problems, text_of, wrong
 from funcrec.serve._files import Folder, OpenFile
+from funcrec.serve._json_forms import PLACED, form_problems, placed_problems, text_of, wrong
 from funcrec.serve._manifest import ANY, BLANK, format_problems
 
 FORMAT, PAGE = 1, 4096

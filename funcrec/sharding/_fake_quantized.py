@@ -14,8 +14,8 @@ from torch import Tensor
 
 from funcrec.core import replace
 from funcrec.jagged import KeyedJaggedTensor
+from funcrec.kinds import FakeQuantizedTables, as_stored, row_keys
 from funcrec.mesh import axis_index
-from funcrec.quantized import FakeQuantizedTables, as_stored, row_keys
 from funcrec.sharding._lanes import Routes
 from funcrec.sharding._lookup import read_sharded
 from funcrec.sharding.placement._layout import Bank, Layout

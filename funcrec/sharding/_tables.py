@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from funcrec.core import RETYPED, Count, Problem, check, describe, fail, mapping, pytree, replace, typed
-from funcrec.mesh import Codec, Mesh, P, codec_problems, unshard
-from funcrec.quantized import (
+from funcrec.kinds import (
     CODES,
     PLACED,
     QUANTIZE,
@@ -22,6 +21,7 @@ from funcrec.quantized import (
     named_dtypes,
     stored,
 )
+from funcrec.mesh import Codec, Mesh, P, codec_problems, unshard
 from funcrec.sharding._copies import copy_problems
 from funcrec.sharding._fake_quantized import read_fake
 from funcrec.sharding._lookup import read_sharded

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import describe, fail, is_checking, random, replace, tree_map, value_below
+from funcrec.grad import check_gradients, loss_and_aux
 from funcrec.mesh import Codec, Mesh, P, added, all_gather, axis_index, is_small, ordered_sum, pmean
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.sharding import (
@@ -35,7 +36,7 @@ from funcrec.sharding import (
     whole_banks,
     whole_leaves,
 )
-from funcrec.tables import Params, check_gradients, loss_and_aux
+from funcrec.tables import Params
 from funcrec.train._recipe import Place, Recipe, Summed
 from funcrec.train._state import TrainState
 

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcrec.core import random
+from funcrec.grad import over_micro_batches, value_grad_and_overflows
 from funcrec.optim import DenseOptimizer, RowOptimizer
-from funcrec.tables import RowGrads, over_micro_batches, value_grad_and_overflows, with_parts
+from funcrec.tables import RowGrads, with_parts
 from funcrec.train._state import TrainState
 
 

@@ -27,10 +27,11 @@ from funcrec.core import (
     typed_fields,
     vmaps_of,
 )
+from funcrec.grad import params_problems
 from funcrec.mesh import Codec, Mesh, P, mapped, telling
 from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.sharding import Plan, ShardedTables, dedup_problems, dense_axes_problems
-from funcrec.tables import Params, params_problems
+from funcrec.tables import Params
 from funcrec.train._rank_step import rank_of, shard_state, state_specs
 from funcrec.train._recipe import Place, Recipe, run, takes_key
 from funcrec.train._state import TrainState, state_parts

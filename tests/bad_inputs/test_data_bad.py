@@ -27,7 +27,7 @@ from funcrec.data import (
     vocabularies_of,
     zipf,
 )
-from funcrec.data import _fetch as fetching
+from funcrec.data.datasets import _fetch as fetching
 
 KEY, VOCABULARY = fr.key(0), {"a": 5}
 DATA = random_rows(KEY, VOCABULARY, num_rows=10)

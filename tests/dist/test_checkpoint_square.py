@@ -17,7 +17,7 @@ from programs.moving import bits
 from programs.training import plan_of
 
 import funcrec as fr
-from funcrec.checkpoint import _files, _folder, _format, _place, _rank_parts
+from funcrec.checkpoint import _folder, _format, _place, _rank_parts, _whole_file
 from funcrec.core._tree import tree_structure
 from funcrec.testing import assert_trees_close
 from funcrec.testing import strategies as frs
@@ -125,10 +125,10 @@ def stopping(patch, after):
         return run
 
     for name in ("replace", "fsync", "unlink", "mkdir", "rmdir", "utime", "open"):
-        patch.setattr(_files.os, name, counted(getattr(os, name)))
+        patch.setattr(_whole_file.os, name, counted(getattr(os, name)))
     for name in ("append", "begin", "finish"):
         patch.setattr(_folder, name, counted(getattr(_folder, name)))
-    patch.setattr(_files.Path, "unlink", counted(_files.Path.unlink))
+    patch.setattr(_whole_file.Path, "unlink", counted(_whole_file.Path.unlink))
     return done
 
 

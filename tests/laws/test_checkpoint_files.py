@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec.checkpoint import _files, _format
+from funcrec.checkpoint import _format, _whole_file
 
 
 @pytest.fixture
@@ -77,16 +77,16 @@ def test_many_writers_and_readers_of_one_path(tmp_path, monkeypatch):
 
 def test_what_killed_writers_left_is_removed(tmp_path):
     """A save removes old temporary files that nobody holds; young ones, locked ones and files of other names stay."""
-    old, young, held, pipe = (tmp_path / f".{name}{_files.SUFFIX}" for name in ("old", "young", "held", "pipe"))
+    old, young, held, pipe = (tmp_path / f".{name}{_whole_file.SUFFIX}" for name in ("old", "young", "held", "pipe"))
     other = tmp_path / ".other.tmp"
     for path in (old, young, held, other):
         path.write_bytes(b"half")
     os.mkfifo(pipe)
-    long_ago = time.time() - 2 * _files.STALE_S
+    long_ago = time.time() - 2 * _whole_file.STALE_S
     for path in (old, held, other, pipe):
         os.utime(path, (long_ago, long_ago))
     with open(held, "rb") as file:
-        _files.fcntl.flock(file, _files.fcntl.LOCK_EX)
+        _whole_file.fcntl.flock(file, _whole_file.fcntl.LOCK_EX)
         fr.save(tmp_path / "a.pt", 1)
     left = {p.name for p in tmp_path.iterdir()}
     assert left == {"a.pt", young.name, held.name, pipe.name, other.name}

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import funcrec as fr
 from funcrec.core._tree import map_tensors, tree_leaves
 from funcrec.data import batches, ctr_dataset, movielens_1m, take
-from funcrec.data._fetch import Source, fetch
+from funcrec.data.datasets._fetch import Source, fetch
 
 USERS = [("u1", "18", "F", "3", "0001"), ("u2", "25", "M", "3", "0002"), ("u3", "18", "M", "4", "0003")]
 ITEMS = [

@@ -9,7 +9,7 @@ from programs import moving, training
 from safetensors.torch import load_file, save_file
 
 import funcrec as fr
-from funcrec.checkpoint import _files, _safetensors
+from funcrec.checkpoint import _safetensors, _whole_file
 from funcrec.testing import assert_trees_close
 
 
@@ -66,7 +66,7 @@ def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_files.os, "fsync", full)
+    monkeypatch.setattr(_whole_file.os, "fsync", full)
     with pytest.raises(OSError, match="the disk of"):
         fr.save_safetensors(path, {"w": torch.zeros(3000)})
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["a"]

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import funcrec as fr
-from funcrec.train import ChangedRows
+from funcrec.history import ChangedRows
 from programs import answers, packages
 
 OPTIONS = {

@@ -218,7 +218,7 @@ def of_package(folder: Path, pool_size: int = 200) -> Subject:
     import torch
 
     import funcrec as fr
-    from funcrec.train import ChangedRows
+    from funcrec.history import ChangedRows
     from programs import packages
 
     packages.export(folder / "model")

@@ -11,7 +11,7 @@ from programs import answers
 from programs.serving import Server, predict
 
 import funcrec as fr
-from funcrec.train import ChangedRows
+from funcrec.history import ChangedRows
 
 pytestmark = pytest.mark.xdist_group("serving")
 NAN, INF = float("nan"), float("inf")

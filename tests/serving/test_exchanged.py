@@ -10,7 +10,7 @@ from programs import answers, every_dtype
 
 import funcrec as fr
 from funcrec.serve import _weights
-from funcrec.serve._folder import take_name
+from funcrec.serve._whole_folder import take_name
 
 pytestmark = pytest.mark.xdist_group("every_dtype")
 VERSIONS = ("first", "second")

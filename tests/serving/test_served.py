@@ -13,7 +13,7 @@ import torch
 from programs import answers, packages, serving
 
 import funcrec as fr
-from funcrec.train import ChangedRows
+from funcrec.history import ChangedRows
 
 pytestmark = pytest.mark.xdist_group("serving")
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import fail, typed
-from funcrec.data._fetch import Source, fetch
+from funcrec.data.datasets._fetch import Source, fetch
 from funcrec.jagged import JaggedTensor
 
 PADDING = "[PAD]"

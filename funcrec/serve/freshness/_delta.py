@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, has_tracked, path_hint, typed
+from funcrec.history import ChangedRows, Delta
 from funcrec.kernels import ops
 from funcrec.serve._files import read_folder
 from funcrec.serve._manifest import read_manifest
 from funcrec.serve._package import Package
 from funcrec.serve._weights import DTYPES, named, params_problems, read_index, version_problems
 from funcrec.serve.freshness._delta_file import Change, write_file
-from funcrec.train import ChangedRows, Delta
 
 CALL = "funcrec.write_delta"
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, fail
-from funcrec.serve._folder import sync
 from funcrec.serve._weights import DTYPES
+from funcrec.serve._whole_folder import sync
 
 MAGIC, FORMAT, ALIGN = b"FRDELTA1", 1, 8
 START = struct.Struct("<8sQII")

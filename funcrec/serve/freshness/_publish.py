@@ -16,19 +16,20 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Count, Problem, check, describe, is_wrapped, typed
+from funcrec.history import ChangedRows, Delta, Logged, delta
 from funcrec.mesh import Mesh, P, pmax, shard_map, unshard
-from funcrec.serve._folder import write_folder
-from funcrec.serve._hold import Hold
 from funcrec.serve._manifest import MANIFEST
 from funcrec.serve._package import Package
 from funcrec.serve._weights import INDEX, write_weights
+from funcrec.serve._whole_folder import write_folder
 from funcrec.serve.freshness._delta import changes_of, described, shared_problems
 from funcrec.serve.freshness._delta_file import write_file
+from funcrec.serve.freshness._lock import Hold
 from funcrec.serve.freshness._published import DELTA, WEIGHTS, pieces, tidy, version_of
 from funcrec.serve.freshness._push import address_problems, timeout_problems, update_server
 from funcrec.sharding import ShardedTables, gather_tables
 from funcrec.tables import Params
-from funcrec.train import ChangedRows, Delta, Logged, TrainState, delta
+from funcrec.train import TrainState
 
 CALL = "funcrec.publish"
 

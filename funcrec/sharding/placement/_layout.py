@@ -17,8 +17,8 @@ from torch import Tensor
 
 from funcrec.core import check, is_tracked, is_wrapped, written
 from funcrec.kernels.memory import empty_table
+from funcrec.kinds import cut_columns, join_columns, stored_width
 from funcrec.mesh import Mesh, P, rank_at
-from funcrec.quantized import cut_columns, join_columns, stored_width
 from funcrec.sharding.placement._plan import Plan, fit_problems
 
 

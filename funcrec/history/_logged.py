@@ -24,16 +24,24 @@ from funcrec.core import (
     typed,
     value_below,
 )
+from funcrec.history._log import begin_log, form_of, log_specs, recorded, rows_and_whole, stamp_of, undone
 from funcrec.mesh import Mesh, P, pmin, shard_map
 from funcrec.optim import RowOptimizer
 from funcrec.sharding import Layout, ShardedTables
 from funcrec.tables import Params
-from funcrec.train._log import begin_log, form_of, log_specs, recorded, rows_and_whole, stamp_of, undone
-from funcrec.train._rank_step import state_specs
-from funcrec.train._recipe import Place, Recipe, Summed, run
-from funcrec.train._reshard import mesh_problems
-from funcrec.train._state import TrainState
-from funcrec.train._step import TrainStep, Update, own_memory, state_problems
+from funcrec.train import (
+    Place,
+    Recipe,
+    Summed,
+    TrainState,
+    TrainStep,
+    Update,
+    mesh_problems,
+    own_memory,
+    run,
+    state_problems,
+    state_specs,
+)
 
 
 @pytree(static=("waiting",))

@@ -28,8 +28,8 @@ from funcrec.core import (
 )
 from funcrec.kernels import ops
 from funcrec.kernels.forms import CODE_BITS
-from funcrec.quantized._forms import CODES, FLOATS, Dtype, Form, bits_of, dtype_problems, form_problems, named_dtypes
-from funcrec.quantized._lookup import read_quantized
+from funcrec.kinds._codes import CODES, FLOATS, Dtype, Form, bits_of, dtype_problems, form_problems, named_dtypes
+from funcrec.kinds._quantized_lookup import read_quantized
 from funcrec.tables import KINDS, Kind, name_number, row_problems, table_tensor_problems
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from funcrec.core import mix, pytree, ravel, replace, tree_flatten, tree_leaves, tree_unflatten
 from funcrec.mesh import Mesh, P, bits_of, pmin, psum
 from funcrec.tables import RowGrads, with_parts
-from funcrec.train._state import TrainState
+from funcrec.train import TrainState
 
 
 @pytree(static=("tables",))

@@ -27,14 +27,25 @@ from funcrec.core import (
     tree_unflatten,
     typed,
 )
+from funcrec.grad._untrained import check_constants
 from funcrec.kernels import ops
-from funcrec.tables import _value_checks as checks
-from funcrec.tables._checks import tensor_problems
-from funcrec.tables._constants import check_constants
-from funcrec.tables._kinds import kind_of_tables, map_parts
-from funcrec.tables._params import Params
-from funcrec.tables._rowgrads import RowGrads
-from funcrec.tables._tape import Site, TableRef, Tape, handed_over, plain_tables, summed
+from funcrec.tables import (
+    SHOWN_MAX,
+    Params,
+    RowGrads,
+    Site,
+    TableRef,
+    Tape,
+    check_values,
+    finite_problems,
+    handed_over,
+    kind_of_tables,
+    map_parts,
+    plain_tables,
+    room_problems,
+    summed,
+    tensor_problems,
+)
 
 _TENSOR = object()  # stands for a tensor among the static leaves of aux
 
@@ -86,7 +97,7 @@ def value_and_grad(loss_fn: Callable, has_aux: bool = False) -> Callable:
     def run(params: Params, *args, **kwargs):
         value, grads, overflows = with_overflows(params, *args, **kwargs)
         if is_checking() and overflows:
-            checks.check_values("funcrec.value_and_grad", checks.room_problems, overflows)
+            check_values("funcrec.value_and_grad", room_problems, overflows)
             check_gradients(value[0] if has_aux else value, grads)
         return value, grads
 
@@ -198,18 +209,18 @@ def params_problems(params: object) -> Iterator[Problem]:
 
 def check_gradients(loss: Tensor, grads: Params) -> None:
     """The value checks of `checked`."""
-    checks.check_values("funcrec.value_and_grad", gradient_problems, loss, grads.tables, grads.dense)
+    check_values("funcrec.value_and_grad", gradient_problems, loss, grads.tables, grads.dense)
 
 
 def gradient_problems(loss: Tensor, tables: dict[str, RowGrads], d_dense: Any) -> Iterator[Problem]:
-    yield from checks.finite_problems("the loss", loss)
+    yield from finite_problems("the loss", loss)
     for path, leaf in paths(d_dense):
-        yield from checks.finite_problems(f"the gradient of `params.dense{path}`", leaf)
+        yield from finite_problems(f"the gradient of `params.dense{path}`", leaf)
     for name, grads in tables.items():
         valid = grads.valid
         bad = (~torch.isfinite(grads.grads)).any(1) & valid
         if bool(bad.any()):
             rows = grads.rows[bad].tolist()
-            got = f"rows {rows[: checks.SHOWN_MAX]}, {len(rows)} in all"
+            got = f"rows {rows[:SHOWN_MAX]}, {len(rows)} in all"
             what = f"the gradient of `params.tables[{name!r}]` is not finite."
             yield Problem(what, got, "finite numbers", kind=CheckError)

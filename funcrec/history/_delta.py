@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, Size, check, describe, is_wrapped, plain, pytree, typed
+from funcrec.history._log import Touched
+from funcrec.history._logged import Logged, form_problems, laid_out_problems, stamp_problems
 from funcrec.mesh import Mesh, coordinates, rank_at
 from funcrec.sharding import ShardedTables, own_ranks
 from funcrec.tables import table_tensor_problems
-from funcrec.train._log import Touched
-from funcrec.train._logged import Logged, form_problems, laid_out_problems, stamp_problems
-from funcrec.train._state import TrainState
+from funcrec.train import TrainState
 
 
 @pytree(static=("first", "shape"))

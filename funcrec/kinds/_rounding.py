@@ -16,8 +16,8 @@ from torch import Tensor
 from funcrec.core import GAMMA, fail, one_level_below
 from funcrec.kernels import ops
 from funcrec.kernels.reference_quantized import packed
-from funcrec.quantized._forms import CODES, FLOATS
-from funcrec.quantized._tables import table_key
+from funcrec.kinds._codes import CODES, FLOATS
+from funcrec.kinds._quantized import table_key
 
 LEAST_SCALE = 2.0**-14  # f16's least normal number
 MOST_BIAS = 65504.0  # f16's greatest number; over a power of two it is one of f16, too

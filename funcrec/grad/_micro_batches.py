@@ -33,11 +33,10 @@ from funcrec.core import (
     tree_unflatten,
     typed,
 )
+from funcrec.grad._value_and_grad import loss_and_aux, value_grad_and_overflows
 from funcrec.kernels import library
 from funcrec.mesh import P, Part, axis_size, cut, flatten_parts, is_jagged
-from funcrec.tables._grad import loss_and_aux, value_grad_and_overflows
-from funcrec.tables._params import Params
-from funcrec.tables._rowgrads import Bags, RowGrads
+from funcrec.tables import Bags, Params, RowGrads
 
 CALL = "funcrec.accumulate_grads"
 

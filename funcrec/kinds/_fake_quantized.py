@@ -24,17 +24,9 @@ from torch import Tensor
 from funcrec.core import Key, Problem, any_tracked, check, describe, fail, is_forward, mapping, pytree, replace, typed
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.kernels.forms import Feature
-from funcrec.quantized._forms import CODES, Dtype, dtype_problems, named_dtypes
-from funcrec.quantized._rounded import (
-    ByScale,
-    as_stored,
-    by_scale,
-    first_scales,
-    learned_codes,
-    refuse_learned,
-    row_keys,
-)
-from funcrec.quantized._tables import QUANTIZE, QuantizedTables, quantize
+from funcrec.kinds._codes import CODES, Dtype, dtype_problems, named_dtypes
+from funcrec.kinds._quantized import QUANTIZE, QuantizedTables, quantize
+from funcrec.kinds._rounding import ByScale, as_stored, by_scale, first_scales, learned_codes, refuse_learned, row_keys
 from funcrec.tables import (
     KINDS,
     FeatureConfig,

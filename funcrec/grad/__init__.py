@@ -1,0 +1,14 @@
+"""Gradients of a loss: dense for dense leaves, rows for tables, of a batch whole or in parts."""
+
+import funcrec.core as _core
+from funcrec.grad._micro_batches import accumulate_grads as accumulate_grads
+from funcrec.grad._micro_batches import over_micro_batches as over_micro_batches
+from funcrec.grad._micro_batches import refuse_in_micro_batches as refuse_in_micro_batches
+from funcrec.grad._micro_batches import total_weight as total_weight
+from funcrec.grad._value_and_grad import check_gradients as check_gradients
+from funcrec.grad._value_and_grad import loss_and_aux as loss_and_aux
+from funcrec.grad._value_and_grad import params_problems as params_problems
+from funcrec.grad._value_and_grad import value_and_grad as value_and_grad
+from funcrec.grad._value_and_grad import value_grad_and_overflows as value_grad_and_overflows
+
+_core.publish(globals())

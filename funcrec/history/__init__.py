@@ -1,0 +1,12 @@
+"""What steps changed: a log beside the state, steps undone by it, and the rows that a server lacks."""
+
+import funcrec.core as _core
+from funcrec.history._delta import ChangedRows as ChangedRows
+from funcrec.history._delta import Delta as Delta
+from funcrec.history._delta import apply_delta as apply_delta
+from funcrec.history._delta import delta as delta
+from funcrec.history._logged import Logged as Logged
+from funcrec.history._logged import logged as logged
+from funcrec.history._logged import rewind as rewind
+
+_core.publish(globals())
