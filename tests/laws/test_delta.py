@@ -171,7 +171,7 @@ def test_what_is_no_version_is_told(since, kind, told):
 )
 def test_deltas_by_hand_are_told(kind, told, change):
     """A Delta made by hand that its tables do not fit is refused before any row is written."""
-    own = fr.train._delta.ChangedRows(torch.tensor([0, 2]), torch.ones(2, 4), 0, (11, 4))
+    own = fr.history._delta.ChangedRows(torch.tensor([0, 2]), torch.ones(2, 4), 0, (11, 4))
     tables = {"a": torch.zeros(11, 4)}
     make = lambda part: fr.Delta({"a": part}, torch.tensor(1))
     assert fr.apply_delta(tables, make((own,)))["a"].sum() == 8
