@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 @pytest.fixture
 def looks(monkeypatch):
     """How many calls looked at every leaf."""
-    made, admit = [], fr.compile._program.Compiled.admit
+    made, admit = [], fr.compile._compiled.Compiled.admit
     monkeypatch.setattr(
         "funcrec.compile._compiled.Compiled.admit", lambda self, leaves: (made.append(1), admit(self, leaves))[1]
     )

@@ -227,7 +227,7 @@ WRONG = {
 
 def shared(grads, layout, told):
     """As if the replica axes were ordinary ones."""
-    return fr.sharding._sync.sync_grads(grads, layout._replace(replicas=()), told)
+    return fr.sharding._sum_gradients.sync_grads(grads, layout._replace(replicas=()), told)
 
 
 @pytest.mark.parametrize("which", WRONG)

@@ -111,7 +111,7 @@ def test_merge_keeps_the_tree(axes):
 
 def test_a_wrong_sum_is_seen(monkeypatch):
     """Parts of a rank's own gradient alone, not of the sum, train otherwise."""
-    mesh, cut = fr.Mesh.emulated(x=2), fr.sharding._dense
+    mesh, cut = fr.Mesh.emulated(x=2), fr.sharding._dense_shards
     whole, summed = trained("sgd", mesh, (), 2)[0], cut.added
     monkeypatch.setattr(cut, "added", lambda parts: parts[0] if len(parts) == mesh.size else summed(parts))
     wrong = trained("sgd", mesh, ("x",), 2)[0]

@@ -27,7 +27,7 @@ def looked_up(model, d, codec=None, exact=False):
 
 def dense(grads, held):
     """{bank: f[rows, dim]}."""
-    made = {b: g.coalesce().to_dense() for b, g in fr.sharding._sync.sync_grads(grads, held.layout)[0].items()}
+    made = {b: g.coalesce().to_dense() for b, g in fr.sharding._sum_gradients.sync_grads(grads, held.layout)[0].items()}
     return {b.name: made.get(b.name, zeros_like(held[b.name])) for b in held.layout.banks}
 
 

@@ -50,7 +50,8 @@ def sharded(model, **options):
         loss = lambda params, ids: (fr.lookup(params.tables, ids, features).values * d).sum()
         _, grads = fr.value_and_grad(loss)(fr.Params(held, {}), ids)
         dense = {
-            b: g.coalesce().to_dense() for b, g in fr.sharding._sync.sync_grads(grads.tables, held.layout)[0].items()
+            b: g.coalesce().to_dense()
+            for b, g in fr.sharding._sum_gradients.sync_grads(grads.tables, held.layout)[0].items()
         }
         return fr.lookup(held, ids, features).values, {
             b.name: dense.get(b.name, zeros_like(held[b.name])) for b in held.layout.banks
