@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from funcrec.checkpoint._together import Crew
+from funcrec.checkpoint._together import Ranks
 
 
 class Saving:
@@ -107,7 +107,7 @@ def go_on(path: Path, run: Callable[[Callable[[], None]], Any], num_live: int) -
     return saving._start()
 
 
-def crew_beside(crew: Crew) -> Crew:
+def crew_beside(crew: Ranks) -> Ranks:
     """The same ranks, in a group of their own: a thread's exchanges are not those of training. All ranks ask."""
     if crew.size == 1:
         return crew

@@ -18,7 +18,7 @@ from funcrec.checkpoint._folder import Files, fail_if_manifest, fail_without_man
 from funcrec.checkpoint._format import read_header
 from funcrec.checkpoint._job import copy_problems, copy_rest, job_of, step_problems
 from funcrec.checkpoint._place import Reader, Target, axes_of, device_of, place_of, placed, target_problems
-from funcrec.checkpoint._together import Crew, agreed, apart_problems, crew_of, together
+from funcrec.checkpoint._together import Ranks, apart_problems, called_by_all_ranks, crew_of, together
 from funcrec.checkpoint._tree_json import CodeError, decode, transform_problems
 from funcrec.checkpoint._whole_file import as_path, open_file
 from funcrec.core import Count, Size, check, fail, typed
@@ -30,7 +30,7 @@ from funcrec.train import TrainState
 SAVE, LOAD = "funcrec.save", "funcrec.load"
 
 
-@agreed
+@called_by_all_ranks
 @typed
 def save(
     path: str | os.PathLike,
@@ -98,7 +98,7 @@ def save(
     return go_on(job.path, lambda wrote: job.run(wrote, crew), live)
 
 
-@agreed
+@called_by_all_ranks
 @typed
 def load(
     path: str | os.PathLike,
@@ -190,7 +190,7 @@ def read(
 # -- a folder ----------------------------------------------------------------------------------------------------
 
 
-def read_folder(path: Path, target: Target | None, place: torch.device | None, mmap: bool, crew: Crew) -> Any:
+def read_folder(path: Path, target: Target | None, place: torch.device | None, mmap: bool, crew: Ranks) -> Any:
     """The tree of a folder's checkpoint; of the new one where it was replaced meanwhile."""
     last = None
     while True:

@@ -33,7 +33,7 @@ from funcrec.checkpoint._format import (
     read_header,
     said,
 )
-from funcrec.checkpoint._rank_parts import Where, whole_parts
+from funcrec.checkpoint._rank_parts import Writers, whole_parts
 from funcrec.checkpoint._tree_json import DTYPES, CodeError, Cut, Encoded, decode, encode, show
 from funcrec.checkpoint._whole_file import STALE_S, open_file, raise_os, sync_folder, write_whole
 from funcrec.core import fail
@@ -68,7 +68,7 @@ class Piece(NamedTuple):
     device: str
 
 
-def pieces_of(leaves: Sequence[Tensor | Cut], where: Where) -> dict[int, list[Piece]]:
+def pieces_of(leaves: Sequence[Tensor | Cut], where: Writers) -> dict[int, list[Piece]]:
     """{rank: what it writes} of this process's ranks."""
     out: dict[int, list[Piece]] = {rank: [] for rank in where.own}
     for i, x in enumerate(leaves):

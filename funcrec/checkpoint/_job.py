@@ -23,9 +23,9 @@ from funcrec.checkpoint._folder import (
     write_manifest,
     write_rank,
 )
-from funcrec.checkpoint._rank_parts import Seen, Where, equal_problems, told_of, where_of
+from funcrec.checkpoint._rank_parts import Seen, Writers, equal_problems, told_of, where_of
 from funcrec.checkpoint._steps import remove_older, step_of, step_path
-from funcrec.checkpoint._together import Crew, apart_problems, together
+from funcrec.checkpoint._together import Ranks, apart_problems, together
 from funcrec.checkpoint._tree_json import CodeError, Encoded, encode
 from funcrec.checkpoint._whole_file import write_whole
 from funcrec.core import Problem, check
@@ -39,8 +39,8 @@ class Job(NamedTuple):
 
     path: Path
     pieces: list[list[Piece]]
-    run: Callable[[Callable[[], None], Crew], None]
-    crew: Crew
+    run: Callable[[Callable[[], None], Ranks], None]
+    crew: Ranks
 
 
 def job_of(path: Path, tree: Any, mesh: Mesh | None, keep: int | None, step: int | None, asynchronous: bool) -> Job:
@@ -57,19 +57,19 @@ def job_of(path: Path, tree: Any, mesh: Mesh | None, keep: int | None, step: int
         path = name
     pieces, code = whole_pieces(encoded.tensors), encoded.code
 
-    def run(wrote: Callable[[], None], crew: Crew) -> None:
+    def run(wrote: Callable[[], None], crew: Ranks) -> None:
         write_whole(CALL, path, lambda file: write_file(file, code, pieces, wrote))
         if keep is not None:
             remove_older(path, keep)
 
-    return Job(path, [pieces], run, Crew())
+    return Job(path, [pieces], run, Ranks())
 
 
 def folder_job(
-    path: Path, encoded: Encoded, seen: Seen, where: Where, keep: int | None, step: int | None, asynchronous: bool
+    path: Path, encoded: Encoded, seen: Seen, where: Writers, keep: int | None, step: int | None, asynchronous: bool
 ) -> Job:
     """Every rank's file, and then the manifest."""
-    crew = Crew() if where.is_emulated else Crew(where.own[0], where.size)
+    crew = Ranks() if where.is_emulated else Ranks(where.own[0], where.size)
 
     def look() -> dict:
         check(CALL, encoded.problems)
@@ -91,7 +91,7 @@ def folder_job(
     pieces, names = list(pieces_of(encoded.tensors, where).values()), list(encoded.leaves)
     heads, code = heads_of(encoded), encoded.code  # and no tensor that the caller may give away meanwhile
 
-    def run(wrote: Callable[[], None], crew: Crew) -> None:
+    def run(wrote: Callable[[], None], crew: Ranks) -> None:
         try:
             own = lambda: [write_rank(CALL, f, p, names, wrote) for f, p in zip(files, pieces, strict=True)]
             _, written = together(crew, CALL, "write its part", own)

@@ -32,7 +32,7 @@ SPLIT_BYTES = 1 << 20  # what is smaller is written by the first of those that h
 Parts = Iterator[tuple[int, int, int, Tensor]]
 
 
-class Where(NamedTuple):
+class Writers(NamedTuple):
     """The ranks of a mesh, and those of them that this process is."""
 
     sizes: dict[str, int]
@@ -53,7 +53,7 @@ class Where(NamedTuple):
         return rank_at(at, axes, self.sizes), rank_at(at, others, self.sizes), prod(self.sizes[a] for a in others)
 
 
-def where_of(mesh: Mesh | None, seen: "Seen") -> Where:
+def where_of(mesh: Mesh | None, seen: "Seen") -> Writers:
     """The ranks among which a tree is cut: those of the mesh, or of the layouts in it.
 
     Without a mesh tables that hold the rows of all ranks are an emulated mesh's. Where nothing tells (all tables
@@ -68,7 +68,7 @@ def where_of(mesh: Mesh | None, seen: "Seen") -> Where:
         is_emulated = rank is None or not all("one" in k for k in kinds)
     else:
         is_emulated = mesh.is_emulated
-    return Where(sizes, tuple(range(size)) if is_emulated or rank is None else (rank,))
+    return Writers(sizes, tuple(range(size)) if is_emulated or rank is None else (rank,))
 
 
 def is_of_ranks(mesh: Any, trees: Sequence[Any]) -> bool:
@@ -143,7 +143,7 @@ def table_cut(layout: Layout, name: str, banks: Mapping[str, Tensor]) -> Cut:
     return Cut(tuple(held), held[0].dtype, shape, grid_of(shape), parts)
 
 
-def table_parts(layout: Layout, name: str, banks: Mapping[str, Tensor], num_rows: int, where: Where) -> Parts:
+def table_parts(layout: Layout, name: str, banks: Mapping[str, Tensor], num_rows: int, where: Writers) -> Parts:
     shards = [layout.shards[i] for i in layout.shards_of(name)]
     for rank in where.own:
         for s in shards:
@@ -174,7 +174,7 @@ def waiting_cut(state: TrainState, name: str, slot: str) -> Cut:
     return Cut(tuple(held), held[0].dtype, shape, grid, parts)
 
 
-def waiting_parts(layout: Layout, name: str, slots: Any, is_rows: bool, ranks: int, where: Where) -> Parts:
+def waiting_parts(layout: Layout, name: str, slots: Any, is_rows: bool, ranks: int, where: Writers) -> Parts:
     shards = [layout.shards[i] for i in layout.shards_of(name)]
     _, places, _ = whole_shape(layout, name, slots, ranks)
     for rank in where.own:
@@ -192,7 +192,7 @@ def waiting_parts(layout: Layout, name: str, slots: Any, is_rows: bool, ranks: i
                     yield from ((rank, k * places + at, s.first, grads) for k, grads in enumerate(part.grads))
 
 
-def shard_parts(node: DenseShard, flat: Tensor, where: Where) -> Parts:
+def shard_parts(node: DenseShard, flat: Tensor, where: Writers) -> Parts:
     """Elements of a dense parameter, as rows of one column each of its flattened self."""
     size, n = prod(node.shape), prod(where.sizes[a] for a in node.axes)
     part = -(-size // n)
@@ -204,7 +204,7 @@ def shard_parts(node: DenseShard, flat: Tensor, where: Where) -> Parts:
         yield rank, first, 0, flat[at + first : at + last]
 
 
-def whole_parts(x: Tensor, where: Where) -> Parts:
+def whole_parts(x: Tensor, where: Writers) -> Parts:
     """Rows of what every rank has whole."""
     rows = x if x.dim() else x.reshape(1)
     for rank in where.own:
@@ -255,7 +255,7 @@ def mesh_problems(mesh: Mesh | None, seen: Seen) -> Iterator[Problem]:
             yield Problem("the banks of `tree` have other rows than their layout.", got, need, "a step's own state")
 
 
-def equal_problems(where: Where, seen: Seen, told: list) -> Iterator[Problem]:
+def equal_problems(where: Writers, seen: Seen, told: list) -> Iterator[Problem]:
     """What several ranks have is the same on all of them. told: what each rank says of its own (`told_of`)."""
     for layout, leaves in seen.layouts if where.is_emulated else ():
         yield from copy_problems(layout, leaves, Mesh.emulated(**where.sizes))
@@ -283,7 +283,7 @@ def equal_problems(where: Where, seen: Seen, told: list) -> Iterator[Problem]:
             yield Problem("the tables have copies that trained apart.", got, "copies of equal bits", hint)
 
 
-def told_of(leaves: Mapping[str, Tensor | Cut], where: Where, seen: Seen) -> dict[str, list]:
+def told_of(leaves: Mapping[str, Tensor | Cut], where: Writers, seen: Seen) -> dict[str, list]:
     """What a rank tells the others of its tree, before any work."""
     kind = lambda x: (str(x.dtype).removeprefix("torch."), list(x.shape))
     alone = where.is_emulated

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcrec.checkpoint._format import write_bytes
 from funcrec.checkpoint._place import place_of
-from funcrec.checkpoint._together import agreed, apart_problems, crew_of, together
+from funcrec.checkpoint._together import apart_problems, called_by_all_ranks, crew_of, together
 from funcrec.checkpoint._tree_json import encode, transform_problems
 from funcrec.checkpoint._whole_file import as_path, open_file, write_whole
 from funcrec.core import Problem, check, describe, fail, typed
@@ -32,7 +32,7 @@ NAMES = {  # in the order in which tensors lie
 }  # fmt: skip
 
 
-@agreed
+@called_by_all_ranks
 @typed
 def save_safetensors(
     path: str | os.PathLike,

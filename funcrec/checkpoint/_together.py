@@ -22,7 +22,7 @@ KINDS = {k.__name__: k for k in (OSError, ValueError, TypeError, KeyError, Memor
 SAID: Counter[int] = Counter()  # how often each thread has told the others
 
 
-class Crew(NamedTuple):
+class Ranks(NamedTuple):
     """The processes that save or load one checkpoint; group None: this one alone, or all ranks of the default group."""
 
     rank: int = 0
@@ -50,13 +50,13 @@ class Crew(NamedTuple):
         return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, sizes, strict=True)]
 
 
-def crew_of(mesh: Mesh | None) -> Crew:
+def crew_of(mesh: Mesh | None) -> Ranks:
     if mesh is None or mesh.is_emulated:
-        return Crew()
-    return Crew(dist.get_rank(), mesh.size)
+        return Ranks()
+    return Ranks(dist.get_rank(), mesh.size)
 
 
-def agreed(fn: Callable[..., T]) -> Callable[..., T]:
+def called_by_all_ranks(fn: Callable[..., T]) -> Callable[..., T]:
     """A function that ranks call together, of which they first hear by a `together`: where a call is wrong on one rank
     alone, the others hear that there, and do not wait for it."""
 
@@ -67,7 +67,7 @@ def agreed(fn: Callable[..., T]) -> Callable[..., T]:
             return fn(*args, **kwargs)
         except BaseException as error:
             if SAID[threading.get_ident()] == before and is_of_ranks(kwargs.get("mesh"), [*args[1:], *kwargs.values()]):
-                Crew(dist.get_rank(), dist.get_world_size()).all([None, _told(error)])
+                Ranks(dist.get_rank(), dist.get_world_size()).all([None, _told(error)])
             raise
 
     return run
@@ -82,7 +82,7 @@ def apart_problems(told: Sequence[dict[str, str]]) -> Iterator[Problem]:
             yield Problem(f"`{name}` is not the same on all ranks.", got, need, "the same call on every rank")
 
 
-def together(crew: Crew, call: str, doing: str, work: Callable[[], T]) -> tuple[T, list[Any]]:
+def together(crew: Ranks, call: str, doing: str, work: Callable[[], T]) -> tuple[T, list[Any]]:
     """(own result, those of all ranks): results are what JSON can write.
 
     Raises:

@@ -157,7 +157,7 @@ class Jitted:
                 link = entry.follows(known)
                 if link is not None:
                     return self.ran(entry, known, when, link)
-        return self.look(args, kwargs, leaves, here, when)
+        return self.stage_call(args, kwargs, leaves, here, when)
 
     def ran(self, entry: Compiled, known: list, when: tuple[str, int], link: Any) -> Any:
         try:
@@ -168,7 +168,7 @@ class Jitted:
                 raise
             raise said from error
 
-    def look(self, args: tuple, kwargs: dict, leaves: list, here: tuple, when: tuple[str, int]) -> Any:
+    def stage_call(self, args: tuple, kwargs: dict, leaves: list, here: tuple, when: tuple[str, int]) -> Any:
         """A call whose leaves are looked at one by one."""
         entry, leaves = self.staged(leaves, here)
         if entry is None:

@@ -27,7 +27,7 @@ RESHAPES = {  # views that keep the order of the elements
 } | {torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims}
 
 
-class Place(NamedTuple):
+class Slot(NamedTuple):
     """A tensor that a write needs: a result of the compiled function,
     or a leaf among its arguments, seen in a shape."""
 
@@ -73,19 +73,19 @@ def plan_writes(graph: GraphModule, outputs: Sequence[int], inputs: dict[int, No
     taken: dict[Node, int] = {}
     changed: set[int] = set()
 
-    def read(node: Node) -> Place:
+    def read(node: Node) -> Slot:
         if node in numbers and node not in leaves:
-            return Place(False, numbers[node])
+            return Slot(False, numbers[node])
         if node not in taken:
             results.append(node)
             taken[node] = len(results) - 1
-        return Place(True, taken[node])
+        return Slot(True, taken[node])
 
-    def written(node: Node) -> Place:
+    def written(node: Node) -> Slot:
         leaf = trace_back(node)[0]
         shape = node.meta["val"].shape
         changed.add(numbers[leaf])
-        return Place(False, numbers[leaf], None if shape == leaf.meta["val"].shape else tuple(shape))
+        return Slot(False, numbers[leaf], None if shape == leaf.meta["val"].shape else tuple(shape))
 
     on_way = {n for way in ways.values() for n in way.nodes if _replaced(n)}
     writes = []
@@ -201,9 +201,9 @@ def leaves_read(plan: Plan) -> set[int]:
     """The leaves that the writes read: all that they are given but rows that are written over as they are."""
 
     def places(x: object) -> set[int]:
-        if isinstance(x, (list, tuple)) and not isinstance(x, Place):
+        if isinstance(x, (list, tuple)) and not isinstance(x, Slot):
             return set().union(*map(places, x))
-        return {x.number} if isinstance(x, Place) and not x.is_result else set()
+        return {x.number} if isinstance(x, Slot) and not x.is_result else set()
 
     return set().union(*(places(w.arguments[writes_over(w) :]) for w in plan.writes))
 
@@ -212,23 +212,23 @@ def writes_over(write: Write) -> bool:
     """Whether it puts rows in its first argument without a look at what was there:
     not sums, nor updates, whose first arguments are all tables and all slots."""
     is_sum = write.call is PUT_ and len(write.arguments) > 3 and write.arguments[3]
-    return isinstance(write.arguments[0], Place) and not is_sum
+    return isinstance(write.arguments[0], Slot) and not is_sum
 
 
 def prepare_writes(plan: Plan, num_leaves: int) -> Callable[[list, list], None]:
     """A function of (leaves, results) that replaces the rows, in place and in order."""
 
     def has_place(x: object) -> bool:
-        return isinstance(x, Place) or (isinstance(x, (list, tuple)) and any(map(has_place, x)))
+        return isinstance(x, Slot) or (isinstance(x, (list, tuple)) and any(map(has_place, x)))
 
     def getter(x: object) -> Callable[[list], object]:
-        if isinstance(x, Place):
+        if isinstance(x, Slot):
             at, shape = x.number + num_leaves * x.is_result, x.shape
             return operator.itemgetter(at) if shape is None else lambda pool: pool[at].view(shape)
         if not has_place(x):
             return lambda pool: x
         getters = [getter(y) for y in x]
-        if len(x) > 1 and all(isinstance(y, Place) and y.shape is None for y in x):
+        if len(x) > 1 and all(isinstance(y, Slot) and y.shape is None for y in x):
             return operator.itemgetter(*(y.number + num_leaves * y.is_result for y in x))
         return lambda pool: [get(pool) for get in getters]
 

@@ -30,8 +30,8 @@ from funcrec.optim import RowOptimizer
 from funcrec.sharding import Layout, ShardedTables
 from funcrec.tables import Params
 from funcrec.train import (
-    Place,
     Recipe,
+    Stages,
     Summed,
     TrainState,
     TrainStep,
@@ -150,7 +150,7 @@ def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Coun
     return TrainStep(init, update)
 
 
-def run_logged(recipe: Recipe, axes: tuple[str, ...], place: Place, logged: Logged, batch: Any) -> tuple[Logged, dict]:
+def run_logged(recipe: Recipe, axes: tuple[str, ...], place: Stages, logged: Logged, batch: Any) -> tuple[Logged, dict]:
     """A step, and what it was about to change."""
     seen = []
 

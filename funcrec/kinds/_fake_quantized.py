@@ -31,7 +31,7 @@ from funcrec.tables import (
     KINDS,
     FeatureConfig,
     Kind,
-    Read,
+    LookupResult,
     RowGrads,
     TableRef,
     gather_rows,
@@ -86,7 +86,7 @@ class Placed(NamedTuple):
     """How tables are rounded that are not plain. problems: (tables, {table: dtype}) -> why not. read: as of a Kind."""
 
     problems: Callable[..., Iterator[Problem]]
-    read: Callable[..., Read]
+    read: Callable[..., LookupResult]
 
 
 PLACED: dict[type, Placed] = {}
@@ -162,7 +162,7 @@ def names_of(tables: Mapping[str, Any]) -> list[str]:
 
 def read_fake(
     tables: FakeQuantizedTables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
-) -> Read:
+) -> LookupResult:
     """What a lookup gives of rows that are rounded where they were gathered; features all pooled, or all sequences."""
     check("funcrec.lookup", part_problems(tables.tables, tables.scales, tables.dtypes))
     if type(tables.tables) in PLACED:
@@ -218,7 +218,7 @@ def rounded_rows(tables: FakeQuantizedTables, table: str, rows: Tensor, implemen
 # -- learned scales --------------------------------------------------------------------------------------------------
 
 
-def with_scales(read: Read, tables: FakeQuantizedTables) -> Read:
+def with_scales(read: LookupResult, tables: FakeQuantizedTables) -> LookupResult:
     """The lookup, whose cotangents go on to the scales, and are cut where a code was."""
     dtypes = dict(tables.dtypes)
 

@@ -10,12 +10,20 @@ from typing import Any
 
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.kernels import ops
-from funcrec.tables import FeatureConfig, Read, lookup_forms, num_bags_of, pooled_read, read_weights, sequences_read
+from funcrec.tables import (
+    FeatureConfig,
+    LookupResult,
+    lookup_forms,
+    num_bags_of,
+    pooled_read,
+    read_weights,
+    sequences_read,
+)
 
 
 def read_quantized(
     tables: Any, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None = None
-) -> Read:
+) -> LookupResult:
     """What a lookup gives of QuantizedTables; `features` are all pooled, or all sequences."""
     forms = {n: (bits, dim) for n, bits, dim in tables.forms}
     shapes = {n: (t.shape[0], forms[n][1]) for n, t in tables.items()}

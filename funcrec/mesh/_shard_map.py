@@ -35,7 +35,7 @@ from funcrec.mesh._mesh import Mesh, ambient_mesh
 from funcrec.mesh._parts import Part, axis_problems, cut, flatten_parts, join, match_specs, size_problems
 from funcrec.mesh._same import is_readable, unequal, unequal_over_ranks
 from funcrec.mesh._spec import P
-from funcrec.mesh.processes._alike import Told, agree_on_program, apart_over_ranks, staged, tell_failure
+from funcrec.mesh.processes._alike import RankForm, agree_on_program, apart_over_ranks, staged, tell_failure
 
 CALL = "funcrec.shard_map"
 
@@ -248,7 +248,7 @@ def _run_real(f, mesh: Mesh, names, parts: Sequence[Part], args, out_specs, is_c
 
 
 def _check_alike(call: str, parts: Sequence[Part], names: Sequence[str], alike: Mapping[int, str]) -> None:
-    told = [Told.of(p, p.path.startswith(tuple(alike.values()))) for p in parts]
+    told = [RankForm.of(p, p.path.startswith(tuple(alike.values()))) for p in parts]
     if all(is_readable(x) for p in parts for x in _tensors(p)):
         raise_for(call, apart_over_ranks(told, names, _device(parts)))
     elif staged.get() and alike:

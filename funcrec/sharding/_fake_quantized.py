@@ -19,7 +19,7 @@ from funcrec.mesh import axis_index
 from funcrec.sharding._lanes import Routes
 from funcrec.sharding._lookup import read_sharded
 from funcrec.sharding.placement._layout import Bank, Layout
-from funcrec.tables import FeatureConfig, Read, gather_rows
+from funcrec.tables import FeatureConfig, LookupResult, gather_rows
 
 
 class Owned(NamedTuple):
@@ -32,7 +32,7 @@ class Owned(NamedTuple):
 
 def read_fake(
     fake: FakeQuantizedTables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
-) -> Read:
+) -> LookupResult:
     """What a lookup gives of this rank's bags."""
     dtypes, layout = dict(fake.dtypes), fake.tables.layout
 

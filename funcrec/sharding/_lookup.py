@@ -21,7 +21,7 @@ from funcrec.sharding._lanes import Lane, Routes, routes_of
 from funcrec.sharding._sequences import lane_rows, sequence_routes
 from funcrec.sharding._transport import POOLED, SEQUENCES, Steps, Transport, steps_of
 from funcrec.sharding.placement._layout import Layout
-from funcrec.tables import FeatureConfig, Read, RowGrads, bag_count_problems, sequence_rows
+from funcrec.tables import FeatureConfig, LookupResult, RowGrads, bag_count_problems, sequence_rows
 
 Rounded = Callable[[Any, Routes, str | None], tuple[Mapping[str, Tensor], Any]]
 
@@ -32,7 +32,7 @@ def read_sharded(
     features: tuple[FeatureConfig, ...],
     implementation: str | None = None,
     rounded: Rounded | None = None,
-) -> Read:
+) -> LookupResult:
     """What a lookup gives of this rank's bags; its transpose takes
     the cotangents of all ranks' to the owners of the rows.
 
@@ -46,7 +46,7 @@ def read_sharded(
 
 def read_pooled(
     tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConfig, ...], implementation, rounded: Rounded | None
-) -> Read:
+) -> LookupResult:
     lanes_of = lambda lanes, routed, routes: lanes
     each = routes_of(tables.layout, features)
     columns, exchanges = exchanged(tables, ids, features, each, POOLED, lanes_of, implementation, rounded)
@@ -59,12 +59,12 @@ def read_pooled(
         own = lambda x: d_acts.values[:, at(x) + x.shard.first : at(x) + x.shard.last]
         return sent_back(tables.transport, POOLED, routes_of(whole_rows(tables), features), exchanges, own)
 
-    return Read(out, lambda: exchanges, transpose, overflows_of(tables.transport, each, exchanges))
+    return LookupResult(out, lambda: exchanges, transpose, overflows_of(tables.transport, each, exchanges))
 
 
 def read_sequences(
     tables: Any, ids: KeyedJaggedTensor, features: tuple[FeatureConfig, ...], implementation, rounded: Rounded | None
-) -> Read:
+) -> LookupResult:
     check("funcrec.lookup_sequence", bag_count_problems(features, ids))  # lanes stand one after the other, B bags each
     num_rows = {n: rows for n, (rows, _) in tables.layout.shapes}
     bags = {f.name: sequence_rows(ids, f, num_rows[f.table]) for f in features}
@@ -77,7 +77,7 @@ def read_sequences(
         own = lambda x: d_rows[x.feature.name][:, x.shard.first : x.shard.last]
         return sent_back(tables.transport, SEQUENCES, sequence_routes(whole_rows(tables), features), exchanges, own)
 
-    return Read(out, lambda: exchanges, transpose, overflows_of(tables.transport, each, exchanges))
+    return LookupResult(out, lambda: exchanges, transpose, overflows_of(tables.transport, each, exchanges))
 
 
 def exchanged(

@@ -26,7 +26,7 @@ from funcrec.tables._initializers import uniform as uniform
 from funcrec.tables._initializers import xavier_normal as xavier_normal
 from funcrec.tables._kinds import KINDS as KINDS
 from funcrec.tables._kinds import Kind as Kind
-from funcrec.tables._kinds import Read as Read
+from funcrec.tables._kinds import LookupResult as LookupResult
 from funcrec.tables._kinds import kind_of_tables as kind_of_tables
 from funcrec.tables._kinds import map_parts as map_parts
 from funcrec.tables._kinds import table_shapes as table_shapes

@@ -21,7 +21,7 @@ from funcrec.core import fail, leaf_names, map_with_names
 from funcrec.tables._rowgrads import RowGrads
 
 
-class Read(NamedTuple):
+class LookupResult(NamedTuple):
     """What a lookup gives, and its way back.
 
     out: of pooled features a KeyedTensor f[B, ΣD], keys in the features' order; of sequences {feature: JaggedTensor of
@@ -50,7 +50,7 @@ class Kind(NamedTuple):
     """
 
     shapes: Callable[[Any], Mapping[str, tuple[int, int]]]
-    read: Callable[..., Read]
+    read: Callable[..., LookupResult]
     is_trained: Callable[[Any], bool] = lambda tables: True
 
 

@@ -30,7 +30,7 @@ from funcrec.tables._checks import (
     table_tensor_problems,
 )
 from funcrec.tables._configs import FeatureConfig, TableConfig
-from funcrec.tables._kinds import Read, is_plain, kind_of_tables, table_shapes
+from funcrec.tables._kinds import LookupResult, is_plain, kind_of_tables, table_shapes
 from funcrec.tables._plain import Tables, marked, pooled_transpose, read_plain, read_rows, sequence_rows
 from funcrec.tables._rowgrads import RowGrads
 from funcrec.tables._seen import see
@@ -234,7 +234,7 @@ def check_lookup(call: str, tables: Any, ids: object, features: object) -> None:
         check_values(call, lambda ids: value_problems(ids, features, table_shapes(tables)), ids)
 
 
-def check_room(call: str, read: Read, owners: Sequence[Owner]) -> None:
+def check_room(call: str, read: LookupResult, owners: Sequence[Owner]) -> None:
     """Under `checked`, of a lookup that nobody waits for: whoever does is given the overflows."""
     if is_checking() and not owners:
         check_values(call, room_problems, read.overflows)

@@ -18,7 +18,7 @@ from funcrec.kernels.forms import Feature
 from funcrec.tables import _primitives as primitives
 from funcrec.tables._configs import FeatureConfig
 from funcrec.tables._hashing import hash_rows
-from funcrec.tables._kinds import KINDS, Kind, Read, table_shapes
+from funcrec.tables._kinds import KINDS, Kind, LookupResult, table_shapes
 from funcrec.tables._rowgrads import Bags, RowGrads
 from funcrec.tables._tape import summed
 
@@ -27,7 +27,7 @@ Tables = Mapping[str, Tensor]
 
 def read_plain(
     tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None = None
-) -> Read:
+) -> LookupResult:
     """What a lookup gives of plain tables; `features` are all pooled, or all sequences."""
     if features and features[0].pooling == "none":
         return read_sequences(tables, ids, features, implementation)
@@ -47,7 +47,7 @@ def _pooled(
     ids: KeyedJaggedTensor,
     features: Sequence[FeatureConfig],
     implementation: str | None,
-) -> Read:
+) -> LookupResult:
     """Bags of the rows of `used`, as `forms` tell; the gradients are those of tables of these shapes."""
     values = primitives.pooled_lookup(
         used, buffers, ids.offsets, read_weights(ids, features), forms, num_bags_of(ids, features),
@@ -58,10 +58,10 @@ def _pooled(
 
 def pooled_read(
     values: Tensor, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: Mapping[str, tuple[int, int]]
-) -> Read:
+) -> LookupResult:
     """The bags f[B, C] of tables of these shapes, whose gradients are those of a lookup in them."""
     out = KeyedTensor(values, tuple(f.name for f in features), tuple(shapes[f.table][1] for f in features))
-    return Read(out, lambda: ids, lambda d, ids: pooled_transpose(d, ids, features, shapes))
+    return LookupResult(out, lambda: ids, lambda d, ids: pooled_transpose(d, ids, features, shapes))
 
 
 def pooled_transpose(
@@ -84,7 +84,7 @@ def pooled_transpose(
 
 def read_rows(
     tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
-) -> tuple[Read, Callable[[list[Tensor]], Read]]:
+) -> tuple[LookupResult, Callable[[list[Tensor]], LookupResult]]:
     """(the rows that a pooled lookup reads, apart from one another; the lookup in a copy of them).
 
     Where a derivative inside the loss goes by the weights, the tables
@@ -107,14 +107,14 @@ def read_rows(
     )
     places = torch.arange(ids.capacity, device=ids.values.device)
     of_copy = [f._replace(table=pairs.index((f.table, f.rows)), rows=0) for f in forms]
-    return Read(rows, lambda: numbers, entries), lambda rows: _pooled(
+    return LookupResult(rows, lambda: numbers, entries), lambda rows: _pooled(
         shapes, rows, [places], of_copy, ids, features, implementation
     )
 
 
 def read_sequences(
     tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
-) -> Read:
+) -> LookupResult:
     """Each id's row, beside its weight; the transpose is of the rows alone."""
     gather = lambda table, rows: primitives.gather_rows(tables[table], rows, implementation=implementation)
     return sequences_read(gather, ids, features, table_shapes(tables))
@@ -125,7 +125,7 @@ def sequences_read(
     ids: KeyedJaggedTensor,
     features: Sequence[FeatureConfig],
     shapes: Mapping[str, tuple[int, int]],
-) -> Read:
+) -> LookupResult:
     """Sequences of the rows gather(table, i[N]) -> f[N, D]; the gradients are those of tables of these shapes."""
     heights = {f.name: shapes[f.table][0] for f in features}
     bags = {f.name: sequence_rows(ids, f, heights[f.name]) for f in features}
@@ -134,7 +134,7 @@ def sequences_read(
     entries = lambda d, numbers: summed(
         (f.table, RowGrads.from_entries(numbers[f.name], d[f.name], num_embeddings=heights[f.name])) for f in features
     )
-    return Read(out, numbers, entries)
+    return LookupResult(out, numbers, entries)
 
 
 def sequence_rows(ids: KeyedJaggedTensor, feature: FeatureConfig, num_embeddings: int) -> JaggedTensor:

@@ -33,7 +33,7 @@ from funcrec.core import (
     under_vmaps,
     vmaps_above,
 )
-from funcrec.tables._kinds import Read, with_parts
+from funcrec.tables._kinds import LookupResult, with_parts
 from funcrec.tables._rowgrads import RowGrads
 
 _DENSE_USE = Problem(
@@ -206,7 +206,7 @@ def open_tables(tables: Any) -> tuple[Any, list[Owner]]:
     return tables, sorted(owners, key=lambda o: o.tape.level)
 
 
-def tapped(owners: Sequence[Owner], read: Read, what: str, features: tuple) -> Any:
+def tapped(owners: Sequence[Owner], read: LookupResult, what: str, features: tuple) -> Any:
     """What was read, with the taps of all owners; `what` and `features` tell the lookup from others."""
     out, saved = read.out, (read.saved(), read.overflows) if owners else None
     for tape, names in owners:

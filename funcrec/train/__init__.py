@@ -3,8 +3,8 @@
 from funcrec.train._first_batch import trial_of as trial_of
 from funcrec.train._overflow import retry_overflow as retry_overflow
 from funcrec.train._rank_step import state_specs as state_specs
-from funcrec.train._recipe import Place as Place
 from funcrec.train._recipe import Recipe as Recipe
+from funcrec.train._recipe import Stages as Stages
 from funcrec.train._recipe import Summed as Summed
 from funcrec.train._recipe import run as run
 from funcrec.train._replicas import sync_replicas as sync_replicas

@@ -37,7 +37,7 @@ from funcrec.sharding import (
     whole_leaves,
 )
 from funcrec.tables import Params
-from funcrec.train._recipe import Place, Recipe, Summed
+from funcrec.train._recipe import Recipe, Stages, Summed
 from funcrec.train._state import TrainState
 
 
@@ -80,7 +80,7 @@ def rank_of(
     copies: int,
     capacity: int | None,
     codec: Codec | None,
-) -> Place:
+) -> Stages:
     """What a step does on each rank of a mesh: it differentiates its own
     loss over the number of ranks that train one copy."""
 
@@ -123,7 +123,7 @@ def rank_of(
         return replace(state.tables, banks=banks), slots
 
     is_mean = lambda x: isinstance(x, Tensor) and x.is_floating_point()
-    return Place(
+    return Stages(
         loss_fn=loss_fn,
         key=lambda key: random.fold_in(key, axis_index(batch_axes)),
         params=params,

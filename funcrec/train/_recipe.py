@@ -65,7 +65,7 @@ def update_tables(sparse: RowOptimizer, summed: Summed, state: TrainState) -> tu
     return with_parts(state.tables, tables), slots
 
 
-class Place(NamedTuple):
+class Stages(NamedTuple):
     """Where a step runs, by what it does there; the defaults are one process's, which has the whole batch.
 
     loss_fn: recipe -> the function that is differentiated. key: the step's key -> that from which these bags draw.
@@ -85,7 +85,7 @@ class Place(NamedTuple):
     settled: Callable = lambda fits, old, new, metrics: (new, metrics)
 
 
-def run(recipe: Recipe, place: Place, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+def run(recipe: Recipe, place: Stages, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
     """(state', metrics)."""
     extra = with_key(recipe, state, place.key)
     loss_fn, k = place.loss_fn(recipe), recipe.micro_batches

@@ -33,7 +33,7 @@ from funcrec.optim import DenseOptimizer, RowOptimizer
 from funcrec.sharding import Plan, ShardedTables, dedup_problems, dense_axes_problems
 from funcrec.tables import Params
 from funcrec.train._rank_step import rank_of, shard_state, state_specs
-from funcrec.train._recipe import Place, Recipe, run, takes_key
+from funcrec.train._recipe import Recipe, Stages, run, takes_key
 from funcrec.train._state import TrainState, state_parts
 
 
@@ -141,7 +141,7 @@ def train_step(
     check("funcrec.train_step", exchange_problems(mesh, exact, dedup, codec))
     check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
     recipe = Recipe(loss_fn, sparse, dense, has_aux, merge, takes_key(loss_fn), micro_batches)
-    where = Where(mesh, mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes)), Place())
+    where = OnMesh(mesh, mesh and (mesh.axis_names if batch_axes is None else tuple(batch_axes)), Stages())
     if mesh is not None:
         copies = prod(mesh.shape[a] for a in plan.replicas)
         where = where._replace(place=rank_of(sparse, mesh, where.batch_axes, copies, capacity, codec))
@@ -163,12 +163,12 @@ def train_step(
     return TrainStep(init, Update(recipe, where))
 
 
-class Where(NamedTuple):
+class OnMesh(NamedTuple):
     """Where a step runs: the mesh, the axes over which a batch is cut, and what is done there."""
 
     mesh: Mesh | None
     batch_axes: tuple[str, ...] | None
-    place: Place
+    place: Stages
 
     def run(self, fn: Callable, specs_of: Callable, state: Any, batch: Any) -> tuple[Any, dict]:
         """fn(place, state, batch), on each rank; specs_of: state -> a P for each part."""
@@ -185,7 +185,7 @@ class Update:
     """(state, batch) -> (state', metrics) of a `train_step`: what it computes, and where."""
 
     recipe: Recipe
-    where: Where
+    where: OnMesh
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
         self.check(state, batch)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec.tables import KINDS, Kind, Read
+from funcrec.tables import KINDS, Kind, LookupResult
 from funcrec.testing import assert_trees_close
 
 R, D, K = 7, 3, 2
@@ -79,7 +79,7 @@ def read_low_rank(tables, ids, features, implementation=None):
             "right": fr.RowGrads.from_entries(torch.arange(K), d_right, num_embeddings=K),
         }
 
-    return Read(out, lambda: (reads["base"].saved(), reads["left"].saved(), left, tables.right), transpose)
+    return LookupResult(out, lambda: (reads["base"].saved(), reads["left"].saved(), left, tables.right), transpose)
 
 
 Mapping.register(LowRank)

@@ -29,7 +29,7 @@ from funcrec.tables import Batch
 LEAVE_S = 1.0  # how long a rank that leaves waits for the others to come to what its thread exchanges
 
 
-class Told(IntEnum):
+class BatchNews(IntEnum):
     """What a rank tells the others of its next batch."""
 
     HAS = 0
@@ -196,7 +196,7 @@ class Ahead:
                 if number >= self.limit:  # closing, and nobody waits for this rank
                     return
             told, batch, error = self.fetch(items, like)
-            has = told in (Told.HAS, Told.BLANK)
+            has = told in (BatchNews.HAS, BatchNews.BLANK)
             is_cut = has and self.twins is not None
             form, text = (form_key(*fast_flatten(batch)), form_text(batch)) if is_cut else (None, "")
             if not self.is_go(told, number, text, error):
@@ -208,39 +208,39 @@ class Ahead:
             yield one
             number += 1
 
-    def fetch(self, items: Iterator, like: Any) -> tuple[Told, Any, BaseException | None]:
+    def fetch(self, items: Iterator, like: Any) -> tuple[BatchNews, Any, BaseException | None]:
         if self.closing:
-            return Told.CLOSED, None, None
+            return BatchNews.CLOSED, None, None
         try:
-            return Told.HAS, next(items), None
+            return BatchNews.HAS, next(items), None
         except StopIteration:
             try:
                 filler = None if like is None or self.twins is None else self.blank(like)
             except BaseException as error:
-                return Told.FAILED, None, error
-            return Told.ENDED if filler is None else Told.BLANK, filler, None
+                return BatchNews.FAILED, None, error
+            return BatchNews.ENDED if filler is None else BatchNews.BLANK, filler, None
         except BaseException as error:
-            return Told.FAILED, None, error
+            return BatchNews.FAILED, None, error
 
-    def is_go(self, own: Told, number: int, form: str, error: BaseException | None) -> bool:
+    def is_go(self, own: BatchNews, number: int, form: str, error: BaseException | None) -> bool:
         """Whether all ranks go on with this batch; raises on all of them where one cannot."""
         mine = [own, digest(form)]
         told = [mine] if self.twins is None else tell(self.twins.world, mine)
         who = lambda *kinds: [r for r, (x, _) in enumerate(told) if x in kinds]
         if error is not None:
             raise error
-        if own == Told.CLOSED or not who(Told.HAS, Told.FAILED, Told.CLOSED):
+        if own == BatchNews.CLOSED or not who(BatchNews.HAS, BatchNews.FAILED, BatchNews.CLOSED):
             return False
-        if failed := who(Told.FAILED):
+        if failed := who(BatchNews.FAILED):
             what, got = "the batches of another rank ended in an error.", f"ranks {failed} raised"
             need, hint = "batches on every rank", "see what they raised"
             raise RuntimeError(message(self.call, [Problem(what, got, need, hint)]))
-        if closed := who(Told.CLOSED):
+        if closed := who(BatchNews.CLOSED):
             what, got = "another rank has left its loop.", f"ranks {closed} have, this one goes on"
             raise RuntimeError(message(self.call, [Problem(what, got, "the same steps on every rank")]))
-        if bare := who(Told.ENDED):
+        if bare := who(BatchNews.ENDED):
             what = "the ranks have different numbers of batches."
-            got = f"ranks {bare} have no more, ranks {who(Told.HAS)} have"
+            got = f"ranks {bare} have no more, ranks {who(BatchNews.HAS)} have"
             hint = "batches of fr.Batch with weights, or blank=lambda batch: one of that form that counts for nothing"
             if not number:
                 hint = "a batch for every rank: those have had none, of which a blank one could be made"

@@ -27,7 +27,7 @@ FOLLOWED, PLAIN, FAILED = "followed", "not followed", "failed"
 HINT = "ids of one capacity on all ranks (`pad_to`, or `pad_to_bucket` by the longest), batches of one size (pad_last)"
 
 
-class Told(NamedTuple):
+class RankForm(NamedTuple):
     """What a rank says of an argument: whether a derivative follows it, and its form; or why it has failed."""
 
     path: str
@@ -35,9 +35,9 @@ class Told(NamedTuple):
     form: str
 
     @staticmethod
-    def of(part: Part, has_form: bool) -> "Told":
+    def of(part: Part, has_form: bool) -> "RankForm":
         form = form_of(part.value) if has_form else ""
-        return Told(part.path, FOLLOWED if has_tracked(part.value) else PLAIN, form)
+        return RankForm(part.path, FOLLOWED if has_tracked(part.value) else PLAIN, form)
 
 
 def form_of(x: Any) -> str:
@@ -57,7 +57,7 @@ def form_text(tree: Any) -> str:
     return "; ".join(sorted(f"{torch_tree.keystr(path)} {form_of(x)}".strip() for path, x in named))
 
 
-def apart_over_ranks(told: Sequence[Told], axes: Sequence[str], device: torch.device) -> Iterator[Problem]:
+def apart_over_ranks(told: Sequence[RankForm], axes: Sequence[str], device: torch.device) -> Iterator[Problem]:
     """What differs on the ranks of the axes, where values are read; all of them say the same of it."""
     text = write(told)
     number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
@@ -74,7 +74,7 @@ def apart_over_ranks(told: Sequence[Told], axes: Sequence[str], device: torch.de
 
 def tell_failure(error: Exception, axes: Sequence[str], device: torch.device) -> None:
     """In the place of a rank's `apart_over_ranks`, or of its `agree_on_program` while a program is staged."""
-    told = [Told("", FAILED, " ".join(f"{type(error).__name__}: {error}".split())[:500])]
+    told = [RankForm("", FAILED, " ".join(f"{type(error).__name__}: {error}".split())[:500])]
     if staged.get():
         dist.distributed_c10d._get_default_store().set(key_of(Met.turns, dist.get_rank()), write(told))
         Met.turns += 1
@@ -82,15 +82,15 @@ def tell_failure(error: Exception, axes: Sequence[str], device: torch.device) ->
         list(apart_over_ranks(told, axes, device))
 
 
-def write(told: Sequence[Told]) -> bytes:
+def write(told: Sequence[RankForm]) -> bytes:
     return "\n".join("\t".join(t) for t in told).encode()
 
 
-def read(text: bytes) -> list[Told]:
-    return [Told(*line.split("\t")) for line in text.rstrip(b"\0").decode().split("\n") if line]
+def read(text: bytes) -> list[RankForm]:
+    return [RankForm(*line.split("\t")) for line in text.rstrip(b"\0").decode().split("\n") if line]
 
 
-def problems_of(own: Sequence[Told], ranks: Sequence[Sequence[Told]]) -> Iterator[Problem]:
+def problems_of(own: Sequence[RankForm], ranks: Sequence[Sequence[RankForm]]) -> Iterator[Problem]:
     """The ranks that have failed; or the arguments that are not alike, each with what the ranks have."""
     failed = {r: told[0].form for r, told in enumerate(ranks) if told and told[0].followed == FAILED}
     for rank, why in failed.items():
@@ -100,7 +100,7 @@ def problems_of(own: Sequence[Told], ranks: Sequence[Sequence[Told]]) -> Iterato
     if failed:
         return
     for path in dict.fromkeys(t.path for told in ranks for t in told):
-        have = [next((t for t in told if t.path == path), Told(path, PLAIN, "nothing")) for told in ranks]
+        have = [next((t for t in told if t.path == path), RankForm(path, PLAIN, "nothing")) for told in ranks]
         if len({t.form for t in have}) > 1:
             yield Problem(f"`{path}` differs between the ranks.", listed([t.form for t in have]), "one form", HINT)
         elif len({t.followed for t in have}) > 1:
@@ -131,7 +131,7 @@ class Met:
 staged: ContextVar[str] = ContextVar("funcrec_staged", default="")  # the function that jit stages to run it
 
 
-def agree_on_program(call: str, told: Sequence[Told], group: str) -> None:
+def agree_on_program(call: str, told: Sequence[RankForm], group: str) -> None:
     """Before a rank runs a program for forms that are new to it: every rank is about to, of the same forms."""
     text = write(told)
     if text in Met.forms:
