@@ -120,6 +120,12 @@ def test_every_folder_has_a_place():
     assert sorted(p.name for p in PACKAGE.glob("*.py")) == ["__init__.py", "__main__.py"]
 
 
+def test_laws_stand_in_the_folders_that_they_are_of():
+    """A folder of tests/laws is named as the folder of funcrec whose laws it has."""
+    found = {path.parent.name for path in (ROOT / "tests" / "laws").glob("*/test_*.py")}
+    assert found <= set(FLOORS) and len(found) > 15
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_folders_import_from_those_above(name):
     """A module imports from its own folder and those above it in the order, inside functions too."""

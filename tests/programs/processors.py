@@ -53,7 +53,11 @@ SURROUNDINGS = {
 LAWS = {
     "kernels": ("levels", "update", "cpp_update", "generated", "quantized", "planned", "top_k"),
     "compile": ("wrapping", "raising", "step", "products", "onednn"),
-    "laws": ("micro_batches", "rewind", "ensemble", "rounding", "random", "scan", "optim_rules"),
+    "laws/core": ("random",),
+    "laws/grad": ("micro_batches",),
+    "laws/optim": ("rounding", "rules"),
+    "laws/train": ("ensemble", "scan"),
+    "laws/history": ("rewind",),
     "dist": ("stale", "rewind_ranks", "replicas"),
     "house": ("surroundings",),
 }

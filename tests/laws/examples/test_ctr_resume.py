@@ -19,7 +19,7 @@ from funcrec.examples import _folder, ctr
 from funcrec.loop import _fit, _run_state, _watch
 from funcrec.testing import assert_trees_close
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OPTIONS = ["--model", "lr", "--batch-size", "64", "--lr", "0.05", "--epochs", "1"]
 
 
