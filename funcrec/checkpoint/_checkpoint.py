@@ -6,22 +6,22 @@ No example is needed to read one, and nothing in it is run.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from funcrec.checkpoint._asynchronous import Saving, crew_beside, finish, go_on, num_live, settle
-from funcrec.checkpoint._compare import difference_problems
 from funcrec.checkpoint._folder import Files, fail_if_manifest, fail_without_manifest, is_folder, read_manifest
 from funcrec.checkpoint._format import read_header
 from funcrec.checkpoint._job import copy_problems, copy_rest, job_of, step_problems
 from funcrec.checkpoint._place import Reader, Target, axes_of, device_of, place_of, placed, target_problems
 from funcrec.checkpoint._together import Ranks, apart_problems, called_by_all_ranks, crew_of, together
-from funcrec.checkpoint._tree_json import CodeError, decode, transform_problems
+from funcrec.checkpoint._tree_json import CodeError, decode, show, transform_problems
 from funcrec.checkpoint._whole_file import as_path, open_file
-from funcrec.core import Count, Size, check, fail, typed
+from funcrec.core import CLASSES, Count, Problem, Size, check, class_name, describe, fail, typed
 from funcrec.mesh import Codec, Mesh
 from funcrec.optim import RowOptimizer
 from funcrec.sharding import Plan
@@ -238,3 +238,37 @@ def made(leaves: Sequence[Any], code: Any, reader: Reader, target: Target | None
 def damaged(path: Path, error: Exception):
     hint = "an older checkpoint; `save` itself never leaves half a file"
     fail(LOAD, f"`{path.name}` is not a whole checkpoint.", got=str(error), need="a file that save wrote", hint=hint)
+
+
+def difference_problems(tree: Any, like: Any) -> Iterator[Problem]:
+    """Every node in which two trees differ in place, kind, shape or dtype."""
+    found, wanted = dict(_nodes(tree, "")), dict(_nodes(like, ""))
+    leaves = lambda nodes: [p for p, (_, is_leaf) in nodes.items() if is_leaf]
+    hint = "like=None, which loads what there is"
+    for path in [p for p in leaves(wanted) if p not in found]:
+        yield Problem(f"`{path}` is missing.", "nothing", wanted[path][0], hint)
+    for path in [p for p in leaves(found) if p not in wanted]:
+        yield Problem(f"`{path}` is not expected.", found[path][0], "nothing", hint)
+    for path, (need, is_leaf) in wanted.items():
+        if path in found and found[path][0] != need:
+            differs = "has another shape or dtype" if is_leaf and found[path][1] else "is another kind of value"
+            yield Problem(f"`{path or 'tree'}` {differs}.", found[path][0], need, hint)
+
+
+def _nodes(node: Any, path: str) -> Iterator[tuple[str, tuple[str, bool]]]:
+    """(path, (what it is, whether it is a leaf)) of every node."""
+    children: list[tuple[str, Any]] = []
+    kind = type(node).__name__
+    if isinstance(node, Tensor):
+        kind = describe(node)
+    elif isinstance(node, dict):
+        children = [(f"{path}[{show(k)}]", v) for k, v in node.items()]
+    elif isinstance(node, (list, tuple)):
+        children = [(f"{path}[{i}]", v) for i, v in enumerate(node)]
+    elif class_name(type(node)) in CLASSES:
+        values, (fields, static) = CLASSES[class_name(type(node))][0](node)
+        kind = f"{kind} {show(static)}" if static else kind
+        children = [(f"{path}.{n}".lstrip("."), v) for n, v in zip(fields, values, strict=True)]
+    yield path, (kind, not children)
+    for where, child in children:
+        yield from _nodes(child, where)

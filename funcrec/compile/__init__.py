@@ -13,10 +13,10 @@ from funcrec.compile._donated import donated_message as donated_message
 from funcrec.compile._jit import jit as jit
 from funcrec.compile._keys import form_key as form_key
 from funcrec.compile._lower import Lowered as Lowered
+from funcrec.compile._lower import Sent as Sent
 from funcrec.compile._split_step import Halves as Halves
 from funcrec.compile._split_step import cut as cut
 from funcrec.compile._trace import stage as stage
-from funcrec.compile._traffic import Sent as Sent
 from funcrec.compile.backend._inductor import DECOMPOSITIONS as DECOMPOSITIONS
 from funcrec.compile.backend._inductor import OPTIONS as OPTIONS
 from funcrec.compile.backend._inductor import compile_graph as compile_graph

@@ -3,16 +3,39 @@
 jit(f).lower(x).compile()(x) = jit(f)(x)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from funcrec.compile._compiled import Compiled
 from funcrec.compile._keys import show_key
-from funcrec.compile._traffic import Sent, collectives_of
 from funcrec.compile._writes import leaves_read
 from funcrec.core import fail
+from funcrec.mesh import LEAVES
+
+
+class Sent(NamedTuple):
+    """One collective: its operator's name, the shape and dtype of its operand, and the bytes that leave the rank."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sent_bytes: int
+
+
+def collectives_of(graph: torch.fx.Graph) -> Iterator[Sent]:
+    """The collectives of a staged graph, in its order."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in LEAVES:
+            operand, *how, group = node.args
+            x: Tensor = operand.meta["val"]
+            name = node.target.name().partition("::")[2]
+            yield Sent(
+                name, tuple(x.shape), x.dtype, LEAVES[node.target](x.nbytes, _resolve_process_group(group), *how)
+            )
 
 
 class Lowered(NamedTuple):

@@ -6,7 +6,7 @@ A row of codes has a scale and a bias of its own. How far a number may be off st
 Shapes: R rows, D dim, S bytes of a stored row.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,24 @@ from funcrec.core import (
     tree_leaves,
     typed,
 )
+from funcrec.jagged import KeyedJaggedTensor
 from funcrec.kernels import ops
 from funcrec.kernels.forms import CODE_BITS
 from funcrec.kinds._codes import CODES, FLOATS, Dtype, Form, bits_of, dtype_problems, form_problems, named_dtypes
-from funcrec.kinds._quantized_lookup import read_quantized
-from funcrec.tables import KINDS, Kind, name_number, row_problems, table_tensor_problems
+from funcrec.tables import (
+    KINDS,
+    FeatureConfig,
+    Kind,
+    LookupResult,
+    lookup_forms,
+    name_number,
+    num_bags_of,
+    pooled_read,
+    read_weights,
+    row_problems,
+    sequences_read,
+    table_tensor_problems,
+)
 
 
 @mapping(lambda q: q.tables, "table")
@@ -82,6 +95,23 @@ def shown(t: Any, bits: int, dim: int) -> str:
 
 def shapes_of(q: QuantizedTables) -> dict[str, tuple[int, int]]:
     return {n: (q[n].shape[0], dim) for n, _, dim in q.forms}
+
+
+def read_quantized(
+    tables: Any, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None = None
+) -> LookupResult:
+    """What a lookup gives of QuantizedTables; `features` are all pooled, or all sequences."""
+    forms = {n: (bits, dim) for n, bits, dim in tables.forms}
+    shapes = {n: (t.shape[0], forms[n][1]) for n, t in tables.items()}
+    if features[0].pooling == "none":
+        gather = lambda n, rows: ops.quantized_rows(tables[n], rows, *forms[n], implementation=implementation)
+        return sequences_read(gather, ids, features, shapes)
+    names, buffers, told = lookup_forms(ids, features, shapes)
+    values = ops.quantized_lookup(
+        [tables[n] for n in names], buffers, ids.offsets, read_weights(ids, features), told, num_bags_of(ids, features),
+        [forms[n][0] for n in names], [forms[n][1] for n in names], implementation=implementation,
+    )  # fmt: skip
+    return pooled_read(values, ids, features, shapes)
 
 
 KINDS[QuantizedTables] = Kind(shapes_of, read_quantized, is_trained=lambda q: False)

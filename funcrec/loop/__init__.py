@@ -1,6 +1,7 @@
 """`fit` and `evaluate`, and what they are made of, for a loop of your own."""
 
 import funcrec.core as _core
+from funcrec.loop._callbacks import Record as Record
 from funcrec.loop._callbacks import csv_lines as csv_lines
 from funcrec.loop._callbacks import json_lines as json_lines
 from funcrec.loop._callbacks import print_epoch as print_epoch
@@ -15,7 +16,6 @@ from funcrec.loop._ranks import all_parts as all_parts
 from funcrec.loop._ranks import is_chief as is_chief
 from funcrec.loop._ranks import num_processes as num_processes
 from funcrec.loop._ranks import own_part as own_part
-from funcrec.loop._record import Record as Record
 from funcrec.loop._signals import listen as listen
 from funcrec.loop._stale import stale_pipeline as stale_pipeline
 from funcrec.loop._watch import RankLost as RankLost

@@ -24,6 +24,7 @@ from funcrec.checkpoint import finish, settle
 from funcrec.core import check, describe, fail, own_errors
 from funcrec.data import Position
 from funcrec.loop._bad_ids import BadIds, bad_ids_problems
+from funcrec.loop._callbacks import Record
 from funcrec.loop._checks import (
     clock_problems,
     has_loss,
@@ -40,7 +41,6 @@ from funcrec.loop._checks import (
 from funcrec.loop._diverged import Losses
 from funcrec.loop._epochs import Limits, best_epoch, is_finished
 from funcrec.loop._ranks import all_parts, is_chief, of_any, questions
-from funcrec.loop._record import Record
 from funcrec.loop._run_state import (
     Clock,
     Run,

@@ -17,8 +17,11 @@ from funcrec.tables._configs import modulo as modulo
 from funcrec.tables._configs import multiply_shift as multiply_shift
 from funcrec.tables._hashing import hash_lanes as hash_lanes
 from funcrec.tables._hashing import hash_rows as hash_rows
+from funcrec.tables._init import BEHIND as BEHIND
+from funcrec.tables._init import PER_WORD as PER_WORD
 from funcrec.tables._init import init as init
 from funcrec.tables._init import name_number as name_number
+from funcrec.tables._init import origin_of as origin_of
 from funcrec.tables._initializers import Initializer as Initializer
 from funcrec.tables._initializers import constant as constant
 from funcrec.tables._initializers import normal as normal
@@ -26,8 +29,10 @@ from funcrec.tables._initializers import uniform as uniform
 from funcrec.tables._initializers import xavier_normal as xavier_normal
 from funcrec.tables._kinds import KINDS as KINDS
 from funcrec.tables._kinds import Kind as Kind
+from funcrec.tables._kinds import Lookup as Lookup
 from funcrec.tables._kinds import LookupResult as LookupResult
 from funcrec.tables._kinds import kind_of_tables as kind_of_tables
+from funcrec.tables._kinds import lookups_seen as lookups_seen
 from funcrec.tables._kinds import map_parts as map_parts
 from funcrec.tables._kinds import table_shapes as table_shapes
 from funcrec.tables._kinds import with_parts as with_parts
@@ -35,9 +40,6 @@ from funcrec.tables._lookup import lookup as lookup
 from funcrec.tables._lookup import lookup_sequence as lookup_sequence
 from funcrec.tables._lookup import lookup_sequence_transpose as lookup_sequence_transpose
 from funcrec.tables._lookup import lookup_transpose as lookup_transpose
-from funcrec.tables._origin import BEHIND as BEHIND
-from funcrec.tables._origin import PER_WORD as PER_WORD
-from funcrec.tables._origin import origin_of as origin_of
 from funcrec.tables._params import Batch as Batch
 from funcrec.tables._params import Params as Params
 from funcrec.tables._params import batch_parts as batch_parts
@@ -63,8 +65,6 @@ from funcrec.tables._rowgrads import global_norm as global_norm
 from funcrec.tables._rowgrads import is_stacked as is_stacked
 from funcrec.tables._rowgrads import root as root
 from funcrec.tables._rowgrads import terms_of as terms_of
-from funcrec.tables._seen import Lookup as Lookup
-from funcrec.tables._seen import lookups_seen as lookups_seen
 from funcrec.tables._tape import Site as Site
 from funcrec.tables._tape import TableRef as TableRef
 from funcrec.tables._tape import Tape as Tape

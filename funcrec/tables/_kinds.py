@@ -12,12 +12,16 @@ its path: the tensors that get RowGrads, and that row optimizers update. What a 
 several parts, or lie in part of one.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from funcrec.core import fail, leaf_names, map_with_names
+from funcrec.jagged import KeyedJaggedTensor
+from funcrec.tables._configs import FeatureConfig
 from funcrec.tables._rowgrads import RowGrads
 
 
@@ -88,3 +92,34 @@ def table_shapes(tables: Any) -> dict[str, tuple[int, int]]:
     if isinstance(tables, Mapping):
         return dict(kind_of_tables(tables).shapes(tables))
     return {t.name: t.shape for t in tables}
+
+
+# -- which lookups are made: what an export asks, to tell a server of each column's table -----------------------------
+
+
+class Lookup(NamedTuple):
+    """The arguments of one: tables of any kind, ids, features."""
+
+    tables: Any
+    ids: KeyedJaggedTensor
+    features: Sequence[FeatureConfig]
+
+
+_seen: ContextVar[list[Lookup] | None] = ContextVar("funcrec_lookups_seen", default=None)
+
+
+@contextlib.contextmanager
+def lookups_seen() -> Iterator[list[Lookup]]:
+    """A list that fills with the lookups that are made inside, by this thread."""
+    found: list[Lookup] = []
+    before = _seen.set(found)
+    try:
+        yield found
+    finally:
+        _seen.reset(before)
+
+
+def see(*lookup: Any) -> None:
+    found = _seen.get()
+    if found is not None:
+        found.append(Lookup(*lookup))

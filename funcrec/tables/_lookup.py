@@ -30,10 +30,9 @@ from funcrec.tables._checks import (
     table_tensor_problems,
 )
 from funcrec.tables._configs import FeatureConfig, TableConfig
-from funcrec.tables._kinds import LookupResult, is_plain, kind_of_tables, table_shapes
+from funcrec.tables._kinds import LookupResult, is_plain, kind_of_tables, see, table_shapes
 from funcrec.tables._plain import Tables, marked, pooled_transpose, read_plain, read_rows, sequence_rows
 from funcrec.tables._rowgrads import RowGrads
-from funcrec.tables._seen import see
 from funcrec.tables._tape import Owner, is_followed_inside, open_tables, tapped
 from funcrec.tables._value_checks import check_values, room_problems, value_problems
 
