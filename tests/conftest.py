@@ -76,6 +76,14 @@ def poisoned_memory():
     patch.undo()
 
 
+@pytest.fixture(autouse=True)
+def same_threads():
+    """A test leaves torch the threads that it had: those that follow are run on as many as was asked for."""
+    before = torch.get_num_threads()
+    yield
+    assert torch.get_num_threads() == before
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
     """Staged graphs are run as they stand, not compiled: for laws of staging, writes and calls."""

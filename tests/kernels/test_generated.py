@@ -12,6 +12,7 @@ from funcrec.kernels import cpp
 from funcrec.kernels.cpp import _formulas, _rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs.surroundings import on_threads
 from programs.update_calls import CASES
 from torch import Tensor
 
@@ -136,11 +137,8 @@ def test_threads_change_no_bit(without_kernels):
     grads = {n: fr.RowGrads.from_entries(rows, noise(3000, t.shape[1]), num_embeddings=500) for n, t in tables.items()}
     out = []
     for threads in (1, 2):
-        torch.set_num_threads(threads)
-        try:
+        with on_threads(threads):
             out.append(optimizer.update(grads, optimizer.init(tables), tables, STEP, implementation="cpp"))
-        finally:
-            torch.set_num_threads(1)
     assert_trees_close(*out)
 
 

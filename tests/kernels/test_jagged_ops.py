@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from programs.surroundings import on_threads
 from torch import Tensor
 
 from funcrec.testing import assert_trees_close
@@ -105,12 +106,9 @@ def test_take_ranges_transpose_adds_in_order(ask):
         want = torch.zeros(1050, 33)
         for b, start in enumerate(starts.tolist()):
             want[start : start + 50] += d[50 * b : 50 * b + 50].float()
-        try:
-            for threads in (1, 2, 3):
-                torch.set_num_threads(threads)
+        for threads in (1, 2, 3):
+            with on_threads(threads):
                 assert_trees_close(ask("take_ranges_transpose", d, starts, lengths, 1050), want.to(dtype))
-        finally:
-            torch.set_num_threads(1)
 
 
 @pytest.mark.needs("bucketize")

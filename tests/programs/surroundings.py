@@ -30,7 +30,7 @@ def facts() -> dict[str, Any]:
 
     draw = torch.Generator().manual_seed(0)
     a, b = torch.randn(64, 48, generator=draw), torch.randn(48, 40, generator=draw)
-    with on_one_thread():
+    with on_threads(1):
         few = [a[:n] @ b for n in (1, 3, 7, 64)]
         members = torch.bmm(a.reshape(4, 16, 48), b.expand(4, 48, 40))
         vector = a @ b[:, 0]
@@ -47,11 +47,14 @@ def facts() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def on_one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def on_threads(number: int) -> Iterator[None]:
+    """torch has this number of threads, and behind it the number that it had."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def digest(tensors: list[Tensor]) -> str:

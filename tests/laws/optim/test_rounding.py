@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs.surroundings import on_threads
 
 import funcrec as fr
 from funcrec.core.random import GAMMA, MIX, wrap
@@ -133,11 +134,8 @@ def test_one_and_two_threads_round_alike(dtype):
     tables, grads = tables_and_grads(("a", "b"), dtype)
     results = []
     for threads in (1, 2):
-        torch.set_num_threads(threads)
-        try:
+        with on_threads(threads):
             results.append(update(fr.optim.adam(LR), tables, grads))
-        finally:
-            torch.set_num_threads(1)
     assert_trees_close(*results)
 
 
