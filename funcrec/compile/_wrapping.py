@@ -210,6 +210,16 @@ def in_more_bits(op: Callable) -> Callable:
     return reduced
 
 
+def vectors_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x[B, N, K] @ y[B, K, P] with N or P of 1, which Inductor writes for a CPU as products and their sum: integers came
+    out as int64, and of 16-bit floats each product was rounded."""
+    is_vector = x.shape[1] == 1 or y.shape[2] == 1
+    if not is_vector or x.device.type != "cpu" or x.dtype in (torch.float32, torch.float64) or x.is_complex():
+        return NotImplemented
+    wide = torch.float32 if x.is_floating_point() else x.dtype
+    return (x.to(wide).unsqueeze(-1) * y.to(wide).unsqueeze(1)).sum(2, dtype=wide).to(x.dtype)
+
+
 aten = torch.ops.aten
 NARROW = {torch.int8, torch.uint8}
 REDUCTIONS = {
@@ -219,7 +229,7 @@ REDUCTIONS = {
         aten.amin.default, aten.max.default, aten.min.default, aten.max.dim, aten.min.dim, aten.argmax.default,
         aten.argmin.default,
     )
-}  # fmt: skip
+} | {aten.bmm.default: vectors_product}  # fmt: skip
 
 
 def within_memory(load: Callable) -> Callable:

@@ -173,3 +173,25 @@ def test_scalars_of_few_bits_stay_in_their_type():
         lambda x: x.abs()[rows].clamp(max=5) < 0,
     ):
         assert torch.equal(fr.jit(fn)(x), fn(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_products_of_vectors_and_stacks_keep_their_type(dtype):
+    """A vector times a stack of matrices of integers, and the other way, has the integers' type and values."""
+    draw = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randint(0, 100, shape, generator=draw).to(dtype)
+    v, stack, one, other = make(10), make(2, 3, 10, 4), make(2, 1, 5), make(2, 5, 1)
+    f = lambda v, stack, one, other: (v @ stack, stack.mT @ v, torch.bmm(one, other), torch.bmm(other, one))
+    for got, want in zip(fr.jit(f)(v, stack, one, other), f(v, stack, one, other), strict=True):
+        assert got.dtype == dtype and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_of_vectors_and_stacks_are_rounded_once(dtype):
+    """A vector times a stack of matrices of 16-bit floats is as near to the exact sums as rounding once allows."""
+    draw = torch.Generator().manual_seed(0)
+    v, stack = (torch.randn(*shape, generator=draw).to(dtype) for shape in ((40,), (3, 5, 40, 4)))
+    found = fr.jit(lambda v, stack: (v @ stack, stack.mT @ v))(v, stack)
+    for got, want in zip(found, (v.double() @ stack.double(), stack.double().mT @ v.double()), strict=True):
+        error = (got.double() - want).abs() - torch.finfo(dtype).eps / 2 * want.abs()
+        assert got.dtype == dtype and error.amax() < 1e-4
