@@ -211,13 +211,25 @@ def in_more_bits(op: Callable) -> Callable:
 
 
 def vectors_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x[B, N, K] @ y[B, K, P] with N or P of 1, which Inductor writes for a CPU as products and their sum: integers came
-    out as int64, and of 16-bit floats each product was rounded."""
+    """x[B, N, K] @ y[B, K, P] with N or P of 1, which Inductor writes for a CPU as products and their sum: integers
+    came out as int64, and of 16-bit floats each product was rounded."""
     is_vector = x.shape[1] == 1 or y.shape[2] == 1
     if not is_vector or x.device.type != "cpu" or x.dtype in (torch.float32, torch.float64) or x.is_complex():
         return NotImplemented
     wide = torch.float32 if x.is_floating_point() else x.dtype
     return (x.to(wide).unsqueeze(-1) * y.to(wide).unsqueeze(1)).sum(2, dtype=wide).to(x.dtype)
+
+
+def moments(spread: Callable) -> Callable:
+    """The mean of no element is NaN beside its variance or deviation too; Inductor's is 0."""
+
+    def instead(x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+        over = [d % x.dim() for d in dim] if dim else range(x.dim())
+        if all(x.shape[d] for d in over):
+            return NotImplemented
+        return spread(x, dim, correction=correction, keepdim=keepdim), x.mean(dim, keepdim=keepdim)
+
+    return instead
 
 
 aten = torch.ops.aten
@@ -229,7 +241,11 @@ REDUCTIONS = {
         aten.amin.default, aten.max.default, aten.min.default, aten.max.dim, aten.min.dim, aten.argmax.default,
         aten.argmin.default,
     )
-} | {aten.bmm.default: vectors_product}  # fmt: skip
+} | {
+    aten.bmm.default: vectors_product,
+    aten.var_mean.correction: moments(torch.var),
+    aten.std_mean.correction: moments(torch.std),
+}  # fmt: skip
 
 
 def within_memory(load: Callable) -> Callable:

@@ -195,3 +195,13 @@ def test_products_of_vectors_and_stacks_are_rounded_once(dtype):
     for got, want in zip(found, (v.double() @ stack.double(), stack.double().mT @ v.double()), strict=True):
         error = (got.double() - want).abs() - torch.finfo(dtype).eps / 2 * want.abs()
         assert got.dtype == dtype and error.amax() < 1e-4
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1, (0, 1)], ids=str)
+def test_moments_of_nothing_are_no_numbers(dim):
+    """The mean and the variance of no element are NaN, asked for together or alone."""
+    f = lambda x: [*torch.var_mean(x, dim), *torch.std_mean(x, dim, keepdim=True), x.mean(dim), x.var(dim)]
+    for shape in ((0, 3), (3, 0), (2, 3)):
+        x = torch.ones(shape)
+        for got, want in zip(fr.jit(f)(x), f(x), strict=True):
+            torch.testing.assert_close(got, want, equal_nan=True)
