@@ -220,6 +220,41 @@ def vectors_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x.to(wide).unsqueeze(-1) * y.to(wide).unsqueeze(1)).sum(2, dtype=wide).to(x.dtype)
 
 
+def floored(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """⌊x / y⌋ as eager mode has it, by the remainder: x / y may have been rounded to the next whole number."""
+    rest = torch.fmod(x, y)
+    quotient = (x - rest) / y
+    quotient = torch.where((rest != 0) & ((rest < 0) != (y < 0)), quotient - 1, quotient)
+    whole = quotient.floor()
+    whole = torch.where(quotient - whole > 0.5, whole + 1, whole)
+    whole = torch.where(quotient != 0, whole, torch.copysign(torch.zeros_like(whole), x / y))
+    return torch.where(y != 0, whole, x / y)
+
+
+def remainder(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x mod y with the sign of y, which Inductor writes as x - ⌊x / y⌋ y."""
+    rest = torch.fmod(x, y)
+    return torch.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
+
+
+def rounded_once(fn: Callable) -> Callable:
+    """An operator on floats as fn, 16 bits in 32: of what Inductor would write in its place each step is rounded."""
+
+    def instead(x: Any, y: Any, *rest: Any, rounding_mode: str = "floor") -> Any:
+        dtype = torch.result_type(x, y)
+        wide = torch.promote_types(dtype, torch.float32)
+        is_eager = wide == dtype and (fn is torch.lerp or rounding_mode == "trunc")
+        if not dtype.is_floating_point or rounding_mode is None or is_eager:
+            return NotImplemented
+        device = next(a.device for a in (x, y) if isinstance(a, torch.Tensor))
+        as_wide = lambda a: a.to(wide) if isinstance(a, torch.Tensor) else torch.full((), a, dtype=wide, device=device)
+        if rounding_mode == "trunc":
+            return (as_wide(x) / as_wide(y)).trunc().to(dtype)
+        return fn(as_wide(x), as_wide(y), *map(as_wide, rest)).to(dtype)
+
+    return instead
+
+
 def moments(spread: Callable) -> Callable:
     """The mean of no element is NaN beside its variance or deviation too; Inductor's is 0."""
 
@@ -241,6 +276,14 @@ REDUCTIONS = {
         aten.amin.default, aten.max.default, aten.min.default, aten.max.dim, aten.min.dim, aten.argmax.default,
         aten.argmin.default,
     )
+} | {
+    op: rounded_once(fn)
+    for fn, ops in {
+        floored: (aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default, aten.floor_divide.Scalar),
+        remainder: (aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor),
+        torch.lerp: (aten.lerp.Scalar, aten.lerp.Tensor),
+    }.items()
+    for op in ops
 } | {
     aten.bmm.default: vectors_product,
     aten.var_mean.correction: moments(torch.var),

@@ -205,3 +205,29 @@ def test_moments_of_nothing_are_no_numbers(dim):
         x = torch.ones(shape)
         for got, want in zip(fr.jit(f)(x), f(x), strict=True):
             torch.testing.assert_close(got, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_floors_of_quotients_are_those_of_eager_mode(dtype):
+    """Floors of quotients, remainders and weighted means of two numbers are eager mode's; those of 16 bits are those of
+    32 bits, rounded once. Among the quotients are 0, infinite ones and such that round to a whole number."""
+    draw = torch.Generator().manual_seed(0)
+    tenths = lambda: (torch.randint(-40, 40, (3001,), generator=draw) * 0.1).to(dtype)
+    x, y = tenths(), tenths()
+    f = lambda x, y: (
+        torch.div(x, y, rounding_mode="floor"), x // y, x // 0.3, 7.0 // y, torch.div(x, 0.3, rounding_mode="floor"),
+        x % y, x % 0.3, 7.0 % y, torch.div(x, y, rounding_mode="trunc"), torch.lerp(x, y, 0.3), torch.lerp(x, y, y),
+    )  # fmt: skip
+    wide = torch.promote_types(dtype, torch.float32)
+    for got, want in zip(fr.jit(f)(x, y), f(x.to(wide), y.to(wide)), strict=True):
+        rtol = torch.finfo(dtype).eps
+        torch.testing.assert_close(got, want.to(dtype), rtol=rtol, atol=4 * rtol, equal_nan=True)
+
+
+def test_quotients_of_integers_by_floats_are_floored():
+    """Integers and floats are promoted before they are divided, as in eager mode."""
+    x, y = torch.arange(-20, 20), torch.full((40,), 0.1, dtype=torch.bfloat16)
+    f = lambda x, y: (x // y, x % y, x // 0.1, x % 3, x // 3, 2.5 // x, x.to(torch.int8) % 2.5)
+    for got, like, want in zip(fr.jit(f)(x, y), f(x, y), f(x, y.float()), strict=True):
+        assert got.dtype == like.dtype
+        torch.testing.assert_close(got, want.to(got.dtype), rtol=2**-7, atol=1e-6, equal_nan=True)
