@@ -42,8 +42,8 @@ docs: $(VENV)/.installed
 	$(RUN) -m pdoc --docformat google --output-directory build/docs funcrec '!funcrec.kernels' '!.*[.]_' funcrec.kernels.ops
 
 # The C++ kernels with the compiler's sanitizers: 100,000 generated calls, then data races; the server: 100,000 hostile requests to sums and to
-# a package, then runs, swaps and deltas at once; compiled programs in buffers between pages without access, and with the address sanitizer. Not
-# part of `test`: it builds the kernels twice.
+# a package, then runs, swaps and deltas at once; compiled programs in buffers between pages without access, and with the address sanitizer;
+# torch's operators, compiled beside eager. Not part of `test`: it builds the kernels twice.
 sanitize: $(VENV)/.tested
 	command -v cmake && command -v ninja || $(RUN) -m pip install --quiet cmake ninja
 	PYTHONPATH=tests $(RUN) -m programs.sanitize --mode address
@@ -56,6 +56,7 @@ sanitize: $(VENV)/.tested
 	PYTHONPATH=tests $(RUN) -m programs.sanitize_jit --mode guard --kind cells --count 200
 	PYTHONPATH=tests $(RUN) -m programs.sanitize_jit --mode guard --kind steps --count 100
 	PYTHONPATH=tests $(RUN) -m programs.sanitize_jit --mode address --count 500
+	PYTHONPATH=tests $(RUN) -m programs.operators --seconds 600
 
 # The laws that speak of bits and of compiled values on 1, 2 and 4 threads, with the kernels' base level, with MKL's Intel kernels, as on an AVX2
 # machine, and with products whose bits follow from their shape: a table. Needs a C compiler.

@@ -1,0 +1,169 @@
+"""torch's operators on torch's own samples (OpInfo), compiled beside eager: `make sanitize`, or
+
+    PYTHONPATH=tests python -m programs.operators [--seconds 600] [--seed 0] [--only bmm,remainder]
+
+Every operator × dtype × up to three of its samples, in an order that is drawn; forty are one program of `fr.jit`. Equal
+are dtypes, shapes, integers and bools, and floats within a few roundings of their dtype. A program that is refused in
+funcrec's words is right. What differs is printed, a line each, and the end is 1 if any does that is not in LEFT.
+"""
+
+import argparse
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import funcrec as fr
+
+DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)  # fmt: skip
+CLOSE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+SAMPLES, ELEMENTS, IN_A_PROGRAM = 3, 4000, 40
+# Families that draw, decompose up to a sign, or give other values than dense tensors; and what compiles for minutes.
+PASSED_BY = (
+    "rand", "dropout", "bernoulli", "multinomial", "normal", "empty", "rrelu", "exponential", "cauchy", "geometric",
+    "uniform", "sparse", "nested", "item", "nonzero", "unique", "masked_select", "stft", "fft", "linalg", "svd", "lu",
+    "qr", "eig", "cholesky", "lobpcg", "resize", "set_", "conv", "attention", "jiterator", "lstsq", "ormqr", "pca",
+    "inverse", "logdet", "matrix", "triangular", "tensor_split", "signal", "special", "torch.ops",
+)  # fmt: skip
+LEFT = {
+    ("any", torch.uint8): "gives bools",
+    ("all", torch.uint8): "gives bools",
+    ("linspace.tensor_overload", torch.int16): "steps of integers are rounded in another way",
+    ("linspace.tensor_overload", torch.int8): "steps of integers are rounded in another way",
+    ("nn.functional.interpolate.bicubic", torch.uint8): "eager mode has weights of 16 bits",
+    ("nn.functional.soft_margin_loss", torch.float16): "eager mode's sum is infinite",
+    ("grid_sampler_2d", torch.bfloat16): "places are rounded in another way",
+    ("grid_sampler_2d", torch.float16): "places are rounded in another way",
+    ("nn.functional.grid_sample", torch.bfloat16): "places are rounded in another way",
+    ("nn.functional.grid_sample", torch.float16): "places are rounded in another way",
+}
+
+
+class Case(NamedTuple):
+    operator: str
+    dtype: torch.dtype
+    said: str
+    f: Callable[[Sequence[Tensor]], list[Tensor]]
+    inputs: list[Tensor]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="names of operators, with commas between")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    begin, count, pack = time.monotonic(), Counter(), []
+    for case in cases(random.Random(asked.seed), set(filter(None, asked.only.split(",")))):
+        pack.append(case)
+        if len(pack) == IN_A_PROGRAM:
+            check(pack, count)
+            pack = []
+        if time.monotonic() - begin > asked.seconds:
+            break
+    check(pack, count)
+    print(f"operators: {dict(count)}, {time.monotonic() - begin:.0f} s")
+    return int(count["wrong"] > 0)
+
+
+def cases(rng: random.Random, only: set[str]) -> Iterator[Case]:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    chosen = [o for o in op_db if (o.name in only if only else not any(k in o.name for k in PASSED_BY))]
+    rng.shuffle(chosen)
+    for o in chosen:
+        for dtype in (d for d in DTYPES if d in o.supported_dtypes("cpu")):
+            try:
+                samples = list(o.sample_inputs("cpu", dtype, requires_grad=False))
+            except Exception:  # of torch's own maker of samples
+                continue
+            rng.shuffle(samples)
+            yield from filter(None, (case_of(o, dtype, s) for s in samples[:SAMPLES]))
+
+
+def case_of(o, dtype: torch.dtype, sample) -> Case | None:
+    """The operator as a function of the sample's tensors; None where these are none of ours, or eager mode refuses."""
+    flat, structure = tree_flatten((sample.input, sample.args, sample.kwargs))
+    at = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
+    tensors = [flat[i] for i in at]
+    plain = all(x.layout == torch.strided and not x.dtype.is_complex for x in tensors)
+    if not tensors or not plain or sum(x.numel() for x in tensors) > ELEMENTS:
+        return None
+
+    def f(xs: Sequence[Tensor]) -> list[Tensor]:
+        whole = list(flat)
+        for i, x in zip(at, xs, strict=True):
+            whole[i] = x
+        first, args, kwargs = tree_unflatten(whole, structure)
+        return [y for y in tree_flatten(o(first, *args, **kwargs))[0] if isinstance(y, Tensor)]
+
+    try:
+        f(copied(tensors))
+    except Exception:  # of every kind: the sample is for another device, or is an error's
+        return None
+    name = ".".join(filter(None, (o.name, o.variant_test_name)))
+    rest = [x for i, x in enumerate(flat) if i not in at][:6]
+    return Case(name, dtype, f"{name} {dtype} {[tuple(x.shape) for x in tensors]} {rest}", f, copied(tensors))
+
+
+def copied(xs: Sequence[Tensor]) -> list[Tensor]:
+    return [x.clone() for x in xs]
+
+
+def check(pack: list[Case], count: Counter) -> None:
+    """The cases as one program beside each in eager mode; where it raises in halves, down to the one that does."""
+    if not pack:
+        return
+    try:
+        found = fr.jit(lambda inputs: [c.f(x) for c, x in zip(pack, inputs, strict=True)])([c.inputs for c in pack])
+    except Exception as error:  # of every kind, as it is told
+        if len(pack) > 1:
+            check(pack[: len(pack) // 2], count)
+            check(pack[len(pack) // 2 :], count)
+        elif "funcrec.jit" in str(error):
+            count["refused"] += 1
+        else:
+            tell(pack[0], f"{type(error).__name__}: {error}", count)
+        return
+    for c, got in zip(pack, found, strict=True):
+        if how := difference(got, c.f(copied(c.inputs))):
+            tell(c, how, count)
+        else:
+            count["equal"] += 1
+
+
+def tell(c: Case, how: str, count: Counter) -> None:
+    left = LEFT.get((c.operator, c.dtype))
+    count["left" if left else "wrong"] += 1
+    if not left:
+        print(f"{c.said}: {' '.join(how.split())[:300]}", flush=True)
+
+
+def difference(got: list[Tensor], wanted: list[Tensor]) -> str:
+    for x, y in zip(got, wanted, strict=True):
+        if (x.dtype, x.shape) != (y.dtype, y.shape):
+            return f"{x.dtype}{list(x.shape)} for {y.dtype}{list(y.shape)}"
+        if y.dtype.is_complex:
+            continue
+        try:
+            close = CLOSE.get(y.dtype, 0.0)
+            torch.testing.assert_close(x, y, rtol=close, atol=close, equal_nan=True)
+        except AssertionError as error:
+            return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
