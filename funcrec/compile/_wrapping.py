@@ -210,10 +210,17 @@ def in_more_bits(op: Callable) -> Callable:
     return reduced
 
 
+def is_known(condition: Any) -> bool:
+    """Whether a condition on sizes holds, whatever those are that a package leaves open."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 def vectors_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """x[B, N, K] @ y[B, K, P] with N or P of 1, which Inductor writes for a CPU as products and their sum: integers
     came out as int64, and of 16-bit floats each product was rounded."""
-    is_vector = x.shape[1] == 1 or y.shape[2] == 1
+    is_vector = is_known(x.shape[1] == 1) or is_known(y.shape[2] == 1)
     if not is_vector or x.device.type != "cpu" or x.dtype in (torch.float32, torch.float64) or x.is_complex():
         return NotImplemented
     wide = torch.float32 if x.is_floating_point() else x.dtype
@@ -260,7 +267,7 @@ def moments(spread: Callable) -> Callable:
 
     def instead(x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
         over = [d % x.dim() for d in dim] if dim else range(x.dim())
-        if all(x.shape[d] for d in over):
+        if not any(is_known(x.shape[d] == 0) for d in over):
             return NotImplemented
         return spread(x, dim, correction=correction, keepdim=keepdim), x.mean(dim, keepdim=keepdim)
 
