@@ -11,7 +11,7 @@ SIZES = [100, 100_000]  # a loop of one thread, and one of several where torch h
 RAISES = {
     "a gather": (lambda t, i: t[i] * 2, IndexError, 5000),
     "a gather of negative indices": (lambda t, i: t[i - 1000] * 2, IndexError, -1),
-    "a gather and a sum": (lambda t, i: (t[i] * 2).sum(), IndexError, 10**14),
+    "a gather and a sum": (lambda t, i: (t[i] * 2).double().sum(), IndexError, 10**14),
     "an index_put": (lambda t, i: t.index_put((i,), 2.0 * i), IndexError, 5000),
     "a scatter": (lambda t, i: t.scatter(0, i, 2.0 * i), IndexError, -1),
     "an embedding": (lambda t, i: torch.nn.functional.embedding(i, t[:, None]) * 2, IndexError, 5000),
