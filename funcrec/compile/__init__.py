@@ -17,7 +17,7 @@ from funcrec.compile._lower import Sent as Sent
 from funcrec.compile._split_step import Halves as Halves
 from funcrec.compile._split_step import cut as cut
 from funcrec.compile._trace import stage as stage
-from funcrec.compile.backend._inductor import DECOMPOSITIONS as DECOMPOSITIONS
+from funcrec.compile.backend._decompositions import DECOMPOSITIONS as DECOMPOSITIONS
 from funcrec.compile.backend._inductor import OPTIONS as OPTIONS
 from funcrec.compile.backend._inductor import compile_graph as compile_graph
 from funcrec.compile.backend._inductor import knowing as knowing

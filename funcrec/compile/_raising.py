@@ -1,6 +1,6 @@
 """Errors in compiled loops raise where the program is called, on one thread and on several.
 
-    jit(f)(x) raises where f(x) raises: an index out of bounds, an integer divided by 0
+    jit(f)(x) raises where f(x) raises: an index out of bounds, an integer divided by 0, rows that are not as many
 
 Inductor checks each index within its loop and throws there. A C++ exception that leaves a loop of several OpenMP
 threads ends the process.
@@ -10,6 +10,8 @@ Upstream: https://github.com/pytorch/pytorch/issues/195402.
 import re
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 RAISES = ("TORCH_CHECK(", "throw ", "_integral(")  # of checks, and of divisions of integers
 KEPT = """
@@ -27,9 +29,14 @@ FLAG = "inductor_cpu_integer_div_error"
 
 def raising() -> list[tuple[Any, str, Callable]]:
     """(owner, name, make): Inductor's functions f, and what puts make(f) in their place so that its loops raise."""
+    from torch._inductor import compile_fx
     from torch._inductor.codegen.cpp import CppKernelProxy, KernelGroup
 
-    return [(CppKernelProxy, "gen_body", with_catch), (KernelGroup, "codegen_group", with_rethrow)]
+    return [
+        (CppKernelProxy, "gen_body", with_catch),
+        (KernelGroup, "codegen_group", with_rethrow),
+        (compile_fx, "select_decomp_table", with_own_checks),
+    ]
 
 
 def with_catch(gen_body: Callable) -> Callable:
@@ -62,3 +69,9 @@ def with_rethrow(codegen_group: Callable) -> Callable:
         return f"{head}{{{KEPT}{body}failure.raise();\n}}{tail}"
 
     return function
+
+
+def with_own_checks(table: Callable) -> Callable:
+    """Inductor's operators that are written as others, less one that then is not checked: counts that are negative, or
+    whose sum is not the size that was given, repeat as many rows as were asked for."""
+    return lambda: {k: f for k, f in table().items() if k is not torch.ops.aten.repeat_interleave.Tensor}

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from funcrec.compile._apart import FOR_STAGING, imported, settle
 from funcrec.compile._donated import Donated
-from funcrec.compile.backend._inductor import DECOMPOSITIONS
+from funcrec.compile.backend._decompositions import DECOMPOSITIONS
 from funcrec.core import ADDRESSES, Problem, describe, fail, is_wrapped, message, outside_transforms
 
 LIBRARY = torch.library.Library("aten", "IMPL")

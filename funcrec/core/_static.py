@@ -73,10 +73,16 @@ def plain_value(x: Any) -> Hashable:
 
 
 def held_keys(x: Any) -> Iterator[Hashable]:
-    """The keys of what a value of a class with its own `==` holds: `==` may pass over it."""
+    """The keys of what a value holds that is more than its name: `==` may pass over it, and a call reads it."""
     kind = type(x)
-    is_known_by_name = kind.__eq__ is object.__eq__ or callable(x)
-    if is_known_by_name or not kind.__flags__ & HEAP_TYPE or isinstance(x, PurePath) or is_of_torch(kind):
+    is_known_by_name = isinstance(x, type) or (kind.__eq__ is object.__eq__ and not callable(x))
+    if (
+        is_known_by_name
+        or kind.__module__.startswith("funcrec.")
+        or not kind.__flags__ & HEAP_TYPE
+        or isinstance(x, PurePath)
+        or is_of_torch(kind)
+    ):
         return
     for name, value in held(x).items():
         yield name, static_key(value)

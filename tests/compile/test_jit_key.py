@@ -348,7 +348,7 @@ class Pair(tuple):
 
 OPAQUE = {
     "plain object": lambda: Box(ONE), "of slots": lambda: Slotted(ONE), "equal to all": lambda: Equal(ONE),
-    "callable": lambda: Callable(ONE),
+    "callable": lambda: Callable(ONE), "callable with a list": lambda: Callable([1]),
     "no tensor inside yet": lambda: Box(1), "tuple of another class": lambda: Pair([ONE]),
     "frozenset": lambda: frozenset([ONE]),
     "generator": lambda: (i for i in range(3)), "counter": itertools.count, "torch.Generator": torch.Generator,
@@ -377,6 +377,15 @@ def test_functions_are_static():
         assert_trees_close(apply(cube, ONE * 2), torch.full((2,), 8.0))
         scale.mul_(2)
     assert apply.num_compiled() == 2
+
+
+def test_what_a_callable_object_holds_is_in_the_key():
+    """A callable object as an argument is known by its identity and by what it holds at each call."""
+    apply, scaled = fr.jit(lambda f, x: f(x)), Callable(2.0)
+    for held in (2.0, 3.0, 2, 2.0):
+        scaled.held = held
+        assert_trees_close(apply(scaled, ONE), scaled(ONE))
+    assert apply.num_compiled() == 3
 
 
 class CountCalls(TorchFunctionMode):

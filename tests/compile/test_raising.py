@@ -17,7 +17,17 @@ RAISES = {
     "an embedding": (lambda t, i: torch.nn.functional.embedding(i, t[:, None]) * 2, IndexError, 5000),
     "a quotient": (lambda t, i: i // (i - 999), RuntimeError, 999),
     "a remainder": (lambda t, i: 7 % (i - 999), RuntimeError, 999),
+    "counts of another sum": (lambda t, i: repeated(i), RuntimeError, 5000),
+    "negative counts": (lambda t, i: repeated(i), RuntimeError, -1),
+    "an assertion": (lambda t, i: (torch._assert_async((i < 999).all()), t + 1)[1], RuntimeError, 999),
+    "an assertion in words": (lambda t, i: (torch._assert_async((i < 999).all(), "got zero"), t)[1], RuntimeError, 999),
 }
+WORDS = r"out of bounds|ZeroDivisionError|allocated size does not match|can not be negative|got zero"
+
+
+def repeated(i):
+    """Each id once, by counts of 1: where an id is none of `ids`, it is its own count."""
+    return i.repeat_interleave(torch.where((i >= 0) & (i < 999), 1, i), output_size=len(i))
 
 
 def ids(size, bad=None):
@@ -38,7 +48,7 @@ def test_a_loop_raises(name):
         assert torch.equal(program(t, ids(size)), expected)
         with pytest.raises((IndexError, RuntimeError)):
             f(t, ids(size, bad))
-        with pytest.raises(kind, match=r"out of bounds|ZeroDivisionError"):
+        with pytest.raises(kind, match=WORDS):
             program(t, ids(size, bad))
         assert torch.equal(program(t, ids(size)), expected)
 
@@ -72,3 +82,12 @@ def test_calls_of_several_threads_raise_each_its_own():
     for t in threads:
         t.join()
     assert not wrong
+
+
+def test_integers_to_negative_powers_raise():
+    """Integers to a negative whole power raise while the program is staged, as in eager mode; other powers do not."""
+    for fn in (lambda x: x**-1, lambda x: (x > 0) ** -2):
+        with pytest.raises(RuntimeError, match="negative integer powers"):
+            fr.jit(fn)(torch.arange(3))
+    x = torch.arange(1, 4)
+    torch.testing.assert_close(fr.jit(lambda x: x**-1.5 + x.double() ** -2)(x), x**-1.5 + x.double() ** -2)

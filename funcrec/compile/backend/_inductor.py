@@ -24,7 +24,7 @@ from torch import Tensor
 
 from funcrec.compile._apart import apart
 from funcrec.compile._raising import raising
-from funcrec.compile._wrapping import REDUCTIONS, wrapping
+from funcrec.compile._wrapping import wrapping
 from funcrec.compile.backend._digest import digest
 from funcrec.compile.backend._exchanges import fill_waits
 from funcrec.compile.backend._one_library import Generated, generated, load, source
@@ -38,12 +38,6 @@ COMPILED = itertools.count(1)
 PATCHING = threading.RLock()  # one thread at a time puts functions in torch's place
 # Before, loops for a CPU read rows before they are written and round 16 bits late, whatever OPTIONS say.
 LEAST_FOR_CPU = (2, 13)
-
-
-def add_with_product(x, y, *, alpha=1):
-    """x + alpha · y without `alpha`, which Inductor drops when y
-    is a matrix product (addition and product become addmm)."""
-    return NotImplemented if alpha == 1 else x + y * alpha
 
 
 def remember_writes(steps: list) -> list:
@@ -61,17 +55,6 @@ def remember_writes(steps: list) -> list:
     return steps
 
 
-def zeros_with_memory(size, *, dtype=None, layout=None, device=None, pin_memory=None):
-    """Zeros in place of a tensor without memory, which forward derivatives make and loops read at address 0."""
-    return torch.ops.aten.zeros.default(size, dtype=dtype, layout=layout, device=device, pin_memory=pin_memory)
-
-
-# for the graph, before it is compiled
-DECOMPOSITIONS = {
-    torch.ops.aten.add.Tensor: add_with_product,
-    torch.ops.aten._efficientzerotensor.default: zeros_with_memory,
-    **REDUCTIONS,
-}
 OPTIONS = {
     "_pre_fusion_custom_pass": remember_writes,
     # it writes into rows that their own new values, or parts of a cat, still read

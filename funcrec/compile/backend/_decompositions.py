@@ -1,0 +1,160 @@
+"""Operators that torch 2.13's Inductor gets wrong, each as other operators, before a graph is compiled.
+
+compiled(op(x)) = op(x) in eager mode: its values, its dtype, its rounding
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def add_with_product(x, y, *, alpha=1):
+    """x + alpha · y without `alpha`, which Inductor drops when y
+    is a matrix product (addition and product become addmm)."""
+    return NotImplemented if alpha == 1 else x + y * alpha
+
+
+def zeros_with_memory(size, *, dtype=None, layout=None, device=None, pin_memory=None):
+    """Zeros in place of a tensor without memory, which forward derivatives make and loops read at address 0."""
+    return aten.zeros.default(size, dtype=dtype, layout=layout, device=device, pin_memory=pin_memory)
+
+
+def assertion(condition: torch.Tensor) -> None:
+    """An assertion with words: Inductor leaves out one without."""
+    aten._assert_async.msg(condition, "Expected Tensor with single nonzero value, but got zero")
+
+
+def power(x: torch.Tensor, exponent: Any) -> Any:
+    """Integers to a negative power raise, as in eager mode."""
+    is_whole = not (x.is_floating_point() or x.is_complex()) and isinstance(exponent, int)
+    if is_whole and exponent < 0:
+        raise RuntimeError("Integers to negative integer powers are not allowed.")
+    return NotImplemented
+
+
+def in_more_bits(op: Callable) -> Callable:
+    """A reduction of 8-bit integers as one of 64 bits: a vector of them has more lanes than a loop's rest has elements,
+    and Inductor reduces what lies in the others."""
+
+    def reduced(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if "dtype" in {a.name for a in op._schema.arguments}:
+            dtype = kwargs.get("dtype")
+            return op(x, *args, **kwargs | {"dtype": torch.int64}).to(dtype) if dtype in NARROW else NotImplemented
+        if x.dtype not in NARROW:
+            return NotImplemented
+        found = op(x.to(torch.int64), *args, **kwargs)
+        if op in (aten.argmax.default, aten.argmin.default):
+            return found
+        return (found[0].to(x.dtype), found[1]) if isinstance(found, tuple) else found.to(x.dtype)
+
+    return reduced
+
+
+def is_known(condition: Any) -> bool:
+    """Whether a condition on sizes holds, whatever those are that a package leaves open."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
+def vectors_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x[B, N, K] @ y[B, K, P] with N or P of 1, which Inductor writes for a CPU as products and their sum: integers
+    came out as int64, and of 16-bit floats each product was rounded."""
+    is_vector = is_known(x.shape[1] == 1) or is_known(y.shape[2] == 1)
+    if not is_vector or x.device.type != "cpu" or x.dtype in (torch.float32, torch.float64) or x.is_complex():
+        return NotImplemented
+    wide = torch.float32 if x.is_floating_point() else x.dtype
+    return (x.to(wide).unsqueeze(-1) * y.to(wide).unsqueeze(1)).sum(2, dtype=wide).to(x.dtype)
+
+
+def floored(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """⌊x / y⌋ as eager mode has it, by the remainder: x / y may have been rounded to the next whole number."""
+    exact, rest = x / y, torch.fmod(x, y)
+    quotient = (x - rest) / y
+    quotient = torch.where((rest != 0) & ((rest < 0) != (y < 0)), quotient - 1, quotient)
+    whole = quotient.floor()
+    whole = torch.where(quotient - whole > 0.5, whole + 1, whole)
+    whole = torch.where(quotient != 0, whole, torch.copysign(torch.zeros_like(whole), exact))
+    is_too_large = exact.isinf() & x.isfinite()  # vectors have no remainder there
+    return torch.where((y == 0) | is_too_large, exact, whole)
+
+
+def remainder(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x mod y with the sign of y, which Inductor writes as x - ⌊x / y⌋ y."""
+    rest = torch.fmod(x, y)
+    return torch.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
+
+
+def rounded_once(fn: Callable) -> Callable:
+    """An operator on floats as fn, 16 bits in 32: of what Inductor would write in its place each step is rounded."""
+
+    def instead(x: Any, y: Any, *rest: Any, rounding_mode: str = "floor") -> Any:
+        dtype = torch.result_type(x, y)
+        wide = torch.promote_types(dtype, torch.float32)
+        is_eager = wide == dtype and (fn is torch.lerp or rounding_mode == "trunc")
+        if not dtype.is_floating_point or rounding_mode is None or is_eager:
+            return NotImplemented
+        device = next(a.device for a in (x, y) if isinstance(a, torch.Tensor))
+        as_wide = lambda a: a.to(wide) if isinstance(a, torch.Tensor) else torch.full((), a, dtype=wide, device=device)
+        if rounding_mode == "trunc":
+            return (as_wide(x) / as_wide(y)).trunc().to(dtype)
+        return fn(as_wide(x), as_wide(y), *map(as_wide, rest)).to(dtype)
+
+    return instead
+
+
+def moments(spread: Callable) -> Callable:
+    """The mean of no element is NaN beside its variance or deviation too; Inductor's is 0."""
+
+    def instead(x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+        over = [d % x.dim() for d in dim] if dim else range(x.dim())
+        if not any(is_known(x.shape[d] == 0) for d in over):
+            return NotImplemented
+        return spread(x, dim, correction=correction, keepdim=keepdim), x.mean(dim, keepdim=keepdim)
+
+    return instead
+
+
+def of_bools(fn: Callable) -> Callable:
+    """A comparison of two bools by their bits: Inductor compares the masks of vectors, which are of two types where the
+    bools come of values of two sizes, and then no code compiles."""
+
+    def compared(x: torch.Tensor, y: Any) -> Any:
+        if x.dtype != torch.bool or (y.dtype if isinstance(y, torch.Tensor) else type(y)) not in (torch.bool, bool):
+            return NotImplemented
+        return fn(x, y if isinstance(y, torch.Tensor) else torch.full((), y, dtype=torch.bool, device=x.device))
+
+    return compared
+
+
+aten = torch.ops.aten
+NARROW = {torch.int8, torch.uint8}
+COMPARISONS = {
+    "lt": lambda x, y: ~x & y,
+    "le": lambda x, y: ~x | y,
+    "gt": lambda x, y: x & ~y,
+    "ge": lambda x, y: x | ~y,
+    "eq": lambda x, y: ~(x ^ y),
+}
+REDUCTIONS = (
+    aten.sum.default, aten.sum.dim_IntList, aten.prod.default, aten.prod.dim_int, aten.amax.default, aten.amin.default,
+    aten.max.default, aten.min.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
+)  # fmt: skip
+ROUNDED = {
+    floored: (aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default, aten.floor_divide.Scalar),
+    remainder: (aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor),
+    torch.lerp: (aten.lerp.Scalar, aten.lerp.Tensor),
+}
+DECOMPOSITIONS = {
+    aten.add.Tensor: add_with_product,
+    aten._efficientzerotensor.default: zeros_with_memory,
+    aten._assert_async.default: assertion,
+    aten.pow.Tensor_Scalar: power,
+    aten.bmm.default: vectors_product,
+    aten.var_mean.correction: moments(torch.var),
+    aten.std_mean.correction: moments(torch.std),
+    **{op: in_more_bits(op) for op in REDUCTIONS},
+    **{op: rounded_once(fn) for fn, ops in ROUNDED.items() for op in ops},
+    **{getattr(getattr(aten, k), form): of_bools(fn) for k, fn in COMPARISONS.items() for form in ("Tensor", "Scalar")},
+}

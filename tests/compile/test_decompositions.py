@@ -1,0 +1,111 @@
+"""Operators that Inductor gets wrong give eager mode's values in compiled programs, in eager mode's dtypes."""
+
+import operator
+
+import pytest
+import torch
+
+import funcrec as fr
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_products_of_vectors_and_stacks_keep_their_type(dtype):
+    """A vector times a stack of matrices of integers, and the other way, has the integers' type and values."""
+    draw = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randint(0, 100, shape, generator=draw).to(dtype)
+    v, stack, one, other = make(10), make(2, 3, 10, 4), make(2, 1, 5), make(2, 5, 1)
+    f = lambda v, stack, one, other: (v @ stack, stack.mT @ v, torch.bmm(one, other), torch.bmm(other, one))
+    for got, want in zip(fr.jit(f)(v, stack, one, other), f(v, stack, one, other), strict=True):
+        assert got.dtype == dtype and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_of_vectors_and_stacks_are_rounded_once(dtype):
+    """A vector times a stack of matrices of 16-bit floats is as near to the exact sums as rounding once allows."""
+    draw = torch.Generator().manual_seed(0)
+    v, stack = (torch.randn(*shape, generator=draw).to(dtype) for shape in ((40,), (3, 5, 40, 4)))
+    found = fr.jit(lambda v, stack: (v @ stack, stack.mT @ v))(v, stack)
+    for got, want in zip(found, (v.double() @ stack.double(), stack.double().mT @ v.double()), strict=True):
+        error = (got.double() - want).abs() - torch.finfo(dtype).eps / 2 * want.abs()
+        assert got.dtype == dtype and error.amax() < 1e-4
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1, (0, 1)], ids=str)
+def test_moments_of_nothing_are_no_numbers(dim):
+    """The mean and the variance of no element are NaN, asked for together or alone."""
+    f = lambda x: [*torch.var_mean(x, dim), *torch.std_mean(x, dim, keepdim=True), x.mean(dim), x.var(dim)]
+    for shape in ((0, 3), (3, 0), (2, 3)):
+        x = torch.ones(shape)
+        for got, want in zip(fr.jit(f)(x), f(x), strict=True):
+            torch.testing.assert_close(got, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_floors_of_quotients_are_those_of_eager_mode(dtype):
+    """Floors of quotients, remainders and weighted means of two numbers are eager mode's; those of 16 bits are those of
+    32 bits, rounded once. Among the quotients are 0, infinite ones and such that round to a whole number."""
+    draw = torch.Generator().manual_seed(0)
+    tenths = lambda: (torch.randint(-40, 40, (3001,), generator=draw) * 0.1).to(dtype)
+    x, y = tenths(), tenths()
+    f = lambda x, y: (
+        torch.div(x, y, rounding_mode="floor"), x // y, x // 0.3, 7.0 // y, torch.div(x, 0.3, rounding_mode="floor"),
+        x % y, x % 0.3, 7.0 % y, torch.div(x, y, rounding_mode="trunc"), torch.lerp(x, y, 0.3), torch.lerp(x, y, y),
+    )  # fmt: skip
+    wide = torch.promote_types(dtype, torch.float32)
+    for got, want in zip(fr.jit(f)(x, y), f(x.to(wide), y.to(wide)), strict=True):
+        rtol = torch.finfo(dtype).eps
+        torch.testing.assert_close(got, want.to(dtype), rtol=rtol, atol=4 * rtol, equal_nan=True)
+
+
+def test_quotients_of_integers_by_floats_are_floored():
+    """Integers and floats are promoted before they are divided, as in eager mode."""
+    x, y = torch.arange(-20, 20), torch.full((40,), 0.1, dtype=torch.bfloat16)
+    f = lambda x, y: (x // y, x % y, x // 0.1, x % 3, x // 3, 2.5 // x, x.to(torch.int8) % 2.5)
+    for got, like, want in zip(fr.jit(f)(x, y), f(x, y), f(x, y.float()), strict=True):
+        assert got.dtype == like.dtype
+        torch.testing.assert_close(got, want.to(got.dtype), rtol=2**-7, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_quotients_of_what_is_no_number_are_those_of_eager_mode(dtype):
+    """Floors, truncations and remainders of infinite and missing numbers, zeros of both signs, very large and very
+    small ones, by each of them, and of none, are eager mode's, and the signs of zeros. 16 bits are computed in 32."""
+    least, most = torch.finfo(dtype).tiny, torch.finfo(dtype).max
+    values = [0.0, 1.0, 3.7, least, most, torch.inf]
+    x = torch.tensor([*values, *(-v for v in values), torch.nan], dtype=dtype)
+    x, y = x.repeat_interleave(len(x)), x.repeat(len(x))
+    f = lambda x, y: (
+        x // y, x % y, torch.div(x, y, rounding_mode="floor"), torch.div(x, y, rounding_mode="trunc"), x // 3.7, x % 3.7
+    )  # fmt: skip
+    compiled, wide = fr.jit(f), torch.promote_types(dtype, torch.float32)
+    for n in (len(x), 7, 0):
+        for got, want in zip(compiled(x[:n], y[:n]), f(x[:n].to(wide), y[:n].to(wide)), strict=True):
+            want = want.to(dtype)
+            torch.testing.assert_close(got, want, equal_nan=True)
+            is_zero = want == 0
+            assert torch.equal(got[is_zero].signbit(), want[is_zero].signbit())
+
+
+def test_remainders_of_large_quotients_are_exact():
+    """A remainder is exact where the quotient has more digits than a float32."""
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 1e9
+    assert torch.equal(fr.jit(lambda x: x % 3.7)(x), x % 3.7)
+
+
+FEW = [torch.int8, torch.uint8, torch.float16, torch.int32, torch.int64, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("name", ["lt", "le", "gt", "ge", "eq", "ne"])
+def test_comparisons_are_compared(name):
+    """Bools that come of values of two sizes, those without vectors, bools of Python and numbers are compared."""
+    compare = getattr(operator, name)
+    draw = torch.Generator().manual_seed(0)
+    values = [torch.randint(0, 3, (2, 37), generator=draw).to(d) for d in FEW]
+
+    def f(*values):
+        bools = [x < y for x, y in values]
+        pairs = [compare(p, q) for p in bools for q in bools]
+        return *pairs, *(compare(p, other) for p in bools for other in (True, False, 1, 0.5, p[0], bools[0][:1]))
+
+    for got, want in zip(fr.jit(f)(*values), f(*values), strict=True):
+        assert got.dtype == torch.bool and torch.equal(got, want)
