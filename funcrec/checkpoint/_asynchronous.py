@@ -107,15 +107,15 @@ def go_on(path: Path, run: Callable[[Callable[[], None]], Any], num_live: int) -
     return saving._start()
 
 
-def crew_beside(crew: Ranks) -> Ranks:
+def ranks_beside(ranks: Ranks) -> Ranks:
     """The same ranks, in a group of their own: a thread's exchanges are not those of training. All ranks ask."""
-    if crew.size == 1:
-        return crew
+    if ranks.size == 1:
+        return ranks
     world = dist.distributed_c10d._get_default_group()
     if world not in _groups:
         _groups.clear()
         _groups[world] = dist.new_group(backend="gloo")
-    return crew._replace(group=_groups[world])
+    return ranks._replace(group=_groups[world])
 
 
 def num_live(sizes: Sequence[int], copy_bytes: int | None) -> int:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.checkpoint._asynchronous import Saving, crew_beside, finish, go_on, num_live, settle
+from funcrec.checkpoint._asynchronous import Saving, finish, go_on, num_live, ranks_beside, settle
 from funcrec.checkpoint._folder import Files, fail_if_manifest, fail_without_manifest, is_folder, read_manifest
 from funcrec.checkpoint._format import read_header
 from funcrec.checkpoint._job import copy_problems, copy_rest, job_of, step_problems
 from funcrec.checkpoint._place import Reader, Target, axes_of, device_of, place_of, placed, target_problems
-from funcrec.checkpoint._together import Ranks, apart_problems, called_by_all_ranks, crew_of, together
+from funcrec.checkpoint._together import Ranks, apart_problems, called_by_all_ranks, ranks_of, together
 from funcrec.checkpoint._tree_json import CodeError, decode, show, transform_problems
 from funcrec.checkpoint._whole_file import as_path, open_file
 from funcrec.core import CLASSES, Count, Problem, Size, check, class_name, describe, fail, typed
@@ -90,12 +90,12 @@ def save(
     settle()
     job = job_of(path, tree, mesh, keep, step, asynchronous)
     if not asynchronous:
-        job.run(lambda: None, job.crew)
+        job.run(lambda: None, job.ranks)
         return job.path
     live = num_live([p.rows.nbytes for own in job.pieces for p in own], copy_bytes)
-    together(job.crew, SAVE, "copy its part", lambda: copy_rest(job.pieces, live))
-    crew = crew_beside(job.crew)
-    return go_on(job.path, lambda wrote: job.run(wrote, crew), live)
+    together(job.ranks, SAVE, "copy its part", lambda: copy_rest(job.pieces, live))
+    ranks = ranks_beside(job.ranks)
+    return go_on(job.path, lambda wrote: job.run(wrote, ranks), live)
 
 
 @called_by_all_ranks
@@ -170,12 +170,12 @@ def read(
     place = None if device is None else place_of(LOAD, device)
     if place is None and mesh is not None and not mesh.is_emulated:
         place = place_of(LOAD, mesh.device_mesh.device_type)
-    tree, crew = None, crew_of(mesh)
+    tree, ranks = None, ranks_of(mesh)
 
     def work() -> dict[str, str]:
         nonlocal tree
         if is_folder(path):
-            tree = read_folder(path, target, place, mmap, crew)
+            tree = read_folder(path, target, place, mmap, ranks)
         else:
             tree = read_file(path, target, place, mmap)
             fail_if_manifest(LOAD, path, tree)
@@ -183,14 +183,14 @@ def read(
             check(LOAD, difference_problems(tree, like))
         return said
 
-    check(LOAD, apart_problems(together(crew, LOAD, "load it", work)[1]))
+    check(LOAD, apart_problems(together(ranks, LOAD, "load it", work)[1]))
     return tree
 
 
 # -- a folder ----------------------------------------------------------------------------------------------------
 
 
-def read_folder(path: Path, target: Target | None, place: torch.device | None, mmap: bool, crew: Ranks) -> Any:
+def read_folder(path: Path, target: Target | None, place: torch.device | None, mmap: bool, ranks: Ranks) -> Any:
     """The tree of a folder's checkpoint; of the new one where it was replaced meanwhile."""
     last = None
     while True:
@@ -204,7 +204,7 @@ def read_folder(path: Path, target: Target | None, place: torch.device | None, m
         try:
             reader = Reader(files.open, device_of(place), {} if mmap else None)
             tree = made(manifest.leaves, manifest.code, reader, target)
-            files.check(crew.rank, crew.size)
+            files.check(ranks.rank, ranks.size)
             return tree
         except (CodeError, RecursionError) as error:
             if manifest == last:

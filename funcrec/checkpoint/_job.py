@@ -35,12 +35,12 @@ CALL = "funcrec.save"
 
 
 class Job(NamedTuple):
-    """path: where the checkpoint will be. pieces: of each file. run(wrote, crew): write them; `wrote` after each."""
+    """path: where the checkpoint will be. pieces: of each file. run(wrote, ranks): write them; `wrote` after each."""
 
     path: Path
     pieces: list[list[Piece]]
     run: Callable[[Callable[[], None], Ranks], None]
-    crew: Ranks
+    ranks: Ranks
 
 
 def job_of(path: Path, tree: Any, mesh: Mesh | None, keep: int | None, step: int | None, asynchronous: bool) -> Job:
@@ -57,7 +57,7 @@ def job_of(path: Path, tree: Any, mesh: Mesh | None, keep: int | None, step: int
         path = name
     pieces, code = whole_pieces(encoded.tensors), encoded.code
 
-    def run(wrote: Callable[[], None], crew: Ranks) -> None:
+    def run(wrote: Callable[[], None], ranks: Ranks) -> None:
         write_whole(CALL, path, lambda file: write_file(file, code, pieces, wrote))
         if keep is not None:
             remove_older(path, keep)
@@ -69,7 +69,7 @@ def folder_job(
     path: Path, encoded: Encoded, seen: Seen, where: Writers, keep: int | None, step: int | None, asynchronous: bool
 ) -> Job:
     """Every rank's file, and then the manifest."""
-    crew = Ranks() if where.is_emulated else Ranks(where.own[0], where.size)
+    ranks = Ranks() if where.is_emulated else Ranks(where.own[0], where.size)
 
     def look() -> dict:
         check(CALL, encoded.problems)
@@ -77,34 +77,34 @@ def folder_job(
         return {**told_of(encoded.leaves, where, seen), "name": name, "token": secrets.token_hex(8), "said": said}
 
     said = {"mesh": repr(where.sizes), "keep": repr(keep), "asynchronous": repr(asynchronous)}
-    _, told = together(crew, CALL, "save its tree", look)
+    _, told = together(ranks, CALL, "save its tree", look)
     check(CALL, apart_problems([own["said"] for own in told]))
     check(CALL, equal_problems(where, seen, told))
     folder, token = (path / told[0]["name"] if told[0]["name"] else path), told[0]["token"]
 
     def prepare() -> None:
-        for own in dict.fromkeys((path, folder)) if crew.is_first else ():
+        for own in dict.fromkeys((path, folder)) if ranks.is_first else ():
             make_folder(CALL, own)
 
-    together(crew, CALL, "make the folder", prepare)
+    together(ranks, CALL, "make the folder", prepare)
     files = [folder / file_name(rank, where.size, token) for rank in where.own]
     pieces, names = list(pieces_of(encoded.tensors, where).values()), list(encoded.leaves)
     heads, code = heads_of(encoded), encoded.code  # and no tensor that the caller may give away meanwhile
 
-    def run(wrote: Callable[[], None], crew: Ranks) -> None:
+    def run(wrote: Callable[[], None], ranks: Ranks) -> None:
         try:
             own = lambda: [write_rank(CALL, f, p, names, wrote) for f, p in zip(files, pieces, strict=True)]
-            _, written = together(crew, CALL, "write its part", own)
+            _, written = together(ranks, CALL, "write its part", own)
             of_all = [x for own in written for x in own]
-            finish = lambda: write_manifest(CALL, folder, code, heads, of_all) if crew.is_first else None
-            together(crew, CALL, "write the manifest", finish)
+            finish = lambda: write_manifest(CALL, folder, code, heads, of_all) if ranks.is_first else None
+            together(ranks, CALL, "write the manifest", finish)
         except BaseException:
             forget(folder, files)
             raise
-        if keep is not None and crew.is_first:
+        if keep is not None and ranks.is_first:
             remove_older(folder, keep)
 
-    return Job(folder, pieces, run, crew)
+    return Job(folder, pieces, run, ranks)
 
 
 def copy_rest(pieces: Sequence[list[Piece]], live: int) -> None:

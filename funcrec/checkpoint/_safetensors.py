@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcrec.checkpoint._format import write_bytes
 from funcrec.checkpoint._place import place_of
-from funcrec.checkpoint._together import apart_problems, called_by_all_ranks, crew_of, together
+from funcrec.checkpoint._together import apart_problems, called_by_all_ranks, ranks_of, together
 from funcrec.checkpoint._tree_json import encode, transform_problems
 from funcrec.checkpoint._whole_file import as_path, open_file, write_whole
 from funcrec.core import Problem, check, describe, fail, typed
@@ -66,17 +66,17 @@ def save_safetensors(
       ...     fr.load_safetensors(path)
       {'item': tensor([1., 1.])}
     """
-    crew = crew_of(mesh)
+    ranks = ranks_of(mesh)
     where, is_sharded = as_path(SAVE, path), isinstance(tensors, ShardedTables)
     check(
         SAVE, transform_problems(), kind_problems(tensors), sharded_problems(tensors, mesh), metadata_problems(metadata)
     )
     check(SAVE, tensors_problems(tensors.banks if is_sharded else tensors))
     said = {"mesh": repr(mesh and mesh.axes), "tensors": repr(tensors.layout) if is_sharded else repr(sorted(tensors))}
-    check(SAVE, apart_problems(together(crew, SAVE, "save its tensors", lambda: said)[1]))
+    check(SAVE, apart_problems(together(ranks, SAVE, "save its tensors", lambda: said)[1]))
     plain = gather_tables(tensors, mesh) if is_sharded else dict(tensors)
     write = lambda: write_whole(SAVE, where, lambda file: write_tensors(file, plain, dict(metadata or {})))
-    together(crew, SAVE, "write the file", write if crew.is_first else lambda: None)
+    together(ranks, SAVE, "write the file", write if ranks.is_first else lambda: None)
     return where
 
 

@@ -1,6 +1,6 @@
 """Ranks that do one thing together: what one of them could not do, all of them say.
 
-together(crew, work): work() on every rank, or an error on every rank
+together(ranks, work): work() on every rank, or an error on every rank
 """
 
 import functools
@@ -50,7 +50,7 @@ class Ranks(NamedTuple):
         return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, sizes, strict=True)]
 
 
-def crew_of(mesh: Mesh | None) -> Ranks:
+def ranks_of(mesh: Mesh | None) -> Ranks:
     if mesh is None or mesh.is_emulated:
         return Ranks()
     return Ranks(dist.get_rank(), mesh.size)
@@ -82,7 +82,7 @@ def apart_problems(told: Sequence[dict[str, str]]) -> Iterator[Problem]:
             yield Problem(f"`{name}` is not the same on all ranks.", got, need, "the same call on every rank")
 
 
-def together(crew: Ranks, call: str, doing: str, work: Callable[[], T]) -> tuple[T, list[Any]]:
+def together(ranks: Ranks, call: str, doing: str, work: Callable[[], T]) -> tuple[T, list[Any]]:
     """(own result, those of all ranks): results are what JSON can write.
 
     Raises:
@@ -94,7 +94,7 @@ def together(crew: Ranks, call: str, doing: str, work: Callable[[], T]) -> tuple
     except BaseException as raised:  # an interrupt, too: the others are not to wait for this rank
         error = raised
     try:
-        told = crew.all([result, _told(error)])
+        told = ranks.all([result, _told(error)])
     finally:
         if error is not None:
             raise error

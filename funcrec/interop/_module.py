@@ -48,8 +48,8 @@ def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], 
 
     Raises:
       TypeError: what is no module, has lazy or complex parameters, or renormalises its rows in place; from apply for
-        params or buffers of another module, for a draw without a key or from torch's generator, and a parameter, or an
-        attribute (a number, a tensor that is no buffer, a list or dict), that the module writes to.
+        params or buffers of another module, for a draw without a key or from torch's generator, and for a parameter or
+        an attribute (a number, a tensor that is no buffer, a list or dict) that the module writes to.
       ValueError: integers in buffers beyond ±2⁵³, which f64 does not hold.
 
     Law: apply gives the bits that the module gives, and the buffers that it is left with.

@@ -53,7 +53,7 @@ class Watched:
     """What the main thread and the one that watches tell each other."""
 
     rank: int
-    crew: list[list[int]]  # of each rank: its machine, its process and when that began
+    processes: list[list[int]]  # of each rank: its machine, its process and when that began
     store: dist.Store
     silent_s: float
     place: str = "its first work"
@@ -141,11 +141,11 @@ def meet(mesh: Mesh) -> Watched:
     """All ranks' processes, and a part of the store that no other watch has."""
     device = mesh.device_mesh.device_type
     own = [this_machine(), os.getpid(), began(os.getpid()), secrets.randbits(62)]
-    crew = all_parts(torch.tensor([own], device=device), mesh).tolist()
-    store = dist.PrefixStore(f"funcrec.watch.{crew[0][3]}", dist.distributed_c10d._get_default_store().clone())
+    processes = all_parts(torch.tensor([own], device=device), mesh).tolist()
+    store = dist.PrefixStore(f"funcrec.watch.{processes[0][3]}", dist.distributed_c10d._get_default_store().clone())
     groups = [mesh.device_mesh.get_group(name) for name in mesh.axis_names]
     waits = [g._get_backend(torch.device(device)).options._timeout.total_seconds() for g in groups]
-    return Watched(dist.get_rank(), [c[:3] for c in crew], store, min(SILENT_S, *waits))
+    return Watched(dist.get_rank(), [c[:3] for c in processes], store, min(SILENT_S, *waits))
 
 
 def is_broken(error: BaseException) -> bool:
@@ -185,7 +185,7 @@ def look(own: Watched, seen: dict[int, tuple[str, int]], turns: int, broken_turn
     seen: {rank: (its last beat, this thread's turn at which it was new)}: turns of a thread that was stopped, too, do
     not count.
     """
-    store, others = own.store, [r for r in range(len(own.crew)) if r != own.rank]
+    store, others = own.store, [r for r in range(len(own.processes)) if r != own.rank]
     store.set(f"beat {own.rank}", f"{turns} {own.place}, {line_of(own.main)}")
     if store.check(["verdict"]):
         return store.get("verdict").decode()
@@ -193,10 +193,10 @@ def look(own: Watched, seen: dict[int, tuple[str, int]], turns: int, broken_turn
         return judge(own, f"rank {own.rank} (process {os.getpid()}) ended in {own.place}.", own.ended)
     if own.broken:
         store.set(f"broken {own.rank}", own.broken)
-    for r in others if own.broken else [(own.rank + 1) % len(own.crew)]:
+    for r in others if own.broken else [(own.rank + 1) % len(own.processes)]:
         note(store, r, seen, turns)
-        machine, pid, start = own.crew[r]
-        if machine == own.crew[own.rank][0] and not is_running(pid, start):
+        machine, pid, start = own.processes[r]
+        if machine == own.processes[own.rank][0] and not is_running(pid, start):
             if not store.check([f"left {r}"]):
                 what = f"rank {r} (process {pid}) ended, last seen in {place_of(seen, r)}."
                 return judge(own, what, "no exception: it was killed, or called os._exit")
@@ -232,7 +232,7 @@ def whom_they_wait_for(own: Watched, others: list[int], seen: dict[int, tuple[st
         return "an exchange broke off on all ranks, and none of them ended.", own.broken
     left = {r: own.store.check([f"left {r}"]) for r in missing}
     where = {r: "behind its last step" if left[r] else f"in {seen[r][0].partition(' ')[2]}" for r in missing}
-    told = [f"rank {r} (process {own.crew[r][1]}), {where[r]}," for r in missing]
+    told = [f"rank {r} (process {own.processes[r][1]}), {where[r]}," for r in missing]
     return f"{' and '.join(told)} did not come to an exchange.", own.broken
 
 

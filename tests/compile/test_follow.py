@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from funcrec.kernels import ops
+from programs.surroundings import on_threads
 
 import funcrec as fr
 from funcrec.core._tree import map_tensors
@@ -200,19 +201,15 @@ def test_the_surroundings_are_honoured():
 
     step, state, rows = fr.jit(looked_up, donate=("state",)), {"t": torch.arange(4.0)[:, None]}, torch.tensor([0, 1])
     turn = lambda: step(state, rows)[0]
-    try:
-        for i in range(2):
+    for i in range(2):
+        for _ in range(2):
+            state = turn()
+        with ops.using("reference"):
             for _ in range(2):
                 state = turn()
-            with ops.using("reference"):
-                for _ in range(2):
-                    state = turn()
-            torch.set_num_threads(2)
+        with on_threads(2):
             state = turn()
-            torch.set_num_threads(1)
-            assert step.num_compiled() == 3, i
-    finally:
-        torch.set_num_threads(1)
+        assert step.num_compiled() == 3, i
     assert set(seen) == {None, "reference"}
 
 

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from programs import training_step
+from programs.surroundings import on_threads
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close
@@ -142,12 +143,8 @@ OTHERS = {
 
 
 def elsewhere(call):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with on_threads(2):
         return call(X)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", OTHERS)

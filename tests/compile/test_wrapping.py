@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs.surroundings import on_threads
 from torch._inductor import cpp_builder, cpu_vec_isa
 
 import funcrec as fr
@@ -101,9 +102,7 @@ def test_counters_of_few_bits_are_reduced():
 
 def test_several_threads_add_to_one_place():
     """A loop of several threads whose index is the same in all lanes of a vector adds each of them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
+    with on_threads(4):
         first, last = torch.arange(156) * 7 % 1, torch.full((156,), 2)
         sums = {
             "i8": lambda x: torch.zeros(1, dtype=torch.int8).index_put((first,), x.to(torch.int8), accumulate=True),
@@ -111,8 +110,6 @@ def test_several_threads_add_to_one_place():
             "i64": lambda x: x.new_zeros(3).scatter_add(0, last, x),
         }
         agree(sums, torch.arange(156))
-    finally:
-        torch.set_num_threads(before)
 
 
 INTEGERS = st.sampled_from([1, -1, 3, 97, 2**31 - 1, 2**31, -(2**33), 2**56, 2**62 + 1, -(2**63), FACTOR])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from funcrec.kernels.cpp import _update
 from funcrec.kernels.forms import accumulation_dtype, capacity_of, segments_of
+from programs.surroundings import on_threads
 from programs.update_calls import CASES, Call, entries, make, numbers
 from torch import Tensor
 
@@ -155,15 +156,12 @@ def test_threads_change_no_bit(rule, dtype):
     call = make(shapes, n=6000, bags=900)
     start = state(call, rule, {}, dtype)
     key = torch.tensor([[[k, 0, 0, -(-dim // 4)], [0, 2**63 - 1, 0, 0]] for k, (_, dim) in zip((3, 5, 7), shapes)])
-    results, threads = [], torch.get_num_threads()
-    try:
-        for n in (1, 2, 3, 8):
-            torch.set_num_threads(n)
+    results = []
+    for n in (1, 2, 3, 8):
+        with on_threads(n):
             mine = clone(*start)
             run(call, rule, {}, *mine, key=key)
             results.append([*leaves(*mine), *_update.expand(*call), *_update.coalesce(*call)])
-    finally:
-        torch.set_num_threads(threads)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 

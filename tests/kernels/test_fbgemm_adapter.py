@@ -8,6 +8,7 @@ import torch
 from funcrec.kernels import fbgemm, fbgemm_bags, reference
 from funcrec.kernels.forms import Feature, Segment, flatten
 from funcrec.kernels.rules import RULES
+from programs.surroundings import on_threads
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close
@@ -199,18 +200,15 @@ def test_fused_update(rule, size, dtype, bad):
 def test_threads_change_no_bit():
     """One thread and two give the same bits, with many repeats of a row."""
     rows, offsets, d = rows_of(20_000, 500), offsets_of(20_000, 700, 11), torch.randn(700, 64, generator=generator(1))
-    answers, threads = [], torch.get_num_threads()
+    answers = []
     segment = flatten([Segment(0, 0, 0, 0, 0, 0, 700, 0, False, -1)])
-    try:
-        for n in (1, 2):
-            torch.set_num_threads(n)
+    for n in (1, 2):
+        with on_threads(n):
             table, slot = torch.ones(500, 64), torch.zeros(500)
             numbers = (torch.tensor(LR, dtype=torch.float64), torch.tensor(0), None)
             args = ([d], [rows], [offsets], [], segment, *numbers, "rowwise_adagrad", HYPER["rowwise_adagrad"])
             fbgemm.fused_update_([table], [slot], *args)
             answers.append((table, slot))
-    finally:
-        torch.set_num_threads(threads)
     assert_trees_close(*answers)
 
 

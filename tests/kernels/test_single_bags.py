@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from funcrec.kernels import cpp, ops
+from programs.surroundings import on_threads
 
 DIMS = (1, 4, 8, 15, 16, 33, 48, 64, 128, 144, 256)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -71,11 +72,8 @@ def test_a_bag_of_one_id_is_its_row(dtype, on_every_level):
 def test_a_large_output_of_single_bags():
     """Written past the caches too: 12 MB of rows on one thread and on two."""
     table, ids = torch.randn(100, 64), torch.randint(-1, 101, (3 * 2**14,))
-    offsets, before = torch.arange(len(ids) + 1), torch.get_num_threads()
-    try:
-        for n in (1, 2):
-            torch.set_num_threads(n)
+    offsets = torch.arange(len(ids) + 1)
+    for n in (1, 2):
+        with on_threads(n):
             got = ops.pooled_lookup([table], [ids], offsets, None, [ops.Feature(*[0] * 7)], len(ids))
             assert torch.equal(got, rows_of(table, ids))
-    finally:
-        torch.set_num_threads(before)

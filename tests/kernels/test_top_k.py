@@ -8,6 +8,7 @@ import torch
 from funcrec.kernels import ops
 from hypothesis import given
 from hypothesis import strategies as st
+from programs.surroundings import on_threads
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SHAPES = [(3, 1000, 7, 5), (7, 5000, 64, 10), (1, 70, 16, 300), (13, 257, 1, 1), (0, 10, 3, 2), (2, 0, 3, 2)]
@@ -69,15 +70,11 @@ def test_quantised_rows_are_read_as_their_values(bits, dim):
 def test_a_score_depends_on_its_two_vectors_alone():
     """A query's answer has the same bits alone, in any batch, among fewer rows and on any number of threads."""
     queries, items = draw(300, 3000, 24)
-    threads = torch.get_num_threads()
     want = ops.top_k(queries, items, None, None, 20)
-    try:
-        for n in (1, 3):
-            torch.set_num_threads(n)
+    for n in (1, 3):
+        with on_threads(n):
             same(ops.top_k(queries, items, None, None, 20), want)
             same(ops.top_k(queries[7:8], items, None, None, 20), [x[7:8] for x in want])
-    finally:
-        torch.set_num_threads(threads)
     first = ops.top_k(queries, items[: int(want[1].max()) + 1], None, None, 20)
     same(first, want)
 
@@ -109,14 +106,10 @@ def test_the_memory_of_a_call_is_of_its_answers_order():
     queries, items = draw(32, 20_000, 8)
     status = Path("/proc/self/status")
     resident = lambda key: int(re.search(rf"{key}:\s+(\d+)", status.read_text())[1]) << 10
-    threads = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
+    with on_threads(4):
         ops.top_k(queries, items, None, None, 1)
         before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
         answer = ops.top_k(queries, items, None, None, len(items))
         assert resident("VmHWM") - before < 5 * sum(x.nbytes for x in answer)
-    finally:
-        torch.set_num_threads(threads)
     same(answer, ops.top_k(queries, items, None, None, len(items), implementation="reference"))

@@ -11,6 +11,7 @@ import torch
 from funcrec.kernels import ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs.surroundings import on_threads
 from programs.update_calls import CASES
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -314,13 +315,10 @@ def everything(ask, implementation: str, num_ids: int) -> list:
 @pytest.mark.needs("pooled_lookup")
 def test_threads_and_repetition_change_no_bit(ask, implementation, known):
     """One thread, two, three, and the same call again give the same bits."""
-    threads, size = torch.get_num_threads(), 100 if known.slow else 20_000
+    size = 100 if known.slow else 20_000
     answers = []
-    try:
-        for n in (1, 2) if known.slow else (1, 2, 3, 1):
-            torch.set_num_threads(n)
+    for n in (1, 2) if known.slow else (1, 2, 3, 1):
+        with on_threads(n):
             answers.append(everything(ask, implementation, size))
-    finally:
-        torch.set_num_threads(threads)
     for other in answers[1:]:
         assert_trees_close(other, answers[0])

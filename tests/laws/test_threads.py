@@ -11,9 +11,11 @@ import hashlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from programs import surroundings
 
 import funcrec as fr
 from funcrec.core._tree import replace
@@ -54,20 +56,13 @@ def sparse_stages(sparse):
     return stages
 
 
-@pytest.fixture
-def on_threads():
-    before = torch.get_num_threads()
-
-    def run(number, call):
-        torch.set_num_threads(number)
+def on_threads(number, call):
+    with surroundings.on_threads(number):
         return call()
-
-    yield run
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("rule", ["rowwise_adagrad", "adam", "lamb"])
-def test_threads_change_no_bit_of_sparse_stages(on_threads, rule):
+def test_threads_change_no_bit_of_sparse_stages(rule):
     """Lookups, their transposes, sums by row and updates give the same bits on one, two and three threads."""
     sparse, (tables, ids, d) = getattr(fr.optim, rule)(lr=0.1), inputs()
     stages, slots = sparse_stages(sparse), sparse.init(tables)
@@ -76,7 +71,7 @@ def test_threads_change_no_bit_of_sparse_stages(on_threads, rule):
         assert_trees_close(other, first)
 
 
-def test_threads_change_no_bit_of_compiled_sparse_stages(on_threads):
+def test_threads_change_no_bit_of_compiled_sparse_stages():
     """The same compiled, which is done anew for each number of threads; and eager and compiled agree."""
     sparse, (tables, ids, d) = fr.optim.rowwise_adagrad(lr=0.1), inputs()
     stages, slots = sparse_stages(sparse), sparse.init(tables)
@@ -114,8 +109,9 @@ def test_the_hash_seed_changes_no_bit():
     """Two processes with other PYTHONHASHSEEDs on two threads give the same bits after eager and compiled steps."""
     code = "import runpy, sys, torch; torch.set_num_threads(2); print(runpy.run_path(sys.argv[1])['digest_of_steps']())"
     command = [sys.executable, "-c", code, __file__]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     start = lambda seed: subprocess.Popen(
-        command, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, env={**env, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     said = [p.communicate(timeout=600) for p in [start("1"), start("2")]]
     assert said[0][0] == said[1][0] and len(said[0][0].strip()) == 64, said

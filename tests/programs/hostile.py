@@ -17,6 +17,7 @@ from funcrec.kernels import library, ops, reference
 from funcrec.kernels.forms import accumulation_dtype, row_bytes
 from torch import Tensor
 
+from programs import surroundings
 from programs.hostile_draw import (
     BF16,
     DIMS,
@@ -247,12 +248,8 @@ OPERATIONS = {
 
 
 def on_threads(number: int, run: Callable[[], list[Tensor]]) -> list[Tensor]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
+    with surroundings.on_threads(number):
         return run()
-    finally:
-        torch.set_num_threads(before)
 
 
 def is_same(x: Tensor, y: Tensor) -> bool:

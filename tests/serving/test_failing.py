@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from programs.serving import Server, predict
+from programs.surroundings import on_threads
 
 import funcrec as fr
 from funcrec.serve._manifest import BLANK, digest_of, text_of
@@ -26,13 +27,10 @@ def rows_of(params, batch):
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     """A package that was exported where torch has two threads, and weights in whose `order` is no row."""
-    folder, threads = tmp_path_factory.mktemp("failing"), torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    folder = tmp_path_factory.mktemp("failing")
+    with on_threads(2):
         example = fr.Batch(fr.KeyedJaggedTensor.from_lists({"a": [[1], [2], [3]]}))
         fr.export(rows_of, PARAMS, example, folder / "model", version="good")
-    finally:
-        torch.set_num_threads(threads)
     fr.save_weights(folder / "bad", {**PARAMS, "order": torch.tensor([1, ROWS])}, version="bad")
     fr.save_weights(folder / "next", {**PARAMS, "order": torch.tensor([0, 0])}, version="next")
     return folder / "model"

@@ -52,7 +52,7 @@ def pipeline(
       more. `fr.fit(pipe, ...)` takes it, and tells which rank is lost (in a loop of your own `fr.loop.watch` does).
 
     Raises:
-      RuntimeError: on the other ranks, where a rank's loader raises, which is raised in its place there.
+      RuntimeError: on the other ranks, where the loader of one rank raises; on that rank its own error is raised.
       ValueError: ranks with batches of different forms, or of different numbers of batches.
       TypeError: a ready batch under vmap, grad, or of a state that requires grad.
 

@@ -75,6 +75,14 @@ def test_compiled_it_is_the_limit_too():
     torch.testing.assert_close(grad(jitted)(ZEROS), want["bce"], rtol=1e-6, atol=1e-8)
 
 
+def test_compiled_second_derivatives_are_those_of_eager_mode():
+    """Second derivatives of weighted losses by predictions and by weights, 0 among them, one way or the other round."""
+    ways = [hessian, lambda f, at=0: jacrev(jacfwd(f, at), at), lambda f, at=0: jacrev(jacrev(f, at), at)]
+    every = lambda w, z: [way(f, at)(w, z) for f in OWN.values() for way in ways for at in (0, 1)]
+    for got, want in zip(fr.jit(every)(ZEROS, Z), every(ZEROS, Z), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
 SUMS = {
     "log_loss": metrics.log_loss(from_logits=True),
     "normalized_entropy": metrics.normalized_entropy(from_logits=True),
