@@ -7,8 +7,11 @@ graph cannot hold is refused: values read on the host, writes to arguments
 and to what f closes over, draws from torch's generators.
 """
 
+import contextlib
 import functools
+import logging
 import operator
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -71,7 +74,7 @@ def stage(
     imported(FOR_STAGING)
     settle()
     views_of_zeros()
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with said_once(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         shapes = [like(x) for x in leaves]
         with _Lift(call, fake) as lift:
             try:  # first as it is: rules of autograd.Function are unknown to functionalize
@@ -91,6 +94,18 @@ def stage(
         shapes = [like(x) for x in (*leaves, *captured)]
         with torch.no_grad(), torch._C._DisableAutocast():  # what these did is in the graph
             return Recorded(make_fx(functionalize(graph, remove="mutations"), decompositions)(*shapes), captured)
+
+
+@contextlib.contextmanager
+def said_once() -> Iterator[None]:
+    """Of an operation whose shapes do not fit torch writes a page to its log, and raises: the error says it."""
+    log, mine = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+    is_other = lambda record: record.thread != mine or "failed while attempting to run meta" not in str(record.msg)
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)
 
 
 @functools.cache

@@ -64,9 +64,10 @@ class BadIds:
         if ids is None or not (bad := outside(ids, self.features, self.shapes).sum()):
             return 0
         if self.mode != "count":
-            where = f", in the batch before {position}"
+            epoch, number = position.epoch, position.batch - 1  # `position` is the one behind the batch
+            one = f"batch {number} of epoch {epoch}" if number >= 0 else f"the last batch of epoch {epoch - 1}"
             problems = value_problems(ids, self.features, self.shapes)
-            check(CALL, (p._replace(got=p.got + where, hint=f"{p.hint}; on_bad_ids='count'") for p in problems))
+            check(CALL, (p._replace(got=f"{p.got}, in {one}", hint=f"{p.hint}; on_bad_ids='count'") for p in problems))
         return int(bad)
 
     def cleaned(self, batch: Any) -> Any:

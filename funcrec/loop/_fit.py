@@ -39,7 +39,7 @@ from funcrec.loop._checks import (
     work_problems,
 )
 from funcrec.loop._diverged import Losses
-from funcrec.loop._epochs import Limits, best_epoch, is_finished
+from funcrec.loop._epochs import Limits, best_epoch, is_finished, monitor_problems
 from funcrec.loop._ranks import all_parts, is_chief, of_any, questions
 from funcrec.loop._run_state import (
     Clock,
@@ -310,6 +310,8 @@ def end_epoch(work: Work, run: Run, entry: dict[str, float]) -> Run:
     at(f"the evaluation of epoch {entry['epoch']}")
     params = whole_params(run.state, work.mesh) if work.evaluate or work.callbacks or work.monitor else None
     history = [*run.history, entry | measured(work.evaluate, params, entry)]
+    if work.monitor is not None:
+        check("funcrec.fit", monitor_problems(history[-1], work.monitor, entry["epoch"]))
     is_best = work.monitor is not None and best_epoch(history, work.monitor, work.mode) == len(history) - 1
     run = run._replace(best=copy(params) if is_best else run.best, history=history)
     steps, chief = steps_of(history), is_chief(work.mesh)

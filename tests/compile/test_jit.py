@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import logging
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close
@@ -126,6 +128,23 @@ def test_an_error_of_compiled_code_is_its_own():
     with pytest.raises(IndexError, match="out of bounds") as raised:
         fr.jit(lambda x, at: x[at] * 2)(torch.ones(3), torch.tensor([7]))
     assert raised.value.__cause__ is None
+
+
+def test_shapes_that_do_not_fit_raise_and_nothing_is_logged():
+    """The error has torch's words; the page that torch writes to its log before it is left out, of that call only."""
+    log, seen = logging.getLogger("torch._subclasses.fake_tensor"), []
+    handler = logging.Handler()
+    handler.emit = seen.append
+    log.addHandler(handler)
+    try:
+        with pytest.raises(RuntimeError, match=r"same reduction dim, but got \[2, 3\] X \[4, 5\]"):
+            fr.jit(lambda a, b: a @ b)(torch.ones(2, 3), torch.ones(4, 5))
+        assert not seen
+        with FakeTensorMode(), pytest.raises(RuntimeError):
+            torch.ones(2, 3) @ torch.ones(4, 5)
+        assert len(seen) == 1
+    finally:
+        log.removeHandler(handler)
 
 
 def test_a_torch_that_compiles_wrong_code_is_refused(monkeypatch):

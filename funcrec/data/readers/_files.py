@@ -19,7 +19,14 @@ from funcrec.core import Problem, check, describe, fail, path_hint, typed_fields
 from funcrec.data.readers._arrow import need_pyarrow
 from funcrec.data.readers._columns import first_true, plain
 from funcrec.data.readers._sources import NEED, Part, Source, Wanted, absent_problems, as_table, wanted_names
-from funcrec.data.readers._text_faults import check_floats, check_quotes, ends_in_a_line_break, last_column
+from funcrec.data.readers._text_faults import (
+    check_floats,
+    check_quotes,
+    check_text,
+    ends_in_a_line_break,
+    is_utf16,
+    last_column,
+)
 
 BLOCK_BYTES, BLOCK_ROWS, PIECE_ROWS = 8 << 20, 1 << 16, 1 << 13
 PACKED = (".gz", ".bz2", ".zst", ".lz4")
@@ -119,14 +126,9 @@ def _format_of(call: str, files: list, form: Format) -> str | Text:
         ends[Path(name).suffix] = path.name
     if len(ends) > 1 or next(iter(ends)) not in SUFFIXES:
         need = f"one of {list(SUFFIXES)} at the end of each"
-        what = "the names of the files do not tell their format."
-        fail(
-            call,
-            what,
-            got=f"{sorted(ends.values())[:3]}",
-            need=need,
-            hint='format="csv", "tsv", "parquet" or Text(...)',
-        )
+        what = f"the names of the files tell {'two formats' if len(ends) > 1 else 'no format'}."
+        hint = 'format="csv", "tsv", "parquet" or Text(...), the same for all'
+        fail(call, what, got=f"{sorted(ends.values())[:3]}", need=need, hint=hint)
     return SUFFIXES[next(iter(ends))]
 
 
@@ -299,6 +301,7 @@ def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
                 once = {n for n in chunk.schema.names if chunk.schema.names.count(n) == 1}
                 inferred = sorted(once.intersection(wanted_names(wanted) or once) - set(types))
                 check_floats(call, p, chunk.select(inferred), partial(as_text, p))
+                check_text(call, p, chunk.select(inferred), 1 if names else 2)
             return [(f.name, f.type) for f in found.schema]
 
         schema = _inferred([p for p, _ in files], lambda p: attempt(p, 1, lambda: fields(p)))
@@ -359,13 +362,15 @@ def _or_line(call: str, path: Path, at: int, step: Callable[[], Any], names: Cal
             "a whole file, of rows of as many fields as there are names",
             "the file once more from where it came",
         )
-        if isinstance(error, UnicodeDecodeError):
+        if isinstance(error, UnicodeDecodeError) or is_utf16(path):
             need, hint = "text in UTF-8", 'path.write_text(path.read_text("utf-16"))'
         where = ""
         if column:
             name = names()[int(re.findall(r"[0-9]+", column)[0])]
             where, need = f", column `{name}`", "a value of the column's type"
             hint = f'Text(types={{"{name}": "string"}}), where the type was inferred from the rows before'
+            if "invalid UTF8" in got:
+                need, hint = "text in UTF-8", 'path.write_text(path.read_text("latin-1"))'
         fail(call, f"`{path.name}`, line {number}{where} cannot be read.", got=got[:120], need=need, hint=hint)
 
 

@@ -1,4 +1,5 @@
-"""Faults of text that pyarrow reads without a word: a quote that nothing closes, integers that become floats."""
+"""Faults of text that pyarrow reads without a word: a quote that nothing closes, integers that become floats, text of
+another encoding that becomes bytes."""
 
 import csv
 import io
@@ -65,3 +66,33 @@ def check_floats(call: str, path: Path, chunk, as_text: Callable[[list[str]], ob
             what = f"`{path.name}`, column `{name}` has integers that are beyond 64 bits with a sign."
             hint = f'Text(types={{"{name}": "uint64"}}), "string" or "double"'
             fail(call, what, got=written.column(name)[at].as_py(), need="a type of its own", hint=hint)
+
+
+def check_text(call: str, path: Path, chunk, first: int) -> None:
+    """Columns that were inferred as bytes are text of another encoding than UTF-8. first: the line of the first row."""
+    import pyarrow.types as kinds
+
+    for name in (f.name for f in chunk.schema if kinds.is_binary(f.type)):
+        at, value = next((i, x) for i, x in enumerate(chunk.column(name).to_pylist()) if x and not is_utf8(x))
+        what, need = f"`{path.name}`, line {first + at}, column `{name}` is not text in UTF-8.", "text in UTF-8"
+        hint = f'path.write_text(path.read_text("latin-1")), or Text(types={{"{name}": "binary"}})'
+        fail(call, what, got=f"{value[:40]!r}", need=need, hint=hint)
+
+
+def is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def is_utf16(path: Path) -> bool:
+    """Whether the file, which could not be read, begins with the mark of UTF-16."""
+    import pyarrow as pa
+
+    try:
+        with pa.input_stream(path) as file:
+            return file.read(2) in (b"\xff\xfe", b"\xfe\xff")
+    except (pa.ArrowException, OSError):
+        return False

@@ -94,10 +94,12 @@ def test_bad_ids_of_later_batches_are_counted(loader, step):
 def test_bad_ids_of_later_batches_raise(loader, how):
     """Without more words, too: feature, bag, id and batch, before the step of that batch."""
     steps, note = [], lambda record: steps.append(record.step) if record.when == "step" else None
-    words = r"(?s)funcrec.fit: feature 'clicked' has ids outside table 'item'.*id 30 in bag 0.*epoch=0, batch=2.*on_bad"
+    words = r"(?s)feature 'clicked' has ids outside table 'item'.*id 30 in bag 0.*in batch 1 of epoch 0.*on_bad"
     with pytest.raises(fr.CheckError, match=words):
         fr.fit(STEP, start(), LOADERS[loader](), epochs=1, callbacks=[note], **how)
     assert steps == [1]
+    with pytest.raises(fr.CheckError, match="in the last batch of epoch 0"):
+        fr.fit(STEP, start(), [GOOD, WORSE], epochs=1, **how)
 
 
 def test_bad_ids_of_the_first_batch_are_counted_too():
@@ -222,6 +224,12 @@ def test_a_metric_that_cannot_work_raises_before_the_first_step():
     ):
         steps, error = first_steps(evaluate, **how)
         assert steps == [] and words in str(error), (steps, error)
+
+
+def test_a_monitor_that_an_evaluation_of_ones_own_does_not_give():
+    """It is known behind the first epoch only, and then fit says so."""
+    with pytest.raises(KeyError, match=r"(?s)funcrec.fit: `monitor` is not measured in epoch 0.*'auc'"):
+        fr.fit(STEP, start(), [GOOD], epochs=2, evaluate=lambda params: {"mine": 1.0}, monitor="auc")
 
 
 def test_a_handlers_error_ends_the_trial():
