@@ -22,7 +22,7 @@ from funcrec.checkpoint._tree_json import Cut
 from funcrec.core import Problem, check, describe, map_tensors, replace
 from funcrec.mesh import Mesh, checksum, coordinates, rank_at
 from funcrec.sharding import DenseShard, Layout, ShardedTables, copy_problems, filled, of_rank, part_of, whole_shape
-from funcrec.tables import WAITING
+from funcrec.tables import WAITING, layout_in
 from funcrec.train import TrainState, slot_problems
 
 CALL = "funcrec.save"
@@ -77,8 +77,8 @@ def is_of_ranks(mesh: Any, trees: Sequence[Any]) -> bool:
         return False
     if mesh is not None:
         return not isinstance(mesh, Mesh) or not mesh.is_emulated
-    leaves = torch_tree.tree_leaves(list(trees), is_leaf=lambda x: isinstance(x, ShardedTables))
-    kinds = [k for x in leaves if isinstance(x, ShardedTables) for k in held_kinds(x.layout, x.banks)]
+    leaves = torch_tree.tree_leaves(list(trees), is_leaf=lambda x: layout_in(x) is not None)
+    kinds = [k for x in leaves if layout_in(x) is not None for k in held_kinds(x.layout, x.banks)]
     return bool(kinds) and all("one" in k for k in kinds)
 
 
@@ -101,10 +101,10 @@ class Seen(NamedTuple):
         """A node as one process has it, its cut tensors as Cuts."""
         if isinstance(node, TrainState):
             self.steps.append(node.step)
-        if isinstance(node, TrainState) and isinstance(node.tables, ShardedTables):
+        if isinstance(node, TrainState) and layout_in(node.tables) is not None:
             check(CALL, slot_problems(node))
             return replace(node, tables=self.tables(node.tables, node.slots), slots=self.slots(node))
-        if isinstance(node, ShardedTables):
+        if layout_in(node) is not None:
             check(CALL, coded_problems(node.layout))
             return self.tables(node, {})
         if isinstance(node, DenseShard):

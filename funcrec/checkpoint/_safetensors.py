@@ -20,7 +20,7 @@ from funcrec.checkpoint._whole_file import as_path, open_file, write_whole
 from funcrec.core import Problem, check, describe, fail, typed
 from funcrec.mesh import Mesh
 from funcrec.sharding import ShardedTables, gather_tables
-from funcrec.tables import KINDS
+from funcrec.tables import is_plain, kind_of_tables, layout_in
 
 SAVE, LOAD = "funcrec.save_safetensors", "funcrec.load_safetensors"
 HEAD, MOST_HEADER = 8, 100_000_000  # bytes; readers refuse a longer header
@@ -67,7 +67,7 @@ def save_safetensors(
       {'item': tensor([1., 1.])}
     """
     ranks = ranks_of(mesh)
-    where, is_sharded = as_path(SAVE, path), isinstance(tensors, ShardedTables)
+    where, is_sharded = as_path(SAVE, path), layout_in(tensors) is not None
     check(
         SAVE, transform_problems(), kind_problems(tensors), sharded_problems(tensors, mesh), metadata_problems(metadata)
     )
@@ -145,12 +145,13 @@ def load_safetensors(
 
 
 def sharded_problems(tensors: Any, mesh: Mesh | None) -> Iterator[Problem]:
-    if not isinstance(tensors, ShardedTables):
+    layout = layout_in(tensors)
+    if layout is None:
         return
-    axes = dict(tensors.layout.mesh_shape)
+    axes = dict(layout.mesh_shape)
     if mesh is None:
         yield Problem("`mesh` is missing.", "sharded tables", "the mesh that they lie on", "mesh=mesh")
-    elif mesh.axes != tensors.layout.mesh_shape:
+    elif mesh.axes != layout.mesh_shape:
         yield Problem("`tensors` lie on another mesh.", f"{mesh!r}", f"axes {axes}", "their own mesh")
 
 
@@ -162,8 +163,8 @@ def metadata_problems(metadata: Mapping[str, str] | None) -> Iterator[Problem]:
 
 def kind_problems(tensors: Any) -> Iterator[Problem]:
     """Tables that are more than their tensors would come back as less."""
-    is_floats = isinstance(tensors, ShardedTables) and KINDS[ShardedTables].is_trained(tensors)
-    if type(tensors) in KINDS and type(tensors) is not dict and not is_floats:
+    is_floats = layout_in(tensors) is not None and kind_of_tables(tensors).is_trained(tensors)
+    if not is_plain(tensors) and not is_floats:
         got, hint = describe(tensors), "fr.save, which keeps all of it; dict(tensors), for the tensors alone"
         yield Problem("`tensors` are more than tensors by name.", got, "{name: tensor}", hint, TypeError)
 

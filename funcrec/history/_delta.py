@@ -14,8 +14,8 @@ from funcrec.core import Problem, Size, check, describe, is_wrapped, plain, pytr
 from funcrec.history._log import Touched
 from funcrec.history._logged import Logged, form_problems, laid_out_problems, stamp_problems
 from funcrec.mesh import Mesh, coordinates, rank_at
-from funcrec.sharding import ShardedTables, own_ranks
-from funcrec.tables import table_tensor_problems
+from funcrec.sharding import own_ranks
+from funcrec.tables import layout_in, table_tensor_problems
 from funcrec.train import TrainState
 
 
@@ -110,11 +110,11 @@ def parts_of(own: Touched, state: TrainState, since: int, mesh: Mesh | None) -> 
     """(table, its rows that changed), of each part of a table that lies in this process."""
     for (n, num_rows, _), start in zip(own.tables, own.starts, strict=False):
         x = state.tables[n]
-        if not isinstance(state.tables, ShardedTables):
+        layout = layout_in(state.tables)
+        if layout is None:
             rows = (own.last[start : start + num_rows] > since).nonzero()[:, 0]
             yield n, ChangedRows(rows, x[rows], 0, tuple(x.shape))
             continue
-        layout = state.tables.layout
         number = next(i for i, b in enumerate(layout.banks) if b.name == n)
         bank, lasts = layout.banks[number], own.last.unflatten(0, (-1, own.starts[-1] + 1))
         for s in (s for s in layout.shards if s.bank == number):

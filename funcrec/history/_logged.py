@@ -27,8 +27,7 @@ from funcrec.core import (
 from funcrec.history._log import begin_log, form_of, log_specs, recorded, rows_and_whole, stamp_of, undone
 from funcrec.mesh import Mesh, P, pmin, shard_map
 from funcrec.optim import RowOptimizer
-from funcrec.sharding import Layout, ShardedTables
-from funcrec.tables import Params
+from funcrec.tables import Params, layout_in
 from funcrec.train import (
     Recipe,
     Stages,
@@ -233,14 +232,15 @@ def specs_of(logged: Logged, mesh: Mesh) -> Logged:
 def room_of(state: TrainState, rows: int | Mapping[str, int]) -> dict[str, int]:
     """{table or bank: how many rows of it a step may touch}."""
     of = lambda n: rows[n] if isinstance(rows, Mapping) else rows
-    if not isinstance(state.tables, ShardedTables):
+    layout = layout_in(state.tables)
+    if layout is None:
         return {n: of(n) for n in state.tables}
-    layout = state.tables.layout
     return {b.name: sum(of(s.table) for s in layout.shards if s.bank == i) for i, b in enumerate(layout.banks)}
 
 
 def table_names(state: TrainState) -> list[str]:
-    return [n for n, _ in state.tables.layout.shapes] if isinstance(state.tables, ShardedTables) else list(state.tables)
+    layout = layout_in(state.tables)
+    return list(state.tables) if layout is None else [n for n, _ in layout.shapes]
 
 
 def facts_of(logged: Logged, k: int, mesh: Mesh | None) -> list[int]:
@@ -285,10 +285,11 @@ def room_problems(steps: int, rows: Any) -> Iterator[Problem]:
 
 
 def log_problems(state: TrainState, sparse: RowOptimizer, steps: int, rows: Any) -> Iterator[Problem]:
-    if isinstance(state.tables, ShardedTables) and state.tables.layout.replicas:
+    layout = layout_in(state.tables)
+    if layout is not None and layout.replicas:
         hint = "a plan without `replicas`; fr.copy(state), or fr.save, to go back to"
         what = "copies that train apart have no log: `sync_replicas` changes rows that no step names."
-        yield Problem(what, f"replicas={state.tables.layout.replicas}", "tables of which there is one", hint)
+        yield Problem(what, f"replicas={layout.replicas}", "tables of which there is one", hint)
     for n in (n for n in table_names(state) if steps and isinstance(rows, Mapping) and n not in rows):
         yield Problem(f"`rows[{n!r}]` is missing.", f"rows of {list(rows)}", "one for each table", kind=KeyError)
     for n in (n for n in (rows if isinstance(rows, Mapping) else ()) if n not in table_names(state)):
@@ -313,7 +314,7 @@ def logged_problems(x: object) -> Iterator[Problem]:
 
 
 def laid_out_problems(state: TrainState, mesh: Mesh | None) -> Iterator[Problem]:
-    layout: Layout | None = state.tables.layout if isinstance(state.tables, ShardedTables) else None
+    layout = layout_in(state.tables)
     if layout is not None and mesh is None:
         got = f"axes {dict(layout.mesh_shape)}, and no `mesh`"
         yield Problem("the state lies on a mesh.", got, "that mesh", "mesh=mesh", TypeError)
@@ -326,7 +327,7 @@ def laid_out_problems(state: TrainState, mesh: Mesh | None) -> Iterator[Problem]
 def form_problems(logged: Logged) -> Iterator[Problem]:
     """The log's rows are the tables', and its bits theirs; of a sharded state the layout tells how many rows."""
     of_rows, _ = rows_and_whole(logged.state, logged.waiting)
-    is_whole = not isinstance(logged.state.tables, ShardedTables)
+    is_whole = layout_in(logged.state.tables) is None
     hint = "the `Logged` that the step gave; logged.init(state) to begin a log"
     for own in logged.log.touched:
         for n, num_rows, _ in own.tables:

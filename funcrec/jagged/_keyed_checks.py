@@ -9,6 +9,7 @@ from torch import Tensor
 from funcrec.core import EXAMPLES, Problem, describe
 from funcrec.jagged._checks import bag_problems, buffer_problems, mapped_problems, offset_form_problems
 from funcrec.jagged._jagged import JaggedTensor
+from funcrec.jagged._primitives import are_equal
 
 FIELDS = ("values", "offsets", "weights", "inverse", "keys", "strides", "unweighted")
 
@@ -146,7 +147,7 @@ def jagged_problems(
     got = ", ".join(f"{k}: {describe(x.values)}" for k, x in features.items())
     if len({(x.values.dtype, x.values.device) for x in features.values()}) > 1:
         yield Problem(f"{what} differ in dtype or device.", got, "one dtype on one device", kind=TypeError)
-    elif len({x.values.shape[1:] for x in features.values()}) > 1:
+    elif not are_equal(x.values.shape[1:] for x in features.values()):
         yield Problem(f"{what} have values of different shapes.", got, "one shape")
 
 
@@ -156,9 +157,9 @@ def concat_problems(parts: Sequence[Any], kind: type) -> Iterator[Problem]:
     bare = [i for i, p in enumerate(parts) if p.inverse is None]
     if 0 < len(bare) < len(parts):
         yield Problem("only some of `parts` have inverse indices.", f"none in parts {bare}", "all or none")
-    counts = {p.num_bags for p in parts if p.keys and p.strides is None}
-    if len(counts) > 1:
-        yield Problem("`parts` have different numbers of bags.", f"{sorted(counts)}", "one number of bags")
+    counts = [p.num_bags for p in parts if p.keys and p.strides is None]
+    if not are_equal(counts):
+        yield Problem("`parts` have different numbers of bags.", f"{counts}", "one number of bags")
 
 
 def id_dtype_problems(values: Tensor, path: str) -> Iterator[Problem]:

@@ -31,7 +31,7 @@ from funcrec.jagged._keyed_checks import (
     unweighted_problems,
 )
 from funcrec.jagged._lists import bag_list, flat_list, repeats, show_bags, show_buffer, split_list
-from funcrec.jagged._primitives import offsets_of
+from funcrec.jagged._primitives import are_equal, offsets_of
 from funcrec.jagged._weights import flat_weights, given
 
 
@@ -89,7 +89,7 @@ class KeyedJaggedTensor:
         keys = tuple(lists)
         values, lengths = flat_list(call, (bag for k in keys for bag in lists[k]), "lists", dtype)
         counts = tuple(len(lists[k]) for k in keys)
-        strides = None if len(set(counts)) <= 1 else counts
+        strides = None if are_equal(counts) else counts
         flat = flat_weights(call, lists, weights) if weights else None
         bare = tuple(k for k in keys if k not in weights) if weights else ()
         return KeyedJaggedTensor.from_lengths(keys, values, lengths, weights=flat, strides=strides, unweighted=bare)
@@ -379,7 +379,7 @@ def _joined(
     have no weights."""
     if not parts:
         return KeyedJaggedTensor(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    strides = None if len(set(counts)) <= 1 else counts
+    strides = None if are_equal(counts) else counts
     values, offsets, weights = join(parts)
     unweighted = () if weights is None else tuple(k for own in bare for k in own)
     return KeyedJaggedTensor(values, offsets, weights, inverse, keys, strides, unweighted)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import PARTS, Problem, check, describe, fail, pytree, typed
+from funcrec.jagged._primitives import are_equal
 
 
 @pytree(static=("keys", "dims"))
@@ -158,7 +159,7 @@ def feature_problems(features: object) -> Iterator[Problem]:
             "the features are on different devices.", got, "one device for all", "x.to(device) for each of them"
         )
     batches = {k: x.shape[:-1] for k, x in features.items()}
-    if len(set(batches.values())) > 1:
+    if not are_equal(batches.values()):
         yield Problem(
             "the features have different numbers of rows.", f"{batches}", "one B for all", "features of one batch"
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, fail, short_dtype
-from funcrec.jagged._primitives import is_concrete
+from funcrec.jagged._primitives import are_equal, is_concrete
 
 
 def flat_list(
@@ -181,5 +181,5 @@ def piece_problems(pieces: Sequence[Tensor], path: str) -> Iterator[Problem]:
     if len({(x.dtype, x.device) for x in pieces}) > 1:
         hint = "x.to(torch.int64), say, for each of them"
         yield Problem(f"`{path}` mixes dtypes or devices.", _shown(pieces), "one dtype on one device", hint, TypeError)
-    elif len({x.shape[1:] for x in pieces}) > 1:
+    elif not are_equal(x.shape[1:] for x in pieces):
         yield Problem(f"`{path}` has values of different shapes.", _shown(pieces), "one shape")

@@ -9,7 +9,7 @@ Shapes: B bags, N values, C capacity of an output, L places of a padded bag.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -72,6 +72,12 @@ def _chosen(x: Tensor) -> str:
     """The implementation; for Dynamo the reference, since it follows
     no choice and ignores rules (`backward`) of ours."""
     return "reference" if torch.compiler.is_dynamo_compiling() else ops.chosen(None, x.device)
+
+
+def are_equal(sizes: Iterable) -> bool:
+    """Whether all are: sizes that an export leaves open can be compared, and have no hash."""
+    first, *others = [*sizes] or [None]
+    return all(x == first for x in others)
 
 
 def is_concrete(x: Tensor) -> bool:

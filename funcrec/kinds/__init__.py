@@ -5,11 +5,8 @@ from funcrec.kinds._codes import CODES as CODES
 from funcrec.kinds._codes import bits_of as bits_of
 from funcrec.kinds._codes import dtype_problems as dtype_problems
 from funcrec.kinds._codes import named_dtypes as named_dtypes
-from funcrec.kinds._fake_quantized import PLACED as PLACED
 from funcrec.kinds._fake_quantized import FakeQuantizedTables as FakeQuantizedTables
-from funcrec.kinds._fake_quantized import Placed as Placed
 from funcrec.kinds._fake_quantized import fake_quantize as fake_quantize
-from funcrec.kinds._quantized import QUANTIZE as QUANTIZE
 from funcrec.kinds._quantized import QuantizedTables as QuantizedTables
 from funcrec.kinds._quantized import dequantize as dequantize
 from funcrec.kinds._quantized import quantize as quantize

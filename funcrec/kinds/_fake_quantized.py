@@ -16,7 +16,7 @@ quantization" (ICLR 2020, arXiv:1902.08153), equations 1 to 3 and section 2.2.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from funcrec.core import Key, Problem, any_tracked, check, describe, fail, is_fo
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.kernels.forms import Feature
 from funcrec.kinds._codes import CODES, Dtype, dtype_problems, named_dtypes
-from funcrec.kinds._quantized import QUANTIZE, QuantizedTables, quantize
+from funcrec.kinds._quantized import QuantizedTables, quantize
 from funcrec.kinds._rounding import ByScale, as_stored, by_scale, first_scales, learned_codes, refuse_learned, row_keys
 from funcrec.tables import (
     KINDS,
@@ -35,6 +35,8 @@ from funcrec.tables import (
     RowGrads,
     TableRef,
     gather_rows,
+    is_plain,
+    kind_of_tables,
     pooled_lookup,
     pooled_read,
     sequence_rows,
@@ -80,16 +82,6 @@ class FakeQuantizedTables:
 
 def parts_of(tables: FakeQuantizedTables) -> dict[str, Tensor]:
     return {**tables.tables, **tables.scales}
-
-
-class Placed(NamedTuple):
-    """How tables are rounded that are not plain. problems: (tables, {table: dtype}) -> why not. read: as of a Kind."""
-
-    problems: Callable[..., Iterator[Problem]]
-    read: Callable[..., LookupResult]
-
-
-PLACED: dict[type, Placed] = {}
 
 
 @typed
@@ -142,8 +134,8 @@ def fake_quantize(
     names = names_of(tables)
     check(call, dtype_problems(names, dtype))
     dtypes = named_dtypes(names, dtype)
-    if type(tables) in PLACED:
-        check(call, placed_problems(tables, dtypes, scales))
+    if kind_of_tables(tables).faked:
+        check(call, faked_problems(tables, dtypes, scales))
         return FakeQuantizedTables(tables, {}, tuple(dtypes.items()), key)
     if scales == "row":
         return FakeQuantizedTables(dict(tables), {}, tuple(dtypes.items()), key)
@@ -154,7 +146,7 @@ def fake_quantize(
 
 def names_of(tables: Mapping[str, Any]) -> list[str]:
     """By which features call the tables."""
-    return list(table_shapes(tables) if type(tables) in PLACED else tables)
+    return list(table_shapes(tables) if kind_of_tables(tables).faked else tables)
 
 
 # -- how lookups read them ---------------------------------------------------------------------------------------------
@@ -165,8 +157,8 @@ def read_fake(
 ) -> LookupResult:
     """What a lookup gives of rows that are rounded where they were gathered; features all pooled, or all sequences."""
     check("funcrec.lookup", part_problems(tables.tables, tables.scales, tables.dtypes))
-    if type(tables.tables) in PLACED:
-        return PLACED[type(tables.tables)].read(tables, ids, features, implementation)
+    if faked := kind_of_tables(tables.tables).faked:
+        return faked.read(tables, ids, features, implementation)
     shapes = {n: tuple(t.shape) for n, t in tables.tables.items()}
     gather = lambda table, rows: rounded_rows(tables, table, rows, implementation)
     if features[0].pooling == "none":
@@ -174,9 +166,6 @@ def read_fake(
     else:
         read = pooled_read(pooled(gather, ids, features, shapes, implementation), ids, features, shapes)
     return with_scales(read, tables) if tables.scales else read
-
-
-KINDS[FakeQuantizedTables] = Kind(lambda t: table_shapes(t.tables), read_fake)
 
 
 def pooled(
@@ -257,7 +246,7 @@ def quantize_fake(tables: FakeQuantizedTables, dtype: Any, key: Tensor | None) -
     return replace(q, tables={**q.tables, **learned})
 
 
-QUANTIZE[FakeQuantizedTables] = quantize_fake
+KINDS[FakeQuantizedTables] = Kind(lambda t: table_shapes(t.tables), read_fake, quantized=quantize_fake)
 
 
 # -- validators --------------------------------------------------------------------------------------------------
@@ -275,7 +264,7 @@ def part_problems(tables: Any, scales: Any, dtypes: Any) -> Iterator[Problem]:
         need = f"(table, dtype) for each of {names_of(tables)}, in order, of {list(get_args(Dtype))}"
         yield Problem("`dtypes` do not match the tables.", repr(dtypes), need, "fr.fake_quantize(tables, dtype)")
         return
-    of = {} if type(tables) in PLACED else {n + SCALE: n for n, dtype in pairs if dtype in CODES}
+    of = {} if kind_of_tables(tables).faked else {n + SCALE: n for n, dtype in pairs if dtype in CODES}
     for part, s in scales.items():
         if part not in of:
             yield Problem(f"`scales[{part!r}]` is of no table of codes.", f"{part!r}", f"one of {list(of)}")
@@ -290,9 +279,9 @@ def part_problems(tables: Any, scales: Any, dtypes: Any) -> Iterator[Problem]:
 
 def fake_problems(tables: Mapping[str, Any]) -> Iterator[Problem]:
     """Tables of floats, by their names; in a loss what stands for them."""
-    if type(tables) in PLACED:
+    if kind_of_tables(tables).faked:
         return
-    if type(tables) in KINDS and type(tables) is not dict:
+    if not is_plain(tables):
         need, hint = "{name: f[R, D]}, or ShardedTables", "fr.fake_quantize(tables.tables, ...) of fake-quantised ones"
         yield Problem("`tables` are not plain tables.", describe(tables), need, hint, TypeError)
         return
@@ -301,8 +290,8 @@ def fake_problems(tables: Mapping[str, Any]) -> Iterator[Problem]:
             yield from tensor_problems(t, f"tables[{n!r}]")
 
 
-def placed_problems(tables: Any, dtypes: Mapping[str, str], scales: str) -> Iterator[Problem]:
-    yield from PLACED[type(tables)].problems(tables, dtypes)
+def faked_problems(tables: Any, dtypes: Mapping[str, str], scales: str) -> Iterator[Problem]:
+    yield from kind_of_tables(tables).faked.problems(tables, dtypes)
     if scales == "learned":
         got, hint = describe(tables), 'scales="row"; or learned ones in one process, placed by fr.quantize at the end'
         yield Problem("learned scales are of plain tables.", got, "{name: f[R, D]}", hint, TypeError)

@@ -6,7 +6,7 @@ A row of codes has a scale and a bias of its own. How far a number may be off st
 Shapes: R rows, D dim, S bytes of a stored row.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from funcrec.core import (
     RETYPED,
     Key,
+    Problem,
     any_tracked,
     check,
     describe,
@@ -35,6 +36,8 @@ from funcrec.tables import (
     FeatureConfig,
     Kind,
     LookupResult,
+    is_plain,
+    kind_of_tables,
     lookup_forms,
     name_number,
     num_bags_of,
@@ -129,7 +132,6 @@ def retyped(q: QuantizedTables, dtype: torch.dtype) -> QuantizedTables:
 
 
 RETYPED[QuantizedTables] = retyped
-QUANTIZE: dict[type, Callable[..., Any]] = {}  # type of tables -> (tables, {table: dtype}, key) of what is not plain
 
 
 @typed
@@ -178,8 +180,9 @@ def quantize(
             call, "the tables are differentiated, and codes have no derivative.", got="tables that grad or jvp follows",
             need="plain tables", hint="fr.fake_quantize(tables, dtype), which lookups differentiate", kind=TypeError,
         )  # fmt: skip
-    if type(tables) in QUANTIZE:
-        return QUANTIZE[type(tables)](tables, dtype, key)
+    if not is_plain(tables):
+        check(call, kind_problems(tables))
+        return kind_of_tables(tables).quantized(tables, dtype, key)
     dtype = "int8" if dtype is None else dtype
     check(call, dtype_problems(tables, dtype), table_tensor_problems(tables))
     check(call, row_problems(tables))
@@ -221,3 +224,10 @@ def decoded(t: Tensor, bits: int, dim: int) -> Tensor:
     if bits not in CODE_BITS:
         return t.to(torch.float32)
     return ops.quantized_rows(t, torch.arange(t.shape[0], device=t.device), bits, dim)
+
+
+def kind_problems(tables: Mapping[str, Any]) -> Iterator[Problem]:
+    if kind_of_tables(tables).quantized is None:
+        need, hint = "{name: f[R, D]}, or a kind that tells how", "fr.dequantize(q) first, of quantised ones"
+        what = f"`tables` are {type(tables).__name__}, which are not quantised."
+        yield Problem(what, describe(tables), need, hint if isinstance(tables, QuantizedTables) else "", TypeError)

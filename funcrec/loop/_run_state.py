@@ -20,8 +20,8 @@ from funcrec.loop._bad_ids import BadIds
 from funcrec.loop._ranks import all_parts, is_chief, num_processes
 from funcrec.loop._watch import at
 from funcrec.mesh import Mesh
-from funcrec.sharding import ShardedTables, gather_tables, join_dense
-from funcrec.tables import Params
+from funcrec.sharding import gather_tables, join_dense
+from funcrec.tables import Params, layout_in
 from funcrec.train import TrainState, gather_state
 
 APPEAR_S = 10.0
@@ -81,7 +81,7 @@ def device_of(state: Any) -> torch.device:
 
 
 def is_sharded(state: Any) -> bool:
-    return isinstance(state, TrainState) and isinstance(state.tables, ShardedTables)
+    return isinstance(state, TrainState) and layout_in(state.tables) is not None
 
 
 def whole_params(state: Any, mesh: Mesh | None) -> Any:

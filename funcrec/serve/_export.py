@@ -29,8 +29,7 @@ from funcrec.serve._package import Package, load_package
 from funcrec.serve._trace import ANY_ROW, CALL, SINGLE, Form, Program, example_problems, form_of, trace
 from funcrec.serve._weights import INDEX, named, params_problems, signature, version_problems, write_weights
 from funcrec.serve._whole_folder import folder_path, write_folder
-from funcrec.sharding import ShardedTables
-from funcrec.tables import Batch
+from funcrec.tables import Batch, layout_in
 
 ISA = {"native": {}, "portable": {"cpp.simdlen": 256, "cpp.march": "x86-64-v3"}}
 # of what is computed in another order
@@ -312,7 +311,7 @@ def encoding_problems(encoding: Encoding, form: Form) -> Iterator[Problem]:
 
 def kept_problems(params: Any) -> Iterator[Problem]:
     """Tables that lie on ranks are no tensors of one process."""
-    own = lambda x: isinstance(x, ShardedTables)
+    own = lambda x: layout_in(x) is not None
     if any(own(x) for x in torch_tree.tree_leaves(params, is_leaf=own)):
         need, hint = "whole tables, or quantised ones", "fr.gather_tables(state.tables, mesh)"
         yield Problem("`params` have sharded tables.", "ShardedTables", need, hint, TypeError)

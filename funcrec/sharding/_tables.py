@@ -9,18 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from funcrec.core import RETYPED, Count, Problem, check, describe, fail, mapping, pytree, replace, typed
-from funcrec.kinds import (
-    CODES,
-    PLACED,
-    QUANTIZE,
-    FakeQuantizedTables,
-    Placed,
-    QuantizedTables,
-    bits_of,
-    dtype_problems,
-    named_dtypes,
-    stored,
-)
+from funcrec.kinds import CODES, FakeQuantizedTables, QuantizedTables, bits_of, dtype_problems, named_dtypes, stored
 from funcrec.mesh import Codec, Mesh, P, codec_problems, unshard
 from funcrec.sharding._copies import copy_problems
 from funcrec.sharding._fake_quantized import read_fake
@@ -28,7 +17,7 @@ from funcrec.sharding._lookup import read_sharded
 from funcrec.sharding._transport import Transport, dedup_problems, transport_of
 from funcrec.sharding.placement._layout import Layout, layout_of, own_ranks, pack, unpack
 from funcrec.sharding.placement._plan import Plan
-from funcrec.tables import KINDS, Kind, row_problems, table_tensor_problems
+from funcrec.tables import KINDS, Faked, Kind, is_plain, layout_in, row_problems, table_tensor_problems
 
 
 @mapping(lambda tables: tables.banks, "bank", "fr.gather_tables(tables, mesh), for the tables by their names")
@@ -71,9 +60,6 @@ class ShardedTables:
         return "ShardedTables({" + ", ".join(f"{n}: {describe(t)}" for n, t in self.banks.items()) + "})"
 
 
-KINDS[ShardedTables] = Kind(
-    lambda tables: dict(tables.layout.shapes), read_sharded, lambda tables: not any(b.bits for b in tables.layout.banks)
-)
 RETYPED[ShardedTables] = lambda tables, dtype: replace(tables, layout=tables.layout.with_dtype(dtype))
 
 
@@ -173,9 +159,15 @@ def quantize_sharded(tables: ShardedTables, dtype: Any, key: Tensor | None) -> S
     return ShardedTables(banks, layout._replace(banks=tuple(told)), tables.transport)
 
 
-QUANTIZE[ShardedTables] = quantize_sharded
-PLACED[ShardedTables] = Placed(lambda tables, named: code_problems(tables, named, WHOLE), read_fake)
 WHOLE = 'fr.fake_quantize of rows that are whole on a rank: row_wise, table_wise, replicated; or "float32" for this one'
+KINDS[ShardedTables] = Kind(
+    lambda tables: dict(tables.layout.shapes),
+    read_sharded,
+    lambda tables: not any(b.bits for b in tables.layout.banks),
+    layout=lambda tables: tables.layout,
+    quantized=quantize_sharded,
+    faked=Faked(lambda tables, named: code_problems(tables, named, WHOLE), read_fake),
+)
 
 
 def gather_banks(layout: Layout, banks: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
@@ -214,9 +206,9 @@ def code_problems(tables: ShardedTables, named: Mapping[str, str], hint: str) ->
 
 def placed_problems(tables: Any) -> Iterator[Problem]:
     """Of values that stand for tables those that can be cut: others' parts are not what lookups read."""
-    if type(tables) in KINDS and type(tables) not in (dict, QuantizedTables):
+    if not is_plain(tables) and not isinstance(tables, QuantizedTables):
         got, need = describe(tables), "{name: f[R, D]}, or QuantizedTables"
-        hint = "fr.gather_tables(tables, mesh) first" if isinstance(tables, ShardedTables) else ""
+        hint = "fr.gather_tables(tables, mesh) first" if layout_in(tables) else ""
         if isinstance(tables, FakeQuantizedTables):
             hint = "the float tables, `.tables`, and in the loss fr.fake_quantize(params.tables, dtype)"
         yield Problem(f"`tables` are {type(tables).__name__}, which are not placed.", got, need, hint, TypeError)

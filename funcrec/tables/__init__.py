@@ -28,10 +28,13 @@ from funcrec.tables._initializers import normal as normal
 from funcrec.tables._initializers import uniform as uniform
 from funcrec.tables._initializers import xavier_normal as xavier_normal
 from funcrec.tables._kinds import KINDS as KINDS
+from funcrec.tables._kinds import Faked as Faked
 from funcrec.tables._kinds import Kind as Kind
 from funcrec.tables._kinds import Lookup as Lookup
 from funcrec.tables._kinds import LookupResult as LookupResult
+from funcrec.tables._kinds import is_plain as is_plain
 from funcrec.tables._kinds import kind_of_tables as kind_of_tables
+from funcrec.tables._kinds import layout_in as layout_in
 from funcrec.tables._kinds import lookups_seen as lookups_seen
 from funcrec.tables._kinds import map_parts as map_parts
 from funcrec.tables._kinds import table_shapes as table_shapes

@@ -1,4 +1,4 @@
-"""Kinds of tables: what a lookup needs of tables is one function.
+"""Kinds of tables: what the library asks of tables is one row of functions, of which a lookup needs one.
 
     (ids, features) -> (out, saved, transpose)          d_parts = transpose(d_out, saved)
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from funcrec.core import fail, leaf_names, map_with_names
+from funcrec.core import Problem, fail, leaf_names, map_with_names
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.tables._configs import FeatureConfig
 from funcrec.tables._rowgrads import RowGrads
@@ -43,19 +43,34 @@ class LookupResult(NamedTuple):
     overflows: tuple[Tensor, ...] = ()
 
 
+class Faked(NamedTuple):
+    """How `fake_quantize` has tables read that are not plain. problems: (tables, {table: dtype}) -> why it cannot.
+    read: (FakeQuantizedTables, ids, features, implementation) -> LookupResult."""
+
+    problems: Callable[..., Iterator[Problem]]
+    read: Callable[..., LookupResult]
+
+
 class Kind(NamedTuple):
-    """How tables of a type are read.
+    """What is asked of tables of a type; the names of features are those of their tables, not of their parts.
 
     shapes: tables -> {table: (R, D)}, by the names that features use: what `lookup`
       checks features and ids against, once, for every kind.
-    read: (tables, ids, features, implementation) -> Read. The features are checked, not empty for other kinds than
-      plain tables, and all of them pooled ("sum", "mean") or all sequences ("none").
+    read: (tables, ids, features, implementation) -> LookupResult. The features are checked, not empty for other kinds
+      than plain tables, and all of them pooled ("sum", "mean") or all sequences ("none").
     is_trained: tables -> whether the parts get gradients; `value_and_grad` refuses others.
+    layout: tables -> where the rows of which table lie on a mesh, as `funcrec.sharding` has it: resharding, checkpoints
+      and logs go by it. None for tables that are whole, whose parts are what is kept.
+    quantized: (tables, dtypes, key) -> what `quantize` gives. None: it refuses them.
+    faked: None: `fake_quantize` refuses them.
     """
 
     shapes: Callable[[Any], Mapping[str, tuple[int, int]]]
     read: Callable[..., LookupResult]
     is_trained: Callable[[Any], bool] = lambda tables: True
+    layout: Callable[[Any], Any] = lambda tables: None
+    quantized: Callable[..., Any] | None = None
+    faked: Faked | None = None
 
 
 KINDS: dict[type, Kind] = {}
@@ -63,6 +78,11 @@ KINDS: dict[type, Kind] = {}
 
 def kind_of_tables(tables: object) -> Kind:
     return KINDS.get(type(tables), KINDS[dict])
+
+
+def layout_in(tables: object) -> Any:
+    """Where the rows of tables lie on a mesh; None of tables that are whole, and of what are no tables."""
+    return kind_of_tables(tables).layout(tables)
 
 
 def is_plain(tables: object) -> bool:

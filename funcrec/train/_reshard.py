@@ -44,7 +44,7 @@ from funcrec.sharding import (
     waiting_problems,
     whole_banks,
 )
-from funcrec.tables import WAITING, table_tensor_problems
+from funcrec.tables import WAITING, layout_in, table_tensor_problems
 from funcrec.train._state import TrainState
 
 
@@ -141,16 +141,17 @@ def reshard(
     source = mesh if from_mesh is None else from_mesh
     check(call, argument_problems(state, mesh, source, sparse), codec_problems(codec), dedup_problems(exact, dedup))
     check(call, dense_axes_problems(mesh, dense_axes))
-    if isinstance(state.tables, ShardedTables):
-        check(call, mesh_problems(state.tables.layout, source))
-        shapes = dict(state.tables.layout.shapes)
+    old_layout = layout_in(state.tables)
+    if old_layout is not None:
+        check(call, mesh_problems(old_layout, source))
+        shapes = dict(old_layout.shapes)
     else:
         check(call, placed_problems(state.tables))
         check(call, table_tensor_problems(state.tables))
         shapes = {n: tuple(t.shape) for n, t in state.tables.items()}
     check(call, slot_problems(state))
-    if isinstance(state.tables, ShardedTables):
-        check(call, copy_problems(state.tables.layout, leaves_of(state), source))
+    if old_layout is not None:
+        check(call, copy_problems(old_layout, leaves_of(state), source))
     reads = readers(state, source)
     samples = {n: {k: read(0, 0) for k, read in own.items()} for n, own in reads.items()}
     layout = layout_of(
@@ -160,12 +161,12 @@ def reshard(
     check(call, bank_problems(layout, samples))
     rooms = rooms_of(call, sparse, {n: own[""] for n, own in samples.items()}, steps_of(state, source))
     banks = blank_banks(layout, samples, mesh)
-    is_far = isinstance(state.tables, ShardedTables) and not source.is_emulated and not mesh.is_emulated
+    is_far = old_layout is not None and not source.is_emulated and not mesh.is_emulated
     old = {b: {"": t} | of_rows(state.slots[b]) for b, t in state.tables.items()} if is_far else {}
     if old:
-        check(call, followed_problems(state.tables.layout, old, source))
+        check(call, followed_problems(old_layout, old, source))
     if old and not any(is_wrapped(x) for own in old.values() for x in own.values()):
-        send_rows(state.tables.layout, old, layout, banks, mesh)
+        send_rows(old_layout, old, layout, banks, mesh)
     else:  # all rows are here, or come here: under vmap, of all members
         for name, own in reads.items():
             for k, read in own.items():
@@ -186,10 +187,10 @@ def reshard(
 def readers(state: TrainState, mesh: Mesh) -> dict[str, dict[str, Rows]]:
     """{table: {"": rows of the table, slot: rows of it}}: functions of (first, last), which every rank calls alike."""
     tables = state.tables
-    if not isinstance(tables, ShardedTables):
+    layout = layout_in(tables)
+    if layout is None:
         cut = lambda x: lambda first, last: x[first:last]
         return {n: {"": cut(t)} | {k: cut(s) for k, s in of_rows(state.slots[n]).items()} for n, t in tables.items()}
-    layout = tables.layout
     out = {}
     for name, _ in layout.shapes:
         own = [layout.banks[layout.shards[i].bank].name for i in layout.shards_of(name)]
@@ -206,18 +207,19 @@ def of_rows(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def waiting_in(state: TrainState, mesh: Mesh) -> Iterator[tuple[str, Waiting]]:
     """(table, what waits for it, whole), a table at a time."""
+    layout = layout_in(state.tables)
     for name in steps_of(state, mesh):
-        if isinstance(state.tables, ShardedTables):
-            yield name, gather_waiting(state.tables.layout, name, state.slots, mesh)
-        else:
+        if layout is None:
             yield name, Waiting(*(state.slots[name][k] for k in WAITING))
+        else:
+            yield name, gather_waiting(layout, name, state.slots, mesh)
 
 
 def steps_of(state: TrainState, mesh: Mesh) -> dict[str, int]:
     """{table: of how many steps gradients may wait}, where they do."""
-    if not isinstance(state.tables, ShardedTables):
+    layout = layout_in(state.tables)
+    if layout is None:
         return {n: own[WAITING[0]].shape[0] for n, own in state.slots.items() if WAITING[0] in own}
-    layout = state.tables.layout
     banks = {n: layout.banks[layout.shards[layout.shards_of(n)[0]].bank] for n, _ in layout.shapes}
     has = {n: state.slots[b.name] for n, b in banks.items() if WAITING[0] in state.slots[b.name]}
     return {n: own[WAITING[0]].shape[0] // len(own_ranks(banks[n], mesh)) for n, own in has.items()}
@@ -238,7 +240,7 @@ def leaves_of(state: TrainState) -> dict[str, dict[str, Tensor]]:
 def sharded_problems(state: Any) -> Iterator[Problem]:
     if not isinstance(state, TrainState):
         yield Problem("`state` is not a TrainState.", describe(state), "TrainState", "step.init(params)", TypeError)
-    elif not isinstance(state.tables, ShardedTables):
+    elif layout_in(state.tables) is None:
         yield Problem("`state` is not sharded.", repr(state), "ShardedTables in it", "fr.reshard", TypeError)
 
 

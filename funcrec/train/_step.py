@@ -30,8 +30,8 @@ from funcrec.core import (
 from funcrec.grad import params_problems
 from funcrec.mesh import Codec, Mesh, P, mapped, telling
 from funcrec.optim import DenseOptimizer, RowOptimizer
-from funcrec.sharding import Plan, ShardedTables, dedup_problems, dense_axes_problems
-from funcrec.tables import Params
+from funcrec.sharding import Plan, dedup_problems, dense_axes_problems
+from funcrec.tables import Params, layout_in
 from funcrec.train._rank_step import rank_of, shard_state, state_specs
 from funcrec.train._recipe import Recipe, Stages, run, takes_key
 from funcrec.train._state import TrainState, state_parts
@@ -226,7 +226,7 @@ def state_problems(state: object) -> Iterator[Problem]:
 
 
 def sharded_problems(state: TrainState) -> Iterator[Problem]:
-    if not isinstance(state.tables, ShardedTables):
+    if layout_in(state.tables) is None:
         need, hint = "a ShardedTables", "fr.reshard(state, plan, mesh=mesh, sparse=sparse), or step.init(params)"
         yield Problem("`state.tables` are not sharded.", describe(state.tables), need, hint, TypeError)
 

@@ -168,7 +168,7 @@ ROWS = {
     "KeyedJaggedTensor.split": e(lambda: IDS.split([1]), ValueError, "do not cut the keys", "sum to 2"),
     "KeyedJaggedTensor.concat: keys": e(lambda: KJT.concat([IDS, IDS]), ValueError, "names a feature twice"),
     "KeyedJaggedTensor.concat: bags": e(lambda: KJT.concat([IDS, KJT.from_lists({"c": [[1]]})]), ValueError,
-        "different numbers of bags", "[1, 2]"),
+        "different numbers of bags", "[2, 1]"),
     "KeyedJaggedTensor.concat: type": e(lambda: KJT.concat([IDS, 3]), TypeError,
         "`parts[1]` is not a KeyedJaggedTensor", "int 3"),
     "KeyedJaggedTensor.pad_to: smaller": e(lambda: IDS.pad_to(1), ValueError, "capacity >= 4"),

@@ -27,8 +27,8 @@ from funcrec.serve.freshness._delta_file import write_file
 from funcrec.serve.freshness._lock import Hold
 from funcrec.serve.freshness._published import DELTA, WEIGHTS, pieces, tidy, version_of
 from funcrec.serve.freshness._push import address_problems, timeout_problems, update_server
-from funcrec.sharding import ShardedTables, gather_tables
-from funcrec.tables import Params
+from funcrec.sharding import gather_tables
+from funcrec.tables import Params, layout_in
 from funcrec.train import TrainState
 
 CALL = "funcrec.publish"
@@ -153,7 +153,7 @@ def publications(there: Folder, record: Any, last: Last | None, mesh: Mesh | Non
     logged = record.state if isinstance(record.state, Logged) else None
     state = record.state if logged is None else logged.state
     check(CALL, state_problems(state, mesh))
-    mesh = mesh if isinstance(state.tables, ShardedTables) else None
+    mesh = mesh if layout_in(state.tables) is not None else None
     now = None if logged is None or logged.log.origin is None else (int(logged.log.version), int(logged.log.origin))
     is_whole = now is None or last is None or last.log is None or last.log[1] != now[1] or last.log[0] > now[0]
     count = 0 if is_whole else last.deltas + 1
@@ -253,5 +253,5 @@ def state_problems(state: Any, mesh: Mesh | None) -> Iterator[Problem]:
     elif state.step.dim() or is_wrapped(state.step):
         what, hint = "there are several states.", "fr.tree.map(lambda x: x[0], state), of the member that is served"
         yield Problem(what, f"`step` {describe(state.step)}", "one", hint, TypeError)
-    elif isinstance(state.tables, ShardedTables) and mesh is None:
+    elif layout_in(state.tables) is not None and mesh is None:
         yield Problem("the state lies on a mesh.", "no `mesh`", "that mesh", "fr.publish(..., mesh=mesh)", TypeError)

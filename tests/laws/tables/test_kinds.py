@@ -140,6 +140,62 @@ def test_a_third_kind_is_trained(low_rank):
         assert_trees_close(got, (want, DENSE - 0.1 * d_dense, loss), rtol=1e-9, atol=1e-9)
 
 
+def started(low_rank):
+    step = fr.train_step(loss_fn, sparse=fr.optim.adam(0.1), dense=fr.optim.dense(torch.optim.SGD, lr=0.1))
+    return step, step(step.init(fr.Params(fr.copy(low_rank), DENSE.clone())), IDS)[0]
+
+
+def test_a_third_kind_is_saved(low_rank, tmp_path):
+    """A state comes back with its kind and every bit, and goes on as it would have."""
+    step, state = started(low_rank)
+    back = fr.load(fr.save(tmp_path / "state", state))
+    assert type(back.tables) is LowRank
+    assert_trees_close(back, state, rtol=0, atol=0)
+    assert_trees_close(step(back, IDS), step(state, IDS), rtol=0, atol=0)
+
+
+def test_a_third_kind_is_logged(low_rank):
+    """Steps are undone, and their rows told, part by part."""
+    step, state = started(low_rank)
+    logged = fr.logged(step, steps=2, rows=R)
+    begun = logged.init(state)
+    moved, _ = logged(begun, IDS)
+    changed = fr.delta(moved, since=0)
+    assert {n: len(own[0].rows) for n, own in changed.tables.items()} == {"base": 6, "left": 6, "right": K}
+    assert_trees_close(fr.rewind(moved, 1).state, state, rtol=0, atol=0)
+
+
+def test_a_third_kind_is_exported(low_rank, tmp_path):
+    """A package has its lookups, for any number of bags."""
+    predict = lambda params, batch: fr.lookup(params.tables, batch.ids, POOLED).values @ params.dense.repeat(2)
+    params = fr.tree.map(lambda x: x.float(), fr.Params(low_rank, DENSE))
+    ids = fr.KeyedJaggedTensor.from_lists(IDS.to_lists(), weights={"a": [[0.5, 2.0, 1.0], [], [3.0, 1.0]]})
+    package = fr.load_package(fr.export(predict, params, fr.Batch(ids), tmp_path / "package"))
+    torch.testing.assert_close(package(fr.Batch(ids)), predict(params, fr.Batch(ids)))
+
+
+def test_what_a_third_kind_does_not_tell_is_refused(low_rank):
+    """It is placed on no mesh, quantised and read as if quantised by nobody who does not know how."""
+    _, state = started(low_rank)
+    mesh, plan = fr.Mesh.emulated(x=2), fr.Plan({"item": fr.row_wise("x")})
+    for call in (
+        lambda: fr.shard_tables(low_rank, plan, mesh),
+        lambda: fr.reshard(state, plan, mesh=mesh, sparse=fr.optim.adam(0.1)),
+        lambda: fr.quantize(low_rank),
+        lambda: fr.fake_quantize(low_rank),
+        lambda: fr.save_safetensors("never", low_rank),
+    ):
+        with pytest.raises(TypeError, match="LowRank"):
+            call()
+
+
+def test_a_third_kind_tells_how_it_is_quantised(low_rank, monkeypatch):
+    """`quantize` gives what its kind's row says, of the arguments that it was given."""
+    codes = lambda tables, dtype, key: fr.quantize({"item": whole(tables)["item"]}, dtype)
+    monkeypatch.setitem(KINDS, LowRank, KINDS[LowRank]._replace(quantized=codes))
+    assert_trees_close(fr.quantize(low_rank, "int4"), fr.quantize(whole(low_rank), "int4"), rtol=0, atol=0)
+
+
 def test_a_third_kind_is_checked(low_rank):
     """Features, ids and their values are held to the names and shapes that the kind tells, by every public call."""
     unknown = [fr.FeatureConfig("a", table="base")]
