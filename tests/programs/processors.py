@@ -52,7 +52,7 @@ SURROUNDINGS = {
 }
 LAWS = {
     "kernels": ("levels", "update", "cpp_update", "generated", "quantized", "planned", "top_k"),
-    "compile": ("wrapping", "raising", "step", "products", "onednn"),
+    "compile": ("wrapping", "decompositions", "raising", "step", "products", "onednn"),
     "laws/core": ("random",),
     "laws/grad": ("micro_batches",),
     "laws/optim": ("rounding", "rules"),
