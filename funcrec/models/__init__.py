@@ -19,6 +19,7 @@ from funcrec.models._model import num_parameters as num_parameters
 from funcrec.models._shallow import fm as fm
 from funcrec.models._shallow import lr as lr
 from funcrec.models._simple_deepfm import simple_deepfm as simple_deepfm
+from funcrec.models._summary import summary as summary
 from funcrec.models._two_tower import TwoTower as TwoTower
 from funcrec.models._two_tower import in_batch_softmax as in_batch_softmax
 from funcrec.models._two_tower import in_batch_softmax_loss as in_batch_softmax_loss

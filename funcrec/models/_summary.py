@@ -1,0 +1,83 @@
+"""What a model is made of, as text: its tables, who reads them, and what they weigh.
+
+bytes of a table = R · D · bytes of a number
+"""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from funcrec.core import Problem, check, describe, tree_leaves, typed
+from funcrec.grad import params_problems
+from funcrec.models._model import Model, num_parameters
+from funcrec.models._two_tower import TwoTower
+from funcrec.tables import Params
+
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+@typed
+def summary(model: Model | TwoTower, params: Params | None = None) -> str:
+    """The model's tables as a table of text: rows, dim, bytes, and the features that read each.
+
+    Args:
+      params: of the model; with them the numbers of its dense parameters are told too.
+
+    Raises:
+      ValueError: params whose tables are not the model's.
+
+    Example:
+      >>> import funcrec as fr
+      >>> tables = (fr.TableConfig("item", 100_000, 64), fr.TableConfig("user", 2_000, 64))
+      >>> read = {"clicked": "item", "seen": "item", "user": "user"}
+      >>> features = [fr.FeatureConfig(name, table=table) for name, table in read.items()]
+      >>> print(fr.models.summary(fr.models.deepfm(tables, features)))
+      table      rows  dim    bytes  features
+      item    100,000   64  25.6 MB  clicked, seen
+      user      2,000   64   512 kB  user
+      in all  102,000       26.1 MB
+    """
+    check("funcrec.models.summary", table_problems(model, params))
+    sizes = [t.num_embeddings * t.embedding_dim * t.dtype.itemsize for t in model.tables]
+    readers = {t.name: [f.name for f in model.features if f.table == t.name] for t in model.tables}
+    lines = [["table", "rows", "dim", "bytes", "features"]]
+    lines += [
+        [t.name, f"{t.num_embeddings:,}", f"{t.embedding_dim}", in_units(size), ", ".join(readers[t.name])]
+        for t, size in zip(model.tables, sizes, strict=True)
+    ]
+    lines.append(["in all", f"{sum(t.num_embeddings for t in model.tables):,}", "", in_units(sum(sizes)), ""])
+    return "\n".join([*side_by_side(lines), *dense_line(params)])
+
+
+def in_units(size: int) -> str:
+    """Of three digits and more: 8 kB, 25.6 MB."""
+    value, unit = float(size), 0
+    while value >= 999.5 and unit + 1 < len(UNITS):
+        value, unit = value / 1000, unit + 1
+    return f"{value:.3g} {UNITS[unit]}" if value < 999.5 else f"{value:,.0f} {UNITS[unit]}"
+
+
+def side_by_side(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Columns two spaces apart, numbers on the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    place = lambda i, text: text.rjust(widths[i]) if i in (1, 2, 3) else text.ljust(widths[i])
+    return ["  ".join(place(i, text) for i, text in enumerate(line)).rstrip() for line in lines]
+
+
+def dense_line(params: Params | None) -> list[str]:
+    if params is None:
+        return []
+    dense = num_parameters(Params({}, params.dense))
+    size = sum(x.nbytes for x in tree_leaves(params.dense) if isinstance(x, Tensor))
+    return [f"{dense:,} dense parameters, {in_units(size)}"]
+
+
+def table_problems(model: Model | TwoTower, params: Params | None) -> Iterator[Problem]:
+    if params is None:
+        return
+    found = list(params_problems(params))
+    yield from found
+    want = {t.name: t.shape for t in model.tables}
+    if not found and {n: tuple(t.shape) for n, t in params.tables.items()} != want:
+        got = f"{ {n: describe(t) for n, t in params.tables.items()} }"
+        yield Problem("`params` are another model's.", got, f"{want}", "model.init(key)")
