@@ -33,7 +33,7 @@ MAY_RETURN = (
     Row("tensors by name", r"\.save_safetensors", r"tensors\[.*", NUMBERS | {"bool[3]", "i64[17]"}),
     Row("a text", r"\.save_safetensors", r"metadata\[.*", {"'no'"}),
     Row("a log of up to 7 rows", r"\.logged", r"rows\[.*", {"7"}),
-    Row("parameters are trees of floats", r"\.step_init|optim.dense_init|models.num_parameters", r"params.*", FLOATS),
+    Row("parameters are trees of floats", r"\.step_init|optim.dense_init|models.(num_parameters|summary)", r"params.*", FLOATS),
     Row("a carry and its batches are trees of tensors", r"\.scan", "state|batches", TENSORS),
     Row("a checkpoint is a tree of plain values", r"\.save(_ranks)?", r"tree.*"),
     Row("weights are a tree of any tensors", r"\.save_weights", r"params.*"),

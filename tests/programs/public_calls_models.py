@@ -113,7 +113,7 @@ def layers() -> list[Call]:
         train_apply=(MODEL.train_apply, {**at, "key": KEY}),
         merge_stats=(models.merge_stats, {"dense": DENSE, "aux": {"stats": {}}}),
         num_parameters=(models.num_parameters, {"params": PARAMS}),
-        summary=(models.summary, {"model": MODEL, "params": PARAMS}), ml1m=(models.ml1m, {"name": "lr"}),
+        summary=(models.summary, {"model": MODEL, "params": MODEL_PARAMS}), ml1m=(models.ml1m, {"name": "lr"}),
         mlperf_dlrm_dcnv2=(models.mlperf_dlrm_dcnv2, {"max_rows": 10, "embedding_dim": 8}),
         two_tower=(models.two_tower,
             {"tables": CONFIGS, "query": FEATURES[:1], "candidate": FEATURES[1:], "sizes": (8, 3), "dropout": 0.0,
