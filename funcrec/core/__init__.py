@@ -42,6 +42,7 @@ from funcrec.core._number_checks import device_problems as device_problems
 from funcrec.core._number_checks import flag_problems as flag_problems
 from funcrec.core._number_checks import function_problems as function_problems
 from funcrec.core._number_checks import number_problems as number_problems
+from funcrec.core._number_checks import plain_number as plain_number
 from funcrec.core._number_checks import plain_numbers as plain_numbers
 from funcrec.core._number_checks import rate_problems as rate_problems
 from funcrec.core._number_checks import signature_error as signature_error

@@ -10,7 +10,18 @@ import torch
 import torch.utils._pytree as torch_tree
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, fail, map_tensors, own_errors, paths, tree_leaves, typed
+from funcrec.core import (
+    Problem,
+    check,
+    describe,
+    fail,
+    map_tensors,
+    own_errors,
+    paths,
+    plain_number,
+    tree_leaves,
+    typed,
+)
 from funcrec.jagged import JaggedTensor, KeyedJaggedTensor
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -86,7 +97,7 @@ def stack_metrics(collected: list) -> Any:
     if wrong is not None:
         got = f"{structure} from step 0, {others[wrong - 1][1]} from step {wrong}"
         fail("funcrec.scan", "`metrics` have another structure in some steps.", got=got, need="one", kind=TypeError)
-    columns = list(zip(first, *(leaves for leaves, _ in others), strict=True))
+    columns = [tuple(map(plain_number, xs)) for xs in zip(first, *(leaves for leaves, _ in others), strict=True)]
     check(
         "funcrec.scan",
         (p for (path, _), xs in zip(paths(collected[0]), columns, strict=True) for p in _mixed(path, xs)),

@@ -1,6 +1,7 @@
 """Operators that Inductor gets wrong give eager mode's values in compiled programs, in eager mode's dtypes."""
 
 import operator
+import warnings
 
 import pytest
 import torch
@@ -109,3 +110,58 @@ def test_comparisons_are_compared(name):
 
     for got, want in zip(fr.jit(f)(*values), f(*values), strict=True):
         assert got.dtype == torch.bool and torch.equal(got, want)
+
+
+ADDED = [*FEW, torch.bfloat16, torch.bool]
+
+
+def test_sums_with_a_factor_are_promoted_first():
+    """x + alpha · y of all pairs of dtypes has eager mode's dtype and bits: in y's dtype the product would wrap, round
+    or be infinite."""
+    draw = torch.Generator().manual_seed(0)
+    values = [torch.randint(0, 120, (2, 37), generator=draw).to(d) for d in ADDED]
+    whole = lambda *xs: not any(x.is_floating_point() for x in xs)
+    pairs = [(x[0], y[1], a) for x in values for y in values for a in (100, 0.1) if a == 100 or not whole(x, y)]
+    pairs += [(x, y[0], a) for x, y, a in pairs]
+    f = lambda xs, ys: [torch.add(x, y, alpha=a) for x, y, (*_, a) in zip(xs, ys, pairs, strict=True)]
+    xs, ys = [p[0] for p in pairs], [p[1] for p in pairs]
+    for got, want in zip(fr.jit(f)(xs, ys), f(xs, ys), strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(
+            got, want, rtol=torch.finfo(want.dtype).eps if want.is_floating_point() else 0, atol=0
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.int64, torch.int8], ids=str)
+def test_reductions_of_bools_are_those_of_eager_mode(dtype):
+    """Values and places of the greatest and the least, sums and products: of masks that come of any dtype."""
+    x = torch.randint(-1, 2, (17, 65), generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def f(x):
+        own = (x > 0, x.bool())
+        pairs = [r for b in own for d in (0, 1) for r in (*b.max(d), *b.min(d, keepdim=True))]
+        rest = [
+            r for b in own for r in (b.amax(1), b.amin(0), b.max(), b.min(), b.any(0), b.all(1), b.sum(0), b.prod(1))
+        ]
+        return pairs + rest + [x.sum(0, dtype=torch.bool), x.prod(1, dtype=torch.bool)]
+
+    for got, want in zip(fr.jit(f)(x), f(x), strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+def test_numbers_to_the_power_of_integers():
+    """Whole numbers and fractions to the power of integers, however these lie, have eager mode's dtype and values."""
+    x = torch.randint(0, 5, (32, 17), generator=torch.Generator().manual_seed(0))
+    values = [
+        y for d in (torch.int8, torch.uint8, torch.int64) for y in (x.to(d), x.to(d).t(), x.to(d)[::2], x.to(d)[0, 0])
+    ]
+    f = lambda *values: [r for y in values for r in (2**y, (-3) ** y, 0.5**y, torch.pow(2, y + 1))]
+    for got, want in zip(fr.jit(f)(*values), f(*values), strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+def test_nothing_is_said_of_torchs_own_old_calls():
+    """The first compilation of a diagonal warns of nothing: what Inductor calls itself is no matter of a user's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert torch.equal(fr.jit(lambda x: x.diagonal() * 3.25)(torch.ones(3, 3)), torch.full((3,), 3.25))

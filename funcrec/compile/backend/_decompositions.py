@@ -9,10 +9,14 @@ from typing import Any
 import torch
 
 
-def add_with_product(x, y, *, alpha=1):
-    """x + alpha · y without `alpha`, which Inductor drops when y
-    is a matrix product (addition and product become addmm)."""
-    return NotImplemented if alpha == 1 else x + y * alpha
+def add_with_product(x: torch.Tensor, y: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+    """x + alpha · y without `alpha`, which Inductor drops when y is a matrix product (addition and product become
+    addmm). As in eager mode both are promoted first, and 16 bits are computed in 32."""
+    if alpha == 1:
+        return NotImplemented
+    dtype = torch.result_type(x, y)
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    return (x.to(wide) + (y.to(wide) * alpha).to(wide)).to(dtype)
 
 
 def zeros_with_memory(size, *, dtype=None, layout=None, device=None, pin_memory=None):
@@ -33,15 +37,26 @@ def power(x: torch.Tensor, exponent: Any) -> Any:
     return NotImplemented
 
 
+def power_of_number(base: Any, exponent: torch.Tensor) -> torch.Tensor:
+    """A number to the power of integers: Inductor expects the answer to lie otherwise than a transposed exponent."""
+    dtype = torch.result_type(base, exponent)
+    if exponent.is_floating_point() or exponent.is_complex():
+        return NotImplemented
+    return torch.pow(torch.full((), base, dtype=dtype, device=exponent.device), exponent)
+
+
 def in_more_bits(op: Callable) -> Callable:
     """A reduction of 8-bit integers as one of 64 bits: a vector of them has more lanes than a loop's rest has elements,
-    and Inductor reduces what lies in the others."""
+    and Inductor reduces what lies in the others. One of bools, too: the places of their least were others, and masks of
+    vectors of two sizes do not compile."""
 
     def reduced(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if "dtype" in {a.name for a in op._schema.arguments}:
             dtype = kwargs.get("dtype")
+            if dtype is torch.bool:
+                return op(x.to(dtype), *args, **kwargs | {"dtype": torch.int64}).to(dtype)
             return op(x, *args, **kwargs | {"dtype": torch.int64}).to(dtype) if dtype in NARROW else NotImplemented
-        if x.dtype not in NARROW:
+        if x.dtype not in {*NARROW, torch.bool}:
             return NotImplemented
         found = op(x.to(torch.int64), *args, **kwargs)
         if op in (aten.argmax.default, aten.argmin.default):
@@ -151,6 +166,7 @@ DECOMPOSITIONS = {
     aten._efficientzerotensor.default: zeros_with_memory,
     aten._assert_async.default: assertion,
     aten.pow.Tensor_Scalar: power,
+    aten.pow.Scalar: power_of_number,
     aten.bmm.default: vectors_product,
     aten.var_mean.correction: moments(torch.var),
     aten.std_mean.correction: moments(torch.std),

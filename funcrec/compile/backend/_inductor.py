@@ -198,6 +198,7 @@ def knowing() -> Iterator[None]:
     with contextlib.ExitStack() as known:
         known.enter_context(warnings.catch_warnings())  # nothing of a user's runs here
         warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
         known.enter_context(replaced(solve, "try_solve", in_integers))
         for patch in (*wrapping(), *raising()):
             known.enter_context(replaced(*patch))

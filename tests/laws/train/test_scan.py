@@ -83,7 +83,8 @@ def test_numbers_among_metrics_are_stacked():
 
     def step(total, x):
         i = next(count)
-        return total + x, {"int": i, "float": i / 3, "bool": i == 1, "big": 2**60 + i, "none": None, "pair": (i, "a")}
+        return total + x, {"int": i, "float": i / 3, "bool": i == 1, "big": 2**60 + i, "none": None, "pair": (i, "a"),
+                           "numpy": np.float64(i)}  # fmt: skip
 
     _, got = fr.scan(step, torch.tensor(0.0), torch.ones(3))
     need = {
@@ -93,6 +94,7 @@ def test_numbers_among_metrics_are_stacked():
         "big": torch.tensor([2**60, 2**60 + 1, 2**60 + 2]),
         "none": None,
         "pair": (torch.tensor([0, 1, 2]), "a"),
+        "numpy": torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64),
     }
     assert_trees_close(got, need)
 
