@@ -21,6 +21,7 @@ from torch._C._functorch import (
     maybe_get_level,
     peek_interpreter_stack,
 )
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
@@ -33,7 +34,7 @@ def is_transforming() -> bool:
 
 
 def is_tracked(x: Tensor) -> bool:
-    """Whether a derivative of x is wanted. In an outer level of jvp every tensor of that level counts."""
+    """Whether a derivative of x is wanted, at any level."""
     if not (x.is_floating_point() or x.is_complex()):
         return False
     if torch.compiler.is_dynamo_compiling():
@@ -48,7 +49,7 @@ def is_tracked(x: Tensor) -> bool:
             level = maybe_get_level(x)
             if x.requires_grad and (level != current or torch.is_grad_enabled()):
                 return True
-            if level in jvps and (level != current or _has_tangent(x)):
+            if level in jvps and _has_tangent_at(x, level):
                 return True
         x = get_unwrapped(x)
     return (x.requires_grad and torch.is_grad_enabled()) or (forward_ad._current_level >= 0 and _has_tangent(x))
@@ -129,6 +130,15 @@ def plain(x: Tensor) -> Tensor | None:
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return None if isinstance(x, FakeTensor) or x.is_meta else x
+
+
+def _has_tangent_at(x: Tensor, level: int) -> bool:
+    """Whether it has a tangent at a level of jvp, which that level alone can tell: those inside it are left for the
+    question. What is made inside them is a tensor of every level, and none of the outer ones follows it."""
+    with contextlib.ExitStack() as inside:
+        while peek_interpreter_stack().level() > level:
+            inside.enter_context(temporarily_pop_interpreter_stack())
+        return _has_tangent(x)
 
 
 def _has_tangent(x: Tensor) -> bool:

@@ -329,7 +329,7 @@ def test_ranks_that_are_killed_go_on_and_those_that_are_asked_save(folder, tmp_p
     begun = int(re.search(r"epoch +(\d+) ", read_until(process, "valid AUC"))[1])
     process.terminate()
     output, errors = process.communicate(timeout=100)
-    assert f"rank 1 (process {killed}) ended" in errors and "--resume goes on from" in errors
+    assert f"rank 1 (process {killed}) ended" in errors and "--resume goes on from" in errors, errors
     assert "interrupted; the same command with --resume goes on from" in output
     saved = fr.load(tmp_path / "checkpoint.pt")
     assert saved["position"][0] > begun

@@ -83,6 +83,25 @@ def test_compiled_second_derivatives_are_those_of_eager_mode():
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
+MADE = {
+    "by a comparison": lambda z: (ZEROS > 0).double(),
+    "by a factor": lambda z: ZEROS * 1.0,
+    "of predictions, cut off": lambda z: torch.where(z.isfinite(), 1.0, 0.0).detach() * ZEROS.sign(),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("how", [hessian, lambda f: jacfwd(jacrev(f)), lambda f: jacfwd(jacfwd(f))])
+def test_weights_that_are_made_inside_are_not_followed(name, how):
+    """Rows of weight 0 are not read, whatever they hold, where the weights are made in the function itself."""
+    z = torch.where(ZEROS == 0, torch.tensor([0.0, 0.0, torch.nan, torch.inf]).double(), Z)
+    for loss in ("mse", "huber") + ("bce",) * (how is hessian):
+        f = lambda z, loss=loss: OWN[loss](MADE[name](z), z)
+        want = jacrev(jacrev(f))(z)
+        torch.testing.assert_close(how(f)(z), want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(fr.jit(how(f))(z), want, rtol=1e-12, atol=1e-12)
+
+
 SUMS = {
     "log_loss": metrics.log_loss(from_logits=True),
     "normalized_entropy": metrics.normalized_entropy(from_logits=True),
