@@ -1,6 +1,6 @@
 """Errors in compiled loops raise where the program is called, on one thread and on several.
 
-    jit(f)(x) raises where f(x) raises: an index out of bounds, an integer divided by 0, rows that are not as many
+    jit(f)(x) raises where f(x) raises: an index out of bounds, an integer divided by 0, counts of another sum
 
 Inductor checks each index within its loop and throws there. A C++ exception that leaves a loop of several OpenMP
 threads ends the process.

@@ -78,7 +78,7 @@ def held_keys(x: Any) -> Iterator[Hashable]:
     is_known_by_name = isinstance(x, type) or (kind.__eq__ is object.__eq__ and not callable(x))
     if (
         is_known_by_name
-        or kind.__module__.startswith("funcrec.")
+        or (callable(x) and kind.__module__.startswith("funcrec."))
         or not kind.__flags__ & HEAP_TYPE
         or isinstance(x, PurePath)
         or is_of_torch(kind)

@@ -122,7 +122,7 @@ def test_sums_with_a_factor_are_promoted_first():
     values = [torch.randint(0, 120, (2, 37), generator=draw).to(d) for d in ADDED]
     whole = lambda *xs: not any(x.is_floating_point() for x in xs)
     pairs = [(x[0], y[1], a) for x in values for y in values for a in (100, 0.1) if a == 100 or not whole(x, y)]
-    pairs += [(x, y[0], a) for x, y, a in pairs]
+    pairs += [(x, other, a) for x, y, a in pairs for other in (y[0], y[0].item())]
     f = lambda xs, ys: [torch.add(x, y, alpha=a) for x, y, (*_, a) in zip(xs, ys, pairs, strict=True)]
     xs, ys = [p[0] for p in pairs], [p[1] for p in pairs]
     for got, want in zip(fr.jit(f)(xs, ys), f(xs, ys), strict=True):

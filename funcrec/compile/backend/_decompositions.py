@@ -9,14 +9,15 @@ from typing import Any
 import torch
 
 
-def add_with_product(x: torch.Tensor, y: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+def add_with_product(x: torch.Tensor, y: Any, *, alpha: Any = 1) -> torch.Tensor:
     """x + alpha · y without `alpha`, which Inductor drops when y is a matrix product (addition and product become
     addmm). As in eager mode both are promoted first, and 16 bits are computed in 32."""
     if alpha == 1:
         return NotImplemented
     dtype = torch.result_type(x, y)
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-    return (x.to(wide) + (y.to(wide) * alpha).to(wide)).to(dtype)
+    y = y.to(wide) if isinstance(y, torch.Tensor) else torch.full((), y, dtype=wide, device=x.device)
+    return (x.to(wide) + (y * alpha).to(wide)).to(dtype)
 
 
 def zeros_with_memory(size, *, dtype=None, layout=None, device=None, pin_memory=None):
