@@ -56,7 +56,11 @@ def is_whole(path: Path) -> bool:
 
 def load(name: str, make: Callable[[Path], None], read: Callable[[Path], T]) -> T:
     """read(path) of the file of this name. `make` writes it to the path that it is
-    given, if it is not there whole, or what is there cannot be read."""
+    given, if it is not there whole, or what is there cannot be read.
+
+    Raises:
+      OSError: no file can be kept there.
+    """
     if is_off():
         with tempfile.TemporaryDirectory(prefix="funcrec_") as place:  # what is loaded needs its file no more
             write(Path(place, name), make)
@@ -65,7 +69,7 @@ def load(name: str, make: Callable[[Path], None], read: Callable[[Path], T]) -> 
     if is_whole(path):
         with contextlib.suppress(OSError, ImportError):  # of a system that this one is not
             return read(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_room(path)
     mine = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}{path.suffix}")
     try:
         write(mine, make)
@@ -73,6 +77,20 @@ def load(name: str, make: Callable[[Path], None], read: Callable[[Path], T]) -> 
     finally:
         mine.unlink(missing_ok=True)
     return read(path)
+
+
+def make_room(path: Path) -> None:
+    """The folder of the path, and at the path no folder, before anything is compiled for it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder")
+    except OSError as error:
+        raise OSError(
+            f"funcrec.kernels: compiled code cannot be kept.\n  got   {error.strerror or error} ({path})\n  need  a "
+            "folder that can be written, and a file of ours there or none\n  try   TORCHINDUCTOR_CACHE_DIR=<another "
+            "folder>, or TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
+        ) from error
 
 
 def write(path: Path, make: Callable[[Path], None]) -> None:

@@ -2,6 +2,8 @@
 whether a derivative is wanted or values are checked."""
 
 from funcrec.core import random as random
+from funcrec.core._annotations import PARTS as PARTS
+from funcrec.core._annotations import kind_of as kind_of
 from funcrec.core._checked import checked as checked
 from funcrec.core._checked import is_checking as is_checking
 from funcrec.core._devices import RETYPED as RETYPED
@@ -41,12 +43,9 @@ from funcrec.core._number_checks import count_problems as count_problems
 from funcrec.core._number_checks import device_problems as device_problems
 from funcrec.core._number_checks import flag_problems as flag_problems
 from funcrec.core._number_checks import function_problems as function_problems
-from funcrec.core._number_checks import number_problems as number_problems
 from funcrec.core._number_checks import plain_number as plain_number
 from funcrec.core._number_checks import plain_numbers as plain_numbers
-from funcrec.core._number_checks import rate_problems as rate_problems
 from funcrec.core._number_checks import signature_error as signature_error
-from funcrec.core._number_checks import size_problems as size_problems
 from funcrec.core._pickled import reduced as reduced
 from funcrec.core._pickled import remade as remade
 from funcrec.core._public import Later as Later
@@ -57,11 +56,14 @@ from funcrec.core._ranges import Count as Count
 from funcrec.core._ranges import Device as Device
 from funcrec.core._ranges import Form as Form
 from funcrec.core._ranges import Key as Key
+from funcrec.core._ranges import Magnitude as Magnitude
 from funcrec.core._ranges import NotNegative as NotNegative
 from funcrec.core._ranges import Positive as Positive
 from funcrec.core._ranges import Shape as Shape
 from funcrec.core._ranges import Share as Share
 from funcrec.core._ranges import Size as Size
+from funcrec.core._ranges import Sizes as Sizes
+from funcrec.core._ranges import UnitInterval as UnitInterval
 from funcrec.core._ranges import Within as Within
 from funcrec.core._ravel import in_parts as in_parts
 from funcrec.core._ravel import ravel as ravel
@@ -102,9 +104,7 @@ from funcrec.core._tree import tree_leaves as tree_leaves
 from funcrec.core._tree import tree_map as tree_map
 from funcrec.core._tree import tree_structure as tree_structure
 from funcrec.core._tree import tree_unflatten as tree_unflatten
-from funcrec.core._typed import PARTS as PARTS
 from funcrec.core._typed import field_problems as field_problems
-from funcrec.core._typed import kind_of as kind_of
 from funcrec.core._typed import typed as typed
 from funcrec.core._typed import typed_fields as typed_fields
 from funcrec.core.random import GAMMA as GAMMA

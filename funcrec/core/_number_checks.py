@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -38,7 +37,10 @@ def plain_numbers(fn: F) -> F:
         try:
             return fn(*map(plain_number, args), **{n: plain_number(x) for n, x in kwargs.items()})
         except TypeError as error:
-            raise signature_error(run, error) or error from None
+            problem = signature_error(run, error)
+            if problem is None:
+                raise
+            raise problem from None
 
     return run
 
@@ -56,38 +58,6 @@ def signature_error(fn: Callable, error: TypeError) -> TypeError | None:
         "the arguments are not those that it takes.", text, f"{own}{inspect.Signature(plain)}", f"{own}({needed})"
     )
     return TypeError(message(name, [problem]))
-
-
-def size_problems(sizes: object, name: str = "sizes", at_least: int = 1) -> Iterator[Problem]:
-    """`sizes` must be a tuple or list of at least `at_least`
-    positive integers; a size alone has a `name` of its own."""
-    if not isinstance(sizes, (tuple, list)):
-        yield Problem(f"`{name}` are not sizes.", describe(sizes), "a tuple of ints >= 1", kind=TypeError)
-        return
-    for i, n in enumerate(sizes):
-        path = f"{name}[{i}]" if name in ("sizes", "bottom") else name
-        if not isinstance(n, int) or isinstance(n, bool):
-            yield Problem(f"`{path}` is not an integer.", describe(n), "an int >= 1", kind=TypeError)
-        elif n < 1:
-            yield Problem(f"`{path}` is too small.", f"{n}", "an int >= 1")
-    if len(sizes) < at_least:
-        yield Problem(f"`{name}` are too few.", f"{tuple(sizes)}", f"at least {at_least}", f"{name}=(64, 16)")
-
-
-def rate_problems(rate: object, name: str = "rate") -> Iterator[Problem]:
-    if not isinstance(rate, (int, float)) or isinstance(rate, bool):
-        yield Problem(f"`{name}` is not a number.", describe(rate), "a float in [0, 1)", kind=TypeError)
-    elif not 0 <= rate < 1:
-        yield Problem(f"`{name}` is not a probability of dropping.", f"{rate}", "a float in [0, 1)")
-
-
-def number_problems(x: object, name: str, least: float, most: float = math.inf) -> Iterator[Problem]:
-    """x must be a finite number in [least, most]."""
-    need = f"a finite number >= {least:g}" if most == math.inf else f"a number in [{least:g}, {most:g}]"
-    if not isinstance(x, (int, float)) or isinstance(x, bool):
-        yield Problem(f"`{name}` is not a number.", describe(x), need, kind=TypeError)
-    elif not (least <= x <= most and math.isfinite(x)):
-        yield Problem(f"`{name}` is outside its range.", f"{x}", need)
 
 
 def device_problems(**tensors: Tensor) -> Iterator[Problem]:

@@ -1,5 +1,6 @@
 """What annotations say beyond a class: the range of a number, the form of a tensor; and the names of those in use."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -24,6 +25,23 @@ class Form(NamedTuple):
     text: str
     noun: str = "a tensor"
 
+    @property
+    def dtype(self) -> str:
+        return self.text.partition("[")[0]
+
+    @property
+    def dims(self) -> tuple[str, ...] | None:
+        """The words of the dimensions; None for any."""
+        inside = self.text.partition("[")[2].rstrip("]")
+        return None if "..." in inside else tuple(d.strip() for d in inside.split(",") if d.strip())
+
+    @property
+    def example(self) -> str:
+        """An expression for one."""
+        sizes = ", ".join(["4"] * len(self.dims or ())) or "()"
+        dtype = {"i": ", dtype=torch.int64", "b": ", dtype=torch.bool"}.get(self.dtype[0], "")
+        return f"torch.ones({sizes}{dtype})"
+
     def __repr__(self) -> str:
         return self.text
 
@@ -32,7 +50,10 @@ Count = Annotated[int, Within("an int >= 1", lambda n: n >= 1)]
 Size = Annotated[int, Within("an int >= 0", lambda n: n >= 0)]
 Positive = Annotated[float, Within("a number > 0", lambda x: x > 0)]
 NotNegative = Annotated[float, Within("a number >= 0", lambda x: x >= 0)]
+Magnitude = Annotated[float, Within("a finite number >= 0", lambda x: 0 <= x < math.inf)]
+UnitInterval = Annotated[float, Within("a number in [0, 1]", lambda x: 0 <= x <= 1)]
 Share = Annotated[float, Within("a number in [0, 1)", lambda x: 0 <= x < 1)]
+Sizes = Annotated[Sequence[Count], Within("at least one size, an int >= 1", lambda sizes: len(sizes) >= 1)]
 Shape = Sequence[Size]
 Key = Annotated[Tensor, Form("i64[]", "a key")]
 Device = Annotated[torch.device | str, "device"]

@@ -3,84 +3,57 @@
     @typed
     def f(ids: KeyedJaggedTensor, size: Count): ...        f(3, 0) raises, and tells of both
 
-An annotation is a class, a union, a Literal, a Sequence or Mapping of such, a Callable, or one of the aliases below,
-with a range or a form of tensors in it. A class may say more of its values in `PARTS`. What annotations cannot say is
-left to a function's own validators, which then need not fear other structures.
+Letters of forms are sizes: in `x: Form("f[B, D]"), w: Form("f[B]")` the B is one number, where both are given. An
+argument that means nothing without another says so: `@typed(needs={"keep": "checkpoint"})`. What annotations cannot say
+is left to a function's own validators, which then need not fear other structures.
 """
 
 import functools
 import inspect
-import numbers
-import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from funcrec.core._annotations import ANYTHING, Kind, kind_of
 from funcrec.core._errors import EXAMPLES, Problem, call_name, check, describe, example_at
 from funcrec.core._number_checks import plain_number, signature_error
 from funcrec.core._ranges import Form
 
-PARTS: dict[
-    type, Callable[[Any, str], Iterator[Problem]]
-] = {}  # class -> what is wrong with a value of it, whose path is given
+
+class Declared(NamedTuple):
+    """What a signature says. names: of the arguments by position. rest, more: of *args and **kwargs, or "". kinds: what
+    each must be. forms: of tensors that share a letter with another. needs: {argument: the one without which it means
+    nothing}. signature: Python's own."""
+
+    names: list[str]
+    rest: str
+    more: str
+    kinds: dict[str, Kind]
+    forms: dict[str, Form]
+    needs: Mapping[str, str]
+    signature: inspect.Signature
 
 
-class Kind(NamedTuple):
-    """What an argument must be. need: in words. find: (path, value) -> problems. fits: whether there are none. accepts:
-    whether the outermost structure is right. example: an expression for one."""
-
-    need: str
-    find: Callable[[str, Any], Iterator[Problem]]
-    fits: Callable[[Any], bool]
-    accepts: Callable[[Any], bool]
-    example: str = ""
-
-
-_PLAIN: dict[Any, tuple[tuple, str, str]] = {
-    int: ((numbers.Integral, torch.SymInt), "an integer", "an int"),
-    float: ((numbers.Real, torch.SymFloat, torch.SymInt), "a number", "a number"),
-    bool: ((bool, np.bool_, torch.SymBool), "a truth value", "True or False"),
-    str: ((str,), "a string", "a string"),
-    Tensor: ((Tensor,), "a tensor", "a tensor"),
-    torch.dtype: ((torch.dtype,), "a dtype", "a torch.dtype"),
-    type: ((type,), "a class", "a class"),
-    Iterable: ((Iterable,), "iterable", "an iterable"),
-}
-_DTYPES: dict[str, Callable[[torch.dtype], bool]] = {
-    "f": lambda d: d.is_floating_point,
-    "i": lambda d: d in (torch.int32, torch.int64),
-    "i64": lambda d: d == torch.int64,
-    "b": lambda d: d == torch.bool,
-    "x": lambda d: not d.is_complex,
-}
-_CASTS = {"f": "float()", "i": "long()", "i64": "long()", "b": "bool()", "x": "real"}
-
-
-def typed(fn: Callable) -> Callable:
+def typed(fn: Callable | None = None, *, call: str = "", needs: Mapping[str, str] | None = None) -> Callable:
     """`fn`, held to its annotations; every argument that does not fit is told, each with its path.
+
+    Args:
+      call: what errors name, of a function that is made by a public one; "" for the function's own name.
+      needs: {argument by name: another, which must not be None where the first is neither None nor its default}.
 
     Cost: one look at each argument, and at each element of a sequence or mapping; no tensor's value is read.
     """
-    signature = inspect.signature(fn)
-    kinds = {n: kind_of(p.annotation, fn) for n, p in signature.parameters.items() if p.annotation is not p.empty}
-    of = lambda *ways: [n for n, p in signature.parameters.items() if p.kind in ways]
-    names = of(inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    rest, more = (next(iter(of(w)), "") for w in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD))
-    tests = [kinds.get(n, _ANYTHING).fits for n in names]
-    named = {n: k.fits for n, k in kinds.items()}
-    test_rest, test_more = (kinds.get(n, _ANYTHING).fits for n in (rest, more))
-
-    def problems(args: tuple, kwargs: dict) -> Iterator[Problem]:
-        given = [(n, n, x) for n, x in zip(names, args, strict=False)]
-        given += [(rest, f"{rest}[{i}]", x) for i, x in enumerate(args[len(names) :])]
-        given += [(n if n in signature.parameters else more, n, x) for n, x in kwargs.items()]
-        for n, path, x in given:
-            if n in kinds:
-                yield from kinds[n].find(path, x)
+    if fn is None:
+        return functools.partial(typed, call=call, needs=needs)
+    declared = declaration(fn, needs or {})
+    names = declared.names
+    tests = [declared.kinds.get(n, ANYTHING).fits for n in names]
+    named = {n: k.fits for n, k in declared.kinds.items()}
+    test_rest, test_more = (declared.kinds.get(n, ANYTHING).fits for n in (declared.rest, declared.more))
+    forms = [(n, names.index(n) if n in names else len(names), form.dims) for n, form in declared.forms.items()]
 
     @functools.wraps(fn)
     def run(*args, **kwargs):
@@ -93,13 +66,98 @@ def typed(fn: Callable) -> Callable:
         for name, x in kwargs.items():
             good = good and named.get(name, test_more)(x)
         if not good:
-            check(call_name(run), problems(args, kwargs))
+            check(call or call_name(run), problems(declared, args, kwargs))
+        if (forms and not agree(forms, args, kwargs)) or not declared.needs.keys().isdisjoint(kwargs):
+            given = dict(zip(names, args, strict=False)) | kwargs
+            check(call or call_name(run), letter_problems(declared, given), need_problems(declared, given))
         try:
             return fn(*args, **kwargs)
         except TypeError as error:
-            raise signature_error(run, error) or error from None
+            problem = signature_error(run, error)
+            if problem is None:
+                raise
+            raise problem from None
 
     return run
+
+
+def declaration(fn: Callable, needs: Mapping[str, str]) -> Declared:
+    signature = inspect.signature(fn)
+    hints = {n: p.annotation for n, p in signature.parameters.items() if p.annotation is not p.empty}
+    of = lambda *ways: [n for n, p in signature.parameters.items() if p.kind in ways]
+    names = of(inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    rest, more = (next(iter(of(w)), "") for w in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD))
+    kinds = {n: kind_of(h, fn) for n, h in hints.items()}
+    return Declared(names, rest, more, kinds, forms_that_share(hints), needs, signature)
+
+
+def problems(declared: Declared, args: tuple, kwargs: dict) -> Iterator[Problem]:
+    """What is wrong with each argument for itself."""
+    names, rest = declared.names, declared.rest
+    given = [(n, n, x) for n, x in zip(names, args, strict=False)]
+    given += [(rest, f"{rest}[{i}]", x) for i, x in enumerate(args[len(names) :])]
+    given += [(n if n in declared.signature.parameters else declared.more, n, x) for n, x in kwargs.items()]
+    for n, path, x in given:
+        if n in declared.kinds:
+            yield from declared.kinds[n].find(path, x)
+
+
+def forms_that_share(hints: Mapping[str, Any]) -> dict[str, Form]:
+    """{argument: its form}, of those that have a letter which another has too."""
+    found = {n: form for n, h in hints.items() if (form := form_of(h)) is not None and form.dims}
+    count = lambda letter: sum(letter in form.dims for form in found.values())
+    return {n: form for n, form in found.items() if any(d.isalpha() and count(d) > 1 for d in form.dims)}
+
+
+def form_of(hint: Any) -> Form | None:
+    """The form in `Annotated[Tensor, Form(...)]`, or in that or None."""
+    metadata = getattr(hint, "__metadata__", ())
+    if metadata:
+        return metadata[0] if isinstance(metadata[0], Form) else None
+    return next((f for a in typing.get_args(hint) if (f := form_of(a)) is not None), None)
+
+
+def agree(forms: list[tuple[str, int, tuple[str, ...]]], args: tuple, kwargs: dict) -> bool:
+    """Whether dimensions of one letter are of one size; forms: (name, position, dimensions) of each tensor."""
+    sizes: dict[str, int] = {}
+    for name, i, dims in forms:
+        x = args[i] if i < len(args) else kwargs.get(name)
+        if x is not None:
+            for d, n in zip(dims, x.shape):
+                if sizes.setdefault(d, n) != n and d.isalpha():
+                    return False
+    return True
+
+
+def letter_problems(declared: Declared, given: Mapping[str, Any]) -> Iterator[Problem]:
+    """Dimensions of one letter must be of one size."""
+    first: dict[str, tuple[str, int]] = {}
+    for name, form in declared.forms.items():
+        x, dims = given.get(name), form.dims
+        if not isinstance(x, Tensor):
+            continue
+        known = {d: first[d] for d in dims if d in first}
+        if any(x.shape[i] != known[d][1] for i, d in enumerate(dims) if d in known):
+            other = next(known[d][0] for i, d in enumerate(dims) if d in known and x.shape[i] != known[d][1])
+            sizes = [str(known[d][1]) if d in known else d for d in dims]
+            need = (
+                f"{form.dtype.removeprefix('x')}[{', '.join(sizes)}], as `{other}`, which is {describe(given[other])}"
+            )
+            hint = f"`{name}` and `{other}` of the same {'examples' if 'B' in known else 'sizes'}"
+            yield Problem(f"`{name}` does not match `{other}`.", describe(x), need, hint)
+        for i, d in enumerate(dims):
+            if d.isalpha():
+                first.setdefault(d, (name, x.shape[i]))
+
+
+def need_problems(declared: Declared, given: Mapping[str, Any]) -> Iterator[Problem]:
+    """An argument that means nothing without another must not stand alone."""
+    for name, other in declared.needs.items():
+        x = given.get(name)
+        if x is None or x is declared.signature.parameters[name].default or given.get(other) is not None:
+            continue
+        got, need = f"{name}={x!r}, {other}=None", f"`{other}` too, or no `{name}`"
+        yield Problem(f"`{name}` needs `{other}`.", got, need, example_at(other))
 
 
 def typed_fields(cls: type) -> type:
@@ -128,239 +186,3 @@ def field_problems(value: Any) -> Iterator[Problem]:
 def _field_kinds(cls: type) -> dict[str, Kind]:
     hints = typing.get_type_hints(cls, include_extras=True)
     return {n: kind_of(hints[n], cls) for n in getattr(cls, "_fields", None) or cls.__dataclass_fields__}
-
-
-# -- an annotation as a kind of argument -----------------------------------------------------------------------------
-
-
-def kind_of(hint: Any, owner: Any = None) -> Kind:
-    """`owner`, the function, knows the modules' names, for annotations in quotes."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if isinstance(hint, str | typing.ForwardRef):
-        return _late(hint if isinstance(hint, str) else hint.__forward_arg__, owner)
-    if origin is Annotated:
-        return _annotated(args[0], args[1], owner)
-    if origin in (typing.Union, types.UnionType):
-        return _union(args, owner)
-    if origin is typing.Literal:
-        return _literal(args)
-    if origin in (Mapping, dict):
-        return _mapping(args, owner)
-    if origin in (Sequence, Collection, tuple, list):
-        return _sequence(origin, args, owner)
-    if origin is Callable or hint is Callable:
-        return _instance(callable, "a function", "a function", Callable)
-    plain = origin if origin in _PLAIN else hint
-    if plain in _PLAIN:
-        is_number, (classes, noun, need) = plain in (int, float), _PLAIN[plain]
-        is_one = lambda x: isinstance(x, classes) and not (is_number and x.__class__ is bool)
-        return _instance(is_one, noun, need, plain)
-    if hint is Any or hint is object or not isinstance(hint, type) or getattr(hint, "_is_protocol", False):
-        return _ANYTHING
-    return _of_class(hint)
-
-
-def _instance(is_one: Callable[[Any], bool], noun: str, need: str, cls: Any = None) -> Kind:
-    def find(path: str, x: Any) -> Iterator[Problem]:
-        if not is_one(x):
-            yield Problem(f"`{path}` is not {noun}.", describe(x), need, conversion(path, x, cls), TypeError)
-
-    return Kind(need, find, is_one, is_one, EXAMPLES.get(getattr(cls, "__name__", ""), ""))
-
-
-def _of_class(cls: type) -> Kind:
-    need, example = f"{'an' if cls.__name__[0] in 'AEIOU' else 'a'} {cls.__name__}", EXAMPLES.get(cls.__name__, "")
-
-    def find(path: str, x: Any) -> Iterator[Problem]:
-        if not isinstance(x, cls):
-            yield Problem(f"`{path}` is not {need}.", describe(x), need, _example(path, example), TypeError)
-        elif cls in PARTS:
-            yield from PARTS[cls](x, path)
-
-    is_one = lambda x: isinstance(x, cls)
-    return Kind(need, find, lambda x: is_one(x) and (cls not in PARTS or _is_clean(find, x)), is_one, example)
-
-
-def _is_clean(find: Callable, x: Any) -> bool:
-    return not any(True for _ in find("", x))
-
-
-_ANYTHING = Kind("anything", lambda path, x: iter(()), lambda x: True, lambda x: True)
-
-
-def _annotated(hint: Any, more: Any, owner: Any) -> Kind:
-    if isinstance(more, Form):
-        return _formed(more)
-    if more == "device":
-        return _DEVICE
-    inner = kind_of(hint, owner)
-
-    def find(path: str, x: Any) -> Iterator[Problem]:
-        found = [p._replace(need=more.need) for p in inner.find(path, x)]
-        yield from found
-        if not found and not more.holds(x):
-            yield Problem(f"`{path}` is out of range.", f"{x}", more.need, conversion(path, None, hint))
-
-    return Kind(more.need, find, lambda x: inner.fits(x) and more.holds(x), inner.accepts)
-
-
-def _formed(form: Form) -> Kind:
-    dtype, _, dims = form.text.rstrip("]").partition("[")
-    rank = None if dims == "..." else len([d for d in dims.split(",") if d.strip()])
-
-    def find(path: str, x: Any) -> Iterator[Problem]:
-        if not isinstance(x, Tensor):
-            yield Problem(
-                f"`{path}` is not {form.noun}.", describe(x), form.text, conversion(path, x, Tensor), TypeError
-            )
-        elif not _DTYPES[dtype](x.dtype):
-            hint = _example(path) or f"{path}.{_CASTS[dtype]}"
-            yield Problem(f"`{path}` is not {form.noun} of this dtype.", describe(x), form.text, hint, TypeError)
-        elif rank is not None and x.dim() != rank:
-            what = f"`{path}` is not {form.noun} of these dimensions."
-            yield Problem(what, describe(x), form.text, _example(path))
-
-    fits = lambda x: isinstance(x, Tensor) and _DTYPES[dtype](x.dtype) and rank in (None, x.dim())
-    return Kind(form.text, find, fits, lambda x: isinstance(x, Tensor))
-
-
-def _device_problems(path: str, x: Any) -> Iterator[Problem]:
-    hint, need = f"{path}='cpu'", "a torch.device, or its name"
-    if not isinstance(x, str | torch.device):
-        yield Problem(f"`{path}` is not a device.", describe(x), need, hint, TypeError)
-    elif isinstance(x, str):
-        try:
-            torch.device(x)
-        except RuntimeError:
-            yield Problem(f"`{path}` is not a device.", repr(x), need, hint)
-
-
-_DEVICE = Kind(
-    "a device", _device_problems, functools.partial(_is_clean, _device_problems),
-    lambda x: isinstance(x, str | torch.device)
-)  # fmt: skip
-
-
-def _union(args: tuple, owner: Any) -> Kind:
-    optional, members = type(None) in args, [kind_of(a, owner) for a in args if a is not type(None)]
-    need = " or ".join(dict.fromkeys(m.need for m in members)) + (", or None" if optional else "")
-    allowed = lambda x: optional and x is None
-
-    def find(path: str, x: Any) -> Iterator[Problem]:
-        if allowed(x) or any(m.fits(x) for m in members):
-            return
-        near = next((m for m in members if m.accepts(x)), None)
-        if near is not None:
-            yield from (p._replace(need=need) if p.what.startswith(f"`{path}` ") else p for p in near.find(path, x))
-        else:
-            yield next(members[0].find(path, x))._replace(need=need, kind=TypeError)
-
-    fits = lambda x: allowed(x) or any([m.fits(x) for m in members])  # noqa: C419
-    return Kind(need, find, fits, lambda x: allowed(x) or any(m.accepts(x) for m in members), members[0].example)
-
-
-def _literal(args: tuple) -> Kind:
-    need = " or ".join(map(repr, args))
-    fits = lambda x: any(x is a or (isinstance(x, str) and x == a) for a in args)
-
-    def find(path: str, x: Any) -> Iterator[Problem]:
-        if not fits(x):
-            kind = ValueError if isinstance(x, str) else TypeError
-            yield Problem(f"`{path}` is unknown.", describe(x), need, f"{path}={args[0]!r}", kind)
-
-    return Kind(need, find, fits, lambda x: isinstance(x, str))
-
-
-def _mapping(args: tuple, owner: Any) -> Kind:
-    of_key, of_value = (kind_of(a, owner) for a in args)
-    need, example = f"{{name: {of_value.need}}}", f'{{"item": {of_value.example}}}' if of_value.example else ""
-
-    def find(path: str, x: Any) -> Iterator[Problem]:
-        if not isinstance(x, Mapping):
-            own = _example(path).removeprefix(f"{path}=")
-            text = own if own.startswith("{") else example or (f'{{"item": {own}}}' if own else "")
-            hint = _example(path, text) if text else ""
-            yield Problem(f"`{path}` is not a mapping.", describe(x), need, hint, TypeError)
-            return
-        for k, v in x.items():
-            if not of_key.fits(k):
-                yield Problem(
-                    f"a name in `{path}` is not {of_key.need}.", describe(k), need, _example(path, example), TypeError
-                )
-            yield from of_value.find(f"{path}[{k!r}]", v)
-
-    is_one = lambda x: isinstance(x, Mapping)
-    fits = lambda x: is_one(x) and all([of_key.fits(k) and of_value.fits(v) for k, v in x.items()])  # noqa: C419
-    return Kind(need, find, fits, is_one, example)
-
-
-def _sequence(origin: Any, args: tuple, owner: Any) -> Kind:
-    is_fixed = origin is tuple and args != () and args[-1] is not ...
-    kinds = [kind_of(a, owner) for a in args if a is not ...] or [_ANYTHING]
-    classes = (tuple, list) if origin is tuple else (Collection if origin is Collection else Sequence,)
-    inner = [k.need for k in kinds]
-    need = f"({', '.join(inner)})" if is_fixed else f"a sequence, each {inner[0]}"
-    example = f"[{kinds[0].example}]" if kinds[0].example else ""
-    is_one = lambda x: isinstance(x, classes) and not isinstance(x, str | Mapping | Tensor)
-
-    def find(path: str, x: Any) -> Iterator[Problem]:
-        if not is_one(x):
-            hint = _example(path) or _example(path, example)
-            yield Problem(f"`{path}` is not a sequence.", describe(x), need, hint, TypeError)
-        elif is_fixed and len(x) != len(kinds):
-            yield Problem(f"`{path}` has another length.", f"{len(x)} elements", need, _example(path))
-        else:
-            for i, e in enumerate(x):
-                yield from kinds[i if is_fixed else 0].find(f"{path}[{i}]", e)
-
-    if is_fixed:
-        fits = lambda x: is_one(x) and len(x) == len(kinds) and all([k.fits(e) for k, e in zip(kinds, x)])  # noqa: C419
-    else:
-        fits = lambda x: is_one(x) and all(map(kinds[0].fits, x))
-    return Kind(need, find, fits, is_one, example)
-
-
-def _late(name: str, owner: Any) -> Kind:
-    """A class that is not there yet; what cannot be found is not looked at."""
-
-    @functools.cache
-    def resolved() -> Kind:
-        found = getattr(inspect.unwrap(owner), "__globals__", {}).get(name)
-        return _ANYTHING if found is None else kind_of(found)
-
-    return Kind(
-        f"a {name}", lambda path, x: resolved().find(path, x), lambda x: resolved().fits(x),
-        lambda x: resolved().accepts(x),
-        EXAMPLES.get(name, ""),
-    )  # fmt: skip
-
-
-# -- what to try -----------------------------------------------------------------------------------------------------
-
-
-def conversion(path: str, x: Any, cls: Any) -> str:
-    """How to make what is needed of what was got; else an example of it."""
-    if cls is Tensor and isinstance(x, np.ndarray):
-        return f"torch.from_numpy({path})"
-    if cls is Tensor and isinstance(x, list | tuple) and x and all(isinstance(e, int | float) for e in x):
-        return f"torch.tensor({path})"
-    if cls is int and isinstance(x, Tensor) and x.dim() == 0:
-        return f"int({path}), which waits for the device"
-    if cls is bool:
-        return f"{path}=True, or False"
-    own, (begins, plain) = _example(path), _LOOKS.get(cls, ((), ""))
-    is_other = plain and own.startswith(f"{path}=") and not own.startswith(tuple(f"{path}={b}" for b in begins))
-    return _example(path, plain) if is_other else own  # a name may have two meanings
-
-
-_LOOKS: dict[Any, tuple[Sequence[str], str]] = {  # how an example begins, and one
-    int: ("0123456789", "2"),
-    float: ("0123456789", "0.5"),
-    str: ('"', '"item"'),
-    Callable: (("lambda", "fr.", "torch."), "lambda *args: args"),
-}
-
-
-def _example(path: str, text: str = "") -> str:
-    """`path=text`, or an example of the argument that `path` begins with."""
-    return f"{path}={text}" if text else example_at(path.split(".")[-1])

@@ -115,12 +115,6 @@ def outside(ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: M
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def bad_ids_problems(mode: object) -> Iterator[Problem]:
-    if mode is not None and mode not in ("raise", "count"):
-        what, need = "`on_bad_ids` is unknown.", "'raise' or 'count'"
-        yield Problem(what, describe(mode), need, "on_bad_ids='count'")
-
-
 def unknown_problems(bad_ids: BadIds, batch: Any) -> Iterator[Problem]:
     """What was asked for can be done: it is known what reads the ids of the batches."""
     if bad_ids.mode is not None and (bad_ids.features is None or ids_of(batch) is None):

@@ -1,16 +1,13 @@
 """What `fit` asks of its arguments, and of what its functions give it."""
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, count_problems, describe, flag_problems, function_problems
+from funcrec.core import Problem, describe
 from funcrec.data import Position
-from funcrec.loop._epochs import Limits
-from funcrec.loop._epochs import mode_problems as known_mode_problems
 from funcrec.loop._run_state import Work, is_sharded
 from funcrec.mesh import Mesh
 
@@ -31,91 +28,26 @@ def look_problems(model: Any, validate: Any) -> Iterator[Problem]:
     elif model is not None and not (hasattr(model, "features") and hasattr(model, "tables")):
         hint = "model=fr.models.deepfm(tables, features)"
         yield Problem("`model` has no features and tables.", describe(model), "a Model", hint, TypeError)
-    elif validate is not None:
-        yield from function_problems(validate=validate)
-
-
-def settings_problems(settings: Any, callbacks: Any, stop: Any) -> Iterator[Problem]:
-    if not isinstance(settings, Mapping):
-        need, hint = "{name: plain value}", 'settings={"lr": 0.01}'
-        yield Problem("`settings` are not values by name.", describe(settings), need, hint, TypeError)
-    if not isinstance(callbacks, tuple | list):
-        need, hint = "a list of functions", "callbacks=[fr.loop.print_epoch]"
-        yield Problem("`callbacks` are not a list.", describe(callbacks), need, hint, TypeError)
-    if stop is not None:
-        yield from function_problems(stop=stop)
 
 
 def work_problems(work: Work) -> Iterator[Problem]:
-    optional = {"evaluate": work.evaluate, "place": work.place}
-    given = {name: fn for name, fn in optional.items() if fn is not None}
-    yield from function_problems(sync=work.sync, **given)
-    if not callable(work.step):
-        hint = "step=fr.jit(fr.train_step(loss_fn, sparse=sparse, dense=dense), donate=('state',))"
-        need = "(state, batch) -> (state, metrics)"
-        yield Problem("`step` is not a function.", describe(work.step), need, hint, TypeError)
     known = OF_AN_EPOCH if work.bad_ids.mode == "count" else OF_AN_EPOCH[:-1]
-    if work.evaluate is None and isinstance(work.monitor, str) and work.monitor not in known:
+    if work.evaluate is None and work.monitor is not None and work.monitor not in known:
         what, hint = "`monitor` is measured by nothing.", f"evaluate=... that gives {work.monitor!r}"
         yield Problem(what, f"{work.monitor!r}", f"among {list(known)}, without `evaluate`", hint, KeyError)
-    for i, callback in enumerate(work.callbacks):
-        if not callable(callback):
-            hint = "callbacks=[print_epoch]"
-            yield Problem(f"`callbacks[{i}]` is not a function.", describe(callback), "record -> None", hint, TypeError)
-    yield from count_problems(work.save_every, "save_every")
-    if work.save_every_steps is not None:
-        yield from count_problems(work.save_every_steps, "save_every_steps")
-        if work.checkpoint is None:
-            need = "checkpoint=path"
-            yield Problem("`save_every_steps` is of a checkpoint.", "checkpoint=None", need, "checkpoint='run.pt'")
-    if work.keep is not None:
-        yield from count_problems(work.keep, "keep")
-        if work.checkpoint is None:
-            yield Problem("`keep` is of a checkpoint.", "checkpoint=None", "checkpoint=path", "checkpoint='runs/one'")
-    yield from flag_problems(work.asynchronous, "save_asynchronously")
-    if work.asynchronous and work.checkpoint is None:
-        what, need = "`save_asynchronously` is of a checkpoint.", "checkpoint=path"
-        yield Problem(what, "checkpoint=None", need, "checkpoint='run.pt'")
-    if work.progress is not None:
-        yield from flag_problems(work.progress, "progress")
 
 
-def clock_problems(minutes: Any, path: Any, sync: Any) -> Iterator[Problem]:
+def clock_problems(minutes: float | None, sync: Any) -> Iterator[Problem]:
     """When the clock says so a run may be saved, but nothing that changes it may be done."""
-    if minutes is None:
-        return
-    if isinstance(minutes, bool) or not isinstance(minutes, int | float):
-        hint = "save_every_minutes=10"
-        yield Problem("`save_every_minutes` is not a number.", describe(minutes), "minutes > 0", hint, TypeError)
-    elif not 0 < minutes < math.inf:
-        need, hint = "minutes > 0", "save_every_minutes=10"
-        yield Problem("`save_every_minutes` is out of range.", f"{minutes}", need, hint)
-    if path is None:
-        need = "checkpoint=path"
-        yield Problem("`save_every_minutes` is of a checkpoint.", "checkpoint=None", need, "checkpoint='run.pt'")
-    if sync is not None:
+    if minutes is not None and sync is not None:
         what = "`save_every_minutes` would have `sync` change the training when a clock says so."
         yield Problem(what, "both", "one of them, or none", "save_every_steps=1000")
 
 
-def mode_problems(mode: object, monitor: object) -> Iterator[Problem]:
-    if mode is not None:
-        yield from known_mode_problems(mode)
-    elif isinstance(monitor, str) and any(word in monitor.lower() for word in LESS_IS_BETTER):
+def mode_problems(mode: str | None, monitor: str | None) -> Iterator[Problem]:
+    if mode is None and monitor is not None and any(word in monitor.lower() for word in LESS_IS_BETTER):
         what = "`mode` is not said, and the least of what `monitor` names sounds best."
         yield Problem(what, f"monitor={monitor!r}", "mode='min', or mode='max'", f"monitor={monitor!r}, mode='min'")
-
-
-def limit_problems(limits: Limits) -> Iterator[Problem]:
-    yield from count_problems(limits.epochs, "epochs")
-    if limits.monitor is not None and not isinstance(limits.monitor, str):
-        hint = "monitor='auc'"
-        yield Problem("`monitor` is not a name.", describe(limits.monitor), "a name, or None", hint, TypeError)
-    if limits.patience is not None:
-        yield from count_problems(limits.patience, "patience")
-        if limits.monitor is None:
-            need, hint = "the name of a number of the history", "monitor='auc', or monitor='loss', mode='min'"
-            yield Problem("`patience` waits for no number.", "monitor=None", need, hint)
 
 
 def loader_problems(loader: Any) -> Iterator[Problem]:
@@ -129,10 +61,8 @@ def loader_problems(loader: Any) -> Iterator[Problem]:
         yield Problem("`loader` is an iterator, which one epoch uses up.", describe(loader), need, hint, TypeError)
 
 
-def place_problems(state: Any, mesh: Any) -> Iterator[Problem]:
-    if mesh is not None and not isinstance(mesh, Mesh):
-        yield Problem("`mesh` is not a mesh.", describe(mesh), "a Mesh, or None", kind=TypeError)
-    elif mesh is None and is_sharded(state):
+def place_problems(state: Any, mesh: Mesh | None) -> Iterator[Problem]:
+    if mesh is None and is_sharded(state):
         yield Problem("`mesh` is missing.", "None", "the mesh that `state.tables` lie on", "mesh=mesh", TypeError)
 
 

@@ -5,11 +5,11 @@ best = argmax_e history[e][monitor],   the end: `epochs` of them, or `patience` 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from funcrec.core import Problem, check, describe
+from funcrec.core import Problem, check, typed
 
-History = Sequence[Mapping[str, float]]
+History = Sequence[Mapping[str, Any]]
 
 
 class Limits(NamedTuple):
@@ -21,7 +21,8 @@ class Limits(NamedTuple):
     patience: int | None
 
 
-def best_epoch(history: History, monitor: str, mode: str = "max") -> int | None:
+@typed
+def best_epoch(history: History, monitor: str, mode: Literal["max", "min"] = "max") -> int | None:
     """The first epoch of the best number; None where none has one: NaN is never best.
 
     Args:
@@ -34,7 +35,6 @@ def best_epoch(history: History, monitor: str, mode: str = "max") -> int | None:
       1
     """
     call = "funcrec.loop.best_epoch"
-    check(call, mode_problems(mode), history_problems(history))
     check(call, (p for i, h in enumerate(history) for p in monitor_problems(h, monitor, i)))
     sign = 1 if mode == "max" else -1
     numbers = [(sign * h[monitor], -i) for i, h in enumerate(history) if not math.isnan(h[monitor])]
@@ -48,21 +48,7 @@ def is_finished(history: History, limits: Limits) -> bool:
     return len(history) - 1 - (best_epoch(history, limits.monitor, limits.mode) or 0) >= limits.patience
 
 
-def mode_problems(mode: object) -> Iterator[Problem]:
-    if not isinstance(mode, str) or mode not in ("max", "min"):
-        yield Problem("`mode` is unknown.", f"{mode!r}", "'max' or 'min'", "mode='max' for an AUC, 'min' for a loss")
-
-
-def history_problems(history: object) -> Iterator[Problem]:
-    is_entry = lambda h: isinstance(h, Mapping)
-    if not isinstance(history, list | tuple) or not all(map(is_entry, history)):
-        need, hint = "a list of {name: number}, one per epoch", "fitted.history"
-        yield Problem("`history` is not a history.", describe(history), need, hint, TypeError)
-
-
-def monitor_problems(entry: Mapping, monitor: object, epoch: int) -> Iterator[Problem]:
-    if not isinstance(monitor, str):
-        yield Problem("`monitor` is not a name.", describe(monitor), f"among {list(entry)}", kind=TypeError)
-    elif monitor not in entry:
+def monitor_problems(entry: Mapping, monitor: str, epoch: int) -> Iterator[Problem]:
+    if monitor not in entry:
         what = f"`monitor` is not measured in epoch {epoch}."
         yield Problem(what, f"{monitor!r}", f"among {list(entry)}", f"evaluate=... that gives {monitor!r}", KeyError)

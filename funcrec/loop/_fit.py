@@ -14,28 +14,26 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from funcrec.checkpoint import finish, settle
-from funcrec.core import check, describe, fail, own_errors
+from funcrec.core import Count, Positive, check, describe, fail, own_errors, typed
 from funcrec.data import Position
-from funcrec.loop._bad_ids import BadIds, bad_ids_problems
+from funcrec.loop._bad_ids import BadIds
 from funcrec.loop._callbacks import Record
 from funcrec.loop._checks import (
     clock_problems,
     has_loss,
     item_problems,
-    limit_problems,
     loader_problems,
     look_problems,
     loss_problems,
     mode_problems,
     place_problems,
-    settings_problems,
     work_problems,
 )
 from funcrec.loop._diverged import Losses
@@ -89,29 +87,36 @@ class Fitted(NamedTuple):
     stopped: int = 0
 
 
+NEEDS = {
+    "patience": "monitor", "save_every_steps": "checkpoint", "save_every_minutes": "checkpoint", "keep": "checkpoint",
+    "save_asynchronously": "checkpoint", "resume": "checkpoint", "overwrite": "checkpoint",
+}  # fmt: skip
+
+
+@typed(needs=NEEDS)
 def fit(
     step: Callable[[Any, Any], tuple[Any, Any]],
     state: Any,
-    loader: Callable[[Position], Iterable] | Sequence,
+    loader: Callable[[Position], Iterable] | Iterable,
     *,
-    epochs: int,
+    epochs: Count,
     evaluate: Callable[[Any], Mapping[str, float]] | None = None,
     monitor: str | None = None,
-    mode: str | None = None,
-    patience: int | None = None,
+    mode: Literal["max", "min"] | None = None,
+    patience: Count | None = None,
     checkpoint: str | os.PathLike | None = None,
-    save_every: int = 1,
-    save_every_steps: int | None = None,
-    save_every_minutes: float | None = None,
-    keep: int | None = None,
+    save_every: Count = 1,
+    save_every_steps: Count | None = None,
+    save_every_minutes: Positive | None = None,
+    keep: Count | None = None,
     save_asynchronously: bool = False,
-    resume: bool | str = False,
+    resume: bool | Literal["auto"] = False,
     overwrite: bool = False,
     settings: Mapping[str, Any] = {},
     callbacks: Sequence[Callable[[Record], Any]] = (),
     model: Any = None,
     validate: Callable[[Any], Any] | None = None,
-    on_bad_ids: str | None = None,
+    on_bad_ids: Literal["raise", "count"] | None = None,
     stop: Callable[[], int] | None = None,
     progress: bool | None = None,
     mesh: Mesh | None = None,
@@ -193,8 +198,7 @@ def fit(
       (3, 1.0, True)
     """
     path = None if checkpoint is None else Path(checkpoint)
-    check("funcrec.fit", look_problems(model, validate), settings_problems(settings, callbacks, stop))
-    check("funcrec.fit", mode_problems(mode, monitor), bad_ids_problems(on_bad_ids))
+    check("funcrec.fit", look_problems(model, validate), mode_problems(mode, monitor))
     mode = mode or "max"
     own = (lambda batch: validate_batch(batch, model.features, model.tables)) if model else (lambda batch: batch)
     look = validate or own
@@ -206,7 +210,7 @@ def fit(
         save_asynchronously, bad_ids,
     )  # fmt: skip
     limits = Limits(epochs, monitor, mode, patience)
-    check("funcrec.fit", work_problems(work), limit_problems(limits), clock_problems(save_every_minutes, path, sync))
+    check("funcrec.fit", work_problems(work), clock_problems(save_every_minutes, sync))
     check("funcrec.fit", loader_problems(loader), place_problems(state, mesh))
     listens = stop is None and path is not None
     with watch(mesh), listen() if listens else contextlib.nullcontext(stop or (lambda: 0)) as asked:

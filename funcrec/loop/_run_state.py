@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from funcrec.checkpoint import difference_problems, latest, load, load_as, remove_all, save, step_path
-from funcrec.core import Problem, check, describe, fail, flag_problems, tree_leaves
+from funcrec.core import Problem, check, describe, fail, tree_leaves
 from funcrec.data import Position
 from funcrec.loop._bad_ids import BadIds
 from funcrec.loop._ranks import all_parts, is_chief, num_processes
@@ -178,20 +178,11 @@ def steps_of(history: Sequence[Mapping[str, float]]) -> int:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def resume_problems(work: Work, found: Path | None, resume: object, overwrite: object) -> Iterator[Problem]:
+def resume_problems(work: Work, found: Path | None, resume: bool | str, overwrite: bool) -> Iterator[Problem]:
     """What is to be done about a checkpoint that is there, or is not."""
     path = work.checkpoint
-    wrong = list(flag_problems(overwrite, "overwrite"))
-    yield from wrong
-    if wrong:
-        return
-    if not isinstance(resume, bool) and not (isinstance(resume, str) and resume == "auto"):
-        yield Problem("`resume` is unknown.", describe(resume), "True, False or 'auto'", "resume='auto'")
-    elif resume and overwrite:
+    if resume and overwrite:
         yield Problem("`resume` and `overwrite` exclude each other.", "both", "one of them, or none", "overwrite=False")
-    elif (resume or overwrite) and path is None:
-        name = "resume" if resume else "overwrite"
-        yield Problem(f"`{name}` is of a checkpoint.", "checkpoint=None", "checkpoint=path", "checkpoint='run.pt'")
     elif resume is True and not found:
         yield Problem(
             "`checkpoint` is not there.", f"{path}", "a file that fit wrote", "resume='auto' begins where none is"

@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec.core import check
-from funcrec.losses._mean import can_be_read, pair_problems, reduce, reduction_problems, weight_problems
+from funcrec.core import check, typed
+from funcrec.losses._mean import Labels, Numbers, Reduction, Weights, can_be_read, reduce, weight_problems
 from funcrec.tables import blank_padding, label_value_problems
 
 
-def bce(logits: Tensor, label: Tensor, weight: Tensor | None = None, *, reduction: str = "mean") -> Tensor:
+@typed
+def bce(logits: Numbers, label: Labels, weight: Weights = None, *, reduction: Reduction = "mean") -> Tensor:
     """Binary cross entropy with logits, of labels that are 0, 1 or a chance between.
 
     Args:
@@ -35,8 +36,7 @@ def bce(logits: Tensor, label: Tensor, weight: Tensor | None = None, *, reductio
     Source: torch.nn.functional.binary_cross_entropy_with_logits.
     """
     call = "funcrec.losses.bce"
-    check(call, reduction_problems(reduction), pair_problems(logits, "logits", label, 1))
-    check(call, weight_problems(weight, logits.shape))
+    check(call, weight_problems(weight))
     check(call, label_value_problems(label, "label", weight=weight) if can_be_read(label, weight) else ())
     z, y = (blank_padding(x, weight) for x in (logits, label if label.is_floating_point() else label.float()))
     y = torch.where((y >= 0) & (y <= 1), y, torch.nan).to(z.dtype)

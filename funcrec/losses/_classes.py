@@ -7,25 +7,32 @@ Shapes: B batch, C classes, D dim.
 """
 
 from collections.abc import Iterator
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Positive, Problem, check, describe, kind_of
+from funcrec.core import Form, Positive, Problem, check, describe, typed
 from funcrec.grad import refuse_in_micro_batches
 from funcrec.jagged import is_concrete
 from funcrec.losses._mean import (
+    Labels,
+    Numbers,
+    Reduction,
+    Weights,
     can_be_read,
     reduce,
-    reduction_problems,
-    values_problems,
     weight_problems,
     where_it_jumps,
 )
 from funcrec.tables import blank_padding, jump_problems
 
+Scores = Annotated[Tensor, Form("f[B, C]")]
+Vectors = Annotated[Tensor, Form("f[B, D]")]
 
-def cross_entropy(logits: Tensor, label: Tensor, weight: Tensor | None = None, *, reduction: str = "mean") -> Tensor:
+
+@typed
+def cross_entropy(logits: Scores, label: Labels, weight: Weights = None, *, reduction: Reduction = "mean") -> Tensor:
     """Cross entropy with logits, of one class per example.
 
     Args:
@@ -46,8 +53,7 @@ def cross_entropy(logits: Tensor, label: Tensor, weight: Tensor | None = None, *
     Source: torch.nn.functional.cross_entropy (there a weight is a class's).
     """
     call = "funcrec.losses.cross_entropy"
-    check(call, reduction_problems(reduction), values_problems(logits, "logits", 2))
-    check(call, label_problems(label, logits), weight_problems(weight, logits.shape))
+    check(call, label_problems(label), weight_problems(weight))
     check(call, class_problems(label, logits.shape[1], weight))
     z, y = blank_padding(logits, weight), blank_padding(label, weight)
     is_class = (y >= 0) & (y < z.shape[1]) & (y == y.floor() if y.is_floating_point() else True)
@@ -55,15 +61,16 @@ def cross_entropy(logits: Tensor, label: Tensor, weight: Tensor | None = None, *
     return reduce(torch.where(is_class, -own, torch.nan), weight, reduction)
 
 
+@typed
 def in_batch_softmax(
-    query: Tensor,
-    candidate: Tensor,
-    weight: Tensor | None = None,
+    query: Vectors,
+    candidate: Vectors,
+    weight: Weights = None,
     *,
-    log_q: Tensor | None,
-    temperature: float = 1.0,
-    candidate_ids: Tensor | None = None,
-    reduction: str = "mean",
+    log_q: Numbers | None,
+    temperature: Positive = 1.0,
+    candidate_ids: Annotated[Tensor, Form("i[B]")] | None = None,
+    reduction: Reduction = "mean",
 ) -> Tensor:
     """f[]: the mean cross entropy of each query's own candidate among all candidates of the batch.
 
@@ -94,10 +101,7 @@ def in_batch_softmax(
       training of probabilistic neural nets" (2003).
     """
     call = "funcrec.losses.in_batch_softmax"
-    check(
-        call, pair_problems(query, candidate, log_q, candidate_ids), kind_of(Positive).find("temperature", temperature)
-    )
-    check(call, weight_problems(weight, query.shape), reduction_problems(reduction), log_q_problems(log_q, weight))
+    check(call, weight_problems(weight), log_q_problems(log_q, weight))
     refuse_in_micro_batches(call, "the candidates")
     check(call, jump_problems(weight, "a loss over the batch's candidates"))
     q, c = blank_padding(query, weight), blank_padding(candidate, weight)
@@ -117,12 +121,10 @@ def in_batch_softmax(
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def label_problems(label: object, logits: Tensor) -> Iterator[Problem]:
-    need, hint = "[B], the class of each example", "label=torch.zeros(4, dtype=torch.int64)"
-    if not isinstance(label, Tensor) or label.is_complex() or label.dtype == torch.bool:
+def label_problems(label: Tensor) -> Iterator[Problem]:
+    if label.dtype == torch.bool:
+        need, hint = "[B], the class of each example", "label=torch.zeros(4, dtype=torch.int64)"
         yield Problem("`label` is not a tensor of classes.", describe(label), need, hint, TypeError)
-    elif label.shape != logits.shape[:1]:
-        yield Problem("`label` does not match the logits.", describe(label), f"[{logits.shape[0]}]", hint)
 
 
 def class_problems(label: Tensor, num_classes: int, weight: Tensor | None) -> Iterator[Problem]:
@@ -136,29 +138,12 @@ def class_problems(label: Tensor, num_classes: int, weight: Tensor | None) -> It
         yield Problem("`label` has values that are not classes.", got, need, "logits f[B, C] of more classes")
 
 
-def pair_problems(query, candidate, log_q, candidate_ids) -> Iterator[Problem]:
-    for name, x in (("query", query), ("candidate", candidate)):
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() != 2:
-            yield Problem(f"`{name}` is not a matrix of floats.", describe(x), "f[B, D]", kind=TypeError)
-            return
-    if query.shape != candidate.shape:
-        got = f"{describe(query)} and {describe(candidate)}"
-        yield Problem("`query` and `candidate` do not pair up.", got, "one shape f[B, D]")
-    for name, x in (("log_q", log_q), ("candidate_ids", candidate_ids)):
-        is_kind = lambda x: x.is_floating_point() if name == "log_q" else x.dtype in (torch.int32, torch.int64)  # noqa: B023
-        if x is not None and (not isinstance(x, Tensor) or x.shape != query.shape[:1] or not is_kind(x)):
-            need = f"{'f' if name == 'log_q' else 'i64'}[{query.shape[0]}], one for each candidate; or None"
-            hint = f"{name}=None" if name == "log_q" else "candidate_ids=batch.ids[key].values, one id in each bag"
-            kind = ValueError if isinstance(x, Tensor) and is_kind(x) else TypeError
-            yield Problem(f"`{name}` does not match the batch.", describe(x), need, hint, kind)
-
-
-def log_q_problems(log_q: object, weight: object) -> Iterator[Problem]:
+def log_q_problems(log_q: Tensor | None, weight: Tensor | None) -> Iterator[Problem]:
     """Counts and probabilities are no logarithms of probabilities."""
-    if not isinstance(log_q, Tensor) or log_q.dim() != 1 or not is_concrete(log_q):
+    if log_q is None or not is_concrete(log_q):
         return
     wrong = ~((log_q <= 0) & (log_q > -torch.inf))
-    if isinstance(weight, Tensor) and weight.shape == log_q.shape and is_concrete(weight):
+    if weight is not None and is_concrete(weight):
         wrong = wrong & (weight != 0)
     elif weight is not None:
         return

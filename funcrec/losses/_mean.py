@@ -6,18 +6,25 @@ Shapes: B batch.
 """
 
 from collections.abc import Iterator
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, is_tracked
+from funcrec.core import Form, Problem, check, is_tracked, typed
 from funcrec.grad import total_weight
 from funcrec.jagged import is_concrete
 from funcrec.mesh import bound_names, pmean
 from funcrec.tables import blank_padding, holds_somewhere, jump_problems, weight_value_problems
 
+Numbers = Annotated[Tensor, Form("f[B]")]
+Labels = Annotated[Tensor, Form("x[B]")]
+Weights = Annotated[Tensor, Form("f[B]")] | None
+Reduction = Literal["mean", "none"]
 
-def weighted_mean(values: Tensor, weight: Tensor | None = None) -> Tensor:
+
+@typed
+def weighted_mean(values: Numbers, weight: Weights = None) -> Tensor:
     """f[]: the mean of each example's value, weighted; 0 where all weights are 0.
 
     Args:
@@ -42,8 +49,7 @@ def weighted_mean(values: Tensor, weight: Tensor | None = None) -> Tensor:
       tensor(1.2500)
     """
     call = "funcrec.losses.weighted_mean"
-    check(call, values_problems(values, "values", 1))
-    check(call, weight_problems(weight, values.shape))
+    check(call, weight_problems(weight))
     if weight is None:
         return values.mean()
     dtype = torch.promote_types(values.dtype, torch.float32)
@@ -78,26 +84,9 @@ def can_be_read(*given: Tensor | None) -> bool:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def values_problems(x: object, name: str, dim: int) -> Iterator[Problem]:
-    need = f"f[{', '.join('BTD'[:dim])}]"
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        yield Problem(
-            f"`{name}` are not floating-point numbers.", describe(x), need, f"{name}=torch.zeros(4)", TypeError
-        )
-    elif x.dim() != dim:
-        yield Problem(f"`{name}` have another number of dimensions.", describe(x), need, f"{name}.squeeze()")
-
-
-def weight_problems(weight: object, shape: torch.Size) -> Iterator[Problem]:
-    """`weight` must be None, or one number >= 0 for each example."""
-    if weight is None:
-        return
-    need, hint = f"f[{', '.join(map(str, shape[:1]))}], or None", "weight=torch.ones(B), 0 for padding"
-    if not isinstance(weight, Tensor) or not weight.is_floating_point():
-        yield Problem("`weight` is not a float tensor.", describe(weight), need, hint, TypeError)
-    elif weight.shape != shape[:1]:
-        yield Problem("`weight` does not match the examples.", describe(weight), need, hint)
-    elif is_concrete(weight):
+def weight_problems(weight: Tensor | None) -> Iterator[Problem]:
+    """What can be read of the weights must be finite numbers >= 0."""
+    if weight is not None and is_concrete(weight):
         yield from weight_value_problems(weight, "weight")
 
 
@@ -112,25 +101,3 @@ def no_derivative_problems(values: Tensor, weight: Tensor, total: Tensor) -> Ite
     elif holds_somewhere((weight == 0) & ~values.isfinite()):
         need, hint = "finite predictions and labels", "weight.detach(), if it is padding; or numbers for it"
         yield Problem("an example of weight 0 has no finite loss.", got, need, hint)
-
-
-def reduction_problems(reduction: object) -> Iterator[Problem]:
-    if not isinstance(reduction, str) or reduction not in ("mean", "none"):
-        yield Problem("`reduction` is unknown.", f"{reduction!r}", "'mean' or 'none'", "reduction='mean'")
-
-
-def pair_problems(predictions: object, name: str, label: object, dim: int) -> Iterator[Problem]:
-    """Predictions and labels, one of one."""
-    found = list(values_problems(predictions, name, dim))
-    yield from found
-    if label is None:
-        need = "a tensor" if found else f"{list(predictions.shape)}"
-        yield Problem("`label` is missing.", "None", need, "fr.Batch(ids, label=...)", TypeError)
-    elif not isinstance(label, Tensor) or label.is_complex():
-        yield Problem("`label` is not a tensor of numbers.", describe(label), "[B]", kind=TypeError)
-    elif not found and label.shape != predictions.shape:
-        need, hint = (
-            f"{list(predictions.shape)}, as {name}",
-            "the labels of these examples" if label.dim() == dim else "label.squeeze(-1)",
-        )
-        yield Problem(f"`label` does not match the {name}.", describe(label), need, hint)

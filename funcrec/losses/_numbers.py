@@ -11,12 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from funcrec.core import Positive, check, kind_of
-from funcrec.losses._mean import can_be_read, pair_problems, reduce, reduction_problems, weight_problems
+from funcrec.core import Positive, check, typed
+from funcrec.losses._mean import Labels, Numbers, Reduction, Weights, can_be_read, reduce, weight_problems
 from funcrec.tables import blank_padding, label_value_problems
 
 
-def mse(predictions: Tensor, label: Tensor, weight: Tensor | None = None, *, reduction: str = "mean") -> Tensor:
+@typed
+def mse(predictions: Numbers, label: Labels, weight: Weights = None, *, reduction: Reduction = "mean") -> Tensor:
     """The mean of (prediction - label)².
 
     Args:
@@ -39,8 +40,9 @@ def mse(predictions: Tensor, label: Tensor, weight: Tensor | None = None, *, red
     return _of_errors("funcrec.losses.mse", torch.square, predictions, label, weight, reduction)
 
 
+@typed
 def huber(
-    predictions: Tensor, label: Tensor, weight: Tensor | None = None, *, delta: float = 1.0, reduction: str = "mean"
+    predictions: Numbers, label: Labels, weight: Weights = None, *, delta: Positive = 1.0, reduction: Reduction = "mean"
 ) -> Tensor:
     """The mean of a square that goes on as a line: a label far away pulls no harder than one at `delta`.
 
@@ -55,14 +57,12 @@ def huber(
 
     Source: Huber, "Robust estimation of a location parameter" (1964); torch.nn.functional.huber_loss.
     """
-    check("funcrec.losses.huber", kind_of(Positive).find("delta", delta))
     bent = lambda e: torch.where(e.abs() <= delta, e.square() / 2, delta * (e.abs() - delta / 2))
     return _of_errors("funcrec.losses.huber", bent, predictions, label, weight, reduction)
 
 
 def _of_errors(call: str, loss: Callable, predictions, label, weight, reduction) -> Tensor:
-    check(call, reduction_problems(reduction), pair_problems(predictions, "predictions", label, 1))
-    check(call, weight_problems(weight, predictions.shape))
+    check(call, weight_problems(weight))
     any_number = {"weight": weight, "labels": (-math.inf, math.inf)}
     check(call, label_value_problems(label, "label", **any_number) if can_be_read(label, weight) else ())
     p, y = blank_padding(predictions, weight), blank_padding(label, weight)

@@ -8,15 +8,19 @@ Shapes: B batch, T tasks.
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, own_errors
-from funcrec.losses._mean import pair_problems, reduction_problems
+from funcrec.core import Form, Magnitude, Problem, check, describe, own_errors, typed
+from funcrec.losses._mean import Reduction
+
+CALL = "funcrec.losses.multi_task"
 
 
-def multi_task(losses: Sequence[Callable[..., Tensor]], *, weights: Sequence[float] | None = None) -> Callable:
+@typed
+def multi_task(losses: Sequence[Callable[..., Tensor]], *, weights: Sequence[Magnitude] | None = None) -> Callable:
     """A loss of T columns from T losses of one.
 
     Args:
@@ -33,47 +37,41 @@ def multi_task(losses: Sequence[Callable[..., Tensor]], *, weights: Sequence[flo
       >>> loss(torch.tensor([[0.0, 3.0]]), torch.tensor([[1.0, 1.0]]))
       tensor(2.6931)
     """
-    call = "funcrec.losses.multi_task"
-    check(call, task_problems(losses, weights))
+    check(CALL, task_problems(losses, weights))
     c = [1.0] * len(losses) if weights is None else list(weights)
     return functools.partial(_loss_of_tasks, tuple(losses), tuple(c))
 
 
+@typed(call=CALL)
 def _loss_of_tasks(
     losses: tuple[Callable, ...],
     c: tuple[float, ...],
-    predictions: Tensor,
-    label: Tensor,
-    weight: Tensor | None = None,
+    predictions: Annotated[Tensor, Form("f[B, T]")],
+    label: Annotated[Tensor, Form("x[B, T]")],
+    weight: Annotated[Tensor, Form("f[...]")] | None = None,
     *,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
 ) -> Tensor:
-    call = "funcrec.losses.multi_task"
-    check(call, reduction_problems(reduction), pair_problems(predictions, "predictions", label, 2))
-    check(call, column_problems(predictions, weight, len(losses)))
+    check(CALL, column_problems(predictions, weight, len(losses)))
     own = lambda t: weight if weight is None or weight.dim() == 1 else weight[:, t]
     terms = []
     for t, loss in enumerate(losses):
-        with own_errors(call, loss, predictions[:, t], label[:, t], need="the predictions and labels of one task"):
+        with own_errors(CALL, loss, predictions[:, t], label[:, t], need="the predictions and labels of one task"):
             terms.append(c[t] * loss(predictions[:, t], label[:, t], own(t), reduction=reduction))
     return torch.stack(terms).sum(0)
 
 
-def task_problems(losses: object, weights: object) -> Iterator[Problem]:
-    need, hint = "a sequence of losses, one per task", "[fr.losses.bce, fr.losses.mse]"
-    if not isinstance(losses, list | tuple) or not losses or not all(map(callable, losses)):
-        yield Problem("`losses` are not losses.", describe(losses), need, hint, TypeError)
-        return
+def task_problems(losses: Sequence[Callable], weights: Sequence[float] | None) -> Iterator[Problem]:
+    if not losses:
+        need, hint = "a sequence of losses, one per task", "losses=[fr.losses.bce, fr.losses.mse]"
+        yield Problem("`losses` are none.", describe(losses), need, hint)
     for t, loss in enumerate(losses):
         if not takes_reduction(loss):
             name, need = getattr(loss, "__name__", type(loss).__name__), "(predictions, label, weight, *, reduction)"
             hint = 'fr.losses.mse; in your own: x if reduction == "none" else fr.losses.weighted_mean(x, weight)'
             what = f"`losses[{t}]` takes no `reduction`."
             yield Problem(what, f"{name}{inspect.signature(loss)}", need, hint, TypeError)
-    is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
-    if weights is not None and (not isinstance(weights, list | tuple) or not all(map(is_number, weights))):
-        yield Problem("`weights` are not numbers.", describe(weights), "one per task", "weights=(1.0, 0.5)", TypeError)
-    elif weights is not None and (len(weights) != len(losses) or not all(0 <= x < float("inf") for x in weights)):
+    if weights is not None and len(weights) != len(losses):
         need = f"{len(losses)} finite numbers >= 0"
         yield Problem("`weights` do not match the tasks.", f"{tuple(weights)}", need, f"weights={(1.0,) * len(losses)}")
 
@@ -86,12 +84,10 @@ def takes_reduction(loss: Callable) -> bool:
     return "reduction" in given or any(p.kind is p.VAR_KEYWORD for p in given.values())
 
 
-def column_problems(predictions: Tensor, weight: object, num_tasks: int) -> Iterator[Problem]:
+def column_problems(predictions: Tensor, weight: Tensor | None, num_tasks: int) -> Iterator[Problem]:
     if predictions.shape[1] != num_tasks:
         need = f"[B, {num_tasks}], a column for each loss"
         yield Problem("`predictions` have not one column for each task.", describe(predictions), need, "as many losses")
-    if isinstance(weight, Tensor) and weight.shape not in (predictions.shape, predictions.shape[:1]):
+    if weight is not None and weight.shape not in (predictions.shape, predictions.shape[:1]):
         need = f"f{list(predictions.shape[:1])}, or f{list(predictions.shape)}"
         yield Problem("`weight` does not match the examples.", describe(weight), need, "weight=None")
-    elif weight is not None and not isinstance(weight, Tensor):
-        yield Problem("`weight` is not a float tensor.", describe(weight), "f[B], or f[B, T]", "weight=None", TypeError)

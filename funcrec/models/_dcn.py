@@ -12,35 +12,25 @@ import torch
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import (
-    Draw,
-    check,
-    count_problems,
-    flag_problems,
-    number_problems,
-    plain_numbers,
-    random,
-    rate_problems,
-    size_problems,
-)
+from funcrec.core import Count, Draw, Magnitude, Share, Size, Sizes, check, random, typed
 from funcrec.models._deep import deep_part, run, width, with_dense
 from funcrec.models._dlrm import bottom_problems
 from funcrec.models._model import Model, build, check_configs, part, used
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup, modulo
 
 
-@plain_numbers
+@typed
 def dcnv2(
     tables: Sequence[TableConfig],
     features: Sequence[FeatureConfig],
     *,
-    num_dense: int = 0,
-    num_cross: int = 2,
-    rank: int | None = None,
-    sizes: Sequence[int] = (256, 256),
-    dropout: float = 0.0,
+    num_dense: Size = 0,
+    num_cross: Count = 2,
+    rank: Count | None = None,
+    sizes: Sizes = (256, 256),
+    dropout: Share = 0.0,
     batch_norm: bool = False,
-    cross_penalty: float = 0.0,
+    cross_penalty: Magnitude = 0.0,
     cross_weight: Draw = nn.xavier_normal,
 ) -> Model:
     """DCN-v2, stacked: cross layers on the concatenation of embeddings and dense inputs, then an MLP.
@@ -60,14 +50,7 @@ def dcnv2(
     Source: Wang et al., "DCN V2" (WWW 2021), fig. 1a.
     """
     call = "funcrec.models.dcnv2"
-    check_configs(call, tables, features, (), num_dense)
-    check(
-        call,
-        size_problems(sizes, "sizes", 1),
-        rate_problems(dropout, "dropout"),
-        flag_problems(batch_norm, "batch_norm"),
-    )
-    check(call, number_problems(cross_penalty, "cross_penalty", 0))
+    check_configs(call, tables, features)
     num_in = width(tables, features) + num_dense
     cross = nn.cross_network(num_in, num_cross, rank, weight=cross_weight)
     init_deep, deep = deep_part(num_in, sizes, dropout, batch_norm)
@@ -87,16 +70,16 @@ def dcnv2(
     return build(call, tables, features, num_dense, init, forward, penalty if cross_penalty else None)
 
 
-@plain_numbers
+@typed
 def dlrm_dcnv2(
     tables: Sequence[TableConfig],
     features: Sequence[FeatureConfig],
     *,
-    num_dense: int = 13,
-    bottom: Sequence[int] = (512, 256, 128),
-    num_cross: int = 3,
-    rank: int | None = 512,
-    sizes: Sequence[int] = (1024, 1024, 512, 256),
+    num_dense: Size = 13,
+    bottom: Sequence[Count] = (512, 256, 128),
+    num_cross: Count = 3,
+    rank: Count | None = 512,
+    sizes: Sizes = (1024, 1024, 512, 256),
 ) -> Model:
     """DLRM with cross layers for its interaction, as in MLPerf training: z = top(cross([bottom(dense), e_1 ... e_F])).
 
@@ -113,8 +96,8 @@ def dlrm_dcnv2(
     Source: TorchRec's DLRM_DCN; MLCommons training, recommendation_v2.
     """
     call = "funcrec.models.dlrm_dcnv2"
-    check_configs(call, tables, features, (), num_dense)
-    check(call, size_problems(sizes, "sizes", 1), bottom_problems(bottom, num_dense))
+    check_configs(call, tables, features)
+    check(call, bottom_problems(bottom, num_dense))
     num_in = width(tables, features) + (bottom[-1] if num_dense else 0)
     below = nn.mlp((num_dense, *bottom), final_activation=torch.relu, bias=nn.fan_out_normal) if num_dense else None
     cross = nn.cross_network(num_in, num_cross, rank)
@@ -143,8 +126,8 @@ MLPERF_ROWS = (
 MLPERF_IDS_PER_BAG = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 
 
-@plain_numbers
-def mlperf_dlrm_dcnv2(max_rows: int | None = None, *, embedding_dim: int = 128) -> Model:
+@typed
+def mlperf_dlrm_dcnv2(max_rows: Count | None = None, *, embedding_dim: Count = 128) -> Model:
     """The model of MLPerf training's recommendation benchmark: Criteo's 13 dense and 26 multi-hot features.
 
     Args:
@@ -161,9 +144,6 @@ def mlperf_dlrm_dcnv2(max_rows: int | None = None, *, embedding_dim: int = 128) 
 
     Source: MLCommons training, recommendation_v2/torchrec_dlrm.
     """
-    call = "funcrec.models.mlperf_dlrm_dcnv2"
-    if max_rows is not None:
-        check(call, count_problems(max_rows, "max_rows"))
     tables, features = [], []
     for i, (rows, length) in enumerate(zip(MLPERF_ROWS, MLPERF_IDS_PER_BAG, strict=True)):
         cut = max_rows is not None and max_rows < rows

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import check, flag_problems, plain_numbers, random, rate_problems, size_problems
+from funcrec.core import Share, Size, Sizes, check, random, typed
 from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part, used
 from funcrec.models._shallow import first_order
 from funcrec.nn import Layer
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
 
 
-@plain_numbers
+@typed
 def wide_deep(
     tables: Sequence[TableConfig],
     features: Sequence[FeatureConfig],
     *,
     linear: Sequence[FeatureConfig] = (),
-    num_dense: int = 0,
-    sizes: Sequence[int] = (256, 256, 256),
-    dropout: float = 0.0,
+    num_dense: Size = 0,
+    sizes: Sizes = (256, 256, 256),
+    dropout: Share = 0.0,
     batch_norm: bool = False,
 ) -> Model:
     """Wide & Deep: a first-order term of `linear` and the dense inputs, and an MLP of all embeddings and dense inputs.
@@ -46,13 +46,7 @@ def wide_deep(
     Source: Cheng et al., "Wide & Deep Learning for Recommender Systems" (2016).
     """
     call = "funcrec.models.wide_deep"
-    check_configs(call, tables, features, linear, num_dense)
-    check(
-        call,
-        size_problems(sizes, "sizes", 1),
-        rate_problems(dropout, "dropout"),
-        flag_problems(batch_norm, "batch_norm"),
-    )
+    check_configs(call, tables, features, linear)
     init_wide, wide = first_order(linear, num_dense)
     init_deep, deep = deep_part(width(tables, features) + num_dense, sizes, dropout, batch_norm)
 
@@ -66,15 +60,15 @@ def wide_deep(
     )
 
 
-@plain_numbers
+@typed
 def deepfm(
     tables: Sequence[TableConfig],
     features: Sequence[FeatureConfig],
     *,
     linear: Sequence[FeatureConfig] = (),
-    num_dense: int = 0,
-    sizes: Sequence[int] = (256, 256, 256),
-    dropout: float = 0.0,
+    num_dense: Size = 0,
+    sizes: Sizes = (256, 256, 256),
+    dropout: Share = 0.0,
     batch_norm: bool = False,
 ) -> Model:
     """DeepFM: `wide_deep` plus a factorization machine over the same embeddings, which must have one width.
@@ -91,14 +85,8 @@ def deepfm(
     Source: Guo et al., "DeepFM" (IJCAI 2017), eq. 1.
     """
     call = "funcrec.models.deepfm"
-    check_configs(call, tables, features, linear, num_dense)
-    check(
-        call,
-        equal_dim_problems(features, tables),
-        size_problems(sizes, "sizes", 1),
-        rate_problems(dropout, "dropout"),
-        flag_problems(batch_norm, "batch_norm"),
-    )
+    check_configs(call, tables, features, linear)
+    check(call, equal_dim_problems(features, tables))
     init_wide, wide = first_order(linear, num_dense)
     init_deep, deep = deep_part(width(tables, features) + num_dense, sizes, dropout, batch_norm)
 

@@ -6,29 +6,29 @@ Shapes: B batch, F features, D dim.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import Problem, check, flag_problems, plain_numbers, random, rate_problems, size_problems
+from funcrec.core import Count, Problem, Share, Size, Sizes, check, random, typed
 from funcrec.models._deep import deep_part, run
 from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part, used
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
 
 
-@plain_numbers
+@typed
 def dlrm(
     tables: Sequence[TableConfig],
     features: Sequence[FeatureConfig],
     *,
-    num_dense: int = 0,
-    bottom: Sequence[int] = (),
-    sizes: Sequence[int] = (512, 256),
-    dropout: float = 0.0,
+    num_dense: Size = 0,
+    bottom: Sequence[Count] = (),
+    sizes: Sizes = (512, 256),
+    dropout: Share = 0.0,
     batch_norm: bool = False,
-    keep: str = "all",
+    keep: Literal["all", "dense"] = "all",
 ) -> Model:
     """Interactions by dot products. Without dense inputs it is the inner-product network PNN.
 
@@ -52,14 +52,8 @@ def dlrm(
     "Product-based Neural Networks" (2016), §III-A.
     """
     call = "funcrec.models.dlrm"
-    check_configs(call, tables, features, (), num_dense)
-    check(
-        call,
-        equal_dim_problems(features, tables),
-        size_problems(sizes, "sizes", 1),
-        rate_problems(dropout, "dropout"),
-        flag_problems(batch_norm, "batch_norm"),
-    )
+    check_configs(call, tables, features)
+    check(call, equal_dim_problems(features, tables))
     dim = next(t.embedding_dim for t in tables if t.name == features[0].table)
     check(call, bottom_problems(bottom, num_dense, dim), keep_problems(keep, num_dense))
     count = len(features) + bool(num_dense)
@@ -85,18 +79,17 @@ def dlrm(
 
 
 def bottom_problems(bottom: Sequence[int], num_dense: int, dim: int | None = None):
-    """`bottom` must be sizes; with dense inputs there must be one, and (given a dim) the last must be dim."""
-    found = list(size_problems(bottom, "bottom", at_least=1 if num_dense else 0))
-    yield from found
-    if not found and num_dense and dim is not None and bottom[-1] != dim:
+    """With dense inputs there must be a layer, and (given a dim) the last must be dim."""
+    if num_dense and not bottom:
+        got, need = f"() with num_dense={num_dense}", "at least one size"
+        yield Problem("`bottom` has no layer.", got, need, "bottom=(64, 16)")
+    elif num_dense and dim is not None and bottom[-1] != dim:
         need = f"bottom[-1] == {dim}, the embeddings' dim"
         yield Problem("`bottom` does not end in the embeddings' dim.", f"{tuple(bottom)}", need)
-    if not found and not num_dense and bottom:
+    elif not num_dense and bottom:
         yield Problem("`bottom` has no input.", f"{tuple(bottom)} with num_dense=0", "bottom=()", "num_dense=...")
 
 
 def keep_problems(keep: object, num_dense: int):
-    if not isinstance(keep, str) or keep not in ("all", "dense"):
-        yield Problem("`keep` is unknown.", f"{keep!r}", "'all' or 'dense'")
-    elif keep == "dense" and not num_dense:
+    if keep == "dense" and not num_dense:
         yield Problem("`keep` names a vector that is not there.", "'dense' with num_dense=0", "keep='all'")

@@ -18,7 +18,6 @@ from funcrec.core import (
     check,
     describe,
     fail,
-    function_problems,
     is_tracked,
     map_tensors,
     random,
@@ -78,6 +77,7 @@ class Model(NamedTuple):
         fail("funcrec.models.Model", what, got="model(...)", need=need, hint=hint, kind=TypeError)
 
 
+@typed
 def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> Callable:
     """The training loss: the mean of `loss` over the batch, weighted by `batch.weight`, plus the model's penalty.
 
@@ -104,13 +104,6 @@ def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> Callable:
       >>> aux["logits"].shape, grads.tables["item"].rows
       (torch.Size([2]), tensor([1, 2]))
     """
-
-    if not isinstance(model, Model):
-        need, hint = "a Model", "fr.models.deepfm(tables, features)"
-        fail(
-            "funcrec.models.loss", "`model` is not a model.", got=describe(model), need=need, hint=hint, kind=TypeError
-        )
-    check("funcrec.models.loss", function_problems(loss=loss))
 
     def loss_fn(params: Params, batch: Batch, *, key: Tensor | None = None):  # None is told of in four parts
         random.check_key("funcrec.models.loss", key)
@@ -266,11 +259,11 @@ def without_padding(batch: Batch) -> Batch:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def check_configs(call: str, tables: object, features: object, linear: object = (), num_dense: object = 0) -> None:
+def check_configs(call: str, tables: object, features: object, linear: object = ()) -> None:
     """What every constructor asks of its configs: pooled features of known tables, first-order ones of dim 1."""
     check(call, table_list_problems(tables), feature_list_problems(features), feature_list_problems(linear))
     every = (*features, *linear)
-    check(call, feature_table_problems(every, tables), pooling_problems(every), num_dense_problems(num_dense))
+    check(call, feature_table_problems(every, tables), pooling_problems(every))
     check(call, dim_problems(linear, tables, 1, "`linear_twins(tables, features)` makes them"))
 
 
@@ -281,13 +274,6 @@ def pooling_problems(features: Sequence[FeatureConfig]) -> Iterator[Problem]:
         if f.pooling == "none":
             need = "pooling 'sum' or 'mean'"
             yield Problem(f"`features[{f.name!r}]` is a sequence.", "pooling 'none'", need)
-
-
-def num_dense_problems(num_dense: object) -> Iterator[Problem]:
-    if not isinstance(num_dense, int) or isinstance(num_dense, bool):
-        yield Problem("`num_dense` is not an integer.", describe(num_dense), "an int >= 0", kind=TypeError)
-    elif num_dense < 0:
-        yield Problem("`num_dense` is negative.", f"{num_dense}", "an int >= 0")
 
 
 def dim_problems(features, tables, dim: int, hint: str) -> Iterator[Problem]:

@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import check, plain_numbers
+from funcrec.core import Size, check, typed
 from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
 
 
-@plain_numbers
-def lr(tables: Sequence[TableConfig], features: Sequence[FeatureConfig], *, num_dense: int = 0) -> Model:
+@typed
+def lr(tables: Sequence[TableConfig], features: Sequence[FeatureConfig], *, num_dense: Size = 0) -> Model:
     """Logistic regression: a bias, a weight per id (features of tables with embedding_dim 1), a weight per dense input.
 
     Example:
@@ -26,18 +26,18 @@ def lr(tables: Sequence[TableConfig], features: Sequence[FeatureConfig], *, num_
       >>> sorted(model.init(fr.key(0)).dense)
       ['bias']
     """
-    check_configs("funcrec.models.lr", tables, (), features, num_dense)
+    check_configs("funcrec.models.lr", tables, (), features)
     init, term = first_order(features, num_dense)
     return build("funcrec.models.lr", tables, features, num_dense, init, lambda p, b, key: (term(p, b), {}))
 
 
-@plain_numbers
+@typed
 def fm(
     tables: Sequence[TableConfig],
     features: Sequence[FeatureConfig],
     *,
     linear: Sequence[FeatureConfig] = (),
-    num_dense: int = 0,
+    num_dense: Size = 0,
 ) -> Model:
     """Factorization machine: first order by `linear` and the dense inputs, second order over `features`.
 
@@ -58,7 +58,7 @@ def fm(
 
     Source: Rendle, "Factorization Machines" (2010), eq. 1.
     """
-    check_configs("funcrec.models.fm", tables, features, linear, num_dense)
+    check_configs("funcrec.models.fm", tables, features, linear)
     check("funcrec.models.fm", equal_dim_problems(features, tables))
     init, term = first_order(linear, num_dense)
 

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from funcrec import nn
-from funcrec.core import check, count_problems, plain_numbers, random
+from funcrec.core import Count, check, random, typed
 from funcrec.models._model import Model, build, check_configs, equal_dim_problems, part
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
 
 
-@plain_numbers
+@typed
 def simple_deepfm(
     tables: Sequence[TableConfig],
     features: Sequence[FeatureConfig],
     *,
-    num_dense: int,
-    hidden_size: int = 32,
-    deep_size: int = 16,
+    num_dense: Count,
+    hidden_size: Count = 32,
+    deep_size: Count = 16,
 ) -> Model:
     """TorchRec's SimpleDeepFMNN, whose prediction is the sigmoid of this model's logit. `deepfm` is the paper's.
 
@@ -46,9 +46,8 @@ def simple_deepfm(
     Source: TorchRec's models/deepfm.py, after Guo et al., "DeepFM" (IJCAI 2017).
     """
     call = "funcrec.models.simple_deepfm"
-    check_configs(call, tables, features, (), num_dense)
-    sizes = {"num_dense": num_dense, "hidden_size": hidden_size, "deep_size": deep_size}
-    check(call, equal_dim_problems(features, tables), *(count_problems(n, name) for name, n in sizes.items()))
+    check_configs(call, tables, features)
+    check(call, equal_dim_problems(features, tables))
     dim = next(t.embedding_dim for t in tables if t.name == features[0].table)
     layers = {
         "bottom": nn.mlp((num_dense, hidden_size, dim), final_activation=torch.relu),

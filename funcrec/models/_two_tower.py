@@ -6,27 +6,14 @@ Q_j is how likely the batch was to hold candidate j; without the correction popu
 Shapes: B batch, D dim of the towers' outputs.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from funcrec import losses, nn
-from funcrec.core import (
-    Positive,
-    Problem,
-    check,
-    describe,
-    fail,
-    function_problems,
-    plain_numbers,
-    random,
-    rate_problems,
-    size_problems,
-    typed_fields,
-)
+from funcrec.core import Positive, Share, Sizes, check, random, typed, typed_fields
 from funcrec.models._deep import run, width
 from funcrec.models._model import batch_problems, build, check_configs, own_problems, part
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, duplicate_problems, lookup
@@ -56,15 +43,15 @@ class TwoTower(NamedTuple):
     temperature: Positive
 
 
-@plain_numbers
+@typed
 def two_tower(
     tables: Sequence[TableConfig],
     query: Sequence[FeatureConfig],
     candidate: Sequence[FeatureConfig],
     *,
-    sizes: Sequence[int] = (128, 64),
-    dropout: float = 0.0,
-    temperature: float = 0.05,
+    sizes: Sizes = (128, 64),
+    dropout: Share = 0.0,
+    temperature: Positive = 0.05,
 ) -> TwoTower:
     """An MLP over the query's features and another over the candidate's; both end in vectors of sizes[-1].
 
@@ -85,7 +72,9 @@ def two_tower(
     Source: Yi et al., "Sampling-bias-corrected neural modeling" (RecSys 2019), fig. 2.
     """
     call = "funcrec.models.two_tower"
-    check_towers(call, tables, query, candidate, sizes, dropout, temperature)
+    for side in (query, candidate):
+        check_configs(call, tables, side)
+    check(call, duplicate_problems((*query, *candidate), "features"))
     sides = {"query": tuple(query), "candidate": tuple(candidate)}
     layers = {name: nn.mlp((width(tables, own), *sizes), dropout=dropout) for name, own in sides.items()}
 
@@ -118,7 +107,7 @@ def two_tower(
     )
 
 
-@plain_numbers
+@typed
 def in_batch_softmax(
     query: Tensor,
     candidate: Tensor,
@@ -140,7 +129,7 @@ def in_batch_softmax(
     return losses.in_batch_softmax(query, candidate, log_q=log_q, temperature=temperature, candidate_ids=candidate_ids)
 
 
-@plain_numbers
+@typed
 def in_batch_softmax_loss(
     model: TwoTower,
     *,
@@ -165,13 +154,6 @@ def in_batch_softmax_loss(
       tensor(0.)
     """
 
-    call = "funcrec.models.in_batch_softmax_loss"
-    if not isinstance(model, TwoTower):
-        need, hint = "a TwoTower", "fr.models.two_tower(tables, query, candidate)"
-        fail(call, "`model` is not a pair of towers.", got=describe(model), need=need, hint=hint, kind=TypeError)
-    given = {"log_q": log_q, "candidate_ids": candidate_ids}
-    check(call, function_problems(**{name: fn for name, fn in given.items() if fn is not None}))
-
     def loss_fn(params: Params, batch: Batch, *, key: Tensor):
         q, c = model.towers(params, batch, key)
         value = losses.in_batch_softmax(
@@ -185,25 +167,3 @@ def in_batch_softmax_loss(
         return value, {"logits": (q * c).sum(-1) / model.temperature, "stats": {}}
 
     return loss_fn
-
-
-# -- validators --------------------------------------------------------------------------------------------------
-
-
-def check_towers(call: str, tables, query, candidate, sizes, dropout, temperature) -> None:
-    for side in (query, candidate):
-        check_configs(call, tables, side)
-    check(
-        call,
-        duplicate_problems((*query, *candidate), "features"),
-        size_problems(sizes, "sizes", 1),
-        rate_problems(dropout, "dropout"),
-        temperature_problems(temperature),
-    )
-
-
-def temperature_problems(temperature: object) -> Iterator[Problem]:
-    if not isinstance(temperature, (int, float)) or isinstance(temperature, bool):
-        yield Problem("`temperature` is not a number.", describe(temperature), "a float > 0", kind=TypeError)
-    elif not 0 < temperature < math.inf:
-        yield Problem("`temperature` is not positive.", f"{temperature}", "a float > 0")

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, fail, number_problems, plain_numbers, size_problems
+from funcrec.core import Count, Magnitude, Problem, UnitInterval, check, describe, fail, typed
 from funcrec.nn._layer import Layer, ones, param_problems, width_problems, zeros
 
 
-@plain_numbers
-def batch_norm(dim: int, *, momentum: float = 0.1, eps: float = 1e-5) -> Layer:
+@typed
+def batch_norm(dim: Count, *, momentum: UnitInterval = 0.1, eps: Magnitude = 1e-5) -> Layer:
     """x f[B, dim] -> f[B, dim], each column normalised over the batch.
 
     Returns:
@@ -38,8 +38,6 @@ def batch_norm(dim: int, *, momentum: float = 0.1, eps: float = 1e-5) -> Layer:
     Source: Ioffe and Szegedy, "Batch Normalization" (2015), algorithm 1; torch.nn.BatchNorm1d.
     """
     call = "funcrec.nn.batch_norm"
-    check(call, size_problems((dim,), "dim"))
-    check(call, number_problems(momentum, "momentum", 0, 1), number_problems(eps, "eps", 0))
 
     stats_problems = lambda stats: param_problems(stats, "stats", mean=(dim,), var=(dim,))
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec.core import Draw, check, function_problems, plain_numbers, random, size_problems
+from funcrec.core import Count, Draw, check, random, typed
 from funcrec.nn._layer import Layer, param_problems, width_problems, xavier_normal, zeros
 
 
-@plain_numbers
-def cross(dim: int, rank: int | None = None, *, weight: Draw = xavier_normal) -> Layer:
+@typed
+def cross(dim: Count, rank: Count | None = None, *, weight: Draw = xavier_normal) -> Layer:
     """One cross layer, x0, x f[..., dim] -> f[..., dim].
 
     Args:
@@ -35,8 +35,6 @@ def cross(dim: int, rank: int | None = None, *, weight: Draw = xavier_normal) ->
 
     Source: Wang et al., "DCN V2" (WWW 2021), §3.2 and §3.4; TorchRec's CrossNet and LowRankCrossNet.
     """
-    check("funcrec.nn.cross", size_problems((dim,), "dim"), size_problems((1 if rank is None else rank,), "rank"))
-    check("funcrec.nn.cross", function_problems(weight=weight))
 
     own = {"weight": (dim, dim)} if rank is None else {"u": (dim, rank), "v": (rank, dim)}
     needed = {**own, "bias": (dim,)}
@@ -59,8 +57,8 @@ def cross(dim: int, rank: int | None = None, *, weight: Draw = xavier_normal) ->
     return Layer(init, apply)
 
 
-@plain_numbers
-def cross_network(dim: int, num_layers: int, rank: int | None = None, *, weight: Draw = xavier_normal) -> Layer:
+@typed
+def cross_network(dim: Count, num_layers: Count, rank: Count | None = None, *, weight: Draw = xavier_normal) -> Layer:
     """`num_layers` cross layers on one x0 f[..., dim] -> f[..., dim]; params are a list.
 
     Example:
@@ -69,7 +67,6 @@ def cross_network(dim: int, num_layers: int, rank: int | None = None, *, weight:
       >>> net.apply(net.init(fr.key(0)), torch.ones(5, 4)).shape
       torch.Size([5, 4])
     """
-    check("funcrec.nn.cross_network", size_problems((num_layers,), "num_layers"))
     layer = cross(dim, rank, weight=weight)
 
     def init(key: Tensor) -> list[Any]:

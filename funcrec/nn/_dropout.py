@@ -3,14 +3,16 @@
 y_i = x_i / (1 - rate) where u_i < 1 - rate, else 0,   u = uniform(key)
 """
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from funcrec.core import check, describe, device_problems, fail, plain_numbers, random, rate_problems
+from funcrec.core import Form, Key, Share, check, device_problems, random, typed
 
 
-@plain_numbers
-def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
+@typed
+def dropout(x: Annotated[Tensor, Form("f[...]")], key: Key, rate: Share) -> Tensor:
     """Zero each element with probability `rate` (static) and scale the others by 1 / (1 - rate).
 
     Args:
@@ -32,10 +34,6 @@ def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
 
     Source: Srivastava et al., "Dropout" (2014), in the inverted form of torch.nn.Dropout.
     """
-    check("funcrec.nn.dropout", rate_problems(rate))
-    random.check_key("funcrec.nn.dropout", key)
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        fail("funcrec.nn.dropout", "`x` is not a float tensor.", got=describe(x), need="f[...]", kind=TypeError)
     check("funcrec.nn.dropout", device_problems(x=x, key=key))
     if rate == 0:
         return x

@@ -12,19 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import (
-    Draw,
-    Key,
-    Problem,
-    Shape,
-    check,
-    describe,
-    number_problems,
-    plain_numbers,
-    random,
-    typed,
-    typed_fields,
-)
+from funcrec.core import Draw, Key, Magnitude, Problem, Shape, check, describe, random, typed, typed_fields
 
 
 @typed_fields
@@ -79,8 +67,8 @@ def fan_out_normal(key: Key, shape: Shape) -> Tensor:
     return random.normal(key, shape) * math.sqrt(1 / max(shape[0], 1))
 
 
-@plain_numbers
-def normal(std: float) -> Draw:
+@typed
+def normal(std: Magnitude) -> Draw:
     """N(0, std²).
 
     Example:
@@ -88,7 +76,6 @@ def normal(std: float) -> Draw:
       >>> fr.nn.normal(1.0)(fr.key(0), (2, 3)).shape
       torch.Size([2, 3])
     """
-    check("funcrec.nn.normal", number_problems(std, "std", 0))
     return lambda key, shape: random.normal(key, shape) * std
 
 

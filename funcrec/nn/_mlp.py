@@ -7,31 +7,22 @@ with d dropout, n batch norm and a the activation.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec.core import (
-    Draw,
-    Problem,
-    check,
-    describe,
-    flag_problems,
-    function_problems,
-    plain_numbers,
-    random,
-    rate_problems,
-    size_problems,
-)
+from funcrec.core import Count, Draw, Problem, Share, Sizes, Within, check, describe, random, typed
 from funcrec.nn._batch_norm import batch_norm as batch_norm_layer
 from funcrec.nn._dropout import dropout as drop
 from funcrec.nn._layer import Layer, param_problems, part_problems, width_problems, xavier_normal, zeros
 
+Widths = Annotated[Sizes, Within("at least two sizes, an int >= 1", lambda sizes: len(sizes) >= 2)]
 
-@plain_numbers
-def linear(num_in: int, num_out: int, *, weight: Draw = xavier_normal, bias: Draw | None = zeros) -> Layer:
+
+@typed
+def linear(num_in: Count, num_out: Count, *, weight: Draw = xavier_normal, bias: Draw | None = zeros) -> Layer:
     """x f[..., num_in] -> f[..., num_out], with params {"weight": f[num_out, num_in], "bias": f[num_out]}.
 
     Args:
@@ -45,13 +36,6 @@ def linear(num_in: int, num_out: int, *, weight: Draw = xavier_normal, bias: Dra
 
     Source: torch.nn.Linear, whose state dict it reads.
     """
-    drawn = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    check(
-        "funcrec.nn.linear",
-        size_problems((num_in,), "num_in"),
-        size_problems((num_out,), "num_out"),
-        function_problems(**drawn),
-    )
 
     needed = {"weight": (num_out, num_in)} if bias is None else {"weight": (num_out, num_in), "bias": (num_out,)}
 
@@ -67,13 +51,13 @@ def linear(num_in: int, num_out: int, *, weight: Draw = xavier_normal, bias: Dra
     return Layer(init, apply)
 
 
-@plain_numbers
+@typed
 def mlp(
-    sizes: Sequence[int],
+    sizes: Widths,
     *,
     activation: Callable[[Tensor], Tensor] = torch.relu,
     final_activation: Callable[[Tensor], Tensor] | None = None,
-    dropout: float = 0.0,
+    dropout: Share = 0.0,
     batch_norm: bool = False,
     weight: Draw = xavier_normal,
     bias: Draw = zeros,
@@ -98,10 +82,6 @@ def mlp(
       (torch.Size([4, 1]), [])
     """
     call = "funcrec.nn.mlp"
-    check(call, size_problems(sizes, "sizes", at_least=2), rate_problems(dropout, "dropout"))
-    functions = {"activation": activation, "weight": weight, "bias": bias}
-    functions |= {} if final_activation is None else {"final_activation": final_activation}
-    check(call, flag_problems(batch_norm, "batch_norm"), function_problems(**functions))
     count = len(sizes) - 1
     layers = [linear(a, b, weight=weight, bias=bias) for a, b in itertools.pairwise(sizes)]
     activations = [activation] * (count - 1) + [final_activation]

@@ -8,13 +8,13 @@ Shapes: N ids, L places.
 import torch
 from torch import Tensor
 
-from funcrec.core import check, describe, fail, plain_numbers, size_problems
+from funcrec.core import Count, check, describe, fail, typed
 from funcrec.jagged import JaggedTensor, jagged_parts
 from funcrec.nn._layer import Layer, ones
 
 
-@plain_numbers
-def position_weights(max_length: int) -> Layer:
+@typed
+def position_weights(max_length: Count) -> Layer:
     """apply(params f[max_length], bags) -> f[N]: weights for a weighted feature,
     by the places of its bags; 0 in the padding and beyond.
 
@@ -30,7 +30,6 @@ def position_weights(max_length: int) -> Layer:
     Source: TorchRec's PositionWeightedModule.
     """
     call = "funcrec.nn.position_weights"
-    check(call, size_problems((max_length,), "max_length"))
 
     def init(key: Tensor) -> Tensor:
         return ones(key, (max_length,))

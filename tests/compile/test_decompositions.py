@@ -8,6 +8,8 @@ import torch
 
 import funcrec as fr
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
 def test_products_of_vectors_and_stacks_keep_their_type(dtype):
@@ -41,7 +43,7 @@ def test_moments_of_nothing_are_no_numbers(dim):
             torch.testing.assert_close(got, want, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_floors_of_quotients_are_those_of_eager_mode(dtype):
     """Floors of quotients, remainders and weighted means of two numbers are eager mode's; those of 16 bits are those of
     32 bits, rounded once. Among the quotients are 0, infinite ones and such that round to a whole number."""
@@ -67,7 +69,7 @@ def test_quotients_of_integers_by_floats_are_floored():
         torch.testing.assert_close(got, want.to(got.dtype), rtol=2**-7, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_quotients_of_what_is_no_number_are_those_of_eager_mode(dtype):
     """Floors, truncations and remainders of infinite and missing numbers, zeros of both signs, very large and very
     small ones, by each of them, and of none, are eager mode's, and the signs of zeros. 16 bits are computed in 32."""
@@ -160,8 +162,19 @@ def test_numbers_to_the_power_of_integers():
         assert got.dtype == want.dtype and torch.equal(got, want)
 
 
-def test_nothing_is_said_of_torchs_own_old_calls():
+def test_nothing_is_said_of_torchs_own_old_calls(tmp_path, monkeypatch):
     """The first compilation of a diagonal warns of nothing: what Inductor calls itself is no matter of a user's."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # where nothing is compiled yet
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         assert torch.equal(fr.jit(lambda x: x.diagonal() * 3.25)(torch.ones(3, 3)), torch.full((3,), 3.25))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_ldexp_has_the_type_that_both_arguments_have(dtype):
+    """x · 2^n has eager mode's dtype and value for an exponent of each other dtype."""
+    x = torch.tensor([1, -2, 3, 0], dtype=dtype)
+    exponents = [torch.tensor([1, 0, 5, 2]).to(other) for other in (torch.int8, torch.int64, *FLOATS)]
+    f = lambda x, exponents: [torch.ldexp(x, n) for n in exponents]
+    for got, want in zip(fr.jit(f)(x, exponents), f(x, exponents), strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -113,6 +114,19 @@ def test_what_is_interrupted_leaves_no_file(place):
     with pytest.raises(KeyboardInterrupt):
         files.load("x.so", lambda path: [path.write_bytes(b"half"), (_ for _ in ()).throw(KeyboardInterrupt)], None)
     assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["a file", "a folder of the file's name", "nowhere"])
+def test_where_no_file_can_be_kept_the_error_says_so(what, tmp_path, monkeypatch):
+    """A folder that cannot be made and a folder in the file's place are told before anything is compiled."""
+    place = Path("/proc/none") if what == "nowhere" else tmp_path / "cache"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(place))
+    if what == "a file":
+        place.touch()
+    elif what == "a folder of the file's name":
+        (place / "funcrec" / "x.so" / "y").mkdir(parents=True)
+    with pytest.raises(OSError, match=r"cannot be kept\.\n  got   .*\n  need .*\n  try   TORCHINDUCTOR_CACHE_DIR"):
+        files.load("x.so", None, None)
 
 
 def test_without_a_compiler_the_error_says_so(tmp_path):

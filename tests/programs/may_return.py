@@ -98,7 +98,6 @@ MAY_RETURN = (
     Row("labels may be booleans", "losses.*", "label", {"bool[3]"}),
     Row("a weight of a task is any number >= 0", "losses.multi_task", r"weights\[.*", {"7", "0"}),
     Row("None weighs all alike", "losses.loss_of_tasks", "weight", {"None"}),
-    Row("an array can be gone through again and again", r"\.fit", "loader", {"numpy"}),
     Row("settings are any plain values by name", r"\.fit", "settings", {"{'q': 1}"}),
     Row("a folder has any name", r"loop.tensorboard", "writer", {"'no'"}),
     Row("one tensor without a table", r"\.global_norm", "more", NUMBERS),

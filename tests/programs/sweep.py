@@ -127,7 +127,7 @@ def reached(call, codes: set):
         codes.add(own)
         yield
         return
-    between = tuple(LIBRARY + x for x in ("core/_typed.py", "core/_number_checks.py"))
+    between = tuple(LIBRARY + x for x in ("core/_typed.py", "core/_annotations.py", "core/_number_checks.py"))
 
     def on_call(frame, event, _):
         if event == "call" and frame.f_code.co_filename.startswith(LIBRARY):

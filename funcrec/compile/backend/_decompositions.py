@@ -46,6 +46,11 @@ def power_of_number(base: Any, exponent: torch.Tensor) -> torch.Tensor:
     return torch.pow(torch.full((), base, dtype=dtype, device=exponent.device), exponent)
 
 
+def ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """x · 2^exponent, promoted as eager mode does: Inductor gives an answer of x's dtype."""
+    return x * torch.pow(2.0, exponent)
+
+
 def in_more_bits(op: Callable) -> Callable:
     """A reduction of 8-bit integers as one of 64 bits: a vector of them has more lanes than a loop's rest has elements,
     and Inductor reduces what lies in the others. One of bools, too: the places of their least were others, and masks of
@@ -168,6 +173,7 @@ DECOMPOSITIONS = {
     aten._assert_async.default: assertion,
     aten.pow.Tensor_Scalar: power,
     aten.pow.Scalar: power_of_number,
+    aten.ldexp.Tensor: ldexp,
     aten.bmm.default: vectors_product,
     aten.var_mean.correction: moments(torch.var),
     aten.std_mean.correction: moments(torch.std),

@@ -81,7 +81,7 @@ def test_a_checkpoint_that_failed_ends_the_run(failing, tmp_path, monkeypatch):
 
 def test_it_is_of_a_checkpoint():
     """Without a checkpoint, or with what is no flag, it is refused."""
-    with pytest.raises(ValueError, match="`save_asynchronously` is of a checkpoint"):
+    with pytest.raises(ValueError, match="`save_asynchronously` needs `checkpoint`"):
         fit(None, save_every_steps=None, save_asynchronously=True)
-    with pytest.raises(TypeError, match="`save_asynchronously` is neither True nor False"):
+    with pytest.raises(TypeError, match="`save_asynchronously` is not a truth value"):
         fit(None, save_every_steps=None, save_asynchronously="yes")

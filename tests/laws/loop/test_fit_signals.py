@@ -116,14 +116,14 @@ def test_the_newest_are_kept(tmp_path, axes):
 
 
 @pytest.mark.parametrize(("how", "said"), [
-    ({"keep": 0}, "`keep` is too small"),
-    ({"keep": 2, "checkpoint": None}, "is of a checkpoint"),
+    ({"keep": 0}, "`keep` is out of range"),
+    ({"keep": 2, "checkpoint": None}, "`keep` needs `checkpoint`"),
     ({"keep": 2, "checkpoint": __file__}, "is a file"),
     ({"checkpoint": os.path.dirname(__file__)}, "is a folder"),
     ({"save_every_minutes": 0}, "out of range"),
     ({"save_every_minutes": float("nan")}, "out of range"),
     ({"save_every_minutes": "5"}, "is not a number"),
-    ({"save_every_minutes": 5, "checkpoint": None}, "is of a checkpoint"),
+    ({"save_every_minutes": 5, "checkpoint": None}, "`save_every_minutes` needs `checkpoint`"),
     ({"save_every_minutes": 5, "sync": lambda state: state}, "when a clock says so"),
 ])  # fmt: skip
 def test_what_does_not_fit_a_checkpoint_is_refused(tmp_path, how, said):

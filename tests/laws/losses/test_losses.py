@@ -203,20 +203,20 @@ def test_a_model_of_two_tasks_is_trained():
 
 
 @pytest.mark.parametrize("call, error, part", [
-    (lambda x: losses.mse(x, CLICKS[:3]), ValueError, "`label` does not match the predictions"),
-    (lambda x: losses.mse(x, None), TypeError, "`label` is missing"),
-    (lambda x: losses.bce(x, CLICKS, torch.ones(B).long()), TypeError, "`weight` is not a float tensor"),
+    (lambda x: losses.mse(x, CLICKS[:3]), ValueError, "`label` does not match `predictions`"),
+    (lambda x: losses.mse(x, None), TypeError, "`label` is not a tensor"),
+    (lambda x: losses.bce(x, CLICKS, torch.ones(B).long()), TypeError, "`weight` is not a tensor of this dtype"),
     (lambda x: losses.bce(x, CLICKS, torch.ones(3)), ValueError, "`weight` does not match"),
     (lambda x: losses.bce(x, CLICKS, -torch.ones(B)), ValueError, "weight[0] = -1"),
     (lambda x: losses.bce(x, CLICKS, reduction="sum"), ValueError, "`reduction` is unknown"),
-    (lambda x: losses.cross_entropy(x, CLASSES), ValueError, "another number of dimensions"),
+    (lambda x: losses.cross_entropy(x, CLASSES), ValueError, "`logits` is not a tensor of these dimensions"),
     (lambda x: losses.cross_entropy(numbers(1, B, 3), CLASSES), ValueError, "label[1] = 3"),
     (lambda x: losses.huber(x, CLICKS, delta=0.0), ValueError, "`delta`"),
-    (lambda x: losses.multi_task([]), TypeError, "`losses` are not losses"),
+    (lambda x: losses.multi_task([]), ValueError, "`losses` are none"),
     (lambda x: losses.multi_task([losses.mse, lambda p, y, w: (p - y).mean()]), TypeError, "takes no `reduction`"),
     (lambda x: losses.multi_task([losses.mse], weights=(1.0, 2.0)), ValueError, "do not match the tasks"),
     (lambda x: TASKS(numbers(1, B, 3), numbers(2, B, 3)), ValueError, "not one column for each task"),
-    (lambda x: TASKS(x, CLICKS), ValueError, "`predictions` have another number of dimensions"),
+    (lambda x: TASKS(x, CLICKS), ValueError, "`predictions` is not a tensor of these dimensions"),
 ])  # fmt: skip
 def test_bad_input(call, error, part):
     """Wrong arguments are told in four parts."""

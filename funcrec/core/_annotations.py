@@ -1,0 +1,292 @@
+"""What an annotation asks of a value: `kind_of(hint)` has it in words, tests it, and tells what is wrong.
+
+An annotation is a class, a union, a Literal, a Sequence or Mapping of such, a Callable, or one of the aliases of
+`_ranges`, with a range or a form of tensors in it. A class may say more of its values in `PARTS`.
+"""
+
+import functools
+import inspect
+import numbers
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funcrec.core._errors import EXAMPLES, Problem, describe, example_at
+from funcrec.core._ranges import Form
+
+PARTS: dict[
+    type, Callable[[Any, str], Iterator[Problem]]
+] = {}  # class -> what is wrong with a value of it, whose path is given
+
+
+class Kind(NamedTuple):
+    """What an argument must be. need: in words. find: (path, value) -> problems. fits: whether there are none. accepts:
+    whether the outermost structure is right. example: an expression for one."""
+
+    need: str
+    find: Callable[[str, Any], Iterator[Problem]]
+    fits: Callable[[Any], bool]
+    accepts: Callable[[Any], bool]
+    example: str = ""
+
+
+_PLAIN: dict[Any, tuple[tuple, str, str]] = {
+    int: ((numbers.Integral, torch.SymInt), "an integer", "an int"),
+    float: ((numbers.Real, torch.SymFloat, torch.SymInt), "a number", "a number"),
+    bool: ((bool, np.bool_, torch.SymBool), "a truth value", "True or False"),
+    str: ((str,), "a string", "a string"),
+    Tensor: ((Tensor,), "a tensor", "a tensor"),
+    torch.dtype: ((torch.dtype,), "a dtype", "a torch.dtype"),
+    type: ((type,), "a class", "a class"),
+    Iterable: ((Iterable,), "iterable", "an iterable"),
+}
+_DTYPES: dict[str, Callable[[torch.dtype], bool]] = {
+    "f": lambda d: d.is_floating_point,
+    "i": lambda d: d in (torch.int32, torch.int64),
+    "i64": lambda d: d == torch.int64,
+    "b": lambda d: d == torch.bool,
+    "x": lambda d: not d.is_complex,
+}
+_CASTS = {"f": "float()", "i": "long()", "i64": "long()", "b": "bool()", "x": "real"}
+
+
+def kind_of(hint: Any, owner: Any = None) -> Kind:
+    """`owner`, the function, knows the modules' names, for annotations in quotes."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(hint, str | typing.ForwardRef):
+        return _late(hint if isinstance(hint, str) else hint.__forward_arg__, owner)
+    if origin is Annotated:
+        return _annotated(args[0] if len(args) == 2 else Annotated[args[:-1]], args[-1], owner)
+    if origin in (typing.Union, types.UnionType):
+        return _union(args, owner)
+    if origin is typing.Literal:
+        return _literal(args)
+    if origin in (Mapping, dict):
+        return _mapping(args, owner)
+    if origin in (Sequence, Collection, tuple, list):
+        return _sequence(origin, args, owner)
+    if origin is Callable or hint is Callable:
+        return _instance(callable, "a function", "a function", Callable)
+    plain = origin if origin in _PLAIN else hint
+    if plain in _PLAIN:
+        is_number, (classes, noun, need) = plain in (int, float), _PLAIN[plain]
+        is_one = lambda x: isinstance(x, classes) and not (is_number and x.__class__ is bool)
+        return _instance(is_one, noun, need, plain)
+    if hint is Any or hint is object or not isinstance(hint, type) or getattr(hint, "_is_protocol", False):
+        return ANYTHING
+    return _of_class(hint)
+
+
+def _instance(is_one: Callable[[Any], bool], noun: str, need: str, cls: Any = None) -> Kind:
+    def find(path: str, x: Any) -> Iterator[Problem]:
+        if not is_one(x):
+            yield Problem(f"`{path}` is not {noun}.", describe(x), need, conversion(path, x, cls), TypeError)
+
+    return Kind(need, find, is_one, is_one, EXAMPLES.get(getattr(cls, "__name__", ""), ""))
+
+
+def _of_class(cls: type) -> Kind:
+    need, example = f"{'an' if cls.__name__[0] in 'AEIOU' else 'a'} {cls.__name__}", EXAMPLES.get(cls.__name__, "")
+
+    def find(path: str, x: Any) -> Iterator[Problem]:
+        if not isinstance(x, cls):
+            yield Problem(f"`{path}` is not {need}.", describe(x), need, _example(path, example), TypeError)
+        elif cls in PARTS:
+            yield from PARTS[cls](x, path)
+
+    is_one = lambda x: isinstance(x, cls)
+    return Kind(need, find, lambda x: is_one(x) and (cls not in PARTS or _is_clean(find, x)), is_one, example)
+
+
+def _is_clean(find: Callable, x: Any) -> bool:
+    return not any(True for _ in find("", x))
+
+
+ANYTHING = Kind("anything", lambda path, x: iter(()), lambda x: True, lambda x: True)
+
+
+def _annotated(hint: Any, more: Any, owner: Any) -> Kind:
+    if isinstance(more, Form):
+        return _formed(more)
+    if more == "device":
+        return _DEVICE
+    inner = kind_of(hint, owner)
+
+    def find(path: str, x: Any) -> Iterator[Problem]:
+        found = [p._replace(need=more.need) if p.what.startswith(f"`{path}` ") else p for p in inner.find(path, x)]
+        yield from found
+        if not found and not more.holds(x):
+            yield Problem(f"`{path}` is out of range.", f"{x}", more.need, conversion(path, None, hint))
+
+    example = inner.example or _LOOKS.get(hint, ((), ""))[1]
+    return Kind(more.need, find, lambda x: inner.fits(x) and more.holds(x), inner.accepts, example)
+
+
+def _formed(form: Form) -> Kind:
+    dtype, rank = form.dtype, None if form.dims is None else len(form.dims)
+    need = form.text.removeprefix("x")  # of any dtype
+
+    def find(path: str, x: Any) -> Iterator[Problem]:
+        if not isinstance(x, Tensor):
+            hint = conversion(path, x, Tensor)
+            hint = _example(path, form.example) if hint.endswith(_LOOKS[Tensor][1]) else hint
+            yield Problem(f"`{path}` is not {form.noun}.", describe(x), need, hint, TypeError)
+        elif not _DTYPES[dtype](x.dtype):
+            hint = f"{path}.{_CASTS[dtype]}" if form.noun == "a tensor" else _example(path)
+            yield Problem(f"`{path}` is not {form.noun} of this dtype.", describe(x), need, hint, TypeError)
+        elif rank is not None and x.dim() != rank:
+            what, is_column = f"`{path}` is not {form.noun} of these dimensions.", x.dim() == rank + 1
+            hint = f"{path}.squeeze(-1)" if is_column and x.shape[-1] == 1 else _example(path, form.example)
+            yield Problem(what, describe(x), need, hint)
+
+    fits = lambda x: isinstance(x, Tensor) and _DTYPES[dtype](x.dtype) and rank in (None, x.dim())
+    return Kind(need, find, fits, lambda x: isinstance(x, Tensor))
+
+
+def _device_problems(path: str, x: Any) -> Iterator[Problem]:
+    hint, need = f"{path}='cpu'", "a torch.device, or its name"
+    if not isinstance(x, str | torch.device):
+        yield Problem(f"`{path}` is not a device.", describe(x), need, hint, TypeError)
+    elif isinstance(x, str):
+        try:
+            torch.device(x)
+        except RuntimeError:
+            yield Problem(f"`{path}` is not a device.", repr(x), need, hint)
+
+
+_DEVICE = Kind(
+    "a device", _device_problems, functools.partial(_is_clean, _device_problems),
+    lambda x: isinstance(x, str | torch.device)
+)  # fmt: skip
+
+
+def _union(args: tuple, owner: Any) -> Kind:
+    optional, members = type(None) in args, [kind_of(a, owner) for a in args if a is not type(None)]
+    need = " or ".join(dict.fromkeys(m.need for m in members)) + (", or None" if optional else "")
+    allowed = lambda x: optional and x is None
+
+    def find(path: str, x: Any) -> Iterator[Problem]:
+        if allowed(x) or any(m.fits(x) for m in members):
+            return
+        near = next((m for m in members if m.accepts(x)), None)
+        if near is not None:
+            yield from (p._replace(need=need) if p.what.startswith(f"`{path}` ") else p for p in near.find(path, x))
+        else:
+            yield next(members[0].find(path, x))._replace(need=need, kind=TypeError)
+
+    fits = lambda x: allowed(x) or any([m.fits(x) for m in members])  # noqa: C419
+    return Kind(need, find, fits, lambda x: allowed(x) or any(m.accepts(x) for m in members), members[0].example)
+
+
+def _literal(args: tuple) -> Kind:
+    need = " or ".join(map(repr, args))
+    fits = lambda x: any(x is a or (isinstance(x, str) and x == a) for a in args)
+
+    def find(path: str, x: Any) -> Iterator[Problem]:
+        if not fits(x):
+            kind = ValueError if isinstance(x, str) else TypeError
+            yield Problem(f"`{path}` is unknown.", describe(x), need, f"{path}={args[0]!r}", kind)
+
+    return Kind(need, find, fits, lambda x: isinstance(x, str))
+
+
+def _mapping(args: tuple, owner: Any) -> Kind:
+    of_key, of_value = (kind_of(a, owner) for a in args)
+    need, example = f"{{name: {of_value.need}}}", f'{{"item": {of_value.example}}}' if of_value.example else ""
+
+    def find(path: str, x: Any) -> Iterator[Problem]:
+        if not isinstance(x, Mapping):
+            own = _example(path).removeprefix(f"{path}=")
+            text = own if own.startswith("{") else example or (f'{{"item": {own}}}' if own else "")
+            hint = _example(path, text) if text else ""
+            yield Problem(f"`{path}` is not a mapping.", describe(x), need, hint, TypeError)
+            return
+        for k, v in x.items():
+            if not of_key.fits(k):
+                yield Problem(
+                    f"a name in `{path}` is not {of_key.need}.", describe(k), need, _example(path, example), TypeError
+                )
+            yield from of_value.find(f"{path}[{k!r}]", v)
+
+    is_one = lambda x: isinstance(x, Mapping)
+    fits = lambda x: is_one(x) and all([of_key.fits(k) and of_value.fits(v) for k, v in x.items()])  # noqa: C419
+    return Kind(need, find, fits, is_one, example)
+
+
+def _sequence(origin: Any, args: tuple, owner: Any) -> Kind:
+    is_fixed = origin is tuple and args != () and args[-1] is not ...
+    kinds = [kind_of(a, owner) for a in args if a is not ...] or [ANYTHING]
+    classes = (tuple, list) if origin is tuple else (Collection if origin is Collection else Sequence,)
+    inner = [k.need for k in kinds]
+    need = f"({', '.join(inner)})" if is_fixed else f"a sequence, each {inner[0]}"
+    example = f"[{kinds[0].example}]" if kinds[0].example else ""
+    is_one = lambda x: isinstance(x, classes) and not isinstance(x, str | Mapping | Tensor)
+
+    def find(path: str, x: Any) -> Iterator[Problem]:
+        if not is_one(x):
+            own = _example(path)
+            hint = own if own.startswith((f"{path}=(", f"{path}=[")) or not example else _example(path, example)
+            yield Problem(f"`{path}` is not a sequence.", describe(x), need, hint, TypeError)
+        elif is_fixed and len(x) != len(kinds):
+            yield Problem(f"`{path}` has another length.", f"{len(x)} elements", need, _example(path))
+        else:
+            for i, e in enumerate(x):
+                yield from kinds[i if is_fixed else 0].find(f"{path}[{i}]", e)
+
+    if is_fixed:
+        fits = lambda x: is_one(x) and len(x) == len(kinds) and all([k.fits(e) for k, e in zip(kinds, x)])  # noqa: C419
+    else:
+        fits = lambda x: is_one(x) and all(map(kinds[0].fits, x))
+    return Kind(need, find, fits, is_one, example)
+
+
+def _late(name: str, owner: Any) -> Kind:
+    """A class that is not there yet; what cannot be found is not looked at."""
+
+    @functools.cache
+    def resolved() -> Kind:
+        found = getattr(inspect.unwrap(owner), "__globals__", {}).get(name)
+        return ANYTHING if found is None else kind_of(found)
+
+    return Kind(
+        f"a {name}", lambda path, x: resolved().find(path, x), lambda x: resolved().fits(x),
+        lambda x: resolved().accepts(x),
+        EXAMPLES.get(name, ""),
+    )  # fmt: skip
+
+
+# -- what to try -----------------------------------------------------------------------------------------------------
+
+
+def conversion(path: str, x: Any, cls: Any) -> str:
+    """How to make what is needed of what was got; else an example of it."""
+    if cls is Tensor and isinstance(x, np.ndarray):
+        return f"torch.from_numpy({path})"
+    if cls is Tensor and isinstance(x, list | tuple) and x and all(isinstance(e, int | float) for e in x):
+        return f"torch.tensor({path})"
+    if cls is int and isinstance(x, Tensor) and x.dim() == 0:
+        return f"int({path}), which waits for the device"
+    if cls is bool:
+        return f"{path}=True, or False"
+    own, (begins, plain) = _example(path), _LOOKS.get(cls, ((), ""))
+    is_other = own.startswith(f"{path}=") and not own.startswith(tuple(f"{path}={b}" for b in begins))
+    return _example(path, plain) if plain and (is_other or not own) else own  # a name may have two meanings
+
+
+_LOOKS: dict[Any, tuple[Sequence[str], str]] = {  # how an example begins, and one
+    int: ("0123456789", "2"),
+    float: ("0123456789", "0.5"),
+    str: ('"', '"item"'),
+    Tensor: (("torch.", "fr.key"), "torch.ones(4)"),
+    Callable: (("lambda", "fr.", "torch."), "lambda *args: args"),
+}
+
+
+def _example(path: str, text: str = "") -> str:
+    """`path=text`, or an example of the argument that `path` begins with."""
+    return f"{path}={text}" if text else example_at(path.split(".")[-1])

@@ -1,0 +1,98 @@
+"""What a declaration says of several arguments: sizes of one letter are equal, and what needs another has it."""
+
+from typing import Annotated
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from funcrec.core import Count, Form, Sizes, Within, typed
+
+SIZE = st.integers(0, 3)
+Pair = Annotated[Sizes, Within("two sizes", lambda sizes: len(sizes) == 2)]
+
+
+@typed(call="funcrec.product", needs={"keep": "path", "late": "path"})
+def product(
+    x: Annotated[Tensor, Form("f[B, D]")],
+    w: Annotated[Tensor, Form("f[D]")] | None = None,
+    bias: Annotated[Tensor, Form("x[B]")] | None = None,
+    *,
+    keep: Count | None = None,
+    late: bool = False,
+    path: str | None = None,
+) -> Tensor:
+    y = x.sum(1) if w is None else x @ w
+    return y if bias is None else y + bias
+
+
+@given(b=SIZE, d=SIZE, other_b=SIZE, other_d=SIZE, order=st.booleans())
+def test_dimensions_of_one_letter_are_of_one_size(b, d, other_b, other_d, order):
+    """A call goes through if and only if B and D are each of one size, however the arguments are passed."""
+    x, w, bias = torch.ones(b, d), torch.ones(other_d), torch.ones(other_b, dtype=torch.int64)
+    call = lambda: product(bias=bias, w=w, x=x) if order else product(x, w, bias)
+    if (b, d) == (other_b, other_d):
+        assert call().shape == (b,)
+        return
+    with pytest.raises(ValueError, match=r"^funcrec.product: `(w|bias)` does not match `x`") as error:
+        call()
+    text = str(error.value)
+    assert (f"need  f[{d}], as `x`, which is f32[{b}, {d}]" in text) == (d != other_d)
+    assert (f"need  [{b}], as `x`" in text) == (b != other_b)
+
+
+def test_what_is_left_out_has_no_size():
+    """None and a default are no tensors, and the others are held to each other all the same."""
+    x = torch.ones(2, 3)
+    assert product(x).tolist() == product(x, None, torch.zeros(2)).tolist() == [3, 3]
+    with pytest.raises(ValueError, match="`bias` does not match `x`"):
+        product(x, None, torch.zeros(3))
+
+
+def test_members_of_a_vmap_have_the_sizes_of_a_member():
+    """Under vmap the letters are those of one member."""
+    x, w = torch.ones(5, 2, 3), torch.ones(5, 3)
+    assert torch.func.vmap(product)(x, w).shape == (5, 2)
+    assert torch.func.vmap(product, in_dims=(0, None))(x, torch.ones(3)).shape == (5, 2)
+    with pytest.raises(ValueError, match="`w` does not match `x`"):
+        torch.func.vmap(product, in_dims=(0, None))(x, torch.ones(2))
+
+
+@pytest.mark.parametrize("how, name", [({"keep": 2}, "keep"), ({"late": True}, "late")])
+def test_what_needs_another_argument_has_it(how, name):
+    """An argument that means nothing without another is refused alone; None and its default ask for nothing."""
+    x = torch.ones(2, 3)
+    with pytest.raises(ValueError, match=f"(?s)`{name}` needs `path`.*need  `path` too, or no `{name}`.*try   path="):
+        product(x, **how)
+    for good in (how | {"path": "a"}, {"keep": None, "late": False}, {"path": "a"}):
+        assert product(x, **good).tolist() == [3, 3]
+
+
+def test_a_range_of_a_range_is_both():
+    """An alias with one more range is held to each, and elements keep their own words."""
+
+    @typed
+    def area(sizes: Pair) -> int:
+        return sizes[0] * sizes[1]
+
+    assert area((2, 3)) == area([2, 3]) == 6
+    for sizes, words in (((2,), "need  two sizes"), ((), "need  two sizes"), ((2, 0), "need  an int >= 1")):
+        with pytest.raises(ValueError, match=words):
+            area(sizes)
+
+
+def test_an_error_of_the_body_keeps_its_cause():
+    """A TypeError that the function itself raises is passed on with what caused it."""
+
+    @typed
+    def fails(x: Count) -> None:
+        try:
+            {}[x]
+        except KeyError as error:
+            raise TypeError("no such row") from error
+
+    with pytest.raises(TypeError, match="no such row") as error:
+        fails(3)
+    assert isinstance(error.value.__cause__, KeyError)
