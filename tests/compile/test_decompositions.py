@@ -171,10 +171,15 @@ def test_nothing_is_said_of_torchs_own_old_calls(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_ldexp_has_the_type_that_both_arguments_have(dtype):
-    """x · 2^n has eager mode's dtype and value for an exponent of each other dtype."""
-    x = torch.tensor([1, -2, 3, 0], dtype=dtype)
-    exponents = [torch.tensor([1, 0, 5, 2]).to(other) for other in (torch.int8, torch.int64, *FLOATS)]
-    f = lambda x, exponents: [torch.ldexp(x, n) for n in exponents]
+def test_powers_of_two_are_those_of_eager_mode(dtype):
+    """x · 2^n has eager mode's dtype and bits for an exponent of each dtype, where 2^n alone overflows or x is
+    subnormal, and of exponents beyond int32, too."""
+    least, most = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
+    x = torch.tensor([1, -1.1, 3, 0, least, least / 3, -most, torch.inf, torch.nan], dtype=dtype)
+    small = torch.tensor([1, 0, 5, 2, 3, -1, -2, 1, 1])
+    far = torch.tensor([-149, 200, -2100, 2000, 130, 2098, -1080, -5000, 2**40])
+    exponents = [*(small.to(n) for n in (torch.int8, torch.int64, *FLOATS)), far, far + 2**32, torch.tensor(2.5)]
+    f = lambda x, exponents: [torch.ldexp(x, n) for n in exponents] + [torch.ldexp(n, small) for n in exponents]
     for got, want in zip(fr.jit(f)(x, exponents), f(x, exponents), strict=True):
-        assert got.dtype == want.dtype and torch.equal(got, want)
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)

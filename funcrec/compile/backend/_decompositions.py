@@ -47,8 +47,16 @@ def power_of_number(base: Any, exponent: torch.Tensor) -> torch.Tensor:
 
 
 def ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """x · 2^exponent, promoted as eager mode does: Inductor gives an answer of x's dtype."""
-    return x * torch.pow(2.0, exponent)
+    """x · 2^exponent, where Inductor gives an answer of x's dtype though the exponent's is wider, and an infinite one
+    where the power alone is: eager mode adds an int32 to the exponent of a float, and rounds once."""
+    if exponent.is_floating_point() or not x.is_floating_point():
+        dtype = x.dtype if x.is_floating_point() else torch.float32
+        return x * torch.pow(torch.full((), 2.0, dtype=dtype, device=x.device), exponent)
+    rest, y = exponent.to(torch.int32).to(torch.int64), x.to(torch.float64)
+    for _ in range(3):  # from the least number to the greatest it is 2098 powers
+        part = rest.clamp(-1000, 1000)
+        y, rest = y * ((part + 1023) << 52).view(torch.float64), rest - part
+    return y.to(x.dtype)
 
 
 def in_more_bits(op: Callable) -> Callable:
