@@ -57,6 +57,7 @@ from funcrec.core._ranges import Device as Device
 from funcrec.core._ranges import Form as Form
 from funcrec.core._ranges import Key as Key
 from funcrec.core._ranges import Magnitude as Magnitude
+from funcrec.core._ranges import Name as Name
 from funcrec.core._ranges import NotNegative as NotNegative
 from funcrec.core._ranges import Positive as Positive
 from funcrec.core._ranges import Shape as Shape

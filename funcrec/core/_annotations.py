@@ -121,7 +121,7 @@ def _annotated(hint: Any, more: Any, owner: Any) -> Kind:
         found = [p._replace(need=more.need) if p.what.startswith(f"`{path}` ") else p for p in inner.find(path, x)]
         yield from found
         if not found and not more.holds(x):
-            yield Problem(f"`{path}` is out of range.", f"{x}", more.need, conversion(path, None, hint))
+            yield Problem(f"`{path}` {more.what}.", f"{x}" or repr(x), more.need, conversion(path, None, hint))
 
     example = inner.example or _LOOKS.get(hint, ((), ""))[1]
     return Kind(more.need, find, lambda x: inner.fits(x) and more.holds(x), inner.accepts, example)
@@ -137,7 +137,9 @@ def _formed(form: Form) -> Kind:
             hint = _example(path, form.example) if hint.endswith(_LOOKS[Tensor][1]) else hint
             yield Problem(f"`{path}` is not {form.noun}.", describe(x), need, hint, TypeError)
         elif not _DTYPES[dtype](x.dtype):
+            is_mask = x.dtype == torch.bool and form.dtype == "i" and rank == 1
             hint = f"{path}.{_CASTS[dtype]}" if form.noun == "a tensor" else _example(path)
+            hint = f"{path}.nonzero()[:, 0], where the mask is True" if is_mask else hint
             yield Problem(f"`{path}` is not {form.noun} of this dtype.", describe(x), need, hint, TypeError)
         elif rank is not None and x.dim() != rank:
             what, is_column = f"`{path}` is not {form.noun} of these dimensions.", x.dim() == rank + 1

@@ -9,10 +9,11 @@ from torch import Tensor
 
 
 class Within(NamedTuple):
-    """The range of a number."""
+    """The range of a number, or another property of a value. what: of one that has it not."""
 
     need: str
     holds: Callable[[Any], bool]
+    what: str = "is out of range"
 
     def __repr__(self) -> str:  # as signatures show it
         return self.need
@@ -53,7 +54,8 @@ NotNegative = Annotated[float, Within("a number >= 0", lambda x: x >= 0)]
 Magnitude = Annotated[float, Within("a finite number >= 0", lambda x: 0 <= x < math.inf)]
 UnitInterval = Annotated[float, Within("a number in [0, 1]", lambda x: 0 <= x <= 1)]
 Share = Annotated[float, Within("a number in [0, 1)", lambda x: 0 <= x < 1)]
-Sizes = Annotated[Sequence[Count], Within("at least one size, an int >= 1", lambda sizes: len(sizes) >= 1)]
+Name = Annotated[str, Within("a non-empty string", bool, "is empty")]
+Sizes = Annotated[Sequence[Count], Within("at least one size, an int >= 1", lambda s: len(s) >= 1, "is empty")]
 Shape = Sequence[Size]
 Key = Annotated[Tensor, Form("i64[]", "a key")]
 Device = Annotated[torch.device | str, "device"]

@@ -9,16 +9,30 @@ threads may make the batches. Shapes: N rows, B rows of a batch.
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Annotated, Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Device, Problem, check, count_problems, describe, fail, flag_problems, kind_of, random, replace
+from funcrec.core import (
+    Count,
+    Device,
+    Form,
+    Key,
+    Problem,
+    Size,
+    check,
+    describe,
+    fail,
+    random,
+    replace,
+    typed,
+    typed_fields,
+)
 from funcrec.data._prefetch import device_problems, in_threads, prefetch
 from funcrec.data.datasets._ctr import random_order
 from funcrec.data.readers._rows import row_problems
-from funcrec.jagged import int_problems, pad_to_bucket
+from funcrec.jagged import pad_to_bucket
 from funcrec.tables import Batch
 
 
@@ -31,13 +45,19 @@ class RowData(Protocol):
     def take(self, rows: Tensor) -> Batch: ...
 
 
+@typed_fields
 class Position(NamedTuple):
     """The next batch to read: number `batch` of epoch `epoch`. A plain pair of integers, for checkpoints."""
 
-    epoch: int = 0
-    batch: int = 0
+    epoch: Size = 0
+    batch: Size = 0
 
 
+Rows = Annotated[Tensor, Form("i[N]")]
+At = Position | tuple[Size, Size]
+
+
+@typed
 def take(data: RowData, rows: Tensor) -> Batch:
     """The batch of these row numbers i[B], in their order and with repeats.
 
@@ -59,13 +79,14 @@ def take(data: RowData, rows: Tensor) -> Batch:
     return data.take(rows)
 
 
+@typed
 def batches(
     data: RowData,
-    rows: Tensor | None,
-    batch_size: int,
+    rows: Rows | None,
+    batch_size: Count,
     *,
-    key: Tensor | None = None,
-    position: Position = Position(),  # noqa: B008
+    key: Key | None = None,
+    position: At = Position(),  # noqa: B008
     drop_last: bool = False,
     pad_last: bool = False,
     bucket: bool = False,
@@ -102,7 +123,7 @@ def batches(
     """
     call = "funcrec.data.batches"
     load = _loader_of(call, data, rows, batch_size, key, drop_last, pad_last, bucket)
-    check(call, position_problems(position), epoch_problems(load, position))
+    check(call, epoch_problems(load, position))
     return _epoch(load, Position(*position))
 
 
@@ -140,8 +161,9 @@ class Loader:
     device: Device | None = None
     look: Callable[[tuple[Position, Batch]], Any] | None = None  # of each item, before it goes to the device
 
-    def __call__(self, position: Position = Position()) -> Iterator[tuple[Position, Batch]]:  # noqa: B008
-        check("funcrec.data.Loader", position_problems(position), epoch_problems(self, position))
+    @typed(call="funcrec.data.Loader")
+    def __call__(self, position: At = Position()) -> Iterator[tuple[Position, Batch]]:  # noqa: B008
+        check("funcrec.data.Loader", epoch_problems(self, position))
         made = _epoch(self, Position(*position))
         made = made if self.look is None else (self.look(item) for item in made)
         return made if self.device is None else prefetch(made, depth=self.depth, device=self.device)
@@ -162,17 +184,18 @@ class Loader:
         return {"batch_size": self.batch_size, "key": key, "count": self.count, "rows": rows}
 
 
+@typed
 def loader(
     data: RowData,
-    rows: Tensor | None,
-    batch_size: int,
+    rows: Rows | None,
+    batch_size: Count,
     *,
-    key: Tensor | None = None,
+    key: Key | None = None,
     drop_last: bool = False,
     pad_last: bool = False,
     bucket: bool = False,
-    workers: int = 0,
-    depth: int = 2,
+    workers: Size = 0,
+    depth: Count = 2,
     device: Device | None = None,
 ) -> Loader:
     """`batches` of all epochs: a function of a position that gives the rest of its epoch.
@@ -195,29 +218,21 @@ def loader(
     """
     call = "funcrec.data.loader"
     load = _loader_of(call, data, rows, batch_size, key, drop_last, pad_last, bucket)
-    check(call, epoch_problems(load, Position()), count_problems(workers, "workers", 0), count_problems(depth, "depth"))
-    check(call, kind_of(Device | None).find("device", device))
-    check(call, device_problems(device))
+    check(call, epoch_problems(load, Position()), device_problems(device))
     return replace(load, workers=workers, depth=depth, device=device)
 
 
-def num_batches(num_rows: int, batch_size: int, *, drop_last: bool = False) -> int:
+@typed
+def num_batches(num_rows: Size, batch_size: Count, *, drop_last: bool = False) -> int:
     """The batches of an epoch."""
-    call = "funcrec.data.num_batches"
-    check(call, count_problems(num_rows, "num_rows", 0), count_problems(batch_size, "batch_size"))
-    check(call, flag_problems(drop_last, "drop_last"))
     return num_rows // batch_size if drop_last else -(-num_rows // batch_size)
 
 
 def _loader_of(call: str, data, rows, batch_size, key, drop_last, pad_last, bucket) -> Loader:
-    check(call, data_problems(data), size_problems(rows, batch_size))
-    flags = {"drop_last": drop_last, "pad_last": pad_last, "bucket": bucket}
-    check(call, *(flag_problems(x, name) for name, x in flags.items()))
+    check(call, data_problems(data))
     check(
         call, row_problems(rows.cpu(), data.num_rows) if rows is not None else (), _last_problems(drop_last, pad_last)
     )
-    if key is not None:
-        random.check_key(call, key)
     rows = torch.arange(data.num_rows) if rows is None else rows.clone()  # what was looked at is what is read
     count = num_batches(rows.shape[0], batch_size, drop_last=drop_last)
     return Loader(data, rows, int(batch_size), key, pad_last, bucket, count)
@@ -281,20 +296,6 @@ def epoch_problems(load: Loader, position: Position) -> Iterator[Problem]:
         yield Problem(
             "`rows` do not make a batch.", f"{num_rows} rows", need, "drop_last=False, or a smaller batch_size"
         )
-    elif isinstance(position, tuple) and len(position) == 2 and type(position[1]) is int and position[1] >= load.count:
+    elif position[1] >= load.count:
         need, hint = f"batch < {load.count}, the batches of an epoch", "the position that came with the last batch"
         yield Problem("`position` is behind the end of its epoch.", f"{tuple(position)}", need, hint)
-
-
-def size_problems(rows: Tensor | None, batch_size: int) -> Iterator[Problem]:
-    if rows is not None:
-        yield from int_problems(rows, "rows")
-    yield from count_problems(batch_size, "batch_size")
-
-
-def position_problems(position: Position) -> Iterator[Problem]:
-    whole = isinstance(position, tuple) and len(position) == 2 and all(type(x) is int for x in position)
-    if not whole:
-        yield Problem("`position` is not a position.", describe(position), "Position(epoch, batch)", kind=TypeError)
-    elif min(position) < 0:
-        yield Problem("`position` is negative.", f"{position}", "epoch >= 0 and batch >= 0")

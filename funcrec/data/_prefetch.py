@@ -11,14 +11,15 @@ from typing import TypeVar
 
 import torch
 
-from funcrec.core import Device, Problem, check, describe, flag_problems, kind_of, map_tensors, tree_leaves
+from funcrec.core import Count, Device, Problem, check, describe, map_tensors, tree_leaves, typed
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 
+@typed
 def prefetch(
-    items: Iterable[T], *, depth: int = 2, pin_memory: bool = False, device: Device | None = None
+    items: Iterable[T], *, depth: Count = 2, pin_memory: bool = False, device: Device | None = None
 ) -> Iterator[T]:
     """`items`, of which up to `depth` are ready ahead of the consumer.
 
@@ -44,9 +45,7 @@ def prefetch(
       >>> list(prefetch(range(3)))
       [0, 1, 2]
     """
-    check("funcrec.data.prefetch", kind_of(Device | None).find("device", device))
-    check("funcrec.data.prefetch", _problems(items, depth), flag_problems(pin_memory, "pin_memory"))
-    check("funcrec.data.prefetch", device_problems(device))
+    check("funcrec.data.prefetch", _item_problems(items), device_problems(device))
     return _consume(items, depth, pin_memory, None if device is None else torch.device(device))
 
 
@@ -152,10 +151,6 @@ def device_problems(device: Device | None) -> Iterator[Problem]:
         yield Problem("`device` is not there.", got, need, "device=None, or 'cpu'")
 
 
-def _problems(items: object, depth: object) -> Iterator[Problem]:
-    if not isinstance(items, Iterable) or (isinstance(items, torch.Tensor) and not items.dim()):
+def _item_problems(items: Iterable) -> Iterator[Problem]:
+    if isinstance(items, torch.Tensor) and not items.dim():
         yield Problem("`items` cannot be iterated.", describe(items), "an iterable of batches", kind=TypeError)
-    if not isinstance(depth, int) or isinstance(depth, bool):
-        yield Problem("`depth` is not an integer.", describe(depth), "an int >= 1", kind=TypeError)
-    elif depth < 1:
-        yield Problem("`depth` is too small.", f"{depth}", "an int >= 1")

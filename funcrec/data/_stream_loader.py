@@ -15,7 +15,7 @@ from torch import Tensor
 
 from funcrec.core import Count, Device, Key, Problem, Size, check, describe, fail, random, replace, typed
 from funcrec.data._examples import Examples, examples_of, whole
-from funcrec.data._loader import Position, position_problems, refuse_iteration
+from funcrec.data._loader import At, Position, refuse_iteration
 from funcrec.data._prefetch import device_problems, in_threads, prefetch
 from funcrec.data.encoders._encoding import Encoding
 from funcrec.data.encoders._encoding import encode as encode_by
@@ -58,8 +58,8 @@ class StreamLoader:
     given: dict[str, Any]  # what `stream_loader` was asked for, of which a copy in another process is made
     look: Callable[[tuple[Position, Batch]], Any] | None = None  # of each item, before it goes to the device
 
-    def __call__(self, position: Position = Position()) -> Iterator[tuple[Position, Batch]]:  # noqa: B008
-        check(CALL, position_problems(position))
+    @typed(call=CALL)
+    def __call__(self, position: At = Position()) -> Iterator[tuple[Position, Batch]]:  # noqa: B008
         made = _positions(self, Position(*position))
         made = made if self.look is None else (self.look(item) for item in made)
         return made if self.device is None else prefetch(made, depth=self.depth, device=self.device)

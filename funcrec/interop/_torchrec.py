@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from funcrec.core import PARTS, check, describe, fail, flag_problems
+from funcrec.core import PARTS, check, describe, fail, flag_problems, typed
 from funcrec.interop._configs import from_configs, pair_of, to_configs
 from funcrec.interop._quantized import from_quantised, is_quantised
 from funcrec.interop._values import FROM, TO, is_all
@@ -27,6 +27,7 @@ def need_torchrec(call: str) -> None:
         )  # fmt: skip
 
 
+@typed
 def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
     """TorchRec's value as ours. Tensors are shared, not copied.
 
@@ -66,7 +67,6 @@ def from_torchrec(x: Any, *, weighted: bool = False) -> Any:
         column=None),)
     """
     call = "funcrec.interop.from_torchrec"
-    check(call, flag_problems(weighted, "weighted"))
     theirs = sys.modules.get("torchrec")  # who has a value of its has imported it
     if theirs is not None:
         own = theirs.sparse.jagged_tensor

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from funcrec.core import check, count_problems, describe, fail, typed
+from funcrec.core import Count, describe, fail, typed
 
 
 class Record(NamedTuple):
@@ -113,7 +113,8 @@ def csv_lines(path: str | os.PathLike) -> Callable[[Record], None]:
     return write
 
 
-def tensorboard(writer: Any, *, every: int | None = None) -> Callable[[Record], None]:
+@typed
+def tensorboard(writer: Any, *, every: Count | None = None) -> Callable[[Record], None]:
     """Gives TensorBoard each epoch's numbers, and the numbers of every `every`th step.
 
     Args:
@@ -133,7 +134,6 @@ def tensorboard(writer: Any, *, every: int | None = None) -> Callable[[Record], 
       epoch/auc 0.75 0
     """
     call = "funcrec.loop.tensorboard"
-    check(call, count_problems(every, "every") if every is not None else ())
     if not isinstance(writer, str | os.PathLike) and not callable(getattr(writer, "add_scalar", None)):
         need = "a folder, or a writer with `add_scalar`"
         fail(call, "`writer` is not a writer.", got=describe(writer), need=need, hint="'runs/one'", kind=TypeError)

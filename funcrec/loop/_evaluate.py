@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, fail, function_problems, own_errors, tree_map
+from funcrec.core import Problem, check, describe, fail, own_errors, tree_map, typed
 from funcrec.loop._ranks import all_parts, num_processes
 from funcrec.mesh import Mesh
 from funcrec.metrics import Metric
@@ -34,6 +34,7 @@ def one_batch() -> Iterator[None]:
         _is_trial.reset(before)
 
 
+@typed
 def evaluate(
     predict: Callable[[Any, Any], Tensor],
     params: Any,
@@ -72,7 +73,7 @@ def evaluate(
       {'accuracy': 0.75, 'auc': 0.8333333333333334}
     """
     call = "funcrec.evaluate"
-    check(call, function_problems(predict=predict, label=label, weight=weight), metrics_problems(metrics))
+    check(call, metrics_problems(metrics))
     given = batches
     if callable(batches):
         with own_errors(call, batches, need="no argument"):
@@ -132,16 +133,12 @@ def is_pair(item: object) -> bool:
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def metrics_problems(metrics: object) -> Iterator[Problem]:
-    if not isinstance(metrics, Mapping) or not metrics:
+def metrics_problems(metrics: Mapping[str, Metric | Callable]) -> Iterator[Problem]:
+    if not metrics:
         need, hint = "{name: Metric, or a function}", '{"auc": fr.metrics.auc(from_logits=True)}'
-        yield Problem("`metrics` are not metrics by name.", describe(metrics), need, hint, TypeError)
-        return
+        yield Problem("`metrics` are none.", describe(metrics), need, hint)
     for n, m in metrics.items():
-        if not isinstance(n, str) or not (isinstance(m, Metric) or callable(m)):
-            hint = "fr.metrics.auc(from_logits=True)"
-            yield Problem(f"`metrics[{n!r}]` is not a metric.", describe(m), "a Metric, or a function", hint, TypeError)
-        elif isinstance(m, FunctionType) and m.__module__.startswith("funcrec.metrics") and m.__name__ != "exact_auc":
+        if isinstance(m, FunctionType) and m.__module__.startswith("funcrec.metrics") and m.__name__ != "exact_auc":
             what, hint = f"`metrics[{n!r}]` makes a metric, and is not one.", f"fr.metrics.{m.__name__}()"
             yield Problem(what, f"the function {m.__name__}", "a Metric", hint, TypeError)
 

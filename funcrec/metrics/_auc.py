@@ -11,13 +11,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, count_problems, describe, flag_problems
+from funcrec.core import Count, Problem, check, describe, typed
 from funcrec.metrics._metric import Metric, as_doubles, example_problems, examples
 
 LOGIT_RANGE = 16.0  # of the bins; f32 probabilities end near ±16
 
 
-def auc(num_bins: int = 2**16, *, from_logits: bool = False) -> Metric:
+@typed
+def auc(num_bins: Count = 2**16, *, from_logits: bool = False) -> Metric:
     """AUC from a histogram of the logits, `num_bins` even bins between
     -16 and 16; what is beyond falls into the outer bins.
 
@@ -34,7 +35,6 @@ def auc(num_bins: int = 2**16, *, from_logits: bool = False) -> Metric:
       >>> m.compute(m.update(m.init(), torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1])))
       tensor(0.7500, dtype=torch.float64)
     """
-    check("funcrec.metrics.auc", count_problems(num_bins, "num_bins"), flag_problems(from_logits, "from_logits"))
 
     def init(device=None):
         return torch.zeros((2, num_bins), dtype=torch.float64, device=device)

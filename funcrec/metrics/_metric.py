@@ -20,7 +20,6 @@ from funcrec.core import (
     Problem,
     check,
     describe,
-    flag_problems,
     is_tracked,
     tree_leaves,
     tree_map,
@@ -113,8 +112,6 @@ def sums(
 
     from_logits: ANY takes any predictions. of_labels: their range.
     """
-    if from_logits is not ANY:
-        check(f"funcrec.metrics.{name}", flag_problems(from_logits, "from_logits"))
     names = (*terms(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)), "weight")
 
     @typed

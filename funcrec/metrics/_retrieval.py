@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from funcrec.core import PARTS, Problem, check, count_problems, describe
+from funcrec.core import PARTS, Count, Problem, check, describe, typed
 from funcrec.jagged import JaggedTensor
 from funcrec.kernels.reference_jagged import ascending, place_among
 from funcrec.metrics._metric import ANY, Metric, sums
 
 
-def recall(k: int) -> Metric:
+@typed
+def recall(k: Count) -> Metric:
     """The part of the relevant rows that stand among the first k, the mean over lists; those to which nothing is
     relevant are left out.
 
@@ -33,12 +34,14 @@ def recall(k: int) -> Metric:
     return _of_lists("recall", k, lambda hits, count: hits.sum(1) / count)
 
 
-def hit_rate(k: int) -> Metric:
+@typed
+def hit_rate(k: Count) -> Metric:
     """The part of the lists with a relevant row among the first k. Arguments as `recall`'s."""
     return _of_lists("hit_rate", k, lambda hits, count: hits.amax(1))
 
 
-def ndcg(k: int) -> Metric:
+@typed
+def ndcg(k: Count) -> Metric:
     """The normalised discounted cumulative gain of the first k, relevant or not. Arguments as `recall`'s.
 
     Source: Järvelin and Kekäläinen, "Cumulated gain-based evaluation of IR techniques" (TOIS 2002).
@@ -54,7 +57,6 @@ def ndcg(k: int) -> Metric:
 
 def _of_lists(name: str, k: int, value: Callable[[Tensor, Tensor], Tensor]) -> Metric:
     call = f"funcrec.metrics.{name}"
-    check(call, count_problems(k, "k"))
     mean = sums(name, lambda p, y: {"value": p}, lambda s: s["value"] / s["weight"], from_logits=ANY)
 
     def update(state, predictions, labels, weights=None):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcrec.core import fail
+from funcrec.core import UnitInterval, typed
 from funcrec.metrics._metric import ANY, FINITE, Metric, sums
 
 PROBABILITY_EPS = torch.finfo(torch.float32).eps
@@ -26,6 +26,7 @@ def cross_entropy(predictions: Tensor, labels: Tensor, from_logits: bool) -> Ten
     return -(torch.xlogy(labels, p) + torch.xlogy(1 - labels, 1 - p))
 
 
+@typed
 def log_loss(*, from_logits: bool = False) -> Metric:
     """The mean cross entropy, in nats.
 
@@ -43,6 +44,7 @@ def log_loss(*, from_logits: bool = False) -> Metric:
     return sums("log_loss", terms, lambda s: s["loss"] / s["weight"], from_logits=from_logits)
 
 
+@typed
 def normalized_entropy(*, from_logits: bool = False) -> Metric:
     """Log loss over the log loss of the base rate: below 1 is better than knowing only the base rate.
 
@@ -60,6 +62,7 @@ def normalized_entropy(*, from_logits: bool = False) -> Metric:
     return sums("normalized_entropy", terms, compute, from_logits=from_logits)
 
 
+@typed
 def calibration(*, from_logits: bool = False) -> Metric:
     """Predicted clicks over clicks; 1 is right, above is too many.
     NaN without a click. Source: TorchRec's calibration."""
@@ -77,15 +80,9 @@ def ctr() -> Metric:
     return sums("ctr", lambda p, y: {"positive": y}, lambda s: s["positive"] / s["weight"], from_logits=ANY)
 
 
-def accuracy(threshold: float = 0.5, *, from_logits: bool = False) -> Metric:
+@typed
+def accuracy(threshold: UnitInterval = 0.5, *, from_logits: bool = False) -> Metric:
     """The part of the examples where (probability >= threshold) is (label >= 0.5)."""
-    if not isinstance(threshold, (int, float)) or isinstance(threshold, bool) or not 0 <= threshold <= 1:
-        fail(
-            "funcrec.metrics.accuracy",
-            "`threshold` is not a probability.",
-            got=f"{threshold!r}",
-            need="a number in [0, 1]",
-        )
     terms = lambda p, y: {"right": ((_probability(p, from_logits) >= threshold) == (y >= 0.5)).double()}
     return sums("accuracy", terms, lambda s: s["right"] / s["weight"], from_logits=from_logits)
 

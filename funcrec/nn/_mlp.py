@@ -18,7 +18,7 @@ from funcrec.nn._batch_norm import batch_norm as batch_norm_layer
 from funcrec.nn._dropout import dropout as drop
 from funcrec.nn._layer import Layer, param_problems, part_problems, width_problems, xavier_normal, zeros
 
-Widths = Annotated[Sizes, Within("at least two sizes, an int >= 1", lambda sizes: len(sizes) >= 2)]
+Widths = Annotated[Sizes, Within("at least two sizes, an int >= 1", lambda s: len(s) >= 2, "has too few")]
 
 
 @typed

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, fail, remade, replace
+from funcrec.core import Count, Problem, check, describe, fail, remade, replace, typed
 from funcrec.kernels import ops
 from funcrec.optim._checks import check_update, tables_problems
 from funcrec.optim._row import RowOptimizer, check_optimizer, step_tensor
@@ -21,7 +21,8 @@ ROWS, GRADS = WAITING
 
 
 @remade
-def accumulate(optimizer: RowOptimizer, *, every: int, capacity: int | Mapping[str, int]) -> RowOptimizer:
+@typed
+def accumulate(optimizer: RowOptimizer, *, every: Count, capacity: Count | Mapping[str, Count]) -> RowOptimizer:
     """Sum the row gradients of `every` steps, divide by `every`, and update on the last of them.
 
     Args:
@@ -66,7 +67,6 @@ def accumulate(optimizer: RowOptimizer, *, every: int, capacity: int | Mapping[s
     if optimizer.waiting:
         need, hint = "an optimizer whose gradients do not wait", "one accumulate, with the product of their `every`"
         fail(call, "`optimizer` accumulates already.", got="accumulate within accumulate", need=need, hint=hint)
-    check(call, count_problems("every", every), capacity_problems(capacity))
     capacity_of = lambda n: capacity[n] if isinstance(capacity, Mapping) else capacity
 
     def init(tables):
@@ -133,21 +133,6 @@ def _put(slots: dict[str, Tensor], place: Tensor, grads: RowGrads | None) -> tup
 
 
 # -- validators --------------------------------------------------------------------------------------------------
-
-
-def count_problems(name: str, n: object) -> Iterator[Problem]:
-    if not isinstance(n, int) or isinstance(n, bool):
-        yield Problem(f"`{name}` is not an integer.", describe(n), "an int >= 1", kind=TypeError)
-    elif n < 1:
-        yield Problem(f"`{name}` is too small.", f"{n}", "an int >= 1")
-
-
-def capacity_problems(capacity: object) -> Iterator[Problem]:
-    if isinstance(capacity, Mapping):
-        for n, c in capacity.items():
-            yield from count_problems(f"capacity[{n!r}]", c)
-    else:
-        yield from count_problems("capacity", capacity)
 
 
 def missing_problems(capacity: int | Mapping[str, int], tables: Mapping) -> Iterator[Problem]:

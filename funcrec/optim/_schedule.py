@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, check, describe, plain_numbers
+from funcrec.core import Count, Magnitude, Problem, Size, check, describe, field_problems, plain_numbers, typed
 
 Policy = Literal[
     "none", "linear", "constant", "poly", "step", "inv_sqrt", "cosine_annealing_warm_restarts", "interpolate"
@@ -49,20 +49,22 @@ class Stage:
     """
 
     policy: Policy = "linear"
-    max_iters: int = 1
-    value: float = 1.0
-    lr_scale: float = 1.0
-    decay_iters: int | None = None
-    sgdr_period: int = 1
-    start_interpolating_iters: int | None = None
-    end_value: float | None = None
+    max_iters: Count = 1
+    value: Magnitude = 1.0
+    lr_scale: Magnitude = 1.0
+    decay_iters: Count | None = None
+    sgdr_period: Count = 1
+    start_interpolating_iters: Size | None = None
+    end_value: Magnitude | None = None
 
     def __post_init__(self):
-        check(f"funcrec.optim.Stage({self.policy!r})", stage_problems(self))
+        call = f"funcrec.optim.Stage({self.policy!r})"
+        check(call, field_problems(self))
+        check(call, interpolation_problems(self))
 
 
-@plain_numbers
-def schedule(stages: Sequence[Stage], *, lr: float = 1.0) -> Callable[[int | Tensor], Tensor]:
+@typed
+def schedule(stages: Sequence[Stage], *, lr: Magnitude = 1.0) -> Callable[[int | Tensor], Tensor]:
     """A function from the steps taken (int or i64[], or i64[...] for many) to
     the learning rate, f64[]; give it as any optimizer's `lr`.
 
@@ -79,7 +81,7 @@ def schedule(stages: Sequence[Stage], *, lr: float = 1.0) -> Callable[[int | Ten
 
     Source: TorchRec's WarmupOptimizer.
     """
-    check("funcrec.optim.schedule", schedule_problems(stages, lr))
+    check("funcrec.optim.schedule", order_problems(stages))
     return functools.partial(_rate, tuple(stages), lr)
 
 
@@ -128,44 +130,17 @@ def count_problems(step: object) -> Iterator[Problem]:
         yield Problem("`step` is not a step.", describe(step), need, kind=TypeError)
 
 
-def stage_problems(s: Stage) -> Iterator[Problem]:
-    policies = Policy.__args__
-    if not isinstance(s.policy, str) or s.policy not in policies:
-        yield Problem("`policy` is unknown.", f"{s.policy!r}", " or ".join(map(repr, policies)))
-        return
-    for name in ("max_iters", "sgdr_period", "decay_iters"):
-        n = getattr(s, name)
-        if name == "decay_iters" and n is None:
-            continue
-        if not isinstance(n, int) or isinstance(n, bool):
-            yield Problem(f"`{name}` is not an integer.", describe(n), "an int >= 1", kind=TypeError)
-        elif n < 1:
-            yield Problem(f"`{name}` is too small.", f"{n}", "an int >= 1")
-    for name in ("value", "lr_scale", "end_value"):
-        x = getattr(s, name)
-        is_number = isinstance(x, int | float) and not isinstance(x, bool)
-        if not is_number and not (name == "end_value" and x is None):
-            yield Problem(f"`{name}` is not a number.", describe(x), "a number", kind=TypeError)
-        elif is_number and not 0 <= x < math.inf:
-            yield Problem(f"`{name}` is out of range.", f"{x}", "a finite number >= 0")
-    if s.policy == "interpolate":
-        start = s.start_interpolating_iters
-        if not isinstance(start, int) or isinstance(start, bool) or start < 0 or s.end_value is None:
-            got = f"start_interpolating_iters={start}, end_value={s.end_value}"
-            need, hint = "an int >= 0 and a number", "start_interpolating_iters=10, end_value=0.0"
-            yield Problem("`interpolate` does not know from where to where.", got, need, hint)
-        elif isinstance(s.max_iters, int) and start >= s.max_iters:
-            yield Problem("`start_interpolating_iters` is too late.", f"{start}", f"< max_iters = {s.max_iters}")
+def interpolation_problems(s: Stage) -> Iterator[Problem]:
+    start = s.start_interpolating_iters
+    if s.policy == "interpolate" and (start is None or s.end_value is None):
+        got = f"start_interpolating_iters={start}, end_value={s.end_value}"
+        need, hint = "an int >= 0 and a number", "start_interpolating_iters=10, end_value=0.0"
+        yield Problem("`interpolate` does not know from where to where.", got, need, hint)
+    elif s.policy == "interpolate" and start >= s.max_iters:
+        yield Problem("`start_interpolating_iters` is too late.", f"{start}", f"< max_iters = {s.max_iters}")
 
 
-def schedule_problems(stages: object, lr: object) -> Iterator[Problem]:
-    if not isinstance(lr, (int, float)) or isinstance(lr, bool):
-        yield Problem("`lr` is not a number.", describe(lr), "a number >= 0", kind=TypeError)
-    elif not 0 <= lr < math.inf:
-        yield Problem("`lr` is out of range.", f"{lr}", "a finite number >= 0")
-    if not isinstance(stages, Sequence) or not all(isinstance(s, Stage) for s in stages):
-        yield Problem("`stages` are not stages.", describe(stages), "a sequence of fr.optim.Stage", kind=TypeError)
-        return
+def order_problems(stages: Sequence[Stage]) -> Iterator[Problem]:
     ends = [s.max_iters for s in stages]
     if any(b <= a for a, b in itertools.pairwise(ends)):
         yield Problem("`max_iters` does not rise from stage to stage.", f"{ends}", "strictly rising")

@@ -4,18 +4,17 @@ A table is a matrix with a name; a feature is a column of ids, a table and a way
 table, one column may feed many tables. Both are frozen and hashable: they are part of the compile key.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from funcrec.core import Problem, check, count_problems, describe, flag_problems, plain_numbers, refuse_write, typed
+from funcrec.core import Count, Name, Problem, check, field_problems, plain_numbers, refuse_write, typed
 from funcrec.tables._initializers import Initializer
 
 TABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SEED_MAX = 2**61
-POOLINGS = ("sum", "mean", "none")
 DEFAULT_INITIALIZER = Initializer("uniform")
 
 
@@ -34,7 +33,7 @@ class Hash:
     seed: int = 0
 
     def __post_init__(self):
-        check("funcrec.Hash", hash_kind_problems(self))
+        check("funcrec.Hash", field_problems(self), seed_problems(self.seed))
 
 
 def modulo() -> Hash:
@@ -78,14 +77,14 @@ class TableConfig:
       'uniform'
     """
 
-    name: str
-    num_embeddings: int
-    embedding_dim: int
+    name: Name
+    num_embeddings: Count
+    embedding_dim: Count
     dtype: torch.dtype = torch.float32
-    initializer: Initializer = DEFAULT_INITIALIZER
+    initializer: Initializer | Callable[..., torch.Tensor] = DEFAULT_INITIALIZER
 
     def __post_init__(self):
-        check(f"funcrec.TableConfig({self.name!r})", table_problems(self))
+        check(f"funcrec.TableConfig({self.name!r})", field_problems(self), dtype_problems(self.dtype))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -115,16 +114,16 @@ class FeatureConfig:
       'item'
     """
 
-    name: str
-    table: str
+    name: Name
+    table: Name
     pooling: Literal["sum", "mean", "none"] = "sum"
-    max_length: int | None = None
+    max_length: Count | None = None
     weighted: bool = False
     hash: Hash | None = None
-    column: str | None = None
+    column: Name | None = None
 
     def __post_init__(self):
-        check(f"funcrec.FeatureConfig({self.name!r})", feature_problems(self))
+        check(f"funcrec.FeatureConfig({self.name!r})", field_problems(self))
 
     @property
     def key(self) -> str:
@@ -138,40 +137,15 @@ class FeatureConfig:
 TABLE_HINT = "fr.init(key, table_configs), which makes {name: f[num_embeddings, dim]}"
 
 
-def table_problems(t: TableConfig) -> Iterator[Problem]:
-    if not isinstance(t.name, str) or not t.name:
-        yield Problem("`name` is not a name.", describe(t.name), "a non-empty string", kind=TypeError)
-    for field in ("num_embeddings", "embedding_dim"):
-        yield from count_problems(getattr(t, field), field)
-    if not isinstance(t.dtype, torch.dtype) or t.dtype not in TABLE_DTYPES:
+def dtype_problems(dtype: object) -> Iterator[Problem]:
+    if isinstance(dtype, torch.dtype) and dtype not in TABLE_DTYPES:
         need = ", ".join(map(str, TABLE_DTYPES))
-        yield Problem("`dtype` cannot be trained.", f"{t.dtype}", need, "`quantize` for integer rows", TypeError)
-    if not callable(t.initializer):
-        need = "fr.uniform(), fr.normal(), ... or a callable (key, shape, start, num_embeddings) -> f32[shape]"
-        yield Problem("`initializer` is not callable.", describe(t.initializer), need, kind=TypeError)
+        yield Problem("`dtype` cannot be trained.", f"{dtype}", need, "`quantize` for integer rows", TypeError)
 
 
-def hash_kind_problems(h: Hash) -> Iterator[Problem]:
-    if not isinstance(h.kind, str) or h.kind not in ("modulo", "multiply_shift"):
-        yield Problem("`kind` is unknown.", f"{h.kind!r}", "'modulo' or 'multiply_shift'", "fr.multiply_shift(seed)")
-    if not isinstance(h.seed, int) or isinstance(h.seed, bool):
-        yield Problem("`seed` is not an integer.", describe(h.seed), "an int", kind=TypeError)
-    elif not -SEED_MAX < h.seed < SEED_MAX:
-        yield Problem("`seed` is too large.", f"{h.seed}", "an int between -2⁶¹ and 2⁶¹")
-
-
-def feature_problems(f: FeatureConfig) -> Iterator[Problem]:
-    for field in ("name", "table", "column"):
-        name = getattr(f, field)
-        if not (isinstance(name, str) and name) and not (field == "column" and name is None):
-            yield Problem(f"`{field}` is not a name.", describe(name), "a non-empty string", kind=TypeError)
-    if not isinstance(f.pooling, str) or f.pooling not in POOLINGS:
-        yield Problem("`pooling` is unknown.", f"{f.pooling!r}", " or ".join(map(repr, POOLINGS)))
-    if f.max_length is not None:
-        yield from count_problems(f.max_length, "max_length")
-    yield from flag_problems(f.weighted, "weighted")
-    if f.hash is not None and not isinstance(f.hash, Hash):
-        yield Problem("`hash` is not a hash.", describe(f.hash), "fr.modulo() or fr.multiply_shift()", kind=TypeError)
+def seed_problems(seed: object) -> Iterator[Problem]:
+    if isinstance(seed, int) and not -SEED_MAX < seed < SEED_MAX:
+        yield Problem("`seed` is too large.", f"{seed}", "an int between -2⁶¹ and 2⁶¹")
 
 
 for _config in (Hash, TableConfig, FeatureConfig):

@@ -6,16 +6,17 @@ R rows. An id of a feature without a hash is its row.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from funcrec.core import GAMMA, Problem, check, count_problems, describe, mix, plain_numbers, shift_right
+from funcrec.core import GAMMA, Count, Form, Problem, check, describe, mix, shift_right, typed
 from funcrec.tables._configs import Hash
 
 
-@plain_numbers
-def hash_rows(ids: Tensor, hash: Hash | None, num_embeddings: int) -> Tensor:
+@typed
+def hash_rows(ids: Annotated[Tensor, Form("i[...]")], hash: Hash | None, num_embeddings: Count) -> Tensor:
     """The rows of ids i[...] -> i[...], of the same dtype.
 
     Law: a hashed row is in [0, num_embeddings); without a hash it is the id.
@@ -28,9 +29,9 @@ def hash_rows(ids: Tensor, hash: Hash | None, num_embeddings: int) -> Tensor:
       >>> fr.hash_rows(torch.tensor([12, -1]), fr.modulo(), 10)
       tensor([2, 9])
     """
-    check("funcrec.hash_rows", _problems(ids, hash, num_embeddings))
     if hash is None:
         return ids
+    check("funcrec.hash_rows", height_problems(ids, hash, num_embeddings))
     if hash.kind == "modulo":
         return torch.remainder(ids, num_embeddings)
     a, b = multipliers(hash.seed, ids.device)
@@ -46,7 +47,7 @@ def hash_lanes(ids: Tensor, lane: Tensor, hows: Sequence[tuple[Hash | None, int]
     """
     for hash, num_embeddings in hows:
         if hash is not None:  # a lane of ids that are rows already has no height to be hashed to
-            check("funcrec.hash_rows", _problems(ids, hash, num_embeddings))
+            check("funcrec.hash_rows", height_problems(ids, hash, num_embeddings))
     of_lane = lambda numbers: torch.tensor(numbers, device=ids.device)[lane]
     kinds = [None if hash is None else hash.kind for hash, _ in hows]
     sizes, rows = of_lane([1 if k is None else n for k, (_, n) in zip(kinds, hows, strict=True)]), ids
@@ -66,23 +67,7 @@ def multipliers(seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return a | 1, b
 
 
-def _problems(ids: Tensor, hash: Hash | None, num_embeddings: int) -> Iterator[Problem]:
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
-        yield Problem("`ids` are not ids.", describe(ids), "i32 or i64", "ids.long(), or torch.tensor(ids)", TypeError)
-        return
-    if hash is not None and not isinstance(hash, Hash):
-        yield Problem(
-            "`hash` is not a hash.", describe(hash), "fr.modulo() or fr.multiply_shift(), or None", kind=TypeError
-        )
-        return
-    found = list(count_problems(num_embeddings, "num_embeddings"))
-    yield from found
-    if (
-        not found
-        and hash is not None
-        and num_embeddings >= 2**31
-        and (hash.kind == "multiply_shift" or ids.dtype == torch.int32)
-    ):
-        need = "num_embeddings < 2³¹"
-        got = f"{num_embeddings} rows, {describe(ids)}"
+def height_problems(ids: Tensor, hash: Hash, num_embeddings: int) -> Iterator[Problem]:
+    if num_embeddings >= 2**31 and (hash.kind == "multiply_shift" or ids.dtype == torch.int32):
+        got, need = f"{num_embeddings} rows, {describe(ids)}", "num_embeddings < 2³¹"
         yield Problem(f"`{hash.kind}` cannot reach every row.", got, need, "i64 ids and modulo()")

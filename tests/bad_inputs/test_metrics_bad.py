@@ -37,8 +37,8 @@ ROWS = [
     ("classes of no columns", lambda: update(metrics.multiclass_accuracy(), P, Y), ValueError, "for each class"),
     ("class 2 of 2", lambda: update(metrics.multiclass_accuracy(), P[:, None] * P, Y * 2), ValueError, "labels[1] = 2"),
     ("infinite label", lambda: update(metrics.rmse(), P, Y / 0), ValueError, "finite labels"),
-    ("no bins", lambda: metrics.auc(0), ValueError, "`num_bins` is too small"),
-    ("threshold of 2", lambda: metrics.accuracy(2.0), ValueError, "`threshold` is not a probability"),
+    ("no bins", lambda: metrics.auc(0), ValueError, "`num_bins` is out of range"),
+    ("threshold of 2", lambda: metrics.accuracy(2.0), ValueError, "`threshold` is out of range"),
     ("function for metric", lambda: metrics.collect({"auc": metrics.auc}), TypeError, "auc(), not auc"),
     (
         "foreign state",

@@ -187,7 +187,7 @@ pair = lambda *features, tables=(T,): to_torchrec((tables, features))
 WRONG = {  # call: (kind, what the text says)
     "a list": (lambda: from_torchrec([1, 2]), TypeError, "`x` is not one of TorchRec's values"),
     "ours": (lambda: from_torchrec(T), TypeError, "`x` is not one of TorchRec's values"),
-    "no flag": (lambda: from_torchrec(bag_config(), weighted="no"), TypeError, "`weighted` is neither"),
+    "no flag": (lambda: from_torchrec(bag_config(), weighted="no"), TypeError, "`weighted` is not a truth value"),
     "two ranks": (lambda: from_torchrec(tr.KeyedJaggedTensor(["a", "b"], VALUES, lengths=LENGTHS,
         stride_per_key_per_rank=[[1, 1], [1, 1]])), ValueError, "batches of several ranks"),
     "other inverse": (lambda: from_torchrec(tr.KeyedJaggedTensor(["a", "b"], VALUES, lengths=LENGTHS,

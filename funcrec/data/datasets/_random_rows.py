@@ -18,19 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcrec.core import (
-    Key,
-    Problem,
-    Shape,
-    check,
-    count_problems,
-    describe,
-    flag_problems,
-    pytree,
-    random,
-    replace,
-    typed,
-)
+from funcrec.core import Count, Key, Magnitude, Problem, Shape, Size, check, describe, pytree, random, replace, typed
 from funcrec.data.readers._rows import marked, row_problems, there
 from funcrec.jagged import KeyedJaggedTensor, offsets_of
 from funcrec.tables import (
@@ -83,14 +71,15 @@ class RandomRows:
         return f"RandomRows({self.num_rows} rows, {len(self.columns)} columns, {self.num_dense} dense features)"
 
 
+@typed
 def random_rows(
-    key: Tensor,
-    vocabularies: Mapping[str, int],
+    key: Key,
+    vocabularies: Mapping[str, Count],
     *,
-    num_rows: int = 2**31,
+    num_rows: Count = 2**31,
     ids_per_bag: Counts | Mapping[str, Counts] = 1,
     alpha: float | Mapping[str, float] = 0.0,
-    num_dense: int = 0,
+    num_dense: Size = 0,
     scatter: bool = True,
 ) -> RandomRows:
     """A generated click-through dataset, for benchmarks, tests and trials.
@@ -113,7 +102,6 @@ def random_rows(
       (('item', 'tags'), 4, 16)
     """
     call = "funcrec.data.random_rows"
-    random.check_key(call, key)
     check(call, _vocabulary_problems(vocabularies))
     of = lambda setting, name: setting.get(name) if isinstance(setting, Mapping) else setting
     counts = {name: of(ids_per_bag, name) for name in vocabularies}
@@ -123,9 +111,6 @@ def random_rows(
         call,
         _count_problems(counts),
         _alpha_problems(alphas),
-        count_problems(num_rows, "num_rows"),
-        _dense_problems(num_dense),
-        flag_problems(scatter, "scatter"),
         *(
             _setting_problems(name, setting, vocabularies)
             for name, setting in (("ids_per_bag", ids_per_bag), ("alpha", alpha))
@@ -135,7 +120,8 @@ def random_rows(
     return RandomRows(key, columns, num_dense, num_rows, scatter)
 
 
-def random_batches(key: Tensor, vocabularies: Mapping[str, int], batch_size: int, **settings) -> Iterator[Batch]:
+@typed
+def random_batches(key: Key, vocabularies: Mapping[str, Count], batch_size: Count, **settings) -> Iterator[Batch]:
     """Batches without end: batch i is rows [i · B, (i + 1) · B) of `random_rows(key, vocabularies, **settings)`.
 
     Example:
@@ -144,7 +130,6 @@ def random_batches(key: Tensor, vocabularies: Mapping[str, int], batch_size: int
       >>> next(random_batches(fr.key(0), {"item": 100}, 8, num_dense=2)).dense.shape
       torch.Size([8, 2])
     """
-    check("funcrec.data.random_batches", count_problems(batch_size, "batch_size"))
     data = random_rows(key, vocabularies, **settings)
     rows = torch.arange(batch_size, device=key.device)
     return (generate(data, rows + i * batch_size)[0] for i in count())
@@ -161,10 +146,8 @@ def vocabularies_of(tables: Sequence[TableConfig], features: Sequence[FeatureCon
 
 
 @typed
-def zipf(key: Key, shape: Shape, size: int, alpha: float) -> Tensor:
+def zipf(key: Key, shape: Shape, size: Count, alpha: Magnitude) -> Tensor:
     """i64[shape] in [0, size): k - 1 with probability proportional to k^-alpha, k = 1 .. size."""
-    random.check_key("funcrec.data.zipf", key)
-    check("funcrec.data.zipf", count_problems(size, "size"), _alpha_problems({"zipf": alpha}))
     return zipf_ranks(random.uniform(key, shape, dtype=torch.float64), size, alpha)
 
 
@@ -263,14 +246,12 @@ def _pack(columns: tuple[RandomColumn, ...], parts: list[tuple[Tensor, Tensor]])
 # -- validators --------------------------------------------------------------------------------------------------
 
 
-def _vocabulary_problems(vocabularies: object) -> Iterator[Problem]:
-    if not isinstance(vocabularies, Mapping) or not vocabularies:
+def _vocabulary_problems(vocabularies: Mapping[str, int]) -> Iterator[Problem]:
+    if not vocabularies:
         hint = "vocabularies_of(tables, features)"
-        yield Problem("`vocabularies` are not sizes by name.", describe(vocabularies), "{column: V}", hint, TypeError)
-        return
+        yield Problem("`vocabularies` are none.", describe(vocabularies), "{column: V}", hint)
     for name, size in vocabularies.items():
-        yield from count_problems(size, f"vocabularies[{name!r}]")
-        if type(size) is int and size >= 2**31:
+        if size >= 2**31:
             yield Problem(f"`vocabularies[{name!r}]` is too large.", f"{size}", "fewer than 2³¹ ids")
 
 
@@ -296,10 +277,3 @@ def _setting_problems(name: str, setting: object, vocabularies: Mapping) -> Iter
     unknown = [k for k in setting if k not in vocabularies] if isinstance(setting, Mapping) else []
     if unknown:
         yield Problem(f"`{name}` names columns that are not there.", f"{unknown}", f"among {list(vocabularies)}")
-
-
-def _dense_problems(num_dense: object) -> Iterator[Problem]:
-    if not isinstance(num_dense, int) or isinstance(num_dense, bool):
-        yield Problem("`num_dense` is not an integer.", describe(num_dense), "an int >= 0", kind=TypeError)
-    elif num_dense < 0:
-        yield Problem("`num_dense` is negative.", f"{num_dense}", "an int >= 0")

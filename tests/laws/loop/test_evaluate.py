@@ -71,10 +71,10 @@ def test_no_derivative_is_kept():
 
 
 @pytest.mark.parametrize("how, error, part", [
-    ({"batches": []}, ValueError, "`batches` are empty"), ({"batches": 3}, TypeError, "`batches` cannot be iterated"),
-    ({"metrics": {}}, TypeError, "`metrics` are not metrics by name"),
+    ({"batches": []}, ValueError, "`batches` are empty"), ({"batches": 3}, TypeError, "`batches` is not iterable"),
+    ({"metrics": {}}, ValueError, "`metrics` are none"),
     ({"metrics": {"auc": fr.metrics.auc}}, TypeError, "makes a metric, and is not one"),
-    ({"metrics": {"auc": 0.5}}, TypeError, "`metrics['auc']` is not a metric"),
+    ({"metrics": {"auc": 0.5}}, TypeError, "`metrics['auc']` is not a Metric"),
     ({"batches": batches(5, label=None)}, ValueError, "`batch.label` is missing"),
     ({"predict": lambda params, batch: 3}, TypeError, "`predict` gave no tensor"),
     ({"predict": lambda params, batch: SCORES.mean()}, ValueError, "`predict` gave one number"),

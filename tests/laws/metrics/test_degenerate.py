@@ -149,5 +149,5 @@ def test_states_of_other_shapes_do_not_merge():
 )
 def test_from_logits_is_a_flag(make):
     """from_logits is True or False."""
-    with pytest.raises(TypeError, match="`from_logits` is neither"):
+    with pytest.raises(TypeError, match="`from_logits` is not a truth value"):
         make(from_logits="no")
