@@ -232,7 +232,8 @@ def _sequence(origin: Any, args: tuple, owner: Any) -> Kind:
     def find(path: str, x: Any) -> Iterator[Problem]:
         if not is_one(x):
             own = _example(path)
-            hint = own if own.startswith((f"{path}=(", f"{path}=[")) or not example else _example(path, example)
+            is_whole = is_fixed or own.startswith((f"{path}=(", f"{path}=["))
+            hint = own if is_whole or not example else _example(path, example)
             yield Problem(f"`{path}` is not a sequence.", describe(x), need, hint, TypeError)
         elif is_fixed and len(x) != len(kinds):
             yield Problem(f"`{path}` has another length.", f"{len(x)} elements", need, _example(path))

@@ -14,21 +14,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from funcrec.core import (
-    Count,
-    Device,
-    Form,
-    Key,
-    Problem,
-    Size,
-    check,
-    describe,
-    fail,
-    random,
-    replace,
-    typed,
-    typed_fields,
-)
+from funcrec.core import Count, Device, Form, Key, Problem, Size, check, describe, fail, random, replace, typed
 from funcrec.data._prefetch import device_problems, in_threads, prefetch
 from funcrec.data.datasets._ctr import random_order
 from funcrec.data.readers._rows import row_problems
@@ -45,16 +31,15 @@ class RowData(Protocol):
     def take(self, rows: Tensor) -> Batch: ...
 
 
-@typed_fields
 class Position(NamedTuple):
     """The next batch to read: number `batch` of epoch `epoch`. A plain pair of integers, for checkpoints."""
 
-    epoch: Size = 0
-    batch: Size = 0
+    epoch: int = 0
+    batch: int = 0
 
 
 Rows = Annotated[Tensor, Form("i[N]")]
-At = Position | tuple[Size, Size]
+At = tuple[Size, Size]  # a Position, or a plain pair
 
 
 @typed

@@ -44,7 +44,7 @@ ROWS = [
         ValueError,
         "`position[1]` is out of range",
     ),
-    ("number for position", lambda: batches(DATA, None, 2, position=3), TypeError, "`position` is not a Position"),
+    ("number for position", lambda: batches(DATA, None, 2, position=3), TypeError, "`position` is not a sequence"),
     ("list of rows", lambda: take(DATA, [1, 2]), TypeError, "`rows` is not a tensor"),
     ("matrix of rows", lambda: take(DATA, torch.ones(2, 2).long()), ValueError, "`rows` is not a vector"),
     ("row -1", lambda: take(DATA, torch.tensor([-1])), ValueError, "`rows` has a row that is not there"),
