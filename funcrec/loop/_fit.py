@@ -8,9 +8,7 @@ Nothing here is known to a step or a loader: a loop of one's own has the same pi
 
 import contextlib
 import itertools
-import operator
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from funcrec.checkpoint import finish, settle
 from funcrec.core import Count, Positive, check, describe, fail, own_errors, typed
@@ -38,6 +35,7 @@ from funcrec.loop._checks import (
 )
 from funcrec.loop._diverged import Losses
 from funcrec.loop._epochs import Limits, best_epoch, is_finished, monitor_problems
+from funcrec.loop._progress import Progress
 from funcrec.loop._ranks import all_parts, is_chief, of_any, questions
 from funcrec.loop._run_state import (
     Clock,
@@ -164,7 +162,8 @@ def fit(
         known none are looked for, and "raise" and "count" are refused.
       stop: () -> whether to end, asked between steps; on ranks any rank's answer counts. None: SIGINT and SIGTERM,
         where there is a checkpoint: they are raised again once it is written.
-      progress: a bar on stderr; None for one where that is a terminal.
+      progress: a bar on stderr, with the examples of a second and the time that is left; None for one where that is a
+        terminal.
       mesh: of a state that lies on it: `evaluate` and the checkpoint have whole tables, and the first rank writes. Real
         ranks watch each other (`fr.loop.watch`): where one is lost, all end.
       place: a whole state -> one as `step` takes it, for resuming on a mesh: `lambda state: fr.reshard(state, ...)`.
@@ -251,7 +250,7 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
         if is_late and not stopped:
             save_run(work, run)
         if not stopped:
-            run, stopped = train_epoch(work, run, items, ask)
+            run, stopped = train_epoch(work, run, items, ask, limits.epochs)
         if stopped:
             break
         if len(run.history) % work.save_every == 0 or is_finished(run.history, limits):
@@ -263,13 +262,13 @@ def train(work: Work, limits: Limits, run: Run, stop: Callable[[], int]) -> Fitt
     return Fitted(run.state, best, run.history, stopped)
 
 
-def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[int]]) -> tuple[Run, int]:
+def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[int]], epochs: int) -> tuple[Run, int]:
     """The rest of an epoch and its evaluation, or the part of it before `ask` says to stop: (run, what it said)."""
     state, position, loss_sum, bad, losses = run.state, run.position, run.loss_sum, run.bad_ids, Losses()
     now = lambda: Run(work.sync(state), position, loss_sum, run.best, run.history, bad)
     before = steps_of(run.history)
     epoch, steps, began = position.epoch, position.batch, 0.0
-    with progress_bar(work, epoch, steps) as bar:
+    with Progress(work, epoch, steps, epochs) as bar:
         for item in ahead_of(work.step, items):
             check("funcrec.fit", item_problems(item, position))
             position, batch = item
@@ -279,9 +278,7 @@ def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[in
             check("funcrec.fit", loss_problems(work, metrics))
             loss_sum = loss_sum + loss_of(metrics, loss_sum)
             steps, began = steps + 1, began or time.perf_counter()
-            bar.update()
-            if bad:
-                bar.set_postfix(bad_ids=bad)
+            bar.step(batch, bad)
             tell(work, Record("step", epoch, before + steps, metrics, state, is_chief=is_chief(work.mesh)))
             is_last = position.epoch != epoch
             stopped, is_late = (0, 0) if is_last else ask()
@@ -343,13 +340,6 @@ def loss_of(metrics: Any, like: Tensor) -> Tensor:
     """f64[]: metrics["loss"], of members their mean; NaN where a step gives none."""
     loss = metrics["loss"] if has_loss(metrics) else torch.nan
     return loss.detach().double().mean() if isinstance(loss, Tensor) else torch.full_like(like, loss)
-
-
-def progress_bar(work: Work, epoch: int, done: int) -> tqdm:
-    is_shown = sys.stderr.isatty() if work.progress is None else work.progress
-    total = operator.length_hint(work.loader) or None
-    hidden = not (is_shown and is_chief(work.mesh))
-    return tqdm(total=total, initial=done, desc=f"epoch {epoch:3d}", leave=False, disable=hidden)
 
 
 def rest_of_epoch(work: Work, position: Position) -> Iterator[tuple[Position, Any]]:

@@ -100,7 +100,7 @@ def test_results_of_the_old_run_are_gone_before_the_new_one_has_any(folder, tmp_
     """After --overwrite an interrupted run's folder has no results of another run beside its checkpoint."""
     for name in ("result.json", "curve.png"):
         (tmp_path / name).write_text("old")
-    killed = lambda work, run, items, ends: (os.kill(os.getpid(), signal.SIGTERM) or run, 0)
+    killed = lambda work, run, items, *ends: (os.kill(os.getpid(), signal.SIGTERM) or run, 0)
     monkeypatch.setattr(_fit, "train_epoch", killed)
     assert ctr.main([*OPTIONS, "--data", str(folder), "--out", str(tmp_path), "--overwrite"]) == 143
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]

@@ -1,0 +1,64 @@
+"""A bar on a terminal: the steps of an epoch, examples a second, and the time that the whole run has left.
+
+left = (steps of the epoch that are left + steps of the epochs behind it) · seconds a step
+"""
+
+import operator
+import sys
+import time
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+
+from funcrec.core import tree_leaves
+from funcrec.loop._ranks import is_chief
+from funcrec.loop._run_state import Work
+from funcrec.tables import Batch
+
+
+class Progress:
+    """The bar of one epoch; nothing is shown, or counted, where it is hidden.
+
+    done: the steps that an earlier run made of the epoch. epochs: how many the whole run has, at most.
+    """
+
+    def __init__(self, work: Work, epoch: int, done: int, epochs: int):
+        is_shown = sys.stderr.isatty() if work.progress is None else work.progress
+        self.total, self.epochs_left = operator.length_hint(work.loader) or None, epochs - epoch - 1
+        hidden = not (is_shown and is_chief(work.mesh))
+        self.bar = tqdm(
+            total=self.total, initial=done, desc=f"epoch {epoch:3d}", unit="step", leave=False, disable=hidden
+        )
+        self.done, self.steps, self.examples, self.began = done, 0, 0, 0.0
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.bar.close()
+
+    def step(self, batch: Any, bad_ids: int) -> None:
+        """One step more. The first of them may compile: the clock begins behind it."""
+        if self.bar.disable:
+            return
+        if self.began:
+            self.steps, self.examples = self.steps + 1, self.examples + num_examples(batch)
+            self.bar.set_postfix(self.words(time.perf_counter() - self.began, bad_ids), refresh=False)
+        else:
+            self.done, self.began = self.done + 1, time.perf_counter()
+        self.bar.update()
+
+    def words(self, seconds: float, bad_ids: int) -> dict[str, Any]:
+        """{name: text}: what stands behind the bar after so many seconds."""
+        found: dict[str, Any] = {"examples/s": f"{self.examples / seconds:,.0f}"} if self.examples else {}
+        if self.total is not None:
+            left = self.total * (self.epochs_left + 1) - self.done - self.steps
+            found["left"] = tqdm.format_interval(left * seconds / self.steps)
+        return found | ({"bad_ids": bad_ids} if bad_ids else {})
+
+
+def num_examples(batch: Any) -> int:
+    """The examples of a batch: its labels, or the rows of the first tensor of another tree; 0 where there are none."""
+    rows = [batch.label, batch.dense, batch.weight] if isinstance(batch, Batch) else tree_leaves(batch)
+    return next((x.shape[0] for x in rows if isinstance(x, Tensor) and x.dim()), 0)
