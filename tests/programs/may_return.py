@@ -105,7 +105,6 @@ MAY_RETURN = (
     # positions, names, defaults
     Row("positions count from both ends; none is none", r"(Keyed)?JaggedTensor.(getitem|bags)", r"which.*",
         {"-1", "0", "()"}),
-    Row("what merges is any function", r"\.train_step", "merge", {"function", "class"}),
     Row("None is the default", r".*", r"weights(\['x'\])?|dtype|device|axis_names|capacity|like|y|a|b", {"None"}),
     Row("a name of an axis or a column", r"\.P|\.Plan|\.sync_replicas|data.criteo_npy",
         r"a|b|replicas\[0\]|greatest\[0\]|keys.*", {"'no'", "()"}),
