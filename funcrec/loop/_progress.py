@@ -30,7 +30,7 @@ class Progress:
         self.bar = tqdm(
             total=self.total, initial=done, desc=f"epoch {epoch:3d}", unit="step", leave=False, disable=hidden
         )
-        self.done, self.steps, self.examples, self.began = done, 0, 0, 0.0
+        self.done, self.steps, self.examples, self.bad_ids, self.began = done, 0, 0, 0, 0.0
 
     def __enter__(self) -> "Progress":
         return self
@@ -44,15 +44,17 @@ class Progress:
             return
         if self.began:
             self.steps, self.examples = self.steps + 1, self.examples + num_examples(batch)
-            self.bar.set_postfix(self.words(time.perf_counter() - self.began, bad_ids), refresh=False)
         else:
             self.done, self.began = self.done + 1, time.perf_counter()
+        seconds = time.perf_counter() - self.began if self.steps else 0.0
+        self.bar.set_postfix(self.words(seconds, bad_ids), refresh=bad_ids > self.bad_ids)  # new ones at once
+        self.bad_ids = bad_ids
         self.bar.update()
 
     def words(self, seconds: float, bad_ids: int) -> dict[str, Any]:
         """{name: text}: what stands behind the bar after so many seconds."""
         found: dict[str, Any] = {"examples/s": f"{self.examples / seconds:,.0f}"} if self.examples else {}
-        if self.total is not None:
+        if self.total is not None and self.steps:
             left = self.total * (self.epochs_left + 1) - self.done - self.steps
             found["left"] = tqdm.format_interval(left * seconds / self.steps)
         return found | ({"bad_ids": bad_ids} if bad_ids else {})
