@@ -60,6 +60,7 @@ from funcrec.core._ranges import Magnitude as Magnitude
 from funcrec.core._ranges import Name as Name
 from funcrec.core._ranges import NotNegative as NotNegative
 from funcrec.core._ranges import Positive as Positive
+from funcrec.core._ranges import PositiveMagnitude as PositiveMagnitude
 from funcrec.core._ranges import Shape as Shape
 from funcrec.core._ranges import Share as Share
 from funcrec.core._ranges import Size as Size

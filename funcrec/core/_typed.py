@@ -103,9 +103,9 @@ def problems(declared: Declared, args: tuple, kwargs: dict) -> Iterator[Problem]
 
 
 def forms_that_share(hints: Mapping[str, Any]) -> dict[str, Form]:
-    """{argument: its form}, of those that have a letter which another has too."""
+    """{argument: its form}, of those that have a letter which another has too, or twice."""
     found = {n: form for n, h in hints.items() if (form := form_of(h)) is not None and form.dims}
-    count = lambda letter: sum(letter in form.dims for form in found.values())
+    count = lambda letter: sum(form.dims.count(letter) for form in found.values())
     return {n: form for n, form in found.items() if any(d.isalpha() and count(d) > 1 for d in form.dims)}
 
 
@@ -136,18 +136,18 @@ def letter_problems(declared: Declared, given: Mapping[str, Any]) -> Iterator[Pr
         x, dims = given.get(name), form.dims
         if not isinstance(x, Tensor):
             continue
+        for i, d in enumerate(dims):
+            if d.isalpha():
+                first.setdefault(d, (name, x.shape[i]))
         known = {d: first[d] for d in dims if d in first}
-        if any(x.shape[i] != known[d][1] for i, d in enumerate(dims) if d in known):
-            other = next(known[d][0] for i, d in enumerate(dims) if d in known and x.shape[i] != known[d][1])
+        other = next((known[d][0] for i, d in enumerate(dims) if d in known and x.shape[i] != known[d][1]), None)
+        if other is not None:
             sizes = [str(known[d][1]) if d in known else d for d in dims]
             need = (
                 f"{form.dtype.removeprefix('x')}[{', '.join(sizes)}], as `{other}`, which is {describe(given[other])}"
             )
             hint = f"`{name}` and `{other}` of the same {'examples' if 'B' in known else 'sizes'}"
             yield Problem(f"`{name}` does not match `{other}`.", describe(x), need, hint)
-        for i, d in enumerate(dims):
-            if d.isalpha():
-                first.setdefault(d, (name, x.shape[i]))
 
 
 def need_problems(declared: Declared, given: Mapping[str, Any]) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from funcrec.checkpoint import finish, settle
-from funcrec.core import Count, Positive, check, describe, fail, own_errors, typed
+from funcrec.core import Count, PositiveMagnitude, check, describe, fail, own_errors, typed
 from funcrec.data import Position
 from funcrec.loop._bad_ids import BadIds
 from funcrec.loop._callbacks import Record
@@ -105,7 +105,7 @@ def fit(
     checkpoint: str | os.PathLike | None = None,
     save_every: Count = 1,
     save_every_steps: Count | None = None,
-    save_every_minutes: Positive | None = None,
+    save_every_minutes: PositiveMagnitude | None = None,
     keep: Count | None = None,
     save_asynchronously: bool = False,
     resume: bool | Literal["auto"] = False,

@@ -12,7 +12,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from funcrec.core import Form, Positive, Problem, check, describe, typed
+from funcrec.core import Form, PositiveMagnitude, Problem, check, describe, typed
 from funcrec.grad import refuse_in_micro_batches
 from funcrec.jagged import is_concrete
 from funcrec.losses._mean import (
@@ -68,7 +68,7 @@ def in_batch_softmax(
     weight: Weights = None,
     *,
     log_q: Numbers | None,
-    temperature: Positive = 1.0,
+    temperature: PositiveMagnitude = 1.0,
     candidate_ids: Annotated[Tensor, Form("i[B]")] | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:

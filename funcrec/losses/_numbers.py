@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from funcrec.core import Positive, check, typed
+from funcrec.core import PositiveMagnitude, check, typed
 from funcrec.losses._mean import Labels, Numbers, Reduction, Weights, can_be_read, reduce, weight_problems
 from funcrec.tables import blank_padding, label_value_problems
 
@@ -42,7 +42,12 @@ def mse(predictions: Numbers, label: Labels, weight: Weights = None, *, reductio
 
 @typed
 def huber(
-    predictions: Numbers, label: Labels, weight: Weights = None, *, delta: Positive = 1.0, reduction: Reduction = "mean"
+    predictions: Numbers,
+    label: Labels,
+    weight: Weights = None,
+    *,
+    delta: PositiveMagnitude = 1.0,
+    reduction: Reduction = "mean",
 ) -> Tensor:
     """The mean of a square that goes on as a line: a label far away pulls no harder than one at `delta`.
 

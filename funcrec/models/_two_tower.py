@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funcrec import losses, nn
-from funcrec.core import Positive, Share, Sizes, check, random, typed, typed_fields
+from funcrec.core import PositiveMagnitude, Share, Sizes, check, random, typed, typed_fields
 from funcrec.models._deep import run, width
 from funcrec.models._model import batch_problems, build, check_configs, own_problems, part
 from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, duplicate_problems, lookup
@@ -40,7 +40,7 @@ class TwoTower(NamedTuple):
     candidate: Callable[[Params, Batch], Tensor]
     towers: Callable[[Params, Batch, Tensor], tuple[Tensor, Tensor]]
     apply: Callable[[Params, Batch], Tensor]
-    temperature: Positive
+    temperature: PositiveMagnitude
 
 
 @typed
@@ -51,7 +51,7 @@ def two_tower(
     *,
     sizes: Sizes = (128, 64),
     dropout: Share = 0.0,
-    temperature: Positive = 0.05,
+    temperature: PositiveMagnitude = 0.05,
 ) -> TwoTower:
     """An MLP over the query's features and another over the candidate's; both end in vectors of sizes[-1].
 

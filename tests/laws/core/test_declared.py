@@ -96,3 +96,15 @@ def test_an_error_of_the_body_keeps_its_cause():
     with pytest.raises(TypeError, match="no such row") as error:
         fails(3)
     assert isinstance(error.value.__cause__, KeyError)
+
+
+def test_a_letter_that_stands_twice_in_a_form_is_one_size():
+    """A square matrix is one whose two dimensions are equal."""
+
+    @typed
+    def trace(x: Annotated[Tensor, Form("f[D, D]")]) -> Tensor:
+        return x.trace()
+
+    assert trace(torch.eye(3)) == 3
+    with pytest.raises(ValueError, match=r"does not match(.|\n)*need  f\[2, 2\]"):
+        trace(torch.ones(2, 3))

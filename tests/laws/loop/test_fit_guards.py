@@ -130,9 +130,12 @@ def test_a_model_says_which_ids_are_bad():
 
 def test_what_is_asked_for_can_be_done():
     """An unknown word, and a number to monitor that is not counted, are refused before any work."""
-    for how, words in (({"on_bad_ids": "warn"}, "`on_bad_ids` is unknown"), ({"on_bad_ids": 1}, "is unknown"),
-                       ({"monitor": "bad_ids", "mode": "min"}, "`monitor` is measured by nothing")):  # fmt: skip
-        with pytest.raises((ValueError, TypeError, KeyError), match=words):
+    for how, kind, words in (
+        ({"on_bad_ids": "warn"}, ValueError, "`on_bad_ids` is unknown"),
+        ({"on_bad_ids": 1}, TypeError, "`on_bad_ids` is unknown"),
+        ({"monitor": "bad_ids", "mode": "min"}, KeyError, "`monitor` is measured by nothing"),
+    ):
+        with pytest.raises(kind, match=words):
             fr.fit(STEP, start(), BATCHES, epochs=1, **how)
     done = fr.fit(STEP, start(), BATCHES, epochs=1, on_bad_ids="count", monitor="bad_ids", mode="min")
     assert done.history[0]["bad_ids"] == 7

@@ -123,6 +123,7 @@ def test_the_newest_are_kept(tmp_path, axes):
     ({"save_every_minutes": 0}, "out of range"),
     ({"save_every_minutes": float("nan")}, "out of range"),
     ({"save_every_minutes": "5"}, "is not a number"),
+    ({"save_every_minutes": float("inf")}, "need  a finite number > 0"),
     ({"save_every_minutes": 5, "checkpoint": None}, "`save_every_minutes` needs `checkpoint`"),
     ({"save_every_minutes": 5, "sync": lambda state: state}, "when a clock says so"),
 ])  # fmt: skip

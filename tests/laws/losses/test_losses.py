@@ -212,6 +212,7 @@ def test_a_model_of_two_tasks_is_trained():
     (lambda x: losses.cross_entropy(x, CLASSES), ValueError, "`logits` is not a tensor of these dimensions"),
     (lambda x: losses.cross_entropy(numbers(1, B, 3), CLASSES), ValueError, "label[1] = 3"),
     (lambda x: losses.huber(x, CLICKS, delta=0.0), ValueError, "`delta`"),
+    (lambda x: losses.huber(x, CLICKS, delta=torch.inf), ValueError, "need  a finite number > 0"),
     (lambda x: losses.multi_task([]), ValueError, "`losses` are none"),
     (lambda x: losses.multi_task([losses.mse, lambda p, y, w: (p - y).mean()]), TypeError, "takes no `reduction`"),
     (lambda x: losses.multi_task([losses.mse], weights=(1.0, 2.0)), ValueError, "do not match the tasks"),
