@@ -26,7 +26,8 @@ from funcrec.core._ranges import Form
 class Declared(NamedTuple):
     """What a signature says. names: of the arguments by position. rest, more: of *args and **kwargs, or "". kinds: what
     each must be. forms: of tensors that share a letter with another. needs: {argument: the one without which it means
-    nothing}. signature: Python's own."""
+    nothing}. defaults: {argument: its default, or Parameter.empty}. torch.compile takes all of it for constants, so
+    that no `inspect.Signature` may be here."""
 
     names: list[str]
     rest: str
@@ -34,7 +35,7 @@ class Declared(NamedTuple):
     kinds: dict[str, Kind]
     forms: dict[str, Form]
     needs: Mapping[str, str]
-    signature: inspect.Signature
+    defaults: dict[str, Any]
 
 
 def typed(fn: Callable | None = None, *, call: str = "", needs: Mapping[str, str] | None = None) -> Callable:
@@ -88,7 +89,8 @@ def declaration(fn: Callable, needs: Mapping[str, str]) -> Declared:
     names = of(inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     rest, more = (next(iter(of(w)), "") for w in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD))
     kinds = {n: kind_of(h, fn) for n, h in hints.items()}
-    return Declared(names, rest, more, kinds, forms_that_share(hints), needs, signature)
+    defaults = {n: p.default for n, p in signature.parameters.items()}
+    return Declared(names, rest, more, kinds, forms_that_share(hints), needs, defaults)
 
 
 def problems(declared: Declared, args: tuple, kwargs: dict) -> Iterator[Problem]:
@@ -96,7 +98,7 @@ def problems(declared: Declared, args: tuple, kwargs: dict) -> Iterator[Problem]
     names, rest = declared.names, declared.rest
     given = [(n, n, x) for n, x in zip(names, args, strict=False)]
     given += [(rest, f"{rest}[{i}]", x) for i, x in enumerate(args[len(names) :])]
-    given += [(n if n in declared.signature.parameters else declared.more, n, x) for n, x in kwargs.items()]
+    given += [(n if n in declared.defaults else declared.more, n, x) for n, x in kwargs.items()]
     for n, path, x in given:
         if n in declared.kinds:
             yield from declared.kinds[n].find(path, x)
@@ -154,7 +156,7 @@ def need_problems(declared: Declared, given: Mapping[str, Any]) -> Iterator[Prob
     """An argument that means nothing without another must not stand alone."""
     for name, other in declared.needs.items():
         x = given.get(name)
-        if x is None or x is declared.signature.parameters[name].default or given.get(other) is not None:
+        if x is None or x is declared.defaults[name] or given.get(other) is not None:
             continue
         got, need = f"{name}={x!r}, {other}=None", f"`{other}` too, or no `{name}`"
         yield Problem(f"`{name}` needs `{other}`.", got, need, example_at(other))
