@@ -103,8 +103,11 @@ def run_steps(name: str, kind: str, implementation: str, is_compiled: bool = Tru
     return out, places
 
 
-@pytest.mark.parametrize("implementation", ["cpp", "reference"])
-@by_name(STEPS)
+BY_REFERENCE = ("adam", "accumulate", "stochastic_rounding", "own rule")
+STAGED = [*((n, "cpp") for n in STEPS), *((n, "reference") for n in BY_REFERENCE)]
+
+
+@pytest.mark.parametrize("name, implementation", STAGED, ids=map("-".join, STAGED))
 def test_staged_steps_are_eager_ones(name, implementation):
     """The staged graph, donated or not, gives the eager step's bits after each of three calls; metrics too."""
     eager = run_steps(name, "eager", implementation)[0]

@@ -55,7 +55,7 @@ def run(program, x):
     return values[-4:]
 
 
-@settings(max_examples=6, phases=[Phase.generate])  # to shrink it would compile for minutes
+@settings(max_examples=3, phases=[Phase.generate])  # to shrink it would compile for minutes
 @given(many=st.lists(programs, min_size=6, max_size=6))
 def test_compiled_programs_are_eager_ones(many):
     """jit of six programs side by side gives the values of each."""

@@ -128,7 +128,7 @@ STEPS = {
 PROGRAMS = st.lists(st.tuples(st.sampled_from(sorted(STEPS)), INTEGERS), min_size=1, max_size=6)
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(st.lists(st.tuples(PROGRAMS, st.integers(1, 300)), min_size=30, max_size=30))
 def test_generated_arithmetic_wraps(programs):
     """Any chain of integer operations on a counter of 1 to 300 elements gives eager's integers."""

@@ -9,8 +9,6 @@ from programs.training import plan_of
 import funcrec as fr
 from funcrec.testing import assert_trees_close
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 GRID = {"x": 2, "y": 2}
 
 

@@ -12,7 +12,6 @@ import funcrec as fr
 from funcrec.mesh import _codec
 from funcrec.testing import assert_trees_close
 
-pytestmark = pytest.mark.xdist_group("ranks")
 UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "int8": 1 / 254}  # of an element, or of the greatest of its row
 
 

@@ -21,7 +21,7 @@ def test_a_collective_is_its_map_of_all_values(name, n):
     assert_trees_close(got, want, **EXACT)
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 2])
 def test_a_compiled_collective_is_the_collective(n):
     """jit of a mapped function, and of its gradient, changes no value."""
     mesh = fr.Mesh.emulated(x=n)

@@ -17,8 +17,6 @@ from funcrec.sharding import _update
 from funcrec.sharding.placement._layout import layout_of
 from funcrec.testing import assert_trees_close
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 KINDS = ("column_wise", "column_wise", "table_column_wise", "grid", "row_wise")
 OPTIMIZERS = {
     "rowwise_adagrad": lambda: fr.optim.rowwise_adagrad(lr=0.1),

@@ -7,8 +7,6 @@ from programs import training
 
 import funcrec as fr
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 KINDS = ("table_wise", "row_wise", "column_wise")
 BAGS, ROOM, WORLD = 2, 32, 2
 WEIGHTS = 17 * 6 + 6 + 1  # of the dense part, and the loss

@@ -6,7 +6,6 @@ import pytest
 import torch
 from programs import exchange_programs
 
-pytestmark = pytest.mark.xdist_group("ranks")
 F32, F64 = torch.float32, torch.float64
 LARGE = 20_000  # elements of a block
 
@@ -29,7 +28,7 @@ def same(xs, ys):
     return all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
 
 
-@pytest.mark.parametrize(("n", "count"), [(2, 14), (3, 4)])
+@pytest.mark.parametrize(("n", "count"), [(2, 6), (3, 1)])
 def test_smaller_exchanges_change_no_bit(n, count, ranks):
     """A program with its exchanges cut has the values of the program as it was staged, and sends no byte more. Of
     three ranks none is cut."""

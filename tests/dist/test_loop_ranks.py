@@ -5,8 +5,6 @@ from programs import loops
 
 from funcrec.testing import assert_trees_close
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 @pytest.mark.parametrize("weight", [[3, 1, 2, 0, 1, 1, *[0] * 6], [0.5, 0, 1] * 4])
 def test_the_mean_over_ranks_is_the_weighted_mean(weight, ranks):

@@ -8,8 +8,6 @@ import funcrec as fr
 from funcrec.examples import _ranks
 from funcrec.testing import assert_trees_close
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 @pytest.mark.parametrize("interrupted", [0, 1])
 def test_ranks_stop_together(interrupted, ranks):

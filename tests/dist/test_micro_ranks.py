@@ -8,9 +8,7 @@ from programs.micro_ranks import KINDS
 import funcrec as fr
 from funcrec.testing import assert_trees_close
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
-SEEDS = range(3)
+SEEDS = range(2)
 MESHES = {2: {"x": 2}, 4: {"x": 2, "y": 2}}
 
 
@@ -35,7 +33,7 @@ def test_ranks_in_micro_batches_are_a_loop_over_parts(n, pooling, k, ranks):
 @pytest.mark.parametrize("n, kinds", [(2, KINDS[:3]), (4, KINDS[4:])], ids=str)
 def test_compiled_ranks_in_micro_batches_are_a_loop_over_parts(n, kinds, ranks):
     """So compiled, each table under a placement of its own; dense gradients are summed in a compiler's order."""
-    for made in ranks(n).run(micro_ranks.stepped, kinds, "sum", SEEDS[:2], MESHES[n], 2, True, True, deadline_s=500):
+    for made in ranks(n).run(micro_ranks.stepped, kinds, "sum", SEEDS, MESHES[n], 2, True, True, deadline_s=500):
         assert_looped(made, kinds, "sum", n, 2, rtol=1e-6, atol=1e-6)
 
 

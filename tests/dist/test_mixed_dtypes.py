@@ -11,8 +11,6 @@ from programs.training import plan_of
 import funcrec as fr
 from funcrec.testing import assert_trees_close
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 DTYPES = {"a": torch.float16, "b": torch.float32, "c": torch.float64}
 ORDERS = list(itertools.permutations(DTYPES))
 KINDS = ["row_wise", "column_wise", "table_wise", "replicated"]

@@ -60,7 +60,7 @@ def test_a_step_of_any_plan_is_plain_torchs(model):
     assert_trees_close(fr.gather_tables(state.tables, mesh), moved, **close)
 
 
-def test_a_step_with_copies_beside_cut_tables_is_compiled():
+def test_a_step_with_copies_beside_cut_tables_is_staged(interpreted):
     """jit knows that the copies of a replicated table stay alike though
     one kernel updates other tables, which differ, with it."""
     mesh = fr.Mesh.emulated(x=2)

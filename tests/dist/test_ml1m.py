@@ -17,8 +17,6 @@ from funcrec.examples import _ranks, ctr
 from funcrec.models._ml1m import ML1M_FIELDS, ML1M_GENRES
 from funcrec.testing import assert_trees_close
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 STEPS, BATCH, LR = 20, 128, 0.005
 MODEL = fr.models.ml1m("deepfm")
 KINDS = ("table_wise", "row_wise", "column_wise", "replicated")

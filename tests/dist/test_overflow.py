@@ -9,8 +9,6 @@ from programs.overflow import assert_unchanged, overflown, own, real_overflown, 
 import funcrec as fr
 from funcrec.testing import assert_trees_close
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 ONE_AXIS = ("table_wise", "row_wise", "column_wise", "replicated")
 TWO_AXES = (*ONE_AXIS, "table_row_wise", "table_column_wise", "grid")
 CASES = [({"x": 2}, k) for k in ONE_AXIS] + [({"x": 2, "y": 2}, k) for k in TWO_AXES[4:]]

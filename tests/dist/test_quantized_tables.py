@@ -8,8 +8,6 @@ from programs import rounded_ranks as rounded
 import funcrec as fr
 from funcrec.testing import assert_trees_close
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 ONE_AXIS = ("table_wise", "row_wise", "column_wise", "replicated")
 CASES = [({"x": 2}, k) for k in ONE_AXIS] + [
     ({"x": 2, "y": 2}, k) for k in ("table_row_wise", "table_column_wise", "grid")

@@ -26,11 +26,10 @@ def test_real_ranks_give_what_emulation_gives(name, n, ranks):
         assert_trees_close(got, want, **EXACT)
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_compiled_ranks_give_what_emulation_gives(n, ranks):
+def test_compiled_ranks_give_what_emulation_gives(ranks):
     """jit of a mapped function, and of its gradient, has the same values on gloo ranks as under emulation."""
-    got = ranks(n).run(transforms.real_compiled_cells, deadline_s=500)[0]
-    mesh = fr.Mesh.emulated(x=n)
+    got = ranks(2).run(transforms.real_compiled_cells, deadline_s=500)[0]
+    mesh = fr.Mesh.emulated(x=2)
     for name in COLLECTIVES:
         assert_trees_close(got["jit"][name], cells(mesh, name)["fwd"], **EXACT)
         assert_trees_close(got["jit_grad"][name], cells(mesh, name)["grad"], **EXACT)

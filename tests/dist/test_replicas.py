@@ -13,8 +13,6 @@ import funcrec as fr
 from funcrec.core._tree import map_tensors
 from funcrec.testing import RankError, assert_trees_close
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 ONE_AXIS = ("table_wise", "row_wise", "column_wise", "replicated")
 TWO_AXES = (*ONE_AXIS, "table_row_wise", "table_column_wise", "grid")
 MESHES = [

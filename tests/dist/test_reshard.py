@@ -14,8 +14,6 @@ from funcrec.sharding.moves import _gather_rows
 from funcrec.testing import assert_trees_close
 from funcrec.testing import strategies as frs
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 ONE_AXIS = ("table_wise", "row_wise", "column_wise", "replicated")
 TWO_AXES = (*ONE_AXIS, "table_row_wise", "table_column_wise", "grid")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]

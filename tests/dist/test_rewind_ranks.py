@@ -9,8 +9,6 @@ from programs.overflow import own, skewed, step_of
 import funcrec as fr
 from funcrec.testing import assert_trees_close
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 KINDS = [
     ({"x": 2}, "row_wise", "adam"),
     ({"x": 2}, "column_wise", "lamb"),

@@ -13,8 +13,6 @@ from programs.placement_models import models
 import funcrec as fr
 from funcrec.testing import assert_trees_close
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 RULES = {
     "sgd": lambda: fr.optim.sgd(lr=0.1),
     "adam": lambda: fr.optim.adam(lr=0.1),

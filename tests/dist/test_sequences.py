@@ -11,8 +11,6 @@ import funcrec as fr
 from funcrec.sharding import _sum_gradients
 from funcrec.testing import assert_trees_close
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 @given(sequence_models())
 def test_sharded_sequences_have_one_processs_bits(model):

@@ -15,8 +15,6 @@ import funcrec as fr
 from funcrec.testing import assert_trees_close
 
 CLOSE = {"rtol": 2e-6, "atol": 2e-6}
-pytestmark = pytest.mark.xdist_group("ranks")
-
 WHERE = [({"x": 3}, ("x",)), ({"x": 2, "y": 2}, ("y",)), ({"x": 2, "y": 2}, ("x", "y")), ({"x": 2, "y": 3}, ("y", "x"))]
 
 

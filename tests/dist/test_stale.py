@@ -5,8 +5,6 @@ from programs import stale, training
 
 import funcrec as fr
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 X = {"x": 2}
 
 

@@ -15,8 +15,8 @@ def loss_fn(params, ids):
 
 
 @pytest.mark.parametrize("kind", PLANS)
-def test_a_step_on_a_mesh_has_the_derivatives_of_its_loss_and_its_tables(kind):
-    """d(loss, tables)/d(table, dense, lr) of a step on two ranks, compiled
+def test_a_step_on_a_mesh_has_the_derivatives_of_its_loss_and_its_tables(kind, interpreted):
+    """d(loss, tables)/d(table, dense, lr) of a step on two ranks, staged
     too, = central differences of the same in one process."""
     torch.manual_seed(0)
     table, w, mesh = (
@@ -38,7 +38,7 @@ def test_a_step_on_a_mesh_has_the_derivatives_of_its_loss_and_its_tables(kind):
     want = torch.stack([(after(x + e, False) - after(x - e, False)) / 2e-5 for e in steps])
     torch.testing.assert_close(torch.func.grad(lambda x: after(x, True))(x), want, rtol=1e-6, atol=1e-7)
     if kind == "row_wise":
-        compiled = fr.jit(torch.func.grad(lambda x: after(x, True)))
-        torch.testing.assert_close(compiled(x), want, rtol=1e-6, atol=1e-7)
+        staged = fr.jit(torch.func.grad(lambda x: after(x, True)))
+        torch.testing.assert_close(staged(x), want, rtol=1e-6, atol=1e-7)
     tangent = torch.func.jvp(lambda x: after(x, True), (x,), (torch.ones_like(x),))[1]
     torch.testing.assert_close(tangent, want.sum(), rtol=1e-6, atol=1e-7)

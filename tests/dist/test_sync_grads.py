@@ -12,8 +12,6 @@ from funcrec.mesh import _joined
 from funcrec.sharding import _sum_gradients
 from funcrec.testing import assert_trees_close
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 DTYPES = (torch.float32, torch.int32, torch.int64, torch.float64, torch.bfloat16)
 
 

@@ -6,7 +6,6 @@ from programs import torchrec_ranks
 from funcrec.testing import assert_trees_close
 
 pytest.importorskip("torchrec")
-pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.mark.parametrize("kind", torchrec_ranks.KINDS)

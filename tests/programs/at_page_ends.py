@@ -12,6 +12,7 @@ from torch import Tensor
 import funcrec as fr
 
 PAGE = mmap.PAGESIZE
+DTYPES = (torch.int64, torch.int32, torch.float32, torch.bool, torch.uint8)
 COUNTS = (272, 264, 64)  # of 64 bytes and more: what is not aligned to them is copied
 
 
@@ -35,11 +36,12 @@ def padded(x: Tensor) -> Tensor:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for dtype in (torch.int64, torch.int32, torch.float32, torch.bool, torch.uint8):
-        for count in COUNTS:
-            for at_end in (False, True):
-                x = between_pages(count, dtype, at_end)
-                if not torch.equal(fr.jit(padded)(x), padded(x)):
+    every = fr.jit(lambda xs: {dtype: padded(x) for dtype, x in xs.items()})
+    for count in COUNTS:
+        for at_end in (False, True):
+            xs = {f"{d}": between_pages(count, d, at_end) for d in DTYPES}
+            for dtype, y in every(xs).items():
+                if not torch.equal(y, padded(xs[dtype])):
                     raise AssertionError(f"{dtype}, {count} elements")
     print("right")
 

@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m programs.first_calls jit|export NUMBER [main]
 
 NUMBER: of the module, counted from the call on. main: count only modules that the main thread imports. Prints JSON:
-whether a signal came, what the first call raised, and what the second one gave.
+whether a signal came, what the first call raised, and what it gave, or else the second one.
 """
 
 import json
@@ -73,13 +73,13 @@ def main() -> None:
     call, interrupter = {"jit": jit, "export": export}[sys.argv[1]], Interrupter(int(sys.argv[2]), "main" in sys.argv)
     signal.signal(signal.SIGALRM, interrupter.handle)
     sys.meta_path.insert(0, interrupter)
-    said = ""
+    said, given = "", None
     try:
-        call()
+        given = call()
     except BaseException as error:
         said = "".join([repr(error), *getattr(error, "__notes__", ())])
     sys.meta_path.remove(interrupter)
-    print(json.dumps({"sent": interrupter.sent, "said": said, "then": call()}))
+    print(json.dumps({"sent": interrupter.sent, "said": said, "then": call() if said else given}))
 
 
 if __name__ == "__main__":

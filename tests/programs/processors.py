@@ -30,8 +30,10 @@ PRELOADS = {"intel": INTEL, "by_shape": (Path(__file__).parent / "by_shape.c").r
 
 
 class Surrounding(NamedTuple):
-    """threads: of the tests' process and, by OpenMP's variable, of fresh ones. caches: compiled code of its own."""
+    """laws: groups of LAWS whose bits it may change. threads: of the tests' process and, by OpenMP's variable,
+    of fresh ones. caches: compiled code of its own."""
 
+    laws: tuple[str, ...]
     threads: int = 1
     variables: dict[str, str] = {}
     preload: str = ""
@@ -42,24 +44,31 @@ AVX2 = {
     "FUNCREC_CPU": "v3", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2",
 }  # fmt: skip
 SURROUNDINGS = {
-    "1 thread": Surrounding(),
-    "2 threads": Surrounding(threads=2),
-    "4 threads": Surrounding(threads=4),
-    "kernels' base level": Surrounding(variables={"FUNCREC_CPU": "base"}),
-    "MKL's Intel kernels": Surrounding(preload="intel"),
-    "an AVX2 machine": Surrounding(variables=AVX2, preload="intel", caches=True),
-    "products by shape": Surrounding(preload="by_shape"),
+    "1 thread": Surrounding(("kernels", "products", "steps")),
+    "2 threads": Surrounding(("kernels", "products", "steps"), threads=2),
+    "4 threads": Surrounding(("kernels", "products", "steps"), threads=4),
+    "kernels' base level": Surrounding(("kernels", "steps"), variables={"FUNCREC_CPU": "base"}),
+    "MKL's Intel kernels": Surrounding(("products", "steps"), preload="intel"),
+    "an AVX2 machine": Surrounding(
+        ("kernels", "loops", "products", "steps"), variables=AVX2, preload="intel", caches=True
+    ),
+    "products by shape": Surrounding(("products", "steps"), preload="by_shape"),
 }
-LAWS = {
-    "kernels": ("levels", "update", "cpp_update", "generated", "quantized", "planned", "top_k"),
-    "compile": ("wrapping", "decompositions", "raising", "step", "products", "onednn"),
-    "laws/core": ("random",),
-    "laws/grad": ("micro_batches",),
-    "laws/optim": ("rounding", "rules"),
-    "laws/train": ("ensemble", "scan"),
-    "laws/history": ("rewind",),
-    "dist": ("stale", "rewind_ranks", "replicas"),
-    "house": ("surroundings",),
+LAWS = {  # loops: compiled ones, whose vectors follow from the processor alone
+    "kernels": {
+        "kernels": ("levels", "update", "cpp_update", "generated", "quantized", "planned", "top_k"),
+        "laws/core": ("random",),
+    },
+    "loops": {"compile": ("wrapping", "decompositions", "raising")},
+    "products": {"compile": ("products", "onednn"), "laws/grad": ("micro_batches",), "laws/train": ("ensemble",)},
+    "steps": {
+        "compile": ("step",),
+        "laws/optim": ("rounding", "rules"),
+        "laws/train": ("scan",),
+        "laws/history": ("rewind",),
+        "dist": ("stale", "rewind_ranks", "replicas"),
+        "house": ("surroundings",),
+    },
 }
 TOTALS = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 
@@ -74,7 +83,7 @@ def main() -> int:
     seen: dict[str, dict[str, Any]] = {"1 thread": probe(SURROUNDINGS["1 thread"])}
     rows, begin = [("surroundings", "passed", "failed", "skipped", "seconds", "")], time.monotonic()
     for name in args.only:
-        row = run(name, seen, args.tests or laws(), args.jobs)
+        row = run(name, seen, args.tests or laws(name), args.jobs)
         rows.append(row)
         print("  ".join(row), flush=True)
     print(f"\n{table(rows)}\n\n{time.monotonic() - begin:.0f} s in all; what each run printed: {FOLDER}", flush=True)
@@ -162,9 +171,10 @@ def not_in_force(chosen: Surrounding, found: dict[str, Any], plain: dict[str, An
         yield "a row's product is the same among any number of rows"
 
 
-def laws() -> list[str]:
-    """The files of LAWS, each of which is there."""
-    paths = [f"tests/{folder}/test_{name}.py" for folder, names in LAWS.items() for name in names]
+def laws(name: str) -> list[str]:
+    """The files of a surrounding's groups, each of which is there."""
+    folders = [item for group in SURROUNDINGS[name].laws for item in LAWS[group].items()]
+    paths = [f"tests/{folder}/test_{file}.py" for folder, files in folders for file in files]
     if lost := [path for path in paths if not (ROOT / path).exists()]:
         sys.exit(f"processors.py: {', '.join(lost)}: not there\n  try   another name in LAWS")
     return paths

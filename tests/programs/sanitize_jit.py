@@ -307,9 +307,9 @@ def faults(probe: str) -> list[Case]:
         lambda k: fr.data.take(fr.data.random_rows(k, {"a": 1000}, ids_per_bag=2), torch.arange(n)).ids.values
     )
     keys = lambda n: lambda k: torch.func.vmap(lambda i: fr.fold_in(k, i))(torch.arange(n))
-    fs = [f(n) for f in (keys, count, drawn) for n in (200, 300)]
+    fs = [keys(300), count(300), drawn(200)]
     fs += [lambda k: (k * 3) // 3, lambda k: (k * k).abs(), lambda k: k - 2**62 - 2**62 < k]
-    return [Case(i, f, (k,)) for i, (f, k) in enumerate((f, fr.key(k)) for f in fs for k in (3, 4))]
+    return [Case(i, f, (fr.key(3),)) for i, f in enumerate(fs)]
 
 
 def check_parts(cases: list[Case]) -> None:
