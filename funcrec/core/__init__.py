@@ -69,6 +69,8 @@ from funcrec.core._ranges import UnitInterval as UnitInterval
 from funcrec.core._ranges import Within as Within
 from funcrec.core._ravel import in_parts as in_parts
 from funcrec.core._ravel import ravel as ravel
+from funcrec.core._shown import html_table as html_table
+from funcrec.core._shown import new_figure as new_figure
 from funcrec.core._static import static_key as static_key
 from funcrec.core._static import structure_key as structure_key
 from funcrec.core._torch_errors import is_of_handler as is_of_handler

@@ -8,17 +8,10 @@ from torch import Tensor
 
 from funcrec.core import Problem, describe
 from funcrec.data import Position
+from funcrec.loop._epochs import OF_AN_EPOCH
 from funcrec.loop._run_state import Work, is_sharded
 from funcrec.mesh import Mesh
 
-OF_AN_EPOCH = (
-    "epoch",
-    "loss",
-    "steps",
-    "seconds",
-    "steps_per_s",
-    "bad_ids",
-)  # the last if counted: what the history has without `evaluate`
 LESS_IS_BETTER = ("loss", "error", "entropy", "mse", "mae", "nll", "perplexity")  # in the name of a number
 
 

@@ -7,9 +7,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from funcrec.core import Problem, check, typed
+from funcrec.core import Problem, check, html_table, new_figure, typed
 
 History = Sequence[Mapping[str, Any]]
+
+
+OF_AN_EPOCH = ("epoch", "loss", "steps", "seconds", "steps_per_s", "bad_ids")  # the last if counted: not of `evaluate`
 
 
 class Limits(NamedTuple):
@@ -39,6 +42,32 @@ def best_epoch(history: History, monitor: str, mode: Literal["max", "min"] = "ma
     sign = 1 if mode == "max" else -1
     numbers = [(sign * h[monitor], -i) for i, h in enumerate(history) if not math.isnan(h[monitor])]
     return -max(numbers)[1] if numbers else None
+
+
+def history_html(history: History) -> str:
+    """A row for each epoch; a number that one lacks is left empty."""
+    names = list(dict.fromkeys(n for entry in history or [dict.fromkeys(OF_AN_EPOCH[:2])] for n in entry))
+    shown = lambda x: f"{x:.4g}" if isinstance(x, float) else x
+    return html_table(names, [[shown(entry.get(n, "")) for n in names] for entry in history])
+
+
+def history_figure(history: History) -> Any:
+    """A matplotlib Figure: the loss by epoch, and beside it each number that `evaluate` gave."""
+    others = list(dict.fromkeys(n for e in history for n, x in e.items() if n not in OF_AN_EPOCH and is_number(x)))
+    figure = new_figure("funcrec.Fitted.plot", 4.5 * (1 + bool(others)), 3.5)
+    panels = figure.subplots(1, 1 + bool(others), squeeze=False)[0]
+    for axes, names in zip(panels, (["loss"], others), strict=False):
+        for name in names:
+            points = [(e["epoch"], e[name]) for e in history if is_number(e.get(name))]
+            axes.plot([at for at, _ in points], [x for _, x in points], marker="o", label=name)
+        axes.set(xlabel="epoch", ylabel=names[0] if len(names) == 1 else "")
+        if len(names) > 1:
+            axes.legend()
+    return figure
+
+
+def is_number(x: Any) -> bool:
+    return isinstance(x, int | float)
 
 
 def is_finished(history: History, limits: Limits) -> bool:

@@ -34,7 +34,7 @@ from funcrec.loop._checks import (
     work_problems,
 )
 from funcrec.loop._diverged import Losses
-from funcrec.loop._epochs import Limits, best_epoch, is_finished, monitor_problems
+from funcrec.loop._epochs import Limits, best_epoch, history_figure, history_html, is_finished, monitor_problems
 from funcrec.loop._progress import Progress
 from funcrec.loop._ranks import all_parts, is_chief, of_any, questions
 from funcrec.loop._run_state import (
@@ -83,6 +83,18 @@ class Fitted(NamedTuple):
     best: Any
     history: list[dict[str, float]]
     stopped: int = 0
+
+    def _repr_html_(self) -> str:
+        """The history, for a notebook."""
+        return history_html(self.history)
+
+    def plot(self) -> Any:
+        """A matplotlib Figure: the loss by epoch, and beside it what `evaluate` gave. It is drawn, not shown.
+
+        Raises:
+          ImportError: where matplotlib is not installed.
+        """
+        return history_figure(self.history)
 
 
 NEEDS = {

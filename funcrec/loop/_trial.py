@@ -10,8 +10,8 @@ from typing import Any
 
 from funcrec.core import check, is_of_handler, own_errors
 from funcrec.loop._bad_ids import unknown_problems
-from funcrec.loop._checks import OF_AN_EPOCH, measure_problems
-from funcrec.loop._epochs import monitor_problems
+from funcrec.loop._checks import measure_problems
+from funcrec.loop._epochs import OF_AN_EPOCH, monitor_problems
 from funcrec.loop._evaluate import evaluate as run_evaluate
 from funcrec.loop._evaluate import one_batch
 from funcrec.loop._ranks import of_any

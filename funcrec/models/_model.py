@@ -18,6 +18,7 @@ from funcrec.core import (
     check,
     describe,
     fail,
+    html_table,
     is_tracked,
     map_tensors,
     random,
@@ -29,6 +30,7 @@ from funcrec.core import (
 from funcrec.grad import params_problems
 from funcrec.jagged import bag_ids
 from funcrec.tables import (
+    HEAD,
     Batch,
     FeatureConfig,
     Params,
@@ -38,6 +40,7 @@ from funcrec.tables import (
     feature_list_problems,
     feature_table_problems,
     jump_problems,
+    table_lines,
     table_list_problems,
 )
 from funcrec.tables import init as init_tables
@@ -70,6 +73,10 @@ class Model(NamedTuple):
     apply: Callable[[Params, Batch], Tensor]
     train_apply: Callable[[Params, Batch, Tensor], tuple[Tensor, Any]]
     penalty: Callable[[Any], Tensor] | None = None
+
+    def _repr_html_(self) -> str:
+        """Its tables, for a notebook."""
+        return html_table(HEAD, table_lines(self.tables, self.features))
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         what, need = "a model is a record of functions, not a function.", "one of them"

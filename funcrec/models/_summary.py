@@ -1,7 +1,4 @@
-"""What a model is made of, as text: its tables, who reads them, and what they weigh.
-
-bytes of a table = R · D · bytes of a number
-"""
+"""What a model is made of, as text: its tables, the features that read them, and their bytes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,9 +8,7 @@ from funcrec.core import Problem, check, describe, tree_leaves, typed
 from funcrec.grad import params_problems
 from funcrec.models._model import Model, num_parameters
 from funcrec.models._two_tower import TwoTower
-from funcrec.tables import Params
-
-UNITS = ("B", "kB", "MB", "GB", "TB")
+from funcrec.tables import HEAD, Params, in_units, table_lines
 
 
 @typed
@@ -38,23 +33,8 @@ def summary(model: Model | TwoTower, params: Params | None = None) -> str:
       in all  102,000       26.1 MB
     """
     check("funcrec.models.summary", table_problems(model, params))
-    sizes = [t.num_embeddings * t.embedding_dim * t.dtype.itemsize for t in model.tables]
-    readers = {t.name: [f.name for f in model.features if f.table == t.name] for t in model.tables}
-    lines = [["table", "rows", "dim", "bytes", "features"]]
-    lines += [
-        [t.name, f"{t.num_embeddings:,}", f"{t.embedding_dim}", in_units(size), ", ".join(readers[t.name])]
-        for t, size in zip(model.tables, sizes, strict=True)
-    ]
-    lines.append(["in all", f"{sum(t.num_embeddings for t in model.tables):,}", "", in_units(sum(sizes)), ""])
-    return "\n".join([*side_by_side(lines), *dense_line(params)])
-
-
-def in_units(size: int) -> str:
-    """Of three digits and more: 8 kB, 25.6 MB."""
-    value, unit = float(size), 0
-    while value >= 999.5 and unit + 1 < len(UNITS):
-        value, unit = value / 1000, unit + 1
-    return f"{value:.3g} {UNITS[unit]}" if value < 999.5 else f"{value:,.0f} {UNITS[unit]}"
+    lines = side_by_side([HEAD, *table_lines(model.tables, model.features)])
+    return "\n".join([*lines, *dense_line(params)])
 
 
 def side_by_side(lines: Sequence[Sequence[str]]) -> list[str]:

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funcrec import losses, nn
-from funcrec.core import PositiveMagnitude, Share, Sizes, check, random, typed, typed_fields
+from funcrec.core import PositiveMagnitude, Share, Sizes, check, html_table, random, typed, typed_fields
 from funcrec.models._deep import run, width
 from funcrec.models._model import batch_problems, build, check_configs, own_problems, part
-from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, duplicate_problems, lookup
+from funcrec.tables import HEAD, Batch, FeatureConfig, Params, TableConfig, duplicate_problems, lookup, table_lines
 
 
 @typed_fields
@@ -41,6 +41,10 @@ class TwoTower(NamedTuple):
     towers: Callable[[Params, Batch, Tensor], tuple[Tensor, Tensor]]
     apply: Callable[[Params, Batch], Tensor]
     temperature: PositiveMagnitude
+
+    def _repr_html_(self) -> str:
+        """Its tables, for a notebook."""
+        return html_table(HEAD, table_lines(self.tables, self.features))
 
 
 @typed

@@ -39,6 +39,9 @@ from funcrec.tables._kinds import lookups_seen as lookups_seen
 from funcrec.tables._kinds import map_parts as map_parts
 from funcrec.tables._kinds import table_shapes as table_shapes
 from funcrec.tables._kinds import with_parts as with_parts
+from funcrec.tables._lines import HEAD as HEAD
+from funcrec.tables._lines import in_units as in_units
+from funcrec.tables._lines import table_lines as table_lines
 from funcrec.tables._lookup import lookup as lookup
 from funcrec.tables._lookup import lookup_sequence as lookup_sequence
 from funcrec.tables._lookup import lookup_sequence_transpose as lookup_sequence_transpose

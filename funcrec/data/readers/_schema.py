@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from funcrec.core import Problem, check, describe, pytree
+from funcrec.core import Problem, check, describe, html_table, pytree
 
 FIELDS = ("label", "dense", "categorical", "multivalued", "weights", "weight", "time", "label_kind")
 LABEL_KINDS = ("binary", "number", "class")
@@ -80,6 +80,14 @@ class Schema:
         own = {n: getattr(self, n) for n in FIELDS if getattr(self, n) != defaults[n].default}
         own |= {"weights": dict(self.weights)} if self.weights else {}
         return f"Schema({', '.join(f'{n}={x!r}' for n, x in own.items())})"
+
+    def _repr_html_(self) -> str:
+        """Its columns, for a notebook."""
+        rows = [("label", n, kind) for n, kind in zip(self.labels, self.label_kinds, strict=True)]
+        rows += [(name, n, "") for name in ("dense", "categorical", "multivalued") for n in getattr(self, name)]
+        rows += [("weights", by, f"of {of}") for of, by in self.weights]
+        rows += [(name, n, "") for name in ("weight", "time") if (n := getattr(self, name)) is not None]
+        return html_table(("", "column", ""), rows)
 
 
 def _values(schema: Schema) -> tuple:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from funcrec.core import Problem, check, describe, fail, typed
+from funcrec.core import Problem, check, describe, fail, html_table, typed
 from funcrec.mesh import AxisName, Mesh
 from funcrec.sharding.placement._placement import OF_TWO_AXES, ON_ONE_PLACE, Kind, Placement, axis_names
 from funcrec.sharding.placement._report import Report, report_problem
@@ -70,6 +70,13 @@ class Plan:
     def draw(self) -> Any:
         """A matplotlib Figure, ranks × tables."""
         return self._told("draw").draw()
+
+    def _repr_html_(self) -> str:
+        """Its placements, for a notebook, and what `fr.plan` estimates of each table."""
+        if self.report is None:
+            where = lambda p: ", ".join([*p.axes, *(f"rank {r}" for r in p.ranks or ())])
+            return html_table(("table", "placement", "on"), [(n, p.kind, where(p)) for n, p in self.placements])
+        return self.report.html()
 
     def _told(self, name: str) -> Report:
         if self.report is None:

@@ -5,7 +5,7 @@ seconds ≥ bound_s;      gap = 1 - bound_s / seconds
 
 from typing import Any, NamedTuple
 
-from funcrec.core import field_problems
+from funcrec.core import field_problems, html_table, new_figure
 
 MB = 10**6
 
@@ -21,6 +21,12 @@ class TableLine(NamedTuple):
     bytes: int
     seconds: float
     reason: str
+
+    @property
+    def parts(self) -> str:
+        """Their shapes, each told once: "2 of 50x8"."""
+        many = f"{len(self.shapes)} of " if len(self.shapes) > 1 else ""
+        return many + ", ".join(f"{r}x{c}" for r, c in dict.fromkeys(self.shapes))
 
 
 class RankLine(NamedTuple):
@@ -58,22 +64,35 @@ class Report(NamedTuple):
         own = [r.lookup_s + r.update_s for r in self.ranks]
         return max(own) * len(own) / sum(own) if sum(own) > 0 else 1.0
 
+    def headline(self) -> str:
+        """The mesh, the estimate and the bound on all plans."""
+        return (
+            f"{' x '.join(f'{a}={n}' for a, n in self.mesh)} of {self.hardware}, batch {self.batch_size}: "
+            f"{self.seconds * 1e3:.4g} ms, no plan below {self.bound_s * 1e3:.4g} (gap {self.gap:.2%}), "
+            f"imbalance {self.imbalance:.3f}"
+        )
+
+    def html(self) -> str:
+        """A row for each table."""
+        number = lambda x: f"{x:.4g}"
+        rows = [
+            (t.table, t.placement, _short(t.ranks), t.parts, number(t.bytes / MB), number(t.seconds * 1e3), t.reason)
+            for t in self.tables
+        ]
+        return html_table(("table", "placement", "ranks", "parts", "MB", "ms", "why"), rows, self.headline())
+
     def text(self) -> str:
         """A line for each table and each rank (of many alike ranks the first)."""
         width = max([5, *(len(t.table) for t in self.tables)])
         kinds = max([9, *(len(t.placement) for t in self.tables)])
         lines = [
-            f"{' x '.join(f'{a}={n}' for a, n in self.mesh)} of {self.hardware}, batch {self.batch_size}: "
-            f"{self.seconds * 1e3:.4g} ms, no plan below {self.bound_s * 1e3:.4g} (gap {self.gap:.2%}), "
-            f"imbalance {self.imbalance:.3f}",
+            self.headline(),
             "",
             f"{'table':{width}}  {'placement':{kinds}}  {'ranks':12}  {'parts':22}  {'MB':>10}  {'ms':>9}  why",
         ]
         for t in self.tables:
-            parts = ", ".join(f"{r}x{c}" for r, c in dict.fromkeys(t.shapes))
-            many = f"{len(t.shapes)} of " if len(t.shapes) > 1 else ""
             lines.append(
-                f"{t.table:{width}}  {t.placement:{kinds}}  {_short(t.ranks):12}  {many + parts:22}  "
+                f"{t.table:{width}}  {t.placement:{kinds}}  {_short(t.ranks):12}  {t.parts:22}  "
                 f"{t.bytes / MB:10.2f}  {t.seconds * 1e3:9.4f}  {t.reason}"
             )
         rest = (sum(r.bytes for r in self.ranks) - sum(t.bytes for t in self.tables)) / MB
@@ -94,9 +113,7 @@ class Report(NamedTuple):
 
     def draw(self) -> Any:
         """A matplotlib Figure, ranks × tables: which rank holds how much of which table."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(max(5, min(16, 0.25 * len(self.tables) + 3)), 5), layout="constrained")
+        figure = new_figure("funcrec.Plan.draw", max(5, min(16, 0.25 * len(self.tables) + 3)), 5)
         axes, times = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
         share = [[0.0] * len(self.tables) for _ in self.ranks]
         for j, t in enumerate(self.tables):

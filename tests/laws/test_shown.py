@@ -1,0 +1,100 @@
+"""Plans, schemas, histories and models show themselves in a notebook, and what has numbers draws them."""
+
+import pickle
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+import funcrec as fr
+
+ODD = "<script>&\"'"  # a name that is no HTML
+TABLES = (fr.TableConfig("item", 1000, 8), fr.TableConfig(ODD, 30, 8))
+FEATURES = (fr.FeatureConfig("clicked", table="item"), fr.FeatureConfig(ODD, table=ODD))
+MADE = fr.Plan({"item": fr.row_wise("x"), ODD: fr.table_wise("x", rank=1)})
+HARDWARE = fr.Hardware("two ranks", 10**9, 1e10, 1e9, 1e9, ranks_per_host=2)
+PLANNED = fr.plan(TABLES, FEATURES, {"x": 2}, batch_size=64, hardware=HARDWARE)
+HISTORY = [{"epoch": 0, "loss": 0.7, "steps": 3, ODD: 0.5}, {"epoch": 1, "loss": 0.25, "steps": 3}]
+FITTED = fr.Fitted(torch.zeros(1), torch.zeros(1), HISTORY)
+SHOWN = {
+    "model": (fr.models.deepfm(TABLES, FEATURES), ["1,000", "clicked", ODD]),
+    "two towers": (fr.models.two_tower(TABLES, FEATURES[:1], FEATURES[1:]), ["1,000", "clicked", ODD]),
+    "schema": (fr.data.Schema(label=ODD, categorical=["item"], weights={"item": "w"}), [ODD, "item", "of item"]),
+    "plan": (MADE, ["item", "row_wise", ODD, "x, rank 1"]),
+    "plan with a report": (PLANNED, ["item", ODD, PLANNED.reasons["item"]]),
+    "history": (FITTED, ["0.7", "0.25", ODD, "0.5", ""]),
+    "empty history": (FITTED._replace(history=[]), []),
+}
+
+
+class Cells(HTMLParser):
+    """The texts of a table's cells by row, and its tags."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.rows, self.tags = [], set()
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data):
+        if self.rows:
+            self.rows[-1][-1] += data
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_they_are_tables_of_html(name):
+    """All that is named is in a cell as it is, no name is markup, rows have one length, and the same comes twice."""
+    value, want = SHOWN[name]
+    page = value._repr_html_()
+    found = Cells(page)
+    assert found.tags == {"table", "thead", "tbody", "tr", "th"} | ({"td"} if want else set()) | (
+        {"caption"} if "report" in name else set()
+    )
+    assert set(want) <= {x for row in found.rows for x in row}
+    assert len({len(row) for row in found.rows}) == 1 and page == value._repr_html_()
+
+
+def test_a_plans_caption_is_its_headline():
+    """The mesh, the estimate and the gap stand above a planned table, as in its text."""
+    assert re.search("<caption>(.*)</caption>", PLANNED._repr_html_())[1] == PLANNED.table().splitlines()[0]
+
+
+def test_a_history_is_drawn():
+    """The loss by epoch on one panel, each other number on the next, where it was measured; times are not drawn."""
+    loss, others = FITTED.plot().axes
+    assert [line.get_xydata().tolist() for line in loss.lines] == [[[0, 0.7], [1, 0.25]]]
+    assert [(line.get_label(), line.get_xydata().tolist()) for line in others.lines] == [(ODD, [[0, 0.5]])]
+    assert len(FITTED._replace(history=[{"epoch": 0, "loss": 1.0}]).plot().axes) == 1
+    assert FITTED._replace(history=[]).plot().axes[0].lines[0].get_xydata().tolist() == []
+
+
+def test_nothing_else_knows_of_a_figure():
+    """A figure is not among pyplot's, which would keep it and show it."""
+    from matplotlib import pyplot
+
+    FITTED.plot()
+    PLANNED.draw()
+    assert pyplot.get_fignums() == []
+
+
+def test_values_that_show_themselves_are_values():
+    """A result of `fit` is pickled and compared as before."""
+    again = pickle.loads(pickle.dumps(FITTED))
+    assert type(again) is fr.Fitted and again.history == HISTORY
+
+
+@pytest.mark.parametrize("call", [FITTED.plot, PLANNED.draw], ids=["funcrec.Fitted.plot", "funcrec.Plan.draw"])
+def test_without_matplotlib_the_error_says_what_to_install(call, monkeypatch, request):
+    """Where matplotlib is absent, the call and the extra are named."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"matplotlib is not installed(.|\n)*funcrec\[plots\]") as error:
+        call()
+    assert str(error.value).startswith(request.node.callspec.id)
