@@ -36,10 +36,10 @@ serving: $(VENV)/.installed
 	[ -e /usr/include/boost/beast.hpp ] || $(RUN) -m pip show --quiet cmeel-boost || $(RUN) -m pip install --quiet -c .ci/constraints.txt cmeel-boost; \
 	cmake -S kernels -B build/serving -DFUNCREC_SERVING=ON -DPython_EXECUTABLE=$(abspath $(RUN)) && cmake --build build/serving --parallel 2
 
-# The docstrings as pages: open build/docs/funcrec.html. Modules without a public name are left out; a `!` that begins a pattern leaves out what matches.
+# The guide and the reference as a site: open build/docs/index.html.
 docs: $(VENV)/.installed
 	$(RUN) -m pip install --quiet -c .ci/constraints.txt -e ".[docs]"
-	$(RUN) -m pdoc --docformat google --output-directory build/docs funcrec '!funcrec.kernels' '!.*[.]_' funcrec.kernels.ops
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet --config-file funcrec/guide/mkdocs.yml
 
 # The C++ kernels with the compiler's sanitizers: 100,000 generated calls, then data races; the server: 100,000 hostile requests to sums and to
 # a package, then runs, swaps and deltas at once; compiled programs in buffers between pages without access, and with the address sanitizer;

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from funcrec.kernels import ops
+from programs.pages import blocks_of, run, told
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close
@@ -14,8 +15,7 @@ from funcrec.testing import assert_trees_close
 ROOT = Path(__file__).parents[2]
 READMES = ["README.md", "funcrec/README.md", "funcrec/examples/README.md", "kernels/README.md"]
 TEXT = "\n".join((ROOT / name).read_text() for name in READMES)
-BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-PRINT = re.compile(r"^ *print\(.*\)(?:  # (.*))?$", re.MULTILINE)
+BLOCKS = blocks_of(TEXT)
 
 
 def is_code(span):
@@ -37,19 +37,13 @@ COMMANDS = re.findall(r"python -c \"([^\"]*)\"", TEXT)
 @pytest.fixture(scope="module")
 def session():
     """The names after all blocks were run one after the other, as a reader runs them, and what each print gave."""
-    names, printed = {"__name__": "readme"}, []
-    names["print"] = lambda *x: printed.append(" ".join(map(str, x)))
-    for block in BLOCKS:
-        exec(compile(block, "README.md", "exec"), names)
-    return names, printed
+    return run(BLOCKS, "README.md")
 
 
 def test_the_blocks_run(session):
     """The python blocks, one after the other, print what stands behind each print; the training in them learns."""
-    told = [want for block in BLOCKS for want in PRINT.findall(block)]
     printed = session[1]
-    assert len(BLOCKS) >= 3 and len(told) == len(printed)
-    assert [want or got for want, got in zip(told, printed, strict=True)] == printed
+    assert len(BLOCKS) >= 3 and told(BLOCKS, printed) == printed
     assert float(printed[1]) < 0.5, "ln 2 is where it began"
 
 

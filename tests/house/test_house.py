@@ -34,7 +34,7 @@ ORDER = (
     ("checkpoint",),
     ("loop", "serve"),
     ("interop", "testing"),
-    ("examples",),
+    ("examples", "guide"),
     ("__main__",),
 )
 FLOORS = {folder: floor for floor, row in enumerate(ORDER) for folder in row}
@@ -130,8 +130,8 @@ def test_laws_stand_in_the_folders_that_they_are_of():
 def test_folders_import_from_those_above(name):
     """A module imports from its own folder and those above it in the order, inside functions too."""
     for other in own_imports(name, lazy=True):
-        if folder_of(name) == "examples" and other == "":
-            continue  # an example uses the public names, as its reader will
+        if folder_of(name) in ("examples", "guide") and other == "":
+            continue  # examples and the site use the public names, as their reader will
         assert other in MODULES, f"{name} imports funcrec.{other}, which is not a module"
         mine, floor = FLOORS[folder_of(name)], FLOORS[folder_of(other)]
         assert folder_of(other) == folder_of(name) or floor < mine, (
@@ -152,7 +152,7 @@ def test_faces_export_what_others_import():
     """A folder that is no public namespace exports only what some module outside of it imports."""
     public = {what for module, what in imported("__init__") if not module}
     used = {(module, what) for name in FILES for module, what in imported(name) if folder_of(module) != folder_of(name)}
-    for folder in set(FLOORS) - public - {"kernels", "testing", "examples", "__main__"}:
+    for folder in set(FLOORS) - public - {"kernels", "testing", "examples", "guide", "__main__"}:
         exported = {a.asname for n in TREES[folder].body if isinstance(n, ast.ImportFrom) for a in n.names}
         face = {"publish", "Later", "module_later", "version"}  # asked for as `_core.publish`
         named = {"Axis", "Block", "Sent", "Transport"}  # fields of public values: `help` calls them by their folder
