@@ -12,4 +12,3 @@ from funcrec.checkpoint._safetensors import save_safetensors as save_safetensors
 from funcrec.checkpoint._steps import latest as latest
 from funcrec.checkpoint._steps import remove_all as remove_all
 from funcrec.checkpoint._steps import step_path as step_path
-from funcrec.checkpoint._whole_file import write_whole as write_whole

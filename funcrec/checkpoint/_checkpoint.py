@@ -20,8 +20,8 @@ from funcrec.checkpoint._job import copy_problems, copy_rest, job_of, step_probl
 from funcrec.checkpoint._place import Reader, Target, axes_of, device_of, place_of, placed, target_problems
 from funcrec.checkpoint._together import Ranks, apart_problems, called_by_all_ranks, ranks_of, together
 from funcrec.checkpoint._tree_json import CodeError, decode, show, transform_problems
-from funcrec.checkpoint._whole_file import as_path, open_file
 from funcrec.core import CLASSES, Count, Problem, Size, check, class_name, describe, fail, typed
+from funcrec.files import as_path, open_file
 from funcrec.mesh import Codec, Mesh
 from funcrec.optim import RowOptimizer
 from funcrec.sharding import Plan

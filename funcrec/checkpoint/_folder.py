@@ -35,8 +35,8 @@ from funcrec.checkpoint._format import (
 )
 from funcrec.checkpoint._rank_parts import Writers, whole_parts
 from funcrec.checkpoint._tree_json import DTYPES, CodeError, Cut, Encoded, decode, encode, show
-from funcrec.checkpoint._whole_file import STALE_S, open_file, raise_os, sync_folder, write_whole
 from funcrec.core import fail
+from funcrec.files import STALE_S, flush, open_file, raise_os, write_whole
 
 MANIFEST = "manifest"
 FORMAT = "funcrec folder 1"
@@ -153,7 +153,7 @@ def make_folder(call: str, folder: Path) -> None:
     """The folder is there; nothing but a folder is in its place."""
     try:
         os.mkdir(folder)
-        sync_folder(folder.parent)
+        flush(folder.parent)
     except OSError as error:
         if isinstance(error, FileExistsError) and folder.is_dir():
             return

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from funcrec.checkpoint._tree_json import DTYPES, CodeError, show
 from funcrec.core import fail, short_dtype
+from funcrec.files import CHUNK, chunks, crc_of, write_bytes
 from funcrec.kernels.memory import empty_table
 
 ALIGN = 64  # bytes: a mapped tensor lies as one of the allocator's does
 MAGIC = b"funcrec checkpoint 3".ljust(ALIGN - 1) + b"\n"
 FOOTER = struct.Struct("<QI")  # the header's length in bytes, and its CRC
-CHUNK = 1 << 18  # bytes: longer writes take a system up to five times the time, each byte
 MAX_SIZE = 2**63
 
 
@@ -105,28 +105,11 @@ def append(to: Writer, x: Tensor, device: str) -> tuple[int, int]:
     return at, crc
 
 
-def write_bytes(file: BinaryIO, x: Tensor) -> int:
-    """Write the elements of a tensor; their CRC."""
-    plain, crc = x.detach().resolve_conj().resolve_neg().cpu(), 0
-    plain = torch.zeros_like(plain).copy_(plain) if plain._is_zerotensor() else plain.contiguous()
-    for chunk in chunks(plain):
-        crc = zlib.crc32(chunk, crc)
-        file.write(chunk)
-    return crc
-
-
 def finish(to: Writer, code: Any) -> None:
     text = json.dumps({"tensors": to.entries, "tree": code}, ensure_ascii=False, separators=(",", ":"))
     header = text.encode("utf-8", "surrogatepass")
     to.file.write(header)
     to.file.write(FOOTER.pack(len(header), zlib.crc32(header)))
-
-
-def chunks(x: Tensor) -> Iterator[memoryview]:
-    """The bytes of a contiguous tensor on the CPU."""
-    if x.numel():
-        data = memoryview(x.reshape(-1).view(torch.uint8).numpy())
-        yield from (data[i : i + CHUNK] for i in range(0, len(data), CHUNK))
 
 
 # -- reading -----------------------------------------------------------------------------------------------------
@@ -227,10 +210,7 @@ def fill(file: BinaryIO, x: Stored, block: Block, wants: Sequence[Want]) -> None
 
 def check_block(x: Stored, block: Block, held: Tensor) -> None:
     """Hold a block that is in memory to its CRC."""
-    crc = 0
-    for data in chunks(held):
-        crc = zlib.crc32(data, crc)
-    if crc != block.crc:
+    if crc_of(held) != block.crc:
         raise CodeError(f"{said(x, block)} with a wrong checksum")
     if x.dtype == torch.bool and int(held.view(torch.uint8).amax()) > 1:
         raise CodeError(f"{said(x, block)} with bytes that are not bools")

@@ -27,8 +27,8 @@ from funcrec.checkpoint._rank_parts import Seen, Writers, equal_problems, told_o
 from funcrec.checkpoint._steps import remove_older, step_of, step_path
 from funcrec.checkpoint._together import Ranks, apart_problems, together
 from funcrec.checkpoint._tree_json import CodeError, Encoded, encode
-from funcrec.checkpoint._whole_file import write_whole
 from funcrec.core import Problem, check
+from funcrec.files import write_whole
 from funcrec.mesh import Mesh
 
 CALL = "funcrec.save"

@@ -12,12 +12,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from funcrec.checkpoint._format import write_bytes
 from funcrec.checkpoint._place import place_of
 from funcrec.checkpoint._together import apart_problems, called_by_all_ranks, ranks_of, together
 from funcrec.checkpoint._tree_json import encode, transform_problems
-from funcrec.checkpoint._whole_file import as_path, open_file, write_whole
 from funcrec.core import Problem, check, describe, fail, typed
+from funcrec.files import as_path, open_file, write_bytes, write_whole
 from funcrec.mesh import Mesh
 from funcrec.sharding import ShardedTables, gather_tables
 from funcrec.tables import is_plain, kind_of_tables, layout_in

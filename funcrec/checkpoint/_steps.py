@@ -13,8 +13,8 @@ from funcrec.checkpoint._folder import MANIFEST, OURS, STEP, is_folder, read_man
 from funcrec.checkpoint._format import MAGIC, read_header
 from funcrec.checkpoint._rank_parts import Seen
 from funcrec.checkpoint._tree_json import CodeError
-from funcrec.checkpoint._whole_file import SUFFIX, as_path, open_file, sync_folder
 from funcrec.core import fail, typed
+from funcrec.files import SUFFIX, as_path, flush, open_file
 
 
 @typed
@@ -78,7 +78,7 @@ def remove_older(path: Path, keep: int) -> None:
     for old in found.values():
         if old != path and old not in stays:
             remove(old)
-    sync_folder(path.parent)
+    flush(path.parent)
 
 
 def remove_all(folder: Path) -> None:

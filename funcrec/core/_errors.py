@@ -16,6 +16,7 @@ from funcrec.core._hints import EXAMPLES as EXAMPLES
 
 STAGES = {
     "core",
+    "files",
     "jagged",
     "mesh",
     "tables",

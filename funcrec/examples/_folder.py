@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from funcrec.checkpoint import write_whole
+from funcrec.files import write_whole
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -23,12 +23,12 @@ from funcrec.compile import OPTIONS, apart, knowing, need_compiler, two_products
 from funcrec.core import Count, Problem, check, describe, fail, has_tracked, typed
 from funcrec.core import version as own_version
 from funcrec.data import Encoding
+from funcrec.files import folder_path, write_folder
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.serve._manifest import BLANK, ENCODING, FORMAT, MANIFEST, MODEL, digest_of, needs_of, sha256_of, text_of
 from funcrec.serve._package import Package, load_package
 from funcrec.serve._trace import ANY_ROW, CALL, SINGLE, Form, Program, example_problems, form_of, trace
 from funcrec.serve._weights import INDEX, named, params_problems, signature, version_problems, write_weights
-from funcrec.serve._whole_folder import folder_path, write_folder
 from funcrec.tables import Batch, layout_in
 
 ISA = {"native": {}, "portable": {"cpp.simdlen": 256, "cpp.march": "x86-64-v3"}}

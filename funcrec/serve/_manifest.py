@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from funcrec.core import Problem, check, fail, path_hint
-from funcrec.serve._files import Folder
+from funcrec.files import Folder
 from funcrec.serve._json_forms import MOST, SPEC, OrNull, Whole, form_problems, wrong
 
 FORMAT = 1

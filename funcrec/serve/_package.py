@@ -17,10 +17,10 @@ from torch import Tensor
 from funcrec.checkpoint import load
 from funcrec.core import Count, Problem, check, describe, fail, has_tracked, is_wrapped, tree_leaves, typed
 from funcrec.data import Encoding, encode
+from funcrec.files import Folder, OpenFile, read_folder
 from funcrec.jagged import KeyedJaggedTensor
 from funcrec.kernels import library
 from funcrec.kernels.tracked import is_bare
-from funcrec.serve._files import Folder, OpenFile, read_folder
 from funcrec.serve._manifest import AGAIN, ENCODING, MANIFEST, MODEL, read_manifest, sha256_of
 from funcrec.serve._trace import SINGLE, Form
 from funcrec.serve._weights import DTYPES, Weights, mapped, memory_of, read_weights

@@ -9,16 +9,15 @@ import json
 import mmap
 import os
 import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, fail, paths
-from funcrec.serve._files import Folder, OpenFile
+from funcrec.files import Folder, OpenFile, crc_of, write_bytes
 from funcrec.serve._json_forms import PLACED, form_problems, placed_problems, text_of, wrong
 from funcrec.serve._manifest import ANY, BLANK, format_problems
 
@@ -65,20 +64,6 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], version: str | No
     version = version or hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:12]
     text = json.dumps({"format": FORMAT, "digest": BLANK, "version": version, "tensors": entries}, indent=1) + "\n"
     (folder / INDEX).write_text(text.replace(BLANK, hashlib.sha256(text.encode()).hexdigest()))
-
-
-def write_bytes(file: BinaryIO, x: Tensor) -> int:
-    """The elements in their order; their CRC."""
-    crc = 0
-    if not x.numel():
-        return crc
-    rows = x.detach().resolve_neg().reshape(x.shape[0] if x.dim() else 1, -1)
-    step = max(1, (1 << 24) // max(1, rows.shape[1] * rows.element_size()))
-    for i in range(0, rows.shape[0], step):
-        part = rows[i : i + step].contiguous().view(-1).view(torch.uint8).numpy().data
-        crc = zlib.crc32(part, crc)
-        file.write(part)
-    return crc
 
 
 def read_weights(call: str, folder: Folder, wanted: Sequence[dict], *, checksums: bool) -> Weights:
@@ -188,8 +173,7 @@ def size_problems(path: Path, file: OpenFile | None, entries: Sequence[dict]) ->
 
 def value_problems(path: Path, entries: Sequence[dict], tensors: Mapping[str, Tensor]) -> Iterator[Problem]:
     for e in entries:
-        x = tensors[e["name"]]
-        crc = zlib.crc32(x.reshape(-1).view(torch.uint8).numpy().data) if x.numel() else 0
+        crc = crc_of(tensors[e["name"]])
         if crc != e["crc32"]:
             what = f"`{path}` was changed, in {e['name']}."
             yield Problem(what, f"CRC {crc:08x}", f"{e['crc32']:08x}", AGAIN)

@@ -17,8 +17,9 @@ from programs.moving import bits
 from programs.training import plan_of
 
 import funcrec as fr
-from funcrec.checkpoint import _folder, _format, _place, _rank_parts, _whole_file
+from funcrec.checkpoint import _folder, _format, _place, _rank_parts
 from funcrec.core._tree import tree_structure
+from funcrec.files import _whole_file
 from funcrec.testing import assert_trees_close
 from funcrec.testing import strategies as frs
 

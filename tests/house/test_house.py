@@ -21,7 +21,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 ORDER = (
     ("kernels",),
     ("core",),
-    ("tree",),
+    ("tree", "files"),
     ("jagged",),
     ("mesh",),
     ("tables",),

@@ -9,8 +9,8 @@ import torch
 from programs import answers, every_dtype
 
 import funcrec as fr
+from funcrec.files._whole_folder import take_name
 from funcrec.serve import _weights
-from funcrec.serve._whole_folder import take_name
 
 pytestmark = pytest.mark.xdist_group("every_dtype")
 VERSIONS = ("first", "second")

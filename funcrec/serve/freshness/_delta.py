@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, describe, has_tracked, path_hint, typed
+from funcrec.files import read_folder
 from funcrec.history import ChangedRows, Delta
 from funcrec.kernels import ops
-from funcrec.serve._files import read_folder
 from funcrec.serve._manifest import read_manifest
 from funcrec.serve._package import Package
 from funcrec.serve._weights import DTYPES, named, params_problems, read_index, version_problems

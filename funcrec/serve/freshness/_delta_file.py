@@ -9,7 +9,6 @@ each tensor's bytes from a multiple of 8 on, zeros between: {"name", "rows": n, 
 """
 
 import json
-import os
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +19,8 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, fail
+from funcrec.files import write_whole
 from funcrec.serve._weights import DTYPES
-from funcrec.serve._whole_folder import sync
 
 MAGIC, FORMAT, ALIGN = b"FRDELTA1", 1, 8
 START = struct.Struct("<8sQII")
@@ -56,18 +55,8 @@ def write_file(call: str, path: Path, digest: str, since: str, version: str, cha
     content = {"format": FORMAT, "manifest": digest, "from": since, "to": version, "size": at, "crc32": crc}
     header = json.dumps({**content, "tensors": entries}).encode()
     header += b" " * (-(START.size + len(header)) % ALIGN)
-    temporary = path.with_name(f".{path.name}.funcrec.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.writelines([START.pack(MAGIC, len(header), zlib.crc32(header), 0), header, *parts])
-        sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)
-    except OSError as error:
-        got, need = error.strerror or str(error), "room, and a folder to write to"
-        fail(call, f"`{path}` cannot be written.", got=got, need=need, hint="another folder", kind=type(error))
-    finally:
-        temporary.unlink(missing_ok=True)
+    start = START.pack(MAGIC, len(header), zlib.crc32(header), 0)
+    write_whole(call, path, lambda file: file.writelines([start, header, *parts]))
 
 
 def read_changes(

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Count, Problem, check, describe, is_wrapped, typed
+from funcrec.files import write_folder
 from funcrec.history import ChangedRows, Delta, Logged, delta
 from funcrec.mesh import Mesh, P, pmax, shard_map, unshard
 from funcrec.serve._manifest import MANIFEST
 from funcrec.serve._package import Package
 from funcrec.serve._weights import INDEX, write_weights
-from funcrec.serve._whole_folder import write_folder
 from funcrec.serve.freshness._delta import changes_of, described, shared_problems
 from funcrec.serve.freshness._delta_file import write_file
 from funcrec.serve.freshness._lock import Hold

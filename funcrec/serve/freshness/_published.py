@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from funcrec.core import fail
-from funcrec.serve._whole_folder import SUFFIX
+from funcrec.files import SUFFIX
 
 DELTA, WEIGHTS = ".delta", ".weights"
 NAME = re.compile(r"((\d{10,})-step-\d+-([0-9a-f]{6}))(\.delta|\.weights)?")

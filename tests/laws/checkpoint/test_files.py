@@ -19,7 +19,8 @@ import pytest
 import torch
 
 import funcrec as fr
-from funcrec.checkpoint import _format, _whole_file
+from funcrec.checkpoint import _format
+from funcrec.files import _whole_file
 
 
 @pytest.fixture

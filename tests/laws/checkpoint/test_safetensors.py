@@ -9,7 +9,8 @@ from programs import moving, training
 from safetensors.torch import load_file, save_file
 
 import funcrec as fr
-from funcrec.checkpoint import _safetensors, _whole_file
+from funcrec.checkpoint import _safetensors
+from funcrec.files import _whole_file
 from funcrec.testing import assert_trees_close
 
 

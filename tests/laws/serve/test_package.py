@@ -190,7 +190,7 @@ def test_versions_are_names_of_values(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
 def test_weights_of_every_dtype_and_shape_come_back(dtype, tmp_path):
     """What save_weights writes is mapped bit for bit: views, scalars, tensors without an element."""
-    from funcrec.serve._files import Folder
+    from funcrec.files import Folder
     from funcrec.serve._weights import named, read_weights, signature
 
     given = {

@@ -15,8 +15,8 @@ from programs.fresh import DTYPES, STEP, batch, begun, bits, held, loss_fn
 
 import funcrec as fr
 from funcrec.core._tree import replace
-from funcrec.serve import _whole_folder
-from funcrec.serve.freshness import _delta_file, _publish, _published
+from funcrec.files import _whole_file, _whole_folder
+from funcrec.serve.freshness import _publish, _published
 
 pytestmark = pytest.mark.xdist_group("packages")
 
@@ -87,7 +87,7 @@ def killed(monkeypatch, rng):
     def kill(*args):
         raise KeyboardInterrupt
 
-    module, name = rng.choice([(_delta_file.os, "replace"), (_whole_folder, "take_name"), (_publish, "tidy")])
+    module, name = rng.choice([(_whole_file.os, "replace"), (_whole_folder, "take_name"), (_publish, "tidy")])
     monkeypatch.setattr(module, name, kill)
 
 

@@ -11,20 +11,15 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from funcrec.core import Problem, check, describe, fail, path_hint
+from funcrec.core import Problem, check, fail, path_hint
+from funcrec.files._whole_file import SUFFIX, as_path, flush
 
-SUFFIX = ".funcrec.tmp"
 EXCHANGE, HERE = 2, -100  # renameat2's RENAME_EXCHANGE and AT_FDCWD
 
 
 def folder_path(call: str, path: str | os.PathLike, *, overwrite: bool, marks: tuple[str, ...]) -> Path:
     """The path of a folder that may be written. marks: files of which one is in every folder that may be replaced."""
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-        fail(call, "`path` is not a path.", got=describe(path), need="str or pathlib.Path", kind=TypeError)
-    text = os.fspath(path)
-    if not text or "\0" in text or not Path(text).name:
-        fail(call, "`path` names no folder.", got=f"{text!r}", need="the name of a folder", hint='"runs/model"')
-    found = Path(os.path.realpath(text))
+    found = Path(os.path.realpath(as_path(call, path, "folder", '"runs/model"')))
     check(call, place_problems(found, overwrite, marks))
     return found
 
@@ -36,9 +31,9 @@ def write_folder(call: str, path: Path, write: Callable[[Path], None]) -> None:
         temporary.mkdir()
         write(temporary)
         for x in (*temporary.iterdir(), temporary):
-            sync(x)
+            flush(x)
         take_name(temporary, path)
-        sync(path.parent)
+        flush(path.parent)
     except OSError as error:
         got, need = error.strerror or str(error), "room, and a folder to write to"
         fail(call, f"`{path}` cannot be written.", got=got, need=need, hint="another folder", kind=type(error))
@@ -59,14 +54,6 @@ def take_name(new: Path, path: Path) -> None:
     path.rename(aside)
     new.rename(path)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 # -- validators --------------------------------------------------------------------------------------------------

@@ -29,14 +29,15 @@ STALE_S = 600  # since the last write to it; besides, nobody holds its lock
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def as_path(call: str, path: str | os.PathLike) -> Path:
-    """The path of a file."""
+def as_path(
+    call: str, path: str | os.PathLike, kind: str = "file", hint: str = 'a file in the folder, as "folder/state.pt"'
+) -> Path:
+    """The path of a file, or of a folder."""
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         fail(call, "`path` is not a path.", got=describe(path), need="str or pathlib.Path", kind=TypeError)
     text = os.fspath(path)
     if not text or "\0" in text or not Path(text).name:
-        got, need = f"{text!r}", "the name of a file"
-        fail(call, "`path` names no file.", got=got, need=need, hint='a file in the folder, as "folder/state.pt"')
+        fail(call, f"`path` names no {kind}.", got=f"{text!r}", need=f"the name of a {kind}", hint=hint)
     return Path(text)
 
 
@@ -60,7 +61,7 @@ def write_whole(call: str, path: Path, write: Callable[[BinaryIO], None]) -> Non
             os.fsync(file.fileno())
             os.utime(temporary)
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        flush(path.parent)
     except OSError as error:
         is_full = error.errno in FULL
         what = f"the disk of `{path}` is full." if is_full else f"`{path}` cannot be written."
@@ -146,11 +147,11 @@ def remove_stale(folder: Path) -> None:
                 os.close(fd)
 
 
-def sync_folder(folder: Path) -> None:
-    """The new name reaches the disk, too."""
+def flush(path: Path) -> None:
+    """A file, or the names in a folder, reach the disk."""
     if os.name != "posix":
         return
-    fd = os.open(folder, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     except OSError as error:

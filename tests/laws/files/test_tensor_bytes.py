@@ -1,0 +1,63 @@
+"""The bytes of tensors as files have them: in the order of their elements, however they lie in memory."""
+
+import io
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from funcrec.files import _tensor_bytes, crc_of, write_bytes
+
+DTYPES = (torch.float64, torch.float32, torch.int64, torch.int16, torch.uint8, torch.bool, torch.complex64)
+
+
+def written(x):
+    """(the bytes, the CRC) of a tensor that is written."""
+    file = io.BytesIO()
+    crc = write_bytes(file, x)
+    return file.getvalue(), crc
+
+
+def same(x, values):
+    """The file has numpy's bytes of the values, and their CRC."""
+    data, crc = written(x)
+    assert data == np.ascontiguousarray(values).tobytes()
+    assert crc == zlib.crc32(data)
+
+
+@given(st.lists(st.integers(0, 7), max_size=4), st.sampled_from(DTYPES), st.randoms(use_true_random=False))
+def test_elements_are_written_in_their_order(shape, dtype, rng):
+    """Of a tensor whose dimensions lie in any order, and of each second row of one; empty and 0-dim ones too."""
+    x = (torch.arange(torch.Size(shape).numel()) % 100).to(dtype).reshape(shape)
+    order = rng.sample(range(len(shape)), len(shape))
+    for y in (x.permute(order), x[::2] if shape else x):
+        same(y, y.numpy())
+
+
+@given(st.integers(0, 40), st.integers(0, 5), st.integers(1, 64))
+def test_parts_make_the_whole(rows, columns, part):
+    """A tensor that is copied in parts, each of a few bytes, is the same file."""
+    x = torch.arange(float(columns * rows)).reshape(columns, rows).T
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_tensor_bytes, "PART", part)
+        patch.setattr(_tensor_bytes, "CHUNK", max(1, part // 2))
+        same(x, x.numpy())
+
+
+@pytest.mark.parametrize("part", [8, 1 << 24])
+def test_what_torch_keeps_as_a_bit_is_written_out(part, monkeypatch):
+    """Conjugates, negatives and torch's zeros without memory are written as their values."""
+    monkeypatch.setattr(_tensor_bytes, "PART", part)
+    x = torch.complex(torch.arange(6.0), torch.ones(6)).reshape(3, 2)
+    same(x.conj(), x.numpy().conj())
+    same(x.conj().imag, x.numpy().conj().imag)
+    same(torch._efficientzerotensor((3, 2)), np.zeros((3, 2), np.float32))
+
+
+def test_the_crc_of_a_tensor_in_memory():
+    """crc_of is the CRC of what write_bytes writes."""
+    for x in (torch.arange(100_000.0), torch.empty(0), torch.tensor(3), torch.ones(3, 2, dtype=torch.bfloat16)):
+        assert crc_of(x) == written(x)[1]
