@@ -28,7 +28,7 @@ def run(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(("call", "number"), [("jit", 80), ("jit", 200), ("export", 80)])
+@pytest.mark.parametrize(("call", "number"), [("jit", 80), ("export", 80)])
 def test_a_call_behind_an_interrupted_one_is_as_the_first(run, call, number):
     """The handler's error passes as it is, and the next call gives what it would have given."""
     found = run(call, number)

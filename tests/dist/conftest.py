@@ -6,7 +6,10 @@ Starting them takes 0.06 s, and every mesh that they make leaves threads of gloo
 
 import pytest
 
-from funcrec.testing import RankPool
+from funcrec.testing import RankPool, _ranks
+
+# What a rank imports to compile: two seconds of each one, if the process that it is forked from has not.
+_ranks.PRELOADED += ["torch._inductor.compile_fx", "torch._inductor.select_algorithm", "sympy.physics.units"]
 
 
 @pytest.fixture(scope="module")

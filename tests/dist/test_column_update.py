@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import training
+from programs.as_staged import as_staged
 from programs.placement_models import models
 from programs.sequence_models import loss as loss_with_sequences
 
@@ -140,11 +141,11 @@ def test_columns_in_place_change_no_bit_on_ranks(kind, ranks):
         assert_trees_close(got[:3], want[:3])
 
 
-def test_compiled_columns_in_place_are_columns_in_place(ranks):
-    """jit with donation, which writes columns where they lie behind the compiled code,
+def test_staged_columns_in_place_are_columns_in_place(ranks):
+    """jit with donation, which writes columns where they lie behind the staged graph,
     changes a step by the rounding of dense parts only."""
     axes = {"x": 2}
     want = training.alone("partial", 2, 5, 4)
     plan = training.plan_of("column_wise", axes)
-    got = ranks(2).run(training.real, "partial", axes, plan, 5, 4, True, True, deadline_s=300)[0]
+    got = ranks(2).run(as_staged, training.real, "partial", axes, plan, 5, 4, True, True, deadline_s=300)[0]
     assert_trees_close(got[:3], want[:3], rtol=1e-5, atol=1e-6)

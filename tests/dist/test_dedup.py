@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from programs import training
+from programs.as_staged import as_staged
 from programs.placement_models import models, sharded
 from programs.placement_models import whole as whole_pooled
 from programs.sequence_models import mapped, sequence_models, whole
@@ -133,11 +134,11 @@ def compiled(capacity):
     return *out, [x.sent_bytes for x in lowered.exchanges]
 
 
-def test_a_compiled_step_sends_rows_once(ranks):
-    """A compiled step is the step, and sends blocks of `capacity` rows, whatever room there is for ids: numbers,
+def test_a_staged_step_sends_rows_once(ranks):
+    """A staged step is the step, and sends blocks of `capacity` rows, whatever room there is for ids: numbers,
     counts, vectors and their cotangents."""
     room, banks = 20, 2  # of tables a and c with 4 columns, of b with 5
     rows, weights = [room * 4 * 4, room * 5 * 4], 17 * 6 + 6 + 1  # with the loss
-    for eager, fast, sent in ranks(2).run(compiled, room, deadline_s=300):
+    for eager, fast, sent in ranks(2).run(as_staged, compiled, room, deadline_s=300):
         assert_trees_close(fast, eager, rtol=1e-5, atol=1e-6)
         assert sent == [(2 * room + banks) * 4, *rows, *rows, 2 * 8, weights * 4]

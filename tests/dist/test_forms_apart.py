@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import training
+from programs.as_staged import as_staged
 from programs.training import plan_of
 
 import funcrec as fr
@@ -57,7 +58,7 @@ TOLD = {
 def test_batches_of_other_forms_are_named_on_all_ranks(compiled, ranks):
     """Capacity, number of bags, dtype, keys, their order, weights or a label that differ on a rank: every rank raises
     and names them with the ranks, at once; the next call, of one form, is right."""
-    each = ranks(2).run(apart_on_ranks, compiled, deadline_s=200)
+    each = ranks(2).run(as_staged, apart_on_ranks, compiled, deadline_s=200)
     for errors, finite in each:
         assert finite
         for how, (error, took_s) in errors.items():
@@ -131,8 +132,8 @@ def begins_on_one(compiled):
 
 
 def test_ranks_change_forms_together(ranks):
-    """Compiled ranks whose batches grow on all of them at once go on, and come back to the first form."""
-    assert ranks(2).run(grows_on_all, deadline_s=200) == [[True] * 3] * 2
+    """Jitted ranks whose batches grow on all of them at once go on, and come back to the first form."""
+    assert ranks(2).run(as_staged, grows_on_all, deadline_s=200) == [[True] * 3] * 2
 
 
 def grows_on_all():
@@ -147,11 +148,11 @@ def grows_on_all():
 
 
 def test_a_rank_that_changes_its_forms_alone_is_named():
-    """A compiled rank whose batch grows midway, while the other's does not: both raise within the timeout, and name the
+    """A jitted rank whose batch grows midway, while the other's does not: both raise within the timeout, and name the
     rank and both forms."""
     begin = time.monotonic()
     with RankPool(2, timeout_s=20) as pool, pytest.raises(RankError) as raised:
-        pool.run(grows_on_one, deadline_s=200)
+        pool.run(as_staged, grows_on_one, deadline_s=200)
     assert time.monotonic() - begin < 150
     text = str(raised.value)
     assert "rank 0: ValueError: funcrec.jit" in text and "rank 1: ValueError: funcrec.jit" in text, text

@@ -4,6 +4,7 @@ and is trained on when it is run again with more room."""
 import pytest
 import torch
 from programs import training
+from programs.as_staged import as_staged
 from programs.overflow import assert_unchanged, overflown, own, real_overflown, skewed, step_of
 
 import funcrec as fr
@@ -23,8 +24,8 @@ def test_a_batch_that_does_not_fit_changes_no_bit(axes, kind):
 
 @pytest.mark.parametrize("kind, compiled", [("row_wise", False), ("column_wise", False), ("row_wise", True)])
 def test_a_batch_that_does_not_fit_changes_no_bit_on_ranks(kind, compiled, ranks):
-    """The same on gloo ranks, also compiled and donated."""
-    for got in ranks(2).run(real_overflown, {"x": 2}, kind, compiled, deadline_s=300):
+    """The same on gloo ranks, also staged and donated."""
+    for got in ranks(2).run(as_staged, real_overflown, {"x": 2}, kind, compiled, deadline_s=300):
         assert_unchanged(*got, kind)
 
 
@@ -118,7 +119,7 @@ def test_what_lost_an_id_is_nan(pooling, how):
     ids found no place, as are its loss and the gradients of its ids that did; with room the bits of no capacity."""
     whole = shared_out(pooling, None, **how)
     assert_trees_close(shared_out(pooling, 4, **how), whole)
-    for wrap in (lambda f: f, fr.jit) if how == {} else (lambda f: f,):
+    for wrap in (lambda f: f, fr.jit) if how == {} and pooling == "sum" else (lambda f: f,):
         acts, bare, losses, grads = shared_out(pooling, 3, wrap, **how)
         for x, room in ((acts, whole[0]), (bare, whole[1]), (losses, whole[2])):
             assert x[0].isnan().all() and not room.isnan().any()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from programs import coded_tables as coded
 from programs import rounded_ranks as rounded
+from programs.as_staged import as_staged
 
 import funcrec as fr
 from funcrec.testing import assert_trees_close
@@ -82,11 +83,11 @@ def test_rows_are_rounded_at_their_owners_on_ranks(ranks):
 
 def test_steps_of_every_kind_round_at_the_owners(ranks):
     """Steps whose loss reads sharded tables so, a bank's each in its own dtype: on two gloo ranks they have the bits of
-    one process, compiled and with donated state within 1e-6, in a pipeline and a stale one a loop's; with a codec, too.
+    one process, staged and with donated state within 1e-6, in a pipeline and a stale one a loop's; with a codec, too.
     """
-    assert ranks(2).run(rounded.every_way, {"exact": True}, deadline_s=120)[0] == dict.fromkeys(WAYS, True)
+    assert ranks(2).run(as_staged, rounded.every_way, {"exact": True}, deadline_s=120)[0] == dict.fromkeys(WAYS, True)
     coded_too = {"exact": True, "codec": fr.Codec("bfloat16", "int8")}
-    found = ranks(2).run(rounded.every_way, coded_too, ("pipeline", "stale"), deadline_s=120)[0]
+    found = ranks(2).run(as_staged, rounded.every_way, coded_too, ("pipeline", "stale"), deadline_s=120)[0]
     assert found == {"pipeline": True, "stale": True}
 
 

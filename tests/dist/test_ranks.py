@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import planned_ranks, transforms
+from programs.as_staged import as_staged
 from programs.transforms import COLLECTIVES, cells
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -183,7 +184,7 @@ def promises_below(name, how):
 @pytest.mark.parametrize("name", ["own shard", "place"])
 def test_a_broken_promise_is_found_below_transforms(name, how, ranks):
     """On real ranks, too, a false promise is refused under every transform and inside jit; a kept one passes."""
-    for said in ranks(2).run(promises_below, name, how):
+    for said in ranks(2).run(as_staged, promises_below, name, how):
         assert "`result` is not the same along axis 'x'" in said
 
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import apart, training
 from programs.apart import copy_of, leaves, plan_of, trained
+from programs.as_staged import as_staged
 from programs.moving import bits
 
 import funcrec as fr
@@ -190,14 +191,14 @@ def test_a_group_of_ranks_trains_as_if_it_were_alone(kind, name, ranks):
     ({"r": 2, "x": 1}, "row_wise", "rowwise_adagrad", True),
 ])  # fmt: skip
 def test_ranks_synchronise_as_emulated_ones(axes, kind, name, compiled, ranks):
-    """Five steps on gloo ranks with a synchronisation after every two, compiled and donated too, are the emulated ones
+    """Five steps on gloo ranks with a synchronisation after every two, staged and donated too, are the emulated ones
     within 1e-6; a synchronisation of the same copies has the same
     bits, and dense parameters are the same on all ranks."""
     mesh, options = fr.Mesh.emulated(**axes), apart.optimizers(name, 0.1)
     want, losses = trained(
         mesh, plan_of(kind, axes, ("r",)), [training.batch(i, 8) for i in range(5)], options, every=2
     )
-    found = ranks(mesh.size).run(apart.real, axes, kind, ("r",), name, 5, 2, compiled, deadline_s=300)
+    found = ranks(mesh.size).run(as_staged, apart.real, axes, kind, ("r",), name, 5, 2, compiled, deadline_s=300)
     close = {"rtol": 1e-5, "atol": 1e-6} if compiled else {"rtol": 1e-6, "atol": 1e-6}
     for before, after, dense, real_losses in found:
         assert_trees_close((before, dense, real_losses), (leaves(want), want.dense, losses), **close)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from programs import rewinding, training
+from programs.as_staged import as_staged
 from programs.moving import bits
 from programs.overflow import own, skewed, step_of
 
@@ -35,7 +36,7 @@ def test_steps_on_an_emulated_mesh_are_undone(axes, kind, name):
 @pytest.mark.parametrize("kind, name, compiled", [("row_wise", "adam", True), ("column_wise", "lamb", False)])
 def test_steps_on_ranks_are_undone(kind, name, compiled, ranks):
     """So it is on gloo ranks, each of which undoes its own part; also donated."""
-    for got in ranks(2).run(rewinding.sharded, name, {"x": 2}, kind, compiled, deadline_s=300):
+    for got in ranks(2).run(as_staged, rewinding.sharded, name, {"x": 2}, kind, compiled, deadline_s=300):
         assert_undone(*got)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs.as_staged import as_staged
 from programs.cut_dense import DENSE, options, real, trained
 from programs.moving import bits
 
@@ -42,9 +43,9 @@ def test_ranks_keep_their_parts(sizes, axes, ranks):
         assert kept == {k: -(-m // n) if k != "scale" else 1 for k, m in sizes_whole.items()}
 
 
-def test_a_compiled_step_on_parts_is_the_step(ranks):
-    """Compiled and donated, on two ranks, the step on parts is the step."""
-    fast, plain = (ranks(2).run(real, "adam", {"x": 2}, ("x",), 3, compiled) for compiled in (True, False))
+def test_a_staged_step_on_parts_is_the_step(ranks):
+    """Staged and donated, on two ranks, the step on parts is the step."""
+    fast, plain = (ranks(2).run(as_staged, real, "adam", {"x": 2}, ("x",), 3, compiled) for compiled in (True, False))
     for (state, kept, _), (want, want_kept, _) in zip(fast, plain, strict=True):
         assert kept == want_kept
         assert_trees_close(state, want, rtol=1e-5, atol=1e-6)

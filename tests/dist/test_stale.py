@@ -2,6 +2,7 @@
 
 import pytest
 from programs import stale, training
+from programs.as_staged import as_staged
 
 import funcrec as fr
 
@@ -27,9 +28,9 @@ def test_two_axes_are_one_process(ranks):
 
 
 def test_a_jitted_step_that_donates_its_state(ranks):
-    """The same of a compiled step, which uses up each state, beside a compiled loop: a compiled product may sum in
-    another order than an eager one. A last batch may have another size, and a second run goes on."""
-    for first, second, programs, threads in ranks(2).run(stale.donated, deadline_s=300):
+    """The same of a jitted step, which uses up each state, beside a jitted loop. A last batch may have another size,
+    and a second run goes on."""
+    for first, second, programs, threads in ranks(2).run(as_staged, stale.donated, deadline_s=300):
         assert first and second and programs == 1 and not threads
 
 

@@ -4,6 +4,7 @@ one process that adds the gradients of the same batches."""
 import pytest
 import torch
 from programs import training
+from programs.as_staged import as_staged
 from programs.training import OPTIMIZERS, WAITING, plan_of
 
 import funcrec as fr
@@ -67,11 +68,11 @@ def test_gradients_wait_on_a_grid(kind, ranks):
         assert_same_training(got, want)
 
 
-def test_a_compiled_step_on_ranks_lets_gradients_wait(ranks):
-    """jit with donation changes steps of which some wait by the rounding of compiled dense parts only."""
+def test_a_staged_step_on_ranks_lets_gradients_wait(ranks):
+    """jit with donation changes steps of which some wait by rounding only."""
     args = ("accumulate rows", {"x": 2}, plan_of("row_wise", {"x": 2}), 4, 4, True, True)
     want = without_waiting(training.alone("accumulate rows", 2, 4, 4))
-    assert_same_training(ranks(2).run(training.real, *args, deadline_s=300)[0], want, rtol=1e-5, atol=1e-6)
+    assert_same_training(ranks(2).run(as_staged, training.real, *args, deadline_s=300)[0], want, rtol=1e-5, atol=1e-6)
 
 
 def without_waiting(made):
