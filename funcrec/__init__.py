@@ -106,6 +106,7 @@ from funcrec.loop import evaluate as evaluate
 from funcrec.loop import fit as fit
 from funcrec.loop import Fitted as Fitted
 from funcrec.loop import pipeline as pipeline
+from funcrec.loop import predict as predict
 from funcrec.loop import stale_pipeline as stale_pipeline
 from funcrec.checkpoint import latest as latest
 from funcrec.checkpoint import load as load

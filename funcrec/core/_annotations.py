@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core._errors import EXAMPLES, Problem, describe, example_at
+from funcrec.core._hints import FUNCTIONS
 from funcrec.core._ranges import Form
 
 PARTS: dict[
@@ -276,6 +277,8 @@ def conversion(path: str, x: Any, cls: Any) -> str:
         return f"int({path}), which waits for the device"
     if cls is bool:
         return f"{path}=True, or False"
+    if cls is Callable and path in FUNCTIONS:
+        return f"{path}={FUNCTIONS[path]}"
     own, (begins, plain) = _example(path), _LOOKS.get(cls, ((), ""))
     is_other = own.startswith(f"{path}=") and not own.startswith(tuple(f"{path}={b}" for b in begins))
     return _example(path, plain) if plain and (is_other or not own) else own  # a name may have two meanings

@@ -267,3 +267,16 @@ EXAMPLES: dict[str, str] = {
     "kinds": '("row_wise", "table_wise")',
     "row_counts": "[5.0, 3.0, 1.0]",
 }
+
+# Where a function is needed by a name that is another value's elsewhere, or has no example.
+FUNCTIONS = {
+    "batches": "lambda: iter(batches), or a list of batches",
+    "blank": "lambda batch: dataclasses.replace(batch, weight=torch.zeros_like(batch.label))",
+    "candidate_ids": "lambda batch: batch.ids",
+    "label": "lambda batch: batch.label",
+    "loader": "fr.data.loader(data, None, 256), or a list of batches",
+    "query": "lambda params, batch: fr.lookup(params.tables, batch, features).values",
+    "candidate": "lambda params, batch: fr.lookup(params.tables, batch, features).values",
+    "step": "fr.train_step(loss_fn, sparse=fr.optim.adam(), dense=fr.optim.dense(torch.optim.Adam, lr=0.01))",
+    "weight": "lambda batch: batch.weight",
+}

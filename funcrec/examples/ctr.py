@@ -173,30 +173,12 @@ def make_job(options: argparse.Namespace) -> Job:
     mesh = ranks.mesh_of(options)
     sparse = getattr(fr.optim, options.optimizer)(lr=options.lr)
     plan = None if mesh is None else ranks.plan_of(options, model, mesh, sparse)
-    step = fr.train_step(
-        loss_and_stats(model),
-        sparse=sparse,
-        dense=fr.optim.dense(torch.optim.Adam, lr=options.lr),
-        has_aux=True,
-        merge=fr.models.merge_stats,
-        mesh=mesh,
-        plan=plan,
-    )
+    dense = fr.optim.dense(torch.optim.Adam, lr=options.lr)
+    step = fr.train_step(model, sparse=sparse, dense=dense, mesh=mesh, plan=plan)
     sync = ranks.sync_of(mesh, options.replicas)
     num_steps = fr.data.num_batches(len(split.train), options.batch_size, drop_last=True)
     fast = ranks.with_sync(fr.jit(step, donate=("state",)), sync, options.sync_every, num_steps)
     return Job(options, split, model, mesh, step.init, fast, sync, fr.jit(model.apply))
-
-
-def loss_and_stats(model: fr.models.Model) -> Callable:
-    """The model's loss without its logits: ranks would average them."""
-    loss_fn = fr.models.loss(model)
-
-    def loss(params: fr.Params, batch: fr.Batch, *, key: Tensor):
-        value, aux = loss_fn(params, batch, key=key)
-        return value, {"stats": aux["stats"]}
-
-    return loss
 
 
 def start(job: Job) -> fr.TrainState:

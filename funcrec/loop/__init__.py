@@ -11,6 +11,7 @@ from funcrec.loop._epochs import best_epoch as best_epoch
 from funcrec.loop._evaluate import evaluate as evaluate
 from funcrec.loop._fit import Fitted as Fitted
 from funcrec.loop._fit import fit as fit
+from funcrec.loop._predict import predict as predict
 from funcrec.loop._ranks import agreed as agreed
 from funcrec.loop._ranks import all_parts as all_parts
 from funcrec.loop._ranks import is_chief as is_chief

@@ -6,6 +6,7 @@ Shapes: B batch.
 """
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -103,6 +104,22 @@ def evaluate(
     found = results(metrics, states, seen, mesh)
     check(call, number_problems(found))
     return {n: float(x) for n, x in found.items()}
+
+
+def evaluation(model: Any, own: Callable | None, batches: Any, metrics: Mapping | None) -> Callable | None:
+    """params -> numbers: a function of one's own, or a model on batches."""
+    check("funcrec.fit", validation_problems(own, batches, metrics))
+    return own if batches is None else functools.partial(evaluate, model.apply, batches=batches, metrics=metrics)
+
+
+def validation_problems(evaluate: Any, validation: Any, metrics: Any) -> Iterator[Problem]:
+    """Batches to evaluate on come with metrics, and in the place of a function."""
+    if validation is not None and not metrics:
+        hint = 'metrics={"auc": fr.metrics.exact_auc}'
+        yield Problem("`validation` needs `metrics`.", f"metrics={metrics!r}", "{name: metric}", hint)
+    if validation is not None and evaluate is not None:
+        what, got = "`evaluate` and `validation` are both given.", "two evaluations"
+        yield Problem(what, got, "one of them", "evaluate, with all that it measures", TypeError)
 
 
 def results(metrics: Mapping, states: Mapping, seen: list[tuple[Tensor, ...]], mesh: Mesh | None) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from funcrec.loop._checks import (
 )
 from funcrec.loop._diverged import Losses
 from funcrec.loop._epochs import Limits, best_epoch, history_figure, history_html, is_finished, monitor_problems
+from funcrec.loop._evaluate import evaluation
 from funcrec.loop._progress import Progress
 from funcrec.loop._ranks import all_parts, is_chief, of_any, questions
 from funcrec.loop._run_state import (
@@ -57,6 +58,7 @@ from funcrec.loop._trial import look_first, measured, try_evaluate
 from funcrec.loop._watch import at, watch
 from funcrec.loop.pipelines._pipeline import ahead_of
 from funcrec.mesh import Mesh
+from funcrec.metrics import Metric
 from funcrec.tables import validate as validate_batch
 from funcrec.train import trial_of
 from funcrec.tree import copy
@@ -98,6 +100,7 @@ class Fitted(NamedTuple):
 
 
 NEEDS = {
+    "validation": "model", "metrics": "validation",
     "patience": "monitor", "save_every_steps": "checkpoint", "save_every_minutes": "checkpoint", "keep": "checkpoint",
     "save_asynchronously": "checkpoint", "resume": "checkpoint", "overwrite": "checkpoint",
 }  # fmt: skip
@@ -111,6 +114,8 @@ def fit(
     *,
     epochs: Count,
     evaluate: Callable[[Any], Mapping[str, float]] | None = None,
+    validation: Iterable | Callable[[], Iterable] | None = None,
+    metrics: Mapping[str, Metric | Callable] | None = None,
     monitor: str | None = None,
     mode: Literal["max", "min"] | None = None,
     patience: Count | None = None,
@@ -143,6 +148,7 @@ def fit(
       epochs: at most.
       evaluate: params -> {name: number}, run behind each epoch, as `lambda params: fr.evaluate(predict, params, ...)`,
         and, if it calls `fr.evaluate`, once before the first step, with one batch: what cannot work raises then.
+      validation, metrics: in the place of `evaluate`: fr.evaluate(model.apply, params, validation, metrics).
       monitor, mode: the number of the history that says which epoch is best: the greatest ("max"), or the least
         ("min"). None takes the greatest, and is refused for what is called a loss or an error. NaN is never best.
       patience: the end comes after this many epochs without a better one; None for never.
@@ -200,16 +206,15 @@ def fit(
       >>> import torch, funcrec as fr
       >>> model = fr.models.lr((fr.TableConfig("item", 4, 1),), (fr.FeatureConfig("item", table="item"),))
       >>> batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"item": [[1], [2]]}), torch.tensor([0.0, 1.0]))
-      >>> step = fr.train_step(fr.models.loss(model), sparse=fr.optim.sgd(1.0), has_aux=True,
-      ...                      dense=fr.optim.dense(torch.optim.SGD, lr=1.0))
-      >>> measure = lambda params: fr.evaluate(model.apply, params, [batch], {"auc": fr.metrics.exact_auc})
-      >>> state = step.init(model.init(fr.key(0)))
-      >>> done = fr.fit(step, state, [batch], epochs=3, evaluate=measure, monitor="auc", model=model)
+      >>> step = fr.train_step(model, sparse=fr.optim.sgd(1.0), dense=fr.optim.dense(torch.optim.SGD, lr=1.0))
+      >>> judged = {"validation": [batch], "metrics": {"auc": fr.metrics.exact_auc}, "monitor": "auc"}
+      >>> done = fr.fit(step, step.init(model.init(fr.key(0))), [batch], epochs=3, model=model, **judged)
       >>> len(done.history), done.history[-1]["auc"], done.history[-1]["loss"] < done.history[0]["loss"]
       (3, 1.0, True)
     """
     path = None if checkpoint is None else Path(checkpoint)
     check("funcrec.fit", look_problems(model, validate), mode_problems(mode, monitor))
+    evaluate = evaluation(model, evaluate, validation, metrics)
     mode = mode or "max"
     own = (lambda batch: validate_batch(batch, model.features, model.tables)) if model else (lambda batch: batch)
     look = validate or own

@@ -29,12 +29,16 @@ from funcrec.core import (
 )
 from funcrec.grad import params_problems
 from funcrec.mesh import Codec, Mesh, P, mapped, telling
-from funcrec.optim import DenseOptimizer, RowOptimizer
+from funcrec.models import Model, loss, merge_stats
+from funcrec.optim import DenseOptimizer, RowOptimizer, adam
+from funcrec.optim import dense as optimizer
 from funcrec.sharding import Plan, dedup_problems, dense_axes_problems
 from funcrec.tables import Params, layout_in
 from funcrec.train._rank_step import rank_of, shard_state, state_specs
 from funcrec.train._recipe import Recipe, Stages, run, takes_key
 from funcrec.train._state import TrainState, state_parts
+
+RATE = 0.001  # of Adam, where no optimizer is given: torch's own default
 
 
 @typed_fields
@@ -63,10 +67,10 @@ class TrainStep(NamedTuple):
 @remade
 @typed
 def train_step(
-    loss_fn: Callable,
+    loss_fn: Callable | Model,
     *,
-    sparse: RowOptimizer,
-    dense: DenseOptimizer,
+    sparse: RowOptimizer | None = None,
+    dense: DenseOptimizer | None = None,
     has_aux: bool = False,
     merge: Callable[[Any, Any], Any] | None = None,
     mesh: Mesh | None = None,
@@ -83,9 +87,10 @@ def train_step(
 
     Args:
       loss_fn: (params, batch) -> f[], or (f[], aux) with `has_aux`. If it has a parameter `key`, it is given
-        fold_in(state.key, state.step): that is where dropout draws from.
-      sparse: updates the tables' touched rows.
-      dense: updates params.dense.
+        fold_in(state.key, state.step): that is where dropout draws from. Of a model it is
+        `fr.models.loss(model)`, whose statistics are merged and whose logits are left out.
+      sparse: updates the tables' touched rows; None for `fr.optim.adam(0.001)`.
+      dense: updates params.dense; None for torch's Adam with that rate.
       merge: (dense, aux) -> dense, run after the optimizer: for what a loss computes and training must keep. With
         running statistics of `nn.batch_norm` in `dense` it must be there: `fr.models.merge_stats`.
       mesh, plan: train on the mesh's ranks with the tables where the plan places them. The loss is then that of one
@@ -137,6 +142,9 @@ def train_step(
       >>> bool(metrics["loss"] < first / 10), state.step
       (True, tensor(50))
     """
+    sparse, dense = sparse or adam(RATE), dense or optimizer(torch.optim.Adam, lr=RATE)
+    if isinstance(loss_fn, Model):
+        loss_fn, has_aux, merge = loss_and_stats(loss_fn), True, merge or (None if dense_axes else merge_stats)
     check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes), capacity_problems(mesh, capacity))
     check("funcrec.train_step", exchange_problems(mesh, exact, dedup, codec))
     check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
@@ -161,6 +169,17 @@ def train_step(
         return own_memory(TrainState(step, params.tables, slots, params.dense, dense_opt, key.to(device, copy=True)))
 
     return TrainStep(init, Update(recipe, where))
+
+
+def loss_and_stats(model: Model) -> Callable:
+    """The training loss with the statistics alone: logits are each rank's own, and `train_step` would average them."""
+    whole = loss(model)
+
+    def loss_fn(params: Params, batch: Any, *, key: Tensor):
+        value, aux = whole(params, batch, key=key)
+        return value, {"stats": aux["stats"]}
+
+    return loss_fn
 
 
 class OnMesh(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 import funcrec as fr
 from funcrec.core._tree import replace
 from funcrec.data import Column, CtrData
-from funcrec.examples import _ranks, ctr
+from funcrec.examples import _ranks
 from funcrec.models._ml1m import ML1M_FIELDS, ML1M_GENRES
 from funcrec.testing import assert_trees_close
 
@@ -69,7 +69,7 @@ def optimizers(name):
 def alone(data, name, ranks):
     """One process that adds the gradients of the ranks' batches,
     each with its rank's dropout: (tables, slots, dense)."""
-    loss_fn, (sparse, dense), key = ctr.loss_and_stats(MODEL), optimizers(name).values(), fr.key(2)
+    loss_fn, (sparse, dense), key = fr.models.loss(MODEL), optimizers(name).values(), fr.key(2)
     params = MODEL.init(fr.key(1))
     slots, opt = sparse.init(params.tables), dense.init(params.dense)
     for step in range(STEPS):
@@ -95,7 +95,7 @@ def together(data, name, axes, kind, exact):
     """The same by `train_step` on this process's ranks."""
     mesh = fr.Mesh.distributed(**axes)
     options = {**optimizers(name), "mesh": mesh, "plan": fr.Plan.uniform(kind, MODEL.tables, mesh), "exact": exact}
-    step = fr.train_step(ctr.loss_and_stats(MODEL), has_aux=True, merge=fr.models.merge_stats, **options)
+    step = fr.train_step(MODEL, **options)
     state, rows = step.init(MODEL.init(fr.key(1)), fr.key(2)), _ranks.OwnRows(data, mesh)
     for i in range(STEPS):
         state, _ = step(state, rows.take(torch.arange(i * BATCH, (i + 1) * BATCH)))

@@ -270,6 +270,8 @@ def loops() -> list[Call]:
     """What goes through batches, and what it ends in."""
     step = lambda state, batch: (state + 1, {"loss": 1.0})
     record = fr.loop.Record("epoch", 0, 2, {"epoch": 0, "loss": 0.5}, None)
+    encoding = fr.data.fit_encoding({"item": ["tea", "jam"]}, fr.data.Schema(categorical=("item",)))
+    seller = fr.models.lr(*fr.data.configs(encoding, 1))
     lossy = {"label": LABELS, "weight": f32(3), "reduction": "mean"}
     return rows("",
         fit=(fr.fit, {"step": step, "state": torch.zeros(()), "loader": [1, 2], "epochs": 1, "evaluate": lambda p: {},
@@ -278,6 +280,8 @@ def loops() -> list[Call]:
             ("state", "loader[0]", "loader[1]", "settings['a']")),
         evaluate=(fr.evaluate, {"predict": MODEL.apply, "params": MODEL_PARAMS, "batches": [BATCH],
             "metrics": {"auc": metrics.auc(from_logits=True)}}),
+        predict=(fr.predict, {"model": seller, "params": seller.init(KEY), "encoding": encoding,
+            "rows": {"item": ["jam", "tea", "jam"]}, "batch_size": 2}),
     ) + rows("loop",
         best_epoch=(fr.loop.best_epoch, {"history": [{"a": 0.5}], "monitor": "a", "mode": "max"}),
         tensorboard=(fr.loop.tensorboard, {"writer": "runs", "every": 2}),

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from funcrec.core import Count, Problem, check, fail, pytree, replace, typed
+from funcrec.core import Count, Problem, check, fail, outside_transforms, pytree, replace, typed
 from funcrec.data._examples import Examples, examples_of
 from funcrec.data.encoders._encoders import Encoder, Place, elements, encoder_problems
 from funcrec.data.encoders._numbers import normalize
@@ -148,10 +148,11 @@ def encode(encoding: Encoding, table: object) -> Examples:
         absent = {n: None for n in ("weight", "time") if getattr(schema, n) not in names}
         schema = replace(schema, label=None, label_kind="binary", **absent)
     table = columns.lists_and_ids(table_of(call, opened(call, table, schema)), schema)
-    for column, state in ({c: encoding.ids[t] for c, t in encoding.tables} | encoding.dense).items():
-        made = state.apply(table[column], Place(call, column))
-        table = table.set_column(table.column_names.index(column), column, made)
-    return examples_of(call, table, schema, encoding.num_ids)
+    with outside_transforms():  # within one torch wraps what is read here on the host
+        for column, state in ({c: encoding.ids[t] for c, t in encoding.tables} | encoding.dense).items():
+            made = state.apply(table[column], Place(call, column))
+            table = table.set_column(table.column_names.index(column), column, made)
+        return examples_of(call, table, schema, encoding.num_ids)
 
 
 @typed

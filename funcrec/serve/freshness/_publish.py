@@ -110,7 +110,7 @@ def publish(
       >>> model = fr.models.lr((fr.TableConfig("item", 4, 1),), (fr.FeatureConfig("item", table="item"),))
       >>> batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"item": [[1], [2]]}), torch.tensor([0.0, 1.0]))
       >>> kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=1.0)}
-      >>> step = fr.logged(fr.train_step(fr.models.loss(model), **kind, has_aux=True), steps=0)
+      >>> step = fr.logged(fr.train_step(model, **kind), steps=0)
       >>> state = step.init(model.init(fr.key(0)))
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     package = fr.load_package(fr.export(model.apply, state.params, batch, folder + "/model", version="0"))

@@ -24,7 +24,7 @@ def run(tmp_path, monkeypatch, *blocks):
 
 @pytest.mark.parametrize("block", [SHOP, FLIGHTS], ids=["shop", "flights"])
 def test_a_program_has_twenty_lines(block):
-    """Imports apart, twenty lines of at most 120 columns take a user from columns to predictions."""
+    """Imports apart, twenty lines of at most 120 columns take a user from columns to predictions, and to a package."""
     lines = [x for x in block.splitlines() if x.strip() and not x.startswith("import ")]
     assert len(lines) <= 20 and max(map(len, lines)) <= 120
 
@@ -33,7 +33,8 @@ def test_a_program_has_twenty_lines(block):
 def test_a_program_trains_and_predicts(tmp_path, monkeypatch, blocks):
     """Training ends early with a best epoch that is the history's best; what was saved predicts as what was trained."""
     names = run(tmp_path, monkeypatch, *blocks)
-    history, judge = names["done"].history, names["judge"]
+    history, load = names["done"].history, names["load"]
     assert 1 < len(history) < 20
     best = max(history, key=lambda e: e["auc"])
-    assert judge(names["valid"])(names["saved"]["params"]) == {"auc": best["auc"]}
+    found = fr.evaluate(names["model"].apply, names["saved"]["params"], load(names["valid"]), names["auc"])
+    assert found == {"auc": best["auc"]}
