@@ -1,4 +1,4 @@
-"""Saves that go on beside training: what is left to write is copied, and a thread writes it.
+"""Saves during training: what is left to write is copied, and a thread writes it.
 
     state -> copy of at most `copy_bytes`, the rest written -> the call returns -> the copy written, the name changed
 
@@ -136,7 +136,7 @@ def copy_of(x: Tensor) -> Tensor:
 
 @atexit.register
 def _tell() -> None:
-    """An error that nobody has waited for is told when the program ends."""
+    """Reports an error that nobody has waited for when the program ends."""
     for saving in _last:
         if saving._error is not None:
             print(f"funcrec.save: {saving.path} was not saved: {saving._error}", file=sys.stderr)

@@ -45,7 +45,7 @@ def save(
     """Write a tree (dicts, lists, tuples, funcrec's values, tensors, numbers, strings) to one file; a tree with a
     sharded state in it, or of a mesh, to a folder of a file for each rank.
 
-    One file: the bytes go to a temporary file beside `path`, are flushed to the disk and then take its name: an
+    One file: the bytes go to a temporary file next to `path`, are flushed to the disk and then take its name: an
     interrupted save leaves the old file whole, readers never see half of one, and of several savers at once the last to
     finish stays. Of a symbolic link the file that it names is written, and the link stays.
 
@@ -117,7 +117,7 @@ def load(
     """Read what `save` wrote, a file or a folder, files of older formats too.
 
     Args:
-      like: a tree to compare with; every path whose kind, shape or dtype differs, or that only one has, is told.
+      like: a tree to compare with; the error lists every path whose kind, shape or dtype differs, or that only one has.
       device: where the tensors go; by default where they were saved from, with a mesh of ranks that of this rank.
       plan, mesh, exact, codec, dedup, dense_axes: as of the `train_step` that goes on: every TrainState in the tree is
         laid out so, and each rank reads of the tables what it is to hold. All ranks call it. With a mesh alone the

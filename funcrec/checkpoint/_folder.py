@@ -4,7 +4,7 @@
     manifest: a one-file checkpoint of the tree, and of each tensor the blocks
 
 All files are flushed, and the folder; then the manifest takes its name: before that the folder holds the checkpoint
-that it held, behind it the new one, and the old one's files go.
+that it held, after it the new one, and the old one's files go.
 """
 
 import contextlib
@@ -86,7 +86,7 @@ def whole_pieces(leaves: Sequence[Tensor]) -> list[Piece]:
 
 
 def write_file(file: BinaryIO, code: Any, pieces: list[Piece], wrote: Callable[[], None]) -> list[tuple[int, int]]:
-    """(where it begins, CRC) of each piece, which is let go of then; `wrote` is called behind each."""
+    """(where it begins, CRC) of each piece, which is let go of then; `wrote` is called after each."""
     writer, places = begin(file), []
     while pieces:
         p = pieces.pop(0)
@@ -176,7 +176,7 @@ def fail_without_manifest(call: str, path: Path) -> None:
         fail(call, what, got=some(steps[::-1]), need="one of them", hint=hint, kind=IsADirectoryError)
     if parts:
         what, hint = f"`{path}` has no manifest.", "an older checkpoint; the manifest is the last that a save writes"
-        fail(call, what, got=some(parts), need=f"`{MANIFEST}` beside them", hint=hint, kind=FileNotFoundError)
+        fail(call, what, got=some(parts), need=f"`{MANIFEST}` next to them", hint=hint, kind=FileNotFoundError)
     what = f"`{path}` is not a file, nor a folder that holds a checkpoint."
     fail(call, what, got="a folder without a manifest", need=need, hint=hint, kind=IsADirectoryError)
 
@@ -258,7 +258,7 @@ def is_covered(x: Stored) -> bool:
 
 class Files(NamedTuple):
     """The files of a folder, each opened when it is first read; checked: those whose own index, and all that is
-    beside the blocks, was held to its CRC."""
+    next to the blocks, was held to its CRC."""
 
     call: str
     folder: Path

@@ -127,7 +127,7 @@ def read_header(file: BinaryIO) -> tuple[list[Stored], Any]:
     length, crc = FOOTER.unpack(file.read(FOOTER.size))
     start = size - FOOTER.size - length
     if start < len(MAGIC):
-        raise CodeError("a file that is cut off, or goes on behind its end")
+        raise CodeError("a file that is cut off, or goes on past its end")
     file.seek(start)
     text = file.read(length)
     if zlib.crc32(text) != crc:

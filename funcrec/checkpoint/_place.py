@@ -47,7 +47,7 @@ CALL = "funcrec.load"
 
 
 class Target(NamedTuple):
-    """Where the states of a checkpoint go: what `train_step` is told, too."""
+    """Where the states of a checkpoint go; `train_step` takes the same."""
 
     plan: Plan
     mesh: Mesh

@@ -234,7 +234,7 @@ def fingerprint(x: Tensor) -> int:
 
 
 def coded_problems(layout: Layout) -> Iterator[Problem]:
-    """A row of codes is no row of columns, by which parts are laid out anew."""
+    """Parts are laid out again by columns; a row of codes has none."""
     if any(b.bits for b in layout.banks):
         got, hint = f"{[b.name for b in layout.banks if b.bits]}", "fr.save(path, fr.gather_tables(tables, mesh))"
         yield Problem("`tree` has quantised tables on a mesh.", got, "the tables whole", hint, TypeError)

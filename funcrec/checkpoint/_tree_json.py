@@ -1,4 +1,4 @@
-"""Trees as JSON: what a checkpoint writes beside its tensors, and the same tree again.
+"""Trees as JSON: what a checkpoint writes with its tensors, and the same tree again.
 
     decode(encode(tree)) == tree, types and all; or encode names every leaf and key that would not come back
 

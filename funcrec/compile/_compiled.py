@@ -36,7 +36,7 @@ LOCK = threading.RLock()  # torch compiles one program at a time
 class Staged(NamedTuple):
     """A function on flat tensors as a graph, and how its outputs are put together again.
 
-    inputs: the leaves that the graph reads, by number; those that the function closes over come behind the arguments'.
+    inputs: the leaves that the graph reads, by number; those that the function closes over come after the arguments'.
     static: the output leaves that are no tensors; the class Tensor
       stands for those that are. structure: of the outputs.
     """
@@ -312,7 +312,7 @@ def clean_surroundings() -> contextlib.AbstractContextManager:
 
 class Traced(NamedTuple):
     """A function's operations. places: {leaf: its input of the graph}; those that
-    it closes over come behind the arguments'. structure, static: as of `Staged`."""
+    it closes over come after the arguments'. structure, static: as of `Staged`."""
 
     graph: torch.fx.GraphModule | None
     captured: list[Tensor]

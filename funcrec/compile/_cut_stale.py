@@ -66,7 +66,7 @@ def cut_stale(
     """The thirds of fn(state, tables, batch), for these forms; where `step` is jitted they are, as it is.
 
     Args:
-      groups: {process group: the one by which `ahead` sends in its place}.
+      groups: {process group: the one that `ahead` uses in its place}.
     """
     apart = map_tensors(Tensor.detach, tables)  # they may be the state's own
     traced = operations(call, fn, {"state": state, "tables": apart, "batch": batch})
@@ -148,7 +148,7 @@ def lines_of(
 
 
 def refuse_tables(call: str, given: list[Node], of_tables: set[Node]) -> None:
-    """Whoever reads the old tables beside the state would read what an update writes to."""
+    """Whoever reads the old tables and the state would read what an update writes to."""
     memory = lambda n: n.meta["val"].untyped_storage()._cdata
     held = {memory(n) for n in of_tables}
     if any(n in of_tables or memory(n) in held for n in given):

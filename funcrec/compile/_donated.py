@@ -104,7 +104,7 @@ def refuse_shared(leaves: list, donated: dict[int, str]) -> None:
 
 
 def memory_span(x: Tensor) -> tuple[int, int]:
-    """The bytes from the first to behind the last element."""
+    """The bytes from the first to after the last element."""
     start = x.data_ptr()
     if x.is_contiguous():
         return start, start + x.nbytes

@@ -54,7 +54,7 @@ def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
       fn: takes and returns pytrees of tensors. It reads no tensor's value on the host, writes to no argument and to
         nothing that it closes over, and draws from no generator of torch. Python numbers, strings and other values that
         cannot change are static: a new one means a new compilation. Tensors that it closes over are read in every call.
-        All else that it reads from outside (a variable that is bound anew, an attribute, a numpy array,
+        All else that it reads from outside (a variable that is bound again, an attribute, a numpy array,
         `random.random()`, the time, whether a module is in `train()` or `eval()`) is read when it is compiled, and
         stays; what it does to Python's objects, such as to append to a list, it does then only.
       donate: names of parameters that the call may use up. An output that is a donated leaf with rows replaced
@@ -88,7 +88,7 @@ def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
 
     Cost: a small job is done sooner without jit. A DLRM's first step with 26 tables compiles for 5 s, half a second
       where an earlier process left its code (TORCHINDUCTOR_CACHE_DIR); at batch 512 a step then takes 24 ms, not 51:
-      200 steps win the time back, 20 with code that was kept. Each form of the arguments compiles anew: pad the last
+      200 steps win the time back, 20 with code that was kept. Each form of the arguments compiles again: pad the last
       batch to the others' shape, in evaluation too.
 
     Law: the values of `fn`; what is not donated keeps every bit; a second call with the same shapes compiles nothing.
@@ -109,7 +109,7 @@ def jit(fn: Callable, *, donate: str | Sequence[str] = ()) -> Callable:
 
 
 class Jitted:
-    """A function that `jit` made. It pickles as the function and its options, and compiles anew where it is loaded."""
+    """A function that `jit` made. It pickles as the function and its options, and compiles again where it is loaded."""
 
     def __init__(self, fn: Callable, donate: tuple[str, ...]):
         _check_function(fn)
@@ -228,7 +228,7 @@ class Jitted:
         fail(call, what, got=f"requires_grad of {which}", need=need, hint=hint, kind=TypeError)
 
     def lower(self, *args, **kwargs) -> Lowered:
-        """The program that a call with these arguments runs: staged anew, neither
+        """The program that a call with these arguments runs: staged again, neither
         compiled nor run, and nothing is taken. See `Lowered`."""
         bound = self.signature.bind(*args, **kwargs)
         leaves, structure = fast_flatten(tuple(bound.arguments.values()))

@@ -47,7 +47,7 @@ class Lowered(NamedTuple):
 
     Args:
       graph: flat tensors -> flat tensors, operation by operation; it writes
-        to nothing. What is written in place is written behind it.
+        to nothing. What is written in place is written after it.
       reads: {path: form} of the tensors that a call reads. First the graph's inputs, in order: tensors of the
         arguments, then those that `f` closes over. Behind them what only the writes read: rows and values to be put,
         tables and slots of an optimizer that updates them where they are.

@@ -77,7 +77,7 @@ def memory_of(x: Tensor) -> Tensor:
 def capture_cuda(once: Callable) -> tuple[Callable[[], None], object]:
     """One CUDA graph of a call that has run before: nearly all that it needs is compiled and loaded.
 
-    Not all: a kernel is compiled anew for tensors that begin at multiples of 16 bytes, as the recording's own do.
+    Not all: a kernel is compiled again for tensors that begin at multiples of 16 bytes, as the recording's own do.
     Loading one is allowed in the mode "relaxed", and so is what other threads do meanwhile.
     """
     graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()

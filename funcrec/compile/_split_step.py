@@ -36,7 +36,7 @@ def cut(call: str, step: Callable, state: Any, batch: Any, groups: Mapping[str, 
     """The halves of a step, plain or jitted, for these forms; None where no exchange follows from the batch alone.
 
     Args:
-      groups: {process group: the one by which `ahead` sends in its place}.
+      groups: {process group: the one that `ahead` uses in its place}.
     """
     traced = operations(call, step.fn if isinstance(step, Jitted) else step, {"state": state, "batch": batch})
     first = len(fast_flatten(state)[0])

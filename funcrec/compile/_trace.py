@@ -114,7 +114,7 @@ def views_of_zeros() -> None:
     too, which hides the view from the modes that stage: what it gave was a tensor on the device "meta"."""
     names = [n for n in ("view", "as_strided", "_reshape_alias") if not is_passed_by(f"aten::{n}")]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a kernel takes another's place
+        warnings.simplefilter("ignore")  # that a kernel replaces one
         for n in names:
             LIBRARY.impl(n, torch.library.fallthrough_kernel, "ZeroTensor")
 
@@ -217,7 +217,7 @@ def is_closed_over(x: object) -> bool:
 
 
 def lift_constants(graph: GraphModule, lift: _Lift) -> list[Tensor]:
-    """Make the tensors that the graph holds inputs behind its others,
+    """Make the tensors that the graph holds inputs after its others,
     and return them; numbers written in the function stay."""
     captured: dict[int, tuple[Tensor, Node]] = {}
     last = next(reversed(graph.graph.find_nodes(op="placeholder")), None)

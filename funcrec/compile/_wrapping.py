@@ -190,7 +190,7 @@ def with_index_vectors(store: Callable) -> Callable:
 
 
 def within_memory(load: Callable) -> Callable:
-    """A masked vector of a loop's rest, and one of bools, is loaded lane by lane: Inductor loads the lanes behind the
+    """A masked vector of a loop's rest, and one of bools, is loaded lane by lane: Inductor loads the lanes after the
     rest, and bools whatever the mask says, which may lie outside the tensor's memory."""
 
     def loaded(self: Any, name: str, index: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Rows that are written into the memory of donated inputs, behind the compiled function.
+"""Rows that are written into the memory of donated inputs, after the compiled function.
 
     output = index_put(leaf, rows, values)   becomes   the compiled function returns (rows, values); leaf[rows] = values
     outputs = fused_update(leaves, x)        becomes   the compiled function returns x; fused_update_(leaves, x)
 
-The compiled function itself writes to nothing: the writes come behind it, when all that reads the old values has run.
+The compiled function itself writes to nothing: the writes come after it, when all that reads the old values has run.
 (Written inside, torch 2.13's Inductor reorders reads and writes of one buffer in half a dozen ways.) Other outputs have
 memory of their own, and that of their donated predecessors is given up.
 """
@@ -159,7 +159,7 @@ def _is_private(node: Node, on_way: set[Node], ends: set[Node]) -> bool:
     users = [u for u in node.users if u.op != "output"]
     if isinstance(node.meta["val"], (list, tuple)):  # of several tables: each is read by its getitem
         return all(u in on_way or not u.users for u in users)
-    if node in ends:  # another reader would want, inside the graph, what is written behind it
+    if node in ends:  # another reader would want, inside the graph, what is written after it
         return not users
     return len(users) == len(node.users) == 1 and users[0] in on_way and _passes_on(node, users[0])
 

@@ -11,7 +11,7 @@ from funcrec.core._errors import Problem, check, describe
 from funcrec.kernels.memory import empty_table
 from funcrec.kernels.tracked import is_transformed
 
-RETYPED: dict[type, Callable] = {}  # class whose static fields name a dtype -> (value, dtype) -> those fields anew
+RETYPED: dict[type, Callable] = {}  # class whose static fields name a dtype -> (value, dtype) -> those fields, changed
 
 
 def to(tree: Any, device: Any = None, dtype: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Faces: by which names a public module shows its values, to `dir`, `help`, `import *`, pickles and messages."""
+"""Faces: the names that a public module shows to `dir`, `help`, `import *`, pickles and messages."""
 
 import dataclasses
 import importlib
@@ -74,7 +74,7 @@ def module_later(name: str, says: str = "") -> Later:
 
 
 def version(root: Path = ROOT) -> str:
-    """As pyproject.toml says: its own words where it lies beside the package
+    """As pyproject.toml says: its own words where it lies next to the package
     (a source tree, an editable install), else those that were installed."""
     source = root / "pyproject.toml"
     found = re.search(r'^name = "funcrec"\nversion = "(.+)"', source.read_text(), re.M) if source.is_file() else None

@@ -16,7 +16,7 @@ Unravel = Callable[[Sequence[Tensor]], Any]
 
 
 def ravel(tree: Any, lead: int = 0) -> tuple[list[Tensor], Unravel]:
-    """(the leaves of each dtype one behind the other, how such buffers are a tree again).
+    """(the leaves of each dtype one after the other, how such buffers are a tree again).
 
     Args:
       tree: of tensors [*first, *shape], whose first `lead` sizes are the
@@ -45,6 +45,6 @@ def ravel(tree: Any, lead: int = 0) -> tuple[list[Tensor], Unravel]:
 
 
 def in_parts(x: Tensor, n: int) -> Tensor:
-    """[n, C]: all elements of x in n equal parts, zeros behind the last."""
+    """[n, C]: all elements of x in n equal parts, zeros after the last."""
     flat = x.flatten()
     return torch.cat([flat, flat.new_zeros(-flat.shape[0] % n)]).unflatten(0, (n, -1))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from funcrec.core._errors import describe, fail
 
-# Types whose values are told apart by `==`, or by being one object that does not change.
+# Types whose values `==` distinguishes, or that are one object that does not change.
 EXACT = {
     int, bool, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format,
     type, object, types.FunctionType, types.BuiltinFunctionType,
@@ -39,7 +39,7 @@ def static_key(x: Any) -> Hashable:
     """What stands for x in the key of a compilation.
 
     Raises:
-      TypeError: a value that cannot be told from another, or from itself after a change.
+      TypeError: a value that cannot be distinguished from others, or from itself after a change.
     """
     kind = type(x)
     if kind in EXACT:

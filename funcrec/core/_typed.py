@@ -1,7 +1,7 @@
 """Arguments against their annotations: what a signature says is what a call is held to, before any work.
 
     @typed
-    def f(ids: KeyedJaggedTensor, size: Count): ...        f(3, 0) raises, and tells of both
+    def f(ids: KeyedJaggedTensor, size: Count): ...        f(3, 0) raises and reports both
 
 Letters of forms are sizes: in `x: Form("f[B, D]"), w: Form("f[B]")` the B is one number, where both are given. An
 argument that means nothing without another says so: `@typed(needs={"keep": "checkpoint"})`. What annotations cannot say
@@ -39,7 +39,7 @@ class Declared(NamedTuple):
 
 
 def typed(fn: Callable | None = None, *, call: str = "", needs: Mapping[str, str] | None = None) -> Callable:
-    """`fn`, held to its annotations; every argument that does not fit is told, each with its path.
+    """`fn`, held to its annotations: reports every invalid argument with its path, all at once.
 
     Args:
       call: what errors name, of a function that is made by a public one; "" for the function's own name.

@@ -76,7 +76,7 @@ def batches(
     pad_last: bool = False,
     bucket: bool = False,
 ) -> Iterator[tuple[Position, Batch]]:
-    """The rest of one epoch, each batch with the position behind it: what to save once the batch is trained on.
+    """The rest of one epoch, each batch with the position after it: what to save once the batch is trained on.
 
     Args:
       data: `CtrData`, `CriteoArrays` or anything with `num_rows` and `take`.
@@ -92,7 +92,7 @@ def batches(
       bucket: pad the ids by `fr.pad_to_bucket`, for data whose batches differ in their number of ids.
 
     Raises:
-      TypeError, ValueError: at the call, not at the first batch: a row that the data has not, a position behind the
+      TypeError, ValueError: at the call, not at the first batch: a row that the data has not, a position after the
         epoch's last batch, an epoch without a batch.
 
     Law: every row once per epoch; beginning at a position gives exactly the batches that would have followed it.
@@ -283,4 +283,4 @@ def epoch_problems(load: Loader, position: Position) -> Iterator[Problem]:
         )
     elif position[1] >= load.count:
         need, hint = f"batch < {load.count}, the batches of an epoch", "the position that came with the last batch"
-        yield Problem("`position` is behind the end of its epoch.", f"{tuple(position)}", need, hint)
+        yield Problem("`position` is past the end of its epoch.", f"{tuple(position)}", need, hint)

@@ -3,7 +3,7 @@
     P(id) = m(id) / Σ_free m,    m = 1,  or  count^exponent to 42 bits
 
 Masses are integers, so that an id is drawn in exactly its share, and one that is left out never. With C(id) the masses
-below id and k_1 < k_2 < ... the known ids of a user, t in [0, Σ_free m) falls behind those with C(k_i) - Σ_{j<i} m(k_j)
+below id and k_1 < k_2 < ... the known ids of a user, t in [0, Σ_free m) falls after those with C(k_i) - Σ_{j<i} m(k_j)
 <= t: a bisection, which traces and rejects no draw. Shapes: V ids, U users, N pairs of a user and an id, B examples.
 """
 

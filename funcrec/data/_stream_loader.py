@@ -119,7 +119,7 @@ def stream_loader(
       workers, depth, device: as in `loader`; the threads encode, one thread reads.
 
     Returns:
-      load(position=Position()) -> iterator of (the position behind the batch, the batch), as `batches` has it.
+      load(position=Position()) -> iterator of (the position after the batch, the batch), as `batches` has it.
 
     Raises:
       TypeError, ValueError: at the call, for what the source's schema tells.
@@ -157,7 +157,7 @@ def _last_problems(drop_last: bool, pad_last: bool) -> Iterator[Problem]:
 
 
 def _positions(load: StreamLoader, position: Position) -> Iterator[tuple[Position, Batch]]:
-    """Each batch with the position behind it; the last one's is the next epoch's first."""
+    """Each batch with the position after it; the last one's is the next epoch's first."""
     (epoch, number), key = position, load.key
     numbered = tables(
         CALL, load.source, load.batch_size, key=None if key is None else random.fold_in(key, epoch),
@@ -168,7 +168,7 @@ def _positions(load: StreamLoader, position: Position) -> Iterator[tuple[Positio
     batch = next(found, None)
     if batch is None:
         need, hint = "a batch of the epoch", "the position that came with the last batch"
-        fail(CALL, "`position` is behind the end of its epoch.", got=f"{tuple(position)}", need=need, hint=hint)
+        fail(CALL, "`position` is past the end of its epoch.", got=f"{tuple(position)}", need=need, hint=hint)
     for following in chain(found, (None,)):
         number += 1
         yield (Position(epoch, number) if following is not None else Position(epoch + 1, 0)), batch

@@ -116,7 +116,7 @@ def sync_of(mesh: fr.Mesh | None, replicas: tuple[str, ...]) -> Callable[[fr.Tra
 
 
 def with_sync(step: Callable, sync: Callable | None, every: int | None, num_steps: int) -> Callable:
-    """The step, with the copies made one behind every `every`th of an epoch's num_steps."""
+    """The step, with the copies made one after every `every`th of an epoch's num_steps."""
     if sync is None:
         return step
 
@@ -129,7 +129,7 @@ def with_sync(step: Callable, sync: Callable | None, every: int | None, num_step
 
 
 class OwnRows(NamedTuple):
-    """Data of which a batch is this process's part of it: no rank makes another's bags."""
+    """Data whose batches are this process's part: no rank makes bags of other ranks."""
 
     data: fr.data.CtrData
     mesh: fr.Mesh | None

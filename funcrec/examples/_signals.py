@@ -1,6 +1,6 @@
 """SIGINT and SIGTERM: the first asks for an end, which comes between two steps; the second is the end.
 
-    with listen() as heard:     before heard.hold() a signal ends the program; behind it, heard.asked() tells the first
+    with listen() as heard:     before heard.hold() a signal ends the program; after it, heard.asked() tells the first
                                 one's number
 
 The interpreter hears a signal only when its main thread runs Python; a thread of its own reads them from a pipe, so

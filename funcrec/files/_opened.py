@@ -71,7 +71,7 @@ class Folder:
 
 
 def read_folder(path: str | os.PathLike, read: Callable[[Folder], T]) -> T:
-    """What `read` makes of the folder at a path. Where that fails because the folder's name was another's meanwhile,
+    """What `read` makes of the folder at a path. Where that fails because the path named a different folder meanwhile,
     who may have removed what it held, it is tried with the one that is there now."""
     tries = TRIES
     while True:

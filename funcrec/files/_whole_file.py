@@ -3,7 +3,7 @@
     write_whole(path, write): whoever opens `path` finds all of the old file or all of
       the new one, whatever breaks off, and whoever else writes
 
-Each write goes to a file of its own beside `path`, locked while it lives, which is flushed to the disk and then takes
+Each write goes to a file of its own next to `path`, locked while it lives, which is flushed to the disk and then takes
 the name: the last one that was finished stays. Errors of the system come in four parts, as the same kind of OSError.
 """
 

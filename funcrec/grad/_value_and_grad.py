@@ -121,7 +121,7 @@ def value_grad_and_overflows(loss_fn: Callable, has_aux: bool) -> Callable:
             _check_scalar(loss)
             leaves, structure["aux"] = tree_flatten(aux)
             structure["static"] = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
-            saved = [site.saved for site in tape.sites]  # of this pass: a loss may draw its ids anew in each
+            saved = [site.saved for site in tape.sites]  # of this pass: a loss may draw its ids again in each
             return loss, ([x for x in leaves if isinstance(x, Tensor)], saved)
 
         taps = [site.zeros() for site in sites]
@@ -138,7 +138,7 @@ def value_grad_and_overflows(loss_fn: Callable, has_aux: bool) -> Callable:
         made = [member for site, d, x in of_sites for member in site.cotangents(d, x)]
         tables |= summed(item for grads, _ in made for item in grads.items())
         overflows = [x for _, own in made for x in own]
-        if is_checking() and not overflows:  # else whoever knows whether an id was lost, by which they are NaN
+        if is_checking() and not overflows:  # else the caller knows whether an id was lost, and makes them NaN
             check_gradients(loss, Params(tables, d_dense))
         if not has_aux:
             return loss, Params(tables, d_dense), overflows

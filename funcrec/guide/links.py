@@ -60,7 +60,7 @@ def address_of(name: str) -> str | None:
 
 
 def on_post_build(config) -> None:
-    """pdoc's pages, beside the guide's."""
+    """pdoc's pages, next to the guide's."""
     import pdoc
 
     names = ["funcrec", "!funcrec.kernels", "!funcrec.guide", "!.*[.]_", "funcrec.kernels.ops"]

@@ -72,7 +72,7 @@ def delta(logged: Logged, since: Size | Tensor | Delta = 0, *, mesh: Mesh | None
     Raises:
       ValueError: a version that is still to come, a Delta of another log, a log of another state; and without
         the `mesh`.
-      TypeError: an ensemble of states: each member's is another's size.
+      TypeError: an ensemble of states, whose members have deltas of different sizes.
 
     Law: `apply_delta` of it to the tables of that version gives the tables of now.
 

@@ -1,4 +1,4 @@
-"""What a step is about to change, kept beside the state: so steps are undone, and the rows that changed are known.
+"""What a step is about to change, kept next to the state: so steps are undone, and the rows that changed are known.
 
     log[t mod K] = (rows, tables[rows], slots[rows], dense, dense_opt)      as they are before step t
     undo:  tables[rows], slots[rows], dense, dense_opt = log[t mod K]        last[row] = the change that touched it
@@ -23,7 +23,7 @@ from funcrec.train import TrainState
 
 @pytree(static=("tables",))
 class Touched:
-    """What a log has of the tables of one form: dim, dtype, slots. Their rows are numbered one table behind the other.
+    """What a log has of the tables of one form: dim, dtype, slots. Their rows are numbered one table after the other.
 
     rows: i64[K, C], each table's in its own places, -1 for none. old: bits [K, C, W], one for each width of integers.
     over: i64[K], rows that found no place. last: i64[S + 1], the change that touched each row, 0 for none; the last one
@@ -56,7 +56,7 @@ class DeltaLog:
     the next one is written at `place`, i64[]. begun: i64[], the first version of these tables: of what was before it is
     not known which rows changed. stamp: i64[1], of the state that it belongs to. touched: by the form of tables. whole:
     bits [K, E] of what changes whole in every step. num_steps: K. origin: i64[], of all bits of the state that it was
-    begun beside, the same on all ranks: versions of two logs are told apart by it. None in one of an older checkpoint.
+    begun with it, the same on all ranks: it distinguishes versions of two logs. None in one of an older checkpoint.
     """
 
     version: Tensor
@@ -150,7 +150,7 @@ def origin_of(state: TrainState, axes: Sequence[str]) -> Tensor:
 
 
 def stamp_of(state: TrainState) -> Tensor:
-    """i64[1]: of the step, the key and the dense parameters; cheap beside what a step does with them."""
+    """i64[1]: of the step, the key and the dense parameters; cheap compared with what a step does with them."""
     out = mix(state.key ^ mix(state.step))
     for x in flat_bits(state.dense):
         places = torch.arange(x.shape[0], device=x.device) * 2 + 1
@@ -167,7 +167,7 @@ def recorded(
     axes: Sequence[str] = (),
 ) -> DeltaLog:
     """The log with the step from `old` to `new`, of which `grads` name the rows; one that did nothing is none. A log of
-    another state than `old` forgets its steps, and is begun anew with this one."""
+    another state than `old` forgets its steps and starts again with this one."""
     took = (new.step != old.step).to(torch.int64)
     is_own = belongs(log, old, axes)
     version = log.version + took

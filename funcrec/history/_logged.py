@@ -1,4 +1,4 @@
-"""Steps that can be undone: a log of what they changed lies beside the state, and goes through the same call.
+"""Steps that can be undone: a log of what they changed lies next to the state, and goes through the same call.
 
 rewind(logged_k+n, n) = logged_k        bit for bit, at the cost of the rows that n steps touched
 """
@@ -52,7 +52,7 @@ class Logged:
       log: of this state and no other, as a stamp of its step, key and dense parameters tells. It does not know of
         tables and slots that are changed by hand between two steps, nor two states apart that differ in these alone
         (without dense parameters, two trainings of one key): for such a state begin a log, `logged.init(state)`. A step
-        from a state of another stamp, such as one that was restored, begins the log anew. Its `version`
+        from a state of another stamp, such as one that was restored, starts a new log. Its `version`
         is the number of changes so far: steps, and calls of `rewind`.
       waiting: of the row optimizer (`RowOptimizer.waiting`).
 
@@ -80,7 +80,7 @@ class Logged:
 @remade
 @typed
 def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Count] | None = None) -> TrainStep:
-    """The same step with a log beside its state, by which its last steps can be undone (`rewind`)
+    """The same step with a log next to its state, from which `rewind` undoes its last steps
     and the rows that changed are known (`delta`).
 
     Args:
@@ -91,7 +91,7 @@ def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Coun
         rank's part of it. A step with more is not held: `rewind` over it raises. None with steps=0.
 
     Returns:
-      TrainStep over `Logged`. `init` takes Params, as that of `step`, or a TrainState to begin a log beside.
+      TrainStep over `Logged`. `init` takes Params, as that of `step`, or a TrainState to begin a log with.
       `fr.jit(logged, donate=("state",))` is one compiled call, which takes state and log together; `scan`, `fit`,
       `retry_overflow`, vmap and meshes take it in the place of `step`.
 

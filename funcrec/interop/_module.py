@@ -54,7 +54,7 @@ def module(nn_module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], 
 
     Law: apply gives the bits that the module gives, and the buffers that it is left with.
 
-    Example: batch norm beside tables; `merge` keeps what the loss made of the buffers.
+    Example: batch norm and tables; `merge` keeps what the loss made of the buffers.
       >>> import torch, funcrec as fr
       >>> tables, clicked = (fr.TableConfig("item", 10, 4),), fr.FeatureConfig("clicked", table="item")
       >>> net = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
@@ -153,8 +153,8 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 @contextlib.contextmanager
 def kept_attributes(nn_module: nn.Module) -> Iterator[list[str]]:
-    """The names of the attributes, tensors, numbers and collections, that change meanwhile. What is bound anew or put
-    into a collection is undone, so that the next call is told the same."""
+    """The names of the attributes, tensors, numbers and collections, that change meanwhile. What is bound again or put
+    into a collection is undone, so that the next call finds the same."""
     before, changed = attributes(nn_module), []
     kept = {at: copy.copy(x) for at, (x, _) in before.items() if isinstance(x, COLLECTIONS)}
     try:

@@ -184,7 +184,7 @@ def quantised_like(call: str, q: QuantizedTables, like_dict: Mapping[str, Any]) 
 
 
 def placed_names(call: str, forms: Sequence[tuple[str, int, int]], held: Mapping[str, Any]) -> dict[str, str]:
-    """{table: its name in a state dict}; a TBE's own buffers are beside the point."""
+    """{table: its name in a state dict}; without a TBE's own buffers."""
     tables = {n: None for n, _, _ in forms}
     names = {table_of(n, tables): n for n in held if table_of(n, tables) is not None}
     known = {n + part for n in names.values() for part in ("", *QPARAMS)}
@@ -194,7 +194,7 @@ def placed_names(call: str, forms: Sequence[tuple[str, int, int]], held: Mapping
 
 
 def loaded_rows(call: str, forms: Sequence[tuple[str, int, int]], held: Mapping[str, Any]) -> QuantizedTables:
-    """The tables of a state dict, whole or with scales and biases beside."""
+    """The tables of a state dict, whole or with scales and biases."""
     names = placed_names(call, forms, held)
     whole = {n: joined_rows(names[n], held, bits) for n, bits, _ in forms}
     return QuantizedTables({n: our_rows(call, n, whole[n], b, d, "tbe") for n, b, d in forms}, tuple(forms))

@@ -105,7 +105,7 @@ def length_problems(values: Tensor, lengths: Tensor, name: str = "lengths") -> I
             f"`{name}` does not sum to the number of values.",
             f"sum {sum(lengths.tolist())}; values is {describe(values)}",
             "lengths.sum() == values.shape[0]",
-            "from_offsets, which takes padding behind the last bag",
+            "from_offsets, which takes padding after the last bag",
         )
 
 
@@ -136,7 +136,7 @@ def offset_value_problems(capacity: int, offsets: Tensor, name: str = "offsets")
 
 
 def fill_problems(fill: object, dtype: torch.dtype) -> Iterator[Problem]:
-    """What stands behind a bag must be a value of the buffer's dtype: no fraction is cut, no integer wrapped."""
+    """What stands after a bag must be a value of the buffer's dtype: no fraction is cut, no integer wrapped."""
     floats = dtype.is_floating_point or dtype.is_complex
     if not isinstance(fill, (int, float) if floats else int):
         what, need = f"`fill` is not of {short_dtype(dtype)}.", "a number" if floats else "an integer"

@@ -59,7 +59,7 @@ class JaggedTensor:
         """`[[1, 2], []]` -> two bags; a bag may be a list, a NumPy array or a tensor, and so may its values.
 
         Tensors and arrays keep their dtype and tensors their derivative; Python's numbers become i64, f32 (weights
-        always) or bool, and no values at all i64, unless `dtype` says otherwise. Lists of numbers may stand beside
+        always) or bool, and no values at all i64, unless `dtype` says otherwise. Lists of numbers may stand next to
         arrays of that dtype: `[numpy.array([1, 2]), [3]]`.
 
         Raises:

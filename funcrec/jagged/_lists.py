@@ -55,7 +55,7 @@ def _of_bag(call: str, bag: Any, path: str, numbers: torch.dtype | None) -> Tens
     if _has_dtype(bag):
         return _of_array(call, bag, path)
     odd = [x for x in bag if not _has_dtype(x)]
-    if len(odd) == len(bag):  # beside bags of arrays, whose dtype has to be that of these
+    if len(odd) == len(bag):  # with bags of arrays, whose dtype has to be that of these
         return _of_numbers(call, list(bag), path, numbers)
     if odd:
         fail(
@@ -86,7 +86,7 @@ def _of_numbers(call: str, flat: list, path: str, dtype: torch.dtype | None) -> 
         need = "integers within i64, vectors of one length"
         fail(call, f"`{path}` cannot be one buffer.", got=str(error)[:120], need=need)
     dtype = dtype or (torch.float32 if float in kinds else x.dtype)
-    if float in kinds and len(kinds) > 1:  # integers beside floats are to be kept as well
+    if float in kinds and len(kinds) > 1:  # integers among floats are to be kept as well
         _convert(call, torch.tensor([n for n in leaves if isinstance(n, int)], dtype=torch.int64), path, dtype)
     return _convert(call, x, path, dtype)
 

@@ -27,7 +27,7 @@ TRANSPOSES = {
 
 
 class _Map(NamedTuple):
-    """The static part of a call. size: C, N or L of the output. fill: what to_padded puts behind a bag."""
+    """The static part of a call. size: C, N or L of the output. fill: what to_padded puts after a bag."""
 
     name: str
     implementation: str

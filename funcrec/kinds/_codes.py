@@ -1,4 +1,4 @@
-"""How tables are stored: by names of dtypes, and as (bits, dim) of each table, as kernels are told.
+"""How tables are stored: names of dtypes for users, (bits, dim) of each table for kernels.
 
 table f[R, D]  ->  u8[R, 4 + ceil(D · bits / 8)] for codes of 8, 4 or 2 bits; f16, bf16 or f32 [R, D] for 16 or 32
 """

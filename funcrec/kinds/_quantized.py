@@ -54,7 +54,7 @@ from funcrec.tables import (
 class QuantizedTables:
     """Tables as codes of 8, 4 or 2 bits, or as floats of 16 or 32: what `quantize` makes, and lookups take.
 
-    They are read, and not trained: `value_and_grad` takes them beside its params, `fake_quantize` trains for them.
+    They are read, and not trained: `value_and_grad` takes them with its params, `fake_quantize` trains for them.
 
     Args:
       tables: {table: u8[R, S] or f[R, D]}. A row of codes is scale and bias, two bytes each, and the codes, low bits
@@ -172,7 +172,7 @@ def quantize(
       >>> fr.dequantize(fr.quantize(tables, {"item": "int2", "user": "float16"}))
       {'item': tensor([[0.0000, 0.1000, 0.2999]]), 'user': tensor([[1.5000, 2.0000]])}
 
-    Source: FBGEMM's FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf, by which torchrec.inference quantises.
+    Source: FBGEMM's FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf, which torchrec.inference calls.
     """
     call = "funcrec.quantize"
     if any_tracked(tree_leaves(tables)):

@@ -29,7 +29,7 @@ def as_stored(x: Tensor, dtype: str, *keys: Tensor) -> Tensor:
 
 
 def row_keys(key: Tensor | None, table: str, rows: Tensor, dim: int) -> tuple[Tensor, ...]:
-    """(i64[N],): by which a copy of rows is rounded as `quantize` rounds the table by the key."""
+    """Keys (i64[N],) that round a copy of rows as `quantize` rounds the whole table by its key."""
     return () if key is None else (table_key(key, table) + rows.long() * -(-dim // 4) * GAMMA,)
 
 

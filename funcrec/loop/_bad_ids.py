@@ -23,7 +23,7 @@ class BadIds:
     """What `fit` knows of ids outside their tables.
 
     features, shapes: what reads the batches' ids, and {table: (R, D)}; None before the first batch was looked at.
-    found: {position behind a batch: its bad ids}, of batches that are made and not yet taken.
+    found: {position after a batch: its bad ids}, of batches that are made and not yet taken.
     """
 
     def __init__(self, mode: str | None, model: Any):
@@ -64,7 +64,7 @@ class BadIds:
         if ids is None or not (bad := outside(ids, self.features, self.shapes).sum()):
             return 0
         if self.mode != "count":
-            epoch, number = position.epoch, position.batch - 1  # `position` is the one behind the batch
+            epoch, number = position.epoch, position.batch - 1  # `position` is the one after the batch
             one = f"batch {number} of epoch {epoch}" if number >= 0 else f"the last batch of epoch {epoch - 1}"
             problems = value_problems(ids, self.features, self.shapes)
             check(CALL, (p._replace(got=f"{p.got}, in {one}", hint=f"{p.hint}; on_bad_ids='count'") for p in problems))

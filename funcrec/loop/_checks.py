@@ -60,10 +60,10 @@ def place_problems(state: Any, mesh: Mesh | None) -> Iterator[Problem]:
 
 
 def item_problems(item: Any, position: Position) -> Iterator[Problem]:
-    """What a loader gives behind `position` is a pair of the next position and a batch."""
+    """What a loader gives after `position` is a pair of the next position and a batch."""
     need, hint = "(Position, batch)", "fr.data.batches(data, rows, 512, position=position)"
     if item is None:
-        yield Problem(f"`loader` has no batch behind {position}.", "nothing", need, hint)
+        yield Problem(f"`loader` has no batch after {position}.", "nothing", need, hint)
     elif not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], Position):
         got = describe(item[0]) if isinstance(item, tuple) and item else describe(item)
         yield Problem("`loader` does not tell positions.", got, need, hint, TypeError)

@@ -1,6 +1,6 @@
 """What a loop knows of its epochs, and what it decides by it.
 
-best = argmax_e history[e][monitor],   the end: `epochs` of them, or `patience` of them behind the best
+best = argmax_e history[e][monitor],   the end: `epochs` of them, or `patience` of them after the best
 """
 
 import math
@@ -52,7 +52,7 @@ def history_html(history: History) -> str:
 
 
 def history_figure(history: History) -> Any:
-    """A matplotlib Figure: the loss by epoch, and beside it each number that `evaluate` gave."""
+    """A matplotlib Figure: the loss by epoch, and next to it each number that `evaluate` gave."""
     others = list(dict.fromkeys(n for e in history for n, x in e.items() if n not in OF_AN_EPOCH and is_number(x)))
     figure = new_figure("funcrec.Fitted.plot", 4.5 * (1 + bool(others)), 3.5)
     panels = figure.subplots(1, 1 + bool(others), squeeze=False)[0]

@@ -67,10 +67,10 @@ from funcrec.tree import copy
 class Fitted(NamedTuple):
     """What `fit` returns.
 
-    state: behind the last step. best: the parameters of the best epoch by `monitor`, whole and in memory of their own;
+    state: after the last step. best: the parameters of the best epoch by `monitor`, whole and in memory of their own;
     without a monitor, or where it never was a number, those of `state`. history: one
     dict per epoch: "epoch", "loss" (the mean over its steps, and over the members where a step gives a loss for each;
-    no entry where it gives none), "steps", "seconds" and "steps_per_s" (of the steps behind
+    no entry where it gives none), "steps", "seconds" and "steps_per_s" (of the steps after
     its first, which may compile), and what `evaluate` gave. stopped: 0, or what `stop` said to end it.
 
     Example:
@@ -91,7 +91,7 @@ class Fitted(NamedTuple):
         return history_html(self.history)
 
     def plot(self) -> Any:
-        """A matplotlib Figure: the loss by epoch, and beside it what `evaluate` gave. It is drawn, not shown.
+        """A matplotlib Figure: the loss by epoch, and next to it what `evaluate` gave. It is drawn, not shown.
 
         Raises:
           ImportError: where matplotlib is not installed.
@@ -143,18 +143,18 @@ def fit(
     Args:
       step: (state, batch) -> (state, metrics), such as `train_step(...)`, plain or jitted, or a `pipeline` of it. One
         that donates its state uses up `state`.
-      loader: position -> the rest of that position's epoch, pairs (position behind the batch, batch), as
+      loader: position -> the rest of that position's epoch, pairs (position after the batch, batch), as
         `lambda position: fr.data.batches(..., position=position)`. Or a list of batches, the same in every epoch.
       epochs: at most.
-      evaluate: params -> {name: number}, run behind each epoch, as `lambda params: fr.evaluate(predict, params, ...)`,
+      evaluate: params -> {name: number}, run after each epoch, as `lambda params: fr.evaluate(predict, params, ...)`,
         and, if it calls `fr.evaluate`, once before the first step, with one batch: what cannot work raises then.
       validation, metrics: in the place of `evaluate`: fr.evaluate(model.apply, params, validation, metrics).
       monitor, mode: the number of the history that says which epoch is best: the greatest ("max"), or the least
         ("min"). None takes the greatest, and is refused for what is called a loss or an error. NaN is never best.
       patience: the end comes after this many epochs without a better one; None for never.
-      checkpoint: a file, written before the first step, behind epochs, and where `stop` or a signal ends the run.
-      save_every: write it behind every that many epochs, and the last.
-      save_every_steps: write it behind every that many steps of an epoch, too.
+      checkpoint: a file, written before the first step, after epochs, and where `stop` or a signal ends the run.
+      save_every: write it after this many epochs each time, and after the last.
+      save_every_steps: write it after this many steps of an epoch each time, too.
       save_every_minutes: write it where that long ago the last one was finished, too, by the clock of the first rank:
         between two steps; ranks ask it at every 16th.
       keep: `checkpoint` is a folder of that many of the newest, each called by its step (`fr.latest`); ranks write
@@ -164,9 +164,9 @@ def fit(
       resume: go on from the checkpoint; "auto": where there is one. The end has the bits of a run that was not
         interrupted, wherever it was: between the steps that were saved. A loader that tells its `order`, as
         `fr.data.loader` does, is held to that of the run in the midst of an epoch.
-      overwrite: begin anew though there is a checkpoint; else that is an error.
+      overwrite: start again although there is a checkpoint; without it that is an error.
       settings: plain values that go into the checkpoint; resuming with others is an error that names them.
-      callbacks: functions of a `fr.loop.Record`, called before the first step, behind each step and behind each epoch;
+      callbacks: functions of a `fr.loop.Record`, called before the first step, after each step and after each epoch;
         an exception of one ends the run.
       model, validate: with a model the first batch is held against its features and tables (`fr.validate`) before any
         work. With or without one it goes once through the loss of a `train_step` or `jit` of it (under `fr.checked`,
@@ -238,7 +238,7 @@ def fit(
             finish()  # however it ends, what is being written will be there
         settle()
         signum = done.stopped or (listens and of_any([asked()], mesh, device_of(done.state))[0])
-    if listens and signum:  # one behind the last question, too
+    if listens and signum:  # one after the last question, too
         end(signum)
     return done
 
@@ -310,7 +310,7 @@ def train_epoch(work: Work, run: Run, items: Iterable, ask: Callable[[], list[in
                 saved = now()
                 state = saved.state
                 save_run(work, saved)
-            at(f"the loader behind step {before + steps}")
+            at(f"the loader after step {before + steps}")
         else:
             got, need = f"{steps} batches, the last with {position}", f"Position({epoch + 1}, 0) with the last one"
             fail("funcrec.fit", f"`loader` ended in the midst of epoch {epoch}.", got=got, need=need)
@@ -360,12 +360,12 @@ def loss_of(metrics: Any, like: Tensor) -> Tensor:
 
 
 def rest_of_epoch(work: Work, position: Position) -> Iterator[tuple[Position, Any]]:
-    """What the loader has behind `position`, watched for bad ids."""
+    """What the loader has after `position`, watched for bad ids."""
     return work.bad_ids.watched(work.loader, given_of_epoch(work.loader, position))
 
 
 def given_of_epoch(loader: Any, position: Position) -> Iterator[tuple[Position, Any]]:
-    """What the loader has behind `position`; a list of batches is every epoch's."""
+    """What the loader has after `position`; a list of batches is every epoch's."""
     if callable(loader):
         with own_errors("funcrec.fit", loader, position, need="a position, of which it gives the rest of the epoch"):
             return iter(loader(position))
@@ -377,7 +377,7 @@ def given_of_epoch(loader: Any, position: Position) -> Iterator[tuple[Position, 
 
 
 def numbered(batches: Iterator, position: Position) -> Iterator[tuple[Position, Any]]:
-    """Each batch with the position behind it; which one is the last shows when there is no other."""
+    """Each batch with the position after it; which one is the last shows when there is no other."""
     epoch, count = position
     last = list(itertools.islice(batches, 1))
     for batch in batches:

@@ -1,6 +1,6 @@
 """A bar on a terminal: the steps of an epoch, examples a second, and the time that the whole run has left.
 
-left = (steps of the epoch that are left + steps of the epochs behind it) · seconds a step
+left = (steps of the epoch that are left + steps of the epochs after it) · seconds a step
 """
 
 import operator
@@ -39,7 +39,7 @@ class Progress:
         self.bar.close()
 
     def step(self, batch: Any, bad_ids: int) -> None:
-        """One step more. The first of them may compile: the clock begins behind it."""
+        """One step more. The first of them may compile: the clock begins after it."""
         if self.bar.disable:
             return
         if self.began:
@@ -52,7 +52,7 @@ class Progress:
         self.bar.update()
 
     def words(self, seconds: float, bad_ids: int) -> dict[str, Any]:
-        """{name: text}: what stands behind the bar after so many seconds."""
+        """{name: text}: what stands after the bar after so many seconds."""
         found: dict[str, Any] = {"examples/s": f"{self.examples / seconds:,.0f}"} if self.examples else {}
         if self.total is not None and self.steps:
             left = self.total * (self.epochs_left + 1) - self.done - self.steps

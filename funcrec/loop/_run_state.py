@@ -188,7 +188,7 @@ def resume_problems(work: Work, found: Path | None, resume: bool | str, overwrit
             "`checkpoint` is not there.", f"{path}", "a file that fit wrote", "resume='auto' begins where none is"
         )
     elif found and not resume and not overwrite:
-        hint = "resume=True goes on with it, overwrite=True begins anew"
+        hint = "resume=True goes on with it, overwrite=True starts again"
         yield Problem("`checkpoint` holds a run.", f"{path}", "a path that is free", hint)
 
 

@@ -17,7 +17,7 @@ SAME_S = 5.0
 
 @contextlib.contextmanager
 def listen() -> Iterator[Callable[[], int]]:
-    """Inside the block the first signal is only heard; behind it the handlers are what they were.
+    """Inside the block the first signal is only heard; after it the handlers are what they were.
 
     Yields:
       asked, a function () -> the first signal's number, 0 for none. In another thread than the main one, which signals

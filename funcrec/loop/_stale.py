@@ -92,7 +92,7 @@ class StalePipeline:
         return self.step.init
 
     def run(self, state: Any, batches: Iterable) -> Iterator[tuple[Any, Any]]:
-        """(state, metrics) behind each batch; of batches whose ids are exchanged, and rows read, ahead."""
+        """(state, metrics) after each batch; of batches whose ids are exchanged, and rows read, ahead."""
         check(CALL, batches_problems(batches))
         return self.steps(state, batches)
 
@@ -131,7 +131,7 @@ class StalePipeline:
         if versions_of(one.halves) != one.versions:
             got = "a write to " + ", ".join(map(describe, one.halves.read))
             need = "tensors that stay as they are while batches are under way"
-            fail(CALL, "what the step's ids are made with changed behind the exchange.", got=got, need=need)
+            fail(CALL, "what the step's ids are made with changed after the exchange.", got=got, need=need)
         self.held_bytes = one.halves.bytes
         return one.halves.look(state.tables, one.batch, one.routed)
 

@@ -1,6 +1,6 @@
 """What `fit` tries before its first step: the first batch, the loss that it goes through, and the evaluation.
 
-fit raises here what it would raise behind an epoch
+fit raises here what it would raise after an epoch
 """
 
 import functools
@@ -38,7 +38,7 @@ def look_first(work: Work, state: Any, batch: Any) -> None:
 
 
 def try_evaluate(work: Work, run: Run) -> None:
-    """Raise for what the evaluation behind an epoch would raise, by one batch of it. One that does not call
+    """Raise for what the evaluation after an epoch would raise, by one batch of it. One that does not call
     `fr.evaluate` has no batch to take one of, and is not tried."""
     if work.evaluate is None or not uses(work.evaluate, run_evaluate):
         return

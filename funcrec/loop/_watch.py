@@ -274,7 +274,7 @@ def record(error: RankLost, own: Watched) -> None:
 
 
 def tell(own: Watched, before: Callable, kind: type, error: BaseException, trace: object) -> None:
-    """A RankLost that nobody caught is told without a traceback, which says nothing of what went wrong."""
+    """Prints a RankLost that nobody caught without its traceback, which does not say what went wrong."""
     if isinstance(error, RankLost):
         sys.stderr.write(told(error, own))
     else:

@@ -33,7 +33,7 @@ class Codec:
     None sends every bit. "bfloat16" and "float16" round each element, to within 2^-8 and 2^-11 of itself; in float16 a
     finite value beyond 65504 becomes 65504, and one below 2^-14 is rounded to a multiple of 2^-24. "int8" sends a row
     (one bag's vector of one feature and column block, or one id's row) as whole multiples of max|row| / 127 with
-    max|row| in f32 beside them; a row of zeros stays one, a row with an infinity or a NaN arrives as NaN. Vectors of 16
+    max|row| in f32 with them; a row of zeros stays one, a row with an infinity or a NaN arrives as NaN. Vectors of 16
     bits keep them, if the codec does not go below. Ids, lengths, weights, dense gradients and what copies of a table
     tell one another are never coded.
 
@@ -50,7 +50,7 @@ class Codec:
       tensor([[1.0078, 1.0078],
               [1.0078, 1.0078]])
 
-    Source: TorchRec's QCommsConfig, fbgemm_gpu.quantize_comm, whose int8 sends an offset beside the scale: 8 bytes, and
+    Source: TorchRec's QCommsConfig, fbgemm_gpu.quantize_comm, whose int8 sends an offset with the scale: 8 bytes, and
       less error for rows that are far from symmetric; Yang et al., "Training Deep Learning Recommendation Model with
       Quantized Collective Communications", DLP-KDD 2020.
     """
@@ -103,7 +103,7 @@ def is_coded(kind: str | None, dtype: torch.dtype) -> bool:
 
 
 def encode(x: Tensor, kind: str, widths: Sequence[int]) -> Tensor:
-    """i8[..., bytes]: x[..., W] as it travels; the rows' scales behind the elements."""
+    """i8[..., bytes]: x[..., W] as it travels; the rows' scales after the elements."""
     if kind == "bfloat16":
         return x.to(torch.bfloat16, memory_format=torch.contiguous_format).view(torch.int8)
     if kind == "float16":
@@ -151,7 +151,7 @@ def encoded_shape(shape: Sequence[int], kind: str, widths: Sequence[int]) -> tup
 
 
 def _runs(widths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first column, column behind the last, width) of neighbouring rows of one width."""
+    """(first column, column after the last, width) of neighbouring rows of one width."""
     first = row = 0
     while row < len(widths):
         count = next((i for i, w in enumerate(widths[row:]) if w != widths[row]), len(widths) - row)

@@ -162,7 +162,7 @@ class _Exchange(torch.autograd.Function):
         own, dims = in_dims[1] is not None, in_dims[2:]
         if own:  # the level at which the marker is batched is the axis: the x[s] of all ranks s stand side by side
             return _emulated(call, info.batch_size, xs, dims)
-        # another level's batch: it travels behind the dimensions that are exchanged
+        # another level's batch: it travels after the dimensions that are exchanged
         xs = [x if d is None else x.movedim(d, -1) for x, d in zip(xs, dims, strict=True)]
         ys = _Exchange.apply(call, marker, *xs)
         return ys, tuple(None if d is None else y.dim() - 1 for y, d in zip(ys, dims, strict=True))

@@ -62,7 +62,7 @@ def shard_map(
       axis_names: the axes to bind; None for all that are not bound yet.
         The others are left to an enclosing or nested shard_map.
       check: hold out_specs to what they promise to be the same: bit by bit, under vmap too. On real ranks it costs an
-        exchange of checksums and one of 16 bytes, by which the same arguments are followed by a derivative
+        exchange of checksums and one of 16 bytes, which show whether the same arguments come with a derivative
         (requires_grad, a transform) on all ranks, and reads on the host. Inside `jit`, where no value can be read, and
         on an emulated mesh where a derivative follows a result, for equal values may have other derivatives, it may
         follow along such an axis from nothing but arguments whole along it and what psum, pmean, pmax, pmin and
@@ -125,8 +125,8 @@ def mapped(
 
 @contextlib.contextmanager
 def telling(mesh: Mesh | None, args: Any, names: Sequence[str] = (), is_alike: bool = True) -> Iterator[None]:
-    """An error within comes before the exchange by which real ranks compare what they are given (`_check_alike`): the
-    others are told of it in that exchange, and raise, too."""
+    """An error within comes before the exchange in which real ranks compare their arguments (`_check_alike`). That
+    exchange reports it to the others, and they raise, too."""
     try:
         yield
     except Exception as error:

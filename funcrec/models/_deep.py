@@ -1,4 +1,4 @@
-"""A first-order term beside a deep network.
+"""A first-order term and a deep network.
 
     wide_deep: z = lr + mlp([e_1 ... e_F, dense])          deepfm: z = lr + fm(e) + mlp([e_1 ... e_F, dense])
 

@@ -35,7 +35,7 @@ def dlrm(
     Args:
       bottom: the hidden layers over the dense inputs, ReLU after each; the last must be the embeddings' dim.
       sizes: the hidden layers over the interactions, ReLU after each; the output layer comes on top.
-      keep: what stands beside the dot products: "all" vectors, or only the "dense" one, as the paper's DLRM.
+      keep: what joins the dot products: "all" vectors, or only the "dense" one, as the paper's DLRM.
 
     Raises:
       ValueError: features of different widths, or a bottom that does not end in their dim.

@@ -112,7 +112,7 @@ def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> Callable:
       (torch.Size([2]), tensor([1, 2]))
     """
 
-    def loss_fn(params: Params, batch: Batch, *, key: Tensor | None = None):  # None is told of in four parts
+    def loss_fn(params: Params, batch: Batch, *, key: Tensor | None = None):  # so that None raises in four parts
         random.check_key("funcrec.models.loss", key)
         logits, stats = model.train_apply(params, batch, key)
         check("funcrec.models.loss", label_problems(batch.label))

@@ -16,7 +16,7 @@ def summary(model: Model | TwoTower, params: Params | None = None) -> str:
     """The model's tables as a table of text: rows, dim, bytes, and the features that read each.
 
     Args:
-      params: of the model; with them the numbers of its dense parameters are told too.
+      params: of the model; with them the summary counts dense parameters, too.
 
     Raises:
       ValueError: params whose tables are not the model's.

@@ -41,7 +41,7 @@ def dot_interaction(x: Tensor) -> Tensor:
       tensor([[2., 3., 6.]])
 
     Source: Naumov et al., "Deep Learning Recommendation Model" (2019), §2.1; TorchRec's InteractionArch has the same
-    products in the order of the upper triangle's rows, behind the dense vector.
+    products in the order of the upper triangle's rows, after the dense vector.
     """
     check("funcrec.nn.dot_interaction", stack_problems(x))
     return _DotInteraction.apply(x)

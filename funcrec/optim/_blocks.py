@@ -97,7 +97,7 @@ def next_power_of_two(n: int) -> int:
 
 
 def _block(x: Tensor, first: int, size: int) -> Tensor:
-    """x[first : first + size], behind its end -1 for rows and zeros for numbers."""
+    """x[first : first + size], past its end -1 for rows and zeros for numbers."""
     part = x[first : first + size]
     if part.shape[0] == size:
         return part

@@ -4,7 +4,7 @@
     def name(lr, *, hyper...): docstring
 
 Everything else follows: what a table's columns see of one another, what
-kernels are told, the C++ and Triton of the rule (`write`).
+kernels know them by, the C++ and Triton of the rule (`write`).
 """
 
 import functools

@@ -2,7 +2,7 @@
 
     dense', state' = update(grads, state, dense, step)
 
-An update makes the class anew on clones, hands it the gradients and its state, lets it step and reads the clones out.
+An update constructs the class on clones, sets gradients and state, calls `step`, and reads the clones.
 It is run as under torch.compile, where step counters and learning rates stay tensors, so the same code runs eagerly and
 while it is staged, without a host read.
 """

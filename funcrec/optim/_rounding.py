@@ -4,7 +4,7 @@
 
 Small updates, which rounding to nearest would lose, then add up. The bits depend on the key, the table's name, the row
 and the column alone: the same on every device, mesh and thread count, and under every plan. What an optimizer is shown
-as a table on a mesh tells of which tables its rows are (`RowGrads.origin`).
+as `RowGrads.origin` says which tables the rows of a table on a mesh come from.
 Shapes: M rows, D dim, T tables, S segments of rows.
 """
 

@@ -5,7 +5,7 @@
 
 A rule sees one row in f32 (f64 for f64 tables) and is mapped over the touched rows by `torch.func.vmap`; the result is
 rounded once, when it is written. Built-in optimizers and a user's own are made by the same function.
-Shapes: R rows, D dim, M touched rows (a capacity: entries behind `count` are padding).
+Shapes: R rows, D dim, M touched rows (a capacity: entries past `count` are padding).
 """
 
 import functools
@@ -145,7 +145,7 @@ def row_optimizer(
     slots: eager and compiled updates then give the same bits. In it may stand arithmetic, comparisons, `where`,
     `clamp`, powers, the elementary functions, sums, means, products, extremes and norms over the whole row, slices,
     `cat`, `stack`, `flip` and reshapes, casts among f32, f64 and integers, and whatever it closes over: every eager
-    update reads that anew (the C++ is made again for another number or branch, not for another tensor), a program that
+    update reads that again (the C++ is made again for another number or branch, not for another tensor), a program that
     `fr.jit` compiled reads the values of the tensors that it was compiled with. A rule with any other operation (sort,
     cumsum, a matrix product, a number read on the host), or with more than eight slots, runs on blocks of rows in two
     to four times the time, and a warning says why.

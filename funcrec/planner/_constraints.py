@@ -1,4 +1,4 @@
-"""What a plan is told of a table beside its config: how it is used, and where it may lie."""
+"""What a plan needs to know of a table besides its config: how it is used, and where it may lie."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -69,7 +69,7 @@ def id_bytes(ids: float, num_ranks: int, weight_bytes: int, capacity_factor: flo
 
 
 def vector_bytes(width: int, kind: str | None, element_bytes: int = F32_BYTES) -> float:
-    """Of a vector as a codec sends it: its elements, int8 with a scale of 4 bytes beside them."""
+    """Of a vector as a codec sends it: its elements, int8 with a scale of 4 bytes."""
     if kind == "int8":
         return width + 4
     return width * (min(2, element_bytes) if kind else element_bytes)
@@ -118,7 +118,7 @@ class Use(NamedTuple):
     """How a step uses a table: of each rank bags of pooled features and their ids, ids of sequences; num_pooled
     features.
 
-    weight_bytes: beside an id. distinct: rows that all ranks together name, distinct_here: that one rank names."""
+    weight_bytes: of an id's weight. distinct: rows that all ranks together name, distinct_here: that one rank names."""
 
     bags: float
     ids: float

@@ -28,8 +28,8 @@ class Hardware:
       link_bytes_per_s: from a rank to those of its host, one direction.
       host_bytes_per_s: from a rank to those of other hosts, one direction.
       ranks_per_host: consecutive ranks, the mesh's last axis running fastest.
-      link_latency_s, host_latency_s: of an exchange, beside its bytes, in a host and between hosts.
-      launch_s: of a bank, beside its bytes: the calls that look it up and update it.
+      link_latency_s, host_latency_s: of an exchange, in addition to its bytes, in a host and between hosts.
+      launch_s: of a bank, in addition to its bytes: the calls that look it up and update it.
 
     Example:
       >>> import funcrec as fr

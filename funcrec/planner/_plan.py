@@ -57,7 +57,7 @@ def plan(
       batch_size: examples of a step, of all ranks together.
       hardware: a `Hardware`, or "h100", "h200", "a100", "cpu".
       constraints: {table: TableConstraint, or a dict of its fields}.
-      optimizer: of the tables: its state takes memory, and one that looks at whole rows is told more of tables cut by
+      optimizer: of the tables: its state takes memory, and one that reads whole rows exchanges more for tables cut by
         columns.
       exact, dedup, codec: as they will be given to `shard_tables` or `train_step`.
       capacity_factor: room of an exchange's blocks over their average; None for room that always suffices.

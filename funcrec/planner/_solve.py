@@ -242,7 +242,7 @@ def neighbourhoods(packing: Packing, best: Loads, bound: float, rounds: int) -> 
 
 
 def _neighbours(packing: Packing, loads: Loads, draw: random.Random, turn: int) -> tuple[list[int], np.ndarray]:
-    """(the items to place anew, bool[N]: where). All of the slowest rank, some of the least loaded ranks and of any."""
+    """(the items to place again, bool[N]: where): all of the slowest rank, some of the least loaded and of any."""
     price, num_ranks = loads._pull, packing.num_ranks
     own = (loads.load * price[:, None]).sum(0)
     if _keeps(loads) and turn % 2:

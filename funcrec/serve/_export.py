@@ -233,7 +233,7 @@ def compare_alone(predict: Callable, params: Any, draw: Callable[[int], Callable
             need = "the answer that a bag has alone: a server joins requests"
             hint = "no mean, softmax or sort over bags; what was learned of many, as a tensor in `params`"
             got = f"alone and in a batch of {count}: {far}"
-            fail(CALL, f"{at} of a bag depends on the bags beside it.", got=got, need=need, hint=hint)
+            fail(CALL, f"{at} of a bag depends on the other bags.", got=got, need=need, hint=hint)
         if all(y.dtype in TOLERANCE for _, _, y in outputs(joined, joined)):
             return
 

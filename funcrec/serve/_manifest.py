@@ -2,7 +2,7 @@
 
     digest = sha256(manifest.json, the digits of `digest` and of `files` as zeros)        also in model.pt2's metadata
 
-So a manifest of another program, or one that was changed, is told from the program's own, in any language.
+So a reader in any language recognises a changed manifest, or that of a different program.
 """
 
 import hashlib

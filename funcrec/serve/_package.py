@@ -171,8 +171,8 @@ class Package:
 
     @typed
     def follow(self, folder: str | os.PathLike) -> None:
-        """Take the newest of what `publish` writes to a folder: the deltas behind this version, or whole weights and
-        the deltas behind these. Nothing changes where it has the newest.
+        """Take the newest of what `publish` writes to a folder: the deltas after this version, or whole weights and
+        the deltas after these. Nothing changes where it has the newest.
 
         Raises:
           FileNotFoundError: a folder without weights.
@@ -254,8 +254,8 @@ def program_problems(got: str | None, need: str) -> Iterator[Problem]:
 
 
 def other_problems(folder: Folder, need: str) -> Iterator[Problem]:
-    """A folder of weights that is a package is one of this program: another's is not taken with them, and they may mean
-    something else."""
+    """A folder of weights that is a package must have this program: in a different program weights may mean
+    something else, and no program is loaded with them."""
     try:
         got = json.loads(folder.open(MANIFEST).text())["digest"]
     except (FileNotFoundError, NotADirectoryError):

@@ -86,7 +86,7 @@ def form_of(example: Batch) -> Form:
 
 
 class Program(NamedTuple):
-    """exported: of flat tensors. inputs, outputs, features, tables: as the manifest tells of them."""
+    """exported: a program of flat tensors. inputs, outputs, features, tables: as in the manifest."""
 
     exported: torch.export.ExportedProgram
     outputs: list[dict]
@@ -123,7 +123,7 @@ def trace(predict: Callable, params: Any, form: Form, max_batch: int, max_ids: i
 
 
 def called(predict: Callable, params: Any, batch: Batch) -> Any:
-    """predict(params, batch); a function that fails for want of a label or a weight is told so."""
+    """predict(params, batch); an error says so where the function needs a label or a weight."""
     try:
         return predict(params, batch)
     except (TypeError, AttributeError) as error:

@@ -54,7 +54,7 @@ class DenseShard:
     """A dense parameter, cut over the ranks of `axes`: what `train_step(dense_axes=...)` keeps in `state.dense`.
 
     Args:
-      flat: f[C], the rank's elements, in the order of the whole; zeros behind the last. On an emulated mesh f[n · C],
+      flat: f[C], the rank's elements, in the order of the whole; zeros after the last. On an emulated mesh f[n · C],
         those of all ranks. In the state of an optimizer a dict of such tensors, and of counters i[] or f[].
       shape: of the whole.
       axes: of the mesh, the first one the major.

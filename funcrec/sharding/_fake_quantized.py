@@ -71,7 +71,7 @@ def owners(layout: Layout, bank: Bank, rows: Tensor) -> Iterator[Owned]:
     for s in layout.shards:
         if layout.banks[s.bank] != bank:
             continue
-        starts, firsts = torch.full((2, bank.num_ranks), bank.rows)  # of a rank without the table: behind all rows
+        starts, firsts = torch.full((2, bank.num_ranks), bank.rows)  # of a rank without the table: after all rows
         for i, (r, start) in enumerate(zip(s.ranks, s.starts, strict=True)):
             starts[r], firsts[r] = start, i * s.part
         at = rows - of_rank(starts)

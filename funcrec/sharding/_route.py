@@ -79,7 +79,7 @@ def route(ids: KeyedJaggedTensor, routes: Routes, capacity: int | None, *, place
     exchanged = [blocks]
     if weights is not None:
         # s_i of the lookup; an owner multiplies by it. Of a weighted mean the lookup divides the whole sum by the bag's
-        # length, behind the exchange, and the transpose each term by it: so the owner is sent both.
+        # length, after the exchange, and the transpose each term by it: so the owner is sent both.
         exchanged.append(sent_blocks(weights, sent, n, room))
         if any(is_weighted_mean(x.feature) for x in routes.lanes):
             is_wide = any(b.dtype == torch.float64 for b in routes.banks)

@@ -29,7 +29,7 @@ from funcrec.tables import Bags, Entries, RowGrads
 class RoutedRows:
     """As `Routed`, of distinct rows.
 
-    rows: i64[n · C], ascending for each sender and bank; -1 behind a sender's. repeats:
+    rows: i64[n · C], ascending for each sender and bank; -1 after a sender's. repeats:
       i64[n · C], how many of the sender's ids each stands for.
     bounds: i64[n, U + 1], where each bank's rows begin among a sender's. overflow: i64[2], how many distinct rows found
     no place, and the capacity that all would have needed. own_offsets: i64[L · B + 1]. sent: i64[N], the place of each

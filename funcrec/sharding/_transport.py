@@ -5,7 +5,7 @@
     "rows"       the row of each id                     a row number for each id         d_acts of each bag
     "distinct"   each row that was named, once          each row number once, a count    the sum over a row's ids
 
-How an answer is had stands in two tables, of pooled features and of sequences, whose "sums" are their rows.
+Two tables describe how an answer is computed, of pooled features and of sequences, whose "sums" are their rows.
 """
 
 import functools
@@ -42,7 +42,7 @@ class Transport(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """How an answer is had.
+    """Describes how an answer is computed.
 
     route: (ids, routes, capacity) -> routed, what the owners were sent, and where this rank's ids went. fetch: (banks,
     routed, routes, implementation, codec) -> {lane: f[B, width]}, of sequences {bank: f[n · C, dim]}. transpose:

@@ -306,7 +306,7 @@ def _find(rows: Tensor, shard, gathered: Mapping[str, Tensor]) -> dict[str, Tens
     part = torch.div(rows.clamp(min=0), shard.part, rounding_mode="floor")
     owner = torch.tensor(shard.ranks, device=rows.device)[part]
     row = rows.clamp(min=0) - part * shard.part + torch.tensor(shard.starts, device=rows.device)[part]
-    known = gathered["rows"]  # ascending on each rank, -1 behind
+    known = gathered["rows"]  # ascending on each rank, -1 after
     known = torch.where(known < 0, torch.iinfo(known.dtype).max, known)
     most = known.shape[1]
     # all owners of a row's columns were sent the same ids, so the row is among

@@ -5,7 +5,7 @@
 `KINDS` has an entry for each type that stands for tables; every other Mapping is read as a dict {name: f[R, D]}. It is
 a dict of functions, and neither a Protocol nor a base class: a plain dict has no method that a Protocol could ask for;
 a value stays data, which any function may read; and a type is in the dict or not, while "has an attribute `lookup`" is
-also true of what has it by chance. An entry stands beside its type.
+also true of what has it by chance. An entry is defined next to its type.
 
 A type in `KINDS` is a pytree and a Mapping of its parts {part: f[rows, dim]}, each named as the last key or field on
 its path: the tensors that get RowGrads, and that row optimizers update. What a feature calls a table may be made of
@@ -29,12 +29,12 @@ class LookupResult(NamedTuple):
     """What a lookup gives, and its way back.
 
     out: of pooled features a KeyedTensor f[B, ΣD], keys in the features' order; of sequences {feature: JaggedTensor of
-      f[capacity, D]}, each id's row, and beside it the id's weight, by which `lookup_sequence` multiplies.
+      f[capacity, D]}, each id's row, and the id's weight, which `lookup_sequence` multiplies it with.
     saved: () -> a tree of tensors, all that `transpose` reads; called where somebody waits for cotangents. `transpose`
       runs outside of the vmaps that stand between the lookup and the loss, once for each member.
     transpose: (d_out, saved) -> {part: RowGrads}; d_out is d_acts, a KeyedTensor, or {feature: f[capacity, D]}.
     overflows: i64[2] of each exchange that has a capacity: how many ids found no place, and the capacity that all would
-      have needed. Whoever differentiates gets them beside the gradients, and must not train on what is not whole.
+      have needed. Whoever differentiates gets them with the gradients, and must not train on what is not whole.
     """
 
     out: Any

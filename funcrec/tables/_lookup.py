@@ -1,4 +1,4 @@
-"""Pooled and sequence lookup, each a linear map of the tables with its transpose beside it.
+"""Pooled and sequence lookup, each a linear map of the tables, with its transpose.
 
     acts[b, f] = Σ_{i in bag (f, b)} s_i · table_f[row_i]          lookup
     d_table    = Σ_f Σ_b Σ_{i in bag (f, b)} s_i · e_{row_i} ⊗ d_acts[b, f]          lookup_transpose

@@ -115,7 +115,7 @@ def read_rows(
 def read_sequences(
     tables: Tables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
 ) -> LookupResult:
-    """Each id's row, beside its weight; the transpose is of the rows alone."""
+    """Each id's row and its weight; the transpose is of the rows alone."""
     gather = lambda table, rows: primitives.gather_rows(tables[table], rows, implementation=implementation)
     return sequences_read(gather, ids, features, table_shapes(tables))
 
@@ -172,7 +172,7 @@ def lookup_forms(
     ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], shapes: Mapping[str, tuple[int, int]]
 ) -> tuple[list[str], list[Tensor], list[Feature]]:
     """The tables that are read, the buffers of rows, one for each
-    way to hash, and what a kernel is told of each feature."""
+    way to hash, and what a kernel needs to know of each feature."""
     names = list(dict.fromkeys(f.table for f in features))
     buffers: dict = {}
     out, column = [], 0

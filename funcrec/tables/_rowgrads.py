@@ -40,7 +40,7 @@ WAITING = "pending_rows", "pending_grads"  # slots in which entries of a gradien
 
 @pytree(optional=("count", "repeats"))
 class Entries:
-    """rows i[M], grads f[M, D]; those behind `count`, i64[], are
+    """rows i[M], grads f[M, D]; those past `count`, i64[], are
     padding; `repeats`, i64[M], is how many ids each sums."""
 
     rows: Tensor
@@ -49,7 +49,7 @@ class Entries:
     repeats: Tensor | None = None
 
     def marked(self) -> Tensor:
-        """The rows, -1 behind `count`."""
+        """The rows, -1 past `count`."""
         if self.count is None:
             return self.rows
         return torch.where(torch.arange(self.rows.shape[0], device=self.rows.device) < self.count, self.rows, -1)
@@ -82,7 +82,7 @@ class RowGrads:
         gradient has, for optimizers that look at it as a whole (`RowOptimizer.is_gradient_wise`);
         None for a table of whole rows.
       origin: integers, S + 1 rows of five, of which tables the rows are, where the optimizer is shown them in another
-        place: of each segment of rows what `origin_of` says, in the order of their beginnings, BEHIND behind the last
+        place: of each segment of rows what `origin_of` says, in the order of their beginnings, BEHIND after the last
         one; None for the table's own rows and columns. Random rounding draws by it.
       mark: i64[], 1, made where forward derivatives are taken (jvp). Their tangents have the tree of what they are of
         with zeros for integers: mark 0, and no rows. Such are refused
@@ -120,7 +120,7 @@ class RowGrads:
         coalesced: bool = False,
     ) -> "RowGrads":
         """Entries in any order, with repeats; a row outside [0, num_embeddings)
-        marks padding, as does a place behind `count`.
+        marks padding, as does a place past `count`.
 
         Args:
           rows: i32[M] or i64[M]. grads: f[M, D].
@@ -197,7 +197,7 @@ class RowGrads:
 
     @property
     def count(self) -> Tensor:
-        """i64[]: entries behind it are padding."""
+        """i64[]: entries past it are padding."""
         entries = self.entries()
         if entries.count is not None:
             return entries.count

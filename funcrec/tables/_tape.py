@@ -121,7 +121,7 @@ class Tape:
             f"the loss is not a function of its arguments: lookup {first} of its second pass is another one.",
             got=f"first {show(self.found, first)}; then {show(self.sites, first)}",
             need="the same lookups, of the same tables and shapes, whenever the loss is called with the same arguments",
-            hint="pass what changes (a counter, a choice of table) as an argument; random ids may be drawn anew",
+            hint="pass what changes (a counter, a choice of table) as an argument; random ids may be drawn again",
         )  # fmt: skip
 
     def finish(self) -> None:

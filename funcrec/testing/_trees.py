@@ -135,8 +135,8 @@ def _map_padding(fill: Callable[[Tensor], Tensor], tree: T) -> T:
 
 
 def _fill_term(fill: Callable[[Tensor], Tensor], x: Entries | Bags, num_embeddings: int) -> Entries | Bags:
-    """Entries behind `count` lose row and gradient, entries of
-    no row their gradient; ids behind the last bag are lost."""
+    """Entries past `count` lose row and gradient, entries of
+    no row their gradient; ids after the last bag are lost."""
     if isinstance(x, Bags):
         used = torch.arange(x.rows.shape[0], device=x.rows.device) < x.offsets[-1]
         weights = None if x.weights is None else _fill(fill, x.weights, used)

@@ -1,7 +1,7 @@
 """Hypothesis strategies for funcrec's values: `from funcrec.testing import strategies as frs`.
 
 Every value is valid, padding included, and they reach for what breaks jagged code: no bags, empty bags, repeated ids,
-ids outside the table, padding full of garbage, i32 beside i64, one row, one dim, features that share a table and
+ids outside the table, padding full of garbage, i32 and i64, one row, one dim, features that share a table and
 columns that feed several, places named out of order and twice. All shrink to the least of what their options allow: no
 bags, no padding, i64, f32, no weights, one table, one feature, a plain sum, one rank, replicated tables.
 
@@ -80,7 +80,7 @@ def jagged_tensors(
       elements: the numbers in the bags; by default 0 to 9, or multiples of 1/4 for a float dtype.
       weighted: True, False, or None for either.
       row_shape: values are [N, *row_shape].
-      max_padding: most positions of garbage behind the last bag.
+      max_padding: most positions of garbage after the last bag.
     """
     dtype, offset_dtype = draw(st.sampled_from(dtypes)), draw(st.sampled_from(offset_dtypes))
     lengths = draw(st.lists(st.integers(0, max_length), min_size=min_bags, max_size=max_bags))
@@ -283,7 +283,7 @@ def row_grads(
     row_dtypes: Sequence[torch.dtype] = INT_DTYPES,
     coalesced: bool | None = False,
 ) -> RowGrads:
-    """RowGrads with repeated rows, rows of no table and garbage behind `count`. Shrinks to no entries of a 1 x 1 table.
+    """RowGrads with repeated rows, rows of no table and garbage past `count`. Shrinks to no entries of a 1 x 1 table.
 
     Args:
       num_embeddings, embedding_dim: of the table; None for 1 to 6 and 1 to 3.

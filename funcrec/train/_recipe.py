@@ -48,7 +48,7 @@ def with_key(recipe: Recipe, state: TrainState, of_bags: Callable = lambda key: 
 class Summed(NamedTuple):
     """The gradients of the global batch.
 
-    rows: of the tables. dense: gives those of the dense parameters and the loss; called behind the update of rows, for
+    rows: of the tables. dense: gives those of the dense parameters and the loss; called after the update of rows, for
       on ranks it may be an exchange of its own. metrics: of the exchange; fits: bool[],
       whether every id found its place, None where all do.
     """

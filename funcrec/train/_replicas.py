@@ -53,7 +53,7 @@ def sync_replicas(
 
     Cost: for each dtype two exchanges over the replica axes for every 2^25 elements (and two more for slots of
       `greatest`), of each rank's rows; they send what a ring's all-reduce sends. The sums are in the dtype that rows
-      are summed in (f32 for 16 bits). In memory the new tables stand beside the old ones, and one of them twice.
+      are summed in (f32 for 16 bits). In memory the old and new tables are both there, and one of them twice.
 
     Example: two copies, each with a batch of its own.
       >>> import torch, funcrec as fr

@@ -1,4 +1,4 @@
-"""States moved between plans: whole on every rank, or from one plan's banks into another's, a block of rows at a time.
+"""States moved between plans: gathered on every rank, or sent from bank to bank, a block of rows at a time.
 
     gather_state(reshard(state, plan)) == state        bit for bit
 
@@ -108,7 +108,7 @@ def reshard(
 
     Args:
       state: plain, the same on every rank; or sharded, each rank's own. Of a Logged its `state`: the new step's `init`
-        begins a log beside what this returns.
+        begins a log with what this returns.
       plan, mesh, sparse, exact, codec, dedup, dense_axes: as of the `train_step` that goes on from it. Tables that
         `sparse` updates differently share no bank.
       from_mesh: of a sharded state, where it is not `mesh`.

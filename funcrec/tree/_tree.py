@@ -89,7 +89,7 @@ def unflatten(structure: PyTreeSpec, leaves: Sequence[Any]) -> Any:
 
 
 def paths(tree: Any) -> list[tuple[str, Any]]:
-    """Each leaf behind its path, as Python would reach it; what errors call the leaf.
+    """Each leaf after its path, as Python would reach it; what errors call the leaf.
 
     Example:
       >>> import torch, funcrec as fr

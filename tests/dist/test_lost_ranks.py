@@ -7,13 +7,13 @@ from programs.lost_ranks import LEAVE_S, SLACK_S, TIMEOUT_S
 pytestmark = pytest.mark.xdist_group("ranks")
 GONE = "no exception: it was killed, or called os._exit"
 CASES = {  # (way, moment): what is said of it, and why; seconds until the others are down
-    ("exception", "loader"): ("ended in the loader behind step 3.", "ValueError: of my own", 1.0),
+    ("exception", "loader"): ("ended in the loader after step 3.", "ValueError: of my own", 1.0),
     ("exception", "save"): ("ended in the checkpoint of epoch 0, batch 3.", "ValueError: of my own", 1.0),
     ("exit", "step"): ("ended, last seen in ", GONE, 1.0),
     ("kill", "save"): ("ended, last seen in ", GONE, 1.0),
     ("kill", "evaluation"): ("ended, last seen in ", GONE, 1.0),
     ("stop", "callback"): ("is silent, last seen in ", "no beat for 1 s", 2.5),
-    ("hang", "loader"): ("in the loader behind step 3, lost_ranks.py:", "Timed out waiting", TIMEOUT_S + 2.0),
+    ("hang", "loader"): ("in the loader after step 3, lost_ranks.py:", "Timed out waiting", TIMEOUT_S + 2.0),
 }
 
 

@@ -134,7 +134,7 @@ def rounded_once(fn: Callable) -> Callable:
 
 
 def moments(spread: Callable) -> Callable:
-    """The mean of no element is NaN beside its variance or deviation too; Inductor's is 0."""
+    """The mean of no element is NaN together with its variance or deviation, too; Inductor's is 0."""
 
     def instead(x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
         over = [d % x.dim() for d in dim] if dim else range(x.dim())

@@ -30,7 +30,7 @@ PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME", "TORCHELASTIC_")
 
 
 def digest(graph: GraphModule, arguments: Sequence[Tensor], options: dict[str, Any]) -> str | None:
-    """None where something may change the code that has no name: another's operators, passes and lowerings."""
+    """None where something without a name may change the code: operators, passes and lowerings of other libraries."""
     try:
         parts = [*operations(graph), *map(form, arguments), *surroundings(), *map(setting, sorted(options.items()))]
     except Unnamed:

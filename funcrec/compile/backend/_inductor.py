@@ -41,9 +41,9 @@ LEAST_FOR_CPU = (2, 13)
 
 
 def remember_writes(steps: list) -> list:
-    """The steps of a graph before they are fused: each that reads what another wrote in place is told so once more.
+    """The steps of a graph before fusion: each that reads a buffer written in place gets that dependency once more.
 
-    Inductor looks up anew what a step reads when it fuses loops of different shapes, and then forgets that the buffer
+    Inductor looks up again what a step reads when it fuses loops of different shapes, and then forgets that the buffer
     has been written since, unless the step has a dependency of this kind: it would run before the write.
     """
     from torch._inductor.dependencies import WeakDep

@@ -99,7 +99,7 @@ def _kernel(x: ast.stmt) -> dict[str, tuple[list[str], str]] | None:
 
 
 def _needed(body: list[ast.stmt]) -> list[ast.stmt]:
-    """What `call` is made of, in order: not the imports and examples that stand beside it."""
+    """What `call` is made of, in order: not the imports and examples that stand next to it."""
     binds = {name: x for x in body for name in _names(x)}
     kept, left = set(), ["call"]
     while left:

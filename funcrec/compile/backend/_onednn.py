@@ -2,7 +2,7 @@
 
     a b = linear(a, bᵀ)
 
-On AMD's processors MKL stays away from AVX-512: 100 GFLOP/s a core beside oneDNN's 220.
+On AMD's processors MKL stays away from AVX-512: 100 GFLOP/s a core, oneDNN's 220.
 The choice follows the processor and the shapes, never a clock: every process and rank makes the same one.
 Shapes: a is [M, K], b [K, N]; of members or emulated ranks [S, M, K] and [S, K, N].
 """
@@ -50,7 +50,7 @@ def linear(a: Tensor, b: Tensor) -> Tensor:
     return onednn()(a, w if b.is_contiguous() or w.is_contiguous() else w.contiguous(), None, "none", [], "")
 
 
-# Our own: what is behind oneDNN's, Inductor makes a part of it, in other bits, and needs weights that are constants.
+# Our own: what is after oneDNN's, Inductor makes a part of it, in other bits, and needs weights that are constants.
 library.define(
     "funcrec_onednn",
     "mm",

@@ -50,7 +50,7 @@ def is_worth_it(product: torch.fx.Node) -> bool:
 
 
 def in_steps(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor]:
-    """x Wᵀ + b, with zeros behind x up to a multiple of MANY rows: oneDNN plans each number of rows for a millisecond,
+    """x Wᵀ + b, with zeros after x up to a multiple of MANY rows: oneDNN plans each number of rows for a millisecond,
     and keeps a thousand plans."""
     rows = torch.ops.aten.sym_size.int(x, 0)
     whole = torch.ops.aten.constant_pad_nd.default(x, [0, 0, 0, -rows % MANY])

@@ -181,7 +181,7 @@ def take_rows(data: CtrData, rows: Tensor) -> Batch:
     offsets = offsets_of(torch.cat([lengths, lengths.new_ones(num_rows * len(FIELDS))]))
     capacity = num_rows * (most + len(FIELDS))
     nth = torch.arange(most, device=rows.device)
-    # one place behind the buffer takes what is no genre
+    # one place after the buffer takes what is no genre
     places = torch.where(nth < lengths[:, None], offsets[:num_rows, None] + nth, capacity)
     field_places = offsets[num_rows] + torch.arange(num_rows * len(FIELDS), device=rows.device)
     source = torch.cat([data.genre.index_select(0, item).flatten(), *(fields[name] for name in FIELDS)])

@@ -152,12 +152,12 @@ def seconds(text: str) -> float:
 
 
 def vocabulary(tokens: Iterable[str]) -> tuple[str, ...]:
-    """The distinct tokens in order of appearance, behind the padding token."""
+    """The distinct tokens in order of appearance, after the padding token."""
     return (PADDING, *dict.fromkeys(tokens))
 
 
 def lines(path: Path, names: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
-    """(line number, the fields `names`) of each line behind the header."""
+    """(line number, the fields `names`) of each line after the header."""
     with open(path, encoding="utf-8", newline="\n") as f:
         header = [name.split(":")[0] for name in f.readline().rstrip("\r\n").split("\t")]
         absent = [name for name in names if name not in header]
@@ -200,7 +200,7 @@ def read_numbers(path: Path, kinds: dict[str, Callable], codes: str) -> list[arr
         except (KeyError, ValueError):
             bad_line(path, number, f"{fields}", "an id of the .user and .item files, or a number")
     if not out[0]:
-        bad_line(path, 2, "no ratings", "a rating in each line behind the header")
+        bad_line(path, 2, "no ratings", "a rating in each line after the header")
     return out
 
 

@@ -209,7 +209,7 @@ def floats_of(values: Any, place: Place) -> np.ndarray:
     return values.cast(pa.float64(), safe=False).to_numpy()
 
 
-# -- several, one behind the other -----------------------------------------------------------------------------------
+# -- several, one after the other -----------------------------------------------------------------------------------
 
 
 @pytree
@@ -230,7 +230,7 @@ class Chained:
 
 
 def chain(*encoders: Encoder) -> Encoder:
-    """Encoders one behind the other, the first applied first. One of them may learn; those before it are applied then.
+    """Encoders one after the other, the first applied first. One of them may learn; those before it are applied then.
 
     Raises:
       ValueError: two that learn: the second would have to see the rows again.

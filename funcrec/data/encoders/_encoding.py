@@ -26,7 +26,7 @@ Pooling = Literal["sum", "mean", "none"]
 
 @pytree(static=("schema", "tables"))
 class Encoding:
-    """What `fit_encoding` has learned; `fr.save` takes it, beside the parameters that were trained with it.
+    """What `fit_encoding` has learned; `fr.save` takes it, with the parameters that were trained with it.
 
     Args:
       ids: {table: the state of its encoder}.

@@ -105,7 +105,7 @@ def _count(known: Counted, values: Any, place: Place) -> Counted:
 
 
 def _add_up(known: Counted) -> Counted:
-    """Nothing waits, and at most MOST_COUNTED values are told apart; by how many digits depends on the values only."""
+    """Nothing waits, and at most MOST_COUNTED values stay distinct; only the values decide how many digits do."""
     parts = [known[:2], *known.waiting]
     values, counts, digits = np.concatenate([v for v, _ in parts]), np.concatenate([c for _, c in parts]), known.digits
     while True:
@@ -136,7 +136,7 @@ def _edges(call: str, known: Counted, num_quantiles: int) -> np.ndarray:
 
 
 class Moments(NamedTuple):
-    """Of whole blocks: how many values, their mean, and Σ (x - mean)². rest: fewer than BLOCK values behind them."""
+    """Of whole blocks: how many values, their mean, and Σ (x - mean)². rest: fewer than BLOCK values after them."""
 
     count: int = 0
     mean: float = 0.0

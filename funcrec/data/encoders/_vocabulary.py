@@ -40,7 +40,7 @@ class Vocabulary:
     """The values that have an id of their own: 1, 2, ... in their order; 0 is the id of all others.
 
     Args:
-      values: i64[V - 1], ascending (of unsigned ids their bits); of text and bytes u8[S], one behind the other.
+      values: i64[V - 1], ascending (of unsigned ids their bits); of text and bytes u8[S], one after the other.
       offsets: i64[V] of text and bytes, where each begins and the last ends; i64[0] of integers.
       counts: i64[V], how often each id came when the vocabulary was learned.
       kind: "int", "uint", "text" or "bytes"; "none" where no value was there.

@@ -336,7 +336,7 @@ def _whole_lines(path: Path) -> int:
 
 
 def _inferred(paths: list[Path], fields_of: Callable[[Path], list]):
-    """The first file's columns; one without a value there has its type in a file behind, or is of strings."""
+    """The first file's columns; one without a value there has its type in a file after, or is of strings."""
     import pyarrow as pa
     import pyarrow.types as kinds
 

@@ -72,7 +72,7 @@ def stream(
       skip: batches to leave out at the beginning, for a run that goes on; row groups among them are not read.
       drop_last: leave out a last batch that is not full.
 
-    Law: every row once; the batches behind `skip` are those that would have followed.
+    Law: every row once; the batches after `skip` are those that would have followed.
 
     Example:
       >>> from funcrec.data import stream
@@ -99,7 +99,7 @@ def tables(
     skip: int = 0,
     drop_last: bool = False,
 ) -> Iterator[tuple[np.ndarray, Any]]:
-    """(numbers of the rows, see `row_name`; table of `batch_size` rows), behind the first `skip`.
+    """(numbers of the rows, see `row_name`; table of `batch_size` rows), after the first `skip`.
 
     Raises:
       ValueError: a source that has no batch, or less than `skip` of them: who reads it again and again would never come
@@ -126,7 +126,7 @@ def tables(
 
 
 def _numbered(call: str, parts: list[tuple[int, Part]], skip: int, seen: list[int]) -> Iterator:
-    """The record batches behind the first `skip` rows, with a column of the numbers of their rows; `seen` counts all
+    """The record batches after the first `skip` rows, with a column of the numbers of their rows; `seen` counts all
     rows. Parts that are skipped whole are not read."""
     import pyarrow as pa
 
@@ -144,7 +144,7 @@ def _numbered(call: str, parts: list[tuple[int, Part]], skip: int, seen: list[in
 
 
 def _behind(chunks: Iterator, skip: int) -> Iterator:
-    """The record batches behind the first `skip` rows."""
+    """The record batches after the first `skip` rows."""
     for chunk in chunks:
         cut, skip = min(skip, chunk.num_rows), max(skip - chunk.num_rows, 0)
         if cut < chunk.num_rows:

@@ -132,7 +132,7 @@ class Pipeline:
         if versions_of(halves) != one.versions:
             got = "a write to " + ", ".join(map(describe, halves.read))
             need = "tensors that stay as they are while batches are under way"
-            fail(CALL, "what the step's ids are made with changed behind the exchange.", got=got, need=need)
+            fail(CALL, "what the step's ids are made with changed after the exchange.", got=got, need=need)
         if present is None:
             return halves.rest(state, one.batch, routed)
         return self.step(state, one.batch, lambda state, batch: halves.rest(state, batch, routed))
@@ -156,7 +156,7 @@ class Pipeline:
         return iter(self.under_way)
 
     def run(self, state: Any, batches: Iterable) -> Iterator[tuple[Any, Any]]:
-        """(state, metrics) behind each batch."""
+        """(state, metrics) after each batch."""
         check(CALL, batches_problems(batches))
         return self.steps(state, batches)
 

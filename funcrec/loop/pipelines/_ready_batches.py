@@ -42,8 +42,8 @@ class BatchNews(IntEnum):
 class Ready:
     """A batch that `ahead` made ready, to be passed to the pipeline in the batch's place, once.
 
-    number: of the batch. form: its shapes. routed: what `Halves.ahead` gave, behind `is_done`; None where nothing was
-    exchanged, and the step takes the batch as it is. halves: the step's, by which it was routed.
+    number: of the batch. form: its shapes. routed: what `Halves.ahead` gave, after `is_done`; None where nothing was
+    exchanged, and the step takes the batch as it is. halves: those of the step that routed it.
     """
 
     def __init__(self, source: "Ahead", number: int, batch: Any, form: Any):
@@ -92,9 +92,9 @@ class Ahead:
             self.close()
 
     def take(self) -> Ready | None:
-        """The next one; None behind the last."""
+        """The next one; None after the last."""
         with self.lock:
-            if self.last is not None:  # if no step took it, nobody tells by which program it is routed: by none
+            if self.last is not None:  # if no step took it, no program has routed it
                 self.skip(self.last)
             self.last = None
             for number in range(self.limit, self.taken + 1 + self.depth):
@@ -148,13 +148,13 @@ class Ahead:
         self.permits.pop(one.number, None)
 
     def following(self) -> Ready | None:
-        """The batch behind the one that was taken last, on all ranks, before it is taken; None where there is none."""
+        """The batch after the one that was taken last, on all ranks, before it is taken; None where there is none."""
         with self.lock:
             self.changed.wait_for(lambda: self.ready or self.ended)
             return self.ready[0] if self.ready else None
 
     def close(self, wait_s: float | None = LEAVE_S) -> None:
-        """End the thread, behind what the other ranks' threads wait for. They may wait for this rank's loop themselves:
+        """End the thread, after what the other ranks' threads wait for. They may wait for this rank's loop themselves:
         then the thread is left to end with theirs."""
         with self.lock:
             self.closing = True

@@ -17,7 +17,7 @@ from funcrec.serve.freshness._delta_file import Change, read_changes
 def permits(free: SimpleQueue, count: int) -> tuple[Callable[[], None], Callable[[], None]]:
     """(take, give): `count` of the permits in a queue, for `try: take() ... finally: give()`.
 
-    Both are of C alone: an interrupt falls before or behind them, or while `take` waits, and `give` returns what was
+    Both are of C alone: an interrupt falls before or after them, or while `take` waits, and `give` returns what was
     taken until then.
     """
     held: list[bool] = []
@@ -33,7 +33,7 @@ def applied(
     alone: tuple[Callable, Callable],
     name: Callable,
 ) -> None:
-    """Write a delta to the tensors, which are of `version`, and `name` them anew; nobody else reads them between the
+    """Write a delta to the tensors of `version`, and call them `name`; nobody else reads them between the
     two calls of `alone`. The file is read and held to the package before; what fails or is interrupted leaves every bit
     as it was."""
     changes, to = read_changes(call, path, manifest["params"], manifest["digest"], version)

@@ -42,7 +42,7 @@ def write_delta(
       package: a Package, or the folder of one.
       params: a tree as it was exported, for all that `delta` has no rows of: dense parameters change at every step.
         Leaves that are tables of `delta` are not read: `fr.Params({}, state.dense)` does. None: whatever `delta` has no
-        rows of stays as the server has it, new rows beside old dense weights.
+        rows of stays as the server has it, new rows with old dense weights.
       version: what the weights are called then.
       since: the version that they are called now; by default that of `package`.
 
@@ -151,7 +151,7 @@ def step_problems(since: str, version: str) -> Iterator[Problem]:
 
 
 def shared_problems(manifest: Mapping, names: Collection[str]) -> Iterator[Problem]:
-    """Rows are told by their table's name, which must be one parameter's."""
+    """A delta names its table; exactly one parameter has that name."""
     owners: dict[str, set[str]] = {n: set() for n in names}
     for t in manifest["tables"]:
         if t["param"] is not None and t["name"] in owners:
@@ -187,7 +187,7 @@ def tables_problems(delta: Delta, tables: Mapping[str, Mapping]) -> Iterator[Pro
         own, at = delta.tables[t["name"]], f"`delta.tables[{t['name']!r}]`"
         if t["name"] + ".scale" in delta.tables:
             need, hint = "rows whose scale follows from their numbers", "fr.save_weights of fr.quantize(state.tables)"
-            yield Problem(f"{at} has learned scales.", f"{t['name']}.scale beside it", need, hint)
+            yield Problem(f"{at} has learned scales.", f"{t['name']}.scale next to it", need, hint)
         if not isinstance(own, tuple | list) or not all(isinstance(p, ChangedRows) for p in own):
             yield Problem(f"{at} has no rows.", describe(own), "a tuple of parts", "fr.delta(logged)", TypeError)
             continue

@@ -3,7 +3,7 @@
 weights(to) = weights(from) with whole tensors, and rows of others, in place of their own          bit for bit
 
 8 bytes "FRDELTA1", u64 length of the header, u32 its CRC, u32 0         little-endian, as all numbers
-the header, JSON: {"format", "manifest", "from", "to", "size", "crc32" of all behind the header, "tensors": [...]}
+the header, JSON: {"format", "manifest", "from", "to", "size", "crc32" of all after the header, "tensors": [...]}
 each tensor's bytes from a multiple of 8 on, zeros between: {"name", "rows": n, "offset", "nbytes"}
     rows n: i64[n], ascending, then n rows' bytes.       rows null: all of its bytes
 """

@@ -16,14 +16,14 @@ from funcrec.core import fail
 from funcrec.serve.freshness._published import pieces
 
 FILE = ".publisher"
-TOKEN = secrets.token_hex(8)  # a process's number is another's on another machine
+TOKEN = secrets.token_hex(8)  # two machines may have processes of one number
 MOST = 1 << 16  # bytes of the file that are read
 
 
 class Hold:
     """A folder's publisher: `keep` takes the folder, or sees that it is still its own; else it raises.
 
-    Of one process the newest has it: one that was begun anew goes on, and the old one is refused from then on.
+    Of one process the newest has it: a restarted publisher goes on, and the old one is refused from then on.
     """
 
     def __init__(self, call: str, folder: Path, run: str, digest: str):

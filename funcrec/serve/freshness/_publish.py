@@ -66,9 +66,9 @@ def publish(
 ) -> Callable[[Any], None]:
     """A callback of `fit` that publishes what it trains: servers have the weights of a step soon after it.
 
-    It writes to `folder` behind every `every_steps` steps and behind each epoch: where the step is one of `fr.logged`
+    It writes to `folder` after every `every_steps` steps and after each epoch: where the step is one of `fr.logged`
     (`steps=0` is enough) a delta from the version before, of the rows that changed and the dense parameters; and whole
-    weights the first time, behind every `keep` deltas, and each time where there is no log. Each is there whole or not
+    weights the first time, after every `keep` deltas, and each time where there is no log. Each is there whole or not
     at all, and is called by number, step and run; `Package.follow` and `update_server` find what takes weights of any
     version to the newest.
 
@@ -80,16 +80,16 @@ def publish(
       every_steps: of steps of the run.
       keep: how many of the newest deltas stay; who is further behind begins with whole weights.
       servers: addresses of the `--admin` of `funcrec-serve` that read `folder` as their `--updates`:
-        "http://127.0.0.1:8081", or "unix:/run/admin". They are told one after the other what they lack. One that cannot
-        be told is warned of, and told all of it the next time; training goes on.
+        "http://127.0.0.1:8081", or "unix:/run/admin". Each gets what it lacks, one after the other. One that cannot
+        be reached causes a warning and gets all of it the next time; training goes on.
       timeout_s: for an answer of a server. Training waits for it.
       mesh: of a state that lies on one: every rank calls, what they hold is gathered, and the first rank writes.
 
     Returns:
       a function of a `fr.loop.Record`, for `fit(callbacks=[...])`; in a loop of your own, `tell(fr.loop.Record("step",
       epoch, step, {}, state))`. Behind a state that was restored tell `fr.loop.Record("begin", epoch, step, {},
-      state)`, as `fit` does: the next are whole weights then. So they are behind a step that is not beyond the last one
-      told, and of a log that was begun anew, as behind `fr.reshard`. A state that was restored with its log, and
+      state)`, as `fit` does: the next are whole weights then. So they are after a step that is not beyond the last one
+      told, and of a log that was started again, as after `fr.reshard`. A state that was restored with its log, and
       trained beyond that step before it is told, is not seen: rows that only the steps given up had changed stay as
       these left them.
 
@@ -131,7 +131,7 @@ def publish(
         check(CALL, record_problems(record))
         if record.is_chief and (not seen or record.when == "begin"):
             hold.keep()  # before training is spent on what cannot be published
-        now = record.step, record.when == "epoch"  # an epoch's end is told behind its last step
+        now = record.step, record.when == "epoch"  # an epoch's end comes after its last step
         if record.when == "begin" or (seen and now <= seen[-1]):
             run.clear()
         seen[:] = [now]

@@ -51,7 +51,7 @@ def path_of(folder: Path, piece: Piece) -> Path:
 
 
 def route(call: str, folder: Path, version: str | None) -> list[Path]:
-    """What takes weights of `version` to the newest: deltas, else whole weights and the deltas behind these."""
+    """What takes weights of `version` to the newest: deltas, else whole weights and the deltas after these."""
     try:
         found = pieces(folder)
     except OSError as error:
@@ -65,7 +65,7 @@ def route(call: str, folder: Path, version: str | None) -> list[Path]:
         if base.number <= found[-1].number and all(n in deltas for n in behind):
             first = [path_of(folder, base)] if base.kind else []
             return first + [path_of(folder, deltas[n]) for n in behind]
-    need, hint = "whole weights and the deltas behind them", "a publisher that has begun: fr.publish(folder, package)"
+    need, hint = "whole weights and the deltas after them", "a publisher that has begun: fr.publish(folder, package)"
     fail(call, f"`{folder}` has no weights.", got=f"{len(found)} files", need=need, hint=hint, kind=FileNotFoundError)
 
 
@@ -88,7 +88,7 @@ def follow(call: str, folder: Path, version: str | None, take: Callable[[Path], 
 
 
 def tidy(folder: Path, keep: int) -> None:
-    """Remove what nobody needs who is `keep` deltas behind or begins anew, and what killed publishers left."""
+    """Remove files that no reader needs, at most `keep` deltas late or new, and what killed publishers left."""
     found = pieces(folder)
     newest = found[-1]
     base = max((p.number for p in found if p.kind == WEIGHTS and p.run == newest.run), default=0)

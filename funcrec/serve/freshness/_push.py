@@ -21,12 +21,12 @@ UNIX = "unix:"
 
 @typed
 def update_server(address: str, folder: str | os.PathLike, *, timeout_s: float = 10.0) -> str:
-    """Tell a running `funcrec-serve` what it lacks of what `publish` wrote: the deltas behind its version in their
-    order, or whole weights and the deltas behind these.
+    """Tell a running `funcrec-serve` what it lacks of what `publish` wrote: the deltas after its version in their
+    order, or whole weights and the deltas after these.
 
     Args:
       address: of the server's `--admin`: "http://127.0.0.1:8081", or "unix:/run/admin" for the socket at this path. It
-        is asked directly, whatever proxy this process is told of.
+        is asked directly; proxy settings of this process do not apply.
       folder: that of `publish`, which the server reads as its `--updates`.
       timeout_s: for each answer.
 
@@ -77,7 +77,7 @@ def ask(url: str, timeout_s: float, body: Any = None) -> dict[str, Any]:
         return found
     kind = ConnectionError
     if status == 400:
-        hint, kind = "whole weights: fr.publish writes them behind every `keep` deltas", ValueError
+        hint, kind = "whole weights: fr.publish writes them after every `keep` deltas", ValueError
     what = f"{url} refused." if body is None else f"{url} refused {body}."
     got = f"{status} {text.decode(errors='replace').strip():.500}"
     fail(CALL, what, got=got, need="200", hint=hint, kind=kind)
@@ -129,7 +129,7 @@ def address_problems(name: str, addresses: Sequence[str]) -> Iterator[Problem]:
 
 
 def is_address(text: str) -> bool:
-    """A scheme, a host, a port and a path: no user, and nothing behind the path, to which others are added. Or a
+    """A scheme, a host, a port and a path: no user, and nothing after the path, to which others are added. Or a
     socket's path."""
     if text.startswith(UNIX):
         return text.removeprefix(UNIX).startswith("/") and "\0" not in text

@@ -22,7 +22,7 @@ from funcrec.sharding.placement._layout import Layout, Shard, blank, own_ranks
 from funcrec.tables import WAITING
 
 ROWS, GRADS = WAITING
-NONE = torch.iinfo(torch.int64).max  # sorts behind every row
+NONE = torch.iinfo(torch.int64).max  # sorts after every row
 
 
 class Waiting(NamedTuple):

@@ -1,4 +1,4 @@
-"""Rows sent from one layout's banks into another's, on real ranks: each once, from one that has it to one that is to.
+"""Sends rows from one layout's banks to those of a different layout, on real ranks: each row once.
 
     cell = (rows, columns) that lie together in both layouts;   stream (s, d) = the cells that rank s sends to rank d
 

@@ -1,4 +1,4 @@
-"""Plan: a placement for each table, and what was told of them.
+"""Plan: a placement for each table, and notes on them.
 
 plan[table] is its Placement;    a plan that `fr.plan` made has a report: estimate, bound, reasons
 """
@@ -30,7 +30,7 @@ class Plan:
         them are a group, which trains its copy on its own bags as if it were
         alone, until `sync_replicas`. No placement may name them.
       report: what `fr.plan` estimates of it, and why it is so; None of a plan made by hand.
-        Plans are equal by their placements, whatever is told of them.
+        Plans with equal placements are equal, whatever their notes.
 
     Example:
       >>> import funcrec as fr
