@@ -58,7 +58,7 @@ ROWS = [
     ("batches by a mask", lambda: batches(DATA, torch.ones(10) > 0, 1), TypeError, "rows.nonzero()"),
     ("no full batch", lambda: batches(DATA, None, 11, drop_last=True), ValueError, "`rows` do not make a batch"),
     ("no rows", lambda: batches(DATA, torch.zeros(0).long(), 2), ValueError, "`rows` do not make a batch"),
-    ("position behind the end", lambda: batches(DATA, None, 5, position=(0, 2)), ValueError, "behind the end"),
+    ("position behind the end", lambda: batches(DATA, None, 5, position=(0, 2)), ValueError, "past the end"),
     (
         "position of booleans",
         lambda: batches(DATA, None, 5, position=(0, True)),

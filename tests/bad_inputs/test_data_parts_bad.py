@@ -172,7 +172,7 @@ LOADERS = [
     ("depth 0", lambda: loader(DATA, None, 2, depth=0), ValueError, "`depth` is out of range"),
     ("no device", lambda: loader(DATA, None, 2, device="gpu9"), ValueError, "`device` is not a device"),
     ("epoch for a position", lambda: loader(DATA, None, 2)(3), TypeError, "`position` is not a sequence"),
-    ("position behind the end", lambda: loader(DATA, None, 2)((0, 3)), ValueError, "behind the end"),
+    ("position behind the end", lambda: loader(DATA, None, 2)((0, 3)), ValueError, "past the end"),
     ("collate alone", lambda: collate([1, 2]), TypeError, "`source` does not make batches"),
     ("collate of examples as rows", lambda: collate(DATA)([{"item": 3}]), TypeError, "the items are not rows"),
     ("collate of row 5", lambda: collate(DATA)([1, 5]), ValueError, "row 5"),
