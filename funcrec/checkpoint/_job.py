@@ -141,4 +141,4 @@ def step_problems(keep: int | None, step: int | None) -> Iterator[Problem]:
 
 def copy_problems(asynchronous: bool, copy_bytes: int | None) -> Iterator[Problem]:
     if copy_bytes is not None and not asynchronous:
-        yield Problem("`copy_bytes` is of a copy.", "asynchronous=False", "asynchronous=True", "copy_bytes=None")
+        yield Problem("`copy_bytes` requires a copy.", "asynchronous=False", "asynchronous=True", "copy_bytes=None")

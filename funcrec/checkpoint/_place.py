@@ -229,9 +229,9 @@ def target_problems(target: Target | None, mmap: bool, **given: Any) -> Iterator
     hint = 'plan=fr.Plan({"item": fr.row_wise("model")}), mesh=fr.Mesh.emulated(model=2)'
     if target is None:
         for name in (n for n, x in given.items() if x):
-            yield Problem(f"`{name}` is of a plan.", "plan=None", "plan=... and mesh=...", hint)
+            yield Problem(f"`{name}` requires `plan`.", "plan=None", "plan=... and mesh=...", hint)
     elif mmap:
-        yield Problem("`mmap` is of whole tensors.", "mmap=True and `plan`", "one of them", "mmap=False")
+        yield Problem("`mmap` requires whole tensors.", "mmap=True and `plan`", "one of them", "mmap=False")
     elif target.mesh is None:
         yield Problem("`mesh` is missing.", "plan=... alone", "the mesh of the plan", "mesh=fr.Mesh.emulated(data=2)")
     else:

@@ -77,7 +77,7 @@ def settle_replicas(parser: argparse.ArgumentParser, options: argparse.Namespace
     """Sets options.replicas, () for none, and options.sync_every, None without them."""
     options.replicas = tuple(options.replicas.split(",")) if options.replicas else ()
     if options.sync_every is not None and not options.replicas:
-        parser.error("--sync-every is of copies that train apart: --replicas AXIS")
+        parser.error("--sync-every requires copies that train apart: --replicas AXIS")
     unknown = [a for a in options.replicas if a not in (options.axes or {})]
     if unknown or len(set(options.replicas)) < len(options.replicas):
         parser.error(f"--replicas {','.join(options.replicas)}: need distinct axes among {list(options.axes or {})}")

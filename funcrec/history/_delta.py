@@ -193,7 +193,7 @@ def origin_problems(since: int | Tensor | Delta, logged: Logged) -> Iterator[Pro
         got, need = int(since.origin), int(logged.log.origin)
         if got != need:
             hint = "whole tables, and from then on the Deltas of this log"
-            yield Problem("`since` is of another log.", f"origin {got}", f"a Delta of this one, {need}", hint)
+            yield Problem("`since` belongs to another log.", f"origin {got}", f"a Delta of this one, {need}", hint)
 
 
 def since_problems(since: int, logged: Logged) -> Iterator[Problem]:

@@ -281,7 +281,7 @@ def room_problems(steps: int, rows: Any) -> Iterator[Problem]:
             "`rows` is missing.", f"steps={steps}", "the most rows that a step touches", "rows=4096", TypeError
         )
     if not steps and rows is not None:
-        yield Problem("`rows` are of steps that are held.", "steps=0", "rows=None, or steps=50")
+        yield Problem("`rows` requires steps that are kept.", "steps=0", "rows=None, or steps=50")
 
 
 def log_problems(state: TrainState, sparse: RowOptimizer, steps: int, rows: Any) -> Iterator[Problem]:
@@ -336,7 +336,7 @@ def form_problems(logged: Logged) -> Iterator[Problem]:
             if not parts or narrow or form_of(parts) != form:
                 got = ", ".join(map(describe, parts.values())) or f"no {n!r} among {list(of_rows)}"
                 need = f"{num_rows} rows of {', '.join(f'{w} x {str(d)[6:]}' for d, w in form)} each"
-                yield Problem(f"the log is of another table {n!r}, or of other slots.", got, need, hint)
+                yield Problem(f"the log belongs to another table {n!r}, or has other slots.", got, need, hint)
 
 
 def ensemble_problems(logged: Logged) -> Iterator[Problem]:
@@ -346,7 +346,7 @@ def ensemble_problems(logged: Logged) -> Iterator[Problem]:
 
 
 ANOTHER = Problem(
-    "the log is of another state.",
+    "the log belongs to another state.",
     "its stamp is not this state's",
     "state and log of one step",
     "the `Logged` that the step gave; logged.init(state) to begin a log",

@@ -55,7 +55,7 @@ def nested_problems(x: object) -> Iterator[Problem]:
         yield Problem("`x` is not a nested tensor.", describe(x), "layout torch.jagged", hint, TypeError)
     elif x.layout != torch.jagged:
         own = "torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.jagged)"
-        yield Problem("`x` is of another layout.", f"{x.layout}", "torch.jagged", own, TypeError)
+        yield Problem("`x` has another layout.", f"{x.layout}", "torch.jagged", own, TypeError)
     elif x.lengths() is not None:
         got = f"offsets {x.offsets().tolist()}, lengths {x.lengths().tolist()}"
         yield Problem("`x` has holes between its bags.", got, "bags end to end", "x.contiguous()")

@@ -43,7 +43,7 @@ def dtype_problems(tables: Mapping[str, Any], dtype: str | Mapping[str, str]) ->
             yield Problem(f"`dtype` lacks table {n!r}.", f"{list(dtype)}", "a dtype for each table", hint, KeyError)
     for n in dtype:
         if n not in tables:
-            yield Problem(f"`dtype[{n!r}]` is of no table.", f"{n!r}", f"one of {list(tables)}", kind=KeyError)
+            yield Problem(f"`dtype[{n!r}]` belongs to no table.", f"{n!r}", f"one of {list(tables)}", kind=KeyError)
 
 
 def is_form(form: object) -> bool:

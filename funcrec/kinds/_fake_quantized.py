@@ -267,7 +267,7 @@ def part_problems(tables: Any, scales: Any, dtypes: Any) -> Iterator[Problem]:
     of = {} if kind_of_tables(tables).faked else {n + SCALE: n for n, dtype in pairs if dtype in CODES}
     for part, s in scales.items():
         if part not in of:
-            yield Problem(f"`scales[{part!r}]` is of no table of codes.", f"{part!r}", f"one of {list(of)}")
+            yield Problem(f"`scales[{part!r}]` belongs to no table of codes.", f"{part!r}", f"one of {list(of)}")
             continue
         t = tables[of[part]]
         if not (isinstance(s, Tensor) and isinstance(t, Tensor)):  # what stands for tensors
@@ -294,7 +294,7 @@ def faked_problems(tables: Any, dtypes: Mapping[str, str], scales: str) -> Itera
     yield from kind_of_tables(tables).faked.problems(tables, dtypes)
     if scales == "learned":
         got, hint = describe(tables), 'scales="row"; or learned ones in one process, placed by fr.quantize at the end'
-        yield Problem("learned scales are of plain tables.", got, "{name: f[R, D]}", hint, TypeError)
+        yield Problem("learned scales belong to plain tables.", got, "{name: f[R, D]}", hint, TypeError)
 
 
 def learned_problems(tables: Mapping[str, Any], key: Tensor | None) -> Iterator[Problem]:

@@ -82,7 +82,7 @@ class QuantizedTables:
         if not isinstance(self.tables, Mapping) or not isinstance(self.forms, tuple):
             got, need = f"{describe(self.tables)}, {describe(self.forms)}", "a dict of tables, a tuple of forms"
             hint = "fr.quantize(tables)"
-            fail(call, "`tables` or `forms` are of another type.", got=got, need=need, hint=hint, kind=TypeError)
+            fail(call, "`tables` or `forms` have another type.", got=got, need=need, hint=hint, kind=TypeError)
         if all(isinstance(t, Tensor) for t in self.tables.values()):  # else of what stands for them
             check(call, form_problems(self.tables, self.forms, "QuantizedTables"))
 

@@ -216,7 +216,7 @@ def checkpoint_problems(work: Work, tree: Any) -> Iterator[Problem]:
         return
     if told := changes(tree["options"], work.settings):
         hint = "the settings that it had, or overwrite=True"
-        yield Problem(f"{path} is of another run.", told, "the same settings", hint)
+        yield Problem(f"{path} belongs to another run.", told, "the same settings", hint)
     order = tree.get("order", {})
     if tree["position"][1] and order and work.order and (told := changes(order, work.order)):
         what = f"{path} ends in the midst of an epoch of other batches."

@@ -106,7 +106,7 @@ def list_problems(predictions: object, labels: object, weights: object) -> Itera
         yield from found
     elif values.dim() != 1 or labels.offsets.shape[0] != predictions.shape[0] + 1:
         got, need = f"{labels.offsets.shape[0] - 1} bags", f"{predictions.shape[0]}, one for each list"
-        yield Problem("`labels` are of other lists.", got, need, "the same batch's relevant rows")
+        yield Problem("`labels` have other lists.", got, need, "the same batch's relevant rows")
     if weights is not None and not isinstance(weights, Tensor):
         yield Problem("`weights` are not numbers.", describe(weights), "a tensor, or None", "torch.tensor", TypeError)
     elif weights is not None and weights.shape != predictions.shape[:1]:

@@ -385,7 +385,7 @@ def state_problems(state: Any, params: Any, first_state: Callable) -> Iterator[P
         states = tree_structure(params).flatten_up_to(state)
     except ValueError:
         got, need = (f"{[p for p, _ in paths(x)]}" for x in (state, params))
-        yield Problem("`state` is of other parameters.", f"leaves {got}", f"a dict of tensors at each of {need}", hint)
+        yield Problem("`state` has other parameters.", f"leaves {got}", f"a dict of tensors at each of {need}", hint)
         return
     for (path, p), held in zip(paths(params), states, strict=True):
         need = first_state(p.shape, p.dtype)

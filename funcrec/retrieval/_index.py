@@ -184,7 +184,7 @@ def query_problems(index: Index, queries: Tensor) -> Iterator[Problem]:
     yield from matrix_problems("queries", queries, "B")
     if queries.dim() == 2 and queries.shape[1] != index.dim:
         got, need = describe(queries), f"f[B, {index.dim}], as {index!r}"
-        yield Problem("`queries` are of another dim than the index.", got, need, "the query tower of the same model")
+        yield Problem("`queries` have another dim than the index.", got, need, "the query tower of the same model")
 
 
 def value_problems(name: str, x: Tensor) -> Iterator[Problem]:

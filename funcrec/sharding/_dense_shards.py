@@ -205,7 +205,7 @@ def dense_axes_problems(mesh: Any, axes: Any, dense: DenseOptimizer | None = Non
     if not axes:
         return
     if not isinstance(mesh, Mesh):
-        yield Problem("`dense_axes` are of a mesh.", "no `mesh`", "mesh=... and plan=..., or dense_axes=()")
+        yield Problem("`dense_axes` require `mesh`.", "no `mesh`", "mesh=... and plan=..., or dense_axes=()")
     elif [a for a in axes if a not in mesh.axis_names] or len(set(axes)) < len(axes):
         yield Problem(
             "`dense_axes` are not the mesh's.", f"{tuple(axes)}", f"some of {list(mesh.axis_names)}, each once"
@@ -237,7 +237,7 @@ def leaf_problems(dense: Any, state: Any) -> Iterator[Problem]:
         fits = False
     if not fits:
         got, need = (f"{[p for p, _ in paths(x)]}" for x in (state, dense))
-        what = "`state.dense_opt` is of other parameters."
+        what = "`state.dense_opt` has other parameters."
         yield Problem(what, f"leaves {got}", f"a dict of tensors at each of {need}", hint)
 
 

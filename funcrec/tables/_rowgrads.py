@@ -269,7 +269,7 @@ class RowGrads:
         shape, theirs = (self.num_embeddings, self.dim), (other.num_embeddings, other.dim)
         if shape != theirs:
             got = f"{list(shape)} and {list(theirs)}"
-            fail("funcrec.RowGrads.__add__", "the gradients are of different tables.", got=got, need="one shape")
+            fail("funcrec.RowGrads.__add__", "the gradients belong to different tables.", got=got, need="one shape")
         mine, theirs = usable(self), usable(other)
         return RowGrads(mine.terms + theirs.terms, *shape, False, self.axes, first=self.first, origin=self.origin)
 

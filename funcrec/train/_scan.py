@@ -42,7 +42,7 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Any) 
     Raises:
       ValueError: when the tensors of `batches` have no common leading dimension, or k is 0, and when a metric that is
         no number changes, or its shape.
-      TypeError: arrays in `batches`, and when a metric is of another class in some step.
+      TypeError: arrays in `batches`, and when a metric has another class in some step.
 
     Law: the same bits as k calls of `step`.
 

@@ -261,14 +261,14 @@ def mesh_problems(mesh: Mesh | None, plan: Plan | None, batch_axes: Sequence[str
 
 def capacity_problems(mesh: Mesh | None, capacity: int | None) -> Iterator[Problem]:
     if capacity is not None and mesh is None:
-        yield Problem("`capacity` is of an exchange.", "no `mesh`", "mesh=... and plan=..., or capacity=None")
+        yield Problem("`capacity` requires `mesh`.", "no `mesh`", "mesh=... and plan=..., or capacity=None")
 
 
 def exchange_problems(mesh: object, exact: bool, dedup: bool, codec: Codec | None) -> Iterator[Problem]:
     yield from dedup_problems(exact, dedup)
     for name, value, none in (("dedup", dedup, False), ("codec", codec, None)):
         if value and mesh is None:
-            yield Problem(f"`{name}` is of an exchange.", "no `mesh`", f"mesh=... and plan=..., or {name}={none}")
+            yield Problem(f"`{name}` requires `mesh`.", "no `mesh`", f"mesh=... and plan=..., or {name}={none}")
 
 
 def is_stats(x: Any) -> bool:

@@ -223,4 +223,4 @@ def structure_problem(form: PyTreeSpec, tree: Any, name: str, error: ValueError)
 def count_problems(form: PyTreeSpec, found: Sequence[Any]) -> Iterator[Problem]:
     if len(found) != form.num_leaves:
         hint = "fr.tree.leaves of a tree of this structure"
-        yield Problem("`leaves` are of another number.", f"{len(found)}", f"{form.num_leaves} leaves", hint)
+        yield Problem("`leaves` have another number.", f"{len(found)}", f"{form.num_leaves} leaves", hint)

@@ -270,7 +270,7 @@ ROWS = {
         "`rows` are not rows", "i32[M] or i64[M]"),
     "RowGrads.from_entries: grads": e(lambda: RG.from_entries(i64(1), f32(2, 1), num_embeddings=1), ValueError,
         "`grads` does not match its rows", "f32[2, 1]; rows is i64[1]"),
-    "RowGrads + RowGrads": e(lambda: RG.zeros((2, 3)) + RG.zeros((2, 4)), ValueError, "of different tables",
+    "RowGrads + RowGrads": e(lambda: RG.zeros((2, 3)) + RG.zeros((2, 4)), ValueError, "belong to different tables",
         "[2, 3] and [2, 4]"),
     # value_and_grad
     "accumulate_grads: not a number": e(lambda: fr.accumulate_grads(lambda p, b: f32(), 0), ValueError,

@@ -123,10 +123,10 @@ ROWS = [
     ("dense state of sgd", lambda: dense_update(state=o.dense(torch.optim.SGD).init(W)), ValueError,
         "`state['w']` is another optimizer's"),
     ("dense state of v", lambda: dense_update(state=DENSE.init({"v": torch.zeros(2)})), ValueError,
-        "`state` is of other parameters"),
+        "`state` has other parameters"),
     ("dense state of [3]", lambda: dense_update(state=DENSE.init({"w": torch.zeros(3)})), ValueError,
         "`state['w']['exp_avg']` does not match"),
-    ("dense state ()", lambda: dense_update(state=()), ValueError, "`state` is of other parameters"),
+    ("dense state ()", lambda: dense_update(state=()), ValueError, "`state` has other parameters"),
     ("dense step None", lambda: dense_update(step=None), TypeError, "`step` is not a step"),
 ]  # fmt: skip
 

@@ -130,7 +130,7 @@ WRONG = {  # call: (kind, what the text names)
     "map of a tree": (lambda: fr.tree.map({}, {}), TypeError, "`fn` is not a function"),
     "map over two forms": (lambda: fr.tree.map(max, {"a": 1}, {"b": 1}), ValueError, "`rest[0]` is not of the"),
     "unflatten of a tree": (lambda: fr.tree.unflatten({"a": 1}, [1]), TypeError, "`structure` is not a PyTreeSpec"),
-    "a leaf too many": (lambda: fr.tree.unflatten(fr.tree.structure(1), [1, 2]), ValueError, "`leaves` are of another"),
+    "a leaf too many": (lambda: fr.tree.unflatten(fr.tree.structure(1), [1, 2]), ValueError, "`leaves` have another"),
     "closer than 0": (lambda: fr.tree.allclose(1, 1, rtol=-1.0), ValueError, "`rtol` is out of range"),
     "merge of no aux": (lambda: fr.models.merge_stats({}, None), TypeError, "`aux` has no statistics"),
 }  # fmt: skip

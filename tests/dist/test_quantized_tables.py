@@ -116,7 +116,7 @@ def test_what_reads_its_parts_otherwise_is_not_placed():
     placed = fr.shard_tables(tables, plan, mesh)
     with pytest.raises(TypeError, match=r"ShardedTables, which are not placed(.|\n)*fr.gather_tables"):
         fr.shard_tables(placed, plan, mesh)
-    with pytest.raises(TypeError, match=r'learned scales are of plain tables(.|\n)*scales="row"'):
+    with pytest.raises(TypeError, match=r'learned scales belong to plain tables(.|\n)*scales="row"'):
         fr.fake_quantize(placed, scales="learned")
     with pytest.raises(TypeError, match=r"table 'a' is quantised"):
         fr.fake_quantize(fr.quantize(placed))

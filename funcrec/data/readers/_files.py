@@ -249,7 +249,7 @@ def _unified(call: str, files: list, schema, schemas: list, extra: set[str]):
                 pair = [pa.schema([schema[i].with_nullable(True)]), pa.schema([theirs.with_nullable(True)])]
                 schema = schema.set(i, pa.unify_schemas(pair, promote_options="permissive")[0])
             except pa.ArrowException:
-                what = f"column `{theirs.name}` of `{path.name}` is of another type than in `{files[0][0].name}`."
+                what = f"column `{theirs.name}` of `{path.name}` has another type than in `{files[0][0].name}`."
                 fail(call, what, got=f"{theirs.type}", need=f"{schema[i].type}", kind=TypeError)
     return schema
 

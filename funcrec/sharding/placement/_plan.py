@@ -269,7 +269,7 @@ def text_problems(text: str) -> Iterator[Problem]:
     if not isinstance(own, dict) or not {"version", "placements", "replicas", "report"} <= set(own):
         yield Problem("`text` is not a plan.", f"JSON of a {type(own).__name__}", need, hint)
     elif own["version"] != VERSION:
-        yield Problem("`text` is of another version.", f"version {own['version']!r}", f"version {VERSION}", hint)
+        yield Problem("`text` has another version.", f"version {own['version']!r}", f"version {VERSION}", hint)
     else:
         all_are = lambda x, kind: isinstance(x, list) and all(type(a) is kind for a in x)
         fits = lambda p: (

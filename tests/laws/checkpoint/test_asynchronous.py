@@ -116,7 +116,7 @@ def test_wrong_trees_are_told_at_once(tmp_path):
     """What cannot be saved is an error of the call, as without a thread; a bound of no copy, too."""
     with pytest.raises(TypeError, match=r"`tree\['x'\]` cannot be saved"):
         fr.save(tmp_path / "a.pt", {"x": object()}, asynchronous=True)
-    with pytest.raises(ValueError, match="`copy_bytes` is of a copy"):
+    with pytest.raises(ValueError, match="`copy_bytes` requires a copy"):
         fr.save(tmp_path / "a.pt", 1, copy_bytes=3)
 
 

@@ -152,7 +152,7 @@ BAD = {
     "replicas without ranks": (["--replicas", "replica"], "need distinct axes among []"),
     "replicas of no axis": (["--emulate", "data=2", "--replicas", "replica"], "need distinct axes among ['data']"),
     "only replicas": (["--emulate", "data=2", "--replicas", "data"], "has no axis besides --replicas"),
-    "nothing to synchronise": (["--emulate", "data=2", "--sync-every", "3"], "--sync-every is of copies"),
+    "nothing to synchronise": (["--emulate", "data=2", "--sync-every", "3"], "--sync-every requires copies"),
     "never synchronised": (
         ["--emulate", "a=2,b=1", "--replicas", "a", "--sync-every", "0"],
         "--sync-every must be at least 1",

@@ -62,7 +62,7 @@ def test_a_delta_of_another_log_is_told():
         run, new = step(run, batch)[0], step(new, batch)[0]
     same(fr.delta(run, first), fr.delta(run, 2))
     for other in (new, logged("adam").init(params(), fr.key(1)), logged("sgd").init(moved())):
-        with pytest.raises(ValueError, match="`since` is of another log"):
+        with pytest.raises(ValueError, match="`since` belongs to another log"):
             fr.delta(other, first)
     assert int(run.log.origin) == int(step.init(params()).log.origin) == int(fr.jit(step.init)(params()).log.origin)
     mesh, plan = fr.Mesh.emulated(x=2), training.plan_of("row_wise", {"x": 2})
@@ -125,7 +125,7 @@ def test_wrong_deltas_are_told():
     then, run = run_of(step, 2)
     with pytest.raises(ValueError, match=r"`since` is still to come\.\n  got   3"):
         fr.delta(run, 3)
-    with pytest.raises(ValueError, match="the log is of another state"):
+    with pytest.raises(ValueError, match="the log belongs to another state"):
         fr.delta(replace(run, state=replace(run.state, step=run.state.step + 1)))
     many = torch.func.vmap(lambda key: step.init(params(), key))(fr.split(fr.key(0), 2))
     with pytest.raises(TypeError, match="there are several states"):

@@ -138,7 +138,7 @@ def test_a_log_of_another_state_is_refused():
     _, other = states(step, step.init(params()), BATCHES[1:4])
     _, keyed = states(step, step.init(params(), fr.key(9)), BATCHES[:3])
     for state in (other.state, keyed.state, replace(run.state, step=run.state.step + 1)):
-        with pytest.raises(ValueError, match="the log is of another state"):
+        with pytest.raises(ValueError, match="the log belongs to another state"):
             fr.rewind(replace(run, state=state))
 
 
@@ -312,7 +312,7 @@ def test_tables_of_another_form_are_told(change):
     tables = {n: change(t) for n, t in run.state.tables.items()}
     run = replace(run, state=replace(run.state, tables=tables))
     for call in (lambda: step(run, BATCHES[0]), lambda: fr.rewind(run, 1), lambda: fr.delta(run)):
-        with pytest.raises(ValueError, match="the log is of another table 'a', or of other slots"):
+        with pytest.raises(ValueError, match="the log belongs to another table 'a', or has other slots"):
             call()
 
 
@@ -338,7 +338,7 @@ def loss(params, ids):
         (lambda: fr.logged(training.loss_fn, steps=2, rows=3), "TrainStep"),
         (lambda: fr.logged(fr.TrainStep(lambda p: p, lambda s, b: (s, {})), rows=3), "train_step made"),
         (lambda: logged("adam", rows=None), "`rows` is missing"),
-        (lambda: logged("adam", steps=0), "`rows` are of steps that are held"),
+        (lambda: logged("adam", steps=0), "`rows` requires steps that are kept"),
         (lambda: logged("adam", rows=0), ">= 1"),
         (lambda: logged("adam", steps=-1), ">= 0"),
         (lambda: logged("adam", rows={"a": 3}).init(params()), r"`rows\['b'\]` is missing"),

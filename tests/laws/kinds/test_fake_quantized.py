@@ -218,7 +218,7 @@ def test_parts_that_do_not_match_are_refused():
         r"`scales\['a.scale'\]` do not match the table.(.|\n)*f32\[1, 1\](.|\n)*f\[7, 1\]": {scale: ones[:1]},
         r"`scales\['a.scale'\]` do not match the table.(.|\n)*f32\[7, 4\]": {scale: torch.ones(7, 4)},
         r"`scales\['a.scale'\]` do not match the table.(.|\n)*f32\[7\]": {scale: torch.ones(7)},
-        r"`scales\['c.scale'\]` is of no table of codes": {"c.scale": ones},
+        r"`scales\['c.scale'\]` belongs to no table of codes": {"c.scale": ones},
     }
     for text, scales in bad.items():
         with pytest.raises(ValueError, match=text):

@@ -89,7 +89,7 @@ BAD = {
     "another device": (lambda: fr.build_index(ITEMS.to("meta")), ValueError, "not on the CPU"),
     "a kind": (lambda: fr.build_index(ITEMS[:3], "tree"), ValueError, "`kind`"),
     "tracked items": (lambda: fr.build_index(ITEMS[:3].clone().requires_grad_()), TypeError, "`items` are tracked"),
-    "another dim": (lambda: fr.search_index(SMALL(), QUERIES[:, :3], 2), ValueError, "of another dim"),
+    "another dim": (lambda: fr.search_index(SMALL(), QUERIES[:, :3], 2), ValueError, "have another dim"),
     "f64 beyond f32": (lambda: fr.build_index(ITEMS[:3].double() * 1e300), ValueError, "`items` are not finite in f32"),
     "one link": (lambda: fr.build_index(ITEMS[:3], links=1), ValueError, "`links` are too few"),
     "links beyond": (lambda: fr.build_index(ITEMS[:3], links=2**31), ValueError, "`links` are too many"),
