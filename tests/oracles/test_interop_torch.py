@@ -55,7 +55,7 @@ HOLES = torch.nested.narrow(torch.ones(2, 9), 1, torch.tensor([0, 1]), torch.ten
 NO_BAGS = {
     "a list": (lambda: from_nested([[1]]), TypeError, "`x` is not a nested tensor"),
     "a tensor": (lambda: from_nested(torch.ones(2)), TypeError, "`x` is not a nested tensor"),
-    "strided": (lambda: from_nested(torch.nested.nested_tensor([torch.ones(2)])), TypeError, "of another layout"),
+    "strided": (lambda: from_nested(torch.nested.nested_tensor([torch.ones(2)])), TypeError, "has another layout"),
     "holes": (lambda: from_nested(HOLES), ValueError, "holes between its bags"),
     "columns": (lambda: from_nested(NESTED.transpose(1, 2)), ValueError, "ragged in another dimension"),
     "nested already": (lambda: to_nested(NESTED), TypeError, "`x` is not a JaggedTensor"),

@@ -57,7 +57,7 @@ def test_states_add_up_and_weights_count():
     (torch.ones(2, 3), fr.JaggedTensor.from_lists([[1], [2]]), TypeError, "not lists of rows"),
     (torch.tensor([1]), fr.JaggedTensor.from_lists([[1]]), ValueError, "not lists of rows"),
     (torch.tensor([[1]]), fr.JaggedTensor.from_lists([[0.5]]), TypeError, "not bags of rows"),
-    (torch.tensor([[1]]), fr.JaggedTensor.from_lists([[1], [2]]), ValueError, "of other lists"),
+    (torch.tensor([[1]]), fr.JaggedTensor.from_lists([[1], [2]]), ValueError, "have other lists"),
 ])  # fmt: skip
 def test_bad_lists_are_told(rows, bags, kind, text):
     """What is no list of rows, or no bag of relevant ones for each, is refused in four parts."""
