@@ -367,7 +367,7 @@ BAD = {
     "another version": (
         lambda: fr.Plan.from_json(json.dumps(json.loads(fr.Plan({}).to_json()) | {"version": 9})),
         ValueError,
-        "of another version",
+        "has another version",
     ),
     "numbers of hardware": (
         lambda: fr.Hardware("x", 1, -1.0, 1.0, 1.0),
