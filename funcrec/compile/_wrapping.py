@@ -17,6 +17,7 @@ LARGEST_SIZE = 1 << 48  # no tensor has more elements: x86-64 and aarch64 addres
 DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of integers that are exact
 WRAP = "fwrapv"
 QUOTIENTS = {"floordiv", "mod", "remainder"}
+ENDS = {"maximum", "minimum"}  # torch 2.13 cannot simplify an index that has them: "vr must not be None for symbol q0"
 OF_SIGNED_ZEROS = {"neg", "mul"}  # of floats: -0 is no integer
 
 
@@ -78,7 +79,7 @@ def within_dtype(propagate: Callable) -> Callable:
         found = propagate(self, name, args, kwargs)
         if not found.is_symbolic:
             return found
-        if name in OF_SIGNED_ZEROS and found.value.dtype.is_floating_point:
+        if name in ENDS or (name in OF_SIGNED_ZEROS and found.value.dtype.is_floating_point):
             return self.fallback(name, args, kwargs)
         is_plain = name not in QUOTIENTS or is_quotient(*(x.value.expr for x in args), self)
         return found if is_plain and is_exact(found.value, self) else self.fallback(name, args, kwargs)

@@ -34,6 +34,9 @@ COUNTERS = {
     "through bool": lambda k: k + torch.arange(300).to(torch.bool).to(torch.int64) + 1,
     "an index": lambda k: torch.arange(64)[(torch.arange(200) * 2**61) // 2**58] + k,
     "an i32 index": lambda k: torch.arange(64)[((torch.arange(200, dtype=torch.int32) * 2**29) // 2**26).long()] + k,
+    "an index that is cut": lambda k: (
+        (k + torch.arange(40)).unfold(0, 3, 2).reshape(-1)[(torch.arange(7) - 2**62).clamp(0, 7)]
+    ),
     "an index from the end": lambda k: torch.arange(64)[-1 - torch.arange(64)] + k,
 }
 IDS = {
