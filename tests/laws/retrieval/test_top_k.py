@@ -104,7 +104,8 @@ BAD = {
         lambda: fr.top_k(QUERIES, ITEMS, 2, exclude=fr.JaggedTensor.from_lists([[0.5]] * 5)), TypeError, "`exclude`",
     ),
     "others left out": (
-        lambda: fr.top_k(QUERIES, ITEMS, 2, exclude=fr.JaggedTensor.from_lists([[1]])), ValueError, "belongs to other queries",
+        lambda: fr.top_k(QUERIES, ITEMS, 2, exclude=fr.JaggedTensor.from_lists([[1]])), ValueError,
+        "belongs to other queries",
     ),
 }  # fmt: skip
 
