@@ -6,6 +6,7 @@ from funcrec.files._opened import read_folder as read_folder
 from funcrec.files._tensor_bytes import CHUNK as CHUNK
 from funcrec.files._tensor_bytes import chunks as chunks
 from funcrec.files._tensor_bytes import crc_of as crc_of
+from funcrec.files._tensor_bytes import plain_parts as plain_parts
 from funcrec.files._tensor_bytes import write_bytes as write_bytes
 from funcrec.files._whole_file import STALE_S as STALE_S
 from funcrec.files._whole_file import SUFFIX as SUFFIX

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import secrets
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -59,22 +60,35 @@ def write_whole(call: str, path: Path, write: Callable[[BinaryIO], None]) -> Non
             write(file)
             file.flush()
             os.fsync(file.fileno())
+            keep_mode(temporary, path)
             os.utime(temporary)
         os.replace(temporary, path)
         flush(path.parent)
     except OSError as error:
-        is_full = error.errno in FULL
-        what = f"the disk of `{path}` is full." if is_full else f"`{path}` cannot be written."
-        hint = "free some space, or another folder; " if is_full else "another folder; "
-        raise_os(call, error, what, "room for the whole file" if is_full else "a folder to write to", hint + kept(path))
+        raise_unwritten(call, error, path, "file")
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
-def kept(path: Path) -> str:
+def keep_mode(new: Path, path: Path) -> None:
+    """Who may read what is replaced may read what replaces it, and nobody else."""
+    with contextlib.suppress(FileNotFoundError):
+        os.chmod(new, stat.S_IMODE(os.stat(path).st_mode))
+
+
+def raise_unwritten(call: str, error: OSError, path: Path, kind: str):
+    """Why a file or a folder was not written, and what is there instead."""
+    is_full = error.errno in FULL
+    what = f"the disk of `{path}` is full." if is_full else f"`{path}` cannot be written."
+    hint = "free some space, or another folder; " if is_full else "another folder; "
+    need = f"room for the whole {kind}" if is_full else "a folder to write to"
+    raise_os(call, error, what, need, hint + kept(path, kind))
+
+
+def kept(path: Path, kind: str) -> str:
     with contextlib.suppress(OSError):
-        return "the file that is there is whole" if path.exists() else "nothing is there"
+        return f"the {kind} that is there is whole" if path.exists() else "nothing is there"
     return "what was there is as it was"
 
 
@@ -128,8 +142,8 @@ def raise_os(call: str, error: OSError, what: str, need: str, hint: str):
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove what writers that were killed left in the folder: nobody holds
-    its lock, and it has not been written to for a while."""
+    """Remove files and folders that killed writers left in the folder: nobody holds
+    their lock, and they have not been written to for a while."""
     if fcntl is None:
         return
     with os.scandir(folder) as entries:
@@ -137,12 +151,13 @@ def remove_stale(folder: Path) -> None:
     for path in found:
         with contextlib.suppress(OSError):  # another cleaner was first, or the file is not ours
             status = os.lstat(path)
-            if not stat.S_ISREG(status.st_mode) or time.time() - status.st_mtime < STALE_S:
+            is_folder = stat.S_ISDIR(status.st_mode)
+            if not (is_folder or stat.S_ISREG(status.st_mode)) or time.time() - status.st_mtime < STALE_S:
                 continue
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path)
+                shutil.rmtree(path, ignore_errors=True) if is_folder else os.unlink(path)
             finally:
                 os.close(fd)
 

@@ -11,8 +11,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from funcrec.core import Problem, check, fail, path_hint
-from funcrec.files._whole_file import SUFFIX, as_path, flush
+from funcrec.core import Problem, check, path_hint
+from funcrec.files._whole_file import SUFFIX, as_path, fcntl, flush, keep_mode, raise_unwritten, remove_stale
 
 EXCHANGE, HERE = 2, -100  # renameat2's RENAME_EXCHANGE and AT_FDCWD
 
@@ -28,22 +28,37 @@ def write_folder(call: str, path: Path, write: Callable[[Path], None]) -> None:
     """Fill a folder by `write(folder)`; it takes its name when all of it is on the disk."""
     temporary = path.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
     try:
+        remove_stale(path.parent)
         temporary.mkdir()
-        write(temporary)
-        for x in (*temporary.iterdir(), temporary):
-            flush(x)
-        take_name(temporary, path)
+        with held(temporary):
+            write(temporary)
+            keep_mode(temporary, path)
+            for x in (*temporary.iterdir(), temporary):
+                flush(x)
+            take_name(temporary, path)
         flush(path.parent)
     except OSError as error:
-        got, need = error.strerror or str(error), "room, and a folder to write to"
-        fail(call, f"`{path}` cannot be written.", got=got, need=need, hint="another folder", kind=type(error))
+        raise_unwritten(call, error, path, "folder")
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """The folder, locked: a writer that removes stale folders leaves it alone."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # a disk without locks: its age protects the folder
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
+
+
 def take_name(new: Path, path: Path) -> None:
     """Of two folders the one's name is the other's in one step, where the system can; `new` is the old one then."""
-    if not path.exists():
+    if not os.path.exists(path):
         new.rename(path)
         return
     library = ctypes.CDLL(None, use_errno=True)
@@ -64,10 +79,10 @@ def place_problems(path: Path, overwrite: bool, marks: tuple[str, ...]) -> Itera
         hint = path_hint(path, "os.makedirs(folder, exist_ok=True)")
         what = f"the folder of `{path}` is not there."
         yield Problem(what, f"{str(path.parent)!r}", "a folder", hint, FileNotFoundError)
-    elif path.exists() and not overwrite:
+    elif os.path.exists(path) and not overwrite:
         what = f"`{path}` is there already."
         yield Problem(what, "overwrite=False", "a new path", "overwrite=True", FileExistsError)
-    elif path.exists() and not any((path / mark).is_file() for mark in marks):
+    elif os.path.exists(path) and not any((path / mark).is_file() for mark in marks):
         what, got = f"`{path}` holds something else.", "a folder without " + " or ".join(marks)
         yield Problem(
             what, got if path.is_dir() else "a file", "a folder of this kind", "another path", FileExistsError

@@ -21,7 +21,9 @@ from funcrec.core import Problem, check, describe, fail, own_errors, tree_map, t
 from funcrec.loop._ranks import all_parts, num_processes
 from funcrec.mesh import Mesh
 from funcrec.metrics import Metric
+from funcrec.tables import validate
 
+ANY = (-math.inf, math.inf)  # labels of a number, or a class; what a loss needs of them it checks itself
 _is_trial: ContextVar[bool] = ContextVar("funcrec_trial", default=False)
 
 
@@ -106,10 +108,20 @@ def evaluate(
     return {n: float(x) for n, x in found.items()}
 
 
-def evaluation(model: Any, own: Callable | None, batches: Any, metrics: Mapping | None) -> Callable | None:
-    """params -> numbers: a function of one's own, or a model on batches."""
+def evaluation(
+    model: Any, own: Callable | None, batches: Any, metrics: Mapping | None, counts_bad_ids: bool
+) -> Callable | None:
+    """params -> numbers: a function of one's own, or a model on batches, whose ids are held against its tables."""
     check("funcrec.fit", validation_problems(own, batches, metrics))
-    return own if batches is None else functools.partial(evaluate, model.apply, batches=batches, metrics=metrics)
+    if batches is None:
+        return own
+
+    def predict(params: Any, batch: Any) -> Tensor:
+        if not counts_bad_ids:
+            validate(batch, model.features, model.tables, labels=ANY)
+        return model.apply(params, batch)
+
+    return functools.partial(evaluate, predict, batches=batches, metrics=metrics)
 
 
 def validation_problems(evaluate: Any, validation: Any, metrics: Any) -> Iterator[Problem]:
@@ -120,6 +132,9 @@ def validation_problems(evaluate: Any, validation: Any, metrics: Any) -> Iterato
     if validation is not None and evaluate is not None:
         what, got = "`evaluate` and `validation` are both given.", "two evaluations"
         yield Problem(what, got, "one of them", "evaluate, with all that it measures", TypeError)
+    if isinstance(validation, Iterator):
+        what, need = ("`validation` gives its batches once.", "batches for every epoch: a loader, or a list")
+        yield Problem(what, describe(validation), need, "validation=list(batches)", TypeError)
 
 
 def results(metrics: Mapping, states: Mapping, seen: list[tuple[Tensor, ...]], mesh: Mesh | None) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from funcrec.loop._checks import (
 )
 from funcrec.loop._diverged import Losses
 from funcrec.loop._epochs import Limits, best_epoch, history_figure, history_html, is_finished, monitor_problems
-from funcrec.loop._evaluate import evaluation
+from funcrec.loop._evaluate import ANY, evaluation
 from funcrec.loop._progress import Progress
 from funcrec.loop._ranks import all_parts, is_chief, of_any, questions
 from funcrec.loop._run_state import (
@@ -214,10 +214,10 @@ def fit(
     """
     path = None if checkpoint is None else Path(checkpoint)
     check("funcrec.fit", look_problems(model, validate), mode_problems(mode, monitor))
-    evaluate = evaluation(model, evaluate, validation, metrics)
+    evaluate = evaluation(model, evaluate, validation, metrics, on_bad_ids == "count")
     mode = mode or "max"
-    own = (lambda batch: validate_batch(batch, model.features, model.tables)) if model else (lambda batch: batch)
-    look = validate or own
+    held = lambda batch: validate_batch(batch, model.features, model.tables, labels=ANY) if model else batch
+    look = validate or held
     bad_ids = BadIds(on_bad_ids, model)
     work = Work(
         step, bad_ids.watching(loader), evaluate, monitor, mode, path, save_every, save_every_steps, dict(settings),

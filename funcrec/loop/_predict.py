@@ -3,12 +3,13 @@
 predict(model, params, encoding, rows) = link(model.apply(params, encode(encoding, rows)))
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcrec.core import Count, describe, fail, own_errors, typed
+from funcrec.core import Count, Problem, check, describe, own_errors, replace, typed
 from funcrec.data import Encoding, encode
 from funcrec.models import Model
 from funcrec.tables import Params
@@ -22,7 +23,7 @@ def predict(model: Model, params: Params, encoding: Encoding, rows: Any, *, batc
 
     Args:
       params: as `fit` gives them: `done.best`.
-      encoding: that of the rows that the model was trained on; the label's column may be absent.
+      encoding: that of the training data. Columns of its label, weight and time are not read.
       rows: N rows: a data frame, a dict of lists, a table of pyarrow.
       batch_size: rows that go through the model at once.
 
@@ -33,7 +34,8 @@ def predict(model: Model, params: Params, encoding: Encoding, rows: Any, *, batc
     Law: a row's answer is the one that it has alone, within the rounding of its products.
 
     Raises:
-      ValueError: columns that are not the encoding's (`fr.data.encode`).
+      ValueError: columns that are not the encoding's (`fr.data.encode`), an encoding with more ids than a table has
+        rows, a model whose scores are not of the schema's labels.
 
     Example:
       >>> import torch, funcrec as fr
@@ -43,27 +45,52 @@ def predict(model: Model, params: Params, encoding: Encoding, rows: Any, *, batc
       >>> fr.predict(model, model.init(fr.key(0)), encoding, {"item": ["jam", "tea", "new"]}).shape
       torch.Size([3])
     """
-    data = encode(encoding, rows)
-    out = []
+    schema = encoding.schema
+    check(CALL, encoding_problems(encoding, model))
+    unlabeled = replace(schema, label=None, label_kind="binary", weight=None, time=None)
+    data, out = encode(replace(encoding, schema=unlabeled), rows), []
     for first in range(0, max(data.num_rows, 1), batch_size):
         batch = data.take(torch.arange(first, min(first + batch_size, data.num_rows)))
         with own_errors(CALL, model.apply, params, batch, need="params and a batch of the encoding"):
-            out.append(model.apply(params, batch))
-    return linked(torch.cat(out), encoding.schema.label_kinds)
+            scores = model.apply(params, batch)
+        check(CALL, score_problems(scores, batch.ids.num_bags, schema.label_kinds))
+        out.append(scores)
+    return linked(torch.cat(out), schema.label_kinds)
 
 
 def linked(scores: Tensor, kinds: tuple[str, ...]) -> Tensor:
     """Scores as what the labels are; without a label they are those of a binary one."""
-    kinds = kinds or ("binary",)
-    if set(kinds) == {"binary"}:
-        return scores.sigmoid()
-    if kinds == ("class",):
-        return scores.softmax(-1)
-    if len(kinds) == 1:
-        return scores
-    if "class" in kinds or scores.shape[1:] != (len(kinds),):
-        got, need = f"{describe(scores)} for {list(kinds)}", f"f[N, {len(kinds)}], no class among them"
-        hint = "model.apply(params, fr.data.encode(encoding, rows).take(torch.arange(n)))"
-        fail(CALL, "which scores are of which label is not known.", got=got, need=need, hint=hint)
+    if "class" in kinds:
+        return scores.softmax(1)
+    if len(kinds) <= 1:
+        return scores if kinds == ("number",) else scores.sigmoid()
     own = [x.sigmoid() if kind == "binary" else x for x, kind in zip(scores.unbind(1), kinds, strict=True)]
     return torch.stack(own, 1)
+
+
+# -- validators --------------------------------------------------------------------------------------------------
+
+
+def encoding_problems(encoding: Encoding, model: Model) -> Iterator[Problem]:
+    """Every id of the encoding must be a row of its table."""
+    sizes, kinds = {t.name: t.num_embeddings for t in model.tables}, encoding.schema.label_kinds
+    for table in dict.fromkeys(table for _, table in encoding.tables):
+        count = encoding.ids[table].num_ids
+        if table in sizes and count > sizes[table]:
+            what, hint = f"`encoding` has more ids than table {table!r} has rows.", "the encoding of the training data"
+            yield Problem(what, f"{count} ids", f"at most {sizes[table]}", hint)
+    if "class" in kinds and len(kinds) > 1:
+        hint = "model.apply(params, fr.data.encode(encoding, rows).take(torch.arange(n)))"
+        yield Problem("a class among several labels has no place.", f"{list(kinds)}", "no class among them", hint)
+
+
+def score_problems(scores: Any, count: int, kinds: tuple[str, ...]) -> Iterator[Problem]:
+    """The model must give each row a score for each label, or for each class."""
+    is_class, several = kinds == ("class",), len(kinds) > 1
+    need = f"f[{count}, K], K >= 2" if is_class else f"f[{count}, {len(kinds)}]" if several else f"f[{count}]"
+    is_right = isinstance(scores, Tensor) and scores.is_floating_point() and scores.dim() == 1 + (is_class or several)
+    is_right = is_right and scores.shape[0] == count
+    if not is_right or (several and scores.shape[1] != len(kinds)) or (is_class and scores.shape[1] < 2):
+        kind = ValueError if isinstance(scores, Tensor) else TypeError
+        hint = "a model of these labels, or another label_kind in the schema"
+        yield Problem(f"`model` gives no scores of {list(kinds) or 'a label'}.", describe(scores), need, hint, kind)

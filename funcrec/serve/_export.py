@@ -139,7 +139,7 @@ def save_weights(path: str | os.PathLike, params: Any, *, version: str | None = 
     Args:
       params: a tree like the one that was exported, its values trained further.
       version: its name; by default one of the values.
-      overwrite: whether weights at `path` may be replaced.
+      overwrite: whether weights at `path` may be replaced: the folder, with all that is in it.
 
     Returns:
       the folder, of weights.bin and weights.json; it is there whole or not at all.
@@ -318,7 +318,7 @@ def kept_problems(params: Any) -> Iterator[Problem]:
 
 
 def package_problems(path: Path) -> Iterator[Problem]:
-    if (path / MANIFEST).exists():
+    if os.path.exists(path / MANIFEST):
         need, hint = "a folder of weights", "another path, and package.swap(path)"
         yield Problem(f"`{path}` is a package.", "a folder with a program", need, hint, FileExistsError)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from funcrec.core import Problem, check, fail
-from funcrec.files import write_whole
+from funcrec.files import chunks, plain_parts, write_whole
 from funcrec.serve._weights import DTYPES
 
 MAGIC, FORMAT, ALIGN = b"FRDELTA1", 1, 8
@@ -42,9 +42,7 @@ def write_file(call: str, path: Path, digest: str, since: str, version: str, cha
     entries = []
     for name, change in changes.items():
         own = [*(() if change.rows is None else (change.rows,)), change.values]
-        data = b"".join(
-            x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b"" for x in own
-        )
+        data = b"".join(chunk for x in own for part in plain_parts(x) for chunk in chunks(part))
         rows = None if change.rows is None else change.rows.shape[0]
         entries.append({"name": name, "rows": rows, "offset": at, "nbytes": len(data)})
         parts += [data, b"\0" * (-len(data) % ALIGN)]

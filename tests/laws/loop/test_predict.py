@@ -1,5 +1,7 @@
 """fr.predict: what a model says of rows as they come; and a model in the place of a loss and of an evaluation."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -46,12 +48,74 @@ def test_answers_are_of_the_labels_kind():
     twice = model._replace(apply=lambda p, b: torch.stack([model.apply(p, b), 2 * model.apply(p, b)], 1))
     one = scores_of(encoding, model, params)
     assert_trees_close(fr.predict(twice, params, encoding, ROWS), torch.stack([one.sigmoid(), 2 * one], 1))
-    with pytest.raises(ValueError, match=r"which scores are of which label is not known"):
+    with pytest.raises(ValueError, match=r"need  f\[6, 2\]"):
         fr.predict(model, params, encoding, ROWS)
 
     encoding, model, params = encoded("genre", label_kind="class")
     classes = model._replace(apply=lambda p, b: model.apply(p, b)[:, None] * torch.tensor([1.0, 2.0, 3.0]))
     assert_trees_close(fr.predict(classes, params, encoding, ROWS).sum(1), torch.ones(6), rtol=1e-6)
+
+
+CLASS = {"label": "genre", "label_kind": "class"}
+ODD = {  # what a model of one's own gives for 6 rows: (its label, apply, what is said)
+    "one score for classes": (CLASS, lambda p, b: torch.ones(b.ids.num_bags), r"need  f\[6, K\], K >= 2"),
+    "one class": (CLASS, lambda p, b: torch.ones(b.ids.num_bags, 1), r"need  f\[6, K\], K >= 2"),
+    "a number": ({"label": "click"}, lambda p, b: torch.tensor(1.0), r"need  f\[6\]"),
+    "a dict": ({"label": "click"}, lambda p, b: {"click": torch.ones(6)}, r"need  f\[6\]"),
+    "too few": ({"label": "click"}, lambda p, b: torch.ones(2), r"need  f\[6\]"),
+    "a column": ({"label": "click"}, lambda p, b: torch.ones(6, 1), r"need  f\[6\]"),
+    "integers": ({"label": "click"}, lambda p, b: torch.ones(6, dtype=torch.int64), r"need  f\[6\]"),
+    "a class among labels": ({"label": ("click", "genre"), "label_kind": ("binary", "class")},
+        lambda p, b: torch.ones(6, 2), "a class among several labels"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("label", "apply", "said"), ODD.values(), ids=ODD)
+def test_scores_of_other_labels_are_refused(label, apply, said):
+    """A model that gives other scores than the schema has labels raises: none is taken for another row's."""
+    encoding, model, params = encoded(**label)
+    with pytest.raises((ValueError, TypeError), match=said):
+        fr.predict(model._replace(apply=apply), params, encoding, ROWS)
+
+
+def test_labels_and_weights_are_not_read():
+    """Rows with an unknown label, and without the weight and time that the schema names, have answers."""
+    columns = ROWS | LABELS | {"w": [1.0] * 6, "t": list(range(6))}
+    encoding = fr.data.fit_encoding(columns, fr.data.Schema("click", weight="w", time="t", **INPUTS))
+    model = fr.models.lr(*fr.data.configs(encoding, embedding_dim=1), num_dense=1)
+    params = model.init(fr.key(0))
+    want = fr.predict(model, params, encoding, ROWS)
+    assert_trees_close(fr.predict(model, params, encoding, ROWS | {"click": [None] * 6}), want)
+
+
+def test_ids_beyond_the_tables_are_refused():
+    """An encoding with more ids than a table has rows raises, and so does a batch to evaluate on; `count` counts."""
+    encoding, model, params = encoded("click")
+    more = fr.data.fit_encoding(ROWS | LABELS | {"user": list("abcdef")}, encoding.schema)
+    with pytest.raises(ValueError, match="more ids than table 'user' has rows"):
+        fr.predict(model, params, more, ROWS)
+    good = fr.data.encode(encoding, ROWS | LABELS).take(torch.arange(6))
+    ids = good.ids
+    bad = dataclasses.replace(good, ids=fr.KeyedJaggedTensor.from_offsets(ids.keys, ids.values + 100, ids.offsets))
+    how = {"epochs": 1, "model": model, "metrics": {"auc": fr.metrics.exact_auc}, "progress": False}
+    step = fr.train_step(model)
+    with pytest.raises(fr.CheckError, match="id 10"):
+        fr.fit(step, step.init(params), [good], validation=[good, bad], **how)
+    fr.fit(step, step.init(params), [good], validation=[good, bad], on_bad_ids="count", **how)
+
+
+def test_numbers_and_classes_are_trained():
+    """fit with a model takes labels of any number: what the loss needs of them it checks itself."""
+    encoding, model, params = encoded("stars", label_kind="number")
+    batch = fr.data.encode(encoding, ROWS | LABELS).take(torch.arange(6))
+    kinds = {"has_aux": True, "merge": fr.models.merge_stats}
+    step = fr.train_step(fr.models.loss(model, fr.losses.mse), sparse=fr.optim.adam(0.1), **kinds)
+    judged = {"validation": [batch], "metrics": {"rmse": fr.metrics.rmse()}}
+    done = fr.fit(step, step.init(params), [batch], epochs=3, model=model, progress=False, **judged)
+    assert done.history[2]["rmse"] < done.history[0]["rmse"]
+    with pytest.raises(ValueError, match="label"):
+        clicks = fr.train_step(model)
+        fr.fit(clicks, clicks.init(params), [batch], epochs=1, model=model, progress=False)
 
 
 def test_no_rows_have_no_answers():
@@ -105,6 +169,7 @@ def test_validation_stands_for_an_evaluation():
     ({"metrics": {"auc": fr.metrics.exact_auc}}, "`metrics` needs `validation`"),
     ({"validation": [1], "metrics": {"auc": fr.metrics.exact_auc}, "model": None}, "`validation` needs `model`"),
     ({"validation": [1], "metrics": {"auc": fr.metrics.exact_auc}, "evaluate": lambda p: {}}, "are both given"),
+    ({"validation": iter([1]), "metrics": {"auc": fr.metrics.exact_auc}}, "gives its batches once"),
 ])  # fmt: skip
 def test_half_an_evaluation_is_refused(how, said):
     """Batches without metrics or a model, metrics without batches, and two evaluations raise before any work."""

@@ -1,0 +1,81 @@
+"""Files and folders that are whole or not there: their modes, what killed writers left, and errors of the system."""
+
+import errno
+import os
+import stat
+import time
+
+import pytest
+import torch
+
+import funcrec as fr
+from funcrec.files import _whole_file
+
+WEIGHTS = fr.Params({"item": torch.ones(3, 2)}, {})
+
+
+def write(kind, path):
+    """A checkpoint, or a folder of weights, written over what may be there."""
+    fr.save(path, {"x": 1}) if kind == "file" else fr.save_weights(path, WEIGHTS, overwrite=True)
+
+
+def is_there(kind, path):
+    return (
+        bool(fr.load(path)) if kind == "file" else {x.name for x in path.iterdir()} == {"weights.bin", "weights.json"}
+    )
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_replaces_has_the_mode_of_what_was_there(kind, tmp_path):
+    """A file or folder that only its owner reads stays so when it is written again."""
+    path = tmp_path / "kept"
+    write(kind, path)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    path.chmod(0o700)
+    write(kind, path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700 != mode and is_there(kind, path)
+
+
+@pytest.mark.parametrize("writer", ["file", "folder"])
+def test_what_killed_writers_left_goes(writer, tmp_path):
+    """An old file or folder without a holder is removed by the next write next to it; a young or a held one stays."""
+    names = {n: tmp_path / f".{n}{_whole_file.SUFFIX}" for n in ("file", "folder", "young", "held")}
+    names["file"].write_bytes(b"1")
+    for n in ("folder", "young", "held"):
+        names[n].mkdir()
+        (names[n] / "weights.bin").write_bytes(b"1")
+    long_ago = time.time() - 2 * _whole_file.STALE_S
+    for n in ("file", "folder", "held"):
+        os.utime(names[n], (long_ago, long_ago))
+    fd = os.open(names["held"], os.O_RDONLY)
+    try:
+        _whole_file.fcntl.flock(fd, _whole_file.fcntl.LOCK_EX)
+        write(writer, tmp_path / "new")
+    finally:
+        os.close(fd)
+    assert {n for n, p in names.items() if p.exists()} == {"young", "held"}
+    assert is_there(writer, tmp_path / "new")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_full_disk_is_told_and_leaves_what_was(kind, tmp_path, monkeypatch):
+    """The error has the system's number, says what is there, and no temporary file stays."""
+    path = tmp_path / "kept"
+    write(kind, path)
+
+    def full(fd):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(_whole_file.os, "fsync", full)
+    with pytest.raises(OSError, match=f"(?s)disk of .* is full.*the {kind} that is there is whole") as raised:
+        write(kind, path)
+    assert raised.value.errno == errno.ENOSPC
+    assert os.listdir(tmp_path) == ["kept"] and is_there(kind, path)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_name_that_is_too_long_is_told(kind, tmp_path):
+    """In four parts, and nothing stays."""
+    with pytest.raises(OSError, match=r"(?s)cannot be written.*got .*need .*try .*nothing is there|as it was"):
+        write(kind, tmp_path / ("x" * 300))
+    assert os.listdir(tmp_path) == []
