@@ -29,7 +29,7 @@ from funcrec.core import (
 )
 from funcrec.grad import params_problems
 from funcrec.mesh import Codec, Mesh, P, mapped, telling
-from funcrec.models import Model, loss, merge_stats
+from funcrec.models import Model, TwoTower, in_batch_softmax_loss, loss, merge_stats
 from funcrec.optim import DenseOptimizer, RowOptimizer, adam
 from funcrec.optim import dense as optimizer
 from funcrec.sharding import Plan, dedup_problems, dense_axes_problems
@@ -67,7 +67,7 @@ class TrainStep(NamedTuple):
 @remade
 @typed
 def train_step(
-    loss_fn: Callable | Model,
+    loss_fn: Callable | Model | TwoTower,
     *,
     sparse: RowOptimizer | None = None,
     dense: DenseOptimizer | None = None,
@@ -88,7 +88,8 @@ def train_step(
     Args:
       loss_fn: (params, batch) -> f[], or (f[], aux) with `has_aux`. If it has a parameter `key`, it is given
         fold_in(state.key, state.step): that is where dropout draws from. Of a model it is
-        `fr.models.loss(model)`, whose statistics are merged and whose logits are left out.
+        `fr.models.loss(model)`, of two towers `fr.models.in_batch_softmax_loss(towers)`, with its statistics merged and
+        without its logits.
       sparse: updates the tables' touched rows; None for `fr.optim.adam(0.001)`.
       dense: updates params.dense; None for torch's Adam with that rate.
       merge: (dense, aux) -> dense, run after the optimizer: for what a loss computes and training must keep. With
@@ -143,8 +144,8 @@ def train_step(
       (True, tensor(50))
     """
     sparse, dense = sparse or adam(RATE), dense or optimizer(torch.optim.Adam, lr=RATE)
-    if isinstance(loss_fn, Model):
-        loss_fn, has_aux, merge = loss_and_stats(loss_fn), True, merge or (None if dense_axes else merge_stats)
+    if isinstance(loss_fn, Model | TwoTower):
+        loss_fn, has_aux, merge = loss_of(loss_fn), True, merge or (None if dense_axes else merge_stats)
     check("funcrec.train_step", mesh_problems(mesh, plan, batch_axes), capacity_problems(mesh, capacity))
     check("funcrec.train_step", exchange_problems(mesh, exact, dedup, codec))
     check("funcrec.train_step", dense_axes_problems(mesh, dense_axes, dense))
@@ -171,9 +172,9 @@ def train_step(
     return TrainStep(init, Update(recipe, where))
 
 
-def loss_and_stats(model: Model) -> Callable:
-    """The training loss with the statistics alone: logits are each rank's own, and `train_step` would average them."""
-    whole = loss(model)
+def loss_of(model: Model | TwoTower) -> Callable:
+    """The model's loss with its statistics alone: logits are each rank's own, and a step would average them."""
+    whole = loss(model) if isinstance(model, Model) else in_batch_softmax_loss(model)
 
     def loss_fn(params: Params, batch: Any, *, key: Tensor):
         value, aux = whole(params, batch, key=key)

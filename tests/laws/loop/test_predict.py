@@ -150,6 +150,17 @@ def test_a_model_stands_for_its_loss():
     assert set(heard["aux"]) == {"stats"}
 
 
+def test_two_towers_stand_for_their_loss():
+    """train_step(towers) is train_step of the in-batch softmax of the towers, bit for bit."""
+    tables = (fr.TableConfig("user", 9, 4), fr.TableConfig("item", 9, 4))
+    features = [(fr.FeatureConfig(t.name, table=t.name),) for t in tables]
+    towers = fr.models.two_tower(tables, *features, sizes=(4,), dropout=0.2)
+    batch = fr.Batch(fr.KeyedJaggedTensor.from_lists({"user": [[1], [2], [3]], "item": [[4], [5], [6]]}))
+    plain, short = fr.train_step(fr.models.in_batch_softmax_loss(towers), has_aux=True), fr.train_step(towers)
+    want, got = (s(s.init(towers.init(fr.key(0))), batch)[0] for s in (plain, short))
+    assert_trees_close(got, want, rtol=0, atol=0)
+
+
 def test_validation_stands_for_an_evaluation():
     """fit(validation=, metrics=) has the history and the best parameters of fit(evaluate=)."""
     encoding, model, params = encoded("click")
