@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcrec.core import Problem, describe
+from funcrec.core import Problem, describe, paths
 from funcrec.data import Position
 from funcrec.loop._epochs import OF_AN_EPOCH
 from funcrec.loop._run_state import Work, is_sharded
@@ -28,6 +28,11 @@ def work_problems(work: Work) -> Iterator[Problem]:
     if work.evaluate is None and work.monitor is not None and work.monitor not in known:
         what, hint = "`monitor` is measured by nothing.", f"evaluate=... that gives {work.monitor!r}"
         yield Problem(what, f"{work.monitor!r}", f"among {list(known)}, without `evaluate`", hint, KeyError)
+    for path, x in paths(work.settings):
+        if not isinstance(x, str | int | float | None):
+            hint = "numbers and texts that tell it: x.tolist(), str(x)"
+            yield Problem(f"`settings{path}` is not a plain value.", describe(x), "a number, a text, a bool or None",
+                          hint, TypeError)  # fmt: skip
 
 
 def clock_problems(minutes: float | None, sync: Any) -> Iterator[Problem]:

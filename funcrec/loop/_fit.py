@@ -9,6 +9,7 @@ Nothing here is known to a step or a loader: a loop of one's own has the same pi
 import contextlib
 import itertools
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -239,7 +240,7 @@ def fit(
         settle()
         signum = done.stopped or (listens and of_any([asked()], mesh, device_of(done.state))[0])
     if listens and signum:  # one after the last question, too
-        end(signum)
+        end(signum, signal.getsignal(signum))
     return done
 
 

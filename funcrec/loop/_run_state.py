@@ -222,8 +222,9 @@ def checkpoint_problems(work: Work, tree: Any) -> Iterator[Problem]:
         what = f"{path} ends in the midst of an epoch of other batches."
         yield Problem(what, told, "the loader's order until the epoch ends", "the loader that it had")
     was, now = list(tree.get("monitor", [work.monitor, work.mode])), [work.monitor, work.mode]
-    if was != now and tree["history"] and now[0] is not None:
-        yield Problem("`monitor` is another than the checkpoint's, and so is the best.", f"{now}", f"{was}")
+    if was != now and tree["history"] and (was[0], now[0]) != (None, None):
+        told, need = (f"monitor={name!r}, mode={mode!r}" for name, mode in (now, was))
+        yield Problem("`monitor` is another than the checkpoint's, and so is the best.", told, need, need)
 
 
 def same_problems(work: Work, tree: Any, device: torch.device) -> Iterator[Problem]:
@@ -241,4 +242,4 @@ def same_problems(work: Work, tree: Any, device: torch.device) -> Iterator[Probl
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """`lr was 0.1 and is 0.2`, of all that differ."""
     both = {n: (was.get(n), now.get(n)) for n in [*now, *(set(was) - set(now))]}
-    return "; ".join(f"{n} was {x!r} and is {y!r}" for n, (x, y) in both.items() if x != y)
+    return "; ".join(f"{n} was {x!r} and is {y!r}" for n, (x, y) in both.items() if x != y and repr(x) != repr(y))

@@ -17,7 +17,8 @@ SAME_S = 5.0
 
 @contextlib.contextmanager
 def listen() -> Iterator[Callable[[], int]]:
-    """Inside the block the first signal is only heard; after it the handlers are what they were.
+    """Inside the block the first signal is only heard; after it the handlers are what they were. A signal that the
+    process ignores stays ignored.
 
     Yields:
       asked, a function () -> the first signal's number, 0 for none. In another thread than the main one, which signals
@@ -45,9 +46,9 @@ def listen() -> Iterator[Callable[[], int]]:
             heard.append(signum)
             since = time.monotonic()
         elif time.monotonic() - since >= same_s:
-            end(signum)
+            end(signum, before[signum])
 
-    before = {s: signal.signal(s, handler) for s in SIGNALS}
+    before = {s: signal.signal(s, handler) for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN}
     try:
         yield lambda: heard[0] if heard else 0
     finally:
@@ -55,6 +56,10 @@ def listen() -> Iterator[Callable[[], int]]:
             signal.signal(signum, old)
 
 
-def end(signum: int) -> None:
-    """What the signal does in a program that does not listen: KeyboardInterrupt, or SystemExit with a shell's code."""
+def end(signum: int, handler: object) -> None:
+    """What the signal does in a program that does not listen: its own handler's work, or else KeyboardInterrupt, or
+    SystemExit with a shell's code."""
+    if callable(handler) and handler is not signal.default_int_handler:
+        handler(signum, None)
+        return
     raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)

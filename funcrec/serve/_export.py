@@ -20,7 +20,7 @@ from torch import Tensor
 
 from funcrec.checkpoint import save
 from funcrec.compile import OPTIONS, apart, knowing, need_compiler, two_products
-from funcrec.core import Count, Problem, check, describe, fail, has_tracked, typed
+from funcrec.core import Count, Problem, check, describe, fail, has_tracked, message, typed
 from funcrec.core import version as own_version
 from funcrec.data import Encoding
 from funcrec.files import folder_path, write_folder
@@ -110,6 +110,9 @@ def export(
         program = trace(predict, params, form, max_batch, max_ids)
     compare_alone(predict, params, lambda seed: probe(example, program.features, seed), min(PROBES, max_batch))
     canary = canary_of(predict, params, example, form, min(CANARY_BAGS, max_batch), min(CANARY_IDS, max_ids))
+    shows = canary["finite"] or not any("float" in x["dtype"] for x in program.outputs)
+    if not shows or not canary["values"]:
+        warnings.warn(message(CALL, [canary_problem(canary)]), stacklevel=3)
     content = {
         **{"format": FORMAT, "digest": BLANK, "funcrec": own_version(), "torch": torch.__version__},
         **{"isa": isa, "needs": needs_of(isa), "inputs": form.specs(), "params": signature(tensors)},
@@ -200,6 +203,15 @@ def canary_of(predict: Callable, params: Any, example: Batch, form: Form, most_b
         finite = [name for name, x, _ in outputs(out, out) if x.is_floating_point() and bool(x.isfinite().all())]
     inputs = {spec["name"]: x.reshape(-1).tolist() for spec, x in zip(form.specs(), form.inputs(batch), strict=True)}
     return {"bags": bags, **inputs, "finite": finite}
+
+
+def canary_problem(canary: Mapping) -> Problem:
+    """Why a server cannot recognise weights that diverged."""
+    what = "`example` shows no finite answer that depends on the tables: a server will take any weights."
+    got = "NaN or infinite answers" if canary["values"] else "no id in its first bags"
+    return Problem(
+        what, got, "a bag of ids with a finite answer", "an example of the training data, and trained parameters"
+    )
 
 
 def compare(predict: Callable, params: Any, example: Batch, package: Package) -> None:

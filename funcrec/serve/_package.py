@@ -139,7 +139,8 @@ class Package:
     @typed
     def swap(self, path: str | os.PathLike, *, checksums: bool = True) -> None:
         """Take the weights of another folder (of `save_weights`, or a package of the same model): calls that have begun
-        end with those that they began with. If they do not fit, nothing changes.
+        end with those that they began with. If they do not fit, nothing changes. Their values are not tried: a server
+        asks the package's example of them first.
 
         Args:
           checksums: whether to read them once, and compare their checksums.

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from funcrec.core import checked, fail, own_errors, tree_leaves
-from funcrec.tables import Batch
+from funcrec.core import check, checked, fail, own_errors, tree_leaves
+from funcrec.tables import Batch, Params
 from funcrec.train._recipe import Recipe, with_key
 from funcrec.train._state import TrainState
-from funcrec.train._step import update_of
+from funcrec.train._step import state_problems, update_of
 
 ABOUT = (torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.ndim.__get__,
          torch.Tensor.requires_grad.__get__)  # fmt: skip
@@ -43,6 +43,8 @@ def trial_of(step: Any) -> Callable[..., None] | None:
 def try_first_batch(recipe: Recipe, state: TrainState, batch: Any, by_value: bool = True) -> None:
     """Raise for ids outside their table, as `checked` does (not without `by_value`), and for weights of examples that
     the loss does not read."""
+    if isinstance(state, Params):
+        check("funcrec.fit", state_problems(state))
     loss, extra = recipe.loss_fn, with_key(recipe, state)
     run = lambda: (checked(loss) if by_value else loss)(state.params, batch, **extra)
     with own_errors("funcrec.train_step", loss, state.params, batch, need="the batch that it reads"):

@@ -119,6 +119,7 @@ ENCODERS = [
     ("id 3 of 3", lambda: identity(3).fit([]).apply([[0], [], [1, 3]]), ValueError, "row 2, column `column`"),
     ("a missing id", lambda: identity(3).fit([]).apply([0, None]), ValueError, "a missing id"),
     ("text for numbers", lambda: normalize().fit(["1"]), TypeError, 'column.cast("float64")'),
+    ("numbers too large", lambda: normalize().fit([1e155, 2e155]), ValueError, "squares of the numbers are infinite"),
     ("no numbers", lambda: normalize().fit([None]), ValueError, "no numbers to learn from"),
     ("all-null column", lambda: bucketize(num_quantiles=2).fit(pa.nulls(3)), ValueError, "no numbers to learn from"),
     ("tracked numbers", lambda: normalize().fit(TRACKED), ValueError, "of which a derivative is wanted"),

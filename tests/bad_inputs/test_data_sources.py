@@ -126,6 +126,10 @@ def test_bad_parquet_in_a_folder(tmp_path):
     said(lambda: read(tmp_path), "`1.parquet` lacks columns", "['a']")
     write(1, pa.table({"y": [0], "a": ["x"]}))
     said(lambda: read(tmp_path), "column `a` of `1.parquet` has another type than in `0.parquet`", "string", "int64")
+    (tmp_path / "typed.csv").write_text("zip,y\n00123,1\n")
+    mistyped = fr.data.Text(types={"zpi": "string"})
+    said(lambda: read(tmp_path / "typed.csv", format=mistyped), "`types` names a column", "'zpi'", "try   'zip'")
+    (tmp_path / "typed.csv").unlink()
     write(1, pa.table({"y": [0, 1, 7], "a": [1, 2, 3]}))
     for key in (None, fr.key(0)):
         said(lambda key=key: list(stream_loader(tmp_path, SCHEMA, 9, key=key)()), "`1.parquet`, row 2, column `y`", "7")

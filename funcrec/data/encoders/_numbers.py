@@ -210,9 +210,10 @@ def _with(known: Moments, values: np.ndarray) -> Moments:
 
 
 def _joined(known: Moments, block: np.ndarray) -> Moments:
-    mean = float(block.mean())
-    count, step = known.count + len(block), mean - known.mean
-    square = float(np.square(block - mean).sum()) + step * step * (known.count / count) * len(block)
+    with np.errstate(over="ignore", invalid="ignore"):  # told of by `_normal_of`
+        mean = float(block.mean())
+        count, step = known.count + len(block), mean - known.mean
+        square = float(np.square(block - mean).sum()) + step * step * (known.count / count) * len(block)
     return known._replace(count=count, mean=known.mean + step * (len(block) / count), square=known.square + square)
 
 
@@ -228,6 +229,10 @@ def _normal_of(known: tuple[Moments, ...]) -> Normal:
             need=need,
             hint=hint,
         )
+    if not all(math.isfinite(m.square) for m in known):
+        what, got = "the squares of the numbers are infinite.", f"numbers around {known[0].mean:.3g}"
+        need, hint = "numbers below 1e150", "fr.data.chain(fr.data.log1p(), fr.data.normalize())"
+        fail("funcrec.data.normalize", what, got=got, need=need, hint=hint)
     of = lambda x: torch.tensor(x if len(x) > 1 else x[0], dtype=torch.float64)
     return Normal(of([m.mean for m in known]), of([math.sqrt(m.square / m.count) or 1.0 for m in known]))
 

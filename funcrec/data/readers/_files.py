@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
-from funcrec.core import Problem, check, describe, fail, path_hint, typed_fields
+from funcrec.core import Problem, check, describe, fail, nearest, path_hint, typed_fields
 from funcrec.data.readers._arrow import need_pyarrow
 from funcrec.data.readers._columns import first_true, plain
 from funcrec.data.readers._sources import NEED, Part, Source, Wanted, absent_problems, as_table, wanted_names
@@ -305,6 +305,9 @@ def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
             return [(f.name, f.type) for f in found.schema]
 
         schema = _inferred([p for p, _ in files], lambda p: attempt(p, 1, lambda: fields(p)))
+    if unknown := [n for n in types if n not in schema.names]:
+        what, need = f"`types` names a column that `{path.name}` has not.", f"among {schema.names}"
+        fail(call, what, got=repr(unknown[0]), need=need, hint=repr(nearest(repr(unknown[0]), schema.names)))
     chosen, extra = _with_partitions(call, schema, files, wanted, f"`{path.name}`")
     own = {f.name: f.type for f in chosen if f.name not in extra}
     header = 0 if names else 1

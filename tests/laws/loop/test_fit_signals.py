@@ -204,3 +204,59 @@ def test_a_function_sees_what_counts_and_is_not_broadcast():
         label = (lambda b: b.label[:, None]) if wide is predict else (lambda b: b.label)
         with pytest.raises(ValueError, match=r"(?s)broadcast.*got.*need.*try"):
             fr.evaluate(wide, None, load(), metrics, label=label)
+
+
+@pytest.fixture
+def handlers():
+    """The process's handlers, put back after the test."""
+    before = {s: signal.getsignal(s) for s in _signals.SIGNALS}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+def killed(path, signum, **how):
+    kill = lambda record: record.when == "step" and record.step == 2 and os.kill(os.getpid(), signum)
+    return fr.fit(add, torch.tensor(0.0), load(), epochs=2, checkpoint=path, callbacks=[kill], **how)
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path, handlers):
+    """A process that ignores a signal, as one in a shell's background does SIGINT, trains on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    done = killed(tmp_path / "run.pt", signal.SIGINT)
+    assert done.stopped == 0 and len(done.history) == 2
+
+
+def test_a_handler_of_ones_own_ends_the_run(tmp_path, handlers):
+    """Once the checkpoint is written a signal goes to the handler that the process had, and `fit` returns."""
+    heard = []
+    signal.signal(signal.SIGTERM, lambda signum, frame: heard.append(signum))
+    done = killed(tmp_path / "run.pt", signal.SIGTERM)
+    assert heard == [signal.SIGTERM] == [done.stopped] and done.history == []
+    assert len(killed(tmp_path / "run.pt", 0, resume=True).history) == 2
+
+
+def test_a_monitor_is_not_dropped_in_the_midst_of_a_run(tmp_path):
+    """A run with a monitor goes on with it: without one the best would be that of the epochs before."""
+    path, state = tmp_path / "run.pt", torch.tensor(0.0)
+    fr.fit(add, state, load(), epochs=1, monitor="loss", mode="min", checkpoint=path)
+    for how in ({}, {"monitor": "loss", "mode": "max"}):
+        with pytest.raises(ValueError, match=r"(?s)`monitor` is another.*try   monitor='loss', mode='min'"):
+            fr.fit(add, state, load(), epochs=2, checkpoint=path, resume=True, **how)
+
+
+def test_settings_are_plain_values(tmp_path):
+    """A tensor among them is refused before any work; what is no number is the same as itself."""
+    path, run = tmp_path / "run.pt", lambda **how: fr.fit(add, torch.tensor(0.0), load(), checkpoint=path, **how)
+    with pytest.raises(TypeError, match=r"`settings\['a'\]` is not a plain value"):
+        run(epochs=1, settings={"a": torch.ones(2)})
+    own = {"a": float("nan"), "b": [1, None, {"c": True}]}
+    run(epochs=1, settings=own)
+    assert len(run(epochs=2, settings=own, resume=True).history) == 2
+
+
+def test_parameters_are_no_state():
+    """Parameters in the state's place are told so before the first step."""
+    step = fr.train_step(lambda params, batch: params.dense.square())
+    with pytest.raises(TypeError, match=r"(?s)`state` is not a TrainState.*step.init\(params\)"):
+        fr.fit(step, fr.Params({}, torch.tensor(2.0)), [None], epochs=1)

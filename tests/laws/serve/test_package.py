@@ -361,3 +361,15 @@ def test_paths_that_are_taken_are_refused(path, tmp_path):
     with pytest.raises(FileExistsError, match="is a package"):
         fr.save_weights(path, packages.params(), overwrite=True)
     assert {x.name: x.stat().st_mtime_ns for x in path.iterdir()} == before
+
+
+@pytest.mark.parametrize(("bags", "scale"), [([[1]], float("nan")), ([[], []], 1.0)], ids=["NaN", "no ids"])
+def test_a_package_without_a_canary_is_warned_of(bags, scale, tmp_path, monkeypatch):
+    """An example that shows no finite answer of the tables, by which a server knows weights that diverged."""
+    monkeypatch.setattr(_export, "compile_program", lambda *arguments: None)  # the warning comes before it
+    feature = fr.FeatureConfig("c", table="item")
+    predict = lambda params, batch: fr.lookup(params.tables, batch.ids, [feature]).values
+    params = fr.Params({"item": torch.ones(4, 3) * scale}, {})
+    with pytest.warns(UserWarning, match="shows no finite answer"), pytest.raises(FileNotFoundError):
+        ids = fr.KeyedJaggedTensor.from_lists({"c": bags}, dtype=torch.int64)
+        fr.export(predict, params, fr.Batch(ids), tmp_path / "package")
