@@ -43,15 +43,15 @@ FUNCTIONS = {
     "a number": (lambda p, b: 3, W, "is not a tensor"),
     "a list": (lambda p, b: [b.dense @ p["w"]], W, "is not a tensor"),
     "a label": (lambda p, b: b.dense @ p["w"] - b.label, W, "`predict` reads the label or the weight of examples"),
-    "a mean over bags": (lambda p, b: b.dense @ p["w"] - (b.dense @ p["w"]).mean(0), W, "depends on the bags"),
-    "the number of ids": (lambda p, b: {"x": b.dense @ p["w"] * b.ids.values.shape[0]}, W, "depends on the bags"),
+    "a mean over bags": (lambda p, b: b.dense @ p["w"] - (b.dense @ p["w"]).mean(0), W, "depends on the other bags"),
+    "the number of ids": (lambda p, b: {"x": b.dense @ p["w"] * b.ids.values.shape[0]}, W, "depends on the other bags"),
     "a softmax over bags, of ids": (lambda p, b: fr.lookup(p, b.ids, CLICKED).values.softmax(0), {"t": torch.eye(3)},
-        "depends on the bags"),
-    "ranks in the batch": (lambda p, b: (b.dense @ p["w"]).argsort(0), W, "depends on the bags"),
+        "depends on the other bags"),
+    "ranks in the batch": (lambda p, b: (b.dense @ p["w"]).argsort(0), W, "depends on the other bags"),
     "whether it is above the others' mean": (lambda p, b: {"x": b.dense @ p["w"], "y": above(b.dense @ p["w"])}, W,
-        r"\['y'\]` of a bag depends on the bags"),
-    "the place in the batch": (lambda p, b: torch.arange(b.ids.num_bags), W, "depends on the bags"),
-    "who has most ids": (lambda p, b: b.ids["a"].lengths >= b.ids["a"].lengths.max(), W, "depends on the bags"),
+        r"\['y'\]` of a bag depends on the other bags"),
+    "the place in the batch": (lambda p, b: torch.arange(b.ids.num_bags), W, "depends on the other bags"),
+    "who has most ids": (lambda p, b: b.ids["a"].lengths >= b.ids["a"].lengths.max(), W, "depends on the other bags"),
     "no tensor": (lambda p, b: b.dense[:, 0], {}, "have no tensor"),
     "a number for a parameter": (lambda p, b: b.dense[:, 0], {"w": 3.0}, "is not a tensor"),
     "a parameter that is followed": (lambda p, b: b.dense @ p["w"], {"w": torch.ones(3, requires_grad=True)},
@@ -116,7 +116,7 @@ def test_threads_may_export(tmp_path):
         return str(error.value)
 
     with ThreadPoolExecutor(4) as pool:
-        assert all("depends on the bags" in said for said in pool.map(told, range(4)))
+        assert all("depends on the other bags" in said for said in pool.map(told, range(4)))
 
 
 PROBED = [{"name": "a", "rows": 3, "weighted": False}]
@@ -147,5 +147,5 @@ def test_a_tie_may_turn_and_not_always(draws):
     own = lambda p, b: torch.full((b.ids.num_bags,), int((n := next(calls)) % 6 == 0 and n < 6 * draws))
     if draws == 2:
         return check_alone(own)
-    with pytest.raises(ValueError, match="depends on the bags"):
+    with pytest.raises(ValueError, match="depends on the other bags"):
         check_alone(own)
