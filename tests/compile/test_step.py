@@ -149,7 +149,7 @@ def other_state():
 BAD = {
     "sparse is not an optimizer": (lambda: fr.train_step(loss_fn, sparse=0.1, dense=None), TypeError,
         "`sparse` is not"),
-    "dense is not an optimizer": (lambda: fr.train_step(loss_fn, sparse=fr.optim.sgd(), dense=None), TypeError,
+    "dense is not an optimizer": (lambda: fr.train_step(loss_fn, sparse=fr.optim.sgd(), dense=0.1), TypeError,
         "`dense` is not"),
     "params are a dict": (lambda: make_step().init({}), TypeError, "`params` is not Params"),
     "key is a number": (lambda: make_step().init(fr.Params({}, {}), 3), TypeError, "`key` is not a key"),

@@ -245,6 +245,14 @@ def regrouped(values):
     )
 
 
+def predicted(w):
+    """The probabilities of a model of one factor, for rows as they come."""
+    encoding = fr.data.fit_encoding({"item": ["tea", "jam"]}, fr.data.Schema(categorical=("item",)))
+    model = fr.models.lr(*fr.data.configs(encoding, 1))
+    model = model._replace(apply=lambda params, batch: batch.ids.values * params.dense)
+    return fr.predict(model, fr.Params({}, w), encoding, {"item": ["jam", "tea", "jam"]}, batch_size=2)
+
+
 def of_values() -> list[Case]:
     host = {
         "JaggedTensor.unpad",
@@ -266,6 +274,7 @@ def of_values() -> list[Case]:
             {"items": TABLE}, "*"),
         Case("search_index", lambda queries: fr.search_index(fr.build_index(torch.eye(3)), queries, 2)[0],
             {"queries": draw("queries", (2, 3))}, "*"),
+        Case("predict", predicted, {"w": draw("w", (1,))}),
         Case("copy", lambda x: fr.copy({"x": x})["x"], {"x": GRADS}),
         Case("tree.map", lambda x: fr.tree.map(lambda y, z: y * z, {"x": x}, {"x": x})["x"], {"x": GRADS}),
         Case("Batch", lambda values, w: fr.Batch(two_keys(w), values[:, 0], values), {"values": VALUES, "w": WEIGHTS}),
