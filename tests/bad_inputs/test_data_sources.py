@@ -148,7 +148,7 @@ CALLS = [
     ("numbers for paths", lambda at: read([1, 2]), TypeError, "is not a table"),
     ("no paths", lambda at: read([]), TypeError, "is not a table"),
     ("a column that is not there", lambda at: read(TABLE, columns=["b"]), ValueError, "lacks columns"),
-    ("a column twice", lambda at: read(TABLE, columns=["a", "a"]), ValueError, "has a column twice"),
+    ("a column twice", lambda at: read(TABLE, columns=["a", "a"]), ValueError, "`columns` name a column twice"),
     ("no columns", lambda at: read(TABLE, columns=[]), ValueError, "`columns` are none"),
     ("UTF-16", lambda at: (at / "x.csv").write_text("a\n1\n", "utf-16") and read(at), ValueError, "text in UTF-8"),
     ("UTF-16 of many columns", lambda at: (at / "x.csv").write_text("a,b\n1,2\n", "utf-16") and read(at), ValueError,

@@ -74,7 +74,10 @@ def absent_problems(name: str, names: Sequence[str], wanted: Wanted) -> Iterator
     columns = names if wanted is None else wanted_names(wanted)
     if not columns and wanted is not None:
         yield Problem("`columns` are none.", "no name", "names of columns", f"columns={names[:2]!r}; None for all")
-    twice = sorted({n for n in columns if list(names).count(n) > 1 or list(columns).count(n) > 1})
+    if wanted is not None and (again := sorted({n for n in columns if list(columns).count(n) > 1})):
+        yield Problem("`columns` name a column twice.", f"{again}", "each name once", f"columns={sorted({*columns})}")
+        return
+    twice = sorted({n for n in columns if list(names).count(n) > 1})
     if twice:
         hint = "other names, when it is written"
         yield Problem(f"{name} has a column twice.", f"{twice}", "each name once", hint)
