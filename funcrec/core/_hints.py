@@ -272,7 +272,7 @@ EXAMPLES: dict[str, str] = {
 FUNCTIONS = {
     "batches": "lambda: iter(batches), or a list of batches",
     "blank": "lambda batch: dataclasses.replace(batch, weight=torch.zeros_like(batch.label))",
-    "candidate_ids": "lambda batch: batch.ids",
+    "candidate_ids": 'lambda batch: batch.ids["item"].values',
     "label": "lambda batch: batch.label",
     "loader": "fr.data.loader(data, None, 256), or a list of batches",
     "query": "lambda params, batch: fr.lookup(params.tables, batch, features).values",

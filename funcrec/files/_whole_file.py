@@ -57,10 +57,10 @@ def write_whole(call: str, path: Path, write: Callable[[BinaryIO], None]) -> Non
             if fcntl is not None:
                 with contextlib.suppress(OSError):  # a disk without locks: its age protects the file
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            keep_mode(temporary, path)
             write(file)
             file.flush()
             os.fsync(file.fileno())
-            keep_mode(temporary, path)
             os.utime(temporary)
         os.replace(temporary, path)
         flush(path.parent)
@@ -72,13 +72,13 @@ def write_whole(call: str, path: Path, write: Callable[[BinaryIO], None]) -> Non
 
 
 def keep_mode(new: Path, path: Path) -> None:
-    """Who may read what is replaced may read what replaces it, and nobody else."""
+    """Give the new file or folder the mode of the one that it replaces."""
     with contextlib.suppress(FileNotFoundError):
         os.chmod(new, stat.S_IMODE(os.stat(path).st_mode))
 
 
 def raise_unwritten(call: str, error: OSError, path: Path, kind: str):
-    """Why a file or a folder was not written, and what is there instead."""
+    """Raise an error that says why a file or a folder was not written, and what is there."""
     is_full = error.errno in FULL
     what = f"the disk of `{path}` is full." if is_full else f"`{path}` cannot be written."
     hint = "free some space, or another folder; " if is_full else "another folder; "

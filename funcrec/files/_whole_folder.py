@@ -29,7 +29,7 @@ def write_folder(call: str, path: Path, write: Callable[[Path], None]) -> None:
     temporary = path.with_name(f".{secrets.token_hex(8)}{SUFFIX}")
     try:
         remove_stale(path.parent)
-        temporary.mkdir()
+        temporary.mkdir(0o700 if os.path.exists(path) else 0o777)  # nobody reads it who may not read the old one
         with held(temporary):
             write(temporary)
             keep_mode(temporary, path)

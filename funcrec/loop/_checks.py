@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,10 +30,9 @@ def work_problems(work: Work) -> Iterator[Problem]:
         what, hint = "`monitor` is measured by nothing.", f"evaluate=... that gives {work.monitor!r}"
         yield Problem(what, f"{work.monitor!r}", f"among {list(known)}, without `evaluate`", hint, KeyError)
     for path, x in paths(work.settings):
-        if not isinstance(x, str | int | float | None):
-            hint = "numbers and texts that tell it: x.tolist(), str(x)"
-            yield Problem(f"`settings{path}` is not a plain value.", describe(x), "a number, a text, a bool or None",
-                          hint, TypeError)  # fmt: skip
+        if isinstance(x, Tensor | np.ndarray):
+            need, hint = "what `==` compares: numbers, texts", "x.tolist()"
+            yield Problem(f"`settings{path}` is not a plain value.", describe(x), need, hint, TypeError)
 
 
 def clock_problems(minutes: float | None, sync: Any) -> Iterator[Problem]:

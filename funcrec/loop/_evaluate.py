@@ -111,7 +111,7 @@ def evaluate(
 def evaluation(
     model: Any, own: Callable | None, batches: Any, metrics: Mapping | None, counts_bad_ids: bool
 ) -> Callable | None:
-    """params -> numbers: a function of one's own, or a model on batches, whose ids are held against its tables."""
+    """Return a function params -> numbers: the user's own, or the model's metrics on batches, whose ids it checks."""
     check("funcrec.fit", validation_problems(own, batches, metrics))
     if batches is None:
         return own

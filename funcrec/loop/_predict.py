@@ -19,10 +19,10 @@ CALL = "funcrec.predict"
 
 @typed
 def predict(model: Model, params: Params, encoding: Encoding, rows: Any, *, batch_size: Count = 8192) -> Tensor:
-    """The model's answers for rows of columns, as `fr.data.encode` takes them.
+    """Return the model's answers for rows of columns, as `fr.data.encode` takes them.
 
     Args:
-      params: as `fit` gives them: `done.best`.
+      params: as `fit` gives them: `done.best`; from a GPU `done.best.to("cpu")`.
       encoding: that of the training data. Columns of its label, weight and time are not read.
       rows: N rows: a data frame, a dict of lists, a table of pyarrow.
       batch_size: rows that go through the model at once.
@@ -35,7 +35,8 @@ def predict(model: Model, params: Params, encoding: Encoding, rows: Any, *, batc
 
     Raises:
       ValueError: columns that are not the encoding's (`fr.data.encode`), an encoding with more ids than a table has
-        rows, a model whose scores are not of the schema's labels.
+        rows, a model whose scores do not match the schema's labels.
+      TypeError: within `jit`, since columns are read on the host.
 
     Example:
       >>> import torch, funcrec as fr
@@ -72,13 +73,16 @@ def linked(scores: Tensor, kinds: tuple[str, ...]) -> Tensor:
 
 
 def encoding_problems(encoding: Encoding, model: Model) -> Iterator[Problem]:
-    """Every id of the encoding must be a row of its table."""
+    """Every id of a column must be a row of the table that reads it, where no hash makes it one."""
     sizes, kinds = {t.name: t.num_embeddings for t in model.tables}, encoding.schema.label_kinds
-    for table in dict.fromkeys(table for _, table in encoding.tables):
-        count = encoding.ids[table].num_ids
-        if table in sizes and count > sizes[table]:
-            what, hint = f"`encoding` has more ids than table {table!r} has rows.", "the encoding of the training data"
-            yield Problem(what, f"{count} ids", f"at most {sizes[table]}", hint)
+    for f in (f for f in model.features if f.hash is None):
+        count = encoding.num_ids.get(f.key, 0)
+        if count > sizes[f.table]:
+            what, hint = (
+                f"column {f.key!r} has more ids than table {f.table!r} has rows.",
+                "the training data's encoding",
+            )
+            yield Problem(what, f"{count} ids in `encoding`", f"at most {sizes[f.table]}", hint)
     if "class" in kinds and len(kinds) > 1:
         hint = "model.apply(params, fr.data.encode(encoding, rows).take(torch.arange(n)))"
         yield Problem("a class among several labels has no place.", f"{list(kinds)}", "no class among them", hint)

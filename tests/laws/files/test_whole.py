@@ -4,6 +4,7 @@ import errno
 import os
 import stat
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -32,7 +33,10 @@ def test_what_replaces_has_the_mode_of_what_was_there(kind, tmp_path):
     write(kind, path)
     mode = stat.S_IMODE(path.stat().st_mode)
     path.chmod(0o700)
-    write(kind, path)
+    seen = []
+    with mock.patch.object(_whole_file.os, "fsync", lambda fd: seen.append(stat.S_IMODE(os.fstat(fd).st_mode))):
+        write(kind, path)
+    assert seen[0] == 0o700 if kind == "file" else seen[-2] == 0o700  # before it has its name; the last is the parent
     assert stat.S_IMODE(path.stat().st_mode) == 0o700 != mode and is_there(kind, path)
 
 

@@ -92,8 +92,11 @@ def test_ids_beyond_the_tables_are_refused():
     """An encoding with more ids than a table has rows raises, and so does a batch to evaluate on; `count` counts."""
     encoding, model, params = encoded("click")
     more = fr.data.fit_encoding(ROWS | LABELS | {"user": list("abcdef")}, encoding.schema)
-    with pytest.raises(ValueError, match="more ids than table 'user' has rows"):
+    with pytest.raises(ValueError, match="column 'user' has more ids than table 'user' has rows"):
         fr.predict(model, params, more, ROWS)
+    hashed = [dataclasses.replace(f, hash=fr.modulo()) for f in model.features]
+    small = fr.models.deepfm(model.tables, hashed, num_dense=1, sizes=(4,))
+    assert fr.predict(small, small.init(fr.key(0)), more, ROWS).isfinite().all()
     good = fr.data.encode(encoding, ROWS | LABELS).take(torch.arange(6))
     ids = good.ids
     bad = dataclasses.replace(good, ids=fr.KeyedJaggedTensor.from_offsets(ids.keys, ids.values + 100, ids.offsets))
@@ -187,3 +190,15 @@ def test_half_an_evaluation_is_refused(how, said):
     _, model, _ = encoded("click")
     with pytest.raises((ValueError, TypeError), match=said):
         fr.fit(lambda s, b: (s, {}), 0, [1], **({"epochs": 1, "model": model} | how))
+
+
+def test_members_are_answered_together_and_jit_is_refused():
+    """vmap over parameters gives each member's answers; columns are read on the host, which jit refuses."""
+    encoding, model, _ = encoded("click")
+    members = [model.init(fr.key(i)) for i in range(3)]
+    answers = lambda params: fr.predict(model, params, encoding, ROWS)
+    stacked = fr.tree.map(lambda *x: torch.stack(x), *members)
+    want = torch.stack([answers(p) for p in members])
+    assert_trees_close(torch.func.vmap(answers)(stacked), want, rtol=1e-6, atol=1e-6)
+    with pytest.raises(TypeError, match="reads a tensor's value on the host"):
+        fr.jit(answers)(members[0])
