@@ -35,6 +35,7 @@ from funcrec.tables import Batch, lookups_seen, table_shapes
 
 CALL = "funcrec.export"
 ANY_ROW = 2**63 - 1  # of a column that is hashed, or that no lookup reads: no id is outside
+LINSPACE = torch.ops.aten.linspace.default
 SINGLE = "output"  # the name of a function's only output
 SAMPLE_BAGS, SAMPLE_IDS = 5, 7  # sizes that no other size of a program is likely to have
 
@@ -161,7 +162,7 @@ def export_of(run: Callable, inputs: list[Tensor], form: Form, max_batch: int, m
         with warnings.catch_warnings():  # what torch thinks of its own old calls
             warnings.simplefilter("ignore", FutureWarning)
             exported = torch.export.export(module, tuple(inputs), dynamic_shapes=(shapes,), strict=False)
-            return exported.run_decompositions(dict(DECOMPOSITIONS))
+            return exported.run_decompositions({**DECOMPOSITIONS, LINSPACE: no_whole_linspace})
     except Exception as error:
         if str(error).startswith(CALL) or is_of_handler(error):
             raise
@@ -170,6 +171,14 @@ def export_of(run: Callable, inputs: list[Tensor], form: Form, max_batch: int, m
         hint = "no int(), list or branch of a size of the batch; `fr.jit` away, which export does not need"
         what = "`predict` is not one program for all batch sizes."
         fail(CALL, what, got=f"{type(error).__name__}: {said[:200]}", need=need, hint=hint)
+
+
+def no_whole_linspace(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    """Whole numbers between two are a constant (of `fr.jit`), which torch.export takes in from no decomposition."""
+    if dtype is None or dtype.is_floating_point:
+        return NotImplemented
+    what, need = "`predict` makes whole numbers by torch.linspace.", "a tensor of `params`, or torch.arange"
+    return fail(CALL, what, got=f"torch.linspace(..., dtype={dtype})", need=need, hint="put the numbers in `params`")
 
 
 def outputs_of(out: Tensor | Mapping[str, Tensor]) -> list[dict]:

@@ -183,3 +183,25 @@ def test_powers_of_two_are_those_of_eager_mode(dtype):
     for got, want in zip(fr.jit(f)(x, exponents), f(x, exponents), strict=True):
         assert got.dtype == want.dtype
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_whole_numbers_between_two_are_those_of_eager_mode():
+    """Where a processor fuses product and sum, as eager mode does there, and in every dtype."""
+    bounds = [(-3, 1, 7), (-3, 7, 7), (0, 7, 50), (4, 4, 3), (50, 1, 10), (0, 1, 1), (2, 9, 0)]
+    dtypes = (torch.int64, torch.int32, torch.int8)
+
+    def f(x):
+        return [torch.linspace(a, b, n, dtype=d) + x.to(d) for a, b, n in bounds for d in dtypes]
+
+    for found, want in zip(fr.jit(f)(torch.tensor(2)), f(torch.tensor(2)), strict=True):
+        assert torch.equal(found, want) and found.dtype == want.dtype
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 2)])
+def test_elements_are_taken_by_places_of_any_shape(shape):
+    """A place without dimensions is not read on the host; one that is not there raises."""
+    x, places = torch.arange(12.0).reshape(3, 4), torch.full(shape, -2)
+    assert torch.equal(fr.jit(torch.take)(x, places), torch.take(x, places))
+    if places.numel():
+        with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+            fr.jit(torch.take)(x, places + 14)

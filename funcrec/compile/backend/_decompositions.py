@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 
 def add_with_product(x: torch.Tensor, y: Any, *, alpha: Any = 1) -> torch.Tensor:
@@ -157,6 +159,21 @@ def of_bools(fn: Callable) -> Callable:
     return compared
 
 
+def whole_linspace(start, end, steps, *, dtype=None, layout=None, device=None, pin_memory=None):
+    """Whole numbers between two numbers as a constant. Eager mode's product and sum are rounded once where a processor
+    fuses them, and what is rounded is cut to a whole number."""
+    is_whole = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
+    if not is_whole or not isinstance(steps, int) or (device is not None and torch.device(device).type != "cpu"):
+        return NotImplemented
+    with disable_proxy_modes_tracing(), unset_fake_temporarily():
+        return torch.linspace(start, end, steps, dtype=dtype)
+
+
+def taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Elements by their places in x as one row: a place in a tensor without dimensions stays on its device."""
+    return aten.index.Tensor(x.reshape(-1), [index])
+
+
 aten = torch.ops.aten
 NARROW = {torch.int8, torch.uint8}
 COMPARISONS = {
@@ -183,6 +200,8 @@ DECOMPOSITIONS = {
     aten.pow.Scalar: power_of_number,
     aten.ldexp.Tensor: ldexp,
     aten.bmm.default: vectors_product,
+    aten.linspace.default: whole_linspace,
+    aten.take.default: taken,
     aten.var_mean.correction: moments(torch.var),
     aten.std_mean.correction: moments(torch.std),
     **{op: in_more_bits(op) for op in REDUCTIONS},

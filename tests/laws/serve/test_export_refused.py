@@ -39,6 +39,8 @@ FUNCTIONS = {
     "a branch on a size": (by_size, W, "not one program for all batch sizes"),
     "a value read": (lambda p, b: b.dense * p["w"].sum().item(), W, "the function reads a tensor's value"),
     "a draw": (lambda p, b: b.dense @ torch.rand(3), W, "draws from torch's generator"),
+    "whole numbers between two": (lambda p, b: b.dense @ torch.linspace(0, 7, 3, dtype=torch.int64).float(), W,
+        "makes whole numbers by torch.linspace"),
     "a loss": (lambda p, b: (b.dense @ p["w"]).mean(), W, "no row for each bag"),
     "a number": (lambda p, b: 3, W, "is not a tensor"),
     "a list": (lambda p, b: [b.dense @ p["w"]], W, "is not a tensor"),
