@@ -3,7 +3,7 @@
 tables', slots' = sparse.update(row_grads, slots, tables, step)
 dense', state' = dense.update(grads, state, dense, step)
 
-Each is a pair of functions, `init` and `update`; combinators take pairs and give pairs.
+Each optimizer is a pair of functions, `init` and `update`; combinators take pairs and return pairs.
 """
 
 import funcrec.core as _core

@@ -1,8 +1,8 @@
 """accumulate: one update from the gradients of several steps.
 
-    step k, 2k, ...:  update with (g₁ + ... + g_k) / k;      other steps: remember g, touch no row
+    step k, 2k, ...:  update with (g₁ + ... + g_k) / k;      other steps: store g, touch no row
 
-The gradients wait in static buffers among the slots, as entries and not as tables.
+The gradients wait in static buffers among the slots, as entries and not as whole tables.
 Shapes: k = every, C capacity, R rows, D dim.
 """
 
@@ -26,29 +26,29 @@ def accumulate(optimizer: RowOptimizer, *, every: Count, capacity: Count | Mappi
     """Sum the row gradients of `every` steps, divide by `every`, and update on the last of them.
 
     Args:
-      every: k; the update comes with the steps k - 1, 2k - 1, ... (`step` counts from 0).
-      capacity: C, the entries that a step can have, for all tables or {table: C}; an entry is an id that was looked up.
+      every: k; the update happens at steps k - 1, 2k - 1, ... (`step` counts from 0).
+      capacity: C, the most entries that a step may have, for all tables or {table: C}; an entry is one looked-up id.
 
     Returns:
       RowOptimizer. Its slots are those of `optimizer` and, for each table, pending_rows i64[k, C] and pending_grads
-      f[k, C, D]. The inner optimizer is given the number of updates, step // every, as its step: bias corrections and
-      schedules count updates.
+      f[k, C, D]. The inner optimizer's step is the number of updates, step // every: bias corrections and schedules
+      count updates.
 
     Raises:
-      ValueError: when a gradient has more entries than its table's capacity.
-      KeyError: a table without one.
-      TypeError: entries that stand for several ids (coalesced, by a `clip` to a norm around this too; of tables with
-        `dedup`) under an optimizer that may count them: how many there were does not wait with them.
+      ValueError: a gradient has more entries than its table's capacity.
+      KeyError: a table has no capacity.
+      TypeError: an entry stands for several ids, and the optimizer may count ids: their number is not stored. Such
+        entries come from a coalesced gradient, from a `clip` to a norm around this, and from tables with `dedup`.
 
-    On a mesh gradients wait with the owners of their rows, to which the entries of all ranks come, padding among them:
-      the capacity is for what one owner is sent (the first step raises with that number where it is more). Tables share
-      no bank. Of a state that is gathered, saved or laid out by another plan gradients wait in more room where the
-      entries of several owners come together; training goes on in it, to the same bits.
+    On a mesh each gradient waits with the owner of its row, which receives the entries of all ranks, with padding.
+      So the capacity is for all that one owner receives; if that is more, the first step raises with the number. Tables
+      share no bank. A state that is gathered, saved, or laid out by another plan has larger buffers where the entries
+      of several owners come together. Training continues from it, to the same bits.
 
     Law: k steps are one update with the mean of their gradients, bit for
       bit. Between updates no row or inner slot changes a bit.
 
-    Cost: each step coalesces the k · C entries of a table, whether it is the last one or not: shapes are static.
+    Cost: every step coalesces a table's k · C entries, even if it does not update: shapes are static.
 
     Example:
       >>> import torch, funcrec as fr
@@ -81,7 +81,7 @@ def accumulate(optimizer: RowOptimizer, *, every: Count, capacity: Count | Mappi
         return due(*hold(row_grads, slots, tables, step), tables, step, **kernel)
 
     def hold(row_grads, slots, tables, step, takes=None):
-        # on a mesh a gradient may have all columns of a table of which the bank has some
+        # on a mesh a gradient may have all columns of a table while the bank has some of them
         widths = {n: row_grads[n].dim if n in row_grads else None for n in tables}
         check(f"{call}.update", buffer_problems(slots, widths, every, capacity_of))
         check(f"{call}.update", size_problems(row_grads, slots))
@@ -108,7 +108,7 @@ def accumulate(optimizer: RowOptimizer, *, every: Count, capacity: Count | Mappi
         tables, inner = optimizer.update(row_grads, inner, tables, step // every, **kernel)
         return tables, {n: {**inner[n], **kept[n]} for n in tables}
 
-    # a table's own: its capacity, and the rows of its owner's part
+    # no other table shares the label: a table has its capacity, and its owner's rows
     label = lambda table: (table, optimizer.label(table))
     return optimizer._replace(init=init, update=update, label=label, waiting=(ROWS, GRADS), hold=hold, due=due)
 
@@ -120,7 +120,7 @@ def _empty(table: Tensor, every: int, capacity: int) -> dict[str, Tensor]:
 
 
 def _put(slots: dict[str, Tensor], place: Tensor, grads: RowGrads | None) -> tuple[Tensor, Tensor]:
-    """The buffers with a step's entries at `place`, padded to the capacity; no entries for None."""
+    """Return the buffers with a step's entries at `place`, padded to the capacity; None means no entries."""
     rows, held = slots[ROWS], slots[GRADS]
     new_rows, new_grads = torch.full_like(rows[:1], -1), torch.zeros_like(held[:1])
     if grads is not None:

@@ -37,7 +37,7 @@ def one_sum(hyper):
 
 
 def _shrink(length, most):
-    """f[]: what takes a length to at most `most`; its derivatives exist at length 0."""
+    """Return the factor, f[], that brings a length down to at most `most`; its derivatives exist at length 0."""
     is_long = length > most
     return torch.where(is_long, most / torch.where(is_long, length, 1), 1)
 
@@ -68,9 +68,9 @@ def rowwise_adagrad(
 
         n ← n + mean(g²);  k = lr / (√n + eps);  w ← w - k · g
 
-    With decay="l2" g is g + weight_decay · w everywhere; with "decoupled" w is first scaled by 1 - lr · weight_decay.
-    With `max_norm` a row that has become longer is then scaled back to that length. Slots: sum f[R]. The default eps is
-    FBGEMM's, 1e-8, not the 1e-10 of torch.optim.Adagrad.
+    With decay="l2", g is g + weight_decay · w everywhere; with "decoupled", w is first scaled by 1 - lr · weight_decay.
+    With `max_norm`, a longer row is then scaled back to that length. Slots: sum f[R]. The default eps is FBGEMM's,
+    1e-8, not the 1e-10 of torch.optim.Adagrad.
 
     Source: FBGEMM's EXACT_ROWWISE_ADAGRAD, weight decay modes L2 and DECOUPLE.
     """
@@ -132,7 +132,7 @@ def rowwise_adagrad_cowclip(
     Slots: sum f[R].
 
     Source: Zheng et al., "CowClip: Reducing CTR prediction model training time" (2022), alg. 1: repeats is the number
-    of ids in the batch. FBGEMM's cowclip mode has the row's decayed counter there.
+    of ids in the batch. FBGEMM's cowclip mode uses the row's decayed counter instead.
     """
 
 

@@ -2,8 +2,8 @@
 
     m ← b1 · m + (1 - b1) · g;   v ← b2 · v + (1 - b2) · g²;   u = m / (1 - b1ᵗ) / (√(v / (1 - b2ᵗ)) + eps)
 
-They are lazy, as FBGEMM's: only rows that the batch names move on, while t counts every step. Partial row-wise variants
-keep one v for each row, the running mean of mean(g²). Every rule is for one row: w, g, m, u are f[D].
+They are lazy, like FBGEMM's: only rows that the batch names move on, while t counts every step. Partial row-wise
+variants keep one v for each row, the running mean of mean(g²). Every rule is for one row: w, g, m, u are f[D].
 """
 
 import math
@@ -24,7 +24,7 @@ def by_row(hyper):
 
 
 def _direction(grad, slots, hyper):
-    """u and the new slots; the shape of `square`, f[D] or f[], says which v is meant."""
+    """Return u and the new slots; v is per element or per row, as the shape of `square`, f[D] or f[], says."""
     square = grad.square() if slots["square"].dim() else grad.square().mean()
     m = hyper.b1 * slots["mean"] + (1 - hyper.b1) * grad
     v = hyper.b2 * slots["square"] + (1 - hyper.b2) * square
@@ -34,10 +34,10 @@ def _direction(grad, slots, hyper):
 
 @formula.primitive
 def correction(b, step):
-    """1 - bᵗ; `1 - b**t` would lose half of f32's digits for b near 1 and small t."""
+    """Return 1 - bᵗ; `1 - b**t` would lose half of f32's digits for b near 1 and small t."""
     if not isinstance(b, torch.Tensor):
         return -torch.expm1(step * math.log(b)) if b > 0 else torch.ones_like(step)
-    above = torch.where(b > 0, b, 1.0)  # at 0, where 1 - b**t is exact, no derivative comes by way of the logarithm
+    above = torch.where(b > 0, b, 1.0)  # at 0, where 1 - b**t is exact, no derivative passes through the logarithm
     return torch.where(b > 0, -torch.expm1(step * above.log()), 1 - b**step)
 
 

@@ -1,10 +1,10 @@
-"""A user's rule with an operation that has no place in the kernel:
-sums, and the compiled rule on blocks of touched rows.
+"""A user's rule with an operation that the kernel lacks: gradients are summed,
+and the compiled rule runs on blocks of touched rows.
 
     for each table: rows, x = coalesce(terms);   for each block of rows: scatter(rule(gather(rows), x))
 
-On a CPU the number of touched rows may be read, so nothing is done for places that hold no row, and a block stays in
-the caches between the three steps.
+On a CPU the number of touched rows may be read, so padding costs nothing, and a block stays in the caches between the
+three steps.
 Shapes: T tables, R rows, D dim, M touched rows.
 """
 
@@ -19,7 +19,7 @@ from funcrec.compile import compile_graph
 from funcrec.kernels import library
 from funcrec.kernels.forms import Terms, accumulation_dtype
 
-BLOCK_BYTES = 1 << 19  # of one block's rows
+BLOCK_BYTES = 1 << 19  # bytes of one block's rows
 
 
 class BlockRule:
@@ -40,7 +40,7 @@ class BlockRule:
             return self.rule(*arguments)
         form = tuple((x.shape, x.dtype) for x in arguments)
         if form not in self.compiled:
-            # on a thread of its own: inside an operator torch's dispatcher is in a state in which vmap cannot be staged
+            # a separate thread: inside an operator, the state of torch's dispatcher does not let vmap be staged
             with ThreadPoolExecutor(1) as thread:
                 self.compiled[form] = thread.submit(self.compile, list(arguments)).result()
         return self.compiled[form](*arguments)
@@ -52,7 +52,7 @@ class BlockRule:
     def update_(
         self, tables, slots, terms: Terms, lr: Tensor, step: Tensor, key: Tensor | None, is_compiled: bool
     ) -> None:
-        """`ops.fused_update` with this rule, in place; slots are each table's, one table after the other."""
+        """Run `ops.fused_update` with this rule, in place; `slots` lists each table's, one table after the other."""
         each = len(slots) // max(len(tables), 1)
         for t, table in enumerate(tables):
             dtype, own = accumulation_dtype(table.dtype), slots[t * each : (t + 1) * each]
@@ -73,8 +73,8 @@ class BlockRule:
 
 
 def _only(terms: Terms, table: int) -> Terms:
-    """The terms of one table, as table 0, over views of just the ids that
-    they read: a coalesced gradient is no longer than they."""
+    """Return the terms of one table, as table 0. They view only the ids that
+    they read: a coalesced gradient has at most that many rows."""
     out = Terms(terms.d, [], [], terms.weights, [])
     for s in terms.segments:
         if s.table != table:
@@ -97,7 +97,7 @@ def next_power_of_two(n: int) -> int:
 
 
 def _block(x: Tensor, first: int, size: int) -> Tensor:
-    """x[first : first + size], past its end -1 for rows and zeros for numbers."""
+    """Return x[first : first + size]; past its end stand -1 for rows and zeros for numbers."""
     part = x[first : first + size]
     if part.shape[0] == size:
         return part
@@ -106,7 +106,7 @@ def _block(x: Tensor, first: int, size: int) -> Tensor:
 
 
 def flat(slot: Tensor) -> Tensor:
-    """A slot as a table [R, ...]."""
+    """Return a slot as a table [R, ...]."""
     return slot.flatten(1) if slot.dim() > 1 else slot[:, None]
 
 

@@ -3,8 +3,8 @@
     @builtin(rule=(row, grad, slots, hyper) -> (row, slots), slots=(hyper) -> {slot: per_element() or per_row()})
     def name(lr, *, hyper...): docstring
 
-Everything else follows: what a table's columns see of one another, what
-kernels know them by, the C++ and Triton of the rule (`write`).
+The rest is derived from these: `is_elementwise` and `is_gradient_wise`,
+the kernels' hyper-parameters, and the rule's C++ and Triton (`write`).
 """
 
 import functools
@@ -26,7 +26,7 @@ P = ParamSpec("P")
 
 
 class Slot(NamedTuple):
-    """f[R, D], or f[R] where it is not wide, and what it begins at."""
+    """A slot f[R, D], or f[R] if it is not wide, and its first value."""
 
     is_wide: bool
     first: float = 0.0
@@ -36,9 +36,9 @@ per_element, per_row = functools.partial(Slot, True), functools.partial(Slot, Fa
 
 
 class Builtin(NamedTuple):
-    """All there is of a built-in optimizer: `python -m funcrec.optim.write` writes what kernels know of it from these.
+    """All facts of a built-in optimizer: `python -m funcrec.optim.write` writes the kernels' part from these.
 
-    declare: the public function, for its signature; it does nothing. slots: (hyper) -> {name: Slot}.
+    declare: the public function; its name, signature and docstring are read. slots: (hyper) -> {name: Slot}.
     """
 
     declare: Callable[..., Any]
@@ -50,10 +50,10 @@ BUILTIN: dict[str, Builtin] = {}
 
 
 def builtin(*, rule: Callable, slots: Callable) -> Callable[[Callable[P, RowOptimizer]], Callable[P, RowOptimizer]]:
-    """Decorator of a function without a body, whose arguments are lr
-    and hyper-parameters: it makes the optimizer of that rule.
+    """Decorate a function without a body, whose arguments are lr and hyper-parameters:
+    the result makes the optimizer of that rule.
 
-    Before its kernels are written and built, and where a hyper-parameter is a tensor, the rule runs as a user's.
+    The rule runs as a user's until its kernels are written and built, and if a hyper-parameter is a tensor.
     """
 
     def decorate(declare: Callable[P, RowOptimizer]) -> Callable[P, RowOptimizer]:
@@ -63,7 +63,7 @@ def builtin(*, rule: Callable, slots: Callable) -> Callable[[Callable[P, RowOpti
         @functools.wraps(declare)
         def make(*args: P.args, **kwargs: P.kwargs) -> RowOptimizer:
             try:
-                declare(*args, **kwargs)  # which arguments are missing, or too many
+                declare(*args, **kwargs)  # raises if arguments are missing, or too many
             except TypeError as error:
                 raise signature_error(declare, error) or error from None
             return build_builtin(own, *args, **kwargs)
@@ -74,7 +74,7 @@ def builtin(*, rule: Callable, slots: Callable) -> Callable[[Callable[P, RowOpti
 
 
 def arguments_of(own: Builtin, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """The learning rate and the hyper-parameters of a call."""
+    """Return the learning rate and the hyper-parameters of a call."""
     given = inspect.signature(own.declare).bind(*args, **kwargs)
     given.apply_defaults()
     return given.arguments["lr"], {k: x for k, x in given.arguments.items() if k != "lr"}
@@ -91,13 +91,13 @@ def build_builtin(own: Builtin, *args: Any, **kwargs: Any) -> RowOptimizer:
 
 
 def slot_of(table: Tensor, is_wide: bool, first: float) -> Tensor:
-    """In the dtype that rules compute in."""
+    """Return a table's slot, in the dtype that rules compute in."""
     shape = tuple(table.shape) if is_wide else (table.shape[0],)
     return full_table(shape, first, dtype=ops.accumulation_dtype(table.dtype), device=table.device)
 
 
 def kernel_of(name: str, rule: Callable, slots: Mapping[str, Slot], hyper: Mapping[str, Any]) -> Kernel | None:
-    """The fused form; none if the rule has what no formula has. A tensor is a number of any value."""
+    """Return the fused form, or None if the rule has an operation that no formula has. A tensor is any number."""
     plain = lambda x: (
         formula.Named() if isinstance(x, Tensor) else float(x) if type(x) not in (bool, str, NoneType) else x
     )

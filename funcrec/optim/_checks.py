@@ -1,6 +1,6 @@
 """Validators of row optimizers: hyper-parameters, rules, and the arguments of an update.
 
-Each yields a Problem for everything that does not fit, from structure and shapes alone.
+Each yields a Problem for everything that does not fit; it reads structure and shapes only.
 """
 
 from collections import namedtuple
@@ -28,19 +28,19 @@ _OF = {
     Literal["l2", "decoupled"]: "decay",
 }
 _KINDS = {"lr": kind_of(Rate)} | {name: kind_of(hint) for hint, names in _OF.items() for name in names.split()}
-_MADE = kind_of(FiniteRate | Scalar)  # what a function of the step gives
+_MADE = kind_of(FiniteRate | Scalar)  # what lr(step) may return
 
 
 def choices_of(name: str) -> tuple[str, ...]:
-    """The names that a hyper-parameter may be, in the order of the numbers that kernels know them by."""
+    """Return the names that a hyper-parameter may be; kernels know each by its place in this list."""
     return next(get_args(hint) for hint, names in _OF.items() if get_origin(hint) is Literal and name in names.split())
 
 
 def hyper_problems(
     lr: object, hyper: Mapping[str, Any], hints: Mapping[str, Any] = MappingProxyType({})
 ) -> Iterator[Problem]:
-    """Numbers, or tensors of one number each, in their ranges; what a tensor holds
-    is not read. hints: of names that the field has not."""
+    """Check numbers, and tensors of one number each, against their ranges; a tensor's value
+    is not read. hints: annotations of names that are not in the table above."""
     if hasattr(lr, "get_last_lr"):
         what, need = "`lr` is a scheduler of torch.optim, which keeps a count of its own.", "a function of the step"
         hint = "lr=lambda step: 0.01 * 0.5 ** (step / 1000), or fr.optim.schedule([fr.optim.Stage(...)], lr=0.01)"
@@ -57,7 +57,7 @@ def hyper_problems(
 
 
 def rate_at(call: str, lr: Any, step: Tensor) -> float | Tensor:
-    """The learning rate of a step."""
+    """Return the learning rate of a step."""
     if not callable(lr):
         return lr
     rate = lr(step)
@@ -86,7 +86,7 @@ def tables_problems(tables: object) -> Iterator[Problem]:
 
 
 def made_problems(made: object, table: Tensor) -> Iterator[Problem]:
-    """What a user's `init` made."""
+    """Check what a user's `init` returned."""
     if not isinstance(made, Mapping):
         yield Problem("`init` made no slots.", describe(made), "{slot: Tensor}, {} for none", kind=TypeError)
         return
@@ -97,21 +97,21 @@ def made_problems(made: object, table: Tensor) -> Iterator[Problem]:
 
 
 def hyper_type(call: str, own: tuple[str, ...]) -> type:
-    """Of what a rule gets as `hyper`; a name that it has not is refused by name."""
+    """Return the type of a rule's `hyper`; a name that it lacks raises an error."""
     made = namedtuple("Hyper", ("lr", "step", "repeats", *own))
     made.__getattr__ = partialmethod(refuse_name, call)
     return made
 
 
 def refuse_name(hyper: Any, call: str, name: str) -> None:
-    """What a rule asks of `hyper` that it has not."""
+    """Raise for a name that a rule reads from `hyper` and `hyper` lacks."""
     hint = f"hyper.{nearest(name, hyper._fields)}; others are given by name: row_optimizer(..., {name}=0.1)"
     problem = Problem(f"`hyper` has no {name!r}.", f"hyper.{name}", f"one of {list(hyper._fields)}", hint)
     raise AttributeError(message(call, [problem]))
 
 
 def outcome_problems(out: object, written: Sequence[Tensor]) -> Iterator[Problem]:
-    """What a rule gave, and what it wrote to."""
+    """Check what a rule returned, and that it wrote to no tensor that it closes over."""
     if not isinstance(out, tuple | list) or len(out) != 2:
         need = "(row f[D], slots {slot: f[...]})"
         yield Problem(
@@ -138,7 +138,7 @@ def rule_result_problems(row: object, slots: object, old_row: Tensor, old_slots:
 def check_update(
     call: str, row_grads, slots, tables, step, slot_shapes: Callable | None = None, is_gradient_wise: bool = True
 ) -> None:  # fmt: skip
-    """The arguments of an update; with `slot_shapes` also the structure of each table's slots."""
+    """Check the arguments of an update; with `slot_shapes` also the structure of each table's slots."""
     check(call, tables_problems(tables))
     check(
         call,

@@ -1,8 +1,8 @@
-"""Row optimizers made of row optimizers: by table, clipped, with frozen tables, with stochastic rounding.
+"""Row optimizers made from row optimizers: by table, clipped, with frozen tables, with stochastic rounding.
 
     by_table({a: f}, default=g)  =  f on table a, g on the others        clip(f)(g) = f(min(1, c / ‖g‖) · g)
 
-Each keeps the contract of RowOptimizer, so they nest.
+Each result keeps the contract of RowOptimizer, so combinators nest.
 """
 
 import functools
@@ -18,13 +18,13 @@ from funcrec.tables import clip_by_global_norm
 
 @remade
 def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | None = None) -> RowOptimizer:
-    """A row optimizer for each table, `default` for those that are not named.
+    """Combine row optimizers, one for each table; `default` updates the tables that are not named.
 
     Raises:
-      KeyError: when a name is no table.
-      ValueError: when a table is not named and there is no default.
+      KeyError: a name is not a table's.
+      ValueError: a table is not named and there is no default.
 
-    Law: the tables of one optimizer are updated as that optimizer alone would update them.
+    Law: each optimizer updates its tables as it would alone.
 
     Example:
       >>> import torch, funcrec as fr
@@ -41,7 +41,7 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
     check_optimizer(call, *named, *([("default", default)] if default is not None else []))
 
     def split(tables: Mapping) -> Iterator[tuple[RowOptimizer, list[str]]]:
-        """Each optimizer with its tables; the default's stay together, so that a `clip` in it sees them all."""
+        """Yield each optimizer with its tables; the default gets its tables together, so that a `clip` sees all."""
         yield from ((opt, [n]) for n, opt in optimizers.items())
         rest = [n for n in tables if n not in optimizers]
         if rest:
@@ -98,7 +98,7 @@ def by_table(optimizers: Mapping[str, RowOptimizer], *, default: RowOptimizer | 
 def clip(optimizer: RowOptimizer, *, max_norm: float | None = None, max_value: float | None = None) -> RowOptimizer:
     """Clip the gradients first: each element to [-max_value, max_value], then all by one factor to the norm `max_norm`.
 
-    The norm is that of all tables' gradients in the update together; an element is that of the sum over a row's ids.
+    The norm is over the gradients of all tables in the update. An element is one of the sum over a row's ids.
 
     Example:
       >>> import torch, funcrec as fr
@@ -125,7 +125,7 @@ def clip(optimizer: RowOptimizer, *, max_norm: float | None = None, max_value: f
         return of(row_grads, slots, tables, step, **kernel)
 
     update = functools.partial(clipped, optimizer.update)
-    hold = functools.partial(clipped, optimizer.hold) if optimizer.waiting else None  # what is due is clipped then
+    hold = functools.partial(clipped, optimizer.hold) if optimizer.waiting else None  # clips before gradients wait
     return optimizer._replace(update=update, hold=hold, is_joint=optimizer.is_joint or max_norm is not None)
 
 
@@ -169,15 +169,15 @@ def freeze(optimizer: RowOptimizer, *, tables: Sequence[str]) -> RowOptimizer:
 
 @remade
 def stochastic_rounding(optimizer: RowOptimizer, *, key: Tensor) -> RowOptimizer:
-    """`optimizer`, with rows of f16 and bf16 tables rounded stochastically
-    when they are written; other tables as before.
+    """Round the rows of f16 and bf16 tables stochastically when `optimizer` writes them;
+    other tables as before.
 
     Args:
-      key: i64[], of which each step folds in its number.
+      key: i64[]; each step folds in its number.
 
-    Law: the mean of a rounded value over keys is the value; a value that the dtype holds is never changed; NaN and
-    infinities stay. f16 values below 2⁻¹⁴ in size are rounded to nearest. The bits depend on the key, the step, and the
-    element's table, row and column alone: under every plan they are one process's.
+    Law: the mean of a rounded value over keys is the value. A value that the dtype holds is never changed; NaN and
+    infinities stay. f16 values below 2⁻¹⁴ in size are rounded to nearest. The bits depend only on the key, the step,
+    and the element's table, row and column: every plan gives the bits of one process.
 
     Example:
       >>> import torch, funcrec as fr
@@ -202,7 +202,7 @@ def stochastic_rounding(optimizer: RowOptimizer, *, key: Tensor) -> RowOptimizer
 
 
 def due_of(optimizer: RowOptimizer) -> Callable:
-    """What updates with the gradients that are due."""
+    """Return the function that updates with the gradients that are due."""
     return optimizer.due if optimizer.waiting else optimizer.update
 
 

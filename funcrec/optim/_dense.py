@@ -3,7 +3,7 @@
     dense', state' = update(grads, state, dense, step)
 
 An update constructs the class on clones, sets gradients and state, calls `step`, and reads the clones.
-It is run as under torch.compile, where step counters and learning rates stay tensors, so the same code runs eagerly and
+It runs as under torch.compile, where step counters and learning rates stay tensors. So the same code runs eagerly and
 while it is staged, without a host read.
 """
 
@@ -49,11 +49,11 @@ State = Any  # shaped as the parameters, with {name: Tensor} in the place of eac
 
 @typed_fields
 class DenseOptimizer(NamedTuple):
-    """A pair of functions that trains a tree of float tensors: dict, list, `fr.pytree` value, tensor, or an empty one.
+    """A pair of functions that trains a tree of float tensors: dict, list, `fr.pytree` value, tensor or empty tree.
 
     init: (params) -> state, a tree shaped as `params` with a dict of tensors at each leaf.
-    update: (grads, state, params, step) -> (params, state), leaf by leaf of grads, params f[...]; `step`, int or i64[],
-      counts the steps taken before.
+    update: (grads, state, params, step) -> (params, state), leaf by leaf, for grads, params f[...]. `step`, int or
+      i64[], is the number of steps taken before.
 
     Law: `update` writes to no argument, and keeps structure, shapes and dtypes.
     """
@@ -67,7 +67,7 @@ class DenseOptimizer(NamedTuple):
 
 @remade
 def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
-    """A torch.optim class as a pure function.
+    """Return a torch.optim class as a pure function.
 
     Args:
       cls: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, RMSprop, Rprop, ASGD, Muon (matrices only), or a
@@ -75,13 +75,13 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
       hyper: its keyword arguments. `lr` may also be a tensor f[] or a function of the step, such as `schedule`.
 
     Raises:
-      TypeError: a class that cannot be run so (LBFGS wants a closure, SparseAdam sparse tensors, Adafactor reads its
-        counter). Besides, what the class raises for its hyper-parameters; the update names what does not fit.
+      TypeError: a class that cannot run so (LBFGS needs a closure, SparseAdam sparse tensors, Adafactor reads its
+        counter). The class's own errors for its hyper-parameters; the update names what does not fit.
 
     Law: k updates are k steps of the class, up to rounding: counters and bias corrections are in f64. Staged and eager
-    updates give the same bits; compiled ones may round once more where eager torch fuses a product and a sum. SGD,
-    Adam, AdamW, Adagrad and RMSprop are differentiable with respect to parameters, gradients, state and lr, of any
-    order and mode; any other class raises a TypeError when one of these is tracked (requires grad, or of torch.func).
+    updates give the same bits. Compiled ones may round once more where eager torch fuses a product and a sum. SGD,
+    Adam, AdamW, Adagrad and RMSprop have derivatives by parameters, gradients, state and lr, of any order and mode. Any
+    other class raises a TypeError if one of these is tracked (requires grad, or is followed by torch.func).
 
     Example:
       >>> import torch, funcrec as fr
@@ -128,7 +128,7 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
         is_apart = cls in DIFFERENTIABLE and isinstance(rate, Tensor) and is_transformed(rate)
         if is_transforming():
             leaves, held = _alike(leaves, own_grads, held, counters, 0.0 if is_apart else rate)
-        clones = _with_grads(leaves, own_grads, tracked)  # torch 2.14's Dynamo sets none in a mode
+        clones = _with_grads(leaves, own_grads, tracked)  # torch 2.14's Dynamo sets no gradient inside a mode
         with _tensor_scalars(tracked):
             opt = _make(cls, fixed, clones, tracked)
             for p, mine in zip(clones, held, strict=True):
@@ -137,7 +137,7 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
             group = opt.param_groups[0]
             if _varies(lr):
                 group["lr"] = 1.0 if is_apart else rate
-            if group.get("dampening"):  # SGD's first step does not damp
+            if group.get("dampening"):  # SGD does not damp its first step
                 group["dampening"] = group["dampening"] * (taken > 0).to(torch.float64)
             _unhooked_step(cls)(opt)
             states = [dict(opt.state[p]) if p in opt.state else {} for p in clones]
@@ -153,8 +153,8 @@ def dense(cls: type[torch.optim.Optimizer], **hyper: Any) -> DenseOptimizer:
 def _alike(
     leaves: list[Tensor], grads: list[Tensor], held: list[dict], counters: Sequence[str], rate: Any
 ) -> tuple[list[Tensor], list[dict]]:
-    """Parameters and states with a member for each of a batch that their gradients or the rate have: what is written in
-    place cannot grow one."""
+    """Give parameters and states every batch dimension of their gradients or of the rate: a tensor that is written in
+    place cannot gain one."""
     rates = [rate] if isinstance(rate, Tensor) else []
     new_leaves, states = [], []
     for p, g, mine in zip(leaves, grads, held, strict=True):
@@ -165,20 +165,20 @@ def _alike(
 
 
 def _as_batched(x: Tensor, *others: Tensor) -> Tensor:
-    """x, with the batches of the others."""
+    """Return x with the batch dimensions of the others."""
     for other in others:
         x = torch.where(torch.ones_like(other, dtype=torch.bool), x, other.to(x.dtype))
     return x
 
 
 def _scaled(new: Tensor, old: Tensor, rate: Tensor) -> Tensor:
-    """A step at this rate, from the step at rate 1: those of DIFFERENTIABLE
-    are affine in it, and their states do not know it."""
+    """Return the step at this rate, from the step at rate 1. The classes in DIFFERENTIABLE
+    are affine in the rate, and their states do not depend on it."""
     return old + rate.to(old.dtype) * (new - old)
 
 
 def _mended(new: Tensor, old: Tensor, grad: Tensor, rate: Any) -> Tensor:
-    """At a rate of 0 torch's Adam, as it is written for graphs, divides 0 by 0 where a gradient is 0."""
+    """Undo NaN at rate 0: torch's Adam, as it is written for graphs, divides 0 by 0 where a gradient is 0."""
     still = torch.as_tensor(rate, device=old.device) == 0
     return torch.where(still & new.isnan() & grad.isfinite(), old, new)
 
@@ -188,7 +188,7 @@ def _copy(x: Tensor, tracked: bool) -> Tensor:
 
 
 def _with_grads(leaves: list[Tensor], grads: list[Tensor], tracked: bool = False) -> list[Tensor]:
-    """Clones of the leaves, their gradients set; tracked: such as derivatives pass through."""
+    """Return clones of the leaves with their gradients set; derivatives pass through them if `tracked`."""
     clones = [_copy(p, tracked) for p in leaves]
     for p, g in zip(clones, grads, strict=True):
         p.grad = (g if tracked else g.detach()).to(p.dtype)
@@ -196,7 +196,7 @@ def _with_grads(leaves: list[Tensor], grads: list[Tensor], tracked: bool = False
 
 
 def _make(cls, hyper: dict, clones: list[Tensor], tracked: bool = False) -> torch.optim.Optimizer:
-    """The class on these, one tensor at a time."""
+    """Construct the class on these clones; it updates one tensor at a time."""
     opt = cls(clones, **hyper, **({"differentiable": True} if tracked else {}))
     group = opt.param_groups[0]
     group.update({k: v for k, v in {"foreach": False, "fused": False, "capturable": True}.items() if k in group})
@@ -206,9 +206,9 @@ def _make(cls, hyper: dict, clones: list[Tensor], tracked: bool = False) -> torc
 def _first_state(
     cls, hyper: dict, leaves: list[Tensor], counters: Sequence[str], rate: float | None
 ) -> list[dict[str, Tensor]]:
-    """What the class would make at its first step: torch.optim makes state lazily, in `_init_group`.
+    """Return the state that the class would make at its first step: torch.optim makes it lazily, in `_init_group`.
 
-    `counters` are the names of those scalars that belong to no element: they are kept in f64.
+    `counters` names the scalars that belong to no element: they are kept in f64.
     """
     if not leaves:
         return []
@@ -222,14 +222,14 @@ def _first_state(
     for p in clones:
         state = dict(opt.state[p]) if p in opt.state else {}
         if cls is torch.optim.SGD and group["momentum"]:
-            state["momentum_buffer"] = torch.zeros_like(p)  # momentum · 0 + g is what SGD's missing buffer means
+            state["momentum_buffer"] = torch.zeros_like(p)  # a missing buffer means m = g, which is momentum · 0 + g
         states.append({k: s.to(p.device, torch.float64) if k in counters else s for k, s in state.items()})
     return states
 
 
 def _keeps_rate(cls, hyper: dict, counters: Sequence[str]) -> bool:
-    """Whether the first state holds the learning rate."""
-    with _disable_current_modes():  # values are compared, also of an optimizer that a staged function makes
+    """Return whether the first state holds the learning rate."""
+    with _disable_current_modes():  # values are compared, even if a staged function makes the optimizer
         (a,), (b,) = (_first_state(cls, hyper, [torch.ones(1, 1)], counters, rate) for rate in (1.0, 2.0))
         return not all(torch.equal(a[k], b[k]) for k in a)
 
@@ -239,15 +239,15 @@ def _varies(lr: object) -> bool:
 
 
 def _unhooked_step(cls: type) -> Callable:
-    """`cls.step` without the profiler's hook that Optimizer's constructor wraps around it."""
+    """Return `cls.step` without the profiler's hook that Optimizer's constructor wraps around it."""
     step = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 class _TensorScalars(TorchFunctionMode):
-    """`alpha` and `value` of add, addcmul and addcdiv may be tensors; `out=` is a copy, which vmap knows.
+    """Lets `alpha` and `value` of add, addcmul and addcdiv be tensors, and makes `out=` a copy, which vmap supports.
 
-    tracked: a square root has derivative 0 at 0: what it divides there is 0, too, and torch's own would make it 0 · ∞.
+    tracked: the square root gets derivative 0 at 0. Its dividend is 0 there too, and torch's derivative gives 0 · ∞.
     """
 
     def __init__(self, tracked: bool):
@@ -285,7 +285,7 @@ def _tensor_scalars(tracked: bool = False) -> Iterator[None]:
 
 
 class _Running:
-    """The threads that run an optimizer, and torch's flag as the first of them found it."""
+    """The threads that run an optimizer, and the value of torch's flag before the first of them began."""
 
     threads: set[int] = set()
     before = False
@@ -293,7 +293,7 @@ class _Running:
 
 
 def _run_as_compiled(begins: bool) -> None:
-    """torch's flag is the process's: the first thread that runs an optimizer sets it, the last one puts it back."""
+    """Set or restore torch's flag for all threads: the first to run an optimizer sets it, the last restores it."""
     if torch.compiler.is_dynamo_compiling():
         return
     with _Running.lock:
@@ -307,10 +307,10 @@ def _run_as_compiled(begins: bool) -> None:
 
 
 def hyper_problems(cls: type, hyper: dict) -> Iterator[Problem]:
-    """What the class itself says to its hyper-parameters."""
+    """Report what the class raises for its hyper-parameters."""
     try:
         _first_state(cls, hyper, [torch.zeros(1, 1)], (), None)
-    except Exception as error:  # whatever a class raises
+    except Exception as error:  # a class may raise anything
         got = ", ".join(f"{k}={describe(v) if isinstance(v, Tensor) else repr(v)}" for k, v in hyper.items())
         what, need = f"torch.optim.{cls.__name__} does not take these hyper-parameters.", str(error).splitlines()[0]
         hint = f"what torch.optim.{cls.__name__}([torch.zeros(1)], ...) takes"
@@ -348,7 +348,7 @@ def rate_problems(cls: type, rate: Any) -> Iterator[Problem]:
 
 
 def derivative_problems(cls: type, fixed: Mapping[str, Any]) -> Iterator[Problem]:
-    """What is wrong with a tracked update."""
+    """Report why a tracked update has no derivative."""
     names = ", ".join(c.__name__ for c in DIFFERENTIABLE)
     if cls not in DIFFERENTIABLE:
         hint = f"one of {names}; or detach what goes in, if no derivative of the update is meant"

@@ -1,4 +1,4 @@
-"""The fused form of a rule: which kernel has it, when it takes a call, and what is known of the rule by its formula."""
+"""The fused form of a rule: its kernel, the calls that fit the kernel, and the facts that the rule's formula tells."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,13 +14,13 @@ class Kernel(NamedTuple):
     """The fused form of a rule."""
 
     name: str
-    form: ops.Rule | None  # None before it is written
+    form: ops.Rule | None  # None until the kernel is written
     is_elementwise: bool
     is_gradient_wise: bool
 
     def fits(self, hyper: Mapping[str, Any], grads: Mapping[str, RowGrads]) -> bool:
-        """Kernels take numbers, and count entries: neither tensors
-        among `hyper`, nor entries that stand for several ids."""
+        """Return whether the kernel fits the call: `hyper` has no tensors,
+        and, if the rule counts entries, each entry stands for one id."""
         if self.form is None or any(isinstance(x, Tensor) for x in hyper.values()):
             return False
         return not (self.form.counts_entries and any(g.has_repeats for g in grads.values()))
@@ -30,13 +30,13 @@ class Kernel(NamedTuple):
 
 
 def numbers_of(form: ops.Rule, hyper: Mapping[str, Any]) -> list[float]:
-    """Hyper-parameters as a kernel takes them: names by their place, None and False as 0."""
+    """Return hyper-parameters as a kernel takes them: a name as its index, None and False as 0."""
     as_number = lambda k, x: float(choices_of(k).index(x) if isinstance(x, str) else x or 0)
     return [as_number(name, hyper[name]) for name in form.hyper]
 
 
 def facts_of(kernel: Kernel | None) -> dict[str, bool]:
-    """Fields of RowOptimizer; of a rule that nobody has looked into what is safe: it may do anything."""
+    """Return fields of RowOptimizer. A rule without a formula may do anything, so its fields are the safe ones."""
     if kernel is None:
         return {"is_elementwise": False, "is_gradient_wise": False, "counts_entries": True}
     counts = kernel.form is None or kernel.form.counts_entries

@@ -1,10 +1,10 @@
-"""Stochastic rounding of 16-bit tables: a new row is rounded up or down at random, and right on average.
+"""Stochastic rounding of 16-bit tables: a new row is rounded up or down at random, and is right on average.
 
     P(round up) = (x - below) / (above - below)
 
-Small updates, which rounding to nearest would lose, then add up. The bits depend on the key, the table's name, the row
-and the column alone: the same on every device, mesh and thread count, and under every plan. What an optimizer is shown
-as `RowGrads.origin` says which tables the rows of a table on a mesh come from.
+Small updates, which rounding to nearest would lose, then add up. The bits depend only on the key, the table's name,
+the row and the column. They are the same on every device, mesh and thread count, and under every plan. On a mesh,
+`RowGrads.origin` tells an optimizer from which tables a table's rows come.
 Shapes: M rows, D dim, T tables, S segments of rows.
 """
 
@@ -17,11 +17,11 @@ from funcrec.core import is_tracked, random
 from funcrec.kernels.reference_jagged import place_among
 from funcrec.tables import BEHIND, PER_WORD, RowGrads, origin_of
 
-F16_DROPPED = 0x1FFF  # the bits of f32's fraction that f16 has not
+F16_DROPPED = 0x1FFF  # the bits of f32's fraction that f16 lacks
 
 
 def draws_of(key: Tensor, grads: Mapping[str, RowGrads], tables: Mapping[str, Tensor]) -> Tensor:
-    """i64[T, S + 1, 4]: where the random bits of each table's rows come from, as `ops.fused_update` takes it."""
+    """Return where each table's rows take their random bits from, i64[T, S + 1, 4], as `ops.fused_update` takes it."""
     own = {n: g.origin for n, g in grads.items()}
     most = max(1 if x is None else x.shape[0] - 1 for x in own.values())
     made = torch.tensor(
@@ -35,10 +35,10 @@ def draws_of(key: Tensor, grads: Mapping[str, RowGrads], tables: Mapping[str, Te
 
 
 def round_stochastic(x: Tensor, dtype: torch.dtype, rows: Tensor, draws: Tensor) -> Tensor:
-    """f32[M, D] whose values `dtype` holds (for f32 and f64: x
-    itself); row i draws the bits of row rows[i]. draws: of the table, of `draws_of`.
+    """Return f32[M, D] with values that `dtype` holds (f32 and f64: x itself). Row i takes the random
+    bits of row rows[i]; `draws` is the table's entry in `draws_of`.
 
-    Its derivative is 1, as torch has it for a cast: that of the mean over keys, which is x.
+    Its derivative is 1, as torch defines it for a cast: the mean over keys is x.
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return x
@@ -54,10 +54,10 @@ def round_stochastic(x: Tensor, dtype: torch.dtype, rows: Tensor, draws: Tensor)
 
 
 def row_bits(draws: Tensor, rows: Tensor, dim: int) -> Tensor:
-    """i32[M, D]: 16 random bits for each element of the rows: (h >> 16 · (c mod
-    4)) mod 2¹⁶, c the column and the phase, h the (r · words + c // 4)-th of the key."""
+    """Return i32[M, D]: 16 random bits for each element of the rows, (h >> 16 · (c mod 4)) mod 2¹⁶.
+    c is the column plus the phase, and h is number r · words + c // 4 of the key's random words."""
     rows = rows.to(torch.int64)
-    if draws.shape[0] == 2:  # one segment: all rows are of it
+    if draws.shape[0] == 2:  # one segment: it has all rows
         own = draws[:1]
     else:
         own = draws[(place_among(draws[:, 1].contiguous(), rows.contiguous()) - 1).clamp(min=0)]

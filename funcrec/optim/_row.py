@@ -3,8 +3,8 @@
     (row', slots') = rule(row, grad, slots, hyper)
     for every row in the coalesced gradient; all others keep their bits
 
-A rule sees one row in f32 (f64 for f64 tables) and is mapped over the touched rows by `torch.func.vmap`; the result is
-rounded once, when it is written. Built-in optimizers and a user's own are made by the same function.
+A rule computes on one row, in f32 (f64 for f64 tables). `torch.func.vmap` maps it over the touched rows, and the result
+is rounded once, when it is written. The same function makes the built-in optimizers and a user's.
 Shapes: R rows, D dim, M touched rows (a capacity: entries past `count` are padding).
 """
 
@@ -64,28 +64,29 @@ class RowOptimizer(NamedTuple):
     init: (tables) -> slots, {table: {slot: Tensor}}; f32, or f64 for f64 tables; [R] or [R, D].
     update: (row_grads, slots, tables, step, *, implementation=None, key=None) -> (tables, slots).
       `tables` is {table: f[R, D]}, `row_grads` {table: RowGrads}; `step`, int or i64[], is the number of steps taken
-      before this one. A table without a gradient comes back as the same tensor. `implementation` is of
-      `funcrec.kernels`, None for the device's own; `key` rounds 16-bit tables stochastically (`stochastic_rounding`),
-      None to nearest.
-      Derivatives: an update with a tracked input (requires grad, or of torch.func: gradients, slots, tables, lr, a
-      tensor among the hyper-parameters or one that the rule reads) is differentiated with respect to it, of any order
-      and in any mode, by running the rule in plain torch ("reference"). With another implementation, by argument or
-      `ops.using`, it raises a TypeError before any work.
+      before this one. A table without a gradient comes back as the same tensor. `implementation` names one of
+      `funcrec.kernels`; None takes the device's default. `key` rounds 16-bit tables stochastically
+      (`stochastic_rounding`); None rounds them to nearest.
+      Derivatives: any input may be tracked (requires grad, or followed by torch.func): gradients, slots, tables, lr, a
+      tensor among the hyper-parameters, or one that the rule reads. The rule then runs in plain torch ("reference"),
+      and the update is differentiated to any order and in any mode. If another implementation was chosen, by argument
+      or by `ops.using`, the update raises a TypeError before any work.
 
-    label: (table) -> a hashable; tables of one label are updated alike, so that sharded ones may lie in one tensor.
-    is_elementwise: whether an element's new value follows from that element of row, gradient and slots alone, so that
-      columns of a row may be updated apart.
-    is_joint: whether one table's gradient acts on another table, as under a norm of all.
-    is_gradient_wise: whether an element's new value follows from that element of row and slots, the slots with one
-      number per row, and the row's gradient, so that columns of a row may be updated
-      apart where that is known as a whole (`RowGrads.first`).
-    waiting: slots that are no row's, but hold gradients for a later step (`accumulate`); integers are their rows.
-    hold, due: the two halves of an `update` of such, (row_grads, slots, tables, step) -> (the gradients that are due
-      now, slots) and then (these, slots, tables, step) -> (tables, slots), so that on a mesh gradients wait where they
-      came to; `takes`, b[], of `hold` is whether the step counts at all. None for an update that holds nothing.
-    counts_entries: whether a row may be changed otherwise for another number of entries of the same sum.
+    label: (table) -> a hashable; tables with equal labels are updated alike, so sharded ones may share one tensor.
+    is_elementwise: whether an element's new value depends only on that element of row, gradient and slots. Columns of
+      a row may then be updated separately.
+    is_joint: whether one table's gradient acts on another table, as a norm over all tables does.
+    is_gradient_wise: whether an element's new value depends only on that element of row and slots, on slots with one
+      number per row, and on the row's whole gradient. Columns of a row may then be updated separately if the whole
+      gradient is known (`RowGrads.first`).
+    waiting: names of slots that belong to no row: they hold gradients for a later step (`accumulate`), and rows if
+      they are integers.
+    hold, due: the two halves of an `update` with such slots. hold: (row_grads, slots, tables, step) -> (the gradients
+      that are due now, slots). due: (these, slots, tables, step) -> (tables, slots). So on a mesh gradients wait on
+      the rank that received them. hold's `takes`, b[], says whether the step counts at all. None without such slots.
+    counts_entries: whether a row's update may depend on how many entries its gradient sums.
 
-    Law: `update` writes to no argument; rows and slots that no entry names keep every bit; a row that is named with a
+    Law: `update` writes to no argument. Rows and slots that no entry names keep every bit. A row that is named with a
     zero gradient is touched (a lazy Adam moves it on).
 
     Cost: reads and writes M · (D + the elements of a row's slots).
@@ -127,33 +128,33 @@ def row_optimizer(
     name: str = "row_optimizer",
     **hyper: Any,
 ) -> RowOptimizer:
-    """An optimizer from a rule for one row.
+    """Make an optimizer from a rule for one row.
 
     Args:
-      init: (table f[R, D]) -> {slot: f[R, ...]}; it must work on the meta device, so it reads no value on the host.
+      init: (table f[R, D]) -> {slot: f[R, ...]}. It must work on the meta device, so it reads no value on the host.
       rule: (row f[D], grad f[D], {slot: f[...]}, hyper) -> (row, slots), without host reads. `grad` is the sum over all
-        ids of the batch that name the row; `hyper` is a NamedTuple of `lr` (f[]), `step` (f[], 1 at the first update),
-        `repeats` (f[], how many entries were summed into the row) and the optimizer's own `hyper`.
-      lr: a number, a tensor f[], or a function of the step (i64[],
-        0 at the first update) that gives one, such as `schedule`.
-      name: what errors call it.
-      hyper: the optimizer's own numbers. Those with a name of the field's (b1, b2, eps, weight_decay, decay, momentum,
-        eta, max_norm, initial_accumulator) are checked: numbers in their
-        range, or tensors f[] (under vmap, one for each member).
+        ids of the batch that name the row. `hyper` is a NamedTuple of `lr` (f[]), `step` (f[], 1 at the first update),
+        `repeats` (f[], how many entries were summed into the row) and the hyper-parameters below.
+      lr: a number, a tensor f[], or a function from the step (i64[],
+        0 at the first update) to one of these, such as `schedule`.
+      name: the optimizer's name in errors.
+      hyper: the optimizer's further numbers. Those with a usual name (b1, b2, eps, weight_decay, decay, momentum, eta,
+        max_norm, initial_accumulator) are checked: each is a number in its range, or a tensor f[] (under vmap, one for
+        each member).
 
     On a CPU the rule becomes C++ inside the kernel of the built-in optimizers, once for each dim, dtype and shape of
-    slots: eager and compiled updates then give the same bits. In it may stand arithmetic, comparisons, `where`,
-    `clamp`, powers, the elementary functions, sums, means, products, extremes and norms over the whole row, slices,
-    `cat`, `stack`, `flip` and reshapes, casts among f32, f64 and integers, and whatever it closes over: every eager
-    update reads that again (the C++ is made again for another number or branch, not for another tensor), a program that
-    `fr.jit` compiled reads the values of the tensors that it was compiled with. A rule with any other operation (sort,
-    cumsum, a matrix product, a number read on the host), or with more than eight slots, runs on blocks of rows in two
-    to four times the time, and a warning says why.
+    slots: eager and compiled updates then give the same bits. The rule may use arithmetic, comparisons, `where`,
+    `clamp`, powers, the elementary functions, and casts among f32, f64 and integers. It may take sums, means, products,
+    extremes and norms over the whole row, and use slices, `cat`, `stack`, `flip` and reshapes. It may read variables
+    that it closes over. Every eager update reads them again; another number or branch makes new C++, another tensor
+    does not. A program that `fr.jit` compiled reads the tensors that it was compiled with. A rule with any other
+    operation (sort, cumsum, a matrix product, a number read on the host), or with more than eight slots, runs on blocks
+    of rows. It then takes two to four times as long, and a warning says why.
 
     Raises:
-      TypeError, ValueError: tells every hyper-parameter out of its range.
-      RuntimeError: without a C++ compiler, at the first update on a CPU. The update names every table, gradient and
+      TypeError, ValueError: names every hyper-parameter out of its range. An update names every table, gradient and
         slot that does not fit.
+      RuntimeError: at the first update on a CPU, if there is no C++ compiler.
 
     Example:
       >>> import torch, funcrec as fr
@@ -232,9 +233,9 @@ def build(*, init, rule, lr: Rate, name: str, hyper: Mapping[str, Any], kernel: 
 
 
 def update_fused(kernel: Callable, slot_names: Sequence[str], grads: Mapping, slots: Slots, tables: Tables, numbers):
-    """All tables in one call of kernel(tables, slots, terms, lr, step, keys) -> (tables, slots).
+    """Update all tables in one call of kernel(tables, slots, terms, lr, step, keys) -> (tables, slots).
 
-    Under vmap one for the tables that are alike in all members, which stay so, and one for the others.
+    Under vmap, tables that are the same in all members have a separate call, and stay the same.
     """
     rate, step, key = numbers
     alike: dict[frozenset[int], dict] = {}
@@ -256,7 +257,7 @@ def update_fused(kernel: Callable, slot_names: Sequence[str], grads: Mapping, sl
 
 
 def windows_of(grads: Mapping[str, RowGrads], device: torch.device) -> dict[str, Any]:
-    """`first` and `dims` of the kernel, where some gradient has more columns than its table."""
+    """Return the kernel's `first` and `dims`, if some gradient has more columns than its table."""
     if all(g.first is None for g in grads.values()):
         return {}
     zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -265,7 +266,7 @@ def windows_of(grads: Mapping[str, RowGrads], device: torch.device) -> dict[str,
 
 
 def chosen_for(call: str, implementation: str | None, device: torch.device, tensors: Sequence[Tensor]) -> str:
-    """The implementation of an update: the reference where a derivative is wanted of one of the tensors."""
+    """Return the implementation of an update: the reference if a derivative is taken of one of the tensors."""
     choice = ops.chosen(implementation, device)
     if choice == "reference" or not any_tracked(tensors):
         return choice
@@ -282,8 +283,8 @@ def chosen_for(call: str, implementation: str | None, device: torch.device, tens
 def check_rule(
     call: str, rule: Callable, hyper: Sequence[str], grads: Mapping, slots: Slots, tables: Tables
 ) -> dict[tuple, Reading]:
-    """Run the rule on one row of ones for each form of table, and
-    look at what comes back; returns what it does with each."""
+    """Run the rule on one row of ones for each form of table, and check the result.
+    Returns what it does with each form."""
     forms = {}
     for n in grads:
         dtype = ops.accumulation_dtype(tables[n].dtype)
@@ -307,7 +308,7 @@ def check_rule(
 
 
 def update_rows(call: str, rule_of: Callable, grads: Mapping, slots: Slots, tables: Tables, key, implementation: str):
-    """Table by table: coalesce, gather, vmap(rule), scatter."""
+    """Update one table after another: coalesce, gather, vmap(rule), scatter."""
     new_tables, new_slots = {}, {}
     for n, g in grads.items():
         table, g = tables[n], g.coalesce(implementation=implementation)
@@ -325,7 +326,7 @@ def update_rows(call: str, rule_of: Callable, grads: Mapping, slots: Slots, tabl
 def touched_rows(
     call: str, rule: Callable, grads: RowGrads, slots: dict[str, Tensor], table: Tensor, implementation: str
 ):
-    """(rows i64[M], their new values f[M, D], {slot: f[M, ...]})."""
+    """Return (rows i64[M], their new values f[M, D], {slot: f[M, ...]})."""
     take = functools.partial(ops.gather_rows, rows=grads.rows, implementation=implementation)
     row = take(table)
     mine = {k: take(flat(s)).reshape(-1, *s.shape[1:]) for k, s in slots.items()}
@@ -334,7 +335,7 @@ def touched_rows(
         row, mine = tree_map(lambda x: put_columns(x, grads.first, grads.dim) if is_wide(x) else x, (row, mine))
     repeats = torch.ones_like(grads.rows) if grads.repeats is None else grads.repeats
     given = (row, grads.grads.to(row.dtype), mine, repeats.to(row.dtype))
-    if implementation == "reference":  # padding is ones, where a rule is smooth: at zeros a derivative may be 0 · ∞
+    if implementation == "reference":  # padding is ones: a rule is smooth there; at zeros a derivative may be 0 · ∞
         given = tree_map(lambda x: torch.where(grads.valid.view(-1, *[1] * (x.dim() - 1)), x, 1), given)
     new_row, new_slots = torch.func.vmap(rule)(*given)
     check(call, rule_result_problems(new_row, new_slots, row, mine))
@@ -345,7 +346,7 @@ def touched_rows(
 
 
 def put_columns(x: Tensor, first: Tensor, dim: int) -> Tensor:
-    """f[M, dim]: x[M, w] from column `first` on, zeros elsewhere."""
+    """Return f[M, dim]: x[M, w] from column `first` on, zeros elsewhere."""
     place = torch.arange(dim, device=x.device) - first
     return torch.where((place >= 0) & (place < x.shape[1]), x[:, place.clamp(0, x.shape[1] - 1)], 0)
 
@@ -353,7 +354,7 @@ def put_columns(x: Tensor, first: Tensor, dim: int) -> Tensor:
 def rate_and_step(
     call: str, lr: Rate, step: int | Tensor, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """lr f[] and t = step + 1 f[], tensors on `device`, so that a compiled step does not freeze them."""
+    """Return lr f[] and t = step + 1 f[], as tensors on `device`, so that a compiled step does not freeze them."""
     taken = step_tensor(step, device)
     rate = rate_at(call, lr, taken)
     rate = rate.to(device, dtype) if isinstance(rate, Tensor) else torch.full((), rate, dtype=dtype, device=device)
@@ -361,17 +362,17 @@ def rate_and_step(
 
 
 def step_tensor(step: int | Tensor, device: torch.device) -> Tensor:
-    """i[] on `device`."""
+    """Return the step as i[] on `device`."""
     return step.to(device) if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64, device=device)
 
 
 def norm(x: Tensor) -> Tensor:
-    """f[]: the Euclidean norm of a row."""
+    """Return the Euclidean norm of a row, f[]."""
     return root(x.square().sum())
 
 
 def check_optimizer(call: str, *named: tuple[str, object]) -> None:
-    """Each (path, value) must be a RowOptimizer."""
+    """Check that each (path, value) is a RowOptimizer."""
     need, hint = "a RowOptimizer", "fr.optim.adam(lr=1e-3)"
     wrong = ((path, x) for path, x in named if not isinstance(x, RowOptimizer))
     check(call, (Problem(f"`{p}` is not a row optimizer.", describe(x), need, hint, kind=TypeError) for p, x in wrong))

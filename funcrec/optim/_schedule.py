@@ -1,8 +1,8 @@
 """schedule: a learning rate as a function of the step, in stages.
 
-    lr(step) = lr · factor_s(step) · lr_scale_s,    s the first stage with step <= max_iters_s; after the last, lr
+    lr(step) = lr · factor_s(step) · lr_scale_s,    s the first stage with step <= max_iters_s; lr after the last stage
 
-Tensor in, tensor out: the rate is computed inside a compiled step, and no step makes a new graph.
+Tensor in, tensor out: a compiled step computes the rate, and no step makes a new graph.
 """
 
 import functools
@@ -26,7 +26,7 @@ Policy = Literal[
 @plain_numbers
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a schedule, in force up to and including step `max_iters`, counted from the start of training.
+    """One stage of a schedule; it lasts up to and including step `max_iters`, counted from the start of training.
 
         none                            1
         linear                          value + (1 - value) · step / max_iters
@@ -38,14 +38,14 @@ class Stage:
         interpolate                     value + (end_value - value) · (step - start) / (max_iters - start)
 
     Args:
-      value: as above.
+      value: as in the formulas.
       lr_scale: multiplies the factor.
       decay_iters: defaults to max_iters, and to 1 for "step".
       sgdr_period: the period of the cosine, in steps.
       start_interpolating_iters, end_value: start and end_value of "interpolate", which needs both.
 
-    Source: TorchRec's WarmupStage, whose field names these are. There inv_sqrt divides by zero at step 0, and poly with
-    a fractional value fails beyond decay_iters.
+    Source: TorchRec's WarmupStage, with its field names. There inv_sqrt divides by zero at step 0, and poly with a
+    fractional value fails beyond decay_iters.
     """
 
     policy: Policy = "linear"
@@ -65,11 +65,11 @@ class Stage:
 
 @typed
 def schedule(stages: Sequence[Stage], *, lr: Magnitude = 1.0) -> Callable[[int | Tensor], Tensor]:
-    """A function from the steps taken (int or i64[], or i64[...] for many) to
-    the learning rate, f64[]; give it as any optimizer's `lr`.
+    """Return a function from the steps taken (int or i64[], or i64[...] for many) to
+    the learning rate, f64[]. Any optimizer takes it as `lr`.
 
     Raises:
-      ValueError: when `max_iters` does not rise from stage to stage.
+      ValueError: `max_iters` does not rise from stage to stage.
 
     Example:
       >>> import torch, funcrec as fr
@@ -95,7 +95,7 @@ def _rate(stages: tuple[Stage, ...], lr: float, step: int | Tensor) -> Tensor:
 
 
 def _factor(stage: Stage, step: Tensor) -> Tensor:
-    """f64[]: the factor of one stage."""
+    """Return the factor of one stage, f64[]."""
     t, value = step.to(torch.float64), stage.value
     match stage.policy:
         case "linear":

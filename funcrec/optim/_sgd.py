@@ -41,7 +41,7 @@ def momentum(
     """m ← momentum · m + g + weight_decay · w;
     w ← w - lr · m, with nesterov w ← w - lr · (g + weight_decay · w + momentum · m).
 
-    Lazy: the m of a row that no id names stands still. Slots: momentum f[R, D].
+    Lazy: the m of a row that no id names does not change. Slots: momentum f[R, D].
 
     Source: torch.optim.SGD with dampening 0.
     """

@@ -1,4 +1,4 @@
-"""A user's rule inside the row loop of the fused update: one operator, which holds the rule by number.
+"""A user's rule inside the row loop of the fused update: one operator, which takes the rule's number.
 
     rule on one row → graph of aten operations → C++ (kernels/cpp/_rules.py)
     → the fused update of every table in one call
@@ -26,17 +26,17 @@ from funcrec.kernels import library, stacks
 from funcrec.kernels.forms import Terms, accumulation_dtype, segments_of
 from funcrec.optim._blocks import BlockRule
 
-MANY, MOST = 8, 16  # states of what a rule closes over: from when on it is warned, and how many are kept
+MANY, MOST = 8, 16  # rules compiled for different values of closed-over variables: before a warning, and kept
 _numbers = itertools.count()
 _rules: WeakValueDictionary[int, "UserRule"] = WeakValueDictionary()
-_staged: dict[int, "UserRule"] = {}  # those that a compiled function calls by number: it may outlive their optimizer
+_staged: dict[int, "UserRule"] = {}  # a compiled function calls these by number, and may outlive their optimizer
 
 
 class RuleMemory:
-    """A rule, once for each state of what it closes over: numbers, branches,
-    and which tensors there are. The last MOST are kept.
+    """A rule's compiled forms, one for each state of the variables that it closes over:
+    numbers, branches, and which tensors there are. The last MOST are kept.
 
-    call, rule, round_rows: of `UserRule`.
+    call, rule, round_rows: as in `UserRule`.
     """
 
     def __init__(self, call: str, rule: Callable, round_rows: Callable):
@@ -46,12 +46,12 @@ class RuleMemory:
         self.lock = threading.Lock()
 
     def find(self, names: tuple[str, ...], readings: Mapping[tuple, Reading]) -> "UserRule":
-        """The rule for slots of these names that did, wherever it was run before,
-        what it does now: `readings`, {form of a table: what}."""
+        """Return the compiled rule for slots of these names that did the same on each form of table as it does now.
+        `readings` is {form of a table: what the rule does now}."""
         with self.lock:
             known = self.made.setdefault(names, [])
             for rule in reversed(known):
-                if rule.is_blocked and get_proxy_mode() is None:  # it is run as it stands
+                if rule.is_blocked and get_proxy_mode() is None:  # a rule in blocks runs as it is, uncompiled
                     return rule
                 if all(form not in rule.readings or rule.readings[form].is_same(r) for form, r in readings.items()):
                     rule.readings |= readings
@@ -83,10 +83,10 @@ def changing_message(call: str, before: "UserRule", now: "UserRule") -> str:
 class UserRule:
     """A rule for one row.
 
-    rule: (row f[D], grad f[D], {slot: f[...]}, lr f[], t f[], repeats
-      f[]) -> (row, slots). names: of the slots, in order.
-    round_rows: (new f[M, D], dtype, rows i64[M], draws i64[S + 1,
-      4]) -> new, for stochastic rounding in blocks. call: for messages.
+    rule: (row f[D], grad f[D], {slot: f[...]}, lr f[], t f[], repeats f[]) -> (row, slots).
+    names: the names of the slots, in order.
+    round_rows: (new f[M, D], dtype, rows i64[M], draws i64[S + 1, 4]) -> new, for stochastic rounding in blocks.
+    call: the function's name in messages.
     """
 
     def __init__(self, call: str, rule: Callable, names: Sequence[str], round_rows: Callable):
@@ -95,8 +95,8 @@ class UserRule:
             return [new, *(written[k] for k in names)]
 
         self.call, self.rule = call, flat_rule
-        self.readings: dict[tuple, Reading] = {}  # {form of a table: what it did there}
-        self.modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()  # of its caller: a rule may ask
+        self.readings: dict[tuple, Reading] = {}  # {form of a table: what the rule did on it}
+        self.modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()  # the caller's: a rule may read them
         self.blocks = BlockRule(flat_rule, len(names), round_rows, self.traced)
         self.generated: dict = {}  # {form of a table: the compiled rule}
         self.is_blocked = False
@@ -105,7 +105,7 @@ class UserRule:
         _rules[self.number] = self
 
     def update(self, tables, slots, terms: Terms, lr: Tensor, step: Tensor, key: Tensor | None):
-        """`ops.fused_update` with this rule."""
+        """Run `ops.fused_update` with this rule."""
         given, is_staged = [x for s in slots for x in s], get_proxy_mode() is not None
         if is_staged:
             _staged[self.number] = self
@@ -117,7 +117,7 @@ class UserRule:
         return out[: len(tables)], [new[t * each : (t + 1) * each] for t in range(len(tables))]
 
     def prepare(self, tables: Sequence[Tensor], slots: Sequence[Tensor]) -> list | None:
-        """The compiled rule of each table; None if the rule runs in blocks."""
+        """Return the compiled rule of each table, or None if the rule runs in blocks."""
         each, found = len(slots) // max(len(tables), 1), []
         for t, table in enumerate(tables):
             form = (
@@ -127,9 +127,9 @@ class UserRule:
             )
             with self.lock:
                 if form not in self.generated and not self.is_blocked:
-                    with FakeTensorMode():  # torch 2.11 keeps what its first use on a thread made, and the thread ends
+                    with FakeTensorMode():  # torch 2.11 keeps what its first use made on a thread; that thread ends
                         pass
-                    # on a thread of its own: neither modes nor transforms of the caller belong into the rule's graph
+                    # a separate thread: the caller's modes and transforms do not belong into the rule's graph
                     with ThreadPoolExecutor(1) as thread:
                         self.generated[form] = thread.submit(self.generate, *form).result()
             if self.is_blocked:
@@ -138,7 +138,7 @@ class UserRule:
         return found
 
     def with_tensors(self, readings: Mapping[tuple, Reading]) -> dict:
-        """`generated`, where now the same is done with other tensors."""
+        """Return the entries of `generated` whose rule now does the same with other tensors."""
         made = {}
         for form, now in readings.items():
             dim, dtype, _, slots = form
@@ -152,7 +152,7 @@ class UserRule:
         return made
 
     def traced(self, fn: Callable, example: list[Tensor], decompositions: dict | None = None) -> torch.fx.GraphModule:
-        """The graph of what `fn` does in the modes of its caller."""
+        """Return the graph of what `fn` does in the caller's modes."""
 
         def run(*arguments):
             is_grad, is_inference = self.modes
@@ -173,7 +173,7 @@ class UserRule:
             return _cpp().generate(graph)
         except (_cpp().UnsupportedError, RuntimeError) as error:
             known = (_cpp().UnsupportedError, DataDependentOutputException, DynamicOutputShapeException)
-            # functionalize knows no autograd.Function
+            # functionalize does not support autograd.Function
             if not isinstance(error, known) and "custom_function_call" not in str(error):
                 raise
             self.is_blocked = True
@@ -188,7 +188,7 @@ class UserRule:
 def rule_update_(
     tables, slots, d, rows, offsets, weights, segments, lr, step, key, number: int, is_staged: bool
 ) -> None:  # fmt: skip
-    """The rule's update in place; slots are each table's, one table after the other."""
+    """Update in place by the rule; `slots` lists each table's slots, one table after the other."""
     rule = _rules[number]
     codes = rule.prepare(tables, slots)
     if codes is None:

@@ -1,10 +1,10 @@
-"""`python -m funcrec.optim.write`: the kernels' forms of the built-in optimizers' rules, written from their formulas.
+"""`python -m funcrec.optim.write`: writes the kernels' forms of the built-in optimizers' rules, from their formulas.
 
     funcrec/optim/*.py → kernels/rules.py, kernels/csrc/formulas.h, kernels/triton/formulas.py
     then build the kernels again
 
-A rule may be of several forms: by a bool, by a name, by None, and by a number
-that is 0 where a row's sums, or its slots, then read less.
+A rule may have several forms, chosen by a bool, by a name, by None, or by a number:
+at 0 the rule may read fewer sums over the row, or fewer slots.
 """
 
 import inspect
@@ -33,7 +33,7 @@ TRIED = {
 
 
 def written(own: Builtin) -> Written:
-    """A rule in all its forms."""
+    """Return a rule in all its forms."""
     nodes: dict = {}
     forms = [v for chosen in choices(own) for v in forms_of(own, chosen, nodes)]
     read = {x.args[0] for v in forms for x in formula.symbols_of(v.formula.values()) if x.op == "hyper"}
@@ -44,14 +44,14 @@ def written(own: Builtin) -> Written:
 
 
 def parameters(own: Builtin) -> dict[str, Any]:
-    """{hyper-parameter: its default}, 0.5 for those that have none."""
+    """Return {hyper-parameter: its default}, with 0.5 where there is none."""
     given = inspect.signature(own.declare).parameters
     return {n: 0.5 if p.default is p.empty else p.default for n, p in given.items() if n != "lr"}
 
 
 def choices(own: Builtin) -> Iterator[dict[str, tuple[Any, float | None]]]:
-    """Each choice of what a rule may branch on: {name: (its value,
-    the number it is to a kernel, None for any but 0)}."""
+    """Yield each choice of the values that a rule may branch on: {name: (its value,
+    the number that a kernel takes for it, or None for any number but 0)}."""
     found = {}
     for name, default in parameters(own).items():
         if default is None:
@@ -64,7 +64,7 @@ def choices(own: Builtin) -> Iterator[dict[str, tuple[Any, float | None]]]:
 
 
 def forms_of(own: Builtin, chosen: dict[str, tuple[Any, float | None]], nodes: dict) -> Iterator[Variant]:
-    """The form of a choice, and before it one for each number that may be 0 by default if less is then read."""
+    """Yield a choice's form, preceded by one for each number that is 0 by default, if the rule reads less at 0."""
     conditions = {name: number for name, (_, number) in chosen.items()}
     plain = {name: value for name, (value, _) in chosen.items()}
     usual = variant(own, conditions, plain, nodes)
@@ -86,7 +86,7 @@ def variant(own: Builtin, conditions: dict[str, float | None], values: dict[str,
 
 
 def seen(v: Variant) -> set[int]:
-    """What is read of a row to sum over it."""
+    """Return the inputs of a row that the rule reads to sum over the row."""
     return {
         id(x)
         for x in formula.symbols_of(formula.summed(v.formula))
@@ -95,8 +95,8 @@ def seen(v: Variant) -> set[int]:
 
 
 def examples(name: str) -> list[dict[str, Any]]:
-    """Hyper-parameters of a built-in optimizer, one set for each form
-    of its rule; numbers are such that each has an effect."""
+    """Return hyper-parameters of a built-in optimizer, one set for each form
+    of its rule; each number is chosen so that it has an effect."""
     own = BUILTIN[name]
     given = parameters(own)
 
@@ -109,13 +109,13 @@ def examples(name: str) -> list[dict[str, Any]]:
 
 
 def rules() -> list[Written]:
-    """All built-in rules; one that kernels know already keeps its number."""
+    """Return all built-in rules; a rule that kernels know already keeps its number."""
     known = {name: i for i, name in enumerate(ops.RULES)}
     return [written(BUILTIN[n]) for n in sorted(BUILTIN, key=lambda n: known.get(n, len(known)))]
 
 
 def texts() -> dict[str, str]:
-    """{a file in kernels/: its text}."""
+    """Return {a file in kernels/: its text}."""
     found = rules()
     return {
         "rules.py": write_rules.text_of(found),
