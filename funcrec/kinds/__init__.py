@@ -1,4 +1,4 @@
-"""Tables in few bits: what is read where a model is served, and how one is trained for it."""
+"""Tables in few bits: stored as codes, to serve a model, and trained for that."""
 
 import funcrec.core as _core
 from funcrec.kinds._codes import CODES as CODES

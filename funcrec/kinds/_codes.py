@@ -22,7 +22,7 @@ Form = tuple[str, int, int]  # (table, bits of a number, D): static
 
 
 def named_dtypes(tables: Mapping[str, Any], dtype: str | Mapping[str, str]) -> dict[str, str]:
-    """{table: the name of its dtype}."""
+    """Return {table: the name of its dtype}."""
     return {n: dtype if isinstance(dtype, str) else dtype[n] for n in tables}
 
 
@@ -34,7 +34,7 @@ def bits_of(dtype: str) -> int:
 
 
 def dtype_problems(tables: Mapping[str, Any], dtype: str | Mapping[str, str]) -> Iterator[Problem]:
-    """Of several dtypes one for each table, and none for another."""
+    """Check that several dtypes name each table, and no other."""
     if isinstance(dtype, str):
         return
     for n in tables:
@@ -52,7 +52,7 @@ def is_form(form: object) -> bool:
 
 
 def form_problems(tables: Mapping[str, Tensor], forms: Sequence[Form], path: str) -> Iterator[Problem]:
-    """Each table is stored as its form says."""
+    """Check that each table is stored as its form says."""
     if not isinstance(forms, Sequence) or not all(map(is_form, forms)):
         need = "(table, bits, dim) of each table"
         yield Problem(f"`{path}.forms` are not forms.", repr(forms), need, "fr.quantize(tables)", TypeError)

@@ -1,12 +1,12 @@
-"""Tables of floats that lookups read as if they were quantised, and that are trained as they are.
+"""Float tables that lookups read as if they were quantised, and that stay floats while they are trained.
 
     acts = lookup(dequantize(quantize(tables)))        d_tables = lookupᵀ(d_acts), straight through the rounding
 
-Only rows that ids name are rounded, in a copy; no table is. Learned scales, one for each row, round and are trained by
+A lookup rounds a copy of the rows that ids name, and no table. A learned scale s of each row rounds, and is trained, by
 
     x̂ = s · clip(round(x / s), -n, p)      d_s = g · Σ_j d_j · (round(x_j / s) - x_j / s, or -n, or p, beyond the range)
 
-with n = 2^(bits - 1), p = n - 1, g = 1 / √(D · p), and d_x = d within the range, 0 beyond.
+with n = 2^(bits - 1), p = n - 1, g = 1 / √(D · p). Within the range d_x = d, beyond it d_x = 0.
 Shapes: N ids, R rows, D dim.
 
 Source: Bengio, Léonard, Courville (arXiv:1308.3432) for the straight-through gradient; Esser et al., "Learned step size
@@ -45,20 +45,20 @@ from funcrec.tables import (
     tensor_problems,
 )
 
-SCALE = ".scale"  # behind a table's name, the part of its scales
+SCALE = ".scale"  # suffix of a table's name, for the part with its scales
 
 
 @mapping(lambda fake: parts_of(fake), "part")
 @pytree(static=("dtypes",), optional=("rounding",))
 class FakeQuantizedTables:
-    """Tables of floats that are read as codes: what `fake_quantize` makes. Its parts, which optimizers update, are the
-    tables, and of learned scales `scales`.
+    """Float tables that are read as codes; `fake_quantize` makes them. Optimizers update its parts: the tables and,
+    if scales are learned, `scales`.
 
     Args:
       tables: {table: f[R, D]}; or ShardedTables, inside a mapped function.
-      scales: {table + ".scale": f[R, 1]}, of those with learned scales; {} for none.
+      scales: {table + ".scale": f[R, 1]} for tables with learned scales; {} for none.
       dtypes: (table, dtype) of each table, in order.
-      rounding: the key that codes are rounded by, i64[]; None rounds to the nearest.
+      rounding: the key that rounds codes at random, i64[]; None rounds to the nearest.
 
     Example:
       >>> import torch, funcrec as fr
@@ -92,28 +92,28 @@ def fake_quantize(
     scales: Literal["row", "learned"] = "row",
     key: Key | None = None,
 ) -> FakeQuantizedTables:
-    """Tables f[R, D] that lookups read as if quantised, and whose gradients go straight through the rounding:
-    quantisation-aware training. `quantize` of the trained tables has the numbers that training saw.
+    """Return tables f[R, D] that lookups read as if quantised, for quantisation-aware training: gradients go straight
+    through the rounding. `quantize` of the trained tables gives the numbers that training saw.
 
-    It may stand in a loss, `fr.lookup(fr.fake_quantize(params.tables, "int4"), ids, features)`: the state then has
-    plain tables, or sharded ones, whose owners round the rows before they are sent. Or the state's tables are such a
-    value, of which learned scales are parts that row optimizers train.
+    Call it inside a loss, `fr.lookup(fr.fake_quantize(params.tables, "int4"), ids, features)`. The state then has plain
+    tables, or sharded ones, whose owners round the rows before they send them. Or make the state's tables by it:
+    learned scales are then parts that row optimizers train.
 
     Args:
-      dtype: of all tables, or {table: dtype}, as of `quantize`; "float32" leaves a table as it is.
-      scales: "row", from each row's least and greatest number as `quantize` has them; or "learned", one for each row,
-        a part {table + ".scale"} of R rows and one column, for codes around 0, of 8, 4 or 2 bits. They begin at
-        2 · mean|x| / √p, and count as 2⁻¹⁴ below that.
+      dtype: one for all tables, or {table: dtype}, as in `quantize`; "float32" leaves a table as it is.
+      scales: "row" takes each row's scale from its least and greatest number, as `quantize` does. "learned" adds a part
+        {table + ".scale"} of R rows and one column, for codes around 0 of 8, 4 or 2 bits. Learned scales begin
+        at 2 · mean|x| / √p, and count as 2⁻¹⁴ below that.
       key: rounds at random, as `quantize(tables, dtype, key=key)` does; a key for each step: `fold_in(key, step)`. On
-        a mesh it is that of the rows' owner: pass the same on every rank.
+        a mesh the rows' owner rounds by its key: pass the same key on every rank.
 
     Raises:
-      TypeError, ValueError: tables that are not of floats; of sharded ones for those cut by columns that are to be
-        codes (a row has one scale), and learned scales.
+      TypeError, ValueError: tables are not floats. Sharded tables are to have learned scales, or codes while they are
+        cut by columns (a row has one scale).
 
     Law: lookups have the bits of those of quantize(tables, dtype, key=key); gradients are those of float tables that
-      hold the rounded numbers. All derivatives take the rounding for the identity; of learned scales there are the
-      gradients of `value_and_grad`, and other derivatives are refused.
+      hold the rounded numbers. All derivatives treat the rounding as the identity. Learned scales have the gradients
+      of `value_and_grad` only; other derivatives raise a TypeError.
 
     Cost: rounds min(N, B · max_length) rows for each feature.
 
@@ -145,7 +145,7 @@ def fake_quantize(
 
 
 def names_of(tables: Mapping[str, Any]) -> list[str]:
-    """By which features call the tables."""
+    """Return the names by which features refer to the tables."""
     return list(table_shapes(tables) if kind_of_tables(tables).faked else tables)
 
 
@@ -155,7 +155,7 @@ def names_of(tables: Mapping[str, Any]) -> list[str]:
 def read_fake(
     tables: FakeQuantizedTables, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None
 ) -> LookupResult:
-    """What a lookup gives of rows that are rounded where they were gathered; features all pooled, or all sequences."""
+    """Look up rows that are rounded after they are gathered; features are all pooled, or all sequences."""
     check("funcrec.lookup", part_problems(tables.tables, tables.scales, tables.dtypes))
     if faked := kind_of_tables(tables.tables).faked:
         return faked.read(tables, ids, features, implementation)
@@ -175,7 +175,7 @@ def pooled(
     shapes: Mapping[str, tuple[int, int]],
     implementation: str | None,
 ) -> Tensor:
-    """f[B, C]: bags of rows that stand one after the other, feature by feature, each read once."""
+    """Pool gathered rows into bags, f[B, C]. Rows follow each other feature by feature, and each is read once."""
     bags = [sequence_rows(ids, f, shapes[f.table][0]) for f in features]
     rows = [gather(f.table, x.values) for f, x in zip(features, bags, strict=True)]
     first = list(accumulate((x.capacity for x in bags), initial=0))
@@ -193,12 +193,12 @@ def pooled(
 
 
 def rounded_rows(tables: FakeQuantizedTables, table: str, rows: Tensor, implementation: str | None) -> Tensor:
-    """f[N, D]: rows of a table as its codes have them, in the dtype that its sums have; zeros for rows outside it."""
+    """Return f[N, D]: rows of a table as its codes hold them, in the dtype of its sums; zeros for rows outside it."""
     t, dtype = tables.tables[table], dict(tables.dtypes)[table]
     x = gather_rows(t, rows, implementation=implementation)
     if table + SCALE in tables.scales:
         scales = tables.scales[table + SCALE]
-        if any_tracked((t, scales)) and not is_forward():  # there every tensor may have a tangent
+        if any_tracked((t, scales)) and not is_forward():  # in forward mode every tensor may have a tangent
             refuse_learned(table)
         return ByScale.apply(table, CODES[dtype], x, gather_rows(scales, rows, implementation=implementation))
     return as_stored(x, dtype, *row_keys(tables.rounding, table, rows, t.shape[1]))
@@ -208,7 +208,7 @@ def rounded_rows(tables: FakeQuantizedTables, table: str, rows: Tensor, implemen
 
 
 def with_scales(read: LookupResult, tables: FakeQuantizedTables) -> LookupResult:
-    """The lookup, whose cotangents go on to the scales, and are cut where a code was."""
+    """Return the lookup, with cotangents also for the scales; a row's are 0 where a code was clipped."""
     dtypes = dict(tables.dtypes)
 
     def transpose(d: Any, saved: Any) -> dict[str, RowGrads]:
@@ -232,7 +232,7 @@ def with_scales(read: LookupResult, tables: FakeQuantizedTables) -> LookupResult
 
 
 def quantize_fake(tables: FakeQuantizedTables, dtype: Any, key: Tensor | None) -> QuantizedTables:
-    """The codes that lookups of the tables read, of their own dtypes."""
+    """Return the codes that lookups of the tables read, each table in its own dtype."""
     if dtype is not None:
         need = "None, for their own"
         got = f"{dtype!r}; the tables have {dict(tables.dtypes)}"
@@ -253,7 +253,7 @@ KINDS[FakeQuantizedTables] = Kind(lambda t: table_shapes(t.tables), read_fake, q
 
 
 def part_problems(tables: Any, scales: Any, dtypes: Any) -> Iterator[Problem]:
-    """Each table has a dtype, in order, and its scales, if any, a number for each row; of parts that are tensors."""
+    """Check that each table has a dtype, in order, and that its scales, if any, have one number for each row."""
     for name, parts in (("tables", tables), ("scales", scales)):
         if not isinstance(parts, Mapping):
             got, need = describe(parts), "{name: f[R, D]}"
@@ -270,7 +270,7 @@ def part_problems(tables: Any, scales: Any, dtypes: Any) -> Iterator[Problem]:
             yield Problem(f"`scales[{part!r}]` belongs to no table of codes.", f"{part!r}", f"one of {list(of)}")
             continue
         t = tables[of[part]]
-        if not (isinstance(s, Tensor) and isinstance(t, Tensor)):  # what stands for tensors
+        if not (isinstance(s, Tensor) and isinstance(t, Tensor)):  # placeholders of tensors
             continue
         if s.shape != (*t.shape[:-1], 1) or not s.is_floating_point():
             kind, need = ValueError if s.is_floating_point() else TypeError, f"f[{t.shape[0]}, 1], of {describe(t)}"
@@ -278,7 +278,7 @@ def part_problems(tables: Any, scales: Any, dtypes: Any) -> Iterator[Problem]:
 
 
 def fake_problems(tables: Mapping[str, Any]) -> Iterator[Problem]:
-    """Tables of floats, by their names; in a loss what stands for them."""
+    """Check for a dict of float tables, or of a loss's references to them."""
     if kind_of_tables(tables).faked:
         return
     if not is_plain(tables):

@@ -1,8 +1,8 @@
-"""Quantised tables: a value like the dict of tables, that lookups take in its place.
+"""Quantised tables: a value that lookups take in place of the dict of tables.
 
     lookup(quantize(tables), ids)  =  lookup(dequantize(quantize(tables)), ids)  ~  lookup(tables, ids)
 
-A row of codes has a scale and a bias of its own. How far a number may be off stands with `quantize`.
+Each row of codes has its scale and bias. The docstring of `quantize` bounds the error of a number.
 Shapes: R rows, D dim, S bytes of a stored row.
 """
 
@@ -52,14 +52,14 @@ from funcrec.tables import (
 @mapping(lambda q: q.tables, "table")
 @pytree(static=("forms",))
 class QuantizedTables:
-    """Tables as codes of 8, 4 or 2 bits, or as floats of 16 or 32: what `quantize` makes, and lookups take.
+    """Tables as codes of 8, 4 or 2 bits, or as floats of 16 or 32 bits: `quantize` makes them, and lookups take them.
 
     They are read, and not trained: `value_and_grad` takes them with its params, `fake_quantize` trains for them.
 
     Args:
-      tables: {table: u8[R, S] or f[R, D]}. A row of codes is scale and bias, two bytes each, and the codes, low bits
-        first.
-      forms: (table, bits, dim) of each, in order: 8, 4, 2 for codes, 16 and 32 for floats.
+      tables: {table: u8[R, S] or f[R, D]}. A row of codes is scale and bias, two bytes each, and then the codes, low
+        bits first.
+      forms: (table, bits, dim) of each table, in order: bits 8, 4, 2 for codes, 16 and 32 for floats.
 
     Example:
       >>> import torch, funcrec as fr
@@ -71,7 +71,7 @@ class QuantizedTables:
       tensor([[2.0000, 3.0000, 2.5020],
               [0.0000, 0.0000, 0.0000]])
 
-    Source: FBGEMM's IntNBitTableBatchedEmbeddingBags, whose rows these are.
+    Source: FBGEMM's IntNBitTableBatchedEmbeddingBags, which stores rows the same way.
     """
 
     tables: dict[str, Tensor]
@@ -83,7 +83,7 @@ class QuantizedTables:
             got, need = f"{describe(self.tables)}, {describe(self.forms)}", "a dict of tables, a tuple of forms"
             hint = "fr.quantize(tables)"
             fail(call, "`tables` or `forms` have another type.", got=got, need=need, hint=hint, kind=TypeError)
-        if all(isinstance(t, Tensor) for t in self.tables.values()):  # else of what stands for them
+        if all(isinstance(t, Tensor) for t in self.tables.values()):  # placeholders of tensors are not checked
             check(call, form_problems(self.tables, self.forms, "QuantizedTables"))
 
     def __repr__(self) -> str:
@@ -92,7 +92,7 @@ class QuantizedTables:
 
 
 def shown(t: Any, bits: int, dim: int) -> str:
-    """`int8[R, D]`: what a stored table stands for."""
+    """Return `int8[R, D]`, the dtype and shape that a stored table stands for."""
     return f"int{bits}[{t.shape[0]}, {dim}]" if bits in CODE_BITS and isinstance(t, Tensor) else describe(t)
 
 
@@ -103,7 +103,7 @@ def shapes_of(q: QuantizedTables) -> dict[str, tuple[int, int]]:
 def read_quantized(
     tables: Any, ids: KeyedJaggedTensor, features: Sequence[FeatureConfig], implementation: str | None = None
 ) -> LookupResult:
-    """What a lookup gives of QuantizedTables; `features` are all pooled, or all sequences."""
+    """Look up QuantizedTables; `features` are all pooled, or all sequences."""
     forms = {n: (bits, dim) for n, bits, dim in tables.forms}
     shapes = {n: (t.shape[0], forms[n][1]) for n, t in tables.items()}
     if features[0].pooling == "none":
@@ -121,7 +121,7 @@ KINDS[QuantizedTables] = Kind(shapes_of, read_quantized, is_trained=lambda q: Fa
 
 
 def retyped(q: QuantizedTables, dtype: torch.dtype) -> QuantizedTables:
-    """Codes stay; tables of floats are of the dtype, if lookups of quantised tables can read it."""
+    """Convert the tables of floats to `dtype`, if lookups of quantised tables can read it; codes stay."""
     floats = [n for n, bits, _ in q.forms if bits not in CODE_BITS]
     if floats and dtype not in FLOATS.values():
         fail(
@@ -138,31 +138,31 @@ RETYPED[QuantizedTables] = retyped
 def quantize(
     tables: Mapping[str, Any], dtype: Dtype | Mapping[str, Dtype] | None = None, *, key: Key | None = None
 ) -> QuantizedTables:
-    """Tables f[R, D] with each row as codes between its least and its greatest number.
+    """Store tables f[R, D] with each row as codes between its least and its greatest number.
 
         x ~ code · scale + bias        scale = f16((max - bias) / L), bias = f16(min) of the row, L = 2^bits - 1
 
     Args:
-      tables: {table: f[R, D]} of any float dtype; of f64 tables f32 is taken.
-      dtype: of all tables, or {table: dtype}: "int8", "int4", "int2", "float16" (numbers beyond 65504 are inf),
-        "bfloat16"; "float32" leaves a table as it is. None: "int8", and of FakeQuantizedTables what they are read as.
-      key: rounds codes at random, each up as often as it lies above the one below, so that the mean over keys is x;
-        None rounds to the nearest. Floats of 16 bits are rounded to the nearest.
+      tables: {table: f[R, D]} of any float dtype; f64 tables are read as f32.
+      dtype: one for all tables, or {table: dtype}: "int8", "int4", "int2", "float16" (numbers beyond 65504 are inf),
+        "bfloat16"; "float32" leaves a table as it is. None: "int8", or the dtypes of FakeQuantizedTables.
+      key: rounds codes at random, up with a probability equal to the fraction, so that the mean over keys is x. None
+        rounds to the nearest. Floats of 16 bits are rounded to the nearest.
 
     Returns:
       QuantizedTables, which `lookup` and `lookup_sequence` take. A row that holds NaN or inf, or whose bias or scale is
       beyond f16's 65504, is NaN in all columns. Codes do not keep the sign of a zero.
 
     Raises:
-      KeyError: a table without a dtype.
-      TypeError: tables that are differentiated (`fake_quantize` is).
-      ValueError: ShardedTables with a key, and codes of tables that are cut by columns: a row has one scale.
+      KeyError: a table has no dtype.
+      TypeError: tables are differentiated (use `fake_quantize`).
+      ValueError: ShardedTables get a key, or codes while they are cut by columns: a row has one scale.
 
     Law: for every number x of a row, and r = max - min of the row,
       codes of 8, 4, 2 bits:  |x - x̂| <= scale / 2 + 2⁻¹¹ (|min| + r) + 2⁻¹⁷, with scale <= (r + 2⁻¹¹ |min|) / L · 1.001
                               + 2⁻²⁴; with a key twice the first term;
       float16:                |x - x̂| <= 2⁻¹¹ |x| + 2⁻²⁵;    bfloat16: |x - x̂| <= 2⁻⁸ |x| (2⁻¹³³ near 0).
-      2⁻¹⁷ is what f16 loses of a scale below 6e-5: rows whose numbers differ by less than 1e-5 want another unit.
+      f16 loses 2⁻¹⁷ of a scale below 6e-5: rows whose numbers differ by less than 1e-5 need another unit.
 
     Cost: reads the tables once, writes D · bits / 8 + 4 bytes a row.
 
@@ -192,20 +192,20 @@ def quantize(
 
 
 def stored(t: Tensor, dtype: str, key: Tensor | None = None) -> Tensor:
-    """u8[R, S], or floats [R, D]: a table, or rows of one, as its dtype stores them."""
+    """Return u8[R, S], or floats [R, D]: a table, or rows of it, as its dtype stores them."""
     return ops.quantize_rows(t, CODES[dtype], key) if dtype in CODES else t.to(FLOATS[dtype])
 
 
 def table_key(key: Tensor | None, table: str) -> Tensor | None:
-    """i64[]: what a table's codes are rounded by."""
+    """Return the key that rounds a table's codes, i64[]."""
     return None if key is None else fold_in(key, name_number(table))
 
 
 def dequantize(q: QuantizedTables) -> dict[str, Tensor]:
-    """{table: f32[R, D]}: the tables that the codes stand for.
+    """Return the tables that the codes stand for: q -> {table: f32[R, D]}.
 
-    Law: lookups of q are those of dequantize(q) up to rounding in f32; quantising them again gives the same numbers
-    within the bound.
+    Law: lookups of q equal those of dequantize(q) up to rounding in f32. Quantising dequantize(q) gives the same
+    numbers within the bound.
 
     Example:
       >>> import torch, funcrec as fr
@@ -220,7 +220,7 @@ def dequantize(q: QuantizedTables) -> dict[str, Tensor]:
 
 
 def decoded(t: Tensor, bits: int, dim: int) -> Tensor:
-    """f32[R, D]: the numbers of a stored table."""
+    """Return the numbers of a stored table, f32[R, D]."""
     if bits not in CODE_BITS:
         return t.to(torch.float32)
     return ops.quantized_rows(t, torch.arange(t.shape[0], device=t.device), bits, dim)

@@ -1,10 +1,10 @@
-"""Rows of floats as their codes have them: by each row's own range, or by a learned scale.
+"""Rows of floats rounded to the values that codes can hold: by each row's range, or by a learned scale.
 
     x̂ = s · clip(round(x / s), -n, p)        n = 2^(bits - 1), p = n - 1
 
 Shapes: N rows of a table or R of it, D dim.
 
-Source: see `_fake`.
+Source: see `_fake_quantized`.
 """
 
 import math
@@ -20,27 +20,27 @@ from funcrec.kinds._codes import CODES, FLOATS
 from funcrec.kinds._quantized import table_key
 
 LEAST_SCALE = 2.0**-14  # f16's least normal number
-MOST_BIAS = 65504.0  # f16's greatest number; over a power of two it is one of f16, too
+MOST_BIAS = 65504.0  # f16's greatest number; divided by a power of two it is a number of f16, too
 
 
 def as_stored(x: Tensor, dtype: str, *keys: Tensor) -> Tensor:
-    """Rows f[N, D] as a dtype stores them, straight through; keys: of `row_keys`."""
+    """Round rows f[N, D] to what a dtype stores; gradients go straight through. keys: from `row_keys`."""
     return x if dtype == "float32" else StraightThrough.apply(dtype, x, *(keys if dtype in CODES else ()))
 
 
 def row_keys(key: Tensor | None, table: str, rows: Tensor, dim: int) -> tuple[Tensor, ...]:
-    """Keys (i64[N],) that round a copy of rows as `quantize` rounds the whole table by its key."""
+    """Return keys (i64[N],) that round a copy of rows as `quantize` rounds the whole table by its key."""
     return () if key is None else (table_key(key, table) + rows.long() * -(-dim // 4) * GAMMA,)
 
 
 class StraightThrough(torch.autograd.Function):
-    """rows [N, D] as a dtype stores them; of all derivatives the identity."""
+    """Rounds rows [N, D] to what a dtype stores; every derivative is the identity's."""
 
     @staticmethod
     def forward(dtype, x, *keys):
         if dtype not in CODES:
             return x.to(FLOATS[dtype]).to(x.dtype)
-        # a key for each row is the reference's alone
+        # only the reference takes a key for each row
         made = ops.quantize_rows(x, CODES[dtype], *keys, implementation="reference" if keys else None)
         every = torch.arange(x.shape[0], device=x.device)
         return ops.quantized_rows(made, every, CODES[dtype], x.shape[1]).to(x.dtype)
@@ -69,14 +69,14 @@ class StraightThrough(torch.autograd.Function):
 
 
 def first_scales(t: Tensor, bits: int) -> Tensor:
-    """f[R, 1]: 2 · mean|x| / √p of each row."""
+    """Return 2 · mean|x| / √p of each row, f[R, 1]."""
     wide = t.to(ops.accumulation_dtype(t.dtype))
     return (2 * wide.abs().mean(1, keepdim=True) / math.sqrt(2 ** (bits - 1) - 1)).clamp(min=LEAST_SCALE)
 
 
 def by_scale(x: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(x̂ f[N, D], its derivative by the scale, and by x); scales: f[N, 1], rounded to f16 as rows of codes have it. A
-    row with a number, or a scale, that is NaN or inf is NaN."""
+    """Return (x̂ f[N, D], its derivative by the scale, its derivative by x). scales: f[N, 1], rounded to f16 as in rows
+    of codes. If a number of a row, or its scale, is NaN or inf, the row is NaN."""
     least, most, s = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1, half_scales(scales, bits).to(x.dtype)
     place = x / s
     is_whole = x.isfinite().all(1, keepdim=True) & scales.isfinite()
@@ -86,12 +86,12 @@ def by_scale(x: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor, Tens
 
 
 def half_scales(scales: Tensor, bits: int) -> Tensor:
-    """f16: as a row of codes has them, whose bias -s · 2^(bits - 1) is f16, too."""
+    """Return scales in f16, as rows of codes hold them; the bias -s · 2^(bits - 1) then is in f16, too."""
     return scales.clamp(LEAST_SCALE, MOST_BIAS / 2 ** (bits - 1)).to(torch.float16)
 
 
 def learned_codes(t: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """u8[R, S], with the bias at the least code."""
+    """Return u8[R, S]; the bias is the value of the least code."""
     s, least = half_scales(scales, bits), 2 ** (bits - 1)
     read = by_scale(t.to(torch.float32), scales, bits)[0]
     lost = read.isnan().any(1, keepdim=True)
@@ -101,7 +101,7 @@ def learned_codes(t: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 class ByScale(torch.autograd.Function):
-    """`by_scale`'s rows of a table, whose derivative is refused: what a transform only holds has none to lose."""
+    """`by_scale`'s rows of a table; differentiating them raises. A transform that does not follow them is no harm."""
 
     generate_vmap_rule = True
 
