@@ -1,4 +1,4 @@
-"""What steps changed: a log next to the state, steps undone by it, and the rows that a server lacks."""
+"""Logs of what steps changed: they undo steps, and tell which rows a server lacks."""
 
 import funcrec.core as _core
 from funcrec.history._delta import ChangedRows as ChangedRows

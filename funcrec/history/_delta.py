@@ -1,8 +1,8 @@
-"""The rows of tables that changed: what a server is sent, so that its tables are those of training again.
+"""The rows of tables that changed: a server receives them, and its tables equal those of training again.
 
     apply_delta(tables_then, delta(logged_now, since=then)) = tables_now        bit for bit
 
-Shapes: M rows of a table that changed, w columns of a part of it, D of the table, R rows.
+Shapes: M changed rows of a table, w columns of a part of it, D columns of the table, R rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,13 +31,13 @@ class ChangedRows:
 
 @pytree(optional=("origin",))
 class Delta:
-    """The rows that changed, with their values: what `delta` gives and `apply_delta` takes; `fr.save` keeps it.
+    """The rows that changed, with their values: `delta` returns it, `apply_delta` takes it, and `fr.save` keeps it.
 
     Args:
-      tables: {table: its parts}, each of M `rows`, integers, their `values` of w columns and the
-        column `first` at which these begin; one part of a table that is not sharded.
-      version: i64[], of the log: what the next `delta` is asked for `since`.
-      origin: i64[], of the log: by it a `delta` since this one knows that it is asked of the same log; None in one that
+      tables: {table: its parts}. A part has M `rows`, integers, their `values` of w columns, and the
+        column `first` at which these begin. A table that is not sharded has one part.
+      version: i64[], the log's version; the next `delta` takes it as `since`.
+      origin: i64[], the log's origin: a `delta` since this one checks that it reads the same log. None if this one
         was made by hand.
 
     Example: of no table.
@@ -57,24 +57,24 @@ class Delta:
 
 @typed
 def delta(logged: Logged, since: Size | Tensor | Delta = 0, *, mesh: Mesh | None = None) -> Delta:
-    """The rows of all tables that changed, and what they are now.
+    """Return the rows of all tables that changed, with their present values.
 
     Args:
-      logged: what a step of `fr.logged` gave; its `steps` may be 0.
+      logged: what a step of `fr.logged` returned; its `steps` may be 0.
       since: the last Delta; or a version of this log, such as `logged.log.version` at a checkpoint; 0 for where the log
-        was begun. A call of `rewind` is a change, too: the rows that it put back are among those since then. Since a
-        version before a step that was taken from another state, such as one that was restored, these are all rows.
-        Versions are numbers of one log, and of one line of steps: that of another log, which a Delta tells, and those
-        of steps that were taken from the same value a second time are not told from it.
-      mesh: of a state that lies on one. On real ranks each gets the rows that it holds, of tables
-        cut by columns its columns: together these are all.
+        was begun. A call of `rewind` is a change, too: the rows that it put back count as changed. If a step after
+        this version started from another state, such as a restored one, all rows count as changed.
+        A version counts the changes of one log, along one sequence of steps. A Delta of another log raises; a plain
+        version of another log is not noticed, nor one of steps that were taken a second time from the same value.
+      mesh: the mesh of a sharded state. On real ranks each rank returns the rows that it holds, or its columns of
+        tables cut by columns; together these are all.
 
     Raises:
-      ValueError: a version that is still to come, a Delta of another log, a log of another state; and without
-        the `mesh`.
-      TypeError: an ensemble of states, whose members have deltas of different sizes.
+      ValueError: the version is still to come; the Delta is of another log, or the log of another state; or the
+        `mesh` is missing.
+      TypeError: the state is an ensemble; its members have deltas of different sizes.
 
-    Law: `apply_delta` of it to the tables of that version gives the tables of now.
+    Law: `apply_delta` of it to that version's tables gives the present tables.
 
     Cost: reads 8 bytes for each row of the tables, and the rows that changed.
 
@@ -97,7 +97,7 @@ def delta(logged: Logged, since: Size | Tensor | Delta = 0, *, mesh: Mesh | None
     check(call, stamp_problems(logged, mesh))
     since = int(since)
     check(call, since_problems(since, logged))
-    since = since if since >= int(logged.log.begun) else -1  # below every row's last change: all rows
+    since = since if since >= int(logged.log.begun) else -1  # less than every row's last change: all rows
     state, out = logged.state, {}
     for n, found in (pair for own in logged.log.touched for pair in parts_of(own, state, since, mesh)):
         out.setdefault(n, []).append(found)
@@ -107,7 +107,7 @@ def delta(logged: Logged, since: Size | Tensor | Delta = 0, *, mesh: Mesh | None
 
 
 def parts_of(own: Touched, state: TrainState, since: int, mesh: Mesh | None) -> Iterator[tuple[str, ChangedRows]]:
-    """(table, its rows that changed), of each part of a table that lies in this process."""
+    """Yield (table, its rows that changed) for each part of a table that lies in this process."""
     for (n, num_rows, _), start in zip(own.tables, own.starts, strict=False):
         x = state.tables[n]
         layout = layout_in(state.tables)
@@ -121,7 +121,7 @@ def parts_of(own: Touched, state: TrainState, since: int, mesh: Mesh | None) -> 
             for i, (rank, first) in enumerate(zip(s.ranks, s.starts, strict=True)):
                 if rank not in own_ranks(bank, mesh):
                     continue
-                # of the ranks that hold the same the first one's log
+                # if several ranks hold the same rows, read the first one's log
                 at = coordinates(rank, bank.axes, mesh.shape)
                 place = rank_at(dict.fromkeys(mesh.axis_names, 0) | at, mesh.axis_names, mesh.shape)
                 last = lasts[place if mesh.is_emulated else 0][start + first :][: s.part]
@@ -134,16 +134,16 @@ def parts_of(own: Touched, state: TrainState, since: int, mesh: Mesh | None) -> 
 
 @typed
 def apply_delta(tables: Mapping[str, Tensor], delta: Delta) -> dict[str, Tensor]:
-    """The tables with the rows of a Delta in place of theirs; tables that it does not name as they are.
+    """Return the tables with a Delta's rows in place of theirs; tables that it does not name stay as they are.
 
     Args:
       tables: {table: f[R, D]}, whole, such as `params.tables` of a checkpoint.
-      delta: `fr.delta`'s; of real ranks one after the other, in any order.
+      delta: from `fr.delta`; apply those of real ranks one after the other, in any order.
 
     Raises:
-      KeyError: a table that is not there.
-      ValueError: one of another shape.
-      TypeError: another dtype: `delta.to(torch.float16)` for tables that are served in 16 bits.
+      KeyError: the Delta names a table that is not there.
+      ValueError: a table has another shape.
+      TypeError: a table has another dtype: `delta.to(torch.float16)` for tables that are served in 16 bits.
 
     Cost: `fr.jit(fr.apply_delta, donate=("tables",))` writes the rows where they are; without it tables are copied.
 
@@ -219,7 +219,7 @@ def delta_problems(tables: Mapping[str, Tensor], delta: Delta) -> Iterator[Probl
 
 
 def part_problems(n: str, t: Tensor, part: ChangedRows) -> Iterator[Problem]:
-    """Of tables that a program is staged for the numbers of rows are not known."""
+    """Check a part against its table; while a program is staged, row numbers are not known and not checked."""
     x, rows = part.values, part.rows
     if t.dtype != x.dtype or t.device != x.device:
         hint = f"delta.to(device, {t.dtype})"

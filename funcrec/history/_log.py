@@ -1,11 +1,11 @@
-"""What a step is about to change, kept next to the state: so steps are undone, and the rows that changed are known.
+"""A log of what each step is about to change, kept next to the state: it undoes steps, and tells which rows changed.
 
     log[t mod K] = (rows, tables[rows], slots[rows], dense, dense_opt)      as they are before step t
     undo:  tables[rows], slots[rows], dense, dense_opt = log[t mod K]        last[row] = the change that touched it
 
-All are bits: what is put back is what was there, a NaN's payload too. No shape depends on an id.
-Shapes: K steps that can be undone, T tables of one form, R rows of a table, S of all of the form, C rows kept of a
-step, W integers of a row and its slots, N ids, E integers of the dense parts.
+All values are bits: a value that is put back is the old one, even a NaN's payload. No shape depends on an id.
+Shapes: K steps that can be undone, T tables of one form, R rows of a table, S rows of all tables of the form, C rows
+kept of a step, W integers of a row and its slots, N ids, E integers of the dense parts.
 """
 
 import itertools
@@ -23,11 +23,11 @@ from funcrec.train import TrainState
 
 @pytree(static=("tables",))
 class Touched:
-    """What a log has of the tables of one form: dim, dtype, slots. Their rows are numbered one table after the other.
+    """A log's part for the tables of one form (dim, dtype, slots). Their rows are numbered one table after the other.
 
-    rows: i64[K, C], each table's in its own places, -1 for none. old: bits [K, C, W], one for each width of integers.
-    over: i64[K], rows that found no place. last: i64[S + 1], the change that touched each row, 0 for none; the last one
-    is for no row. tables: (name, R, its places among the C).
+    rows: i64[K, C], each table's in its places, -1 for none. old: bits [K, C, W], one for each width of integers.
+    over: i64[K], how many rows found no place. last: i64[S + 1], number of the change that touched each row last, 0 for
+    none; its last element stands for no row. tables: (name, R, its number of places among the C).
     """
 
     rows: Tensor
@@ -38,25 +38,26 @@ class Touched:
 
     @property
     def starts(self) -> list[int]:
-        """Where each table's rows begin, and S."""
+        """Return where each table's rows begin, and S."""
         return [0, *itertools.accumulate(rows for _, rows, _ in self.tables)]
 
     @property
     def seats(self) -> list[slice]:
-        """Each table's places among the C."""
+        """Return each table's places among the C."""
         ends = [0, *itertools.accumulate(room for _, _, room in self.tables)]
         return list(itertools.starmap(slice, itertools.pairwise(ends)))
 
 
 @pytree(static=("num_steps",), optional=("origin",))
 class DeltaLog:
-    """The last K steps of a state, and which of its rows changed when: what `logged` keeps.
+    """The last K steps of a state, and when each of its rows changed; `logged` keeps it.
 
-    version: i64[], how many changes there were: steps and rewindings. kept: i64[], how many steps are held, of which
-    the next one is written at `place`, i64[]. begun: i64[], the first version of these tables: of what was before it is
-    not known which rows changed. stamp: i64[1], of the state that it belongs to. touched: by the form of tables. whole:
-    bits [K, E] of what changes whole in every step. num_steps: K. origin: i64[], of all bits of the state that it was
-    begun with it, the same on all ranks: it distinguishes versions of two logs. None in one of an older checkpoint.
+    version: i64[], how many changes there were: steps and rewindings. kept: i64[], how many steps the log holds; the
+    next one is written at `place`, i64[]. begun: i64[], the first version of these tables; for earlier versions the log
+    does not know which rows changed. stamp: i64[1], hash of the state that the log belongs to. touched: one for each
+    form of tables. whole: bits [K, E] of the parts that change whole in every step. num_steps: K.
+    origin: i64[], hash of all bits of the first state, the same on all ranks. It distinguishes versions of two logs.
+    None in an older checkpoint's log.
     """
 
     version: Tensor
@@ -71,7 +72,7 @@ class DeltaLog:
 
 
 def rows_and_whole(state: TrainState, waiting: Sequence[str]) -> tuple[dict[str, dict[str, Tensor]], Any]:
-    """({table: {"": the table, slot: of its rows}}, a tree of all else that a step may change)."""
+    """Return ({table: {"": the table, slot: its tensor}}, a tree of everything else that a step may change)."""
     of_rows = {
         n: {"": t} | {k: s for k, s in state.slots.get(n, {}).items() if k not in waiting}
         for n, t in state.tables.items()
@@ -89,29 +90,29 @@ def with_rows_and_whole(state: TrainState, of_rows: Mapping[str, Mapping[str, Te
 
 
 def flat_bits(tree: Any) -> list[Tensor]:
-    """All tensors as one buffer of integers for each width."""
+    """Return all tensors as one buffer of integers for each width."""
     return ravel([bits_of(x).flatten() for x in tree_leaves(tree) if isinstance(x, Tensor)])[0]
 
 
 def of_bits(buffers: Sequence[Tensor], like: Any) -> Any:
-    """The tree again, of the forms of `like`."""
+    """Return the tree that the buffers hold, with the shapes and dtypes of `like`."""
     leaves, structure = tree_flatten(like)
     flat = iter(ravel([bits_of(x).flatten() for x in leaves if isinstance(x, Tensor)])[1](buffers))
     return tree_unflatten([typed_bits(next(flat), x) if isinstance(x, Tensor) else x for x in leaves], structure)
 
 
 def typed_bits(bits: Tensor, like: Tensor) -> Tensor:
-    """Bits as numbers of that form."""
+    """Return bits as numbers with the dtype and shape of `like`."""
     return (bits if bits.dtype == like.dtype else bits.view(like.dtype)).reshape(like.shape)
 
 
 def row_bits(own: Mapping[str, Tensor], rows: Tensor) -> tuple[list[Tensor], Any]:
-    """Buffers [C, W] of rows of a table and its slots, and how they are these again."""
+    """Return buffers [C, W] of rows of a table and its slots, and the function that splits them again."""
     return ravel({k: bits_of(x)[rows].reshape(rows.shape[0], -1) for k, x in own.items()}, 1)
 
 
 def form_of(own: Mapping[str, Tensor]) -> list[tuple[torch.dtype, int]]:
-    """(dtype, W) of each buffer of rows of a table and its slots."""
+    """Return (dtype, W) of each buffer of rows of a table and its slots."""
     one = {k: torch.empty((1, *x.shape[1:]), dtype=x.dtype, device="meta") for k, x in own.items()}
     return [(x.dtype, x.shape[1]) for x in row_bits(one, torch.zeros(1, dtype=torch.int64, device="meta"))[0]]
 
@@ -119,7 +120,7 @@ def form_of(own: Mapping[str, Tensor]) -> list[tuple[torch.dtype, int]]:
 def begin_log(
     state: TrainState, waiting: Sequence[str], num_steps: int, room: Mapping[str, int], axes: Sequence[str] = ()
 ) -> DeltaLog:
-    """A log of no step. room: {table: C}."""
+    """Return a log without steps. room: {table: C}."""
     of_rows, whole = rows_and_whole(state, waiting)
     forms: dict[tuple, list[str]] = {}
     for n, own in of_rows.items():
@@ -140,8 +141,8 @@ def begin_log(
 
 
 def origin_of(state: TrainState, axes: Sequence[str]) -> Tensor:
-    """i64[]: of the step, the key, the dense parameters and all rows, drawn from no random number: a run that is done
-    again has the same."""
+    """Return a hash, i64[], of the step, the key, the dense parameters and all rows. It draws no random number: a run
+    that is repeated has the same."""
     out = stamp_of(state)[0]
     for x in state.tables.values():
         rows = bits_of(x).sum(1, dtype=torch.int64)
@@ -150,7 +151,7 @@ def origin_of(state: TrainState, axes: Sequence[str]) -> Tensor:
 
 
 def stamp_of(state: TrainState) -> Tensor:
-    """i64[1]: of the step, the key and the dense parameters; cheap compared with what a step does with them."""
+    """Return a hash, i64[1], of the step, the key and the dense parameters; cheap compared with a step."""
     out = mix(state.key ^ mix(state.step))
     for x in flat_bits(state.dense):
         places = torch.arange(x.shape[0], device=x.device) * 2 + 1
@@ -166,8 +167,8 @@ def recorded(
     new: TrainState,
     axes: Sequence[str] = (),
 ) -> DeltaLog:
-    """The log with the step from `old` to `new`, of which `grads` name the rows; one that did nothing is none. A log of
-    another state than `old` forgets its steps and starts again with this one."""
+    """Return the log with the step from `old` to `new`; `grads` name its rows. A step that did nothing is not recorded.
+    A log of another state than `old` forgets its steps and starts again with this one."""
     took = (new.step != old.step).to(torch.int64)
     is_own = belongs(log, old, axes)
     version = log.version + took
@@ -181,20 +182,20 @@ def recorded(
         return replace(log, version=version, begun=begun, stamp=stamp, touched=touched)
     now = flat_bits((old.step, whole))
     held = tuple(x.index_put((at,), y[None]) for x, y in zip(log.whole, now, strict=True))
-    # the oldest one's place is written over in any case
+    # a full log overwrites its oldest step in any case
     kept = torch.where(is_own, log.kept.clamp(max=log.num_steps - 1), 0) + took
     place = (log.place + took) % log.num_steps
     return DeltaLog(version, kept, place, begun, stamp, touched, held, log.num_steps, log.origin)
 
 
 def belongs(log: DeltaLog, state: TrainState, axes: Sequence[str]) -> Tensor:
-    """bool[]: whether the log is of the state, for every rank of the axes: each has a stamp of its own part."""
+    """Return whether the log belongs to the state on every rank of the axes, bool[]: each stamps its part."""
     is_own = (log.stamp == stamp_of(state)).all()
     return pmin(is_own.long(), tuple(axes)) > 0 if axes else is_own
 
 
 def rows_named(grads: Mapping[str, RowGrads], slots: Mapping, waiting: Sequence[str]) -> dict[str, Tensor]:
-    """{table: i64[N]}: the rows that an update may write to, those of waiting gradients too; others mark none."""
+    """Return {table: i64[N]}: rows that an update may write to, also those of waiting gradients; padding is no row."""
     out: dict[str, list[Tensor]] = {}
     for n, g in grads.items():
         if g.capacity:
@@ -209,7 +210,7 @@ def rows_named(grads: Mapping[str, RowGrads], slots: Mapping, waiting: Sequence[
 def recorded_rows(
     own: Touched, of_rows: Mapping, named: Mapping[str, Tensor], version: Tensor, at: Tensor, num_steps: int
 ) -> Touched:
-    """The rows of one form, each once, at its table's places."""
+    """Record the rows of one form, each once, at its table's places."""
     starts, total = own.starts, own.starts[-1]
     known = {t: named[n] for t, (n, _, _) in enumerate(own.tables) if n in named}
     if not known:
@@ -229,9 +230,9 @@ def recorded_rows(
 
 
 def places_of(ids: Tensor, table: Tensor, own: Touched) -> tuple[Tensor, Tensor]:
-    """(i64[C]: the distinct rows, each in a place of its table's, -1 in the others; i64[]: how many found none).
+    """Return (i64[C]: the distinct rows, each in a place of its table, -1 elsewhere; i64[]: how many found no place).
 
-    ids: i64[N], numbers of rows, S for none; table: i64[N], of which each is.
+    ids: i64[N], numbers of rows, S for none; table: i64[N], the table of each id.
     """
     starts, room, seats = own.starts, own.rows.shape[1], own.seats
     on = lambda xs: torch.tensor(xs, dtype=torch.int64, device=ids.device)
@@ -246,7 +247,7 @@ def places_of(ids: Tensor, table: Tensor, own: Touched) -> tuple[Tensor, Tensor]
 
 
 def undone(state: TrainState, log: DeltaLog, waiting: Sequence[str], k: int) -> tuple[TrainState, DeltaLog]:
-    """The state and the log as they were k steps ago; but for `version` and `last`, which go on."""
+    """Return state and log as they were k steps ago; the log's `version` and `last` count on."""
     at = (log.place - 1 - torch.arange(k, device=log.place.device)) % log.num_steps  # the newest one first
     of_rows, whole = rows_and_whole(state, waiting)
     version, touched = log.version + 1, []
@@ -267,16 +268,16 @@ def undone(state: TrainState, log: DeltaLog, waiting: Sequence[str], k: int) -> 
 
 
 def put_back(own: Mapping[str, Tensor], rows: Tensor, old: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    """A table and its slots with rows i64[k, C] as the last one that names them has it, and these rows."""
+    """Return a table and its slots with rows i64[k, C] put back, each from its oldest record, and the rows."""
     if rows.shape[1] == 0:
         return dict(own), rows[0]
     flat = rows.flatten()
-    # a row's records follow each other, the oldest one first: all of them put back what that one says
+    # a row's records follow each other, the oldest first: every record puts back the oldest one's values
     ordered, order = torch.sort(torch.where(flat < 0, torch.iinfo(flat.dtype).max, flat).flip(0), stable=True)
     order = flat.shape[0] - 1 - order
     number = torch.arange(flat.shape[0], device=flat.device)
     first = torch.where(begins(ordered), number, 0).cummax(0)[0]
-    first = torch.where(flat[order] < 0, 0, first)  # padding puts back what the first one does
+    first = torch.where(flat[order] < 0, 0, first)  # padding puts back what the first entry does
     is_any = flat[order[:1]] >= 0
     source, row = order[first], torch.where(is_any, ordered[first], 0)
     now, back = row_bits(own, row)
@@ -287,11 +288,11 @@ def put_back(own: Mapping[str, Tensor], rows: Tensor, old: Sequence[Tensor]) -> 
 
 
 def begins(ordered: Tensor) -> Tensor:
-    """bool[N]: whether a number is the first of its kind."""
+    """Return whether each number differs from the one before it, bool[N]."""
     return torch.cat([torch.ones_like(ordered[:1], dtype=torch.bool), ordered[1:] != ordered[:-1]])
 
 
 def log_specs(mesh: Mesh, num_steps: int, *, has_origin: bool = True) -> DeltaLog:
-    """Each rank has its own log; how many steps it holds, and where it was begun, is the same on all."""
+    """Return specs: each rank has its log; the numbers of steps, the version and the origin are the same on all."""
     own = P(mesh.axis_names)
     return DeltaLog(P(), P(), P(), P(), own, own, own, num_steps, P() if has_origin else None)

@@ -1,4 +1,4 @@
-"""Steps that can be undone: a log of what they changed lies next to the state, and goes through the same call.
+"""Steps that can be undone: a step takes and returns a log of the changes, together with the state.
 
 rewind(logged_k+n, n) = logged_k        bit for bit, at the cost of the rows that n steps touched
 """
@@ -45,16 +45,16 @@ from funcrec.train import (
 
 @pytree(static=("waiting",))
 class Logged:
-    """A training state and the log of its last steps: what a `logged` step takes and gives.
+    """A training state and the log of its last steps; a `logged` step takes and returns it.
 
     Args:
-      state: as the step alone has it: this is what is evaluated, gathered, and moved to another plan.
-      log: of this state and no other, as a stamp of its step, key and dense parameters tells. It does not know of
-        tables and slots that are changed by hand between two steps, nor two states apart that differ in these alone
-        (without dense parameters, two trainings of one key): for such a state begin a log, `logged.init(state)`. A step
-        from a state of another stamp, such as one that was restored, starts a new log. Its `version`
-        is the number of changes so far: steps, and calls of `rewind`.
-      waiting: of the row optimizer (`RowOptimizer.waiting`).
+      state: the state of the step without a log: evaluate it, gather it, or move it to another plan.
+      log: it belongs to this state only, which it recognises by a stamp of step, key and dense parameters. The stamp
+        does not notice tables and slots that are changed by hand between two steps. It does not distinguish states that
+        differ only in these (without dense parameters, two trainings of one key). Begin a log for such a state:
+        `logged.init(state)`. A step from a state with another stamp, such as a restored one, starts a new log.
+        Its `version` is the number of changes so far: steps, and calls of `rewind`.
+      waiting: `RowOptimizer.waiting` of the row optimizer.
 
     Example:
       >>> import torch, funcrec as fr
@@ -80,32 +80,32 @@ class Logged:
 @remade
 @typed
 def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Count] | None = None) -> TrainStep:
-    """The same step with a log next to its state, from which `rewind` undoes its last steps
-    and the rows that changed are known (`delta`).
+    """Return the same step with a log next to its state. `rewind` undoes its last steps
+    from the log, and `delta` reads the changed rows.
 
     Args:
-      step: of `train_step`; not yet jitted. Its plan has no `replicas`, of which `sync_replicas` changes
+      step: from `train_step`; not yet jitted. Its plan has no `replicas`: `sync_replicas` would change
         rows that no step names.
-      steps: K, how many can be undone; 0 for `delta` alone.
-      rows: the most distinct rows of a table that a step touches, for all tables or {table: n}; on a mesh of any one
-        rank's part of it. A step with more is not held: `rewind` over it raises. None with steps=0.
+      steps: K, how many steps can be undone; 0 for `delta` alone.
+      rows: the most distinct rows of a table that a step touches, for all tables or {table: n}; on a mesh, of any one
+        rank's part of it. A step that touches more is not held: `rewind` over it raises. None with steps=0.
 
     Returns:
-      TrainStep over `Logged`. `init` takes Params, as that of `step`, or a TrainState to begin a log with.
+      TrainStep over `Logged`. `init` takes Params, as `step.init` does, or a TrainState to begin a log with.
       `fr.jit(logged, donate=("state",))` is one compiled call, which takes state and log together; `scan`, `fit`,
-      `retry_overflow`, vmap and meshes take it in the place of `step`.
+      `retry_overflow`, vmap and meshes take it in place of `step`.
 
     Raises:
-      ValueError: a plan with replicas.
-      KeyError: a table without `rows`.
-      TypeError: where a derivative follows the state: a log keeps bits, which have none.
+      ValueError: the plan has replicas.
+      KeyError: a table has no entry in `rows`.
+      TypeError: a derivative follows the state: a log keeps bits, which have none.
 
     Law: the states and metrics are those of `step`, bit for bit.
 
-    Cost: of each step N ids are sorted, C rows and their slots are read and written once more (C = Σ `rows`), and the
-      dense parts with their optimizer's state are copied. Memory: K of these, and 8 bytes for each row of the tables.
+    Cost: each step sorts N ids, reads and writes C rows and their slots once more (C = Σ `rows`), and copies the dense
+      parts with their optimizer's state. Memory: K times these rows and parts, and 8 bytes for each row of the tables.
 
-    Example: two steps, of which one is undone.
+    Example: two steps; one is undone.
       >>> import torch, funcrec as fr
       >>> loss_fn = lambda p, ids: fr.lookup(p.tables, ids, [fr.FeatureConfig("clicked", table="item")]).values.sum()
       >>> kind = {"sparse": fr.optim.sgd(1.0), "dense": fr.optim.dense(torch.optim.SGD, lr=0.1)}
@@ -150,7 +150,7 @@ def logged(step: TrainStep, *, steps: Size = 50, rows: Count | Mapping[str, Coun
 
 
 def run_logged(recipe: Recipe, axes: tuple[str, ...], place: Stages, logged: Logged, batch: Any) -> tuple[Logged, dict]:
-    """A step, and what it was about to change."""
+    """Run a step, and record what it was about to change."""
     seen = []
 
     def update(sparse: RowOptimizer, summed: Summed, state: TrainState) -> tuple[Any, Any]:
@@ -164,24 +164,24 @@ def run_logged(recipe: Recipe, axes: tuple[str, ...], place: Stages, logged: Log
 
 @typed
 def rewind(logged: Logged, k: Size = 1, *, mesh: Mesh | None = None, donate: bool = False) -> Logged:
-    """The state as it was k steps ago, with a log of the steps before.
+    """Return the state as it was k steps ago, with a log of the steps before.
 
     Args:
-      logged: as the step gave it.
+      logged: what the step returned.
       k: how many steps are undone.
-      mesh: of a state that lies on one; every rank calls, with the same k.
-      donate: whether `logged` may be used up, as by `fr.jit(donate=...)`: rows are then written
-        into its memory, by a program that is compiled once. Otherwise the tables are copied once.
+      mesh: the mesh of a sharded state; every rank calls, with the same k.
+      donate: whether `logged` may be used up, as by `fr.jit(donate=...)`. A program that is compiled once
+        then writes the rows into its memory. Otherwise the tables are copied once.
 
     Raises:
-      ValueError: where the log holds fewer steps (it says how many, and why), where one of them touched more rows than
-        were kept, for a log of another state, and without the `mesh`.
-      TypeError: where a derivative follows.
+      ValueError: the log holds fewer steps (the error says how many, and why); one of them touched more rows than
+        were kept; the log belongs to another state; or the `mesh` is missing.
+      TypeError: a derivative follows the state.
 
-    Law: every bit of the state is what it was, and training goes on from it to the same bits. `log.version` counts on:
-      the rows that were put back have changed, for `delta`.
+    Law: every bit of the state is what it was, and training continues from it to the same bits. `log.version` counts
+      on: for `delta`, the rows that were put back have changed.
 
-    Cost: with `donate` what k steps touched is read and written; else all tables once more.
+    Cost: with `donate`, reads and writes what k steps touched; else all tables once more.
 
     Example:
       >>> import torch, funcrec as fr
@@ -213,7 +213,7 @@ def undo(logged: Logged, k: int, mesh: Mesh | None) -> Logged:
     if mesh is None:
         return one_rank(logged)
     specs = specs_of(logged, mesh)
-    # each rank puts back its own, what several hold alike from logs that say the same
+    # each rank puts back its part; where several ranks hold copies, their logs are equal
     return shard_map(one_rank, mesh=mesh, in_specs=(specs,), out_specs=specs, check=False)(logged)
 
 
@@ -230,7 +230,7 @@ def specs_of(logged: Logged, mesh: Mesh) -> Logged:
 
 
 def room_of(state: TrainState, rows: int | Mapping[str, int]) -> dict[str, int]:
-    """{table or bank: how many rows of it a step may touch}."""
+    """Return {table or bank: how many of its rows a step may touch}."""
     of = lambda n: rows[n] if isinstance(rows, Mapping) else rows
     layout = layout_in(state.tables)
     if layout is None:
@@ -244,8 +244,8 @@ def table_names(state: TrainState) -> list[str]:
 
 
 def facts_of(logged: Logged, k: int, mesh: Mesh | None) -> list[int]:
-    """[steps held, rows of the last k that found no place (0 for none), whether the stamp is the state's], of all ranks
-    and members the worst."""
+    """Return [steps held, minus the rows of the last k that found no place, whether the stamp is the state's], each the
+    least over all ranks and members."""
     log = logged.log
 
     def one_rank(x: Logged) -> Tensor:
@@ -325,7 +325,7 @@ def laid_out_problems(state: TrainState, mesh: Mesh | None) -> Iterator[Problem]
 
 
 def form_problems(logged: Logged) -> Iterator[Problem]:
-    """The log's rows are the tables', and its bits theirs; of a sharded state the layout tells how many rows."""
+    """Check that the log fits the tables' rows and bits; the layout of a sharded state tells how many rows."""
     of_rows, _ = rows_and_whole(logged.state, logged.waiting)
     is_whole = layout_in(logged.state.tables) is None
     hint = "the `Logged` that the step gave; logged.init(state) to begin a log"
