@@ -1,10 +1,10 @@
 """Datasets as plain values, and iterators of batches over them.
 
-A `Schema` says which column of a table is what. Where ids are integers, `examples` makes tensors of it; else
-`fit_encoding` learns how columns become ids and numbers, `encode` does it, and `configs` makes tables and features of
-it. Row data (`num_rows`, `take`) come from these two, `ctr_dataset`, `criteo_npy` and `random_rows`; splits give row
-numbers of their parts, `loader` and `batches` shuffle them. `stream_loader` reads what is larger than memory. Streams
-of batches come from `criteo_tsv`, `criteo_parquet` and `random_batches`; `prefetch` wraps either.
+A `Schema` names the columns of a table and their roles. If ids are integers, `examples` turns the table into tensors.
+Else `fit_encoding` learns how columns become ids and numbers, `encode` applies that, and `configs` derives tables and
+features. Row data (`num_rows`, `take`) come from these two, `ctr_dataset`, `criteo_npy` and `random_rows`. Splits
+return row numbers of their parts; `loader` and `batches` shuffle them. `stream_loader` reads sources larger than
+memory. Streams of batches come from `criteo_tsv`, `criteo_parquet` and `random_batches`; `prefetch` wraps either.
 """
 
 import funcrec.core as _core

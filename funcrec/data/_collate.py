@@ -1,4 +1,4 @@
-"""Batches for torch.utils.data: what makes one of the items that a DataLoader has gathered, in its own processes."""
+"""Batches for torch.utils.data: a function that makes a batch of a DataLoader's items, inside its processes."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,17 +15,17 @@ from funcrec.tables import Batch
 
 
 def collate(source: RowData | Schema | Encoding) -> Callable[[list], Batch]:
-    """The `collate_fn` of a torch.utils.data.DataLoader, for its processes, samplers and settings.
+    """Return the `collate_fn` of a torch.utils.data.DataLoader, to use its processes, samplers and settings.
 
     Args:
-      source: data with `num_rows` and `take`, for a dataset of row numbers, range(data.num_rows) or rows.tolist(): a
-        batch is taken at once. Or a Schema (its ids integers) or an Encoding, for a dataset whose items are dicts,
+      source: data with `num_rows` and `take`, for a dataset of row numbers, range(data.num_rows) or rows.tolist(): one
+        `take` makes a batch. Or an Encoding, or a Schema of integer ids; the dataset's items are then dicts,
         {column: value}.
 
     Returns:
-      a function of a list of items that gives a `fr.Batch`; it can be pickled where `source` can.
+      a function of a list of items that returns a `fr.Batch`; it can be pickled if `source` can.
 
-    Law: a batch is take(data, rows), or the examples of a table of the dicts.
+    Law: a batch is take(data, rows), or the examples of a table made from the dicts.
 
     Example:
       >>> import torch, funcrec as fr

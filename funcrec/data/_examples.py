@@ -1,6 +1,6 @@
-"""A table whose ids are integers, as tensors: rows that can be had in any order.
+"""A table whose ids are integers, as tensors: its rows can be taken in any order.
 
-    bag b of key k = the ids of column k in row rows[b],    label[b], dense[b], weight[b] those of row rows[b]
+    bag b of key k = the ids of column k in row rows[b];    label[b], dense[b], weight[b] are row rows[b]'s
 
 Shapes: N rows, B rows of a batch, C categorical columns, D dense numbers, T labels.
 """
@@ -21,23 +21,23 @@ from funcrec.jagged import JaggedTensor, KeyedJaggedTensor, is_concrete, offsets
 from funcrec.tables import Batch
 
 CALL = "funcrec.data.examples"
-MAX_CLASS = 2**24  # a label is an f32
+MAX_CLASS = 2**24  # a label is an f32, which holds integers up to this
 
 
 @pytree(static=("schema", "most"), optional=("multivalued", "label", "dense", "weights", "weight", "time"))
 class Examples:
-    """The rows of a table as tensors; `take`, `batches` and `fr.to` go with it.
+    """The rows of a table as tensors; `take`, `batches` and `fr.to` accept it.
 
     Args:
       categorical: i64[N, C], one id per row and column.
       multivalued: the other columns of ids, N bags of each; or None.
       label: f32[N], f32[N, T] for several, or None.
       dense: f32[N, D], or None.
-      weights: f32[N, C], of the categorical ids, 1 where none are named; or None. Those of bags are in `multivalued`.
+      weights: f32[N, C], of the categorical ids, 1 in columns without weights; or None. `multivalued` has its own.
       weight: f32[N], or None.
       time: i64[N] or f64[N], or None.
       schema: the columns' names.
-      most: the most ids that a row has, of each multivalued column.
+      most: for each multivalued column, the most ids that a row has.
 
     Example:
       >>> import torch
@@ -62,8 +62,8 @@ class Examples:
         return self.categorical.shape[0]
 
     def take(self, rows: Tensor) -> Batch:
-        """The batch of these rows: see `funcrec.data.take`. Where no value can be read (inside `jit`, on a GPU) its
-        buffer holds as many ids as B rows can have, so that its shapes depend on B only; else just those it has."""
+        """Return the batch of these rows: see `funcrec.data.take`. If no value can be read (inside `jit`, on a GPU),
+        the buffer has room for the most ids of B rows, so that shapes depend on B only; else room for its ids."""
         check("funcrec.data.take", row_problems(rows, self.num_rows, self.categorical.device))
         rows, inside = there(rows, self.num_rows)
         of = lambda x: None if x is None else x.index_select(0, rows)
@@ -79,7 +79,7 @@ class Examples:
 
 
 def whole(data: Examples) -> Batch:
-    """All rows in order, as one batch."""
+    """Return all rows in order, as one batch."""
     bags = data.multivalued and JaggedTensor(*[getattr(data.multivalued, n) for n in ("values", "offsets", "weights")])
     return Batch(_ids(data.schema, data.categorical, data.weights, bags), data.label, data.dense, data.weight)
 
@@ -89,7 +89,7 @@ def _like(inside: Tensor, x: Tensor) -> Tensor:
 
 
 def _taken(bags: KeyedJaggedTensor, rows: Tensor, inside: Tensor | None, most: int) -> JaggedTensor:
-    """The bags of these rows, key after key; of a row that is not there an empty one."""
+    """Return the bags of these rows, key after key; a row that is not there has an empty bag."""
     firsts = torch.arange(len(bags.keys), device=rows.device) * bags.num_bags
     at = (firsts[:, None] + rows).flatten()
     starts = bags.offsets[:-1].index_select(0, at)
@@ -103,7 +103,7 @@ def _taken(bags: KeyedJaggedTensor, rows: Tensor, inside: Tensor | None, most: i
 
 
 def _ids(schema: Schema, single: Tensor, weights: Tensor | None, bags: JaggedTensor | None) -> KeyedJaggedTensor:
-    """i64[B, C] and f32[B, C], then the bags of the other keys, in one buffer."""
+    """Join single ids i64[B, C] with weights f32[B, C], then the bags of the other keys, in one buffer."""
     values, weights = single.T.flatten(), None if weights is None else weights.T.flatten()
     offsets = torch.arange(single.numel() + 1, device=single.device)
     if bags is not None:
@@ -117,7 +117,7 @@ def _ids(schema: Schema, single: Tensor, weights: Tensor | None, bags: JaggedTen
 
 
 def _unweighted(keys: tuple[str, ...], schema: Schema) -> tuple[str, ...]:
-    """The keys without weights, where others of `keys` have some."""
+    """Return the keys without weights, if others of `keys` have some."""
     weighted = dict(schema.weights)
     return tuple(k for k in keys if k not in weighted) if any(k in weighted for k in keys) else ()
 
@@ -126,25 +126,25 @@ def _unweighted(keys: tuple[str, ...], schema: Schema) -> tuple[str, ...]:
 def examples(
     table: object, schema: Schema, *, vocabularies: Vocabularies = None, missing: int | None = None
 ) -> Examples:
-    """A table whose ids are integers -> tensors. Strings and the like become ids by `fit_encoding` and `encode`.
+    """Turn a table whose ids are integers into tensors; for strings and the like use `fit_encoding` and `encode`.
 
     Args:
-      table: what `read` takes: a pyarrow, pandas or polars table, a dict of columns, a path.
-      schema: which column is what.
-      vocabularies: {column: V}, to have an id outside [0, V) be an error:
+      table: as in `read`: a pyarrow, pandas or polars table, a dict of columns, a path.
+      schema: the columns and their roles.
+      vocabularies: {column: V}; an id outside [0, V) then is an error. Use
         `vocabularies_of(tables, features)` for features without a hash.
       missing: the id of a missing integer; without it one is an error. A missing list is an empty bag.
 
-    What a column may hold. Ids: integers of any width below 2⁶³, negative ones as they are (a hash takes them, a table
+    What a column may hold. Ids: integers of any width below 2⁶³, negative ones unchanged (a hash takes them, a table
     reads zeros there), booleans as 0 and 1; lists of any of Arrow's layouts. Numbers: integers, floats, booleans,
-    decimals, all finite in f32. Times: numbers, or timestamps and dates as microseconds since 1970. Dictionaries are
-    the values that they stand for.
+    decimals, all finite in f32. Times: numbers, or timestamps and dates as microseconds since 1970. Dictionaries
+    count as the values that they stand for.
 
     Raises:
-      ModuleNotFoundError: without pyarrow.
-      TypeError: a column of another kind.
-      ValueError: a column that is missing, and a missing id, label or number, or one out of its range, by column and
-        row.
+      ModuleNotFoundError: pyarrow is missing.
+      TypeError: a column has another type.
+      ValueError: a column is missing; or an id, label or number is missing or out of its range (names column and
+        row).
 
     Law: take(examples(table, schema), rows) has the table's values in these rows.
 
@@ -173,7 +173,7 @@ def examples_of(
     missing: int | None = None,
     missing_number: float | None = None,
 ) -> Examples:
-    """Of a pyarrow.Table that has the schema's columns; errors in the name of `call`."""
+    """Make Examples of a pyarrow.Table that has the schema's columns; errors name `call`."""
     table = columns.lists_and_ids(table, schema)
     check(call, columns.type_problems(table.schema, schema))
     n, weights = table.num_rows, dict(schema.weights)
@@ -208,7 +208,7 @@ def examples_of(
 
 
 def _bags(call: str, table, lists: list, schema: Schema) -> KeyedJaggedTensor:
-    """Columns of (name, ids, lengths) -> N bags of each, with a weight per id where any column has weights."""
+    """Make N bags of each column from (name, ids, lengths), with a weight per id if any column has weights."""
     scales, weights = [], dict(schema.weights)
     for name, ids, lengths in lists:
         by = weights.get(name)
@@ -228,7 +228,7 @@ def _bags(call: str, table, lists: list, schema: Schema) -> KeyedJaggedTensor:
 
 
 def _label(call: str, column, name: str, kind: str) -> np.ndarray:
-    """f32[N], each of its kind."""
+    """Return labels f32[N], checked to be of their kind."""
     column = columns.plain(column)
     if column.null_count:
         hint = "the rows that have one, table.filter(...); label=None in the schema, for prediction"

@@ -1,9 +1,9 @@
-"""Batches of one epoch in a random order, from a position that goes into checkpoints.
+"""Batches of one epoch in a random order, starting at a position that checkpoints save.
 
     batch i of epoch e = take(data, rows[order(key, e)][i · B : (i + 1) · B])
 
-The order depends on the key and the epoch only, so a position, two integers, is all there is to save, and any number of
-threads may make the batches. Shapes: N rows, B rows of a batch.
+The order depends on the key and the epoch only. So a position, two integers, is all that must be saved, and any number
+of threads may make the batches. Shapes: N rows, B rows of a batch.
 """
 
 import zlib
@@ -23,7 +23,7 @@ from funcrec.tables import Batch
 
 
 class RowData(Protocol):
-    """Data whose rows can be had in any order: `CtrData`, `CriteoArrays`, or a user's own."""
+    """Data whose rows can be taken in any order: `CtrData`, `CriteoArrays`, or a user's own."""
 
     @property
     def num_rows(self) -> int: ...
@@ -44,11 +44,11 @@ At = tuple[Size, Size]  # a Position, or a plain pair
 
 @typed
 def take(data: RowData, rows: Tensor) -> Batch:
-    """The batch of these row numbers i[B], in their order and with repeats.
+    """Return the batch of these row numbers i[B], in their order and with repeats.
 
     Raises:
-      TypeError: rows that are no integers.
-      ValueError: rows that the data has not (inside `jit`, where no value can be read, the label of such a row is NaN).
+      TypeError: rows are not integers.
+      ValueError: the data lacks a row (inside `jit`, where no value can be read, the label of such a row is NaN).
 
     Law: bag b of every key, and label b, depend on rows[b] only.
 
@@ -76,26 +76,26 @@ def batches(
     pad_last: bool = False,
     bucket: bool = False,
 ) -> Iterator[tuple[Position, Batch]]:
-    """The rest of one epoch, each batch with the position after it: what to save once the batch is trained on.
+    """Return the rest of one epoch, each batch with the position after it; save that once the batch is trained on.
 
     Args:
       data: `CtrData`, `CriteoArrays` or anything with `num_rows` and `take`.
-      rows: i64[N], the rows of this part; None for all of them.
+      rows: i64[N], the rows of this part; None for all rows.
       key: shuffles by (key, position.epoch); None keeps the order of `rows`.
       position: where to begin. The last batch comes with Position(epoch + 1, 0), where the next epoch begins.
-      drop_last: leave out a last batch that is not full. Else it comes as it is, with fewer bags: a compiled step
-        compiles once more for it.
-      pad_last: fill up a last batch that is not full with copies of its last row, of weight 0: they count in no metric
-        and in no loss that reads `batch.weight` (a loss of your own must: Σ w l / Σ w; `fr.fit` refuses one of a
-        `train_step` that does not), and have no ids that the batch has not. Every batch has weights then, 1 where the
-        data have none, and the shapes of a full one, but for the number of ids where that differs: see `bucket`.
+      drop_last: leave out a last batch that is not full. Otherwise it has fewer bags, and a compiled step compiles once
+        more for it.
+      pad_last: fill up a last batch that is not full with copies of its last row, of weight 0. They bring no new ids,
+        and count in no metric, nor in a loss that reads `batch.weight`. A loss of your own must read it, Σ w l / Σ w;
+        `fr.fit` refuses a `train_step` whose loss does not. Every batch then has weights, 1 if the data have none, and
+        the shapes of a full one. Only the number of ids may differ: see `bucket`.
       bucket: pad the ids by `fr.pad_to_bucket`, for data whose batches differ in their number of ids.
 
     Raises:
-      TypeError, ValueError: at the call, not at the first batch: a row that the data has not, a position after the
-        epoch's last batch, an epoch without a batch.
+      TypeError, ValueError: the data lacks a row; the position is after the epoch's last batch; or an epoch has no
+        batch. Raised at the call, not at the first batch.
 
-    Law: every row once per epoch; beginning at a position gives exactly the batches that would have followed it.
+    Law: every row once per epoch; starting at a position returns exactly the batches that would have followed it.
 
     Example:
       >>> import funcrec as fr
@@ -121,10 +121,10 @@ def refuse_iteration(call: str) -> NoReturn:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Loader:
-    """Batches of any epoch, from any position on: what `fr.fit` trains on; `loader` makes it.
+    """Batches of any epoch, starting at any position; `fr.fit` trains on it, and `loader` makes it.
 
-    Called with a position it gives the rest of that position's epoch, as `batches` does; its length is `count`, the
-    batches of an epoch.
+    Called with a position, it returns the rest of that epoch, as `batches` does; its length is `count`, the batches of
+    an epoch.
 
     Example:
       >>> import funcrec as fr
@@ -144,7 +144,7 @@ class Loader:
     workers: int = 0
     depth: int = 1
     device: Device | None = None
-    look: Callable[[tuple[Position, Batch]], Any] | None = None  # of each item, before it goes to the device
+    look: Callable[[tuple[Position, Batch]], Any] | None = None  # called on each item before it goes to the device
 
     @typed(call="funcrec.data.Loader")
     def __call__(self, position: At = Position()) -> Iterator[tuple[Position, Batch]]:  # noqa: B008
@@ -164,7 +164,7 @@ class Loader:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What says which rows each batch has: a position in an epoch means the same for loaders with equal ones."""
+        """Return the settings that determine each batch's rows; if equal, a position means the same for two loaders."""
         key, rows = None if self.key is None else int(self.key), zlib.crc32(self.rows.cpu().numpy())
         return {"batch_size": self.batch_size, "key": key, "count": self.count, "rows": rows}
 
@@ -183,13 +183,13 @@ def loader(
     depth: Count = 2,
     device: Device | None = None,
 ) -> Loader:
-    """`batches` of all epochs: a function of a position that gives the rest of its epoch.
+    """Return `batches` of all epochs: a function from a position to the rest of its epoch.
 
     Args:
       data, rows, batch_size, key, drop_last, pad_last, bucket: as in `batches`.
-      workers: threads that make batches while the consumer uses others; 0 makes each when it is asked for. `take` runs
-        in several of them at once, so it must be a function of its rows. For processes there is `collate`.
-      depth: batches that are ready ahead of the consumer, or as many as there are workers, if these are more.
+      workers: threads that make batches in advance; 0 makes each batch when it is requested. Several threads call
+        `take` at once, so its result may depend on its rows only. To use processes, see `collate`.
+      depth: how many batches are ready ahead of the consumer; at least one for each worker.
       device: where the batches go, as in `prefetch`.
 
     Law: the batches are those of `batches`, bit for bit and in order, with any number of workers.
@@ -209,7 +209,7 @@ def loader(
 
 @typed
 def num_batches(num_rows: Size, batch_size: Count, *, drop_last: bool = False) -> int:
-    """The batches of an epoch."""
+    """Return the number of batches of an epoch."""
     return num_rows // batch_size if drop_last else -(-num_rows // batch_size)
 
 
@@ -218,7 +218,7 @@ def _loader_of(call: str, data, rows, batch_size, key, drop_last, pad_last, buck
     check(
         call, row_problems(rows.cpu(), data.num_rows) if rows is not None else (), _last_problems(drop_last, pad_last)
     )
-    rows = torch.arange(data.num_rows) if rows is None else rows.clone()  # what was looked at is what is read
+    rows = torch.arange(data.num_rows) if rows is None else rows.clone()  # read what was checked
     count = num_batches(rows.shape[0], batch_size, drop_last=drop_last)
     return Loader(data, rows, int(batch_size), key, pad_last, bucket, count)
 
@@ -274,7 +274,7 @@ def data_problems(data: object) -> Iterator[Problem]:
 
 
 def epoch_problems(load: Loader, position: Position) -> Iterator[Problem]:
-    """An epoch must have a batch, and the position must be before its end: a loop over epochs would never come on."""
+    """Check that an epoch has a batch and the position is before its end: else a loop over epochs never advances."""
     if load.count == 0:
         num_rows = load.rows.shape[0]
         need = f"at least {load.batch_size} rows" if num_rows else "a row or more"

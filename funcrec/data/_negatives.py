@@ -1,10 +1,11 @@
-"""Negative examples: ids drawn by a key, all alike or by how popular they are, and none that are known of the user.
+"""Negative examples: ids drawn by a key, uniformly or by popularity, without the ids that the user knows.
 
     P(id) = m(id) / Σ_free m,    m = 1,  or  count^exponent to 42 bits
 
-Masses are integers, so that an id is drawn in exactly its share, and one that is left out never. With C(id) the masses
-below id and k_1 < k_2 < ... the known ids of a user, t in [0, Σ_free m) falls after those with C(k_i) - Σ_{j<i} m(k_j)
-<= t: a bisection, which traces and rejects no draw. Shapes: V ids, U users, N pairs of a user and an id, B examples.
+Masses are integers, so each id is drawn with exactly its share, and an id that is left out is never drawn. Let C(id) be
+the sum of the masses below id, and k_1 < k_2 < ... a user's known ids. A number t in [0, Σ_free m) lies after the known
+ids with C(k_i) - Σ_{j<i} m(k_j) <= t. A bisection counts these; it traces, and rejects no draw.
+Shapes: V ids, U users, N pairs of a user and an id, B examples.
 """
 
 from collections.abc import Iterator
@@ -29,18 +30,18 @@ from funcrec.core import (
 )
 from funcrec.jagged import JaggedTensor, int_problems, is_concrete, offset_value_problems, offsets_of
 
-TOTAL = 2.0**42  # of the masses by popularity: a share of 1e-8 is right to 1e-5
+TOTAL = 2.0**42  # sum of the masses by popularity: a share of 1e-8 is right to 1e-5
 
 
 @pytree(static=("first", "num_ids"), optional=("ends", "known", "taken"))
 class Negatives:
-    """What draws ids, called with (key, shape, user); `uniform_negatives` and `popularity_negatives` make it.
+    """Draws ids, called with (key, shape, user); `uniform_negatives` and `popularity_negatives` make it.
 
     Args:
-      ends: i64[V], the masses up to and with each id; None where all are alike.
+      ends: i64[V], the sum of the masses up to each id, inclusive; None if all ids are equally likely.
       known: bag u has the ids, ascending, that are not drawn for user u; or None.
-      taken: i64[N + 1], the masses of the known ids up to each.
-      first: the first id that is drawn where all are alike.
+      taken: i64[N + 1], the sum of the masses of the known ids before each.
+      first: the first id that is drawn if all are equally likely.
       num_ids: V.
 
     Example:
@@ -61,11 +62,11 @@ class Negatives:
 
     @typed
     def __call__(self, key: Key, shape: Shape, user: Tensor | None = None) -> Tensor:
-        """i64[shape]: ids; shape[0] is the number of users, i[B], where known ids are left out.
+        """Return ids, i64[shape]. With known ids, `user` is i[B] with B = shape[0], and his known ids are not drawn.
 
         Raises:
-          ValueError: a user without a bag of known ids, and one that all ids are known of. Inside `jit`, where no value
-            can be read, both get ids -1, which are in no table.
+          ValueError: a user has no bag of known ids, or knows all ids. Inside `jit`, where no value can be read, both
+            get ids -1, which are in no table.
         """
         check("funcrec.data.Negatives", _user_problems(self, shape, user))
         own = random.bits(key, tuple(shape))
@@ -89,13 +90,13 @@ class Negatives:
         return torch.where(free > 0, self._at(t + self.taken[low] - start), -1)
 
     def _before(self, ids: Tensor) -> Tensor:
-        """The masses of the ids below each."""
+        """Return the sum of the masses of the ids below each id."""
         if self.ends is None:
             return (ids - self.first).clamp(min=0, max=self.num_ids - self.first)
         return torch.where(ids > 0, self.ends[(ids - 1).clamp(min=0, max=self.num_ids - 1)], 0)
 
     def _at(self, mass: Tensor) -> Tensor:
-        """The id in whose mass each falls."""
+        """Return the id into whose mass interval each number falls."""
         if self.ends is None:
             return mass + self.first
         return torch.searchsorted(self.ends, mass, right=True)
@@ -107,13 +108,13 @@ class Negatives:
 
 @typed
 def uniform_negatives(num_ids: Count, *, first: Size = 0, known: JaggedTensor | None = None) -> Negatives:
-    """Ids first, ..., num_ids - 1, each as likely as another.
+    """Make a sampler of the ids first, ..., num_ids - 1, all equally likely.
 
     Args:
-      first: 1 leaves out id 0, the unknown one of encodings.
+      first: 1 leaves out id 0, the unknown id of encodings.
       known: the ids that are not drawn for each user, see `known_items`.
 
-    Law: the ids depend on the key, the shape, the user and what is known of them; none of a user's known ones is drawn.
+    Law: the ids depend on the key, the shape, the user and the user's known ids; no known id is drawn.
 
     Example:
       >>> import funcrec as fr
@@ -132,15 +133,15 @@ def uniform_negatives(num_ids: Count, *, first: Size = 0, known: JaggedTensor | 
 def popularity_negatives(
     counts: Tensor, *, exponent: NotNegative = 0.75, known: JaggedTensor | None = None
 ) -> Negatives:
-    """Ids with the probability count^exponent over the sum; one that was never counted is never drawn.
+    """Make a sampler of ids with probability count^exponent over the sum; ids that were never counted are never drawn.
 
     Args:
-      counts: of each id, i[V] or f[V], such as `encoding.ids["item"].counts`; set counts[0] to 0 to leave out the
-        unknown id.
-      exponent: 0 for ids that came, alike; 1 as often as they came.
+      counts: the count of each id, i[V] or f[V], such as `encoding.ids["item"].counts`; set counts[0] to 0 to leave out
+        the unknown id.
+      exponent: 0 makes all counted ids equally likely; 1 draws them in proportion to their counts.
       known: the ids that are not drawn for each user, see `known_items`.
 
-    Law: as `uniform_negatives`; the same bits on one kind of device.
+    Law: as `uniform_negatives`; the same bits on all devices of one kind.
 
     Example:
       >>> import torch, funcrec as fr
@@ -159,11 +160,11 @@ def popularity_negatives(
 
 @typed
 def known_items(user: Tensor, item: Tensor, *, num_users: Count | None = None) -> JaggedTensor:
-    """Bag u has the items of user u, ascending and each once: what `negatives` leave out.
+    """Return bags: bag u has the items of user u, ascending and each once. Negatives leave them out.
 
     Args:
       user, item: i[N], ids >= 0 of the rows that are known (those to train on).
-      num_users: the bags; by default as many as the largest user needs.
+      num_users: the number of bags; by default the largest user's id + 1.
 
     Example:
       >>> import torch
@@ -185,12 +186,12 @@ def known_items(user: Tensor, item: Tensor, *, num_users: Count | None = None) -
 
 @typed
 def log_q(counts: Tensor, *, exponent: NotNegative = 1.0) -> Tensor:
-    """f[V]: the logarithm of each id's share, count^exponent over the sum: what `in_batch_softmax` takes off logits.
+    """Return each id's log share f[V], count^exponent over the sum; `in_batch_softmax` subtracts it from logits.
 
     Args:
-      counts: of each id in the rows to train on, i[V] or f[V]. An id that was not counted counts as once. The answer
-        is f32, or f64 as they are.
-      exponent: 1 for candidates of the batch; that of `popularity_negatives` for drawn ones.
+      counts: the count of each id in the rows to train on, i[V] or f[V]. An id without a count counts as once. The
+        result is f32, or f64 if they are.
+      exponent: 1 for candidates from the batch; the exponent of `popularity_negatives` for drawn ones.
 
     Example:
       >>> import torch, funcrec as fr
@@ -214,7 +215,7 @@ def _with_known(call: str, negatives: Negatives, known: JaggedTensor | None) -> 
 
 
 def _bag_of(known: JaggedTensor, user: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each user's bag begins and ends, and whether there is one; an empty one where there is none."""
+    """Return where each user's bag begins and ends, and whether there is one; a missing bag is empty."""
     count = known.offsets.shape[0] - 1
     is_there = (user >= 0) & (user < count)
     user = torch.where(is_there, user, 0)

@@ -1,4 +1,4 @@
-"""The next items of an iterator, made in a thread while the present one is used.
+"""The next items of an iterator, made in a thread while the current one is used.
 
 list(prefetch(items)) == list(items)
 """
@@ -21,22 +21,22 @@ T = TypeVar("T")
 def prefetch(
     items: Iterable[T], *, depth: Count = 2, pin_memory: bool = False, device: Device | None = None
 ) -> Iterator[T]:
-    """`items`, of which up to `depth` are ready ahead of the consumer.
+    """Return `items`, with up to `depth` of them ready ahead of the consumer.
 
     Args:
-      items: any iterable of trees of tensors, such as `batches(...)`; the thread alone touches it.
-      depth: items kept ready, 1 or more; one more may be in the making.
+      items: any iterable of trees of tensors, such as `batches(...)`; only the thread touches it.
+      depth: items kept ready, 1 or more; the thread may be making one more.
       pin_memory: copy CPU tensors into page-locked memory, from which a copy to a GPU does not wait.
-      device: where the tensors go. To a GPU they are copied on a stream of their own, which the consumer's stream
-        awaits: no host wait.
+      device: where the tensors go. A separate stream copies them to a GPU, and the consumer's stream awaits the copy:
+        the host does not wait.
 
     Returns:
-      an iterator whose thread starts with its first item and ends with its last, or when it is closed or dropped. An
-      exception of `items` is raised where its item would have been. One thread at a time takes items of it: a second
-      one that asks while the first waits gets ValueError, as of any generator.
+      an iterator. Its thread starts with the first item, and ends with the last, or when the iterator is closed or
+      dropped. An exception of `items` is raised in place of its item. Only one thread at a time may take items: a
+      second one that asks while the first waits gets ValueError, as with any generator.
 
     Raises:
-      TypeError, ValueError: an argument that does not fit, and a GPU that is not there, before the thread starts.
+      TypeError, ValueError: an argument does not fit, or the GPU is not there; raised before the thread starts.
 
     Law: the same items in the same order.
 
@@ -50,9 +50,9 @@ def prefetch(
 
 
 def in_threads(make: Callable[[S], T], items: Iterable[S], workers: int, depth: int) -> Iterator[T]:
-    """map(make, items) by `workers` threads; up to `depth` results, or one for each thread, are ahead of the consumer.
+    """Run map(make, items) in `workers` threads, with up to `depth` results, or one per thread, ahead of the consumer.
 
-    Law: the same results in the same order; an exception comes where its result would have been.
+    Law: the same results in the same order; an exception is raised in place of its result.
     """
     with ThreadPoolExecutor(workers, thread_name_prefix="funcrec.data.loader") as pool:
         waiting: deque = deque()
@@ -69,7 +69,7 @@ def in_threads(make: Callable[[S], T], items: Iterable[S], workers: int, depth: 
 
 
 class _Ready:
-    """What the two threads share: items made and not yet taken, how it ended, and whether anyone still wants them."""
+    """State that the two threads share: items made and not yet taken, the end with its error, whether to go on."""
 
     def __init__(self):
         self.items, self.changed = deque(), threading.Condition()
@@ -118,14 +118,14 @@ def _produce(source: Iterable, ready: _Ready, depth: int, pin_memory: bool, devi
         ready.error = error
     finally:
         if hasattr(items, "close"):
-            items.close()  # a generator's own `finally` runs here, in the thread that ran the generator
+            items.close()  # runs a generator's `finally` in the thread that ran the generator
         with ready.changed:
             ready.ended = True
             ready.changed.notify_all()
 
 
 def _move(item, pin_memory: bool, device: torch.device | None, stream):
-    """(the item on `device`, the event after which its copy is done, or None)."""
+    """Return (the item on `device`, the event after which its copy is done, or None)."""
     if pin_memory:
         item = map_tensors(lambda x: x.pin_memory() if x.device.type == "cpu" else x, item)
     if device is None:
@@ -137,7 +137,7 @@ def _move(item, pin_memory: bool, device: torch.device | None, stream):
 
 
 def _await_copy(item, copied, device: torch.device) -> None:
-    """The consumer's stream waits for the copy, and the memory is not given away before that stream is done with it."""
+    """Make the consumer's stream wait for the copy, and keep the memory until that stream is done with it."""
     stream = torch.cuda.current_stream(device)
     stream.wait_event(copied)
     for x in tree_leaves(item):

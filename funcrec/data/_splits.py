@@ -1,9 +1,9 @@
-"""Row numbers of parts: at random, by time, by group, the last rows of each group; and rows with enough company.
+"""Splits into row numbers: at random, by time, by group, the last rows of each group; and the k-core of two columns.
 
     parts = split(...)      every row is in one part;  a part's rows ascend
 
-A part is a vector i64, to be given as `rows` to `batches` and `loader`: no data are copied. What a part may know of
-another is each function's law. Shapes: N rows, P parts.
+A part is a vector i64; pass it as `rows` to `batches` and `loader`: no data are copied. Each function's law says how
+the parts are separated. Shapes: N rows, P parts.
 """
 
 import math
@@ -22,13 +22,13 @@ from funcrec.data.encoders._codes import codes_of, length_problems
 
 @typed
 def random_split(num_rows: Size, fractions: Sequence[float], *, key: Key) -> tuple[Tensor, ...]:
-    """Rows 0 .. num_rows - 1 in parts of these shares, at random: i64[...] for each part.
+    """Split rows 0 .. num_rows - 1 at random into parts of these shares: i64[...] for each part.
 
     Args:
       fractions: the share of each part, together 1; part p ends at row round(N · (f_0 + ... + f_p)) of a random order.
 
     Raises:
-      ValueError: shares that do not sum to 1, and where a part would have no row.
+      ValueError: the shares do not sum to 1, or a part would have no row.
 
     Law: every row is in one part; the same key gives the same parts on every device.
 
@@ -45,16 +45,16 @@ def random_split(num_rows: Size, fractions: Sequence[float], *, key: Key) -> tup
 
 
 def split_by_time(time: Any, fractions: Sequence[float]) -> tuple[Tensor, ...]:
-    """The oldest rows, then newer ones: i64[...] for each part.
+    """Split rows by time, the oldest in the first part: i64[...] for each part.
 
     Args:
       time: a number, date or timestamp of each row: a tensor, a numpy array, a list, a column of pyarrow, pandas
         or polars.
       fractions: the share of each part, together 1, the oldest first. Rows of one time stay together: a part ends
-        where the time changes, as near to its share as such a place is.
+        where the time changes, at the change nearest to its share.
 
     Raises:
-      ValueError: a missing time, and where a part would have no row (as when all times are equal).
+      ValueError: a time is missing, or a part would have no row (for instance, when all times are equal).
 
     Law: every row is in one part; every time of a part is before every time of the next.
 
@@ -66,21 +66,21 @@ def split_by_time(time: Any, fractions: Sequence[float]) -> tuple[Tensor, ...]:
     call = "funcrec.data.split_by_time"
     check(call, fraction_problems(fractions))
     codes = codes_of(call, time, "time", is_time=True)
-    *ends, count = torch.bincount(codes).cumsum(0).tolist()  # rows up to and with each time
+    *ends, count = torch.bincount(codes).cumsum(0).tolist()  # number of rows up to each time, inclusive
     near = lambda b: min(ends, key=lambda end: abs(end - b), default=count)
     bounds = [*map(near, bounds_of(count, fractions)[:-1]), count]
     return parts_of(call, codes.argsort(stable=True), bounds, f"{count} rows, {len(ends) + 1} different times")
 
 
 def split_by_group(group: Any, fractions: Sequence[float], *, key: Tensor) -> tuple[Tensor, ...]:
-    """All rows of a group in one part, the groups at random: i64[...] for each part.
+    """Split rows into parts of whole groups, assigned at random: i64[...] for each part.
 
     Args:
       group: the user, session or query of each row, as numbers or text; in the forms of `split_by_time`'s time.
-      fractions: the share of the groups that each part has, together 1; how many rows that are is the groups' matter.
+      fractions: each part's share of the groups, together 1; its number of rows depends on the groups' sizes.
 
     Raises:
-      ValueError: a missing group, and where a part would have no group.
+      ValueError: a group is missing, or a part would have no group.
 
     Law: no group is in two parts; which part a group is in does not depend on the order of the rows.
 
@@ -103,18 +103,19 @@ def split_by_group(group: Any, fractions: Sequence[float], *, key: Tensor) -> tu
 
 
 def leave_one_out(group: Any, time: Any, *, held_out: int = 2) -> tuple[Tensor, ...]:
-    """(train, valid, test): each group's last row is for the test, the one before for validation, i64[...] each.
+    """Return (train, valid, test), i64[...] each: a group's last row is for the test, the one before for validation.
 
     Args:
-      group, time: as in `split_by_group` and `split_by_time`. Of rows of one time the later row number is the later.
+      group, time: as in `split_by_group` and `split_by_time`. Among rows of one time, the larger row number is later.
       held_out: 2, or 1 for (train, test) without validation.
 
-    A group keeps a row to train on: one of two rows has none for validation, one of a single row none for the test.
+    Each group keeps a row to train on: a group of two rows has none for validation, a group of one row none for the
+    test.
 
     Raises:
-      ValueError: a missing group or time, and where no group has a row to hold out.
+      ValueError: a group or time is missing, or no group has a row to hold out.
 
-    Law: every row is in one part; a group has at most one row in valid and in test, and none that is later in train.
+    Law: every row is in one part; a group has at most one row in valid and in test, and no later row in train.
 
     Example:
       >>> import torch, funcrec as fr
@@ -127,7 +128,7 @@ def leave_one_out(group: Any, time: Any, *, held_out: int = 2) -> tuple[Tensor, 
     times = codes_of(call, time, "time", is_time=True)
     check(call, length_problems(group=groups, time=times))
     order = times.argsort(stable=True)
-    order = order[groups[order].argsort(stable=True)]  # group by group, each from its first row to its last
+    order = order[groups[order].argsort(stable=True)]  # sorted by group, then by time
     sizes = torch.bincount(groups)
     from_end = (sizes.cumsum(0) - 1)[groups[order]] - torch.arange(len(order))
     is_held = (from_end < held_out) & (from_end < sizes[groups[order]] - 1)
@@ -138,18 +139,18 @@ def leave_one_out(group: Any, time: Any, *, held_out: int = 2) -> tuple[Tensor, 
 
 
 def k_core(user: Any, item: Any, k: int | tuple[int, int]) -> Tensor:
-    """i64[...]: the rows that stay when users and items with fewer than k rows are left out, again and again.
+    """Return the rows that stay after users and items with fewer than k rows are removed repeatedly, i64[...].
 
     Args:
-      user, item: of each row, as the groups of `split_by_group`. A pair that stands twice counts twice.
+      user, item: the user and item of each row, as `split_by_group`'s group. A pair that appears twice counts twice.
       k: the least rows of a user and of an item, or (k of users, k of items).
 
     Returns:
-      row numbers, ascending; none, where there is no such core.
+      row numbers, ascending; none if there is no such core.
 
-    Law: every user and item of the rows has k of them or more, and no larger set of rows has this.
+    Law: every user and item of the returned rows has k or more of them, and no larger set of rows has this property.
 
-    Cost: a pass over the rows that are left for each round; a few rounds on data of people, N / 4 on a long chain.
+    Cost: each round passes once over the rows that are left; a few rounds on people's data, N / 4 on a long chain.
 
     Example:
       >>> import torch, funcrec as fr
@@ -176,13 +177,13 @@ def k_core(user: Any, item: Any, k: int | tuple[int, int]) -> Tensor:
 
 
 def bounds_of(count: int, fractions: Sequence[float]) -> list[int]:
-    """Where each part ends, the last at `count`."""
+    """Return where each part ends; the last ends at `count`."""
     sums = [math.fsum(fractions[: p + 1]) for p in range(len(fractions) - 1)]
     return [*(int(count * s + 0.5) for s in sums), count]
 
 
 def parts_of(call: str, order: Tensor, bounds: Sequence[int], got: str) -> tuple[Tensor, ...]:
-    """`order` cut at the bounds, each part ascending; none is empty."""
+    """Cut `order` at the bounds and sort each part; no part may be empty."""
     sizes = [b - a for a, b in zip((0, *bounds), bounds)]
     if min(sizes) < 1:
         sizes_of = f"parts of {', '.join(map(str, sizes))}"

@@ -1,4 +1,4 @@
-"""Batches of a source that is larger than memory, from any position of any epoch.
+"""Batches of a source that is larger than memory, starting at any position of any epoch.
 
 batch i of epoch e = encode(table i of stream(source, key=fold_in(key, e)))
 """
@@ -32,9 +32,9 @@ CALL = "funcrec.data.stream_loader"
 
 @dataclass(frozen=True)
 class StreamLoader:
-    """What `stream_loader` makes; called with a position it gives the rest of that position's epoch.
+    """A loader over a source; `stream_loader` makes it. Called with a position, it returns the rest of that epoch.
 
-    `operator.length_hint(load)` is the number of batches of an epoch, where the source tells it (text does not).
+    `operator.length_hint(load)` is the number of batches of an epoch, if the source tells it (text does not).
 
     Example:
       >>> import operator
@@ -55,8 +55,8 @@ class StreamLoader:
     workers: int
     depth: int
     device: Device | None
-    given: dict[str, Any]  # what `stream_loader` was asked for, of which a copy in another process is made
-    look: Callable[[tuple[Position, Batch]], Any] | None = None  # of each item, before it goes to the device
+    given: dict[str, Any]  # the arguments of `stream_loader`, to make a copy in another process
+    look: Callable[[tuple[Position, Batch]], Any] | None = None  # called on each item before it goes to the device
 
     @typed(call=CALL)
     def __call__(self, position: At = Position()) -> Iterator[tuple[Position, Batch]]:  # noqa: B008
@@ -75,12 +75,12 @@ class StreamLoader:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What says which rows each batch has, the files apart."""
+        """Return the settings that, with the files, determine which rows each batch has."""
         key = None if self.key is None else int(self.key)
         return {"batch_size": self.batch_size, "key": key, "window": self.window}
 
     def __reduce__(self) -> tuple:
-        """Files are opened again where it is unpickled; a table goes along."""
+        """Pickle the arguments: files are opened again when it is unpickled; a table is pickled with it."""
         source = self.given["source"]
         if not is_path(source) and not isinstance(source, Sequence):
             source = table_of(CALL, self.source).combine_chunks()
@@ -107,25 +107,25 @@ def stream_loader(
     depth: Count = 2,
     device: Device | None = None,
 ) -> StreamLoader:
-    """A loader, as `fr.fit` takes it, of a source that is larger than memory.
+    """Return a loader, as `fr.fit` takes it, of a source that is larger than memory.
 
     Args:
       source, format, window, drop_last: as in `stream`.
-      encode: a Schema, where ids are integers; an Encoding; or a function of a pyarrow.Table to Examples.
-      columns: those that a function gets, all if None.
+      encode: a Schema, if ids are integers; an Encoding; or a function from a pyarrow.Table to Examples.
+      columns: the columns that such a function gets, all if None.
       key: shuffles by (key, epoch).
       pad_last: fill up a last batch that is not full with copies of its last row, of weight 0, as `batches` does.
       bucket: pad the ids by `fr.pad_to_bucket`.
       workers, depth, device: as in `loader`; the threads encode, one thread reads.
 
     Returns:
-      load(position=Position()) -> iterator of (the position after the batch, the batch), as `batches` has it.
+      load(position=Position()) -> iterator of (the position after the batch, the batch), as from `batches`.
 
     Raises:
-      TypeError, ValueError: at the call, for what the source's schema tells.
+      TypeError, ValueError: at the call, if the source's schema does not fit.
       ValueError: while reading; names file and row.
 
-    Law: one epoch has every row once; load(position) gives exactly the batches that would have followed it.
+    Law: one epoch has every row once; load(position) returns exactly the batches that would have followed it.
 
     Example:
       >>> from funcrec.data import Schema, stream_loader
@@ -157,7 +157,7 @@ def _last_problems(drop_last: bool, pad_last: bool) -> Iterator[Problem]:
 
 
 def _positions(load: StreamLoader, position: Position) -> Iterator[tuple[Position, Batch]]:
-    """Each batch with the position after it; the last one's is the next epoch's first."""
+    """Yield each batch with the position after it; after the last one comes the next epoch's first position."""
     (epoch, number), key = position, load.key
     numbered = tables(
         CALL, load.source, load.batch_size, key=None if key is None else random.fold_in(key, epoch),
@@ -185,7 +185,7 @@ def _made(load: StreamLoader, rows: np.ndarray, table) -> Batch:
 
 
 def to_batch(source: Source, encode: Callable, rows: np.ndarray, table, bucket: bool = False) -> Batch:
-    """One table as a batch; errors call its rows what they are in their file."""
+    """Encode one table as a batch; errors name its rows as the file numbers them."""
     with columns_of.rows_named(lambda r: row_name(source, int(rows[r]))):
         made = encode(table)
     if not isinstance(made, Examples | Batch):

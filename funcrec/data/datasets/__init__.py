@@ -1,1 +1,1 @@
-"""Data that papers train on: MovieLens-1M, Criteo's formats, and rows that are drawn."""
+"""Data that papers train on: MovieLens-1M, Criteo's formats, and generated rows."""

@@ -1,8 +1,8 @@
-"""Criteo's click logs: tab-separated text, and the .npy arrays that are made of it.
+"""Criteo's click logs: tab-separated text, and the .npy arrays that are made from it.
 
     label <tab> 13 integers <tab> 26 categories of eight hexadecimal digits        an empty field is missing
 
-A category's id is its number + 1; 0 is the id of what is missing. Ids reach 2³²: features of these columns need a hash
+A category's id is its number + 1; a missing category has id 0. Ids reach 2³²: features of these columns need a hash
 (`fr.modulo()`, `fr.multiply_shift()`). Shapes: B rows of a batch.
 
 Source: the Kaggle Display Advertising Challenge and the Criteo 1TB Click Logs; facebookresearch/dlrm for log(x + 1),
@@ -45,7 +45,7 @@ SHIFT = [np.uint64(n) for n in range(33)]
 
 @typed
 def transform_dense(x: Annotated[Tensor, Form("x[...]")], transform: Transform) -> Tensor:
-    """ "log1": log(max(x, 0) + 1), of the Kaggle task; "log3": log(max(x, -2) + 3), of MLPerf; None: x.
+    """Transform dense features. "log1": log(max(x, 0) + 1), Kaggle's; "log3": log(max(x, -2) + 3), MLPerf's; None: x.
 
     Example:
       >>> import torch
@@ -72,24 +72,24 @@ def criteo_tsv(
     drop_last: bool = False,
     vocabularies: Vocabularies = None,
 ) -> Iterator[Batch]:
-    """Batches of Criteo's text (plain, .gz or .bz2), read block by block. A category's id is its number + 1, and 0 what
-    is missing: ids reach 2³², so a feature of these columns needs a hash.
+    """Read batches of Criteo's text (plain, .gz or .bz2), block by block. A category's id is its number + 1, a missing
+    one's is 0: ids reach 2³², so a feature of these columns needs a hash.
 
     Args:
       path: a file, files or a folder; lines of 40 fields, nothing else, no header.
-      transform: of the integers, see `transform_dense`; a missing integer counts as 0.
+      transform: the transform of the integers, see `transform_dense`; a missing integer counts as 0.
       keys: the names of the 26 columns.
-      skip: batches to leave out at the beginning, for a run that goes on.
+      skip: how many first batches to leave out, for a run that continues.
       drop_last: leave out a last batch that is not full.
-      vocabularies: {column: V}, to have an id outside [0, V) be an error instead of a row of zeros:
+      vocabularies: {column: V}; an id outside [0, V) then is an error instead of a row of zeros. Use
         `vocabularies_of(tables, features)` for features without a hash.
 
     Returns:
-      batches with one id i64 per key and row, dense f32[B, 13], label f32[B]; every full one of the same shapes.
+      batches with one id i64 per key and row, dense f32[B, 13], label f32[B]; all full batches have the same shapes.
 
     Raises:
       TypeError, ValueError, FileNotFoundError: at the call.
-      ModuleNotFoundError: without pyarrow.
+      ModuleNotFoundError: pyarrow is missing.
       ValueError: while reading; names the file and the line.
     """
     call = "funcrec.data.criteo_tsv"
@@ -114,7 +114,7 @@ def _tsv_batch(call: str, table, transform: Transform, keys: tuple[str, ...], si
 
 
 def _categories(call: str, column, name: str) -> np.ndarray:
-    """i64[n]: the number of the digits + 1, or 0 for no digits."""
+    """Return i64[n]: the number of the digits + 1, or 0 for no digits."""
     lengths, data = _fields(column)
     there = lengths != 0
     wrong = there & (lengths != DIGITS)
@@ -131,7 +131,7 @@ def _categories(call: str, column, name: str) -> np.ndarray:
 
 
 def _fields(column) -> tuple[np.ndarray, np.ndarray]:
-    """(the length of each, the bytes end to end) of a column of binary strings, of which the missing have none."""
+    """Return (lengths, the bytes end to end) of a column of binary strings; a missing string has none."""
     parts = [chunk.buffers() for chunk in column.chunks]
     bounds = [
         np.frombuffer(offsets, np.int32)[chunk.offset : chunk.offset + len(chunk) + 1]
@@ -144,9 +144,9 @@ def _fields(column) -> tuple[np.ndarray, np.ndarray]:
 
 
 def hexadecimal(text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eight characters each, as u64 of the first in the lowest byte -> (their numbers i64, whether they are digits).
+    """Return (the numbers i64, whether all are digits) of texts of eight characters, each a u64, the first lowest.
 
-    Eight bytes at a time: a digit is its low four bits, + 9 for a letter, and must be what its number is written as.
+    Eight bytes are decoded at a time: a digit is its low four bits, + 9 for a letter, and must encode back to its text.
     """
     each = lambda byte: np.uint64(byte * 0x0101010101010101)
     digit = (text & each(0x0F)) + (text >> SHIFT[6] & each(1)) * np.uint64(9)
@@ -160,7 +160,7 @@ def hexadecimal(text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def single_ids(label, dense, sparse: np.ndarray, transform: Transform, keys: tuple[str, ...]) -> Batch:
-    """label [B], dense f32[B, J], sparse [F, B] -> a batch with one id per key and row."""
+    """Make a batch with one id per key and row from label [B], dense f32[B, J] and sparse [F, B]."""
     values = torch.from_numpy(np.ascontiguousarray(sparse)).flatten()
     values = values if values.dtype in (torch.int32, torch.int64) else values.long()
     ids = KeyedJaggedTensor(values, torch.arange(values.shape[0] + 1), keys=keys)
@@ -187,11 +187,11 @@ class CriteoArrays:
         return self.sparse.shape[0]
 
     def take(self, rows: Tensor) -> Batch:
-        """Row numbers i[B] -> the batch; ids keep their dtype, i32 or i64."""
+        """Return the batch of row numbers i[B]; ids keep their dtype, i32 or i64."""
         check("funcrec.data.take", row_problems(rows, self.num_rows, torch.device("cpu")))
         at = rows.numpy()
         label, sparse = self.label.reshape(-1)[at], self.sparse[at].T
-        with np.errstate(over="ignore"):  # what no f32 holds is infinite, and named
+        with np.errstate(over="ignore"):  # a number beyond f32 becomes infinite, and the error names it
             dense = self.dense[at].astype(np.float32)
 
         def refuse(row: int, name: str, got: str, need: str) -> None:
@@ -221,15 +221,15 @@ def criteo_npy(
 
     Args:
       dense: f[N, J] or i[N, J]; the published arrays hold log(x + 3) already, hence transform=None.
-      sparse: i32 or i64 [N, F], used as ids as they are: a feature
-        whose table has fewer rows than there are ids needs a hash.
+      sparse: i32 or i64 [N, F], used directly as ids. If a table
+        has fewer rows than there are ids, its features need a hash.
       label: numbers in [0, 1], [N] or [N, 1].
       keys: F names; cat_0, cat_1, ... if None.
       vocabularies: as in `criteo_tsv`.
 
     Raises:
-      ValueError: names the file which is cut short, or whose shape or dtype does not fit; from `take`, one that names
-        the row with a label outside [0, 1], a dense feature that is not finite in f32, or an id outside its vocabulary.
+      ValueError: a file is cut short, or has another shape or dtype; names the file. From `take`: a label is outside
+        [0, 1], a dense feature is not finite in f32, or an id is outside its vocabulary; names the row.
     """
     call = "funcrec.data.criteo_npy"
     opened = {name: _open_npy(call, path) for name, path in [("dense", dense), ("sparse", sparse), ("label", label)]}

@@ -1,4 +1,4 @@
-"""Click logs in Parquet, as Criteo's are: a preset of `stream` and `examples`.
+"""Click logs in Parquet with Criteo's columns: a preset of `stream` and `examples`.
 
 columns int_0, int_1, ... -> dense;   cat_0, cat_1, ... -> ids, one or a list of them
 """
@@ -34,25 +34,25 @@ def criteo_parquet(
     drop_last: bool = False,
     vocabularies: Vocabularies = None,
 ) -> Iterator[Batch]:
-    """Batches of Parquet files with Criteo's names: a preset of `stream` and `examples`, which read any.
+    """Read batches of Parquet files with Criteo's names: a preset of `stream` and `examples`, which read any.
 
     Args:
       path: a file, files or a folder.
       label: the column of labels, numbers in [0, 1].
-      dense: columns of numbers; those named int_... if None. A missing one counts as 0. None are needed.
-      sparse: columns of integers or of lists of integers, the keys of the batch; those named cat_... if None. A feature
-        whose table has fewer rows than there are ids needs a hash.
+      dense: columns of numbers; those named int_... if None. A missing number counts as 0. There may be none.
+      sparse: columns of integers or of lists of integers, the keys of the batch; all cat_... if None. If a table
+        has fewer rows than there are ids, its features need a hash.
       transform: see `transform_dense`.
       missing: the id of a missing integer; without it one is an error. A missing list is an empty bag.
-      bucket: pad the ids by `fr.pad_to_bucket`, since lists give every batch another number of ids.
+      bucket: pad the ids by `fr.pad_to_bucket`, since with lists batches differ in their number of ids.
       skip, drop_last, vocabularies: as in `criteo_tsv`.
 
     Returns:
-      batches with ids i64 and no padding unless `bucket`.
+      batches with ids i64, without padding unless `bucket` is set.
 
     Raises:
       TypeError, ValueError, FileNotFoundError: at the call.
-      ModuleNotFoundError: without pyarrow.
+      ModuleNotFoundError: pyarrow is missing.
       ValueError: while reading; names file, column and row, or the damage.
     """
     types = opened(CALL, path, None, "parquet").schema

@@ -1,11 +1,10 @@
 """MovieLens ratings as a click-through task: RecBole's `ml-1m_context` protocol.
 
-    label = rating >= 4, ratings of 3 left out;   80 / 10 / 10 of the rows at random
+    label = rating >= 4, ratings of 3 are left out;   80 / 10 / 10 of the rows at random
 
-Seven columns: the genres of the item (several ids, a table of
-their own) and six columns of one id each, which share one
-table: the id of column c is offset_c + number, offset_c the sum of the vocabularies before it. Shapes: N rows, B rows
-of a batch, U users, I items, L the most genres of an item.
+There are seven columns. One has the genres of the item: several ids, with a separate table. The other six have one id
+each and share one table: the id of column c is offset_c + number, where offset_c is the sum of the vocabularies before
+it. Shapes: N rows, B rows of a batch, U users, I items, L the most genres of an item.
 
 Source: RUCAIBox/RecBole, branch 1.1.x, benchmark/md/ml-1m_context.md.
 """
@@ -23,7 +22,7 @@ from funcrec.data.readers._rows import marked, row_problems, there
 from funcrec.jagged import KeyedJaggedTensor, offsets_of
 from funcrec.tables import Batch
 
-SPLIT_SEED = 2020  # RecBole's; another split moves a test AUC by up to 0.004
+SPLIT_SEED = 2020  # RecBole's seed; another split moves a test AUC by up to 0.004
 USER_COLUMNS = ("user_id", "age", "gender", "occupation")
 ITEM_COLUMNS = ("item_id", "release_year")
 FIELDS = ("user_id", "item_id", "age", "gender", "occupation", "release_year")
@@ -46,7 +45,7 @@ class CtrData:
       user: i32[N], the row of `user_columns`.
       item: i32[N], the row of `item_columns` and `genre`.
       label: f32[N], 0 or 1.
-      user_columns: {name: i64[U]}, the ids, offset and all.
+      user_columns: {name: i64[U]}, the ids, with the offset added.
       item_columns: {name: i64[I]}.
       genre: i64[I, L]; only the first genre_length ids of a row are genres.
       genre_length: i64[I].
@@ -68,11 +67,11 @@ class CtrData:
 
     @property
     def table_sizes(self) -> dict[str, int]:
-        """{"genre": 19, "fields": 10040} for MovieLens-1M: num_embeddings of the two tables."""
+        """Return num_embeddings of the two tables: {"genre": 19, "fields": 10040} for MovieLens-1M."""
         return {c.table: c.offset + c.vocabulary for c in self.columns}
 
     def take(self, rows: Tensor) -> Batch:
-        """The batch of these rows: see `funcrec.data.take`."""
+        """Return the batch of these rows: see `funcrec.data.take`."""
         return take_rows(self, rows)
 
     def __repr__(self) -> str:
@@ -80,7 +79,7 @@ class CtrData:
 
 
 class CtrSplit(NamedTuple):
-    """The data and the row numbers, i64, of its three parts."""
+    """The data and the row numbers, i64, of the three parts."""
 
     data: CtrData
     train: Tensor
@@ -96,16 +95,16 @@ def ctr_dataset(
     threshold: float = 4.0,
     holdout: float = 0.1,
 ) -> CtrSplit:
-    """Ratings -> the click-through task and its three parts.
+    """Turn ratings into the click-through task and its three parts.
 
     Args:
-      seed: of the split, torch.randperm's; the default gives the split that the published numbers fit.
+      seed: torch.randperm's seed for the split; the default gives the split of the published numbers.
       drop: the ratings that are left out.
       threshold: the lowest rating that counts as a click.
-      holdout: the part of the rows that goes to validation, and the part that goes to the test.
+      holdout: the share of the rows that goes to validation, and the same share for the test.
 
     Returns:
-      (data, train, valid, test). MovieLens-1M: 739,012 rows; 591,210, 73,901 and 73,901 of them.
+      (data, train, valid, test). MovieLens-1M: 739,012 rows; the parts have 591,210, 73,901 and 73,901.
     """
     call = "funcrec.data.ctr_dataset"
     if not isinstance(ratings, Ratings):
@@ -136,7 +135,7 @@ def _split_problems(seed: object, drop: object, threshold: object, holdout: obje
 
 
 def ctr_data(ratings: Ratings, kept: Tensor, threshold: float) -> CtrData:
-    """The rows where `kept`, bool[N], is true."""
+    """Return the rows for which `kept`, bool[N], is true."""
     sizes = {name: len(tokens) for name, tokens in ratings.vocabularies.items()}
     offsets = {name: sum(sizes[before] for before in FIELDS[:i]) for i, name in enumerate(FIELDS)}
     users = {"user_id": torch.arange(sizes["user_id"]), **ratings.users}
@@ -158,12 +157,12 @@ def ctr_data(ratings: Ratings, kept: Tensor, threshold: float) -> CtrData:
 
 
 def random_order(key: Tensor, count: int) -> Tensor:
-    """i64[count]: a permutation that depends on the key only, on any device."""
+    """Return i64[count]: a permutation that depends on the key only, on any device."""
     return random.bits(key, (count,)).argsort(stable=True)
 
 
 def take_rows(data: CtrData, rows: Tensor) -> Batch:
-    """Row numbers i[B] -> the batch; no value is read on the host, and its shapes depend on B only.
+    """Return the batch of row numbers i[B]; no value is read on the host, and its shapes depend on B only.
 
     Returns:
       ids i64 with capacity B · (L + 6): all genres first, then one id per row for each of the six fields, then padding;
@@ -181,7 +180,7 @@ def take_rows(data: CtrData, rows: Tensor) -> Batch:
     offsets = offsets_of(torch.cat([lengths, lengths.new_ones(num_rows * len(FIELDS))]))
     capacity = num_rows * (most + len(FIELDS))
     nth = torch.arange(most, device=rows.device)
-    # one place after the buffer takes what is no genre
+    # one place after the buffer takes the padding of the genres
     places = torch.where(nth < lengths[:, None], offsets[:num_rows, None] + nth, capacity)
     field_places = offsets[num_rows] + torch.arange(num_rows * len(FIELDS), device=rows.device)
     source = torch.cat([data.genre.index_select(0, item).flatten(), *(fields[name] for name in FIELDS)])

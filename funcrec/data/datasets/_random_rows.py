@@ -1,10 +1,10 @@
-"""Rows that are generated, each from the key and its number: data of any size that takes no memory.
+"""Generated rows, each made from the key and its number: data of any size that takes no memory.
 
     P(rank k) = k^-alpha / Σ_{j <= V} j^-alpha,   k = 1 .. V        the bounded Zipf distribution
     label ~ Bernoulli(sigmoid(s · (Σ_f mean of effect_f(id) + Σ_j w_j x_j) / √(F + J)))
 
-effect and w are fixed normal numbers of the key: a model that embeds the ids can learn them. Shapes: B rows of a batch,
-F columns, V ids of a column, L the most ids of a bag, J dense features.
+effect and w are fixed normal numbers drawn from the key: a model that embeds the ids can learn them. Shapes: B rows of
+a batch, F columns, V ids of a column, L the most ids of a bag, J dense features.
 
 Source: the tail's inverse by the midpoint rule, as in Hörmann and Derflinger, "Rejection-inversion to generate variates
 from monotone discrete distributions" (1996), without the rejection.
@@ -32,12 +32,12 @@ from funcrec.tables import (
 )
 
 HEAD = 1024  # ranks with exact weights; beyond, the midpoint rule errs by alpha (alpha + 1) / (24 · 1024²) of a weight
-LABEL_SCALE = 2.0  # s: logits of standard deviation 2
+LABEL_SCALE = 2.0  # s, which gives logits with standard deviation 2
 Counts = int | tuple[int, int]
 
 
 class RandomColumn(NamedTuple):
-    """Bags of `fewest` to `most` ids, uniformly; ids Zipf(alpha) in [0, vocabulary)."""
+    """A column of bags with `fewest` to `most` ids, uniformly; ids are Zipf(alpha) in [0, vocabulary)."""
 
     name: str
     vocabulary: int
@@ -57,13 +57,13 @@ class RandomRows:
     scatter: bool
 
     def take(self, rows: Tensor) -> Batch:
-        """Row numbers i64[B] -> the batch; shapes depend on B only. Row r is the same in every batch."""
+        """Return the batch of row numbers i64[B]; shapes depend on B only. Row r is the same in every batch."""
         check("funcrec.data.take", row_problems(rows, self.num_rows, self.key.device))
         batch = generate(self, rows)[0]
         return replace(batch, label=marked(batch.label, there(rows, self.num_rows)[1]))
 
     def logits(self, rows: Tensor) -> Tensor:
-        """f32[B]: the logits that the labels were drawn from, the best that a model can learn."""
+        """Return the logits f32[B] from which the labels were drawn; no model can learn better ones."""
         check("funcrec.data.RandomRows.logits", row_problems(rows, self.num_rows, self.key.device))
         return marked(generate(self, rows)[1], there(rows, self.num_rows)[1])
 
@@ -82,7 +82,7 @@ def random_rows(
     num_dense: Size = 0,
     scatter: bool = True,
 ) -> RandomRows:
-    """A generated click-through dataset, for benchmarks, tests and trials.
+    """Return a generated click-through dataset, for benchmarks, tests and trials.
 
     Args:
       vocabularies: {column: V}, `vocabularies_of(tables, features)` for example.
@@ -91,7 +91,7 @@ def random_rows(
       num_dense: dense features, standard normal.
       scatter: spread the ranks over the ids by a bijection; False makes id k - 1 the k-th most frequent.
 
-    Law: row r depends on the key, r and its column's name and settings only.
+    Law: row r depends only on the key, on r, and on its columns' names and settings.
 
     Example:
       >>> import torch, funcrec as fr
@@ -122,7 +122,7 @@ def random_rows(
 
 @typed
 def random_batches(key: Key, vocabularies: Mapping[str, Count], batch_size: Count, **settings) -> Iterator[Batch]:
-    """Batches without end: batch i is rows [i · B, (i + 1) · B) of `random_rows(key, vocabularies, **settings)`.
+    """Yield batches without end: batch i is rows [i · B, (i + 1) · B) of `random_rows(key, vocabularies, **settings)`.
 
     Example:
       >>> import funcrec as fr
@@ -136,7 +136,7 @@ def random_batches(key: Key, vocabularies: Mapping[str, Count], batch_size: Coun
 
 
 def vocabularies_of(tables: Sequence[TableConfig], features: Sequence[FeatureConfig]) -> dict[str, int]:
-    """{column: num_embeddings of its table}; the least, when a column feeds several tables."""
+    """Return {column: num_embeddings of its table}; the least, if a column feeds several tables."""
     check("funcrec.data.vocabularies_of", table_list_problems(tables), feature_list_problems(features))
     check("funcrec.data.vocabularies_of", feature_table_problems(features, tables))
     sizes, out = {t.name: t.num_embeddings for t in tables}, {}
@@ -147,13 +147,13 @@ def vocabularies_of(tables: Sequence[TableConfig], features: Sequence[FeatureCon
 
 @typed
 def zipf(key: Key, shape: Shape, size: Count, alpha: Magnitude) -> Tensor:
-    """i64[shape] in [0, size): k - 1 with probability proportional to k^-alpha, k = 1 .. size."""
+    """Return i64[shape] in [0, size): k - 1 with probability proportional to k^-alpha, k = 1 .. size."""
     return zipf_ranks(random.uniform(key, shape, dtype=torch.float64), size, alpha)
 
 
 def zipf_ranks(u: Tensor, size: int, alpha: float) -> Tensor:
-    """The inverse of the distribution function at u, f64 in [0,
-    1): an exact table of the first ranks, then a formula."""
+    """Return the inverse of the distribution function at u, f64 in [0, 1):
+    an exact table of the first ranks, then a formula."""
     if alpha == 0:
         return (u * size).long().clamp(max=size - 1)
     head = min(size, HEAD)
@@ -174,7 +174,7 @@ def zipf_ranks(u: Tensor, size: int, alpha: float) -> Tensor:
 
 
 def generate(data: RandomRows, rows: Tensor) -> tuple[Batch, Tensor]:
-    """The batch of `rows` and the logits of its labels."""
+    """Return the batch of `rows` and the logits of its labels."""
     rows, parts = rows.long(), [column_ids(data, c, rows) for c in data.columns]
     score = torch.zeros(rows.shape[0], device=rows.device, dtype=torch.float64)
     for c, (ids, lengths) in zip(data.columns, parts, strict=True):
@@ -194,7 +194,7 @@ def generate(data: RandomRows, rows: Tensor) -> tuple[Batch, Tensor]:
 
 
 def column_ids(data: RandomRows, c: RandomColumn, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(ids i64[B, L], lengths i64[B]); ids at and beyond a length are there too, and are not used."""
+    """Return (ids i64[B, L], lengths i64[B]); ids at and beyond a length are present but unused."""
     at = rows[:, None] * max(c.most, 1) + torch.arange(c.most, device=rows.device)
     ids = zipf_ranks(uniform_of(random.mix(_key(data, c.name, 0) + (at + 1) * random.GAMMA)), c.vocabulary, c.alpha)
     if data.scatter:
@@ -204,8 +204,8 @@ def column_ids(data: RandomRows, c: RandomColumn, rows: Tensor) -> tuple[Tensor,
 
 
 def coprime(size: int) -> int:
-    """A factor near the golden section of `size` without a common
-    divisor, so that x -> factor · x mod size is one to one."""
+    """Return a factor near the golden section of `size` that has no common
+    divisor with it, so that x -> factor · x mod size is one to one."""
     factor = max(int(size * 0.6180339887), 1)
     while math.gcd(factor, size) != 1:
         factor += 1
@@ -217,17 +217,17 @@ def _key(data: RandomRows, name: str, purpose: int) -> Tensor:
 
 
 def uniform_of(bits: Tensor) -> Tensor:
-    """i64 -> f64 in [0, 1), of the upper 53 bits."""
+    """Turn the upper 53 bits of i64 into f64 in [0, 1)."""
     return random.shift_right(bits, 11).to(torch.float64) * 2.0**-53
 
 
 def normal_of(bits: Tensor) -> Tensor:
-    """i64 -> f64, standard normal."""
+    """Turn i64 into f64, standard normal."""
     return math.sqrt(2) * torch.erfinv((uniform_of(bits) + 2.0**-54) * 2 - 1)
 
 
 def _pack(columns: tuple[RandomColumn, ...], parts: list[tuple[Tensor, Tensor]]) -> KeyedJaggedTensor:
-    """Padded columns -> one buffer of capacity B · ΣL."""
+    """Pack padded columns into one buffer of capacity B · ΣL."""
     keys = tuple(c.name for c in columns)
     offsets = offsets_of(torch.cat([lengths for _, lengths in parts]))
     flat = torch.cat([ids.flatten() for ids, _ in parts])

@@ -1,1 +1,1 @@
-"""What makes numbers and rows of columns: vocabularies, buckets, logarithms, and the encoding that was learned."""
+"""Encoders of columns into ids and numbers: vocabularies, buckets, logarithms, and the encoding of all columns."""

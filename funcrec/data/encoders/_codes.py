@@ -1,9 +1,9 @@
-"""Columns that people have, as numbers that torch can count and sort.
+"""Columns of a user's data, as numbers that torch can count and sort.
 
     codes(a) < codes(b)   where a < b;   equal where they are equal
 
-A column is a tensor, a numpy array, a list, or what has Arrow's PyCapsule interface: of pyarrow, pandas, polars and
-others.
+A column is a tensor, a numpy array, a list, or has Arrow's PyCapsule interface, as columns of pyarrow, pandas and
+polars have.
 """
 
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ NEED = "a tensor, a numpy array, a list of numbers or text, or a column of pyarr
 
 
 def codes_of(call: str, column: Any, name: str, *, is_time: bool = False) -> Tensor:
-    """i64[N]: the place of each value among the different ones, from 0. Text is ordered by its bytes.
+    """Return i64[N]: the rank of each value among the distinct ones, from 0. Text is ordered by its bytes.
 
     Raises:
-      TypeError: what is no column, or no time.
-      ValueError: a missing value, and no row.
+      TypeError: it is not a column, or not of times.
+      ValueError: a value is missing, or there is no row.
     """
     values = values_of(call, column, name) if isinstance(column, Tensor) else column
     if not isinstance(values, np.ndarray) or values.dtype.kind in "OUST":
@@ -46,7 +46,7 @@ def codes_of(call: str, column: Any, name: str, *, is_time: bool = False) -> Ten
 
 
 def values_of(call: str, x: Tensor, name: str) -> np.ndarray:
-    """The values of a tensor on the CPU, of which no derivative is wanted."""
+    """Return the values of a tensor that is on the CPU and is not differentiated."""
     if not is_concrete(x) or is_tracked(x):
         got, need = describe(x), "a tensor on the CPU, outside of transforms, that needs no gradient"
         got = f"{got} of which a derivative is wanted" if is_tracked(x) else got
@@ -55,7 +55,7 @@ def values_of(call: str, x: Tensor, name: str) -> np.ndarray:
 
 
 def _arrow_values(call: str, column: Any, name: str, is_time: bool) -> Any:
-    """A pyarrow array of text without nulls, or a numpy vector of what is no text."""
+    """Return a pyarrow array of text without nulls, or a numpy vector of other values."""
     is_array, is_stream = hasattr(column, "__arrow_c_array__"), hasattr(column, "__arrow_c_stream__")
     if not (is_array or is_stream or isinstance(column, np.ndarray | list | tuple)):
         hint = f"{name}=torch.tensor([0, 0, 1])"

@@ -2,9 +2,9 @@
 
     state = encoder.fit(column)          state.apply(column)[r] depends on state and column[r] only
 
-A state is a small tree that `fr.save` takes; it says by itself how it is applied. What is learned does not depend on
-how the rows come in chunks, so data larger than memory are fitted in one pass. Lists are encoded element by element,
-and dictionaries as the values that they stand for.
+A state is a small tree that `fr.save` takes; it has the method that applies it. It does not depend on how rows are cut
+into chunks, so data larger than memory are fitted in one pass. Lists are encoded element by element, and dictionaries
+as the values that they stand for.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,8 +20,8 @@ from funcrec.data.readers._sources import need_pyarrow
 
 
 class Place(NamedTuple):
-    """What errors say of a column's values: the call, the column's name, and the row of its n-th value. size: how many
-    values a row has, where each has as many: those of a list of fixed size.
+    """A column's names in errors: the call, the column, and the row of its n-th value.
+    size: how many values a row has, if the column is of lists of a fixed size; else 1.
 
     Example:
       >>> from funcrec.data import Place
@@ -47,8 +47,8 @@ class Place(NamedTuple):
 
 
 class Fitted(Protocol):
-    """What an encoder has learned; a class made by `fr.pytree`, so that it is saved. num_ids: ids are in [0, num_ids);
-    None where it makes numbers. apply: a column -> the column of ids i64, or of numbers f64."""
+    """The state of an encoder, of a class made by `fr.pytree`, so that it is saved. num_ids: ids are in [0, num_ids);
+    None if it makes numbers. apply: a column -> the column of ids i64, or of numbers f64."""
 
     @property
     def num_ids(self) -> int | None: ...
@@ -57,15 +57,15 @@ class Fitted(Protocol):
 
 
 class Encoder(NamedTuple):
-    """A way to encode a column, before it has seen one; `vocabulary()` and the others make them.
+    """A way to encode columns, before it has learned from one; `vocabulary()` and similar functions make it.
 
     Args:
-      init: () -> what is known before any value.
-      update: (known, values, place) -> what is known then. values: a pyarrow.ChunkedArray without lists; place: for
-        errors.
-      compute: known -> the state, whose class is made by `fr.pytree` and has `num_ids` and `apply(column)`.
+      init: () -> the knowledge before any value.
+      update: (known, values, place) -> the knowledge after them. values: a pyarrow.ChunkedArray without lists; place:
+        for errors.
+      compute: known -> the state. Its class is made by `fr.pytree` and has `num_ids` and `apply(column)`.
       makes: "ids", or "numbers" for dense columns.
-      learns: whether `update` looks at the values.
+      learns: whether `update` uses the values.
 
     Example:
       >>> from funcrec.data import vocabulary
@@ -81,7 +81,7 @@ class Encoder(NamedTuple):
     learns: bool = True
 
     def fit(self, column: Any) -> Fitted:
-        """The state of a column: of pyarrow, pandas or polars, a list of values, or an iterable of such chunks."""
+        """Return the state for a column of pyarrow, pandas or polars, a list of values, or an iterable of chunks."""
         call = "funcrec.data.Encoder.fit"
         check(call, encoder_problems(self, "self"))
         known, first = self.init(), 0
@@ -92,7 +92,7 @@ class Encoder(NamedTuple):
 
 
 def fixed(state: Fitted, makes: Literal["ids", "numbers"] = "numbers") -> Encoder:
-    """An encoder that learns nothing; fitted, it refuses what it could not encode."""
+    """Return an encoder that learns nothing; `fit` raises for values that it could not encode."""
 
     def update(known: Fitted, values: Any, place: Place) -> Fitted:
         state.apply(values, place)
@@ -115,7 +115,7 @@ def encoder_problems(x: object, name: str) -> Iterator[Problem]:
 
 
 def as_column(call: str, x: Any) -> Any:
-    """A pyarrow.ChunkedArray of what holds values."""
+    """Return a pyarrow.ChunkedArray of the values of `x`."""
     pa = need_pyarrow(call)
     need = "a column of pyarrow, pandas or polars, a numpy array, a tensor on the CPU, or a list of values"
     x = values_of(call, x, "column") if isinstance(x, Tensor) else x
@@ -139,7 +139,7 @@ def as_column(call: str, x: Any) -> Any:
 
 
 def _chunks(call: str, x: Any) -> Iterator[Any]:
-    """A column whole, or those that an iterable of columns has."""
+    """Yield a column whole, or the columns of an iterable."""
     pa = need_pyarrow(call)
     is_stream = isinstance(x, Iterable) and not hasattr(x, "__arrow_c_stream__") and not hasattr(x, "__arrow_c_array__")
     is_chunks = isinstance(x, list | tuple) and bool(x) and all(isinstance(c, pa.Array | pa.ChunkedArray) for c in x)
@@ -150,7 +150,7 @@ def _chunks(call: str, x: Any) -> Iterator[Any]:
 
 
 def elements(column: Any, place: Place) -> tuple[Any, Place, Any]:
-    """(the values, those of lists one after the other; their place; the lengths of the lists, or None)."""
+    """Return (the values, with lists joined end to end; their place; the lengths of the lists, or None)."""
     import pyarrow as pa
 
     column = columns.plain(column)
@@ -167,7 +167,7 @@ def elements(column: Any, place: Place) -> tuple[Any, Place, Any]:
 
 
 def by_elements(encode: Callable) -> Callable:
-    """A state's `apply`, of a function (state, values, place) -> as many numbers, NaN where there is none."""
+    """Make a state's `apply` from a function (state, values, place) -> as many numbers, NaN for none."""
 
     @typed
     def apply(self, column: Any, place: Place = Place("funcrec.data.apply", "column")) -> Any:  # noqa: B008
@@ -195,7 +195,7 @@ def by_elements(encode: Callable) -> Callable:
 
 
 def floats_of(values: Any, place: Place) -> np.ndarray:
-    """f64[N] of numbers or booleans, NaN where one is missing."""
+    """Return numbers or booleans as f64[N], NaN for a missing one."""
     import pyarrow as pa
     import pyarrow.types as kinds
 
@@ -214,7 +214,7 @@ def floats_of(values: Any, place: Place) -> np.ndarray:
 
 @pytree
 class Chained:
-    """What `chain` has learned: the states, the first of which is applied first."""
+    """The state of `chain`: the encoders' states; the first is applied first."""
 
     states: tuple
 
@@ -230,10 +230,10 @@ class Chained:
 
 
 def chain(*encoders: Encoder) -> Encoder:
-    """Encoders one after the other, the first applied first. One of them may learn; those before it are applied then.
+    """Chain encoders; the first is applied first. One of them may learn, from values to which those before are applied.
 
     Raises:
-      ValueError: two that learn: the second would have to see the rows again.
+      ValueError: two of them learn: the second would have to see the rows again.
 
     Example:
       >>> from funcrec.data import bucketize, chain, log1p

@@ -1,8 +1,8 @@
-"""All columns of a schema encoded: learned from a table or a stream, applied to any table, saved with the parameters.
+"""Encodings of all columns of a schema: learned from a table or a stream, applied to any table, saved with parameters.
 
-    encoding = fit_encoding(train_table, schema)        encode(encoding, any_table): Examples of it
+    encoding = fit_encoding(train_table, schema)        encode(encoding, any_table) -> Examples
 
-Columns that share a table of embeddings (an item, and the items that somebody has seen) share one vocabulary.
+Columns that share a table of embeddings (an item, and the items that a user has seen) share one vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,15 +26,15 @@ Pooling = Literal["sum", "mean", "none"]
 
 @pytree(static=("schema", "tables"))
 class Encoding:
-    """What `fit_encoding` has learned; `fr.save` takes it, with the parameters that were trained with it.
+    """The state that `fit_encoding` learned; `fr.save` takes it, with the parameters that were trained with it.
 
     Args:
       ids: {table: the state of its encoder}.
-      dense: {column: the state of its encoder}; columns that stay as they are have none.
+      dense: {column: the state of its encoder}; columns that are not encoded have none.
       schema: the columns' names.
       tables: (column, table) of each column of ids.
 
-    What it has learned of numbers is f64: `encode` refuses an encoding that `fr.tree.to` has cast; cast the parameters.
+    Learned numbers are f64: `encode` refuses an encoding that `fr.tree.to` has cast; cast only the parameters.
 
     Example:
       >>> from funcrec.data import Schema, encode, fit_encoding
@@ -51,7 +51,7 @@ class Encoding:
 
     @property
     def num_ids(self) -> dict[str, int]:
-        """{column: ids are in [0, this)}."""
+        """Return {column: n}: its ids are in [0, n)."""
         return {column: self.ids[table].num_ids for column, table in self.tables}
 
     def __repr__(self) -> str:
@@ -67,20 +67,20 @@ def fit_encoding(
     *,
     share: Mapping[str, str] | None = None,
 ) -> Encoding:
-    """What the encoders of all columns learn from the rows to train on, in one pass.
+    """Learn the encoders of all columns from the rows to train on, in one pass.
 
     Args:
-      source: what `read` takes, or an iterable of tables and record batches; neither needs to fit in memory.
-      schema: which column is what; its label, weights and time are not encoded.
-      encoders: {column: Encoder}; of those not named `vocabulary()` for ids, and `normalize()` for dense columns. None
-        leaves a dense column as it is.
-      share: {column: table}, for columns of ids that share a table with the column of that name, and its vocabulary:
-        share={"history": "item"}. It is learned from all of them, by the encoder of "item".
+      source: as in `read`, or an iterable of tables and record batches; neither needs to fit in memory.
+      schema: the columns and their roles; its label, weights and time are not encoded.
+      encoders: {column: Encoder}. By default ids get `vocabulary()` and dense columns `normalize()`. None leaves a
+        dense column as it is.
+      share: {column: table}, for columns of ids that share the table of another column, and its vocabulary:
+        share={"history": "item"}. The encoder of "item" learns from all of them.
 
     Raises:
-      TypeError, ValueError, KeyError: names the column, and the row where there is one.
+      TypeError, ValueError, KeyError: names the column, and the row if there is one.
 
-    Law: the same encoding for the same rows in any chunks.
+    Law: the same rows give the same encoding, however they are cut into chunks.
 
     Example:
       >>> from funcrec.data import Schema, bucketize, fit_encoding
@@ -122,16 +122,16 @@ def fit_encoding(
 
 @typed
 def encode(encoding: Encoding, table: object) -> Examples:
-    """The rows of a table as `encoding` has learned to read them; values that it has not seen get the unknown id 0.
+    """Encode the rows of a table; values that were not seen when `encoding` was learned get the unknown id 0.
 
     Args:
-      table: what `read` takes. Without any of the schema's labels, for prediction, it may lack weight and time
+      table: as in `read`. For prediction it may lack all of the schema's labels; then it may lack weight and time
         too, and the batches have no label.
 
-    Law: row r of the answer depends on the encoding and row r only.
+    Law: row r of the result depends on the encoding and row r only.
 
     Raises:
-      TypeError: a column of another kind than was learned. Besides, what `examples` raises.
+      TypeError: a column has another type than was learned. Also what `examples` raises.
 
     Example:
       >>> import torch
@@ -141,14 +141,14 @@ def encode(encoding: Encoding, table: object) -> Examples:
       {'tags': [[2, 0]]}
     """
     call, schema = "funcrec.data.encode", encoding.schema
-    if not (is_path(table) or isinstance(table, Mapping | Sequence)):  # what can be read once only
+    if not (is_path(table) or isinstance(table, Mapping | Sequence)):  # it may be readable only once
         table = as_table(call, table, None)
     names = list(table) if isinstance(table, Mapping) else opened(call, table, None).schema.names
     if not set(schema.labels) & set(names):
         absent = {n: None for n in ("weight", "time") if getattr(schema, n) not in names}
         schema = replace(schema, label=None, label_kind="binary", **absent)
     table = columns.lists_and_ids(table_of(call, opened(call, table, schema)), schema)
-    with outside_transforms():  # within one torch wraps what is read here on the host
+    with outside_transforms():  # inside a transform torch wraps tensors that are read here on the host
         for column, state in ({c: encoding.ids[t] for c, t in encoding.tables} | encoding.dense).items():
             made = state.apply(table[column], Place(call, column))
             table = table.set_column(table.column_names.index(column), column, made)
@@ -162,11 +162,11 @@ def configs(
     *,
     pooling: Pooling | Mapping[str, Pooling] = "sum",
 ) -> tuple[tuple[TableConfig, ...], tuple[FeatureConfig, ...]]:
-    """(tables, features) for the ids of an encoding: what models are made of.
+    """Return (tables, features) for the ids of an encoding; models are constructed from them.
 
     Args:
-      embedding_dim: of all tables, or {table: dim}.
-      pooling: of all columns, or {column: pooling}; "sum" for those that are not named.
+      embedding_dim: one for all tables, or {table: dim}.
+      pooling: one for all columns, or {column: pooling}; "sum" for columns that are not named.
 
     Example:
       >>> from funcrec.data import Schema, configs, fit_encoding
@@ -186,7 +186,7 @@ def configs(
 
 
 def _computed(call: str, name: str, encoder: Encoder, known: Any) -> Any:
-    """The state; what it has to say against the rows is said of the column."""
+    """Return the state; an error about the rows names the column."""
     try:
         return encoder.compute(known)
     except ValueError as error:
@@ -195,7 +195,7 @@ def _computed(call: str, name: str, encoder: Encoder, known: Any) -> Any:
 
 
 def _tables_of(call: str, source: object, names: tuple[str, ...]) -> Iterator[tuple[Any, Callable[[int], str]]]:
-    """The tables that a source has, each with the columns `names`, and what its rows are called."""
+    """Yield each table of a source, with the columns `names`, and a function that names its rows."""
     pa = need_pyarrow(call)
     is_whole = isinstance(source, Sequence | Mapping | Tensor) and not _is_tables(source)
     is_arrow = any(hasattr(source, f"__arrow_c_{x}__") for x in ("stream", "array"))
@@ -215,7 +215,7 @@ def _tables_of(call: str, source: object, names: tuple[str, ...]) -> Iterator[tu
 
 
 def _is_tables(source: object) -> bool:
-    """Whether a list holds tables, and not paths."""
+    """Return whether a list holds tables, and not paths."""
     return isinstance(source, list | tuple) and bool(source) and not any(map(is_path, source))
 
 
@@ -232,7 +232,7 @@ def _sharing_problems(schema: Schema, share: Mapping[str, str]) -> Iterator[Prob
 
 
 def _role_problems(schema: Schema) -> Iterator[Problem]:
-    """A column is encoded in one way: what else it is must have another name."""
+    """Check that an encoded column has no other role: for that it needs another name."""
     others = {*(by for _, by in schema.weights), schema.weight, schema.time}
     twice = [n for n in schema.keys if n in {*others, *schema.dense}] + [n for n in schema.dense if n in others]
     if twice:

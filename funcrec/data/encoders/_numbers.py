@@ -1,10 +1,10 @@
-"""Encoders of numbers: into buckets, to mean 0 and variance 1, to logarithms.
+"""Encoders of numbers: into buckets, to mean 0 and variance 1, into logarithms.
 
     bucketize:  id = 1 + number of edges <= x;  0 where x is missing       normalize:  (x - mean) / deviation
     log1p:      log(1 + x)
 
-NaN is missing, as a null is. What is learned is the same in any chunks: moments of blocks of a fixed number of rows,
-and quantiles of counted values. Shapes: N values, K edges.
+NaN counts as missing, as a null does. The learned state is the same however rows are cut into chunks: it uses moments
+of blocks of a fixed number of rows, and quantiles of counted values. Shapes: N values, K edges.
 """
 
 import bisect
@@ -19,16 +19,16 @@ from torch import Tensor
 from funcrec.core import Problem, check, describe, fail, pytree, typed
 from funcrec.data.encoders._encoders import Encoder, Place, by_elements, fixed, floats_of
 
-BLOCK = 1 << 16  # values whose moments are computed at a time
+BLOCK = 1 << 16  # values in one block of moments
 MOST_COUNTED = (
     1 << 20
-)  # different values that are counted; of more, those that agree in their first digits count as one
-DIGITS = 4  # binary ones that are let go at a time
+)  # distinct values that are counted; if there are more, values with the same leading digits count as one
+DIGITS = 4  # binary digits that are dropped at a time
 
 
 @pytree
 class Buckets:
-    """What `bucketize` has learned: edges f64[K], ascending."""
+    """The state of `bucketize`: edges f64[K], ascending."""
 
     edges: Tensor
 
@@ -38,17 +38,17 @@ class Buckets:
 
     @by_elements
     def apply(self, values: Any, place: Place) -> np.ndarray:
-        """Ids i64 of a column of numbers: 1 below the first edge, k + 1 from the k-th on; 0 where one is missing."""
+        """Return ids i64 of a column of numbers: 1 below the first edge, k + 1 from the k-th; 0 if missing."""
         x, edges = floats_of(values, place), _learned(self.edges, place)
         found = np.where(np.isnan(x), 0, 1 + np.searchsorted(edges, x, side="right"))
         edges = edges.tolist()
         for at, integer in _large_integers(values, x):
-            found[at] = 1 + bisect.bisect_right(edges, integer)  # python compares it as it is
+            found[at] = 1 + bisect.bisect_right(edges, integer)  # python compares an integer exactly
         return found
 
 
 def _large_integers(values: Any, x: np.ndarray) -> list[tuple[int, int]]:
-    """(place, value) of integers that f64 may not hold."""
+    """Return (place, value) of integers that f64 may not hold."""
     import pyarrow.types as kinds
 
     if kinds.is_floating(values.type) or not (places := np.flatnonzero(np.abs(x) >= 2.0**53)).size:
@@ -57,7 +57,7 @@ def _large_integers(values: Any, x: np.ndarray) -> list[tuple[int, int]]:
 
 
 class Counted(NamedTuple):
-    """Values so far, ascending, with their counts; those that wait; how many binary digits were let go."""
+    """Values so far, ascending, with their counts; parts that wait to be added; how many binary digits were dropped."""
 
     values: np.ndarray
     counts: np.ndarray
@@ -67,17 +67,17 @@ class Counted(NamedTuple):
 
 @typed
 def bucketize(edges: Sequence[float] | None = None, *, num_quantiles: int | None = None) -> Encoder:
-    """Numbers -> ids of buckets: 1 below the first edge, k + 1 from the k-th edge on; 0 for missing ones.
+    """Make an encoder of numbers into ids of buckets: 1 below the first edge, k + 1 from the k-th on; 0 if missing.
 
     Args:
       edges: ascending; or
-      num_quantiles: 2 or more, as many buckets of as equal numbers of rows as the values allow: edges at the quantiles
-        k / num_quantiles, interpolated as numpy does. Fewer buckets where values repeat.
+      num_quantiles: 2 or more, the number of buckets. They have equal numbers of rows, as far as the values allow: the
+        edges are the quantiles k / num_quantiles, interpolated as numpy does. There are fewer buckets if values repeat.
 
-    Law: the state does not depend on the order of the rows, nor on how they came in chunks.
+    Law: the state does not depend on the order of the rows, nor on how they were cut into chunks.
 
-    Cost: memory for the different values, up to 2²⁰ of them. Of more, those that agree in their first binary digits
-    count as one: the edges of 5 million normal numbers are right to 3e-5.
+    Cost: memory for the distinct values, up to 2²⁰ of them. If there are more, values with the same leading binary
+    digits count as one: the edges of 5 million normal numbers are right to 3e-5.
 
     Example:
       >>> from funcrec.data import bucketize
@@ -105,11 +105,11 @@ def _count(known: Counted, values: Any, place: Place) -> Counted:
 
 
 def _add_up(known: Counted) -> Counted:
-    """Nothing waits, and at most MOST_COUNTED values stay distinct; only the values decide how many digits do."""
+    """Add up what waits; keep at most MOST_COUNTED distinct values. The values alone decide how many digits stay."""
     parts = [known[:2], *known.waiting]
     values, counts, digits = np.concatenate([v for v, _ in parts]), np.concatenate([c for _, c in parts]), known.digits
     while True:
-        bits = (values + 0.0).view(np.int64) & (np.int64(-1) << min(digits, 63))  # towards zero; -0.0 is 0.0
+        bits = (values + 0.0).view(np.int64) & (np.int64(-1) << min(digits, 63))  # rounds towards zero; -0.0 is 0.0
         distinct, at = np.unique(bits.view(np.float64), return_inverse=True)
         sums = np.zeros(len(distinct), np.int64)
         np.add.at(sums, at, counts)
@@ -136,7 +136,7 @@ def _edges(call: str, known: Counted, num_quantiles: int) -> np.ndarray:
 
 
 class Moments(NamedTuple):
-    """Of whole blocks: how many values, their mean, and Σ (x - mean)². rest: fewer than BLOCK values after them."""
+    """count, mean and Σ (x - mean)² of whole blocks of values. rest: values after them, fewer than BLOCK."""
 
     count: int = 0
     mean: float = 0.0
@@ -146,7 +146,7 @@ class Moments(NamedTuple):
 
 @pytree
 class Normal:
-    """What `normalize` has learned: mean and deviation, 1 where all are equal: f64[], or f64[k] of lists of k."""
+    """The state of `normalize`: mean and deviation, f64[], or f64[k] for lists of k; deviation 1 if all are equal."""
 
     mean: Tensor
     deviation: Tensor
@@ -157,7 +157,7 @@ class Normal:
 
     @by_elements
     def apply(self, values: Any, place: Place) -> np.ndarray:
-        """Numbers f64 of a column of numbers; 0, the mean, where one is missing."""
+        """Return numbers f64 of a column of numbers; 0, the mean, for a missing one."""
         _check_size(place, values, self.mean.numel())
         mean, deviation = (_learned(x, place) for x in (self.mean, self.deviation))
         x = ((floats_of(values, place).reshape(-1, self.mean.numel()) - mean) / deviation).ravel()
@@ -165,10 +165,10 @@ class Normal:
 
 
 def normalize() -> Encoder:
-    """Numbers -> (x - mean) / deviation of the rows that it learned from; missing ones -> 0, which is the mean. Of
-    lists of a fixed size k, which are k columns side by side, each position has a mean and deviation of its own.
+    """Make an encoder of numbers into (x - mean) / deviation of the learned rows; missing ones become 0, the mean. In
+    lists of a fixed size k, which are k columns side by side, each position has its mean and deviation.
 
-    Law: the state does not depend on how the rows came in chunks. A column of one value has deviation 1.
+    Law: the state does not depend on how rows were cut into chunks. A column of one value has deviation 1.
 
     Example:
       >>> from funcrec.data import normalize
@@ -181,8 +181,8 @@ def normalize() -> Encoder:
 
 
 def _measure(known: tuple[Moments, ...], values: Any, place: Place) -> tuple[Moments, ...]:
-    """Those of each position of a row."""
-    if values.null_count == len(values):  # of any type, or no rows
+    """Update the moments of each position of a row."""
+    if values.null_count == len(values):  # all missing, in a column of any type, or no rows
         return known
     known = known or (Moments(),) * place.size
     _check_size(place, values, len(known))
@@ -210,7 +210,7 @@ def _with(known: Moments, values: np.ndarray) -> Moments:
 
 
 def _joined(known: Moments, block: np.ndarray) -> Moments:
-    with np.errstate(over="ignore", invalid="ignore"):  # told of by `_normal_of`
+    with np.errstate(over="ignore", invalid="ignore"):  # `_normal_of` reports it
         mean = float(block.mean())
         count, step = known.count + len(block), mean - known.mean
         square = float(np.square(block - mean).sum()) + step * step * (known.count / count) * len(block)
@@ -238,7 +238,7 @@ def _normal_of(known: tuple[Moments, ...]) -> Normal:
 
 
 def _learned(x: Tensor, place: Place) -> np.ndarray:
-    """What was learned, in the digits that it was learned in: fewer may tell no value of a column from another."""
+    """Return what was learned; raise if it is not f64: in fewer digits, different values may become equal."""
     if x.dtype != torch.float64:
         what, hint = (
             f"what was learned of column `{place.name}` was cast.",
@@ -249,7 +249,7 @@ def _learned(x: Tensor, place: Place) -> np.ndarray:
 
 
 def _finite(values: Any, place: Place) -> np.ndarray:
-    """f64, NaN where a value is missing."""
+    """Return f64, NaN for a missing value."""
     x = floats_of(values, place)
     if np.isinf(x).any():
         at = int(np.isinf(x).argmax())
@@ -262,7 +262,7 @@ def _finite(values: Any, place: Place) -> np.ndarray:
 
 @pytree
 class Log1p:
-    """log(1 + x), which learns nothing."""
+    """log(1 + x); learns nothing."""
 
     @property
     def num_ids(self) -> None:
@@ -270,7 +270,7 @@ class Log1p:
 
     @by_elements
     def apply(self, values: Any, place: Place) -> np.ndarray:
-        """Numbers f64 of a column of numbers above -1; ValueError for others. Missing ones stay so."""
+        """Return numbers f64 of a column of numbers above -1; ValueError for others. Missing ones stay missing."""
         x = floats_of(values, place)
         if (x <= -1).any():
             at = int((x <= -1).argmax())
@@ -279,7 +279,7 @@ class Log1p:
 
 
 def log1p() -> Encoder:
-    """Numbers above -1 -> log(1 + x); others are an error, with column and row. Missing ones stay missing.
+    """Make an encoder of numbers above -1 into log(1 + x); others raise, with column and row; missing stays missing.
 
     Example:
       >>> from funcrec.data import chain, log1p, normalize

@@ -1,4 +1,4 @@
-"""Encoders that make ids: of the values that were seen, of any by a hash, of those that are ids already.
+"""Encoders that make ids: from a vocabulary of seen values, by a hash, or from integers that are ids already.
 
     vocabulary:  id = 1 + place of the value among those kept, in their order;   0 for all others, and for missing ones
     hashed:      id = 1 + hash(value) mod (n - 1);                               0 for missing ones
@@ -18,15 +18,15 @@ from funcrec.core import GAMMA, Count, Problem, Size, check, describe, fail, mix
 from funcrec.data.encoders._encoders import Encoder, Place, by_elements, fixed
 from funcrec.tables import hash_rows, multiply_shift
 
-MERGE_AT = 1 << 16  # values that wait, at least, before counts are added up
+MERGE_AT = 1 << 16  # least number of waiting values before counts are added up
 SCAN = 16  # a column of fewer values than V / SCAN is looked up by bisection, which needs no index
-HASHED_BYTES = 1 << 22  # of text at a time
+HASHED_BYTES = 1 << 22  # bytes of text that are hashed at a time
 KINDS = "integers, text, bytes or booleans"
 
 
 class Seen(NamedTuple):
-    """The values so far. kind: "none" before any. counted: (values, counts i64) with each value once, or None.
-    waiting: more such, not added up yet; size: of these. missing: values that are not there."""
+    """The values so far. kind: their kind, "none" before any. counted: (values, counts i64) with each value once, or
+    None. waiting: more such pairs, not added up yet; size: their length. missing: how many values are missing."""
 
     kind: str = "none"
     counted: tuple | None = None
@@ -37,13 +37,13 @@ class Seen(NamedTuple):
 
 @pytree(static=("kind",))
 class Vocabulary:
-    """The values that have an id of their own: 1, 2, ... in their order; 0 is the id of all others.
+    """Values that have ids: 1, 2, ... in their order; all other values have id 0.
 
     Args:
-      values: i64[V - 1], ascending (of unsigned ids their bits); of text and bytes u8[S], one after the other.
-      offsets: i64[V] of text and bytes, where each begins and the last ends; i64[0] of integers.
+      values: i64[V - 1], ascending (for unsigned ids, their bits); for text and bytes u8[S], one after the other.
+      offsets: i64[V] for text and bytes, where each begins and the last ends; i64[0] for integers.
       counts: i64[V], how often each id came when the vocabulary was learned.
-      kind: "int", "uint", "text" or "bytes"; "none" where no value was there.
+      kind: "int", "uint", "text" or "bytes"; "none" if there was no value.
     """
 
     values: Tensor
@@ -57,7 +57,7 @@ class Vocabulary:
 
     @by_elements
     def apply(self, values: Any, place: Place) -> np.ndarray:
-        """Ids i64 of a column; 0 for what has none. TypeError for a column of another kind than was learned."""
+        """Return ids i64 of a column, 0 for unknown values. TypeError for a column of another kind than was learned."""
         kind, values = of_kind(values, place)
         if "none" in (kind, self.kind):
             return np.zeros(len(values), np.int64)
@@ -69,7 +69,7 @@ class Vocabulary:
         return _find_text(values, self._known())
 
     def decode(self, ids: Tensor) -> Any:
-        """The values of ids i64[N], a pyarrow array; missing where the id is 0."""
+        """Return the values of ids i64[N], a pyarrow array; id 0 has a missing value."""
         import pyarrow as pa
 
         check("funcrec.data.Vocabulary.decode", _id_problems(ids, self.num_ids))
@@ -77,7 +77,7 @@ class Vocabulary:
         return self._known().take(places)
 
     def _known(self) -> Any:
-        """i64 or u64, or large text: the values as pyarrow has them, without a copy."""
+        """Return the values as pyarrow's i64, u64 or large text, without a copy."""
         import pyarrow as pa
 
         if self.kind in ("int", "uint", "none"):
@@ -92,19 +92,19 @@ class Vocabulary:
 
 @typed
 def vocabulary(*, min_count: Count = 1, max_size: Count | None = None) -> Encoder:
-    """Integers, text, bytes or booleans -> ids: 1, 2, ... for the values that were seen, in their order.
+    """Make an encoder of integers, text, bytes or booleans into ids: 1, 2, ... for the seen values, in their order.
 
-    Id 0 is the unknown one: of missing values, of those that come later and were not seen, and of those left out here.
-    Its row is trained on the rows that have it: with min_count=2, say, rare values teach what to make of unknown ones.
+    Id 0 is the unknown one: for missing values, values that were not seen, and values left out here.
+    Rows with id 0 train its embedding: with min_count=2, say, rare values teach how to treat unknown ones.
 
     Args:
       min_count: values seen less often are left out.
-      max_size: the most values that are kept, the most frequent, the smaller one where two are as frequent.
+      max_size: the most values that are kept: the most frequent ones, and the smaller of two that are equally frequent.
 
-    Law: the state depends on how often each value came, not on the order of the rows or how they came in chunks.
+    Law: the state depends on how often each value came, not on the order of the rows nor on their chunks.
 
-    Cost: memory for the different values; a million texts of 17 bytes are learned in a second of one core, and are 33
-    MB when saved.
+    Cost: memory for the distinct values. One core learns a million texts of 17 bytes in a second; they are 33 MB when
+    saved.
 
     Example:
       >>> from funcrec.data import vocabulary
@@ -131,7 +131,7 @@ def _see(seen: Seen, values: Any, place: Place) -> Seen:
 
 
 def _add_up(seen: Seen) -> Seen:
-    """Nothing waits: each value once, with the sum of its counts."""
+    """Add up what waits: each value once, with the sum of its counts."""
     import pyarrow as pa
 
     parts = [*([seen.counted] if seen.counted else []), *seen.waiting]
@@ -165,7 +165,7 @@ def _vocabulary_of(seen: Seen, min_count: int, max_size: int | None) -> Vocabula
 
 
 def of_kind(values: Any, place: Place) -> tuple[str, Any]:
-    """("int", "uint", "text", "bytes" or "none"; the values as i64, u64, large text or large bytes)."""
+    """Return ("int", "uint", "text", "bytes" or "none"; the values as i64, u64, large text or large bytes)."""
     import pyarrow as pa
     import pyarrow.types as kinds
 
@@ -189,7 +189,7 @@ def of_kind(values: Any, place: Place) -> tuple[str, Any]:
 
 
 def text_buffers(values: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(offsets i64[N + 1], bytes u8[S]) of an array of large text or bytes; the first offset is where it begins."""
+    """Return (offsets i64[N + 1], bytes u8[S]) of an array of large text or bytes; offsets may begin above 0."""
     _, offsets, data = values.buffers()
     ends = np.frombuffer(offsets, np.int64)[values.offset : values.offset + len(values) + 1]
     whole = np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(0, np.uint8)
@@ -197,11 +197,11 @@ def text_buffers(values: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _find_integers(values: Any, kind: str, known: np.ndarray, known_kind: str) -> np.ndarray:
-    """1 + the place of each value among the ascending ones; 0 where it is not among them, or missing."""
+    """Return 1 + the place of each value among the known, ascending ones; 0 if it is unknown or missing."""
     there = ~values.is_null().to_numpy()
     bits = values.fill_null(0).to_numpy().view(np.int64)
     if kind != known_kind:
-        there &= bits >= 0  # above 2⁶³ or below 0: of no use in the other
+        there &= bits >= 0  # the other type holds neither values above 2⁶³ nor values below 0
     dtype = np.uint64 if known_kind == "uint" else np.int64
     known, bits = known.view(dtype), bits.view(dtype)
     if not len(known):
@@ -240,7 +240,7 @@ def _id_problems(ids: object, num_ids: int) -> Iterator[Problem]:
 
 @pytree(static=("num_embeddings", "seed", "kind"))
 class Hashed:
-    """What `hashed` has learned: the kind of the values, of which others are refused."""
+    """The state of `hashed`: the kind of the values; other kinds raise."""
 
     num_embeddings: int
     seed: int
@@ -252,7 +252,7 @@ class Hashed:
 
     @by_elements
     def apply(self, values: Any, place: Place) -> np.ndarray:
-        """Ids i64 of a column, in [1, num_embeddings); 0 for what is missing."""
+        """Return ids i64 of a column, in [1, num_embeddings); 0 for a missing value."""
         kind, values = of_kind(values, place)
         if kind == "none" or not len(values):
             return np.zeros(len(values), np.int64)
@@ -269,12 +269,12 @@ class Hashed:
 
 @typed
 def hashed(num_embeddings: Count, *, seed: Size = 0) -> Encoder:
-    """Integers, text, bytes or booleans -> ids in [1, num_embeddings) by a hash; 0 for missing values.
+    """Make an encoder of integers, text, bytes or booleans into ids in [1, num_embeddings) by a hash; 0 if missing.
 
     Args:
       num_embeddings: 2 or more; two values have the same id with probability 1 / (num_embeddings - 1).
 
-    Law: the same value has the same id in every table and process; a column of another kind than was fitted is refused.
+    Law: the same value has the same id in every table and process; a column of another kind than was fitted raises.
 
     Example:
       >>> from funcrec.data import hashed
@@ -301,7 +301,7 @@ def hashed(num_embeddings: Count, *, seed: Size = 0) -> Encoder:
 
 
 def text_bits(values: Any) -> Tensor:
-    """i64[N]: a hash of each of an array of large text or bytes, by its bytes and their places."""
+    """Return i64[N]: the hash of each element of an array of large text or bytes, from its bytes and their places."""
     ends, data = text_buffers(values)
     ends, out, first = torch.from_numpy(ends - ends[0]), [torch.zeros(0, dtype=torch.int64)], 0
     while first < len(values):
@@ -309,7 +309,7 @@ def text_bits(values: Any) -> Tensor:
         begin, own = int(ends[first]), ends[first : last + 1] - ends[first]
         place = torch.arange(int(own[-1])) - own[:-1].repeat_interleave(own.diff())
         terms = mix((place * 256 + torch.from_numpy(data[begin : begin + int(own[-1])].copy()) + 1) * GAMMA)
-        sums = torch.cat([terms.new_zeros(1), terms.cumsum(0)])  # modulo 2⁶⁴, as are their differences
+        sums = torch.cat([terms.new_zeros(1), terms.cumsum(0)])  # modulo 2⁶⁴, like their differences
         out.append(mix(sums[own[1:]] - sums[own[:-1]]))
         first = last
     return torch.cat(out)
@@ -317,7 +317,7 @@ def text_bits(values: Any) -> Tensor:
 
 @pytree(static=("num_embeddings",))
 class Identity:
-    """Ids as they are."""
+    """Integers that are ids already."""
 
     num_embeddings: int
 
@@ -327,7 +327,7 @@ class Identity:
 
     @by_elements
     def apply(self, values: Any, place: Place) -> np.ndarray:
-        """Ids i64 of a column of integers in [0, num_embeddings); ValueError for others, and for missing ones."""
+        """Return ids i64 of a column of integers in [0, num_embeddings); ValueError for others and missing ones."""
         kind, values = of_kind(values, place)
         if kind in ("text", "bytes"):
             place.refuse_type(values.type, "integers", "vocabulary(), which gives ids to text")
@@ -345,7 +345,7 @@ class Identity:
 
 @typed
 def identity(num_embeddings: Count) -> Encoder:
-    """Integers in [0, num_embeddings) are ids already; others are an error, with column and row.
+    """Make an encoder that keeps integers in [0, num_embeddings) as ids; others raise, with column and row.
 
     Example:
       >>> from funcrec.data import identity

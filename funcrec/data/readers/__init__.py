@@ -1,1 +1,1 @@
-"""Columns from files and frames: CSV, Parquet and Arrow, whole or as a stream, with a schema."""
+"""Readers of columns from files and frames: CSV, Parquet and Arrow, whole or as a stream, with a schema."""

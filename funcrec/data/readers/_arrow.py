@@ -1,4 +1,4 @@
-"""pyarrow when it is there, and a file that must be."""
+"""Requirements of readers: pyarrow, and files that exist."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from funcrec.core import describe, fail, path_hint
 
 
 def need_pyarrow(call: str):
-    """The module pyarrow, or an error that says how to have it."""
+    """Return the module pyarrow, or raise an error that says how to install it."""
     try:
         import pyarrow
     except ImportError:

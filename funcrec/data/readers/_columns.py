@@ -1,4 +1,4 @@
-"""Columns of pyarrow as numbers: ids, bags of ids, floats, times; each value as it is, or an error with column and row.
+"""Columns of pyarrow as numbers: ids, bags of ids, floats, times; each value exactly, or an error with column and row.
 
     dictionaries, run ends and views are the values they stand for;   a missing list is an empty bag
 
@@ -16,14 +16,14 @@ from funcrec.core import Problem, fail
 from funcrec.data.readers._rows import need_finite
 from funcrec.data.readers._schema import Schema
 
-# what a row of the table that is being read is called: a reader of files says which line of which file
+# names a row of the table that is being read: a reader of files names the file and the line
 NAME_OF_ROW: contextvars.ContextVar[Callable[[int], str]] = contextvars.ContextVar("row", default=lambda r: f"row {r}")
 ENCODE = "fr.data.fit_encoding and fr.data.encode, which make ids of it"
 
 
 @contextlib.contextmanager
 def rows_named(name_of_row: Callable[[int], str]) -> Iterator[None]:
-    """Errors inside call row r `name_of_row(r)`."""
+    """Let errors inside call row r `name_of_row(r)`."""
     token = NAME_OF_ROW.set(name_of_row)
     try:
         yield
@@ -32,13 +32,13 @@ def rows_named(name_of_row: Callable[[int], str]) -> Iterator[None]:
 
 
 def refuse(call: str, row: int, name: str, got: str, need: str, hint: str = "") -> NoReturn:
-    """One value cannot be read."""
+    """Raise for one value that cannot be read."""
     what = f"{NAME_OF_ROW.get()(int(row))}, column `{name}` cannot be read."
     fail(call, what, got=got, need=need, hint=hint)
 
 
 def value_kind(kind):
-    """The type of what `plain` gives."""
+    """Return the type of the values that `plain` returns."""
     import pyarrow as pa
     import pyarrow.types as kinds
 
@@ -73,7 +73,7 @@ def is_time(kind) -> bool:
 
 
 def is_point_in_time(kind) -> bool:
-    """Also a length of time: what no model reads as it is."""
+    """Return whether it is a point in time, or a duration: no model reads these directly."""
     import pyarrow.types as kinds
 
     return any(is_one(kind) for is_one in (kinds.is_timestamp, kinds.is_date, kinds.is_time, kinds.is_duration))
@@ -85,7 +85,7 @@ def time_hint(name: str) -> str:
 
 
 def text_list_problems(types, names: list[str]) -> Iterator[Problem]:
-    """Multivalued columns (of a pyarrow.Schema) that are texts, whose parts nobody can tell."""
+    """Report multivalued columns (of a pyarrow.Schema) that are texts: nobody can tell their parts."""
     import pyarrow.types as kinds
 
     for name in names:
@@ -103,7 +103,7 @@ def is_dense(kind) -> bool:
 
 
 def type_problems(types, schema: Schema) -> Iterator[Problem]:
-    """Columns whose type (of a pyarrow.Schema) cannot be what the schema says, all of them."""
+    """Report all columns whose type (in a pyarrow.Schema) does not fit the schema."""
     import pyarrow.types as kinds
 
     lists, weights = set(schema.multivalued), dict(schema.weights)
@@ -155,7 +155,7 @@ def _type_hint(name: str, role: str, kind) -> str:
 
 
 def plain(column):
-    """The values that dictionaries, run ends, views and extension types stand for."""
+    """Return the values that dictionaries, run ends, views and extension types stand for."""
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.types as kinds
@@ -166,7 +166,7 @@ def plain(column):
     if isinstance(kind, pa.BaseExtensionType):
         return plain(pa.chunked_array([c.storage for c in column.chunks], kind.storage_type))
     if kinds.is_dictionary(kind):
-        chunks = [c.dictionary_decode() for c in column.chunks]  # a cast knows no extension types
+        chunks = [c.dictionary_decode() for c in column.chunks]  # a cast does not support extension types
         return plain(pa.chunked_array(chunks, kind.value_type))
     if kinds.is_run_end_encoded(kind):
         return plain(pc.run_end_decode(column))
@@ -178,7 +178,7 @@ def plain(column):
 
 
 def _list_of_view(view):
-    """A list view as a list; a cast leaves the last offset unwritten in pyarrow 26."""
+    """Return a list view as a list; a cast leaves the last offset unwritten in pyarrow 26."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -188,7 +188,7 @@ def _list_of_view(view):
 
 
 def lists_and_ids(table, schema: Schema):
-    """A table whose columns of nothing but missing lists or ids, which may be of any type, are of the type for that."""
+    """Retype columns that hold only missing values, whatever their type: as nulls for ids, or lists of nulls."""
     import pyarrow as pa
 
     lists = {*schema.multivalued, *(by for of, by in schema.weights if of in schema.multivalued)}
@@ -200,7 +200,7 @@ def lists_and_ids(table, schema: Schema):
 
 
 def _is_nothing(column) -> bool:
-    """Nulls without a type, or floats, which pandas makes of them, that are all missing or NaN."""
+    """Return whether all values are missing: nulls without a type, or, as pandas has them, floats that are all NaN."""
     import pyarrow.compute as pc
     import pyarrow.types as kinds
 
@@ -210,7 +210,7 @@ def _is_nothing(column) -> bool:
 
 
 def flat(column) -> tuple:
-    """A column of lists -> (values, lengths i64[N]); a missing list has length 0."""
+    """Return (values, lengths i64[N]) of a column of lists; a missing list has length 0."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -222,7 +222,7 @@ def flat(column) -> tuple:
 
 
 def ids_of(call: str, column, name: str, *, missing: int | None = None) -> np.ndarray:
-    """i64[N] of a column of integers or booleans; `missing` is the id of one that is missing."""
+    """Return i64[N] of a column of integers or booleans; `missing` is the id of a missing one."""
     column = plain(column)
     if column.null_count and missing is None:
         hint = f"missing=0, or another id of its own; or {ENCODE}"
@@ -232,7 +232,7 @@ def ids_of(call: str, column, name: str, *, missing: int | None = None) -> np.nd
 
 
 def bags_of(call: str, column, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(ids i64[M], lengths i64[N]) of a column of lists."""
+    """Return (ids i64[M], lengths i64[N]) of a column of lists."""
     values, lengths = flat(plain(column))
     row = lambda nth: row_of(lengths, nth)
     if values.null_count:
@@ -255,7 +255,7 @@ def _i64(call: str, column, name: str, row: Callable[[int], int]):
 def numbers_of(
     call: str, column, name: str, row: Callable[[int], int] = int, *, missing: float | None = None
 ) -> np.ndarray:
-    """f[N] or i[N] of a column of numbers or booleans; decimals are rounded to f64. missing: what is put for one."""
+    """Return f[N] or i[N] of a column of numbers or booleans; decimals are rounded to f64. missing: replaces nulls."""
     import pyarrow as pa
     import pyarrow.types as kinds
 
@@ -271,9 +271,9 @@ def numbers_of(
 def floats_of(
     call: str, column, name: str, row: Callable[[int], int] = int, *, missing: float | None = None
 ) -> np.ndarray:
-    """f32[N], all finite."""
+    """Return f32[N], all finite."""
     found = numbers_of(call, column, name, row, missing=missing)
-    with np.errstate(over="ignore"):  # what no f32 holds is infinite, and named
+    with np.errstate(over="ignore"):  # a number beyond f32 becomes infinite, and the error names it
         x = found.astype(np.float32)
 
     def no(at: int, _: str, got: str, need: str) -> NoReturn:
@@ -285,7 +285,7 @@ def floats_of(
 
 
 def dense_of(call: str, column, name: str, *, missing: float | None = None) -> np.ndarray:
-    """f32[N, k]: k is 1, or the size of a column of fixed-size lists."""
+    """Return f32[N, k]: k is 1, or the size of a column of fixed-size lists."""
     import pyarrow.types as kinds
 
     column = plain(column)
@@ -299,13 +299,13 @@ def dense_of(call: str, column, name: str, *, missing: float | None = None) -> n
 
 
 def list_floats_of(call: str, column, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(f32[M], lengths i64[N]) of a column of lists of numbers."""
+    """Return (f32[M], lengths i64[N]) of a column of lists of numbers."""
     values, lengths = flat(plain(column))
     return floats_of(call, values, name, lambda nth: row_of(lengths, nth)), lengths
 
 
 def times_of(call: str, column, name: str) -> np.ndarray:
-    """i64[N] or f64[N]: numbers as they are, timestamps and dates as microseconds since 1970, cut off."""
+    """Return i64[N] or f64[N]: numbers unchanged, timestamps and dates as microseconds since 1970, cut off."""
     import pyarrow as pa
     import pyarrow.types as kinds
 
@@ -323,11 +323,11 @@ def times_of(call: str, column, name: str) -> np.ndarray:
 
 
 def row_of(lengths: np.ndarray, nth: int) -> int:
-    """The row whose bag holds the n-th id."""
+    """Return the row whose bag holds the n-th id."""
     return int(np.searchsorted(np.cumsum(lengths), nth, side="right"))
 
 
 def first_true(mask) -> int | None:
-    """The place of the first true value of a chunked array of booleans."""
+    """Return the place of the first true value of a chunked array of booleans, or None."""
     found = np.flatnonzero(mask.to_numpy())
     return int(found[0]) if found.size else None

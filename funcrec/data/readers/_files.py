@@ -1,8 +1,8 @@
-"""Files of text and Parquet as sources, in folders and hive partitions.
+"""Sources from files of text and Parquet, in folders and hive partitions.
 
-    root/day=3/part.parquet -> rows of part.parquet with a column day = 3
+    root/day=3/part.parquet -> the rows of part.parquet with a column day = 3
 
-Files are read by pyarrow: pages of Parquet that have a checksum are checked, and a few blocks are held at a time.
+pyarrow reads the files: it checks Parquet pages that have a checksum, and holds a few blocks at a time.
 """
 
 import contextlib
@@ -30,22 +30,22 @@ from funcrec.data.readers._text_faults import (
 
 BLOCK_BYTES, BLOCK_ROWS, PIECE_ROWS = 8 << 20, 1 << 16, 1 << 13
 PACKED = (".gz", ".bz2", ".zst", ".lz4")
-LOOKED_AT = 16  # files, for the types of columns without values
+LOOKED_AT = 16  # files that are read for the types of columns without values
 NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 
 @typed_fields
 class Text(NamedTuple):
-    """A format of text: a row a line. An empty field is a missing value, `""` an empty string, an empty line a row of
-    missing values.
+    """A format of text, with a row on each line. An empty field is a missing value, `""` an empty string, an empty line
+    a row of missing values.
 
     Args:
       delimiter: one character between two fields.
-      names: of the columns, where the first line has not got them.
-      types: {column: its type}, pyarrow's or its name ("string", "int64"). Others are inferred from the first eight
-        megabytes of the first file that has values; a column without any is of strings.
-      nulls: fields that are missing values.
-      quotes: whether fields may stand in double quotes; in these there may be line breaks, after which errors count
+      names: the names of the columns, if the first line does not have them.
+      types: {column: its type}, pyarrow's or its name ("string", "int64"). Other types are inferred from the first
+        eight megabytes of the first file that has values; a column without values has strings.
+      nulls: fields that count as missing values.
+      quotes: whether fields may stand in double quotes. Such fields may have line breaks; errors after one count
         rows, not lines.
 
     Example:
@@ -66,7 +66,7 @@ SUFFIXES = {".csv": Text(), ".tsv": Text("\t"), ".tab": Text("\t"), ".parquet": 
 
 
 def opened(call: str, source: Any, wanted: Wanted, form: Format = None) -> Source:
-    """The source with its schema; of files no row is read, but for a block of text to infer types."""
+    """Return the source with its schema; no row of a file is read, except a block of text to infer types."""
     need_pyarrow(call)
     if not is_path(source) and (not isinstance(source, Sequence) or isinstance(source, bytes)):
         table = as_table(call, source, wanted)
@@ -84,7 +84,7 @@ def is_path(x: object) -> bool:
 
 
 def _files(call: str, source: Any) -> list[tuple[Path, dict[str, str | None]]]:
-    """(path, its hive partitions) of each file. In folders, names that begin with . or _ are passed by."""
+    """Return (path, its hive partitions) of each file. In folders, names that begin with . or _ are skipped."""
     several = not is_path(source)
     if several and not (len(source) and all(map(is_path, source))):
         what, hint = "the source is not a table.", 'source="day_0.tsv", or {"item": [1, 2]}'
@@ -106,14 +106,14 @@ def _files(call: str, source: Any) -> list[tuple[Path, dict[str, str | None]]]:
 
 
 def _partitions(root: Path, inside: Sequence[str]) -> dict[str, str | None]:
-    """data/day=1, ("hour=2",) -> {"day": "1", "hour": "2"}: of folders below the root, and those that it ends with."""
+    """Turn data/day=1, ("hour=2",) into {"day": "1", "hour": "2"}, from folders below the root and at its end."""
     above = reversed([*takewhile(lambda name: "=" in name, reversed(root.absolute().parts))])
     pairs = (unquote(part).split("=", 1) for part in (*above, *inside) if "=" in part)
     return {name: None if value == NO_PARTITION else value for name, value in pairs}
 
 
 def _format_of(call: str, files: list, form: Format) -> str | Text:
-    """The one format of all files: as given, or by the ends of their names."""
+    """Return the one format of all files: as given, or from their names' suffixes."""
     if isinstance(form, Text) or form == "parquet":
         return form
     if form is not None:
@@ -133,7 +133,7 @@ def _format_of(call: str, files: list, form: Format) -> str | Text:
 
 
 def _with_partitions(call: str, schema, files: list, wanted: Wanted, name: str):
-    """(schema of the columns that are read, those that come from the folders' names)."""
+    """Return (schema of the columns that are read, the columns that come from the folders' names)."""
     import pyarrow as pa
 
     own: dict[str, list] = {}
@@ -154,7 +154,7 @@ def _is_int(text: str) -> bool:
 
 
 def _filled(call: str, file: str, chunk, schema, partitions: dict, extra: set[str]):
-    """A record batch of a file as one of the source: its columns in order and of their types, with the partitions."""
+    """Return a file's record batch in the source's schema: columns in order, cast to their types, with partitions."""
     import pyarrow as pa
 
     of = lambda f: pa.repeat(pa.scalar(_value(partitions.get(f.name), f.type), f.type), chunk.num_rows)
@@ -172,7 +172,7 @@ def _filled(call: str, file: str, chunk, schema, partitions: dict, extra: set[st
 
 
 def _check_folder(call: str, file: str, name: str, column, text: str | None) -> None:
-    """A file's column that its folder's name gives, too, has that one value."""
+    """Check that a file's column has one value, its folder's, if the folder's name gives that column too."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -196,7 +196,7 @@ def _value(text: str | None, kind) -> int | str | None:
 
 
 def _parquet_parts(call: str, files: list, wanted: Wanted, _: str) -> Source:
-    """A part for each row group."""
+    """Make a part for each row group."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -235,7 +235,7 @@ def _parquet_parts(call: str, files: list, wanted: Wanted, _: str) -> Source:
 
 
 def _unified(call: str, files: list, schema, schemas: list, extra: set[str]):
-    """Types that hold the values of each file: int32 and int64 are int64."""
+    """Return types that hold the values of each file: int32 and int64 become int64."""
     import pyarrow as pa
 
     for (path, _), other in zip(files[1:], schemas[1:], strict=True):
@@ -255,7 +255,7 @@ def _unified(call: str, files: list, schema, schemas: list, extra: set[str]):
 
 
 def _folder_problems(path: Path, names: list[str], extra: set[str]) -> Iterator[Problem]:
-    """What is a folder's name for the first file is no column of another."""
+    """Report columns of a file that the folder's name gives for the first file."""
     if both := sorted({*names} & extra):
         what, hint = (
             f"`{path.name}` has columns that folders' names give.",
@@ -265,7 +265,7 @@ def _folder_problems(path: Path, names: list[str], extra: set[str]) -> Iterator[
 
 
 def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
-    """A part for each file, of the types that the first has."""
+    """Make a part for each file, with the first file's types."""
     import pyarrow as pa
     from pyarrow import csv
 
@@ -274,7 +274,7 @@ def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
     names = None if form.names is None else list(form.names)
 
     def lines(path: Path, types: dict, include: list[str] | None):
-        # one thread: only then do pyarrow's errors give the line
+        # one thread: otherwise pyarrow's errors do not name the line
         return csv.open_csv(
             path,
             csv.ReadOptions(column_names=names, use_threads=False, block_size=BLOCK_BYTES),
@@ -328,7 +328,7 @@ def _text_parts(call: str, files: list, wanted: Wanted, form: Text) -> Source:
 
 
 def _whole_lines(path: Path) -> int:
-    """The lines of a packed file that can be unpacked; 0 of another."""
+    """Return how many lines of a packed file can be unpacked; 0 for another file."""
     import pyarrow as pa
 
     lines = 0
@@ -339,7 +339,7 @@ def _whole_lines(path: Path) -> int:
 
 
 def _inferred(paths: list[Path], fields_of: Callable[[Path], list]):
-    """The first file's columns; one without a value there has its type in a file after, or is of strings."""
+    """Return the first file's columns; a column without values there takes a later file's type, or holds strings."""
     import pyarrow as pa
     import pyarrow.types as kinds
 
@@ -353,7 +353,7 @@ def _inferred(paths: list[Path], fields_of: Callable[[Path], list]):
 
 
 def _or_line(call: str, path: Path, at: int, step: Callable[[], Any], names: Callable[[], list[str]]) -> Any:
-    """What `step` gives, or an error that names the line: pyarrow's, or else the first that was not read."""
+    """Return the result of `step`, or raise an error with a line: pyarrow's, else the first line not read."""
     import pyarrow as pa
 
     try:

@@ -1,4 +1,4 @@
-"""What every reader asks of its numbers: rows that are there, labels of a click, ids that a table has.
+"""Checks that all readers share: rows that exist, labels of clicks, finite numbers, ids that a table has.
 
 0 <= row < num_rows,   0 <= label <= 1,   |dense| < ∞,   0 <= id < V
 """
@@ -17,7 +17,7 @@ Refuse = Callable[[int, str, str, str], None]  # (row of the batch, column, got,
 
 
 def row_problems(rows: Tensor, num_rows: int, device: torch.device | None = None) -> Iterator[Problem]:
-    """`rows` must be numbers of rows; their values are looked at where that waits for nothing."""
+    """Check that `rows` are row numbers; their values are read only if that waits for nothing."""
     found = list(int_problems(rows, "rows", device))
     yield from found
     if not found and is_concrete(rows) and rows.numel():
@@ -32,8 +32,8 @@ def row_problems(rows: Tensor, num_rows: int, device: torch.device | None = None
 
 
 def there(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor | None]:
-    """Rows that can be read, and which of them were asked for (None: all):
-    what could not be looked at is marked, not invented."""
+    """Return rows that can be read, and which of them exist (None: all).
+    A row that could not be checked is marked, not invented."""
     if is_concrete(rows):
         return rows, None
     inside = (rows >= 0) & (rows < num_rows)
@@ -41,12 +41,12 @@ def there(rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor | None]:
 
 
 def marked(label: Tensor, inside: Tensor | None) -> Tensor:
-    """The labels, NaN of rows that are not there."""
+    """Return the labels, with NaN for rows that are not there."""
     return label if inside is None else torch.where(inside, label, torch.nan)
 
 
 def vocabulary_problems(vocabularies: object, keys: Sequence[str]) -> Iterator[Problem]:
-    """`vocabularies` must be {column: V} of some of the columns, or None."""
+    """Check that `vocabularies` is {column: V} of some of the columns, or None."""
     if vocabularies is None:
         return
     if not isinstance(vocabularies, Mapping):
@@ -61,7 +61,7 @@ def vocabulary_problems(vocabularies: object, keys: Sequence[str]) -> Iterator[P
 
 
 def need_ids(ids: np.ndarray, size: int | None, name: str, refuse: Refuse, row: Callable[[int], int] = int) -> None:
-    """The ids of one column are in [0, size). row: the row of the batch that an id belongs to."""
+    """Check that the ids of one column are in [0, size). row: the row of the batch that an id belongs to."""
     if size is None or not ids.size or (ids.min() >= 0 and ids.max() < size):
         return
     at = int(np.flatnonzero((ids < 0) | (ids >= size))[0])
@@ -76,7 +76,7 @@ def need_labels(label: np.ndarray, name: str, refuse: Refuse) -> None:
 
 
 def need_finite(dense: np.ndarray, names: Sequence[str], refuse: Refuse) -> None:
-    """f32[B, J] without NaN and infinity."""
+    """Check that f32[B, J] has no NaN nor infinity."""
     if not np.isfinite(dense).all():
         at, column = (int(i) for i in np.argwhere(~np.isfinite(dense))[0])
         refuse(at, names[column], f"{dense[at, column]}", "a finite f32")

@@ -1,4 +1,4 @@
-"""Which column of a table is what: labels, numbers, ids, lists of ids, weights, time."""
+"""The roles of a table's columns: labels, numbers, ids, lists of ids, weights, time."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,18 +10,19 @@ LABEL_KINDS = ("binary", "number", "class")
 
 @pytree(static=FIELDS)
 class Schema:
-    """Which column of a table is what. Equal schemas are equal values; columns that it does not name are not read.
+    """The roles of a table's columns. Equal schemas are equal values; columns that it does not name are not read.
 
     Args:
-      label: a column, several (label f32[B, T] then), or None where there is nothing to learn from.
+      label: a column, several (then label is f32[B, T]), or None if there is nothing to learn from.
       dense: columns of numbers; a column of fixed-size lists of k numbers counts as k.
       categorical: columns of one id per example.
-      multivalued: columns of lists of ids. Of these two there is at least one; they are the keys of a batch, in order.
-      weights: {column of ids: column of their weights}, numbers or lists of them as the ids are. Kept as pairs.
-      weight: a column of examples' weights, numbers >= 0.
+      multivalued: columns of lists of ids. These two have at least one column together; they are the keys
+        of a batch, in this order.
+      weights: {column of ids: column of their weights}, numbers or lists of numbers, as the ids. Kept as pairs.
+      weight: a column of the examples' weights, numbers >= 0.
       time: a column of numbers, timestamps or dates, for splits; no batch has it.
-      label_kind: what a label must be, of all or of each: "binary" is a number in [0, 1], "class" an integer
-        0, 1, 2, ..., "number" any that is finite.
+      label_kind: the kind of all labels, or of each: "binary" is a number in [0, 1], "class" an integer 0, 1, 2, ...,
+        "number" any finite number.
 
     Example:
       >>> from funcrec.data import Schema
@@ -49,23 +50,23 @@ class Schema:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The columns of labels: none, one or several."""
+        """Return the columns of labels: none, one or several."""
         return () if self.label is None else (self.label,) if isinstance(self.label, str) else self.label
 
     @property
     def label_kinds(self) -> tuple[str, ...]:
-        """What each label must be."""
+        """Return the kind of each label."""
         kind = self.label_kind
         return (kind,) * len(self.labels) if isinstance(kind, str) else kind
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of a batch's ids."""
+        """Return the keys of a batch's ids."""
         return self.categorical + self.multivalued
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns that are read, each once."""
+        """Return all columns that are read, each once."""
         one = tuple(n for n in (self.weight, self.time) if n is not None)
         return tuple(dict.fromkeys((*self.labels, *self.dense, *self.keys, *(by for _, by in self.weights), *one)))
 
@@ -82,7 +83,7 @@ class Schema:
         return f"Schema({', '.join(f'{n}={x!r}' for n, x in own.items())})"
 
     def _repr_html_(self) -> str:
-        """Its columns, for a notebook."""
+        """Return its columns as a table, for a notebook."""
         rows = [("label", n, kind) for n, kind in zip(self.labels, self.label_kinds, strict=True)]
         rows += [(name, n, "") for name in ("dense", "categorical", "multivalued") for n in getattr(self, name)]
         rows += [("weights", by, f"of {of}") for of, by in self.weights]
@@ -95,7 +96,7 @@ def _values(schema: Schema) -> tuple:
 
 
 def _name_problems(schema: Schema) -> Iterator[Problem]:
-    """The form of each field: names, tuples of names, pairs of names."""
+    """Check the form of each field: names, tuples of names, pairs of names."""
     is_names = lambda x: isinstance(x, tuple) and all(isinstance(n, str) for n in x)
     for name in ("dense", "categorical", "multivalued"):
         x, example = getattr(schema, name), '("price", "age")' if name == "dense" else '("user", "item")'
@@ -114,7 +115,7 @@ def _name_problems(schema: Schema) -> Iterator[Problem]:
 
 
 def _set_problems(schema: Schema) -> Iterator[Problem]:
-    """There are ids, no column twice among them, and weights belong to them."""
+    """Check that there are ids, that none is named twice, and that weights belong to them."""
     if not schema.keys:
         hint = 'categorical=("item",); bucketize numbers to have ids of them'
         yield Problem("`categorical` and `multivalued` are empty.", "no column of ids", "one or more", hint)

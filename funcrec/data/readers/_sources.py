@@ -1,8 +1,8 @@
-"""Sources of rows: parts that are read one after another, and what is in memory as a table.
+"""Sources of rows: parts that are read one after another, and tables in memory.
 
     source -> Source(schema, parts);   the rows of a source are those of its parts, in order
 
-A part is a row group, a file of text or a piece of a table; it knows what its rows are called in errors.
+A part is a row group, a file of text or a piece of a table; it names its rows in errors.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,12 +19,12 @@ from funcrec.data.readers._schema import Schema
 NEED = "a pandas, polars or pyarrow table, a dict of columns, a path, or paths"
 
 
-Wanted = Sequence[str] | Schema | None  # the columns to read: these, a schema's, or all
+Wanted = Sequence[str] | Schema | None  # the columns to read: these, the schema's, or all
 
 
 class Part(NamedTuple):
-    """A run of rows. file: its name, "" in memory. word, first: what its first row is called: "row" 0, "line" 2.
-    num_rows: None where only reading tells. read: its record batches, from the beginning."""
+    """A run of rows. file: its name, "" in memory. word, first: the name of its first row: "row" 0, "line" 2.
+    num_rows: None if only reading tells. read: returns its record batches, from the beginning."""
 
     file: str
     word: str
@@ -33,12 +33,12 @@ class Part(NamedTuple):
     read: Callable[[], Iterator]
 
     def name_of(self, row: int) -> str:
-        """`part-3.parquet`, row 17."""
+        """Return a row's name in errors: `part-3.parquet`, row 17."""
         return f"`{self.file}`, {self.word} {row}" if self.file else f"{self.word} {row}"
 
 
 class Source(NamedTuple):
-    """schema: pyarrow's, of the columns that are read, in order. parts: see `Part`. name: of the whole, in errors."""
+    """schema: pyarrow's, of the columns that are read, in order. parts: see `Part`. name: the source's, in errors."""
 
     schema: Any
     parts: list[Part]
@@ -46,14 +46,14 @@ class Source(NamedTuple):
 
 
 def table_of(call: str, source: Source):
-    """All rows of a source."""
+    """Return all rows of a source as a table."""
     import pyarrow as pa
 
     return pa.Table.from_batches((c for part in source.parts for c in part_chunks(call, part)), source.schema)
 
 
 def part_chunks(call: str, part: Part) -> Iterator:
-    """The record batches of a part: as many rows as it says, or an error."""
+    """Yield the record batches of a part; raise if it has another number of rows than it says."""
     import pyarrow as pa
 
     rows = 0
@@ -69,7 +69,7 @@ def part_chunks(call: str, part: Part) -> Iterator:
 
 
 def absent_problems(name: str, names: Sequence[str], wanted: Wanted) -> Iterator[Problem]:
-    """What is wanted must be there, once."""
+    """Check that each wanted column is there, once."""
     labels = wanted.labels if isinstance(wanted, Schema) else ()
     columns = names if wanted is None else wanted_names(wanted)
     if not columns and wanted is not None:
@@ -96,7 +96,7 @@ def wanted_names(wanted: Wanted) -> list[str] | None:
 
 
 def as_table(call: str, source: Any, wanted: Wanted):
-    """A source in memory -> pyarrow.Table of the columns that are wanted."""
+    """Turn a source in memory into a pyarrow.Table of the wanted columns."""
     pa, names = need_pyarrow(call), wanted_names(wanted)
     hint = '{"item": [1, 2], "click": [0, 1]}'
     try:
@@ -143,7 +143,7 @@ def as_table(call: str, source: Any, wanted: Wanted):
 
 
 def _column(call: str, name: str, x: Any):
-    """One column of a dict: a list, an array of any library, a tensor."""
+    """Return one column of a dict: a list, an array of any library, or a tensor."""
     import pyarrow as pa
 
     what, need = f"column `{name}` cannot be read.", "values of one kind; None where one is missing"

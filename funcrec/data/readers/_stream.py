@@ -1,8 +1,8 @@
-"""Tables larger than memory: record batches of one size, in order or shuffled, from any of them on.
+"""Tables larger than memory: record batches of one size, in order or shuffled, starting at any of them.
 
     batch i = rows [i · B, (i + 1) · B) of the parts in a random order, each window of W rows shuffled
 
-The order depends on the key, the source and W only, so a number of batches is all there is to a position.
+The order depends on the key, the source and W only, so a number of batches describes a position.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,27 +17,27 @@ from funcrec.data.readers._files import Format, opened
 from funcrec.data.readers._sources import Part, Source, part_chunks, table_of
 
 WINDOW = 1 << 17
-ROW = "\0row"  # a column of the parts' and their rows' numbers, which goes with each row
-BITS = 40  # of a row's number in its file
+ROW = "\0row"  # a column that numbers each row: its part's number, and its number in the part's file
+BITS = 40  # bits of a row's number in its file
 
 
 @typed
 def read(source: object, *, columns: Sequence[str] | None = None, format: Format = None):
-    """A table of anything, as a pyarrow.Table.
+    """Read a table from any source, as a pyarrow.Table.
 
     Args:
-      source: pandas, polars or pyarrow tables and whatever else has Arrow's PyCapsule interface; a dict of columns
-        (lists, numpy, torch); a path of CSV, TSV or Parquet, of text packed as .gz, .bz2, .zst or .lz4 too; paths; a
-        folder of files, with hive partitions (`day=3/part.parquet`) as columns of integers or strings.
+      source: a pandas, polars or pyarrow table, or anything with Arrow's PyCapsule interface; a dict of columns
+        (lists, numpy, torch). Or a path of CSV, TSV or Parquet; text may be packed as .gz, .bz2, .zst or .lz4. Or
+        several paths, or a folder; its hive partitions (`day=3/part.parquet`) become columns of integers or strings.
       columns: those to read, in this order; all of the first file's if None.
-      format: "csv", "tsv", "parquet" or a `Text`, where the files' names do not end so.
+      format: "csv", "tsv", "parquet" or a `Text`, if the files' names do not end so.
 
     Returns:
-      rows in the order of the files' names, a folder's sorted. Types are those that hold all files' values.
+      rows in the order of the files' names; a folder's are sorted. A column's type holds all files' values.
 
     Raises:
       ValueError, TypeError: names file and line, or row and column.
-      FileNotFoundError.
+      FileNotFoundError: there is no such file.
 
     Law: read(path) has the rows of `stream(path)`.
 
@@ -62,14 +62,14 @@ def stream(
     skip: Size = 0,
     drop_last: bool = False,
 ) -> Iterator:
-    """The rows of `read` as pyarrow.RecordBatches of `batch_size` rows, with a few blocks of a file in memory.
+    """Read the rows of `read` as pyarrow.RecordBatches of `batch_size` rows, with a few blocks of a file in memory.
 
     Args:
       source, columns, format: as in `read`.
       key: shuffles files and row groups, then the rows of each window; None keeps the order. `fr.fold_in(key, epoch)`
-        for another order each epoch. A file of text is one run of rows: only the window mixes it.
-      window: the rows that are held and shuffled.
-      skip: batches to leave out at the beginning, for a run that goes on; row groups among them are not read.
+        gives another order each epoch. A file of text is one part: only the window mixes its rows.
+      window: the number of rows that are held and shuffled.
+      skip: how many first batches to leave out, for a run that continues; row groups among them are not read.
       drop_last: leave out a last batch that is not full.
 
     Law: every row once; the batches after `skip` are those that would have followed.
@@ -99,11 +99,11 @@ def tables(
     skip: int = 0,
     drop_last: bool = False,
 ) -> Iterator[tuple[np.ndarray, Any]]:
-    """(numbers of the rows, see `row_name`; table of `batch_size` rows), after the first `skip`.
+    """Yield (numbers of the rows, see `row_name`; table of `batch_size` rows), after the first `skip`.
 
     Raises:
-      ValueError: a source that has no batch, or less than `skip` of them: who reads it again and again would never come
-        on.
+      ValueError: the source has no batch, or fewer than `skip`: a loop that reads it again and again would never
+        advance.
     """
     first, seen = skip * batch_size, [0]
     parts = list(enumerate(source.parts))
@@ -126,8 +126,8 @@ def tables(
 
 
 def _numbered(call: str, parts: list[tuple[int, Part]], skip: int, seen: list[int]) -> Iterator:
-    """The record batches after the first `skip` rows, with a column of the numbers of their rows; `seen` counts all
-    rows. Parts that are skipped whole are not read."""
+    """Yield the record batches after the first `skip` rows, with a column of row numbers; `seen` counts all rows.
+    Parts that are skipped whole are not read."""
     import pyarrow as pa
 
     for number, part in parts:
@@ -144,7 +144,7 @@ def _numbered(call: str, parts: list[tuple[int, Part]], skip: int, seen: list[in
 
 
 def _behind(chunks: Iterator, skip: int) -> Iterator:
-    """The record batches after the first `skip` rows."""
+    """Yield the record batches after the first `skip` rows."""
     for chunk in chunks:
         cut, skip = min(skip, chunk.num_rows), max(skip - chunk.num_rows, 0)
         if cut < chunk.num_rows:
@@ -152,14 +152,14 @@ def _behind(chunks: Iterator, skip: int) -> Iterator:
 
 
 def _shuffled(chunks: Iterator, key: Tensor, window: int, first: int) -> Iterator:
-    """Each window in an order of its own; `first` is the number of the first one."""
+    """Yield the rows of each window, shuffled by the window's number; `first` is the first window's number."""
     for number, table in enumerate(regrouped(chunks, window), first):
         order = random_order(random.fold_in(key, number), table.num_rows)
         yield from table.combine_chunks().take(order.cpu().numpy()).to_batches()
 
 
 def regrouped(chunks: Iterator, size: int) -> Iterator:
-    """Record batches of any size -> tables of `size` rows; the last may have fewer."""
+    """Regroup record batches of any size into tables of `size` rows; the last may have fewer."""
     import pyarrow as pa
 
     pending, have = [], 0
@@ -176,6 +176,6 @@ def regrouped(chunks: Iterator, size: int) -> Iterator:
 
 
 def _joined(table):
-    """A table as one record batch; no copy where it is one already."""
+    """Return a table as one record batch; there is no copy if it is one already."""
     (batch,) = table.combine_chunks().to_batches()
     return batch

@@ -1,5 +1,5 @@
-"""Faults of text that pyarrow reads without a word: a quote that nothing closes, integers that become floats, text of
-another encoding that becomes bytes."""
+"""Faults of text that pyarrow reads silently: a quote that nothing closes, integers that become floats, text in another
+encoding that becomes bytes."""
 
 import csv
 import io
@@ -9,12 +9,12 @@ from pathlib import Path
 
 from funcrec.core import fail
 
-BEYOND = 2.0**63  # where i64 ends
-REST = re.compile(rb'[^"]*+(?:""[^"]*+)*+"')  # of a field in quotes
+BEYOND = 2.0**63  # above the largest i64
+REST = re.compile(rb'[^"]*+(?:""[^"]*+)*+"')  # the rest of a field in quotes
 
 
 def last_column(path: Path, delimiter: str, names: list[str] | None) -> str | None:
-    """Whose values an open quote swallows: any other leaves a row of too few fields."""
+    """Return the last column, where an open quote silently swallows the rest; elsewhere it leaves too few fields."""
     import pyarrow as pa
 
     if names is None:
@@ -24,14 +24,14 @@ def last_column(path: Path, delimiter: str, names: list[str] | None) -> str | No
 
 
 def ends_in_a_line_break(chunk, name: str) -> bool:
-    """Whether the last field of a record batch has one, as it does where a quote is open."""
+    """Return whether the last field of a record batch contains a line break, as it does after an open quote."""
     value = chunk.column(name)[-1].as_py()
     value = value.encode() if isinstance(value, str) else value
     return isinstance(value, bytes) and (b"\n" in value or b"\r" in value)
 
 
 def check_quotes(call: str, path: Path, delimiter: str) -> None:
-    """Every field that begins with a quote must end with one."""
+    """Check that every field that begins with a quote ends with one."""
     import pyarrow as pa
 
     begin = re.compile(rb"(?:^|[\r" + re.escape(delimiter.encode()) + rb'])"')
@@ -49,9 +49,9 @@ def check_quotes(call: str, path: Path, delimiter: str) -> None:
 
 
 def check_floats(call: str, path: Path, chunk, as_text: Callable[[list[str]], object]) -> None:
-    """Columns that were inferred as floats must not be integers that an i64 does not hold.
+    """Check that no column that was inferred as floats has integers that an i64 does not hold.
 
-    chunk: what the types were inferred from. as_text: the same of these columns, as they are written.
+    chunk: the rows from which the types were inferred. as_text: returns the same rows of these columns, as written.
     """
     import pyarrow.compute as pc
     import pyarrow.types as kinds
@@ -69,7 +69,7 @@ def check_floats(call: str, path: Path, chunk, as_text: Callable[[list[str]], ob
 
 
 def check_text(call: str, path: Path, chunk, first: int) -> None:
-    """Columns that were inferred as bytes are text of another encoding than UTF-8. first: the line of the first row."""
+    """Raise for columns inferred as bytes: they are text, but not in UTF-8. first: the first row's line."""
     import pyarrow.types as kinds
 
     for name in (f.name for f in chunk.schema if kinds.is_binary(f.type)):
@@ -88,7 +88,7 @@ def is_utf8(text: bytes) -> bool:
 
 
 def is_utf16(path: Path) -> bool:
-    """Whether the file, which could not be read, begins with the mark of UTF-16."""
+    """Return whether the file, which could not be read, begins with the mark of UTF-16."""
     import pyarrow as pa
 
     try:
