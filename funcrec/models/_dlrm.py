@@ -1,4 +1,4 @@
-"""DLRM: dot products of all pairs of embeddings, and of them with the dense inputs.
+"""DLRM: dot products of all pairs of embeddings, with the vector of the dense inputs among them.
 
     z = top([x_0 ... x_F, (⟨x_i, x_j⟩)_{i>j}]),   x_0 = bottom(dense)
 
@@ -30,15 +30,15 @@ def dlrm(
     batch_norm: bool = False,
     keep: Literal["all", "dense"] = "all",
 ) -> Model:
-    """Interactions by dot products. Without dense inputs it is the inner-product network PNN.
+    """Make a model with interactions by dot products. Without dense inputs it is the inner-product network PNN.
 
     Args:
       bottom: the hidden layers over the dense inputs, ReLU after each; the last must be the embeddings' dim.
-      sizes: the hidden layers over the interactions, ReLU after each; the output layer comes on top.
-      keep: what joins the dot products: "all" vectors, or only the "dense" one, as the paper's DLRM.
+      sizes: the hidden layers over the interactions, ReLU after each; an output layer follows them.
+      keep: which vectors join the dot products: "all", or only the "dense" one, as in the paper's DLRM.
 
     Raises:
-      ValueError: features of different widths, or a bottom that does not end in their dim.
+      ValueError: features have different dims, or the bottom does not end in their dim.
 
     Example:
       >>> import funcrec as fr
@@ -79,7 +79,7 @@ def dlrm(
 
 
 def bottom_problems(bottom: Sequence[int], num_dense: int, dim: int | None = None):
-    """With dense inputs there must be a layer, and (given a dim) the last must be dim."""
+    """Check that with dense inputs there is a layer, and that the last one is dim, if given."""
     if num_dense and not bottom:
         got, need = f"() with num_dense={num_dense}", "at least one size"
         yield Problem("`bottom` has no layer.", got, need, "bottom=(64, 16)")

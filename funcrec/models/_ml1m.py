@@ -2,8 +2,8 @@
 
     z = b + Σ_f v_f [+ fm(e)] [+ mlp(e)],   7 features, dim 16
 
-Six columns of one id each share one table, so a batch's ids are offset by the vocabularies before them; genres are a
-bag of up to six.
+Six columns of one id each share one table, so each column's ids are offset by the vocabularies of the columns before
+it. Genres are a bag of up to six.
 """
 
 from typing import Any
@@ -29,14 +29,14 @@ DCNV2 = {
 
 
 def ml1m(name: str) -> Model:
-    """The benchmark's model `name`: "lr", "fm", "dlrm" (inner-product PNN), "widedeep", "deepfm" or "dcnv2".
+    """Make the benchmark's model `name`: "lr", "fm", "dlrm" (inner-product PNN), "widedeep", "deepfm" or "dcnv2".
 
     A batch has the keys "user_id", "item_id", "age", "gender", "occupation" and "release_year" (ids offset into one
-    table of 10,040 rows) and "genre" (ids 1 ... 18). As in RecBole every model has the embeddings, the first-order
-    weights and the bias, even where it does not read them: its published parameter counts include them.
+    table of 10,040 rows) and "genre" (ids 1 ... 18). As in RecBole, every model has the embeddings, the first-order
+    weights and the bias, even if it does not read them: its published parameter counts include them.
 
     Raises:
-      ValueError: an unknown name.
+      ValueError: the name is unknown.
 
     Example:
       >>> import funcrec as fr
@@ -67,7 +67,7 @@ def ml1m(name: str) -> Model:
 
 
 def with_bias(model: Model) -> Model:
-    """The model with an unread dense["bias"], as RecBole's models of no first-order term have."""
+    """Add an unread dense["bias"] to the model, as RecBole's models without a first-order term have."""
 
     def init(key: Tensor) -> Params:
         params = model.init(key)

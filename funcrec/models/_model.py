@@ -1,8 +1,8 @@
-"""What a model is, and the loss that it is trained on.
+"""The record of a model's functions, and the loss that trains it.
 
     loss = Σ_b w_b l(z_b, y_b) / Σ_b w_b + penalty,   z = train_apply(params, batch, key)
 
-A model is a value that holds functions; its parameters live outside, in `Params`. Shapes: B batch.
+A model is a value that holds functions; its parameters are outside of it, in `Params`. Shapes: B batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,15 +48,15 @@ from funcrec.tables import init as init_tables
 
 @typed_fields
 class Model(NamedTuple):
-    """A model of one logit per example.
+    """A model with one logit per example.
 
     tables: every table of `params.tables`.
-    features: every feature that a batch's ids must have columns for.
-    init: (key) -> Params. Its dense tree is plain dicts and lists of f32; dense["stats"], where there is batch norm,
-      holds running statistics: they get zero gradients, and `merge_stats` brings them forward.
+    features: every feature for which a batch's ids must have a column.
+    init: (key) -> Params. Its dense tree is plain dicts and lists of f32. With batch norm, dense["stats"] holds running
+      statistics: they get zero gradients, and `merge_stats` updates them.
     apply: (params, batch) -> f32[B], as in evaluation: no dropout, running statistics.
     train_apply: (params, batch, key) -> (f32[B], stats), as in training; stats is {} or the new dense["stats"].
-    penalty: (dense) -> f[], what the training loss adds, or None.
+    penalty: (dense) -> f[], which the training loss adds, or None.
 
     Example:
       >>> import torch, funcrec as fr
@@ -75,7 +75,7 @@ class Model(NamedTuple):
     penalty: Callable[[Any], Tensor] | None = None
 
     def _repr_html_(self) -> str:
-        """Its tables, for a notebook."""
+        """Return its tables, for a notebook."""
         return html_table(HEAD, table_lines(self.tables, self.features))
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -86,7 +86,7 @@ class Model(NamedTuple):
 
 @typed
 def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> Callable:
-    """The training loss: the mean of `loss` over the batch, weighted by `batch.weight`, plus the model's penalty.
+    """Return the training loss: the mean of `loss` over the batch, weighted by `batch.weight`, plus the penalty.
 
     Args:
       loss: (f[B] of model.train_apply, batch.label, batch.weight) -> f[]: binary cross entropy with logits, or another
@@ -97,10 +97,10 @@ def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> Callable:
       for `train_step(has_aux=True, merge=merge_stats)`.
 
     Raises:
-      ValueError: from loss_fn, for a batch without a label. Besides, what `loss` raises for labels that are not f[B] in
-        [0, 1]; where no value can be read (under `jit`, on a GPU), such a label makes the loss NaN.
+      ValueError: from loss_fn, if the batch has no label. Also what `loss` raises for labels that are not f[B] in
+        [0, 1]; if no value can be read (under `jit`, on a GPU), such a label makes the loss NaN.
 
-    Law: an example of weight 0 changes neither loss, gradients nor running statistics, whatever it holds besides ids.
+    Law: an example of weight 0 changes neither loss, gradients nor running statistics, whatever its numbers are.
 
     Example:
       >>> import torch, funcrec as fr
@@ -112,7 +112,7 @@ def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> Callable:
       (torch.Size([2]), tensor([1, 2]))
     """
 
-    def loss_fn(params: Params, batch: Batch, *, key: Tensor | None = None):  # so that None raises in four parts
+    def loss_fn(params: Params, batch: Batch, *, key: Tensor | None = None):  # None, so that the error has four parts
         random.check_key("funcrec.models.loss", key)
         logits, stats = model.train_apply(params, batch, key)
         check("funcrec.models.loss", label_problems(batch.label))
@@ -125,7 +125,7 @@ def loss(model: Model, loss: Callable[..., Tensor] = losses.bce) -> Callable:
 
 
 def merge_stats(dense: dict[str, Any], aux: dict[str, Any]) -> dict[str, Any]:
-    """`dense` with the running statistics that the loss gave in `aux`: what a step does after its dense optimizer.
+    """Return `dense` with the running statistics from the loss's `aux`; a step calls it after its dense optimizer.
 
     Example:
       >>> import torch, funcrec as fr
@@ -154,7 +154,7 @@ def merge_stats(dense: dict[str, Any], aux: dict[str, Any]) -> dict[str, Any]:
 
 @typed
 def num_parameters(params: Params) -> int:
-    """The numbers that training changes: all of `params` but the running statistics.
+    """Return how many numbers training changes: all of `params` except the running statistics.
 
     Example:
       >>> import funcrec as fr
@@ -171,7 +171,7 @@ def num_parameters(params: Params) -> int:
 def linear_twins(
     tables: Sequence[TableConfig], features: Sequence[FeatureConfig]
 ) -> tuple[tuple[TableConfig, ...], tuple[FeatureConfig, ...]]:
-    """A table of dim 1 for each table and a feature for each feature, reading the same column: first-order weights.
+    """Make a table of dim 1 for each table, and a feature on the same column for each feature: first-order weights.
 
     Example:
       >>> import funcrec as fr
@@ -189,7 +189,7 @@ def linear_twins(
 
 
 def part(dense: Any, name: str, shape: tuple[int, ...] | None = None) -> Any:
-    """dense[name], the parameters of one part of a model; those that are a tensor have a shape."""
+    """Return dense[name], the parameters of one part of a model; `shape` is given for a part that is one tensor."""
     own = dense.get(name) if isinstance(dense, Mapping) else None
     need = f"{name!r}: parameters of its own" if shape is None else f"{name!r}: f{list(shape)}"
     fits = own is not None if shape is None else isinstance(own, Tensor) and own.shape == shape
@@ -220,7 +220,7 @@ def build(
     forward: Callable[[Params, Batch, Tensor | None], tuple[Tensor, Any]],
     penalty: Callable[[Any], Tensor] | None = None,
 ) -> Model:
-    """A Model from `forward(params, batch, key)`, where key None means evaluation."""
+    """Make a Model from `forward(params, batch, key)`; key None means evaluation."""
     tables = tuple(tables)
 
     def init(key: Tensor) -> Params:
@@ -239,20 +239,20 @@ def build(
         logits, stats = forward(params, without_padding(batch), key)
         if stats and batch.weight is not None and is_tracked(batch.weight):
             check(f"{call}.train_apply", jump_problems(batch.weight, "batch norm"))
-            logits = torch.where((batch.weight == 0).any(), torch.nan, logits)  # where no value can be read
+            logits = torch.where((batch.weight == 0).any(), torch.nan, logits)  # for weights that cannot be read
         return logits, stats or {}
 
     return Model(tables, tuple(features), init, apply, train_apply, penalty)
 
 
 def used(batch: Batch) -> Tensor | None:
-    """bool[B], the examples that are no padding; None for all."""
+    """Return which examples are no padding, bool[B]; None for all."""
     return None if batch.weight is None else batch.weight != 0
 
 
 def without_padding(batch: Batch) -> Batch:
-    """The batch with zeros for the numbers of examples of weight 0: zero
-    times what stood there need not be zero in a gradient. (Where a derivative follows the weights none is padding.)"""
+    """Return the batch with zeros as the numbers of examples of weight 0: zero times a number need not be zero in a
+    gradient. If a derivative follows the weights, no example is padding."""
     if batch.weight is None or is_tracked(batch.weight):
         return batch
     ids, dense = batch.ids, None if batch.dense is None else blank_padding(batch.dense, batch.weight)
@@ -267,7 +267,7 @@ def without_padding(batch: Batch) -> Batch:
 
 
 def check_configs(call: str, tables: object, features: object, linear: object = ()) -> None:
-    """What every constructor asks of its configs: pooled features of known tables, first-order ones of dim 1."""
+    """Check a constructor's configs: pooled features of known tables, and first-order features of dim 1."""
     check(call, table_list_problems(tables), feature_list_problems(features), feature_list_problems(linear))
     every = (*features, *linear)
     check(call, feature_table_problems(every, tables), pooling_problems(every))

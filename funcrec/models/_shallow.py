@@ -1,8 +1,8 @@
-"""Logistic regression and factorization machines, and the first-order term that other models share.
+"""Logistic regression and factorization machines, and the first-order term that other models use.
 
     lr: z = b + ⟨w, dense⟩ + Σ_f v_f          fm: z = lr + Σ_{i<j} ⟨e_i, e_j⟩
 
-with v_f a pooled first-order weight (dim 1) and e_f a pooled embedding. Shapes: B batch, F features, D dim.
+v_f is a pooled first-order weight (dim 1), e_f a pooled embedding. Shapes: B batch, F features, D dim.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from funcrec.tables import Batch, FeatureConfig, Params, TableConfig, lookup
 
 @typed
 def lr(tables: Sequence[TableConfig], features: Sequence[FeatureConfig], *, num_dense: Size = 0) -> Model:
-    """Logistic regression: a bias, a weight per id (features of tables with embedding_dim 1), a weight per dense input.
+    """Make logistic regression: a bias, a weight per id (features of tables with embedding_dim 1), one per dense input.
 
     Example:
       >>> import funcrec as fr
@@ -39,13 +39,13 @@ def fm(
     linear: Sequence[FeatureConfig] = (),
     num_dense: Size = 0,
 ) -> Model:
-    """Factorization machine: first order by `linear` and the dense inputs, second order over `features`.
+    """Make a factorization machine: first order by `linear` and the dense inputs, second order over `features`.
 
     Args:
       linear: features of tables with embedding_dim 1; `linear_twins` makes them.
 
     Raises:
-      ValueError: `features` of different widths.
+      ValueError: `features` have different dims.
 
     Example:
       >>> import funcrec as fr
@@ -70,7 +70,7 @@ def fm(
 
 
 def first_order(linear: Sequence[FeatureConfig], num_dense: int) -> tuple[Callable, Callable]:
-    """(init, term): b + ⟨w, dense⟩ + Σ over `linear` f[B], with b in dense["bias"] and w in dense["linear"]."""
+    """Return (init, term): b + ⟨w, dense⟩ + Σ over `linear` f[B]; b is dense["bias"] and w is dense["linear"]."""
 
     def init(key: Tensor) -> dict[str, Any]:
         bias = {"bias": nn.zeros(key, (1,))}

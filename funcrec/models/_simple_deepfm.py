@@ -1,4 +1,4 @@
-"""TorchRec's SimpleDeepFMNN: a bottom network's vector stands among the embeddings, and three parts are weighed.
+"""TorchRec's SimpleDeepFMNN: a bottom network's vector joins the embeddings, and one layer weighs three parts.
 
     d = bottom(dense);  x = [d, e_1 ... e_F];  z = out([d, relu(W x), Σ_{i<j} x_i x_j])
 
@@ -26,14 +26,14 @@ def simple_deepfm(
     hidden_size: Count = 32,
     deep_size: Count = 16,
 ) -> Model:
-    """TorchRec's SimpleDeepFMNN, whose prediction is the sigmoid of this model's logit. `deepfm` is the paper's.
+    """Make TorchRec's SimpleDeepFMNN; its prediction is the sigmoid of this model's logit. `deepfm` is the paper's.
 
     Args:
-      hidden_size: of the layer between the dense inputs and their vector f[B, D].
-      deep_size: of the deep part's one layer.
+      hidden_size: size of the layer between the dense inputs and their vector f[B, D].
+      deep_size: size of the deep part's one layer.
 
     Raises:
-      ValueError: features of different widths, or without dense inputs.
+      ValueError: features have different dims, or there are no dense inputs.
 
     Example:
       >>> import funcrec as fr

@@ -1,4 +1,4 @@
-"""What a model is made of, as text: its tables, the features that read them, and their bytes."""
+"""A model's parts as text: its tables, the features that read them, and their bytes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,13 +13,13 @@ from funcrec.tables import HEAD, Params, in_units, table_lines
 
 @typed
 def summary(model: Model | TwoTower, params: Params | None = None) -> str:
-    """The model's tables as a table of text: rows, dim, bytes, and the features that read each.
+    """Return a text table of the model's tables: rows, dim, bytes, and the features that read each.
 
     Args:
-      params: of the model; with them the summary counts dense parameters, too.
+      params: the model's; with them the summary counts dense parameters, too.
 
     Raises:
-      ValueError: params whose tables are not the model's.
+      ValueError: the tables of `params` are not the model's.
 
     Example:
       >>> import funcrec as fr
@@ -38,7 +38,7 @@ def summary(model: Model | TwoTower, params: Params | None = None) -> str:
 
 
 def side_by_side(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Columns two spaces apart, numbers on the right."""
+    """Align columns two spaces apart, with numbers on the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     place = lambda i, text: text.rjust(widths[i]) if i in (1, 2, 3) else text.ljust(widths[i])
     return ["  ".join(place(i, text) for i, text in enumerate(line)).rstrip() for line in lines]

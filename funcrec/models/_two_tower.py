@@ -1,8 +1,8 @@
-"""Two towers: a query and a candidate as unit vectors, trained against the other candidates of the batch.
+"""Two towers: query and candidate become unit vectors, trained against the other candidates of the batch.
 
     loss = -mean_i log softmax_j(⟨q_i, c_j⟩ / T - log Q_j)[i],   q = mlp(queries) / ‖·‖, c = mlp(candidates) / ‖·‖
 
-Q_j is how likely the batch was to hold candidate j; without the correction popular items are pushed down.
+Q_j is the probability that the batch holds candidate j; without the correction popular items get lower scores.
 Shapes: B batch, D dim of the towers' outputs.
 """
 
@@ -23,11 +23,11 @@ from funcrec.tables import HEAD, Batch, FeatureConfig, Params, TableConfig, dupl
 class TwoTower(NamedTuple):
     """A retrieval model.
 
-    tables, features: all of them; the query's features first.
+    tables, features: all tables and features; the query's features come first.
     init: (key) -> Params, dense {"query": ..., "candidate": ...}.
-    query, candidate: (params, batch) -> f[B, D], unit vectors, as in evaluation; each reads its own columns only.
+    query, candidate: (params, batch) -> f[B, D], unit vectors, as in evaluation; each reads only its columns.
     towers: (params, batch, key) -> (f[B, D], f[B, D]), both as in training.
-    apply: (params, batch) -> f[B], ⟨q_b, c_b⟩ / temperature of each example's own pair.
+    apply: (params, batch) -> f[B], ⟨q_b, c_b⟩ / temperature of each example's pair.
     temperature: T.
 
     Example: see `two_tower`.
@@ -43,7 +43,7 @@ class TwoTower(NamedTuple):
     temperature: PositiveMagnitude
 
     def _repr_html_(self) -> str:
-        """Its tables, for a notebook."""
+        """Return its tables, for a notebook."""
         return html_table(HEAD, table_lines(self.tables, self.features))
 
 
@@ -57,7 +57,7 @@ def two_tower(
     dropout: Share = 0.0,
     temperature: PositiveMagnitude = 0.05,
 ) -> TwoTower:
-    """An MLP over the query's features and another over the candidate's; both end in vectors of sizes[-1].
+    """Make an MLP over the query's features and one over the candidate's; both end in vectors of sizes[-1].
 
     Args:
       sizes: the layers of each tower, ReLU between them; the last is linear.
@@ -120,7 +120,7 @@ def in_batch_softmax(
     log_q: Tensor | None = None,
     candidate_ids: Tensor | None = None,
 ) -> Tensor:
-    """`fr.losses.in_batch_softmax`, with a correction where `log_q` is given.
+    """Call `fr.losses.in_batch_softmax`, with a correction if `log_q` is given.
 
     Shapes: query, candidate f[B, D]; log_q f[B]; candidate_ids i[B].
 
@@ -140,11 +140,11 @@ def in_batch_softmax_loss(
     log_q: Callable[[Batch], Tensor] | None = None,
     candidate_ids: Callable[[Batch], Tensor] | None = None,
 ) -> Callable:
-    """The training loss of two towers: loss_fn(params, batch, *, key) -> (f[], {"logits": f[B], "stats": {}}).
+    """Return the training loss of two towers: (params, batch, *, key) -> (f[], {"logits": f[B], "stats": {}}).
 
     Args:
       log_q: (batch) -> f[B], for instance the log of the items' frequencies; None for no correction.
-      candidate_ids: (batch) -> i[B], to tell repeated candidates; None when repeats may count as negatives.
+      candidate_ids: (batch) -> i[B], to recognise repeated candidates; None if repeats may count as negatives.
 
     Example:
       >>> import torch, funcrec as fr
