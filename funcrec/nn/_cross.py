@@ -1,6 +1,6 @@
-"""Cross layers: products of features of bounded degree, as DCN-v2's.
+"""Cross layers: products of features up to a fixed degree, as in DCN-v2.
 
-    x_{l+1} = x_0 ⊙ (W_l x_l + b_l) + x_l,      W_l a matrix, or U_l V_lᵀ of low rank
+    x_{l+1} = x_0 ⊙ (W_l x_l + b_l) + x_l,      W_l a matrix, or U_l V_l of low rank
 
 Shapes: B batch, d width, r rank.
 """
@@ -16,7 +16,7 @@ from funcrec.nn._layer import Layer, param_problems, width_problems, xavier_norm
 
 @typed
 def cross(dim: Count, rank: Count | None = None, *, weight: Draw = xavier_normal) -> Layer:
-    """One cross layer, x0, x f[..., dim] -> f[..., dim].
+    """Make one cross layer, (x0, x f[..., dim]) -> f[..., dim].
 
     Args:
       rank: None for the full matrix W f[d, d]; r for U f[d, r] and V f[r, d], with W = U V.
@@ -59,7 +59,7 @@ def cross(dim: Count, rank: Count | None = None, *, weight: Draw = xavier_normal
 
 @typed
 def cross_network(dim: Count, num_layers: Count, rank: Count | None = None, *, weight: Draw = xavier_normal) -> Layer:
-    """`num_layers` cross layers on one x0 f[..., dim] -> f[..., dim]; params are a list.
+    """Make `num_layers` cross layers on one x0 f[..., dim] -> f[..., dim]; params are a list.
 
     Example:
       >>> import torch, funcrec as fr

@@ -20,8 +20,8 @@ def dropout(x: Annotated[Tensor, Form("f[...]")], key: Key, rate: Share) -> Tens
       key: i64[]; the same key drops the same places.
 
     Raises:
-      ValueError: a rate outside [0, 1).
-      TypeError: a key that is none.
+      ValueError: the rate is outside [0, 1).
+      TypeError: the key is not a key.
 
     Law: the mean over keys is x; rate 0 is the identity.
 
@@ -37,8 +37,8 @@ def dropout(x: Annotated[Tensor, Form("f[...]")], key: Key, rate: Share) -> Tens
     check("funcrec.nn.dropout", device_problems(x=x, key=key))
     if rate == 0:
         return x
-    # u < 1 - rate, as a comparison of whole 64-bit numbers: no shift, no conversion to float
+    # u < 1 - rate, compared as whole 64-bit numbers: no shift, no conversion to float
     threshold = min(round((1 - rate) * 2**64) - 2**63, 2**63 - 1)
-    # the key of this call is a sum: Inductor computes a reduction once, and a longer derivation for every element
+    # this call's key is a sum: Inductor computes a reduction once, but any longer derivation for every element
     keep = random.bits(random.bits(key, (8,)).sum(), tuple(x.shape)) < threshold
     return torch.where(keep, x * (1 / (1 - rate)), 0)

@@ -14,7 +14,7 @@ from funcrec.core import Problem, check, describe, one_level_below
 
 
 def factorization_machine(x: Tensor) -> Tensor:
-    """x f[B, F, D] -> f[B], the sum of the dot products of all pairs.
+    """Sum the dot products of all pairs of vectors: x f[B, F, D] -> f[B].
 
     Law: quadratic: fm(c · x) = c² · fm(x); it equals the sum of `dot_interaction`.
 
@@ -25,15 +25,16 @@ def factorization_machine(x: Tensor) -> Tensor:
       >>> fr.nn.factorization_machine(torch.tensor([[[1.0], [2.0], [3.0]]]))
       tensor([11.])
 
-    Source: Rendle, "Factorization Machines" (2010), lemma 3.1. (TorchRec's module of the name treats the F · D numbers
-    as vectors of one dimension.)
+    Source: Rendle, "Factorization Machines" (2010), lemma 3.1. (TorchRec's module of the same name treats the F · D
+    numbers as vectors of one dimension.)
     """
     check("funcrec.nn.factorization_machine", stack_problems(x))
     return 0.5 * (x.sum(-2).square() - x.square().sum(-2)).sum(-1)
 
 
 def dot_interaction(x: Tensor) -> Tensor:
-    """x f[B, F, D] -> f[B, F · (F - 1) / 2]: ⟨x_1, x_0⟩, ⟨x_2, x_0⟩, ⟨x_2, x_1⟩, ...
+    """Return the dot products of all pairs, ⟨x_1, x_0⟩, ⟨x_2, x_0⟩, ⟨x_2, x_1⟩, ...:
+    x f[B, F, D] -> f[B, F · (F - 1) / 2].
 
     Example:
       >>> import torch, funcrec as fr
@@ -48,8 +49,8 @@ def dot_interaction(x: Tensor) -> Tensor:
 
 
 class _DotInteraction(torch.autograd.Function):
-    """The lower triangle of x xᵀ. Its transpose, (S + Sᵀ) x, is one product,
-    where autograd would make two and scatter into S."""
+    """The lower triangle of x xᵀ. For a cotangent S, a lower triangle, the transpose (S + Sᵀ) x is one product.
+    Autograd would make two products, and scatter into S."""
 
     @staticmethod
     def forward(x):
@@ -76,15 +77,15 @@ class _DotInteraction(torch.autograd.Function):
 
 
 def _lower(square: Tensor) -> Tensor:
-    """[..., F, F] -> [..., F (F - 1) / 2], row after row."""
+    """Return the lower triangle of [..., F, F], row after row, as [..., F (F - 1) / 2]."""
     size = square.shape[-1]
     places = [i * size + j for i in range(size) for j in range(i)]
     return square.flatten(-2).index_select(-1, torch.tensor(places, dtype=torch.int64, device=square.device))
 
 
 def _symmetric(lower: Tensor, size: int) -> Tensor:
-    """[..., F (F - 1) / 2] -> [..., F, F], symmetric, zeros on
-    the diagonal: every element is read, none is added to."""
+    """Return [..., F, F], symmetric with zeros on the diagonal, from [..., F (F - 1) / 2].
+    Each element is read, and none is added to."""
     place = lambda i, j: max(i, j) * (max(i, j) - 1) // 2 + min(i, j)
     places = [place(i, j) if i != j else lower.shape[-1] for i in range(size) for j in range(size)]
     padded = torch.nn.functional.pad(lower, (0, 1))

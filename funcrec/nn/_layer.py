@@ -1,4 +1,4 @@
-"""What a layer is, and how its parameters are first drawn.
+"""The record of a layer's functions, and draws of its first parameters.
 
     y = apply(params, x),   params = init(key)
 
@@ -17,12 +17,12 @@ from funcrec.core import Draw, Key, Magnitude, Problem, Shape, check, describe, 
 
 @typed_fields
 class Layer(NamedTuple):
-    """A layer; nothing is stored in it but sizes.
+    """A layer; it stores only sizes.
 
-    init: (key) -> params, a plain tree of f32 tensors (map it to f64 or another device as you like).
+    init: (key) -> params, a plain tree of f32 tensors (convert it to f64 or another device as you like).
     apply: (params, x, ...) -> y, as in evaluation: no dropout, running statistics.
-    train_apply: (params, x, key, stats) -> (y, stats), as in training; None where training is no different.
-    init_stats: () -> the running statistics at the start; [] where there are none.
+    train_apply: (params, x, key, stats) -> (y, stats), as in training; None if training does not differ.
+    init_stats: () -> the running statistics at the start; [] if there are none.
 
     Example:
       >>> import torch, funcrec as fr
@@ -39,8 +39,8 @@ class Layer(NamedTuple):
 
 @typed
 def xavier_normal(key: Key, shape: Shape) -> Tensor:
-    """f32[shape]: N(0, 2 / (in + out)) for a matrix [out, in], as torch.nn.init.xavier_normal_,
-    and the weights of DLRM's MLPs.
+    """Draw a matrix [out, in] from N(0, 2 / (in + out)): (key, shape) -> f32[shape].
+    torch.nn.init.xavier_normal_ and the weights of DLRM's MLPs are drawn so.
 
     Example:
       >>> import funcrec as fr
@@ -53,7 +53,7 @@ def xavier_normal(key: Key, shape: Shape) -> Tensor:
 
 @typed
 def fan_out_normal(key: Key, shape: Shape) -> Tensor:
-    """f32[shape]: N(0, 1 / out), the biases of DLRM's MLPs.
+    """Draw from N(0, 1 / out), as the biases of DLRM's MLPs: (key, shape) -> f32[shape].
 
     Example:
       >>> import funcrec as fr
@@ -69,7 +69,7 @@ def fan_out_normal(key: Key, shape: Shape) -> Tensor:
 
 @typed
 def normal(std: Magnitude) -> Draw:
-    """N(0, std²).
+    """Return a draw from N(0, std²).
 
     Example:
       >>> import funcrec as fr
@@ -81,7 +81,7 @@ def normal(std: Magnitude) -> Draw:
 
 @typed
 def zeros(key: Key, shape: Shape) -> Tensor:
-    """f32[shape]: zeros, where the key is.
+    """Make zeros on the key's device: (key, shape) -> f32[shape].
 
     Example:
       >>> import funcrec as fr
@@ -93,7 +93,7 @@ def zeros(key: Key, shape: Shape) -> Tensor:
 
 @typed
 def ones(key: Key, shape: Shape) -> Tensor:
-    """Ones, where the key is."""
+    """Make ones on the key's device: (key, shape) -> f32[shape]."""
     return torch.ones(shape, device=key.device)
 
 
@@ -107,7 +107,7 @@ def shape_problems(shape: Sequence[int], least: int) -> Iterator[Problem]:
 
 
 def width_problems(x: object, width: int, name: str = "x") -> Iterator[Problem]:
-    """x must be f[..., width]."""
+    """Check that x is f[..., width]."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         hint = f"{name}.float()" if isinstance(x, Tensor) else f"torch.zeros(2, {width})"
         yield Problem(f"`{name}` is not a float tensor.", describe(x), f"f[..., {width}]", hint, TypeError)
@@ -117,7 +117,7 @@ def width_problems(x: object, width: int, name: str = "x") -> Iterator[Problem]:
 
 
 def param_problems(params: object, name: str = "params", **needed: tuple[int, ...]) -> Iterator[Problem]:
-    """`params` must hold a tensor of its shape under each name that is needed."""
+    """Check that `params` holds a tensor of the needed shape under each needed name."""
     hint = "layer.init(key)" if name == "params" else "layer.init_stats()"
     if not isinstance(params, Mapping) or any(n not in params for n in needed):
         got = f"{list(params)}" if isinstance(params, Mapping) else describe(params)
@@ -133,7 +133,7 @@ def param_problems(params: object, name: str = "params", **needed: tuple[int, ..
 
 
 def part_problems(params: object, part: str, count: int) -> Iterator[Problem]:
-    """`params` must hold a list of `count` layers' parameters under the name."""
+    """Check that `params` holds a list of `count` layers' parameters under the name."""
     own = params.get(part) if isinstance(params, Mapping) else None
     if not isinstance(own, list | tuple) or len(own) != count:
         got = describe(own) if isinstance(params, Mapping) else describe(params)

@@ -1,8 +1,8 @@
-"""A learned weight for each place in a bag.
+"""A learned weight for each position in a bag.
 
     weights[offsets[b] + p] = w_p
 
-Shapes: N ids, L places.
+Shapes: N ids, L positions.
 """
 
 import torch
@@ -15,8 +15,8 @@ from funcrec.nn._layer import Layer, ones
 
 @typed
 def position_weights(max_length: Count) -> Layer:
-    """apply(params f[max_length], bags) -> f[N]: weights for a weighted feature,
-    by the places of its bags; 0 in the padding and beyond.
+    """Make a layer of weights by position: apply(params f[max_length], bags) -> f[N], for a weighted feature.
+    The weight is 0 in the padding and from position max_length on.
 
     Returns:
       Layer whose params are ones at first; `bags` is a JaggedTensor.
