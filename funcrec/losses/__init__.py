@@ -1,4 +1,4 @@
-"""Losses of predictions and labels, with weights of the examples: `loss(predictions, label, weight=None) -> f[]`."""
+"""Losses of predictions and labels, with weights of examples: `loss(predictions, label, weight=None) -> f[]`."""
 
 import funcrec.core as _core
 from funcrec.losses._bce import bce as bce

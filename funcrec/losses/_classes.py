@@ -2,7 +2,7 @@
 
     cross_entropy: log Σ_c exp z_c - z_y          in_batch_softmax: the same of z_ij = ⟨q_i, c_j⟩ / T - log Q_j, y_i = i
 
-Q_j is how likely the batch was to hold candidate j; without the correction popular items are pushed down.
+Q_j is the probability that the batch holds candidate j; without the correction popular items get lower scores.
 Shapes: B batch, C classes, D dim.
 """
 
@@ -33,24 +33,24 @@ Vectors = Annotated[Tensor, Form("f[B, D]")]
 
 @typed
 def cross_entropy(logits: Scores, label: Labels, weight: Weights = None, *, reduction: Reduction = "mean") -> Tensor:
-    """Cross entropy with logits, of one class per example.
+    """Return the cross entropy with logits, for one class per example.
 
     Args:
       logits: f[B, C].
       label: [B], numbers of classes, 0 <= label < C: integers, or floats that are whole.
-      weight: f[B] >= 0, or None; an example of weight 0 is padding, which is not read, unless a derivative
+      weight: f[B] >= 0, or None; an example of weight 0 is padding and is not read, unless a derivative
         follows the weights (`weighted_mean`).
-      reduction: "mean" for `weighted_mean`, f[]; "none" for each example's own loss, f[B], 0 for padding.
+      reduction: "mean" for `weighted_mean`, f[]; "none" for each example's loss, f[B], 0 for padding.
 
     Raises:
-      ValueError: a label that is no class; where no value can be read (under `jit`, on a GPU) its loss is NaN.
+      ValueError: a label is not a class; if no value can be read (under `jit`, on a GPU), its loss is NaN.
 
     Example:
       >>> import torch, funcrec as fr
       >>> fr.losses.cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]))
       tensor(1.3863)
 
-    Source: torch.nn.functional.cross_entropy (there a weight is a class's).
+    Source: torch.nn.functional.cross_entropy (its weight is one per class).
     """
     call = "funcrec.losses.cross_entropy"
     check(call, label_problems(label), weight_problems(weight))
@@ -72,24 +72,25 @@ def in_batch_softmax(
     candidate_ids: Annotated[Tensor, Form("i[B]")] | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """f[]: the mean cross entropy of each query's own candidate among all candidates of the batch.
+    """Return the mean cross entropy of each query's own candidate among all candidates of the batch, f[].
 
     Args:
       query, candidate: f[B, D]; row i of both belong together.
-      weight: f[B] >= 0, or None; an example of weight 0 is padding, and no other's negative: there
-        the loss jumps, and a derivative by the weights is refused.
-      log_q: f[B], log of the probability that each candidate is in a batch; None declines the correction, which is
-        right where candidates are drawn evenly: else popular ones are pushed down. `fr.data.log_q` makes it of counts.
+      weight: f[B] >= 0, or None; an example of weight 0 is padding, and no negative of other examples.
+        At weight 0 the loss jumps, so a derivative by the weights raises there.
+      log_q: f[B], log of the probability that each candidate is in a batch; `fr.data.log_q` computes it from counts.
+        None leaves the correction out. That is right if all candidates are equally likely; else popular ones get
+        lower scores.
       temperature: T > 0.
       candidate_ids: i[B]; another row with the same candidate is left out of the sum, not counted as a negative.
-      reduction: "mean", or "none" for each example's own loss, f[B], 0 for padding.
+      reduction: "mean", or "none" for each example's loss, f[B], 0 for padding.
 
     Raises:
-      ValueError: a log_q that is no logarithm of a probability, finite and <= 0; where no value can be read (under
-        `jit`, on a GPU) the loss is NaN.
+      ValueError: log_q is not the logarithm of a probability, finite and <= 0; if no value can be read (under `jit`,
+        on a GPU), the loss is NaN.
 
-    On a mesh the candidates are those of the rank's own part of the batch.
-    Micro-batches (`accumulate_grads`) are refused.
+    On a mesh the candidates are those of the rank's part of the batch.
+    Micro-batches (`accumulate_grads`) raise.
 
     Example:
       >>> import torch, funcrec as fr
@@ -139,7 +140,7 @@ def class_problems(label: Tensor, num_classes: int, weight: Tensor | None) -> It
 
 
 def log_q_problems(log_q: Tensor | None, weight: Tensor | None) -> Iterator[Problem]:
-    """Counts and probabilities are no logarithms of probabilities."""
+    """Report values that are no logarithms of probabilities, such as counts and probabilities."""
     if log_q is None or not is_concrete(log_q):
         return
     wrong = ~((log_q <= 0) & (log_q > -torch.inf))

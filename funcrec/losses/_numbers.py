@@ -18,17 +18,17 @@ from funcrec.tables import blank_padding, label_value_problems
 
 @typed
 def mse(predictions: Numbers, label: Labels, weight: Weights = None, *, reduction: Reduction = "mean") -> Tensor:
-    """The mean of (prediction - label)².
+    """Return the mean of (prediction - label)².
 
     Args:
       predictions: f[B].
       label: [B], finite, of any real dtype.
-      weight: f[B] >= 0, or None; an example of weight 0 is padding, which is not read, unless a derivative
+      weight: f[B] >= 0, or None; an example of weight 0 is padding and is not read, unless a derivative
         follows the weights (`weighted_mean`).
-      reduction: "mean" for `weighted_mean`, f[]; "none" for each example's own loss, f[B], 0 for padding.
+      reduction: "mean" for `weighted_mean`, f[]; "none" for each example's loss, f[B], 0 for padding.
 
     Raises:
-      ValueError: a label that is not finite, where values can be read.
+      ValueError: a label is not finite, if values can be read.
 
     Example:
       >>> import torch, funcrec as fr
@@ -49,10 +49,10 @@ def huber(
     delta: PositiveMagnitude = 1.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """The mean of a square that goes on as a line: a label far away pulls no harder than one at `delta`.
+    """Return the mean of a square that continues as a line: a label far away pulls no harder than one at `delta`.
 
     Args:
-      predictions, label, weight, reduction: as of `mse`.
+      predictions, label, weight, reduction: as in `mse`.
       delta: δ > 0.
 
     Example:

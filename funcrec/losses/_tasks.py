@@ -1,4 +1,4 @@
-"""Several losses of one example as one.
+"""Several losses of one example, added up.
 
     loss = Σ_t c_t loss_t(predictions[:, t], label[:, t])
 
@@ -21,7 +21,7 @@ CALL = "funcrec.losses.multi_task"
 
 @typed
 def multi_task(losses: Sequence[Callable[..., Tensor]], *, weights: Sequence[Magnitude] | None = None) -> Callable:
-    """A loss of T columns from T losses of one.
+    """Make a loss of T columns from T losses of one column.
 
     Args:
       losses: for each column a function of (predictions, label, weight, reduction=...), such as `bce` and `mse`.
@@ -29,7 +29,7 @@ def multi_task(losses: Sequence[Callable[..., Tensor]], *, weights: Sequence[Mag
 
     Returns:
       loss(predictions f[B, T], label [B, T], weight=None, *, reduction="mean") -> f[], or f[B] with "none". weight:
-      f[B] of the examples, or f[B, T] of each task's: with 0 where an example has no label for a task.
+      f[B] for examples, or f[B, T] for each task; 0 if an example has no label for a task.
 
     Example:
       >>> import torch, funcrec as fr
@@ -79,7 +79,7 @@ def task_problems(losses: Sequence[Callable], weights: Sequence[float] | None) -
 def takes_reduction(loss: Callable) -> bool:
     try:
         given = inspect.signature(loss).parameters
-    except (TypeError, ValueError):  # what does not say it is asked by the call
+    except (TypeError, ValueError):  # no signature to read: the call will tell
         return True
     return "reduction" in given or any(p.kind is p.VAR_KEYWORD for p in given.values())
 
