@@ -1,4 +1,4 @@
-"""Metrics as values: `init`, `update`, `compute` over states that add up."""
+"""Metrics as values: `init`, `update` and `compute` on states that can be added."""
 
 import funcrec.core as _core
 from funcrec.metrics._auc import auc as auc

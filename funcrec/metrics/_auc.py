@@ -1,9 +1,9 @@
-"""The area under the ROC curve: the chance that a positive example scores above a negative one, ties counting half.
+"""The area under the ROC curve: the probability that a positive example scores above a negative one; ties count half.
 
     AUC = Σ_i Σ_j w_i y_i · w_j (1 - y_j) · ([s_i > s_j] + ½ [s_i = s_j]) / (P · N)
 
-P and N are the weights of positive and of negative examples. `exact_auc` has all scores at once; `auc` counts them in
-bins.
+P and N are the sums of the weights of positive and of negative examples. `exact_auc` reads all scores at once; `auc`
+counts them in bins.
 """
 
 from collections.abc import Iterator
@@ -14,17 +14,17 @@ from torch import Tensor
 from funcrec.core import Count, Problem, check, describe, typed
 from funcrec.metrics._metric import Metric, as_doubles, example_problems, examples
 
-LOGIT_RANGE = 16.0  # of the bins; f32 probabilities end near ±16
+LOGIT_RANGE = 16.0  # range of the bins; f32 probabilities end near ±16
 
 
 @typed
 def auc(num_bins: Count = 2**16, *, from_logits: bool = False) -> Metric:
-    """AUC from a histogram of the logits, `num_bins` even bins between
-    -16 and 16; what is beyond falls into the outer bins.
+    """Make a metric: AUC from a histogram of the logits, with `num_bins` even bins
+    between -16 and 16; logits beyond fall into the outer bins.
 
-    Scores in one bin count as ties, so the answer differs from the exact one by at most ½ Σ_b P_b N_b / (P · N), which
-    `auc_error` computes from the state: below 1e-4 for a model whose logits have standard deviation 1. NaN without a
-    positive or a negative example.
+    Scores in one bin count as ties, so the result differs from the exact one by at most ½ Σ_b P_b N_b / (P · N).
+    `auc_error` computes this from the state: below 1e-4 for a model whose logits have standard deviation 1. The result
+    is NaN without a positive or a negative example.
 
     Cost: the state is f64[2, num_bins], read and written at each update.
 
@@ -42,7 +42,7 @@ def auc(num_bins: Count = 2**16, *, from_logits: bool = False) -> Metric:
     def update(state, predictions, labels, weights=None):
         check("funcrec.metrics.auc.update", histogram_problems(state, num_bins))
         p, y, w = as_doubles("funcrec.metrics.auc.update", predictions, labels, weights, from_logits)
-        logits = p if from_logits else torch.logit(p)  # of what has no weight or no value, that of 0
+        logits = p if from_logits else torch.logit(p)  # an example without weight or value has p = 0
         place = (logits.clamp(-LOGIT_RANGE, LOGIT_RANGE) / (2 * LOGIT_RANGE) + 0.5) * num_bins
         bins = place.long().clamp(0, num_bins - 1)
         counts = [torch.zeros_like(state[0]).scatter_add(0, bins, x) for x in (w * (1 - y), w * y)]
@@ -58,7 +58,7 @@ def auc(num_bins: Count = 2**16, *, from_logits: bool = False) -> Metric:
 
 
 def auc_error(state: Tensor) -> Tensor:
-    """f64[]: a bound on |auc - exact_auc|, from the state of `auc`.
+    """Bound |auc - exact_auc|, from the state of `auc`: state -> f64[].
 
     Law: |auc().compute(state) - exact_auc(...)| <= auc_error(state) + rounding.
     """
@@ -68,7 +68,7 @@ def auc_error(state: Tensor) -> Tensor:
 
 
 def exact_auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-    """f64[]: AUC of a whole set by sorting; logits or probabilities alike.
+    """Compute the AUC of a whole set by sorting; scores are logits or probabilities.
 
     Args:
       scores: f[B], no NaN; only their order counts.
@@ -76,7 +76,7 @@ def exact_auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> 
       weights: [B] >= 0, or None.
 
     Returns:
-      NaN without a positive or a negative example.
+      f64[]; NaN without a positive or a negative example.
 
     Law: unchanged by any increasing map of the scores; exact_auc(-scores) = 1 - exact_auc(scores).
 

@@ -16,7 +16,7 @@ from funcrec.metrics._metric import ANY, RANGES, Metric, example_problems, range
 
 
 def multiclass_accuracy() -> Metric:
-    """The part of the examples whose highest logit is at their class; of equal ones the first counts.
+    """Make a metric: the share of the examples whose highest logit is their class's. Among equal ones the first counts.
 
     predictions: f[B, C], logits or probabilities, no NaN. labels: [B], classes 0 <= label < C, integers or whole.
 
@@ -57,7 +57,7 @@ def logit_problems(predictions: object) -> Iterator[Problem]:
 
 
 def row_problems(predictions: Tensor, labels: Tensor, weights: Tensor | None) -> Iterator[Problem]:
-    """Where values are read: no NaN among the logits, and whole labels; rows of weight 0 apart."""
+    """Check values that can be read: no NaN among the logits, and whole labels; rows of weight 0 are not checked."""
     if is_concrete(predictions):
         worst = torch.where(predictions.isnan().any(1), torch.nan, torch.zeros_like(predictions[:, 0]))
         yield from range_problems(worst, "predictions", *RANGES[ANY], "numbers, no NaN", weights)

@@ -1,10 +1,9 @@
-"""A metric is three pure functions over a state that adds up.
+"""A metric is three pure functions on a state; states can be added.
 
     update(update(s, a), b) = update(s, a then b),   merge(update(0, a), update(0, b)) = update(0, a then b)
 
-A state is a tree of f64 sums whose shapes do not depend on the data: it passes through `jit`, `vmap` and `psum`. All
-functions here are traceable; the values of CPU tensors are checked when they are not being traced. Shapes: B examples.
-
+A state is a tree of f64 sums. Their shapes do not depend on the data, so it passes through `jit`, `vmap` and `psum`.
+All functions here are traceable; they check the values of CPU tensors unless they are traced. Shapes: B examples.
 """
 
 import math
@@ -30,9 +29,9 @@ from funcrec.core import (
 from funcrec.jagged import is_concrete
 
 State = Any
-ANY = object()  # in place of a flag: predictions may be any numbers
+ANY = object()  # value of from_logits: predictions may be any numbers
 RANGES = {True: (-math.inf, math.inf), False: (0.0, 1.0), ANY: (-math.inf, math.inf)}  # of predictions, by from_logits
-CHANCES, FINITE = (0.0, 1.0), (-sys.float_info.max, sys.float_info.max)  # of labels
+CHANCES, FINITE = (0.0, 1.0), (-sys.float_info.max, sys.float_info.max)  # ranges of labels
 
 
 @typed_fields
@@ -40,16 +39,18 @@ class Metric(NamedTuple):
     """`init(device=None) -> state`, `update(state, predictions, labels, weights=None) -> state`,
     `compute(state) -> f64[]`.
 
-    predictions: f[B] or i[B, K], probabilities (logits, where a metric was made with from_logits=True; any numbers of
-    mse, rmse and mae; f[B, C] of multiclass_accuracy; lists of rows of recall, hit_rate and ndcg). labels: [B], floats,
-    integers or booleans in [0, 1] (any finite ones of mse, rmse and mae; classes below C of multiclass_accuracy; bags
-    of rows for lists). weights: [B] >= 0 and finite, or None for ones; an example of weight 0 is padding, unless a
-    derivative follows the weights.
-    `compute` gives NaN before the first example, when all weights are 0, and wherever a quotient has no value: never a
-    number that could be the best. Where no value can be read (traced, on a GPU), an example that is out of range makes
-    the answer NaN instead of an error.
+    predictions: f[B] or i[B, K]: probabilities, or logits if the metric was made with from_logits=True. mse, rmse and
+      mae take any numbers; multiclass_accuracy takes f[B, C]; recall, hit_rate and ndcg take lists of rows, i[B, K].
+    labels: [B], floats, integers or booleans in [0, 1]. mse, rmse and mae take any finite ones; multiclass_accuracy
+      takes classes below C; recall, hit_rate and ndcg take bags of rows.
+    weights: [B] >= 0 and finite, or None for ones. An example of weight 0 is padding, unless a derivative follows the
+      weights.
 
-    Law: the state is the sum over examples, in any order and any split (to rounding: 1e-12 of it).
+    `compute` returns NaN before the first example, if all weights are 0, and if a quotient has no value: never a number
+    that could look like the best. If no value can be read (traced, on a GPU), an example out of range makes the result
+    NaN instead of an error.
+
+    Law: the state is the sum over examples, in any order and any split (up to rounding: 1e-12 of it).
 
     Example:
       >>> import torch
@@ -66,7 +67,7 @@ class Metric(NamedTuple):
 
 
 def collect(metrics: Mapping[str, Metric]) -> Metric:
-    """Several metrics as one, whose state and answer are dicts.
+    """Combine several metrics into one; its state and result are dicts.
 
     Example:
       >>> import torch
@@ -92,9 +93,9 @@ def collect(metrics: Mapping[str, Metric]) -> Metric:
 
 
 def merge(a: State, b: State) -> State:
-    """The state of the examples of both, a, b [...] -> [...]; over the ranks of a mesh, `psum(state)` does the same.
+    """Add two states, a, b [...] -> [...]: the state of the examples of both. On a mesh `psum(state)` adds the ranks'.
 
-    Law: commutative, associative to rounding, and `init()` is its zero.
+    Law: commutative, associative up to rounding, and `init()` is its zero.
     """
     check("funcrec.metrics.merge", _structure_problems(a, b))
     return tree_map(torch.add, a, b)
@@ -108,9 +109,9 @@ def sums(
     from_logits: bool | object = False,
     of_labels: tuple[float, float] = CHANCES,
 ) -> Metric:
-    """A metric of weighted sums: `terms(predictions, labels) -> {sum: f64[B]}`; the weights are summed as "weight".
+    """Make a metric of weighted sums: `terms(predictions, labels) -> {sum: f64[B]}`; the weights' sum is "weight".
 
-    from_logits: ANY takes any predictions. of_labels: their range.
+    from_logits: ANY takes any predictions. of_labels: the range of labels.
     """
     names = (*terms(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)), "weight")
 
@@ -134,7 +135,7 @@ def sums(
 def as_doubles(
     call: str, predictions, labels, weights, from_logits: bool | object, of_labels: tuple[float, float] = CHANCES
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The three, checked, as `examples` makes them."""
+    """Check the three, and return them as `examples` does."""
     check(call, example_problems(predictions, labels, weights, from_logits, of_labels=of_labels))
     return examples(predictions, labels, weights, from_logits, of_labels)
 
@@ -142,8 +143,8 @@ def as_doubles(
 def examples(
     predictions, labels, weights, from_logits: bool | object, of_labels: tuple[float, float] = CHANCES
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """f64[B] each: 0 with weight 0 for padding, and 0 with weight NaN
-    for what is out of range, so that it shows in every sum. Where a derivative follows the weights none is padding."""
+    """Return f64[B] each: 0 with weight 0 for padding, and 0 with weight NaN for an example out of range, so that
+    every sum shows it. If a derivative follows the weights, no example is padding."""
     p, y = predictions.double(), labels.double()
     w = torch.ones_like(p) if weights is None else weights.double()
     low, high = RANGES[from_logits]
@@ -185,7 +186,7 @@ def example_problems(
 
 
 def range_problems(x: Tensor, name: str, low: float, high: float, need: str, weights=None, hint: str = ""):
-    """Values must be in [low, high], where the weight is not 0; nothing is read where one of them is not concrete."""
+    """Check that values of weight != 0 are in [low, high]; if one of the tensors is not concrete, nothing is read."""
     if not is_concrete(x) or x.numel() == 0 or (isinstance(weights, Tensor) and not is_concrete(weights)):
         return
     wrong = ~((x >= low) & (x <= high))
@@ -203,7 +204,7 @@ def _mapping_problems(metrics: object) -> Iterator[Problem]:
 
 
 def state_problems(state: object, names: tuple[str, ...]) -> Iterator[Problem]:
-    """`state` must be what `init` or `update` of the same metric made."""
+    """Check that `init` or `update` of the same metric made `state`."""
     if not isinstance(state, Mapping) or set(state) != set(names):
         got, hint = f"{list(state)}" if isinstance(state, Mapping) else describe(state), "state = metric.init()"
         yield Problem("`state` is not this metric's.", got, f"a dict of {', '.join(names)}", hint, TypeError)

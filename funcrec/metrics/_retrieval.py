@@ -1,9 +1,9 @@
-"""Metrics of lists: how many of the rows that matter are among the first k that were given.
+"""Metrics of lists: how many of the relevant rows are among the first k of a list.
 
     recall = |given ∩ relevant| / |relevant|,    hit rate = [given ∩ relevant ≠ ∅],
     NDCG = Σ_j [given_j relevant] / log2(j + 2)  /  Σ_{j < min(k, |relevant|)} 1 / log2(j + 2),         j = 0 .. k - 1
 
-Shapes: B lists, K rows in each, N relevant ones of all.
+Shapes: B lists, K rows in each, N relevant rows in all lists together.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,11 +19,11 @@ from funcrec.metrics._metric import ANY, Metric, sums
 
 @typed
 def recall(k: Count) -> Metric:
-    """The part of the relevant rows that stand among the first k, the mean over lists; those to which nothing is
-    relevant are left out.
+    """Make a metric: the share of the relevant rows that are among the first k, as the mean over lists. Lists without
+    relevant rows are left out.
 
-    predictions: i[B, K], rows from the best on, each at most once in a list, such as `fr.top_k` gives; -1 stands for
-    none. labels: a JaggedTensor of B bags of relevant rows; one that stands there twice counts once. weights: [B].
+    predictions: i[B, K], rows with the best first, each at most once in a list, as `fr.top_k` returns them; -1 for no
+    row. labels: a JaggedTensor of B bags of relevant rows; a row that is there twice counts once. weights: [B].
 
     Example:
       >>> import torch, funcrec as fr
@@ -36,13 +36,14 @@ def recall(k: Count) -> Metric:
 
 @typed
 def hit_rate(k: Count) -> Metric:
-    """The part of the lists with a relevant row among the first k. Arguments as `recall`'s."""
+    """Make a metric: the share of the lists with a relevant row among the first k. Arguments as in `recall`."""
     return _of_lists("hit_rate", k, lambda hits, count: hits.amax(1))
 
 
 @typed
 def ndcg(k: Count) -> Metric:
-    """The normalised discounted cumulative gain of the first k, relevant or not. Arguments as `recall`'s.
+    """Make a metric: the normalised discounted cumulative gain of the first k, for relevance 0 or 1. Arguments as in
+    `recall`.
 
     Source: Järvelin and Kekäläinen, "Cumulated gain-based evaluation of IR techniques" (TOIS 2002).
     """
@@ -71,11 +72,11 @@ def _of_lists(name: str, k: int, value: Callable[[Tensor, Tensor], Tensor]) -> M
 
 
 def hits_of(rows: Tensor, relevant: JaggedTensor) -> tuple[Tensor, Tensor]:
-    """(f64[B, K]: which rows are relevant, f64[B]: how many different rows are)."""
+    """Return (f64[B, K]: which rows are relevant, f64[B]: the number of distinct relevant rows)."""
     num_bags, values = rows.shape[0], relevant.values.long()
     bounds = ascending(relevant.offsets).clamp(0, values.shape[0]).long()
     bag = place_among(bounds, torch.arange(values.shape[0], device=values.device)) - 1
-    bag = torch.where((bag >= 0) & (bag < num_bags), bag, num_bags)  # the last is of padding
+    bag = torch.where((bag >= 0) & (bag < num_bags), bag, num_bags)  # padding belongs to bag num_bags
     order = values.argsort(stable=True)
     order = order[bag[order].argsort(stable=True)]
     bag, values = bag[order], values[order]

@@ -2,7 +2,7 @@
 
     log loss = -Σ w (y ln p + (1 - y) ln(1 - p)) / Σ w,   NE = log loss / H(Σ w y / Σ w),   calibration = Σ w p / Σ w y
 
-H(q) = -q ln q - (1 - q) ln(1 - q), the log loss of always saying q.
+H(q) = -q ln q - (1 - q) ln(1 - q), the log loss of always predicting q.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ PROBABILITY_EPS = torch.finfo(torch.float32).eps
 
 
 def cross_entropy(predictions: Tensor, labels: Tensor, from_logits: bool) -> Tensor:
-    """f64[B]: each example's log loss; a probability is held PROBABILITY_EPS away from 0 and 1."""
-    if from_logits:  # 0 · ∞ = 0: an infinite logit of the right sign costs nothing
+    """Return each example's log loss, f64[B]; probabilities are clamped PROBABILITY_EPS away from 0 and 1."""
+    if from_logits:  # 0 · ∞ counts as 0: an infinite logit of the right sign costs nothing
         cost = lambda label, z: torch.where(label == 0, 0, label * F.softplus(z))
         return cost(labels, -predictions) + cost(1 - labels, predictions)
     p = predictions.clamp(PROBABILITY_EPS, 1 - PROBABILITY_EPS)
@@ -28,10 +28,10 @@ def cross_entropy(predictions: Tensor, labels: Tensor, from_logits: bool) -> Ten
 
 @typed
 def log_loss(*, from_logits: bool = False) -> Metric:
-    """The mean cross entropy, in nats.
+    """Make a metric: the mean cross entropy, in nats.
 
-    Probabilities are held 2⁻²³ from 0 and 1, so that a wrong certainty costs 15.9 and not infinity; logits are not, and
-    lose no digits: prefer from_logits=True.
+    Probabilities are clamped 2⁻²³ away from 0 and 1, so that a certain but wrong one costs 15.9 and not infinity.
+    Logits are not clamped and lose no digits: prefer from_logits=True.
 
     Example:
       >>> import torch
@@ -46,9 +46,9 @@ def log_loss(*, from_logits: bool = False) -> Metric:
 
 @typed
 def normalized_entropy(*, from_logits: bool = False) -> Metric:
-    """Log loss over the log loss of the base rate: below 1 is better than knowing only the base rate.
+    """Make a metric: log loss divided by the log loss of the base rate. Below 1 is better than predicting that rate.
 
-    NaN while all labels are the same: no model is then better than another, and NaN is below no best value.
+    It is NaN while all labels are equal: no model is then better than another, and NaN is below no best value.
 
     Source: He et al., "Practical lessons from predicting clicks on ads at Facebook" (ADKDD 2014), §3; TorchRec's NE.
     """
@@ -64,8 +64,8 @@ def normalized_entropy(*, from_logits: bool = False) -> Metric:
 
 @typed
 def calibration(*, from_logits: bool = False) -> Metric:
-    """Predicted clicks over clicks; 1 is right, above is too many.
-    NaN without a click. Source: TorchRec's calibration."""
+    """Make a metric: predicted clicks divided by clicks. 1 is right, above 1 is too many.
+    It is NaN without a click. Source: TorchRec's calibration."""
     terms = lambda p, y: {"predicted": _probability(p, from_logits), "positive": y}
     return sums(
         "calibration",
@@ -76,19 +76,19 @@ def calibration(*, from_logits: bool = False) -> Metric:
 
 
 def ctr() -> Metric:
-    """The base rate: the weighted mean of the labels."""
+    """Make a metric: the base rate, which is the weighted mean of the labels."""
     return sums("ctr", lambda p, y: {"positive": y}, lambda s: s["positive"] / s["weight"], from_logits=ANY)
 
 
 @typed
 def accuracy(threshold: UnitInterval = 0.5, *, from_logits: bool = False) -> Metric:
-    """The part of the examples where (probability >= threshold) is (label >= 0.5)."""
+    """Make a metric: the share of the examples for which (probability >= threshold) equals (label >= 0.5)."""
     terms = lambda p, y: {"right": ((_probability(p, from_logits) >= threshold) == (y >= 0.5)).double()}
     return sums("accuracy", terms, lambda s: s["right"] / s["weight"], from_logits=from_logits)
 
 
 def mse() -> Metric:
-    """The mean of (prediction - label)², of any predictions and any finite labels.
+    """Make a metric: the mean of (prediction - label)², for any predictions and any finite labels.
 
     Example:
       >>> import torch
@@ -101,12 +101,12 @@ def mse() -> Metric:
 
 
 def rmse() -> Metric:
-    """The square root of `mse`, in the unit of the labels."""
+    """Make a metric: the square root of `mse`, in the unit of the labels."""
     return _of_errors("rmse", torch.square, torch.sqrt)
 
 
 def mae() -> Metric:
-    """The mean of |prediction - label|, of any predictions and any finite labels."""
+    """Make a metric: the mean of |prediction - label|, for any predictions and any finite labels."""
     return _of_errors("mae", torch.abs, lambda mean: mean)
 
 
