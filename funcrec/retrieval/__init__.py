@@ -1,4 +1,4 @@
-"""Retrieval: the items whose vectors score highest with a query's, of all items."""
+"""Retrieval: among all items, find those whose vectors have the highest scores with a query's."""
 
 import funcrec.core as _core
 from funcrec.retrieval._index import Index as Index

@@ -1,4 +1,4 @@
-"""An approximate index of items by FAISS: the best of those that a search comes by, in a fraction of the time of all.
+"""An approximate index of items by FAISS: it returns the best items that a search finds, much faster than reading all.
 
     recall@k = |rows(index) ∩ rows(top_k)| / k        higher effort, higher recall, and longer searches
 
@@ -17,17 +17,17 @@ from funcrec.core import Count, Problem, check, describe, fail, is_followed, typ
 from funcrec.retrieval._top_k import k_problems, matrix_problems
 
 LEAST_EFFORT = {"hnsw": 64, "ivf": 8}
-MIN_PER_LIST = 39  # vectors that FAISS wants for each list it learns
-MOST = {"links": 4096, "build_effort": 2**31 - 1}  # FAISS counts in C's int, and links twice
+MIN_PER_LIST = 39  # least number of vectors that FAISS expects for each list
+MOST = {"links": 4096, "build_effort": 2**31 - 1}  # FAISS counts in C's int, and doubles the links
 
 
 @dataclass(frozen=True, repr=False)
 class Index:
-    """What `build_index` makes: FAISS's index, a copy of the items in it, of the CPU.
+    """FAISS's index on the CPU, with a copy of the items; `build_index` makes it.
 
     Args:
-      kind: "hnsw" or "ivf". num_items, dim: what it was made of.
-      faiss: FAISS's own object, for what is not here, such as `faiss.write_index(index.faiss, path)`.
+      kind: "hnsw" or "ivf". num_items, dim: the shape of the items.
+      faiss: FAISS's object, for functions that are missing here, such as `faiss.write_index(index.faiss, path)`.
 
     Example:
       >>> import torch, funcrec as fr
@@ -53,26 +53,26 @@ def build_index(
     build_effort: Count = 200,
     num_lists: Count | None = None,
 ) -> Index:
-    """An index of items f[R, D] for `search_index`, by inner products. Needs `pip install 'funcrec[retrieval]'`.
+    """Build an index of items f[R, D] for `search_index`, by inner products. Needs `pip install 'funcrec[retrieval]'`.
 
     Args:
-      items: floats, on the CPU, finite in f32, which is kept of them. No gradient goes through an index.
-      kind: "hnsw", a graph in which each item has `links` neighbours on a level (FAISS's M), found among
-        `build_effort` (efConstruction): fast searches, slow to build. "ivf", `num_lists` lists, each of the items that
-        are nearest to its centre: quick to build, for many items.
+      items: floats, on the CPU, finite in f32; the index stores f32. No gradient goes through an index.
+      kind: "hnsw" is a graph: each item has `links` neighbours on a level (FAISS's M), found among `build_effort`
+        candidates (efConstruction). It is fast to search and slow to build. "ivf" has `num_lists` lists, each of the
+        items nearest to its centre. It is quick to build, for many items.
       links: 2 to 4096.
-      num_lists: at most R; None takes about 4 · √R, at least one, and 39 items a list.
+      num_lists: at most R; None takes about 4 · √R, but at least one, and at least 39 items a list.
 
     Returns:
-      an Index; it has R · (4 · D + 8 · links) bytes or so. Built on torch's number of threads; on one, the same items
-      make the same graph.
+      an Index of about R · (4 · D + 8 · links) bytes. It is built on torch's number of threads; on one thread, the same
+      items make the same graph.
 
     Raises:
-      ImportError: without FAISS.
-      TypeError: tracked items.
-      ValueError: items that are not finite in f32, and counts that FAISS cannot take.
+      ImportError: FAISS is missing.
+      TypeError: the items are tracked.
+      ValueError: items are not finite in f32, or FAISS cannot take a count.
 
-    Law: recall against `top_k` rises with `effort`, and is 1 for "ivf" whose effort is `num_lists`.
+    Law: recall against `top_k` rises with `effort`, and is 1 for "ivf" if the effort is `num_lists`.
 
     Example:
       >>> import torch, funcrec as fr
@@ -95,7 +95,7 @@ def build_index(
     else:
         usual = max(min(round(4 * num_items**0.5), num_items // MIN_PER_LIST), 1)
         made = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, num_lists or usual, metric)
-        made.cp.min_points_per_centroid = 1  # of fewer items than a list wants FAISS would warn
+        made.cp.min_points_per_centroid = 1  # otherwise FAISS warns if a list has too few items
     array = items.detach().to(torch.float32).contiguous().numpy()
     if num_items:
         made.train(array)
@@ -105,21 +105,21 @@ def build_index(
 
 @typed
 def search_index(index: Index, queries: Tensor, k: Count, *, effort: Count | None = None) -> tuple[Tensor, Tensor]:
-    """Of each query nearly the k best items, as `top_k` gives them: their scores, and their rows.
+    """Return nearly the k best items for each query, in the form of `top_k`: their scores, and their rows.
 
     Args:
       queries: f[B, D], finite in f32, on the CPU; searched in f32, on torch's number of threads.
       k: it may exceed the number of items.
-      effort: how many candidates the graph keeps (FAISS's efSearch; at least k is taken), or how many lists are read
-        (nprobe). None: 64, or 8 lists.
+      effort: how many candidates the graph keeps (FAISS's efSearch; at least k), or how many lists are read (nprobe).
+        None: 64 candidates, or 8 lists.
 
     Returns:
-      two tensors, f32[B, k] or i64[B, k]: the scores, descending, and their rows, of equal scores the lower one first.
-      Where a search came by fewer than k items, -inf and -1. Scores are inner products to the rounding of f32; `top_k`
-      has the same bits on every machine.
+      two tensors, f32[B, k] or i64[B, k]: the scores, descending, and their rows; among equal scores the lower row
+      comes first. If a search finds fewer than k items, the rest is -inf and -1. Scores are inner products up to the
+      rounding of f32; only `top_k` has the same bits on every machine.
 
     Raises:
-      TypeError, ValueError: queries that are tracked, are no vectors of the index's dim, or not finite.
+      TypeError, ValueError: queries are tracked, are not vectors of the index's dim, or are not finite.
 
     Example:
       >>> import torch, funcrec as fr
@@ -150,7 +150,7 @@ def search_index(index: Index, queries: Tensor, k: Count, *, effort: Count | Non
 
 
 def imported(call: str) -> ModuleType:
-    """FAISS, on torch's number of threads."""
+    """Return the module faiss, set to torch's number of threads."""
     try:
         import faiss
     except ImportError:
@@ -166,7 +166,7 @@ def imported(call: str) -> ModuleType:
 
 
 def count_problems(items: Tensor, kind: str, links: int, build_effort: int, num_lists: int | None) -> Iterator[Problem]:
-    """FAISS draws levels by 1 / log(links), and does not check its counts, which are C ints."""
+    """Check the counts: FAISS draws levels by 1 / log(links), and does not check its counts, which are C ints."""
     if links < 2:
         yield Problem("`links` are too few.", f"{links}", "2 to 4096", "links=32")
     elif links > MOST["links"]:
@@ -188,7 +188,7 @@ def query_problems(index: Index, queries: Tensor) -> Iterator[Problem]:
 
 
 def value_problems(name: str, x: Tensor) -> Iterator[Problem]:
-    """What FAISS, which reads memory alone, does not see or cannot search."""
+    """Report tensors that FAISS, which only reads memory, cannot see or search."""
     if is_followed(x):
         need = "plain tensors, outside of grad, vmap and jit"
         yield Problem(

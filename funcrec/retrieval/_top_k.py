@@ -1,6 +1,6 @@
-"""The best items of all for each query, by inner products.
+"""The best of all items for each query, by inner products.
 
-    rows[b] = the k rows r of greatest ⟨queries[b], items[r]⟩, of equal ones the lower first
+    rows[b] = the k rows r with the greatest ⟨queries[b], items[r]⟩; among equal ones the lower row comes first
 
 Shapes: B queries, R items, D dim, k.
 """
@@ -28,28 +28,28 @@ def top_k(
     exclude: JaggedTensor | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k rows of `items` that score highest with each query, and their scores: exact, in blocks, never [B, R] whole.
+    """Return the k rows of `items` that score highest with each query, and their scores; exact, without an f[B, R].
 
-    A score is Σ_d queries[b, d] · items[r, d], summed in the order of d in f32 (f64 where one of the two is): its bits
-    depend on the two vectors alone, not on the batch, the number of threads or the processor.
+    A score is Σ_d queries[b, d] · items[r, d], summed in the order of d in f32 (in f64 if one of the two is f64). Its
+    bits depend only on the two vectors, not on the batch, the number of threads or the processor.
 
     Args:
-      queries: f[B, D], such as what `two_tower(...).query` gives.
-      items: f[R, D], such as all candidates' vectors, f16 and bf16 as they are; or QuantizedTables of one table, of
-        which the answer is that of `dequantize`, bit for bit, and no table is written out.
+      queries: f[B, D], such as the result of `two_tower(...).query`.
+      items: f[R, D], such as all candidates' vectors; f16 and bf16 are read as they are. Or QuantizedTables of one
+        table: the result is that of `dequantize`, bit for bit, and no table of floats is written.
       k: how many, static; it may exceed R.
-      exclude: B bags of rows that are not to be given, such as what the user has seen; rows outside count for nothing.
-      implementation: of `funcrec.kernels`, chosen by name; None takes the device's own.
+      exclude: B bags of rows that are left out, such as items the user has seen; rows outside the table are ignored.
+      implementation: one of `funcrec.kernels`, by name; None takes the device's default.
 
     Returns:
       two tensors, f32|f64[B, k] or i64[B, k]: the scores, descending, and their rows. A row whose score is NaN or -∞ is
-      not given; where fewer than k rows are left, -inf and -1.
+      left out; if fewer than k rows are left, the rest is -inf and -1.
 
     Raises:
-      TypeError, ValueError: vectors that do not fit each other.
+      TypeError, ValueError: the vectors do not fit each other.
 
     Law: scores[b, j] = ⟨queries[b], items[rows[b, j]]⟩, and no other row has a greater score than the last. Derivatives
-    are those of the scores of the rows that were chosen.
+    are those of the chosen rows' scores.
 
     Cost: B · R · D products; the memory of B · k numbers.
 
@@ -67,10 +67,10 @@ def top_k(
         check("funcrec.top_k", table_problems(items))
         ((_, bits, dim),), (items,) = items.forms, items.values()
         bits = bits if bits in CODE_BITS else 0
-        fits = queries.shape[1:] == (dim,)  # rows of codes of several dims have as many bytes
+        fits = queries.shape[1:] == (dim,)  # rows of codes with different dims may have equally many bytes
     is_usual = fits and exclude is None and k <= MOST_K and ops.is_plain(implementation, queries)
     if is_usual and not any_tracked((queries, items)):
-        found = library.planned("top_k")(queries, items, k, bits)  # None of vectors that do not fit each other, too
+        found = library.planned("top_k")(queries, items, k, bits)  # also None if the vectors do not fit each other
         if found is not None:
             return found
     vectors = items.new_empty((0, dim), dtype=torch.float32) if bits else items
