@@ -1,7 +1,7 @@
-"""The folder of a run of the main job: checkpoint.pt, result.json, curve.png.
+"""The folder of the main job's run: checkpoint.pt, result.json, curve.png.
 
-A run is neither overwritten nor gone on with unless that was asked for,
-and what cannot be written is found before any training.
+A run is overwritten or continued only if an option asks for it. Files that cannot be written
+are found before any training.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Sets options.out; ends the program where a run would be lost, or could not be written."""
+    """Set options.out; end the program if a run would be lost, or could not be written."""
     options.out = options.out or Path("runs") / options.model
     found = [path.name for path in (checkpoint_path(options), *results(options)) if os.path.lexists(path)]
     has_checkpoint = checkpoint_path(options).name in found
@@ -56,12 +56,12 @@ def results(options: argparse.Namespace) -> tuple[Path, Path]:
 
 
 def fixed_options(options: argparse.Namespace) -> dict[str, Any]:
-    """What must not change between a run and its resumption."""
+    """Return the options that must not change between a run and its resumption."""
     return {name: getattr(options, name) for name in ("model", "optimizer", "lr", "batch_size", "seed")}
 
 
 def write_results(options: argparse.Namespace, result: dict[str, Any], figure: Any) -> None:
-    """result.json and curve.png, each whole."""
+    """Write result.json and curve.png, each whole."""
     text = (json.dumps(result, indent=2) + "\n").encode()
     table, curve = results(options)
     try:
@@ -72,6 +72,6 @@ def write_results(options: argparse.Namespace, result: dict[str, Any], figure: A
 
 
 def remove_results(options: argparse.Namespace) -> None:
-    """Those of the run that was here."""
+    """Remove the results of the earlier run."""
     for path in results(options):
         path.unlink(missing_ok=True)

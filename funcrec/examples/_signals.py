@@ -1,10 +1,10 @@
-"""SIGINT and SIGTERM: the first asks for an end, which comes between two steps; the second is the end.
+"""SIGINT and SIGTERM: the first one asks the program to end between two steps; a second one ends it at once.
 
-    with listen() as heard:     before heard.hold() a signal ends the program; after it, heard.asked() tells the first
+    with listen() as heard:     before heard.hold() a signal ends the program; after it, heard.asked() returns the first
                                 one's number
 
-The interpreter hears a signal only when its main thread runs Python; a thread of its own reads them from a pipe, so
-that a second one ends a program that waits for other ranks, too, and the first one where there is nothing to save yet.
+Python handles a signal only while its main thread runs Python code. So a separate thread reads signals from a pipe. It
+can end a program that waits for other ranks: at a second signal, or at the first while there is nothing to save.
 Exit codes are a shell's: 128 + the signal.
 """
 
@@ -19,13 +19,13 @@ from typing import NamedTuple
 import torch
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SAME_S = 1.0  # one request may be sent twice: to the program and to its group
-SAME_LAUNCHED_S = 5.0  # by a scheduler, and by the launcher that heard it from the scheduler
-LEAVE_S = 2.0  # from a signal before hold() to the end of a main thread that runs Python
+SAME_S = 1.0  # one request may come twice: to the program and to its group
+SAME_LAUNCHED_S = 5.0  # once from a scheduler, and once from the launcher that got it from the scheduler
+LEAVE_S = 2.0  # how long a main thread that runs Python may take to end after a signal before hold()
 
 
 class Heard(NamedTuple):
-    """asked: () -> the first signal, 0 for none. hold: from now on there is something to save."""
+    """asked: () -> the first signal, 0 for none. hold: () -> None; from then on there is something to save."""
 
     asked: Callable[[], int]
     hold: Callable[[], None]
@@ -33,7 +33,7 @@ class Heard(NamedTuple):
 
 @contextlib.contextmanager
 def listen(same_s: float | None = None) -> Iterator[Heard]:
-    """Listen inside the block; signals within `same_s` seconds of the first are taken for the same request."""
+    """Listen inside the block; signals within `same_s` seconds of the first count as the same request."""
     if same_s is None:
         same_s = SAME_LAUNCHED_S if torch.distributed.is_torchelastic_launched() else SAME_S
     if threading.current_thread() is not threading.main_thread():

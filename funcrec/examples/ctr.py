@@ -3,12 +3,12 @@
     python -m funcrec.examples.ctr --model deepfm
     torchrun --nproc-per-node 2 -m funcrec.examples.ctr --model deepfm --plan row_wise
 
-The protocol, and the AUC to reach, are RecBole's `ml-1m_context` benchmark (`funcrec.data.ctr_dataset`). A run leaves
-in --out: checkpoint.pt (before the first step, after each epoch, and on Ctrl-C and SIGTERM), result.json and curve.png.
-With --resume a run goes on to the same bits as if it had not been interrupted; on other ranks or under another plan
-too, but for their rounding. With --replicas copies of the tables train apart; they are made one every --sync-every
-steps of an epoch, at its end, and when a run is interrupted. Exit codes: 130 after Ctrl-C, 143 after SIGTERM, 1 for
-what went wrong, 2 for wrong options.
+The protocol, and the AUC to reach, are RecBole's `ml-1m_context` benchmark (`funcrec.data.ctr_dataset`). A run writes
+into --out: checkpoint.pt (before the first step, after each epoch, and on Ctrl-C and SIGTERM), result.json and
+curve.png. With --resume a run continues to the same bits as without the interruption; on other ranks or under another
+plan up to rounding. With --replicas copies of the tables train separately; they become equal every --sync-every steps
+of an epoch, at its end, and when a run is interrupted. Exit codes: 130 after Ctrl-C, 143 after SIGTERM, 1 for an error,
+2 for wrong options.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from funcrec.examples import _signals as signals
 PUBLISHED = {  # test AUC, RecBole 1.1.x, benchmark/md/ml-1m_context.md
     "lr": 0.8699,
     "fm": 0.8935,
-    "dlrm": 0.8967,  # there: PNN with inner products
+    "dlrm": 0.8967,  # RecBole's PNN with inner products
     "widedeep": 0.8987,
     "deepfm": 0.8997,
     "dcnv2": 0.8998,
@@ -39,15 +39,15 @@ EVAL_BATCH = 8192
 
 
 class Job(NamedTuple):
-    """What a run needs and never changes."""
+    """Everything that a run needs and never changes."""
 
     options: argparse.Namespace
     split: fr.data.CtrSplit
     model: fr.models.Model
-    mesh: fr.Mesh | None  # None for a lone process
-    init: Callable  # params, key -> the first state
-    step: Callable  # compiled; takes the state's memory
-    sync: Callable | None  # a state -> the same with equal copies of its tables
+    mesh: fr.Mesh | None  # None for a single process
+    init: Callable  # (params, key) -> the first state
+    step: Callable  # compiled; reuses the state's memory
+    sync: Callable | None  # state -> the same state, with equal copies of its tables
     predict: Callable
 
 
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         except fr.loop.RankLost as error:
             error.add_note(how_to_go_on(options))
             raise
-        except Exception as error:  # whatever it is, a signal is the cause
+        except Exception as error:  # after a signal, the signal is the cause of any error
             if not heard.asked():
                 raise
             told = f"interrupted in the midst of {type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(job: Job, heard: signals.Heard) -> int:
-    """Begin or go on, to the end or to a signal: the exit code."""
+    """Begin or resume, run to the end or to a signal, and return the exit code."""
     options = job.options
     path, has_begun = folder.checkpoint_path(options), False
     is_new = not (options.resume and path.exists())
@@ -187,8 +187,8 @@ def start(job: Job) -> fr.TrainState:
 
 
 def look_at_first_batch(job: Job) -> None:
-    """The values of the whole batch, as every rank sees it: ids outside
-    a table would read zeros, and nothing would be learnt."""
+    """Check the values of the whole batch that all ranks share: ids outside a table
+    would read zeros, and nothing would be learnt."""
     _, batch = next(loader_of(job._replace(mesh=None))())
     try:
         fr.validate(batch, job.model.features, job.model.tables)
@@ -201,13 +201,13 @@ def num_steps(job: Job) -> int:
 
 
 def loader_of(job: Job) -> fr.data.Loader:
-    """Batches of this process's rows; those of a last batch that is not full come in other epochs."""
+    """Return batches of this process's rows; an incomplete last batch is dropped, its rows come in other epochs."""
     data, key = ranks.OwnRows(job.split.data, job.mesh), fr.fold_in(fr.key(job.options.seed), 1)
     return fr.data.loader(data, job.split.train, job.options.batch_size, key=key, drop_last=True, workers=1)
 
 
 def evaluate(job: Job, params: fr.Params, rows: Tensor, prefix: str) -> dict[str, float]:
-    """AUC and log loss of the model on these rows; each rank takes its part of them, and knows the whole answer."""
+    """Return AUC and log loss of the model on these rows; each rank reads its part, and gets the result of all."""
     short = -len(rows) % (EVAL_BATCH * fr.loop.num_processes(job.mesh))
     padded = torch.cat([rows, rows[:1].expand(short)])  # whole batches, so that one shape is compiled
     weight = (torch.arange(len(padded), device=rows.device) < len(rows)).float()
@@ -232,7 +232,7 @@ def say_epoch(job: Job, record: fr.loop.Record) -> None:
 
 
 def report(job: Job, done: fr.Fitted) -> None:
-    """Test the best epoch; write result.json and curve.png; say the AUC."""
+    """Test the best epoch, write result.json and curve.png, and print the AUC."""
     options = job.options
     test = evaluate(job, done.best, job.split.test, "test_")
     if not fr.loop.is_chief(job.mesh):
