@@ -1,5 +1,5 @@
-"""The operations on tables as functions on tensors: contracts in `ops`, readable torch in `reference`.
+"""The operations on tables as functions on tensors. `ops` holds their contracts, `reference` their form in plain torch.
 
-This package imports torch only. An operation takes and returns tensors and static integers, writes to no argument and
-has no autograd rule: its transpose is another operation.
+This package imports torch only. An operation takes and returns tensors and static integers, and writes to no argument.
+It has no autograd rule: its transpose is another operation.
 """

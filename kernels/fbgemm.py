@@ -1,4 +1,4 @@
-"""FBGEMM's operators behind the contract of the table operations, for CPU tensors: `implementation="fbgemm"`.
+"""FBGEMM's operators under the contract of the table operations, for CPU tensors: `implementation="fbgemm"`.
 
     pooled_lookup, gather_rows     split_embedding_codegen_forward_cpu, per feature
     pooled_lookup_weights          split_embedding_codegen_grad_indice_weights_cpu
@@ -9,9 +9,10 @@
     quantized_lookup               int_nbit_split_embedding_codegen_lookup_function, per feature
     quantize_rows, quantized_rows  FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf, and back
 
-FBGEMM has no operator that expands or coalesces row gradients into tensors, so there is none here. Its operators raise
-for an id outside its table, and divide a mean before the sum: here such ids are left out, and means divided behind it.
-Tables are f32 or f16 with a dim that 4 divides. Importing this module does not import fbgemm_gpu; the first call does.
+FBGEMM has no operator that expands or coalesces row gradients into tensors, so neither has this module. FBGEMM's
+operators raise for an id outside its table; here such ids are left out. For a mean, they divide before the sum; here
+the division comes after it. Tables are f32 or f16, and 4 divides their dim. The first call imports fbgemm_gpu, not the
+import of this module.
 Shapes: B bags, N ids of a buffer, K ids that count, R rows, D dim.
 """
 
@@ -35,7 +36,7 @@ TABLE_DTYPES = (torch.float32, torch.float16)
 PADDED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 RULES = {"sgd": ("weight_decay",), "adagrad": ("eps", "weight_decay"),
     "rowwise_adagrad": ("eps", "weight_decay", "decoupled", "max_norm")}  # fmt: skip
-UNSUPPORTED = ("weight_decay", "max_norm")  # the operators' f32 paths drop them without a word
+UNSUPPORTED = ("weight_decay", "max_norm")  # the operators' f32 paths ignore them silently
 
 
 def pooled_lookup(
@@ -86,7 +87,7 @@ def pooled_lookup_weights(
 
 
 def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
-    """f32[K, D]: a lookup of bags of one id; an id outside leaves its bag empty, which is a row of zeros."""
+    """Return f32[K, D]: a lookup of bags of one id. An id outside the table leaves its bag empty: a row of zeros."""
     call = "funcrec.kernels.gather_rows"
     ops = _operators(call, table, rows)
     _check_table(call, table)
@@ -98,7 +99,7 @@ def fused_update_(
     offsets: Sequence[Tensor], weights: Sequence[Tensor], segments: Sequence[int], lr: Tensor, step: Tensor,
     key: Tensor | None, rule: str, hyper: Sequence[float], first: Tensor | None = None, dims: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """All of a table's segments are one call of its operator: one feature with the bags of all of them."""
+    """Call one operator per table, on one feature that joins the bags of all of the table's segments."""
     call = "funcrec.kernels.fused_update_"
     _check_whole_rows(call, tables, dims)
     ops = _operators(call, *tables, *slots, *d, *rows, *offsets, *weights, lr)
@@ -119,7 +120,7 @@ def fused_update_(
 
 
 def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """(values [capacity, ...], offsets i64[B + 1]); what does not fit is left out."""
+    """Return (values [capacity, ...], offsets i64[B + 1]); values beyond the capacity are left out."""
     ops = _operators("funcrec.kernels.take_ranges", values, starts, lengths)
     offsets = _offsets(ops, lengths.clamp(min=0))
     positions = _positions(ops, starts, offsets.clamp(max=capacity))
@@ -135,13 +136,15 @@ def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) 
 def bucketize(
     rows: Tensor, offsets: Tensor, weights: Tensor | None, num_shards: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(rows i[N], lengths i64[S * B], weights f[N] or empty, positions
-    i64[N]); the operator would wrap an owner beyond S."""
+    """Return (rows i[N], lengths i64[S * B], weights f[N] or empty, positions i64[N]).
+
+    Ids whose owner is beyond S are left out first, because the operator would wrap the owner around.
+    """
     ops = _operators("funcrec.kernels.bucketize", rows, offsets, weights)
-    wide = num_shards * block > torch.iinfo(rows.dtype).max  # the operator multiplies in the ids' dtype
+    wide = num_shards * block > torch.iinfo(rows.dtype).max  # the operator multiplies them in the ids' dtype
     ids = rows.to(torch.int64) if wide else rows
     bags = _bags(ops, ids, ascending(offsets), 0, num_shards * block)
-    if bags.positions is None:  # the operator wants no padding around the bags
+    if bags.positions is None:  # the operator allows no padding around the bags
         begin, end = int(bags.offsets[0]), int(bags.offsets[-1])
         bags = Bags(ids[begin:end], bags.offsets - begin, torch.arange(begin, end), bags.lengths)
     total, scale = bags.rows.shape[0], None if weights is None else bags.take(weights)
@@ -174,7 +177,7 @@ def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
     ops = _operators(call, padded, offsets)
     _check_dtype(call, padded, PADDED_DTYPES)
     bounds = offsets.to(torch.int64).clamp(0, capacity)
-    if bool((bounds.diff() < 0).any()):  # bags would overlap, and be written in any order
+    if bool((bounds.diff() < 0).any()):  # bags would overlap, and their write order would be open
         hint = "offsets that ascend"
         _fail(call, "the offsets descend.", "offsets[b] > offsets[b + 1]", "0 <= offsets[0] <= offsets[1] ...", hint)
     out = ops.jagged_to_padded_dense_backward(_matrix(padded, 2), [bounds], capacity)
@@ -182,7 +185,7 @@ def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
 
 
 def _matrix(x: Tensor, lead: int) -> Tensor:
-    """x with one dimension, D, behind the first `lead`."""
+    """Return x with its dimensions after the first `lead` flattened to one, D."""
     return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:])).contiguous()
 
 
@@ -204,7 +207,7 @@ def _forward(ops, table: Tensor, bags: Bags, weights: Tensor | None) -> Tensor:
 
 
 def _segment(ops, table, d, rows, offsets, weights, s: Segment) -> tuple[Bags, Tensor, Tensor | None]:
-    """(bags, d f32[B, D], weights f32[K] or None) of one segment; an entry is a bag of one id."""
+    """Return (bags, d f32[B, D], weights f32[K] or None) of one segment; an entry is a bag of one id."""
     entries = s.offsets < 0
     bounds = torch.arange(s.num_bags + 1)
     bounds = bounds if entries else ascending(offsets[s.offsets])[s.first_bag : s.first_bag + s.num_bags + 1]
@@ -215,7 +218,7 @@ def _segment(ops, table, d, rows, offsets, weights, s: Segment) -> tuple[Bags, T
 
 
 def _joined(parts: list[tuple[Bags, Tensor, Tensor | None]]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(rows i[K], offsets i[ΣB + 1], d f32[ΣB, D], weights f32[K] or None) of a table's segments, in order."""
+    """Join a table's segments in order: (rows i[K], offsets i[ΣB + 1], d f32[ΣB, D], weights f32[K] or None)."""
     if len(parts) == 1:
         bags, d, weights = parts[0]
         return bags.rows, bags.offsets, d.contiguous(), weights
@@ -277,7 +280,7 @@ def _check_table(call: str, table: Tensor) -> None:
 
 
 def _check_rule(call: str, rule: str, hyper: Sequence[float]) -> dict[str, float]:
-    """{name: number} of the rule's hyper-parameters."""
+    """Return {name: number} of the rule's hyper-parameters; raises if FBGEMM cannot run the rule."""
     if rule not in RULES:
         got, need = f"{rule!r}", f"one of {sorted(RULES)}"
         _fail(call, "FBGEMM's CPU operators do not train this rule.", got, need, "another implementation")

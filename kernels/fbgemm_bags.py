@@ -1,4 +1,4 @@
-"""What calls of FBGEMM's operators need: the operators, bags as they take them, words for what they cannot do.
+"""Helpers for calls of FBGEMM's operators: load the operators, prepare bags for them, and report unsupported calls.
 
 Shapes: B bags, N ids of a buffer, K ids that count.
 """
@@ -12,10 +12,12 @@ from torch import Tensor
 
 
 class Bags(NamedTuple):
-    """The ids of B bags that count.
+    """B bags, with only the ids that count.
 
-    rows: i[K], or the whole buffer. offsets: i[B + 1] into rows. positions: i64[K], where rows stood in the buffer;
-    None when they stand where they stood. lengths: i64[B], a mean's divisor, with the ids that were left out.
+    rows: i[K], or the whole buffer.
+    offsets: i[B + 1] into rows.
+    positions: i64[K], the buffer position of each row; None if `rows` is the whole buffer.
+    lengths: i64[B], a mean's divisor; it counts ids that were left out, too.
     """
 
     rows: Tensor
@@ -24,12 +26,12 @@ class Bags(NamedTuple):
     lengths: Tensor
 
     def take(self, x: Tensor) -> Tensor:
-        """x f[N] for each of `rows`, in f32."""
+        """Return x's number for each of `rows`, in f32; x is f[N]."""
         x = x.to(torch.float32)
         return x.contiguous() if self.positions is None else x.index_select(0, self.positions)
 
     def per_bag(self, d: Tensor) -> Tensor:
-        """d f[B, D] over the lengths of the bags."""
+        """Return d f[B, D] divided by the lengths of the bags."""
         return d / self.lengths.clamp(min=1).to(d.dtype)[:, None]
 
 
@@ -41,22 +43,24 @@ def _ints32(*numbers: int) -> Tensor:
 
 
 def _offsets(ops, lengths: Tensor) -> Tensor:
-    """i[B] -> i64[B + 1]."""
+    """Return offsets i64[B + 1] from lengths i[B]."""
     return ops.asynchronous_complete_cumsum(lengths.to(torch.int64).contiguous())
 
 
 def _positions(ops, starts: Tensor, offsets: Tensor) -> Tensor:
-    """i64[offsets[-1]]: starts[b], starts[b] + 1, ... for each b, end to end."""
-    if starts.shape[0] == 0:  # which the operator refuses
+    """Return i64[offsets[-1]]: starts[b], starts[b] + 1, ... for each b, end to end."""
+    if starts.shape[0] == 0:  # the operator refuses no bags
         return torch.zeros(0, dtype=torch.int64)
     bags = torch.arange(starts.shape[0])
-    starts = torch.cat([starts.to(torch.int64), starts.new_zeros(1, dtype=torch.int64)])  # the operator wants B + 1
+    starts = torch.cat([starts.to(torch.int64), starts.new_zeros(1, dtype=torch.int64)])  # the operator needs B + 1
     return ops.expand_into_jagged_permute(bags, starts, offsets, int(offsets[-1]))
 
 
 def _bags(ops, rows: Tensor, bounds: Tensor, max_length: int, num_rows: int) -> Bags:
-    """The bags at `bounds`, each cut to max_length, without ids
-    outside [0, num_rows). Most often that is `rows` itself."""
+    """Return the bags at `bounds`, each cut to max_length, without ids outside [0, num_rows).
+
+    Most often `rows` needs no change, and is returned itself.
+    """
     bounds = bounds.to(torch.int64).clamp(0, rows.shape[0])
     lengths = bounds.diff().clamp(min=0)
     lengths = lengths.clamp(max=max_length) if max_length else lengths
@@ -74,7 +78,7 @@ def _bags(ops, rows: Tensor, bounds: Tensor, max_length: int, num_rows: int) -> 
 
 
 def _like_rows(offsets: Tensor, rows: Tensor) -> Tensor:
-    """The operators want ids and offsets of one dtype; offsets are in [0, N], which i32 ids' positions fit into."""
+    """Return offsets in the dtype of the ids, as the operators require. Offsets are in [0, N], which must fit it."""
     if rows.dtype == torch.int32 and rows.shape[0] > torch.iinfo(torch.int32).max:
         what, got = "the buffer is too long for i32 ids.", f"{rows.shape[0]} ids"
         _fail("funcrec.kernels", what, got, "i64 ids", "rows.long()")
@@ -95,7 +99,7 @@ def _load(call: str):
 
 
 def _operators(call: str, *tensors: Tensor | None):
-    """torch.ops.fbgemm, for tensors on the CPU."""
+    """Return torch.ops.fbgemm; raises if a tensor is not on the CPU."""
     elsewhere = sorted({str(x.device) for x in tensors if x is not None and x.device.type != "cpu"})
     if elsewhere:
         hint = "another implementation"

@@ -1,8 +1,8 @@
 """Quantised rows by FBGEMM's operators, for CPU tensors.
 
-Rows of its quantiser have scale and bias behind the codes, those of its lookup before. Codes must fill
-whole bytes, for the quantiser an even number of them; it reads NaN as 0 and rounds at random by no key. The
-lookup takes -1 for zeros and raises for other ids outside: here they are left out.
+FBGEMM's quantiser puts scale and bias after the codes, its lookup reads them before. Codes must fill whole bytes, for
+the quantiser an even number of bytes. The quantiser reads NaN as 0, and takes no key to round at random. FBGEMM's
+lookup reads -1 as zeros and raises for other ids outside the table; here all such ids are left out.
 Shapes: B bags, N ids, R rows, D dim, S bytes.
 """
 
@@ -70,7 +70,7 @@ def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None) -> Tensor
         hint = "another implementation"
         _fail(call, "FBGEMM's quantiser takes no key.", "a key", "no key: rounding to the nearest", hint)
     _check_codes(call, table, bits, table.shape[1], 16)
-    x = table.contiguous() + 0  # of zeros of both signs either is the least: the one without
+    x = table.contiguous() + 0  # turns -0 into +0: FBGEMM may take either for the least number
     out = ops.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(x, bits).roll(HEAD_BYTES, 1)
     head = out[:, :HEAD_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float16)
     lost = ~(x.isfinite().all(1) & head.isfinite().all(1))
@@ -79,7 +79,7 @@ def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None) -> Tensor
 
 
 def _check_codes(call: str, table: Tensor, bits: int, dim: int, multiple: int) -> None:
-    """multiple: of bits that a row of codes must have."""
+    """Raise if FBGEMM cannot read the table. A row's codes must fill a multiple of `multiple` bits."""
     if bits not in CODE_BITS:
         _check_dtype(call, table, (torch.float32, torch.float16))
     elif dim * bits % multiple or dim == 0:

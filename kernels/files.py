@@ -1,10 +1,11 @@
-"""Compiled code on disk: files that are whole or are not used, and a C++ compiler.
+"""Compiled code on disk, in files that are used only if they are complete; and the C++ compiler.
 
     load(name, make, read)  =  read(path) of the file that make(path) writes, once for all processes
 
-A file ends with the digest of what is before it. One that was cut short or changed since, by a killed process or a full
-disk, does not have it, and is made again. Each process makes a file under a name of its own and renames it: two
-at once are safe. The folder is Inductor's: TORCHINDUCTOR_CACHE_DIR, else torchinductor_<user> beside temporary files.
+A file ends with the digest of the bytes before it. If a killed process or a full disk cut a file short, or it changed
+later, the digest does not match, and the file is made again. Each process writes to its own temporary name and then
+renames the file, so two processes at once are safe. The folder is Inductor's: TORCHINDUCTOR_CACHE_DIR, else
+torchinductor_<user> in the folder of temporary files.
 """
 
 import contextlib
@@ -21,11 +22,11 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
-SIZE = hashlib.sha256().digest_size  # of what ends a file
+SIZE = hashlib.sha256().digest_size  # bytes of the digest that ends a file
 
 
 def folder() -> Path:
-    """Where compiled code is kept, as torch says it; torch's own function takes a second to import."""
+    """Return the folder for compiled code, by torch's own rules; torch's own function takes a second to import."""
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if not named:
         try:
@@ -38,7 +39,7 @@ def folder() -> Path:
 
 
 def is_off() -> bool:
-    """Whether torch is told to keep nothing: TORCHINDUCTOR_FORCE_DISABLE_CACHES=1, or its config."""
+    """Whether torch's caches are off: by TORCHINDUCTOR_FORCE_DISABLE_CACHES=1, or in torch's config."""
     config = sys.modules.get("torch._inductor.config")
     if config is not None:
         return config.force_disable_caches
@@ -46,7 +47,7 @@ def is_off() -> bool:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the file is there as it was written."""
+    """Whether the file exists and holds the bytes that were written."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -55,32 +56,33 @@ def is_whole(path: Path) -> bool:
 
 
 def load(name: str, make: Callable[[Path], None], read: Callable[[Path], T]) -> T:
-    """read(path) of the file of this name. `make` writes it to the path that it is
-    given, if it is not there whole, or what is there cannot be read.
+    """Return read(path) of the file of this name.
+
+    `make` writes the file to the path that it gets. It runs only if the file is missing, incomplete or unreadable.
 
     Raises:
-      OSError: no file can be kept there.
+      OSError: the folder cannot keep a file.
     """
     if is_off():
-        with tempfile.TemporaryDirectory(prefix="funcrec_") as place:  # what is loaded needs its file no more
+        with tempfile.TemporaryDirectory(prefix="funcrec_") as place:  # after it is loaded, code needs its file no more
             write(Path(place, name), make)
             return read(Path(place, name))
     path = folder() / name
     if is_whole(path):
-        with contextlib.suppress(OSError, ImportError):  # of a system that this one is not
+        with contextlib.suppress(OSError, ImportError):  # made on another system, which shares the folder
             return read(path)
     make_room(path)
     mine = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}{path.suffix}")
     try:
         write(mine, make)
-        mine.replace(path)  # whole or not at all, whoever else makes it
+        mine.replace(path)  # atomic: other processes see the whole file, or none
     finally:
         mine.unlink(missing_ok=True)
     return read(path)
 
 
 def make_room(path: Path) -> None:
-    """The folder of the path, and at the path no folder, before anything is compiled for it."""
+    """Make the folder of the path, and check that the path itself is no folder, before anything is compiled for it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -94,13 +96,13 @@ def make_room(path: Path) -> None:
 
 
 def write(path: Path, make: Callable[[Path], None]) -> None:
-    """What `make` writes, and its digest."""
+    """Let `make` write the file, and add the digest of its bytes."""
     make(path)
     content = path.read_bytes()
     path.write_bytes(content + hashlib.sha256(content).digest())
 
 
 def compiler() -> str | None:
-    """The C++ compiler: CXX, else g++ or clang++; None where there is none."""
+    """Return the C++ compiler: CXX, else g++ or clang++; None if there is none."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
     return next((name for name in names if shutil.which(name)), None)

@@ -1,6 +1,6 @@
-"""The static part of an operation's arguments, as records and as the flat integers that a torch schema can hold.
+"""The static arguments of the operations: as records, and as the flat integers that a torch schema can hold.
 
-pooled lookups are described by a Feature each; a table's cotangent is a sum of Segments; an update has a Rule.
+A pooled lookup takes one Feature per feature; a table's cotangent is a sum of Segments; an update has a Rule.
 """
 
 import functools
@@ -14,9 +14,11 @@ from torch import Tensor
 class Feature(NamedTuple):
     """One feature of a pooled lookup.
 
-    table, rows: which of the tables, which buffer of rows. first_bag:
-      its bags are offsets[first_bag : first_bag + B + 1].
-    max_length: ids read per bag, 0 for all. mean, weighted: how s_i is made. column: its first column of the output.
+    table, rows: numbers of the table and of the buffer of rows.
+    first_bag: the feature's bags are offsets[first_bag : first_bag + B + 1].
+    max_length: ids read per bag, 0 for all.
+    mean, weighted: how the multiplier s_i of an id is made.
+    column: the feature's first column of the output.
     """
 
     table: int
@@ -31,8 +33,8 @@ class Feature(NamedTuple):
 class Segment(NamedTuple):
     """One term of a table's cotangent: entries (rows[i], s_i · d[b, column : column + D]).
 
-    table, d, rows, offsets, weights: numbers in the lists of tensors; offsets -1: entry i belongs to d[i], and there
-    are `num_bags` of them; weights -1: none. The rest as in Feature.
+    table, d, rows, offsets, weights: numbers in the lists of tensors. With offsets -1, entry i belongs to d[i], and
+    there are `num_bags` entries. With weights -1, there are no weights. The other fields are as in Feature.
     """
 
     table: int
@@ -48,8 +50,7 @@ class Segment(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The cotangents of several tables, not written out: tensors,
-    and the segments that say how they belong together."""
+    """The cotangents of several tables, not written out: tensors, and the segments that combine them."""
 
     d: list[Tensor]
     rows: list[Tensor]
@@ -64,11 +65,11 @@ class Terms(NamedTuple):
 class Rule(NamedTuple):
     """A rule that implementations know (`rules.RULES`).
 
-    slots, hyper: its slots and its hyper-parameters, in the order in which they
-      are passed. wide: whether a slot is f[R, D], else f[R].
-    optional: (slot, hyper-parameter) of each slot that is not there where that
-      number is 0. is_timed: whether the step is in its formula;
-    counts_entries: whether it is told how many entries were summed into a row.
+    slots, hyper: the names of its slots and hyper-parameters, in the order of the calls.
+    wide: for each slot, whether it is f[R, D]; else it is f[R].
+    optional: (slot, hyper-parameter) of each slot that is absent if that number is 0.
+    is_timed: whether the formula reads the step.
+    counts_entries: whether the rule receives how many entries were summed into a row.
     """
 
     slots: tuple[str, ...]
@@ -79,16 +80,16 @@ class Rule(NamedTuple):
     counts_entries: bool = False
 
     def slots_with(self, hyper: Sequence[float]) -> tuple[str, ...]:
-        """The slots under these numbers."""
+        """Return the names of the slots that exist under these hyper-parameters."""
         absent = {slot for slot, name in self.optional if not hyper[self.hyper.index(name)]}
         return tuple(s for s in self.slots if s not in absent)
 
 
 class Owners(NamedTuple):
-    """Where the ids of a feature go: row r < num_rows lies on
-    ranks[r // part], as its row r % part + starts[r // part].
+    """The ranks that own a feature's ids: row r < num_rows lies on rank ranks[r // part].
 
-    first_bag, max_length: as in Feature. part · len(ranks) >= num_rows.
+    There it is row r % part + starts[r // part]. part · len(ranks) >= num_rows.
+    first_bag, max_length: as in Feature.
     """
 
     first_bag: int
@@ -107,7 +108,7 @@ def flatten(records: Sequence[NamedTuple]) -> list[int]:
 
 
 def _kept(make: Callable, static: tuple) -> tuple:
-    """make(static), kept for the next call; sizes that an export leaves open have no hash, and are kept nowhere."""
+    """Return make(static), kept for the next call. Sizes that an export leaves open have no hash, and are not kept."""
     try:
         return make(static)
     except TypeError:
@@ -127,7 +128,7 @@ def segments_of(flat: Sequence[int]) -> list[Segment]:
     return list(_segments(tuple(flat)))
 
 
-@functools.lru_cache(maxsize=1024)  # the next call's are most often the same
+@functools.lru_cache(maxsize=1024)  # the next call most often has the same features
 def _features(flat: tuple[int, ...]) -> tuple[Feature, ...]:
     parts = (flat[i : i + 7] for i in range(0, len(flat), 7))
     return tuple(Feature(*p[:4], bool(p[4]), bool(p[5]), p[6]) for p in parts)
@@ -150,13 +151,15 @@ def owners_of(flat: Sequence[int]) -> list[Owners]:
 
 
 def width_of(features: Sequence[Feature], tables: Sequence[Tensor]) -> int:
-    """The number of columns of a pooled lookup's output."""
+    """Return the number of columns of a pooled lookup's output."""
     return max((f.column + tables[f.table].shape[1] for f in features), default=0)
 
 
 def in_blocks(features: Sequence[int], num_bags: int, width: int, blocks: int) -> Sequence[int]:
-    """The features of an output [B, width] as of `blocks` parts [B, width / blocks], one after the other: where a
-    feature's first column lies from the beginning, as for rows of width / blocks."""
+    """Return the features of an output [B, width] that is written as `blocks` parts [B, width / blocks], end to end.
+
+    A feature's column then counts from the beginning of the output, as if all rows had width / blocks columns.
+    """
     if blocks == 1:
         return features
     part = width // blocks
@@ -166,19 +169,19 @@ def in_blocks(features: Sequence[int], num_bags: int, width: int, blocks: int) -
 
 
 def is_padded(segment: Segment, num_ids: int) -> bool:
-    """Whether a segment of bags is written out as `max_length` entries per bag; else it is an entry per position."""
+    """Whether a segment of bags is written out as `max_length` entries per bag; else as one entry per position."""
     return 0 < segment.max_length * segment.num_bags <= max(num_ids, segment.num_bags)
 
 
 def capacity_of(segment: Segment, num_ids: int) -> int:
-    """How many entries a segment is given, from shapes alone; `num_ids` is the length of its buffer of rows."""
+    """Return how many entries a segment gets, from shapes alone; `num_ids` is the length of its buffer of rows."""
     if segment.offsets < 0:
         return segment.num_bags
     return segment.max_length * segment.num_bags if is_padded(segment, num_ids) else num_ids
 
 
 def capacities(segments: Sequence[Segment], rows: Sequence[Tensor], num_tables: int) -> list[int]:
-    """The entries of each table."""
+    """Return how many entries each table gets."""
     total = [0] * num_tables
     for s in segments:
         total[s.table] += capacity_of(s, rows[s.rows].shape[0])
@@ -186,12 +189,12 @@ def capacities(segments: Sequence[Segment], rows: Sequence[Tensor], num_tables: 
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """f32 for f32, f16 and bf16 tables, f64 for f64: what sums, rules and slots are computed in."""
+    """Return the dtype of sums, rules and slots: f64 for f64 tables; f32 for f32, f16 and bf16 tables."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def widest(tensors: Sequence[Tensor]) -> torch.dtype:
-    """f64 when one of the tensors is, else f32."""
+    """Return f64 if a tensor is f64, else f32."""
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
@@ -199,16 +202,16 @@ def widest(tensors: Sequence[Tensor]) -> torch.dtype:
 
 CODE_BITS = (8, 4, 2)
 HEAD_BYTES = 4  # [scale f16][bias f16] before the codes
-FLOATS_OF = {32: (torch.float32,), 16: (torch.float16, torch.bfloat16)}  # tables that stand beside quantised ones
+FLOATS_OF = {32: (torch.float32,), 16: (torch.float16, torch.bfloat16)}  # dtypes of unquantised tables, by their bits
 
 
 def row_bytes(bits: int, dim: int) -> int:
-    """Of a quantised row: scale, bias, and `dim` codes in whole bytes."""
+    """Return the bytes of a quantised row: scale, bias, and `dim` codes in whole bytes."""
     return HEAD_BYTES + -(-dim * bits // 8)
 
 
 def check_coded(call: str, table: Tensor, bits: int, dim: int, at: str = "table") -> None:
-    """That a table is u8[R, S] of rows of `dim` codes, or of floats of 16 or 32 bits in `dim` columns."""
+    """Raise unless a table is u8[R, S] with rows of `dim` codes, or has `dim` columns of 16- or 32-bit floats."""
     coded = bits in CODE_BITS
     dtypes = (torch.uint8,) if coded else FLOATS_OF.get(bits, ())
     fits = table.dim() == 2 and dim >= 0 and table.shape[1] == (row_bytes(bits, dim) if coded else dim)
@@ -238,7 +241,7 @@ def check_tables(call: str, tables: Sequence[Tensor], bits: Sequence[int], dims:
 
 
 def score_dtype(queries: Tensor, items: Tensor, bits: int) -> torch.dtype:
-    """What `top_k` computes in: f64 where one of the two is, else f32; queries and items must have one dim."""
+    """Return the dtype in which `top_k` computes: f64 if queries or items are f64, else f32. Raises if dims differ."""
     dim = queries.shape[1]
     if bits:
         check_coded("top_k", items, bits, dim, "items")
@@ -251,7 +254,8 @@ def score_dtype(queries: Tensor, items: Tensor, bits: int) -> torch.dtype:
 
 
 def check_codable(table: Tensor, bits: int, key: Tensor | None) -> None:
-    """That a table is f[R, D], that there are such codes, and that a key is one, or one for each row."""
+    """Raise unless the table is f[R, D], the codes have 8, 4 or 2 bits, and the key is i64[], or i64[R] (one per
+    row)."""
     if bits not in CODE_BITS:
         raise ValueError(
             f"funcrec.kernels.quantize_rows: there are no such codes.\n  got   bits={bits}\n  need  one of"

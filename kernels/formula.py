@@ -1,13 +1,13 @@
-"""A row optimizer's rule as a formula: what its Python does to symbols in the place of tensors.
+"""A row optimizer's rule as a formula: the result of its Python code on symbols in place of tensors.
 
     (row f[D], grad f[D], {slot: f[D] or f[]}, hyper) → {"row": Symbol, slot: Symbol, ...}
-    what stands twice in it is one symbol
+    an expression that occurs twice in it is one symbol
 
-A symbol is of one of three kinds; what two make together is of the later one. HOST: known before the update
-(hyper-parameters, the step), computed in f64. NUMBER: one for a row, and WIDE: one for an element, in the dtype that
-the rule computes in (HOST is rounded where it meets them). A reduction makes a NUMBER of what is WIDE, and ends a
-level: what needs it waits for a pass over the row. What kernels are told of a rule (`write_rules`) and their own text
-of it (`write_cpp`, `write_triton`) follow from its formula.
+A symbol is of one of three kinds, in this order. HOST: known before the update (hyper-parameters, the step), computed
+in f64. NUMBER: one number for a row. WIDE: one number for each element. NUMBER and WIDE are in the dtype of the rule;
+HOST is rounded to that dtype where they meet. An operation on two kinds gives the later one. A reduction turns WIDE
+into NUMBER and ends a level: an operation that needs the result waits for a pass over the row. `write_rules` makes the
+facts about a rule that kernels need from its formula; `write_cpp` and `write_triton` make the kernels' code.
 """
 
 import functools
@@ -20,11 +20,11 @@ Formula = dict[str, "Symbol"]
 
 
 class UnknownError(Exception):
-    """A rule does what has no symbol; the message says what."""
+    """A rule does something for which there is no symbol; the message names it."""
 
 
 class Symbol:
-    """`op(*args)`; an argument is a symbol, or a number. `level`: how many reductions of one another it waits for."""
+    """`op(*args)`; an argument is a symbol or a number. `level`: how many reductions, each of the last, come first."""
 
     def __init__(self, op: str, args: tuple, kind: int, level: int, nodes: dict):
         self.op, self.args, self.kind, self.level, self.nodes = op, args, kind, level, nodes
@@ -66,7 +66,7 @@ class Symbol:
 
 
 def applied(name: str, *args: Any, **kwargs: Any) -> Any:
-    """A function of torch, or a method, on symbols."""
+    """Apply a torch function or method, by its name, to symbols."""
     try:
         return METHODS[name](*args, **kwargs)
     except TypeError as error:
@@ -74,8 +74,10 @@ def applied(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def made(op: str, *args: "Symbol | float") -> Symbol:
-    """The symbol of an operation. 0 · x is nothing, and nothing
-    + x is x: a formula for a number that is 0 reads less."""
+    """Return the symbol of an operation.
+
+    0 · x is the symbol "nothing", and nothing + x is x, so that a formula with a number that is 0 reads less.
+    """
     symbols = [x for x in args if isinstance(x, Symbol)]
     if not symbols or not all(isinstance(x, Symbol | int | float) for x in args):
         raise UnknownError(f"{op} of {', '.join(type(x).__name__ for x in args)}")
@@ -117,7 +119,7 @@ METHODS = {
 
 
 def primitive(function: Callable) -> Callable:
-    """Decorator of a function of torch that kernels have a word of their own for, by its name."""
+    """Decorate a torch function for which kernels have their own word, its name: on symbols it returns that word."""
 
     @functools.wraps(function)
     def run(*args):
@@ -130,8 +132,11 @@ def primitive(function: Callable) -> Callable:
 def formula_of(
     rule: Callable, slots: Mapping[str, bool], hyper: Mapping[str, Any], nodes: dict | None = None
 ) -> Formula:
-    """What a rule makes of a row; slots: whether each is as wide as the row; hyper:
-    values, or names for symbols of their own (`Named`)."""
+    """Return what a rule computes for a row.
+
+    slots: whether each slot is as wide as the row.
+    hyper: values; a `Named()` in place of a value makes the hyper-parameter a symbol.
+    """
     nodes = {} if nodes is None else nodes
     leaf = lambda op, kind, *args: interned(nodes, op, args, kind)
     own = {name: leaf("slot", WIDE if is_wide else NUMBER, name) for name, is_wide in slots.items()}
@@ -147,11 +152,12 @@ def formula_of(
 
 
 class Named:
-    """A hyper-parameter of any value."""
+    """A hyper-parameter that may have any value."""
 
 
 def symbols_of(roots: Iterable[Symbol], until: Callable[[Symbol], bool] = lambda x: False) -> list[Symbol]:
-    """All symbols that the roots are made of, arguments first; not those behind one that `until` holds for."""
+    """Return all symbols in the roots' expressions, arguments first. The search stops at symbols for which `until`
+    holds."""
     found: dict[int, Symbol] = {}
 
     def visit(x: Symbol) -> None:
@@ -174,15 +180,15 @@ def reads(roots: Iterable[Symbol], *ops: str) -> bool:
 
 
 def summed(formula: Formula) -> list[Symbol]:
-    """What the rule adds up over a row: the arguments of its reductions."""
+    """Return the values that the rule sums over a row: the arguments of its reductions."""
     return [x.args[0] for x in symbols_of(formula.values()) if x.op == "sum"]
 
 
 def is_elementwise(formula: Formula) -> bool:
-    """Whether an element's new value follows from that element of row, gradient and slots."""
+    """Whether an element's new value depends only on the same element of row, gradient and slots."""
     return not summed(formula)
 
 
 def is_gradient_wise(formula: Formula) -> bool:
-    """Whether nothing but the gradient, and slots with one number per row, is seen of other columns."""
+    """Whether an element depends on other columns only through the gradient, and slots with one number per row."""
     return not any(x.op == "row" or (x.op == "slot" and x.kind == WIDE) for x in symbols_of(summed(formula)))

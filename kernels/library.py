@@ -1,8 +1,8 @@
 """Implementations as torch operators: `torch.ops.funcrec_<implementation>.<name>`, opaque to a compiler.
 
-An implementation is a module with the functions of `SCHEMAS` (those that it has). Its operators know their shapes
-without running, are mapped over a batch as stacks (`stacks`) or by a loop, and have no derivative: with an input that
-is tracked they raise.
+An implementation is a module with some or all functions of `SCHEMAS`. Its operators compute their output shapes without
+running. vmap maps them over a batch as stacks (`stacks`) or in a loop. They have no derivative: they raise if an input
+is tracked.
 """
 
 import functools
@@ -60,7 +60,7 @@ SCHEMAS = {
     "top_k": "(Tensor queries, Tensor items, Tensor? rows, Tensor? offsets, int k, int bits=0) -> (Tensor, Tensor)",
 }
 SUMS = ("coalesce", "expand")
-STACKED = {  # the arguments of those that take stacks
+STACKED = {  # the argument names of each operator that takes stacks
     "pooled_lookup": ("tables", "rows", "offsets", "weights", "features", "num_bags", "blocks"),
     **dict.fromkeys(SUMS, ("d", "rows", "offsets", "weights", "segments", "shapes")),
     "fused_update": (
@@ -68,7 +68,7 @@ STACKED = {  # the arguments of those that take stacks
         "dims",
     ),
 }  # fmt: skip
-IN_PLACE = {"scatter_rows": "scatter_rows_", "fused_update": "fused_update_"}  # the pure one is made of its twin
+IN_PLACE = {"scatter_rows": "scatter_rows_", "fused_update": "fused_update_"}  # the pure one calls this twin on copies
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def _top_k(queries, items, rows, offsets, k, bits=0):
 
 
 def blank(x: Tensor) -> Tensor:
-    """Memory for x's elements, one row after the other whatever x's strides."""
+    """Return memory for x's elements, with rows end to end whatever the strides of x."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -170,8 +170,8 @@ FAKES: dict[str, Callable] = {
 
 @functools.cache
 def load(implementation: str) -> object:
-    """The module of an implementation; but for the reference its operators are defined by this call, once."""
-    with _loading:  # the cache alone lets threads that ask at once define them twice
+    """Load the module of an implementation. The first call defines its operators; the reference has none."""
+    with _loading:  # without the lock, two threads at once would both define the operators
         return _loaded(implementation)
 
 
@@ -187,8 +187,7 @@ def _loaded(implementation: str) -> object:
 
 
 def operator(implementation: str, name: str) -> Callable | None:
-    """What to call: the reference's own function, or the operator;
-    None when the implementation has no such function."""
+    """Return the reference's own function, or the implementation's operator; None if it has no such function."""
     module = load(implementation)
     if implementation == "reference":
         found = getattr(module, name, None)
@@ -199,19 +198,22 @@ def operator(implementation: str, name: str) -> Callable | None:
 
 
 def function(implementation: str, name: str) -> Callable:
-    """What the operator runs, without the dispatcher, which takes longer than small calls; of tensors that are bare."""
+    """Return the function that the operator runs, for plain tensors (`is_bare`).
+
+    A direct call saves the dispatcher's time, which is longer than a small call.
+    """
     load(implementation)
     return _functions[f"funcrec_{implementation}::{name}"]
 
 
 @functools.cache
 def planned(name: str) -> Callable:
-    """The operation of "cpp" as most calls need it, of tensors that nobody asks about before; of other calls None."""
+    """Return the "cpp" function for the usual arguments of an operation. It returns None for unusual ones."""
     return getattr(load("cpp"), f"planned_{name}")
 
 
 def check_name(call: str, implementation: str) -> str:
-    """The implementation, if there is one of this name."""
+    """Return the name of an implementation; raises if there is none of this name."""
     if not isinstance(implementation, str) or implementation not in MODULES:
         raise (ValueError if isinstance(implementation, str) else TypeError)(
             f"funcrec.kernels.{call}: the implementation is unknown.\n  got   {implementation!r}\n  need  one of"
@@ -221,15 +223,17 @@ def check_name(call: str, implementation: str) -> str:
 
 
 def twin(target: object) -> tuple[Callable, int] | None:
-    """For a pure operator that has a form in place: that, as a function, and how many of the arguments it writes to."""
+    """Return the in-place form of a pure operator, as a function, and how many arguments it writes to; else None."""
     if not isinstance(target, torch._ops.OpOverload) or not target.namespace.startswith("funcrec_"):
         return None
     return _twins.get(target._schema.name)
 
 
 def filled(to_padded: Callable) -> Callable:
-    """Given the filling in two parts, a float and, if it is a whole
-    number, that: torch's stable ABI has no number that is either."""
+    """Return `to_padded` with the fill in two parts: a float, and the same as an int if it is whole.
+
+    torch's stable ABI has no number that may be either.
+    """
 
     def run(values, offsets, max_length, fill, whole=None):
         return to_padded(values, offsets, max_length, fill if whole is None else whole)
@@ -273,10 +277,11 @@ def define(
     stacked: Sequence[str] = (),
     layout: torch.Tag = torch.Tag.needs_fixed_stride_order,
 ) -> None:
-    """An operator `torch.ops.<namespace>.<name>`; `in_place` takes the
-    same arguments and writes to the first, lists of tensors.
+    """Define an operator `torch.ops.<namespace>.<name>`.
 
-    stacked: the names of its arguments, if it takes stacks. layout: what compiled programs must keep of its arguments'.
+    `in_place` takes the same arguments and writes to the first one or two, which are tensors or lists of them.
+    stacked: the names of the arguments, if the operator takes stacks. layout: what compiled programs must keep of the
+    arguments' strides.
     """
     library = _libraries.get(namespace) or _libraries.setdefault(namespace, torch.library.Library(namespace, "DEF"))
     library.define(name + schema, tags=(layout, torch.Tag.pt2_compliant_tag))
@@ -295,8 +300,8 @@ def define(
 
 
 def _without_derivative(namespace: str, name: str) -> Callable:
-    """What autograd and each level of torch.func calls: the operator,
-    unless a derivative is wanted of one of its arguments."""
+    """Return the kernel that autograd and each level of torch.func call: the operator, or an error if an argument's
+    derivative is wanted."""
     packet = getattr(getattr(torch.ops, namespace), name)
 
     def run(keyset, *args, **kwargs):
@@ -310,7 +315,7 @@ def _without_derivative(namespace: str, name: str) -> Callable:
 
 
 def refuse_derivatives(name: str, implementation: str) -> NoReturn:
-    """The reference has derivatives; without one of this operation, an update of funcrec.optim has them."""
+    """Raise, and name what has derivatives: the reference if it has this operation, else funcrec.optim's updates."""
     known = hasattr(load("reference"), name)
     hint = (
         "implementation='reference', or None, which takes it for such tensors"
@@ -324,8 +329,11 @@ def refuse_derivatives(name: str, implementation: str) -> NoReturn:
 
 
 def _pure(in_place: Callable, name: str) -> Callable:
-    """The operation on copies of what it writes to. They are contiguous: a compiled program keeps the order of an
-    operand's strides alone, and lays a table that is every member's of a stack with the members side by side."""
+    """Return the operation on copies of the tensors that it writes to.
+
+    The copies are contiguous: a compiled program keeps only the order of an operand's strides, and may store a table
+    that all members of a stack share with the members interleaved.
+    """
     copy = lambda x: x.clone(memory_format=torch.contiguous_format)
     if name == "scatter_rows":
 
@@ -345,13 +353,13 @@ def _pure(in_place: Callable, name: str) -> Callable:
 
 
 def _loop(op: Callable, info, in_dims, *args):
-    """One call for each member of the batch, and their results stacked."""
-    dims = [None if _is_shared(d) else d for d in in_dims]  # a list of numbers may be long
+    """Call the operator once for each member of the batch, and stack the results."""
+    dims = [None if _is_shared(d) else d for d in in_dims]  # one None for a list of numbers, which may be long
     size = info.batch_size
     blank = lambda x, d: _member(x, d, None)
     call = lambda pick: op(*(pick(x, d) for x, d in zip(args, dims, strict=True)))
     members = [call(lambda x, d: _member(x, d, i)) for i in range(size)] or [call(blank)]  # noqa: B023
-    stack = lambda parts: torch.stack(list(parts))[:size]  # none of one, which has the shape of a member
+    stack = lambda parts: torch.stack(list(parts))[:size]  # an empty batch: no rows of the shape of one member
     if isinstance(members[0], Tensor):
         return stack(members), 0
     stacked = [stack(parts) for parts in zip(*members, strict=True)]
@@ -363,7 +371,7 @@ def _is_shared(dim) -> bool:
 
 
 def _member(x, dim, index: int | None):
-    """Of a batch of none (index None) one of zeros."""
+    """Return member `index` of a batch; with index None, a member of zeros for an empty batch."""
     if isinstance(x, (list, tuple)) and isinstance(dim, (list, tuple)):
         return [_member(y, d, index) for y, d in zip(x, dim, strict=True)]
     if dim is None:

@@ -1,10 +1,10 @@
-"""Memory for tables on the CPU: in pages of 2 MiB, where the system gives them.
+"""Memory for tables on the CPU, in pages of 2 MiB if the system grants them.
 
-A lookup reads rows far apart. With pages of 4 KiB nearly each is also a miss of the address caches, which costs more
-than the row itself (two to four times as much on a virtual machine).
+A lookup reads rows far apart. With pages of 4 KiB nearly each row is also a miss of the address caches (TLB), which
+costs more than the row itself (two to four times as much on a virtual machine).
 
-Large tables are mapped from the system, not taken from the allocator: what that gives again has the small pages of its
-last owner, and begins anywhere, so that a table loses the large page at either end.
+Large tables are mapped from the system, not taken from the allocator. Memory that the allocator reuses keeps the small
+pages of its last owner. It may also begin anywhere, so that a table loses the large page at either end.
 """
 
 import contextlib
@@ -22,8 +22,10 @@ _all_mapped: "weakref.WeakValueDictionary[int, mmap.mmap]" = weakref.WeakValueDi
 
 
 def empty_table(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-    """torch.empty, of huge pages when it is large, on the CPU and
-    on Linux; pages are given when they are first written."""
+    """Return torch.empty, in huge pages if the tensor is large, on the CPU and on Linux.
+
+    The system grants a page when it is first written.
+    """
     like = torch.empty(0, dtype=dtype, device=device)
     size = dtype.itemsize
     for n in shape:
@@ -34,22 +36,22 @@ def empty_table(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.dev
 
 
 def full_table(shape: tuple[int, ...], value: float, *, dtype: torch.dtype, device=None) -> Tensor:
-    """torch.full in such memory."""
+    """Return torch.full in memory from `empty_table`."""
     return empty_table(shape, dtype=dtype, device=device).fill_(value)
 
 
 def is_mapped(address: int) -> bool:
-    """Whether a table from here begins at the address."""
+    """Whether a table from this module begins at the address."""
     return address in _all_mapped
 
 
 def _mapped(size: int) -> memoryview:
-    """`size` bytes from a multiple of HUGE_PAGE on; the last page is a huge one when it is at least half full."""
+    """Map `size` bytes from a multiple of HUGE_PAGE on; the last page is huge if it is at least half full."""
     pages = (size + HUGE_PAGE // 2) // HUGE_PAGE
     memory = mmap.mmap(-1, max(size, pages * HUGE_PAGE) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     begin = -address % HUGE_PAGE
     _all_mapped[address + begin] = memory
-    with contextlib.suppress(AttributeError, OSError):  # advice: a system without huge pages says no
+    with contextlib.suppress(AttributeError, OSError):  # only advice: a system without huge pages refuses
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)[begin : begin + size]

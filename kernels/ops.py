@@ -1,32 +1,32 @@
-"""Contracts of the table operations, and the choice of an implementation.
+"""The contracts of the table operations, and the choice of an implementation.
 
     pooled_lookup            out[b, column_f + j] = Σ_{i in bag (f, b)} s_i · table_f[rows_f[i], j]
     pooled_lookup_weights    its transpose in the weights: ⟨table_f[rows_f[i]], d_out[b, f]⟩
     expand                   its transpose in the tables: one entry (rows[i], s_i · d_out[b, f]) per id
-    coalesce                 one entry per distinct row, its gradients summed in the order of their positions
-    fused_update             coalesce, and a rule on the touched rows, in one pass
+    coalesce                 one entry per distinct row: its gradients summed in the order of their positions
+    fused_update             coalesce, then a rule on the touched rows, in one pass
     gather_rows              out[i] = table[rows[i]]
     scatter_rows             out[rows[i]] = new[i], elsewhere the table
     take_ranges              ranges of a buffer one after the other, and take_ranges_transpose
     to_padded, from_padded   bags as a padded block and back: each other's transposes
     bucketize                ids by the shard that owns them
-    owner_blocks             the same of many tables, as blocks of one size for each rank, with the lengths of the bags
+    owner_blocks             the same for many tables, as blocks of one size for each rank, with the lengths of the bags
     quantized_lookup         pooled_lookup of rows of 8, 4 or 2 bits
     quantized_rows           reads such rows, and quantize_rows makes them
     top_k                    the rows whose inner products with a query are greatest
 
-with s_i the id's weight, or 1, over the bag's length for a mean. Every implementation keeps five rules:
+where s_i is the id's weight (or 1), divided by the bag's length for a mean. Every implementation keeps five rules:
  - a row outside [0, R) is never read or written: it counts as a row of zeros and gets no gradient;
  - positions beyond offsets[-1], and beyond `max_length` in a bag, are never read;
- - offsets may hold anything: they count as their running maximum, cut to the buffer ("triton" cuts each bag to
-   it by itself), and nothing outside a tensor is read or written;
- - sums run in f32 (f64 for f64 tables), each bag's and each row's entries in the order of their positions;
- - shapes depend on shapes only.
+ - offsets may hold anything: an operation reads them as their running maximum, cut to the buffer ("triton" cuts each
+   bag to the buffer by itself), and never reads or writes outside a tensor;
+ - sums run in f32 (f64 for f64 tables), over each bag's and each row's entries in the order of their positions;
+ - output shapes depend on input shapes only.
 
-`implementation` is a static choice by name; None is what `using` says, else the device's own: "cpp" for the CPU,
-"triton" for CUDA, "reference" for any other, and for a call with a tracked input (`tracked`): only the reference has
-derivatives, of every order and mode. An implementation named for such a call, an unknown name, or an operation that the
-implementation lacks, raises: nothing falls back.
+`implementation` is a static choice by name. None takes the name that `using` set, else the device's own: "cpp" for the
+CPU, "triton" for CUDA, "reference" for any other. A call with a tracked input (`tracked`) takes "reference": only it
+has derivatives, of every order and mode. To name another implementation for such a call raises, and so does an unknown
+name, or an operation that the implementation lacks: nothing falls back.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ _using: ContextVar[str | None] = ContextVar("funcrec_implementation", default=No
 
 @contextlib.contextmanager
 def using(implementation: str) -> Iterator[None]:
-    """Calls inside that name no implementation take this one; it belongs to the thread and the call that set it.
+    """Make calls inside that name no implementation take this one. It applies to the current thread or task only.
 
     Example:
       >>> import torch
@@ -79,13 +79,13 @@ def using(implementation: str) -> Iterator[None]:
 
 
 def chosen(implementation: str | None, device: torch.device) -> str:
-    """The name of the implementation that a call on `device` takes."""
+    """Return the name of the implementation that a call on `device` takes."""
     own = _using.get() or _DEVICES.get(device.type, "reference")
     return library.check_name("ops", own if implementation is None else implementation)
 
 
 def ambient() -> str | None:
-    """What `using` says: part of what a compiled function depends on."""
+    """Return the name that `using` set, or None. A compiled function depends on it."""
     return _using.get()
 
 
@@ -105,10 +105,10 @@ def pooled_lookup(
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """f32|f64[B, C] from tables f[R, D] each, rows i[N] and a
-    flat buffer of bags; the features cover every column once.
+    """Return f32|f64[B, C] from tables f[R, D], rows i[N] and a flat buffer of bags.
 
-    blocks: n, to have the columns in n equal parts one after the other, [n · B, C / n]; no feature lies in two.
+    The features cover every column once. blocks: n > 1 returns the columns in n equal parts, [n · B, C / n], one part
+    after the other; no feature lies in two parts.
     """
     call = _of("pooled_lookup", implementation, offsets, *tables, weights)
     return call(list(tables), list(rows), offsets, weights, flatten(features), num_bags, blocks)
@@ -124,7 +124,7 @@ def pooled_lookup_weights(
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """f[N]: the gradient of the weights of `pooled_lookup`; zero for ids that no weighted feature reads."""
+    """Return the gradient of the weights of `pooled_lookup`, f[N]; zero for ids that no weighted feature reads."""
     call = _of("pooled_lookup_weights", implementation, d_out, *tables, weights)
     return call(d_out, list(tables), list(rows), offsets, weights, flatten(features))
 
@@ -132,7 +132,7 @@ def pooled_lookup_weights(
 def expand(
     terms: Terms, shapes: Sequence[tuple[int, int]], *, implementation: str | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """(rows i64[K], grads f[K, D]) per table, segments in order; an entry that counts for nothing has row -1."""
+    """Return (rows i64[K], grads f[K, D]) per table, segments in order; an entry that does not count has row -1."""
     flat = _of_terms("expand", implementation, terms)(*terms.flat(), [n for s in shapes for n in s])
     return list(zip(flat[::2], flat[1::2], strict=True))
 
@@ -140,9 +140,9 @@ def expand(
 def coalesce(
     terms: Terms, shapes: Sequence[tuple[int, int]], *, implementation: str | None = None
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Per table (rows i64[K] ascending, grads f[K, D], count i64[], repeats i64[K]); K at most R.
+    """Return (rows i64[K] ascending, grads f[K, D], count i64[], repeats i64[K]) per table; K is at most R.
 
-    Behind `count` rows are -1, grads and repeats 0. `repeats` is the number of entries that were summed into each row.
+    From place `count` on, rows are -1, grads and repeats 0. `repeats` counts the entries summed into each row.
     """
     flat = _of_terms("coalesce", implementation, terms)(*terms.flat(), [n for s in shapes for n in s])
     return [tuple(flat[i : i + 4]) for i in range(0, len(flat), 4)]
@@ -162,21 +162,21 @@ def fused_update(
     *,
     implementation: str | None = None,
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """(tables, slots) with `rule` applied to every row that a term names.
+    """Return (tables, slots) with `rule` applied to every row that a term names.
 
-    A table that holds columns [first, first + D) of rows whose gradients have all columns is updated by what the rule
-    makes of rows of zeros with the table's columns, and the slots', in their places: right
-    for rules that see no other column but in the gradient.
+    A table may hold only columns [first, first + D) of rows whose gradients have all columns. The rule then sees rows
+    and slots that are zero outside the table's columns. This is right for rules that see other columns in the gradient
+    only.
 
     Args:
       slots: for each table, in the order of RULES[rule].slots.
       lr: f64[]. step: i64[], the steps taken before. hyper: in the order of RULES[rule].hyper.
-      key: i64[T, S + 1, 4], of which each table's random bits come: 16-bit tables are rounded stochastically; None
-        rounds to nearest. Of each table it has S segments of rows as (key, begin, phase, words), in the order of their
-        beginnings, the first from row 0 on; behind a table's last one stand such that begin at 2⁶³ - 1. Column c of row
-        r has 16 bits, those from 16 · ((phase + c) mod 4) on, of number r · words + (phase + c) // 4 of the key.
-      first: i64[T], where each table's columns begin among those of its gradients, and dims: how many those have. None
-        and () for tables of whole rows.
+      key: i64[T, S + 1, 4], the source of the bits that round 16-bit tables at random; None rounds to nearest. A table
+        has up to S segments of rows, (key, begin, phase, words), by ascending `begin` from row 0; the places after them
+        have begin 2⁶³ - 1. Column c of row r takes 16 bits of number r · words + (phase + c) // 4 of its segment's key,
+        from bit 16 · ((phase + c) mod 4) on.
+      first, dims: i64[T], where each table's columns begin among those of its gradients, and how many columns those
+        have. None and () for tables of whole rows.
     """
     if not tables:
         return [], []
@@ -189,14 +189,14 @@ def fused_update(
 
 
 def gather_rows(table: Tensor, rows: Tensor, *, implementation: str | None = None) -> Tensor:
-    """f32|f64[K, D]: table[rows], zeros for rows outside the table."""
+    """Return table[rows], f32|f64[K, D], with zeros for rows outside the table."""
     return _of("gather_rows", implementation, table)(table, rows)
 
 
 def scatter_rows(
     table: Tensor, rows: Tensor, count: Tensor, new: Tensor, *, implementation: str | None = None
 ) -> Tensor:
-    """The table with row rows[i] replaced by new[i] for i < count; rows[:count] are distinct and inside the table."""
+    """Return the table with rows[i] replaced by new[i] for i < count; rows[:count] are distinct and in the table."""
     return _of("scatter_rows", implementation, table, new)(table, rows, count, new)
 
 
@@ -212,12 +212,12 @@ def quantized_lookup(
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """f32[B, C]: `pooled_lookup` of what the rows of quantised tables stand for, with the same bits.
+    """Return f32[B, C]: the `pooled_lookup` of the numbers that quantised rows encode, with the same bits.
 
     Args:
-      tables: u8[R, S] of bits[t] 8, 4 or 2, each row [scale f16][bias f16][dims[t] codes, low bits
-        first, whole bytes], of which the numbers are code · scale + bias; or f32[R, D] of bits[t]
-        32, f16 or bf16[R, D] of bits[t] 16.
+      tables: u8[R, S] with bits[t] 8, 4 or 2. A row is [scale f16][bias f16][dims[t] codes, low bits first, whole
+        bytes], and its numbers are code · scale + bias. Or f32[R, D] with bits[t] 32, f16 or bf16[R, D] with bits[t]
+        16.
     """
     is_usual = weights is None and is_plain(implementation, offsets)
     out = library.planned("lookup")(tables, rows, offsets, features, num_bags, bits, dims) if is_usual else None
@@ -228,7 +228,7 @@ def quantized_lookup(
 
 
 def quantized_rows(table: Tensor, rows: Tensor, bits: int, dim: int, *, implementation: str | None = None) -> Tensor:
-    """f32[N, D]: what rows of a quantised table u8[R, S] stand for, zeros for rows outside it; of floats the rows."""
+    """Return f32[N, D]: the numbers of quantised rows u8[R, S], or rows of floats; zeros for rows outside the table."""
     check_coded("quantized_rows", table, bits, dim)
     if bits not in CODE_BITS:
         return gather_rows(table, rows, implementation=implementation)
@@ -236,19 +236,19 @@ def quantized_rows(table: Tensor, rows: Tensor, bits: int, dim: int, *, implemen
 
 
 def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None, *, implementation: str | None = None) -> Tensor:
-    """u8[R, S]: the rows of f[R, D] in codes of 8, 4 or 2 bits, as `quantized_lookup` reads them.
+    """Return u8[R, S]: the rows of f[R, D] in codes of 8, 4 or 2 bits, as `quantized_lookup` reads them.
 
-    With L = 2^bits - 1: bias = f16(min), scale = f16((max - bias) / L), 1 where that is 0, and code =
-    the integer nearest to (x - bias) / scale, ties to even, cut to [0, L]: the bytes of FBGEMM's
+    With L = 2^bits - 1: bias = f16(min), scale = f16((max - bias) / L), or 1 if that is 0. code = the integer nearest
+    to (x - bias) / scale, ties to even, cut to [0, L]. The bytes are those of FBGEMM's
     `FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf`, with the scale and bias in front.
 
     Args:
       key: i64[], to round up or down at random. Scale and bias are then rounded outwards, so that no number is cut off
-        and the mean over keys is the number itself; the bits depend on key, row and column only.
+        and the mean over keys is the number itself. The bits depend on key, row and column only.
 
-    Law: |x - x'| <= max(scale / 2, |min| · 2^-11), and L · 2^-25 more where scale is below f16's
-      normal numbers; with a key |x - x'| <= scale. A row that holds NaN or inf, or whose min or scale f16 does not
-      hold (beyond 65504 and 65504 · L), is NaN in all columns: it is never a finite row of other numbers.
+    Law: |x - x'| <= max(scale / 2, |min| · 2^-11), and L · 2^-25 more if scale is below f16's normal numbers. With a
+      key, |x - x'| <= scale. A row is NaN in all columns if it holds NaN or inf, or if f16 does not hold its min or
+      scale (beyond 65504 and 65504 · L). It never becomes a finite row of other numbers.
     """
     check_codable(table, bits, key)
     if any_tracked([table]):
@@ -262,15 +262,15 @@ def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None, *, implem
 def take_ranges(
     values: Tensor, starts: Tensor, lengths: Tensor, capacity: int, *, implementation: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(values [C, ...], offsets i64[B + 1]): values[starts[b] :
-    starts[b] + lengths[b]] one after the other, then zeros."""
+    """Return (values [C, ...], offsets i64[B + 1]): values[starts[b] : starts[b] + lengths[b]] end to end, then
+    zeros."""
     return _of("take_ranges", implementation, values)(values, starts, lengths, capacity)
 
 
 def take_ranges_transpose(
     d: Tensor, starts: Tensor, lengths: Tensor, num_values: int, *, implementation: str | None = None
 ) -> Tensor:
-    """[num_values, ...] of d's dtype: the sum of d [C, ...] over the ranges that hold each position, in order."""
+    """Return [num_values, ...] in d's dtype: d [C, ...] summed over the ranges that hold each position, in order."""
     return _of("take_ranges_transpose", implementation, d)(d, starts, lengths, num_values)
 
 
@@ -283,11 +283,11 @@ def bucketize(
     *,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows grouped by their owner, row // block, then by bag, in order: what a row-wise shard of tables is sent.
+    """Return rows grouped by their owner, row // block, then by bag, in order: the input of each row-wise shard.
 
     Returns:
-      rows i[N] in the owner's own numbers, lengths i64[S · B], weights f[N] (or [0]), positions i64[N]: where each id
-      went, -1 for one that nobody owns. Behind the last row zeros.
+      rows i[N] in the owner's own numbers, lengths i64[S · B], weights f[N] (or [0]), positions i64[N]: each id's new
+      position, -1 for an id without owner. Zeros follow the last row.
     """
     return _of("bucketize", implementation, rows, weights)(rows, offsets, weights, num_shards, block)
 
@@ -304,20 +304,19 @@ def owner_blocks(
     placed: bool = False,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a rank sends to each of n ranks: the rows of its ids
-    there, lane by lane and bag by bag, and the bags' lengths.
+    """Return the blocks that a rank sends to n ranks: the rows it needs there, by lane and bag, and the bags' lengths.
 
     Args:
       ids: i[N], and offsets, i[M + 1], their bags; lane l reads `num_bags` of them from lanes[l].first_bag on.
-      slots: for each of the n ranks, equally many lanes, those that it is told of (each at most once); -1 for none.
-      room: C, the rows that a rank can be sent; those beyond are counted and left out.
-      wide: i64, not i32, of what is sent: the caller's word that rows and lengths fit.
-      placed: whether to say where each id went: no two lanes then read the same id.
+      slots: for each of the n ranks, K lanes (each at most once) whose bag lengths it receives; -1 for none.
+      room: C, the rows that a rank can be sent; more are counted and left out.
+      wide: whether to send i64. If not, i32 is sent, and the caller guarantees that rows and lengths fit.
+      placed: whether to return each id's place; then no two lanes may read the same id.
 
     Returns:
-      [n, C + K · B], C rows (of the owner's bank, -1 where there are fewer), then B lengths for each of K slots, of all
-      rows and not only those sent; i64[n], how many rows each rank owns; i64[N], the place among the n · C of each id,
-      -1 for none, or [0] if not `placed`. An id outside its table is nobody's.
+      [n, C + K · B]: C rows (numbers in the owner's bank, -1 in unused places), then B lengths for each of K slots,
+      which count all rows, also those left out. i64[n]: how many rows each rank owns. i64[N]: each id's place among the
+      n · C, -1 for none; or [0] if not `placed`. An id outside its table has no owner.
     """
     flat, told = [n for x in lanes for n in x.flat()], [n for x in slots for n in x]
     call = _of("owner_blocks", implementation, ids)
@@ -333,7 +332,7 @@ def to_padded(
 
 
 def from_padded(padded: Tensor, offsets: Tensor, capacity: int, *, implementation: str | None = None) -> Tensor:
-    """[capacity, ...]: the transpose of to_padded; zeros behind offsets[-1] and where a bag is longer than L."""
+    """Return [capacity, ...], the transpose of to_padded; zeros after offsets[-1] and where a bag exceeds L."""
     return _of("from_padded", implementation, padded)(padded, offsets, capacity)
 
 
@@ -347,22 +346,24 @@ def top_k(
     *,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(scores f32|f64[B, k], rows i64[B, k]) whose ⟨query, row⟩ are greatest, of equal ones the lower row.
+    """Return (scores f32|f64[B, k], rows i64[B, k]): the greatest ⟨query, row⟩, by descending score, then by row.
 
-    A score is summed column after column: its bits are the same whatever stands beside it. A row
-    whose score is NaN or -∞ is left out; where fewer than k are left, -∞ and -1 stand.
+    A score is summed column by column, so its bits do not depend on the other rows and queries. A row whose score is
+    NaN or -∞ is left out; if fewer than k rows are left, -∞ and -1 fill the rest.
 
     Args:
       queries: f[B, D]. items: f[N, D], or quantised rows u8[N, S] of `bits` (8, 4 or 2).
-      rows: i[L], and offsets i[B + 1], their bags: the rows that each query leaves out. None for none.
+      rows: i[L], and offsets i[B + 1], their bags: the rows to leave out for each query. None leaves out none.
     """
     call = _of("top_k", implementation, queries, items, bare=[x for x in (rows, offsets) if x is not None])
     return call(queries, items, rows, offsets, k, bits)
 
 
 def _of(name: str, implementation: str | None, *tensors: Tensor | None, bare: Sequence[Tensor] | None = None):
-    """What to call; `tensors` are all that a derivative could be wanted of, the first on the call's device. `bare`: the
-    others, of an operation that goes around the dispatcher where nothing looks on."""
+    """Return the function to call. The first of `tensors`, which may all be tracked, is on the call's device.
+
+    `bare` are the other tensors, for operations that may skip the dispatcher if nothing observes the call.
+    """
     mine = [x for x in tensors if x is not None]
     device = mine[0].device if mine else torch.device("cpu")
     choice = chosen(implementation, device)
@@ -383,16 +384,16 @@ def _of(name: str, implementation: str | None, *tensors: Tensor | None, bare: Se
 
 
 def is_plain(implementation: str | None, x: Tensor) -> bool:
-    """Whether a call of which nothing can be tracked runs "cpp", and nobody looks on."""
+    """Whether a call runs "cpp", no input can be tracked, and nothing observes the call."""
     return implementation is None and _using.get() is None and type(x) is Tensor and x.is_cpu and is_quiet()
 
 
 def is_free(implementation: str | None) -> bool:
-    """Whether nobody named an implementation: a call with a tracked input may take the one that has derivatives."""
+    """Whether nobody named an implementation: then a call with a tracked input may take "reference"."""
     return implementation is None and ambient() is None
 
 
 def _of_terms(name: str, implementation: str | None, terms: Terms) -> Callable:
-    """Without a tensor there is nothing to do, and no operator could be called."""
+    """Return the function for terms. Without tensors it is the reference's, because an operator needs a tensor."""
     tensors = (*terms.d, *terms.rows, *terms.weights)
     return _of(name, implementation if tensors else "reference", *tensors)

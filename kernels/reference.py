@@ -1,7 +1,7 @@
 """Each operation of `ops` in plain torch: out of place, static shapes, no host read.
 
-They pass grad, jvp, vmap and hessian as they stand, run in f64, and sum in a fixed order in eager and compiled form
-(`scatter_add` over whole rows adds in the order of positions; `index_add` would become atomics under Inductor).
+The functions pass grad, jvp, vmap and hessian unchanged, and run in f64. They sum in a fixed order, eager and compiled:
+`scatter_add` over whole rows adds in the order of positions, while Inductor would turn `index_add` into atomics.
 Shapes: B bags, N buffer length, K entries, R rows, D dim.
 """
 
@@ -41,7 +41,7 @@ __all__ = [
     "scatter_rows", "take_ranges", "take_ranges_transpose", "to_padded", "top_k",
 ]  # fmt: skip
 
-UNROLL_MAX = 16  # bags of at most so many ids are summed term by term, which Inductor fuses into what reads the sum
+UNROLL_MAX = 16  # longest bags that are summed term by term; Inductor fuses such a sum into its reader
 
 
 _owner_blocks = blocks_by(take_ranges, bucketize)
@@ -55,7 +55,7 @@ def owner_blocks(ids, offsets, *how):
 
 
 class Run(NamedTuple):
-    """Features that stand side by side, alike in everything: one lookup of `width` times as many bags."""
+    """Neighbouring features that differ only in their place: one lookup with `width` times as many bags."""
 
     feature: Feature
     width: int
@@ -66,8 +66,10 @@ class Run(NamedTuple):
 
 
 def runs_of(features: Sequence[Feature], dims: Sequence[int], num_bags: int) -> list[Run]:
-    """The features by column, neighbours joined where table,
-    options and buffer agree and the bags follow each other."""
+    """Return the features in the order of their columns.
+
+    Neighbours are joined if table, options and buffer agree and their bags follow each other.
+    """
     runs: list[Run] = []
     for feature in sorted(features, key=lambda f: f.column):
         last = runs[-1] if runs else None
@@ -88,7 +90,7 @@ def pooled_lookup(tables, rows, offsets, weights, features, num_bags, blocks=1) 
 
 
 def quantized_lookup(tables, rows, offsets, weights, features, num_bags, bits, dims) -> Tensor:
-    """`pooled_lookup` of what the rows stand for."""
+    """Return the `pooled_lookup` of the numbers that the rows encode."""
     check_tables("quantized_lookup", tables, bits, dims)
     coded = lambda t, b, dim: lambda rows: quantized_rows(t, rows, b, dim)
     every = zip(tables, bits, dims, strict=True)
@@ -97,7 +99,7 @@ def quantized_lookup(tables, rows, offsets, weights, features, num_bags, bits, d
 
 
 def _pooled(read, dims, rows, offsets, weights, features, num_bags) -> Tensor:
-    """f[B, C]; read[t](rows): the rows of table t."""
+    """Return f[B, C]; read[t](rows) returns rows of table t."""
     columns, offsets = [], ascending(offsets)
     for run in runs_of(features_of(features), dims, num_bags):
         feature = run.feature
@@ -112,7 +114,7 @@ def _pooled(read, dims, rows, offsets, weights, features, num_bags) -> Tensor:
 
 
 def _pool_short(read: Callable, ids: Tensor, bounds: Tensor, weights: Tensor | None, max_length: int) -> Tensor:
-    """Σ over the places 0, 1, ... of a bag."""
+    """Sum over the places 0, 1, ... of a bag."""
     total = 0
     for place in range(max_length):
         position = bounds[:-1] + place
@@ -121,7 +123,7 @@ def _pool_short(read: Callable, ids: Tensor, bounds: Tensor, weights: Tensor | N
 
 
 def _pool_long(read: Callable, ids: Tensor, bounds: Tensor, weights: Tensor | None, max_length: int) -> Tensor:
-    """Σ by adding every position of the buffer to its bag; positions of no bag go to bag B, which is cut off."""
+    """Add every position of the buffer to its bag. Positions outside all bags go to bag B, which is cut off."""
     num_bags = bounds.shape[0] - 1
     position, bag, valid = _flat_entries(bounds, ids.shape[0], max_length)
     terms = _terms(read, ids, position, valid, weights)
@@ -130,7 +132,7 @@ def _pool_long(read: Callable, ids: Tensor, bounds: Tensor, weights: Tensor | No
 
 
 def _terms(read: Callable, ids: Tensor, position: Tensor, valid: Tensor, weights: Tensor | None) -> Tensor:
-    """s_i · table[ids[position]], zeros where the position or the id counts for nothing."""
+    """Return s_i · table[ids[position]], with zeros if the position or the id does not count."""
     out = read(_rows_at(ids, position, valid))
     if weights is not None:
         out = out * _scale_at(weights, position, valid).to(out.dtype)
@@ -146,14 +148,14 @@ def _scale_at(weights: Tensor, position: Tensor, valid: Tensor) -> Tensor:
 
 
 def _take(buffer: Tensor, position: Tensor) -> Tensor:
-    """buffer[position], the position clamped into the buffer; zeros when it is empty."""
+    """Return buffer[position], with the position clamped into the buffer; zeros if the buffer is empty."""
     if buffer.shape[0] == 0:
         return buffer.new_zeros(position.shape + buffer.shape[1:])
     return buffer.index_select(0, position.clamp(0, buffer.shape[0] - 1))
 
 
 def _flat_entries(bounds: Tensor, capacity: int, max_length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """One entry per position of the buffer: its position, its bag (B for none) and whether it counts."""
+    """Return for each position of the buffer: the position, its bag (B for none) and whether it counts."""
     num_bags = bounds.shape[0] - 1
     position = torch.arange(capacity, device=bounds.device, dtype=bounds.dtype)
     bag = place_among(bounds, position) - 1
@@ -165,7 +167,7 @@ def _flat_entries(bounds: Tensor, capacity: int, max_length: int) -> tuple[Tenso
 
 
 def _padded_entries(bounds: Tensor, max_length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`max_length` entries per bag."""
+    """Return (position, bag, valid) of `max_length` entries per bag."""
     num_bags = bounds.shape[0] - 1
     place = torch.arange(max_length, device=bounds.device, dtype=bounds.dtype)
     position = (bounds[:-1, None] + place).flatten()
@@ -175,7 +177,7 @@ def _padded_entries(bounds: Tensor, max_length: int) -> tuple[Tensor, Tensor, Te
 
 
 def bag_lengths(bounds: Tensor, max_length: int) -> Tensor:
-    """f32[B]: the divisor of a mean, at least 1."""
+    """Return the divisor of a mean, f32[B], at least 1."""
     lengths = bounds.diff()
     return (lengths.clamp(max=max_length) if max_length else lengths).clamp(min=1).to(torch.float32)
 
@@ -203,7 +205,7 @@ def expand(d, rows, offsets, weights, segments, shapes) -> list[Tensor]:
     for s in segments_of(segments):
         num_rows, dim = shapes[2 * s.table : 2 * s.table + 2]
         taken, grads = _entries(s, d[s.d][:, s.column : s.column + dim], rows[s.rows], offsets, weights)
-        taken = taken.long()  # an i32 is compared with R as an i32, into which it may not fit
+        taken = taken.long()  # an i32 tensor would compare with R as i32, which may be too small for R
         inside = (taken >= 0) & (taken < num_rows)
         wide = accumulation_dtype(grads.dtype)
         entries[s.table].append((torch.where(inside, taken, -1), torch.where(inside[:, None], grads.to(wide), 0)))
@@ -217,14 +219,14 @@ def expand(d, rows, offsets, weights, segments, shapes) -> list[Tensor]:
 
 
 def _entries(s: Segment, d: Tensor, ids: Tensor, offsets: Sequence[Tensor], weights: Sequence[Tensor]):
-    """(rows i[K], s_i · d[bag] f[K, D]) of one segment."""
+    """Return (rows i[K], s_i · d[bag] f[K, D]) of one segment."""
     d = d.to(accumulation_dtype(d.dtype))
     scale = weights[s.weights] if s.weights >= 0 else None
     if s.offsets < 0:
         grads = d[: s.num_bags] if scale is None else d[: s.num_bags] * scale[: s.num_bags, None].to(d.dtype)
         return ids[: s.num_bags], grads
     bounds = ascending(offsets[s.offsets])[s.first_bag : s.first_bag + s.num_bags + 1].clamp(0, ids.shape[0])
-    # s_i / len is one factor, rounded once, as in the kernels: an entry has the same bits wherever it is written out
+    # s_i / len is one factor, rounded once, as in the kernels: so an entry has the same bits wherever it is written out
     lengths = bag_lengths(bounds, s.max_length).double() if s.mean else None
     if lengths is not None and scale is None:
         d = d * (1 / lengths)[:, None].to(d.dtype)
@@ -273,14 +275,17 @@ def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
 
 
 def scatter_rows(table: Tensor, rows: Tensor, count: Tensor, new: Tensor) -> Tensor:
-    """Entries behind `count` write what stands there to rows that none before
-    it names, each to another: no place is written twice."""
+    """Write new[i] to row rows[i] for i < count.
+
+    Entries from `count` on rewrite the old values of distinct rows that the first entries do not name, so that no
+    place is written twice.
+    """
     most = min(rows.shape[0], table.shape[0])
     if most == 0:
         return table
     entry = torch.arange(most, device=rows.device)
     named = entry < count
-    # the j-th row that is not named is j + (how many named rows have at most j unnamed ones below them)
+    # the j-th unnamed row is j + (the number of named rows that have at most j unnamed rows below them)
     ordered = torch.sort(torch.where(named, rows[:most].long(), 2 * table.shape[0] + entry)).values
     spare = (entry - count).clamp(min=0)
     spare = (spare + torch.searchsorted(ordered - entry, spare, right=True)).clamp(max=table.shape[0] - 1)

@@ -10,13 +10,15 @@ from torch import Tensor
 
 
 def ascending(offsets: Tensor) -> Tensor:
-    """Offsets as every operation reads them: their running maximum."""
+    """Return offsets as every operation reads them: their running maximum."""
     return offsets.cummax(0).values
 
 
 def place_among(bounds: Tensor, position: Tensor, right: bool = True) -> Tensor:
-    """How many of the ascending bounds are less than the position, or at most it. Under
-    vmap both get memory of their own: torch asks for it."""
+    """Return how many of the ascending bounds are at most the position (less than it, if not `right`).
+
+    Under vmap both tensors are copied to memory of their own, as torch requires.
+    """
     if is_transforming():
         none = (bounds[..., :1] * 0).sum() + (position[..., :1] * 0).sum()
         bounds, position = (bounds + none).contiguous(), (position + none).contiguous()
@@ -36,7 +38,7 @@ def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values
     wide = d.to(accumulation_dtype(d.dtype))
     sums = wide.new_zeros(
         (num_values + 1, *d.shape[1:])
-    )  # positions of no range go to the last place, which is cut off
+    )  # positions outside all ranges go to the last place, which is cut off
     if starts.shape[0]:
         source, inside = _sources(starts, _offsets_of(lengths), d.shape[0], num_values)
         place = _like(torch.where(inside, source, num_values), wide).expand(wide.shape)
@@ -45,7 +47,8 @@ def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values
 
 
 def _sources(starts: Tensor, offsets: Tensor, capacity: int, num_values: int) -> tuple[Tensor, Tensor]:
-    """i64[C] positions in the buffer that the places of take_ranges' output come from, and which places have one."""
+    """Return the buffer position from which each place of take_ranges' output is read, i64[C], and whether there is
+    one."""
     place, bounds = torch.arange(capacity, device=offsets.device), ascending(offsets).clamp(0, capacity)
     bag = place_among(bounds, place) - 1
     inside = (bag >= 0) & (bag < starts.shape[0])
@@ -100,10 +103,10 @@ def bucketize(
 
 
 def _offsets_of(lengths: Tensor) -> Tensor:
-    """i64[B + 1] from lengths i[B]."""
+    """Return offsets i64[B + 1] from lengths i[B]."""
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 
 
 def _like(mask: Tensor, x: Tensor) -> Tensor:
-    """mask with as many dimensions as x."""
+    """Return the mask with as many dimensions as x."""
     return mask.reshape(mask.shape + (1,) * (x.dim() - mask.dim()))

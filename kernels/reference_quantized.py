@@ -2,7 +2,7 @@
 
     x ~ code * scale + bias        codes 0 .. L, L = 2^bits - 1
 
-bias is the row's least number and scale its range / L, both rounded to f16 before a code is made of them; a product
+bias is the row's least number, and scale its range / L. Both are rounded to f16 before they make a code. A product
 code * scale is exact in f32, so that a value is rounded once, with or without a fused multiply-add.
 A row that holds NaN or inf, or whose bias or scale f16 does not hold, is NaN in all columns.
 Shapes: N ids, R rows, D dim, S bytes.
@@ -18,34 +18,34 @@ NAN = 0x7E00  # of f16
 
 
 def quantized_rows(table: Tensor, rows: Tensor, bits: int, dim: int) -> Tensor:
-    """f32[N, D], zeros for rows outside [0, R)."""
+    """Return f32[N, D], with zeros for rows outside [0, R)."""
     check_coded("quantized_rows", table, bits, dim)
     if table.shape[0] == 0:
         return torch.zeros(rows.shape[0], dim, device=table.device)
     inside = (rows >= 0) & (rows.long() < table.shape[0])
     taken = table.index_select(0, rows.clamp(0, table.shape[0] - 1))
-    # flat: of one row alone the stride would stay that of the whole row
+    # flatten: a single row would keep the stride of the whole row
     head = taken[:, :HEAD_BYTES].flatten().view(torch.float16).unflatten(0, (-1, 2)).to(torch.float32)
     return torch.where(inside[:, None], codes_of(taken, bits, dim) * head[:, :1] + head[:, 1:], 0)
 
 
 def codes_of(rows: Tensor, bits: int, dim: int) -> Tensor:
-    """f32[N, D]: the codes of u8[N, S]."""
+    """Return the codes of u8[N, S] as f32[N, D]."""
     shifts = torch.arange(0, 8, bits, device=rows.device, dtype=torch.int32)
     parts = (rows[:, HEAD_BYTES:, None].to(torch.int32) >> shifts) & (2**bits - 1)
     return parts.flatten(1)[:, :dim].to(torch.float32)
 
 
 def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None) -> Tensor:
-    """u8[R, S]; a key rounds at random, and scale and bias outwards, so that no number is cut off."""
+    """Return u8[R, S]. A key rounds codes at random, and scale and bias outwards, so that no number is cut off."""
     most = 2**bits - 1
     x = table.to(torch.float32)
     low, high = (x.amin(1), x.amax(1)) if x.shape[1] else (x.new_zeros(x.shape[0]),) * 2
-    low = torch.where(low == 0, 0, low)  # of zeros of both signs either is the least
+    low = torch.where(low == 0, 0, low)  # +0 for either zero: amin may return -0 or +0
     bias = _to_half(low, down=True, directed=key is not None)
     reach = high - bias.to(torch.float32)
     scale = _to_half(reach / most, down=False, directed=key is not None)
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # the bias is all there is
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # all numbers of the row equal the bias
     lost = ~(bias.isfinite() & scale.isfinite() & low.isfinite() & high.isfinite())
     place = x - bias.to(torch.float32)[:, None]
     if key is None:
@@ -58,7 +58,10 @@ def quantize_rows(table: Tensor, bits: int, key: Tensor | None = None) -> Tensor
 
 
 def _to_half(x: Tensor, *, down: bool, directed: bool) -> Tensor:
-    """f16 of x, the nearest one or, if `directed`, the next one in a direction; what is nearest to inf is inf."""
+    """Return x in f16: the nearest number, or, if `directed`, the next one below or above x.
+
+    If the nearest is inf, the result is inf.
+    """
     near = x.to(torch.float16)
     if not directed:
         return near
@@ -69,12 +72,15 @@ def _to_half(x: Tensor, *, down: bool, directed: bool) -> Tensor:
 
 
 def _at_random(x: Tensor, key: Tensor) -> Tensor:
-    """x rounded up as often as 16 random bits are below its fraction: column c of
-    row r has 16 · (c mod 4) on of number r · ceil(D / 4) + c // 4 of the key, or number c // 4 of key[r]."""
+    """Round x up as often as 16 random bits are below its fraction, else down.
+
+    The bits of row r and column c are those from 16 · (c mod 4) on of a random word: number r · ceil(D / 4) + c // 4 of
+    the key, or number c // 4 of key[r].
+    """
     num_rows, dim = x.shape
     words = -(-dim // 4)
     counter = torch.arange(1, num_rows * words + 1, device=x.device, dtype=torch.int64).view(num_rows, words)
-    if key.dim():  # a key for each row: of its own first words
+    if key.dim():  # one key per row: each row uses the first words of its own key
         counter = counter[:1] + torch.zeros_like(counter)
         key = key[:, None]
     z = (counter + key * GAMMA_INVERSE) * GAMMA  # = key + counter · GAMMA, in an order that compilers keep
@@ -86,7 +92,7 @@ def _at_random(x: Tensor, key: Tensor) -> Tensor:
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """u8[R, ceil(D · bits / 8)]: low bits first, zeros behind the last code."""
+    """Pack codes into u8[R, ceil(D · bits / 8)], low bits first, with zeros after the last code."""
     each = 8 // bits
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % each)).unflatten(1, (-(-codes.shape[1] // each), each))
     shifts = torch.arange(0, 8, bits, device=codes.device, dtype=torch.int32)

@@ -1,10 +1,9 @@
-"""Stacks: what vmap makes of a lookup, an update or a sum of row gradients, as one call for all members.
+"""Stacks: vmap turns a lookup, an update or a sum of row gradients into one call for all members.
 
     fused_update(tables [K, R, D]) = stack over k of fused_update(tables[k])        pooled_lookup and coalesce likewise
 
-An operand with one dimension more than it has by itself, in front, is a stack of K; one without is every member's.
-Nothing is copied: to an implementation the members are K times
-as many tables, cotangents, buffers of rows and segments.
+An operand with one extra dimension in front is a stack of K. All members share an operand without it. Nothing is
+copied: an implementation sees K times as many tables, cotangents, buffers of rows and segments.
 Shapes: K members, T tables of one member.
 """
 
@@ -20,7 +19,7 @@ _TERMS = ("d", "rows", "offsets", "weights")
 
 
 def num_members(**operands: object) -> int | None:
-    """K, if one of the operands (named as in RANKS; tensors, lists of them or None) is a stack."""
+    """Return K if an operand (named as in RANKS: a tensor, a list of them, or None) is a stack; else None."""
     for name, own in operands.items():
         xs = own if isinstance(own, (list, tuple)) else () if own is None else (own,)
         if max(map(Tensor.dim, xs), default=0) > RANKS[name]:
@@ -29,11 +28,11 @@ def num_members(**operands: object) -> int | None:
 
 
 def update_of_members(update: Callable, is_timed: Callable[..., bool]) -> Callable:
-    """An update in place that takes stacks, of one that takes none.
+    """Return an update in place that takes stacks, made of one that takes none.
 
-    update(tables, slots, d, rows, offsets, weights, segments, lr, step, key, *rest), where `rest` are the rule and what
-    belongs to it. Members with rates of their own, or steps of their
-    own under a rule that reads the step, are a call each.
+    The signature is update(tables, slots, d, rows, offsets, weights, segments, lr, step, key, *rest), where `rest` is
+    the rule and its arguments. Members are called one by one if each has its own rate, or its own step under a rule
+    that reads the step.
     """
 
     def run(tables, slots, d, rows, offsets, weights, segments, lr, step, key, *rest):
@@ -57,8 +56,10 @@ def update_of_members(update: Callable, is_timed: Callable[..., bool]) -> Callab
 
 
 def lookup_of_members(lookup: Callable, reads_stacks: bool = False) -> Callable:
-    """`pooled_lookup` that takes stacks, and then gives one, of one that
-    takes none, or `reads_stacks` of tables in one piece."""
+    """Return a `pooled_lookup` that takes and returns stacks, made of one that takes none.
+
+    With `reads_stacks` the given lookup takes a stack of tables as one tensor.
+    """
 
     def run(tables, rows, offsets, weights, features, num_bags, blocks=1):
         k = num_members(tables=tables, rows=rows, offsets=offsets, weights=weights)
@@ -82,14 +83,14 @@ def lookup_of_members(lookup: Callable, reads_stacks: bool = False) -> Callable:
 
 
 def fit(rows: Sequence[Tensor], weights: Tensor | None) -> bool:
-    """Whether all buffers have one length: every id a weight, and every weight an id."""
+    """Whether all buffers have one length, so that every id has a weight and every weight an id."""
     return len({x.shape[-1] for x in (*rows, *([] if weights is None else [weights]))}) <= 1
 
 
 def no_members(
     tables: Sequence[Tensor], offsets: Tensor, features: Sequence[int], num_bags: int, blocks: int
 ) -> Tensor:
-    """The output of a lookup of stacks of none."""
+    """Return the output of a lookup of empty stacks."""
     shape = (0, blocks * num_bags, _width(features, tables) // blocks)
     return offsets.new_zeros(shape, dtype=widest(tables))
 
@@ -105,12 +106,14 @@ def lookups_together(
     width: int | None = None,
     reads_stacks: bool = False,
 ) -> tuple:
-    """The lookups of all members as one: tables and buffers one by one, each
-    shared one once, offsets, weights, K times the features.
+    """Return the lookups of all members as one: tables, buffers, offsets, weights, and K times the features.
 
-    apart: where offsets or weights are stacks, or an id has a place for each member: the members' ids lie in one buffer
-    behind each other, so that offsets ascend from the first to the last. width: of a member's columns, if not that of
-    its output. reads_stacks: stacks of tables in one piece stay, and count as K tables.
+    Stacks of tables and buffers are split into their members; a shared one is passed once.
+
+    apart: whether offsets or weights are stacks. Then the members' ids lie in one buffer, member after member, and the
+      offsets ascend from the first member to the last.
+    width: the number of a member's columns, if it is not that of its output.
+    reads_stacks: whether stacks of tables stay one tensor, and count as K tables.
     """
     width = _width(features, tables) if width is None else width
     of_tables, of_rows = (tuple(x.dim() > rank for x in xs) for xs, rank in ((tables, 2), (rows, 1)))
@@ -140,7 +143,7 @@ def _one_by_one(xs: Sequence[Tensor], rank: int) -> list[Tensor]:
 def _features_of_members(
     features: tuple[int, ...], k: int, stacks: tuple[tuple[bool, ...], ...], bags: int, width: int
 ) -> tuple[int, ...]:
-    """Each member's features, one member after the other. bags: how many offsets further a member's begin."""
+    """Return each member's features, member by member. bags: the distance from one member's offsets to the next's."""
     tables, rows = ([sum(k if s else 1 for s in own[:i]) for i in range(len(own))] for own in stacks)
     moved = (
         f._replace(
@@ -156,7 +159,7 @@ def _features_of_members(
 
 
 def sums_of_members(written_out: Callable) -> Callable:
-    """`coalesce` or `expand` that takes stacks, and then gives them, of one that takes none."""
+    """Return a `coalesce` or `expand` that takes and returns stacks, made of one that takes none."""
 
     def run(d, rows, offsets, weights, segments, shapes):
         k = num_members(d=d, rows=rows, offsets=offsets, weights=weights)
@@ -173,7 +176,7 @@ def sums_of_members(written_out: Callable) -> Callable:
 def spread(
     terms: Sequence[Sequence[Tensor]], segments: Sequence[int], k: int, num_tables: int
 ) -> tuple[list, list[int]]:
-    """The terms of all members' tables (table t of member i is number i · T + t): tensors one by one, and segments."""
+    """Return the tensors and segments of all members' tables; table t of member i has number i · T + t."""
     flat, places = [], []
     for name, xs in zip(_TERMS, terms, strict=True):
         own, at = [], []
@@ -205,7 +208,7 @@ def _segments_of_members(segments: tuple[int, ...], places: tuple, k: int, num_t
 
 
 def _each(stacks: Sequence[Tensor], k: int) -> list[list[Tensor]]:
-    """The members' parts, as views."""
+    """Return each member's parts, as views."""
     parts = [x.unbind(0) for x in stacks]
     return [[xs[i] for xs in parts] for i in range(k)]
 
@@ -215,7 +218,7 @@ def _of_member(x: Tensor | None, i: int, rank: int) -> Tensor | None:
 
 
 def _rest_of_member(rest: tuple, i: int) -> tuple:
-    """Of (rule, hyper, first, dims), `first` may be a stack; the last two may not be there."""
+    """Return member i's (rule, hyper, first, dims). `first` may be a stack; the last two may be absent."""
     return rest if len(rest) < 3 else (*rest[:2], _of_member(rest[2], i, 1), *rest[3:])
 
 
@@ -230,14 +233,16 @@ def _rest_of_all(rest: tuple, k: int) -> tuple:
 
 
 def map_of(op: Callable, names: Sequence[str], loop: Callable) -> Callable:
-    """The rule for vmap of an operator whose arguments have these names:
-    one call on stacks, and `loop` for stacks of stacks."""
+    """Return the vmap rule of an operator whose arguments have these names.
+
+    It makes one call on stacks; for stacks of stacks it calls `loop`.
+    """
 
     def rule(info, in_dims, *args):
         named = list(zip(names, args, in_dims, strict=False))
         if any(name in RANKS and _is_stack(x, dim, RANKS[name]) for name, x, dim in named):
             return loop(info, in_dims, *args)
-        must = ("tables", "slots") if "slots" in names else ()  # what is written
+        must = ("tables", "slots") if "slots" in names else ()  # the update writes these
         made = op(*(_stacked(x, dim, info.batch_size, name in must) for name, x, dim in named))
         return made, [0] * len(made) if isinstance(made, list) else 0
 
@@ -245,14 +250,14 @@ def map_of(op: Callable, names: Sequence[str], loop: Callable) -> Callable:
 
 
 def _is_stack(x: object, dim: object, rank: int) -> bool:
-    """Whether an operand, or one of a list, has a dimension too many besides the one that is mapped."""
+    """Whether an operand, or a tensor in a list, has an extra dimension besides the mapped one."""
     if isinstance(x, (list, tuple)):
         return any(_is_stack(y, d, rank) for y, d in zip(x, _dims(x, dim), strict=True))
     return isinstance(x, Tensor) and x.dim() - (dim is not None) > rank
 
 
 def _stacked(x: object, dim: object, k: int, must: bool) -> object:
-    """The operand with the mapped dimension in front; `must`: also where it is every member's."""
+    """Return the operand with the mapped dimension in front. With `must`, a shared operand is expanded, too."""
     if isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x):
         return [_stacked(y, d, k, must) for y, d in zip(x, _dims(x, dim), strict=True)]
     if not isinstance(x, Tensor) or (dim is None and not must):

@@ -1,7 +1,7 @@
-"""Whether a derivative of a value is wanted: what is tracked is differentiated, or refused.
+"""Whether a derivative of a value is wanted. funcrec differentiates a tracked value, or refuses it.
 
-A tensor is tracked if plain autograd, a level of torch.func (grad, vjp, jvp, under any nesting and vmap), or a forward
-tangent follows it. Integers and booleans never are.
+A tensor is tracked if plain autograd, a level of torch.func (grad, vjp, jvp, in any nesting and under vmap), or a
+forward tangent follows it. Integers and booleans are never tracked.
 """
 
 import contextlib
@@ -56,38 +56,40 @@ def is_tracked(x: Tensor) -> bool:
 
 
 def is_in_derivative() -> bool:
-    """Whether a grad or jvp runs, or a forward level is open, whatever it follows."""
+    """Whether a grad or jvp runs, or a forward level is open, no matter which tensors it follows."""
     derivatives = (TransformType.Grad, TransformType.Jvp)
     return forward_ad._current_level >= 0 or any(i.key() in derivatives for i in get_interpreter_stack() or ())
 
 
 def any_tracked(tensors: Iterable) -> bool:
-    """Whether one of them is; what is no tensor is not."""
+    """Whether a tensor is tracked; other values count as untracked."""
     if not torch.compiler.is_dynamo_compiling() and not is_transforming():
         return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
     return any(isinstance(x, Tensor) and is_tracked(x) for x in tensors)
 
 
 def is_forward() -> bool:
-    """Whether a forward level is open: what is returned from it comes with tangents, in which integers are zeros."""
+    """Whether a forward level is open. Outputs then carry tangents, and those of integers are zeros."""
     return forward_ad._current_level >= 0
 
 
 def is_differentiating() -> bool:
-    """Whether anything can be tracked at all."""
+    """Whether any tensor can be tracked now."""
     return torch.is_grad_enabled() or forward_ad._current_level >= 0
 
 
 def is_tracked_here(x: object) -> bool:
-    """Of an argument of an operator's autograd kernel, which each level
-    calls in turn: whether this level wants its derivative."""
+    """Whether the current level wants the derivative of x, an argument of an operator's autograd kernel.
+
+    Each level calls that kernel in turn.
+    """
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return False
     return (x.requires_grad and torch.is_grad_enabled()) or (forward_ad._current_level >= 0 and _has_tangent(x))
 
 
 def is_bare(tensors: Sequence[Tensor]) -> bool:
-    """Whether an operator called with these would only run: they are plain, on the CPU, and nobody looks on."""
+    """Whether an operator on these tensors only computes: they are plain, on the CPU, and nothing observes the call."""
     return is_quiet() and _PLAIN.issuperset(map(type, tensors)) and all(map(_is_cpu, tensors))
 
 
@@ -105,17 +107,17 @@ def is_quiet() -> bool:
 
 
 def is_transformed(x: Tensor) -> bool:
-    """Whether x is tracked, or one of a batch of vmap's."""
+    """Whether x is tracked, or is batched by vmap."""
     return is_tracked(x) or is_functorch_wrapped_tensor(x)
 
 
 def is_followed(x: Tensor) -> bool:
-    """Whether a transform sees x, or a graph that is being staged: x stands for more than its value."""
+    """Whether a transform, or a graph being traced, sees x: then x stands for more than its value."""
     return is_transformed(x) or isinstance(x, FakeTensor)
 
 
 def vmaps_of(tensors: Iterable) -> frozenset[int]:
-    """The levels of vmap at which one of the tensors differs from member to member."""
+    """Return the levels of vmap at which a tensor differs from member to member."""
     levels = set()
     for x in tensors if is_transforming() else ():
         while isinstance(x, Tensor) and is_functorch_wrapped_tensor(x):
@@ -126,15 +128,18 @@ def vmaps_of(tensors: Iterable) -> frozenset[int]:
 
 
 def plain(x: Tensor) -> Tensor | None:
-    """What the levels around x hold, of a whole batch under vmap; None where there is no value to be read."""
+    """Return the tensor inside all levels around x (a whole batch under vmap); None if it has no value to read."""
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return None if isinstance(x, FakeTensor) or x.is_meta else x
 
 
 def _has_tangent_at(x: Tensor, level: int) -> bool:
-    """Whether it has a tangent at a level of jvp, which that level alone can tell: those inside it are left for the
-    question. What is made inside them is a tensor of every level, and none of the outer ones follows it."""
+    """Whether x has a tangent at a level of jvp.
+
+    Only that level can answer, so the levels inside it are left for the question. A tensor made inside them belongs to
+    every level, but no outer level follows it.
+    """
     with contextlib.ExitStack() as inside:
         while peek_interpreter_stack().level() > level:
             inside.enter_context(temporarily_pop_interpreter_stack())

@@ -2,10 +2,10 @@
 
     rules → text        v ← expression;   total(..) for a reduction;   each(..) for a pass over the row
 
-What only the learning rate, the step and hyper-parameters make is a member, computed once per update. Passes come level
-by level: the last writes the row, which is written once. A wide value that is both summed and needed after the sum is
-computed again where that is a few operations, else kept in the row to spare. Forms of one rule (by a bool, a name or a
-number that is 0) are branches on its members.
+A value that depends only on the learning rate, the step and hyper-parameters is a member, computed once per update.
+Passes come level by level; the last one writes the row, which is written once. A wide value that is summed and also
+needed after the sum is recomputed if that takes few operations, else kept in the spare row. Forms of one rule (by a
+bool, a name, or a number that is 0) are branches on its members.
 """
 
 import textwrap
@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 from funcrec.kernels.formula import HOST, NUMBER, WIDE, Formula, Symbol, UnknownError, arguments, reads, symbols_of
 
-FEW = 3  # operations that are done again rather than kept
-LINE = 100  # columns of an expression that has no name of its own
+FEW = 3  # at most so many operations are repeated rather than kept
+LINE = 100  # longest expression, in columns, that has no name of its own
 BINARY = {"add": (" + ", 1), "sub": (" - ", 1), "mul": (" * ", 2), "div": (" / ", 2)}
 COMPARED = {"lt": " < ", "le": " <= ", "gt": " > ", "ge": " >= ", "eq": " == "}
-TWICE = ("maximum", "minimum")  # whose arguments are written twice
+TWICE = ("maximum", "minimum")  # the C++ text contains their arguments twice
 ATOM = 4
 
 
 class Variant(NamedTuple):
-    """A rule's formula under conditions: hyper[name] == value, or != 0 where the value is None."""
+    """A rule's formula under conditions: hyper[name] == value, or != 0 if the value is None."""
 
     conditions: dict[str, float | None]
     slots: dict[str, bool]
@@ -32,8 +32,7 @@ class Variant(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A rule as it is written down: its name, what it says it is, its hyper-parameters
-    in the order in which they are passed, its forms."""
+    """A rule to write: its name, its docstring's summary, its hyper-parameters in the order of calls, its forms."""
 
     name: str
     says: str
@@ -45,7 +44,7 @@ class Written(NamedTuple):
 
 
 class Text(NamedTuple):
-    """An expression, and how tightly its last operation binds."""
+    """An expression, and the precedence of its last operation."""
 
     text: str
     binds: int
@@ -55,16 +54,20 @@ class Text(NamedTuple):
 
 
 def literal(x: float, kind: int) -> Text:
-    """A number as C++ computes with it: a vector has no arithmetic with
-    integers, nor f32 with a double that would not be one."""
+    """Return the C++ text of a number.
+
+    A vector has no arithmetic with integers. An f32 vector also has none with a double that f32 does not hold.
+    """
     if kind != WIDE and float(x).is_integer():
         return Text(str(int(x)), ATOM)
     return Text(repr(float(x)) if kind == HOST else f"A({x!r})", ATOM)
 
 
 def combined(x: Symbol, text: Callable[[Symbol], Text], number: Callable[[float, int], Text] = literal) -> Text | None:
-    """Arithmetic, which is the same for vectors and for numbers; None for another
-    operation. number: the text of a number that is given."""
+    """Return arithmetic, which has the same text for vectors and numbers; None for another operation.
+
+    number: makes the text of a number.
+    """
     own = lambda y: text(y) if isinstance(y, Symbol) else number(y, x.kind)
     if x.op in BINARY:
         word, binds = BINARY[x.op]
@@ -78,7 +81,7 @@ def combined(x: Symbol, text: Callable[[Symbol], Text], number: Callable[[float,
 
 
 def of_numbers(x: Symbol, text: Callable[..., Text]) -> Text:
-    """An operation on numbers of a row."""
+    """Return an operation on a row's numbers."""
     args = [text(y).text if isinstance(y, Symbol) else f"A({y!r})" for y in x.args]
     word = {
         "root": "std::sqrt({0})", "exp2": "std::exp2({0})", "abs": "std::abs({0})", "like": "{0}",
@@ -92,7 +95,7 @@ def of_numbers(x: Symbol, text: Callable[..., Text]) -> Text:
 
 
 def of_elements(x: Symbol, text: Callable[..., Text]) -> Text:
-    """An operation on vectors of a row's elements."""
+    """Return an operation on vectors of a row's elements."""
     same = combined(x, text)
     if same:
         return same
@@ -118,7 +121,7 @@ def is_shared(x: Symbol) -> bool:
 
 
 def members(rule: Written) -> dict[int, tuple[str, str]]:
-    """{symbol: (name, the expression that begins it)}: what is shared, where something that is not has need of it."""
+    """Return {symbol: (name, its first value)} of the shared symbols that a symbol of a row needs."""
     every = symbols_of(x for v in rule.variants for x in v.formula.values())
     used = {id(y): y for x in every if not is_shared(x) for y in arguments(x) if is_shared(y)}
     used |= {id(x): x for v in rule.variants for x in v.formula.values() if is_shared(x)}
@@ -137,7 +140,7 @@ def members(rule: Written) -> dict[int, tuple[str, str]]:
         return made
 
     def take(x: Symbol) -> Text:
-        """The member of a shared symbol."""
+        """Return the member of a shared symbol."""
         if id(x) not in found:
             text = (of_numbers(x, take) if x.kind == NUMBER and x.args else host(x)).text
             name = (
@@ -158,7 +161,7 @@ def members(rule: Written) -> dict[int, tuple[str, str]]:
 
 
 class Passes:
-    """The statements of one form of a rule. known: {symbol: the C++ that reads it outside of a pass}."""
+    """Writes the statements of one form of a rule. known: {symbol: the C++ that reads it outside a pass}."""
 
     def __init__(self, variant: Variant, shared: dict[int, tuple[str, str]]):
         self.formula, self.lines = variant.formula, []
@@ -190,7 +193,7 @@ class Passes:
         return x.op == "row" if name == "row" else x.op == "slot" and x.args == (name,)
 
     def choose_spare(self) -> Symbol | None:
-        """The value that is summed, needed after the sum, and long to compute again; one at most."""
+        """Return the one value that is summed, needed after the sum, and long to recompute; None if there is none."""
         within = lambda x: symbols_of([x], lambda y: y.kind != WIDE)
         is_long = lambda x: len([y for y in within(x) if y.kind == WIDE and y.args and y.op != "slot"]) > FEW
         sums = [(x.level, {id(y) for y in within(x.args[0])}) for x in self.every if x.op == "sum"]
@@ -204,8 +207,10 @@ class Passes:
         return next(iter(found.values()), None)
 
     def early(self, left: dict[str, Symbol], level: int) -> list[tuple[str, Symbol]]:
-        """New slots that are written with the spare row, and no
-        longer left, unless what comes later reads the old ones."""
+        """Return the new slots to write together with the spare row, and remove them from `left`.
+
+        Return none if a later value reads the old slots.
+        """
         ready = {k: x for k, x in left.items() if k != "row" and x.level <= level}
         later = [x for k, x in self.formula.items() if k not in ready]
         read = symbols_of(later, lambda x: x is self.spare or id(x) in self.known)
@@ -218,7 +223,7 @@ class Passes:
     # numbers of the row
 
     def numbers(self, level: int) -> None:
-        """Those that wait for `level` sums, each that is read more than once or by a pass by a name of its own."""
+        """Write the numbers that wait for `level` sums. One read more than once, or by a pass, gets its own name."""
         users = lambda x: [y for y in self.every if any(x is z for z in y.args)]
         for x in self.every:
             if x.kind != NUMBER or x.level != level or id(x) in self.known or x.op in ("repeats", "dim"):
@@ -258,7 +263,7 @@ class Passes:
             self.lines += ["each<A, D>(r.dim, [&](auto at) {", *(f"  {s}" for s in (*statements, *puts)), "});"]
 
     def elements(self, roots: Sequence[Symbol]) -> tuple[list[str], list[str]]:
-        """Statements inside a pass, and the expression of each root: what is read more than once has a name."""
+        """Return the statements inside a pass, and each root's expression. A value read more than once has a name."""
         inside = [x for x in symbols_of(roots, lambda x: x.kind != WIDE or id(x) in self.known) if x.kind == WIDE]
         names: dict[int, str] = {}
         uses = lambda x: (
@@ -308,7 +313,7 @@ def condition(rule: Written, variant: Variant, prefix: str) -> str:
 
 
 def layouts(rule: Written) -> Iterator[tuple[str, list[Variant]]]:
-    """A rule's forms by their slots: (the name of a struct, those that it holds)."""
+    """Yield (the name of a struct, the forms that it holds): forms with the same slots share a struct."""
     kinds: dict[tuple, list[Variant]] = {}
     for v in rule.variants:
         kinds.setdefault(tuple(v.slots.items()), []).append(v)
@@ -356,7 +361,7 @@ def struct(rule: Written, name: str, variants: list[Variant]) -> list[str]:
 
 
 def bodies(rules: Sequence[Written]) -> list[str]:
-    """The structs and the choice among them."""
+    """Return the structs, and the function that chooses one."""
     lines, cases = [], []
     for number, rule in enumerate(rules):
         made = [*layouts(rule)]
@@ -380,11 +385,11 @@ def bodies(rules: Sequence[Written]) -> list[str]:
 
 
 def version_of(rules: Sequence[Written]) -> int:
-    """A number of the text without its comments: an object tells it of the rules that it was built from."""
+    """Return a checksum of the text without its comments; an object reports the rules that it was built from by it."""
     return zlib.crc32("\n".join(x for x in bodies(rules) if not x.startswith("//")).encode())
 
 
 def text_of(rules: Sequence[Written]) -> str:
-    """csrc/formulas.h."""
+    """Return the text of csrc/formulas.h."""
     version = f"constexpr int64_t FORMULAS = {version_of(rules)};  // as in kernels/rules.py"
     return "\n".join([HEAD, version, "", *bodies(rules), "", "}  // namespace funcrec", ""])

@@ -1,4 +1,4 @@
-"""Formulas as a table: rules.py, what callers and implementations must know of each rule besides its arithmetic."""
+"""Formulas as a table: rules.py, with the facts about each rule that callers and implementations need."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ RULES: dict[str, Rule] = {
 
 
 def row_of(rule: Written) -> Rule:
-    """What `forms.Rule` says of a rule."""
+    """Return the `forms.Rule` of a rule."""
     full = max((v.slots for v in rule.variants), key=len)
     optional = []
     for slot in full:
@@ -33,7 +33,7 @@ def row_of(rule: Written) -> Rule:
 
 
 def text_of(rules: Sequence[Written]) -> str:
-    """rules.py."""
+    """Return the text of rules.py."""
     lines = []
     for rule in rules:
         given = zip(Rule._fields, row_of(rule), strict=True)

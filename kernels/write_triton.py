@@ -1,8 +1,8 @@
 """Formulas as Triton: triton/formulas.py, with a function for each rule that `update` runs on a tile of rows.
 
-Arithmetic and its order are those of C++; what follows from the step and hyper-parameters alone is computed in f64
-before the launch, other hyper-parameters are compiled in. A tile
-holds whole rows, so that nothing is kept between passes.
+Arithmetic and its order are those of the C++. Values that depend on the step (and hyper-parameters) alone are computed
+in f64 before the launch; other hyper-parameters are compiled in. A tile holds whole rows, so nothing is kept between
+passes.
 """
 
 import textwrap
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from funcrec.kernels.formula import HOST, Symbol, UnknownError, arguments, reads, symbols_of
 from funcrec.kernels.write_cpp import ATOM, Text, Variant, Written, combined
 
-MOST_SLOTS = 3  # that `update` has room for
-LINE = 50  # columns of an expression that has no name of its own
+MOST_SLOTS = 3  # the most slots for which `update` has arguments
+LINE = 50  # longest expression, in columns, that has no name of its own
 NAMES = {"row": "w", "grad": "g", "lr": "lr", "t": "t", "repeats": "repeats"}
 HEAD = '''"""The optimizers' rules on a tile of rows: written by `python -m funcrec.optim.write`, and not by hand.
 
@@ -46,7 +46,7 @@ def literal(x: float, kind: int = HOST) -> Text:
 
 
 class Statements:
-    """The text of one form of a rule. timed: what is computed of the step before the launch."""
+    """Writes one form of a rule. timed: the values of the step that are computed before the launch."""
 
     def __init__(self, rule: Written, variant: Variant, timed: Sequence[Symbol]):
         self.rule, self.variant, self.lines = rule, variant, []
@@ -87,14 +87,14 @@ class Statements:
         return made or Text(WORDS[x.op].format(*args), 0 if x.op in ("and", "or", "like") else ATOM)
 
     def quotient(self, x: Symbol | float, y: Symbol | float) -> str:
-        """x / y, rounded to nearest."""
+        """Return x / y rounded to nearest."""
         over, under = ((self.text(z) if isinstance(z, Symbol) else literal(z)).text for z in (x, y))
         is_tensor = isinstance(y, Symbol) and (id(y) in self.names or y.kind != HOST) and y.op != "dim"
         return f"divide{'' if is_tensor else '_by'}({over}, {under})"
 
 
 def widest(rule: Written) -> tuple[str, ...]:
-    """All slots of a rule."""
+    """Return the names of all slots of a rule."""
     found = tuple(max((v.slots for v in rule.variants), key=len))
     if len(found) > MOST_SLOTS:
         raise UnknownError(f"{rule.name} has {len(found)} slots, and a tile of rows room for {MOST_SLOTS}")
@@ -102,7 +102,7 @@ def widest(rule: Written) -> tuple[str, ...]:
 
 
 def timed_of(rule: Written) -> list[Symbol]:
-    """What the step and hyper-parameters make, where it meets a tensor."""
+    """Return the values that the step (with hyper-parameters) determines, at the point where they meet a tensor."""
     every = symbols_of(x for v in rule.variants for x in v.formula.values())
     met = {id(y): y for x in every if x.kind != HOST for y in arguments(x) if y.kind == HOST and y.op != "t"}
     return [x for x in met.values() if reads([x], "t")]
@@ -133,7 +133,7 @@ def function(rule: Written) -> list[str]:
 
 
 def scalars(rule: Written) -> str | None:
-    """`SCALARS`' row."""
+    """Return the rule's line of `SCALARS`, or None."""
     spoken = {"t": "t", "hyper": ""}
 
     def text(x: Symbol) -> Text:
@@ -150,7 +150,7 @@ def scalars(rule: Written) -> str | None:
 
 
 def text_of(rules: Sequence[Written]) -> str:
-    """triton/formulas.py."""
+    """Return the text of triton/formulas.py."""
     lines = [*filter(None, map(scalars, rules)), "}", "", ""]
     for rule in rules:
         lines += function(rule)

@@ -28,4 +28,4 @@ from funcrec.kernels.cpp._update import expand as expand
 from funcrec.kernels.cpp._update import fused_update_ as fused_update_
 from funcrec.kernels.cpp._update import generated_update_ as generated_update_
 
-READS_STACKS = True  # pooled_lookup takes stacks of tables in one piece
+READS_STACKS = True  # pooled_lookup takes a stack of tables as one tensor

@@ -3,9 +3,10 @@
     (row f[D], grad f[D], lr, t, repeats, slots...) → (row, slots...)    as    for (i < D) r1 += x[i] * x[i];   v2 = ..;
     for (i < D) w[i] = ..;
 
-What is one number for a whole row is a scalar. Elementwise operations of one size share a loop; a reduction, or a read
-at another index, ends it: what needs the result belongs to the next level, whose scalars and loops come after. Numbers
-of lr, t and closed-over tensors alone are computed once per update, by `prepare`. No thread changes the order of a sum.
+A value that is one number for a whole row is a scalar. Elementwise operations of one size share a loop. A reduction, or
+a read at another index, ends the loop: an operation that needs the result belongs to the next level. Each level's
+scalars and loops come after those of the level before. Numbers that depend on lr, t and closed-over tensors alone are
+computed once per update, by `prepare`. The number of threads does not change the order of a sum.
 """
 
 import math
@@ -23,23 +24,28 @@ TYPES = {
 
 
 class UnsupportedError(Exception):
-    """A part of a rule that has no formula; the message says which."""
+    """A part of a rule has no formula; the message names it."""
 
 
 class Base:
-    """Elements that a loop computes, or that lie in memory. `loop` is
-    (level, size), None for memory; `memory` its C++ name."""
+    """Elements that a loop computes, or that lie in memory.
+
+    `loop` is (level, size), or None for memory; `memory` is the C++ name.
+    """
 
     def __init__(self, text: str, dtype: torch.dtype, size: int, loop: tuple[int, int] | None, memory: str, ready: int):
         self.text, self.dtype, self.size, self.loop, self.memory = text, dtype, size, loop, memory
         self.ready = ready  # the first level that may read the memory
-        self.free = 0  # the first level whose loop of this size may overwrite the memory
+        self.free = 0  # the first level at which a loop of this size may overwrite the memory
         self.is_kept = False  # whether a computed base has memory
 
 
 class Value(NamedTuple):
-    """A node: a number (its text; shared if no row changes it), or element
-    (c₀, c₁, ..) of a base at offset + Σ cₖ · strideₖ."""
+    """A node of the graph: a number, or a view of a base.
+
+    A number is its C++ text; `is_shared` holds if it is the same for all rows.
+    Element (c₀, c₁, ..) of a view is the base's element at offset + Σ cₖ · strideₖ.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -52,7 +58,7 @@ class Value(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """for (i < size): variables before it, the kinds of its reductions, its statements, its stores."""
+    """for (i < size): the variables before the loop, the kinds of its reductions, its statements, its stores."""
 
     before: list[str]
     kinds: list[str]
@@ -61,18 +67,18 @@ class Loop(NamedTuple):
 
 
 class Writer:
-    """The text of one rule."""
+    """Writes the C++ text of one rule."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
         self.shared: list[str] = []  # statements of `prepare`
-        self.fields = {"lr": TYPES[dtype], "t": TYPES[dtype]}  # what it gives to the rows
+        self.fields = {"lr": TYPES[dtype], "t": TYPES[dtype]}  # the numbers that `prepare` gives to the rows
         self.numbers: dict[int, list[str]] = defaultdict(list)  # the scalars of a level
         self.loops: dict[tuple[int, int], Loop] = defaultdict(lambda: Loop([], [], [], []))
         self.arrays: dict[str, tuple[torch.dtype, int]] = {}
         self.functions: dict[
             str, tuple[str, torch.dtype, int, int]
-        ] = {}  # pointers to functions of vectors: C++ name: (symbol, of elements, lanes, arguments)
+        ] = {}  # C++ name of a pointer to a vector function: (symbol, element type, lanes, number of arguments)
         self.count = 0
 
     def name(self, letter: str = "v") -> str:
@@ -92,14 +98,16 @@ class Writer:
         return whole(Base(name, dtype, loop[1], loop, f"m_{name}", level + 1), shape)
 
     def array(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Value:
-        """A tensor in memory; the few that hold one number are read at once."""
+        """Return a tensor in memory as a value. A tensor of one number is read at once."""
         if math.prod(shape) == 1:
             return self.number(dtype, shape, 0, f"{name}[0]")
         return whole(Base(name, dtype, math.prod(shape), None, name, 0), shape)
 
     def pointwise(self, formula: str, operands: Sequence[Value], like: Tensor, *types: torch.dtype) -> Value:
-        """formula(operands), each cast to its type of `types`, else
-        the result's; `like` has the result's dtype and shape."""
+        """Return formula(operands) as a value with the dtype and shape of `like`.
+
+        Each operand is first cast to its type in `types`, or to the result's dtype if there are none.
+        """
         dtype, shape = known(like.dtype), tuple(like.shape)
         types = types or (dtype,) * len(operands)
         level = max(needs(x, shape) for x in operands)
@@ -109,7 +117,7 @@ class Writer:
         return self.elements(dtype, shape, level, text)
 
     def mapped(self, symbol: str, lanes: int, operands: Sequence[Value], like: Tensor) -> Value:
-        """A function of vectors, by its symbol, on all elements: operands and result lie in memory."""
+        """Apply a vector function, named by its symbol, to all elements. Operands and result lie in memory."""
         dtype, shape, size = like.dtype, tuple(like.shape), like.numel()
         level, names = max(needs(x, shape) for x in operands), []
         for x in operands:
@@ -123,7 +131,7 @@ class Writer:
         return whole(Base(result, dtype, size, None, result, level + 1), shape)
 
     def read(self, x: Value, level: int, shape: tuple[int, ...], to: torch.dtype) -> str:
-        """x at place i of the loop of that level and shape."""
+        """Return the text of x at place i of the loop of that level and shape."""
         if x.number is not None:
             return cast(x.number, x.dtype, to)
         base = x.base
@@ -133,7 +141,7 @@ class Writer:
         return cast(f"{base.memory}[{'i' if is_straight(x, shape) else place(x, shape)}]", x.dtype, to)
 
     def keep(self, base: Base, until: int) -> None:
-        """The memory of a base is read; what overwrites it stands in no level before `until`."""
+        """Keep a base in memory for a read: no level before `until` may overwrite the memory."""
         base.free = max(base.free, until)
         if base.loop and not base.is_kept:
             base.is_kept = True
@@ -141,7 +149,7 @@ class Writer:
             self.loops[base.loop].stores.append(f"{base.memory}[i] = {base.text};")
 
     def reduce(self, kind: str, x: Value, like: Tensor) -> Value:
-        """One number from all elements of x; sums and extremes by lanes, in an order that no compiler chooses."""
+        """Reduce all elements of x to one number. Sums and extremes run by lanes, in an order that is written out."""
         dtype, size = x.dtype if kind in ("amax", "amin") else known(like.dtype), math.prod(x.shape)
         if like.numel() != 1 or (kind in ("amax", "amin") and not dtype.is_floating_point):
             raise UnsupportedError(f"{kind} of {list(x.shape)} to {like.dtype}{list(like.shape)}")
@@ -160,7 +168,7 @@ class Writer:
         return self.number(dtype, tuple(like.shape), level + 1, result)
 
     def view(self, x: Value, like: Tensor, change: Callable[[Tensor], Tensor]) -> Value:
-        """x seen as change(x), by what torch does to a tensor without data."""
+        """Return change(x) as a view of the same base; torch computes its strides on a tensor without data."""
         if x.number is not None:
             return x._replace(shape=tuple(like.shape))
         seen = change(torch.empty(x.base.size, device="meta").as_strided(x.shape, x.strides, x.offset))
@@ -186,8 +194,10 @@ class Writer:
         return whole(Base(name, like.dtype, like.numel(), None, name, ready), like.shape)
 
     def write(self, results: Sequence[tuple[Value, str, Value]]) -> list[str]:
-        """(new, memory, old): the new value into the memory, after
-        all reads of the old; returns the scalars' statements."""
+        """Write each new value into its memory after all reads of the old value; return the scalars' statements.
+
+        A result is (new, memory, old).
+        """
         last, later = [], []
         for new, name, old in results:
             if math.prod(old.shape) == 1:
@@ -212,26 +222,26 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def strides_for(x: Value, shape: Sequence[int]) -> list[int]:
-    """x repeated to a larger shape: stride 0 along the repetition."""
+    """Return the strides of x expanded to a larger shape: 0 along each repeated dimension."""
     own = [0 if n == 1 else s for n, s in zip(x.shape, x.strides, strict=True)]
     return [0] * (len(shape) - len(own)) + own
 
 
 def is_straight(x: Value, shape: Sequence[int]) -> bool:
-    """Whether place i of the shape is element i of x's base."""
+    """Whether place i of the shape is element i of the base of x."""
     own = zip(shape, strides_for(x, shape), contiguous(shape), strict=True)
     return x.offset == 0 and math.prod(shape) == x.base.size and all(n == 1 or s == c for n, s, c in own)
 
 
 def needs(x: Value, shape: Sequence[int]) -> int:
-    """The first level that can read x at the places of the shape."""
+    """Return the first level that can read x at the places of the shape."""
     if x.number is not None:
         return x.level
     return x.base.loop[0] if x.base.loop and is_straight(x, shape) else x.base.ready
 
 
 def place(x: Value, shape: Sequence[int]) -> str:
-    """offset + Σ cₖ · strideₖ, c the coordinates of place i."""
+    """Return the text of offset + Σ cₖ · strideₖ, where c are the coordinates of place i."""
     own = zip(shape, strides_for(x, shape), contiguous(shape), strict=True)
     return " + ".join([str(x.offset), *(f"i / {c} % {n} * {s}" for n, s, c in own if n > 1 and s)])
 

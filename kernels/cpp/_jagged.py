@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """(values [C, ...], offsets i64[B + 1]): values[starts[b] : starts[b] + lengths[b]] end to end, zeros behind."""
+    """Return (values [C, ...], offsets i64[B + 1]): the ranges values[starts[b] : starts[b] + lengths[b]] end to end.
+
+    Zeros follow the last range.
+    """
     values, starts, lengths = values.contiguous(), starts.contiguous(), lengths.contiguous()
     _same("take_ranges", "lengths", lengths.shape[:1], starts.shape[:1])
     described = (*ints(starts), *ints(lengths))
@@ -21,7 +24,7 @@ def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) 
 
 
 def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values: int) -> Tensor:
-    """[num_values, ...]: each position's cotangents from the ranges that hold it, summed in order."""
+    """Return [num_values, ...]: for each position, the sum of the cotangents of the ranges that hold it, in order."""
     if not d.is_floating_point():
         raise TypeError(
             f"funcrec.kernels.cpp.take_ranges_transpose: the cotangents cannot be summed.\n  got   {d.dtype}\n"
@@ -39,7 +42,7 @@ def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values
 
 
 def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float | int) -> Tensor:
-    """[B, L, ...]: each bag cut to L = max_length and filled up with `fill`."""
+    """Return [B, L, ...]: each bag cut to L = max_length and filled up with `fill`."""
     values, offsets = values.contiguous(), offsets.contiguous()
     described = bounds(offsets)
     out = empty((offsets.shape[0] - 1, max_length, *values.shape[1:]), values.dtype)
@@ -52,7 +55,7 @@ def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float | in
 
 
 def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
-    """[C, ...]: the places of [B, L, ...] that are inside their bags, end to end; the transpose of `to_padded`."""
+    """Return [C, ...]: the places of [B, L, ...] that are inside their bags, end to end; transposes `to_padded`."""
     padded, offsets = padded.contiguous(), offsets.contiguous()
     described = bounds(offsets)
     _same("from_padded", "offsets", offsets.shape[0] - 1, padded.shape[0])
@@ -64,10 +67,11 @@ def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
 def bucketize(
     rows: Tensor, offsets: Tensor, weights: Tensor | None, num_shards: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ids grouped by (shard, bag) with shard = row // block, as rows of their shard.
+    """Group ids by (shard, bag) with shard = row // block, and return them as rows of their shard.
 
     Returns:
-      rows i[N], lengths i64[S * B], weights f[N] (f32[0] without), positions i64[N]: where each id went, or -1.
+      rows i[N], lengths i64[S * B], weights f[N] (f32[0] without weights), positions i64[N]: each id's new position,
+        or -1.
     """
     if block < 1:
         raise ValueError(f"funcrec.kernels.cpp.bucketize: block is {block}\n  need  at least one row per shard")
@@ -97,8 +101,10 @@ def owner_blocks(
     wide: bool,
     placed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What each rank is sent, i[n, C + K * B], how many rows it owns,
-    i64[n], and where each id went, i64[N] (csrc/owners.h)."""
+    """Return what each rank is sent, i[n, C + K * B], how many ids it owns, i64[n], and each id's place, i64[N].
+
+    csrc/owners.h describes them.
+    """
     ids, offsets = ids.contiguous(), offsets.contiguous()
     described = (*ints(ids), *bounds(offsets))
     columns = room + len(slots) // max(num_ranks, 1) * num_bags
@@ -121,7 +127,7 @@ def _same(call: str, what: str, got: object, need: object) -> None:
 
 
 def _bytes(x: Tensor, dims: int = 1) -> int:
-    """Bytes of one position of x, whose first `dims` dimensions count positions."""
+    """Return the bytes of one position of x; its first `dims` dimensions count positions."""
     if not x.is_cpu:
         fail("call", "a tensor is on another device.", x.device, "cpu", "x.cpu()", TypeError)
     return x.itemsize * x.shape[dims:].numel()

@@ -1,4 +1,4 @@
-"""Pooled lookups, their gradient by weights, and plain rows, in C++ (csrc/lookup.h)."""
+"""Pooled lookups, the gradient of their weights, and plain rows, in C++ (csrc/lookup.h)."""
 
 import functools
 
@@ -21,7 +21,8 @@ def pooled_lookup(
     num_bags: int,
     blocks: int = 1,
 ) -> Tensor:
-    """f32|f64[n · B, C / n]; `features` are seven numbers each: see `forms.Feature`. A stack of tables counts as K."""
+    """Return f32|f64[n · B, C / n]. `features` holds seven numbers for each `forms.Feature`; a stack counts as K
+    tables."""
     return pool("pooled_lookup", stacks(tables), rows, offsets, weights, features, num_bags, blocks)
 
 
@@ -35,7 +36,7 @@ def pool(
     num_bags: int,
     blocks: int = 1,
 ) -> Tensor:
-    """f32|f64[n · B, C / n] by the entry point `name`; `described` are the tables, four numbers each."""
+    """Call the entry point `name`; return f32|f64[n · B, C / n]. `described` holds four numbers for each table."""
     rows, offsets = [r.contiguous() for r in rows], offsets.contiguous()
     dtypes = described[1::4]
     width = feature_width(tuple(features), tuple(described[3::4]), len(rows), blocks)
@@ -52,7 +53,8 @@ def pool(
 def pooled_lookup_weights(
     d_out: Tensor, tables: list[Tensor], rows: list[Tensor], offsets: Tensor, weights: Tensor, features: list[int]
 ) -> Tensor:
-    """f[N], the gradient of the weights: <table[row], d_out[b]> summed over the weighted features that read the id."""
+    """Return the gradient of the weights, f[N]: Σ <table[row], d_out[b]> over the weighted features that read the
+    id."""
     rows, offsets, d_out = [r.contiguous() for r in rows], offsets.contiguous(), _with_rows(d_out)
     described = described_tables(tables)
     feature_width(tuple(features), tuple(described[3::4]), len(rows), of=d_out.shape[1])
@@ -64,17 +66,17 @@ def pooled_lookup_weights(
 
 
 def gather_rows(table_: Tensor, rows: Tensor) -> Tensor:
-    """f32|f64[K, D]: table[rows], zeros for rows outside the table."""
+    """Return table[rows], f32|f64[K, D], with zeros for rows outside the table."""
     return gather_block([table_], rows)[0]
 
 
 def scatter_rows_(table_: Tensor, rows: Tensor, count: Tensor, new: Tensor) -> None:
-    """table[rows[i]] = new[i], rounded to the nearest, for i < count; the rows are distinct."""
+    """Write table[rows[i]] = new[i] for i < count, rounded to nearest; the rows are distinct."""
     scatter_block_([table_], rows, count, [new])
 
 
 def gather_block(tables: list[Tensor], rows: Tensor) -> list[Tensor]:
-    """`gather_rows` of several tables by the same rows."""
+    """Run `gather_rows` on several tables with the same rows."""
     rows, out, numbers = rows.contiguous(), [], [len(tables)]
     named = ints(rows)
     for x in tables:
@@ -86,7 +88,7 @@ def gather_block(tables: list[Tensor], rows: Tensor) -> list[Tensor]:
 
 
 def scatter_block_(tables: list[Tensor], rows: Tensor, count: Tensor, new: list[Tensor]) -> None:
-    """`scatter_rows_` of several tables by the same rows."""
+    """Run `scatter_rows_` on several tables with the same rows."""
     rows, new, numbers = rows.contiguous(), [_with_rows(x) for x in new], [len(tables)]
     count = count.to(torch.int64)
     if count.numel() != 1 or not count.is_cpu:
@@ -108,7 +110,7 @@ def scatter_block_(tables: list[Tensor], rows: Tensor, count: Tensor, new: list[
 def _features(
     described: list[int], rows: list[Tensor], offsets: Tensor, features: list[int], num_bags: int
 ) -> list[int]:
-    """All the numbers that both lookups begin with; `described` are the tables, four each."""
+    """Return the numbers with which the arrays of both lookups begin. `described` holds four numbers for each table."""
     need = max(features[2::INTS_PER_FEATURE], default=0) + num_bags
     if features and need >= offsets.shape[0]:
         raise ValueError(
@@ -127,8 +129,11 @@ def _features(
 def feature_width(
     features: tuple[int, ...], dims: tuple[int, ...], num_buffers: int, blocks: int = 1, of: int | None = None
 ) -> int:
-    """The columns that features cover, each once, none across two of the
-    `blocks`; or `of`, those that there are, each any times."""
+    """Return the number of output columns, after checking the features.
+
+    Without `of`, the features cover each column once, and none crosses a boundary between two `blocks`. With `of`, the
+    number of columns that exist, features may cover a column any number of times.
+    """
     found = [features[i : i + INTS_PER_FEATURE] for i in range(0, len(features), INTS_PER_FEATURE)]
     for i, (t, r, first_bag, max_length, _, _, column) in enumerate(found):
         is_there = 0 <= t < len(dims) and 0 <= r < num_buffers and min(first_bag, max_length, column) >= 0
@@ -151,7 +156,7 @@ def _fail_feature(i: int, feature: tuple[int, ...], there: str) -> None:
 
 
 def _multipliers(call: str, weights: Tensor | None, rows: list[Tensor], features: list[int]) -> Tensor | None:
-    """Weights as contiguous f32, f64 for f64; enough of them for every feature that has weights."""
+    """Return weights as contiguous f32 (f64 for f64). Raises if they are too short for a feature with weights."""
     is_weighted = features[5::7]
     need = max(rows[r].shape[0] for r, is_one in zip(features[1::7], is_weighted) if is_one) if any(is_weighted) else 0
     if need > (0 if weights is None else weights.shape[0]):
@@ -165,6 +170,6 @@ def _multipliers(call: str, weights: Tensor | None, rows: list[Tensor], features
 
 
 def _with_rows(x: Tensor) -> Tensor:
-    """x [M, C] in f32, f64 for f64, with contiguous rows; any stride from row to row stays."""
+    """Return x [M, C] in f32 (f64 for f64) with contiguous rows; the stride between rows may be any."""
     x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     return x if x.dim() != 2 or x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

@@ -1,8 +1,8 @@
-"""The compiled object: which one, how it is called, and the numbers that describe tensors to it.
+"""The compiled object: how one is chosen and called, and the numbers that describe tensors to it.
 
     call("pooled_lookup", [*table(t), *vector(rows), ...])
 
-Each call passes one array of i64; `csrc/abi.h` takes it apart. The first number, the number of threads, is put in here.
+Each call passes one array of i64, which `csrc/abi.h` takes apart. `call` puts the number of threads in front of it.
 FUNCREC_CPU=v4|v3|base forces an instruction set.
 """
 
@@ -21,8 +21,8 @@ import torch
 from funcrec.kernels.rules import FORMULAS
 from torch import Tensor
 
-ABI = 7  # raised with csrc/abi.h's whenever an entry point's array changes
-LEVELS = {"v4": 4, "v3": 3, "base": 0}  # best first; the least level of funcrec_level() that runs it
+ABI = 7  # raised together with the number in csrc/abi.h whenever an entry point's array changes
+LEVELS = {"v4": 4, "v3": 3, "base": 0}  # best first; the least value of funcrec_level() that can run the level
 DTYPES = {
     torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3, torch.int32: 4, torch.int64: 5,
 }  # fmt: skip
@@ -42,7 +42,7 @@ def call(name: str, numbers: list[int]) -> None:
 
 
 def finish(name: str, status: int) -> None:
-    """Nothing where an entry point gave 0; else what went wrong, raised."""
+    """Raise the error that an entry point's status stands for; 0 is success."""
     if status == 1:
         raise MemoryError(f"funcrec.kernels.cpp.{name}: no memory")
     if status == 3:
@@ -62,7 +62,7 @@ def fail(call: str, what: str, got: object, need: str, attempt: str, error: type
 
 
 def check(x: Tensor, dims: int, dtypes: Sequence[torch.dtype]) -> int:
-    """The address of a tensor whose numbers the compiled object may read as they lie in memory."""
+    """Return the address of a tensor's numbers; raises if the compiled object cannot read them in place."""
     at = x.data_ptr() if x.is_cpu else 0
     if x.dtype in dtypes and x.dim() == dims and x.is_cpu and not at % x.itemsize and (at or not x.numel()):
         return at
@@ -77,7 +77,7 @@ def check(x: Tensor, dims: int, dtypes: Sequence[torch.dtype]) -> int:
 
 
 def table(x: Tensor) -> tuple[int, int, int, int]:
-    """Table [R, D]: pointer, dtype, R, D."""
+    """Describe a table [R, D]: pointer, dtype, R, D."""
     if not x.is_contiguous():
         raise ValueError(
             f"funcrec.kernels.cpp: a table is not contiguous.\n  got   strides {x.stride()} of shape {tuple(x.shape)}\n"
@@ -87,7 +87,10 @@ def table(x: Tensor) -> tuple[int, int, int, int]:
 
 
 def tables(xs: Sequence[Tensor], width: int = 4) -> list[int]:
-    """`table` of each, `width` numbers apart, zeros between: by columns, a sixth faster than one after the other."""
+    """Describe each table as `table` does, `width` numbers apart with zeros between.
+
+    The array is filled by columns, which is a sixth faster than table by table.
+    """
     if not all(map(Tensor.is_contiguous, xs)):
         return [n for x in xs for n in (*table(x), *[0] * (width - 4))]
     out = [0] * (width * len(xs))
@@ -99,7 +102,7 @@ def tables(xs: Sequence[Tensor], width: int = 4) -> list[int]:
 
 
 def _addresses(xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[int]:
-    """`check` of matrices of floats, all at once where addresses fit any number."""
+    """Run `check` on matrices of floats, all at once if every address is a multiple of 8."""
     if all(map(_is_cpu, xs)) and {*map(Tensor.dim, xs)} == {2} and _FLOATS.issuperset(dtypes):
         found = [*map(Tensor.data_ptr, xs)]
         if all(found) and not functools.reduce(operator.or_, found) % 8:
@@ -108,7 +111,7 @@ def _addresses(xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[int]
 
 
 def stacks(xs: Sequence[Tensor]) -> list[int]:
-    """`tables`, in which a stack [K, R, D] counts as K."""
+    """Describe tables as `tables` does; a stack [K, R, D] counts as K tables."""
     if not any(x.dim() == 3 for x in xs):
         return tables(xs)
     out = []
@@ -124,35 +127,37 @@ def stacks(xs: Sequence[Tensor]) -> list[int]:
 
 
 def ints(x: Tensor) -> tuple[int, int, int]:
-    """Contiguous i32|i64[N]: pointer, dtype, N."""
+    """Describe a contiguous i32|i64[N]: pointer, dtype, N."""
     return check(x, 1, INTS), DTYPES[x.dtype], x.shape[0]
 
 
 def bounds(x: Tensor) -> tuple[int, int, int]:
-    """Contiguous offsets, i32|i64[B + 1]."""
+    """Describe contiguous offsets, i32|i64[B + 1]: pointer, dtype, B + 1."""
     if x.shape == (0,):
         fail("call", "offsets have no boundary.", "an empty tensor", "one more than there are bags", "torch.zeros(1)")
     return ints(x)
 
 
 def reals(x: Tensor | None) -> tuple[int, int, int]:
-    """Contiguous f32|f64[N] or None: pointer, dtype, N."""
+    """Describe a contiguous f32|f64[N] or None: pointer, dtype, N."""
     return ABSENT if x is None else (check(x, 1, REALS), DTYPES[x.dtype], x.shape[0])
 
 
 def matrix(x: Tensor) -> tuple[int, int, int, int, int]:
-    """Matrix f32|f64|i32|i64[M, C] with contiguous rows: pointer, dtype, M, C, stride of rows."""
+    """Describe a matrix f32|f64|i32|i64[M, C] with contiguous rows: pointer, dtype, M, C, stride between rows."""
     return check(x, 2, (*REALS, *INTS)), DTYPES[x.dtype], *x.shape, x.stride(0)
 
 
 def real(x: float) -> int:
-    """The bits of an f64 as i64."""
+    """Return the bits of an f64 as an i64."""
     return struct.unpack("q", struct.pack("d", x))[0]
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """torch.empty for an output. New memory that is large is given
-    2 MiB pages: a first write to each 4 KiB costs more."""
+    """Return torch.empty for an output.
+
+    Large new memory gets 2 MiB pages, because a first write to each 4 KiB page costs more.
+    """
     out = torch.empty(shape, dtype=dtype)
     if out.nbytes >= MIN_ADVISED:
         _advise_huge_pages(out)
@@ -160,8 +165,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _advise_huge_pages(x: Tensor) -> None:
-    """Ask for 2 MiB pages under the 2 MiB blocks of a contiguous tensor;
-    a system that has none says no, and nothing is lost."""
+    """Ask for 2 MiB pages under the 2 MiB blocks of a contiguous tensor. A system without them refuses, harmlessly."""
     start = -(-x.data_ptr() // HUGE_PAGE) * HUGE_PAGE
     size = (x.data_ptr() + x.nbytes) // HUGE_PAGE * HUGE_PAGE - start
     if sys.platform == "linux" and size > 0:
@@ -184,12 +188,12 @@ def _entry(name: str) -> Callable:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The object for this processor, loaded."""
+    """Load the object for this processor."""
     return _load(_path(level()))
 
 
 def level() -> str:
-    """The best of LEVELS that was built and runs here, or the one that FUNCREC_CPU names."""
+    """Return the best of LEVELS that was built and runs here, or the level that FUNCREC_CPU names."""
     forced, found = os.environ.get("FUNCREC_CPU") or None, usable()
     if not found:
         raise RuntimeError(
@@ -210,8 +214,10 @@ def level() -> str:
 
 
 def usable() -> list[str]:
-    """Those of LEVELS that were built and run here, best first. The least one is asked: code of a better one may end
-    the process before it can answer."""
+    """Return those of LEVELS that were built and run here, best first.
+
+    The object of the lowest level reports the processor's level: code of a higher one may crash before it can report.
+    """
     built = {name: path for name in LEVELS if (path := _path(name))}
     best = _load(next(reversed(built.values()))).funcrec_level() if built else 0
     return [name for name in built if LEVELS[name] <= best]
@@ -243,12 +249,12 @@ def _load(path: str) -> ctypes.CDLL:
 
 
 def torch_library() -> ctypes.CDLL:
-    """torch's own, which is loaded already; OSError where it is built in another way."""
+    """Return torch's own library, which is loaded already. Raises OSError if torch was built in another way."""
     return ctypes.CDLL(os.path.join(torch.__path__[0], "lib", "libtorch_cpu.so"), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
 
 
 def _gomp_parallel() -> int:
-    """The address of GOMP_parallel in the OpenMP runtime that torch uses, or 0 where it has none."""
+    """Return the address of GOMP_parallel in the OpenMP runtime that torch uses, or 0 if there is none."""
     try:
         return ctypes.cast(torch_library().GOMP_parallel, ctypes.c_void_p).value or 0
     except (OSError, AttributeError):

@@ -1,9 +1,9 @@
-"""Calls whose tensors are described in C++ (csrc/objects.h): Python needs a third of a microsecond to ask one of them.
+"""Calls that describe their tensors in C++ (csrc/objects.h): in Python, one attribute of a tensor costs about 0.3 µs.
 
-    ran(plan, tensors)          plan: a call without its tensors, which a caller keeps; of tensors nothing is kept
+    ran(plan, tensors)          plan: a call without its tensors, which a caller keeps; a plan keeps no tensor
 
-What is not as in nearly all calls (another dtype, device, layout, a short buffer) is not run: the caller then describes
-its tensors in Python, which converts them or says what is wrong.
+A call that differs from the usual (another dtype, device or layout, a short buffer) is not run. The caller then
+describes its tensors in Python, which converts them or raises.
 """
 
 import ctypes
@@ -23,12 +23,15 @@ KINDS = {  # DLPack's dtypes: code << 8 | bits
     torch.bfloat16: 4 << 8 | 16, torch.int64: 64,
 }  # fmt: skip
 LOOK_CLOSER = 4
-MOST = 16  # plans of an operation that are kept
+MOST = 16  # plans kept for each operation
 
 
 class Slot(NamedTuple):
-    """Where in a call's array a tensor is told of: ROWS, any number of them, of `size` columns; INTS, i32 or i64 [N],
-    N >= size; OUT, rows of which the address is all."""
+    """The place in a call's array at which a tensor is described.
+
+    Forms: ROWS, any number of rows of `size` columns; INTS, i32 or i64 [N] with N >= size; OUT, rows, by their
+    address alone.
+    """
 
     place: int
     form: int
@@ -37,8 +40,11 @@ class Slot(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """static: what it was made of, by which it is found again. name: of the entry point. shape: of what is written,
-    and whether that is worth advice to the system."""
+    """A call without its tensors.
+
+    static: the arguments it was made from, by which `find` finds it again. name: of the entry point. shape: of the
+    output. is_large: whether the output is large enough to ask for huge pages.
+    """
 
     static: tuple
     name: str
@@ -48,7 +54,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(static: tuple, name: str, array: Sequence[int], slots: Sequence[Slot], shape: tuple[int, ...]) -> Plan:
-    """array: the call's numbers, the first of them the threads; zeros where the slots' are put."""
+    """Make a plan. `array` holds the call's numbers, first the number of threads, with zeros at the slots' places."""
     flat = [n for s in slots for n in (*s[:3], KINDS[s.dtype])]
     packed = len(slots), len(array), *flat, *array
     is_large = 8 * math.prod(shape) >= _native.MIN_ADVISED
@@ -56,9 +62,9 @@ def plan_of(static: tuple, name: str, array: Sequence[int], slots: Sequence[Slot
 
 
 def find(plans: list[Plan], static: tuple, make: Callable[..., Plan | None]) -> Plan | None:
-    """The one of `plans` that was made of equal numbers; else make(*static), which is kept in the place of the oldest.
+    """Return the plan in `plans` that was made of equal numbers; else keep make(*static) in place of the oldest plan.
 
-    Equal lists of the same objects, such as a caller's own, are told so without a look at each number.
+    Lists that hold the same objects, such as a caller's own lists, compare equal without a look at each number.
     """
     for plan in plans:
         if plan.static == static:
@@ -70,7 +76,7 @@ def find(plans: list[Plan], static: tuple, make: Callable[..., Plan | None]) -> 
 
 
 def ran(plan: Plan, tensors: list[Tensor]) -> bool:
-    """Whether the call was made; else nothing was done."""
+    """Run the call and return True, or do nothing and return False."""
     run, entry = _runner(_native.library()._name, plan.name)
     if run is None:
         return False
@@ -83,15 +89,17 @@ def ran(plan: Plan, tensors: list[Tensor]) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _runner(path: str, name: str) -> tuple[Callable | None, int]:
-    """funcrec_planned of the compiled object, and the address of one of its entry points; None where the object is
-    older, or torch has no functions of DLPack's."""
-    loaded, capsule = ctypes.PyDLL(path), getattr(Tensor, "__dlpack_c_exchange_api__", None)  # which keeps the lock
+    """Return funcrec_planned of the compiled object, and the address of one of its entry points.
+
+    Return None for the function if the object is older, or torch lacks DLPack's functions.
+    """
+    loaded, capsule = ctypes.PyDLL(path), getattr(Tensor, "__dlpack_c_exchange_api__", None)  # PyDLL keeps the GIL
     if capsule is None or not hasattr(loaded, "funcrec_planned"):
         return None, 0
     python = ctypes.pythonapi
     pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", python))
     table = pointer(capsule, b"dlpack_exchange_api")
-    borrow = ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p))[5]  # behind a version, an older table, three functions
+    borrow = ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p))[5]  # after a version, an older table, three functions
     if ctypes.cast(table, ctypes.POINTER(ctypes.c_uint32))[0] != 1 or not borrow:
         return None, 0
     address = lambda function: ctypes.cast(function, ctypes.c_void_p).value

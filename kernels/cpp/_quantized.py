@@ -25,7 +25,7 @@ def quantized_lookup(
     bits: list[int],
     dims: list[int],
 ) -> Tensor:
-    """f32[B, C]: `pooled_lookup` of what the rows stand for."""
+    """Return f32[B, C]: the `pooled_lookup` of the numbers that the rows encode."""
     if weights is None:
         out = planned_lookup(tables, rows, offsets, features, num_bags, bits, dims)
         if out is not None:
@@ -42,8 +42,11 @@ def planned_lookup(
     bits: Sequence[int],
     dims: Sequence[int],
 ) -> Tensor | None:
-    """`quantized_lookup` of features without weights in tables that are all of codes, None of what has to be looked at
-    closer. The features are records, or the seven numbers of each one after the other."""
+    """Run `quantized_lookup` for features without weights, in tables of codes only.
+
+    Return None if a tensor is not as the plan expects. The features are records, or their seven numbers each, end to
+    end.
+    """
     plan = find(_plans, (len(tables), len(rows), num_bags, features, bits, dims), _plan)
     if plan is None:
         return None
@@ -80,12 +83,12 @@ def _plan(
     array += 0, 0, 0, *ABSENT, num_bags, width, F32
     slots.append(Slot(len(array), OUT, width, torch.float32))
     array.append(0)
-    own = [x if type(x) is tuple else [*x] for x in (features, bits, dims)]  # a caller's list may be changed
+    own = [x if type(x) is tuple else [*x] for x in (features, bits, dims)]  # copies: a caller may change its list
     return plan_of((num_tables, num_buffers, num_bags, *own), "quantized_lookup", array, slots, (num_bags, width))
 
 
 def quantized_rows(table_: Tensor, rows: Tensor, bits: int, dim: int) -> Tensor:
-    """f32[N, D], zeros for rows outside the table."""
+    """Return f32[N, D], with zeros for rows outside the table."""
     check_coded("cpp.quantized_rows", table_, bits, dim)
     rows = rows.contiguous()
     out = empty((rows.shape[0], dim), torch.float32)
@@ -94,7 +97,7 @@ def quantized_rows(table_: Tensor, rows: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def quantize_rows(table_: Tensor, bits: int, key: Tensor | None = None) -> Tensor:
-    """u8[R, S]."""
+    """Return u8[R, S], the codes of each row after its scale and bias."""
     if bits not in CODE_BITS:
         fail("quantize_rows", "there are no such codes.", f"bits={bits}", f"bits in {CODE_BITS}", "bits=8")
     if key is not None and (key.dtype, key.dim(), key.is_cpu) != (torch.int64, 0, True):
@@ -113,7 +116,7 @@ def quantize_rows(table_: Tensor, bits: int, key: Tensor | None = None) -> Tenso
 
 
 def _described(tables: list[Tensor], bits: list[int], dims: list[int]) -> list[int]:
-    """`_one` of each: by columns where all are codes, as `_native.tables`."""
+    """Describe each table as `_one` does. Tables of codes only are described by columns, as in `_native.tables`."""
     numbers, widths = _forms(tuple(bits), tuple(dims))
     if numbers and len(tables) == len(numbers) and all(map(_is_cpu, tables)) and all(map(Tensor.is_contiguous, tables)):
         shapes = [x.shape for x in tables]
@@ -129,14 +132,14 @@ def _described(tables: list[Tensor], bits: list[int], dims: list[int]) -> list[i
 
 @functools.lru_cache(maxsize=1024)
 def _forms(bits: tuple[int, ...], dims: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of tables that are all of codes their dtypes and the bytes of their rows; else nothing."""
+    """Return (dtypes, bytes of a row) of tables that all hold codes; else two empty tuples."""
     if len(bits) != len(dims) or not {*bits} <= {*CODES} or min(dims, default=-1) < 0:
         return (), ()
     return tuple(CODES[b] for b in bits), tuple(map(row_bytes, bits, dims))
 
 
 def _one(x: Tensor, bits: int, dim: int) -> tuple[int, int, int, int]:
-    """A table, of codes or floats: pointer, dtype, R, D."""
+    """Describe a table of codes or floats: pointer, dtype, R, D."""
     if bits not in CODE_BITS:
         return table(x)
     if not x.is_contiguous():

@@ -1,5 +1,4 @@
-"""A user's rule in the row loop of the fused update: its graph
-is translated to C++ (_generate.py), compiled and loaded.
+"""A user's rule in the row loop of the fused update: its graph is translated to C++ (_generate.py), compiled, loaded.
 
 The rule is a graph of aten operations on one row: (row f[D], grad f[D], lr, t, repeats, slots...) -> [row, slots...].
 """
@@ -26,7 +25,7 @@ FLAGS = (
     "-fno-math-errno", "-fno-trapping-math",
 )  # fmt: skip
 LEVEL_FLAGS = json.loads(Path(__file__).with_name("levels.json").read_text())  # CMakeLists.txt reads it, too
-NARROW_BYTES, WIDE_BYTES = 32, 64  # of the vectors for which torch has Sleef's functions
+NARROW_BYTES, WIDE_BYTES = 32, 64  # sizes of the vectors for which torch has Sleef's functions
 LETTERS = {torch.float32: "f", torch.float64: "d"}
 MOST_ON_STACK = 1 << 16  # bytes of a row's intermediate values
 GIVEN = ("row", "grad", "lr", "t", "repeats")
@@ -35,10 +34,11 @@ GIVEN = ("row", "grad", "lr", "t", "repeats")
 class Generated(NamedTuple):
     """A compiled rule for one dim and dtype.
 
-    rule, prepare: addresses. sizes: elements of each slot of
-      a row. shared_bytes: what `prepare` writes once per update.
-    constants: tensors that the rule reads besides its arguments; their values
-      are read in every update. forms: dtype and shape of each.
+    rule, prepare: addresses of the two functions.
+    sizes: elements of each slot in one row.
+    shared_bytes: the bytes that `prepare` writes once per update.
+    constants: tensors that the rule reads besides its arguments; each update reads their current values.
+    forms: dtype and shape of each constant.
     """
 
     rule: int
@@ -53,7 +53,7 @@ class Generated(NamedTuple):
 
 
 def generate(graph: GraphModule) -> Generated:
-    """Raises UnsupportedError where an operation has no formula."""
+    """Translate, compile and load a rule. Raises UnsupportedError if an operation has no formula."""
     text, constants, symbols = translate(graph)
     library = build(text)
     library.funcrec_link((ctypes.c_void_p * max(len(symbols), 1))(*map(sleef, symbols)))
@@ -68,7 +68,7 @@ def generate(graph: GraphModule) -> Generated:
 
 
 def decompositions() -> dict:
-    """How operations are made of those that have formulas."""
+    """Return the decompositions of operations without a formula into operations that have one."""
     from torch._decomp import core_aten_decompositions, get_decompositions
 
     def var(x, dim=None, *, correction=1, keepdim=False):
@@ -94,7 +94,7 @@ def decompositions() -> dict:
 
 
 def translate(graph: GraphModule) -> tuple[str, list[Tensor], list[str]]:
-    """The C++ text, and the tensors and symbols that it reads by number."""
+    """Return the C++ text, and the tensors and symbols that the text refers to by number."""
     given = graph.graph.find_nodes(op="placeholder")
     dtype = given[0].meta["val"].dtype
     writer, values, constants = Writer(dtype), {}, []
@@ -184,7 +184,7 @@ def elementwise(writer: Writer, name: str, target, args: Sequence[Any], kwargs: 
 
 
 def is_view(target: torch._ops.OpOverload) -> bool:
-    """Whether the result is the first argument's memory, and none is written to."""
+    """Whether the result shares the first argument's memory, and the operation writes to none."""
     returned = [x.alias_info for x in target._schema.returns]
     return len(returned) == 1 and returned[0] is not None and not returned[0].is_write
 
@@ -215,14 +215,14 @@ def clamp(
 
 
 def assemble(writer: Writer, last: Sequence[str], num_slots: int) -> str:
-    """`prepare` for the numbers of an update, `rule` for a row."""
+    """Return the text of `prepare`, for the numbers of an update, and `rule`, for a row."""
     of = TYPES[writer.dtype]
     levels = sorted({*writer.numbers, *(level for level, _ in writer.loops)})
     lines = [f"{of}* const s{i} = slots[{i}];" for i in range(num_slots)]
     lines += [f"{kind} const {name} = shared->{name};" for name, kind in writer.fields.items()]
     size = sum(dtype.itemsize * n for dtype, n in writer.arrays.values())
     storage = "static thread_local " if size > MOST_ON_STACK else ""
-    arrays = {name: (TYPES[dtype], -(-n // 16) * 16) for name, (dtype, n) in writer.arrays.items()}  # whole vectors
+    arrays = {name: (TYPES[dtype], -(-n // 16) * 16) for name, (dtype, n) in writer.arrays.items()}  # full vectors
     lines += [f"alignas(64) {storage}{kind} {name}[{n}];" for name, (kind, n) in arrays.items()]
     for level in levels:
         lines += writer.numbers.get(level, [])
@@ -256,8 +256,11 @@ extern "C" void funcrec_rule({of}* w, const {of}* x, {of}* const* slots, {of} re
 
 
 def mapping(pointer: str, symbol: str, dtype: torch.dtype, lanes: int, count: int) -> str:
-    """A pointer to a function of vectors, and the loop that calls it. Kernels of a lesser instruction set than the
-    function's give the loop alone the registers that vectors are passed in."""
+    """Return the text of a pointer to a vector function, and of the loop that calls it.
+
+    If the kernels' instruction set is below the function's, only this loop is compiled for the registers that pass
+    vectors.
+    """
     of, names = f"V_{symbol}", [f"a{k}" for k in range(count)]
     size = lanes * dtype.itemsize
     target = "" if _native.level() != "base" else '__attribute__((target("avx2,fma"))) '
@@ -272,11 +275,11 @@ static {target}void map_{symbol}({TYPES[dtype]}* to, {given}, int n) {{
 
 
 def of_vectors(name: str, dtype: torch.dtype) -> tuple[str, int] | None:
-    """Sleef's symbol of a function and its lanes, or None for the C library's.
+    """Return the symbol of Sleef's function and its lanes, or None for the C library's function.
 
-    The kernels' instruction set does not change a bit of what it gives: the names in `finz` promise the same bits for
-    vectors of every width, and where there is none the narrower vectors serve for all. Processors that have none of
-    them call the C library, with bits of its own.
+    The kernels' instruction set does not change a bit of the results. Functions with `finz` in their names give the
+    same bits for vectors of every width; if there is none, the narrower vectors serve all levels. A processor without
+    AVX2 calls the C library, whose bits differ.
     """
     if _native.library().funcrec_level() < _native.LEVELS["v3"]:
         return None
@@ -289,7 +292,7 @@ def of_vectors(name: str, dtype: torch.dtype) -> tuple[str, int] | None:
 
 
 def sleef(symbol: str) -> int | None:
-    """The address of a function of vectors that torch brings along."""
+    """Return the address of a vector function in torch's library, or None."""
     try:
         return ctypes.cast(getattr(_native.torch_library(), symbol), ctypes.c_void_p).value
     except (OSError, AttributeError):
@@ -300,7 +303,7 @@ def sleef(symbol: str) -> int | None:
 
 
 def build(text: str) -> ctypes.CDLL:
-    """The text compiled for the kernels' instruction set, kept by its content."""
+    """Compile the text for the kernels' instruction set, and keep the object under a digest of the text."""
     compiler = files.compiler()
     if compiler is None:
         raise RuntimeError(

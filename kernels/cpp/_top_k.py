@@ -10,7 +10,8 @@ from torch import Tensor
 def top_k(
     queries: Tensor, items: Tensor, rows: Tensor | None, offsets: Tensor | None, k: int, bits: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(scores f[B, k], rows i64[B, k]): the greatest inner products of each query, of equal ones the lower row."""
+    """Return (scores f[B, k], rows i64[B, k]): each query's greatest inner products; equal scores give the lower
+    row."""
     if rows is None and (out := planned_top_k(queries, items, k, bits)) is not None:
         return out
     dtype = score_dtype(queries, items, bits)
@@ -28,7 +29,7 @@ def top_k(
 
 
 def planned_top_k(queries: Tensor, items: Tensor, k: int, bits: int) -> tuple[Tensor, Tensor] | None:
-    """`top_k` of queries in f32 that leave nothing out, None of what has to be looked at closer."""
+    """Run `top_k` of f32 queries without rows to leave out. Return None if a tensor is not as the plan expects."""
     plan = find(_plans, (queries.shape, items.dtype, k, bits), _plan)
     if plan is None:
         return None

@@ -1,6 +1,6 @@
-"""Cotangents of tables, summed by row: written out (expand, coalesce) or spent at once in an optimizer's update.
+"""Cotangents of tables, summed by row: written out (expand, coalesce), or used at once in an optimizer's update.
 
-w[row] ← rule(w[row], Σ gradients of the row, slots[row])        for every row that an entry names
+w[row] ← rule(w[row], Σ gradients of the row, slots[row])        for every row that occurs in an entry
 """
 
 from array import array
@@ -22,12 +22,13 @@ def fused_update_(
     offsets: Sequence[Tensor], weights: Sequence[Tensor], segments: Sequence[int], lr: Tensor, step: Tensor,
     key: Tensor | None, rule: str, hyper: Sequence[float], first: Tensor | None = None, dims: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """Apply `rule` (a name of rules.RULES) to every named row, in place.
+    """Apply `rule` (a name in rules.RULES) to every row that occurs in an entry, in place.
 
-    slots: each table's in the rule's order, one table after the other. lr f64[]; step i64[], the steps taken before.
-    key: i64[T, S + 1, 4] as of `ops.fused_update`, by which 16-bit tables are rounded at random; None to the nearest.
-    first: i64[T], and dims, the columns of each table's gradients, as of
-      `ops.fused_update`; None and () for tables of whole rows.
+    slots: each table's slots in the rule's order, one table after the other.
+    lr f64[]; step i64[], the steps taken before.
+    key: i64[T, S + 1, 4] as in `ops.fused_update`; rounds 16-bit tables at random. None rounds to nearest.
+    first, dims: i64[T], and the columns of each table's gradients, as in `ops.fused_update`; None and () if the
+      tables hold whole rows.
     """
     call = "fused_update_"
     names = _slot_names(call, rule, hyper)
@@ -46,8 +47,10 @@ def generated_update_(
     offsets: Sequence[Tensor], weights: Sequence[Tensor], segments: Sequence[int], lr: Tensor, step: Tensor,
     key: Tensor | None, rules: Sequence[Generated],
 ) -> None:  # fmt: skip
-    """`fused_update_` with a rule of each table's own, made by
-    `generate` for its dim and dtype and as many slots each."""
+    """Run `fused_update_` with a rule for each table, from `generate` for its dim and dtype.
+
+    All rules have the same number of slots.
+    """
     names = tuple(str(i) for i in range(len(rules[0].sizes))) if rules else ()
     codes, kept = [], []
     for table, rule in zip(tables, rules, strict=True):
@@ -74,7 +77,7 @@ def generated_update_(
 def _update(
     call: str, tables, slots, terms, when, number: int, hyper, names: Sequence[str], codes=(), windows=None
 ) -> None:  # fmt: skip
-    """What `fused_update` in csrc/update.h reads; names: of a table's slots."""
+    """Pass the numbers that `fused_update` in csrc/update.h reads. `names` are those of a table's slots."""
     lr, step, key = when
     lr, step = lr.to(torch.float64), step.to(torch.int64)
     key = None if key is None else key.contiguous()
@@ -107,8 +110,10 @@ def _check_numbers(call: str, numbers: Sequence[Tensor], key: Tensor | None, tab
 
 
 def fits_keys(key: Tensor, num_tables: int) -> bool:
-    """Whether they are for so many tables, and what the kernel's memory hangs on is so: the last
-    segment, behind all rows, ends its walk, and a phase is one of four."""
+    """Whether keys fit so many tables, and satisfy what the kernel's memory safety needs.
+
+    The last segment must end after all rows, because it stops the kernel's loop. A phase must be one of four.
+    """
     if (key.dtype, key.dim(), key.is_cpu) != (torch.int64, 3, True) or key.shape[::2] != (num_tables, 4):
         return False
     ends, last = key.shape[1] >= 2, torch.iinfo(torch.int64).max
@@ -116,7 +121,7 @@ def fits_keys(key: Tensor, num_tables: int) -> bool:
 
 
 def windows_of(call: str, tables: Sequence[Tensor], first: Tensor | None, dims: Sequence[int]):
-    """(first, dims) if some table holds a part of its rows' columns, else None."""
+    """Return (first, dims) if tables hold some of their rows' columns, else None."""
     if len(dims) not in (0, len(tables)) or (len(dims) > 0 and (first is None or first.shape != (len(tables),))):
         raise ValueError(
             f"funcrec.kernels.cpp.{call}: the windows do not match the tables.\n"
@@ -129,8 +134,10 @@ def windows_of(call: str, tables: Sequence[Tensor], first: Tensor | None, dims: 
 def _trained(
     tables: Sequence[Tensor], slots: Sequence[Tensor], each: int, keys: tuple[int, int], codes: Sequence, windows
 ) -> list[int]:  # fmt: skip
-    """What `Trained` in csrc/update.h reads, by columns: tables, `each` slots,
-    where its keys are, 0 for none, its window, its code."""
+    """Return the numbers that `Trained` in csrc/update.h reads, by columns.
+
+    For each table: the table, `each` slots, the address of its keys or 0, its window, its code.
+    """
     before = 4 + 3 * each
     width = before + 3 + (len(codes[0]) if codes else 0)
     numbers = _native.tables(tables, width)
@@ -162,7 +169,7 @@ def expand(
     d: Sequence[Tensor], rows: Sequence[Tensor], offsets: Sequence[Tensor], weights: Sequence[Tensor],
     segments: Sequence[int], shapes: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
-    """(rows i64[K], grads f[K, D]) per table: its entries in order, row -1 and zeros in unused places."""
+    """Return (rows i64[K], grads f[K, D]) per table: its entries in order, with row -1 and zeros in unused places."""
     return _write_out("expand", d, rows, offsets, weights, segments, shapes)
 
 
@@ -170,7 +177,10 @@ def coalesce(
     d: Sequence[Tensor], rows: Sequence[Tensor], offsets: Sequence[Tensor], weights: Sequence[Tensor],
     segments: Sequence[int], shapes: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
-    """(rows i64[K] ascending, grads f[K, D], count i64[], repeats i64[K]) per table; behind count -1, zeros, 0."""
+    """Return (rows i64[K] ascending, grads f[K, D], count i64[], repeats i64[K]) per table.
+
+    Places from `count` on hold -1, zeros and 0.
+    """
     return _write_out("coalesce", d, rows, offsets, weights, segments, shapes)
 
 
@@ -198,7 +208,7 @@ def _write_out(call: str, d, rows, offsets, weights, segments, shapes) -> list[T
 
 
 def _terms(d, rows, offsets, weights, segments) -> tuple[list[int], object]:
-    """What `Terms` in csrc/terms.h reads, and the tensors that must live as long as the call."""
+    """Return the numbers that `Terms` in csrc/terms.h reads, and the tensors that must outlive the call."""
     d = [_gradient(x) for x in d]
     if len({x.dtype for x in d}) > 1:
         d = [x.to(torch.float64) for x in d]
@@ -215,7 +225,7 @@ def _terms(d, rows, offsets, weights, segments) -> tuple[list[int], object]:
 
 
 def _gradient(x: Tensor) -> Tensor:
-    """f32|f64 with contiguous rows."""
+    """Return x in f32|f64 with contiguous rows."""
     x = x if x.dtype == torch.float64 else x.to(torch.float32)
     return x if x.dim() != 2 or x.shape[1] < 2 or x.stride(1) == 1 else x.contiguous()
 

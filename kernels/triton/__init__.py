@@ -1,15 +1,15 @@
 """The operations on tables as Triton kernels, for CUDA (and ROCm) devices.
 
 Importing this package imports triton; nothing else in funcrec does. The functions have the flat form that every
-implementation has. Common to all of them:
+implementation has. All of them keep these rules:
  - sums run in f32 (f64 for f64 tables), each bag's and each row's terms in the order of their positions; no float is
-   added atomically, so the same arguments give the same bits. One exception is told in `group`: runs of more than
+   added atomically, so the same arguments give the same bits. `group` describes one exception: runs of more than
    `group.CHUNK` entries of one row are summed in chunks;
  - nothing is read on the host and no shape depends on a value: every function can be captured in a CUDA graph;
  - one launch serves many tables: their addresses travel as kernel arguments into a small tensor (`launch.pack`).
 
-With TRITON_INTERPRET=1 in the environment when this package is imported, the kernels run in triton's interpreter on CPU
-tensors, slowly: that is how they are tested without a device. Without it CPU tensors are refused.
+If TRITON_INTERPRET=1 is set when this package is imported, the kernels run on CPU tensors in triton's interpreter,
+slowly: tests without a device use this. Otherwise CPU tensors raise.
 """
 
 import importlib.util

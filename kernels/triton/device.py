@@ -1,4 +1,4 @@
-"""What the kernels share on the device: searches, bags, sums, IEEE division and root, random bits.
+"""Device functions that the kernels share: searches, bags, sums, IEEE division and root, random bits.
 
 Addresses are i64 and become pointers where they are used; all positions are i64.
 """
@@ -12,7 +12,7 @@ GAMMA = tl.constexpr(-7046029254386353131)  # SplitMix64's constants as i64
 MIX_1 = tl.constexpr(-4658895280553007687)
 MIX_2 = tl.constexpr(-7723592293110705685)
 
-# Sizes of data: kernels are not compiled anew when one of them becomes 1 or a multiple of 16.
+# Arguments that are sizes of data: a kernel is not recompiled when one becomes 1 or a multiple of 16.
 SIZES = (
     "size", "capacity", "steps", "slots", "num_bags", "num_rows", "num_ids", "num_values", "num_tables", "num_segments",
     "num_shards", "block", "nothing", "first_key", "behind_key", "first_bag", "behind_bag", "max_length", "mean",
@@ -33,8 +33,11 @@ def plus(a, b):
 
 @triton.jit
 def sum_columns(x):
-    """f[rows]: neighbours added to neighbours, again and again. A plain reduction adds in an order that the compiler
-    chooses with the layout, which depends on the alignment of what was loaded."""
+    """Sum the columns to f[rows], by adding neighbours again and again.
+
+    A plain reduction adds in an order that the compiler chooses with the layout. The layout depends on the alignment of
+    the loads.
+    """
     if x.shape[1] == 1:
         return tl.reshape(x, (x.shape[0],))
     else:
@@ -43,13 +46,13 @@ def sum_columns(x):
 
 @triton.jit
 def lanes(LANES: tl.constexpr):
-    """i64[LANES]: this program's positions along axis 0."""
+    """Return this program's positions along axis 0, i64[LANES]."""
     return tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
 
 
 @triton.jit
 def upper_bound(array, low, high, value, steps):
-    """For each lane the first place in [low, high) whose element is above `value`, else high."""
+    """Return for each lane the first place in [low, high) whose element is above `value`, else high."""
     for _ in range(steps):
         searching = low < high
         middle = (low + high) // 2
@@ -61,7 +64,7 @@ def upper_bound(array, low, high, value, steps):
 
 @triton.jit
 def bag_bounds(offsets, bag, inside, num_ids, max_length):
-    """(begin, length) of bags: within [0, num_ids], cut to max_length (0 for all), 0 where bounds descend."""
+    """Return (begin, length) of bags within [0, num_ids], cut to max_length (0: uncut); 0 where bounds descend."""
     begin = tl.load(offsets + bag, mask=inside, other=0).to(tl.int64)
     end = tl.load(offsets + bag + 1, mask=inside, other=0).to(tl.int64)
     begin = tl.minimum(tl.maximum(begin, 0), num_ids)
@@ -72,20 +75,21 @@ def bag_bounds(offsets, bag, inside, num_ids, max_length):
 
 @triton.jit
 def pointers(address, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Pointers [rows, 1] from addresses [rows] that are multiples of ALIGN bytes."""
+    """Return pointers [rows, 1] from addresses [rows], which are multiples of ALIGN bytes."""
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE))[:, None], (ALIGN, ALIGN))
 
 
 @triton.jit
 def rows_at(address, row, DIM: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Pointers [rows, 1] to the first of DIM numbers of a row, in the table (or each row's table) at `address`."""
+    """Return pointers [rows, 1] to the first of the DIM numbers of each row; `address` is the table's, or each
+    row's."""
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     return pointers(address + row * (DIM * BYTES), DTYPE, ALIGN)
 
 
 @triton.jit
 def divide(x, y):
-    """x / y, rounded to nearest: `/` on f32 is an approximation. y is a tensor, x a tensor or a number."""
+    """Return x / y rounded to nearest; `/` on f32 only approximates. y is a tensor, x a tensor or a number."""
     if y.dtype == tl.float32:
         return tl.div_rn(x, y)
     else:
@@ -94,7 +98,7 @@ def divide(x, y):
 
 @triton.jit
 def root(x):
-    """√x, rounded to nearest."""
+    """Return √x rounded to nearest."""
     if x.dtype == tl.float32:
         return tl.sqrt_rn(x)
     else:
@@ -103,7 +107,7 @@ def root(x):
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """x in DTYPE, to nearest, ties to even. To bf16 by its bits: triton's interpreter would cut them off."""
+    """Round x to DTYPE, to nearest, ties to even. bf16 is rounded by its bits: triton's interpreter would truncate."""
     if tl.bfloat16 == DTYPE:
         number = x.to(tl.float32).to(tl.int32, bitcast=True)
         finite = (number & 0x7F800000) != 0x7F800000
@@ -115,7 +119,7 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def mix(z):
-    """SplitMix64's finaliser on i64, whose right shifts bring in zeros."""
+    """Apply SplitMix64's finaliser to i64; its right shifts insert zeros."""
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * MIX_1
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * MIX_2
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
@@ -123,8 +127,11 @@ def mix(z):
 
 @triton.jit
 def random_bits(draws, row, column):
-    """i32[rows, columns] in [0, 2¹⁶) for i64[rows or 1, columns]: four columns share one number of the key's
-    sequence. draws: for each row its segment's (key, begin, phase, words)."""
+    """Return i32[rows, columns] in [0, 2¹⁶) for columns i64[rows or 1, columns].
+
+    Four columns share one number of the key's sequence. draws: pointers to each row's segment, (key, begin, phase,
+    words).
+    """
     column = column + tl.load(draws + 2)[:, None]
     counter = (row * tl.load(draws + 3))[:, None] + column // 4 + 1
     number = mix(tl.load(draws)[:, None] + counter * GAMMA)
@@ -133,10 +140,10 @@ def random_bits(draws, row, column):
 
 @triton.jit
 def round_stochastically(x, bits, DTYPE: tl.constexpr):
-    """f32 to f16 or bf16, up with the probability of the part that is cut off; inf and NaN stay."""
+    """Round f32 to f16 or bf16, up with a probability equal to the part that is cut off; inf and NaN stay."""
     number = x.to(tl.int32, bitcast=True)
     finite = (number & 0x7F800000) != 0x7F800000
-    # the bits that the format keeps: 16 of bf16, 19 of f16 (and one rounding more where f16 is subnormal)
+    # the bits that the format keeps: 16 for bf16, 19 for f16 (where f16 is subnormal, it rounds once more)
     CUT: tl.constexpr = 0xFFFF if tl.bfloat16 == DTYPE else 0x1FFF
     cut = (number + (bits & CUT)) & (-1 - CUT)
     return tl.where(finite, cut, number).to(tl.float32, bitcast=True).to(DTYPE)

@@ -1,17 +1,17 @@
-"""The entries of many tables grouped by row: what `coalesce` and the fused update share.
+"""The entries of many tables, grouped by row: shared by `coalesce` and the fused update.
 
-An entry is (row, gradient), the gradient s · d[b, column : column + dim] of one bag or of one plain entry. It is never
-written out. What is written is, per entry, a key (the table's first key + row; keys of tables follow each other), the
-address of d's row, and s. A stable sort of the keys puts the entries of a row side by side in their order:
+An entry is (row, gradient), where the gradient s · d[b, column : column + dim] comes from one bag or one plain entry.
+Entries are never written out. Each entry writes a key (the table's first key + row; keys of tables follow each other),
+the address of d's row, and s. A stable sort of the keys puts the entries of a row side by side in their order:
 
     list_entries -> sort by key -> heads and their running count -> starts[u], the first entry of distinct row u
 
-Segments that read disjoint bags of one buffer of ids share one pass over it, so that F features in one buffer cost N
+Segments that read disjoint bags of one buffer of ids share one pass over it. So F features in one buffer cost N
 entries, not F · N.
 
-Order of a row's sum: entry by entry up to CHUNK of them. A longer run is cut into chunks of CHUNK entries, counted from
-its own first entry; each chunk is summed in order by a program of its own, then the chunks' sums in order. So the bits
-depend on the row's own entries only, and one very frequent row does not hold up the step.
+A row's sum adds up to CHUNK entries one by one. A longer run is cut into chunks of CHUNK entries, counted from its own
+first entry. One program sums each chunk in order, then the chunks' sums are added in order. So the bits depend on the
+row's own entries only, and one very frequent row does not delay the step.
 Shapes: K entries, U distinct rows (data; its bound is K), T tables.
 """
 
@@ -27,8 +27,8 @@ from funcrec.kernels.triton.device import bag_bounds, divide, kernel, lanes, lar
 from torch import Tensor
 
 CHUNK = 64
-FIELDS = 10  # per segment in the packed tensor; even, so that each begins at 16 bytes
-ENTRIES, PADDED, SWEPT = 0, 1, 2  # places are entries; or max_length per bag; or the positions of the buffer
+FIELDS = 10  # per segment in the packed tensor; even, so that each segment begins at a multiple of 16 bytes
+ENTRIES, PADDED, SWEPT = 0, 1, 2  # a place is an entry; one of max_length in a bag; or a position of the buffer
 
 
 class Pass(NamedTuple):
@@ -40,11 +40,13 @@ class Pass(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """keys i[K] ascending, addresses i64[K] and scales f[K] (or None) in that order; segment i32[K + 1]: the number u
-    of each place's row; starts i64[K + 2]: where row u begins; firsts i64[T + 1]: the u of each table's first row.
+    """Entries sorted by key: keys i[K] ascending, and addresses i64[K] and scales f[K] (or None) in the same order.
 
-    `bases` are the tables' first keys, T + 1 of them, on the host; `packed` holds them on the device. `alive` keeps
-    what the addresses point to.
+    segment: i32[K + 1], the number u of each place's row.
+    starts: i64[K + 2], where row u begins.
+    firsts: i64[T + 1], the number u of each table's first row.
+    bases: the tables' first keys, T + 1 of them, on the host; `packed` holds them on the device.
+    alive: keeps the tensors alive to which the addresses point.
     """
 
     keys: Tensor
@@ -66,7 +68,7 @@ def kind_of(segment: Segment, num_ids: int) -> int:
 
 
 def check_segments(parts: Sequence[Segment], d, rows: Sequence[Tensor], offsets: Sequence[Tensor], weights) -> None:
-    """No segment may reach behind its buffers."""
+    """Raise if a segment reaches beyond its buffers."""
     for i, s in enumerate(parts):
         need = {"d": (s.num_bags, d[s.d])}
         if s.offsets >= 0:
@@ -82,7 +84,7 @@ def check_segments(parts: Sequence[Segment], d, rows: Sequence[Tensor], offsets:
 
 
 def merged(parts: Sequence[Segment], rows, offsets, weights) -> list[Segment]:
-    """The segments with one number for a tensor that stands several times in a list."""
+    """Return the segments with one number for each tensor, even if it occurs several times in a list."""
 
     def numbers(tensors: Sequence[Tensor]) -> dict[int, int]:
         first: dict = {}
@@ -93,7 +95,7 @@ def merged(parts: Sequence[Segment], rows, offsets, weights) -> list[Segment]:
 
 
 def plan_passes(parts: Sequence[Segment], rows: Sequence[Tensor]) -> list[Pass]:
-    """Segments in passes. A table's entries keep their order: its passes ascend, and so do its bags in one pass."""
+    """Arrange segments in passes. A table's entries keep their order: its passes ascend, and its bags in a pass do."""
     passes: list[Pass] = []
     last: dict[int, int] = {}  # table -> its last pass
     for s in parts:
@@ -124,9 +126,9 @@ def group_entries(
     num_rows: Sequence[int],
     dtype: torch.dtype,
 ) -> Groups | None:
-    """Every entry of tables with so many rows, grouped; None if there is no place for an entry.
+    """Group all entries of tables with these numbers of rows; return None if there is no place for an entry.
 
-    d, in `dtype`, has its columns side by side; the order of tables is that of their keys.
+    d is in `dtype` and its columns are contiguous. Tables follow each other in the order of their keys.
     """
     check_segments(parts, d, rows, offsets, weights)
     passes = plan_passes(merged(parts, rows, offsets, weights), rows)
@@ -165,7 +167,7 @@ def _numbers(passes: Sequence[Pass], d: Sequence[Tensor], bases: Sequence[int], 
 
 
 def list_entries(p: Pass, packed: Tensor, rows, offsets, weights, nothing: int, out) -> None:
-    """Keys (`nothing` for what is no entry), addresses and scales of one pass."""
+    """Write keys, addresses and scales of one pass; a place without an entry gets the key `nothing`."""
     first, last = p.segments[0], p.segments[-1]
     ids, scaling = rows[first.rows], max(s.weights for s in p.segments)
     bounds = offsets[first.offsets] if first.offsets >= 0 else ids
@@ -181,7 +183,7 @@ def list_entries(p: Pass, packed: Tensor, rows, offsets, weights, nothing: int, 
 
 @triton.jit
 def locate(place, offsets, first_bag, behind_bag, num_bags, max_length, num_ids, steps, KIND: tl.constexpr):
-    """(bag counted from first_bag, position in the buffer) of places; the bag is -1 where there is none."""
+    """Return (bag counted from first_bag, position in the buffer) of places; the bag is -1 if there is none."""
     if KIND == 0:
         return place, place
     elif KIND == 1:
@@ -191,7 +193,7 @@ def locate(place, offsets, first_bag, behind_bag, num_bags, max_length, num_ids,
         nth = place % max_length
         return tl.where(inside & (nth < length), bag, -1), begin + nth
     else:
-        # bags [first_bag, behind_bag): the last whose begin is not above the position
+        # of the bags [first_bag, behind_bag), take the last whose begin is not above the position
         zero = place * 0
         bag = upper_bound(offsets, zero + first_bag, zero + behind_bag, place, steps) - 1
         inside = (bag >= first_bag) & (place < num_ids)
@@ -265,7 +267,7 @@ def _sorted(keys, addresses, scales, bases, packed, align, alive) -> Groups:
 
 @kernel()
 def _heads(keys, heads, size, nothing, LANES: tl.constexpr):
-    """1 where a run of equal keys begins. Behind the last key stands one more, of no row."""
+    """Write 1 where a run of equal keys begins. One more run, of no row, begins after the last key."""
     i = lanes(LANES)
     key = tl.load(keys + i, mask=i < size, other=nothing)
     before = tl.load(keys + i - 1, mask=(i > 0) & (i <= size), other=-1)
@@ -281,7 +283,7 @@ def _starts(
     head = tl.load(heads + i, mask=i <= size, other=0) != 0
     u = tl.load(segment + i, mask=i <= size, other=0)
     tl.store(starts + u, i, mask=head)
-    tl.store(starts + u + 1, i, mask=i == size)  # the end of the last run, that of no row
+    tl.store(starts + u + 1, i, mask=i == size)  # the end of the extra run that belongs to no row
     source = tl.load(order + i, mask=i < size, other=0)
     tl.store(sorted_addresses + i, tl.load(addresses + source, mask=i < size, other=0), mask=i < size)
     if SCALED:
@@ -290,7 +292,7 @@ def _starts(
 
 @kernel()
 def _firsts(bases, keys, segment, firsts, size, count, steps, LANES: tl.constexpr):
-    """The number of distinct rows before each table's first key."""
+    """Write the number of distinct rows before each table's first key."""
     t = lanes(LANES)
     base = tl.load(bases + t, mask=t < count, other=0)
     place = upper_bound(keys, t * 0, t * 0 + size, base - 1, steps)
@@ -298,10 +300,10 @@ def _firsts(bases, keys, segment, firsts, size, count, steps, LANES: tl.constexp
 
 
 def chunk_sums(g: Groups, first_key: int, behind_key: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """f[2 · ⌈K / CHUNK⌉, D]: the sums of the chunks of runs longer than CHUNK, of rows with keys in a range.
+    """Return f[2 · ⌈K / CHUNK⌉, D]: the sums of chunks, for runs longer than CHUNK of rows with keys in a range.
 
-    Chunk heads in one block of CHUNK places are at most two: a run's first chunk, at 2 · block + 1, and another chunk,
-    at 2 · block. Other places of the answer are not written, and not read.
+    At most two chunks begin in a block of CHUNK places: a run's first chunk, stored at 2 · block + 1, and a later
+    chunk, stored at 2 · block. Other places of the result are neither written nor read.
     """
     size = g.keys.shape[0]
     slots = 2 * on.cdiv(size, CHUNK) if size > CHUNK else 0
@@ -317,7 +319,7 @@ def chunk_sums(g: Groups, first_key: int, behind_key: int, dim: int, dtype: torc
 
 
 def align_of(g: Groups, dim: int, dtype: torch.dtype) -> int:
-    """Bytes that divide the addresses of gradients and of chunk sums."""
+    """Return a number of bytes that divides the addresses of gradients and of chunk sums."""
     return on.alignment([g.align, dim * dtype.itemsize])
 
 
@@ -352,8 +354,8 @@ def sum_entries(
     addresses, scales, chunks, start, length, column, SCALED: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """f[rows, columns]: the sums of runs, in order; runs longer than CHUNK from the sums of their chunks."""
-    AHEAD: tl.constexpr = 4  # terms whose loads are under way together
+    """Return f[rows, columns]: the sums of runs, in order; runs longer than CHUNK add the sums of their chunks."""
+    AHEAD: tl.constexpr = 4  # terms that are loaded at the same time
     terms = tl.where(length > CHUNK, (length + CHUNK - 1) // CHUNK, length)
     longest = tl.reduce(terms, 0, larger)
     sums = tl.full((TILE_ROWS, TILE_COLUMNS), 0, chunks.dtype.element_ty)
@@ -371,7 +373,7 @@ def entry(
     addresses, scales, chunks, start, length, terms, k, column, SCALED: tl.constexpr, DIM: tl.constexpr,
     CHUNK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """f[rows, columns]: term k of each run, zeros behind its last one."""
+    """Return f[rows, columns]: term k of each run, zeros after its last term."""
     ACC: tl.constexpr = chunks.dtype.element_ty
     direct = k < tl.where(length > CHUNK, 0, terms)
     slot = tl.where(k == 0, start // CHUNK * 2 + 1, (start // CHUNK + k) * 2)

@@ -1,4 +1,4 @@
-"""Jagged buffers: ranges, shards, padding. Values are copied as they are, whatever their dtype.
+"""Jagged buffers: ranges, shards, padding. Values are copied as bits, whatever their dtype.
 
 Bag b of a buffer is [offsets[b], offsets[b + 1]); the bag of a position is found by binary search.
 Shapes: B bags, N capacity of the buffer, L places per bag, S shards, W numbers per value.
@@ -19,9 +19,9 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 
 
 def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """(values [capacity, ...], offsets i64[B + 1]): values[starts[b] : starts[b] + lengths[b]] one after the other.
+    """Return (values [capacity, ...], offsets i64[B + 1]): values[starts[b] : starts[b] + lengths[b]] end to end.
 
-    Positions outside the values read as zeros, and so does the padding; a negative length counts as 0.
+    Positions outside the values read as zeros. The padding is zeros. A negative length counts as 0.
     """
     offsets = _offsets_of(lengths)
     out = torch.empty(capacity, *values.shape[1:], dtype=values.dtype, device=values.device)
@@ -37,12 +37,12 @@ def take_ranges(values: Tensor, starts: Tensor, lengths: Tensor, capacity: int) 
 
 
 def _offsets_of(lengths: Tensor) -> Tensor:
-    """i64[B + 1]."""
+    """Return offsets i64[B + 1] from lengths i[B]."""
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.clamp(min=0).cumsum(0, dtype=torch.int64)])
 
 
 def _as_integers(values: Tensor) -> Tensor:
-    """i[N, W]: the bits of contiguous values, of any dtype and trailing shape."""
+    """Return the bits of contiguous values, of any dtype and trailing shape, as i[N, W]."""
     flat = values.reshape(values.shape[0], math.prod(values.shape[1:]))
     if flat.dtype.is_complex:
         flat = torch.view_as_real(flat).flatten(1)
@@ -67,14 +67,14 @@ def _take_ranges(
 
 
 def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values: int) -> Tensor:
-    """[num_values, ...] of d's dtype: the cotangents d [C, ...] of a position, from the ranges that hold it, in order.
+    """Return [num_values, ...] in d's dtype: d [C, ...] summed over the ranges that hold each position, in order.
 
-    Cost: one stable sort of C positions; `coalesce` sums those that are equal.
+    Cost: one stable sort of C positions; `coalesce` sums equal positions.
     """
     size, width = d.shape[0], math.prod(d.shape[1:])
     wide = d.to(accumulation_dtype(d.dtype)).reshape(size, width)
     numbers = torch.arange(1, num_values + 1, device=d.device)
-    source = take_ranges(numbers, starts, lengths, size)[0] - 1  # where each place came from, -1 for padding
+    source = take_ranges(numbers, starts, lengths, size)[0] - 1  # each place's source position, -1 for padding
     entries = Segment(
         table=0, d=0, column=0, rows=0, offsets=-1, first_bag=0, num_bags=size, max_length=0, mean=False, weights=-1
     )
@@ -87,12 +87,12 @@ def take_ranges_transpose(d: Tensor, starts: Tensor, lengths: Tensor, num_values
 def bucketize(
     rows: Tensor, offsets: Tensor, weights: Tensor | None, num_shards: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(rows i[N], lengths i64[S · B], weights f[N] | f[0], positions i64[N]): ids grouped by (shard, bag), order kept.
+    """Group ids by (shard, bag), in order: (rows i[N], lengths i64[S · B], weights f[N] | f[0], positions i64[N]).
 
-    The owner of a row is row // block, and the row becomes row - owner · block; a row below 0 or of no shard goes
-    nowhere. positions[i] is where id i went, -1 for nowhere. Behind the last id stand zeros.
+    The owner of a row is row // block, and the row becomes row - owner · block. A row below 0 or beyond the shards is
+    left out. positions[i] is the new position of id i, or -1 if it is left out. Zeros follow the last id.
 
-    Cost: one stable sort of N owners. Owners suffice as keys: positions ascend with bags.
+    Cost: one stable sort of N owners. The owners suffice as keys, because positions ascend with bags.
     """
     size, num_bags = rows.shape[0], offsets.shape[0] - 1
     narrow = torch.uint8 if num_shards < 255 else torch.int16 if num_shards < 2**15 - 1 else torch.int64
@@ -127,8 +127,10 @@ def bucketize(
 
 @kernel()
 def _owners(rows, offsets, owners, lengths, size, num_bags, num_shards, block, steps, LANES: tl.constexpr):
-    """The owner of every id, num_shards for none, and how many
-    ids each (shard, bag) gets: counts, added in any order."""
+    """Write each id's owner (num_shards for none), and how many ids each (shard, bag) gets.
+
+    The counts are integers, so they may be added in any order.
+    """
     i = lanes(LANES)
     bag = upper_bound(offsets, i * 0, i * 0 + num_bags + 1, i, steps) - 1
     inside = (i < size) & (bag >= 0) & (bag < num_bags)
@@ -161,7 +163,7 @@ def _to_owners(
 
 
 def to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float | int) -> Tensor:
-    """[B, L, ...]: each bag cut to max_length and filled up."""
+    """Return [B, L, ...]: each bag cut to max_length and filled up with `fill`."""
     num_bags, dim = offsets.shape[0] - 1, math.prod(values.shape[1:])
     out = torch.empty(num_bags, max_length, *values.shape[1:], dtype=values.dtype, device=values.device)
     size, t = num_bags * max_length, on.tile(dim)
@@ -198,8 +200,10 @@ def _to_padded(
 
 
 def from_padded(padded: Tensor, offsets: Tensor, capacity: int) -> Tensor:
-    """[capacity, ...]: place p of bag b is padded[b, p], zeros behind
-    L places and behind the last bag; to_padded's transpose."""
+    """Return [capacity, ...], the transpose of to_padded: place p of bag b is padded[b, p].
+
+    Places beyond L in a bag, and after the last bag, are zeros.
+    """
     num_bags, max_length, *trailing = padded.shape
     dim = math.prod(trailing)
     out = torch.empty(capacity, *trailing, dtype=padded.dtype, device=padded.device)

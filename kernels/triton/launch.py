@@ -1,4 +1,4 @@
-"""What the kernels share on the host: launching, integers on the device, tiles, errors.
+"""Host functions that the kernels share: launching, integers on the device, tiles, errors.
 
 A tile is `rows` × `columns` numbers held by one program; columns is a power of two.
 """
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)  # as the kernels of this package were when they were decorated
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # the setting when this package's kernels were decorated
 DTYPES = {
     torch.float32: tl.float32, torch.float64: tl.float64, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
     torch.int32: tl.int32, torch.int64: tl.int64,
@@ -30,12 +30,12 @@ class Tile(NamedTuple):
     num_warps: int
 
     def over(self, num_rows: int) -> int:
-        """Programs that cover so many rows."""
+        """Return the number of programs that cover so many rows."""
         return cdiv(num_rows, self.rows)
 
 
 def tile(dim: int, *, whole_rows: bool = False) -> Tile:
-    """A tile for rows of `dim` numbers; with `whole_rows` one program holds every column."""
+    """Return a tile for rows of `dim` numbers; with `whole_rows` one program holds every column."""
     columns = triton.next_power_of_2(max(dim, 1))
     columns = columns if whole_rows else min(columns, TILE)
     return Tile(max(1, min(TILE // columns, TILE_ROWS_MAX)), columns, 4 if columns <= 2 * TILE else 8)
@@ -46,14 +46,15 @@ def cdiv(a: int, b: int) -> int:
 
 
 def steps(n: int) -> int:
-    """Steps of a binary search among n elements."""
+    """Return the number of steps of a binary search among n elements."""
     return max(n, 0).bit_length()
 
 
 def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
-    """Run `kernel` on the device of its first tensor; a grid of nothing runs nothing.
+    """Run `kernel` on the device of its first tensor. An empty grid runs nothing.
 
-    Products and sums are not contracted, so that the bits are those of plain arithmetic: memory is the limit.
+    Products and sums are not contracted to fused multiply-adds, so that the bits are those of plain arithmetic. This
+    costs nothing, because memory is the limit.
     """
     if 0 in grid:
         return
@@ -66,8 +67,11 @@ def launch(kernel, grid: tuple[int, ...], *args, **options) -> None:
 
 
 def pack(values: Sequence[int], device: torch.device) -> Tensor:
-    """i64[n] on `device`, of values in [0, 2⁵⁸). In a graph, which can hold no copy from the host, they are made of
-    kernel arguments; elsewhere that would take five times as long."""
+    """Return i64[n] on `device`, from values in [0, 2⁵⁸).
+
+    In a CUDA graph, which cannot hold a copy from the host, kernel arguments carry the values. Elsewhere a copy is five
+    times as fast.
+    """
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
     values = [*values, *[0] * (-len(values) % PACKED)]
@@ -81,7 +85,7 @@ def pack(values: Sequence[int], device: torch.device) -> Tensor:
 
 @triton.jit
 def _pack(out, lows, highs):
-    # arguments are 4 · half + 3: triton would compile anew for each pattern of ones and of multiples of 16
+    # arguments are 4 · half + 3: triton would recompile for each pattern of ones and of multiples of 16
     for i in tl.static_range(len(lows)):
         low, high = tl.full((), lows[i], tl.int64) >> 2, tl.full((), highs[i], tl.int64) >> 2
         tl.store(out + i, high << 29 | low)
@@ -93,7 +97,7 @@ def alignment(numbers: Sequence[int]) -> int:
 
 
 def with_rows(d: Tensor, dtype: torch.dtype) -> Tensor:
-    """d in `dtype`, with its columns side by side."""
+    """Return d in `dtype`, with contiguous columns."""
     d = d.to(dtype)
     return d if d.stride(1) == 1 or d.shape[1] <= 1 else d.contiguous()
 

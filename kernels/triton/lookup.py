@@ -1,11 +1,11 @@
-"""Pooled lookup, the gradient of its weights, and rows by number.
+"""Pooled lookup, the gradient of its weights, and rows by their numbers.
 
     out[b, f] = Σ_{i in bag (f, b)} s_i · table_f[rows_f[i]]
 
-One program holds a tile of bags × columns and walks the places 0, 1, ... of its bags together: each step has one table
-row per bag in flight, and every bag is summed in the order of its positions. Features of one dim and dtype share a
-launch: their addresses and options lie in a small tensor on the device.
-Shapes: B bags, N ids, K rows asked for, R rows of a table, D dim.
+One program holds a tile of bags × columns and goes through the places 0, 1, ... of all its bags together. Each step
+loads one table row per bag, and every bag is summed in the order of its positions. Features of one dim and dtype share
+a launch: a small tensor on the device holds their addresses and options.
+Shapes: B bags, N ids, K rows to read, R rows of a table, D dim.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from funcrec.kernels.triton import launch as on
 from funcrec.kernels.triton.device import bag_bounds, divide, kernel, lanes, larger, rounded, rows_at, sum_columns
 from torch import Tensor
 
-FIELDS = 10  # per feature in the packed tensor; even, so that each begins at 16 bytes
+FIELDS = 10  # per feature in the packed tensor; even, so that each feature begins at a multiple of 16 bytes
 
 
 def pooled_lookup(
@@ -30,7 +30,7 @@ def pooled_lookup(
     num_bags: int,
     blocks: int = 1,
 ) -> Tensor:
-    """f32|f64[n · B, C / n]: the pooled rows of every feature, 7 integers each, in its columns of its block.
+    """Return f32|f64[n · B, C / n]: each feature's pooled rows in its columns of its block; 7 integers per feature.
 
     Cost: reads N rows, N ids and B offsets per feature, writes B · C numbers.
     """
@@ -61,9 +61,9 @@ def pooled_lookup_weights(
     weights: Tensor,
     features: Sequence[int],
 ) -> Tensor:
-    """f[N], of the weights' dtype: d_weights[i] = Σ over the weighted features that hold i of ⟨table[row_i], d_out[b]⟩.
+    """Return d_weights[i] = Σ ⟨table[row_i], d_out[b]⟩ over the weighted features that read i, f[N] in weights' dtype.
 
-    Features that hold the same positions run one after the other, in their order.
+    Features that read the same positions run one after the other, in their order.
     """
     on.check_tables("funcrec.kernels.triton.pooled_lookup_weights", tables)
     rows, offsets = on.contiguous(rows), offsets.contiguous()
@@ -74,7 +74,7 @@ def pooled_lookup_weights(
     out = torch.zeros(weights.shape[0], dtype=dtype, device=weights.device)
     d_out = on.with_rows(d_out, dtype)
     waves: dict = {}
-    taken: list[tuple[int, int, int]] = []  # (first bag, bag behind the last, wave) of the features so far
+    taken: list[tuple[int, int, int]] = []  # (first bag, end of the bags, wave) of the features so far
     for f in parts:
         table, end = tables[f.table], f.first_bag + num_bags
         wave = 1 + max((w for a, b, w in taken if f.first_bag < b and a < end), default=-1)
@@ -89,7 +89,7 @@ def pooled_lookup_weights(
 
 
 def checked_features(features: Sequence[int], offsets: Tensor, num_bags: int) -> list[Feature]:
-    """The features, none of which may reach behind the offsets."""
+    """Return the features; raise if one reaches beyond the offsets."""
     parts = features_of(features)
     last = max((f.first_bag for f in parts), default=-1) + num_bags
     if parts and num_bags and last >= offsets.shape[0]:
@@ -103,8 +103,10 @@ def checked_features(features: Sequence[int], offsets: Tensor, num_bags: int) ->
 def run_groups(
     kernel, groups, tables, rows, offsets, weights, other, out, stride, num_bags, *, whole_rows=False
 ) -> None:
-    """One launch for each group of features. `other` is the kernel's
-    float argument; `stride` parts the rows of [B, C]."""
+    """Launch the kernel once for each group of features.
+
+    `other` is the kernel's float argument; `stride` is the distance between the rows of [B, C].
+    """
     numbers = []
     for f in (f for group in groups.values() for f in group):
         table, ids = tables[f.table], rows[f.rows]
@@ -128,7 +130,7 @@ def run_groups(
 
 @triton.jit
 def feature_at(packed, ROWS: tl.constexpr, FIELDS: tl.constexpr):
-    """What `run_groups` packed for this program's feature."""
+    """Load the numbers that `run_groups` packed for this program's feature."""
     field = packed + tl.program_id(1) * FIELDS
     ids = tl.load(field + 2).to(tl.pointer_type(ROWS))
     table, num_rows, num_ids = tl.load(field), tl.load(field + 1), tl.load(field + 3)
@@ -190,7 +192,7 @@ def _pool_weights(
 
 
 def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
-    """f32|f64[K, D]: table[rows], zeros for rows outside the table."""
+    """Return table[rows], f32|f64[K, D], with zeros for rows outside the table."""
     on.check_tables("funcrec.kernels.triton.gather_rows", [table])
     dim, size = table.shape[1], rows.shape[0]
     out = torch.empty(size, dim, dtype=accumulation_dtype(table.dtype), device=table.device)
@@ -214,7 +216,7 @@ def _gather(out, table, rows, size, num_rows, DIM: tl.constexpr, TILE_ROWS: tl.c
 
 
 def scatter_rows_(table: Tensor, rows: Tensor, count: Tensor, new: Tensor) -> None:
-    """table[rows[i]] = new[i], rounded to nearest, for i < count; a row outside the table is not written."""
+    """Write table[rows[i]] = new[i], rounded to nearest, for i < count; rows outside the table are skipped."""
     on.check_tables("funcrec.kernels.triton.scatter_rows_", [table])
     dim, size = table.shape[1], rows.shape[0]
     t, new = on.tile(dim), on.with_rows(new, accumulation_dtype(table.dtype))

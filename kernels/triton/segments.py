@@ -1,6 +1,6 @@
-"""The cotangents of tables, written out: as entries, or as one gradient per distinct row.
+"""The cotangents of tables, written out as entries, or as one gradient per distinct row.
 
-Tables of f64 are known by their cotangents: the answer is f64 where d is, else f32.
+A cotangent tells whether its table is f64: the result is f64 if d is, else f32.
 Shapes: K entries, R rows, D dim, T tables.
 """
 
@@ -33,7 +33,7 @@ def expand(
     segments: Sequence[int],
     shapes: Sequence[int],
 ) -> list[Tensor]:
-    """(rows i64[K], grads f[K, D]) per table: its entries in order, row -1 and zeros in places of no entry."""
+    """Return (rows i64[K], grads f[K, D]) per table: its entries in order, with row -1 and zeros in empty places."""
     rows, offsets, weights = on.contiguous(rows), on.contiguous(offsets), on.contiguous(weights)
     parts, out = segments_of(segments), []
     check_segments(parts, d, rows, offsets, weights)
@@ -111,7 +111,7 @@ def coalesce(
     segments: Sequence[int],
     shapes: Sequence[int],
 ) -> list[Tensor]:
-    """(rows i64[K'] ascending, grads f[K', D], count i64[], repeats i64[K']) per table; padding behind count.
+    """Return (rows i64[K'] ascending, grads f[K', D], count i64[], repeats i64[K']) per table; padding after count.
 
     One sort serves all tables of one dtype.
     """

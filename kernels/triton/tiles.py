@@ -1,5 +1,4 @@
-"""What the rules of optimizers are made of, on a tile of rows f[rows, columns];
-and what of them is computed before the launch."""
+"""Functions for the optimizers' rules: on a tile of rows f[rows, columns], and before the launch."""
 
 import math
 
@@ -12,13 +11,13 @@ from torch import Tensor
 
 @triton.jit
 def row_sum(x, column, DIM: tl.constexpr):
-    """f[rows, 1]: Σ of the columns before DIM."""
+    """Sum the columns before DIM, f[rows, 1]."""
     return sum_columns(tl.where((column < DIM)[None, :], x, 0))[:, None]
 
 
 @triton.jit
 def divide_by(x, NUMBER: tl.constexpr):
-    """x / NUMBER, rounded to nearest."""
+    """Return x / NUMBER rounded to nearest."""
     return divide(x, tl.full(x.shape, NUMBER, x.dtype))
 
 
@@ -28,5 +27,5 @@ def sign(x):
 
 
 def correction(b: float, t: Tensor) -> Tensor:
-    """1 - bᵗ without cancellation."""
+    """Return 1 - bᵗ without cancellation."""
     return -torch.expm1(t * math.log(b)) if b > 0 else torch.ones_like(t)

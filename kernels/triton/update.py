@@ -1,9 +1,9 @@
-"""The fused update: a row's gradient is summed and its optimizer's rule applied in one program, in place.
+"""The fused update: one program sums a row's gradient and applies its optimizer's rule, in place.
 
     (table[row], slots[row]) <- rule(table[row], Σ of the row's entries, slots[row])
 
-Tables of one dim and dtype share a launch. A program holds a tile of distinct rows; programs behind the last row return
-at once, so the grid is a bound from shapes: min(entries, rows).
+Tables of one dim and dtype share a launch. A program holds a tile of distinct rows, and programs after the last row
+return at once. So the grid is bounded by shapes: min(entries, rows).
 Cost: reads and writes the touched rows and their slots once, reads each entry's gradient once, and sorts the entries.
 """
 
@@ -47,17 +47,17 @@ def fused_update_(
     first: Tensor | None = None,
     dims: Sequence[int] = (),
 ) -> None:
-    """Update the rows that the segments name; rows and slots of others keep every bit.
+    """Update the rows that the segments name; every other row and its slots keep every bit.
 
     Args:
       slots: the rule's slots of table 0, of table 1, ...; f32 (f64 for f64 tables), [R] or [R, D].
-      lr: f64[]. step: i64[], steps taken before. key: i64[T, S + 1, 4] as of `ops.fused_update` rounds 16-bit tables
-        stochastically, None to nearest.
-      hyper: the rule's numbers, in the order of `RULES`; each set of them is compiled once.
-      first: i64[T], and dims, the columns of each table's gradients, as of
-        `ops.fused_update`; None and () for tables of whole rows.
+      lr: f64[]. step: i64[], the steps taken before.
+      key: i64[T, S + 1, 4] as in `ops.fused_update`; rounds 16-bit tables at random. None rounds to nearest.
+      hyper: the rule's numbers, in the order of `RULES`; each set of numbers is compiled once.
+      first, dims: i64[T], and the columns of each table's gradients, as in `ops.fused_update`; None and () for tables
+        of whole rows.
 
-    Order of sums: see `group`.
+    `group` describes the order of sums.
     """
     num_slots = _check(tables, slots, rule, hyper)
     wide = _wide(tables, first, dims)
@@ -89,7 +89,7 @@ def fused_update_(
 
 
 def _check(tables: Sequence[Tensor], slots: Sequence[Tensor], rule: str, hyper: Sequence[float]) -> int:
-    """The number of slots of each table."""
+    """Return the number of slots of each table; raise if slots or rule do not fit."""
     on.check_tables(CALL, tables)
     on.check_tables(CALL, slots)
     if rule not in RULES:
@@ -109,7 +109,7 @@ def _check(tables: Sequence[Tensor], slots: Sequence[Tensor], rule: str, hyper: 
 
 
 def _wide(tables: Sequence[Tensor], first: Tensor | None, dims: Sequence[int]) -> list[int]:
-    """The columns of each table's gradients."""
+    """Return the number of columns of each table's gradients."""
     own = [t.shape[1] for t in tables]
     if not dims:
         return own
@@ -122,7 +122,7 @@ def _wide(tables: Sequence[Tensor], first: Tensor | None, dims: Sequence[int]) -
 
 
 def _scalars(lr: Tensor, step: Tensor, acc: torch.dtype, rule: str, hyper: Sequence[float]) -> Tensor:
-    """f[2 + ...] on the device: lr, t, and what the rule makes of t, computed in f64."""
+    """Return f[2 + ...] on the device: lr, t, and the rule's numbers that depend on t, computed in f64."""
     t = (step + 1).to(torch.float64)
     more = formulas.SCALARS[rule](hyper, t) if rule in formulas.SCALARS else []
     return torch.stack([lr.to(torch.float64), t, *more]).to(acc)
@@ -131,8 +131,11 @@ def _scalars(lr: Tensor, step: Tensor, acc: torch.dtype, rule: str, hyper: Seque
 def _update_tables(
     g: Groups, own, numbers: range, capacity: int, scalars: Tensor, draws, rule: str, hyper, window
 ) -> None:
-    """One launch for tables `numbers`, of one dim and dtype; own: (table, slots, its number in the call) of each;
-    window: how many columns their gradients have, and where each table's begin among them."""
+    """Launch the update of tables `numbers`, which have one dim and dtype.
+
+    own: (table, slots, number in the call) of each table. window: how many columns the gradients have, and where each
+    table's columns begin among them.
+    """
     table, (dim, first) = own[0][0], window
     width, acc = table.shape[1], scalars.dtype
     layout = tuple(s.dim() == 1 for s in own[0][1])
@@ -175,7 +178,7 @@ def _update(
     row = number - tl.load(bases + which)
     column = tl.arange(0, TILE_COLUMNS).to(tl.int64)
     numbers = packed + (1 + len(BY_ROW)) * num_tables + which
-    own = column[None, :]  # a column's place in the table
+    own = column[None, :]  # the column in the table
     mask = used[:, None] & (column < DIM)[None, :]
     if WIDTH < DIM:
         own = own - tl.load(begins + tl.load(numbers))[:, None]
@@ -196,7 +199,7 @@ def _update(
     if ROUND:
         first_draw = tl.load(numbers) * num_draws
         draw = upper_bound(draw_begins, first_draw, first_draw + num_draws, row, draw_steps) - 1
-        drawn = draws + 4 * tl.maximum(draw, first_draw)  # a lane without a row has any number
+        drawn = draws + 4 * tl.maximum(draw, first_draw)  # for a lane without a row any number will do
         new = round_stochastically(w, random_bits(drawn, row, tl.maximum(own, 0)), TABLE)
     else:
         new = rounded(w, TABLE)
@@ -212,7 +215,7 @@ def slot_at(
     WIDTH: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to slot NTH of rows; anything for a slot that the rule has not."""
+    """Return pointers to slot NTH of rows; any value if the rule has no such slot."""
     if len(BY_ROW) <= NTH:
         return row
     else:
